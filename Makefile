@@ -1,0 +1,50 @@
+# Needs python3 (3.10 or newer) and make. `make test VENV=/some/folder` uses another environment.
+VENV ?= .venv
+PYTHON ?= python3
+
+PY := $(VENV)/bin/python
+# One file pins the packages and, for pip's isolated builds, the build backend.
+PIP_ENV := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1
+
+.PHONY: install demo test test-all bench lint types docs notebooks clean
+
+install: $(VENV)/.installed-dev
+
+# One rule for every extra: `.installed-dev` stands for `pip install -e ".[dev]"`.
+$(VENV)/.installed-%: pyproject.toml constraints.txt | $(PY)
+	$(PIP_ENV) $(PY) -m pip install -q -c constraints.txt -e ".[$*]"
+	@touch $@
+
+$(PY):
+	$(PYTHON) -m venv $(VENV)
+
+# A complete environment serves the demo too; otherwise only what the demo needs is installed.
+demo: $(if $(wildcard $(VENV)/.installed-dev),install,$(VENV)/.installed-demo)
+	$(PY) -m tdfunc.demo
+
+# One torch thread for each of xdist's processes.
+test: install
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -q
+
+test-all: install
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -q -m ""
+
+bench: install
+	$(PY) -m benchmarks
+
+lint: install
+	$(PY) -m ruff format --check
+	$(PY) -m ruff check
+
+types: install
+	$(PY) -m pyright --pythonpath $(PY)
+
+notebooks: install
+	$(PY) -m pytest --nbmake notebooks -q
+
+docs: install
+	$(PY) -m mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) .cache .hypothesis .pytest_cache .ruff_cache build demo-output dist site
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

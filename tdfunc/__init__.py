@@ -1,0 +1,27 @@
+"""tdfunc: immutable trees of tensors, and pure functions over them."""
+
+from tdfunc._errors import BatchSizeError as BatchSizeError
+from tdfunc._errors import CaptureError as CaptureError
+from tdfunc._errors import ConcurrencyError as ConcurrencyError
+from tdfunc._errors import CorruptCheckpointError as CorruptCheckpointError
+from tdfunc._errors import FilterError as FilterError
+from tdfunc._errors import ImmutableError as ImmutableError
+from tdfunc._errors import LeafMismatchError as LeafMismatchError
+from tdfunc._errors import LeakError as LeakError
+from tdfunc._errors import MissingKeyError as MissingKeyError
+from tdfunc._errors import TieError as TieError
+from tdfunc._errors import TreeStructureError as TreeStructureError
+from tdfunc._errors import UnsupportedError as UnsupportedError
+from tdfunc._keys import Filter as Filter
+from tdfunc._keys import of_type as of_type
+from tdfunc._nontensor import NonTensorData as NonTensorData
+from tdfunc._nontensor import NonTensorStack as NonTensorStack
+from tdfunc._tensordict import TensorDict as TensorDict
+from tdfunc._types import Kind as Kind
+from tdfunc.ops.join import cat as cat
+from tdfunc.ops.join import stack as stack
+from tdfunc.ops.structure import combine as combine
+from tdfunc.ops.structure import in_dims as in_dims
+from tdfunc.ops.structure import partition as partition
+
+__version__ = "0.1.0"

@@ -1,0 +1,526 @@
+"""`TensorCollection`: the slots of every tree, the primitives that operations reach it by, and its pytree registration.
+
+Operations live in `ops/`; they describe what they do to one leaf and to a batch size as a `LeafOp` and hand it to
+a primitive. A class with another representation (a lazy stack) overrides primitives and nothing else.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, TypeVar
+
+import optree
+import torch
+from torch import Size, Tensor
+from torch.utils import _pytree as torch_pytree
+
+from tdfunc._errors import ImmutableError, TreeStructureError, explain
+from tdfunc._keys import missing
+from tdfunc._nontensor import GLOBAL_NAMESPACE, NonTensorBase
+from tdfunc._shapes import common_prefix, index_names, index_size, normalize_index
+from tdfunc._ties import Graft, graft, lift, merge, prune, remap, spanning, under
+from tdfunc._types import Kind, LeafFn, Names, Node, Path, Ties
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+T = TypeVar("T", bound="TensorCollection")
+
+
+class Static(NamedTuple):
+    """What a node knows of its leaves besides their values."""
+
+    kinds: dict[str, Kind] = {}  # noqa: RUF012
+    ties: Ties = ()
+    # A subclass's own static data (a lazy stack's dimension).
+    own: Any = None
+
+
+class LeafOp(NamedTuple):
+    """An operation as a tree sees it: what happens to one leaf, to a batch size and to its names.
+
+    `name` and `args` describe it symbolically, for classes that cannot apply `leaf` to what they store.
+    """
+
+    name: str
+    leaf: LeafFn
+    size: Callable[[Size], Size] | None = None
+    names: Callable[[Names], Names | None] | None = None
+    # Whether it acts on batch dimensions: then nested trees get it through `_shape` and `leaf` sees non-tensor data.
+    batch: bool = False
+    args: tuple[Any, ...] = ()
+
+
+class TensorCollection:
+    """An immutable tree of tensors: the common base of `TensorDict`, `TensorClass` and `LazyStack`."""
+
+    __slots__ = ("__weakref__", "_batch_size", "_cache", "_data", "_device", "_names", "_static")
+    _data: dict[str, Node]
+    _batch_size: Size
+    _device: torch.device | None
+    _names: Names | None
+    _static: Static | None
+    _cache: Any
+
+    # The class for open keys and the class for ragged stacks; the public modules set them, lower layers build by them.
+    _open: ClassVar[Any] = None
+    _lazy: ClassVar[Any] = None
+
+    @classmethod
+    def _make(
+        cls,
+        data: dict[str, Node],
+        batch_size: Size,
+        device: torch.device | None = None,
+        names: Names | None = None,
+        static: Static | None = None,
+    ) -> "Self":
+        """Build without checks; the caller vouches for the data."""
+        # Literal calls: dynamo traces these, and neither an alias of them nor the slots' own descriptors.
+        new = object.__new__(cls)
+        object.__setattr__(new, "_data", data)
+        object.__setattr__(new, "_batch_size", batch_size)
+        object.__setattr__(new, "_device", device)
+        object.__setattr__(new, "_names", names)
+        object.__setattr__(new, "_static", static)
+        object.__setattr__(new, "_cache", None)
+        return new
+
+    def _replace(
+        self,
+        data: dict[str, Node] | None = None,
+        *,
+        batch_size: Size | None = None,
+        names: Names | None = None,
+        kinds: dict[str, Kind] | None = None,
+        ties: Ties | None = None,
+    ) -> "Self":
+        """Build a tree like this one. With a new batch size the names are the given ones, else they stay."""
+        static = self._static
+        if kinds is not None or ties is not None:
+            old = static or Static()
+            static = Static(old.kinds if kinds is None else kinds, old.ties if ties is None else ties, old.own)
+            if static == (_NO_STATIC):
+                static = None
+        if batch_size is None:
+            batch_size, names = self._batch_size, self._names
+        return self._make(self._data if data is None else data, batch_size, self._device, names, static)
+
+    @property
+    def _ties(self) -> Ties:
+        return self._static.ties if self._static is not None else ()
+
+    @property
+    def _kinds(self) -> dict[str, Kind]:
+        return self._static.kinds if self._static is not None else {}
+
+    # -- primitives ---------------------------------------------------------------------------------------------
+
+    def _keys(self) -> Iterable[str]:
+        return self._data
+
+    def _get(self, key: str) -> Node:
+        """Return the node under one key; non-tensor data stay wrapped."""
+        try:
+            return self._data[key]
+        except KeyError:
+            raise missing((key,), self._data) from None
+
+    def _put(self, changes: dict[str, Node], kinds: dict[str, Kind] | None = None) -> "Self":
+        """Return a tree with some children replaced or added (no checks) and, where the child is None, removed."""
+        data = self._data | changes
+        removed = [key for key, node in changes.items() if node is None]
+        for key in removed:
+            data.pop(key, None)
+        if self._static is None and kinds is None and not any(getattr(n, "_static", None) for n in changes.values()):
+            return self._make(data, self._batch_size, self._device, self._names, None)
+        return self._replace(data, kinds=self._new_kinds(changes, kinds), ties=self._new_ties(changes))
+
+    def _new_kinds(self, changes: dict[str, Node], kinds: dict[str, Kind] | None) -> dict[str, Kind]:
+        kept = {k: kind for k, kind in self._kinds.items() if k not in changes or _is_leaf(changes[k])}
+        return kept | kinds if kinds else kept
+
+    def _new_ties(self, changes: dict[str, Node]) -> Ties:
+        """Return the groups that stand after an edit; the caller has checked the values of those that span."""
+        inner = [lift(node._ties, key) for key, node in changes.items() if isinstance(node, TensorCollection)]
+        if not self._ties:
+            return merge(*inner) if any(inner) else ()
+        kept = remap(self._ties, lambda path: path if _exists(changes, path) else None)
+        return merge(kept, *inner)
+
+    def _map(self, op: LeafOp, *others: "TensorCollection") -> "Self":
+        """Apply `op.leaf` to every leaf (zipped with those of `others`); a result of None drops the leaf."""
+        static = self._static
+        if static is not None and static.ties:
+            return self._map_tied(op, others)
+        leaf = op.leaf
+        data: dict[str, Node] = {}
+        if others:
+            check_keys(self, others)
+        for key, node in self._data.items():
+            if isinstance(node, Tensor):
+                out = leaf(node, *[o._data[key] for o in others]) if others else leaf(node)
+            elif isinstance(node, TensorCollection):
+                twins = [o._data[key] for o in others]
+                out = node._shape(op, *twins) if op.batch else node._map(op, *twins)
+            elif isinstance(node, NonTensorBase) and not op.batch:
+                out = node if op.size is None else node.rebatch(op.size(node.shape))  # pyright: ignore
+            else:
+                out = leaf(node, *[o._data[key] for o in others])
+            if out is not None:
+                data[key] = out
+        size, names = self._batch_size, self._names
+        if op.size is not None:
+            if names is not None:
+                names = op.names(names) if op.names is not None else None
+            size = op.size(size)
+        if static is not None and len(data) != len(self._data):
+            static = Static({k: kind for k, kind in static.kinds.items() if k in data}, static.ties, static.own)
+        return self._make(data, size, self._device, names, static)
+
+    def _map_tied(self, op: LeafOp, others: Sequence["TensorCollection"]) -> "Self":
+        ties, cuts = self._ties, [(path, group[0]) for group in self._ties for path in group[1:]]
+        pruned, grafts = prune(self, cuts)
+        done = pruned._map(op, *[prune(other, cuts)[0] for other in others])
+        data = graft(done._data, grafts, ties)
+        return done._replace(data, ties=remap(ties, lambda path: path if _exists(data, path) else None))
+
+    def _index(self, index: Any) -> "Self":
+        """Index the batch dimensions; the index is normalized here, once for all leaves."""
+        return self._shape(index_op(index, self._batch_size))
+
+    def _shape(self, op: LeafOp, *others: "TensorCollection") -> "Self":
+        """Apply an operation on batch dimensions (reshape, permute, stack, ...)."""
+        return self._map(op, *others)
+
+    # -- immutability -------------------------------------------------------------------------------------------
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise _frozen(self, f".{name} = value", _ATTRIBUTE_HINTS.get(name, f"td = td.set({name!r}, value)"))
+
+    def __delattr__(self, name: str) -> None:
+        raise _frozen(self, f"del .{name}", f"td = td.delete({name!r})")
+
+    def __setitem__(self, key: Any, value: object) -> NoReturn:
+        raise _frozen(self, f"[{key!r}] = value", f"td = td.set({key!r}, value)" if isinstance(key, (str, tuple)) else "td = td.at[index].set(value)")
+
+    def __delitem__(self, key: Any) -> NoReturn:
+        raise _frozen(self, f"del [{key!r}]", f"td = td.delete({key!r})")
+
+    def __copy__(self) -> "Self":
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Self":
+        from copy import deepcopy
+
+        # One memo for the whole tree: a tensor at several paths is copied once, so ties survive.
+        data = {key: deepcopy(node, memo) for key, node in self._data.items()}
+        return self._replace(data)
+
+    def __reduce__(self) -> Any:
+        return _remake, (type(self), self._data, self._batch_size, self._device, self._names, self._static)
+
+    __hash__ = object.__hash__
+
+
+_NO_STATIC = Static()
+
+_ATTRIBUTE_HINTS = {
+    "batch_size": "td = td.with_batch_size(value)",
+    "names": "td = td.with_names(value)",
+    "device": "td = td.to(value)",
+}
+
+
+def _frozen(tree: TensorCollection, what: str, fix: str) -> ImmutableError:
+    return ImmutableError(explain(f"{type(tree).__name__} is immutable: {what} cannot be written.", hint=fix))
+
+
+def _remake(cls: type[TensorCollection], data: dict[str, Node], *rest: Any) -> TensorCollection:
+    return cls._make(data, *rest)
+
+
+def _is_leaf(node: Node) -> bool:
+    return node is not None and not isinstance(node, TensorCollection)
+
+
+def _exists(data: dict[str, Node], path: Path) -> bool:
+    """Whether a path leads to a leaf, looking only into the given children."""
+    if path[0] not in data:
+        return True
+    node: Node = data[path[0]]
+    for key in path[1:]:
+        if not isinstance(node, TensorCollection) or key not in node._data:
+            return False
+        node = node._data[key]
+    return _is_leaf(node)
+
+
+def check_keys(first: TensorCollection, others: Sequence[TensorCollection]) -> None:
+    """Raise unless all nodes have the keys of the first."""
+    keys = first._data.keys()
+    for other in others:
+        if not isinstance(other, TensorCollection) or other._data.keys() != keys:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TreeStructureError(
+                explain(
+                    "The trees have different keys.",
+                    expected=f"{sorted(keys)}",
+                    got=f"{sorted(other._data)}" if isinstance(other, TensorCollection) else f"a leaf of type {type(other).__name__}",  # pyright: ignore
+                    hint="select() the common keys, or set() the missing ones.",
+                )
+            )
+
+
+def index_op(index: Any, size: Size) -> LeafOp:
+    """Return the operation of one index on all leaves of a tree with this batch size."""
+    parts = normalize_index(index, size)
+    n = len(size)
+    # x[i] and x[i:j] are faster than x[(i,)]; index_select is faster than both for one row index.
+    key: Any = parts[0] if len(parts) == 1 else parts
+    return LeafOp(
+        "index",
+        _row_select(key) if _is_rows(key) else (lambda x: x[key]),
+        lambda old: index_size(parts, old[:n]) + old[n:],
+        lambda names: index_names(parts, names),
+        batch=True,
+        args=(parts,),
+    )
+
+
+def _is_rows(key: Any) -> bool:
+    return isinstance(key, Tensor) and key.dim() == 1 and key.dtype is torch.int64 and key.device.type == "cpu"
+
+
+def _row_select(rows: Tensor) -> LeafFn:
+    def select(leaf: Any) -> Any:
+        try:
+            return leaf.index_select(0, rows)
+        # index_select refuses negative rows, which indexing counts from the end.
+        except (IndexError, RuntimeError):
+            return leaf[rows]
+
+    return select
+
+
+# -- pytree -----------------------------------------------------------------------------------------------------
+
+
+class Context(NamedTuple):
+    """What a flattened node needs to be rebuilt. Only keys and ties are compared."""
+
+    keys: tuple[str, ...]
+    ties: Ties
+    order: tuple[str, ...]
+    batch_size: Size
+    device: torch.device | None
+    names: Names | None
+    # For each child the number of dimensions after the batch; None where it has no shape of its own.
+    features: tuple[int | None, ...]
+    static: Static | None
+    grafts: tuple[Graft, ...]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Context) and self.keys == other.keys and self.ties == other.ties
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((self.keys, self.ties))
+
+
+class _Flat(NamedTuple):
+    """The cached flattening of a tree, which never changes."""
+
+    children: tuple[Any, ...]
+    context: Context
+
+
+# Marks a rebuilt tree none of whose leaves said what its batch size is now: its parent decides.
+_UNDECIDED = "undecided"
+
+
+def flatten(tree: TensorCollection) -> tuple[tuple[Any, ...], Context]:
+    """Return the children in sorted key order, ties pruned to their first path, and the context."""
+    compiling = torch.compiler.is_compiling()
+    if not compiling and type(tree._cache) is _Flat:
+        return tree._cache
+    node, grafts = tree, ()
+    cuts = spanning(tree._ties) if tree._static is not None else []
+    if cuts:
+        node, grafts = prune(tree, cuts)
+    data = node._data
+    keys = tuple(sorted(data))
+    n = len(tree._batch_size)
+    children = tuple([data[key] for key in keys])
+    context = Context(
+        keys, tree._ties, tuple(data), tree._batch_size, tree._device, tree._names,
+        tuple([_features(child, n) for child in children]), tree._static, grafts,
+    )  # fmt: skip
+    flat = _Flat(children, context)
+    if not compiling:
+        object.__setattr__(tree, "_cache", flat)
+    return flat
+
+
+def _features(child: Any, n: int) -> int | None:
+    if isinstance(child, Tensor):
+        try:
+            return child.dim() - n
+        except RuntimeError:  # an uninitialised parameter has no shape
+            return None
+    if isinstance(child, TensorCollection):
+        return len(child._batch_size) - n
+    return None
+
+
+def unflatten(cls: type[T], context: Context, children: Iterable[Any]) -> T:
+    """Rebuild a node around anything; never raises, never validates."""
+    children = tuple(children)
+    old = context.batch_size
+    size, device = _vote(children, context)
+    undecided = size is None
+    if size is None:
+        size = old
+    elif size != old:
+        children = tuple([_follow(child, len(old), size) for child in children])
+    elif any(type(c) is not Tensor for c in children):
+        children = tuple([_follow(c, len(old), size) if getattr(c, "_cache", None) is _UNDECIDED else c for c in children])
+    data = dict(zip(context.keys, children, strict=True))
+    if context.order != context.keys:
+        data = {key: data[key] for key in context.order}
+    if context.grafts:
+        data = graft(data, context.grafts, context.ties)
+    names = context.names if len(size) == len(old) else None
+    new = cls._make(data, size, device, names, context.static)
+    if undecided and children:
+        object.__setattr__(new, "_cache", _UNDECIDED)
+    elif not children:
+        object.__setattr__(new, "_cache", _UNDECIDED)
+    return new
+
+
+def _vote(children: tuple[Any, ...], context: Context) -> tuple[Size | None, torch.device | None]:
+    """Return the common prefix of the leading dimensions that the children leave to the batch."""
+    # torch.vmap unflattens its in_dims: trees of ints.
+    if children and type(children[0]) is int:
+        return None, context.device
+    size: Size | None = None
+    device = context.device
+    last: Any = None
+    for child, features in zip(children, context.features, strict=True):
+        if features is None:
+            continue
+        if isinstance(child, Tensor):
+            try:
+                shape = child.shape
+            except RuntimeError:
+                continue
+            if device is not None and child.device != device:
+                device = None
+        elif isinstance(child, TensorCollection):
+            if child._cache is _UNDECIDED:
+                continue
+            shape = child._batch_size
+        else:
+            continue
+        if (shape, features) == last:
+            continue
+        last = (shape, features)
+        lead = shape[: max(len(shape) - features, 0)]
+        size = lead if size is None else common_prefix(size, lead)
+    return size, device
+
+
+def _follow(child: Any, old_ndim: int, size: Size) -> Any:
+    """Give a child that has no say (non-tensor data, a tree without shapes) the new batch size of its parent."""
+    if isinstance(child, NonTensorBase):
+        return child.rebatch(size + child.shape[old_ndim:])  # pyright: ignore
+    if isinstance(child, TensorCollection) and child._cache is _UNDECIDED:
+        inner = {k: _follow(v, old_ndim, size) for k, v in child._data.items()}
+        return child._replace(inner, batch_size=size + child._batch_size[old_ndim:])
+    return child
+
+
+def register(cls: type[TensorCollection]) -> None:
+    """Enter a class in both pytree registries; a class of the same name defined again replaces the first."""
+    torch_pytree.register_pytree_node(
+        cls,
+        flatten,
+        lambda children, context: unflatten(cls, context, children),
+        serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+        to_dumpable_context=_dump,
+        from_dumpable_context=_restore,
+        flatten_with_keys_fn=_flatten_with_keys,
+    )
+    optree.register_pytree_node(  # pyright: ignore[reportUnknownMemberType]
+        cls,
+        _flatten_with_entries,
+        lambda context, children: unflatten(cls, context, children),
+        path_entry_type=optree.MappingEntry,
+        namespace=GLOBAL_NAMESPACE,
+    )
+
+
+def _flatten_with_keys(tree: TensorCollection) -> Any:
+    children, context = flatten(tree)
+    return [(torch_pytree.MappingKey(key), child) for key, child in zip(context.keys, children, strict=True)], context
+
+
+def _flatten_with_entries(tree: TensorCollection) -> Any:
+    children, context = flatten(tree)
+    return children, context, context.keys
+
+
+def _dump(context: Context) -> Any:
+    """Return the context as JSON, so that exported programs save."""
+    static = context.static or _NO_STATIC
+    return {
+        "keys": list(context.keys),
+        "order": list(context.order),
+        "ties": [[list(path) for path in group] for group in context.ties],
+        "batch_size": [int(size) for size in context.batch_size],
+        "device": str(context.device) if context.device is not None else None,
+        "names": list(context.names) if context.names is not None else None,
+        "features": list(context.features),
+        "kinds": {key: kind.value for key, kind in static.kinds.items()},
+        "own": static.own,
+        "grafts": [[list(g.path), g.place, list(g.source)] for g in context.grafts],
+    }
+
+
+def _restore(dumped: Any) -> Context:
+    ties = tuple(tuple(tuple(path) for path in group) for group in dumped["ties"])
+    static = Static({key: Kind(kind) for key, kind in dumped["kinds"].items()}, ties, dumped["own"])
+    return Context(
+        tuple(dumped["keys"]), ties, tuple(dumped["order"]), Size(dumped["batch_size"]),
+        torch.device(dumped["device"]) if dumped["device"] else None,
+        tuple(dumped["names"]) if dumped["names"] else None,
+        tuple(dumped["features"]), None if static == _NO_STATIC else static,
+        tuple(Graft(tuple(path), place, tuple(source)) for path, place, source in dumped["grafts"]),
+    )  # fmt: skip
+
+
+# -- leaves -----------------------------------------------------------------------------------------------------
+
+
+def iter_leaves(tree: TensorCollection, prefix: Path = ()) -> Iterable[tuple[Path, Any]]:
+    """Yield (path, leaf) in insertion order, every path of a tied leaf included, non-tensor data left out."""
+    for key, node in tree._data.items():
+        if isinstance(node, TensorCollection):
+            yield from iter_leaves(node, (*prefix, key))
+        elif not isinstance(node, NonTensorBase):
+            yield (*prefix, key), node
+
+
+def leaf_paths(tree: TensorCollection) -> list[Path]:
+    """Return the paths of `tree_leaves`, but in insertion order; a tied leaf once, under its first path."""
+    aliases = {path for group in tree._ties for path in group[1:]}
+    return [path for path, _ in iter_leaves(tree) if path not in aliases]
+
+
+def with_leaves(tree: T, leaves: Iterable[Any]) -> T:
+    """Return a tree of the same structure and batch sizes around new leaves, in the order of `leaf_paths`."""
+    source = iter(leaves)
+    return tree._map(LeafOp("with_leaves", lambda _: next(source)))
+
+
+__all__ = ["under"]

@@ -1,0 +1,191 @@
+"""Nested keys (tuples of str) and `Filter`, the one language for choosing leaves by path, kind, dtype or predicate."""
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+
+from tdfunc._errors import FilterError, MissingKeyError, explain
+from tdfunc._types import Kind, NestedKey, Path
+
+
+def unravel(key: NestedKey) -> Path:
+    """Flatten a key of nested tuples into one tuple of non-empty str."""
+    if type(key) is str and key:
+        return (key,)
+    path: list[str] = []
+    stack: list[Any] = [key]
+    while stack:
+        part = stack.pop()
+        if isinstance(part, tuple):
+            stack.extend(reversed(part))  # pyright: ignore[reportUnknownArgumentType]
+        elif isinstance(part, str) and part:
+            path.append(part)
+        else:
+            raise _bad_key(key, part)
+    if not path:
+        raise _bad_key(key, key)
+    return tuple(path)
+
+
+def is_key(key: object) -> bool:
+    """Whether `key` is a str or a (nested) non-empty tuple of str, rather than an index."""
+    if isinstance(key, str):
+        return True
+    return isinstance(key, tuple) and len(key) > 0 and all(is_key(part) for part in key)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+
+
+def dotted(path: Iterable[str]) -> str:
+    """Return the path as it stands in messages and file names: `layers.0.weight`."""
+    return ".".join(path)
+
+
+def missing(path: Path, known: Iterable[str], call: str = "get") -> MissingKeyError:
+    """Build the error for a path of which the last part is not among the `known` keys of its parent."""
+    names = list(known)
+    close = difflib.get_close_matches(path[-1], names, n=3)
+    hint = f"did you mean {' or '.join(map(repr, close))}?" if close else None
+    shown = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")
+    where = f" under {dotted(path[:-1])!r}" if len(path) > 1 else ""
+    return MissingKeyError(
+        explain(f"{call}: no key {path[-1]!r}{where}.", expected=f"one of {shown or '(no keys)'}", hint=hint)
+    )
+
+
+def _bad_key(key: object, part: object) -> TypeError:
+    return TypeError(
+        explain(
+            "A key must be a str or a nested tuple of str, and not empty.",
+            got=f"{part!r} in {key!r}",
+            hint="index the batch dimensions with td[...], name entries with a str.",
+        )
+    )
+
+
+class Entry(NamedTuple):
+    """One leaf as a filter sees it: all its tied paths, the leaf, and its kind."""
+
+    paths: tuple[Path, ...]
+    leaf: Any
+    kind: Kind | None
+
+
+Predicate: TypeAlias = Callable[[Path, Any], bool]
+FilterSpec: TypeAlias = "str | re.Pattern[str] | Kind | torch.dtype | Predicate | Filter"
+FilterLike: TypeAlias = "Filter | str"
+
+
+class Filter:
+    """A choice of leaves, combined with `|`, `&` and `~`.
+
+    A str is a glob on the dotted path, in which `*` crosses dots; a compiled regex must match the whole path; a
+    `Kind` and a `torch.dtype` match leaves that have it; a function gets `(path, leaf)`. A tied leaf matches by
+    any of its paths. A glob or regex that matches no leaf of the tree raises when the filter is used.
+
+    Args:
+        spec: A glob, regex, kind, dtype, predicate or another filter.
+
+    Examples:
+        >>> from tdfunc import TensorDict
+        >>> import tdfunc
+        >>> td = TensorDict({"a": {"weight": torch.zeros(2), "bias": torch.zeros(2)}})
+        >>> no_decay, rest = tdfunc.partition(td, Filter("*.bias") | "*.norm*" if False else "*.bias")
+        >>> list(no_decay.keys(True, True))
+        [('a', 'bias')]
+    """
+
+    __slots__ = ("_mask", "_text")
+
+    def __init__(self, spec: "FilterSpec") -> None:
+        if isinstance(spec, Filter):
+            self._mask, self._text = spec._mask, spec._text
+        else:
+            self._mask, self._text = _atom(spec)
+
+    def mask(self, entries: Sequence[Entry]) -> list[bool]:
+        """Return for each entry whether it is chosen.
+
+        Raises:
+            FilterError: A glob or regex inside the filter matches none of the entries.
+        """
+        return self._mask(entries)
+
+    def __or__(self, other: "FilterSpec") -> "Filter":
+        right = Filter(other)
+        return _combined(lambda es: [a or b for a, b in zip(self.mask(es), right.mask(es), strict=True)], f"({self._text} | {right._text})")
+
+    def __and__(self, other: "FilterSpec") -> "Filter":
+        right = Filter(other)
+        return _combined(lambda es: [a and b for a, b in zip(self.mask(es), right.mask(es), strict=True)], f"({self._text} & {right._text})")
+
+    def __ror__(self, other: "FilterSpec") -> "Filter":
+        return Filter(other) | self
+
+    def __rand__(self, other: "FilterSpec") -> "Filter":
+        return Filter(other) & self
+
+    def __invert__(self) -> "Filter":
+        return _combined(lambda es: [not a for a in self.mask(es)], f"~{self._text}")
+
+    def __repr__(self) -> str:
+        return f"Filter({self._text})"
+
+
+def of_type(module: nn.Module, *types: type[nn.Module]) -> Filter:
+    """Return a filter for the leaves that belong to submodules of the given types.
+
+    Args:
+        module: The module that the trees come from.
+        *types: Module classes, such as `nn.LayerNorm`.
+
+    Raises:
+        FilterError: The module has no submodule of these types.
+    """
+    owners = {tuple(name.split(".")) if name else () for name, sub in module.named_modules(remove_duplicate=False) if isinstance(sub, types)}
+    text = f"of_type({', '.join(t.__name__ for t in types)})"
+    if not owners:
+        raise FilterError(explain(f"{text}: {type(module).__name__} has no such submodule."))
+    return _combined(lambda es: [any(path[:-1] in owners for path in e.paths) for e in es], text)
+
+
+def _combined(mask: Callable[[Sequence[Entry]], list[bool]], text: str) -> Filter:
+    new = object.__new__(Filter)
+    new._mask, new._text = mask, text
+    return new
+
+
+def _atom(spec: Any) -> tuple[Callable[[Sequence[Entry]], list[bool]], str]:
+    if isinstance(spec, str):
+        return _pattern(re.compile(fnmatch.translate(spec)), repr(spec)), repr(spec)
+    if isinstance(spec, re.Pattern):
+        return _pattern(spec, repr(spec.pattern)), repr(spec)  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
+    if isinstance(spec, Kind):
+        return lambda es: [e.kind is spec for e in es], str(spec)
+    if isinstance(spec, torch.dtype):
+        return lambda es: [getattr(e.leaf, "dtype", None) is spec for e in es], str(spec)
+    if callable(spec):
+        return lambda es: [any(bool(spec(p, e.leaf)) for p in e.paths) for e in es], getattr(spec, "__name__", "fn")
+    raise FilterError(
+        explain(
+            "Filter: cannot be made from this.",
+            expected="a glob (str), compiled regex, Kind, torch.dtype, predicate(path, leaf) or Filter",
+            got=f"{spec!r} ({type(spec).__name__})",
+        )
+    )
+
+
+def _pattern(regex: re.Pattern[str], text: str) -> Callable[[Sequence[Entry]], list[bool]]:
+    def mask(entries: Sequence[Entry]) -> list[bool]:
+        found = [any(regex.fullmatch(dotted(path)) for path in e.paths) for e in entries]
+        if not any(found):
+            paths = [dotted(e.paths[0]) for e in entries]
+            close = difflib.get_close_matches(text.strip("'*"), paths, n=3)
+            shown = ", ".join(map(repr, close or paths[:5])) or "(the tree has no leaves)"
+            raise FilterError(explain(f"Filter: the pattern {text} matches no leaf.", hint=f"paths here are like {shown}."))
+        return found
+
+    return mask

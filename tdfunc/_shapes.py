@@ -1,0 +1,246 @@
+"""Batch-size arithmetic: what an index, a reshape or a set of leaves does to the leading dimensions."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Size, Tensor
+
+from tdfunc._errors import BatchSizeError, explain
+from tdfunc._types import Names
+
+EMPTY = Size(())
+_ALL = slice(None)
+
+
+def as_size(value: Any, call: str = "batch_size") -> Size:
+    """Return a batch size given as None, an int or a sequence of ints."""
+    if value is None:
+        return EMPTY
+    if isinstance(value, Size):
+        return value
+    if isinstance(value, int):
+        return Size((value,))
+    try:
+        return Size(tuple(value))
+    except TypeError as err:
+        raise TypeError(explain(f"{call}: not a batch size.", expected="ints", got=repr(value))) from err
+
+
+def as_names(names: Sequence[str | None] | None, ndim: int) -> Names | None:
+    """Check dimension names; all-None names are None."""
+    if names is None:
+        return None
+    result = tuple(names)
+    given = [name for name in result if name is not None]
+    if len(result) != ndim or len(set(given)) != len(given):
+        raise ValueError(explain("names: one distinct name, or None, for each batch dimension.", expected=f"{ndim} names", got=repr(result)))
+    return result if given else None
+
+
+def common_prefix(first: Size, second: Size) -> Size:
+    """Return the longest common leading part of two sizes."""
+    if first == second:
+        return first
+    n = 0
+    for a, b in zip(first, second, strict=False):
+        if a != b:
+            break
+        n += 1
+    return first[:n]
+
+
+def dim_index(dim: int, ndim: int, call: str) -> int:
+    """Return a non-negative batch dimension."""
+    if not -ndim <= dim < ndim:
+        raise IndexError(
+            explain(
+                f"{call}: batch dimension {dim} does not exist.",
+                expected=f"{-ndim} <= dim < {ndim}" if ndim else "a tree with batch dimensions; this one has none",
+                hint="only batch dimensions can be addressed; for dimensions of the leaves use td.apply.",
+            )
+        )
+    return dim % ndim
+
+
+def fill_size(sizes: Sequence[int], numel: int, call: str) -> Size:
+    """Replace the one -1 of a requested shape."""
+    unknown = [i for i, size in enumerate(sizes) if size == -1]
+    rest = math.prod(size for size in sizes if size != -1)
+    good = len(unknown) <= 1 and all(size >= -1 for size in sizes)
+    if good and unknown:
+        good = rest != 0 and numel % rest == 0
+        sizes = [numel // rest if good and size == -1 else size for size in sizes]
+    elif good:
+        good = rest == numel
+    if not good:
+        raise RuntimeError(explain(f"{call}: the shape does not fit the batch.", expected=f"{numel} elements", got=str(tuple(sizes))))
+    return Size(sizes)
+
+
+def broadcast_sizes(sizes: Iterable[Size]) -> Size:
+    """Broadcast sizes as torch does, without making tensors."""
+    return torch.broadcast_shapes(*sizes)
+
+
+# -- indexing ---------------------------------------------------------------------------------------------------
+
+
+def normalize_index(index: Any, size: Size) -> tuple[Any, ...]:
+    """Return the index as a tuple of int, slice, None, bool and integer tensors, with no Ellipsis and no masks.
+
+    Boolean masks become their nonzero positions once, for all leaves.
+    """
+    items = index if isinstance(index, tuple) else (index,)
+    parts: list[Any] = []
+    used, ellipsis = 0, None
+    for item in items:  # pyright: ignore[reportUnknownVariableType]
+        if item is Ellipsis:
+            if ellipsis is not None:
+                raise IndexError(explain("index: more than one Ellipsis.", got=repr(index)))
+            ellipsis = len(parts)
+            continue
+        new, taken = _index_item(item, size, used if ellipsis is None else None, index)
+        parts.extend(new)
+        used += taken
+    if used > len(size):
+        raise IndexError(
+            explain(
+                "index: too many indices for the batch.",
+                expected=f"at most {len(size)} for batch size {list(size)}",
+                got=f"{used} in {index!r}",
+                hint="only batch dimensions can be indexed; for dimensions of the leaves use td.apply(lambda x: x[...]).",
+            )
+        )
+    if ellipsis is not None:
+        parts[ellipsis:ellipsis] = [_ALL] * (len(size) - used)
+        # Masks after the Ellipsis could not be checked against their dimensions before its length was known.
+        _check_positions(tuple(items), size, used)  # pyright: ignore[reportUnknownArgumentType]
+    return tuple(parts)
+
+
+def _index_item(item: Any, size: Size, position: int | None, whole: Any) -> tuple[list[Any], int]:
+    """Return the normal form of one item and the number of dimensions that it takes."""
+    if item is None or isinstance(item, bool):
+        return [item], 0
+    if isinstance(item, (slice, int)):
+        return [item], 1
+    if isinstance(item, (list, range)):
+        item = torch.tensor(list(item))  # pyright: ignore[reportUnknownArgumentType]
+        if item.numel() == 0:
+            item = item.long()
+    elif isinstance(item, (np.ndarray, np.generic)):
+        item = torch.as_tensor(item)
+    elif not isinstance(item, Tensor):
+        raise IndexError(
+            explain("index: not an index.", expected="int, slice, Ellipsis, None, bool, or a tensor, list, range or array of them", got=f"{item!r} in {whole!r}")
+        )
+    if item.dtype in (torch.bool, torch.uint8):
+        return _mask_item(item, size, position)
+    if item.dtype.is_floating_point or item.dtype.is_complex:
+        raise IndexError(explain("index: a tensor index must hold integers or bools.", got=str(item.dtype)))
+    return [item], 1
+
+
+def _mask_item(mask: Tensor, size: Size, position: int | None) -> tuple[list[Any], int]:
+    if mask.dim() == 0:
+        return [bool(mask)], 0
+    if position is not None:
+        _check_mask(mask, size[position : position + mask.dim()])
+    return list(mask.bool().nonzero(as_tuple=True)), mask.dim()
+
+
+def _check_mask(mask: Tensor, covered: Size) -> None:
+    if mask.shape != covered:
+        raise IndexError(explain("index: the mask does not fit the batch dimensions that it covers.", expected=str(list(covered)), got=str(list(mask.shape))))
+
+
+def _check_positions(items: tuple[Any, ...], size: Size, used: int) -> None:
+    position, seen = 0, False
+    for item in items:
+        if item is Ellipsis:
+            position, seen = position + len(size) - used, True
+            continue
+        if isinstance(item, (list, np.ndarray)):
+            item = torch.as_tensor(item)
+        if isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8) and item.dim():
+            if seen:
+                _check_mask(item, size[position : position + item.dim()])
+            position += item.dim()
+        elif item is not None and not isinstance(item, bool):
+            position += 1
+
+
+def index_size(index: tuple[Any, ...], size: Size) -> Size:
+    """Return the batch size after a normalized index, by torch's rules."""
+    result: list[int] = []
+    advanced: list[Size] = []
+    places: list[int] = []
+    dim = order = 0
+    for item in index:
+        if item is None:
+            result.append(1)
+        elif isinstance(item, bool):
+            advanced.append(Size((int(item),)))
+            places.append(order)
+        elif isinstance(item, slice):
+            result.append(len(range(*item.indices(size[dim]))))
+            dim += 1
+        elif isinstance(item, int) or item.dim() == 0:
+            _check_int(item, dim, size)
+            dim += 1
+            continue
+        else:
+            advanced.append(item.shape)
+            places.append(order)
+            dim += 1
+        order += 1
+    if advanced:
+        # Advanced indices side by side leave their result in place, else it goes first.
+        at = places[0] if places == list(range(places[0], places[0] + len(places))) else 0
+        result[at:at] = broadcast_sizes(advanced)
+    return Size(result) + size[dim:]
+
+
+def _check_int(item: Any, dim: int, size: Size) -> None:
+    if isinstance(item, int) and not -size[dim] <= item < size[dim]:
+        raise IndexError(explain(f"index: {item} is out of range for batch dimension {dim}.", expected=f"{-size[dim]} <= index < {size[dim]}"))
+
+
+def index_names(index: tuple[Any, ...], names: Names) -> Names | None:
+    """Return the names after a normalized index: kept by slices, dropped by ints, None for new dimensions."""
+    result: list[str | None] = []
+    dim = 0
+    advanced = [i for i in index if isinstance(i, bool) or (isinstance(i, Tensor) and i.dim())]
+    for item in index:
+        if item is None:
+            result.append(None)
+        elif isinstance(item, slice):
+            result.append(names[dim])
+            dim += 1
+        elif isinstance(item, bool):
+            return None
+        elif isinstance(item, int) or item.dim() == 0:
+            dim += 1
+        elif len(advanced) == 1 and item.dim() == 1:
+            result.append(names[dim])
+            dim += 1
+        else:
+            return None
+    result.extend(names[dim:])
+    return as_names(result, len(result))
+
+
+def check_lead(shape: Size, size: Size, where: str) -> None:
+    """Raise unless `shape` starts with the batch size."""
+    if shape[: len(size)] != size:
+        raise BatchSizeError(
+            explain(
+                f"{where}: the leading dimensions are not the batch size.",
+                expected=f"shape {list(size)} + (...)" if size else "any shape",
+                got=f"shape {list(shape)}",
+                hint="give batch_size the leading dimensions that all entries share.",
+            )
+        )

@@ -1,0 +1,40 @@
+"""Type aliases, protocols and the `Kind` of a leaf."""
+
+import enum
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+Path: TypeAlias = tuple[str, ...]
+Group: TypeAlias = tuple[Path, ...]
+Ties: TypeAlias = tuple[Group, ...]
+Names: TypeAlias = tuple[str | None, ...]
+NestedKey: TypeAlias = "str | tuple[NestedKey, ...]"
+# What a tree can hold: tensors, trees, non-tensor data and, inside tree_map, anything.
+Node: TypeAlias = Any
+Device: TypeAlias = "torch.device | str | int"
+LeafFn: TypeAlias = Callable[..., Any]
+
+
+class Kind(enum.Enum):
+    """What a leaf is in the module that it came from.
+
+    PARAMETER is trained; BUFFER is saved but not trained; NON_PERSISTENT is a buffer that a state dict leaves
+    out; EXTRA_STATE is what `nn.Module.get_extra_state` returned.
+    """
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    NON_PERSISTENT = "non_persistent"
+    EXTRA_STATE = "extra_state"
+
+
+class HasShape(Protocol):
+    """Anything with the shape and dtype of a tensor: a spec, a meta tensor, an array."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...

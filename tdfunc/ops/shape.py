@@ -1,0 +1,282 @@
+"""Operations on the batch dimensions of all leaves: reshape, permute, squeeze, expand, split and their kin.
+
+Feature dimensions follow untouched. A nested tree with a longer batch keeps its own trailing batch dimensions.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Size, Tensor
+
+from tdfunc._collection import LeafOp, TensorCollection
+from tdfunc._errors import explain
+from tdfunc._shapes import dim_index, fill_size
+from tdfunc._types import Names
+from tdfunc.ops import edit
+from tdfunc.ops.index import split_leaves
+
+T = TypeVar("T", bound=TensorCollection)
+
+
+def _ints(args: tuple[Any, ...]) -> tuple[int, ...]:
+    return tuple(args[0]) if len(args) == 1 and not isinstance(args[0], int) else args
+
+
+def _op(tree: TensorCollection, name: str, leaf: Callable[[Any], Any], lead: Callable[[Size], Any], names: Any, *args: Any) -> LeafOp:
+    """Describe an operation whose `lead` gives the new leading dimensions; `args` say it symbolically."""
+    n = len(tree._batch_size)
+    return LeafOp(name, leaf, lambda old: Size(lead(old[:n])) + old[n:], names, True, args)
+
+
+def _keep_none(_: Names) -> None:
+    return None
+
+
+def _resized(n: int, size: Size, method: str) -> Callable[[Any], Any]:
+    """Return `leaf.reshape(*size, *features)` for leaves of a batch of n dimensions; leaves share shapes, so memoize."""
+    # Ints as arguments are twice as fast as a Size in torch's own argument parser.
+    memo: dict[Any, tuple[int, ...]] = {}
+
+    def leaf(x: Any) -> Any:
+        shape = x.shape
+        target = memo.get(shape)
+        if target is None:
+            target = memo[shape] = (*size, *shape[n:])
+        return getattr(x, method)(*target)
+
+    return leaf
+
+
+def reshape(tree: T, shape: tuple[int, ...], method: str = "reshape") -> T:
+    """Give the batch another shape of the same number of elements."""
+    old = tree._batch_size
+    size = fill_size(shape, old.numel(), method)
+    if size == old:
+        return tree
+    leaf = _resized(len(old), size, method)
+    return tree._shape(_op(tree, "reshape", leaf, lambda _: size, _keep_none, size))
+
+
+def flatten(tree: T, start: int, end: int) -> T:
+    """Merge a range of batch dimensions."""
+    size = tree._batch_size
+    if not size:
+        return reshape(tree, (1,))
+    start, end = dim_index(start, len(size), "flatten"), dim_index(end, len(size), "flatten")
+    if start > end:
+        raise RuntimeError(explain("flatten: start_dim comes after end_dim.", got=f"{start} > {end}"))
+    merged = size[start : end + 1].numel()
+    names = tree._names
+    new = reshape(tree, (*size[:start], merged, *size[end + 1 :]))
+    return _named(new, (*names[:start], names[start] if start == end else None, *names[end + 1 :]) if names else None)
+
+
+def unflatten(tree: T, dim: int, sizes: Sequence[int]) -> T:
+    """Split one batch dimension into several."""
+    size = tree._batch_size
+    dim = dim_index(dim, len(size), "unflatten")
+    full = fill_size(sizes, size[dim], "unflatten")
+    names = tree._names
+    new = reshape(tree, (*size[:dim], *full, *size[dim + 1 :]))
+    return _named(new, (*names[:dim], *[None] * len(full), *names[dim + 1 :]) if names else None)
+
+
+def _named(tree: T, names: Any) -> T:
+    if names is None or not any(names):
+        return tree
+    return tree._make(tree._data, tree._batch_size, tree._device, tuple(names), tree._static)
+
+
+def permute(tree: T, dims: tuple[int, ...]) -> T:
+    """Reorder the batch dimensions."""
+    n = len(tree._batch_size)
+    if sorted(d % n if n else d for d in dims) != list(range(n)):
+        raise ValueError(explain("permute: each batch dimension exactly once.", expected=f"an order of {list(range(n))}", got=str(list(dims))))
+    order = tuple(dim_index(d, n, "permute") for d in dims)
+    if order == tuple(range(n)):
+        return tree
+
+    def leaf(x: Any) -> Any:
+        return x.permute(*order, *range(n, x.dim()))
+
+    return tree._shape(_op(tree, "permute", leaf, lambda old: [old[d] for d in order], lambda names: tuple(names[d] for d in order), order))
+
+
+def transpose(tree: T, dim0: int, dim1: int) -> T:
+    """Swap two batch dimensions."""
+    n = len(tree._batch_size)
+    dim0, dim1 = dim_index(dim0, n, "transpose"), dim_index(dim1, n, "transpose")
+    order = list(range(n))
+    order[dim0], order[dim1] = dim1, dim0
+    return permute(tree, tuple(order))
+
+
+def unsqueeze(tree: T, dim: int) -> T:
+    """Insert a batch dimension of size 1."""
+    dim = dim_index(dim, len(tree._batch_size) + 1, "unsqueeze")
+    op = _op(
+        tree, "unsqueeze", lambda x: x.unsqueeze(dim), lambda old: (*old[:dim], 1, *old[dim:]),
+        lambda names: (*names[:dim], None, *names[dim:]), dim,
+    )  # fmt: skip
+    return tree._shape(op)
+
+
+def squeeze(tree: T, dim: "int | tuple[int, ...] | None") -> T:
+    """Remove batch dimensions of size 1 (all, or the given ones that have it)."""
+    size = tree._batch_size
+    asked = range(len(size)) if dim is None else (dim,) if isinstance(dim, int) else dim
+    gone = [d for d in (dim_index(d, len(size), "squeeze") for d in asked) if size[d] == 1]
+    for d in sorted(gone, reverse=True):
+        tree = tree._shape(
+            _op(tree, "squeeze", lambda x, d=d: x.squeeze(d), lambda old, d=d: (*old[:d], *old[d + 1 :]), lambda names, d=d: (*names[:d], *names[d + 1 :]), d)
+        )
+    return tree
+
+
+def expand(tree: T, shape: tuple[int, ...]) -> T:
+    """Expand batch dimensions of size 1, and add new ones in front, without copying."""
+    old, n = tree._batch_size, len(tree._batch_size)
+    lead = len(shape) - n
+    if lead < 0:
+        raise RuntimeError(explain("expand: fewer dimensions than the batch has.", expected=f"at least {n}", got=str(list(shape))))
+    full = tuple(old[i - lead] if s == -1 and i >= lead else s for i, s in enumerate(shape))
+    if any(s < 0 for s in full) or any(have not in (1, want) for have, want in zip(old, full[lead:], strict=True)):
+        raise RuntimeError(explain("expand: the batch cannot be expanded to this shape.", expected=f"sizes of 1 to grow in {list(old)}", got=str(list(shape))))
+
+    def leaf(x: Any) -> Any:
+        # New dimensions go before all of the leaf's own.
+        return x.expand(*full, *x.shape[n:])
+
+    return tree._shape(_op(tree, "expand", leaf, lambda _: full, lambda names: (*[None] * lead, *names), full))
+
+
+def split(tree: T, sizes: "int | Sequence[int]", dim: int) -> tuple[T, ...]:
+    """Cut the batch along a dimension into parts of the given size or sizes."""
+    size = tree._batch_size
+    dim = dim_index(dim, len(size), "split")
+    total = size[dim]
+    if isinstance(sizes, int):
+        if sizes <= 0:
+            raise ValueError(explain("split: the size must be positive.", got=str(sizes)))
+        parts = [min(sizes, total - i) for i in range(0, total, sizes)] or [0]
+    else:
+        parts = list(sizes)
+        if sum(parts) != total or any(p < 0 for p in parts):
+            raise ValueError(explain("split: the sizes must add up to the dimension.", expected=str(total), got=f"{parts} (sum {sum(parts)})"))
+    starts = [sum(parts[:i]) for i in range(len(parts))]
+    index = [((slice(None),) * dim + (slice(a, a + b),)) for a, b in zip(starts, parts, strict=True)]
+    return split_leaves(tree, index, lambda x: x.split(parts, dim), lambda old, i: Size((*old[:dim], parts[i], *old[dim + 1 :])), lambda names: names)
+
+
+def chunk(tree: T, chunks: int, dim: int) -> tuple[T, ...]:
+    """Cut the batch into at most this many parts of one size (the last may be smaller)."""
+    if chunks < 1:
+        raise ValueError(explain("chunk: the number of chunks must be positive.", got=str(chunks)))
+    dim = dim_index(dim, len(tree._batch_size), "chunk")
+    return split(tree, max(-(-tree._batch_size[dim] // chunks), 1), dim)
+
+
+def as_view(tree: T, args: tuple[Any, ...]) -> T:
+    """`view` by shape, or by dtype as `Tensor.view(dtype)`."""
+    if len(args) == 1 and isinstance(args[0], torch.dtype):
+        return tree._map(LeafOp("view", lambda x: x.view(args[0]) if isinstance(x, Tensor) else x))
+    return reshape(tree, _ints(args), "view")
+
+
+class ShapeMethods(TensorCollection):
+    """Shape operations on the batch dimensions."""
+
+    __slots__ = ()
+
+    @property
+    def batch_size(self) -> Size:
+        """The leading dimensions that all leaves share."""
+        return self._batch_size
+
+    @property
+    def shape(self) -> Size:
+        """The batch size."""
+        return self._batch_size
+
+    @property
+    def batch_dims(self) -> int:
+        """The number of batch dimensions."""
+        return len(self._batch_size)
+
+    @property
+    def ndim(self) -> int:
+        """The number of batch dimensions."""
+        return len(self._batch_size)
+
+    @property
+    def names(self) -> list[str | None]:
+        """The names of the batch dimensions."""
+        return list(self._names) if self._names is not None else [None] * len(self._batch_size)
+
+    def dim(self) -> int:
+        """Return the number of batch dimensions."""
+        return len(self._batch_size)
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the batch size, or one of its dimensions."""
+        return self._batch_size if dim is None else self._batch_size[dim_index(dim, len(self._batch_size), "size")]
+
+    def numel(self) -> int:
+        """Return the number of elements of the batch (1 for a batch of no dimensions)."""
+        return self._batch_size.numel()
+
+    def reshape(self, *shape: Any) -> Any:
+        """Return the tree with another batch shape."""
+        return reshape(self, _ints(shape))
+
+    def view(self, *shape: Any) -> Any:
+        """Return the tree seen with another batch shape (or dtype), sharing memory.
+
+        Raises:
+            RuntimeError: A leaf's memory cannot be seen so; use `reshape`.
+        """
+        return as_view(self, shape)
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
+        """Return the tree with a range of batch dimensions merged."""
+        return flatten(self, start_dim, end_dim)
+
+    def unflatten(self, dim: int, unflattened_size: Sequence[int]) -> Any:
+        """Return the tree with one batch dimension split into several."""
+        return unflatten(self, dim, unflattened_size)
+
+    def permute(self, *dims: Any) -> Any:
+        """Return the tree with its batch dimensions in another order."""
+        return permute(self, _ints(dims))
+
+    def transpose(self, dim0: int, dim1: int) -> Any:
+        """Return the tree with two batch dimensions swapped."""
+        return transpose(self, dim0, dim1)
+
+    def unsqueeze(self, dim: int) -> Any:
+        """Return the tree with a new batch dimension of size 1; -1 puts it last among the batch dimensions."""
+        return unsqueeze(self, dim)
+
+    def squeeze(self, dim: Any = None) -> Any:
+        """Return the tree without batch dimensions of size 1."""
+        return squeeze(self, dim)
+
+    def expand(self, *shape: Any) -> Any:
+        """Return the tree expanded to a batch shape, without copying; -1 keeps a dimension."""
+        return expand(self, _ints(shape))
+
+    def expand_as(self, other: "Tensor | TensorCollection") -> Any:
+        """Return the tree expanded to the shape of another."""
+        return expand(self, tuple(other.shape))  # pyright: ignore
+
+    def split(self, split_size: "int | Sequence[int]", dim: int = 0) -> tuple[Any, ...]:
+        """Return parts along a batch dimension, each of the given size (or sizes)."""
+        return split(self, split_size, dim)
+
+    def chunk(self, chunks: int, dim: int = 0) -> tuple[Any, ...]:
+        """Return at most `chunks` parts along a batch dimension."""
+        return chunk(self, chunks, dim)
+
+
+__all__ = ["edit"]

@@ -1,0 +1,142 @@
+"""The only writes in `ops/`: values into storage that a tree already has, under names that end in `_`.
+
+Structure never changes here. A leaf whose memory overlaps itself (an expanded one) is refused: one write would
+change many elements.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Size, Tensor
+
+from tdfunc._collection import LeafOp, TensorCollection, iter_leaves
+from tdfunc._errors import BatchSizeError, LeafMismatchError, MissingKeyError, explain
+from tdfunc._keys import dotted, missing
+from tdfunc._nontensor import NonTensorBase, NonTensorData, NonTensorStack
+from tdfunc._shapes import index_size, normalize_index
+from tdfunc._types import Path
+
+
+def index_parts(index: Any, size: Size) -> tuple[Any, ...]:
+    """Return a normalized index that has been checked against the batch size."""
+    parts = normalize_index(index, size)
+    index_size(parts, size)
+    return parts
+
+
+def check_writable(leaf: Tensor, where: str) -> None:
+    """Raise for a leaf in which several elements share one memory location."""
+    if any(stride == 0 and size > 1 for stride, size in zip(leaf.stride(), leaf.shape, strict=True)):
+        raise LeafMismatchError(
+            explain(
+                f"{where}: the leaf is expanded, one write would change many elements.",
+                got=f"shape {list(leaf.shape)} with strides {list(leaf.stride())}",
+                hint="write td = td.clone() first, or use the pure td.at[...].set(...).",
+            )
+        )
+
+
+def write_leaf(tree: TensorCollection, path: Path, value: Any) -> None:
+    """Copy a value into the storage of an existing entry (a leaf, or a sub-tree from a tree)."""
+    parent: Any = tree
+    for i, key in enumerate(path):
+        if not isinstance(parent, TensorCollection) or key not in parent._keys():
+            raise missing(path[: i + 1], parent._keys() if isinstance(parent, TensorCollection) else [], "set_")
+        parent = parent._get(key)
+    if isinstance(parent, TensorCollection):
+        write_tree(parent, value, complete=True)
+    else:
+        _copy(parent, value, f"set_ {dotted(path)!r}")
+
+
+def _copy(leaf: Any, value: Any, where: str) -> None:
+    if not isinstance(leaf, Tensor):
+        raise LeafMismatchError(explain(f"{where}: only tensors have storage to write into.", got=type(leaf).__name__, hint="use td.set."))
+    check_writable(leaf, where)
+    value = value if isinstance(value, Tensor) else torch.as_tensor(value)
+    try:
+        fits = torch.broadcast_shapes(value.shape, leaf.shape) == leaf.shape
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise LeafMismatchError(explain(f"{where}: the value does not fit the leaf.", expected=f"shape {list(leaf.shape)}", got=f"shape {list(value.shape)}"))
+    with torch.no_grad():
+        leaf.copy_(value)
+
+
+def write_tree(tree: TensorCollection, other: Mapping[Any, Any] | TensorCollection, *, complete: bool) -> None:
+    """Copy the values of `other` into the leaves of `tree`; all keys are checked before the first write."""
+    if not isinstance(other, TensorCollection):
+        other = TensorCollection._open(other, tree._batch_size)
+    mine, theirs = dict(iter_leaves(tree)), dict(iter_leaves(other))  # pyright: ignore[reportArgumentType]
+    extra = [path for path in theirs if path not in mine]
+    lacking = [path for path in mine if path not in theirs] if complete else []
+    if extra or lacking:
+        raise MissingKeyError(
+            explain(
+                "The trees have different keys; nothing was written.",
+                expected=f"{sorted(map(dotted, mine))}",
+                got=f"{sorted(map(dotted, theirs))}",
+            )
+        )
+    for path, value in theirs.items():
+        if value.shape != mine[path].shape:
+            raise LeafMismatchError(
+                explain(f"leaf {dotted(path)!r} has another shape; nothing was written.", expected=f"{list(mine[path].shape)}", got=f"{list(value.shape)}")
+            )
+        check_writable(mine[path], repr(dotted(path)))
+    for path, value in theirs.items():
+        _copy(mine[path], value, repr(dotted(path)))
+
+
+def write_row(tree: TensorCollection, index: Any, row: Any) -> TensorCollection:
+    """Write one row (or rows) of a batch in place; a tree without leaves is allocated first, as zeros."""
+    parts = index_parts(index, tree._batch_size)
+    size = index_size(parts, tree._batch_size)
+    if not isinstance(row, TensorCollection):
+        row = TensorCollection._open(row, size)
+    if row._batch_size != size:
+        raise BatchSizeError(explain("at[...].set_: the rows have another batch size.", expected=str(list(size)), got=str(list(row._batch_size))))
+    if not any(True for _ in iter_leaves(tree)):
+        tree = _allocate(tree, row)
+    leaves, rows = dict(iter_leaves(tree)), dict(iter_leaves(row))
+    if leaves.keys() != rows.keys():
+        raise MissingKeyError(
+            explain(
+                "at[...].set_: the row has other keys than the tree; nothing was written.",
+                expected=f"{sorted(map(dotted, leaves))}",
+                got=f"{sorted(map(dotted, rows))}",
+                hint="earlier rows would be silent zeros: allocate all keys first, foo().new_zeros([N]).",
+            )
+        )
+    for path, leaf in leaves.items():
+        check_writable(leaf, f"at[...].set_ {dotted(path)!r}")
+        wanted = size + leaf.shape[len(tree._batch_size) :]
+        if rows[path].shape != wanted:
+            raise LeafMismatchError(
+                explain(f"at[...].set_: leaf {dotted(path)!r} does not fit; nothing was written.", expected=f"shape {list(wanted)}", got=f"shape {list(rows[path].shape)}")
+            )
+    with torch.no_grad():
+        for path, leaf in leaves.items():
+            leaf[parts] = rows[path].to(leaf.dtype)
+    return tree
+
+
+def _allocate(tree: TensorCollection, row: TensorCollection) -> TensorCollection:
+    n = len(row._batch_size)
+    size = tree._batch_size
+    zeros = row._map(
+        LeafOp("new_zeros", lambda x: x.new_zeros((*size, *x.shape[n:])), lambda old: size + old[n:], lambda _: None)
+    )
+    return tree._put(zeros._data)
+
+
+def nontensor_rows(node: NonTensorBase, parts: tuple[Any, ...], new: NonTensorBase) -> NonTensorBase:
+    """Return (purely) non-tensor data with the values at an index replaced."""
+    if isinstance(node, NonTensorData) and isinstance(new, NonTensorData) and (node.data is new.data or node.data == new.data):
+        return node
+    array = np.array(node._array, dtype=object)
+    array[tuple(p.cpu().numpy() if isinstance(p, Tensor) else p for p in parts)] = new._array
+    return NonTensorStack._wrap(array)

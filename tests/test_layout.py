@@ -1,0 +1,320 @@
+"""The hard limits of the style guide: import direction, and sizes of files, classes and functions.
+
+Each check takes sources by module name and returns its findings, so that it can be shown to fail.
+"""
+
+import ast
+import sys
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# docs/design.md, from the lowest layer up. A tuple is a layer, a string in it a line: a name on a line may import
+# names from lower layers and the names before it on its line.
+LAYERS = (
+    ("_errors _types",),
+    ("_keys", "_ties", "_shapes", "_nontensor"),
+    ("_collection",),
+    ("ops",),
+    ("modules", "storage", "distributed"),
+    ("_tensordict _tensorclass _lazystack spec",),
+    ("_jit _control",),
+    ("ensemble optim weights",),
+    ("nn",),
+    ("llm",),
+    ("cli demo",),
+    ("__init__",),
+)
+# name -> (layer, line in the layer, place on the line)
+PLACES = {
+    name: (layer, line, place)
+    for layer, lines in enumerate(LAYERS)
+    for line, names in enumerate(lines)
+    for place, name in enumerate(names.split())
+}
+ALWAYS_INSTALLED = {"torch", "numpy", "optree", "safetensors", "xxhash"}
+MAX_FILE_LINES, MAX_PUBLIC_METHODS, MAX_BODY_LINES = 800, 20, 60
+
+
+def read_sources(*folders):
+    """Sources by dotted name; a package is named by its `__init__`: `tdfunc.ops.__init__`."""
+    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts): path.read_text() for path in paths}
+
+
+def imported_modules(node, sources):
+    """Dotted names that an import statement reaches, as in `sources` where they are there."""
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    else:
+        # `from tdfunc.ops import shape` reaches the file shape.py, if there is one.
+        inner = [f"{node.module}.{alias.name}" for alias in node.names]
+        names = [name if _as_module(name, sources) in sources else node.module for name in inner]
+    return [_as_module(name, sources) for name in names]
+
+
+def _as_module(name, sources):
+    package = f"{name}.__init__"
+    return package if package in sources else name
+
+
+def runtime_imports(tree):
+    """Import statements outside `if TYPE_CHECKING:`, each with whether it stands at the top of the file."""
+    top = True
+    for statement in tree.body:
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            yield statement, top
+        elif _is_type_checking(statement) or _is_docstring(statement):
+            continue
+        else:
+            top = False
+            yield from ((node, False) for node in _nested_imports(statement))
+
+
+def _nested_imports(node):
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child
+        elif not _is_type_checking(child):
+            yield from _nested_imports(child)
+
+
+def _is_type_checking(node):
+    return isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
+
+
+def _is_docstring(node):
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _is_optional(module):
+    package = module.partition(".")[0]
+    return package not in {"tdfunc", *ALWAYS_INSTALLED, *sys.stdlib_module_names}
+
+
+def check_import_style(sources):
+    """Imports are absolute, at the top unless optional, and never of the public root."""
+    found = []
+    for name, source in sources.items():
+        tree = ast.parse(source)
+        relative = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level]
+        found += [f"{name}:{node.lineno}: relative import" for node in relative]
+        for node, top in runtime_imports(tree):
+            if node in relative:
+                continue
+            for target in imported_modules(node, sources):
+                if not top and not _is_optional(target):
+                    found.append(f"{name}:{node.lineno}: import of {target} below the top of the file")
+                if target in {"tdfunc", "tdfunc.__init__"}:
+                    found.append(f"{name}:{node.lineno}: import of the public root")
+    return found
+
+
+def import_graph(sources):
+    """Module name -> modules of tdfunc that it imports at run time."""
+    return {
+        name: {
+            target
+            for node, _ in runtime_imports(ast.parse(source))
+            if not getattr(node, "level", 0)
+            for target in imported_modules(node, sources)
+            if target.startswith("tdfunc.") and target != "tdfunc.__init__"
+        }
+        for name, source in sources.items()
+    }
+
+
+def check_import_direction(sources):
+    """Modules import from lower layers, or from names before them on their line of the table."""
+    graph = import_graph(sources)
+    units = {
+        name: name.split(".")[1] for name in {*graph, *(target for targets in graph.values() for target in targets)}
+    }
+    found = [f"{name}: {unit} is not in the layer table" for name, unit in units.items() if unit not in PLACES]
+    for name, targets in graph.items():
+        for target in sorted(targets):
+            unit, other = units[name], units[target]
+            if unit in PLACES and other in PLACES and not _may_import(unit, other):
+                found.append(f"{name}: imports {target}, which is not below it")
+    return found
+
+
+def _may_import(unit, other):
+    (layer, line, place), (other_layer, other_line, other_place) = PLACES[unit], PLACES[other]
+    if layer != other_layer:
+        return other_layer < layer
+    # Files in one folder are one unit; check_cycles looks inside it.
+    return line == other_line and other_place <= place
+
+
+def check_cycles(sources):
+    """No module reaches itself through its imports."""
+    try:
+        TopologicalSorter(import_graph(sources)).prepare()
+    except CycleError as error:
+        return [f"cycle: {' -> '.join(error.args[1])}"]
+    return []
+
+
+def check_sizes(sources):
+    """Files, classes and function bodies stay under their limits; generated files have none."""
+    found = []
+    for name, source in sources.items():
+        if source.startswith("# Generated by"):
+            continue
+        lines = len(source.splitlines())
+        if lines > MAX_FILE_LINES:
+            found.append(f"{name}: {lines} lines, the limit is {MAX_FILE_LINES}")
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef) and (count := _count_public_methods(node)) > MAX_PUBLIC_METHODS:
+                found.append(
+                    f"{name}:{node.lineno}: {node.name} has {count} methods, the limit is {MAX_PUBLIC_METHODS}"
+                )
+            if (
+                isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+                and (body := _body_lines(node)) > MAX_BODY_LINES
+            ):
+                found.append(f"{name}:{node.lineno}: {node.name} has {body} lines, the limit is {MAX_BODY_LINES}")
+    return found
+
+
+def _count_public_methods(node):
+    # Overloads, getters and setters of one name count once.
+    names = {child.name for child in node.body if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)}
+    return sum(not name.startswith("_") for name in names)
+
+
+def _body_lines(node):
+    # From the end of the signature or docstring, so that a comment above the first statement counts.
+    body = node.body[1:] if _is_docstring(node.body[0]) else node.body
+    if not body:
+        return 0
+    start = node.body[0].end_lineno if len(body) < len(node.body) else body[0].lineno - 1
+    return node.end_lineno - start
+
+
+@pytest.mark.parametrize("check", [check_import_style, check_import_direction, check_cycles])
+def test_imports(check):
+    """A lower layer would need an upper one, so neither could be read or tested alone."""
+    assert check(read_sources("tdfunc")) == []
+
+
+def test_sizes():
+    """A file, class or function would do more than one job."""
+    assert check_sizes(read_sources("tdfunc", "tests", "benchmarks")) == []
+
+
+def module(source, name="tdfunc.ops.shape"):
+    """Sources of a small package whose module `name` is `source`."""
+    others = ("tdfunc.__init__", "tdfunc._keys", "tdfunc.ops.__init__", "tdfunc.ops.edit", "tdfunc.storage.memmap")
+    return dict.fromkeys(others, "") | {name: source}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from . import edit",
+        "from .edit import at",
+        "if TYPE_CHECKING:\n    from . import edit",
+        "import tdfunc",
+        "from tdfunc import TensorDict",
+        "x = 1\nimport torch",
+        "def f():\n    import json",
+        "def f():\n    import torch",
+        "def f():\n    from tdfunc._keys import y",
+        "try:\n    import torch\nexcept ImportError:\n    pass",
+        "class A:\n    def f(self):\n        if self:\n            import optree",
+    ],
+)
+def test_import_style_can_fail(source):
+    """A forbidden spelling of an import would pass."""
+    assert check_import_style(module(source)) != []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        '"""Doc."""\nimport torch\nfrom tdfunc import _keys\nfrom tdfunc.ops.edit import at',
+        "if TYPE_CHECKING:\n    from tdfunc import TensorDict\n\nimport torch",
+        "def f():\n    import transformers",
+        "def f():\n    if TYPE_CHECKING:\n        import torch",
+    ],
+)
+def test_import_style_allows(source):
+    """A good spelling of an import would be refused."""
+    assert check_import_style(module(source)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("tdfunc._types", "tdfunc._keys"),
+        ("tdfunc._errors", "tdfunc._types"),
+        ("tdfunc._shapes", "tdfunc._keys"),
+        ("tdfunc.ops.shape", "tdfunc.storage.memmap"),
+        ("tdfunc.storage.memmap", "tdfunc.modules.functional"),
+        ("tdfunc._tensordict", "tdfunc._tensorclass"),
+        ("tdfunc.ensemble.core", "tdfunc.optim.adam"),
+        ("tdfunc.stray", "torch"),
+        ("tdfunc.ops.shape", "tdfunc.stray"),
+    ],
+)
+def test_import_direction_can_fail(name, target):
+    """An import upwards or sideways, or a file without a layer, would pass."""
+    assert check_import_direction(module(f"from {target} import x", name)) != []
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("tdfunc._types", "tdfunc._errors"),
+        ("tdfunc.ops.shape", "tdfunc.ops.edit"),
+        ("tdfunc.storage.memmap", "tdfunc.ops.shape"),
+        ("tdfunc.spec", "tdfunc._tensordict"),
+        ("tdfunc.optim.adam", "tdfunc.ensemble.core"),
+        ("tdfunc.__init__", "tdfunc.llm.data"),
+        ("tdfunc._keys", "torch"),
+    ],
+)
+def test_import_direction_allows(name, target):
+    """An import downwards, within a folder or backwards on a line would be refused."""
+    assert check_import_direction(module(f"from {target} import x", name)) == []
+
+
+def test_package_import_names_its_file():
+    """`from tdfunc import _keys` would escape the direction check."""
+    assert import_graph(module("from tdfunc import _keys"))["tdfunc.ops.shape"] == {"tdfunc._keys"}
+    assert check_import_direction(module("from tdfunc.storage import memmap")) != []
+
+
+def test_cycles_can_fail():
+    """Two files of a folder could import each other; type checking alone is allowed to."""
+    edit = {"tdfunc.ops.edit": "from tdfunc.ops.shape import x"}
+
+    assert check_cycles(module("from tdfunc.ops import edit") | edit) != []
+    assert check_cycles(module("if TYPE_CHECKING:\n    from tdfunc.ops import edit") | edit) == []
+
+
+LONG_FILE = "x = 1\n" * (MAX_FILE_LINES + 1)
+WIDE_CLASS = "class A:\n" + "".join(f"    def f{i}(self): ...\n" for i in range(MAX_PUBLIC_METHODS + 1))
+LONG_BODY = "def f():\n" + "    x = 1\n" * (MAX_BODY_LINES + 1)
+
+
+@pytest.mark.parametrize("source", [LONG_FILE, WIDE_CLASS, LONG_BODY], ids=["file", "class", "function"])
+def test_sizes_can_fail(source):
+    """A size over its limit would pass, or a generated file would be refused."""
+    assert len(check_sizes({"tdfunc.ops.shape": source})) == 1
+    assert check_sizes({"tdfunc.ops.shape": "# Generated by a script.\n" + source}) == []
+
+
+def test_sizes_at_the_limit():
+    """The limits would be off by one, or count docstrings, overloads or private methods."""
+    file = "x = 1\n" * MAX_FILE_LINES
+    overloads = "    def f0(self): ...\n    def _g(self): ...\n"
+    body = 'def f():\n    """Doc.\n\n    More.\n    """\n' + "    x = 1\n" * MAX_BODY_LINES
+    methods = "class A:\n" + "".join(f"    def f{i}(self): ...\n" for i in range(MAX_PUBLIC_METHODS))
+
+    assert check_sizes({"a": file, "b": body, "c": methods + overloads}) == []

@@ -1,0 +1,58 @@
+"""Public names are the symbols that docs/api lists, package by package."""
+
+import ast
+import re
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def listed_symbols(text):
+    """Symbols of mkdocstrings lines, `::: tdfunc.x`."""
+    return re.findall(r"^::: (\S+)$", text, flags=re.MULTILINE)
+
+
+def exported_names(source, *, is_package):
+    """Public names of a module: what a package imports by name, what a plain module defines."""
+    body = ast.parse(source).body
+    if is_package:
+        names = [
+            alias.asname or alias.name for node in body if isinstance(node, ast.ImportFrom) for alias in node.names
+        ]
+    else:
+        names = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    return {name for name in names if not name.startswith("_")}
+
+
+def read_exports(package):
+    """Public names of a package or module of this repository, given its dotted name."""
+    path = ROOT.joinpath(*package.split("."))
+    if path.is_dir():
+        return exported_names((path / "__init__.py").read_text(), is_package=True)
+    return exported_names(path.with_suffix(".py").read_text(), is_package=False)
+
+
+def test_docs_list_every_public_name_once():
+    """A public name would have no documentation, or documentation would name something that is gone."""
+    symbols = [symbol for page in (ROOT / "docs/api").rglob("*.md") for symbol in listed_symbols(page.read_text())]
+    listed = {"tdfunc": set()}
+    for symbol in symbols:
+        package, _, name = symbol.rpartition(".")
+        listed.setdefault(package, set()).add(name)
+
+    for package, names in listed.items():
+        # A public module with symbols of its own, such as tdfunc.optim, is listed by them.
+        modules = {other.rpartition(".")[2] for other in listed if other.rpartition(".")[0] == package}
+        assert read_exports(package) - modules == names - modules, package
+    assert [symbol for symbol, count in Counter(symbols).items() if count > 1] == []
+
+
+def test_symbols_and_exports_are_found():
+    """The test above would compare nothing with nothing."""
+    package = "from tdfunc._a import x as x, _y as _y\nfrom tdfunc._b import Z as Z\n__all__ = ['x']\n"
+    module = "from torch import nn\nclass A: ...\ndef f(): ...\ndef _g(): ...\n"
+
+    assert listed_symbols("# Title\n\n::: tdfunc.x\n    options: {}\n\n::: tdfunc.Z\n") == ["tdfunc.x", "tdfunc.Z"]
+    assert exported_names(package, is_package=True) == {"x", "Z"}
+    assert exported_names(module, is_package=False) == {"A", "f"}
