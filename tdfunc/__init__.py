@@ -18,6 +18,10 @@ from tdfunc._nontensor import NonTensorData as NonTensorData
 from tdfunc._nontensor import NonTensorStack as NonTensorStack
 from tdfunc._tensordict import TensorDict as TensorDict
 from tdfunc._types import Kind as Kind
+from tdfunc.modules.extract import from_module as from_module
+from tdfunc.modules.extract import split as split
+from tdfunc.modules.functional import Apply as Apply
+from tdfunc.modules.functional import functional as functional
 from tdfunc.ops.join import cat as cat
 from tdfunc.ops.join import stack as stack
 from tdfunc.ops.structure import combine as combine

@@ -5,6 +5,7 @@ a primitive. A class with another representation (a lazy stack) overrides primit
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 import optree
@@ -16,7 +17,7 @@ from tdfunc._errors import ImmutableError, TreeStructureError, explain
 from tdfunc._keys import missing
 from tdfunc._nontensor import GLOBAL_NAMESPACE, NonTensorBase
 from tdfunc._shapes import common_prefix, index_names, index_size, normalize_index
-from tdfunc._ties import Graft, graft, lift, merge, prune, remap, spanning, under
+from tdfunc._ties import Graft, graft, lift, merge, prune, remap, spanning
 from tdfunc._types import Kind, LeafFn, Names, Node, Path, Ties
 
 if TYPE_CHECKING:
@@ -52,13 +53,15 @@ class LeafOp(NamedTuple):
 class TensorCollection:
     """An immutable tree of tensors: the common base of `TensorDict`, `TensorClass` and `LazyStack`."""
 
-    __slots__ = ("__weakref__", "_batch_size", "_cache", "_data", "_device", "_names", "_static")
+    # `_bound` is set only by the first call of `apply` that finds the tree to fit its module.
+    __slots__ = ("__weakref__", "_batch_size", "_bound", "_cache", "_data", "_device", "_names", "_static")
     _data: dict[str, Node]
     _batch_size: Size
     _device: torch.device | None
     _names: Names | None
     _static: Static | None
     _cache: Any
+    _bound: Any
 
     # The class for open keys and the class for ragged stacks; the public modules set them, lower layers build by them.
     _open: ClassVar[Any] = None
@@ -209,8 +212,6 @@ class TensorCollection:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Self":
-        from copy import deepcopy
-
         # One memo for the whole tree: a tensor at several paths is copied once, so ties survive.
         data = {key: deepcopy(node, memo) for key, node in self._data.items()}
         return self._replace(data)
@@ -521,6 +522,3 @@ def with_leaves(tree: T, leaves: Iterable[Any]) -> T:
     """Return a tree of the same structure and batch sizes around new leaves, in the order of `leaf_paths`."""
     source = iter(leaves)
     return tree._map(LeafOp("with_leaves", lambda _: next(source)))
-
-
-__all__ = ["under"]

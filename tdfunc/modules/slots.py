@@ -1,0 +1,106 @@
+"""The slots of a module: where its parameters, buffers and extra state live, found by one walk."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from tdfunc._errors import UnsupportedError, explain
+from tdfunc._keys import dotted
+from tdfunc._types import Kind, Path
+
+EXTRA_STATE = "_extra_state"
+
+
+class Slot(NamedTuple):
+    """One place in a module that holds a leaf; `store` is the dict to write to (None for extra state)."""
+
+    path: Path
+    owner: nn.Module
+    store: dict[str, Any] | None
+    kind: Kind
+
+    @property
+    def name(self) -> str:
+        return self.path[-1]
+
+    @property
+    def value(self) -> Any:
+        return self.owner.get_extra_state() if self.store is None else self.store[self.name]
+
+    @property
+    def title(self) -> str:
+        """`Linear.weight`, for messages."""
+        return f"{type(self.owner).__name__}.{self.name}"
+
+
+def unwrap(module: nn.Module, call: str) -> nn.Module:
+    """Return the module under `torch.compile`'s wrapper; refuse what cannot be a pure function.
+
+    Raises:
+        TypeError: It is no module.
+        UnsupportedError: It is a ScriptModule or a data-parallel wrapper.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(explain(f"{call}: not a module.", expected="torch.nn.Module", got=type(module).__name__))
+    # By name: importing torch._dynamo for an isinstance test would cost a second.
+    while type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules:
+        module = module._modules["_orig_mod"]  # pyright: ignore[reportAssignmentType]
+    if isinstance(module, torch.jit.ScriptModule):
+        raise UnsupportedError(
+            explain(
+                f"{call}: a ScriptModule keeps its weights in compiled code, where they cannot be replaced.",
+                got=type(module).__name__,
+                hint="pass the nn.Module that it was scripted or traced from.",
+            )
+        )
+    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise UnsupportedError(explain(f"{call}: {type(module).__name__} copies the module on every call.", hint="pass its .module."))
+    return module
+
+
+def walk(module: nn.Module, call: str, at: Path = ()) -> Iterator[Slot]:
+    """Yield the slots in the order of `state_dict`; a shared submodule is visited under each of its paths.
+
+    Raises:
+        UnsupportedError: A parameter is lazy and has no shape yet.
+    """
+    module = unwrap(module, call)
+    for store, kinds in ((module._parameters, None), (module._buffers, module._non_persistent_buffers_set)):
+        for name, value in store.items():
+            if value is None:
+                continue
+            if is_lazy(value):
+                raise UnsupportedError(
+                    explain(
+                        f"{call}: {dotted((*at, name))!r} of {type(module).__name__} is uninitialised.",
+                        hint="run the module once on an example input, so that lazy layers get their shapes.",
+                    )
+                )
+            kind = Kind.PARAMETER if kinds is None else Kind.NON_PERSISTENT if name in kinds else Kind.BUFFER
+            yield Slot((*at, name), module, store, kind)  # pyright: ignore[reportArgumentType]
+    if type(module).get_extra_state is not nn.Module.get_extra_state:
+        yield Slot((*at, EXTRA_STATE), module, None, Kind.EXTRA_STATE)
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from walk(child, call, (*at, name))
+
+
+def is_tensor_slot(slot: Slot) -> bool:
+    """Whether the slot holds a tensor, rather than extra state."""
+    return slot.store is not None
+
+
+def same_memory(a: Any, b: Any) -> bool:
+    """Whether two leaves are one tensor: the same object, or views of the same memory in the same way."""
+    if a is b:
+        return True
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    try:
+        return a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.data_ptr() != 0
+    # Tensors without memory of their own (batched, fake) are one only by identity.
+    except RuntimeError:
+        return False
