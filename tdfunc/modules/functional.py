@@ -2,7 +2,7 @@
 
 import inspect
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +69,21 @@ class Plan:
             return leaves if _read(self.root, tree, leaves) else None
         except (KeyError, AttributeError):
             return None
+
+    def rebuild(self, tree: Any, leaves: list[Any]) -> Any:
+        """Return a tree that fits, around new leaves in the order of `paths`; None if it is not known to fit."""
+        bound = getattr(tree, "_bound", None)
+        fits = (bound is not None and bound.plan is self) or self.read(tree) is not None
+        return _rebuild(self.root, tree, iter(leaves)) if fits else None
+
+
+def _rebuild(plan: _NodePlan, tree: TensorCollection, leaves: Iterator[Any]) -> TensorCollection:
+    data = dict(tree._data)
+    for key in plan.leaves:
+        data[key] = next(leaves)
+    for key, child in plan.children:
+        data[key] = _rebuild(child, data[key], leaves)
+    return tree._make(data, tree._batch_size, tree._device, tree._names, tree._static)
 
 
 def _read(plan: _NodePlan, tree: TensorCollection, leaves: list[Any]) -> bool:
@@ -160,8 +175,9 @@ class Apply:
         This is how BatchNorm trains under `vmap` and `grad`: the statistics are an output.
         """
         out, store = self._run(params, buffers, args, kwargs, rng, keep=True)
-        source = params if buffers is None else buffers
-        return out, _replace_leaves(source, dict(zip(self._plans[1].paths, store, strict=True)))
+        source, plan = params if buffers is None else buffers, self._plans[1]
+        new = plan.rebuild(source, store) if buffers is not None else None
+        return out, new if new is not None else _replace_leaves(source, dict(zip(plan.paths, store, strict=True)))
 
     # -- one call -----------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ in some other way (a closure, a cached reference) meets a poison tensor and rais
 """
 
 import copy
+import operator
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -141,14 +142,14 @@ class Skeleton:
         self.targets = [(slot.store, slot.name, order[tied(slot.path)]) for slot in ordered]
         self.poison = [(slot.store, slot.name, slot.store[slot.name]) for slot in ordered]  # pyright: ignore
         custom = [m for m in self.module.modules() if not _stateless(m)]
-        self._dicts = [(m.__dict__, dict(m.__dict__)) for m in custom]
+        self._dicts = [(m.__dict__, dict(m.__dict__), tuple(m.__dict__.values())) for m in custom]
         self._containers = [(c, copy.copy(c)) for m in custom for key, c in m.__dict__.items() if key not in _OWN_TABLES and isinstance(c, (list, dict, set))]
 
     def reset(self) -> None:
         """Empty the slots and put back the attributes that forward wrote on its modules."""
-        for now, before in self._dicts:
+        for now, before, values in self._dicts:
             # Identity, not equality: comparing tensors would compute.
-            if len(now) != len(before) or any(now.get(key) is not value for key, value in before.items()):
+            if len(now) != len(values) or not all(map(operator.is_, now.values(), values)):
                 now.clear()
                 now.update(before)
         for container, before in self._containers:
