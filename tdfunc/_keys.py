@@ -2,6 +2,7 @@
 
 import difflib
 import fnmatch
+import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -36,7 +37,7 @@ def is_key(key: object) -> bool:
     """Whether `key` is a str or a (nested) non-empty tuple of str, rather than an index."""
     if isinstance(key, str):
         return True
-    return isinstance(key, tuple) and len(key) > 0 and all(is_key(part) for part in key)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    return isinstance(key, tuple) and len(key) > 0 and all(is_key(part) for part in key)
 
 
 def dotted(path: Iterable[str]) -> str:
@@ -46,13 +47,14 @@ def dotted(path: Iterable[str]) -> str:
 
 def missing(path: Path, known: Iterable[str], call: str = "get") -> MissingKeyError:
     """Build the error for a path of which the last part is not among the `known` keys of its parent."""
-    names = list(known)
-    close = difflib.get_close_matches(path[-1], names, n=3)
+    names, key, parent = list(known), path[-1], path[:-1]
+    # Comparing with many keys would take longer than whatever catches the error.
+    close = difflib.get_close_matches(key, names, n=3) if len(names) <= 200 else []
     hint = f"did you mean {' or '.join(map(repr, close))}?" if close else None
     shown = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")
-    where = f" under {dotted(path[:-1])!r}" if len(path) > 1 else ""
+    where = f" under {dotted(parent)!r}" if parent else ""
     return MissingKeyError(
-        explain(f"{call}: no key {path[-1]!r}{where}.", expected=f"one of {shown or '(no keys)'}", hint=hint)
+        explain(f"{call}: no key {key!r}{where}.", expected=f"one of {shown or '(no keys)'}", hint=hint)
     )
 
 
@@ -61,7 +63,7 @@ def _bad_key(key: object, part: object) -> TypeError:
         explain(
             "A key must be a str or a nested tuple of str, and not empty.",
             got=f"{part!r} in {key!r}",
-            hint="index the batch dimensions with td[...], name entries with a str.",
+            hint="index batch dimensions with td[...], name entries with a str.",
         )
     )
 
@@ -90,12 +92,10 @@ class Filter:
         spec: A glob, regex, kind, dtype, predicate or another filter.
 
     Examples:
-        >>> from tdfunc import TensorDict
-        >>> import tdfunc
-        >>> td = TensorDict({"a": {"weight": torch.zeros(2), "bias": torch.zeros(2)}})
-        >>> no_decay, rest = tdfunc.partition(td, Filter("*.bias") | "*.norm*" if False else "*.bias")
-        >>> list(no_decay.keys(True, True))
-        [('a', 'bias')]
+        >>> params = TensorDict({"fc": {"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}, "scale": torch.ones(())})
+        >>> no_decay, rest = params.partition(Filter("*.bias") | "scale")
+        >>> no_decay.paths(), rest.paths()
+        ([('fc', 'bias'), ('scale',)], [('fc', 'weight')])
     """
 
     __slots__ = ("_mask", "_text")
@@ -115,12 +115,10 @@ class Filter:
         return self._mask(entries)
 
     def __or__(self, other: "FilterSpec") -> "Filter":
-        right = Filter(other)
-        return _combined(lambda es: [a or b for a, b in zip(self.mask(es), right.mask(es), strict=True)], f"({self._text} | {right._text})")
+        return _joined(self, Filter(other), operator.or_, "|")
 
     def __and__(self, other: "FilterSpec") -> "Filter":
-        right = Filter(other)
-        return _combined(lambda es: [a and b for a, b in zip(self.mask(es), right.mask(es), strict=True)], f"({self._text} & {right._text})")
+        return _joined(self, Filter(other), operator.and_, "&")
 
     def __ror__(self, other: "FilterSpec") -> "Filter":
         return Filter(other) | self
@@ -145,11 +143,20 @@ def of_type(module: nn.Module, *types: type[nn.Module]) -> Filter:
     Raises:
         FilterError: The module has no submodule of these types.
     """
-    owners = {tuple(name.split(".")) if name else () for name, sub in module.named_modules(remove_duplicate=False) if isinstance(sub, types)}
+    found = [name for name, sub in module.named_modules(remove_duplicate=False) if isinstance(sub, types)]
+    owners = {tuple(name.split(".")) if name else () for name in found}
     text = f"of_type({', '.join(t.__name__ for t in types)})"
     if not owners:
-        raise FilterError(explain(f"{text}: {type(module).__name__} has no such submodule."))
+        kinds = sorted({type(sub).__name__ for sub in module.modules()})
+        raise FilterError(explain(f"{text}: {type(module).__name__} has no such submodule.", got=f"{', '.join(kinds)}"))
     return _combined(lambda es: [any(path[:-1] in owners for path in e.paths) for e in es], text)
+
+
+def _joined(left: Filter, right: Filter, rule: Callable[[bool, bool], bool], symbol: str) -> Filter:
+    def mask(entries: Sequence[Entry]) -> list[bool]:
+        return [rule(a, b) for a, b in zip(left.mask(entries), right.mask(entries), strict=True)]
+
+    return _combined(mask, f"({left._text} {symbol} {right._text})")
 
 
 def _combined(mask: Callable[[Sequence[Entry]], list[bool]], text: str) -> Filter:
@@ -162,7 +169,7 @@ def _atom(spec: Any) -> tuple[Callable[[Sequence[Entry]], list[bool]], str]:
     if isinstance(spec, str):
         return _pattern(re.compile(fnmatch.translate(spec)), repr(spec)), repr(spec)
     if isinstance(spec, re.Pattern):
-        return _pattern(spec, repr(spec.pattern)), repr(spec)  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
+        return _pattern(spec, repr(spec.pattern)), repr(spec)
     if isinstance(spec, Kind):
         return lambda es: [e.kind is spec for e in es], str(spec)
     if isinstance(spec, torch.dtype):
@@ -185,7 +192,10 @@ def _pattern(regex: re.Pattern[str], text: str) -> Callable[[Sequence[Entry]], l
             paths = [dotted(e.paths[0]) for e in entries]
             close = difflib.get_close_matches(text.strip("'*"), paths, n=3)
             shown = ", ".join(map(repr, close or paths[:5])) or "(the tree has no leaves)"
-            raise FilterError(explain(f"Filter: the pattern {text} matches no leaf.", hint=f"paths here are like {shown}."))
+            hint = f"paths here are like {shown}."
+            raise FilterError(
+                explain(f"Filter: the pattern {text} matches no leaf.", got=f"{len(paths)} leaves", hint=hint)
+            )
         return found
 
     return mask

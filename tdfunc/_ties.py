@@ -1,4 +1,4 @@
-"""Groups of paths that hold one tensor: restrict, lift, remap, check; prune them from a tree and graft them back.
+"""Groups of paths that hold one tensor: restrict, lift, remap, merge; prune them from a tree and graft them back.
 
 A tree stores the same tensor at every path of a group (its data are complete) and, at each node, the groups that
 lie inside that node, first path first. Only flattening, maps and edits know of them: they prune the later paths,
@@ -8,7 +8,7 @@ run, and graft the result of the first path back.
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from tdfunc._types import Path, Ties
+from tdfunc._types import Group, Path, Ties
 
 
 class Graft(NamedTuple):
@@ -44,24 +44,31 @@ def drop(ties: Ties, prefix: Path) -> Ties:
 def merge(*parts: Ties) -> Ties:
     """Join groups that share a path; the order of first appearance is kept."""
     groups: list[list[Path]] = []
+    place: dict[Path, int] = {}
     for group in (group for ties in parts for group in ties):
-        touching = [known for known in groups if not set(known).isdisjoint(group)]
-        joined = list(dict.fromkeys([path for known in touching for path in known] + list(group)))
-        if touching:
-            groups[groups.index(touching[0])] = joined
-            for known in touching[1:]:
-                groups.remove(known)
-        else:
-            groups.append(joined)
-    return tuple(tuple(group) for group in groups)
+        touching = sorted({place[path] for path in group if path in place})
+        home = touching[0] if touching else len(groups)
+        if not touching:
+            groups.append([])
+        joined = [path for i in touching for path in groups[i]]
+        for i in touching:
+            groups[i] = []
+        groups[home] = list(dict.fromkeys([*joined, *group]))
+        place.update(dict.fromkeys(groups[home], home))
+    return tuple(tuple(group) for group in groups if group)
 
 
-def group_of(ties: Ties, path: Path) -> tuple[Path, ...]:
+def group_of(ties: Ties, path: Path) -> Group:
     """Return all paths of the leaf at `path`, first path first."""
     for group in ties:
         if path in group:
             return group
     return (path,)
+
+
+def groups_by_path(ties: Ties) -> dict[Path, Group]:
+    """Return the group of every tied path."""
+    return {path: group for group in ties for path in group}
 
 
 def by_identity(leaves: Iterable[tuple[Path, Any]]) -> Ties:
@@ -78,12 +85,26 @@ def spanning(ties: Ties) -> list[tuple[Path, Path]]:
     return [(path, group[0]) for group in ties for path in group[1:] if path[0] != group[0][0]]
 
 
+def by_first_key(paths: Iterable[Path]) -> dict[str, list[Path]]:
+    """Group paths by their first key, and cut it off."""
+    result: dict[str, list[Path]] = {}
+    for path in paths:
+        result.setdefault(path[0], []).append(path[1:])
+    return result
+
+
+# A tree and its nodes are `Any` below: `TensorCollection` stands a layer above this module.
+
+
 def prune(tree: Any, cuts: list[tuple[Path, Path]]) -> tuple[Any, tuple[Graft, ...]]:
     """Return the tree without the cut paths, and what `graft` needs to put them back."""
+    places: dict[Path, dict[str, int]] = {}
     grafts: list[Graft] = []
     for path, source in cuts:
-        parent = _node(tree, path[:-1])
-        grafts.append(Graft(path, list(parent._data).index(path[-1]), source))
+        parent = path[:-1]
+        if parent not in places:
+            places[parent] = {key: place for place, key in enumerate(_node(tree, parent)._data)}
+        grafts.append(Graft(path, places[parent][path[-1]], source))
     return _without(tree, [path for path, _ in cuts]), tuple(sorted(grafts, key=lambda g: (g.path[:-1], g.place)))
 
 
@@ -120,9 +141,9 @@ def _insert(data: dict[str, Any], values: dict[Path, Any], ties: Ties) -> dict[s
     for key, inner in deeper.items():
         child = result.get(key)
         # A prefix (None for a whole sub-tree) has nothing to graft into.
-        if hasattr(child, "_data"):
+        if child is not None and hasattr(child, "_data"):
             inner_ties = under(ties, key)
-            result[key] = child._replace(_insert(child._data, inner, inner_ties), ties=inner_ties)  # pyright: ignore[reportOptionalMemberAccess]
+            result[key] = child._replace(_insert(child._data, inner, inner_ties), ties=inner_ties)
     return result
 
 
@@ -133,12 +154,13 @@ def _node(tree: Any, path: Path) -> Any:
 
 
 def _without(node: Any, paths: list[Path]) -> Any:
-    here = {path[0] for path in paths if len(path) == 1}
+    cut = by_first_key(paths)
     data: dict[str, Any] = {}
     for key, value in node._data.items():
-        if key in here:
-            continue
-        inner = [path[1:] for path in paths if path[0] == key]
-        data[key] = _without(value, inner) if inner else value
+        inner = cut.get(key)
+        if inner is None:
+            data[key] = value
+        elif () not in inner:
+            data[key] = _without(value, inner)
     gone = set(paths)
     return node._replace(data, ties=remap(node._ties, lambda path: None if path in gone else path))

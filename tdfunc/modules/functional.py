@@ -182,8 +182,11 @@ class Apply:
     # -- one call -----------------------------------------------------------------------------------------------
 
     def _run(self, params: Any, buffers: Any, args: Any, kwargs: Any, rng: Seed, keep: bool = False) -> tuple[Any, list[Any]]:
+        return self.run_leaves(self._leaves(params, buffers), args, kwargs, rng, keep=keep)
+
+    def run_leaves(self, leaves: list[Any], args: Any, kwargs: Any, rng: Any = None, *, keep: bool = False) -> tuple[Any, list[Any]]:
+        """Run on leaves in plan order (what `Ensemble` maps over); return the output and, if kept, the new buffers."""
         compiling = torch.compiler.is_compiling()
-        leaves = self._leaves(params, buffers)
         if not compiling and parametrize._cache_enabled:
             raise UnsupportedError(
                 explain("apply: inside `parametrize.cached()` a weight computed from other parameters would be used.", hint="leave the cached() block first.")

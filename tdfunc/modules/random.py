@@ -41,10 +41,11 @@ class seeded(TorchFunctionMode):  # noqa: N801 - used as a function: `with seede
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if kwargs.get("generator") is not None:
-            return func(*args, **kwargs)
         server = _SERVERS.get(func)
-        return func(*args, **kwargs) if server is None else server(self, func, *args, **kwargs)
+        if server is None or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
+        return server(self, func, *args, **kwargs)
 
     def draw(self, make: Callable[[torch.Generator], Tensor]) -> Tensor:
         """Return one draw for a call, or one for each member as a batched tensor."""
