@@ -2,7 +2,7 @@
 
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Size, nn
 
 from tdfunc._collection import Static, TensorCollection, iter_leaves
 from tdfunc._errors import UnsupportedError, explain
@@ -10,7 +10,7 @@ from tdfunc._keys import Filter
 from tdfunc._nontensor import NonTensorData
 from tdfunc._shapes import EMPTY
 from tdfunc._ties import by_identity
-from tdfunc._types import Kind, Ties
+from tdfunc._types import Kind, Path, Ties
 from tdfunc.modules.slots import Slot, walk
 from tdfunc.ops.structure import entries, partition, restore_ties
 
@@ -42,23 +42,39 @@ def from_module(module: nn.Module) -> Any:
     return tree_of(list(zip(slots, [leaf for _, leaf in leaves], strict=True)), by_identity(leaves))
 
 
-def tree_of(pairs: list[tuple[Slot, Any]], ties: Ties) -> Any:
+def tree_of(pairs: list[tuple[Slot, Any]], ties: Ties, batch_size: Size = EMPTY) -> Any:
     """Build the tree of (slot, leaf) pairs, with their kinds and the given groups of tied paths."""
-    root: dict[str, Any] = {}
-    kinds: dict[tuple[str, ...], dict[str, Kind]] = {}
+    root = _Level()
+    # Slots of one submodule come one after another: its level is looked up once.
+    last, level = None, root
     for slot, leaf in pairs:
-        level = root
-        for key in slot.path[:-1]:
-            level = level.setdefault(key, {})
-        level[slot.name] = leaf
-        kinds.setdefault(slot.path[:-1], {})[slot.name] = slot.kind
-    return restore_ties(_freeze(root, kinds, ()), ties)
+        parent = slot.path[:-1]
+        if parent != last:
+            last, level = parent, root.descend(parent)
+        level.data[slot.path[-1]] = leaf
+        level.kinds[slot.path[-1]] = slot.kind
+    tree = root.freeze(batch_size)
+    return restore_ties(tree, ties) if ties else tree
 
 
-def _freeze(level: dict[str, Any], kinds: dict[tuple[str, ...], dict[str, Kind]], at: tuple[str, ...]) -> Any:
-    data = {key: _freeze(value, kinds, (*at, key)) if isinstance(value, dict) else value for key, value in level.items()}
-    here = kinds.get(at)
-    return TensorCollection._open._make(data, EMPTY, None, None, Static(here) if here else None)
+class _Level:
+    """A node under construction."""
+
+    __slots__ = ("data", "kinds")
+
+    def __init__(self) -> None:
+        self.data: dict[str, Any] = {}
+        self.kinds: dict[str, Kind] = {}
+
+    def descend(self, path: Path) -> "_Level":
+        level = self
+        for key in path:
+            level = level.data.setdefault(key, _Level())
+        return level
+
+    def freeze(self, size: Size) -> Any:
+        data = {key: value.freeze(size) if type(value) is _Level else value for key, value in self.data.items()}
+        return TensorCollection._open._make(data, size, None, None, Static(self.kinds) if self.kinds else None)
 
 
 def split(tree: T) -> tuple[T, T]:

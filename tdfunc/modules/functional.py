@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize
 from tdfunc._collection import TensorCollection
 from tdfunc._errors import LeafMismatchError, TieError, TreeStructureError, UnsupportedError, explain
 from tdfunc._keys import dotted
+from tdfunc._shapes import EMPTY
 from tdfunc._ties import group_of
 from tdfunc._types import Path
 from tdfunc.modules.bind import in_transform
@@ -46,6 +47,7 @@ class Plan:
         self.paths: list[Path] = []
         self.shapes: list[torch.Size] = []
         self.first: list[Path] = []
+        self._stacked: tuple[torch.Size, list[torch.Size]] | None = None
         self._fill(self.root, tree, (), tree)
 
     def _fill(self, node: _NodePlan, tree: TensorCollection, at: Path, root: TensorCollection) -> None:
@@ -61,6 +63,14 @@ class Plan:
                 node.children.append((key, child))
                 self._fill(child, value, (*at, key), root)
         node.count = len(tree._data)
+
+    def shapes_after(self, lead: torch.Size) -> list[torch.Size]:
+        """Return the shapes that leaves have when every one starts with `lead`."""
+        if not lead:
+            return self.shapes
+        if self._stacked is None or self._stacked[0] != lead:
+            self._stacked = (lead, [lead + shape for shape in self.shapes])
+        return self._stacked[1]
 
     def read(self, tree: TensorCollection) -> list[Any] | None:
         """Return the leaves in the order of `paths`, or None if the tree's keys are not exactly these."""
@@ -175,14 +185,18 @@ class Apply:
         This is how BatchNorm trains under `vmap` and `grad`: the statistics are an output.
         """
         out, store = self._run(params, buffers, args, kwargs, rng, keep=True)
+        return out, self.rebuild_buffers(params, buffers, store)
+
+    def rebuild_buffers(self, params: Any, buffers: Any, leaves: list[Any]) -> Any:
+        """Return the tree that held the buffers, around new ones in plan order."""
         source, plan = params if buffers is None else buffers, self._plans[1]
-        new = plan.rebuild(source, store) if buffers is not None else None
-        return out, new if new is not None else _replace_leaves(source, dict(zip(plan.paths, store, strict=True)))
+        new = plan.rebuild(source, leaves) if buffers is not None else None
+        return new if new is not None else _replace_leaves(source, dict(zip(plan.paths, leaves, strict=True)))
 
     # -- one call -----------------------------------------------------------------------------------------------
 
     def _run(self, params: Any, buffers: Any, args: Any, kwargs: Any, rng: Seed, keep: bool = False) -> tuple[Any, list[Any]]:
-        return self.run_leaves(self._leaves(params, buffers), args, kwargs, rng, keep=keep)
+        return self.run_leaves(self.leaves(params, buffers), args, kwargs, rng, keep=keep)
 
     def run_leaves(self, leaves: list[Any], args: Any, kwargs: Any, rng: Any = None, *, keep: bool = False) -> tuple[Any, list[Any]]:
         """Run on leaves in plan order (what `Ensemble` maps over); return the output and, if kept, the new buffers."""
@@ -235,23 +249,24 @@ class Apply:
 
     # -- reading trees ------------------------------------------------------------------------------------------
 
-    def _leaves(self, params: Any, buffers: Any) -> list[Any]:
+    def leaves(self, params: Any, buffers: Any, lead: torch.Size = EMPTY) -> list[Any]:
+        """Return the leaves that a call binds, in plan order; `lead` is what stacked trees have before each shape."""
         own, shared, whole = self._plans
         if not isinstance(params, TensorCollection) or (buffers is not None and not isinstance(buffers, TensorCollection)):
             got = params if not isinstance(params, TensorCollection) else buffers
             raise TypeError(explain("apply: params and buffers must be trees.", got=type(got).__name__, hint="apply(params, x, ..., buffers=buffers)."))
-        first = _checked(params, own)
+        first = _checked(params, own, lead)
         if first is not None and (buffers is not None or not shared.paths):
-            second = _checked(buffers, shared) if buffers is not None else []
+            second = _checked(buffers, shared, lead) if buffers is not None else []
             if second is not None:
                 return first + second
         elif first is None and buffers is None:
-            both = _checked(params, whole)
+            both = _checked(params, whole, lead)
             if both is not None:
                 return [both[i] for i in self._from_whole]
-        return self._slow_leaves(params, buffers)
+        return self._slow_leaves(params, buffers, lead)
 
-    def _slow_leaves(self, params: Any, buffers: Any) -> list[Any]:
+    def _slow_leaves(self, params: Any, buffers: Any, lead: torch.Size) -> list[Any]:
         """Read by path: trees in another arrangement, or the error that says what is wrong with them."""
         found: dict[Path, Any] = {}
         for tree in (params, buffers):
@@ -260,7 +275,7 @@ class Apply:
                     known = found.setdefault(path, entry.leaf)
                     if known is not entry.leaf:
                         raise TreeStructureError(explain(f"apply: {dotted(path)!r} is in params and in buffers.", hint="pass it once."))
-        wanted = {path: shape for path, shape in zip(self._plans[2].paths, self._plans[2].shapes, strict=True)}
+        wanted = dict(zip(self._plans[2].paths, self._plans[2].shapes_after(lead), strict=True))
         missing = [path for path in self._order if path not in found]
         extra = [path for path in found if path not in wanted]
         if missing or extra:
@@ -290,28 +305,28 @@ class Apply:
 class _Checked:
     """Remembers in a tree's cache that it fits a plan, with its leaves: a tree never changes."""
 
-    __slots__ = ("leaves", "plan")
+    __slots__ = ("lead", "leaves", "plan")
 
-    def __init__(self, plan: Plan, leaves: list[Any]) -> None:
-        self.plan, self.leaves = plan, leaves
+    def __init__(self, plan: Plan, lead: torch.Size, leaves: list[Any]) -> None:
+        self.plan, self.lead, self.leaves = plan, lead, leaves
 
 
-def _checked(tree: Any, plan: Plan) -> list[Any] | None:
+def _checked(tree: Any, plan: Plan, lead: torch.Size) -> list[Any] | None:
     """Return a tree's leaves in plan order if its keys are the plan's; shapes are checked once for each tree."""
     compiling = torch.compiler.is_compiling()
     bound = None if compiling else getattr(tree, "_bound", None)
-    if bound is not None and bound.plan is plan:
+    if bound is not None and bound.plan is plan and bound.lead == lead:
         return bound.leaves
     leaves = plan.read(tree)
     if leaves is None:
         return None
-    for i, (leaf, shape) in enumerate(zip(leaves, plan.shapes, strict=True)):
+    for i, (leaf, shape) in enumerate(zip(leaves, plan.shapes_after(lead), strict=True)):
         if leaf.shape != shape:
             _check_shape(plan.paths[i], leaf, shape)
     if plan.first != plan.paths and not _tied_alike(tree, plan):
         return None
     if not compiling:
-        object.__setattr__(tree, "_bound", _Checked(plan, leaves))
+        object.__setattr__(tree, "_bound", _Checked(plan, lead, leaves))
     return leaves
 
 

@@ -1,6 +1,5 @@
 """The slots of a module: where its parameters, buffers and extra state live, found by one walk."""
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -61,31 +60,44 @@ def unwrap(module: nn.Module, call: str) -> nn.Module:
     return module
 
 
-def walk(module: nn.Module, call: str, at: Path = ()) -> Iterator[Slot]:
-    """Yield the slots in the order of `state_dict`; a shared submodule is visited under each of its paths.
+def walk(module: nn.Module, call: str) -> list[Slot]:
+    """Return the slots in the order of `state_dict`; a shared submodule is visited under each of its paths.
 
     Raises:
         UnsupportedError: A parameter is lazy and has no shape yet.
     """
+    slots: list[Slot] = []
+    _collect(module, call, (), slots)
+    return slots
+
+
+def _collect(module: nn.Module, call: str, at: Path, slots: list[Slot]) -> None:
     module = unwrap(module, call)
-    for store, kinds in ((module._parameters, None), (module._buffers, module._non_persistent_buffers_set)):
-        for name, value in store.items():
-            if value is None:
-                continue
+    for name, value in module._parameters.items():
+        if value is not None:
             if is_lazy(value):
-                raise UnsupportedError(
-                    explain(
-                        f"{call}: {dotted((*at, name))!r} of {type(module).__name__} is uninitialised.",
-                        hint="run the module once on an example input, so that lazy layers get their shapes.",
-                    )
-                )
-            kind = Kind.PARAMETER if kinds is None else Kind.NON_PERSISTENT if name in kinds else Kind.BUFFER
-            yield Slot((*at, name), module, store, kind)  # pyright: ignore[reportArgumentType]
+                raise _lazy_error(module, call, (*at, name))
+            slots.append(Slot((*at, name), module, module._parameters, Kind.PARAMETER))
+    for name, value in module._buffers.items():
+        if value is not None:
+            if is_lazy(value):
+                raise _lazy_error(module, call, (*at, name))
+            kind = Kind.NON_PERSISTENT if name in module._non_persistent_buffers_set else Kind.BUFFER
+            slots.append(Slot((*at, name), module, module._buffers, kind))
     if type(module).get_extra_state is not nn.Module.get_extra_state:
-        yield Slot((*at, EXTRA_STATE), module, None, Kind.EXTRA_STATE)
+        slots.append(Slot((*at, EXTRA_STATE), module, None, Kind.EXTRA_STATE))
     for name, child in module._modules.items():
         if child is not None:
-            yield from walk(child, call, (*at, name))
+            _collect(child, call, (*at, name), slots)
+
+
+def _lazy_error(module: nn.Module, call: str, path: Path) -> UnsupportedError:
+    return UnsupportedError(
+        explain(
+            f"{call}: {dotted(path)!r} of {type(module).__name__} is uninitialised.",
+            hint="run the module once on an example input, so that lazy layers get their shapes.",
+        )
+    )
 
 
 def is_tensor_slot(slot: Slot) -> bool:
