@@ -4,6 +4,7 @@ A `TorchFunctionMode` is active for the call alone, so nothing process-wide chan
 from its own generator, outside the transform, so that it equals a loop over the members.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -42,6 +43,8 @@ class seeded(TorchFunctionMode):  # noqa: N801 - used as a function: `with seede
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         server = _SERVERS.get(func)
+        if server is None and getattr(func, "__module__", None) == "torch.nn.init" and self._level is None:
+            return _initialise(self, func, *args, **kwargs)
         if server is None or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
         kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
@@ -64,9 +67,9 @@ def _generator(rng: "int | torch.Generator") -> torch.Generator:
     return torch.Generator().manual_seed(rng)
 
 
-def member_generators(seed: int, members: int) -> list[torch.Generator]:
-    """Return a generator for each member, seeded by (seed, i) alone: member i does not change with their number."""
-    return [torch.Generator().manual_seed(member_seed(seed, i)) for i in range(members)]
+def member_generators(seed: int, stop: int, start: int = 0) -> list[torch.Generator]:
+    """Return generators for members start to stop, each seeded by (seed, i) alone: how many there are changes none."""
+    return [torch.Generator().manual_seed(member_seed(seed, i)) for i in range(start, stop)]
 
 
 def member_seed(seed: int, member: int) -> int:
@@ -159,6 +162,20 @@ def _normal(mode: seeded, func: Any, mean: Any, std: Any = 1.0, size: Any = None
     like = mean if isinstance(mean, Tensor) else std
     noise = mode.draw(lambda g: torch.randn(tuple(torch.broadcast_shapes(getattr(mean, "shape", ()), getattr(std, "shape", ()))), generator=g, device=g.device, dtype=like.dtype))
     return mean + std * noise.to(like.device)
+
+
+def _initialise(mode: seeded, func: Any, /, *args: Any, **kwargs: Any) -> Tensor:
+    # torch calls its own initialisers outside the mode, so what they draw cannot be served; they take a generator.
+    generator = mode._generators[0]
+    if "generator" in inspect.signature(func).parameters and kwargs.get("generator") is None and generator.device == args_device(args, kwargs):
+        kwargs["generator"] = generator
+        mode.draws += 1
+    return func(*args, **kwargs)
+
+
+def args_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
+    """Return the device of the first tensor of a call."""
+    return next((a.device for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
 
 
 def _in_place(mode: seeded, func: Any, self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
