@@ -165,8 +165,10 @@ class TensorCollection:
                 twins = [o._data[key] for o in others]
                 out = node._shape(op, *twins) if op.batch else node._map(op, *twins)
             elif isinstance(node, NonTensorBase) and not op.batch:
-                out = node if op.size is None else node.rebatch(op.size(node.shape))  # pyright: ignore
+                out = node if op.size is None else node.resized(op.size(node.shape), key)
             else:
+                if isinstance(node, NonTensorBase):
+                    node.check_batch(self._batch_size, key)
                 out = leaf(node, *[o._data[key] for o in others])
             if out is not None:
                 data[key] = out
@@ -392,9 +394,7 @@ def unflatten(cls: type[T], context: Context, children: Iterable[Any]) -> T:
         data = graft(data, context.grafts, context.ties)
     names = context.names if len(size) == len(old) else None
     new = cls._make(data, size, device, names, context.static)
-    if undecided and children:
-        object.__setattr__(new, "_cache", _UNDECIDED)
-    elif not children:
+    if undecided and children or not children:
         object.__setattr__(new, "_cache", _UNDECIDED)
     return new
 

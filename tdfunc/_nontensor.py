@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import optree
 import torch
 from torch import Size
 from torch.utils import _pytree as torch_pytree
 
-import optree
-from tdfunc._errors import explain
+from tdfunc._errors import BatchSizeError, ImmutableError, LeafMismatchError, explain
 from tdfunc._shapes import as_size, index_size, normalize_index
 
 
@@ -23,7 +23,7 @@ class NonTensorBase:
     _array: np.ndarray[Any, Any]
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise TypeError(explain(f"{type(self).__name__} is immutable: {name} cannot be assigned.", hint="make a new one."))
+        raise ImmutableError(explain(f"{type(self).__name__} is immutable: .{name} = value.", hint="make a new one."))
 
     @classmethod
     def _wrap(cls, array: np.ndarray[Any, Any]) -> Any:
@@ -39,22 +39,11 @@ class NonTensorBase:
     def batch_size(self) -> Size:
         return Size(self._array.shape)
 
-    @property
-    def device(self) -> None:
-        return None
-
-    @property
-    def ndim(self) -> int:
-        return self._array.ndim
-
     def dim(self) -> int:
         return self._array.ndim
 
     def numel(self) -> int:
         return self._array.size
-
-    def clone(self) -> Any:
-        return self
 
     def _shaped(self, fn: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]) -> Any:
         return self._wrap(fn(self._array))
@@ -87,21 +76,66 @@ class NonTensorBase:
             return self
         return self._shaped(lambda a: a.squeeze(dim))
 
-    def narrow(self, dim: int, start: int, length: int) -> Any:
-        return self[(slice(None),) * (dim % self.ndim) + (slice(start, start + length),)]
+    def check_batch(self, size: Size, key: str) -> None:
+        """Raise unless the values are laid out along this batch: inside vmap those of a stack are not."""
+        if self._array.shape[: len(size)] != size:
+            raise BatchSizeError(
+                explain(
+                    f"{key!r} holds one value for each element of another batch.",
+                    expected=f"shape {list(size)} + (...)",
+                    got=f"shape {list(self.shape)}",
+                    hint="non-tensor values cannot vary along a vmapped dimension: exclude() them before vmap.",
+                )
+            )
+
+    def resized(self, size: Size, key: str) -> Any:
+        """Follow an operation on the leaves that changes the batch size and cannot be done to values."""
+        new = self.rebatch(size)
+        if new.shape[: len(size)] != size:
+            raise LeafMismatchError(
+                explain(
+                    f"{key!r} has a value for each row, which the operation would merge.",
+                    expected=f"shape {list(size)} + (...)",
+                    got=f"shape {list(new.shape)}",
+                    hint=f"leave it out first: td.exclude({key!r}).",
+                )
+            )
+        return new
+
+    def rebatch(self, size: Size) -> Any:
+        """Return the data with another batch size, where they can have it; never raises."""
+        raise NotImplementedError
+
+    @property
+    def value(self) -> Any:
+        """What `td[key]` returns."""
+        raise NotImplementedError
+
+    def equal(self, other: Any) -> torch.Tensor:
+        """Return the tensor of bools of `self == other`, value by value, where both have one shape."""
+        if not isinstance(other, NonTensorBase) or self._array.shape != other._array.shape:
+            return torch.zeros(self.shape, dtype=torch.bool)
+        if isinstance(self, NonTensorData) and isinstance(other, NonTensorData):
+            return torch.tensor(same_value(self.data, other.data)).expand(self.shape)
+        pairs = zip(self._array.flat, other._array.flat, strict=True)
+        return torch.tensor([same_value(a, b) for a, b in pairs], dtype=torch.bool).reshape(self.shape)
 
     def index_select(self, dim: int, index: torch.Tensor) -> Any:
-        return self[(slice(None),) * (dim % self.ndim) + (index,)]
+        return self[(slice(None),) * (dim % self.dim()) + (index,)]
 
     def unbind(self, dim: int = 0) -> tuple[Any, ...]:
-        lead = (slice(None),) * (dim % self.ndim)
+        lead = (slice(None),) * (dim % self.dim())
         return tuple(self[(*lead, i)] for i in range(self.shape[dim]))
 
     def split(self, sizes: int | Sequence[int], dim: int = 0) -> tuple[Any, ...]:
         total = self.shape[dim]
         parts = [min(sizes, total - i) for i in range(0, total, sizes)] if isinstance(sizes, int) else list(sizes)
-        starts = np.cumsum([0, *parts])[:-1].tolist()
-        return tuple(self.narrow(dim, start, size) for start, size in zip(starts, parts, strict=True))
+        ends = np.cumsum(parts).tolist()
+        lead = (slice(None),) * (dim % self.dim())
+        return tuple(self[(*lead, slice(end - part, end))] for end, part in zip(ends, parts, strict=True))
+
+    def where(self, condition: torch.Tensor, other: Any) -> Any:
+        return NonTensorStack._wrap(np.where(condition.cpu().numpy(), self._array, other._array))
 
     def __getitem__(self, index: Any) -> Any:
         parts = normalize_index(index, self.shape)
@@ -124,7 +158,7 @@ class NonTensorBase:
         return self
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and same_values(self._array, other._array)  # pyright: ignore[reportAttributeAccessIssue]
+        return isinstance(other, NonTensorBase) and self.shape == other.shape and _same_nodes(self, other)
 
     def __hash__(self) -> int:
         return hash((type(self).__name__, self._array.shape))
@@ -154,7 +188,10 @@ class NonTensorData(NonTensorBase):
     def data(self) -> Any:
         """The value."""
         array = self._array
-        return array.base[()] if array.size == 0 and array.base is not None else array.flat[0]
+        # An empty batch has no element to read: the cell that was broadcast has it.
+        while array.size == 0 and isinstance(array.base, np.ndarray):
+            array = array.base
+        return array.flat[0]
 
     @property
     def value(self) -> Any:
@@ -169,7 +206,12 @@ class NonTensorData(NonTensorBase):
         return NonTensorData(self.data, index_size(normalize_index(index, self.shape), self.shape))
 
     def rebatch(self, size: Size) -> Any:
+        """Return the value seen with another batch size."""
         return NonTensorData(self.data, size)
+
+    # An array of the batch's size is neither written nor read.
+    def __reduce__(self) -> Any:
+        return NonTensorData, (self.data, tuple(self.shape))
 
     def __repr__(self) -> str:
         return f"NonTensorData(data={self.data}, batch_size={self.shape}, device=None)"
@@ -180,6 +222,11 @@ class NonTensorStack(NonTensorBase):
 
     Args:
         *values: The values along the first dimension; nested lists give more dimensions with `from_nested`.
+
+    Examples:
+        >>> td = TensorDict({"s": ["a", "b", "c"]}, [3])
+        >>> td[1:]["s"], td[0]["s"]
+        (['b', 'c'], 'a')
     """
 
     __slots__ = ()
@@ -192,19 +239,29 @@ class NonTensorStack(NonTensorBase):
 
     @classmethod
     def from_nested(cls, values: Any, ndim: int) -> "NonTensorStack":
-        """Read the outer `ndim` levels of nested lists as dimensions; what is inside them is a value."""
+        """Read the outer `ndim` levels of nested lists as dimensions; what is inside them is a value.
+
+        Raises:
+            ValueError: The lists of one level differ in length.
+        """
         size: list[int] = []
         level = values
         for _ in range(ndim):
             size.append(len(level))
             level = level[0] if len(level) else []
-        array = np.empty(tuple(size), dtype=object)
-        for place in np.ndindex(*size):
-            item = values
-            for i in place:
-                item = item[i]
-            array[place] = item
-        return cls._wrap(array)
+        flat = [values]
+        for length in size:
+            for part in flat:
+                if not isinstance(part, (list, tuple)) or len(part) != length:
+                    got = f"{part!r}"
+                    raise ValueError(
+                        explain("NonTensorStack: the list is ragged.", expected=f"lists of {length}", got=got)
+                    )
+            flat = [item for part in flat for item in part]
+        array = np.empty(len(flat), dtype=object)
+        for i, item in enumerate(flat):
+            array[i] = item
+        return cls._wrap(array.reshape(size))
 
     @property
     def value(self) -> Any:
@@ -218,7 +275,7 @@ class NonTensorStack(NonTensorBase):
     def __getitem__(self, index: Any) -> Any:
         result = super().__getitem__(index)
         # A full index leaves one value: it is data of an empty batch, not a stack.
-        return NonTensorData(result._array[()]) if result.ndim == 0 else result
+        return NonTensorData(result._array[()]) if result.dim() == 0 else result
 
     def __repr__(self) -> str:
         return f"NonTensorStack({self.tolist()}, batch_size={self.shape}, device=None)"
@@ -240,15 +297,17 @@ class StaticValues(NamedTuple):
         try:
             return hash(tuple(values))
         except TypeError:
-            return hash(repr(values))
+            # Equal lists and dicts may print differently ({1.0} and {1}), so what cannot be hashed counts only.
+            return hash(len(values))
 
 
-def same_values(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
-    """Whether two object arrays have one shape and equal values; values that cannot be compared differ."""
-    if a.shape != b.shape:
-        return False
+def same_value(a: Any, b: Any) -> bool:
+    """Whether two values are equal; arrays are when all elements are, and what cannot be compared is not."""
+    if a is b:
+        return True
     try:
-        return all(x is y or bool(x == y) for x, y in zip(a.flat, b.flat, strict=True))
+        equal = a == b
+        return bool(equal.all()) and np.shape(a) == np.shape(b) if hasattr(equal, "all") else bool(equal)
     except (ValueError, TypeError, RuntimeError):
         return False
 
@@ -256,8 +315,9 @@ def same_values(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
 def _same_nodes(a: NonTensorBase, b: NonTensorBase) -> bool:
     # The batch of one broadcast value is not compared, as it is not for trees.
     if isinstance(a, NonTensorData) and isinstance(b, NonTensorData):
-        return same_values(np.array([a.data, None], dtype=object)[:1], np.array([b.data, None], dtype=object)[:1])
-    return type(a) is type(b) and same_values(a._array, b._array)
+        return same_value(a.data, b.data)
+    same_type = type(a) is type(b) and a._array.shape == b._array.shape
+    return same_type and all(same_value(x, y) for x, y in zip(a._array.flat, b._array.flat, strict=True))
 
 
 def _sizes(shape: tuple[Any, ...]) -> tuple[int, ...]:
@@ -283,32 +343,27 @@ def _cat(nodes: Sequence[Any], dim: int = 0) -> Any:
     return NonTensorStack._wrap(np.concatenate([n._array for n in nodes], axis=dim))
 
 
-def _where(condition: torch.Tensor, a: Any, b: Any) -> Any:
-    return NonTensorStack._wrap(np.where(condition.cpu().numpy(), a._array, b._array))
-
-
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.stack: _stack,
     torch.cat: _cat,
-    torch.where: _where,
     torch.unbind: lambda node, dim=0: node.unbind(dim),
     torch.split: lambda node, sizes, dim=0: node.split(sizes, dim),
 }
 
 
-def _flatten(node: Any) -> tuple[tuple[()], StaticValues]:
+def _flatten(node: Any) -> tuple[Any, StaticValues]:
     return (), StaticValues(node)
 
 
-def _unflatten(context: StaticValues, _: Any) -> Any:
+def _unflatten(context: Any, _: Any) -> Any:
     return context.node
 
 
-def _dump(context: StaticValues) -> Any:
+def _dump(context: Any) -> Any:
     node = context.node
     if isinstance(node, NonTensorData):
         return {"data": node.data, "batch_size": list(node.shape)}
-    return {"stack": node.tolist(), "ndim": node.ndim}
+    return {"stack": node.tolist(), "ndim": node.dim()}
 
 
 def _restore(dumped: Any) -> StaticValues:
@@ -318,16 +373,18 @@ def _restore(dumped: Any) -> StaticValues:
 
 
 # Python mangles a name with two leading underscores inside a class body only, so this works at module level.
-GLOBAL_NAMESPACE = optree.registry.__GLOBAL_NAMESPACE  # pyright: ignore
+GLOBAL_NAMESPACE: Any = optree.registry.__GLOBAL_NAMESPACE  # pyright: ignore[reportAttributeAccessIssue]
+# Its stub asks for a Collection, which a class that is not sized or iterable can never be.
+register_in_optree: Any = optree.register_pytree_node
 
 for _cls in (NonTensorData, NonTensorStack):
     torch_pytree.register_pytree_node(
         _cls,
-        _flatten,
+        _flatten,  # pyright: ignore[reportArgumentType]
         lambda children, context: _unflatten(context, children),
         serialized_type_name=f"tdfunc.{_cls.__name__}",
         to_dumpable_context=_dump,
         from_dumpable_context=_restore,
-        flatten_with_keys_fn=lambda node: ((), StaticValues(node)),  # pyright: ignore[reportArgumentType]
+        flatten_with_keys_fn=_flatten,  # pyright: ignore[reportArgumentType]
     )
-    optree.register_pytree_node(_cls, _flatten, _unflatten, namespace=GLOBAL_NAMESPACE)  # pyright: ignore[reportUnknownMemberType]
+    register_in_optree(_cls, _flatten, _unflatten, namespace=GLOBAL_NAMESPACE)

@@ -22,11 +22,14 @@ def as_size(value: Any, call: str = "batch_size") -> Size:
     if isinstance(value, Size):
         return value
     if isinstance(value, int):
-        return Size((value,))
+        value = (value,)
     try:
-        return Size(tuple(value))
+        size = Size(tuple(value))
     except TypeError as err:
         raise TypeError(explain(f"{call}: not a batch size.", expected="ints", got=repr(value))) from err
+    if any(n < 0 for n in size):
+        raise ValueError(explain(f"{call}: a size is negative.", expected="sizes of 0 or more", got=repr(value)))
+    return size
 
 
 def as_names(names: Sequence[str | None] | None, ndim: int) -> Names | None:
@@ -36,7 +39,13 @@ def as_names(names: Sequence[str | None] | None, ndim: int) -> Names | None:
     result = tuple(names)
     given = [name for name in result if name is not None]
     if len(result) != ndim or len(set(given)) != len(given):
-        raise ValueError(explain("names: one distinct name, or None, for each batch dimension.", expected=f"{ndim} names", got=repr(result)))
+        raise ValueError(
+            explain(
+                "names: one distinct name, or None, for each batch dimension.",
+                expected=f"{ndim} names",
+                got=repr(result),
+            )
+        )
     return result if given else None
 
 
@@ -76,7 +85,9 @@ def fill_size(sizes: Sequence[int], numel: int, call: str) -> Size:
     elif good:
         good = rest == numel
     if not good:
-        raise RuntimeError(explain(f"{call}: the shape does not fit the batch.", expected=f"{numel} elements", got=str(tuple(sizes))))
+        raise RuntimeError(
+            explain(f"{call}: the shape does not fit the batch.", expected=f"{numel} elements", got=str(tuple(sizes)))
+        )
     return Size(sizes)
 
 
@@ -111,7 +122,7 @@ def normalize_index(index: Any, size: Size) -> tuple[Any, ...]:
                 "index: too many indices for the batch.",
                 expected=f"at most {len(size)} for batch size {list(size)}",
                 got=f"{used} in {index!r}",
-                hint="only batch dimensions can be indexed; for dimensions of the leaves use td.apply(lambda x: x[...]).",
+                hint="only batch dimensions can be indexed; for those of the leaves use td.apply(lambda x: x[...]).",
             )
         )
     if ellipsis is not None:
@@ -125,23 +136,58 @@ def _index_item(item: Any, size: Size, position: int | None, whole: Any) -> tupl
     """Return the normal form of one item and the number of dimensions that it takes."""
     if item is None or isinstance(item, bool):
         return [item], 0
-    if isinstance(item, (slice, int)):
+    if isinstance(item, int):
         return [item], 1
-    if isinstance(item, (list, range)):
-        item = torch.tensor(list(item))  # pyright: ignore[reportUnknownArgumentType]
-        if item.numel() == 0:
-            item = item.long()
-    elif isinstance(item, (np.ndarray, np.generic)):
-        item = torch.as_tensor(item)
-    elif not isinstance(item, Tensor):
+    if isinstance(item, slice):
+        return [_checked_slice(item)], 1
+    if isinstance(item, Tensor):
+        tensor = item
+    elif isinstance(item, (list, range, np.ndarray, np.generic)):
+        tensor = _as_index(item, whole)
+    else:
+        raise _no_index(item, whole)
+    if tensor.dtype in (torch.bool, torch.uint8):
+        return _mask_item(tensor, size, position)
+    if tensor.dtype not in _INDEX_DTYPES:
         raise IndexError(
-            explain("index: not an index.", expected="int, slice, Ellipsis, None, bool, or a tensor, list, range or array of them", got=f"{item!r} in {whole!r}")
+            explain(
+                "index: a tensor must hold integers or bools.", expected="int64, int32 or bool", got=str(tensor.dtype)
+            )
         )
-    if item.dtype in (torch.bool, torch.uint8):
-        return _mask_item(item, size, position)
-    if item.dtype.is_floating_point or item.dtype.is_complex:
-        raise IndexError(explain("index: a tensor index must hold integers or bools.", got=str(item.dtype)))
-    return [item], 1
+    return [tensor], 1
+
+
+_INDEX_DTYPES = (torch.int64, torch.int32)
+
+
+def _checked_slice(item: slice) -> slice:
+    if item.step is not None and item.step <= 0:
+        hint = "td.apply(lambda x: x.flip(0)) reverses rows."
+        raise ValueError(explain("index: the step of a slice must be positive.", got=f"{item!r}", hint=hint))
+    return item
+
+
+def _as_index(item: Any, whole: Any) -> Tensor:
+    """Return a list, range or array as a tensor; an empty one has no dtype of its own and indexes nothing."""
+    try:
+        tensor = torch.as_tensor(list(item) if isinstance(item, range) else item)
+    except (TypeError, ValueError, RuntimeError) as err:
+        raise _no_index(item, whole) from err
+    # Narrow integers of numpy are indices; in torch, uint8 is an old spelling of a mask.
+    if tensor.numel() == 0 or (not isinstance(item, list) and tensor.dtype in (torch.int8, torch.int16)):
+        return tensor.long()
+    return tensor
+
+
+def _no_index(item: Any, whole: Any) -> IndexError:
+    return IndexError(
+        explain(
+            "index: not an index.",
+            expected="int, slice, Ellipsis, None, bool, or a tensor, list, range or array of ints or bools",
+            got=f"{item!r} in {whole!r}",
+            hint="a key and an index do not mix: td[key][index], or td[index][key].",
+        )
+    )
 
 
 def _mask_item(mask: Tensor, size: Size, position: int | None) -> tuple[list[Any], int]:
@@ -154,7 +200,13 @@ def _mask_item(mask: Tensor, size: Size, position: int | None) -> tuple[list[Any
 
 def _check_mask(mask: Tensor, covered: Size) -> None:
     if mask.shape != covered:
-        raise IndexError(explain("index: the mask does not fit the batch dimensions that it covers.", expected=str(list(covered)), got=str(list(mask.shape))))
+        raise IndexError(
+            explain(
+                "index: the mask does not fit the batch dimensions that it covers.",
+                expected=str(list(covered)),
+                got=str(list(mask.shape)),
+            )
+        )
 
 
 def _check_positions(items: tuple[Any, ...], size: Size, used: int) -> None:
@@ -163,8 +215,8 @@ def _check_positions(items: tuple[Any, ...], size: Size, used: int) -> None:
         if item is Ellipsis:
             position, seen = position + len(size) - used, True
             continue
-        if isinstance(item, (list, np.ndarray)):
-            item = torch.as_tensor(item)
+        if isinstance(item, (list, range, np.ndarray, np.generic)):
+            item = _as_index(item, item)
         if isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8) and item.dim():
             if seen:
                 _check_mask(item, size[position : position + item.dim()])
@@ -206,7 +258,12 @@ def index_size(index: tuple[Any, ...], size: Size) -> Size:
 
 def _check_int(item: Any, dim: int, size: Size) -> None:
     if isinstance(item, int) and not -size[dim] <= item < size[dim]:
-        raise IndexError(explain(f"index: {item} is out of range for batch dimension {dim}.", expected=f"{-size[dim]} <= index < {size[dim]}"))
+        raise IndexError(
+            explain(
+                f"index: {item} is out of range for batch dimension {dim}.",
+                expected=f"{-size[dim]} <= index < {size[dim]}",
+            )
+        )
 
 
 def index_names(index: tuple[Any, ...], names: Names) -> Names | None:
@@ -238,7 +295,7 @@ def check_lead(shape: Size, size: Size, where: str) -> None:
     if shape[: len(size)] != size:
         raise BatchSizeError(
             explain(
-                f"{where}: the leading dimensions are not the batch size.",
+                f"{where!r}: the leading dimensions are not the batch size.",
                 expected=f"shape {list(size)} + (...)" if size else "any shape",
                 got=f"shape {list(shape)}",
                 hint="give batch_size the leading dimensions that all entries share.",

@@ -1,22 +1,21 @@
 """`TensorDict`: the tree with open keys, put together from the method mixins."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Final, final
-
-import torch
+from typing import Any, final
 
 from tdfunc._collection import TensorCollection, register
 from tdfunc._errors import UnsupportedError, explain
 from tdfunc._shapes import as_names, as_size
 from tdfunc._types import NestedKey
 from tdfunc.modules.bind import ModuleMethods
-from tdfunc.ops import edit
-from tdfunc.ops.cast import CastMethods
+from tdfunc.ops.cast import CastMethods, as_device, to
+from tdfunc.ops.convert import build, resize
 from tdfunc.ops.dispatch import DispatchMethods
-from tdfunc.ops.edit import EditMethods
+from tdfunc.ops.edit import EditMethods, update
 from tdfunc.ops.index import IndexMethods
 from tdfunc.ops.maps import MapMethods
 from tdfunc.ops.pointwise import PointwiseMethods
+from tdfunc.ops.reading import ReadMethods
 from tdfunc.ops.reduce import ReduceMethods
 from tdfunc.ops.shape import ShapeMethods
 from tdfunc.ops.show import ShowMethods
@@ -24,8 +23,8 @@ from tdfunc.ops.structure import StructureMethods
 
 
 class TreeMethods(
-    IndexMethods, ShapeMethods, EditMethods, StructureMethods, MapMethods, PointwiseMethods, ReduceMethods, CastMethods,
-    ShowMethods, DispatchMethods, ModuleMethods,
+    IndexMethods, ShapeMethods, ReadMethods, EditMethods, StructureMethods, MapMethods, PointwiseMethods,
+    ReduceMethods, CastMethods, ShowMethods, DispatchMethods, ModuleMethods,
 ):  # fmt: skip
     """All methods of a tree; what `TensorDict` and `TensorClass` share."""
 
@@ -42,14 +41,14 @@ class TensorDict(TreeMethods):
 
     Args:
         source: A mapping from (nested) keys to values, or another tree.
-        batch_size: The leading dimensions that every leaf has.
+        batch_size: The leading dimensions that every leaf has; without it none, or those of a tree given as source.
         device: Where every leaf is put; without it leaves stay where they are.
         names: A name for each batch dimension.
         **entries: Entries by keyword.
 
     Raises:
         BatchSizeError: A leaf does not start with the batch size; the message names it.
-        TypeError: A key is no str, or a value is None.
+        TypeError: A key is no str, a value is None, or the source is neither a mapping nor a tree.
 
     Examples:
         >>> td = TensorDict({"a": torch.zeros(3, 4), "b": {"c": torch.ones(3)}}, batch_size=[3])
@@ -67,20 +66,22 @@ class TensorDict(TreeMethods):
         names: Sequence[str | None] | None = None,
         **entries: Any,
     ) -> None:
-        size = as_size(batch_size)
-        place = torch.device(device) if device is not None else None
+        place = as_device(device)
+        static = None
         if isinstance(source, TensorCollection):
-            source = {key: source._get(key) for key in source._keys()}
-        if entries:
-            source = {**(source or {}), **entries}
-        if source is not None and not isinstance(source, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(explain("TensorDict: the source must be a mapping or a tree.", got=type(source).__name__))
-        built = edit.build(TensorDict, source, size, place) if source else None
-        object.__setattr__(self, "_data", built._data if built is not None else {})
+            tree = _copy(source, batch_size, place)
+            tree = update(tree, entries) if entries else tree
+            data, size, static, given = tree._data, tree._batch_size, tree._static, tree._names
+        else:
+            data, size, given = {}, as_size(batch_size), None
+            if source or entries:
+                tree = build(TensorDict, _mapping(source, entries), size, place)
+                data, static = tree._data, tree._static
+        object.__setattr__(self, "_data", data)
         object.__setattr__(self, "_batch_size", size)
         object.__setattr__(self, "_device", place)
-        object.__setattr__(self, "_names", as_names(names, len(size)))
-        object.__setattr__(self, "_static", built._static if built is not None else None)
+        object.__setattr__(self, "_names", given if names is None else as_names(names, len(size)))
+        object.__setattr__(self, "_static", static)
         object.__setattr__(self, "_cache", None)
 
     def __init_subclass__(cls) -> None:
@@ -97,7 +98,23 @@ class TensorDict(TreeMethods):
         return cls({key: value for key in keys})
 
 
-_final: Final = TensorDict
+def _mapping(source: Any, entries: dict[str, Any]) -> Mapping[Any, Any]:
+    if source is not None and not isinstance(source, Mapping):
+        expected = "a mapping or a tree"
+        raise TypeError(explain("TensorDict: not a source.", expected=expected, got=type(source).__name__))
+    return {**(source or {}), **entries} if entries else source or {}
+
+
+def _copy(tree: TensorCollection, batch_size: Any, device: Any) -> TensorDict:
+    """Return any tree as a `TensorDict` that shares its leaves, kinds and ties."""
+    source: Any = tree
+    nodes = {key: source._get(key) for key in source._keys()}
+    made = TensorDict._make(nodes, source._batch_size, source._device, source._names, source._static)
+    if device is not None:
+        made = to(made, device)
+    size = made._batch_size if batch_size is None else as_size(batch_size)
+    return made if size == made._batch_size else resize(made, size)
+
+
 TensorCollection._open = TensorDict
 register(TensorDict)
-__all__ = ["ClassVar"]

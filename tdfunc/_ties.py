@@ -116,16 +116,20 @@ def graft(data: dict[str, Any], grafts: tuple[Graft, ...], ties: Ties) -> dict[s
     values: dict[Path, Any] = {}
     for item in grafts:
         value = _lookup(data, item.source)
-        if value is not None:
+        if value is not _GONE:
             values[item.path] = (item.place, value)
     return _insert(data, values, ties)
 
 
+# None is a value in trees that `tree_map` built.
+_GONE = object()
+
+
 def _lookup(data: dict[str, Any], path: Path) -> Any:
-    node: Any = data.get(path[0])
+    node: Any = data.get(path[0], _GONE)
     for key in path[1:]:
         inner = getattr(node, "_data", None)
-        node = inner.get(key) if inner is not None else None
+        node = inner.get(key, _GONE) if inner is not None else _GONE
     return node
 
 

@@ -1,57 +1,72 @@
-"""Devices, dtypes and autograd: `to`, `clone`, `detach` and the views that go with them."""
+"""Devices, dtypes and autograd: `to`, `clone`, `detach`."""
 
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from tdfunc._collection import LeafOp, TensorCollection, iter_leaves, with_leaves
+from tdfunc._collection import LeafOp, TensorCollection, iter_leaves
 from tdfunc._errors import explain
 from tdfunc.ops.pointwise_base import foreach_leaves
 
 T = TypeVar("T", bound=TensorCollection)
 
 
-def to(tree: T, device: torch.device | None, dtype: torch.dtype | None, non_blocking: bool) -> T:
+def as_device(device: Any) -> torch.device | None:
+    """Return a device as tensors report it: with the index of the current one where there may be several."""
+    if device is None:
+        return None
+    device = torch.device(device)
+    if device.type in ("cpu", "meta") or device.index is not None:
+        return device
+    return torch.empty(0, device=device).device
+
+
+def to(tree: T, device: torch.device | None = None, dtype: torch.dtype | None = None, non_blocking: bool = False) -> T:
     """Move or cast every leaf; the tree itself when nothing changes."""
-    if device is not None and device.index is None and device.type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
     unchanged = all(
-        isinstance(x, Tensor) and (device is None or x.device == device) and (dtype is None or x.dtype == dtype) for _, x in iter_leaves(tree)
+        isinstance(x, Tensor) and (device is None or x.device == device) and (dtype is None or x.dtype == dtype)
+        for _, x in iter_leaves(tree)
     )
-    if unchanged and (device is None or tree._device == device):
-        return tree
-    options: dict[str, Any] = {"non_blocking": non_blocking}
-    if device is not None:
-        options["device"] = device
-    if dtype is not None:
-        options["dtype"] = dtype
-    out = tree._map(LeafOp("to", lambda x: x.to(**options)))
-    return on_device(out, device) if device is not None else out
+    if not unchanged:
+        options: dict[str, Any] = {"non_blocking": non_blocking}
+        if device is not None:
+            options["device"] = device
+        if dtype is not None:
+            options["dtype"] = dtype
+        tree = tree._map(LeafOp("to", lambda x: x.to(**options) if isinstance(x, Tensor) else x))
+    return tree if device is None else on_device(tree, device)
 
 
 def on_device(tree: T, device: torch.device | None) -> T:
     """Record the device at every node."""
-    data = {key: on_device(node, device) if isinstance(node, TensorCollection) else node for key, node in tree._data.items()}
+    nodes = tree._data
+    data = {key: on_device(x, device) if isinstance(x, TensorCollection) else x for key, x in nodes.items()}
+    if tree._device == device and all(data[key] is x for key, x in nodes.items()):
+        return tree
     return tree._make(data, tree._batch_size, device, tree._names, tree._static)
 
 
 def parse_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.device | None, torch.dtype | None, bool]:
     """Read the arguments of `Tensor.to`, or another tree whose device is taken."""
+    kwargs = dict(kwargs)
     device, dtype = kwargs.pop("device", None), kwargs.pop("dtype", None)
     non_blocking = bool(kwargs.pop("non_blocking", False))
     if kwargs:
-        raise TypeError(explain("to: unknown arguments.", expected="device, dtype, non_blocking", got=str(sorted(kwargs))))
+        expected = "device, dtype, non_blocking"
+        raise TypeError(explain("to: unknown arguments.", expected=expected, got=str(sorted(kwargs))))
     for arg in args:
         if isinstance(arg, torch.dtype):
             dtype = arg
+        elif isinstance(arg, bool):
+            non_blocking = arg
         elif isinstance(arg, Tensor):
             device, dtype = arg.device, arg.dtype
         elif isinstance(arg, TensorCollection):
             device = arg._device
         elif arg is not None:
             device = arg
-    return None if device is None else torch.device(device), dtype, non_blocking
+    return as_device(device), dtype, non_blocking
 
 
 def clone(tree: T, recurse: bool) -> T:
@@ -60,6 +75,26 @@ def clone(tree: T, recurse: bool) -> T:
         return tree
     done = foreach_leaves(tree, "_foreach_clone")
     return done if done is not None else tree._map(LeafOp("clone", lambda x: x.clone()))
+
+
+def detach(tree: T) -> T:
+    """Share every leaf without its autograd history."""
+    return tree._map(LeafOp("detach", lambda x: x.detach()))
+
+
+def is_shared(leaf: Any) -> bool:
+    """Whether a leaf's memory is shared between processes."""
+    # A batched tensor (inside vmap) and other wrappers cannot be asked.
+    try:
+        return isinstance(leaf, Tensor) and leaf.is_shared()
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return False
+
+
+def all_shared(tree: TensorCollection) -> bool:
+    """Whether the tree has leaves and all are in shared memory."""
+    leaves = [leaf for _, leaf in iter_leaves(tree)]
+    return bool(leaves) and all(is_shared(leaf) for leaf in leaves)
 
 
 class CastMethods(TensorCollection):
@@ -75,29 +110,46 @@ class CastMethods(TensorCollection):
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Return the tree on a device, of a dtype, or on the device of another tree.
 
-        The tree itself comes back when nothing changes.
+        The tree itself comes back when nothing changes. A dtype is given to every leaf, integers too.
+
+        Args:
+            *args: A device, a dtype, a tensor that has both, or a tree that has a device.
+            **kwargs: `device`, `dtype` and `non_blocking`, as for `Tensor.to`.
+
+        Raises:
+            TypeError: An unknown argument.
+
+        Examples:
+            >>> td = TensorDict({"a": torch.zeros(3)}, [3])
+            >>> td.to("meta").device, td.to(torch.float64)["a"].dtype, td.to(torch.float32) is td
+            (device(type='meta'), torch.float64, True)
         """
         return to(self, *parse_to(args, kwargs))
 
     def cpu(self) -> Any:
         """Return the tree on the CPU."""
-        return to(self, torch.device("cpu"), None, False)
+        return to(self, torch.device("cpu"))
 
     def cuda(self, device: Any = None) -> Any:
-        """Return the tree on a CUDA device."""
-        return to(self, torch.device("cuda" if device is None else device), None, False)
+        """Return the tree on a CUDA device: the given one (an index, too) or the current one."""
+        return to(self, as_device("cuda" if device is None else device))
 
     def clone(self, recurse: bool = True) -> Any:
-        """Return a copy of the tree with its own tensors; gradients flow through it."""
+        """Return a copy of the tree with its own tensors; gradients flow through it.
+
+        Args:
+            recurse: Copy the tensors; otherwise the tree itself is returned, which never changes.
+        """
         return clone(self, recurse)
 
     def detach(self) -> Any:
         """Return the tree of detached leaves, which share memory."""
-        return self._map(LeafOp("detach", lambda x: x.detach()))
+        return detach(self)
 
     def clear_device(self) -> Any:
         """Return the tree without a device of its own: leaves may be anywhere."""
         return on_device(self, None)
 
-
-__all__ = ["with_leaves"]
+    def is_shared(self) -> bool:
+        """Whether there are leaves and all are in shared memory."""
+        return all_shared(self)

@@ -1,283 +1,177 @@
-"""Immutable edits: converting values, `set`, `update`, `delete`, `pop`, `untie`, and the `at` handle."""
+"""Immutable edits: `get`, `set`, `update`, `delete`, `pop`, `untie`; an edit keeps every tie or says that it cannot."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-import numpy as np
-import torch
-from torch import Size, Tensor
+from torch import Tensor
 
-from tdfunc._collection import Static, TensorCollection, iter_leaves
-from tdfunc._errors import BatchSizeError, ImmutableError, MissingKeyError, TieError, explain
-from tdfunc._keys import dotted, is_key, missing, unravel
-from tdfunc._nontensor import NonTensorBase, NonTensorData, NonTensorStack
-from tdfunc._shapes import as_size, check_lead
-from tdfunc._ties import drop as drop_ties
-from tdfunc._ties import group_of, lift, merge
-from tdfunc._types import Kind, NestedKey, Node, Path
+from tdfunc._collection import TensorCollection, iter_leaves
+from tdfunc._errors import MissingKeyError, TieError, explain
+from tdfunc._keys import dotted, unravel
+from tdfunc._ties import by_first_key, drop, group_of, merge, under
+from tdfunc._types import Kind, NestedKey, Node, Path, Ties
 from tdfunc.ops import storage_writes
+from tdfunc.ops.at import At
+from tdfunc.ops.cast import to
+from tdfunc.ops.convert import convert
+from tdfunc.ops.reading import UNSET, get, get_value, has, refuse_inplace
 
 T = TypeVar("T", bound=TensorCollection)
-_NUMBERS = (bool, int, float, complex, np.number, np.bool_)
-_UNSET: Any = object()
-
-
-# -- values -----------------------------------------------------------------------------------------------------
-
-
-def convert(value: Any, size: Size, device: torch.device | None, where: str) -> Node:
-    """Return a value as a node of a tree with this batch size and device.
-
-    Tensors are checked, dicts become trees, numbers become expanded tensors, lists of numbers tensors, other
-    lists a `NonTensorStack` and other objects `NonTensorData`.
-    """
-    if isinstance(value, Tensor):
-        return _tensor(value, size, device, where)
-    if isinstance(value, TensorCollection):
-        return _tree(value, size, device, where)
-    if isinstance(value, NonTensorBase):
-        return _nontensor(value, size, where)
-    if isinstance(value, Mapping):
-        return build(TensorCollection._open, value, size, device, where)  # pyright: ignore[reportUnknownArgumentType]
-    if isinstance(value, _NUMBERS):
-        return torch.as_tensor(value, device=device).expand(size)
-    if isinstance(value, np.ndarray):
-        if value.dtype.kind in "OUS":
-            return _nontensor(NonTensorStack._wrap(value.astype(object)), size, where)
-        return _tensor(torch.as_tensor(value, device=device), size, device, where)
-    if isinstance(value, (list, tuple)):
-        return _sequence(value, size, device, where)  # pyright: ignore[reportUnknownArgumentType]
-    if value is None:
-        raise TypeError(
-            explain(f"{where}: None is no value.", expected="a tensor, tree, dict, number or other object", hint="leave the key out, or wrap it: NonTensorData(None).")
-        )
-    return NonTensorData(value, size)
-
-
-def _tensor(value: Tensor, size: Size, device: torch.device | None, where: str) -> Tensor:
-    try:
-        shape = value.shape
-    except RuntimeError:  # an uninitialised parameter has no shape yet
-        return value
-    check_lead(shape, size, where)
-    if device is not None and value.device != device:
-        return value.to(device)
-    return value
-
-
-def _tree(value: TensorCollection, size: Size, device: torch.device | None, where: str) -> TensorCollection:
-    if value._batch_size[: len(size)] != size:
-        value = grow(value, size, where)
-    if device is not None and value._device != device:
-        value = value.to(device)  # pyright: ignore
-    return value
-
-
-def grow(tree: T, size: Size, where: str) -> T:
-    """Return a tree with a batch size that all its leaves have."""
-    data = {key: convert(node, size, None, f"{where}.{key}") for key, node in tree._data.items()}
-    return tree._replace(data, batch_size=size)
-
-
-def _nontensor(value: NonTensorBase, size: Size, where: str) -> NonTensorBase:
-    if isinstance(value, NonTensorData):
-        return value.rebatch(size) if value.shape[: len(size)] != size else value
-    check_lead(value.shape, size, where)
-    return value
-
-
-def _sequence(value: Sequence[Any], size: Size, device: torch.device | None, where: str) -> Node:
-    flat = value
-    while len(flat) and isinstance(flat[0], (list, tuple)):
-        flat = flat[0]  # pyright: ignore[reportUnknownVariableType]
-    if len(flat) and isinstance(flat[0], TensorCollection):
-        raise TypeError(explain(f"{where}: a list of trees is not a value.", hint="torch.stack(trees) makes one tree of them."))
-    if len(value) and all(isinstance(item, Tensor) for item in value):
-        return _tensor(torch.stack(list(value)), size, device, where)
-    if not len(flat) or isinstance(flat[0], _NUMBERS):
-        try:
-            return _tensor(torch.as_tensor(value, device=device), size, device, where)
-        except (ValueError, TypeError, RuntimeError) as err:
-            if isinstance(err, BatchSizeError):
-                raise
-    depth, level = 0, value
-    while isinstance(level, (list, tuple)) and len(level) and depth < max(len(size), 1):
-        depth, level = depth + 1, level[0]
-    try:
-        stack = NonTensorStack.from_nested(value, depth)
-    except (IndexError, TypeError) as err:
-        raise BatchSizeError(explain(f"{where}: the list is ragged.", expected=f"lists of the batch size {list(size)}", got=repr(value))) from err
-    return _nontensor(stack, size, where)
-
-
-def build(cls: type[T], source: Mapping[Any, Any], size: Size, device: torch.device | None, where: str = "") -> T:
-    """Return a validated tree from a mapping whose keys may be nested."""
-    ndim = len(size)
-    data: dict[str, Node] = {}
-    nested: list[tuple[Path, Any]] = []
-    last = None
-    trees = False
-    for key, value in source.items():
-        if type(key) is not str or not key:
-            path = unravel(key)
-            if len(path) > 1:
-                nested.append((path, value))
-                continue
-            key = path[0]
-        # The shape is compared with the last one that passed: leaves of a tree share shapes.
-        if type(value) is Tensor and device is None and (not ndim or value.shape == last or value.shape[:ndim] == size):
-            last = value.shape if ndim else None
-            data[key] = value
-            continue
-        node = convert(value, size, device, f"{where}.{key}" if where else repr(key))
-        data[key] = node
-        trees = trees or isinstance(node, TensorCollection)
-    static = _lifted(data) if trees else None
-    tree = cls._make(data, size, device, None, static)
-    for path, value in nested:
-        tree = set_path(tree, path, value)
-    return tree
-
-
-def _lifted(data: dict[str, Node]) -> Static | None:
-    ties = merge(*[lift(node._ties, key) for key, node in data.items() if isinstance(node, TensorCollection)])
-    return Static({}, ties) if ties else None
-
-
-# -- edits ------------------------------------------------------------------------------------------------------
 
 
 def set_(tree: T, key: NestedKey, value: Any, kind: Kind | None = None) -> T:
     """Return a tree with one value replaced or added; every path of a tied leaf gets it."""
     path = unravel(key)
-    for other in group_of(tree._ties, path) if tree._ties else (path,):
-        tree = _set_one(tree, other, value, kind)
-        value = get(tree, other) if len(path) > 1 or tree._ties else value
-    return tree
-
-
-def set_path(tree: T, path: Path, value: Any) -> T:
-    """`set_` without the ties of other paths."""
-    return _set_one(tree, path, value, None)
-
-
-def _set_one(tree: T, path: Path, value: Any, kind: Kind | None, at: Path = ()) -> T:
-    key, rest = path[0], path[1:]
-    if not rest:
-        node = convert(value, tree._batch_size, tree._device, repr(dotted((*at, key))))
-        new = tree._put({key: node}, {key: kind} if kind is not None else None)
-        return new if at else _check_ties(new, tree)
-    child = tree._get(key) if key in tree._keys() else TensorCollection._open._make({}, tree._batch_size, tree._device)
-    if not isinstance(child, TensorCollection):
-        raise MissingKeyError(
-            explain(
-                f"set: {dotted((*at, key))!r} is a leaf, {dotted((*at, *path))!r} cannot be put under it.",
-                hint=f"delete({(*at, key)!r}) first.",
-            )
-        )
-    new = tree._put({key: _set_one(child, rest, value, kind, (*at, key))})
-    return new if at else _check_ties(new, tree)
-
-
-def _check_ties(new: T, old: TensorCollection) -> T:
-    """Raise if an edit gave two paths of one group different tensors."""
+    new = _set_path(tree, path, value, kind)
     if not new._ties:
         return new
-    for group in new._ties:
-        first = get(new, group[0])
-        for path in group[1:]:
-            if get(new, path) is not first and set(group) & {p for g in old._ties for p in g}:
-                raise tie_error(group[0], path)
-    return new
+    node = get(new, path)
+    for other in group_of(tree._ties, path):
+        if other != path:
+            new = _set_path(new, other, node, kind)
+    return _settled(new, new._ties)
 
 
-def tie_error(first: Path, second: Path) -> TieError:
-    """Build the error for two tied paths that would hold different tensors."""
-    return TieError(
+def _set_path(tree: T, path: Path, value: Any, kind: Kind | None, at: Path = ()) -> T:
+    key, rest = path[0], path[1:]
+    if not rest:
+        node = convert(value, tree._batch_size, tree._device, dotted((*at, key)))
+        return tree._put({key: node}, {key: kind} if kind is not None else None)
+    child = tree._get(key) if key in tree._keys() else _empty(tree)
+    if not isinstance(child, TensorCollection):
+        raise _under_leaf("set", (*at, key), (*at, *path))
+    return tree._put({key: _set_path(child, rest, value, kind, (*at, key))})
+
+
+def _empty(tree: TensorCollection) -> TensorCollection:
+    return TensorCollection._open._make({}, tree._batch_size, tree._device)
+
+
+def _under_leaf(call: str, leaf: Path, path: Path) -> MissingKeyError:
+    return MissingKeyError(
         explain(
-            f"The edit gives the tied paths {dotted(first)!r} and {dotted(second)!r} different tensors.",
-            expected="one tensor for both",
-            hint=f"set one path (both are written), or separate them first: td.untie({dotted(second)!r}).",
+            f"{call}: {dotted(leaf)!r} is a leaf, {dotted(path)!r} cannot be put under it.",
+            hint=f"delete it first: td.delete({leaf!r}).",
         )
     )
 
 
-def get(tree: TensorCollection, key: NestedKey, default: Any = _UNSET) -> Node:
-    """Return the node at a path, non-tensor data still wrapped."""
-    node: Any = tree
-    path = unravel(key)
-    for i, part in enumerate(path):
-        if not isinstance(node, TensorCollection) or part not in node._keys():
-            if default is not _UNSET:
-                return default
-            known = list(node._keys()) if isinstance(node, TensorCollection) else []
-            raise missing(path[: i + 1], known)
-        node = node._get(part)
-    return node
+def _settled(tree: T, ties: Ties) -> T:
+    """Return an edited tree with its groups recorded at every node.
+
+    Raises:
+        TieError: The edit gave two paths of one group different tensors.
+    """
+    for group in ties:
+        first = get(tree, group[0])
+        for path in group[1:]:
+            if get(tree, path) is not first:
+                raise TieError(
+                    explain(
+                        f"The edit gives the tied paths {dotted(group[0])!r} and {dotted(path)!r} different tensors.",
+                        expected=f"one tensor for {' and '.join(repr(dotted(p)) for p in group)}",
+                        got=f"{_summary(first)} and {_summary(get(tree, path))}",
+                        hint=f"set one path (all are written), or separate them first: td.untie({dotted(path)!r}).",
+                    )
+                )
+    return restore_ties(tree, ties)
+
+
+def _summary(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)} at {id(leaf):#x}" if isinstance(leaf, Tensor) else type(leaf).__name__
+
+
+def restore_ties(tree: T, ties: Ties) -> T:
+    """Return a complete tree with the given groups recorded at every node that they concern."""
+    if not ties:
+        return tree
+    inside: dict[str, list[Any]] = {}
+    for group in ties:
+        for key in dict.fromkeys(path[0] for path in group):
+            inside.setdefault(key, []).append(group)
+    data = {
+        key: restore_ties(node, under(tuple(inside[key]), key))
+        if key in inside and isinstance(node, TensorCollection)
+        else node
+        for key, node in tree._data.items()
+    }
+    return tree._replace(data, ties=merge(tree._ties, ties))
 
 
 def update(tree: T, other: Mapping[Any, Any] | TensorCollection) -> T:
     """Return a tree with the entries of `other` written over its own, nested trees merged."""
-    edits: dict[Path, Any] = {}
-    kinds: dict[Path, Kind] = {}
-    _collect(tree, other, (), edits, kinds)
-    given = set(edits)
-    for path in list(edits):
-        for tied in group_of(tree._ties, path):
-            if tied in given and edits[tied] is not edits[path]:
-                raise tie_error(path, tied)
-            edits[tied] = edits[path]
-    tree = _write_all(tree, edits, kinds)
-    if isinstance(other, TensorCollection) and other._ties:
-        tree = tree._replace(tree._data, ties=merge(tree._ties, other._ties))
-    return tree
+    if isinstance(other, TensorCollection) and tree._device is not None:
+        # As one tree, so that a tied leaf is moved once.
+        other = to(other, tree._device)
+    given: list[Path] = []
+    new = _merged(tree, other, (), given)
+    theirs = other._ties if isinstance(other, TensorCollection) else ()
+    ties = merge(new._ties, theirs)
+    if not ties:
+        return new
+    written = set(given)
+    for group in ties:
+        sources = [path for path in group if path in written]
+        for path in group:
+            if sources and path not in written:
+                new = _set_path(new, path, get(new, sources[0]), None)
+    return _settled(new, ties)
 
 
-def _collect(tree: Any, other: Any, at: Path, edits: dict[Path, Any], kinds: dict[Path, Kind]) -> None:
-    items = [(key, other._get(key)) for key in other._keys()] if isinstance(other, TensorCollection) else other.items()
-    for key, value in items:
-        path = unravel(key)
-        mine = get(tree, path, None) if isinstance(tree, TensorCollection) else None
-        if isinstance(mine, TensorCollection) and isinstance(value, (TensorCollection, Mapping)):
-            _collect(mine, value, (*at, *path), edits, kinds)
-        else:
-            edits[*at, *path] = value
-            if isinstance(other, TensorCollection) and path[0] in other._kinds:
-                kinds[*at, *path] = other._kinds[path[0]]
-
-
-def _write_all(tree: T, edits: dict[Path, Any], kinds: dict[Path, Kind], at: Path = ()) -> T:
+def _merged(tree: T, other: Mapping[Any, Any] | TensorCollection, at: Path, given: list[Path]) -> T:
+    """Return `update` without the ties of other paths; the paths of leaves that were written go to `given`."""
     changes: dict[str, Node] = {}
-    new_kinds: dict[str, Kind] = {}
-    for key in dict.fromkeys(path[0] for path in edits):
-        inner = {path[1:]: value for path, value in edits.items() if path[0] == key}
-        inner_kinds = {path[1:]: kind for path, kind in kinds.items() if path[0] == key}
-        if () in inner:
-            changes[key] = convert(inner.pop(()), tree._batch_size, tree._device, repr(dotted((*at, key))))
-            if () in inner_kinds:
-                new_kinds[key] = inner_kinds.pop(())
-        if inner:
-            child = changes.get(key) or (tree._get(key) if key in tree._keys() else TensorCollection._open._make({}, tree._batch_size, tree._device))
-            if not isinstance(child, TensorCollection):
-                raise MissingKeyError(explain(f"update: {dotted((*at, key))!r} is a leaf, nothing can be put under it.", hint="delete it first."))
-            changes[key] = _write_all(child, inner, inner_kinds, (*at, key))
-    return tree._put(changes, new_kinds or None)
+    kinds: dict[str, Kind] = {}
+    nested: dict[str, dict[Path, Any]] = {}
+    theirs = other._kinds if isinstance(other, TensorCollection) else {}
+    for name, value in _entries(other):
+        key, *rest = unravel(name)
+        if rest:
+            nested.setdefault(key, {})[tuple(rest)] = value
+            continue
+        mine = tree._get(key) if key in tree._keys() else None
+        if isinstance(mine, TensorCollection) and isinstance(value, (TensorCollection, Mapping)):
+            changes[key] = _merged(mine, value, (*at, key), given)
+            continue
+        node = changes[key] = convert(value, tree._batch_size, tree._device, dotted((*at, key)))
+        if isinstance(node, TensorCollection):
+            given.extend((*at, key, *path) for path, _ in iter_leaves(node))
+        else:
+            given.append((*at, key))
+        if key in theirs:
+            kinds[key] = theirs[key]
+    for key, inner in nested.items():
+        child = changes.get(key) if key in changes else tree._get(key) if key in tree._keys() else _empty(tree)
+        if not isinstance(child, TensorCollection):
+            raise _under_leaf("update", (*at, key), (*at, key, *next(iter(inner))))
+        changes[key] = _merged(child, inner, (*at, key), given)
+    return tree._put(changes, kinds or None)
+
+
+def _entries(other: Mapping[Any, Any] | TensorCollection) -> Iterable[tuple[Any, Any]]:
+    return ((key, other._get(key)) for key in other._keys()) if isinstance(other, TensorCollection) else other.items()
 
 
 def delete(tree: T, key: NestedKey) -> T:
     """Return a tree without a path; the other paths of a tied leaf keep it."""
     path = unravel(key)
     get(tree, path)
-    return delete_path(tree, path)
+    return delete_paths(tree, [path])
 
 
-def delete_path(tree: T, path: Path) -> T:
-    """`delete` of a path that exists."""
-    if len(path) == 1:
-        new = tree._put({path[0]: None})
-        return new._replace(new._data, ties=drop_ties(new._ties, path)) if new._ties else new
-    new = tree._put({path[0]: delete_path(tree._get(path[0]), path[1:])})
-    return new._replace(new._data, ties=drop_ties(new._ties, path)) if new._ties else new
+def delete_paths(tree: T, paths: Iterable[Path]) -> T:
+    """Return a tree without the given paths; those that do not exist are no error."""
+    changes: dict[str, Node] = {}
+    for key, inner in by_first_key(paths).items():
+        if key not in tree._keys():
+            continue
+        if () in inner:
+            changes[key] = None
+        elif isinstance(child := tree._get(key), TensorCollection):
+            new = delete_paths(child, inner)
+            if new is not child:
+                changes[key] = new
+    return tree._put(changes) if changes else tree
 
 
 def untie(tree: T, key: NestedKey) -> T:
@@ -285,130 +179,15 @@ def untie(tree: T, key: NestedKey) -> T:
     path = unravel(key)
     leaf = get(tree, path)
     if len(group_of(tree._ties, path)) == 1:
-        raise TieError(explain(f"untie: {dotted(path)!r} is not tied.", got=f"groups {[list(map(dotted, g)) for g in tree._ties]}"))
-    return _put_untied(tree, path, leaf.clone())
+        groups = [[dotted(p) for p in group] for group in tree._ties]
+        raise TieError(explain(f"untie: {dotted(path)!r} is not tied.", expected=f"a path of {groups}"))
+    return _untied(tree, path, leaf.clone())
 
 
-def _put_untied(tree: T, path: Path, leaf: Any) -> T:
-    rest = _put_untied(tree._get(path[0]), path[1:], leaf) if len(path) > 1 else leaf
-    data = tree._data | {path[0]: rest}
-    return tree._replace(data, ties=drop_ties(tree._ties, path))
-
-
-def refuse_inplace(inplace: bool, call: str) -> None:
-    """Raise for the incumbent's `inplace=True`."""
-    if inplace:
-        raise ImmutableError(explain("inplace=True: a tree is never changed.", hint=f"write td = td.{call}."))
-
-
-class At:
-    """A place in a tree (`td.at[index]` or `td.at["a", "b"]`), and the pure ways to change what is there."""
-
-    __slots__ = ("_place", "_tree")
-
-    def __init__(self, tree: TensorCollection, place: Any) -> None:
-        self._tree, self._place = tree, place
-
-    @property
-    def _path(self) -> Path | None:
-        return unravel(self._place) if is_key(self._place) else None
-
-    def get(self) -> Any:
-        """Return what is there."""
-        return self._tree[self._place]  # pyright: ignore
-
-    def set(self, value: Any) -> Any:
-        """Return a tree with the value there; at an index the value is a tree (or a scalar for all leaves)."""
-        return self._change(value, "set", lambda _, new: new)
-
-    def add(self, value: Any) -> Any:
-        """Return a tree with the value added there (repeated rows of an index add up)."""
-        return self._change(value, "add", lambda old, new: old + new)
-
-    def mul(self, value: Any) -> Any:
-        """Return a tree multiplied by the value there."""
-        return self._change(value, "mul", lambda old, new: old * new)
-
-    def apply(self, fn: Callable[[Any], Any]) -> Any:
-        """Return a tree with `fn` applied there: to the leaves of the rows, or to the leaf or sub-tree of a path."""
-        if self._path is not None:
-            return set_(self._tree, self._path, fn(get_value(self._tree, self._path)))
-        return write_rows(self._tree, self._place, None, lambda old, _: fn(old), "apply")
-
-    def set_(self, value: Any) -> Any:
-        """Write a row into the storage of the tree and return the tree; without leaves, allocate them first."""
-        if self._path is not None:
-            storage_writes.write_leaf(self._tree, self._path, value)
-            return self._tree
-        return storage_writes.write_row(self._tree, self._place, value)
-
-    def _change(self, value: Any, name: str, combine: Callable[[Any, Any], Any]) -> Any:
-        if self._path is None:
-            return write_rows(self._tree, self._place, value, combine, name)
-        if name == "set":
-            return set_(self._tree, self._path, value)
-        return set_(self._tree, self._path, combine(get_value(self._tree, self._path), value))
-
-
-def get_value(tree: TensorCollection, key: NestedKey, default: Any = _UNSET) -> Any:
-    """Return what `td[key]` returns: the node, or the plain value of non-tensor data."""
-    node = get(tree, key, default)
-    return node.value if isinstance(node, (NonTensorData, NonTensorStack)) else node
-
-
-def write_rows(tree: T, index: Any, value: Any, combine: Callable[[Any, Any], Any], name: str) -> T:
-    """Return a tree with `combine(old rows, value)` at an index of the batch, leaf by leaf."""
-    rows = tree._index(index)
-    if isinstance(value, Mapping):
-        value = build(TensorCollection._open, value, rows._batch_size, tree._device)  # pyright: ignore[reportUnknownArgumentType]
-    if isinstance(value, TensorCollection):
-        _check_rows(rows, value, name)
-    parts = storage_writes.index_parts(index, tree._batch_size)
-    return _write_node(tree, parts, value, combine, name)
-
-
-def _write_node(tree: T, parts: tuple[Any, ...], value: Any, combine: Callable[[Any, Any], Any], name: str) -> T:
-    data: dict[str, Node] = {}
-    for key, node in tree._data.items():
-        new = value._data[key] if isinstance(value, TensorCollection) else value
-        if isinstance(node, TensorCollection):
-            data[key] = _write_node(node, parts, new, combine, name)
-        elif isinstance(node, Tensor):
-            data[key] = _write_leaf_rows(node, parts, new, combine, name)
-        elif isinstance(node, NonTensorBase) and isinstance(new, NonTensorBase) and name == "set":
-            data[key] = storage_writes.nontensor_rows(node, parts, new)
-        else:
-            data[key] = node
-    return tree._replace(data)
-
-
-def _write_leaf_rows(leaf: Tensor, parts: tuple[Any, ...], new: Any, combine: Callable[[Any, Any], Any], name: str) -> Tensor:
-    # index_put on a dense copy works inside vmap and grad, where in-place writes to the input would not be legal.
-    if name == "add" and all(isinstance(p, Tensor) for p in parts):
-        value = new if isinstance(new, Tensor) else torch.as_tensor(new, dtype=leaf.dtype, device=leaf.device)
-        return leaf.index_put(parts, value.to(leaf.dtype), accumulate=True)
-    out = leaf.clone(memory_format=torch.contiguous_format)
-    result = combine(leaf[parts], new)
-    if isinstance(result, Tensor) and result.dtype != leaf.dtype and not torch.can_cast(result.dtype, leaf.dtype):
-        out = out.to(torch.promote_types(result.dtype, leaf.dtype))
-    out[parts] = result
-    return out
-
-
-def _check_rows(rows: TensorCollection, value: TensorCollection, name: str) -> None:
-    mine = {path for path, _ in iter_leaves(rows)}
-    theirs = {path for path, _ in iter_leaves(value)}
-    if mine != theirs:
-        raise MissingKeyError(
-            explain(
-                f"at[...].{name}: the rows have other keys than the tree.",
-                expected=f"{sorted(map(dotted, mine))}",
-                got=f"{sorted(map(dotted, theirs))}",
-                hint="earlier rows have no value for a new key, later ones none for a missing one: set the key on the whole tree.",
-            )
-        )
-    if value._batch_size != rows._batch_size:
-        raise BatchSizeError(explain(f"at[...].{name}: the rows have another batch size.", expected=str(list(rows._batch_size)), got=str(list(value._batch_size))))
+def _untied(tree: T, path: Path, leaf: Any) -> T:
+    key, rest = path[0], path[1:]
+    node = _untied(tree._get(key), rest, leaf) if rest else leaf
+    return tree._replace(tree._data | {key: node}, ties=drop(tree._ties, path))
 
 
 class EditMethods(TensorCollection):
@@ -429,8 +208,15 @@ class EditMethods(TensorCollection):
 
         Raises:
             BatchSizeError: The value does not start with the batch size; the message names the path.
+            MissingKeyError: A part of the path is a leaf.
             TieError: A sub-tree would separate tied paths.
+
+        Examples:
+            >>> td = TensorDict({"a": torch.zeros(3)}, [3])
+            >>> td.set(("b", "c"), torch.ones(3, 2))["b", "c"].shape, "b" in td
+            (torch.Size([3, 2]), False)
         """
+        # What most calls are, without the walk; other classes store otherwise.
         if (
             type(key) is str
             and type(value) is Tensor
@@ -440,6 +226,7 @@ class EditMethods(TensorCollection):
             and kind is None
             and key
             and value.shape[: len(self._batch_size)] == self._batch_size
+            and type(self) is self._open
         ):
             return self._make(self._data | {key: value}, self._batch_size, None, self._names)
         if inplace:
@@ -447,11 +234,25 @@ class EditMethods(TensorCollection):
             return self
         return set_(self, key, value, kind)
 
-    def update(self, other: Mapping[Any, Any] | TensorCollection | None = None, inplace: bool = False, **entries: Any) -> Any:
+    def update(
+        self, other: Mapping[Any, Any] | TensorCollection | None = None, inplace: bool = False, **entries: Any
+    ) -> Any:
         """Return a tree with the entries of a dict or tree written over its own; nested trees merge.
 
+        Args:
+            other: A dict whose keys may be nested, or a tree.
+            inplace: Only False: a tree is never changed.
+            **entries: More entries, by keyword.
+
         Raises:
+            BatchSizeError: A value does not start with the batch size; the message names the path.
+            MissingKeyError: A part of a path is a leaf.
             TieError: Two paths of one tied leaf are given different tensors.
+
+        Examples:
+            >>> td = TensorDict({"a": torch.zeros(3), "b": {"c": torch.zeros(3)}}, [3])
+            >>> td.update({"b": {"d": torch.ones(3)}}, e=1.0).paths()
+            [('a',), ('b', 'c'), ('b', 'd'), ('e',)]
         """
         refuse_inplace(inplace, "update(other)")
         tree = update(self, other) if other is not None else self
@@ -465,18 +266,24 @@ class EditMethods(TensorCollection):
         """
         return delete(self, key)
 
-    def pop(self, key: NestedKey, default: Any = _UNSET) -> tuple[Any, Any]:
+    def pop(self, key: NestedKey, default: Any = UNSET) -> tuple[Any, Any]:
         """Return the value of an entry and a tree without it.
 
         Raises:
             MissingKeyError: There is no such entry and no default.
+
+        Examples:
+            >>> value, rest = TensorDict({"a": torch.ones(2), "b": torch.zeros(2)}).pop("a")
+            >>> value, list(rest.keys())
+            (tensor([1., 1.]), ['b'])
         """
-        value = get_value(self, key, default)
-        return value, (delete(self, key) if get(self, key, None) is not None else self)
+        if has(self, key):
+            return get_value(self, key), delete(self, key)
+        return get_value(self, key, default), self
 
     def setdefault(self, key: NestedKey, value: Any) -> Any:
         """Return this tree if it has the entry, else one with it set."""
-        return self if get(self, key, None) is not None else set_(self, key, value)
+        return self if has(self, key) else set_(self, key, value)
 
     def untie(self, key: NestedKey) -> Any:
         """Return a tree in which one path of a tied leaf stands alone, with a copy of the tensor.
@@ -494,7 +301,12 @@ class EditMethods(TensorCollection):
     # -- storage writes: values into the memory that the tree has, as torch's names that end in _ -----------------
 
     def set_(self, key: NestedKey, value: Any) -> Any:
-        """Write values into the storage of an existing entry, casting as `Tensor.copy_`; returns this tree."""
+        """Write values into the storage of an existing entry, casting as `Tensor.copy_`; returns this tree.
+
+        Raises:
+            MissingKeyError: There is no such entry.
+            LeafMismatchError: The value does not fit, or the leaf's memory overlaps itself.
+        """
         storage_writes.write_leaf(self, unravel(key), value)
         return self
 
@@ -517,11 +329,3 @@ class _AtGetter:
 
     def __getitem__(self, place: Any) -> At:
         return At(self._tree, place)
-
-
-def select_paths(paths: Iterable[NestedKey]) -> list[Path]:
-    """Unravel several keys."""
-    return [unravel(key) for key in paths]
-
-
-__all__ = ["as_size"]

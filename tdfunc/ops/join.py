@@ -9,7 +9,9 @@ from torch import Size, Tensor
 from tdfunc._collection import LeafOp, TensorCollection, iter_leaves
 from tdfunc._errors import LeafMismatchError, TieError, TreeStructureError, explain
 from tdfunc._keys import dotted
+from tdfunc._nontensor import NonTensorBase
 from tdfunc._shapes import dim_index
+from tdfunc._types import Path
 
 T = TypeVar("T", bound=TensorCollection)
 
@@ -35,8 +37,7 @@ def stack(trees: Sequence[T], dim: int = 0) -> T:
         LeafMismatchError: A leaf differs in shape or dtype; the message names it with both.
 
     Examples:
-        >>> from tdfunc import TensorDict, stack
-        >>> stack([TensorDict({"w": torch.zeros(3)}), TensorDict({"w": torch.ones(3)})])["w"].shape
+        >>> tdf.stack([TensorDict({"w": torch.zeros(3)}), TensorDict({"w": torch.ones(3)})])["w"].shape
         torch.Size([2, 3])
     """
     first, others = _first(trees, "stack")
@@ -44,15 +45,22 @@ def stack(trees: Sequence[T], dim: int = 0) -> T:
     dim = dim_index(dim, len(size) + 1, "stack")
     for tree in others:
         if tree._batch_size != size:
-            raise LeafMismatchError(explain("stack: the batch sizes differ.", expected=str(list(size)), got=str(list(tree._batch_size)), hint="pad or index them to one size first."))
+            hint = "index or pad them to one size first."
+            expected, got = str(list(size)), str(list(tree._batch_size))
+            raise LeafMismatchError(explain("stack: the batch sizes differ.", expected=expected, got=got, hint=hint))
     count = len(trees)
 
     def leaf(*leaves: Any) -> Any:
         return torch.stack(leaves, dim)
 
     op = LeafOp(
-        "stack", leaf, lambda old: old[:dim] + Size((count,)) + old[dim:], lambda names: (*names[:dim], None, *names[dim:]), True, (dim,),
-    )  # fmt: skip
+        "stack",
+        leaf,
+        lambda old: old[:dim] + Size((count,)) + old[dim:],
+        lambda names: (*names[:dim], None, *names[dim:]),
+        True,
+        (dim,),
+    )
     return _joined(op, first, others)
 
 
@@ -74,21 +82,27 @@ def cat(trees: Sequence[T], dim: int = 0) -> T:
     for tree in others:
         mine = tree._batch_size
         if mine[:dim] + mine[dim + 1 :] != size[:dim] + size[dim + 1 :] or len(mine) != len(size):
-            raise LeafMismatchError(explain(f"cat: the batch sizes differ in more than dimension {dim}.", expected=str(list(size)), got=str(list(mine))))
+            what = f"cat: the batch sizes differ in more than dimension {dim}."
+            raise LeafMismatchError(explain(what, expected=str(list(size)), got=str(list(mine))))
     total = sum(tree._batch_size[dim] for tree in trees)
     op = LeafOp(
-        "cat", lambda *leaves: torch.cat(leaves, dim), lambda old: old[:dim] + Size((total,)) + old[dim + 1 :], lambda names: names, True, (dim,),
-    )  # fmt: skip
+        "cat",
+        lambda *leaves: torch.cat(leaves, dim),
+        lambda old: old[:dim] + Size((total,)) + old[dim + 1 :],
+        lambda names: names,
+        True,
+        (dim,),
+    )
     return _joined(op, first, others)
 
 
 def _first(trees: Sequence[T], call: str) -> tuple[T, Sequence[T]]:
     trees = list(trees)
     if not trees:
-        raise ValueError(explain(f"{call}: no trees were given."))
+        raise ValueError(explain(f"{call}: no trees were given.", expected="one or more"))
     for tree in trees:
-        if not isinstance(tree, TensorCollection):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(explain(f"{call}: all must be trees.", got=type(tree).__name__))
+        if not isinstance(tree, TensorCollection):
+            raise TypeError(explain(f"{call}: all must be trees.", expected="trees", got=type(tree).__name__))
     return trees[0], trees[1:]
 
 
@@ -104,38 +118,47 @@ def check_joinable(name: str, first: TensorCollection, others: Sequence[TensorCo
     """Raise unless dtypes, kinds and ties agree (torch would promote or untie in silence)."""
     for other in others:
         if type(other) is not type(first):
-            raise TreeStructureError(explain(f"{name}: the trees are of different classes.", expected=type(first).__name__, got=type(other).__name__))
+            what = f"{name}: the trees are of different classes."
+            raise TreeStructureError(explain(what, expected=type(first).__name__, got=type(other).__name__))
         _check_nodes(name, first, other, ())
         if other._ties != first._ties:
-            raise TieError(explain(f"{name}: the trees tie different paths.", expected=str(first._ties), got=str(other._ties), hint="untie() the paths that are tied in only one of them."))
+            raise TieError(
+                explain(
+                    f"{name}: the trees tie different paths.",
+                    expected=str(first._ties),
+                    got=str(other._ties),
+                    hint="untie() the paths that are tied in only one of them.",
+                )
+            )
 
 
-def _check_nodes(name: str, first: TensorCollection, other: TensorCollection, at: tuple[str, ...]) -> None:
+def _check_nodes(name: str, first: TensorCollection, other: TensorCollection, at: Path) -> None:
     mine, theirs = first._data, other._data
     if mine.keys() != theirs.keys():
-        raise TreeStructureError(
-            explain(
-                f"{name}: the trees have different keys{f' under {dotted(at)!r}' if at else ''}.",
-                expected=f"{sorted(mine)}",
-                got=f"{sorted(theirs)}",
-                hint="select() the common keys, or set() the missing ones.",
-            )
-        )
+        under = f" under {dotted(at)!r}" if at else ""
+        hint = "select() the common keys, or set() the missing ones."
+        what = f"{name}: the trees have different keys{under}."
+        raise TreeStructureError(explain(what, expected=f"{sorted(mine)}", got=f"{sorted(theirs)}", hint=hint))
     for key, node in mine.items():
         twin = theirs[key]
         if isinstance(node, Tensor):
             if not isinstance(twin, Tensor) or node.dtype is not twin.dtype:
-                got = str(twin.dtype) if isinstance(twin, Tensor) else type(twin).__name__
-                raise LeafMismatchError(explain(f"{name}: leaf {dotted((*at, key))!r} differs.", expected=str(node.dtype), got=got, hint="cast one of them first: td.apply(lambda x: x.to(dtype))."))
-        elif isinstance(node, TensorCollection):
-            if not isinstance(twin, TensorCollection):
-                raise TreeStructureError(explain(f"{name}: {dotted((*at, key))!r} is a tree in one and a leaf in the other."))
+                raise _mismatch(name, (*at, key), node, twin)
+        elif isinstance(node, TensorCollection) and isinstance(twin, TensorCollection):
             _check_nodes(name, node, twin, (*at, key))
+        elif not isinstance(node, NonTensorBase) or not isinstance(twin, NonTensorBase):
+            raise _mismatch(name, (*at, key), node, twin)
     if first._kinds != other._kinds and first._kinds and other._kinds:
-        differing = next(k for k in mine if first._kinds.get(k) != other._kinds.get(k))
-        raise LeafMismatchError(
-            explain(f"{name}: leaf {dotted((*at, differing))!r} is of different kinds.", expected=str(first._kinds.get(differing)), got=str(other._kinds.get(differing)))
-        )
+        key = next(k for k in mine if first._kinds.get(k) != other._kinds.get(k))
+        what = f"{name}: leaf {dotted((*at, key))!r} is of different kinds."
+        expected, got = str(first._kinds.get(key)), str(other._kinds.get(key))
+        raise LeafMismatchError(explain(what, expected=expected, got=got))
+
+
+def _mismatch(name: str, path: Path, node: Any, twin: Any) -> LeafMismatchError:
+    expected, got = (str(x.dtype) if isinstance(x, Tensor) else type(x).__name__ for x in (node, twin))
+    hint = "cast one of them first: td.apply(lambda x: x.to(dtype))."
+    return LeafMismatchError(explain(f"{name}: {dotted(path)!r} differs.", expected=expected, got=got, hint=hint))
 
 
 def _explain_join(op: LeafOp, first: TensorCollection, others: Sequence[TensorCollection], err: Exception) -> NoReturn:

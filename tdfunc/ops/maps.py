@@ -3,20 +3,19 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
-from torch import Size
+from torch import Tensor
 
-from tdfunc._collection import LeafOp, TensorCollection, iter_leaves
-from tdfunc._errors import BatchSizeError, TreeStructureError, explain
+from tdfunc._collection import LeafOp, TensorCollection
+from tdfunc._errors import BatchSizeError, explain
 from tdfunc._keys import dotted
 from tdfunc._nontensor import NonTensorBase
 from tdfunc._shapes import as_names, as_size
-from tdfunc._ties import graft, prune, remap
 from tdfunc._types import Path
-from tdfunc.ops import edit
+from tdfunc.ops.cast import as_device
+from tdfunc.ops.pointwise_base import check_same
+from tdfunc.ops.reading import UNSET, refuse_inplace
 
 T = TypeVar("T", bound=TensorCollection)
-_UNSET: Any = object()
 
 
 def apply(
@@ -25,51 +24,47 @@ def apply(
     others: tuple[TensorCollection, ...],
     *,
     batch_size: Any = None,
-    device: Any = _UNSET,
-    names: Any = _UNSET,
-    default: Any = _UNSET,
+    device: Any = UNSET,
+    names: Any = UNSET,
+    default: Any = UNSET,
     filter_empty: bool = False,
 ) -> T:
     """Call `fn` on every leaf; None drops it. The results must have the batch size."""
-    if default is not _UNSET:
+    if default is not UNSET:
         others = tuple(_filled(tree, other, default) for other in others)
     else:
-        _check_paths(tree, others)
+        for other in others:
+            check_same(tree, other, "apply")
     old = len(tree._batch_size)
     new = None if batch_size is None else as_size(batch_size)
-    size = tree._batch_size if new is None else new
-    op = LeafOp("apply", fn, None if new is None else (lambda b: new + b[old:]), None)
+    op = LeafOp("apply", fn, None if new is None else (lambda size: new + size[old:]))
     try:
         out = tree._map(op, *others)
     except Exception as err:
-        _add_path_note(tree, err)
+        _note_leaf(err)
         raise
-    _check_results(out, size, ())
+    _check_results(out, ())
     if filter_empty:
         out = drop_empty(out)
-    if device is not _UNSET or names is not _UNSET:
-        out = out._make(
-            out._data,
-            out._batch_size,
-            out._device if device is _UNSET else (None if device is None else torch.device(device)),
-            out._names if names is _UNSET else as_names(names, len(size)),
-            out._static,
-        )
-    return out
+    if device is UNSET and names is UNSET:
+        return out
+    place = out._device if device is UNSET else as_device(device)
+    given = out._names if names is UNSET else as_names(names, len(out._batch_size))
+    return out._make(out._data, out._batch_size, place, given, out._static)
 
 
-def _add_path_note(tree: TensorCollection, err: Exception) -> None:
-    """Say in the traceback which tree the function was being applied to."""
-    if hasattr(err, "add_note"):
-        err.add_note(f"raised by the function given to apply() on a tree with leaves {[dotted(p) for p, _ in iter_leaves(tree)][:10]}")
-
-
-def _check_paths(tree: TensorCollection, others: tuple[TensorCollection, ...]) -> None:
-    for other in others:
-        if other._data.keys() != tree._data.keys():
-            raise TreeStructureError(
-                explain("apply: the trees have different keys.", expected=f"{sorted(tree._data)}", got=f"{sorted(other._data)}", hint="pass default= for missing leaves.")
-            )
+def _note_leaf(err: Exception) -> None:
+    """Add the path of the leaf to an exception that the function raised."""
+    # The frames of the maps that were left know their keys; counting calls instead would cost every call.
+    path: list[str] = []
+    trace = err.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        if frame.f_code is TensorCollection._map.__code__ and "key" in frame.f_locals:
+            path.append(frame.f_locals["key"])
+        trace = trace.tb_next
+    if path and hasattr(err, "add_note"):
+        err.add_note(f"apply: raised at the leaf {dotted(path)!r}.")
 
 
 def _filled(tree: TensorCollection, other: TensorCollection, default: Any) -> TensorCollection:
@@ -78,17 +73,19 @@ def _filled(tree: TensorCollection, other: TensorCollection, default: Any) -> Te
     for key, node in tree._data.items():
         mine = other._data.get(key)
         if isinstance(node, TensorCollection):
-            data[key] = _filled(node, mine if isinstance(mine, TensorCollection) else TensorCollection._open._make({}, node._batch_size), default)
+            inner = mine if isinstance(mine, TensorCollection) else tree._open._make({}, node._batch_size)
+            data[key] = _filled(node, inner, default)
         else:
             data[key] = default if mine is None else mine
     return tree._open._make(data, other._batch_size, other._device)
 
 
-def _check_results(tree: TensorCollection, size: Size, at: Path) -> None:
+def _check_results(tree: TensorCollection, at: Path) -> None:
     # Leaves share shapes: comparing with the last one that passed saves the slice.
-    ndim, last = len(size), None
+    size, last = tree._batch_size, None
+    ndim = len(size)
     for key, node in tree._data.items():
-        if isinstance(node, torch.Tensor):
+        if isinstance(node, Tensor):
             shape = node.shape
             if shape is not last and shape != last and shape[:ndim] != size:
                 raise BatchSizeError(
@@ -101,7 +98,7 @@ def _check_results(tree: TensorCollection, size: Size, at: Path) -> None:
                 )
             last = shape
         elif isinstance(node, TensorCollection):
-            _check_results(node, node._batch_size, (*at, key))
+            _check_results(node, (*at, key))
 
 
 def drop_empty(tree: T) -> T:
@@ -116,7 +113,13 @@ def drop_empty(tree: T) -> T:
     return tree._replace(data)
 
 
-def named_apply(tree: T, fn: Callable[..., Any], others: tuple[TensorCollection, ...], nested_keys: bool, options: dict[str, Any]) -> T:
+def named_apply(
+    tree: T,
+    fn: Callable[..., Any],
+    others: tuple[TensorCollection, ...],
+    nested_keys: bool,
+    options: dict[str, Any],
+) -> T:
     """`apply` whose function gets the key (or, with nested_keys, the path) first."""
     named = paths_tree(tree, nested_keys)
     return apply(tree, lambda leaf, name, *rest: fn(name, leaf, *rest), (named, *others), **options)
@@ -132,7 +135,7 @@ def paths_tree(tree: T, nested: bool, at: Path = ()) -> T:
         elif isinstance(node, NonTensorBase):
             data[key] = node
         else:
-            data[key] = (path if len(path) > 1 else key) if nested else key
+            data[key] = path if nested and len(path) > 1 else key
     return tree._replace(data)
 
 
@@ -156,14 +159,31 @@ class MapMethods(TensorCollection):
         Raises:
             BatchSizeError: A result does not start with the batch size; the message names the leaf.
             TreeStructureError: The keys of another tree differ.
+
+        Examples:
+            >>> td = TensorDict({"a": torch.ones(3, 2), "n": torch.arange(3)}, [3])
+            >>> list(td.apply(lambda x: x.sum(-1) if x.is_floating_point() else None).keys())
+            ['a']
         """
-        edit.refuse_inplace(inplace, "apply(fn)")
+        refuse_inplace(inplace, "apply(fn)")
         return apply(self, fn, others, **options)
 
-    def named_apply(self, fn: Callable[..., Any], *others: Any, nested_keys: bool = False, inplace: bool = False, **options: Any) -> Any:
-        """Return a tree of `fn(name, leaf, ...)`; `nested_keys` gives the whole path as a tuple."""
-        edit.refuse_inplace(inplace, "named_apply(fn)")
+    def named_apply(
+        self,
+        fn: Callable[..., Any],
+        *others: Any,
+        nested_keys: bool = False,
+        inplace: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Return a tree of `fn(name, leaf, ...)`.
+
+        Args:
+            fn: A function of a name and a tensor (and one tensor of each other tree).
+            *others: Trees with the same keys.
+            nested_keys: The name is the whole path (a tuple where it is nested), not the last key.
+            inplace: Only False: a tree is never changed.
+            **options: As for `apply`.
+        """
+        refuse_inplace(inplace, "named_apply(fn)")
         return named_apply(self, fn, others, nested_keys, options)
-
-
-__all__ = ["graft", "prune", "remap"]

@@ -4,7 +4,7 @@
 from typing import Any
 
 from tdfunc._collection import TensorCollection
-from tdfunc.ops.pointwise_base import binary, reversed_binary, unary
+from tdfunc.ops.pointwise_base import binary, is_operand, reversed_binary, unary
 
 
 class PointwiseMethods(TensorCollection):
@@ -14,14 +14,16 @@ class PointwiseMethods(TensorCollection):
 
     # `==` compares leaf by leaf, so a tree hashes by identity.
     __hash__ = object.__hash__
+    # numpy would take a tree on its right for a sequence.
+    __array_ufunc__ = None
 
     def __eq__(self, other: object) -> Any:
         """Return the tree of `leaf == other`; `(a == b).all()` is a bool."""
-        return binary(self, other, "eq", None)
+        return binary(self, other, "eq", None) if is_operand(other) else NotImplemented
 
     def __ne__(self, other: object) -> Any:
         """Return the tree of `leaf != other`."""
-        return binary(self, other, "ne", None)
+        return binary(self, other, "ne", None) if is_operand(other) else NotImplemented
 
     def abs(self) -> Any:
         """Return the tree of `torch.abs(leaf)`: absolute value."""

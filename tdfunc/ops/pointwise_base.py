@@ -1,19 +1,33 @@
 """How pointwise operations run: foreach kernels where they are legal, leaf by leaf elsewhere; broadcasting rules."""
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch._C import _functorch
 
-from tdfunc._collection import LeafOp, TensorCollection, iter_leaves
+from tdfunc._collection import LeafOp, TensorCollection
 from tdfunc._errors import BatchSizeError, TieError, TreeStructureError, explain
 from tdfunc._keys import dotted
+from tdfunc._nontensor import NonTensorBase
+from tdfunc._types import Path
 
 T = TypeVar("T", bound=TensorCollection)
 _NUMBERS = (bool, int, float, complex)
-_peek: Callable[[], Any] = _functorch.peek_interpreter_stack  # pyright: ignore
+_peek: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
+
+# Python's own operators, which have torch's promotion rules for a number on the left.
+_REVERSED: dict[str, Callable[[Any, Any], Any]] = {
+    "sub": operator.sub,
+    "div": operator.truediv,
+    "pow": operator.pow,
+    "floor_divide": operator.floordiv,
+    "remainder": operator.mod,
+}
+# torch.maximum takes no number; the foreach kernel does, and computes this.
+_WITH_NUMBER: dict[str, Callable[..., Any]] = {"maximum": torch.clamp_min, "minimum": torch.clamp_max}
 
 
 def can_foreach() -> bool:
@@ -38,7 +52,25 @@ def _collect(tree: TensorCollection, leaves: list[Tensor]) -> bool:
     return True
 
 
-def refill(tree: T, leaves: Any) -> T:
+def _collect_pairs(tree: TensorCollection, other: TensorCollection, mine: list[Tensor], theirs: list[Tensor]) -> bool:
+    nodes, twins = tree._data, other._data
+    if len(nodes) != len(twins) or type(tree) is not type(other):
+        return False
+    for key, node in nodes.items():
+        twin = twins.get(key)
+        if isinstance(node, Tensor) and isinstance(twin, Tensor):
+            mine.append(node)
+            theirs.append(twin)
+        elif not (
+            isinstance(node, TensorCollection)
+            and isinstance(twin, TensorCollection)
+            and _collect_pairs(node, twin, mine, theirs)
+        ):
+            return False
+    return True
+
+
+def refill(tree: T, leaves: Iterator[Any]) -> T:
     """Return the tree around new leaves in insertion order."""
     data: dict[str, Any] = {}
     for key, node in tree._data.items():
@@ -51,12 +83,14 @@ def foreach_leaves(tree: T, name: str, *args: Any) -> T | None:
     if not can_foreach():
         return None
     leaves = flat_leaves(tree)
-    if leaves is None:
-        return None
+    return None if leaves is None else _run(tree, name, leaves, *args)
+
+
+def _run(tree: T, name: str, *args: Any) -> T | None:
     try:
-        return refill(tree, iter(getattr(torch, name)(leaves, *args)))
-    # A kernel that lacks a dtype or layout; the leaf-by-leaf path then says what torch says.
-    except RuntimeError:
+        return refill(tree, iter(getattr(torch, name)(*args)))
+    # A kernel that lacks a dtype, layout or class; the leaf-by-leaf path then says what torch says.
+    except (RuntimeError, TypeError):
         return None
 
 
@@ -72,76 +106,89 @@ def unary(tree: T, name: str, foreach: str | None, *args: Any, **kwargs: Any) ->
 
 def binary(tree: T, other: Any, name: str, foreach: str | None, **kwargs: Any) -> T:
     """Apply `torch.<name>(leaf, other)`: other is a number, a tensor over the batch, or a tree with the same keys."""
-    fn = getattr(torch, name)
+    if kwargs:
+        foreach = None
     if isinstance(other, TensorCollection):
-        check_same(tree, other, name)
-        if foreach is not None and not kwargs and can_foreach():
-            mine, theirs = flat_leaves(tree), flat_leaves(_ordered_as(other, tree))
-            if mine is not None and theirs is not None and len(mine) == len(theirs):
-                try:
-                    return refill(tree, iter(getattr(torch, foreach)(mine, theirs)))
-                except RuntimeError:
-                    pass
-        return tree._map(LeafOp(name, lambda x, y: fn(x, y, **kwargs)), other)
-    if isinstance(other, _NUMBERS):
-        if foreach is not None and not kwargs:
-            done = foreach_leaves(tree, foreach, other)
-            if done is not None:
-                return done
-        return tree._map(LeafOp(name, lambda x: fn(x, other, **kwargs)))
-    if isinstance(other, Tensor):
-        check_operand(tree, other, name)
-        if other.dim() == 0:
-            return tree._map(LeafOp(name, lambda x: fn(x, other, **kwargs)))
-        lead = other.reshape(*[1] * (len(tree._batch_size) - other.dim()), *other.shape)
-        return tree._map(LeafOp(name, lambda x: fn(x, lead.reshape(*lead.shape, *[1] * (x.dim() - lead.dim())), **kwargs)))
-    raise TypeError(explain(f"{name}: cannot combine a tree with this.", expected="a tree, number or tensor", got=type(other).__name__))
+        return _with_tree(tree, other, name, foreach, **kwargs)
+    fn = getattr(torch, name)
+    number = _as_number(other)
+    if number is not None:
+        done = foreach_leaves(tree, foreach, number) if foreach is not None else None
+        call: Callable[..., Any] = _WITH_NUMBER.get(name) or fn
+        return done if done is not None else tree._map(LeafOp(name, lambda x: call(x, number, **kwargs)))
+    operand = over_batch(tree, _as_tensor(other, name), name)
+    return tree._map(LeafOp(name, lambda x: fn(x, operand(x), **kwargs)))
+
+
+def _with_tree(tree: T, other: TensorCollection, name: str, foreach: str | None, **kwargs: Any) -> T:
+    if foreach is not None and tree._static is None and other._static is None and can_foreach():
+        mine: list[Tensor] = []
+        theirs: list[Tensor] = []
+        done = _run(tree, foreach, mine, theirs) if _collect_pairs(tree, other, mine, theirs) and mine else None
+        if done is not None:
+            return done
+    check_same(tree, other, name)
+    fn = getattr(torch, name)
+    if name in ("eq", "ne"):
+        return tree._shape(LeafOp(name, _comparison(fn), batch=True), other)
+    return tree._map(LeafOp(name, lambda x, y: fn(x, y, **kwargs)), other)
+
+
+def _comparison(fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return `eq` or `ne` for tensors, and for non-tensor data by value, so that `(a == b).all()` sees them."""
+
+    def compare(x: Any, y: Any) -> Any:
+        if not isinstance(x, NonTensorBase):
+            return fn(x, y)
+        return x.equal(y) if fn is torch.eq else ~x.equal(y)
+
+    return compare
 
 
 def reversed_binary(tree: T, other: Any, name: str) -> T:
     """Apply `torch.<name>(other, leaf)`, for operators with the tree on the right."""
+    number = _as_number(other)
+    if number is not None:
+        if name not in _REVERSED:
+            return binary(tree, number, name, None)
+        left = _REVERSED[name]
+        return tree._map(LeafOp(name, lambda x: left(number, x)))
     fn = getattr(torch, name)
-    if isinstance(other, _NUMBERS):
-        return tree._map(LeafOp(name, lambda x: fn(torch.as_tensor(other, device=x.device), x)))
-    check_operand(tree, other, name)
+    operand = over_batch(tree, _as_tensor(other, name), name)
+    return tree._map(LeafOp(name, lambda x: fn(operand(x), x)))
+
+
+def is_operand(other: Any) -> bool:
+    """Whether a tree can be compared with it leaf by leaf."""
+    return isinstance(other, (TensorCollection, Tensor, np.ndarray, np.generic, *_NUMBERS))
+
+
+def _as_number(other: Any) -> Any:
+    if isinstance(other, np.generic):
+        return other.item()
+    return other if isinstance(other, _NUMBERS) else None
+
+
+def _as_tensor(other: Any, name: str) -> Tensor:
+    if isinstance(other, Tensor):
+        return other
+    if isinstance(other, np.ndarray):
+        return torch.as_tensor(other)
+    expected = "a tree, number or tensor"
+    raise TypeError(explain(f"{name}: cannot combine a tree with this.", expected=expected, got=type(other).__name__))
+
+
+def over_batch(tree: TensorCollection, other: Tensor, call: str) -> Callable[[Tensor], Tensor]:
+    """Return a function of a leaf that gives the operand as it broadcasts along the leaf's batch dimensions."""
+    check_operand(tree, other, call)
+    if other.dim() == 0:
+        return lambda _: other
     n = len(tree._batch_size)
-    lead = other if other.dim() == 0 else other.reshape(*[1] * (n - other.dim()), *other.shape)
-    return tree._map(LeafOp(name, lambda x: fn(lead.reshape(*lead.shape, *[1] * (x.dim() - lead.dim())) if lead.dim() else lead, x)))
+    lead = other.reshape(*[1] * (n - other.dim()), *other.shape)
+    return lambda x: lead.reshape(*lead.shape, *[1] * (x.dim() - n))
 
 
-def _ordered_as(tree: TensorCollection, model: TensorCollection) -> TensorCollection:
-    if list(tree._data) == list(model._data) and not any(isinstance(n, TensorCollection) for n in tree._data.values()):
-        return tree
-    data = {
-        key: _ordered_as(tree._data[key], node) if isinstance(node, TensorCollection) else tree._data[key]
-        for key, node in model._data.items()
-    }
-    return tree._make(data, tree._batch_size)
-
-
-def check_same(tree: TensorCollection, other: TensorCollection, name: str) -> None:
-    """Raise unless two trees have the same paths and ties; the message lists the difference."""
-    if tree._data.keys() == other._data.keys() and tree._static is other._static is None and not _nested(tree):
-        return
-    mine, theirs = {p for p, _ in iter_leaves(tree)}, {p for p, _ in iter_leaves(other)}
-    if mine != theirs:
-        raise TreeStructureError(
-            explain(
-                f"{name}: the trees have different keys.",
-                expected=f"only in the first: {sorted(map(dotted, mine - theirs))}",
-                got=f"only in the second: {sorted(map(dotted, theirs - mine))}",
-                hint="select() the common keys first.",
-            )
-        )
-    if tree._ties and other._ties != tree._ties:
-        raise TieError(explain(f"{name}: the trees tie different paths.", expected=str(tree._ties), got=str(other._ties)))
-
-
-def _nested(tree: TensorCollection) -> bool:
-    return any(isinstance(node, TensorCollection) for node in tree._data.values())
-
-
-def check_operand(tree: TensorCollection, other: Tensor, name: str) -> None:
+def check_operand(tree: TensorCollection, other: Tensor, call: str) -> None:
     """Raise unless a tensor operand broadcasts to the batch size."""
     size = tree._batch_size
     try:
@@ -151,9 +198,56 @@ def check_operand(tree: TensorCollection, other: Tensor, name: str) -> None:
     if not fits:
         raise BatchSizeError(
             explain(
-                f"{name}: a tensor operand is broadcast against the batch dimensions, not those of the leaves.",
+                f"{call}: a tensor operand is broadcast against the batch dimensions, not those of the leaves.",
                 expected=f"a shape that broadcasts to {list(size)}",
                 got=f"shape {list(other.shape)}",
-                hint=f"for each leaf's own dimensions write td.apply(lambda x: torch.{name}(x, other)).",
+                hint="for each leaf's own dimensions use td.apply(lambda x: ...).",
             )
         )
+
+
+def check_same(tree: TensorCollection, other: TensorCollection, call: str) -> None:
+    """Raise unless two trees have the same paths and ties; the message lists the difference."""
+    found = _difference(tree, other, ())
+    if found is not None:
+        where, mine, theirs = found
+        at = f" under {dotted(where)!r}" if where else ""
+        hint = "select() the common keys, or set() the missing ones."
+        raise TreeStructureError(
+            explain(f"{call}: the trees have different keys{at}.", expected=mine, got=theirs, hint=hint)
+        )
+    if tree._ties and other._ties != tree._ties:
+        raise TieError(
+            explain(
+                f"{call}: the trees tie different paths.",
+                expected=str([[dotted(path) for path in group] for group in tree._ties]),
+                got=str([[dotted(path) for path in group] for group in other._ties]),
+                hint="make the second by mapping the first, or untie() the paths.",
+            )
+        )
+
+
+def _difference(tree: TensorCollection, other: Any, at: Path) -> tuple[Path, str, str] | None:
+    """Return where two trees differ and what is there; None when they do not."""
+    if not isinstance(other, TensorCollection):
+        return at, "a tree", f"a leaf of type {type(other).__name__}"
+    # Two classes may store one tree otherwise, so what they hold is compared through their keys.
+    same = type(tree) is type(other)
+    mine, theirs = (tree._data, other._data) if same else (_nodes(tree), _nodes(other))
+    if mine.keys() != theirs.keys():
+        return at, f"{sorted(mine)}", f"{sorted(theirs)}"
+    for key, node in mine.items():
+        twin = theirs[key]
+        if type(node) is Tensor and type(twin) is Tensor:
+            continue
+        if isinstance(node, TensorCollection):
+            found = _difference(node, twin, (*at, key))
+            if found is not None:
+                return found
+        elif isinstance(twin, TensorCollection) or isinstance(node, NonTensorBase) != isinstance(twin, NonTensorBase):
+            return (*at, key), f"a leaf of type {type(node).__name__}", type(twin).__name__
+    return None
+
+
+def _nodes(tree: TensorCollection) -> dict[str, Any]:
+    return {key: tree._get(key) for key in tree._keys()}

@@ -1,64 +1,74 @@
 """Reductions: over whole leaves, batch dimensions or feature dimensions, leaf by leaf or to one tensor."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import LeafOp, TensorCollection, iter_leaves
+from tdfunc._collection import LeafOp, TensorCollection, iter_leaves, leaf_paths
 from tdfunc._errors import explain
-from tdfunc._shapes import EMPTY, dim_index
+from tdfunc._shapes import dim_index
+from tdfunc._types import Names
 
 T = TypeVar("T", bound=TensorCollection)
+# Takes a leaf, the dimensions (never none) and keepdim.
+Kernel = Callable[[Tensor, tuple[int, ...], bool], Tensor]
 
 
-def reduce_leaves(tree: T, name: str, dim: Any, keepdim: bool, fn: Callable[..., Any]) -> T:
-    """Reduce every leaf: `fn(leaf, dims, keepdim)` with the dimensions as a tuple."""
+def _reduce_leaves(tree: T, name: str, dim: Any, keepdim: bool, kernel: Kernel) -> T:
     n = len(tree._batch_size)
+
+    def over(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+        # A leaf without the dimensions has one element along them.
+        return kernel(x, dims, keepdim) if dims else kernel(x.unsqueeze(-1), (x.dim(),), False)
+
     if dim == "feature":
-        return tree._map(LeafOp(name, lambda x: fn(x, tuple(range(n, x.dim())), keepdim) if x.dim() > n else x))
+        op = LeafOp(name, lambda x: over(x, tuple(range(n, x.dim()))), lambda old: old[:n], lambda names: names[:n])
+        return tree._map(op)
     if dim is None:
-        return tree._map(LeafOp(name, lambda x: fn(x, tuple(range(x.dim())), keepdim), lambda old: _reduced(old, range(len(old)), keepdim)))
-    dims = (dim,) if isinstance(dim, int) else tuple(dim)
-    dims = tuple(sorted({dim_index(d, n, name) for d in dims}))
+        op = LeafOp(name, lambda x: over(x, tuple(range(x.dim()))), lambda old: _reduced(old, range(len(old)), keepdim))
+        return tree._map(op)
+    dims = tuple(sorted({dim_index(d, n, name) for d in ((dim,) if isinstance(dim, int) else dim)}))
+
+    def names_after(names: Names) -> Names:
+        return tuple(given for i, given in enumerate(names) if keepdim or i not in dims)
+
     op = LeafOp(
-        name, lambda x: fn(x, dims, keepdim), lambda old: _reduced(old, dims, keepdim),
-        lambda names: tuple(name for i, name in enumerate(names) if keepdim or i not in dims), args=(dims, keepdim),
-    )  # fmt: skip
+        name, lambda x: over(x, dims), lambda old: _reduced(old, dims, keepdim), names_after, args=(dims, keepdim)
+    )
     return tree._map(op)
 
 
-def _reduced(size: Size, dims: Any, keepdim: bool) -> Size:
+def _reduced(size: Size, dims: Iterable[int], keepdim: bool) -> Size:
     gone = set(dims)
     return Size([1 if i in gone else s for i, s in enumerate(size) if keepdim or i not in gone])
 
 
-def truth(tree: TensorCollection, dim: Any, fn: Callable[..., Tensor], combine: Callable[..., bool]) -> Any:
+def truth(tree: TensorCollection, dim: Any, name: str) -> Any:
     """`all` and `any`: a bool for the whole tree, or a tree for a dimension."""
+    fn: Callable[..., Tensor] = getattr(torch, name)
     if dim is None:
-        results = [fn(x.bool()) for _, x in iter_leaves(tree)]
-        return combine(bool(r) for r in results)
-    return reduce_leaves(tree, fn.__name__, dim, False, lambda x, dims, _: _over(x.bool(), dims, fn))
+        results = (bool(fn(x.bool())) for _, x in iter_leaves(tree))
+        return all(results) if name == "all" else any(results)
+    return _reduce_leaves(tree, name, dim, False, lambda x, dims, keep: fn(x.bool(), dims, keepdim=keep))
 
 
-def _over(x: Tensor, dims: tuple[int, ...], fn: Callable[..., Tensor]) -> Tensor:
-    for d in sorted(dims, reverse=True):
-        x = fn(x, d)
-    return x
-
-
-def reduce(tree: T, name: str, dim: Any, keepdim: bool, whole: bool | None, **kwargs: Any) -> Any:
-    """Reduce with `torch.<name>`; `whole` gives one tensor for all leaves."""
+def reduce(tree: TensorCollection, name: str, dim: Any, keepdim: bool, whole: bool | None, **kwargs: Any) -> Any:
+    """Reduce with `torch.<name>`; `whole` gives one tensor for all leaves, a tied one counted once."""
     fn: Callable[..., Tensor] = getattr(torch, name)
     if whole:
         if dim not in (None, "feature"):
-            raise ValueError(explain(f"{name}: reduce=True reduces all leaves to one value.", expected="dim None", got=repr(dim)))
-        flat = [x.reshape(-1) for _, x in iter_leaves(tree)]
+            what = f"{name}: reduce=True reduces all leaves to one value."
+            raise ValueError(explain(what, expected="dim None", got=repr(dim)))
+        found = dict(iter_leaves(tree))
+        flat = [found[path].reshape(-1) for path in leaf_paths(tree)]
+        if not flat:
+            raise ValueError(explain(f"{name}: the tree has no leaves to reduce.", expected="one or more leaves"))
         return fn(torch.cat(flat), **kwargs)
     if name == "prod":
-        return reduce_leaves(tree, name, dim, keepdim, lambda x, dims, keep: _prod(x, dims, keep, **kwargs))
-    return reduce_leaves(tree, name, dim, keepdim, lambda x, dims, keep: fn(x, dims, keepdim=keep, **kwargs) if dims else fn(x, **kwargs))
+        return _reduce_leaves(tree, name, dim, keepdim, lambda x, dims, keep: _prod(x, dims, keep, **kwargs))
+    return _reduce_leaves(tree, name, dim, keepdim, lambda x, dims, keep: fn(x, dims, keepdim=keep, **kwargs))
 
 
 def _prod(x: Tensor, dims: tuple[int, ...], keepdim: bool, **kwargs: Any) -> Tensor:
@@ -68,28 +78,62 @@ def _prod(x: Tensor, dims: tuple[int, ...], keepdim: bool, **kwargs: Any) -> Ten
 
 
 class ReduceMethods(TensorCollection):
-    """Reductions over leaves, batch dimensions (`dim=0`) or feature dimensions (`dim="feature"`)."""
+    """Reductions of every leaf: over all its elements, batch dimensions (`dim=0`) or features (`dim="feature"`).
+
+    With `reduce=True` all leaves together give one tensor.
+    """
 
     __slots__ = ()
 
     def all(self, dim: Any = None) -> Any:
         """Return whether every element of every leaf is true; with `dim`, a tree of bools."""
-        return truth(self, dim, torch.all, all)
+        return truth(self, dim, "all")
 
     def any(self, dim: Any = None) -> Any:
         """Return whether any element of any leaf is true; with `dim`, a tree of bools."""
-        return truth(self, dim, torch.any, any)
+        return truth(self, dim, "any")
 
-    def sum(self, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, reduce: bool | None = None) -> Any:
-        """Return the sum of each leaf, over all, batch or feature dimensions; `reduce=True` gives one tensor."""
+    def sum(
+        self,
+        dim: Any = None,
+        keepdim: bool = False,
+        *,
+        dtype: torch.dtype | None = None,
+        reduce: bool | None = None,
+    ) -> Any:
+        """Return the sum of each leaf.
+
+        Raises:
+            IndexError: There is no such batch dimension.
+            ValueError: `reduce` with a batch dimension, or without leaves.
+
+        Examples:
+            >>> td = TensorDict({"a": torch.ones(3, 2)}, [3])
+            >>> td.sum(0)["a"], td.sum(dim="feature")["a"], td.sum(reduce=True)
+            (tensor([3., 3.]), tensor([2., 2., 2.]), tensor(6.))
+        """
         return reduce_tree(self, "sum", dim, keepdim, reduce, dtype=dtype)
 
-    def mean(self, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, reduce: bool | None = None) -> Any:
-        """Return the mean of each leaf, over all, batch or feature dimensions; `reduce=True` gives one tensor."""
+    def mean(
+        self,
+        dim: Any = None,
+        keepdim: bool = False,
+        *,
+        dtype: torch.dtype | None = None,
+        reduce: bool | None = None,
+    ) -> Any:
+        """Return the mean of each leaf."""
         return reduce_tree(self, "mean", dim, keepdim, reduce, dtype=dtype)
 
-    def prod(self, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, reduce: bool | None = None) -> Any:
-        """Return the product of each leaf, over all, batch or feature dimensions; `reduce=True` gives one tensor."""
+    def prod(
+        self,
+        dim: Any = None,
+        keepdim: bool = False,
+        *,
+        dtype: torch.dtype | None = None,
+        reduce: bool | None = None,
+    ) -> Any:
+        """Return the product of each leaf."""
         return reduce_tree(self, "prod", dim, keepdim, reduce, dtype=dtype)
 
     def amax(self, dim: Any = None, keepdim: bool = False, *, reduce: bool | None = None) -> Any:
@@ -111,5 +155,3 @@ class ReduceMethods(TensorCollection):
 
 # `reduce` is also the name of an argument of the methods.
 reduce_tree = reduce
-
-__all__ = ["EMPTY"]

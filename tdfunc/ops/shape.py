@@ -4,6 +4,7 @@ Feature dimensions follow untouched. A nested tree with a longer batch keeps its
 """
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +14,6 @@ from tdfunc._collection import LeafOp, TensorCollection
 from tdfunc._errors import explain
 from tdfunc._shapes import dim_index, fill_size
 from tdfunc._types import Names
-from tdfunc.ops import edit
 from tdfunc.ops.index import split_leaves
 
 T = TypeVar("T", bound=TensorCollection)
@@ -23,7 +23,14 @@ def _ints(args: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(args[0]) if len(args) == 1 and not isinstance(args[0], int) else args
 
 
-def _op(tree: TensorCollection, name: str, leaf: Callable[[Any], Any], lead: Callable[[Size], Any], names: Any, *args: Any) -> LeafOp:
+def _op(
+    tree: TensorCollection,
+    name: str,
+    leaf: Callable[[Any], Any],
+    lead: Callable[[Size], Any],
+    names: Callable[[Names], Names | None],
+    *args: Any,
+) -> LeafOp:
     """Describe an operation whose `lead` gives the new leading dimensions; `args` say it symbolically."""
     n = len(tree._batch_size)
     return LeafOp(name, leaf, lambda old: Size(lead(old[:n])) + old[n:], names, True, args)
@@ -34,8 +41,8 @@ def _keep_none(_: Names) -> None:
 
 
 def _resized(n: int, size: Size, method: str) -> Callable[[Any], Any]:
-    """Return `leaf.reshape(*size, *features)` for leaves of a batch of n dimensions; leaves share shapes, so memoize."""
-    # Ints as arguments are twice as fast as a Size in torch's own argument parser.
+    """Return `leaf.reshape(*size, *features)` for leaves of a batch of n dimensions."""
+    # Leaves share shapes; and ints as arguments are twice as fast as a Size in torch's own argument parser.
     memo: dict[Any, tuple[int, ...]] = {}
 
     def leaf(x: Any) -> Any:
@@ -65,7 +72,8 @@ def flatten(tree: T, start: int, end: int) -> T:
         return reshape(tree, (1,))
     start, end = dim_index(start, len(size), "flatten"), dim_index(end, len(size), "flatten")
     if start > end:
-        raise RuntimeError(explain("flatten: start_dim comes after end_dim.", got=f"{start} > {end}"))
+        got = f"{start} > {end}"
+        raise RuntimeError(explain("flatten: start_dim comes after end_dim.", expected="start <= end", got=got))
     merged = size[start : end + 1].numel()
     names = tree._names
     new = reshape(tree, (*size[:start], merged, *size[end + 1 :]))
@@ -82,17 +90,18 @@ def unflatten(tree: T, dim: int, sizes: Sequence[int]) -> T:
     return _named(new, (*names[:dim], *[None] * len(full), *names[dim + 1 :]) if names else None)
 
 
-def _named(tree: T, names: Any) -> T:
+def _named(tree: T, names: Names | None) -> T:
     if names is None or not any(names):
         return tree
-    return tree._make(tree._data, tree._batch_size, tree._device, tuple(names), tree._static)
+    return tree._make(tree._data, tree._batch_size, tree._device, names, tree._static)
 
 
 def permute(tree: T, dims: tuple[int, ...]) -> T:
     """Reorder the batch dimensions."""
     n = len(tree._batch_size)
-    if sorted(d % n if n else d for d in dims) != list(range(n)):
-        raise ValueError(explain("permute: each batch dimension exactly once.", expected=f"an order of {list(range(n))}", got=str(list(dims))))
+    if any(not -n <= d < n for d in dims) or sorted(d % n for d in dims) != list(range(n)):
+        expected = f"an order of {list(range(n))}"
+        raise ValueError(explain("permute: each batch dimension exactly once.", expected=expected, got=str(list(dims))))
     order = tuple(dim_index(d, n, "permute") for d in dims)
     if order == tuple(range(n)):
         return tree
@@ -100,7 +109,10 @@ def permute(tree: T, dims: tuple[int, ...]) -> T:
     def leaf(x: Any) -> Any:
         return x.permute(*order, *range(n, x.dim()))
 
-    return tree._shape(_op(tree, "permute", leaf, lambda old: [old[d] for d in order], lambda names: tuple(names[d] for d in order), order))
+    op = _op(
+        tree, "permute", leaf, lambda old: [old[d] for d in order], lambda names: tuple(names[d] for d in order), order
+    )
+    return tree._shape(op)
 
 
 def transpose(tree: T, dim0: int, dim1: int) -> T:
@@ -126,12 +138,17 @@ def squeeze(tree: T, dim: "int | tuple[int, ...] | None") -> T:
     """Remove batch dimensions of size 1 (all, or the given ones that have it)."""
     size = tree._batch_size
     asked = range(len(size)) if dim is None else (dim,) if isinstance(dim, int) else dim
-    gone = [d for d in (dim_index(d, len(size), "squeeze") for d in asked) if size[d] == 1]
+    gone = {d for d in (dim_index(d, len(size), "squeeze") for d in asked) if size[d] == 1}
     for d in sorted(gone, reverse=True):
-        tree = tree._shape(
-            _op(tree, "squeeze", lambda x, d=d: x.squeeze(d), lambda old, d=d: (*old[:d], *old[d + 1 :]), lambda names, d=d: (*names[:d], *names[d + 1 :]), d)
-        )
+        tree = tree._shape(_squeeze_op(tree, d))
     return tree
+
+
+def _squeeze_op(tree: TensorCollection, dim: int) -> LeafOp:
+    return _op(
+        tree, "squeeze", lambda x: x.squeeze(dim), lambda old: (*old[:dim], *old[dim + 1 :]),
+        lambda names: (*names[:dim], *names[dim + 1 :]), dim,
+    )  # fmt: skip
 
 
 def expand(tree: T, shape: tuple[int, ...]) -> T:
@@ -139,10 +156,15 @@ def expand(tree: T, shape: tuple[int, ...]) -> T:
     old, n = tree._batch_size, len(tree._batch_size)
     lead = len(shape) - n
     if lead < 0:
-        raise RuntimeError(explain("expand: fewer dimensions than the batch has.", expected=f"at least {n}", got=str(list(shape))))
+        expected = f"at least {n} for batch size {list(old)}"
+        raise RuntimeError(
+            explain("expand: fewer dimensions than the batch has.", expected=expected, got=str(list(shape)))
+        )
     full = tuple(old[i - lead] if s == -1 and i >= lead else s for i, s in enumerate(shape))
     if any(s < 0 for s in full) or any(have not in (1, want) for have, want in zip(old, full[lead:], strict=True)):
-        raise RuntimeError(explain("expand: the batch cannot be expanded to this shape.", expected=f"sizes of 1 to grow in {list(old)}", got=str(list(shape))))
+        expected = f"sizes of 1 to grow in {list(old)}"
+        what = "expand: the batch cannot be expanded to this shape."
+        raise RuntimeError(explain(what, expected=expected, got=str(list(shape))))
 
     def leaf(x: Any) -> Any:
         # New dimensions go before all of the leaf's own.
@@ -158,23 +180,33 @@ def split(tree: T, sizes: "int | Sequence[int]", dim: int) -> tuple[T, ...]:
     total = size[dim]
     if isinstance(sizes, int):
         if sizes <= 0:
-            raise ValueError(explain("split: the size must be positive.", got=str(sizes)))
+            raise ValueError(explain("split: the size must be positive.", expected="1 or more", got=str(sizes)))
         parts = [min(sizes, total - i) for i in range(0, total, sizes)] or [0]
     else:
         parts = list(sizes)
         if sum(parts) != total or any(p < 0 for p in parts):
-            raise ValueError(explain("split: the sizes must add up to the dimension.", expected=str(total), got=f"{parts} (sum {sum(parts)})"))
-    starts = [sum(parts[:i]) for i in range(len(parts))]
-    index = [((slice(None),) * dim + (slice(a, a + b),)) for a, b in zip(starts, parts, strict=True)]
-    return split_leaves(tree, index, lambda x: x.split(parts, dim), lambda old, i: Size((*old[:dim], parts[i], *old[dim + 1 :])), lambda names: names)
+            got = f"{parts} (sum {sum(parts)})"
+            raise ValueError(explain("split: the sizes must add up to the dimension.", expected=str(total), got=got))
+    ends = list(accumulate(parts))
+    index = [((slice(None),) * dim + (slice(end - part, end),)) for end, part in zip(ends, parts, strict=True)]
+    return split_leaves(
+        tree,
+        index,
+        lambda x: x.split(parts, dim),
+        lambda old, i: Size((*old[:dim], parts[i], *old[dim + 1 :])),
+        lambda names: names,
+    )
 
 
 def chunk(tree: T, chunks: int, dim: int) -> tuple[T, ...]:
     """Cut the batch into at most this many parts of one size (the last may be smaller)."""
     if chunks < 1:
-        raise ValueError(explain("chunk: the number of chunks must be positive.", got=str(chunks)))
+        what = "chunk: the number of chunks must be positive."
+        raise ValueError(explain(what, expected="1 or more", got=str(chunks)))
     dim = dim_index(dim, len(tree._batch_size), "chunk")
-    return split(tree, max(-(-tree._batch_size[dim] // chunks), 1), dim)
+    total = tree._batch_size[dim]
+    # As torch: nothing is cut into as many empty parts as were asked for.
+    return split(tree, -(-total // chunks), dim) if total else split(tree, [0] * chunks, dim)
 
 
 def as_view(tree: T, args: tuple[Any, ...]) -> T:
@@ -277,6 +309,3 @@ class ShapeMethods(TensorCollection):
     def chunk(self, chunks: int, dim: int = 0) -> tuple[Any, ...]:
         """Return at most `chunks` parts along a batch dimension."""
         return chunk(self, chunks, dim)
-
-
-__all__ = ["edit"]

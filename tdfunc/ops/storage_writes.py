@@ -14,9 +14,10 @@ from torch import Size, Tensor
 from tdfunc._collection import LeafOp, TensorCollection, iter_leaves
 from tdfunc._errors import BatchSizeError, LeafMismatchError, MissingKeyError, explain
 from tdfunc._keys import dotted, missing
-from tdfunc._nontensor import NonTensorBase, NonTensorData, NonTensorStack
+from tdfunc._nontensor import NonTensorBase, NonTensorData, NonTensorStack, same_value
 from tdfunc._shapes import index_size, normalize_index
 from tdfunc._types import Path
+from tdfunc.ops.reading import get, iter_items
 
 
 def index_parts(index: Any, size: Size) -> tuple[Any, ...]:
@@ -53,7 +54,8 @@ def write_leaf(tree: TensorCollection, path: Path, value: Any) -> None:
 
 def _copy(leaf: Any, value: Any, where: str) -> None:
     if not isinstance(leaf, Tensor):
-        raise LeafMismatchError(explain(f"{where}: only tensors have storage to write into.", got=type(leaf).__name__, hint="use td.set."))
+        what = f"{where}: only tensors have storage to write into."
+        raise LeafMismatchError(explain(what, expected="a tensor", got=type(leaf).__name__, hint="use td.set."))
     check_writable(leaf, where)
     value = value if isinstance(value, Tensor) else torch.as_tensor(value)
     try:
@@ -61,16 +63,18 @@ def _copy(leaf: Any, value: Any, where: str) -> None:
     except RuntimeError:
         fits = False
     if not fits:
-        raise LeafMismatchError(explain(f"{where}: the value does not fit the leaf.", expected=f"shape {list(leaf.shape)}", got=f"shape {list(value.shape)}"))
+        expected, got = f"shape {list(leaf.shape)}", f"shape {list(value.shape)}"
+        raise LeafMismatchError(explain(f"{where}: the value does not fit the leaf.", expected=expected, got=got))
     with torch.no_grad():
         leaf.copy_(value)
 
 
 def write_tree(tree: TensorCollection, other: Mapping[Any, Any] | TensorCollection, *, complete: bool) -> None:
     """Copy the values of `other` into the leaves of `tree`; all keys are checked before the first write."""
-    if not isinstance(other, TensorCollection):
-        other = TensorCollection._open(other, tree._batch_size)
-    mine, theirs = dict(iter_leaves(tree)), dict(iter_leaves(other))  # pyright: ignore[reportArgumentType]
+    given: TensorCollection = (
+        other if isinstance(other, TensorCollection) else TensorCollection._open(other, tree._batch_size)
+    )
+    mine, theirs = dict(iter_leaves(tree)), dict(iter_leaves(given))
     extra = [path for path in theirs if path not in mine]
     lacking = [path for path in mine if path not in theirs] if complete else []
     if extra or lacking:
@@ -84,7 +88,11 @@ def write_tree(tree: TensorCollection, other: Mapping[Any, Any] | TensorCollecti
     for path, value in theirs.items():
         if value.shape != mine[path].shape:
             raise LeafMismatchError(
-                explain(f"leaf {dotted(path)!r} has another shape; nothing was written.", expected=f"{list(mine[path].shape)}", got=f"{list(value.shape)}")
+                explain(
+                    f"leaf {dotted(path)!r} has another shape; nothing was written.",
+                    expected=f"{list(mine[path].shape)}",
+                    got=f"{list(value.shape)}",
+                )
             )
         check_writable(mine[path], repr(dotted(path)))
     for path, value in theirs.items():
@@ -98,7 +106,8 @@ def write_row(tree: TensorCollection, index: Any, row: Any) -> TensorCollection:
     if not isinstance(row, TensorCollection):
         row = TensorCollection._open(row, size)
     if row._batch_size != size:
-        raise BatchSizeError(explain("at[...].set_: the rows have another batch size.", expected=str(list(size)), got=str(list(row._batch_size))))
+        expected, got = str(list(size)), str(list(row._batch_size))
+        raise BatchSizeError(explain("at[...].set_: the rows have another batch size.", expected=expected, got=got))
     if not any(True for _ in iter_leaves(tree)):
         tree = _allocate(tree, row)
     leaves, rows = dict(iter_leaves(tree)), dict(iter_leaves(row))
@@ -116,12 +125,36 @@ def write_row(tree: TensorCollection, index: Any, row: Any) -> TensorCollection:
         wanted = size + leaf.shape[len(tree._batch_size) :]
         if rows[path].shape != wanted:
             raise LeafMismatchError(
-                explain(f"at[...].set_: leaf {dotted(path)!r} does not fit; nothing was written.", expected=f"shape {list(wanted)}", got=f"shape {list(rows[path].shape)}")
+                explain(
+                    f"at[...].set_: leaf {dotted(path)!r} does not fit; nothing was written.",
+                    expected=f"shape {list(wanted)}",
+                    got=f"shape {list(rows[path].shape)}",
+                )
             )
+    _check_values(tree, row)
     with torch.no_grad():
         for path, leaf in leaves.items():
             leaf[parts] = rows[path].to(leaf.dtype)
     return tree
+
+
+def _check_values(tree: TensorCollection, row: TensorCollection) -> None:
+    """Raise for non-tensor data that differ: they have no storage to write into."""
+    for path, node in iter_items(row, True, True):
+        if not isinstance(node, NonTensorBase):
+            continue
+        mine = get(tree, path, None)
+        if not (
+            isinstance(mine, NonTensorData) and isinstance(node, NonTensorData) and same_value(mine.data, node.data)
+        ):
+            raise LeafMismatchError(
+                explain(
+                    f"at[...].set_: {dotted(path)!r} is no tensor and cannot be written in place; nothing was written.",
+                    expected=repr(mine),
+                    got=repr(node),
+                    hint="td.at[index].set(row) returns a tree that has it.",
+                )
+            )
 
 
 def _allocate(tree: TensorCollection, row: TensorCollection) -> TensorCollection:
@@ -135,7 +168,7 @@ def _allocate(tree: TensorCollection, row: TensorCollection) -> TensorCollection
 
 def nontensor_rows(node: NonTensorBase, parts: tuple[Any, ...], new: NonTensorBase) -> NonTensorBase:
     """Return (purely) non-tensor data with the values at an index replaced."""
-    if isinstance(node, NonTensorData) and isinstance(new, NonTensorData) and (node.data is new.data or node.data == new.data):
+    if isinstance(node, NonTensorData) and isinstance(new, NonTensorData) and same_value(node.data, new.data):
         return node
     array = np.array(node._array, dtype=object)
     array[tuple(p.cpu().numpy() if isinstance(p, Tensor) else p for p in parts)] = new._array

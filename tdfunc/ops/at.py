@@ -1,0 +1,185 @@
+"""The `at` handle: pure changes at an index of the batch, or at a path."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Size, Tensor
+
+from tdfunc._collection import LeafOp, TensorCollection
+from tdfunc._errors import BatchSizeError, LeafMismatchError, MissingKeyError, TieError, explain
+from tdfunc._keys import dotted, is_key
+from tdfunc._nontensor import NonTensorBase
+from tdfunc._types import Path
+from tdfunc.ops import storage_writes
+from tdfunc.ops.convert import NUMBERS, build
+from tdfunc.ops.maps import apply
+from tdfunc.ops.pointwise_base import binary, over_batch
+from tdfunc.ops.reading import get, iter_items
+
+T = TypeVar("T", bound=TensorCollection)
+
+
+class At:
+    """A place in a tree (`td.at[index]` or `td.at["a", "b"]`), and the pure ways to change what is there.
+
+    Examples:
+        >>> td = TensorDict({"a": torch.zeros(3), "b": torch.ones(3)}, [3])
+        >>> new = td.at[0].set(td[1] + 5)
+        >>> new["a"], td["a"]
+        (tensor([5., 0., 0.]), tensor([0., 0., 0.]))
+        >>> td.at["b"].add(1)["b"]
+        tensor([2., 2., 2.])
+    """
+
+    __slots__ = ("_place", "_tree")
+
+    def __init__(self, tree: TensorCollection, place: Any) -> None:
+        # `Any`: reading and writing at a path are methods of the public classes, a layer above.
+        self._tree: Any = tree
+        self._place = place
+
+    def get(self) -> Any:
+        """Return what is there."""
+        return self._tree[self._place]
+
+    def set(self, value: Any) -> Any:
+        """Return a tree with the value there; at an index, a tree of rows, or a number or tensor for all leaves.
+
+        Raises:
+            MissingKeyError: The rows lack a key of the tree, or have one more.
+            BatchSizeError: The rows have another batch size.
+            LeafMismatchError: A leaf of the rows has another shape, or a dtype that would lose values.
+        """
+        if is_key(self._place):
+            return self._tree.set(self._place, value)
+        return write_rows(self._tree, self._place, value, "set")
+
+    def add(self, value: Any) -> Any:
+        """Return a tree with the value added there; rows that an index names twice are added to twice."""
+        if is_key(self._place):
+            return self._tree.set(self._place, self.get() + value)
+        return write_rows(self._tree, self._place, value, "add")
+
+    def mul(self, value: Any) -> Any:
+        """Return a tree multiplied by the value there.
+
+        Raises:
+            ValueError: The index names a row twice.
+        """
+        if is_key(self._place):
+            return self._tree.set(self._place, self.get() * value)
+        return self._change(lambda rows: binary(rows, value, "mul", None), "mul")
+
+    def apply(self, fn: Callable[[Any], Any]) -> Any:
+        """Return a tree with `fn` applied to each leaf's rows there, or to the one leaf or sub-tree of a path.
+
+        Raises:
+            ValueError: The index names a row twice.
+        """
+        if is_key(self._place):
+            return self._tree.set(self._place, fn(self.get()))
+        return self._change(lambda rows: apply(rows, fn, ()), "apply")
+
+    def set_(self, value: Any) -> Any:
+        """Write a row into the storage of the tree and return the tree; without leaves, allocate them first."""
+        if is_key(self._place):
+            return self._tree.set_(self._place, value)
+        return storage_writes.write_row(self._tree, self._place, value)
+
+    def _change(self, fn: Callable[[Any], Any], call: str) -> Any:
+        size = self._tree._batch_size
+        parts = storage_writes.index_parts(self._place, size)
+        if any(isinstance(part, Tensor) for part in parts):
+            taken = _positions(size, parts)
+            if len(taken.unique()) < taken.numel():
+                hint = "name each row once; at[index].add adds up."
+                got = repr(self._place)
+                raise ValueError(explain(f"at[...].{call}: the index names a row twice.", got=got, hint=hint))
+        return write_rows(self._tree, self._place, fn(self._tree._index(self._place)), call)
+
+
+def _positions(size: Size, parts: tuple[Any, ...]) -> Tensor:
+    """Return the numbers of the rows that an index takes, counted through the whole batch."""
+    device = next((part.device for part in parts if isinstance(part, Tensor)), None)
+    return torch.arange(size.numel(), device=device).reshape(size)[parts]
+
+
+def write_rows(tree: T, index: Any, value: Any, call: str) -> T:
+    """Return a tree with rows replaced (or, for "add", added to) at an index of the batch."""
+    parts = storage_writes.index_parts(index, tree._batch_size)
+    rows = tree._index(index)
+    if isinstance(value, Mapping):
+        value = build(TensorCollection._open, value, rows._batch_size, tree._device)
+    if not isinstance(value, TensorCollection):
+        value = _spread(rows, value, call)
+    _check_rows(rows, value, f"at[...].{call}")
+    taken = _positions(tree._batch_size, parts)
+    count, n = tree._batch_size.numel(), len(tree._batch_size)
+
+    def leaf(old: Any, new: Any) -> Any:
+        if isinstance(old, NonTensorBase):
+            return storage_writes.nontensor_rows(old, parts, new) if call == "set" else old
+        features = old.shape[n:]
+        # index_put works inside vmap and grad, where writing to a copy of the leaf may not be legal.
+        flat = old.reshape(count, *features)
+        new = new.reshape(taken.numel(), *features).to(old.dtype)
+        return flat.index_put((taken.reshape(-1),), new, accumulate=call == "add").reshape(old.shape)
+
+    return tree._shape(LeafOp("write_rows", leaf, batch=True, args=(parts, call)), value)
+
+
+def _spread(rows: T, value: Any, call: str) -> T:
+    """Return the tree of a number or of a tensor over the rows' batch, in the shape of the rows."""
+    if isinstance(value, NUMBERS):
+        made = torch.as_tensor(value)
+        return rows._map(LeafOp("full", lambda x: _lossless(made, value, x).to(x.device).expand(x.shape)))
+    if isinstance(value, Tensor):
+        operand = over_batch(rows, value, f"at[...].{call}")
+        return rows._map(LeafOp("full", lambda x: operand(x).expand(x.shape)))
+    raise TypeError(
+        explain(f"at[...].{call}: not rows.", expected="a tree, dict, number or tensor", got=type(value).__name__)
+    )
+
+
+def _lossless(made: Tensor, value: Any, leaf: Tensor) -> Tensor:
+    """Return a number in the leaf's dtype if that keeps it, so that 0 fits a bool leaf and 1.5 no int leaf."""
+    cast = made.to(leaf.dtype)
+    return cast if cast.item() == value else made
+
+
+def _check_rows(rows: TensorCollection, value: TensorCollection, call: str) -> None:
+    mine, theirs = dict(iter_items(rows, True, True)), dict(iter_items(value, True, True))
+    if mine.keys() != theirs.keys():
+        raise MissingKeyError(
+            explain(
+                f"{call}: the rows have other keys than the tree.",
+                expected=f"{sorted(map(dotted, mine))}",
+                got=f"{sorted(map(dotted, theirs))}",
+                hint="a key of some rows only has no value in the others: set it on the whole tree.",
+            )
+        )
+    if value._batch_size != rows._batch_size:
+        expected, got = str(list(rows._batch_size)), str(list(value._batch_size))
+        raise BatchSizeError(explain(f"{call}: the rows have another batch size.", expected=expected, got=got))
+    for path, old in mine.items():
+        if isinstance(old, Tensor):
+            _check_leaf(path, old, theirs[path], call)
+    for group in rows._ties:
+        if any(get(value, path) is not get(value, group[0]) for path in group[1:]):
+            names = " and ".join(repr(dotted(path)) for path in group)
+            raise TieError(explain(f"{call}: the tied paths {names} are given different rows.", expected="one tensor"))
+
+
+def _check_leaf(path: Path, old: Tensor, new: Any, call: str) -> None:
+    fits = isinstance(new, Tensor) and new.shape == old.shape and torch.can_cast(new.dtype, old.dtype)
+    if not fits:
+        got = f"shape {list(new.shape)}, {new.dtype}" if isinstance(new, Tensor) else type(new).__name__
+        raise LeafMismatchError(
+            explain(
+                f"{call}: the rows for {dotted(path)!r} do not fit.",
+                expected=f"shape {list(old.shape)}, {old.dtype}",
+                got=got,
+                hint="cast or reshape them first; a dtype that loses values is never cast to.",
+            )
+        )

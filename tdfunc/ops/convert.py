@@ -1,0 +1,183 @@
+"""Values into nodes: what the constructors and edits accept, checked against a batch size and device."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Size, Tensor
+
+from tdfunc._collection import Static, TensorCollection
+from tdfunc._errors import BatchSizeError, MissingKeyError, explain
+from tdfunc._keys import unravel
+from tdfunc._nontensor import NonTensorBase, NonTensorData, NonTensorStack
+from tdfunc._shapes import as_names, check_lead
+from tdfunc._ties import lift, merge
+from tdfunc._types import Names, Node, Path
+from tdfunc.ops.cast import to
+
+T = TypeVar("T", bound=TensorCollection)
+NUMBERS = (bool, int, float, complex, np.number, np.bool_)
+
+
+def convert(value: Any, size: Size, device: torch.device | None, where: str) -> Node:
+    """Return a value as a node of a tree with this batch size and device; `where` is its dotted path.
+
+    Tensors are checked, dicts become trees, numbers become expanded tensors, lists of numbers tensors, other
+    lists a `NonTensorStack` and other objects `NonTensorData`.
+    """
+    if isinstance(value, Tensor):
+        return _tensor(value, size, device, where)
+    if isinstance(value, TensorCollection):
+        return _tree(value, size, device, where)
+    if isinstance(value, NonTensorBase):
+        return _nontensor(value, size, where)
+    if isinstance(value, Mapping):
+        return build(TensorCollection._open, value, size, device, where)
+    if isinstance(value, NUMBERS):
+        return torch.as_tensor(value, device=device).expand(size)
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind in "OUS":
+            return _nontensor(NonTensorStack._wrap(value.astype(object)), size, where)
+        return _tensor(torch.as_tensor(value, device=device), size, device, where)
+    if isinstance(value, (list, tuple)):
+        return _sequence(value, size, device, where)
+    if value is None:
+        raise TypeError(
+            explain(
+                f"{where!r}: None is no value.",
+                expected="a tensor, tree, dict, number or other object",
+                hint="leave the key out, or wrap it: NonTensorData(None).",
+            )
+        )
+    return NonTensorData(value, size)
+
+
+def _tensor(value: Tensor, size: Size, device: torch.device | None, where: str) -> Tensor:
+    try:
+        shape = value.shape
+    except RuntimeError:  # an uninitialised parameter has no shape yet
+        return value
+    check_lead(shape, size, where)
+    if device is not None and value.device != device:
+        return value.to(device)
+    return value
+
+
+def _tree(value: TensorCollection, size: Size, device: torch.device | None, where: str) -> TensorCollection:
+    if value._batch_size[: len(size)] != size:
+        value = resize(value, size, where)
+    return value if device is None else to(value, device)
+
+
+def _nontensor(value: NonTensorBase, size: Size, where: str) -> NonTensorBase:
+    if isinstance(value, NonTensorData):
+        return value.rebatch(size) if value.shape[: len(size)] != size else value
+    check_lead(value.shape, size, where)
+    return value
+
+
+def resize(tree: T, size: Size, where: str = "") -> T:
+    """Return the tree with a batch size that all its leaves start with; a longer one of a nested tree stays."""
+    data: dict[str, Node] = {}
+    for key, node in tree._data.items():
+        path = f"{where}.{key}" if where else key
+        if isinstance(node, TensorCollection):
+            data[key] = node if node._batch_size[: len(size)] == size else resize(node, size, path)
+        elif isinstance(node, (Tensor, NonTensorBase)):
+            data[key] = convert(node, size, None, path)
+        else:
+            data[key] = node
+    return tree._replace(data, batch_size=size, names=fit_names(tree._names, len(size)))
+
+
+def fit_names(names: Names | None, ndim: int) -> Names | None:
+    """Return the names of the leading dimensions, None for new ones."""
+    if names is None:
+        return None
+    return as_names([*names[:ndim], *[None] * (ndim - len(names))], ndim)
+
+
+def _sequence(value: Sequence[Any], size: Size, device: torch.device | None, where: str) -> Node:
+    first: Any = value
+    while isinstance(first, (list, tuple)) and first:
+        first = first[0]
+    if isinstance(first, TensorCollection):
+        hint = "torch.stack(trees) makes one tree of them."
+        raise TypeError(explain(f"{where!r}: a list of trees is not a value.", got=f"{len(value)} trees", hint=hint))
+    if value and all(isinstance(item, Tensor) for item in value):
+        return _tensor(torch.stack(list(value)), size, device, where)
+    if isinstance(first, (*NUMBERS, list, tuple)):
+        try:
+            tensor = torch.as_tensor(value, device=device)
+        except (ValueError, TypeError, RuntimeError):
+            pass
+        else:
+            return _tensor(tensor, size, device, where)
+    depth, level = 0, value
+    while isinstance(level, (list, tuple)) and level and depth < max(len(size), 1):
+        depth, level = depth + 1, level[0]
+    try:
+        stack = NonTensorStack.from_nested(value, depth)
+    except ValueError as err:
+        raise BatchSizeError(
+            explain(f"{where!r}: the list is ragged.", expected=f"lists of batch size {list(size)}", got=repr(value))
+        ) from err
+    return _nontensor(stack, size, where)
+
+
+def build(cls: type[T], source: Mapping[Any, Any], size: Size, device: torch.device | None, where: str = "") -> T:
+    """Return a validated tree from a mapping whose keys may be nested."""
+    ndim = len(size)
+    data: dict[str, Node] = {}
+    nested: dict[str, dict[Path, Any]] = {}
+    last = None
+    trees = False
+    for key, value in source.items():
+        if type(key) is not str or not key:
+            key, *rest = unravel(key)
+            if rest:
+                nested.setdefault(key, {})[tuple(rest)] = value
+                data.setdefault(key, None)
+                continue
+        # The shape is compared with the last one that passed: leaves of a tree share shapes.
+        if type(value) is Tensor and device is None and (not ndim or value.shape == last or value.shape[:ndim] == size):
+            last = value.shape if ndim else None
+            data[key] = value
+            continue
+        node = convert(value, size, device, f"{where}.{key}" if where else key)
+        data[key] = node
+        trees = trees or isinstance(node, TensorCollection)
+    for key, inner in nested.items():
+        data[key] = _grafted(data[key], inner, size, device, f"{where}.{key}" if where else key)
+        trees = True
+    static = _lifted(data) if trees else None
+    return cls._make(data, size, device, None, static)
+
+
+def _grafted(node: Node, inner: dict[Path, Any], size: Size, device: torch.device | None, where: str) -> Node:
+    """Return the tree of entries given by nested keys, joined with what the key itself was given."""
+    if node is None:
+        return build(TensorCollection._open, inner, size, device, where)
+    if not isinstance(node, TensorCollection):
+        raise MissingKeyError(
+            explain(f"{where!r} is given as a leaf and as a tree.", got=f"{type(node).__name__} and keys {list(inner)}")
+        )
+    return join(node, build(TensorCollection._open, inner, node._batch_size, device, where))
+
+
+def join(tree: T, other: TensorCollection) -> T:
+    """Return the tree with the nodes of another written over its own, sub-trees joined."""
+    changes: dict[str, Node] = {}
+    for key in other._keys():
+        new = other._get(key)
+        mine = tree._get(key) if key in tree._keys() else None
+        if isinstance(mine, TensorCollection) and isinstance(new, TensorCollection):
+            new = join(mine, new)
+        changes[key] = new
+    return tree._put(changes)
+
+
+def _lifted(data: dict[str, Node]) -> Static | None:
+    ties = merge(*[lift(node._ties, key) for key, node in data.items() if isinstance(node, TensorCollection)])
+    return Static({}, ties) if ties else None

@@ -1,0 +1,181 @@
+"""Reading a tree: nodes by path, keys, values, leaves, and what filters see of them."""
+
+from collections.abc import Iterator, Set
+from typing import Any
+
+from tdfunc._collection import TensorCollection, iter_leaves, leaf_paths
+from tdfunc._errors import ImmutableError, explain
+from tdfunc._keys import Entry, dotted, is_key, missing, unravel
+from tdfunc._nontensor import NonTensorBase, NonTensorStack
+from tdfunc._ties import groups_by_path
+from tdfunc._types import Kind, NestedKey, Node, Path
+
+UNSET: Any = object()
+
+
+def get(tree: TensorCollection, key: NestedKey, default: Any = UNSET) -> Node:
+    """Return the node at a path, non-tensor data still wrapped."""
+    node: Any = tree
+    path = unravel(key)
+    for i, part in enumerate(path):
+        if not isinstance(node, TensorCollection) or part not in node._keys():
+            if default is not UNSET:
+                return default
+            known = list(node._keys()) if isinstance(node, TensorCollection) else []
+            raise missing(path[: i + 1], known)
+        node = node._get(part)
+    return node
+
+
+def has(tree: TensorCollection, key: NestedKey) -> bool:
+    """Whether there is a node at a path; a tree made by `tree_map` may hold None there."""
+    return get(tree, key, UNSET_NODE) is not UNSET_NODE
+
+
+UNSET_NODE: Any = object()
+
+
+def get_value(tree: TensorCollection, key: NestedKey, default: Any = UNSET) -> Any:
+    """Return what `td[key]` returns: the node, or the plain value of non-tensor data."""
+    path = unravel(key)
+    node = get(tree, path, default)
+    if not isinstance(node, NonTensorBase) or node is default:
+        return node
+    for part in path[:-1]:
+        tree = tree._get(part)
+    return value_of(tree, path[-1], node)
+
+
+def value_of(tree: TensorCollection, key: str, node: Any) -> Any:
+    """Return the plain value of non-tensor data; inside vmap a stack has values for more than this tree."""
+    if isinstance(node, NonTensorStack):
+        node.check_batch(tree._batch_size, key)
+    return node.value
+
+
+def iter_items(tree: TensorCollection, nested: bool, leaves_only: bool, at: Path = ()) -> Iterator[tuple[Path, Node]]:
+    """Yield (path, node) in insertion order."""
+    for key in tree._keys():
+        node = tree._get(key)
+        is_tree = isinstance(node, TensorCollection)
+        if not (leaves_only and is_tree):
+            yield (*at, key), node
+        if nested and is_tree:
+            yield from iter_items(node, nested, leaves_only, (*at, key))
+
+
+def entries(tree: TensorCollection) -> list[Entry]:
+    """Return every leaf once, with all its tied paths and its kind: what filters look at."""
+    found = dict(iter_leaves(tree))
+    groups = groups_by_path(tree._ties)
+    return [Entry(groups.get(path, (path,)), found[path], kind_of(tree, path)) for path in leaf_paths(tree)]
+
+
+def kind_of(tree: TensorCollection, path: Path) -> Kind | None:
+    """Return the recorded kind of a leaf."""
+    for key in path[:-1]:
+        tree = tree._data[key]
+    return tree._kinds.get(path[-1])
+
+
+def refuse_inplace(inplace: bool, call: str) -> None:
+    """Raise for the incumbent's `inplace=True`."""
+    if inplace:
+        raise ImmutableError(explain("inplace=True: a tree is never changed.", hint=f"write td = td.{call}."))
+
+
+class KeysView(Set[Any]):
+    """The keys of a tree: iterable, sized, and with membership of (nested) keys."""
+
+    __slots__ = ("_leaves_only", "_nested", "_sort", "_tree")
+
+    def __init__(self, tree: TensorCollection, nested: bool, leaves_only: bool, sort: bool) -> None:
+        self._tree, self._nested, self._leaves_only, self._sort = tree, nested, leaves_only, sort
+
+    # `keys() & other` is a plain set.
+    @classmethod
+    def _from_iterable(cls, it: Any) -> Any:
+        return set(it)
+
+    def __iter__(self) -> Iterator[Any]:
+        paths = (path for path, _ in iter_items(self._tree, self._nested, self._leaves_only))
+        return (path[0] if len(path) == 1 else path for path in (sorted(paths) if self._sort else paths))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in iter_items(self._tree, self._nested, self._leaves_only))
+
+    def __contains__(self, key: object) -> bool:
+        if not is_key(key):
+            return False
+        path = unravel(key)  # pyright: ignore[reportArgumentType]
+        if len(path) > 1 and not self._nested:
+            hint = "use `in td.keys(include_nested=True)`, or `in td`."
+            raise TypeError(explain(f"keys: {key!r} is a nested key.", expected="a str", hint=hint))
+        node = get(self._tree, path, UNSET_NODE)
+        return node is not UNSET_NODE and not (self._leaves_only and isinstance(node, TensorCollection))
+
+    def __repr__(self) -> str:
+        return f"keys({list(self)})"
+
+
+class ReadMethods(TensorCollection):
+    """Keys, values and leaves."""
+
+    __slots__ = ()
+
+    def keys(self, include_nested: bool = False, leaves_only: bool = False, *, sort: bool = False) -> KeysView:
+        """Return the keys, in insertion order or sorted; nested ones as tuples."""
+        return KeysView(self, include_nested, leaves_only, sort)
+
+    def values(self, include_nested: bool = False, leaves_only: bool = False, *, sort: bool = False) -> list[Any]:
+        """Return the values, as `td[key]` gives them."""
+        return [value for _, value in self.items(include_nested, leaves_only, sort=sort)]
+
+    def items(
+        self, include_nested: bool = False, leaves_only: bool = False, *, sort: bool = False
+    ) -> list[tuple[Any, Any]]:
+        """Return (key, value) pairs, in insertion order or sorted."""
+        pairs = list(iter_items(self, include_nested, leaves_only))
+        if sort:
+            pairs.sort(key=lambda pair: pair[0])
+        return [
+            (path[0] if len(path) == 1 else path, get_value(self, path) if isinstance(node, NonTensorBase) else node)
+            for path, node in pairs
+        ]
+
+    def leaves(self) -> list[Any]:
+        """Return the tensors in insertion order, a tied one once; non-tensor data are left out.
+
+        `torch.utils._pytree.tree_leaves` gives the same tensors in sorted key order: do not zip the two.
+        """
+        found = dict(iter_leaves(self))
+        return [found[path] for path in leaf_paths(self)]
+
+    def paths(self) -> list[Path]:
+        """Return the path of each of `leaves()`; a tied leaf has its first path."""
+        return leaf_paths(self)
+
+    def ties(self) -> list[list[str]]:
+        """Return the groups of dotted paths that hold one tensor."""
+        return [[dotted(path) for path in group] for group in self._ties]
+
+    def kind(self, key: NestedKey) -> Kind | None:
+        """Return what a leaf is in the module it came from, or None.
+
+        Raises:
+            MissingKeyError: There is no such entry.
+        """
+        path = unravel(key)
+        get(self, path)
+        return kind_of(self, path)
+
+    def get(self, key: NestedKey, default: Any = None) -> Any:
+        """Return a value, or the default when there is no such key."""
+        return get_value(self, key, default)
+
+    def is_empty(self) -> bool:
+        """Whether there are no leaves (tensors or non-tensor data), however deep."""
+        return not any(True for _ in iter_items(self, True, True))
+
+    def __contains__(self, key: object) -> bool:
+        return is_key(key) and has(self, key)  # pyright: ignore[reportArgumentType]
