@@ -6,11 +6,13 @@ a primitive. A class with another representation (a lazy stack) overrides primit
 
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 import optree
 import torch
 from torch import Size, Tensor
+from torch.nn import Parameter
 from torch.utils import _pytree as torch_pytree
 
 from tdfunc._errors import ImmutableError, TreeStructureError, explain
@@ -38,7 +40,8 @@ class Static(NamedTuple):
 class LeafOp(NamedTuple):
     """An operation as a tree sees it: what happens to one leaf, to a batch size and to its names.
 
-    `name` and `args` describe it symbolically, for classes that cannot apply `leaf` to what they store.
+    `name` and `args` describe it symbolically, for classes that cannot apply `leaf` to what they store. An operation
+    without `args` and `size` treats every element of the batch alike.
     """
 
     name: str
@@ -48,13 +51,24 @@ class LeafOp(NamedTuple):
     # Whether it acts on batch dimensions: then nested trees get it through `_shape` and `leaf` sees non-tensor data.
     batch: bool = False
     args: tuple[Any, ...] = ()
+    # Whether `leaf` may return None, which drops the leaf.
+    drops: bool = False
 
 
-class TensorCollection:
-    """An immutable tree of tensors: the common base of `TensorDict`, `TensorClass` and `LazyStack`."""
+class Slots:
+    """The layout of a tree, while it may still be written: `_make` fills one and then gives it its class.
+
+    Plain stores are four times as fast as `object.__setattr__`, and trees are made by the thousand.
+    """
 
     # `_bound` is set only by the first call of `apply` that finds the tree to fit its module.
     __slots__ = ("__weakref__", "_batch_size", "_bound", "_cache", "_data", "_device", "_names", "_static")
+
+
+class TensorCollection(Slots):
+    """An immutable tree of tensors: the common base of `TensorDict`, `TensorClass` and `LazyStack`."""
+
+    __slots__ = ()
     _data: dict[str, Node]
     _batch_size: Size
     _device: torch.device | None
@@ -77,7 +91,17 @@ class TensorCollection:
         static: Static | None = None,
     ) -> "Self":
         """Build without checks; the caller vouches for the data."""
-        # Literal calls: dynamo traces these, and neither an alias of them nor the slots' own descriptors.
+        if not torch.compiler.is_compiling():
+            made: Any = object.__new__(Slots)
+            made._data = data
+            made._batch_size = batch_size
+            made._device = device
+            made._names = names
+            made._static = static
+            made._cache = None
+            made.__class__ = cls
+            return made
+        # Literal calls: dynamo traces these, and neither an alias of them nor a change of class.
         new = object.__new__(cls)
         object.__setattr__(new, "_data", data)
         object.__setattr__(new, "_batch_size", batch_size)
@@ -154,10 +178,27 @@ class TensorCollection:
         static = self._static
         if static is not None and static.ties:
             return self._map_tied(op, others)
-        leaf = op.leaf
-        data: dict[str, Node] = {}
         if others:
             check_keys(self, others)
+        data = self._data
+        # Whole maps in C for the common node of plain tensors; dynamo traces the loop.
+        if not op.drops and not torch.compiler.is_compiling() and PLAIN.issuperset(map(type, data.values())):
+            rows = [o._data.values() if list(o._data) == list(data) else [o._data[key] for key in data] for o in others]
+            data = dict(zip(data, map(op.leaf, data.values(), *rows)))
+        else:
+            data = self._map_children(op, others)
+        size, names = self._batch_size, self._names
+        if op.size is not None:
+            if names is not None:
+                names = op.names(names) if op.names is not None else None
+            size = op.size(size)
+        if static is not None and len(data) != len(self._data):
+            static = Static({k: kind for k, kind in static.kinds.items() if k in data}, static.ties, static.own)
+        return self._make(data, size, self._device, names, static)
+
+    def _map_children(self, op: LeafOp, others: Sequence["TensorCollection"]) -> dict[str, Node]:
+        leaf = op.leaf
+        data: dict[str, Node] = {}
         for key, node in self._data.items():
             if isinstance(node, Tensor):
                 out = leaf(node, *[o._data[key] for o in others]) if others else leaf(node)
@@ -172,14 +213,7 @@ class TensorCollection:
                 out = leaf(node, *[o._data[key] for o in others])
             if out is not None:
                 data[key] = out
-        size, names = self._batch_size, self._names
-        if op.size is not None:
-            if names is not None:
-                names = op.names(names) if op.names is not None else None
-            size = op.size(size)
-        if static is not None and len(data) != len(self._data):
-            static = Static({k: kind for k, kind in static.kinds.items() if k in data}, static.ties, static.own)
-        return self._make(data, size, self._device, names, static)
+        return data
 
     def _map_tied(self, op: LeafOp, others: Sequence["TensorCollection"]) -> "Self":
         ties, cuts = self._ties, [(path, group[0]) for group in self._ties for path in group[1:]]
@@ -195,6 +229,11 @@ class TensorCollection:
     def _shape(self, op: LeafOp, *others: "TensorCollection") -> "Self":
         """Apply an operation on batch dimensions (reshape, permute, stack, ...)."""
         return self._map(op, *others)
+
+    @classmethod
+    def _rebuilt_size(cls, children: tuple[Any, ...], context: "Context") -> tuple[Size | None, torch.device | None]:
+        """Return the batch size that rebuilt children give their node, None if they do not say, and its device."""
+        return _vote(children, context)
 
     # -- immutability -------------------------------------------------------------------------------------------
 
@@ -225,6 +264,7 @@ class TensorCollection:
 
 
 _NO_STATIC = Static()
+PLAIN = frozenset((Tensor, Parameter))
 
 _ATTRIBUTE_HINTS = {
     "batch_size": "td = td.with_batch_size(value)",
@@ -275,13 +315,13 @@ def check_keys(first: TensorCollection, others: Sequence[TensorCollection]) -> N
 def index_op(index: Any, size: Size) -> LeafOp:
     """Return the operation of one index on all leaves of a tree with this batch size."""
     parts = normalize_index(index, size)
-    n = len(size)
-    # x[i] and x[i:j] are faster than x[(i,)]; index_select is faster than both for one row index.
+    head, n = index_size(parts, size), len(size)
+    # x[i] and x[i:j] are faster than x[(i,)]; index_select is faster than both for many rows of a large leaf.
     key: Any = parts[0] if len(parts) == 1 else parts
     return LeafOp(
         "index",
-        _row_select(key) if _is_rows(key) else (lambda x: x[key]),
-        lambda old: index_size(parts, old[:n]) + old[n:],
+        _row_select(key) if _is_rows(key) else itemgetter(key),
+        lambda old: head if len(old) == n else head + old[n:],
         lambda names: index_names(parts, names),
         batch=True,
         args=(parts,),
@@ -319,6 +359,8 @@ class Context(NamedTuple):
     features: tuple[int | None, ...]
     static: Static | None
     grafts: tuple[Graft, ...]
+    # The children's shapes when all are plain tensors: unchanged ones need no vote.
+    shapes: list[Size] | None = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Context) and self.keys == other.keys and self.ties == other.ties
@@ -354,14 +396,22 @@ def flatten(tree: TensorCollection) -> tuple[tuple[Any, ...], Context]:
     keys = tuple(sorted(data))
     n = len(tree._batch_size)
     children = tuple([data[key] for key in keys])
+    shapes = None if compiling else plain_shapes(children)
+    features = [_features(child, n) for child in children] if shapes is None else [len(shape) - n for shape in shapes]
     context = Context(
-        keys, tree._ties, tuple(data), tree._batch_size, tree._device, tree._names,
-        tuple([_features(child, n) for child in children]), tree._static, grafts,
+        keys, tree._ties, tuple(data), tree._batch_size, tree._device, tree._names, tuple(features), tree._static, grafts, shapes
     )  # fmt: skip
     flat = _Flat(children, context)
     if not compiling:
         object.__setattr__(tree, "_cache", flat)
     return flat
+
+
+def plain_shapes(children: tuple[Any, ...]) -> list[Size] | None:
+    """Return the shapes of children that are all plain tensors."""
+    if not PLAIN.issuperset(map(type, children)):
+        return None
+    return [child.shape for child in children]
 
 
 def _features(child: Any, n: int) -> int | None:
@@ -378,8 +428,12 @@ def _features(child: Any, n: int) -> int | None:
 def unflatten(cls: type[T], context: Context, children: Iterable[Any]) -> T:
     """Rebuild a node around anything; never raises, never validates."""
     children = tuple(children)
+    if context.shapes is not None and not torch.compiler.is_compiling():
+        new = _unflatten_same(cls, context, children)
+        if new is not None:
+            return new
     old = context.batch_size
-    size, device = _vote(children, context)
+    size, device = cls._rebuilt_size(children, context)
     undecided = size is None
     if size is None:
         size = old
@@ -396,6 +450,21 @@ def unflatten(cls: type[T], context: Context, children: Iterable[Any]) -> T:
     new = cls._make(data, size, device, names, context.static)
     if undecided and children or not children:
         object.__setattr__(new, "_cache", _UNDECIDED)
+    return new
+
+
+def _unflatten_same(cls: type[T], context: Context, children: tuple[Any, ...]) -> T | None:
+    """Rebuild a node of plain tensors whose shapes (and device, if it has one) are as they were."""
+    if not children or context.grafts or plain_shapes(children) != context.shapes:
+        return None
+    device = context.device
+    if device is not None and any([child.device != device for child in children]):
+        return None
+    data = dict(zip(context.keys, children, strict=True))
+    if context.order != context.keys:
+        data = {key: data[key] for key in context.order}
+    new = cls._make(data, context.batch_size, device, context.names, context.static)
+    object.__setattr__(new, "_cache", _Flat(children, context))
     return new
 
 

@@ -136,7 +136,7 @@ def _spread(rows: T, value: Any, call: str) -> T:
         return rows._map(LeafOp("full", lambda x: _lossless(made, value, x).to(x.device).expand(x.shape)))
     if isinstance(value, Tensor):
         operand = over_batch(rows, value, f"at[...].{call}")
-        return rows._map(LeafOp("full", lambda x: operand(x).expand(x.shape)))
+        return rows._map(LeafOp("full", lambda x: operand(x).expand(x.shape), args=(value,)))
     raise TypeError(
         explain(f"at[...].{call}: not rows.", expected="a tree, dict, number or tensor", got=type(value).__name__)
     )

@@ -37,7 +37,7 @@ def apply(
             check_same(tree, other, "apply")
     old = len(tree._batch_size)
     new = None if batch_size is None else as_size(batch_size)
-    op = LeafOp("apply", fn, None if new is None else (lambda size: new + size[old:]))
+    op = LeafOp("apply", fn, None if new is None else (lambda size: new + size[old:]), drops=True)
     try:
         out = tree._map(op, *others)
     except Exception as err:
@@ -60,7 +60,7 @@ def _note_leaf(err: Exception) -> None:
     trace = err.__traceback__
     while trace is not None:
         frame = trace.tb_frame
-        if frame.f_code is TensorCollection._map.__code__ and "key" in frame.f_locals:
+        if frame.f_code is TensorCollection._map_children.__code__ and "key" in frame.f_locals:
             path.append(frame.f_locals["key"])
         trace = trace.tb_next
     if path and hasattr(err, "add_note"):

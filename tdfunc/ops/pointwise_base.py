@@ -117,7 +117,7 @@ def binary(tree: T, other: Any, name: str, foreach: str | None, **kwargs: Any) -
         call: Callable[..., Any] = _WITH_NUMBER.get(name) or fn
         return done if done is not None else tree._map(LeafOp(name, lambda x: call(x, number, **kwargs)))
     operand = over_batch(tree, _as_tensor(other, name), name)
-    return tree._map(LeafOp(name, lambda x: fn(x, operand(x), **kwargs)))
+    return tree._map(LeafOp(name, lambda x: fn(x, operand(x), **kwargs), args=(other,)))
 
 
 def _with_tree(tree: T, other: TensorCollection, name: str, foreach: str | None, **kwargs: Any) -> T:
@@ -155,7 +155,7 @@ def reversed_binary(tree: T, other: Any, name: str) -> T:
         return tree._map(LeafOp(name, lambda x: left(number, x)))
     fn = getattr(torch, name)
     operand = over_batch(tree, _as_tensor(other, name), name)
-    return tree._map(LeafOp(name, lambda x: fn(operand(x), x)))
+    return tree._map(LeafOp(name, lambda x: fn(operand(x), x), args=(other,)))
 
 
 def is_operand(other: Any) -> bool:
