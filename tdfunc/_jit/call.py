@@ -1,0 +1,225 @@
+"""`jit`: a function replaced by the replay of its trace."""
+
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, overload
+
+import torch
+from torch import Tensor, fx
+
+from tdfunc._errors import UnsupportedError, explain
+from tdfunc._jit.environment import Environment
+from tdfunc._jit.graph import clean, draws
+from tdfunc._jit.leaves import in_transform
+from tdfunc._jit.signature import Arguments, Contexts, describe, modes
+from tdfunc._jit.tracing import leaf_names, trace
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class CacheInfo(NamedTuple):
+    """How often a call found its trace, and how many traces are kept."""
+
+    hits: int
+    misses: int
+    maxsize: int
+    currsize: int
+
+
+class _Program(NamedTuple):
+    """A trace that is ready to be replayed."""
+
+    run: Callable[..., Any]
+    build: Callable[..., Any]
+    trained: tuple[int, ...]
+    module: fx.GraphModule
+
+
+class Jitted(Generic[P, R]):
+    """A function that `jit` has wrapped."""
+
+    def __init__(self, fn: Callable[P, R], backend: str | Callable[..., Any] | None, cache_size: int) -> None:
+        functools.update_wrapper(self, fn)
+        self._fn, self._backend, self._cache_size = fn, backend, cache_size
+        self._environment = Environment(fn)
+        self._lock = threading.RLock()
+        self.cache_clear()
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Replay the trace for these arguments, or make it."""
+        # Inside a transform, a compiler or another trace the function itself is what must be seen.
+        if in_transform() or torch._C._len_torch_dispatch_stack():
+            return self._fn(*args, **kwargs)
+        key, given = self._key(args, kwargs)
+        last_key, program = self._last
+        if last_key != key:
+            program = self._look_up(key, args, kwargs, given)
+        else:
+            self._hits += 1
+        with _without_autocast(key[-1]):
+            outputs = program.run(*given.leaves)
+        for i in program.trained:
+            outputs[i].requires_grad_()
+        return program.build(outputs, given.nodes)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """Bind like a function, so that a method can be decorated."""
+        return self if instance is None else functools.partial(self, instance)
+
+    def graph(self, *args: P.args, **kwargs: P.kwargs) -> fx.GraphModule:
+        """Return the graph that a call with these arguments replays; `print(fn.graph(x).code)` shows it."""
+        key, given = self._key(args, kwargs)
+        return self._look_up(key, args, kwargs, given).module
+
+    def draws(self, *args: P.args, **kwargs: P.kwargs) -> bool:
+        """Return whether a call with these arguments draws random numbers."""
+        return draws(self.graph(*args, **kwargs).graph)
+
+    def cache_info(self) -> CacheInfo:
+        """Return hits, misses, the largest and the present number of traces (hits are approximate under threads)."""
+        return CacheInfo(self._hits, self._misses, self._cache_size, len(self._programs))
+
+    def cache_clear(self) -> None:
+        """Forget all traces and counts."""
+        with self._lock:
+            self._programs: OrderedDict[Any, _Program] = OrderedDict()
+            self._contexts = Contexts()
+            self._last: tuple[Any, Any] = (None, None)
+            self._hits = self._misses = 0
+
+    def __repr__(self) -> str:
+        return f"jit({getattr(self._fn, '__qualname__', self._fn)})"
+
+    def _key(self, args: Any, kwargs: Any) -> tuple[Any, Arguments]:
+        given = Arguments([], [], [])
+        for i, value in enumerate(args):
+            describe(self._contexts, value, given, str(i))
+        for name, value in kwargs.items():
+            given.parts.append(name)
+            describe(self._contexts, value, given, name)
+        return (given.parts, len(args), self._environment.token(), modes()), given
+
+    def _look_up(self, key: Any, args: Any, kwargs: Any, given: Arguments) -> _Program:
+        hashable = (tuple(key[0]), *key[1:])
+        with self._lock:
+            program = self._programs.get(hashable)
+            if program is None:
+                program = self._trace(args, kwargs, given)
+                self._misses += 1
+                self._programs[hashable] = program
+                if len(self._programs) > self._cache_size:
+                    self._programs.popitem(last=False)
+            else:
+                self._hits += 1
+                self._programs.move_to_end(hashable)
+            self._last = (key, program)
+        return program
+
+    def _trace(self, args: Any, kwargs: Any, given: Arguments) -> _Program:
+        _refuse_gradients(args, kwargs, given.leaves)
+        recorded = trace(self._fn, args, kwargs, given.leaves, self._environment, deferred=self._backend is None)
+        clean(recorded.graph, faster=self._backend is None)
+        module = recorded.graph
+        run: Callable[..., Any] = module.forward
+        if self._backend is not None:
+            run = torch.compile(module, backend=self._backend, fullgraph=True, dynamic=False)
+        return _Program(run, recorded.build, recorded.trained, module)
+
+
+@contextmanager
+def _suspended(devices: Any) -> Generator[None]:
+    enabled = [device for device, _ in devices]
+    for device in enabled:
+        torch.set_autocast_enabled(device, False)
+    try:
+        yield
+    finally:
+        for device in enabled:
+            torch.set_autocast_enabled(device, True)
+
+
+class _Nothing:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+_NOTHING = _Nothing()
+
+
+def _without_autocast(settings: tuple[Any, ...]) -> Any:
+    # The casts are in the graph; to a replay under autocast they would be made twice.
+    return _NOTHING if settings[-1] is None else _suspended(settings[-1])
+
+
+def _refuse_gradients(args: Any, kwargs: Any, leaves: list[Tensor]) -> None:
+    if not torch.is_grad_enabled():
+        return
+    for leaf, name in zip(leaves, leaf_names(args, kwargs), strict=True):
+        if leaf.requires_grad:
+            raise UnsupportedError(
+                explain(
+                    f"jit: {name} requires grad, and autograd cannot look into a replay.",
+                    expected="gradients taken inside the function, by torch.func.grad",
+                    got=f"a tensor of shape {list(leaf.shape)} with requires_grad=True, with grad mode on",
+                    hint="detach the argument, or call under torch.no_grad().",
+                )
+            )
+
+
+@overload
+def jit(
+    fn: Callable[P, R], *, backend: str | Callable[..., Any] | None = None, cache_size: int = 64
+) -> Jitted[P, R]: ...
+@overload
+def jit(
+    fn: None = None, *, backend: str | Callable[..., Any] | None = None, cache_size: int = 64
+) -> Callable[[Callable[P, R]], Jitted[P, R]]: ...
+def jit(fn: Any = None, *, backend: str | Callable[..., Any] | None = None, cache_size: int = 64) -> Any:
+    """Record a function of tensors and trees once for each kind of arguments, and replay the record from then on.
+
+    The first call runs the function on fake tensors and records every operation; no compiler is needed. A replay
+    skips Python, `torch.vmap` and `torch.func.grad`, which cost more than the arithmetic of small models.
+
+    Recorded anew when any of these change: the structure, batch sizes, devices, names, kinds and key order of trees;
+    shapes, strides, dtypes, devices and `requires_grad` of tensors; other arguments; Python values in closure cells,
+    defaults and globals that the code of the function, or of its package's functions that it names, reads; the mode
+    of modules among these; grad mode, autocast and default dtype. What the function reaches in another way
+    (attributes of objects, files, the clock) is read once. Random numbers are drawn at every replay.
+
+    Gradients are taken inside the function: its results are not differentiable.
+
+    Args:
+        fn: A function that returns tensors, trees, numbers, or containers of these. Without it, a decorator with
+            these options.
+        backend: A backend of `torch.compile` that the record is handed to.
+        cache_size: How many records are kept; the one not used for longest goes first.
+
+    Returns:
+        The function, with `cache_info()`, `cache_clear()` and `graph(*args)`.
+
+    Raises:
+        CaptureError: The function uses a tensor that is not one of its arguments; the message names it.
+        ImmutableError: The function writes to an argument in place, other than through `donate=True`.
+        UnsupportedError: An argument requires grad while grad mode is on; the function uses the value of a tensor;
+            an argument cannot be part of the key; a result cannot be made again.
+
+    Examples:
+        >>> @tdf.jit
+        ... def member_grads(params, x):
+        ...     loss = lambda p: (x @ p["w"]).square().mean()
+        ...     return torch.vmap(torch.func.grad(loss))(params)
+        >>> params = TensorDict({"w": torch.ones(4, 3)}, [4])
+        >>> member_grads(params, torch.ones(2, 3))["w"].shape
+        torch.Size([4, 3])
+        >>> member_grads(params, torch.zeros(2, 3)) is not None, member_grads.cache_info().misses
+        (True, 1)
+    """
+    if cache_size < 1:
+        raise ValueError(explain("jit: no record could be kept.", expected="cache_size >= 1", got=cache_size))
+    if fn is None:
+        return lambda wrapped: jit(wrapped, backend=backend, cache_size=cache_size)
+    return Jitted(fn, backend, cache_size)

@@ -1,0 +1,190 @@
+"""Cleaning a recorded graph: operations without effect, common subexpressions, dead code, faster spellings."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tdfunc._jit.tracing import storage_of, written_by
+
+aten = torch.ops.aten
+
+# Each returns its first argument, or a view of all of it, when shape and strides come out as they were.
+_VIEWS = {
+    aten.detach.default, aten.alias.default, aten.view.default, aten._unsafe_view.default, aten.expand.default,
+    aten.reshape.default, aten.permute.default, aten.transpose.int, aten.slice.Tensor, aten.t.default,
+}  # fmt: skip
+_FILLS = {aten.ones_like.default: 1, aten.zeros_like.default: 0}
+# torch's own bindings of these take the same arguments and cost half of what an OpOverload does.
+_SPELLED_ALIKE = """
+    add.Tensor sub.Tensor mul.Tensor div.Tensor add.Scalar sub.Scalar mul.Scalar div.Scalar neg.default abs.default
+    mm.default bmm.default addmm.default baddbmm.default t.default transpose.int permute.default unsqueeze.default
+    squeeze.dim select.int cat.default stack.default index_select.default gather.default where.self full.default
+    clone.default sum.default sum.dim_IntList mean.default mean.dim amax.default exp.default log.default sqrt.default
+    rsqrt.default square.default reciprocal.default sign.default pow.Tensor_Scalar tanh.default sigmoid.default
+    relu.default maximum.default minimum.default eq.Tensor eq.Scalar gt.Scalar ge.Scalar lt.Scalar le.Scalar
+    lerp.Scalar addcmul.default addcdiv.default native_layer_norm.default
+"""
+
+
+def _bindings() -> dict[Any, Callable[..., Any]]:
+    names = [name.split(".") for name in _SPELLED_ALIKE.split()]
+    return {getattr(getattr(aten, name), kind): getattr(torch, name) for name, kind in names if hasattr(torch, name)}
+
+
+_FASTER = _bindings()
+_METHODS = {aten.view.default: "view", aten._unsafe_view.default: "view", aten.expand.default: "expand"}
+
+
+def clean(module: fx.GraphModule, *, faster: bool) -> None:
+    """Simplify the graph of a trace; what it computes and the tensors that it writes stay the same to the last bit.
+
+    Args:
+        module: The recorded module.
+        faster: Call torch's bindings instead of aten overloads, where they are the same.
+    """
+    graph = module.graph
+    fixed = _fixed_storages(graph)
+    _drop_no_ops(graph, fixed)
+    _fold_fills(graph)
+    _merge_common(graph, fixed)
+    graph.eliminate_dead_code(_has_effect)
+    if faster:
+        _respell(graph)
+    module.recompile()
+
+
+def draws(graph: fx.Graph) -> bool:
+    """Whether a replay draws random numbers."""
+    return any(_is_random(node.target) for node in graph.nodes)
+
+
+def _storages(value: Any) -> set[int]:
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return {storage_of(item) for item in values if isinstance(item, Tensor)}
+
+
+def _writes(node: fx.Node) -> list[fx.Node]:
+    if node.op != "call_function":
+        return []
+    return node.meta.get("writes", written_by(node.target, node.args, node.kwargs))
+
+
+def _fixed_storages(graph: fx.Graph) -> set[int]:
+    """Return the memory that is written or returned: two nodes of it are not the same value at all times."""
+    fixed: set[int] = set()
+    for node in graph.nodes:
+        for target in [*_writes(node), *(node.all_input_nodes if node.op == "output" else [])]:
+            fixed |= _storages(target.meta.get("val"))
+    return fixed
+
+
+def _drop_no_ops(graph: fx.Graph, fixed: set[int]) -> None:
+    """Replace each node that returns what an earlier one has by that one."""
+    ones: set[fx.Node] = set()
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+            continue
+        if node.target is aten.ones_like.default or (node.target in _VIEWS and node.args[0] in ones):
+            ones.add(node)
+        source = _same_view(node) if node.target in _VIEWS else _same_value(node, ones, fixed)
+        # A result must be another object than an argument, which may require grad.
+        if source is None or (source.op == "placeholder" and any(user.op == "output" for user in node.users)):
+            continue
+        node.replace_all_uses_with(source)
+        graph.erase_node(node)
+
+
+def _same_view(node: fx.Node) -> fx.Node | None:
+    """Return the node that a view, or a chain of views that ends in it, looks at unchanged."""
+    source = node
+    while source.target in _VIEWS and isinstance(source.args[0], fx.Node):
+        source = source.args[0]
+        if _same_layout(node, source):
+            return source
+    return None
+
+
+def _same_value(node: fx.Node, ones: set[fx.Node], fixed: set[int]) -> fx.Node | None:
+    """Return the operand that `x**1` (from the derivative of x**2), `x * 1` and `x * ones` are copies of."""
+    if node.target is aten.pow.Tensor_Scalar or node.target in (aten.mul.Tensor, aten.mul.Scalar):
+        x, y = node.args[:2]
+        if x in ones and node.target is aten.mul.Tensor:
+            x, y = y, x
+        neutral = y in ones if isinstance(y, fx.Node) else y == 1
+        if neutral and isinstance(x, fx.Node) and _same_layout(node, x):
+            free = not (_storages(node.meta["val"]) | _storages(x.meta["val"])) & fixed
+            return x if free else None
+    return None
+
+
+def _same_layout(a: fx.Node, b: fx.Node) -> bool:
+    x, y = a.meta.get("val"), b.meta.get("val")
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+        return False
+    return (
+        x.shape == y.shape
+        and x.stride() == y.stride()
+        and x.dtype == y.dtype
+        and (x.storage_offset() == y.storage_offset() or storage_of(x) != storage_of(y))
+    )
+
+
+def _fold_fills(graph: fx.Graph) -> None:
+    """Make `ones_like(x)` and its kind of a shape alone, so that x need not be computed."""
+    for node in list(graph.nodes):
+        value = node.meta.get("val")
+        if node.target in _FILLS and value.is_contiguous():
+            fill = _FILLS[node.target]
+            options = {"dtype": value.dtype, "device": value.device}
+            with graph.inserting_before(node):
+                new = graph.call_function(aten.full.default, (list(value.shape), fill), options)
+            new.meta["val"] = value
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)
+
+
+def _merge_common(graph: fx.Graph, fixed: set[int]) -> None:
+    known: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or _has_effect(node) or "empty" in str(node.target):
+            continue
+        involved = [node, *node.all_input_nodes]
+        if any(_storages(item.meta.get("val")) & fixed for item in involved):
+            continue
+        key = (node.target, _frozen(node.args), _frozen(node.kwargs))
+        twin = known.setdefault(key, node)
+        if twin is not node:
+            node.replace_all_uses_with(twin)
+            graph.erase_node(node)
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple([_frozen(item) for item in value])
+    if isinstance(value, dict):
+        return tuple([(key, _frozen(item)) for key, item in value.items()])
+    # 1 == 1.0 == True and 0.0 == -0.0, which are not the same argument.
+    return value if isinstance(value, fx.Node) else (type(value), repr(value))
+
+
+def _has_effect(node: fx.Node) -> bool:
+    """Whether a node must stay although nothing uses its result, and must not be merged with another."""
+    if node.op != "call_function":
+        return node.op in ("placeholder", "output")
+    return bool(_writes(node)) or _is_random(node.target)
+
+
+def _is_random(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def _respell(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target in _METHODS:
+            node.op, node.target = "call_method", _METHODS[node.target]
+        elif node.target in _FASTER:
+            node.target = _FASTER[node.target]

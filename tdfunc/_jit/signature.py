@@ -1,0 +1,174 @@
+"""The key of a call: everything about its arguments but the values of their tensors."""
+
+from collections.abc import Iterator
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils import _pytree as torch_pytree
+
+from tdfunc._collection import Context, Static, TensorCollection, flatten
+from tdfunc._errors import UnsupportedError, explain
+from tdfunc._jit.environment import freeze, static_part
+from tdfunc._jit.leaves import children_of, is_plain
+from tdfunc._nontensor import NonTensorBase, StaticValues
+
+_MAX_CONTEXTS = 4096
+_AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
+
+
+class Arguments(NamedTuple):
+    """Flattened arguments: the tensors, the trees among them, and the parts of the key."""
+
+    leaves: list[Tensor]
+    nodes: list[TensorCollection]
+    parts: list[Any]
+
+
+class Contexts:
+    """Small numbers for the static data of tree nodes, so that keys compare fast."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+        # By identity; the context is kept, so its id stays its own.
+        self._known: dict[int, tuple[Any, int]] = {}
+        self._next = count()
+
+    def number(self, cls: type, context: Any) -> int:
+        """Return one number for equal static data: class, batch size, device, names, kinds, ties and key order."""
+        found = self._known.get(id(context))
+        if found is not None and found[0] is context:
+            return found[1]
+        if len(self._known) >= _MAX_CONTEXTS:
+            self._known.clear()
+            self._numbers.clear()
+        key = (cls, *_full(context))
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers.setdefault(key, next(self._next))
+        self._known[id(context)] = (context, number)
+        return number
+
+
+def _full(context: Any) -> tuple[Any, ...]:
+    """Return all that a context holds, hashable; its own == leaves most of it out."""
+    if not isinstance(context, Context):
+        return (_hashable(context),)
+    static = context.static or Static()
+    own = (tuple(static.kinds.items()), static.ties, _hashable(static.own))
+    return (
+        context.keys,
+        context.order,
+        context.ties,
+        context.batch_size,
+        context.device,
+        context.names,
+        own,
+        context.grafts,
+    )
+
+
+def _hashable(value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        return freeze(value)
+    return value
+
+
+def describe(contexts: Contexts, value: Any, out: Arguments, where: str = "") -> None:
+    """Append the tensors, trees and key parts of one argument."""
+    kind = type(value)
+    if kind is Tensor or kind is Parameter:
+        out.leaves.append(value)
+        out.parts.append((kind, *_kind_of(value)))
+    elif isinstance(value, TensorCollection):
+        children, context = flatten(value) if is_plain(kind) else children_of(value)
+        out.nodes.append(value)
+        out.parts.append(contexts.number(kind, context))
+        leaves, parts = out.leaves, out.parts
+        for child in children:
+            # This loop is most of what a call costs beyond its replay.
+            if type(child) is Tensor:
+                leaves.append(child)
+                dtype = child.dtype
+                parts.append((child.shape, dtype, child.device, child.requires_grad, child.stride()))
+                if dtype.is_complex:
+                    parts.append((child.is_conj(), child.is_neg()))
+            else:
+                describe(contexts, child, out, where)
+    elif isinstance(value, Tensor):
+        raise UnsupportedError(
+            explain(
+                f"jit: the argument {where} is, or holds, a tensor subclass.",
+                expected="torch.Tensor or nn.Parameter",
+                got=kind.__name__,
+                hint="call the function without jit, or hand it to torch.compile.",
+            )
+        )
+    else:
+        _describe_other(contexts, value, out, where)
+
+
+def _kind_of(tensor: Tensor) -> tuple[Any, ...]:
+    kind = (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, tensor.stride())
+    return (*kind, tensor.is_conj(), tensor.is_neg()) if tensor.is_complex() else kind
+
+
+def _describe_other(contexts: Contexts, value: Any, out: Arguments, where: str) -> None:
+    kind = type(value)
+    if isinstance(value, (tuple, list)):
+        out.parts.append((kind, len(value)))
+        for i, item in enumerate(value):
+            describe(contexts, item, out, f"{where}[{i}]")
+    elif kind is dict:
+        out.parts.append((kind, tuple(value)))
+        for key, item in value.items():
+            describe(contexts, item, out, f"{where}[{key!r}]")
+    elif isinstance(value, NonTensorBase):
+        out.parts.append((kind, StaticValues(value), value.shape))
+    elif kind in torch_pytree.SUPPORTED_NODES:
+        children, context = torch_pytree.SUPPORTED_NODES[kind].flatten_fn(value)
+        out.parts.append((kind, _hashable(context), len(children)))
+        for i, item in enumerate(children):
+            describe(contexts, item, out, f"{where}[{i}]")
+    else:
+        out.parts.append(static_part(value, where))
+
+
+def refill(value: Any, leaves: Iterator[Any], nodes: list[Any]) -> Any:
+    """Return the arguments around other leaves, collecting the new trees in the order of `describe`."""
+    kind = type(value)
+    if isinstance(value, Tensor):
+        return next(leaves)
+    if isinstance(value, TensorCollection):
+        place = len(nodes)
+        nodes.append(None)
+        children, context = children_of(value)
+        new = torch_pytree.SUPPORTED_NODES[kind].unflatten_fn(
+            [refill(child, leaves, nodes) for child in children], context
+        )
+        nodes[place] = new
+        return new
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return kind(*[refill(item, leaves, nodes) for item in value])
+    if isinstance(value, (tuple, list)):
+        return kind([refill(item, leaves, nodes) for item in value])  # pyright: ignore[reportCallIssue]
+    if kind is dict:
+        return {key: refill(item, leaves, nodes) for key, item in value.items()}
+    if kind in torch_pytree.SUPPORTED_NODES and not isinstance(value, NonTensorBase):
+        children, context = torch_pytree.SUPPORTED_NODES[kind].flatten_fn(value)
+        return torch_pytree.SUPPORTED_NODES[kind].unflatten_fn(
+            [refill(child, leaves, nodes) for child in children], context
+        )
+    return value
+
+
+def modes() -> tuple[Any, ...]:
+    """Return the thread's settings that decide what torch functions do."""
+    autocast: Any = None
+    if torch._C._is_any_autocast_enabled():  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+        autocast = tuple([(d, torch.get_autocast_dtype(d)) for d in _AUTOCAST_DEVICES if torch.is_autocast_enabled(d)])
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), autocast

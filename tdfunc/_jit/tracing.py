@@ -1,0 +1,347 @@
+"""One run of a function on fake tensors, recorded as a graph of aten operations.
+
+Fake tensors have shapes and no data, so nothing is computed, drawn or written. What a replay could not repeat is
+refused while it happens, with the name of the tensor and the user's own line.
+"""
+
+import os
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.fx.experimental import proxy_tensor
+from torch.utils import _pytree as torch_pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from tdfunc._collection import TensorCollection, iter_leaves
+from tdfunc._errors import CaptureError, ImmutableError, UnsupportedError, explain
+from tdfunc._jit.environment import Environment, contents
+from tdfunc._jit.leaves import children_of, node_like
+from tdfunc._jit.signature import refill
+from tdfunc._nontensor import NonTensorBase
+
+_OWN_FOLDERS = tuple(
+    os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__))
+)
+# Their schemas do not say that they update the running statistics: (index of the statistics, index of `training`).
+_HIDDEN_WRITES = {
+    torch.ops.aten.native_batch_norm.default: (3, 5),
+    torch.ops.aten.cudnn_batch_norm.default: (3, 5),
+    torch.ops.aten.miopen_batch_norm.default: (3, 5),
+    torch.ops.aten._batch_norm_impl_index.default: (3, 5),
+}
+
+
+class Trace(NamedTuple):
+    """A recorded run: the graph, whose output is a list of tensors, and how to make the result of them."""
+
+    graph: fx.GraphModule
+    # From the outputs and the trees among the arguments.
+    build: Callable[[Sequence[Any], Sequence[Any]], Any]
+    # Outputs that the function made to require grad.
+    trained: tuple[int, ...]
+
+
+class Recorder(TorchDispatchMode):
+    """Sees every operation of a trace first: refuses captured tensors and writes to arguments.
+
+    Args:
+        tracer: Where operations are recorded.
+        names: The argument that each storage belongs to.
+        find: Returns the name of a captured tensor, as far as it can be found.
+        deferred: Whether `call` may be used; a compiler's backend could not look inside.
+    """
+
+    def __init__(self, tracer: Any, names: dict[int, str], find: Callable[[Tensor], str], *, deferred: bool) -> None:
+        super().__init__()
+        self._tracer, self._names, self._find, self.deferred = tracer, names, find, deferred
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _LIFTS:
+            for tensor in _tensors((args, kwargs)):
+                self._refuse_captured(tensor)
+        for tensor in written_by(func, args, kwargs):
+            name = self._names.get(storage_of(tensor))
+            if name is not None:
+                raise _write_error(name, func)
+        return func(*args, **kwargs)
+
+    def call(self, fn: Callable[[list[Tensor], list[Tensor]], None], writes: list[Tensor], reads: list[Tensor]) -> None:
+        """Record a call of `fn(writes, reads)`, made at each replay on real tensors; `fn` writes to the first."""
+        nodes = [[self._node(tensor) for tensor in tensors] for tensors in (writes, reads)]
+        node = self._tracer.graph.create_node("call_function", _Deferred(fn), tuple(nodes), {})
+        node.meta["writes"] = nodes[0]
+
+    def _node(self, tensor: Tensor) -> fx.Node:
+        self._refuse_captured(tensor)
+        return proxy_tensor.get_proxy_slot(tensor, self._tracer).proxy.node
+
+    def _refuse_captured(self, tensor: Tensor) -> None:
+        if not isinstance(tensor, FakeTensor):
+            raise _capture_error(tensor, self._find(tensor))
+
+
+class _Deferred:
+    """A call left for the replay, spelled as a function for the graph's code."""
+
+    def __init__(self, fn: Callable[[list[Tensor], list[Tensor]], None]) -> None:
+        self._fn = fn
+        self.__name__ = self.__qualname__ = "deferred"
+        self.__module__ = __name__
+
+    def __call__(self, writes: list[Tensor], reads: list[Tensor]) -> None:
+        self._fn(writes, reads)
+
+
+_LIFTS = {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default}
+
+
+def recorder() -> Recorder | None:
+    """Return the recorder of the trace that the caller runs in, if there is one that takes deferred calls."""
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return None
+    found = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Recorder) and mode.deferred]
+    return found[-1] if found else None
+
+
+def trace(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    leaves: list[Tensor],
+    environment: Environment,
+    *,
+    deferred: bool,
+) -> Trace:
+    """Run `fn` once on fake tensors and record what it does to them."""
+    tracer: Any = proxy_tensor.PythonKeyTracer()
+    tracer.root, tracer.graph, tracer.tensor_attrs = nn.Module(), fx.Graph(tracer_cls=proxy_tensor.PythonKeyTracer), {}
+    fake_mode = FakeTensorMode(allow_fallback_kernels=True)
+    fakes = [_fake(fake_mode, leaf) for leaf in leaves]
+    names = dict(zip(map(storage_of, fakes), leaf_names(args, kwargs), strict=True))
+    watch = Recorder(tracer, names, lambda tensor: _name_of(tensor, environment, args, kwargs), deferred=deferred)
+    proxy_mode = proxy_tensor.ProxyTorchDispatchMode(tracer, "fake")
+    nodes: list[Any] = []
+    with fake_mode, proxy_mode, proxy_tensor.disable_autocast_cache():
+        for i, fake in enumerate(fakes):
+            proxy = tracer.create_proxy("placeholder", f"arg{i}", (), {})
+            proxy_tensor.track_tensor_tree(fake, proxy, constant=None, tracer=tracer)
+        fake_args, fake_kwargs = refill((args, kwargs), iter(fakes), nodes)
+        with watch:
+            out = _run(fn, fake_args, fake_kwargs)
+        slots: list[Tensor] = []
+        build = _builder(out, slots, {id(node): i for i, node in enumerate(nodes)}, "the result")
+        outputs = [watch._node(tensor) for tensor in slots]
+        tracer.graph.output(outputs)
+    trained = tuple(i for i, tensor in enumerate(slots) if tensor.requires_grad and tensor.is_leaf)
+    return Trace(fx.GraphModule(tracer.root, tracer.graph), build, trained)
+
+
+def _fake(mode: FakeTensorMode, leaf: Tensor) -> Tensor:
+    # Of a new object each time: a tensor given twice becomes two arguments, and the next call may give different ones.
+    if type(leaf) is nn.Parameter:
+        return mode.from_tensor(nn.Parameter(leaf.detach(), leaf.requires_grad))
+    return mode.from_tensor(leaf.detach()).requires_grad_(leaf.requires_grad)
+
+
+def _run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    try:
+        return fn(*args, **kwargs)
+    except (DataDependentOutputException, DynamicOutputShapeException) as err:
+        raise _data_error(err) from err
+    except RuntimeError as err:
+        if "get value out of a tracing tensor" in str(err):
+            raise _data_error(err) from err
+        raise
+
+
+# -- results ----------------------------------------------------------------------------------------------------
+
+_PLAIN_VALUES = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    NonTensorBase,
+)
+_Build = Callable[[Sequence[Any], Sequence[Any]], Any]
+
+
+def _builder(out: Any, slots: list[Tensor], nodes: dict[int, int], where: str) -> _Build:
+    """Return the function that makes a result like `out` of a replay's outputs and of the argument trees."""
+    kind = type(out)
+    if isinstance(out, Tensor):
+        place = len(slots)
+        slots.append(out)
+        return lambda values, _: values[place]
+    if id(out) in nodes:
+        same = nodes[id(out)]
+        return lambda _, trees: trees[same]
+    if isinstance(out, TensorCollection):
+        children, context = children_of(out)
+        parts = [_builder(child, slots, nodes, f"{where}[{i}]") for i, child in enumerate(children)]
+        return lambda values, trees: node_like(kind, context, tuple([part(values, trees) for part in parts]))
+    if isinstance(out, _PLAIN_VALUES):
+        return lambda *_: out
+    if isinstance(out, (tuple, list)):
+        parts = [_builder(item, slots, nodes, f"{where}[{i}]") for i, item in enumerate(out)]
+        make = kind._make if hasattr(kind, "_fields") else kind  # pyright: ignore
+        return lambda values, trees: make([part(values, trees) for part in parts])
+    if kind is dict:
+        named = {key: _builder(item, slots, nodes, f"{where}[{key!r}]") for key, item in out.items()}
+        return lambda values, trees: {key: part(values, trees) for key, part in named.items()}
+    if kind in torch_pytree.SUPPORTED_NODES:
+        node = torch_pytree.SUPPORTED_NODES[kind]
+        children, context = node.flatten_fn(out)
+        parts = [_builder(child, slots, nodes, f"{where}[{i}]") for i, child in enumerate(children)]
+        return lambda values, trees: node.unflatten_fn([part(values, trees) for part in parts], context)
+    raise UnsupportedError(
+        explain(
+            f"jit: {where} of the function is an object that a replay cannot make again.",
+            expected="tensors, trees, numbers, strings and containers of these",
+            got=kind.__name__,
+            hint="return its tensors, or register its class as a pytree.",
+        )
+    )
+
+
+# -- what operations read and write -----------------------------------------------------------------------------
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in torch_pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return the identity of the memory behind a tensor; its views have the same."""
+    return tensor.untyped_storage()._cdata
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments that an operation writes to (tensors, or nodes of a graph)."""
+    if func in _HIDDEN_WRITES:
+        first, training = _HIDDEN_WRITES[func]
+        return [stat for stat in args[first : first + 2] if stat is not None] if args[training] else []
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    found: list[Any] = []
+    for i, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            found += [item for item in (value if isinstance(value, (list, tuple)) else [value]) if item is not None]
+    return found
+
+
+# -- errors -----------------------------------------------------------------------------------------------------
+
+
+def leaf_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """Return the names of the tensors among the arguments, in their order."""
+    names: list[str] = []
+    for entries, leaf in torch_pytree.tree_flatten_with_path((args, kwargs))[0]:
+        if isinstance(leaf, Tensor):
+            key = getattr(entries[1], "key", getattr(entries[1], "idx", ""))
+            start = f"argument {key}"
+            names.append(start + torch_pytree.keystr(entries[2:]))
+    return names
+
+
+def _user_line(err: BaseException | None = None) -> str:
+    """Return the innermost line that is neither torch's nor ours, as `file:number: code`."""
+    frames = traceback.extract_tb(err.__traceback__) if err is not None else traceback.extract_stack()
+    for frame in reversed(frames):
+        if not os.path.abspath(frame.filename).startswith(_OWN_FOLDERS) and not frame.filename.startswith("<"):
+            return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return "(no line found)"
+
+
+def _data_error(err: BaseException) -> UnsupportedError:
+    return UnsupportedError(
+        explain(
+            "jit: the function uses the value of a tensor, which a trace does not have.",
+            got=_user_line(err),
+            hint="use torch.where and masks instead of `if`, .item() and boolean indexing, or jit less.",
+        )
+    )
+
+
+def _write_error(name: str, func: Any) -> ImmutableError:
+    return ImmutableError(
+        explain(
+            f"jit: the function writes to {name} in place ({func}).",
+            got=_user_line(),
+            hint="return a new tensor, write to a clone, or use optim's update(..., donate=True).",
+        )
+    )
+
+
+def _capture_error(tensor: Tensor, name: str) -> CaptureError:
+    return CaptureError(
+        explain(
+            f"jit: the function uses {name}, a tensor that is not one of its arguments.",
+            expected="every tensor among the arguments: a replay would keep using this one's present value",
+            got=f"shape {list(tensor.shape)}, {tensor.dtype} at {_user_line()}",
+            hint="pass it as an argument (for a module's weights: apply, params, buffers = tdfunc.functional(module)).",
+        )
+    )
+
+
+_MAX_SEARCHED = 20_000
+
+
+def _name_of(tensor: Tensor, environment: Environment, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Search what the function can reach, breadth first, for a tensor and return how it is reached."""
+    todo = [*environment.named_values(), *((f"argument {i}", value) for i, value in enumerate(args))]
+    todo += [(f"argument {name}", value) for name, value in kwargs.items()]
+    seen: set[int] = set()
+    for name, value in todo:
+        if isinstance(value, Tensor):
+            if value is tensor or _shares(value, tensor):
+                return repr(name)
+        elif id(value) not in seen and len(todo) < _MAX_SEARCHED:
+            seen.add(id(value))
+            todo += _reachable(name, value)
+    return "a tensor whose name was not found"
+
+
+def _shares(a: Tensor, b: Tensor) -> bool:
+    try:
+        return a.numel() > 0 and not isinstance(a, FakeTensor) and storage_of(a) == storage_of(b)
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+def _reachable(name: str, value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, TensorCollection):
+        return [(f"{name}[{'.'.join(path)!r}]", leaf) for path, leaf in iter_leaves(value)]
+    if isinstance(value, nn.Module):
+        named = [*value.named_parameters(), *value.named_buffers(), *vars(value).items()]
+        return [(f"{name}.{key}", item) for key, item in named]
+    if isinstance(value, dict):
+        return [(f"{name}[{key!r}]", item) for key, item in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [(f"{name}[{i}]", item) for i, item in enumerate(value)]
+    if isinstance(value, (type, ModuleType)):
+        return []
+    found = [(f"{name}.{key}", item) for key, item in getattr(value, "__dict__", {}).items()]
+    if isinstance(value, FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        found += [(f"{name}.{variable}", contents(cell)) for variable, cell in cells]
+    return found

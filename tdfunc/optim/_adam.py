@@ -1,0 +1,135 @@
+"""Adam and AdamW."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tdfunc.optim._base import Hyper, Optimizer
+from tdfunc.optim._checks import check_hyper
+from tdfunc.optim._lists import Coefficient, Lists
+from tdfunc.optim._run import Rule, Values, Work
+
+
+def adam(
+    lr: Hyper = 1e-3,
+    betas: tuple[Hyper, Hyper] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: Hyper = 0.0,
+    amsgrad: bool = False,
+    *,
+    maximize: bool = False,
+) -> Optimizer:
+    """Return the Adam optimizer; weight decay is added to the gradient.
+
+    Args:
+        lr: Step size.
+        betas: Decay of the running averages of the gradient and of its square.
+        eps: Added to the denominator.
+        weight_decay: Factor of the parameters that are added to the gradient.
+        amsgrad: Whether to divide by the largest running average of the square so far.
+        maximize: Whether to go up the gradient.
+
+    Raises:
+        ValueError: A hyperparameter is out of range or nan.
+
+    Source:
+        Kingma and Ba, "Adam: A Method for Stochastic Optimization"; `torch.optim.Adam`, whose kernels it calls.
+
+    Examples:
+        >>> params = TensorDict({"w": torch.ones(4, 3)}, [4])
+        >>> opt = tdf.optim.adam(lr=torch.tensor([0.1, 0.2, 0.3, 0.4]))
+        >>> state = opt.init(params)
+        >>> params, state = opt.update(params, params, state)
+        >>> params["w"][:, 0]
+        tensor([0.9000, 0.8000, 0.7000, 0.6000])
+    """
+    return _make("adam", lr, betas, eps, weight_decay, amsgrad, maximize)
+
+
+def adamw(
+    lr: Hyper = 1e-3,
+    betas: tuple[Hyper, Hyper] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: Hyper = 1e-2,
+    amsgrad: bool = False,
+    *,
+    maximize: bool = False,
+) -> Optimizer:
+    """Return the AdamW optimizer; weight decay shrinks the parameters, apart from the gradient.
+
+    Args:
+        lr: Step size.
+        betas: Decay of the running averages of the gradient and of its square.
+        eps: Added to the denominator.
+        weight_decay: Times `lr`, the part of the parameters that is taken away at each step.
+        amsgrad: Whether to divide by the largest running average of the square so far.
+        maximize: Whether to go up the gradient.
+
+    Raises:
+        ValueError: A hyperparameter is out of range or nan.
+
+    Source:
+        Loshchilov and Hutter, "Decoupled Weight Decay Regularization"; `torch.optim.AdamW`, whose kernels it calls.
+    """
+    return _make("adamw", lr, betas, eps, weight_decay, amsgrad, maximize)
+
+
+def _make(
+    name: str, lr: Hyper, betas: tuple[Hyper, Hyper], eps: float, weight_decay: Hyper, amsgrad: bool, maximize: bool
+) -> Optimizer:
+    hyper: dict[str, Hyper] = {"lr": lr, "beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
+    for key, value in hyper.items():
+        check_hyper(name, key, value, 0.0, 1.0 if key.startswith("beta") else torch.inf)
+    flags = {"amsgrad": amsgrad, "maximize": maximize}
+    decoupled = name == "adamw"
+    slots = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ()))
+    return Optimizer(
+        Rule(
+            name,
+            slots,
+            lambda ops, work, values: _step(ops, work, values, decoupled=decoupled, **flags),
+            lambda work, values: _fused(work, values, decoupled=decoupled, **flags),
+        ),
+        hyper,
+    )
+
+
+def _step(ops: Lists, work: Work, values: Values, *, decoupled: bool, amsgrad: bool, maximize: bool) -> None:
+    """The operations of torch's single-tensor Adam in their order, so that numbers agree to the last bit."""
+    lr, beta1, beta2, decay = values["lr"], values["beta1"], values["beta2"], values["weight_decay"]
+    params, grads, slots = work.params, work.grads, work.slots
+    if maximize:
+        grads = ops.neg(grads)
+    if _is_on(decay):
+        if decoupled:
+            params = ops.mul(params, 1 - lr * decay)
+        else:
+            grads = ops.add(grads, params, decay, keep=not maximize)
+    slots["exp_avg"] = ops.lerp(slots["exp_avg"], grads, 1 - beta1)
+    average = ops.mul(slots["exp_avg_sq"], beta2)
+    slots["exp_avg_sq"] = average = ops.addcmul(average, grads, grads, 1 - beta2)
+    if amsgrad:
+        slots["max_exp_avg_sq"] = average = ops.maximum(slots["max_exp_avg_sq"], average)
+    bias1, bias2 = 1 - beta1**work.step, 1 - beta2**work.step
+    denominator = ops.shift(ops.div(ops.sqrt(average), bias2**0.5), values["eps"])
+    work.params = ops.addcdiv(params, slots["exp_avg"], denominator, -lr / bias1)
+
+
+def _is_on(decay: Coefficient) -> bool:
+    return isinstance(decay, Tensor) or decay != 0.0
+
+
+# Any: every value is a float here.
+def _fused(work: Work, values: Any, *, decoupled: bool, amsgrad: bool, maximize: bool) -> bool:
+    # The operator under torch.optim.adam.adam(fused=True), which would add 1 to a step tensor for each leaf.
+    kernel = getattr(torch, "_fused_adamw_" if decoupled else "_fused_adam_", None)
+    if kernel is None:
+        return False
+    largest = work.slots["max_exp_avg_sq"] if amsgrad else []
+    steps = [torch.as_tensor(work.step, dtype=torch.float32)] * len(work.params)
+    kernel(
+        work.params, work.grads, work.slots["exp_avg"], work.slots["exp_avg_sq"], largest, steps,
+        **values, amsgrad=amsgrad, maximize=maximize,
+    )  # fmt: skip
+    return True

@@ -1,0 +1,147 @@
+"""`Optimizer`: a rule of list arithmetic and its hyperparameters, as two pure functions over trees.
+
+What one step computes stands in the rule's own file; how it is run, in `_run`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from tdfunc._collection import TensorCollection
+from tdfunc._jit.leaves import in_transform, rebuild
+from tdfunc.optim._checks import check_active, check_members, check_state, matched, trainable
+from tdfunc.optim._lists import Leaves
+from tdfunc.optim._run import Rule, Run
+
+if TYPE_CHECKING:
+    from tdfunc._tensordict import TensorDict
+
+T = TypeVar("T", bound=TensorCollection)
+Schedule: TypeAlias = Callable[[Tensor], "Tensor | float"]
+Hyper: TypeAlias = float | Tensor | Schedule
+
+
+class AbstractOptimizer(Protocol):
+    """What every optimizer has, and those made of others."""
+
+    def init(self, params: TensorCollection) -> "TensorDict":
+        """Return the state before the first step."""
+        ...
+
+    def update(
+        self,
+        params: T,
+        grads: TensorCollection,
+        state: "TensorDict",
+        *,
+        active: Tensor | None = None,
+        donate: bool = False,
+    ) -> "tuple[T, TensorDict]":
+        """Return the parameters and the state after one step."""
+        ...
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """Two pure functions: `init` makes the state, `update` a step.
+
+    Made by `sgd`, `adam` and `adamw`. A hyperparameter is a float, which is fixed; a tensor with a value for each
+    member, which `init` puts into the state under its own name, where `state.set` changes it; or a function from
+    the number of steps done so far (an integer tensor) to a float or tensor.
+
+    Args:
+        rule: What one step computes.
+        hyper: The hyperparameters of the rule.
+    """
+
+    rule: Rule
+    hyper: Mapping[str, Hyper]
+
+    def init(self, params: TensorCollection) -> "TensorDict":
+        """Return the state before the first step.
+
+        It has the batch size of `params`: row i is the state of member i, and members' states stack.
+
+        Raises:
+            LeafMismatchError: A leaf is not floating point, or a hyperparameter has more or fewer values than it has
+                members; the message names it.
+            BatchSizeError: A hyperparameter does not have the batch size of `params`.
+        """
+        name, size = self.rule.name, params._batch_size
+        leaves = trainable(name, params)
+        device = leaves[0].device if leaves else None
+        # Expanded: the strides prove that all members have done as many steps.
+        data: dict[str, Any] = {"step": torch.zeros((), dtype=torch.int64, device=device).expand(size)}
+        for key, value in self._tensors().items():
+            data[key] = value.detach().clone() if value.dim() else value.detach().clone().expand(size)
+            check_members(name, key, data[key], params, leaves)
+        for slot in self.rule.slots:
+            data[slot] = rebuild(
+                params, [torch.zeros_like(leaf, memory_format=torch.contiguous_format) for leaf in leaves]
+            )
+        return TensorCollection._open._make(data, size, params._device, params._names)
+
+    def update(
+        self,
+        params: T,
+        grads: TensorCollection,
+        state: "TensorDict",
+        *,
+        active: Tensor | None = None,
+        donate: bool = False,
+    ) -> "tuple[T, TensorDict]":
+        """Return the parameters and the state after one step.
+
+        It works under `torch.vmap`, `torch.func.grad`, `tdfunc.jit` and `torch.compile`. Outside of transforms a step
+        is not differentiated, and a leaf that requires grad becomes one that does.
+
+        Args:
+            params: The tree to train.
+            grads: A tree with the same leaves.
+            state: What `init` or the last `update` returned.
+            active: Which members do the step; parameters and state of the others stay as they are.
+            donate: Whether the leaves of `params` and `state` may be overwritten, which saves copies. From then on
+                use what is returned only, and mind that other trees may share the leaves.
+
+        Shapes:
+            `active` has the batch size of `params`.
+
+        Raises:
+            TreeStructureError: The trees have different leaves, or the state is another optimizer's.
+            LeafMismatchError: A leaf is not floating point, a gradient or state differs from it in shape or dtype,
+                or a hyperparameter does not fit it; the message names the leaf.
+            BatchSizeError: `active`, or the step count in the state, does not have the batch size of `params`.
+        """
+        name, size = self.rule.name, params._batch_size
+        leaves = trainable(name, params)
+        tensors = self._tensors()
+        check_state(name, state, {"step", *self.rule.slots, *tensors}, size)
+        gradients = matched(name, "gradient", params, leaves, grads)
+        slots = {slot: matched(name, slot, params, leaves, state._data[slot]) for slot in self.rule.slots}
+        for key in tensors:
+            tensors[key] = state._data[key]
+            check_members(name, key, tensors[key], params, leaves)
+        if active is not None:
+            check_active(name, active, params)
+        step = state._data["step"]
+        new, new_slots = Run(self.rule, self.hyper, step, tensors, active, donate).step(leaves, gradients, slots)
+        return rebuild(params, new), self._next(state, new_slots, _counted(step, active))
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {name: value for name, value in self.hyper.items() if isinstance(value, Tensor)}
+
+    def _next(self, state: "TensorDict", slots: dict[str, Leaves], step: Tensor) -> "TensorDict":
+        data = {key: rebuild(node, slots[key]) if key in slots else node for key, node in state._data.items()}
+        data["step"] = step
+        return state._make(data, state._batch_size, state._device, state._names, state._static)
+
+
+def _counted(step: Tensor, active: Tensor | None) -> Tensor:
+    if active is not None:
+        return step + active
+    if step.dim() and not in_transform() and not any(step.stride()):
+        return (step[(0,) * step.dim()] + 1).expand(step.shape)
+    return step + 1

@@ -1,0 +1,151 @@
+"""What an optimizer checks before a step: leaves, gradients, state, and hyperparameters that differ by member."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tdfunc._collection import TensorCollection
+from tdfunc._errors import BatchSizeError, LeafMismatchError, TreeStructureError, explain
+from tdfunc._jit.leaves import collect, paths, same_keys
+from tdfunc._keys import dotted
+from tdfunc.optim._lists import Leaves
+
+
+def trainable(name: str, params: TensorCollection) -> Leaves:
+    """Return the leaves of params; each must be a floating-point tensor."""
+    leaves = collect(params)
+    for i, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            raise LeafMismatchError(
+                explain(
+                    f"{name}: the leaf {_path(params, i)!r} of params cannot be trained.",
+                    expected="a tensor of a floating-point dtype",
+                    got=str(leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf),
+                    hint="train a part of the tree: tdfunc.split separates buffers, tdfunc.partition any leaves.",
+                )
+            )
+    return leaves
+
+
+def matched(name: str, what: str, params: TensorCollection, leaves: Leaves, other: Any) -> Leaves:
+    """Return the leaves of `other`, which must be a tree with the keys, shapes and dtypes of params."""
+    if not isinstance(other, TensorCollection) or not same_keys(params, other):
+        raise _keys_differ(name, what, params, other)
+    values = collect(other)
+    for i, (leaf, value) in enumerate(zip(leaves, values, strict=True)):
+        if not isinstance(value, Tensor) or value.shape != leaf.shape or value.dtype != leaf.dtype:
+            raise LeafMismatchError(
+                explain(
+                    f"{name}.update: the {what} of {_path(params, i)!r} does not fit its parameter.",
+                    expected=f"shape {list(leaf.shape)}, {leaf.dtype}",
+                    got=f"shape {list(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else repr(value),
+                )
+            )
+    return values
+
+
+def _keys_differ(name: str, what: str, params: TensorCollection, other: Any) -> TreeStructureError:
+    if not isinstance(other, TensorCollection):
+        return TreeStructureError(
+            explain(
+                f"{name}.update: the {what}s must be a tree.", expected=type(params).__name__, got=type(other).__name__
+            )
+        )
+    mine, theirs = {dotted(p) for p in paths(params)}, {dotted(p) for p in paths(other)}
+    return TreeStructureError(
+        explain(
+            f"{name}.update: params and the tree of the {what} have different leaves.",
+            expected=f"a {what} for each of {sorted(mine - theirs)}" if mine - theirs else f"leaves {sorted(mine)}",
+            got=f"leaves that params lack: {sorted(theirs - mine)}" if theirs - mine else "none",
+            hint="leaves without a gradient are not trained: tdfunc.partition them off, or optim.masked.",
+        )
+    )
+
+
+def check_state(name: str, state: Any, wanted: set[str], size: torch.Size) -> None:
+    """Raise unless `state` has the entries of this optimizer and a step count for this batch size."""
+    if not isinstance(state, TensorCollection) or state._data.keys() != wanted:
+        raise TreeStructureError(
+            explain(
+                f"{name}.update: this is not a state of this optimizer.",
+                expected=f"a tree with the entries {sorted(wanted)}",
+                got=f"{sorted(state._data)}" if isinstance(state, TensorCollection) else type(state).__name__,
+                hint="state = opt.init(params)",
+            )
+        )
+    step = state._data["step"]
+    if step.shape != size:
+        raise BatchSizeError(
+            explain(
+                f"{name}.update: the step count of the state does not have the batch size of params.",
+                expected=list(size),
+                got=list(step.shape),
+                hint="state = opt.init(params), of params with this batch size.",
+            )
+        )
+
+
+def check_members(name: str, what: str, value: Tensor, params: TensorCollection, leaves: Leaves) -> None:
+    """Raise unless a tensor of one value per member fits the batch size and the leading dimensions of all leaves."""
+    size = params._batch_size
+    if value.shape != size and (size or value.dim() > 1):
+        raise BatchSizeError(
+            explain(
+                f"{name}: {what} does not have one value for each member.",
+                expected=f"shape {list(size)}, the batch size of params" if size else "a number or shape [members]",
+                got=f"shape {list(value.shape)}",
+            )
+        )
+    for i, leaf in enumerate(leaves):
+        if leaf.shape[: value.dim()] != value.shape:
+            raise LeafMismatchError(
+                explain(
+                    f"{name}: {what} does not fit the leading dimensions of the leaf {_path(params, i)!r}.",
+                    expected=f"a leaf of shape {list(value.shape)} + (...)",
+                    got=f"shape {list(leaf.shape)}",
+                    hint="stack the members (tdfunc.stack_modules), or give one number.",
+                )
+            )
+
+
+def check_active(name: str, active: Tensor, params: TensorCollection) -> None:
+    """Raise unless `active` says yes or no for each member."""
+    if active.dtype is not torch.bool:
+        raise LeafMismatchError(
+            explain(
+                f"{name}.update: active must be yes or no for each member.",
+                expected="torch.bool",
+                got=str(active.dtype),
+            )
+        )
+    if active.shape != params._batch_size:
+        raise BatchSizeError(
+            explain(
+                f"{name}.update: active does not have the batch size of params.",
+                expected=f"shape {list(params._batch_size)}",
+                got=f"shape {list(active.shape)}",
+                hint="if the leaves are stacked and the tree does not say so: params.with_batch_size([members]).",
+            )
+        )
+
+
+def check_hyper(rule: str, name: str, value: object, low: float, high: float = math.inf) -> None:
+    """Raise unless every number in a hyperparameter lies in [low, high); functions are checked by nobody."""
+    if callable(value):
+        return
+    numbers = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+    # Written so that nan fails.
+    if not bool(((numbers >= low) & (numbers < high)).all()):
+        raise ValueError(
+            explain(
+                f"{rule}: {name} is out of range.",
+                expected=f"{low} <= {name}" + (f" < {high}" if high < math.inf else ", finite"),
+                got=value,
+            )
+        )
+
+
+def _path(tree: TensorCollection, i: int) -> str:
+    return dotted(list(paths(tree))[i])

@@ -1,0 +1,127 @@
+"""Functions of gradient trees for `chain`: clipping by norm, and a check for nan."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from tdfunc._collection import TensorCollection
+from tdfunc._errors import UnsupportedError, explain
+from tdfunc._jit.leaves import collect, in_transform, paths, rebuild
+from tdfunc._keys import dotted
+from tdfunc.optim._checks import check_hyper
+from tdfunc.optim._lists import Leaves
+
+T = TypeVar("T", bound=TensorCollection)
+
+
+@dataclass(frozen=True)
+class GradientMap:
+    """A function from a tree of gradients to another, which `chain` puts before an optimizer."""
+
+    name: str
+    leaves: Callable[[TensorCollection, Leaves], Leaves]
+
+    def __call__(self, grads: T) -> T:
+        """Return the new gradients."""
+        return rebuild(grads, self.leaves(grads, collect(grads)))
+
+
+def clip_by_global_norm(max_norm: float) -> GradientMap:
+    """Return a map that scales gradients so that the norm of all of them together is at most `max_norm`.
+
+    In a stacked tree this couples the members; `clip_by_member_norm` does not.
+
+    Args:
+        max_norm: The largest Euclidean norm over all elements of all leaves.
+
+    Raises:
+        ValueError: `max_norm` is negative or nan.
+
+    Source:
+        `torch.nn.utils.clip_grad_norm_`, whose numbers it gives.
+
+    Examples:
+        >>> grads = TensorDict({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
+        >>> tdf.optim.clip_by_global_norm(1.0)(grads)["b"]
+        tensor([0.8000])
+    """
+    check_hyper("clip_by_global_norm", "max_norm", max_norm, 0.0)
+
+    def clip(_: TensorCollection, leaves: Leaves) -> Leaves:
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(leaf) for leaf in leaves]))
+        scale = _scale(norm, max_norm)
+        return [leaf * scale.to(leaf.dtype) for leaf in leaves]
+
+    return GradientMap("clip_by_global_norm", clip)
+
+
+def clip_by_member_norm(max_norm: float) -> GradientMap:
+    """Return a map that scales each member's gradients so that their norm is at most `max_norm`.
+
+    A member is an entry of the batch; its result is what `clip_by_global_norm` would give it alone.
+
+    Args:
+        max_norm: The largest Euclidean norm over all elements of one member.
+
+    Raises:
+        ValueError: `max_norm` is negative or nan.
+
+    Source:
+        `torch.nn.utils.clip_grad_norm_` for each member.
+
+    Examples:
+        >>> grads = TensorDict({"a": torch.tensor([[3.0, 4.0], [0.3, 0.4]])}, [2])
+        >>> tdf.optim.clip_by_member_norm(1.0)(grads)["a"]
+        tensor([[0.6000, 0.8000],
+                [0.3000, 0.4000]])
+    """
+    check_hyper("clip_by_member_norm", "max_norm", max_norm, 0.0)
+
+    def clip(grads: TensorCollection, leaves: Leaves) -> Leaves:
+        size = grads._batch_size
+        norms = [torch.linalg.vector_norm(leaf.reshape(*size, -1), dim=-1) for leaf in leaves]
+        scale = _scale(torch.linalg.vector_norm(torch.stack(norms), dim=0), max_norm)
+        return [leaf * scale.to(leaf.dtype).reshape(*size, *[1] * (leaf.dim() - len(size))) for leaf in leaves]
+
+    return GradientMap("clip_by_member_norm", clip)
+
+
+def _scale(norm: Tensor, max_norm: float) -> Tensor:
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def check_finite() -> GradientMap:
+    """Return a map that leaves gradients as they are and raises when one holds nan or an infinity.
+
+    It reads the values, which waits for a GPU and which no trace or transform can do.
+
+    Raises:
+        UnsupportedError: Called inside a transform or a trace.
+
+    Examples:
+        >>> opt = tdf.optim.chain(tdf.optim.check_finite(), tdf.optim.sgd(lr=0.1))
+    """
+
+    def check(grads: TensorCollection, leaves: Leaves) -> Leaves:
+        if in_transform() or torch._C._len_torch_dispatch_stack():
+            raise UnsupportedError(
+                explain(
+                    "check_finite: a transform or trace has no values to check.",
+                    hint="call it on the gradients outside.",
+                )
+            )
+        for path, leaf in zip(paths(grads), leaves, strict=True):
+            if not bool(torch.isfinite(leaf).all()):
+                raise FloatingPointError(
+                    explain(
+                        f"check_finite: the gradient of {dotted(path)!r} is not finite.",
+                        expected="numbers",
+                        got=f"{int(leaf.isnan().sum())} nan, {int(leaf.isinf().sum())} inf of {leaf.numel()}",
+                    )
+                )
+        return leaves
+
+    return GradientMap("check_finite", check)

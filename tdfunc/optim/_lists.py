@@ -1,0 +1,101 @@
+"""Arithmetic on lists of tensors: one foreach kernel for all leaves, or leaf by leaf with what transforms know.
+
+A rule is written once, in these terms. Its coefficients are floats, or where members differ tensors over the leading
+dimensions of the leaves.
+"""
+
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+# A number, or a float64 tensor over the leading dimensions of the leaves.
+Coefficient: TypeAlias = float | Tensor
+Leaves: TypeAlias = list[Tensor]
+
+
+class Lists:
+    """List arithmetic, in place by foreach kernels or out of place leaf by leaf.
+
+    In place, a method overwrites its first list, which must be the rule's own: parameters, slots or a temporary.
+    With `keep=True` it does not; gradients are always kept.
+
+    Args:
+        inplace: Whether the lists are real tensors that may be overwritten.
+    """
+
+    __slots__ = ("_inplace",)
+
+    def __init__(self, *, inplace: bool) -> None:
+        self._inplace = inplace
+
+    def add(self, xs: Leaves, ys: Leaves, scale: Coefficient, *, keep: bool = False) -> Leaves:
+        """`x + scale * y`."""
+        if isinstance(scale, Tensor):
+            return self._run("addcmul", xs, ys, spread(scale, xs), keep=keep)
+        return self._run("add", xs, ys, keep=keep, alpha=scale)
+
+    def shift(self, xs: Leaves, offset: Coefficient) -> Leaves:
+        """`x + offset`."""
+        return self._run("add", xs, spread(offset, xs))
+
+    def mul(self, xs: Leaves, factor: Coefficient, *, keep: bool = False) -> Leaves:
+        """`x * factor`."""
+        return self._run("mul", xs, spread(factor, xs), keep=keep)
+
+    def div(self, xs: Leaves, divisor: Coefficient) -> Leaves:
+        """`x / divisor`."""
+        return self._run("div", xs, spread(divisor, xs))
+
+    def lerp(self, xs: Leaves, ys: Leaves, weight: Coefficient) -> Leaves:
+        """`x + weight * (y - x)`."""
+        return self._run("lerp", xs, ys, spread(weight, xs))
+
+    def addcmul(self, xs: Leaves, ys: Leaves, zs: Leaves, scale: Coefficient) -> Leaves:
+        """`x + scale * y * z`."""
+        if isinstance(scale, Tensor):
+            return self._run("addcmul", xs, self.mul(ys, scale, keep=True), zs)
+        return self._run("addcmul", xs, ys, zs, value=scale)
+
+    def addcdiv(self, xs: Leaves, ys: Leaves, zs: Leaves, scale: Coefficient) -> Leaves:
+        """`x + scale * y / z`."""
+        if isinstance(scale, Tensor):
+            return self._run("addcdiv", xs, self.mul(ys, scale, keep=True), zs)
+        return self._run("addcdiv", xs, ys, zs, value=scale)
+
+    def maximum(self, xs: Leaves, ys: Leaves) -> Leaves:
+        """The larger of each two elements."""
+        return self._run("maximum", xs, ys)
+
+    def sqrt(self, xs: Leaves) -> Leaves:
+        """The square root, in a new list."""
+        return self._run("sqrt", xs, keep=True)
+
+    def neg(self, xs: Leaves) -> Leaves:
+        """`-x`, in a new list."""
+        return self._run("neg", xs, keep=True)
+
+    # Any: operands are lists of tensors or numbers, options what the kernel takes.
+    def _run(self, name: str, xs: Leaves, *operands: Any, keep: bool = False, **options: Any) -> Leaves:
+        if not self._inplace:
+            columns = [item if isinstance(item, list) else [item] * len(xs) for item in operands]
+            return [getattr(torch, name)(*row, **options) for row in zip(xs, *columns, strict=True)]
+        if keep:
+            return list(getattr(torch, f"_foreach_{name}")(xs, *operands, **options))
+        getattr(torch, f"_foreach_{name}_")(xs, *operands, **options)
+        return xs
+
+
+def spread(value: Coefficient, leaves: Leaves) -> float | Leaves:
+    """Return a number as it is, and a tensor as one broadcastable tensor for each leaf, in its dtype."""
+    if not isinstance(value, Tensor):
+        return value
+    known: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+    result: Leaves = []
+    for leaf in leaves:
+        kind = (leaf.dim(), leaf.dtype, leaf.device)
+        if kind not in known:
+            shape = (*value.shape, *[1] * (leaf.dim() - value.dim()))
+            known[kind] = value.to(leaf.device, leaf.dtype).reshape(shape)
+        result.append(known[kind])
+    return result

@@ -1,0 +1,121 @@
+"""Stochastic gradient descent."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tdfunc._errors import explain
+from tdfunc.optim._base import Hyper, Optimizer
+from tdfunc.optim._checks import check_hyper
+from tdfunc.optim._lists import Coefficient, Lists
+from tdfunc.optim._run import Rule, Values, Work
+
+
+def sgd(
+    lr: Hyper = 1e-3,
+    momentum: Hyper = 0.0,
+    dampening: float = 0.0,
+    weight_decay: Hyper = 0.0,
+    nesterov: bool = False,
+    *,
+    maximize: bool = False,
+) -> Optimizer:
+    """Return stochastic gradient descent, with momentum if it is not 0.
+
+    Args:
+        lr: Step size.
+        momentum: Decay of the sum of past gradients.
+        dampening: Part of each gradient but the first that is not added to the sum.
+        weight_decay: Factor of the parameters that are added to the gradient.
+        nesterov: Whether to look ahead along the sum.
+        maximize: Whether to go up the gradient.
+
+    Raises:
+        ValueError: A hyperparameter is out of range or nan, or `nesterov` lacks momentum or has dampening.
+
+    Source:
+        Sutskever et al., "On the importance of initialization and momentum in deep learning"; `torch.optim.SGD`.
+
+    Examples:
+        >>> params = TensorDict({"w": torch.ones(3)})
+        >>> opt = tdf.optim.sgd(lr=0.5)
+        >>> params, state = opt.update(params, params, opt.init(params))
+        >>> params["w"]
+        tensor([0.5000, 0.5000, 0.5000])
+    """
+    hyper: dict[str, Hyper] = {"lr": lr, "weight_decay": weight_decay}
+    moving = not isinstance(momentum, float | int) or momentum != 0.0
+    if moving:
+        hyper |= {"momentum": momentum, "dampening": dampening}
+    for name, value in hyper.items():
+        check_hyper("sgd", name, value, -torch.inf if name == "dampening" else 0.0)
+    if nesterov and (not moving or dampening != 0.0):
+        raise ValueError(
+            explain(
+                "sgd: nesterov needs momentum, and no dampening.",
+                expected="momentum > 0, dampening = 0",
+                got=f"momentum = {momentum}, dampening = {dampening}",
+            )
+        )
+    flags = {"nesterov": nesterov, "maximize": maximize}
+    if not moving:
+        return Optimizer(
+            Rule("sgd", (), lambda ops, work, values: _descend(ops, work, values, maximize=maximize)), hyper
+        )
+    return Optimizer(
+        Rule(
+            "sgd",
+            ("momentum_buffer",),
+            lambda ops, work, values: _roll(ops, work, values, **flags),
+            lambda work, values: _fused(work, values, **flags),
+        ),
+        hyper,
+    )
+
+
+def _decayed(ops: Lists, work: Work, decay: Coefficient, *, maximize: bool) -> list[Tensor]:
+    grads = ops.neg(work.grads) if maximize else work.grads
+    if isinstance(decay, Tensor) or decay != 0.0:
+        return ops.add(grads, work.params, decay, keep=not maximize)
+    return grads
+
+
+def _descend(ops: Lists, work: Work, values: Values, *, maximize: bool) -> None:
+    grads = _decayed(ops, work, values["weight_decay"], maximize=maximize)
+    work.params = ops.add(work.params, grads, -values["lr"])
+
+
+def _roll(ops: Lists, work: Work, values: Values, *, nesterov: bool, maximize: bool) -> None:
+    """The operations of torch's single-tensor SGD in their order, so that numbers agree to the last bit."""
+    momentum = values["momentum"]
+    grads = _decayed(ops, work, values["weight_decay"], maximize=maximize)
+    buffers = ops.mul(work.slots["momentum_buffer"], momentum)
+    buffers = ops.add(buffers, grads, _weight(work.step, values["dampening"]))
+    work.slots["momentum_buffer"] = buffers
+    if nesterov:
+        grads = ops.add(grads, buffers, momentum, keep=True)
+    work.params = ops.add(work.params, grads if nesterov else buffers, -values["lr"])
+
+
+def _weight(step: Coefficient, dampening: Coefficient) -> Coefficient:
+    """How much of the gradient is added: the first is not dampened."""
+    if isinstance(dampening, float) and dampening == 0.0:
+        return 1.0
+    if isinstance(step, Tensor):
+        return torch.where(step == 1, torch.ones_like(step), 1 - dampening)
+    return 1.0 if step == 1 else 1 - dampening
+
+
+# Any: every value is a float here.
+def _fused(work: Work, values: Any, *, nesterov: bool, maximize: bool) -> bool:
+    kernel = getattr(torch, "_fused_sgd_", None)
+    dampened = values["dampening"] != 0.0
+    if kernel is None or (dampened and isinstance(work.step, Tensor)):
+        return False
+    # The buffers begin as zeros, so that the first step is special only if the others are dampened.
+    kernel(
+        work.params, work.grads, work.slots["momentum_buffer"], **values,
+        nesterov=nesterov, maximize=maximize, is_first_step=dampened and work.step == 1,
+    )  # fmt: skip
+    return True

@@ -1,0 +1,125 @@
+"""Clipping, chains and masks."""
+
+import pytest
+import torch
+from torch import nn
+
+from tdfunc import FilterError, TensorDict, UnsupportedError
+from tdfunc._jit import jit
+from tdfunc.optim import adam, chain, check_finite, clip_by_global_norm, clip_by_member_norm, masked, sgd
+from tests.helpers import assert_pure, assert_trees_equal
+
+
+def make_tree(generator, batch=(3,)):
+    """Return a random tree of two leaves."""
+    return TensorDict(
+        {"a": {"w": torch.randn(*batch, 4, 2, generator=generator)}, "b": torch.randn(*batch, 5, generator=generator)},
+        batch,
+    )
+
+
+def clip_by_torch(tree, max_norm):
+    """Return the two leaves after torch's own clipping."""
+    leaves = [nn.Parameter(tree["a", "w"]), nn.Parameter(tree["b"])]
+    for leaf in leaves:
+        leaf.grad = leaf.detach().clone()
+    nn.utils.clip_grad_norm_(leaves, max_norm)
+    return leaves[0].grad, leaves[1].grad
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1000.0])
+def test_global_norm_equals_torch(max_norm, generator):
+    """Gradients would be scaled by another norm than torch's clip_grad_norm_."""
+    grads = make_tree(generator)
+
+    clipped = assert_pure(clip_by_global_norm(max_norm), grads)
+
+    w, b = clip_by_torch(grads, max_norm)
+    torch.testing.assert_close(clipped["a", "w"], w)
+    torch.testing.assert_close(clipped["b"], b)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jit], ids=["eager", "jit"])
+def test_member_norm_equals_the_loop(wrap, generator):
+    """One member's large gradient would shrink those of the others."""
+    grads = make_tree(generator)
+    grads = grads.set("b", grads["b"] * torch.tensor([[0.01], [1.0], [1000.0]]))
+
+    clipped = wrap(clip_by_member_norm(1.0))(grads)
+
+    for i in range(3):
+        w, b = clip_by_torch(grads[i], 1.0)
+        torch.testing.assert_close(clipped["a", "w"][i], w)
+        torch.testing.assert_close(clipped["b"][i], b)
+    assert_trees_equal(torch.vmap(clip_by_global_norm(1.0))(grads), clipped, rtol=1e-6, atol=1e-6)
+
+
+def test_chain_maps_then_steps(generator):
+    """A chain would step with the raw gradients, or keep its state elsewhere."""
+    params, grads = make_tree(generator), make_tree(generator)
+    opt = chain(clip_by_member_norm(0.1), clip_by_global_norm(1.0), sgd(lr=1.0))
+
+    moved, state = opt.update(params, grads, opt.init(params))
+
+    expected = params["b"] - clip_by_global_norm(1.0)(clip_by_member_norm(0.1)(grads))["b"]
+    torch.testing.assert_close(moved["b"], expected)
+    assert list(state.keys()) == ["step"]
+
+
+@pytest.mark.parametrize("members", [(), (clip_by_global_norm(1.0),)])
+def test_chain_needs_an_optimizer(members):
+    """A chain without a rule would silently train nothing."""
+    with pytest.raises(TypeError, match="last member must be an optimizer"):
+        chain(*members)
+
+
+def test_chain_refuses_two_optimizers():
+    """Two rules would both write the parameters."""
+    with pytest.raises(TypeError, match="Optimizer, Optimizer"):
+        chain(sgd(), adam())
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jit], ids=["eager", "jit"])
+def test_masked_leaves_the_rest(wrap, generator):
+    """Leaves outside the mask would move, or need gradients, or change their order."""
+    params, grads = make_tree(generator), make_tree(generator)
+    opt = masked(adam(lr=0.1), "a.*")
+    state = opt.init(params)
+
+    moved, state = wrap(opt.update)(params, grads.delete("b"), state)
+
+    plain = adam(lr=0.1)
+    alone, _ = plain.update(params.select("a"), grads.select("a"), plain.init(params.select("a")))
+    assert_trees_equal(moved, params.set("a", alone["a"]))
+    assert list(state["exp_avg"].keys()) == ["a"]
+    assert torch.equal(moved["b"], params["b"])
+
+
+def test_masked_pattern_must_match(generator):
+    """A mistyped pattern would freeze the whole model."""
+    with pytest.raises(FilterError, match=r"'heads\.\*'"):
+        masked(sgd(), "heads.*").init(make_tree(generator))
+
+
+def test_check_finite_names_the_leaf(generator):
+    """A nan would spread through the weights without a word."""
+    grads = make_tree(generator)
+    assert_trees_equal(check_finite()(grads), grads)
+
+    bad = grads.set(("a", "w"), torch.full((3, 4, 2), torch.nan))
+    with pytest.raises(FloatingPointError, match=r"'a\.w'[\s\S]*24 nan, 0 inf of 24"):
+        check_finite()(bad)
+
+
+@pytest.mark.parametrize("wrap", [torch.vmap, jit])
+def test_check_finite_needs_values(wrap, generator):
+    """Inside a trace it would check nothing and pass."""
+    with pytest.raises(UnsupportedError, match="check_finite"):
+        wrap(check_finite())(make_tree(generator))
+
+
+@pytest.mark.parametrize("make", [clip_by_global_norm, clip_by_member_norm])
+def test_norm_out_of_range(make):
+    """A negative norm would turn gradients around."""
+    with pytest.raises(ValueError, match=r"max_norm[\s\S]*-1\.0"):
+        make(-1.0)

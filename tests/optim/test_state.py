@@ -1,0 +1,205 @@
+"""The state tree, members that stop, and what is refused."""
+
+import math
+
+import pytest
+import torch
+
+from tdfunc import BatchSizeError, LeafMismatchError, TensorDict, TreeStructureError
+from tdfunc._jit import jit
+from tdfunc.optim import adam, adamw, sgd
+from tests.helpers import TiedLM, assert_pure, assert_trees_equal
+
+
+def make_tree(fill=1.0, members=3):
+    """Return a tree of one number."""
+    return TensorDict({"a": {"w": torch.full((members, 2, 2), fill)}, "b": torch.full((members, 4), fill)}, [members])
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("opt", [sgd(lr=0.1, momentum=0.9), adam(lr=0.1)], ids=["sgd", "adam"])
+def test_inactive_members_stay(opt, wrap):
+    """A finished member would go on training, or its step count would."""
+    update = wrap(opt.update)
+    params, state = update(make_tree(), make_tree(), opt.init(make_tree()))
+    active = torch.tensor([True, False, True])
+
+    moved, after = assert_pure(
+        lambda *trees: update(*trees, active=active), params, make_tree(math.inf).at[::2].set(make_tree()[::2]), state
+    )
+
+    assert after["step"].tolist() == [2, 1, 2]
+    assert_trees_equal(moved[1], params[1])
+    assert_trees_equal(after[1], state[1])
+    assert not torch.equal(moved["b"][0], params["b"][0])
+
+
+def test_members_at_different_steps_equal_the_loop():
+    """Adam's bias correction would use one member's step count for all."""
+    opt = adam(lr=0.1)
+    params, state = make_tree(), opt.init(make_tree())
+    for active in ([True, False, True], [True, False, False], [True, True, True]):
+        grads = make_tree(0.5)
+        params, state = opt.update(params, grads, state, active=torch.tensor(active))
+
+    for i, steps in enumerate([3, 1, 2]):
+        alone, own = make_tree()[i], opt.init(make_tree()[i])
+        for _ in range(steps):
+            alone, own = opt.update(alone, make_tree(0.5)[i], own)
+        assert_trees_equal(params[i], alone, rtol=1e-6, atol=1e-6)
+        assert_trees_equal(state[i], own, rtol=1e-6, atol=1e-6)
+
+
+def test_active_ignores_donate():
+    """A frozen member's old values would be overwritten before they are put back."""
+    opt = adam(lr=0.1)
+    active = torch.tensor([True, False, True])
+    params = make_tree()
+
+    got, _ = opt.update(params, make_tree(), opt.init(params), active=active, donate=True)
+
+    assert_trees_equal(got[1], make_tree()[1])
+
+
+def test_state_rows_are_members_states():
+    """A member's state could not be taken out of the ensemble's, or put together again."""
+    opt = adamw(lr=torch.tensor([0.1, 0.2, 0.3]))
+    params, state = opt.update(make_tree(), make_tree(), opt.init(make_tree()))
+
+    rows = torch.stack([state[i] for i in range(3)])
+
+    assert_trees_equal(rows, state)
+    again = [opt.update(params, make_tree(), s)[0] for s in (rows, state)]
+    assert_trees_equal(*again)
+
+
+def test_hyperparameters_live_in_the_state():
+    """A learning rate could not be changed without a new optimizer (or a new trace)."""
+    opt = sgd(lr=torch.tensor([0.1, 0.2, 0.3]))
+    update = jit(opt.update)
+    state = opt.init(make_tree())
+    update(make_tree(), make_tree(), state)
+
+    params, _ = update(make_tree(), make_tree(), state.set("lr", torch.tensor([0.0, 0.5, 1.0])))
+
+    torch.testing.assert_close(params["b"][:, 0], torch.tensor([1.0, 0.5, 0.0]))
+    assert update.cache_info().misses == 1
+
+
+def test_one_tensor_for_all_members():
+    """A learning rate of no dimensions would not fit a stacked tree."""
+    opt = adam(lr=torch.tensor(0.1), weight_decay=torch.tensor([0.0, 0.1, 0.2]))
+
+    state = opt.init(make_tree())
+
+    assert state["lr"].shape == (3,)
+    assert opt.update(make_tree(), make_tree(), state)[1]["step"].tolist() == [1, 1, 1]
+
+
+def test_stacked_leaves_without_batch_size():
+    """A tree that does not declare its members could not have one learning rate for each."""
+    params = TensorDict({"w": torch.ones(3, 2)})
+    opt = sgd(lr=torch.tensor([0.0, 0.5, 1.0]))
+
+    moved, _ = opt.update(params, params, opt.init(params))
+
+    torch.testing.assert_close(moved["w"][:, 0], torch.tensor([1.0, 0.5, 0.0]))
+
+
+def test_tied_leaves_step_once():
+    """A tied weight would be stepped twice, or come apart."""
+    params = TensorDict.from_module(TiedLM()).detach()
+    grads = params.apply(torch.ones_like)
+    opt = adam(lr=0.1)
+
+    moved, state = opt.update(params, grads, opt.init(params))
+
+    assert moved["emb", "weight"] is moved["out", "weight"]
+    torch.testing.assert_close(moved["emb", "weight"], params["emb", "weight"] - 0.1)
+    assert len(torch.utils._pytree.tree_leaves(state["exp_avg"])) == len(torch.utils._pytree.tree_leaves(params))
+
+
+def test_empty_tree():
+    """A partition that chooses nothing would crash."""
+    opt = adam()
+    params, state = opt.update(TensorDict({}), TensorDict({}), opt.init(TensorDict({})))
+
+    assert list(params.keys()) == []
+    assert int(state["step"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: adam(lr=-1.0), ["adam: lr", "-1.0"]),
+        (lambda: adam(lr=math.nan), ["lr", "nan"]),
+        (lambda: adam(lr=math.inf), ["lr", "inf"]),
+        (lambda: adam(betas=(0.9, 1.0)), ["beta2", "< 1.0", "1.0"]),
+        (lambda: adamw(weight_decay=torch.tensor([0.1, -0.1])), ["adamw: weight_decay", "-0.1"]),
+        (lambda: sgd(momentum=-0.1), ["momentum", "-0.1"]),
+        (lambda: sgd(nesterov=True), ["nesterov", "momentum = 0.0"]),
+        (lambda: sgd(nesterov=True, momentum=0.9, dampening=0.1), ["dampening = 0.1"]),
+    ],
+)
+def test_hyperparameters_out_of_range(make, words):
+    """A sign error or nan would surface as a diverged run."""
+    with pytest.raises(ValueError) as err:  # noqa: PT011
+        make()
+
+    assert all(word in str(err.value) for word in words)
+
+
+def step(params=None, grads=None, state=None, **options):
+    """Do one Adam step with what is given and fitting trees for the rest."""
+    params = make_tree() if params is None else params
+    return adam().update(
+        params, make_tree() if grads is None else grads, adam().init(make_tree()) if state is None else state, **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (
+            lambda: adam().init(make_tree().set("n", torch.zeros(3, dtype=torch.int64))),
+            LeafMismatchError,
+            ["'n'", "torch.int64", "split"],
+        ),
+        (lambda: step(make_tree().set(("a", "n"), torch.ones(3) > 0)), LeafMismatchError, ["'a.n'", "torch.bool"]),
+        (lambda: step(grads=make_tree().delete("b")), TreeStructureError, ["gradient", "['b']", "partition"]),
+        (lambda: step(grads=make_tree().set(("a", "c"), torch.ones(3))), TreeStructureError, ["['a.c']"]),
+        (lambda: step(grads={"b": torch.ones(3)}), TreeStructureError, ["TensorDict", "dict"]),
+        (lambda: step(grads=make_tree().set("b", torch.ones(3, 5))), LeafMismatchError, ["'b'", "[3, 4]", "[3, 5]"]),
+        (
+            lambda: step(grads=make_tree().set(("a", "w"), torch.ones(3, 2, 2).double())),
+            LeafMismatchError,
+            ["'a.w'", "float32", "float64"],
+        ),
+        (lambda: step(state=sgd().init(make_tree())), TreeStructureError, ["exp_avg", "['step']", "opt.init"]),
+        (lambda: step(state=adam().init(make_tree(members=2))), BatchSizeError, ["[3]", "[2]"]),
+        (
+            lambda: step(state=adam().init(make_tree()).set(("exp_avg", "b"), torch.zeros(3, 1))),
+            LeafMismatchError,
+            ["exp_avg of 'b'", "[3, 4]", "[3, 1]"],
+        ),
+        (lambda: adam(lr=torch.ones(2)).init(make_tree()), BatchSizeError, ["lr", "[3]", "[2]"]),
+        (
+            lambda: adam(lr=torch.ones(2)).init(TensorDict({"w": torch.ones(3)})),
+            LeafMismatchError,
+            ["lr", "'w'", "[2]", "[3]"],
+        ),
+        (
+            lambda: adam(lr=torch.ones(2, 2)).init(TensorDict({"w": torch.ones(2, 2)})),
+            BatchSizeError,
+            ["[members]", "[2, 2]"],
+        ),
+        (lambda: step(active=torch.ones(2) > 0), BatchSizeError, ["active", "[3]", "[2]"]),
+        (lambda: step(active=torch.ones(3)), LeafMismatchError, ["torch.bool", "torch.float32"]),
+    ],
+)
+def test_refused(call, error, words):
+    """A mismatch would be broadcast, skipped or corrupt memory instead of naming the leaf."""
+    with pytest.raises(error) as err:
+        call()
+
+    assert all(word in str(err.value) for word in words), str(err.value)
