@@ -29,8 +29,16 @@ test: install
 test-all: install
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -q -m ""
 
-bench: install
+# The pinned tensordict is the one that the targets were set against; a newer one is measured beside it.
+NEWER := tensordict==0.15.3
+
+bench: install $(VENV)/tensordict-newer/tensordict
 	$(PY) -m benchmarks
+
+$(VENV)/tensordict-newer/tensordict: Makefile | install
+	rm -rf $(VENV)/tensordict-newer
+	PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip install -q --no-deps --target $(VENV)/tensordict-newer $(NEWER)
+	@touch $@
 
 lint: install
 	$(PY) -m ruff format --check

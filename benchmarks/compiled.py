@@ -1,0 +1,75 @@
+"""The demo's step functions under `torch.compile`: one graph, and none made again when only values change."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+
+import tdfunc as tdf
+from tdfunc import demo
+from tdfunc.ensemble.stack import init_ensemble
+from tdfunc.optim import adam
+
+MEMBERS, CALLS = 4, 3
+
+
+class Compiled(NamedTuple):
+    """What compiling one function gave: graphs made for its first call, all graphs after more calls, and breaks."""
+
+    what: str
+    graphs: int
+    graphs_after: int
+    breaks: int
+
+    @property
+    def reached(self) -> bool:
+        return (self.graphs, self.graphs_after, self.breaks) == (1, 1, 0)
+
+
+def step_functions() -> dict[str, tuple[Callable[..., Any], Callable[[int], tuple[Any, ...]]]]:
+    """Return the functions, each with its arguments for call i: the same shapes, other values."""
+    apply, _, _ = tdf.functional(demo.make_model())
+    optimizer = adam(lr=2e-3)
+
+    def loss(p: Any, x: Tensor, t: Tensor) -> Tensor:
+        return F.cross_entropy(apply(p, x), t)
+
+    def step(params: Any, state: Any, x: Tensor, t: Tensor) -> Any:
+        grads = torch.vmap(torch.func.grad(loss))(params, x, t)
+        return optimizer.update(params, grads, state)
+
+    def predict(params: Any, x: Tensor) -> Tensor:
+        return torch.vmap(apply, (0, None))(params, x)
+
+    def training(i: int) -> tuple[Any, ...]:
+        params = ensemble(i)
+        x, t = torch.rand(MEMBERS, demo.BATCH, 64), torch.randint(0, demo.CLASSES, (MEMBERS, demo.BATCH))
+        return params, optimizer.init(params), x, t
+
+    return {
+        "training step: vmap(grad(loss)) and Adam": (step, training),
+        "prediction: vmap(apply)": (predict, lambda i: (ensemble(i), torch.rand(demo.BATCH, 64))),
+    }
+
+
+def ensemble(i: int) -> Any:
+    return tdf.split(init_ensemble(demo.make_model, MEMBERS, seed=i))[0]
+
+
+def compile_counts() -> list[Compiled]:
+    found: list[Compiled] = []
+    for what, (fn, arguments) in step_functions().items():
+        torch._dynamo.reset()
+        counters.clear()
+        counter = CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(fn, fullgraph=True, backend=counter)
+        compiled(*arguments(0))
+        first = counter.frame_count
+        for i in range(1, CALLS):
+            compiled(*arguments(i))
+        found.append(Compiled(what, first, counter.frame_count, sum(counters["graph_break"].values())))
+    return found

@@ -1,0 +1,103 @@
+"""Modules as pure functions: the swap alone, whole calls, and stacking several modules into one tree."""
+
+import copy
+from typing import Any
+
+import tensordict
+import torch
+from torch import nn
+from torch.func import functional_call, stack_module_state
+
+import tdfunc as tdf
+from benchmarks.measure import Fresh
+from benchmarks.models import ResNet, Still, leaves_of
+from benchmarks.rows import Case, Row, Suite
+from tdfunc.ensemble.stack import stack_modules
+
+CALL, OTHER, PLAIN = "functional_call", "tensordict", "module(x)"
+STATE, MODULES = "stack_module_state", "TensorDict.from_modules"
+
+
+def swap_cases(what: str, inner: nn.Module) -> list[Case]:
+    module, x = Still(inner).eval(), torch.zeros(1)
+    apply, params, buffers = tdf.functional(module)
+    weights = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    theirs = tensordict.TensorDict.from_module(module).data
+
+    def swapped(tree: Any) -> None:
+        with tree.to_module(module):
+            module(x)
+
+    # The state of a call is the same each time; a new tree is one that `apply` has not seen.
+    rivals = {CALL: lambda: functional_call(module, weights, (x,)), OTHER: lambda: swapped(theirs)}
+    again = {"tdfunc": lambda: apply(params, x, buffers=buffers), **rivals}
+    fresh = {
+        "tdfunc": Fresh(
+            lambda: (params.apply(same), buffers.apply(same)), lambda trees: apply(trees[0], x, buffers=trees[1])
+        ),
+        **rivals,
+    }
+    n = leaves_of(module)
+    return [Case(f"{what}, the same tree", again, n), Case(f"{what}, a new tree", fresh, n)]
+
+
+def same(leaf: Any) -> Any:
+    return leaf
+
+
+def whole_cases() -> list[Case]:
+    x = torch.randn(2, 3, 32, 32)
+    module = ResNet().eval()
+    apply, params, buffers = tdf.functional(module)
+    training = copy.deepcopy(module).train()
+    train, train_params, train_buffers = tdf.functional(training)
+    return [
+        Case("whole call, eval", {"tdfunc": lambda: apply(params, x, buffers=buffers), PLAIN: lambda: module(x)}),
+        Case(
+            "whole call, train with buffers",
+            {"tdfunc": lambda: train.with_buffers(train_params, train_buffers, x), PLAIN: lambda: training(x)},
+        ),
+    ]
+
+
+def stack_cases() -> list[Case]:
+    members = [ResNet() for _ in range(4)]
+    trees = [tdf.from_module(member) for member in members]
+    rivals = {
+        STATE: lambda: stack_module_state(members),
+        MODULES: lambda: tensordict.TensorDict.from_modules(*members, as_module=False),
+    }
+    return [
+        Case("torch.stack of 4 extracted trees", {"tdfunc": lambda: torch.stack(trees), **rivals}),
+        Case("stack_modules of 4", {"tdfunc": lambda: stack_modules(members), **rivals}),
+    ]
+
+
+def module_cases() -> list[Case]:
+    many = nn.ModuleList(nn.Linear(4, 4) for _ in range(61))
+    swaps = [*swap_cases("swap, 62 parameters and 60 buffers", ResNet()), *swap_cases("swap, 122 parameters", many)]
+    return [*swaps, *whole_cases(), *stack_cases()]
+
+
+SAME = ("swap, 62 parameters and 60 buffers, the same tree", "swap, 122 parameters, the same tree")
+NEW = ("swap, 62 parameters and 60 buffers, a new tree", "swap, 122 parameters, a new tree")
+SUITE = Suite(
+    "modules",
+    "Modules as functions",
+    "The model has the structure of ResNet-18, 8 channels wide: 62 parameters and 60 buffers. Swap: its forward "
+    "returns the input, so what is left is putting the leaves in and taking them out; times are per leaf.",
+    module_cases,
+    (
+        Row("apply, swap alone, the same tree again", CALL, 25, "faster", SAME),
+        Row("apply, swap alone, the same tree again", OTHER, 40, "faster", SAME),
+        Row("apply, swap alone, a new tree each call", CALL, 15, "faster", NEW),
+        Row("apply, swap alone, a new tree each call", OTHER, 20, "faster", NEW),
+        Row("apply, whole call, eval", PLAIN, 1.1, "at most", ("whole call, eval",)),
+        Row("apply, whole call, train mode with buffers", PLAIN, 1.15, "at most", ("whole call, train with buffers",)),
+        Row("torch.stack of 4 extracted trees", STATE, 2.5, "faster", ("torch.stack of 4 extracted trees",)),
+        Row("torch.stack of 4 extracted trees", MODULES, 7, "faster", ("torch.stack of 4 extracted trees",)),
+        Row("stack_modules of 4 modules", STATE, 1.3, "faster", ("stack_modules of 4",)),
+        Row("stack_modules of 4 modules", MODULES, 4, "faster", ("stack_modules of 4",)),
+    ),
+    (swap_cases, whole_cases, stack_cases),
+)

@@ -1,0 +1,250 @@
+"""The page: docs/benchmarks.md from what was measured. Nobody edits it by hand, and it bears no date."""
+
+import inspect
+import os
+import platform
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks import compiled, ensembles, scaling
+from benchmarks.compiled import Compiled
+from benchmarks.ensembles import Cell
+from benchmarks.rows import OURS, Measured, Suite, Verdict, shown, time_shown
+from benchmarks.scaling import Depth, Growth
+
+# A wall-time ratio this far from that of CPU times is worth saying.
+APART = 0.15
+SCALING_SOURCES = (scaling.tree_ways, scaling.swap_way, scaling.growth, scaling.depth)
+COMPILED_SOURCES = (compiled.step_functions, compiled.compile_counts)
+
+
+class Results(NamedTuple):
+    """All that the page shows; parts that were not measured are empty."""
+
+    suites: list[tuple[Suite, list[Measured], list[Verdict]]]
+    newer: tuple[str, list[Measured]] | None = None
+    growths: list[Growth] = []  # noqa: RUF012
+    depths: list[Depth] = []  # noqa: RUF012
+    cells: list[Cell] = []  # noqa: RUF012
+    compiled: list[Compiled] = []  # noqa: RUF012
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table; columns after the first are aligned to the right."""
+    lines = [head, ["---", *["--:"] * (len(head) - 1)], *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def anchor(text: str) -> str:
+    """Return the anchor of a heading, as Markdown's toc makes it."""
+    kept = "".join(c for c in text.lower() if c.isalnum() or c in " -_")
+    return "-".join(kept.split())
+
+
+def render(results: Results) -> str:
+    """Return the page."""
+    parts = ["# Benchmarks", _intro(), *machine(), *_summary(results)]
+    for suite, measured, _ in results.suites:
+        parts += [f"## {suite.title}", f"{suite.intro} What runs: {_links(suite.sources)}.", _cases(measured)]
+        if suite.name == "trees" and results.newer is not None:
+            parts += _newer(*results.newer)
+    parts += _growth(results.growths, results.depths) + _ensembles(results.cells) + _compiled(results.compiled)
+    parts += _sources(results)
+    return "\n\n".join(parts) + "\n"
+
+
+def _intro() -> str:
+    return _prose("""
+        `make bench` writes this page. All ways to do one thing run in one process, one after another in rounds of a few
+        milliseconds, on one torch thread with the garbage collector off. A time is the median over the rounds of this
+        thread's CPU time (wall time is named where its ratio is another), less the cost of calling an empty function.
+        *2x* in a column of speed-ups means that tdfunc takes half the time.
+    """)
+
+
+def _prose(text: str) -> str:
+    return " ".join(text.split())
+
+
+def machine() -> list[str]:
+    """Return what the numbers depend on: processor, versions."""
+    names = ("torch", "tensordict", "optree", "numpy")
+    lines = [
+        ("processor", f"{_processor()}, {os.cpu_count()} cores; one is used"),
+        ("system", f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"),
+        ("versions", ", ".join(f"{name} {_version(name)}" for name in ("tdfunc", *names))),
+    ]
+    return [table(("", "measured on"), lines)]
+
+
+def _processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or "unknown"
+    return next(
+        (line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name")), "unknown"
+    )
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "?"
+
+
+# -- what was to be reached -------------------------------------------------------------------------------------
+
+
+def _summary(results: Results) -> list[str]:
+    verdicts = [verdict for _, _, found in results.suites for verdict in found]
+    if not verdicts:
+        return []
+    rows: list[list[str]] = []
+    for suite, _, found in results.suites:
+        for verdict in found:
+            row = verdict.row
+            aim = f"{row.reach:g}x faster" if row.sense == "faster" else f"at most {row.reach:g}x"
+            what = f"[{row.title}](#{anchor(suite.title)})"
+            rows.append([what, row.rival, aim, shown(verdict.value), "yes" if verdict.reached else "**no**"])
+    short = [f"- **{v.row.title}**, against {v.row.rival}: {v.sentence}." for v in verdicts if not v.reached]
+    count = len(verdicts) - len(short)
+    head = (
+        "One value stands for several cases: the least favourable of them, or the geometric mean where the row says so "
+        "(the middle rows of the tree operations, and those against a raw dict)."
+    )
+    parts = ["## Targets", f"{count} of {len(verdicts)} rows reach their target. {head}"]
+    parts.append(table(("work", "against", "reach", "measured", "reached"), rows))
+    return [*parts, *(["What falls short, and why:", "\n".join(short)] if short else [])]
+
+
+def _links(functions: Sequence[Callable[..., Any]]) -> str:
+    return ", ".join(f"[`{_name(fn)}`](#{anchor(_name(fn))})" for fn in functions)
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return f"{fn.__module__}.{fn.__qualname__}"
+
+
+# -- tables -----------------------------------------------------------------------------------------------------
+
+
+def _cases(measured: Sequence[Measured]) -> str:
+    """Return one line for each case and rival: both times, the ratio, a remark."""
+    rows: list[list[str]] = []
+    for m in measured:
+        for rival, timing in m.timings.items():
+            if rival == OURS:
+                continue
+            cpu, wall = m.ratio_to(rival), m.ratio_to(rival, wall=True)
+            remark = f"wall {shown(wall)}" if abs(wall / cpu - 1) > APART else ""
+            ours, theirs = time_shown(m.timings[OURS].cpu_us / m.per), time_shown(timing.cpu_us / m.per)
+            rows.append([m.what, rival, ours, theirs, shown(cpu), remark])
+    return table(("work", "against", "tdfunc", "theirs", "speed-up", ""), rows)
+
+
+def _newer(number: str, measured: list[Measured]) -> list[str]:
+    text = _prose(f"""
+        The targets were set against the tensordict that is pinned here, {_version("tensordict")}. Version {number} has
+        much less overhead in Python; these are the same rows against it, measured in a process of their own. They have
+        no targets.
+    """)
+    return [f"### Against tensordict {number}", text, _cases(_only_tensordict(measured))]
+
+
+def _only_tensordict(measured: list[Measured]) -> list[Measured]:
+    kept = [(m, {k: v for k, v in m.timings.items() if k in (OURS, "tensordict")}) for m in measured]
+    return [Measured(m.what, timings, m.per) for m, timings in kept]
+
+
+def _growth(growths: Sequence[Growth], depths: Sequence[Depth]) -> list[str]:
+    if not growths:
+        return []
+    leaves = list(growths[0].cost_us)
+    rows = [
+        [
+            g.what, *[f"{time_shown(g.cost_us[n] / n)}" for n in leaves],
+            f"{time_shown(max(g.line.start_us, 0))} + {time_shown(max(g.line.leaf_us, 0))} n", f"{g.line.exponent:.2f}",
+        ]
+        for g in growths
+    ]  # fmt: skip
+    bent = [g for g in growths if not g.linear]
+    verdict = "All grow linearly" if not bent else "All but " + ", ".join(g.what for g in bent) + " grow linearly"
+    text = _prose(f"""
+        Time per leaf for flat trees of n leaves of shape (4, 2). {verdict}: the cost of 100 leaves and more fits a
+        power of n of at most {scaling.LINEAR}. (`set` copies the dict of one node, nanoseconds a leaf.) The line is a
+        fit of start + slope n. Swap: a new tree at each call is read, checked and put into the module.
+        What runs: {_links(SCALING_SOURCES)}.
+    """)
+    parts = ["## Cost against leaves", text]
+    parts.append(table(("work", *[f"{n:,}" for n in leaves], "line", "power"), rows))
+    if depths:
+        parts.append("1024 leaves: in one node, in 32 nodes side by side, and in a chain of 32 nodes.")
+        rows = [
+            [
+                d.what,
+                time_shown(d.flat_us),
+                time_shown(d.wide_us),
+                time_shown(d.deep_us),
+                f"{d.deep_us / d.wide_us:.2f}",
+            ]
+            for d in depths
+        ]
+        parts.append(table(("work", "one node", "32 side by side", "32 deep", "deep / side by side"), rows))
+    return parts
+
+
+def _ensembles(cells: Sequence[Cell]) -> list[str]:
+    if not cells:
+        return []
+    rows: list[list[str]] = []
+    for c in cells:
+        times = [time_shown(c.timings[way].cpu_us) for way in ensembles.WAYS]
+        ratio = f"{c.ratio:.2f}" if c.reached else f"**{c.ratio:.2f}**"
+        rows.append([c.model, str(c.members), *times, c.chosen, time_shown(c.timings["auto"].cpu_us), ratio])
+    over = [c for c in cells if not c.reached]
+    words = "; ".join(f"{c.model}, {c.members} members: {c.chosen} takes {c.ratio:.2f} of {c.best}" for c in over)
+    verdict = "In every one of them it is." if not over else f"It falls short in {len(over)} of {len(cells)}: {words}."
+    text = _prose(f"""
+        `auto` is to be within {ensembles.WITHIN - 1:.0%} of the best of the three ways. {verdict} All in evaluation
+        mode, without gradients, after {ensembles.WARM_UP} calls. The last column is the time of `auto` over that of
+        the best. What runs: {_links((ensembles.measure_cell,))}.
+    """)
+    head = ("model", "members", *ensembles.WAYS, "auto chose", "auto", "auto / best")
+    return ["## Ways to run an ensemble", text, table(head, rows)]
+
+
+def _compiled(found: Sequence[Compiled]) -> list[str]:
+    if not found:
+        return []
+    bad = [c.what for c in found if not c.reached]
+    verdict = "Each is one graph, and stays that one." if not bad else "Falls short: " + "; ".join(bad) + "."
+    text = _prose(f"""
+        The step functions of the demo under `torch.compile(fullgraph=True, backend="aot_eager")`, called
+        {compiled.CALLS} times with new trees and data of the same shapes. {verdict}
+        What runs: {_links(COMPILED_SOURCES)}.
+    """)
+    rows = [[c.what, str(c.graphs), str(c.graphs_after), str(c.breaks)] for c in found]
+    return [
+        "## torch.compile",
+        text,
+        table(("function", "graphs", f"graphs after {compiled.CALLS} calls", "graph breaks"), rows),
+    ]
+
+
+def _sources(results: Results) -> list[str]:
+    shown_sources: list[Callable[..., Any]] = [fn for suite, _, _ in results.suites for fn in suite.sources]
+    if results.growths:
+        shown_sources += SCALING_SOURCES
+    if results.cells:
+        shown_sources.append(ensembles.measure_cell)
+    if results.compiled:
+        shown_sources += COMPILED_SOURCES
+    parts = ["## What runs", "The functions behind the rows, from `benchmarks/`."]
+    for fn in shown_sources:
+        # `py`, not `python`: these run as parts of their modules, the blocks of a page as pages.
+        parts += [f"### {_name(fn)}", f"```py\n{inspect.getsource(fn).rstrip()}\n```"]
+    return parts

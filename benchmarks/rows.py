@@ -1,0 +1,114 @@
+"""Rows of the page: what was measured, against what, what was to be reached, and the verdict in words."""
+
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+from benchmarks.measure import Timing, Way, geometric_mean, ratio
+
+OURS = "tdfunc"
+
+
+class Case(NamedTuple):
+    """One thing to do, in several ways; `per` divides the times shown (by leaves, say)."""
+
+    what: str
+    ways: dict[str, Way]
+    per: int = 1
+
+
+class Measured(NamedTuple):
+    """A case with its timings."""
+
+    what: str
+    timings: dict[str, Timing]
+    per: int = 1
+
+    def ratio_to(self, rival: str, *, wall: bool = False) -> float:
+        """Return how many times faster than the rival we are."""
+        ours, theirs = self.timings[OURS], self.timings[rival]
+        return ratio(theirs.wall_us, ours.wall_us) if wall else ratio(theirs.cpu_us, ours.cpu_us)
+
+
+class Row(NamedTuple):
+    """A row of the contract (DESIGN.md, section 8) against one rival.
+
+    `faster`: reach times as fast as the rival; `at most`: at most reach times its time. `each` case has to reach it,
+    or their geometric `mean`; `floor` is what each has to reach besides. `why` is said where it is not reached.
+    """
+
+    title: str
+    rival: str
+    reach: float
+    sense: Literal["faster", "at most"]
+    cases: tuple[str, ...]
+    pooled: Literal["each", "mean"] = "each"
+    floor: float | None = None
+    why: str = ""
+
+
+class Verdict(NamedTuple):
+    """What came of a row."""
+
+    row: Row
+    value: float
+    reached: bool
+    sentence: str
+
+
+class Suite(NamedTuple):
+    """Cases measured together, the rows that judge them, and the functions that define what runs."""
+
+    name: str
+    title: str
+    intro: str
+    cases: Callable[[], Sequence[Case]]
+    rows: tuple[Row, ...]
+    sources: tuple[Callable[..., object], ...]
+
+
+def judge(row: Row, measured: Sequence[Measured]) -> Verdict:
+    """Return what a row came to, and why it falls short if it does."""
+    chosen = [m for m in measured if m.what in row.cases and row.rival in m.timings]
+    if not chosen:
+        raise ValueError(f"{row.title}: no case of {row.cases} was measured against {row.rival}")
+    speedups = {m.what: m.ratio_to(row.rival) for m in chosen}
+    values = speedups if row.sense == "faster" else {what: 1 / value for what, value in speedups.items()}
+    worse = min if row.sense == "faster" else max
+    value = geometric_mean(values.values()) if row.pooled == "mean" else worse(values.values())
+    reached = _reaches(value, row.reach, row.sense)
+    parts: list[str] = []
+    if not reached:
+        where = "" if row.pooled == "mean" or len(values) == 1 else f" at {_name_of(values, value)}"
+        parts.append(f"falls short: {shown(value)} of {row.reach:g}x{where}")
+    slow = [what for what, v in values.items() if row.floor is not None and not _reaches(v, row.floor, row.sense)]
+    if slow:
+        parts.append(f"slower than {row.rival}: " + ", ".join(f"{what} ({shown(values[what])})" for what in slow))
+    if parts and row.why:
+        parts.append(row.why)
+    return Verdict(row, value, reached and not slow, "; ".join(parts) or "reached")
+
+
+def _name_of(values: dict[str, float], value: float) -> str:
+    return next(what for what, v in values.items() if v == value)
+
+
+def _reaches(value: float, target: float, sense: str) -> bool:
+    return value >= target if sense == "faster" else value <= target
+
+
+def shown(value: float) -> str:
+    """Return a ratio as the page shows it: two digits that mean something."""
+    return f"{value:.0f}x" if value >= 20 else f"{value:.1f}x" if value >= 3 else f"{value:.2f}x"
+
+
+def time_shown(us: float) -> str:
+    """Return microseconds with three significant digits and a fitting unit."""
+    if us >= 100_000:
+        return f"{us / 1000:.0f} ms"
+    if us >= 10_000:
+        return f"{us / 1000:.1f} ms"
+    if us >= 1000:
+        return f"{us / 1000:.2f} ms"
+    return (
+        f"{us:.0f} us" if us >= 100 else f"{us:.1f} us" if us >= 10 else f"{us:.2f} us" if us >= 1 else f"{us:.3f} us"
+    )

@@ -1,0 +1,114 @@
+"""Tree operations: against tensordict, and against dict comprehensions over the same torch calls."""
+
+from collections.abc import Callable
+from typing import Any
+
+import tensordict
+import torch
+from torch import Size
+from torch.utils._pytree import tree_map
+
+import tdfunc as tdf
+from benchmarks.rows import Case, Row, Suite
+
+BATCH = 32
+LEAVES = (10, 100)
+OTHER, RAW, CHECKED = "tensordict", "raw dict", "checked dict"
+
+
+def tree_ways(n: int) -> dict[str, dict[str, Callable[[], Any]]]:
+    raw = {f"k{i}": torch.randn(BATCH, 8) for i in range(n)}
+    a, b = tdf.TensorDict(raw, [BATCH]), tensordict.TensorDict(raw, [BATCH])
+    key, size, value = f"k{n // 2}", Size([BATCH]), torch.randn(BATCH, 8)
+    rows, mask = torch.randint(0, BATCH, (16,)), torch.rand(BATCH) > 0.5
+    return {
+        "construct": {
+            "tdfunc": lambda: tdf.TensorDict(raw, [BATCH]),
+            OTHER: lambda: tensordict.TensorDict(raw, [BATCH]),
+            CHECKED: lambda: {k: x if x.shape[:1] == size else refuse(k) for k, x in raw.items()},
+        },
+        "get": {"tdfunc": lambda: a[key], OTHER: lambda: b[key]},
+        # tensordict's `set` writes into the tree; a copy of its dict (not of its tensors) keeps the old one.
+        "set": {"tdfunc": lambda: a.set(key, value), OTHER: lambda: b.copy().set(key, value)},
+        "apply": {
+            "tdfunc": lambda: a.apply(torch.neg),
+            OTHER: lambda: b.apply(torch.neg),
+            RAW: lambda: {k: torch.neg(x) for k, x in raw.items()},
+        },
+        "stack": {
+            "tdfunc": lambda: torch.stack([a, a, a, a]),
+            OTHER: lambda: torch.stack([b, b, b, b]),
+            RAW: lambda: {k: torch.stack([raw[k], raw[k], raw[k], raw[k]]) for k in raw},
+        },
+        "index int": {"tdfunc": lambda: a[3], OTHER: lambda: b[3], RAW: lambda: {k: x[3] for k, x in raw.items()}},
+        "index slice": {
+            "tdfunc": lambda: a[2:9],
+            OTHER: lambda: b[2:9],
+            RAW: lambda: {k: x[2:9] for k, x in raw.items()},
+        },
+        "index tensor": {
+            "tdfunc": lambda: a[rows],
+            OTHER: lambda: b[rows],
+            RAW: lambda: {k: x[rows] for k, x in raw.items()},
+        },
+        "index mask": {
+            "tdfunc": lambda: a[mask],
+            OTHER: lambda: b[mask],
+            RAW: lambda: {k: x[mask] for k, x in raw.items()},
+        },
+        "cat": {
+            "tdfunc": lambda: torch.cat([a, a]),
+            OTHER: lambda: torch.cat([b, b]),
+            RAW: lambda: {k: torch.cat([raw[k], raw[k]]) for k in raw},
+        },
+        "reshape": {
+            "tdfunc": lambda: a.reshape(4, 8),
+            OTHER: lambda: b.reshape(4, 8),
+            RAW: lambda: {k: x.reshape(4, 8, *x.shape[1:]) for k, x in raw.items()},
+        },
+        "add": {"tdfunc": lambda: a + a, OTHER: lambda: b + b, RAW: lambda: {k: x + raw[k] for k, x in raw.items()}},
+        "tree_map": {
+            "tdfunc": lambda: tree_map(torch.neg, a),
+            OTHER: lambda: tree_map(torch.neg, b),
+            RAW: lambda: tree_map(torch.neg, raw),
+        },
+    }
+
+
+def refuse(key: str) -> Any:
+    raise ValueError(key)
+
+
+def tree_cases() -> list[Case]:
+    return [Case(f"{what}, {n} leaves", ways) for n in LEAVES for what, ways in tree_ways(n).items()]
+
+
+def _cases(*names: str) -> tuple[str, ...]:
+    return tuple(f"{name}, {n} leaves" for name in names for n in LEAVES)
+
+
+MIDDLE = ("index int", "index slice", "index tensor", "index mask", "cat", "reshape", "add", "tree_map")
+SUITE = Suite(
+    "trees",
+    "Tree operations",
+    f"Flat trees of 10 and 100 leaves, each of shape ({BATCH}, 8), batch size [{BATCH}].",
+    tree_cases,
+    (
+        *(
+            Row(name, OTHER, reach, "faster", _cases(name))
+            for name, reach in (("construct", 4), ("get", 6), ("set", 15), ("apply", 3), ("stack", 3.5))
+        ),
+        Row(
+            "index (int, slice, tensor, mask), cat, reshape, add, tree_map",
+            OTHER,
+            1.8,
+            "faster",
+            _cases(*MIDDLE),
+            "mean",
+            1.0,
+        ),
+        Row("all rows that call torch", RAW, 1.3, "at most", _cases("apply", "stack", *MIDDLE), "mean"),
+        Row("construct", CHECKED, 1.2, "at most", _cases("construct")),
+    ),
+    (tree_ways,),
+)

@@ -1,0 +1,425 @@
+"""The benchmarks' arithmetic, words and page; no test looks at how long anything takes."""
+
+import re
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import compiled, ensembles, measure, modules, page, rows, scaling, training, trees
+from benchmarks.measure import Effort, Fresh, Timing
+from benchmarks.rows import Case, Measured, Row, Suite, judge
+
+TINY = Effort(rounds=5, round_s=1e-5, longest_s=0.01)
+SUITES = (trees.SUITE, modules.SUITE, training.SUITE)
+
+
+def measured(what, per=1, **us):
+    """A case whose ways took these microseconds."""
+    return Measured(what, {name: Timing(value, value, 5) for name, value in us.items()}, per)
+
+
+def verdict(cases, reach, sense="faster", **options):
+    """What a row against `other` comes to."""
+    row = Row("work", "other", reach, sense, tuple(c.what for c in cases), **options)
+    return judge(row, cases)
+
+
+# -- arithmetic -------------------------------------------------------------------------------------------------
+
+
+def test_geometric_mean():
+    """Twice as fast and half as fast would not cancel out."""
+    assert measure.geometric_mean([2.0, 0.5]) == pytest.approx(1)
+    assert measure.geometric_mean([1.0, 10.0, 100.0]) == pytest.approx(10)
+
+
+@pytest.mark.parametrize(("start", "leaf"), [(5.0, 0.25), (0.0, 3.0)])
+def test_line_finds_what_costs_are_made_of(start, leaf):
+    """The fixed cost of a call and the cost of a leaf would be mixed up."""
+    leaves = [10, 100, 1000, 10_000]
+
+    line = measure.fit_line(leaves, [start + leaf * n for n in leaves])
+
+    assert (line.start_us, line.leaf_us) == (pytest.approx(start, abs=1e-6), pytest.approx(leaf))
+    assert line.exponent == pytest.approx(1, abs=0.1)
+
+
+def test_line_shows_quadratic_growth():
+    """An operation whose cost grows with the square of the leaves would count as linear."""
+    leaves = [100, 1000, 10_000]
+    line = measure.fit_line(leaves, [0.01 * n**2 for n in leaves])
+
+    assert line.exponent == pytest.approx(2)
+    assert not scaling.Growth("work", {}, line).linear
+
+
+def test_median_is_over_rounds(monkeypatch):
+    """One slow round would show in the result."""
+    rounds = iter([(1.0, 1.0), (9.0, 90.0), (2.0, 2.0), (3.0, 3.0), (1.5, 1.5)])
+    monkeypatch.setattr(measure, "_calls_for", lambda way, seconds: 1)
+    way = object()
+    seen = []
+
+    def fake_round(fn, calls):
+        if fn is not way:
+            return 0.5, 0.5
+        seen.append(calls)
+        # The first look says how long a round is, and is no measurement.
+        return (0.0, 0.0) if len(seen) == 1 else next(rounds)
+
+    monkeypatch.setattr(measure, "_round", fake_round)
+    found = measure.measure({"tdfunc": way}, Effort(rounds=5))
+
+    assert found == {"tdfunc": Timing(1.5, 1.5, 5)}
+
+
+def test_ways_take_turns():
+    """All rounds of one way would come before those of the next, so that a slow minute would fall on one of them."""
+    order = []
+    measure.measure({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, TINY)
+
+    changes = sum(x != y for x, y in zip(order, order[1:], strict=False))
+
+    assert changes >= 2 * TINY.rounds - 1
+
+
+def test_fresh_arguments_are_made_outside_the_clock(monkeypatch):
+    """Making the argument would be timed, or an argument used twice."""
+    clock = [0]
+    monkeypatch.setattr(measure.time, "thread_time_ns", lambda: clock[0])
+    monkeypatch.setattr(measure.time, "perf_counter_ns", lambda: clock[0])
+    seen = []
+
+    def make():
+        clock[0] += 1_000_000
+        return object()
+
+    def call(value):
+        clock[0] += 2000
+        seen.append(value)
+
+    assert measure._round(Fresh(make, call), 3) == (2.0, 2.0)
+    assert len({id(value) for value in seen}) == 3
+
+
+def test_the_empty_call_is_taken_off(monkeypatch):
+    """The harness's own time would make small ratios smaller."""
+    monkeypatch.setattr(measure, "_calls_for", lambda way, seconds: 1)
+    monkeypatch.setattr(measure, "_round", lambda way, calls: (0.5, 0.5) if way is measure._nothing else (2.0, 3.0))
+
+    assert measure.measure({"tdfunc": lambda: None}, TINY)["tdfunc"][:2] == (1.5, 2.5)
+
+
+def test_rounds_fit_the_time():
+    """A slow case would run for minutes, or be judged by one round."""
+    effort = Effort(rounds=40, longest_s=6.0)
+
+    assert [effort.rounds_within(s) for s in (0.001, 0.5, 60.0)] == [40, 12, 5]
+
+
+# -- verdicts ---------------------------------------------------------------------------------------------------
+
+
+def test_each_case_has_to_reach():
+    """The best case would stand for all of them."""
+    cases = [measured("10 leaves", tdfunc=1.0, other=2.1), measured("100 leaves", tdfunc=1.0, other=9.0)]
+
+    found = verdict(cases, 2.5, why="the floor is torch's own call")
+
+    assert not found.reached
+    assert found.sentence == "falls short: 2.10x of 2.5x at 10 leaves; the floor is torch's own call"
+
+
+def test_mean_pools_and_the_floor_still_holds():
+    """A row could hide one case that is slower than the rival behind the mean of the others."""
+    cases = [measured("index", tdfunc=1.0, other=8.0), measured("mask", tdfunc=2.0, other=1.0)]
+
+    found = verdict(cases, 1.8, pooled="mean", floor=1.0)
+
+    assert found.value == pytest.approx(2)
+    assert not found.reached
+    assert found.sentence == "slower than other: mask (0.50x)"
+
+
+@pytest.mark.parametrize(("ours", "reached"), [(1.2, True), (1.4, False)])
+def test_at_most(ours, reached):
+    """A row that may take 1.3 times the rival's time would be judged the wrong way round."""
+    found = verdict([measured("call", tdfunc=ours, other=1.0)], 1.3, "at most", why="never said when it is reached")
+
+    assert (found.value, found.reached) == (pytest.approx(ours), reached)
+    assert ("falls short: 1.40x of 1.3x" in found.sentence) is not reached
+
+
+def test_reached_says_so():
+    """A row that reaches its target would make excuses."""
+    assert verdict([measured("call", tdfunc=1.0, other=3.0)], 2.5, why="excuse").sentence == "reached"
+
+
+def test_a_row_without_cases_is_refused():
+    """A row whose cases were renamed would count as reached."""
+    row = Row("apply", "other", 2, "faster", ("gone",))
+
+    with pytest.raises(ValueError, match=r"apply: no case of \('gone',\) was measured against other"):
+        judge(row, [measured("call", tdfunc=1.0, other=1.0)])
+
+
+@pytest.mark.parametrize(
+    ("us", "text"),
+    [
+        (0.1234, "0.123 us"),
+        (1.234, "1.23 us"),
+        (12.34, "12.3 us"),
+        (123.4, "123 us"),
+        (1234, "1.23 ms"),
+        (123456, "123 ms"),
+    ],
+)
+def test_times_are_readable(us, text):
+    """A reader would meet five digits, or the wrong unit."""
+    assert rows.time_shown(us) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(1.234, "1.23x"), (9.04, "9.0x"), (41.3, "41x")])
+def test_ratios_are_readable(value, text):
+    """A ratio would show digits that mean nothing."""
+    assert rows.shown(value) == text
+
+
+# -- the page ---------------------------------------------------------------------------------------------------
+
+
+def a_page(us=1.0):
+    """A page of one suite with one case that takes us microseconds against 2."""
+    suite = Suite(
+        "trees",
+        "Tree operations",
+        "Flat trees.",
+        lambda: [],
+        (Row("get", "other", 1.8, "faster", ("get",)),),
+        (a_page,),
+    )
+    found = [measured("get", tdfunc=us, other=2.0)]
+    return page.render(page.Results([(suite, found, [judge(suite.rows[0], found)])]))
+
+
+def test_page_shows_every_row_and_its_source():
+    """A reader could not tell what a row measured, or whether it reached its target."""
+    text = a_page()
+
+    assert "| [get](#tree-operations) | other | 1.8x faster | 2.00x | yes |" in text
+    assert "| get | other | 1.00 us | 2.00 us | 2.00x |  |" in text
+    assert "1 of 1 rows reach their target" in text
+    anchors = {page.anchor(line.lstrip("# ")) for line in text.splitlines() if line.startswith("#")}
+    assert set(re.findall(r"\]\(#([^)]*)\)", text)) <= anchors
+    assert "def a_page" in text
+
+
+def test_page_says_in_words_what_falls_short():
+    """A missed target would have to be found in the table."""
+    text = a_page(us=4.0)
+
+    assert "| 0.50x | **no** |" in text
+    assert "- **get**, against other: falls short: 0.50x of 1.8x." in text
+
+
+def test_page_names_versions_and_no_date():
+    """Two runs on one machine would differ in nothing but their date, or hide what was installed."""
+    text = a_page()
+
+    assert f"torch {torch.__version__}" in text
+    assert f"Python {sys.version.split()[0]}" in text
+    assert not re.search(r"\b20\d\d-\d\d", text.split("## What runs")[0])
+
+
+def test_page_has_no_code_that_the_docs_would_run():
+    """The docs' tests would execute the sources shown, which are parts of a module."""
+    assert "```python" not in a_page()
+
+
+def test_tables_escape_bars():
+    """A bar in a cell would add a column."""
+    assert page.table(("a", "b"), [["x|y", "z"]]).splitlines()[-1] == "| x\\|y | z |"
+
+
+def a_cell(auto, **ways):
+    """A model of 4 members whose ways took these microseconds."""
+    return ensembles.Cell("MLP", 4, "vmap", {k: Timing(v, v, 5) for k, v in {"auto": auto, **ways}.items()})
+
+
+def test_auto_is_compared_with_the_best():
+    """`auto` would be compared with the way that it chose."""
+    good, bad = a_cell(1.05, loop=2.0, vmap=1.0, traced=3.0), a_cell(1.2, loop=1.0, vmap=1.2, traced=3.0)
+
+    assert (good.best, good.reached) == ("vmap", True)
+    assert (bad.best, bad.reached) == ("loop", False)
+    assert "It falls short in 1 of 2: MLP, 4 members: vmap takes 1.20 of loop." in "".join(page._ensembles([good, bad]))
+
+
+def test_growth_page_names_what_is_not_linear():
+    """Quadratic growth would be reported as linear."""
+    costs = {100: 1.0, 1000: 100.0, 10_000: 10_000.0}
+    grown = scaling.Growth("stack", costs, measure.fit_line(list(costs), list(costs.values())))
+
+    assert "All but stack grow linearly" in "".join(page._growth([grown], []))
+
+
+def test_newer_tensordict_is_shown_without_targets():
+    """The contract's targets, set against one version, would be held against another."""
+    found = [measured("get, 10 leaves", **{"tdfunc": 1.0, "tensordict": 2.0, "raw dict": 3.0})]
+    text = "\n".join(page._newer("9.9", found))
+
+    assert "### Against tensordict 9.9" in text
+    assert "raw dict" not in text
+    assert "reach" not in text
+
+
+# -- the contract -----------------------------------------------------------------------------------------------
+
+# DESIGN.md, section 8: rows down to `stack_modules`, the Adam step and jit.
+CONTRACT = [
+    ("construct", "tensordict", 4), ("get", "tensordict", 6), ("set", "tensordict", 15), ("apply", "tensordict", 3),
+    ("stack", "tensordict", 3.5), ("index (int, slice, tensor, mask), cat, reshape, add, tree_map", "tensordict", 1.8),
+    ("all rows that call torch", "raw dict", 1.3), ("construct", "checked dict", 1.2),
+    ("apply, swap alone, the same tree again", "functional_call", 25),
+    ("apply, swap alone, the same tree again", "tensordict", 40),
+    ("apply, swap alone, a new tree each call", "functional_call", 15),
+    ("apply, swap alone, a new tree each call", "tensordict", 20),
+    ("apply, whole call, eval", "module(x)", 1.1), ("apply, whole call, train mode with buffers", "module(x)", 1.15),
+    ("torch.stack of 4 extracted trees", "stack_module_state", 2.5),
+    ("torch.stack of 4 extracted trees", "TensorDict.from_modules", 7),
+    ("stack_modules of 4 modules", "stack_module_state", 1.3),
+    ("stack_modules of 4 modules", "TensorDict.from_modules", 4),
+    ("Adam step of 16 to 64 small members", "loop of torch.optim", 10),
+    ("Adam step of 16 to 64 small members", "vmap(grad(functional_call))", 1.8),
+    ("jit(vmap(grad(loss))), 4 to 16 members", "not traced", 2.5),
+]  # fmt: skip
+
+
+def test_every_row_of_the_contract_is_there():
+    """A row that is hard to reach could be left out, or its target lowered."""
+    assert [(row.title, row.rival, row.reach) for suite in SUITES for row in suite.rows] == CONTRACT
+    middle = next(row for row in trees.SUITE.rows if row.floor is not None)
+    assert (middle.pooled, middle.floor, len(middle.cases)) == ("mean", 1.0, 16)
+
+
+def test_rows_cover_their_sizes():
+    """A row could be measured at the one size where it is fast."""
+    for row in trees.SUITE.rows:
+        assert {case.rpartition(", ")[2] for case in row.cases} == {"10 leaves", "100 leaves"}
+
+
+def test_resnet_has_122_leaves():
+    """The row would be about another model than the contract's."""
+    model = modules.ResNet()
+
+    assert (len(list(model.parameters())), len(list(model.buffers()))) == (62, 60)
+    assert modules.leaves_of(nn.ModuleList(nn.Linear(4, 4) for _ in range(61))) == 122
+
+
+@pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.name)
+def test_every_way_runs_and_rows_find_their_cases(suite):
+    """A benchmark would fail, or a row judge nothing, only at the next long run."""
+    cases = suite.cases()
+    for case in cases:
+        assert isinstance(case, Case)
+        for way in case.ways.values():
+            way.call(way.make()) if isinstance(way, Fresh) else way()
+    ways = {case.what: set(case.ways) for case in cases}
+    for row in suite.rows:
+        assert all({"tdfunc", row.rival} <= ways[case] for case in row.cases)
+
+
+def plain(x):
+    """A tree or dict as a dict of tensors."""
+    return dict(x.items())
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "construct",
+        "apply",
+        "stack",
+        "index int",
+        "index slice",
+        "index tensor",
+        "index mask",
+        "cat",
+        "reshape",
+        "add",
+        "tree_map",
+    ],
+)
+def test_ways_do_the_same(what):
+    """Ours would be faster at something else."""
+    ways = trees.tree_ways(3)[what]
+    results = [plain(way()) for way in ways.values()]
+
+    for result in results[1:]:
+        assert result.keys() == results[0].keys()
+        assert all(torch.equal(result[key], leaf) for key, leaf in results[0].items())
+
+
+def test_training_ways_do_the_same():
+    """The Adam rows would compare different steps."""
+    torch.manual_seed(0)
+    models = [training.mlp(16, 64, 64, 1) for _ in range(2)]
+    x, t = torch.randn(32, 16), torch.randn(32, 1)
+    ways = {
+        "ours": training.ours(models, x, t),
+        "loop": training.loop(models, x, t),
+        "stacked": training.stacked(models, x, t),
+    }
+    for way in ways.values():
+        for _ in range(3):
+            way()
+    ours, loop, stacked = (_closure(way) for way in ways.values())
+    reference = [torch.stack(leaves) for leaves in zip(*[list(m.parameters()) for m in loop["members"]], strict=True)]
+
+    for mine, theirs, expected in zip(ours["now"][0].leaves(), stacked["now"][0], reference, strict=True):
+        assert torch.allclose(mine, expected, atol=1e-5)
+        assert torch.allclose(theirs, expected, atol=1e-5)
+
+
+def _closure(fn):
+    return dict(zip(fn.__code__.co_freevars, [cell.cell_contents for cell in fn.__closure__], strict=True))
+
+
+# torch's fused encoder layer has no batching rule, and says so.
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize("model", ensembles.MODELS)
+def test_ensemble_ways_agree(model):
+    """`auto` would be compared with ways that compute something else."""
+    make, shape = ensembles.MODELS[model]
+    trees_ = [make().eval() for _ in range(2)]
+    apply, _, _ = ensembles.tdf.functional(trees_[0])
+    tree, x = ensembles.stack_modules(trees_), torch.randn(*shape)
+
+    with torch.no_grad():
+        results = {how: ensembles.Ensemble(apply, how)(tree, x) for how in ("loop", "vmap")}
+
+    assert torch.allclose(results["loop"], results["vmap"], atol=1e-5)
+
+
+def test_depth_trees_have_the_same_leaves():
+    """Depth would be compared between trees of different sizes."""
+    counts = [
+        len(list(t.keys(True, True)))
+        for t in (scaling.flat_tree(1024), scaling.wide_tree(32, 32), scaling.deep_tree(32, 32))
+    ]
+    modules_ = [
+        scaling.Weights([], 1024),
+        scaling.Weights([scaling.Weights([], 32) for _ in range(32)], 0),
+        scaling.deep_module(32, 32),
+    ]
+
+    assert counts == [1024] * 3
+    assert [len(list(m.parameters())) for m in modules_] == [1024] * 3
+
+
+@pytest.mark.slow
+def test_step_functions_compile_to_one_graph():
+    """The page would be the only place that says so."""
+    assert all(found.reached for found in compiled.compile_counts())
