@@ -53,6 +53,8 @@ class LeafOp(NamedTuple):
     args: tuple[Any, ...] = ()
     # Whether `leaf` may return None, which drops the leaf.
     drops: bool = False
+    # Whether `leaf` takes the leaves of all trees as one sequence, as torch.stack does.
+    packed: bool = False
 
 
 class Slots:
@@ -178,14 +180,12 @@ class TensorCollection(Slots):
         static = self._static
         if static is not None and static.ties:
             return self._map_tied(op, others)
-        if others:
-            check_keys(self, others)
         data = self._data
         # Whole maps in C for the common node of plain tensors; dynamo traces the loop.
-        if not op.drops and not torch.compiler.is_compiling() and PLAIN.issuperset(map(type, data.values())):
-            rows = [o._data.values() if list(o._data) == list(data) else [o._data[key] for key in data] for o in others]
-            data = dict(zip(data, map(op.leaf, data.values(), *rows)))
+        if not torch.compiler.is_compiling() and PLAIN.issuperset(map(type, data.values())):
+            data = self._map_plain(op, _rows(self, others))
         else:
+            check_keys(self, others)
             data = self._map_children(op, others)
         size, names = self._batch_size, self._names
         if op.size is not None:
@@ -196,8 +196,22 @@ class TensorCollection(Slots):
             static = Static({k: kind for k, kind in static.kinds.items() if k in data}, static.ties, static.own)
         return self._make(data, size, self._device, names, static)
 
+    def _map_plain(self, op: LeafOp, rows: list[Iterable[Any]]) -> dict[str, Node]:
+        data = self._data
+        keys, values = iter(data), data.values()
+        results = map(op.leaf, zip(values, *rows, strict=True)) if op.packed else map(op.leaf, values, *rows)
+        try:
+            done = dict(zip(keys, results, strict=True))
+        except Exception:
+            # For the note that `apply` adds: zip had taken the key of the leaf that raised, and none after it.
+            key = list(data)[-1 - sum(1 for _ in keys)]  # noqa: F841 # pyright: ignore[reportUnusedVariable]
+            raise
+        if op.drops and type(None) in set(map(type, done.values())):
+            return {key: value for key, value in done.items() if value is not None}
+        return done
+
     def _map_children(self, op: LeafOp, others: Sequence["TensorCollection"]) -> dict[str, Node]:
-        leaf = op.leaf
+        leaf = op.leaf if not op.packed else lambda *leaves: op.leaf(leaves)
         data: dict[str, Node] = {}
         for key, node in self._data.items():
             if isinstance(node, Tensor):
@@ -244,7 +258,11 @@ class TensorCollection(Slots):
         raise _frozen(self, f"del .{name}", f"td = td.delete({name!r})")
 
     def __setitem__(self, key: Any, value: object) -> NoReturn:
-        raise _frozen(self, f"[{key!r}] = value", f"td = td.set({key!r}, value)" if isinstance(key, (str, tuple)) else "td = td.at[index].set(value)")
+        raise _frozen(
+            self,
+            f"[{key!r}] = value",
+            f"td = td.set({key!r}, value)" if isinstance(key, (str, tuple)) else "td = td.at[index].set(value)",
+        )
 
     def __delitem__(self, key: Any) -> NoReturn:
         raise _frozen(self, f"del [{key!r}]", f"td = td.delete({key!r})")
@@ -297,6 +315,17 @@ def _exists(data: dict[str, Node], path: Path) -> bool:
     return _is_leaf(node)
 
 
+def _rows(first: TensorCollection, others: Sequence[TensorCollection]) -> list[Iterable[Any]]:
+    """Return the children of other nodes in the key order of the first."""
+    if not others:
+        return []
+    keys = list(first._data)
+    if all([isinstance(o, TensorCollection) and list(o._data) == keys for o in others]):
+        return [o._data.values() for o in others]
+    check_keys(first, others)
+    return [[o._data[key] for key in keys] for o in others]
+
+
 def check_keys(first: TensorCollection, others: Sequence[TensorCollection]) -> None:
     """Raise unless all nodes have the keys of the first."""
     keys = first._data.keys()
@@ -306,7 +335,9 @@ def check_keys(first: TensorCollection, others: Sequence[TensorCollection]) -> N
                 explain(
                     "The trees have different keys.",
                     expected=f"{sorted(keys)}",
-                    got=f"{sorted(other._data)}" if isinstance(other, TensorCollection) else f"a leaf of type {type(other).__name__}",  # pyright: ignore
+                    got=f"{sorted(other._data)}"
+                    if isinstance(other, TensorCollection)
+                    else f"a leaf of type {type(other).__name__}",  # pyright: ignore
                     hint="select() the common keys, or set() the missing ones.",
                 )
             )
@@ -314,8 +345,16 @@ def check_keys(first: TensorCollection, others: Sequence[TensorCollection]) -> N
 
 def index_op(index: Any, size: Size) -> LeafOp:
     """Return the operation of one index on all leaves of a tree with this batch size."""
-    parts = normalize_index(index, size)
-    head, n = index_size(parts, size), len(size)
+    parts: tuple[Any, ...]
+    # One int or slice, the most common index, needs no normal form.
+    if size and type(index) is slice and index.step is None:
+        parts, head = (index,), Size((len(range(*index.indices(size[0]))), *size[1:]))
+    elif size and type(index) is int and -size[0] <= index < size[0]:
+        parts, head = (index,), size[1:]
+    else:
+        parts = normalize_index(index, size)
+        head = index_size(parts, size)
+    n = len(size)
     # x[i] and x[i:j] are faster than x[(i,)]; index_select is faster than both for many rows of a large leaf.
     key: Any = parts[0] if len(parts) == 1 else parts
     return LeafOp(
@@ -399,7 +438,8 @@ def flatten(tree: TensorCollection) -> tuple[tuple[Any, ...], Context]:
     shapes = None if compiling else plain_shapes(children)
     features = [_features(child, n) for child in children] if shapes is None else [len(shape) - n for shape in shapes]
     context = Context(
-        keys, tree._ties, tuple(data), tree._batch_size, tree._device, tree._names, tuple(features), tree._static, grafts, shapes
+        keys, tree._ties, tuple(data), tree._batch_size, tree._device, tree._names,
+        tuple(features), tree._static, grafts, shapes,
     )  # fmt: skip
     flat = _Flat(children, context)
     if not compiling:
@@ -440,7 +480,9 @@ def unflatten(cls: type[T], context: Context, children: Iterable[Any]) -> T:
     elif size != old:
         children = tuple([_follow(child, len(old), size) for child in children])
     elif any(type(c) is not Tensor for c in children):
-        children = tuple([_follow(c, len(old), size) if getattr(c, "_cache", None) is _UNDECIDED else c for c in children])
+        children = tuple(
+            [_follow(c, len(old), size) if getattr(c, "_cache", None) is _UNDECIDED else c for c in children]
+        )
     data = dict(zip(context.keys, children, strict=True))
     if context.order != context.keys:
         data = {key: data[key] for key in context.order}
@@ -512,7 +554,9 @@ def _follow(child: Any, old_ndim: int, size: Size) -> Any:
 
 def register(cls: type[TensorCollection]) -> None:
     """Enter a class in both pytree registries; a class of the same name defined again replaces the first."""
-    torch_pytree.register_pytree_node(
+    # Typed as (list, context); torch only iterates, and a cached tuple cannot be changed by a caller.
+    enter: Any = torch_pytree.register_pytree_node
+    enter(
         cls,
         flatten,
         lambda children, context: unflatten(cls, context, children),
@@ -521,7 +565,9 @@ def register(cls: type[TensorCollection]) -> None:
         from_dumpable_context=_restore,
         flatten_with_keys_fn=_flatten_with_keys,
     )
-    optree.register_pytree_node(  # pyright: ignore[reportUnknownMemberType]
+    # Typed for containers of the collections protocol; any class will do.
+    enter = optree.register_pytree_node
+    enter(
         cls,
         _flatten_with_entries,
         lambda context, children: unflatten(cls, context, children),

@@ -76,6 +76,8 @@ def dim_index(dim: int, ndim: int, call: str) -> int:
 
 def fill_size(sizes: Sequence[int], numel: int, call: str) -> Size:
     """Replace the one -1 of a requested shape."""
+    if -1 not in sizes and math.prod(sizes) == numel and (not sizes or min(sizes) >= 0):
+        return Size(sizes)
     unknown = [i for i, size in enumerate(sizes) if size == -1]
     rest = math.prod(size for size in sizes if size != -1)
     good = len(unknown) <= 1 and all(size >= -1 for size in sizes)
@@ -252,7 +254,7 @@ def index_size(index: tuple[Any, ...], size: Size) -> Size:
     if advanced:
         # Advanced indices side by side leave their result in place, else it goes first.
         at = places[0] if places == list(range(places[0], places[0] + len(places))) else 0
-        result[at:at] = broadcast_sizes(advanced)
+        result[at:at] = advanced[0] if len(advanced) == 1 else broadcast_sizes(advanced)
     return Size(result) + size[dim:]
 
 
@@ -267,25 +269,34 @@ def _check_int(item: Any, dim: int, size: Size) -> None:
 
 
 def index_names(index: tuple[Any, ...], names: Names) -> Names | None:
-    """Return the names after a normalized index: kept by slices, dropped by ints, None for new dimensions."""
+    """Return the names after a normalized index.
+
+    Slices and single lists of rows keep the name of their dimension; ints drop it, and new dimensions have none.
+    """
     result: list[str | None] = []
-    dim = 0
-    advanced = [i for i in index if isinstance(i, bool) or (isinstance(i, Tensor) and i.dim())]
+    rows: list[str | None] = []
+    advanced: list[Size] = []
+    places: list[int] = []
+    dim = order = 0
     for item in index:
         if item is None:
             result.append(None)
         elif isinstance(item, slice):
             result.append(names[dim])
             dim += 1
-        elif isinstance(item, bool):
-            return None
-        elif isinstance(item, int) or item.dim() == 0:
+        elif not isinstance(item, bool) and (isinstance(item, int) or item.dim() == 0):
             dim += 1
-        elif len(advanced) == 1 and item.dim() == 1:
-            result.append(names[dim])
-            dim += 1
+            continue
         else:
-            return None
+            advanced.append(Size((1,)) if isinstance(item, bool) else item.shape)
+            places.append(order)
+            rows.append(None if isinstance(item, bool) else names[dim])
+            dim += not isinstance(item, bool)
+        order += 1
+    if advanced:
+        ndim = max(map(len, advanced))
+        at = places[0] if places == list(range(places[0], places[0] + len(places))) else 0
+        result[at:at] = rows if len(rows) == ndim == 1 else [None] * ndim
     result.extend(names[dim:])
     return as_names(result, len(result))
 

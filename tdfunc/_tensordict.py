@@ -9,7 +9,7 @@ from tdfunc._shapes import as_names, as_size
 from tdfunc._types import NestedKey
 from tdfunc.modules.bind import ModuleMethods
 from tdfunc.ops.cast import CastMethods, as_device, to
-from tdfunc.ops.convert import build, resize
+from tdfunc.ops.convert import read_mapping, resize
 from tdfunc.ops.dispatch import DispatchMethods
 from tdfunc.ops.edit import EditMethods, update
 from tdfunc.ops.index import IndexMethods
@@ -75,8 +75,7 @@ class TensorDict(TreeMethods):
         else:
             data, size, given = {}, as_size(batch_size), None
             if source or entries:
-                tree = build(TensorDict, _mapping(source, entries), size, place)
-                data, static = tree._data, tree._static
+                data, static = read_mapping(_mapping(source, entries), size, place)
         object.__setattr__(self, "_data", data)
         object.__setattr__(self, "_batch_size", size)
         object.__setattr__(self, "_device", place)

@@ -128,10 +128,18 @@ def _sequence(value: Sequence[Any], size: Size, device: torch.device | None, whe
 
 def build(cls: type[T], source: Mapping[Any, Any], size: Size, device: torch.device | None, where: str = "") -> T:
     """Return a validated tree from a mapping whose keys may be nested."""
+    data, static = read_mapping(source, size, device, where)
+    return cls._make(data, size, device, None, static)
+
+
+def read_mapping(
+    source: Mapping[Any, Any], size: Size, device: torch.device | None, where: str = ""
+) -> tuple[dict[str, Node], Static | None]:
+    """Return the validated data of a tree, and what ties its sub-trees bring."""
     ndim = len(size)
     data: dict[str, Node] = {}
     nested: dict[str, dict[Path, Any]] = {}
-    last = None
+    last: Any = None
     trees = False
     for key, value in source.items():
         if type(key) is not str or not key:
@@ -141,18 +149,19 @@ def build(cls: type[T], source: Mapping[Any, Any], size: Size, device: torch.dev
                 data.setdefault(key, None)
                 continue
         # The shape is compared with the last one that passed: leaves of a tree share shapes.
-        if type(value) is Tensor and device is None and (not ndim or value.shape == last or value.shape[:ndim] == size):
-            last = value.shape if ndim else None
-            data[key] = value
-            continue
+        if type(value) is Tensor and device is None:
+            shape = value.shape if ndim else last
+            if shape == last or shape[:ndim] == size:
+                last = shape
+                data[key] = value
+                continue
         node = convert(value, size, device, f"{where}.{key}" if where else key)
         data[key] = node
         trees = trees or isinstance(node, TensorCollection)
     for key, inner in nested.items():
         data[key] = _grafted(data[key], inner, size, device, f"{where}.{key}" if where else key)
         trees = True
-    static = _lifted(data) if trees else None
-    return cls._make(data, size, device, None, static)
+    return data, _lifted(data) if trees else None
 
 
 def _grafted(node: Node, inner: dict[Path, Any], size: Size, device: torch.device | None, where: str) -> Node:

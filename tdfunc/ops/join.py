@@ -1,12 +1,14 @@
 """Several trees into one: `stack` and `cat`, which check keys, shapes, dtypes, kinds and ties and name what differs."""
 
 from collections.abc import Sequence
+from functools import partial
+from operator import attrgetter
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import LeafOp, TensorCollection, iter_leaves
+from tdfunc._collection import PLAIN, LeafOp, TensorCollection, iter_leaves
 from tdfunc._errors import LeafMismatchError, TieError, TreeStructureError, explain
 from tdfunc._keys import dotted
 from tdfunc._nontensor import NonTensorBase
@@ -14,6 +16,7 @@ from tdfunc._shapes import dim_index
 from tdfunc._types import Path
 
 T = TypeVar("T", bound=TensorCollection)
+_DTYPE = attrgetter("dtype")
 
 
 def stack(trees: Sequence[T], dim: int = 0) -> T:
@@ -50,16 +53,14 @@ def stack(trees: Sequence[T], dim: int = 0) -> T:
             raise LeafMismatchError(explain("stack: the batch sizes differ.", expected=expected, got=got, hint=hint))
     count = len(trees)
 
-    def leaf(*leaves: Any) -> Any:
-        return torch.stack(leaves, dim)
-
     op = LeafOp(
         "stack",
-        leaf,
+        torch.stack if dim == 0 else partial(torch.stack, dim=dim),
         lambda old: old[:dim] + Size((count,)) + old[dim:],
         lambda names: (*names[:dim], None, *names[dim:]),
-        True,
-        (dim,),
+        batch=True,
+        args=(dim,),
+        packed=True,
     )
     return _joined(op, first, others)
 
@@ -87,11 +88,12 @@ def cat(trees: Sequence[T], dim: int = 0) -> T:
     total = sum(tree._batch_size[dim] for tree in trees)
     op = LeafOp(
         "cat",
-        lambda *leaves: torch.cat(leaves, dim),
+        torch.cat if dim == 0 else partial(torch.cat, dim=dim),
         lambda old: old[:dim] + Size((total,)) + old[dim + 1 :],
         lambda names: names,
-        True,
-        (dim,),
+        batch=True,
+        args=(dim,),
+        packed=True,
     )
     return _joined(op, first, others)
 
@@ -107,7 +109,8 @@ def _first(trees: Sequence[T], call: str) -> tuple[T, Sequence[T]]:
 
 
 def _joined(op: LeafOp, first: T, others: Sequence[T]) -> T:
-    check_joinable(op.name, first, others)
+    if not _plain_alike(first, others):
+        check_joinable(op.name, first, others)
     try:
         return first._shape(op, *others)
     except (RuntimeError, TypeError, TreeStructureError) as err:
@@ -153,6 +156,21 @@ def _check_nodes(name: str, first: TensorCollection, other: TensorCollection, at
         what = f"{name}: leaf {dotted((*at, key))!r} is of different kinds."
         expected, got = str(first._kinds.get(key)), str(other._kinds.get(key))
         raise LeafMismatchError(explain(what, expected=expected, got=got))
+
+
+def _plain_alike(first: TensorCollection, others: Sequence[TensorCollection]) -> bool:
+    """Whether all are untied nodes of plain tensors with equal keys and dtypes in one order: the common case."""
+    mine, cls = first._data, type(first)
+    if first._static is not None or not PLAIN.issuperset(map(type, mine.values())):
+        return False
+    keys, dtypes = list(mine), list(map(_DTYPE, mine.values()))
+    for other in others:
+        leaves = other._data.values()
+        if type(other) is not cls or other._static is not None or list(other._data) != keys:
+            return False
+        if not PLAIN.issuperset(map(type, leaves)) or list(map(_DTYPE, leaves)) != dtypes:
+            return False
+    return True
 
 
 def _mismatch(name: str, path: Path, node: Any, twin: Any) -> LeafMismatchError:

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from tdfunc._collection import LeafOp, TensorCollection
+from tdfunc._collection import PLAIN, LeafOp, TensorCollection
 from tdfunc._errors import BatchSizeError, explain
 from tdfunc._keys import dotted
 from tdfunc._nontensor import NonTensorBase
@@ -16,6 +16,8 @@ from tdfunc.ops.pointwise_base import check_same
 from tdfunc.ops.reading import UNSET, refuse_inplace
 
 T = TypeVar("T", bound=TensorCollection)
+# The frames whose local `key` names the leaf that an exception left.
+_KNOW_KEYS = (TensorCollection._map_plain.__code__, TensorCollection._map_children.__code__)
 
 
 def apply(
@@ -60,7 +62,7 @@ def _note_leaf(err: Exception) -> None:
     trace = err.__traceback__
     while trace is not None:
         frame = trace.tb_frame
-        if frame.f_code is TensorCollection._map_children.__code__ and "key" in frame.f_locals:
+        if frame.f_code in _KNOW_KEYS and "key" in frame.f_locals:
             path.append(frame.f_locals["key"])
         trace = trace.tb_next
     if path and hasattr(err, "add_note"):
@@ -84,6 +86,10 @@ def _check_results(tree: TensorCollection, at: Path) -> None:
     # Leaves share shapes: comparing with the last one that passed saves the slice.
     size, last = tree._batch_size, None
     ndim = len(size)
+    if PLAIN.issuperset(map(type, tree._data.values())):
+        shapes = [leaf.shape for leaf in tree._data.values()]
+        if not shapes or (shapes.count(shapes[0]) == len(shapes) and shapes[0][:ndim] == size):
+            return
     for key, node in tree._data.items():
         if isinstance(node, Tensor):
             shape = node.shape

@@ -49,9 +49,9 @@ def truth(tree: TensorCollection, dim: Any, name: str) -> Any:
     """`all` and `any`: a bool for the whole tree, or a tree for a dimension."""
     fn: Callable[..., Tensor] = getattr(torch, name)
     if dim is None:
-        results = (bool(fn(x.bool())) for _, x in iter_leaves(tree))
+        results = (bool(fn(x)) for _, x in iter_leaves(tree))
         return all(results) if name == "all" else any(results)
-    return _reduce_leaves(tree, name, dim, False, lambda x, dims, keep: fn(x.bool(), dims, keepdim=keep))
+    return _reduce_leaves(tree, name, dim, False, lambda x, dims, keep: fn(x, dims, keepdim=keep))
 
 
 def reduce(tree: TensorCollection, name: str, dim: Any, keepdim: bool, whole: bool | None, **kwargs: Any) -> Any:
@@ -86,11 +86,11 @@ class ReduceMethods(TensorCollection):
     __slots__ = ()
 
     def all(self, dim: Any = None) -> Any:
-        """Return whether every element of every leaf is true; with `dim`, a tree of bools."""
+        """Return whether every element of every leaf is true; with `dim`, a tree of what torch gives for each leaf."""
         return truth(self, dim, "all")
 
     def any(self, dim: Any = None) -> Any:
-        """Return whether any element of any leaf is true; with `dim`, a tree of bools."""
+        """Return whether any element of any leaf is true; with `dim`, a tree of what torch gives for each leaf."""
         return truth(self, dim, "any")
 
     def sum(

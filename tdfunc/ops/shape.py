@@ -5,6 +5,7 @@ Feature dimensions follow untouched. A nested tree with a longer batch keeps its
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from operator import methodcaller
 from typing import Any, TypeVar
 
 import torch
@@ -41,16 +42,17 @@ def _keep_none(_: Names) -> None:
 
 
 def _resized(n: int, size: Size, method: str) -> Callable[[Any], Any]:
-    """Return `leaf.reshape(*size, *features)` for leaves of a batch of n dimensions."""
-    # Leaves share shapes; and ints as arguments are twice as fast as a Size in torch's own argument parser.
-    memo: dict[Any, tuple[int, ...]] = {}
+    """Return `leaf.<method>(*size, *features)` for leaves of a batch of n dimensions."""
+    # Leaves share shapes: the last target is kept. Ints as arguments are twice as fast as a Size in torch's parser.
+    last: Any = None
+    call: Any = None
 
     def leaf(x: Any) -> Any:
+        nonlocal last, call
         shape = x.shape
-        target = memo.get(shape)
-        if target is None:
-            target = memo[shape] = (*size, *shape[n:])
-        return getattr(x, method)(*target)
+        if shape != last:
+            last, call = shape, methodcaller(method, *size, *shape[n:])
+        return call(x)
 
     return leaf
 
@@ -166,10 +168,8 @@ def expand(tree: T, shape: tuple[int, ...]) -> T:
         what = "expand: the batch cannot be expanded to this shape."
         raise RuntimeError(explain(what, expected=expected, got=str(list(shape))))
 
-    def leaf(x: Any) -> Any:
-        # New dimensions go before all of the leaf's own.
-        return x.expand(*full, *x.shape[n:])
-
+    # New dimensions go before all of the leaf's own.
+    leaf = _resized(n, Size(full), "expand")
     return tree._shape(_op(tree, "expand", leaf, lambda _: full, lambda names: (*[None] * lead, *names), full))
 
 
