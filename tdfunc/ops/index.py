@@ -63,9 +63,7 @@ def where(condition: Tensor, tree: T, other: Any) -> T:
         check_same(tree, other, "where")
 
         def choose(x: Any, y: Any) -> Any:
-            if isinstance(x, NonTensorBase):
-                return x.where(condition, y)
-            return torch.where(holds(x), x, y)
+            return x.where(holds(x), y) if isinstance(x, NonTensorBase) else torch.where(holds(x), x, y)
 
         return tree._shape(LeafOp("where", choose, batch=True, args=(condition,)), other)
     operand = over_batch(tree, other, "where") if isinstance(other, Tensor) else lambda _: other

@@ -178,7 +178,7 @@ def _as_tensor(other: Any, name: str) -> Tensor:
     raise TypeError(explain(f"{name}: cannot combine a tree with this.", expected=expected, got=type(other).__name__))
 
 
-def over_batch(tree: TensorCollection, other: Tensor, call: str) -> Callable[[Tensor], Tensor]:
+def over_batch(tree: TensorCollection, other: Tensor, call: str) -> Callable[[Any], Tensor]:
     """Return a function of a leaf that gives the operand as it broadcasts along the leaf's batch dimensions."""
     check_operand(tree, other, call)
     if other.dim() == 0:
