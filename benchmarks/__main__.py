@@ -14,9 +14,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 
 from benchmarks import compiled, ensembles, modules, scaling, training, trees
-from benchmarks.measure import QUICK, Effort, Timing, measure
+from benchmarks.measure import QUICK, Effort, Timing
 from benchmarks.page import Results, render
-from benchmarks.rows import OURS, Measured, Suite, Verdict, judge, shown, time_shown
+from benchmarks.rows import OURS, Measured, Suite, Verdict, judge, measure_cases, shown, time_shown
 
 ROOT = Path(__file__).parent.parent
 SUITES = {suite.name: suite for suite in (trees.SUITE, modules.SUITE, training.SUITE)}
@@ -29,16 +29,14 @@ def say(text: str) -> None:
 
 def run_suite(suite: Suite, effort: Effort) -> list[Measured]:
     say(f"\n{suite.title}")
-    found: list[Measured] = []
-    for case in suite.cases():
-        m = Measured(case.what, measure(case.ways, effort), case.per)
+    found = measure_cases(suite.cases(), effort)
+    for m in found:
         times = "".join(
             f"  {rival} {time_shown(t.cpu_us / m.per)} ({shown(m.ratio_to(rival))})"
             for rival, t in m.timings.items()
             if rival != OURS
         )
         say(f"  {m.what:48} {time_shown(m.timings[OURS].cpu_us / m.per):>9}{times}")
-        found.append(m)
     return found
 
 
@@ -69,7 +67,7 @@ def run_newer(folder: Path, quick: bool) -> tuple[str, list[Measured]] | None:
 
 
 def print_json(effort: Effort) -> None:
-    measured = [Measured(case.what, measure(case.ways, effort), case.per) for case in trees.SUITE.cases()]
+    measured = measure_cases(trees.SUITE.cases(), effort)
     print(json.dumps({"version": version("tensordict"), "measured": measured}))
 
 

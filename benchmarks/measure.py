@@ -35,39 +35,60 @@ class Timing(NamedTuple):
 
 
 class Effort(NamedTuple):
-    """How long to measure: rounds, and the length that a round of one way should have."""
+    """How long to measure: rounds in each pass over all cases, how many passes, and how long one way's round is.
 
-    rounds: int = 40
+    Passes come minutes or seconds apart, so that a bad moment of the machine, which may be longer than all the rounds
+    of one case together, spoils one pass and not the median of all.
+    """
+
+    rounds: int = 15
+    passes: int = 3
     round_s: float = 0.003
-    longest_s: float = 6.0
+    longest_s: float = 2.0
 
     def rounds_within(self, seconds_a_round: float) -> int:
-        """Return the rounds that fit into the longest time; at least 5, or there is no median to speak of."""
-        return max(5, min(self.rounds, int(self.longest_s / max(seconds_a_round, 1e-9))))
+        """Return the rounds of a pass that fit into the longest time; at least 3."""
+        return max(3, min(self.rounds, int(self.longest_s / max(seconds_a_round, 1e-9))))
 
 
-QUICK = Effort(rounds=9, round_s=0.001, longest_s=1.0)
+QUICK = Effort(rounds=5, passes=1, round_s=0.001, longest_s=1.0)
+
+
+class Sampler:
+    """Rounds of several ways to do one thing; what the ways return is thrown away."""
+
+    def __init__(self, ways: dict[str, Way]) -> None:
+        self._ways = ways
+        self._cpu_us: dict[str, list[float]] = {name: [] for name in ways}
+        self._wall_us: dict[str, list[float]] = {name: [] for name in ways}
+
+    def run(self, effort: Effort) -> None:
+        """Add the rounds of one pass."""
+        with _no_garbage_collection():
+            calls = {name: _calls_for(way, effort.round_s) for name, way in self._ways.items()}
+            empty = median([_round(_nothing, 1000)[0] for _ in range(20)])
+            seconds = sum(_round(way, calls[name])[1] * calls[name] for name, way in self._ways.items()) * 1e-6
+            names = list(self._ways)
+            for i in range(effort.rounds_within(seconds)):
+                # Who goes first changes, so that nobody always runs on caches that the same neighbour left.
+                for name in [*names[i % len(names) :], *names[: i % len(names)]]:
+                    cpu, wall = _round(self._ways[name], calls[name])
+                    self._cpu_us[name].append(cpu - empty)
+                    self._wall_us[name].append(wall - empty)
+                gc.collect(0)
+
+    def timings(self) -> dict[str, Timing]:
+        """Return the medians so far."""
+        return {name: Timing(median(cpu), median(self._wall_us[name]), len(cpu)) for name, cpu in self._cpu_us.items()}
 
 
 def measure(ways: dict[str, Way], effort: Effort | None = None) -> dict[str, Timing]:
-    """Return the timing of each way of doing one thing; what they return is thrown away."""
+    """Return the timing of each way of doing one thing, measured in one go."""
+    sampler = Sampler(ways)
     effort = effort or Effort()
-    with _no_garbage_collection():
-        calls = {name: _calls_for(way, effort.round_s) for name, way in ways.items()}
-        empty = median([_round(_nothing, 1000)[0] for _ in range(20)])
-        seconds = sum(_round(way, calls[name])[1] * calls[name] for name, way in ways.items()) * 1e-6
-        rounds = effort.rounds_within(seconds)
-        cpu: dict[str, list[float]] = {name: [] for name in ways}
-        wall: dict[str, list[float]] = {name: [] for name in ways}
-        names = list(ways)
-        for i in range(rounds):
-            # Who goes first changes, so that nobody always runs on caches that the same neighbour left.
-            for name in [*names[i % len(names) :], *names[: i % len(names)]]:
-                a, b = _round(ways[name], calls[name])
-                cpu[name].append(a - empty)
-                wall[name].append(b - empty)
-            gc.collect(0)
-    return {name: Timing(median(cpu[name]), median(wall[name]), rounds) for name in ways}
+    for _ in range(effort.passes):
+        sampler.run(effort)
+    return sampler.timings()
 
 
 def _nothing() -> None:

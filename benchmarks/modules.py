@@ -47,7 +47,8 @@ def same(leaf: Any) -> Any:
 
 def whole_cases() -> list[Case]:
     x = torch.randn(2, 3, 32, 32)
-    module = ResNet().eval()
+    # The trees carry no gradients, so neither does the module: autograd would be recorded on one side only.
+    module = ResNet().eval().requires_grad_(False)
     apply, params, buffers = tdf.functional(module)
     training = copy.deepcopy(module).train()
     train, train_params, train_buffers = tdf.functional(training)
@@ -62,7 +63,8 @@ def whole_cases() -> list[Case]:
 
 def stack_cases() -> list[Case]:
     members = [ResNet() for _ in range(4)]
-    trees = [tdf.from_module(member) for member in members]
+    # What stack_module_state returns has no history either.
+    trees = [tdf.from_module(member).detach() for member in members]
     rivals = {
         STATE: lambda: stack_module_state(members),
         MODULES: lambda: tensordict.TensorDict.from_modules(*members, as_module=False),

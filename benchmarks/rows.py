@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
-from benchmarks.measure import Timing, Way, geometric_mean, ratio
+from benchmarks.measure import Effort, Sampler, Timing, Way, geometric_mean, ratio
 
 OURS = "tdfunc"
 
@@ -64,6 +64,15 @@ class Suite(NamedTuple):
     cases: Callable[[], Sequence[Case]]
     rows: tuple[Row, ...]
     sources: tuple[Callable[..., object], ...]
+
+
+def measure_cases(cases: Sequence[Case], effort: Effort) -> list[Measured]:
+    """Measure cases in passes over all of them."""
+    samplers = [Sampler(case.ways) for case in cases]
+    for _ in range(effort.passes):
+        for sampler in samplers:
+            sampler.run(effort)
+    return [Measured(case.what, sampler.timings(), case.per) for case, sampler in zip(cases, samplers, strict=True)]
 
 
 def judge(row: Row, measured: Sequence[Measured]) -> Verdict:

@@ -11,7 +11,7 @@ from benchmarks import compiled, ensembles, measure, modules, page, rows, scalin
 from benchmarks.measure import Effort, Fresh, Timing
 from benchmarks.rows import Case, Measured, Row, Suite, judge
 
-TINY = Effort(rounds=5, round_s=1e-5, longest_s=0.01)
+TINY = Effort(rounds=5, passes=1, round_s=1e-5, longest_s=0.01)
 SUITES = (trees.SUITE, modules.SUITE, training.SUITE)
 
 
@@ -70,7 +70,7 @@ def test_median_is_over_rounds(monkeypatch):
         return (0.0, 0.0) if len(seen) == 1 else next(rounds)
 
     monkeypatch.setattr(measure, "_round", fake_round)
-    found = measure.measure({"tdfunc": way}, Effort(rounds=5))
+    found = measure.measure({"tdfunc": way}, Effort(rounds=5, passes=1))
 
     assert found == {"tdfunc": Timing(1.5, 1.5, 5)}
 
@@ -116,7 +116,18 @@ def test_rounds_fit_the_time():
     """A slow case would run for minutes, or be judged by one round."""
     effort = Effort(rounds=40, longest_s=6.0)
 
-    assert [effort.rounds_within(s) for s in (0.001, 0.5, 60.0)] == [40, 12, 5]
+    assert [effort.rounds_within(s) for s in (0.001, 0.5, 60.0)] == [40, 12, 3]
+
+
+def test_passes_are_apart():
+    """All rounds of a case would fall into one bad moment of the machine."""
+    order = []
+    cases = [Case(name, {"tdfunc": lambda name=name: order.append(name)}) for name in "ab"]
+
+    found = rows.measure_cases(cases, TINY._replace(passes=3))
+
+    assert [x for i, x in enumerate(order) if i == 0 or order[i - 1] != x] == ["a", "b"] * 3
+    assert [m.timings["tdfunc"].rounds for m in found] == [15, 15]
 
 
 # -- verdicts ---------------------------------------------------------------------------------------------------
