@@ -1,0 +1,1 @@
+"""Modules as pure functions: trees out of modules, trees into modules, and `functional`."""

@@ -1,5 +1,7 @@
 """A tree back into a module: `to_module`, for good or for the length of a `with` block."""
 
+import copy
+import itertools
 import threading
 import warnings
 from types import TracebackType
@@ -7,18 +9,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._C import _functorch
 
 from tdfunc._collection import TensorCollection
-from tdfunc._errors import ConcurrencyError, LeafMismatchError, TieError, TreeStructureError, explain
+from tdfunc._errors import ConcurrencyError, LeafMismatchError, TreeStructureError, explain
 from tdfunc._keys import dotted
-from tdfunc._nontensor import NonTensorBase
+from tdfunc._nontensor import NonTensorBase, NonTensorStack
 from tdfunc._types import Kind, Path
 from tdfunc.modules.extract import from_module
-from tdfunc.modules.slots import Slot, same_memory, unwrap, walk
+from tdfunc.modules.plan import tie_error
+from tdfunc.modules.slots import Slot, in_transform, is_one_tensor, unwrap, walk
 from tdfunc.ops.structure import iter_items
 
 _OWNER = "_tdfunc_owner"
+_STACKED = "the tree is stacked: bind one member, stacked[i].to_module(m), or use Ensemble."
 
 
 class Binding(NamedTuple):
@@ -40,7 +43,9 @@ def match(tree: TensorCollection, module: nn.Module, strict: bool) -> list[Bindi
     leaves = dict(iter_items(tree, True, True))
     extra = [path for path in leaves if path not in slots]
     # A state dict has no non-persistent buffers, so a tree made from one has none either.
-    absent = [p for p, slot in slots.items() if p not in leaves and slot.kind is not Kind.NON_PERSISTENT] if strict else []
+    absent = (
+        [p for p, slot in slots.items() if p not in leaves and slot.kind is not Kind.NON_PERSISTENT] if strict else []
+    )
     if extra or absent:
         raise _structure_error(module, extra, absent)
     bindings = [Binding(slots[path], leaf) for path, leaf in leaves.items()]
@@ -66,77 +71,54 @@ def _structure_error(module: nn.Module, extra: list[Path], absent: list[Path]) -
 
 def _check_leaf(slot: Slot, leaf: Any) -> None:
     if slot.store is None:
+        if isinstance(leaf, NonTensorStack):
+            raise _mismatch(slot, "one value", f"values of batch size {list(leaf.shape)}", _STACKED)
         return
     value: Tensor = slot.value
+    expected = f"shape {tuple(value.shape)}, {value.dtype}"
     if not isinstance(leaf, Tensor):
-        raise LeafMismatchError(
-            explain(f"to_module: leaf {dotted(slot.path)!r} is no tensor.", expected=f"shape {tuple(value.shape)}", got=type(leaf).__name__)
-        )
+        raise _mismatch(slot, expected, type(leaf).__name__, "give it a tensor: params.set(path, tensor).")
     if leaf.shape == value.shape and leaf.dtype == value.dtype:
         return
-    hint = "cast the tree (td.apply(lambda x: x.to(dtype))) or the module first."
+    hint = "cast the tree (params.to(dtype)) or the module first."
     if leaf.shape != value.shape:
         hint = "the tree belongs to another architecture."
         if leaf.shape[1:] == value.shape:
-            hint = "the tree is stacked: bind one member, stacked[i].to_module(m), or use Ensemble."
+            hint = _STACKED
         elif leaf.dim() == 2 and leaf.shape == value.shape[::-1] and isinstance(slot.owner, nn.Linear):
             hint = "nn.Linear stores (out_features, in_features); transpose the leaf first."
-    raise LeafMismatchError(
-        explain(
-            f"to_module: leaf {dotted(slot.path)!r} does not fit {slot.title}.",
-            expected=f"shape {tuple(value.shape)}, {value.dtype}",
-            got=f"shape {tuple(leaf.shape)}, {leaf.dtype}",
-            hint=hint,
-        )
-    )
+    raise _mismatch(slot, expected, f"shape {tuple(leaf.shape)}, {leaf.dtype}", hint)
+
+
+def _mismatch(slot: Slot, expected: str, got: str, hint: str) -> LeafMismatchError:
+    what = f"to_module: leaf {dotted(slot.path)!r} does not fit {slot.title}."
+    return LeafMismatchError(explain(what, expected=expected, got=got, hint=hint))
 
 
 def _check_ties(bindings: list[Binding]) -> None:
     first: dict[int, Binding] = {}
     for binding in bindings:
-        if binding.slot.store is None:
-            continue
-        known = first.setdefault(id(binding.slot.value), binding)
-        if same_memory(known.leaf, binding.leaf) or _equal(known.leaf, binding.leaf):
-            continue
-        raise TieError(
-            explain(
-                f"to_module: {dotted(known.slot.path)!r} and {dotted(binding.slot.path)!r} are one tensor in the module.",
-                expected="the same values for both",
-                got="two tensors that differ",
-                hint="set one of the paths to the other's leaf, or untie the module.",
-            )
-        )
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    if in_transform() or a.is_meta or b.is_meta:
-        return False
-    return torch.equal(a, b)
-
-
-def in_transform() -> bool:
-    """Whether values cannot outlive the code that runs now: a functorch level, a dual level, a compiled region."""
-    return torch.compiler.is_compiling() or _functorch.peek_interpreter_stack() is not None or _dual_level() >= 0
-
-
-def _dual_level() -> int:
-    return torch.autograd.forward_ad._current_level
+        if binding.slot.store is not None:
+            known = first.setdefault(id(binding.slot.value), binding)
+            if not is_one_tensor(known.leaf, binding.leaf):
+                raise tie_error("to_module", known.slot.path, binding.slot.path)
 
 
 def bind(bindings: list[Binding], *, permanent: bool) -> None:
     """Write the leaves into their slots: as Parameters that share storage, or (in a block) as they are."""
     # One Parameter for each tied slot, or the tie would be broken.
     made: dict[int, Any] = {}
-    old = [(binding, id(binding.slot.value)) for binding in bindings if binding.slot.store is not None]
-    for (slot, leaf), tied in old:
-        if tied not in made:
-            made[tied] = _stored(slot, leaf) if permanent else _borrowed(slot, leaf)
-        # Assigning to an existing key keeps the order of the slots.
-        slot.store[slot.name] = made[tied]  # pyright: ignore[reportOptionalSubscript]
     for slot, leaf in bindings:
+        if slot.store is not None and id(slot.value) not in made:
+            made[id(slot.value)] = _stored(slot, leaf) if permanent else _borrowed(slot, leaf)
+    # Read before the first write: afterwards a slot no longer says which tie it belonged to.
+    new = [(slot, leaf, made[id(slot.value)] if slot.store is not None else None) for slot, leaf in bindings]
+    for slot, leaf, value in new:
         if slot.store is None:
             slot.owner.set_extra_state(leaf.value if isinstance(leaf, NonTensorBase) else leaf)  # pyright: ignore
+        else:
+            # Assigning to an existing key keeps the order of the slots.
+            slot.store[slot.path[-1]] = value
 
 
 def _stored(slot: Slot, leaf: Tensor) -> Tensor:
@@ -157,106 +139,148 @@ class _Owner:
 
     __slots__ = ("blocks", "thread")
 
-    def __init__(self, thread: int) -> None:
-        self.thread, self.blocks = thread, list[ModuleHandle]()
+    def __init__(self) -> None:
+        self.thread, self.blocks = 0, list[ModuleHandle]()
 
+    # A copy of the module, made or pickled inside a block, is not in that block.
     def __deepcopy__(self, memo: Any) -> "_Owner":
-        return self
+        return _Owner()
+
+    def __reduce__(self) -> Any:
+        return _Owner, ()
+
+
+# Held while blocks are entered and left; reentrant, since collecting a generator may leave its block at any moment.
+_CLAIMS = threading.RLock()
+_SERIAL = itertools.count()
+_LOADED, _UNBOUND, _OPEN, _CLOSED = "loaded", "unbound", "open", "closed"
 
 
 class ModuleHandle:
     """What `to_module` returns: a context manager that binds for a block and puts back what was there."""
 
-    __slots__ = ("_bindings", "_before", "_entered", "_loaded", "_module", "_owners", "_subs")
+    __slots__ = ("_before", "_bindings", "_module", "_serial", "_state", "_subs")
 
     def __init__(self, module: nn.Module, bindings: list[Binding]) -> None:
+        self._state = _CLOSED
         self._module, self._bindings = module, bindings
-        self._before = [(slot, slot.value) for slot, _ in bindings]
-        self._owners: list[tuple[nn.Module, _Owner]] = []
-        self._entered = False
-        self._loaded = not in_transform()
-        if self._loaded:
-            self._refuse_other_thread()
-            bind(bindings, permanent=True)
+        self._subs: list[nn.Module] = []
+        self._serial = 0
+        self._before = [(slot, _kept(slot)) for slot, _ in bindings]
+        if in_transform():
+            self._state = _UNBOUND
+            return
+        with _CLAIMS:
+            _refuse_other_thread(module)
+            self._write(permanent=True)
+        self._state = _LOADED
 
     def __enter__(self) -> nn.Module:
-        if self._entered:
-            raise ConcurrencyError(explain("to_module: this block was entered before.", hint="call params.to_module(m) again for another block."))
-        self._entered = True
-        if not torch.compiler.is_compiling():
+        if self._state not in (_LOADED, _UNBOUND):
+            raise ConcurrencyError(
+                explain(
+                    f"to_module: this block on {type(self._module).__name__} was entered before.",
+                    expected="one `with` for each call of to_module",
+                    got=f"a handle that is {self._state}",
+                    hint="call params.to_module(m) again for another block.",
+                )
+            )
+        if torch.compiler.is_compiling():
+            self._state = _OPEN
+            bind(self._bindings, permanent=False)
+            return self._module
+        with _CLAIMS:
+            _refuse_other_thread(self._module)
+            self._state = _OPEN
+            self._write(permanent=False)
             self._claim()
-        bind(self._bindings, permanent=False)
         return self._module
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if torch.compiler.is_compiling():
+            self._state = _CLOSED
             self._restore()
             return
-        if not self._owners:
+        with _CLAIMS:
+            in_order = self._state is _OPEN and all([_owner(sub).blocks[-1] is self for sub in self._subs])
+            for block in [self] if in_order else _entangled(self):
+                block._restore()
+                block._release()
+        # An error on its way through the block says more than the order of exits; closing a generator does not.
+        if not in_order and (kind is None or issubclass(kind, GeneratorExit)):
             raise _out_of_order(self._module)
-        in_order = all(owner.blocks and owner.blocks[-1] is self for _, owner in self._owners)
-        if in_order:
-            self._restore()
-            self._release()
-            return
-        self._restore_originals()
-        raise _out_of_order(self._module)
 
     def __del__(self) -> None:
-        if not self._loaded and not self._entered:
+        if getattr(self, "_state", None) is _UNBOUND:
             warnings.warn(
-                "to_module: inside a transform or a compiled region the call alone binds nothing; write `with params.to_module(m):`.",
+                "to_module: inside a transform or a compiled region the call alone binds nothing; "
+                "write `with params.to_module(m):`.",
                 stacklevel=2,
             )
 
-    def _refuse_other_thread(self) -> None:
-        thread = threading.get_ident()
-        for sub in self._module.modules():
-            owner = sub.__dict__.get(_OWNER)
-            if owner is not None and owner.thread != thread:
-                raise _second_thread(self._module)
+    def _write(self, *, permanent: bool) -> None:
+        try:
+            bind(self._bindings, permanent=permanent)
+        except BaseException:
+            self._state = _CLOSED
+            self._restore()
+            raise
 
     def _claim(self) -> None:
-        thread = threading.get_ident()
+        self._serial = next(_SERIAL)
         for sub in self._module.modules():
-            owner = sub.__dict__.setdefault(_OWNER, _Owner(thread))
-            if owner.thread != thread:
-                self._release()
-                raise _second_thread(self._module)
+            owner = sub.__dict__.setdefault(_OWNER, _Owner())
+            owner.thread = threading.get_ident()
             owner.blocks.append(self)
-            self._owners.append((sub, owner))
+            self._subs.append(sub)
 
     def _release(self) -> None:
-        for sub, owner in self._owners:
-            if self in owner.blocks:
-                owner.blocks.remove(self)
+        self._state = _CLOSED
+        for sub in self._subs:
+            owner = _owner(sub)
+            owner.blocks.remove(self)
             if not owner.blocks:
                 sub.__dict__.pop(_OWNER, None)
-        self._owners = []
+        self._subs = []
 
     def _restore(self) -> None:
         for slot, value in self._before:
             if slot.store is None:
                 slot.owner.set_extra_state(value)
             else:
-                slot.store[slot.name] = value
-
-    def _restore_originals(self) -> None:
-        """Undo every open block of this module, the newest first, and close them all."""
-        blocks = {id(b): b for _, owner in self._owners for b in owner.blocks}
-        for block in reversed(list(blocks.values())):
-            block._restore()
-        for block in blocks.values():
-            block._release()
+                slot.store[slot.path[-1]] = value
 
 
-def _second_thread(module: nn.Module) -> ConcurrencyError:
-    return ConcurrencyError(
-        explain(
-            f"to_module: another thread is inside a block on {type(module).__name__} (or a part of it).",
-            hint="apply, params, buffers = tdfunc.functional(m): apply(params, x) is thread-safe.",
-        )
-    )
+def _kept(slot: Slot) -> Any:
+    # A module may hand out, and update in place, the very object that it keeps.
+    return copy.deepcopy(slot.value) if slot.store is None else slot.value
+
+
+def _owner(module: nn.Module) -> _Owner:
+    return module.__dict__[_OWNER]
+
+
+def _refuse_other_thread(module: nn.Module) -> None:
+    thread = threading.get_ident()
+    for sub in module.modules():
+        owner = sub.__dict__.get(_OWNER)
+        if owner is not None and owner.blocks and owner.thread != thread:
+            raise ConcurrencyError(
+                explain(
+                    f"to_module: another thread is inside a block on {type(module).__name__} (or a part of it).",
+                    expected="one thread in a module at a time",
+                    got=f"thread {thread}, while thread {owner.thread} holds {type(sub).__name__}",
+                    hint="apply, params, buffers = tdfunc.functional(m): apply(params, x) is thread-safe.",
+                )
+            )
+
+
+def _entangled(block: ModuleHandle) -> list[ModuleHandle]:
+    """Return the block and all that are open on the same submodules, the newest first."""
+    found = {id(other): other for sub in block._subs for other in _owner(sub).blocks}
+    return sorted(found.values(), key=lambda other: -other._serial)
 
 
 def _out_of_order(module: nn.Module) -> ConcurrencyError:
@@ -264,6 +288,7 @@ def _out_of_order(module: nn.Module) -> ConcurrencyError:
         explain(
             f"to_module: blocks on {type(module).__name__} were left out of order; its original weights are back.",
             expected="the block entered last to be left first",
+            got="one left while a later one was open, or closed by such an exit",
             hint="two generators cannot hold one module: use apply of tdfunc.functional(m).",
         )
     )

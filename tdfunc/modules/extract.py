@@ -4,7 +4,7 @@ from typing import Any, TypeVar
 
 from torch import Size, nn
 
-from tdfunc._collection import Static, TensorCollection, iter_leaves
+from tdfunc._collection import Static, TensorCollection
 from tdfunc._errors import UnsupportedError, explain
 from tdfunc._keys import Filter
 from tdfunc._nontensor import NonTensorData
@@ -104,8 +104,3 @@ def split(tree: T) -> tuple[T, T]:
             )
         )
     return partition(tree, Filter(Kind.PARAMETER))
-
-
-def leaf_count(tree: TensorCollection) -> int:
-    """Return the number of leaves, every path of a tied one counted."""
-    return sum(1 for _ in iter_leaves(tree))

@@ -1,108 +1,34 @@
 """`functional`: a module as a pure function of its parameters and buffers, safe under threads and transforms."""
 
+import copy as copying
 import inspect
+import operator
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Size, nn
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.nn.utils import parametrize
 
-from tdfunc._collection import TensorCollection
-from tdfunc._errors import LeafMismatchError, TieError, TreeStructureError, UnsupportedError, explain
-from tdfunc._keys import dotted
+from tdfunc._errors import UnsupportedError, explain
+from tdfunc._nontensor import NonTensorData
 from tdfunc._shapes import EMPTY
-from tdfunc._ties import group_of
 from tdfunc._types import Path
-from tdfunc.modules.bind import in_transform
 from tdfunc.modules.extract import from_module, split
+from tdfunc.modules.plan import Spec, extra_states, replace_nodes
 from tdfunc.modules.random import Seed, seeded
-from tdfunc.modules.skeleton import Skeleton, make_template
-from tdfunc.modules.slots import same_memory, unwrap
-from tdfunc.ops.edit import get
+from tdfunc.modules.skeleton import Skeleton, Template, make_template
+from tdfunc.modules.slots import unwrap
 from tdfunc.ops.pointwise_base import can_foreach
 from tdfunc.ops.structure import entries, keep_leaves
 
 _RESERVED = ("buffers", "rng")
-_MANY_STATS = "Batch norm got a batched tensor as input while the running_mean or running_var"
-
-
-class _NodePlan:
-    """How to read the leaves of one node of a fitting tree: its leaf keys, then its sub-trees, in a fixed order."""
-
-    __slots__ = ("children", "count", "leaves")
-
-    def __init__(self) -> None:
-        self.leaves: list[str] = []
-        self.children: list[tuple[str, _NodePlan]] = []
-        self.count = 0
-
-
-class Plan:
-    """The leaves that a call takes from one tree: their paths, the shapes they must have, and how to read them fast."""
-
-    def __init__(self, tree: TensorCollection) -> None:
-        self.root = _NodePlan()
-        self.paths: list[Path] = []
-        self.shapes: list[torch.Size] = []
-        self.first: list[Path] = []
-        self._stacked: tuple[torch.Size, list[torch.Size]] | None = None
-        self._fill(self.root, tree, (), tree)
-
-    def _fill(self, node: _NodePlan, tree: TensorCollection, at: Path, root: TensorCollection) -> None:
-        for key, value in tree._data.items():
-            if isinstance(value, Tensor):
-                node.leaves.append(key)
-                self.paths.append((*at, key))
-                self.shapes.append(value.shape)
-                self.first.append(group_of(root._ties, (*at, key))[0])
-        for key, value in tree._data.items():
-            if isinstance(value, TensorCollection):
-                child = _NodePlan()
-                node.children.append((key, child))
-                self._fill(child, value, (*at, key), root)
-        node.count = len(tree._data)
-
-    def shapes_after(self, lead: torch.Size) -> list[torch.Size]:
-        """Return the shapes that leaves have when every one starts with `lead`."""
-        if not lead:
-            return self.shapes
-        if self._stacked is None or self._stacked[0] != lead:
-            self._stacked = (lead, [lead + shape for shape in self.shapes])
-        return self._stacked[1]
-
-    def read(self, tree: TensorCollection) -> list[Any] | None:
-        """Return the leaves in the order of `paths`, or None if the tree's keys are not exactly these."""
-        leaves: list[Any] = []
-        try:
-            return leaves if _read(self.root, tree, leaves) else None
-        except (KeyError, AttributeError):
-            return None
-
-    def rebuild(self, tree: Any, leaves: list[Any]) -> Any:
-        """Return a tree that fits, around new leaves in the order of `paths`; None if it is not known to fit."""
-        bound = getattr(tree, "_bound", None)
-        fits = (bound is not None and bound.plan is self) or self.read(tree) is not None
-        return _rebuild(self.root, tree, iter(leaves)) if fits else None
-
-
-def _rebuild(plan: _NodePlan, tree: TensorCollection, leaves: Iterator[Any]) -> TensorCollection:
-    data = dict(tree._data)
-    for key in plan.leaves:
-        data[key] = next(leaves)
-    for key, child in plan.children:
-        data[key] = _rebuild(child, data[key], leaves)
-    return tree._make(data, tree._batch_size, tree._device, tree._names, tree._static)
-
-
-def _read(plan: _NodePlan, tree: TensorCollection, leaves: list[Any]) -> bool:
-    data = tree._data
-    if len(data) != plan.count:
-        return False
-    for key in plan.leaves:
-        leaves.append(data[key])
-    return all(_read(child, data[key], leaves) for key, child in plan.children)
+_peek: Callable[[], Any] = _functorch.peek_interpreter_stack
+_VERSION = operator.attrgetter("_version")
+# The version of a fresh clone.
+_NEW = torch._foreach_clone([torch.zeros(())])[0]._version  # pyright: ignore[reportPrivateImportUsage]
 
 
 class Apply:
@@ -112,42 +38,44 @@ class Apply:
     transforms do not meet, and neither the module nor the trees are written. `params` may carry the buffers too.
     """
 
-    def __init__(self, module: nn.Module, tree: TensorCollection, call_only: bool, training: bool | None = None) -> None:
-        self._source = type(module).__name__
-        self._call_only = call_only
-        self._template = make_template(module)
-        if training is not None:
-            self._template.train(training)
-        self._tree = tree
-        params, buffers = split(tree) if entries(tree) else (tree, tree)
-        self._plans = (Plan(params), Plan(buffers), Plan(tree))
-        # Positions of leaves are those of the params plan followed by the buffers plan.
-        self._first: dict[Path, Path] = dict(zip(self._plans[2].paths, self._plans[2].first, strict=True))
-        order = [path for path in (*self._plans[0].paths, *self._plans[1].paths)]
-        self._order = {path: i for i, path in enumerate(order)}
-        self._n_params = len(self._plans[0].paths)
-        self._from_whole = [self._plans[2].paths.index(path) for path in order]
+    def __init__(self, template: Template, spec: Spec, reserved: Sequence[str]) -> None:
+        self._template, self._spec, self._reserved = template, spec, tuple(reserved)
         self._pool: deque[Skeleton] = deque()
         # Dynamo and make_fx cannot trace a deep copy: one skeleton stands ready, and compiled regions have their own.
-        self._pool.append(self._skeleton())
-        self._traced = self._skeleton()
+        self._pool.append(self._new_skeleton())
+        self._traced = self._new_skeleton()
+        # Buffers of norms in evaluation mode, which need no clone; None until a call has shown that it wrote to none.
+        self._quiet: _Quiet | None = None
 
-    def _skeleton(self) -> Skeleton:
-        return Skeleton(self._template, self._order, lambda path: self._first.get(path, path))
+    def _new_skeleton(self) -> Skeleton:
+        return Skeleton(self._template, self._spec.order, self._spec.first)
+
+    def __reduce__(self) -> Any:
+        return Apply, (self._template, self._spec, self._reserved)
+
+    def __copy__(self) -> "Apply":
+        return self
+
+    def __deepcopy__(self, memo: Any) -> "Apply":
+        return self
+
+    def __repr__(self) -> str:
+        mode = "train" if self.training else "eval"
+        return f"Apply({self._spec.name}, {mode}, {len(self._spec.order)} leaves)"
 
     @property
     def training(self) -> bool:
         """The mode of the module's root."""
-        return self._template.training
+        return self._template.module.training
 
     @property
     def module(self) -> nn.Module:
         """The structure that is run, with poison in place of weights: for reading hyperparameters."""
-        return self._template
+        return self._template.module
 
     def train(self, mode: bool = True) -> "Apply":
         """Return an apply in which every submodule is in training mode (or not)."""
-        return Apply(self._template, self._tree, self._call_only, mode)
+        return Apply(self._template.in_mode(mode), self._spec, self._reserved)
 
     def eval(self) -> "Apply":
         """Return an apply in which every submodule is in evaluation mode."""
@@ -167,199 +95,240 @@ class Apply:
         Raises:
             TreeStructureError: A leaf is missing or unknown; the message names it.
             LeafMismatchError: A leaf has the wrong shape.
+            TieError: Two paths of one tensor of the module have different leaves.
             LeakError: Forward used a weight that it did not get from the trees.
+            UnsupportedError: Forward has an argument that is called as one of ours, or draws past `rng`.
         """
-        if self._call_only:
-            raise UnsupportedError(
-                explain(f"apply: forward of {self._source} has an argument called buffers or rng.", hint="use apply.call(params, args, kwargs, buffers=, rng=).")
-            )
+        if self._reserved:
+            self._refuse_names(self._reserved)
         return self._run(params, buffers, args, kwargs, rng)[0]
 
-    def call(self, params: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *, buffers: Any = None, rng: Seed = None) -> Any:
+    def call(
+        self,
+        params: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        buffers: Any = None,
+        rng: Seed = None,
+    ) -> Any:
         """`apply` with forward's arguments as a tuple and a dict, whatever they are called."""
         return self._run(params, buffers, tuple(args), dict(kwargs or {}), rng)[0]
 
-    def with_buffers(self, params: Any, buffers: Any, /, *args: Any, rng: Seed = None, **kwargs: Any) -> tuple[Any, Any]:
+    def with_buffers(self, params: Any, buffers: Any, /, *args: Any, rng: Seed = None, **kwargs: Any) -> Any:
         """Return forward's output and the buffers after it; the given ones are not written.
 
         This is how BatchNorm trains under `vmap` and `grad`: the statistics are an output.
+
+        Args:
+            params: The tree of parameters, or of parameters and buffers.
+            buffers: The tree of buffers, or None if `params` holds them; then that tree is returned with new buffers.
+            *args: What forward takes.
+            rng: As for `apply`.
+            **kwargs: What forward takes by keyword.
+
+        Returns:
+            The pair (output, buffers).
+
+        Examples:
+            >>> apply, params, buffers = tdf.functional(nn.BatchNorm1d(3))
+            >>> _, new = apply.with_buffers(params, buffers, torch.randn(8, 3))
+            >>> int(new["num_batches_tracked"]), int(buffers["num_batches_tracked"])
+            (1, 0)
         """
-        out, store = self._run(params, buffers, args, kwargs, rng, keep=True)
-        return out, self.rebuild_buffers(params, buffers, store)
+        if "rng" in self._reserved:
+            self._refuse_names(["rng"])
+        out, store, states = self._run(params, buffers, args, kwargs, rng, keep=True)
+        new = self._spec.rebuild_buffers(params, buffers, store)
+        return out, replace_nodes(new, states) if states else new
 
     def rebuild_buffers(self, params: Any, buffers: Any, leaves: list[Any]) -> Any:
         """Return the tree that held the buffers, around new ones in plan order."""
-        source, plan = params if buffers is None else buffers, self._plans[1]
-        new = plan.rebuild(source, leaves) if buffers is not None else None
-        return new if new is not None else _replace_leaves(source, dict(zip(plan.paths, leaves, strict=True)))
+        return self._spec.rebuild_buffers(params, buffers, leaves)
+
+    def leaves(self, params: Any, buffers: Any, lead: Size = EMPTY) -> list[Any]:
+        """Return the leaves that a call binds, in plan order; `lead` is what stacked trees have before each shape."""
+        return self._spec.leaves(params, buffers, lead)
 
     # -- one call -----------------------------------------------------------------------------------------------
 
-    def _run(self, params: Any, buffers: Any, args: Any, kwargs: Any, rng: Seed, keep: bool = False) -> tuple[Any, list[Any]]:
-        return self.run_leaves(self.leaves(params, buffers), args, kwargs, rng, keep=keep)
+    def _refuse_names(self, names: Sequence[str]) -> NoReturn:
+        raise UnsupportedError(
+            explain(
+                f"apply: forward of {self._spec.name} has an argument called {' and '.join(map(repr, names))}.",
+                expected="names that apply does not use itself",
+                hint="use apply.call(params, args, kwargs, buffers=, rng=).",
+            )
+        )
 
-    def run_leaves(self, leaves: list[Any], args: Any, kwargs: Any, rng: Any = None, *, keep: bool = False) -> tuple[Any, list[Any]]:
+    def _run(self, params: Any, buffers: Any, args: Any, kwargs: Any, rng: Seed, keep: bool = False) -> Any:
+        leaves = self._spec.leaves(params, buffers)
+        mode = seeded(rng, strict=True) if rng is not None else None
+        states = extra_states(params, buffers) if self._traced.owners else {}
+        return self._bind_and_run(leaves, states, args, kwargs, mode, keep)
+
+    def run_leaves(
+        self, leaves: list[Any], args: Any, kwargs: Any, rng: Any = None, *, keep: bool = False
+    ) -> tuple[Any, list[Any]]:
         """Run on leaves in plan order (what `Ensemble` maps over); return the output and, if kept, the new buffers."""
+        out, new, _ = self._bind_and_run(leaves, {}, args, kwargs, seeded(rng) if rng is not None else None, keep)
+        return out, new
+
+    def _bind_and_run(
+        self, leaves: list[Any], states: dict[Path, Any], args: Any, kwargs: Any, rng: Any, keep: bool
+    ) -> tuple[Any, list[Any], dict[Path, Any]]:
         compiling = torch.compiler.is_compiling()
         if not compiling and parametrize._cache_enabled:
-            raise UnsupportedError(
-                explain("apply: inside `parametrize.cached()` a weight computed from other parameters would be used.", hint="leave the cached() block first.")
-            )
-        n = self._n_params
-        if len(leaves) > n:
-            leaves = leaves[:n] + _clones(leaves[n:])
+            raise _cached_parametrization()
+        plain = not compiling and len(leaves) > self._spec.n_params and _peek() is None
+        quiet = self._quiet if plain else None
+        bound = self._with_own_buffers(leaves, quiet)
+        kept = [leaves[i] for i in quiet.places] if quiet is not None and quiet.places else None
+        version = _version(kept) if kept else None
         skeleton = self._traced if compiling else self._take()
         try:
             for store, name, i in skeleton.targets:
-                store[name] = leaves[i]  # pyright: ignore[reportOptionalSubscript]
+                store[name] = bound[i]
+            for path, value in states.items():
+                # Forward may write to it; the tree keeps its own.
+                skeleton.owners[path].set_extra_state(copying.deepcopy(value))
             out = self._forward(skeleton.module, args, kwargs, rng)
-            return out, self._read_back(skeleton) if keep else []
+            new = self._read_back(skeleton) if keep else []
+            after = _states_of(skeleton, states) if keep else {}
+            if plain and quiet is None:
+                self._quiet = self._unwritten(skeleton, bound)
+            elif kept and _version(kept) != version:
+                raise self._written()
         finally:
             skeleton.reset()
             if not compiling:
                 self._pool.append(skeleton)
+        return out, new, after
+
+    def _with_own_buffers(self, leaves: list[Any], quiet: "_Quiet | None") -> list[Any]:
+        """Return the leaves with all buffers but the quiet ones cloned: forward may write to its own in place."""
+        n = self._spec.n_params
+        if len(leaves) == n:
+            return leaves
+        if quiet is None or not quiet.places:
+            return leaves[:n] + _clones(leaves[n:])
+        if not quiet.others:
+            return leaves
+        bound = list(leaves)
+        for i, clone in zip(quiet.others, _clones([leaves[i] for i in quiet.others]), strict=True):
+            bound[i] = clone
+        return bound
+
+    def _unwritten(self, skeleton: Skeleton, bound: list[Any]) -> "_Quiet":
+        """Return which buffers belong to a norm in evaluation mode and were not written by the call that just ran."""
+        n = self._spec.n_params
+        try:
+            norms = [i for store, name, i in skeleton.norms if store[name] is bound[i] and bound[i]._version <= _NEW]
+        except RuntimeError:  # inference tensors do not count their versions
+            norms = []
+        return _Quiet(norms, sorted(set(range(n, len(bound))) - set(norms)))
+
+    def _written(self) -> UnsupportedError:
+        self._quiet = _Quiet([], [])
+        return UnsupportedError(
+            explain(
+                f"apply: a buffer of a norm of {self._spec.name} was written during a call in evaluation mode.",
+                expected="forwards that write to such statistics in training mode only, or at each call",
+                got="a write to a given tensor that the first call did not make",
+                hint="call again: from now on forward gets clones; or another thread wrote the tensor.",
+            )
+        )
 
     def _read_back(self, skeleton: Skeleton) -> list[Any]:
         # Read from the module, not from the clones: forward may have registered a new tensor under the name.
-        found = {i: store[name] for store, name, i in skeleton.targets if i >= self._n_params}
-        return [found[self._order[self._first[path]]] for path in self._plans[1].paths]
+        found = {i: store[name] for store, name, i in skeleton.targets}
+        return [found[i] for i in self._spec.buffer_places]
 
-    def _forward(self, module: nn.Module, args: Any, kwargs: Any, rng: Seed) -> Any:
+    def _forward(self, module: nn.Module, args: Any, kwargs: Any, rng: Any) -> Any:
         try:
             if rng is None:
                 return module(*args, **kwargs)
-            with seeded(rng):
+            with rng:
                 return module(*args, **kwargs)
         except RuntimeError as err:
-            if _MANY_STATS in str(err):
-                raise UnsupportedError(
-                    explain(
-                        "apply: BatchNorm in training mode updates statistics that all members share.",
-                        expected="one set of buffers for each member",
-                        hint="map the buffers too (vmap over params and buffers, in_dims 0), or use apply.eval().",
-                    )
-                ) from err
-            raise
+            better = _explained(str(err))
+            if better is None:
+                raise
+            raise better from err
 
     def _take(self) -> Skeleton:
         try:
             return self._pool.pop()
         except IndexError:
-            return self._skeleton()
+            return self._new_skeleton()
 
-    # -- reading trees ------------------------------------------------------------------------------------------
 
-    def leaves(self, params: Any, buffers: Any, lead: torch.Size = EMPTY) -> list[Any]:
-        """Return the leaves that a call binds, in plan order; `lead` is what stacked trees have before each shape."""
-        own, shared, whole = self._plans
-        if not isinstance(params, TensorCollection) or (buffers is not None and not isinstance(buffers, TensorCollection)):
-            got = params if not isinstance(params, TensorCollection) else buffers
-            raise TypeError(explain("apply: params and buffers must be trees.", got=type(got).__name__, hint="apply(params, x, ..., buffers=buffers)."))
-        first = _checked(params, own, lead)
-        if first is not None and (buffers is not None or not shared.paths):
-            second = _checked(buffers, shared, lead) if buffers is not None else []
-            if second is not None:
-                return first + second
-        elif first is None and buffers is None:
-            both = _checked(params, whole, lead)
-            if both is not None:
-                return [both[i] for i in self._from_whole]
-        return self._slow_leaves(params, buffers, lead)
+class _Quiet(NamedTuple):
+    """Places of the buffers that need no clone, and of the other buffers."""
 
-    def _slow_leaves(self, params: Any, buffers: Any, lead: torch.Size) -> list[Any]:
-        """Read by path: trees in another arrangement, or the error that says what is wrong with them."""
-        found: dict[Path, Any] = {}
-        for tree in (params, buffers):
-            for entry in entries(tree) if tree is not None else []:
-                for path in entry.paths:
-                    known = found.setdefault(path, entry.leaf)
-                    if known is not entry.leaf:
-                        raise TreeStructureError(explain(f"apply: {dotted(path)!r} is in params and in buffers.", hint="pass it once."))
-        wanted = dict(zip(self._plans[2].paths, self._plans[2].shapes_after(lead), strict=True))
-        missing = [path for path in self._order if path not in found]
-        extra = [path for path in found if path not in wanted]
-        if missing or extra:
-            raise self._structure_error(missing, extra, buffers)
-        for path, shape in wanted.items():
-            _check_shape(path, found[path], shape)
-        for path, first in self._first.items():
-            if path != first and not same_memory(found[path], found[first]) and (in_transform() or not torch.equal(found[path], found[first])):
-                raise TieError(explain(f"apply: {dotted(first)!r} and {dotted(path)!r} are one tensor in the module.", got="two tensors that differ", hint="set one of them to the other."))
-        return [found[path] for path in self._order]
+    places: list[int]
+    others: list[int]
 
-    def _structure_error(self, missing: list[Path], extra: list[Path], buffers: Any) -> TreeStructureError:
-        lacking = [dotted(path) for path in missing]
-        hint = None
-        if missing and buffers is None and set(missing) <= set(self._plans[1].paths):
-            hint = "pass buffers=buffers; buffers are never taken from the module silently."
-        return TreeStructureError(
+
+def _version(tensors: list[Any]) -> int | None:
+    """Return a number that grows with every write to one of the tensors."""
+    try:
+        return sum(map(_VERSION, tensors))
+    except RuntimeError:  # inference tensors do not count their versions, and are not written outside inference mode
+        return None
+
+
+def _states_of(skeleton: Skeleton, states: Mapping[Path, Any]) -> dict[Path, Any]:
+    return {path: NonTensorData(copying.deepcopy(skeleton.owners[path].get_extra_state())) for path in states}
+
+
+def _cached_parametrization() -> UnsupportedError:
+    return UnsupportedError(
+        explain(
+            "apply: called inside `torch.nn.utils.parametrize.cached()`.",
+            expected="weights computed from the parameters given to this call",
+            got="a cache that returns those of an earlier one",
+            hint="leave the cached() block first.",
+        )
+    )
+
+
+def _explained(message: str) -> Exception | None:
+    """Return a clearer error for what torch says of a module that cannot run in a transform."""
+    if "Batch norm got a batched tensor as input while the running_mean or running_var" in message:
+        return UnsupportedError(
             explain(
-                f"apply: the trees do not fit {self._source}" + (f": {lacking[0]!r} is missing." if missing else f": {dotted(extra[0])!r} is not one of its leaves."),
-                expected=f"missing: {lacking[:10]}" if missing else "exactly the module's leaves",
-                got=f"unknown: {[dotted(path) for path in extra[:10]]}" if extra else None,
-                hint=hint,
+                "apply: BatchNorm in training mode updates statistics that all members share.",
+                expected="one set of buffers for each member",
+                got="buffers that the vmap does not map",
+                hint="map the buffers too (vmap over params and buffers, in_dims 0), or use apply.eval().",
             )
         )
-
-
-class _Checked:
-    """Remembers in a tree's cache that it fits a plan, with its leaves: a tree never changes."""
-
-    __slots__ = ("lead", "leaves", "plan")
-
-    def __init__(self, plan: Plan, lead: torch.Size, leaves: list[Any]) -> None:
-        self.plan, self.lead, self.leaves = plan, lead, leaves
-
-
-def _checked(tree: Any, plan: Plan, lead: torch.Size) -> list[Any] | None:
-    """Return a tree's leaves in plan order if its keys are the plan's; shapes are checked once for each tree."""
-    compiling = torch.compiler.is_compiling()
-    bound = None if compiling else getattr(tree, "_bound", None)
-    if bound is not None and bound.plan is plan and bound.lead == lead:
-        return bound.leaves
-    leaves = plan.read(tree)
-    if leaves is None:
-        return None
-    for i, (leaf, shape) in enumerate(zip(leaves, plan.shapes_after(lead), strict=True)):
-        if leaf.shape != shape:
-            _check_shape(plan.paths[i], leaf, shape)
-    if plan.first != plan.paths and not _tied_alike(tree, plan):
-        return None
-    if not compiling:
-        object.__setattr__(tree, "_bound", _Checked(plan, lead, leaves))
-    return leaves
-
-
-def _tied_alike(tree: TensorCollection, plan: Plan) -> bool:
-    return all(first == path or get(tree, first, None) is get(tree, path, None) for path, first in zip(plan.paths, plan.first, strict=True))
-
-
-def _check_shape(path: Path, leaf: Any, shape: torch.Size) -> None:
-    if not isinstance(leaf, Tensor) or leaf.shape != shape:
-        got = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
-        stacked = isinstance(leaf, Tensor) and leaf.shape[1:] == shape
-        raise LeafMismatchError(
+    # Of torch's own class: code that falls back to a loop catches RuntimeError.
+    if "Batching rule not implemented for" in message:
+        return RuntimeError(
             explain(
-                f"apply: leaf {dotted(path)!r} does not fit the module.",
-                expected=f"shape {tuple(shape)}",
-                got=f"shape {got}",
-                hint="the tree is stacked: use tdfunc.Ensemble(apply)(tree, x), torch.vmap, or one member, tree[i]." if stacked else "the tree belongs to another architecture.",
+                f"apply: {message.split(';')[0].rstrip('.')}.",
+                expected="operations that torch.vmap can map (LSTM, GRU and LSTMCell are not among them)",
+                hint='use tdfunc.Ensemble(apply, how="loop"), or call apply in a loop over the members.',
             )
         )
+    if "forward AD" in message and "scaled_dot_product" in message:
+        return NotImplementedError(
+            explain(
+                "apply: torch's fused attention has no forward-mode derivative.",
+                expected="operations with a forward-mode formula",
+                got=message.split(" because ")[0],
+                hint='load Hugging Face models with attn_implementation="eager", or use reverse mode.',
+            )
+        )
+    return None
 
 
 def _clones(leaves: list[Any]) -> list[Any]:
     if can_foreach():
-        return list(torch._foreach_clone(leaves))
+        return list(torch._foreach_clone(leaves))  # pyright: ignore[reportPrivateImportUsage]
     return [leaf.clone() for leaf in leaves]
-
-
-def _replace_leaves(tree: TensorCollection, leaves: dict[Path, Any], at: Path = ()) -> Any:
-    data = {
-        key: _replace_leaves(node, leaves, (*at, key)) if isinstance(node, TensorCollection) else leaves.get((*at, key), node)
-        for key, node in tree._data.items()
-    }
-    return tree._replace(data)
 
 
 def functional(module: nn.Module, *, copy: bool = True, call_only: bool = False) -> tuple[Apply, Any, Any]:
@@ -389,20 +358,37 @@ def functional(module: nn.Module, *, copy: bool = True, call_only: bool = False)
         torch.Size([5, 2])
     """
     module = unwrap(module, "functional")
-    reserved = [name for name in inspect.signature(module.forward).parameters if name in _RESERVED]
+    reserved = _reserved_names(module)
     if reserved and not call_only:
         raise UnsupportedError(
             explain(
-                f"functional: forward of {type(module).__name__} has an argument called {reserved[0]!r}, which apply uses itself.",
+                f"functional: forward of {type(module).__name__} has an argument called {reserved[0]!r}, "
+                "which apply uses itself.",
+                expected="other names than 'buffers' and 'rng'",
+                got=f"forward{inspect.signature(module.forward)}",
                 hint="functional(m, call_only=True) and apply.call(params, args, kwargs, buffers=, rng=).",
             )
         )
-    live = from_module(module)
-    tree = detached(live, copy)
-    params, buffers = split(tree) if entries(tree) else (keep_leaves(tree, set()), tree)
-    return Apply(module, tree, bool(reserved)), params, buffers
+    tree = detached(from_module(module), copy)
+    params, rest = split(tree) if entries(tree) else (keep_leaves(tree, set()), tree)
+    return Apply(make_template(module), Spec(type(module).__name__, params, rest, tree), reserved), params, rest
+
+
+def _reserved_names(module: nn.Module) -> list[str]:
+    try:
+        names = inspect.signature(module.forward).parameters
+    # A forward written in C, or with a signature that Python cannot read.
+    except (TypeError, ValueError):
+        return []
+    return [name for name in _RESERVED if name in names]
 
 
 def detached(tree: Any, copy: bool) -> Any:
-    """Return a tree of plain tensors without gradient history."""
-    return tree.apply(lambda leaf: leaf.detach().clone() if copy else leaf.detach())
+    """Return a tree of plain tensors without gradient history; a copy has its own extra state too."""
+    new = tree.apply(lambda leaf: leaf.detach().clone() if copy else leaf.detach())
+    states = extra_states(tree) if copy else {}
+    return (
+        replace_nodes(new, {path: NonTensorData(copying.deepcopy(value)) for path, value in states.items()})
+        if states
+        else new
+    )

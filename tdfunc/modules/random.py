@@ -1,29 +1,26 @@
 """Random numbers for one call: seeds and generators served to the random functions that a forward calls.
 
-A `TorchFunctionMode` is active for the call alone, so nothing process-wide changes. Under `vmap` each member draws
-from its own generator, outside the transform, so that it equals a loop over the members.
+A `TorchFunctionMode` is active for the call alone, so nothing process-wide changes. Numbers are drawn outside every
+transform: under `vmap` each member draws from its own generator, so that it equals a loop over the members.
 """
 
 import inspect
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C import _functorch
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
+from tdfunc._errors import UnsupportedError, explain
+
 Seed: TypeAlias = "int | torch.Generator | Sequence[torch.Generator] | None"
-_FACTORIES = {torch.rand, torch.randn, torch.randint, torch.randperm}
-_LIKE = {torch.rand_like: "rand", torch.randn_like: "randn", torch.randint_like: "randint"}
-_FROM_INPUT = {torch.bernoulli, torch.multinomial, torch.normal}
-_FEATURE_DROPOUT = {F.dropout1d: 1, F.dropout2d: 2, F.dropout3d: 3}
-_IN_PLACE = {
-    Tensor.uniform_, Tensor.normal_, Tensor.bernoulli_, Tensor.exponential_, Tensor.random_, Tensor.cauchy_,
-    Tensor.log_normal_, Tensor.geometric_,
-}  # fmt: skip
+Server: TypeAlias = Callable[..., Any]
 
 
 class seeded(TorchFunctionMode):  # noqa: N801 - used as a function: `with seeded(0):`
@@ -32,19 +29,29 @@ class seeded(TorchFunctionMode):  # noqa: N801 - used as a function: `with seede
     Args:
         rng: A seed, a generator, or a generator for each member.
         level: The vmap level over the members, when there are several generators.
+        strict: Whether functions that cannot be given a generator raise, rather than draw from the default one.
     """
 
-    def __init__(self, rng: Any, level: int | None = None) -> None:
+    def __init__(self, rng: Any, level: int | None = None, *, strict: bool = False) -> None:
         super().__init__()
-        self._generators: list[torch.Generator] = [_generator(rng)] if isinstance(rng, (int, torch.Generator)) else list(rng)
-        self._level = level
+        self._generators = _generators(rng)
+        if level is None and len(self._generators) != 1:
+            raise TypeError(
+                explain(
+                    "rng: one call draws from one generator.",
+                    expected="a seed or a torch.Generator",
+                    got=f"{len(self._generators)} generators",
+                    hint="tdfunc.Ensemble(apply)(stacked, x, rng=seed) gives each member its own.",
+                )
+            )
+        self._level, self._strict = level, strict
         self.draws = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._strict and func in _UNSERVED and _UNSERVED[func](*args, **kwargs):
+            raise _past(func)
         server = _SERVERS.get(func)
-        if server is None and getattr(func, "__module__", None) == "torch.nn.init" and self._level is None:
-            return _initialise(self, func, *args, **kwargs)
         if server is None or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
         kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
@@ -53,18 +60,34 @@ class seeded(TorchFunctionMode):  # noqa: N801 - used as a function: `with seede
     def draw(self, make: Callable[[torch.Generator], Tensor]) -> Tensor:
         """Return one draw for a call, or one for each member as a batched tensor."""
         self.draws += 1
-        if self._level is None:
-            with torch.no_grad():
-                return make(self._generators[0])
+        if torch.compiler.is_compiling():
+            return make(self._generators[0])
         with temporarily_clear_interpreter_stack(), torch.no_grad():
+            if self._level is None:
+                return make(self._generators[0])
             stacked = torch.stack([make(generator) for generator in self._generators])
-        return _functorch._add_batch_dim(stacked, 0, self._level)  # pyright: ignore
+        return _functorch._add_batch_dim(stacked, 0, self._level)
 
 
-def _generator(rng: "int | torch.Generator") -> torch.Generator:
+def _generators(rng: Any) -> list[torch.Generator]:
     if isinstance(rng, torch.Generator):
-        return rng
-    return torch.Generator().manual_seed(rng)
+        return [rng]
+    if isinstance(rng, (list, tuple)) and all(isinstance(g, torch.Generator) for g in rng):
+        return list(rng)
+    if isinstance(rng, int) and not isinstance(rng, bool):
+        return [torch.Generator().manual_seed(rng)]
+    raise TypeError(explain("rng: no source of random numbers.", expected="a seed or a torch.Generator", got=repr(rng)))
+
+
+def _past(func: Any) -> UnsupportedError:
+    return UnsupportedError(
+        explain(
+            f"apply: {func.__name__} draws random numbers and cannot be given a generator.",
+            expected="draws by F.dropout, torch.rand and the other functions that take one",
+            got=f"{func.__name__} with dropout in training mode",
+            hint='leave rng= out (torch\'s default generator), or use tdfunc.Ensemble(apply, how="loop").',
+        )
+    )
 
 
 def member_generators(seed: int, stop: int, start: int = 0) -> list[torch.Generator]:
@@ -81,120 +104,241 @@ def member_seed(seed: int, member: int) -> int:
     return (z ^ (z >> 31)) >> 1
 
 
-def _on(x: Tensor) -> dict[str, Any]:
-    return {"device": x.device}
+def _uniform(mode: seeded, shape: Sequence[int], x: Tensor) -> Tensor:
+    """Draw uniform float32 numbers of a shape on the device of x; generators are on the CPU unless given otherwise."""
+    size, device = tuple(shape), x.device
+    return mode.draw(lambda g: torch.rand(size, generator=g, device=g.device, dtype=torch.float32).to(device))
 
 
-def _uniform(mode: seeded, shape: Sequence[int], x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Draw uniform numbers of a shape on the device of x (generators are on the CPU unless given otherwise)."""
-    dtype = dtype or (x.dtype if x.dtype.is_floating_point else torch.float32)
-    return mode.draw(lambda g: torch.rand(tuple(shape), generator=g, device=g.device, dtype=dtype).to(x.device))
+# -- dropout ----------------------------------------------------------------------------------------------------
 
 
-def _dropout(mode: seeded, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+def _check_p(p: float) -> None:
+    # torch's own check lies behind the dispatch that brought us here.
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+
+
+def _dropout(
+    mode: seeded, func: Any, /, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    return _masked(mode, input, tuple(input.shape), p, training, inplace)
+
+
+def _feature_dropout(
+    mode: seeded, func: Any, /, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    # Whole channels are dropped: one draw for each, broadcast over the trailing dimensions. Without a batch dimension
+    # the channels come first, but for dropout2d, which reads three dimensions as (N, C, L).
+    lead = 1 if (func, input.dim()) in _UNBATCHED else 2
+    return _masked(mode, input, _channels(input, lead), p, training, inplace)
+
+
+_UNBATCHED = {(F.dropout1d, 2), (F.dropout3d, 4)}
+
+
+def _channels(input: Tensor, lead: int = 2) -> tuple[int, ...]:
+    return (*input.shape[:lead], *[1] * (input.dim() - lead))
+
+
+def _masked(mode: seeded, input: Tensor, shape: tuple[int, ...], p: float, training: bool, inplace: bool) -> Tensor:
+    _check_p(p)
     if not training or p == 0.0:
         return input
-    return _masked(mode, input, tuple(input.shape), p, inplace)
-
-
-def _feature_dropout(mode: seeded, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    if not training or p == 0.0:
-        return input
-    features = _FEATURE_DROPOUT[func]
-    shape = tuple(input.shape)
-    # Whole channels are dropped: one draw for each, broadcast over the trailing dimensions.
-    lead = len(shape) - features
-    return _masked(mode, input, (*shape[:lead], *[1] * features), p, inplace)
-
-
-def _masked(mode: seeded, input: Tensor, shape: tuple[int, ...], p: float, inplace: bool) -> Tensor:
     if p == 1.0:
-        return input * 0
-    keep = (_uniform(mode, shape, input, torch.float32) >= p).to(input.dtype) / (1.0 - p)
+        return input.mul_(0.0) if inplace else input * 0.0
+    keep = (_uniform(mode, shape, input) >= p).to(input.dtype) / (1.0 - p)
     return input.mul_(keep) if inplace else input * keep
 
 
-def _alpha_dropout(mode: seeded, func: Any, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False) -> Tensor:
+def _alpha_dropout(
+    mode: seeded, func: Any, /, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
+) -> Tensor:
+    _check_p(p)
     if not training or p == 0.0:
         return input
+    if p == 1.0:
+        return input.mul_(0.0) if inplace else input * 0.0
     # Klambauer et al., Self-Normalizing Neural Networks (2017), section 3: dropped units take the value alpha'.
     alpha = -1.7580993408473766
-    shape = tuple(input.shape) if func is F.alpha_dropout else (*input.shape[:2], *[1] * (input.dim() - 2))
+    shape = _channels(input) if "feature" in func.__name__ else tuple(input.shape)
     a = ((1 - p) * (1 + p * alpha**2)) ** -0.5
-    keep = _uniform(mode, shape, input, torch.float32) >= p
+    keep = _uniform(mode, shape, input) >= p
     out = a * torch.where(keep, input, torch.full_like(input, alpha)) - a * alpha * p
     return input.copy_(out) if inplace else out
 
 
-def _factory(mode: seeded, func: Any, *args: Any, **kwargs: Any) -> Tensor:
-    device = kwargs.pop("device", None)
-    out = mode.draw(lambda g: func(*args, generator=g, device=g.device, **kwargs))
-    return out if device is None else out.to(device)
+def _native(server: Server, inplace: bool) -> Server:
+    """Serve `torch.dropout(input, p, train)` and its like, which have no default arguments."""
+    return lambda mode, func, input, p, train: server(mode, func, input, p, train, inplace)
 
 
-def _like(mode: seeded, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    dtype = kwargs.pop("dtype", None) or input.dtype
-    device = kwargs.pop("device", None) or input.device
-    kwargs.pop("memory_format", None)
-    base = getattr(torch, _LIKE[func])
-    shape = tuple(input.shape)
-    return mode.draw(lambda g: base(*args, shape, generator=g, device=g.device, dtype=dtype, **kwargs).to(device))
+def _rrelu(
+    mode: seeded, func: Any, /, input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False,
+    inplace: bool = False,
+) -> Tensor:  # fmt: skip
+    if not training:
+        return func(input, lower, upper, False, inplace)
+    slope = lower + (upper - lower) * _uniform(mode, input.shape, input).to(input.dtype)
+    out = torch.where(input >= 0, input, input * slope)
+    return input.copy_(out) if inplace else out
 
 
-def _bernoulli(mode: seeded, func: Any, input: Tensor, p: float | None = None, **_: Any) -> Tensor:
+# -- draws ------------------------------------------------------------------------------------------------------
+
+
+def _factory(
+    mode: seeded, func: Any, /, *args: Any, device: Any = None, requires_grad: bool = False, **kw: Any
+) -> Tensor:
+    device = torch.get_default_device() if device is None else device
+    out = mode.draw(lambda g: func(*args, generator=g, device=g.device, **kw)).to(device)
+    return out.requires_grad_() if requires_grad else out
+
+
+def _like(
+    mode: seeded, func: Any, /, input: Tensor, *args: Any, dtype: Any = None, device: Any = None, layout: Any = None,
+    requires_grad: bool = False, pin_memory: bool = False, memory_format: Any = None, **kw: Any,
+) -> Tensor:  # fmt: skip
+    base, size = getattr(torch, func.__name__.removesuffix("_like")), tuple(input.shape)
+    dtype, device = dtype or input.dtype, device or input.device
+    out = mode.draw(lambda g: base(*args, size=size, generator=g, device=g.device, dtype=dtype, **kw).to(device))
+    return out.requires_grad_() if requires_grad else out
+
+
+def _bernoulli(mode: seeded, func: Any, /, input: Tensor, p: float | None = None, *, out: Any = None) -> Tensor:
     level = input if p is None else torch.full_like(input, p)
-    return (_uniform(mode, input.shape, input, torch.float32) < level).to(input.dtype)
+    drawn = (_uniform(mode, input.shape, input) < level).to(input.dtype)
+    return drawn if out is None else out.copy_(drawn)
 
 
-def _multinomial(mode: seeded, func: Any, input: Tensor, num_samples: int, replacement: bool = False, **_: Any) -> Tensor:
+def _multinomial(
+    mode: seeded, func: Any, /, input: Tensor, num_samples: int, replacement: bool = False, *, out: Any = None
+) -> Tensor:
     shape = (*input.shape[:-1], num_samples, input.shape[-1]) if replacement else input.shape
-    noise = _uniform(mode, shape, input, torch.float32).clamp_min(1e-38)
+    noise = _uniform(mode, shape, input).clamp_min(1e-38)
     weights = input.unsqueeze(-2) if replacement else input
     # The largest of log w + Gumbel noise has the probability w; the k largest are k draws without replacement
     # (Kool et al., Stochastic Beams and Where to Find Them, 2019).
     scores = weights.log() - noise.log().neg().log()
-    return scores.argmax(-1) if replacement else scores.topk(num_samples, -1).indices
+    drawn = scores.argmax(-1) if replacement else scores.topk(num_samples, -1).indices
+    return drawn if out is None else out.copy_(drawn)
 
 
-def _normal(mode: seeded, func: Any, mean: Any, std: Any = 1.0, size: Any = None, **kwargs: Any) -> Tensor:
+def _normal(mode: seeded, func: Any, /, mean: Any, std: Any = 1.0, size: Any = None, **kwargs: Any) -> Tensor:
     if size is not None:
-        return mode.draw(lambda g: torch.normal(mean, std, size, generator=g, device=g.device))
-    like = mean if isinstance(mean, Tensor) else std
-    noise = mode.draw(lambda g: torch.randn(tuple(torch.broadcast_shapes(getattr(mean, "shape", ()), getattr(std, "shape", ()))), generator=g, device=g.device, dtype=like.dtype))
-    return mean + std * noise.to(like.device)
+        return mean + std * _factory(mode, torch.randn, size, **kwargs)
+    like: Tensor = mean if isinstance(mean, Tensor) else std
+    shape = torch.broadcast_shapes(getattr(mean, "shape", ()), getattr(std, "shape", ()))
+    dtype, device = like.dtype, like.device
+    noise = mode.draw(lambda g: torch.randn(tuple(shape), generator=g, device=g.device, dtype=dtype).to(device))
+    return mean + std * noise
 
 
-def _initialise(mode: seeded, func: Any, /, *args: Any, **kwargs: Any) -> Tensor:
-    # torch calls its own initialisers outside the mode, so what they draw cannot be served; they take a generator.
-    generator = mode._generators[0]
-    if "generator" in inspect.signature(func).parameters and kwargs.get("generator") is None and generator.device == args_device(args, kwargs):
-        kwargs["generator"] = generator
-        mode.draws += 1
-    return func(*args, **kwargs)
+def _in_place(mode: seeded, func: Any, /, *args: Any, **kwargs: Any) -> Tensor:
+    """Serve `x.normal_()` and `nn.init.normal_(x)`: draw into an empty tensor, and copy."""
+    name = "tensor" if "tensor" in kwargs else "self"
+    target: Tensor = args[0] if args else kwargs[name]
+    rest = {key: value for key, value in kwargs.items() if key != name}
+    shape, dtype = tuple(target.shape), target.dtype
+    drawn = mode.draw(lambda g: func(torch.empty(shape, dtype=dtype, device=g.device), *args[1:], generator=g, **rest))
+    if isinstance(func, types.FunctionType):
+        with torch.no_grad():
+            return target.copy_(drawn)
+    return target.copy_(drawn)
 
 
-def args_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
-    """Return the device of the first tensor of a call."""
-    return next((a.device for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+def _bernoulli_(mode: seeded, func: Any, /, self: Tensor, p: Any = 0.5) -> Tensor:
+    level = p if isinstance(p, Tensor) else torch.full((), p, device=self.device)
+    return self.copy_((_uniform(mode, self.shape, self) < level).to(self.dtype))
 
 
-def _in_place(mode: seeded, func: Any, self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    shape, dtype = tuple(self.shape), self.dtype
-    return self.copy_(mode.draw(lambda g: func(torch.empty(shape, dtype=dtype, device=g.device), *args, generator=g, **kwargs)))
+def _given(mode: seeded, func: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Serve functions whose numbers depend on tensors: only outside transforms, which refuse them otherwise."""
+    if _functorch.peek_interpreter_stack() is not None:
+        return func(*args, **kwargs)
+    mode.draws += 1
+    return func(*args, generator=mode._generators[0], **kwargs)
 
 
-_SERVERS: dict[Any, Callable[..., Any]] = {
+def _inside(mode: seeded, func: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Run a function of `torch.nn.functional` whose own dispatch would hide the draws inside it."""
+    with mode:
+        return _UNHIDDEN[func](*args, **kwargs)
+
+
+def _unhidden(func: types.FunctionType) -> types.FunctionType:
+    """Return a function that does not look for overrides, so that the calls in its body do."""
+    never = dict.fromkeys(
+        ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), lambda *_: False
+    )
+    new = types.FunctionType(
+        func.__code__, {**func.__globals__, **never}, func.__name__, func.__defaults__, func.__closure__
+    )
+    new.__kwdefaults__ = func.__kwdefaults__
+    return new
+
+
+def _fractional(mode: seeded, func: Any, /, input: Tensor, *args: Any, _random_samples: Any = None, **kw: Any) -> Any:
+    dims = _FRACTIONAL[func]
+    batch = input.shape[0] if input.dim() == dims + 2 else 1
+    if _random_samples is None:
+        _random_samples = _uniform(mode, (batch, input.shape[-dims - 1], dims), input).to(input.dtype)
+    return func(input, *args, _random_samples=_random_samples, **kw)
+
+
+_FRACTIONAL = {
+    F.fractional_max_pool2d: 2, F.fractional_max_pool2d_with_indices: 2,
+    F.fractional_max_pool3d: 3, F.fractional_max_pool3d_with_indices: 3,
+}  # fmt: skip
+# What torch.distributions draws from.
+_GAMMA = [getattr(torch, name) for name in ("_standard_gamma", "_sample_dirichlet")]
+_COMPOSITE = (F.multi_head_attention_forward, F.gumbel_softmax)
+_UNHIDDEN = {func: _unhidden(func) for func in _COMPOSITE}
+_INIT = [
+    f
+    for f in vars(init).values()
+    if isinstance(f, types.FunctionType) and "generator" in inspect.signature(f).parameters
+]
+_DROPOUTS: dict[Any, Server] = {
+    torch.dropout: _dropout,
+    torch.feature_dropout: _feature_dropout,
+    torch.alpha_dropout: _alpha_dropout,
+    torch.feature_alpha_dropout: _alpha_dropout,
+}
+_SERVERS: dict[Any, Server] = {
+    **{func: _native(server, False) for func, server in _DROPOUTS.items()},
+    **{getattr(torch, f"{func.__name__}_"): _native(server, True) for func, server in _DROPOUTS.items()},
     F.dropout: _dropout,
-    torch.dropout: lambda mode, func, input, p, train: _dropout(mode, func, input, p, train),
-    F.alpha_dropout: _alpha_dropout,
-    F.feature_alpha_dropout: _alpha_dropout,
-    torch.bernoulli: _bernoulli,
-    Tensor.bernoulli: _bernoulli,
-    torch.multinomial: _multinomial,
-    Tensor.multinomial: _multinomial,
+    **dict.fromkeys((F.dropout1d, F.dropout2d, F.dropout3d), _feature_dropout),
+    **dict.fromkeys((F.alpha_dropout, F.feature_alpha_dropout), _alpha_dropout),
+    F.rrelu: _rrelu,
+    **dict.fromkeys(_COMPOSITE, _inside),
+    **dict.fromkeys(_FRACTIONAL, _fractional),
+    **dict.fromkeys((torch.bernoulli, Tensor.bernoulli), _bernoulli),
+    **dict.fromkeys((torch.multinomial, Tensor.multinomial), _multinomial),
     torch.normal: _normal,
-    **dict.fromkeys(_FEATURE_DROPOUT, _feature_dropout),
-    **dict.fromkeys(_FACTORIES, _factory),
-    **dict.fromkeys(_LIKE, _like),
-    **dict.fromkeys(_IN_PLACE, _in_place),
+    **dict.fromkeys((torch.rand, torch.randn, torch.randint, torch.randperm), _factory),
+    **dict.fromkeys((torch.rand_like, torch.randn_like, torch.randint_like), _like),
+    **dict.fromkeys(
+        (Tensor.uniform_, Tensor.normal_, Tensor.exponential_, Tensor.random_, Tensor.cauchy_, Tensor.log_normal_,
+         Tensor.geometric_, *_INIT), _in_place,
+    ),
+    Tensor.bernoulli_: _bernoulli_,
+    **dict.fromkeys((torch.poisson, torch.binomial, *_GAMMA), _given),
+}  # fmt: skip
+
+
+def _attention_drops(*args: Any, **kwargs: Any) -> bool:
+    return (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)) > 0.0
+
+
+def _recurrent_drops(*args: Any, **_: Any) -> bool:
+    # (input, hx, weights, has_biases, num_layers, dropout, train, ...), or with batch_sizes before hx.
+    numbers = [a for a in args if isinstance(a, (bool, int, float))]
+    return len(numbers) > 3 and numbers[2] > 0.0 and bool(numbers[3])
+
+
+_UNSERVED: dict[Any, Callable[..., bool]] = {
+    F.scaled_dot_product_attention: _attention_drops,
+    **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurrent_drops),
 }

@@ -4,24 +4,30 @@ A skeleton runs one call at a time. Between calls its slots are empty, so a forw
 in some other way (a closure, a cached reference) meets a poison tensor and raises instead of computing with it.
 """
 
-import copy
 import operator
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections import deque
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from tdfunc._errors import LeakError, UnsupportedError, explain
 from tdfunc._keys import dotted
 from tdfunc._types import Path
-from tdfunc.modules.slots import Slot, walk
+from tdfunc.modules.duplicate import Copied, children_of, duplicate, is_plain
+from tdfunc.modules.slots import unwrap, walk
 
-aten = torch.ops.aten
-# What torch itself asks of a tensor that it only lists: `state_dict` detaches, `parameters` reads metadata.
-_HARMLESS = {aten.detach.default}
-# The hook tables of nn.Module itself; `__dict__` restores need not look into them.
+# What torch asks of a tensor that it only lists: `state_dict` detaches.
+_HARMLESS = {torch.ops.aten.detach.default}
+# The tables of nn.Module itself; the rest of a module's `__dict__` is its own.
 _OWN_TABLES = frozenset(nn.Module().__dict__)
+# They write their statistics in training mode only, and nothing else ever.
+_NORMS = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm} | {
+    nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+}  # fmt: skip
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Poison(Tensor):
@@ -29,38 +35,40 @@ class Poison(Tensor):
 
     path: Path
 
+    # Reading metadata must not go through Python dispatch; every operation still reaches `__torch_dispatch__`.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
+
     @staticmethod
     def of(weight: Tensor, path: Path) -> "Poison":
         """Return the poison for one weight."""
-        poison = torch.Tensor._make_wrapper_subclass(  # pyright: ignore
-            Poison, weight.shape, dtype=weight.dtype, device=weight.device, requires_grad=False
-        )
-        poison.path = path
-        # nn.Module accepts it in a parameter slot.
-        poison._is_param = isinstance(weight, nn.Parameter)
-        return poison
+        return _poison(weight.shape, weight.dtype, weight.device, path, isinstance(weight, nn.Parameter))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _HARMLESS:
             return args[0]
-        leaked = [a for a in torch.utils._pytree.tree_leaves((args, kwargs or {})) if isinstance(a, Poison)]
-        _leak(leaked[0].path, str(func))
+        leaked = [a for a in tree_leaves((args, kwargs or {})) if isinstance(a, Poison)]
+        return _leak(leaked[0].path, str(func))
 
     def __deepcopy__(self, memo: Any) -> "Poison":
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _poison_from, (tuple(self.shape), self.dtype, str(self.device), self.path)
+        return _poison, (self.shape, self.dtype, self.device, self.path, hasattr(self, "_is_param"))
 
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return f"Poison({dotted(self.path)}, shape={tuple(self.shape)})"
 
 
-def _poison_from(shape: tuple[int, ...], dtype: torch.dtype, device: str, path: Path) -> Poison:
-    return Poison.of(torch.empty(shape, dtype=dtype, device="meta"), path) if device == "meta" else Poison.of(
-        torch.empty(1, dtype=dtype, device=device).expand(shape), path
+def _poison(shape: torch.Size, dtype: torch.dtype, device: torch.device, path: Path, is_param: bool) -> Poison:
+    poison = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+        Poison, shape, dtype=dtype, device=device, requires_grad=False
     )
+    poison.path = path
+    if is_param:
+        # nn.Module accepts it in a parameter slot.
+        poison._is_param = True
+    return poison
 
 
 def _leak(path: Path, func: str) -> NoReturn:
@@ -74,99 +82,210 @@ def _leak(path: Path, func: str) -> NoReturn:
     )
 
 
-def make_template(module: nn.Module) -> nn.Module:
+class Template(NamedTuple):
+    """A module without weights, from which skeletons are made, and the objects that all of them share."""
+
+    module: nn.Module
+    shared: list[Any]
+
+    def in_mode(self, training: bool) -> "Template":
+        """Return a copy of the template in which every submodule is in the given mode."""
+        copied = duplicate(self.module, {}, self.shared)
+        copied.module.train(training)
+        return Template(copied.module, copied.shared)
+
+
+def make_template(module: nn.Module) -> Template:
     """Return a copy of a module in which every reference to one of its weights is poison.
 
     Raises:
-        UnsupportedError: An attribute can neither be copied nor shared.
+        UnsupportedError: It cannot be copied, or its copy keeps a weight of the original.
     """
+    slots = [slot for slot in walk(module, "functional") if slot.store is not None]
     memo: dict[int, Any] = {}
-    keep: list[Any] = []
-    for slot in walk(module, "functional"):
-        if slot.store is not None and id(slot.value) not in memo:
+    storages: dict[Any, Path] = {}
+    for slot in slots:
+        if id(slot.value) not in memo:
             memo[id(slot.value)] = Poison.of(slot.value, slot.path)
-            keep.append(slot.value)
-    for sub in module.modules():
-        for value in _nearby(sub):
-            # Plain tensor attributes are constants of the module: shared, not copied.
-            if isinstance(value, (Tensor, torch.Generator)):
-                memo.setdefault(id(value), value)
-    return _copy(module, memo)
+            storages.setdefault(_storage(slot.value), slot.path)
+    storages.pop(None, None)
 
+    def stand_in(tensor: Tensor, name: str) -> Tensor | None:
+        # A view of a weight, or a tensor computed from one, would be stale under other weights.
+        path = storages.get(_storage(tensor), (name,) if tensor.grad_fn is not None else None)
+        return Poison.of(tensor, path) if path is not None else None
 
-def _nearby(module: nn.Module) -> list[Any]:
-    """Return the values in a module's `__dict__` and one level inside lists and dicts."""
-    found: list[Any] = []
-    for value in module.__dict__.values():
-        found.append(value)
-        if isinstance(value, dict):
-            found.extend(value.values())
-        elif isinstance(value, (list, tuple)):
-            found.extend(value)
-    return found
-
-
-def _copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    try:
-        return copy.deepcopy(module, dict(memo))
-    except (TypeError, RuntimeError, AttributeError, NotImplementedError):
-        pass
-    # Locks, handles and the like refuse to be copied: share those, and only those.
-    for sub in module.modules():
-        for value in _nearby(sub):
-            if id(value) in memo or isinstance(value, nn.Module):
-                continue
-            try:
-                copy.deepcopy(value, dict(memo))
-            except Exception:  # noqa: BLE001 - an object's own __deepcopy__ may raise anything
-                if not isinstance(value, (dict, list, tuple)):
-                    memo[id(value)] = value
-    try:
-        return copy.deepcopy(module, dict(memo))
-    except Exception as err:
+    copied = duplicate(module, memo, [], stand_in)
+    now = [slot for slot in walk(copied.module, "functional") if slot.store is not None]
+    kept = [slot.path for slot in now if not isinstance(slot.value, Poison)]
+    if kept or [slot.path for slot in now] != [slot.path for slot in slots]:
         raise UnsupportedError(
-            explain(f"functional: {type(module).__name__} cannot be copied.", got=str(err), hint="give the offending attribute a __deepcopy__, or make it in forward.")
-        ) from err
+            explain(
+                f"functional: the copy of {type(module).__name__} is not independent of it.",
+                expected="a copy with the same parameters and buffers, none of them shared",
+                got=f"its own weights at {[dotted(path) for path in kept]}" if kept else "other slots",
+                hint="a __deepcopy__ must make a new module and pass its memo on to copy.deepcopy for every attribute.",
+            )
+        )
+    return Template(copied.module, copied.shared)
+
+
+def _storage(tensor: Tensor) -> Any:
+    """Return what identifies a tensor's memory, None if it has none of its own."""
+    try:
+        pointer = tensor.untyped_storage().data_ptr()
+    # Wrapper subclasses, sparse and fake tensors.
+    except (RuntimeError, NotImplementedError):
+        return None
+    return (pointer, tensor.device) if pointer else None
+
+
+# A slot of a skeleton, as (store, name), and the number of the leaf that goes into it.
+Target: TypeAlias = tuple[dict[str, Any], str, int]
+
+
+class _Tables:
+    """Dicts and sets with what was in them, noticed by their size."""
+
+    __slots__ = ("_before", "length", "tables")
+
+    def __init__(self, tables: list[Any]) -> None:
+        self.tables = tables
+        self._before = list(map(_snapshot, tables))
+        self.length = sum(map(len, tables))
+
+    def restore(self) -> None:
+        for table, before in zip(self.tables, self._before, strict=True):
+            if len(table) != len(before):
+                _refill(table, before)
 
 
 class Skeleton:
     """One runnable copy: where each leaf goes, and how to leave it as it was before the call."""
 
-    __slots__ = ("_containers", "_dicts", "buffer_slots", "module", "poison", "targets")
+    __slots__ = (
+        "_attributes", "_children", "_containers", "_handles", "_hooks", "_modes", "_nothing", "_own", "_tables",
+        "_tensors", "module", "norms", "owners", "targets",
+    )  # fmt: skip
 
-    def __init__(self, template: nn.Module, order: dict[Path, int], tied: Callable[[Path], Path]) -> None:
-        self.module = copy.deepcopy(template)
-        slots = [slot for slot in walk_poisoned(self.module)]
-        # Each target is (store, name); leaves are given in the order of `order`, tied targets share a leaf.
-        ordered = sorted(slots, key=lambda slot: order[tied(slot.path)])
-        self.targets = [(slot.store, slot.name, order[tied(slot.path)]) for slot in ordered]
-        self.poison = [(slot.store, slot.name, slot.store[slot.name]) for slot in ordered]  # pyright: ignore
-        custom = [m for m in self.module.modules() if not _stateless(m)]
-        self._dicts = [(m.__dict__, dict(m.__dict__), tuple(m.__dict__.values())) for m in custom]
-        self._containers = [(c, copy.copy(c)) for m in custom for key, c in m.__dict__.items() if key not in _OWN_TABLES and isinstance(c, (list, dict, set))]
+    def __init__(self, template: Template, order: dict[Path, int], first: dict[Path, Path]) -> None:
+        copied = duplicate(template.module, {}, template.shared)
+        self.module = copied.module
+        walked = walk(self.module, "functional")
+        # Where extra state goes.
+        self.owners = {slot.path: slot.owner for slot in walked if slot.store is None}
+        # Tied slots share a leaf, that of their first path; a shared submodule has its slots once.
+        targets: dict[tuple[int, str], Target] = {}
+        for path, owner, store, _ in walked:
+            if store is not None:
+                targets.setdefault((id(owner), path[-1]), (store, path[-1], order[first.get(path, path)]))
+        self.targets = list(targets.values())
+        norms = {
+            id(m._buffers) for m in self.module.modules() if type(m) in _NORMS and not m.training and _stateless(m)
+        }
+        self.norms = [target for target in self.targets if id(target[0]) in norms]
+        self._remember([unwrap(m, "functional") for m in self.module.modules()], copied)
+
+    def _remember(self, modules: list[nn.Module], copied: Copied) -> None:
+        """Note everything that a forward may write, to put it back after each call."""
+        both = [table for m in modules for table in (m._parameters, m._buffers)]
+        self._nothing = [(store, name, store[name]) for store, name, _ in self.targets]
+        # A slot that is None may be filled by forward: a cache registered in advance.
+        self._nothing += [(table, name, None) for table in both for name, value in table.items() if value is None]
+        self._own = [m.__dict__ for m in modules]
+        self._modes = [own["training"] for own in self._own]
+        custom = [m for m in modules if not _stateless(m)]
+        self._tables = _Tables([*self._own, *both])
+        self._hooks = _Tables([m.__dict__[name] for m in modules for name in (*_HOOKS, "_non_persistent_buffers_set")])
+        self._handles = RemovableHandle.next_id
+        self._children = [(m._modules, list(m._modules.values()), dict(m._modules)) for m in custom]
+        seen = {id(value) for value in copied.shared}
+        containers: list[Any] = []
+        tensors: list[Tensor] = []
+        for module in custom:
+            for name, value in module.__dict__.items():
+                if name not in _OWN_TABLES:
+                    _writable(value, seen, containers, tensors)
+        extra = [(m.__dict__, [(n, v) for n, v in m.__dict__.items() if n not in _OWN_TABLES]) for m in custom]
+        self._attributes = [(own, attributes, dict(own)) for own, attributes in extra if attributes]
+        self._containers = [(c, _snapshot(c), list(_values(c))) for c in containers]
+        originals = {id(new): old for new, old in copied.tensors}
+        self._tensors = [(tensor, tensor._version, originals[id(tensor)]) for tensor in tensors]
 
     def reset(self) -> None:
-        """Empty the slots and put back the attributes that forward wrote on its modules."""
-        for now, before, values in self._dicts:
+        """Empty the slots and put back what forward wrote on its modules and on what they hold."""
+        for store, name, nothing in self._nothing:
+            store[name] = nothing
+        # One number for all: what was removed is put back above or below, so that additions cannot hide.
+        if sum(map(len, self._tables.tables)) != self._tables.length:
+            self._tables.restore()
+            self._hooks.restore()
+        compiling = torch.compiler.is_compiling()
+        if not compiling and RemovableHandle.next_id != self._handles:
+            # A hook was registered somewhere since the last look: maybe here.
+            self._handles = RemovableHandle.next_id
+            self._hooks.restore()
+        if [own["training"] for own in self._own] != self._modes:
+            for own, mode in zip(self._own, self._modes, strict=True):
+                own["training"] = mode
+        for own, attributes, before in self._attributes:
             # Identity, not equality: comparing tensors would compute.
-            if len(now) != len(values) or not all(map(operator.is_, now.values(), values)):
-                now.clear()
-                now.update(before)
-        for container, before in self._containers:
-            container.clear()
-            if isinstance(container, list):
-                container.extend(before)
-            else:
-                container.update(before)
-        for store, name, poison in self.poison:
-            store[name] = poison
+            for name, value in attributes:
+                if own.get(name) is not value:
+                    _refill(own, before)
+                    break
+        for children, values, before in self._children:
+            if list(children.values()) != values:
+                _refill(children, before)
+        for container, before, values in self._containers:
+            if len(container) != len(values) or not all(map(operator.is_, _values(container), values)):
+                _refill(container, before)
+        if self._tensors and not compiling:
+            self._restore_tensors()
+
+    def _restore_tensors(self) -> None:
+        for i, (tensor, version, original) in enumerate(self._tensors):
+            if tensor._version != version:
+                with torch.no_grad():
+                    tensor.copy_(original)
+                self._tensors[i] = (tensor, tensor._version, original)
 
 
-def walk_poisoned(module: nn.Module) -> list[Slot]:
-    """Return the tensor slots of a skeleton."""
-    return [slot for slot in walk(module, "functional") if slot.store is not None]
+def _writable(value: Any, seen: set[int], containers: list[Any], tensors: list[Tensor]) -> None:
+    """Collect the containers, attribute dicts and tensors that belong to a module, at any depth."""
+    if id(value) in seen or isinstance(value, nn.Module):
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        if not isinstance(value, Poison) and not value.is_inference():
+            tensors.append(value)
+        return
+    if isinstance(value, (dict, list, set, deque)):
+        containers.append(value)
+    elif is_plain(value) and hasattr(value, "__dict__"):
+        containers.append(value.__dict__)
+    for _, child in children_of(value):
+        _writable(child, seen, containers, tensors)
+
+
+def _values(container: Any) -> Any:
+    return container.values() if isinstance(container, dict) else container
+
+
+def _snapshot(container: Any) -> Any:
+    return dict(container) if isinstance(container, dict) else list(container)
+
+
+def _refill(container: Any, before: Any) -> None:
+    container.clear()
+    if isinstance(container, (dict, set)):
+        container.update(before)
+    else:
+        container.extend(before)
 
 
 def _stateless(module: nn.Module) -> bool:
     """Whether a module's class is torch's own and writes nothing on itself in forward (RNNs keep `_flat_weights`)."""
-    return type(module).__module__.startswith("torch.nn.modules") and not isinstance(module, nn.RNNBase)
+    if not type(module).__module__.startswith("torch.nn.modules") or isinstance(module, nn.RNNBase):
+        return False
+    return not any(module.__dict__[name] for name in _HOOKS)

@@ -4,13 +4,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 
 from tdfunc._errors import UnsupportedError, explain
 from tdfunc._keys import dotted
 from tdfunc._types import Kind, Path
 
 EXTRA_STATE = "_extra_state"
+_LAZY = (nn.UninitializedParameter, nn.UninitializedBuffer)
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 
 class Slot(NamedTuple):
@@ -23,10 +25,12 @@ class Slot(NamedTuple):
 
     @property
     def name(self) -> str:
+        """The last key of the path."""
         return self.path[-1]
 
     @property
     def value(self) -> Any:
+        """What the slot holds now."""
         return self.owner.get_extra_state() if self.store is None else self.store[self.name]
 
     @property
@@ -56,7 +60,9 @@ def unwrap(module: nn.Module, call: str) -> nn.Module:
             )
         )
     if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        raise UnsupportedError(explain(f"{call}: {type(module).__name__} copies the module on every call.", hint="pass its .module."))
+        raise UnsupportedError(
+            explain(f"{call}: {type(module).__name__} copies the module on every call.", hint="pass its .module.")
+        )
     return module
 
 
@@ -67,20 +73,22 @@ def walk(module: nn.Module, call: str) -> list[Slot]:
         UnsupportedError: A parameter is lazy and has no shape yet.
     """
     slots: list[Slot] = []
-    _collect(module, call, (), slots)
+    _collect(module, call, (), slots, [])
     return slots
 
 
-def _collect(module: nn.Module, call: str, at: Path, slots: list[Slot]) -> None:
+def _collect(module: nn.Module, call: str, at: Path, slots: list[Slot], above: list[nn.Module]) -> None:
     module = unwrap(module, call)
+    if any(module is outer for outer in above):
+        raise _cycle_error(module, call, at)
     for name, value in module._parameters.items():
         if value is not None:
-            if is_lazy(value):
+            if isinstance(value, _LAZY):
                 raise _lazy_error(module, call, (*at, name))
             slots.append(Slot((*at, name), module, module._parameters, Kind.PARAMETER))
     for name, value in module._buffers.items():
         if value is not None:
-            if is_lazy(value):
+            if isinstance(value, _LAZY):
                 raise _lazy_error(module, call, (*at, name))
             kind = Kind.NON_PERSISTENT if name in module._non_persistent_buffers_set else Kind.BUFFER
             slots.append(Slot((*at, name), module, module._buffers, kind))
@@ -88,7 +96,18 @@ def _collect(module: nn.Module, call: str, at: Path, slots: list[Slot]) -> None:
         slots.append(Slot((*at, EXTRA_STATE), module, None, Kind.EXTRA_STATE))
     for name, child in module._modules.items():
         if child is not None:
-            _collect(child, call, (*at, name), slots)
+            _collect(child, call, (*at, name), slots, [*above, module])
+
+
+def _cycle_error(module: nn.Module, call: str, path: Path) -> UnsupportedError:
+    return UnsupportedError(
+        explain(
+            f"{call}: {dotted(path)!r} is {type(module).__name__} again, which contains it.",
+            expected="submodules that form a tree",
+            got="a submodule that registers a module above it",
+            hint="keep the reference out of the registry: self.parent = [module], or a weakref.",
+        )
+    )
 
 
 def _lazy_error(module: nn.Module, call: str, path: Path) -> UnsupportedError:
@@ -98,11 +117,6 @@ def _lazy_error(module: nn.Module, call: str, path: Path) -> UnsupportedError:
             hint="run the module once on an example input, so that lazy layers get their shapes.",
         )
     )
-
-
-def is_tensor_slot(slot: Slot) -> bool:
-    """Whether the slot holds a tensor, rather than extra state."""
-    return slot.store is not None
 
 
 def same_memory(a: Any, b: Any) -> bool:
@@ -116,3 +130,19 @@ def same_memory(a: Any, b: Any) -> bool:
     # Tensors without memory of their own (batched, fake) are one only by identity.
     except RuntimeError:
         return False
+
+
+def is_one_tensor(a: Any, b: Any) -> bool:
+    """Whether two leaves may stand for one tensor: one memory, or equal values where no gradient would be split."""
+    if same_memory(a, b):
+        return True
+    if in_transform() or a.requires_grad or b.requires_grad or a.is_meta or b.is_meta:
+        return False
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+
+
+def in_transform() -> bool:
+    """Whether values cannot outlive the code that runs now: a functorch or dual level, a trace, a compiled region."""
+    if torch.compiler.is_compiling() or _functorch.peek_interpreter_stack() is not None:
+        return True
+    return torch.autograd.forward_ad._current_level >= 0 or torch._C._get_dispatch_mode(_PROXY) is not None

@@ -1,0 +1,307 @@
+"""How a call reads its trees: which leaves a module takes, in which order, and what is wrong with a tree that differs.
+
+A plan is made once for a module. It remembers structure, shapes and ties, never a weight.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Size, Tensor
+
+from tdfunc._collection import TensorCollection
+from tdfunc._errors import LeafMismatchError, TieError, TreeStructureError, explain
+from tdfunc._keys import dotted
+from tdfunc._nontensor import NonTensorBase
+from tdfunc._shapes import EMPTY
+from tdfunc._ties import group_of
+from tdfunc._types import Path
+from tdfunc.modules.slots import EXTRA_STATE, is_one_tensor
+from tdfunc.ops.structure import entries
+
+
+class _Node:
+    """How to read one node of a fitting tree: its leaf keys, then its sub-trees, in a fixed order."""
+
+    __slots__ = ("children", "count", "leaves")
+
+    def __init__(self) -> None:
+        self.leaves: list[str] = []
+        self.children: list[tuple[str, _Node]] = []
+        self.count = 0
+
+
+class Plan:
+    """The leaves that a call takes from one tree: their paths, the shapes they must have, and how to read them fast."""
+
+    def __init__(self, tree: TensorCollection) -> None:
+        self.paths: list[Path] = []
+        self.shapes: list[Size] = []
+        self.first: list[Path] = []
+        self._root = _Node()
+        self._stacked: tuple[Size, list[Size]] = (EMPTY, self.shapes)
+        self._fill(self._root, tree, (), tree)
+        places = {path: i for i, path in enumerate(self.paths)}
+        # (place, place of the first path) of every later path of a tied leaf.
+        self.aliases = [
+            (i, places[f]) for i, (path, f) in enumerate(zip(self.paths, self.first, strict=True)) if path != f
+        ]
+
+    def _fill(self, node: _Node, tree: TensorCollection, at: Path, root: TensorCollection) -> None:
+        for key, value in tree._data.items():
+            if isinstance(value, Tensor):
+                node.leaves.append(key)
+                self.paths.append((*at, key))
+                self.shapes.append(value.shape)
+                self.first.append(group_of(root._ties, (*at, key))[0])
+        for key, value in tree._data.items():
+            if isinstance(value, TensorCollection):
+                child = _Node()
+                node.children.append((key, child))
+                self._fill(child, value, (*at, key), root)
+        node.count = len(tree._data)
+
+    def shapes_after(self, lead: Size) -> list[Size]:
+        """Return the shapes that leaves have when every one starts with `lead`."""
+        if not lead:
+            return self.shapes
+        # The compiler would guard on what is kept here, and compile again when it changes.
+        if torch.compiler.is_compiling():
+            return [lead + shape for shape in self.shapes]
+        if torch.compiler.is_compiling():
+            return [lead + shape for shape in self.shapes]
+        # One tuple, read once: another thread may replace it.
+        known = self._stacked
+        if known[0] != lead:
+            known = self._stacked = (lead, [lead + shape for shape in self.shapes])
+        return known[1]
+
+    def read(self, tree: TensorCollection) -> list[Any] | None:
+        """Return the leaves in the order of `paths`, or None if the tree's keys are not exactly these."""
+        leaves: list[Any] = []
+        try:
+            return leaves if _read(self._root, tree, leaves) else None
+        except (KeyError, AttributeError):
+            return None
+
+    def checked(self, tree: Any, lead: Size) -> list[Any] | None:
+        """Return the leaves if keys and ties are the plan's; shapes are checked once for each tree.
+
+        Raises:
+            LeafMismatchError: A leaf has another shape.
+        """
+        compiling = torch.compiler.is_compiling()
+        bound = None if compiling else getattr(tree, "_bound", None)
+        if bound is not None and bound.plan is self and bound.lead == lead:
+            return bound.leaves
+        leaves = self.read(tree)
+        if leaves is None or any([leaves[i] is not leaves[first] for i, first in self.aliases]):
+            return None
+        for i, (leaf, shape) in enumerate(zip(leaves, self.shapes_after(lead), strict=True)):
+            if not isinstance(leaf, Tensor) or leaf.shape != shape:
+                raise shape_error(self.paths[i], leaf, shape)
+        if not compiling:
+            object.__setattr__(tree, "_bound", _Checked(self, lead, leaves))
+        return leaves
+
+    def rebuild(self, tree: Any, leaves: list[Any]) -> Any:
+        """Return a tree that fits, around new leaves in the order of `paths`; None if it is not known to fit."""
+        bound = None if torch.compiler.is_compiling() else getattr(tree, "_bound", None)
+        fits = (bound is not None and bound.plan is self) or self.read(tree) is not None
+        return _rebuild(self._root, tree, iter(leaves)) if fits else None
+
+
+class _Checked:
+    """Kept by a tree: the plan that it fits, and its leaves in the order of that plan."""
+
+    __slots__ = ("lead", "leaves", "plan")
+
+    def __init__(self, plan: Plan, lead: Size, leaves: list[Any]) -> None:
+        self.plan, self.lead, self.leaves = plan, lead, leaves
+
+
+def _read(node: _Node, tree: TensorCollection, leaves: list[Any]) -> bool:
+    data = tree._data
+    if len(data) != node.count:
+        return False
+    for key in node.leaves:
+        leaves.append(data[key])
+    return all([_read(child, data[key], leaves) for key, child in node.children])
+
+
+def _rebuild(node: _Node, tree: TensorCollection, leaves: Iterator[Any]) -> TensorCollection:
+    data = dict(tree._data)
+    for key in node.leaves:
+        data[key] = next(leaves)
+    for key, child in node.children:
+        data[key] = _rebuild(child, data[key], leaves)
+    return tree._make(data, tree._batch_size, tree._device, tree._names, tree._static)
+
+
+class Spec:
+    """What a module takes: the plans of its parameters, of the rest and of both in one tree, and their common order.
+
+    The order has the parameters first, then the buffers.
+    """
+
+    def __init__(self, name: str, params: TensorCollection, rest: TensorCollection, whole: TensorCollection) -> None:
+        self.name = name
+        self.params, self.buffers, self.whole = Plan(params), Plan(rest), Plan(whole)
+        self.first: dict[Path, Path] = dict(zip(self.whole.paths, self.whole.first, strict=True))
+        self.order = {path: i for i, path in enumerate([*self.params.paths, *self.buffers.paths])}
+        self.n_params = len(self.params.paths)
+        places = {path: i for i, path in enumerate(self.whole.paths)}
+        self._from_whole = [places[path] for path in self.order]
+        # For each buffer, where the leaf of its first path is.
+        self.buffer_places = [self.order[self.first[path]] for path in self.buffers.paths]
+
+    def leaves(self, params: Any, buffers: Any, lead: Size = EMPTY) -> list[Any]:
+        """Return the leaves in order; `lead` is what stacked trees have before each shape.
+
+        Raises:
+            TypeError: Something is no tree.
+            TreeStructureError: A leaf is missing, unknown, or in both trees.
+            LeafMismatchError: A leaf has another shape.
+            TieError: Two paths of one tensor of the module have different leaves.
+        """
+        if not isinstance(params, TensorCollection) or not (buffers is None or isinstance(buffers, TensorCollection)):
+            got = type(buffers if isinstance(params, TensorCollection) else params).__name__
+            raise TypeError(
+                explain(
+                    "apply: params and buffers must be trees.",
+                    expected="TensorDict",
+                    got=got,
+                    hint="apply(params, x, ..., buffers=buffers).",
+                )
+            )
+        first = self.params.checked(params, lead)
+        if first is not None and (buffers is not None or not self.buffers.paths):
+            second = [] if buffers is None else self.buffers.checked(buffers, lead)
+            if second is not None:
+                return first + second
+        elif first is None and buffers is None:
+            both = self.whole.checked(params, lead)
+            if both is not None:
+                return [both[i] for i in self._from_whole]
+        return self._by_path(params, buffers, lead)
+
+    def _by_path(self, params: Any, buffers: Any, lead: Size) -> list[Any]:
+        """Read trees in another arrangement, or raise the error that says what is wrong with them."""
+        found: dict[Path, Any] = {}
+        for tree in (params, buffers):
+            for entry in entries(tree) if tree is not None else []:
+                for path in entry.paths:
+                    if found.setdefault(path, entry.leaf) is not entry.leaf:
+                        raise _twice(path)
+        missing = [path for path in self.order if path not in found]
+        unknown = [path for path in found if path not in self.order]
+        if missing or unknown:
+            raise self._structure_error(missing, unknown, found, buffers)
+        for path, shape in zip(self.whole.paths, self.whole.shapes_after(lead), strict=True):
+            if not isinstance(found[path], Tensor) or found[path].shape != shape:
+                raise shape_error(path, found[path], shape)
+        for path, first in self.first.items():
+            if path != first and not is_one_tensor(found[path], found[first]):
+                raise tie_error("apply", first, path)
+        return [found[path] for path in self.order]
+
+    def _structure_error(
+        self, missing: list[Path], unknown: list[Path], found: dict[Path, Any], buffers: Any
+    ) -> TreeStructureError:
+        hint = None
+        if missing and buffers is None and set(missing) <= set(self.buffers.paths):
+            hint = "pass buffers=buffers; buffers are never taken from the module silently."
+        elif missing and all(self.first[path] in found for path in missing):
+            path, first = missing[0], self.first[missing[0]]
+            hint = f"they are tied to leaves that are there: params.set({path!r}, params[{first!r}])."
+        elif unknown and all(path[:-1] != () and "original" not in path[-1] for path in unknown) and missing:
+            hint = "is the tree that of another module, or a sub-tree?"
+        what = f"{dotted(missing[0])!r} is missing" if missing else f"{dotted(unknown[0])!r} is not one of its leaves"
+        return TreeStructureError(
+            explain(
+                f"apply: the trees do not fit {self.name}: {what}.",
+                expected=f"also {_names(missing)}" if missing else f"the {len(self.order)} leaves of {self.name}",
+                got=f"unknown leaves {_names(unknown)}" if unknown else f"{len(found)} of {len(self.order)} leaves",
+                hint=hint,
+            )
+        )
+
+    def rebuild_buffers(self, params: Any, buffers: Any, leaves: list[Any]) -> Any:
+        """Return the tree that held the buffers, around new ones in plan order."""
+        if buffers is not None:
+            new = self.buffers.rebuild(buffers, leaves)
+            if new is not None:
+                return new
+        found = dict(zip(self.buffers.paths, leaves, strict=True))
+        return replace_nodes(params if buffers is None else buffers, found)
+
+
+def extra_states(*trees: Any) -> dict[Path, Any]:
+    """Return the values of the extra state that trees hold."""
+    found: dict[Path, Any] = {}
+    for tree in trees:
+        if isinstance(tree, TensorCollection):
+            _find_states(tree, (), found)
+    return found
+
+
+def _find_states(tree: TensorCollection, at: Path, found: dict[Path, Any]) -> None:
+    for key, node in tree._data.items():
+        if isinstance(node, TensorCollection):
+            _find_states(node, (*at, key), found)
+        elif key == EXTRA_STATE and isinstance(node, NonTensorBase):
+            found[(*at, key)] = node.value  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def replace_nodes(tree: TensorCollection, nodes: dict[Path, Any], at: Path = ()) -> Any:
+    """Return a tree with other nodes at some paths."""
+    data = {
+        key: replace_nodes(node, nodes, (*at, key))
+        if isinstance(node, TensorCollection)
+        else nodes.get((*at, key), node)
+        for key, node in tree._data.items()
+    }
+    return tree._replace(data)
+
+
+def _names(paths: list[Path]) -> str:
+    return str([dotted(path) for path in paths[:10]]) + (f" and {len(paths) - 10} more" if len(paths) > 10 else "")
+
+
+def _twice(path: Path) -> TreeStructureError:
+    return TreeStructureError(
+        explain(
+            f"apply: {dotted(path)!r} is in params and in buffers.",
+            expected="every leaf in one of the trees",
+            got="two different leaves",
+            hint="split(tree) gives parameters and buffers without an overlap.",
+        )
+    )
+
+
+def tie_error(call: str, first: Path, path: Path) -> TieError:
+    """Return the error for two leaves at paths that are one tensor in the module."""
+    return TieError(
+        explain(
+            f"{call}: {dotted(first)!r} and {dotted(path)!r} are one tensor in the module.",
+            expected="one leaf for both",
+            got="two tensors that differ, or whose gradients would be split",
+            hint="edit a tree that knows the tie, as from_module returns it: set() there writes both paths.",
+        )
+    )
+
+
+def shape_error(path: Path, leaf: Any, shape: Size) -> LeafMismatchError:
+    """Return the error for a leaf that does not fit the module."""
+    got = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
+    hint = "the tree belongs to another architecture."
+    if isinstance(leaf, Tensor) and leaf.shape[1:] == shape:
+        hint = "the tree is stacked: use tdfunc.Ensemble(apply)(tree, x), torch.vmap, or one member, tree[i]."
+    return LeafMismatchError(
+        explain(
+            f"apply: leaf {dotted(path)!r} does not fit the module.",
+            expected=f"shape {tuple(shape)}",
+            got=got,
+            hint=hint,
+        )
+    )
