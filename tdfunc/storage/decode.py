@@ -1,0 +1,285 @@
+"""A tree from its JSON. What it says is checked before anything is built: the file may be damaged, or hostile."""
+
+import json
+import sys
+from collections.abc import Sequence
+from json.encoder import encode_basestring as quote
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Size
+
+from tdfunc._collection import Static, TensorCollection
+from tdfunc._errors import CorruptCheckpointError, UnsupportedError, explain
+from tdfunc._nontensor import NonTensorBase, NonTensorData, NonTensorStack
+from tdfunc._shapes import as_names
+from tdfunc._types import Kind, Path, Ties
+from tdfunc.storage.encode import IS_VALUE, KIND_FLAGS, check_tie_size, restrict
+from tdfunc.storage.format import Spec, no_constant, spec_of, unique
+
+_KINDS = {flag: kind for kind, flag in KIND_FLAGS.items()}
+Classes: TypeAlias = type[TensorCollection] | Sequence[type[TensorCollection]]
+
+
+class Plan:
+    """A tree that was read and checked, still without values; `build` puts them in.
+
+    Args:
+        text: The JSON of the tree.
+        limit: What all names together may be long, since the header that repeats them is no longer.
+    """
+
+    def __init__(self, text: str, limit: int) -> None:
+        doc = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
+        self.table = [spec_of(code, shape) for code, shape in doc["specs"]]
+        self.nodes: list[dict[str, Any]] = doc["nodes"]
+        self.groups: list[list[tuple[int, str]]] = [[(node, key) for node, key in group] for group in doc["ties"]]
+        # The leaves: names as they stand in the header, flags, and the recorded device of the node.
+        self.names: list[str] = []
+        self.specs: list[Spec] = []
+        self.flags: list[str] = []
+        self.places: list[torch.device | None] = []
+        count = len(self.nodes)
+        self.parents: list[tuple[int, str] | None] = [None] * count
+        self.sizes: list[Size] = [Size(())] * count
+        self.devices: list[torch.device | None] = [None] * count
+        # The first leaf of each node, and for each group the leaf that all its paths read.
+        self.starts: list[int] = [0] * count
+        self.tied: dict[int, int] = {}
+        # A small file could name a deep path for each of many leaves.
+        self._limit = limit
+        # Paths of ties that have not been met yet: (group, rank in the group).
+        self._marks = {ref: (group, rank) for group, refs in enumerate(self.groups) for rank, ref in enumerate(refs)}
+        self._check()
+
+    def path(self, number: int) -> Path:
+        """Return the keys that lead to a node."""
+        keys: list[str] = []
+        above = self.parents[number]
+        while above is not None:
+            keys.append(above[1])
+            above = self.parents[above[0]]
+        return tuple(reversed(keys))
+
+    def _check(self) -> None:
+        refs = sum(map(len, self.groups))
+        if not self.nodes or refs != len(self._marks) or any(len(group) < 2 for group in self.groups):
+            raise malformed("a node, and ties of two paths or more", f"{len(self.nodes)} nodes, ties {self.groups}")
+        for number in range(len(self.nodes)):
+            if number and self.parents[number] is None:
+                raise malformed("every node inside an earlier one", f"node {number} outside")
+            self._inherit(number)
+            self._check_items(number)
+        if self._marks:
+            raise malformed("ties between leaves", f"a tie at {next(iter(self._marks))}")
+        names = set(self.names)
+        if len(names) != len(self.names) or '"__metadata__"' in names:
+            raise malformed("leaves of distinct names, none of them __metadata__", "a name twice")
+
+    def _inherit(self, number: int) -> None:
+        """Set batch size and device of a node, which are its parent's where it has none of its own."""
+        node, above = self.nodes[number], self.parents[number]
+        outer = self.sizes[above[0]] if above is not None else Size(())
+        device = self.devices[above[0]] if above is not None else None
+        size = _size(node["size"], -1 if "own" in node else 0) if "size" in node else outer
+        free = above is not None and "own" in self.nodes[above[0]]
+        if size[: len(outer)] != outer and not free:
+            raise malformed(f"a batch size that starts with {list(outer)}", f"{list(size)} in node {number}")
+        if "device" in node:
+            name = node["device"]
+            if name is not None and type(name) is not str:
+                raise malformed("a device", repr(name))
+            device = torch.device(name) if name is not None else None
+        self.sizes[number], self.devices[number], self.starts[number] = size, device, len(self.names)
+
+    def _check_items(self, number: int) -> None:
+        node, size, device, prefix = self.nodes[number], self.sizes[number], self.devices[number], None
+        # A class that stores its leaves in another form (a lazy stack) says itself what its batch size is.
+        ndim = 0 if "own" in node else len(size)
+        for key, what in zip(node["keys"], node["items"], strict=True):
+            if type(key) is not str or not key:
+                raise malformed("a key", repr(key))
+            mark = self._marks.pop((number, key), None) if self._marks else None
+            if type(what) is int:
+                index, flags, own = what, "", None
+            elif type(what) is list:
+                index, flags, own, *_ = *what, None, None
+            else:
+                self._check_object(number, key, what, mark)
+                continue
+            if mark is not None:
+                if mark[1]:
+                    raise malformed(f"a tie at {key!r}", "a tensor of its own")
+                self.tied[mark[0]] = len(self.names)
+            if prefix is None:
+                prefix = self._prefix(number)
+            if type(index) is not int or index < 0:
+                raise malformed("a spec", repr(index))
+            spec = self.table[index]
+            if ndim and spec.size[:ndim] != size and IS_VALUE not in flags:
+                raise malformed(f"leaf {prefix}{key} to start with the batch size {list(size)}", str(list(spec.size)))
+            name = f'"{prefix}{quote(key)[1:-1]}"' if own is None else quote(own)
+            self._limit -= len(name)
+            if self._limit < 0:
+                raise malformed("names that fit in the header", "longer ones")
+            self.names.append(name)
+            self.specs.append(spec)
+            self.flags.append(flags)
+            self.places.append(device)
+
+    def _check_object(self, number: int, key: str, what: Any, mark: tuple[int, int] | None) -> None:
+        """Check an item that is no tensor: a sub-tree, an alias of a tied leaf, or non-tensor data."""
+        if type(what) is not dict:
+            raise malformed("a tensor, tree, tie or value", f"{what!r} at {key!r}")
+        if "tie" in what:
+            if mark is None or mark[0] != what["tie"] or not mark[1]:
+                raise malformed(f"{key!r} among the ties", repr(mark))
+            return
+        if mark is not None:
+            raise malformed("ties between tensors", repr(key))
+        if "tree" in what:
+            child = what["tree"]
+            if type(child) is not int or child <= number or self.parents[child] is not None:
+                raise malformed("each node once, after the node that it is in", repr(child))
+            self.parents[child] = (number, key)
+        elif "value" not in what and "values" not in what:
+            raise malformed("a tensor, tree, tie or value", f"{what!r} at {key!r}")
+
+    def _prefix(self, number: int) -> str:
+        """Return the dotted path of a node, as it stands in names, with the dot after it."""
+        return "".join([f"{quote(key)[1:-1]}." for key in self.path(number)])
+
+    # -- building ---------------------------------------------------------------------------------------------
+
+    def build(
+        self, leaves: Sequence[Any], classes: Classes = (), device: torch.device | None = None
+    ) -> TensorCollection:
+        """Return the tree around values in the order of `self.names`, which are all on `device` if it is given."""
+        if device is not None:
+            self.devices = [device] * len(self.nodes)
+        ties = self._ties()
+        built: list[Any] = [None] * len(self.nodes)
+        # A node comes after the one that it is in, so going back its sub-trees are there.
+        for number in reversed(range(len(self.nodes))):
+            built[number] = self._node(number, leaves, built, ties.get(number, ()), classes)
+        return built[0]
+
+    def _node(self, number: int, leaves: Sequence[Any], built: list[Any], ties: Ties, classes: Classes) -> Any:
+        node, size, leaf = self.nodes[number], self.sizes[number], self.starts[number]
+        outer = Size(()) if "own" in node else size
+        data: dict[str, Any] = {}
+        kinds: dict[str, Kind] = {}
+        for key, what in zip(node["keys"], node["items"], strict=True):
+            if type(what) is int:
+                data[key] = leaves[leaf]
+                leaf += 1
+            elif type(what) is list:
+                flags = what[1]
+                shape = _batch(what[3] if len(what) > 3 else outer, outer) if IS_VALUE in flags else None
+                data[key] = leaves[leaf] if shape is None else NonTensorData(leaves[leaf], shape)
+                leaf += 1
+                _put_kind(kinds, key, flags)
+            elif "tree" in what:
+                data[key] = built[what["tree"]]
+            else:
+                data[key] = leaves[self.tied[what["tie"]]] if "tie" in what else _nontensor(what, outer)
+                _put_kind(kinds, key, what.get("flags", ""))
+        if len(data) != len(node["keys"]):
+            raise malformed("distinct keys", f"a key twice in node {number}")
+        names = as_names(node["names"], len(size)) if "names" in node else None
+        static = Static(kinds, ties, node.get("own"))
+        cls = _resolve(node["class"], classes) if "class" in node else TensorCollection._open
+        return cls._make(data, size, self.devices[number], names, static if static != Static() else None)
+
+    def _ties(self) -> dict[int, Ties]:
+        """Return the groups of every node that has any, relative to it."""
+        if not self.groups:
+            return {}
+        depths = [0] * len(self.nodes)
+        for number, above in enumerate(self.parents):
+            depths[number] = depths[above[0]] + 1 if above is not None else 0
+        check_tie_size(sum((depths[node] + 1) ** 2 for refs in self.groups for node, _ in refs), CorruptCheckpointError)
+        paths = [[(*self.path(node), key) for node, key in refs] for refs in self.groups]
+        result: dict[int, Ties] = {0: tuple(tuple(group) for group in paths)}
+        inner: dict[int, dict[str, Ties]] = {0: restrict(result[0])}
+        for number, above in enumerate(self.parents):
+            if above is not None and above[1] in inner.get(above[0], {}):
+                ties = inner[above[0]][above[1]]
+                if "ties" in self.nodes[number]:
+                    ties = self._own_order(number, paths, ties)
+                result[number], inner[number] = ties, restrict(ties)
+        return result
+
+    def _own_order(self, number: int, paths: list[list[Path]], known: Ties) -> Ties:
+        depth = len(self.path(number))
+        ties = tuple(tuple(paths[g][rank][depth:] for rank in ranks) for g, ranks in self.nodes[number]["ties"])
+        if {frozenset(group) for group in ties} != {frozenset(group) for group in known}:
+            raise malformed(f"the groups of its parent in node {number}", repr(ties)[:200])
+        return ties
+
+
+def malformed(expected: str, got: str) -> CorruptCheckpointError:
+    """Build the error for JSON that describes no tree."""
+    return CorruptCheckpointError(
+        explain("the description of the tree is malformed.", expected=expected, got=got[:400])
+    )
+
+
+def _size(sizes: Any, least: int = 0) -> Size:
+    if type(sizes) is not list or any(type(size) is not int or size < least for size in sizes):
+        raise malformed("a list of sizes", repr(sizes))
+    return Size(sizes)
+
+
+def _batch(shape: Any, size: Size) -> Size:
+    shape = shape if isinstance(shape, Size) else _size(shape)
+    if shape[: len(size)] != size:
+        raise malformed(f"a shape that starts with the batch size {list(size)}", str(list(shape)))
+    return shape
+
+
+def _put_kind(kinds: dict[str, Kind], key: str, flags: str) -> None:
+    for flag in flags:
+        if flag in _KINDS:
+            kinds[key] = _KINDS[flag]
+
+
+def _nontensor(what: dict[str, Any], size: Size) -> NonTensorBase:
+    shape = _batch(what.get("shape", size), size)
+    if "value" in what:
+        return NonTensorData(what["value"], shape)
+    array = np.empty(len(what["values"]), dtype=object)
+    for i, value in enumerate(what["values"]):
+        array[i] = value
+    return NonTensorStack._wrap(array.reshape(shape))
+
+
+def _resolve(name: Any, classes: Classes) -> type[TensorCollection]:
+    """Return a class by its recorded name, from the given ones or from a module that is imported already."""
+    if isinstance(classes, type):
+        if classes is TensorCollection._open:
+            return classes
+        classes = (classes,)
+    module, _, path = name.partition(":")
+    for cls in classes:
+        if (cls.__module__, cls.__qualname__) == (module, path):
+            return cls
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        # Not getattr: a module or class may run code to answer.
+        found = vars(found).get(part) if hasattr(found, "__dict__") else None
+    if (
+        isinstance(found, type)
+        and issubclass(found, TensorCollection)
+        and (found.__module__, found.__qualname__) == (module, path)
+    ):
+        return found
+    raise UnsupportedError(
+        explain(
+            f"the tree has nodes of the class {name!r}, which is not here.",
+            expected="a TensorCollection class that is imported",
+            got=type(found).__name__ if found is not None else "nothing of this name",
+            hint="import its module, name it: load(path, classes=[...]), or take plain trees: classes=TensorDict.",
+        )
+    )

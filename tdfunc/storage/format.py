@@ -1,0 +1,348 @@
+"""The bytes of a checkpoint header: dtypes, layout of the leaves, digests, and the safetensors entries they imply.
+
+No file is touched here. `docs/storage.md` is the specification; `encode.py` writes the JSON of the tree inside.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from json.encoder import encode_basestring as quote
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import torch
+import xxhash
+from torch import Size
+
+from tdfunc._errors import CorruptCheckpointError, UnsupportedError, explain
+
+VERSION = "1"
+ALGORITHM = "xxh3-64"
+# safetensors refuses longer headers.
+MAX_HEADER_BYTES = 100_000_000
+_DIGITS = 16
+_ALIGN = 64
+_START = '{"__metadata__":{"tdfunc.header":"'
+_OURS = re.compile(re.escape(_START.encode()) + rb'([^":]{1,40}):([0-9a-f]+)"')
+_LEAVES = f'","format":"pt","tdfunc.version":"{VERSION}","tdfunc.leaves":"'
+_DIGEST_AT = 8 + len(_START) + len(ALGORITHM) + 1
+
+# Code in the file -> (torch's name, bits of an element). torch's float4 holds two elements in a byte.
+_CODES = {
+    "F64": ("float64", 64), "I64": ("int64", 64), "U64": ("uint64", 64), "C64": ("complex64", 64),
+    "F32": ("float32", 32), "I32": ("int32", 32), "U32": ("uint32", 32),
+    "F16": ("float16", 16), "BF16": ("bfloat16", 16), "I16": ("int16", 16), "U16": ("uint16", 16),
+    "I8": ("int8", 8), "U8": ("uint8", 8), "BOOL": ("bool", 8),
+    "F8_E4M3": ("float8_e4m3fn", 8), "F8_E4M3FNUZ": ("float8_e4m3fnuz", 8), "F8_E5M2": ("float8_e5m2", 8),
+    "F8_E5M2FNUZ": ("float8_e5m2fnuz", 8), "F8_E8M0": ("float8_e8m0fnu", 8), "F4": ("float4_e2m1fn_x2", 4),
+}  # fmt: skip
+DTYPES = {code: getattr(torch, name) for code, (name, _) in _CODES.items() if hasattr(torch, name)}
+CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
+_NUMPY = {
+    dtype: np.dtype(str(dtype).removeprefix("torch."))
+    for dtype in DTYPES.values()
+    if hasattr(np, str(dtype).removeprefix("torch.").replace("bool", "bool_"))
+}
+_MAX_NUMPY_DIMS = 32
+
+
+class Spec(NamedTuple):
+    """What several leaves of a file share: dtype and shape."""
+
+    code: str
+    # As the file states it: elements, also where torch counts pairs of them (float4).
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    size: Size
+    size_bytes: int
+    # The safetensors entry between the name and the first offset.
+    middle: str
+    # None where numpy has no such dtype or not so many dimensions, and for leaves without elements.
+    numpy: np.dtype[Any] | None
+
+
+class Layout(NamedTuple):
+    """Where each leaf lies: positions in file order, and the first byte of each, counted from the end of the header."""
+
+    order: list[int]
+    begins: list[int]
+    size_bytes: int
+    # The safetensors entries, with a comma before each.
+    entries: str
+
+
+class Entry(NamedTuple):
+    """One leaf as a safetensors header that is not ours states it."""
+
+    name: str
+    spec: Spec
+    begin: int
+
+
+def spec_of(code: str, shape: Sequence[int]) -> Spec:
+    """Describe a leaf by what the file says of it."""
+    if code not in DTYPES:
+        raise UnsupportedError(
+            explain(
+                f"dtype {code!r} has no counterpart in torch {torch.__version__}.",
+                expected=f"one of {', '.join(DTYPES)}",
+            )
+        )
+    if any(type(dim) is not int or dim < 0 for dim in shape):
+        raise CorruptCheckpointError(explain("A shape is no list of sizes.", got=repr(shape)))
+    bits = math.prod(shape) * _CODES[code][1]
+    size = tuple(shape)
+    if code == "F4":
+        if not shape or shape[-1] % 2:
+            raise CorruptCheckpointError(
+                explain(
+                    "float4 leaves hold pairs of elements.", expected="an even last dimension", got=str(list(shape))
+                )
+            )
+        size = (*size[:-1], size[-1] // 2)
+    dtype, text = DTYPES[code], ",".join(map(str, shape))
+    middle = f':{{"dtype":"{code}","shape":[{text}],"data_offsets":['
+    numpy = _NUMPY.get(dtype) if bits and len(shape) <= _MAX_NUMPY_DIMS else None
+    return Spec(code, tuple(shape), dtype, Size(size), bits // 8, middle, numpy)
+
+
+def spec_for(dtype: torch.dtype, size: Size) -> Spec | None:
+    """Describe a tensor, or return None for a dtype that the file cannot hold."""
+    code = CODES.get(dtype)
+    if code is None or (code == "F4" and not size):
+        return None
+    return spec_of(code, (*size[:-1], size[-1] * 2) if code == "F4" else size)
+
+
+def lay_out(names: Sequence[str], specs: Sequence[Spec]) -> Layout:
+    """Place leaves (quoted names in tree order) by falling element size, then dtype, then tree order.
+
+    So every leaf is aligned, and leaves of one dtype are neighbours.
+    """
+    groups: dict[str, list[int]] = {}
+    for i, spec in enumerate(specs):
+        groups.setdefault(spec.code, []).append(i)
+    order = [i for code in sorted(groups, key=lambda code: (-_CODES[code][1], code)) for i in groups[code]]
+    ends = list(accumulate([specs[i].size_bytes for i in order], initial=0))
+    begins = [0] * len(order)
+    parts: list[str] = []
+    for i, begin, end in zip(order, ends, ends[1:], strict=False):
+        begins[i] = begin
+        parts.append(f",{names[i]}{specs[i].middle}{begin},{end}]}}")
+    return Layout(order, begins, ends[-1], "".join(parts))
+
+
+# -- writing ----------------------------------------------------------------------------------------------------
+
+
+def render(tree: str, layout: Layout) -> bytearray:
+    """Return the bytes before the data (length, header, padding), still without digests, which have a fixed width."""
+    digests = "0" * (_DIGITS * len(layout.order))
+    header = f'{_START}{ALGORITHM}:{"0" * _DIGITS}{_LEAVES}{digests}","tdfunc.tree":{quote(tree)}}}{layout.entries}}}'
+    text = header.encode()
+    text += b" " * (-(8 + len(text)) % _ALIGN)
+    return bytearray(len(text).to_bytes(8, "little") + text)
+
+
+def seal(head: bytearray, digests: Sequence[str]) -> None:
+    """Enter the digests of the leaves (in file order) and then that of the header itself."""
+    begin = _DIGEST_AT + _DIGITS + len(_LEAVES)
+    head[begin : begin + _DIGITS * len(digests)] = "".join(digests).encode()
+    head[_DIGEST_AT : _DIGEST_AT + _DIGITS] = digest(head).encode()
+
+
+# -- reading ----------------------------------------------------------------------------------------------------
+
+
+class Header(NamedTuple):
+    """A header that was parsed: in `entries`, or up to the `rest`, which must be what the tree implies."""
+
+    metadata: dict[str, str]
+    algorithm: str | None
+    rest: str
+    entries: list[Entry] | None
+
+
+def parse(raw: bytes, size_bytes: int, *, verify: bool) -> Header:
+    """Read the length and header of a file of `size_bytes`, its own digest included."""
+    found = _OURS.match(raw, 8)
+    if found is None:
+        metadata, entries = parse_entries(raw, size_bytes)
+        if verify and any(key.startswith("tdfunc") for key in metadata):
+            raise CorruptCheckpointError(
+                explain(
+                    "the header was altered, or another program wrote it again with the metadata of an older file.",
+                    expected=f"a header that starts with {_START}",
+                    got=repr(raw[8:60]),
+                    hint="restore the file from a copy, or read what is there: load(path, verify=False).",
+                )
+            )
+        return Header(metadata, None, "", entries)
+    algorithm, recorded = found[1].decode("latin-1"), found[2].decode()
+    if verify:
+        check_algorithm(algorithm)
+        check_digest("the header", recorded, digest(raw))
+    text = raw[8:].decode()
+    metadata, end = json.JSONDecoder(object_pairs_hook=unique).raw_decode(text, len('{"__metadata__":'))
+    _check_text(metadata)
+    return Header(metadata, algorithm, text[end:], None)
+
+
+def check_version(metadata: dict[str, str]) -> None:
+    """Raise for a format that this version of tdfunc does not read."""
+    version = metadata.get("tdfunc.version")
+    if version != VERSION:
+        raise UnsupportedError(
+            explain(
+                "the file has another format version.",
+                expected=VERSION,
+                got=repr(version),
+                hint="install the tdfunc that wrote it, or a newer one.",
+            )
+        )
+
+
+def check_algorithm(algorithm: str | None) -> None:
+    """Raise for digests that this version of tdfunc cannot compute."""
+    if algorithm != ALGORITHM:
+        raise CorruptCheckpointError(
+            explain(
+                "the checksums are of an unknown algorithm.",
+                expected=ALGORITHM,
+                got=repr(algorithm),
+                hint="load(path, verify=False) reads the file unchecked.",
+            )
+        )
+
+
+def check_digest(what: str, recorded: str, computed: str) -> None:
+    """Raise where bytes are not those that were written."""
+    if recorded != computed:
+        raise CorruptCheckpointError(
+            explain(
+                f"{what} is damaged: its checksum does not match.",
+                expected=f"{ALGORITHM} {recorded}",
+                got=f"{ALGORITHM} {computed}",
+                hint="restore the file from a copy; load(path, verify=False) reads the damaged values.",
+            )
+        )
+
+
+def digest(raw: bytes | bytearray) -> str:
+    """Return the digest of a header (length included) with its own field zeroed."""
+    view = memoryview(raw)
+    state = xxhash.xxh3_64(view[:_DIGEST_AT])
+    state.update(b"0" * _DIGITS)
+    state.update(view[_DIGEST_AT + _DIGITS :])
+    return state.hexdigest()
+
+
+def split_digests(text: str, count: int) -> list[str]:
+    """Return the digest of each leaf, in file order."""
+    width = len(text) // count if count else 0
+    if width * count != len(text) or (count and not width):
+        raise CorruptCheckpointError(
+            explain(
+                "the leaf checksums do not fit the leaves.", expected=f"{count} of one width", got=f"{len(text)} digits"
+            )
+        )
+    return [text[i : i + width] for i in range(0, len(text), width)] if count else []
+
+
+def parse_entries(raw: bytes, size_bytes: int) -> tuple[dict[str, str], list[Entry]]:
+    """Parse any safetensors header: metadata, and the leaves, which must cover the data exactly."""
+    decoder = json.JSONDecoder(object_pairs_hook=unique, parse_constant=no_constant, parse_float=no_constant)
+    header = decoder.decode(raw[8:].decode())
+    if not isinstance(header, dict):
+        raise CorruptCheckpointError(explain("the header is no JSON object.", got=repr(header)[:200]))
+    metadata = header.pop("__metadata__", {})
+    _check_text(metadata)
+    entries = [_entry(name, fields) for name, fields in header.items()]
+    end = 0
+    for name, spec, begin in sorted(entries, key=lambda e: (e.begin, e.spec.size_bytes)):
+        if begin != end:
+            raise CorruptCheckpointError(
+                explain(
+                    f"leaf {name!r} overlaps its neighbour or leaves a hole.",
+                    expected=f"first byte {end}",
+                    got=str(begin),
+                )
+            )
+        end += spec.size_bytes
+    check_size(len(raw) + end, size_bytes)
+    return metadata, entries
+
+
+def _entry(name: str, fields: Any) -> Entry:
+    if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
+        raise CorruptCheckpointError(
+            explain(f"leaf {name!r} is malformed.", expected="dtype, shape and data_offsets", got=repr(fields)[:200])
+        )
+    code, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    typed = isinstance(code, str) and isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2
+    if not typed or any(type(offset) is not int or offset < 0 for offset in offsets):
+        raise CorruptCheckpointError(
+            explain(f"leaf {name!r} is malformed.", expected="a dtype, sizes and two offsets", got=repr(fields)[:200])
+        )
+    try:
+        spec = spec_of(code, shape)
+    except (CorruptCheckpointError, UnsupportedError) as err:
+        raise type(err)(f"leaf {name!r}: {err}") from err
+    if offsets[1] - offsets[0] != spec.size_bytes:
+        raise CorruptCheckpointError(
+            explain(
+                f"leaf {name!r} has not the bytes that its shape needs.",
+                expected=f"{spec.size_bytes} for {code} {shape}",
+                got=f"data_offsets {offsets}",
+            )
+        )
+    return Entry(name, spec, offsets[0])
+
+
+def check_size(expected: int, size_bytes: int) -> None:
+    """Raise for a file that is shorter or longer than its header says."""
+    if expected != size_bytes:
+        how = "cut short" if size_bytes < expected else "longer than its leaves"
+        raise CorruptCheckpointError(
+            explain(
+                f"the file is {how}.",
+                expected=f"{expected} bytes",
+                got=f"{size_bytes} bytes",
+                hint="restore it from a copy.",
+            )
+        )
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a JSON object; readers disagree on which of two equal keys counts."""
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise CorruptCheckpointError(
+            explain("the header has a key twice.", got=repr(next(key for key in keys if keys.count(key) > 1)))
+        )
+    return result
+
+
+def no_constant(text: str) -> NoReturn:
+    """Refuse NaN and infinities, which are no JSON, and (as `parse_float`) fractions where sizes belong."""
+    raise CorruptCheckpointError(
+        explain("the header has a number that is none.", expected="a whole number", got=text[:40])
+    )
+
+
+def _check_text(metadata: Any) -> None:
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CorruptCheckpointError(explain("the metadata is no map of strings.", got=repr(metadata)[:200]))
+
+
+def find_surrogate(texts: Iterable[str]) -> str | None:
+    """Return the first text that UTF-8 cannot encode."""
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            return text
+    return None

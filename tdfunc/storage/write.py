@@ -1,0 +1,147 @@
+"""The values of leaves into a file: checksummed as they are written, small ones packed, large ones in pieces."""
+
+import ctypes
+import os
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from tdfunc._errors import UnsupportedError, explain
+from tdfunc.storage.encode import Outline
+from tdfunc.storage.format import MAX_HEADER_BYTES, lay_out, render, seal
+
+# A piece is still in the processor's cache when it is written after it was hashed.
+_PIECE_BYTES = 4 << 20
+# Up to this size a copy into the shared buffer costs less than a system call.
+_SMALL_BYTES = 1 << 16
+_BUFFER_BYTES = 1 << 20
+# No allocator hands out addresses below this one; a storage that was freed has the address 0.
+_LOW_ADDRESS = 1 << 20
+
+
+class FilePlan(NamedTuple):
+    """What goes where in a file."""
+
+    # What goes before the data, still without checksums.
+    head: bytearray
+    # In file order: the address of a leaf whose bytes can be taken as they lie in memory (else 0), and its size.
+    work: list[tuple[int, int, Tensor]]
+    size_bytes: int
+
+
+def plan_file(outline: Outline) -> FilePlan:
+    """Place the leaves, and check that they can be read.
+
+    Raises:
+        UnsupportedError: A leaf has no memory to read, or the header is too long; nothing was written.
+    """
+    layout = lay_out(outline.names, outline.specs)
+    names, specs, leaves = outline.names, outline.specs, outline.leaves
+    work = [(_address(names[i], leaves[i]), specs[i].size_bytes, leaves[i]) for i in layout.order]
+    head = render(outline.text, layout)
+    if len(head) - 8 > MAX_HEADER_BYTES:
+        what = "save: the header would be too long; nothing was written."
+        hint = "save parts of the tree in several files."
+        expected = f"at most {MAX_HEADER_BYTES} bytes"
+        raise UnsupportedError(explain(what, expected=expected, got=f"{len(head) - 8} bytes", hint=hint))
+    return FilePlan(head, work, len(head) + layout.size_bytes)
+
+
+def _address(name: str, leaf: Tensor) -> int:
+    """Return where the bytes of a leaf lie in row-major order on the CPU; 0 where it has to be copied for that."""
+    try:
+        address = leaf.data_ptr()
+    except RuntimeError as err:
+        raise _no_memory(name, f"a tensor inside a transformation ({type(leaf).__name__})") from err
+    if address < _LOW_ADDRESS and leaf.numel():
+        raise _no_memory(name, f"{leaf.untyped_storage().nbytes()} bytes of storage")
+    return address if _is_plain(leaf) else 0
+
+
+def _no_memory(name: str, got: str) -> UnsupportedError:
+    return UnsupportedError(
+        explain(
+            f"save: leaf {name} has no memory to read; nothing was written.",
+            expected="a tensor with values",
+            got=got,
+            hint="save outside of torch.func transformations, and before a storage is freed.",
+        )
+    )
+
+
+def write_file(fd: int, plan: FilePlan) -> None:
+    """Write everything: the data, then the header, which holds its checksums, in front of it."""
+    digests: list[str] = []
+    buffer = np.empty(_BUFFER_BYTES, dtype=np.uint8)
+    view, start, used = buffer.data, buffer.ctypes.data, 0
+    memmove, hexdigest = ctypes.memmove, xxhash.xxh3_64_hexdigest
+    os.lseek(fd, len(plan.head), os.SEEK_SET)
+    with torch.no_grad():
+        for address, size_bytes, leaf in plan.work:
+            if size_bytes > _SMALL_BYTES:
+                write_all(fd, view[:used])
+                used = 0
+                digests.append(_write_large(fd, leaf))
+                continue
+            end = used + size_bytes
+            if end > _BUFFER_BYTES:
+                write_all(fd, view[:used])
+                used, end = 0, size_bytes
+            if address:
+                memmove(start + used, address, size_bytes)
+            elif size_bytes:
+                buffer[used:end] = _as_bytes(_plain(leaf))
+            digests.append(hexdigest(view[used:end]))
+            used = end
+    write_all(fd, view[:used])
+    # A copy: where the file has to be written twice, the plan is used twice.
+    head = bytearray(plan.head)
+    seal(head, digests)
+    os.lseek(fd, 0, os.SEEK_SET)
+    write_all(fd, memoryview(head))
+
+
+def _write_large(fd: int, leaf: Tensor) -> str:
+    state = xxhash.xxh3_64()
+    for piece in pieces(leaf):
+        state.update(piece)
+        write_all(fd, piece)
+    return state.hexdigest()
+
+
+def pieces(leaf: Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of a leaf in row-major order, a few MB at a time; only leaves that need it are copied."""
+    if _is_plain(leaf):
+        data = memoryview(_as_bytes(leaf))
+        for begin in range(0, len(data), _PIECE_BYTES):
+            yield data[begin : begin + _PIECE_BYTES]
+    elif leaf.numel() * leaf.element_size() <= _PIECE_BYTES or leaf.dim() == 0:
+        yield memoryview(_as_bytes(_plain(leaf)))
+    elif leaf.is_contiguous() and leaf.dim() > 1:
+        yield from pieces(leaf.view(-1))
+    else:
+        rows = max(1, _PIECE_BYTES * leaf.shape[0] // (leaf.numel() * leaf.element_size()))
+        for part in leaf.split(rows):
+            yield from pieces(part.squeeze(0) if rows == 1 else part)
+
+
+def _is_plain(leaf: Tensor) -> bool:
+    return leaf.is_contiguous() and leaf.is_cpu and not leaf.is_conj() and not leaf.is_neg()
+
+
+def _plain(leaf: Tensor) -> Tensor:
+    return leaf.cpu().resolve_conj().resolve_neg().contiguous()
+
+
+def _as_bytes(leaf: Tensor) -> Any:
+    return leaf.detach().reshape(-1).view(torch.uint8).numpy()
+
+
+def write_all(fd: int, data: memoryview) -> None:
+    """Write all bytes; the system may take fewer at a time."""
+    while len(data):
+        data = data[os.write(fd, data) :]

@@ -1,0 +1,435 @@
+"""What a saved tree keeps, and how a loaded one behaves."""
+
+import os
+import pickle
+import sys
+from unittest import mock
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
+
+from tdfunc import Kind, NonTensorData, NonTensorStack, TensorDict
+from tdfunc._collection import Static, TensorCollection
+from tdfunc._errors import UnsupportedError
+from tdfunc.storage import encode, format, write
+from tdfunc.storage.checkpoint import load, save
+from tests.helpers import TiedLM, TinyMLP
+from tests.storage.trees import DTYPES, assert_same, of_dtype, retie, same_bytes, tied_trees, trees
+
+
+def round_trip(tree, folder, **options):
+    """Save and load a tree."""
+    path = os.path.join(folder, "t.safetensors")
+    save(tree, path, fsync=False)
+    return load(path, **options)
+
+
+@given(tree=trees())
+def test_load_of_save_is_the_tree(tree, tmp_path_factory):
+    """A value, dtype, key order, batch size, name, device, kind, Parameter or non-tensor value would change."""
+    back = round_trip(tree, tmp_path_factory.getbasetemp())
+
+    assert_same(back, tree)
+
+
+@given(tree=tied_trees())
+def test_load_of_save_keeps_ties(tree, tmp_path_factory):
+    """A tied tensor would come back as two, or its group in another order."""
+    back = round_trip(tree, tmp_path_factory.getbasetemp())
+
+    assert_same(back, tree)
+
+
+@given(tree=trees())
+def test_safetensors_reads_every_file(tree, tmp_path_factory):
+    """Another program could not open the file, or would read other values."""
+    path = tmp_path_factory.getbasetemp() / "o.safetensors"
+    save(tree, path, fsync=False)
+
+    plain = safetensors.torch.load_file(path)
+
+    leaves = encode.outline(tree).leaves
+    assert sorted(map(described, plain.values())) == sorted(map(described, leaves))
+
+
+def described(leaf):
+    """A dtype, shape and bytes that can be sorted."""
+    plain = leaf.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return str(leaf.dtype), tuple(leaf.shape), plain.view(torch.uint8).tolist()
+
+
+def test_the_comparison_can_fail():
+    """The laws above would pass whatever a file loses."""
+    tree = TensorDict({"a": torch.zeros(2), "s": "x"}, [2])
+    for other in (
+        TensorDict({"a": -torch.zeros(2), "s": "x"}, [2]),
+        TensorDict({"s": "x", "a": torch.zeros(2)}, [2]),
+        TensorDict({"a": torch.zeros(2), "s": "x"}, []),
+        TensorDict({"a": torch.zeros(2), "s": "y"}, [2]),
+        TensorDict({"a": nn.Parameter(torch.zeros(2)), "s": "x"}, [2]),
+    ):
+        with pytest.raises(AssertionError):
+            assert_same(tree, other)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("shape", [(2, 6), (0, 4), (70_000,)], ids=str)
+def test_dtypes(name, shape, tmp_path):
+    """A dtype would be refused, cast, or read differently by safetensors."""
+    tree = TensorDict({"x": of_dtype(name, shape), "y": torch.arange(3, dtype=torch.uint8)})
+
+    back = round_trip(tree, tmp_path)
+
+    assert_same(back, tree)
+    plain = safetensors.torch.load_file(tmp_path / "t.safetensors")
+    assert all(same_bytes(plain[key], tree[key]) for key in ("x", "y"))
+
+
+LAYOUTS = {
+    "0-d": lambda: torch.tensor(3.5),
+    "strided": lambda: torch.randn(40, 50).t(),
+    "sliced": lambda: torch.randn(100, 7)[::3, 1:5],
+    "expanded": lambda: torch.randn(1, 3).expand(1000, 3),
+    "expanded, large": lambda: torch.randn(1, 1, 700).expand(3, 3000, 700),
+    "one long row": lambda: torch.randn(2, 3_000_000).t()[:2_500_000].t(),
+    "large": lambda: torch.randn(3_000_001),
+    "conj": lambda: torch.randn(5, dtype=torch.complex64).conj(),
+    "conj, large": lambda: torch.randn(1000, 1000, dtype=torch.complex64).conj(),
+    "negative": lambda: torch.randn(5, dtype=torch.complex64).conj().imag,
+    "negative, large": lambda: torch.randn(1_500_000, dtype=torch.complex64).conj().imag,
+    "channels last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "40 dimensions": lambda: torch.randn([2, 3] + [1] * 38),
+    "requires grad, computed": lambda: torch.randn(5, requires_grad=True) * 2,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_memory_layouts(layout, tmp_path):
+    """A leaf that is not one run of memory would be written in the wrong order, or not at all."""
+    torch.manual_seed(0)
+    tree = TensorDict({"x": LAYOUTS[layout](), "y": torch.ones(2)})
+
+    back = round_trip(tree, tmp_path)
+
+    assert_same(back, tree)
+    assert back["x"].is_contiguous()
+
+
+def test_modules_come_back(tmp_path):
+    """Kinds, Parameters, requires_grad or ties of a module would be lost."""
+    torch.manual_seed(0)
+    model = nn.Sequential(TiedLM(), nn.BatchNorm1d(3))
+    model[0].norm.bias.requires_grad_(False)
+    tree = TensorDict.from_module(model)
+
+    back = round_trip(tree, tmp_path)
+
+    assert_same(back, tree)
+    assert back["0", "out", "weight"] is back["0", "emb", "weight"]
+    assert not back["0", "norm", "bias"].requires_grad
+    assert "0.out.weight" not in safetensors.torch.load_file(tmp_path / "t.safetensors")
+
+
+def test_a_loaded_module_trains(tmp_path):
+    """Training on a loaded tree would fault, fail in autograd, or write to the file."""
+    torch.manual_seed(0)
+    model = TinyMLP()
+    path = tmp_path / "t.safetensors"
+    save(TensorDict.from_module(model), path)
+    before = path.read_bytes()
+    other = TinyMLP()
+    load(path).to_module(other)
+    x = torch.randn(4, 3)
+    torch.testing.assert_close(other(x), model(x))
+
+    other(x).sum().backward()
+    torch.optim.SGD(other.parameters(), 0.1).step()
+
+    assert not torch.equal(other(x), model(x))
+    assert path.read_bytes() == before
+
+
+def test_extra_state_that_is_a_tensor(tmp_path):
+    """The state that a module keeps in `get_extra_state` would be refused, or become a leaf."""
+    states = {"_extra_state": NonTensorData(torch.arange(3), [2]), "other": NonTensorData({"step": 3}, [2])}
+    tree = TensorDict({"a": torch.zeros(2), **states}, [2])
+    tree = tree._replace(tree._data, kinds=dict.fromkeys(states, Kind.EXTRA_STATE))
+
+    back = round_trip(tree, tmp_path)
+
+    assert_same(back, tree)
+    assert isinstance(back._data["_extra_state"], NonTensorData)
+    assert "_extra_state" in safetensors.torch.load_file(tmp_path / "t.safetensors")
+
+
+def test_a_group_ordered_otherwise_in_a_sub_tree(tmp_path):
+    """Structures would differ from those of the tree that was saved, where a node lists its ties in its own order."""
+    one, two = torch.zeros(2), torch.ones(3)
+    tree = TensorDict({"s": {"a": one, "b": one, "c": two, "d": two}})
+    tree = retie(tree, [[("s", "a"), ("s", "b")], [("s", "c"), ("s", "d")]])
+    inner = tree._data["s"]
+    inner = inner._replace(inner._data, ties=((("d",), ("c",)), (("a",), ("b",))))
+    tree = tree._replace({"s": inner}, ties=tree._ties)
+
+    assert_same(round_trip(tree, tmp_path), tree)
+
+
+def test_names_are_dotted_paths(tmp_path):
+    """Other programs could not find a leaf, or two leaves would share a name."""
+    leaves = {"a.b": torch.full((1,), 1.0), "__metadata__": torch.full((1,), 2.0), "c": torch.full((1,), 3.0)}
+    tree = TensorDict({**leaves, "a": {"b": torch.full((1,), 4.0)}})
+
+    assert_same(round_trip(tree, tmp_path), tree)
+    plain = safetensors.torch.load_file(tmp_path / "t.safetensors")
+    expected = {"a.b": 1.0, "__metadata__~1": 2.0, "c": 3.0, "a.b~1": 4.0}
+    assert {name: leaf.item() for name, leaf in plain.items()} == expected
+
+
+def test_depth_meets_no_recursion_limit(tmp_path):
+    """A deep tree would raise RecursionError."""
+    tree = TensorDict({"leaf": torch.ones(2)})
+    for _ in range(3 * sys.getrecursionlimit()):
+        tree = TensorDict._make({"k": tree, "x": torch.zeros(1)}, torch.Size(()))
+
+    assert_same(round_trip(tree, tmp_path), tree)
+
+
+@pytest.mark.parametrize(
+    "tree", [TensorDict(), TensorDict({"a": {"b": {}}}, [3]), TensorDict({"s": "only text"})], ids=str
+)
+def test_trees_without_leaves(tree, tmp_path):
+    """A tree without tensors could not be saved, or safetensors would refuse the file."""
+    assert_same(round_trip(tree, tmp_path), tree)
+    assert safetensors.torch.load_file(tmp_path / "t.safetensors") == {}
+
+
+def test_stacks_without_elements_keep_their_shape(tmp_path):
+    """An empty stack of values would lose its later dimensions, since a nested list cannot show them."""
+    stack = NonTensorStack._wrap(np.empty((0, 3), dtype=object))
+
+    assert_same(round_trip(TensorDict({"s": stack}, [0]), tmp_path), TensorDict({"s": stack}, [0]))
+
+
+# -- what a loaded tree is --------------------------------------------------------------------------------------
+
+
+def test_leaves_are_independent(tmp_path):
+    """An in-place write to one leaf would count as one to all, and pickling one would take the whole file along."""
+    back = round_trip(
+        TensorDict({"a": torch.zeros(1000), "b": torch.zeros(1000), "h": torch.zeros(9).bfloat16()}), tmp_path
+    )
+    version = back["b"]._version
+
+    back["a"].add_(1)
+
+    assert back["b"]._version == version
+    for leaf in back.values():
+        assert not leaf._is_view()
+        assert not leaf.is_shared()
+        assert leaf.untyped_storage().nbytes() == leaf.nbytes
+    assert len(pickle.dumps(back["a"])) < 6000
+
+
+def test_saving_over_the_file_that_a_tree_is_mapped_from(tmp_path):
+    """The loaded tree would change, or the new file would be torn, since its source is the old one."""
+    path = tmp_path / "t.safetensors"
+    save(TensorDict({"a": torch.arange(100_000.0)}), path)
+    back = load(path)
+
+    save(back.apply(lambda x: x + 1), path)
+    save(load(path), path)
+
+    assert torch.equal(back["a"], torch.arange(100_000.0))
+    assert torch.equal(load(path)["a"], torch.arange(100_000.0) + 1)
+
+
+def test_fake_mode_reads_the_header_only(tmp_path):
+    """Loading under FakeTensorMode would read the data, or mix real tensors in."""
+    tree = TensorDict({"a": nn.Parameter(torch.ones(2, 3)), "b": {"c": torch.ones(2).bfloat16()}}, [2])
+    save(tree, tmp_path / "t.safetensors")
+
+    with FakeTensorMode(), mock.patch("torch.from_file", side_effect=AssertionError):
+        back = load(tmp_path / "t.safetensors")
+
+    assert isinstance(back["a"], FakeTensor)
+    assert isinstance(back["a"], nn.Parameter)
+    assert isinstance(back["b", "c"], FakeTensor)
+    assert back["b", "c"].dtype == torch.bfloat16
+    assert back.batch_size == tree.batch_size
+
+
+def test_device(tmp_path):
+    """The given device would not reach the leaves, or the tree would not say where they are."""
+    tree = TensorDict({"a": torch.ones(2, 3), "b": {"c": torch.ones(2)}}, [2])
+
+    meta = round_trip(tree, tmp_path, device="meta")
+    cpu = round_trip(tree, tmp_path, device="cpu")
+
+    assert meta["b", "c"].device == meta.device == meta["b"].device == torch.device("meta")
+    assert meta["a"].shape == (2, 3)
+    assert cpu["b"].device == torch.device("cpu")
+    assert torch.equal(cpu["a"], tree["a"])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_cuda(tmp_path):
+    """Leaves on a GPU would be written wrongly, or come back elsewhere."""
+    torch.manual_seed(0)
+    tree = TensorDict(
+        {"a": torch.randn(3_000_000), "b": torch.randn(1500, 2000).t(), "c": torch.ones(3)}, device="cuda"
+    )
+
+    back = round_trip(tree, tmp_path)
+
+    assert back.device == tree.device
+    assert all(torch.equal(back[key], tree[key]) for key in "abc")
+
+
+def test_another_device_that_is_not_here(tmp_path):
+    """A tree saved on a GPU would fail on a CPU machine without saying how to load it."""
+    path = tmp_path / "t.safetensors"
+    save(TensorDict({"a": torch.ones(2)}), path)
+    plan = encode.outline(TensorDict({"a": torch.ones(2)}))
+    text = plan.text.replace('"keys"', '"device":"cuda:7","keys"')
+    with mock.patch("tdfunc.storage.checkpoint.outline", return_value=plan._replace(text=text)):
+        save(TensorDict({"a": torch.ones(2)}), path)
+
+    with pytest.raises(UnsupportedError, match=r"cuda:7[\s\S]*device=\"cpu\""):
+        load(path)
+    assert load(path, device="cpu")["a"].tolist() == [1.0, 1.0]
+
+
+# -- classes ----------------------------------------------------------------------------------------------------
+
+
+class Typed(TensorCollection):
+    """A tree of another class, as TensorClass will be."""
+
+    __slots__ = ()
+
+
+def test_classes_are_found_by_name(tmp_path):
+    """A typed tree would come back as a plain one, or need its class to be given although it is imported."""
+    inner = Typed._make({"x": torch.ones(2)}, torch.Size([2]), static=Static(own={"dim": -1}))
+    tree = TensorDict({"plain": torch.zeros(2)}, [2])._put({"t": inner})
+
+    back = round_trip(tree, tmp_path, classes=[Typed])
+
+    assert_same(back, tree)
+    with mock.patch.dict(sys.modules, {Typed.__module__: sys.modules[__name__]}):
+        assert_same(load(tmp_path / "t.safetensors"), tree)
+    assert type(load(tmp_path / "t.safetensors", classes=TensorDict)["t"]) is TensorDict
+
+
+def test_unknown_classes_are_named(tmp_path):
+    """A class that is not here would be guessed, or imported by a file's wish."""
+
+    class Local(TensorCollection):
+        __slots__ = ()
+
+    save(TensorDict({"a": torch.zeros(1)})._put({"t": Local._make({}, torch.Size(()))}), tmp_path / "t.safetensors")
+
+    with pytest.raises(UnsupportedError, match=r"Local[\s\S]*classes="):
+        load(tmp_path / "t.safetensors")
+    assert_same(load(tmp_path / "t.safetensors", classes=Local)._data["t"], Local._make({}, torch.Size(())))
+
+
+# -- files of other programs ------------------------------------------------------------------------------------
+
+
+def test_files_of_other_programs_nest_by_dots(tmp_path):
+    """A file written by safetensors would not load, or its names would not become paths."""
+    plain = {"a.b": torch.ones(2), "a.c": torch.zeros(1, 3).bfloat16(), "d": torch.tensor(3), "e": torch.zeros(0, 2)}
+    safetensors.torch.save_file(plain, tmp_path / "t.safetensors", {"format": "pt", "made by": "another"})
+
+    back = load(tmp_path / "t.safetensors")
+
+    expected = TensorDict(plain).unflatten_keys(".")
+    assert set(back.keys(True, True)) == set(expected.keys(True, True))
+    assert all(torch.equal(back[key], expected[key]) for key in expected.keys(True, True))
+    assert back.batch_size == torch.Size([])
+
+
+@pytest.mark.parametrize("names", [["a", "a.b"], ["a..b"], ["a.b", ".c"], [".".join("k" * 100)]], ids=str)
+def test_ambiguous_names_stay_flat(names, tmp_path):
+    """A leaf would vanish under another one, or a key would be empty."""
+    safetensors.torch.save_file({name: torch.ones(1) for name in names}, tmp_path / "t.safetensors")
+
+    assert set(load(tmp_path / "t.safetensors").keys()) == set(names)
+
+
+def test_misaligned_leaves_are_copied(tmp_path):
+    """A file whose leaves do not lie on multiples of their element size would fault or be refused."""
+    raw = b'{"a":{"dtype":"U8","shape":[3],"data_offsets":[0,3]},"b":{"dtype":"F32","shape":[2],"data_offsets":[3,11]},'
+    raw += b'"c":{"dtype":"BF16","shape":[2],"data_offsets":[11,15]}}'
+    data = torch.tensor([1.5, -2.0])
+    values = b"abc" + data.numpy().tobytes() + data.bfloat16().view(torch.uint8).numpy().tobytes()
+    (tmp_path / "t.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw + values)
+
+    back = load(tmp_path / "t.safetensors")
+
+    assert bytes(back["a"].tolist()) == b"abc"
+    assert torch.equal(back["b"], data)
+    assert torch.equal(back["c"], data.bfloat16())
+
+
+def test_a_file_written_again_by_another_program(tmp_path):
+    """Checksums of the old values would pass for new ones, or the values could not be read at all."""
+    path = tmp_path / "t.safetensors"
+    save(TensorDict({"b": {"w": torch.ones(3)}, "s": "text", "a": torch.zeros(2)}, names=None), path)
+    with safetensors.safe_open(path, "pt") as f:
+        metadata = f.metadata()
+    safetensors.torch.save_file({"b.w": torch.full((3,), 5.0), "a": torch.ones(2)}, path, metadata)
+
+    with pytest.raises(ValueError, match=r"another program[\s\S]*verify=False"):
+        load(path)
+    back = load(path, verify=False)
+    assert back["b", "w"].tolist() == [5.0] * 3
+    assert back["s"] == "text"
+
+
+# -- how it is written ------------------------------------------------------------------------------------------
+
+
+def test_the_length_of_the_header_is_known_before(tmp_path):
+    """Data would start where the header, once its checksums are in it, does not end."""
+    for count in range(12):
+        tree = TensorDict({"k" * (i + 1): torch.full((i,), i) for i in range(count)})
+        path = tmp_path / "t.safetensors"
+        save(tree, path)
+        length = int.from_bytes(path.read_bytes()[:8], "little")
+        plan = write.plan_file(encode.outline(tree))
+
+        assert 8 + length == len(plan.head)
+        assert (8 + length) % 64 == 0
+        assert path.stat().st_size == plan.size_bytes
+
+
+def test_fsync_of_file_and_folder(tmp_path, monkeypatch):
+    """A power failure could undo a save that has returned, or the rename could reach the disk before the data."""
+    calls = []
+    for name in ("fsync", "replace"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *a, _n=name, _r=real, **k: (calls.append((_n, a[0])), _r(*a, **k))[1])
+    save(TensorDict({"a": torch.ones(2)}), tmp_path / "t.safetensors")
+
+    assert [name for name, _ in calls] == ["fsync", "replace", "fsync"]
+    calls.clear()
+    save(TensorDict({"a": torch.ones(2)}), tmp_path / "t.safetensors", fsync=False)
+    assert [name for name, _ in calls] == ["replace"]
+
+
+def test_other_headers_are_the_limit_of_safetensors(tmp_path, monkeypatch):
+    """A file would be written that no reader of the format opens."""
+    monkeypatch.setattr(write, "MAX_HEADER_BYTES", 500)
+
+    with pytest.raises(UnsupportedError, match=r"at most 500 bytes[\s\S]*\d{3} bytes"):
+        save(TensorDict({str(i): torch.ones(1) for i in range(20)}), tmp_path / "t.safetensors")
+    assert list(tmp_path.iterdir()) == []
+    assert format.MAX_HEADER_BYTES == 100_000_000

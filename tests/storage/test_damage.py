@@ -1,0 +1,389 @@
+"""Files that are not what was saved: damaged, cut, or made to do harm. Each load raises, naming the file."""
+
+import json
+import os
+import stat
+import struct
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from tdfunc import CorruptCheckpointError, TensorDict, UnsupportedError
+from tdfunc.storage.checkpoint import load, save
+from tests.storage.trees import assert_same, entry, forge, retie
+
+OURS = (CorruptCheckpointError, UnsupportedError)
+
+
+@pytest.fixture
+def path(tmp_path):
+    """A small file with something of everything in it."""
+    leaf = nn.Parameter(torch.tensor([1.5]))
+    tree = TensorDict({"n": {"w": leaf, "h": torch.ones(2).bfloat16()}, "s": "x", "t": leaf}, names=None)
+    save(retie(tree, [[("n", "w"), ("t",)]]), tmp_path / "f.safetensors")
+    return tmp_path / "f.safetensors"
+
+
+def overwrite(path, raw):
+    """Change the bytes of a file in place."""
+    with open(path, "r+b") as f:
+        f.write(raw)
+        f.truncate(len(raw))
+
+
+def result_of(path, **options):
+    """The message of the error that a load raises, or that there was none; other errors pass through."""
+    try:
+        load(path, **options)
+    except OURS as err:
+        return str(err)
+    return "loaded"
+
+
+def test_every_flipped_bit_is_detected(path):
+    """A bit that flips on the disk would give a silently different tree."""
+    raw = bytearray(path.read_bytes())
+    results = []
+    for place in range(len(raw)):
+        for bit in range(8):
+            raw[place] ^= 1 << bit
+            overwrite(path, raw)
+            raw[place] ^= 1 << bit
+            results.append(result_of(path))
+
+    assert len(results) > 4000
+    assert {"loaded" if str(path) not in result else "raised" for result in results} == {"raised"}
+
+
+def test_unverified_loads_of_flipped_bits(path):
+    """Without checksums a damaged header would crash, or raise an error that does not name the file."""
+    raw = bytearray(path.read_bytes())
+    results = []
+    for place in range(len(raw)):
+        raw[place] ^= 1 << place % 8
+        overwrite(path, raw)
+        raw[place] ^= 1 << place % 8
+        results.append(result_of(path, verify=False))
+
+    # The bytes of values and checksums are not looked at.
+    assert results.count("loaded") > 8
+    assert all(str(path) in result for result in results if result != "loaded")
+
+
+def test_every_truncation_is_detected(path):
+    """A file that a full disk or a broken transfer cut short would load."""
+    raw = path.read_bytes()
+    for length in range(len(raw)):
+        overwrite(path, raw[:length])
+
+        with pytest.raises(OURS, match="cut short|no safetensors"):
+            load(path)
+        assert path.stat().st_size == length
+    overwrite(path, raw + b"\0")
+    with pytest.raises(CorruptCheckpointError, match=rf"longer[\s\S]*{len(raw)} bytes[\s\S]*{len(raw) + 1} bytes"):
+        load(path)
+
+
+def test_a_damaged_leaf_is_named(path):
+    """The message would not say which leaf is damaged, nor what to do."""
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    overwrite(path, raw)
+
+    with pytest.raises(
+        CorruptCheckpointError, match=r'leaf "n\.h"[\s\S]*expected: xxh3[\s\S]*got: [\s\S]*verify=False'
+    ):
+        load(path)
+    damaged = load(path, verify=False)
+    assert damaged["n", "w"].item() == 1.5
+    assert damaged["n", "h"].tolist() != [1.0, 1.0]
+
+
+def test_the_data_of_another_save(path, tmp_path):
+    """The header of one file before the data of another would load."""
+    save(TensorDict({"a": torch.ones(100)}), tmp_path / "a.safetensors")
+    save(TensorDict({"a": torch.zeros(100)}), tmp_path / "b.safetensors")
+    a, b = (tmp_path / "a.safetensors").read_bytes(), (tmp_path / "b.safetensors").read_bytes()
+    (tmp_path / "a.safetensors").write_bytes(a[:-400] + b[-400:])
+
+    with pytest.raises(CorruptCheckpointError, match='leaf "a"'):
+        load(tmp_path / "a.safetensors")
+
+
+# -- files with valid checksums and harmful contents ------------------------------------------------------------
+
+
+def node(keys=(), items=(), **fields):
+    """A node as it stands in the JSON of a tree."""
+    return {**fields, "keys": list(keys), "items": list(items)}
+
+
+def tree(*nodes, specs=(("F32", [2]),), ties=()):
+    """The JSON of a tree."""
+    return {"specs": list(specs), "nodes": list(nodes), "ties": list(ties)}
+
+
+W = entry("w", "F32", [2], 0, 8)
+DATA = struct.pack("<2f", 1, 2)
+
+
+def test_the_forger_writes_good_files(tmp_path):
+    """The refusals below would be those of a file that is wrong in another way."""
+    (tmp_path / "f.safetensors").write_bytes(forge(tree(node("w", [0])), [W], DATA))
+
+    assert_same(load(tmp_path / "f.safetensors"), TensorDict({"w": torch.tensor([1.0, 2.0])}))
+
+
+def test_our_files_are_those_of_the_forger(tmp_path):
+    """The format would not be the one that docs/storage.md describes."""
+    save(TensorDict({"w": torch.tensor([1.0, 2.0])}), tmp_path / "f.safetensors")
+    text = '{"specs":[["F32",[2]]],"nodes":[{"keys":["w"],"items":[0]}],"ties":[]}'
+
+    assert (tmp_path / "f.safetensors").read_bytes() == forge(text, [W], DATA)
+
+
+DEEP = 100_000
+TREES = {
+    "no nodes": tree(),
+    "no tree": "[]",
+    "no JSON": "{",
+    "empty": "",
+    "deep JSON": "[" * DEEP,
+    "deep value": '{"specs":[],"ties":[],"nodes":[{"keys":["s"],"items":[{"value":' + "[" * DEEP + "]" * DEEP + "}]}]}",
+    "long number": '{"specs":[["F32",[' + "1" * 5000 + ']]],"nodes":[],"ties":[]}',
+    "nan": '{"specs":[["F32",[2]]],"nodes":[{"keys":["w","s"],"items":[0,{"value":NaN}]}],"ties":[]}',
+    "a key twice in JSON": '{"specs":[["F32",[2]]],"nodes":[{"keys":["x"],"keys":["w"],"items":[0]}],"ties":[]}',
+    "a key twice": tree(node(["w", "w"], [0, {"value": 1}])),
+    "an empty key": tree(node(["w", ""], [0, {"value": 1}])),
+    "a key that is no str": tree(node(["w", 3], [0, {"value": 1}])),
+    "more keys than items": tree(node(["w", "x"], [0])),
+    "an unknown spec": tree(node("w", [1])),
+    "a negative spec": tree(node("w", [-1])),
+    "a bool for a spec": tree(node("w", [False])),
+    "negative sizes": tree(node("w", [0]), specs=[("F32", [-2])]),
+    "two negative sizes": tree(node("w", [0]), specs=[("F32", [-1, -2])]),
+    "a fraction for a size": tree(node("w", [0]), specs=[("F32", [2.0])]),
+    "a huge shape": tree(node("w", [0]), specs=[("F32", [2**62, 2**62])]),
+    "a huge shape of nothing": tree(node("wx", [0, 1]), specs=[("F32", [2]), ("F32", [0, 2**62, 2**62])]),
+    "an odd float4": tree(node("w", [0]), specs=[("F4", [3])]),
+    "an unknown dtype": tree(node("w", [0]), specs=[("F31", [2])]),
+    "a leaf that the entries lack": tree(node("wx", [0, 0])),
+    "another dtype": tree(node("w", [0]), specs=[("I32", [2])]),
+    "another name": tree(node("x", [0])),
+    "one name twice": tree(node("wx", [0, [0, "", "w"]])),
+    "no leaf": tree(node()),
+    "a batch size that the leaf lacks": tree(node("w", [0], size=[3])),
+    "a negative batch size": tree(node("w", [0], size=[-1])),
+    "a huge batch size": tree(node("ws", [0, {"value": 1, "shape": [2**62] * 3}])),
+    "a batch size that the value lacks": tree(node("ws", [0, {"value": 1, "shape": [3]}], size=[2])),
+    "too few values": tree(node("ws", [0, {"values": [1], "shape": [2]}], size=[2])),
+    "a sub-tree of another batch": tree(node("wt", [0, {"tree": 1}], size=[2]), node(size=[3])),
+    "a sub-tree that is not there": tree(node("wt", [0, {"tree": 1}])),
+    "a sub-tree in itself": tree(node("wt", [0, {"tree": 0}])),
+    "a sub-tree twice": tree(node("wtu", [0, {"tree": 1}, {"tree": 1}]), node()),
+    "a cycle": tree(node("w", [0]), node("t", [{"tree": 2}]), node("t", [{"tree": 1}])),
+    "a node outside": tree(node("w", [0]), node()),
+    "an item of no kind": tree(node("wx", [0, {"other": 1}])),
+    "an item of text": tree(node("wx", [0, "text"])),
+    "an empty item": tree(node("wx", [0, []])),
+    "too many names": tree(node("w", [0], names=["a"])),
+    "a device of no kind": tree(node("w", [0], device="nowhere")),
+    "a device of no type": tree(node("w", [0], device=0)),
+    "a tie of one": tree(node("w", [0]), ties=[[[0, "w"]]]),
+    "a tie to nothing": tree(node("w", [0]), ties=[[[0, "w"], [0, "x"]]]),
+    "a tie to a number": tree(node("wx", [0, {"tie": 0}]), ties=[[[0, "w"], [5, "x"]]]),
+    "a tie without a group": tree(node("wx", [0, {"tie": 0}])),
+    "a tie to another group": tree(node("wx", [0, {"tie": 1}]), ties=[[[0, "w"], [0, "x"]]]),
+    "a tie that comes first": tree(node("wx", [{"tie": 0}, 0]), ties=[[[0, "w"], [0, "x"]]]),
+    "a tie between values": tree(node("wst", [0, {"value": 1}, {"tie": 0}]), ties=[[[0, "s"], [0, "t"]]]),
+    "a path in two ties": tree(node("wx", [0, {"tie": 0}]), ties=[[[0, "w"], [0, "x"]], [[0, "w"], [0, "x"]]]),
+    "ties in an order of nothing": tree(
+        node("t", [{"tree": 1}]), node("wx", [[0, "", "w"], {"tie": 0}], ties=[]), ties=[[[1, "w"], [1, "x"]]]
+    ),
+    "flags of a number": tree(node("w", [[0, 5]])),
+    "a number for a name": tree(node("w", [[0, "", 7]])),
+    "a gradient for ints": tree(node("w", [[0, "g"]]), specs=[("I32", [2])]),
+}
+
+
+@pytest.mark.parametrize("case", TREES)
+@pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])
+def test_hostile_trees(case, verify, tmp_path):
+    """A file made to do harm would crash, hang, or give a tree that other readers do not see."""
+    entries = [entry("w", "I32", [2], 0, 8)] if "ints" in case else [W]
+    (tmp_path / "f.safetensors").write_bytes(forge(TREES[case], entries, DATA))
+
+    with pytest.raises(OURS, match=r"load .*f\.safetensors"):
+        load(tmp_path / "f.safetensors", verify=verify)
+
+
+def test_deep_paths_cost_no_more_than_the_file(tmp_path):
+    """A small file could name a deep path for each of many leaves, and fill the memory with names."""
+    depth = 2000
+    chain = [node("k", [{"tree": i + 1}]) for i in range(depth)]
+    leaves = node([str(i) for i in range(2000)], [0] * 2000)
+    (tmp_path / "f.safetensors").write_bytes(forge(tree(*chain, leaves), [W], DATA))
+
+    with pytest.raises(CorruptCheckpointError, match="names that fit"):
+        load(tmp_path / "f.safetensors")
+
+
+HEADERS = {
+    "overlap": f"{{{entry('a', 'U8', [4], 0, 4)},{entry('b', 'U8', [4], 2, 6)}}}",
+    "hole": f"{{{entry('a', 'U8', [4], 0, 4)},{entry('b', 'U8', [2], 6, 8)}}}",
+    "outside": '{"a":{"dtype":"U8","shape":[9],"data_offsets":[0,9]}}',
+    "too little": '{"a":{"dtype":"U8","shape":[7],"data_offsets":[0,7]}}',
+    "backwards": '{"a":{"dtype":"U8","shape":[8],"data_offsets":[8,0]}}',
+    "negative": '{"a":{"dtype":"U8","shape":[8],"data_offsets":[-8,0]}}',
+    "negative size": '{"a":{"dtype":"U8","shape":[-8],"data_offsets":[0,8]}}',
+    "fraction": '{"a":{"dtype":"U8","shape":[8.0],"data_offsets":[0,8]}}',
+    "bool": '{"a":{"dtype":"U8","shape":[true,8],"data_offsets":[0,8]}}',
+    "twice, same place": f"{{{entry('a', 'U8', [8], 0, 8)},{entry('a', 'I8', [8], 0, 8)}}}",
+    "overflow": '{"a":{"dtype":"F32","shape":[4294967296,4294967296,2],"data_offsets":[0,8]}}',
+    "unknown dtype": '{"a":{"dtype":"F99","shape":[8],"data_offsets":[0,8]}}',
+    "no dtype": '{"a":{"shape":[8],"data_offsets":[0,8]}}',
+    "metadata of numbers": '{"__metadata__":{"a":1},"a":{"dtype":"U8","shape":[8],"data_offsets":[0,8]}}',
+    "metadata of a list": '{"__metadata__":[],"a":{"dtype":"U8","shape":[8],"data_offsets":[0,8]}}',
+    "a list": "[]",
+    "not JSON": "hello",
+    "no text": "\udcff\udcfe",
+    "nan": '{"a":{"dtype":"U8","shape":[NaN],"data_offsets":[0,8]}}',
+    "deep": "[" * DEEP,
+    "long number": '{"a":{"dtype":"U8","shape":[' + "9" * 5000 + '],"data_offsets":[0,8]}}',
+    "three offsets": '{"a":{"dtype":"U8","shape":[8],"data_offsets":[0,4,8]}}',
+    "an empty name": '{"":{"dtype":"U8","shape":[8],"data_offsets":[0,8]}}',
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+@pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])
+def test_hostile_headers_of_other_programs(case, verify, tmp_path):
+    """A file without our metadata would read outside of itself, crash, or load what safetensors refuses."""
+    raw = HEADERS[case].encode("utf-8", "surrogateescape")
+    (tmp_path / "f.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw + b"\0" * 8)
+
+    with pytest.raises(OURS, match=r"load .*f\.safetensors"):
+        load(tmp_path / "f.safetensors", verify=verify)
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        (b"", "cut short"),
+        (b"\0" * 7, "cut short"),
+        (b"\xff" * 8, "18446744073709551615 bytes"),
+        ((2**40).to_bytes(8, "little") + b"{}", "at most 2 bytes"),
+        (b"\0" * 8, "malformed"),
+        (b"PK\x03\x04" + b"\0" * 100, "torch.load"),
+        (b"\x80\x02}q\x00." + b"\xff" * 20, "never reads"),
+    ],
+    ids=["empty", "7 bytes", "huge length", "long length", "no header", "torch.save", "pickle"],
+)
+def test_other_files(raw, says, tmp_path):
+    """A file of another kind would crash, allocate what its first bytes say, or not be recognised."""
+    (tmp_path / "f.safetensors").write_bytes(raw)
+
+    with pytest.raises(CorruptCheckpointError, match=rf"f\.safetensors[\s\S]*{says}"):
+        load(tmp_path / "f.safetensors")
+
+
+def test_special_files(tmp_path):
+    """Opening a pipe would wait forever."""
+    os.mkfifo(tmp_path / "f.safetensors")
+    assert stat.S_ISFIFO(os.stat(tmp_path / "f.safetensors").st_mode)
+
+    with pytest.raises(CorruptCheckpointError, match="no regular file"):
+        load(tmp_path / "f.safetensors")
+
+
+def test_another_version(tmp_path):
+    """A file of a later format would be misread."""
+    (tmp_path / "f.safetensors").write_bytes(forge(tree(node("w", [0])), [W], DATA, version="2"))
+
+    with pytest.raises(UnsupportedError, match=r"expected: 1[\s\S]*got: +'2'[\s\S]*newer"):
+        load(tmp_path / "f.safetensors")
+
+
+def test_another_algorithm(tmp_path):
+    """A file with checksums of another kind would pass as verified, or could not be read at all."""
+    raw = forge(tree(node("w", [0])), [W], DATA, algorithm="blake3", leaves="ab" * 32)
+    (tmp_path / "f.safetensors").write_bytes(raw)
+
+    with pytest.raises(CorruptCheckpointError, match=r"xxh3-64[\s\S]*'blake3'[\s\S]*verify=False"):
+        load(tmp_path / "f.safetensors")
+    assert load(tmp_path / "f.safetensors", verify=False)["w"].tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("leaves", ["", "0" * 15, "0" * 17, "0" * 32], ids=len)
+def test_checksums_that_do_not_fit(leaves, tmp_path):
+    """A leaf without a checksum would pass as verified."""
+    (tmp_path / "f.safetensors").write_bytes(forge(tree(node("w", [0])), [W], DATA, leaves=leaves))
+
+    with pytest.raises(CorruptCheckpointError, match="checksum"):
+        load(tmp_path / "f.safetensors")
+
+
+def test_one_shard_of_a_larger_save(tmp_path):
+    """A shard would load as if it were the whole tree."""
+    raw = forge("", [W], DATA).replace(b'"tdfunc.tree"', b'"tdfunc.part"')
+    (tmp_path / "f.safetensors").write_bytes(raw)
+
+    with pytest.raises(UnsupportedError, match="one shard"):
+        load(tmp_path / "f.safetensors", verify=False)
+
+
+FIELDS = st.sampled_from(["tree", "tie", "value", "values", "shape", "flags", "size", "ties"])
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.floats() | st.sampled_from(["w", "x", "", "F32", "gP", "v"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(FIELDS, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def places(value):
+    """Every (holder, key) of a JSON value."""
+    keys = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    return [place for key in keys for place in [(value, key), *places(value[key])]]
+
+
+@given(data=st.data())
+def test_random_trees_of_json(data, tmp_path_factory):
+    """Some description of a tree would raise an error that is not ours, or a tree that is not in the file."""
+    base = tree(
+        node("wtxs", [0, {"tree": 1}, {"tie": 0}, {"values": [1, 2]}], size=[2]),
+        node("v", [[0, "vg", None, [2]]]),
+        ties=[[[0, "w"], [0, "x"]]],
+    )
+    flat = places(base)
+    for _ in range(data.draw(st.integers(0, 2))):
+        holder, key = data.draw(st.sampled_from(flat))
+        holder[key] = data.draw(JSON)
+    entries = [W, entry("t.v", "F32", [2], 8, 16)]
+    path = tmp_path_factory.getbasetemp() / "fuzz.safetensors"
+    path.write_bytes(forge(json.dumps(base), entries, DATA * 2))
+
+    try:
+        back = load(path)
+    except OURS:
+        return
+    assert back["w"].tolist() == [1.0, 2.0]
+    assert set(back.keys()) <= {"w", "t", "x", "s", ""} | set(base["nodes"][0]["keys"])
+
+
+@given(
+    raw=st.binary(max_size=200),
+    head=st.sampled_from(["", "{", '{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}']),
+)
+def test_random_bytes(raw, head, tmp_path_factory):
+    """Some bytes would raise an error that is not ours, or crash."""
+    path = tmp_path_factory.getbasetemp() / "bytes.safetensors"
+    path.write_bytes(len(head).to_bytes(8, "little") + head.encode() + raw)
+
+    try:
+        back = load(path)
+    except OURS:
+        return
+    assert back["a"].nbytes == len(raw) == 4
