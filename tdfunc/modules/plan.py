@@ -3,13 +3,13 @@
 A plan is made once for a module. It remembers structure, shapes and ties, never a weight.
 """
 
-from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import TensorCollection
+from tdfunc._collection import PLAIN, TensorCollection
 from tdfunc._errors import LeafMismatchError, TieError, TreeStructureError, explain
 from tdfunc._keys import dotted
 from tdfunc._nontensor import NonTensorBase
@@ -19,16 +19,7 @@ from tdfunc._types import Path
 from tdfunc.modules.slots import EXTRA_STATE, is_one_tensor
 from tdfunc.ops.structure import entries
 
-
-class _Node:
-    """How to read one node of a fitting tree: its leaf keys, then its sub-trees, in a fixed order."""
-
-    __slots__ = ("children", "count", "leaves")
-
-    def __init__(self) -> None:
-        self.leaves: list[str] = []
-        self.children: list[tuple[str, _Node]] = []
-        self.count = 0
+_SHAPE = attrgetter("shape")
 
 
 class Plan:
@@ -38,36 +29,38 @@ class Plan:
         self.paths: list[Path] = []
         self.shapes: list[Size] = []
         self.first: list[Path] = []
-        self._root = _Node()
+        # The nodes, parents before children: (number of the parent, key); how many entries each has; and where the
+        # leaves are: (number of the node, key).
+        self._nodes: list[tuple[int, str]] = []
+        self._counts: list[int] = []
+        self._places: list[tuple[int, str]] = []
         self._stacked: tuple[Size, list[Size]] = (EMPTY, self.shapes)
-        self._fill(self._root, tree, (), tree)
+        self._fill(tree, (), tree)
         places = {path: i for i, path in enumerate(self.paths)}
         # (place, place of the first path) of every later path of a tied leaf.
         self.aliases = [
             (i, places[f]) for i, (path, f) in enumerate(zip(self.paths, self.first, strict=True)) if path != f
         ]
 
-    def _fill(self, node: _Node, tree: TensorCollection, at: Path, root: TensorCollection) -> None:
+    def _fill(self, tree: TensorCollection, at: Path, root: TensorCollection) -> None:
+        number = len(self._counts)
+        self._counts.append(len(tree._data))
         for key, value in tree._data.items():
             if isinstance(value, Tensor):
-                node.leaves.append(key)
+                self._places.append((number, key))
                 self.paths.append((*at, key))
                 self.shapes.append(value.shape)
                 self.first.append(group_of(root._ties, (*at, key))[0])
         for key, value in tree._data.items():
             if isinstance(value, TensorCollection):
-                child = _Node()
-                node.children.append((key, child))
-                self._fill(child, value, (*at, key), root)
-        node.count = len(tree._data)
+                self._nodes.append((number, key))
+                self._fill(value, (*at, key), root)
 
     def shapes_after(self, lead: Size) -> list[Size]:
         """Return the shapes that leaves have when every one starts with `lead`."""
         if not lead:
             return self.shapes
         # The compiler would guard on what is kept here, and compile again when it changes.
-        if torch.compiler.is_compiling():
-            return [lead + shape for shape in self.shapes]
         if torch.compiler.is_compiling():
             return [lead + shape for shape in self.shapes]
         # One tuple, read once: another thread may replace it.
@@ -78,9 +71,11 @@ class Plan:
 
     def read(self, tree: TensorCollection) -> list[Any] | None:
         """Return the leaves in the order of `paths`, or None if the tree's keys are not exactly these."""
-        leaves: list[Any] = []
         try:
-            return leaves if _read(self._root, tree, leaves) else None
+            nodes = [tree._data]
+            for parent, key in self._nodes:
+                nodes.append(nodes[parent][key]._data)
+            return [nodes[i][key] for i, key in self._places] if list(map(len, nodes)) == self._counts else None
         except (KeyError, AttributeError):
             return None
 
@@ -97,9 +92,12 @@ class Plan:
         leaves = self.read(tree)
         if leaves is None or any([leaves[i] is not leaves[first] for i, first in self.aliases]):
             return None
-        for i, (leaf, shape) in enumerate(zip(leaves, self.shapes_after(lead), strict=True)):
-            if not isinstance(leaf, Tensor) or leaf.shape != shape:
-                raise shape_error(self.paths[i], leaf, shape)
+        shapes = self.shapes_after(lead)
+        # All in C for plain tensors; dynamo traces the loop.
+        if compiling or not PLAIN.issuperset(map(type, leaves)) or list(map(_SHAPE, leaves)) != shapes:
+            for path, leaf, shape in zip(self.paths, leaves, shapes, strict=True):
+                if not isinstance(leaf, Tensor) or leaf.shape != shape:
+                    raise shape_error(path, leaf, shape)
         if not compiling:
             object.__setattr__(tree, "_bound", _Checked(self, lead, leaves))
         return leaves
@@ -107,8 +105,22 @@ class Plan:
     def rebuild(self, tree: Any, leaves: list[Any]) -> Any:
         """Return a tree that fits, around new leaves in the order of `paths`; None if it is not known to fit."""
         bound = None if torch.compiler.is_compiling() else getattr(tree, "_bound", None)
-        fits = (bound is not None and bound.plan is self) or self.read(tree) is not None
-        return _rebuild(self._root, tree, iter(leaves)) if fits else None
+        if (bound is None or bound.plan is not self) and self.read(tree) is None:
+            return None
+        old = [tree]
+        for parent, key in self._nodes:
+            old.append(old[parent]._data[key])
+        data = [dict(node._data) for node in old]
+        for (i, key), leaf in zip(self._places, leaves, strict=True):
+            data[i][key] = leaf
+        # Children before parents.
+        for i in range(len(old) - 1, -1, -1):
+            node = old[i]
+            old[i] = node._make(data[i], node._batch_size, node._device, node._names, node._static)
+            if i:
+                parent, key = self._nodes[i - 1]
+                data[parent][key] = old[i]
+        return old[0]
 
 
 class _Checked:
@@ -118,24 +130,6 @@ class _Checked:
 
     def __init__(self, plan: Plan, lead: Size, leaves: list[Any]) -> None:
         self.plan, self.lead, self.leaves = plan, lead, leaves
-
-
-def _read(node: _Node, tree: TensorCollection, leaves: list[Any]) -> bool:
-    data = tree._data
-    if len(data) != node.count:
-        return False
-    for key in node.leaves:
-        leaves.append(data[key])
-    return all([_read(child, data[key], leaves) for key, child in node.children])
-
-
-def _rebuild(node: _Node, tree: TensorCollection, leaves: Iterator[Any]) -> TensorCollection:
-    data = dict(tree._data)
-    for key in node.leaves:
-        data[key] = next(leaves)
-    for key, child in node.children:
-        data[key] = _rebuild(child, data[key], leaves)
-    return tree._make(data, tree._batch_size, tree._device, tree._names, tree._static)
 
 
 class Spec:
