@@ -1,0 +1,1 @@
+"""Ensembles: stacked trees, one call for all members, and how sure they are."""

@@ -4,6 +4,7 @@ Stacking checks what a stacked tree cannot show: that the modules have the same 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from operator import is_
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -11,11 +12,13 @@ import xxhash
 from torch import Size, Tensor, nn
 
 from tdfunc._collection import Static, TensorCollection
-from tdfunc._errors import LeafMismatchError, TieError, TreeStructureError, UnsupportedError, explain
+from tdfunc._errors import BatchSizeError, LeafMismatchError, TieError, UnsupportedError, explain
 from tdfunc._keys import dotted
 from tdfunc._nontensor import NonTensorStack
 from tdfunc._ties import by_identity
 from tdfunc._types import Kind, Path, Ties
+from tdfunc.ensemble._alike import alike, check_alike, hyperparameters
+from tdfunc.ensemble._draws import default_generators, watch
 from tdfunc.modules.extract import tree_of
 from tdfunc.modules.random import member_seed, seeded
 from tdfunc.modules.slots import EXTRA_STATE, Slot, unwrap, walk
@@ -23,12 +26,9 @@ from tdfunc.ops.index import unbind
 from tdfunc.ops.structure import restore_ties
 
 T = TypeVar("T", bound=TensorCollection)
-_SIMPLE = (int, float, bool, str, tuple, type(None))
-_EXACT = frozenset(_SIMPLE)
-# What nn.Module itself keeps in every `__dict__`; of these only the mode is a property of the architecture.
-_BASE = frozenset(nn.Module().__dict__) - {"training"}
 
 
+# Any: the tree is a `TensorDict`, which stands in a higher layer than annotations may name at run time.
 def stack_modules(modules: Sequence[nn.Module]) -> Any:
     """Stack the parameters, buffers and extra state of several modules into one tree.
 
@@ -38,13 +38,17 @@ def stack_modules(modules: Sequence[nn.Module]) -> Any:
         modules: Modules of one architecture, with equal hyperparameters and modes.
 
     Returns:
-        A `TensorDict` of batch size [E], E being the number of modules; leaf shapes are (E, *shape).
+        A `TensorDict` of batch size [E], E being the number of modules.
+
+    Shapes:
+        E leaves of shape (*S) become one of shape (E, *S).
 
     Raises:
         ValueError: There are no modules.
         TreeStructureError: Structures or hyperparameters differ; the message names the first difference.
-        LeafMismatchError: A leaf differs in shape or dtype.
+        LeafMismatchError: A leaf differs in shape, dtype or device.
         TieError: The modules tie different weights.
+        UnsupportedError: A module is lazy and has not run yet, or is no plain module.
 
     Source:
         The functional ensembling of `torch.func.stack_module_state`, with checks, ties and buffers in one tree.
@@ -56,7 +60,7 @@ def stack_modules(modules: Sequence[nn.Module]) -> Any:
     """
     members = [unwrap(module, "stack_modules") for module in modules]
     if not members:
-        raise ValueError(explain("stack_modules: no modules were given."))
+        raise ValueError(explain("stack_modules: no modules were given.", expected="at least one", got=modules))
     outline = Outline(members[0])
     columns: list[list[Any]] = []
     for i, module in enumerate(members):
@@ -83,40 +87,54 @@ class Outline:
     Leaves come in the order of `state_dict`: parameters, buffers and extra state of a module, then its children.
     """
 
-    __slots__ = ("_attributes", "_children", "_extra", "_hyper", "_static", "_tables", "_type")
+    __slots__ = (
+        "_absent", "_attributes", "_children", "_extra", "_names", "_others", "_plain", "_static", "_tables", "_type",
+    )  # fmt: skip
 
     def __init__(self, module: nn.Module) -> None:
         module = unwrap(module, "stack_modules")
         own = module.__dict__
         self._type, self._attributes = type(module), len(own)
-        self._hyper = [(name, value) for name, value in own.items() if type(value) in _EXACT and name not in _BASE]
+        self._plain, self._others = hyperparameters(module)
         self._tables = [
-            (table, {name: value is None for name, value in own[table].items()}) for table in ("_parameters", "_buffers") if own[table]
+            (table, {name: value is None for name, value in own[table].items()})
+            for table in ("_parameters", "_buffers")
+            if own[table]
         ]
         self._extra = type(module).get_extra_state is not nn.Module.get_extra_state
-        kinds = dict.fromkeys((name for name, value in own["_parameters"].items() if value is not None), Kind.PARAMETER)
-        hidden = own["_non_persistent_buffers_set"]
-        for name, value in own["_buffers"].items():
-            if value is not None:
-                kinds[name] = Kind.NON_PERSISTENT if name in hidden else Kind.BUFFER
-        if self._extra:
-            kinds[EXTRA_STATE] = Kind.EXTRA_STATE
-        self._static = Static(kinds) if kinds else None
-        self._children = [(name, Outline(child)) for name, child in own["_modules"].items() if child is not None]
+        self._static = _static(own, self._extra)
+        children = own["_modules"]
+        self._names = list(children)
+        self._absent = [name for name, child in children.items() if child is None]
+        self._children = [(name, Outline(child)) for name, child in children.items() if child is not None]
 
     def read(self, module: Any, values: list[Any]) -> bool:
         """Append a module's leaves; False where only the slow comparison can tell whether it is like this one."""
-        own = module.__dict__
-        if type(module) is not self._type or len(own) != self._attributes:
+        if type(module) is not self._type:
             return False
-        for name, value in self._hyper:
+        own = module.__dict__
+        if len(own) != self._attributes or not self._same_hyperparameters(own) or not self._read_slots(own, values):
+            return False
+        if self._extra:
+            values.append(_State(module.get_extra_state()))
+        children = own["_modules"]
+        if len(children) != len(self._names) or not all(a == b for a, b in zip(children, self._names, strict=True)):
+            return False
+        if any([children[name] is not None for name in self._absent]):
+            return False
+        return all([child.read(children[name], values) for name, child in self._children])
+
+    def _same_hyperparameters(self, own: dict[str, Any]) -> bool:
+        for name, value in self._plain:
             other = own.get(name, self)
             if other is not value and (type(other) is not type(value) or other != value):
                 return False
-        tables = self._tables
-        if (len(own["_parameters"]) + len(own["_buffers"])) != sum([len(names) for _, names in tables]):
+        return all([name in own and alike(value, own[name]) for name, value in self._others])
+
+    def _read_slots(self, own: dict[str, Any], values: list[Any]) -> bool:
+        if (len(own["_parameters"]) + len(own["_buffers"])) != sum([len(names) for _, names in self._tables]):
             return False
-        for key, names in tables:
+        for key, names in self._tables:
             table = own[key]
             for name, absent in names.items():
                 value = table.get(name, self)
@@ -124,14 +142,6 @@ class Outline:
                     return False
                 if not absent:
                     values.append(value)
-        if self._extra:
-            values.append(_State(module.get_extra_state()))
-        children = own["_modules"]
-        if len(children) < len(self._children):
-            return False
-        for name, child in self._children:
-            if not child.read(children.get(name), values):
-                return False
         return True
 
     def build(self, leaves: Iterator[Any], size: Size) -> Any:
@@ -143,6 +153,17 @@ class Outline:
             if node._data:
                 data[name] = node
         return TensorCollection._open._make(data, size, None, None, static)
+
+
+def _static(own: dict[str, Any], extra: bool) -> Static | None:
+    kinds = dict.fromkeys((name for name, value in own["_parameters"].items() if value is not None), Kind.PARAMETER)
+    hidden = own["_non_persistent_buffers_set"]
+    for name, value in own["_buffers"].items():
+        if value is not None:
+            kinds[name] = Kind.NON_PERSISTENT if name in hidden else Kind.BUFFER
+    if extra:
+        kinds[EXTRA_STATE] = Kind.EXTRA_STATE
+    return Static(kinds) if kinds else None
 
 
 class _State(NamedTuple):
@@ -178,15 +199,26 @@ def _common_ties(members: list[nn.Module], columns: list[list[Any]]) -> Ties:
     ties = by_identity(_named(slots, columns[0]))
     for i, pattern in enumerate(patterns):
         if pattern != patterns[0]:
-            got = by_identity(_named(slots, columns[i]))
-            raise TieError(explain(f"stack_modules: member {i} ties other weights than member 0.", expected=str(ties), got=str(got)))
+            raise _other_ties(i, ties, by_identity(_named(slots, columns[i])))
     return ties
+
+
+def _other_ties(member: int, expected: Ties, got: Ties) -> TieError:
+    texts = [" and ".join(repr(tuple(map(dotted, group))) for group in ties) or "none" for ties in (expected, got)]
+    return TieError(
+        explain(
+            f"stack_modules: member {member} ties other weights than member 0.",
+            expected=texts[0],
+            got=texts[1],
+            hint="tie the same weights in every member (self.out.weight = self.emb.weight), or in none.",
+        )
+    )
 
 
 def _stacked(columns: list[list[Any]], ties: Ties) -> list[Any]:
     # torch would promote other dtypes in silence; other shapes it refuses itself.
     dtypes = [getattr(value, "dtype", None) for value in columns[0]]
-    if any([getattr(value, "dtype", None) for value in column] != dtypes for column in columns[1:]):
+    if not all([all(map(is_, [getattr(value, "dtype", None) for value in column], dtypes)) for column in columns[1:]]):
         raise TypeError("dtypes differ")
     with torch.no_grad():
         if not ties and None not in dtypes:
@@ -194,8 +226,11 @@ def _stacked(columns: list[list[Any]], ties: Ties) -> list[Any]:
         made: dict[int, Any] = {}
         leaves: list[Any] = []
         for values in zip(*columns, strict=True):
+            if isinstance(values[0], _State):
+                leaves.append(NonTensorStack(*[state.value for state in values]))
+                continue
             if id(values[0]) not in made:
-                made[id(values[0])] = torch.stack(values) if not isinstance(values[0], _State) else NonTensorStack(*[v.value for v in values])
+                made[id(values[0])] = torch.stack(values)
             leaves.append(made[id(values[0])])
         return leaves
 
@@ -209,69 +244,17 @@ def _explain_leaves(members: list[nn.Module], columns: list[list[Any]]) -> None:
         _check_leaves(slots, columns[0], column, i)
 
 
-def _tree(slots: list[Slot], leaves: list[Any], ties: Ties, members: int) -> Any:
-    return tree_of(list(zip(slots, leaves, strict=True)), ties, Size((members,)))
-
-
 def _check_leaves(slots: list[Slot], first: list[Any], other: list[Any], member: int) -> None:
     for slot, a, b in zip(slots, first, other, strict=True):
-        if slot.store is not None and (a.shape != b.shape or a.dtype is not b.dtype):
+        if slot.store is not None and (a.shape != b.shape or a.dtype is not b.dtype or a.device != b.device):
             raise LeafMismatchError(
                 explain(
                     f"stack_modules: leaf {dotted(slot.path)!r} of member {member} differs from member 0.",
-                    expected=f"shape {tuple(a.shape)}, {a.dtype}",
-                    got=f"shape {tuple(b.shape)}, {b.dtype}",
-                    hint="members of an ensemble share one architecture; keep others apart and average their outputs.",
+                    expected=f"shape {tuple(a.shape)}, {a.dtype} on {a.device}",
+                    got=f"shape {tuple(b.shape)}, {b.dtype} on {b.device}",
+                    hint="members share one architecture, dtype and device; average the outputs of models that differ.",
                 )
             )
-
-
-def check_alike(first: nn.Module, other: nn.Module, who: str, at: Path = ()) -> None:
-    """Raise unless two modules have the same classes, children, slots and hyperparameters; names the first difference.
-
-    Hyperparameters are the numbers, bools, strings and tuples in a module's `__dict__`, its mode among them.
-    """
-    if other is first:
-        return
-    where = dotted(at) or "the root"
-    # By name: every parametrized module has a class of its own.
-    if type(first) is not type(other) and type(first).__qualname__ != type(other).__qualname__:
-        raise _unlike(who, where, "class", type(first).__qualname__, type(other).__qualname__)
-    mine, theirs = first.__dict__, other.__dict__
-    for table in ("_parameters", "_buffers", "_modules"):
-        a, b = mine[table], theirs[table]
-        if a.keys() != b.keys():
-            raise _unlike(who, where, table[1:], list(a), list(b))
-        for name, value in a.items():
-            if (value is None) is not (b[name] is None):
-                raise _unlike(who, where, f"{table[1:]}.{name}", "None" if value is None else "set", "None" if b[name] is None else "set")
-    for name, value in mine.items():
-        if isinstance(value, _SIMPLE) and not _same(value, theirs.get(name, ...)):
-            raise _unlike(who, where, name, value, theirs.get(name, "(no such attribute)"))
-    for name, child in mine["_modules"].items():
-        if child is not None:
-            check_alike(unwrap(child, "stack_modules"), unwrap(theirs["_modules"][name], "stack_modules"), who, (*at, name))
-
-
-def _same(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    try:
-        return type(a) is type(b) and bool(a == b)
-    # A tuple may hold tensors or arrays, which have no single truth value.
-    except (RuntimeError, ValueError, TypeError):
-        return False
-
-
-def _unlike(who: str, where: str, what: str, expected: Any, got: Any) -> TreeStructureError:
-    return TreeStructureError(
-        explain(
-            f"stack_modules: {who} differs from member 0 in {what!r} of {where!r}.",
-            expected=repr(expected),
-            got=repr(got),
-            hint="one forward runs all members, so structures and hyperparameters must agree (modes too: call train() or eval() on all).",
-        )
-    )
 
 
 def init_ensemble(make: Callable[[], nn.Module], n: int, seed: int = 0) -> Any:
@@ -290,6 +273,8 @@ def init_ensemble(make: Callable[[], nn.Module], n: int, seed: int = 0) -> Any:
     Raises:
         ValueError: n is not positive, or two members came out equal.
         TreeStructureError: `make` returned different architectures.
+        LeafMismatchError: A leaf differs in shape, dtype or device.
+        TieError: The members tie different weights.
         UnsupportedError: `make` drew from torch's default generator in a way that cannot be seeded.
 
     Examples:
@@ -298,46 +283,50 @@ def init_ensemble(make: Callable[[], nn.Module], n: int, seed: int = 0) -> Any:
         torch.Size([4, 2, 3])
     """
     if n < 1:
-        raise ValueError(explain("init_ensemble: the number of members must be positive.", got=str(n)))
-    first = slots = leaves = ties = None
+        raise ValueError(explain("init_ensemble: there would be no members.", expected="n >= 1", got=n))
+    first = _made(make, seed, 0)
+    slots = walk(first, "init_ensemble")
+    start = _values(slots)
+    ties = by_identity(_named(slots, start))
+    leaves = _allocated(slots, start, n)
     prints: dict[int, int] = {}
     for i in range(n):
-        module = unwrap(_made(make, seed, i), "init_ensemble")
-        own = walk(module, "init_ensemble")
-        values = _values(own)
-        if first is None or slots is None or leaves is None:
-            first, slots, ties = module, own, by_identity(_named(own, values))
-            leaves = _allocated(own, values, n)
-        else:
-            check_alike(first, module, f"member {i}")
-            _check_leaves(slots, _values(slots), values, i)
+        values = start if i == 0 else _values_like(first, slots, start, ties, _made(make, seed, i), i)
         _fill(leaves, slots, values, i)
-        same = prints.setdefault(_fingerprint(own, values), i)
-        if same != i:
-            raise ValueError(
-                explain(
-                    f"init_ensemble: members {same} and {i} are equal.",
-                    expected="members that differ",
-                    hint="make() must build a new, randomly initialised module at each call.",
-                )
-            )
-    assert slots is not None
-    assert leaves is not None
-    return _tree(slots, [NonTensorStack(*leaf) if isinstance(leaf, list) else leaf for leaf in leaves], ties, n)
+        _refuse_equal(prints, values, i)
+    made = [NonTensorStack(*leaf) if isinstance(leaf, list) else leaf for leaf in leaves]
+    return tree_of(list(zip(slots, made, strict=True)), ties, Size((n,)))
 
 
 def _made(make: Callable[[], nn.Module], seed: int, member: int) -> nn.Module:
-    before = torch.get_rng_state()
-    with seeded(member_seed(seed, member)):
-        module = make()
-    if not torch.equal(before, torch.get_rng_state()):
+    def build() -> nn.Module:
+        with seeded(member_seed(seed, member)):
+            return make()
+
+    module, drew = watch(default_generators([]), build)
+    if drew:
         raise UnsupportedError(
             explain(
                 "init_ensemble: make() drew from torch's default generator, past the seed of its member.",
-                hint="initialise with torch.nn.init or tensor methods called from Python, or build the modules yourself and use stack_modules.",
+                expected="initialisation by torch.nn.init, torch.rand, ... and tensor methods, called from Python",
+                got="a draw inside an operation that takes no generator",
+                hint="build the modules yourself and use tdfunc.stack_modules(modules).",
             )
         )
-    return module
+    return unwrap(module, "init_ensemble")
+
+
+def _values_like(
+    first: nn.Module, slots: list[Slot], start: list[Any], ties: Ties, module: nn.Module, member: int
+) -> list[Any]:
+    """Return a module's leaves, checked against those of the first member."""
+    check_alike(first, module, f"member {member}")
+    values = _values(walk(module, "init_ensemble"))
+    _check_leaves(slots, start, values, member)
+    own = by_identity(_named(slots, values))
+    if own != ties:
+        raise _other_ties(member, ties, own)
+    return values
 
 
 def _allocated(slots: list[Slot], values: list[Any], n: int) -> list[Any]:
@@ -359,15 +348,22 @@ def _fill(leaves: list[Any], slots: list[Slot], values: list[Any], member: int) 
             leaf[member] = value.value if slot.store is None else value.detach()
 
 
-def _fingerprint(slots: list[Slot], values: list[Any]) -> int:
-    """Hash the parameters of one member; a module without any has its member's own fingerprint."""
-    digest = xxhash.xxh3_64()
-    found = False
-    for slot, value in zip(slots, values, strict=True):
-        if slot.kind is Kind.PARAMETER and isinstance(value, Tensor) and value.numel() and not value.is_meta:
-            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-            found = True
-    return digest.intdigest() if found else id(values)
+def _refuse_equal(prints: dict[int, int], values: list[Any], member: int) -> None:
+    """Raise if an earlier member has the same numbers; a module without numbers is no member to compare."""
+    digest = xxhash.xxh3_128()
+    numbers = [v for v in values if isinstance(v, Tensor) and v.numel() and not v.is_meta]
+    for value in numbers:
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    same = prints.setdefault(digest.intdigest(), member)
+    if numbers and same != member:
+        raise ValueError(
+            explain(
+                f"init_ensemble: members {same} and {member} are equal.",
+                expected="members that differ",
+                got="the same numbers in every parameter and buffer",
+                hint="make() must build a new, randomly initialised module at each call.",
+            )
+        )
 
 
 def unstack(tree: T) -> tuple[T, ...]:
@@ -380,11 +376,16 @@ def unstack(tree: T) -> tuple[T, ...]:
         One tree for each member; `member.to_module(m)` makes it a plain module again.
 
     Raises:
-        IndexError: The tree has no batch dimension.
+        BatchSizeError: The tree has no batch dimension.
 
     Examples:
         >>> members = tdf.unstack(tdf.stack_modules([nn.Linear(3, 2) for _ in range(4)]))
         >>> len(members), members[0]["weight"].shape
         (4, torch.Size([2, 3]))
     """
+    if not tree._batch_size:
+        hint = "tdfunc.stack_modules(modules) or torch.stack(trees) make a stacked tree."
+        raise BatchSizeError(
+            explain("unstack: the tree has no members.", expected="batch size [E, ...]", got="[]", hint=hint)
+        )
     return unbind(tree, 0)

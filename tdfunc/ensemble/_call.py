@@ -1,0 +1,215 @@
+"""One call of an ensemble, prepared: which data is mapped, what a member gets, how the members' outputs join."""
+
+from collections.abc import Hashable, Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import _broadcast_to_and_flatten, tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from tdfunc._collection import TensorCollection
+from tdfunc._errors import BatchSizeError, UnsupportedError, explain
+
+# What a forward may return beside tensors and containers: values that hold no tensor.
+_PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    Enum,
+    type,
+    np.ndarray,
+    np.generic,
+    torch.dtype,
+    torch.device,
+)
+
+
+class Call(NamedTuple):
+    """Stacked leaves in plan order, and the data: `dims` has an entry for each leaf of `args`."""
+
+    leaves: list[Any]
+    members: int
+    args: tuple[Any, ...]
+    dims: tuple[int | None, ...]
+    kwargs: dict[str, Any]
+    seed: int | None
+    keep: bool
+
+    # Any: the values are what the caller passed.
+    def kind(self) -> Hashable:
+        """Return what decides whether a way can run this call: all but the shapes."""
+        return self.keep, self.dims, tuple([_static(x) for x in tree_leaves((self.args, self.kwargs))])
+
+    def shapes(self) -> Hashable:
+        """Return the shapes of the data."""
+        return tuple([x.shape for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, Tensor)])
+
+    def requires_grad(self) -> bool:
+        """Whether autograd would look into the call."""
+        if any([x.requires_grad for x in self.leaves]):
+            return True
+        return any([isinstance(x, Tensor) and x.requires_grad for x in tree_leaves((self.args, self.kwargs))])
+
+    def args_of(self, member: int) -> tuple[Any, ...]:
+        """Return what one member's forward takes."""
+        return self._mapped(lambda x, dim: x.select(dim, member))
+
+    def rows(self, start: int, stop: int) -> "Call":
+        """Return the call of some members alone."""
+        args = self._mapped(lambda x, dim: x.narrow(dim, start, stop - start))
+        return self._replace(leaves=[leaf[start:stop] for leaf in self.leaves], members=stop - start, args=args)
+
+    def _mapped(self, fn: Any) -> tuple[Any, ...]:
+        if not any([dim is not None for dim in self.dims]):
+            return self.args
+        flat, spec = tree_flatten(self.args)
+        return tree_unflatten([x if dim is None else fn(x, dim) for x, dim in zip(flat, self.dims, strict=True)], spec)
+
+
+def _static(x: Any) -> Hashable:
+    if isinstance(x, Tensor):
+        return x.dtype, x.device
+    try:
+        hash(x)
+    except TypeError:
+        return type(x)
+    # 1 == 1.0 == True.
+    return type(x), x
+
+
+def members_of(params: Any) -> int:
+    """Return how many members a tree stacks.
+
+    Raises:
+        BatchSizeError: It is not a stacked tree, or has no members.
+    """
+    size = params._batch_size if isinstance(params, TensorCollection) else None
+    if size and size[0] > 0:
+        return size[0]
+    raise BatchSizeError(
+        explain(
+            "Ensemble: params must be a stacked tree.",
+            expected="batch size [E], E > 0",
+            got=f"batch size {list(size)}" if size is not None else type(params).__name__,
+            hint="tdfunc.stack_modules(modules), tdfunc.init_ensemble(make, n) or torch.stack(trees) make one.",
+        )
+    )
+
+
+def flat_dims(in_dims: Any, args: tuple[Any, ...], members: int) -> tuple[int | None, ...]:
+    """Return the mapped dimension of each leaf of `args`, checked against the number of members.
+
+    Raises:
+        ValueError: The structure does not fit, or a dimension does not have one entry for each member.
+        TypeError: An entry is neither a number nor None.
+    """
+    if in_dims is None:
+        return (None,) * len(tree_leaves(args))
+    if isinstance(in_dims, list):
+        in_dims = tuple(in_dims)
+    flat, spec = tree_flatten(args)
+    dims = _broadcast_to_and_flatten(in_dims, spec)
+    if dims is None:
+        raise ValueError(
+            explain(
+                "Ensemble: in_dims does not fit the arguments of forward.",
+                expected=f"{len(args)} entries" if isinstance(in_dims, tuple) else "a number, None or a tuple of them",
+                got=repr(in_dims),
+                hint="give each positional argument a dimension or None.",
+            )
+        )
+    return tuple([_checked_dim(x, dim, members) for x, dim in zip(flat, dims, strict=True)])
+
+
+def _checked_dim(x: Any, dim: Any, members: int) -> int | None:
+    if dim is None or not isinstance(x, Tensor):
+        return None
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        raise TypeError(explain("Ensemble: in_dims holds numbers and None.", expected="int or None", got=repr(dim)))
+    if not -x.dim() <= dim < x.dim() or x.shape[dim] != members:
+        raise ValueError(
+            explain(
+                f"Ensemble: an argument is mapped over dimension {dim}.",
+                expected=f"one entry for each of {members} members there",
+                got=f"shape {tuple(x.shape)}",
+                hint="use in_dims=None for data that all members share.",
+            )
+        )
+    return dim
+
+
+def seed_of(rng: Any) -> int | None:
+    """Return the seed that a call's `rng` stands for; a generator gives another one each time.
+
+    Raises:
+        TypeError: It is neither a seed nor a generator.
+    """
+    if rng is None or (isinstance(rng, int) and not isinstance(rng, bool)):
+        return rng
+    if isinstance(rng, torch.Generator):
+        return int(torch.randint(0, 1 << 62, (), generator=rng, device=rng.device))
+    raise TypeError(
+        explain("Ensemble: rng seeds the members.", expected="int, torch.Generator or None", got=type(rng).__name__)
+    )
+
+
+def check_output(flat: list[Any]) -> None:
+    """Raise for outputs whose tensors could not be found: objects that torch's pytree does not know.
+
+    Raises:
+        UnsupportedError: An output is such an object.
+    """
+    for x in flat:
+        if not isinstance(x, (Tensor, *_PLAIN)) and not callable(x):
+            raise UnsupportedError(
+                explain(
+                    f"Ensemble: forward returned a {type(x).__name__}, whose tensors cannot be stacked.",
+                    expected="tensors, trees, plain values, and containers known to torch's pytree",
+                    got=f"{type(x).__module__}.{type(x).__qualname__}",
+                    hint="return its tensors (Hugging Face models: use_cache=False), or register it as a pytree.",
+                )
+            )
+
+
+def stack_outputs(outputs: Sequence[Any]) -> Any:
+    """Stack what the members returned; values that are no tensors must agree.
+
+    Raises:
+        UnsupportedError: Structures or values differ, or an output cannot be stacked.
+    """
+    flats, specs = zip(*[tree_flatten(out) for out in outputs], strict=True)
+    check_output(flats[0])
+    for i, (flat, spec) in enumerate(zip(flats, specs, strict=True)):
+        if spec != specs[0] or len(flat) != len(flats[0]):
+            raise _unlike(i, "outputs of another structure than", specs[0], spec)
+        for x, y in zip(flats[0], flat, strict=True):
+            if not isinstance(x, Tensor) and not _equal(x, y):
+                raise _unlike(i, "another value than", repr(x), repr(y))
+    leaves = [torch.stack(xs) if isinstance(xs[0], Tensor) else xs[0] for xs in zip(*flats, strict=True)]
+    return tree_unflatten(leaves, specs[0])
+
+
+def _unlike(member: int, what: str, expected: object, got: object) -> UnsupportedError:
+    return UnsupportedError(
+        explain(
+            f"Ensemble: member {member} returned {what} member 0.",
+            expected=expected,
+            got=got,
+            hint="return what differs between members as tensors of one shape.",
+        )
+    )
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and np.array_equal(a, b, equal_nan=isinstance(a, float)))
+
+
+def join_chunks(outputs: Sequence[Any]) -> Any:
+    """Join the stacked outputs of consecutive members."""
+    return tree_map(lambda *xs: torch.cat(xs) if isinstance(xs[0], Tensor) else xs[0], *outputs)

@@ -1,0 +1,66 @@
+"""torch's default generators around one member's forward: watched for draws that no seed serves, or seeded.
+
+Attention and LSTM dropout draw from the default generator inside torch, where no generator can be given to them.
+"""
+
+import collections.abc
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Generator, Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+T = TypeVar("T")
+# Reentrant: an ensemble may run inside a member of another.
+_SEEDING = threading.RLock()
+
+
+def default_generators(leaves: Sequence[Any]) -> list[Generator]:
+    """Return the default generators of the CPU and of the devices that hold some tensors."""
+    devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor) and leaf.device.type == "cuda"}
+    return [torch.default_generator, *[torch.cuda.default_generators[d.index] for d in sorted(devices, key=str)]]
+
+
+@contextmanager
+def seeding(generators: Sequence[Generator], seed: int) -> collections.abc.Generator[None]:
+    """Run the block under a seed, alone among threads that do the same, and put the states back."""
+    with _SEEDING:
+        before = [generator.get_state() for generator in generators]
+        try:
+            for generator in generators:
+                generator.manual_seed(seed)
+            yield
+        finally:
+            for generator, state in zip(generators, before, strict=True):
+                generator.set_state(state)
+
+
+def watch(generators: Sequence[Generator], run: Callable[[], T]) -> tuple[T, bool]:
+    """Return what `run` returns and whether it drew from a default generator."""
+    before = [generator.get_state() for generator in generators]
+    result = run()
+    if all([torch.equal(a, g.get_state()) for a, g in zip(before, generators, strict=True)]):
+        return result, False
+    # They moved, but another thread may have done it: look at the operations of a second run.
+    witness = _Witness()
+    with witness:
+        run()
+    return result, witness.drew
+
+
+class _Witness(TorchDispatchMode):
+    """Sees operations that draw without a generator of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drew = False
+
+    # Any: the signature is torch's.
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = any(isinstance(x, Generator) for x in (*args, *kwargs.values()))
+        self.drew |= torch.Tag.nondeterministic_seeded in func.tags and not given
+        return func(*args, **kwargs)

@@ -1,0 +1,243 @@
+"""Each member draws from a generator seeded by (seed, i): in every way, for any number of members."""
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.testing import assert_close
+
+from tdfunc import Ensemble, UnsupportedError, functional, init_ensemble, split, stack_modules
+from tests.ensemble.models import Attention, Returns, ensemble_of, line, make_mlp, make_transformer
+from tests.helpers import assert_trees_equal
+
+
+def make_dropout():
+    """A network with dropout and batch norm, in training mode."""
+    return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+
+
+@given(seed=st.integers(-(2**40), 2**40), members=st.integers(1, 5), chunk=st.none() | st.integers(1, 3))
+def test_law_member_i_is_apply_with_its_own_seed(seed, members, chunk):
+    """Dropout under vmap would differ from the loop, or depend on the chunks."""
+    tree = init_ensemble(make_dropout, members)
+    apply, _, _ = functional(make_dropout())
+    x = torch.arange(12.0).sin().reshape(4, 3)
+    outs = [Ensemble(apply, how, chunk_size=chunk)(tree, x, rng=seed) for how in ("loop", "vmap", "auto")]
+
+    assert_close(outs[1], outs[0])
+    assert_close(outs[2], outs[0])
+
+
+@pytest.mark.parametrize("how", ["loop", "vmap", "auto"])
+def test_member_i_does_not_change_with_the_number_of_members(how):
+    """Adding members would change what the first ones computed."""
+    tree = init_ensemble(make_dropout, 8)
+    ensemble = Ensemble(functional(make_dropout())[0], how)
+    x = torch.arange(12.0).sin().reshape(4, 3)
+
+    assert_close(ensemble(tree[:4], x, rng=5), ensemble(tree, x, rng=5)[:4])
+
+
+def test_members_draw_different_masks():
+    """All members would drop the same units."""
+    ensemble, tree = ensemble_of([nn.Dropout(0.5) for _ in range(3)])
+    a, b, c = ensemble(tree, torch.ones(64), rng=0)
+
+    assert not torch.equal(a, b)
+    assert not torch.equal(b, c)
+
+
+@pytest.mark.parametrize("how", ["loop", "vmap", "auto"])
+def test_training_draws_anew_for_each_seed_only(how):
+    """A seed would not repeat its numbers, or another would not change them."""
+    ensemble, tree = ensemble_of([make_dropout() for _ in range(3)], how)
+    params, buffers = split(tree)
+    x = torch.arange(12.0).sin().reshape(4, 3)
+    first, again, other = [ensemble.with_buffers(params, buffers, x, rng=seed)[0] for seed in (0, 0, 1)]
+
+    assert torch.equal(first, again)
+    assert not torch.allclose(first, other)
+
+
+def test_a_generator_gives_another_seed_each_call(generator):
+    """A generator would give the same masks at each step, or not those that its state decides."""
+    ensemble, tree = ensemble_of([make_dropout() for _ in range(3)])
+    x = torch.ones(4, 3)
+    state = generator.get_state()
+    first, second = [ensemble(tree, x, rng=generator) for _ in range(2)]
+    generator.set_state(state)
+
+    assert not torch.allclose(first, second)
+    assert torch.equal(ensemble(tree, x, rng=generator), first)
+
+
+@pytest.mark.parametrize("how", ["loop", "vmap", "auto"])
+def test_transformer_dropout_equals_the_loop(how):
+    """Dropout inside torch's own layers would not be served."""
+    models = [Returns(lambda y: F.feature_alpha_dropout(F.dropout(y, 0.3), 0.2, training=True)) for _ in range(3)]
+    ensemble, tree = ensemble_of(models, how)
+    x = torch.ones(6, 3)
+
+    assert_close(ensemble(tree, x, rng=3), Ensemble(ensemble.apply, "loop")(tree, x, rng=3))
+
+
+def test_under_grad():
+    """Training with dropout could not take its gradients inside torch.func.grad."""
+    ensemble, tree = ensemble_of([make_dropout() for _ in range(3)])
+    params, buffers = split(tree)
+    x = torch.arange(12.0).sin().reshape(4, 3)
+
+    def grads(run):
+        return torch.func.grad(lambda p: run(p, x, buffers=buffers, rng=1).square().sum())(params)
+
+    expected = grads(Ensemble(ensemble.apply, "loop"))
+    assert_trees_equal(grads(ensemble), expected, rtol=1e-4, atol=1e-5)
+
+
+# -- errors -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["loop", "vmap", "traced", "auto"])
+def test_training_without_rng(how):
+    """The numbers would come from torch's default generator, the same for all members or different in each way."""
+    ensemble, tree = ensemble_of([make_mlp(0.5) for _ in range(3)], how)
+
+    with pytest.raises(UnsupportedError, match=r"(?s)no rng was given.*rng=seed.*rng=None.*apply\.eval"):
+        ensemble(tree, torch.ones(5, 3))
+
+
+@pytest.mark.parametrize("how", ["loop", "vmap", "auto"])
+def test_evaluation_that_draws_without_rng(how):
+    """A forward that draws in evaluation mode too (MC dropout) would not be noticed."""
+    models = [Returns(lambda y: F.dropout(y, 0.5)).eval() for _ in range(3)]
+    ensemble, tree = ensemble_of(models, how)
+
+    with pytest.raises(UnsupportedError, match="no rng was given"):
+        ensemble(tree, torch.ones(5, 3))
+
+
+@pytest.mark.parametrize("how", ["vmap", "auto"])
+def test_attention_dropout_goes_past_the_generator(how):
+    """Attention dropout would draw from the default generator, unlike the loop."""
+    ensemble, tree = ensemble_of([Attention() for _ in range(3)], how)
+
+    with pytest.raises(UnsupportedError, match=r"(?s)past its member's generator.*default generator.*how=\"loop\""):
+        ensemble(tree, torch.ones(5, 3), rng=0)
+
+
+def test_lstm_dropout_goes_past_the_generator():
+    """The fallback to the loop would draw from the default generator."""
+    ensemble, tree = ensemble_of([nn.LSTM(3, 4, 2, dropout=0.5) for _ in range(3)])
+
+    with pytest.raises(UnsupportedError, match=r"(?s)past its member's generator.*how=\"loop\""):
+        ensemble(tree, torch.ones(5, 3), rng=0)
+    assert ensemble.apply.eval().training is False
+    assert Ensemble(ensemble.apply.eval())(tree, torch.ones(5, 3), rng=0)[0].shape == (3, 5, 4)
+
+
+@pytest.mark.parametrize("make", [Attention, lambda: nn.LSTM(3, 4, 2, dropout=0.5)], ids=["attention", "lstm"])
+def test_the_loop_seeds_what_takes_no_generator(make):
+    """how="loop" would not be reproducible, change with E, or leave torch's default generator moved."""
+    ensemble, tree = ensemble_of([make() for _ in range(4)], "loop")
+    x = torch.ones(5, 3)
+    before = torch.get_rng_state()
+    outs = [
+        torch.utils._pytree.tree_leaves(ensemble(tree[:n], x, rng=seed))[0]
+        for n, seed in ((4, 0), (4, 0), (2, 0), (4, 1))
+    ]
+
+    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0][:2], outs[2])
+    assert not torch.allclose(outs[0], outs[3])
+    assert not torch.allclose(outs[0][0], outs[0][1])
+
+
+def test_the_loop_restores_the_default_generator_after_an_error():
+    """An exception in forward would leave torch's default generator under the member's seed."""
+    ensemble, tree = ensemble_of([Attention() for _ in range(3)], "loop")
+    before = torch.get_rng_state()
+
+    with pytest.raises(RuntimeError):
+        ensemble(tree, torch.ones(5, 4), rng=0)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_loops_in_threads_do_not_meet():
+    """Two threads would seed and restore the one default generator in each other's forward."""
+    ensemble, tree = ensemble_of([Attention() for _ in range(3)], "loop")
+    x = torch.ones(5, 3)
+    expected = [ensemble(tree, x, rng=seed) for seed in range(4)]
+    before = torch.get_rng_state()
+    wrong = []
+
+    def work(seed):
+        for _ in range(15):
+            if not torch.equal(ensemble(tree, x, rng=seed), expected[seed]):
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert wrong == []
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_loop_inside_a_loop():
+    """A member that runs an ensemble itself would wait for its own lock for ever."""
+    inner, inner_tree = ensemble_of([Attention() for _ in range(2)], "loop")
+    ensemble, tree = ensemble_of([Returns(lambda y: y + inner(inner_tree, torch.ones(2, 3), rng=1).sum())] * 2, "loop")
+
+    assert ensemble(tree, torch.ones(5, 3), rng=0).shape == (2, 5, 2)
+
+
+def test_another_threads_draws_are_not_the_members():
+    """A data loader that draws in another thread would make forward look random."""
+    models = [Returns(lambda y: (torch.rand(1), y)[1]).eval() for _ in range(2)]
+    ensemble, tree = ensemble_of([Returns(draw_in_a_thread) for _ in range(2)], "loop")
+
+    assert ensemble(tree, torch.ones(5, 3)).shape == (2, 5, 2)
+    with pytest.raises(UnsupportedError, match="no rng was given"):
+        Ensemble(functional(models[0])[0], "loop")(stack_modules(models), torch.ones(5, 3))
+
+
+def draw_in_a_thread(y):
+    """Move the default generator from another thread."""
+    thread = threading.Thread(target=torch.rand, args=(1,))
+    thread.start()
+    thread.join()
+    return y
+
+
+def test_a_generator_of_forwards_own_is_the_modules_affair():
+    """A forward that brings its own generator would be refused."""
+    models = [Returns(lambda y: y + torch.rand(2, generator=torch.Generator().manual_seed(1))) for _ in range(3)]
+    ensemble, tree = ensemble_of(models)
+    x = torch.ones(5, 3)
+
+    assert_close(ensemble(tree, x), torch.stack([model(x) for model in models]))
+    assert line(ensemble).startswith("loop")
+
+
+@pytest.mark.parametrize("rng", [True, 1.5, "0"])
+def test_rng_of_another_type(rng):
+    """True would be the seed 1."""
+    ensemble, tree = ensemble_of([nn.Linear(3, 2) for _ in range(2)])
+
+    with pytest.raises(TypeError, match=rf"(?s)int, torch.Generator or None.*{type(rng).__name__}"):
+        ensemble(tree, torch.ones(5, 3), rng=rng)
+
+
+def test_transformer_trains_with_dropout_by_the_loop():
+    """Transformer layers, whose attention draws inside torch, could not be trained as an ensemble."""
+    ensemble, tree = ensemble_of([make_transformer(0.1).train() for _ in range(2)], "loop")
+    x = torch.ones(2, 5, 8)
+
+    assert torch.equal(ensemble(tree, x, rng=0), ensemble(tree, x, rng=0))

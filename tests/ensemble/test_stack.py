@@ -1,0 +1,416 @@
+"""Modules into one stacked tree and back, with everything checked that the tree cannot show."""
+
+import copy
+import enum
+import functools
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.testing import assert_close
+
+from tdfunc import (
+    BatchSizeError,
+    Ensemble,
+    Kind,
+    LeafMismatchError,
+    TensorDict,
+    TieError,
+    TreeStructureError,
+    UnsupportedError,
+    combine,
+    from_module,
+    functional,
+    split,
+    stack_modules,
+    unstack,
+)
+from tdfunc.ops.join import stack
+from tests.ensemble.models import ensemble_of, make_mlp, make_resnet, make_transformer
+from tests.helpers import TiedLM, assert_trees_equal
+
+
+def detached(module):
+    """A module's tree without gradient history."""
+    return from_module(module).apply(lambda leaf: leaf.detach())
+
+
+@pytest.mark.parametrize("make", [make_mlp, make_resnet, make_transformer, TiedLM, nn.ReLU], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("members", [1, 3])
+def test_equals_stacked_trees(make, members):
+    """Leaves, kinds, ties or their order would differ from the members' own trees."""
+    models = [make() for _ in range(members)]
+
+    assert_trees_equal(stack_modules(models), stack([detached(model) for model in models]))
+
+
+@pytest.mark.parametrize("make", [make_mlp, make_resnet, make_transformer], ids=lambda f: f.__name__)
+def test_oracle_stack_module_state(make):
+    """Values would differ from those of torch's own function."""
+    models = [make() for _ in range(3)]
+    params, buffers = torch.func.stack_module_state(models)
+    tree = stack_modules(models)
+
+    flat = {key: leaf for key, leaf in tree.flatten_keys(".").items()}
+    assert flat.keys() == {**params, **buffers}.keys()
+    for key, leaf in flat.items():
+        assert_close(leaf, {**params, **buffers}[key].detach(), rtol=0, atol=0)
+
+
+def test_copies_without_gradient_history():
+    """Training the tree would change the modules, or record their graph."""
+    models = [make_mlp() for _ in range(2)]
+    tree = stack_modules(models)
+    before = tree["0", "weight"].clone()
+    with torch.no_grad():
+        models[0][0].weight.add_(1)
+
+    assert torch.equal(tree["0", "weight"], before)
+    assert not any(leaf.requires_grad for leaf in torch.utils._pytree.tree_leaves(tree))
+
+
+def test_one_module_given_twice():
+    """Copies of one pretrained module could not start an ensemble."""
+    model = make_mlp()
+
+    assert torch.equal(*stack_modules([model, model])["0", "weight"])
+
+
+class Stateful(nn.Module):
+    """Keeps extra state beside a buffer that is not saved."""
+
+    def __init__(self, state):
+        super().__init__()
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+        self.state = {"value": state}
+
+    def get_extra_state(self):
+        return self.state["value"]
+
+    def set_extra_state(self, state):
+        self.state["value"] = state
+
+    def __eq__(self, other):
+        return self is other
+
+    __hash__ = nn.Module.__hash__
+
+
+def test_extra_state_and_hidden_buffers():
+    """Extra state would be that of the first member, or a non-persistent buffer would lose its kind."""
+    models = [Stateful("same") for _ in range(2)]
+    tree = stack_modules(models)
+
+    assert tree["_extra_state"] == ["same", "same"]
+    assert split(tree)[1]._kinds["scratch"] is Kind.NON_PERSISTENT
+    other = Stateful("old")
+    tree[1].to_module(other)
+    assert other.get_extra_state() == "same"
+
+
+def test_ties_stay_one_leaf():
+    """A tied Hugging Face model would be stacked with two copies of its embedding, and trained apart."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=17, n_positions=8, n_embd=8, n_layer=2, n_head=2, attn_implementation="eager"
+    )
+    models = [transformers.GPT2LMHeadModel(config).eval() for _ in range(3)]
+    ensemble, tree = ensemble_of(models, "vmap")
+    ids = torch.arange(6)[None]
+
+    assert tree["lm_head", "weight"] is tree["transformer", "wte", "weight"]
+    assert len(torch.utils._pytree.tree_leaves(tree)) == len(list(models[0].parameters()))
+    assert_close(ensemble(tree, ids, use_cache=False).logits, torch.stack([model(ids).logits for model in models]))
+    plain = transformers.GPT2LMHeadModel(config).eval()
+    tree[1].to_module(plain)
+    assert plain.lm_head.weight is plain.transformer.wte.weight
+    assert_close(plain(ids).logits, models[1](ids).logits)
+
+
+def test_parametrized_members_built_apart():
+    """Each parametrization makes a class of its own, so members built one by one would be refused."""
+    models = [parametrizations.weight_norm(nn.Linear(3, 2)) for _ in range(3)]
+    ensemble, tree = ensemble_of(models)
+    x = torch.ones(5, 3)
+
+    assert type(models[0]) is not type(models[1])
+    assert_close(ensemble(tree, x), torch.stack([model(x) for model in models]))
+
+
+def test_compiled_members_are_unwrapped():
+    """Leaves would be called _orig_mod.weight."""
+    models = [nn.Linear(3, 2) for _ in range(2)]
+    wrapped = [torch.compile(model, backend="eager") for model in models]
+    inside = [nn.Sequential(model) for model in wrapped]
+
+    assert_trees_equal(stack_modules(wrapped), stack_modules(models))
+    assert stack_modules(inside)["0", "weight"].shape == (2, 2, 3)
+
+
+# -- and back ---------------------------------------------------------------------------------------------------
+
+
+@given(members=st.integers(1, 5), make=st.sampled_from([make_mlp, make_resnet, TiedLM]))
+def test_law_unstack_undoes_stack(members, make):
+    """A member would come back with other leaves, ties or kinds."""
+    models = [make() for _ in range(members)]
+    tree = stack_modules(models)
+
+    for model, member in zip(models, unstack(tree), strict=True):
+        assert_trees_equal(member, detached(model))
+    assert_trees_equal(stack(unstack(tree)), tree)
+
+
+@pytest.mark.parametrize("make", [make_resnet, TiedLM], ids=lambda f: f.__name__)
+def test_law_combine_undoes_split(make):
+    """Parameters and buffers taken apart would not come together again."""
+    tree = stack_modules([make() for _ in range(3)])
+    params, buffers = split(tree)
+
+    assert_trees_equal(combine(params, buffers), tree)
+    assert all(kind is Kind.PARAMETER for kind in params._kinds.values())
+
+
+@pytest.mark.parametrize("make", [make_mlp, make_resnet, make_transformer], ids=lambda f: f.__name__)
+def test_members_become_plain_modules(make):
+    """A member could not leave the ensemble and be trained or served alone."""
+    models, other = [make() for _ in range(3)], make()
+    stack_modules(models)[2].clone().to_module(other)
+
+    assert all(isinstance(p, nn.Parameter) and p.requires_grad for p in other.parameters())
+    for key, value in models[2].state_dict().items():
+        assert torch.equal(other.state_dict()[key], value)
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------
+
+
+class Holds(nn.Module):
+    """Has one attribute."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.value = value
+
+
+class Color(enum.Enum):
+    RED, BLUE = 1, 2
+
+
+class Config:
+    """Settings that compare by value."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __eq__(self, other):
+        return self.size == other.size
+
+    __hash__ = None
+
+
+def relu_of(scale):
+    """A function with a closure."""
+    return lambda x: torch.relu(x * scale)
+
+
+ATTRIBUTES = {
+    "int": (1, 2),
+    "bool": (1, True),
+    "float": (0.1, 0.2),
+    "nan": (0.0, float("nan")),
+    "str": ("a", "b"),
+    "tuple": ((1, 2), (1, 3)),
+    "nested": ((1, (2,)), (1, (3,))),
+    "list": ([1, 2], [1, 2, 3]),
+    "dict": ({"a": 1}, {"a": 2}),
+    "keys": ({"a": 1}, {"b": 1}),
+    "none": (None, 1),
+    "enum": (Color.RED, Color.BLUE),
+    "dtype": (torch.float32, torch.float64),
+    "function": (F.relu, F.gelu),
+    "closure": (relu_of(1.0), relu_of(2.0)),
+    "partial": (functools.partial(F.elu, alpha=1.0), functools.partial(F.elu, alpha=2.0)),
+    "tensor": (torch.zeros(2), torch.ones(2)),
+    "array": (np.zeros(2), np.ones(2)),
+    "config": (Config(1), Config(2)),
+    "class": (nn.ReLU, nn.GELU),
+}
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_hyperparameters_that_differ(name):
+    """Member 1 would be run with member 0's hyperparameter."""
+    first, second = ATTRIBUTES[name]
+
+    with pytest.raises(TreeStructureError) as caught:
+        stack_modules([Holds(first), Holds(copy.copy(first)), Holds(second)])
+    assert "member 2 differs from member 0 in 'value' of the root" in str(caught.value)
+    assert f"expected: {first!r}" in str(caught.value)
+    assert f"got:      {second!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: (1, "a", None, 2.5, (1, 2), [3], {"a": [1]}),
+        lambda: float("nan"),
+        lambda: relu_of(1.0),
+        lambda: functools.partial(F.elu, alpha=1.0),
+        lambda: torch.ones(2),
+        lambda: np.ones(2),
+        lambda: Config(1),
+        lambda: object(),
+        lambda: torch.Generator(),
+        lambda: nn.Parameter(torch.randn(2)).sum(),
+    ],
+    ids=["plain", "nan", "closure", "partial", "tensor", "array", "config", "object", "generator", "computed"],
+)
+def test_hyperparameters_made_apart_are_alike(make):
+    """Members built one by one from the same settings would be refused."""
+    assert stack_modules([Holds(make()) for _ in range(3)]).batch_size == (3,)
+
+
+DIFFERENT = {
+    "dropout": (nn.Dropout(0.1), nn.Dropout(0.2), r"'p' of '1'.*expected: 0\.1.*got:      0\.2"),
+    "class": (nn.ReLU(), nn.GELU(), r"'class' of '1'.*expected: ReLU.*got:      GELU"),
+    "mode": (nn.ReLU(), nn.ReLU().eval(), r"'training' of '1'.*True.*False.*train\(\) or eval\(\)"),
+    "absent": (
+        nn.Linear(3, 2), nn.Linear(3, 2, bias=False),
+        r"'parameters\.bias' of '1'.*expected: Parameter.*got:      None",
+    ),
+    "buffers": (
+        nn.BatchNorm1d(2), nn.BatchNorm1d(2, track_running_stats=False), r"'buffers\.running_mean' of '1'.*Tensor.*None",
+    ),
+    "stride": (nn.Conv1d(2, 2, 1), nn.Conv1d(2, 2, 1, stride=2), r"'stride' of '1'.*\(1,\).*\(2,\)"),
+    "deep": (
+        nn.Sequential(nn.Sequential(nn.ELU(1.0))), nn.Sequential(nn.Sequential(nn.ELU(2.0))),
+        r"'alpha' of '1\.0\.0'.*1\.0.*2\.0",
+    ),
+    "children": (
+        nn.Sequential(nn.ReLU()), nn.Sequential(nn.ReLU(), nn.ReLU()),
+        r"'modules' of '1'.*\['0'\].*\['0', '1'\]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_modules_that_differ(name):
+    """A module of another structure would be run as if it had that of the first."""
+    first, second, message = DIFFERENT[name]
+
+    with pytest.raises(TreeStructureError, match=f"(?s)member 1 differs from member 0 in {message}"):
+        stack_modules([nn.Sequential(nn.ReLU(), module) for module in (first, second)])
+
+
+def test_children_in_another_order():
+    """Sequential runs its children in their order: it would be that of member 0."""
+    a, b = nn.Linear(2, 2), nn.Tanh()
+    models = [nn.Sequential(), nn.Sequential()]
+    for model, names in zip(models, ("ab", "ba"), strict=True):
+        for name in names:
+            model.add_module(name, {"a": a, "b": b}[name])
+
+    with pytest.raises(TreeStructureError, match=r"(?s)'modules'.*\['a', 'b'\].*\['b', 'a'\]"):
+        stack_modules(models)
+
+
+def test_a_child_that_is_none():
+    """A module without an optional child would be run with that of the first, or the reverse."""
+    with_child, without = Holds(1), Holds(1)
+    without.linear = None
+
+    for models in ([with_child, without], [without, with_child]):
+        with pytest.raises(TreeStructureError, match=r"(?s)'modules\.linear'.*(Linear.*None|None.*Linear)"):
+            stack_modules(models)
+
+
+def test_an_attribute_of_one_member_only():
+    """An attribute that member 0 lacks would be ignored."""
+    first, second = nn.Linear(3, 2), nn.Linear(3, 2)
+    second.scale = 2.0
+
+    with pytest.raises(TreeStructureError, match=r"(?s)'scale' of the root.*no such attribute.*2\.0"):
+        stack_modules([first, second])
+
+
+def test_activation_functions_that_differ():
+    """The transformer layer of torch keeps its activation as a function: member 1 would run with member 0's."""
+    layers = [nn.TransformerEncoderLayer(4, 2, 8, activation=name) for name in ("relu", "gelu")]
+
+    with pytest.raises(TreeStructureError, match="activation"):
+        stack_modules(layers)
+
+
+class Reshaped(nn.Module):
+    """Its hyperparameters do not show its shape."""
+
+    def __init__(self, *shape, dtype=None, device=None):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
+
+
+@pytest.mark.parametrize(
+    ("other", "got"),
+    [
+        (Reshaped(3, 2), r"shape \(3, 2\), torch\.float32 on cpu"),
+        (Reshaped(2, 3, dtype=torch.float64), r"shape \(2, 3\), torch\.float64 on cpu"),
+        (Reshaped(2, 3, device="meta"), r"shape \(2, 3\), torch\.float32 on meta"),
+    ],
+    ids=["shape", "dtype", "device"],
+)
+def test_leaves_that_differ(other, got):
+    """A leaf would be broadcast or promoted, or torch's message would not name the leaf."""
+    with pytest.raises(
+        LeafMismatchError, match=rf"(?s)leaf 'w' of member 1.*shape \(2, 3\), torch\.float32 on cpu.*{got}"
+    ):
+        stack_modules([Reshaped(2, 3), other])
+
+
+def test_ties_that_differ():
+    """A member whose weights are not tied would lose one of them."""
+    models = [TiedLM(), TiedLM()]
+    models[1].out.weight = nn.Parameter(torch.randn(7, 4))
+
+    with pytest.raises(TieError, match=r"(?s)member 1.*expected: .*emb\.weight.*out\.weight.*got:      none"):
+        stack_modules(models)
+
+
+def test_lazy_modules():
+    """A layer without a shape would be stacked as nothing."""
+    with pytest.raises(UnsupportedError, match=r"(?s)stack_modules: '0\.weight' of LazyLinear.*example input"):
+        stack_modules([nn.Sequential(nn.LazyLinear(2)) for _ in range(2)])
+
+
+def test_no_modules():
+    """An empty list would give a tree of no structure."""
+    with pytest.raises(ValueError, match=r"(?s)no modules.*at least one.*\[\]"):
+        stack_modules([])
+
+
+def test_no_module():
+    """A tree given in place of a module would fail somewhere inside."""
+    with pytest.raises(TypeError, match=r"(?s)torch.nn.Module.*TensorDict"):
+        stack_modules([TensorDict({}, [])])
+
+
+def test_unstack_of_one_tree():
+    """A tree that is not stacked would be cut along a weight's first dimension."""
+    with pytest.raises(BatchSizeError, match=r"(?s)unstack.*\[E, \.\.\.\].*\[\]"):
+        unstack(from_module(nn.Linear(3, 2)))
+
+
+def test_a_stack_of_stacks():
+    """Ensembles of ensembles could not be made and run."""
+    trees = [stack_modules([nn.Linear(3, 2) for _ in range(2)]) for _ in range(3)]
+    apply, _, _ = functional(nn.Linear(3, 2))
+    out = torch.vmap(lambda tree: Ensemble(apply)(tree, torch.ones(5, 3)))(stack(trees))
+
+    assert out.shape == (3, 2, 5, 2)
+    assert_close(out[1, 0], apply(trees[1][0], torch.ones(5, 3)))
