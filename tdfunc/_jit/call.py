@@ -94,23 +94,26 @@ class Jitted(Generic[P, R]):
     def __repr__(self) -> str:
         return f"jit({getattr(self._fn, '__qualname__', self._fn)})"
 
-    def _key(self, args: Any, kwargs: Any) -> tuple[Any, Arguments]:
+    def _key(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], Arguments]:
         given = Arguments([], [], [])
         for i, value in enumerate(args):
             describe(self._contexts, value, given, str(i))
         for name, value in kwargs.items():
             given.parts.append(name)
             describe(self._contexts, value, given, name)
-        return (given.parts, len(args), self._environment.token(), modes()), given
+        return (given.parts, len(args), self._environment.snapshot().token, modes()), given
 
-    def _look_up(self, key: Any, args: Any, kwargs: Any, given: Arguments) -> _Program:
+    def _look_up(self, key: tuple[Any, ...], args: Any, kwargs: Any, given: Arguments) -> _Program:
+        # Lists compare without being copied, a dict needs a tuple.
         hashable = (tuple(key[0]), *key[1:])
         with self._lock:
             program = self._programs.get(hashable)
             if program is None:
+                before = self._environment.snapshot()
                 program = self._trace(args, kwargs, given)
                 self._misses += 1
-                self._programs[hashable] = program
+                key = (*key[:2], self._environment.settle(before).token, key[3])
+                self._programs[(tuple(key[0]), *key[1:])] = program
                 if len(self._programs) > self._cache_size:
                     self._programs.popitem(last=False)
             else:
@@ -188,7 +191,8 @@ def jit(fn: Any = None, *, backend: str | Callable[..., Any] | None = None, cach
     shapes, strides, dtypes, devices and `requires_grad` of tensors; other arguments; Python values in closure cells,
     defaults and globals that the code of the function, or of its package's functions that it names, reads; the mode
     of modules among these; grad mode, autocast and default dtype. What the function reaches in another way
-    (attributes of objects, files, the clock) is read once. Random numbers are drawn at every replay.
+    (attributes of objects, containers and arrays of more than 1000 items, files, the clock), or changes itself, is
+    read once, and its side effects happen once. Random numbers are drawn at every replay.
 
     Gradients are taken inside the function: its results are not differentiable.
 

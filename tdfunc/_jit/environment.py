@@ -2,16 +2,20 @@
 
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from tdfunc._errors import UnsupportedError, explain
 
 _ATOMS = (bool, int, str, bytes, complex, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_CONTAINERS = (tuple, list, dict, set, frozenset)
+_CHANGEABLE = (*_CONTAINERS, nn.Module, np.ndarray)
+_MAX_ITEMS, _MAX_DEPTH = 1000, 8
 _MISSING = object()
 _LIBRARIES = ("torch", "tdfunc", "optree", "numpy")
 
@@ -32,25 +36,31 @@ class Same:
 
 
 # Any: values of every type are frozen into hashable ones.
-def freeze(value: Any) -> Any:
-    """Return something hashable that differs when the value does: contents of containers, else the object itself."""
+def freeze(value: Any, depth: int = 0) -> Any:
+    """Return something hashable that differs when the value does: contents of containers, else the object itself.
+
+    Containers and arrays of more items than a configuration has, or nested deeper, count as objects.
+    """
     kind = type(value)
     if kind is float:
         # 0.0 == -0.0 and nan != nan: their text tells them apart, and finds them again.
         return kind, repr(value)
     if isinstance(value, _ATOMS):
         return kind, value
-    if isinstance(value, (tuple, list)):
-        return kind, tuple([freeze(item) for item in value])
-    if isinstance(value, Mapping):
-        return kind, tuple([(freeze(key), freeze(item)) for key, item in value.items()])
-    if isinstance(value, (set, frozenset)):
-        return kind, frozenset(map(freeze, value))
-    if isinstance(value, nn.Module):
-        return Same(value), tuple([module.training for module in value.modules()])
     if isinstance(value, Tensor):
         return kind, value.shape, value.dtype, value.device
-    return Same(value)
+    if isinstance(value, np.ndarray) and value.size <= _MAX_ITEMS and not value.dtype.hasobject:
+        return kind, value.shape, value.dtype.str, value.tobytes()
+    if isinstance(value, nn.Module):
+        return Same(value), tuple([module.training for module in value.modules()])
+    if isinstance(value, slice):
+        return kind, freeze((value.start, value.stop, value.step))
+    if not isinstance(value, _CONTAINERS) or len(value) > _MAX_ITEMS or depth > _MAX_DEPTH:
+        return Same(value)
+    if isinstance(value, dict):
+        return kind, tuple([(freeze(key, depth + 1), freeze(item, depth + 1)) for key, item in value.items()])
+    frozen = [freeze(item, depth + 1) for item in value]
+    return kind, tuple(frozen) if isinstance(value, (tuple, list)) else frozenset(frozen)
 
 
 def static_part(value: Any, where: str) -> Any:
@@ -73,47 +83,71 @@ def static_part(value: Any, where: str) -> Any:
     return frozen
 
 
+class _Reader(NamedTuple):
+    """One place that code reads a value from."""
+
+    name: str
+    owner: Any
+    read: Callable[[], Any]
+
+    @property
+    def place(self) -> tuple[int, str]:
+        return id(self.owner), self.name
+
+
+class Snapshot(NamedTuple):
+    """The values at one moment; never changed, so that threads can share it."""
+
+    readers: list[_Reader]
+    values: list[Any]
+    token: tuple[Any, ...]
+    # Which of them `is` says too little of: the same container with other contents, the same module in another mode.
+    changeable: list[bool]
+
+
 class Environment:
     """What the code of a function, and of its own package's functions that it names, reads from outside."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self._fn = fn
-        self._values: list[Any] = []
-        self._discover()
+        self._ignored: set[tuple[int, str]] = set()
+        self._last = self._take()
 
-    def _discover(self) -> None:
-        self._readers: list[Callable[[], Any]] = []
-        self.names: list[str] = []
-        for name, read in _readers(self._fn):
-            self.names.append(name)
-            self._readers.append(read)
-        self._values = [read() for read in self._readers]
-        self._token = tuple(map(freeze, self._values))
-        # What `is` cannot tell: the same container with other contents, the same module in another mode.
-        self._changeable = [isinstance(v, (list, Mapping, set, nn.Module, tuple)) for v in self._values]
-        self._watched = any(self._changeable)
+    def _take(self) -> Snapshot:
+        readers = [reader for reader in _readers(self._fn) if reader.place not in self._ignored]
+        values = [reader.read() for reader in readers]
+        return Snapshot(readers, values, tuple(map(freeze, values)), [isinstance(v, _CHANGEABLE) for v in values])
 
-    def token(self) -> tuple[Any, ...]:
-        """Return a hashable that differs when one of the values does."""
-        values = [read() for read in self._readers]
-        if all(map(is_, values, self._values)):
-            if not self._watched:
-                return self._token
-            token = tuple(
-                [freeze(v) if c else t for v, c, t in zip(values, self._changeable, self._token, strict=True)]
-            )
-            if token == self._token:
-                return self._token
+    def snapshot(self) -> Snapshot:
+        """Return the present values; its `token` is hashable and differs when one of them does."""
+        last = self._last
+        values = [reader.read() for reader in last.readers]
+        if all(map(is_, values, last.values)):
+            watched = [i for i, changeable in enumerate(last.changeable) if changeable]
+            if all(freeze(values[i]) == last.token[i] for i in watched):
+                return last
         # A function may have been replaced by another, which reads other names.
-        self._discover()
-        return self._token
+        self._last = last = self._take()
+        return last
+
+    def settle(self, before: Snapshot) -> Snapshot:
+        """Return the values after a trace, from then on without those that the function itself has changed."""
+        now = self._take()
+        old = {reader.place: part for reader, part in zip(before.readers, before.token, strict=True)}
+        parts = zip(now.readers, now.token, strict=True)
+        changed = {reader.place for reader, part in parts if old.get(reader.place, part) != part}
+        if changed:
+            self._ignored |= changed
+            now = self._take()
+        self._last = now
+        return now
 
     def named_values(self) -> Iterator[tuple[str, Any]]:
         """Yield (how the code spells it, value)."""
-        return zip(self.names, [read() for read in self._readers], strict=True)
+        return ((reader.name, reader.read()) for reader in _readers(self._fn))
 
 
-def _readers(fn: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _readers(fn: Any) -> Iterator[_Reader]:
     package: str | None = None
     todo: list[Any] = [fn]
     seen: set[int] = set()
@@ -124,20 +158,19 @@ def _readers(fn: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
         seen.add(id(function))
         if isinstance(function, functools.partial):
             todo.append(function.func)
-            bound = function
-            yield "partial arguments", lambda p=bound: (p.args, p.keywords)
+            yield _Reader("partial arguments", function, lambda p=function: (p.args, p.keywords))
         elif isinstance(function, types.MethodType):
             todo.append(function.__func__)
-            yield "self", lambda m=function: m.__self__
+            yield _Reader("self", function.__self__, lambda m=function: m.__self__)
         elif isinstance(function, types.FunctionType):
             if package is None and _package(function) not in _LIBRARIES:
                 package = _package(function)
             # Of a library's functions (torch.vmap(fn), torch.func.grad(fn)) only what they were given is followed.
-            for name, read in _readers_of(function, own=_package(function) == package):
-                yield name, read
-                todo.append(read())
+            for reader in _readers_of(function, own=_package(function) == package):
+                yield reader
+                todo.append(reader.read())
         elif function is fn:
-            yield "self", lambda: fn
+            yield _Reader("self", fn, lambda: fn)
             todo.append(type(fn).__call__)
 
 
@@ -145,19 +178,19 @@ def _package(function: types.FunctionType) -> str:
     return str(function.__globals__.get("__name__", "")).partition(".")[0]
 
 
-def _readers_of(function: types.FunctionType, *, own: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _readers_of(function: types.FunctionType, *, own: bool) -> Iterator[_Reader]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        yield name, lambda cell=cell: contents(cell)
+        yield _Reader(name, cell, lambda cell=cell: contents(cell))
     if not own:
         return
     if function.__defaults__:
-        yield "defaults", lambda: function.__defaults__
+        yield _Reader("defaults", function, lambda: function.__defaults__)
     if function.__kwdefaults__:
-        yield "defaults", lambda: function.__kwdefaults__
+        yield _Reader("keyword defaults", function, lambda: function.__kwdefaults__)
     scope = function.__globals__
     for name in sorted(_named(function.__code__)):
         if name in scope and not isinstance(scope[name], types.ModuleType):
-            yield name, lambda name=name: scope.get(name, _MISSING)
+            yield _Reader(name, scope, lambda name=name: scope.get(name, _MISSING))
 
 
 def contents(cell: types.CellType) -> Any:

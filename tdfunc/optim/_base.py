@@ -44,7 +44,7 @@ class AbstractOptimizer(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Optimizer:
     """Two pure functions: `init` makes the state, `update` a step.
 

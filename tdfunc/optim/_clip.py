@@ -17,7 +17,7 @@ from tdfunc.optim._lists import Leaves
 T = TypeVar("T", bound=TensorCollection)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GradientMap:
     """A function from a tree of gradients to another, which `chain` puts before an optimizer."""
 

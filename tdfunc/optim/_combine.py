@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound=TensorCollection)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Chain:
     """An optimizer that sees gradients through maps; its state is that of the optimizer."""
 
@@ -45,7 +45,7 @@ class Chain:
         return self.last.update(params, grads, state, active=active, donate=donate)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Masked:
     """An optimizer of a part of the tree; the other leaves stay as they are."""
 

@@ -30,7 +30,7 @@ class Work:
     step: Coefficient
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rule:
     """One step, written in list arithmetic, and as a call of torch's fused kernel where there is one.
 
@@ -49,7 +49,7 @@ class Rule:
     fused: Callable[[Work, Any], bool] = lambda work, values: False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Run:
     """One step of one rule, with everything but the leaves."""
 
