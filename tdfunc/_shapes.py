@@ -175,10 +175,9 @@ def _as_index(item: Any, whole: Any) -> Tensor:
         tensor = torch.as_tensor(list(item) if isinstance(item, range) else item)
     except (TypeError, ValueError, RuntimeError) as err:
         raise _no_index(item, whole) from err
-    # Narrow integers of numpy are indices; in torch, uint8 is an old spelling of a mask.
-    if tensor.numel() == 0 or (not isinstance(item, list) and tensor.dtype in (torch.int8, torch.int16)):
-        return tensor.long()
-    return tensor
+    # An empty list is of floats, and numpy's narrow integers are indices; uint8 is an old spelling of a mask.
+    empty = tensor.numel() == 0 and tensor.dtype is not torch.bool
+    return tensor.long() if empty or tensor.dtype in (torch.int8, torch.int16) else tensor
 
 
 def _no_index(item: Any, whole: Any) -> IndexError:

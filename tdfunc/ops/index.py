@@ -12,7 +12,7 @@ from tdfunc._keys import is_key
 from tdfunc._nontensor import NonTensorBase
 from tdfunc._shapes import dim_index
 from tdfunc._types import Names, NestedKey
-from tdfunc.ops.pointwise_base import check_same, over_batch
+from tdfunc.ops.pointwise_base import broadcast_size, check_same, over_batch
 from tdfunc.ops.reading import UNSET, get, get_value, value_of
 
 T = TypeVar("T", bound=TensorCollection)
@@ -61,11 +61,12 @@ def where(condition: Tensor, tree: T, other: Any) -> T:
     holds = over_batch(tree, condition, "where")
     if isinstance(other, TensorCollection):
         check_same(tree, other, "where")
+        size = broadcast_size(tree, other, "where")
 
         def choose(x: Any, y: Any) -> Any:
             return x.where(holds(x), y) if isinstance(x, NonTensorBase) else torch.where(holds(x), x, y)
 
-        return tree._shape(LeafOp("where", choose, batch=True, args=(condition,)), other)
+        return tree._shape(LeafOp("where", choose, size, batch=True, args=(condition,)), other)
     operand = over_batch(tree, other, "where") if isinstance(other, Tensor) else lambda _: other
     return tree._map(LeafOp("where", lambda x: torch.where(holds(x), x, operand(x)), args=(condition, other)))
 

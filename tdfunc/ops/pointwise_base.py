@@ -6,10 +6,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 
 from tdfunc._collection import LeafOp, TensorCollection
-from tdfunc._errors import BatchSizeError, TieError, TreeStructureError, explain
+from tdfunc._errors import BatchSizeError, LeafMismatchError, TieError, TreeStructureError, explain
 from tdfunc._keys import dotted
 from tdfunc._nontensor import NonTensorBase
 from tdfunc._types import Path
@@ -121,17 +121,64 @@ def binary(tree: T, other: Any, name: str, foreach: str | None, **kwargs: Any) -
 
 
 def _with_tree(tree: T, other: TensorCollection, name: str, foreach: str | None, **kwargs: Any) -> T:
-    if foreach is not None and tree._static is None and other._static is None and can_foreach():
+    if foreach is not None and not tree._ties and not other._ties and can_foreach():
         mine: list[Tensor] = []
         theirs: list[Tensor] = []
-        done = _run(tree, foreach, mine, theirs) if _collect_pairs(tree, other, mine, theirs) and mine else None
+        alike = _collect_pairs(tree, other, mine, theirs) and [x.shape for x in mine] == [y.shape for y in theirs]
+        done = _run(tree, foreach, mine, theirs) if alike and mine else None
         if done is not None:
             return done
     check_same(tree, other, name)
+    size = broadcast_size(tree, other, name)
     fn = getattr(torch, name)
     if name in ("eq", "ne"):
-        return tree._shape(LeafOp(name, _comparison(fn), batch=True), other)
-    return tree._map(LeafOp(name, lambda x, y: fn(x, y, **kwargs)), other)
+        return tree._shape(LeafOp(name, _comparison(fn), size, batch=True), other)
+    return tree._map(LeafOp(name, lambda x, y: fn(x, y, **kwargs), size), other)
+
+
+def broadcast_size(tree: TensorCollection, other: TensorCollection, call: str) -> Callable[[Size], Size] | None:
+    """Return what leaf-by-leaf broadcasting makes of a batch size; None when it keeps the tree's.
+
+    torch aligns shapes at the right, so leaves with the same number of features align at their batch dimensions;
+    without a batch there is nothing to align.
+
+    Raises:
+        LeafMismatchError: Two leaves differ in their number of features; a batch dimension would meet a feature.
+        BatchSizeError: The batch sizes do not broadcast.
+    """
+    mine, theirs = tree._batch_size, other._batch_size
+    n, m = len(mine), len(theirs)
+    if not _check_features(tree, other, (n, m), call, ()) or mine == theirs:
+        return None
+    try:
+        size = torch.broadcast_shapes(mine, theirs)
+    except RuntimeError as err:
+        what = f"{call}: the batch sizes do not broadcast."
+        raise BatchSizeError(explain(what, expected=str(list(mine)), got=str(list(theirs)))) from err
+    return None if size == mine else lambda old: size + old[n:]
+
+
+def _check_features(
+    tree: TensorCollection, other: TensorCollection, dims: tuple[int, int], call: str, at: Path
+) -> bool:
+    """Return whether any two leaves differ in shape."""
+    differ = False
+    for key in tree._keys():
+        node, twin = tree._get(key), other._get(key)
+        if isinstance(node, TensorCollection):
+            differ |= _check_features(node, twin, dims, call, (*at, key))
+        elif isinstance(node, Tensor) and isinstance(twin, Tensor) and node.shape != twin.shape:
+            differ = True
+            if any(dims) and node.dim() - dims[0] != twin.dim() - dims[1]:
+                raise LeafMismatchError(
+                    explain(
+                        f"{call}: {dotted((*at, key))!r} has another number of features in the second tree.",
+                        expected=f"shape {list(node.shape)} in a batch of {dims[0]} dimensions",
+                        got=f"shape {list(twin.shape)} in a batch of {dims[1]}",
+                        hint="give both the same dimensions after the batch; those of size 1 are expanded.",
+                    )
+                )
+    return differ
 
 
 def _comparison(fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

@@ -6,10 +6,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import LeafOp, TensorCollection, iter_leaves, leaf_paths
+from tdfunc._collection import LeafOp, TensorCollection, iter_leaves, leaf_paths, with_leaves
 from tdfunc._errors import explain
 from tdfunc._shapes import dim_index
-from tdfunc._types import Names
+from tdfunc._types import Names, Path
 
 T = TypeVar("T", bound=TensorCollection)
 # Takes a leaf, the dimensions (never none) and keepdim.
@@ -24,8 +24,10 @@ def _reduce_leaves(tree: T, name: str, dim: Any, keepdim: bool, kernel: Kernel) 
         return kernel(x, dims, keepdim) if dims else kernel(x.unsqueeze(-1), (x.dim(),), False)
 
     if dim == "feature":
-        op = LeafOp(name, lambda x: over(x, tuple(range(n, x.dim()))), lambda old: old[:n], lambda names: names[:n])
-        return tree._map(op)
+        # Each node has its own batch size, so its leaves have their own features.
+        found = dict(iter_leaves(tree))
+        sizes = [(found[path], _batch_dims(tree, path)) for path in leaf_paths(tree)]
+        return with_leaves(tree, [over(x, tuple(range(batch, x.dim()))) for x, batch in sizes])
     if dim is None:
         op = LeafOp(name, lambda x: over(x, tuple(range(x.dim()))), lambda old: _reduced(old, range(len(old)), keepdim))
         return tree._map(op)
@@ -38,6 +40,12 @@ def _reduce_leaves(tree: T, name: str, dim: Any, keepdim: bool, kernel: Kernel) 
         name, lambda x: over(x, dims), lambda old: _reduced(old, dims, keepdim), names_after, args=(dims, keepdim)
     )
     return tree._map(op)
+
+
+def _batch_dims(tree: TensorCollection, path: Path) -> int:
+    for key in path[:-1]:
+        tree = tree._data[key]
+    return len(tree._batch_size)
 
 
 def _reduced(size: Size, dims: Iterable[int], keepdim: bool) -> Size:
@@ -72,6 +80,10 @@ def reduce(tree: TensorCollection, name: str, dim: Any, keepdim: bool, whole: bo
 
 
 def _prod(x: Tensor, dims: tuple[int, ...], keepdim: bool, **kwargs: Any) -> Tensor:
+    # torch.prod takes one dimension or all; all at once rounds once.
+    if len(dims) == x.dim():
+        out = torch.prod(x, **kwargs)
+        return out.reshape([1] * x.dim()) if keepdim else out
     for d in sorted(dims, reverse=True):
         x = torch.prod(x, d, keepdim=keepdim, **kwargs)
     return x

@@ -51,7 +51,8 @@ def _resized(n: int, size: Size, method: str) -> Callable[[Any], Any]:
         nonlocal last, call
         shape = x.shape
         if shape != last:
-            last, call = shape, methodcaller(method, *size, *shape[n:])
+            # A call without any size is spelled with an empty tuple.
+            last, call = shape, methodcaller(method, *((*size, *shape[n:]) or ((),)))
         return call(x)
 
     return leaf
@@ -167,7 +168,8 @@ def expand(tree: T, shape: tuple[int, ...]) -> T:
         expected = f"sizes of 1 to grow in {list(old)}"
         what = "expand: the batch cannot be expanded to this shape."
         raise RuntimeError(explain(what, expected=expected, got=str(list(shape))))
-
+    if full == tuple(old):
+        return tree
     # New dimensions go before all of the leaf's own.
     leaf = _resized(n, Size(full), "expand")
     return tree._shape(_op(tree, "expand", leaf, lambda _: full, lambda names: (*[None] * lead, *names), full))

@@ -69,6 +69,9 @@ def flatten_keys(tree: TensorCollection, separator: str) -> Any:
 class _Branch(dict[str, Any]):
     """Entries on their way to becoming a tree: nodes with their kinds, and branches."""
 
+    # A tree that an unsplit key holds here; the entries are written over its own.
+    base: TensorCollection | None = None
+
 
 def unflatten_keys(tree: TensorCollection, separator: str) -> Any:
     """Split keys at the separator into nested trees."""
@@ -82,11 +85,18 @@ def unflatten_keys(tree: TensorCollection, separator: str) -> Any:
             here = here.setdefault(part, _Branch())
             if not isinstance(here, _Branch):
                 raise _clash(key, path[: i + 1], separator)
-        if path[-1] in here:
+        node, last = tree._get(key), path[-1]
+        if isinstance(node, TensorCollection):
+            here = here.setdefault(last, _Branch())
+            if not isinstance(here, _Branch) or here.base is not None:
+                raise _clash(key, path, separator)
+            here.base = node
+        elif last in here:
             raise _clash(key, path, separator)
-        here[path[-1]] = (tree._get(key), tree._kinds.get(key))
+        else:
+            here[last] = (node, tree._kinds.get(key))
     ties = remap(tree._ties, lambda path: (*renamed[path[0]], *path[1:]))
-    new = _grown(root, tree)
+    new = _grown(root, tree, separator)
     return restore_ties(new._replace(names=tree._names, batch_size=tree._batch_size), ties)
 
 
@@ -100,18 +110,24 @@ def _clash(key: str, path: Path, separator: str) -> MissingKeyError:
     )
 
 
-def _grown(branch: _Branch, like: TensorCollection) -> Any:
+def _grown(branch: _Branch, like: TensorCollection, separator: str) -> Any:
     data: dict[str, Node] = {}
     kinds: dict[str, Kind] = {}
     for key, item in branch.items():
         if isinstance(item, _Branch):
-            data[key] = _grown(item, like)
+            data[key] = _grown(item, like, separator)
         else:
             data[key], kind = item
             if kind is not None:
                 kinds[key] = kind
     new = TensorCollection._open._make(data, like._batch_size, like._device)
-    return new._replace(kinds=kinds) if kinds else new
+    new = new._replace(kinds=kinds) if kinds else new
+    if branch.base is None:
+        return new
+    for path, _ in iter_items(new, True, True):
+        if has(branch.base, path):
+            raise _clash(dotted(path), path, separator)
+    return update(branch.base, new) if data else branch.base
 
 
 def rename_key(tree: T, old: NestedKey, new: NestedKey, safe: bool) -> T:

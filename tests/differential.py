@@ -1,0 +1,473 @@
+"""The machinery of the differential test: cases, outcomes, and how two outcomes compare."""
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from tdfunc import TensorDict
+from tdfunc._collection import TensorCollection
+from tdfunc._nontensor import NonTensorBase
+from tests.incumbent import Incumbent, IncumbentBase, IncumbentNonTensor
+from tests.random_trees import like, random_index, random_leaf, random_tree
+
+
+@dataclass
+class Case:
+    """One operation on given trees, spelled for both libraries."""
+
+    name: str
+    detail: Any
+    inputs: list
+    ours: Callable
+    theirs: Callable
+    # The same operation of plain torch on one leaf: (leaf, number of batch dimensions) -> leaf.
+    oracle: Callable | None = None
+    tags: set = field(default_factory=set)
+
+
+@dataclass
+class Outcome:
+    """What a call returned, in a form that both libraries share, or what it raised."""
+
+    value: Any = None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A returned tree."""
+
+    size: tuple
+    names: tuple
+    entries: dict
+
+
+@dataclass(frozen=True)
+class Words:
+    """Returned non-tensor data."""
+
+    values: Any
+
+
+def outcome(fn, inputs, cls):
+    """Run one side."""
+    try:
+        return Outcome(simplify(fn(*[branch.build(cls) for branch in inputs])))
+    except Exception as error:  # noqa: BLE001 - any error is an outcome
+        return Outcome(error=error)
+
+
+def simplify(value):
+    """Return a result without the classes of its library."""
+    if isinstance(value, TensorCollection):
+        entries = {key: simplify(value._get(key)) for key in list(value.keys())}
+        return Tree(tuple(value.batch_size), tuple(value.names), entries)
+    if isinstance(value, IncumbentNonTensor):
+        return Words(_plain(value.tolist()))
+    if isinstance(value, IncumbentBase):
+        entries = {key: simplify(value.get(key)) for key in list(value.keys())}
+        return Tree(tuple(value.batch_size), tuple(value.names), entries)
+    if isinstance(value, NonTensorBase):
+        return Words(_plain(value.tolist()))
+    if isinstance(value, tuple | list):
+        return tuple(simplify(item) for item in value)
+    return value
+
+
+def _plain(value):
+    return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
+def differences(a, b, at=()):
+    """Yield (kind, path) for each way in which two simplified results differ."""
+    if isinstance(a, Tree) and isinstance(b, Tree):
+        if a.size != b.size:
+            yield "size", at
+        # tensordict gives the names of a tree to the trees inside it; here names belong to one node.
+        if a.names != b.names and all(isinstance(part, int) for part in at):
+            yield "names", at
+        if a.entries.keys() != b.entries.keys():
+            yield "keys", at
+        elif list(a.entries) != list(b.entries):
+            yield "order", at
+        for key in a.entries.keys() & b.entries.keys():
+            yield from differences(a.entries[key], b.entries[key], (*at, key))
+    elif isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        if a.dtype != b.dtype:
+            yield "dtype", at
+        if a.shape != b.shape:
+            yield "shape", at
+        elif a.dtype == b.dtype and not same_tensor(a, b):
+            yield "value", at
+    elif isinstance(a, tuple) and isinstance(b, tuple):
+        if len(a) != len(b):
+            yield "count", at
+        for i, (x, y) in enumerate(zip(a, b, strict=False)):
+            yield from differences(x, y, (*at, i))
+    elif type(a) is not type(b) or a != b:
+        yield "class" if type(a) is not type(b) else "value", at
+
+
+def same_tensor(a, b):
+    """Equal values, NaN included."""
+    return torch.equal(a, b) or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+# -- cases ------------------------------------------------------------------------------------------------------
+
+
+def random_case(rng):
+    """One random pair of tree and operation."""
+    return MAKERS[rng.integers(len(MAKERS))](rng)
+
+
+def _edit(fn):
+    """Spell an edit for tensordict, which writes to the tree: on a copy that shares the tensors."""
+
+    def call(tree, *rest):
+        copy = tree.clone(recurse=False)
+        result = fn(copy, *rest)
+        return copy if result is None else result
+
+    return call
+
+
+def _same(name, detail, inputs, fn, oracle=None, **tags):
+    return Case(name, detail, inputs, fn, fn, oracle, {tag for tag, on in tags.items() if on})
+
+
+def _key(rng, branch):
+    """A key of the tree or, sometimes, another one, also nested."""
+    found = list(branch.entries)
+    key = str(rng.choice(found)) if found and rng.random() < 0.7 else str(rng.choice(["a", "new", "b"]))
+    return (key, "in") if rng.random() < 0.2 else key
+
+
+def make_construct(rng):
+    """A case of construct."""
+    branch = random_tree(rng)
+    size = branch.size if rng.random() < 0.6 else (5,)
+    device = "cpu" if rng.random() < 0.2 else None
+
+    def build(cls):
+        data = {k: v.build(cls) if hasattr(v, "build") else v for k, v in branch.entries.items()}
+        return cls(data, batch_size=list(size), device=device)
+
+    return Case("construct", (size, device), [], lambda: build(TensorDict), lambda: build(Incumbent))
+
+
+def make_set(rng):
+    """A case of set."""
+    branch = random_tree(rng)
+    key = _key(rng, branch)
+    value = random_leaf(rng, branch.size if rng.random() < 0.8 else (7,))
+    if rng.random() < 0.3:
+        value = [3, 2.5, True, "text", random_leaf(rng, branch.size).tolist()][rng.integers(5)]
+    return Case("set", (key, value), [branch], lambda t: t.set(key, value), _edit(lambda t: t.set(key, value)))
+
+
+def make_get(rng):
+    """A case of get."""
+    branch = random_tree(rng)
+    key = _key(rng, branch)
+    if rng.random() < 0.5:
+        return Case("get", key, [branch], lambda t: t.get(key), lambda t: _unwrapped(t, key))
+    return Case("getitem", key, [branch], lambda t: t[key], lambda t: t[key])
+
+
+def _unwrapped(tree, key):
+    return None if tree.get(key, None) is None else tree[key]
+
+
+def make_update(rng):
+    """A case of update."""
+    branch = random_tree(rng)
+    other = like(rng, branch, change=True) if rng.random() < 0.5 else random_tree(rng, branch.size)
+    return Case("update", None, [branch, other], lambda t, o: t.update(o), _edit(lambda t, o: t.update(o)))
+
+
+def make_delete(rng):
+    """A case of delete."""
+    branch = random_tree(rng)
+    key = _key(rng, branch)
+    return Case("delete", key, [branch], lambda t: t.delete(key), _edit(lambda t: t.del_(key)))
+
+
+def make_keys(rng):
+    """A case of keys."""
+    branch = random_tree(rng)
+    keys = [_key(rng, branch) for _ in range(rng.integers(0, 3))]
+    name = str(rng.choice(["select", "exclude"]))
+    return _same(name, keys, [branch], lambda t: getattr(t, name)(*keys))
+
+
+def make_flatten_keys(rng):
+    """A case of flatten keys."""
+    branch = random_tree(rng)
+    separator = str(rng.choice([".", "/", "_"]))
+    name = str(rng.choice(["flatten_keys", "unflatten_keys"]))
+    return _same(name, separator, [branch], lambda t: getattr(t, name)(separator))
+
+
+def make_rename(rng):
+    """A case of rename."""
+    branch = random_tree(rng)
+    old, new = _key(rng, branch), _key(rng, branch)
+    rename = _edit(lambda t: t.rename_key_(old, new))
+    return Case("rename_key", (old, new), [branch], lambda t: t.rename_key(old, new), rename)
+
+
+def make_index(rng):
+    """A case of index."""
+    branch = random_tree(rng)
+    index = random_index(rng, branch.size)
+    return _same("index", index, [branch], lambda t: t[index], lambda x, n: x[full_index(index, n, x.dim())])
+
+
+def full_index(index, n, ndim):
+    """The index of a leaf that reaches its batch dimensions only: an Ellipsis must not span features."""
+    items = index if isinstance(index, tuple) else (index,)
+    if not any(item is Ellipsis for item in items):
+        return tuple(map(_as_torch, items))
+    used = sum(_width(item) for item in items)
+    filled = []
+    for item in items:
+        filled.extend([slice(None)] * (n - used) if item is Ellipsis else [_as_torch(item)])
+    return tuple(filled)
+
+
+def _as_torch(item):
+    # Lists of bools or ints, arrays and ranges as one tensor: torch reads a list inside a list as a tuple.
+    if isinstance(item, list | range | np.ndarray):
+        tensor = torch.as_tensor(list(item) if isinstance(item, range) else item)
+        return tensor if tensor.numel() or tensor.dtype is torch.bool else tensor.long()
+    return item
+
+
+def _width(item):
+    if item is None or item is Ellipsis or isinstance(item, bool):
+        return 0
+    mask = _as_torch(item)
+    return mask.dim() if isinstance(mask, torch.Tensor) and mask.dtype is torch.bool else 1
+
+
+def _join(rng, name, fn):
+    branch = random_tree(rng)
+    others = [like(rng, branch, change=rng.random() < 0.1) for _ in range(rng.integers(0, 3))]
+    dim = int(rng.integers(-len(branch.size) - 1, len(branch.size) + 1))
+    return _same(name, dim, [branch, *others], lambda *trees: fn(list(trees), dim))
+
+
+def right_aligned(tensor, features):
+    """A tensor over the batch with dimensions of size 1 for the features."""
+    return tensor[(..., *[None] * features)]
+
+
+def make_stack(rng):
+    """A case of stack."""
+    return _join(rng, "stack", torch.stack)
+
+
+def make_cat(rng):
+    """A case of cat."""
+    return _join(rng, "cat", torch.cat)
+
+
+def make_shape(rng):
+    """A case of shape."""
+    branch = random_tree(rng)
+    n = len(branch.size)
+    dims = [int(d) for d in rng.integers(-n - 1, n + 1, size=2)]
+    order = [int(d) for d in rng.permutation(n)]
+    if rng.random() < 0.1:
+        order = order[:-1]
+    numel = int(np.prod(branch.size))
+    shapes = [(-1,), (numel,), branch.size[::-1], (*branch.size, 1), (2, -1), (-1, 0), (5, 5)]
+    shape = shapes[rng.integers(len(shapes))]
+    wide = tuple(4 if s == 1 else (-1 if rng.random() < 0.3 else s) for s in branch.size)
+    wide = ((2, *wide), wide, wide[1:])[rng.integers(3)]
+    calls = {
+        "reshape": (shape, lambda t: t.reshape(*shape), lambda x, n: x.reshape((*_filled(shape, numel), *x.shape[n:]))),
+        "view": (shape, lambda t: t.view(*shape), lambda x, n: x.view((*_filled(shape, numel), *x.shape[n:]))),
+        "flatten": (dims, lambda t: t.flatten(*dims), None),
+        "unflatten": (dims[0], lambda t: t.unflatten(dims[0], (-1, 1)), None),
+        "permute": (order, lambda t: t.permute(*order), lambda x, n: x.permute((*order, *range(n, x.dim())))),
+        "transpose": (dims, lambda t: t.transpose(*dims), lambda x, n: x.transpose(*(d % n for d in dims))),
+        "unsqueeze": (dims[0], lambda t: t.unsqueeze(dims[0]), lambda x, n: x.unsqueeze(dims[0] % (n + 1))),
+        "squeeze": (dims[0], lambda t: t.squeeze(dims[0]), lambda x, n: x.squeeze(dims[0] % n)),
+        "squeeze_all": (None, lambda t: t.squeeze(), None),
+        "expand": (wide, lambda t: t.expand(*wide), lambda x, n: x.expand((*wide, *x.shape[n:]))),
+    }
+    name = str(rng.choice(list(calls)))
+    return _same(name, calls[name][0], [branch], calls[name][1], calls[name][2])
+
+
+def _filled(shape, numel):
+    rest = -int(np.prod(shape))
+    return tuple(numel // rest if s == -1 and rest > 0 else s for s in shape)
+
+
+def make_split(rng):
+    """A case of split."""
+    branch = random_tree(rng)
+    n = len(branch.size)
+    dim = int(rng.integers(-n - 1, n + 1))
+    total = branch.size[dim] if -n <= dim < n else 2
+    sizes = [1, 2, [1, total - 1], [total], [1, 1]][rng.integers(5)]
+    calls = {
+        "split": ((sizes, dim), lambda t: t.split(sizes, dim), lambda x, n: x.split(sizes, dim % n)),
+        "chunk": ((2, dim), lambda t: t.chunk(2, dim), lambda x, n: x.chunk(2, dim % n)),
+        "unbind": (dim, lambda t: t.unbind(dim), lambda x, n: x.unbind(dim % n)),
+    }
+    name = str(rng.choice(list(calls)))
+    return _same(name, calls[name][0], [branch], calls[name][1], calls[name][2])
+
+
+def make_gather(rng):
+    """A case of gather."""
+    branch = random_tree(rng, nontensor=rng.random() < 0.2)
+    n = len(branch.size)
+    dim = int(rng.integers(-n - 1, n + 1))
+    high = branch.size[dim] if -n <= dim < n else 1
+    shape = list(branch.size)
+    if -n <= dim < n:
+        shape[dim] = int(rng.integers(0, 4))
+    index = torch.as_tensor(rng.integers(0, max(high, 1), size=shape))
+
+    def oracle(x, n):
+        wide = right_aligned(index, x.dim() - n).expand(*index.shape, *x.shape[n:])
+        return torch.gather(x, dim % n, wide)
+
+    return _same("gather", (dim, index), [branch], lambda t: t.gather(dim, index), oracle)
+
+
+def make_where(rng):
+    """A case of where."""
+    branch = random_tree(rng, nontensor=rng.random() < 0.2)
+    condition = torch.as_tensor(rng.random(branch.size if rng.random() < 0.8 else branch.size[:1]) < 0.5)
+    if rng.random() < 0.5:
+        other = like(rng, branch, change=rng.random() < 0.1)
+        return _same("where", condition, [branch, other], lambda t, o: t.where(condition, o))
+    number = [0, 1.5, True][rng.integers(3)]
+
+    def oracle(x, n):
+        return torch.where(right_aligned(condition, x.dim() - n), x, number)
+
+    return _same("where", (condition, number), [branch], lambda t: t.where(condition, number), oracle)
+
+
+def make_masked_select(rng):
+    """A case of masked select."""
+    branch = random_tree(rng)
+    mask = torch.as_tensor(rng.random(branch.size[: rng.integers(0, len(branch.size) + 1)]) < 0.5)
+    return _same("masked_select", mask, [branch], lambda t: t.masked_select(mask), lambda x, n: x[mask])
+
+
+def make_copy(rng):
+    """A case of copy."""
+    branch = random_tree(rng)
+    dtype = [torch.float32, torch.int64][rng.integers(2)]
+    calls = {
+        "clone": (lambda t: t.clone(), lambda x, n: x.clone()),
+        "detach": (lambda t: t.detach(), lambda x, n: x.detach()),
+        "to_dtype": (lambda t: t.to(dtype), lambda x, n: x.to(dtype)),
+        "to_device": (lambda t: t.to("cpu"), lambda x, n: x),
+    }
+    name = str(rng.choice(list(calls)))
+    return _same(name, dtype, [branch], *calls[name])
+
+
+def make_apply(rng):
+    """A case of apply."""
+    branch = random_tree(rng)
+    calls = {
+        "double": (lambda x: x + x, lambda x, n: x + x),
+        "drop": (lambda x: x if x.is_floating_point() else None, None),
+        "shrink": (lambda x: x.sum(), None),
+    }
+    name = str(rng.choice(list(calls)))
+    fn, oracle = calls[name]
+    if rng.random() < 0.3:
+        return _same("named_apply", name, [branch], lambda t: t.named_apply(lambda key, x: fn(x)), oracle)
+    return _same("apply", name, [branch], lambda t: t.apply(fn), oracle)
+
+
+OPERATORS = (
+    "add", "sub", "mul", "truediv", "pow", "floordiv", "mod", "and_", "or_", "xor", "eq", "ne", "lt", "le", "gt", "ge",
+)  # fmt: skip
+
+
+def make_pointwise(rng):
+    """A case of pointwise."""
+    branch = random_tree(rng, dtype=None if rng.random() < 0.5 else torch.float32)
+    name = str(rng.choice(OPERATORS))
+    fn = getattr(operator, name)
+    kind = rng.integers(4)
+    if kind == 0:
+        other = like(rng, branch, change=rng.random() < 0.15)
+        return _same(name, "tree", [branch, other], fn)
+    if kind == 1:
+        shape = branch.size if rng.random() < 0.7 else branch.size[-1:]
+        operand = random_leaf(rng, shape, torch.float32)
+        operand = operand.reshape(*operand.shape[: len(shape)], -1)[..., 0] if operand.numel() else torch.ones(shape)
+        operand = operand.nan_to_num()
+
+        def oracle(x, n):
+            # A tensor without dimensions promotes as a number does, so it stays one.
+            return fn(x, right_aligned(operand, x.dim() - n) if operand.dim() else operand)
+
+        return _same(name, operand, [branch], lambda t: fn(t, operand), oracle)
+    number = [2, 0.5, True, -1][rng.integers(4)]
+    if kind == 2:
+        return _same("r" + name, number, [branch], lambda t: fn(number, t), lambda x, n: fn(number, x))
+    return _same(name, number, [branch], lambda t: fn(t, number), lambda x, n: fn(x, number))
+
+
+UNARY = (
+    "abs", "neg", "exp", "log", "sqrt", "sigmoid", "sign", "floor", "round", "isnan", "isfinite", "reciprocal", "frac",
+    "bitwise_not", "logical_not", "sin", "tanh", "erf", "lgamma", "trunc",
+)  # fmt: skip
+
+
+def make_unary(rng):
+    """A case of unary."""
+    branch = random_tree(rng, dtype=None if rng.random() < 0.5 else torch.float32)
+    name = str(rng.choice(UNARY))
+    if not hasattr(Incumbent, name):
+        return _same(name, None, [branch], lambda t: t.apply(getattr(torch, name)))
+    return _same(name, None, [branch], lambda t: getattr(t, name)(), lambda x, n: getattr(torch, name)(x))
+
+
+def make_reduce(rng):
+    """A case of reduce."""
+    branch = random_tree(rng, dtype=None if rng.random() < 0.3 else torch.float32)
+    name = str(rng.choice(["sum", "mean", "prod", "amax", "amin", "std", "var", "all", "any"]))
+    n = len(branch.size)
+    dim = [None, int(rng.integers(-n - 1, n + 1)), "feature"][rng.integers(3)]
+    keep = {"keepdim": True} if name not in ("all", "any") and rng.random() < 0.3 else {}
+    if name in ("all", "any"):
+        dim = None if dim == "feature" else dim
+    arguments = {} if dim is None else {"dim": dim}
+
+    def oracle(x, n):
+        dims = tuple(range(x.dim())) if dim is None else (dim % n,)
+        if name == "prod" and dim is None:
+            return x.prod().reshape([1] * x.dim() if keep else [])
+        x, dims = (x, dims) if dims else (x.unsqueeze(-1), (-1,))
+        return getattr(torch, name)(x, dims[0] if name == "prod" else dims, keepdim=bool(keep) and dims != (-1,))
+
+    is_tree = dim is not None or name not in ("all", "any")
+    known = oracle if is_tree and dim != "feature" else None
+    return _same(name, (dim, keep), [branch], lambda t: getattr(t, name)(**arguments, **keep), known)
+
+
+MAKERS = [
+    make_construct, make_set, make_get, make_update, make_delete, make_keys, make_flatten_keys, make_rename,
+    make_index, make_index, make_index, make_stack, make_cat, make_shape, make_shape, make_shape, make_split,
+    make_gather, make_where, make_masked_select, make_copy, make_apply, make_pointwise, make_pointwise, make_unary,
+    make_reduce,
+]  # fmt: skip
