@@ -171,23 +171,23 @@ def parse(raw: bytes, size_bytes: int, *, verify: bool) -> Header:
     if found is None:
         metadata, entries = parse_entries(raw, size_bytes)
         if verify and any(key.startswith("tdfunc") for key in metadata):
-            raise CorruptCheckpointError(
-                explain(
-                    "the header was altered, or another program wrote it again with the metadata of an older file.",
-                    expected=f"a header that starts with {_START}",
-                    got=repr(raw[8:60]),
-                    hint="restore the file from a copy, or read what is there: load(path, verify=False).",
-                )
-            )
+            raise _altered(f"a header that starts with {_START}", repr(raw[8:60]))
         return Header(metadata, None, "", entries)
     algorithm, recorded = found[1].decode("latin-1"), found[2].decode()
     if verify:
         check_algorithm(algorithm)
-        check_digest("the header", recorded, digest(raw))
+        if recorded != digest(raw):
+            raise _altered(f"{ALGORITHM} {recorded}", f"{ALGORITHM} {digest(raw)}")
     text = raw[8:].decode()
     metadata, end = json.JSONDecoder(object_pairs_hook=unique).raw_decode(text, len('{"__metadata__":'))
     _check_text(metadata)
     return Header(metadata, algorithm, text[end:], None)
+
+
+def _altered(expected: str, got: str) -> CorruptCheckpointError:
+    what = "the header is damaged, or another program wrote it again with the metadata of an older file."
+    hint = "restore the file from a copy, or read what is there: load(path, verify=False)."
+    return CorruptCheckpointError(explain(what, expected=expected, got=got, hint=hint))
 
 
 def check_version(metadata: dict[str, str]) -> None:

@@ -377,6 +377,7 @@ def test_misaligned_leaves_are_copied(tmp_path):
     assert bytes(back["a"].tolist()) == b"abc"
     assert torch.equal(back["b"], data)
     assert torch.equal(back["c"], data.bfloat16())
+    assert back["b"].data_ptr() % 4 == back["c"].data_ptr() % 2 == 0
 
 
 def test_a_file_written_again_by_another_program(tmp_path):

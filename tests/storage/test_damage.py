@@ -220,6 +220,17 @@ def test_hostile_trees(case, verify, tmp_path):
         load(tmp_path / "f.safetensors", verify=verify)
 
 
+@pytest.mark.parametrize("name", ["w", "__metadata__"])
+def test_names_that_stand_for_two_things(name, tmp_path):
+    """Of two leaves of one name, other readers would see one; or they would not open the file."""
+    entries = [W, entry(name, "F32", [2], 8, 16)]
+    raw = forge(tree(node("wx", [0, [0, "", name]])), entries, DATA * 2, leaves="0" * 32)
+    (tmp_path / "f.safetensors").write_bytes(raw)
+
+    with pytest.raises(CorruptCheckpointError, match="distinct names"):
+        load(tmp_path / "f.safetensors")
+
+
 def test_deep_paths_cost_no_more_than_the_file(tmp_path):
     """A small file could name a deep path for each of many leaves, and fill the memory with names."""
     depth = 2000
