@@ -1,6 +1,6 @@
 """Several trees into one: `stack` and `cat`, which check keys, shapes, dtypes, kinds and ties and name what differs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, NoReturn, TypeVar
@@ -109,12 +109,70 @@ def _first(trees: Sequence[T], call: str) -> tuple[T, Sequence[T]]:
 
 
 def _joined(op: LeafOp, first: T, others: Sequence[T]) -> T:
-    if not _plain_alike(first, others):
-        check_joinable(op.name, first, others)
     try:
+        done = None if torch.compiler.is_compiling() else _join_alike(op, (first, *others))
+        if done is not None:
+            return done
+        check_joinable(op.name, first, others)
         return first._shape(op, *others)
     except (RuntimeError, TypeError, TreeStructureError) as err:
         _explain_join(op, first, others, err)
+
+
+def _join_alike(op: LeafOp, trees: Sequence[T]) -> T | None:
+    """Join trees that differ in nothing but values, shapes and batch; None where it takes `check_joinable` to tell."""
+    # The leaves of all nodes together, so that checking and joining them is one call in C each.
+    columns: list[list[Any]] = [[] for _ in trees]
+    if not _gather(trees, columns):
+        return None
+    dtypes: list[Any] | None = None
+    for column in columns:
+        if not PLAIN.issuperset(map(type, column)):
+            return None
+        found = list(map(_DTYPE, column))
+        if dtypes is not None and found != dtypes:
+            return None
+        dtypes = found
+    return _regrow(op, trees[0], map(op.leaf, zip(*columns, strict=True)), {})
+
+
+def _gather(nodes: Sequence[TensorCollection], columns: list[list[Any]]) -> bool:
+    """Append the leaves of each node to its column; False if there are ties or classes, keys or kinds differ."""
+    first, cls = nodes[0], type(nodes[0])
+    static, keys = first._static, list(first._data)
+    if cls._shape is not TensorCollection._shape or (static is not None and static.ties):
+        return False
+    for node in nodes:
+        if type(node) is not cls or (node._static is not static and node._static != static) or list(node._data) != keys:
+            return False
+    if PLAIN.issuperset(map(type, first._data.values())):
+        for column, node in zip(columns, nodes, strict=True):
+            column += node._data.values()
+        return True
+    for children in zip(*[node._data.values() for node in nodes], strict=True):
+        if isinstance(children[0], TensorCollection):
+            if not _gather(children, columns):
+                return False
+        else:
+            for column, child in zip(columns, children, strict=True):
+                column.append(child)
+    return True
+
+
+def _regrow(op: LeafOp, node: T, leaves: Iterator[Any], sizes: dict[Size, Size]) -> T:
+    """Return the first tree's node around the joined leaves."""
+    size = sizes.get(node._batch_size)
+    if size is None:
+        size = sizes[node._batch_size] = op.size(node._batch_size) if op.size is not None else node._batch_size
+    data: dict[str, Any]
+    if PLAIN.issuperset(map(type, node._data.values())):
+        data = dict(zip(node._data, leaves, strict=False))
+    else:
+        data = {}
+        for key, child in node._data.items():
+            data[key] = _regrow(op, child, leaves, sizes) if isinstance(child, TensorCollection) else next(leaves)
+    names = op.names(node._names) if node._names is not None and op.names is not None else None
+    return node._make(data, size, node._device, names, node._static)
 
 
 def check_joinable(name: str, first: TensorCollection, others: Sequence[TensorCollection]) -> None:
@@ -156,21 +214,6 @@ def _check_nodes(name: str, first: TensorCollection, other: TensorCollection, at
         what = f"{name}: leaf {dotted((*at, key))!r} is of different kinds."
         expected, got = str(first._kinds.get(key)), str(other._kinds.get(key))
         raise LeafMismatchError(explain(what, expected=expected, got=got))
-
-
-def _plain_alike(first: TensorCollection, others: Sequence[TensorCollection]) -> bool:
-    """Whether all are untied nodes of plain tensors with equal keys and dtypes in one order: the common case."""
-    mine, cls = first._data, type(first)
-    if first._static is not None or not PLAIN.issuperset(map(type, mine.values())):
-        return False
-    keys, dtypes = list(mine), list(map(_DTYPE, mine.values()))
-    for other in others:
-        leaves = other._data.values()
-        if type(other) is not cls or other._static is not None or list(other._data) != keys:
-            return False
-        if not PLAIN.issuperset(map(type, leaves)) or list(map(_DTYPE, leaves)) != dtypes:
-            return False
-    return True
 
 
 def _mismatch(name: str, path: Path, node: Any, twin: Any) -> LeafMismatchError:
