@@ -30,7 +30,7 @@ class Block(nn.Module):
 class ResNet(nn.Module):
     """The structure of ResNet-18, narrow: 62 parameters and 60 buffers."""
 
-    def __init__(self, width: int = 8) -> None:
+    def __init__(self, width: int = 4) -> None:
         super().__init__()
         widths = [width, width * 2, width * 4, width * 8]
         self.conv1 = nn.Conv2d(3, width, 7, 2, 3, bias=False)

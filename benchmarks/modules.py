@@ -46,7 +46,7 @@ def same(leaf: Any) -> Any:
 
 
 def whole_cases() -> list[Case]:
-    x = torch.randn(2, 3, 32, 32)
+    x = torch.randn(2, 3, 16, 16)
     # The trees carry no gradients, so neither does the module: autograd would be recorded on one side only.
     module = ResNet().eval().requires_grad_(False)
     apply, params, buffers = tdf.functional(module)
@@ -86,7 +86,7 @@ NEW = ("swap, 62 parameters and 60 buffers, a new tree", "swap, 122 parameters, 
 SUITE = Suite(
     "modules",
     "Modules as functions",
-    "The model has the structure of ResNet-18, 8 channels wide: 62 parameters and 60 buffers. Swap: its forward "
+    "The model has the structure of ResNet-18, 4 channels wide: 62 parameters and 60 buffers. Swap: its forward "
     "returns the input, so what is left is putting the leaves in and taking them out; times are per leaf.",
     module_cases,
     (

@@ -19,6 +19,10 @@ OTHER, RAW, CHECKED = "tensordict", "raw dict", "checked dict"
 def tree_ways(n: int) -> dict[str, dict[str, Callable[[], Any]]]:
     raw = {f"k{i}": torch.randn(BATCH, 8) for i in range(n)}
     a, b = tdf.TensorDict(raw, [BATCH]), tensordict.TensorDict(raw, [BATCH])
+    # Several trees with tensors of their own, for stack, cat and add.
+    raws = [{k: torch.randn(BATCH, 8) for k in raw} for _ in range(4)]
+    ours, theirs = ([make(r, [BATCH]) for r in raws] for make in (tdf.TensorDict, tensordict.TensorDict))
+    r0, r1, r2, r3 = raws
     key, size, value = f"k{n // 2}", Size([BATCH]), torch.randn(BATCH, 8)
     rows, mask = torch.randint(0, BATCH, (16,)), torch.rand(BATCH) > 0.5
     return {
@@ -36,9 +40,9 @@ def tree_ways(n: int) -> dict[str, dict[str, Callable[[], Any]]]:
             RAW: lambda: {k: torch.neg(x) for k, x in raw.items()},
         },
         "stack": {
-            "tdfunc": lambda: torch.stack([a, a, a, a]),
-            OTHER: lambda: torch.stack([b, b, b, b]),
-            RAW: lambda: {k: torch.stack([raw[k], raw[k], raw[k], raw[k]]) for k in raw},
+            "tdfunc": lambda: torch.stack(ours),
+            OTHER: lambda: torch.stack(theirs),
+            RAW: lambda: {k: torch.stack([r0[k], r1[k], r2[k], r3[k]]) for k in r0},
         },
         "index int": {"tdfunc": lambda: a[3], OTHER: lambda: b[3], RAW: lambda: {k: x[3] for k, x in raw.items()}},
         "index slice": {
@@ -57,16 +61,20 @@ def tree_ways(n: int) -> dict[str, dict[str, Callable[[], Any]]]:
             RAW: lambda: {k: x[mask] for k, x in raw.items()},
         },
         "cat": {
-            "tdfunc": lambda: torch.cat([a, a]),
-            OTHER: lambda: torch.cat([b, b]),
-            RAW: lambda: {k: torch.cat([raw[k], raw[k]]) for k in raw},
+            "tdfunc": lambda: torch.cat(ours[:2]),
+            OTHER: lambda: torch.cat(theirs[:2]),
+            RAW: lambda: {k: torch.cat([r0[k], r1[k]]) for k in r0},
         },
         "reshape": {
             "tdfunc": lambda: a.reshape(4, 8),
             OTHER: lambda: b.reshape(4, 8),
             RAW: lambda: {k: x.reshape(4, 8, *x.shape[1:]) for k, x in raw.items()},
         },
-        "add": {"tdfunc": lambda: a + a, OTHER: lambda: b + b, RAW: lambda: {k: x + raw[k] for k, x in raw.items()}},
+        "add": {
+            "tdfunc": lambda: a + ours[0],
+            OTHER: lambda: b + theirs[0],
+            RAW: lambda: {k: x + r0[k] for k, x in raw.items()},
+        },
         "tree_map": {
             "tdfunc": lambda: tree_map(torch.neg, a),
             OTHER: lambda: tree_map(torch.neg, b),
