@@ -545,7 +545,7 @@ def _vote(children: tuple[Any, ...], context: Context) -> tuple[Size | None, tor
 def _follow(child: Any, old_ndim: int, size: Size) -> Any:
     """Give a child that has no say (non-tensor data, a tree without shapes) the new batch size of its parent."""
     if isinstance(child, NonTensorBase):
-        return child.rebatch(size + child.shape[old_ndim:])  # pyright: ignore
+        return child.follow(old_ndim, size)
     if isinstance(child, TensorCollection) and child._cache is _UNDECIDED:
         inner = {k: _follow(v, old_ndim, size) for k, v in child._data.items()}
         return child._replace(inner, batch_size=size + child._batch_size[old_ndim:])

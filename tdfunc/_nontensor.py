@@ -19,8 +19,10 @@ from tdfunc._shapes import as_size, index_size, normalize_index
 class NonTensorBase:
     """What `NonTensorData` and `NonTensorStack` share: a numpy object array seen through tensor methods."""
 
-    __slots__ = ("_array",)
+    __slots__ = ("_array", "_features")
     _array: np.ndarray[Any, Any]
+    # None, or for a stack whose batch a transformation took apart (inside vmap) its dimensions after that batch.
+    _features: int | None
 
     def __setattr__(self, name: str, value: object) -> None:
         raise ImmutableError(explain(f"{type(self).__name__} is immutable: .{name} = value.", hint="make a new one."))
@@ -29,6 +31,7 @@ class NonTensorBase:
     def _wrap(cls, array: np.ndarray[Any, Any]) -> Any:
         new = object.__new__(cls)
         object.__setattr__(new, "_array", array)
+        object.__setattr__(new, "_features", None)
         return new
 
     @property
@@ -41,9 +44,6 @@ class NonTensorBase:
 
     def dim(self) -> int:
         return self._array.ndim
-
-    def numel(self) -> int:
-        return self._array.size
 
     def _shaped(self, fn: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]) -> Any:
         return self._wrap(fn(self._array))
@@ -78,7 +78,7 @@ class NonTensorBase:
 
     def check_batch(self, size: Size, key: str) -> None:
         """Raise unless the values are laid out along this batch: inside vmap those of a stack are not."""
-        if self._array.shape[: len(size)] != size:
+        if self._features is not None or self._array.shape[: len(size)] != size:
             raise BatchSizeError(
                 explain(
                     f"{key!r} holds one value for each element of another batch.",
@@ -104,6 +104,10 @@ class NonTensorBase:
 
     def rebatch(self, size: Size) -> Any:
         """Return the data with another batch size, where they can have it; never raises."""
+        raise NotImplementedError
+
+    def follow(self, old_ndim: int, size: Size) -> Any:
+        """Return the data of a tree whose batch was `old_ndim` dimensions and is now `size`; never raises."""
         raise NotImplementedError
 
     @property
@@ -183,6 +187,7 @@ class NonTensorData(NonTensorBase):
         cell = np.empty((), dtype=object)
         cell[()] = data.data if isinstance(data, NonTensorData) else data
         object.__setattr__(self, "_array", np.broadcast_to(cell, as_size(batch_size)))
+        object.__setattr__(self, "_features", None)
 
     @property
     def data(self) -> Any:
@@ -208,6 +213,10 @@ class NonTensorData(NonTensorBase):
     def rebatch(self, size: Size) -> Any:
         """Return the value seen with another batch size."""
         return NonTensorData(self.data, size)
+
+    def follow(self, old_ndim: int, size: Size) -> Any:
+        """Return the value seen with the new batch size, and with the dimensions it had after the old one."""
+        return NonTensorData(self.data, size + self.shape[old_ndim:])
 
     # An array of the batch's size is neither written nor read.
     def __reduce__(self) -> Any:
@@ -236,6 +245,7 @@ class NonTensorStack(NonTensorBase):
         for i, value in enumerate(values):
             array[i] = value.data if isinstance(value, NonTensorData) else value
         object.__setattr__(self, "_array", array)
+        object.__setattr__(self, "_features", None)
 
     @classmethod
     def from_nested(cls, values: Any, ndim: int) -> "NonTensorStack":
@@ -271,6 +281,15 @@ class NonTensorStack(NonTensorBase):
     def rebatch(self, size: Size) -> Any:
         """Keep the values; an operation along a dimension checks that they still fit."""
         return self
+
+    def follow(self, old_ndim: int, size: Size) -> Any:
+        """Keep the values, and whether they are laid out along the batch; the way back makes that good again."""
+        shape = self._array.shape
+        features = len(shape) - old_ndim if self._features is None else self._features
+        new = self._wrap(self._array)
+        if shape != (*size, *shape[len(shape) - features :]):
+            object.__setattr__(new, "_features", features)
+        return new
 
     def __getitem__(self, index: Any) -> Any:
         result = super().__getitem__(index)
