@@ -1,5 +1,6 @@
 """tdfunc: immutable trees of tensors, and pure functions over them."""
 
+from tdfunc import optim as optim
 from tdfunc._errors import BatchSizeError as BatchSizeError
 from tdfunc._errors import CaptureError as CaptureError
 from tdfunc._errors import ConcurrencyError as ConcurrencyError
@@ -12,12 +13,22 @@ from tdfunc._errors import MissingKeyError as MissingKeyError
 from tdfunc._errors import TieError as TieError
 from tdfunc._errors import TreeStructureError as TreeStructureError
 from tdfunc._errors import UnsupportedError as UnsupportedError
+from tdfunc._jit import jit as jit
 from tdfunc._keys import Filter as Filter
 from tdfunc._keys import of_type as of_type
 from tdfunc._nontensor import NonTensorData as NonTensorData
 from tdfunc._nontensor import NonTensorStack as NonTensorStack
 from tdfunc._tensordict import TensorDict as TensorDict
 from tdfunc._types import Kind as Kind
+from tdfunc.ensemble.ensemble import Ensemble as Ensemble
+from tdfunc.ensemble.stack import init_ensemble as init_ensemble
+from tdfunc.ensemble.stack import stack_modules as stack_modules
+from tdfunc.ensemble.stack import unstack as unstack
+from tdfunc.ensemble.uncertainty import brier as brier
+from tdfunc.ensemble.uncertainty import ece as ece
+from tdfunc.ensemble.uncertainty import nll as nll
+from tdfunc.ensemble.uncertainty import reliability_curve as reliability_curve
+from tdfunc.ensemble.uncertainty import uncertainty as uncertainty
 from tdfunc.modules.extract import from_module as from_module
 from tdfunc.modules.extract import split as split
 from tdfunc.modules.functional import Apply as Apply
@@ -27,5 +38,7 @@ from tdfunc.ops.join import stack as stack
 from tdfunc.ops.structure import combine as combine
 from tdfunc.ops.structure import in_dims as in_dims
 from tdfunc.ops.structure import partition as partition
+from tdfunc.storage.checkpoint import load as load
+from tdfunc.storage.checkpoint import save as save
 
 __version__ = "0.1.0"
