@@ -43,11 +43,10 @@ def save(td: TensorCollection, path: str | os.PathLike[str], *, fsync: bool = Tr
 
     Examples:
         >>> import tempfile
-        >>> from tdfunc.storage.checkpoint import load, save
         >>> td = TensorDict({"w": torch.ones(2, 3), "note": "first"}, batch_size=[2], names=["row"])
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     save(td, folder + "/tree.safetensors")
-        ...     back = load(folder + "/tree.safetensors")
+        ...     tdf.save(td, folder + "/tree.safetensors")
+        ...     back = tdf.load(folder + "/tree.safetensors")
         >>> bool((back == td).all()), back.names, back["note"]
         (True, ['row'], 'first')
     """
