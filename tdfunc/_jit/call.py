@@ -46,6 +46,7 @@ class Jitted(Generic[P, R]):
         functools.update_wrapper(self, fn)
         self._fn, self._backend, self._cache_size = fn, backend, cache_size
         self._environment = Environment(fn)
+        self._contexts = Contexts()
         self._lock = threading.RLock()
         self.cache_clear()
 
@@ -87,7 +88,7 @@ class Jitted(Generic[P, R]):
         """Forget all traces and counts."""
         with self._lock:
             self._programs: OrderedDict[Any, _Program] = OrderedDict()
-            self._contexts = Contexts()
+            self._contexts.clear()
             self._last: tuple[Any, Any] = (None, None)
             self._hits = self._misses = 0
 

@@ -36,14 +36,18 @@ class Contexts:
         self._known: dict[int, tuple[Any, int]] = {}
         self._next = count()
 
+    def clear(self) -> None:
+        """Forget the numbers; none of them is given again, since a call in another thread may still hold one."""
+        self._numbers.clear()
+        self._known.clear()
+
     def number(self, cls: type, context: Any) -> int:
         """Return one number for equal static data: class, batch size, device, names, kinds, ties and key order."""
         found = self._known.get(id(context))
         if found is not None and found[0] is context:
             return found[1]
         if len(self._known) >= _MAX_CONTEXTS:
-            self._known.clear()
-            self._numbers.clear()
+            self.clear()
         key = (cls, *_full(context))
         number = self._numbers.get(key)
         if number is None:

@@ -70,8 +70,8 @@ class Optimizer:
                 members; the message names it.
             BatchSizeError: A hyperparameter does not have the batch size of `params`.
         """
-        name, size = self.rule.name, params._batch_size
-        leaves = trainable(name, params)
+        name = self.rule.name
+        leaves, size = trainable(name, params), params._batch_size
         device = leaves[0].device if leaves else None
         # Expanded: the strides prove that all members have done as many steps.
         data: dict[str, Any] = {"step": torch.zeros((), dtype=torch.int64, device=device).expand(size)}
@@ -79,9 +79,7 @@ class Optimizer:
             data[key] = value.detach().clone() if value.dim() else value.detach().clone().expand(size)
             check_members(name, key, data[key], params, leaves)
         for slot in self.rule.slots:
-            data[slot] = rebuild(
-                params, [torch.zeros_like(leaf, memory_format=torch.contiguous_format) for leaf in leaves]
-            )
+            data[slot] = rebuild(params, [torch.zeros_like(leaf) for leaf in leaves])
         return TensorCollection._open._make(data, size, params._device, params._names)
 
     def update(
@@ -115,8 +113,8 @@ class Optimizer:
                 or a hyperparameter does not fit it; the message names the leaf.
             BatchSizeError: `active`, or the step count in the state, does not have the batch size of `params`.
         """
-        name, size = self.rule.name, params._batch_size
-        leaves = trainable(name, params)
+        name = self.rule.name
+        leaves, size = trainable(name, params), params._batch_size
         tensors = self._tensors()
         check_state(name, state, {"step", *self.rule.slots, *tensors}, size)
         gradients = matched(name, "gradient", params, leaves, grads)

@@ -15,6 +15,15 @@ from tdfunc.optim._lists import Leaves
 
 def trainable(name: str, params: TensorCollection) -> Leaves:
     """Return the leaves of params; each must be a floating-point tensor."""
+    if not isinstance(params, TensorCollection):
+        raise TypeError(
+            explain(
+                f"{name}: params must be a tree.",
+                expected="a TensorDict",
+                got=type(params).__name__,
+                hint="TensorDict(params) makes one of a dict; tdfunc.functional(module) gives a module's.",
+            )
+        )
     leaves = collect(params)
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():

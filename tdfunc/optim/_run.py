@@ -39,8 +39,8 @@ class Rule:
         slots: The trees that it keeps in the state, shaped like the parameters.
         lists: Assigns the lists after the step to its `Work`.
         fused: Overwrites the tensors of its `Work`, or returns False where it does not apply. Called only when all
-            values are floats, all members have done as many steps, and all tensors are contiguous and of one dtype
-            and device.
+            values are floats, all members have done as many steps, and the tensors have one dtype, device and layout
+            in memory.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Run:
         # To keep a member as it is, its old values must be there after the step.
         donate = self.donate and self.active is None
         with torch.no_grad():
-            new = old if donate else [leaf.clone(memory_format=torch.contiguous_format) for leaf in old]
+            new = old if donate or not old else list(torch._foreach_clone(old))  # pyright: ignore[reportPrivateImportUsage]
             reads = [*grads, self.count, *self.tensors.values()]
             kernel = partial(_kernel, self.rule, self.hyper, tuple(self.tensors))
             if trace is None:
@@ -118,7 +118,7 @@ def _kernel(rule: Rule, hyper: Mapping[str, Any], names: tuple[str, ...], writes
 def _step_group(rule: Rule, work: Work, values: Values) -> None:
     targets = [work.params, *work.slots.values()]
     if _can_fuse(work, targets, values):
-        grads = [grad.contiguous() for grad in work.grads]
+        grads = list(map(_aligned, work.grads, work.params))
         if rule.fused(Work(work.params, grads, work.slots, work.step), values):
             return
     work = _promoted(work)
@@ -146,13 +146,27 @@ def _all_real(leaves: Leaves) -> bool:
 
 
 def _can_fuse(work: Work, targets: list[Leaves], values: Values) -> bool:
-    # torch 2.13's fused CPU kernels walk the memory of all arguments alike: with other strides they are silently wrong.
     return (
         work.params[0].device.type in _FUSED_DEVICES
         and not (isinstance(work.step, Tensor) and work.step.dim())
         and not any(isinstance(value, Tensor) for value in values.values())
-        and all(leaf.is_contiguous() for leaves in targets for leaf in leaves)
+        and all(map(_are_alike, *targets))
     )
+
+
+# torch 2.13's fused CPU kernels walk the memory of all arguments alike: with different strides, or gaps, they are
+# silently wrong.
+def _are_alike(param: Tensor, *slots: Tensor) -> bool:
+    if param.is_contiguous():
+        return all(slot.is_contiguous() for slot in slots)
+    dense = param.dim() == 4 and param.is_contiguous(memory_format=torch.channels_last)
+    return dense and all(slot.stride() == param.stride() for slot in slots)
+
+
+def _aligned(grad: Tensor, param: Tensor) -> Tensor:
+    if grad.stride() == param.stride() or (grad.is_contiguous() and param.is_contiguous()):
+        return grad
+    return torch.empty_like(param).copy_(grad)
 
 
 def _is_one_number(count: Tensor) -> bool:

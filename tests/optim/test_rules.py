@@ -208,6 +208,21 @@ def test_other_strides_are_right(generator):
         torch.testing.assert_close(opt.update(donated, other, opt.init(params), donate=True)[0]["w"], expected["w"])
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jit], ids=["eager", "jit"])
+def test_channels_last_is_kept(wrap, generator):
+    """A step would turn convolution weights into another memory format, or read them in the wrong order."""
+    weight, grad = torch.randn(2, 4, 3, 3, generator=generator), torch.randn(2, 4, 3, 3, generator=generator)
+    opt = adam(lr=0.1)
+    expected = opt.update(TensorDict({"w": weight}), TensorDict({"w": grad}), opt.init(TensorDict({"w": weight})))[0]
+
+    params = TensorDict({"w": weight.to(memory_format=torch.channels_last)})
+    moved, state = wrap(opt.update)(params, TensorDict({"w": grad}), opt.init(params))
+
+    assert moved["w"].is_contiguous(memory_format=torch.channels_last)
+    assert state["exp_avg", "w"].is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(moved["w"], expected["w"], rtol=0, atol=0)
+
+
 def test_mixed_dtypes_step_together(generator):
     """Leaves of several dtypes would break the fused kernel or be cast."""
     params = random_tree(generator)

@@ -165,6 +165,7 @@ def step(params=None, grads=None, state=None, **options):
             LeafMismatchError,
             ["'n'", "torch.int64", "split"],
         ),
+        (lambda: adam().init({"w": torch.ones(3)}), TypeError, ["TensorDict", "dict"]),
         (lambda: step(make_tree().set(("a", "n"), torch.ones(3) > 0)), LeafMismatchError, ["'a.n'", "torch.bool"]),
         (lambda: step(grads=make_tree().delete("b")), TreeStructureError, ["gradient", "['b']", "partition"]),
         (lambda: step(grads=make_tree().set(("a", "c"), torch.ones(3))), TreeStructureError, ["['a.c']"]),
