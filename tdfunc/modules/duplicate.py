@@ -82,8 +82,11 @@ def _parts(module: nn.Module) -> set[int]:
     return {id(x) for x in (*modules, *tensors)}
 
 
-def children_of(value: Any) -> list[tuple[str, Any]]:
-    """Return (name, value) of everything that a deep copy of an object looks into, and closures of functions."""
+def children_of(value: Any, everything: bool = False) -> list[tuple[str, Any]]:
+    """Return (name, value) of what a deep copy of an object looks into, and closures of functions.
+
+    With `everything`, also the attributes of objects that are copied in a way of their own.
+    """
     if isinstance(value, _ATOMS):
         return []
     if isinstance(value, dict):
@@ -98,7 +101,9 @@ def children_of(value: Any) -> list[tuple[str, Any]]:
         return [("__self__", value.__self__), ("__func__", value.__func__)]
     if isinstance(value, functools.partial):
         return [("func", value.func), ("args", value.args), ("keywords", value.keywords), *vars(value).items()]
-    if not isinstance(value, nn.Module) and not is_plain(value):
+    if isinstance(value, (types.ModuleType, weakref.ref, Tensor)):
+        return []
+    if not everything and not isinstance(value, nn.Module) and not is_plain(value):
         return []
     slots = [name for cls in type(value).__mro__ for name in _slots(cls)]
     return [*getattr(value, "__dict__", {}).items(), *[(n, getattr(value, n)) for n in slots if hasattr(value, n)]]
@@ -107,8 +112,9 @@ def children_of(value: Any) -> list[tuple[str, Any]]:
 def is_plain(value: Any) -> bool:
     """Whether an object is copied attribute by attribute, rather than in a way of its class's own."""
     cls = type(value)
-    default = cls.__reduce__ is object.__reduce__ and cls.__reduce_ex__ is object.__reduce_ex__
-    return default and not hasattr(cls, "__deepcopy__") and not isinstance(value, (types.ModuleType, weakref.ref))
+    if isinstance(value, (types.ModuleType, weakref.ref)) or hasattr(cls, "__deepcopy__"):
+        return False
+    return cls.__reduce__ is object.__reduce__ and cls.__reduce_ex__ is object.__reduce_ex__
 
 
 def _slots(cls: type) -> list[str]:
@@ -123,8 +129,8 @@ def _is_filled(cell: types.CellType) -> bool:
         return False
 
 
-def _reachable(root: Any, known: set[int]) -> Iterator[tuple[str, Any]]:
-    """Yield (name, object), each object once, of everything that a copy looks into; known objects are not entered."""
+def _reachable(root: Any, known: set[int], everything: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yield (name, object), each object once, of all that a copy looks into; known objects are not entered."""
     seen = {id(root)}
     queue: deque[tuple[str, Any]] = deque([("", root)])
     while queue:
@@ -132,7 +138,7 @@ def _reachable(root: Any, known: set[int]) -> Iterator[tuple[str, Any]]:
         yield name, value
         if id(value) in known:
             continue
-        for inner, child in children_of(value):
+        for inner, child in children_of(value, everything):
             if id(child) not in seen and not isinstance(child, _ATOMS):
                 seen.add(id(child))
                 queue.append((inner, child))
@@ -207,7 +213,7 @@ def _refusing(module: nn.Module, found: list[tuple[str, Any]], memo: dict[int, A
         for name, value in single:
             if id(value) in memo or bool(children_of(value)) is not holding or _copies(value, memo):
                 continue
-            if any(id(inner) in own for _, inner in _reachable(value, set())):
+            if any(id(inner) in own for _, inner in _reachable(value, set(), everything=True)):
                 raise _uncopyable(
                     module, f"attribute {name!r} of type {type(value).__name__}, which holds a part of it"
                 )

@@ -9,7 +9,7 @@ from collections import deque
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -41,7 +41,8 @@ class Poison(Tensor):
     @staticmethod
     def of(weight: Tensor, path: Path) -> "Poison":
         """Return the poison for one weight."""
-        return _poison(weight.shape, weight.dtype, weight.device, path, isinstance(weight, nn.Parameter))
+        strides = weight.stride() if weight.layout is torch.strided and not weight.is_nested else None
+        return _poison(weight.shape, strides, weight.dtype, weight.device, path, isinstance(weight, nn.Parameter))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -54,16 +55,15 @@ class Poison(Tensor):
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _poison, (self.shape, self.dtype, self.device, self.path, hasattr(self, "_is_param"))
+        return _poison, (self.shape, self.stride(), self.dtype, self.device, self.path, hasattr(self, "_is_param"))
 
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return f"Poison({dotted(self.path)}, shape={tuple(self.shape)})"
 
 
-def _poison(shape: torch.Size, dtype: torch.dtype, device: torch.device, path: Path, is_param: bool) -> Poison:
-    poison = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
-        Poison, shape, dtype=dtype, device=device, requires_grad=False
-    )
+def _poison(shape: Size, strides: Any, dtype: torch.dtype, device: torch.device, path: Path, is_param: bool) -> Poison:
+    make: Any = Tensor._make_wrapper_subclass  # pyright: ignore[reportAttributeAccessIssue]
+    poison = make(Poison, shape, strides, dtype=dtype, device=device, requires_grad=False)
     poison.path = path
     if is_param:
         # nn.Module accepts it in a parameter slot.

@@ -40,6 +40,20 @@ def zeros_of(model):
     return from_module(model).apply(torch.zeros_like).detach()
 
 
+def load_for_good(tree, model):
+    """The call alone."""
+    tree.to_module(model)
+
+
+def load_in_a_block(tree, model):
+    """The block alone: at a dual level the call binds nothing."""
+    with torch.autograd.forward_ad.dual_level(), tree.to_module(model):
+        pass
+
+
+WAYS = [load_for_good, load_in_a_block]
+
+
 # -- for good -----------------------------------------------------------------------------------------------------
 
 
@@ -227,17 +241,13 @@ def test_other_devices_and_memory_formats_go_in():
         ),
     ],
 )
-@pytest.mark.parametrize("entered", [False, True])
-def test_a_tree_that_does_not_fit_leaves_the_module_untouched(edit, error, text, entered):
+@pytest.mark.parametrize("load", WAYS)
+def test_a_tree_that_does_not_fit_leaves_the_module_untouched(edit, error, text, load):
     """A wrong leaf would be noticed half way, after other leaves were written."""
     model = make_mlp()
     before, tree = slots_of(model), edit(zeros_of(model))
     with pytest.raises(error, match=text):
-        if entered:
-            with tree.to_module(model):
-                pass
-        else:
-            tree.to_module(model)
+        load(tree, model)
 
     assert is_untouched(model, before)
 
@@ -270,18 +280,14 @@ class Fragile(WithState):
         super().set_extra_state(state)
 
 
-@pytest.mark.parametrize("entered", [False, True])
-def test_a_failing_set_extra_state_undoes_the_load(entered):
+@pytest.mark.parametrize("load", WAYS)
+def test_a_failing_set_extra_state_undoes_the_load(load):
     """A module that refuses its extra state would be left half written, and its block open."""
     model, bad = Fragile(), Fragile()
     bad.state = {"scale": -1.0}
     before, tree = slots_of(model), from_module(bad)
     with pytest.raises(ValueError, match="negative"):
-        if entered:
-            with torch.autograd.forward_ad.dual_level(), tree.to_module(model):
-                pass
-        else:
-            tree.to_module(model)
+        load(tree, model)
 
     assert is_untouched(model, before)
     assert model.state == {"scale": 1.0}
@@ -442,9 +448,14 @@ def test_an_error_out_of_order_is_not_hidden():
     model = nn.Linear(2, 2)
     tree = zeros_of(model)
     outer, inner = tree.to_module(model), tree.to_module(model)
-    with pytest.raises(ValueError, match="mine"), outer:
-        inner.__enter__()
-        raise ValueError("mine")
+
+    def fail():
+        with outer:
+            inner.__enter__()
+            raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        fail()
 
     with pytest.raises(ConcurrencyError):
         inner.__exit__(None, None, None)

@@ -1,0 +1,785 @@
+"""`functional` and `apply`: oracles, transforms, buffers, ties, extra state, modes, and every refusal."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tdfunc import (
+    LeafMismatchError,
+    TensorDict,
+    TieError,
+    TreeStructureError,
+    UnsupportedError,
+    combine,
+    from_module,
+    functional,
+    partition,
+    stack,
+)
+from tests.helpers import assert_pure
+from tests.models import CASES, Norm, ResNet, Shared, Tied, WithState, make_case, make_gpt2, make_llama, make_mlp
+
+X = torch.linspace(-1, 1, 15).reshape(5, 3)
+
+
+def flat(*trees):
+    """Leaves by dotted path, as `torch.func.functional_call` takes them."""
+    return {".".join(path): leaf for tree in trees for path, leaf in tree.items(True, True)}
+
+
+def assert_same_leaves(tree, named, **tolerance):
+    """Check a tree against leaves by dotted path."""
+    ours = flat(tree)
+    assert ours.keys() >= named.keys()
+    for name, value in named.items():
+        torch.testing.assert_close(ours[name], value, **tolerance, msg=lambda text, name=name: f"{name}: {text}")
+
+
+# -- oracles ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_apply_is_the_module(name, training):
+    """A call with the module's own weights would give something else than the module."""
+    model, x = make_case(name)
+    model.train(training)
+    apply, params, buffers = functional(model)
+    torch.manual_seed(0)
+    ours = assert_pure(lambda p, b: apply(p, x, buffers=b), params, buffers)
+    torch.manual_seed(0)
+    expected = copy.deepcopy(model)(x)
+    torch.manual_seed(0)
+
+    # Without a gradient attention takes a fused path, with other roundings.
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(apply(combine(params, buffers), x), ours)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_apply_is_functional_call(name):
+    """A call with other weights would give something else than torch's own way, or differentiate otherwise."""
+    model, x = make_case(name)
+    apply, params, buffers = functional(model.eval())
+    params = params * 1.25
+    named = {n: p for n, p in flat(params).items() if n in dict(model.named_parameters())}
+
+    def oracle(named):
+        return torch.func.functional_call(model, (named, flat(buffers)), (x,))
+
+    assert torch.equal(apply(params, x, buffers=buffers), oracle(named))
+    grads = torch.func.grad(lambda p: apply(p, x, buffers=buffers).square().sum())(params)
+    assert_same_leaves(grads, torch.func.grad(lambda p: oracle(p).square().sum())(named))
+
+
+@pytest.mark.parametrize("name", ["mlp", "resnet", "encoder", "tied", "shared", "gpt2", "llama"])
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_is_the_loop(name):
+    """A member of a stacked tree would be run with another member's weights."""
+    model, x = make_case(name)
+    apply, params, buffers = functional(model.eval())
+    members = [params, params * 0.5, params * 1.5]
+    stacked = torch.stack(members)
+    ours = torch.vmap(lambda p: apply(p, x, buffers=buffers))(stacked)
+
+    torch.testing.assert_close(ours, torch.stack([apply(p, x, buffers=buffers) for p in members]))
+
+
+@pytest.mark.parametrize("name", ["mlp", "resnet", "tied", "shared", "gpt2"])
+def test_jvp_is_the_directional_derivative(name):
+    """Forward-mode derivatives would be zero, as in the incumbent's default."""
+    model, x = make_case(name)
+    apply, params, buffers = functional(model.eval())
+    tangent = params.apply(torch.ones_like)
+
+    def loss(p):
+        return apply(p, x, buffers=buffers).square().sum()
+
+    jvp = torch.func.jvp(loss, (params,), (tangent,))[1]
+    grads = torch.func.grad(loss)(params)
+    torch.testing.assert_close(jvp, sum(g.sum() for g in tree_leaves(grads)), rtol=1e-4, atol=1e-4)
+
+
+def test_higher_derivatives():
+    """A Hessian, a jacfwd of a jacrev or a dual level would lose a level."""
+    model = make_mlp()
+    apply, params, _ = functional(model)
+
+    def loss(p):
+        return apply(p, X).square().sum()
+
+    expected = torch.func.hessian(lambda p: torch.func.functional_call(model, p, (X,)).square().sum())(flat(params))
+    ours = torch.func.hessian(loss)(params)
+    torch.testing.assert_close(ours["0", "weight"]["3", "bias"], expected["0.weight"]["3.bias"])
+    torch.testing.assert_close(
+        torch.func.jacfwd(loss)(params)["3", "weight"], torch.func.grad(loss)(params)["3", "weight"]
+    )
+    with torch.autograd.forward_ad.dual_level():
+        dual = params.apply(lambda p: torch.autograd.forward_ad.make_dual(p, torch.ones_like(p)))
+        tangent = torch.autograd.forward_ad.unpack_dual(loss(dual)).tangent
+    torch.testing.assert_close(tangent, torch.func.jvp(loss, (params,), (params.apply(torch.ones_like),))[1])
+
+
+def test_maml():
+    """A gradient through an inner step would miss the second-order part."""
+    apply, params, _ = functional(make_mlp())
+    target = torch.ones(5, 2)
+
+    def outer(p, call):
+        grads = torch.func.grad(lambda p: (call(p) - target).square().mean())(p)
+        return (call(tree_map(lambda w, g: w - 0.1 * g, p, grads)) - target).square().mean()
+
+    ours = torch.func.grad(lambda p: outer(p, lambda p: apply(p, X)))(params)
+    model = make_mlp()
+    theirs = torch.func.grad(lambda p: outer(p, lambda p: torch.func.functional_call(model, p, (X,))))(flat(params))
+    assert_same_leaves(ours, theirs)
+
+
+def test_autograd_reaches_the_leaves():
+    """Plain `.backward()` would not fill the leaves' gradients, or fill the module's."""
+    model = make_mlp()
+    apply, params, _ = functional(model)
+    params = params.apply(lambda p: p.requires_grad_())
+    apply(params, X).sum().backward()
+    model(X).sum().backward()
+
+    assert_same_leaves(params.apply(lambda p: p.grad), {n: p.grad for n, p in model.named_parameters()})
+
+
+def test_per_sample_gradients():
+    """Gradients of vmapped data under shared weights would be summed."""
+    apply, params, _ = functional(make_mlp())
+    per_sample = torch.vmap(torch.func.grad(lambda p, x: apply(p, x).square().sum()), (None, 0))(params, X)
+    loop = torch.stack([torch.func.grad(lambda p, x=x: apply(p, x).square().sum())(params) for x in X])
+
+    assert per_sample.batch_size == (5,)
+    assert_same_leaves(per_sample, flat(loop))
+
+
+# -- buffers ------------------------------------------------------------------------------------------------------
+
+
+def train_once(model, x):
+    """The output of a copy of the model in training mode, and its buffers afterwards by name."""
+    model = copy.deepcopy(model).train()
+    return model(x), dict(model.named_buffers())
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_new_buffers_are_returned(momentum):
+    """BatchNorm's statistics would be lost, or written into the given tree."""
+    model = Norm(momentum)
+    apply, params, buffers = functional(model)
+    out, new = assert_pure(lambda p, b: apply.with_buffers(p, b, X), params, buffers)
+    expected, statistics = train_once(model, X)
+
+    assert torch.equal(out, expected)
+    assert_same_leaves(new, statistics)
+    assert type(new) is TensorDict
+    assert list(new.keys(True, True)) == list(buffers.keys(True, True))
+
+
+def test_buffers_inside_params_are_returned_there():
+    """A tree that holds both would come back without its parameters."""
+    apply, params, buffers = functional(ResNet())
+    whole, x = combine(params, buffers), torch.randn(2, 3, 6, 6)
+    out, new = apply.with_buffers(whole, None, x)
+    _, expected = apply.with_buffers(params, buffers, x)
+
+    assert out.shape == (2, 4)
+    assert new["head", "weight"] is whole["head", "weight"]
+    assert_same_leaves(new, flat(expected))
+
+
+def test_buffers_split_between_the_trees():
+    """A buffer given with the parameters and the rest in `buffers=` would be refused, or mixed up."""
+    apply, params, buffers = functional(Norm())
+    mean, rest = partition(buffers, "*running_mean")
+
+    assert torch.equal(apply(combine(params, mean), X, buffers=rest), apply(params, X, buffers=buffers))
+
+
+def test_batch_norm_under_vmap_is_the_loop():
+    """Members would share their statistics, or write them into the stacked tree."""
+    model = Norm()
+    apply, params, buffers = functional(model)
+    p, b = torch.stack([params, params * 2.0]), torch.stack([buffers, buffers])
+    out, new = assert_pure(lambda p, b: torch.vmap(lambda p, b: apply.with_buffers(p, b, X))(p, b), p, b)
+    loop = [apply.with_buffers(p[i], b[i], X) for i in range(2)]
+
+    torch.testing.assert_close(out, torch.stack([y for y, _ in loop]))
+    assert_same_leaves(new, flat(torch.stack([n for _, n in loop])))
+
+
+def test_batch_norm_under_grad():
+    """Statistics would be tensors of the inner level, or torch would refuse to mutate them."""
+    model = Norm()
+    apply, params, buffers = functional(model)
+
+    def loss(p):
+        out, new = apply.with_buffers(p, buffers, X)
+        return out.square().sum(), new
+
+    grads, new = torch.func.grad(loss, has_aux=True)(params)
+    _, statistics = train_once(model, X)
+    assert_same_leaves(new, statistics)
+    assert grads["linear", "weight"].shape == (4, 3)
+    assert not torch._C._functorch.is_functorch_wrapped_tensor(new["norm", "running_mean"])
+
+
+def test_vmap_of_grad_with_buffers_is_the_loop():
+    """A training step of an ensemble with BatchNorm would not equal a loop of training steps."""
+    apply, params, buffers = functional(ResNet())
+    x = torch.randn(2, 3, 6, 6)
+    p, b = torch.stack([params, params * 0.5]), torch.stack([buffers, buffers])
+
+    def step(p, b):
+        def loss(p):
+            out, new = apply.with_buffers(p, b, x)
+            return out.square().mean(), new
+
+        return torch.func.grad(loss, has_aux=True)(p)
+
+    grads, new = torch.vmap(step)(p, b)
+    loop = [step(p[i], b[i]) for i in range(2)]
+    assert_same_leaves(grads, flat(torch.stack([g for g, _ in loop])), rtol=1e-3, atol=1e-4)
+    assert_same_leaves(new, flat(torch.stack([n for _, n in loop])))
+
+
+def test_shared_statistics_in_training_are_refused():
+    """Torch's message about a batched tensor says nothing of the fix."""
+    apply, params, buffers = functional(Norm())
+    stacked = torch.stack([params, params])
+
+    with pytest.raises(UnsupportedError, match=r"all members share[\s\S]*one set of buffers for each[\s\S]*apply.eval"):
+        torch.vmap(lambda p: apply(p, X, buffers=buffers))(stacked)
+    out = torch.vmap(lambda p: apply.eval()(p, X, buffers=buffers))(stacked)
+    assert out.shape == (2, 5, 4)
+
+
+def test_missing_buffers_are_named():
+    """The module's own buffers would be used in silence."""
+    apply, params, buffers = functional(Norm())
+
+    with pytest.raises(TreeStructureError, match=r"'norm.running_mean' is missing[\s\S]*pass buffers=buffers"):
+        apply(params, X)
+    with pytest.raises(TreeStructureError, match=r"Norm: 'norm.running_var' is missing[\s\S]*6 of 7 leaves"):
+        apply(params, X, buffers=buffers.delete(("norm", "running_var")))
+
+
+class Rotary(nn.Module):
+    """Registers a new tensor under a buffer's name in forward, as dynamic rotary embeddings do."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("scale", torch.ones(3), persistent=False)
+
+    def forward(self, x):
+        self.register_buffer("scale", self.scale * 2, persistent=False)
+        return x * self.weight * self.scale
+
+
+def test_registered_again_in_forward():
+    """The clone would be returned, not what forward registered in its place."""
+    apply, params, buffers = functional(Rotary())
+    for _ in range(2):
+        out, new = apply.with_buffers(params, buffers, torch.ones(3))
+
+        assert out.tolist() == [2.0, 2.0, 2.0]
+        assert new["scale"].tolist() == [2.0, 2.0, 2.0]
+        assert buffers["scale"].tolist() == [1.0, 1.0, 1.0]
+
+
+class Sly(nn.Module):
+    """Writes to the statistics of a norm that is in evaluation mode, when told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x, write=False):
+        if write:
+            self.norm.running_mean.add_(1.0)
+        return self.norm(x)
+
+
+def test_writes_in_evaluation_mode_at_each_call():
+    """Statistics that are not cloned in evaluation mode would be written into the tree."""
+    apply, params, buffers = functional(Sly().eval())
+    for _ in range(3):
+        assert_pure(lambda p, b: apply(p, X, True, buffers=b), params, buffers)
+
+
+def test_a_late_write_in_evaluation_mode_raises():
+    """A write that the first call did not make would go unnoticed into the tree."""
+    apply, params, buffers = functional(Sly().eval())
+    apply(params, X, buffers=buffers)
+    with pytest.raises(
+        UnsupportedError, match=r"a norm of Sly was written during a call in evaluation mode[\s\S]*call again"
+    ):
+        apply(params, X, True, buffers=buffers)
+
+    assert_pure(lambda p, b: apply(p, X, True, buffers=b), params, buffers)
+
+
+# -- extra state --------------------------------------------------------------------------------------------------
+
+
+def test_extra_state_is_what_the_tree_holds():
+    """A loaded extra state would be ignored: forward would use that of the time of `functional`."""
+    model = WithState()
+    apply, params, buffers = functional(model)
+    other = WithState()
+    other.state = {"scale": 3.0}
+    loaded = functional(other)[2]
+
+    torch.testing.assert_close(apply(params, X, buffers=loaded), 3.0 * apply(params, X, buffers=buffers))
+    torch.testing.assert_close(apply(params, X), apply(params, X, buffers=buffers))
+
+
+def test_extra_state_comes_back_new():
+    """A state that forward changes would be lost, or changed in the tree or in the module."""
+    model = WithState()
+    apply, params, buffers = functional(model)
+    _, new = apply.with_buffers(params, buffers, X)
+    _, newer = apply.with_buffers(params, new, X)
+
+    assert (new["_extra_state"], newer["_extra_state"]) == ({"scale": 2.0}, {"scale": 3.0})
+    assert buffers["_extra_state"] == model.state == {"scale": 1.0}
+
+
+def test_copies_have_their_own_extra_state():
+    """Training the module would change the extra state of the copied tree."""
+    model = WithState()
+    _, _, buffers = functional(model)
+    model(X)
+
+    assert buffers["_extra_state"] == {"scale": 1.0}
+
+
+# -- ties ---------------------------------------------------------------------------------------------------------
+
+TIED = [(Tied, torch.arange(5)), (Shared, X)]
+
+
+def is_tied(tree):
+    """Whether each group of paths still holds one tensor, and is one leaf."""
+    groups = tree._ties
+    return bool(groups) and all(len({id(tree[path]) for path in group}) == 1 for group in groups)
+
+
+@pytest.mark.parametrize(("make", "x"), TIED)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: tree_map(lambda w: w * 1.5, t),
+        lambda t: t.apply(lambda w: w * 1.5),
+        lambda t: t * 1.5,
+        lambda t: t.clone(),
+        lambda t: torch.stack([t, t])[1],
+        lambda t: stack([t, t * 2.0], 0)[1],
+        lambda t: torch.vmap(lambda t: t * 1.0)(torch.stack([t, t]))[0],
+        lambda t: t.set(t._ties[0][1], torch.ones_like(t[t._ties[0][0]])),
+        lambda t: pickle.loads(pickle.dumps(t)),
+        lambda t: copy.deepcopy(t),
+        lambda t: t.to(torch.float64).to(torch.float32),
+    ],
+)
+def test_ties_survive(make, x, change):
+    """After an operation the two names of one weight would be two leaves: twice the memory, half the gradient."""
+    model = make()
+    apply, params, _ = functional(model)
+    changed = change(params)
+
+    assert is_tied(changed)
+    assert len(tree_leaves(changed)) == len(list(model.parameters()))
+    named = {n: p for n, p in flat(changed).items() if n in dict(model.named_parameters())}
+    torch.testing.assert_close(apply(changed, x), torch.func.functional_call(model, named, (x,)))
+
+
+@pytest.mark.parametrize(("make", "x"), TIED)
+def test_gradients_of_ties_are_sums(make, x):
+    """A tied weight would get the gradient of one of its uses."""
+    model = make()
+    apply, params, _ = functional(model)
+    model(x).square().sum().backward()
+    expected = {n: p.grad for n, p in model.named_parameters()}
+    grads = torch.func.grad(lambda p: apply(p, x).square().sum())(params)
+
+    assert_same_leaves(grads, expected)
+    assert is_tied(grads)
+    stacked = torch.vmap(torch.func.grad(lambda p: apply(p, x).square().sum()))(torch.stack([params, params]))
+    assert is_tied(stacked)
+    assert_same_leaves(stacked[1], expected)
+
+
+def test_copies_of_a_tied_weight():
+    """Two equal copies would be accepted although a gradient is split, or refused although they are one value."""
+    apply, params, _ = functional(Tied())
+    weight = params["emb", "weight"]
+    ids = torch.arange(5)
+
+    def tree(first, second):
+        return TensorDict({"emb": {"weight": first}, "out": {"weight": second}})
+
+    expected = apply(params, ids)
+    assert torch.equal(apply(tree(weight, weight), ids), expected)
+    assert torch.equal(apply(tree(weight, weight.clone()), ids), expected)
+    with pytest.raises(
+        TieError, match=r"apply: 'emb.weight' and 'out.weight' are one tensor[\s\S]*two tensors that differ"
+    ):
+        apply(tree(weight, weight + 1), ids)
+    with pytest.raises(TieError, match="whose gradients would be split"):
+        apply(tree(weight.clone().requires_grad_(), weight.clone().requires_grad_()), ids)
+    with pytest.raises(TieError):
+        torch.func.grad(lambda t: apply(t, ids).sum())(tree(weight, weight.clone()))
+
+
+def test_a_missing_alias_says_how():
+    """A checkpoint that stores a tied weight once would be refused without the fix."""
+    apply, params, _ = functional(Tied())
+
+    with pytest.raises(
+        TreeStructureError, match=r"'out.weight' is missing[\s\S]*tied to leaves that are there: params.set"
+    ):
+        apply(params.untie(("out", "weight")).delete(("out", "weight")), torch.arange(5))
+
+
+@pytest.mark.parametrize("make", [make_gpt2, make_llama])
+def test_language_models(make):
+    """A model of transformers would keep weights alive, or count its tied embedding twice."""
+    model = make()
+    apply, params, buffers = functional(model)
+    ids = torch.arange(6).reshape(1, 6)
+    out = apply(params, input_ids=ids, labels=ids, buffers=buffers)
+    expected = model(input_ids=ids, labels=ids)
+
+    assert type(out) is type(expected)
+    assert torch.equal(out.logits, expected.logits)
+    assert torch.equal(out.loss, expected.loss)
+    assert len(tree_leaves(params)) == len(list(model.parameters()))
+    assert list(from_module(model).state_dict()) == list(model.state_dict())
+
+
+# -- modes, copies, names -----------------------------------------------------------------------------------------
+
+
+def test_modes_are_values():
+    """`train` and `eval` would change the function that they are called on."""
+    model = make_mlp(dropout=0.5).eval()
+    apply, params, _ = functional(model)
+    train, again = apply.train(), apply.train().eval()
+    torch.manual_seed(0)
+    dropped = train(params, X)
+    torch.manual_seed(0)
+
+    assert (apply.training, train.training, again.training, train.train(False).training) == (False, True, False, False)
+    assert torch.equal(dropped, copy.deepcopy(model).train()(X))
+    assert torch.equal(apply(params, X), model(X))
+    assert torch.equal(again(params, X), model(X))
+    assert not model.training
+
+
+def test_mixed_modes_are_kept():
+    """A frozen norm in a training model would be set to training."""
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)).train()
+    model[0].eval()
+    apply, params, buffers = functional(model)
+    _, new = apply.with_buffers(params, buffers, X)
+
+    assert [int(new[i, "num_batches_tracked"]) for i in "01"] == [0, 1]
+
+
+def test_copy_or_share():
+    """Training the module would change the copied trees, or `copy=False` would copy."""
+    model = make_mlp()
+    _, copied, _ = functional(model)
+    _, shared, _ = functional(model, copy=False)
+    with torch.no_grad():
+        model[0].weight.fill_(3.0)
+
+    assert not (copied["0", "weight"] == 3.0).any()
+    assert (shared["0", "weight"] == 3.0).all()
+    assert shared["0", "weight"].data_ptr() == model[0].weight.data_ptr()
+    assert not any(leaf.requires_grad or isinstance(leaf, nn.Parameter) for leaf in tree_leaves((copied, shared)))
+
+
+def test_apply_is_a_value():
+    """A function could not be sent to another process, or a copy of it would be another function."""
+    model = ResNet()
+    apply, params, buffers = functional(model.eval())
+    x = torch.randn(2, 3, 6, 6)
+    again = pickle.loads(pickle.dumps(apply))
+
+    assert torch.equal(again(params, x, buffers=buffers), apply(params, x, buffers=buffers))
+    assert copy.deepcopy(apply) is apply
+    assert copy.copy(apply) is apply
+    assert repr(apply) == f"Apply(ResNet, eval, {len(model.state_dict())} leaves)"
+    assert isinstance(apply.module, ResNet)
+
+
+def test_trees_of_any_precision():
+    """Weights in half precision would be refused, though forward takes them."""
+    apply, params, _ = functional(make_mlp())
+    half = params.to(torch.bfloat16)
+
+    assert apply(half, X.bfloat16()).dtype is torch.bfloat16
+    assert apply(params.to(torch.float64), X.double()).dtype is torch.float64
+
+
+def test_autocast():
+    """A call under autocast would compute with cached casts of other weights."""
+    model = make_mlp()
+    apply, params, _ = functional(model)
+    live = from_module(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, expected = apply(live, X), model(X)
+        other, oracle = apply(params * 2.0, X), torch.func.functional_call(model, flat(params * 2.0), (X,))
+
+    assert out.dtype is torch.bfloat16
+    assert torch.equal(out, expected)
+    assert torch.equal(other, oracle)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize("training", [False, True])
+def test_inference(mode, training):
+    """Inference tensors have no versions, and must not stay in a skeleton that trains later."""
+    model = ResNet().train(training)
+    apply, params, buffers = functional(model)
+    x = torch.randn(2, 3, 6, 6)
+    with mode():
+        first = apply(params, x, buffers=buffers)
+        inside = functional(model)
+        second = inside[0](inside[1], x, buffers=inside[2])
+    third = inside[0](inside[1], x, buffers=inside[2])
+    grads = torch.func.grad(lambda p: apply(p, x, buffers=buffers).sum())(params)
+
+    assert torch.equal(first, second)
+    assert torch.equal(first, third)
+    assert grads["head", "bias"].shape == (4,)
+
+
+class Named(nn.Module):
+    """A forward whose arguments are called as ours."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x, buffers=1.0, rng=0.0, *, params=0.0):
+        return self.norm(x) * buffers + rng + params
+
+
+def test_reserved_names():
+    """`buffers=` and `rng=` would reach us or forward by chance."""
+    with pytest.raises(UnsupportedError, match=r"Named has an argument called 'buffers'[\s\S]*call_only=True"):
+        functional(Named())
+    model = Named()
+    apply, params, buffers = functional(model, call_only=True)
+    expected = copy.deepcopy(model)(X, buffers=2.0, rng=1.0, params=3.0)
+    kwargs = {"buffers": 2.0, "rng": 1.0, "params": 3.0}
+
+    assert torch.equal(apply.call(params, (X,), kwargs, buffers=buffers), expected)
+    with pytest.raises(UnsupportedError, match=r"Named has an argument called 'buffers' and 'rng'[\s\S]*apply.call\("):
+        apply(params, X, buffers=buffers)
+    with pytest.raises(UnsupportedError, match=r"called 'rng'"):
+        apply.with_buffers(params, buffers, X)
+
+
+def test_call_only_of_an_ordinary_forward():
+    """`call_only=True` would take away `apply` where nothing is in its way."""
+    apply, params, _ = functional(make_mlp(), call_only=True)
+
+    assert torch.equal(apply(params, X), apply.call(params, (X,)))
+
+
+def test_an_argument_called_params():
+    """A keyword argument of forward would collide with our own positional one."""
+
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, *, params):
+            return self.weight * params
+
+    apply, tree, _ = functional(Odd())
+
+    assert apply(tree, params=2.0).tolist() == [2.0, 2.0, 2.0]
+    assert apply.with_buffers(tree, None, params=2.0)[0].tolist() == [2.0, 2.0, 2.0]
+
+
+def test_modules_without_leaves():
+    """An activation alone would have no tree, or no function."""
+    apply, params, buffers = functional(nn.ReLU())
+
+    assert list(params.keys()) == list(buffers.keys()) == []
+    assert torch.equal(apply(params, X), X.relu())
+    assert torch.equal(apply(params, X, buffers=buffers), X.relu())
+
+
+def test_forward_may_call_apply():
+    """A forward that runs another apply, or itself, would find its skeleton taken."""
+
+    class Twice(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner, self.weight = inner, nn.Parameter(torch.ones(2))
+
+        def forward(self, x, deep=True):
+            y = self.inner[0](self.inner[1], x) * self.weight
+            return y + function(tree, x, False) if deep else y
+
+    inner = functional(make_mlp())[:2]
+    function, tree, _ = functional(Twice(inner))
+    torch.testing.assert_close(function(tree, X), 2 * inner[0](inner[1], X))
+
+
+# -- refusals -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("edit", "error", "text"),
+    [
+        (
+            lambda p: p.set(("0", "weight"), torch.zeros(7, 5)),
+            LeafMismatchError,
+            r"leaf '0.weight' does not fit the module[\s\S]*shape \(4, 3\)[\s\S]*shape \(7, 5\)[\s\S]*architecture",
+        ),
+        (
+            lambda p: torch.stack([p, p]),
+            LeafMismatchError,
+            r"'0.weight'[\s\S]*shape \(4, 3\)[\s\S]*shape \(2, 4, 3\)[\s\S]*tdfunc.Ensemble\(apply\)",
+        ),
+        (
+            lambda p: tree_map(lambda _: 1, p),
+            LeafMismatchError,
+            r"'0.weight'[\s\S]*shape \(4, 3\)[\s\S]*int",
+        ),
+        (
+            lambda p: p.delete(("0", "bias")),
+            TreeStructureError,
+            r"do not fit Sequential: '0.bias' is missing[\s\S]*3 of 4 leaves",
+        ),
+        (
+            lambda p: p.set(("0", "nope"), torch.zeros(1)),
+            TreeStructureError,
+            r"'0.nope' is not one of its leaves[\s\S]*4 leaves of Sequential[\s\S]*unknown leaves \['0.nope'\]",
+        ),
+        (lambda p: p["0"], TreeStructureError, r"'0.weight' is missing[\s\S]*unknown leaves \['weight', 'bias'\]"),
+        (lambda p: dict(p.items()), TypeError, r"must be trees[\s\S]*TensorDict[\s\S]*dict[\s\S]*buffers=buffers"),
+    ],
+)
+def test_trees_that_do_not_fit(edit, error, text):
+    """A wrong tree would be run in part with the module's own weights, in silence."""
+    apply, params, _ = functional(make_mlp())
+
+    with pytest.raises(error, match=text):
+        apply(edit(params), X)
+    assert apply(params, X).shape == (5, 2)
+
+
+def test_buffers_must_be_a_tree():
+    """An input passed as `buffers=` would fail far away."""
+    apply, params, _ = functional(Norm())
+
+    with pytest.raises(TypeError, match=r"must be trees[\s\S]*got:\s+Tensor"):
+        apply(params, X, buffers=X)
+
+
+def test_one_leaf_in_both_trees():
+    """Of two values for one leaf one would win in silence."""
+    apply, params, buffers = functional(Norm())
+
+    with pytest.raises(TreeStructureError, match=r"'linear.weight' is in params and in buffers[\s\S]*split\(tree\)"):
+        apply(params, X, buffers=combine(params.clone(), buffers))
+
+
+def test_cached_parametrizations_are_refused():
+    """The weight computed from other parameters would be used, as by `functional_call`."""
+    model = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
+    apply, params, _ = functional(model)
+
+    with (
+        nn.utils.parametrize.cached(),
+        pytest.raises(UnsupportedError, match=r"parametrize.cached\(\)[\s\S]*leave the"),
+    ):
+        apply(params, X)
+    assert torch.equal(apply(params, X), model(X))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_layers_under_vmap_say_what_to_do(kind):
+    """Torch's message would name an operation and no way out."""
+    apply, params, _ = functional(kind(3, 4))
+    assert apply(params, X[None])[0].shape == (1, 5, 4)
+
+    with pytest.raises(RuntimeError, match=r"Batching rule not implemented for aten::\w+[\s\S]*how=\"loop\""):
+        torch.vmap(lambda p: apply(p, X[None])[0])(torch.stack([params, params]))
+
+
+def test_fused_attention_in_forward_mode_says_what_to_do():
+    """Torch's message would not name the option of the model."""
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            q = self.linear(x)[None, None]
+            return nn.functional.scaled_dot_product_attention(q, q, q)
+
+    apply, params, _ = functional(Attention())
+    x = torch.randn(5, 4)
+
+    with pytest.raises(NotImplementedError, match=r'no forward-mode derivative[\s\S]*attn_implementation="eager"'):
+        torch.func.jvp(lambda p: apply(p, x), (params,), (params.apply(torch.ones_like),))
+
+
+def test_other_errors_pass_as_they_are():
+    """An error of the user's forward would be replaced."""
+    apply, params, _ = functional(make_mlp())
+
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        apply(params, torch.zeros(2, 7))
+
+
+# -- laws ---------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 3), st.lists(st.integers(1, 4), min_size=2, max_size=4), st.booleans(), st.data())
+def test_law_apply_equals_a_loaded_module(rows, widths, norm, data):
+    """Running a tree and loading it into the module would give different numbers."""
+    layers = [[nn.Linear(a, b), *([nn.LayerNorm(b)] if norm else [])] for a, b in zip(widths, widths[1:], strict=False)]
+    model = nn.Sequential(*[layer for block in layers for layer in block])
+    apply, params, _ = functional(model)
+    scale = data.draw(st.floats(-2, 2))
+    tree = params * scale
+    x = torch.linspace(-1, 1, rows * widths[0]).reshape(rows, widths[0])
+    ours = apply(tree, x)
+    other = copy.deepcopy(model)
+    tree.to_module(other)
+
+    assert torch.equal(ours, other(x))
+
+
+@given(st.permutations(["0", "3"]), st.permutations(["weight", "bias"]))
+def test_law_key_order_does_not_matter(nodes, leaves):
+    """A tree built in another order would give its leaves to the wrong slots."""
+    apply, params, _ = functional(MLP)
+    shuffled = TensorDict({node: {leaf: params[node, leaf] for leaf in leaves} for node in nodes})
+
+    assert torch.equal(apply(shuffled, X), apply(params, X))
+
+
+MLP = make_mlp()
