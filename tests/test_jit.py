@@ -682,6 +682,7 @@ def test_an_argument_that_requires_grad_is_refused():
     ("fn", "args", "words"),
     [
         (lambda x, o: x, ([slice(1), object.__new__(type("L", (), {"__hash__": None}))],), ["argument 0[1]", "L"]),
+        (lambda x: x, (TensorDict({"a": torch.eye(3).to_sparse()}),), ["argument 0['a']", "torch.sparse_coo"]),
         (lambda x: Holder(), (torch.ones(1),), ["the result", "Holder"]),
         (lambda x: {"a": [x, Holder()]}, (torch.ones(1),), ["the result['a'][1]", "Holder"]),
         (

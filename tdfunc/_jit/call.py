@@ -124,7 +124,7 @@ class Jitted(Generic[P, R]):
         return program
 
     def _trace(self, args: Any, kwargs: Any, given: Arguments) -> _Program:
-        _refuse_gradients(args, kwargs, given.leaves)
+        _check_leaves(args, kwargs, given.leaves)
         recorded = trace(self._fn, args, kwargs, given.leaves, self._environment, deferred=self._backend is None)
         clean(recorded.graph, faster=self._backend is None)
         module = recorded.graph
@@ -159,11 +159,18 @@ def _without_autocast(settings: tuple[Any, ...]) -> Any:
     return _NOTHING if settings[-1] is None else _suspended(settings[-1])
 
 
-def _refuse_gradients(args: Any, kwargs: Any, leaves: list[Tensor]) -> None:
-    if not torch.is_grad_enabled():
-        return
+def _check_leaves(args: Any, kwargs: Any, leaves: list[Tensor]) -> None:
     for leaf, name in zip(leaves, leaf_names(args, kwargs), strict=True):
-        if leaf.requires_grad:
+        if leaf.layout is not torch.strided:
+            raise UnsupportedError(
+                explain(
+                    f"jit: {name} has another layout than the tensors that can be traced.",
+                    expected=str(torch.strided),
+                    got=str(leaf.layout),
+                    hint="call the function without jit.",
+                )
+            )
+        if leaf.requires_grad and torch.is_grad_enabled():
             raise UnsupportedError(
                 explain(
                     f"jit: {name} requires grad, and autograd cannot look into a replay.",

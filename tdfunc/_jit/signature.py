@@ -95,7 +95,7 @@ def describe(contexts: Contexts, value: Any, out: Arguments, where: str = "") ->
         leaves, parts = out.leaves, out.parts
         for child in children:
             # This loop is most of what a call costs beyond its replay.
-            if type(child) is Tensor:
+            if type(child) is Tensor and child.layout is torch.strided:
                 leaves.append(child)
                 dtype = child.dtype
                 parts.append((child.shape, dtype, child.device, child.requires_grad, child.stride()))
@@ -117,6 +117,8 @@ def describe(contexts: Contexts, value: Any, out: Arguments, where: str = "") ->
 
 
 def _kind_of(tensor: Tensor) -> tuple[Any, ...]:
+    if tensor.layout is not torch.strided:
+        return tensor.shape, tensor.layout
     kind = (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, tensor.stride())
     return (*kind, tensor.is_conj(), tensor.is_neg()) if tensor.is_complex() else kind
 
