@@ -22,6 +22,7 @@ from tdfunc.modules.slots import unwrap
 StandIn: TypeAlias = Callable[[Tensor, str], "Tensor | None"]
 _ATOMS = (str, bytes, int, float, complex, type(None), type, range, torch.dtype, torch.device, torch.layout)
 _SEQUENCES = (list, tuple, set, frozenset, deque)
+_SYNCHRONISING = frozenset({"threading", "queue", "concurrent", "multiprocessing", "asyncio", "logging"})
 # What a closure is followed through: an object of any other class may hold a whole program.
 _FOLLOWED = (dict, *_SEQUENCES, types.FunctionType, types.MethodType, functools.partial, nn.Module)
 
@@ -60,7 +61,7 @@ def duplicate(
             other = stand_in(value, name) if stand_in is not None else None
             if other is not None:
                 memo[id(value)] = other
-        elif isinstance(value, torch.Generator):
+        elif isinstance(value, torch.Generator) or _is_shared_by_nature(value):
             memo[id(value)] = value
         elif isinstance(value, types.FunctionType) and _reaches(value, own):
             functions.append((value, _with_new_cells(value, own)))
@@ -112,9 +113,18 @@ def children_of(value: Any, everything: bool = False) -> list[tuple[str, Any]]:
 def is_plain(value: Any) -> bool:
     """Whether an object is copied attribute by attribute, rather than in a way of its class's own."""
     cls = type(value)
-    if isinstance(value, (types.ModuleType, weakref.ref)) or hasattr(cls, "__deepcopy__"):
+    if (
+        isinstance(value, (types.ModuleType, weakref.ref))
+        or hasattr(cls, "__deepcopy__")
+        or _is_shared_by_nature(value)
+    ):
         return False
     return cls.__reduce__ is object.__reduce__ and cls.__reduce_ex__ is object.__reduce_ex__
+
+
+def _is_shared_by_nature(value: Any) -> bool:
+    """Whether it is a barrier, event, queue or pool: a copy would synchronise with nothing."""
+    return type(value).__module__.partition(".")[0] in _SYNCHRONISING
 
 
 def _slots(cls: type) -> list[str]:

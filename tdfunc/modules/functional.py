@@ -200,8 +200,10 @@ class Apply:
             elif kept and _version(kept) != version:
                 raise self._written()
         finally:
-            skeleton.reset()
-            if not compiling:
+            if compiling:
+                skeleton.reset_traced()
+            else:
+                skeleton.reset()
                 self._pool.append(skeleton)
         return out, new, after
 

@@ -164,8 +164,8 @@ class Skeleton:
     """One runnable copy: where each leaf goes, and how to leave it as it was before the call."""
 
     __slots__ = (
-        "_attributes", "_children", "_containers", "_handles", "_hooks", "_modes", "_nothing", "_own", "_tables",
-        "_tensors", "module", "norms", "owners", "targets",
+        "_attributes", "_children", "_containers", "_handles", "_hooks", "_modes", "_nothing", "_own", "_registered",
+        "_tables", "_tensors", "_traced", "module", "norms", "owners", "targets",
     )  # fmt: skip
 
     def __init__(self, template: Template, order: dict[Path, int], first: dict[Path, Path]) -> None:
@@ -209,6 +209,11 @@ class Skeleton:
         extra = [(m.__dict__, [(n, v) for n, v in m.__dict__.items() if n not in _OWN_TABLES]) for m in custom]
         self._attributes = [(own, attributes, dict(own)) for own, attributes in extra if attributes]
         self._containers = [(c, _snapshot(c), list(_values(c))) for c in containers]
+        own_names = {id(own): attributes for own, attributes, _ in self._attributes}
+        self._registered = [(table, set(table)) for table in both]
+        self._traced = [
+            (m, set(m.__dict__), [("training", m.training), *own_names.get(id(m.__dict__), [])]) for m in modules
+        ]
         originals = {id(new): old for new, old in copied.tensors}
         self._tensors = [(tensor, tensor._version, originals[id(tensor)]) for tensor in tensors]
 
@@ -220,8 +225,7 @@ class Skeleton:
         if sum(map(len, self._tables.tables)) != self._tables.length:
             self._tables.restore()
             self._hooks.restore()
-        compiling = torch.compiler.is_compiling()
-        if not compiling and RemovableHandle.next_id != self._handles:
+        if RemovableHandle.next_id != self._handles:
             # A hook was registered somewhere since the last look: maybe here.
             self._handles = RemovableHandle.next_id
             self._hooks.restore()
@@ -234,14 +238,35 @@ class Skeleton:
                 if own.get(name) is not value:
                     _refill(own, before)
                     break
+        self._restore_containers()
+        if self._tensors:
+            self._restore_tensors()
+
+    def reset_traced(self) -> None:
+        """`reset` in a compiled region, where writes to a module show in `module.__dict__` alone."""
+        for store, name, nothing in self._nothing:
+            store[name] = nothing
+        for table, names in self._registered:
+            for name in list(table):
+                if name not in names:
+                    del table[name]
+        for module, names, attributes in self._traced:
+            own = module.__dict__
+            for name in list(own):
+                if name not in names:
+                    del own[name]
+            for name, value in attributes:
+                if own.get(name) is not value:
+                    own[name] = value
+        self._restore_containers()
+
+    def _restore_containers(self) -> None:
         for children, values, before in self._children:
             if list(children.values()) != values:
                 _refill(children, before)
         for container, before, values in self._containers:
             if len(container) != len(values) or not all(map(operator.is_, _values(container), values)):
                 _refill(container, before)
-        if self._tensors and not compiling:
-            self._restore_tensors()
 
     def _restore_tensors(self) -> None:
         for i, (tensor, version, original) in enumerate(self._tensors):

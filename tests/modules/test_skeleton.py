@@ -4,10 +4,12 @@ import copy
 import functools
 import gc
 import pickle
+import queue
 import threading
 import types
 import weakref
 from collections import OrderedDict, deque
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -97,6 +99,12 @@ def test_only_what_refuses_is_shared(tmp_path):
     assert copied.value is not model.value
     assert copied.value.value[0] is model.value.value[0]
     assert copied.value.value[1] is not model.value.value[1]
+
+
+def test_barriers_and_queues_stay_one():
+    """A copy of an event, barrier, queue or pool would synchronise with nothing."""
+    for value in (threading.Barrier(2), threading.Event(), queue.Queue(), ThreadPoolExecutor(1)):
+        assert duplicate(WithAttribute([value]), {}).module.value[0] is value
 
 
 def test_an_uncopyable_object_that_holds_a_weight_is_refused():
