@@ -27,19 +27,17 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 
 
 # Any: hyperparameters are of every type.
-def hyperparameters(module: nn.Module) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
-    """Return a module's attributes in two lists: those that `==` compares fully, and all others."""
-    plain: list[tuple[str, Any]] = []
-    others: list[tuple[str, Any]] = []
-    for name, value in module.__dict__.items():
-        if name not in _BASE:
-            (plain if _is_plain(value) else others).append((name, value))
+def hyperparameters(module: nn.Module) -> tuple[list[str], list[tuple[str, Any]]]:
+    """Return the names of the attributes that `==` compares fully (the mode among them), and all other attributes."""
+    own = module.__dict__
+    names = own.keys() - _BASE
+    plain = [name for name in names if _is_plain(own[name])]
+    others = [(name, own[name]) for name in names.difference(plain)] if len(plain) < len(names) else []
     return plain, others
 
 
 def _is_plain(value: Any) -> bool:
-    kind = type(value)
-    return kind in _EXACT or (kind in (tuple, list) and all(type(item) in _EXACT for item in value))
+    return type(value) in _EXACT or (type(value) in (tuple, list) and _EXACT.issuperset(map(type, value)))
 
 
 def alike(a: Any, b: Any) -> bool:

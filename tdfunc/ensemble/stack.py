@@ -4,7 +4,8 @@ Stacking checks what a stacked tree cannot show: that the modules have the same 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from operator import is_
+from itertools import compress
+from operator import is_, itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -61,14 +62,18 @@ def stack_modules(modules: Sequence[nn.Module]) -> Any:
     members = [unwrap(module, "stack_modules") for module in modules]
     if not members:
         raise ValueError(explain("stack_modules: no modules were given.", expected="at least one", got=modules))
-    outline = Outline(members[0])
-    columns: list[list[Any]] = []
-    for i, module in enumerate(members):
+    columns: list[list[Any]] = [[]]
+    outline = Outline(members[0], columns[0])
+    # Slots that are None are found for all modules at once.
+    present = [x is not None for x in columns[0]]
+    columns[0] = list(compress(columns[0], present))
+    for i, module in enumerate(members[1:], 1):
         column: list[Any] = []
-        if not outline.read(module, column):
+        if outline.read(module, column) and [x is not None for x in column] == present:
+            columns.append(list(compress(column, present)))
+        else:
             check_alike(members[0], module, f"member {i}")
-            column = _values(walk(module, "stack_modules"))
-        columns.append(column)
+            columns.append(_values(walk(module, "stack_modules")))
     ties = _common_ties(members, columns)
     try:
         leaves = _stacked(columns, ties)
@@ -88,75 +93,72 @@ class Outline:
     """
 
     __slots__ = (
-        "_absent", "_attributes", "_children", "_extra", "_names", "_others", "_plain", "_static", "_tables", "_type",
+        "_attributes", "_buffers", "_children", "_extra", "_get", "_names", "_others", "_parameters", "_static",
+        "_type", "_types", "_values",
     )  # fmt: skip
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, values: list[Any]) -> None:
         module = unwrap(module, "stack_modules")
         own = module.__dict__
         self._type, self._attributes = type(module), len(own)
-        self._plain, self._others = hyperparameters(module)
-        self._tables = [
-            (table, {name: value is None for name, value in own[table].items()})
-            for table in ("_parameters", "_buffers")
-            if own[table]
-        ]
+        plain, self._others = hyperparameters(module)
+        # Twice, since of one name itemgetter would not return a tuple.
+        self._get: Callable[[dict[str, Any]], Any] = itemgetter(*plain, *plain[:1]) if plain else lambda _: ()
+        self._values = self._get(own)
+        self._types = list(map(type, self._values))
+        self._parameters, self._buffers = list(own["_parameters"]), list(own["_buffers"])
         self._extra = type(module).get_extra_state is not nn.Module.get_extra_state
         self._static = _static(own, self._extra)
-        children = own["_modules"]
-        self._names = list(children)
-        self._absent = [name for name, child in children.items() if child is None]
-        self._children = [(name, Outline(child)) for name, child in children.items() if child is not None]
-
-    def read(self, module: Any, values: list[Any]) -> bool:
-        """Append a module's leaves; False where only the slow comparison can tell whether it is like this one."""
-        if type(module) is not self._type:
-            return False
-        own = module.__dict__
-        if len(own) != self._attributes or not self._same_hyperparameters(own) or not self._read_slots(own, values):
-            return False
+        values += own["_parameters"].values()
+        values += own["_buffers"].values()
         if self._extra:
             values.append(_State(module.get_extra_state()))
         children = own["_modules"]
-        if len(children) != len(self._names) or not all(a == b for a, b in zip(children, self._names, strict=True)):
-            return False
-        if any([children[name] is not None for name in self._absent]):
-            return False
-        return all([child.read(children[name], values) for name, child in self._children])
+        self._names = list(children)
+        self._children = [None if child is None else Outline(child, values) for child in children.values()]
 
-    def _same_hyperparameters(self, own: dict[str, Any]) -> bool:
-        for name, value in self._plain:
-            other = own.get(name, self)
-            if other is not value and (type(other) is not type(value) or other != value):
+    def read(self, module: Any, values: list[Any]) -> bool:
+        """Append a module's slots; False where only the slow comparison can tell whether it is like this one."""
+        if type(module) is not self._type:
+            return False
+        # A few comparisons in C for each module: a large model has thousands of attributes.
+        own = module.__dict__
+        try:
+            found = self._get(own)
+        except KeyError:
+            return False
+        if len(own) != self._attributes or found != self._values or list(map(type, found)) != self._types:
+            return False
+        if self._others and not all([name in own and alike(value, own[name]) for name, value in self._others]):
+            return False
+        if list(own["_parameters"]) != self._parameters or list(own["_buffers"]) != self._buffers:
+            return False
+        values += own["_parameters"].values()
+        values += own["_buffers"].values()
+        if self._extra:
+            values.append(_State(module.get_extra_state()))
+        children = own["_modules"]
+        if list(children) != self._names:
+            return False
+        for child, outline in zip(children.values(), self._children, strict=True):
+            if (child is None) is not (outline is None) or (outline is not None and not outline.read(child, values)):
                 return False
-        return all([name in own and alike(value, own[name]) for name, value in self._others])
-
-    def _read_slots(self, own: dict[str, Any], values: list[Any]) -> bool:
-        if (len(own["_parameters"]) + len(own["_buffers"])) != sum([len(names) for _, names in self._tables]):
-            return False
-        for key, names in self._tables:
-            table = own[key]
-            for name, absent in names.items():
-                value = table.get(name, self)
-                if value is self or (value is None) is not absent:
-                    return False
-                if not absent:
-                    values.append(value)
         return True
 
     def build(self, leaves: Iterator[Any], size: Size) -> Any:
         """Return the tree around leaves in the same order; submodules without leaves are left out."""
         static = self._static
         data: dict[str, Any] = {name: next(leaves) for name in static.kinds} if static is not None else {}
-        for name, child in self._children:
-            node = child.build(leaves, size)
-            if node._data:
-                data[name] = node
+        for name, child in zip(self._names, self._children, strict=True):
+            if child is not None:
+                node = child.build(leaves, size)
+                if node._data:
+                    data[name] = node
         return TensorCollection._open._make(data, size, None, None, static)
 
 
 def _static(own: dict[str, Any], extra: bool) -> Static | None:
-    kinds = dict.fromkeys((name for name, value in own["_parameters"].items() if value is not None), Kind.PARAMETER)
+    kinds = {name: Kind.PARAMETER for name, value in own["_parameters"].items() if value is not None}
     hidden = own["_non_persistent_buffers_set"]
     for name, value in own["_buffers"].items():
         if value is not None:
