@@ -286,7 +286,8 @@ DIFFERENT = {
         r"'parameters\.bias' of '1'.*expected: Parameter.*got:      None",
     ),
     "buffers": (
-        nn.BatchNorm1d(2), nn.BatchNorm1d(2, track_running_stats=False), r"'buffers\.running_mean' of '1'.*Tensor.*None",
+        nn.BatchNorm1d(2), nn.BatchNorm1d(2, track_running_stats=False),
+        r"'buffers\.running_mean' of '1'.*Tensor.*None",
     ),
     "stride": (nn.Conv1d(2, 2, 1), nn.Conv1d(2, 2, 1, stride=2), r"'stride' of '1'.*\(1,\).*\(2,\)"),
     "deep": (
