@@ -4,6 +4,7 @@ Both answer to the tensor methods that shape and index operations call, so that 
 """
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,68 +18,31 @@ from tdfunc._shapes import as_size, index_size, normalize_index
 
 
 class NonTensorBase:
-    """What `NonTensorData` and `NonTensorStack` share: a numpy object array seen through tensor methods."""
+    """What `NonTensorData` and `NonTensorStack` share: values seen through tensor methods."""
 
-    __slots__ = ("_array", "_features")
-    _array: np.ndarray[Any, Any]
+    __slots__ = ()
     # None, or for a stack whose batch a transformation took apart (inside vmap) its dimensions after that batch.
-    _features: int | None
+    _features: int | None = None
+    # The values as an object array of the batch's size.
+    _array: np.ndarray[Any, Any]
 
     def __setattr__(self, name: str, value: object) -> None:
         raise ImmutableError(explain(f"{type(self).__name__} is immutable: .{name} = value.", hint="make a new one."))
 
-    @classmethod
-    def _wrap(cls, array: np.ndarray[Any, Any]) -> Any:
-        new = object.__new__(cls)
-        object.__setattr__(new, "_array", array)
-        object.__setattr__(new, "_features", None)
-        return new
-
     @property
     def shape(self) -> Size:
-        return Size(self._array.shape)
+        raise NotImplementedError
 
     @property
     def batch_size(self) -> Size:
-        return Size(self._array.shape)
+        return self.shape
 
     def dim(self) -> int:
-        return self._array.ndim
-
-    def _shaped(self, fn: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]) -> Any:
-        return self._wrap(fn(self._array))
-
-    def reshape(self, *shape: Any) -> Any:
-        size = _sizes(shape)
-        return self._shaped(lambda a: a.reshape(size))
-
-    view = reshape
-
-    def expand(self, *shape: Any) -> Any:
-        size = _sizes(shape)
-        lead = len(size) - self._array.ndim
-        # torch spells "keep this dimension" -1, numpy does not know it.
-        full = tuple(self._array.shape[i - lead] if s == -1 else s for i, s in enumerate(size))
-        return self._shaped(lambda a: np.broadcast_to(a, full))
-
-    def permute(self, *dims: Any) -> Any:
-        order = _sizes(dims)
-        return self._shaped(lambda a: a.transpose(order))
-
-    def transpose(self, dim0: int, dim1: int) -> Any:
-        return self._shaped(lambda a: a.swapaxes(dim0, dim1))
-
-    def unsqueeze(self, dim: int) -> Any:
-        return self._shaped(lambda a: np.expand_dims(a, dim))
-
-    def squeeze(self, dim: int | None = None) -> Any:
-        if dim is not None and self._array.shape[dim] != 1:
-            return self
-        return self._shaped(lambda a: a.squeeze(dim))
+        return len(self.shape)
 
     def check_batch(self, size: Size, key: str) -> None:
         """Raise unless the values are laid out along this batch: inside vmap those of a stack are not."""
-        if self._features is not None or self._array.shape[: len(size)] != size:
+        if self._features is not None or self.shape[: len(size)] != size:
             raise BatchSizeError(
                 explain(
                     f"{key!r} holds one value for each element of another batch.",
@@ -117,12 +81,15 @@ class NonTensorBase:
 
     def equal(self, other: Any) -> torch.Tensor:
         """Return the tensor of bools of `self == other`, value by value, where both have one shape."""
-        if not isinstance(other, NonTensorBase) or self._array.shape != other._array.shape:
+        if not isinstance(other, NonTensorBase) or self.shape != other.shape:
             return torch.zeros(self.shape, dtype=torch.bool)
         if isinstance(self, NonTensorData) and isinstance(other, NonTensorData):
             return torch.tensor(same_value(self.data, other.data)).expand(self.shape)
         pairs = zip(self._array.flat, other._array.flat, strict=True)
         return torch.tensor([same_value(a, b) for a, b in pairs], dtype=torch.bool).reshape(self.shape)
+
+    def where(self, condition: torch.Tensor, other: Any) -> Any:
+        return NonTensorStack._wrap(np.where(condition.cpu().numpy(), self._array, other._array))
 
     def index_select(self, dim: int, index: torch.Tensor) -> Any:
         return self[(slice(None),) * (dim % self.dim()) + (index,)]
@@ -134,17 +101,12 @@ class NonTensorBase:
     def split(self, sizes: int | Sequence[int], dim: int = 0) -> tuple[Any, ...]:
         total = self.shape[dim]
         parts = [min(sizes, total - i) for i in range(0, total, sizes)] if isinstance(sizes, int) else list(sizes)
-        ends = np.cumsum(parts).tolist()
         lead = (slice(None),) * (dim % self.dim())
-        return tuple(self[(*lead, slice(end - part, end))] for end, part in zip(ends, parts, strict=True))
-
-    def where(self, condition: torch.Tensor, other: Any) -> Any:
-        return NonTensorStack._wrap(np.where(condition.cpu().numpy(), self._array, other._array))
+        ends = zip(accumulate(parts), parts, strict=True)
+        return tuple(self[(*lead, slice(end - part, end))] for end, part in ends)
 
     def __getitem__(self, index: Any) -> Any:
-        parts = normalize_index(index, self.shape)
-        index = tuple((i.cpu().numpy() if i.dim() else int(i)) if isinstance(i, torch.Tensor) else i for i in parts)
-        return self._shaped(lambda a: _numpy_index(a, index))
+        raise NotImplementedError
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -155,9 +117,6 @@ class NonTensorBase:
         """Return the values as a nested list (one value for a batch of no dimensions)."""
         return self._array.tolist() if self._array.ndim else self._array[()]
 
-    def __reduce__(self) -> Any:
-        return type(self)._wrap, (self._array,)
-
     def __copy__(self) -> Any:
         return self
 
@@ -165,7 +124,7 @@ class NonTensorBase:
         return isinstance(other, NonTensorBase) and self.shape == other.shape and _same_nodes(self, other)
 
     def __hash__(self) -> int:
-        return hash((type(self).__name__, self._array.shape))
+        return hash((type(self).__name__, self.shape))
 
 
 class NonTensorData(NonTensorBase):
@@ -176,54 +135,80 @@ class NonTensorData(NonTensorBase):
         batch_size: The shape that it is seen with.
 
     Examples:
-        >>> from tdfunc import NonTensorData, TensorDict
         >>> TensorDict({"n": NonTensorData(3)}, [2])["n"]
         3
     """
 
-    __slots__ = ()
+    __slots__ = ("_size", "_value")
+    _size: Size
+    _value: Any
 
     def __init__(self, data: Any, batch_size: Any = None) -> None:
-        cell = np.empty((), dtype=object)
-        cell[()] = data.data if isinstance(data, NonTensorData) else data
-        object.__setattr__(self, "_array", np.broadcast_to(cell, as_size(batch_size)))
-        object.__setattr__(self, "_features", None)
+        object.__setattr__(self, "_value", data.data if isinstance(data, NonTensorData) else data)
+        object.__setattr__(self, "_size", as_size(batch_size))
 
     @property
     def data(self) -> Any:
         """The value."""
-        array = self._array
-        # An empty batch has no element to read: the cell that was broadcast has it.
-        while array.size == 0 and isinstance(array.base, np.ndarray):
-            array = array.base
-        return array.flat[0]
+        return self._value
 
     @property
     def value(self) -> Any:
         """What `td[key]` returns."""
-        return self.data
+        return self._value
 
-    # Every shape operation keeps one value: only the shape is computed, on an array that holds nothing.
-    def _shaped(self, fn: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]) -> Any:
-        return NonTensorData(self.data, fn(np.broadcast_to(np.False_, self._array.shape)).shape)
+    @property
+    def shape(self) -> Size:
+        return self._size
+
+    @property
+    def _array(self) -> np.ndarray[Any, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        cell = np.empty((), dtype=object)
+        cell[()] = self._value
+        return np.broadcast_to(cell, self._size)
+
+    # A shape operation keeps the value: torch works out the shape, on a tensor that holds nothing.
+    def _shaped(self, method: str, *args: Any) -> Any:
+        made = getattr(torch.empty(self._size, device="meta"), method)(*args)
+        return NonTensorData(self._value, made.shape)
+
+    def reshape(self, *shape: Any) -> Any:
+        return self._shaped("reshape", _sizes(shape))
+
+    def view(self, *shape: Any) -> Any:
+        return self._shaped("reshape", _sizes(shape))
+
+    def expand(self, *shape: Any) -> Any:
+        return self._shaped("expand", _sizes(shape))
+
+    def permute(self, *dims: Any) -> Any:
+        return self._shaped("permute", _sizes(dims))
+
+    def transpose(self, dim0: int, dim1: int) -> Any:
+        return self._shaped("transpose", dim0, dim1)
+
+    def unsqueeze(self, dim: int) -> Any:
+        return self._shaped("unsqueeze", dim)
+
+    def squeeze(self, *dim: int) -> Any:
+        return self._shaped("squeeze", *dim)
 
     def __getitem__(self, index: Any) -> Any:
-        return NonTensorData(self.data, index_size(normalize_index(index, self.shape), self.shape))
+        return NonTensorData(self._value, index_size(normalize_index(index, self._size), self._size))
 
     def rebatch(self, size: Size) -> Any:
         """Return the value seen with another batch size."""
-        return NonTensorData(self.data, size)
+        return NonTensorData(self._value, size)
 
     def follow(self, old_ndim: int, size: Size) -> Any:
         """Return the value seen with the new batch size, and with the dimensions it had after the old one."""
-        return NonTensorData(self.data, size + self.shape[old_ndim:])
+        return NonTensorData(self._value, size + self._size[old_ndim:])
 
-    # An array of the batch's size is neither written nor read.
     def __reduce__(self) -> Any:
-        return NonTensorData, (self.data, tuple(self.shape))
+        return NonTensorData, (self._value, tuple(self._size))
 
     def __repr__(self) -> str:
-        return f"NonTensorData(data={self.data}, batch_size={self.shape}, device=None)"
+        return f"NonTensorData(data={self._value}, batch_size={self._size}, device=None)"
 
 
 class NonTensorStack(NonTensorBase):
@@ -238,7 +223,7 @@ class NonTensorStack(NonTensorBase):
         (['b', 'c'], 'a')
     """
 
-    __slots__ = ()
+    __slots__ = ("_array", "_features")
 
     def __init__(self, *values: Any) -> None:
         array = np.empty(len(values), dtype=object)
@@ -246,6 +231,43 @@ class NonTensorStack(NonTensorBase):
             array[i] = value.data if isinstance(value, NonTensorData) else value
         object.__setattr__(self, "_array", array)
         object.__setattr__(self, "_features", None)
+
+    @classmethod
+    def _wrap(cls, array: np.ndarray[Any, Any], features: int | None = None) -> "NonTensorStack":
+        new = object.__new__(cls)
+        object.__setattr__(new, "_array", array)
+        object.__setattr__(new, "_features", features)
+        return new
+
+    @property
+    def shape(self) -> Size:
+        return Size(self._array.shape)
+
+    def reshape(self, *shape: Any) -> Any:
+        return self._wrap(self._array.reshape(_sizes(shape)))
+
+    view = reshape
+
+    def expand(self, *shape: Any) -> Any:
+        size = _sizes(shape)
+        lead = len(size) - self._array.ndim
+        # torch spells "keep this dimension" -1, numpy does not know it.
+        full = tuple(self._array.shape[i - lead] if s == -1 else s for i, s in enumerate(size))
+        return self._wrap(np.broadcast_to(self._array, full))
+
+    def permute(self, *dims: Any) -> Any:
+        return self._wrap(self._array.transpose(_sizes(dims)))
+
+    def transpose(self, dim0: int, dim1: int) -> Any:
+        return self._wrap(self._array.swapaxes(dim0, dim1))
+
+    def unsqueeze(self, dim: int) -> Any:
+        return self._wrap(np.expand_dims(self._array, dim))
+
+    def squeeze(self, dim: int | None = None) -> Any:
+        if dim is not None and self._array.shape[dim] != 1:
+            return self
+        return self._wrap(self._array.squeeze(dim))
 
     @classmethod
     def from_nested(cls, values: Any, ndim: int) -> "NonTensorStack":
@@ -286,15 +308,18 @@ class NonTensorStack(NonTensorBase):
         """Keep the values, and whether they are laid out along the batch; the way back makes that good again."""
         shape = self._array.shape
         features = len(shape) - old_ndim if self._features is None else self._features
-        new = self._wrap(self._array)
-        if shape != (*size, *shape[len(shape) - features :]):
-            object.__setattr__(new, "_features", features)
-        return new
+        whole = shape == (*size, *shape[len(shape) - features :])
+        return self._wrap(self._array, None if whole else features)
 
     def __getitem__(self, index: Any) -> Any:
-        result = super().__getitem__(index)
+        parts = normalize_index(index, self.shape)
+        taken = tuple((i.cpu().numpy() if i.dim() else int(i)) if isinstance(i, torch.Tensor) else i for i in parts)
+        array = _numpy_index(self._array, taken)
         # A full index leaves one value: it is data of an empty batch, not a stack.
-        return NonTensorData(result._array[()]) if result.dim() == 0 else result
+        return NonTensorData(array[()]) if array.ndim == 0 else self._wrap(array)
+
+    def __reduce__(self) -> Any:
+        return type(self)._wrap, (self._array,)
 
     def __repr__(self) -> str:
         return f"NonTensorStack({self.tolist()}, batch_size={self.shape}, device=None)"
@@ -312,7 +337,7 @@ class StaticValues(NamedTuple):
         return not self == other
 
     def __hash__(self) -> int:
-        values = self.node._array.ravel()[:1] if isinstance(self.node, NonTensorData) else self.node._array.ravel()
+        values = [self.node.data] if isinstance(self.node, NonTensorData) else self.node._array.ravel().tolist()
         try:
             return hash(tuple(values))
         except TypeError:

@@ -179,7 +179,7 @@ ACCEPTED = (
     Accepted(
         WORDS,
         has_words,
-        only_theirs_raises("scalar False mask", "list index out of range", "Incompatible dim", "'str'"),
+        only_theirs_raises("lazy stack", "scalar False mask", "list index out of range", "Incompatible dim", "'str'"),
     ),
     Accepted(WORDS, has_words, only_ours_raises("has a value for each row")),
     Accepted(CAST, named("stack", "cat"), only_ours_raises("torch.")),
@@ -188,6 +188,7 @@ ACCEPTED = (
     Accepted(DIMS, named("permute"), only_ours_raises("exactly once"), batch(lambda size, d: len(d) != len(size))),
     Accepted(WHERE, named("where"), only_ours_raises("where: the condition")),
     Accepted(UNDER, named("get", "exclude"), only_theirs_raises("Expected a TensorDictBase", "_exclude")),
+    Accepted(CHECKED, named("unflatten_keys"), equal_without("sizes", "words")),
     Accepted(UNDER, named("set", "rename_key"), only_ours_raises("is a leaf")),
     Accepted(UNDER, named("unflatten_keys"), has_words, only_ours_raises("another key has taken")),
     Accepted(EXPAND, named("expand"), only_theirs_raises(), detail(lambda d: -1 in d)),
@@ -200,7 +201,7 @@ ACCEPTED = (
     Accepted(REDUCE, named(*REDUCTIONS), only_theirs_raises("dim='feature'", "'<' not supp", "is invalid for")),
     Accepted(REDUCE, named(*REDUCTIONS), differs_in("size", "shape", "names")),
     Accepted(REDUCE, named(*REDUCTIONS), has_words, equal_without("words", "names", "sizes")),
-    Accepted(PROMOTE, named("pow"), differs_in("dtype", "value")),
+    Accepted(PROMOTE, detail(lambda d: isinstance(d, torch.Tensor) and d.dim() == 0), differs_in("dtype", "value")),
     Accepted(FEATURES, only_ours_raises("another number of features")),
     Accepted(
         NUMBERS,

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Size, Tensor
 
@@ -132,8 +133,7 @@ def write_rows(tree: T, index: Any, value: Any, call: str) -> T:
 def _spread(rows: T, value: Any, call: str) -> T:
     """Return the tree of a number or of a tensor over the rows' batch, in the shape of the rows."""
     if isinstance(value, NUMBERS):
-        made = torch.as_tensor(value)
-        return rows._map(LeafOp("full", lambda x: _lossless(made, value, x).to(x.device).expand(x.shape)))
+        return rows._map(LeafOp("full", lambda x: _number(value, x).expand(x.shape)))
     if isinstance(value, Tensor):
         operand = over_batch(rows, value, f"at[...].{call}")
         return rows._map(LeafOp("full", lambda x: operand(x).expand(x.shape), args=(value,)))
@@ -142,10 +142,29 @@ def _spread(rows: T, value: Any, call: str) -> T:
     )
 
 
-def _lossless(made: Tensor, value: Any, leaf: Tensor) -> Tensor:
+def _number(value: Any, leaf: Tensor) -> Tensor:
     """Return a number in the leaf's dtype if that keeps it, so that 0 fits a bool leaf and 1.5 no int leaf."""
-    cast = made.to(leaf.dtype)
-    return cast if cast.item() == value else made
+    number = value.item() if isinstance(value, np.generic) else value
+    keeps = _keeps(number, leaf.dtype)
+    return torch.full((), number, dtype=leaf.dtype if keeps else None, device=leaf.device)
+
+
+def _rank(dtype: torch.dtype) -> int:
+    # What `torch.can_cast` compares; dynamo does not trace that.
+    if dtype.is_complex:
+        return 3
+    return 2 if dtype.is_floating_point else int(dtype is not torch.bool)
+
+
+def _keeps(number: Any, dtype: torch.dtype) -> bool:
+    if dtype.is_complex or isinstance(number, complex):
+        return dtype.is_complex
+    if dtype.is_floating_point:
+        return True
+    if dtype is torch.bool:
+        return number in (0, 1)
+    limits = torch.iinfo(dtype)
+    return number == number // 1 and limits.min <= number <= limits.max
 
 
 def _check_rows(rows: TensorCollection, value: TensorCollection, call: str) -> None:
@@ -172,7 +191,7 @@ def _check_rows(rows: TensorCollection, value: TensorCollection, call: str) -> N
 
 
 def _check_leaf(path: Path, old: Tensor, new: Any, call: str) -> None:
-    fits = isinstance(new, Tensor) and new.shape == old.shape and torch.can_cast(new.dtype, old.dtype)
+    fits = isinstance(new, Tensor) and new.shape == old.shape and _rank(new.dtype) <= _rank(old.dtype)
     if not fits:
         got = f"shape {list(new.shape)}, {new.dtype}" if isinstance(new, Tensor) else type(new).__name__
         raise LeafMismatchError(

@@ -8,7 +8,15 @@ import torch
 from tdfunc._collection import LeafOp, TensorCollection
 from tdfunc._errors import UnsupportedError, explain
 from tdfunc.ops import cast, index, join, shape
-from tdfunc.ops._generate import BINARY, BINARY_LEAFWISE, UNARY, UNARY_LEAFWISE
+from tdfunc.ops._generate import (
+    BINARY,
+    BINARY_LEAFWISE,
+    COMMUTATIVE,
+    OPERATORS,
+    REVERSED,
+    UNARY,
+    UNARY_LEAFWISE,
+)
 from tdfunc.ops.pointwise_base import binary, reversed_binary, unary
 from tdfunc.ops.reduce import reduce, truth
 
@@ -39,6 +47,13 @@ def _binary(name: str) -> Handler:
         if isinstance(input, TensorCollection):
             return binary(input, other, name, kernel, **kwargs)
         return reversed_binary(other, input, name)
+
+    return call
+
+
+def _swapped(handler: Handler) -> Handler:
+    def call(input: Any, other: Any) -> Any:
+        return handler(other, input)
 
     return call
 
@@ -110,7 +125,17 @@ def _reshape(tree: Any, size: Any) -> Any:
     return shape.reshape(tree, tuple(size))
 
 
+def _methods() -> dict[str, Handler]:
+    named = ("add", "sub", "mul", "div", "pow", "remainder", "eq", "ne", "lt", "le", "gt", "ge")
+    table = {name: _binary(name) for name in named} | {m: _binary(name) for m, name in OPERATORS.items()}
+    table |= {"__eq__": _binary("eq"), "__ne__": _binary("ne"), "__rdiv__": _swapped(_binary("div"))}
+    return table | {m: _swapped(_binary(name)) for m, name in (REVERSED | COMMUTATIVE).items()}
+
+
 FUNCTIONS = _functions()
+# An operator with a tensor on one side arrives as the tensor's method. By name, as dynamo has objects of its own
+# for the methods that torch writes in Python.
+METHODS = _methods()
 
 
 class DispatchMethods(TensorCollection):
@@ -121,11 +146,13 @@ class DispatchMethods(TensorCollection):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         handler = FUNCTIONS.get(func)
+        name = getattr(func, "__name__", repr(func))
+        if handler is None and getattr(torch.Tensor, name, None) is func:
+            handler = METHODS.get(name)
+            # Python then asks the tree.
+            if handler is None:
+                return NotImplemented
         if handler is not None:
             return handler(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", repr(func))
-        # An operator with a tensor on the left arrives as the tensor's method; Python then asks the tree.
-        if getattr(torch.Tensor, name, None) is func:
-            return NotImplemented
         hint = f"td.apply(lambda x: torch.{name}(x, ...)) calls it on every leaf."
         raise UnsupportedError(explain(f"torch.{name} is not defined on trees.", hint=hint))
