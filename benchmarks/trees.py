@@ -5,7 +5,7 @@ from typing import Any
 
 import tensordict
 import torch
-from torch import Size
+from torch import Size, Tensor
 from torch.utils._pytree import tree_map
 
 import tdfunc as tdf
@@ -13,18 +13,26 @@ from benchmarks.rows import Case, Row, Suite
 
 BATCH = 32
 LEAVES = (10, 100)
+Ways = dict[str, dict[str, Callable[[], Any]]]
 OTHER, RAW, CHECKED = "tensordict", "raw dict", "checked dict"
 
 
-def tree_ways(n: int) -> dict[str, dict[str, Callable[[], Any]]]:
-    raw = {f"k{i}": torch.randn(BATCH, 8) for i in range(n)}
-    a, b = tdf.TensorDict(raw, [BATCH]), tensordict.TensorDict(raw, [BATCH])
-    # Several trees with tensors of their own, for stack, cat and add.
-    raws = [{k: torch.randn(BATCH, 8) for k in raw} for _ in range(4)]
-    ours, theirs = ([make(r, [BATCH]) for r in raws] for make in (tdf.TensorDict, tensordict.TensorDict))
-    r0, r1, r2, r3 = raws
-    key, size, value = f"k{n // 2}", Size([BATCH]), torch.randn(BATCH, 8)
-    rows, mask = torch.randint(0, BATCH, (16,)), torch.rand(BATCH) > 0.5
+class Data:
+    """The same tensors as a dict, as our tree and as tensordict's; for operations on several trees, four of each."""
+
+    def __init__(self, n: int) -> None:
+        self.raws = [{f"k{i}": torch.randn(BATCH, 8) for i in range(n)} for _ in range(4)]
+        self.ours = [tdf.TensorDict(raw, [BATCH]) for raw in self.raws]
+        self.theirs = [tensordict.TensorDict(raw, [BATCH]) for raw in self.raws]
+
+    @property
+    def first(self) -> tuple[dict[str, Tensor], Any, Any]:
+        return self.raws[0], self.ours[0], self.theirs[0]
+
+
+def edit_ways(data: Data) -> Ways:
+    raw, a, b = data.first
+    key, size, value = f"k{len(raw) // 2}", Size([BATCH]), torch.randn(BATCH, 8)
     return {
         "construct": {
             "tdfunc": lambda: tdf.TensorDict(raw, [BATCH]),
@@ -34,16 +42,40 @@ def tree_ways(n: int) -> dict[str, dict[str, Callable[[], Any]]]:
         "get": {"tdfunc": lambda: a[key], OTHER: lambda: b[key]},
         # tensordict's `set` writes into the tree; a copy of its dict (not of its tensors) keeps the old one.
         "set": {"tdfunc": lambda: a.set(key, value), OTHER: lambda: b.copy().set(key, value)},
+    }
+
+
+def leaf_ways(data: Data) -> Ways:
+    raw, a, b = data.first
+    raw1, a1, b1 = data.raws[1], data.ours[1], data.theirs[1]
+    return {
         "apply": {
             "tdfunc": lambda: a.apply(torch.neg),
             OTHER: lambda: b.apply(torch.neg),
             RAW: lambda: {k: torch.neg(x) for k, x in raw.items()},
         },
-        "stack": {
-            "tdfunc": lambda: torch.stack(ours),
-            OTHER: lambda: torch.stack(theirs),
-            RAW: lambda: {k: torch.stack([r0[k], r1[k], r2[k], r3[k]]) for k in r0},
+        "reshape": {
+            "tdfunc": lambda: a.reshape(4, 8),
+            OTHER: lambda: b.reshape(4, 8),
+            RAW: lambda: {k: x.reshape(4, 8, *x.shape[1:]) for k, x in raw.items()},
         },
+        "add": {
+            "tdfunc": lambda: a + a1,
+            OTHER: lambda: b + b1,
+            RAW: lambda: {k: x + raw1[k] for k, x in raw.items()},
+        },
+        "tree_map": {
+            "tdfunc": lambda: tree_map(torch.neg, a),
+            OTHER: lambda: tree_map(torch.neg, b),
+            RAW: lambda: tree_map(torch.neg, raw),
+        },
+    }
+
+
+def index_ways(data: Data) -> Ways:
+    raw, a, b = data.first
+    rows, mask = torch.randint(0, BATCH, (16,)), torch.rand(BATCH) > 0.5
+    return {
         "index int": {"tdfunc": lambda: a[3], OTHER: lambda: b[3], RAW: lambda: {k: x[3] for k, x in raw.items()}},
         "index slice": {
             "tdfunc": lambda: a[2:9],
@@ -60,27 +92,31 @@ def tree_ways(n: int) -> dict[str, dict[str, Callable[[], Any]]]:
             OTHER: lambda: b[mask],
             RAW: lambda: {k: x[mask] for k, x in raw.items()},
         },
+    }
+
+
+def join_ways(data: Data) -> Ways:
+    (r0, r1, r2, r3), ours, theirs = data.raws, data.ours, data.theirs
+    return {
+        "stack": {
+            "tdfunc": lambda: torch.stack(ours),
+            OTHER: lambda: torch.stack(theirs),
+            RAW: lambda: {k: torch.stack([r0[k], r1[k], r2[k], r3[k]]) for k in r0},
+        },
         "cat": {
             "tdfunc": lambda: torch.cat(ours[:2]),
             OTHER: lambda: torch.cat(theirs[:2]),
             RAW: lambda: {k: torch.cat([r0[k], r1[k]]) for k in r0},
         },
-        "reshape": {
-            "tdfunc": lambda: a.reshape(4, 8),
-            OTHER: lambda: b.reshape(4, 8),
-            RAW: lambda: {k: x.reshape(4, 8, *x.shape[1:]) for k, x in raw.items()},
-        },
-        "add": {
-            "tdfunc": lambda: a + ours[0],
-            OTHER: lambda: b + theirs[0],
-            RAW: lambda: {k: x + r0[k] for k, x in raw.items()},
-        },
-        "tree_map": {
-            "tdfunc": lambda: tree_map(torch.neg, a),
-            OTHER: lambda: tree_map(torch.neg, b),
-            RAW: lambda: tree_map(torch.neg, raw),
-        },
     }
+
+
+SOURCES = (edit_ways, leaf_ways, index_ways, join_ways)
+
+
+def tree_ways(n: int) -> Ways:
+    data = Data(n)
+    return {what: ways for source in SOURCES for what, ways in source(data).items()}
 
 
 def refuse(key: str) -> Any:
@@ -118,5 +154,5 @@ SUITE = Suite(
         Row("all rows that call torch", RAW, 1.3, "at most", _cases("apply", "stack", *MIDDLE), "mean"),
         Row("construct", CHECKED, 1.2, "at most", _cases("construct")),
     ),
-    (tree_ways,),
+    SOURCES,
 )
