@@ -40,7 +40,7 @@ def test_report_says_what_was_found(folder):
         "Quality on the test digits",
         "Speed of training",
         "not digits",
-        "under rotation",
+        "under rotation (means, nats)",
         "Checked",
         "Plots",
     ):
