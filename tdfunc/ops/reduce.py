@@ -1,6 +1,7 @@
 """Reductions: over whole leaves, batch dimensions or feature dimensions, leaf by leaf or to one tensor."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -9,7 +10,7 @@ from torch import Size, Tensor
 from tdfunc._collection import LeafOp, TensorCollection, iter_leaves, leaf_paths, with_leaves
 from tdfunc._errors import explain
 from tdfunc._shapes import dim_index
-from tdfunc._types import Names, Path
+from tdfunc._types import LeafFn, Names, Path
 
 T = TypeVar("T", bound=TensorCollection)
 # Takes a leaf, the dimensions (never none) and keepdim.
@@ -29,17 +30,23 @@ def _reduce_leaves(tree: T, name: str, dim: Any, keepdim: bool, kernel: Kernel) 
         sizes = [(found[path], _batch_dims(tree, path)) for path in leaf_paths(tree)]
         return with_leaves(tree, [over(x, tuple(range(batch, x.dim()))) for x, batch in sizes])
     if dim is None:
-        op = LeafOp(name, lambda x: over(x, tuple(range(x.dim()))), lambda old: _reduced(old, range(len(old)), keepdim))
+        op = LeafOp(
+            name, lambda x: over(x, tuple(range(x.dim()))), lambda old: reduced_size(old, range(len(old)), keepdim)
+        )
         return tree._map(op)
+    if isinstance(dim, str):
+        expected = "batch dimensions as ints, None for all, or 'feature'"
+        raise ValueError(explain(f"{name}: no such dimension.", expected=expected, got=repr(dim)))
     dims = tuple(sorted({dim_index(d, n, name) for d in ((dim,) if isinstance(dim, int) else dim)}))
 
     def names_after(names: Names) -> Names:
         return tuple(given for i, given in enumerate(names) if keepdim or i not in dims)
 
-    op = LeafOp(
-        name, lambda x: over(x, dims), lambda old: _reduced(old, dims, keepdim), names_after, args=(dims, keepdim)
-    )
-    return tree._map(op)
+    def bind(dims: tuple[int, ...], _: bool) -> LeafFn:
+        return lambda x: over(x, dims)
+
+    size = partial(reduced_size, dims=dims, keepdim=keepdim)
+    return tree._map(LeafOp(name, bind(dims, keepdim), size, names_after, args=(dims, keepdim), bind=bind))
 
 
 def _batch_dims(tree: TensorCollection, path: Path) -> int:
@@ -48,7 +55,8 @@ def _batch_dims(tree: TensorCollection, path: Path) -> int:
     return len(tree._batch_size)
 
 
-def _reduced(size: Size, dims: Iterable[int], keepdim: bool) -> Size:
+def reduced_size(size: Size, dims: Iterable[int], keepdim: bool) -> Size:
+    """Return what is left of a batch size after a reduction."""
     gone = set(dims)
     return Size([1 if i in gone else s for i, s in enumerate(size) if keepdim or i not in gone])
 

@@ -1,0 +1,234 @@
+"""Laws that hold for every tree: what a way there and back gives, and what equals plain torch leaf by leaf."""
+
+import copy
+import pickle
+
+import optree
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch.utils import _pytree as pytree
+
+from tdfunc import Filter, Kind, TensorDict, combine, partition
+from tests.helpers import assert_pure, assert_trees_equal
+from tests.strategies import KEYS, PATHS, leaves, pairs, trees
+
+FLOATS = st.just(torch.float32)
+
+
+def tied_alike(tree, other):
+    """Whether two trees record the same groups, and hold one tensor at each path of a group."""
+    same = all(tree[path] is tree[group[0]] for group in tree._ties for path in group)
+    return same and tree.ties() == other.ties()
+
+
+@given(trees())
+def test_flatten_and_unflatten(tree):
+    """A tree would not come back from either registry as it went in."""
+    children, spec = pytree.tree_flatten(tree)
+    back = pytree.tree_unflatten(children, spec)
+    assert_trees_equal(back, tree)
+    assert tied_alike(back, tree)
+
+    children, spec = optree.tree_flatten(tree, none_is_leaf=True)
+    assert_trees_equal(optree.tree_unflatten(spec, children), tree)
+
+
+@given(trees(), st.randoms(use_true_random=False))
+def test_order_of_keys_is_no_structure(tree, random):
+    """Trees built in another order would have another structure."""
+    keys = list(tree.keys())
+    random.shuffle(keys)
+    other = TensorDict({key: tree._get(key) for key in keys}, tree.batch_size)
+    assume(not tree.ties())
+
+    assert pytree.tree_structure(other) == pytree.tree_structure(tree)
+    assert hash(pytree.tree_structure(other)) == hash(pytree.tree_structure(tree))
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t)), lambda t: t.clone()])
+@given(tree=trees())
+def test_copies(copier, tree):
+    """A copy would lose values, ties, kinds or names, or share memory."""
+    new = copier(tree)
+
+    assert_trees_equal(new, tree)
+    assert tied_alike(new, tree)
+    assert [new.kind(path) for path in new.paths()] == [tree.kind(path) for path in tree.paths()]
+    shared = {x.data_ptr() for x in tree.leaves() if x.numel()} & {x.data_ptr() for x in new.leaves() if x.numel()}
+    assert not shared
+
+
+@given(trees(), PATHS, st.data())
+def test_set_then_get(tree, path, data):
+    """What was set would not be what is got, or the tree itself would change."""
+    assume(not any(path[:i] in dict.fromkeys(p for p, _ in _nodes(tree)) for i in range(1, len(path))))
+    value = data.draw(leaves(tree.batch_size))
+    before = list(tree.keys(True, True))
+    new = assert_pure(lambda t: t.set(path, value), tree)
+
+    assert new[path] is value
+    assert list(tree.keys(True, True)) == before
+    assert set(tree.paths()) - {path} <= set(new.paths()) | {p for group in new._ties for p in group} | _tied(tree)
+
+
+def _nodes(tree, at=()):
+    for key in list(tree.keys()):
+        yield (*at, key), tree._get(key)
+        if isinstance(tree._get(key), TensorDict):
+            yield from _nodes(tree._get(key), (*at, key))
+
+
+def _tied(tree):
+    return {path for group in tree._ties for path in group}
+
+
+@given(trees())
+def test_delete_then_set(tree):
+    """Deleting an entry and setting it again would change a value."""
+    for key in list(tree.keys()):
+        node = tree._get(key)
+        assert key not in tree.delete(key)
+        assume(not tree.ties())
+        assert_trees_equal(tree.delete(key).set(key, node), tree)
+
+
+@given(trees())
+def test_select_and_exclude_are_opposites(tree):
+    """What `select` keeps, `exclude` would not drop."""
+    keys = list(tree.keys())[::2]
+    kept, rest = tree.select(*keys), tree.exclude(*keys)
+
+    assert set(kept.keys()) == set(keys)
+    assert set(rest.keys()) == set(tree.keys()) - set(keys)
+    assert all(kept._get(key) is tree._get(key) or isinstance(tree._get(key), TensorDict) for key in keys)
+
+
+@given(trees(), KEYS)
+def test_partition_and_combine(tree, key):
+    """Parts of a tree would not be the whole, or would overlap."""
+    assume(tree.paths())
+    where = lambda path, leaf: path[-1] == key or leaf.is_floating_point()  # noqa: E731
+    first, second = partition(tree, Filter(where))
+    back = combine(first, second)
+
+    assert set(back.keys(True, True)) == set(tree.keys(True, True))
+    assert pytree.tree_structure(back) == pytree.tree_structure(tree)
+    assert all(torch.equal(a, b) for a, b in zip(pytree.tree_leaves(back), pytree.tree_leaves(tree), strict=True))
+    assert {path: back.kind(path) for path in back.paths()} == {path: tree.kind(path) for path in back.paths()}
+
+
+@given(trees())
+def test_flatten_keys_and_back(tree):
+    """Flat keys would not split into the tree that they came from."""
+    assume(not any("|" in key for path in tree.keys(True) for key in ([path] if isinstance(path, str) else path)))
+    back = tree.flatten_keys("|").unflatten_keys("|")
+
+    assert list(back.keys(True, True)) == list(tree.keys(True, True))
+    assert tied_alike(back, tree)
+    for path in tree.keys(True, True):
+        node = tree[path]
+        assert back[path] is node if isinstance(node, torch.Tensor) else back[path] is not None
+        assert back.kind(path) is tree.kind(path)
+
+
+@given(trees(), KEYS)
+def test_rename_and_back(tree, key):
+    """Renaming would lose ties, kinds or the place of an entry."""
+    assume(key not in tree and list(tree.keys()))
+    old = next(iter(tree.keys()))
+    there = tree.rename_key(old, key)
+
+    assert list(there.keys())[0] == key
+    assert_trees_equal(there.rename_key(key, old), tree)
+    assert tied_alike(there.rename_key(key, old), tree)
+
+
+@given(trees(size=(3,)))
+def test_stack_and_unbind(tree):
+    """Stacked trees would not come apart as they were."""
+    other = tree.apply(lambda x: x.clone())
+    stacked = torch.stack([tree, other], 1)
+
+    assert stacked.batch_size == (3, 2)
+    assert tied_alike(stacked, tree)
+    for part in stacked.unbind(1):
+        for path in tree.paths():
+            assert torch.equal(part[path], tree[path])
+
+
+@given(trees(size=(3,)))
+def test_cat_and_split(tree):
+    """Parts of a tree would not join to the whole."""
+    back = torch.cat(tree.split([1, 2]))
+
+    assert back.batch_size == tree.batch_size
+    assert tied_alike(back, tree)
+    for path in tree.paths():
+        assert torch.equal(back[path], tree[path])
+
+
+@given(trees())
+def test_identities(tree):
+    """An operation that changes nothing would make a new tree."""
+    assert tree.reshape(tree.batch_size) is tree
+    assert tree.permute(*range(tree.ndim)) is tree
+    assert tree.expand(*tree.batch_size) is tree
+    assert tree.to(tree.device) is tree
+    assert tree.clone(recurse=False) is tree
+    assert tree.exclude("not there") is tree
+    assert copy.copy(tree) is tree
+
+
+@given(pairs())
+def test_equality_sees_one_leaf(pair):
+    """Two trees that differ in one value would be equal."""
+    tree, other, path = pair
+
+    assert not (tree == other).all()
+    assert (tree != other).any()
+    assert not (tree == other)[path].all()
+    assert ((tree == other).delete(path).all()) or len(tree._ties) > 0
+
+
+@given(trees(dtypes=FLOATS))
+def test_arithmetic_equals_torch(tree):
+    """Arithmetic would give another number than torch on a leaf, or write to it."""
+    for fn in (
+        lambda x: x + 1, lambda x: 2 - x, lambda x: x * x, lambda x: x / 3, lambda x: -x, lambda x: x > 0,
+        lambda x: 2**x,
+    ):  # fmt: skip
+        result = assert_pure(fn, tree)
+        for path in tree.paths():
+            assert torch.equal(result[path], fn(tree[path]))
+        assert tied_alike(result, tree)
+
+
+@given(trees(size=(2, 3), dtypes=FLOATS, nontensor=False))
+def test_vmap_equals_the_loop(tree):
+    """Inside vmap a tree would have the wrong batch size, or come back with another one."""
+    seen = []
+
+    def fn(row):
+        seen.append(row.batch_size)
+        return row * 2
+
+    out = torch.vmap(fn, in_dims=1, out_dims=1)(tree) if tree.paths() else tree
+
+    assert out.batch_size == (2, 3)
+    assert not tree.paths() or seen == [(2,)]
+    for path in tree.paths():
+        assert torch.equal(out[path], tree[path] * 2)
+
+
+@given(trees(), st.sampled_from(Kind))
+def test_kinds_follow(tree, kind):
+    """A map would forget what a leaf is."""
+    assume(tree.paths())
+    path = tree.paths()[0]
+    marked = tree.set(path, tree[path], kind=kind)
+
+    for new in (marked.clone(), marked.apply(lambda x: x), pytree.tree_map(lambda x: x, marked), marked.detach()):
+        assert new.kind(path) is kind
+    assert pytree.tree_structure(marked) == pytree.tree_structure(tree)
