@@ -93,7 +93,7 @@ def run(only: str | None, quick: bool, newer: Path) -> Results:
         scaling.growth(leaves, effort, say) if wanted("scaling") else [],
         scaling.depth(effort) if wanted("scaling") else [],
         ensembles.cells(effort, say) if wanted("ensembles") else [],
-        compiled.compile_counts() if wanted("compiled") else [],
+        compiled.compile_counts(say) if wanted("compiled") else [],
     )
 
 

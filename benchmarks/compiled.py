@@ -4,13 +4,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 import tdfunc as tdf
 from tdfunc import demo
+from tdfunc.ensemble.ensemble import Ensemble
 from tdfunc.ensemble.stack import init_ensemble
 from tdfunc.optim import adam
 
@@ -33,17 +33,12 @@ class Compiled(NamedTuple):
 def step_functions() -> dict[str, tuple[Callable[..., Any], Callable[[int], tuple[Any, ...]]]]:
     """Return the functions, each with its arguments for call i: the same shapes, other values."""
     apply, _, _ = tdf.functional(demo.make_model())
-    optimizer = adam(lr=2e-3)
+    optimizer = adam(lr=demo.LR)
+    run = Ensemble(apply.eval())
 
-    def loss(p: Any, x: Tensor, t: Tensor) -> Tensor:
-        return F.cross_entropy(apply(p, x), t)
-
-    def step(params: Any, state: Any, x: Tensor, t: Tensor) -> Any:
-        grads = torch.vmap(torch.func.grad(loss))(params, x, t)
-        return optimizer.update(params, grads, state)
-
+    @torch.no_grad()
     def predict(params: Any, x: Tensor) -> Tensor:
-        return torch.vmap(apply, (0, None))(params, x)
+        return run(params, x)
 
     def training(i: int) -> tuple[Any, ...]:
         params = ensemble(i)
@@ -51,8 +46,8 @@ def step_functions() -> dict[str, tuple[Callable[..., Any], Callable[[int], tupl
         return params, optimizer.init(params), x, t
 
     return {
-        "training step: vmap(grad(loss)) and Adam": (step, training),
-        "prediction: vmap(apply)": (predict, lambda i: (ensemble(i), torch.rand(demo.BATCH, 64))),
+        "training step: vmap(grad(loss)) and Adam": (demo.make_step(apply, optimizer), training),
+        "prediction: Ensemble": (predict, lambda i: (ensemble(i), torch.rand(demo.BATCH, 64))),
     }
 
 
@@ -60,7 +55,7 @@ def ensemble(i: int) -> Any:
     return tdf.split(init_ensemble(demo.make_model, MEMBERS, seed=i))[0]
 
 
-def compile_counts() -> list[Compiled]:
+def compile_counts(say: Callable[[str], None]) -> list[Compiled]:
     found: list[Compiled] = []
     for what, (fn, arguments) in step_functions().items():
         torch._dynamo.reset()
@@ -71,5 +66,7 @@ def compile_counts() -> list[Compiled]:
         first = counter.frame_count
         for i in range(1, CALLS):
             compiled(*arguments(i))
-        found.append(Compiled(what, first, counter.frame_count, sum(counters["graph_break"].values())))
+        breaks = sum(counters["graph_break"].values())
+        found.append(Compiled(what, first, counter.frame_count, breaks))
+        say(f"{what}: {first} graph, {counter.frame_count} after {CALLS} calls, {breaks} breaks")
     return found

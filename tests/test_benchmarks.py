@@ -433,4 +433,4 @@ def test_depth_trees_have_the_same_leaves():
 @pytest.mark.slow
 def test_step_functions_compile_to_one_graph():
     """The page would be the only place that says so."""
-    assert all(found.reached for found in compiled.compile_counts())
+    assert all(found.reached for found in compiled.compile_counts(print))
