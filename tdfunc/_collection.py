@@ -55,6 +55,8 @@ class LeafOp(NamedTuple):
     drops: bool = False
     # Whether `leaf` takes the leaves of all trees as one sequence, as torch.stack does.
     packed: bool = False
+    # Makes `leaf` from `args` that are laid out along the batch: a stack of trees makes one for each tree.
+    bind: Callable[..., LeafFn] | None = None
 
 
 class Slots:
@@ -82,6 +84,8 @@ class TensorCollection(Slots):
     # The class for open keys and the class for ragged stacks; the public modules set them, lower layers build by them.
     _open: ClassVar[Any] = None
     _lazy: ClassVar[Any] = None
+    # How a class with typed fields makes a value a node, a method (key, value, where); others leave it to `ops.convert`.
+    _accept: ClassVar[Any] = None
 
     @classmethod
     def _make(
@@ -244,6 +248,17 @@ class TensorCollection(Slots):
         """Apply an operation on batch dimensions (reshape, permute, stack, ...)."""
         return self._map(op, *others)
 
+    def _each(self, fn: Callable[..., Any], *values: Any) -> "Self | None":
+        """Return the stack of `fn(tree, *its part of each value)` where this node is a stack of trees, else None.
+
+        An edit of keys goes to each tree so: the keys of a stack are those that its trees share.
+        """
+        return None
+
+    def _probe(self) -> Any:
+        """Return what `_rebuilt_size` must know of the leaves as they were (classes with static data of their own)."""
+        return None
+
     @classmethod
     def _rebuilt_size(cls, children: tuple[Any, ...], context: "Context") -> tuple[Size | None, torch.device | None]:
         """Return the batch size that rebuilt children give their node, None if they do not say, and its device."""
@@ -386,7 +401,7 @@ def _row_select(rows: Tensor) -> LeafFn:
 
 
 class Context(NamedTuple):
-    """What a flattened node needs to be rebuilt. Only keys and ties are compared."""
+    """What a flattened node needs to be rebuilt. Only keys, ties and a class's own data are compared."""
 
     keys: tuple[str, ...]
     ties: Ties
@@ -400,9 +415,12 @@ class Context(NamedTuple):
     grafts: tuple[Graft, ...]
     # The children's shapes when all are plain tensors: unchanged ones need no vote.
     shapes: list[Size] | None = None
+    probe: Any = None
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Context) and self.keys == other.keys and self.ties == other.ties
+        if not isinstance(other, Context) or self.keys != other.keys or self.ties != other.ties:
+            return False
+        return self.static is other.static or (self.static or _NO_STATIC).own == (other.static or _NO_STATIC).own
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -440,6 +458,7 @@ def flatten(tree: TensorCollection) -> tuple[tuple[Any, ...], Context]:
     context = Context(
         keys, tree._ties, tuple(data), tree._batch_size, tree._device, tree._names,
         tuple(features), tree._static, grafts, shapes,
+        None if tree._static is None or tree._static.own is None else tree._probe(),
     )  # fmt: skip
     flat = _Flat(children, context)
     if not compiling:

@@ -74,6 +74,20 @@ def dim_index(dim: int, ndim: int, call: str) -> int:
     return dim % ndim
 
 
+def dim_size(size: Size, dim: int, call: str) -> int:
+    """Return the size of a batch dimension, which a ragged one (-1) does not have."""
+    if size[dim] < 0:
+        raise BatchSizeError(
+            explain(
+                f"{call}: batch dimension {dim} is ragged, it has no one size.",
+                expected="one size",
+                got=f"batch size {list(size)}",
+                hint="pad() the lazy stack first, or call it on each of its trees.",
+            )
+        )
+    return size[dim]
+
+
 def fill_size(sizes: Sequence[int], numel: int, call: str) -> Size:
     """Replace the one -1 of a requested shape."""
     if -1 not in sizes and math.prod(sizes) == numel and (not sizes or min(sizes) >= 0):
@@ -239,7 +253,8 @@ def index_size(index: tuple[Any, ...], size: Size) -> Size:
             advanced.append(Size((int(item),)))
             places.append(order)
         elif isinstance(item, slice):
-            result.append(len(range(*item.indices(size[dim]))))
+            # A ragged dimension stays one.
+            result.append(len(range(*item.indices(size[dim]))) if size[dim] >= 0 else -1)
             dim += 1
         elif isinstance(item, int) or item.dim() == 0:
             _check_int(item, dim, size)
@@ -258,7 +273,7 @@ def index_size(index: tuple[Any, ...], size: Size) -> Size:
 
 
 def _check_int(item: Any, dim: int, size: Size) -> None:
-    if isinstance(item, int) and not -size[dim] <= item < size[dim]:
+    if isinstance(item, int) and size[dim] >= 0 and not -size[dim] <= item < size[dim]:
         raise IndexError(
             explain(
                 f"index: {item} is out of range for batch dimension {dim}.",

@@ -107,6 +107,10 @@ def _mapping(source: Any, entries: dict[str, Any]) -> Mapping[Any, Any]:
 def _copy(tree: TensorCollection, batch_size: Any, device: Any) -> TensorDict:
     """Return any tree as a `TensorDict` that shares its leaves, kinds and ties."""
     source: Any = tree
+    if source._each(lambda t: t) is not None:
+        hint = "lazy.dense(), or lazy.pad() where the trees differ."
+        what = "TensorDict: the entries of a lazy stack have no one shape."
+        raise UnsupportedError(explain(what, expected="a mapping or tree", got=type(tree).__name__, hint=hint))
     nodes = {key: source._get(key) for key in source._keys()}
     made = TensorDict._make(nodes, source._batch_size, source._device, source._names, source._static)
     if device is not None:

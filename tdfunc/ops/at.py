@@ -11,11 +11,12 @@ from tdfunc._collection import LeafOp, TensorCollection
 from tdfunc._errors import BatchSizeError, LeafMismatchError, MissingKeyError, TieError, explain
 from tdfunc._keys import dotted, is_key
 from tdfunc._nontensor import NonTensorBase
+from tdfunc._shapes import dim_size
 from tdfunc._types import Path
 from tdfunc.ops import storage_writes
 from tdfunc.ops.convert import NUMBERS, build
 from tdfunc.ops.maps import apply
-from tdfunc.ops.pointwise_base import binary, over_batch
+from tdfunc.ops.pointwise_base import binary, over_batch_op
 from tdfunc.ops.reading import get, iter_items
 
 T = TypeVar("T", bound=TensorCollection)
@@ -92,7 +93,8 @@ class At:
         size = self._tree._batch_size
         parts = storage_writes.index_parts(self._place, size)
         if any(isinstance(part, Tensor) for part in parts):
-            taken = _positions(size, parts)
+            # Only the dimensions that the index names count, and the others may be ragged.
+            taken = _positions(size[: sum(p is not None and not isinstance(p, bool) for p in parts)], parts)
             if len(taken.unique()) < taken.numel():
                 hint = "name each row once; at[index].add adds up."
                 got = repr(self._place)
@@ -102,6 +104,8 @@ class At:
 
 def _positions(size: Size, parts: tuple[Any, ...]) -> Tensor:
     """Return the numbers of the rows that an index takes, counted through the whole batch."""
+    if -1 in size:
+        dim_size(size, size.index(-1), "at[...]")
     device = next((part.device for part in parts if isinstance(part, Tensor)), None)
     return torch.arange(size.numel(), device=device).reshape(size)[parts]
 
@@ -109,6 +113,8 @@ def _positions(size: Size, parts: tuple[Any, ...]) -> Tensor:
 def write_rows(tree: T, index: Any, value: Any, call: str) -> T:
     """Return a tree with rows replaced (or, for "add", added to) at an index of the batch."""
     parts = storage_writes.index_parts(index, tree._batch_size)
+    if tree._each(lambda t: t) is not None:
+        return tree._shape(LeafOp("write_rows", lambda old: old, batch=True, args=(parts, call)), value)
     rows = tree._index(index)
     if isinstance(value, Mapping):
         value = build(TensorCollection._open, value, rows._batch_size, tree._device)
@@ -135,8 +141,7 @@ def _spread(rows: T, value: Any, call: str) -> T:
     if isinstance(value, NUMBERS):
         return rows._map(LeafOp("full", lambda x: _number(value, x).expand(x.shape)))
     if isinstance(value, Tensor):
-        operand = over_batch(rows, value, f"at[...].{call}")
-        return rows._map(LeafOp("full", lambda x: operand(x).expand(x.shape), args=(value,)))
+        return rows._map(over_batch_op(rows, f"at[...].{call}", lambda x, operand: operand.expand(x.shape), value))
     raise TypeError(
         explain(f"at[...].{call}: not rows.", expected="a tree, dict, number or tensor", got=type(value).__name__)
     )

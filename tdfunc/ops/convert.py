@@ -20,6 +20,13 @@ T = TypeVar("T", bound=TensorCollection)
 NUMBERS = (bool, int, float, complex, np.number, np.bool_)
 
 
+def accept(tree: TensorCollection, key: str, value: Any, where: str) -> Node:
+    """Return a value as a node under a key of a tree; a typed one may cast it, and takes None to empty a field."""
+    if tree._accept is not None:
+        return tree._accept(key, value, where)
+    return convert(value, tree._batch_size, tree._device, where)
+
+
 def convert(value: Any, size: Size, device: torch.device | None, where: str) -> Node:
     """Return a value as a node of a tree with this batch size and device; `where` is its dotted path.
 

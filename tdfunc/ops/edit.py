@@ -6,14 +6,14 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from tdfunc._collection import TensorCollection, iter_leaves
-from tdfunc._errors import MissingKeyError, TieError, explain
+from tdfunc._errors import MissingKeyError, TieError, TreeStructureError, explain
 from tdfunc._keys import dotted, unravel
 from tdfunc._ties import by_first_key, drop, group_of, merge, under
 from tdfunc._types import Kind, NestedKey, Node, Path, Ties
 from tdfunc.ops import storage_writes
 from tdfunc.ops.at import At
 from tdfunc.ops.cast import to
-from tdfunc.ops.convert import convert
+from tdfunc.ops.convert import accept
 from tdfunc.ops.reading import UNSET, get, get_value, has, refuse_inplace
 
 T = TypeVar("T", bound=TensorCollection)
@@ -22,8 +22,12 @@ T = TypeVar("T", bound=TensorCollection)
 def set_(tree: T, key: NestedKey, value: Any, kind: Kind | None = None) -> T:
     """Return a tree with one value replaced or added; every path of a tied leaf gets it."""
     path = unravel(key)
+    done = tree._each(lambda t, part: set_(t, path, part, kind), value)
+    if done is not None:
+        return done
     new = _set_path(tree, path, value, kind)
-    if not new._ties:
+    # A typed tree takes None, which empties a field.
+    if not new._ties or not has(new, path):
         return new
     node = get(new, path)
     for other in group_of(tree._ties, path):
@@ -33,9 +37,12 @@ def set_(tree: T, key: NestedKey, value: Any, kind: Kind | None = None) -> T:
 
 
 def _set_path(tree: T, path: Path, value: Any, kind: Kind | None, at: Path = ()) -> T:
+    done = tree._each(lambda t, part: set_(t, path, part, kind), value)
+    if done is not None:
+        return done
     key, rest = path[0], path[1:]
     if not rest:
-        node = convert(value, tree._batch_size, tree._device, dotted((*at, key)))
+        node = accept(tree, key, value, dotted((*at, key)))
         return tree._put({key: node}, {key: kind} if kind is not None else None)
     child = tree._get(key) if key in tree._keys() else _empty(tree)
     if not isinstance(child, TensorCollection):
@@ -100,6 +107,9 @@ def restore_ties(tree: T, ties: Ties) -> T:
 
 def update(tree: T, other: Mapping[Any, Any] | TensorCollection) -> T:
     """Return a tree with the entries of `other` written over its own, nested trees merged."""
+    done = tree._each(update, other)
+    if done is not None:
+        return done
     if isinstance(other, TensorCollection) and tree._device is not None:
         # As one tree, so that a tied leaf is moved once.
         other = to(other, tree._device)
@@ -120,6 +130,11 @@ def update(tree: T, other: Mapping[Any, Any] | TensorCollection) -> T:
 
 def _merged(tree: T, other: Mapping[Any, Any] | TensorCollection, at: Path, given: list[Path]) -> T:
     """Return `update` without the ties of other paths; the paths of leaves that were written go to `given`."""
+    done = tree._each(update, other)
+    if done is not None:
+        return done
+    if isinstance(other, TensorCollection) and other._each(lambda t: t) is not None:
+        raise _lazy_source(at)
     changes: dict[str, Node] = {}
     kinds: dict[str, Kind] = {}
     nested: dict[str, dict[Path, Any]] = {}
@@ -133,10 +148,10 @@ def _merged(tree: T, other: Mapping[Any, Any] | TensorCollection, at: Path, give
         if isinstance(mine, TensorCollection) and isinstance(value, (TensorCollection, Mapping)):
             changes[key] = _merged(mine, value, (*at, key), given)
             continue
-        node = changes[key] = convert(value, tree._batch_size, tree._device, dotted((*at, key)))
+        node = changes[key] = accept(tree, key, value, dotted((*at, key)))
         if isinstance(node, TensorCollection):
             given.extend((*at, key, *path) for path, _ in iter_leaves(node))
-        else:
+        elif node is not None:
             given.append((*at, key))
         if key in theirs:
             kinds[key] = theirs[key]
@@ -146,6 +161,18 @@ def _merged(tree: T, other: Mapping[Any, Any] | TensorCollection, at: Path, give
             raise _under_leaf("update", (*at, key), (*at, key, *next(iter(inner))))
         changes[key] = _merged(child, inner, (*at, key), given)
     return tree._put(changes, kinds or None)
+
+
+def _lazy_source(at: Path) -> TreeStructureError:
+    where = f" at {dotted(at)!r}" if at else ""
+    return TreeStructureError(
+        explain(
+            f"update: the entries of a lazy stack have no one shape{where}.",
+            expected="a dict or a tree whose leaves have one shape",
+            got="a LazyStack",
+            hint="td.update(lazy.dense()), or lazy.pad() where the trees differ.",
+        )
+    )
 
 
 def _entries(other: Mapping[Any, Any] | TensorCollection) -> Iterable[tuple[Any, Any]]:
@@ -161,6 +188,10 @@ def delete(tree: T, key: NestedKey) -> T:
 
 def delete_paths(tree: T, paths: Iterable[Path]) -> T:
     """Return a tree without the given paths; those that do not exist are no error."""
+    paths = list(paths)
+    done = tree._each(lambda t: delete_paths(t, paths))
+    if done is not None:
+        return done
     changes: dict[str, Node] = {}
     for key, inner in by_first_key(paths).items():
         if key not in tree._keys():

@@ -10,9 +10,9 @@ from tdfunc._collection import LeafOp, TensorCollection
 from tdfunc._errors import explain
 from tdfunc._keys import is_key
 from tdfunc._nontensor import NonTensorBase
-from tdfunc._shapes import dim_index
+from tdfunc._shapes import dim_index, dim_size
 from tdfunc._types import Names, NestedKey
-from tdfunc.ops.pointwise_base import broadcast_size, check_same, over_batch
+from tdfunc.ops.pointwise_base import broadcast_size, check_same, over_batch_op
 from tdfunc.ops.reading import UNSET, get, get_value, value_of
 
 T = TypeVar("T", bound=TensorCollection)
@@ -58,23 +58,24 @@ def where(condition: Tensor, tree: T, other: Any) -> T:
                 hint="unsqueeze() says which dimensions it lacks.",
             )
         )
-    holds = over_batch(tree, condition, "where")
     if isinstance(other, TensorCollection):
         check_same(tree, other, "where")
         size = broadcast_size(tree, other, "where")
 
-        def choose(x: Any, y: Any) -> Any:
-            return x.where(holds(x), y) if isinstance(x, NonTensorBase) else torch.where(holds(x), x, y)
+        def choose(x: Any, holds: Tensor, y: Any) -> Any:
+            return x.where(holds, y) if isinstance(x, NonTensorBase) else torch.where(holds, x, y)
 
-        return tree._shape(LeafOp("where", choose, size, batch=True, args=(condition,)), other)
-    operand = over_batch(tree, other, "where") if isinstance(other, Tensor) else lambda _: other
-    return tree._map(LeafOp("where", lambda x: torch.where(holds(x), x, operand(x)), args=(condition, other)))
+        op = over_batch_op(tree, "where", choose, condition)
+        return tree._shape(op._replace(size=size, batch=True), other)
+    if isinstance(other, Tensor):
+        return tree._map(over_batch_op(tree, "where", lambda x, holds, y: torch.where(holds, x, y), condition, other))
+    return tree._map(over_batch_op(tree, "where", lambda x, holds: torch.where(holds, x, other), condition))
 
 
 def unbind(tree: T, dim: int) -> tuple[T, ...]:
     """Return the slices along a batch dimension."""
     dim = dim_index(dim, len(tree._batch_size), "unbind")
-    index = [((slice(None),) * dim + (i,)) for i in range(tree._batch_size[dim])]
+    index = [((slice(None),) * dim + (i,)) for i in range(dim_size(tree._batch_size, dim, "unbind"))]
     return split_leaves(
         tree,
         index,
@@ -128,7 +129,7 @@ class IndexMethods(TensorCollection):
         if not self._batch_size:
             hint = "len(td.keys()) counts the entries."
             raise TypeError(explain("len: a tree with batch size [] has no length.", hint=hint))
-        return self._batch_size[0]
+        return dim_size(self._batch_size, 0, "len")
 
     def __iter__(self) -> Iterator[Any]:
         if not self._batch_size:

@@ -47,7 +47,7 @@ def stack(trees: Sequence[T], dim: int = 0) -> T:
     size = first._batch_size
     dim = dim_index(dim, len(size) + 1, "stack")
     for tree in others:
-        if tree._batch_size != size:
+        if not _agree(tree._batch_size, size):
             hint = "index or pad them to one size first."
             expected, got = str(list(size)), str(list(tree._batch_size))
             raise LeafMismatchError(explain("stack: the batch sizes differ.", expected=expected, got=got, hint=hint))
@@ -82,7 +82,7 @@ def cat(trees: Sequence[T], dim: int = 0) -> T:
     dim = dim_index(dim, len(size), "cat")
     for tree in others:
         mine = tree._batch_size
-        if mine[:dim] + mine[dim + 1 :] != size[:dim] + size[dim + 1 :] or len(mine) != len(size):
+        if not _agree(mine[:dim] + mine[dim + 1 :], size[:dim] + size[dim + 1 :]) or len(mine) != len(size):
             what = f"cat: the batch sizes differ in more than dimension {dim}."
             raise LeafMismatchError(explain(what, expected=str(list(size)), got=str(list(mine))))
     total = sum(tree._batch_size[dim] for tree in trees)
@@ -96,6 +96,13 @@ def cat(trees: Sequence[T], dim: int = 0) -> T:
         packed=True,
     )
     return _joined(op, first, others)
+
+
+def _agree(first: Size, second: Size) -> bool:
+    """Whether two batch sizes are one; a ragged dimension agrees with any size."""
+    if first == second:
+        return True
+    return len(first) == len(second) and all(a == b or -1 in (a, b) for a, b in zip(first, second, strict=True))
 
 
 def _first(trees: Sequence[T], call: str) -> tuple[T, Sequence[T]]:
@@ -194,6 +201,9 @@ def check_joinable(name: str, first: TensorCollection, others: Sequence[TensorCo
 
 
 def _check_nodes(name: str, first: TensorCollection, other: TensorCollection, at: Path) -> None:
+    # A lazy stack may join others of another number of trees: its own `_shape` checks them.
+    if first._each(lambda t: t) is not None and type(other) is type(first):
+        return
     mine, theirs = first._data, other._data
     if mine.keys() != theirs.keys():
         under = f" under {dotted(at)!r}" if at else ""

@@ -71,6 +71,9 @@ def _note_leaf(err: Exception) -> None:
 
 def _filled(tree: TensorCollection, other: TensorCollection, default: Any) -> TensorCollection:
     """Return `other` with exactly the keys of `tree`, missing leaves being the default."""
+    done = tree._each(lambda t, part: _filled(t, part, default), other)
+    if done is not None:
+        return done
     data: dict[str, Any] = {}
     for key, node in tree._data.items():
         mine = other._data.get(key)

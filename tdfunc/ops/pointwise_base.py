@@ -12,7 +12,7 @@ from tdfunc._collection import LeafOp, TensorCollection
 from tdfunc._errors import BatchSizeError, LeafMismatchError, TieError, TreeStructureError, explain
 from tdfunc._keys import dotted
 from tdfunc._nontensor import NonTensorBase
-from tdfunc._types import Path
+from tdfunc._types import LeafFn, Path
 
 T = TypeVar("T", bound=TensorCollection)
 _NUMBERS = (bool, int, float, complex)
@@ -120,8 +120,7 @@ def binary(tree: T, other: Any, name: str, foreach: str | None, **kwargs: Any) -
         done = foreach_leaves(tree, foreach, number) if foreach is not None else None
         call: Callable[..., Any] = _WITH_NUMBER.get(name) or fn
         return done if done is not None else tree._map(LeafOp(name, lambda x: call(x, number, **kwargs)))
-    operand = over_batch(tree, _as_tensor(other, name), name)
-    return tree._map(LeafOp(name, lambda x: fn(x, operand(x), **kwargs), args=(other,)))
+    return tree._map(over_batch_op(tree, name, lambda x, y: fn(x, y, **kwargs), _as_tensor(other, name)))
 
 
 def _with_tree(tree: T, other: TensorCollection, name: str, foreach: str | None, **kwargs: Any) -> T:
@@ -205,8 +204,7 @@ def reversed_binary(tree: T, other: Any, name: str) -> T:
         left = _REVERSED[name]
         return tree._map(LeafOp(name, lambda x: left(number, x)))
     fn = getattr(torch, name)
-    operand = over_batch(tree, _as_tensor(other, name), name)
-    return tree._map(LeafOp(name, lambda x: fn(operand(x), x), args=(other,)))
+    return tree._map(over_batch_op(tree, name, lambda x, y: fn(y, x), _as_tensor(other, name)))
 
 
 def is_operand(other: Any) -> bool:
@@ -229,21 +227,40 @@ def _as_tensor(other: Any, name: str) -> Tensor:
     raise TypeError(explain(f"{name}: cannot combine a tree with this.", expected=expected, got=type(other).__name__))
 
 
-def over_batch(tree: TensorCollection, other: Tensor, call: str) -> Callable[[Any], Tensor]:
-    """Return a function of a leaf that gives the operand as it broadcasts along the leaf's batch dimensions."""
-    check_operand(tree, other, call)
+def over_batch_op(tree: TensorCollection, name: str, fn: LeafFn, *others: Tensor) -> LeafOp:
+    """Describe `fn(leaf, *operands)` for operands over the batch."""
+    leads = tuple(_lead(tree, other, name) for other in others)
+
+    def bind(*leads: Tensor) -> LeafFn:
+        # A 0-d operand stays one (it does not promote); a part without batch dimensions of one that has them does not.
+        operands = [_broadcaster(lead, at_least=other.dim() > 0) for lead, other in zip(leads, others, strict=True)]
+        return lambda x, *rest: fn(x, *[operand(x) for operand in operands], *rest)
+
+    return LeafOp(name, bind(*leads), args=leads, bind=bind)
+
+
+def _lead(tree: TensorCollection, other: Tensor, call: str) -> Tensor:
+    """Return the operand with all batch dimensions of the tree; one without any stays as it is."""
     if other.dim() == 0:
-        return lambda _: other
-    n = len(tree._batch_size)
-    lead = other.reshape(*[1] * (n - other.dim()), *other.shape)
+        return other
+    check_operand(tree, other, call)
+    return other.reshape(*[1] * (len(tree._batch_size) - other.dim()), *other.shape)
+
+
+def _broadcaster(lead: Tensor, at_least: bool = False) -> Callable[[Any], Tensor]:
+    n = lead.dim()
+    if n == 0 and not at_least:
+        return lambda _: lead
     return lambda x: lead.reshape(*lead.shape, *[1] * (x.dim() - n))
 
 
 def check_operand(tree: TensorCollection, other: Tensor, call: str) -> None:
     """Raise unless a tensor operand broadcasts to the batch size."""
     size = tree._batch_size
+    # Along a ragged dimension an operand can only be constant.
+    known = Size([max(s, 1) for s in size]) if -1 in size else size
     try:
-        fits = torch.broadcast_shapes(other.shape, size) == size
+        fits = torch.broadcast_shapes(other.shape, known) == known
     except RuntimeError:
         fits = False
     if not fits:

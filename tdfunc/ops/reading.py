@@ -74,7 +74,7 @@ def entries(tree: TensorCollection) -> list[Entry]:
 def kind_of(tree: TensorCollection, path: Path) -> Kind | None:
     """Return the recorded kind of a leaf."""
     for key in path[:-1]:
-        tree = tree._data[key]
+        tree = tree._data[key] if key in tree._data else tree._get(key)
     return tree._kinds.get(path[-1])
 
 

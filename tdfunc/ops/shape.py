@@ -13,7 +13,7 @@ from torch import Size, Tensor
 
 from tdfunc._collection import LeafOp, TensorCollection
 from tdfunc._errors import explain
-from tdfunc._shapes import dim_index, fill_size
+from tdfunc._shapes import dim_index, dim_size, fill_size
 from tdfunc._types import Names
 from tdfunc.ops.index import split_leaves
 
@@ -61,7 +61,8 @@ def _resized(n: int, size: Size, method: str) -> Callable[[Any], Any]:
 def reshape(tree: T, shape: tuple[int, ...], method: str = "reshape") -> T:
     """Give the batch another shape of the same number of elements."""
     old = tree._batch_size
-    size = fill_size(shape, old.numel(), method)
+    # A ragged batch has no number of elements; a lazy stack takes the sizes as they are.
+    size = Size(shape) if -1 in old else fill_size(shape, old.numel(), method)
     if size == old:
         return tree
     leaf = _resized(len(old), size, method)
@@ -164,7 +165,9 @@ def expand(tree: T, shape: tuple[int, ...]) -> T:
             explain("expand: fewer dimensions than the batch has.", expected=expected, got=str(list(shape)))
         )
     full = tuple(old[i - lead] if s == -1 and i >= lead else s for i, s in enumerate(shape))
-    if any(s < 0 for s in full) or any(have not in (1, want) for have, want in zip(old, full[lead:], strict=True)):
+    if any(s < 0 and (i < lead or s != old[i - lead]) for i, s in enumerate(full)) or any(
+        have not in (1, want) for have, want in zip(old, full[lead:], strict=True)
+    ):
         expected = f"sizes of 1 to grow in {list(old)}"
         what = "expand: the batch cannot be expanded to this shape."
         raise RuntimeError(explain(what, expected=expected, got=str(list(shape))))
@@ -179,7 +182,7 @@ def split(tree: T, sizes: "int | Sequence[int]", dim: int) -> tuple[T, ...]:
     """Cut the batch along a dimension into parts of the given size or sizes."""
     size = tree._batch_size
     dim = dim_index(dim, len(size), "split")
-    total = size[dim]
+    total = dim_size(size, dim, "split")
     if isinstance(sizes, int):
         if sizes <= 0:
             raise ValueError(explain("split: the size must be positive.", expected="1 or more", got=str(sizes)))
@@ -206,7 +209,7 @@ def chunk(tree: T, chunks: int, dim: int) -> tuple[T, ...]:
         what = "chunk: the number of chunks must be positive."
         raise ValueError(explain(what, expected="1 or more", got=str(chunks)))
     dim = dim_index(dim, len(tree._batch_size), "chunk")
-    total = tree._batch_size[dim]
+    total = dim_size(tree._batch_size, dim, "chunk")
     # As torch: nothing is cut into as many empty parts as were asked for.
     return split(tree, -(-total // chunks), dim) if total else split(tree, [0] * chunks, dim)
 

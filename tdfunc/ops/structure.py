@@ -1,12 +1,12 @@
 """Structure: selecting, flattening and renaming entries, splitting by filters; batch size and names as metadata."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from tdfunc._collection import TensorCollection
-from tdfunc._errors import FilterError, MissingKeyError, explain
+from tdfunc._errors import FilterError, MissingKeyError, TreeStructureError, explain
 from tdfunc._keys import Entry, Filter, FilterLike, dotted, unravel
 from tdfunc._nontensor import NonTensorBase
 from tdfunc._shapes import as_names, as_size
@@ -31,7 +31,10 @@ def select(tree: T, keys: Sequence[NestedKey], strict: bool) -> T:
     return _keep(tree, paths)
 
 
-def _keep(tree: T, paths: Iterable[Path]) -> T:
+def _keep(tree: T, paths: Sequence[Path]) -> T:
+    done = tree._each(lambda t: _keep(t, paths))
+    if done is not None:
+        return done
     wanted = by_first_key(paths)
     changes: dict[str, Node] = {}
     for key in tree._keys():
@@ -47,11 +50,14 @@ def _keep(tree: T, paths: Iterable[Path]) -> T:
 
 
 def flatten_keys(tree: TensorCollection, separator: str) -> Any:
-    """Join nested keys; tie paths and kinds follow their leaves."""
+    """Join nested keys; tie paths and kinds follow their leaves. A nested lazy stack is flattened inside."""
+    done = tree._each(lambda t: flatten_keys(t, separator))
+    if done is not None:
+        return done
     data: dict[str, Node] = {}
     kinds: dict[str, Kind] = {}
     source: dict[str, Path] = {}
-    for path, node in iter_items(tree, True, True):
+    for path, node in _flat_items(tree, separator, ()):
         key = separator.join(path)
         if key in data:
             got = f"{source[key]} and {path}"
@@ -66,6 +72,16 @@ def flatten_keys(tree: TensorCollection, separator: str) -> Any:
     return new._replace(data, kinds=kinds, ties=ties) if kinds or ties else new
 
 
+def _flat_items(tree: TensorCollection, separator: str, at: Path) -> Iterator[tuple[Path, Node]]:
+    for key in tree._keys():
+        node = tree._get(key)
+        flat = node._each(lambda t: flatten_keys(t, separator)) if isinstance(node, TensorCollection) else node
+        if flat is None:
+            yield from _flat_items(node, separator, (*at, key))
+        else:
+            yield (*at, key), flat
+
+
 class _Branch(dict[str, Any]):
     """Entries on their way to becoming a tree: nodes with their kinds, and branches."""
 
@@ -75,6 +91,9 @@ class _Branch(dict[str, Any]):
 
 def unflatten_keys(tree: TensorCollection, separator: str) -> Any:
     """Split keys at the separator into nested trees."""
+    done = tree._each(lambda t: unflatten_keys(t, separator))
+    if done is not None:
+        return done
     root = _Branch()
     renamed: dict[str, Path] = {}
     for key in tree._keys():
@@ -136,6 +155,9 @@ def rename_key(tree: T, old: NestedKey, new: NestedKey, safe: bool) -> T:
     get(tree, source)
     if source == target:
         return tree
+    done = tree._each(lambda t: rename_key(t, source, target, safe))
+    if done is not None:
+        return done
     if safe and has(tree, target):
         hint = "delete it first, or pass safe=False."
         raise MissingKeyError(explain(f"rename_key: {dotted(target)!r} exists.", got=f"{dotted(source)!r}", hint=hint))
@@ -148,6 +170,10 @@ def rename_key(tree: T, old: NestedKey, new: NestedKey, safe: bool) -> T:
         moved = _rename_here(bare, source, target[-1])
     else:
         node, kind = get(bare, source), kind_of(tree, source)
+        if isinstance(node, tuple) and source[0] != target[0]:
+            what = f"rename_key: {dotted(source)!r} has no one shape outside its lazy stack."
+            got = f"{len(node)} tensors"
+            raise TreeStructureError(explain(what, expected="one tensor", got=got, hint="pad() the lazy stack first."))
         moved = set_(delete_paths(bare, [source]), target, node, kind)
     return restore_ties(moved, ties)
 
@@ -161,6 +187,9 @@ def _untied(tree: T) -> T:
 
 
 def _rename_here(tree: T, path: Path, new: str) -> T:
+    done = tree._each(lambda t: _rename_here(t, path, new))
+    if done is not None:
+        return done
     old = path[0]
     if len(path) > 1:
         return tree._put({old: _rename_here(tree._get(old), path[1:], new)})
