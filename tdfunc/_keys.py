@@ -22,7 +22,7 @@ def unravel(key: NestedKey) -> Path:
     stack: list[Any] = [key]
     while stack:
         part = stack.pop()
-        if isinstance(part, tuple):
+        if isinstance(part, tuple) and part:
             stack.extend(reversed(part))  # pyright: ignore[reportUnknownArgumentType]
         elif isinstance(part, str) and part:
             path.append(part)

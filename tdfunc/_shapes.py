@@ -107,9 +107,13 @@ def fill_size(sizes: Sequence[int], numel: int, call: str) -> Size:
     return Size(sizes)
 
 
-def broadcast_sizes(sizes: Iterable[Size]) -> Size:
-    """Broadcast sizes as torch does, without making tensors."""
-    return torch.broadcast_shapes(*sizes)
+def broadcast_sizes(sizes: Sequence[Size]) -> Size:
+    """Broadcast the shapes of index tensors as torch does, without making tensors."""
+    try:
+        return torch.broadcast_shapes(*sizes)
+    except RuntimeError as err:
+        got = ", ".join(str(list(size)) for size in sizes)
+        raise IndexError(explain("index: the index tensors do not broadcast together.", got=f"shapes {got}")) from err
 
 
 # -- indexing ---------------------------------------------------------------------------------------------------

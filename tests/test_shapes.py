@@ -1,0 +1,151 @@
+"""Batch-size arithmetic, against torch and numpy."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Size
+
+from tdfunc import BatchSizeError
+from tdfunc._shapes import (
+    as_names,
+    as_size,
+    check_lead,
+    common_prefix,
+    dim_index,
+    fill_size,
+    index_names,
+    index_size,
+    normalize_index,
+)
+from tests.random_trees import random_index
+from tests.strategies import SIZES
+
+
+def _take(x, index):
+    parts = normalize_index(index, x.shape)
+    index_size(parts, x.shape)
+    return x[parts]
+
+
+@given(SIZES, st.integers(0, 2**32 - 1))
+def test_index_equals_torch(size, seed):
+    """A normalized index would reach other elements than torch's, or give another size."""
+    index = random_index(np.random.default_rng(seed), size)
+    x = torch.arange(Size(size).numel()).reshape(size)
+    try:
+        expected = x[index if isinstance(index, tuple) else (index,)]
+    except (IndexError, TypeError):
+        with pytest.raises(IndexError):
+            _take(x, index)
+        return
+    parts = normalize_index(index, Size(size))
+
+    assert torch.equal(x[parts], expected)
+    assert index_size(parts, Size(size)) == expected.shape
+
+
+@given(SIZES, st.integers(0, 2**32 - 1))
+def test_names_stay_with_their_dimension(size, seed):
+    """A name would move to another dimension."""
+    assume(len(set(size)) == len(size) and 1 not in size and 0 not in size)
+    index = random_index(np.random.default_rng(seed), size)
+    try:
+        parts = normalize_index(index, Size(size))
+        result = index_size(parts, Size(size))
+    except (IndexError, ValueError):
+        assume(False)
+    names = index_names(parts, tuple(f"n{s}" for s in size)) or (None,) * len(result)
+
+    assert len(names) == len(result)
+    assert len({name for name in names if name}) == sum(name is not None for name in names)
+    if all(part is None or isinstance(part, int) or part == slice(None) for part in parts if not torch.is_tensor(part)):
+        assume(not any(torch.is_tensor(part) or isinstance(part, bool) for part in parts))
+        assert list(names) == [None if s == 1 else f"n{s}" for s in result]
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ((Ellipsis, Ellipsis), "more than one Ellipsis"),
+        ((0, 0, 0), r"at most 2 for batch size \[2, 3\](.|\n)*3 in \(0, 0, 0\)"),
+        ("a", "not an index(.|\n)*'a' in 'a'"),
+        (("a", 0), r"'a' in \('a', 0\)"),
+        (1.5, "1.5"),
+        (torch.tensor([0.5]), "int64, int32 or bool(.|\n)*torch.float32"),
+        ([0.5], "int64, int32 or bool(.|\n)*torch.float32"),
+        ([[0, 1], [1]], r"\[\[0, 1\], \[1\]\]"),
+        (torch.ones(3, dtype=torch.bool), r"\[2\](.|\n)*\[3\]"),
+        ((Ellipsis, torch.ones(2, dtype=torch.bool)), r"\[3\](.|\n)*\[2\]"),
+        (2, "2 is out of range for batch dimension 0(.|\n)*-2 <= index < 2"),
+        ((0, -4), "-4 is out of range for batch dimension 1"),
+    ],
+)
+def test_bad_index(index, message):
+    """An index that is none would be accepted, or the message not name it and the batch."""
+    size = Size((2, 3))
+    with pytest.raises(IndexError, match=message):
+        index_size(normalize_index(index, size), size)
+
+
+def test_bad_step():
+    """A negative step would be passed on to leaves, or not be noticed in a tree without any."""
+    with pytest.raises(ValueError, match=r"positive(.|\n)*slice\(None, None, -1\)"):
+        normalize_index(slice(None, None, -1), Size((2,)))
+
+
+@pytest.mark.parametrize(
+    ("value", "size"), [(None, ()), (3, (3,)), ([2, 3], (2, 3)), (torch.Size([2]), (2,)), (np.array([1, 2]), (1, 2))]
+)
+def test_as_size(value, size):
+    """A way of writing a batch size would be misread."""
+    assert as_size(value) == Size(size)
+
+
+def test_bad_size():
+    """A batch size of floats or of negative numbers would be accepted."""
+    with pytest.raises(TypeError, match=r"ints(.|\n)*\[1.5\]"):
+        as_size([1.5])
+    with pytest.raises(ValueError, match=r"0 or more(.|\n)*\[2, -1\]"):
+        as_size([2, -1])
+
+
+@pytest.mark.parametrize("names", [["a"], ["a", "a"], ["a", "b", "c"]])
+def test_bad_names(names):
+    """Names would be missing or doubled."""
+    with pytest.raises(ValueError, match=f"2 names(.|\n)*{names[0]}"):
+        as_names(names, 2)
+
+
+def test_names():
+    """Names that are all None would count as names."""
+    assert as_names(["a", None], 2) == ("a", None)
+    assert as_names([None, None], 2) is None
+
+
+@given(SIZES, st.lists(st.integers(-1, 4), max_size=3))
+def test_fill_size_equals_torch(size, shape):
+    """A requested shape would be filled in otherwise than by torch."""
+    x = torch.empty(size)
+    try:
+        expected = x.reshape(shape).shape
+    except RuntimeError:
+        with pytest.raises(RuntimeError, match=f"{x.numel()} elements"):
+            fill_size(shape, x.numel(), "reshape")
+        return
+
+    assert fill_size(shape, x.numel(), "reshape") == expected
+
+
+def test_small_rules():
+    """A dimension from the end, a common prefix or a leading size would be misjudged."""
+    assert [dim_index(d, 3, "x") for d in (-3, -1, 0, 2)] == [0, 2, 0, 2]
+    assert common_prefix(Size((2, 3)), Size((2, 4))) == Size((2,))
+    assert common_prefix(Size((2, 3)), Size((2,))) == Size((2,))
+    with pytest.raises(IndexError, match="squeeze: batch dimension 3(.|\n)*-3 <= dim < 3"):
+        dim_index(3, 3, "squeeze")
+    with pytest.raises(IndexError, match="this one has none"):
+        dim_index(0, 0, "squeeze")
+    with pytest.raises(BatchSizeError, match=r"'a.b'(.|\n)*\[3\] \+(.|\n)*\[4, 2\]"):
+        check_lead(Size((4, 2)), Size((3,)), "a.b")

@@ -1,0 +1,171 @@
+"""Groups of tied paths: the arithmetic on groups, and every operation on a tree that has them."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils import _pytree as pytree
+
+from tdfunc import TensorDict, TieError, combine
+from tdfunc._ties import by_identity, drop, group_of, lift, merge, remap, spanning, under
+from tdfunc.ops.edit import restore_ties
+
+PATHS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=2).map(tuple)
+GROUPS = st.lists(st.lists(PATHS, min_size=2, max_size=3, unique=True).map(tuple), max_size=4).map(tuple)
+
+
+@given(GROUPS, GROUPS)
+def test_merge_is_the_finest_join(first, second):
+    """Merged groups would share a path, lose one, or join what is not connected."""
+    merged = merge(first, second)
+    paths = [path for group in merged for path in group]
+
+    assert len(paths) == len(set(paths))
+    assert set(paths) == {path for group in (*first, *second) for path in group}
+    assert all(any(set(group) <= set(joined) for joined in merged) for group in (*first, *second))
+    assert merge(merged) == merged
+    for group in merged:
+        reached, todo = set(), {group[0]}
+        while todo:
+            reached |= todo
+            near = [set(g) for g in (*first, *second) if set(g) & todo]
+            todo = set().union(*near) - reached
+        assert reached == set(group)
+
+
+def test_arithmetic():
+    """A group would be seen otherwise from above, from inside, or without a part."""
+    ties = ((("a", "w"), ("b", "w"), ("a", "v")),)
+
+    assert under(ties, "a") == ((("w",), ("v",)),)
+    assert under(ties, "b") == ()
+    assert lift(((("w",), ("v",)),), "a") == ((("a", "w"), ("a", "v")),)
+    assert drop(ties, ("a",)) == ()
+    assert drop(ties, ("b", "w")) == ((("a", "w"), ("a", "v")),)
+    assert remap(ties, lambda path: ("x", *path))[0][1] == ("x", "b", "w")
+    assert group_of(ties, ("b", "w")) == ties[0]
+    assert group_of(ties, ("c",)) == (("c",),)
+    assert spanning(ties) == [(("b", "w"), ("a", "w"))]
+    one = torch.zeros(1)
+    assert by_identity([(("a",), one), (("b",), one), (("c",), torch.zeros(1))]) == ((("a",), ("b",)),)
+
+
+def tied():
+    """Two groups, one across sub-trees, one between a sub-tree and the root."""
+    w, b = torch.randn(2, 3), torch.randn(3)
+    tree = TensorDict({"emb": {"w": w}, "out": {"w": w, "b": b}, "x": b})
+    return restore_ties(tree, ((("emb", "w"), ("out", "w")), (("out", "b"), ("x",))))
+
+
+BOTH = [["emb.w", "out.w"], ["out.b", "x"]]
+
+
+def assert_tied(tree, groups=BOTH):
+    """Check that the groups are recorded and each is one tensor."""
+    assert tree.ties() == groups
+    for group in tree._ties:
+        assert len({id(tree[path]) for path in group}) == 1
+
+
+OPERATIONS = {
+    "set": lambda t: t.set(("out", "w"), torch.zeros(2, 3)),
+    "set a number": lambda t: t.set("x", 1.0),
+    "set a list": lambda t: t.set("x", [1.0, 2.0, 3.0]),
+    "set the same sub-tree": lambda t: t.set("out", {"w": t["emb", "w"], "b": t["x"]}),
+    "update": lambda t: t.update({"x": 2.0}),
+    "update inside": lambda t: t.update({"out": {"b": torch.ones(3), "new": 1.0}}).delete(("out", "new")),
+    "clone": lambda t: t.clone(),
+    "detach": lambda t: t.detach(),
+    "to": lambda t: t.to(torch.float64),
+    "add a number": lambda t: t + 1,
+    "add a tree": lambda t: t + t,
+    "apply": lambda t: t.apply(lambda x: x * 2),
+    "named_apply": lambda t: t.named_apply(lambda name, x: x * 2, nested_keys=True),
+    "tree_map": lambda t: pytree.tree_map(lambda x: x + 1, t),
+    "tree_map to None": lambda t: pytree.tree_map(lambda _: None, t),
+    "stack": lambda t: torch.stack([t, t]),
+    "stack and index": lambda t: torch.stack([t, t])[0],
+    "stack and unbind": lambda t: torch.stack([t, t]).unbind(0)[1],
+    "stack and split": lambda t: torch.stack([t, t]).split(1)[1],
+    "stack and reshape": lambda t: torch.stack([t, t]).reshape(2, 1),
+    "stack and where": lambda t: torch.stack([t, t]).where(torch.tensor([True, False]), 0),
+    "rows": lambda t: torch.stack([t, t]).at[0].set(t),
+    "rows of a number": lambda t: torch.stack([t, t]).at[0].mul(2),
+    "cat": lambda t: torch.cat([t.unsqueeze(0), t.unsqueeze(0)]),
+    "vmap": lambda t: torch.vmap(lambda p: p + 1)(torch.stack([t, t])),
+    "grad": lambda t: torch.func.grad(lambda p: p["emb", "w"].sum() + p["x"].sum())(t),
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda t: pickle.loads(pickle.dumps(t)),
+    "constructor": TensorDict,
+    "constructor on a device": lambda t: TensorDict(t, device="meta"),
+    "with_batch_size": lambda t: torch.stack([t, t]).with_batch_size([]),
+    "flatten and unflatten": lambda t: t.flatten_keys().unflatten_keys(),
+    "flatten_keys": lambda t: t.flatten_keys(),
+    "equality": lambda t: t == t,
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_kept(name):
+    """An operation would make two tensors of one."""
+    assert_tied(OPERATIONS[name](tied()))
+
+
+@pytest.mark.parametrize(
+    ("operation", "groups"),
+    [
+        (lambda t: t.delete("x"), [["emb.w", "out.w"]]),
+        (lambda t: t.delete("out"), []),
+        (lambda t: t.exclude(("out", "b")), [["emb.w", "out.w"]]),
+        (lambda t: t.select("out", "emb"), [["emb.w", "out.w"]]),
+        (lambda t: t.untie("x"), [["emb.w", "out.w"]]),
+        (lambda t: t.rename_key("emb", "e"), [["e.w", "out.w"], ["out.b", "x"]]),
+        (lambda t: t.rename_key(("out", "w"), ("y", "z")), [["emb.w", "y.z"], ["out.b", "x"]]),
+        (lambda t: t.apply(lambda x: x if x.dim() == 2 else None), [["emb.w", "out.w"]]),
+        (lambda t: t.partition("x")[0], [["out.b", "x"]]),
+        (lambda t: t.partition("x")[1], [["emb.w", "out.w"]]),
+        (lambda t: combine(*t.partition("x")), BOTH[::-1]),
+        (lambda t: TensorDict({"box": t}), [["box.emb.w", "box.out.w"], ["box.out.b", "box.x"]]),
+        (lambda t: TensorDict().set("box", t)["box"], BOTH),
+        (lambda t: t["out"], []),
+        (lambda t: t.update({"out": {"b": {"deeper": 1.0}}}), [["emb.w", "out.w"]]),
+    ],
+)
+def test_changed(operation, groups):
+    """A group would not lose, move or keep exactly the paths that an edit leaves it."""
+    assert_tied(operation(tied()), groups)
+
+
+def test_one_leaf():
+    """A tied tensor would be counted, mapped or summed twice."""
+    tree, calls = tied(), []
+    tree.apply(lambda x: calls.append(x) or x)
+
+    assert len(pytree.tree_leaves(tree)) == len(tree.leaves()) == len(calls) == 2
+    assert tree.paths() == [("emb", "w"), ("out", "b")]
+    grads = torch.func.grad(lambda p: (p["emb", "w"] + p["out", "w"]).sum())(tree)
+    assert (grads["out", "w"] == 2).all()
+    torch.testing.assert_close(tree.sum(reduce=True), tree["emb", "w"].sum() + tree["x"].sum())
+    assert list(tree.state_dict()) == ["emb.w", "out.w", "out.b", "x"]
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda t: t.update({"x": torch.zeros(3), "out": {"b": torch.ones(3)}}), "'out.b' and 'x'"),
+        (lambda t: t.set("out", {"w": torch.zeros(2, 3), "b": torch.zeros(3)}), "'emb.w' and 'out.w'"),
+        (lambda t: torch.stack([t, t.untie("x")]), "stack: the trees tie different paths"),
+        (lambda t: t + t.untie("x"), r"add: the trees tie(.|\n)*'x'"),
+        (lambda t: t.apply(lambda a, b: a, t.untie("x")), "apply: the trees tie"),
+        (lambda t: t.untie(("out", "nothing")), None),
+        (lambda t: t["out"].untie("w"), r"untie: 'w' is not tied(.|\n)*a path of \[\]"),
+        (lambda t: torch.stack([t]).at[0].set(t.clone().untie("x") + 0), "different rows"),
+    ],
+)
+def test_refused(edit, message):
+    """Two paths of one tensor would silently hold two."""
+    with pytest.raises(KeyError if message is None else TieError, match=message):
+        edit(tied())
