@@ -11,6 +11,7 @@ import torch
 from torch import Size, nn
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_leaves
 
 from tdfunc._errors import UnsupportedError, explain
 from tdfunc._nontensor import NonTensorData
@@ -21,6 +22,7 @@ from tdfunc.modules.plan import Spec, extra_states, replace_nodes
 from tdfunc.modules.random import Seed, seeded
 from tdfunc.modules.skeleton import Skeleton, Template, make_template
 from tdfunc.modules.slots import unwrap
+from tdfunc.modules.watch import Originals
 from tdfunc.ops.pointwise_base import can_foreach
 from tdfunc.ops.structure import entries, keep_leaves
 
@@ -38,8 +40,12 @@ class Apply:
     transforms do not meet, and neither the module nor the trees are written. `params` may carry the buffers too.
     """
 
-    def __init__(self, template: Template, spec: Spec, reserved: Sequence[str]) -> None:
+    def __init__(
+        self, template: Template, spec: Spec, reserved: Sequence[str], originals: Originals | None = None
+    ) -> None:
         self._template, self._spec, self._reserved = template, spec, tuple(reserved)
+        # What the first call is watched for; None once it was.
+        self._originals = self._pending = originals
         self._pool: deque[Skeleton] = deque()
         # Dynamo and make_fx cannot trace a deep copy: one skeleton stands ready, and compiled regions have their own.
         self._pool.append(self._new_skeleton())
@@ -75,7 +81,7 @@ class Apply:
 
     def train(self, mode: bool = True) -> "Apply":
         """Return an apply in which every submodule is in training mode (or not)."""
-        return Apply(self._template.in_mode(mode), self._spec, self._reserved)
+        return Apply(self._template.in_mode(mode), self._spec, self._reserved, self._originals)
 
     def eval(self) -> "Apply":
         """Return an apply in which every submodule is in evaluation mode."""
@@ -192,7 +198,10 @@ class Apply:
             for path, value in states.items():
                 # Forward may write to it; the tree keeps its own.
                 skeleton.owners[path].set_extra_state(copying.deepcopy(value))
-            out = self._forward(skeleton.module, args, kwargs, rng)
+            if compiling or self._pending is None:
+                out = self._forward(skeleton.module, args, kwargs, rng)
+            else:
+                out = self._first_forward(bound, skeleton.module, args, kwargs, rng)
             new = self._read_back(skeleton) if keep else []
             after = _states_of(skeleton, states) if keep else {}
             if plain and quiet is None:
@@ -257,6 +266,17 @@ class Apply:
             if better is None:
                 raise
             raise better from err
+
+    def _first_forward(self, bound: list[Any], module: nn.Module, args: Any, kwargs: Any, rng: Any) -> Any:
+        """Run under a watch for the original weights; no later call pays for it."""
+        assert self._pending is not None
+        if torch._C._len_torch_dispatch_stack():  # pyright: ignore  # a trace, or fake tensors: the next call will do
+            return self._forward(module, args, kwargs, rng)
+        watch = self._pending.watch([*bound, *tree_leaves((args, kwargs))])
+        with watch:
+            out = self._forward(module, args, kwargs, rng)
+        self._pending = None
+        return out
 
     def _take(self) -> Skeleton:
         try:
@@ -373,7 +393,8 @@ def functional(module: nn.Module, *, copy: bool = True, call_only: bool = False)
         )
     tree = detached(from_module(module), copy)
     params, rest = split(tree) if entries(tree) else (keep_leaves(tree, set()), tree)
-    return Apply(make_template(module), Spec(type(module).__name__, params, rest, tree), reserved), params, rest
+    spec = Spec(type(module).__name__, params, rest, tree)
+    return Apply(make_template(module), spec, reserved, Originals(module)), params, rest
 
 
 def _reserved_names(module: nn.Module) -> list[str]:

@@ -20,7 +20,7 @@ from tdfunc.modules.duplicate import Copied, children_of, duplicate, is_plain
 from tdfunc.modules.slots import unwrap, walk
 
 # What torch asks of a tensor that it only lists: `state_dict` detaches.
-_HARMLESS = {torch.ops.aten.detach.default}
+HARMLESS = {torch.ops.aten.detach.default}
 # The tables of nn.Module itself; the rest of a module's `__dict__` is its own.
 _OWN_TABLES = frozenset(nn.Module().__dict__)
 # They write their statistics in training mode only, and nothing else ever.
@@ -46,10 +46,10 @@ class Poison(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _HARMLESS:
+        if func in HARMLESS:
             return args[0]
         leaked = [a for a in tree_leaves((args, kwargs or {})) if isinstance(a, Poison)]
-        return _leak(leaked[0].path, str(func))
+        return leak(leaked[0].path, str(func))
 
     def __deepcopy__(self, memo: Any) -> "Poison":
         return self
@@ -71,7 +71,8 @@ def _poison(shape: Size, strides: Any, dtype: torch.dtype, device: torch.device,
     return poison
 
 
-def _leak(path: Path, func: str) -> NoReturn:
+def leak(path: Path, func: str) -> NoReturn:
+    """Raise the error for an operation that used a weight which the call was not given."""
     raise LeakError(
         explain(
             f"apply: forward used the weight {dotted(path)!r} that was not given to it ({func}).",
@@ -107,12 +108,12 @@ def make_template(module: nn.Module) -> Template:
     for slot in slots:
         if id(slot.value) not in memo:
             memo[id(slot.value)] = Poison.of(slot.value, slot.path)
-            storages.setdefault(_storage(slot.value), slot.path)
+            storages.setdefault(storage_of(slot.value), slot.path)
     storages.pop(None, None)
 
     def stand_in(tensor: Tensor, name: str) -> Tensor | None:
         # A view of a weight, or a tensor computed from one, would be stale under other weights.
-        path = storages.get(_storage(tensor), (name,) if tensor.grad_fn is not None else None)
+        path = storages.get(storage_of(tensor), (name,) if tensor.grad_fn is not None else None)
         return Poison.of(tensor, path) if path is not None else None
 
     copied = duplicate(module, memo, [], stand_in)
@@ -130,7 +131,7 @@ def make_template(module: nn.Module) -> Template:
     return Template(copied.module, copied.shared)
 
 
-def _storage(tensor: Tensor) -> Any:
+def storage_of(tensor: Tensor) -> Any:
     """Return what identifies a tensor's memory, None if it has none of its own."""
     try:
         pointer = tensor.untyped_storage().data_ptr()

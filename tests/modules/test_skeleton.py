@@ -345,6 +345,58 @@ def test_a_computed_tensor_is_named():
         apply(params, X)
 
 
+class Global(Layer):
+    """Reads its weight from a global variable."""
+
+    def forward(self, x):
+        return F.linear(x, GLOBALS["model"].linear.weight.T[:, :3].detach())
+
+
+GLOBALS = {}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda apply, params: apply(params, X),
+        lambda apply, params: torch.vmap(lambda p: apply(p, X))(torch.stack([params, params])),
+        lambda apply, params: torch.vmap(torch.func.grad(lambda p: apply(p, X).sum()))(torch.stack([params, params])),
+        lambda apply, params: apply.train()(params, X),
+    ],
+)
+def test_a_weight_in_a_global_is_named(call):
+    """A notebook's `model` inside a forward or hook would bring the original weights, in silence."""
+    GLOBALS["model"] = Global()
+    apply, params, _ = functional(GLOBALS["model"])
+
+    with pytest.raises(LeakError, match="'linear.weight'"):
+        call(apply, params)
+
+
+def test_the_live_weights_may_be_given():
+    """A call with the module's own tensors, or with one as its input, would be a false alarm."""
+    model = Layer()
+    apply, params, _ = functional(model)
+    live = from_module(model)
+    expected = model(X)
+
+    assert torch.equal(functional(model)[0](live, X), expected)
+    torch.func.grad(lambda p: functional(model)[0](p, X).sum())(live)
+    torch.vmap(lambda x: functional(model)[0](live, x))(X)
+    assert apply(params, model.linear.weight).shape == (3, 3)
+    assert functional(model, copy=False)[0](functional(model, copy=False)[1], X).shape == (4, 3)
+
+
+def test_only_the_first_call_is_watched():
+    """Every call would pay for the watch."""
+    apply, params, _ = functional(Layer())
+    assert apply._pending is not None
+    apply(params, X)
+
+    assert apply._pending is None
+    assert apply.train()._pending is not None
+
+
 def test_a_leak_in_a_transform_is_named():
     """A transform would hide the leak."""
     apply, params, _ = functional(Cached("list"))
