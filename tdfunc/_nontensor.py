@@ -313,6 +313,10 @@ class NonTensorStack(NonTensorBase):
 
     def __getitem__(self, index: Any) -> Any:
         parts = normalize_index(index, self.shape)
+        size = index_size(parts, self.shape)
+        # numpy checks positions that no element needs.
+        if size.numel() == 0:
+            return self._wrap(np.empty(size, dtype=object))
         taken = tuple((i.cpu().numpy() if i.dim() else int(i)) if isinstance(i, torch.Tensor) else i for i in parts)
         array = _numpy_index(self._array, taken)
         # A full index leaves one value: it is data of an empty batch, not a stack.

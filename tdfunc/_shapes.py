@@ -1,7 +1,7 @@
 """Batch-size arithmetic: what an index, a reshape or a set of leaves does to the leading dimensions."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ def as_size(value: Any, call: str = "batch_size") -> Size:
         size = Size(tuple(value))
     except TypeError as err:
         raise TypeError(explain(f"{call}: not a batch size.", expected="ints", got=repr(value))) from err
-    if any(n < 0 for n in size):
+    if size and min(size) < 0:
         raise ValueError(explain(f"{call}: a size is negative.", expected="sizes of 0 or more", got=repr(value)))
     return size
 

@@ -39,9 +39,8 @@ def test_index_is_no_key(key):
 
 def test_missing_says_what_is_there():
     """The error for a typo would not name the key, its parent, or what was meant."""
-    with pytest.raises(
-        MissingKeyError, match=r"no key 'wieght' under 'layer'(.|\n)*'weight', 'bias'(.|\n)*did you mean 'weight'"
-    ):
+    message = r"no key 'wieght' under 'layer'(.|\n)*'weight', 'bias'(.|\n)*did you mean 'weight'"
+    with pytest.raises(MissingKeyError, match=message):
         TensorDict({"layer": {"weight": 1, "bias": 1}})["layer", "wieght"]
     assert str(missing(("k",), [f"k{i}" for i in range(10_000)])).count("\n") == 1
 

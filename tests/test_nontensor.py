@@ -1,0 +1,189 @@
+"""Non-tensor data, against tensors of the same shape."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Size
+from torch.utils import _pytree as pytree
+
+from tdfunc import BatchSizeError, ImmutableError, LeafMismatchError, NonTensorData, NonTensorStack, TensorDict
+from tests.random_trees import random_index
+from tests.strategies import SIZES
+
+
+def numbered(size):
+    """A stack whose values are the numbers of a tensor of that shape, and the tensor."""
+    tensor = torch.arange(Size(size).numel()).reshape(size)
+    return NonTensorStack.from_nested(tensor.tolist(), len(size)), tensor
+
+
+CALLS = {
+    "reshape": lambda x: x.reshape(-1),
+    "view": lambda x: x.view(x.shape[::-1]),
+    "permute": lambda x: x.permute(*reversed(range(x.dim()))),
+    "transpose": lambda x: x.transpose(0, -1),
+    "unsqueeze": lambda x: x.unsqueeze(1),
+    "squeeze": lambda x: x.squeeze(),
+    "squeeze a dimension": lambda x: x.squeeze(0),
+    "expand": lambda x: x.expand(2, *x.shape),
+    "expand and keep": lambda x: x.expand(2, *[-1] * x.dim()),
+    "unbind": lambda x: x.unbind(-1),
+    "split": lambda x: x.split([1, x.shape[0] - 1], 0),
+    "split evenly": lambda x: x.split(2, 0),
+    "index_select": lambda x: x.index_select(0, torch.tensor([0, 0])),
+    "stack": lambda x: torch.stack([x, x], 1),
+    "cat": lambda x: torch.cat([x, x], 0),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("size", [(2, 3), (1, 2), (3,)])
+def test_stack_moves_as_a_tensor(name, size):
+    """Values would end up at other places than the elements of a tensor."""
+    values, tensor = numbered(size)
+    found, expected = CALLS[name](values), CALLS[name](tensor)
+    if not isinstance(found, tuple):
+        found, expected = (found,), (expected,)
+
+    assert [part.tolist() for part in found] == [part.tolist() for part in expected]
+
+
+@pytest.mark.parametrize("name", set(CALLS) - {"stack"})
+@pytest.mark.parametrize("size", [(2, 3), (1, 2), (3,), (2, 0)])
+def test_data_has_the_shape_of_a_tensor(name, size):
+    """One value would be seen with another shape than a tensor, or be lost."""
+    found, expected = CALLS[name](NonTensorData("x", size)), CALLS[name](torch.empty(size))
+    if not isinstance(found, tuple):
+        found, expected = (found,), (expected,)
+
+    assert [part.shape for part in found] == [part.shape for part in expected]
+    assert all(isinstance(part, NonTensorData) and part.data == "x" for part in found)
+
+
+@given(SIZES, st.integers(0, 2**32 - 1))
+def test_index_equals_torch(size, seed):
+    """A value would be taken from another place than the element of a tensor."""
+    assume(len(size) > 0)
+    values, tensor = numbered(size)
+    index = random_index(np.random.default_rng(seed), size)
+    try:
+        expected = tensor[index if isinstance(index, tuple) else (index,)]
+    except (IndexError, TypeError):
+        with pytest.raises(IndexError):
+            values[index]
+        return
+
+    assert values[index].tolist() == expected.tolist()
+    assert NonTensorData(0, size)[index].shape == expected.shape
+
+
+def test_values_of_any_kind():
+    """A list, array or tuple as a value would be taken apart."""
+    odd = [[1, 2], (3,), {"a": 1}, None, np.arange(3)]
+    stack = NonTensorStack(*odd)
+
+    assert stack.shape == Size([5])
+    assert all(stack[i].data is value for i, value in enumerate(odd))
+    assert stack.reshape(5, 1).tolist()[1] == [(3,)]
+
+
+@pytest.mark.parametrize("values", [[["a"], ["b", "c"]], [["a", "b"], ["c"]], [["a"], "b"]])
+def test_ragged_lists(values):
+    """Values of the longer lists would be dropped in silence."""
+    with pytest.raises(ValueError, match="ragged(.|\n)*lists of"):
+        NonTensorStack.from_nested(values, 2)
+    with pytest.raises(BatchSizeError, match=r"'s': the list is ragged(.|\n)*\[2, 1\]"):
+        TensorDict({"s": values}, [2, 1])
+
+
+def test_reading():
+    """`td[key]` would give the wrapper, or a list where there is one value."""
+    td = TensorDict({"one": "x", "each": ["a", "b"], "n": {"deep": "y"}, "number": NonTensorData(3)}, [2])
+
+    assert (td["one"], td["each"], td["n", "deep"], td["number"]) == ("x", ["a", "b"], "y", 3)
+    assert td[0]["each"] == "a"
+    assert td.get("one") == "x"
+    assert dict(td.items())["each"] == ["a", "b"]
+    assert isinstance(torch.stack([td, td])._get("one"), NonTensorStack)
+    assert torch.stack([td, td])["one"] == [["x", "x"]] * 2
+
+
+def test_equality():
+    """Trees that differ in a string would be equal."""
+    one, two = TensorDict({"s": "a", "l": ["x", "y"]}, [2]), TensorDict({"s": "a", "l": ["x", "z"]}, [2])
+
+    assert (one == one).all()
+    assert (one == two)["l"].tolist() == [True, False]
+    assert (one != two)["l"].tolist() == [False, True]
+    assert not (one == two).all()
+    assert NonTensorData(np.arange(3)) == NonTensorData(np.arange(3))
+    assert NonTensorData(np.arange(3)) != NonTensorData(np.arange(4))
+    assert NonTensorData(torch.zeros(2)) == NonTensorData(torch.zeros(2))
+    assert NonTensorData("x", [2]) != NonTensorData("x", [3])
+
+
+def test_structure():
+    """Values would be leaves, or two structures with other values be one; or a cache could not hold them."""
+    specs = [pytree.tree_structure(TensorDict({"s": value})) for value in ("a", "a", "b", [["u"]], [["u"]])]
+
+    assert specs[0] == specs[1] != specs[2]
+    assert specs[3] == specs[4]
+    assert [hash(spec) for spec in specs[:1]] == [hash(spec) for spec in specs[1:2]]
+    assert hash(specs[3]) == hash(specs[4])
+    assert pytree.tree_leaves(TensorDict({"s": "a"})) == []
+
+
+@pytest.mark.parametrize("copier", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("data", [NonTensorData("x", [2, 0]), NonTensorStack("a", "b"), NonTensorData([1], [10**9])])
+def test_copies(copier, data):
+    """A copy would lose the value of an empty batch, or write out one value for each element."""
+    assert copier(data) == data
+    assert len(pickle.dumps(data)) < 1000
+
+
+def test_immutable():
+    """A value could be replaced in place."""
+    for data in (NonTensorData(1), NonTensorStack(1)):
+        with pytest.raises(ImmutableError, match=r"\._array = value"):
+            data._array = 2
+
+
+def test_inside_vmap():
+    """A value for each row would be read, or moved, as if the rows were still there; or not come back."""
+    td = TensorDict({"a": torch.zeros(2, 3), "row": [["a", "b", "c"], ["d", "e", "f"]], "one": "x"}, [2, 3])
+
+    def fn(part, touch):
+        assert part["one"] == "x"
+        return touch(part)
+
+    out = torch.vmap(lambda part: fn(part, lambda p: p.set("b", p["a"] + 1)))(td)
+    assert out["row"] == td["row"]
+    assert out["one"] == "x"
+    assert out.batch_size == td.batch_size
+    for touch in (lambda p: p["row"] and p, lambda p: p[0], lambda p: p.reshape(3, 1), lambda p: p.get("row") and p):
+        with pytest.raises(BatchSizeError, match=r"'row'(.|\n)*\[3\](.|\n)*\[2, 3\]"):
+            torch.vmap(lambda part, touch=touch: fn(part, touch))(td)
+
+
+def test_reductions_refuse_to_merge():
+    """Values of rows that are added up would stay as they are, for rows that are gone."""
+    td = TensorDict({"a": torch.zeros(2, 3), "row": [["a", "b", "c"], ["d", "e", "f"]], "one": "x"}, [2, 3])
+
+    assert td.exclude("row").sum(0)["one"] == "x"
+    with pytest.raises(LeafMismatchError, match=r"'row'(.|\n)*\[3\](.|\n)*\[2, 3\]"):
+        td.sum(0)
+
+
+def test_where_and_rows():
+    """Values would not follow the condition, or the rows, as tensors do."""
+    td = TensorDict({"a": torch.zeros(2), "s": ["a", "b"]}, [2])
+    other = TensorDict({"a": torch.ones(2), "s": ["c", "d"]}, [2])
+
+    assert td.where(torch.tensor([True, False]), other)["s"] == ["a", "d"]
+    assert td.at[0].set(other[1])["s"] == ["d", "b"]
+    assert td.gather(0, torch.tensor([1, 1, 0]))["s"] == ["b", "b", "a"]
