@@ -411,12 +411,12 @@ def _dump(context: Any) -> Any:
     node = context.node
     if isinstance(node, NonTensorData):
         return {"data": node.data, "batch_size": list(node.shape)}
-    return {"stack": node.tolist(), "ndim": node.dim()}
+    return {"stack": node._array.ravel().tolist(), "shape": list(node.shape)}
 
 
 def _restore(dumped: Any) -> StaticValues:
     if "stack" in dumped:
-        return StaticValues(NonTensorStack.from_nested(dumped["stack"], dumped["ndim"]))
+        return StaticValues(NonTensorStack(*dumped["stack"]).reshape(dumped["shape"]))
     return StaticValues(NonTensorData(dumped["data"], dumped["batch_size"]))
 
 

@@ -19,7 +19,7 @@ from tests.strategies import SIZES
 def numbered(size):
     """A stack whose values are the numbers of a tensor of that shape, and the tensor."""
     tensor = torch.arange(Size(size).numel()).reshape(size)
-    return NonTensorStack.from_nested(tensor.tolist(), len(size)), tensor
+    return NonTensorStack(*range(tensor.numel())).reshape(size), tensor
 
 
 CALLS = {

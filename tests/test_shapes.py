@@ -46,10 +46,9 @@ def test_index_equals_torch(size, seed):
     assert index_size(parts, Size(size)) == expected.shape
 
 
-@given(SIZES, st.integers(0, 2**32 - 1))
+@given(st.permutations([2, 3, 4]).map(lambda sizes: tuple(sizes[:2])), st.integers(0, 2**32 - 1))
 def test_names_stay_with_their_dimension(size, seed):
     """A name would move to another dimension."""
-    assume(len(set(size)) == len(size) and 1 not in size and 0 not in size)
     index = random_index(np.random.default_rng(seed), size)
     try:
         parts = normalize_index(index, Size(size))
