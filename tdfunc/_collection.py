@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound="TensorCollection")
 
+# Under a name of its own: looking it up in torch.compiler costs as much as the call.
+is_compiling = torch.compiler.is_compiling
+
 
 class Static(NamedTuple):
     """What a node knows of its leaves besides their values."""
@@ -97,7 +100,7 @@ class TensorCollection(Slots):
         static: Static | None = None,
     ) -> "Self":
         """Build without checks; the caller vouches for the data."""
-        if not torch.compiler.is_compiling():
+        if not is_compiling():
             made: Any = object.__new__(Slots)
             made._data = data
             made._batch_size = batch_size
@@ -186,7 +189,7 @@ class TensorCollection(Slots):
             return self._map_tied(op, others)
         data = self._data
         # Whole maps in C for the common node of plain tensors; dynamo traces the loop.
-        if not torch.compiler.is_compiling() and PLAIN.issuperset(map(type, data.values())):
+        if not is_compiling() and PLAIN.issuperset(map(type, data.values())):
             data = self._map_plain(op, _rows(self, others))
         else:
             check_keys(self, others)
@@ -442,7 +445,7 @@ _UNDECIDED = "undecided"
 
 def flatten(tree: TensorCollection) -> tuple[tuple[Any, ...], Context]:
     """Return the children in sorted key order, ties pruned to their first path, and the context."""
-    compiling = torch.compiler.is_compiling()
+    compiling = is_compiling()
     if not compiling and type(tree._cache) is _Flat:
         return tree._cache
     node, grafts = tree, ()
@@ -487,7 +490,7 @@ def _features(child: Any, n: int) -> int | None:
 def unflatten(cls: type[T], context: Context, children: Iterable[Any]) -> T:
     """Rebuild a node around anything; never raises, never validates."""
     children = tuple(children)
-    if context.shapes is not None and not torch.compiler.is_compiling():
+    if context.shapes is not None and not is_compiling():
         new = _unflatten_same(cls, context, children)
         if new is not None:
             return new

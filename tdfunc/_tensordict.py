@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
-from tdfunc._collection import TensorCollection, register
+from tdfunc._collection import Slots, TensorCollection, is_compiling, register
 from tdfunc._errors import UnsupportedError, explain
 from tdfunc._shapes import as_names, as_size
 from tdfunc._types import NestedKey
@@ -76,12 +76,21 @@ class TensorDict(TreeMethods):
             data, size, given = {}, as_size(batch_size), None
             if source or entries:
                 data, static = read_mapping(_mapping(source, entries), size, place)
-        object.__setattr__(self, "_data", data)
-        object.__setattr__(self, "_batch_size", size)
-        object.__setattr__(self, "_device", place)
-        object.__setattr__(self, "_names", given if names is None else as_names(names, len(size)))
-        object.__setattr__(self, "_static", static)
-        object.__setattr__(self, "_cache", None)
+        given = given if names is None else as_names(names, len(size))
+        if is_compiling():
+            object.__setattr__(self, "_data", data)
+            object.__setattr__(self, "_batch_size", size)
+            object.__setattr__(self, "_device", place)
+            object.__setattr__(self, "_names", given)
+            object.__setattr__(self, "_static", static)
+            object.__setattr__(self, "_cache", None)
+            return
+        # As in `_make`: plain stores while it is of the class that may be written.
+        new: Any = self
+        object.__setattr__(new, "__class__", Slots)
+        new._data, new._batch_size, new._device = data, size, place
+        new._names, new._static, new._cache = given, static, None
+        new.__class__ = TensorDict
 
     def __init_subclass__(cls) -> None:
         raise UnsupportedError(
@@ -98,6 +107,9 @@ class TensorDict(TreeMethods):
 
 
 def _mapping(source: Any, entries: dict[str, Any]) -> Mapping[Any, Any]:
+    # Asking an abstract class takes longer than all else here.
+    if type(source) is dict and not entries:
+        return source
     if source is not None and not isinstance(source, Mapping):
         expected = "a mapping or a tree"
         raise TypeError(explain("TensorDict: not a source.", expected=expected, got=type(source).__name__))

@@ -1,13 +1,14 @@
 """Values into nodes: what the constructors and edits accept, checked against a batch size and device."""
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import Static, TensorCollection
+from tdfunc._collection import PLAIN, Static, TensorCollection, is_compiling
 from tdfunc._errors import BatchSizeError, MissingKeyError, explain
 from tdfunc._keys import unravel
 from tdfunc._nontensor import NonTensorBase, NonTensorData, NonTensorStack
@@ -17,6 +18,8 @@ from tdfunc._types import Names, Node, Path
 from tdfunc.ops.cast import to
 
 T = TypeVar("T", bound=TensorCollection)
+_STR = frozenset((str,))
+_SHAPE = attrgetter("shape")
 NUMBERS = (bool, int, float, complex, np.number, np.bool_)
 
 
@@ -143,6 +146,8 @@ def read_mapping(
     source: Mapping[Any, Any], size: Size, device: torch.device | None, where: str = ""
 ) -> tuple[dict[str, Node], Static | None]:
     """Return the validated data of a tree, and what ties its sub-trees bring."""
+    if device is None and type(source) is dict and not is_compiling() and _is_plain(source, size):
+        return source.copy(), None
     ndim = len(size)
     data: dict[str, Node] = {}
     nested: dict[str, dict[Path, Any]] = {}
@@ -171,6 +176,16 @@ def read_mapping(
     return data, _lifted(data) if trees else None
 
 
+def _is_plain(source: dict[Any, Any], size: Size) -> bool:
+    """Whether all are plain tensors of one shape that starts with the size, under str keys: the common case, in C."""
+    if "" in source or not _STR.issuperset(map(type, source)) or not PLAIN.issuperset(map(type, source.values())):
+        return False
+    if not size:
+        return True
+    shapes = list(map(_SHAPE, source.values()))
+    return not shapes or (shapes.count(shapes[0]) == len(shapes) and shapes[0][: len(size)] == size)
+
+
 def _grafted(node: Node, inner: dict[Path, Any], size: Size, device: torch.device | None, where: str) -> Node:
     """Return the tree of entries given by nested keys, joined with what the key itself was given."""
     if node is None:
@@ -195,5 +210,5 @@ def join(tree: T, other: TensorCollection) -> T:
 
 
 def _lifted(data: dict[str, Node]) -> Static | None:
-    ties = merge(*[lift(node._ties, key) for key, node in data.items() if isinstance(node, TensorCollection)])
-    return Static({}, ties) if ties else None
+    tied = [(key, node) for key, node in data.items() if isinstance(node, TensorCollection) and node._ties]
+    return Static({}, merge(*[lift(node._ties, key) for key, node in tied])) if tied else None

@@ -259,7 +259,9 @@ class EditMethods(TensorCollection):
             and value.shape[: len(self._batch_size)] == self._batch_size
             and type(self) is self._open
         ):
-            return self._make(self._data | {key: value}, self._batch_size, None, self._names)
+            data = self._data.copy()
+            data[key] = value
+            return self._make(data, self._batch_size, None, self._names)
         if inplace:
             storage_writes.write_leaf(self, unravel(key), value)
             return self

@@ -56,7 +56,7 @@ def stack(trees: Sequence[T], dim: int = 0) -> T:
     op = LeafOp(
         "stack",
         torch.stack if dim == 0 else partial(torch.stack, dim=dim),
-        lambda old: old[:dim] + Size((count,)) + old[dim:],
+        lambda old: Size((*old[:dim], count, *old[dim:])),
         lambda names: (*names[:dim], None, *names[dim:]),
         batch=True,
         args=(dim,),
@@ -89,7 +89,7 @@ def cat(trees: Sequence[T], dim: int = 0) -> T:
     op = LeafOp(
         "cat",
         torch.cat if dim == 0 else partial(torch.cat, dim=dim),
-        lambda old: old[:dim] + Size((total,)) + old[dim + 1 :],
+        lambda old: Size((*old[:dim], total, *old[dim + 1 :])),
         lambda names: names,
         batch=True,
         args=(dim,),
