@@ -33,7 +33,8 @@ class Row(NamedTuple):
     """A row of the contract (DESIGN.md, section 8) against one rival.
 
     `faster`: reach times as fast as the rival; `at most`: at most reach times its time. `each` case has to reach it,
-    or their geometric `mean`; `floor` is what each has to reach besides. `why` is said where it is not reached.
+    or their geometric `mean`; `floor` is what each has to reach besides. Where a row is not reached, `why` is said, and
+    what `bound` reaches: a way that does the bare work, with no library around it.
     """
 
     title: str
@@ -44,6 +45,7 @@ class Row(NamedTuple):
     pooled: Literal["each", "mean"] = "each"
     floor: float | None = None
     why: str = ""
+    bound: str = ""
 
 
 class Verdict(NamedTuple):
@@ -92,9 +94,16 @@ def judge(row: Row, measured: Sequence[Measured]) -> Verdict:
     slow = [what for what, v in values.items() if row.floor is not None and not _reaches(v, row.floor, row.sense)]
     if slow:
         parts.append(f"slower than {row.rival}: " + ", ".join(f"{what} ({shown(values[what])})" for what in slow))
+    if parts and row.bound:
+        parts.append(_bound(row, next(m for m in chosen if values[m.what] == worse(values.values()))))
     if parts and row.why:
         parts.append(row.why)
     return Verdict(row, value, reached and not slow, "; ".join(parts) or "reached")
+
+
+def _bound(row: Row, m: Measured) -> str:
+    reached = ratio(m.timings[row.rival].cpu_us, m.timings[row.bound].cpu_us)
+    return f"the bare work ({row.bound}) reaches {shown(reached)} there"
 
 
 def _name_of(values: dict[str, float], value: float) -> str:

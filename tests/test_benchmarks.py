@@ -143,6 +143,15 @@ def test_each_case_has_to_reach():
     assert found.sentence == "falls short: 2.10x of 2.5x at 10 leaves; the floor is torch's own call"
 
 
+def test_a_miss_names_what_the_bare_work_reaches():
+    """A reader could not tell how far from the floor a row that falls short is."""
+    cases = [measured("a", tdfunc=2.0, other=4.0, bare=1.0), measured("b", tdfunc=1.0, other=4.0, bare=1.0)]
+
+    found = verdict(cases, 3, bound="bare", why="checks")
+
+    assert found.sentence == "falls short: 2.00x of 3x at a; the bare work (bare) reaches 4.0x there; checks"
+
+
 def test_mean_pools_and_the_floor_still_holds():
     """A row could hide one case that is slower than the rival behind the mean of the others."""
     cases = [measured("index", tdfunc=1.0, other=8.0), measured("mask", tdfunc=2.0, other=1.0)]
