@@ -1,137 +1,21 @@
 """A tree back into a module: `to_module`, for good or for the length of a `with` block."""
 
-import copy
 import itertools
 import threading
 import warnings
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tdfunc._collection import TensorCollection
-from tdfunc._errors import ConcurrencyError, LeafMismatchError, TreeStructureError, explain
-from tdfunc._keys import dotted
-from tdfunc._nontensor import NonTensorBase, NonTensorStack
-from tdfunc._types import Kind, Path
+from tdfunc._errors import ConcurrencyError, explain
 from tdfunc.modules.extract import from_module
-from tdfunc.modules.plan import tie_error
-from tdfunc.modules.slots import Slot, in_transform, is_one_tensor, unwrap, walk
-from tdfunc.ops.structure import iter_items
+from tdfunc.modules.match import Match, match
+from tdfunc.modules.slots import in_transform, unwrap
 
 _OWNER = "_tdfunc_owner"
-_STACKED = "the tree is stacked: bind one member, stacked[i].to_module(m), or use Ensemble."
-
-
-class Binding(NamedTuple):
-    """A slot and the leaf that goes into it."""
-
-    slot: Slot
-    leaf: Any
-
-
-def match(tree: TensorCollection, module: nn.Module, strict: bool) -> list[Binding]:
-    """Pair every leaf with its slot, or raise; nothing is written.
-
-    Raises:
-        TreeStructureError: A path exists on one side only.
-        LeafMismatchError: A leaf's shape or dtype differs from its slot's.
-        TieError: Two paths of one tied slot have different leaves.
-    """
-    slots = {slot.path: slot for slot in walk(module, "to_module")}
-    leaves = dict(iter_items(tree, True, True))
-    extra = [path for path in leaves if path not in slots]
-    # A state dict has no non-persistent buffers, so a tree made from one has none either.
-    absent = (
-        [p for p, slot in slots.items() if p not in leaves and slot.kind is not Kind.NON_PERSISTENT] if strict else []
-    )
-    if extra or absent:
-        raise _structure_error(module, extra, absent)
-    bindings = [Binding(slots[path], leaf) for path, leaf in leaves.items()]
-    for slot, leaf in bindings:
-        _check_leaf(slot, leaf)
-    _check_ties(bindings)
-    return bindings
-
-
-def _structure_error(module: nn.Module, extra: list[Path], absent: list[Path]) -> TreeStructureError:
-    hint = "a part of a module binds with strict=False, a sub-tree to its submodule: params['0'].to_module(m[0])."
-    if absent and not extra:
-        hint = "pass strict=False to bind a part and leave the rest of the module as it is."
-    return TreeStructureError(
-        explain(
-            f"to_module: the tree does not fit {type(module).__name__}; it was not touched.",
-            expected=f"leaves {[dotted(p) for p in absent]}" if absent else "no other leaves than the module's",
-            got=f"leaves the module lacks: {[dotted(p) for p in extra]}" if extra else "a tree without them",
-            hint=hint,
-        )
-    )
-
-
-def _check_leaf(slot: Slot, leaf: Any) -> None:
-    if slot.store is None:
-        if isinstance(leaf, NonTensorStack):
-            raise _mismatch(slot, "one value", f"values of batch size {list(leaf.shape)}", _STACKED)
-        return
-    value: Tensor = slot.value
-    expected = f"shape {tuple(value.shape)}, {value.dtype}"
-    if not isinstance(leaf, Tensor):
-        raise _mismatch(slot, expected, type(leaf).__name__, "give it a tensor: params.set(path, tensor).")
-    if leaf.shape == value.shape and leaf.dtype == value.dtype:
-        return
-    hint = "cast the tree (params.to(dtype)) or the module first."
-    if leaf.shape != value.shape:
-        hint = "the tree belongs to another architecture."
-        if leaf.shape[1:] == value.shape:
-            hint = _STACKED
-        elif leaf.dim() == 2 and leaf.shape == value.shape[::-1] and isinstance(slot.owner, nn.Linear):
-            hint = "nn.Linear stores (out_features, in_features); transpose the leaf first."
-    raise _mismatch(slot, expected, f"shape {tuple(leaf.shape)}, {leaf.dtype}", hint)
-
-
-def _mismatch(slot: Slot, expected: str, got: str, hint: str) -> LeafMismatchError:
-    what = f"to_module: leaf {dotted(slot.path)!r} does not fit {slot.title}."
-    return LeafMismatchError(explain(what, expected=expected, got=got, hint=hint))
-
-
-def _check_ties(bindings: list[Binding]) -> None:
-    first: dict[int, Binding] = {}
-    for binding in bindings:
-        if binding.slot.store is not None:
-            known = first.setdefault(id(binding.slot.value), binding)
-            if not is_one_tensor(known.leaf, binding.leaf):
-                raise tie_error("to_module", known.slot.path, binding.slot.path)
-
-
-def bind(bindings: list[Binding], *, permanent: bool) -> None:
-    """Write the leaves into their slots: as Parameters that share storage, or (in a block) as they are."""
-    # One Parameter for each tied slot, or the tie would be broken.
-    made: dict[int, Any] = {}
-    for slot, leaf in bindings:
-        if slot.store is not None and id(slot.value) not in made:
-            made[id(slot.value)] = _stored(slot, leaf) if permanent else _borrowed(slot, leaf)
-    # Read before the first write: afterwards a slot no longer says which tie it belonged to.
-    new = [(slot, leaf, made[id(slot.value)] if slot.store is not None else None) for slot, leaf in bindings]
-    for slot, leaf, value in new:
-        if slot.store is None:
-            slot.owner.set_extra_state(leaf.value if isinstance(leaf, NonTensorBase) else leaf)  # pyright: ignore
-        else:
-            # Assigning to an existing key keeps the order of the slots.
-            slot.store[slot.path[-1]] = value
-
-
-def _stored(slot: Slot, leaf: Tensor) -> Tensor:
-    if slot.kind is not Kind.PARAMETER:
-        return leaf.detach() if leaf.requires_grad or isinstance(leaf, nn.Parameter) else leaf
-    if isinstance(leaf, nn.Parameter):
-        return leaf
-    return nn.Parameter(leaf.detach(), requires_grad=slot.value.requires_grad)
-
-
-def _borrowed(slot: Slot, leaf: Tensor) -> Tensor:
-    # BatchNorm writes its buffers in place; a clone keeps those of the tree as they are.
-    return leaf if slot.kind is Kind.PARAMETER else leaf.clone()
 
 
 class _Owner:
@@ -159,19 +43,18 @@ _LOADED, _UNBOUND, _OPEN, _CLOSED = "loaded", "unbound", "open", "closed"
 class ModuleHandle:
     """What `to_module` returns: a context manager that binds for a block and puts back what was there."""
 
-    __slots__ = ("_before", "_bindings", "_module", "_serial", "_state", "_subs")
+    __slots__ = ("_match", "_module", "_serial", "_state", "_subs")
 
-    def __init__(self, module: nn.Module, bindings: list[Binding]) -> None:
+    def __init__(self, module: nn.Module, match: Match) -> None:
         self._state = _CLOSED
-        self._module, self._bindings = module, bindings
+        self._module, self._match = module, match
         self._subs: list[nn.Module] = []
         self._serial = 0
-        self._before = [(slot, _kept(slot)) for slot, _ in bindings]
         if in_transform():
             self._state = _UNBOUND
             return
         with _CLAIMS:
-            _refuse_other_thread(module)
+            _refuse_other_thread(match.modules)
             self._write(permanent=True)
         self._state = _LOADED
 
@@ -187,10 +70,10 @@ class ModuleHandle:
             )
         if torch.compiler.is_compiling():
             self._state = _OPEN
-            bind(self._bindings, permanent=False)
+            self._match.write(permanent=False)
             return self._module
         with _CLAIMS:
-            _refuse_other_thread(self._module)
+            _refuse_other_thread(self._match.modules)
             self._state = _OPEN
             self._write(permanent=False)
             self._claim()
@@ -201,12 +84,12 @@ class ModuleHandle:
     ) -> None:
         if torch.compiler.is_compiling():
             self._state = _CLOSED
-            self._restore()
+            self._match.restore()
             return
         with _CLAIMS:
             in_order = self._state is _OPEN and all([_owner(sub).blocks[-1] is self for sub in self._subs])
             for block in [self] if in_order else _entangled(self):
-                block._restore()
+                block._match.restore()
                 block._release()
         # An error on its way through the block says more than the order of exits; closing a generator does not.
         if not in_order and (kind is None or issubclass(kind, GeneratorExit)):
@@ -222,15 +105,15 @@ class ModuleHandle:
 
     def _write(self, *, permanent: bool) -> None:
         try:
-            bind(self._bindings, permanent=permanent)
+            self._match.write(permanent=permanent)
         except BaseException:
             self._state = _CLOSED
-            self._restore()
+            self._match.restore()
             raise
 
     def _claim(self) -> None:
         self._serial = next(_SERIAL)
-        for sub in self._module.modules():
+        for sub in self._match.modules:
             owner = sub.__dict__.setdefault(_OWNER, _Owner())
             owner.thread = threading.get_ident()
             owner.blocks.append(self)
@@ -245,31 +128,19 @@ class ModuleHandle:
                 sub.__dict__.pop(_OWNER, None)
         self._subs = []
 
-    def _restore(self) -> None:
-        for slot, value in self._before:
-            if slot.store is None:
-                slot.owner.set_extra_state(value)
-            else:
-                slot.store[slot.path[-1]] = value
-
-
-def _kept(slot: Slot) -> Any:
-    # A module may hand out, and update in place, the very object that it keeps.
-    return copy.deepcopy(slot.value) if slot.store is None else slot.value
-
 
 def _owner(module: nn.Module) -> _Owner:
     return module.__dict__[_OWNER]
 
 
-def _refuse_other_thread(module: nn.Module) -> None:
+def _refuse_other_thread(modules: list[nn.Module]) -> None:
     thread = threading.get_ident()
-    for sub in module.modules():
+    for sub in modules:
         owner = sub.__dict__.get(_OWNER)
         if owner is not None and owner.blocks and owner.thread != thread:
             raise ConcurrencyError(
                 explain(
-                    f"to_module: another thread is inside a block on {type(module).__name__} (or a part of it).",
+                    f"to_module: another thread is inside a block on {type(modules[0]).__name__} (or a part of it).",
                     expected="one thread in a module at a time",
                     got=f"thread {thread}, while thread {owner.thread} holds {type(sub).__name__}",
                     hint="apply, params, buffers = tdfunc.functional(m): apply(params, x) is thread-safe.",

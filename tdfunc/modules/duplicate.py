@@ -69,9 +69,13 @@ def duplicate(
     copied, memo = _deepcopy(module, found, memo, own)
     for old, new in functions:
         _fill_cells(old, new, memo)
-    _redirect_weakrefs(copied, memo)
-    before = {id(value) for _, value in found}
-    kept = [value for _, value in _reachable(copied, set()) if id(value) in before and not isinstance(value, nn.Module)]
+    if any(type(value) is weakref.ref for _, value in found):
+        _redirect_weakrefs(copied, memo)
+    kept = list(shared)
+    # A copy of a copy shares what the copy shared.
+    if not shared:
+        ids = {id(value) for _, value in found}
+        kept = [x for _, x in _reachable(copied, set()) if id(x) in ids and not isinstance(x, nn.Module)]
     pairs = [(memo[id(t)], t) for _, t in found if isinstance(t, Tensor) and memo.get(id(t), t) is not t]
     return Copied(copied, kept, pairs)
 

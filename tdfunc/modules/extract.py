@@ -2,6 +2,7 @@
 
 from typing import Any, TypeVar
 
+import torch
 from torch import Size, nn
 
 from tdfunc._collection import Static, TensorCollection
@@ -11,10 +12,13 @@ from tdfunc._nontensor import NonTensorData
 from tdfunc._shapes import EMPTY
 from tdfunc._ties import by_identity
 from tdfunc._types import Kind, Path, Ties
-from tdfunc.modules.slots import Slot, walk
+from tdfunc.modules.slots import LAZY, Slot, walk
 from tdfunc.ops.structure import entries, partition, restore_ties
 
 T = TypeVar("T", bound=TensorCollection)
+# The walk says what is wrong with them.
+_UNREADABLE = (torch.jit.ScriptModule, nn.DataParallel, nn.parallel.DistributedDataParallel)
+_DEEPEST = 100
 
 
 def from_module(module: nn.Module) -> Any:
@@ -37,9 +41,41 @@ def from_module(module: nn.Module) -> Any:
         >>> list(params.keys()), params["2", "weight"].shape
         (['0', '2'], torch.Size([2, 4]))
     """
-    slots = list(walk(module, "from_module"))
-    leaves = [(slot.path, NonTensorData(slot.value) if slot.store is None else slot.value) for slot in slots]
-    return tree_of(list(zip(slots, [leaf for _, leaf in leaves], strict=True)), by_identity(leaves))
+    leaves: list[Any] = []
+    tree = _read(module, leaves, 0) if isinstance(module, nn.Module) else None
+    if tree is not None and len({id(leaf) for leaf in leaves}) == len(leaves):
+        return tree
+    # Ties, extra state, wrappers, and what cannot be read at all.
+    slots = walk(module, "from_module")
+    pairs = [(slot, NonTensorData(slot.value) if slot.store is None else slot.value) for slot in slots]
+    return tree_of(pairs, by_identity([(slot.path, leaf) for slot, leaf in pairs]))
+
+
+def _read(module: nn.Module, leaves: list[Any], depth: int) -> Any:
+    """Return the tree of an ordinary module in one walk, collecting its leaves; None where only `walk` will do."""
+    if type(module).get_extra_state is not nn.Module.get_extra_state or "_orig_mod" in module._modules:
+        return None
+    if isinstance(module, _UNREADABLE) or depth > _DEEPEST:
+        return None
+    data: dict[str, Any] = {}
+    kinds: dict[str, Kind] = {}
+    for table, hidden in ((module._parameters, None), (module._buffers, module._non_persistent_buffers_set)):
+        for name, value in table.items():
+            if value is None:
+                continue
+            if type(value) in LAZY:
+                return None
+            data[name] = value
+            leaves.append(value)
+            kinds[name] = Kind.PARAMETER if hidden is None else Kind.NON_PERSISTENT if name in hidden else Kind.BUFFER
+    for name, child in module._modules.items():
+        if child is not None:
+            node = _read(child, leaves, depth + 1)
+            if node is None:
+                return None
+            if node._data:
+                data[name] = node
+    return TensorCollection._open._make(data, EMPTY, None, None, Static(kinds) if kinds else None)
 
 
 def tree_of(pairs: list[tuple[Slot, Any]], ties: Ties, batch_size: Size = EMPTY) -> Any:

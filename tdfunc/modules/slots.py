@@ -11,7 +11,7 @@ from tdfunc._keys import dotted
 from tdfunc._types import Kind, Path
 
 EXTRA_STATE = "_extra_state"
-_LAZY = (nn.UninitializedParameter, nn.UninitializedBuffer)
+LAZY = (nn.UninitializedParameter, nn.UninitializedBuffer)
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 
@@ -83,12 +83,12 @@ def _collect(module: nn.Module, call: str, at: Path, slots: list[Slot], above: l
         raise _cycle_error(module, call, at)
     for name, value in module._parameters.items():
         if value is not None:
-            if isinstance(value, _LAZY):
+            if isinstance(value, LAZY):
                 raise _lazy_error(module, call, (*at, name))
             slots.append(Slot((*at, name), module, module._parameters, Kind.PARAMETER))
     for name, value in module._buffers.items():
         if value is not None:
-            if isinstance(value, _LAZY):
+            if isinstance(value, LAZY):
                 raise _lazy_error(module, call, (*at, name))
             kind = Kind.NON_PERSISTENT if name in module._non_persistent_buffers_set else Kind.BUFFER
             slots.append(Slot((*at, name), module, module._buffers, kind))
