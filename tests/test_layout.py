@@ -20,7 +20,7 @@ LAYERS = (
     ("_collection",),
     ("ops",),
     ("modules", "storage", "distributed"),
-    ("_tensordict _tensorclass _lazystack spec",),
+    ("_tensordict _fields _tensorclass _lazystack spec",),
     ("_jit _control",),
     ("ensemble optim weights",),
     ("nn",),

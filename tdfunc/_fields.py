@@ -1,0 +1,328 @@
+"""The fields of a typed tree: its options, what the annotations say, and how a value becomes a node."""
+
+import dataclasses
+import inspect
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, get_args, get_origin
+
+import numpy as np
+import torch
+from torch import Size, Tensor
+
+from tdfunc._collection import TensorCollection
+from tdfunc._errors import LeafMismatchError, explain
+from tdfunc._nontensor import NonTensorBase, NonTensorData
+from tdfunc._types import Node
+from tdfunc.ops.convert import convert
+from tdfunc.ops.reading import value_of
+
+# What the constructor itself takes: no option makes these fields.
+CONSTRUCTOR = ("batch_size", "device", "names")
+
+
+class Options(NamedTuple):
+    """How a class treats the values of its fields."""
+
+    autocast: bool = False
+    nocast: bool = False
+    frozen: bool = False
+    tensor_only: bool = False
+    shadow: bool = False
+
+
+OPTIONS = Options._fields
+_EXCLUSIVE = ("autocast", "nocast", "tensor_only")
+
+
+def merge_options(name: str, inherited: Iterable[Options], given: Mapping[str, bool]) -> Options:
+    """Return the options of a class: those of all its bases, and its own."""
+    merged = Options(*map(any, zip(*inherited, strict=True)))._replace(**given)
+    chosen = [option for option in _EXCLUSIVE if getattr(merged, option)]
+    if len(chosen) > 1:
+        hint = f"keep one; {chosen[0]}=False turns an inherited option off."
+        raise TypeError(explain(f"{name}: these options exclude each other.", got=", ".join(chosen), hint=hint))
+    return merged
+
+
+# -- annotations ------------------------------------------------------------------------------------------------
+
+
+class Unresolved(NamedTuple):
+    """An annotation that names something not defined yet; it is read again at the first construction."""
+
+    annotation: Any
+    scope: dict[str, Any]
+
+
+def own_annotations(cls: type) -> dict[str, Any]:
+    """Return the annotations that a class itself has, where names may be undefined yet."""
+    # From Python 3.14 on annotations are evaluated when they are read; format 3 (FORWARDREF) never fails.
+    options: dict[str, Any] = {"format": 3} if sys.version_info >= (3, 14) else {}
+    return inspect.get_annotations(cls, **options)
+
+
+def defining_scope(module: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return globals and locals of the code that is defining a class: the nearest frame of its module."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == module:
+            return frame.f_globals, frame.f_locals
+        frame = frame.f_back
+    return getattr(sys.modules.get(module), "__dict__", {}), {}
+
+
+def resolve_annotations(
+    annotations: Mapping[str, Any], scope: dict[str, Any], names: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the types that annotations mean, `Unresolved` where a name is not there (yet)."""
+    return {key: _resolve(annotation, scope, names) for key, annotation in annotations.items()}
+
+
+def _resolve(annotation: Any, scope: dict[str, Any], names: Mapping[str, Any]) -> Any:
+    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
+        return annotation
+    # A holder of one annotation: one that cannot be resolved leaves the others alone.
+    holder = types.SimpleNamespace(__annotations__={"x": annotation})
+    try:
+        return typing.get_type_hints(holder, scope, dict(names))["x"]
+    # Whatever an annotation raises, a class can be defined: a type checker's imports are not there at run time.
+    except Exception:
+        return Unresolved(annotation, scope)
+
+
+def settle_annotations(cls: Any) -> None:
+    """Read annotations again that were not resolved when the class was defined; what still is not means Any."""
+    pending = {key: hint for key, hint in cls._hints.items() if type(hint) is Unresolved}
+    # Dynamo could not trace it; an eager call will come.
+    if not pending or torch.compiler.is_compiling():
+        return
+    for key, hint in pending.items():
+        again = _resolve(hint.annotation, hint.scope, {cls.__name__: cls})
+        cls._hints[key] = Any if type(again) is Unresolved else again
+    cls._looks_up = looks_up(cls)
+
+
+def looks_up(cls: Any) -> bool:
+    """Whether values have to be compared with annotations, also those that are tensors."""
+    hints = cls._hints.values()
+    return cls._options.autocast or any(type(hint) is Unresolved or shape_annotations(hint) for hint in hints)
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union but None, or the one type."""
+    if get_origin(hint) in (typing.Union, types.UnionType):
+        return tuple(arg for arg in get_args(hint) if arg is not type(None))
+    return (hint,)
+
+
+def _class_of(hint: Any) -> type | None:
+    """Return the one class that an annotation asks for, without type arguments and `| None`, if it is one."""
+    given = _alternatives(hint)
+    found = (get_origin(given[0]) or given[0]) if len(given) == 1 else None
+    return found if isinstance(found, type) and found not in (object, Any) and not _is_shaped(found) else None
+
+
+# -- values into nodes ------------------------------------------------------------------------------------------
+
+
+def make_node(
+    cls: Any, key: str, value: Any, size: Size, device: torch.device | None, where: str
+) -> Node:  # None where the field is left empty
+    """Return the value of a field as a node, by the options and annotations of the class."""
+    if value is None or (isinstance(value, NonTensorData) and value.data is None):
+        return None
+    options, hint = cls._options, cls._hints.get(key, Any)
+    wanted = _class_of(hint)
+    if options.nocast and not isinstance(value, (Tensor, TensorCollection, NonTensorBase)):
+        value = NonTensorData(value, size)
+    elif options.tensor_only and isinstance(value, NonTensorBase):
+        value = value.value
+    elif options.autocast and wanted is not None and not isinstance(value, (TensorCollection, NonTensorBase)):
+        value = _cast(value, wanted, size, where)
+    if wanted is not None and (isinstance(value, (Mapping, TensorCollection)) or _is_record(value)):
+        value = _as_typed(value, wanted, size, device, where)
+    node = convert(value, size, device, where)
+    if options.tensor_only and isinstance(node, NonTensorBase):
+        expected, got = "a tensor, tree, number or list of numbers", type(value).__name__
+        hint = 'derive from TensorClass without "tensor_only".'
+        raise LeafMismatchError(explain(f"{where!r}: this cannot be a tensor.", expected=expected, got=got, hint=hint))
+    return node
+
+
+def _cast(value: Any, wanted: type, size: Size, where: str) -> Any:
+    """Return a value as the annotated class; what is no tensor or tree stays as it is, as non-tensor data."""
+    if issubclass(wanted, TensorCollection) or isinstance(value, wanted) and issubclass(wanted, Tensor):
+        return value
+    try:
+        if issubclass(wanted, Tensor):
+            return torch.as_tensor(value)
+        # A bool is an int to Python, not to a reader of annotations.
+        if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
+            plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+            call: Callable[[Any], Any] = np.asarray if wanted is np.ndarray else wanted
+            value = call(plain)
+    except (TypeError, ValueError, RuntimeError) as err:
+        got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        what = f"{where!r}: autocast cannot make this the annotated type."
+        raise LeafMismatchError(explain(what, expected=wanted.__name__, got=got)) from err
+    return NonTensorData(value, size)
+
+
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _as_typed(value: Any, wanted: type, size: Size, device: torch.device | None, where: str) -> Any:
+    """Return a dict, dataclass or open tree as the typed tree that is asked for, if one is; else the value."""
+    # A class with fields, seen from below.
+    typed: Any = wanted if getattr(wanted, "_fields", None) and issubclass(wanted, TensorCollection) else None
+    if typed is None or (isinstance(value, TensorCollection) and type(value) is not TensorCollection._open):
+        return value
+    if isinstance(value, TensorCollection):
+        return typed.from_tensordict(value)
+    given = value if isinstance(value, Mapping) else {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    try:
+        return typed(**given, batch_size=size, device=device)
+    except TypeError as err:
+        expected, got = f"the fields {list(typed._fields)} of {wanted.__name__}", str(list(given))
+        raise LeafMismatchError(explain(f"{where!r}: the value does not fit.", expected=expected, got=got)) from err
+
+
+# -- jaxtyping --------------------------------------------------------------------------------------------------
+
+
+def _is_shaped(hint: Any) -> bool:
+    # No test of `sys.modules` would be cheaper, and an annotation of jaxtyping has imported it.
+    return isinstance(hint, type) and hasattr(hint, "dim_str") and hasattr(hint, "dtypes")
+
+
+def shape_annotations(hint: Any) -> tuple[Any, ...]:
+    """Return the jaxtyping types of an annotation if it has any, with the classes beside them in a union."""
+    alternatives = _alternatives(hint)
+    shaped = any(map(_is_shaped, alternatives)) and all(isinstance(each, type) for each in alternatives)
+    return alternatives if shaped else ()
+
+
+def check_annotations(cls: Any, nodes: Mapping[str, Node]) -> None:
+    """Raise unless values fit their jaxtyping annotations, an axis of one name having one size in all of them."""
+    given = {key: shape_annotations(cls._hints.get(key)) for key in nodes}
+    if not any(given.values()) or torch.compiler.is_compiling():
+        return
+    import jaxtyping  # an annotation of its types exists, so it is installed
+
+    with jaxtyping.jaxtyped("context"):
+        wrong = [key for key, each in given.items() if each and not isinstance(nodes[key], (*each, type(None)))]
+    if not wrong:
+        return
+    node, alternatives = nodes[wrong[0]], given[wrong[0]]
+    got = f"{node.dtype} of shape {list(node.shape)}" if isinstance(node, Tensor) else type(node).__name__
+    expected = " or ".join(alternative.__name__ for alternative in alternatives)
+    # Outside of the context, which binds axes, the value may fit.
+    hint = "an axis of this name has another size in an earlier field." if isinstance(node, alternatives) else None
+    what = f"{f'{cls.__name__}.{wrong[0]}'!r}: the value does not fit its annotation."
+    raise LeafMismatchError(explain(what, expected=expected, got=got, hint=hint))
+
+
+# -- what a class gets ------------------------------------------------------------------------------------------
+
+
+class Field(property):
+    """The property of a field; a class of its own, so that a field that is annotated again is known."""
+
+    def __init__(self, name: str, tensor_only: bool) -> None:
+        read = _tensor_reader(name) if tensor_only else _reader(name)
+        read.__name__ = read.__qualname__ = name
+        super().__init__(read)
+
+
+def _reader(name: str) -> Callable[[Any], Any]:
+    def read(self: Any) -> Any:
+        try:
+            node = self._data[name]
+        except KeyError:
+            return _value(self, name)
+        return node if type(node) is Tensor or not isinstance(node, NonTensorBase) else _value(self, name)
+
+    return read
+
+
+def _tensor_reader(name: str) -> Callable[[Any], Any]:
+    # Nothing needs to be unwrapped.
+    def read(self: Any) -> Any:
+        try:
+            return self._data[name]
+        except KeyError:
+            return None
+
+    return read
+
+
+def _value(tree: Any, name: str) -> Any:
+    # A lazy stack keeps its fields in the trees that it stacks.
+    if name not in tree._keys():
+        return None
+    node = tree._get(name)
+    return value_of(tree, name, node) if isinstance(node, NonTensorBase) else node
+
+
+class _Factory:
+    def __repr__(self) -> str:
+        return "<factory>"
+
+
+_FACTORY: Any = _Factory()
+
+
+def has_default(field: "dataclasses.Field[Any]") -> bool:
+    """Whether a field need not be given."""
+    return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+
+
+def make_constructor(cls: Any, build: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `__new__` with the fields in its signature, which hands their values to `build`."""
+    fields = dataclasses.fields(cls)
+    _check_order(cls.__name__, [f for f in fields if f.init and not f.kw_only])
+    scope: dict[str, Any] = {"__build__": build, "__factory__": _FACTORY}
+    by_place = [_parameter(f, scope) for f in fields if f.init and not f.kw_only]
+    by_name = [_parameter(f, scope) for f in fields if f.init and f.kw_only]
+    taken = ", ".join(["__cls__", *by_place, "*", *by_name, *(f"{name}=None" for name in CONSTRUCTOR)])
+    given = ", ".join(f"{f.name!r}: {_source(f, scope)}" for f in fields)
+    # As `dataclasses` does: code for exactly these fields, so that Python itself checks the arguments.
+    exec(f"def __new__({taken}):\n return __build__(__cls__, {{{given}}}, {', '.join(CONSTRUCTOR)})", scope)
+    new: Any = scope["__new__"]
+    new.__qualname__, new.__module__ = cls.__qualname__, cls.__module__
+    new.__annotations__ = {f.name: f.type for f in fields if f.init}
+    new.__doc__ = f"Make a {cls.__name__} from its fields."
+    return new
+
+
+def _check_order(name: str, fields: "list[dataclasses.Field[Any]]") -> None:
+    before = ""
+    for f in fields:
+        if has_default(f):
+            before = f.name
+        elif before:
+            what = f"{name}: the field {f.name!r} without a default follows {before!r}, which has one."
+            raise TypeError(explain(what, hint=f"give {f.name!r} a default, or field(kw_only=True)."))
+
+
+def _parameter(field: "dataclasses.Field[Any]", scope: dict[str, Any]) -> str:
+    if field.default is not dataclasses.MISSING:
+        scope[f"__default_{field.name}__"] = field.default
+        return f"{field.name}=__default_{field.name}__"
+    return field.name if field.default_factory is dataclasses.MISSING else f"{field.name}=__factory__"
+
+
+def _source(field: "dataclasses.Field[Any]", scope: dict[str, Any]) -> str:
+    """Return the expression of a field's value inside the constructor."""
+    name = field.name
+    if field.default_factory is not dataclasses.MISSING:
+        scope[f"__make_{name}__"] = field.default_factory
+        return f"__make_{name}__() if {name} is __factory__ else {name}" if field.init else f"__make_{name}__()"
+    if field.init:
+        return name
+    scope[f"__default_{name}__"] = None if field.default is dataclasses.MISSING else field.default
+    return f"__default_{name}__"

@@ -1,0 +1,329 @@
+"""How values become nodes: options, annotations as types and strings, jaxtyping, defaults."""
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+import numpy as np
+import pytest
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from tdfunc import BatchSizeError, LeafMismatchError, NonTensorData, TensorDict
+from tdfunc._tensorclass import TensorClass
+from tests import annotated
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+class Inner(TensorClass):
+    y: Tensor
+    note: str = "inner"
+
+
+class Default(TensorClass):
+    value: Any
+
+
+class NoCast(TensorClass["nocast"]):
+    value: Any
+
+
+class Only(TensorClass["tensor_only"]):
+    value: Tensor
+    inner: Inner | None = None
+
+
+class Auto(TensorClass["autocast"]):
+    integer: int = 0
+    flag: bool = False
+    real: float | None = None
+    either: Optional[int] = None  # noqa: UP045
+    text: str = ""
+    colour: Colour = Colour.RED
+    tensor: Tensor | None = None
+    array: np.ndarray | None = None
+    entries: list[int] | None = None
+    several: int | str | None = None
+    inner: Inner | None = None
+    anything: Any = None
+
+
+# -- options ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (2, torch.tensor([2, 2, 2])),
+        (True, torch.tensor([True] * 3)),
+        (np.float32(1.5), torch.tensor([1.5] * 3)),
+        ([1, 2, 3], torch.tensor([1, 2, 3])),
+        (np.arange(3), torch.arange(3)),
+    ],
+)
+def test_numbers_become_tensors(given, expected):
+    """Without options a number would stay a Python value, or not be seen with the batch."""
+    value = Default(given, batch_size=[3]).value
+
+    assert torch.equal(value, expected)
+    assert value.dtype == expected.dtype
+
+
+def test_other_values_stay():
+    """Strings, lists of strings and other objects would be lost or changed."""
+    assert Default("a", batch_size=[3]).value == "a"
+    assert Default(["a", "b", "c"], batch_size=[3]).value == ["a", "b", "c"]
+    assert Default(Colour.RED).value is Colour.RED
+    assert Default(["a", "b", "c"], batch_size=[3])[1].value == "b"
+
+
+@pytest.mark.parametrize("given", [2, True, 1.5, [1, 2], (1, 2), {"a": 1}, "a"], ids=repr)
+def test_nocast_keeps(given):
+    """`nocast` would make a Python value a tensor or a tree, in the constructor, `set`, `update` or `replace`."""
+    made = NoCast(given, batch_size=[3])
+    others = [made.set("value", given), made.update({"value": given}), made.replace(value=given), made[0]]
+
+    for other in [made, *others]:
+        assert type(other.value) is type(given)
+        assert other.value == given
+
+
+def test_nocast_tensors():
+    """`nocast` would wrap what is a tensor or a tree already."""
+    x = torch.ones(3)
+    inner = Inner(x, batch_size=[3])
+
+    assert NoCast(x, batch_size=[3]).value is x
+    assert NoCast(inner, batch_size=[3]).value is inner
+    assert NoCast(NonTensorData(1), batch_size=[3]).value == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("integer", torch.ones(()), 1),
+        ("integer", 2.9, 2),
+        ("integer", True, 1),
+        ("integer", np.int16(3), 3),
+        ("flag", torch.tensor([1]), True),
+        ("real", 2, 2.0),
+        ("either", "12", 12),
+        ("text", 5, "5"),
+        ("colour", "red", Colour.RED),
+        ("entries", (1, 2), [1, 2]),
+        ("anything", "kept", "kept"),
+    ],
+)
+def test_autocast(name, given, expected):
+    """A value would not be what its annotation says, in the constructor, `set`, `update` or `replace`."""
+    made = Auto(**{name: given}, batch_size=[2])
+    others = [made.set(name, given), made.update({name: given}), made.replace(**{name: given}), made[0]]
+
+    for other in [made, *others]:
+        assert getattr(other, name) == expected
+        assert type(getattr(other, name)) is type(expected)
+
+
+def test_autocast_to_tensors_and_arrays():
+    """A list would not become the annotated tensor or array."""
+    made = Auto(tensor=[1.0, 2.0], array=[1, 2], batch_size=[2])
+
+    assert torch.equal(made.tensor, torch.tensor([1.0, 2.0]))
+    assert isinstance(made.array, np.ndarray)
+    assert made.array.tolist() == [1, 2]
+    assert torch.equal(Auto(anything=3, several=3).several, torch.tensor(3))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"integer": torch.ones(2)}, r"'Auto.integer'.*\n.*expected: int\n.*got: +shape \[2\]"),
+        ({"integer": "x"}, r"'Auto.integer'.*\n.*expected: int\n.*got: +'x'"),
+        ({"tensor": "x"}, r"'Auto.tensor'.*\n.*expected: Tensor\n.*got: +'x'"),
+        ({"colour": "blue"}, r"'Auto.colour'.*\n.*expected: Colour\n.*got: +'blue'"),
+    ],
+)
+def test_autocast_refuses(given, message):
+    """A value that cannot be cast would be kept as something else."""
+    with pytest.raises(LeafMismatchError, match=message):
+        Auto(**given)
+
+
+def test_tensor_only():
+    """`tensor_only` would keep what is no tensor, in the constructor or in an edit."""
+    made = Only([1, 2, 3], batch_size=[3])
+
+    assert torch.equal(made.value, torch.tensor([1, 2, 3]))
+    assert made.inner is None
+    assert Only(NonTensorData(2), batch_size=[3]).value.tolist() == [2, 2, 2]
+    assert Only(torch.zeros(3), {"y": torch.zeros(3)}, batch_size=[3]).inner.note == "inner"
+    with pytest.raises(LeafMismatchError, match=r"'Only.value'.*\n.*expected: a tensor, .*\n.*got: +str"):
+        Only("a")
+    with pytest.raises(LeafMismatchError, match=r"'value'.*\n.*expected: a tensor, .*\n.*got: +str"):
+        made.set("value", "a")
+
+
+# -- checks of the batch ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [torch.zeros(4), nn.Parameter(torch.zeros(2, 3)), torch.zeros(())])
+def test_batch_size_is_checked(value):
+    """A value that does not start with the batch size would be stored."""
+    shape = str(list(value.shape)).replace("[", r"\[").replace("]", r"\]")
+    with pytest.raises(BatchSizeError, match=rf"'Default.value'.*\n.*expected: shape \[3\].*\n.*got: +shape {shape}"):
+        Default(value, batch_size=[3])
+
+
+@pytest.mark.parametrize("cls", [Default, NoCast])
+def test_device_and_names(cls):
+    """A value would not be put on the device, or names would be lost."""
+    made = cls(torch.zeros(2, 3), batch_size=[2, 3], device="meta", names=["a", None])
+
+    assert made.value.device == made.device == torch.device("meta")
+    assert made.names == ["a", None]
+    with pytest.raises(ValueError, match=r"expected: 2 names\n.*got: +\('a',\)"):
+        cls(torch.zeros(2, 3), batch_size=[2, 3], names=["a"])
+
+
+# -- nested classes ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class PlainInner:
+    y: Tensor
+    note: str
+
+
+@dataclass
+class PlainOther:
+    value: int
+    other: int
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"y": torch.ones(2)},
+        TensorDict({"y": torch.ones(2), "note": "inner"}, [2]),
+        TensorDict({"y": torch.ones(2), "note": "inner"}),
+        PlainInner(torch.ones(2), "inner"),
+        Inner(torch.ones(2), batch_size=[2]),
+    ],
+    ids=["dict", "tree", "tree without batch", "dataclass", "instance"],
+)
+def test_annotated_classes(given):
+    """What is given for a field would not become the class that the field is annotated with."""
+    made = Only(torch.zeros(2), given, batch_size=[2])
+
+    for inner in (made.inner, made.set("inner", given).inner, made.replace(inner=given).inner):
+        assert type(inner) is Inner
+        assert inner.batch_size == torch.Size([2])
+        assert torch.equal(inner.y, torch.ones(2))
+        assert inner.note == "inner"
+
+
+def test_annotated_classes_refuse():
+    """A dict or tree with other keys would be stored where a class with fields is annotated."""
+    with pytest.raises(LeafMismatchError, match=r"'Only.inner'.*\n.*\['y', 'note'\] of Inner\n.*got: +\['z'\]"):
+        Only(torch.zeros(2), {"z": 1})
+    with pytest.raises(LeafMismatchError, match=r"\['y', 'note'\] of Inner\n.*got: +\['value', 'other'\]"):
+        Only(torch.zeros(2), PlainOther(1, 2))
+    with pytest.raises(ValueError, match=r"Inner.from_tensordict.*\n.*\['y', 'note'\]\n.*unknown \['z'\]"):
+        Only(torch.zeros(2), TensorDict({"z": 1}))
+
+
+# -- strings as annotations -------------------------------------------------------------------------------------
+
+
+def test_strings_resolve():
+    """Under `from __future__ import annotations` options and nested classes would do nothing."""
+    made = annotated.Auto(torch.ones(()), ratio=2, later={"x": 1.0}, absent="as it is")
+
+    assert type(made.count) is int
+    assert type(made.ratio) is float
+    assert type(made.later) is annotated.Later
+    assert made.absent == "as it is"
+    assert annotated.Auto.unit == "m"
+    assert made.tags == []
+
+
+def test_strings_resolve_in_functions():
+    """Classes of one function would not see each other."""
+    outer, inner = annotated.make_local()
+
+    assert type(outer({"x": torch.zeros(2)}, batch_size=[2]).inner) is inner
+
+
+# -- jaxtyping --------------------------------------------------------------------------------------------------
+
+
+class Shaped(TensorClass):
+    points: Float[Tensor, "*batch n 3"]  # noqa: F722
+    mask: Bool[Tensor, "*batch n"] | None = None  # noqa: F722
+    name: str = ""
+
+
+@pytest.mark.parametrize("cls", [Shaped, annotated.Shaped])
+def test_jaxtyping(cls):
+    """A value of another dtype, number of dimensions or size would pass its jaxtyping annotation."""
+    made = cls(torch.zeros(4, 5, 3), batch_size=[4])
+
+    assert made[0].points.shape == (5, 3)
+    for wrong in (torch.zeros(4, 5, 2), torch.zeros(4, 5, 3, dtype=torch.int64), torch.zeros(4)):
+        got = rf"got: +{wrong.dtype} of shape \[{', '.join(map(str, wrong.shape))}\]"
+        with pytest.raises(LeafMismatchError, match=rf"'{cls.__name__}.points'.*\n.*'\*batch n 3'\]\n.*{got}"):
+            cls(wrong, batch_size=[4])
+        with pytest.raises(LeafMismatchError, match=got):
+            made.replace(points=wrong)
+    with pytest.raises(LeafMismatchError, match=r"'Shaped.points'.*\n.*n 3'\]\n.*got: +NonTensorData"):
+        cls("text", batch_size=[4])
+
+
+def test_jaxtyping_axes_agree():
+    """An axis of one name could have two sizes in one instance."""
+    assert Shaped(torch.zeros(4, 5, 3), torch.ones(4, 5).bool(), batch_size=[4]).mask.all()
+    with pytest.raises(LeafMismatchError, match=r"'Shaped.mask'.*\n.*\n.*shape \[4, 6\]\n.*axis of this name"):
+        Shaped(torch.zeros(4, 5, 3), torch.ones(4, 6).bool(), batch_size=[4])
+
+
+def test_jaxtyping_elsewhere():
+    """Operations would be held to annotations, which speak of the constructor."""
+    made = Shaped(torch.zeros(4, 5, 3), batch_size=[4])
+
+    assert (made == made).points.dtype is torch.bool
+    assert torch.vmap(lambda row: row.set("points", row.points + 1))(made).points.sum() == 60
+
+
+# -- defaults ---------------------------------------------------------------------------------------------------
+
+
+class Defaults(TensorClass):
+    x: Tensor
+    note: str = "plain"
+    entries: list = field(default_factory=lambda: ["a", "b"])
+    made: Tensor = field(default_factory=lambda: torch.zeros(2))
+    fixed: str = field(default="fixed", init=False)
+    late: str = field(default="late", kw_only=True)
+
+
+def test_defaults():
+    """A default would be missing, shared between instances, or given where it cannot be."""
+    one, two = (Defaults(torch.ones(2), batch_size=[2]) for _ in range(2))
+
+    assert (one.note, one.entries, one.fixed, one.late) == ("plain", ["a", "b"], "fixed", "late")
+    assert one.made is not two.made
+    assert Defaults(torch.ones(2), "given", late="l").late == "l"
+    with pytest.raises(TypeError, match="'fixed'"):
+        Defaults(torch.ones(2), fixed="other")
+    with pytest.raises(TypeError, match="positional"):
+        Defaults(torch.ones(2), "a", [], torch.zeros(2), "late")
+
+
+def test_default_that_does_not_fit():
+    """A default would escape the check of the batch size."""
+    with pytest.raises(BatchSizeError, match=r"'Defaults.made'.*\n.*\[3\].*\n.*shape \[2\]"):
+        Defaults(torch.ones(3), entries=["a", "b", "c"], batch_size=[3])

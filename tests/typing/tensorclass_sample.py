@@ -1,0 +1,82 @@
+"""What a type checker must know of typed trees; test_typing.py reads the expected errors from the comments."""
+
+from dataclasses import field
+from typing import Any, ClassVar, Generic, TypeVar, assert_type
+
+import torch
+from torch import Tensor
+
+from tdfunc._tensorclass import TensorClass, tensorclass
+
+T = TypeVar("T")
+
+
+class Inner(TensorClass):
+    y: Tensor
+
+
+class Batch(TensorClass):
+    image: Tensor
+    label: Tensor | None = None
+    note: str = "plain"
+    inner: Inner = field(default_factory=lambda: Inner(torch.zeros(1)))
+    late: int = field(default=0, kw_only=True)
+    unit: ClassVar[str] = "m"
+
+    def __post_init__(self) -> "Batch":
+        return self.replace(note="checked")
+
+    def first(self) -> Tensor:
+        return self.image[0]
+
+
+class Options(TensorClass, nocast=True):
+    count: int
+
+
+class Bracketed(TensorClass["autocast"]):
+    count: int
+
+
+@tensorclass
+class Decorated:
+    x: Tensor
+
+
+class Box(TensorClass, Generic[T]):
+    value: T
+
+
+x = torch.zeros(2, 3)
+inner = Inner(x, batch_size=[2])
+batch = Batch(x, x, "note", inner, batch_size=[2], device="cpu", names=["row"], late=1)
+assert_type(batch, Batch)
+assert_type(batch.image, Tensor)
+assert_type(batch.label, Tensor | None)
+assert_type(batch.note, str)
+assert_type(batch.inner.y, Tensor)
+assert_type(batch.first(), Tensor)
+assert_type(batch.unit, str)
+assert_type(batch.replace(note="other"), Batch)
+assert_type(Batch.from_tensordict(batch.to_tensordict()), Batch)
+assert_type(batch.batch_size, torch.Size)
+assert_type(batch.device, torch.device | None)
+assert_type(batch.names, list[str | None])
+assert_type(Options(1, batch_size=2).count, int)
+assert_type(Bracketed(count=1, batch_size=()).count, int)
+assert_type(Box(3).value, int)
+assert_type(Box[str]("a").value, str)
+# A checker cannot know that a decorator adds a base class, so it is told nothing.
+assert_type(Decorated(x, batch_size=[2]).x, Any)
+
+
+def refused() -> None:
+    """What an editor marks."""
+    Batch()  # error: reportCallIssue
+    Batch(x, colour=1)  # error: reportCallIssue
+    Batch("text")  # error: reportArgumentType
+    Batch(x, x, "note", inner, 1)  # error: reportCallIssue
+    Batch(x, batch_size="two")  # error: reportArgumentType
+    batch.image = x  # error: reportAttributeAccessIssue
+    batch.batch_size = [3]  # error: reportAttributeAccessIssue
+    print(batch.colour)  # error: reportAttributeAccessIssue

@@ -1,0 +1,33 @@
+"""Type checkers know the fields and the constructor of a typed tree."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SAMPLE = Path(__file__).parent / "tensorclass_sample.py"
+
+
+def check(path):
+    """(line, rule) of pyright's findings in a file."""
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=SAMPLE.parent.parent.parent, check=False)
+    found = json.loads(done.stdout)["generalDiagnostics"]
+    return {(each["range"]["start"]["line"] + 1, each.get("rule", each["message"])) for each in found}
+
+
+def expected(path):
+    """(line, rule) of the comments `# error: rule`."""
+    lines = enumerate(path.read_text().splitlines(), 1)
+    return {(number, match[1]) for number, line in lines if (match := re.search(r"# error: (\w+)$", line))}
+
+
+def test_sample():
+    """An editor would not know a field's type, accept a wrong call, or let an assignment pass."""
+    pytest.importorskip("pyright")
+
+    assert len(expected(SAMPLE)) == 8
+    assert check(SAMPLE) == expected(SAMPLE)
