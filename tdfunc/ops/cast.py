@@ -84,10 +84,10 @@ def detach(tree: T) -> T:
 
 def is_shared(leaf: Any) -> bool:
     """Whether a leaf's memory is shared between processes."""
-    # A batched tensor (inside vmap) and other wrappers cannot be asked.
+    # A batched tensor (inside vmap), an uninitialised parameter and other wrappers cannot be asked.
     try:
         return isinstance(leaf, Tensor) and leaf.is_shared()
-    except (RuntimeError, NotImplementedError, AttributeError):
+    except (RuntimeError, ValueError, AttributeError):
         return False
 
 

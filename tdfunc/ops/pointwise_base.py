@@ -25,10 +25,6 @@ _REVERSED: dict[str, Callable[[Any, Any], Any]] = {
     "pow": operator.pow,
     "floor_divide": operator.floordiv,
     "remainder": operator.mod,
-    "lt": operator.lt,
-    "le": operator.le,
-    "gt": operator.gt,
-    "ge": operator.ge,
 }
 # torch.maximum takes no number; the foreach kernel does, and computes this.
 _WITH_NUMBER: dict[str, Callable[..., Any]] = {"maximum": torch.clamp_min, "minimum": torch.clamp_max}

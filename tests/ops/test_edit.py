@@ -226,7 +226,11 @@ def test_writes_reach_the_storage(td):
         (lambda t: t.set_("e", 1), LeafMismatchError, r"'e': the leaf is expanded(.|\n)*\[3, 2\]"),
         (lambda t: t.update_({"a": torch.ones(3), "z": 1}), MissingKeyError, r"nothing was written(.|\n)*'z'"),
         (lambda t: t.copy_({"a": torch.ones(3)}), MissingKeyError, r"nothing was written(.|\n)*\['a'\]"),
-        (lambda t: t.update_({"n": {"b": torch.ones(3, 3)}, "a": torch.ones(3)}), LeafMismatchError, r"'n.b'(.|\n)*\[3, 2\](.|\n)*\[3, 3\]"),
+        (
+            lambda t: t.update_({"n": {"b": torch.ones(3, 3)}, "a": torch.ones(3)}),
+            LeafMismatchError,
+            r"'n.b'(.|\n)*\[3, 2\](.|\n)*\[3, 3\]",
+        ),
     ],
 )  # fmt: skip
 def test_writes_that_are_refused(td, write, error, message):

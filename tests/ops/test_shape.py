@@ -1,0 +1,213 @@
+"""Shapes, indices, joins and cuts of the batch, against torch on every leaf."""
+
+import pytest
+import torch
+from torch import Size
+
+from tdfunc import (
+    BatchSizeError,
+    Kind,
+    LeafMismatchError,
+    NonTensorStack,
+    TensorDict,
+    TreeStructureError,
+    cat,
+    stack,
+)
+
+
+@pytest.fixture
+def td():
+    """A batch of two dimensions, a nested one of three, names and a string."""
+    leaves = {"a": torch.arange(12).reshape(2, 3, 2), "n": TensorDict({"b": torch.randn(2, 3, 4, 5)}, [2, 3, 4])}
+    return TensorDict(leaves | {"s": "x"}, [2, 3], names=["r", "c"])
+
+
+def keep_first(x):
+    """The tensor with zeros in all rows but the first."""
+    return torch.cat([x[:1], torch.zeros_like(x[1:])])
+
+
+CASES = {
+    "reshape": (lambda t: t.reshape(-1), lambda x: x.reshape(6, *x.shape[2:]), [None]),
+    "reshape a tuple": (lambda t: t.reshape((3, 2)), lambda x: x.reshape(3, 2, *x.shape[2:]), [None, None]),
+    "view": (lambda t: t.view(6), lambda x: x.view(6, *x.shape[2:]), [None]),
+    "flatten": (lambda t: t.flatten(), lambda x: x.flatten(0, 1), [None]),
+    "flatten one": (lambda t: t.flatten(1, 1), lambda x: x, ["r", "c"]),
+    "unflatten": (lambda t: t.unflatten(1, (3, -1)), lambda x: x.unflatten(1, (3, 1)), ["r", None, None]),
+    "permute": (lambda t: t.permute(1, 0), lambda x: x.transpose(0, 1), ["c", "r"]),
+    "permute from the end": (lambda t: t.permute((-1, -2)), lambda x: x.transpose(0, 1), ["c", "r"]),
+    "transpose": (lambda t: t.transpose(0, -1), lambda x: x.transpose(0, 1), ["c", "r"]),
+    "unsqueeze": (lambda t: t.unsqueeze(-1), lambda x: x.unsqueeze(2), ["r", "c", None]),
+    "unsqueeze first": (lambda t: t.unsqueeze(0), lambda x: x.unsqueeze(0), [None, "r", "c"]),
+    "squeeze nothing": (lambda t: t.squeeze(), lambda x: x, ["r", "c"]),
+    "squeeze": (lambda t: t[:1].squeeze(0), lambda x: x[0], ["c"]),
+    "squeeze several": (lambda t: t[:1, :1].squeeze((0, 1)), lambda x: x[0, 0], []),
+    "expand": (lambda t: t.expand(4, 2, -1), lambda x: x.expand(4, *x.shape), [None, "r", "c"]),
+    "expand_as": (lambda t: t.expand_as(torch.zeros(4, 2, 3)), lambda x: x.expand(4, *x.shape), [None, "r", "c"]),
+    "split": (lambda t: t.split(2, 1)[1], lambda x: x[:, 2:], ["r", "c"]),
+    "split sizes": (lambda t: t.split([0, 3], -1)[0], lambda x: x[:, :0], ["r", "c"]),
+    "chunk": (lambda t: t.chunk(2, 1)[0], lambda x: x[:, :2], ["r", "c"]),
+    "unbind": (lambda t: t.unbind(1)[2], lambda x: x[:, 2], ["r"]),
+    "rows": (lambda t: list(t)[1], lambda x: x[1], ["c"]),
+    "index": (lambda t: t[1, 0], lambda x: x[1, 0], []),
+    "slice": (lambda t: t[..., 1:], lambda x: x[:, 1:], ["r", "c"]),
+    "mask": (lambda t: t[torch.tensor([[True, False, True]] * 2)], lambda x: x[:, [0, 2]].flatten(0, 1), [None]),
+    "masked_select": (lambda t: t.masked_select(torch.tensor([False, True])), lambda x: x[1:], ["r", "c"]),
+    "list": (lambda t: t[:, [2, 0]], lambda x: x[:, [2, 0]], ["r", "c"]),
+    "tensors": (lambda t: t[torch.tensor([[0, 1]]), 2], lambda x: x[torch.tensor([[0, 1]]), 2], [None, None]),
+    "None": (lambda t: t[None, :, None], lambda x: x[None, :, None], [None, "r", None, "c"]),
+    "stack": (lambda t: stack([t, t], 1), lambda x: torch.stack([x, x], 1), ["r", None, "c"]),
+    "stack last": (lambda t: torch.stack([t, t], -1), lambda x: torch.stack([x, x], 2), ["r", "c", None]),
+    "cat": (lambda t: cat([t, t], -1), lambda x: torch.cat([x, x], 1), ["r", "c"]),
+    "gather": (lambda t: t.gather(1, torch.tensor([[0, 2]] * 2)), lambda x: x[:, [0, 2]], ["r", "c"]),
+    "where": (lambda t: t.where(torch.tensor([[True], [False]]), t * 0), lambda x: keep_first(x), ["r", "c"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_torch_on_every_leaf(td, name):
+    """A leaf, batch size, name or nested batch would be moved otherwise than torch moves the leaf."""
+    call, on_leaf, names = CASES[name]
+    result = call(td)
+    size = on_leaf(torch.zeros(2, 3)).shape
+
+    assert torch.equal(result["a"], on_leaf(td["a"]))
+    assert torch.equal(result["n", "b"], on_leaf(td["n", "b"]))
+    assert result.batch_size == result._get("s").shape == size
+    assert result["n"].batch_size == (*size, 4)
+    assert result.names == (names if any(names) else [None] * len(size))
+
+
+def test_sizes(td):
+    """The size of the batch would be told otherwise than torch tells it."""
+    assert td.shape == td.size() == td.batch_size == Size([2, 3])
+    assert (td.size(-1), td.dim(), td.ndim, td.batch_dims, td.numel(), len(td)) == (3, 2, 2, 2, 6, 2)
+    assert TensorDict().numel() == 1
+
+
+def test_views_and_copies(td):
+    """An operation that torch does without copying would copy."""
+    for view in (td.permute(1, 0), td.view(6), td.unsqueeze(0), td[1:], td.expand(2, 2, 3), td.split(1)[0]):
+        assert view["a"].untyped_storage().data_ptr() == td["a"].untyped_storage().data_ptr()
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        td.permute(1, 0).view(6)
+    assert td.view(torch.int32)["a"].dtype is torch.int32
+
+
+def test_0_and_empty():
+    """A batch without dimensions or rows would be handled otherwise than a tensor."""
+    td, none = TensorDict({"a": torch.tensor(1.0)}), TensorDict({"a": torch.zeros(0, 2)}, [0])
+
+    assert td.flatten().batch_size == td.reshape(1).batch_size == Size([1])
+    assert td.flatten().squeeze().batch_size == td.flatten().reshape(()).batch_size == Size([])
+    assert td.unsqueeze(0).batch_size == Size([1])
+    assert [part.batch_size for part in none.chunk(3)] == [x.shape[:1] for x in torch.zeros(0, 2).chunk(3)]
+    assert none.unbind(0) == ()
+    assert none.split(2)[0].batch_size == Size([0])
+    assert torch.stack([td, td])["a"].shape == Size([2])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda t: t.reshape(5), RuntimeError, r"reshape(.|\n)*6 elements(.|\n)*\(5,\)"),
+        (lambda t: t.flatten(1, 0), RuntimeError, r"start <= end(.|\n)*1 > 0"),
+        (lambda t: t.flatten(2), IndexError, "batch dimension 2 does not exist"),
+        (lambda t: t.unflatten(0, (3, 2)), RuntimeError, r"unflatten(.|\n)*2 elements(.|\n)*\(3, 2\)"),
+        (lambda t: t.permute(0, 0), ValueError, r"\[0, 1\](.|\n)*\[0, 0\]"),
+        (lambda t: t.permute(0), ValueError, r"\[0, 1\](.|\n)*\[0\]"),
+        (lambda t: t.transpose(0, 2), IndexError, r"transpose(.|\n)*-2 <= dim < 2"),
+        (lambda t: t.unsqueeze(3), IndexError, "unsqueeze: batch dimension 3"),
+        (lambda t: t.squeeze(2), IndexError, "squeeze: batch dimension 2"),
+        (lambda t: t.expand(3), RuntimeError, r"at least 2 for batch size \[2, 3\](.|\n)*\[3\]"),
+        (lambda t: t.expand(2, 4), RuntimeError, r"\[2, 3\](.|\n)*\[2, 4\]"),
+        (lambda t: t.split(0), ValueError, "1 or more(.|\n)*0"),
+        (lambda t: t.split([1, 2]), ValueError, r"2(.|\n)*\[1, 2\] \(sum 3\)"),
+        (lambda t: t.split(1, 2), IndexError, "split: batch dimension 2"),
+        (lambda t: t.chunk(0), ValueError, "1 or more(.|\n)*0"),
+        (lambda t: t.unbind(2), IndexError, "unbind: batch dimension 2"),
+        (lambda t: t.size(2), IndexError, "size: batch dimension 2"),
+        (lambda t: t[2], IndexError, "2 is out of range"),
+        (lambda t: t["a", 0], IndexError, r"'a' in \('a', 0\)(.|\n)*td\[key\]\[index\]"),
+        (lambda t: t.gather(0, torch.tensor([0])), ValueError, r"2 dimensions(.|\n)*\[1\]"),
+        (lambda t: t.gather(2, torch.zeros(2, 3, dtype=torch.long)), IndexError, "gather: batch dimension 2"),
+        (lambda t: t.masked_select(torch.tensor([1, 0])), TypeError, r"bool(.|\n)*int64"),
+        (lambda t: t.masked_select(torch.tensor([True])), IndexError, r"\[2\](.|\n)*\[1\]"),
+        (lambda t: t.where(torch.tensor([True, False]), 0), ValueError, r"\[2, 3\](.|\n)*torch.bool of shape \[2\]"),
+        (lambda t: t.where(torch.zeros(2, 3), 0), ValueError, r"bool(.|\n)*torch.float32"),
+        (lambda t: t.where(torch.tensor([[True, False]]), 0), BatchSizeError, r"\[2, 3\](.|\n)*\[1, 2\]"),
+        (
+            lambda t: t.where(torch.tensor(True), t.exclude("s")),
+            TreeStructureError,
+            "where: the trees have different keys",
+        ),
+        (lambda t: bool(t), RuntimeError, "neither true nor false"),
+        (lambda t: len(t[0, 0]), TypeError, r"batch size \[\] has no length"),
+        (lambda t: iter(t[0, 0]), TypeError, r"batch size \[\] has no rows"),
+    ],
+)
+def test_refused(td, call, error, message):
+    """A shape, index or cut that does not fit would be accepted, or the message not name both."""
+    with pytest.raises(error, match=message):
+        call(td)
+
+
+def test_names_are_checked_at_birth():
+    """A constructor would take names that do not fit the batch."""
+    with pytest.raises(ValueError, match=r"2 names(.|\n)*\('a',\)"):
+        TensorDict({}, [1, 2], names=["a"])
+
+
+def of_kind(tree, kind):
+    """The tree with a kind for leaf a."""
+    return tree.set("a", tree["a"], kind=kind)
+
+
+JOIN_ERRORS = [
+    (lambda t: [], ValueError, "no trees(.|\n)*one or more"),
+    (lambda t: [t, torch.zeros(2, 3)], TypeError, "trees(.|\n)*Tensor"),
+    (lambda t: [t, t.exclude("a")], TreeStructureError, r"different keys\.(.|\n)*\['a', 'n', 's'\](.|\n)*\['n', 's'\]"),
+    (lambda t: [t, t.exclude(("n", "b"))], TreeStructureError, r"keys under 'n'(.|\n)*\['b'\](.|\n)*\[\]"),
+    (lambda t: [t, t.set("a", t["a"].float())], LeafMismatchError, r"'a' differs(.|\n)*int64(.|\n)*float32"),
+    (lambda t: [t, t.set(("n", "b"), t["n", "b"][..., :2])], LeafMismatchError, r"'n.b'(.|\n)*4, 5\](.|\n)*4, 2\]"),
+    (lambda t: [t, t.set("n", torch.zeros(2, 3))], LeafMismatchError, r"'n' differs(.|\n)*TensorDict(.|\n)*float32"),
+    (lambda t: [t, t.set("s", torch.zeros(2, 3))], LeafMismatchError, r"'s' differs(.|\n)*NonTensorData(.|\n)*float32"),
+    (lambda t: [of_kind(t, Kind.BUFFER), of_kind(t, Kind.PARAMETER)], LeafMismatchError, "'a'(.|\n)*BUF(.|\n)*PARAM"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("join", [stack, cat])
+@pytest.mark.parametrize(("trees", "error", "message"), JOIN_ERRORS)
+def test_joins_that_are_refused(td, join, trees, error, message):
+    """Trees that do not fit would be joined, promoted or untied, or the message not name the leaf and both."""
+    with pytest.raises(error, match=f"{join.__name__}: (.|\n)*{message}"):
+        join(trees(td))
+
+
+def test_batches_that_do_not_join(td):
+    """Trees of other batch sizes would be joined."""
+    with pytest.raises(LeafMismatchError, match=r"stack(.|\n)*\[2, 3\](.|\n)*\[2, 2\]"):
+        stack([td, td[:, :2]])
+    with pytest.raises(LeafMismatchError, match=r"cat(.|\n)*dimension 0(.|\n)*\[2, 3\](.|\n)*\[2, 2\]"):
+        cat([td, td[:, :2]])
+    with pytest.raises(IndexError, match="stack: batch dimension 3"):
+        stack([td, td], 3)
+    with pytest.raises(IndexError, match="cat: batch dimension 2"):
+        cat([td, td], 2)
+
+
+def test_joins_of_words(td):
+    """Stacked values would become one, or equal values of a longer batch many."""
+    assert isinstance(stack([td, td])._get("s"), NonTensorStack)
+    assert cat([td, td])["s"] == "x"
+    assert cat([td, td.set("s", "y")])["s"] == [["x"] * 3] * 2 + [["y"] * 3] * 2
+
+
+def test_gradients_flow(td):
+    """A join or cut would cut the graph."""
+    leaf = torch.ones(3, requires_grad=True)
+    tree = TensorDict({"a": leaf}, [3])
+    torch.stack([tree, tree[[0, 0, 1]]]).reshape(-1).unbind(0)[3]["a"].backward()
+
+    assert leaf.grad.tolist() == [1, 0, 0]
