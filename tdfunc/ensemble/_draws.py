@@ -4,11 +4,13 @@ Attention and LSTM dropout draw from the default generator inside torch, where n
 """
 
 import collections.abc
+import random
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Generator, Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -49,6 +51,13 @@ def watch(generators: Sequence[Generator], run: Callable[[], T]) -> tuple[T, boo
     with witness:
         run()
     return result, witness.drew
+
+
+# Any: numpy's state is a tuple of several types.
+def foreign_states() -> Any:
+    """Return the states of Python's and numpy's global generators, which no seed of a member reaches."""
+    name, keys, *rest = np.random.get_state()
+    return random.getstate(), name, np.asarray(keys).tobytes(), rest
 
 
 class _Witness(TorchDispatchMode):

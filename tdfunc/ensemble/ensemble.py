@@ -4,7 +4,6 @@ E is the number of members. All three ways give the numbers of the loop; `auto` 
 `plan()` prints.
 """
 
-import types
 from collections.abc import Callable, Hashable
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -15,9 +14,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tdfunc._errors import UnsupportedError, explain
 from tdfunc._jit import Jitted, jit
-from tdfunc._jit.environment import Environment
 from tdfunc.ensemble._call import Call, check_output, flat_dims, join_chunks, members_of, seed_of, stack_outputs
-from tdfunc.ensemble._draws import default_generators, seeding, watch
+from tdfunc.ensemble._draws import default_generators, foreign_states, seeding, watch
+from tdfunc.ensemble._globals import Globals
 from tdfunc.modules.bind import in_transform
 from tdfunc.modules.functional import Apply
 from tdfunc.modules.random import member_generators, member_seed, seeded
@@ -29,18 +28,21 @@ _HOWS = ("auto", "loop", "vmap", "traced")
 # A trace costs 0.1 to 3 seconds, once: it pays from this many calls with the same shapes on, for this many shapes.
 _TRACE_AFTER, _MOST_TRACES = 2, 16
 _MOST_COUNTS = 1024
+# A trace with so many operations for each of many members is slower than the vmap.
+_UNROLLED, _MANY = 16, 24
 _RANDOM_IN_VMAP = "called random operation"
 
 RULE = f"""The rule of how="auto", by the first line that applies:
   loop    vmap cannot run the forward (LSTM, .item(), data-dependent control flow): found by trying.
   vmap    random numbers were asked for (rng=), so that each call draws anew.
   vmap    gradients or an outer transform go through the call. One member: loop.
-  vmap    the members run in chunks, the modules have hooks, or the forward cannot be traced. One member: loop.
+  vmap    the members run in chunks, the modules have hooks, or a trace fails or is slow. One member: loop.
   traced  from the third call with the same shapes on, for at most {_MOST_TRACES} shapes.
   vmap    until then. One member: loop.
-Measured on one CPU thread, forward of five models (MLPs, CNN, transformer, ResNet) with 1, 4, 16 and 64 members:
-the replay is the fastest or within 15 % of it. vmap costs 0.15 ms a call more for a small MLP (4x there at 4 members,
-1.2x when the arithmetic dominates); the loop takes 1 to 2x the replay's time at 1 member, 2 to 20x at 16."""
+Measured on one CPU thread: forward of two MLPs, a CNN, a transformer and a ResNet with 1, 4, 16 and 64 members. The
+replay was the fastest or within 10 % of it everywhere but for the transformer with 64 members (vmap: 1.15 times as
+fast; torch has no batching rule for its fast path). vmap took 1.0 to 4 times the replay's time, the loop 1.0 to 1.7
+times with 1 member and 2 to 12 times with 16."""
 
 
 class _Choice(NamedTuple):
@@ -49,6 +51,8 @@ class _Choice(NamedTuple):
     how: str
     reason: str
     members: int
+    # The globals that a trace depends on.
+    token: Hashable = ()
 
 
 class Ensemble:
@@ -93,9 +97,11 @@ class Ensemble:
         self._calls: dict[Hashable, int] = {}
         # Why vmap or a trace cannot run calls of a kind, found by trying; by (way, kind).
         self._refused: dict[Hashable, str] = {}
+        # Ways that have run a kind of call, and were seen to draw nothing from Python's or numpy's generators.
+        self._watched: set[Hashable] = set()
         self._jitted: dict[Hashable, Jitted[Any, Any]] = {}
         self._has_hooks = any(m._forward_hooks or m._forward_pre_hooks for m in apply.module.modules())
-        self._globals = [Environment(function) for function in _own_functions(apply)]
+        self._globals = Globals(apply.module)
 
     def __call__(
         self,
@@ -152,7 +158,7 @@ class Ensemble:
         """Return how the last call ran and why, and the rule behind `auto` with the measurement behind it."""
         if self._last is None:
             return f"{self.how}: not called yet.\n{RULE}"
-        how, reason, members = self._last
+        how, reason, members, _ = self._last
         return f"{how}, {members} member{'s' * (members > 1)}: {reason}\n{RULE}"
 
     def __repr__(self) -> str:
@@ -172,7 +178,9 @@ class Ensemble:
             return self._loop(call) if looped else self._vmap(call)
         if self.how != "auto":
             self._last = _Choice(self.how, "as asked for.", members)
-            return {"loop": self._loop, "vmap": self._vmap, "traced": self._trace}[self.how](call)
+            if self.how == "traced":
+                return self._trace(call, self._globals.token())
+            return self._loop(call) if self.how == "loop" else self._vmap(call)
         return self._auto(call)
 
     def _auto(self, call: Call) -> Result:
@@ -180,15 +188,19 @@ class Ensemble:
         choice = self._choose(call, kind)
         self._last = choice
         if choice.how == "traced":
-            result, refusal = _attempt(self._trace, call)
+            fresh = ("traced", kind) not in self._watched
+            result, refusal = self._attempt("traced", lambda call: self._trace(call, choice.token), call, kind)
             if refusal is None:
+                if fresh and self._is_unrolled(call, choice.token):
+                    why = "torch has no batching rule for its operations, and a replay repeats them for each member."
+                    self._refuse("traced", kind, why)
                 return result
             choice = _Choice(
-                "loop" if call.members == 1 else "vmap", f"the forward cannot be traced: {refusal}", call.members
+                "loop" if call.members == 1 else "vmap", f"the forward is not traced: {refusal}", call.members
             )
             result = self._without_trace(call, kind, choice.how)
             # Not before the other way has worked: the input may have been at fault.
-            self._refused["traced", kind] = refusal
+            self._refuse("traced", kind, refusal)
             self._last = choice if self._last.how == "traced" else self._last
             return result
         return self._without_trace(call, kind, choice.how)
@@ -196,14 +208,35 @@ class Ensemble:
     def _without_trace(self, call: Call, kind: Hashable, how: str) -> Result:
         if how == "loop":
             return self._loop(call)
-        result, refusal = _attempt(self._vmap, call)
+        result, refusal = self._attempt("vmap", self._vmap, call, kind)
         if refusal is None:
             return result
         # If the input is at fault the loop raises too, and its error is the clearer one.
         result = self._loop(call)
-        self._refused["vmap", kind] = refusal
+        self._refuse("vmap", kind, refusal)
         self._last = _Choice("loop", f"vmap cannot run the forward: {refusal}", call.members)
         return result
+
+    def _attempt(self, name: str, way: Callable[[Call], Result], call: Call, kind: Hashable) -> tuple[Any, str | None]:
+        """Run one way; return its result, or why it cannot run the call."""
+        first = (name, kind) not in self._watched
+        before = foreign_states() if first else None
+        try:
+            result = way(call)
+        # A forward may raise anything when it is given batched or fake tensors; the loop decides who is at fault.
+        except Exception as err:
+            return None, str(err).strip().split("\n")[0] or type(err).__name__
+        if first and foreign_states() != before:
+            return None, "it draws from Python's or numpy's generator, once for all members or all calls."
+        if len(self._watched) >= _MOST_COUNTS:
+            self._watched.clear()
+        self._watched.add((name, kind))
+        return result, None
+
+    def _refuse(self, name: str, kind: Hashable, why: str) -> None:
+        if len(self._refused) >= _MOST_COUNTS:
+            self._refused.clear()
+        self._refused[name, kind] = why
 
     def _choose(self, call: Call, kind: Hashable) -> _Choice:
         n = call.members
@@ -219,13 +252,14 @@ class Ensemble:
         if self._has_hooks:
             return _Choice(untraced, "the modules have hooks, which a replay would not call.", n)
         if ("traced", kind) in self._refused:
-            return _Choice(untraced, f"the forward cannot be traced: {self._refused['traced', kind]}", n)
-        count = self._count((n, kind, call.shapes(), self._environment()))
+            return _Choice(untraced, f"the forward is not traced: {self._refused['traced', kind]}", n)
+        token = self._globals.token()
+        count = self._count((n, kind, call.shapes(), token))
         if count is None:
             return _Choice(untraced, f"{_MOST_TRACES} other shapes have traces.", n)
         if count <= _TRACE_AFTER:
             return _Choice(untraced, f"call {count} with these shapes; traced from call {_TRACE_AFTER + 1} on.", n)
-        return _Choice("traced", f"call {count} with these shapes: the trace is replayed.", n)
+        return _Choice("traced", f"call {count} with these shapes: the trace is replayed.", n, token)
 
     def _count(self, key: Hashable) -> int | None:
         """Count the calls of a key up to the trace; None when there are traces enough."""
@@ -237,9 +271,6 @@ class Ensemble:
                 self._calls = {k: c for k, c in self._calls.items() if c > _TRACE_AFTER}
         self._calls[key] = count
         return count
-
-    def _environment(self) -> Hashable:
-        return tuple([found.snapshot().token for found in self._globals])
 
     # -- the three ways -----------------------------------------------------------------------------------------
 
@@ -303,7 +334,7 @@ class Ensemble:
         mapped = iter(tensors)
         return tree_unflatten([next(mapped) if isinstance(x, Tensor) else x for x in seen[0]], seen[1]), new
 
-    def _trace(self, call: Call) -> Result:
+    def _trace(self, call: Call, token: Hashable) -> Result:
         if call.seed is not None:
             raise UnsupportedError(
                 explain(
@@ -313,12 +344,20 @@ class Ensemble:
                     hint="use how='vmap' or how='auto'.",
                 )
             )
-        key = (call.dims, call.keep, call.members, self._environment())
+        key = self._trace_key(call, token)
         if key not in self._jitted:
             if len(self._jitted) >= _MOST_COUNTS:
                 self._jitted.clear()
             self._jitted[key] = jit(self._recorded(call.dims, call.keep, call.members))
         return self._jitted[key](call.leaves, call.args, call.kwargs)
+
+    def _is_unrolled(self, call: Call, token: Hashable) -> bool:
+        """Whether a trace holds the operations of each of many members (the fast path of torch's transformers)."""
+        graph = self._jitted[self._trace_key(call, token)].graph(call.leaves, call.args, call.kwargs).graph
+        return len(graph.nodes) > _UNROLLED * call.members > _UNROLLED * _MANY
+
+    def _trace_key(self, call: Call, token: Hashable) -> Hashable:
+        return call.dims, call.keep, call.members, token
 
     def _recorded(self, dims: tuple[int | None, ...], keep: bool, members: int) -> Callable[..., Result]:
         def run(leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
@@ -327,26 +366,6 @@ class Ensemble:
             return self._loop(call) if members == 1 else self._vmap(call)
 
         return run
-
-
-def _attempt(way: Callable[[Call], Result], call: Call) -> tuple[Any, str | None]:
-    """Run one way; return its result, or why it cannot run the call."""
-    try:
-        return way(call), None
-    # A forward may raise anything when it is given batched or fake tensors; the loop decides who is at fault.
-    except Exception as err:
-        return None, str(err).strip().split("\n")[0] or type(err).__name__
-
-
-def _own_functions(apply: Apply) -> list[types.FunctionType]:
-    """Return the functions of the module's classes, whose globals a trace reads once; torch's own are left out."""
-    found: dict[types.FunctionType, None] = {}
-    for module in apply.module.modules():
-        for cls in type(module).__mro__:
-            if cls.__module__.partition(".")[0] not in ("torch", "builtins"):
-                found.update(dict.fromkeys(f for f in vars(cls).values() if isinstance(f, types.FunctionType)))
-        found.update(dict.fromkeys(f for f in vars(module).values() if isinstance(f, types.FunctionType)))
-    return list(found)
 
 
 def _is_tracing() -> bool:

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from tdfunc import CaptureError, Ensemble, UnsupportedError, functional, split, stack_modules
 from tdfunc.ensemble import ensemble as module_under_test
-from tests.ensemble.models import Returns, ensemble_of, line, make_mlp, make_resnet
+from tests.ensemble.models import Returns, ensemble_of, line, make_mlp, make_resnet, make_transformer
 
 
 def test_plan_before_and_after_calls():
@@ -143,6 +143,21 @@ def test_traces_are_bounded(monkeypatch):
     assert len(ensemble._calls) <= 5
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_a_trace_that_repeats_each_member_is_dropped():
+    """The replay of operations without a batching rule is slower than their vmap, with many members."""
+    models = [make_transformer().eval() for _ in range(32)]
+    ensemble, tree = ensemble_of(models)
+    x = torch.ones(2, 5, 8)
+    with torch.no_grad():
+        ways = [(ensemble(tree, x), line(ensemble).split(",")[0])[1] for _ in range(5)]
+        out = ensemble(tree, x)
+
+        assert_close(out, torch.stack([model(x) for model in models]))
+    assert ways == ["vmap", "vmap", "traced", "vmap", "vmap"]
+    assert "repeats them for each member" in line(ensemble)
+
+
 # -- what vmap or a trace cannot run ----------------------------------------------------------------------------
 
 FALLBACKS = {
@@ -193,7 +208,7 @@ def test_what_cannot_be_traced_stays_with_vmap():
     x = torch.ones(5, 3)
     for _ in range(4):
         assert_close(ensemble(tree, x), torch.stack([model(x) for model in models]))
-    assert line(ensemble).startswith("vmap, 3 members: the forward cannot be traced: ")
+    assert line(ensemble).startswith("vmap, 3 members: the forward is not traced: ")
     assert "not one of its arguments" in line(ensemble)
 
 
@@ -241,7 +256,7 @@ def test_unhashable_arguments():
         scale = Unhashable(i)
 
         assert_close(ensemble(tree, x, scale=scale), torch.stack([model(x, scale=scale) for model in models]))
-    assert line(ensemble).startswith("vmap, 3 members: the forward cannot be traced: ")
+    assert line(ensemble).startswith("vmap, 3 members: the forward is not traced: ")
 
 
 class Unhashable:

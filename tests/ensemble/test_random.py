@@ -1,7 +1,9 @@
 """Each member draws from a generator seeded by (seed, i): in every way, for any number of members."""
 
+import random
 import threading
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -224,6 +226,18 @@ def test_a_generator_of_forwards_own_is_the_modules_affair():
 
     assert_close(ensemble(tree, x), torch.stack([model(x) for model in models]))
     assert line(ensemble).startswith("loop")
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["python", "numpy"])
+@pytest.mark.parametrize("members", [1, 3])
+def test_draws_outside_torch_are_each_members_own(draw, members):
+    """A vmap would give all members one draw of Python's or numpy's, and a replay the same one at every call."""
+    ensemble, tree = ensemble_of([Returns(lambda y: y * 0 + draw()) for _ in range(members)])
+    outs = torch.stack([ensemble(tree, torch.ones(5, 3)) for _ in range(5)])[:, :, 0, 0]
+
+    assert len(torch.unique(outs)) == 5 * members
+    assert line(ensemble).startswith("loop")
+    assert "Python's or numpy's generator" in line(ensemble)
 
 
 @pytest.mark.parametrize("rng", [True, 1.5, "0"])
