@@ -13,7 +13,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 
-from benchmarks import compiled, ensembles, modules, scaling, training, trees
+from benchmarks import ENVIRON, compiled, ensembles, modules, scaling, training, trees
 from benchmarks.measure import QUICK, Effort, Timing
 from benchmarks.page import Results, render
 from benchmarks.rows import OURS, Measured, Suite, Verdict, judge, measure_cases, shown, time_shown
@@ -49,7 +49,7 @@ def run_newer(folder: Path, quick: bool) -> tuple[str, list[Measured]] | None:
     command = [sys.executable, "-m", "benchmarks", "--json", *(["--quick"] if quick else [])]
     done = subprocess.run(
         command,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        env={**ENVIRON, "PYTHONPATH": os.pathsep.join(paths)},
         cwd=Path.cwd(),
         capture_output=True,
         text=True,

@@ -82,7 +82,7 @@ def cat(trees: Sequence[T], dim: int = 0) -> T:
     dim = dim_index(dim, len(size), "cat")
     for tree in others:
         mine = tree._batch_size
-        if not _agree(mine[:dim] + mine[dim + 1 :], size[:dim] + size[dim + 1 :]) or len(mine) != len(size):
+        if mine != size and (len(mine) != len(size) or not _agree(_without(mine, dim), _without(size, dim))):
             what = f"cat: the batch sizes differ in more than dimension {dim}."
             raise LeafMismatchError(explain(what, expected=str(list(size)), got=str(list(mine))))
     total = sum(tree._batch_size[dim] for tree in trees)
@@ -103,6 +103,10 @@ def _agree(first: Size, second: Size) -> bool:
     if first == second:
         return True
     return len(first) == len(second) and all(a == b or -1 in (a, b) for a, b in zip(first, second, strict=True))
+
+
+def _without(size: Size, dim: int) -> Size:
+    return size[:dim] + size[dim + 1 :]
 
 
 def _first(trees: Sequence[T], call: str) -> tuple[T, Sequence[T]]:
