@@ -480,7 +480,7 @@ def _features(child: Any, n: int) -> int | None:
     if isinstance(child, Tensor):
         try:
             return child.dim() - n
-        except RuntimeError:  # an uninitialised parameter has no shape
+        except (RuntimeError, ValueError):  # an uninitialised parameter has no shape
             return None
     if isinstance(child, TensorCollection):
         return len(child._batch_size) - n
@@ -546,7 +546,7 @@ def _vote(children: tuple[Any, ...], context: Context) -> tuple[Size | None, tor
         if isinstance(child, Tensor):
             try:
                 shape = child.shape
-            except RuntimeError:
+            except (RuntimeError, ValueError):
                 continue
             if device is not None and child.device != device:
                 device = None

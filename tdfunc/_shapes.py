@@ -93,7 +93,7 @@ def fill_size(sizes: Sequence[int], numel: int, call: str) -> Size:
     if -1 not in sizes and math.prod(sizes) == numel and (not sizes or min(sizes) >= 0):
         return Size(sizes)
     unknown = [i for i, size in enumerate(sizes) if size == -1]
-    rest = math.prod(size for size in sizes if size != -1)
+    rest = math.prod([size for size in sizes if size != -1])
     good = len(unknown) <= 1 and all(size >= -1 for size in sizes)
     if good and unknown:
         good = rest != 0 and numel % rest == 0
