@@ -14,11 +14,12 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
 from tdfunc._errors import UnsupportedError, explain
+from tdfunc._keys import dotted
 from tdfunc._nontensor import NonTensorData
 from tdfunc._shapes import EMPTY
 from tdfunc._types import Path
 from tdfunc.modules.extract import from_module, split
-from tdfunc.modules.plan import Spec, extra_states, replace_nodes
+from tdfunc.modules.plan import Spec, extra_states, extra_values, replace_nodes
 from tdfunc.modules.random import Seed, seeded
 from tdfunc.modules.skeleton import Skeleton, Template, make_template
 from tdfunc.modules.slots import unwrap
@@ -153,7 +154,22 @@ class Apply:
         return self._spec.rebuild_buffers(params, buffers, leaves)
 
     def leaves(self, params: Any, buffers: Any, lead: Size = EMPTY) -> list[Any]:
-        """Return the leaves that a call binds, in plan order; `lead` is what stacked trees have before each shape."""
+        """Return the leaves that a call binds, in plan order; `lead` is what stacked trees have before each shape.
+
+        Raises:
+            UnsupportedError: The trees hold extra state that differs from the module's: leaves cannot carry it.
+        """
+        for path, values in extra_values(params, buffers).items() if self._traced.owners else ():
+            state = self._traced.owners[path].get_extra_state()
+            if not all(_same(value, state) for value in values):
+                raise UnsupportedError(
+                    explain(
+                        f"apply: the extra state {dotted(path)!r} of a member is not that of the module.",
+                        expected=f"{state!r} for all members",
+                        got=f"{values[:3]!r}",
+                        hint="run the members one by one: apply(tree[i], x) sets each one's extra state.",
+                    )
+                )
         return self._spec.leaves(params, buffers, lead)
 
     # -- one call -----------------------------------------------------------------------------------------------
@@ -304,6 +320,14 @@ def _states_of(skeleton: Skeleton, states: Mapping[Path, Any]) -> dict[Path, Any
     return {path: NonTensorData(copying.deepcopy(skeleton.owners[path].get_extra_state())) for path in states}
 
 
+def _same(a: Any, b: Any) -> bool:
+    try:
+        return a is b or bool(a == b)
+    # Tensors and arrays have no single truth value.
+    except (RuntimeError, ValueError, TypeError):
+        return False
+
+
 def _cached_parametrization() -> UnsupportedError:
     return UnsupportedError(
         explain(
@@ -332,6 +356,14 @@ def _explained(message: str) -> Exception | None:
             explain(
                 f"apply: {message.split(';')[0].rstrip('.')}.",
                 expected="operations that torch.vmap can map (LSTM, GRU and LSTMCell are not among them)",
+                hint='use tdfunc.Ensemble(apply, how="loop"), or call apply in a loop over the members.',
+            )
+        )
+    if "calling .item() on a Tensor" in message or "data-dependent control flow" in message:
+        return RuntimeError(
+            explain(
+                f"apply: forward needs the value of a tensor that differs between members. {message.splitlines()[0]}",
+                expected="no .item(), float(tensor) or `if tensor:` (BatchNorm(momentum=None) has one)",
                 hint='use tdfunc.Ensemble(apply, how="loop"), or call apply in a loop over the members.',
             )
         )

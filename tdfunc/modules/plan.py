@@ -231,20 +231,25 @@ class Spec:
 
 
 def extra_states(*trees: Any) -> dict[Path, Any]:
-    """Return the values of the extra state that trees hold."""
-    found: dict[Path, Any] = {}
+    """Return the values of the extra state that trees of one module hold."""
+    return {path: values[0] for path, values in extra_values(*trees).items()}
+
+
+def extra_values(*trees: Any) -> dict[Path, list[Any]]:
+    """Return, for each extra state in the trees, its values: one, or one for each member of a stacked tree."""
+    found: dict[Path, list[Any]] = {}
     for tree in trees:
         if isinstance(tree, TensorCollection):
             _find_states(tree, (), found)
     return found
 
 
-def _find_states(tree: TensorCollection, at: Path, found: dict[Path, Any]) -> None:
+def _find_states(tree: TensorCollection, at: Path, found: dict[Path, list[Any]]) -> None:
     for key, node in tree._data.items():
         if isinstance(node, TensorCollection):
             _find_states(node, (*at, key), found)
         elif key == EXTRA_STATE and isinstance(node, NonTensorBase):
-            found[(*at, key)] = node.value  # pyright: ignore[reportAttributeAccessIssue]
+            found[(*at, key)] = list(node._array.flat)
 
 
 def replace_nodes(tree: TensorCollection, nodes: dict[Path, Any], at: Path = ()) -> Any:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tdfunc import (
+    Ensemble,
     LeafMismatchError,
     TensorDict,
     TieError,
@@ -21,6 +22,7 @@ from tdfunc import (
     functional,
     partition,
     stack,
+    stack_modules,
 )
 from tests.helpers import assert_pure
 from tests.models import CASES, Norm, ResNet, Shared, Tied, WithState, make_case, make_gpt2, make_llama, make_mlp
@@ -362,6 +364,39 @@ def test_copies_have_their_own_extra_state():
     model(X)
 
     assert buffers["_extra_state"] == {"scale": 1.0}
+
+
+def test_members_with_extra_state_of_their_own():
+    """An ensemble would run all members under the first one's extra state."""
+    models = [WithState(), WithState()]
+    apply, _, _ = functional(models[0])
+    assert Ensemble(apply)(stack_modules(models), X).shape == (2, 5, 2)
+    models[1].state = {"scale": 9.0}
+    tree = torch.stack([from_module(model) for model in models])
+
+    with pytest.raises(
+        UnsupportedError, match=r"'_extra_state' of a member[\s\S]*'scale': 1.0[\s\S]*'scale': 9.0[\s\S]*one by one"
+    ):
+        Ensemble(apply)(tree, X)
+    torch.testing.assert_close(apply(tree[1], X), 9.0 * models[1].linear(X))
+
+
+@pytest.mark.parametrize("make", [lambda: Norm(momentum=None), lambda: Asking(3, 2)])
+def test_values_that_vmap_cannot_read_say_what_to_do(make):
+    """Torch's message would ask to rewrite the model, and name no way out."""
+    apply, params, buffers = functional(make())
+    trees = torch.stack([params, params]), torch.stack([buffers, buffers])
+
+    with pytest.raises(RuntimeError, match=r"needs the value of a tensor[\s\S]*vmap[\s\S]*how=\"loop\""):
+        torch.vmap(lambda p, b: apply(p, X, buffers=b))(*trees)
+
+
+class Asking(nn.Linear):
+    """A layer that asks whether its output is positive."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y * 2 if y.sum() > 0 else y
 
 
 # -- ties ---------------------------------------------------------------------------------------------------------
