@@ -243,8 +243,10 @@ def _reader(name: str) -> Callable[[Any], Any]:
         try:
             node = self._data[name]
         except KeyError:
-            return _value(self, name)
-        return node if type(node) is Tensor or not isinstance(node, NonTensorBase) else _value(self, name)
+            return None
+        if type(node) is Tensor or not isinstance(node, NonTensorBase):
+            return node
+        return value_of(self, name, node)
 
     return read
 
@@ -258,14 +260,6 @@ def _tensor_reader(name: str) -> Callable[[Any], Any]:
             return None
 
     return read
-
-
-def _value(tree: Any, name: str) -> Any:
-    # A lazy stack keeps its fields in the trees that it stacks.
-    if name not in tree._keys():
-        return None
-    node = tree._get(name)
-    return value_of(tree, name, node) if isinstance(node, NonTensorBase) else node
 
 
 class _Factory:

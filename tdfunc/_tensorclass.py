@@ -100,7 +100,6 @@ class _Meta(ABCMeta):
         if lazy is not None and issubclass(cls, lazy):
             # It keeps its fields in the trees that it stacks, under keys of its own.
             cls._any_key = True
-            _set_properties(cls, tensor_only=False)
         elif "_is_base" not in namespace:
             _define_fields(cls, namespace)
         if cls.__dictoffset__:
@@ -217,7 +216,7 @@ class TensorClass(_Typed):
             BatchSizeError: A value does not start with the batch size; the message names the field.
 
         Examples:
-                >>> class Point(TensorClass):
+            >>> class Point(TensorClass):
             ...     x: torch.Tensor
             ...     y: torch.Tensor | None = None
             >>> Point(torch.zeros(2), batch_size=[2]).replace(y=torch.ones(2, 3)).y.shape
@@ -498,7 +497,8 @@ def _define_fields(cls: Any, namespace: dict[str, Any]) -> None:
     cls._fields = tuple(f.name for f in fields)
     cls._known = frozenset(cls._fields)
     cls._required = tuple(f.name for f in fields if not has_default(f))
-    _set_properties(cls, tensor_only=cls._options.tensor_only)
+    for name in cls._fields:
+        setattr(cls, name, Field(name, cls._options.tensor_only))
     scope, names = defining_scope(cls.__module__)
     own = {key: annotation for key, annotation in annotations.items() if key in cls._fields}
     known = resolve_annotations(own, scope, {**names, cls.__name__: cls})
@@ -508,11 +508,6 @@ def _define_fields(cls: Any, namespace: dict[str, Any]) -> None:
     cls.__new__ = make_constructor(cls, _abstract if cls.__abstractmethods__ else _build)
     cls.__doc__ = doc or f"{cls.__name__}{inspect.signature(cls.__new__)}".replace("(__cls__, ", "(")
     register(cls)
-
-
-def _set_properties(cls: Any, *, tensor_only: bool) -> None:
-    for name in cls._fields:
-        setattr(cls, name, Field(name, tensor_only))
 
 
 @dataclasses.dataclass
