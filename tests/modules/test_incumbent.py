@@ -13,7 +13,6 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from tensordict.nn import TensorDictParams
 from torch import nn
 from torch.func import functional_call, stack_module_state
 from torch.utils._pytree import tree_leaves
@@ -34,7 +33,7 @@ from tdfunc import (
     stack_modules,
 )
 from tdfunc.modules.random import member_generators
-from tests.incumbent import Incumbent
+from tests.incumbent import Incumbent, tensordict
 from tests.models import Norm, Shared, Tied, make_gpt2, make_mlp
 
 X = torch.linspace(-1, 1, 15).reshape(5, 3)
@@ -904,7 +903,7 @@ def test_registered_names_that_collide():
     values = {"a": {"b": torch.zeros(1)}, "a.b": torch.ones(2), "a_b": torch.ones(3)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        theirs = TensorDictParams(Incumbent(values, []))
+        theirs = tensordict.nn.TensorDictParams(Incumbent(values, []))
     assert len(list(theirs.parameters())) == 2
 
     assert len(tree_leaves(TensorDict(values))) == 3
@@ -912,7 +911,7 @@ def test_registered_names_that_collide():
 
 def test_trees_of_parameters_are_trees():
     """Theirs is one opaque leaf for `tree_map`."""
-    theirs = TensorDictParams(theirs_of(nn.Linear(2, 2)))
+    theirs = tensordict.nn.TensorDictParams(theirs_of(nn.Linear(2, 2)))
     assert len(tree_leaves(theirs)) == 1
 
     assert len(tree_leaves(from_module(nn.Linear(2, 2)))) == 2
