@@ -2,13 +2,14 @@
 
 import warnings
 from collections.abc import Callable
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import tdfunc as tdf
-from benchmarks.measure import Effort, Timing, measure
+from benchmarks.measure import Effort, Sampler, Timing
 from benchmarks.models import Encoder, cnn, mlp
 from tdfunc.ensemble.ensemble import Ensemble
 from tdfunc.ensemble.stack import stack_modules
@@ -49,7 +50,19 @@ class Cell(NamedTuple):
         return self.ratio <= WITHIN
 
 
-def measure_cell(model: str, members: int, effort: Effort) -> Cell:
+class Prepared(NamedTuple):
+    """One cell, warmed up: its ensembles have traced what they will."""
+
+    model: str
+    members: int
+    sampler: Sampler
+    auto: Ensemble
+
+    def cell(self) -> Cell:
+        return Cell(self.model, self.members, self.auto.plan().partition(",")[0], self.sampler.timings())
+
+
+def prepare_cell(model: str, members: int) -> Prepared:
     make, shape = MODELS[model]
     modules = [make().eval() for _ in range(members)]
     apply, _, _ = tdf.functional(modules[0])
@@ -59,24 +72,31 @@ def measure_cell(model: str, members: int, effort: Effort) -> Cell:
     def way(ensemble: Any) -> Callable[[], Tensor]:
         return lambda: ensemble(tree, x)
 
-    with torch.no_grad(), warnings.catch_warnings():
-        # torch's fused encoder layer has no batching rule, and says so.
-        warnings.filterwarnings("ignore", "There is a performance drop")
+    with quiet_no_grad():
         for ensemble in ensembles.values():
             for _ in range(WARM_UP):
                 ensemble(tree, x)
-        timings = measure({how: way(ensemble) for how, ensemble in ensembles.items()}, effort)
-        ensembles["auto"](tree, x)
-    chosen = ensembles["auto"].plan().partition(",")[0]
-    return Cell(model, members, chosen, timings)
+    sampler = Sampler({how: way(ensemble) for how, ensemble in ensembles.items()})
+    return Prepared(model, members, sampler, ensembles["auto"])
 
 
-def cells(effort: Effort, say: Callable[[str], None], members: tuple[int, ...] = MEMBERS) -> list[Cell]:
-    found: list[Cell] = []
-    for model in MODELS:
-        for count in members:
-            cell = measure_cell(model, count, effort)
-            found.append(cell)
-            times = ", ".join(f"{how} {cell.timings[how].cpu_us:.0f}" for how in WAYS)
-            say(f"{model}, E={count}: auto is {cell.chosen}, {cell.ratio:.2f} of {cell.best}; us: {times}")
-    return found
+@contextmanager
+def quiet_no_grad():
+    with torch.no_grad(), warnings.catch_warnings():
+        # torch's fused encoder layer has no batching rule, and says so.
+        warnings.filterwarnings("ignore", "There is a performance drop")
+        yield
+
+
+def cells(effort: Effort, say: Callable[[str], None]) -> list[Cell]:
+    prepared = [prepare_cell(model, members) for model in MODELS for members in MEMBERS]
+    # In passes over all of them, as `rows.measure_cases`.
+    with quiet_no_grad():
+        for _ in range(effort.passes):
+            for found in prepared:
+                found.sampler.run(effort)
+    done = [found.cell() for found in prepared]
+    for cell in done:
+        times = ", ".join(f"{how} {cell.timings[how].cpu_us:.0f}" for how in WAYS)
+        say(f"{cell.model}, E={cell.members}: auto is {cell.chosen}, {cell.ratio:.2f} of {cell.best}; us: {times}")
+    return done

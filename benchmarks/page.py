@@ -206,12 +206,15 @@ def _ensembles(cells: Sequence[Cell]) -> list[str]:
         ratio = f"{c.ratio:.2f}" if c.reached else f"**{c.ratio:.2f}**"
         rows.append([c.model, str(c.members), *times, c.chosen, time_shown(c.timings["auto"].cpu_us), ratio])
     over = [c for c in cells if not c.reached]
-    words = "; ".join(f"{c.model}, {c.members} members: {c.chosen} takes {c.ratio:.2f} of {c.best}" for c in over)
+    words = "; ".join(
+        f"{c.model}, {c.members} member{'s' * (c.members > 1)}: auto ({c.chosen}) takes {c.ratio:.2f} of {c.best}"
+        for c in over
+    )
     verdict = "In every one of them it is." if not over else f"It falls short in {len(over)} of {len(cells)}: {words}."
     text = _prose(f"""
         `auto` is to be within {ensembles.WITHIN - 1:.0%} of the best of the three ways. {verdict} All in evaluation
         mode, without gradients, after {ensembles.WARM_UP} calls. The last column is the time of `auto` over that of
-        the best. What runs: {_links((ensembles.measure_cell,))}.
+        the best. What runs: {_links((ensembles.prepare_cell,))}.
     """)
     head = ("model", "members", *ensembles.WAYS, "auto chose", "auto", "auto / best")
     return ["## Ways to run an ensemble", text, table(head, rows)]
@@ -240,7 +243,7 @@ def _sources(results: Results) -> list[str]:
     if results.growths:
         shown_sources += SCALING_SOURCES
     if results.cells:
-        shown_sources.append(ensembles.measure_cell)
+        shown_sources.append(ensembles.prepare_cell)
     if results.compiled:
         shown_sources += COMPILED_SOURCES
     parts = ["## What runs", "The functions behind the rows, from `benchmarks/`."]

@@ -95,15 +95,16 @@ def judge(row: Row, measured: Sequence[Measured]) -> Verdict:
     if slow:
         parts.append(f"slower than {row.rival}: " + ", ".join(f"{what} ({shown(values[what])})" for what in slow))
     if parts and row.bound:
-        parts.append(_bound(row, next(m for m in chosen if values[m.what] == worse(values.values()))))
+        shortest = chosen if row.pooled == "mean" else [m for m in chosen if values[m.what] == value]
+        parts.append(_bound(row, shortest))
     if parts and row.why:
         parts.append(row.why)
     return Verdict(row, value, reached and not slow, "; ".join(parts) or "reached")
 
 
-def _bound(row: Row, m: Measured) -> str:
-    reached = ratio(m.timings[row.rival].cpu_us, m.timings[row.bound].cpu_us)
-    return f"the bare work ({row.bound}) reaches {shown(reached)} there"
+def _bound(row: Row, measured: Sequence[Measured]) -> str:
+    reached = geometric_mean(ratio(m.timings[row.rival].cpu_us, m.timings[row.bound].cpu_us) for m in measured)
+    return f"the bare work ({row.bound}) reaches {shown(reached)}" + (" there" if row.pooled == "each" else "")
 
 
 def _name_of(values: dict[str, float], value: float) -> str:

@@ -180,6 +180,8 @@ SUITE = Suite(
             _cases(*MIDDLE),
             "mean",
             1.0,
+            bound=RAW,
+            why="on 10 leaves it shows what a call does once: reading the index, finding the function, making the tree",
         ),
         Row("all rows that call torch", RAW, 1.3, "at most", _cases("apply", "stack", *MIDDLE), "mean"),
         Row(
