@@ -18,6 +18,8 @@ from tdfunc._keys import Filter as Filter
 from tdfunc._keys import of_type as of_type
 from tdfunc._nontensor import NonTensorData as NonTensorData
 from tdfunc._nontensor import NonTensorStack as NonTensorStack
+from tdfunc._tensorclass import TensorClass as TensorClass
+from tdfunc._tensorclass import tensorclass as tensorclass
 from tdfunc._tensordict import TensorDict as TensorDict
 from tdfunc._types import Kind as Kind
 from tdfunc.ensemble.ensemble import Ensemble as Ensemble

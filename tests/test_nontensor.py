@@ -53,7 +53,7 @@ def test_stack_moves_as_a_tensor(name, size):
     assert [part.tolist() for part in found] == [part.tolist() for part in expected]
 
 
-@pytest.mark.parametrize("name", set(CALLS) - {"stack"})
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "stack"])
 @pytest.mark.parametrize("size", [(2, 3), (1, 2), (3,), (2, 0)])
 def test_data_has_the_shape_of_a_tensor(name, size):
     """One value would be seen with another shape than a tensor, or be lost."""
