@@ -194,18 +194,19 @@ def _grafted(node: Node, inner: dict[Path, Any], size: Size, device: torch.devic
         raise MissingKeyError(
             explain(f"{where!r} is given as a leaf and as a tree.", got=f"{type(node).__name__} and keys {list(inner)}")
         )
-    return join(node, build(TensorCollection._open, inner, node._batch_size, device, where))
+    return join(node, build(TensorCollection._open, inner, node._batch_size, device, where), where)
 
 
-def join(tree: T, other: TensorCollection) -> T:
-    """Return the tree with the nodes of another written over its own, sub-trees joined."""
+def join(tree: T, other: TensorCollection, where: str) -> T:
+    """Return the tree with the nodes of another beside its own, sub-trees joined."""
     changes: dict[str, Node] = {}
     for key in other._keys():
         new = other._get(key)
         mine = tree._get(key) if key in tree._keys() else None
-        if isinstance(mine, TensorCollection) and isinstance(new, TensorCollection):
-            new = join(mine, new)
-        changes[key] = new
+        if mine is not None and not (isinstance(mine, TensorCollection) and isinstance(new, TensorCollection)):
+            got = f"{type(mine).__name__} and {type(new).__name__}"
+            raise MissingKeyError(explain(f"{where}.{key} is given twice.", expected="one value for each key", got=got))
+        changes[key] = new if mine is None else join(mine, new, f"{where}.{key}")
     return tree._put(changes)
 
 

@@ -242,6 +242,9 @@ def _explain_join(op: LeafOp, first: TensorCollection, others: Sequence[TensorCo
     mine = dict(iter_leaves(first))
     for other in others:
         for path, leaf in iter_leaves(other):
+            # Keys that differ are what the error says already.
+            if path not in mine:
+                raise err
             a, b = list(mine[path].shape), list(leaf.shape)
             same = a == b if skip is None else a[:skip] + a[skip + 1 :] == b[:skip] + b[skip + 1 :]
             if not same:

@@ -144,7 +144,9 @@ def _grown(branch: _Branch, like: TensorCollection, separator: str) -> Any:
     if branch.base is None:
         return new
     for path, _ in iter_items(new, True, True):
-        if has(branch.base, path):
+        # Neither under a leaf of the base, nor over what it has.
+        above = (get(branch.base, path[:i], None) for i in range(1, len(path)))
+        if has(branch.base, path) or not all(node is None or isinstance(node, TensorCollection) for node in above):
             raise _clash(dotted(path), path, separator)
     return update(branch.base, new) if data else branch.base
 

@@ -169,6 +169,8 @@ JOIN_ERRORS = [
     (lambda t: [t, torch.zeros(2, 3)], TypeError, "trees(.|\n)*Tensor"),
     (lambda t: [t, t.exclude("a")], TreeStructureError, r"different keys\.(.|\n)*\['a', 'n', 's'\](.|\n)*\['n', 's'\]"),
     (lambda t: [t, t.exclude(("n", "b"))], TreeStructureError, r"keys under 'n'(.|\n)*\['b'\](.|\n)*\[\]"),
+    (lambda t: [t, t.exclude("a"), t.set("n", torch.zeros(2, 3))], TreeStructureError, r"keys\.(.|\n)*\['n', 's'\]"),
+    (lambda t: [t.set("e", {"x": 1.0}), t.set("e", {}), t.set("e", 1.0)], TreeStructureError, r"keys under 'e'"),
     (lambda t: [t, t.set("a", t["a"].float())], LeafMismatchError, r"'a' differs(.|\n)*int64(.|\n)*float32"),
     (lambda t: [t, t.set(("n", "b"), t["n", "b"][..., :2])], LeafMismatchError, r"'n.b'(.|\n)*4, 5\](.|\n)*4, 2\]"),
     (lambda t: [t, t.set("n", torch.zeros(2, 3))], LeafMismatchError, r"'n' differs(.|\n)*TensorDict(.|\n)*float32"),
