@@ -72,10 +72,10 @@ class Call(NamedTuple):
         return tree_unflatten([x if dim is None else fn(x, dim) for x, dim in zip(flat, self.dims, strict=True)], spec)
 
 
-def _data(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def _data(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
     # torch's walk takes 3 us even where there is nothing to walk into, and each call would pay it three times.
     if not kwargs and PLAIN.issuperset(map(type, args)):
-        return list(args)
+        return args
     return tree_leaves((args, kwargs))
 
 

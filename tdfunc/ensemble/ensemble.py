@@ -5,6 +5,7 @@ E is the number of members. All three ways give the numbers of the loop; `auto` 
 """
 
 from collections.abc import Callable, Hashable
+from itertools import count as counting
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -95,6 +96,8 @@ class Ensemble:
         self.chunk_size = chunk_size
         self._last: _Choice | None = None
         self._calls: dict[Hashable, int] = {}
+        self._kinds: dict[Hashable, int] = {}
+        self._numbers = counting()
         # Why vmap or a trace cannot run calls of a kind, found by trying; by (way, kind).
         self._refused: dict[Hashable, str] = {}
         # Ways that have run a kind of call, and were seen to draw nothing from Python's or numpy's generators.
@@ -184,7 +187,7 @@ class Ensemble:
         return self._auto(call)
 
     def _auto(self, call: Call) -> Result:
-        kind = call.kind()
+        kind = self._number(call.kind())
         choice = self._choose(call, kind)
         self._last = choice
         if choice.how == "traced":
@@ -204,6 +207,15 @@ class Ensemble:
             self._last = choice if self._last.how == "traced" else self._last
             return result
         return self._without_trace(call, kind, choice.how)
+
+    def _number(self, kind: Hashable) -> int:
+        """Return a number for a kind of call: hashing the kind at each look-up would cost more than the choice."""
+        number = self._kinds.get(kind)
+        if number is None:
+            if len(self._kinds) >= _MOST_COUNTS:
+                self._kinds.clear()
+            number = self._kinds[kind] = next(self._numbers)
+        return number
 
     def _without_trace(self, call: Call, kind: Hashable, how: str) -> Result:
         if how == "loop":
@@ -226,11 +238,12 @@ class Ensemble:
         # A forward may raise anything when it is given batched or fake tensors; the loop decides who is at fault.
         except Exception as err:
             return None, str(err).strip().split("\n")[0] or type(err).__name__
-        if first and foreign_states() != before:
-            return None, "it draws from Python's or numpy's generator, once for all members or all calls."
-        if len(self._watched) >= _MOST_COUNTS:
-            self._watched.clear()
-        self._watched.add((name, kind))
+        if first:
+            if foreign_states() != before:
+                return None, "it draws from Python's or numpy's generator, once for all members or all calls."
+            if len(self._watched) >= _MOST_COUNTS:
+                self._watched.clear()
+            self._watched.add((name, kind))
         return result, None
 
     def _refuse(self, name: str, kind: Hashable, why: str) -> None:
