@@ -140,6 +140,7 @@ class Optimizer:
 def _counted(step: Tensor, active: Tensor | None) -> Tensor:
     if active is not None:
         return step + active
-    if step.dim() and not in_transform() and not any(step.stride()):
+    # Kept expanded, under a compiler too: a state of other strides would be compiled for again.
+    if step.dim() and (torch.compiler.is_compiling() or not in_transform()) and not any(step.stride()):
         return (step[(0,) * step.dim()] + 1).expand(step.shape)
     return step + 1
