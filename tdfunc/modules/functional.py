@@ -204,9 +204,9 @@ class Apply:
             raise _cached_parametrization()
         plain = not compiling and len(leaves) > self._spec.n_params and _peek() is None
         quiet = self._quiet if plain else None
-        bound = self._with_own_buffers(leaves, quiet)
-        kept = [leaves[i] for i in quiet.places] if quiet is not None and quiet.places else None
-        version = _version(kept) if kept else None
+        kept = quiet.pick(leaves) if quiet is not None and quiet.places else ()
+        version = _version(kept)
+        bound = self._with_own_buffers(leaves, quiet if version is not None else None)
         skeleton = self._traced if compiling else self._take()
         try:
             for store, name, i in skeleton.targets:
@@ -222,7 +222,7 @@ class Apply:
             after = _states_of(skeleton, states) if keep else {}
             if plain and quiet is None:
                 self._quiet = self._unwritten(skeleton, bound)
-            elif kept and _version(kept) != version:
+            elif kept and version is not None and _version(kept) != version:
                 raise self._written()
         finally:
             if compiling:
@@ -253,10 +253,13 @@ class Apply:
             norms = [i for store, name, i in skeleton.norms if store[name] is bound[i] and bound[i]._version <= _NEW]
         except RuntimeError:  # inference tensors do not count their versions
             norms = []
-        return _Quiet(norms, sorted(set(range(n, len(bound))) - set(norms)))
+        if len(norms) < 2:  # itemgetter of one place returns no tuple; a norm has three buffers
+            norms = []
+        others = sorted(set(range(n, len(bound))) - set(norms))
+        return _Quiet(norms, others, operator.itemgetter(*norms) if norms else _nothing)
 
     def _written(self) -> UnsupportedError:
-        self._quiet = _Quiet([], [])
+        self._quiet = _Quiet([], [], _nothing)
         return UnsupportedError(
             explain(
                 f"apply: a buffer of a norm of {self._spec.name} was written during a call in evaluation mode.",
@@ -306,13 +309,20 @@ class _Quiet(NamedTuple):
 
     places: list[int]
     others: list[int]
+    pick: Callable[[list[Any]], Any]
 
 
-def _version(tensors: list[Any]) -> int | None:
+def _nothing(leaves: list[Any]) -> tuple[()]:
+    return ()
+
+
+def _version(tensors: Sequence[Any]) -> int | None:
     """Return a number that grows with every write to one of the tensors."""
+    if not tensors:
+        return 0
     try:
         return sum(map(_VERSION, tensors))
-    except RuntimeError:  # inference tensors do not count their versions, and are not written outside inference mode
+    except RuntimeError:  # inference tensors do not count their versions
         return None
 
 
