@@ -232,7 +232,13 @@ def state_dict(tree: TensorCollection, prefix: str, keep_vars: bool, flatten: bo
         if isinstance(value, torch.Tensor) and not keep_vars:
             value = value.detach()
         if flatten:
-            result[prefix + dotted(path)] = value
+            key = prefix + dotted(path)
+            if key in result:
+                hint = "rename_key one of them, or pass flatten=False."
+                raise MissingKeyError(
+                    explain(f"state_dict: two paths become the key {key!r}.", expected="one", got=str(path), hint=hint)
+                )
+            result[key] = value
         else:
             inner = result
             for key in path[:-1]:

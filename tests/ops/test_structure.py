@@ -227,3 +227,12 @@ def test_in_dims(td):
     assert out.tolist() == [3, 3, 3]
     with pytest.raises(FilterError, match=r"in_dims: no filter matches the leaf 'b'(.|\n)*\['a.\*'\]"):
         in_dims(tree, {"a.*": 0})
+
+
+def test_state_dict_refuses_two_paths_of_one_name():
+    """A leaf would be lost in silence."""
+    td = TensorDict({"a": {"b": torch.zeros(1)}, "a.b": torch.ones(1)})
+
+    with pytest.raises(MissingKeyError, match=r"two paths become the key 'a\.b'"):
+        td.state_dict()
+    assert td.state_dict(flatten=False)["a.b"] == 1
