@@ -16,6 +16,7 @@ from tdfunc.ops.index import IndexMethods
 from tdfunc.ops.maps import MapMethods
 from tdfunc.ops.pointwise import PointwiseMethods
 from tdfunc.ops.reading import ReadMethods
+from tdfunc.ops.rearrange import RearrangeMethods
 from tdfunc.ops.reduce import ReduceMethods
 from tdfunc.ops.shape import ShapeMethods
 from tdfunc.ops.show import ShowMethods
@@ -23,8 +24,8 @@ from tdfunc.ops.structure import StructureMethods
 
 
 class TreeMethods(
-    IndexMethods, ShapeMethods, ReadMethods, EditMethods, StructureMethods, MapMethods, PointwiseMethods,
-    ReduceMethods, CastMethods, ShowMethods, DispatchMethods, ModuleMethods,
+    IndexMethods, ShapeMethods, RearrangeMethods, ReadMethods, EditMethods, StructureMethods, MapMethods,
+    PointwiseMethods, ReduceMethods, CastMethods, ShowMethods, DispatchMethods, ModuleMethods,
 ):  # fmt: skip
     """All methods of a tree; what `TensorDict` and `TensorClass` share."""
 

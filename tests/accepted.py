@@ -160,6 +160,8 @@ MOVE = "Moving an entry under itself."
 ORDER = "Order of keys."
 FLATTEN = "The batch size after `flatten` and `unflatten`."
 
+REARRANGE = "Rearranging follows torch."
+
 # Met about once in fifty thousand cases.
 RARE = {PROMOTE}
 ACCEPTED = (
@@ -167,10 +169,24 @@ ACCEPTED = (
     Accepted(EMPTY, equal_without("empty")),
     Accepted(EMPTY, only_theirs_raises("at least one tensor", "call_on_nested=True", 'arguments: "dim"')),
     Accepted(CHECKED, named("index", "reshape", "view"), only_ours_raises(), torch_refuses),
+    Accepted(CHECKED, named("narrow"), only_ours_raises("do not exist")),
+    Accepted(CHECKED, named("rot90"), only_ours_raises("given twice")),
+    Accepted(
+        WORDS,
+        has_words,
+        named("narrow", "roll", "flip", "broadcast_to", "tensor_split", "repeat", "rot90"),
+        equal_without("words", "names"),
+    ),
+    Accepted(REARRANGE, named("atleast_3d"), differs_in("size", "shape", "names", "value")),
+    Accepted(REARRANGE, named("roll"), detail(lambda d: d[1] < 0), differs_in("value")),
+    Accepted(REARRANGE, named("roll"), detail(lambda d: d[1] < 0), has_words, differs_in("value", "class")),
+    Accepted(REARRANGE, named("tensor_split"), only_theirs_raises("non-negative", "split_sizes")),
+    Accepted(REARRANGE, named("tensor_split"), differs_in("size")),
     Accepted(CHECKED, named("rename_key", "unflatten_keys"), only_ours_raises("leading dimensions")),
     Accepted(CHECKED, named("split"), only_ours_raises("must add up")),
     Accepted(NODE, named("get", "getitem"), equal_without("names")),
     Accepted(NAMES, named("update", "masked_select", "flatten", "reshape", "view"), equal_without("names")),
+    Accepted(NAMES, named("pad", "broadcast_to"), equal_without("names")),
     Accepted(NAMES, named(*COMPARISONS), equal_without("names")),
     Accepted(NAMES, named(*REDUCTIONS), detail(lambda d: bool(d[1])), equal_without("names")),
     Accepted(NAMES, named("index"), takes_rows, equal_without("names")),
@@ -186,7 +202,7 @@ ACCEPTED = (
     Accepted(WORDS, has_words, only_ours_raises("has a value for each row")),
     Accepted(CAST, named("stack", "cat"), only_ours_raises("torch.")),
     Accepted(KEYS, only_ours_raises("different keys")),
-    Accepted(DIMS, named("cat", "flatten"), only_ours_raises("does not exist")),
+    Accepted(DIMS, named("cat", "flatten", "roll", "rot90", "flip", "repeat_interleave"), only_ours_raises("does not exist")),
     Accepted(DIMS, named("permute"), only_ours_raises("exactly once"), batch(lambda size, d: len(d) != len(size))),
     Accepted(WHERE, named("where"), only_ours_raises("where: the condition")),
     Accepted(UNDER, named("get", "exclude"), only_theirs_raises("Expected a TensorDictBase", "_exclude")),

@@ -11,6 +11,7 @@ import torch
 from tdfunc import TensorDict
 from tdfunc._collection import TensorCollection
 from tdfunc._nontensor import NonTensorBase
+from tdfunc.ops.rearrange import pad
 from tests.incumbent import Incumbent, IncumbentBase, IncumbentNonTensor
 from tests.random_trees import like, random_index, random_leaf, random_tree
 
@@ -327,6 +328,59 @@ def make_split(rng):
     return _same(name, calls[name][0], [branch], calls[name][1], calls[name][2])
 
 
+def make_rearrange(rng):
+    """A case of rearrange."""
+    branch = random_tree(rng)
+    n = len(branch.size)
+    dim, other = (int(d) for d in rng.integers(-n - (rng.random() < 0.1), n + (rng.random() < 0.1) + (n == 0), size=2))
+    shift, k = (int(x) for x in rng.integers(-3, 4, size=2))
+    times = tuple(int(x) for x in rng.integers(2, 4, size=n))
+    start, length = (int(x) for x in rng.integers(0, 3, size=2))
+    parts = [1, 2, 3, [1], [2, 1], [0, 5]][rng.integers(6)]
+    total = branch.size[dim] if -n <= dim < n else 1
+    counts = [2, 0, torch.as_tensor(rng.integers(0, 3, size=total))][rng.integers(3)]
+    calls = {
+        "narrow": ((dim, start, length), lambda x, d: x.narrow(d, start, length)),
+        "tensor_split": ((parts, dim), lambda x, d: x.tensor_split(parts, d)),
+        "flip": (dim, lambda x, d: x.flip(d)),
+        "roll": ((shift, dim), lambda x, d: x.roll(shift, d)),
+        "repeat_interleave": ((counts, dim), lambda x, d: x.repeat_interleave(counts, d)),
+    }
+    plane = {
+        "movedim": ((dim, other), lambda x, a, b: x.movedim(a, b)),
+        "swapaxes": ((dim, other), lambda x, a, b: x.swapaxes(a, b)),
+        "rot90": ((1 + k % 3, (dim, other)), lambda x, a, b: x.rot90(1 + k % 3, (a, b))),
+    }
+    wide = (*[2] * int(rng.integers(0, 2)), *branch.size)
+    whole = {
+        "repeat": (times, lambda t: t.repeat(*times), lambda x, n: x.repeat(*times, *[1] * (x.dim() - n))),
+        "broadcast_to": (wide, lambda t: t.broadcast_to(wide), lambda x, n: x.broadcast_to((*wide, *x.shape[n:]))),
+        "atleast_2d": (None, lambda t: t.atleast_2d(), None),
+        "atleast_3d": (None, lambda t: t.atleast_3d(), None),
+    }
+    # tensordict's `repeat` of a tree without dimensions raises.
+    name = str(rng.choice([*calls, *plane, *(whole if n else ())]))
+    if name in whole:
+        return _same(name, whole[name][0], [branch], *whole[name][1:])
+    if name in calls:
+        given, call = calls[name]
+        return _same(name, given, [branch], lambda t: call(t, dim), lambda x, n: call(x, dim % n))
+    given, call = plane[name]
+    return _same(name, given, [branch], lambda t: call(t, dim, other), lambda x, n: call(x, dim % n, other % n))
+
+
+def make_pad(rng):
+    """A case of pad."""
+    branch = random_tree(rng, nontensor=False)
+    sizes = [int(x) for x in rng.integers(0, 3, size=2 * int(rng.integers(1, len(branch.size) + 2)))]
+
+    def oracle(x, n):
+        pairs = [*zip(sizes[::2], sizes[1::2], strict=True), *[(0, 0)] * (x.dim() - len(sizes) // 2)]
+        return torch.nn.functional.pad(x, [size for pair in reversed(pairs) for size in pair], value=3)
+
+    return Case("pad", sizes, [branch], lambda t: pad(t, sizes, 3), lambda t: t.pad(sizes, 3), oracle)
+
+
 def make_gather(rng):
     """A case of gather."""
     branch = random_tree(rng, nontensor=rng.random() < 0.2)
@@ -469,7 +523,7 @@ def make_reduce(rng):
 
 MAKERS = [
     make_construct, make_set, make_get, make_update, make_delete, make_keys, make_flatten_keys, make_rename,
-    make_index, make_index, make_index, make_stack, make_cat, make_shape, make_shape, make_shape, make_split,
-    make_gather, make_where, make_masked_select, make_copy, make_apply, make_pointwise, make_pointwise, make_unary,
-    make_reduce,
+    make_index, make_index, make_index, make_stack, make_cat, make_shape, make_shape, make_shape, make_rearrange,
+    make_rearrange, make_pad, make_split, make_gather, make_where, make_masked_select, make_copy, make_apply,
+    make_pointwise, make_pointwise, make_unary, make_reduce,
 ]  # fmt: skip

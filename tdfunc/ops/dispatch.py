@@ -7,7 +7,7 @@ import torch
 
 from tdfunc._collection import LeafOp, TensorCollection
 from tdfunc._errors import UnsupportedError, explain
-from tdfunc.ops import cast, index, join, shape
+from tdfunc.ops import cast, index, join, rearrange, shape
 from tdfunc.ops._generate import (
     BINARY,
     BINARY_LEAFWISE,
@@ -83,6 +83,10 @@ def _split(tensor: Any, split_size_or_sections: Any, dim: int = 0) -> Any:
     return shape.split(tensor, split_size_or_sections, dim)
 
 
+def _repeat_interleave(input: Any, repeats: Any, dim: Any = None, *, output_size: int | None = None) -> Any:
+    return rearrange.repeat_interleave(input, repeats, dim, output_size)
+
+
 def _functions() -> dict[Any, Handler]:
     table: dict[Any, Handler] = {
         torch.stack: lambda tensors, dim=0: join.stack(tensors, dim),
@@ -100,6 +104,19 @@ def _functions() -> dict[Any, Handler]:
         torch.flatten: lambda input, start_dim=0, end_dim=-1: shape.flatten(input, start_dim, end_dim),
         torch.unflatten: lambda input, dim, sizes: shape.unflatten(input, dim, sizes),
         torch.broadcast_to: lambda input, size: shape.expand(input, tuple(size)),
+        torch.narrow: lambda input, dim, start, length: rearrange.narrow(input, dim, start, length),
+        torch.tensor_split: lambda input, sections, dim=0: rearrange.tensor_split(input, sections, dim),
+        torch.flip: lambda input, dims: rearrange.flip(input, dims),
+        torch.fliplr: lambda input: rearrange.flip(input, 1),
+        torch.flipud: lambda input: rearrange.flip(input, 0),
+        torch.roll: lambda input, shifts, dims=None: rearrange.roll(input, shifts, dims),
+        torch.rot90: lambda input, k=1, dims=(0, 1): rearrange.rot90(input, k, dims),
+        torch.tile: lambda input, dims: rearrange.tile(input, tuple(dims)),
+        torch.repeat_interleave: _repeat_interleave,
+        torch.movedim: lambda input, source, destination: rearrange.movedim(input, source, destination),
+        torch.moveaxis: lambda input, source, destination: rearrange.movedim(input, source, destination),
+        torch.swapaxes: lambda input, axis0, axis1: shape.transpose(input, axis0, axis1),
+        torch.swapdims: lambda input, dim0, dim1: shape.transpose(input, dim0, dim1),
         torch.clone: lambda input: cast.clone(input, True),
         torch.detach: lambda input: cast.detach(input),
         torch.all: _all,
