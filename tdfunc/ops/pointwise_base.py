@@ -272,6 +272,10 @@ def check_operand(tree: TensorCollection, other: Tensor, call: str) -> None:
 
 def check_same(tree: TensorCollection, other: TensorCollection, call: str) -> None:
     """Raise unless two trees have the same paths and ties; the message lists the difference."""
+    if other._each(lambda t: t) is not None and tree._each(lambda t: t) is None:
+        hint = "put the lazy stack first, or write lazy.dense()."
+        what = f"{call}: the second tree is a lazy stack, the first has one shape."
+        raise TreeStructureError(explain(what, expected=type(tree).__name__, got=type(other).__name__, hint=hint))
     found = _difference(tree, other, ())
     if found is not None:
         where, mine, theirs = found
@@ -296,7 +300,7 @@ def _difference(tree: TensorCollection, other: Any, at: Path) -> tuple[Path, str
     if not isinstance(other, TensorCollection):
         return at, "a tree", f"a leaf of type {type(other).__name__}"
     # Two classes may store one tree otherwise, so what they hold is compared through their keys.
-    same = type(tree) is type(other)
+    same = type(tree) is type(other) and type(tree)._each is TensorCollection._each
     mine, theirs = (tree._data, other._data) if same else (_nodes(tree), _nodes(other))
     if mine.keys() != theirs.keys():
         return at, f"{sorted(mine)}", f"{sorted(theirs)}"

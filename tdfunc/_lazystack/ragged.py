@@ -1,0 +1,300 @@
+"""Trees of unequal shapes: what they must share, and making one tree of them, padded or of nested tensors."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Size, Tensor
+
+from tdfunc._collection import Static, TensorCollection
+from tdfunc._errors import BatchSizeError, LeafMismatchError, TreeStructureError, UnsupportedError, explain
+from tdfunc._keys import dotted, missing, unravel
+from tdfunc._nontensor import NonTensorBase, NonTensorStack
+from tdfunc._types import NestedKey, Node, Path
+from tdfunc.ops.at import _keeps
+from tdfunc.ops.reading import has
+
+# A tree, and the tree of masks of what in it is not padding; None where nothing is.
+Padded = tuple[Any, Any]
+
+
+class Padding(NamedTuple):
+    """How to pad: the value of each leaf by path, and on which side; and what is done."""
+
+    value: Callable[[Path], Any]
+    left: bool
+    # A tied leaf is padded once, so that it stays one. By identity, with the nodes, which keeps those alive.
+    done: dict[tuple[int, ...], tuple[list[Node], Padded]]
+
+
+def common_size(sizes: Sequence[Size]) -> Size:
+    """Return the size that all share, -1 where they differ; of sizes of unequal length, their leading dimensions."""
+    return Size([each[0] if len(set(each)) == 1 else -1 for each in zip(*sizes, strict=False)])
+
+
+def stacked_size(size: Size, dim: int, count: int) -> Size:
+    """Return a batch size with the dimension of the stack in it."""
+    return size[:dim] + Size((count,)) + size[dim:]
+
+
+def without(items: Any, place: int) -> tuple[Any, ...]:
+    """Return a sequence without one item."""
+    return (*items[:place], *items[place + 1 :])
+
+
+def check_alike(trees: Sequence[Any], at: Path) -> None:
+    """Raise if a key is a tensor in one tree and a sub-tree in another."""
+    for key in trees[0]._keys():
+        nodes = [tree._get(key) for tree in trees if key in tree._keys()]
+        check_kinds(nodes, "lazy_stack", (*at, key))
+        if isinstance(nodes[0], TensorCollection):
+            check_alike(nodes, (*at, key))
+
+
+def same_keys(trees: Sequence[Any], call: str, at: Path) -> Iterator[tuple[str, list[Node]]]:
+    """Yield each key with its nodes in all trees.
+
+    Raises:
+        TreeStructureError: A key is not in all trees, or is a tree in one and a leaf in another.
+    """
+    first = list(trees[0]._keys())
+    for i, tree in enumerate(trees):
+        if set(tree._keys()) != set(first):
+            where = f" under {dotted(at)!r}" if at else ""
+            hint = "select() the keys that all have, or set() the others."
+            what = f"{call}: trees 0 and {i} have different keys{where}."
+            raise TreeStructureError(explain(what, expected=sorted(first), got=sorted(tree._keys()), hint=hint))
+    for key in first:
+        nodes = [tree._get(key) for tree in trees]
+        check_kinds(nodes, call, (*at, key))
+        yield key, nodes
+
+
+def check_kinds(nodes: Sequence[Node], call: str, at: Path) -> None:
+    """Raise unless the nodes under one key are all tensors, all non-tensor data, or all trees of one class."""
+    kinds = [_kind(node) for node in nodes]
+    for i, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            what = f"{call}: {dotted(at)!r} is not the same in trees 0 and {i}."
+            raise TreeStructureError(explain(what, expected=kinds[0], got=kind))
+
+
+def _kind(node: Node) -> str:
+    if isinstance(node, TensorCollection):
+        return f"a tree of class {type(node).__name__}"
+    if isinstance(node, NonTensorBase):
+        return "non-tensor data"
+    return "a tensor" if isinstance(node, Tensor) else f"a {type(node).__name__}"
+
+
+def _check_leaves(leaves: Sequence[Tensor], call: str, at: Path) -> None:
+    """Raise unless the leaves have one dtype and one number of dimensions."""
+    for i, leaf in enumerate(leaves):
+        if leaf.dim() != leaves[0].dim() or leaf.dtype != leaves[0].dtype:
+            raise LeafMismatchError(
+                explain(
+                    f"{call}: leaf {dotted(at)!r} of trees 0 and {i} differs in more than lengths.",
+                    expected=f"shape {list(leaves[0].shape)}, {leaves[0].dtype}",
+                    got=f"shape {list(leaf.shape)}, {leaf.dtype}",
+                    hint="cast or reshape it first: lazy_stack([fn(tree) for tree in lazy.trees]).",
+                )
+            )
+
+
+def check_dense(trees: Sequence[Any], call: str, at: Path = ()) -> None:
+    """Raise unless trees can be stacked; the message names the first leaf that differs, and both shapes."""
+    for key, nodes in same_keys(trees, call, at):
+        path = (*at, key)
+        if isinstance(nodes[0], TensorCollection):
+            check_dense(nodes, call, path)
+            continue
+        if isinstance(nodes[0], Tensor):
+            _check_leaves(nodes, call, path)
+        if not isinstance(nodes[0], (Tensor, NonTensorBase)):
+            continue
+        for i, node in enumerate(nodes):
+            if node.shape != nodes[0].shape:
+                what = f"{call}: leaf {dotted(path)!r} of trees 0 and {i} differs."
+                expected, got = f"shape {list(nodes[0].shape)}", f"shape {list(node.shape)}"
+                hint = "pad() makes them one tensor, nested() a nested tensor."
+                raise LeafMismatchError(explain(what, expected=expected, got=got, hint=hint))
+
+
+# -- padding ----------------------------------------------------------------------------------------------------
+
+
+def pad_trees(trees: Sequence[Any], dim: int, value: Any, side: str) -> Padded:
+    """Return the stack of trees padded to the largest sizes, and its masks."""
+    if side not in ("right", "left"):
+        raise ValueError(explain("pad: there are two sides.", expected="'right' or 'left'", got=repr(side)))
+    padding = Padding(_values(trees, value), side == "left", {})
+    return _pad([_dense_pair(tree, padding) for tree in trees], dim, (), padding)
+
+
+def _values(trees: Sequence[Any], value: Any) -> Callable[[Path], Any]:
+    if not isinstance(value, dict):
+        return lambda _: value
+    given: dict[NestedKey, Any] = value
+    table = {unravel(key): number for key, number in given.items()}
+    for path in table:
+        if not has(trees[0], path):
+            raise missing(path, trees[0]._keys(), "pad")
+    # The longest given path that leads to the leaf.
+    return lambda path: next((table[path[:n]] for n in range(len(path), 0, -1) if path[:n] in table), 0)
+
+
+def _dense_pair(tree: Any, padding: Padding) -> Padded:
+    """Return a tree with no masks, or an inner stack padded."""
+    if not isinstance(tree, TensorCollection._lazy):
+        return tree, None
+    return _pad([_dense_pair(inner, padding) for inner in tree.trees], tree.stack_dim, (), padding)
+
+
+def _pad(pairs: Sequence[Padded], dim: int, at: Path, padding: Padding) -> Padded:
+    trees = [tree for tree, _ in pairs]
+    first = trees[0]
+    data: dict[str, Node] = {}
+    masks: dict[str, Node] = {}
+    ndim = len(first._batch_size)
+    for key, nodes in same_keys(trees, "pad", at):
+        inner = [mask if mask is None else mask._data[key] for _, mask in pairs]
+        path, ids = (*at, key), tuple(map(id, nodes))
+        if ids not in padding.done:
+            both = list(zip(nodes, inner, strict=True))
+            if isinstance(nodes[0], TensorCollection):
+                made = _pad([_inner_pair(pair, padding) for pair in both], dim, path, padding)
+            elif isinstance(nodes[0], NonTensorBase):
+                made = _pad_values(both, dim, padding)
+            else:
+                made = _pad_leaves(both, dim, ndim, path, padding)
+            padding.done[ids] = nodes, made
+        data[key], masks[key] = padding.done[ids][1]
+    size = stacked_size(
+        Size([max(sizes) for sizes in zip(*[t._batch_size for t in trees], strict=True)]), dim, len(trees)
+    )
+    static = Static(first._kinds, first._ties) if first._static is not None else None
+    return first._make(data, size, first._device, None, static), first._open._make(masks, size, first._device)
+
+
+def _inner_pair(pair: Padded, padding: Padding) -> Padded:
+    tree, mask = pair
+    return pair if mask is not None else _dense_pair(tree, padding)
+
+
+def _pad_leaves(pairs: Sequence[Padded], dim: int, ndim: int, at: Path, padding: Padding) -> Padded:
+    leaves: list[Tensor] = [leaf for leaf, _ in pairs]
+    _check_leaves(leaves, "pad", at)
+    full = [max(sizes) for sizes in zip(*[leaf.shape for leaf in leaves], strict=True)]
+    value = padding.value(at)
+    if not _keeps(value, leaves[0].dtype):
+        what = f"pad: the value does not fit leaf {dotted(at)!r}."
+        hint = "give a value for each leaf: pad({key: value})."
+        raise LeafMismatchError(explain(what, expected=f"a value of {leaves[0].dtype}", got=repr(value), hint=hint))
+    # The mask has the dimensions up to the last in which the lengths differ, and at least those of the batch.
+    ragged = [i + 1 for i, length in enumerate(full) if any(leaf.shape[i] != length for leaf in leaves)]
+    n = max([ndim, *ragged, *[mask.dim() for _, mask in pairs if mask is not None]])
+    masks = [_mask(leaf, mask, n) for leaf, mask in pairs]
+    return (
+        torch.stack([_grown(leaf, full, value, padding.left) for leaf in leaves], dim),
+        torch.stack([_grown(mask, full[:n], False, padding.left) for mask in masks], dim),
+    )
+
+
+def _mask(leaf: Tensor, mask: Tensor | None, n: int) -> Tensor:
+    if mask is None:
+        return torch.ones(leaf.shape[:n], dtype=torch.bool, device=leaf.device)
+    return mask.reshape(*mask.shape, *[1] * (n - mask.dim())).expand(leaf.shape[:n])
+
+
+def _grown(x: Tensor, full: Sequence[int], value: Any, left: bool) -> Tensor:
+    widths: list[int] = []
+    for size, target in zip(reversed(x.shape), reversed(full), strict=True):
+        widths += [target - size, 0] if left else [0, target - size]
+    return torch.constant_pad_nd(x, widths, value) if any(widths) else x
+
+
+def _pad_values(pairs: Sequence[Padded], dim: int, padding: Padding) -> Padded:
+    """Pad non-tensor values with None."""
+    arrays = [node._array for node, _ in pairs]
+    full = [max(sizes) for sizes in zip(*[array.shape for array in arrays], strict=True)]
+    filled, real = [], []
+    for array, (_, mask) in zip(arrays, pairs, strict=True):
+        place = tuple(slice(f - s, f) if padding.left else slice(s) for s, f in zip(array.shape, full, strict=True))
+        values, known = np.full(full, None, dtype=object), np.zeros(full, dtype=bool)
+        values[place], known[place] = array, True if mask is None else mask.numpy()
+        filled.append(values)
+        real.append(known)
+    return NonTensorStack._wrap(np.stack(filled, dim)), torch.from_numpy(np.stack(real, dim))
+
+
+# -- nested tensors ---------------------------------------------------------------------------------------------
+
+
+def nest_trees(trees: Sequence[Any], layout: torch.layout) -> Any:
+    """Return a tree of nested tensors, batch size [number of trees]."""
+    if layout not in (torch.jagged, torch.strided):
+        got = str(layout)
+        raise ValueError(explain("nested: no such layout.", expected="torch.jagged or torch.strided", got=got))
+    return _nest(trees, layout, {}, ())
+
+
+def _nest(trees: Sequence[Any], layout: torch.layout, offsets: dict[Any, Tensor], at: Path) -> Any:
+    first = trees[0]
+    if isinstance(first, TensorCollection._lazy):
+        where = f" at {dotted(at)!r}" if at else ""
+        what = f"nested: a nested tensor has one ragged level, and there is a lazy stack inside{where}."
+        raise UnsupportedError(explain(what, hint="pad() the inner ones: lazy_stack([inner.pad() for inner in lazy])."))
+    data: dict[str, Node] = {}
+    for key, nodes in same_keys(trees, "nested", at):
+        path = (*at, key)
+        if isinstance(nodes[0], TensorCollection):
+            data[key] = _nest(nodes, layout, offsets, path)
+        elif isinstance(nodes[0], NonTensorBase):
+            data[key] = NonTensorStack(*[node.value for node in nodes])
+        else:
+            _check_leaves(nodes, "nested", path)
+            # A leaf without dimensions cannot be ragged.
+            data[key] = torch.stack(nodes) if nodes[0].dim() == 0 else _nested_leaf(nodes, layout, offsets, path)
+    return first._make(data, Size((len(trees),)), first._device)
+
+
+def _nested_leaf(leaves: Sequence[Tensor], layout: torch.layout, offsets: dict[Any, Tensor], at: Path) -> Tensor:
+    if layout is torch.strided:
+        return torch.nested.as_nested_tensor(list(leaves), layout=layout)
+    for i, leaf in enumerate(leaves):
+        if leaf.shape[1:] != leaves[0].shape[1:]:
+            raise LeafMismatchError(
+                explain(
+                    f"nested: leaf {dotted(at)!r} of trees 0 and {i} differs after its first dimension.",
+                    expected=f"shape {list(leaves[0].shape)}",
+                    got=f"shape {list(leaf.shape)}",
+                    hint="layout=torch.strided takes any shapes.",
+                )
+            )
+    lengths = tuple(leaf.shape[0] for leaf in leaves)
+    where = (lengths, leaves[0].device)
+    # Leaves of equal lengths share one tensor of offsets: by it torch knows that they can be combined.
+    if where not in offsets:
+        offsets[where] = torch.tensor([0, *np.cumsum(lengths).tolist()], device=leaves[0].device)
+    low, high = min(lengths), max(lengths)
+    return torch.nested.nested_tensor_from_jagged(
+        torch.cat(list(leaves)), offsets[where], min_seqlen=low, max_seqlen=high
+    )
+
+
+def check_same_ndim(trees: Sequence[Any], call: str) -> None:
+    """Raise unless the trees have one class and one number of batch dimensions."""
+    for i, tree in enumerate(trees):
+        if not isinstance(tree, TensorCollection):
+            expected, got = "trees", f"{type(tree).__name__} at {i}"
+            raise TypeError(explain(f"{call}: all must be trees.", expected=expected, got=got))
+    first = trees[0]
+    for i, tree in enumerate(trees):
+        if type(tree) is not type(first):
+            what = f"{call}: trees 0 and {i} are of different classes."
+            raise TreeStructureError(explain(what, expected=type(first).__name__, got=type(tree).__name__))
+        if len(tree._batch_size) != len(first._batch_size):
+            what = f"{call}: trees 0 and {i} have different numbers of batch dimensions."
+            expected, got = f"batch size {list(first._batch_size)}", f"batch size {list(tree._batch_size)}"
+            raise BatchSizeError(explain(what, expected=expected, got=got, hint="unsqueeze() says which one is new."))

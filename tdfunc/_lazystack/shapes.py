@@ -1,0 +1,192 @@
+"""Operations that move or join the trees of a lazy stack, reduce them, or would need one shape."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Size, Tensor
+
+from tdfunc._collection import LeafOp, TensorCollection
+from tdfunc._errors import LeafMismatchError, TreeStructureError, explain
+from tdfunc._keys import dotted
+from tdfunc._lazystack.pick import nest, pick, write
+from tdfunc._lazystack.ragged import check_alike, same_keys, without
+from tdfunc._nontensor import NonTensorBase, NonTensorData, same_value
+from tdfunc._types import Names, Node, Path
+from tdfunc.ops import join, shape
+from tdfunc.ops.reduce import reduced_size
+
+REDUCTIONS = frozenset(("sum", "mean", "prod", "amax", "amin", "std", "var"))
+
+
+def one_shape(stack: Any, name: str) -> LeafMismatchError:
+    """Build the error of an operation for which the trees would have to be one tensor for each leaf."""
+    return LeafMismatchError(
+        explain(
+            f"{name}: a lazy stack has no one shape for each leaf.",
+            expected="an operation on each of its trees, or one that only moves them",
+            got=f"batch size {list(stack._batch_size)}, stacked along dimension {stack._dim}",
+            hint="write lazy.pad() first (lazy.dense() where the trees have one shape), or do it to each of .trees.",
+        )
+    )
+
+
+def _on_index(stack: Any, op: LeafOp, _: Sequence[Any]) -> Any:
+    return pick(stack, op.args[0])
+
+
+def _on_stack(stack: Any, op: LeafOp, others: Sequence[Any]) -> Any:
+    _check_joined(stack, others, "stack")
+    return stack._of([stack, *others], op.args[0])
+
+
+def _on_cat(stack: Any, op: LeafOp, others: Sequence[Any]) -> Any:
+    _check_joined(stack, others, "cat")
+    dim, mine = op.args[0], stack._dim
+    if dim == mine:
+        return stack._like([tree for part in (stack, *others) for tree in part._trees])
+    if any(len(other._data) != len(stack._data) for other in others):
+        expected, got = f"{len(stack._data)} trees", f"{[len(other._data) for other in others]}"
+        raise LeafMismatchError(
+            explain("cat: the lazy stacks hold different numbers of trees.", expected=expected, got=got)
+        )
+    rows = zip(*[part._trees for part in (stack, *others)], strict=True)
+    return stack._like([join.cat(row, dim - (dim > mine)) for row in rows])
+
+
+def _check_joined(stack: Any, others: Sequence[Any], call: str) -> None:
+    for other in others:
+        if type(other) is not type(stack) or other._dim != stack._dim:
+            got = f"a {type(other).__name__}"
+            got += f" along dimension {other._dim}" if isinstance(other, TensorCollection._lazy) else ""
+            expected = f"a {type(stack).__name__} along dimension {stack._dim}"
+            hint = "lazy_stack(tree.unbind(dim), dim) makes one of a dense tree; permute() moves the dimension."
+            raise TreeStructureError(
+                explain(f"{call}: not lazy stacks of one kind.", expected=expected, got=got, hint=hint)
+            )
+        if len(other._batch_size) != len(stack._batch_size):
+            what = f"{call}: the batch sizes have different numbers of dimensions."
+            expected, got = str(list(stack._batch_size)), str(list(other._batch_size))
+            raise LeafMismatchError(explain(what, expected=expected, got=got))
+    check_alike([tree for part in (stack, *others) for tree in part._trees], ())
+
+
+def _on_permute(stack: Any, op: LeafOp, _: Sequence[Any]) -> Any:
+    order, dim, n = op.args[0], stack._dim, len(stack._batch_size)
+    full = (*order, *range(len(order), n))
+    inner = tuple([d - (d > dim) for d in full if d != dim])
+    return stack._like([shape.permute(tree, inner) for tree in stack._trees], full.index(dim))
+
+
+def _on_unsqueeze(stack: Any, op: LeafOp, _: Sequence[Any]) -> Any:
+    new, dim = op.args[0], stack._dim
+    before = new <= dim
+    trees = [shape.unsqueeze(tree, new if before else new - 1) for tree in stack._trees]
+    return stack._like(trees, dim + before)
+
+
+def _on_squeeze(stack: Any, op: LeafOp, _: Sequence[Any]) -> Any:
+    gone, dim = op.args[0], stack._dim
+    if gone == dim:
+        return stack._trees[0]
+    before = gone < dim
+    return stack._like([shape.squeeze(tree, gone if before else gone - 1) for tree in stack._trees], dim - before)
+
+
+def _on_expand(stack: Any, op: LeafOp, _: Sequence[Any]) -> Any:
+    resize: Any = op.size
+    new, old = resize(stack._batch_size), stack._batch_size
+    lead = len(new) - len(old)
+    dim = stack._dim + lead
+    target = without(new, dim)
+
+    def grown(tree: Any) -> Any:
+        # A ragged dimension stays what it is in each tree.
+        sizes = [tree._batch_size[i - lead] if size < 0 else size for i, size in enumerate(target)]
+        return shape.expand(tree, tuple(sizes))
+
+    trees = [grown(tree) for tree in stack._trees]
+    return stack._like(trees * new[dim] if len(trees) == 1 else trees, dim)
+
+
+def _on_reshape(stack: Any, op: LeafOp, _: Sequence[Any]) -> Any:
+    """Reshape what leaves the trees whole: dimensions in front of them, or the one along which they lie."""
+    resize: Any = op.size
+    old, dim, trees = stack._batch_size, stack._dim, stack._trees
+    new = Size(resize(old))
+    n = len(old) - len(new) + len(op.args[0])
+    if dim >= n:
+        return stack._like([tree._shape(op) for tree in trees], dim + len(new) - len(old))
+    lead, tail = old[:dim], old[dim + 1 :]
+    middle = new[dim : len(new) - len(tail)]
+    keeps = new[:dim] == lead and len(new) >= dim + len(tail) and new[len(new) - len(tail) :] == tail
+    if keeps and middle and prod(middle) == len(trees) and min(middle) > 0:
+        return nest(stack, trees, tuple(middle), dim)
+    if all(isinstance(tree, TensorCollection._lazy) and tree._dim == dim for tree in trees):
+        inner = [each for tree in trees for each in tree._trees]
+        # The product of the sizes, also of a ragged one, which is what `flatten` asks for.
+        if new[:dim] == lead and new[dim + 1 :] == old[dim + 2 :] and new[dim] in (len(inner), old[dim] * old[dim + 1]):
+            return stack._of(inner, dim)
+    raise one_shape(stack, op.name)
+
+
+def reduce_dims(stack: Any, op: LeafOp) -> Any:
+    """Reduce batch dimensions of each tree."""
+    dims, keepdim = op.args
+    dim = stack._dim
+    if dim in dims or op.bind is None:
+        raise one_shape(stack, op.name)
+    inner = tuple([d - (d > dim) for d in dims])
+
+    def names(given: Names) -> Names:
+        return tuple([name for i, name in enumerate(given) if keepdim or i not in inner])
+
+    size = partial(reduced_size, dims=inner, keepdim=keepdim)
+    each = op._replace(leaf=op.bind(inner, keepdim), args=(inner, keepdim), size=size, names=names)
+    gone = 0 if keepdim else sum(d < dim for d in inner)
+    return stack._like([tree._map(each) for tree in stack._trees], dim - gone)
+
+
+def reduce_all(stack: Any, op: LeafOp, at: Path) -> Any:
+    """Reduce each leaf to one value over all trees."""
+    size: Any = op.size
+    if size(Size((1,))):
+        raise one_shape(stack, f"{op.name}(keepdim=True)")
+    data: dict[str, Node] = {}
+    trees = stack._trees
+    for key, nodes in same_keys(trees, op.name, at):
+        if isinstance(nodes[0], TensorCollection):
+            data[key] = reduce_all(stack._like(nodes), op, (*at, key))
+        elif isinstance(nodes[0], NonTensorBase):
+            data[key] = _shared_value(nodes, op.name, (*at, key))
+        else:
+            data[key] = op.leaf(torch.cat([_leaf_row(node) for node in nodes]))
+    return TensorCollection._open._make(data, Size(()), stack._device)
+
+
+def _shared_value(nodes: Sequence[Any], call: str, at: Path) -> NonTensorData:
+    first = nodes[0]
+    if all(isinstance(node, NonTensorData) and same_value(node.data, first.data) for node in nodes):
+        return NonTensorData(first.data)
+    what, got = f"{call}: {dotted(at)!r} has other values in other rows, which the reduction would merge.", "several"
+    hint = f"leave it out first: lazy.exclude({at!r})."
+    raise LeafMismatchError(explain(what, expected="one value for all", got=got, hint=hint))
+
+
+def _leaf_row(leaf: Tensor) -> Tensor:
+    return leaf.reshape(-1)
+
+
+HANDLERS: dict[str, Callable[[Any, LeafOp, Sequence[Any]], Any]] = {
+    "index": _on_index,
+    "stack": _on_stack,
+    "cat": _on_cat,
+    "permute": _on_permute,
+    "unsqueeze": _on_unsqueeze,
+    "squeeze": _on_squeeze,
+    "expand": _on_expand,
+    "reshape": _on_reshape,
+    "write_rows": write,
+}

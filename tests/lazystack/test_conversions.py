@@ -1,0 +1,233 @@
+"""Lazy stacks as one tree, and of typed trees."""
+
+import copy
+import pickle
+
+import optree
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Size
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils import _pytree as pytree
+
+from tdfunc import TensorDict
+from tdfunc._errors import (
+    ImmutableError,
+    LeafMismatchError,
+    MissingKeyError,
+    TreeStructureError,
+    UnsupportedError,
+)
+from tdfunc._lazystack import LazyStack, lazy_stack
+from tests.lazystack.trees import (
+    Message,
+    assert_stacks_equal,
+    ragged,
+    tensors_only,
+)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=4), st.sampled_from(["right", "left"]), st.integers(0, 1))
+def test_law_masks_undo_padding(lengths, side, dim):
+    """What the masks of a padded tree say is real would not be what was padded."""
+    trees = ragged(lengths)
+    padded, masks = lazy_stack(trees, dim).pad(-1, side, return_mask=True)
+
+    assert padded.batch_size == masks.batch_size
+    for row, mask, original in zip(padded.unbind(dim), masks.unbind(dim), trees, strict=True):
+        for path in ("x", ("n", "y")):
+            assert torch.equal(row[path][mask[path]], original[path])
+            assert (row[path][~mask[path]] == -1).all()
+        assert [s for s, real in zip(row["s"], mask["s"].tolist(), strict=True) if real] == original["s"]
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_pad_is_pad_sequence(side):
+    """Padding would differ from torch's own."""
+    lazy = lazy_stack(ragged()).select("x")
+    expected = pad_sequence(list(lazy["x"]), batch_first=True, padding_value=2.0, padding_side=side)
+
+    assert torch.equal(lazy.pad(2.0, side)["x"], expected)
+
+
+def test_pad_values_by_key():
+    """One value would be used for all leaves, or a sub-tree not get its own."""
+    lazy = lazy_stack(ragged((1, 2)))
+    padded = lazy.pad({"x": -5.0, "n": 7})
+
+    assert padded["x"][0, 1].tolist() == [-5, -5]
+    assert padded["n", "y"][0, 1].item() == 7
+    assert lazy.pad({("n", "y"): 3})["x"][0, 1].tolist() == [0, 0]
+    assert padded["s"][0] == ["0.0", None]
+
+
+def test_pad_several_dimensions_and_levels():
+    """Leaves that differ in features, or stacks of stacks, would not be padded, or their masks be wrong."""
+    wide = lazy_stack([TensorDict({"x": torch.ones(2, w), "b": torch.ones(2, dtype=torch.bool)}, [2]) for w in (1, 3)])
+    padded, masks = wide.pad(return_mask=True)
+    nested, deep = lazy_stack([lazy_stack(ragged((1, 2))), lazy_stack(ragged((3,)))]).pad(9, "left", return_mask=True)
+
+    assert masks["x"].tolist() == [[[True, False, False]] * 2, [[True] * 3] * 2]
+    assert torch.equal(padded["x"].bool(), masks["x"])
+    assert masks["b"].shape == (2, 2)
+    assert nested.batch_size == Size([2, 2, 3])
+    assert deep["x"].shape == (2, 2, 3)
+    assert deep["x"].long().sum(-1).tolist() == [[1, 2], [0, 3]]
+    assert (nested["x"][~deep["x"]] == 9).all()
+    assert deep["x"][0, 0].tolist() == [False, False, True]
+
+
+def test_gradients_flow_through_padding():
+    """Gradients of padded or nested leaves would not reach the trees."""
+    leaves = [torch.randn(n, requires_grad=True) for n in (1, 3)]
+    lazy = lazy_stack([TensorDict({"x": x}, [len(x)]) for x in leaves])
+    padded = torch.autograd.grad((lazy.pad()["x"] ** 2).sum(), leaves)
+    jagged = torch.autograd.grad((lazy.nested()["x"] ** 2).values().sum(), leaves)
+
+    for got, other, x in zip(padded, jagged, leaves, strict=True):
+        assert torch.equal(got, 2 * x)
+        assert torch.equal(other, 2 * x)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda t: t.pad(side="middle"), ValueError, "two sides.*\n.*'right' or 'left'\n.*'middle'"),
+        (lambda t: t.pad(1.5), LeafMismatchError, "does not fit leaf 'n.y'.*\n.*int64\n.*1.5"),
+        (lambda t: t.pad({"q": 1}), MissingKeyError, "pad: no key 'q'"),
+        (
+            lambda t: (
+                t.set("b", (1.0, 2.0, 3.0)).update({"b": (torch.ones(2), torch.ones(4).double(), torch.ones(3))}).pad()
+            ),
+            LeafMismatchError,
+            "'b' of trees 0 and 1 differs in more.*\n.*float32\n.*float64",
+        ),
+        (
+            lambda t: t.set("b", (torch.ones(2), torch.ones(4, 1), torch.ones(3))).nested(),
+            LeafMismatchError,
+            r"'b' of trees 0 and 1.*\n.*shape \[2\].*\n.*shape \[4, 1\]",
+        ),
+        (
+            lambda t: t.set("b", (torch.ones(2, 1), torch.ones(4, 2), torch.ones(3, 1))).nested(),
+            LeafMismatchError,
+            r"'b' of trees 0 and 1 differs after.*\n.*\[2, 1\]\n.*\[4, 2\]\n.*strided",
+        ),
+        (
+            lambda t: t.dense(),
+            LeafMismatchError,
+            r"leaf 'x' of trees 0 and 1 differs.*\n.*shape \[2, 2\]\n.*shape \[4, 2\]\n.*pad\(\)",
+        ),
+        (lambda t: t.select("n").dense(), LeafMismatchError, r"leaf 'n.y' of trees 0 and 1"),
+        (lambda t: t.select("s").dense(), LeafMismatchError, r"leaf 's' of trees 0 and 1.*\n.*\[2\]\n.*\[4\]"),
+        (
+            lambda t: lazy_stack([t[0].set("q", 1.0), t[1]]).dense(),
+            TreeStructureError,
+            r"dense: trees 0 and 1 have different keys.*\n.*'q'",
+        ),
+        (
+            lambda t: lazy_stack([t[0].set(("n", "q"), 1.0), t[1]]).pad(),
+            TreeStructureError,
+            r"pad: trees 0 and 1 have different keys under 'n'",
+        ),
+        (lambda t: t.nested(torch.sparse_coo), ValueError, "no such layout.*\n.*jagged or torch.strided\n.*sparse_coo"),
+        (lambda t: t.permute(1, 0).nested(), ValueError, "another dimension.*\n.*0\n.*stack_dim 1"),
+        (lambda t: lazy_stack([t, t]).nested(), UnsupportedError, "one ragged level"),
+    ],
+)
+def test_bad_conversions(call, error, text):
+    """Trees that cannot become one would become something."""
+    with pytest.raises(error, match=text):
+        call(lazy_stack(ragged()))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_tensors(layout):
+    """Nested tensors would hold other rows than the trees."""
+    lazy = lazy_stack(ragged()).set("r", (1.0, 2.0, 3.0)).with_batch_size([3])
+    nested = lazy.nested(layout)
+
+    assert nested.batch_size == Size([3])
+    assert nested["x"].layout is layout
+    assert nested["x"].is_nested
+    assert nested["n", "y"].is_nested
+    assert all(torch.equal(a, b) for a, b in zip(nested["x"].unbind(), lazy["x"], strict=True))
+    assert nested["s"] == lazy["s"]
+
+
+def test_jagged_leaves_can_be_combined():
+    """Leaves of equal lengths would not know it, and torch would refuse to add them."""
+    nested = lazy_stack(tensors_only(ragged())).nested()
+    both = nested["x"] * nested["n", "y"].unsqueeze(-1)
+
+    assert torch.equal(both.values(), torch.cat([t["x"] * t["n", "y"][:, None] for t in ragged()]))
+
+
+def test_tolist():
+    """Lists of the elements would be nested otherwise than the batch."""
+    lazy = lazy_stack(ragged((1, 2)))
+    rows = lazy.tolist(convert_tensors=True)
+
+    assert [len(row) for row in rows] == [1, 2]
+    assert rows[1][0] == {"x": lazy[1, 0]["x"].tolist(), "n": {"y": lazy[1, 0]["n", "y"].item()}, "s": "1.0"}
+    assert torch.equal(lazy.tolist()[1][1]["x"], lazy[1, 1]["x"])
+    assert lazy_stack([t[0] for t in lazy], 0).tolist(convert_tensors=True) == [rows[0][0], rows[1][0]]
+
+
+@pytest.fixture
+def chats():
+    """Ragged conversations of a typed tree."""
+    return [Message(role=[f"{i}"] * n, ids=torch.arange(n) + i, batch_size=[n]) for i, n in enumerate((1, 3))]
+
+
+def test_typed_stack_is_of_the_class(chats):
+    """A stack of typed trees would not pass for one of their class, or not read its fields."""
+    lazy = lazy_stack(chats)
+
+    assert isinstance(lazy, Message)
+    assert isinstance(lazy, LazyStack)
+    assert type(lazy) is type(lazy_stack([chats[0]])) is type(lazy_stack([lazy, lazy]))
+    assert lazy.role == [["0"], ["1"] * 3]
+    assert [ids.tolist() for ids in lazy.ids] == [[0], [1, 2, 3]]
+    assert lazy.score is None
+    assert isinstance(lazy[1], Message)
+    assert not isinstance(lazy[1], LazyStack)
+    assert "LazyStack[Message](" in repr(lazy)
+    assert [f.name for f in lazy.fields()] == ["role", "ids", "score"]
+
+
+def test_typed_edits(chats):
+    """An edit of a typed stack would lose the class, take unknown fields or hide one that some trees have."""
+    lazy = lazy_stack(chats)
+    new = lazy.replace(score=(torch.zeros(1), torch.ones(3))).set("role", [["x"], ["y", "z", "w"]])
+
+    assert type(new) is type(lazy)
+    assert new.score[1].tolist() == [1, 1, 1]
+    assert new.role == [["x"], ["y", "z", "w"]]
+    assert new.replace({"score": None}).score is None
+    assert lazy_stack([chats[0], new[1]]).score[0] is None
+    assert lazy_stack([chats[0], new[1]]).score[1] is new[1].score
+    with pytest.raises(MissingKeyError, match="Message has no field 'colour'"):
+        lazy.set("colour", 1)
+    with pytest.raises(ImmutableError, match="ids"):
+        lazy.ids = 1
+
+
+def test_typed_conversions(chats):
+    """Padding, stacking, copies or transformations of a typed stack would lose its class."""
+    lazy = lazy_stack(chats)
+    padded, masks = lazy.pad(-1, return_mask=True)
+
+    assert type(padded) is Message
+    assert padded.ids.tolist() == [[0, -1, -1], [1, 2, 3]]
+    assert padded.role[0] == ["0", None, None]
+    assert type(masks) is TensorDict
+    assert type(lazy.exclude("role").nested()) is Message
+    assert type(lazy_stack([chats[1], chats[1] + 1]).dense()) is Message
+    assert type(lazy.to_tensordict(retain_none=False)) is LazyStack
+    for same in (pytree.tree_map(lambda x: x, lazy), optree.tree_map(lambda x: x, lazy), lazy * 1, copy.deepcopy(lazy)):
+        assert_stacks_equal(same, lazy)
+    assert_stacks_equal(pickle.loads(pickle.dumps(lazy)), lazy)
+    assert_stacks_equal(torch.cat([lazy, lazy])[2:], lazy)

@@ -1,0 +1,235 @@
+"""Lazy stacks under transformations, copies and files."""
+
+import copy
+import pickle
+
+import optree
+import pytest
+import torch
+from torch import Size, nn
+from torch.utils import _pytree as pytree
+
+import tdfunc
+from tdfunc import TensorDict
+from tdfunc._errors import (
+    BatchSizeError,
+)
+from tdfunc._lazystack import lazy_stack
+from tdfunc.modules.extract import from_module
+from tests.helpers import TiedLM, assert_trees_equal
+from tests.lazystack.trees import (
+    assert_stacks_equal,
+    ragged,
+    tensors_only,
+    uniform,
+)
+
+
+def columns(count=2):
+    """Trees of three rows whose features differ, to be stacked behind the rows."""
+    return [TensorDict({"x": torch.randn(3, n + 1), "n": {"y": torch.arange(3.0)}}, [3]) for n in range(count)]
+
+
+def test_vmap_over_dimensions_before_the_stack():
+    """Inside vmap a stack would have the wrong batch size or trees, or not come back whole."""
+    lazy = lazy_stack(columns(), 1)
+    seen = []
+
+    def fn(t, w):
+        seen.append((t.batch_size, t.stack_dim))
+        return t * w
+
+    out = torch.vmap(fn)(lazy, torch.arange(3.0))
+    grads = torch.vmap(torch.func.grad(lambda t: sum((x**2).sum() for x in t["x"])))(lazy)
+
+    assert seen == [(Size([2]), 0)]
+    assert_stacks_equal(out, lazy * torch.arange(3.0)[:, None])
+    assert_stacks_equal(torch.vmap(fn, chunk_size=2)(lazy, torch.arange(3.0)), out)
+    assert_stacks_equal(grads.select("x"), lazy.select("x") * 2)
+
+
+def test_nested_vmap():
+    """A second vmap would map the dimension of the trees, or refuse one before it."""
+    trees = [TensorDict({"x": torch.randn(3, 4, n)}, [3, 4]) for n in (1, 2)]
+    lazy = lazy_stack(trees, 2)
+    twice = torch.vmap(torch.vmap(lambda t: t + 1))(lazy)
+    moved = torch.vmap(lambda t: t + 1, in_dims=1, out_dims=1)(lazy)
+
+    assert_stacks_equal(twice, lazy + 1)
+    assert_stacks_equal(moved, lazy + 1)
+    assert torch.vmap(lambda t: t, in_dims=1)(lazy).batch_size == Size([4, 3, 2])
+
+
+@pytest.mark.parametrize(
+    ("dim", "options", "text"),
+    [
+        (0, {}, r"in_dims=0.*\n.*before 0.*\n.*in_dims=0"),
+        (0, {"in_dims": 1}, r"in_dims=1.*\n.*before 0"),
+        (1, {"in_dims": 1}, r"in_dims=1.*\n.*before 1"),
+        (2, {"in_dims": 2}, r"in_dims=2.*\n.*before 2"),
+        (1, {"out_dims": 1}, r"out_dims.*\n.*before 0"),
+        (2, {"out_dims": 2}, r"out_dims.*\n.*before 1"),
+    ],
+)
+def test_vmap_never_maps_another_dimension(dim, options, text):
+    """Torch would map the leaves' dimension of that number, which is another one of the stack, and say nothing."""
+    # Sizes are equal, so that no shape gives it away.
+    trees = [TensorDict({"x": torch.randn(3, 3, 3)}, [3, 3]) for _ in range(3)]
+
+    with pytest.raises(BatchSizeError, match=text):
+        torch.vmap(lambda t: t * 2, **options)(lazy_stack(trees, dim))
+
+
+def test_vmap_with_the_stack_moved_last():
+    """The way that the error names to map a stack along dimension 0 would not be right."""
+    trees = [TensorDict({"x": torch.randn(3, n + 1)}, [3]) for n in range(2)]
+    lazy = lazy_stack(trees, 0)
+    out = torch.vmap(lambda t: t * 2)(lazy.permute(1, 0)).permute(1, 0)
+
+    assert_stacks_equal(out, lazy * 2)
+    assert_trees_equal(
+        torch.vmap(lambda t: t + 1)(lazy_stack(uniform(3)).exclude("s").dense()),
+        torch.stack(uniform(3)).exclude("s") + 1,
+    )
+
+
+def test_vmap_of_a_tree_around():
+    """Vmap over a tree that holds a lazy stack along the mapped dimension would mix its trees."""
+    inner = lazy_stack(columns(3), 0)
+
+    with pytest.raises(BatchSizeError, match="in_dims=0"):
+        torch.vmap(lambda t: t)(TensorDict({"lazy": inner, "w": torch.zeros(3)}, [3]))
+    out = torch.vmap(lambda t: t)(TensorDict({"lazy": inner.permute(1, 0), "w": torch.zeros(3)}, [3]))
+
+    assert_stacks_equal(out["lazy"], inner.permute(1, 0))
+
+
+def test_tree_map_inside_vmap():
+    """A map over the leaves inside vmap would be taken for vmap itself."""
+    lazy = lazy_stack([TensorDict({"x": torch.randn(3, 4)}, [3, 4]) for _ in range(2)], 1)
+    out = torch.vmap(lambda t: pytree.tree_map(lambda x: x[0], t))(lazy)
+
+    assert torch.equal(out["x"][1], lazy["x"][1][:, 0])
+
+
+def test_gradients():
+    """Gradients by functions of a stack, or by autograd through its leaves, would be of another structure or value."""
+    lazy = lazy_stack([TensorDict({"x": torch.randn(n)}, [n]) for n in (2, 3)])
+    grads = torch.func.grad(lambda t: sum((x**2).sum() for x in t["x"]))(lazy)
+    jacobian = torch.func.jacrev(lambda t: t.sum(1))(lazy)
+    _, tangent = torch.func.jvp(lambda t: t * t, (lazy,), (lazy,))
+
+    assert_stacks_equal(grads, lazy * 2)
+    assert torch.equal(jacobian["x"][0]["x"][0], torch.ones(2))
+    assert jacobian["x"][0]["x"][1].abs().sum() == 0
+    assert_stacks_equal(tangent, lazy * lazy * 2)
+
+
+def test_pytree():
+    """A stack would lose values, dimension or names in either registry, or match a stack of another dimension."""
+    lazy = lazy_stack(ragged(), 1).with_names(["t", "b"])
+    spec = pytree.tree_structure(lazy)
+
+    for tree_map in (pytree.tree_map, optree.tree_map):
+        assert_stacks_equal(tree_map(lambda x: x * 2, lazy), lazy * 2)
+    assert pytree.tree_map(lambda _: None, lazy).batch_size == lazy.batch_size
+    assert pytree.tree_map(lambda x: x.dim(), lazy)["x"] == (2, 2, 2)
+    assert pytree.tree_map(lambda t: 1, lazy, is_leaf=lambda t: isinstance(t, TensorDict)).keys() == set()
+    assert pytree.treespec_loads(
+        pytree.treespec_dumps(pytree.tree_structure(lazy.exclude("s")))
+    ) == pytree.tree_structure(lazy.exclude("s"))
+    assert spec == pytree.tree_structure(lazy * 2)
+    assert spec != pytree.tree_structure(lazy.permute(1, 0))
+    assert len(pytree.tree_leaves(lazy)) == len(lazy.leaves()) == 6
+
+
+def test_copies():
+    """A copy would share memory, or lose the dimension."""
+    lazy = lazy_stack(ragged(), 1)
+    deep = copy.deepcopy(lazy)
+
+    assert_stacks_equal(deep, lazy)
+    assert deep["x"][0].data_ptr() != lazy["x"][0].data_ptr()
+    assert_stacks_equal(pickle.loads(pickle.dumps(lazy)), lazy)
+    assert copy.copy(lazy) is lazy
+
+
+@pytest.mark.parametrize("backend", ["eager"])
+def test_compile(backend):
+    """A compiled function of lazy stacks would break the graph, or compute something else."""
+    lazy = lazy_stack(tensors_only(ragged((2, 3))))
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def fn(t):
+        new = (t * 2).set("z", t["x"]).apply(lambda x: x + 1)
+        return new, new[1], new[:, :1], lazy_stack([new[0], new[1]]).pad()
+
+    new, row, first, padded = fn(lazy)
+    expected = (lazy * 2).set("z", lazy["x"]).apply(lambda x: x + 1)
+
+    assert_stacks_equal(new, expected)
+    assert_trees_equal(row, expected[1])
+    assert_stacks_equal(first, expected[:, :1])
+    assert_trees_equal(padded, expected.pad())
+
+
+def test_compiled_vmap_is_right_or_refused():
+    """A compiled vmap, which cannot see what it maps, would map another dimension."""
+    compiled = torch.compile(lambda t: torch.vmap(lambda u: u * 2)(t), backend="eager", fullgraph=True)
+    lazy = lazy_stack(columns(), 1)
+
+    assert_stacks_equal(compiled(lazy), lazy * 2)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="Observed exception"):
+        compiled(lazy_stack(columns(), 0))
+
+
+def test_ties_inside_trees():
+    """Tied leaves of a tree in a stack would be separated, counted twice, or set apart."""
+    trees = [from_module(TiedLM(vocabulary=size)) for size in (5, 7)]
+    lazy = lazy_stack(trees)
+    doubled = lazy * 2
+    edited = lazy.set(("emb", "weight"), tuple(torch.zeros_like(t["emb", "weight"]) for t in trees))
+
+    for stack in (
+        lazy,
+        doubled,
+        edited,
+        pytree.tree_map(torch.clone, lazy),
+        copy.deepcopy(lazy),
+        lazy.pad(),
+        lazy_stack([lazy, lazy])[0],
+    ):
+        for row in stack:
+            assert row["emb", "weight"] is row["out", "weight"]
+    assert len(lazy.leaves()) == 2 * len(trees[0].leaves())
+    assert len(pytree.tree_leaves(lazy)) == len(lazy.leaves())
+    padded = lazy.pad()
+    assert padded["out", "weight"] is padded["emb", "weight"]
+    assert padded.ties() == trees[0].ties()
+    assert TensorDict({"models": lazy}).ties() == [
+        ["models.0.emb.weight", "models.0.out.weight"],
+        ["models.1.emb.weight", "models.1.out.weight"],
+    ]
+
+
+def test_parameters_of_unequal_modules():
+    """Modules of unequal widths could not be held, moved and trained as one tree."""
+    modules = [nn.Linear(2, width) for width in (1, 3)]
+    lazy = lazy_stack([from_module(m) for m in modules])
+    loss = sum((w @ torch.ones(2)).sum() for w in lazy["weight"])
+    grads = torch.autograd.grad(loss, list(lazy["weight"]))
+
+    assert [tuple(g.shape) for g in grads] == [(1, 2), (3, 2)]
+    assert all(p is m.weight for p, m in zip(lazy["weight"], modules, strict=True))
+    assert lazy.kind("weight") is None
+    assert lazy.trees[0].kind("weight") is not None
+
+
+def test_files(tmp_path):
+    """A lazy stack on disk would come back as something else."""
+    lazy = lazy_stack(ragged(), 1)
+    tdfunc.save(TensorDict({"lazy": lazy, "w": torch.ones(2)}), tmp_path / "a.safetensors")
+    tdfunc.save(lazy, tmp_path / "b.safetensors")
+
+    assert_stacks_equal(tdfunc.load(tmp_path / "a.safetensors")["lazy"], lazy)
+    assert_stacks_equal(tdfunc.load(tmp_path / "b.safetensors"), lazy)
