@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import Static, TensorCollection
+from tdfunc._collection import PLAIN, Static, TensorCollection
 from tdfunc._errors import BatchSizeError, LeafMismatchError, TreeStructureError, UnsupportedError, explain
 from tdfunc._keys import dotted, missing, unravel
 from tdfunc._nontensor import NonTensorBase, NonTensorStack
@@ -24,6 +24,7 @@ class Padding(NamedTuple):
 
     value: Callable[[Path], Any]
     left: bool
+    masks: bool
     # A tied leaf is padded once, so that it stays one. By identity, with the nodes, which keeps those alive.
     done: dict[tuple[int, ...], tuple[list[Node], Padded]]
 
@@ -59,8 +60,9 @@ def same_keys(trees: Sequence[Any], call: str, at: Path) -> Iterator[tuple[str, 
         TreeStructureError: A key is not in all trees, or is a tree in one and a leaf in another.
     """
     first = list(trees[0]._keys())
+    shared = set(first)
     for i, tree in enumerate(trees):
-        if set(tree._keys()) != set(first):
+        if set(tree._keys()) != shared:
             where = f" under {dotted(at)!r}" if at else ""
             hint = "select() the keys that all have, or set() the others."
             what = f"{call}: trees 0 and {i} have different keys{where}."
@@ -73,6 +75,8 @@ def same_keys(trees: Sequence[Any], call: str, at: Path) -> Iterator[tuple[str, 
 
 def check_kinds(nodes: Sequence[Node], call: str, at: Path) -> None:
     """Raise unless the nodes under one key are all tensors, all non-tensor data, or all trees of one class."""
+    if PLAIN.issuperset(map(type, nodes)):
+        return
     kinds = [_kind(node) for node in nodes]
     for i, kind in enumerate(kinds):
         if kind != kinds[0]:
@@ -124,11 +128,11 @@ def check_dense(trees: Sequence[Any], call: str, at: Path = ()) -> None:
 # -- padding ----------------------------------------------------------------------------------------------------
 
 
-def pad_trees(trees: Sequence[Any], dim: int, value: Any, side: str) -> Padded:
-    """Return the stack of trees padded to the largest sizes, and its masks."""
+def pad_trees(trees: Sequence[Any], dim: int, value: Any, side: str, masks: bool) -> Padded:
+    """Return the stack of trees padded to the largest sizes, and its masks if they are asked for."""
     if side not in ("right", "left"):
         raise ValueError(explain("pad: there are two sides.", expected="'right' or 'left'", got=repr(side)))
-    padding = Padding(_values(trees, value), side == "left", {})
+    padding = Padding(_values(trees, value), side == "left", masks, {})
     return _pad([_dense_pair(tree, padding) for tree in trees], dim, (), padding)
 
 
@@ -170,11 +174,12 @@ def _pad(pairs: Sequence[Padded], dim: int, at: Path, padding: Padding) -> Padde
                 made = _pad_leaves(both, dim, ndim, path, padding)
             padding.done[ids] = nodes, made
         data[key], masks[key] = padding.done[ids][1]
-    size = stacked_size(
-        Size([max(sizes) for sizes in zip(*[t._batch_size for t in trees], strict=True)]), dim, len(trees)
-    )
-    static = Static(first._kinds, first._ties) if first._static is not None else None
-    return first._make(data, size, first._device, None, static), first._open._make(masks, size, first._device)
+    largest = Size([max(sizes) for sizes in zip(*[t._batch_size for t in trees], strict=True)])
+    size = stacked_size(largest, dim, len(trees))
+    ties = first._ties if all([tree._ties == first._ties for tree in trees]) else ()
+    static = Static(first._kinds, ties) if first._static is not None else None
+    whole = first._make(data, size, first._device, None, static)
+    return whole, first._open._make(masks, size, first._device) if padding.masks else None
 
 
 def _inner_pair(pair: Padded, padding: Padding) -> Padded:
@@ -191,14 +196,14 @@ def _pad_leaves(pairs: Sequence[Padded], dim: int, ndim: int, at: Path, padding:
         what = f"pad: the value does not fit leaf {dotted(at)!r}."
         hint = "give a value for each leaf: pad({key: value})."
         raise LeafMismatchError(explain(what, expected=f"a value of {leaves[0].dtype}", got=repr(value), hint=hint))
+    padded = torch.stack([_grown(leaf, full, value, padding.left) for leaf in leaves], dim)
+    if not padding.masks:
+        return padded, None
     # The mask has the dimensions up to the last in which the lengths differ, and at least those of the batch.
     ragged = [i + 1 for i, length in enumerate(full) if any(leaf.shape[i] != length for leaf in leaves)]
     n = max([ndim, *ragged, *[mask.dim() for _, mask in pairs if mask is not None]])
     masks = [_mask(leaf, mask, n) for leaf, mask in pairs]
-    return (
-        torch.stack([_grown(leaf, full, value, padding.left) for leaf in leaves], dim),
-        torch.stack([_grown(mask, full[:n], False, padding.left) for mask in masks], dim),
-    )
+    return padded, torch.stack([_grown(mask, full[:n], False, padding.left) for mask in masks], dim)
 
 
 def _mask(leaf: Tensor, mask: Tensor | None, n: int) -> Tensor:

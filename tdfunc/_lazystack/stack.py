@@ -199,10 +199,10 @@ class LazyStack(TreeMethods):
                     [ 0,  1,  2]]), tensor([[False, False,  True],
                     [ True,  True,  True]]))
         """
-        tree, masks = pad_trees(self._trees, self._dim, value, side)
+        padded = pad_trees(self._trees, self._dim, value, side, return_mask)
         if self._names is not None:
-            tree, masks = tree.with_names(self._names), masks.with_names(self._names)
-        return (tree, masks) if return_mask else tree
+            padded = tuple([tree if tree is None else tree.with_names(self._names) for tree in padded])
+        return padded if return_mask else padded[0]
 
     def nested(self, layout: torch.layout = torch.jagged) -> Any:
         """Return one tree of nested tensors, with batch size [number of trees].

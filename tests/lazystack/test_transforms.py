@@ -206,6 +206,7 @@ def test_ties_inside_trees():
     padded = lazy.pad()
     assert padded["out", "weight"] is padded["emb", "weight"]
     assert padded.ties() == trees[0].ties()
+    assert lazy_stack([trees[0], trees[1].untie(("out", "weight"))]).pad().ties() == []
     assert TensorDict({"models": lazy}).ties() == [
         ["models.0.emb.weight", "models.0.out.weight"],
         ["models.1.emb.weight", "models.1.out.weight"],
