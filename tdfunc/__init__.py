@@ -16,6 +16,8 @@ from tdfunc._errors import UnsupportedError as UnsupportedError
 from tdfunc._jit import jit as jit
 from tdfunc._keys import Filter as Filter
 from tdfunc._keys import of_type as of_type
+from tdfunc._lazystack import LazyStack as LazyStack
+from tdfunc._lazystack import lazy_stack as lazy_stack
 from tdfunc._nontensor import NonTensorData as NonTensorData
 from tdfunc._nontensor import NonTensorStack as NonTensorStack
 from tdfunc._tensorclass import TensorClass as TensorClass

@@ -1,6 +1,7 @@
 """A tree from its JSON. What it says is checked before anything is built: the file may be damaged, or hostile."""
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from json.encoder import encode_basestring as quote
@@ -226,9 +227,14 @@ def malformed(expected: str, got: str) -> CorruptCheckpointError:
     )
 
 
+_TOO_LARGE = 2**63
+
+
 def _size(sizes: Any, least: int = 0) -> Size:
-    if type(sizes) is not list or any(type(size) is not int or size < least for size in sizes):
+    if type(sizes) is not list or any(type(size) is not int or not least <= size < _TOO_LARGE for size in sizes):
         raise malformed("a list of sizes", repr(sizes))
+    if math.prod(sizes) >= _TOO_LARGE:
+        raise malformed("a batch whose elements can be counted in 64 bits", repr(sizes))
     return Size(sizes)
 
 

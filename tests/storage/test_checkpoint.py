@@ -434,3 +434,14 @@ def test_other_headers_are_the_limit_of_safetensors(tmp_path, monkeypatch):
         save(TensorDict({str(i): torch.ones(1) for i in range(20)}), tmp_path / "t.safetensors")
     assert list(tmp_path.iterdir()) == []
     assert format.MAX_HEADER_BYTES == 100_000_000
+
+
+def test_a_value_seen_with_a_huge_batch_takes_no_memory(tmp_path):
+    """One non-tensor value would be written, or allocated on load, for every element of its batch."""
+    td = TensorDict({"n": TensorDict({"s": "x"}, [2**40])})
+    save(td, tmp_path / "f.safetensors")
+
+    back = load(tmp_path / "f.safetensors")
+    assert back["n"].batch_size == torch.Size([2**40])
+    assert back["n", "s"] == "x"
+    assert (tmp_path / "f.safetensors").stat().st_size < 10_000

@@ -178,6 +178,7 @@ TREES = {
     "a batch size that the leaf lacks": tree(node("w", [0], size=[3])),
     "a negative batch size": tree(node("w", [0], size=[-1])),
     "a huge batch size": tree(node("ws", [0, {"value": 1, "shape": [2**62] * 3}])),
+    "a batch size past 64 bits": tree(node("ws", [0, {"value": 1, "shape": [2**64]}])),
     "a batch size that the value lacks": tree(node("ws", [0, {"value": 1, "shape": [3]}], size=[2])),
     "too few values": tree(node("ws", [0, {"values": [1], "shape": [2]}], size=[2])),
     "a sub-tree of another batch": tree(node("wt", [0, {"tree": 1}], size=[2]), node(size=[3])),
