@@ -528,7 +528,8 @@ def _abstract(cls: Any, *_: Any) -> NoReturn:
 
 def _check_names_of(cls: Any, annotations: Mapping[str, Any], namespace: Mapping[str, Any]) -> None:
     """Raise for fields with the names of something else, and for names of fields that are given to something else."""
-    public = {name for name in dir(TensorClass) if not name.startswith("_")}
+    # `data` is a field of many classes, and only another name of `detach()`.
+    public = {name for name in dir(TensorClass) if not name.startswith("_") and name != "data"}
     for name in annotations:
         # A tree's own slots and helpers; names of a user's with an underscore are free.
         hidden = name.startswith("_") and hasattr(TensorClass, name)

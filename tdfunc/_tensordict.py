@@ -8,16 +8,18 @@ from tdfunc._errors import UnsupportedError, explain
 from tdfunc._shapes import as_names, as_size
 from tdfunc._types import NestedKey
 from tdfunc.modules.bind import ModuleMethods
+from tdfunc.ops.arithmetic import ArithmeticMethods
 from tdfunc.ops.cast import CastMethods, as_device, to
 from tdfunc.ops.convert import read_mapping, resize
 from tdfunc.ops.dispatch import DispatchMethods
 from tdfunc.ops.edit import EditMethods, update
 from tdfunc.ops.index import IndexMethods
 from tdfunc.ops.maps import MapMethods
-from tdfunc.ops.pointwise import PointwiseMethods
+from tdfunc.ops.memory import MemoryMethods
+from tdfunc.ops.pointwise import DtypeMethods, PointwiseMethods
 from tdfunc.ops.reading import ReadMethods
 from tdfunc.ops.rearrange import RearrangeMethods
-from tdfunc.ops.reduce import ReduceMethods
+from tdfunc.ops.reduce import ExtremeMethods, ReduceMethods
 from tdfunc.ops.shape import ShapeMethods
 from tdfunc.ops.show import ShowMethods
 from tdfunc.ops.structure import StructureMethods
@@ -25,7 +27,7 @@ from tdfunc.ops.structure import StructureMethods
 
 class TreeMethods(
     IndexMethods, ShapeMethods, RearrangeMethods, ReadMethods, EditMethods, StructureMethods, MapMethods,
-    PointwiseMethods, ReduceMethods, CastMethods, ShowMethods, DispatchMethods, ModuleMethods,
+    PointwiseMethods, DtypeMethods, ArithmeticMethods, ReduceMethods, ExtremeMethods, CastMethods, MemoryMethods, ShowMethods, DispatchMethods, ModuleMethods,
 ):  # fmt: skip
     """All methods of a tree; what `TensorDict` and `TensorClass` share."""
 

@@ -9,7 +9,10 @@ from tests.differential import Tree, Words, differences
 from tests.random_trees import Branch
 
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "xor")
-REDUCTIONS = ("sum", "mean", "prod", "amax", "amin", "std", "var", "all", "any")
+REDUCTIONS = (
+    "sum", "mean", "prod", "amax", "amin", "std", "var", "all", "any", "min", "max", "nansum", "nanmean", "logsumexp",
+    "quantile", "cummax", "cummin",
+)  # fmt: skip
 
 
 class Accepted:
@@ -160,6 +163,7 @@ MOVE = "Moving an entry under itself."
 ORDER = "Order of keys."
 FLATTEN = "The batch size after `flatten` and `unflatten`."
 
+TORCH = "Errors of torch are raised."
 REARRANGE = "Rearranging follows torch."
 
 # Met about once in fifty thousand cases.
@@ -177,6 +181,7 @@ ACCEPTED = (
         named("narrow", "roll", "flip", "broadcast_to", "tensor_split", "repeat", "rot90"),
         equal_without("words", "names"),
     ),
+    Accepted(TORCH, named("clamp_min", "clamp_max"), only_ours_raises("must match", "not implemented for")),
     Accepted(REARRANGE, named("atleast_3d"), differs_in("size", "shape", "names", "value")),
     Accepted(REARRANGE, named("roll"), detail(lambda d: d[1] < 0), differs_in("value")),
     Accepted(REARRANGE, named("roll"), detail(lambda d: d[1] < 0), has_words, differs_in("value", "class")),
@@ -186,7 +191,7 @@ ACCEPTED = (
     Accepted(CHECKED, named("split"), only_ours_raises("must add up")),
     Accepted(NODE, named("get", "getitem"), equal_without("names")),
     Accepted(NAMES, named("update", "masked_select", "flatten", "reshape", "view"), equal_without("names")),
-    Accepted(NAMES, named("pad", "broadcast_to"), equal_without("names")),
+    Accepted(NAMES, named("pad", "broadcast_to", "cummax", "cummin", "logsumexp"), equal_without("names")),
     Accepted(NAMES, named(*COMPARISONS), equal_without("names")),
     Accepted(NAMES, named(*REDUCTIONS), detail(lambda d: bool(d[1])), equal_without("names")),
     Accepted(NAMES, named("index"), takes_rows, equal_without("names")),
@@ -202,7 +207,9 @@ ACCEPTED = (
     Accepted(WORDS, has_words, only_ours_raises("has a value for each row")),
     Accepted(CAST, named("stack", "cat"), only_ours_raises("torch.")),
     Accepted(KEYS, only_ours_raises("different keys")),
-    Accepted(DIMS, named("cat", "flatten", "roll", "rot90", "flip", "repeat_interleave"), only_ours_raises("does not exist")),
+    Accepted(
+        DIMS, named("cat", "flatten", "roll", "rot90", "flip", "repeat_interleave"), only_ours_raises("does not exist")
+    ),
     Accepted(DIMS, named("permute"), only_ours_raises("exactly once"), batch(lambda size, d: len(d) != len(size))),
     Accepted(WHERE, named("where"), only_ours_raises("where: the condition")),
     Accepted(UNDER, named("get", "exclude"), only_theirs_raises("Expected a TensorDictBase", "_exclude")),

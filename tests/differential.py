@@ -521,9 +521,66 @@ def make_reduce(rng):
     return _same(name, (dim, keep), [branch], lambda t: getattr(t, name)(**arguments, **keep), known)
 
 
+def make_arithmetic(rng):
+    """A case of functions of several operands."""
+    branch = random_tree(rng, dtype=None if rng.random() < 0.2 else torch.float32)
+    low, high = sorted(float(x) for x in rng.integers(-3, 4, size=2))
+    first, second = (like(rng, branch, change=rng.random() < 0.05) for _ in range(2))
+    mask = torch.as_tensor(rng.random(branch.size) < 0.5)
+    dtype = str(rng.choice(["float", "double", "half", "bfloat16", "int", "bool"]))
+    alone = {
+        "clamp": ((low, high), lambda t: t.clamp(low, high), lambda x, n: x.clamp(low, high)),
+        "cast": (dtype, lambda t: getattr(t, dtype)(), lambda x, n: getattr(x, dtype)()),
+        "type": (None, lambda t: t.type(torch.int16), lambda x, n: x.type(torch.int16)),
+        "masked_fill": (
+            mask,
+            lambda t: t.masked_fill(mask, 2),
+            lambda x, n: x.masked_fill(right_aligned(mask, x.dim() - n), 2),
+        ),
+        "contiguous": (None, lambda t: t.contiguous(), lambda x, n: x.contiguous()),
+    }
+    several = {
+        "clamp_min": lambda t, a, b: t.clamp_min(a),
+        "clamp_max": lambda t, a, b: t.clamp_max(a),
+        "clamp_trees": lambda t, a, b: t.clamp(a, b),
+        "lerp": lambda t, a, b: t.lerp(a, 0.5),
+        "lerp_tree": lambda t, a, b: t.lerp(a, b),
+        "addcmul": lambda t, a, b: t.addcmul(a, b, value=2),
+        "addcdiv": lambda t, a, b: t.addcdiv(a, b, value=2),
+    }
+    name = str(rng.choice([*alone, *several]))
+    if name in several:
+        return _same(name, None, [branch, first, second], several[name])
+    return _same(name, alone[name][0], [branch], *alone[name][1:])
+
+
+def make_scan(rng):
+    """A case of functions along a dimension."""
+    branch = random_tree(rng, dtype=torch.float32, nontensor=rng.random() < 0.3)
+    n = len(branch.size)
+    dim = int(rng.integers(-n - (rng.random() < 0.1), n + (rng.random() < 0.1) + (n == 0)))
+    # tensordict's results are classes with two trees.
+    calls = {
+        "softmax": (lambda t: t.softmax(dim), lambda x, n: x.softmax(dim % n)),
+        "cummax": (lambda t: t.cummax(dim, return_indices=False), lambda x, n: x.cummax(dim % n).values),
+        "cummin": (lambda t: t.cummin(dim, return_indices=False), lambda x, n: x.cummin(dim % n).values),
+        "max": (lambda t: t.max(dim, return_indices=False), lambda x, n: x.max(dim % n).values),
+        "min": (lambda t: t.min(dim, return_indices=False), lambda x, n: x.min(dim % n).values),
+        "norm": (lambda t: t.norm(), lambda x, n: x.norm()),
+        "nansum": (lambda t: t.nansum(dim), lambda x, n: x.nansum(dim % n)),
+        "nanmean": (lambda t: t.nanmean(dim), lambda x, n: x.nanmean(dim % n)),
+        "logsumexp": (lambda t: t.logsumexp(dim), lambda x, n: x.logsumexp(dim % n)),
+        "quantile": (lambda t: t.quantile(0.3, dim), lambda x, n: x.quantile(0.3, dim % n)),
+        "sum_all": (lambda t: t.sum(reduce=True), None),
+        "max_all": (lambda t: t.max(reduce=True), None),
+    }
+    name = str(rng.choice(list(calls)))
+    return _same(name, (dim, {}), [branch], *calls[name])
+
+
 MAKERS = [
     make_construct, make_set, make_get, make_update, make_delete, make_keys, make_flatten_keys, make_rename,
     make_index, make_index, make_index, make_stack, make_cat, make_shape, make_shape, make_shape, make_rearrange,
     make_rearrange, make_pad, make_split, make_gather, make_where, make_masked_select, make_copy, make_apply,
-    make_pointwise, make_pointwise, make_unary, make_reduce,
+    make_pointwise, make_pointwise, make_unary, make_reduce, make_arithmetic, make_scan,
 ]  # fmt: skip

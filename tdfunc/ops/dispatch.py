@@ -7,7 +7,7 @@ import torch
 
 from tdfunc._collection import LeafOp, TensorCollection
 from tdfunc._errors import UnsupportedError, explain
-from tdfunc.ops import cast, index, join, rearrange, shape
+from tdfunc.ops import arithmetic, cast, index, join, rearrange, shape
 from tdfunc.ops._generate import (
     BINARY,
     BINARY_LEAFWISE,
@@ -18,8 +18,9 @@ from tdfunc.ops._generate import (
     UNARY_LEAFWISE,
 )
 from tdfunc.ops.pointwise_base import binary, reversed_binary, unary
-from tdfunc.ops.reduce import reduce, truth
+from tdfunc.ops.reduce import extreme, extremes, reduce, truth
 
+REDUCTIONS = ("sum", "mean", "prod", "amax", "amin", "std", "var", "nansum", "nanmean", "logsumexp")
 # Parameters are called as torch calls them, since both positions and names may be used.
 Handler = Callable[..., Any]
 
@@ -79,6 +80,10 @@ def _reduction(name: str) -> Handler:
     return call
 
 
+def _along(name: str) -> Handler:
+    return lambda input, dim, **kwargs: arithmetic.along(input, name, dim, **kwargs)
+
+
 def _split(tensor: Any, split_size_or_sections: Any, dim: int = 0) -> Any:
     return shape.split(tensor, split_size_or_sections, dim)
 
@@ -130,7 +135,18 @@ def _functions() -> dict[Any, Handler]:
         table[fn] = _like(fn)
     table |= {getattr(torch, name): _unary(name) for name in UNARY | UNARY_LEAFWISE}
     table |= {getattr(torch, name): _binary(name) for name in BINARY | BINARY_LEAFWISE}
-    table |= {getattr(torch, name): _reduction(name) for name in ("sum", "mean", "prod", "amax", "amin", "std", "var")}
+    table |= {getattr(torch, name): _along(name) for name in ("softmax", "cumsum", "cumprod")}
+    table |= {
+        torch.clamp: lambda input, min=None, max=None: arithmetic.clamp(input, min, max),
+        torch.lerp: lambda input, end, weight: arithmetic.combined(input, "lerp", torch.lerp, (end, weight)),
+        torch.masked_fill: lambda input, mask, value: arithmetic.masked_fill(input, mask, value),
+        torch.nan_to_num: _like(torch.nan_to_num),
+        torch.max: lambda input, dim=None, keepdim=False: extreme(input, "max", dim, keepdim, None, True),
+        torch.min: lambda input, dim=None, keepdim=False: extreme(input, "min", dim, keepdim, None, True),
+        torch.argmax: lambda input, dim=None, keepdim=False: extremes(input, "argmax", dim, keepdim),
+        torch.argmin: lambda input, dim=None, keepdim=False: extremes(input, "argmin", dim, keepdim),
+    }
+    table |= {getattr(torch, name): _reduction(name) for name in REDUCTIONS}
     return table
 
 

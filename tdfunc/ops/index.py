@@ -46,18 +46,22 @@ def masked_select(tree: T, mask: Tensor) -> T:
     return tree._index(mask)
 
 
-def where(condition: Tensor, tree: T, other: Any) -> T:
-    """Return `tree` where the condition (over the batch) holds and `other` elsewhere: a tree, number or tensor."""
-    n = len(tree._batch_size)
-    if condition.dtype is not torch.bool or condition.dim() not in (0, n):
+def check_condition(tree: TensorCollection, condition: Tensor, call: str) -> None:
+    """Raise unless a condition has one bool for each element of the batch, sizes of 1 expanded."""
+    if condition.dtype is not torch.bool or condition.dim() not in (0, len(tree._batch_size)):
         raise ValueError(
             explain(
-                "where: the condition has one bool for each element of the batch.",
+                f"{call}: the condition has one bool for each element of the batch.",
                 expected=f"bool of shape {list(tree._batch_size)} (sizes of 1 are expanded)",
                 got=f"{condition.dtype} of shape {list(condition.shape)}",
                 hint="unsqueeze() says which dimensions it lacks.",
             )
         )
+
+
+def where(condition: Tensor, tree: T, other: Any) -> T:
+    """Return `tree` where the condition (over the batch) holds and `other` elsewhere: a tree, number or tensor."""
+    check_condition(tree, condition, "where")
     if isinstance(other, TensorCollection):
         check_same(tree, other, "where")
         size = broadcast_size(tree, other, "where")

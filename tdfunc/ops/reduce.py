@@ -11,6 +11,7 @@ from tdfunc._collection import LeafOp, TensorCollection, iter_leaves, leaf_paths
 from tdfunc._errors import explain
 from tdfunc._shapes import dim_index
 from tdfunc._types import LeafFn, Names, Path
+from tdfunc.ops.arithmetic import unzip
 
 T = TypeVar("T", bound=TensorCollection)
 # Takes a leaf, the dimensions (never none) and keepdim.
@@ -72,7 +73,7 @@ def truth(tree: TensorCollection, dim: Any, name: str) -> Any:
 
 def reduce(tree: TensorCollection, name: str, dim: Any, keepdim: bool, whole: bool | None, **kwargs: Any) -> Any:
     """Reduce with `torch.<name>`; `whole` gives one tensor for all leaves, a tied one counted once."""
-    fn: Callable[..., Tensor] = getattr(torch, name)
+    fn: Callable[..., Tensor] = _OWN.get(name) or getattr(torch, name)
     if whole:
         if dim not in (None, "feature"):
             what = f"{name}: reduce=True reduces all leaves to one value."
@@ -95,6 +96,55 @@ def _prod(x: Tensor, dims: tuple[int, ...], keepdim: bool, **kwargs: Any) -> Ten
     for d in sorted(dims, reverse=True):
         x = torch.prod(x, d, keepdim=keepdim, **kwargs)
     return x
+
+
+def _logsumexp(x: Tensor, dim: tuple[int, ...] | None = None, keepdim: bool = False) -> Tensor:
+    return torch.logsumexp(x, tuple(range(x.dim())) if dim is None else dim, keepdim)
+
+
+def _norm(x: Tensor, dim: Any = None, keepdim: bool = False, *, p: float, dtype: torch.dtype | None) -> Tensor:
+    return torch.linalg.vector_norm(x, p, dim, keepdim, dtype=dtype)
+
+
+def _quantile(x: Tensor, dim: tuple[int, ...] | None = None, keepdim: bool = False, *, q: Any, how: str) -> Tensor:
+    # torch.quantile takes one dimension or all.
+    if dim is None or len(dim) == 1:
+        return torch.quantile(x, q, dim if dim is None else dim[0], keepdim, interpolation=how)
+    last = x.movedim(dim, tuple(range(-len(dim), 0))).flatten(-len(dim))
+    out = torch.quantile(last, q, -1, interpolation=how)
+    return out.reshape(reduced_size(x.shape, dim, True)) if keepdim else out
+
+
+# Spelled otherwise in torch, or with other arguments.
+_OWN: dict[str, Callable[..., Tensor]] = {"logsumexp": _logsumexp, "norm": _norm, "quantile": _quantile}
+
+
+def extremes(tree: T, name: str, dim: Any, keepdim: bool) -> T:
+    """Reduce with `torch.max`, `min`, `argmax` or `argmin` over one dimension, all features, or whole leaves."""
+    fn: Callable[..., Any] = getattr(torch, name)
+    if dim not in (None, "feature") and not isinstance(dim, int):
+        expected = "one batch dimension, None for all, or 'feature'"
+        raise ValueError(explain(f"{name}: no such dimension.", expected=expected, got=repr(dim)))
+
+    def kernel(x: Tensor, dims: tuple[int, ...], keep: bool) -> Any:
+        if len(dims) == 1:
+            return fn(x, dims[0], keepdim=keep)
+        # Positions count through all the dimensions.
+        out = fn(x.flatten(dims[0], dims[-1]), dims[0])
+        size = reduced_size(x.shape, dims, keep)
+        return out.reshape(size) if isinstance(out, Tensor) else tuple(part.reshape(size) for part in out)
+
+    return _reduce_leaves(tree, name, dim, keepdim, kernel)
+
+
+def extreme(
+    tree: TensorCollection, name: str, dim: Any, keepdim: bool, whole: bool | None, return_indices: bool
+) -> Any:
+    """`max` and `min`: values, and with a dimension where they were found."""
+    if dim is None or whole:
+        return reduce(tree, f"a{name}", dim, keepdim, whole)
+    found = unzip(extremes(tree, name, dim, keepdim))
+    return found if return_indices else found.values
 
 
 class ReduceMethods(TensorCollection):
@@ -171,6 +221,111 @@ class ReduceMethods(TensorCollection):
     def var(self, dim: Any = None, keepdim: bool = False, *, correction: int = 1, reduce: bool | None = None) -> Any:
         """Return the variance of each leaf."""
         return reduce_tree(self, "var", dim, keepdim, reduce, correction=correction)
+
+    def nansum(
+        self,
+        dim: Any = None,
+        keepdim: bool = False,
+        *,
+        dtype: torch.dtype | None = None,
+        reduce: bool | None = None,
+    ) -> Any:
+        """Return the sum of each leaf, NaN left out."""
+        return reduce_tree(self, "nansum", dim, keepdim, reduce, dtype=dtype)
+
+    def nanmean(
+        self,
+        dim: Any = None,
+        keepdim: bool = False,
+        *,
+        dtype: torch.dtype | None = None,
+        reduce: bool | None = None,
+    ) -> Any:
+        """Return the mean of each leaf, NaN left out."""
+        return reduce_tree(self, "nanmean", dim, keepdim, reduce, dtype=dtype)
+
+    def logsumexp(self, dim: Any = None, keepdim: bool = False, *, reduce: bool | None = None) -> Any:
+        """Return the logarithm of the sum of exponentials of each leaf."""
+        return reduce_tree(self, "logsumexp", dim, keepdim, reduce)
+
+    def norm(
+        self,
+        p: float = 2,
+        dim: Any = None,
+        keepdim: bool = False,
+        *,
+        dtype: torch.dtype | None = None,
+        reduce: bool | None = None,
+    ) -> Any:
+        """Return the norm of order `p` of each leaf, seen as a vector.
+
+        Examples:
+            >>> grads = TensorDict({"w": torch.full((2, 2), 3.0), "b": torch.zeros(2)})
+            >>> grads.norm()["w"], grads.norm(reduce=True)
+            (tensor(6.), tensor(6.))
+        """
+        return reduce_tree(self, "norm", dim, keepdim, reduce, p=p, dtype=dtype)
+
+    def quantile(
+        self,
+        q: float | Tensor,
+        dim: Any = None,
+        keepdim: bool = False,
+        *,
+        interpolation: str = "linear",
+        reduce: bool | None = None,
+    ) -> Any:
+        """Return a quantile of each leaf.
+
+        Raises:
+            ValueError: There are several quantiles; `torch.stack` one tree for each.
+        """
+        if isinstance(q, Tensor) and q.dim():
+            hint = "torch.stack([td.quantile(each, dim) for each in q])."
+            what = "quantile: one quantile at a time."
+            raise ValueError(explain(what, expected="a number", got=f"shape {list(q.shape)}", hint=hint))
+        return reduce_tree(self, "quantile", dim, keepdim, reduce, q=q, how=interpolation)
+
+
+class ExtremeMethods(TensorCollection):
+    """Largest and smallest values, and where they are."""
+
+    __slots__ = ()
+
+    def max(
+        self, dim: Any = None, keepdim: bool = False, *, reduce: bool | None = None, return_indices: bool = True
+    ) -> Any:
+        """Return the largest value of each leaf, and with `dim` where it was found.
+
+        Args:
+            dim: A batch dimension, or "feature"; the indices count through all features.
+            keepdim: Keep the dimension, with size 1.
+            reduce: Return the largest value of all leaves, as a tensor.
+            return_indices: With `dim` return `(values, indices)`, two trees; otherwise the values.
+
+        Raises:
+            ValueError: There are several dimensions; `amax` takes them.
+
+        Examples:
+            >>> td = TensorDict({"a": torch.tensor([[1, 5], [7, 2]])}, [2])
+            >>> td.max(0).values["a"], td.max(0).indices["a"], td.max()["a"]
+            (tensor([7, 5]), tensor([1, 0]), tensor(7))
+        """
+        return extreme(self, "max", dim, keepdim, reduce, return_indices)
+
+    def min(
+        self, dim: Any = None, keepdim: bool = False, *, reduce: bool | None = None, return_indices: bool = True
+    ) -> Any:
+        """Return the smallest value of each leaf, and with `dim` where it was found; arguments are those of `max`."""
+        return extreme(self, "min", dim, keepdim, reduce, return_indices)
+
+    def argmax(self, dim: Any = None, keepdim: bool = False) -> Any:
+        """Return where the largest value of each leaf is along a batch dimension, in the features or in all of it."""
+        return extremes(self, "argmax", dim, keepdim)
+
+    def argmin(self, dim: Any = None, keepdim: bool = False) -> Any:
+        """Return where the smallest value of each leaf is along a batch dimension, in the features or in all of it."""
+        return extremes(self, "argmin", dim, keepdim)
 
 
 # `reduce` is also the name of an argument of the methods.

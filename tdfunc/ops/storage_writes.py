@@ -173,3 +173,10 @@ def nontensor_rows(node: NonTensorBase, parts: tuple[Any, ...], new: NonTensorBa
     array = np.array(node._array, dtype=object)
     array[tuple(p.cpu().numpy() if isinstance(p, Tensor) else p for p in parts)] = new._array
     return NonTensorStack._wrap(array)
+
+
+def share(tree: TensorCollection) -> None:
+    """Move the storage of every leaf to shared memory."""
+    for _, leaf in iter_leaves(tree):
+        if isinstance(leaf, Tensor):
+            leaf.share_memory_()

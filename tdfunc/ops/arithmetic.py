@@ -1,0 +1,168 @@
+"""Pointwise functions of several operands (clamp, lerp, addcmul, ...), and those along one batch dimension."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from tdfunc._collection import LeafOp, TensorCollection
+from tdfunc._errors import BatchSizeError, explain
+from tdfunc._shapes import dim_index
+from tdfunc.ops.index import check_condition
+from tdfunc.ops.pointwise_base import binary, broadcast_size, check_same, over_batch_op
+
+T = TypeVar("T", bound=TensorCollection)
+_NUMBERS = (bool, int, float)
+
+
+class Extremes(NamedTuple):
+    """Two trees: the extreme values, and where along the dimension each of them was found."""
+
+    values: Any
+    indices: Any
+
+
+def combined(tree: T, name: str, fn: Callable[..., Any], operands: Sequence[Any]) -> T:
+    """Apply `fn(leaf, *operands)`: each operand is a number, a tensor over the batch, or a tree with the same keys."""
+    tensors = [x for x in operands if isinstance(x, Tensor)]
+    trees = [x for x in operands if isinstance(x, TensorCollection)]
+    for other in trees:
+        check_same(tree, other, name)
+        if broadcast_size(tree, other, name) is not None:
+            hint = "expand() the first tree."
+            expected, got = str(list(tree._batch_size)), str(list(other._batch_size))
+            what = f"{name}: an operand has a larger batch than the first tree."
+            raise BatchSizeError(explain(what, expected=expected, got=got, hint=hint))
+
+    def leaf(x: Any, *given: Any) -> Any:
+        # Tensors come first, then the leaves of the other trees.
+        first, rest = iter(given[: len(tensors)]), iter(given[len(tensors) :])
+        found = [
+            next(first) if isinstance(o, Tensor) else next(rest) if isinstance(o, TensorCollection) else o
+            for o in operands
+        ]
+        return fn(x, *found)
+
+    op = over_batch_op(tree, name, leaf, *tensors) if tensors else LeafOp(name, leaf)
+    return tree._map(op, *trees)
+
+
+def clamp(tree: T, low: Any, high: Any) -> T:
+    """Bound every element; either bound may be missing."""
+    if low is None and high is None:
+        raise ValueError(explain("clamp: no bound is given.", expected="min, max or both", got="None and None"))
+    # torch takes two numbers or two tensors.
+    if low is not None and high is not None and isinstance(low, _NUMBERS) == isinstance(high, _NUMBERS):
+        return combined(tree, "clamp", torch.clamp, (low, high))
+    if low is not None:
+        tree = binary(tree, low, "clamp_min", "_foreach_clamp_min")
+    return tree if high is None else binary(tree, high, "clamp_max", "_foreach_clamp_max")
+
+
+def masked_fill(tree: T, mask: Tensor, value: Any) -> T:
+    """Put a number where the mask over the batch holds; every leaf keeps its dtype."""
+    check_condition(tree, mask, "masked_fill")
+    return tree._map(over_batch_op(tree, "masked_fill", lambda x, holds: x.masked_fill(holds, value), mask))
+
+
+def along(tree: T, name: str, dim: int, **options: Any) -> T:
+    """Apply `torch.<name>(leaf, dim)`, which keeps the shape, along a batch dimension."""
+    fn = getattr(torch, name)
+    dim = dim_index(dim, len(tree._batch_size), name)
+    return tree._map(LeafOp(name, lambda x: fn(x, dim, **options), args=(dim,)))
+
+
+def unzip(pairs: TensorCollection) -> Extremes:
+    """Return two trees, from one of pairs."""
+    return Extremes(*(pairs._map(LeafOp("item", lambda pair, i=i: pair[i])) for i in range(2)))
+
+
+class ArithmeticMethods(TensorCollection):
+    """Functions of several operands, and along a batch dimension."""
+
+    __slots__ = ()
+
+    def clamp(self, min: Any = None, max: Any = None) -> Any:
+        """Return the tree with every element bounded.
+
+        Args:
+            min: A number, a tensor over the batch, or a tree with the same keys.
+            max: The same for the upper bound; it wins where it is below `min`.
+
+        Raises:
+            ValueError: There is no bound.
+
+        Examples:
+            >>> TensorDict({"a": torch.arange(4)}, [4]).clamp(1, max=2)["a"]
+            tensor([1, 1, 2, 2])
+        """
+        return clamp(self, min, max)
+
+    def lerp(self, end: Any, weight: Any) -> Any:
+        """Return the tree of `torch.lerp(leaf, end, weight)`: leaf + weight * (end - leaf).
+
+        Both are tensors over the batch or trees with the same keys; the weight may be a number.
+
+        Raises:
+            TreeStructureError: The keys of another tree differ.
+            BatchSizeError: An operand has a larger batch.
+
+        Examples:
+            >>> old, new = TensorDict({"w": torch.zeros(2)}), TensorDict({"w": torch.ones(2)})
+            >>> old.lerp(new, 0.1)["w"]
+            tensor([0.1000, 0.1000])
+        """
+        return combined(self, "lerp", torch.lerp, (end, weight))
+
+    def addcmul(self, other1: Any, other2: Any, *, value: Any = 1) -> Any:
+        """Return the tree of `leaf + value * other1 * other2`; both are tensors over the batch or trees."""
+        return combined(self, "addcmul", lambda x, a, b: torch.addcmul(x, a, b, value=value), (other1, other2))
+
+    def addcdiv(self, other1: Any, other2: Any, *, value: Any = 1) -> Any:
+        """Return the tree of `leaf + value * other1 / other2`; both are tensors over the batch or trees."""
+        return combined(self, "addcdiv", lambda x, a, b: torch.addcdiv(x, a, b, value=value), (other1, other2))
+
+    def nan_to_num(self, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None) -> Any:
+        """Return the tree with numbers for NaN and infinities; without ones for these, the largest of the dtype."""
+        return self._map(LeafOp("nan_to_num", lambda x: torch.nan_to_num(x, nan, posinf, neginf)))
+
+    def masked_fill(self, mask: Tensor, value: Any) -> Any:
+        """Return the tree with a number where the mask over the batch holds; every leaf keeps its dtype.
+
+        Raises:
+            ValueError: The mask does not hold one bool for each element of the batch.
+        """
+        return masked_fill(self, mask, value)
+
+    def softmax(self, dim: int, dtype: torch.dtype | None = None) -> Any:
+        """Return the tree of `torch.softmax(leaf, dim)` along a batch dimension."""
+        return along(self, "softmax", dim, dtype=dtype)
+
+    def cumsum(self, dim: int, *, dtype: torch.dtype | None = None) -> Any:
+        """Return the tree of running sums along a batch dimension."""
+        return along(self, "cumsum", dim, dtype=dtype)
+
+    def cumprod(self, dim: int, *, dtype: torch.dtype | None = None) -> Any:
+        """Return the tree of running products along a batch dimension."""
+        return along(self, "cumprod", dim, dtype=dtype)
+
+    def cummax(self, dim: int, *, return_indices: bool = True) -> Any:
+        """Return the running largest values along a batch dimension, and where each of them was found.
+
+        Args:
+            dim: The batch dimension.
+            return_indices: Return `(values, indices)`, two trees; otherwise the values.
+        """
+        found = unzip(along(self, "cummax", dim))
+        return found if return_indices else found.values
+
+    def cummin(self, dim: int, *, return_indices: bool = True) -> Any:
+        """Return the running smallest values along a batch dimension, and where each of them was found.
+
+        Args:
+            dim: The batch dimension.
+            return_indices: Return `(values, indices)`, two trees; otherwise the values.
+        """
+        found = unzip(along(self, "cummin", dim))
+        return found if return_indices else found.values

@@ -1,0 +1,104 @@
+"""What leaves are to autograd and in memory: gradients, layout, pinned and shared memory, sizes."""
+
+from typing import Any
+
+from torch import Tensor
+
+from tdfunc._collection import LeafOp, TensorCollection, iter_leaves
+from tdfunc.ops import storage_writes
+from tdfunc.ops.cast import detach
+
+
+def tensors(tree: TensorCollection) -> list[Tensor]:
+    """Return the tensor at every path; a tied one as often as it has paths."""
+    return [leaf for _, leaf in iter_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def counted(tree: TensorCollection, duplicates: bool) -> list[Tensor]:
+    """Return the tensors to count: every path, or each tensor once."""
+    found = tensors(tree)
+    return found if duplicates else list({id(x): x for x in found}.values())
+
+
+def grad(tree: TensorCollection) -> Any:
+    """Return the tree of gradients; a leaf that has none is left out."""
+
+    def leaf(x: Any) -> Any:
+        # torch warns where it is asked for a gradient that cannot be there.
+        return x.grad if isinstance(x, Tensor) and (x.is_leaf or x.retains_grad) else None
+
+    return tree._map(LeafOp("grad", leaf, drops=True))
+
+
+def is_contiguous(tree: TensorCollection) -> bool:
+    """Whether every leaf is laid out row by row without gaps."""
+    return all(x.is_contiguous() for x in tensors(tree))
+
+
+class MemoryMethods(TensorCollection):
+    """Gradients, layout and memory of the leaves."""
+
+    __slots__ = ()
+
+    @property
+    def requires_grad(self) -> Any:
+        """Whether any leaf requires a gradient."""
+        return any(x.requires_grad for x in tensors(self))
+
+    @property
+    def grad(self) -> Any:
+        """The tree of gradients that `backward` has left at the leaves; those without one are left out.
+
+        Examples:
+            >>> td = TensorDict({"w": torch.ones(2, requires_grad=True), "n": torch.arange(2)})
+            >>> (td["w"] * 3).sum().backward()
+            >>> list(td.grad.keys()), td.grad["w"]
+            (['w'], tensor([3., 3.]))
+        """
+        return grad(self)
+
+    @property
+    def data(self) -> Any:
+        """The tree without its autograd history, which shares memory: what `detach` returns."""
+        return detach(self)
+
+    def contiguous(self) -> Any:
+        """Return the tree with every leaf laid out row by row; itself where all are."""
+        return self if is_contiguous(self) else self._map(LeafOp("contiguous", lambda x: x.contiguous()))
+
+    def is_contiguous(self) -> bool:
+        """Whether every leaf is laid out row by row without gaps."""
+        return is_contiguous(self)
+
+    def pin_memory(self) -> Any:
+        """Return the tree in page-locked memory, from which copies to an accelerator do not block.
+
+        Raises:
+            RuntimeError: There is no accelerator, from torch.
+        """
+        return self._map(LeafOp("pin_memory", lambda x: x.pin_memory()))
+
+    def share_memory_(self) -> Any:
+        """Move the storage of every leaf to memory that other processes see, as `Tensor.share_memory_`; this tree."""
+        storage_writes.share(self)
+        return self
+
+    def bytes(self, *, count_duplicates: bool = True) -> int:
+        """Return the bytes that the elements of all leaves take.
+
+        Args:
+            count_duplicates: Count a tensor once for each of its paths.
+
+        Examples:
+            >>> TensorDict({"a": torch.zeros(3), "b": torch.zeros(2, dtype=torch.int64)}).bytes()
+            28
+        """
+        return sum(x.numel() * x.element_size() for x in counted(self, count_duplicates))
+
+    def param_count(self, *, count_duplicates: bool = True) -> int:
+        """Return the number of elements of all leaves.
+
+        Args:
+            count_duplicates: Count a tensor once for each of its paths.
+        """
+        return sum(x.numel() for x in counted(self, count_duplicates))
