@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from torch.utils import _pytree as torch_pytree
 
 from tdfunc._errors import ImmutableError, TreeStructureError, explain
-from tdfunc._keys import missing
+from tdfunc._keys import is_key, missing
 from tdfunc._nontensor import GLOBAL_NAMESPACE, NonTensorBase
 from tdfunc._shapes import common_prefix, index_names, index_size, normalize_index
 from tdfunc._ties import Graft, graft, lift, merge, prune, remap, spanning
@@ -87,7 +87,7 @@ class TensorCollection(Slots):
     # The class for open keys and the class for ragged stacks; the public modules set them, lower layers build by them.
     _open: ClassVar[Any] = None
     _lazy: ClassVar[Any] = None
-    # How a class with typed fields makes a value a node, a method (key, value, where); others leave it to `ops.convert`.
+    # How a class with typed fields makes a value a node, a method (key, value, where); others leave it to `convert`.
     _accept: ClassVar[Any] = None
 
     @classmethod
@@ -276,11 +276,12 @@ class TensorCollection(Slots):
         raise _frozen(self, f"del .{name}", f"td = td.delete({name!r})")
 
     def __setitem__(self, key: Any, value: object) -> NoReturn:
-        raise _frozen(
-            self,
-            f"[{key!r}] = value",
-            f"td = td.set({key!r}, value)" if isinstance(key, (str, tuple)) else "td = td.at[index].set(value)",
-        )
+        shown = ", ".join(map(repr, key)) if isinstance(key, tuple) else repr(key)
+        fix = f"td = td.set({key!r}, value)" if is_key(key) else "td = td.at[index].set(value)"
+        if isinstance(value, Tensor) and any(value is leaf for _, leaf in iter_leaves(self)):
+            # `td[key] += 1` has changed the leaf by the time that Python assigns it.
+            fix = f"td = td.at[{shown}].add(value). An operator such as += has already written to the shared leaf."
+        raise _frozen(self, f"td[{shown}] = value", fix)
 
     def __delitem__(self, key: Any) -> NoReturn:
         raise _frozen(self, f"del [{key!r}]", f"td = td.delete({key!r})")

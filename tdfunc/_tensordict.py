@@ -77,7 +77,7 @@ class TensorDict(TreeMethods):
             data, size, static, given = tree._data, tree._batch_size, tree._static, tree._names
         else:
             data, size, given = {}, as_size(batch_size), None
-            if source or entries:
+            if entries or (source is not None and (type(source) is not dict or source)):
                 data, static = read_mapping(_mapping(source, entries), size, place)
         given = given if names is None else as_names(names, len(size))
         if is_compiling():

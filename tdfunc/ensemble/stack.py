@@ -59,6 +59,16 @@ def stack_modules(modules: Sequence[nn.Module]) -> Any:
         >>> stacked.batch_size, stacked["weight"].shape
         (torch.Size([4]), torch.Size([4, 2, 3]))
     """
+    if isinstance(modules, nn.Module) and not isinstance(modules, nn.ModuleList):
+        got = type(modules).__name__
+        raise TypeError(
+            explain(
+                "stack_modules: one module.",
+                expected="a list of modules",
+                got=got,
+                hint="init_ensemble(make, n) makes n members.",
+            )
+        )
     members = [unwrap(module, "stack_modules") for module in modules]
     if not members:
         raise ValueError(explain("stack_modules: no modules were given.", expected="at least one", got=modules))
@@ -286,6 +296,16 @@ def init_ensemble(make: Callable[[], nn.Module], n: int, seed: int = 0) -> Any:
     """
     if n < 1:
         raise ValueError(explain("init_ensemble: there would be no members.", expected="n >= 1", got=n))
+    if isinstance(make, nn.Module):
+        got = f"a module ({type(make).__name__})"
+        raise TypeError(
+            explain(
+                "init_ensemble: make must build a module at each call.",
+                expected="a function",
+                got=got,
+                hint="init_ensemble(lambda: Net(...), n).",
+            )
+        )
     first = _made(make, seed, 0)
     slots = walk(first, "init_ensemble")
     start = _values(slots)

@@ -88,7 +88,8 @@ def match(tree: TensorCollection, module: nn.Module, strict: bool) -> Match:
     entries: list[Entry] = []
     modules: dict[nn.Module, None] = {}
     try:
-        fits = _fits(module, tree, strict, entries, modules, 0)
+        # A part may hold one path of a tied slot, whose other paths need it too.
+        fits = strict and _fits(module, tree, strict, entries, modules, 0)
     # Uninitialised parameters, trees of another representation.
     except (RuntimeError, AttributeError):
         fits = False
@@ -139,16 +140,19 @@ def _match_by_path(tree: TensorCollection, module: nn.Module, strict: bool) -> M
     slots = {slot.path: slot for slot in walk(module, "to_module")}
     leaves = dict(iter_items(tree, True, True))
     extra = [path for path in leaves if path not in slots]
+    tied = _tied_to(slots, leaves)
     # A state dict has no non-persistent buffers, so a tree made from one has none either.
-    absent = (
-        [p for p, slot in slots.items() if p not in leaves and slot.kind is not Kind.NON_PERSISTENT] if strict else []
-    )
+    absent = [
+        path
+        for path, slot in slots.items()
+        if strict and path not in leaves and path not in tied and slot.kind is not Kind.NON_PERSISTENT
+    ]
     if extra or absent:
         raise _structure_error(module, extra, absent)
     first: dict[int, tuple[Path, Any]] = {}
     entries: list[Entry] = []
     states: list[State] = []
-    for path, leaf in leaves.items():
+    for path, leaf in (leaves | tied).items():
         slot = slots[path]
         _check_leaf(slot, leaf)
         if slot.store is None:
@@ -161,6 +165,19 @@ def _match_by_path(tree: TensorCollection, module: nn.Module, strict: bool) -> M
             raise tie_error("to_module", known, path)
         entries.append((slot.store, path[-1], slot.value, leaf, slot.kind is Kind.PARAMETER))
     return Match(entries, states, list(module.modules()))
+
+
+def _tied_to(slots: dict[Path, Slot], leaves: dict[Path, Any]) -> dict[Path, Any]:
+    """Return the leaves of paths that the tree lacks, but whose slots hold one tensor with a path that it has.
+
+    Files often keep one name of a tied weight.
+    """
+    given = {id(slots[path].value): leaf for path, leaf in leaves.items() if path in slots and slots[path].store}
+    return {
+        path: given[id(slot.value)]
+        for path, slot in slots.items()
+        if path not in leaves and slot.store and id(slot.value) in given
+    }
 
 
 def _structure_error(module: nn.Module, extra: list[Path], absent: list[Path]) -> TreeStructureError:

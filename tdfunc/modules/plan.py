@@ -187,6 +187,11 @@ class Spec:
                 for path in entry.paths:
                     if found.setdefault(path, entry.leaf) is not entry.leaf:
                         raise _twice(path)
+                    if tree is buffers and self.order.get(path, self.n_params) < self.n_params:
+                        raise _misplaced(path)
+        # Files often keep one name of a tied weight.
+        known = {self.first[path]: leaf for path, leaf in found.items() if path in self.first}
+        found |= {path: known[f] for path, f in self.first.items() if path not in found and f in known}
         missing = [path for path in self.order if path not in found]
         unknown = [path for path in found if path not in self.order]
         if missing or unknown:
@@ -205,9 +210,6 @@ class Spec:
         hint = None
         if missing and buffers is None and set(missing) <= set(self.buffers.paths):
             hint = "pass buffers=buffers; buffers are never taken from the module silently."
-        elif missing and all(self.first[path] in found for path in missing):
-            path, first = missing[0], self.first[missing[0]]
-            hint = f"they are tied to leaves that are there: params.set({path!r}, params[{first!r}])."
         elif unknown and all(path[:-1] != () and "original" not in path[-1] for path in unknown) and missing:
             hint = "is the tree that of another module, or a sub-tree?"
         what = f"{dotted(missing[0])!r} is missing" if missing else f"{dotted(unknown[0])!r} is not one of its leaves"
@@ -265,6 +267,17 @@ def replace_nodes(tree: TensorCollection, nodes: dict[Path, Any], at: Path = ())
 
 def _names(paths: list[Path]) -> str:
     return str([dotted(path) for path in paths[:10]]) + (f" and {len(paths) - 10} more" if len(paths) > 10 else "")
+
+
+def _misplaced(path: Path) -> TreeStructureError:
+    return TreeStructureError(
+        explain(
+            f"apply: the parameter {dotted(path)!r} is in buffers.",
+            expected="parameters in the first tree (which may hold the buffers too)",
+            got="a parameter in buffers=",
+            hint="are the two trees swapped? apply(params, x, buffers=buffers).",
+        )
+    )
 
 
 def _twice(path: Path) -> TreeStructureError:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
@@ -75,8 +76,22 @@ def _generators(rng: Any) -> list[torch.Generator]:
     if isinstance(rng, (list, tuple)) and all(isinstance(g, torch.Generator) for g in rng):
         return list(rng)
     if isinstance(rng, int) and not isinstance(rng, bool):
+        refuse_traced_seed("pass a torch.Generator to the traced function, and give it as rng=.")
         return [torch.Generator().manual_seed(rng)]
     raise TypeError(explain("rng: no source of random numbers.", expected="a seed or a torch.Generator", got=repr(rng)))
+
+
+def refuse_traced_seed(hint: str) -> None:
+    """Raise while `jit` or `make_fx` records: a replay would go on drawing from the generator made by the record."""
+    if get_proxy_mode() is not None:
+        raise UnsupportedError(
+            explain(
+                "rng: a seed inside a traced function would count for its first call only.",
+                expected="a generator that is an argument of the function",
+                got="a seed",
+                hint=hint,
+            )
+        )
 
 
 def _past(func: Any) -> UnsupportedError:
@@ -92,6 +107,7 @@ def _past(func: Any) -> UnsupportedError:
 
 def member_generators(seed: int, stop: int, start: int = 0) -> list[torch.Generator]:
     """Return generators for members start to stop, each seeded by (seed, i) alone: how many there are changes none."""
+    refuse_traced_seed("call the ensemble outside, or give each member's draws to the function as data.")
     return [torch.Generator().manual_seed(member_seed(seed, i)) for i in range(start, stop)]
 
 

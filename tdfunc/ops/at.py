@@ -53,9 +53,13 @@ class At:
             BatchSizeError: The rows have another batch size.
             LeafMismatchError: A leaf of the rows has another shape, or a dtype that would lose values.
         """
-        if is_key(self._place):
-            return self._tree.set(self._place, value)
-        return write_rows(self._tree, self._place, value, "set")
+        if not is_key(self._place):
+            return write_rows(self._tree, self._place, value, "set")
+        old = get(self._tree, self._place, None)
+        # A number fills the leaf, as it fills rows; `td.set` makes a leaf of the batch size.
+        if isinstance(old, Tensor) and isinstance(value, NUMBERS):
+            value = _number(value, old).expand(old.shape)
+        return self._tree.set(self._place, value)
 
     def add(self, value: Any) -> Any:
         """Return a tree with the value added there; rows that an index names twice are added to twice."""

@@ -171,7 +171,9 @@ def nontensor_rows(node: NonTensorBase, parts: tuple[Any, ...], new: NonTensorBa
     if isinstance(node, NonTensorData) and isinstance(new, NonTensorData) and same_value(node.data, new.data):
         return node
     array = np.array(node._array, dtype=object)
-    array[tuple(p.cpu().numpy() if isinstance(p, Tensor) else p for p in parts)] = new._array
+    # A 0-d object array assigned to one place would be put there itself.
+    values = new._array if new._array.ndim else new._array[()]
+    array[tuple(p.cpu().numpy() if isinstance(p, Tensor) else p for p in parts)] = values
     return NonTensorStack._wrap(array)
 
 

@@ -310,6 +310,12 @@ def combine(*trees: T) -> T:
     """
     if not trees:
         raise ValueError(explain("combine: no trees were given.", expected="one or more"))
+    for tree in trees:
+        if not isinstance(tree, TensorCollection):
+            got = type(tree).__name__
+            raise TypeError(
+                explain("combine: not a tree.", expected="trees", got=got, hint="combine(a, b), combine(*parts).")
+            )
     result = trees[0]
     for other in trees[1:]:
         both = {p for p, _ in iter_items(result, True, True)} & {p for p, _ in iter_items(other, True, True)}

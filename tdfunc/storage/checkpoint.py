@@ -119,6 +119,11 @@ def load(
 
 
 def _target(path: str | os.PathLike[str]) -> str:
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        got = type(path).__name__
+        raise TypeError(
+            explain("save: not a path.", expected="a file name", got=got, hint="save(tree, path), in this order.")
+        )
     target = os.fsdecode(path)
     suffix = os.path.splitext(target)[1]
     if suffix != _SUFFIX:

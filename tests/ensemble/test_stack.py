@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.testing import assert_close
 
+import tdfunc as tdf
 from tdfunc import (
     BatchSizeError,
     Ensemble,
@@ -415,3 +416,11 @@ def test_a_stack_of_stacks():
 
     assert out.shape == (3, 2, 5, 2)
     assert_close(out[1, 0], apply(trees[1][0], torch.ones(5, 3)))
+
+
+def test_a_module_is_no_list_of_modules():
+    """The message would be about iteration, or about a missing argument of forward."""
+    with pytest.raises(TypeError, match=r"stack_modules: one module(.|\n)*init_ensemble"):
+        tdf.stack_modules(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"make must build a module(.|\n)*a module \(Linear\)"):
+        tdf.init_ensemble(nn.Linear(2, 2), 3)

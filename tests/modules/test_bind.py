@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import tdfunc as tdf
 from tdfunc import (
     ConcurrencyError,
     LeafMismatchError,
@@ -21,6 +22,7 @@ from tdfunc import (
     functional,
     stack,
 )
+from tests.helpers import TiedLM
 from tests.models import CASES, Norm, Shared, Tied, WithState, make_case, make_mlp
 
 
@@ -629,3 +631,39 @@ def test_maml_through_blocks():
     )(flat)
     for name, value in theirs.items():
         torch.testing.assert_close(ours[tuple(name.split("."))], value)
+
+
+def test_one_name_of_a_tied_weight_is_enough():
+    """Files that keep one name of a tied weight (as Hugging Face's do) would leave the other name as it was."""
+    source, target = TiedLM(), TiedLM()
+    part = tdf.from_module(source).untie(("out", "weight")).delete(("out", "weight"))
+
+    part.to_module(target)
+
+    ids = torch.arange(5)[None]
+    assert target.out.weight is target.emb.weight
+    assert torch.equal(target(ids), source(ids))
+    apply, _, _ = tdf.functional(target)
+    assert torch.equal(apply(part, ids), source(ids))
+    with part.to_module(TiedLM(), strict=False) as bound:
+        assert torch.equal(bound(ids), source(ids))
+
+
+def test_swapped_trees_are_refused():
+    """Parameters would be returned as new buffers."""
+    apply, params, buffers = tdf.functional(nn.BatchNorm1d(3))
+
+    with pytest.raises(tdf.TreeStructureError, match=r"the parameter 'weight' is in buffers"):
+        apply(buffers, torch.zeros(2, 3), buffers=params)
+
+
+def test_a_seed_in_a_traced_function_is_refused():
+    """The seed would count for the first call only."""
+    apply, params, _ = tdf.functional(nn.Dropout(0.5).train())
+    stacked = tdf.stack_modules([nn.Linear(2, 2), nn.Linear(2, 2)])
+    members = tdf.Ensemble(tdf.functional(nn.Linear(2, 2))[0])
+
+    with pytest.raises(tdf.UnsupportedError, match="a seed inside a traced function"):
+        tdf.jit(lambda x: apply(params, x, rng=0))(torch.ones(3))
+    with pytest.raises(tdf.UnsupportedError, match="a seed inside a traced function"):
+        tdf.jit(lambda t, x: members(t, x, rng=0))(stacked, torch.ones(3, 2))

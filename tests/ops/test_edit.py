@@ -377,3 +377,20 @@ def test_rows_in_place_of_another_batch():
         TensorDict({"a": torch.zeros(3)}, [3]).at[0].set_(TensorDict({"a": torch.zeros(2)}, [2]))
     with pytest.raises(LeafMismatchError, match="'a': the leaf is expanded"):
         TensorDict({"a": 0.0}, [3]).at[0].set_({"a": 1.0})
+
+
+def test_at_fills_one_place_with_one_value():
+    """A row's string would be put in as an array, or a number would change the shape of a leaf."""
+    td = TensorDict({"s": ["p", "q", "r"], "x": torch.ones(3, 2)}, [3])
+
+    assert td.at[0].set(td[1])["s"] == ["q", "q", "r"]
+    assert td.at[-1].set(td[0])["s"] == ["p", "q", "p"]
+    assert torch.equal(td.at["x"].set(0)["x"], torch.zeros(3, 2))
+
+
+def test_augmented_assignment_says_what_it_did():
+    """A leaf that `+=` has changed would be reported as unchanged."""
+    td = TensorDict({"a": torch.zeros(3)}, [3])
+
+    with pytest.raises(ImmutableError, match=r"td = td\.at\['a'\]\.add\(value\).*already written"):
+        td["a"] += 1

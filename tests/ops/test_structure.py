@@ -236,3 +236,11 @@ def test_state_dict_refuses_two_paths_of_one_name():
     with pytest.raises(MissingKeyError, match=r"two paths become the key 'a\.b'"):
         td.state_dict()
     assert td.state_dict(flatten=False)["a.b"] == 1
+
+
+def test_combine_takes_trees():
+    """A list would come back as it is."""
+    with pytest.raises(TypeError, match=r"combine: not a tree(.|\n)*list"):
+        combine([TensorDict({"a": torch.zeros(1)})])
+    with pytest.raises(TypeError, match=r"not a source(.|\n)*Tensor"):
+        TensorDict(torch.ones(2))

@@ -226,3 +226,9 @@ def test_ties_so_deep_that_they_fill_the_memory(tmp_path, monkeypatch):
         load(tmp_path / "t.safetensors")
     monkeypatch.undo()
     assert_same(load(tmp_path / "t.safetensors"), tree)
+
+
+def test_arguments_in_the_other_order():
+    """The message would be about file system paths."""
+    with pytest.raises(TypeError, match=r"not a path(.|\n)*save\(tree, path\)"):
+        save("x.safetensors", TensorDict({"a": torch.zeros(1)}))  # pyright: ignore
