@@ -13,7 +13,9 @@ from tdfunc.ops.cast import CastMethods, as_device, to
 from tdfunc.ops.convert import read_mapping, resize
 from tdfunc.ops.dispatch import DispatchMethods
 from tdfunc.ops.edit import EditMethods, update
+from tdfunc.ops.exchange import ExchangeMethods, FromMethods
 from tdfunc.ops.index import IndexMethods
+from tdfunc.ops.make import MakeMethods
 from tdfunc.ops.maps import MapMethods
 from tdfunc.ops.memory import MemoryMethods
 from tdfunc.ops.pointwise import DtypeMethods, PointwiseMethods
@@ -27,7 +29,8 @@ from tdfunc.ops.structure import StructureMethods
 
 class TreeMethods(
     IndexMethods, ShapeMethods, RearrangeMethods, ReadMethods, EditMethods, StructureMethods, MapMethods,
-    PointwiseMethods, DtypeMethods, ArithmeticMethods, ReduceMethods, ExtremeMethods, CastMethods, MemoryMethods, ShowMethods, DispatchMethods, ModuleMethods,
+    PointwiseMethods, DtypeMethods, ArithmeticMethods, ReduceMethods, ExtremeMethods, CastMethods, MemoryMethods,
+    MakeMethods, ExchangeMethods, ShowMethods, DispatchMethods, ModuleMethods,
 ):  # fmt: skip
     """All methods of a tree; what `TensorDict` and `TensorClass` share."""
 
@@ -36,7 +39,7 @@ class TreeMethods(
 
 
 @final
-class TensorDict(TreeMethods):
+class TensorDict(TreeMethods, FromMethods):
     """An immutable tree of tensors under str keys, indexed along the batch dimensions that its leaves share.
 
     Dicts become nested trees with the same batch size; numbers become tensors expanded to it; other objects are

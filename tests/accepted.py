@@ -9,6 +9,7 @@ from tests.differential import Tree, Words, differences
 from tests.random_trees import Branch
 
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "xor")
+MADE = ("new_zeros", "new_ones", "new_full")
 REDUCTIONS = (
     "sum", "mean", "prod", "amax", "amin", "std", "var", "all", "any", "min", "max", "nansum", "nanmean", "logsumexp",
     "quantile", "cummax", "cummin",
@@ -101,6 +102,16 @@ def _holds_words(branch):
     return any(_holds_words(v) if isinstance(v, Branch) else not isinstance(v, torch.Tensor) for v in values)
 
 
+def has_empty(case, ours, theirs):
+    """An input holds a sub-tree without tensors."""
+    return any(map(_holds_empty, case.inputs))
+
+
+def _holds_empty(branch):
+    inner = [value for value in branch.entries.values() if isinstance(value, Branch)]
+    return any(not list(part.leaves()) or _holds_empty(part) for part in inner)
+
+
 def has_no_elements(case, ours, theirs):
     """The batch, or every tensor, holds nothing."""
     return 0 in sizes(case)
@@ -171,6 +182,7 @@ RARE = {PROMOTE}
 ACCEPTED = (
     Accepted(EMPTY, returns_none),
     Accepted(EMPTY, equal_without("empty")),
+    Accepted(EMPTY, named("auto_batch_size", "auto_batch_dims"), has_empty, differs_in("size", "names", "value")),
     Accepted(EMPTY, only_theirs_raises("at least one tensor", "call_on_nested=True", 'arguments: "dim"')),
     Accepted(CHECKED, named("index", "reshape", "view"), only_ours_raises(), torch_refuses),
     Accepted(CHECKED, named("narrow"), only_ours_raises("do not exist")),
@@ -182,6 +194,8 @@ ACCEPTED = (
         equal_without("words", "names"),
     ),
     Accepted(TORCH, named("clamp_min", "clamp_max"), only_ours_raises("must match", "not implemented for")),
+    Accepted(UNDER, named("split_keys", "split_keys_loose"), only_theirs_raises("Expected a TensorDictBase")),
+    Accepted(WORDS, has_words, named("empty_recurse", *MADE), equal_without("words", "names")),
     Accepted(REARRANGE, named("atleast_3d"), differs_in("size", "shape", "names", "value")),
     Accepted(REARRANGE, named("roll"), detail(lambda d: d[1] < 0), differs_in("value")),
     Accepted(REARRANGE, named("roll"), detail(lambda d: d[1] < 0), has_words, differs_in("value", "class")),
@@ -190,8 +204,9 @@ ACCEPTED = (
     Accepted(CHECKED, named("rename_key", "unflatten_keys"), only_ours_raises("leading dimensions")),
     Accepted(CHECKED, named("split"), only_ours_raises("must add up")),
     Accepted(NODE, named("get", "getitem"), equal_without("names")),
+    Accepted(NODE, named("stack_tensors", "cat_tensors"), only_theirs_raises("refine_names", "non-unique")),
     Accepted(NAMES, named("update", "masked_select", "flatten", "reshape", "view"), equal_without("names")),
-    Accepted(NAMES, named("pad", "broadcast_to", "cummax", "cummin", "logsumexp"), equal_without("names")),
+    Accepted(NAMES, named("pad", "broadcast_to", "cummax", "cummin", "logsumexp", *MADE), equal_without("names")),
     Accepted(NAMES, named(*COMPARISONS), equal_without("names")),
     Accepted(NAMES, named(*REDUCTIONS), detail(lambda d: bool(d[1])), equal_without("names")),
     Accepted(NAMES, named("index"), takes_rows, equal_without("names")),
@@ -208,13 +223,15 @@ ACCEPTED = (
     Accepted(CAST, named("stack", "cat"), only_ours_raises("torch.")),
     Accepted(KEYS, only_ours_raises("different keys")),
     Accepted(
-        DIMS, named("cat", "flatten", "roll", "rot90", "flip", "repeat_interleave"), only_ours_raises("does not exist")
+        DIMS,
+        named("cat", "flatten", "roll", "rot90", "flip", "repeat_interleave", "stack_tensors", "cat_tensors"),
+        only_ours_raises("does not exist"),
     ),
     Accepted(DIMS, named("permute"), only_ours_raises("exactly once"), batch(lambda size, d: len(d) != len(size))),
     Accepted(WHERE, named("where"), only_ours_raises("where: the condition")),
     Accepted(UNDER, named("get", "exclude"), only_theirs_raises("Expected a TensorDictBase", "_exclude")),
     Accepted(CHECKED, named("unflatten_keys"), equal_without("sizes", "words")),
-    Accepted(UNDER, named("set", "rename_key"), only_ours_raises("is a leaf")),
+    Accepted(UNDER, named("set", "rename_key", "replace"), only_ours_raises("is a leaf")),
     Accepted(UNDER, named("unflatten_keys"), has_words, only_ours_raises("another key has taken")),
     Accepted(EXPAND, named("expand"), only_theirs_raises(), detail(lambda d: -1 in d)),
     Accepted(ZERO, named("chunk", "split"), has_no_elements, only_theirs_raises("split_size must be")),
@@ -227,6 +244,12 @@ ACCEPTED = (
     Accepted(REDUCE, named(*REDUCTIONS), differs_in("size", "shape", "names")),
     Accepted(REDUCE, named(*REDUCTIONS), has_words, equal_without("words", "names", "sizes")),
     Accepted(PROMOTE, detail(lambda d: isinstance(d, torch.Tensor) and d.dim() == 0), differs_in("dtype", "value")),
+    Accepted(
+        PROMOTE,
+        detail(lambda d: isinstance(d, torch.Tensor) and d.dim() == 0),
+        has_empty,
+        differs_in("dtype", "value", "keys"),
+    ),
     Accepted(FEATURES, only_ours_raises("another number of features")),
     Accepted(
         NUMBERS,

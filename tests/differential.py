@@ -578,9 +578,43 @@ def make_scan(rng):
     return _same(name, (dim, {}), [branch], *calls[name])
 
 
+def make_made(rng):
+    """A case of trees made from a tree."""
+    branch = random_tree(rng, nontensor=rng.random() < 0.2)
+    size = ((), (4,), (2, 5))[rng.integers(3)]
+    key, other = _key(rng, branch), _key(rng, branch)
+    value = random_leaf(rng, branch.size)
+    calls = {
+        "empty": (None, lambda t: t.empty()),
+        "empty_recurse": (None, lambda t: t.empty(recurse=True)),
+        "new_zeros": (size, lambda t: t.new_zeros(*size)),
+        "new_ones": (size, lambda t: t.new_ones(*size, dtype=torch.float64)),
+        "new_full": (size, lambda t: t.new_full(size, 1)),
+        "replace": (key, lambda t: t.replace({key: value})),
+        "to_tensordict": (None, lambda t: t.to_tensordict()),
+        "split_keys": ((key, other), lambda t: t.split_keys([key], {other: "to"})),
+        "split_keys_loose": ((key, other), lambda t: t.split_keys([key], [other], strict=False)),
+        "auto_batch_size": (None, lambda t: type(t).from_dict(t.to_dict(), auto_batch_size=True)),
+        "auto_batch_dims": (None, lambda t: type(t).from_dict(t.to_dict(), auto_batch_size=True, batch_dims=1)),
+    }
+    name = str(rng.choice(list(calls)))
+    return _same(name, calls[name][0], [branch], calls[name][1])
+
+
+def make_joined_entries(rng):
+    """A case of cat_tensors and stack_tensors."""
+    branch = random_tree(rng, dtype=torch.float32, nontensor=False)
+    keys = list(dict.fromkeys(_key(rng, branch) for _ in range(rng.integers(1, 3))))
+    name, dim = str(rng.choice(["cat_tensors", "stack_tensors"])), int(rng.integers(0, 3))
+    options = {"out_key": "out", "dim": dim, "keep_entries": bool(rng.random() < 0.5)}
+    call = lambda t: getattr(t, name)(*keys, **options)  # noqa: E731
+    return Case(name, (keys, options), [branch], call, _edit(call))
+
+
 MAKERS = [
     make_construct, make_set, make_get, make_update, make_delete, make_keys, make_flatten_keys, make_rename,
     make_index, make_index, make_index, make_stack, make_cat, make_shape, make_shape, make_shape, make_rearrange,
     make_rearrange, make_pad, make_split, make_gather, make_where, make_masked_select, make_copy, make_apply,
-    make_pointwise, make_pointwise, make_unary, make_reduce, make_arithmetic, make_scan,
+    make_pointwise, make_pointwise, make_unary, make_reduce, make_arithmetic, make_scan, make_made,
+    make_joined_entries,
 ]  # fmt: skip

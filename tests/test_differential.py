@@ -25,7 +25,7 @@ from tests.random_trees import Branch
 PAGE = Path(__file__).parent.parent / "docs" / "differences.md"
 # The errors of tdfunc, and those of tensordict for the same mistake.
 ERRORS = {
-    "MissingKeyError": {"KeyError", "ValueError", "AttributeError", "RuntimeError"},
+    "MissingKeyError": {"KeyError", "ValueError", "AttributeError", "RuntimeError", "TypeError"},
     "BatchSizeError": {"RuntimeError"},
     "LeafMismatchError": {
         "KeyError",

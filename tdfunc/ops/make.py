@@ -1,0 +1,203 @@
+"""Trees made from a tree: empty, of constants, with entries replaced, parted or joined."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Size, Tensor
+
+from tdfunc._collection import LeafOp, TensorCollection
+from tdfunc._errors import LeafMismatchError, explain
+from tdfunc._keys import dotted, unravel
+from tdfunc._shapes import as_names, as_size
+from tdfunc._types import NestedKey, Path
+from tdfunc.ops import join
+from tdfunc.ops.cast import as_device, clone, on_device
+from tdfunc.ops.edit import delete_paths, set_
+from tdfunc.ops.maps import drop_empty
+from tdfunc.ops.reading import UNSET, get, has
+from tdfunc.ops.structure import rename_key, select
+
+T = TypeVar("T", bound=TensorCollection)
+
+
+def empty(tree: TensorCollection, recurse: bool, batch_size: Any, device: Any, names: Any) -> Any:
+    """Return an open tree without entries, or with empty sub-trees only."""
+    size = tree._batch_size if batch_size is None else as_size(batch_size)
+    place = tree._device if device is UNSET else as_device(device)
+    same = names is UNSET and len(size) == len(tree._batch_size)
+    given = tree._names if same else None if names is UNSET else as_names(names, len(size))
+    data: dict[str, Any] = {}
+    for key in tree._keys() if recurse else ():
+        node = tree._get(key)
+        if isinstance(node, TensorCollection):
+            data[key] = empty(node, True, size + node._batch_size[len(tree._batch_size) :], device, UNSET)
+    return tree._open._make(data, size, place, given)
+
+
+def filled(tree: T, call: str, size: Size, value: Any, dtype: torch.dtype | None, device: Any) -> T:
+    """Return a tree of another batch size that `Tensor.new_*` has made of every leaf."""
+    n = len(tree._batch_size)
+    place = as_device(device)
+    arguments = (value,) if call == "new_full" else ()
+
+    def leaf(x: Any) -> Any:
+        return getattr(x, call)((*size, *x.shape[n:]), *arguments, dtype=dtype, device=place)
+
+    made = tree._map(LeafOp(call, leaf, lambda old: size + old[n:]))
+    return made if place is None else on_device(made, place)
+
+
+def opened(tree: TensorCollection) -> Any:
+    """Return `TensorDict`s in place of trees of any class, sharing the leaves."""
+    done = tree._each(opened)
+    if done is not None:
+        return done
+    data = {key: opened(node) if isinstance(node, TensorCollection) else node for key, node in tree._data.items()}
+    return tree._open._make(data, tree._batch_size, tree._device, tree._names, tree._static)
+
+
+def split_keys(tree: T, key_sets: Sequence[Any], strict: bool) -> tuple[T, ...]:
+    """Return a tree for each set of keys, and the rest; a dict renames what it takes."""
+    parts: list[T] = []
+    rest = tree
+    for keys in key_sets:
+        names: dict[Any, Any] = dict(keys) if isinstance(keys, Mapping) else {key: key for key in keys}
+        part = select(rest, list(names), strict)
+        for old, new in names.items():
+            if unravel(old) != unravel(new) and has(part, old):
+                part = rename_key(part, old, new, True)
+        parts.append(drop_empty(part))
+        rest = delete_paths(rest, [unravel(key) for key in names])
+    return (*parts, drop_empty(rest))
+
+
+def join_entries(tree: T, call: str, keys: Sequence[NestedKey], out_key: NestedKey, dim: int, keep: bool) -> T:
+    """Return a tree with several entries put together into one."""
+    done = tree._each(lambda t: join_entries(t, call, keys, out_key, dim, keep))
+    if done is not None:
+        return done
+    paths = [unravel(key) for key in keys]
+    nodes: list[Any] = [get(tree, path) for path in paths]
+    if not nodes:
+        raise ValueError(explain(f"{call}: no keys were given.", expected="one or more", got="none"))
+    if all(isinstance(node, TensorCollection) for node in nodes):
+        joined = join.cat(nodes, dim) if call == "cat_tensors" else join.stack(nodes, dim)
+    else:
+        joined = _joined_tensors(call, paths, nodes, dim)
+    return set_(tree if keep else delete_paths(tree, paths), out_key, joined)
+
+
+def _joined_tensors(call: str, paths: Sequence[Path], nodes: Sequence[Any], dim: int) -> Tensor:
+    for path, node in zip(paths, nodes, strict=True):
+        if not isinstance(node, Tensor) or node.dtype != getattr(nodes[0], "dtype", None):
+            expected = str(getattr(nodes[0], "dtype", "tensors"))
+            got = str(node.dtype) if isinstance(node, Tensor) else type(node).__name__
+            raise LeafMismatchError(explain(f"{call}: {dotted(path)!r} differs.", expected=expected, got=got))
+    try:
+        return torch.cat(list(nodes), dim) if call == "cat_tensors" else torch.stack(list(nodes), dim)
+    except RuntimeError as err:
+        shapes = {dotted(path): list(node.shape) for path, node in zip(paths, nodes, strict=True)}
+        what = f"{call}: the entries do not fit together along dimension {dim}."
+        raise LeafMismatchError(explain(what, expected="equal shapes", got=str(shapes))) from err
+
+
+def _size(size: tuple[Any, ...]) -> Size:
+    return as_size(size[0] if len(size) == 1 else size)
+
+
+class MakeMethods(TensorCollection):
+    """Trees made from a tree."""
+
+    __slots__ = ()
+
+    def empty(self, recurse: bool = False, *, batch_size: Any = None, device: Any = UNSET, names: Any = UNSET) -> Any:
+        """Return a `TensorDict` without entries, of this batch size, device and names unless others are given.
+
+        Args:
+            recurse: Keep the sub-trees, without their entries.
+            batch_size: Another batch size; sub-trees keep their own trailing dimensions.
+            device: Another device; None for none.
+            names: Other names of the dimensions.
+        """
+        return empty(self, recurse, batch_size, device, names)
+
+    def new_zeros(self, *size: Any, dtype: torch.dtype | None = None, device: Any = None) -> Any:
+        """Return a tree of zeros with these keys and feature dimensions, of another batch size.
+
+        Raises:
+            LeafMismatchError: Non-tensor data have a value for each row.
+
+        Examples:
+            >>> TensorDict({"obs": torch.ones(3, 4)}, [3]).new_zeros(10)["obs"].shape
+            torch.Size([10, 4])
+        """
+        return filled(self, "new_zeros", _size(size), None, dtype, device)
+
+    def new_ones(self, *size: Any, dtype: torch.dtype | None = None, device: Any = None) -> Any:
+        """Return a tree of ones, as `new_zeros`."""
+        return filled(self, "new_ones", _size(size), None, dtype, device)
+
+    def new_empty(self, *size: Any, dtype: torch.dtype | None = None, device: Any = None) -> Any:
+        """Return a tree of uninitialised memory, as `new_zeros`."""
+        return filled(self, "new_empty", _size(size), None, dtype, device)
+
+    def new_full(self, size: Any, fill_value: Any, *, dtype: torch.dtype | None = None, device: Any = None) -> Any:
+        """Return a tree of one value, as `new_zeros`."""
+        return filled(self, "new_full", as_size(size), fill_value, dtype, device)
+
+    def replace(self, changes: Mapping[Any, Any] | None = None, /, **entries: Any) -> Any:
+        """Return a tree with entries replaced (or added), each as a whole: `update` merges nested trees instead.
+
+        Args:
+            changes: New values by (nested) key.
+            **entries: More of them, by keyword.
+        """
+        tree = self
+        for key, value in {**(changes or {}), **entries}.items():
+            tree = set_(tree, key, value)
+        return tree
+
+    def to_tensordict(self, *, retain_none: bool | None = None) -> Any:
+        """Return a copy in which all trees are `TensorDict`s.
+
+        Args:
+            retain_none: For a typed tree: write empty fields as non-tensor None.
+        """
+        return clone(opened(self), recurse=True)
+
+    def split_keys(self, *key_sets: Any, strict: bool = True) -> tuple[Any, ...]:
+        """Return a tree for each set of (nested) keys, and one of the rest; sub-trees left empty go.
+
+        Args:
+            *key_sets: Keys, or a dict from keys to the names that they get.
+            strict: Raise for keys that do not exist.
+
+        Raises:
+            MissingKeyError: A key does not exist, or an earlier set has it.
+
+        Examples:
+            >>> td = TensorDict({"obs": torch.ones(2), "act": torch.zeros(2), "r": torch.ones(2)}, [2])
+            >>> [list(part.keys()) for part in td.split_keys(["obs"], {"act": "action"})]
+            [['obs'], ['action'], ['r']]
+        """
+        return split_keys(self, key_sets, strict)
+
+    def cat_tensors(self, *keys: NestedKey, out_key: NestedKey, dim: int = 0, keep_entries: bool = False) -> Any:
+        """Return a tree in which one entry is several others put together with `torch.cat`.
+
+        Args:
+            *keys: Tensors of one dtype, or sub-trees.
+            out_key: The new entry.
+            dim: A dimension of the tensors (or of the batch of sub-trees).
+            keep_entries: Keep the others, too.
+
+        Raises:
+            LeafMismatchError: An entry differs in dtype or shape, or is non-tensor data.
+            BatchSizeError: The result does not start with the batch size.
+        """
+        return join_entries(self, "cat_tensors", keys, out_key, dim, keep_entries)
+
+    def stack_tensors(self, *keys: NestedKey, out_key: NestedKey, dim: int = 0, keep_entries: bool = False) -> Any:
+        """Return a tree in which one entry is several others put together with `torch.stack`, as `cat_tensors`."""
+        return join_entries(self, "stack_tensors", keys, out_key, dim, keep_entries)
