@@ -158,13 +158,6 @@ def _number(value: Any, leaf: Tensor) -> Tensor:
     return torch.full((), number, dtype=leaf.dtype if keeps else None, device=leaf.device)
 
 
-def _rank(dtype: torch.dtype) -> int:
-    # What `torch.can_cast` compares; dynamo does not trace that.
-    if dtype.is_complex:
-        return 3
-    return 2 if dtype.is_floating_point else int(dtype is not torch.bool)
-
-
 def _keeps(number: Any, dtype: torch.dtype) -> bool:
     if dtype.is_complex or isinstance(number, complex):
         return dtype.is_complex
@@ -200,7 +193,7 @@ def _check_rows(rows: TensorCollection, value: TensorCollection, call: str) -> N
 
 
 def _check_leaf(path: Path, old: Tensor, new: Any, call: str) -> None:
-    fits = isinstance(new, Tensor) and new.shape == old.shape and _rank(new.dtype) <= _rank(old.dtype)
+    fits = isinstance(new, Tensor) and new.shape == old.shape and storage_writes.keeps_values(new.dtype, old.dtype)
     if not fits:
         got = f"shape {list(new.shape)}, {new.dtype}" if isinstance(new, Tensor) else type(new).__name__
         raise LeafMismatchError(

@@ -12,7 +12,7 @@ import torch
 from torch import Size, Tensor
 
 from tdfunc._collection import LeafOp, TensorCollection, iter_leaves
-from tdfunc._errors import BatchSizeError, LeafMismatchError, MissingKeyError, explain
+from tdfunc._errors import BatchSizeError, LeafMismatchError, MissingKeyError, TieError, explain
 from tdfunc._keys import dotted, missing
 from tdfunc._nontensor import NonTensorBase, NonTensorData, NonTensorStack, same_value
 from tdfunc._shapes import index_size, normalize_index
@@ -25,6 +25,27 @@ def index_parts(index: Any, size: Size) -> tuple[Any, ...]:
     parts = normalize_index(index, size)
     index_size(parts, size)
     return parts
+
+
+def keeps_values(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether a cast loses nothing but floating-point precision: no float becomes an int, no int a narrower one."""
+    if source is target or source is torch.bool or target.is_complex:
+        return True
+    if source.is_complex or target is torch.bool:
+        return False
+    if source.is_floating_point or target.is_floating_point:
+        return target.is_floating_point
+    given, kept = torch.iinfo(source), torch.iinfo(target)
+    return kept.min <= given.min and given.max <= kept.max
+
+
+def check_dtype(value: Tensor, leaf: Tensor, where: str) -> None:
+    """Raise if writing the value into the leaf's storage would change it."""
+    if not keeps_values(value.dtype, leaf.dtype):
+        expected, got = f"a dtype that {leaf.dtype} can hold", str(value.dtype)
+        hint = f"cast it first: value.to({leaf.dtype})."
+        what = f"{where}: the values would be altered."
+        raise LeafMismatchError(explain(what, expected=expected, got=got, hint=hint))
 
 
 def check_writable(leaf: Tensor, where: str) -> None:
@@ -57,7 +78,13 @@ def _copy(leaf: Any, value: Any, where: str) -> None:
         what = f"{where}: only tensors have storage to write into."
         raise LeafMismatchError(explain(what, expected="a tensor", got=type(leaf).__name__, hint="use td.set."))
     check_writable(leaf, where)
-    value = value if isinstance(value, Tensor) else torch.as_tensor(value)
+    if isinstance(value, Tensor):
+        check_dtype(value, leaf, where)
+    else:
+        value = torch.as_tensor(value)
+        # Python numbers have no width of their own: integers that fit are taken.
+        if value.dtype is not torch.int64 or not torch.equal(value.to(leaf.dtype).to(value.dtype), value):
+            check_dtype(value, leaf, where)
     try:
         fits = torch.broadcast_shapes(value.shape, leaf.shape) == leaf.shape
     except RuntimeError:
@@ -95,6 +122,14 @@ def write_tree(tree: TensorCollection, other: Mapping[Any, Any] | TensorCollecti
                 )
             )
         check_writable(mine[path], repr(dotted(path)))
+        check_dtype(value, mine[path], repr(dotted(path)))
+    for group in tree._ties:
+        values = [(path, theirs[path]) for path in group if path in theirs]
+        for path, value in values[1:]:
+            if value is not values[0][1] and not torch.equal(value, values[0][1]):
+                both = f"{dotted(values[0][0])!r} and {dotted(path)!r}"
+                what = f"the tied paths {both} are given different values; nothing was written."
+                raise TieError(explain(what, expected="one value for both", got="two that differ"))
     for path, value in theirs.items():
         _copy(mine[path], value, repr(dotted(path)))
 
@@ -131,6 +166,7 @@ def write_row(tree: TensorCollection, index: Any, row: Any) -> TensorCollection:
                     got=f"shape {list(rows[path].shape)}",
                 )
             )
+        check_dtype(rows[path], leaf, f"at[...].set_ {dotted(path)!r}")
     _check_values(tree, row)
     with torch.no_grad():
         for path, leaf in leaves.items():

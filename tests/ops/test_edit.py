@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from torch import Size
+from torch import Size, nn
 
 from tdfunc import (
     BatchSizeError,
@@ -14,6 +14,8 @@ from tdfunc import (
     NonTensorData,
     NonTensorStack,
     TensorDict,
+    TieError,
+    from_module,
 )
 from tests.helpers import assert_pure, assert_trees_equal
 
@@ -394,3 +396,33 @@ def test_augmented_assignment_says_what_it_did():
 
     with pytest.raises(ImmutableError, match=r"td = td\.at\['a'\]\.add\(value\).*already written"):
         td["a"] += 1
+
+
+def test_writes_alter_no_value():
+    """A number would wrap around, or lose its fraction, in silence."""
+    td = TensorDict({"a": torch.zeros(2, dtype=torch.uint8)}, [2])
+
+    with pytest.raises(LeafMismatchError, match=r"'a' do not fit(.|\n)*uint8(.|\n)*int64"):
+        td.at[0].set(300)
+    with pytest.raises(LeafMismatchError, match=r"uint8 can hold(.|\n)*float32"):
+        td.set_("a", torch.tensor([1.5, 300.0]))
+    with pytest.raises(LeafMismatchError, match=r"uint8 can hold(.|\n)*int64"):
+        td.update_({"a": torch.tensor([1, 2])})
+    with pytest.raises(LeafMismatchError, match=r"uint8 can hold(.|\n)*float32"):
+        td.at[0].set_({"a": torch.tensor(1.5)})
+    with pytest.raises(LeafMismatchError, match=r"uint8 can hold(.|\n)*int64"):
+        td.set_("a", 300)
+    assert td["a"].tolist() == [0, 0]
+    assert td.clone().set_("a", 7)["a"].tolist() == [7, 7]
+    assert td.at[0].set(255)["a"].tolist() == [255, 0]
+
+
+def test_tied_paths_take_one_value():
+    """The last of two values would win in silence."""
+    layer = nn.Linear(2, 2, bias=False)
+    both = nn.ModuleDict({"a": layer})
+    both.b = layer
+    td = from_module(both).detach().clone()
+
+    with pytest.raises(TieError, match=r"'a.weight' and 'b.weight' are given different values; nothing was written"):
+        td.update_({"a": {"weight": torch.zeros(2, 2)}, "b": {"weight": torch.ones(2, 2)}})
