@@ -54,16 +54,6 @@ class LazyStack(TreeMethods):
 
     A stack of `TensorClass` values is an instance of their class, too.
 
-    Args:
-        trees: One or more trees of one class, with one number of batch dimensions.
-        dim: Where the new dimension goes among those of the batch.
-
-    Raises:
-        ValueError: There are no trees.
-        TreeStructureError: The trees differ in class, or a key is a tensor in one and a tree in another.
-        BatchSizeError: The trees have different numbers of batch dimensions.
-        IndexError: There is no such dimension.
-
     Examples:
         >>> ragged = LazyStack([TensorDict({"x": torch.ones(n, 2)}, [n]) for n in (2, 4)])
         >>> ragged.batch_size, ragged[1].batch_size, [x.shape[0] for x in ragged["x"]]
@@ -75,7 +65,7 @@ class LazyStack(TreeMethods):
     __slots__ = ()
 
     def __new__(cls, trees: Sequence[TensorCollection], dim: int = 0) -> Any:
-        """Return the stack; of typed trees, one of their class."""
+        """Return `lazy_stack(trees, dim)`; of typed trees, a stack of their class."""
         return lazy_stack(trees, dim)
 
     def __init_subclass__(cls, **options: Any) -> None:
