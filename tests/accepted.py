@@ -12,7 +12,7 @@ COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "xor")
 MADE = ("new_zeros", "new_ones", "new_full")
 REDUCTIONS = (
     "sum", "mean", "prod", "amax", "amin", "std", "var", "all", "any", "min", "max", "nansum", "nanmean", "logsumexp",
-    "quantile", "cummax", "cummin",
+    "quantile", "cummax", "cummin", "norm",
 )  # fmt: skip
 
 

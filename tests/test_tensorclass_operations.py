@@ -218,6 +218,20 @@ def test_shadowed_names():
     assert torch.utils._pytree.tree_map(lambda x: x + 1, made).get.sum() == 6 * (PUBLIC.index("get") + 1)
 
 
+def test_a_field_called_data():
+    """The commonest name of a field would be refused, or an operation read the field in place of the leaves."""
+
+    class Sample(TensorClass):
+        data: Tensor
+        label: Tensor
+
+    made = Sample(X, Y, batch_size=[4, 3])
+
+    assert made.data is X
+    assert torch.equal(torch.stack([made, made]).flatten(0, 2).data, torch.cat([X.flatten(0, 1)] * 2))
+    assert torch.equal((made * 2).detach().data, X * 2)
+
+
 def test_shadow_has_no_hidden_default():
     """A shadowed method would be the default of the field."""
 

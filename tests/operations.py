@@ -1,0 +1,219 @@
+"""Writes `docs/operations.md`: what every public name of tensordict is here; run as `python -m tests.operations`.
+
+What is supported under the same name is found in the classes; of every other name the table below says what to write
+instead, or why there is nothing. tests/test_operations.py compares the page, and the table with both libraries.
+"""
+
+import inspect
+from pathlib import Path
+
+import tensordict
+
+import tdfunc
+from tdfunc import TensorDict
+from tests.incumbent import Incumbent
+
+PAGE = Path(__file__).parent.parent / "docs" / "operations.md"
+
+_FORMAT = "absent: a file format of another library; read it there and call `TensorDict.from_dict`"
+_DTYPE = "`td.to(torch.{})`"
+_LOCK = "absent: a tree is never written to, so there is nothing to lock"
+_STORAGE = "planned: memory-mapped trees come with the storage part"
+_DISTRIBUTED = "planned: comes with the distributed part"
+_QUANTIZED = "absent: torch has deprecated quantized dtypes"
+_STATE = "absent: no process-wide switches"
+_INTERNAL = "absent: not an operation, an internal of tensordict"
+_GATHERED = "`torch.stack(list(td.values()), dim)` or `torch.cat(...)`, in the order of the keys"
+
+# Names of TensorDict that are spelled otherwise here, or absent.
+METHODS = {
+    "all_gather": _DISTRIBUTED, "all_reduce": _DISTRIBUTED, "arecv": _DISTRIBUTED, "asend": _DISTRIBUTED,
+    "broadcast": _DISTRIBUTED, "gather_and_stack": _DISTRIBUTED, "init_remote": _DISTRIBUTED,
+    "from_remote_init": _DISTRIBUTED, "irecv": _DISTRIBUTED, "isend": _DISTRIBUTED, "recv": _DISTRIBUTED,
+    "reduce": _DISTRIBUTED, "scatter": _DISTRIBUTED, "send": _DISTRIBUTED,
+    "memmap": _STORAGE, "memmap_": _STORAGE, "memmap_like": _STORAGE, "memmap_refresh_": _STORAGE,
+    "make_memmap": _STORAGE, "make_memmap_from_storage": _STORAGE, "make_memmap_from_tensor": _STORAGE,
+    "load_memmap": _STORAGE, "load_memmap_": _STORAGE, "is_memmap": _STORAGE, "saved_path": _STORAGE,
+    "load": "`tdfunc.load(path)`", "load_": _STORAGE, "save": "`tdfunc.save(td, path)`",
+    "dumps": "`tdfunc.save(td, path)`", "map": "planned: worker processes come with the storage part",
+    "map_iter": "planned: worker processes come with the storage part",
+    "consolidate": "absent: `tdfunc.save` writes one file, and leaves are plain tensors",
+    "from_consolidated": "absent: `tdfunc.load` reads one file",
+    "is_consolidated": "absent: there is one form of a tree",
+    "from_csv": _FORMAT, "from_h5": _FORMAT, "from_json": _FORMAT, "from_parquet": _FORMAT, "from_zarr": _FORMAT,
+    "from_schema": _FORMAT, "to_csv": _FORMAT, "to_h5": _FORMAT, "to_json": _FORMAT, "to_parquet": _FORMAT,
+    "to_zarr": _FORMAT, "to_mds": _FORMAT, "to_store": _FORMAT,
+    "from_pandas": '`TensorDict.from_dict(frame.to_dict("series"))`, with columns as `torch.as_tensor(column.values)`',
+    "to_pandas": "`pandas.DataFrame(td.flatten_keys().numpy())`, for leaves without features",
+    "lock_": _LOCK, "unlock_": _LOCK, "is_locked": _LOCK, "clear_refs_for_compile_": _LOCK,
+    "copy": "`td` itself, which never changes; `td.clone()` copies the tensors",
+    "clear": "`td.empty()`", "del_": "`td = td.delete(key)`", "popitem": "`key = list(td.keys())[-1]; td.pop(key)`",
+    "create_nested": "`td = td.set(key, {})`", "set_non_tensor": "`td = td.set(key, tdfunc.NonTensorData(value))`",
+    "get_non_tensor": "`td.get(key)`", "rename_key_": "`td = td.rename_key(old, new)`",
+    "set_at_": "`td = td.at[index].set(...)`; in place, `td.at[index].set_(...)`",
+    "update_at_": "`td = td.at[index].set(...)`; in place, `td.at[index].set_(...)`",
+    "copy_at_": "`td.at[index].set_(...)`", "apply_": "`td = td.apply(fn)`",
+    "fill_": "`td = td.set(key, torch.full_like(td[key], value))`", "zero_": "`td = torch.zeros_like(td)`",
+    "zero_grad": "absent: gradients are values, `torch.func.grad` returns them",
+    "backward": "`torch.autograd.backward(td.leaves(), grads.leaves())`, or `torch.func.vjp`",
+    "requires_grad_": "`td = td.apply(lambda x: x.detach().requires_grad_())`",
+    "detach_": "`td = td.detach()`", "pin_memory_": "`td = td.pin_memory()`", "record_stream":
+    "`for x in td.leaves(): x.record_stream(stream)`",
+    "clear_device_": "`td = td.clear_device()`", "auto_device_": "`td = td.to(device)`",
+    "auto_batch_size_": "`TensorDict.from_dict(td.to_dict(), auto_batch_size=True)`, or `td.with_batch_size(size)`",
+    "filter_empty_": "`td = td.apply(lambda x: x, filter_empty=True)`",
+    "filter_non_tensor_data": "`td.select(*td.paths())`", "non_tensor_items":
+    "`[(k, v) for k, v in td.items(True, True) if not isinstance(v, torch.Tensor)]`",
+    "is_non_tensor": "absent: a node that holds non-tensor data is no tree",
+    "rename": "`td = td.with_names(names)`", "rename_": "`td = td.with_names(names)`",
+    "refine_names": "`td = td.with_names(names)`",
+    "separates": "`part, rest = td.split_keys(keys)`", "sorted_keys": "`list(td.keys(sort=True))`",
+    "depth": "`max(map(len, td.paths()))`", "dtype": "`{x.dtype for x in td.leaves()}`",
+    "is_floating_point": "`all(x.is_floating_point() for x in td.leaves())`", "ndimension": "`td.ndim`",
+    "data_ptr": "`[x.data_ptr() for x in td.leaves()]`, in the order of `td.paths()`",
+    "is_cpu": '`td.device == torch.device("cpu")`', "is_cuda": '`td.device.type == "cuda"`',
+    "is_meta": '`td.device == torch.device("meta")`',
+    "attrs": "`td.apply(fn)`, or `[fn(x) for x in td.leaves()]`", "entry_class": "`type(td.get(key))`",
+    "get_item_shape": "`td.get(key).shape`", "mod": "`td.remainder(other)`, or `td % other`", "rsub": "`other - td`",
+    "new_tensor": "`td.apply(lambda x: x.new_tensor(...))`", "as_tensor": "absent: leaves are plain tensors",
+    "stack": "`torch.stack(trees, dim)`, or `tdfunc.stack`", "cat": "`torch.cat(trees, dim)`, or `tdfunc.cat`",
+    "stack_from_tensordict": _GATHERED, "cat_from_tensordict": _GATHERED,
+    "lazy_stack": "`tdfunc.lazy_stack(trees, dim)`", "to_lazystack": "`tdfunc.lazy_stack(td.unbind(dim), dim)`",
+    "maybe_dense_stack": "`tdfunc.lazy_stack(trees, dim)`; the kind of the result never depends on the shapes",
+    "densify": "`lazy.dense()`", "to_padded_tensor": "`lazy.pad(value)`",
+    "pad": "`tdfunc.ops.rearrange.pad(td, pad_size, value)`; `lazy.pad` pads a lazy stack",
+    "from_dict_instance": "`TensorDict.from_dict(...)`",
+    "from_list": "`tdfunc.lazy_stack(trees)`, or `torch.stack(trees)`",
+    "from_tuple": "`TensorDict.from_dict({str(i): x for i, x in enumerate(values)})`",
+    "from_modules": "`tdfunc.stack_modules(modules)`", "from_pytree":
+    "absent: a tree is a pytree itself, and nested dicts become trees",
+    "to_pytree": "`td.to_dict()`; a tree is a pytree itself",
+    "complex32": "`td.to(torch.complex32)`",
+    "qint32": _QUANTIZED, "qint8": _QUANTIZED, "quint4x2": _QUANTIZED, "quint8": _QUANTIZED,
+} | {
+    name: _DTYPE.format(name)
+    for name in (
+        "complex64", "complex128", "float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8",
+        "uint16", "uint32", "uint64",
+    )
+}  # fmt: skip
+
+# Public names of the module.
+FUNCTIONS = {
+    "LazyStackedTensorDict": "`tdfunc.LazyStack`", "LazyStackedTensorDictStore": _STORAGE, "TensorDictStore": _STORAGE,
+    "PersistentTensorDict": _FORMAT, "MemoryMappedTensor": _STORAGE, "TensorDictBase": "`tdfunc.TensorDict`",
+    "TensorDictParams": "planned: parameters as a module; `tdfunc.from_module` returns them as a tree",
+    "TensorClassModuleBase": "planned: comes with the modules of `tdfunc.nn`",
+    "TensorClassModuleWrapper": "planned: comes with the modules of `tdfunc.nn`",
+    "as_tensordict_module": "planned: comes with the modules of `tdfunc.nn`",
+    "TypedTensorDict": "`tdfunc.TensorClass`", "UnbatchedTensor": "absent: `in_dims` says what is shared",
+    "NonTensorDataBase": "`tdfunc.NonTensorData` and `tdfunc.NonTensorStack`", "TensorAttrs": "`td.apply(fn)`",
+    "MetaData": "`tdfunc.NonTensorData`", "NestedKey": "a str or a tuple of str",
+    "assert_close": "`torch.testing.assert_close(a.to_dict(), b.to_dict())`",
+    "assert_allclose_td": "`torch.testing.assert_close(a.to_dict(), b.to_dict())`",
+    "dense_stack_tds": "`torch.stack(trees)`, or `lazy.dense()`", "maybe_dense_stack": METHODS["maybe_dense_stack"],
+    "pad": METHODS["pad"], "pad_sequence": "`tdfunc.lazy_stack(trees).pad(value, return_mask=True)`",
+    "from_any": "`TensorDict.from_any(...)`", "from_dataclass": "`TensorDict.from_dataclass(...)`",
+    "from_dict": "`TensorDict.from_dict(...)`", "from_namedtuple": "`TensorDict.from_namedtuple(...)`",
+    "from_struct_array": "`TensorDict.from_struct_array(...)`", "fromkeys": "`TensorDict.fromkeys(...)`",
+    "from_tuple": METHODS["from_tuple"], "from_pytree": METHODS["from_pytree"],
+    "from_modules": METHODS["from_modules"], "from_pandas": METHODS["from_pandas"],
+    "from_consolidated": METHODS["from_consolidated"], "from_csv": _FORMAT, "from_h5": _FORMAT, "from_json": _FORMAT,
+    "from_parquet": _FORMAT, "from_zarr": _FORMAT,
+    "make_tensordict": "`TensorDict(...)`", "merge_tensordicts": "`tdfunc.combine(a, b)`, or `a.update(b)`",
+    "parse_tensor_dict_string": "absent: a printed tree is not read back",
+    "is_tensor_collection": "`isinstance(x, tdfunc.TensorDict | tdfunc.TensorClass | tdfunc.LazyStack)`",
+    "is_tensorclass": "`isinstance(x, tdfunc.TensorClass)`", "is_non_tensor":
+    "`isinstance(x, tdfunc.NonTensorData | tdfunc.NonTensorStack)`",
+    "is_leaf_nontensor": "absent: maps never see non-tensor data", "default_is_leaf":
+    "absent: maps never see non-tensor data",
+    "is_batchedtensor": _INTERNAL, "cls": _INTERNAL,
+    "unravel_key": "absent: keys are str or tuples of str, which need no normal form",
+    "unravel_key_list": "absent: keys are str or tuples of str, which need no normal form",
+    "load_memmap": _STORAGE, "memmap": _STORAGE, "pack_memmap": _STORAGE, "unpack_memmap": _STORAGE,
+    "is_memmap_archive": _STORAGE, "refresh_archive_checksums": _STORAGE,
+    "lazy_legacy": _STATE, "set_lazy_legacy": _STATE, "list_to_stack": _STATE, "set_list_to_stack": _STATE,
+    "capture_non_tensor_stack": _STATE, "set_capture_non_tensor_stack": _STATE, "get_defaults_to_none": _STATE,
+    "set_get_defaults_to_none": _STATE, "get_printoptions": _STATE, "set_printoptions": _STATE,
+}  # fmt: skip
+
+HEAD = """# Operations
+
+<!-- Written by tests/operations.py; edit the tables there. -->
+
+Every public name of tensordict 0.14.3, and what it is here. *Same name* means what it says but for the
+[differences](differences.md): an operation that would write returns a new tree instead. *Absent* is on purpose;
+*planned* is not here yet.
+"""
+
+
+def public(owner):
+    """Public names of a class or module, modules and what it has only imported left out."""
+    names = [name for name in dir(owner) if not name.startswith("_")]
+    if inspect.isclass(owner):
+        return names
+    return [name for name in names if _is_own(owner, name)]
+
+
+def _is_own(module, name):
+    value = getattr(module, name)
+    if name in getattr(module, "__all__", ()):
+        return True
+    if inspect.ismodule(value):
+        return False
+    return str(getattr(value, "__module__", "")).startswith(module.__name__)
+
+
+def in_place(name, ours):
+    """What to write for a name that ends in `_` whose function is here, or None."""
+    base = name.removesuffix("_")
+    return f"`td = td.{base}(...)`" if name.endswith("_") and base in ours else None
+
+
+def explained(theirs, ours, table):
+    """What stands at each name that is not supported under the same name; a name nobody has explained is None."""
+    return {name: table.get(name) or in_place(name, ours) for name in theirs if name not in ours}
+
+
+def status(text):
+    """The status that an explanation gives a name."""
+    word = text.split(":")[0]
+    return word if word in ("absent", "planned") else "renamed"
+
+
+def section(title, theirs, ours, table):
+    """A part of the page: what is supported, then a row for each other name."""
+    others = explained(theirs, ours, table)
+    same = [name for name in theirs if name not in others]
+    rows = [
+        f"| `{name}` | {status(text)} | {text.removeprefix(status(text) + ': ')} |" for name, text in others.items()
+    ]
+    counts = {word: sum(status(text) == word for text in others.values()) for word in ("renamed", "absent", "planned")}
+    summary = ", ".join([f"{len(same)} with the same name", *(f"{n} {word}" for word, n in counts.items())])
+    lines = [
+        f"## {title}",
+        "",
+        f"{summary}.",
+        "",
+        "**Same name:** " + ", ".join(f"`{name}`" for name in same) + ".",
+        "",
+    ]
+    return [*lines, "| tensordict | | instead, or the reason |", "|---|---|---|", *rows, ""]
+
+
+def page():
+    """The text of the page."""
+    ours, theirs = public(TensorDict), public(Incumbent)
+    more = [name for name in ours if name not in theirs]
+    lines = [
+        HEAD,
+        *section("Methods and properties of `TensorDict`", theirs, ours, METHODS),
+        *section("Functions and classes", public(tensordict), public(tdfunc), FUNCTIONS),
+        "## Only here", "",
+        "Methods and properties of `TensorDict` that tensordict's has not: " + ", ".join(f"`{n}`" for n in more) + ".",
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

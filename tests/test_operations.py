@@ -1,0 +1,83 @@
+"""The page of operations tells what both libraries have today."""
+
+import re
+
+import pytest
+import tensordict
+import torch
+from torch import nn
+
+import tdfunc
+from tdfunc import TensorDict
+from tests.incumbent import Incumbent
+from tests.operations import FUNCTIONS, METHODS, PAGE, explained, in_place, page, public, section, status
+
+BOTH = {
+    "methods": (Incumbent, TensorDict, METHODS),
+    "functions": (tensordict, tdfunc, FUNCTIONS),
+}
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_every_name_is_explained(name):
+    """A user of tensordict would look for something in vain."""
+    theirs, ours, table = BOTH[name]
+
+    assert [key for key, text in explained(public(theirs), public(ours), table).items() if text is None] == []
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_no_explanation_is_stale(name):
+    """The page would call absent what is here by now, or explain what tensordict does not have."""
+    theirs, ours, table = BOTH[name]
+
+    assert sorted(table.keys() & set(public(ours))) == []
+    assert sorted(table.keys() - set(public(theirs))) == []
+
+
+def test_page_is_up_to_date():
+    """The page would tell of another version; `python -m tests.operations` writes it."""
+    assert PAGE.read_text() == page()
+
+
+def test_names_are_found():
+    """The tests above would compare nothing with nothing."""
+    assert {"reshape", "memmap_", "batch_size", "from_dict"} <= set(public(Incumbent))
+    assert {"pad_sequence", "LazyStackedTensorDict", "stack"} <= set(public(tensordict))
+    assert not {"Any", "defaultdict", "nn"} & set(public(tensordict))
+    assert explained(["a", "b", "c"], ["a"], {"b": "why"}) == {"b": "why", "c": None}
+    assert in_place("abs_", ["abs"]) == "`td = td.abs(...)`"
+    assert in_place("gone_", ["abs"]) is in_place("abs", ["abs"]) is None
+    assert [status(text) for text in ("absent: x", "planned: y", "`td.z`: w")] == ["absent", "planned", "renamed"]
+    assert "| `b` | absent | why |" in section("T", ["a", "b"], ["a"], {"b": "absent: why"})
+
+
+def snippets():
+    """The code of each explanation, where it is complete: without dots, and of what is installed."""
+    tables = {**FUNCTIONS, **METHODS}
+    found = {(name, code) for name, text in tables.items() for code in re.findall(r"`([^`]+)`", text)}
+    # What takes another package or device, or is no code.
+    apart = (
+        "...", "a str", "frame", "pandas", "record_stream", "path)", "grads", "isinstance", "tdfunc.nn", "complex32",
+        "column", "pin_memory",
+    )  # fmt: skip
+    return sorted(
+        pair for pair in found if re.search(r"[(\[ .]", pair[1]) and not any(word in pair[1] for word in apart)
+    )
+
+
+@pytest.mark.parametrize(("name", "code"), snippets(), ids=lambda text: text)
+def test_what_to_write_instead_runs(name, code):
+    """The page would tell users to write something that raises."""
+    td = TensorDict({"a": torch.ones(2, 3), "b": torch.zeros(2, 3)}, [2], device="cpu")
+    lazy = tdfunc.lazy_stack([td, td])
+    names = {
+        "TensorDict": TensorDict, "torch": torch, "tdfunc": tdfunc, "td": td, "lazy": lazy, "trees": [td, td],
+        "modules": [nn.Linear(2, 2), nn.Linear(2, 2)], "key": "a", "keys": ["a"], "index": 0, "fn": torch.abs,
+        "value": 3, "values": [1, 2], "dim": 0, "size": [2], "device": "cpu", "old": "a", "new": "c", "other": td,
+        "names": ["rows"], "pad_size": [1, 0], "a": td, "b": TensorDict({"c": torch.ones(2)}, [2]),
+    }  # fmt: skip
+    if "assert_close" in code or "a.update" in code:
+        names["b"] = td
+
+    exec(code, names)
