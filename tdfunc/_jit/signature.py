@@ -13,17 +13,17 @@ from tdfunc._collection import Context, Static, TensorCollection, flatten
 from tdfunc._errors import UnsupportedError, explain
 from tdfunc._jit.environment import freeze, static_part
 from tdfunc._jit.leaves import children_of, is_plain
-from tdfunc._nontensor import NonTensorBase, StaticValues
+from tdfunc._nontensor import NonTensorBase, NonTensorData
 
 _MAX_CONTEXTS = 4096
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
 class Arguments(NamedTuple):
-    """Flattened arguments: the tensors, the trees among them, and the parts of the key."""
+    """Flattened arguments: the tensors, the trees and non-tensor data among them, and the parts of the key."""
 
     leaves: list[Tensor]
-    nodes: list[TensorCollection]
+    nodes: list[TensorCollection | NonTensorBase]
     parts: list[Any]
 
 
@@ -134,7 +134,11 @@ def _describe_other(contexts: Contexts, value: Any, out: Arguments, where: str) 
         for key, item in value.items():
             describe(contexts, item, out, f"{where}[{key!r}]")
     elif isinstance(value, NonTensorBase):
-        out.parts.append((kind, StaticValues(value), value.shape))
+        out.nodes.append(value)
+        values = [value.data] if isinstance(value, NonTensorData) else value._array.ravel().tolist()
+        # A copy of what they hold now: a list or array in a tree may change, and the key stays.
+        frozen = tuple([static_part(item, f"{where}'s non-tensor data") for item in values])
+        out.parts.append((kind, frozen, value.shape))
     elif kind in torch_pytree.SUPPORTED_NODES:
         children, context = torch_pytree.SUPPORTED_NODES[kind].flatten_fn(value)
         out.parts.append((kind, _hashable(context), len(children)))
@@ -145,7 +149,7 @@ def _describe_other(contexts: Contexts, value: Any, out: Arguments, where: str) 
 
 
 def refill(value: Any, leaves: Iterator[Any], nodes: list[Any]) -> Any:
-    """Return the arguments around other leaves, collecting the new trees in the order of `describe`."""
+    """Return the arguments around other leaves, collecting the new nodes in the order of `describe`."""
     kind = type(value)
     if isinstance(value, Tensor):
         return next(leaves)
@@ -164,7 +168,10 @@ def refill(value: Any, leaves: Iterator[Any], nodes: list[Any]) -> Any:
         return kind([refill(item, leaves, nodes) for item in value])  # pyright: ignore[reportCallIssue]
     if kind is dict:
         return {key: refill(item, leaves, nodes) for key, item in value.items()}
-    if kind in torch_pytree.SUPPORTED_NODES and not isinstance(value, NonTensorBase):
+    if isinstance(value, NonTensorBase):
+        nodes.append(value)
+        return value
+    if kind in torch_pytree.SUPPORTED_NODES:
         children, context = torch_pytree.SUPPORTED_NODES[kind].flatten_fn(value)
         return torch_pytree.SUPPORTED_NODES[kind].unflatten_fn(
             [refill(child, leaves, nodes) for child in children], context

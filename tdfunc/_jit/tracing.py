@@ -27,7 +27,7 @@ from tdfunc._errors import CaptureError, ImmutableError, UnsupportedError, expla
 from tdfunc._jit.environment import Environment, contents
 from tdfunc._jit.leaves import children_of, node_like
 from tdfunc._jit.signature import refill
-from tdfunc._nontensor import NonTensorBase
+from tdfunc._nontensor import NonTensorBase, NonTensorData
 
 _OWN_FOLDERS = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__))
@@ -45,7 +45,7 @@ class Trace(NamedTuple):
     """A recorded run: the graph, whose output is a list of tensors, and how to make the result of them."""
 
     graph: fx.GraphModule
-    # From the outputs and the trees among the arguments.
+    # From the outputs and the nodes among the arguments.
     build: Callable[[Sequence[Any], Sequence[Any]], Any]
     # Outputs that the function made to require grad.
     trained: tuple[int, ...]
@@ -140,7 +140,7 @@ def trace(
         with watch:
             out = _run(fn, fake_args, fake_kwargs)
         slots: list[Tensor] = []
-        build = _builder(out, slots, {id(node): i for i, node in enumerate(nodes)}, "the result")
+        build = _builder(out, slots, _identities(nodes), "the result")
         outputs = [watch._node(tensor) for tensor in slots]
         tracer.graph.output(outputs)
     trained = tuple(i for i, tensor in enumerate(slots) if tensor.requires_grad and tensor.is_leaf)
@@ -183,7 +183,13 @@ _PLAIN_VALUES = (
 _Build = Callable[[Sequence[Any], Sequence[Any]], Any]
 
 
-def _builder(out: Any, slots: list[Tensor], nodes: dict[int, int], where: str) -> _Build:
+def _identities(nodes: Sequence[Any]) -> dict[Any, int]:
+    """Return the place of each node by its id, and by ("data", id) that of each value held for a whole batch."""
+    places: dict[Any, int] = {id(node): i for i, node in enumerate(nodes)}
+    return places | {("data", id(node.data)): i for i, node in enumerate(nodes) if isinstance(node, NonTensorData)}
+
+
+def _builder(out: Any, slots: list[Tensor], nodes: dict[Any, int], where: str) -> _Build:
     """Return the function that makes a result like `out` of a replay's outputs and of the argument trees."""
     kind = type(out)
     if isinstance(out, Tensor):
@@ -197,6 +203,10 @@ def _builder(out: Any, slots: list[Tensor], nodes: dict[int, int], where: str) -
         children, context = children_of(out)
         parts = [_builder(child, slots, nodes, f"{where}[{i}]") for i, child in enumerate(children)]
         return lambda values, trees: node_like(kind, context, tuple([part(values, trees) for part in parts]))
+    if isinstance(out, NonTensorData) and ("data", id(out.data)) in nodes:
+        # With another batch size: the value is that of the call, which may be a list that has changed since.
+        source, size = nodes["data", id(out.data)], out.shape
+        return lambda _, trees: NonTensorData(trees[source].data, size)
     if isinstance(out, _PLAIN_VALUES):
         return lambda *_: out
     if isinstance(out, (tuple, list)):

@@ -1,0 +1,60 @@
+"""What makes `jit` record anew: values in trees, arguments that are one object, settings of the thread."""
+
+import numpy as np
+import pytest
+import torch
+
+from tdfunc import NonTensorData, TensorDict, UnsupportedError
+from tdfunc._jit import jit
+
+
+@pytest.mark.parametrize(
+    ("values", "change"),
+    [
+        (lambda: [2], lambda v: v.__setitem__(0, 9)),
+        (lambda: {"k": [2]}, lambda v: v["k"].append(9)),
+        (lambda: np.array([2.0]), lambda v: v.__setitem__(0, 9)),
+    ],
+    ids=["list", "dict", "array"],
+)
+def test_changed_values_in_trees_are_read_again(values, change):
+    """A trace would be replayed for a list or array in a tree that has changed since, or for one that is equal now."""
+
+    def total(value):
+        return sum(sum(v) for v in value.values()) if isinstance(value, dict) else float(sum(value))
+
+    fn = jit(lambda t: (t["a"] * total(t["n"]), t, t.with_batch_size([1])))
+    make = lambda value: TensorDict({"a": torch.ones(1)}).set("n", NonTensorData(value))  # noqa: E731
+    value, later = values(), values()
+    tree = make(value)
+    assert fn(tree)[0].item() == 2
+
+    change(value)
+    change(later)
+    assert fn(tree)[0].item() == total(value)
+    assert fn(make(later))[0].item() == total(value)
+    assert fn.cache_info().misses == 2
+    fresh = values()
+    out = fn(make(fresh))
+    assert out[0].item() == 2
+    assert out[1]["n"] is fresh
+    assert out[2]["n"] is fresh
+    assert fn.cache_info().misses == 2
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, True), (1, 1.0), (0.0, -0.0)])
+def test_values_in_trees_that_compare_equal_are_told_apart(first, second):
+    """A tree with True would be served the trace of one with 1."""
+    fn = jit(lambda t: t["a"] + (1 if repr(t["n"]) == repr(first) else 2))
+    make = lambda value: TensorDict({"a": torch.zeros(1)}).set("n", NonTensorData(value))  # noqa: E731
+
+    assert fn(make(first)).item() == 1
+    assert fn(make(second)).item() == 2
+
+
+def test_values_in_trees_that_cannot_be_watched_are_refused():
+    """A value that may change unseen would be read once."""
+    tree = TensorDict({"a": torch.zeros(1)}).set("n", NonTensorData(np.zeros(1001)))
+
+    with pytest.raises(UnsupportedError, match=r"argument 0's non-tensor data[\s\S]*hashable[\s\S]*ndarray"):
+        jit(lambda t: t["a"])(tree)
