@@ -18,7 +18,7 @@ from tdfunc._keys import dotted
 from tdfunc._nontensor import NonTensorStack
 from tdfunc._ties import by_identity
 from tdfunc._types import Kind, Path, Ties
-from tdfunc.ensemble._alike import alike, check_alike, hyperparameters
+from tdfunc.ensemble._alike import alike, check_alike, has_hooks, hyperparameters
 from tdfunc.ensemble._draws import default_generators, watch
 from tdfunc.modules.extract import tree_of
 from tdfunc.modules.random import member_seed, seeded
@@ -33,10 +33,11 @@ T = TypeVar("T", bound=TensorCollection)
 def stack_modules(modules: Sequence[nn.Module]) -> Any:
     """Stack the parameters, buffers and extra state of several modules into one tree.
 
-    The leaves are copies without gradient history. Tied weights stay one leaf.
+    The leaves are copies without gradient history. Tied weights stay one leaf. Which parameters require gradients is
+    not compared, and not kept.
 
     Args:
-        modules: Modules of one architecture, with equal hyperparameters and modes.
+        modules: Modules of one architecture, with equal hyperparameters, hooks and modes.
 
     Returns:
         A `TensorDict` of batch size [E], E being the number of modules.
@@ -46,7 +47,7 @@ def stack_modules(modules: Sequence[nn.Module]) -> Any:
 
     Raises:
         ValueError: There are no modules.
-        TreeStructureError: Structures or hyperparameters differ; the message names the first difference.
+        TreeStructureError: Structures, hooks or hyperparameters differ; the message names the first difference.
         LeafMismatchError: A leaf differs in shape, dtype or device.
         TieError: The modules tie different weights.
         UnsupportedError: A module is lazy and has not run yet, or is no plain module.
@@ -103,14 +104,14 @@ class Outline:
     """
 
     __slots__ = (
-        "_attributes", "_buffers", "_children", "_extra", "_get", "_names", "_others", "_parameters", "_static",
-        "_type", "_types", "_values",
+        "_attributes", "_buffers", "_children", "_extra", "_get", "_hooked", "_names", "_others", "_parameters",
+        "_static", "_type", "_types", "_values",
     )  # fmt: skip
 
     def __init__(self, module: nn.Module, values: list[Any]) -> None:
         module = unwrap(module, "stack_modules")
         own = module.__dict__
-        self._type, self._attributes = type(module), len(own)
+        self._type, self._attributes, self._hooked = type(module), len(own), has_hooks(own)
         plain, self._others = hyperparameters(module)
         # Twice, since of one name itemgetter would not return a tuple.
         self._get: Callable[[dict[str, Any]], Any] = itemgetter(*plain, *plain[:1]) if plain else lambda _: ()
@@ -133,6 +134,8 @@ class Outline:
             return False
         # A few comparisons in C for each module: a large model has thousands of attributes.
         own = module.__dict__
+        if self._hooked or has_hooks(own):
+            return False
         try:
             found = self._get(own)
         except KeyError:

@@ -221,7 +221,57 @@ def relu_of(scale):
     return lambda x: torch.relu(x * scale)
 
 
+class Plain:
+    """Settings without a comparison of their own."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+class Slotted:
+    """Settings in a slot, without a comparison of their own."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value):
+        self.value = value
+
+
+class Unequal(Plain):
+    """Settings whose comparison fails."""
+
+    def __eq__(self, other):
+        raise RuntimeError
+
+    __hash__ = None
+
+
+def cyclic(value):
+    """Settings that hold themselves."""
+    made = Plain([value])
+    made.value.append(made)
+    return made
+
+
+def keyword(value):
+    """A function with a keyword default."""
+
+    def fn(x, *, scale=value):
+        return x * scale
+
+    return fn
+
+
 ATTRIBUTES = {
+    "plain": (Plain(1.0), Plain(5.0)),
+    "slotted": (Slotted(1.0), Slotted(5.0)),
+    "plain in a list": ([Plain(1.0)], [Plain(5.0)]),
+    "plain in a dict": ({"a": (Slotted(1.0),)}, {"a": (Slotted(5.0),)}),
+    "plain in plain": (Plain(Slotted(1.0)), Plain(Slotted(5.0))),
+    "cyclic": (cyclic(1.0), cyclic(5.0)),
+    "unequal": (Unequal(1.0), Unequal(5.0)),
+    "keyword": (keyword(1.0), keyword(5.0)),
+    "method": (Plain(1.0).__init__, Plain(5.0).__init__),
     "int": (1, 2),
     "bool": (1, True),
     "float": (0.1, 0.2),
@@ -268,14 +318,64 @@ def test_hyperparameters_that_differ(name):
         lambda: np.ones(2),
         lambda: Config(1),
         lambda: object(),
+        lambda: [Plain(1.0), Slotted(1.0), Unequal(1.0), cyclic(1.0), Plain(1.0).__init__],
         lambda: torch.Generator(),
         lambda: nn.Parameter(torch.randn(2)).sum(),
     ],
-    ids=["plain", "nan", "closure", "partial", "tensor", "array", "config", "object", "generator", "computed"],
+    ids=[
+        "plain",
+        "nan",
+        "closure",
+        "partial",
+        "tensor",
+        "array",
+        "config",
+        "object",
+        "objects",
+        "generator",
+        "computed",
+    ],
 )
 def test_hyperparameters_made_apart_are_alike(make):
     """Members built one by one from the same settings would be refused."""
     assert stack_modules([Holds(make()) for _ in range(3)]).batch_size == (3,)
+
+
+def times(scale):
+    """A hook with a closure."""
+    return lambda module, args, out: out * scale
+
+
+@pytest.mark.parametrize("scales", [(None, 5.0), (5.0, None), (1.0, 5.0)], ids=["second", "first", "closure"])
+def test_hooks_that_differ(scales):
+    """Members with other hooks, which compute something else, would be run with those of member 0."""
+    models = [nn.Sequential(nn.ReLU(), nn.Linear(3, 2)) for _ in range(2)]
+    for model, scale in zip(models, scales, strict=True):
+        if scale is not None:
+            model[1].register_forward_hook(times(scale))
+
+    with pytest.raises(TreeStructureError, match=r"(?s)member 1 differs.*'_forward_hooks' of '1'.*expected:.*got:"):
+        stack_modules(models)
+
+
+def test_hooks_that_are_called_otherwise():
+    """A hook that takes keywords would be given none."""
+    models = [nn.Linear(3, 2) for _ in range(2)]
+    for model, with_kwargs in zip(models, (True, False), strict=True):
+        model.register_forward_pre_hook(Plain.__init__, with_kwargs=with_kwargs)
+
+    with pytest.raises(TreeStructureError, match=r"(?s)'_forward_pre_hooks' of the root.*Plain"):
+        stack_modules(models)
+
+
+def test_hooks_made_apart_are_alike():
+    """Members with the same hooks, functions or objects, would be refused."""
+    models = [nn.Linear(3, 2) for _ in range(3)]
+    for model in models:
+        model.register_forward_pre_hook(Plain(1.0).__init__)
+        model.register_forward_hook(times(2.0))
+
+    assert stack_modules(models).batch_size == (3,)
 
 
 DIFFERENT = {
