@@ -58,3 +58,37 @@ def test_values_in_trees_that_cannot_be_watched_are_refused():
 
     with pytest.raises(UnsupportedError, match=r"argument 0's non-tensor data[\s\S]*hashable[\s\S]*ndarray"):
         jit(lambda t: t["a"])(tree)
+
+
+def test_arguments_that_are_one_object_are_in_the_key():
+    """A function that asks `a is b` would be replayed for the other answer."""
+    fn = jit(lambda a, b: a * 0 if a is b else a + b)
+    x, y = torch.ones(3), torch.ones(3)
+
+    assert fn(x, y).tolist() == [2, 2, 2]
+    assert fn(x, x).tolist() == [0, 0, 0]
+    assert fn(y, y).tolist() == [0, 0, 0]
+    assert fn(y, x).tolist() == [2, 2, 2]
+    assert fn.cache_info().misses == 2
+
+
+def test_which_arguments_are_one_object_is_in_the_key():
+    """Of three arguments, another two being the same would not be seen."""
+    fn = jit(lambda t, c: [x is c for x in t.values()])
+    x, y = torch.ones(3), torch.ones(3)
+
+    assert fn(TensorDict({"a": x, "b": y}), x) == [True, False]
+    assert fn(TensorDict({"a": x, "b": y}), y) == [False, True]
+    assert fn(TensorDict({"a": x, "b": x}), y) == [False, False]
+
+
+def test_one_object_given_twice_comes_back_as_one():
+    """A replay would give other objects than the function where an argument is given twice."""
+    fn = jit(lambda a, b: (a, b, a + b))
+    x = torch.ones(3)
+
+    for _ in range(2):
+        first, second, total = fn(x, x)
+        assert first is x
+        assert second is x
+        assert total.tolist() == [2, 2, 2]

@@ -14,7 +14,7 @@ from tdfunc._errors import UnsupportedError, explain
 from tdfunc._jit.environment import Environment
 from tdfunc._jit.graph import clean, draws
 from tdfunc._jit.leaves import in_transform
-from tdfunc._jit.signature import Arguments, Contexts, describe, modes
+from tdfunc._jit.signature import Arguments, Contexts, aliases, describe, modes
 from tdfunc._jit.tracing import leaf_names, trace
 
 P = ParamSpec("P")
@@ -102,6 +102,7 @@ class Jitted(Generic[P, R]):
         for name, value in kwargs.items():
             given.parts.append(name)
             describe(self._contexts, value, given, name)
+        given.parts.append(aliases(given.leaves))
         return (given.parts, len(args), self._environment.snapshot().token, modes()), given
 
     def _look_up(self, key: tuple[Any, ...], args: Any, kwargs: Any, given: Arguments) -> _Program:
@@ -196,11 +197,11 @@ def jit(fn: Any = None, *, backend: str | Callable[..., Any] | None = None, cach
     skips Python, `torch.vmap` and `torch.func.grad`, which cost more than the arithmetic of small models.
 
     Recorded anew when any of these change: the structure, batch sizes, devices, names, kinds and key order of trees;
-    shapes, strides, dtypes, devices and `requires_grad` of tensors; other arguments; Python values in closure cells,
-    defaults and globals that the code of the function, or of its package's functions that it names, reads; the mode
-    of modules among these; grad mode, autocast and default dtype. What the function reaches in another way
-    (attributes of objects, containers and arrays of more than 1000 items, files, the clock), or changes itself, is
-    read once, and its side effects happen once. Random numbers are drawn at every replay.
+    shapes, strides, dtypes, devices and `requires_grad` of tensors, and which are one object; other arguments; Python
+    values in closure cells, defaults and globals that the code of the function, or of its package's functions that it
+    names, reads; the mode of modules among these; grad mode, autocast and default dtype. What the function reaches in
+    another way (attributes of objects, containers and arrays of more than 1000 items, files, the clock), or changes
+    itself, is read once, and its side effects happen once. Random numbers are drawn at every replay.
 
     Gradients are taken inside the function: its results are not differentiable.
 

@@ -148,6 +148,15 @@ def _describe_other(contexts: Contexts, value: Any, out: Arguments, where: str) 
         out.parts.append(static_part(value, where))
 
 
+def aliases(leaves: list[Tensor]) -> tuple[int, ...] | None:
+    """Return for each tensor where the same object stands first, or None if no two are the same."""
+    ids = list(map(id, leaves))
+    if len(set(ids)) == len(ids):
+        return None
+    first: dict[int, int] = {}
+    return tuple([first.setdefault(number, i) for i, number in enumerate(ids)])
+
+
 def refill(value: Any, leaves: Iterator[Any], nodes: list[Any]) -> Any:
     """Return the arguments around other leaves, collecting the new nodes in the order of `describe`."""
     kind = type(value)

@@ -127,7 +127,9 @@ def trace(
     tracer: Any = proxy_tensor.PythonKeyTracer()
     tracer.root, tracer.graph, tracer.tensor_attrs = nn.Module(), fx.Graph(tracer_cls=proxy_tensor.PythonKeyTracer), {}
     fake_mode = FakeTensorMode(allow_fallback_kernels=True)
-    fakes = [_fake(fake_mode, leaf) for leaf in leaves]
+    # One for each object: the function may ask whether two arguments are the same, and the key says which are.
+    made = {id(leaf): _fake(fake_mode, leaf) for leaf in leaves}
+    fakes = [made[id(leaf)] for leaf in leaves]
     names = dict(zip(map(storage_of, fakes), leaf_names(args, kwargs), strict=True))
     watch = Recorder(tracer, names, lambda tensor: _name_of(tensor, environment, args, kwargs), deferred=deferred)
     proxy_mode = proxy_tensor.ProxyTorchDispatchMode(tracer, "fake")
@@ -135,7 +137,8 @@ def trace(
     with fake_mode, proxy_mode, proxy_tensor.disable_autocast_cache():
         for i, fake in enumerate(fakes):
             proxy = tracer.create_proxy("placeholder", f"arg{i}", (), {})
-            proxy_tensor.track_tensor_tree(fake, proxy, constant=None, tracer=tracer)
+            if made.pop(id(leaves[i]), None) is not None:
+                proxy_tensor.track_tensor_tree(fake, proxy, constant=None, tracer=tracer)
         fake_args, fake_kwargs = refill((args, kwargs), iter(fakes), nodes)
         with watch:
             out = _run(fn, fake_args, fake_kwargs)
@@ -148,7 +151,6 @@ def trace(
 
 
 def _fake(mode: FakeTensorMode, leaf: Tensor) -> Tensor:
-    # Of a new object each time: a tensor given twice becomes two arguments, and the next call may give different ones.
     if type(leaf) is nn.Parameter:
         return mode.from_tensor(nn.Parameter(leaf.detach(), leaf.requires_grad))
     return mode.from_tensor(leaf.detach()).requires_grad_(leaf.requires_grad)
