@@ -35,6 +35,11 @@ def combined(tree: T, name: str, fn: Callable[..., Any], operands: Sequence[Any]
             what = f"{name}: an operand has a larger batch than the first tree."
             raise BatchSizeError(explain(what, expected=expected, got=got, hint=hint))
 
+    rest = operands[len(trees) :]
+    # The common case, without sorting operands out for each leaf.
+    if not tensors and all(isinstance(x, TensorCollection) for x in operands[: len(trees)]):
+        return tree._map(LeafOp(name, lambda x, *twins: fn(x, *twins, *rest)), *trees)
+
     def leaf(x: Any, *given: Any) -> Any:
         # Tensors come first, then the leaves of the other trees.
         first, rest = iter(given[: len(tensors)]), iter(given[len(tensors) :])

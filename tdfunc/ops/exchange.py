@@ -78,7 +78,8 @@ def as_plain(value: Any) -> Any:
 
 
 def _as_array(leaf: Tensor) -> Any:
-    return leaf.detach().cpu().numpy()
+    # Copies only what numpy cannot see: another device, a conjugate view.
+    return leaf.numpy(force=True)
 
 
 def to_numpy(tree: TensorCollection) -> dict[str, Any]:
