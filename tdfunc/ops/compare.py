@@ -1,0 +1,73 @@
+"""`assert_close`: two trees with the same structure and close values."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tdfunc._collection import TensorCollection
+from tdfunc._errors import explain
+from tdfunc._keys import dotted
+from tdfunc._nontensor import NonTensorBase
+from tdfunc._types import Path
+from tdfunc.ops.pointwise_base import check_same
+
+
+def assert_close(
+    actual: TensorCollection,
+    expected: TensorCollection,
+    *,
+    rtol: float | None = None,
+    atol: float | None = None,
+    equal_nan: bool = True,
+) -> None:
+    """Raise unless two trees have the same keys and batch sizes, close tensors and equal non-tensor data.
+
+    Args:
+        actual: A tree.
+        expected: Another one, of any class.
+        rtol: Relative tolerance, with `atol`; without them those of `torch.testing.assert_close` for the dtype.
+        atol: Absolute tolerance.
+        equal_nan: Take NaN as equal to NaN.
+
+    Raises:
+        TreeStructureError: The keys differ.
+        AssertionError: A batch size, leaf or value differs; the message names the first path that does.
+
+    Source:
+        `torch.testing.assert_close`, which compares each leaf.
+
+    Examples:
+        >>> from tdfunc.ops.compare import assert_close
+        >>> assert_close(TensorDict({"a": torch.ones(2)}), TensorDict({"a": torch.ones(2) + 1e-7}))
+    """
+    check_same(actual, expected, "assert_close")
+    _compare(actual, expected, {"rtol": rtol, "atol": atol, "equal_nan": equal_nan}, ())
+
+
+def _compare(actual: Any, expected: Any, options: dict[str, Any], at: Path) -> None:
+    if isinstance(actual, TensorCollection):
+        if actual._batch_size != expected._batch_size:
+            raise _differ(at, "batch size", list(expected._batch_size), list(actual._batch_size))
+        # A stack of trees is compared tree by tree.
+        if actual._each(lambda tree, other: _same(tree, other, options, at), expected) is not None:
+            return
+        for key in actual._keys():
+            _compare(actual._get(key), expected._get(key), options, (*at, key))
+    elif isinstance(actual, NonTensorBase):
+        if not bool(actual.equal(expected).all()) or actual.shape != expected.shape:
+            raise _differ(at, "values", expected.tolist(), actual.tolist())
+    elif isinstance(actual, Tensor):
+        torch.testing.assert_close(
+            actual, expected, **options, msg=lambda text: f"assert_close: {dotted(at)!r} differs.\n{text}"
+        )
+
+
+def _same(actual: Any, expected: Any, options: dict[str, Any], at: Path) -> Any:
+    _compare(actual, expected, options, at)
+    return actual
+
+
+def _differ(at: Path, what: str, expected: Any, got: Any) -> AssertionError:
+    where = repr(dotted(at)) if at else "the tree"
+    return AssertionError(explain(f"assert_close: {what} of {where} differ.", expected=str(expected), got=str(got)))
