@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from tdfunc import NonTensorData, TensorDict, UnsupportedError
 from tdfunc._jit import jit
@@ -92,3 +93,64 @@ def test_one_object_given_twice_comes_back_as_one():
         assert first is x
         assert second is x
         assert total.tolist() == [2, 2, 2]
+
+
+@pytest.fixture
+def torch_defaults():
+    """Put the default device and algorithms back."""
+    yield
+    torch.set_default_device(None)
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("torch_defaults")
+def test_the_default_device_is_in_the_key():
+    """A trace made for one default device would make its tensors there under another."""
+    fn = jit(lambda x: torch.zeros(2))
+    x = torch.ones(2)
+    assert fn(x).device.type == "cpu"
+
+    with torch.device("meta"):
+        assert fn(x).device.type == "meta"
+    assert fn(x).device.type == "cpu"
+    torch.set_default_device("meta")
+    assert fn(x).device.type == "meta"
+    with torch.device("cpu"):
+        assert fn(x).device.type == "cpu"
+    torch.set_default_device(None)
+    assert fn(x).device.type == "cpu"
+    assert fn.cache_info().misses == 3
+
+
+@pytest.mark.usefixtures("torch_defaults")
+def test_deterministic_algorithms_are_in_the_key():
+    """A function that asks for them would get the answer of its first call."""
+    fn = jit(lambda x: (x, torch.are_deterministic_algorithms_enabled()))
+    assert fn(torch.ones(1))[1] is False
+
+    torch.use_deterministic_algorithms(True)
+    assert fn(torch.ones(1))[1] is True
+    torch.use_deterministic_algorithms(False)
+    assert fn(torch.ones(1))[1] is False
+
+
+class Doubling(TorchFunctionMode):
+    """Doubles what torch.exp returns."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        """Call the function, and double the result of torch.exp."""
+        out = func(*args, **(kwargs or {}))
+        return out * 2 if func is torch.exp else out
+
+
+def test_function_modes_see_the_function_itself():
+    """A mode would be baked into the trace, or see aten operations in place of the user's calls."""
+    fn = jit(torch.exp)
+    x = torch.zeros(1)
+
+    with Doubling():
+        assert fn(x).item() == 2
+        assert fn.cache_info().currsize == 0
+    assert fn(x).item() == 1
+    with Doubling(), torch.device("cpu"):
+        assert fn(x).item() == 2

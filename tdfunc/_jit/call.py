@@ -14,7 +14,7 @@ from tdfunc._errors import UnsupportedError, explain
 from tdfunc._jit.environment import Environment
 from tdfunc._jit.graph import clean, draws
 from tdfunc._jit.leaves import in_transform
-from tdfunc._jit.signature import Arguments, Contexts, aliases, describe, modes
+from tdfunc._jit.signature import Arguments, Contexts, aliases, describe, in_function_mode, modes
 from tdfunc._jit.tracing import leaf_names, trace
 
 P = ParamSpec("P")
@@ -53,7 +53,7 @@ class Jitted(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Replay the trace for these arguments, or make it."""
         # Inside a transform, a compiler or another trace the function itself is what must be seen.
-        if in_transform() or torch._C._len_torch_dispatch_stack():
+        if in_transform() or torch._C._len_torch_dispatch_stack() or in_function_mode():
             return self._fn(*args, **kwargs)
         key, given = self._key(args, kwargs)
         last_key, program = self._last
@@ -199,9 +199,10 @@ def jit(fn: Any = None, *, backend: str | Callable[..., Any] | None = None, cach
     Recorded anew when any of these change: the structure, batch sizes, devices, names, kinds and key order of trees;
     shapes, strides, dtypes, devices and `requires_grad` of tensors, and which are one object; other arguments; Python
     values in closure cells, defaults and globals that the code of the function, or of its package's functions that it
-    names, reads; the mode of modules among these; grad mode, autocast and default dtype. What the function reaches in
-    another way (attributes of objects, containers and arrays of more than 1000 items, files, the clock), or changes
-    itself, is read once, and its side effects happen once. Random numbers are drawn at every replay.
+    names, reads; the mode of modules among these; grad mode, autocast, default dtype and device, deterministic
+    algorithms. What the function reaches in another way (attributes of objects, containers and arrays of more than 1000
+    items, files, the clock), or changes itself, is read once, and its side effects happen once. Random numbers are
+    drawn at every replay.
 
     Gradients are taken inside the function: its results are not differentiable.
 

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.overrides import _get_current_function_mode_stack  # pyright: ignore[reportPrivateUsage]
 from torch.utils import _pytree as torch_pytree
+from torch.utils._device import DeviceContext
 
 from tdfunc._collection import Context, Static, TensorCollection, flatten
 from tdfunc._errors import UnsupportedError, explain
@@ -188,9 +190,25 @@ def refill(value: Any, leaves: Iterator[Any], nodes: list[Any]) -> Any:
     return value
 
 
+def in_function_mode() -> bool:
+    """Whether a torch function mode other than a default device sees what the caller calls."""
+    return torch._C._len_torch_function_stack() > 0 and not all(
+        isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()
+    )
+
+
+def _default_devices() -> tuple[torch.device, ...]:
+    # torch.get_default_device makes a tensor to learn the index of a device without one.
+    if torch._C._len_torch_function_stack() == 0:
+        return ()
+    return tuple([mode.device for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)])
+
+
 def modes() -> tuple[Any, ...]:
     """Return the thread's settings that decide what torch functions do."""
     autocast: Any = None
     if torch._C._is_any_autocast_enabled():  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
         autocast = tuple([(d, torch.get_autocast_dtype(d)) for d in _AUTOCAST_DEVICES if torch.is_autocast_enabled(d)])
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), autocast
+    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    defaults = torch.get_default_dtype(), _default_devices(), deterministic
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *defaults, autocast
