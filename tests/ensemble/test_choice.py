@@ -88,12 +88,30 @@ def test_hooks_are_called_at_every_call():
     """A replay would not call the modules' hooks."""
     seen = []
     models = [nn.Linear(3, 2) for _ in range(3)]
-    models[0].register_forward_hook(lambda *_: seen.append(1))
+    hook = lambda *_: seen.append(1)  # noqa: E731
+    for model in models:
+        model.register_forward_hook(hook)
     ensemble, tree = Ensemble(functional(models[0])[0]), stack_modules(models)
     for _ in range(5):
         ensemble(tree, torch.ones(5, 3))
 
     assert len(seen) == 5
+    assert line(ensemble) == "vmap, 3 members: the modules have hooks, which a replay would not call."
+
+
+def test_hooks_of_all_modules_are_called():
+    """A replay would not call a hook that torch keeps for all modules."""
+    seen = []
+    ensemble, tree = ensemble_of([nn.Linear(3, 2) for _ in range(3)])
+    for _ in range(4):
+        ensemble(tree, torch.ones(5, 3))
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: seen.append(1))
+    try:
+        ensemble(tree, torch.ones(5, 3))
+    finally:
+        handle.remove()
+
+    assert seen == [1]
     assert line(ensemble) == "vmap, 3 members: the modules have hooks, which a replay would not call."
 
 
