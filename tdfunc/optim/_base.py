@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tdfunc._collection import TensorCollection
-from tdfunc._jit.leaves import in_transform, rebuild
+from tdfunc._jit.leaves import in_transform, paths, rebuild
+from tdfunc._keys import dotted
 from tdfunc.optim._checks import check_active, check_members, check_state, matched, trainable
 from tdfunc.optim._lists import Leaves
 from tdfunc.optim._run import Rule, Run
@@ -102,7 +103,8 @@ class Optimizer:
             state: What `init` or the last `update` returned.
             active: Which members do the step; parameters and state of the others stay as they are.
             donate: Whether the leaves of `params` and `state` may be overwritten, which saves copies. From then on
-                use what is returned only, and mind that other trees may share the leaves.
+                use what is returned only, and mind that other trees may share the leaves. Leaves that share memory
+                with each other or with a gradient, and expanded ones, are copied.
 
         Shapes:
             `active` has the batch size of `params`.
@@ -112,6 +114,7 @@ class Optimizer:
             LeafMismatchError: A leaf is not floating point, a gradient or state differs from it in shape or dtype,
                 or a hyperparameter does not fit it; the message names the leaf.
             BatchSizeError: `active`, or the step count in the state, does not have the batch size of `params`.
+            UnsupportedError: In a replay of `tdfunc.jit`, donated leaves share memory that did not in its trace.
         """
         name = self.rule.name
         leaves, size = trainable(name, params), params._batch_size
@@ -125,7 +128,8 @@ class Optimizer:
         if active is not None:
             check_active(name, active, params)
         step = state._data["step"]
-        new, new_slots = Run(self.rule, self.hyper, step, tensors, active, donate).step(leaves, gradients, slots)
+        run = Run(self.rule, self.hyper, step, tensors, active, donate, lambda: [dotted(p) for p in paths(params)])
+        new, new_slots = run.step(leaves, gradients, slots)
         return rebuild(params, new), self._next(state, new_slots, _counted(step, active))
 
     def _tensors(self) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from tdfunc._jit.leaves import in_transform
 from tdfunc._jit.tracing import recorder
 from tdfunc.optim._lists import Coefficient, Leaves, Lists
+from tdfunc.optim._memory import check_apart, owned
 
 _FUSED_DEVICES = ("cpu", "cuda")
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -60,6 +61,8 @@ class Run:
     tensors: dict[str, Tensor]
     active: Tensor | None
     donate: bool
+    # Of the leaves, for messages.
+    names: Callable[[], list[str]]
 
     def step(self, params: Leaves, grads: Leaves, slots: Slots) -> tuple[Leaves, Slots]:
         """Return the leaves of the parameters and of the slots after the step."""
@@ -72,20 +75,27 @@ class Run:
         # To keep a member as it is, its old values must be there after the step.
         donate = self.donate and self.active is None
         with torch.no_grad():
-            new = old if donate or not old else list(torch._foreach_clone(old))  # pyright: ignore[reportPrivateImportUsage]
             reads = [*grads, self.count, *self.tensors.values()]
+            copied = not donate and bool(old)
+            new = list(torch._foreach_clone(old)) if copied else owned(old, reads)  # pyright: ignore[reportPrivateImportUsage]
             kernel = partial(_kernel, self.rule, self.hyper, tuple(self.tensors))
             if trace is None:
                 kernel(new, reads)
             else:
-                trace.call(kernel, new, reads)
+                trace.call(partial(_checked, kernel, self._names(slots)) if donate else kernel, new, reads)
             if self.active is not None:
                 new = _chosen(self.active, new, old)
-        if not donate:
-            for leaf, before in zip(new, params, strict=False):
+        for leaf, before in zip(new, params, strict=False):
+            if leaf is not before:
                 leaf.requires_grad_(before.requires_grad)
         n = len(params)
         return new[:n], {slot: new[n * (i + 1) : n * (i + 2)] for i, slot in enumerate(slots)}
+
+    def _names(self, slots: Slots) -> list[str]:
+        """Return how messages call what a kernel writes to and reads."""
+        names = self.names()
+        written = [*names, *(f"{slot}.{name}" for slot in slots for name in names)]
+        return [*written, *(f"gradient of {name}" for name in names), "step", *self.tensors]
 
     def _step_plain(self, params: Leaves, grads: Leaves, slots: Slots) -> tuple[Leaves, Slots]:
         """Step with functions that every transform knows, on values that it may follow."""
@@ -96,6 +106,11 @@ class Run:
             return new
         active = self.active
         return _chosen(active, new[0], params), {slot: _chosen(active, new[1][slot], slots[slot]) for slot in slots}
+
+
+def _checked(kernel: Callable[[Leaves, Leaves], None], names: list[str], writes: Leaves, reads: Leaves) -> None:
+    check_apart(writes, reads, names)
+    kernel(writes, reads)
 
 
 def _kernel(rule: Rule, hyper: Mapping[str, Any], names: tuple[str, ...], writes: Leaves, reads: Leaves) -> None:

@@ -1,0 +1,105 @@
+"""`donate=True` where leaves share memory."""
+
+import pytest
+import torch
+
+from tdfunc import TensorDict, UnsupportedError
+from tdfunc._jit import jit
+from tdfunc.optim import adam, adamw, sgd
+from tests.helpers import assert_trees_equal
+
+SHARED = {
+    "one object": lambda x: {"w": x, "v": x},
+    "equal views": lambda x: {"w": x[:], "v": x[:]},
+    "overlapping views": lambda x: {"w": x[:5], "v": x[3:]},
+    "one inside the other": lambda x: {"a": x, "w": x[:2], "v": x[4:]},
+    "interleaved": lambda x: {"w": x[::2], "v": x[1::2]},
+    "expanded": lambda x: {"w": x[:1].expand(4), "v": x[1:]},
+    "windows": lambda x: {"w": x.unfold(0, 3, 1)},
+    "empty": lambda x: {"w": x[:0], "v": x[8:], "u": x},
+}
+
+
+def ones_like(tree):
+    """Return gradients in memory of their own."""
+    return tree.apply(lambda leaf: torch.ones(leaf.shape))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("opt", [sgd(lr=0.1, momentum=0.9), adam(lr=0.1)], ids=["sgd", "adam"])
+@pytest.mark.parametrize("make", SHARED.values(), ids=SHARED)
+def test_shared_memory_is_copied(make, opt, wrap):
+    """A weight would be stepped twice, or written over by another, or torch's raw error would come."""
+    given, kept = TensorDict(make(torch.arange(8.0))), TensorDict(make(torch.arange(8.0)))
+    update = wrap(lambda p, g, s: opt.update(p, g, s, donate=True))
+
+    got, state = update(given, ones_like(given), opt.init(given))
+
+    expected, expected_state = opt.update(kept, ones_like(kept), opt.init(kept))
+    assert_trees_equal(got, expected)
+    assert_trees_equal(state, expected_state)
+
+
+def test_leaves_side_by_side_are_overwritten():
+    """Weights packed into one buffer would be copied at every step."""
+    buffer = torch.zeros(8)
+    params = TensorDict({"w": buffer[:4], "v": buffer[4:]})
+    opt = sgd(lr=0.5)
+
+    got, _ = opt.update(params, ones_like(params), opt.init(params), donate=True)
+
+    assert got["w"] is params["w"]
+    assert buffer.tolist() == [-0.5] * 8
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jit], ids=["eager", "jit"])
+def test_state_that_shares_memory_is_copied(wrap):
+    """Adam's averages would overwrite each other, or the weights."""
+    opt = adam(lr=0.1)
+    params = TensorDict({"w": torch.ones(4)})
+    zeros = torch.zeros(4)
+    state = opt.init(params).set("exp_avg", TensorDict({"w": zeros})).set("exp_avg_sq", TensorDict({"w": zeros}))
+    expected = opt.update(params, params.clone(), opt.init(params))
+    update = wrap(lambda p, g, s: opt.update(p, g, s, donate=True))
+
+    got = update(params.clone(), params.clone(), state)
+
+    assert_trees_equal(got[0], expected[0])
+    assert_trees_equal(got[1], expected[1])
+
+
+def test_gradients_that_are_the_weights_are_kept():
+    """Weight decay would change the gradient before it is used."""
+    opt = adamw(lr=torch.tensor(0.1), weight_decay=0.5)
+    params = TensorDict({"w": torch.ones(4)})
+    expected = opt.update(params, params.clone(), opt.init(params))
+    given = params.clone()
+
+    got = opt.update(given, given, opt.init(params), donate=True)
+
+    assert_trees_equal(got[1], expected[1])
+    assert given["w"].tolist() == [1, 1, 1, 1]
+
+
+def test_a_copy_requires_grad_as_its_leaf():
+    """A trained weight would come back as one that is not."""
+    x = torch.zeros(4).requires_grad_()
+    params = TensorDict({"w": x, "v": x})
+    opt = sgd(lr=0.1)
+
+    got, _ = opt.update(params, ones_like(params), opt.init(params), donate=True)
+
+    assert got["w"].requires_grad
+
+
+def test_a_replay_refuses_memory_that_its_trace_did_not_share():
+    """A trace of weights that lie apart would be replayed on ones that overwrite each other."""
+    opt = sgd(lr=0.1)
+    update = jit(lambda p, g, s: opt.update(p, g, s, donate=True))
+    x = torch.zeros(6)
+    apart, shared = TensorDict({"w": x[:2], "v": x[2:4]}), TensorDict({"w": x[:2], "v": x[1:3]})
+    state = opt.init(apart)
+    update(apart, ones_like(apart), state)
+
+    with pytest.raises(UnsupportedError, match=r"'w' and 'v' share memory[\s\S]*\[\[2\], \[2\]\]"):
+        update(shared, ones_like(shared), state)
