@@ -7,11 +7,9 @@ instead, or why there is nothing. tests/test_operations.py compares the page, an
 import inspect
 from pathlib import Path
 
-import tensordict
-
 import tdfunc
-from tdfunc import TensorDict
-from tests.incumbent import Incumbent
+from tdfunc import LazyStack, TensorClass, TensorDict
+from tests.incumbent import Incumbent, tensordict
 
 PAGE = Path(__file__).parent.parent / "docs" / "operations.md"
 
@@ -81,7 +79,7 @@ METHODS = {
     "lazy_stack": "`tdfunc.lazy_stack(trees, dim)`", "to_lazystack": "`tdfunc.lazy_stack(td.unbind(dim), dim)`",
     "maybe_dense_stack": "`tdfunc.lazy_stack(trees, dim)`; the kind of the result never depends on the shapes",
     "densify": "`lazy.dense()`", "to_padded_tensor": "`lazy.pad(value)`",
-    "pad": "`tdfunc.ops.rearrange.pad(td, pad_size, value)`; `lazy.pad` pads a lazy stack",
+    "pad": "`from tdfunc.ops.rearrange import pad; pad(td, pad_size, value)`; `lazy.pad` pads a lazy stack",
     "from_dict_instance": "`TensorDict.from_dict(...)`",
     "from_list": "`tdfunc.lazy_stack(trees)`, or `torch.stack(trees)`",
     "from_tuple": "`TensorDict.from_dict({str(i): x for i, x in enumerate(values)})`",
@@ -109,8 +107,8 @@ FUNCTIONS = {
     "TypedTensorDict": "`tdfunc.TensorClass`", "UnbatchedTensor": "absent: `in_dims` says what is shared",
     "NonTensorDataBase": "`tdfunc.NonTensorData` and `tdfunc.NonTensorStack`", "TensorAttrs": "`td.apply(fn)`",
     "MetaData": "`tdfunc.NonTensorData`", "NestedKey": "a str or a tuple of str",
-    "assert_close": "`tdfunc.ops.compare.assert_close(a, b)`",
-    "assert_allclose_td": "`tdfunc.ops.compare.assert_close(a, b)`",
+    "assert_close": "`from tdfunc.ops.compare import assert_close; assert_close(a, b)`",
+    "assert_allclose_td": "`from tdfunc.ops.compare import assert_close; assert_close(a, b)`",
     "dense_stack_tds": "`torch.stack(trees)`, or `lazy.dense()`", "maybe_dense_stack": METHODS["maybe_dense_stack"],
     "pad": METHODS["pad"], "pad_sequence": "`tdfunc.lazy_stack(trees).pad(value, return_mask=True)`",
     "from_any": "`TensorDict.from_any(...)`", "from_dataclass": "`TensorDict.from_dataclass(...)`",
@@ -135,6 +133,21 @@ FUNCTIONS = {
     "lazy_legacy": _STATE, "set_lazy_legacy": _STATE, "list_to_stack": _STATE, "set_list_to_stack": _STATE,
     "capture_non_tensor_stack": _STATE, "set_capture_non_tensor_stack": _STATE, "get_defaults_to_none": _STATE,
     "set_get_defaults_to_none": _STATE, "get_printoptions": _STATE, "set_printoptions": _STATE,
+}  # fmt: skip
+
+_TYPED = "`cls.from_tensordict(TensorDict.{}(...))`"
+# Names that a lazy stack has besides those of every tree.
+LAZY = {
+    "append": "`tdfunc.lazy_stack([*lazy.trees, tree], lazy.stack_dim)`",
+    "extend": "`tdfunc.lazy_stack([*lazy.trees, *trees], lazy.stack_dim)`",
+    "insert": "`tdfunc.lazy_stack([*lazy.trees[:i], tree, *lazy.trees[i:]], lazy.stack_dim)`",
+    "get_nestedtensor": "`lazy.nested()[key]`", "valid_keys": "`lazy.keys()`", "lock": _LOCK, "unlock": _LOCK,
+}  # fmt: skip
+# Names that a typed tree has, and not that a `TensorDict` has; the others are explained above.
+TYPED = {
+    "extend": "`torch.cat([a, b])`", "from_dict": _TYPED.format("from_dict"), "from_any": _TYPED.format("from_any"),
+    "from_namedtuple": _TYPED.format("from_namedtuple"), "from_struct_array": _TYPED.format("from_struct_array"),
+    "fromkeys": _TYPED.format("fromkeys"),
 }  # fmt: skip
 
 HEAD = """# Operations
@@ -164,6 +177,16 @@ def _is_own(module, name):
     return str(getattr(value, "__module__", "")).startswith(module.__name__)
 
 
+def besides(owner, known):
+    """Public names of a class that are not among the known ones."""
+    return [name for name in public(owner) if name not in known]
+
+
+def typed(name):
+    """Whether a name of a typed tree is not explained by the page's part about `TensorDict`."""
+    return name not in public(Incumbent) or (name in public(TensorDict) and name not in public(TensorClass))
+
+
 def in_place(name, ours):
     """What to write for a name that ends in `_` whose function is here, or None."""
     base = name.removesuffix("_")
@@ -183,6 +206,7 @@ def status(text):
 
 def section(title, theirs, ours, table):
     """A part of the page: what is supported, then a row for each other name."""
+    theirs = list(theirs)
     others = explained(theirs, ours, table)
     same = [name for name in theirs if name not in others]
     rows = [
@@ -209,6 +233,8 @@ def page():
         HEAD,
         *section("Methods and properties of `TensorDict`", theirs, ours, METHODS),
         *section("Functions and classes", public(tensordict), public(tdfunc), FUNCTIONS),
+        *section("Lazy stacks", besides(tensordict.LazyStackedTensorDict, theirs), public(LazyStack), LAZY),
+        *section("Typed trees", filter(typed, public(tensordict.TensorClass)), public(TensorClass), TYPED),
         "## Only here", "",
         "Methods and properties of `TensorDict` that tensordict's has not: " + ", ".join(f"`{n}`" for n in more) + ".",
     ]  # fmt: skip

@@ -3,18 +3,34 @@
 import re
 
 import pytest
-import tensordict
 import torch
 from torch import nn
 
 import tdfunc
-from tdfunc import TensorDict
-from tests.incumbent import Incumbent
-from tests.operations import FUNCTIONS, METHODS, PAGE, explained, in_place, page, public, section, status
+from tdfunc import LazyStack, TensorClass, TensorDict
+from tests.incumbent import Incumbent, tensordict
+from tests.operations import (
+    FUNCTIONS,
+    LAZY,
+    METHODS,
+    PAGE,
+    TYPED,
+    besides,
+    explained,
+    in_place,
+    page,
+    public,
+    section,
+    status,
+    typed,
+)
 
+# Names of tensordict, names of ours, and what explains the rest.
 BOTH = {
-    "methods": (Incumbent, TensorDict, METHODS),
-    "functions": (tensordict, tdfunc, FUNCTIONS),
+    "methods": (public(Incumbent), public(TensorDict), METHODS),
+    "functions": (public(tensordict), public(tdfunc), FUNCTIONS),
+    "lazy stacks": (besides(tensordict.LazyStackedTensorDict, public(Incumbent)), public(LazyStack), LAZY),
+    "typed trees": (list(filter(typed, public(tensordict.TensorClass))), public(TensorClass), TYPED),
 }
 
 
@@ -23,7 +39,7 @@ def test_every_name_is_explained(name):
     """A user of tensordict would look for something in vain."""
     theirs, ours, table = BOTH[name]
 
-    assert [key for key, text in explained(public(theirs), public(ours), table).items() if text is None] == []
+    assert [key for key, text in explained(theirs, ours, table).items() if text is None] == []
 
 
 @pytest.mark.parametrize("name", BOTH)
@@ -31,8 +47,8 @@ def test_no_explanation_is_stale(name):
     """The page would call absent what is here by now, or explain what tensordict does not have."""
     theirs, ours, table = BOTH[name]
 
-    assert sorted(table.keys() & set(public(ours))) == []
-    assert sorted(table.keys() - set(public(theirs))) == []
+    assert sorted(table.keys() & set(ours)) == []
+    assert sorted(table.keys() - set(theirs)) == []
 
 
 def test_page_is_up_to_date():
@@ -54,8 +70,10 @@ def test_names_are_found():
 
 def snippets():
     """The code of each explanation, where it is complete: without dots, and of what is installed."""
-    tables = {**FUNCTIONS, **METHODS}
-    found = {(name, code) for name, text in tables.items() for code in re.findall(r"`([^`]+)`", text)}
+    tables = (FUNCTIONS, METHODS, LAZY, TYPED)
+    found = {
+        (name, code) for table in tables for name, text in table.items() for code in re.findall(r"`([^`]+)`", text)
+    }
     # What takes another package or device, or is no code.
     apart = (
         "...", "a str", "frame", "pandas", "record_stream", "path)", "grads", "isinstance", "tdfunc.nn", "complex32",
@@ -75,9 +93,9 @@ def test_what_to_write_instead_runs(name, code):
         "TensorDict": TensorDict, "torch": torch, "tdfunc": tdfunc, "td": td, "lazy": lazy, "trees": [td, td],
         "modules": [nn.Linear(2, 2), nn.Linear(2, 2)], "key": "a", "keys": ["a"], "index": 0, "fn": torch.abs,
         "value": 3, "values": [1, 2], "dim": 0, "size": [2], "device": "cpu", "old": "a", "new": "c", "other": td,
-        "names": ["rows"], "pad_size": [1, 0], "a": td, "b": TensorDict({"c": torch.ones(2)}, [2]),
+        "names": ["rows"], "i": 1, "tree": td, "pad_size": [1, 0], "a": td, "b": TensorDict({"c": torch.ones(2)}, [2]),
     }  # fmt: skip
-    if "assert_close" in code:
+    if "assert_close" in code or "torch.cat" in code:
         names["b"] = td
 
     exec(code, names)
