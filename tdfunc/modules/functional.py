@@ -23,7 +23,7 @@ from tdfunc.modules.plan import Spec, extra_states, extra_values, replace_nodes
 from tdfunc.modules.random import Seed, seeded
 from tdfunc.modules.skeleton import Skeleton, Template, make_template
 from tdfunc.modules.slots import unwrap
-from tdfunc.modules.watch import Originals
+from tdfunc.modules.watch import Originals, Watch
 from tdfunc.ops.pointwise_base import can_foreach
 from tdfunc.ops.structure import entries, keep_leaves
 
@@ -45,14 +45,16 @@ class Apply:
         self, template: Template, spec: Spec, reserved: Sequence[str], originals: Originals | None = None
     ) -> None:
         self._template, self._spec, self._reserved = template, spec, tuple(reserved)
-        # What the first call is watched for; None once it was.
-        self._originals = self._pending = originals
+        # The weights that the first call is watched for.
+        self._originals = originals
         self._pool: deque[Skeleton] = deque()
         # Dynamo and make_fx cannot trace a deep copy: one skeleton stands ready, and compiled regions have their own.
         self._pool.append(self._new_skeleton())
         self._traced = self._new_skeleton()
         # Buffers of norms in evaluation mode, which need no clone; None until a call has shown that it wrote to none.
         self._quiet: _Quiet | None = None
+        # Places of the parameters that forward writes, which need a clone; None until a watched call has shown them.
+        self._written: tuple[int, ...] | None = None
 
     def _new_skeleton(self) -> Skeleton:
         return Skeleton(self._template, self._spec.order, self._spec.first)
@@ -206,7 +208,9 @@ class Apply:
         quiet = self._quiet if plain else None
         kept = quiet.pick(leaves) if quiet is not None and quiet.places else ()
         version = _version(kept)
-        bound = self._with_own_buffers(leaves, quiet if version is not None else None)
+        # Inductor removes the clones that nothing writes; what was learned would be a guard.
+        written = None if compiling else self._written
+        bound = self._with_own(leaves, written, quiet if version is not None else None)
         skeleton = self._traced if compiling else self._take()
         try:
             for store, name, i in skeleton.targets:
@@ -214,16 +218,16 @@ class Apply:
             for path, value in states.items():
                 # Forward may write to it; the tree keeps its own.
                 skeleton.owners[path].set_extra_state(copying.deepcopy(value))
-            if compiling or self._pending is None:
+            if compiling or written is not None:
                 out = self._forward(skeleton.module, args, kwargs, rng)
             else:
-                out = self._first_forward(bound, skeleton.module, args, kwargs, rng)
+                out = self._first_forward(leaves, bound, skeleton.module, args, kwargs, rng)
             new = self._read_back(skeleton) if keep else []
             after = _states_of(skeleton, states) if keep else {}
             if plain and quiet is None:
                 self._quiet = self._unwritten(skeleton, bound)
             elif kept and version is not None and _version(kept) != version:
-                raise self._written()
+                raise self._late_write()
         finally:
             if compiling:
                 skeleton.reset_traced()
@@ -232,18 +236,23 @@ class Apply:
                 self._pool.append(skeleton)
         return out, new, after
 
-    def _with_own_buffers(self, leaves: list[Any], quiet: "_Quiet | None") -> list[Any]:
-        """Return the leaves with all buffers but the quiet ones cloned: forward may write to its own in place."""
+    def _with_own(self, leaves: list[Any], written: tuple[int, ...] | None, quiet: "_Quiet | None") -> list[Any]:
+        """Return the leaves with what forward may write to cloned: all buffers but the quiet, and such parameters."""
         n = self._spec.n_params
-        if len(leaves) == n:
-            return leaves
-        if quiet is None or not quiet.places:
-            return leaves[:n] + _clones(leaves[n:])
-        if not quiet.others:
-            return leaves
-        bound = list(leaves)
-        for i, clone in zip(quiet.others, _clones([leaves[i] for i in quiet.others]), strict=True):
-            bound[i] = clone
+        bound = leaves
+        if len(leaves) > n:
+            if quiet is None or not quiet.places:
+                bound = leaves[:n] + _clones(leaves[n:])
+            elif quiet.others:
+                bound = list(leaves)
+                for i, clone in zip(quiet.others, _clones([leaves[i] for i in quiet.others]), strict=True):
+                    bound[i] = clone
+        if written is None:
+            return list(map(_own, leaves[:n])) + bound[n:]
+        if written:
+            bound = list(bound)
+            for i in written:
+                bound[i] = _own(leaves[i])
         return bound
 
     def _unwritten(self, skeleton: Skeleton, bound: list[Any]) -> "_Quiet":
@@ -258,7 +267,7 @@ class Apply:
         others = sorted(set(range(n, len(bound))) - set(norms))
         return _Quiet(norms, others, operator.itemgetter(*norms) if norms else _nothing)
 
-    def _written(self) -> UnsupportedError:
+    def _late_write(self) -> UnsupportedError:
         self._quiet = _Quiet([], [], _nothing)
         return UnsupportedError(
             explain(
@@ -286,15 +295,20 @@ class Apply:
                 raise
             raise better from err
 
-    def _first_forward(self, bound: list[Any], module: nn.Module, args: Any, kwargs: Any, rng: Any) -> Any:
-        """Run under a watch for the original weights; no later call pays for it."""
-        assert self._pending is not None
+    def _first_forward(
+        self, leaves: list[Any], bound: list[Any], module: nn.Module, args: Any, kwargs: Any, rng: Any
+    ) -> Any:
+        """Run under a watch for the original weights and for writes to parameters; no later call pays for it."""
         if torch._C._len_torch_dispatch_stack():  # pyright: ignore  # a trace, or fake tensors: the next call will do
             return self._forward(module, args, kwargs, rng)
-        watch = self._pending.watch([*bound, *tree_leaves((args, kwargs))])
+        given = [*leaves, *bound, *tree_leaves((args, kwargs))]
+        originals = {} if self._originals is None else self._originals.storages(given)
+        watch = Watch(originals, bound[: self._spec.n_params])
         with watch:
             out = self._forward(module, args, kwargs, rng)
-        self._pending = None
+        written = watch.written()
+        if written is not None:
+            self._written = tuple(sorted({*written, *self._traced.renormed}))
         return out
 
     def _take(self) -> Skeleton:
@@ -377,6 +391,14 @@ def _explained(message: str) -> Exception | None:
                 hint='use tdfunc.Ensemble(apply, how="loop"), or call apply in a loop over the members.',
             )
         )
+    if "you can only change requires_grad flags of leaf variables" in message:
+        return RuntimeError(
+            explain(
+                "apply: forward turns off requires_grad of a given tensor.",
+                expected="tensors that the caller gave, with the flags that they came with",
+                hint="use self.weight.detach() in forward; or give a tree without requires_grad.",
+            )
+        )
     if "forward AD" in message and "scaled_dot_product" in message:
         return NotImplementedError(
             explain(
@@ -395,11 +417,23 @@ def _clones(leaves: list[Any]) -> list[Any]:
     return [leaf.clone() for leaf in leaves]
 
 
+def _own(leaf: Any) -> Any:
+    """Return a clone that takes gradients if the leaf does, whatever the grad mode: forward may turn it on."""
+    if not leaf.requires_grad or torch.compiler.is_compiling():
+        return leaf.clone()
+    with torch.enable_grad():
+        return leaf.clone()
+
+
 def functional(module: nn.Module, *, copy: bool = True, call_only: bool = False) -> tuple[Apply, Any, Any]:
     """Return a module as a pure function, with its parameters and buffers as trees.
 
     `apply(params, x)` runs forward with the given trees on a private copy of the module's structure (its hooks,
     mode and hyperparameters as they are now), so it is safe under threads and transforms and changes nothing.
+
+    The first call runs on copies of all parameters, to learn which of them forward writes in place; later calls copy
+    those alone (and embeddings with `max_norm`, always). A forward that starts to write others later, or takes another
+    branch that does, writes into the given tree: later calls are not watched, which would slow each one down.
 
     Args:
         module: Any module; one wrapped by `torch.compile` is unwrapped.

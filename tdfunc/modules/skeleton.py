@@ -27,6 +27,7 @@ _OWN_TABLES = frozenset(nn.Module().__dict__)
 _NORMS = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm} | {
     nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
 }  # fmt: skip
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -166,7 +167,7 @@ class Skeleton:
 
     __slots__ = (
         "_attributes", "_children", "_containers", "_handles", "_hooks", "_modes", "_nothing", "_own", "_registered",
-        "_tables", "_tensors", "_traced", "module", "norms", "owners", "targets",
+        "_tables", "_tensors", "_traced", "module", "norms", "owners", "renormed", "targets",
     )  # fmt: skip
 
     def __init__(self, template: Template, order: dict[Path, int], first: dict[Path, Path]) -> None:
@@ -185,6 +186,9 @@ class Skeleton:
             id(m._buffers) for m in self.module.modules() if type(m) in _NORMS and not m.training and _stateless(m)
         }
         self.norms = [target for target in self.targets if id(target[0]) in norms]
+        # Embeddings with max_norm write the rows that they look up.
+        tables = {id(m._parameters) for m in self.module.modules() if isinstance(m, _TABLES) and m.max_norm is not None}
+        self.renormed = tuple(sorted({i for store, _, i in self.targets if id(store) in tables}))
         self._remember([unwrap(m, "functional") for m in self.module.modules()], copied)
 
     def _remember(self, modules: list[nn.Module], copied: Copied) -> None:

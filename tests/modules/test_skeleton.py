@@ -390,11 +390,11 @@ def test_the_live_weights_may_be_given():
 def test_only_the_first_call_is_watched():
     """Every call would pay for the watch."""
     apply, params, _ = functional(Layer())
-    assert apply._pending is not None
+    assert apply._written is None
     apply(params, X)
 
-    assert apply._pending is None
-    assert apply.train()._pending is not None
+    assert apply._written == ()
+    assert apply.train()._written is None
 
 
 def test_a_leak_in_a_transform_is_named():
