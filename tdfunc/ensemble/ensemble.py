@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Generator, Size, Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch.nn.modules import module as torch_modules
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tdfunc._errors import UnsupportedError, explain
@@ -31,6 +32,8 @@ _TRACE_AFTER, _MOST_TRACES = 2, 16
 _MOST_COUNTS = 1024
 # A trace with so many operations for each of many members is slower than the vmap.
 _UNROLLED, _MANY = 16, 24
+# Those of all modules, which torch keeps in these tables.
+_GLOBAL_HOOKS = (torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks)
 _RANDOM_IN_VMAP = "called random operation"
 
 RULE = f"""The rule of how="auto", by the first line that applies:
@@ -38,6 +41,7 @@ RULE = f"""The rule of how="auto", by the first line that applies:
   vmap    random numbers were asked for (rng=), so that each call draws anew.
   vmap    gradients or an outer transform go through the call. One member: loop.
   vmap    the members run in chunks, the modules have hooks, or a trace fails or is slow. One member: loop.
+  vmap    forward may read what a replay would not see change (os.environ, other packages). One member: loop.
   traced  from the third call with the same shapes on, for at most {_MOST_TRACES} shapes.
   vmap    until then. One member: loop.
 Measured on one CPU thread: forward of two MLPs, a CNN, a transformer and a ResNet with 1, 4, 16 and 64 members. The
@@ -262,11 +266,13 @@ class Ensemble:
             return _Choice(untraced, "gradients or an outer transform go through the call.", n)
         if self.chunk_size is not None and self.chunk_size < n:
             return _Choice("vmap", f"the members run in chunks of {self.chunk_size}.", n)
-        if self._has_hooks:
+        if self._has_hooks or any(_GLOBAL_HOOKS):
             return _Choice(untraced, "the modules have hooks, which a replay would not call.", n)
         if ("traced", kind) in self._refused:
             return _Choice(untraced, f"the forward is not traced: {self._refused['traced', kind]}", n)
         token = self._globals.token()
+        if self._globals.unknown is not None:
+            return _Choice(untraced, f"forward may read {self._globals.unknown}, which a replay would not.", n)
         count = self._count((n, kind, call.shapes(), token))
         if count is None:
             return _Choice(untraced, f"{_MOST_TRACES} other shapes have traces.", n)

@@ -237,7 +237,8 @@ def test_draws_outside_torch_are_each_members_own(draw, members):
 
     assert len(torch.unique(outs)) == 5 * members
     assert line(ensemble).startswith("loop")
-    assert "Python's or numpy's generator" in line(ensemble)
+    # One member has no vmap to try: what it reads is looked at first.
+    assert ("may read draw" if members == 1 else "Python's or numpy's generator") in line(ensemble)
 
 
 @pytest.mark.parametrize("rng", [True, 1.5, "0"])
