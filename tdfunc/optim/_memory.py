@@ -39,12 +39,19 @@ def _overlaps(leaves: Leaves) -> Iterator[tuple[int, int]]:
 
     Interleaved columns of one matrix count as well.
     """
-    spans = sorted([(*_span(leaf), i) for i, leaf in enumerate(leaves) if leaf.numel()])
+    # Two calls for most leaves: this is done at every step.
+    spans = [
+        (0, leaf.data_ptr(), leaf.nbytes, i)
+        if leaf.is_contiguous() and not isinstance(leaf, FakeTensor)
+        else (*_span(leaf), i)
+        for i, leaf in enumerate(leaves)
+    ]
+    spans.sort()
     storage, end, last = -1, -1, -1
     for space, start, length, i in spans:
-        if space == storage and start < end:
+        if length and space == storage and start < end:
             yield last, i
-        if space != storage or start + length > end:
+        if length and (space != storage or start + length > end):
             storage, end, last = space, start + length, i
 
 
