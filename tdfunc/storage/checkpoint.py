@@ -94,6 +94,7 @@ def load(
     Raises:
         CorruptCheckpointError: The file is not what was saved; the message names the leaf and both values.
         UnsupportedError: A class, dtype, device or format version that is not here.
+        TreeStructureError: An entry is no field of the class that it was saved from, which has changed since.
         FileNotFoundError: There is no such file.
         IsADirectoryError: The path is a folder.
     """

@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from json.encoder import encode_basestring as quote
 from typing import Any, TypeAlias
 
@@ -12,7 +12,8 @@ import torch
 from torch import Size
 
 from tdfunc._collection import Static, TensorCollection
-from tdfunc._errors import CorruptCheckpointError, UnsupportedError, explain
+from tdfunc._errors import CorruptCheckpointError, TreeStructureError, UnsupportedError, explain
+from tdfunc._keys import dotted
 from tdfunc._nontensor import NonTensorBase, NonTensorData, NonTensorStack
 from tdfunc._shapes import as_names
 from tdfunc._types import Kind, Path, Ties
@@ -191,6 +192,7 @@ class Plan:
         names = as_names(node["names"], len(size)) if "names" in node else None
         static = Static(kinds, ties, node.get("own"))
         cls = _resolve(node["class"], classes) if "class" in node else TensorCollection._open
+        _check_fields(cls, data, self.path(number))
         return cls._make(data, size, self.devices[number], names, static if static != Static() else None)
 
     def _ties(self) -> dict[int, Ties]:
@@ -259,6 +261,24 @@ def _nontensor(what: dict[str, Any], size: Size) -> NonTensorBase:
     for i, value in enumerate(what["values"]):
         array[i] = value
     return NonTensorStack._wrap(array.reshape(shape))
+
+
+# Any: the class may be a TensorClass, which is of a higher layer.
+def _check_fields(cls: Any, keys: Collection[str], path: Path) -> None:
+    """Raise if a class of fixed fields has not those that were saved; fields may be empty, also those required."""
+    if not hasattr(cls, "_fields") or cls._any_key:
+        return
+    unknown = [key for key in keys if key not in cls._fields]
+    if unknown:
+        lacking = [name for name in cls._required if name not in keys]
+        raise TreeStructureError(
+            explain(
+                f"what was saved at {dotted(path) if path else 'the root'!r} is no {cls.__name__} of today.",
+                expected=f"the fields {list(cls._fields)}",
+                got=f"{list(keys)}: unknown {unknown}, missing {lacking}",
+                hint=f"load(path, classes=TensorDict) gives plain trees; {cls.__name__}.from_tensordict takes one.",
+            )
+        )
 
 
 def _resolve(name: Any, classes: Classes) -> type[TensorCollection]:

@@ -12,7 +12,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from tdfunc._errors import CorruptCheckpointError, UnsupportedError, explain
+from tdfunc._errors import CorruptCheckpointError, TreeStructureError, UnsupportedError, explain
 from tdfunc.storage.format import (
     MAX_HEADER_BYTES,
     Header,
@@ -57,7 +57,7 @@ def opened(path: str, *, verify: bool) -> Generator[Source, None, None]:
 def _naming(path: str) -> Generator[None, None, None]:
     try:
         yield
-    except (CorruptCheckpointError, UnsupportedError) as err:
+    except (CorruptCheckpointError, TreeStructureError, UnsupportedError) as err:
         raise type(err)(f"load {path}: {err}") from err
     except (ArithmeticError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError) as err:
         # Only damaged or hostile headers come here: what they say is used as the types that it should have.
