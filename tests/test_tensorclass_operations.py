@@ -4,7 +4,6 @@ import operator
 from typing import Any
 
 import pytest
-import tensordict
 import torch
 from torch import Tensor
 
@@ -12,6 +11,7 @@ from tdfunc import LeafMismatchError, TensorDict
 from tdfunc._collection import TensorCollection
 from tdfunc._tensorclass import TensorClass
 from tests.helpers import assert_pure, assert_trees_equal
+from tests.incumbent import tensordict
 
 
 class Inner(TensorClass):

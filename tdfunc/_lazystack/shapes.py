@@ -18,7 +18,9 @@ from tdfunc._types import Names, Node, Path
 from tdfunc.ops import join, shape
 from tdfunc.ops.reduce import reduced_size
 
-REDUCTIONS = frozenset(("sum", "mean", "prod", "amax", "amin", "std", "var"))
+REDUCTIONS = frozenset(
+    ("sum", "mean", "prod", "amax", "amin", "std", "var", "nansum", "nanmean", "logsumexp", "norm", "quantile")
+)
 
 
 def one_shape(stack: Any, name: str) -> LeafMismatchError:

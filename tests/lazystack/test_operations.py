@@ -1,7 +1,6 @@
 """Values and shapes of lazy stacks, against loops over the trees and the dense tree."""
 
 import pytest
-import tensordict
 import torch
 from torch import Size
 
@@ -13,6 +12,7 @@ from tdfunc._errors import (
 )
 from tdfunc._lazystack import LazyStack, lazy_stack
 from tests.helpers import assert_pure, assert_trees_equal
+from tests.incumbent import tensordict
 from tests.lazystack.trees import (
     assert_stacks_equal,
     ragged,
@@ -357,3 +357,12 @@ def test_padding_as_tensordict():
     assert torch.equal(mine["n", "y"], padded["n", "y"])
     assert torch.equal(masks["x"], padded["masks", "x"])
     assert repr(lazy_stack(trees).tolist()) == repr(theirs(trees, 0).tolist())
+
+
+@pytest.mark.parametrize("name", ["sum", "norm", "logsumexp", "nansum", "nanmean", "std"])
+def test_reductions_of_everything(name, generator):
+    """Trees of unequal lengths would be reduced one by one, or each counted alike."""
+    parts = [torch.randn(n, 2, generator=generator) for n in (2, 4)]
+    stack = lazy_stack([TensorDict({"x": part}, [len(part)]) for part in parts])
+
+    torch.testing.assert_close(getattr(stack, name)()["x"], getattr(TensorDict({"x": torch.cat(parts)}), name)()["x"])
