@@ -57,6 +57,13 @@ class Call(NamedTuple):
             return True
         return any([isinstance(x, Tensor) and x.requires_grad for x in _data(self.args, self.kwargs)])
 
+    def autocast(self) -> bool:
+        """Whether autocast is on for a device of the call."""
+        if not torch._C._is_any_autocast_enabled():  # pyright: ignore[reportAttributeAccessIssue]
+            return False
+        tensors = [x for x in (*self.leaves, *_data(self.args, self.kwargs)) if isinstance(x, Tensor)]
+        return any(map(torch.is_autocast_enabled, {x.device.type for x in tensors} - {"meta"}))
+
     def args_of(self, member: int) -> tuple[Any, ...]:
         """Return what one member's forward takes."""
         return self._mapped(lambda x, dim: x.select(dim, member))

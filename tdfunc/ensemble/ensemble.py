@@ -1,7 +1,7 @@
 """`Ensemble`: one pure function over all members of a stacked tree, by a loop, by vmap or by a replayed trace.
 
-E is the number of members. All three ways give the numbers of the loop; `auto` chooses among them by the rule that
-`plan()` prints.
+E is the number of members. All three ways give the numbers of the loop (but under autocast: `Ensemble`); `auto` chooses
+among them by the rule that `plan()` prints.
 """
 
 from collections.abc import Callable, Hashable
@@ -37,6 +37,7 @@ _GLOBAL_HOOKS = (torch_modules._global_forward_hooks, torch_modules._global_forw
 _RANDOM_IN_VMAP = "called random operation"
 
 RULE = f"""The rule of how="auto", by the first line that applies:
+  loop    autocast is on for a device of the call: torch's vmap of a linear layer does not keep it.
   loop    vmap cannot run the forward (LSTM, .item(), data-dependent control flow): found by trying.
   vmap    random numbers were asked for (rng=), so that each call draws anew.
   vmap    gradients or an outer transform go through the call. One member: loop.
@@ -66,6 +67,8 @@ class Ensemble:
     Args:
         apply: The pure function of one member, from `functional`.
         how: `loop`, `vmap`, `traced` (the first call's operations, replayed), or `auto` to choose by rule: `plan`.
+            Under autocast `vmap` and `traced` may compute in the dtype of the weights: torch's vmap of a linear layer
+            does not cast.
         chunk_size: At most this many members at a time under vmap, to bound memory.
 
     Raises:
@@ -181,7 +184,7 @@ class Ensemble:
         call = Call(leaves, members, args, flat_dims(in_dims, args, members), kwargs, seed_of(rng), keep)
         if torch.compiler.is_compiling():
             # The compiler would record the choice, and compile again when it changes.
-            looped = self.how == "loop" or (self.how == "auto" and members == 1)
+            looped = self.how == "loop" or (self.how == "auto" and (members == 1 or call.autocast()))
             return self._loop(call) if looped else self._vmap(call)
         if self.how != "auto":
             self._last = _Choice(self.how, "as asked for.", members)
@@ -258,6 +261,8 @@ class Ensemble:
     def _choose(self, call: Call, kind: Hashable) -> _Choice:
         n = call.members
         untraced = "loop" if n == 1 else "vmap"
+        if call.autocast():
+            return _Choice("loop", "autocast is on, which torch's vmap does not keep.", n)
         if ("vmap", kind) in self._refused:
             return _Choice("loop", f"vmap cannot run the forward: {self._refused['vmap', kind]}", n)
         if call.seed is not None:

@@ -99,6 +99,36 @@ def test_hooks_are_called_at_every_call():
     assert line(ensemble) == "vmap, 3 members: the modules have hooks, which a replay would not call."
 
 
+@pytest.mark.parametrize("rng", [None, 0], ids=["plain", "rng"])
+def test_autocast_runs_the_loop(rng):
+    """The vmap of a linear layer loses autocast: outputs would have another dtype than those of the members."""
+    models = [make_mlp() for _ in range(3)]
+    ensemble, tree = ensemble_of(models)
+    x = torch.ones(5, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        outs = [ensemble(tree, x, rng=rng) for _ in range(4)]
+        expected = torch.stack([model(x) for model in models])
+        said = line(ensemble)
+    ensemble(tree, x)
+
+    assert all(out.dtype == torch.bfloat16 for out in outs)
+    assert_close(outs, [expected] * 4)
+    assert said == "loop, 3 members: autocast is on, which torch's vmap does not keep."
+    assert line(ensemble).startswith("vmap, 3 members: call 1 ")
+
+
+def test_autocast_of_another_device():
+    """Autocast of a device that the call does not use would slow it down."""
+    ensemble, tree = ensemble_of([make_mlp() for _ in range(3)])
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        ensemble(tree, torch.ones(5, 3))
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+
+    assert line(ensemble).startswith("vmap, 3 members: call 1 ")
+
+
 def test_hooks_of_all_modules_are_called():
     """A replay would not call a hook that torch keeps for all modules."""
     seen = []
