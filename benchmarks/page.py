@@ -25,10 +25,10 @@ class Results(NamedTuple):
 
     suites: list[tuple[Suite, list[Measured], list[Verdict]]]
     newer: tuple[str, list[Measured]] | None = None
-    growths: list[Growth] = []  # noqa: RUF012
-    depths: list[Depth] = []  # noqa: RUF012
-    cells: list[Cell] = []  # noqa: RUF012
-    compiled: list[Compiled] = []  # noqa: RUF012
+    growths: list[Growth] = []
+    depths: list[Depth] = []
+    cells: list[Cell] = []
+    compiled: list[Compiled] = []
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -34,7 +34,7 @@ is_compiling = torch.compiler.is_compiling
 class Static(NamedTuple):
     """What a node knows of its leaves besides their values."""
 
-    kinds: dict[str, Kind] = {}  # noqa: RUF012
+    kinds: dict[str, Kind] = {}
     ties: Ties = ()
     # A subclass's own static data (a lazy stack's dimension).
     own: Any = None
