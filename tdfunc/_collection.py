@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from torch.utils import _pytree as torch_pytree
 
 from tdfunc._errors import ImmutableError, TreeStructureError, explain
-from tdfunc._keys import is_key, missing
+from tdfunc._keys import is_key, missing, unravel
 from tdfunc._nontensor import GLOBAL_NAMESPACE, NonTensorBase
 from tdfunc._shapes import common_prefix, index_names, index_size, normalize_index
 from tdfunc._ties import Graft, graft, lift, merge, prune, remap, spanning
@@ -134,7 +134,7 @@ class TensorCollection(Slots):
         if kinds is not None or ties is not None:
             old = static or Static()
             static = Static(old.kinds if kinds is None else kinds, old.ties if ties is None else ties, old.own)
-            if static == (_NO_STATIC):
+            if static == _NO_STATIC:
                 static = None
         if batch_size is None:
             batch_size, names = self._batch_size, self._names
@@ -278,9 +278,9 @@ class TensorCollection(Slots):
     def __setitem__(self, key: Any, value: object) -> NoReturn:
         shown = ", ".join(map(repr, key)) if isinstance(key, tuple) else repr(key)
         fix = f"td = td.set({key!r}, value)" if is_key(key) else "td = td.at[index].set(value)"
-        if isinstance(value, Tensor) and any(value is leaf for _, leaf in iter_leaves(self)):
+        if isinstance(value, Tensor) and is_key(key) and dict(iter_leaves(self)).get(unravel(key)) is value:
             # `td[key] += 1` has changed the leaf by the time that Python assigns it.
-            fix = f"td = td.at[{shown}].add(value). An operator such as += has already written to the shared leaf."
+            fix = f"td = td.at[{shown}].add(value). If this was +=, it has already written to the shared leaf."
         raise _frozen(self, f"td[{shown}] = value", fix)
 
     def __delitem__(self, key: Any) -> NoReturn:
@@ -349,14 +349,14 @@ def check_keys(first: TensorCollection, others: Sequence[TensorCollection]) -> N
     """Raise unless all nodes have the keys of the first."""
     keys = first._data.keys()
     for other in others:
-        if not isinstance(other, TensorCollection) or other._data.keys() != keys:  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(other, TensorCollection) or other._data.keys() != keys:
             raise TreeStructureError(
                 explain(
                     "The trees have different keys.",
                     expected=f"{sorted(keys)}",
                     got=f"{sorted(other._data)}"
                     if isinstance(other, TensorCollection)
-                    else f"a leaf of type {type(other).__name__}",  # pyright: ignore
+                    else f"a leaf of type {type(other).__name__}",
                     hint="select() the common keys, or set() the missing ones.",
                 )
             )

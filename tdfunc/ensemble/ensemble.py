@@ -45,10 +45,10 @@ RULE = f"""The rule of how="auto", by the first line that applies:
   vmap    forward may read what a replay would not see change (os.environ, other packages). One member: loop.
   traced  from the third call with the same shapes on, for at most {_MOST_TRACES} shapes.
   vmap    until then. One member: loop.
-Measured on one CPU thread: forward of two MLPs, a CNN, a transformer and a ResNet with 1, 4, 16 and 64 members. The
-replay was the fastest or within 10 % of it everywhere but for the transformer with 64 members (vmap: 1.15 times as
-fast; torch has no batching rule for its fast path). vmap took 1.0 to 4 times the replay's time, the loop 1.0 to 1.7
-times with 1 member and 2 to 12 times with 16."""
+Measured on one CPU thread (docs/benchmarks.md): forward of two MLPs, a CNN on 4 and on 32 images and a transformer,
+with 1, 4, 16 and 64 members. The replay was the fastest or within 10 % of it in 18 of the 20; vmap was 1.1 times as
+fast for the transformer and the CNN on 32 images with 64 members. vmap took 0.9 to 4.5 times the replay's time, the
+loop 1.0 to 1.5 times with 1 member and 1.4 to 12 times with 16."""
 
 
 class _Choice(NamedTuple):

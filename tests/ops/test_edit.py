@@ -396,6 +396,10 @@ def test_augmented_assignment_says_what_it_did():
 
     with pytest.raises(ImmutableError, match=r"td = td\.at\['a'\]\.add\(value\).*already written"):
         td["a"] += 1
+    td = td.set("b", torch.ones(3))
+    with pytest.raises(ImmutableError) as caught:
+        td["a"] = td["b"]
+    assert "already written" not in str(caught.value)
 
 
 def test_writes_alter_no_value():
