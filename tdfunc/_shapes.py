@@ -250,6 +250,7 @@ def index_size(index: tuple[Any, ...], size: Size) -> Size:
     advanced: list[Size] = []
     places: list[int] = []
     dim = order = 0
+    empty = False
     for item in index:
         if item is None:
             result.append(1)
@@ -267,13 +268,28 @@ def index_size(index: tuple[Any, ...], size: Size) -> Size:
         else:
             advanced.append(item.shape)
             places.append(order)
+            empty = empty or size[dim] == 0
             dim += 1
         order += 1
     if advanced:
+        shape = advanced[0] if len(advanced) == 1 else broadcast_sizes(advanced)
+        if empty and shape.numel():
+            raise _no_rows(shape, size)
         # Advanced indices side by side leave their result in place, else it goes first.
         at = places[0] if places == list(range(places[0], places[0] + len(places))) else 0
-        result[at:at] = advanced[0] if len(advanced) == 1 else broadcast_sizes(advanced)
+        result[at:at] = shape
     return Size(result) + size[dim:]
+
+
+def _no_rows(positions: Size, size: Size) -> IndexError:
+    """torch's own rule: any position in an empty dimension is out of range, whatever it says."""
+    return IndexError(
+        explain(
+            "index: a batch dimension that is indexed with integers is empty.",
+            expected="no positions, or a dimension with elements",
+            got=f"positions of shape {list(positions)}, batch size {list(size)}",
+        )
+    )
 
 
 def _check_int(item: Any, dim: int, size: Size) -> None:

@@ -16,10 +16,15 @@ settings.register_profile("thorough", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+@pytest.fixture(autouse=True)
+def seed(request):
+    """The test's own seed, given to torch's default generator; TDFUNC_TEST_SEED is mixed into it."""
+    seed = zlib.crc32((os.environ.get("TDFUNC_TEST_SEED", "") + request.node.nodeid).encode())
+    torch.manual_seed(seed)
+    return seed
+
+
 @pytest.fixture
-def generator(request):
-    """A generator with a seed of the test's own; TDFUNC_TEST_SEED replaces it."""
-    seed = int(os.environ.get("TDFUNC_TEST_SEED", zlib.crc32(request.node.nodeid.encode())))
-    # pytest shows what a fixture prints when the test fails.
-    print(f"TDFUNC_TEST_SEED={seed}")
+def generator(seed):
+    """A generator with the test's own seed."""
     return torch.Generator().manual_seed(seed)

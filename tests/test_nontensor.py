@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from torch import Size
 from torch.utils import _pytree as pytree
@@ -66,6 +66,7 @@ def test_data_has_the_shape_of_a_tensor(name, size):
 
 
 @given(SIZES, st.integers(0, 2**32 - 1))
+@example((0, 1, 0), 24109)
 def test_index_equals_torch(size, seed):
     """A value would be taken from another place than the element of a tensor."""
     assume(len(size) > 0)

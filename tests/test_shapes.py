@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Size
 
-from tdfunc import BatchSizeError
+from tdfunc import BatchSizeError, TensorDict
 from tdfunc._shapes import (
     as_names,
     as_size,
@@ -86,6 +86,16 @@ def test_bad_index(index, message):
     size = Size((2, 3))
     with pytest.raises(IndexError, match=message):
         index_size(normalize_index(index, size), size)
+
+
+@pytest.mark.parametrize("index", [[0], (slice(None), [2]), (Ellipsis, torch.tensor([[-1], [0]]))])
+def test_positions_in_an_empty_dimension(index):
+    """An empty tree, or values beside empty tensors, would take positions that torch refuses."""
+    size = Size((0, 0))
+    with pytest.raises(IndexError, match="out of bounds"):
+        torch.empty(size)[index]
+    with pytest.raises(IndexError, match=r"is empty(.|\n)*positions of shape \[.*batch size \[0, 0\]"):
+        TensorDict({}, size)[index]
 
 
 def test_bad_step():
