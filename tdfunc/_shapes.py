@@ -282,7 +282,7 @@ def index_size(index: tuple[Any, ...], size: Size) -> Size:
 
 
 def _no_rows(positions: Size, size: Size) -> IndexError:
-    """torch's own rule: any position in an empty dimension is out of range, whatever it says."""
+    """Torch's own rule: any position in an empty dimension is out of range, whatever it says."""
     return IndexError(
         explain(
             "index: a batch dimension that is indexed with integers is empty.",
