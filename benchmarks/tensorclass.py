@@ -9,7 +9,7 @@ import torch
 from torch import Size, Tensor
 
 from benchmarks.rows import Case, Row, Suite
-from tdfunc._tensorclass import TensorClass
+from tdfunc import TensorClass
 
 BATCH, READS = 32, 100
 OTHER, CHECKED, DEFAULT = "tensordict", "checked dataclass", "without tensor_only"

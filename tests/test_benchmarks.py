@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import compiled, ensembles, measure, modules, page, rows, scaling, training, trees
+from benchmarks import compiled, ensembles, measure, modules, page, rows, scaling, tensorclass, training, trees
 from benchmarks.measure import Effort, Fresh, Timing
 from benchmarks.rows import Case, Measured, Row, Suite, judge
 
 TINY = Effort(rounds=5, passes=1, round_s=1e-5, longest_s=0.01)
-SUITES = (trees.SUITE, modules.SUITE, training.SUITE)
+SUITES = (trees.SUITE, tensorclass.SUITE, modules.SUITE, training.SUITE)
 
 
 def measured(what, per=1, **us):
@@ -299,11 +299,14 @@ def test_newer_tensordict_is_shown_without_targets():
 
 # -- the contract -----------------------------------------------------------------------------------------------
 
-# DESIGN.md, section 8: rows down to `stack_modules`, the Adam step and jit.
+# DESIGN.md, section 8: rows down to `stack_modules`, the Adam step and jit; the tree rows hold for TensorClass too.
 CONTRACT = [
     ("construct", "tensordict", 4), ("get", "tensordict", 6), ("set", "tensordict", 15), ("apply", "tensordict", 3),
     ("stack", "tensordict", 3.5), ("index (int, slice, tensor, mask), cat, reshape, add, tree_map", "tensordict", 1.8),
     ("all rows that call torch", "raw dict", 1.3), ("construct", "checked dict", 1.2),
+    ("construct a TensorClass", "checked dataclass", 1.5), ("construct a TensorClass", "tensordict", 4),
+    ("read a field", "tensordict", 6), ("read a field, tensor_only", "without tensor_only", 1),
+    ("replace, index, stack of a TensorClass", "tensordict", 1.8),
     ("apply, swap alone, the same tree again", "functional_call", 25),
     ("apply, swap alone, the same tree again", "tensordict", 40),
     ("apply, swap alone, a new tree each call", "functional_call", 15),
