@@ -37,8 +37,10 @@ from tdfunc.modules.extract import from_module as from_module
 from tdfunc.modules.extract import split as split
 from tdfunc.modules.functional import Apply as Apply
 from tdfunc.modules.functional import functional as functional
+from tdfunc.ops.compare import assert_close as assert_close
 from tdfunc.ops.join import cat as cat
 from tdfunc.ops.join import stack as stack
+from tdfunc.ops.rearrange import pad as pad
 from tdfunc.ops.structure import combine as combine
 from tdfunc.ops.structure import in_dims as in_dims
 from tdfunc.ops.structure import partition as partition

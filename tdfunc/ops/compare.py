@@ -38,8 +38,7 @@ def assert_close(
         `torch.testing.assert_close`, which compares each leaf.
 
     Examples:
-        >>> from tdfunc.ops.compare import assert_close
-        >>> assert_close(TensorDict({"a": torch.ones(2)}), TensorDict({"a": torch.ones(2) + 1e-7}))
+        >>> tdf.assert_close(TensorDict({"a": torch.ones(2)}), TensorDict({"a": torch.ones(2) + 1e-7}))
     """
     check_same(actual, expected, "assert_close")
     _compare(actual, expected, {"rtol": rtol, "atol": atol, "equal_nan": equal_nan}, ())

@@ -204,8 +204,7 @@ def pad(tree: T, pad_size: Sequence[int], value: float = 0.0) -> T:
         ValueError: The numbers do not come in pairs, are negative, or are more than the dimensions.
 
     Examples:
-        >>> from tdfunc.ops.rearrange import pad
-        >>> pad(TensorDict({"a": torch.ones(2)}, [2]), [1, 0])["a"]
+        >>> tdf.pad(TensorDict({"a": torch.ones(2)}, [2]), [1, 0])["a"]
         tensor([0., 1., 1.])
     """
     size = tree._batch_size
