@@ -52,7 +52,7 @@ class LeakError(RuntimeError):
 
 
 class ConcurrencyError(RuntimeError):
-    """Two threads, or two blocks out of order, inside one module."""
+    """Two threads, or two blocks out of order, inside one module; or a leaf that changed while it was saved."""
 
 
 class UnsupportedError(TypeError):

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from tdfunc._errors import CorruptCheckpointError, UnsupportedError, explain
 from tdfunc._types import Device, Path
 from tdfunc.storage.atomic import replace_file
 from tdfunc.storage.decode import Classes, Plan
-from tdfunc.storage.encode import IS_PARAMETER, REQUIRES_GRAD, outline
+from tdfunc.storage.encode import IS_PARAMETER, REQUIRES_GRAD, Outline, outline
 from tdfunc.storage.format import Layout, Spec, check_size, check_version, lay_out, parse_entries
 from tdfunc.storage.read import Source, map_bytes, opened, verify_leaves, view_leaves
 from tdfunc.storage.write import plan_file, write_file
@@ -50,7 +50,12 @@ def save(td: TensorCollection, path: str | os.PathLike[str], *, fsync: bool = Tr
         >>> bool((back == td).all()), back.names, back["note"]
         (True, ['row'], 'first')
     """
-    target = _target(path)
+    target = check_target(path)
+    save_outline(outline_of(td), target, fsync=fsync)
+
+
+def outline_of(td: TensorCollection) -> Outline:
+    """Describe a tree that is to be saved; what cannot be is refused here."""
     if not isinstance(td, TensorCollection):
         raise TypeError(
             explain(
@@ -68,7 +73,12 @@ def save(td: TensorCollection, path: str | os.PathLike[str], *, fsync: bool = Tr
                 hint="save outside of FakeTensorMode.",
             )
         )
-    plan = plan_file(outline(td))
+    return outline(td)
+
+
+def save_outline(out: Outline, target: str, *, fsync: bool = True, digests: Mapping[str, str] | None = None) -> None:
+    """Write a tree that was outlined; a leaf with a digest must still have it."""
+    plan = plan_file(out, digests)
     replace_file(target, lambda fd: write_file(fd, plan), size_bytes=plan.size_bytes, fsync=fsync)
 
 
@@ -119,7 +129,8 @@ def load(
         return plan.build(leaves, classes, place)
 
 
-def _target(path: str | os.PathLike[str]) -> str:
+def check_target(path: str | os.PathLike[str]) -> str:
+    """Return the name of a file that a tree can be saved as."""
     if not isinstance(path, (str, bytes, os.PathLike)):
         got = type(path).__name__
         raise TypeError(

@@ -2,7 +2,7 @@
 
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from tdfunc._errors import UnsupportedError, explain
+from tdfunc._errors import ConcurrencyError, UnsupportedError, explain
 from tdfunc.storage.encode import Outline
 from tdfunc.storage.format import MAX_HEADER_BYTES, lay_out, render, seal
 
@@ -31,10 +31,12 @@ class FilePlan(NamedTuple):
     # In file order: the address of a leaf whose bytes can be taken as they lie in memory (else 0), and its size.
     work: list[tuple[int, int, Tensor]]
     size_bytes: int
+    # In file order, by name: the digest that a leaf must have when it is written, or None.
+    expected: list[tuple[str, str | None]]
 
 
-def plan_file(outline: Outline) -> FilePlan:
-    """Place the leaves, and check that they can be read.
+def plan_file(outline: Outline, digests: Mapping[str, str] | None = None) -> FilePlan:
+    """Place the leaves, and check that they can be read; with digests by name, they must have these when written.
 
     Raises:
         UnsupportedError: A leaf has no memory to read, or the header is too long; nothing was written.
@@ -48,7 +50,8 @@ def plan_file(outline: Outline) -> FilePlan:
         hint = "save parts of the tree in several files."
         expected = f"at most {MAX_HEADER_BYTES} bytes"
         raise UnsupportedError(explain(what, expected=expected, got=f"{len(head) - 8} bytes", hint=hint))
-    return FilePlan(head, work, len(head) + layout.size_bytes)
+    expected = [(names[i], digests.get(names[i])) for i in layout.order] if digests else []
+    return FilePlan(head, work, len(head) + layout.size_bytes, expected)
 
 
 def _address(name: str, leaf: Tensor) -> int:
@@ -74,8 +77,13 @@ def _no_memory(name: str, got: str) -> UnsupportedError:
 
 
 def write_file(fd: int, plan: FilePlan) -> None:
-    """Write everything: the data, then the header, which holds its checksums, in front of it."""
+    """Write everything: the data, then the header, which holds its checksums, in front of it.
+
+    Raises:
+        ConcurrencyError: A leaf has not the digest that was expected of it.
+    """
     digests: list[str] = []
+    stage = np.empty(_PIECE_BYTES, dtype=np.uint8) if plan.expected else None
     buffer = np.empty(_BUFFER_BYTES, dtype=np.uint8)
     view, start, used = buffer.data, buffer.ctypes.data, 0
     memmove, hexdigest = ctypes.memmove, xxhash.xxh3_64_hexdigest
@@ -85,7 +93,7 @@ def write_file(fd: int, plan: FilePlan) -> None:
             if size_bytes > _SMALL_BYTES:
                 write_all(fd, view[:used])
                 used = 0
-                digests.append(_write_large(fd, leaf))
+                digests.append(_write_large(fd, leaf, stage))
                 continue
             end = used + size_bytes
             if end > _BUFFER_BYTES:
@@ -98,6 +106,7 @@ def write_file(fd: int, plan: FilePlan) -> None:
             digests.append(hexdigest(view[used:end]))
             used = end
     write_all(fd, view[:used])
+    _check_unchanged(plan, digests)
     # A copy: where the file has to be written twice, the plan is used twice.
     head = bytearray(plan.head)
     seal(head, digests)
@@ -105,12 +114,36 @@ def write_file(fd: int, plan: FilePlan) -> None:
     write_all(fd, memoryview(head))
 
 
-def _write_large(fd: int, leaf: Tensor) -> str:
+def _write_large(fd: int, leaf: Tensor, stage: Any) -> str:
     state = xxhash.xxh3_64()
     for piece in pieces(leaf):
+        if stage is not None:
+            # Another thread may write to the leaf now: what is hashed must be what the file gets.
+            copy = stage[: len(piece)]
+            copy[:] = piece
+            piece = copy.data
         state.update(piece)
         write_all(fd, piece)
     return state.hexdigest()
+
+
+def _check_unchanged(plan: FilePlan, digests: list[str]) -> None:
+    changed = [
+        (name, expected, found)
+        for (name, expected), found in zip(plan.expected, digests, strict=False)
+        if expected is not None and expected != found
+    ]
+    if changed:
+        name, expected, found = changed[0]
+        more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+        raise ConcurrencyError(
+            explain(
+                f"save: leaf {name}{more} changed after the save was submitted; nothing was saved.",
+                expected=f"values with the digest {expected}",
+                got=found,
+                hint="submit with copy=True, or do not write to the tree until the save is done.",
+            )
+        )
 
 
 def pieces(leaf: Tensor) -> Iterator[memoryview]:
