@@ -32,7 +32,7 @@ def grad(tree: TensorCollection) -> Any:
 
 def is_contiguous(tree: TensorCollection) -> bool:
     """Whether every leaf is laid out row by row without gaps."""
-    return all(x.is_contiguous() for x in tensors(tree))
+    return all([x.is_contiguous() for x in tensors(tree)])
 
 
 class MemoryMethods(TensorCollection):

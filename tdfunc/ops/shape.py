@@ -197,7 +197,8 @@ def split(tree: T, sizes: "int | Sequence[int]", dim: int) -> tuple[T, ...]:
     return split_leaves(
         tree,
         index,
-        lambda x: x.split(parts, dim),
+        # As Tensor.split, less its Python part; values that are no tensors have that only.
+        lambda x: x.split_with_sizes(parts, dim) if isinstance(x, Tensor) else x.split(parts, dim),
         lambda old, i: Size((*old[:dim], parts[i], *old[dim + 1 :])),
         lambda names: names,
     )

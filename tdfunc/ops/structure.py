@@ -1,6 +1,6 @@
 """Structure: selecting, flattening and renaming entries, splitting by filters; batch size and names as metadata."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -36,17 +36,20 @@ def _keep(tree: T, paths: Sequence[Path]) -> T:
     if done is not None:
         return done
     wanted = by_first_key(paths)
-    changes: dict[str, Node] = {}
-    for key in tree._keys():
-        inner = wanted.get(key)
-        if inner is None:
-            changes[key] = None
-        elif () not in inner:
-            node = tree._get(key)
-            part = _keep(node, inner) if isinstance(node, TensorCollection) else None
-            # Only keys that do not exist were asked for.
-            changes[key] = part if part is not None and any(has(part, path) for path in inner) else None
+    data = tree._data
+    kept = {
+        key: data[key] if () in wanted[key] else _keep_part(data[key], wanted[key]) for key in data if key in wanted
+    }
+    if tree._static is None and len(kept) < len(data) and all([node is not None for node in kept.values()]):
+        return tree._replace(kept)
+    changes = {key: kept.get(key) for key, node in data.items() if kept.get(key) is not node}
     return tree._put(changes) if changes else tree
+
+
+def _keep_part(node: Node, paths: Sequence[Path]) -> Node:
+    # Only keys that do not exist may have been asked for.
+    found = isinstance(node, TensorCollection) and any(has(node, path) for path in paths)
+    return _keep(node, paths) if found else None
 
 
 def flatten_keys(tree: TensorCollection, separator: str) -> Any:
@@ -56,30 +59,36 @@ def flatten_keys(tree: TensorCollection, separator: str) -> Any:
         return done
     data: dict[str, Node] = {}
     kinds: dict[str, Kind] = {}
-    source: dict[str, Path] = {}
-    for path, node in _flat_items(tree, separator, ()):
-        key = separator.join(path)
-        if key in data:
-            got = f"{source[key]} and {path}"
-            hint = "choose another separator."
-            raise MissingKeyError(explain(f"flatten_keys: two paths become the key {key!r}.", got=got, hint=hint))
-        data[key], source[key] = node, path
-        kind = kind_of(tree, path)
-        if kind is not None:
-            kinds[key] = kind
+    clash = _flatten_into(data, kinds, tree, separator, "")
+    if clash is not None:
+        paths = [path for path, _ in iter_items(tree, True, True) if separator.join(unravel(path)) == clash]
+        hint = "choose another separator."
+        what = f"flatten_keys: two paths become the key {clash!r}."
+        raise MissingKeyError(explain(what, got=" and ".join([str(unravel(path)) for path in paths]), hint=hint))
     ties = remap(tree._ties, lambda path: (separator.join(path),))
     new = TensorCollection._open._make(data, tree._batch_size, tree._device, tree._names)
     return new._replace(data, kinds=kinds, ties=ties) if kinds or ties else new
 
 
-def _flat_items(tree: TensorCollection, separator: str, at: Path) -> Iterator[tuple[Path, Node]]:
+def _flatten_into(
+    data: dict[str, Node], kinds: dict[str, Kind], tree: TensorCollection, separator: str, prefix: str
+) -> str | None:
+    """Add the entries of a tree; return the first name that is there already."""
     for key in tree._keys():
-        node = tree._get(key)
-        flat = node._each(lambda t: flatten_keys(t, separator)) if isinstance(node, TensorCollection) else node
-        if flat is None:
-            yield from _flat_items(node, separator, (*at, key))
-        else:
-            yield (*at, key), flat
+        node, name = tree._get(key), prefix + key
+        if isinstance(node, TensorCollection):
+            stack = node._each(lambda t: flatten_keys(t, separator))
+            if stack is None:
+                clash = _flatten_into(data, kinds, node, separator, name + separator)
+                if clash is not None:
+                    return clash
+                continue
+            node = stack
+        if name in data:
+            return name
+        data[name] = node
+    kinds.update({prefix + key: kind for key, kind in tree._kinds.items()})
+    return None
 
 
 class _Branch(dict[str, Any]):
@@ -214,10 +223,12 @@ def with_names(tree: T, names: Sequence[str | None] | None) -> T:
 
 def to_dict(tree: TensorCollection) -> dict[str, Any]:
     """Return nested dicts of the leaves and plain values."""
-    result: dict[str, Any] = {}
-    for key in tree._keys():
-        node = tree._get(key)
-        result[key] = to_dict(node) if isinstance(node, TensorCollection) else get_value(tree, key)
+    result: dict[str, Any] = {key: tree._get(key) for key in tree._keys()}
+    for key, node in result.items():
+        if isinstance(node, TensorCollection):
+            result[key] = to_dict(node)
+        elif not isinstance(node, torch.Tensor):
+            result[key] = get_value(tree, key)
     return result
 
 
