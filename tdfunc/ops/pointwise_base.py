@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from tdfunc._types import LeafFn, Path
 
 T = TypeVar("T", bound=TensorCollection)
 _NUMBERS = (bool, int, float, complex)
+_requires_grad = operator.attrgetter("requires_grad")
 _peek: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
 
 # Python's own operators, which have torch's promotion rules for a number on the left.
@@ -86,7 +87,17 @@ def foreach_leaves(tree: T, name: str, *args: Any) -> T | None:
     return None if leaves is None else _run(tree, name, leaves, *args)
 
 
+def _learn_apart(leaves: list[Tensor], other: Any = None, *_: Any) -> bool:
+    """Whether some results require grad and some do not: one kernel call for all makes every one require it."""
+    flags = map(_requires_grad, leaves)
+    if isinstance(other, list):
+        flags = map(operator.or_, flags, map(_requires_grad, cast("list[Tensor]", other)))
+    return len(set(flags)) > 1
+
+
 def _run(tree: T, name: str, *args: Any) -> T | None:
+    if torch.is_grad_enabled() and _learn_apart(*args):
+        return None
     try:
         return refill(tree, iter(getattr(torch, name)(*args)))
     # A kernel that lacks a dtype, layout or class; the leaf-by-leaf path then says what torch says.
@@ -276,7 +287,7 @@ def check_same(tree: TensorCollection, other: TensorCollection, call: str) -> No
         hint = "put the lazy stack first, or write lazy.dense()."
         what = f"{call}: the second tree is a lazy stack, the first has one shape."
         raise TreeStructureError(explain(what, expected=type(tree).__name__, got=type(other).__name__, hint=hint))
-    found = _difference(tree, other, ())
+    found = difference(tree, other, ())
     if found is not None:
         where, mine, theirs = found
         at = f" under {dotted(where)!r}" if where else ""
@@ -295,7 +306,7 @@ def check_same(tree: TensorCollection, other: TensorCollection, call: str) -> No
         )
 
 
-def _difference(tree: TensorCollection, other: Any, at: Path) -> tuple[Path, str, str] | None:
+def difference(tree: TensorCollection, other: Any, at: Path) -> tuple[Path, str, str] | None:
     """Return where two trees differ and what is there; None when they do not."""
     if not isinstance(other, TensorCollection):
         return at, "a tree", f"a leaf of type {type(other).__name__}"
@@ -309,7 +320,7 @@ def _difference(tree: TensorCollection, other: Any, at: Path) -> tuple[Path, str
         if type(node) is Tensor and type(twin) is Tensor:
             continue
         if isinstance(node, TensorCollection):
-            found = _difference(node, twin, (*at, key))
+            found = difference(node, twin, (*at, key))
             if found is not None:
                 return found
         elif isinstance(twin, TensorCollection) or isinstance(node, NonTensorBase) != isinstance(twin, NonTensorBase):

@@ -370,3 +370,27 @@ def test_constructor():
 
         class Mine(TensorDict):  # pyright: ignore
             pass
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [torch.Tensor.clone, torch.neg, lambda t: t * 2, lambda t: t + t, lambda t: t.clamp(0, 1), torch.exp],
+    ids=["clone", "neg", "number", "tree", "clamp", "exp"],
+)
+def test_each_leaf_requires_grad_as_alone(fn):
+    """A buffer beside a Parameter would begin to require grad, because one kernel ran over both."""
+    leaves = {"w": nn.Parameter(torch.ones(2)), "buffer": torch.ones(2), "ids": torch.ones(2, dtype=torch.int64)}
+
+    for keys in (["w", "buffer"], ["w", "buffer", "ids"], ["buffer"], ["w"]):
+        tree = TensorDict({key: leaves[key] for key in keys}, [2])
+        new = tree.clone() if fn is torch.Tensor.clone else fn(tree)
+        assert {key: new[key].requires_grad for key in keys} == {key: fn(leaves[key]).requires_grad for key in keys}
+
+
+def test_a_tree_of_gradients_keeps_one_kernel_call():
+    """Parameters times what does not require grad would run leaf by leaf, for no reason."""
+    params = TensorDict({"a": nn.Parameter(torch.ones(2)), "b": nn.Parameter(torch.ones(2))})
+    with torch.profiler.profile() as profile:
+        params + params.detach()
+
+    assert any("foreach" in event.name for event in profile.events())
