@@ -96,7 +96,8 @@ def judge(row: Row, measured: Sequence[Measured]) -> Verdict:
         parts.append(f"slower than {row.rival}: " + ", ".join(f"{what} ({shown(values[what])})" for what in slow))
     if parts and row.bound:
         shortest = chosen if row.pooled == "mean" else [m for m in chosen if values[m.what] == value]
-        parts.append(_bound(row, shortest))
+        bare = [m for m in shortest if row.bound in m.timings]
+        parts += [_bound(row, bare)] if bare else []
     if parts and row.why:
         parts.append(row.why)
     return Verdict(row, value, reached and not slow, "; ".join(parts) or "reached")

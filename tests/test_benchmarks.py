@@ -7,12 +7,24 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import compiled, ensembles, measure, modules, page, rows, scaling, tensorclass, training, trees
+from benchmarks import (
+    compiled,
+    ensembles,
+    families,
+    measure,
+    modules,
+    page,
+    rows,
+    scaling,
+    tensorclass,
+    training,
+    trees,
+)
 from benchmarks.measure import Effort, Fresh, Timing
 from benchmarks.rows import Case, Measured, Row, Suite, judge
 
 TINY = Effort(rounds=5, passes=1, round_s=1e-5, longest_s=0.01)
-SUITES = (trees.SUITE, tensorclass.SUITE, modules.SUITE, training.SUITE)
+SUITES = (trees.SUITE, families.SUITE, tensorclass.SUITE, modules.SUITE, training.SUITE)
 
 
 def measured(what, per=1, **us):
@@ -304,6 +316,7 @@ CONTRACT = [
     ("construct", "tensordict", 4), ("get", "tensordict", 6), ("set", "tensordict", 15), ("apply", "tensordict", 3),
     ("stack", "tensordict", 3.5), ("index (int, slice, tensor, mask), cat, reshape, add, tree_map", "tensordict", 1.8),
     ("all rows that call torch", "raw dict", 1.3), ("construct", "checked dict", 1.2),
+    *[(f"{family} operations", "tensordict", 1.8) for family in families.FAMILIES],
     ("construct a TensorClass", "checked dataclass", 1.5), ("construct a TensorClass", "tensordict", 4),
     ("read a field", "tensordict", 6), ("read a field, tensor_only", "without tensor_only", 1),
     ("replace, index, stack of a TensorClass", "tensordict", 1.8),
@@ -341,6 +354,25 @@ def test_resnet_has_122_leaves():
 
     assert (len(list(model.parameters())), len(list(model.buffers()))) == (62, 60)
     assert modules.leaves_of(nn.ModuleList(nn.Linear(4, 4) for _ in range(61))) == 122
+
+
+def test_families_are_the_same_work():
+    """Ours would be faster at something else than tensordict's or the tensors' own operation."""
+    for what, ways in families.family_ways(4).items():
+        results = [way() for way in ways.values()]
+        if what.partition(": ")[2] in families.FAMILIES["pieces"] and isinstance(results[0], tuple):
+            results = [_first_pieces(result) for result in results]
+        if not hasattr(results[0], "items") or what == "structure: keys":
+            continue
+        for result in results[1:]:
+            assert set(result.keys()) == set(results[0].keys()), what
+            assert all(torch.equal(result[key], leaf) for key, leaf in results[0].items()), what
+
+
+def _first_pieces(pieces):
+    if isinstance(pieces, dict):
+        return {key: parts[0] for key, parts in pieces.items()}
+    return dict(pieces[0].items())
 
 
 @pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.name)
