@@ -373,6 +373,10 @@ class TensorClass(_Typed):
             parts.append(f"    names={list(self._names)}")
         return f"{type(self).__name__}(\n" + ",\n".join(parts) + ")"
 
+    def _show_absent(self) -> dict[str, str]:
+        keys = list(self._keys())
+        return {name: "None" for name in self._fields if name not in keys}
+
 
 def _shown(node: Any) -> str:
     return (repr(node) if isinstance(node, TensorCollection) else describe_leaf(node)).replace("\n", "\n    ")

@@ -27,7 +27,7 @@ from tdfunc._lazystack.ragged import (
     without,
 )
 from tdfunc._lazystack.shapes import HANDLERS, REDUCTIONS, one_shape, reduce_all, reduce_dims
-from tdfunc._lazystack.show import as_list, render
+from tdfunc._lazystack.show import as_list, render, some_keys
 from tdfunc._nontensor import NonTensorBase, NonTensorStack
 from tdfunc._shapes import as_names, as_size, dim_index, normalize_index
 from tdfunc._tensordict import TreeMethods
@@ -265,6 +265,12 @@ class LazyStack(TreeMethods):
 
     def __repr__(self) -> str:
         return render(self)
+
+    def _show_heading(self) -> list[str]:
+        return [f"stacked along dimension {self._dim}"]
+
+    def _show_absent(self) -> dict[str, str]:
+        return {**super()._show_absent(), **some_keys(self)}
 
     # -- primitives ---------------------------------------------------------------------------------------------
 
