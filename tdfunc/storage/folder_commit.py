@@ -1,0 +1,215 @@
+"""Replace a folder as a whole: it is written beside its place and takes it in one step.
+
+A kill at any moment leaves the old folder or the new one. What is mapped from the old one stays as it is: its files
+exist until nobody has them open. What a killed process left goes with the next write to the same place.
+"""
+
+import ctypes
+import errno
+import importlib
+import os
+import secrets
+import shutil
+import stat
+import sys
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+import xxhash
+
+from tdfunc._errors import explain
+from tdfunc.storage.names import LEAF_SUFFIX, META, PICKLES
+
+T = TypeVar("T")
+# Not a plain import: Windows lacks it, and `import tdfunc` should work there.
+_fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
+_libc: Any = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+_EXCHANGE = 2
+_NO_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY}
+_MARK = ".tdfunc-"
+
+
+def replace_folder(path: str, write: Callable[[str], T], *, call: str, exist_ok: bool, sync: bool) -> T:
+    """Give `path` the contents that `write` puts into an empty folder; return what it returns.
+
+    Raises:
+        FileExistsError: There is something of this name that is no memmap folder, or (not `exist_ok`) there is one.
+        OSError: The file system refused; the old folder is whole.
+    """
+    # A link stays, and the folder that it leads to is replaced.
+    path = os.path.realpath(path)
+    check_target(path, call, exist_ok=exist_ok)
+    parent, name = os.path.split(path)
+    os.makedirs(parent, exist_ok=True)
+    remove_leftovers(parent, name, ".tmp")
+    with _temporary(parent, name) as temporary:
+        result = write(temporary)
+        if sync:
+            _sync(temporary)
+        with suppress(OSError):
+            os.chmod(temporary, stat.S_IMODE(os.stat(path).st_mode))
+        # Another process may have put something there since.
+        check_target(path, call, exist_ok=exist_ok)
+        _take_place(temporary, path)
+        if sync:
+            _sync_folder(parent)
+    remove_leftovers(parent, name, ".old")
+    return result
+
+
+def check_target(path: str, call: str, *, exist_ok: bool) -> None:
+    """Raise unless a folder may be written at a path: nothing is there, an empty folder, or a memmap folder alone."""
+    try:
+        if not os.listdir(path):
+            return
+    except FileNotFoundError:
+        return
+    except NotADirectoryError as err:
+        what = f"{call} {path}: this is a file."
+        raise FileExistsError(explain(what, expected="the name of a folder", got="a file")) from err
+    if not exist_ok:
+        hint = "existsok=True replaces it, as a whole."
+        raise FileExistsError(explain(f"{call} {path}: the folder exists.", expected="a new or empty one", hint=hint))
+    foreign = next(_foreign(path), None)
+    if foreign is not None or not os.path.exists(os.path.join(path, META)):
+        raise FileExistsError(
+            explain(
+                f"{call} {path}: the folder holds files that are no part of a memmapped tree; they would be deleted.",
+                expected="a new or empty folder, or one that holds a memmapped tree and nothing else",
+                got=foreign or f"no {META}",
+                hint="choose another folder, or a new one inside this one.",
+            )
+        )
+
+
+def _foreign(folder: str) -> Iterator[str]:
+    """Yield the files of a folder that no memmap has."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                if not entry.name.startswith(_MARK):
+                    yield from _foreign(entry.path)
+            elif entry.name != META and entry.name not in PICKLES and not entry.name.endswith(LEAF_SUFFIX):
+                yield entry.path
+
+
+def recover(path: str) -> str | None:
+    """Return the folder that a writer moved away from this path and was killed before it put the new one there."""
+    parent, name = os.path.split(os.path.realpath(path))
+    with suppress(OSError):
+        for entry in sorted(os.listdir(parent)):
+            if entry.startswith(_start(name)) and entry.endswith(".old"):
+                return os.path.join(parent, entry)
+    return None
+
+
+def remove_leftovers(parent: str, name: str, suffix: str) -> None:
+    """Delete what writers of this folder left who are gone."""
+    for entry in os.listdir(parent):
+        if entry.startswith(_start(name)) and entry.endswith(suffix):
+            # Two writers may clean at once; what cannot be opened or locked is not ours to delete.
+            with suppress(OSError), _locked(os.path.join(parent, entry)):
+                shutil.rmtree(os.path.join(parent, entry), ignore_errors=True)
+
+
+def _start(name: str) -> str:
+    # A digest, so that a name of the greatest length has room.
+    return f"{_MARK}{xxhash.xxh3_64_hexdigest(os.fsencode(name))}-"
+
+
+@contextmanager
+def _locked(folder: str) -> Generator[None, None, None]:
+    """Hold the lock that tells others that this folder is in use; raises where another process has it."""
+    fd = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0))
+    try:
+        if _fcntl is not None:
+            _fcntl.flock(fd, _fcntl.LOCK_EX | _fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _temporary(parent: str, name: str) -> Generator[str, None, None]:
+    """Make a folder beside the place; after the block what has its name (the old folder, or a failed write) goes."""
+    while True:
+        temporary = os.path.join(parent, f"{_start(name)}{secrets.token_hex(8)}.tmp")
+        os.mkdir(temporary)
+        fd = os.open(temporary, os.O_RDONLY)
+        # Some network file systems have no locks; there leftovers stay.
+        if _fcntl is not None:
+            with suppress(OSError):
+                _fcntl.flock(fd, _fcntl.LOCK_EX)
+        # Another writer may have deleted it before it was locked.
+        if os.path.isdir(temporary):
+            break
+        os.close(fd)
+    try:
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        os.close(fd)
+
+
+def _take_place(temporary: str, path: str) -> None:
+    try:
+        # Over an empty folder this works, over another one not.
+        os.rename(temporary, path)
+        return
+    except OSError as err:
+        if err.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+    if not _exchange(temporary, path):
+        _move_twice(temporary, path)
+
+
+def _exchange(a: str, b: str) -> bool:
+    """Swap two folders in one step; False where the system cannot."""
+    renameat2 = getattr(_libc, "renameat2", None)
+    if renameat2 is None:
+        return False
+    here = -100
+    if not renameat2(here, os.fsencode(a), here, os.fsencode(b), ctypes.c_uint(_EXCHANGE)):
+        return True
+    code = ctypes.get_errno()
+    if code in _NO_EXCHANGE:
+        return False
+    raise OSError(code, os.strerror(code), b)
+
+
+def _move_twice(temporary: str, path: str) -> None:
+    """Move the old folder away and the new one in; between the two steps a load finds the old one by its name."""
+    old = f"{temporary.removesuffix('.tmp')}.old"
+    os.rename(path, old)
+    try:
+        os.rename(temporary, path)
+    except BaseException:
+        os.rename(old, path)
+        raise
+
+
+def _sync(folder: str) -> None:
+    """Wait until the disk has everything that was written to this file system, in one call where there is one."""
+    syncfs = getattr(_libc, "syncfs", None)
+    if syncfs is not None:
+        _sync_folder(folder, syncfs)
+        return
+    for place, _, names in os.walk(folder):
+        for name in names:
+            fd = os.open(os.path.join(place, name), os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        _sync_folder(place)
+
+
+def _sync_folder(folder: str, call: Callable[[int], Any] = os.fsync) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        if call(fd):
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), folder)
+    finally:
+        os.close(fd)

@@ -1,0 +1,121 @@
+"""One file as one tensor, mapped and never read: copy-on-write, or for writing.
+
+A file is opened once; that it is a regular file of the right size is asked of what was opened, and it is mapped by
+its descriptor, so that nothing can be put in its place in between. No descriptor stays open.
+"""
+
+import errno
+import os
+import stat
+import sys
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tdfunc._errors import CorruptCheckpointError, explain
+from tdfunc._mapped import MapMode, mark_mapped
+
+_DESCRIPTORS = {"linux": "/proc/self/fd", "darwin": "/dev/fd"}.get(sys.platform)
+# Without O_NONBLOCK opening a pipe waits for a writer, and a device may act.
+READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOCTTY", 0)
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+
+
+def open_inside(root: int, name: str, what: str, *, writable: bool = False) -> int:
+    """Open a regular file in a folder by its relative name; links must lead to a file inside the folder.
+
+    Raises:
+        FileNotFoundError: There is none.
+        CorruptCheckpointError: It is something else, or a link out of the folder.
+    """
+    flags = READ if not writable else READ | os.O_RDWR
+    try:
+        fd = os.open(name, flags | _NO_LINK, dir_fd=root)
+    except OSError as err:
+        if err.errno == errno.EISDIR:
+            raise _not_regular(what, stat.S_IFDIR) from err
+        if err.errno == errno.ENXIO:
+            raise _not_regular(what, stat.S_IFSOCK) from err
+        if err.errno != errno.ELOOP:
+            raise
+        fd = _open_link(root, name, flags, what)
+    try:
+        kind = os.fstat(fd).st_mode
+        if not stat.S_ISREG(kind):
+            raise _not_regular(what, kind)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _open_link(root: int, name: str, flags: int, what: str) -> int:
+    try:
+        fd = os.open(name, flags, dir_fd=root)
+    except OSError as err:
+        raise CorruptCheckpointError(
+            explain(f"{what} is a link that leads to no file.", expected="a file", got=err.strerror)
+        ) from err
+    top, target = _where(root), _where(fd)
+    if top is None or target is None or not target.startswith(os.path.join(top, "")):
+        os.close(fd)
+        raise CorruptCheckpointError(
+            explain(
+                f"{what} is a link out of the folder.",
+                expected=f"a file inside {top}",
+                got=str(target),
+                hint="put the file there in place of the link.",
+            )
+        )
+    return fd
+
+
+def _where(fd: int) -> str | None:
+    """Return the path of what is open, as the system knows it."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            return os.readlink(f"/proc/self/fd/{fd}")
+    return None
+
+
+def _not_regular(what: str, kind: int) -> CorruptCheckpointError:
+    names = {
+        stat.S_IFDIR: "a folder",
+        stat.S_IFIFO: "a pipe",
+        stat.S_IFCHR: "a device",
+        stat.S_IFBLK: "a device",
+        stat.S_IFSOCK: "a socket or pipe",
+    }
+    got = names.get(stat.S_IFMT(kind), "something else")
+    return CorruptCheckpointError(explain(f"{what} is no regular file.", expected="a file", got=got))
+
+
+def map_descriptor(
+    fd: int, path: str | None, mode: MapMode, dtype: torch.dtype, shape: torch.Size, size_bytes: int
+) -> Tensor:
+    """Map the first `size_bytes` bytes of an open file as one tensor; the caller has checked that it has them."""
+    found = os.fstat(fd)
+    # Torch makes a shared file longer where it is too short, and refuses a private one.
+    assert found.st_size >= size_bytes > 0
+    name = f"{_DESCRIPTORS}/{fd}" if _DESCRIPTORS is not None else path
+    assert name is not None
+    # Any: torch.from_file is untyped.
+    flat: Any = _map(name, mode, size_bytes, str(path))
+    leaf = flat.view(dtype).view(shape).data
+    mark_mapped(leaf, path, mode, (found.st_dev, found.st_ino))
+    return leaf
+
+
+def _map(name: str, mode: MapMode, size_bytes: int, path: str) -> Any:
+    try:
+        flat = torch.from_file(name, shared=mode == "r+", size=size_bytes, dtype=torch.uint8, device="cpu")
+    except RuntimeError as err:
+        hint = None
+        if "Cannot allocate memory" in str(err) or "memory" in str(err):
+            hint = "a process has about 65,000 mappings (sysctl vm.max_map_count); load a part, or stack small leaves."
+        raise OSError(explain(f"{path}: the file cannot be mapped: {err}", hint=hint)) from err
+    # The storage of a private mapping claims to be in shared memory and cannot be sent to a process; through numpy
+    # it does not. A shared one must stay as it is: re-wrapped, multiprocessing would move it to a copy.
+    return torch.from_numpy(flat.numpy()) if mode == "c" else flat

@@ -1,0 +1,431 @@
+"""Trees in folders of mapped files: written as a whole, opened without reading, larger than memory.
+
+The layout is tensordict's (`docs/memmap.md`), so that each library opens the folders of the other.
+"""
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from tdfunc._collection import TensorCollection, iter_leaves
+from tdfunc._errors import CorruptCheckpointError, TreeStructureError, UnsupportedError, explain
+from tdfunc._keys import dotted
+from tdfunc._mapped import MapMode, mapped_file
+from tdfunc._types import Device
+from tdfunc.ops import storage_writes
+from tdfunc.storage.decode import Classes
+from tdfunc.storage.folder_commit import check_target, recover, replace_folder
+from tdfunc.storage.folder_plan import FileLeaf, FolderPlan, plan_folder
+from tdfunc.storage.folder_read import FolderReader, LeafFile
+from tdfunc.storage.mapped import map_descriptor, open_inside
+from tdfunc.storage.write import pieces, write_all
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+_RETRIES = 10
+
+
+def memmap(
+    td: TensorCollection,
+    prefix: "str | os.PathLike[str] | None" = None,
+    copy_existing: bool = False,
+    *,
+    num_threads: int = 0,
+    return_early: bool = False,
+    share_non_tensor: bool = False,
+    existsok: bool = True,
+    sync: bool = False,
+) -> Any:
+    """Write every leaf to a file of its own in a folder, and return the tree on these files."""
+    task = partial(_write, "memmap", td, prefix, copy_existing, num_threads, existsok, sync)
+    return _start(task, "memmap", num_threads, return_early, share_non_tensor)
+
+
+def memmap_like(
+    td: TensorCollection,
+    prefix: "str | os.PathLike[str] | None" = None,
+    copy_existing: bool = False,
+    *,
+    existsok: bool = True,
+    num_threads: int = 0,
+    return_early: bool = False,
+    share_non_tensor: bool = False,
+    sparse_ok: bool = False,
+) -> Any:
+    """Make files of zeros for every leaf, which take no space until they are written to."""
+    del copy_existing
+    task = partial(_make_room, td, prefix, num_threads, existsok, sparse_ok)
+    return _start(task, "memmap_like", num_threads, return_early, share_non_tensor)
+
+
+def load_memmap(
+    prefix: "str | os.PathLike[str]",
+    device: "Device | None" = None,
+    non_blocking: bool = False,
+    *,
+    out: TensorCollection | None = None,
+    num_threads: int = 0,
+    mode: MapMode = "c",
+    classes: Classes = (),
+) -> Any:
+    """Open a memmap folder: no leaf is read before it is used."""
+    if mode not in ("c", "r+"):
+        what = f"load_memmap: there is no mode {mode!r}."
+        raise ValueError(explain(what, expected="'c' (copy-on-write) or 'r+' (writes reach the files)"))
+    threads = _threads(num_threads, "load_memmap")
+    name = os.fsdecode(prefix)
+    place = torch.device(device) if device is not None else None
+    tree = _load(name, mode, threads, classes, place, non_blocking)
+    if out is None:
+        return tree
+    storage_writes.write_tree(out, tree, complete=True)
+    return out
+
+
+def _load(
+    name: str, mode: MapMode, threads: int, classes: Classes, place: torch.device | None, non_blocking: bool
+) -> TensorCollection:
+    for _ in range(_RETRIES):
+        with _opened(name) as root, _naming(name):
+            try:
+                return _read(root, os.path.abspath(name), mode, threads, classes, None, place, non_blocking)
+            except (CorruptCheckpointError, OSError):
+                # A writer may have put another folder here meanwhile, and deleted this one.
+                if not _was_replaced(root, name):
+                    raise
+    raise OSError(errno.EBUSY, "load_memmap: the folder was replaced again and again while it was read", name)
+
+
+def _read(
+    root: int,
+    where: str | None,
+    mode: MapMode,
+    threads: int,
+    classes: Classes,
+    types: Mapping[str, Any] | None,
+    place: torch.device | None,
+    non_blocking: bool,
+) -> TensorCollection:
+    """Read the folder behind a descriptor; `where` is the path that the leaves remember."""
+    reader = FolderReader(root, classes, types)
+    fake = _is_fake(place)
+    if fake:
+        leaves = [torch.empty(leaf.shape, dtype=leaf.dtype, device=place or "cpu") for leaf in reader.leaves]
+        return reader.build(leaves, place)
+    aliases = reader.aliases()
+
+    def one(number: int) -> Tensor | None:
+        if number in aliases:
+            return None
+        leaf = _map_leaf(root, reader.leaves[number], where, mode)
+        return leaf if place is None or place.type == "cpu" else _move(leaf, place, non_blocking)
+
+    return reader.build(_each(one, range(len(reader.leaves)), threads), place)
+
+
+def _map_leaf(root: int, leaf: LeafFile, where: str | None, mode: MapMode) -> Tensor:
+    what = f"leaf {dotted(leaf.path)!r}"
+    try:
+        fd = open_inside(root, leaf.name, what, writable=mode == "r+")
+    except FileNotFoundError as err:
+        if not leaf.size_bytes:
+            return torch.empty(leaf.shape, dtype=leaf.dtype)
+        raise CorruptCheckpointError(
+            explain(f"{what}: its file is missing.", expected=leaf.name, hint="restore it from a copy.")
+        ) from err
+    try:
+        found = os.fstat(fd).st_size
+        if found < leaf.size_bytes or (leaf.exact and found > leaf.size_bytes):
+            raise CorruptCheckpointError(
+                explain(
+                    f"{what}: its file {leaf.name} is {'cut short' if found < leaf.size_bytes else 'too long'}.",
+                    expected=f"{leaf.size_bytes} bytes for {leaf.dtype} {list(leaf.shape)}",
+                    got=f"{found} bytes",
+                    hint="restore it from a copy.",
+                )
+            )
+        if not leaf.size_bytes:
+            return torch.empty(leaf.shape, dtype=leaf.dtype)
+        path = None if where is None else os.path.join(where, leaf.name)
+        return map_descriptor(fd, path, mode, leaf.dtype, leaf.shape, leaf.size_bytes)
+    finally:
+        os.close(fd)
+
+
+def _move(leaf: Tensor, place: torch.device, non_blocking: bool) -> Tensor:
+    try:
+        return leaf.to(place, non_blocking=non_blocking)
+    # A torch without CUDA says so by an assertion.
+    except (AssertionError, NotImplementedError, RuntimeError) as err:
+        got = f"{type(err).__name__}: {err}"[:200]
+        what = "the leaves cannot be put on their device."
+        raise UnsupportedError(explain(what, expected=str(place), got=got)) from err
+
+
+@contextmanager
+def _opened(name: str) -> Generator[int, None, None]:
+    flags = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
+    try:
+        root = os.open(name, flags)
+    except FileNotFoundError:
+        old = recover(name)
+        if old is None:
+            raise FileNotFoundError(
+                errno.ENOENT, explain("load_memmap: there is no such folder.", expected="a folder with meta.json"), name
+            ) from None
+        root = os.open(old, flags)
+    except NotADirectoryError as err:
+        hint = "tdfunc.load reads a .safetensors file."
+        raise NotADirectoryError(
+            errno.ENOTDIR, explain("load_memmap: this is a file.", expected="a folder with meta.json", hint=hint), name
+        ) from err
+    try:
+        yield root
+    finally:
+        os.close(root)
+
+
+@contextmanager
+def _naming(name: str) -> Generator[None, None, None]:
+    try:
+        yield
+    except (CorruptCheckpointError, TreeStructureError, UnsupportedError) as err:
+        raise type(err)(f"load_memmap {name}: {err}") from err
+    except FileNotFoundError as err:
+        what = explain("load_memmap: the folder has no meta.json.", expected="a memmap folder")
+        raise FileNotFoundError(errno.ENOENT, what, name) from err
+
+
+def _was_replaced(root: int, name: str) -> bool:
+    mine = os.fstat(root)
+    try:
+        now = os.stat(name)
+    except OSError:
+        return True
+    return (mine.st_dev, mine.st_ino) != (now.st_dev, now.st_ino)
+
+
+# -- writing ----------------------------------------------------------------------------------------------------
+
+
+def _start(task: Callable[[], Any], call: str, num_threads: int, early: bool, share_non_tensor: bool) -> Any:
+    """Run a write, or (as tensordict: only with threads) start it and return a future."""
+    threads = _threads(num_threads, call)
+    if share_non_tensor:
+        raise ValueError(
+            explain(
+                f"{call}: non-tensor data cannot be shared.",
+                expected="share_non_tensor=False",
+                got="True",
+                hint="a tree does not change, so neither do its non-tensor values: each process has them as written.",
+            )
+        )
+    if not (early and threads):
+        return task()
+    pool = ThreadPoolExecutor(1, thread_name_prefix=f"tdfunc-{call}")
+    future: Future[Any] = pool.submit(task)
+    pool.shutdown(wait=False)
+    return future
+
+
+def _threads(count: Any, call: str) -> int:
+    if type(count) is not int or count < 0:
+        expected = "a number, 0 for none"
+        raise ValueError(explain(f"{call}: num_threads.", expected=expected, got=repr(count)))
+    return count
+
+
+def _each(fn: Callable[[In], Out], items: Sequence[In], threads: int) -> list[Out]:
+    if threads < 2 or len(items) < 2:
+        return [fn(item) for item in items]
+    with ThreadPoolExecutor(threads, thread_name_prefix="tdfunc-memmap") as pool:
+        return list(pool.map(fn, items))
+
+
+def _write(
+    call: str,
+    td: TensorCollection,
+    prefix: "str | os.PathLike[str] | None",
+    copy_existing: bool,
+    threads: int,
+    existsok: bool,
+    sync: bool,
+) -> Any:
+    target = _target(td, prefix, call)
+    plan = plan_folder(td, call)
+    _check_existing(plan, target, call, copy_existing)
+
+    def fill(folder: str, file: FileLeaf) -> None:
+        _write_leaf(os.path.join(folder, file.name), file, target)
+
+    return _commit(target, plan, fill, call, threads, existsok, sync)
+
+
+def _make_room(
+    td: TensorCollection, prefix: "str | os.PathLike[str] | None", threads: int, existsok: bool, sparse_ok: bool
+) -> Any:
+    call = "memmap_like"
+    target = _target(td, prefix, call)
+    plan = plan_folder(td, call, values=False)
+    if not sparse_ok:
+        _check_space(target, plan.size_bytes)
+
+    def fill(folder: str, file: FileLeaf) -> None:
+        fd = _create(os.path.join(folder, file.name))
+        try:
+            os.ftruncate(fd, file.size_bytes)
+        finally:
+            os.close(fd)
+
+    return _commit(target, plan, fill, call, threads, existsok, sync=False)
+
+
+def _target(td: Any, prefix: Any, call: str) -> str | None:
+    if not isinstance(td, TensorCollection):
+        got = type(td).__name__
+        raise TypeError(explain(f"{call}: this is no tree.", expected="a TensorDict", got=got))
+    if _is_fake(None):
+        got, hint = type(torch.empty(0, device="cpu")).__name__, "write outside of FakeTensorMode."
+        raise UnsupportedError(
+            explain(f"{call}: a mode is active under which tensors have no values.", got=got, hint=hint)
+        )
+    if prefix is None:
+        return None
+    if not isinstance(prefix, (str, bytes, os.PathLike)):
+        raise TypeError(explain(f"{call}: not a path.", expected="the name of a folder", got=type(prefix).__name__))
+    target = os.path.abspath(os.fsdecode(prefix))
+    if target.endswith(".safetensors"):
+        hint = "tdfunc.save(tree, path) writes one safetensors file; a memmap is a folder of any other name."
+        raise ValueError(explain(f"{call} {target}: this is the name of a file.", got=".safetensors", hint=hint))
+    return target
+
+
+def _check_existing(plan: FolderPlan, target: str | None, call: str, copy_existing: bool) -> None:
+    """Raise for a leaf that is on a file elsewhere: writing it would copy what may be a large data set."""
+    if copy_existing:
+        return
+    for file in plan.files:
+        found = mapped_file(file.leaf)
+        if found is not None and (target is None or found.path != os.path.join(target, file.name)):
+            raise FileExistsError(
+                explain(
+                    f"{call}: leaf {dotted(file.path)!r} is on another file already; nothing was written.",
+                    expected=f"a leaf in memory, or on {target and os.path.join(target, file.name)}",
+                    got=str(found.path),
+                    hint="copy_existing=True copies it.",
+                )
+            )
+
+
+def _check_space(target: str | None, size_bytes: int) -> None:
+    folder = target or tempfile.gettempdir()
+    while not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    free = shutil.disk_usage(folder).free
+    if free < size_bytes:
+        raise OSError(
+            errno.ENOSPC,
+            explain(
+                "memmap_like: the file system has less free space than the tree needs.",
+                expected=f"{size_bytes} bytes",
+                got=f"{free} bytes",
+                hint="sparse_ok=True makes the files anyway; a write then ends the process when the disk is full.",
+            ),
+            folder,
+        )
+
+
+def _commit(
+    target: str | None,
+    plan: FolderPlan,
+    fill: Callable[[str, FileLeaf], None],
+    call: str,
+    threads: int,
+    existsok: bool,
+    sync: bool,
+) -> TensorCollection:
+    """Write a folder, map it for writing, and put it in its place."""
+
+    def write(folder: str) -> TensorCollection:
+        for name, text in plan.metas:
+            place = os.path.join(folder, name)
+            os.makedirs(os.path.dirname(place), exist_ok=True)
+            with open(place, "x", encoding="utf-8", newline="") as file:
+                file.write(text)
+        _each(partial(fill, folder), plan.files, threads)
+        for name, first in plan.links:
+            _link(os.path.join(folder, first), os.path.join(folder, name))
+        root = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+        try:
+            where = None if target is None else os.path.realpath(target)
+            return _read(root, where, "r+", threads, (), plan.types, None, False)
+        finally:
+            os.close(root)
+
+    if target is None:
+        # The files have no name once they are mapped, and go with the last tensor on them.
+        with tempfile.TemporaryDirectory(prefix="tdfunc-memmap-") as folder:
+            return write(folder)
+    check_target(target, call, exist_ok=existsok)
+    return replace_folder(target, write, call=call, exist_ok=existsok, sync=sync)
+
+
+def _create(path: str) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
+
+
+def _write_leaf(path: str, file: FileLeaf, target: str | None) -> None:
+    if target is not None and _keep_file(path, file, os.path.join(target, file.name)):
+        return
+    fd = _create(path)
+    try:
+        with torch.no_grad():
+            for piece in pieces(file.leaf):
+                write_all(fd, piece)
+    finally:
+        os.close(fd)
+
+
+def _keep_file(path: str, file: FileLeaf, place: str) -> bool:
+    """Give a leaf that is on the file of this very place that file again, with everybody who has it mapped."""
+    found, leaf = mapped_file(file.leaf), file.leaf
+    if found is None or found.mode != "r+" or found.path != place or found.offset or not leaf.is_contiguous():
+        return False
+    if found.size_bytes != file.size_bytes or not _link(place, path, copy=False):
+        return False
+    now = os.stat(path)
+    if (now.st_dev, now.st_ino) == found.file_id and now.st_size == file.size_bytes:
+        return True
+    os.unlink(path)
+    return False
+
+
+def _link(source: str, path: str, *, copy: bool = True) -> bool:
+    """Give a file a second name; where the file system has none, copy it."""
+    try:
+        os.link(source, path)
+    except OSError:
+        if copy:
+            shutil.copyfile(source, path)
+        return False
+    return True
+
+
+def _is_fake(place: torch.device | None) -> bool:
+    """Whether leaves without values are asked for."""
+    return (place is not None and place.type == "meta") or type(torch.empty(0, device="cpu")) is not Tensor
+
+
+def is_memmap(tree: TensorCollection) -> bool:
+    """Whether every leaf with elements is on a mapped file."""
+    leaves = [leaf for _, leaf in iter_leaves(tree) if not isinstance(leaf, Tensor) or leaf.numel()]
+    return bool(leaves) and all(mapped_file(leaf) is not None for leaf in leaves)
