@@ -34,11 +34,11 @@ def run_suite(suite: Suite, effort: Effort) -> list[Measured]:
     found = measure_cases(suite.cases(), effort)
     for m in found:
         times = "".join(
-            f"  {rival} {time_shown(t.cpu_us / m.per)} ({shown(m.ratio_to(rival))})"
-            for rival, t in m.timings.items()
+            f"  {rival} {time_shown(m.time_us(rival, suite.clock))} ({shown(m.ratio_to(rival, suite.clock))})"
+            for rival in m.timings
             if rival != OURS
         )
-        say(f"  {m.what:48} {time_shown(m.timings[OURS].cpu_us / m.per):>9}{times}")
+        say(f"  {m.what:48} {time_shown(m.time_us(OURS, suite.clock)):>9}{times}")
     return found
 
 
@@ -84,7 +84,7 @@ def run(only: str | None, quick: bool, newer: Path) -> Results:
         if not wanted(name):
             continue
         measured = run_suite(suite, effort)
-        verdicts = [judge(row, measured) for row in suite.rows]
+        verdicts = [judge(row, measured, suite.clock) for row in suite.rows]
         for verdict in verdicts:
             say(f"  {verdict.row.title}, against {verdict.row.rival}: {shown(verdict.value)}; {verdict.sentence}")
         suites.append((suite, measured, verdicts))

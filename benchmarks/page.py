@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 from benchmarks import compiled, ensembles, scaling
 from benchmarks.compiled import Compiled
 from benchmarks.ensembles import Cell
-from benchmarks.rows import OURS, Measured, Suite, Verdict, shown, time_shown
+from benchmarks.rows import OURS, Clock, Measured, Suite, Verdict, shown, time_shown
 from benchmarks.scaling import Depth, Growth
 
 # A wall-time ratio this far from that of CPU times is worth saying.
 APART = 0.15
+_CLOCKS: dict[Clock, str] = {"cpu": "CPU", "wall": "wall"}
 SCALING_SOURCES = (scaling.tree_ways, scaling.swap_way, scaling.growth, scaling.depth)
 COMPILED_SOURCES = (compiled.step_functions, compiled.compile_counts)
 
@@ -47,7 +48,11 @@ def render(results: Results) -> str:
     """Return the page."""
     parts = ["# Benchmarks", _intro(), *machine(), *_summary(results)]
     for suite, measured, _ in results.suites:
-        parts += [f"## {suite.title}", f"{suite.intro} What runs: {_links(suite.sources)}.", _cases(measured)]
+        parts += [
+            f"## {suite.title}",
+            f"{suite.intro} What runs: {_links(suite.sources)}.",
+            _cases(measured, suite.clock),
+        ]
         if suite.name == "trees" and results.newer is not None:
             parts += _newer(*results.newer)
     parts += _growth(results.growths, results.depths) + _ensembles(results.cells) + _compiled(results.compiled)
@@ -132,17 +137,18 @@ def _name(fn: Callable[..., Any]) -> str:
 # -- tables -----------------------------------------------------------------------------------------------------
 
 
-def _cases(measured: Sequence[Measured]) -> str:
-    """Return one line for each case and rival: both times, the ratio, a remark."""
+def _cases(measured: Sequence[Measured], clock: Clock) -> str:
+    """Return one line for each case and rival: both times, the ratio, a remark where the other clock differs."""
+    other: Clock = "cpu" if clock == "wall" else "wall"
     rows: list[list[str]] = []
     for m in measured:
-        for rival, timing in m.timings.items():
+        for rival in m.timings:
             if rival == OURS:
                 continue
-            cpu, wall = m.ratio_to(rival), m.ratio_to(rival, wall=True)
-            remark = f"wall {shown(wall)}" if abs(wall / cpu - 1) > APART else ""
-            ours, theirs = time_shown(m.timings[OURS].cpu_us / m.per), time_shown(timing.cpu_us / m.per)
-            rows.append([m.what, rival, ours, theirs, shown(cpu), remark])
+            speedup, elsewhere = m.ratio_to(rival, clock), m.ratio_to(rival, other)
+            remark = f"{_CLOCKS[other]} {shown(elsewhere)}" if abs(elsewhere / speedup - 1) > APART else ""
+            ours, theirs = time_shown(m.time_us(OURS, clock)), time_shown(m.time_us(rival, clock))
+            rows.append([m.what, rival, ours, theirs, shown(speedup), remark])
     return table(("work", "against", "tdfunc", "theirs", "speed-up", ""), rows)
 
 
@@ -152,7 +158,7 @@ def _newer(number: str, measured: list[Measured]) -> list[str]:
         much less overhead in Python; these are the same rows against it, measured in a process of their own. They have
         no targets.
     """)
-    return [f"### Against tensordict {number}", text, _cases(_only_tensordict(measured))]
+    return [f"### Against tensordict {number}", text, _cases(_only_tensordict(measured), "cpu")]
 
 
 def _only_tensordict(measured: list[Measured]) -> list[Measured]:

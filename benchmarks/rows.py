@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 from benchmarks.measure import Effort, Sampler, Timing, Way, geometric_mean, ratio
 
 OURS = "tdfunc"
+Clock = Literal["cpu", "wall"]
 
 
 class Case(NamedTuple):
@@ -23,10 +24,14 @@ class Measured(NamedTuple):
     timings: dict[str, Timing]
     per: int = 1
 
-    def ratio_to(self, rival: str, *, wall: bool = False) -> float:
+    def time_us(self, way: str, clock: Clock = "cpu") -> float:
+        """Return how long a way takes, each of what the case counts."""
+        timing = self.timings[way]
+        return (timing.wall_us if clock == "wall" else timing.cpu_us) / self.per
+
+    def ratio_to(self, rival: str, clock: Clock = "cpu") -> float:
         """Return how many times faster than the rival we are."""
-        ours, theirs = self.timings[OURS], self.timings[rival]
-        return ratio(theirs.wall_us, ours.wall_us) if wall else ratio(theirs.cpu_us, ours.cpu_us)
+        return ratio(self.time_us(rival, clock), self.time_us(OURS, clock))
 
 
 class Row(NamedTuple):
@@ -58,7 +63,10 @@ class Verdict(NamedTuple):
 
 
 class Suite(NamedTuple):
-    """Cases measured together, the rows that judge them, and the functions that define what runs."""
+    """Cases measured together, the rows that judge them, and the functions that define what runs.
+
+    What waits for a disk or for other processes is judged by the clock on the wall.
+    """
 
     name: str
     title: str
@@ -66,6 +74,7 @@ class Suite(NamedTuple):
     cases: Callable[[], Sequence[Case]]
     rows: tuple[Row, ...]
     sources: tuple[Callable[..., object], ...]
+    clock: Clock = "cpu"
 
 
 def measure_cases(cases: Sequence[Case], effort: Effort) -> list[Measured]:
@@ -77,12 +86,12 @@ def measure_cases(cases: Sequence[Case], effort: Effort) -> list[Measured]:
     return [Measured(case.what, sampler.timings(), case.per) for case, sampler in zip(cases, samplers, strict=True)]
 
 
-def judge(row: Row, measured: Sequence[Measured]) -> Verdict:
+def judge(row: Row, measured: Sequence[Measured], clock: Clock = "cpu") -> Verdict:
     """Return what a row came to, and why it falls short if it does."""
     chosen = [m for m in measured if m.what in row.cases and row.rival in m.timings]
     if not chosen:
         raise ValueError(f"{row.title}: no case of {row.cases} was measured against {row.rival}")
-    speedups = {m.what: m.ratio_to(row.rival) for m in chosen}
+    speedups = {m.what: m.ratio_to(row.rival, clock) for m in chosen}
     values = speedups if row.sense == "faster" else {what: 1 / value for what, value in speedups.items()}
     worse = min if row.sense == "faster" else max
     value = geometric_mean(values.values()) if row.pooled == "mean" else worse(values.values())
@@ -97,14 +106,14 @@ def judge(row: Row, measured: Sequence[Measured]) -> Verdict:
     if parts and row.bound:
         shortest = chosen if row.pooled == "mean" else [m for m in chosen if values[m.what] == value]
         bare = [m for m in shortest if row.bound in m.timings]
-        parts += [_bound(row, bare)] if bare else []
+        parts += [_bound(row, bare, clock)] if bare else []
     if parts and row.why:
         parts.append(row.why)
     return Verdict(row, value, reached and not slow, "; ".join(parts) or "reached")
 
 
-def _bound(row: Row, measured: Sequence[Measured]) -> str:
-    reached = geometric_mean(ratio(m.timings[row.rival].cpu_us, m.timings[row.bound].cpu_us) for m in measured)
+def _bound(row: Row, measured: Sequence[Measured], clock: Clock) -> str:
+    reached = geometric_mean(ratio(m.time_us(row.rival, clock), m.time_us(row.bound, clock)) for m in measured)
     return f"the bare work ({row.bound}) reaches {shown(reached)}" + (" there" if row.pooled == "each" else "")
 
 
