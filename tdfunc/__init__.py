@@ -18,6 +18,7 @@ from tdfunc._keys import Filter as Filter
 from tdfunc._keys import of_type as of_type
 from tdfunc._lazystack import LazyStack as LazyStack
 from tdfunc._lazystack import lazy_stack as lazy_stack
+from tdfunc._lazystack import pad_sequence as pad_sequence
 from tdfunc._nontensor import NonTensorData as NonTensorData
 from tdfunc._nontensor import NonTensorStack as NonTensorStack
 from tdfunc._tensorclass import TensorClass as TensorClass
@@ -37,6 +38,7 @@ from tdfunc.modules.extract import from_module as from_module
 from tdfunc.modules.extract import split as split
 from tdfunc.modules.functional import Apply as Apply
 from tdfunc.modules.functional import functional as functional
+from tdfunc.ops.collate import collate as collate
 from tdfunc.ops.compare import assert_close as assert_close
 from tdfunc.ops.join import cat as cat
 from tdfunc.ops.join import stack as stack

@@ -109,7 +109,6 @@ FUNCTIONS = {
     "MetaData": "`tdfunc.NonTensorData`", "NestedKey": "a str or a tuple of str",
     "assert_allclose_td": "`tdfunc.assert_close(a, b)`",
     "dense_stack_tds": "`torch.stack(trees)`, or `lazy.dense()`", "maybe_dense_stack": METHODS["maybe_dense_stack"],
-    "pad_sequence": "`tdfunc.lazy_stack(trees).pad(value, return_mask=True)`",
     "from_any": "`TensorDict.from_any(...)`", "from_dataclass": "`TensorDict.from_dataclass(...)`",
     "from_dict": "`TensorDict.from_dict(...)`", "from_namedtuple": "`TensorDict.from_namedtuple(...)`",
     "from_struct_array": "`TensorDict.from_struct_array(...)`", "fromkeys": "`TensorDict.fromkeys(...)`",

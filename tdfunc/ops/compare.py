@@ -1,16 +1,16 @@
-"""`assert_close`: two trees with the same structure and close values."""
+"""Whether two trees have the same structure and equal or close values: `assert_close`, `equal`, `all_close`."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tdfunc._collection import TensorCollection
+from tdfunc._collection import LeafOp, TensorCollection
 from tdfunc._errors import explain
 from tdfunc._keys import dotted
 from tdfunc._nontensor import NonTensorBase
 from tdfunc._types import Path
-from tdfunc.ops.pointwise_base import check_same
+from tdfunc.ops.pointwise_base import check_same, difference
 
 
 def assert_close(
@@ -70,3 +70,37 @@ def _same(actual: Any, expected: Any, options: dict[str, Any], at: Path) -> Any:
 def _differ(at: Path, what: str, expected: Any, got: Any) -> AssertionError:
     where = repr(dotted(at)) if at else "the tree"
     return AssertionError(explain(f"assert_close: {what} of {where} differ.", expected=str(expected), got=str(got)))
+
+
+def equal(first: Any, second: Any) -> bool:
+    """Whether two trees have equal keys, batch sizes, shapes and values, as `torch.equal` of their leaves."""
+    for tree in (first, second):
+        _check_tree(tree, "equal")
+    same = first._batch_size == second._batch_size and difference(first, second, ()) is None
+    return same and _all_leaves("equal", first, second, torch.equal)
+
+
+def all_close(first: Any, second: Any, rtol: float, atol: float, equal_nan: bool) -> bool:
+    """Whether two trees with the same keys have close leaves and equal non-tensor data."""
+    for tree in (first, second):
+        _check_tree(tree, "allclose")
+    check_same(first, second, "allclose")
+    return _all_leaves("allclose", first, second, lambda x, y: torch.allclose(x, y, rtol, atol, equal_nan))
+
+
+def _check_tree(tree: Any, call: str) -> None:
+    if not isinstance(tree, TensorCollection):
+        hint = "(td == value).all() compares with one value."
+        what = f"torch.{call}: of two trees."
+        raise TypeError(explain(what, expected="a tree", got=type(tree).__name__, hint=hint))
+
+
+def _all_leaves(call: str, first: TensorCollection, second: TensorCollection, same: Any) -> bool:
+    found: list[bool] = []
+
+    def leaf(x: Any, y: Any) -> Any:
+        found.append(x.shape == y.shape and bool(x.equal(y).all()) if isinstance(x, NonTensorBase) else same(x, y))
+        return x
+
+    first._shape(LeafOp(call, leaf, batch=True), second)
+    return all(found)

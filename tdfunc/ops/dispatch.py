@@ -1,13 +1,17 @@
 """`__torch_function__`: torch's own functions on trees."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Size
+from torch.nn import functional as F
 
 from tdfunc._collection import LeafOp, TensorCollection
-from tdfunc._errors import UnsupportedError, explain
-from tdfunc.ops import arithmetic, cast, index, join, rearrange, shape
+from tdfunc._errors import BatchSizeError, ImmutableError, UnsupportedError, explain
+from tdfunc._shapes import dim_index
+from tdfunc.ops import arithmetic, autograd, cast, compare, index, join, rearrange, shape
 from tdfunc.ops._generate import (
     BINARY,
     BINARY_LEAFWISE,
@@ -17,17 +21,42 @@ from tdfunc.ops._generate import (
     UNARY,
     UNARY_LEAFWISE,
 )
-from tdfunc.ops.pointwise_base import binary, reversed_binary, unary
+from tdfunc.ops.pointwise_base import binary, broadcast_size, check_same, reversed_binary, unary
 from tdfunc.ops.reduce import extreme, extremes, reduce, truth
 
-REDUCTIONS = ("sum", "mean", "prod", "amax", "amin", "std", "var", "nansum", "nanmean", "logsumexp")
+REDUCTIONS = ("sum", "mean", "prod", "amax", "amin", "nansum", "nanmean", "logsumexp")
+# What torch calls otherwise too.
+ALIASES = {
+    "absolute": "abs", "negative": "neg", "arccos": "acos", "arcsin": "asin", "arctan": "atan", "fix": "trunc",
+    "subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div", "arctan2": "atan2", "greater": "gt",
+    "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne", "clip": "clamp",
+}  # fmt: skip
+# Functions of a leaf that keep its shape, and of two; they are no methods of trees.
+LEAFWISE = (
+    "acosh", "arccosh", "asinh", "arcsinh", "atanh", "arctanh", "angle", "conj", "resolve_conj", "resolve_neg",
+    "deg2rad", "rad2deg", "digamma", "exp2", "i0", "imag", "logit", "nan_to_num", "positive", "real", "relu", "sgn",
+    "signbit", "sinc",
+)  # fmt: skip
+PAIRWISE = (
+    "bitwise_left_shift", "bitwise_right_shift", "copysign", "float_power", "fmax", "fmin", "gcd", "heaviside",
+    "hypot", "lcm", "ldexp", "logaddexp", "logaddexp2", "nextafter", "xlogy",
+)  # fmt: skip
 # Parameters are called as torch calls them, since both positions and names may be used.
 Handler = Callable[..., Any]
 
 
-def _like(fn: Handler) -> Handler:
+def _leafwise(fn: Handler) -> Handler:
     def call(input: TensorCollection, *args: Any, **kwargs: Any) -> Any:
         return input._map(LeafOp(fn.__name__, lambda x: fn(x, *args, **kwargs)))
+
+    return call
+
+
+def _like(fn: Handler) -> Handler:
+    def call(input: TensorCollection, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+        place = cast.as_device(device)
+        made = input._map(LeafOp(fn.__name__, lambda x: fn(x, *args, device=place, **kwargs)))
+        return made if place is None else cast.on_device(made, place)
 
     return call
 
@@ -62,15 +91,17 @@ def _swapped(handler: Handler) -> Handler:
 def _where(condition: Any, input: Any, other: Any) -> Any:
     if isinstance(input, TensorCollection):
         return index.where(condition, input, other)
+    if not isinstance(other, TensorCollection):
+        index.check_condition(condition, condition, "where")
     return index.where(~condition, other, input)
 
 
-def _all(input: TensorCollection, dim: Any = None) -> Any:
-    return truth(input, dim, "all")
+def _all(input: TensorCollection, dim: Any = None, keepdim: bool = False) -> Any:
+    return truth(input, dim, keepdim, "all")
 
 
-def _any(input: TensorCollection, dim: Any = None) -> Any:
-    return truth(input, dim, "any")
+def _any(input: TensorCollection, dim: Any = None, keepdim: bool = False) -> Any:
+    return truth(input, dim, keepdim, "any")
 
 
 def _reduction(name: str) -> Handler:
@@ -80,8 +111,109 @@ def _reduction(name: str) -> Handler:
     return call
 
 
+def _deviation(name: str) -> Handler:
+    # The third position is `unbiased`, not `keepdim`, and a bool in the second is, too.
+    def call(
+        input: TensorCollection,
+        dim: Any = None,
+        unbiased: bool = True,
+        keepdim: bool = False,
+        *,
+        correction: Any = None,
+    ) -> Any:
+        if isinstance(dim, bool):
+            dim, unbiased = None, dim
+        correction = int(unbiased) if correction is None else correction
+        return reduce(input, name, dim, keepdim, None, correction=correction)
+
+    return call
+
+
+def _norm(
+    input: TensorCollection, p: Any = "fro", dim: Any = None, keepdim: bool = False, out: None = None, dtype: Any = None
+) -> Any:
+    # Of a leaf as a vector, as which "fro" is the norm of order 2.
+    if p != "fro" and isinstance(p, str):
+        hint = "td.apply(lambda x: torch.linalg.matrix_norm(x, ...)) takes leaves as matrices."
+        raise UnsupportedError(explain("torch.norm: a leaf is a vector.", expected="a number", got=repr(p), hint=hint))
+    return reduce(input, "norm", dim, keepdim, None, p=2 if p in ("fro", None) else p, dtype=dtype)
+
+
+def _vector_norm(
+    x: TensorCollection, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
+    return reduce(x, "norm", dim, keepdim, None, p=ord, dtype=dtype)
+
+
+def _quantile(input: Any, q: Any, dim: Any = None, keepdim: bool = False, *, interpolation: str = "linear") -> Any:
+    return input.quantile(q, dim, keepdim, interpolation=interpolation)
+
+
 def _along(name: str) -> Handler:
     return lambda input, dim, **kwargs: arithmetic.along(input, name, dim, **kwargs)
+
+
+def _softmax(name: str) -> Handler:
+    # `torch.nn.functional` and `torch` have other positions after the dimension.
+    return lambda input, dim, _stacklevel=3, dtype=None: arithmetic.along(input, name, dim, dtype=dtype)
+
+
+def _cumulative(name: str) -> Handler:
+    return lambda input, dim: arithmetic.unzip(arithmetic.along(input, name, dim))
+
+
+def _combined(name: str) -> Handler:
+    def call(input: TensorCollection, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Any:
+        fn = getattr(torch, name)
+        return arithmetic.combined(input, name, lambda x, a, b: fn(x, a, b, value=value), (tensor1, tensor2))
+
+    return call
+
+
+def _loss(fn: Handler) -> Handler:
+    """Return a loss of two trees, leaf by leaf: for each leaf one number, or with `reduction="none"` its elements."""
+    name = fn.__name__
+
+    def call(
+        input: TensorCollection,
+        target: Any,
+        size_average: Any = None,
+        reduce: Any = None,
+        reduction: str = "mean",
+        **options: Any,
+    ) -> Any:
+        if not isinstance(input, TensorCollection) or not isinstance(target, TensorCollection):
+            expected, got = "two trees", f"{type(input).__name__} and {type(target).__name__}"
+            raise TypeError(explain(f"torch.nn.functional.{name}: of trees.", expected=expected, got=got))
+        check_same(input, target, name)
+        if input._batch_size != target._batch_size or broadcast_size(input, target, name) is not None:
+            expected, got = str(list(input._batch_size)), str(list(target._batch_size))
+            raise BatchSizeError(explain(f"{name}: the batch sizes differ.", expected=expected, got=got))
+        size = None if reduction == "none" else lambda _: Size()
+        options = {key: value for key, value in options.items() if value is not None}
+        return input._map(LeafOp(name, lambda x, y: fn(x, y, reduction=reduction, **options), size), target)
+
+    return call
+
+
+def _isclose(input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> Any:
+    if not isinstance(input, TensorCollection):
+        input, other = other, input
+    return binary(input, other, "isclose", None, rtol=rtol, atol=atol, equal_nan=equal_nan)
+
+
+def _atleast(n: int) -> Handler:
+    def call(*tensors: Any) -> Any:
+        fn = getattr(torch, f"atleast_{n}d")
+        made = tuple([rearrange.atleast(x, n) if isinstance(x, TensorCollection) else fn(x) for x in tensors])
+        return made[0] if len(made) == 1 else made
+
+    return call
+
+
+def _index_select(input: TensorCollection, dim: int, index: Any) -> Any:
+    dim = dim_index(dim, len(input._batch_size), "index_select")
+    return input._index((*[slice(None)] * dim, index))
 
 
 def _split(tensor: Any, split_size_or_sections: Any, dim: int = 0) -> Any:
@@ -92,18 +224,21 @@ def _repeat_interleave(input: Any, repeats: Any, dim: Any = None, *, output_size
     return rearrange.repeat_interleave(input, repeats, dim, output_size)
 
 
-def _functions() -> dict[Any, Handler]:
+def _shapes() -> dict[Any, Handler]:
     table: dict[Any, Handler] = {
         torch.stack: lambda tensors, dim=0: join.stack(tensors, dim),
         torch.unbind: lambda input, dim=0: index.unbind(input, dim),
         torch.split: _split,
+        torch.split_with_sizes: _split,
         torch.chunk: lambda input, chunks, dim=0: shape.chunk(input, chunks, dim),
         torch.gather: lambda input, dim, index: _gather(input, dim, index),
+        torch.index_select: _index_select,
+        torch.select: lambda input, dim, index: _index_select(input, dim, int(index)),
         torch.masked_select: lambda input, mask: index.masked_select(input, mask),
         torch.where: _where,
         torch.reshape: lambda input, shape: _reshape(input, shape),
+        torch.ravel: lambda input: shape.reshape(input, (-1,)),
         torch.permute: lambda input, dims: shape.permute(input, tuple(dims)),
-        torch.transpose: lambda input, dim0, dim1: shape.transpose(input, dim0, dim1),
         torch.squeeze: lambda input, dim=None: shape.squeeze(input, dim),
         torch.unsqueeze: lambda input, dim: shape.unsqueeze(input, dim),
         torch.flatten: lambda input, start_dim=0, end_dim=-1: shape.flatten(input, start_dim, end_dim),
@@ -120,34 +255,72 @@ def _functions() -> dict[Any, Handler]:
         torch.repeat_interleave: _repeat_interleave,
         torch.movedim: lambda input, source, destination: rearrange.movedim(input, source, destination),
         torch.moveaxis: lambda input, source, destination: rearrange.movedim(input, source, destination),
+        torch.transpose: lambda input, dim0, dim1: shape.transpose(input, dim0, dim1),
         torch.swapaxes: lambda input, axis0, axis1: shape.transpose(input, axis0, axis1),
         torch.swapdims: lambda input, dim0, dim1: shape.transpose(input, dim0, dim1),
+    }
+    table |= {getattr(torch, f"atleast_{n}d"): _atleast(n) for n in (1, 2, 3)}
+    return table | {
+        fn: lambda tensors, dim=0: join.cat(tensors, dim) for fn in (torch.cat, torch.concat, torch.concatenate)
+    }
+
+
+def _pointwise() -> dict[Any, Handler]:
+    table: dict[Any, Handler] = {
+        torch.clamp: lambda input, min=None, max=None: arithmetic.clamp(input, min, max),
+        torch.lerp: lambda input, end, weight: arithmetic.combined(input, "lerp", torch.lerp, (end, weight)),
+        torch.addcmul: _combined("addcmul"),
+        torch.addcdiv: _combined("addcdiv"),
+        torch.masked_fill: lambda input, mask, value: arithmetic.masked_fill(input, mask, value),
+        torch.isclose: _isclose,
         torch.clone: lambda input: cast.clone(input, True),
         torch.detach: lambda input: cast.detach(input),
-        torch.all: _all,
-        torch.any: _any,
+        F.relu: lambda input, inplace=False: input._map(LeafOp("relu", torch.relu)),
     }
-    for fn in (torch.cat, torch.concat, torch.concatenate):
-        table[fn] = lambda tensors, dim=0: join.cat(tensors, dim)
     for fn in (torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like):
         table[fn] = _like(fn)
     for fn in (torch.rand_like, torch.randn_like, torch.randint_like):
         table[fn] = _like(fn)
+    table |= {getattr(torch, name): _leafwise(getattr(torch, name)) for name in LEAFWISE}
     table |= {getattr(torch, name): _unary(name) for name in UNARY | UNARY_LEAFWISE}
-    table |= {getattr(torch, name): _binary(name) for name in BINARY | BINARY_LEAFWISE}
-    table |= {getattr(torch, name): _along(name) for name in ("softmax", "cumsum", "cumprod")}
-    table |= {
-        torch.clamp: lambda input, min=None, max=None: arithmetic.clamp(input, min, max),
-        torch.lerp: lambda input, end, weight: arithmetic.combined(input, "lerp", torch.lerp, (end, weight)),
-        torch.masked_fill: lambda input, mask, value: arithmetic.masked_fill(input, mask, value),
-        torch.nan_to_num: _like(torch.nan_to_num),
-        torch.max: lambda input, dim=None, keepdim=False: extreme(input, "max", dim, keepdim, None, True),
-        torch.min: lambda input, dim=None, keepdim=False: extreme(input, "min", dim, keepdim, None, True),
+    table |= {getattr(torch, name): _binary(name) for name in [*BINARY, *BINARY_LEAFWISE, *PAIRWISE]}
+    table |= {getattr(torch, name): _along(name) for name in ("cumsum", "cumprod", "logcumsumexp")}
+    table |= {getattr(torch, name): _cumulative(name) for name in ("cummax", "cummin")}
+    table |= {getattr(owner, name): _softmax(name) for name in ("softmax", "log_softmax") for owner in (torch, F)}
+    table |= {fn: _loss(fn) for fn in (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)}
+    return table | {getattr(torch, name): table[getattr(torch, same)] for name, same in ALIASES.items()}
+
+
+def _reductions() -> dict[Any, Handler]:
+    table: dict[Any, Handler] = {
+        torch.all: _all,
+        torch.any: _any,
+        torch.equal: lambda input, other: compare.equal(input, other),
+        torch.allclose: _allclose,
+        torch.norm: _norm,
+        torch.linalg.vector_norm: _vector_norm,
+        torch.quantile: _quantile,
+        torch.std: _deviation("std"),
+        torch.var: _deviation("var"),
+        torch.max: _extreme("max", _binary("maximum")),
+        torch.min: _extreme("min", _binary("minimum")),
         torch.argmax: lambda input, dim=None, keepdim=False: extremes(input, "argmax", dim, keepdim),
         torch.argmin: lambda input, dim=None, keepdim=False: extremes(input, "argmin", dim, keepdim),
+        torch.autograd.grad: autograd.grad,
     }
-    table |= {getattr(torch, name): _reduction(name) for name in REDUCTIONS}
-    return table
+    return table | {getattr(torch, name): _reduction(name) for name in REDUCTIONS}
+
+
+def _extreme(name: str, of_two: Handler) -> Handler:
+    def call(input: Any, dim: Any = None, keepdim: bool = False, *, other: Any = None) -> Any:
+        other = dim if isinstance(dim, (TensorCollection, torch.Tensor)) else other
+        return extreme(input, name, dim, keepdim, None, True) if other is None else of_two(input, other)
+
+    return call
+
+
+def _allclose(input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
+    return compare.all_close(input, other, rtol, atol, equal_nan)
 
 
 def _gather(tree: Any, dim: int, positions: Any) -> Any:
@@ -165,7 +338,7 @@ def _methods() -> dict[str, Handler]:
     return table | {m: _swapped(_binary(name)) for m, name in (REVERSED | COMMUTATIVE).items()}
 
 
-FUNCTIONS = _functions()
+FUNCTIONS = _shapes() | _pointwise() | _reductions()
 # An operator with a tensor on one side arrives as the tensor's method. By name, as dynamo has objects of its own
 # for the methods that torch writes in Python.
 METHODS = _methods()
@@ -185,7 +358,27 @@ class DispatchMethods(TensorCollection):
             # Python then asks the tree.
             if handler is None:
                 return NotImplemented
-        if handler is not None:
+        if handler is None:
+            hint = f"td.apply(lambda x: {_title(func)}(x, ...)) calls it on every leaf."
+            raise UnsupportedError(explain(f"{_title(func)} is not defined on trees.", hint=hint))
+        if kwargs and kwargs.get("out") is not None:
+            hint = "use what the function returns; td.update_(result) copies values into existing storage."
+            raise ImmutableError(explain(f"{_title(func)}: out= would write to a tree.", hint=hint))
+        try:
             return handler(*args, **(kwargs or {}))
-        hint = f"td.apply(lambda x: torch.{name}(x, ...)) calls it on every leaf."
-        raise UnsupportedError(explain(f"torch.{name} is not defined on trees.", hint=hint))
+        except TypeError as err:
+            _explain_call(func, handler, err)
+            raise
+
+
+def _title(func: Any) -> str:
+    module = "torch.nn.functional" if getattr(func, "__module__", "") == "torch.nn.functional" else "torch"
+    return f"{module}.{getattr(func, '__name__', repr(func))}"
+
+
+def _explain_call(func: Any, handler: Handler, err: TypeError) -> None:
+    """Raise with the arguments that a function takes of a tree, if those that were given are why it was not entered."""
+    entered = err.__traceback__ is not None and err.__traceback__.tb_next is not None
+    if not entered:
+        what = f"{_title(func)}: on trees it takes other arguments."
+        raise TypeError(explain(what, expected=str(inspect.signature(handler)), got=str(err))) from err

@@ -30,7 +30,7 @@ def gather(tree: T, dim: int, index: Tensor) -> T:
         if isinstance(x, NonTensorBase):
             grid = torch.meshgrid(*[torch.arange(size) for size in index.shape], indexing="ij")
             return x[tuple(index if i == dim else rows for i, rows in enumerate(grid))]
-        wide = index.reshape(*index.shape, *[1] * (x.dim() - n))
+        wide = index.reshape(index.shape + (1,) * (x.dim() - n))
         return torch.gather(x, dim, wide.expand(*index.shape, *x.shape[n:]))
 
     return tree._shape(
@@ -46,8 +46,11 @@ def masked_select(tree: T, mask: Tensor) -> T:
     return tree._index(mask)
 
 
-def check_condition(tree: TensorCollection, condition: Tensor, call: str) -> None:
+def check_condition(tree: TensorCollection, condition: Any, call: str) -> None:
     """Raise unless a condition has one bool for each element of the batch, sizes of 1 expanded."""
+    if not isinstance(condition, Tensor):
+        expected, got = "a bool tensor over the batch", type(condition).__name__
+        raise TypeError(explain(f"{call}: this is no condition.", expected=expected, got=got))
     if condition.dtype is not torch.bool or condition.dim() not in (0, len(tree._batch_size)):
         raise ValueError(
             explain(
@@ -128,6 +131,10 @@ class IndexMethods(TensorCollection):
         if isinstance(index, tuple) and is_key(index):
             return get_value(self, index)
         return self._index(index)
+
+    def __getitems__(self, indices: Any) -> Any:
+        """Return the rows at a list of positions: how a `DataLoader` takes a batch from a tree in one call."""
+        return self._index(indices)
 
     def __len__(self) -> int:
         if not self._batch_size:

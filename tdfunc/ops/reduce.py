@@ -62,13 +62,19 @@ def reduced_size(size: Size, dims: Iterable[int], keepdim: bool) -> Size:
     return Size([1 if i in gone else s for i, s in enumerate(size) if keepdim or i not in gone])
 
 
-def truth(tree: TensorCollection, dim: Any, name: str) -> Any:
+def truth(tree: TensorCollection, dim: Any, keepdim: bool, name: str) -> Any:
     """`all` and `any`: a bool for the whole tree, or a tree for a dimension."""
     fn: Callable[..., Tensor] = getattr(torch, name)
     if dim is None:
+        if keepdim:
+            what = f"{name}: without a dimension the result is one bool."
+            hint = f"td.{name}(dim) keeps dimensions with keepdim=True."
+            raise ValueError(
+                explain(what, expected="a dimension, or keepdim=False", got="dim None, keepdim=True", hint=hint)
+            )
         results = (bool(fn(x)) for _, x in iter_leaves(tree))
         return all(results) if name == "all" else any(results)
-    return _reduce_leaves(tree, name, dim, False, lambda x, dims, keep: fn(x, dims, keepdim=keep))
+    return _reduce_leaves(tree, name, dim, keepdim, lambda x, dims, keep: fn(x, dims, keepdim=keep))
 
 
 def reduce(tree: TensorCollection, name: str, dim: Any, keepdim: bool, whole: bool | None, **kwargs: Any) -> Any:
@@ -155,13 +161,13 @@ class ReduceMethods(TensorCollection):
 
     __slots__ = ()
 
-    def all(self, dim: Any = None) -> Any:
+    def all(self, dim: Any = None, keepdim: bool = False) -> Any:
         """Return whether every element of every leaf is true; with `dim`, a tree of what torch gives for each leaf."""
-        return truth(self, dim, "all")
+        return truth(self, dim, keepdim, "all")
 
-    def any(self, dim: Any = None) -> Any:
+    def any(self, dim: Any = None, keepdim: bool = False) -> Any:
         """Return whether any element of any leaf is true; with `dim`, a tree of what torch gives for each leaf."""
-        return truth(self, dim, "any")
+        return truth(self, dim, keepdim, "any")
 
     def sum(
         self,

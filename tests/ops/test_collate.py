@@ -1,0 +1,135 @@
+"""Trees in a `DataLoader`: as the data set, and as rows of one."""
+
+import time
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+import tdfunc as tdf
+from tdfunc import LazyStack, LeafMismatchError, TensorClass, TensorDict
+from tests.helpers import assert_trees_equal
+
+
+class Sample(TensorClass):
+    """Two fields and a string for each row."""
+
+    x: Tensor
+    label: Tensor
+    name: str = "all"
+
+
+def plain(n):
+    """Rows with a nested tree, one string for each and one for all."""
+    names = [f"r{i}" for i in range(n)]
+    return TensorDict({"x": torch.arange(n), "n": {"y": torch.rand(n, 2)}, "s": names, "t": "all"}, [n])
+
+
+SETS = {
+    "TensorDict": plain(10),
+    "TensorClass": Sample(torch.rand(10, 2), torch.arange(10), batch_size=[10]),
+    "LazyStack": tdf.lazy_stack([TensorDict({"x": torch.arange(n)}, [n]) for n in range(1, 11)]),
+    "two dimensions": TensorDict({"x": torch.rand(10, 3, 2)}, [10, 3], names=["row", None]),
+}
+
+
+def identity(batch):
+    """What users of tensordict give as the collate function; a lambda cannot be pickled."""
+    return batch
+
+
+@pytest.mark.parametrize("collate", [tdf.collate, identity])
+@pytest.mark.parametrize("name", SETS)
+def test_a_tree_is_a_data_set(name, collate):
+    """A batch would be no tree, or not the rows of the tree."""
+    data = SETS[name]
+    batches = list(DataLoader(data, batch_size=4, collate_fn=collate))
+
+    for batch, expected in zip(batches, [data[:4], data[4:8], data[8:]], strict=True):
+        assert_trees_equal(batch, expected)
+
+
+def test_rows_are_shuffled_and_dropped():
+    """A sampler's positions would not be those of the batch."""
+    loader = DataLoader(SETS["TensorDict"], batch_size=4, shuffle=True, drop_last=True, collate_fn=tdf.collate)
+    rows = torch.cat(list(loader))
+
+    assert len(rows) == 8
+    assert len(set(rows["x"].tolist())) == 8
+    assert rows["s"] == [f"r{i}" for i in rows["x"].tolist()]
+    assert torch.equal(rows["n", "y"], SETS["TensorDict"]["n", "y"][rows["x"]])
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_workers(name):
+    """A tree could not be sent to a worker or come back as what it was."""
+    data = SETS[name]
+    batches = list(DataLoader(data, batch_size=5, num_workers=2, collate_fn=tdf.collate))
+
+    assert_trees_equal(batches[0], data[:5])
+    assert_trees_equal(batches[1], data[5:])
+
+
+def test_a_batch_is_one_index():
+    """Each row would be indexed for itself, which takes a hundred times as long."""
+    data = TensorDict({str(i): torch.rand(512, 4) for i in range(20)}, [512])
+    calls = []
+    once = data.__getitems__(list(range(512)))
+
+    assert_trees_equal(once, data)
+    start = time.perf_counter()
+    data.__getitems__(list(range(512)))
+    calls.append(time.perf_counter() - start)
+    start = time.perf_counter()
+    torch.stack([data[i] for i in range(512)])
+    calls.append(time.perf_counter() - start)
+    assert calls[0] * 5 < calls[1]
+
+
+class Rows(Dataset):
+    """Rows with a tree among other things."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        return SETS["TensorDict"][i], {"weight": float(i), "more": [SETS["TensorClass"][i]]}, "text"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_trees_among_other_things(workers):
+    """A tree beside tensors would be refused, or stay a list."""
+    (first, second) = DataLoader(Rows(), batch_size=2, num_workers=workers, collate_fn=tdf.collate)
+    tree, other, texts = first
+
+    # Rows with the same value are put together as rows with values of their own, as `torch.stack` does.
+    assert_trees_equal(tree.exclude("t"), SETS["TensorDict"][:2].exclude("t"))
+    assert tree["t"] == ["all", "all"]
+    assert torch.equal(other["weight"], torch.tensor([0.0, 1.0], dtype=torch.float64))
+    assert type(other["more"][0]) is Sample
+    assert torch.equal(other["more"][0].x, SETS["TensorClass"].x[:2])
+    assert list(texts) == ["text", "text"]
+    assert second[0]["x"].tolist() == [2, 3]
+
+
+def test_other_rows_are_as_torch_collates_them():
+    """Rows without trees would come out otherwise than from `default_collate`."""
+    rows = [
+        (torch.ones(2), 1, 2.0, "a", {"k": [torch.zeros(1)]}),
+        (torch.zeros(2), 3, 4.0, "b", {"k": [torch.ones(1)]}),
+    ]
+
+    assert str(tdf.collate(rows)) == str(default_collate(rows))
+
+
+def test_errors():
+    """A user could not see which leaf does not fit, or torch's table would have been changed."""
+    rows = [TensorDict({"x": torch.ones(n)}) for n in (1, 2)]
+    with pytest.raises(LeafMismatchError, match=r"stack: leaf 'x' differs.\n.*\[1\]\n.*\[2\]\n.*lazy_stack"):
+        tdf.collate(rows)
+    with pytest.raises(TypeError, match="default_collate: batch must contain tensors.*TensorDict"):
+        default_collate(rows)
+    with pytest.raises(TypeError, match="object"):
+        tdf.collate([object()])
+    assert isinstance(tdf.lazy_stack(rows).__getitems__([1, 0]), LazyStack)
