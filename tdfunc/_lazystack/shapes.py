@@ -10,12 +10,14 @@ from torch import Size, Tensor
 
 from tdfunc._collection import LeafOp, TensorCollection
 from tdfunc._errors import LeafMismatchError, TreeStructureError, explain
-from tdfunc._keys import dotted
+from tdfunc._keys import dotted, unravel
 from tdfunc._lazystack.pick import nest, pick, write
 from tdfunc._lazystack.ragged import check_alike, same_keys, without
 from tdfunc._nontensor import NonTensorBase, NonTensorData, same_value
+from tdfunc._shapes import dim_index
 from tdfunc._types import Names, Node, Path
-from tdfunc.ops import join, shape
+from tdfunc.ops import join, make, shape
+from tdfunc.ops.reading import get
 from tdfunc.ops.reduce import reduced_size
 
 REDUCTIONS = frozenset(
@@ -181,6 +183,29 @@ def _leaf_row(leaf: Tensor) -> Tensor:
     return leaf.reshape(-1)
 
 
+def _on_join_entries(stack: Any, op: LeafOp, _: Sequence[Any]) -> Any:
+    """Join entries of each tree along a dimension that is counted in the dense leaves."""
+    call, keys, out_key, dim, keep = op.args
+    ndim = _ndim(stack, unravel(keys[0])) if keys else None
+    if ndim is not None:
+        dim = dim_index(dim, ndim + (call == "stack_tensors"), call)
+        if dim == stack._dim or (call == "stack_tensors" and dim < stack._dim):
+            raise one_shape(stack, call)
+        dim -= dim > stack._dim
+    return stack._like([make.join_entries(tree, call, keys, out_key, dim, keep) for tree in stack._trees])
+
+
+def _ndim(tree: Any, path: Path) -> int | None:
+    """Return the number of dimensions that an entry has in the dense tree, None if it has none."""
+    if isinstance(tree, TensorCollection._lazy):
+        inner = _ndim(tree._trees[0], path)
+        return None if inner is None else inner + 1
+    node = get(tree, path[:1])
+    if isinstance(node, TensorCollection):
+        return _ndim(node, path[1:]) if len(path) > 1 else len(node._batch_size)
+    return node.dim() if isinstance(node, Tensor) and len(path) == 1 else None
+
+
 HANDLERS: dict[str, Callable[[Any, LeafOp, Sequence[Any]], Any]] = {
     "index": _on_index,
     "stack": _on_stack,
@@ -191,4 +216,5 @@ HANDLERS: dict[str, Callable[[Any, LeafOp, Sequence[Any]], Any]] = {
     "expand": _on_expand,
     "reshape": _on_reshape,
     "write_rows": write,
+    "join_entries": _on_join_entries,
 }

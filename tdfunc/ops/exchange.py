@@ -90,6 +90,9 @@ def to_numpy(tree: TensorCollection) -> dict[str, Any]:
 def _numpy_of(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _numpy_of(item) for key, item in cast("dict[str, Any]", value).items()}
+    # A key of a lazy stack has a tensor for each tree.
+    if isinstance(value, tuple):
+        return tuple(map(_numpy_of, cast("tuple[Any, ...]", value)))
     return _as_array(value) if isinstance(value, Tensor) else value
 
 

@@ -74,9 +74,8 @@ def split_keys(tree: T, key_sets: Sequence[Any], strict: bool) -> tuple[T, ...]:
 
 def join_entries(tree: T, call: str, keys: Sequence[NestedKey], out_key: NestedKey, dim: int, keep: bool) -> T:
     """Return a tree with several entries put together into one."""
-    done = tree._each(lambda t: join_entries(t, call, keys, out_key, dim, keep))
-    if done is not None:
-        return done
+    if tree._each(lambda t: t) is not None:
+        return tree._shape(LeafOp("join_entries", lambda x: x, batch=True, args=(call, keys, out_key, dim, keep)))
     paths = [unravel(key) for key in keys]
     nodes: list[Any] = [get(tree, path) for path in paths]
     if not nodes:

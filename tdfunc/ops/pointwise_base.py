@@ -251,14 +251,14 @@ def _lead(tree: TensorCollection, other: Tensor, call: str) -> Tensor:
     if other.dim() == 0:
         return other
     check_operand(tree, other, call)
-    return other.reshape(*[1] * (len(tree._batch_size) - other.dim()), *other.shape)
+    return other.reshape((1,) * (len(tree._batch_size) - other.dim()) + other.shape)
 
 
 def _broadcaster(lead: Tensor, at_least: bool = False) -> Callable[[Any], Tensor]:
     n = lead.dim()
     if n == 0 and not at_least:
         return lambda _: lead
-    return lambda x: lead.reshape(*lead.shape, *[1] * (x.dim() - n))
+    return lambda x: lead.reshape(lead.shape + (1,) * (x.dim() - n))
 
 
 def check_operand(tree: TensorCollection, other: Tensor, call: str) -> None:

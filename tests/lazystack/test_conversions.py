@@ -231,3 +231,11 @@ def test_typed_conversions(chats):
         assert_stacks_equal(same, lazy)
     assert_stacks_equal(pickle.loads(pickle.dumps(lazy)), lazy)
     assert_stacks_equal(torch.cat([lazy, lazy])[2:], lazy)
+
+
+def test_numpy_of_each_tree():
+    """`numpy()` would give tensors for the keys of a lazy stack."""
+    arrays = lazy_stack(ragged()).numpy()
+
+    assert [type(x).__name__ for x in (*arrays["x"], *arrays["n"]["y"])] == ["ndarray"] * 6
+    assert [len(x) for x in arrays["x"]] == [2, 4, 3]

@@ -134,9 +134,45 @@ def test_reductions_of_ragged_trees():
     assert not (lazy == lazy + 1).any()
 
 
+@pytest.mark.parametrize("call", ["cat_tensors", "stack_tensors"])
+@pytest.mark.parametrize("dim", [2, -1, -2])
+@pytest.mark.parametrize("stack_dim", [0, 1])
+def test_joined_entries_are_those_of_the_dense_tree(call, dim, stack_dim):
+    """A dimension would be counted in each tree instead of in the stack."""
+    trees = [TensorDict({"a": torch.rand(2, 3, 3), "b": torch.rand(2, 3, 3)}, [2]) for _ in range(4)]
+    lazy = lazy_stack(trees, stack_dim)
+
+    joined = getattr(lazy, call)("a", "b", out_key="out", dim=dim)
+
+    assert_trees_equal(joined.dense(), getattr(lazy.dense(), call)("a", "b", out_key="out", dim=dim))
+
+
+def test_joined_entries_of_stacks_of_stacks():
+    """The dimensions of outer stacks would not be counted."""
+    trees = [TensorDict({"a": torch.rand(2, 3), "n": {"b": torch.rand(2, 3)}}, [2]) for _ in range(4)]
+    lazy = lazy_stack([lazy_stack(trees[:2]), lazy_stack(trees[2:])])
+
+    joined = lazy.cat_tensors("a", ("n", "b"), out_key="out", dim=3)
+
+    assert_trees_equal(joined.dense(), lazy.dense().cat_tensors("a", ("n", "b"), out_key="out", dim=3))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_operands_of_trees_without_dimensions(depth):
+    """An operand that is cut down to a number would end in an error of torch's reshape."""
+    lazy = lazy_stack([TensorDict({"x": torch.tensor(i)}) for i in range(3)])
+    lazy = lazy_stack([lazy, lazy]) if depth == 2 else lazy
+    mask = torch.tensor([True, False, True]).expand(lazy.batch_size)
+
+    assert torch.equal(lazy.where(mask, 7).dense()["x"], lazy.dense()["x"].where(mask, 7))
+    assert torch.equal(lazy.masked_fill(mask, 7).dense()["x"], lazy.dense()["x"].masked_fill(mask, 7))
+
+
 @pytest.mark.parametrize(
     ("call", "text"),
     [
+        (lambda t: t.cat_tensors("x", out_key="x", dim=0), r"cat_tensors: a lazy stack.*\n.*\n.*dimension 0"),
+        (lambda t: t.stack_tensors("x", out_key="x", dim=0), r"stack_tensors: a lazy stack.*\n.*\n.*dimension 0"),
         (lambda t: t.sum(0), r"sum: a lazy stack has no one shape.*\n.*\n.*\[3, -1\], stacked along dimension 0"),
         (lambda t: t.sum(keepdim=True), r"sum\(keepdim=True\)"),
         (lambda t: t.reshape(-1), "reshape: a lazy stack has no one shape"),
