@@ -45,17 +45,77 @@ def dotted(path: Iterable[str]) -> str:
     return ".".join(path)
 
 
-def missing(path: Path, known: Iterable[str], call: str = "get") -> MissingKeyError:
-    """Build the error for a path of which the last part is not among the `known` keys of its parent."""
+def missing(path: Path, known: Iterable[str], call: str = "get", node: Any = None) -> MissingKeyError:
+    """Build the error for a path of which the last part is not among the `known` keys of its parent, `node`."""
+    return MissingKeyError(_Missing(path, known, call, node))
+
+
+class _Missing:
+    """The text of a missing key. It looks for what was meant when it is read: most such errors are caught unread."""
+
+    __slots__ = ("_given", "_text")
+
+    def __init__(self, path: Path, known: Iterable[str], call: str, node: Any) -> None:
+        self._given, self._text = (path, known, call, node), ""
+
+    def __str__(self) -> str:
+        if not self._text:
+            self._text = _missing_text(*self._given)
+        return self._text
+
+    def __repr__(self) -> str:
+        return repr(str(self))
+
+    def __reduce__(self) -> Any:
+        return str, (str(self),)
+
+
+def _missing_text(path: Path, known: Iterable[str], call: str, node: Any) -> str:
     names, key, parent = list(known), path[-1], path[:-1]
-    # Comparing with many keys would take longer than whatever catches the error.
-    close = difflib.get_close_matches(key, names, n=3) if len(names) <= 200 else []
-    hint = f"did you mean {' or '.join(map(repr, close))}?" if close else None
+    if node is not None and not hasattr(node, "_keys"):
+        hint = f"{dotted(parent)!r} is a leaf: nothing lies under it."
+    elif "." in key and _leads(node, tuple(key.split("."))):
+        hint = f"a nested key is a tuple: {(*parent, *key.split('.'))!r}."
+    else:
+        hint = did_you_mean(key, names) or _further_down(key, parent, node)
     shown = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")
     where = f" under {dotted(parent)!r}" if parent else ""
-    return MissingKeyError(
-        explain(f"{call}: no key {key!r}{where}.", expected=f"one of {shown or '(no keys)'}", hint=hint)
-    )
+    return explain(f"{call}: no key {key!r}{where}.", expected=f"one of {shown or '(no keys)'}", hint=hint)
+
+
+def did_you_mean(key: str, names: Sequence[str]) -> str | None:
+    """Return a hint with up to three names that a key may be a misspelling of, or None."""
+    if len(names) > 200:
+        # Comparing takes long: of many names, those that a slip of the finger or two gives.
+        near = (n for n in names if abs(len(n) - len(key)) <= 2 and (n[:1] == key[:1] or n[-1:] == key[-1:]))
+        names = [name for name in near if len({*name} ^ {*key}) <= 3][:200]
+    close = difflib.get_close_matches(key, names, n=3)
+    return f"did you mean {' or '.join(map(repr, close))}?" if close else None
+
+
+def _further_down(key: str, parent: Path, node: Any) -> str | None:
+    """Return a hint with the nearest paths below a node that end in a key, or None."""
+    found: list[Path] = []
+    level: list[tuple[Path, Any]] = [((), node)]
+    for at, tree in level:
+        for name in tree._keys() if hasattr(tree, "_keys") else ():
+            child = tree._get(name)
+            if at and name == key:
+                found.append((*parent, *at, name))
+            if hasattr(child, "_keys"):
+                level.append(((*at, name), child))
+        # As many trees as take no time.
+        if len(found) >= 3 or len(level) > 1000:
+            break
+    return f"did you mean {' or '.join(map(repr, found[:3]))}?" if found else None
+
+
+def _leads(node: Any, path: Path) -> bool:
+    for part in path:
+        if not hasattr(node, "_keys") or part not in node._keys():
+            return False
+        node = node._get(part)
+    return True
 
 
 def _bad_key(key: object, part: object) -> TypeError:

@@ -28,6 +28,7 @@ from tdfunc._fields import (
     resolve_annotations,
     settle_annotations,
 )
+from tdfunc._keys import did_you_mean
 from tdfunc._nontensor import NonTensorData
 from tdfunc._shapes import as_names, as_size
 from tdfunc._tensordict import TreeMethods
@@ -343,7 +344,7 @@ class TensorClass(_Typed):
             explain(
                 f"{cls.__name__} has no field {unknown[0]!r}.",
                 expected=f"one of {list(cls._fields)}",
-                hint="to_tensordict() gives a tree with open keys.",
+                hint=did_you_mean(unknown[0], cls._fields) or "to_tensordict() gives a tree with open keys.",
             )
         )
 

@@ -287,7 +287,7 @@ class LazyStack(TreeMethods):
         having = [i for i, tree in enumerate(trees) if key in tree._keys()]
         if len(having) < len(trees):
             if not having:
-                raise missing((key,), self._keys())
+                raise missing((key,), self._keys(), node=self)
             hint = "read it from .trees, or set() it in the others."
             what, got = f"get: the key {key!r} is not in all trees of the lazy stack.", f"it is in trees {having}"
             raise MissingKeyError(explain(what, got=got, hint=hint))

@@ -22,7 +22,7 @@ def get(tree: TensorCollection, key: NestedKey, default: Any = UNSET) -> Node:
             if default is not UNSET:
                 return default
             known = list(node._keys()) if isinstance(node, TensorCollection) else []
-            raise missing(path[: i + 1], known)
+            raise missing(path[: i + 1], known, node=node)
         node = node._get(part)
     return node
 

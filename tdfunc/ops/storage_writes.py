@@ -65,7 +65,8 @@ def write_leaf(tree: TensorCollection, path: Path, value: Any) -> None:
     parent: Any = tree
     for i, key in enumerate(path):
         if not isinstance(parent, TensorCollection) or key not in parent._keys():
-            raise missing(path[: i + 1], parent._keys() if isinstance(parent, TensorCollection) else [], "set_")
+            known = parent._keys() if isinstance(parent, TensorCollection) else []
+            raise missing(path[: i + 1], known, "set_", parent)
         parent = parent._get(key)
     if isinstance(parent, TensorCollection):
         write_tree(parent, value, complete=True)
