@@ -158,7 +158,7 @@ class TensorCollection(Slots):
         try:
             return self._data[key]
         except KeyError:
-            raise missing((key,), self._data) from None
+            raise missing((key,), self._data, node=self) from None
 
     def _put(self, changes: dict[str, Node], kinds: dict[str, Kind] | None = None) -> "Self":
         """Return a tree with some children replaced or added (no checks) and, where the child is None, removed."""

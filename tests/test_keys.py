@@ -1,5 +1,7 @@
 """Nested keys and filters."""
 
+import copy
+import pickle
 import re
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 from hypothesis import given
 from torch import nn
 
-from tdfunc import Filter, FilterError, Kind, MissingKeyError, TensorDict, of_type
+from tdfunc import Filter, FilterError, Kind, MissingKeyError, TensorClass, TensorDict, lazy_stack, of_type
 from tdfunc._keys import Entry, dotted, is_key, missing, unravel
 from tests.helpers import TinyMLP
 from tests.strategies import PATHS
@@ -42,7 +44,89 @@ def test_missing_says_what_is_there():
     message = r"no key 'wieght' under 'layer'(.|\n)*'weight', 'bias'(.|\n)*did you mean 'weight'"
     with pytest.raises(MissingKeyError, match=message):
         TensorDict({"layer": {"weight": 1, "bias": 1}})["layer", "wieght"]
-    assert str(missing(("k",), [f"k{i}" for i in range(10_000)])).count("\n") == 1
+
+
+TREE = TensorDict({"fc": {"weight": 1, "bias": 1}, "scale": 2.0, "a.b": 1})
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda t, k: t[k],
+        lambda t, k: t.select(k),
+        lambda t, k: t.delete(k),
+        lambda t, k: t.pop(k),
+        lambda t, k: t.at[k].get(),
+        lambda t, k: t.at[k].add(1),
+        lambda t, k: t.at[k].apply(torch.neg),
+        lambda t, k: t.rename_key(k, "new"),
+        lambda t, k: t.get_at(k, 0),
+        lambda t, k: t.untie(k),
+        lambda t, k: t.kind(k),
+        lambda t, k: t.set_(k, 1),
+        lambda t, k: t.set(k, 1, inplace=True),
+        lambda t, k: lazy_stack([t, t])[k],
+        lambda t, k: lazy_stack([t, t]).delete(k),
+    ],
+)
+@pytest.mark.parametrize(
+    ("key", "lacking", "hint"),
+    [
+        ("scael", "scael", "did you mean 'scale'?"),
+        (("fc", "wieght"), "wieght", "did you mean 'weight'?"),
+        ("fc.weight", "fc.weight", "a nested key is a tuple: ('fc', 'weight')."),
+        ("bias", "bias", "did you mean ('fc', 'bias')?"),
+        (("fcc", "weight"), "fcc", "did you mean 'fc'?"),
+    ],
+    ids=str,
+)
+def test_every_call_says_what_was_meant(call, key, lacking, hint):
+    """One way to ask for a key would have a poorer error than the others."""
+    with pytest.raises(MissingKeyError) as caught:
+        call(TREE, key)
+
+    assert f"no key {lacking!r}" in str(caught.value)
+    assert f"hint:     {hint}" in str(caught.value)
+
+
+def test_nothing_lies_under_a_leaf():
+    """The message would say that there is one of no keys."""
+    with pytest.raises(MissingKeyError, match=r"no key 'x' under 'scale'[\s\S]*'scale' is a leaf"):
+        TREE["scale", "x"]
+
+
+def test_fields_are_suggested():
+    """A misspelled field of a typed tree would be refused without saying which one was meant."""
+
+    class Sample(TensorClass):
+        image: torch.Tensor
+
+    with pytest.raises(MissingKeyError, match=r"no field 'imgae'[\s\S]*did you mean 'image'"):
+        Sample(torch.zeros(1)).replace(imgae=torch.zeros(1))
+    with pytest.raises(MissingKeyError, match=r"no field 'x'[\s\S]*to_tensordict\(\)"):
+        Sample(torch.zeros(1)).set("x", 1)
+
+
+def test_hints_among_many_keys():
+    """A tree of many keys would give no hint, compare them all, or find nothing that is alike."""
+    tree = TensorDict({f"block{i:06}": 0 for i in range(20_000)} | {"weight": 0})
+
+    with pytest.raises(MissingKeyError, match="did you mean 'weight'"):
+        tree["weigth"]
+    assert str(missing(("k",), [f"name{i}" for i in range(10_000)])).count("\n") == 1
+    assert str(missing(("q",), ["xy"], node=TensorDict({"xy": 1}))).count("\n") == 1
+
+
+def test_hints_are_made_when_they_are_read():
+    """`except KeyError` would pay for a text that nobody reads; a pickled error would lose it."""
+    keys = {"a": 1}
+    error = missing(("b",), keys)
+    keys["bb"] = 2
+
+    assert "did you mean 'bb'" in str(error)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    assert str(copy.deepcopy(error)) == str(error)
+    assert "no key 'b'" in repr(error)
 
 
 def entries(**leaves):
