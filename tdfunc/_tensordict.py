@@ -14,6 +14,7 @@ from tdfunc.ops.convert import read_mapping, resize
 from tdfunc.ops.dispatch import DispatchMethods
 from tdfunc.ops.edit import EditMethods, update
 from tdfunc.ops.exchange import ExchangeMethods, FromMethods
+from tdfunc.ops.frames import FrameMethods, FromFrameMethods
 from tdfunc.ops.index import IndexMethods
 from tdfunc.ops.make import MakeMethods
 from tdfunc.ops.maps import MapMethods
@@ -25,12 +26,13 @@ from tdfunc.ops.reduce import ExtremeMethods, ReduceMethods
 from tdfunc.ops.shape import ShapeMethods
 from tdfunc.ops.show import ShowMethods
 from tdfunc.ops.structure import StructureMethods
+from tdfunc.storage.map import ParallelMethods
 
 
 class TreeMethods(
     IndexMethods, ShapeMethods, RearrangeMethods, ReadMethods, EditMethods, StructureMethods, MapMethods,
     PointwiseMethods, DtypeMethods, ArithmeticMethods, ReduceMethods, ExtremeMethods, CastMethods, MemoryMethods,
-    MakeMethods, ExchangeMethods, ShowMethods, DispatchMethods, ModuleMethods,
+    MakeMethods, ExchangeMethods, FrameMethods, ShowMethods, DispatchMethods, ModuleMethods, ParallelMethods,
 ):  # fmt: skip
     """All methods of a tree; what `TensorDict` and `TensorClass` share."""
 
@@ -39,7 +41,7 @@ class TreeMethods(
 
 
 @final
-class TensorDict(TreeMethods, FromMethods):
+class TensorDict(TreeMethods, FromMethods, FromFrameMethods):
     """An immutable tree of tensors under str keys, indexed along the batch dimensions that its leaves share.
 
     Dicts become nested trees with the same batch size; numbers become tensors expanded to it; other objects are

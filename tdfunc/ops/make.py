@@ -15,6 +15,7 @@ from tdfunc.ops import join
 from tdfunc.ops.cast import as_device, clone, on_device
 from tdfunc.ops.edit import delete_paths, set_
 from tdfunc.ops.maps import drop_empty
+from tdfunc.ops.pointwise_base import check_same
 from tdfunc.ops.reading import UNSET, get, has
 from tdfunc.ops.structure import rename_key, select
 
@@ -46,6 +47,24 @@ def filled(tree: T, call: str, size: Size, value: Any, dtype: torch.dtype | None
 
     made = tree._map(LeafOp(call, leaf, lambda old: size + old[n:]))
     return made if place is None else on_device(made, place)
+
+
+def new_tensor(tree: T, data: Any, dtype: torch.dtype | None, device: Any, requires_grad: bool) -> T:
+    """Return copies of other values, each with the dtype and device of the leaf in its place."""
+    place = as_device(device)
+
+    def copy(x: Tensor, value: Tensor) -> Tensor:
+        made = value.detach().to(place or x.device, dtype or x.dtype, copy=True)
+        return made.requires_grad_() if requires_grad else made
+
+    made: Any
+    if isinstance(data, TensorCollection):
+        check_same(tree, data, "new_tensor")
+        made = data._map(LeafOp("new_tensor", lambda value, x: copy(x, value)), tree)
+    else:
+        values = torch.as_tensor(data)
+        made = tree._map(LeafOp("new_tensor", lambda x: copy(x, values), lambda _: values.shape))
+    return on_device(made, tree._device if place is None else place)
 
 
 def opened(tree: TensorCollection) -> Any:
@@ -144,6 +163,29 @@ class MakeMethods(TensorCollection):
     def new_full(self, size: Any, fill_value: Any, *, dtype: torch.dtype | None = None, device: Any = None) -> Any:
         """Return a tree of one value, as `new_zeros`."""
         return filled(self, "new_full", as_size(size), fill_value, dtype, device)
+
+    def new_tensor(
+        self, data: Any, *, dtype: torch.dtype | None = None, device: Any = None, requires_grad: bool = False
+    ) -> Any:
+        """Return a tree of copies of other values, with the dtypes and devices of this tree's leaves.
+
+        Args:
+            data: A tree with the same keys, whose batch sizes and class the result has; or a tensor or nested list,
+                which becomes every leaf: its shape is then the batch size.
+            dtype: A dtype for every leaf, in place of its own.
+            device: A device for every leaf, in place of its own.
+            requires_grad: Record what is done to the new leaves.
+
+        Raises:
+            TreeStructureError: The keys of the other tree differ.
+            RuntimeError: `requires_grad`, and a leaf holds integers.
+
+        Examples:
+            >>> like = TensorDict({"a": torch.zeros(3, dtype=torch.int64)}, [3])
+            >>> like.new_tensor(TensorDict({"a": torch.tensor([1.0, 2.0])}, [2]))["a"]
+            tensor([1, 2])
+        """
+        return new_tensor(self, data, dtype, device, requires_grad)
 
     def replace(self, changes: Mapping[Any, Any] | None = None, /, **entries: Any) -> Any:
         """Return a tree with entries replaced (or added), each as a whole: `update` merges nested trees instead.

@@ -1,0 +1,136 @@
+"""Trees from and to pandas: a column for each leaf, a row for each element of the batch."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from tdfunc._collection import TensorCollection
+from tdfunc._errors import BatchSizeError, LeafMismatchError, MissingKeyError, TreeStructureError, explain
+from tdfunc._nontensor import NonTensorBase, NonTensorStack
+from tdfunc.ops.structure import flatten_keys
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+def to_pandas(tree: Any, separator: str | None) -> Any:
+    """Return a data frame of the leaves."""
+    # pandas is optional.
+    try:
+        import pandas
+    except ImportError as err:
+        hint = "pip install pandas, or td.to_struct_array() for an array of records."
+        raise ImportError(explain("to_pandas: pandas is not installed.", hint=hint)) from err
+    if len(tree._batch_size) != 1 or -1 in tree._batch_size:
+        expected, got = "one batch dimension", f"batch size {list(tree._batch_size)}"
+        hint = "td.reshape(-1) makes one of several, td.unsqueeze(0) of none; lazy.pad() makes rows of one length."
+        raise BatchSizeError(explain("to_pandas: the rows are the batch.", expected=expected, got=got, hint=hint))
+    if tree._each(lambda t: t) is not None:
+        tree = tree.dense()
+    flat = tree if separator is None else flatten_keys(tree, separator)
+    columns = {key: _column(key, flat._get(key)) for key in flat._keys()}
+    return pandas.DataFrame(columns, index=range(tree._batch_size[0]))
+
+
+def _column(key: str, node: Any) -> Any:
+    if isinstance(node, TensorCollection):
+        hint = 'td.to_pandas(separator=".") joins nested keys.'
+        raise TreeStructureError(explain(f"to_pandas: {key!r} is a tree.", expected="a leaf", got="a tree", hint=hint))
+    if node.dim() != 1:
+        got = f"shape {list(node.shape)}"
+        hint = "give each feature a key of its own, or leave it out."
+        what = f"to_pandas: {key!r} has features, a column has one value for each row."
+        raise LeafMismatchError(explain(what, expected="no dimensions but the batch", got=got, hint=hint))
+    if isinstance(node, NonTensorBase):
+        return node._array
+    try:
+        return node.numpy(force=True)
+    except TypeError as err:
+        hint = "td.to(torch.float32) casts."
+        what = f"to_pandas: numpy has no dtype for {key!r}."
+        raise LeafMismatchError(explain(what, expected="a dtype of numpy", got=str(node.dtype), hint=hint)) from err
+
+
+def read_frame(frame: Any, separator: str | None, dtype: torch.dtype | None) -> dict[Any, Any]:
+    """Return the columns of a data frame by key: tensors of numbers, non-tensor data of all else."""
+    values: dict[Any, Any] = {}
+    for name, column in frame.items():
+        if not isinstance(name, str):
+            hint = "frame.rename(columns=str)."
+            what = "from_pandas: the name of a column is no str."
+            raise TypeError(explain(what, expected="a str", got=repr(name), hint=hint))
+        key = tuple(name.split(separator)) if separator is not None else (name,)
+        if key in values:
+            what, hint = f"from_pandas: two columns are called {name!r}.", "rename one of them."
+            raise MissingKeyError(explain(what, expected="names that differ", got=repr(name), hint=hint))
+        values[key] = _values(column, dtype)
+    return values
+
+
+def _values(column: Any, dtype: torch.dtype | None) -> Any:
+    # A copy: the arrays of a frame are shared, and may not be written to.
+    array = np.array(column.to_numpy(), copy=True)
+    if array.dtype.kind in "biufc":
+        leaf = torch.from_numpy(array)
+        return leaf if dtype is None else leaf.to(dtype)
+    objects: Any = np.empty(len(column), dtype=object)
+    objects[:] = list(column)
+    return NonTensorStack._wrap(objects)
+
+
+class FrameMethods(TensorCollection):
+    """Trees as data frames."""
+
+    __slots__ = ()
+
+    def to_pandas(self, *, separator: str | None = None) -> Any:
+        """Return a `pandas.DataFrame` with a column for each leaf and a row for each element of the batch.
+
+        Args:
+            separator: Joins nested keys to names of columns; without it nested trees are refused.
+
+        Raises:
+            ImportError: pandas is not installed.
+            BatchSizeError: There is not one batch dimension.
+            LeafMismatchError: A leaf has features, or a dtype that numpy does not have; the message names it.
+            TreeStructureError: There are nested trees, and no separator.
+        """
+        return to_pandas(self, separator)
+
+
+class FromFrameMethods(TensorCollection):
+    """Trees with open keys from data frames."""
+
+    __slots__ = ()
+
+    @classmethod
+    def from_pandas(
+        cls,
+        dataframe: Any,
+        *,
+        separator: str | None = None,
+        dtype: torch.dtype | None = None,
+        batch_size: Any = None,
+        device: Any = None,
+        names: Any = None,
+    ) -> "Self":
+        """Return a tree of the columns of a `pandas.DataFrame`; its index is left out.
+
+        Columns of numbers and bools become tensors, all others non-tensor data with a value for each row.
+
+        Args:
+            dataframe: The data frame; its values are copied.
+            separator: Splits names of columns into nested keys.
+            dtype: A dtype for all columns of numbers and bools.
+            batch_size: Another batch size than the number of rows: `[]`.
+            device: Where every leaf is put.
+            names: A name for each batch dimension.
+
+        Raises:
+            TypeError: The name of a column is no str.
+            MissingKeyError: Two columns have one name.
+        """
+        size = (len(dataframe),) if batch_size is None else batch_size
+        cls_: Any = cls
+        return cls_(read_frame(dataframe, separator, dtype), size, device, names)
