@@ -48,5 +48,7 @@ from tdfunc.ops.structure import in_dims as in_dims
 from tdfunc.ops.structure import partition as partition
 from tdfunc.storage.checkpoint import load as load
 from tdfunc.storage.checkpoint import save as save
+from tdfunc.storage.open import LazyTree as LazyTree
+from tdfunc.storage.open import open as open
 
 __version__ = "0.1.0"

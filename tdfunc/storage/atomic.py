@@ -21,6 +21,7 @@ import xxhash
 # Not a plain import: Windows lacks it, and `import tdfunc` should work there.
 _fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
 _fallocate: Any = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None) if sys.platform == "linux" else None
+_PREFIX = ".tdfunc-"
 _UNNAMED = getattr(os, "O_TMPFILE", 0)
 # What a kernel or file system without unnamed files answers.
 _NO_UNNAMED = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT}
@@ -56,9 +57,9 @@ def replace_file(path: str, write: Callable[[int], None], *, size_bytes: int, fs
         os.close(folder)
 
 
-def remove_leftovers(folder: int, name: str) -> None:
-    """Delete the temporary files of this name whose writers are gone."""
-    start = _temporary(name)
+def remove_leftovers(folder: int, name: str | None) -> None:
+    """Delete the temporary files of this name (of any name, if it is None) whose writers are gone."""
+    start = _PREFIX if name is None else _temporary(name)
     for entry in os.listdir(folder):
         if entry.startswith(start) and _fcntl is not None:
             # Two saves may clean at once; what cannot be opened or locked is not ours to delete.
@@ -73,7 +74,7 @@ def remove_leftovers(folder: int, name: str) -> None:
 
 def _temporary(name: str) -> str:
     # A digest, so that a name of the greatest length has room.
-    return f".tdfunc-{xxhash.xxh3_64_hexdigest(os.fsencode(name))}-"
+    return f"{_PREFIX}{xxhash.xxh3_64_hexdigest(os.fsencode(name))}-"
 
 
 def _replace(folder: int, name: str, write: Callable[[int], None], fsync: bool, *, named: bool) -> bool:

@@ -2,10 +2,11 @@
 
 import json
 import math
+import re
 import sys
 from collections.abc import Collection, Sequence
 from json.encoder import encode_basestring as quote
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -21,19 +22,44 @@ from tdfunc.storage.encode import IS_VALUE, KIND_FLAGS, check_tie_size, restrict
 from tdfunc.storage.format import Spec, no_constant, spec_of, unique
 
 _KINDS = {flag: kind for kind, flag in KIND_FLAGS.items()}
+# Longer prefixes are put together again for each node: all of a deep tree would fill the memory.
+_MAX_KEPT_PREFIX = 256
+# A key that is not followed by its colon at once, which nobody writes.
+_LOOSE_KEY = re.compile(r'"\s+:')
 Classes: TypeAlias = type[TensorCollection] | Sequence[type[TensorCollection]]
+
+
+def parse_tree(text: str) -> dict[str, Any]:
+    """Parse the description of a tree; a key twice in one object raises."""
+    doc = json.loads(text, parse_constant=no_constant)
+    nodes = doc["nodes"]
+    # As many colons after quotes as there are keys: then none was there twice. It takes a tenth of asking each object.
+    keys = len(doc) + sum(map(len, nodes))
+    keys += sum([len(item) for node in nodes for item in node["items"] if type(item) is dict])
+    if text.count('":') != keys or _LOOSE_KEY.search(text):
+        return json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
+    return doc
+
+
+class _Build(NamedTuple):
+    """What `build` was asked for, and the nodes that it has made."""
+
+    leaves: Any
+    built: dict[int, Any]
+    ties: dict[int, Ties]
+    classes: Classes
+    device: torch.device | None
 
 
 class Plan:
     """A tree that was read and checked, still without values; `build` puts them in.
 
     Args:
-        text: The JSON of the tree.
+        doc: The description of the tree.
         limit: What all names together may be long, since the header that repeats them is no longer.
     """
 
-    def __init__(self, text: str, limit: int) -> None:
-        doc = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
+    def __init__(self, doc: dict[str, Any], limit: int | None) -> None:
         self.table = [spec_of(code, shape) for code, shape in doc["specs"]]
         self.nodes: list[dict[str, Any]] = doc["nodes"]
         self.groups: list[list[tuple[int, str]]] = [[(node, key) for node, key in group] for group in doc["ties"]]
@@ -50,7 +76,8 @@ class Plan:
         self.starts: list[int] = [0] * count
         self.tied: dict[int, int] = {}
         # A small file could name a deep path for each of many leaves.
-        self._limit = limit
+        self._limit = math.inf if limit is None else limit
+        self._prefixes: list[str | None] = [None] * count
         # Paths of ties that have not been met yet: (group, rank in the group).
         self._marks = {ref: (group, rank) for group, refs in enumerate(self.groups) for rank, ref in enumerate(refs)}
         self._check()
@@ -82,6 +109,17 @@ class Plan:
     def _inherit(self, number: int) -> None:
         """Set batch size and device of a node, which are its parent's where it has none of its own."""
         node, above = self.nodes[number], self.parents[number]
+        self.starts[number] = len(self.names)
+        if above is not None:
+            kept = self._prefixes[above[0]]
+            if kept is not None and len(kept) < _MAX_KEPT_PREFIX:
+                self._prefixes[number] = f"{kept}{quote(above[1])[1:-1]}."
+            # Most nodes have nothing of their own.
+            if len(node) == 2:
+                self.sizes[number], self.devices[number] = self.sizes[above[0]], self.devices[above[0]]
+                return
+        else:
+            self._prefixes[number] = ""
         outer = self.sizes[above[0]] if above is not None else Size(())
         device = self.devices[above[0]] if above is not None else None
         size = _size(node["size"], -1 if "own" in node else 0) if "size" in node else outer
@@ -93,7 +131,7 @@ class Plan:
             if name is not None and type(name) is not str:
                 raise malformed("a device", repr(name))
             device = torch.device(name) if name is not None else None
-        self.sizes[number], self.devices[number], self.starts[number] = size, device, len(self.names)
+        self.sizes[number], self.devices[number] = size, device
 
     def _check_items(self, number: int) -> None:
         node, size, device, prefix = self.nodes[number], self.sizes[number], self.devices[number], None
@@ -150,25 +188,55 @@ class Plan:
 
     def _prefix(self, number: int) -> str:
         """Return the dotted path of a node, as it stands in names, with the dot after it."""
-        return "".join([f"{quote(key)[1:-1]}." for key in self.path(number)])
+        kept = self._prefixes[number]
+        return kept if kept is not None else "".join([f"{quote(key)[1:-1]}." for key in self.path(number)])
 
     # -- building ---------------------------------------------------------------------------------------------
 
     def build(
-        self, leaves: Sequence[Any], classes: Classes = (), device: torch.device | None = None
+        self, leaves: Any, classes: Classes = (), device: torch.device | None = None, root: int = 0
     ) -> TensorCollection:
-        """Return the tree around values in the order of `self.names`, which are all on `device` if it is given."""
-        if device is not None:
-            self.devices = [device] * len(self.nodes)
-        ties = self._ties()
-        built: list[Any] = [None] * len(self.nodes)
-        # A node comes after the one that it is in, so going back its sub-trees are there.
-        for number in reversed(range(len(self.nodes))):
-            built[number] = self._node(number, leaves, built, ties.get(number, ()), classes)
-        return built[0]
+        """Return the tree (or a sub-tree) around values, `leaves[i]` being that of `self.names[i]`.
 
-    def _node(self, number: int, leaves: Sequence[Any], built: list[Any], ties: Ties, classes: Classes) -> Any:
+        If `device` is given, all of them are on it.
+        """
+        job = _Build(leaves, {}, self._ties(), classes, device)
+        # A node comes after the one that it is in, so going back its sub-trees are there.
+        numbers = range(len(self.nodes)) if not root else self._below(root)
+        for number in reversed(numbers):
+            job.built[number] = self._node(number, job)
+        return job.built[root]
+
+    def _below(self, root: int) -> list[int]:
+        """Return a node and those in it, each after the one that it is in."""
+        inside = {root}
+        for number in range(root + 1, len(self.nodes)):
+            above = self.parents[number]
+            if above is not None and above[0] in inside:
+                inside.add(number)
+        return sorted(inside)
+
+    def leaves_below(self, root: int) -> list[int]:
+        """Return the leaves in a sub-tree, those included that it shares with the rest of the tree."""
+        found: dict[int, None] = {}
+        for number in self._below(root):
+            leaf = self.starts[number]
+            for what in self.nodes[number]["items"]:
+                if type(what) is not dict:
+                    found[leaf] = None
+                    leaf += 1
+                elif "tie" in what:
+                    found[self.tied[what["tie"]]] = None
+        return list(found)
+
+    def _node(self, number: int, job: "_Build") -> Any:
         node, size, leaf = self.nodes[number], self.sizes[number], self.starts[number]
+        leaves, ties = job.leaves, job.ties.get(number, ())
+        device = self.devices[number] if job.device is None else job.device
+        if not ties and len(node) == 2:
+            plain = self._plain_node(node, leaves, leaf, job.built)
+            if plain is not None:
+                return TensorCollection._open._make(plain, size, device)
         outer = Size(()) if "own" in node else size
         data: dict[str, Any] = {}
         kinds: dict[str, Kind] = {}
@@ -183,7 +251,7 @@ class Plan:
                 leaf += 1
                 _put_kind(kinds, key, flags)
             elif "tree" in what:
-                data[key] = built[what["tree"]]
+                data[key] = job.built[what["tree"]]
             else:
                 data[key] = leaves[self.tied[what["tie"]]] if "tie" in what else _nontensor(what, outer)
                 _put_kind(kinds, key, what.get("flags", ""))
@@ -191,9 +259,24 @@ class Plan:
             raise malformed("distinct keys", f"a key twice in node {number}")
         names = as_names(node["names"], len(size)) if "names" in node else None
         static = Static(kinds, ties, node.get("own"))
-        cls = _resolve(node["class"], classes) if "class" in node else TensorCollection._open
+        cls = _resolve(node["class"], job.classes) if "class" in node else TensorCollection._open
         _check_fields(cls, data, self.path(number))
-        return cls._make(data, size, self.devices[number], names, static if static != Static() else None)
+        return cls._make(data, size, device, names, static if static != Static() else None)
+
+    def _plain_node(self, node: dict[str, Any], leaves: Any, leaf: int, built: dict[int, Any]) -> dict[str, Any] | None:
+        """Return the entries of a node of plain tensors and trees, which most are; None where there is more."""
+        data: dict[str, Any] = {}
+        for key, what in zip(node["keys"], node["items"], strict=True):
+            if type(what) is int:
+                data[key] = leaves[leaf]
+                leaf += 1
+            elif type(what) is dict and "tree" in what:
+                data[key] = built[what["tree"]]
+            else:
+                return None
+        if len(data) != len(node["keys"]):
+            raise malformed("distinct keys", f"a key twice in {node['keys']}"[:400])
+        return data
 
     def _ties(self) -> dict[int, Ties]:
         """Return the groups of every node that has any, relative to it."""

@@ -35,7 +35,8 @@ Marks: TypeAlias = "dict[str, Marks | tuple[int, int]] | None"
 class Outline(NamedTuple):
     """A tree without its values: its JSON, and its leaves in tree order (depth first, a node's own leaves first)."""
 
-    text: str
+    # None for a part of the leaves, whose tree is elsewhere.
+    text: str | None
     # As they stand in the header: dotted paths as JSON strings.
     names: list[str]
     specs: list[Spec]

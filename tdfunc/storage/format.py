@@ -137,20 +137,26 @@ def lay_out(names: Sequence[str], specs: Sequence[Spec]) -> Layout:
 # -- writing ----------------------------------------------------------------------------------------------------
 
 
-def render(tree: str, layout: Layout) -> bytearray:
-    """Return the bytes before the data (length, header, padding), still without digests, which have a fixed width."""
+def render(tree: str | None, layout: Layout) -> bytearray:
+    """Return the bytes before the data (length, header, padding), still without digests, which have a fixed width.
+
+    A shard has no tree; that is in the index.
+    """
     digests = "0" * (_DIGITS * len(layout.order))
-    header = f'{_START}{ALGORITHM}:{"0" * _DIGITS}{_LEAVES}{digests}","tdfunc.tree":{quote(tree)}}}{layout.entries}}}'
+    described = "" if tree is None else f',"tdfunc.tree":{quote(tree)}'
+    header = f'{_START}{ALGORITHM}:{"0" * _DIGITS}{_LEAVES}{digests}"{described}}}{layout.entries}}}'
     text = header.encode()
     text += b" " * (-(8 + len(text)) % _ALIGN)
     return bytearray(len(text).to_bytes(8, "little") + text)
 
 
-def seal(head: bytearray, digests: Sequence[str]) -> None:
-    """Enter the digests of the leaves (in file order) and then that of the header itself."""
+def seal(head: bytearray, digests: Sequence[str]) -> str:
+    """Enter the digests of the leaves (in file order) and then that of the header itself, which is returned."""
     begin = _DIGEST_AT + _DIGITS + len(_LEAVES)
     head[begin : begin + _DIGITS * len(digests)] = "".join(digests).encode()
-    head[_DIGEST_AT : _DIGEST_AT + _DIGITS] = digest(head).encode()
+    own = digest(head)
+    head[_DIGEST_AT : _DIGEST_AT + _DIGITS] = own.encode()
+    return own
 
 
 # -- reading ----------------------------------------------------------------------------------------------------
@@ -163,6 +169,8 @@ class Header(NamedTuple):
     algorithm: str | None
     rest: str
     entries: list[Entry] | None
+    # The digest that the header states of itself.
+    digest: str | None = None
 
 
 def parse(raw: bytes, size_bytes: int, *, verify: bool) -> Header:
@@ -181,7 +189,7 @@ def parse(raw: bytes, size_bytes: int, *, verify: bool) -> Header:
     text = raw[8:].decode()
     metadata, end = json.JSONDecoder(object_pairs_hook=unique).raw_decode(text, len('{"__metadata__":'))
     _check_text(metadata)
-    return Header(metadata, algorithm, text[end:], None)
+    return Header(metadata, algorithm, text[end:], None, recorded)
 
 
 def _altered(expected: str, got: str) -> CorruptCheckpointError:
@@ -259,7 +267,7 @@ def parse_entries(raw: bytes, size_bytes: int) -> tuple[dict[str, str], list[Ent
         raise CorruptCheckpointError(explain("the header is no JSON object.", got=repr(header)[:200]))
     metadata = header.pop("__metadata__", {})
     _check_text(metadata)
-    entries = [_entry(name, fields) for name, fields in header.items()]
+    entries = [as_entry(name, fields) for name, fields in header.items()]
     end = 0
     for name, spec, begin in sorted(entries, key=lambda e: (e.begin, e.spec.size_bytes)):
         if begin != end:
@@ -275,7 +283,8 @@ def parse_entries(raw: bytes, size_bytes: int) -> tuple[dict[str, str], list[Ent
     return metadata, entries
 
 
-def _entry(name: str, fields: Any) -> Entry:
+def as_entry(name: str, fields: Any) -> Entry:
+    """Check one entry of a header."""
     if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
         raise CorruptCheckpointError(
             explain(f"leaf {name!r} is malformed.", expected="dtype, shape and data_offsets", got=repr(fields)[:200])

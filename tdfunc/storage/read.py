@@ -1,64 +1,107 @@
-"""The values of leaves out of a file: one copy-on-write mapping, checked against the recorded checksums."""
+"""The values of leaves out of a file: mapped copy-on-write or read alone, checked against the recorded checksums."""
 
 import os
 import stat
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
-from tdfunc._errors import CorruptCheckpointError, TreeStructureError, UnsupportedError, explain
+from tdfunc._errors import CorruptCheckpointError, MissingKeyError, TreeStructureError, UnsupportedError, explain
 from tdfunc.storage.format import (
     MAX_HEADER_BYTES,
     Header,
     Spec,
-    check_algorithm,
     check_digest,
+    check_size,
     parse,
-    split_digests,
 )
+
+_GUESS_BYTES = 1 << 16
+
+
+class Bytes(Protocol):
+    """Where the bytes of a file come from: a descriptor, or another machine."""
+
+    size_bytes: int
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Fill a part of `view` with the bytes from `offset` on; return how many, 0 at the end of the file."""
+        ...
+
+    def close(self) -> None:
+        """Give back what it holds."""
+        ...
+
+
+class LocalBytes:
+    """A file of this machine, by its descriptor."""
+
+    def __init__(self, path: str) -> None:
+        # Without O_NONBLOCK opening a pipe waits for a writer.
+        self.fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        mode = os.fstat(self.fd)
+        self.size_bytes = mode.st_size
+        if stat.S_ISREG(mode.st_mode):
+            return
+        os.close(self.fd)
+        if stat.S_ISDIR(mode.st_mode):
+            raise IsADirectoryError(explain(f"load {path}: this is a folder.", expected="one safetensors file"))
+        raise CorruptCheckpointError(explain(f"load {path}: this is no regular file.", expected="a safetensors file"))
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Read once; the system may return fewer bytes."""
+        return os.preadv(self.fd, [view], offset)
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        os.close(self.fd)
 
 
 class Source(NamedTuple):
     """An open file whose header was read."""
 
-    fd: int
-    size_bytes: int
+    path: str
+    data: Bytes
     # Length and header.
     begin: int
     header: Header
     raw: bytes
 
+    @property
+    def size_bytes(self) -> int:
+        """The length of the file."""
+        return self.data.size_bytes
 
-@contextmanager
-def opened(path: str, *, verify: bool) -> Generator[Source, None, None]:
-    """Open a safetensors file and read its header; every error inside names the file."""
-    # Without O_NONBLOCK opening a pipe waits for a writer.
-    fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+
+def open_source(path: str, *, verify: bool, data: Bytes | None = None) -> Source:
+    """Open a safetensors file and read its header; errors name the file. The caller closes `data`."""
+    data = LocalBytes(path) if data is None else data
     try:
-        mode = os.fstat(fd)
-        if stat.S_ISDIR(mode.st_mode):
-            raise IsADirectoryError(explain(f"load {path}: this is a folder.", expected="one safetensors file"))
-        with _naming(path):
-            if not stat.S_ISREG(mode.st_mode):
-                raise CorruptCheckpointError(explain("this is no regular file.", expected="a safetensors file"))
-            raw = _read_header(fd, mode.st_size)
-            yield Source(fd, mode.st_size, len(raw), parse(raw, mode.st_size, verify=verify), raw)
-    finally:
-        os.close(fd)
+        with naming(path):
+            raw = _read_header(data)
+            return Source(path, data, len(raw), parse(raw, data.size_bytes, verify=verify), raw)
+    except BaseException:
+        data.close()
+        raise
 
 
 @contextmanager
-def _naming(path: str) -> Generator[None, None, None]:
+def naming(path: str) -> Generator[None, None, None]:
+    """Give the errors inside the name of the file, and make those of a malformed header ours."""
     try:
         yield
     except (CorruptCheckpointError, TreeStructureError, UnsupportedError) as err:
+        if str(err).startswith("load "):
+            raise
         raise type(err)(f"load {path}: {err}") from err
+    except MissingKeyError:
+        raise
     except (ArithmeticError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError) as err:
         # Only damaged or hostile headers come here: what they say is used as the types that it should have.
         raise CorruptCheckpointError(
@@ -71,9 +114,9 @@ def _naming(path: str) -> Generator[None, None, None]:
         ) from err
 
 
-def _read_header(fd: int, size_bytes: int) -> bytes:
-    start = os.pread(fd, 8, 0)
-    if len(start) < 8:
+def _read_header(data: Bytes) -> bytes:
+    size_bytes = data.size_bytes
+    if size_bytes < 8:
         raise CorruptCheckpointError(
             explain(
                 "the file is cut short.",
@@ -82,7 +125,9 @@ def _read_header(fd: int, size_bytes: int) -> bytes:
                 hint="restore it from a copy.",
             )
         )
-    length = int.from_bytes(start, "little")
+    # Most headers come with the first read; what follows one costs less than a second read.
+    start = read_bytes(data, 0, min(size_bytes, _GUESS_BYTES))
+    length = int.from_bytes(start[:8], "little")
     if length > min(size_bytes - 8, MAX_HEADER_BYTES):
         raise CorruptCheckpointError(
             explain(
@@ -92,18 +137,32 @@ def _read_header(fd: int, size_bytes: int) -> bytes:
                 hint=_other_format(start),
             )
         )
-    parts, have = [start], 8
-    while have < 8 + length:
-        part = os.pread(fd, 8 + length - have, have)
-        if not part:
+    if 8 + length <= len(start):
+        return start[: 8 + length]
+    return start + read_bytes(data, len(start), 8 + length - len(start))
+
+
+def read_bytes(data: Bytes, offset: int, count: int) -> bytes:
+    """Return `count` bytes from `offset` on."""
+    buffer = bytearray(count)
+    fill(data, memoryview(buffer), offset)
+    return bytes(buffer)
+
+
+def fill(data: Bytes, view: memoryview, offset: int) -> None:
+    """Fill all of `view`."""
+    done = 0
+    while done < len(view):
+        count = data.read_into(view[done:], offset + done)
+        if not count:
             raise CorruptCheckpointError(
                 explain(
-                    "the file was cut short while it was read.", expected=f"{8 + length} bytes", got=f"{have} bytes"
+                    "the file was cut short while it was read.",
+                    expected=f"{offset + len(view)} bytes",
+                    got=f"{offset + done} bytes",
                 )
             )
-        parts.append(part)
-        have += len(part)
-    return b"".join(parts)
+        done += count
 
 
 def _other_format(start: bytes) -> str:
@@ -114,10 +173,12 @@ def _other_format(start: bytes) -> str:
     return "restore the file from a copy."
 
 
-def map_bytes(source: Source, path: str) -> Any:
+def map_bytes(source: Source) -> Any:
     """Map a whole file copy-on-write: writing to it is allowed and changes neither the file nor other mappings."""
+    assert isinstance(source.data, LocalBytes)
     # By descriptor where the system can, since another save may have replaced the path by now.
-    name = {"linux": f"/proc/self/fd/{source.fd}", "darwin": f"/dev/fd/{source.fd}"}.get(sys.platform, path)
+    fd, path = source.data.fd, source.path
+    name = {"linux": f"/proc/self/fd/{fd}", "darwin": f"/dev/fd/{fd}"}.get(sys.platform, path)
     if not os.path.exists(name):
         name = path
     try:
@@ -128,17 +189,40 @@ def map_bytes(source: Source, path: str) -> Any:
     return mapped.numpy()
 
 
-def verify_leaves(data: Any, source: Source, names: Sequence[str], specs: Sequence[Spec], order: Sequence[int]) -> None:
-    """Compare the checksum of each leaf with the recorded one."""
-    check_algorithm(source.header.algorithm)
-    recorded = split_digests(source.header.metadata["tdfunc.leaves"], len(names))
-    view, begin = memoryview(data), source.begin
-    for i, expected in zip(order, recorded, strict=True):
-        end = begin + specs[i].size_bytes
-        found = xxhash.xxh3_64_hexdigest(view[begin:end])
-        if found != expected:
-            check_digest(f"leaf {names[i]}", expected, found)
-        begin = end
+def check_bytes(name: str, view: memoryview, recorded: str) -> None:
+    """Compare the checksum of a leaf with the recorded one."""
+    found = xxhash.xxh3_64_hexdigest(view)
+    if found != recorded:
+        check_digest(f"leaf {name}", recorded, found)
+
+
+def read_leaf(source: Source, spec: Spec, begin: int, name: str, digest: str | None) -> Tensor:
+    """Read one leaf, and nothing else, into memory of its own, and compare its checksum if there is one."""
+    # Before memory is taken: a header may lie.
+    if begin + spec.size_bytes > source.size_bytes:
+        check_size(begin + spec.size_bytes, source.size_bytes)
+    leaf = torch.empty(spec.size, dtype=spec.dtype, device="cpu")
+    view = as_view(leaf)
+    fill(source.data, view, begin)
+    if digest is not None:
+        check_bytes(name, view, digest)
+    return leaf
+
+
+def read_rows(source: Source, spec: Spec, begin: int, runs: Sequence[tuple[int, int]]) -> Tensor:
+    """Read runs of rows (first, count) of a leaf, one after the other."""
+    row_bytes = spec.size_bytes // spec.size[0] if spec.size[0] else 0
+    rows = torch.empty((sum(count for _, count in runs), *spec.size[1:]), dtype=spec.dtype, device="cpu")
+    view, done = as_view(rows), 0
+    for first, count in runs:
+        fill(source.data, view[done : done + count * row_bytes], begin + first * row_bytes)
+        done += count * row_bytes
+    return rows
+
+
+def as_view(leaf: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor, to be written to."""
+    return leaf.reshape(-1).view(torch.uint8).numpy().data
 
 
 def view_leaves(data: Any, specs: Sequence[Spec], begins: Sequence[int]) -> list[Tensor]:

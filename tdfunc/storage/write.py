@@ -2,7 +2,7 @@
 
 import ctypes
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,8 +76,16 @@ def _no_memory(name: str, got: str) -> UnsupportedError:
     )
 
 
-def write_file(fd: int, plan: FilePlan) -> None:
+def write_file(fd: int, plan: FilePlan, tick: Callable[[int], object] | None = None) -> str:
     """Write everything: the data, then the header, which holds its checksums, in front of it.
+
+    Args:
+        fd: An empty file.
+        plan: What goes where.
+        tick: Called with the bytes of each leaf that is written.
+
+    Returns:
+        The digest of the header.
 
     Raises:
         ConcurrencyError: A leaf has not the digest that was expected of it.
@@ -90,6 +98,8 @@ def write_file(fd: int, plan: FilePlan) -> None:
     os.lseek(fd, len(plan.head), os.SEEK_SET)
     with torch.no_grad():
         for address, size_bytes, leaf in plan.work:
+            if tick is not None:
+                tick(size_bytes)
             if size_bytes > _SMALL_BYTES:
                 write_all(fd, view[:used])
                 used = 0
@@ -109,9 +119,10 @@ def write_file(fd: int, plan: FilePlan) -> None:
     _check_unchanged(plan, digests)
     # A copy: where the file has to be written twice, the plan is used twice.
     head = bytearray(plan.head)
-    seal(head, digests)
+    own = seal(head, digests)
     os.lseek(fd, 0, os.SEEK_SET)
     write_all(fd, memoryview(head))
+    return own
 
 
 def _write_large(fd: int, leaf: Tensor, stage: Any) -> str:
@@ -138,7 +149,7 @@ def _check_unchanged(plan: FilePlan, digests: list[str]) -> None:
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
         raise ConcurrencyError(
             explain(
-                f"save: leaf {name}{more} changed after the save was submitted; nothing was saved.",
+                f"leaf {name}{more} changed after the save was submitted; nothing was saved.",
                 expected=f"values with the digest {expected}",
                 got=found,
                 hint="submit with copy=True, or do not write to the tree until the save is done.",

@@ -173,7 +173,8 @@ def test_folders(tmp_path):
     (tmp_path / "d.safetensors").mkdir()
     with pytest.raises(IsADirectoryError, match=r"d\.safetensors"):
         save(TensorDict({"a": torch.ones(1)}), tmp_path / "d.safetensors")
-    with pytest.raises(IsADirectoryError, match=r"d\.safetensors"):
+    (tmp_path / "d.safetensors" / "other.txt").touch()
+    with pytest.raises(FileNotFoundError, match=r"d\.safetensors[\s\S]*index\.json[\s\S]*other\.txt"):
         load(tmp_path / "d.safetensors")
     with pytest.raises(FileNotFoundError, match="missing"):
         save(TensorDict({"a": torch.ones(1)}), tmp_path / "missing" / "t.safetensors")

@@ -1,0 +1,164 @@
+"""Which files make up a checkpoint: one file, or a folder with an index and its shards, here or on another machine."""
+
+import os
+from typing import Protocol
+
+from tdfunc._errors import CorruptCheckpointError, explain
+from tdfunc.storage.contents import Contents
+from tdfunc.storage.format import MAX_HEADER_BYTES
+from tdfunc.storage.index import INDEX, SINGLE, Index, parse_index
+from tdfunc.storage.read import Bytes, LocalBytes, Source, naming, open_source, read_bytes
+
+_META = "meta.json"
+_INDEX_SUFFIX = ".safetensors.index.json"
+
+
+class Files(Protocol):
+    """A file system, as far as reading a checkpoint needs one."""
+
+    def is_folder(self, path: str) -> bool:
+        """Whether there is a folder."""
+        ...
+
+    def exists(self, path: str) -> bool:
+        """Whether there is anything."""
+        ...
+
+    def names(self, folder: str) -> list[str]:
+        """List a folder."""
+        ...
+
+    def open(self, path: str) -> Bytes:
+        """Open a file."""
+        ...
+
+
+class LocalFiles:
+    """The files of this machine."""
+
+    def is_folder(self, path: str) -> bool:
+        """Whether there is a folder (or a link to one)."""
+        return os.path.isdir(path)
+
+    def exists(self, path: str) -> bool:
+        """Whether there is anything."""
+        return os.path.exists(path)
+
+    def names(self, folder: str) -> list[str]:
+        """List a folder."""
+        return os.listdir(folder)
+
+    def open(self, path: str) -> Bytes:
+        """Open a file."""
+        return LocalBytes(path)
+
+
+def open_contents(path: str, files: Files, *, verify: bool) -> Contents:
+    """Open a safetensors file, or the shards (else the one file) in a folder.
+
+    Raises:
+        FileNotFoundError: There is nothing, or nothing that is a checkpoint; the message lists what was found.
+    """
+    if path.endswith(_INDEX_SUFFIX):
+        return _open_shards(path, files, verify=verify)
+    if files.is_folder(path):
+        if files.exists(_join(path, INDEX)):
+            return _open_shards(_join(path, INDEX), files, verify=verify)
+        if not files.exists(_join(path, SINGLE)):
+            raise no_checkpoint(path, files)
+        path = _join(path, SINGLE)
+    source = open_source(path, verify=verify, data=files.open(path))
+    return _contents(path, [source], source.header.metadata, None, verify)
+
+
+def is_memmap(path: str, files: Files) -> bool:
+    """Whether a path is a memmap folder of this machine, and no folder of safetensors."""
+    names = (INDEX, SINGLE, _META)
+    return isinstance(files, LocalFiles) and [files.exists(_join(path, name)) for name in names] == [False, False, True]
+
+
+def no_checkpoint(path: str, files: Files) -> FileNotFoundError:
+    """Build the error for a folder in which nothing can be loaded."""
+    found = sorted(files.names(path))
+    shown = ", ".join(found[:10]) + (", ..." if len(found) > 10 else "")
+    what, hint = f"load {path}: there is no checkpoint in this folder.", "load(path) of a file takes any name."
+    return FileNotFoundError(explain(what, expected=f"{INDEX}, {SINGLE} or {_META}", got=shown or "nothing", hint=hint))
+
+
+def _join(folder: str, name: str) -> str:
+    return f"{folder.rstrip('/')}/{name}" if "://" in folder else os.path.join(folder, name)
+
+
+def _contents(
+    path: str, sources: list[Source], metadata: dict[str, str], homes: dict[str, int] | None, verify: bool
+) -> Contents:
+    try:
+        with naming(path):
+            return Contents(path, sources, metadata, homes, verify)
+    except BaseException:
+        _close(sources)
+        raise
+
+
+def _close(sources: list[Source]) -> None:
+    for source in sources:
+        source.data.close()
+
+
+def read_index(path: str, files: Files, *, verify: bool) -> tuple[bytes, Index]:
+    """Read an index; errors name it."""
+    with naming(path):
+        data = files.open(path)
+        try:
+            if data.size_bytes > MAX_HEADER_BYTES:
+                expected, got = f"at most {MAX_HEADER_BYTES} bytes", f"{data.size_bytes} bytes"
+                raise CorruptCheckpointError(explain("the index is too long.", expected=expected, got=got))
+            raw = read_bytes(data, 0, data.size_bytes)
+        finally:
+            data.close()
+        return raw, parse_index(raw, verify=verify)
+
+
+def _open_shards(path: str, files: Files, *, verify: bool) -> Contents:
+    raw, index = read_index(path, files, verify=verify)
+    while True:
+        try:
+            sources = _open_all(path, index, files, verify=verify)
+            return _contents(path, sources, index.metadata, index.homes, verify)
+        except FileNotFoundError as err:
+            # Another save may have replaced the index, and deleted the shards of the old one.
+            again, index = read_index(path, files, verify=verify)
+            if again == raw:
+                what, hint = f"load {path}: a shard that the index names is missing.", "restore it from a copy."
+                raise CorruptCheckpointError(
+                    explain(what, expected=", ".join(index.files), got=str(err), hint=hint)
+                ) from err
+            raw = again
+
+
+def _open_all(path: str, index: Index, files: Files, *, verify: bool) -> list[Source]:
+    folder = path[: max(path.rfind("/"), path.rfind(os.sep)) + 1]
+    sources: list[Source] = []
+    try:
+        for number, name in enumerate(index.files):
+            sources.append(open_source(folder + name, verify=verify, data=files.open(folder + name)))
+            if verify and index.digests is not None:
+                with naming(folder + name):
+                    _check_shard(sources[-1], index.digests[number])
+    except BaseException:
+        _close(sources)
+        raise
+    return sources
+
+
+def _check_shard(source: Source, recorded: str) -> None:
+    found = source.header.digest
+    if found != recorded:
+        raise CorruptCheckpointError(
+            explain(
+                "this shard is of another save than the index.",
+                expected=f"a header with the digest {recorded}",
+                got=str(found),
+                hint="restore all files of the folder from one copy.",
+            )
+        )

@@ -1,0 +1,91 @@
+"""Whether what a checkpoint holds is what was expected: keys, shapes and dtypes, with every difference in one error."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from tdfunc._collection import TensorCollection, iter_leaves
+from tdfunc._errors import LeafMismatchError, TreeStructureError, explain
+from tdfunc._keys import dotted, unravel
+from tdfunc._nontensor import NonTensorBase
+from tdfunc._types import Path
+
+
+def check_like(tree: TensorCollection, like: Any, path: str) -> None:
+    """Compare leaves with a tree or spec of anything that has a shape and a dtype.
+
+    Raises:
+        TreeStructureError: Keys differ; the message lists all differences.
+        LeafMismatchError: Only shapes or dtypes differ; the message lists all of them.
+    """
+    expected = read_specs(like)
+    found = {at: _spec_of(leaf, at) for at, leaf in iter_leaves(tree)}
+    lines = [f"missing:    {dotted(at)} ({_shown(spec)})" for at, spec in expected.items() if at not in found]
+    lines += [f"unexpected: {dotted(at)} ({_shown(spec)})" for at, spec in found.items() if at not in expected]
+    error = TreeStructureError if lines else LeafMismatchError
+    for at, (shape, dtype) in expected.items():
+        if at not in found:
+            continue
+        own_shape, own_dtype = found[at]
+        if shape is not None and shape != own_shape:
+            lines.append(f"shape:      {dotted(at)}: expected {list(shape)}, got {list(own_shape or ())}")
+        if dtype is not None and dtype != own_dtype:
+            lines.append(f"dtype:      {dotted(at)}: expected {dtype}, got {own_dtype}")
+    if lines:
+        count = f"{len(lines)} difference" + ("s" if len(lines) > 1 else "")
+        what = "\n    ".join([f"load {path}: the checkpoint is not like like=; {count}:", *lines])
+        hint = "keys= chooses leaves, dtype= casts floating ones; a spec without a dtype takes any."
+        raise error(explain(what, hint=hint))
+
+
+def read_specs(like: Any) -> dict[Path, tuple[tuple[int, ...] | None, str | None]]:
+    """Return shape and dtype (by name, as numpy and torch call it) of every leaf that `like` describes.
+
+    Raises:
+        TypeError: An entry has no shape and dtype, and is no mapping of others.
+    """
+    found: dict[Path, tuple[tuple[int, ...] | None, str | None]] = {}
+    stack: list[tuple[Path, Any]] = [((), like)]
+    while stack:
+        at, node = stack.pop()
+        if isinstance(node, TensorCollection):
+            # Not by its keys: those of a lazy stack are what its trees share.
+            stack.extend(((*at, key), child) for key, child in reversed(node._data.items()))
+        elif isinstance(node, nn.Module):
+            raise TypeError(
+                explain("load: like= is a module.", expected="a tree or spec", hint="like=tdfunc.from_module(module).")
+            )
+        elif isinstance(node, Mapping) or (hasattr(node, "items") and hasattr(node, "keys")):
+            items: list[tuple[Any, Any]] = list(node.items())
+            stack.extend(((*at, *unravel(key)), child) for key, child in reversed(items))
+        elif not isinstance(node, NonTensorBase) and at:
+            found[at] = _spec_of(node, at)
+        elif not at:
+            raise _no_spec(at, node)
+    return found
+
+
+def _spec_of(leaf: Any, at: Path) -> tuple[tuple[int, ...] | None, str | None]:
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        raise _no_spec(at, leaf)
+    shape, dtype = leaf.shape, leaf.dtype
+    # A class (numpy.float32) goes by its own name.
+    name = getattr(dtype, "__name__", None) or str(dtype)
+    return None if shape is None else tuple(shape), None if dtype is None else name.removeprefix("torch.")
+
+
+def _no_spec(at: Path, node: Any) -> TypeError:
+    where = f" at {dotted(at)!r}" if at else ""
+    return TypeError(
+        explain(
+            f"load: like= has no shape and dtype{where}.",
+            expected="a tree, a mapping, or anything with .shape and .dtype",
+            got=f"{type(node).__name__}",
+        )
+    )
+
+
+def _shown(spec: tuple[tuple[int, ...] | None, str | None]) -> str:
+    shape, dtype = spec
+    return f"{dtype or 'any dtype'} {list(shape) if shape is not None else 'of any shape'}"

@@ -1,0 +1,212 @@
+"""What is read of a checkpoint, and as what: leaves chosen by a filter, compared with a spec, cast to a dtype."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tdfunc._collection import LeafOp, TensorCollection, iter_leaves, leaf_paths
+from tdfunc._errors import UnsupportedError, explain
+from tdfunc._keys import FilterLike, dotted
+from tdfunc.ops.structure import partition
+from tdfunc.storage.contents import Contents
+from tdfunc.storage.decode import Classes, Plan
+from tdfunc.storage.encode import IS_PARAMETER, IS_VALUE, REQUIRES_GRAD
+from tdfunc.storage.format import Spec
+from tdfunc.storage.like import check_like
+from tdfunc.storage.read import Source, check_bytes, map_bytes, naming, read_leaf, view_leaves
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a tree is to be read: the options of `load`."""
+
+    keys: "FilterLike | None" = None
+    # A tree, mapping or spec of anything that has a shape and a dtype.
+    like: Any = None
+    dtype: torch.dtype | None = None
+    device: torch.device | None = None
+    classes: Classes = ()
+    # Called with the bytes of each leaf that was read.
+    tick: Callable[[int], object] | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
+            what, hint = "load: dtype= casts floating leaves.", "other leaves stay as they are; cast them in the tree."
+            raise ValueError(explain(what, expected="a floating dtype", got=repr(self.dtype), hint=hint))
+
+
+def read_tree(contents: Contents, choice: Choice, *, root: int = 0, mapped: bool = False) -> TensorCollection:
+    """Read a tree, or the sub-tree at a node; `mapped` leaves are read when they are first used.
+
+    Raises:
+        FilterError: A pattern in `choice.keys` matches no leaf.
+        TreeStructureError: Keys differ from those of `choice.like`.
+        LeafMismatchError: Shapes or dtypes differ.
+    """
+    plan = contents.plan
+    wanted: Sequence[int] = range(len(plan.names)) if not root else plan.leaves_below(root)
+    if choice.keys is None:
+        if choice.like is not None:
+            check_like(outline_tree(contents, choice, root)[0], choice.like, contents.path)
+        leaves = read_leaves(contents, wanted, choice, mapped=mapped)
+        return _build(contents, leaves, choice, root)
+    outline, numbers = outline_tree(contents, choice, root)
+    outline = partition(outline, choice.keys)[0]
+    if choice.like is not None:
+        check_like(outline, choice.like, contents.path)
+    wanted = sorted({numbers[id(leaf)] for _, leaf in iter_leaves(outline)})
+    read = read_leaves(contents, wanted, choice, mapped=mapped)
+    return outline._map(LeafOp("load", lambda leaf: read[numbers[id(leaf)]]))
+
+
+def narrow_tree(tree: TensorCollection, choice: Choice, path: str) -> TensorCollection:
+    """Return what is chosen of a tree whose leaves are there already."""
+    if choice.keys is not None:
+        tree = partition(tree, choice.keys)[0]
+    dtype = choice.dtype
+    if dtype is not None:
+        names = iter([dotted(at) for at in leaf_paths(tree)])
+        tree = tree._map(
+            LeafOp("cast", lambda leaf: _cast(leaf, dtype, next(names)) if leaf.is_floating_point() else leaf)
+        )
+    if choice.like is not None:
+        check_like(tree, choice.like, path)
+    return tree
+
+
+def outline_tree(contents: Contents, choice: Choice, root: int = 0) -> tuple[TensorCollection, dict[int, int]]:
+    """Return the tree on the meta device, cast as it will be, and the number of each leaf by its id."""
+    plan = contents.plan
+    wanted = range(len(plan.names)) if not root else plan.leaves_below(root)
+    leaves: dict[int, Tensor] = {}
+    for i in wanted:
+        dtype = _dtype_of(plan, i, choice.dtype)
+        leaf = torch.empty(plan.specs[i].size, dtype=dtype, device="meta")
+        leaves[i] = flag_leaf(leaf, plan.flags[i]) if plan.flags[i] else leaf
+    # The tree holds its leaves, so their ids stay theirs.
+    return _build(contents, leaves, choice, root), {id(leaf): i for i, leaf in leaves.items()}
+
+
+def _build(contents: Contents, leaves: dict[int, Tensor], choice: Choice, root: int) -> TensorCollection:
+    with naming(contents.path):
+        return contents.plan.build(leaves, choice.classes, choice.device, root)
+
+
+def read_leaves(contents: Contents, wanted: Sequence[int], choice: Choice, *, mapped: bool) -> dict[int, Tensor]:
+    """Return leaves by their number, checked, cast and on their devices."""
+    with contents.reading():
+        return _read_all(contents, wanted, choice, mapped=mapped)
+
+
+def _read_all(contents: Contents, wanted: Sequence[int], choice: Choice, *, mapped: bool) -> dict[int, Tensor]:
+    plan, device = contents.plan, choice.device
+    places = contents.places
+    if _is_fake(device):
+        leaves = {
+            i: torch.empty(plan.specs[i].size, dtype=plan.specs[i].dtype, device=device or plan.places[i] or "cpu")
+            for i in wanted
+        }
+    else:
+        leaves: dict[int, Tensor] = {}
+        for number, source in enumerate(contents.sources):
+            mine = wanted if contents.homes is None else [i for i in wanted if places.homes[i] == number]
+            if mine:
+                leaves.update(_read_file(contents, source, mine, choice, mapped=mapped))
+    for i in wanted if choice.dtype is not None else ():
+        dtype = _dtype_of(plan, i, choice.dtype)
+        if dtype is not leaves[i].dtype:
+            leaves[i] = _cast(leaves[i], dtype, plan.names[i])
+    if not _is_fake(device):
+        _move_all(leaves, plan, device)
+    if any(plan.flags):
+        leaves = {i: flag_leaf(leaf, plan.flags[i]) if plan.flags[i] else leaf for i, leaf in leaves.items()}
+    return leaves
+
+
+def _read_file(
+    contents: Contents, source: Source, mine: Sequence[int], choice: Choice, *, mapped: bool
+) -> dict[int, Tensor]:
+    plan, places = contents.plan, contents.places
+    specs, begins, digests = plan.specs, places.begins, places.digests
+    tick = choice.tick
+    # In the order of the file, which the disk reads ahead.
+    in_order = sorted(mine, key=begins.__getitem__)
+    if not mapped:
+        leaves: dict[int, Tensor] = {}
+        for i in in_order:
+            digest = None if digests is None else digests[i]
+            leaves[i] = read_leaf(source, specs[i], begins[i], plan.names[i], digest)
+            if tick is not None:
+                tick(specs[i].size_bytes)
+        return leaves
+    data = map_bytes(source)
+    if digests is not None:
+        view = memoryview(data)
+        for i in in_order:
+            check_bytes(plan.names[i], view[begins[i] : begins[i] + specs[i].size_bytes], digests[i])
+            if tick is not None:
+                tick(specs[i].size_bytes)
+    chosen: list[Spec] = [specs[i] for i in mine]
+    return dict(zip(mine, view_leaves(data, chosen, [begins[i] for i in mine]), strict=True))
+
+
+# -- one leaf ---------------------------------------------------------------------------------------------------
+
+
+def _is_fake(place: torch.device | None) -> bool:
+    """Whether leaves without values are asked for."""
+    return (place is not None and place.type == "meta") or type(torch.empty(0, device="cpu")) is not Tensor
+
+
+def _dtype_of(plan: Plan, i: int, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype that a leaf gets; a tensor that is non-tensor data keeps its own."""
+    own = plan.specs[i].dtype
+    return own if dtype is None or not own.is_floating_point or IS_VALUE in plan.flags[i] else dtype
+
+
+def _cast(leaf: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    try:
+        return leaf.to(dtype)
+    # torch has no conversions of float4, say.
+    except (NotImplementedError, RuntimeError) as err:
+        hint = "load it without dtype=, or leave it out by keys=."
+        what = f"leaf {name} cannot be cast."
+        raise UnsupportedError(
+            explain(what, expected=f"{leaf.dtype} to {dtype}", got=str(err)[:200], hint=hint)
+        ) from err
+
+
+def _move_all(leaves: dict[int, Tensor], plan: Plan, device: torch.device | None) -> None:
+    """Put leaves on one device, or where each was."""
+    if device is None and not any(plan.devices):
+        return
+    for i, leaf in leaves.items():
+        target = device or plan.places[i]
+        if target is not None and target.type != "cpu":
+            leaves[i] = move_leaf(leaf, target)
+
+
+def move_leaf(leaf: Tensor, target: torch.device) -> Tensor:
+    """Return a leaf on a device."""
+    try:
+        return leaf.to(target)
+    # A torch without CUDA says so by an assertion.
+    except (AssertionError, NotImplementedError, RuntimeError) as err:
+        raise UnsupportedError(
+            explain(
+                "the leaves cannot be put on their device.",
+                expected=str(target),
+                got=f"{type(err).__name__}: {err}"[:200],
+                hint='load(path, device="cpu").',
+            )
+        ) from err
+
+
+def flag_leaf(leaf: Tensor, flags: str) -> Tensor:
+    """Make a leaf the Parameter that it was, or have it require grad."""
+    if IS_PARAMETER in flags:
+        return nn.Parameter(leaf, REQUIRES_GRAD in flags)
+    return leaf.requires_grad_() if REQUIRES_GRAD in flags else leaf
