@@ -1,6 +1,11 @@
 """tdfunc: immutable trees of tensors, and pure functions over them."""
 
 from tdfunc import optim as optim
+from tdfunc._control import associative_scan as associative_scan
+from tdfunc._control import cond as cond
+from tdfunc._control import map as map
+from tdfunc._control import scan as scan
+from tdfunc._control import while_loop as while_loop
 from tdfunc._errors import BatchSizeError as BatchSizeError
 from tdfunc._errors import CaptureError as CaptureError
 from tdfunc._errors import ConcurrencyError as ConcurrencyError
@@ -13,6 +18,7 @@ from tdfunc._errors import MissingKeyError as MissingKeyError
 from tdfunc._errors import TieError as TieError
 from tdfunc._errors import TreeStructureError as TreeStructureError
 from tdfunc._errors import UnsupportedError as UnsupportedError
+from tdfunc._errors import WorkerError as WorkerError
 from tdfunc._jit import jit as jit
 from tdfunc._keys import Filter as Filter
 from tdfunc._keys import of_type as of_type
@@ -48,7 +54,12 @@ from tdfunc.ops.structure import in_dims as in_dims
 from tdfunc.ops.structure import partition as partition
 from tdfunc.storage.checkpoint import load as load
 from tdfunc.storage.checkpoint import save as save
+from tdfunc.storage.pool import WorkerPool as WorkerPool
+from tdfunc.storage.ray import RayExecutor as RayExecutor
 from tdfunc.storage.open import LazyTree as LazyTree
 from tdfunc.storage.open import open as open
 
 __version__ = "0.1.0"
+
+# `from tdfunc import *` leaves Python's own `map` alone.
+__all__ = [name for name in globals() if not name.startswith("_") and name != "map"]  # pyright: ignore

@@ -1,0 +1,580 @@
+"""Control flow over trees: `cond`, `while_loop`, `map`, `scan` and `associative_scan`.
+
+torch's operators of these names take tensors in built-in containers, and only a compiler can capture them. Here trees
+go in and come out. Run eagerly, each is the Python statement that it stands for; under a compiler it is torch's
+operator, so that the program keeps both branches, or one copy of the loop's body.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Size, Tensor
+from torch._higher_order_ops import associative_scan as _torch_associative_scan
+from torch._higher_order_ops import map as _torch_map
+from torch._higher_order_ops import scan as _torch_scan
+from torch._higher_order_ops import while_loop as _torch_while_loop
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+from torch.utils import _pytree as torch_pytree
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from tdfunc._collection import Context, Static, TensorCollection, _follow, flatten, unflatten
+from tdfunc._errors import BatchSizeError, LeafMismatchError, TreeStructureError, UnsupportedError, explain
+from tdfunc._jit.tracing import Recorder
+from tdfunc._nontensor import NonTensorBase, NonTensorData, NonTensorStack
+from tdfunc._ties import Graft
+
+# Any: operands and results are trees, tensors, and containers of these.
+Fn = Callable[..., Any]
+
+# Its annotation asks for a function of two arguments, which it does not call with two.
+_run_map: Any = _torch_map
+_functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def cond(pred: Any, true_fn: Fn, false_fn: Fn, operands: Sequence[Any] = ()) -> Any:
+    """Return `true_fn(*operands)` if `pred` holds, else `false_fn(*operands)`.
+
+    Run eagerly this is Python's `if`: one branch runs. Under `torch.compile`, `torch.export` and `make_fx` it is
+    `torch.cond`, which keeps both branches. Where the value of `pred` is not known (it differs along a vmapped
+    dimension; inside `jit`; in a compiled `vmap` or `grad`; on meta tensors) both run and `torch.where` selects.
+
+    Args:
+        pred: A bool, or a tensor of one element.
+        true_fn: A function of the operands.
+        false_fn: A function of the operands whose result has the same structure, shapes and dtypes.
+        operands: A tuple or list of trees, tensors, and containers of these.
+
+    Raises:
+        UnsupportedError: `operands` is not a tuple or list.
+        ValueError: `pred` has more than one element.
+        TreeStructureError: The results differ in structure, where both branches run; a compiler says so itself.
+        LeafMismatchError: A leaf of the results differs in shape, dtype or device; the message names it.
+        BatchSizeError: A tree of the results differs in batch size.
+
+    Examples:
+        >>> td = TensorDict({"x": torch.ones(3)}, [3])
+        >>> tdf.cond(td["x"].sum() > 2, lambda t: t * 2, lambda t: t - 1, (td,))["x"]
+        tensor([2., 2., 2.])
+    """
+    _check_operands("cond", operands)
+    if not isinstance(pred, (Tensor, torch.SymBool)):
+        return true_fn(*operands) if pred else false_fn(*operands)
+    if isinstance(pred, Tensor) and pred.numel() != 1:
+        got = f"shape {list(pred.shape)}"
+        raise ValueError(explain("cond: pred decides for all of the operands.", expected="one element", got=got))
+    if _is_captured():
+        return _captured_cond(pred, true_fn, false_fn, operands)
+    if not isinstance(pred, Tensor) or _is_known(pred):
+        return true_fn(*operands) if pred else false_fn(*operands)
+    yes, no = true_fn(*operands), false_fn(*operands)
+    _check_alike("cond: the branches return different results.", yes, no)
+    flag = pred.reshape(()).to(torch.bool)
+    leaves, spec = torch_pytree.tree_flatten(yes)
+    pairs = zip(leaves, torch_pytree.tree_leaves(no), strict=True)
+    chosen = [torch.where(flag, a, b) if isinstance(a, Tensor) else a for a, b in pairs]
+    return torch_pytree.tree_unflatten(chosen, spec)
+
+
+def while_loop(cond_fn: Fn, body_fn: Fn, carried: Sequence[Any]) -> tuple[Any, ...]:
+    """Return `carried` after `carried = body_fn(*carried)` was done while `cond_fn(*carried)` holds.
+
+    Run eagerly this is Python's `while`; under `torch.compile`, `torch.export` and `make_fx` it is torch's
+    `while_loop`. The number of steps must be the same for every element of a vmapped dimension, and cannot be found
+    inside `jit`, or inside a `vmap` or `grad` that is compiled.
+
+    Args:
+        cond_fn: A function of the carried values that returns a bool or a tensor of one element.
+        body_fn: A function of the carried values that returns a tuple of new ones, with the same structure, shapes and
+            dtypes.
+        carried: A tuple or list of trees, tensors, and containers of these.
+
+    Raises:
+        UnsupportedError: `carried` or the result of `body_fn` is not a tuple or list, or the number of steps is not
+            known.
+        TreeStructureError: The body changes the structure of what is carried.
+        LeafMismatchError: The body changes the shape, dtype or device of a leaf; the message names it.
+        BatchSizeError: The body changes the batch size of a tree.
+
+    Examples:
+        >>> td = TensorDict({"x": torch.ones(3)}, [3])
+        >>> tdf.while_loop(lambda t: t["x"].sum() < 20, lambda t: (t * 2,), (td,))[0]["x"]
+        tensor([8., 8., 8.])
+    """
+    _check_operands("while_loop", carried)
+    if _is_captured():
+        return _captured_while(cond_fn, body_fn, tuple(carried))
+    if torch.compiler.is_dynamo_compiling():
+        raise _unknown_steps("a compiled vmap or grad")
+    values = tuple(carried)
+    while _holds(cond_fn(*values)):
+        values = _next_carry(body_fn, values)
+    return values
+
+
+def map(fn: Fn, xs: Any, *args: Any) -> Any:
+    """Return the results of `fn(row, *args)` for each row of `xs`, stacked: one row after another, as a loop does.
+
+    `torch.vmap` does all rows at once; this takes the memory of one. Under `torch.compile`, `torch.export` and
+    `make_fx` it is torch's `map`. `row` is what `vmap` would give: every leaf, and the batch of every tree, without its
+    first dimension.
+
+    Args:
+        fn: A function of a row and of `args`.
+        xs: A tree, a tensor, or a container of these.
+        *args: Passed to every call as they are.
+
+    Raises:
+        ValueError: `xs` has no leaves, no rows, or leaves of different lengths.
+        TreeStructureError: The results of two rows differ in structure.
+        LeafMismatchError: A leaf of the results differs in shape, dtype or device; the message names it.
+
+    Shapes:
+        Leaves (N, *S) become rows (*S); results (*T) become (N, *T).
+
+    Examples:
+        >>> td = TensorDict({"x": torch.arange(6.0).reshape(3, 2)}, [3])
+        >>> tdf.map(lambda row: row.set("n", row["x"].sum()), td)["n"]
+        tensor([1., 5., 9.])
+    """
+    leaves, spec = torch_pytree.tree_flatten(xs)
+    length = _check_rows("map", leaves, 0)
+    if _is_captured():
+        known = _non_tensors((xs, args))
+
+        def flat(row: list[Tensor]) -> Any:
+            out: list[Tensor] = []
+            code = _pack(fn(torch_pytree.tree_unflatten(row, spec), *args), out, known)
+            return {code: tuple(out)}
+
+        return _unpack_only(_run_map(flat, leaves), known)
+    rows = [fn(torch_pytree.tree_unflatten([leaf[i] for leaf in leaves], spec), *args) for i in range(length)]
+    return _stack_rows("map: the results of two rows differ.", rows, 0)
+
+
+def scan(combine_fn: Fn, init: Any, xs: Any, *, dim: int = 0, reverse: bool = False) -> tuple[Any, Any]:
+    """Carry a value through the rows of `xs`: `carry, out = combine_fn(carry, row)`, one row after another.
+
+    Run eagerly this is a loop; under `torch.compile`, `torch.export` and `make_fx` it is torch's `scan`, whose graph
+    holds the first step, and one copy of the others.
+
+    Args:
+        combine_fn: A function of the carry and a row that returns the new carry, with the structure, shapes and dtypes
+            of the old, and a result.
+        init: The first carry: a tree, a tensor, or a container of these.
+        xs: What the rows are taken from.
+        dim: The dimension of every leaf of `xs`, and of the batch of its trees, that the rows lie along; the results
+            are stacked along it.
+        reverse: Start with the last row; results stay at the places of their rows.
+
+    Returns:
+        The last carry, and the stacked results.
+
+    Raises:
+        ValueError: `xs` has no leaves, no rows, or leaves of different lengths.
+        UnsupportedError: `combine_fn` does not return two values.
+        TreeStructureError: A step changes the structure of the carry, or two results differ in structure.
+        LeafMismatchError: A step changes the shape, dtype or device of a leaf; the message names it.
+        BatchSizeError: A step changes the batch size of a tree.
+
+    Examples:
+        >>> td = TensorDict({"x": torch.arange(4.0)}, [4])
+        >>> last, sums = tdf.scan(lambda carry, row: (carry + row, carry + row), td[0] * 0, td)
+        >>> last["x"], sums["x"]
+        (tensor(6.), tensor([0., 1., 3., 6.]))
+    """
+    leaves, spec = torch_pytree.tree_flatten(xs)
+    dim = _check_dim("scan", leaves, dim)
+    length = _check_rows("scan", leaves, dim)
+    if _is_captured():
+        return _captured_scan(combine_fn, init, leaves, spec, dim, reverse)
+    carry, outs = init, []
+    for i in reversed(range(length)) if reverse else range(length):
+        row = torch_pytree.tree_unflatten([leaf.select(dim, i) for leaf in leaves], spec)
+        carry, out = _step(combine_fn, carry, row)
+        outs.append(out)
+    return carry, _stack_rows("scan: the results of two steps differ.", outs[::-1] if reverse else outs, dim)
+
+
+def associative_scan(combine_fn: Fn, xs: Any, dim: int = 0, *, reverse: bool = False) -> Any:
+    """Return all partial results of an associative function over the rows of `xs`, in a logarithmic number of steps.
+
+    `combine_fn(a, b)` is called on many pairs of rows at once, under `torch.vmap`.
+
+    Args:
+        combine_fn: A function of two rows that returns one like them, for which
+            `f(a, f(b, c)) == f(f(a, b), c)`.
+        xs: A tree, a tensor, or a container of these.
+        dim: The dimension of every leaf of `xs`, and of the batch of its trees, that the rows lie along.
+        reverse: Combine from the last row to the first.
+
+    Raises:
+        ValueError: `xs` has no leaves, no rows, or leaves of different lengths.
+        TreeStructureError: `combine_fn` changes the structure of a row.
+        LeafMismatchError: `combine_fn` changes the shape, dtype or device of a leaf; the message names it.
+        BatchSizeError: `combine_fn` changes the batch size of a tree.
+
+    Source:
+        `torch._higher_order_ops.associative_scan` with `combine_mode="generic"`.
+
+    Examples:
+        >>> tdf.associative_scan(lambda a, b: a * b, TensorDict({"x": torch.arange(1.0, 5.0)}, [4]))["x"]
+        tensor([ 1.,  2.,  6., 24.])
+    """
+    leaves = torch_pytree.tree_leaves(xs)
+    dim = _check_dim("associative_scan", leaves, dim)
+    _check_rows("associative_scan", leaves, dim)
+
+    def combine(a: Any, b: Any) -> Any:
+        out = combine_fn(a, b)
+        _check_alike("associative_scan: combine_fn changes the row.", a, out)
+        return out
+
+    return _torch_associative_scan(combine, xs, dim, reverse=reverse, combine_mode="generic")
+
+
+# -- eager ------------------------------------------------------------------------------------------------------
+
+
+def _is_captured() -> bool:
+    """Whether a compiler records the program, by means of torch's operators.
+
+    They have no rules for transforms of torch.func, and `jit` records its own way: both run the Python statement.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return not _in_transform()
+    if torch._C._len_torch_dispatch_stack() == 0 or _in_transform():
+        return False
+    modes = _get_current_dispatch_mode_stack()
+    recorded = torch.compiler.is_exporting() or any([isinstance(mode, ProxyTorchDispatchMode) for mode in modes])
+    return recorded and not any([isinstance(mode, Recorder) for mode in modes])
+
+
+# A function of no arguments, which dynamo runs while it traces.
+@torch._dynamo.assume_constant_result
+def _in_transform() -> bool:
+    return _functorch.peek_interpreter_stack() is not None
+
+
+def _is_known(pred: Tensor) -> bool:
+    """Whether Python may ask for the value."""
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    while _functorch.is_functorch_wrapped_tensor(pred):
+        if _functorch.is_batchedtensor(pred):
+            return False
+        pred = _functorch.get_unwrapped(pred)
+    return not isinstance(pred, FakeTensor) and pred.device.type != "meta"
+
+
+def _holds(pred: Any) -> bool:
+    if isinstance(pred, Tensor):
+        if pred.numel() != 1:
+            got = f"shape {list(pred.shape)}"
+            raise ValueError(explain("while_loop: cond_fn decides for all values.", expected="one element", got=got))
+        if not _is_known(pred):
+            raise _unknown_steps("jit, vmap of what cond_fn reads, or meta tensors")
+    return bool(pred)
+
+
+def _unknown_steps(where: str) -> UnsupportedError:
+    hint = "scan does a fixed number of steps; torch.where can leave elements that are done as they are."
+    return UnsupportedError(
+        explain("while_loop: the number of steps is not known.", expected="a value", got=where, hint=hint)
+    )
+
+
+def _next_carry(body_fn: Fn, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    out = body_fn(*values)
+    if not isinstance(out, (tuple, list)):
+        hint = "a body that carries one value returns (value,)."
+        got = type(out).__name__
+        raise UnsupportedError(explain("while_loop: the body's result.", expected="a tuple", got=got, hint=hint))
+    _check_alike("while_loop: the body changes what is carried.", values, tuple(out))
+    return tuple(out)
+
+
+def _step(combine_fn: Fn, carry: Any, row: Any) -> tuple[Any, Any]:
+    made = combine_fn(carry, row)
+    if not isinstance(made, (tuple, list)) or len(made) != 2:
+        got = type(made).__name__
+        raise UnsupportedError(explain("scan: combine_fn's result.", expected="(carry, out)", got=got))
+    _check_alike("scan: a step changes the carry.", carry, made[0])
+    return made[0], made[1]
+
+
+def _stack_rows(what: str, rows: Sequence[Any], dim: int) -> Any:
+    for row in rows[1:]:
+        _check_alike(what, rows[0], row)
+    flat = [torch_pytree.tree_leaves(row) for row in rows]
+    first, spec = torch_pytree.tree_flatten(rows[0])
+    # As torch does, results with fewer dimensions are stacked in front.
+    stacked = [
+        torch.stack(leaves, dim if dim <= leaves[0].dim() else 0) if isinstance(leaves[0], Tensor) else leaves[0]
+        for leaves in zip(*flat, strict=True)
+    ]
+    return torch_pytree.tree_unflatten(stacked if first else [], spec)
+
+
+# -- checks -----------------------------------------------------------------------------------------------------
+
+
+def _check_operands(what: str, operands: Any) -> None:
+    if not isinstance(operands, (tuple, list)):
+        hint = "put a single tree into a tuple: (tree,)."
+        got = type(operands).__name__
+        raise UnsupportedError(explain(f"{what}: the operands.", expected="a tuple or list", got=got, hint=hint))
+
+
+def _check_dim(what: str, leaves: Sequence[Any], dim: int) -> int:
+    ndim = min([leaf.dim() for leaf in leaves if isinstance(leaf, Tensor)], default=0)
+    if not 0 <= dim < max(ndim, 1):
+        hint = "dim counts from the front, and every leaf has it."
+        raise ValueError(explain(f"{what}: dim.", expected=f"0 to {ndim - 1}", got=dim, hint=hint))
+    return dim
+
+
+def _check_rows(what: str, leaves: Sequence[Any], dim: int) -> int:
+    if not leaves or not all([isinstance(leaf, Tensor) and leaf.dim() > dim for leaf in leaves]):
+        got = [list(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves]
+        raise ValueError(explain(f"{what}: xs has no rows.", expected=f"tensors with dimension {dim}", got=got))
+    lengths = [leaf.shape[dim] for leaf in leaves]
+    if lengths[0] == 0 or any([length != lengths[0] for length in lengths]):
+        hint = "what every row shares is captured, or passed beside xs."
+        raise ValueError(explain(f"{what}: the rows of xs.", expected="one length above 0", got=lengths, hint=hint))
+    return lengths[0]
+
+
+def _check_alike(what: str, a: Any, b: Any) -> None:
+    """Raise unless two results have one structure, and leaves of the same shapes, dtypes and devices."""
+    found = _difference(a, b, "")
+    if found is not None:
+        error, path, expected, got = found
+        raise error(explain(f"{what[:-1]} at {path!r}." if path else what, expected=expected, got=got))
+
+
+def _difference(a: Any, b: Any, path: str) -> tuple[Any, str, str, str] | None:
+    """Return (error, path, expected, got) of the first difference of two results, or None."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.shape == b.shape and a.dtype == b.dtype and a.device == b.device:
+            return None
+        return LeafMismatchError, path, _describe(a), _describe(b)
+    if type(a) is not type(b):
+        return TreeStructureError, path, type(a).__name__, type(b).__name__
+    if isinstance(a, TensorCollection):
+        return _tree_difference(a, b, path)
+    if isinstance(a, dict):
+        if list(a) != list(b):
+            return TreeStructureError, path, f"keys {list(a)}", f"keys {list(b)}"
+        return _first([_difference(a[key], b[key], _join(path, str(key))) for key in a])
+    if isinstance(a, (tuple, list)):
+        if len(a) != len(b):
+            return TreeStructureError, path, f"{len(a)} values", f"{len(b)} values"
+        return _first([_difference(x, y, _join(path, str(i))) for i, (x, y) in enumerate(zip(a, b, strict=True))])
+    if isinstance(a, NonTensorBase):
+        return None if a is b or a == b else (TreeStructureError, path, f"{a!r}", f"{b!r}")
+    return None if a is b or a == b else (TreeStructureError, path, f"{a!r}", f"{b!r}")
+
+
+def _tree_difference(a: TensorCollection, b: TensorCollection, path: str) -> tuple[Any, str, str, str] | None:
+    # By keys, so that the order in which a branch set them does not matter.
+    if sorted(a._data) != sorted(b._data):
+        return TreeStructureError, path, f"keys {sorted(a._data)}", f"keys {sorted(b._data)}"
+    if a._ties != b._ties:
+        return TreeStructureError, path, f"ties {a._ties}", f"ties {b._ties}"
+    found = _first([_difference(a._data[key], b._data[key], _join(path, key)) for key in a._data])
+    if found is None and a._batch_size != b._batch_size:
+        return BatchSizeError, path, f"batch size {list(a._batch_size)}", f"batch size {list(b._batch_size)}"
+    return found
+
+
+def _first(found: list[Any]) -> Any:
+    for item in found:
+        if item is not None:
+            return item
+    return None
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _describe(leaf: Tensor) -> str:
+    return f"shape {list(leaf.shape)}, {leaf.dtype}, {leaf.device}"
+
+
+# -- captured ---------------------------------------------------------------------------------------------------
+
+# What torch's operators carry out of a body is tensors in built-in containers: neither a tree made inside, nor a note
+# of its structure, survives the tracing. So a body returns {code: leaves}, where the code is the structure in plain
+# tuples: keys of a dict are part of what torch compares between branches and gives back.
+
+
+def _captured_cond(pred: Any, true_fn: Fn, false_fn: Fn, operands: Sequence[Any]) -> Any:
+    leaves, refill = _split(operands)
+    known = _non_tensors(operands)
+
+    def flat(fn: Fn) -> Fn:
+        def branch(*given: Tensor) -> Any:
+            out: list[Tensor] = []
+            code = _pack(fn(*refill(given)), out, known)
+            return {code: tuple(out)}
+
+        return branch
+
+    flag = pred.reshape(()).to(torch.bool) if isinstance(pred, Tensor) else pred
+    return _unpack_only(torch.cond(flag, flat(true_fn), flat(false_fn), tuple(leaves)), known)
+
+
+def _captured_while(cond_fn: Fn, body_fn: Fn, carried: tuple[Any, ...]) -> tuple[Any, ...]:
+    leaves, refill = _split(carried)
+
+    def test(*given: Tensor) -> Any:
+        holds = cond_fn(*refill(given))
+        return holds.reshape(()).to(torch.bool) if isinstance(holds, Tensor) else holds
+
+    def body(*given: Tensor) -> Any:
+        return tuple([leaf.clone() for leaf in _split(_next_carry(body_fn, tuple(refill(given))))[0]])
+
+    return tuple(refill(_torch_while_loop(test, body, tuple(leaves))))
+
+
+def _captured_scan(combine_fn: Fn, init: Any, leaves: list[Tensor], spec: Any, dim: int, reverse: bool) -> Any:
+    # The first step is done outside of torch's scan: its result says what structure the others have.
+    length = leaves[0].shape[dim]
+    row = torch_pytree.tree_unflatten([leaf.select(dim, length - 1 if reverse else 0) for leaf in leaves], spec)
+    carry, made = _step(combine_fn, init, row)
+    if length == 1:
+        return carry, _stack_rows("", [made], dim)
+    (start, refill), (first, reshape) = _split(carry), _split(made)
+
+    def step(given: list[Tensor], row: list[Tensor]) -> Any:
+        old = refill(given) if start else carry
+        new, out = _step(combine_fn, old, torch_pytree.tree_unflatten(row, spec))
+        _check_alike("scan: the results of two steps differ.", made, out)
+        kept = [leaf.clone() for leaf in _split(new)[0]] if start else [given[0].clone()]
+        return kept, [leaf.clone() for leaf in _split(out)[0]]
+
+    # torch's scan takes a carry of at least one tensor, which owns its memory.
+    begin = [leaf.clone() for leaf in start] or [torch.zeros(())]
+    rest = [leaf.narrow(dim, 0 if reverse else 1, length - 1) for leaf in leaves]
+    last, outs = _torch_scan(step, begin, rest, dim=dim, reverse=reverse)
+    joined: list[Tensor] = []
+    for leaf, others in zip(first, outs, strict=True):
+        place = dim if dim <= leaf.dim() else 0
+        parts = [others, leaf.unsqueeze(place)] if reverse else [leaf.unsqueeze(place), others]
+        joined.append(torch.cat(parts, place))
+    return refill(last) if start else carry, reshape(joined)
+
+
+def _split(values: Any) -> tuple[list[Tensor], Fn]:
+    """Return the tensors of a structure, and the function that puts others in their places."""
+    flat, spec = torch_pytree.tree_flatten(values)
+    places = [isinstance(leaf, Tensor) for leaf in flat]
+
+    def refill(leaves: Any) -> Any:
+        given = list(leaves)
+        filled = [given.pop(0) if place else leaf for leaf, place in zip(flat, places, strict=True)]
+        return torch_pytree.tree_unflatten(filled, spec)
+
+    return [leaf for leaf in flat if isinstance(leaf, Tensor)], refill
+
+
+def _non_tensors(value: Any) -> list[Any]:
+    """Return the non-tensor nodes of the operands: a result may hold them again."""
+    if isinstance(value, NonTensorBase):
+        return [value]
+    if isinstance(value, TensorCollection):
+        return [found for node in value._data.values() for found in _non_tensors(node)]
+    if isinstance(value, (tuple, list)):
+        return [found for item in value for found in _non_tensors(item)]
+    if isinstance(value, dict):
+        return [found for item in value.values() for found in _non_tensors(item)]
+    return []
+
+
+def _pack(value: Any, leaves: list[Tensor], known: list[Any], batch_dims: int = 0) -> Any:
+    """Append the tensors of a result to `leaves` and return its structure in hashable values.
+
+    The leaves say what a batch size is, as after any map of them: the code has -1 for sizes, which may be symbols of
+    the body's graph. A tree without leaves has the sizes of its dimensions after the first `batch_dims`, its parent's.
+    """
+    if isinstance(value, Tensor):
+        # A result may not share memory with an operand or with another result.
+        leaves.append(value.clone())
+        return ("leaf", value.dtype, value.dim())
+    if isinstance(value, TensorCollection):
+        return _pack_tree(value, leaves, known, batch_dims)
+    if isinstance(value, NonTensorBase):
+        for i, node in enumerate(known):
+            if node is value:
+                return ("known", i)
+        if isinstance(value, NonTensorData):
+            return ("data", value._value, _sizes(value._size, batch_dims))
+        return ("stack", tuple(value._array.ravel().tolist()), tuple(value._array.shape))
+    if type(value) is dict:
+        return ("dict", tuple([(key, _pack(item, leaves, known)) for key, item in value.items()]))
+    if isinstance(value, (tuple, list)):
+        parts = tuple([_pack(item, leaves, known) for item in value])
+        return ("named" if hasattr(value, "_fields") else "items", type(value), parts)
+    return ("value", value)
+
+
+def _pack_tree(tree: TensorCollection, leaves: list[Tensor], known: list[Any], batch_dims: int) -> Any:
+    children, context = flatten(tree)
+    size = context.batch_size
+    voting = any([isinstance(leaf, Tensor) for leaf in torch_pytree.tree_leaves(children)])
+    inner = len(size) if voting else batch_dims
+    parts = tuple([_pack(child, leaves, known, inner) for child in children])
+    own = None if context.static is None else (tuple(context.static.kinds.items()), context.static.own)
+    grafts = tuple([tuple(item) for item in context.grafts])
+    return (
+        "tree", type(tree), parts, context.keys, context.ties, context.order, _sizes(size, inner), context.device,
+        context.names, context.features, own, grafts,
+    )  # fmt: skip
+
+
+def _sizes(size: Size, unsaid: int) -> tuple[int, ...]:
+    return (-1,) * unsaid + tuple(size[unsaid:])
+
+
+def _unpack_only(result: Any, known: list[Any]) -> Any:
+    """Return what a body meant by `{code: leaves}`."""
+    [(code, leaves)] = result.items()
+    return _unpack(code, list(leaves), known)
+
+
+def _unpack(code: Any, leaves: list[Tensor], known: list[Any]) -> Any:
+    kind = code[0]
+    if kind == "leaf":
+        return leaves.pop(0)
+    if kind == "tree":
+        return _unpack_tree(code, leaves, known)
+    if kind == "known":
+        return known[code[1]]
+    if kind == "data":
+        return NonTensorData(code[1], code[2])
+    if kind == "stack":
+        return NonTensorStack(*code[1]).reshape(code[2])
+    if kind == "dict":
+        return {key: _unpack(item, leaves, known) for key, item in code[1]}
+    if kind == "value":
+        return code[1]
+    items = [_unpack(item, leaves, known) for item in code[2]]
+    return code[1](*items) if kind == "named" else code[1](items)
+
+
+def _unpack_tree(code: Any, leaves: list[Tensor], known: list[Any]) -> Any:
+    _, cls, parts, keys, ties, order, size, device, names, features, own, grafts = code
+    children = tuple([_unpack(part, leaves, known) for part in parts])
+    static = None if own is None else Static(dict(own[0]), ties, own[1])
+    made = tuple([Graft(*item) for item in grafts])
+    context = Context(keys, ties, order, Size(size), device, names, features, static, made)
+    voted = cls._rebuilt_size(children, context)[0]
+    if voted is not None:
+        ndim = len(size)
+        # A stack of values is as long as it was made; dynamo cannot ask.
+        children = tuple([c if isinstance(c, NonTensorStack) else _follow(c, ndim, voted) for c in children])
+        context = context._replace(batch_size=voted)
+    return unflatten(cls, context, children)

@@ -1,0 +1,525 @@
+"""Control flow over trees: against Python's statements, under transformations and compilers, and its errors."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Size, Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+import tdfunc as tdf
+from tdfunc import BatchSizeError, LeafMismatchError, TensorClass, TensorDict, TreeStructureError, UnsupportedError
+from tests.helpers import assert_pure, assert_trees_equal
+from tests.strategies import trees
+
+
+class State(TensorClass):
+    x: Tensor
+    note: str = "kept"
+    best: Tensor | None = None
+
+
+class Pair(NamedTuple):
+    tree: TensorDict
+    number: Tensor
+
+
+def tree():
+    """A tree with names, a word, and empty trees of its own and of a longer batch."""
+    entries = {"a": torch.arange(6.0).reshape(3, 2), "n": {"b": torch.ones(3)}, "s": "word", "e": {}}
+    return TensorDict(entries | {"l": TensorDict({}, [3, 2])}, [3], names=["t"])
+
+
+def tied():
+    """A tree in which one tensor has two paths."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    return tdf.from_module(model).detach()
+
+
+def assert_same(actual, expected):
+    """Check equality of results, trees or containers of them."""
+    if isinstance(expected, tuple):
+        assert type(actual) is type(expected)
+        for one, other in zip(actual, expected, strict=True):
+            assert_same(one, other)
+    elif isinstance(expected, Tensor):
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+    else:
+        assert_trees_equal(actual, expected, rtol=1e-6, atol=1e-6)
+
+
+def double_or_next(t):
+    """Either branch, by the sum of a leaf."""
+    return tdf.cond(t["a"].sum() > 0, lambda t: t * 2, lambda t: t + 1, (t,))
+
+
+def add_until(t):
+    """Two carried values, a counter and a tree."""
+    return tdf.while_loop(lambda i, t: i < 3, lambda i, t: (i + 1, t * 2), (torch.tensor(0), t))
+
+
+def rows(t):
+    """New keys for each row."""
+    return tdf.map(lambda row: row.set("z", row["a"] * 2).delete("n"), t)
+
+
+def sums(t):
+    """A carry and a result with other keys."""
+    return tdf.scan(lambda c, row: (c + row, (c * 2).set("z", row["a"])), t[0], t)
+
+
+def backward_sums(t):
+    """The same from the other end."""
+    return tdf.scan(lambda c, row: (c + row, row * c), t[0], t, reverse=True)
+
+
+def running(t):
+    """A cumulative sum."""
+    return tdf.associative_scan(lambda a, b: a + b, t)
+
+
+FUNCTIONS = [double_or_next, add_until, rows, sums, backward_sums, running]
+
+# -- against Python's statements --------------------------------------------------------------------------------
+
+
+@given(trees(nontensor=True))
+def test_cond_is_an_if(t):
+    """A branch would get, or return, other trees than Python's `if` gives."""
+    for pred in (True, False):
+        expected = (t, 1) if pred else t.empty()
+
+        for given_as in (pred, torch.tensor(pred), torch.tensor([pred])):
+            assert_same(tdf.cond(given_as, lambda t: (t, 1), lambda t: t.empty(), (t,)), expected)
+
+
+@given(trees(), st.integers(0, 4))
+def test_while_loop_is_a_while(t, steps):
+    """The loop would do another number of steps, or change a tree that a step leaves alone."""
+    count, same = tdf.while_loop(lambda i, t: i < steps, lambda i, t: (i + 1, t.clone()), (torch.tensor(0), t))
+
+    assert count == steps
+    assert_trees_equal(same, t)
+
+
+@given(trees().filter(lambda t: t.ndim and t.batch_size[0] and t.leaves()))
+def test_map_is_a_loop(t):
+    """Mapped rows would not be those that vmap gives, or not come back as they were."""
+    seen = []
+    out = tdf.map(lambda row: seen.append(row) or row.clone(), t)
+
+    assert_trees_equal(out, t.with_names(None))
+    assert len(seen) == t.batch_size[0]
+    assert {row.batch_size for row in seen} == {t.batch_size[1:]}
+    assert all(torch.equal(a, b[0]) for a, b in zip(seen[0].leaves(), t.leaves(), strict=True))
+
+
+@given(st.integers(1, 5), st.booleans(), st.integers(0, 1))
+def test_scan_is_a_loop(length, reverse, dim):
+    """A scan would go through the rows in another order, or put results at the places of other rows."""
+    size = [length, 2] if dim == 0 else [2, length]
+    t = TensorDict({"x": torch.arange(2.0 * length).reshape(size), "n": {"y": torch.ones(*size, 3)}}, size)
+    last, out = tdf.scan(
+        lambda c, row: (c + row, c * row), t.select("x", "n").unbind(dim)[0], t, dim=dim, reverse=reverse
+    )
+
+    carry, results = t.unbind(dim)[0], []
+    for row in reversed(t.unbind(dim)) if reverse else t.unbind(dim):
+        results.append(carry * row)
+        carry = carry + row
+    assert_trees_equal(last, carry)
+    assert_trees_equal(out, torch.stack(results[::-1] if reverse else results, dim))
+
+
+@given(st.integers(1, 9), st.booleans())
+def test_associative_scan_is_a_scan(length, reverse):
+    """Partial results would differ from those of a step-by-step scan."""
+    t = TensorDict({"x": torch.rand(length, 2) + 0.5, "n": {"y": torch.rand(length)}}, [length])
+    first = t[-1] if reverse else t[0]
+    rest = t[:-1] if reverse else t[1:]
+    parts = [first]
+    for row in reversed(rest.unbind(0)) if reverse else rest.unbind(0):
+        parts.append(parts[-1] * row)
+    expected = torch.stack(parts[::-1] if reverse else parts)
+
+    out = tdf.associative_scan(lambda a, b: a * b, t, reverse=reverse)
+
+    assert_trees_equal(out, expected, rtol=1e-5, atol=1e-6)
+    assert_trees_equal(tdf.associative_scan(lambda a, b: a * b, t.unsqueeze(0), 1, reverse=reverse)[0], out)
+
+
+@pytest.mark.parametrize("fn", FUNCTIONS)
+def test_operands_are_not_written(fn):
+    """A call would write to what it was given."""
+    assert_pure(fn, tree())
+
+
+def test_every_kind_of_node_comes_back():
+    """A typed tree, a lazy stack, ties, non-tensor data or a container would be lost on the way."""
+    state = State(torch.ones(3, 2), batch_size=[3])
+    lazy = tdf.lazy_stack([TensorDict({"x": torch.ones(2, n)}, [2]) for n in (1, 2)], dim=1)
+    words = TensorDict({"x": torch.ones(3), "w": ["a", "b", "c"]}, [3])
+    operands = (state, lazy, words, tied(), Pair(tree(), torch.tensor(1)), {"k": [tree()]})
+
+    out = tdf.cond(torch.tensor(True), lambda *t: t, lambda *t: t, operands)
+    looped = tdf.while_loop(
+        lambda *t: t[-2].number < 3, lambda *t: (*t[:-2], Pair(t[-2].tree, t[-2].number + 1), t[-1]), operands
+    )
+    mapped = tdf.map(lambda rows: rows, operands[:1] + operands[2:3])
+
+    assert out == operands
+    assert all(a is b for a, b in zip(looped[:-2], operands[:-2], strict=True))
+    assert looped[-2].number == 3
+    assert_same(mapped, operands[:1] + operands[2:3])
+    assert len(tdf.map(lambda t: t * 2, torch.stack([tied(), tied()])).leaves()) == 1
+    assert tdf.map(lambda t: t * 2, lazy)["x"][1].tolist() == [[2, 2], [2, 2]]
+
+
+# -- under transformations --------------------------------------------------------------------------------------
+
+
+def test_cond_under_vmap_selects():
+    """A condition that differs between members would raise, or choose one branch for all."""
+    t = torch.stack([tree(), tree() - 100]).exclude("s")
+
+    out = torch.vmap(double_or_next)(t)
+
+    assert_trees_equal(out, torch.stack([double_or_next(t[0]), double_or_next(t[1])]).with_names(None))
+
+
+def test_gradients_are_those_of_the_statement():
+    """A gradient, alone or for each member, would not be that of the Python code."""
+    t = TensorDict({"a": torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])}, [3])
+
+    def loss(fn):
+        return lambda t: sum(x.square().sum() for x in pytree.tree_leaves(fn(t)) if x.is_floating_point())
+
+    def python_sums(t):
+        carry, out = t[0], []
+        for row in t.unbind(0):
+            out.append((carry * 2).set("z", row["a"]))
+            carry = carry + row
+        return carry, torch.stack(out)
+
+    for fn, plain in [
+        (double_or_next, lambda t: t * 2),
+        (add_until, lambda t: t * 8),
+        (rows, lambda t: t.set("z", t["a"] * 2)),
+        (sums, python_sums),
+        (running, lambda t: t.cumsum(0)),
+    ]:
+        if fn is rows:
+            fn = lambda t: tdf.map(lambda row: row.set("z", row["a"] * 2), t)  # noqa: E731
+        assert_trees_equal(torch.func.grad(loss(fn))(t), torch.func.grad(loss(plain))(t), rtol=1e-5)
+        both = torch.stack([t, t + 1])
+        grads = torch.vmap(torch.func.grad(loss(fn)))(both)
+        assert_trees_equal(grads, torch.stack([torch.func.grad(loss(plain))(x) for x in both.unbind(0)]), rtol=1e-5)
+        _, tangent = torch.func.jvp(loss(fn), (t,), (torch.ones_like(t),))
+        torch.testing.assert_close(tangent, torch.func.jvp(loss(plain), (t,), (torch.ones_like(t),))[1])
+
+
+def test_vmap_of_loops():
+    """Members would be mixed, or a loop over rows under vmap lose a batch dimension."""
+    t = torch.stack([tree(), tree() + 1]).exclude("s")
+
+    for fn in (add_until, rows, sums, backward_sums, running):
+        out, expected = torch.vmap(fn)(t), [fn(x) for x in t.unbind(0)]
+        for actual, *others in zip(*(x if isinstance(x, tuple) else (x,) for x in (out, *expected)), strict=True):
+            whole = torch.stack(others)
+            assert_same(actual, whole if isinstance(whole, Tensor) else whole.with_names(None))
+
+
+def test_jit():
+    """A branch would be fixed by the values of the first call, or a loop over rows not be recorded."""
+    for fn in (double_or_next, rows, sums, backward_sums, running):
+        step = tdf.jit(fn)
+        for t in (tree(), tree() - 100):
+            assert_same(step(t), fn(t))
+
+    with pytest.raises(UnsupportedError, match=r"while_loop: the number of steps is not known[\s\S]*jit"):
+        tdf.jit(add_until)(tree())
+
+
+# -- under compilers --------------------------------------------------------------------------------------------
+
+
+def compiled(fn, *, backend="eager", dynamic=None):
+    """Compile anew, so that a test does not depend on those before it."""
+    torch.compiler.reset()
+    return torch.compile(fn, fullgraph=True, backend=backend, dynamic=dynamic)
+
+
+@pytest.mark.parametrize(
+    "fn", [double_or_next, *[pytest.param(fn, marks=pytest.mark.slow) for fn in (add_until, rows)]]
+)
+def test_compile(fn):
+    """`torch.compile` would break the graph, or give another tree, for either value of a condition."""
+    run = compiled(fn)
+
+    for t in (tree(), tree() - 100):
+        assert_same(run(t), fn(t))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fn", [sums, backward_sums, running])
+def test_compile_scans(fn):
+    """`torch.compile` would break the graph of a scan, or give another tree."""
+    assert_same(compiled(fn)(tree()), fn(tree()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fn", FUNCTIONS)
+def test_compile_dynamic(fn):
+    """Symbolic sizes would leak out of a body, or be taken for numbers."""
+    assert_same(compiled(fn, dynamic=True)(tree()), fn(tree()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("fn", FUNCTIONS)
+def test_compile_with_autograd(fn, backend):
+    """The compiled operator would lose gradients of a leaf."""
+    t = tree()
+    run = compiled(fn, backend=backend)
+    grads = []
+    for call in (run, fn):
+        leaves = t.apply(lambda x: x.clone().requires_grad_())
+        out = [x for x in pytree.tree_leaves(call(leaves)) if x.requires_grad]
+        grads.append(torch.autograd.grad(sum(x.square().sum() for x in out), leaves.leaves(), materialize_grads=True))
+
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fn", [double_or_next, rows, sums, running])
+def test_compile_of_transforms(fn):
+    """Torch has no rules for its operators in a compiled vmap or grad: what runs there instead would differ."""
+    both = torch.stack([tree(), tree() - 100]).exclude("s").with_names(None)
+
+    def grad(t):
+        return torch.func.grad(lambda t: sum(x.square().sum() for x in pytree.tree_leaves(fn(t))))(t)
+
+    assert_same(compiled(torch.vmap(fn))(both), torch.vmap(fn)(both))
+    assert_same(compiled(grad)(tree()), grad(tree()))
+
+
+@pytest.mark.slow
+def test_compile_keeps_what_is_not_a_tensor():
+    """Typed trees, ties, values for each row or numbers of a result would be lost when compiled."""
+    state = State(torch.ones(3, 2), "n", batch_size=[3])
+    words = TensorDict({"x": torch.ones(3), "w": ["a", "b", "c"]}, [3])
+
+    def fn(x, state, words, tied):
+        def yes(state, words, tied):
+            return Pair(state.replace(x=state.x * 2), words["x"]), {"k": [words, tied * 2, 3, None, "s"]}
+
+        def no(state, words, tied):
+            return Pair(state, words["x"] + 1), {"k": [words, tied, 3, None, "s"]}
+
+        return tdf.cond(x.sum() > 0, yes, no, (state, words, tied))
+
+    run = compiled(fn)
+    for x in (torch.ones(1), -torch.ones(1)):
+        (pair, extra), (expected, other) = run(x, state, words, tied()), fn(x, state, words, tied())
+
+        assert type(pair) is Pair
+        assert_trees_equal(pair.tree, expected.tree)
+        assert pair.tree.note == "n"
+        assert extra["k"][2:] == other["k"][2:]
+        assert_trees_equal(extra["k"][0], other["k"][0])
+        assert len(extra["k"][1].leaves()) == 1
+
+
+@pytest.mark.slow
+def test_compiled_branches_may_return_operands():
+    """A branch that returns its operand, a view of it, or one leaf twice would be refused: torch allows no aliases."""
+
+    def same(t):
+        return TensorDict({"x": t["a"], "y": t["a"][:, :1], "z": t["a"]}, [3])
+
+    def fn(t):
+        return tdf.cond(t["a"].sum() > 0, same, lambda t: same(t) * 2, (t,))
+
+    assert_same(compiled(fn)(tree()), fn(tree()))
+
+
+@pytest.mark.slow
+def test_recompiles():
+    """A step would be compiled again for another value of the condition or the leaves."""
+    torch.compiler.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    run = torch.compile(double_or_next, fullgraph=True, backend=counter)
+    for t in (tree(), tree() - 100, tree() * 3):
+        run(t)
+
+    assert counter.frame_count == 1
+
+
+class Calls(torch.nn.Module):
+    def __init__(self, fn):
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, t):
+        return self.fn(t)
+
+
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "fn", [double_or_next, *[pytest.param(fn, marks=pytest.mark.slow) for fn in (add_until, rows, sums)]]
+)
+def test_export(fn, strict):
+    """An exported program would hold one branch, a number of steps, or another tree."""
+    t = tree().exclude("s")
+    program = torch.export.export(Calls(fn), (t,), strict=strict)
+    operators = {"double_or_next": "cond", "add_until": "while_loop", "rows": "map_impl", "sums": "scan"}
+
+    assert operators[fn.__name__] in {str(node.target) for node in program.graph.nodes}
+    for other in (t, t - 100):
+        assert_same(program.module()(other), fn(other))
+
+
+@pytest.mark.parametrize("fn", [double_or_next, add_until, rows])
+def test_make_fx(fn):
+    """A graph of `make_fx` would hold one branch or a number of steps."""
+
+    def flat(a):
+        return pytree.tree_leaves(fn(TensorDict({"a": a, "n": a + 1}, [3])))
+
+    graph = make_fx(flat, tracing_mode="fake")(torch.ones(3, 2))
+
+    for a in (torch.ones(3, 2), -torch.ones(3, 2)):
+        for one, other in zip(graph(a), flat(a), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_meta_and_fake_tensors():
+    """Shapes could not be found without values."""
+    t = tree().exclude("s").to("meta")
+
+    assert double_or_next(t)["a"].shape == Size([3, 2])
+    assert rows(t)["z"].shape == Size([3, 2])
+    with pytest.raises(UnsupportedError, match="the number of steps is not known"):
+        tdf.while_loop(lambda t: t["a"].sum() < 1, lambda t: (t,), (t,))
+    with torch._subclasses.FakeTensorMode():
+        assert double_or_next(TensorDict({"a": torch.ones(3, 2)}, [3]))["a"].shape == Size([3, 2])
+
+
+# -- errors -----------------------------------------------------------------------------------------------------
+
+T = TensorDict({"a": torch.ones(3, 2), "n": {"b": torch.ones(3)}}, [3])
+DIFFERENT = {
+    "shape": (lambda t: t.apply(lambda x: x[..., None]), LeafMismatchError, r"a'[\s\S]*\[3, 2\][\s\S]*\[3, 2, 1\]"),
+    "dtype": (lambda t: t.to(torch.float64), LeafMismatchError, r"a'[\s\S]*float32[\s\S]*float64"),
+    "keys": (lambda t: t.delete("a"), TreeStructureError, r"\['a', 'n'\][\s\S]*\['n'\]"),
+    "inner keys": (
+        lambda t: t.set(("n", "c"), t["n", "b"]),
+        TreeStructureError,
+        r"n'[\s\S]*\['b'\][\s\S]*\['b', 'c'\]",
+    ),
+    "class": (lambda t: State(t["a"], batch_size=[3]), TreeStructureError, r"TensorDict[\s\S]*State"),
+    "type": (lambda t: (t, t), TreeStructureError, r"TensorDict[\s\S]*tuple"),
+    "batch size": (lambda t: t.with_batch_size([]), BatchSizeError, r"batch size \[3\][\s\S]*batch size \[\]"),
+    "word": (lambda t: t.set("a", "word"), TreeStructureError, r"a'[\s\S]*Tensor[\s\S]*NonTensorData"),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_results_that_differ(name):
+    """A branch or step of another structure, shape, dtype or batch size would pass, or the error not name the leaf."""
+    change, error, message = DIFFERENT[name]
+
+    with pytest.raises(error, match=r"cond: the branches[\s\S]*" + message):
+        tdf.cond(torch.ones((), device="meta"), lambda t: t, change, (T,))
+    with pytest.raises(error, match=r"while_loop: the body[\s\S]*" + message):
+        tdf.while_loop(lambda t: True, lambda t: (change(t),), (T,))
+    with pytest.raises(error, match=r"scan: a step[\s\S]*" + message):
+        tdf.scan(lambda c, row: (change(c), c), T, torch.ones(2))
+    with pytest.raises(error, match=r"associative_scan: combine_fn[\s\S]*" + message):
+        tdf.associative_scan(lambda a, b: change(a), torch.stack([T, T]))
+    if_second = iter([lambda t: t, change])
+    with pytest.raises(error, match=r"map: the results of two rows[\s\S]*" + message):
+        tdf.map(lambda row: next(if_second)(row), torch.stack([T, T]))
+    if_later = iter([lambda t: t, change])
+    with pytest.raises(error, match=r"scan: the results of two steps[\s\S]*" + message):
+        tdf.scan(lambda c, row: (c, next(if_later)(row)), T, torch.stack([T, T]))
+
+
+CONTAINERS = {
+    "length": (lambda: (1, 2), lambda: (1, 2, 3), "2 values[\\s\\S]*3 values"),
+    "keys": (lambda: {"a": 1}, lambda: {"b": 1}, r"\['a'\][\s\S]*\['b'\]"),
+    "number": (lambda: {"a": [1]}, lambda: {"a": [2]}, r"'a\.0'[\s\S]*1[\s\S]*2"),
+    "ties": (lambda: tied(), lambda: tied().untie(("1", "weight")), r"ties[\s\S]*ties"),
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_containers_that_differ(name):
+    """Containers, Python values or ties that depend on the branch would pass."""
+    one, other, message = CONTAINERS[name]
+
+    with pytest.raises(TreeStructureError, match=message):
+        tdf.cond(torch.ones((), device="meta"), one, other)
+
+
+@pytest.mark.slow
+def test_compiled_branches_that_differ():
+    """A compiled program would keep branches of other structure, or of another dtype."""
+    for change in (lambda t: t.delete("a"), lambda t: t.to(torch.float64), lambda t: t.unsqueeze(0)):
+        with pytest.raises(Exception, match="differing branch outputs"):
+            compiled(lambda t, change=change: tdf.cond(t["a"].sum() > 0, lambda t: t, change, (t,)))(T)
+
+
+REFUSED = {
+    "cond operands": (
+        lambda: tdf.cond(True, len, len, T),
+        UnsupportedError,
+        r"cond[\s\S]*tuple or list[\s\S]*TensorDict",
+    ),
+    "cond pred": (lambda: tdf.cond(torch.ones(2), len, len, (T,)), ValueError, r"one element[\s\S]*\[2\]"),
+    "loop operands": (lambda: tdf.while_loop(len, len, T), UnsupportedError, r"while_loop[\s\S]*tuple or list"),
+    "loop result": (
+        lambda: tdf.while_loop(bool, lambda t: t, (torch.ones(1),)),
+        UnsupportedError,
+        r"a tuple[\s\S]*Tensor",
+    ),
+    "loop pred": (lambda: tdf.while_loop(lambda t: t, len, (torch.ones(2),)), ValueError, r"one element[\s\S]*\[2\]"),
+    "loop vmap": (
+        lambda: torch.vmap(lambda t: tdf.while_loop(lambda x: x < 3, lambda x: (x + 1,), (t["n", "b"],)))(T),
+        UnsupportedError,
+        r"number of steps[\s\S]*vmap",
+    ),
+    "map nothing": (lambda: tdf.map(len, {}), ValueError, r"map: xs has no rows[\s\S]*\[\]"),
+    "map number": (lambda: tdf.map(len, (torch.ones(2), 3)), ValueError, r"map: xs[\s\S]*int"),
+    "map scalar": (lambda: tdf.map(len, torch.ones(())), ValueError, r"map: xs[\s\S]*dimension 0"),
+    "map empty": (lambda: tdf.map(len, torch.ones(0, 2)), ValueError, r"one length above 0[\s\S]*\[0\]"),
+    "map lengths": (lambda: tdf.map(len, (torch.ones(2), torch.ones(3))), ValueError, r"one length[\s\S]*\[2, 3\]"),
+    "scan dim": (lambda: tdf.scan(len, T, T, dim=1), ValueError, r"scan: dim[\s\S]*0 to 0[\s\S]*1"),
+    "scan negative": (lambda: tdf.scan(len, T, T, dim=-1), ValueError, r"scan: dim[\s\S]*0 to 0[\s\S]*-1"),
+    "scan result": (lambda: tdf.scan(lambda c, x: c, T, T), UnsupportedError, r"\(carry, out\)[\s\S]*TensorDict"),
+    "associative dim": (lambda: tdf.associative_scan(max, T, 3), ValueError, r"associative_scan: dim[\s\S]*3"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    """A call that means nothing would do something, or end in an error of torch's."""
+    call, error, message = REFUSED[name]
+
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_star_import_leaves_map():
+    """`from tdfunc import *` would take Python's `map` from a notebook."""
+    names = {}
+    exec("from tdfunc import *", names)
+
+    assert "map" not in names
+    assert names["scan"] is tdf.scan
+    assert {"TensorDict", "cond", "optim", "save"} <= names.keys()
