@@ -1,12 +1,12 @@
 """Immutable edits: `get`, `set`, `update`, `delete`, `pop`, `untie`; an edit keeps every tie or says that it cannot."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor
 
 from tdfunc._collection import TensorCollection, iter_leaves
-from tdfunc._errors import MissingKeyError, TieError, TreeStructureError, explain
+from tdfunc._errors import ImmutableError, MissingKeyError, TieError, TreeStructureError, explain
 from tdfunc._keys import dotted, unravel
 from tdfunc._ties import by_first_key, drop, group_of, merge, under
 from tdfunc._types import Kind, NestedKey, Node, Path, Ties
@@ -225,6 +225,15 @@ class EditMethods(TensorCollection):
     """`set`, `update`, `delete`, `pop`, `at` and their kin."""
 
     __slots__ = ()
+
+    # Both, because Python looks for both before it calls the first.
+    def __enter__(self) -> NoReturn:
+        what = "with: a tree is never written to, so the end of a block has nothing to write back."
+        hint = 'undo it on the result: flat = td.flatten_keys(".").set("a.b", x); td = flat.unflatten_keys(".").'
+        raise ImmutableError(explain(what, got=f"with a {type(self).__name__}", hint=hint))
+
+    def __exit__(self, *_: object) -> None:
+        """Never reached: `__enter__` raises."""
 
     def set(self, key: NestedKey, value: Any, inplace: bool = False, *, kind: Kind | None = None) -> Any:
         """Return a tree with one entry replaced or added; intermediate trees are made.

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Size, nn
 
+import tdfunc as tdf
 from tdfunc import (
     BatchSizeError,
     ImmutableError,
@@ -430,3 +431,13 @@ def test_tied_paths_take_one_value():
 
     with pytest.raises(TieError, match=r"'a.weight' and 'b.weight' are given different values; nothing was written"):
         td.update_({"a": {"weight": torch.zeros(2, 2)}, "b": {"weight": torch.ones(2, 2)}})
+
+
+@pytest.mark.parametrize("of", [lambda tree: tree, lambda tree: tdf.lazy_stack([tree])])
+def test_a_block_has_nothing_to_write_back(of):
+    """Edits in a block that tensordict writes back at its end would be lost in silence."""
+    tree = of(TensorDict({"a": torch.zeros(2)}))
+    message = r"with: a tree is never written to.*\n.*with a .*\n.*td = flat.unflatten_keys"
+
+    with pytest.raises(ImmutableError, match=message), tree.flatten_keys("."):
+        pass
