@@ -18,7 +18,6 @@ from tdfunc._errors import MissingKeyError as MissingKeyError
 from tdfunc._errors import TieError as TieError
 from tdfunc._errors import TreeStructureError as TreeStructureError
 from tdfunc._errors import UnsupportedError as UnsupportedError
-from tdfunc._errors import WorkerError as WorkerError
 from tdfunc._jit import jit as jit
 from tdfunc._keys import Filter as Filter
 from tdfunc._keys import of_type as of_type
@@ -54,8 +53,6 @@ from tdfunc.ops.structure import in_dims as in_dims
 from tdfunc.ops.structure import partition as partition
 from tdfunc.storage.checkpoint import load as load
 from tdfunc.storage.checkpoint import save as save
-from tdfunc.storage.pool import WorkerPool as WorkerPool
-from tdfunc.storage.ray import RayExecutor as RayExecutor
 from tdfunc.storage.open import LazyTree as LazyTree
 from tdfunc.storage.open import open as open
 
