@@ -40,7 +40,7 @@ def render(tree: TensorCollection, indent: str = "") -> str:
         else:
             text = describe_leaf(node)
         lines.append(f"{indent}        {key}: {text}")
-    fields = ",\n".join(lines)
+    fields = ",\n".join(lines) or f"{indent}    "
     names = f",\n{indent}    names={list(tree._names)}" if tree._names is not None else ""
     return (
         f"{type(tree).__name__}(\n{indent}    fields={{\n{fields}}},\n{indent}    batch_size={tree._batch_size},\n"

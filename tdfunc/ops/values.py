@@ -15,6 +15,7 @@ _functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIs
 # Up to this many elements all are looked at; of more, runs of neighbours spread evenly over the leaf.
 EXACT, RUNS, RUN = 1 << 16, 128, 32
 BINS = 16
+HOME = "cpu"
 _TENSOR: Any = Tensor
 
 
@@ -116,7 +117,7 @@ def _to_cpu(samples: Sequence[Tensor | None]) -> list[Tensor | None]:
     here = list(samples)
     groups: dict[Any, list[int]] = {}
     for i, sample in enumerate(samples):
-        if sample is not None and sample.device.type != "cpu":
+        if sample is not None and sample.device.type != HOME:
             groups.setdefault((sample.device, sample.dtype), []).append(i)
     for places in groups.values():
         parts = [sample for i in places if (sample := samples[i]) is not None]

@@ -1,0 +1,155 @@
+"""The table of a tree: rows, totals, where it shows."""
+
+import builtins
+import io
+
+import pytest
+import torch
+from hypothesis import given
+from rich.console import Console
+from torch import Tensor, nn
+
+import tdfunc as tdf
+from tdfunc import Filter, FilterError, Kind, TensorClass, TensorDict, lazy_stack
+from tests.helpers import TiedLM
+from tests.strategies import trees
+
+
+def rows(found):
+    """The cells of the table, as text."""
+    cells = [list(column.cells) for column in found.table.columns]
+    return [[str(cell) for cell in line] for line in zip(*cells, strict=True)]
+
+
+def network():
+    """Parameters, buffers and a tied weight."""
+    return tdf.from_module(nn.Sequential(TiedLM(), nn.BatchNorm1d(3)))
+
+
+@given(trees())
+def test_totals(tree):
+    """Leaves, elements or bytes would not be those of the tree, or not add up by dtype and kind."""
+    found = tree.summary()
+
+    tensors = {id(x): x for x in tree.leaves()}.values()
+    assert found.leaves == len(tensors)
+    assert found.elements == tree.param_count(count_duplicates=False)
+    assert found.size_bytes == tree.bytes(count_duplicates=False)
+    for groups in (found.by_dtype, found.by_kind):
+        assert [sum(values) for values in zip(*groups.values(), strict=True)] in (
+            [],
+            [found.leaves, found.elements, found.size_bytes],
+        )
+    assert set(found.by_dtype) == {str(x.dtype).removeprefix("torch.") for x in tensors}
+    assert f"{found.leaves} lea" in repr(found)
+
+
+def test_rows():
+    """A leaf would be missing or out of order, a tied one counted twice, or a kind not said."""
+    found = network().summary()
+
+    lines = rows(found)
+    assert lines[0] == ["0.emb.weight", "[7, 4]", "float32", "cpu", "parameter", "28", "112 B"]
+    assert ["0.out.weight", "", "", "", "tied to 0.emb.weight", "", ""] in lines
+    assert ["1.num_batches_tracked", "[]", "int64", "cpu", "buffer", "1", "8 B"] in lines
+    assert found.by_kind == {"parameter": (5, 42, 168), "buffer": (3, 7, 32)}
+    assert ["of it buffer", "3 leaves", "", "", "", "7", "32 B"] in lines
+
+
+def test_depth():
+    """The leaves below a depth would not be put on one line, or their totals be wrong."""
+    lines = rows(network().summary(depth=1))
+
+    assert lines[0] == ["0.*", "3 leaves", "float32", "cpu", "parameter", "36", "144 B"]
+    assert lines[1] == ["1.*", "5 leaves", "float32, int64", "cpu", "parameter, buffer", "13", "56 B"]
+    assert rows(network().summary(depth=9)) == rows(network().summary())
+
+
+def test_where():
+    """A filter would count leaves that it does not choose."""
+    found = network().summary(where=Filter(Kind.BUFFER))
+
+    assert [line[0] for line in rows(found)][:3] == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
+    assert (found.leaves, found.elements) == (3, 7)
+    assert "where Filter(Kind.BUFFER)" in found.table.title
+    with pytest.raises(FilterError, match="'\\*.wieght' matches no leaf"):
+        network().summary(where="*.wieght")
+
+
+@pytest.mark.parametrize("depth", [0, -1, 1.5, "1", True])
+def test_wrong_depth(depth):
+    """A depth that means nothing would give some table."""
+    with pytest.raises(ValueError, match=rf"depth counts keys[\s\S]*got: +{depth!r}"):
+        TensorDict({}).summary(depth=depth)
+
+
+def test_other_nodes():
+    """Non-tensor data, empty trees, ragged stacks, typed trees or leaves that are shared without a tie would fail."""
+
+    class Sample(TensorClass):
+        image: Tensor
+        source: str = "camera"
+
+    x = torch.zeros(2)
+    tree = TensorDict({"s": Sample(x, batch_size=[2]), "again": x, "words": ["a", "b"], "empty": {}}, [2])
+
+    assert rows(tree.summary()) == [
+        ["s.image", "[2]", "float32", "cpu", "tensor", "2", "8 B"],
+        ["s.source", "[2]", "str", "", "non-tensor", "", ""],
+        ["again", "", "", "", "seen above", "", ""],
+        ["words", "[2]", "list", "", "non-tensor", "", ""],
+        ["empty", "", "", "", "empty tree", "", ""],
+    ]
+    ragged = lazy_stack([TensorDict({"x": torch.zeros(n)}, [n]) for n in (1, 2)]).summary()
+    assert rows(ragged) == [["x", "2 x [-1]", "float32", "cpu", "tensor", "3", "12 B"]]
+    assert ragged.leaves == 2
+    odd = TensorDict({"u": nn.UninitializedParameter(), "g": torch.zeros(2, requires_grad=True)}).summary()
+    assert [line[1] for line in rows(odd)[:2]] == ["not initialised", "[2], requires grad"]
+
+
+def test_many_rows():
+    """A tree of many leaves would print for minutes; the totals would be those of the rows that are shown."""
+    found = TensorDict({f"k{i}": torch.zeros(()) for i in range(3000)}).summary()
+
+    assert len(rows(found)) == 1001
+    assert rows(found)[-1][0] == "... 2,000 more; depth= folds them"
+    assert found.leaves == 3000
+
+
+def test_keys_are_no_markup():
+    """Rich would take part of a key for a colour, or a key would break the lines."""
+    text = repr(TensorDict({"[red]a[/red]": 1, "b\nc": 2, "\x1b[31m": 3, "x" * 500: 4}).summary())
+
+    assert "[red]a[/red]" in text
+    assert r"b\nc" in text
+    assert r"\x1b[31m" in text
+    assert "\x1b" not in text
+
+
+def test_where_it_shows(capsys):
+    """It would print by itself, or not show at a prompt, in a notebook or through rich."""
+    found = network().summary()
+    assert capsys.readouterr().out == ""
+
+    assert repr(found) == str(found)
+    assert "49" in repr(found).splitlines()[-2]
+    bundle = found._repr_mimebundle_(include=["text/html"], exclude=[])
+    assert "0.emb.weight" in bundle["text/html"]
+    out = io.StringIO()
+    Console(file=out, width=200).print(found)
+    assert "0.emb.weight" in out.getvalue()
+
+
+def test_without_rich(monkeypatch):
+    """The error would not say what to install."""
+    real = builtins.__import__
+
+    def fake(name, *args, **kwargs):
+        if name.startswith("rich"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", fake)
+
+    with pytest.raises(ImportError, match=r"rich is not installed[\s\S]*pip install 'tdfunc\[cli\]'"):
+        TensorDict({}).summary()
