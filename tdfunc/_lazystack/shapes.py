@@ -159,7 +159,7 @@ def reduce_all(stack: Any, op: LeafOp, at: Path) -> Any:
     if size(Size((1,))):
         raise one_shape(stack, f"{op.name}(keepdim=True)")
     data: dict[str, Node] = {}
-    trees = stack._trees
+    trees = _innermost(stack)
     for key, nodes in same_keys(trees, op.name, at):
         if isinstance(nodes[0], TensorCollection):
             data[key] = reduce_all(stack._like(nodes), op, (*at, key))
@@ -168,6 +168,13 @@ def reduce_all(stack: Any, op: LeafOp, at: Path) -> Any:
         else:
             data[key] = op.leaf(torch.cat([_leaf_row(node) for node in nodes]))
     return TensorCollection._open._make(data, Size(()), stack._device)
+
+
+def _innermost(stack: Any) -> list[Any]:
+    """Return the trees of a stack, of stacks of stacks too, that hold leaves."""
+    if not isinstance(stack, TensorCollection._lazy):
+        return [stack]
+    return [tree for part in stack._trees for tree in _innermost(part)]
 
 
 def _shared_value(nodes: Sequence[Any], call: str, at: Path) -> NonTensorData:

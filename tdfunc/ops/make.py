@@ -1,7 +1,7 @@
 """Trees made from a tree: empty, of constants, with entries replaced, parted or joined."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Size, Tensor
@@ -19,11 +19,18 @@ from tdfunc.ops.pointwise_base import check_same
 from tdfunc.ops.reading import UNSET, get, has
 from tdfunc.ops.structure import rename_key, select
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 T = TypeVar("T", bound=TensorCollection)
 
 
 def empty(tree: TensorCollection, recurse: bool, batch_size: Any, device: Any, names: Any) -> Any:
-    """Return an open tree without entries, or with empty sub-trees only."""
+    """Return an open tree without entries, or with empty sub-trees only; of a lazy stack, a stack of such trees."""
+    if batch_size is None:
+        done: Any = tree._each(lambda t: empty(t, recurse, None, device, UNSET))
+        if done is not None:
+            return done if names is UNSET else done.with_names(names)
     size = tree._batch_size if batch_size is None else as_size(batch_size)
     place = tree._device if device is UNSET else as_device(device)
     same = names is UNSET and len(size) == len(tree._batch_size)
@@ -32,7 +39,8 @@ def empty(tree: TensorCollection, recurse: bool, batch_size: Any, device: Any, n
     for key in tree._keys() if recurse else ():
         node = tree._get(key)
         if isinstance(node, TensorCollection):
-            data[key] = empty(node, True, size + node._batch_size[len(tree._batch_size) :], device, UNSET)
+            inner = None if batch_size is None else size + node._batch_size[len(tree._batch_size) :]
+            data[key] = empty(node, True, inner, device, UNSET)
     return tree._open._make(data, size, place, given)
 
 
@@ -140,7 +148,7 @@ class MakeMethods(TensorCollection):
         """
         return empty(self, recurse, batch_size, device, names)
 
-    def new_zeros(self, *size: Any, dtype: torch.dtype | None = None, device: Any = None) -> Any:
+    def new_zeros(self, *size: Any, dtype: torch.dtype | None = None, device: Any = None) -> "Self":
         """Return a tree of zeros with these keys and feature dimensions, of another batch size.
 
         Raises:
@@ -152,21 +160,21 @@ class MakeMethods(TensorCollection):
         """
         return filled(self, "new_zeros", _size(size), None, dtype, device)
 
-    def new_ones(self, *size: Any, dtype: torch.dtype | None = None, device: Any = None) -> Any:
+    def new_ones(self, *size: Any, dtype: torch.dtype | None = None, device: Any = None) -> "Self":
         """Return a tree of ones, as `new_zeros`."""
         return filled(self, "new_ones", _size(size), None, dtype, device)
 
-    def new_empty(self, *size: Any, dtype: torch.dtype | None = None, device: Any = None) -> Any:
+    def new_empty(self, *size: Any, dtype: torch.dtype | None = None, device: Any = None) -> "Self":
         """Return a tree of uninitialised memory, as `new_zeros`."""
         return filled(self, "new_empty", _size(size), None, dtype, device)
 
-    def new_full(self, size: Any, fill_value: Any, *, dtype: torch.dtype | None = None, device: Any = None) -> Any:
+    def new_full(self, size: Any, fill_value: Any, *, dtype: torch.dtype | None = None, device: Any = None) -> "Self":
         """Return a tree of one value, as `new_zeros`."""
         return filled(self, "new_full", as_size(size), fill_value, dtype, device)
 
     def new_tensor(
         self, data: Any, *, dtype: torch.dtype | None = None, device: Any = None, requires_grad: bool = False
-    ) -> Any:
+    ) -> "Self":
         """Return a tree of copies of other values, with the dtypes and devices of this tree's leaves.
 
         Args:
@@ -187,7 +195,7 @@ class MakeMethods(TensorCollection):
         """
         return new_tensor(self, data, dtype, device, requires_grad)
 
-    def replace(self, changes: Mapping[Any, Any] | None = None, /, **entries: Any) -> Any:
+    def replace(self, changes: Mapping[Any, Any] | None = None, /, **entries: Any) -> "Self":
         """Return a tree with entries replaced (or added), each as a whole: `update` merges nested trees instead.
 
         Args:
@@ -224,7 +232,7 @@ class MakeMethods(TensorCollection):
         """
         return split_keys(self, key_sets, strict)
 
-    def cat_tensors(self, *keys: NestedKey, out_key: NestedKey, dim: int = 0, keep_entries: bool = False) -> Any:
+    def cat_tensors(self, *keys: NestedKey, out_key: NestedKey, dim: int = 0, keep_entries: bool = False) -> "Self":
         """Return a tree in which one entry is several others put together with `torch.cat`.
 
         Args:
@@ -239,6 +247,6 @@ class MakeMethods(TensorCollection):
         """
         return join_entries(self, "cat_tensors", keys, out_key, dim, keep_entries)
 
-    def stack_tensors(self, *keys: NestedKey, out_key: NestedKey, dim: int = 0, keep_entries: bool = False) -> Any:
+    def stack_tensors(self, *keys: NestedKey, out_key: NestedKey, dim: int = 0, keep_entries: bool = False) -> "Self":
         """Return a tree in which one entry is several others put together with `torch.stack`, as `cat_tensors`."""
         return join_entries(self, "stack_tensors", keys, out_key, dim, keep_entries)

@@ -402,3 +402,27 @@ def test_reductions_of_everything(name, generator):
     stack = lazy_stack([TensorDict({"x": part}, [len(part)]) for part in parts])
 
     torch.testing.assert_close(getattr(stack, name)()["x"], getattr(TensorDict({"x": torch.cat(parts)}), name)()["x"])
+
+
+@pytest.mark.parametrize("name", ["sum", "prod", "std"])
+def test_reductions_of_everything_in_stacks_of_stacks(name, generator):
+    """A stack of stacks has a tuple for each key, which is no tensor."""
+    trees = [TensorDict({"x": torch.rand(3, 2, generator=generator), "n": {"s": "red"}}, [3]) for _ in range(4)]
+    stack = lazy_stack([lazy_stack(trees[:2]), lazy_stack(trees[2:])])
+
+    torch.testing.assert_close(getattr(stack, name)()["x"], getattr(stack.dense(), name)()["x"])
+    assert stack.sum()["n", "s"] == "red"
+
+
+def test_empty_ragged_stacks():
+    """A tree without entries would have -1 in its batch size."""
+    lazy = lazy_stack(ragged())
+    around = TensorDict({"lazy": lazy}).empty(recurse=True)
+
+    assert lazy.empty().batch_size == lazy.batch_size
+    assert [tree.batch_size for tree in lazy.empty().trees] == [tree.batch_size for tree in lazy.trees]
+    assert list(lazy.empty(recurse=True).keys()) == ["n"]
+    assert lazy.empty(names=["a", "b"]).names == ["a", "b"]
+    assert lazy.empty(batch_size=[4]).batch_size == Size([4])
+    assert around["lazy"].batch_size == lazy.batch_size
+    assert isinstance(around["lazy"], LazyStack)
