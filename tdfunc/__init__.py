@@ -51,10 +51,15 @@ from tdfunc.ops.rearrange import pad as pad
 from tdfunc.ops.structure import combine as combine
 from tdfunc.ops.structure import in_dims as in_dims
 from tdfunc.ops.structure import partition as partition
+from tdfunc.storage.async_save import AsyncSaver as AsyncSaver
+from tdfunc.storage.background import PendingSave as PendingSave
 from tdfunc.storage.checkpoint import load as load
 from tdfunc.storage.checkpoint import save as save
+from tdfunc.storage.manager import CheckpointManager as CheckpointManager
 from tdfunc.storage.open import LazyTree as LazyTree
 from tdfunc.storage.open import open as open
+from tdfunc.storage.rng import get_rng_state as get_rng_state
+from tdfunc.storage.rng import set_rng_state as set_rng_state
 
 __version__ = "0.1.0"
 

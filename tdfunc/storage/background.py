@@ -1,0 +1,266 @@
+"""Saves that run in a thread of their own: a bounded queue, handles, and errors that cannot get lost."""
+
+import os
+import pathlib
+import threading
+import traceback
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from time import monotonic
+from typing import NamedTuple, TypeAlias
+
+from tdfunc._errors import ConcurrencyError, explain
+
+# What a caller's thread prepares (and is blocked for), and what it leaves to the background.
+Write: TypeAlias = Callable[[], pathlib.Path]
+Prepare: TypeAlias = Callable[[], Write]
+
+
+class PendingSave(Future[pathlib.Path]):
+    """A save that may still run; its result is the path that was written.
+
+    A `concurrent.futures.Future`: `result()` waits and raises what went wrong, `done()` does not wait, `cancel()`
+    succeeds while the save waits for another one, and `concurrent.futures.wait` takes several.
+    """
+
+    def __init__(self, path: pathlib.Path) -> None:
+        super().__init__()
+        self._path = path
+        self._process = os.getpid()
+        # Whether anybody was told that it failed.
+        self._is_seen = False
+
+    def result(self, timeout: float | None = None) -> pathlib.Path:
+        """Wait for the save and return its path.
+
+        Args:
+            timeout: Seconds to wait at most.
+
+        Raises:
+            OSError: The file system refused.
+            ConcurrencyError: A leaf changed while it was saved, or this is a forked process, which has no part in
+                the save.
+            TimeoutError: The save still runs.
+            CancelledError: The save was cancelled.
+        """
+        self.exception(timeout)
+        return super().result()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the save and return its error, or None.
+
+        Args:
+            timeout: Seconds to wait at most.
+
+        Raises:
+            ConcurrencyError: This is a forked process, which has no part in the save.
+            TimeoutError: The save still runs.
+            CancelledError: The save was cancelled.
+        """
+        if self._process != os.getpid() and not self.done():
+            raise ConcurrencyError(
+                explain(
+                    f"save {self._path}: the save runs in another process.",
+                    expected=f"process {self._process}, which submitted it",
+                    got=f"process {os.getpid()}, forked from it",
+                    hint="wait for the save before the fork, or in the parent.",
+                )
+            )
+        error = super().exception(timeout)
+        self._is_seen = True
+        return error
+
+
+class _Job(NamedTuple):
+    save: PendingSave
+    write: Write
+
+
+class _State:
+    """What the queue and its thread share. When both are gone, errors that nobody saw are shown."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+        self.changed = threading.Condition()
+        # Waiting or running, and places that were promised to callers who still prepare.
+        self.open: list[PendingSave] = []
+        self.promised = 0
+        self.jobs: deque[_Job] = deque()
+        self.is_running = False
+        self.failed: list[PendingSave] = []
+        weakref.finalize(self, _show_unseen, self.failed, self.process)
+
+
+class SaveQueue:
+    """At most so many saves at a time, in order, in one thread that lives while there is work.
+
+    The thread is no daemon: an interpreter that ends normally finishes the saves first.
+    """
+
+    def __init__(self, max_pending: int) -> None:
+        self._max_pending = max_pending
+        self._state = _State()
+
+    def submit(self, path: pathlib.Path, prepare: Prepare, timeout_s: float | None) -> PendingSave:
+        """Wait for a place, prepare in this thread, and leave the rest to the background."""
+        state = self._own()
+        self.raise_failed()
+        self._take_place(state, path, timeout_s)
+        try:
+            self.raise_failed()
+            save = PendingSave(path)
+            job = _Job(save, prepare())
+        except BaseException:
+            with state.changed:
+                state.promised -= 1
+                state.changed.notify_all()
+            raise
+        self._enqueue(state, job)
+        return save
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Wait until nothing is pending; raise what failed."""
+        state = self._own()
+        with state.changed:
+            if not state.changed.wait_for(lambda: not state.open, timeout_s):
+                shown = ", ".join(str(save._path) for save in state.open)
+                raise TimeoutError(explain("wait: saves are still running.", expected=f"{timeout_s} s", got=shown))
+        self.raise_failed()
+
+    def raise_failed(self) -> None:
+        """Raise the first error that nobody was told of; those after it follow at the next calls."""
+        state = self._own()
+        for save in list(state.failed):
+            with state.changed:
+                if save in state.failed:
+                    state.failed.remove(save)
+            if not save._is_seen:
+                save.result()
+
+    @property
+    def pending(self) -> tuple[PendingSave, ...]:
+        """The saves that have not ended."""
+        return tuple(self._own().open)
+
+    def _enqueue(self, state: _State, job: _Job) -> None:
+        with state.changed:
+            state.promised -= 1
+            state.open.append(job.save)
+            state.jobs.append(job)
+            start, state.is_running = not state.is_running, True
+        if not threading.main_thread().is_alive():
+            # The interpreter is ending: a thread that starts now would be cut off.
+            _work(state)
+        elif start:
+            try:
+                threading.Thread(target=_work, args=(state,), name="tdfunc-save").start()
+            except BaseException:
+                # No thread came to be, and this was the only job.
+                with state.changed:
+                    state.is_running = False
+                    state.jobs.remove(job)
+                    state.open.remove(job.save)
+                raise
+
+    def _own(self) -> _State:
+        # The thread and the pending saves of a forked process stayed with its parent, locks maybe taken.
+        if self._state.process != os.getpid():
+            self._state = _State()
+        return self._state
+
+    def _take_place(self, state: _State, path: pathlib.Path, timeout_s: float | None) -> None:
+        end = None if timeout_s is None else monotonic() + timeout_s
+        with state.changed:
+            while len(state.open) + state.promised >= self._max_pending:
+                left = None if end is None else end - monotonic()
+                if left is not None and left <= 0:
+                    raise TimeoutError(
+                        explain(
+                            f"save {path}: earlier saves are still running; nothing was submitted.",
+                            expected=f"a free place of {self._max_pending} within {timeout_s} s",
+                            got=", ".join(str(save._path) for save in state.open) or "a save that is being submitted",
+                            hint="save less often, or raise max_pending, which costs memory.",
+                        )
+                    )
+                state.changed.wait(left)
+            state.promised += 1
+
+
+def finished(path: pathlib.Path) -> PendingSave:
+    """Return the handle of a save that has happened."""
+    save = PendingSave(path)
+    save.set_result(path)
+    return save
+
+
+def _work(state: _State) -> None:
+    while (job := _next_job(state)) is not None:
+        if job.save.set_running_or_notify_cancel():
+            path, error = _attempt(job.write)
+        else:
+            path, error = None, None
+        save = job.save
+        # Before the place is given away: what the save held is memory that the next one may need.
+        del job
+        _forget_locals(error)
+        _finish(state, save, path, error)
+        del save, error
+    # An error that somebody holds refers to this frame.
+    del state
+
+
+def _next_job(state: _State) -> _Job | None:
+    with state.changed:
+        if state.jobs:
+            return state.jobs.popleft()
+        state.is_running = False
+        return None
+
+
+def _attempt(write: Write) -> tuple[pathlib.Path | None, BaseException | None]:
+    try:
+        return write(), None
+    # Whatever it is, it must reach the caller, and the next save its turn.
+    except BaseException as err:
+        return None, err
+
+
+def _finish(state: _State, save: PendingSave, path: pathlib.Path | None, error: BaseException | None) -> None:
+    with state.changed:
+        if error is not None:
+            state.failed.append(save)
+    if error is not None:
+        save.set_exception(error)
+    elif path is not None:
+        save.set_result(path)
+    with state.changed:
+        state.open.remove(save)
+        state.changed.notify_all()
+
+
+def _forget_locals(error: BaseException | None) -> None:
+    """Let go of the leaves that the frames of a failed save refer to."""
+    for _ in range(20):
+        if error is None:
+            return
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _show_unseen(failed: list[PendingSave], process: int) -> None:
+    unseen = [save for save in failed if not save._is_seen]
+    if unseen and process == os.getpid():
+        # One warning: where warnings are errors, a second one would not be reached.
+        shown = "\n".join(f"{save._path}: {error!r}" for save in unseen if (error := Future.exception(save)))
+        warnings.warn(
+            explain(
+                f"{len(unseen)} save(s) in the background failed, and nobody looked.",
+                got=shown,
+                hint="call .result() on what save returned, or .wait() at the end.",
+            ),
+            RuntimeWarning,
+            stacklevel=2,
+        )

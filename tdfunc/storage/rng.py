@@ -1,0 +1,163 @@
+"""The state of random generators as a tree, so that it can be saved with what they drew."""
+
+import random
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Generator
+
+from tdfunc._collection import TensorCollection
+from tdfunc._errors import TreeStructureError, UnsupportedError, explain
+from tdfunc._nontensor import NonTensorData
+
+AnyGenerator: TypeAlias = "Generator | np.random.Generator | random.Random"
+
+
+def get_rng_state(**generators: AnyGenerator) -> TensorCollection:
+    """Read the state of random generators, as a tree that can be saved.
+
+    Args:
+        generators: Generators by name: `torch.Generator`, `numpy.random.Generator` or `random.Random`. Without any,
+            the global ones: torch's for the CPU and for each CUDA device in use, Python's and numpy's.
+
+    Returns:
+        A tree with an entry for each generator.
+
+    Raises:
+        TypeError: One of them is no generator.
+        UnsupportedError: A state that cannot be stored; the message names the generator.
+
+    Examples:
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> state = tdf.get_rng_state(data=generator)
+        >>> first = torch.rand(2, generator=generator)
+        >>> tdf.set_rng_state(state, data=generator)
+        >>> bool((torch.rand(2, generator=generator) == first).all())
+        True
+    """
+    if not generators:
+        return TensorCollection._open(_read_global())
+    return TensorCollection._open({name: _read(name, generator) for name, generator in generators.items()})
+
+
+def set_rng_state(state: TensorCollection, **generators: AnyGenerator) -> None:
+    """Put generators into a state that `get_rng_state` read.
+
+    Args:
+        state: The tree.
+        generators: The generators that were given to `get_rng_state`, by the same names; without any, the global ones.
+
+    Raises:
+        TreeStructureError: The tree has other generators than those that are given.
+        UnsupportedError: A generator of another kind or version than the one whose state this is, or more CUDA
+            devices than there are here.
+    """
+    found, given = set(state._data), set(generators) or {"torch", "cuda", "python", "numpy"}
+    if found != given:
+        raise TreeStructureError(
+            explain(
+                "set_rng_state: the generators are not those of the state.",
+                expected=", ".join(sorted(found)),
+                got=", ".join(sorted(given)),
+                hint="give the generators by the names that get_rng_state had.",
+            )
+        )
+    if not generators:
+        _write_global(state)
+    for name, generator in generators.items():
+        _write(name, generator, state._data[name])
+
+
+def _read_global() -> dict[str, Any]:
+    devices = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": {str(i): torch.cuda.get_rng_state(i) for i in range(devices)},
+        "python": _describe_python(random.getstate()),
+        "numpy": {
+            "kind": str(name),
+            "keys": torch.from_numpy(np.array(keys, dtype=np.uint32)),
+            "rest": NonTensorData([int(position), int(has_gauss), float(gauss)]),
+        },
+    }
+
+
+def _write_global(state: TensorCollection) -> None:
+    cuda = state._data["cuda"]._data
+    devices = torch.cuda.device_count() if cuda else 0
+    if len(cuda) > devices:
+        raise UnsupportedError(
+            explain("set_rng_state: there are fewer CUDA devices.", expected=str(len(cuda)), got=str(devices))
+        )
+    python, numpy = _python_state(state._data["python"]), state._data["numpy"]._data
+    rest = numpy["rest"].data
+    torch.set_rng_state(_bytes(state._data["torch"]))
+    for i, value in cuda.items():
+        torch.cuda.set_rng_state(_bytes(value), int(i))
+    random.setstate(python)
+    np.random.set_state((numpy["kind"].data, numpy["keys"].cpu().numpy(), *rest))
+
+
+def _read(name: str, generator: AnyGenerator) -> Any:
+    if isinstance(generator, Generator):
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return {"numpy": NonTensorData(_plain(generator.bit_generator.state))}
+    if isinstance(generator, random.Random):
+        try:
+            return _describe_python(generator.getstate())
+        except NotImplementedError as err:
+            raise UnsupportedError(
+                explain(f"get_rng_state: {name} has no state.", expected="random.Random", got=type(generator).__name__)
+            ) from err
+    raise TypeError(
+        explain(
+            f"get_rng_state: {name} is no generator.",
+            expected="a torch.Generator, numpy.random.Generator or random.Random",
+            got=type(generator).__name__,
+        )
+    )
+
+
+def _write(name: str, generator: AnyGenerator, state: Any) -> None:
+    try:
+        if isinstance(generator, Generator):
+            generator.set_state(_bytes(state))
+        elif isinstance(generator, np.random.Generator):
+            generator.bit_generator.state = state._data["numpy"].data
+        else:
+            generator.setstate(_python_state(state))
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as err:
+        raise UnsupportedError(
+            explain(
+                f"set_rng_state: the state does not fit the generator {name}.",
+                expected=f"the state of a {type(generator).__name__}",
+                got=f"{type(err).__name__}: {err}"[:300],
+            )
+        ) from err
+
+
+def _describe_python(state: tuple[Any, ...]) -> dict[str, Any]:
+    version, words, gauss = state
+    return {"version": NonTensorData(version), "words": torch.tensor(words), "gauss": NonTensorData(gauss)}
+
+
+def _python_state(state: TensorCollection) -> tuple[int, tuple[int, ...], float | None]:
+    data = state._data
+    return (data["version"].data, tuple(data["words"].tolist()), data["gauss"].data)
+
+
+def _bytes(state: torch.Tensor) -> torch.Tensor:
+    # Not the mapped bytes of a file: torch keeps what it is given.
+    return state.detach().cpu().clone()
+
+
+def _plain(value: Any) -> Any:
+    """Return a bit generator's state with lists for arrays, which numpy takes back."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return value.item() if isinstance(value, np.generic) else value

@@ -1,0 +1,891 @@
+"""The checkpoints of a run: what is kept, and that a step is whole or not there, whatever else happens."""
+
+import errno
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from contextlib import suppress
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tdfunc import (
+    CheckpointManager,
+    ConcurrencyError,
+    CorruptCheckpointError,
+    NonTensorData,
+    TensorDict,
+    UnsupportedError,
+    load,
+)
+from tdfunc.storage import manager as manager_module
+from tdfunc.storage import steps as steps_module
+from tests.storage.trees import VALUES, assert_same, tied_trees, trees
+
+FAST = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
+
+
+def tree_of(value):
+    """A tree whose leaves all hold one value."""
+    return TensorDict({"w": torch.full((4,), float(value)), "n": {"b": torch.full((2, 3), float(value))}})
+
+
+def value_of(tree):
+    """The one value of a tree; fails for a tree that was put together from two."""
+    values = {float(value) for leaf in tree.leaves() for value in leaf.flatten()}
+    assert len(values) == 1, values
+    return values.pop()
+
+
+def run(code, *args, timeout=250):
+    """Start a script in a fresh interpreter."""
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), *map(str, args)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+
+
+def ended(process, *, status=0):
+    """Wait for a script and return what it printed."""
+    out, errors = process.communicate(timeout=250)
+    assert process.returncode == status, errors
+    return out
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def manager(request, tmp_path):
+    """A manager that saves at once, or in the background."""
+    return CheckpointManager(tmp_path / "run", async_save=request.param, fsync=False)
+
+
+# -- one step ---------------------------------------------------------------------------------------------------
+
+
+@given(tree=trees() | tied_trees(), metadata=st.dictionaries(st.text("aé0", max_size=3), VALUES, max_size=3))
+@FAST
+def test_a_step_comes_back(tree, metadata, tmp_path):
+    """Something of a tree or its metadata would be lost."""
+    folder = tempfile.mkdtemp(dir=tmp_path)
+    with CheckpointManager(folder, fsync=False, async_save=True) as manager:
+        assert manager.save(3, tree, metadata=metadata).result() == manager.path(3)
+
+    assert_same(manager.load(), tree)
+    assert manager.metadata() == metadata
+    assert repr(manager.metadata(3)) == repr(metadata)
+    assert manager.verify() == 3
+
+
+def test_named_trees(manager):
+    """Parameters and the state of an optimizer could not be saved as one step."""
+    params = TensorDict.from_module(nn.Linear(2, 3))
+    manager.save(0, {"params": params, "state": {"step": torch.tensor(3)}, "note": "text"}).result()
+    back = manager.load()
+
+    assert_same(back["params"], params)
+    assert back["state", "step"] == 3
+    assert back["note"] == "text"
+
+
+def test_without_steps(tmp_path):
+    """A run that has not begun would be an error, or make a folder."""
+    manager = CheckpointManager(tmp_path / "a" / "b", metric="loss")
+
+    assert (manager.steps(), manager.latest(), manager.best()) == ([], None, None)
+    for call in (manager.load, manager.metadata, manager.verify):
+        with pytest.raises(FileNotFoundError, match=r"a/b: there are no steps(.|\n)*latest\(\) is None"):
+            call()
+    assert os.listdir(tmp_path) == []
+    manager.save(0, tree_of(1))
+    assert value_of(manager.load()) == 1
+
+
+def test_a_step_is_a_checkpoint_for_others(tmp_path):
+    """The file of a step could not be opened by itself."""
+    CheckpointManager(tmp_path).save(5, tree_of(5))
+
+    assert sorted(os.listdir(tmp_path)) == ["step-0000000005"]
+    assert sorted(os.listdir(tmp_path / "step-0000000005")) == ["checkpoint.json", "model.safetensors"]
+    assert value_of(load(tmp_path / "step-0000000005" / "model.safetensors")) == 5
+    assert json.loads((tmp_path / "step-0000000005" / "checkpoint.json").read_text())["step"] == 5
+
+
+@pytest.mark.parametrize("step", [0, 10**10, 10**150, np.int64(7), torch.tensor(7)], ids=str)
+def test_steps_of_any_size(step, manager):
+    """A step would be refused, or come back as another."""
+    manager.save(step, tree_of(1)).result()
+
+    assert manager.steps() == [int(step)]
+    assert value_of(manager.load(step)) == 1
+
+
+@pytest.mark.parametrize(
+    ("step", "error", "got"),
+    [(-1, ValueError, "-1"), (True, ValueError, "True"), (10**200, ValueError, "665 bits"), (1.0, TypeError, "float"),
+     ("1", TypeError, "str"), (None, TypeError, "NoneType")],
+)  # fmt: skip
+def test_what_is_no_step(step, error, got, manager):
+    """A step would get a name that is not found again."""
+    with pytest.raises(error, match=rf"save(.|\n)*0 or more(.|\n)*{got}"):
+        manager.save(step, tree_of(1))
+    if step is not None:
+        with pytest.raises(error, match=rf"load(.|\n)*0 or more(.|\n)*{got}"):
+            manager.load(step)
+    assert manager.steps() == []
+
+
+def test_missing_steps(manager):
+    """A wrong number would not say which steps there are."""
+    for step in range(12):
+        manager.save(step, tree_of(step)).result()
+    for call in (manager.load, manager.metadata, manager.verify, manager.delete):
+        with pytest.raises(FileNotFoundError, match=r"step 77(.|\n)*step-0000000077(.|\n)*\.\.\. 2, 3, .*10, 11"):
+            call(77)
+
+
+def test_what_is_there_is_not_overwritten(manager):
+    """A second run in the same folder would destroy the checkpoints of the first."""
+    manager.save(1, tree_of(1)).result()
+    with pytest.raises(FileExistsError, match=r"step 1 exists(.|\n)*overwrite=True"):
+        manager.save(1, tree_of(2))
+    assert value_of(manager.load()) == 1
+
+    manager.save(1, tree_of(2), overwrite=True, metadata={"new": True}).result()
+    assert value_of(manager.load()) == 2
+    assert manager.metadata() == {"new": True}
+    assert len(os.listdir(manager._folder)) == 1
+
+
+def test_overwriting_without_the_system_call(tmp_path, monkeypatch):
+    """A file system that cannot exchange two folders could not replace a step."""
+    monkeypatch.setattr(steps_module, "_renameat2", None)
+    manager = CheckpointManager(tmp_path)
+    for value in range(3):
+        manager.save(1, tree_of(value), overwrite=True)
+
+    assert value_of(manager.load()) == 2
+    assert os.listdir(tmp_path) == ["step-0000000001"]
+
+
+def test_other_files_do_not_count(tmp_path):
+    """Something else in the folder would be taken for a step, or removed."""
+    for name in ("step-1", "step-00000000001", "step-000000000x", "notes", "step-0000000003.bak"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-0000000009").write_text("a file")
+    (tmp_path / "step-0000000008").symlink_to(tmp_path / "notes")
+    before = set(os.listdir(tmp_path))
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    for step in (1, 2):
+        manager.save(step, tree_of(step))
+
+    assert manager.steps() == [2]
+    assert set(os.listdir(tmp_path)) == before | {"step-0000000002"}
+
+
+@pytest.mark.parametrize(
+    ("tree", "got"), [([1], "list"), (torch.ones(1), "Tensor"), (None, "NoneType")], ids=["list", "tensor", "none"]
+)
+def test_what_is_no_tree(tree, got, manager):
+    """A value that is no tree would fail somewhere inside."""
+    with pytest.raises(TypeError, match=rf"save: this is no tree(.|\n)*{got}(.|\n)*params"):
+        manager.save(0, tree)
+
+
+def test_a_leaf_that_cannot_be_stored(manager):
+    """A step would be left half written."""
+    with pytest.raises(UnsupportedError, match='leaf "bad" cannot be stored'):
+        manager.save(0, tree_of(1).set("bad", NonTensorData(object())))
+    assert manager.steps() == []
+
+
+CYCLE = {}
+CYCLE["self"] = CYCLE
+
+
+@pytest.mark.parametrize(
+    ("metadata", "where", "got"),
+    [
+        ({"a": [0, {"b": float("nan")}]}, r"metadata\['a'\]\[1\]\['b'\]", r"nan \(float\)"),
+        ({"a": float("inf")}, r"metadata\['a'\]", r"inf \(float\)"),
+        ({"a": (1, 2)}, r"metadata\['a'\]", r"\(1, 2\) \(tuple\)"),
+        ({"a": {1: 2}}, r"metadata\['a'\]", r"the key 1 \(int\)"),
+        ({None: 2}, r"metadata", r"the key None \(NoneType\)"),
+        ({"a": torch.ones(())}, r"metadata\['a'\]", r"tensor\(1\.\) \(Tensor\)"),
+        ({"a": np.float64(1)}, r"metadata\['a'\]", r"1\.0.* \(float64\)"),
+        ({"a": 1 << 5000}, r"metadata\['a'\]", r"an int of 5001 bits"),
+        ({"a": {"b": {1, 2}}}, r"metadata\['a'\]\['b'\]", r"\{1, 2\} \(set\)"),
+        ({"a": "\ud800"}, r"metadata", r"'\\ud800'"),
+        (CYCLE, r"metadata", r"nested over 200 deep"),
+    ],
+    ids=["nan", "inf", "tuple", "int key", "none key", "tensor", "numpy", "huge", "set", "surrogate", "cycle"],
+)
+def test_metadata_that_json_would_alter(metadata, where, got, manager):
+    """Metadata would come back as something else, or the step not at all."""
+    with pytest.raises(UnsupportedError, match=rf"save: {where} cannot be stored(.|\n)*expected: str(.|\n)*{got}"):
+        manager.save(0, tree_of(1), metadata=metadata)
+    assert manager.steps() == []
+
+
+def test_metadata_that_are_no_mapping(manager):
+    """A list would be saved as metadata without names."""
+    with pytest.raises(TypeError, match=r"no mapping(.|\n)*a dict(.|\n)*list"):
+        manager.save(0, tree_of(1), metadata=[1])
+
+
+def test_metadata_are_as_they_were(tmp_path):
+    """A list that the program goes on appending to would be saved later than its tree."""
+    history = [1]
+    manager = CheckpointManager(tmp_path, async_save=True)
+    handle = manager.save(0, tree_of(1), metadata={"history": history})
+    history.append(2)
+    handle.result()
+
+    assert manager.metadata() == {"history": [1]}
+
+
+# -- which steps are kept ---------------------------------------------------------------------------------------
+
+STEPS = st.lists(
+    st.tuples(st.integers(0, 12), st.none() | st.sampled_from([0, 1, 1.5, -2.0, 10**20])), max_size=10,
+    unique_by=lambda pair: pair[0],
+)  # fmt: skip
+
+
+@given(
+    saves=STEPS,
+    keep_last=st.none() | st.integers(1, 3),
+    keep_best=st.none() | st.integers(1, 3),
+    mode=st.sampled_from(["min", "max"]),
+)
+@FAST
+def test_the_last_and_the_best_are_kept(saves, keep_last, keep_best, mode, tmp_path):
+    """A step that should be kept would be removed, or one that should go stay."""
+    manager = CheckpointManager(
+        tempfile.mkdtemp(dir=tmp_path), keep_last=keep_last, keep_best=keep_best, metric="m", mode=mode, fsync=False
+    )
+    tree = TensorDict({"w": torch.ones(1)})
+    there = {}
+    for step, metric in saves:
+        manager.save(step, tree, metadata={} if metric is None else {"m": metric})
+        there[step] = metric
+        # The oracle: sort everything anew, the newest of equal ones first.
+        sign = 1 if mode == "min" else -1
+        ranked = sorted((sign * m, -s) for s, m in there.items() if m is not None)
+        best = [-s for _, s in ranked]
+        if keep_last is not None or keep_best is not None:
+            kept = {step, *sorted(there)[-(keep_last or 1) :], *best[: keep_best or 0]}
+            there = {s: m for s, m in there.items() if s in kept}
+            best = [s for s in best if s in kept]
+
+        assert manager.steps() == sorted(there)
+        assert manager.best() == (best[0] if best else None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keep_last": 0}, r"keep_last(.|\n)*1 or more, or None(.|\n)*0(.|\n)*always kept"),
+        ({"keep_last": True}, r"keep_last(.|\n)*True"),
+        ({"keep_best": -1, "metric": "m"}, r"keep_best(.|\n)*-1"),
+        ({"keep_best": 1}, r"keep_best needs a metric(.|\n)*metric="),
+        ({"mode": "low"}, r"'min' or 'max'(.|\n)*'low'"),
+        ({"max_pending": 0}, r"max_pending(.|\n)*0"),
+    ],
+    ids=["last", "bool", "best", "metric", "mode", "pending"],
+)
+def test_rules_that_make_no_sense(options, message, tmp_path):
+    """A typing error in the rules would remove checkpoints."""
+    with pytest.raises(ValueError, match=message):
+        CheckpointManager(tmp_path, **options)
+
+
+@pytest.mark.parametrize("value", ["low", True, [1.0]])
+def test_a_metric_that_is_no_number(value, tmp_path):
+    """A step would silently never be the best."""
+    manager = CheckpointManager(tmp_path, metric="loss")
+    with pytest.raises(TypeError, match=r"metric 'loss' is no number(.|\n)*int or float(.|\n)*(low|True|1\.0)"):
+        manager.save(0, tree_of(1), metadata={"loss": value})
+
+
+def test_best_without_a_metric(tmp_path):
+    """The best step would be any step."""
+    with pytest.raises(ValueError, match=r"best: the manager has no metric(.|\n)*metric="):
+        CheckpointManager(tmp_path).best()
+
+
+def test_a_step_that_cannot_be_removed(tmp_path, monkeypatch):
+    """A save that succeeded would fail because of an older step."""
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    manager.save(0, tree_of(0))
+
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(manager_module, "remove_step", refuse)
+    with pytest.warns(RuntimeWarning, match=r"step 0 could not be removed(.|\n)*Permission denied"):
+        manager.save(1, tree_of(1))
+    assert manager.steps() == [0, 1]
+
+
+def test_delete(manager):
+    """A step could not be given up, such as those after the one to go back to."""
+    for step in range(3):
+        manager.save(step, tree_of(step)).result()
+    manager.delete(2)
+
+    assert manager.steps() == [0, 1]
+    with steps_module.reading(manager._folder, 1), pytest.raises(BlockingIOError, match="step 1 is being loaded"):
+        manager.delete(1)
+    manager.delete(1)
+    assert os.listdir(manager._folder) == ["step-0000000000"]
+
+
+# -- damage -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["checkpoint.json", "model.safetensors"])
+def test_every_changed_byte_is_noticed(name, tmp_path):
+    """A damaged step would be loaded as if it was whole."""
+    manager = CheckpointManager(tmp_path)
+    path = manager.save(4, TensorDict({"w": torch.ones(2)}), metadata={"loss": 0.5}).result() / name
+    raw = path.read_bytes()
+    for i in range(len(raw)):
+        path.write_bytes(raw[:i] + bytes([raw[i] ^ 1]) + raw[i + 1 :])
+        with pytest.raises(CorruptCheckpointError, match=rf"^step 4 in {tmp_path} is damaged: "):
+            manager.load()
+        if name == "checkpoint.json":
+            with pytest.raises(CorruptCheckpointError, match=rf"^step 4 in {tmp_path} is damaged: "):
+                manager.metadata()
+    for cut in (b"", raw[:7], raw[:-1], raw + b" "):
+        path.write_bytes(cut)
+        with pytest.raises(CorruptCheckpointError, match=rf"^step 4 in {tmp_path} is damaged: "):
+            manager.verify(4)
+    path.unlink()
+    with pytest.raises(CorruptCheckpointError, match=rf"damaged: a file is missing(.|\n)*{name}"):
+        manager.load()
+
+
+def test_files_of_two_steps(tmp_path):
+    """A tree beside the metadata of another step would be loaded with them."""
+    manager = CheckpointManager(tmp_path)
+    for step in (1, 2):
+        manager.save(step, tree_of(step))
+    shutil.copy(manager.path(1) / "model.safetensors", manager.path(2) / "model.safetensors")
+    with pytest.raises(
+        CorruptCheckpointError, match=r"step 2(.|\n)*not the one(.|\n)*xxh3-64:\w{16}\n.*xxh3-64:\w{16}"
+    ):
+        manager.load()
+
+    os.rename(manager.path(1), manager.path(3))
+    with pytest.raises(CorruptCheckpointError, match=r"name of another step(.|\n)*step 3(.|\n)*step 1"):
+        manager.load()
+
+
+def forge(manager, step, fields):
+    """Write a `checkpoint.json` whose digest is right."""
+    text = json.dumps(fields)[1:]
+    raw = f'{{"digest":"xxh3-64:{"0" * 16}",{text}'.encode()
+    digest = manager_module.xxhash.xxh3_64_hexdigest(raw).encode()
+    (manager.path(step) / "checkpoint.json").write_bytes(raw.replace(b"0" * 16, digest, 1))
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"version": 2, "step": 1, "tree": "", "metadata": {}}, UnsupportedError, r"version 1(.|\n)*2"),
+        ({"step": 1}, CorruptCheckpointError, r"malformed(.|\n)*KeyError"),
+        ({"version": 1, "step": 1, "tree": "", "metadata": 3}, CorruptCheckpointError, r"malformed(.|\n)*TypeError"),
+        ({"version": 1, "step": 1, "tree": "", "metadata": {"a": float("nan")}}, CorruptCheckpointError, r"NaN"),
+    ],
+    ids=["version", "missing", "type", "nan"],
+)
+def test_hostile_metadata(fields, error, message, tmp_path):
+    """A file made by another program would crash the loader."""
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, tree_of(1))
+    forge(manager, 1, fields)
+
+    with pytest.raises(error, match=message):
+        manager.load()
+
+
+def test_falling_back_to_a_whole_step(tmp_path):
+    """One damaged step would make all others useless, or be passed over without a word."""
+    manager = CheckpointManager(tmp_path)
+    for step in range(4):
+        manager.save(step, tree_of(step))
+    for step in (3, 2):
+        path = manager.path(step) / "model.safetensors"
+        raw = path.read_bytes()
+        path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    with pytest.raises(CorruptCheckpointError, match=r'step 3(.|\n)*leaf "'):
+        manager.load()
+    with pytest.warns(RuntimeWarning, match=r"step \d in (.|\n)* is damaged(.|\n)*an older step") as caught:
+        back = manager.load(fallback=True)
+
+    assert value_of(back) == 1
+    assert [str(warning.message)[:6] for warning in caught] == ["step 3", "step 2"]
+    for options in ({"step": 1}, {"verify": False}):
+        with pytest.raises(ValueError, match=r"fallback(.|\n)*(step 1|verify=False)"):
+            manager.load(fallback=True, **options)
+
+
+@pytest.mark.filterwarnings("ignore:step 0")
+def test_nothing_to_fall_back_to(tmp_path):
+    """A run of damaged steps would look like a run without steps."""
+    manager = CheckpointManager(tmp_path)
+    path = manager.save(0, tree_of(0)).result() / "model.safetensors"
+    path.write_bytes(b"")
+
+    with pytest.raises(CorruptCheckpointError, match=r"no step is whole(.|\n)*damaged: 0"):
+        manager.load(fallback=True)
+
+
+# -- interrupted saves ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, OSError(errno.ENOSPC, "No space left on device")])
+@pytest.mark.parametrize("target", ["_write_tree", "_describe", "replace_file"])
+def test_errors_in_the_middle(target, error, manager, monkeypatch):
+    """A save that failed would leave a part of a step, or damage another one."""
+    manager.save(0, tree_of(0)).result()
+    before = sorted(os.listdir(manager._folder))
+
+    def fail(*_, **__):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manager_module, target, fail)
+        with pytest.raises(error if isinstance(error, type) else OSError):
+            manager.save(1, tree_of(1)).result()
+
+    assert sorted(os.listdir(manager._folder)) == before
+    manager.save(1, tree_of(1)).result()
+    assert value_of(manager.load()) == 1
+
+
+def test_no_space(manager):
+    """A full disk would leave a part of a step behind, or not say which step is missing."""
+    manager.save(0, tree_of(0)).result()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        # Python ignores SIGXFSZ, so a write past the limit fails as on a full disk.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
+        with pytest.raises(OSError, match=r"File too large; the step was not saved: .*step-0000000001"):
+            manager.save(1, TensorDict({"w": torch.ones(3_000_000)})).result()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    assert os.listdir(manager._folder) == ["step-0000000000"]
+
+
+def test_a_folder_that_cannot_be_written(manager):
+    """Saving without permission would end in an error that names no file, or loading fail too."""
+    folder = tempfile.mkdtemp()
+    try:
+        CheckpointManager(folder).save(0, tree_of(0))
+        os.makedirs(f"{folder}/.tmp-left")
+        os.chmod(folder, 0o555)
+        user = os.geteuid()
+        try:
+            if user == 0:
+                # Nothing is forbidden to root.
+                os.seteuid(65534)
+            reader = CheckpointManager(folder, async_save=manager._async)
+            with pytest.raises(PermissionError, match="the step was not saved: .*step-0000000001"):
+                reader.save(1, tree_of(1)).result()
+            assert value_of(reader.load()) == 0
+        finally:
+            os.seteuid(user)
+            os.chmod(folder, 0o755)
+        assert sorted(os.listdir(folder)) == [".tmp-left", "step-0000000000"]
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_leftovers_are_removed_unless_somebody_still_writes(tmp_path):
+    """A killed save would use space for ever, or a running one lose its files."""
+    CheckpointManager(tmp_path).save(0, tree_of(0))
+    (tmp_path / ".tmp-dead").mkdir()
+    (tmp_path / ".tmp-dead" / "model.safetensors").write_bytes(b"part")
+    (tmp_path / ".tmp-file").write_bytes(b"not a folder")
+    path, fd = steps_module._create(str(tmp_path))
+    (tmp_path / path / "model.safetensors").write_bytes(b"part")
+    manager = CheckpointManager(tmp_path)
+
+    assert set(os.listdir(tmp_path)) == {"step-0000000000", ".tmp-file", os.path.basename(path)}
+    os.close(fd)
+    manager.save(1, tree_of(1))
+    assert set(os.listdir(tmp_path)) == {"step-0000000000", "step-0000000001", ".tmp-file"}
+
+
+# Imports once and forks a child for each kill. A child saves steps of equal values over and over.
+KILLS = """
+    import json, os, random, signal, sys, time, warnings
+    import torch
+    from tdfunc import CheckpointManager, TensorDict
+
+    folder, kills, background = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "async"
+    torch.set_num_threads(1)
+    random.seed(0)
+
+    def tree(step):
+        return TensorDict({str(i): torch.full((1 << 15,), float(step)) for i in range(10)})
+
+    def values(tree):
+        return {float(value) for leaf in tree.values() for value in (leaf.min(), leaf.max())}
+
+    start = time.perf_counter()
+    CheckpointManager(folder).save(0, tree(0))
+    span = time.perf_counter() - start
+    left, last, seen = 0, 0, 0
+    for kill in range(kills):
+        child = os.fork()
+        if not child:
+            try:
+                manager = CheckpointManager(folder, keep_last=2, async_save=background, fsync=kill % 2 == 0)
+                step = manager.latest()
+                while True:
+                    step += 1
+                    # Every third save replaces a step.
+                    manager.save(step - (step % 3 == 0), tree(step), metadata={"step": step}, overwrite=True)
+            finally:
+                os._exit(1)
+        time.sleep(random.uniform(0, 4 * span))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        left += sum(name.startswith(".tmp-") for name in os.listdir(folder))
+        manager = CheckpointManager(folder)
+        latest = manager.latest()
+        assert latest >= last, (latest, last)
+        seen += latest > last
+        last = latest
+        for step in manager.steps():
+            found = values(manager.load(step))
+            assert found <= {step, step + 1} and len(found) == 1, (step, found)
+            assert manager.metadata(step) == {"step": found.pop()} or step == 0
+        assert not any(name.startswith(".tmp-") for name in os.listdir(folder))
+    print(json.dumps({"kills": kills, "left": left, "new": seen, "steps": last}))
+"""
+
+
+@pytest.mark.parametrize("how", ["sync", "async"])
+def test_kills(how, tmp_path):
+    """A killed save would leave a torn step, lose the others, or leave its own files behind."""
+    result = json.loads(ended(run(KILLS, tmp_path / "run", 20, how)))
+
+    assert result["new"] > 1
+    assert result["left"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["sync", "async"])
+def test_hundreds_of_kills(how, tmp_path):
+    """A rare moment in which a kill loses a step would be missed by a few."""
+    result = json.loads(ended(run(KILLS, tmp_path / "run", 300, how)))
+    print(result)
+
+    assert result["new"] > 100
+    assert result["left"] > 20
+
+
+# -- several processes ------------------------------------------------------------------------------------------
+
+
+def test_two_writers(tmp_path):
+    """Two processes that save the same steps would mix them, or both believe that theirs is there."""
+    code = """
+        import json, sys, time
+        import torch
+        from tdfunc import CheckpointManager, TensorDict
+
+        folder, value, start = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
+        manager, won = CheckpointManager(folder, fsync=False), []
+        print("ready", flush=True)
+        sys.stdin.readline()
+        for step in range(40):
+            try:
+                manager.save(step, TensorDict({str(i): torch.full((9999,), value) for i in range(5)}))
+                won.append(step)
+            except FileExistsError as err:
+                assert f"step {step} exists" in str(err)
+        print(json.dumps(won))
+    """
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(code), str(tmp_path), str(value), "0"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        for value in (1, 2)
+    ]  # fmt: skip
+    for writer in writers:
+        assert writer.stdout.readline() == "ready\n"
+    for writer in writers:
+        writer.stdin.write("\n")
+        writer.stdin.flush()
+    won = [json.loads(ended(writer)) for writer in writers]
+
+    assert sorted(won[0] + won[1]) == list(range(40))
+    manager = CheckpointManager(tmp_path)
+    assert [value_of(manager.load(step)) for step in range(40)] == [1 if step in won[0] else 2 for step in range(40)]
+    assert len(os.listdir(tmp_path)) == 40
+
+
+def test_a_reader_during_writes_and_removals(tmp_path):
+    """A reader would meet a step that is half written or half removed."""
+    code = """
+        import sys
+        import torch
+        from tdfunc import CheckpointManager, TensorDict
+
+        manager, step = CheckpointManager(sys.argv[1], keep_last=1, fsync=False), 0
+        while True:
+            tree = TensorDict({str(i): torch.full((9999,), float(step)) for i in range(5)})
+            manager.save(step, tree, metadata={"step": step}, overwrite=step % 3 == 0)
+            manager.save(step, tree, metadata={"step": step}, overwrite=True)
+            if step == 3:
+                print("ready", flush=True)
+            step += 1
+    """
+    writer = run(code, tmp_path)
+    assert writer.stdout.readline() == "ready\n"
+    reader, seen = CheckpointManager(tmp_path), []
+    end = time.monotonic() + 3
+    while time.monotonic() < end:
+        seen.append(value_of(reader.load()))
+        assert reader.metadata()["step"] >= seen[-1]
+        for step in reader.steps():
+            with suppress(FileNotFoundError):
+                assert value_of(reader.load(step)) == step
+    assert writer.poll() is None
+    writer.kill()
+    writer.communicate()
+
+    assert seen == sorted(seen)
+    assert len(set(seen)) > 3
+
+
+def test_a_step_that_is_read_is_not_removed(tmp_path):
+    """A loader would lose its files half-way."""
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    manager.save(0, tree_of(0))
+    with steps_module.reading(str(tmp_path), 0):
+        manager.save(1, tree_of(1))
+        assert manager.steps() == [0, 1]
+    manager.save(2, tree_of(2))
+
+    assert manager.steps() == [2]
+
+
+def test_the_latest_is_removed_before_it_is_opened(tmp_path, monkeypatch):
+    """Loading the latest step would fail because there is a later one."""
+    manager, real = CheckpointManager(tmp_path), manager_module.reading
+    manager.save(0, tree_of(0))
+
+    def late(folder, step):
+        if step == 0:
+            manager.save(1, tree_of(1))
+            steps_module.remove_step(folder, 0)
+        return real(folder, step)
+
+    monkeypatch.setattr(manager_module, "reading", late)
+    assert value_of(manager.load()) == 1
+
+
+def test_without_locks(tmp_path, monkeypatch):
+    """On a file system without locks a step that goes while it is read would be reported as damaged."""
+
+    class NoLocks:
+        LOCK_EX = LOCK_SH = LOCK_NB = LOCK_UN = 0
+
+        @staticmethod
+        def flock(*_):
+            raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(steps_module, "_fcntl", NoLocks)
+    manager, real = CheckpointManager(tmp_path, keep_last=2), manager_module.load
+    for step in range(3):
+        manager.save(step, tree_of(step))
+    assert manager.steps() == [1, 2]
+    (tmp_path / ".tmp-left").mkdir()
+    manager.save(2, tree_of(3), overwrite=True)
+    assert (tmp_path / ".tmp-left").is_dir()
+
+    def late(*args, **kwargs):
+        steps_module.remove_step(str(tmp_path), 1)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(manager_module, "load", late)
+    with pytest.raises(FileNotFoundError, match="step 1 is not there; it was removed"):
+        manager.load(1)
+    assert value_of(manager.load()) == 3
+
+
+def test_a_fork_during_a_save_keeps_nobody_waiting(tmp_path, monkeypatch):
+    """The workers of a data loader, forked during a save, would keep its lock, and readers wait for them."""
+    children, real = [], manager_module._describe
+
+    def fork(about):
+        child = os.fork()
+        if not child:
+            time.sleep(30)
+            os._exit(0)
+        children.append(child)
+        return real(about)
+
+    monkeypatch.setattr(manager_module, "_describe", fork)
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    start = time.monotonic()
+    try:
+        for step in range(2):
+            manager.save(step, tree_of(step))
+            assert value_of(manager.load(step)) == step
+        assert manager.steps() == [1]
+        assert time.monotonic() - start < 10
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def test_many_threads(tmp_path):
+    """Threads that save and load through one manager would lose steps."""
+    manager = CheckpointManager(tmp_path, async_save=True, max_pending=3, fsync=False)
+
+    def work(first):
+        for step in range(first, first + 10):
+            manager.save(step, tree_of(step)).result()
+            assert value_of(manager.load(step)) == step
+
+    threads = [threading.Thread(target=work, args=(10 * i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert manager.steps() == list(range(40))
+
+
+# -- in the background ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """An event that saves wait for before they write."""
+    event, real = threading.Event(), manager_module._write_tree
+
+    def write(*args, **kwargs):
+        assert event.wait(60)
+        real(*args, **kwargs)
+
+    monkeypatch.setattr(manager_module, "_write_tree", write)
+    yield event
+    event.set()
+
+
+def test_a_pending_step(gate, tmp_path):
+    """A step that is still being written would be offered for loading, or be saved twice."""
+    manager = CheckpointManager(tmp_path, async_save=True, max_pending=2)
+    handle = manager.save(0, tree_of(0))
+
+    assert manager.latest() is None
+    assert repr(manager) == f"CheckpointManager('{tmp_path}', 0 steps, 1 pending)"
+    with pytest.raises(FileExistsError, match="step 0 exists"):
+        manager.save(0, tree_of(0))
+    with pytest.raises(TimeoutError, match=r"0\.01 s(.|\n)*step-0000000000"):
+        manager.wait(timeout_s=0.01)
+    gate.set()
+    manager.wait()
+    assert handle.done()
+    assert manager.latest() == 0
+
+
+def test_a_leaf_that_changes_fails_the_step_by_name(gate, tmp_path):
+    """A step would hold values of two moments."""
+    manager = CheckpointManager(tmp_path, async_save=True)
+    tree = tree_of(0)
+    handle = manager.save(7, tree)
+    tree["n", "b"][1, 2] = 1
+    gate.set()
+    with pytest.raises(ConcurrencyError, match=r'step-0000000007: .*leaf "n\.b" changed(.|\n)*copy=True'):
+        handle.result()
+    assert os.listdir(tmp_path) == []
+
+    gate.clear()
+    manager.save(8, tree, copy=True)
+    tree["n", "b"].zero_()
+    gate.set()
+    manager.wait()
+    assert manager.load()["n", "b"][1, 2] == 1
+
+
+def test_errors_come_with_the_next_save_or_at_the_end_of_the_block(tmp_path, monkeypatch):
+    """A run would go on for days without noticing that no checkpoint is written."""
+
+    def fail(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    manager = CheckpointManager(tmp_path, async_save=True)
+    monkeypatch.setattr(manager_module, "_write_tree", fail)
+    manager.save(0, tree_of(0))
+    with pytest.raises(OSError, match="No space left on device; the step was not saved: .*step-0000000000"):
+        manager.save(1, tree_of(1))
+    with pytest.raises(OSError, match="the step was not saved: .*step-0000000002"), manager:
+        manager.save(2, tree_of(2))
+
+
+# -- resuming ---------------------------------------------------------------------------------------------------
+
+TRAIN = """
+    import os, random, signal, sys
+    import torch
+    import tdfunc as tdf
+    from torch import nn
+
+    folder, die_at = sys.argv[1], int(sys.argv[2])
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    apply, params, _ = tdf.functional(nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 1)))
+    opt = tdf.optim.adam(lr=1e-2)
+    tree, start = {"params": params, "opt": opt.init(params), "rng": tdf.get_rng_state()}, 0
+
+    manager = tdf.CheckpointManager(folder, keep_last=2, async_save=True)
+    if manager.latest() is not None:
+        tree, start = manager.load(), manager.latest() + 1
+        tdf.set_rng_state(tree["rng"])
+    params, state = tree["params"], tree["opt"]
+
+    for step in range(start, 60):
+        x = torch.randn(32, 8)
+        grads = torch.func.grad(lambda p: (apply(p, x, rng=step) - x.sum(1, keepdim=True)).square().mean())(params)
+        params, state = opt.update(params, grads, state)
+        manager.save(step, {"params": params, "opt": state, "rng": tdf.get_rng_state()})
+        if step == die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+    manager.wait()
+    print(start, [leaf.double().sum().item().hex() for leaf in manager.load()["params"].leaves()])
+"""
+
+
+def test_a_killed_training_resumes_as_if_nothing_had_happened(tmp_path):
+    """A run that was killed would go on with other numbers than one that was not."""
+    _, expected = ended(run(TRAIN, tmp_path / "whole", -1)).split(" ", 1)
+    for die_at in (17, 40):
+        ended(run(TRAIN, tmp_path / "killed", die_at), status=-signal.SIGKILL)
+    start, found = ended(run(TRAIN, tmp_path / "killed", -1)).split(" ", 1)
+
+    assert found == expected
+    assert 0 < int(start) <= 41
