@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from tdfunc._errors import CorruptCheckpointError, UnsupportedError, explain
 from tdfunc._keys import missing
 from tdfunc._types import Path
-from tdfunc.storage.decode import Plan, malformed, parse_tree
+from tdfunc.storage.decode import Plan, check_unique, malformed, parse_tree
 from tdfunc.storage.format import (
     Entry,
     Spec,
@@ -43,7 +43,9 @@ class Found(NamedTuple):
 
     item: Any
     device: str | None
-    name: str = ""
+    name: str
+    # How many keys of the path were followed.
+    depth: int
 
 
 class Contents:
@@ -133,6 +135,8 @@ class Contents:
             if self._plan is None:
                 # The names are in the headers too, so together they are no longer than these.
                 limit = sum(source.begin for source in self.sources) if self.is_ours else None
+                if self.is_ours:
+                    check_unique(self.metadata["tdfunc.tree"], self.doc)
                 self._plan = Plan(self.doc, limit)
             return self._plan
 
@@ -235,6 +239,8 @@ class Contents:
     def find(self, path: Path) -> Found:
         """Return what is at a path, reading no more of the tree than lies on the way.
 
+        A path ends early where it meets a lazy stack, whose keys are not those of its node.
+
         Raises:
             MissingKeyError: There is nothing.
         """
@@ -246,6 +252,8 @@ class Contents:
         device = nodes[0].get("device")
         item: Any = {"tree": 0}
         for depth, key in enumerate(path):
+            if number >= 0 and "own" in nodes[number]:
+                return Found(item, device, "", depth)
             at = self._index_of(number, key) if number >= 0 else None
             if at is None:
                 known = nodes[number]["keys"] if number >= 0 else []
@@ -255,23 +263,13 @@ class Contents:
             if number >= 0:
                 device = nodes[number].get("device", device)
             elif type(item) is dict and "tie" in item:
+                if depth < len(path) - 1:
+                    continue
                 return self._find_tied(item, device)
             elif depth == len(path) - 1:
                 # A value has no name in the file.
-                return Found(item, device, "" if type(item) is dict else self._name(item, path[:-1], key))
-        return Found(item, device)
-
-    def stack_on(self, path: Path) -> Path | None:
-        """Return the first part of a path that leads to a node with a form of its own (a lazy stack), if not all."""
-        nodes, number = self.doc["nodes"], 0
-        for depth, key in enumerate(path):
-            if "own" in nodes[number]:
-                return path[:depth]
-            at = self._index_of(number, key)
-            number = self._child(nodes[number]["items"][at], number) if at is not None else -1
-            if number < 0:
-                return None
-        return None
+                return Found(item, device, "" if type(item) is dict else self._name(item, path[:-1], key), len(path))
+        return Found(item, device, "", len(path))
 
     def _index_of(self, number: int, key: str) -> int | None:
         keys = self.doc["nodes"][number]["keys"]
@@ -311,7 +309,7 @@ class Contents:
         first = self.doc["nodes"][number]["items"][at]
         name = self._name(first, tuple(reversed(path)), key)
         # The alias says which kind it is, the first path all else.
-        return Found(first, device, name)
+        return Found(first, device, name, -1)
 
     def _name(self, item: Any, parents: Path, key: str) -> str:
         if type(item) is list and len(item) > 2 and item[2] is not None:
@@ -328,8 +326,8 @@ class Contents:
         digest = None
         if table is None:
             entry = next((e for e in self._entries(source) if quote(e.name) == name), None)
-        elif name in table:
-            place, text = table[name]
+        elif (found := table.get(name[1:-1])) is not None:
+            place, text = found
             entry = as_entry(json.loads(name), json.loads(f'{{"dtype":"{text}]}}'))
             if self.verify:
                 check_algorithm(source.header.algorithm)
@@ -345,7 +343,7 @@ class Contents:
         return source, entry, digest
 
     def _table(self, number: int) -> dict[str, tuple[int, str]] | None:
-        """Return place and text of each entry of a file; None where the header is not as tdfunc writes it."""
+        """Return place and text of each entry by its name (JSON without quotes); None for a header of others."""
         with self._lock:
             if number not in self._tables:
                 header = self.sources[number].header
@@ -358,15 +356,12 @@ def _split_entries(rest: str) -> dict[str, tuple[int, str]] | None:
     body = rest.rstrip(" ")[2:-3]
     if not body:
         return {}
-    table: dict[str, tuple[int, str]] = {}
-    for i, text in enumerate(body.split(']},"')):
-        # A name has no quote that is not escaped, so the first one ends it.
-        name, quote_end, fields = text.partition('":{"dtype":"')
-        if not quote_end:
-            # A name that ends like an entry.
-            return None
-        table[f'"{name}"'] = (i, fields)
-    return table
+    # A name has no quote that is not escaped, so the first one ends it.
+    parts = [text.partition('":{"dtype":"') for text in body.split(']},"')]
+    # Else a name ends like an entry.
+    return (
+        {name: (i, fields) for i, (name, _, fields) in enumerate(parts)} if all([end for _, end, _ in parts]) else None
+    )
 
 
 def _same(entry: Entry | None, name: str, spec: Spec) -> Entry:

@@ -30,15 +30,18 @@ Classes: TypeAlias = type[TensorCollection] | Sequence[type[TensorCollection]]
 
 
 def parse_tree(text: str) -> dict[str, Any]:
-    """Parse the description of a tree; a key twice in one object raises."""
-    doc = json.loads(text, parse_constant=no_constant)
+    """Parse the description of a tree, which `check_unique` has to see before all of it is believed."""
+    return json.loads(text, parse_constant=no_constant)
+
+
+def check_unique(text: str, doc: dict[str, Any]) -> None:
+    """Raise if an object in the description has a key twice; readers disagree on which of them counts."""
     nodes = doc["nodes"]
     # As many colons after quotes as there are keys: then none was there twice. It takes a tenth of asking each object.
     keys = len(doc) + sum(map(len, nodes))
     keys += sum([len(item) for node in nodes for item in node["items"] if type(item) is dict])
     if text.count('":') != keys or _LOOSE_KEY.search(text):
-        return json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
-    return doc
+        json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
 
 
 class _Build(NamedTuple):

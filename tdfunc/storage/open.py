@@ -11,7 +11,7 @@ from tdfunc._collection import TensorCollection, leaf_paths
 from tdfunc._errors import MissingKeyError, explain
 from tdfunc._keys import FilterLike, dotted, unravel
 from tdfunc._types import Device, NestedKey, Path
-from tdfunc.ops.reading import get_value
+from tdfunc.ops.reading import get_value, has
 from tdfunc.storage.checkpoint import as_name
 from tdfunc.storage.contents import Contents, Found
 from tdfunc.storage.decode import Classes
@@ -98,16 +98,15 @@ class LazyTree:
             CorruptCheckpointError: The leaf is not what was saved.
         """
         path = unravel(key)
-        lazy = self._in_stack(path)
-        if lazy is not None:
-            return lazy
         found = self._find(path)
         if found.name:
             return self._leaf(found)
-        if "tree" in found.item:
-            return LazyTree(self._contents, self._choice, (*self._at, *path), found.item["tree"])
-        # Plain data: the outline holds it.
-        return get_value(self.spec(), path)
+        if "tree" not in found.item:
+            # Plain data: the outline holds it.
+            return get_value(self.spec(), path)
+        depth = found.depth - len(self._at)
+        node = LazyTree(self._contents, self._choice, (*self._at, *path[:depth]), found.item["tree"])
+        return node if depth == len(path) else get_value(node.load(), path[depth:])
 
     def slice(self, key: NestedKey, index: Any, *, verify: bool = False) -> Tensor:
         """Return `leaf[index]` of a leaf, reading no more than the rows that the index names.
@@ -188,7 +187,10 @@ class LazyTree:
         try:
             path = unravel(key)
             self._contents.check_open()
-            return self._in_stack(path) is not None or bool(self._find(path))
+            found = self._find(path)
+            depth = found.depth - len(self._at)
+            inside = found.name or "tree" not in found.item or depth == len(path)
+            return bool(inside) or has(self.spec(), path)
         except MissingKeyError:
             return False
 
@@ -226,19 +228,6 @@ class LazyTree:
     def _find(self, path: Path) -> Found:
         self._contents.check_open()
         return self._contents.find((*self._at, *path))
-
-    def _in_stack(self, path: Path) -> Any:
-        """Return what a path leads to that crosses a lazy stack, whose keys are those that its trees share."""
-        at = self._contents.stack_on((*self._at, *path))
-        if at is None or len(at) < len(self._at):
-            return None
-        inner = path[len(at) - len(self._at) :]
-        found = self._find(at[len(self._at) :])
-        stack = LazyTree(self._contents, self._choice, at, found.item["tree"])
-        try:
-            return get_value(stack.load(), inner)
-        except MissingKeyError:
-            return None
 
     def _leaf(self, found: Found) -> Any:
         contents = self._contents

@@ -1,0 +1,383 @@
+"""Reading parts of a checkpoint: leaves, rows and sub-trees, without reading the rest."""
+
+import os
+import threading
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import tdfunc
+from tdfunc import CorruptCheckpointError, MissingKeyError, NonTensorData, TensorClass, TensorDict, lazy_stack
+from tdfunc.storage import open as open_module
+from tdfunc.storage import read
+from tdfunc.storage.checkpoint import load, save
+from tests.storage.trees import assert_same, forge, of_dtype, same_bytes, tied_trees, trees
+
+
+def saved(tree, folder, **options):
+    """The name of a file (or folder of shards) that holds a tree."""
+    path = os.path.join(folder, "shards" if options else "t.safetensors")
+    save(tree, path, fsync=False, **options)
+    return path
+
+
+@pytest.fixture
+def layers(tmp_path):
+    """A file with 40 layers and the tree in it."""
+    tree = TensorDict({"layers": {str(i): {"w": torch.full((10, 3), float(i))} for i in range(40)}, "note": "text"})
+    return saved(tree, tmp_path), tree
+
+
+@pytest.mark.parametrize("options", [{}, {"max_shard_size": 40}], ids=["file", "shards"])
+@given(tree=trees() | tied_trees())
+def test_every_part_is_that_of_the_whole(options, tree, tmp_path_factory):
+    """A leaf, value or sub-tree that is read alone would differ from the same part of what `load` gives."""
+    path = saved(tree, tmp_path_factory.getbasetemp(), **options)
+    whole = load(path)
+
+    with tdfunc.open(path) as f:
+        assert_same(f.load(), whole)
+        assert f.paths() == whole.paths()
+        for key in whole.keys(include_nested=True):
+            expected, got = whole.get(key), f[key]
+            assert key in f
+            if isinstance(got, tdfunc.LazyTree):
+                assert_same(got.load(), expected)
+                assert list(got.keys()) == list(expected.keys())
+            elif isinstance(expected, torch.Tensor):
+                assert same_bytes(got, expected)
+                assert (type(got), got.requires_grad) == (type(expected), expected.requires_grad)
+            else:
+                assert repr(got) == repr(whole[key])
+        assert [str(leaf.shape) for leaf in f.spec().leaves()] == [str(leaf.shape) for leaf in whole.leaves()]
+        assert all(leaf.is_meta for leaf in f.spec().leaves())
+
+
+INDICES = st.one_of(
+    st.integers(-8, 8),
+    st.builds(slice, *[st.none() | st.integers(-8, 8)] * 2, st.none() | st.integers(1, 3)),
+    st.lists(st.integers(-6, 6), max_size=4).map(lambda rows: torch.tensor(rows, dtype=torch.int64)),
+    st.lists(st.integers(-6, 5), min_size=1, max_size=4),
+    st.lists(st.booleans(), min_size=6, max_size=6).map(torch.tensor),
+    st.sampled_from([..., None, True, torch.ones(6, 4, dtype=torch.bool), torch.zeros(2, 2, dtype=torch.int64), 1.5]),
+)
+
+
+@given(index=INDICES | st.tuples(INDICES, INDICES) | st.just(()))
+def test_slice_is_index(index, tmp_path_factory):
+    """Rows that are read alone would differ from the same index of the leaf, or another index would be refused."""
+    leaf = torch.arange(24.0).reshape(6, 4)
+    path = saved(TensorDict({"x": torch.ones(3), "leaf": leaf, "after": torch.ones(2)}), tmp_path_factory.getbasetemp())
+    expected, error = None, None
+    try:
+        expected = leaf[index]
+    except Exception as err:
+        error = err
+
+    with tdfunc.open(path) as f:
+        for verify in (False, True):
+            if error is not None:
+                with pytest.raises((IndexError, TypeError, ValueError, RuntimeError)):
+                    f.slice("leaf", index, verify=verify)
+            else:
+                got = f.slice("leaf", index, verify=verify)
+                assert got.shape == expected.shape
+                assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "bool", "complex64", "float4_e2m1fn_x2", "uint16"])
+def test_slices_of_dtypes(name, tmp_path):
+    """Rows of a dtype that is not float32 would be cut at the wrong byte."""
+    leaf = of_dtype(name, (5, 6))
+    path = saved(TensorDict({"a": leaf, "b": torch.ones(3, dtype=torch.uint8)}), tmp_path)
+
+    with tdfunc.open(path) as f:
+        assert same_bytes(f.slice("a", slice(1, 4)), leaf[1:4])
+        assert same_bytes(f["a"], leaf)
+
+
+def test_scalars_and_empty_leaves(tmp_path):
+    """A leaf without dimensions or without elements could not be read alone."""
+    tree = TensorDict({"scalar": torch.tensor(2.5), "none": torch.zeros(0, 3), "wide": torch.zeros(3, 0)})
+
+    with tdfunc.open(saved(tree, tmp_path)) as f:
+        assert f["scalar"] == 2.5
+        assert f.slice("scalar", ()) == 2.5
+        assert f["none"].shape == (0, 3)
+        assert f.slice("wide", slice(1, 3)).shape == (2, 0)
+        with pytest.raises(IndexError, match="index 0 is out of bounds.*size 0"):
+            f.slice("none", 0)
+        with pytest.raises(IndexError):
+            f.slice("scalar", 0)
+
+
+def test_reads_only_what_is_asked_for(layers, monkeypatch):
+    """Reading a leaf or rows would read the rest of the file too, or map it."""
+    path, _ = layers
+    spans = []
+    plain = read.LocalBytes.read_into
+
+    def counted(self, view, offset):
+        spans.append(len(view))
+        return plain(self, view, offset)
+
+    monkeypatch.setattr(read.LocalBytes, "read_into", counted)
+    monkeypatch.setattr(torch, "from_file", None)
+    with tdfunc.open(path) as f:
+        spans.clear()
+        f["layers", "7", "w"]
+        assert spans == [10 * 3 * 4]
+        spans.clear()
+        f.slice(("layers", "7", "w"), [1, 2, 8])
+        assert spans == [2 * 3 * 4, 3 * 4]
+        spans.clear()
+        f["layers", "9"].load()
+        assert spans == [10 * 3 * 4]
+        spans.clear()
+        f.load(keys="layers.1*.w")
+        assert spans == [10 * 3 * 4] * 11
+
+
+def test_views_of_the_tree(layers):
+    """The handle would not answer as a mapping does."""
+    path, tree = layers
+
+    with tdfunc.open(path) as f:
+        assert (len(f), list(f), f.keys()) == (2, ["layers", "note"], ["layers", "note"])
+        assert f["note"] == "text"
+        assert ("layers", "7") in f
+        assert ("layers", "77") not in f
+        assert ("note", "x") not in f
+        assert len(f["layers"]["7"]) == 1
+        assert f["layers"]["7"].paths() == [("w",)]
+        assert torch.equal(f["layers"]["7"]["w"], tree["layers", "7", "w"])
+        assert torch.equal(f["layers"].slice(("7", "w"), 2), tree["layers", "7", "w"][2])
+        assert f.metadata == {"format": "pt"}
+        assert "t.safetensors' at 'layers.7', keys=['w']" in repr(f["layers", "7"])
+        with pytest.raises(MissingKeyError, match=r"no key 'x' under 'layers\.7'[\s\S]*one of 'w'"):
+            f["layers", "7", "x"]
+        with pytest.raises(MissingKeyError, match=r"no key 'y' under 'layers\.7\.w'"):
+            f["layers", "7", "w", "y"]
+        with pytest.raises(TypeError, match=r"'layers.7': this is no tensor[\s\S]*path of a leaf"):
+            f.slice(("layers", "7"), 0)
+        with pytest.raises(TypeError, match=r"'note': this is no tensor"):
+            f.slice("note", 0)
+    assert "closed" in repr(f)
+
+
+def test_lazy_stacks_and_typed_trees(tmp_path):
+    """A key of a lazy stack would read as one of its node, or a class would be lost."""
+    stack = lazy_stack([TensorDict({"x": torch.full((i + 1,), float(i))}) for i in range(3)])
+    point = Point(x=torch.ones(2), batch_size=[])
+    tree = TensorDict({"s": stack, "p": point})
+
+    with tdfunc.open(saved(tree, tmp_path)) as f:
+        assert [x.tolist() for x in f["s", "x"]] == [x.tolist() for x in tree["s", "x"]]
+        assert f["s"].keys() == ["x"]
+        assert ("s", "x") in f
+        assert ("s", "0") not in f
+        assert_same(f["s"].load(), tree["s"])
+        assert isinstance(f["p"].load(), Point)
+        assert torch.equal(f["p", "x"], point.x)
+    with tdfunc.open(tmp_path / "t.safetensors", classes=TensorDict) as f:
+        assert type(f["p"].load()) is TensorDict
+
+
+class Point(TensorClass):
+    x: torch.Tensor
+
+
+def test_ties_parameters_and_tensor_values(tmp_path):
+    """A tied path would have no leaf, a Parameter be a tensor, or non-tensor data be wrapped."""
+    weight = nn.Parameter(torch.randn(2, 2), requires_grad=False)
+    module = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+    module["a"].weight = module["b"].weight = weight
+    tree = TensorDict({"m": TensorDict.from_module(module), "v": NonTensorData(torch.ones(2))})
+
+    with tdfunc.open(saved(tree, tmp_path)) as f:
+        assert torch.equal(f["m", "b", "weight"], weight)
+        assert type(f["m", "b", "weight"]) is nn.Parameter
+        assert not f["m", "b", "weight"].requires_grad
+        both = f["m"].load()
+        assert both["a", "weight"] is both["b", "weight"]
+        assert f.paths() == [("m", "a", "weight")]
+        assert torch.equal(f["v"], torch.ones(2))
+        assert torch.equal(f["m", "b"].load()["weight"], weight)
+
+
+def test_names_that_are_not_paths(tmp_path):
+    """Leaves whose dotted paths are equal, or look like part of a header, would be confused."""
+    keys = ["a.b", '"x', 'n]},"', "]},", 'q":{"dtype":"', "\\", "__metadata__", "a.b~1"]
+    tree = TensorDict({key: torch.tensor(float(i)) for i, key in enumerate(keys)} | {"a": {"b": torch.tensor(99.0)}})
+
+    with tdfunc.open(saved(tree, tmp_path)) as f:
+        assert [f[key].item() for key in keys] == list(range(len(keys)))
+        assert f["a", "b"] == 99
+
+
+def test_files_of_other_programs(tmp_path):
+    """A file of another program would have no sub-trees, or dots that do not nest would be an error."""
+    nested = {"a.w": torch.ones(2), "a.b": torch.zeros(3), "c": torch.ones(1)}
+    safetensors.torch.save_file(nested, tmp_path / "n.safetensors", metadata={"by": "me"})
+    safetensors.torch.save_file({"a": torch.ones(2), "a.b": torch.zeros(3)}, tmp_path / "f.safetensors")
+
+    with tdfunc.open(tmp_path / "n.safetensors") as f:
+        assert sorted(f["a"].keys()) == ["b", "w"]
+        assert torch.equal(f["a", "w"], torch.ones(2))
+        assert f.slice(("a", "b"), 0) == 0
+        assert f.metadata == {"by": "me"}
+    with tdfunc.open(tmp_path / "f.safetensors") as f:
+        assert torch.equal(f["a.b"], torch.zeros(3))
+        with pytest.raises(MissingKeyError, match="no key 'b' under 'a'"):
+            f["a", "b"]
+
+
+def test_damage_is_found_where_it_is_read(layers):
+    """A damaged leaf would be read as if it were whole, or keep the others from being read."""
+    path, _ = layers
+    with open(path, "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\xff")
+
+    with tdfunc.open(path) as f:
+        assert torch.equal(f["layers", "0", "w"], torch.zeros(10, 3))
+        with pytest.raises(CorruptCheckpointError, match=r'leaf "layers\.39\.w" is damaged'):
+            f["layers", "39", "w"]
+        with pytest.raises(CorruptCheckpointError, match=r'leaf "layers\.39\.w" is damaged'):
+            f["layers", "39"].load()
+        with pytest.raises(CorruptCheckpointError, match=r'leaf "layers\.39\.w" is damaged'):
+            f.slice(("layers", "39", "w"), 0, verify=True)
+        assert torch.equal(f.slice(("layers", "39", "w"), 0), torch.full((3,), 39.0))
+    with tdfunc.open(path, verify=False) as f:
+        assert not torch.equal(f["layers", "39", "w"], torch.full((10, 3), 39.0))
+
+
+def test_a_short_file(layers):
+    """A leaf past the end of the file would be garbage, or take memory that the file does not fill."""
+    path, _ = layers
+    os.truncate(path, os.path.getsize(path) - 120)
+
+    with tdfunc.open(path) as f, pytest.raises(CorruptCheckpointError, match=r"cut short[\s\S]*bytes"):
+        f["layers", "39", "w"]
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"specs": [["F32", [1]]], "nodes": [{"keys": ["a"], "items": [{"tree": 0}]}], "ties": []},
+        {"specs": [["F32", [1]]], "nodes": [{"keys": ["a"], "items": [{"tree": 5}]}], "ties": []},
+        {"specs": [["F32", [1]]], "nodes": [{"keys": ["a"], "items": [7]}], "ties": []},
+        {"specs": [["F32", [1]]], "nodes": [{"keys": ["a"], "items": [{"tie": 0}]}], "ties": []},
+        {"specs": [["F64", [1]]], "nodes": [{"keys": ["a"], "items": [0]}], "ties": []},
+        {"specs": [["F32", [1]]], "nodes": [{"keys": ["a"], "items": [[0, "", "other"]]}], "ties": []},
+        {"specs": [], "nodes": [], "ties": []},
+        {"specs": [], "nodes": 3, "ties": []},
+        {},
+    ],
+    ids=str,
+)
+def test_hostile_trees(tree, tmp_path):
+    """A tree that lies about its leaves would give wrong data, hang, or fail with an error that names no file."""
+    path = tmp_path / "h.safetensors"
+    path.write_bytes(forge(tree, ['"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'], b"\0" * 4))
+
+    with tdfunc.open(path) as f, pytest.raises(CorruptCheckpointError, match=r"load .*h\.safetensors"):
+        f["a", "a"] if tree.get("nodes") and "tree" in str(tree) else f["a"]
+
+
+def test_closed(layers):
+    """A read after `close` would read from a descriptor that may be of another file by then."""
+    path, _ = layers
+    f = tdfunc.open(path)
+    inner = f["layers", "7"]
+    assert not f.closed
+    f.close()
+    f.close()
+
+    assert f.closed
+    assert inner.closed
+    for use in (lambda: f["note"], lambda: inner["w"], f.load, f.spec, f.keys, lambda: "note" in f, f.__enter__):
+        with pytest.raises(ValueError, match=r"t\.safetensors: the checkpoint is closed"):
+            use()
+
+
+def test_close_waits_for_readers(layers, monkeypatch):
+    """A thread that reads would read from a descriptor that was closed, and maybe opened again, meanwhile."""
+    path, tree = layers
+    f = tdfunc.open(path)
+    begun, go = threading.Event(), threading.Event()
+    plain = read.LocalBytes.read_into
+    results = []
+
+    def slow(self, view, offset):
+        begun.set()
+        assert go.wait(10)
+        return plain(self, view, offset)
+
+    monkeypatch.setattr(read.LocalBytes, "read_into", slow)
+    reader = threading.Thread(target=lambda: results.append(f["layers", "7", "w"]))
+    closer = threading.Thread(target=f.close)
+    reader.start()
+    assert begun.wait(10)
+    closer.start()
+    closer.join(0.05)
+
+    assert closer.is_alive()
+    go.set()
+    reader.join(10)
+    closer.join(10)
+    assert torch.equal(results[0], tree["layers", "7", "w"])
+    assert not closer.is_alive()
+
+
+def test_many_threads_read(layers):
+    """Threads that share a handle would see each other's bytes."""
+    path, _ = layers
+    wrong = []
+
+    def work(f, n):
+        wrong.extend(i for i in range(n, 40, 8) if not (f["layers", str(i), "w"] == i).all())
+
+    with tdfunc.open(path) as f:
+        threads = [threading.Thread(target=work, args=(f, n)) for n in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    assert wrong == []
+
+
+def test_a_handle_keeps_its_file(layers):
+    """A save over an open file would change what its handle reads."""
+    path, tree = layers
+    with tdfunc.open(path) as f:
+        save(TensorDict({"layers": {"7": {"w": torch.zeros(10, 3)}}}), path)
+
+        assert torch.equal(f["layers", "7", "w"], tree["layers", "7", "w"])
+        assert f["note"] == "text"
+
+
+def test_devices(tmp_path):
+    """Leaves would not be put where they were asked for."""
+    path = saved(TensorDict({"a": {"b": torch.ones(2)}}, device="cpu"), tmp_path)
+
+    with tdfunc.open(path, device="meta") as f:
+        assert f["a", "b"].is_meta
+        assert f["a"].load()["b"].is_meta
+        assert f["a"].load(device="cpu")["b"].device == torch.device("cpu")
+    with tdfunc.open(path) as f:
+        assert f["a"].load().device == torch.device("cpu")
+
+
+def test_arguments(tmp_path):
+    """A wrong argument would give an error that does not say what to write."""
+    with pytest.raises(TypeError, match=r"open: not a path[\s\S]*file name[\s\S]*int"):
+        tdfunc.open(3)
+    with pytest.raises(FileNotFoundError, match="missing"):
+        tdfunc.open(tmp_path / "missing.safetensors")
+    assert open_module.open is tdfunc.open
