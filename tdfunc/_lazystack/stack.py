@@ -3,9 +3,9 @@
 The class answers the primitives of `TensorCollection` for its trees; what operations do to them is beside it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -107,6 +107,20 @@ class LazyStack(TreeMethods):
 
     def _like(self, trees: Sequence[Any], dim: int | None = None) -> Any:
         return self._of(trees, self._dim if dim is None else dim, self._dim_name)
+
+    if TYPE_CHECKING:
+        # Rows along the stack's own dimension are trees.
+        def __getitem__(self, index: Any) -> Any: ...
+
+        def __getitems__(self, indices: Any) -> Any: ...
+
+        def __iter__(self) -> Iterator[Any]: ...
+
+        def unbind(self, dim: int = 0) -> tuple[Any, ...]: ...
+
+        def argmax(self, dim: Any = None, keepdim: bool = False) -> Any: ...
+
+        def argmin(self, dim: Any = None, keepdim: bool = False) -> Any: ...
 
     # -- what it holds ------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Pointwise functions of several operands (clamp, lerp, addcmul, ...), and those along one batch dimension."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from tdfunc._errors import BatchSizeError, explain
 from tdfunc._shapes import dim_index
 from tdfunc.ops.index import check_condition
 from tdfunc.ops.pointwise_base import binary, broadcast_size, check_same, over_batch_op
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 T = TypeVar("T", bound=TensorCollection)
 _NUMBERS = (bool, int, float)
@@ -88,7 +91,7 @@ class ArithmeticMethods(TensorCollection):
 
     __slots__ = ()
 
-    def clamp(self, min: Any = None, max: Any = None) -> Any:
+    def clamp(self, min: Any = None, max: Any = None) -> "Self":
         """Return the tree with every element bounded.
 
         Args:
@@ -104,7 +107,7 @@ class ArithmeticMethods(TensorCollection):
         """
         return clamp(self, min, max)
 
-    def lerp(self, end: Any, weight: Any) -> Any:
+    def lerp(self, end: Any, weight: Any) -> "Self":
         """Return the tree of `torch.lerp(leaf, end, weight)`: leaf + weight * (end - leaf).
 
         Both are tensors over the batch or trees with the same keys; the weight may be a number.
@@ -120,19 +123,19 @@ class ArithmeticMethods(TensorCollection):
         """
         return combined(self, "lerp", torch.lerp, (end, weight))
 
-    def addcmul(self, other1: Any, other2: Any, *, value: Any = 1) -> Any:
+    def addcmul(self, other1: Any, other2: Any, *, value: Any = 1) -> "Self":
         """Return the tree of `leaf + value * other1 * other2`; both are tensors over the batch or trees."""
         return combined(self, "addcmul", lambda x, a, b: torch.addcmul(x, a, b, value=value), (other1, other2))
 
-    def addcdiv(self, other1: Any, other2: Any, *, value: Any = 1) -> Any:
+    def addcdiv(self, other1: Any, other2: Any, *, value: Any = 1) -> "Self":
         """Return the tree of `leaf + value * other1 / other2`; both are tensors over the batch or trees."""
         return combined(self, "addcdiv", lambda x, a, b: torch.addcdiv(x, a, b, value=value), (other1, other2))
 
-    def nan_to_num(self, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None) -> Any:
+    def nan_to_num(self, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None) -> "Self":
         """Return the tree with numbers for NaN and infinities; without ones for these, the largest of the dtype."""
         return self._map(LeafOp("nan_to_num", lambda x: torch.nan_to_num(x, nan, posinf, neginf)))
 
-    def masked_fill(self, mask: Tensor, value: Any) -> Any:
+    def masked_fill(self, mask: Tensor, value: Any) -> "Self":
         """Return the tree with a number where the mask over the batch holds; every leaf keeps its dtype.
 
         Raises:
@@ -140,15 +143,15 @@ class ArithmeticMethods(TensorCollection):
         """
         return masked_fill(self, mask, value)
 
-    def softmax(self, dim: int, dtype: torch.dtype | None = None) -> Any:
+    def softmax(self, dim: int, dtype: torch.dtype | None = None) -> "Self":
         """Return the tree of `torch.softmax(leaf, dim)` along a batch dimension."""
         return along(self, "softmax", dim, dtype=dtype)
 
-    def cumsum(self, dim: int, *, dtype: torch.dtype | None = None) -> Any:
+    def cumsum(self, dim: int, *, dtype: torch.dtype | None = None) -> "Self":
         """Return the tree of running sums along a batch dimension."""
         return along(self, "cumsum", dim, dtype=dtype)
 
-    def cumprod(self, dim: int, *, dtype: torch.dtype | None = None) -> Any:
+    def cumprod(self, dim: int, *, dtype: torch.dtype | None = None) -> "Self":
         """Return the tree of running products along a batch dimension."""
         return along(self, "cumprod", dim, dtype=dtype)
 

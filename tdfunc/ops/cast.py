@@ -1,6 +1,6 @@
 """Devices, dtypes and autograd: `to`, `clone`, `detach`."""
 
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -8,6 +8,9 @@ from torch import Tensor
 from tdfunc._collection import LeafOp, TensorCollection, iter_leaves
 from tdfunc._errors import explain
 from tdfunc.ops.pointwise_base import foreach_leaves
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 T = TypeVar("T", bound=TensorCollection)
 
@@ -107,7 +110,7 @@ class CastMethods(TensorCollection):
         """The device that every leaf is put on, or None when leaves may be anywhere."""
         return self._device
 
-    def to(self, *args: Any, **kwargs: Any) -> Any:
+    def to(self, *args: Any, **kwargs: Any) -> "Self":
         """Return the tree on a device, of a dtype, or on the device of another tree.
 
         The tree itself comes back when nothing changes. A dtype is given to every leaf, integers too.
@@ -126,15 +129,15 @@ class CastMethods(TensorCollection):
         """
         return to(self, *parse_to(args, kwargs))
 
-    def cpu(self) -> Any:
+    def cpu(self) -> "Self":
         """Return the tree on the CPU."""
         return to(self, torch.device("cpu"))
 
-    def cuda(self, device: Any = None) -> Any:
+    def cuda(self, device: Any = None) -> "Self":
         """Return the tree on a CUDA device: the given one (an index, too) or the current one."""
         return to(self, as_device("cuda" if device is None else device))
 
-    def clone(self, recurse: bool = True) -> Any:
+    def clone(self, recurse: bool = True) -> "Self":
         """Return a copy of the tree with its own tensors; gradients flow through it.
 
         Args:
@@ -142,11 +145,11 @@ class CastMethods(TensorCollection):
         """
         return clone(self, recurse)
 
-    def detach(self) -> Any:
+    def detach(self) -> "Self":
         """Return the tree of detached leaves, which share memory."""
         return detach(self)
 
-    def clear_device(self) -> Any:
+    def clear_device(self) -> "Self":
         """Return the tree without a device of its own: leaves may be anywhere."""
         return on_device(self, None)
 

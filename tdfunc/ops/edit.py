@@ -1,7 +1,7 @@
 """Immutable edits: `get`, `set`, `update`, `delete`, `pop`, `untie`; an edit keeps every tie or says that it cannot."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from torch import Tensor
 
@@ -15,6 +15,9 @@ from tdfunc.ops.at import At
 from tdfunc.ops.cast import to
 from tdfunc.ops.convert import accept
 from tdfunc.ops.reading import UNSET, get, get_value, has, refuse_inplace
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 T = TypeVar("T", bound=TensorCollection)
 
@@ -235,7 +238,7 @@ class EditMethods(TensorCollection):
     def __exit__(self, *_: object) -> None:
         """Never reached: `__enter__` raises."""
 
-    def set(self, key: NestedKey, value: Any, inplace: bool = False, *, kind: Kind | None = None) -> Any:
+    def set(self, key: NestedKey, value: Any, inplace: bool = False, *, kind: Kind | None = None) -> "Self":
         """Return a tree with one entry replaced or added; intermediate trees are made.
 
         Every path of a tied leaf gets the value.
@@ -278,7 +281,7 @@ class EditMethods(TensorCollection):
 
     def update(
         self, other: Mapping[Any, Any] | TensorCollection | None = None, inplace: bool = False, **entries: Any
-    ) -> Any:
+    ) -> "Self":
         """Return a tree with the entries of a dict or tree written over its own; nested trees merge.
 
         Args:
@@ -300,7 +303,7 @@ class EditMethods(TensorCollection):
         tree = update(self, other) if other is not None else self
         return update(tree, entries) if entries else tree
 
-    def delete(self, key: NestedKey) -> Any:
+    def delete(self, key: NestedKey) -> "Self":
         """Return a tree without one entry (a leaf or a sub-tree).
 
         Raises:
@@ -308,7 +311,7 @@ class EditMethods(TensorCollection):
         """
         return delete(self, key)
 
-    def pop(self, key: NestedKey, default: Any = UNSET) -> tuple[Any, Any]:
+    def pop(self, key: NestedKey, default: Any = UNSET) -> "tuple[Any, Self]":
         """Return the value of an entry and a tree without it.
 
         Raises:
@@ -327,7 +330,7 @@ class EditMethods(TensorCollection):
         """Return this tree if it has the entry, else one with it set."""
         return self if has(self, key) else set_(self, key, value)
 
-    def untie(self, key: NestedKey) -> Any:
+    def untie(self, key: NestedKey) -> "Self":
         """Return a tree in which one path of a tied leaf stands alone, with a copy of the tensor.
 
         Raises:
@@ -342,7 +345,7 @@ class EditMethods(TensorCollection):
 
     # -- storage writes: values into the memory that the tree has, as torch's names that end in _ -----------------
 
-    def set_(self, key: NestedKey, value: Any) -> Any:
+    def set_(self, key: NestedKey, value: Any) -> "Self":
         """Write values into the storage of an existing entry, casting as `Tensor.copy_`; returns this tree.
 
         Raises:
@@ -352,12 +355,12 @@ class EditMethods(TensorCollection):
         storage_writes.write_leaf(self, unravel(key), value)
         return self
 
-    def update_(self, other: Mapping[Any, Any] | TensorCollection) -> Any:
+    def update_(self, other: Mapping[Any, Any] | TensorCollection) -> "Self":
         """Write the entries of `other` into the storage of entries that exist; returns this tree."""
         storage_writes.write_tree(self, other, complete=False)
         return self
 
-    def copy_(self, other: Mapping[Any, Any] | TensorCollection) -> Any:
+    def copy_(self, other: Mapping[Any, Any] | TensorCollection) -> "Self":
         """Write the values of a tree with the same keys into the storage of this one; returns this tree."""
         storage_writes.write_tree(self, other, complete=True)
         return self

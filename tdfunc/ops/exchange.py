@@ -253,7 +253,7 @@ class ExchangeMethods(TensorCollection):
         strict: bool = True,
         assign: bool = False,
         from_flatten: bool | None = None,
-    ) -> Any:
+    ) -> "Self":
         """Return the tree with the values of a state dict, as `state_dict()` returns one; nothing is written.
 
         Args:

@@ -1,7 +1,7 @@
 """Indexing along batch dimensions: rows by index, mask, gather and condition."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
 
 import torch
 from torch import Size, Tensor
@@ -14,6 +14,17 @@ from tdfunc._shapes import dim_index, dim_size
 from tdfunc._types import Names, NestedKey
 from tdfunc.ops.pointwise_base import broadcast_size, check_same, over_batch_op
 from tdfunc.ops.reading import UNSET, get, get_value, value_of
+
+if TYPE_CHECKING:
+    from types import EllipsisType
+
+    import numpy as np
+    from typing_extensions import Self
+
+    # One part of an index of rows.
+    Index: TypeAlias = (
+        int | slice | Tensor | Sequence[int | bool] | np.ndarray[Any, Any] | np.generic | EllipsisType | None
+    )
 
 T = TypeVar("T", bound=TensorCollection)
 
@@ -123,6 +134,13 @@ class IndexMethods(TensorCollection):
 
     __slots__ = ()
 
+    # What is under a key may be anything; rows are a tree of this class.
+    @overload
+    def __getitem__(self, index: NestedKey) -> Any: ...
+
+    @overload
+    def __getitem__(self, index: "Index | tuple[Index, ...]") -> "Self": ...
+
     def __getitem__(self, index: Any) -> Any:
         """Return the value under a key, or the tree of the rows at an index of the batch dimensions."""
         if type(index) is str:
@@ -132,7 +150,7 @@ class IndexMethods(TensorCollection):
             return get_value(self, index)
         return self._index(index)
 
-    def __getitems__(self, indices: Any) -> Any:
+    def __getitems__(self, indices: Any) -> "Self":
         """Return the rows at a list of positions: how a `DataLoader` takes a batch from a tree in one call."""
         return self._index(indices)
 
@@ -142,7 +160,7 @@ class IndexMethods(TensorCollection):
             raise TypeError(explain("len: a tree with batch size [] has no length.", hint=hint))
         return dim_size(self._batch_size, 0, "len")
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> "Iterator[Self]":
         if not self._batch_size:
             hint = "iterate over td.keys(), td.values() or td.items()."
             raise TypeError(explain("iter: a tree with batch size [] has no rows.", hint=hint))
@@ -152,7 +170,7 @@ class IndexMethods(TensorCollection):
         hint = "use .all(), .any(), .is_empty(), or `is not None`."
         raise RuntimeError(explain("bool: a tree is neither true nor false.", hint=hint))
 
-    def gather(self, dim: int, index: Tensor) -> Any:
+    def gather(self, dim: int, index: Tensor) -> "Self":
         """Return the rows at an integer index along a batch dimension, as `torch.gather`.
 
         Shapes:
@@ -164,7 +182,7 @@ class IndexMethods(TensorCollection):
         """
         return gather(self, dim, index)
 
-    def masked_select(self, mask: Tensor) -> Any:
+    def masked_select(self, mask: Tensor) -> "Self":
         """Return the rows where the mask holds: batch size [number of True, ...].
 
         Raises:
@@ -173,7 +191,7 @@ class IndexMethods(TensorCollection):
         """
         return masked_select(self, mask)
 
-    def where(self, condition: Tensor, other: Any) -> Any:
+    def where(self, condition: Tensor, other: Any) -> "Self":
         """Return this tree where the condition over the batch holds, and `other` elsewhere.
 
         Raises:
@@ -182,7 +200,7 @@ class IndexMethods(TensorCollection):
         """
         return where(condition, self, other)
 
-    def unbind(self, dim: int = 0) -> tuple[Any, ...]:
+    def unbind(self, dim: int = 0) -> "tuple[Self, ...]":
         """Return the slices along a batch dimension."""
         return unbind(self, dim)
 

@@ -1,7 +1,7 @@
 """Functions over leaves: `apply` and `named_apply`."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
@@ -14,6 +14,9 @@ from tdfunc._types import Path
 from tdfunc.ops.cast import as_device
 from tdfunc.ops.pointwise_base import check_same
 from tdfunc.ops.reading import UNSET, refuse_inplace
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 T = TypeVar("T", bound=TensorCollection)
 # The frames whose local `key` names the leaf that an exception left.
@@ -153,7 +156,7 @@ class MapMethods(TensorCollection):
 
     __slots__ = ()
 
-    def apply(self, fn: Callable[..., Any], *others: Any, inplace: bool = False, **options: Any) -> Any:
+    def apply(self, fn: Callable[..., Any], *others: Any, inplace: bool = False, **options: Any) -> "Self":
         """Return a tree of `fn(leaf, *leaves of others)`; a result of None drops the leaf.
 
         A tied leaf is passed once. Non-tensor data are kept as they are.
@@ -184,7 +187,7 @@ class MapMethods(TensorCollection):
         nested_keys: bool = False,
         inplace: bool = False,
         **options: Any,
-    ) -> Any:
+    ) -> "Self":
         """Return a tree of `fn(name, leaf, ...)`.
 
         Args:

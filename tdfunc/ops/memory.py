@@ -1,12 +1,15 @@
 """What leaves are to autograd and in memory: gradients, layout, pinned and shared memory, sizes."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from tdfunc._collection import LeafOp, TensorCollection, iter_leaves
 from tdfunc.ops import storage_writes
 from tdfunc.ops.cast import detach
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 def tensors(tree: TensorCollection) -> list[Tensor]:
@@ -46,7 +49,7 @@ class MemoryMethods(TensorCollection):
         return any(x.requires_grad for x in tensors(self))
 
     @property
-    def grad(self) -> Any:
+    def grad(self) -> "Self":
         """The tree of gradients that `backward` has left at the leaves; those without one are left out.
 
         Examples:
@@ -58,11 +61,11 @@ class MemoryMethods(TensorCollection):
         return grad(self)
 
     @property
-    def data(self) -> Any:
+    def data(self) -> "Self":
         """The tree without its autograd history, which shares memory: what `detach` returns."""
         return detach(self)
 
-    def contiguous(self) -> Any:
+    def contiguous(self) -> "Self":
         """Return the tree with every leaf laid out row by row; itself where all are."""
         return self if is_contiguous(self) else self._map(LeafOp("contiguous", lambda x: x.contiguous()))
 
@@ -70,7 +73,7 @@ class MemoryMethods(TensorCollection):
         """Whether every leaf is laid out row by row without gaps."""
         return is_contiguous(self)
 
-    def pin_memory(self) -> Any:
+    def pin_memory(self) -> "Self":
         """Return the tree in page-locked memory, from which copies to an accelerator do not block.
 
         Raises:
@@ -78,7 +81,7 @@ class MemoryMethods(TensorCollection):
         """
         return self._map(LeafOp("pin_memory", lambda x: x.pin_memory()))
 
-    def share_memory_(self) -> Any:
+    def share_memory_(self) -> "Self":
         """Move the storage of every leaf to memory that other processes see, as `Tensor.share_memory_`; this tree."""
         storage_writes.share(self)
         return self

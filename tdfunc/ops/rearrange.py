@@ -4,7 +4,7 @@ All but `pad` are indexings or permutations, and say so symbolically: a lazy sta
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from tdfunc._shapes import dim_index, dim_size
 from tdfunc._types import Names
 from tdfunc.ops.index import split_leaves
 from tdfunc.ops.shape import expand, permute, reshape, transpose, unsqueeze
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 T = TypeVar("T", bound=TensorCollection)
 
@@ -244,7 +247,7 @@ class RearrangeMethods(TensorCollection):
 
     __slots__ = ()
 
-    def narrow(self, dim: int, start: int, length: int) -> Any:
+    def narrow(self, dim: int, start: int, length: int) -> "Self":
         """Return `length` rows from `start` on along a batch dimension, sharing memory.
 
         Raises:
@@ -252,7 +255,7 @@ class RearrangeMethods(TensorCollection):
         """
         return narrow(self, dim, start, length)
 
-    def tensor_split(self, indices_or_sections: "int | Sequence[int] | Tensor", dim: int = 0) -> tuple[Any, ...]:
+    def tensor_split(self, indices_or_sections: "int | Sequence[int] | Tensor", dim: int = 0) -> "tuple[Self, ...]":
         """Return parts along a batch dimension: as many as asked for, nearly equal, or cut at these positions.
 
         Raises:
@@ -260,7 +263,7 @@ class RearrangeMethods(TensorCollection):
         """
         return tensor_split(self, indices_or_sections, dim)
 
-    def flip(self, dims: "int | Sequence[int]", *more: int) -> Any:
+    def flip(self, dims: "int | Sequence[int]", *more: int) -> "Self":
         """Return the tree with its rows reversed along batch dimensions.
 
         Raises:
@@ -268,15 +271,15 @@ class RearrangeMethods(TensorCollection):
         """
         return flip(self, (dims, *more) if isinstance(dims, int) else dims)
 
-    def fliplr(self) -> Any:
+    def fliplr(self) -> "Self":
         """Return the tree reversed along its second batch dimension."""
         return flip(self, 1)
 
-    def flipud(self) -> Any:
+    def flipud(self) -> "Self":
         """Return the tree reversed along its first batch dimension."""
         return flip(self, 0)
 
-    def roll(self, shifts: "int | Sequence[int]", dims: "int | Sequence[int] | None" = None) -> Any:
+    def roll(self, shifts: "int | Sequence[int]", dims: "int | Sequence[int] | None" = None) -> "Self":
         """Return the tree with its rows shifted; without `dims`, those of the flattened batch.
 
         Raises:
@@ -288,7 +291,7 @@ class RearrangeMethods(TensorCollection):
         """
         return roll(self, shifts, dims)
 
-    def rot90(self, k: int = 1, dims: Sequence[int] = (0, 1)) -> Any:
+    def rot90(self, k: int = 1, dims: Sequence[int] = (0, 1)) -> "Self":
         """Return the tree turned `k` times by 90 degrees in the plane of two batch dimensions.
 
         Raises:
@@ -296,7 +299,7 @@ class RearrangeMethods(TensorCollection):
         """
         return rot90(self, k, dims)
 
-    def repeat(self, *repeats: Any) -> Any:
+    def repeat(self, *repeats: Any) -> "Self":
         """Return the batch repeated as a whole along each batch dimension, as `Tensor.repeat`.
 
         Raises:
@@ -305,13 +308,13 @@ class RearrangeMethods(TensorCollection):
         given: Any = repeats[0] if len(repeats) == 1 and not isinstance(repeats[0], int) else repeats
         return repeat(self, tuple(int(times) for times in given))
 
-    def tile(self, *dims: Any) -> Any:
+    def tile(self, *dims: Any) -> "Self":
         """Return the batch repeated as a whole, as `Tensor.tile`: missing dimensions are ones in front."""
         return tile(self, tuple(dims[0]) if len(dims) == 1 and not isinstance(dims[0], int) else dims)
 
     def repeat_interleave(
         self, repeats: "int | Tensor", dim: int | None = None, *, output_size: int | None = None
-    ) -> Any:
+    ) -> "Self":
         """Return the tree with each row repeated; without `dim`, those of the flattened batch.
 
         Args:
@@ -328,7 +331,7 @@ class RearrangeMethods(TensorCollection):
         """
         return repeat_interleave(self, repeats, dim, output_size)
 
-    def movedim(self, source: "int | Sequence[int]", destination: "int | Sequence[int]") -> Any:
+    def movedim(self, source: "int | Sequence[int]", destination: "int | Sequence[int]") -> "Self":
         """Return the tree with batch dimensions at other places; the others keep their order.
 
         Raises:
@@ -336,30 +339,30 @@ class RearrangeMethods(TensorCollection):
         """
         return movedim(self, source, destination)
 
-    def moveaxis(self, source: "int | Sequence[int]", destination: "int | Sequence[int]") -> Any:
+    def moveaxis(self, source: "int | Sequence[int]", destination: "int | Sequence[int]") -> "Self":
         """Return what `movedim` does."""
         return movedim(self, source, destination)
 
-    def swapaxes(self, axis0: int, axis1: int) -> Any:
+    def swapaxes(self, axis0: int, axis1: int) -> "Self":
         """Return what `transpose` does."""
         return transpose(self, axis0, axis1)
 
-    def swapdims(self, dim0: int, dim1: int) -> Any:
+    def swapdims(self, dim0: int, dim1: int) -> "Self":
         """Return what `transpose` does."""
         return transpose(self, dim0, dim1)
 
-    def atleast_1d(self) -> Any:
+    def atleast_1d(self) -> "Self":
         """Return the tree with a batch dimension of size 1 where it has none."""
         return atleast(self, 1)
 
-    def atleast_2d(self) -> Any:
+    def atleast_2d(self) -> "Self":
         """Return the tree with at least two batch dimensions; a row stays a row: (n) becomes (1, n)."""
         return atleast(self, 2)
 
-    def atleast_3d(self) -> Any:
+    def atleast_3d(self) -> "Self":
         """Return the tree with at least three batch dimensions: (n) becomes (1, n, 1), (m, n) becomes (m, n, 1)."""
         return atleast(self, 3)
 
-    def broadcast_to(self, *shape: Any) -> Any:
+    def broadcast_to(self, *shape: Any) -> "Self":
         """Return the tree expanded to a batch shape, without copying."""
         return expand(self, tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape)

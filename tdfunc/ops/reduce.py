@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Size, Tensor
@@ -12,6 +12,9 @@ from tdfunc._errors import explain
 from tdfunc._shapes import dim_index
 from tdfunc._types import LeafFn, Names, Path
 from tdfunc.ops.arithmetic import unzip
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 T = TypeVar("T", bound=TensorCollection)
 # Takes a leaf, the dimensions (never none) and keepdim.
@@ -325,11 +328,11 @@ class ExtremeMethods(TensorCollection):
         """Return the smallest value of each leaf, and with `dim` where it was found; arguments are those of `max`."""
         return extreme(self, "min", dim, keepdim, reduce, return_indices)
 
-    def argmax(self, dim: Any = None, keepdim: bool = False) -> Any:
+    def argmax(self, dim: Any = None, keepdim: bool = False) -> "Self":
         """Return where the largest value of each leaf is along a batch dimension, in the features or in all of it."""
         return extremes(self, "argmax", dim, keepdim)
 
-    def argmin(self, dim: Any = None, keepdim: bool = False) -> Any:
+    def argmin(self, dim: Any = None, keepdim: bool = False) -> "Self":
         """Return where the smallest value of each leaf is along a batch dimension, in the features or in all of it."""
         return extremes(self, "argmin", dim, keepdim)
 

@@ -6,7 +6,7 @@ Feature dimensions follow untouched. A nested tree with a longer batch keeps its
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import methodcaller
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Size, Tensor
@@ -16,6 +16,9 @@ from tdfunc._errors import explain
 from tdfunc._shapes import dim_index, dim_size, fill_size
 from tdfunc._types import Names
 from tdfunc.ops.index import split_leaves
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 T = TypeVar("T", bound=TensorCollection)
 
@@ -264,11 +267,11 @@ class ShapeMethods(TensorCollection):
         """Return the number of elements of the batch (1 for a batch of no dimensions)."""
         return self._batch_size.numel()
 
-    def reshape(self, *shape: Any) -> Any:
+    def reshape(self, *shape: Any) -> "Self":
         """Return the tree with another batch shape."""
         return reshape(self, _ints(shape))
 
-    def view(self, *shape: Any) -> Any:
+    def view(self, *shape: Any) -> "Self":
         """Return the tree seen with another batch shape (or dtype), sharing memory.
 
         Raises:
@@ -276,42 +279,42 @@ class ShapeMethods(TensorCollection):
         """
         return as_view(self, shape)
 
-    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> "Self":
         """Return the tree with a range of batch dimensions merged."""
         return flatten(self, start_dim, end_dim)
 
-    def unflatten(self, dim: int, unflattened_size: Sequence[int]) -> Any:
+    def unflatten(self, dim: int, unflattened_size: Sequence[int]) -> "Self":
         """Return the tree with one batch dimension split into several."""
         return unflatten(self, dim, unflattened_size)
 
-    def permute(self, *dims: Any) -> Any:
+    def permute(self, *dims: Any) -> "Self":
         """Return the tree with its batch dimensions in another order."""
         return permute(self, _ints(dims))
 
-    def transpose(self, dim0: int, dim1: int) -> Any:
+    def transpose(self, dim0: int, dim1: int) -> "Self":
         """Return the tree with two batch dimensions swapped."""
         return transpose(self, dim0, dim1)
 
-    def unsqueeze(self, dim: int) -> Any:
+    def unsqueeze(self, dim: int) -> "Self":
         """Return the tree with a new batch dimension of size 1; -1 puts it last among the batch dimensions."""
         return unsqueeze(self, dim)
 
-    def squeeze(self, dim: Any = None) -> Any:
+    def squeeze(self, dim: Any = None) -> "Self":
         """Return the tree without batch dimensions of size 1."""
         return squeeze(self, dim)
 
-    def expand(self, *shape: Any) -> Any:
+    def expand(self, *shape: Any) -> "Self":
         """Return the tree expanded to a batch shape, without copying; -1 keeps a dimension."""
         return expand(self, _ints(shape))
 
-    def expand_as(self, other: "Tensor | TensorCollection") -> Any:
+    def expand_as(self, other: "Tensor | TensorCollection") -> "Self":
         """Return the tree expanded to the shape of another."""
         return expand(self, tuple(other.shape))  # pyright: ignore
 
-    def split(self, split_size: "int | Sequence[int]", dim: int = 0) -> tuple[Any, ...]:
+    def split(self, split_size: "int | Sequence[int]", dim: int = 0) -> "tuple[Self, ...]":
         """Return parts along a batch dimension, each of the given size (or sizes)."""
         return split(self, split_size, dim)
 
-    def chunk(self, chunks: int, dim: int = 0) -> tuple[Any, ...]:
+    def chunk(self, chunks: int, dim: int = 0) -> "tuple[Self, ...]":
         """Return at most `chunks` parts along a batch dimension."""
         return chunk(self, chunks, dim)

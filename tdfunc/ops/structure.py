@@ -1,7 +1,7 @@
 """Structure: selecting, flattening and renaming entries, splitting by filters; batch size and names as metadata."""
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -15,6 +15,9 @@ from tdfunc._types import Kind, NestedKey, Node, Path
 from tdfunc.ops.convert import resize
 from tdfunc.ops.edit import delete_paths, restore_ties, set_, update
 from tdfunc.ops.reading import entries, get, get_value, has, iter_items, kind_of, refuse_inplace
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 T = TypeVar("T", bound=TensorCollection)
 
@@ -386,7 +389,7 @@ class StructureMethods(TensorCollection):
 
     __slots__ = ()
 
-    def select(self, *keys: NestedKey, strict: bool = True, inplace: bool = False) -> Any:
+    def select(self, *keys: NestedKey, strict: bool = True, inplace: bool = False) -> "Self":
         """Return a tree with only these entries, in the order they have here, sharing the tensors.
 
         Raises:
@@ -395,7 +398,7 @@ class StructureMethods(TensorCollection):
         refuse_inplace(inplace, "select(*keys)")
         return select(self, keys, strict)
 
-    def exclude(self, *keys: NestedKey, inplace: bool = False) -> Any:
+    def exclude(self, *keys: NestedKey, inplace: bool = False) -> "Self":
         """Return a tree without these entries; keys that do not exist are no error."""
         refuse_inplace(inplace, "exclude(*keys)")
         return delete_paths(self, [unravel(key) for key in keys])
@@ -423,7 +426,7 @@ class StructureMethods(TensorCollection):
         refuse_inplace(inplace, "unflatten_keys(separator)")
         return unflatten_keys(self, separator)
 
-    def rename_key(self, old: NestedKey, new: NestedKey, safe: bool = False) -> Any:
+    def rename_key(self, old: NestedKey, new: NestedKey, safe: bool = False) -> "Self":
         """Return a tree with an entry moved; it keeps its place when it stays under the same parent.
 
         Raises:
@@ -431,7 +434,7 @@ class StructureMethods(TensorCollection):
         """
         return rename_key(self, old, new, safe)
 
-    def with_batch_size(self, batch_size: Any) -> Any:
+    def with_batch_size(self, batch_size: Any) -> "Self":
         """Return the tree with another batch size; nested trees keep a longer one and grow with it.
 
         Raises:
@@ -443,7 +446,7 @@ class StructureMethods(TensorCollection):
         """
         return resize(self, as_size(batch_size))
 
-    def with_names(self, names: Sequence[str | None] | None) -> Any:
+    def with_names(self, names: Sequence[str | None] | None) -> "Self":
         """Return the tree with names for its batch dimensions; None removes them.
 
         Raises:

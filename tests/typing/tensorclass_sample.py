@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from tdfunc._tensorclass import TensorClass, tensorclass
+from tdfunc._tensordict import TensorDict
+from tdfunc.ops.join import stack
 
 T = TypeVar("T")
 
@@ -66,6 +68,28 @@ assert_type(Options(1, batch_size=2).count, int)
 assert_type(Bracketed(count=1, batch_size=()).count, int)
 assert_type(Box(3).value, int)
 assert_type(Box[str]("a").value, str)
+# Operations keep the class.
+assert_type(batch.reshape(-1).unsqueeze(0).permute(1, 0), Batch)
+assert_type(batch.to("cpu").clone().detach().float(), Batch)
+assert_type(batch[0], Batch)
+assert_type(batch[:1, None], Batch)
+assert_type(batch[..., [0, 1]], Batch)
+assert_type(batch[batch.image.sum(-1) > 0], Batch)
+assert_type(batch[torch.tensor([0])].image, Tensor)
+assert_type(batch["image"], Any)
+assert_type(batch["inner", "y"], Any)
+assert_type(batch.split(1), tuple[Batch, ...])
+assert_type(batch.unbind()[0], Batch)
+assert_type([row.image for row in batch], list[Tensor])
+assert_type(batch + 1, Batch)
+assert_type(2 * batch.exp(), Batch)
+assert_type(batch.apply(torch.abs), Batch)
+assert_type(batch.set("image", x).update({"image": x}), Batch)
+assert_type(batch.new_zeros(4), Batch)
+assert_type(batch.cumsum(0), Batch)
+assert_type(batch.where(torch.tensor(True), batch), Batch)
+assert_type(stack([batch, batch]), Batch)
+assert_type(TensorDict({"a": x}, [2]).flip(0)[0], TensorDict)
 # A checker cannot know that a decorator adds a base class, so it is told nothing.
 assert_type(Decorated(x, batch_size=[2]).x, Any)
 
