@@ -79,13 +79,8 @@ def save(
         target = check_target(path)
         save_outline(outline_of(td), target, fsync=fsync, progress=progress)
         return
-    folder = _check_folder(path)
-    plan = ShardPlan(outline_of(td), as_bytes(max_shard_size))
-    with progress_bar(progress, plan.size_bytes, "save") as tick:
-        if is_remote(folder):
-            save_remote_shards(plan, folder, RemoteFiles(folder, fetch=False), tick=tick)
-        else:
-            save_shards(plan, folder, fsync=fsync, tick=tick)
+    folder = check_folder(path)
+    save_sharded(outline_of(td), folder, as_bytes(max_shard_size), fsync=fsync, progress=progress)
 
 
 def outline_of(td: TensorCollection) -> Outline:
@@ -131,6 +126,24 @@ def save_outline(
             save_single(target, write, size_bytes=plan.size_bytes, fsync=fsync)
         else:
             replace_file(target, write, size_bytes=plan.size_bytes, fsync=fsync)
+
+
+def save_sharded(
+    out: Outline,
+    folder: str,
+    max_bytes: int,
+    *,
+    fsync: bool = True,
+    digests: Mapping[str, str] | None = None,
+    progress: bool = False,
+) -> None:
+    """Write a tree that was outlined as shards; a leaf with a digest must still have it."""
+    plan = ShardPlan(out, max_bytes, digests)
+    with progress_bar(progress, plan.size_bytes, "save") as tick:
+        if is_remote(folder):
+            save_remote_shards(plan, folder, RemoteFiles(folder, fetch=False), tick=tick)
+        else:
+            save_shards(plan, folder, fsync=fsync, tick=tick)
 
 
 def load(
@@ -204,17 +217,6 @@ def as_name(path: Any, call: str) -> str:
     return os.fsdecode(path)
 
 
-class LoadMethods(TensorCollection):
-    """The method of loading: a function of a class, not of a tree."""
-
-    __slots__ = ()
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str], **options: Any) -> Any:
-        """Load a tree of whatever class the file says: the function `load`."""
-        return load(path, **options)
-
-
 def check_target(path: str | os.PathLike[str]) -> str:
     """Return the name of a file that a tree can be saved as."""
     target = local_path(as_name(path, "save"))
@@ -237,7 +239,7 @@ def check_target(path: str | os.PathLike[str]) -> str:
     return target
 
 
-def _check_folder(path: str | os.PathLike[str]) -> str:
+def check_folder(path: str | os.PathLike[str]) -> str:
     """Return the name of a folder that shards can be saved in."""
     folder = local_path(as_name(path, "save"))
     taken = not is_remote(folder) and os.path.lexists(folder) and not os.path.isdir(folder)

@@ -8,8 +8,8 @@ import importlib
 import os
 import re
 import secrets
-from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -38,12 +38,12 @@ class ShardPlan:
         UnsupportedError: A header or the index would be too long.
     """
 
-    def __init__(self, outline: Outline, max_bytes: int) -> None:
+    def __init__(self, outline: Outline, max_bytes: int, digests: Mapping[str, str] | None = None) -> None:
         self._outline = outline
         self.groups = _group([spec.size_bytes for spec in outline.specs], max_bytes)
         generation, count = secrets.token_hex(4), len(self.groups)
         self.names = [f"model-{generation}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-        self.files = [plan_file(_part(outline, group)) for group in self.groups]
+        self.files = [plan_file(_part(outline, group), digests) for group in self.groups]
         self.size_bytes = sum(spec.size_bytes for spec in outline.specs)
         length = len(self.index(["0" * 16] * count))
         if length > MAX_HEADER_BYTES:
@@ -113,14 +113,7 @@ def save_shards(plan: ShardPlan, folder: str, *, fsync: bool, tick: Tick = None)
         # What a killed save left takes space.
         _sweep(folder, fd, old, set())
         try:
-            digests = _write_all(plan.files, paths, fsync=fsync, tick=tick)
-            raw = plan.index(digests)
-            replace_file(
-                os.path.join(folder, INDEX),
-                lambda at: write_all(at, memoryview(raw)),
-                size_bytes=len(raw),
-                fsync=fsync,
-            )
+            write_shards(plan, folder, fsync=fsync, tick=tick)
         except BaseException:
             # The index may have been replaced before the error.
             if not _named_by(os.path.join(folder, INDEX), LocalFiles()).intersection(plan.names):
@@ -129,6 +122,14 @@ def save_shards(plan: ShardPlan, folder: str, *, fsync: bool, tick: Tick = None)
         _sweep(folder, fd, set(plan.names), old | {SINGLE})
         if fsync:
             os.fsync(fd)
+
+
+def write_shards(plan: ShardPlan, folder: str, *, fsync: bool, tick: Tick = None) -> None:
+    """Write all shards and then the index into a folder that nobody else writes to."""
+    paths = [os.path.join(folder, name) for name in plan.names]
+    raw = plan.index(_write_all(plan.files, paths, fsync=fsync, tick=tick))
+    index = os.path.join(folder, INDEX)
+    replace_file(index, lambda at: write_all(at, memoryview(raw)), size_bytes=len(raw), fsync=fsync)
 
 
 def _remove(paths: Sequence[str]) -> None:
@@ -148,11 +149,21 @@ def _write_all(files: Sequence[FilePlan], paths: Sequence[str], *, fsync: bool, 
     if len(files) == 1:
         return [write(files[0], paths[0])]
     with ThreadPoolExecutor(_WRITERS, "tdfunc-save") as pool:
-        jobs = [pool.submit(write, file, path) for file, path in zip(files, paths, strict=True)]
+        jobs = [_submit(pool, write, file, path) for file, path in zip(files, paths, strict=True)]
         try:
             return [job.result() for job in jobs]
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _submit(pool: ThreadPoolExecutor, write: Callable[[FilePlan, str], str], file: FilePlan, path: str) -> Future[str]:
+    try:
+        return pool.submit(write, file, path)
+    except RuntimeError:
+        # The interpreter is ending, after a save in the background was submitted, and starts no more threads.
+        done = Future[str]()
+        done.set_result(write(file, path))
+        return done
 
 
 @contextmanager

@@ -1,0 +1,146 @@
+"""Checkpoints on other machines, as fsspec's file system in memory stands for them."""
+
+import sys
+
+import pytest
+import torch
+
+import tdfunc
+from tdfunc import CorruptCheckpointError, TensorDict, UnsupportedError
+from tdfunc.storage import remote
+from tdfunc.storage.checkpoint import load, save
+from tests.storage.trees import assert_same
+
+# An optional package of the `remote` extra; .ci/run installs it.
+fsspec = pytest.importorskip("fsspec")
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def system():
+    """An empty file system in memory."""
+    found = fsspec.filesystem("memory")
+    found.store.clear()
+    found.pseudo_dirs[:] = [""]
+    return found
+
+
+@pytest.fixture
+def tree():
+    """A tree with some of everything."""
+    return TensorDict({"a": {"w": torch.randn(100, 3)}, "b": torch.arange(10), "s": "text"})
+
+
+def names(system):
+    """All files."""
+    return sorted(name.rpartition("/")[2] for name in system.find(""))
+
+
+def test_one_file(system, tree):
+    """A file would not come back, or leave its temporary one behind."""
+    save(tree, "memory://bucket/t.safetensors")
+    save(tree.set("b", torch.zeros(3)), "memory://bucket/t.safetensors")
+
+    assert_same(load("memory://bucket/t.safetensors"), tree.set("b", torch.zeros(3)))
+    assert names(system) == ["t.safetensors"]
+
+
+def test_shards(system, tree):
+    """Shards would not come back, or those of the replaced checkpoint stay."""
+    save(tree, "memory://bucket/m/model.safetensors")
+    save(tree, "memory://bucket/m", max_shard_size=500)
+    assert_same(load("memory://bucket/m"), tree)
+    save(tree, "memory://bucket/m", max_shard_size="1GB")
+    assert_same(load("memory://bucket/m/"), tree)
+    assert len(names(system)) == 2
+    assert INDEX in names(system)
+
+    save(tree, "memory://bucket/m/model.safetensors")
+
+    assert names(system) == ["model.safetensors"]
+    assert_same(load("memory://bucket/m"), tree)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_shard_size": 500}], ids=["file", "shards"])
+def test_parts_are_fetched_alone(options, system, tree, monkeypatch):
+    """Reading a leaf would fetch the whole file."""
+    path = "memory://bucket/m" if options else "memory://bucket/m.safetensors"
+    save(tree, path, **options)
+    fetched = []
+    plain = type(system).cat_file
+
+    def counted(self, path, start=None, end=None, **more):
+        fetched.append(end - start)
+        return plain(self, path, start=start, end=end, **more)
+
+    monkeypatch.setattr(type(system), "cat_file", counted)
+    monkeypatch.setattr(type(system), "get_file", None)
+    with tdfunc.open(path) as f:
+        fetched.clear()
+        assert torch.equal(f["b"], tree["b"])
+        assert fetched == [80]
+        fetched.clear()
+        assert torch.equal(f.slice(("a", "w"), slice(5, 7)), tree["a", "w"][5:7])
+        assert fetched == [24]
+        assert_same(f.load(), tree)
+    assert_same(load(path, keys="b"), TensorDict({"b": tree["b"]}))
+
+
+def test_damage(system, tree):
+    """A damaged copy would be read as it is."""
+    save(tree, "memory://bucket/t.safetensors")
+    raw = bytearray(system.cat_file("/bucket/t.safetensors"))
+    raw[-1] ^= 1
+    system.pipe_file("/bucket/t.safetensors", bytes(raw))
+
+    with pytest.raises(CorruptCheckpointError, match=r'load memory://bucket/t\.safetensors: leaf "a\.w" is damaged'):
+        load("memory://bucket/t.safetensors", keys="a.w")
+
+
+def test_what_is_not_there(system, tree):
+    """A wrong name would be an error that does not say what there is."""
+    system.pipe_file("/bucket/m/other.txt", b"")
+
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint in this folder[\s\S]*other\.txt"):
+        load("memory://bucket/m")
+    with pytest.raises(FileNotFoundError):
+        load("memory://bucket/no.safetensors")
+
+
+def test_a_failed_upload_changes_nothing(system, tree, monkeypatch):
+    """A broken upload would leave half a file under the name, or a temporary one."""
+    save(tree, "memory://bucket/t.safetensors")
+    with monkeypatch.context() as patch:
+
+        def broken(*_, **__):
+            raise OSError("connection lost")
+
+        patch.setattr(type(system), "mv", broken)
+        with pytest.raises(OSError, match="connection lost"):
+            save(tree.delete("b"), "memory://bucket/t.safetensors")
+
+    assert names(system) == ["t.safetensors"]
+    assert_same(load("memory://bucket/t.safetensors"), tree)
+
+
+def test_file_urls(tmp_path, tree):
+    """A file of this machine would be copied, or lose its atomic commit, for being named as a URL."""
+    save(tree, f"file://{tmp_path}/t.safetensors")
+
+    assert_same(load(tmp_path / "t.safetensors"), tree)
+    assert_same(load(f"file://{tmp_path}/t.safetensors"), tree)
+    assert not remote.is_remote(f"file://{tmp_path}/t.safetensors")
+
+
+def test_without_fsspec(monkeypatch, tree):
+    """A missing package would be an ImportError from inside."""
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+
+    with pytest.raises(UnsupportedError, match=r"memory://x[\s\S]*need fsspec[\s\S]*tdfunc\[remote\]"):
+        save(tree, "memory://x/t.safetensors")
+
+
+def test_unknown_protocols(tree):
+    """A file system that fsspec does not know would be an error from inside."""
+    with pytest.raises(UnsupportedError, match=r"nosuch://x[\s\S]*fsspec knows no such file system[\s\S]*nosuch"):
+        load("nosuch://x/t.safetensors")

@@ -1,0 +1,262 @@
+"""`load` with `like=`, `keys=` and `dtype=`: what is compared, read and cast."""
+
+import re
+import types
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import tdfunc
+from tdfunc import (
+    CorruptCheckpointError,
+    Filter,
+    FilterError,
+    Kind,
+    LeafMismatchError,
+    TensorDict,
+    TreeStructureError,
+    UnsupportedError,
+    lazy_stack,
+    partition,
+)
+from tdfunc._collection import iter_leaves
+from tdfunc.storage.checkpoint import load, save
+from tests.storage.trees import DTYPES, assert_same, of_dtype, tied_trees, trees
+
+Spec = namedtuple("Spec", ["shape", "dtype"])
+
+
+def saved(tree, folder, **options):
+    """The name of a file (or folder of shards) that holds a tree."""
+    path = folder / ("shards" if options else "t.safetensors")
+    save(tree, path, fsync=False, **options)
+    return path
+
+
+@pytest.mark.parametrize("options", [{}, {"max_shard_size": 30}], ids=["file", "shards"])
+@given(tree=trees() | tied_trees(), choice=st.randoms(use_true_random=False))
+def test_keys_choose_as_partition_does(options, tree, choice, tmp_path_factory):
+    """Leaves that a filter does not choose would be there, a tie be halved, or non-tensor data be kept."""
+    path = saved(tree, tmp_path_factory.getbasetemp(), **options)
+    chosen = {at for at, _ in iter_leaves(tree) if choice.random() < 0.5}
+    where = Filter(lambda at, leaf: at in chosen)
+
+    assert_same(load(path, keys=where), partition(load(path), where)[0])
+    with tdfunc.open(path) as f:
+        assert_same(f.load(keys=where), partition(load(path), where)[0])
+
+
+@given(tree=trees() | tied_trees())
+def test_a_tree_is_like_itself(tree, tmp_path_factory):
+    """A tree would differ from itself, from its meta tree, or from a nested dict of specs."""
+    path = saved(tree, tmp_path_factory.getbasetemp())
+    specs = {at: Spec(tuple(leaf.shape), leaf.dtype) for at, leaf in iter_leaves(tree)}
+
+    for like in (tree, load(path, device="meta"), specs):
+        assert_same(load(path, like=like), tree)
+
+
+def test_filters_read_and_verify_only_their_leaves(tmp_path):
+    """Damage in a leaf that is not asked for would keep the others from being read, or that of one go unseen."""
+    tree = TensorDict({"a": torch.ones(100), "b": torch.zeros(100)})
+    path = saved(tree, tmp_path)
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+
+    assert_same(load(path, keys="a"), TensorDict({"a": torch.ones(100)}))
+    with pytest.raises(CorruptCheckpointError, match='leaf "b" is damaged'):
+        load(path, keys="b")
+    with pytest.raises(FilterError, match="'c' matches no leaf"):
+        load(path, keys="c")
+
+
+def test_filters_by_kind_and_dtype(tmp_path):
+    """A kind, dtype or combination would not choose from a file what it chooses from the tree."""
+    torch.manual_seed(0)
+    tree = TensorDict.from_module(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    path = saved(tree, tmp_path)
+
+    assert load(path, keys=Filter(Kind.BUFFER)).paths() == partition(tree, Filter(Kind.BUFFER))[0].paths()
+    assert load(path, keys=Filter(torch.int64)).paths() == [("1", "num_batches_tracked")]
+    got = load(path, keys=Filter("1.*") & Kind.PARAMETER)
+    assert_same(got, partition(tree, Filter("1.*") & Kind.PARAMETER)[0])
+
+
+def test_every_difference_is_listed(tmp_path):
+    """A user would mend one difference after the other, or not learn what is expected."""
+    path = saved(TensorDict({"a": torch.ones(2), "b": {"c": torch.ones(3), "d": torch.zeros(1)}, "n": "x"}), tmp_path)
+    like = {"a": Spec((4,), torch.float32), "b": {"c": Spec((3,), torch.int64)}, "e": Spec((1,), torch.bool)}
+
+    with pytest.raises(TreeStructureError) as caught:
+        load(path, like=like)
+
+    message = str(caught.value)
+    assert f"load {path}: " in message
+    for line in (
+        "4 differences",
+        "missing:    e (bool [1])",
+        "unexpected: b.d (float32 [1])",
+        "shape:      a: expected [4], got [2]",
+        "dtype:      b.c: expected int64, got float32",
+    ):
+        assert line in message
+
+
+def test_differences_of_leaves_alone(tmp_path):
+    """Trees of equal keys would give the error for keys."""
+    path = saved(TensorDict({"a": torch.ones(2)}), tmp_path)
+
+    with pytest.raises(LeafMismatchError, match=r"1 difference:[\s\S]*a: expected \[3\], got \[2\]"):
+        load(path, like={"a": torch.ones(3)})
+    with tdfunc.open(path) as f, pytest.raises(LeafMismatchError, match=r"expected float64, got float32"):
+        f.load(like={"a": Spec((2,), torch.float64)})
+
+
+def test_what_may_be_like(tmp_path):
+    """A module's tree on the meta device, a numpy array or a spec without a dtype could not say what is expected."""
+    with torch.device("meta"):
+        meta = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    real = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    path = saved(TensorDict.from_module(real), tmp_path)
+    specs = types.SimpleNamespace(keys=lambda: ["0"], items=lambda: [("0", {"weight": np.ones((2, 3), np.float32)})])
+
+    assert_same(load(path, like=TensorDict.from_module(meta)), TensorDict.from_module(real))
+    assert load(path, like=specs, keys="0.weight").paths() == [("0", "weight")]
+    assert load(path, like={("0", "bias"): Spec((2,), None)}, keys="0.bias").paths() == [("0", "bias")]
+    assert load(path, like={"0": {"bias": Spec(None, np.float32)}}, keys="0.bias").paths() == [("0", "bias")]
+
+
+def test_like_of_a_lazy_stack(tmp_path):
+    """The trees of a lazy stack would not be compared one by one."""
+    tree = TensorDict({"s": lazy_stack([TensorDict({"x": torch.ones(n)}) for n in (1, 2)])})
+    path = saved(tree, tmp_path)
+    other = TensorDict({"s": lazy_stack([TensorDict({"x": torch.ones(n)}) for n in (1, 3)])})
+
+    assert_same(load(path, like=tree), tree)
+    with pytest.raises(LeafMismatchError, match=r"s\.1\.x: expected \[3\], got \[2\]"):
+        load(path, like=other)
+
+
+@pytest.mark.parametrize(
+    ("like", "message"),
+    [
+        (3, r"no shape and dtype\.[\s\S]*mapping[\s\S]*int"),
+        ({"a": {"b": 3}}, r"no shape and dtype at 'a\.b'[\s\S]*int"),
+        (nn.Linear(1, 1), r"like= is a module[\s\S]*from_module"),
+    ],
+    ids=["int", "nested", "module"],
+)
+def test_what_is_no_spec(like, message, tmp_path):
+    """Something without shapes would be taken for an empty spec."""
+    path = saved(TensorDict({"a": torch.ones(2)}), tmp_path)
+
+    with pytest.raises(TypeError, match=message):
+        load(path, like=like)
+
+
+def test_dtype_casts_floating_leaves_and_no_others(tmp_path):
+    """An int, bool or complex leaf would change, a float not, or a Parameter be a tensor."""
+    tree = TensorDict({name: of_dtype(name, (2, 4)) for name in DTYPES[:-2]}, [2])
+    tree = tree.set("p", nn.Parameter(torch.randn(2, 2), requires_grad=False))
+    tree = tree.set("v", tdfunc.NonTensorData(torch.ones(2), [2]))
+    path = saved(tree, tmp_path)
+
+    back = load(path, dtype=torch.bfloat16)
+
+    for key in (*DTYPES[:-2], "p"):
+        expected = tree[key].to(torch.bfloat16) if tree[key].is_floating_point() else tree[key]
+        assert back[key].dtype == expected.dtype, key
+        torch.testing.assert_close(back[key].detach(), expected.detach(), rtol=0, atol=0, equal_nan=True)
+    assert type(back["p"]) is nn.Parameter
+    assert not back["p"].requires_grad
+    assert back["v"].dtype == torch.float32
+    assert load(path, dtype=torch.float16, device="meta")["p"].dtype == torch.float16
+    assert load(path, dtype=torch.float16, keys="p")["p"].dtype == torch.float16
+
+
+def test_like_compares_what_dtype_gives(tmp_path):
+    """A spec of the cast tree would be refused because the file holds another dtype."""
+    path = saved(TensorDict({"a": torch.ones(2), "i": torch.arange(2)}), tmp_path)
+    like = {"a": Spec((2,), torch.bfloat16), "i": Spec((2,), torch.int64)}
+
+    assert load(path, like=like, dtype=torch.bfloat16)["a"].dtype == torch.bfloat16
+    with pytest.raises(LeafMismatchError, match="a: expected bfloat16, got float32"):
+        load(path, like=like)
+
+
+def test_casts_that_torch_lacks(tmp_path):
+    """A dtype without conversions would fail with an error that names no leaf."""
+    path = saved(TensorDict({"q": {"w": of_dtype("float4_e2m1fn_x2", (2, 4))}}), tmp_path)
+
+    with pytest.raises(UnsupportedError, match=r'leaf "q\.w" cannot be cast[\s\S]*float4_e2m1fn_x2 to torch\.float32'):
+        load(path, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, "float32"], ids=str)
+def test_dtypes_that_floats_are_not_cast_to(dtype, tmp_path):
+    """Weights would be cut to integers, or a text be taken for a dtype."""
+    path = saved(TensorDict({"a": torch.ones(2)}), tmp_path)
+
+    with pytest.raises(ValueError, match=rf"a floating dtype[\s\S]*{re.escape(repr(dtype))}"):
+        load(path, dtype=dtype)
+
+
+def test_files_of_other_programs(tmp_path):
+    """The options would not work on a file that tdfunc did not write."""
+    path = tmp_path / "o.safetensors"
+    safetensors.torch.save_file({"a.w": torch.ones(2), "a.i": torch.arange(3), "b": torch.ones(1)}, path)
+
+    got = load(
+        path, keys="a.*", dtype=torch.float16, like={"a": {"w": Spec((2,), torch.float16), "i": torch.arange(3)}}
+    )
+
+    assert sorted(got.paths()) == [("a", "i"), ("a", "w")]
+    assert got["a", "w"].dtype == torch.float16
+
+
+def test_memmap_folders(tmp_path):
+    """A memmap folder would not load, or the options do nothing there."""
+    tree = TensorDict({"a": torch.ones(2, 3), "b": {"i": torch.arange(2)}, "s": "text"}, [2])
+    tree.memmap(tmp_path / "m")
+
+    assert_same(load(tmp_path / "m"), tree)
+    assert load(tmp_path / "m", keys="b.*").paths() == [("b", "i")]
+    assert load(tmp_path / "m", dtype=torch.float16)["a"].dtype == torch.float16
+    with pytest.raises(LeafMismatchError, match=r"a: expected \[3\], got \[2, 3\]"):
+        load(tmp_path / "m", like={"a": torch.ones(3), "b": {"i": torch.arange(2)}})
+
+
+def test_the_method(tmp_path):
+    """`TensorDict.load` would not be the function."""
+    tree = TensorDict({"a": torch.ones(2), "b": torch.ones(1)})
+    path = saved(tree, tmp_path)
+
+    assert_same(TensorDict.load(path), tree)
+    assert TensorDict.load(path, keys="a").paths() == [("a",)]
+
+
+def test_progress(tmp_path, capsys):
+    """The bar would not come, or not come to its end."""
+    tree = TensorDict({"a": torch.ones(1000), "b": torch.ones(30_000)})
+    save(tree, tmp_path / "t.safetensors", progress=True)
+    save(tree, tmp_path / "shards", max_shard_size=5000, progress=True)
+    assert capsys.readouterr().err.count("100%") == 2
+
+    load(tmp_path / "t.safetensors", progress=True)
+    assert "100%" in capsys.readouterr().err
+
+
+def test_progress_without_tqdm(tmp_path, monkeypatch):
+    """A missing package would be an ImportError from inside."""
+    monkeypatch.setitem(__import__("sys").modules, "tqdm.auto", None)
+
+    with pytest.raises(UnsupportedError, match=r"progress=True needs tqdm[\s\S]*pip install"):
+        save(TensorDict({"a": torch.ones(1)}), tmp_path / "t.safetensors", progress=True)
+    assert not (tmp_path / "t.safetensors").exists()

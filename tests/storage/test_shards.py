@@ -1,0 +1,398 @@
+"""Trees in several files: the layout of Hugging Face, committed as one."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+import safetensors.torch
+import torch
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tdfunc
+from tdfunc import CorruptCheckpointError, TensorDict, UnsupportedError
+from tdfunc.storage import files, shards
+from tdfunc.storage.checkpoint import load, save
+from tests.storage.trees import assert_same, tied_trees, trees
+
+INDEX = "model.safetensors.index.json"
+SHARD = re.compile(r"model-([0-9a-f]{8})-(\d{5})-of-(\d{5})\.safetensors")
+
+
+def tree_of(value, count=10):
+    """A tree of equal leaves of 4000 bytes."""
+    return TensorDict({str(i): torch.full((1000,), float(value)) for i in range(count)})
+
+
+def listed(folder):
+    """The names in a folder: shards by their number, others as they are."""
+    found = sorted(os.listdir(folder))
+    return [name for name in found if not SHARD.fullmatch(name)], [n for n in found if SHARD.fullmatch(n)]
+
+
+@given(tree=trees() | tied_trees(), size=st.integers(1, 100))
+def test_load_of_save_is_the_tree(tree, size, tmp_path_factory):
+    """Anything that one file keeps would be lost in shards."""
+    folder = tmp_path_factory.getbasetemp() / "shards"
+    save(tree, folder, max_shard_size=size, fsync=False)
+
+    assert_same(load(folder), tree)
+    assert_same(load(folder / INDEX), tree)
+
+
+def test_the_layout(tmp_path):
+    """Another program would not find a leaf, or a shard would be larger than was asked for."""
+    tree = TensorDict({"a": {"w": torch.ones(1000)}, "b": torch.ones(600), "big": torch.ones(5000), "c": torch.ones(1)})
+    tree = tree.set("note", "text")
+    save(tree, tmp_path / "m", max_shard_size=6400)
+
+    index = json.loads((tmp_path / "m" / INDEX).read_text())
+    others, names = listed(tmp_path / "m")
+    assert others == [INDEX]
+    assert len({SHARD.fullmatch(name)[1] for name in names}) == 1
+    assert [SHARD.fullmatch(name).groups()[1:] for name in names] == [(f"0000{i}", "00003") for i in (1, 2, 3)]
+    assert index["metadata"]["total_size"] == 4 * 6601
+    # A node's own leaves come before those of its sub-trees.
+    expected = {"b": names[0], "big": names[1], "c": names[2], "a.w": names[2]}
+    assert index["weight_map"] == expected
+    for name in names:
+        plain = safetensors.torch.load_file(tmp_path / "m" / name)
+        assert set(plain) == {key for key, home in index["weight_map"].items() if home == name}
+        with safetensors.safe_open(tmp_path / "m" / name, "pt") as f:
+            assert f.metadata()["format"] == "pt"
+
+
+def test_the_index_is_as_documented(tmp_path):
+    """Another program could not check an index and its shards by docs/storage.md."""
+    save(tree_of(1), tmp_path / "m", max_shard_size=10_000)
+
+    raw = (tmp_path / "m" / INDEX).read_bytes()
+    index = json.loads(raw)
+    algorithm, digest = index["metadata"]["tdfunc.index"].split(":")
+    at = raw.index(digest.encode())
+    assert algorithm == "xxh3-64"
+    assert xxhash.xxh3_64_hexdigest(raw[:at] + b"0" * 16 + raw[at + 16 :]) == digest
+    for name, recorded in index["metadata"]["tdfunc.shards"].items():
+        head = (tmp_path / "m" / name).read_bytes()
+        length = int.from_bytes(head[:8], "little")
+        header = json.loads(head[8 : 8 + length])
+        assert header["__metadata__"]["tdfunc.header"] == f"xxh3-64:{recorded}"
+        assert "tdfunc.tree" not in header["__metadata__"]
+
+
+@pytest.mark.parametrize(
+    ("size", "count"),
+    [(10_000, 5), ("10KB", 5), ("10 kb", 5), ("8KiB", 5), ("7.8KiB", 10), ("1GB", 1), (1, 10), ("4000B", 10)],
+    ids=str,
+)
+def test_sizes(size, count, tmp_path):
+    """A size would be read as another one."""
+    save(tree_of(1), tmp_path / "m", max_shard_size=size)
+
+    assert len(listed(tmp_path / "m")[1]) == count
+    assert_same(load(tmp_path / "m"), tree_of(1))
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, True, "5", "GB", "5XB", "-1GB", "0.1B"], ids=str)
+def test_what_is_no_size(size, tmp_path):
+    """A size that means nothing would be taken for one."""
+    with pytest.raises(ValueError, match=r"max_shard_size is no size[\s\S]*5GB[\s\S]*got:"):
+        save(tree_of(1), tmp_path / "m", max_shard_size=size)
+    assert not (tmp_path / "m").exists()
+
+
+def test_names_of_folders(tmp_path):
+    """Shards would be written over a file, or under the name of one."""
+    (tmp_path / "file").touch()
+    for name in ("file", "x.safetensors", "x.pt"):
+        with pytest.raises(ValueError, match=rf"save .*{name}: shards are saved in a folder[\s\S]*name a folder"):
+            save(tree_of(1), tmp_path / name, max_shard_size=10_000)
+    with pytest.raises(ValueError, match="max_shard_size= writes a folder"):
+        save(tree_of(1), tmp_path / "folder")
+    with pytest.raises(OSError, match="the folder above must exist"):
+        save(tree_of(1), tmp_path / "no" / "folder", max_shard_size=10_000)
+
+
+def test_empty_trees(tmp_path):
+    """A tree without leaves would have no shard to say what it is."""
+    save(TensorDict({"a": {}, "s": "x"}, [3]), tmp_path / "m", max_shard_size=10)
+
+    assert_same(load(tmp_path / "m"), TensorDict({"a": {}, "s": "x"}, [3]))
+
+
+def test_nothing_of_the_old_checkpoint_stays(tmp_path):
+    """Transformers reads a model.safetensors that lies beside an index, so it would read the old one."""
+    folder = tmp_path / "m"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "other-00001-of-00002.safetensors").touch()
+    save(tree_of(1), folder / "model.safetensors")
+    save(tree_of(2), folder, max_shard_size=10_000)
+    assert listed(folder)[0] == ["config.json", INDEX, "other-00001-of-00002.safetensors"]
+    save(tree_of(3), folder, max_shard_size=20_000)
+    assert len(listed(folder)[1]) == 2
+    assert_same(load(folder), tree_of(3))
+
+    save(tree_of(4), folder / "model.safetensors")
+
+    assert listed(folder) == (["config.json", "model.safetensors", "other-00001-of-00002.safetensors"], [])
+    assert_same(load(folder), tree_of(4))
+
+
+def test_shards_of_others_are_replaced(tmp_path):
+    """The shards that the replaced index named would fill the disk for ever."""
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    for i, name in enumerate(names):
+        safetensors.torch.save_file({f"a.{i}": torch.ones(2)}, tmp_path / name)
+    index = {"metadata": {}, "weight_map": {"a.0": names[0], "a.1": names[1]}}
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    assert_same(load(tmp_path), TensorDict({"a": {"0": torch.ones(2), "1": torch.ones(2)}}))
+
+    save(tree_of(1), tmp_path, max_shard_size=10_000)
+
+    assert listed(tmp_path)[0] == [INDEX]
+
+
+def test_a_failed_save_changes_nothing(tmp_path, monkeypatch):
+    """An error between the shards and the index would leave shards behind, or lose the old checkpoint."""
+    save(tree_of(1), tmp_path / "m", max_shard_size=10_000)
+    before = sorted(os.listdir(tmp_path / "m"))
+    plain = shards.replace_file
+
+    def failing(path, write, **options):
+        if path.endswith(INDEX):
+            raise OSError("disk full")
+        plain(path, write, **options)
+
+    monkeypatch.setattr(shards, "replace_file", failing)
+    with pytest.raises(OSError, match="disk full"):
+        save(tree_of(2), tmp_path / "m", max_shard_size=10_000)
+
+    assert sorted(os.listdir(tmp_path / "m")) == before
+    assert_same(load(tmp_path / "m"), tree_of(1))
+
+
+def test_an_error_after_the_commit_keeps_the_new_one(tmp_path, monkeypatch):
+    """Shards that the index names already would be deleted because waiting for the disk failed."""
+    plain = shards.replace_file
+
+    def failing(path, write, **options):
+        plain(path, write, **options)
+        if path.endswith(INDEX):
+            raise OSError("fsync failed")
+
+    monkeypatch.setattr(shards, "replace_file", failing)
+    with pytest.raises(OSError, match="fsync failed"):
+        save(tree_of(2), tmp_path / "m", max_shard_size=10_000)
+
+    assert_same(load(tmp_path / "m"), tree_of(2))
+
+
+def test_refusals_come_before_the_first_byte(tmp_path):
+    """A leaf that cannot be stored would be found when other shards are written already."""
+    tree = tree_of(1).set("bad", torch.zeros(2, dtype=torch.complex128))
+
+    with pytest.raises(UnsupportedError, match='leaf "bad" cannot be stored'):
+        save(tree, tmp_path / "m", max_shard_size=10_000)
+    assert not (tmp_path / "m").exists()
+
+
+# -- damage -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder of five shards."""
+    save(tree_of(1), tmp_path / "m", max_shard_size=10_000)
+    return tmp_path / "m"
+
+
+def test_a_missing_shard(folder):
+    """A missing file would be an error that does not say which, or that no file is there at all."""
+    name = listed(folder)[1][2]
+    (folder / name).unlink()
+
+    with pytest.raises(CorruptCheckpointError, match=rf"a shard that the index names is missing[\s\S]*{name}"):
+        load(folder)
+
+
+def test_swapped_shards(folder):
+    """Two shards under each other's names would be read as if nothing had happened."""
+    first, second = listed(folder)[1][:2]
+    (folder / first).rename(folder / "x")
+    (folder / second).rename(folder / first)
+    (folder / "x").rename(folder / second)
+
+    with pytest.raises(CorruptCheckpointError, match=rf"{first}: this shard is of another save[\s\S]*digest"):
+        load(folder)
+
+
+def test_shards_of_two_saves(folder, tmp_path):
+    """A shard of another save of the same tree would mix two trees."""
+    save(tree_of(2), tmp_path / "n", max_shard_size=10_000)
+    mine, other = listed(folder)[1], listed(tmp_path / "n")[1]
+    (folder / mine[1]).write_bytes((tmp_path / "n" / other[1]).read_bytes())
+
+    with pytest.raises(CorruptCheckpointError, match="this shard is of another save than the index"):
+        load(folder)
+    with pytest.raises(CorruptCheckpointError, match="this shard is of another save than the index"):
+        tdfunc.open(folder)
+
+
+@pytest.mark.parametrize("where", [40, 200, -60, -3])
+def test_a_damaged_index(folder, where):
+    """A flipped bit in the index would give another tree."""
+    raw = bytearray((folder / INDEX).read_bytes())
+    raw[where] ^= 1
+    (folder / INDEX).write_bytes(raw)
+
+    with pytest.raises(CorruptCheckpointError, match=rf"load .*{INDEX}: "):
+        load(folder)
+
+
+def test_a_damaged_leaf(folder):
+    """A flipped bit in a shard would be read as it is."""
+    path = folder / listed(folder)[1][3]
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+
+    with pytest.raises(CorruptCheckpointError, match='leaf "7" is damaged'):
+        load(folder)
+    assert_same(load(folder, keys="[0-6]"), tree_of(1, 7))
+    load(folder, verify=False)
+
+
+HOSTILE = {
+    "no object": "[]",
+    "no json": "{",
+    "no map": "{}",
+    "numbers": '{"weight_map": {"a": 3}}',
+    "twice": '{"weight_map": {"a": "a.safetensors", "a": "a.safetensors"}}',
+    "outside": '{"weight_map": {"a": "../a.safetensors"}}',
+    "absolute": '{"weight_map": {"a": "/etc/a.safetensors"}}',
+    "no shard": '{"weight_map": {"a": "passwd"}}',
+    "nul": '{"weight_map": {"a": "\\u0000.safetensors"}}',
+    "deep": "[" * 100_000,
+    "nan": '{"weight_map": {}, "metadata": {"x": NaN}}',
+    "ours without digest": '{"metadata": {"tdfunc.version": "1"}, "weight_map": {}}',
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_indices(name, tmp_path):
+    """An index would make the load crash, or read a file outside of its folder."""
+    (tmp_path / INDEX).write_text(HOSTILE[name])
+
+    with pytest.raises((CorruptCheckpointError, UnsupportedError), match=f"load .*{INDEX}"):
+        load(tmp_path)
+
+
+def test_an_index_that_does_not_fit_its_files(tmp_path):
+    """A leaf of the index that is in no file, or one that is in two, would be left out silently."""
+    safetensors.torch.save_file({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "x.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "x.safetensors", "c": "x.safetensors"}}))
+
+    with pytest.raises(CorruptCheckpointError, match=r'does not fit its files[\s\S]*missing \[\'"c"\'\][\s\S]*"b"'):
+        load(tmp_path)
+
+
+def test_one_shard_alone(folder):
+    """A shard would load as if it were the tree."""
+    with pytest.raises(UnsupportedError, match=r"one shard of a larger save[\s\S]*load the folder"):
+        load(folder / listed(folder)[1][0])
+
+
+# -- at the same time -------------------------------------------------------------------------------------------
+
+
+def test_a_reader_between_index_and_shards(folder, monkeypatch):
+    """A save that ends between a reader's look at the index and at the shards would look like a missing shard."""
+    plain = files.read_index
+    saves = [2, 3]
+
+    def slow(path, where, **options):
+        result = plain(path, where, **options)
+        if saves and options["verify"]:
+            value = saves.pop(0)
+            monkeypatch.setattr(files, "read_index", plain)
+            save(tree_of(value), folder, max_shard_size=10_000, fsync=False)
+            monkeypatch.setattr(files, "read_index", slow)
+        return result
+
+    monkeypatch.setattr(files, "read_index", slow)
+
+    assert_same(load(folder), tree_of(3))
+
+
+def test_readers_during_saves(folder):
+    """A reader would see a mixture of two saves, or an error."""
+    stop = threading.Event()
+    seen, errors = set(), []
+
+    def read():
+        while not stop.is_set():
+            try:
+                values = {float(leaf[0]) for leaf in load(folder).values()}
+                seen.add(values.pop() if len(values) == 1 else None)
+            except Exception as err:
+                errors.append(err)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for value in range(30):
+        save(tree_of(value), folder, max_shard_size=10_000, fsync=False)
+    stop.set()
+    reader.join()
+
+    assert errors == []
+    assert None not in seen
+
+
+def _save_often(folder, value):
+    for _ in range(15):
+        save(tree_of(value), folder, max_shard_size=10_000, fsync=False)
+        save(tree_of(value), os.path.join(folder, "model.safetensors"), fsync=False)
+
+
+def test_two_writers(folder):
+    """Two savers would delete each other's shards, and neither checkpoint would be whole."""
+    workers = [threading.Thread(target=_save_often, args=(folder, value)) for value in (1, 2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+
+    assert len({float(leaf[0]) for leaf in load(folder).values()}) == 1
+    assert listed(folder) == (["model.safetensors"], [])
+
+
+@pytest.mark.slow
+def test_kills(tmp_path):
+    """A save that is killed would lose the old checkpoint, mix it with the new one, or leave files for ever."""
+    folder = tmp_path / "m"
+    save(tree_of(0, 200), folder, max_shard_size=40_000)
+    code = f"""
+        import torch, tdfunc
+        trees = [tdfunc.TensorDict({{str(i): torch.full((1000,), float(v)) for i in range(200)}}) for v in (1, 2)]
+        print("go", flush=True)
+        while True:
+            for tree in trees:
+                tdfunc.save(tree, {str(folder)!r}, max_shard_size=40_000)
+    """
+    for i in range(12):
+        with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE) as child:
+            child.stdout.readline()
+            time.sleep(0.003 + 0.017 * i)
+            child.kill()
+        assert len({float(leaf[0]) for leaf in load(folder).values()}) == 1
+    save(tree_of(5), folder, max_shard_size=40_000)
+
+    assert len(os.listdir(folder)) == 2
