@@ -18,6 +18,7 @@ from torch.utils import _pytree as torch_pytree
 from tdfunc._errors import ImmutableError, TreeStructureError, explain
 from tdfunc._keys import is_key, missing, unravel
 from tdfunc._nontensor import GLOBAL_NAMESPACE, NonTensorBase
+from tdfunc._readahead import MIN_BYTES, read_rows_ahead
 from tdfunc._shapes import common_prefix, index_names, index_size, normalize_index
 from tdfunc._ties import Graft, graft, lift, merge, prune, remap, spanning
 from tdfunc._types import Kind, LeafFn, Names, Node, Path, Ties
@@ -392,6 +393,8 @@ def _is_rows(key: Any) -> bool:
 
 def _row_select(rows: Tensor) -> LeafFn:
     def select(leaf: Any) -> Any:
+        if type(leaf) is Tensor and leaf.nbytes >= MIN_BYTES and not is_compiling():
+            read_rows_ahead(leaf, rows)
         try:
             return leaf.index_select(0, rows)
         # index_select refuses negative rows, which indexing counts from the end.

@@ -27,12 +27,14 @@ from tdfunc.ops.shape import ShapeMethods
 from tdfunc.ops.show import ShowMethods
 from tdfunc.ops.structure import StructureMethods
 from tdfunc.storage.map import ParallelMethods
+from tdfunc.storage.memmap_methods import MemmapMethods
 
 
 class TreeMethods(
     IndexMethods, ShapeMethods, RearrangeMethods, ReadMethods, EditMethods, StructureMethods, MapMethods,
     PointwiseMethods, DtypeMethods, ArithmeticMethods, ReduceMethods, ExtremeMethods, CastMethods, MemoryMethods,
     MakeMethods, ExchangeMethods, FrameMethods, ShowMethods, DispatchMethods, ModuleMethods, ParallelMethods,
+    MemmapMethods,
 ):  # fmt: skip
     """All methods of a tree; what `TensorDict` and `TensorClass` share."""
 

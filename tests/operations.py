@@ -16,7 +16,9 @@ PAGE = Path(__file__).parent.parent / "docs" / "operations.md"
 _FORMAT = "absent: a file format of another library; read it there and call `TensorDict.from_dict`"
 _DTYPE = "`td.to(torch.{})`"
 _LOCK = "absent: a tree is never written to, so there is nothing to lock"
-_STORAGE = "planned: memory-mapped trees come with the storage part"
+_WHOLE = "absent: a folder is written as a whole, `td.set(key, value).memmap(path)`"
+_STORE = "absent: trees in a key-value server; `td.memmap(path)` shares one through files"
+_ARCHIVE = "absent: `tdfunc.save(td, path)` writes one file with checksums"
 _DISTRIBUTED = "planned: comes with the distributed part"
 _QUANTIZED = "absent: torch has deprecated quantized dtypes"
 _STATE = "absent: no process-wide switches"
@@ -29,12 +31,8 @@ METHODS = {
     "broadcast": _DISTRIBUTED, "gather_and_stack": _DISTRIBUTED, "init_remote": _DISTRIBUTED,
     "from_remote_init": _DISTRIBUTED, "irecv": _DISTRIBUTED, "isend": _DISTRIBUTED, "recv": _DISTRIBUTED,
     "reduce": _DISTRIBUTED, "scatter": _DISTRIBUTED, "send": _DISTRIBUTED,
-    "memmap": _STORAGE, "memmap_": _STORAGE, "memmap_like": _STORAGE, "memmap_refresh_": _STORAGE,
-    "make_memmap": _STORAGE, "make_memmap_from_storage": _STORAGE, "make_memmap_from_tensor": _STORAGE,
-    "load_memmap": _STORAGE, "load_memmap_": _STORAGE, "is_memmap": _STORAGE, "saved_path": _STORAGE,
-    "load": "`tdfunc.load(path)`", "load_": _STORAGE, "save": "`tdfunc.save(td, path)`",
-    "dumps": "`tdfunc.save(td, path)`", "map": "planned: worker processes come with the storage part",
-    "map_iter": "planned: worker processes come with the storage part",
+    "make_memmap": _WHOLE, "make_memmap_from_storage": _WHOLE, "make_memmap_from_tensor": _WHOLE,
+    "saved_path": "absent: each leaf knows its file; `td.is_memmap()` says whether all have one",
     "consolidate": "absent: `tdfunc.save` writes one file, and leaves are plain tensors",
     "from_consolidated": "absent: `tdfunc.load` reads one file",
     "is_consolidated": "absent: there is one form of a tree",
@@ -96,8 +94,9 @@ METHODS = {
 
 # Public names of the module.
 FUNCTIONS = {
-    "LazyStackedTensorDict": "`tdfunc.LazyStack`", "LazyStackedTensorDictStore": _STORAGE, "TensorDictStore": _STORAGE,
-    "PersistentTensorDict": _FORMAT, "MemoryMappedTensor": _STORAGE, "TensorDictBase": "`tdfunc.TensorDict`",
+    "LazyStackedTensorDict": "`tdfunc.LazyStack`", "LazyStackedTensorDictStore": _STORE, "TensorDictStore": _STORE,
+    "PersistentTensorDict": _FORMAT, "MemoryMappedTensor":
+    "absent: leaves on files are plain tensors; `td.memmap(path)`", "TensorDictBase": "`tdfunc.TensorDict`",
     "TensorDictParams": "planned: parameters as a module; `tdfunc.from_module` returns them as a tree",
     "TensorClassModuleBase": "planned: comes with the modules of `tdfunc.nn`",
     "TensorClassModuleWrapper": "planned: comes with the modules of `tdfunc.nn`",
@@ -124,8 +123,8 @@ FUNCTIONS = {
     "is_batchedtensor": _INTERNAL, "cls": _INTERNAL,
     "unravel_key": "absent: keys are str or tuples of str, which need no normal form",
     "unravel_key_list": "absent: keys are str or tuples of str, which need no normal form",
-    "load_memmap": _STORAGE, "memmap": _STORAGE, "pack_memmap": _STORAGE, "unpack_memmap": _STORAGE,
-    "is_memmap_archive": _STORAGE, "refresh_archive_checksums": _STORAGE,
+    "load_memmap": "`TensorDict.load_memmap(path)`", "memmap": "`td.memmap(path)`", "pack_memmap": _ARCHIVE,
+    "unpack_memmap": _ARCHIVE, "is_memmap_archive": _ARCHIVE, "refresh_archive_checksums": _ARCHIVE,
     "lazy_legacy": _STATE, "set_lazy_legacy": _STATE, "list_to_stack": _STATE, "set_list_to_stack": _STATE,
     "capture_non_tensor_stack": _STATE, "set_capture_non_tensor_stack": _STATE, "get_defaults_to_none": _STATE,
     "set_get_defaults_to_none": _STATE, "get_printoptions": _STATE, "set_printoptions": _STATE,

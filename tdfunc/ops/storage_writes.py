@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import LeafOp, TensorCollection, iter_leaves
+from tdfunc._collection import LeafOp, TensorCollection, is_compiling, iter_leaves
 from tdfunc._errors import BatchSizeError, LeafMismatchError, MissingKeyError, TieError, explain
 from tdfunc._keys import dotted, missing
+from tdfunc._mapped import mapped_file
 from tdfunc._nontensor import NonTensorBase, NonTensorData, NonTensorStack, same_value
 from tdfunc._shapes import index_size, normalize_index
 from tdfunc._types import Path
@@ -49,13 +50,28 @@ def check_dtype(value: Tensor, leaf: Tensor, where: str) -> None:
 
 
 def check_writable(leaf: Tensor, where: str) -> None:
-    """Raise for a leaf in which several elements share one memory location."""
+    """Raise for a leaf whose writes would not reach its file, or in which elements share one memory location."""
+    check_reaches_file(leaf, where)
     if any(stride == 0 and size > 1 for stride, size in zip(leaf.stride(), leaf.shape, strict=True)):
         raise LeafMismatchError(
             explain(
                 f"{where}: the leaf is expanded, one write would change many elements.",
                 got=f"shape {list(leaf.shape)} with strides {list(leaf.stride())}",
                 hint="write td = td.clone() first, or use the pure td.at[...].set(...).",
+            )
+        )
+
+
+def check_reaches_file(leaf: Tensor, where: str) -> None:
+    """Raise for a leaf that is mapped copy-on-write: what is written to it would stay in this process."""
+    file = None if is_compiling() else mapped_file(leaf)
+    if file is not None and file.mode == "c":
+        raise LeafMismatchError(
+            explain(
+                f"{where}: the leaf is mapped copy-on-write, a write would not reach its file.",
+                expected="a leaf in memory, or one mapped for writing",
+                got=f"a copy-on-write mapping of {file.path}",
+                hint='load_memmap(prefix, mode="r+") writes to the files; td.clone() is in memory.',
             )
         )
 
@@ -216,6 +232,9 @@ def nontensor_rows(node: NonTensorBase, parts: tuple[Any, ...], new: NonTensorBa
 
 def share(tree: TensorCollection) -> None:
     """Move the storage of every leaf to shared memory."""
+    for path, leaf in iter_leaves(tree):
+        if isinstance(leaf, Tensor):
+            check_reaches_file(leaf, f"share_memory_ {dotted(path)!r}")
     for _, leaf in iter_leaves(tree):
         if isinstance(leaf, Tensor):
             leaf.share_memory_()

@@ -8,14 +8,15 @@ import errno
 import os
 import stat
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tdfunc._errors import CorruptCheckpointError, explain
-from tdfunc._mapped import MapMode, mark_mapped
+from tdfunc._errors import ConcurrencyError, CorruptCheckpointError, explain
+from tdfunc._mapped import MapMode, MappedFile, mark_mapped
 
 _DESCRIPTORS = {"linux": "/proc/self/fd", "darwin": "/dev/fd"}.get(sys.platform)
 # Without O_NONBLOCK opening a pipe waits for a writer, and a device may act.
@@ -119,3 +120,39 @@ def _map(name: str, mode: MapMode, size_bytes: int, path: str) -> Any:
     # The storage of a private mapping claims to be in shared memory and cannot be sent to a process; through numpy
     # it does not. A shared one must stay as it is: re-wrapped, multiprocessing would move it to a copy.
     return torch.from_numpy(flat.numpy()) if mode == "c" else flat
+
+
+def map_again(file: MappedFile, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+    """Map what `mapped_file` described, maybe in another process: the same file, geometry and mode.
+
+    Raises:
+        FileNotFoundError: The file has no name, or has gone.
+        ConcurrencyError: Another file has its name by now: the folder was written again.
+        CorruptCheckpointError: The file is shorter than it was.
+    """
+    if file.path is None:
+        raise FileNotFoundError(errno.ENOENT, explain("The memmap has no folder.", hint="td.memmap(prefix)."))
+    fd = os.open(file.path, READ if file.mode == "c" else READ | os.O_RDWR)
+    try:
+        found = os.fstat(fd)
+        if (found.st_dev, found.st_ino) != file.file_id:
+            raise ConcurrencyError(
+                explain(
+                    f"{file.path} is another file by now: the folder was written again.",
+                    expected=f"device and inode {file.file_id}",
+                    got=f"{(found.st_dev, found.st_ino)}",
+                    hint="load_memmap opens what is there now.",
+                )
+            )
+        if found.st_size < file.size_bytes:
+            got = f"{found.st_size} bytes"
+            raise CorruptCheckpointError(
+                explain(f"{file.path} is cut short.", expected=f"{file.size_bytes} bytes", got=got)
+            )
+        whole = map_descriptor(fd, file.path, file.mode, torch.uint8, torch.Size((file.size_bytes,)), file.size_bytes)
+    finally:
+        os.close(fd)
+    if file.offset % dtype.itemsize:
+        expected = f"a multiple of {dtype.itemsize}"
+        raise ValueError(explain(f"The offset does not fit {dtype}.", expected=expected, got=str(file.offset)))
+    return whole.view(dtype).as_strided(tuple(shape), tuple(stride), file.offset // dtype.itemsize).data

@@ -46,8 +46,8 @@ def memmap(
     sync: bool = False,
 ) -> Any:
     """Write every leaf to a file of its own in a folder, and return the tree on these files."""
-    task = partial(_write, "memmap", td, prefix, copy_existing, num_threads, existsok, sync)
-    return _start(task, "memmap", num_threads, return_early, share_non_tensor)
+    task = partial(write_folder, "memmap", td, prefix, copy_existing, num_threads, existsok, sync)
+    return start(task, "memmap", num_threads, return_early, share_non_tensor)
 
 
 def memmap_like(
@@ -64,7 +64,7 @@ def memmap_like(
     """Make files of zeros for every leaf, which take no space until they are written to."""
     del copy_existing
     task = partial(_make_room, td, prefix, num_threads, existsok, sparse_ok)
-    return _start(task, "memmap_like", num_threads, return_early, share_non_tensor)
+    return start(task, "memmap_like", num_threads, return_early, share_non_tensor)
 
 
 def load_memmap(
@@ -97,7 +97,7 @@ def _load(
     for _ in range(_RETRIES):
         with _opened(name) as root, _naming(name):
             try:
-                return _read(root, os.path.abspath(name), mode, threads, classes, None, place, non_blocking)
+                return _read(root, os.path.realpath(name), mode, threads, classes, None, place, non_blocking)
             except (CorruptCheckpointError, OSError):
                 # A writer may have put another folder here meanwhile, and deleted this one.
                 if not _was_replaced(root, name):
@@ -126,13 +126,14 @@ def _read(
     def one(number: int) -> Tensor | None:
         if number in aliases:
             return None
-        leaf = _map_leaf(root, reader.leaves[number], where, mode)
+        leaf = map_leaf(root, reader.leaves[number], where, mode)
         return leaf if place is None or place.type == "cpu" else _move(leaf, place, non_blocking)
 
     return reader.build(_each(one, range(len(reader.leaves)), threads), place)
 
 
-def _map_leaf(root: int, leaf: LeafFile, where: str | None, mode: MapMode) -> Tensor:
+def map_leaf(root: int, leaf: LeafFile, where: str | None, mode: MapMode) -> Tensor:
+    """Map the file of one leaf in the folder behind a descriptor; the leaf remembers it as a file in `where`."""
     what = f"leaf {dotted(leaf.path)!r}"
     try:
         fd = open_inside(root, leaf.name, what, writable=mode == "r+")
@@ -217,7 +218,7 @@ def _was_replaced(root: int, name: str) -> bool:
 # -- writing ----------------------------------------------------------------------------------------------------
 
 
-def _start(task: Callable[[], Any], call: str, num_threads: int, early: bool, share_non_tensor: bool) -> Any:
+def start(task: Callable[[], Any], call: str, num_threads: int, early: bool, share_non_tensor: bool) -> Any:
     """Run a write, or (as tensordict: only with threads) start it and return a future."""
     threads = _threads(num_threads, call)
     if share_non_tensor:
@@ -251,7 +252,7 @@ def _each(fn: Callable[[In], Out], items: Sequence[In], threads: int) -> list[Ou
         return list(pool.map(fn, items))
 
 
-def _write(
+def write_folder(
     call: str,
     td: TensorCollection,
     prefix: "str | os.PathLike[str] | None",
@@ -260,6 +261,7 @@ def _write(
     existsok: bool,
     sync: bool,
 ) -> Any:
+    """Write a tree to a folder (or to files without a name) and return it on these files, mapped for writing."""
     target = _target(td, prefix, call)
     plan = plan_folder(td, call)
     _check_existing(plan, target, call, copy_existing)
@@ -302,7 +304,7 @@ def _target(td: Any, prefix: Any, call: str) -> str | None:
         return None
     if not isinstance(prefix, (str, bytes, os.PathLike)):
         raise TypeError(explain(f"{call}: not a path.", expected="the name of a folder", got=type(prefix).__name__))
-    target = os.path.abspath(os.fsdecode(prefix))
+    target = os.path.realpath(os.fsdecode(prefix))
     if target.endswith(".safetensors"):
         hint = "tdfunc.save(tree, path) writes one safetensors file; a memmap is a folder of any other name."
         raise ValueError(explain(f"{call} {target}: this is the name of a file.", got=".safetensors", hint=hint))
@@ -366,7 +368,7 @@ def _commit(
             _link(os.path.join(folder, first), os.path.join(folder, name))
         root = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
         try:
-            where = None if target is None else os.path.realpath(target)
+            where = target
             return _read(root, where, "r+", threads, (), plan.types, None, False)
         finally:
             os.close(root)
