@@ -18,6 +18,7 @@ from tdfunc._errors import MissingKeyError as MissingKeyError
 from tdfunc._errors import TieError as TieError
 from tdfunc._errors import TreeStructureError as TreeStructureError
 from tdfunc._errors import UnsupportedError as UnsupportedError
+from tdfunc._errors import WorkerError as WorkerError
 from tdfunc._jit import jit as jit
 from tdfunc._keys import Filter as Filter
 from tdfunc._keys import of_type as of_type
@@ -55,6 +56,8 @@ from tdfunc.storage.async_save import AsyncSaver as AsyncSaver
 from tdfunc.storage.background import PendingSave as PendingSave
 from tdfunc.storage.checkpoint import load as load
 from tdfunc.storage.checkpoint import save as save
+from tdfunc.storage.pool import WorkerPool as WorkerPool
+from tdfunc.storage.ray import RayExecutor as RayExecutor
 from tdfunc.storage.manager import CheckpointManager as CheckpointManager
 from tdfunc.storage.open import LazyTree as LazyTree
 from tdfunc.storage.open import open as open

@@ -65,3 +65,7 @@ class CaptureError(RuntimeError):
 
 class CorruptCheckpointError(ValueError):
     """A file that is not what was saved: torn, altered, or no checkpoint at all."""
+
+
+class WorkerError(RuntimeError):
+    """A worker process of `map` that died, could not start, or raised what cannot be sent back."""
