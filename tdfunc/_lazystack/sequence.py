@@ -50,12 +50,12 @@ def pad_sequence(
     if not given:
         raise ValueError(explain("pad_sequence: no trees were given.", expected="one or more"))
     check_same_ndim(given, "pad_sequence")
+    _check_lengths(given, pad_dim, ())
     key = "masks" if return_mask is True else return_mask
     if key is not False and type(given[0]) is not TensorCollection._open:
         hint = "tree, masks = lazy_stack(trees).pad(return_mask=True)."
         what = "pad_sequence: the masks have no place in a typed tree."
         raise UnsupportedError(explain(what, expected="TensorDict", got=type(given[0]).__name__, hint=hint))
-    _check_lengths(given, pad_dim, ())
     padded, _ = pad_trees(given, 0, padding_value, "right", False)
     return padded if key is False else set_(padded, key, _masks(given, padded, pad_dim))
 

@@ -212,8 +212,15 @@ def _atleast(n: int) -> Handler:
 
 
 def _index_select(input: TensorCollection, dim: int, index: Any) -> Any:
-    dim = dim_index(dim, len(input._batch_size), "index_select")
-    return input._index((*[slice(None)] * dim, index))
+    return _at_index(input, dim, index, "index_select")
+
+
+def _select(input: TensorCollection, dim: int, index: int) -> Any:
+    return _at_index(input, dim, int(index), "select")
+
+
+def _at_index(tree: TensorCollection, dim: int, index: Any, call: str) -> Any:
+    return tree._index((*[slice(None)] * dim_index(dim, len(tree._batch_size), call), index))
 
 
 def _split(tensor: Any, split_size_or_sections: Any, dim: int = 0) -> Any:
@@ -233,7 +240,7 @@ def _shapes() -> dict[Any, Handler]:
         torch.chunk: lambda input, chunks, dim=0: shape.chunk(input, chunks, dim),
         torch.gather: lambda input, dim, index: _gather(input, dim, index),
         torch.index_select: _index_select,
-        torch.select: lambda input, dim, index: _index_select(input, dim, int(index)),
+        torch.select: _select,
         torch.masked_select: lambda input, mask: index.masked_select(input, mask),
         torch.where: _where,
         torch.reshape: lambda input, shape: _reshape(input, shape),

@@ -124,5 +124,7 @@ def test_errors():
     inner = TensorDict({"l": tdf.lazy_stack(rows(1, 2))}, [2])
     with pytest.raises(UnsupportedError, match=r"'l' is lazy.\n.*trees\n.*LazyStack\n.*pad\(\)"):
         tdf.pad_sequence([inner, inner])
+    with pytest.raises(UnsupportedError, match=r"pad_sequence: these are lazy"):
+        tdf.pad_sequence([inner["l"]], return_mask=True)
     with pytest.raises(LeafMismatchError, match=r"'n.ids'.\n.*int64\n.*0.5"):
         tdf.pad_sequence(rows(1, 2), padding_value=0.5)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from tdfunc import BatchSizeError, ImmutableError, TensorDict, TreeStructureError, UnsupportedError
 from tdfunc._lazystack.stack import lazy_stack
 from tdfunc.ops import dispatch
-from tests.helpers import assert_pure
+from tests.helpers import assert_pure, assert_trees_equal
 
 X = torch.tensor([[0.5, -1.5, 2.0], [float("nan"), 0.25, -0.75]])
 INTS = torch.tensor([[4, 6, 3], [9, 1, 2]])
@@ -222,11 +222,42 @@ def test_errors():
         torch.where(NUMBERS > 0, NUMBERS, NUMBERS)
     with pytest.raises(TypeError, match="this is no condition"):
         torch.where(NUMBERS > 0, Y, Y)
-    with pytest.raises(IndexError, match="index_select"):
+    with pytest.raises(IndexError, match="index_select: batch dimension 1"):
         torch.index_select(NUMBERS, 1, torch.tensor([0]))
+    with pytest.raises(IndexError, match="^select: batch dimension 1"):
+        torch.select(NUMBERS, 1, 0)
 
 
 def test_quantile_through_torch_refuses_several():
     """Several quantiles would be taken for one."""
     with pytest.raises(ValueError, match=r"quantile: one quantile at a time.\n.*a number\n.*\[2\]"):
         torch.quantile(NUMBERS, torch.tensor([0.1, 0.9]), 0)
+
+
+TRANSFORMED = {
+    "norm": lambda t: torch.norm(t, 2, 0),
+    "std": lambda t: torch.std(t, 0, False),
+    "cummax": lambda t: torch.cummax(t, 0)[0],
+    "mse": lambda t: F.mse_loss(t, t + 1),
+    "zeros": torch.zeros_like,
+    "index_select": lambda t: torch.index_select(t, 0, torch.tensor([0, 2])),
+    "addcmul": lambda t: torch.addcmul(t, t, t),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_inside_vmap(name):
+    """A function would see dimensions that vmap has taken away, or put its batch size elsewhere."""
+    fn, batch = TRANSFORMED[name], TensorDict({"x": torch.rand(4, 3, 2), "n": {"y": torch.rand(4, 3)}}, [4, 3])
+
+    assert_trees_equal(torch.vmap(fn)(batch), torch.stack([fn(row) for row in batch]), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_compiled(name):
+    """A handler would break the graph."""
+    torch._dynamo.reset()
+    fn, x = TRANSFORMED[name], torch.rand(3, 2)
+    compiled = torch.compile(lambda x: fn(TensorDict({"x": x}, [3])), fullgraph=True, backend="eager")
+
+    assert_trees_equal(compiled(x), fn(TensorDict({"x": x}, [3])))
