@@ -4,6 +4,7 @@ import re
 import sys
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -16,6 +17,7 @@ from benchmarks import (
     page,
     rows,
     scaling,
+    storage,
     tensorclass,
     training,
     trees,
@@ -24,7 +26,7 @@ from benchmarks.measure import Effort, Fresh, Timing
 from benchmarks.rows import Case, Measured, Row, Suite, judge
 
 TINY = Effort(rounds=5, passes=1, round_s=1e-5, longest_s=0.01)
-SUITES = (trees.SUITE, families.SUITE, tensorclass.SUITE, modules.SUITE, training.SUITE)
+SUITES = (trees.SUITE, families.SUITE, tensorclass.SUITE, modules.SUITE, training.SUITE, storage.SUITE)
 
 
 def measured(what, per=1, **us):
@@ -332,6 +334,14 @@ CONTRACT = [
     ("Adam step of 16 to 64 small members", "loop of torch.optim", 10),
     ("Adam step of 16 to 64 small members", "vmap(grad(functional_call))", 1.8),
     ("jit(vmap(grad(loss))), 4 to 16 members", "not traced", 2.5),
+    ("save 262 MB, checksums included, no fsync", "os.write", 1.25),
+    ("save 262 MB, checksums included, fsync", "os.write", 1.05),
+    ("save 3000 small tensors", "save_file", 3), ("save 3000 small tensors", "torch.save", 4),
+    ("save 3000 small tensors", "tensordict", 20), ("load 3000 tensors", "load_file", 6),
+    ("load 200 tensors", "load_file", 4), ("load 3000 tensors, verified", "load_file", 3),
+    ("load 200 tensors, verified", "reading the bytes", 1.3),
+    ("open and read 1 % of 3000 tensors, verified, cold", "safe_open", 2),
+    ("open and read 1 % of 200 tensors, verified, cold", "safe_open", 1.2),
 ]  # fmt: skip
 
 
@@ -376,8 +386,10 @@ def _first_pieces(pieces):
 
 
 @pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.name)
-def test_every_way_runs_and_rows_find_their_cases(suite):
+def test_every_way_runs_and_rows_find_their_cases(suite, monkeypatch):
     """A benchmark would fail, or a row judge nothing, only at the next long run."""
+    monkeypatch.setattr(storage, "large_leaves", lambda: {f"a{i}": torch.randn(64, 300) for i in range(200)})
+    monkeypatch.setattr(storage, "small_leaves", lambda: {f"a{i}": torch.randn(3, 3) for i in range(300)})
     cases = suite.cases()
     for case in cases:
         assert isinstance(case, Case)
@@ -386,6 +398,37 @@ def test_every_way_runs_and_rows_find_their_cases(suite):
     ways = {case.what: set(case.ways) for case in cases}
     for row in suite.rows:
         assert all({"tdfunc", row.rival} <= ways[case] for case in row.cases)
+
+
+def test_files_are_what_the_rows_say():
+    """The rows would be about smaller files than the contract's."""
+    for make, count, size_mb in ((storage.large_leaves, 200, 262), (storage.small_leaves, 3000, 20)):
+        leaves = make().values()
+        assert len(leaves) == count
+        assert sum(leaf.nbytes for leaf in leaves) / 1e6 == pytest.approx(size_mb, rel=0.01)
+
+
+@pytest.mark.parametrize("fsync", [False, True])
+def test_saving_and_loading_ways_do_the_same(tmp_path, fsync):
+    """Ours would be faster at storing something else."""
+    leaves = {f"a{i}.b": torch.randn(3, 5) for i in range(7)}
+    for way in storage.save_ways(leaves, tmp_path, fsync).values():
+        way()
+    loaded = [safetensors.torch.load_file(tmp_path / name) for name in ("ours.safetensors", "theirs.safetensors")]
+    loaded += [torch.load(tmp_path / "zipped.pt"), *(way() for n, way in load_ways_of(leaves, tmp_path))]
+    wanted = storage.partial_ways(leaves, tmp_path)
+    ours, theirs = (way.call(way.make()) for way in wanted.values())
+
+    assert (tmp_path / "bytes").read_bytes() == b"".join(leaf.numpy().tobytes() for leaf in leaves.values())
+    for found in loaded:
+        assert all(torch.equal(plain(found)[key], leaf) for key, leaf in leaves.items())
+    assert [leaf.sum() for leaf in ours] == theirs
+
+
+def load_ways_of(leaves, folder):
+    """The ways that return tensors; a tree of ours by its dotted names."""
+    ways = storage.load_ways(leaves, folder)
+    return [("ours", lambda: ways["tdfunc"]()), ("theirs", ways[storage.LOAD])]
 
 
 def plain(x):
