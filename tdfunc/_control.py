@@ -15,6 +15,7 @@ from torch._higher_order_ops import map as _torch_map
 from torch._higher_order_ops import scan as _torch_scan
 from torch._higher_order_ops import while_loop as _torch_while_loop
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -244,11 +245,18 @@ def _is_captured() -> bool:
     """
     if torch.compiler.is_dynamo_compiling():
         return not _in_transform()
-    if torch._C._len_torch_dispatch_stack() == 0 or _in_transform():
+    # torch.func.linearize records in a dual level.
+    if torch._C._len_torch_dispatch_stack() == 0 or _in_transform() or forward_ad._current_level >= 0:
         return False
-    modes = _get_current_dispatch_mode_stack()
-    recorded = torch.compiler.is_exporting() or any([isinstance(mode, ProxyTorchDispatchMode) for mode in modes])
-    return recorded and not any([isinstance(mode, Recorder) for mode in modes])
+    if any([isinstance(mode, Recorder) for mode in _get_current_dispatch_mode_stack()]):
+        return False
+    return torch.compiler.is_exporting() or _is_recorded()
+
+
+def _is_recorded() -> bool:
+    return torch._C._len_torch_dispatch_stack() > 0 and any(
+        [isinstance(mode, ProxyTorchDispatchMode) for mode in _get_current_dispatch_mode_stack()]
+    )
 
 
 # A function of no arguments, which dynamo runs while it traces.
@@ -259,7 +267,7 @@ def _in_transform() -> bool:
 
 def _is_known(pred: Tensor) -> bool:
     """Whether Python may ask for the value."""
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling() or _is_recorded():
         return False
     while _functorch.is_functorch_wrapped_tensor(pred):
         if _functorch.is_batchedtensor(pred):
@@ -328,7 +336,8 @@ def _check_operands(what: str, operands: Any) -> None:
 
 
 def _check_dim(what: str, leaves: Sequence[Any], dim: int) -> int:
-    ndim = min([leaf.dim() for leaf in leaves if isinstance(leaf, Tensor)], default=0)
+    # Dynamo knows no default of `min`; xs without leaves is refused after this.
+    ndim = min([leaf.dim() for leaf in leaves if isinstance(leaf, Tensor)] or [0])
     if not 0 <= dim < max(ndim, 1):
         hint = "dim counts from the front, and every leaf has it."
         raise ValueError(explain(f"{what}: dim.", expected=f"0 to {ndim - 1}", got=dim, hint=hint))

@@ -89,6 +89,9 @@ class NonTensorBase:
         return torch.tensor([same_value(a, b) for a, b in pairs], dtype=torch.bool).reshape(self.shape)
 
     def where(self, condition: torch.Tensor, other: Any) -> Any:
+        # The same on both sides: the condition may be a tensor without values (inside vmap, or a compiler).
+        if self is other or self == other:
+            return self
         return NonTensorStack._wrap(np.where(condition.cpu().numpy(), self._array, other._array))
 
     def index_select(self, dim: int, index: torch.Tensor) -> Any:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import PLAIN, Static, TensorCollection
+from tdfunc._collection import PLAIN, Static, TensorCollection, is_compiling
 from tdfunc._errors import BatchSizeError, LeafMismatchError, TreeStructureError, UnsupportedError, explain
 from tdfunc._keys import dotted, missing, unravel
 from tdfunc._nontensor import NonTensorBase, NonTensorStack
@@ -26,7 +26,7 @@ class Padding(NamedTuple):
     left: bool
     masks: bool
     # A tied leaf is padded once, so that it stays one. By identity, with the nodes, which keeps those alive.
-    done: dict[tuple[int, ...], tuple[list[Node], Padded]]
+    done: dict[tuple[int, ...] | Path, tuple[list[Node], Padded]]
 
 
 def common_size(sizes: Sequence[Size]) -> Size:
@@ -163,7 +163,9 @@ def _pad(pairs: Sequence[Padded], dim: int, at: Path, padding: Padding) -> Padde
     ndim = len(first._batch_size)
     for key, nodes in same_keys(trees, "pad", at):
         inner = [mask if mask is None else mask._data[key] for _, mask in pairs]
-        path, ids = (*at, key), tuple(map(id, nodes))
+        path = (*at, key)
+        # A compiler would guard on the identity, and compile again for every new tensor.
+        ids = path if is_compiling() else tuple(map(id, nodes))
         if ids not in padding.done:
             both = list(zip(nodes, inner, strict=True))
             if isinstance(nodes[0], TensorCollection):

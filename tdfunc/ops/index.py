@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import LeafOp, TensorCollection
+from tdfunc._collection import LeafOp, TensorCollection, is_compiling
 from tdfunc._errors import explain
 from tdfunc._keys import is_key
 from tdfunc._nontensor import NonTensorBase
@@ -116,6 +116,9 @@ def split_leaves(
     # The first tree's map calls `pieces`; all are kept by the leaf's identity for the other trees.
     def piece(i: int) -> Callable[[Any], Any]:
         def take(leaf: Any) -> Any:
+            # A compiler would guard on the identity, and compile again for every new tensor.
+            if is_compiling():
+                return pieces(leaf)[i]
             parts = cut.get(id(leaf))
             if parts is None:
                 parts = cut[id(leaf)] = pieces(leaf)

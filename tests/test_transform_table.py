@@ -1,0 +1,60 @@
+"""Every operation under every transformation, against plain tensors: the cells of the table in docs/transforms.md."""
+
+import pytest
+import torch
+
+from tests.transform_table import COLUMNS, PAGE, RAISES, ROWS, compare, page
+
+NAMES = {column.name for column in COLUMNS}
+
+
+def cells(*, raising):
+    """Pytest parameters for the cells that work, or for those that raise."""
+    return [
+        pytest.param(row, column, id=f"{row}-{column.name}", marks=[pytest.mark.slow] * column.slow)
+        for column in COLUMNS
+        for row in ROWS
+        if ((row, column.name) in RAISES) is raising
+    ]
+
+
+@pytest.mark.parametrize(("row", "column"), cells(raising=False))
+def test_cell(row, column):
+    """An operation would give other values, keys or batch sizes under a transformation than plain tensors do."""
+    column.check(ROWS[row])
+
+
+@pytest.mark.parametrize(("row", "column"), cells(raising=True))
+def test_cell_raises(row, column):
+    """A cell that the page says to raise would work, or raise something else."""
+    error, message, _ = RAISES[row, column.name]
+
+    with pytest.raises(error, match=message):
+        column.check(ROWS[row])
+
+
+def test_page():
+    """The page would show another table than the tests run."""
+    assert all(row in ROWS and name in NAMES for row, name in RAISES)
+    assert PAGE.read_text() == page(PAGE.read_text()), "run python -m tests.transform_table"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda t: t.set("a", t["a"] + 1e-3),
+        lambda t: t.delete("a"),
+        lambda t: t.set("c", t["a"]),
+        lambda t: t.with_batch_size([]),
+    ],
+    ids=["value", "missing", "added", "batch size"],
+)
+def test_comparison_can_fail(wrong):
+    """A cell could not fail."""
+    row = ROWS["clone"]
+    tensors = torch.ones(3, 2), torch.ones(3)
+    out = row.fn(row.fn.__globals__["make"](*tensors))
+    compare(out, row.plain(*tensors), row.batch)
+
+    with pytest.raises(AssertionError):
+        compare(wrong(out), row.plain(*tensors), row.batch)
