@@ -7,6 +7,7 @@ must have the digest that the leaf had when the save was submitted.
 import ctypes
 import os
 import pathlib
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,8 +23,9 @@ from tdfunc._mapped import mapped_file
 from tdfunc._nontensor import NonTensorData
 from tdfunc._types import Kind
 from tdfunc.storage.background import PendingSave, SaveQueue
-from tdfunc.storage.checkpoint import check_target, outline_of, save_outline
+from tdfunc.storage.checkpoint import check_folder, check_target, outline_of, save_outline, save_sharded
 from tdfunc.storage.encode import Outline
+from tdfunc.storage.shards import as_bytes
 from tdfunc.storage.write import _SMALL_BYTES as SMALL_BYTES
 from tdfunc.storage.write import _is_plain as is_plain
 from tdfunc.storage.write import pieces
@@ -94,7 +96,8 @@ def _live_leaves(td: TensorCollection) -> set[int]:
 
 
 def _digests(leaves: Sequence[Tensor]) -> list[str]:
-    threads = min(_MAX_THREADS, os.cpu_count() or 1)
+    # When the interpreter ends, no threads can be started.
+    threads = min(_MAX_THREADS, os.cpu_count() or 1) if threading.main_thread().is_alive() else 1
     if threads == 1 or sum([leaf.numel() * leaf.element_size() for leaf in leaves]) < _THREADS_FROM_BYTES:
         return _digest_each(leaves)
     # One thread takes the next leaf when it is done with one: leaves differ in size.
@@ -159,6 +162,7 @@ class AsyncSaver:
         td: TensorCollection,
         path: str | os.PathLike[str],
         *,
+        max_shard_size: int | str | None = None,
         fsync: bool = True,
         copy: bool | None = None,
         timeout_s: float | None = None,
@@ -167,7 +171,8 @@ class AsyncSaver:
 
         Args:
             td: The tree.
-            path: The file, which must end in `.safetensors`; its folder must exist.
+            path: The file, which must end in `.safetensors`, or for shards the folder; what it is in must exist.
+            max_shard_size: The most bytes of leaves in one shard, as in `tdfunc.save`.
             fsync: Wait (in the background) until the disk has the file.
             copy: True copies all leaves before the call returns, False none; without it those that are expected to be
                 written to (above).
@@ -177,15 +182,16 @@ class AsyncSaver:
             A handle whose `result()` waits for the save and raises what went wrong.
 
         Raises:
-            ValueError: The file name has another suffix.
+            ValueError: The file name has another suffix, or the size of shards is none.
             UnsupportedError: A leaf or value cannot be stored unchanged; the message names it.
             TimeoutError: There was no place in time. Nothing was submitted.
             Exception: An earlier save failed and nobody was told; this is its error. Nothing was submitted.
         """
-        target = check_target(path)
+        max_bytes = as_bytes(max_shard_size) if max_shard_size is not None else None
+        target = check_target(path) if max_bytes is None else check_folder(path)
 
         def prepare() -> "_FileWrite":
-            return _FileWrite(take_snapshot(td, copy), target, fsync)
+            return _FileWrite(take_snapshot(td, copy), target, max_bytes, fsync)
 
         return self._queue.submit(pathlib.Path(target), prepare, timeout_s)
 
@@ -218,11 +224,16 @@ class _FileWrite(NamedTuple):
 
     snapshot: Snapshot
     target: str
+    max_bytes: int | None
     fsync: bool
 
     def __call__(self) -> pathlib.Path:
+        outline, digests = self.snapshot
         try:
-            save_outline(self.snapshot.outline, self.target, fsync=self.fsync, digests=self.snapshot.digests)
+            if self.max_bytes is None:
+                save_outline(outline, self.target, fsync=self.fsync, digests=digests)
+            else:
+                save_sharded(outline, self.target, self.max_bytes, fsync=self.fsync, digests=digests)
         except ConcurrencyError as err:
             raise ConcurrencyError(f"save {self.target}: {err}") from err
         return pathlib.Path(self.target)

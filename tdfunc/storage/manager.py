@@ -8,10 +8,12 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 import xxhash
 
 from tdfunc._collection import TensorCollection
 from tdfunc._errors import ConcurrencyError, CorruptCheckpointError, UnsupportedError, explain
+from tdfunc._keys import FilterLike
 from tdfunc._types import Device
 from tdfunc.storage.async_save import Snapshot, check_max_pending, take_snapshot
 from tdfunc.storage.atomic import replace_file
@@ -20,6 +22,8 @@ from tdfunc.storage.checkpoint import load, outline_of
 from tdfunc.storage.decode import Classes
 from tdfunc.storage.encode import _is_plain
 from tdfunc.storage.format import no_constant, unique
+from tdfunc.storage.index import INDEX, SINGLE
+from tdfunc.storage.shards import ShardPlan, as_bytes, write_shards
 from tdfunc.storage.steps import (
     StepRemovedError,
     check_step,
@@ -37,8 +41,7 @@ from tdfunc.storage.write import plan_file, write_all, write_file
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# As Hugging Face calls them, so that its libraries read a step too.
-TREE_FILE, ABOUT_FILE = "model.safetensors", "checkpoint.json"
+ABOUT_FILE = "checkpoint.json"
 _VERSION = 1
 _START = '{"digest":"xxh3-64:'
 _DIGITS = 16
@@ -49,7 +52,9 @@ class About(NamedTuple):
     """What `checkpoint.json` says."""
 
     step: int
-    # The digest of the header of the tree's file, which holds the digests of all leaves.
+    # The name of the tree's file, or of the index of its shards.
+    file: str
+    # The digest of that file's header, which holds those of all leaves.
     tree: str
     metadata: dict[str, Any]
 
@@ -71,6 +76,7 @@ class CheckpointManager:
         mode: Whether the best has the lowest (`"min"`) or the highest (`"max"`) value.
         async_save: Save in the background: `save` returns as soon as nothing can change what is saved.
         max_pending: How many such saves may be waiting or running; another `save` waits for a place.
+        max_shard_size: The most bytes of leaves in one file, as a number or as `"5GB"`; without it a step is one file.
         fsync: Wait until the disk has each step. Without it a power failure (not a crash of the program) may lose it.
 
     Raises:
@@ -96,6 +102,7 @@ class CheckpointManager:
         mode: str = "min",
         async_save: bool = False,
         max_pending: int = 1,
+        max_shard_size: int | str | None = None,
         fsync: bool = True,
     ) -> None:
         _check_number("keep_last", keep_last, "the step that was saved last is always kept")
@@ -108,6 +115,7 @@ class CheckpointManager:
         self._folder = os.fsdecode(folder)
         self._keep_last, self._keep_best, self._metric, self._mode = keep_last, keep_best, metric, mode
         self._fsync, self._async = fsync, async_save
+        self._max_bytes = as_bytes(max_shard_size) if max_shard_size is not None else None
         self._queue = SaveQueue(check_max_pending(max_pending))
         remove_leftovers(self._folder)
 
@@ -233,7 +241,7 @@ class CheckpointManager:
             return _read_about(path, number).metadata
 
     def path(self, step: int) -> pathlib.Path:
-        """Return the folder of a step, which need not be there; its tree is in the file `model.safetensors`.
+        """Return the folder of a step, which need not be there; `load` and `open` take it.
 
         Args:
             step: Its number.
@@ -245,18 +253,24 @@ class CheckpointManager:
         step: int | None = None,
         *,
         fallback: bool = False,
-        verify: bool = True,
+        like: Any = None,  # a tree or spec of anything that has a shape and a dtype
+        keys: "FilterLike | None" = None,
+        dtype: torch.dtype | None = None,
         device: "Device | None" = None,
         classes: Classes = (),
+        verify: bool = True,
     ) -> Any:  # the class of the tree is what was saved
         """Load the tree of a step.
 
         Args:
             step: Its number; without it the latest. If that is removed meanwhile, a newer one is loaded.
             fallback: Where the latest step is damaged, warn and load the newest one that is whole.
-            verify: Read everything once and compare the checksums.
+            like: What is expected, as in `tdfunc.load`.
+            keys: A glob on dotted paths or a `Filter`: only these leaves are read and verified.
+            dtype: Cast leaves of floating dtypes.
             device: Where the leaves are put; without it, where they were.
             classes: The classes of the tree's nodes where they are not TensorDicts, as in `tdfunc.load`.
+            verify: Read everything once and compare the checksums.
 
         Raises:
             FileNotFoundError: There is no such step, or no step at all.
@@ -271,7 +285,7 @@ class CheckpointManager:
             with reading(self._folder, number) as path, _naming(path, number):
                 about = _read_about(path, number)
                 _check_tree(path, about)
-                return load(os.path.join(path, TREE_FILE), verify=verify, device=device, classes=classes)
+                return load(path, like=like, keys=keys, dtype=dtype, device=device, classes=classes, verify=verify)
 
         if step is not None:
             return load_step(check_step(step, "load"))
@@ -305,9 +319,8 @@ class CheckpointManager:
         remove_leftovers(self._folder)
 
         def fill(folder: str) -> None:
-            tree = os.path.join(folder, TREE_FILE)
-            _write_tree(snapshot, tree, fsync=self._fsync)
-            text = _describe(About(step, _header_digest(tree), metadata))
+            file = _write_tree(snapshot, folder, self._max_bytes, fsync=self._fsync)
+            text = _describe(About(step, file, _header_digest(os.path.join(folder, file)), metadata))
             about = os.path.join(folder, ABOUT_FILE)
             replace_file(about, lambda fd: write_all(fd, text), size_bytes=len(text), fsync=self._fsync)
 
@@ -410,13 +423,19 @@ class _StepWrite(NamedTuple):
         return self.manager.path(self.step)
 
 
-def _write_tree(snapshot: Snapshot, path: str, *, fsync: bool) -> None:
-    plan = plan_file(snapshot.outline, snapshot.digests)
+def _write_tree(snapshot: Snapshot, folder: str, max_bytes: int | None, *, fsync: bool) -> str:
+    """Write the tree into a new folder as Hugging Face does, so that its libraries read a step too."""
+    outline, digests = snapshot
+    if max_bytes is not None:
+        write_shards(ShardPlan(outline, max_bytes, digests), folder, fsync=fsync)
+        return INDEX
+    plan = plan_file(outline, digests)
 
     def write(fd: int) -> None:
         write_file(fd, plan)
 
-    replace_file(path, write, size_bytes=plan.size_bytes, fsync=fsync)
+    replace_file(os.path.join(folder, SINGLE), write, size_bytes=plan.size_bytes, fsync=fsync)
+    return SINGLE
 
 
 # -- arguments --------------------------------------------------------------------------------------------------
@@ -505,31 +524,41 @@ def _read_about(folder: str, step: int) -> About:
             what = f"{ABOUT_FILE} is not what was saved."
             raise CorruptCheckpointError(explain(what, expected=f"{_START}{found}", got=repr(raw[:end])[2:-1]))
         try:
-            fields = json.loads(raw, object_pairs_hook=unique, parse_constant=no_constant)
-            version, about = fields["version"], About(fields["step"], fields["tree"], dict(fields["metadata"]))
+            about = _parse_about(raw, path)
+        except UnsupportedError:
+            raise
         except (ValueError, KeyError, TypeError, RecursionError) as err:
             what = f"{ABOUT_FILE} is malformed."
             raise CorruptCheckpointError(explain(what, got=f"{type(err).__name__}: {err}"[:300])) from err
-        if version != _VERSION:
-            what, expected = f"load {path}: the format is not known.", f"version {_VERSION}"
-            hint = "a later version of tdfunc wrote it."
-            raise UnsupportedError(explain(what, expected=expected, got=repr(version)[:100], hint=hint))
         if about.step != step:
             what = "the folder has the name of another step."
             raise CorruptCheckpointError(explain(what, expected=f"step {step}", got=f"step {about.step}"[:100]))
         return about
 
 
+def _parse_about(raw: bytes, path: str) -> About:
+    fields = json.loads(raw, object_pairs_hook=unique, parse_constant=no_constant)
+    if fields["version"] != _VERSION:
+        what, hint = f"load {path}: the format is not known.", "a later version of tdfunc wrote it."
+        got = repr(fields["version"])[:100]
+        raise UnsupportedError(explain(what, expected=f"version {_VERSION}", got=got, hint=hint))
+    if fields["file"] not in (SINGLE, INDEX):
+        raise ValueError(f"file {fields['file']!r}")
+    return About(fields["step"], fields["file"], fields["tree"], dict(fields["metadata"]))
+
+
 def _check_tree(folder: str, about: About) -> None:
-    found = _header_digest(os.path.join(folder, TREE_FILE))
+    found = _header_digest(os.path.join(folder, about.file))
     if found != about.tree:
-        what = f"{TREE_FILE} is not the one that was saved with {ABOUT_FILE}."
+        what = f"{about.file} is not the one that was saved with {ABOUT_FILE}."
         raise CorruptCheckpointError(explain(what, expected=f"a header with the digest {about.tree}", got=found))
 
 
 def _header_digest(path: str) -> str:
-    """Return the digest of the header of a safetensors file, or of whatever is there instead."""
+    """Return the digest of the header of a safetensors file, or of a whole index."""
     with open(path, "rb") as file:
+        if path.endswith(INDEX):
+            return f"xxh3-64:{xxhash.xxh3_64_hexdigest(file.read())}"
         start = file.read(8)
         left = os.fstat(file.fileno()).st_size - 8
         return (
