@@ -1,0 +1,111 @@
+"""The state of random generators as a tree."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tdfunc import TensorDict, TreeStructureError, UnsupportedError, get_rng_state, load, save, set_rng_state
+
+
+def draw_global():
+    """Draws from all global generators, an odd number of normal ones, which come in pairs."""
+    return [
+        *torch.randn(3).tolist(), random.random(), random.gauss(0, 1), float(np.random.rand()), float(np.random.randn())
+    ]  # fmt: skip
+
+
+@given(before=st.integers(0, 3), between=st.integers(0, 3))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=10)
+def test_the_global_generators_go_on_where_they_were(before, between, tmp_path):
+    """A resumed run would draw other numbers."""
+    for _ in range(before):
+        draw_global()
+    save(get_rng_state(), tmp_path / "rng.safetensors")
+    expected = draw_global()
+    for _ in range(between):
+        draw_global()
+    set_rng_state(load(tmp_path / "rng.safetensors"))
+
+    assert draw_global() == expected
+
+
+def test_reading_changes_nothing():
+    """Saving a checkpoint would change what is drawn next."""
+    state = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
+    get_rng_state()
+
+    assert torch.equal(torch.get_rng_state(), state[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == state[1:]
+
+
+GENERATORS = {
+    "torch": lambda: torch.Generator().manual_seed(3),
+    "pcg": lambda: np.random.default_rng(3),
+    "mt": lambda: np.random.Generator(np.random.MT19937(3)),
+    "philox": lambda: np.random.Generator(np.random.Philox(3)),
+    "sfc": lambda: np.random.Generator(np.random.SFC64(3)),
+    "python": lambda: random.Random(3),
+}
+
+
+def draw(generator):
+    """Three draws."""
+    if isinstance(generator, torch.Generator):
+        return torch.randn(3, generator=generator).tolist()
+    if isinstance(generator, np.random.Generator):
+        return [*generator.normal(size=3).tolist(), int(generator.integers(0, 100, dtype=np.int32))]
+    return [generator.gauss(0, 1) for _ in range(3)]
+
+
+def test_own_generators(tmp_path):
+    """A generator that a program passes around could not be resumed."""
+    generators = {name: make() for name, make in GENERATORS.items()}
+    for generator in generators.values():
+        draw(generator)
+    save(get_rng_state(**generators), tmp_path / "rng.safetensors")
+    expected = {name: draw(generator) for name, generator in generators.items()}
+    others = {name: make() for name, make in GENERATORS.items()}
+    set_rng_state(load(tmp_path / "rng.safetensors"), **others)
+
+    assert {name: draw(generator) for name, generator in others.items()} == expected
+
+
+def test_what_is_no_generator():
+    """A seed would be taken for a state."""
+    with pytest.raises(TypeError, match=r"get_rng_state: data is no generator(.|\n)*torch\.Generator(.|\n)*int"):
+        get_rng_state(data=3)
+    with pytest.raises(UnsupportedError, match=r"data has no state(.|\n)*random\.Random(.|\n)*SystemRandom"):
+        get_rng_state(data=random.SystemRandom())
+
+
+def test_other_generators():
+    """A generator would keep its own state without a word, or get that of another kind."""
+    state = get_rng_state(data=np.random.default_rng(0))
+    with pytest.raises(TreeStructureError, match=r"expected: data\n.*got: +cuda, numpy, python, torch"):
+        set_rng_state(state)
+    with pytest.raises(TreeStructureError, match=r"expected: data\n.*got: +other"):
+        set_rng_state(state, other=np.random.default_rng(0))
+    for other in (torch.Generator(), random.Random(), np.random.Generator(np.random.MT19937(0))):
+        with pytest.raises(
+            UnsupportedError, match=r"does not fit the generator data(.|\n)*the state of a (.|\n)*got: "
+        ):
+            set_rng_state(state, data=other)
+    with pytest.raises(UnsupportedError, match="does not fit the generator data"):
+        set_rng_state(get_rng_state(data=torch.Generator()), data=np.random.default_rng(0))
+
+
+def test_fewer_devices():
+    """The state of a device that is not there would be dropped."""
+    state = get_rng_state().set(("cuda", "0"), torch.zeros(16, dtype=torch.uint8))
+    if torch.cuda.device_count():
+        pytest.skip("this machine has a CUDA device")
+    before = torch.get_rng_state()
+    with pytest.raises(UnsupportedError, match=r"fewer CUDA devices(.|\n)*1(.|\n)*0"):
+        set_rng_state(state)
+
+    assert torch.equal(torch.get_rng_state(), before)
+    assert isinstance(state, TensorDict)
