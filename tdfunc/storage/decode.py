@@ -24,6 +24,7 @@ from tdfunc.storage.format import Spec, no_constant, spec_of, unique
 _KINDS = {flag: kind for kind, flag in KIND_FLAGS.items()}
 # Longer prefixes are put together again for each node: all of a deep tree would fill the memory.
 _MAX_KEPT_PREFIX = 256
+_ONLY_INTS, _ONLY_TEXTS = frozenset([int]), frozenset([str])
 # A key that is not followed by its colon at once, which nobody writes.
 _LOOSE_KEY = re.compile(r'"\s+:')
 Classes: TypeAlias = type[TensorCollection] | Sequence[type[TensorCollection]]
@@ -140,6 +141,9 @@ class Plan:
         node, size, device, prefix = self.nodes[number], self.sizes[number], self.devices[number], None
         # A class that stores its leaves in another form (a lazy stack) says itself what its batch size is.
         ndim = 0 if "own" in node else len(size)
+        if not self._marks and not ndim and _ONLY_INTS.issuperset(map(type, node["items"])):
+            self._add_plain(number, node["keys"], node["items"])
+            return
         for key, what in zip(node["keys"], node["items"], strict=True):
             if type(key) is not str or not key:
                 raise malformed("a key", repr(key))
@@ -170,6 +174,22 @@ class Plan:
             self.specs.append(spec)
             self.flags.append(flags)
             self.places.append(device)
+
+    def _add_plain(self, number: int, keys: list[Any], items: list[int]) -> None:
+        """Enter the leaves of a node that has nothing but plain tensors, all at once."""
+        if len(keys) != len(items) or not _ONLY_TEXTS.issuperset(map(type, keys)) or "" in keys:
+            raise malformed(f"{len(items)} keys", repr(keys))
+        if items and min(items) < 0:
+            raise malformed("a spec", repr(min(items)))
+        prefix, table = self._prefix(number), self.table
+        # Before they are made: of a deep node they might not fit in memory.
+        self._limit -= (len(prefix) + 2) * len(keys) + sum(map(len, keys))
+        if self._limit < 0:
+            raise malformed("names that fit in the header", "longer ones")
+        self.names += [f'"{prefix}{quote(key)[1:-1]}"' for key in keys]
+        self.specs += [table[item] for item in items]
+        self.flags += [""] * len(keys)
+        self.places += [self.devices[number]] * len(keys)
 
     def _check_object(self, number: int, key: str, what: Any, mark: tuple[int, int] | None) -> None:
         """Check an item that is no tensor: a sub-tree, an alias of a tied leaf, or non-tensor data."""
@@ -268,15 +288,19 @@ class Plan:
 
     def _plain_node(self, node: dict[str, Any], leaves: Any, leaf: int, built: dict[int, Any]) -> dict[str, Any] | None:
         """Return the entries of a node of plain tensors and trees, which most are; None where there is more."""
-        data: dict[str, Any] = {}
-        for key, what in zip(node["keys"], node["items"], strict=True):
-            if type(what) is int:
-                data[key] = leaves[leaf]
-                leaf += 1
-            elif type(what) is dict and "tree" in what:
-                data[key] = built[what["tree"]]
-            else:
-                return None
+        keys, items = node["keys"], node["items"]
+        if type(leaves) is list and _ONLY_INTS.issuperset(map(type, items)):
+            data: dict[str, Any] = dict(zip(keys, leaves[leaf : leaf + len(items)], strict=True))
+        else:
+            data = {}
+            for key, what in zip(keys, items, strict=True):
+                if type(what) is int:
+                    data[key] = leaves[leaf]
+                    leaf += 1
+                elif type(what) is dict and "tree" in what:
+                    data[key] = built[what["tree"]]
+                else:
+                    return None
         if len(data) != len(node["keys"]):
             raise malformed("distinct keys", f"a key twice in {node['keys']}"[:400])
         return data

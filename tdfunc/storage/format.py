@@ -124,13 +124,15 @@ def lay_out(names: Sequence[str], specs: Sequence[Spec]) -> Layout:
     groups: dict[str, list[int]] = {}
     for i, spec in enumerate(specs):
         groups.setdefault(spec.code, []).append(i)
-    order = [i for code in sorted(groups, key=lambda code: (-_CODES[code][1], code)) for i in groups[code]]
+    codes = sorted(groups, key=lambda code: (-_CODES[code][1], code))
+    order = groups[codes[0]] if len(codes) == 1 else [i for code in codes for i in groups[code]]
     ends = list(accumulate([specs[i].size_bytes for i in order], initial=0))
+    parts = [
+        f",{names[i]}{specs[i].middle}{begin},{end}]}}" for i, begin, end in zip(order, ends, ends[1:], strict=False)
+    ]
     begins = [0] * len(order)
-    parts: list[str] = []
-    for i, begin, end in zip(order, ends, ends[1:], strict=False):
+    for i, begin in zip(order, ends, strict=False):
         begins[i] = begin
-        parts.append(f",{names[i]}{specs[i].middle}{begin},{end}]}}")
     return Layout(order, begins, ends[-1], "".join(parts))
 
 
