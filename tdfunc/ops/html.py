@@ -27,31 +27,34 @@ from tdfunc.ops.values import Values, number_text, values_of
 
 # Rows in all, entries of one tree, levels, and leaves that are counted for totals.
 ROWS, ENTRIES, DEPTH, COUNTED = 400, 100, 24, 300_000
+# Characters of a key.
+KEY = 80
 # Above this many rows, sub-trees start closed.
 OPEN_ROWS = 40
 
-# Colours come from the page, so that they fit light and dark ones; the doubled class outweighs a notebook's own rules.
+# Colours come from the page, so that they fit light and dark ones. "@" is the class three times over, which outweighs
+# a notebook's own rules for tables.
 STYLE = (
     "<style>"
-    ".tdf.tdf{font-size:12px;line-height:1.45;max-width:80em;color:inherit;overflow-x:auto}"
-    ".tdf.tdf details{margin:0}.tdf.tdf .tdf-in{min-width:62em;margin:0 0 0 .45em;padding:0 0 0 .75em;"
-    "border-left:1px solid rgba(128,128,128,.35)}.tdf.tdf .tdf-in .tdf-in{min-width:0}"
-    ".tdf.tdf summary{cursor:pointer;padding:1px 0}.tdf.tdf summary:hover{background:rgba(128,128,128,.12)}"
-    ".tdf.tdf table{border-collapse:collapse;border:0;margin:0;width:100%;table-layout:fixed;font-size:inherit}"
-    ".tdf.tdf tr{background:none;border:0}.tdf.tdf tr:hover{background:rgba(128,128,128,.08)}"
-    ".tdf.tdf td,.tdf.tdf th{border:0;padding:1px .8em 1px 0;text-align:left;vertical-align:top;max-width:none;"
+    "@{font-size:12px;line-height:1.45;max-width:82em;color:inherit;overflow-x:auto}"
+    "@ details{margin:0}@ .tdf-in{min-width:62em;margin:0 0 0 .45em;padding:0 0 0 .75em;"
+    "border-left:1px solid rgba(128,128,128,.35)}@ .tdf-in .tdf-in{min-width:0}"
+    "@ summary{cursor:pointer;padding:1px 0}@ summary:hover{background:rgba(128,128,128,.12)}"
+    "@ table{border-collapse:collapse;border:0;margin:0;width:100%;table-layout:fixed;font-size:inherit}"
+    "@ tr{background:none;border:0}@ tr:hover{background:rgba(128,128,128,.08)}"
+    "@ td,@ th{border:0;padding:1px .8em 1px 0;text-align:left;vertical-align:top;max-width:none;"
     "white-space:normal;overflow-wrap:anywhere;background:none;color:inherit}"
-    '.tdf.tdf td[colspan="6"]{padding-right:0}'
-    ".tdf.tdf th{font-weight:normal;opacity:.6}.tdf.tdf .tdf-n{text-align:right}"
-    ".tdf.tdf code,.tdf.tdf b{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;font-size:inherit;"
+    '@ td[colspan="6"]{padding-right:0}'
+    "@ th{font-weight:normal;opacity:.6}@ .tdf-n{text-align:right}"
+    "@ code,@ b{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;font-size:inherit;"
     "background:none;color:inherit;padding:0;white-space:pre-wrap}"
-    ".tdf.tdf small{font-size:11px;opacity:.65}.tdf.tdf .tdf-bad{color:#e5484d;font-weight:600}"
-    ".tdf.tdf svg{vertical-align:-2px;margin-right:.5em;opacity:.75}"
+    "@ small{font-size:11px;opacity:.65}@ .tdf-bad{color:#e5484d;font-weight:600}"
+    "@ svg{vertical-align:-2px;margin-right:.5em;opacity:.75}"
     "</style>"
-)
+).replace("@", ".tdf.tdf.tdf")
 _COLUMNS = (
     '<colgroup><col><col style="width:11em"><col style="width:6.5em"><col style="width:5em">'
-    '<col style="width:6em"><col style="width:24em"></colgroup>'
+    '<col style="width:6em"><col style="width:26em"></colgroup>'
 )
 _HEADINGS = (
     "<thead><tr><th>key</th><th>shape</th><th>dtype</th><th>device</th>"
@@ -178,7 +181,7 @@ class _Page:
             self._countable -= found.leaves
             least = "" if found.complete else "at least "
             parts.append(f"{least}{count_text(found.leaves, 'leaf')}, {bytes_text(found.size_bytes)}")
-        names = [f"<b>{_text(branch.path[-1])}</b>"] if branch.path else []
+        names = [_key(branch.path[-1])] if branch.path else []
         # What all sub-trees are is not worth saying of each.
         if not branch.path or type(tree) is not self._class:
             names.append(_text(type(tree).__name__))
@@ -221,7 +224,7 @@ def _more(entry: More) -> str:
 
 
 def _key(key: str) -> str:
-    return f"<b>{_text(key)}</b>"
+    return f"<b>{_text(key, KEY)}</b>"
 
 
 def _text(text: str, limit: int = 120) -> str:

@@ -42,9 +42,10 @@ class Summary:
         (2, 16, 64)
     """
 
+    # Sums over all leaves, and (leaves, elements, bytes) by dtype and by kind.
     __slots__ = ("by_dtype", "by_kind", "elements", "leaves", "size_bytes", "table")
 
-    def __init__(self, title: str, rows: list[Row], table: Any) -> None:
+    def __init__(self, rows: list[Row], table: Any) -> None:
         self.leaves = sum(row.leaves for row in rows)
         self.elements = sum(row.elements for row in rows)
         self.size_bytes = sum(row.size_bytes for row in rows)
@@ -91,7 +92,7 @@ def summary(tree: TensorCollection, depth: int | None, where: "FilterLike | None
         tree = partition(tree, where)[0]
         title += f", where {where if isinstance(where, Filter) else repr(where)}"
     rows = list(_rows(tree))
-    found = Summary(title, rows, Table(title=printable(title), title_justify="left", show_footer=True))
+    found = Summary(rows, Table(title=printable(title), title_justify="left", show_footer=True))
     _fill(found, rows if depth is None else _folded(rows, depth))
     return found
 

@@ -15,6 +15,7 @@ from torch._subclasses import FakeTensorMode
 import tdfunc as tdf
 from tdfunc import Kind, NonTensorData, TensorClass, TensorDict, lazy_stack
 from tdfunc.ops.facts import bytes_text, printable
+from tdfunc.ops.html import KEY
 from tests.helpers import TiedLM, assert_pure
 from tests.strategies import trees
 
@@ -87,7 +88,7 @@ def test_page_of_any_tree(tree):
 
     for path in tree.keys(include_nested=True):
         key = path if isinstance(path, str) else path[-1]
-        assert printable(key) in page.words
+        assert printable(key, KEY) in page.words
     assert f"batch {list(tree.batch_size)}" in page.headings[0]
     assert f"{len(tree.leaves())} lea" in page.headings[0]
     assert bytes_text(tree.bytes(count_duplicates=False)) in page.headings[0]
@@ -120,7 +121,7 @@ def test_keys_and_values_are_escaped(key, value):
 
     page = Page(text)
     assert "script" not in page.tags
-    assert page.words.count(printable(key)) >= 3
+    assert page.words.count(printable(key, KEY)) >= 3
     assert len(text) < 20_000
     text.encode()
     assert all(c.isprintable() for c in text)
