@@ -1,0 +1,640 @@
+"""Trees on mapped files: what is kept, what is shared with the file, and tensordict's folders in both directions."""
+
+import json
+import multiprocessing
+import os
+from concurrent.futures import Future
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+from tdfunc import (
+    BatchSizeError,
+    LeafMismatchError,
+    MissingKeyError,
+    NonTensorData,
+    NonTensorStack,
+    TensorClass,
+    TensorDict,
+    TieError,
+    UnsupportedError,
+    lazy_stack,
+)
+from tdfunc._mapped import mapped_file
+from tests.incumbent import Incumbent, IncumbentNonTensor, tensordict
+from tests.storage.trees import KEYS, assert_same, of_dtype, same_bytes, tied_trees, trees
+
+LAW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+class Point(TensorClass):
+    """A typed tree for folders of classes."""
+
+    x: torch.Tensor
+    note: str = "plain"
+
+
+def flat():
+    """A small tree with everything that is easy to lose."""
+    return TensorDict(
+        {"a": torch.arange(6.0).reshape(3, 2), "n": {"b": torch.ones(3)}, "s": "text"}, [3], names=["row"]
+    )
+
+
+# -- what is kept -----------------------------------------------------------------------------------------------
+
+
+@LAW
+@given(tree=trees())
+def test_load_gives_what_was_written(tree, tmp_path):
+    """Something of a tree (a batch size, name, kind, key order, dtype, non-tensor value) would be lost on disk."""
+    written = tree.memmap(tmp_path / "d")
+
+    assert_same(written, tree)
+    assert_same(TensorDict.load_memmap(tmp_path / "d"), tree)
+    assert_same(TensorDict.load_memmap(tmp_path / "d", mode="r+", num_threads=3), tree)
+    assert_same(tree.memmap(tmp_path / "d", num_threads=3, copy_existing=True), tree)
+
+
+@LAW
+@given(tree=tied_trees())
+def test_ties_are_kept(tree, tmp_path):
+    """Tied leaves would come back as two tensors, and training would pull them apart."""
+    assert_same(tree.memmap(tmp_path / "d"), tree)
+    assert_same(TensorDict.load_memmap(tmp_path / "d"), tree)
+
+
+@LAW
+@given(
+    keys=st.sets(KEYS | st.sampled_from(["meta.json", "a.memmap", "_type", "..", "a/b", "x" * 300, "é" * 200, "%41"]))
+)
+def test_any_key_is_a_name_in_the_folder(keys, tmp_path):
+    """A key would leave its folder, meet another key's file, or be lost; as a leaf, as a tree or as a value."""
+    leaves = {key: torch.full((2,), float(i)) for i, key in enumerate(keys)}
+    tree = TensorDict({**leaves, "tree": {k: {"z": v} for k, v in leaves.items()}, "value": dict.fromkeys(leaves, 1)})
+    tree = tree.set(
+        "both", {**{k: v for k, v in leaves.items()}, **{f"{k}.memmap": {"z": v} for k, v in leaves.items()}}
+    )
+
+    tree.memmap(tmp_path / "in" / "d")
+
+    assert_same(TensorDict.load_memmap(tmp_path / "in" / "d"), tree)
+    assert os.listdir(tmp_path / "in") == ["d"]
+
+
+def test_lazy_and_typed_trees(tmp_path):
+    """A ragged stack or a class would come back as something else."""
+    ragged = lazy_stack([TensorDict({"x": torch.ones(n), "s": "v"}, [n], names=["t"]) for n in (1, 3)], dim=1)
+    tree = TensorDict({"lazy": ragged, "point": Point(torch.ones(2), batch_size=[2])})
+    points = lazy_stack([Point(torch.ones(n), batch_size=[n]) for n in (1, 2)])
+    for i, value in enumerate((tree, ragged, tree["point"], points)):
+        assert_same(value.memmap(tmp_path / str(i)), value)
+        assert_same(TensorDict.load_memmap(tmp_path / str(i)), value)
+    assert type(Point.load_memmap(tmp_path / "0" / "point")) is Point
+    assert type(TensorDict.load_memmap(tmp_path / "0" / "point", classes=TensorDict)) is TensorDict
+
+
+def test_a_local_class_is_written_and_needs_its_name_to_load(tmp_path):
+    """A class of a notebook or function could not be written, or code would run to find it."""
+
+    class Local(TensorClass):
+        x: torch.Tensor
+
+    tree = TensorDict({"p": Local(torch.ones(2))})
+
+    assert_same(tree.memmap(tmp_path / "d"), tree)
+    assert_same(TensorDict.load_memmap(tmp_path / "d", classes=[Local]), tree)
+    with pytest.raises(UnsupportedError, match="Local"):
+        TensorDict.load_memmap(tmp_path / "d")
+
+
+def test_typed_load_of_a_plain_folder(tmp_path):
+    """`Point.load_memmap` would return another class than it says."""
+    TensorDict({"x": torch.ones(2)}, [2]).memmap(tmp_path / "d")
+
+    point = Point.load_memmap(tmp_path / "d")
+
+    assert type(point) is Point
+    assert point.batch_size == (2,)
+    assert point.x.tolist() == [1, 1]
+
+
+def test_expanded_transposed_and_small_dtypes(tmp_path):
+    """A leaf whose memory is not row by row would be written as it lies."""
+    entries = {"e": torch.arange(3.0).expand(4, 3), "t": torch.arange(12).reshape(3, 4).T}
+    entries |= {"c": torch.ones(4, 2).cfloat().conj(), "d": torch.ones(4, dtype=torch.complex128)}
+    tree = TensorDict(entries, [4])
+
+    back = tree.memmap(tmp_path / "d")
+
+    assert all(same_bytes(back[key], tree[key].contiguous()) for key in ("e", "t", "c", "d"))
+
+
+def test_memmap_without_a_folder():
+    """`td.memmap()` would leave files, or lose its values when they go."""
+    tree = flat().memmap()
+
+    assert_same(tree, flat())
+    assert mapped_file(tree["a"]).path is None
+    assert tree.is_memmap()
+    assert not flat().is_memmap()
+    assert not TensorDict({"e": torch.zeros(0)}).is_memmap()
+
+
+# -- tensordict -------------------------------------------------------------------------------------------------
+
+
+def incumbent_tree():
+    """What tensordict writes."""
+    lazy = tensordict.LazyStackedTensorDict.lazy_stack(
+        [Incumbent({"x": torch.zeros(i + 1), "s": str(i)}) for i in (0, 1)]
+    )
+    return Incumbent(
+        {"a": torch.arange(6).view(2, 3), "n": {"b": torch.zeros(2, 0), "deep": {"q": torch.ones(2)}}, "s": "hello",
+         "d": tensordict.NonTensorData({"lr": 0.1}, batch_size=[2]), "ns": tensordict.NonTensorStack("u", "v"),
+         "lazy": lazy, "a/b": torch.ones(2), "..": torch.ones(2), "é x": torch.ones(2), "e": Incumbent({}, [2]),
+         "bf": torch.ones(2, dtype=torch.bfloat16), "p": nn.Parameter(torch.ones(2))}, [2],
+    )  # fmt: skip
+
+
+def test_folders_of_tensordict_open(tmp_path):
+    """Data sets that tensordict wrote would have to be converted."""
+    theirs = incumbent_tree()
+    theirs.memmap(tmp_path / "d")
+
+    back = TensorDict.load_memmap(tmp_path / "d")
+
+    assert set(back.keys()) == set(theirs.keys())
+    assert back.batch_size == (2,)
+    for key in ("a", ("n", "b"), ("n", "deep", "q"), "a/b", "..", "é x", "bf", "p"):
+        assert same_bytes(back[key], theirs[key].data)
+    assert (back["s"], back["d"], back["ns"]) == ("hello", {"lr": 0.1}, ["u", "v"])
+    assert [x.tolist() for x in back["lazy"]["x"]] == [[0], [0, 0]]
+    assert back["lazy"]["s"] == ["0", "1"]
+    assert back["e"].is_empty()
+    assert back["lazy"].batch_size == (2,)
+
+
+@tensordict.tensorclass
+class TheirPoint:
+    """A tensorclass of tensordict."""
+
+    x: torch.Tensor
+    note: str
+    inner: "TheirPoint" = None
+
+
+def test_tensorclass_folders_of_tensordict_open(tmp_path):
+    """A tensordict that holds tensorclasses could not be read."""
+    inner = TheirPoint(x=torch.zeros(2), note="in", batch_size=[2])
+    Incumbent({"p": TheirPoint(x=torch.ones(2), note="out", inner=inner, batch_size=[2])}, [2]).memmap(tmp_path / "d")
+
+    back = TensorDict.load_memmap(tmp_path / "d")
+
+    assert type(back["p"]) is TensorDict
+    assert back["p", "note"] == "out"
+    assert back["p", "inner", "note"] == "in"
+    assert back["p", "x"].tolist() == [1, 1]
+    assert ("p", "inner", "inner") not in back.keys(True, True)
+
+
+def test_old_folders_with_raw_names_open(tmp_path):
+    """Folders from before tensordict encoded names would not open."""
+    Incumbent({"a b": torch.ones(2), "c d": {"x": torch.zeros(2)}}).memmap(tmp_path / "d", robust_key=False)
+    assert (tmp_path / "d" / "a b.memmap").exists()
+
+    back = TensorDict.load_memmap(tmp_path / "d")
+
+    assert back["a b"].tolist() == [1, 1]
+    assert back["c d", "x"].tolist() == [0, 0]
+
+
+def test_a_longer_file_of_tensordict_opens(tmp_path):
+    """Tensordict leaves a file longer than its leaf when a smaller tree is written over a larger one."""
+    Incumbent({"a": torch.zeros(9)}).memmap(tmp_path / "d")
+    Incumbent({"a": torch.ones(2)}).memmap(tmp_path / "d")
+    with open(tmp_path / "d" / "a.memmap", "ab") as file:
+        file.write(b"rest")
+
+    assert TensorDict.load_memmap(tmp_path / "d")["a"].tolist() == [1, 1]
+
+
+@LAW
+@given(tree=trees())
+def test_tensordict_opens_ours(tree, tmp_path):
+    """What tensordict can hold would be lost to its users, or a folder would make its load fail."""
+    tree.memmap(tmp_path / "d")
+
+    theirs = Incumbent.load_memmap(tmp_path / "d")
+
+    _compare(theirs, tree)
+
+
+def _compare(theirs, ours):
+    for key, value in theirs.items():
+        mine = ours._data[key]
+        if isinstance(value, tensordict.TensorDictBase) and not isinstance(value, IncumbentNonTensor):
+            _compare(value, mine)
+        elif isinstance(value, torch.Tensor):
+            assert same_bytes(torch.as_tensor(value), mine.detach())
+        else:
+            assert isinstance(mine, (NonTensorData, NonTensorStack)), key
+    held = {
+        k
+        for k, v in ours._data.items()
+        if isinstance(v, torch.Tensor) and k not in ("shape", "device") and "8_" not in str(v.dtype)
+    }
+    assert held <= set(theirs.keys())
+
+
+# -- what is shared with the files ------------------------------------------------------------------------------
+
+
+def test_copy_on_write_by_default(tmp_path):
+    """A module that trains on a loaded tree would change the checkpoint, or could not train."""
+    model = nn.Linear(3, 2)
+    saved = TensorDict.from_module(model).memmap(tmp_path / "d").clone()
+
+    TensorDict.load_memmap(tmp_path / "d").to_module(model)
+    model(torch.ones(1, 3)).sum().backward()
+    torch.optim.SGD(model.parameters(), 1.0).step()
+
+    assert not torch.equal(model.weight, saved["weight"])
+    assert (TensorDict.load_memmap(tmp_path / "d") == saved).all()
+
+
+def test_r_plus_writes_reach_the_file(tmp_path):
+    """A data set could not be filled through the tree."""
+    flat().memmap(tmp_path / "d")
+
+    TensorDict.load_memmap(tmp_path / "d", mode="r+").at[1].set_(
+        {"a": torch.full((2,), 9.0), "n": {"b": 7.0}, "s": "text"}
+    )
+
+    back = TensorDict.load_memmap(tmp_path / "d")
+    assert back["a"].tolist() == [[0, 1], [9, 9], [4, 5]]
+    assert back["n", "b"].tolist() == [1, 7, 1]
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda td, folder: td.set_("a", torch.zeros(3, 2)),
+        lambda td, folder: td.set("a", torch.zeros(3, 2), inplace=True),
+        lambda td, folder: td.update_({"a": torch.zeros(3, 2)}),
+        lambda td, folder: td.copy_(flat()),
+        lambda td, folder: td.at[0].set_(flat()[0]),
+        lambda td, folder: td.share_memory_(),
+        lambda td, folder: td.load_memmap_(folder),
+        lambda td, folder: td.load_(folder),
+        lambda td, folder: TensorDict.load_memmap(folder, out=td),
+    ],
+)  # fmt: skip
+def test_writes_to_copy_on_write_leaves_are_refused(write, tmp_path):
+    """What is written would silently not reach the file."""
+    flat().memmap(tmp_path / "d")
+    tree = TensorDict.load_memmap(tmp_path / "d")
+
+    with pytest.raises(LeafMismatchError, match=r"(?s)'a'.*copy-on-write mapping of .*a\.memmap.*mode=\"r\+\""):
+        write(tree, tmp_path / "d")
+
+    assert torch.equal(tree["a"], flat()["a"])
+
+
+def test_memmap_like_is_sparse_and_fills_by_rows(tmp_path):
+    """Room for a data set would be written in full, or its rows would not reach the files."""
+    row = TensorDict({"image": torch.zeros(8, 8, 3, dtype=torch.uint8), "label": torch.tensor(0), "tag": "x"})
+
+    data = row.expand(1_000_000).memmap_like(tmp_path / "d")
+    data.at[5].set_(row.replace(label=torch.tensor(3)))
+
+    file = tmp_path / "d" / "image.memmap"
+    assert file.stat().st_size == 192_000_000
+    assert file.stat().st_blocks * 512 < 100_000
+    assert TensorDict.load_memmap(tmp_path / "d")[torch.tensor([4, 5])]["label"].tolist() == [0, 3]
+    assert TensorDict.load_memmap(tmp_path / "d")["tag"] == "x"
+
+
+def test_memmap_like_of_a_meta_tree(tmp_path):
+    """A data set could be laid out only by first allocating it."""
+    made = TensorDict({"a": torch.zeros(3, device="meta")}, device="meta").memmap_like(tmp_path / "d")
+
+    assert made["a"].tolist() == [0, 0, 0]
+    assert made.device == torch.device("cpu")
+
+
+def test_memmap_like_wants_space(tmp_path):
+    """A write into a hole for which the disk has no room would end the process."""
+    huge = TensorDict({"a": torch.zeros(()).expand(1 << 50)})
+
+    with pytest.raises(OSError, match=rf"(?s)expected: {4 << 50} bytes.*got:.*sparse_ok=True"):
+        huge.memmap_like(tmp_path / "d")
+    assert os.listdir(tmp_path) == []
+    try:
+        made = huge.memmap_like(tmp_path / "d", sparse_ok=True)
+    except OSError as err:  # a file system with smaller files
+        assert "large" in str(err)  # noqa: PT017
+    else:
+        assert made["a"].shape == (1 << 50,)
+
+
+def test_memmap_moves_in_place(tmp_path):
+    """Everybody who holds a leaf would keep the old memory."""
+    tree = flat().set("p", nn.Parameter(torch.ones(3)))
+    leaf, parameter = tree["a"], tree["p"]
+
+    assert tree.memmap_(tmp_path / "d") is tree
+    leaf[0] = 5
+    assert tree["a"] is leaf
+    assert tree["p"] is parameter
+    assert tree.is_memmap()
+    assert TensorDict.load_memmap(tmp_path / "d")["a"][0].tolist() == [5, 5]
+
+
+def test_memmap_in_place_refusals(tmp_path):
+    """A leaf would be replaced by a tensor of another device, or half of the tree would be moved."""
+    with pytest.raises(UnsupportedError, match="(?s)'m'.*expected: cpu.*got:      meta"):
+        TensorDict({"m": torch.zeros(2, device="meta")}).memmap_(tmp_path / "d")
+    with torch.inference_mode():
+        made = TensorDict({"i": torch.zeros(2)})
+    with pytest.raises(UnsupportedError, match="(?s)'i'.*normal tensor.*inference tensor"):
+        made.memmap_(tmp_path / "d")
+    assert os.listdir(tmp_path) == []
+
+
+def test_refresh_sees_a_folder_that_was_written_again(tmp_path):
+    """A reader would keep the values of a folder that is gone."""
+    for mode in ("c", "r+"):
+        flat().memmap(tmp_path / "d")
+        tree = TensorDict.load_memmap(tmp_path / "d", mode=mode)
+        row = tree[1:2]
+        flat().apply(lambda x: x + 1).memmap(tmp_path / "d")
+        assert torch.equal(tree["a"], flat()["a"])
+
+        assert tree.memmap_refresh_() is tree
+        row.memmap_refresh_()
+
+        assert torch.equal(tree["a"], flat()["a"] + 1)
+        assert torch.equal(row["a"], flat()["a"][1:2] + 1)
+        assert mapped_file(tree["a"]).mode == mode
+
+
+def test_refresh_refusals(tmp_path):
+    """A leaf would get the bytes of another one, or one that is on no file would be passed over."""
+    with pytest.raises(UnsupportedError, match="(?s)'a' is on no file.*got:      a tensor in memory"):
+        flat().memmap_refresh_()
+    with pytest.raises(UnsupportedError, match="(?s)'a' is on no file.*got:      a memmap without a folder"):
+        flat().memmap().memmap_refresh_()
+    tree = flat().memmap(tmp_path / "d")
+    TensorDict({"a": torch.zeros(3, 2, dtype=torch.int32), "n": {"b": torch.zeros(3)}}).memmap(tmp_path / "d")
+    with pytest.raises(LeafMismatchError, match="(?s)'a'.*expected: torch.float32, 24 bytes.*got:      torch.int32"):
+        tree.memmap_refresh_()
+    TensorDict({"a": torch.zeros(3, 2)}).memmap(tmp_path / "d")
+    with pytest.raises(LeafMismatchError, match="(?s)'n.b' has no file any more.*b.memmap"):
+        tree.memmap_refresh_()
+    assert torch.equal(tree["a"], flat()["a"])
+
+
+def test_load_into_a_tree(tmp_path):
+    """Values would not go into the storage that a tree has."""
+    flat().memmap(tmp_path / "d")
+    zeros = torch.zeros_like(flat())
+    a = zeros["a"]
+
+    assert zeros.load_memmap_(tmp_path / "d") is zeros
+    assert torch.equal(a, flat()["a"])
+    out = torch.zeros_like(flat())
+    assert TensorDict.load_memmap(tmp_path / "d", out=out) is out
+    assert torch.equal(out["a"], a)
+    assert torch.zeros_like(flat()).load_(tmp_path / "d")["n", "b"].tolist() == [1, 1, 1]
+    assert_same(TensorDict.load(tmp_path / "d"), flat())
+    with pytest.raises(MissingKeyError, match="(?s)expected.*'z'.*got.*'a'"):
+        TensorDict({"z": torch.ones(1)}).load_memmap_(tmp_path / "d")
+
+
+def test_save_and_dumps_are_memmap(tmp_path):
+    """The seeds' other names would write something else."""
+    flat().save(tmp_path / "a")
+    flat().dumps(tmp_path / "b", num_threads=2)
+
+    assert_same(TensorDict.load_memmap(tmp_path / "a"), flat())
+    assert_same(TensorDict.load_memmap(tmp_path / "b"), flat())
+    with pytest.raises(ValueError, match=r"(?s)x\.safetensors.*tdfunc\.save\(tree, path\)"):
+        flat().save(tmp_path / "x.safetensors")
+
+
+def test_return_early(tmp_path):
+    """With threads the caller would wait, or get no result."""
+    future = flat().memmap(tmp_path / "d", num_threads=2, return_early=True)
+
+    assert isinstance(future, Future)
+    assert_same(future.result(), flat())
+    assert isinstance(flat().memmap_like(tmp_path / "e", num_threads=1, return_early=True), Future)
+    assert isinstance(flat().memmap_(tmp_path / "f", num_threads=1, return_early=True).result(), TensorDict)
+    assert isinstance(flat().memmap(tmp_path / "g", return_early=True), TensorDict)
+
+
+def test_without_values(tmp_path):
+    """The metadata of a large folder could be read only with its data."""
+    tree = flat().set("l", lazy_stack([TensorDict({"x": torch.ones(i)}) for i in (1, 2, 3)]))
+    tree.memmap(tmp_path / "d")
+    os.remove(tmp_path / "d" / "a.memmap")
+
+    meta = TensorDict.load_memmap(tmp_path / "d", device="meta")
+    with FakeTensorMode():
+        fake = TensorDict.load_memmap(tmp_path / "d")
+
+    assert meta["a"].is_meta
+    assert meta["a"].shape == (3, 2)
+    assert meta.device == torch.device("meta")
+    assert "FakeTensor" in repr(fake)
+    assert fake["a"].device == torch.device("cpu")
+
+
+# -- gather and processes ---------------------------------------------------------------------------------------
+
+
+def test_gather_of_a_large_leaf(tmp_path):
+    """Read-ahead would change what a gather returns, or fail where rows are wrong."""
+    data = TensorDict({"x": torch.arange(1 << 19).reshape(-1, 8)}, [1 << 16])
+    on_disk = data.apply(lambda x: x.repeat(1, 8)).memmap(tmp_path / "d")
+    assert on_disk["x"].nbytes > 1 << 24
+    os.sync()
+    with open(tmp_path / "d" / "x.memmap", "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    cold = TensorDict.load_memmap(tmp_path / "d")
+    rows = torch.randint(0, 1 << 16, (3000,))
+
+    assert torch.equal(cold[rows]["x"], on_disk["x"][rows])
+    assert torch.equal(cold[-rows - 1]["x"], on_disk["x"][-rows - 1])
+    assert cold[rows[:0]]["x"].shape == (0, 64)
+    with pytest.raises(IndexError):
+        cold[torch.tensor([1 << 16])]
+
+
+def _sum_and_copied_bytes(tree, queue):
+    total = int(tree["x"].sum())
+    with open("/proc/self/smaps") as file:
+        lines = file.read().split("\n")
+    copied, mapped = 0, False
+    for line in lines:
+        if "-" in line.split(" ")[0]:
+            mapped = "x.memmap" in line
+        elif mapped and line.startswith("Anonymous:"):
+            copied += int(line.split()[1])
+    queue.put((total, copied, any("x.memmap" in line for line in lines)))
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="needs Linux's accounting of mapped memory")
+def test_a_forked_worker_reads_the_same_pages(tmp_path):
+    """Each worker of a DataLoader would hold a copy of the data set."""
+    tree = TensorDict({"x": torch.ones(1 << 20, dtype=torch.uint8)}, [1 << 20]).memmap(tmp_path / "d")
+    for data in (tree, TensorDict.load_memmap(tmp_path / "d")):
+        context = multiprocessing.get_context("fork")
+        queue = context.SimpleQueue()
+        worker = context.Process(target=_sum_and_copied_bytes, args=(data, queue))
+        worker.start()
+        found = queue.get()
+        worker.join()
+
+        assert found == (1 << 20, 0, True)
+
+
+class Sub(torch.Tensor):
+    """A tensor of another class."""
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("leaf", "message"),
+    [
+        (torch.zeros(2).to_sparse(), "(?s)'a'.*expected: a dense tensor.*sparse"),
+        (torch.zeros(2, device="meta"), "(?s)'a'.*meta device.*memmap_like"),
+        (torch.zeros(2).as_subclass(Sub), "(?s)'a'.*got:      a Sub"),
+        (torch.zeros(2, dtype=torch.uint8).view(torch.bits8), "(?s)'a'.*one of torch.bool.*got:      torch.bits8"),
+    ],
+)  # fmt: skip
+def test_leaves_that_no_file_can_hold(leaf, message, tmp_path):
+    """A leaf would be altered on disk."""
+    with pytest.raises(UnsupportedError, match=message):
+        TensorDict({"n": {"a": leaf}}).get("n").memmap(tmp_path / "d")
+    assert os.listdir(tmp_path) == []
+
+
+def test_values_that_json_would_alter(tmp_path):
+    """A value would come back as another one."""
+    for value in ((1, 2), float("nan"), {1: 2}, object()):
+        with pytest.raises(UnsupportedError, match="(?s)memmap.*'v'.*cannot be stored"):
+            TensorDict({"v": NonTensorData(value)}).memmap(tmp_path / "d")
+    with pytest.raises(UnsupportedError, match=r"(?s)no valid Unicode.*'\\ud800'"):
+        TensorDict({"\ud800": torch.zeros(1)}).memmap(tmp_path / "d")
+    with pytest.raises(UnsupportedError, match=r"(?s)no valid Unicode.*'\\ud800'"):
+        TensorDict({"v": NonTensorData("\ud800")}).memmap(tmp_path / "d")
+    assert os.listdir(tmp_path) == []
+
+
+def test_trees_that_are_not_consistent(tmp_path):
+    """A tree that a transformation left inconsistent would be written as it is not."""
+    wrong = TensorDict({"a": torch.zeros(3)}, [3])._replace({"a": torch.zeros(2)})
+    with pytest.raises(BatchSizeError, match=r"(?s)'a'.*expected: \[3\].*got:      \[2\]"):
+        wrong.memmap(tmp_path / "d")
+    values = TensorDict({}, [3])._replace({"a": NonTensorData(1, [2])})
+    with pytest.raises(BatchSizeError, match=r"(?s)'a'.*expected: \[3\].*got:      \[2\]"):
+        values.memmap(tmp_path / "d")
+    tied = TensorDict({"a": torch.zeros(1), "b": torch.ones(1)})
+    with pytest.raises(TieError, match="'b' is tied to 'a'"):
+        tied._replace(tied._data, ties=((("a",), ("b",)),)).memmap(tmp_path / "d")
+    with pytest.raises(UnsupportedError, match="(?s)'a'.*expected: a tensor, tree or non-tensor data.*got:      a int"):
+        TensorDict({})._replace({"a": 3}).memmap(tmp_path / "d")
+    with pytest.raises(UnsupportedError, match="(?s)'a'.*transformation"):
+        torch.vmap(lambda x: TensorDict({"a": x}).memmap(tmp_path / "d")["a"])(torch.zeros(2))
+    with FakeTensorMode(), pytest.raises(UnsupportedError, match="(?s)no values.*FakeTensor"):
+        TensorDict({"a": torch.zeros(1)}).memmap(tmp_path / "d")
+    assert os.listdir(tmp_path) == []
+
+
+def test_arguments_that_mean_nothing(tmp_path):
+    """An argument would be taken for another one, or ignored."""
+    tree = flat()
+    with pytest.raises(ValueError, match="(?s)share_non_tensor=False.*True.*does not change"):
+        tree.memmap(tmp_path / "d", share_non_tensor=True)
+    for count in (-1, 1.5, True):
+        with pytest.raises(ValueError, match=f"(?s)num_threads.*0 for none.*{count}"):
+            tree.memmap(tmp_path / "d", num_threads=count)
+    with pytest.raises(TypeError, match="(?s)not a path.*name of a folder.*int"):
+        tree.memmap(3)
+    with pytest.raises(ValueError, match="(?s)'w'.*'c'.*'r\\+'"):
+        TensorDict.load_memmap(tmp_path, mode="w")
+    with pytest.raises(FileNotFoundError, match="(?s)no such folder.*meta.json.*none"):
+        TensorDict.load_memmap(tmp_path / "none")
+    with pytest.raises(FileNotFoundError, match="has no meta.json"):
+        TensorDict.load_memmap(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError, match=r"(?s)this is a file.*tdfunc\.load"):
+        TensorDict.load_memmap(tmp_path / "file")
+    with pytest.raises(FileExistsError, match="(?s)this is a file.*name of a folder.*a file"):
+        tree.memmap(tmp_path / "file")
+
+
+def test_leaves_on_other_files(tmp_path):
+    """A data set larger than memory would be copied by accident, or could not be when it is wanted."""
+    tree = flat().memmap(tmp_path / "d")
+
+    with pytest.raises(
+        FileExistsError, match=r"(?s)'a'.*expected: .*e/a\.memmap.*got:.*d/a\.memmap.*copy_existing=True"
+    ):
+        tree.memmap(tmp_path / "e")
+    assert_same(tree.memmap(tmp_path / "e", copy_existing=True), flat())
+
+
+def test_written_to_its_own_place_a_leaf_keeps_its_file(tmp_path):
+    """Readers of a data set would be left behind when an entry is added to it."""
+    tree = flat().memmap(tmp_path / "d")
+
+    more = tree.set("new", torch.zeros(3)).memmap(tmp_path / "d")
+    tree["a"][0] = 7
+
+    assert more["a"][0].tolist() == [7, 7]
+    assert mapped_file(more["a"]).file_id == mapped_file(tree["a"]).file_id
+    private = TensorDict.load_memmap(tmp_path / "d")
+    private["a"].zero_()
+    private.memmap(tmp_path / "d")
+    assert TensorDict.load_memmap(tmp_path / "d")["a"].sum() == 0
+    assert tree["a"][0].tolist() == [7, 7]
+
+
+def test_the_format_is_tensordict_s(tmp_path):
+    """The page about the format would be wrong: another program reads this file."""
+    tree = TensorDict({"a": torch.zeros(2, 3), "shape": torch.ones(2)}, [2], names=["row"])
+
+    tree.memmap(tmp_path / "d")
+
+    assert json.loads((tmp_path / "d" / "meta.json").read_text()) == {
+        "a": {"device": "cpu", "shape": [2, 3], "dtype": "torch.float32", "is_nested": False},
+        "shape": [2], "device": "None", "_type": "<class 'tensordict._td.TensorDict'>",
+        "": {"tdfunc": 1, "names": ["row"], "order": ["a", "shape"],
+             "special": {"shape": {"device": "cpu", "shape": [2], "dtype": "torch.float32", "is_nested": False}}},
+    }  # fmt: skip
+
+
+def test_every_dtype(tmp_path):
+    """A dtype that torch has would be refused, or read as another one."""
+    names = [
+        "float64",
+        "complex128",
+        "complex32",
+        "float8_e4m3fn",
+        "float8_e8m0fnu",
+        "float4_e2m1fn_x2",
+        "uint16",
+        "bool",
+    ]
+    tree = TensorDict({name: of_dtype(name, (4,)) for name in names})
+
+    assert_same(tree.memmap(tmp_path / "d"), tree)
