@@ -5,10 +5,7 @@ from html import escape
 from itertools import islice
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from tdfunc._collection import TensorCollection
-from tdfunc._nontensor import NonTensorBase
 from tdfunc._types import Kind, Path
 from tdfunc.ops.facts import (
     Facts,
@@ -16,7 +13,6 @@ from tdfunc.ops.facts import (
     bytes_text,
     count_text,
     facts_of,
-    flat,
     kind_text,
     leaf_type,
     printable,
@@ -189,12 +185,12 @@ class _Page:
 
     def _leaf(self, row: Leaf) -> str:
         key, node = row.path[-1], row.node
-        if isinstance(node, NonTensorBase) or not any(isinstance(part, Tensor) for part in islice(flat(node), 1)):
+        facts = facts_of(node)
+        if not facts.dtype:
             kind = f" <small>{_text(leaf_type(node))}</small>"
             return (
                 f'<tr><td>{_key(key)}{kind}</td><td colspan="5"><code>{_text(value_text(node), 400)}</code></td></tr>'
             )
-        facts = facts_of(node)
         labels = [*_labels(row, facts), *self._ties(row.path)]
         small = f" <small>{_text(', '.join(labels), 400)}</small>" if labels else ""
         size = "" if facts.size_bytes is None else bytes_text(facts.size_bytes)

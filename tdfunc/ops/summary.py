@@ -5,11 +5,11 @@ import shutil
 from collections.abc import Iterator
 from typing import Any, NamedTuple, final
 
-from tdfunc._collection import TensorCollection
+from tdfunc._collection import TensorCollection, iter_leaves
 from tdfunc._errors import explain
 from tdfunc._keys import Filter, FilterLike
 from tdfunc._nontensor import NonTensorBase
-from tdfunc._types import Path
+from tdfunc._types import Kind, Path
 from tdfunc.ops.facts import aliases, bytes_text, count_text, facts_of, flat, kind_text, leaf_type, printable, walk
 from tdfunc.ops.reading import kind_of
 from tdfunc.ops.structure import partition
@@ -114,12 +114,17 @@ def _rows(tree: TensorCollection) -> Iterator[Row]:
             continue
         new = [part for key, part in parts.items() if key not in seen]
         seen.update(parts)
-        yield _leaf_row(tree, path, node, new)
+        yield _leaf_row(path, node, kind_of(tree, path), new)
+    # What only some trees of a lazy stack have, by the paths that `tree.paths()` gives.
+    for path, leaf in iter_leaves(tree):
+        if id(leaf) not in seen:
+            seen.add(id(leaf))
+            yield _leaf_row(path, leaf, None, [leaf])
 
 
-def _leaf_row(tree: TensorCollection, path: Path, node: Any, parts: list[Any]) -> Row:
+def _leaf_row(path: Path, node: Any, kind_of_leaf: Kind | None, parts: list[Any]) -> Row:
     facts = facts_of(node)
-    kind = kind_text(kind_of(tree, path)) or ("tensor" if facts.type == "Tensor" else facts.type)
+    kind = kind_text(kind_of_leaf) or ("tensor" if facts.type == "Tensor" else facts.type)
     amounts = [facts if part is node else facts_of(part) for part in parts]
     notes = "".join(f", {note}" for note in facts.notes)
     return Row(

@@ -13,7 +13,7 @@ from tdfunc.ops.facts import UNINITIALIZED, ask, flat
 
 _functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 # Up to this many elements all are looked at; of more, runs of neighbours spread evenly over the leaf.
-EXACT, RUNS, RUN = 1 << 16, 128, 32
+EXACT, RUNS, RUN = 1 << 14, 128, 32
 BINS = 16
 HOME = "cpu"
 _TENSOR: Any = Tensor

@@ -103,6 +103,9 @@ def test_other_nodes():
     ragged = lazy_stack([TensorDict({"x": torch.zeros(n)}, [n]) for n in (1, 2)]).summary()
     assert rows(ragged) == [["x", "2 x [-1]", "float32", "cpu", "tensor", "3", "12 B"]]
     assert ragged.leaves == 2
+    some = lazy_stack([TensorDict({"x": x, "y": x + 1}), TensorDict({"x": x + 2})])
+    assert [line[0] for line in rows(some.summary())] == ["x", "0.y"]
+    assert some.summary().size_bytes == some.bytes()
     odd = TensorDict({"u": nn.UninitializedParameter(), "g": torch.zeros(2, requires_grad=True)}).summary()
     assert [line[1] for line in rows(odd)[:2]] == ["not initialised", "[2], requires grad"]
 
