@@ -21,7 +21,7 @@ from tdfunc.storage.progress import progress_bar
 from tdfunc.storage.read import LocalBytes, read_leaf
 from tdfunc.storage.remote import RemoteFiles, is_remote, local_path
 from tdfunc.storage.rows import read_index
-from tdfunc.storage.select import Choice, flag_leaf, move_leaf, outline_tree, read_tree
+from tdfunc.storage.select import Choice, flag_leaf, is_fake, move_leaf, outline_tree, read_tree
 
 
 def open(
@@ -128,14 +128,14 @@ class LazyTree:
         if not found.name or IS_VALUE in _flags(found):
             what = f"slice {dotted(path)!r}: this is no tensor."
             raise TypeError(explain(what, expected="the path of a leaf", hint=f"f[{path!r}]."))
-        if verify:
-            return self._leaf(found)[index]
+        target = self._device(found)
+        if verify or is_fake(target):
+            return self._leaf(found).detach()[index]
         contents = self._contents
         with contents.reading():
             source, entry, _ = contents.locate(found.name, self._stated(found))
         # Not inside of `reading`: an index that does not fit is no damage of the file.
         rows = read_index(contents, source, entry, index)
-        target = self._device(found)
         return move_leaf(rows, target) if target is not None and target.type != "cpu" else rows
 
     def load(
@@ -234,6 +234,9 @@ class LazyTree:
         target = self._device(found)
         with contents.reading():
             source, entry, digest = contents.locate(found.name, self._stated(found))
+            if is_fake(target):
+                leaf = torch.empty(entry.spec.size, dtype=entry.spec.dtype, device=target or "cpu")
+                return leaf if IS_VALUE in _flags(found) else flag_leaf(leaf, _flags(found))
             leaf = read_leaf(source, entry.spec, source.begin + entry.begin, found.name, digest)
             if target is not None and target.type != "cpu":
                 leaf = move_leaf(leaf, target)

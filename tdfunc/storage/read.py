@@ -3,6 +3,7 @@
 import os
 import stat
 import sys
+import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -43,13 +44,14 @@ class LocalBytes:
     """A file of this machine, by its descriptor."""
 
     def __init__(self, path: str) -> None:
+        self.fd, self._path = -1, path
         # Without O_NONBLOCK opening a pipe waits for a writer.
         self.fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         mode = os.fstat(self.fd)
         self.size_bytes = mode.st_size
         if stat.S_ISREG(mode.st_mode):
             return
-        os.close(self.fd)
+        self.close()
         if stat.S_ISDIR(mode.st_mode):
             raise IsADirectoryError(explain(f"load {path}: this is a folder.", expected="one safetensors file"))
         raise CorruptCheckpointError(explain(f"load {path}: this is no regular file.", expected="a safetensors file"))
@@ -60,7 +62,14 @@ class LocalBytes:
 
     def close(self) -> None:
         """Give the descriptor back."""
-        os.close(self.fd)
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            warnings.warn(f"unclosed checkpoint {self._path}", ResourceWarning, source=self, stacklevel=1)
+            self.close()
 
 
 class Source(NamedTuple):

@@ -32,7 +32,9 @@ def read_index(contents: Contents, source: Source, entry: Entry, index: Any) -> 
 def _plan_rows(index: Any, size: torch.Size) -> tuple[list[tuple[int, int]], Any] | None:
     """Return runs of rows (first, count), and the index that takes the result out of them; None for all rows."""
     first, *rest = index if isinstance(index, tuple) and index else (index,)
-    if not size or first is None or first is Ellipsis or isinstance(first, (bool, np.bool_)) or index == ():
+    if not size or first is None or first is Ellipsis or isinstance(first, (bool, np.bool_)):
+        return None
+    if isinstance(index, tuple) and not index:
         return None
     length = size[0]
     if isinstance(first, (int, np.integer)):
@@ -46,7 +48,11 @@ def _plan_rows(index: Any, size: torch.Size) -> tuple[list[tuple[int, int]], Any
         if rows.step < 0:
             raise ValueError("step must be greater than zero")
         return _runs(rows), (slice(None), *rest)
-    picked = torch.as_tensor(first)
+    try:
+        picked = torch.as_tensor(first, device="cpu")
+    except (RuntimeError, TypeError, ValueError):
+        # torch says of the whole leaf what is wrong.
+        return None
     if picked.dtype is torch.bool:
         if picked.dim() != 1 or picked.shape[0] != length:
             return None
@@ -60,7 +66,7 @@ def _plan_rows(index: Any, size: torch.Size) -> tuple[list[tuple[int, int]], Any
             raise IndexError(f"index {row} is out of bounds for dimension 0 with size {length}")
     rows = sorted({row % length for row in flat})
     places = {row: i for i, row in enumerate(rows)}
-    where = torch.tensor([places[row % length] for row in flat], dtype=torch.int64).reshape(picked.shape)
+    where = torch.tensor([places[row % length] for row in flat], dtype=torch.int64, device="cpu").reshape(picked.shape)
     return _runs(rows), (where, *rest)
 
 

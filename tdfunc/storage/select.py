@@ -105,7 +105,7 @@ def read_leaves(contents: Contents, wanted: Sequence[int], choice: Choice, *, ma
 
 def _read_all(contents: Contents, wanted: Sequence[int], choice: Choice, *, mapped: bool) -> "Leaves":
     plan, device = contents.plan, choice.device
-    if _is_fake(device):
+    if is_fake(device):
         leaves: Leaves = {
             i: torch.empty(plan.specs[i].size, dtype=plan.specs[i].dtype, device=device or plan.places[i] or "cpu")
             for i in wanted
@@ -116,7 +116,7 @@ def _read_all(contents: Contents, wanted: Sequence[int], choice: Choice, *, mapp
         dtype = _dtype_of(plan, i, choice.dtype)
         if dtype is not leaves[i].dtype:
             leaves[i] = _cast(leaves[i], dtype, plan.names[i])
-    if not _is_fake(device):
+    if not is_fake(device):
         _move_all(leaves, wanted, plan, device)
     if any(plan.flags):
         for i in wanted:
@@ -171,7 +171,7 @@ def _read_file(
 # -- one leaf ---------------------------------------------------------------------------------------------------
 
 
-def _is_fake(place: torch.device | None) -> bool:
+def is_fake(place: torch.device | None) -> bool:
     """Whether leaves without values are asked for."""
     return (place is not None and place.type == "meta") or type(torch.empty(0, device="cpu")) is not Tensor
 

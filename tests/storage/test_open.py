@@ -3,12 +3,15 @@
 import os
 import threading
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 
 import tdfunc
 from tdfunc import CorruptCheckpointError, MissingKeyError, NonTensorData, TensorClass, TensorDict, lazy_stack
@@ -372,6 +375,47 @@ def test_devices(tmp_path):
         assert f["a"].load(device="cpu")["b"].device == torch.device("cpu")
     with tdfunc.open(path) as f:
         assert f["a"].load().device == torch.device("cpu")
+
+
+def test_tensors_without_values(tmp_path):
+    """In FakeTensorMode, or under a default device, a leaf would be an error that speaks of a damaged file."""
+    path = saved(TensorDict({"a": nn.Parameter(torch.ones(4, 3))}), tmp_path)
+
+    with tdfunc.open(path) as f:
+        with FakeTensorMode():
+            assert isinstance(f["a"], FakeTensor)
+            assert f.slice("a", [0, 1]).shape == (2, 3)
+        with torch.device("meta"):
+            assert torch.equal(f["a"], torch.ones(4, 3, device="cpu"))
+            assert torch.equal(f.slice("a", [0, 3]), torch.ones(2, 3, device="cpu"))
+            assert f.load()["a"].device == torch.device("cpu")
+
+
+def test_numpy_indices(tmp_path):
+    """An index of numpy would be compared with an empty tuple, element by element."""
+    leaf = torch.arange(12.0).reshape(4, 3)
+
+    with tdfunc.open(saved(TensorDict({"a": leaf}), tmp_path)) as f:
+        assert torch.equal(f.slice("a", np.array([1, -1])), leaf[[1, -1]])
+        assert torch.equal(f.slice("a", np.int64(2)), leaf[2])
+        with pytest.raises((TypeError, IndexError)):
+            f.slice("a", "x")
+
+
+def test_a_handle_that_nobody_closed(layers):
+    """A handle that is lost would keep its file open for ever, or be closed without a word."""
+    path, _ = layers
+
+    with pytest.warns(ResourceWarning, match=r"unclosed checkpoint .*t\.safetensors"):
+        tdfunc.open(path)
+
+
+def test_memmap_folders(tmp_path):
+    """A memmap folder would be said to hold nothing."""
+    TensorDict({"a": torch.ones(2)}).memmap(tmp_path / "m")
+
+    with pytest.raises(FileNotFoundError, match=r"this is a memmap folder[\s\S]*tdfunc\.load\(path\)"):
+        tdfunc.open(tmp_path / "m")
 
 
 def test_arguments(tmp_path):
