@@ -1,0 +1,518 @@
+"""Memmap folders that are damaged, hostile or half written: an error, never a wrong tree or a changed file."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tdfunc import (
+    ConcurrencyError,
+    CorruptCheckpointError,
+    TensorClass,
+    TensorDict,
+    TreeStructureError,
+    UnsupportedError,
+)
+from tdfunc._mapped import mapped_file
+from tdfunc.storage import folder_commit
+from tdfunc.storage.mapped import map_again
+from tests.incumbent import Incumbent
+from tests.storage.trees import assert_same
+
+LAZY = "<class 'tensordict._lazy.LazyStackedTensorDict'>"
+TREE = "<class 'tensordict._td.TensorDict'>"
+VALUES = "<class 'tensordict.tensorclass.NonTensorStack'>"
+LEAF = {"device": "cpu", "shape": [2], "dtype": "torch.float32", "is_nested": False}
+
+
+def write(folder, meta, **files):
+    """Write a folder by hand: meta.json (an object or text), and the bytes of files, `a__b` for a file in a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "meta.json").write_text(meta if isinstance(meta, str) else json.dumps(meta))
+    for name, data in files.items():
+        (folder / f"{name}.memmap").write_bytes(data)
+
+
+def node(entries=(), size=(), own=None, **more):
+    """The meta.json of a tree."""
+    own = {} if own is None else {"": {"tdfunc": 1, **own}}
+    return {**dict(entries), "shape": list(size), "device": "cpu", "_type": TREE, **own, **more}
+
+
+def snapshot(folder):
+    """The size and time of every file."""
+    return {p: (p.lstat().st_size, p.lstat().st_mtime_ns) for p in sorted(folder.rglob("*"))}
+
+
+# -- leaves -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "message"),
+    [(4, "(?s)'n.w'.*cut short.*expected: 8 bytes.*got:      4 bytes"), (12, "(?s)'n.w'.*too long.*8 bytes.*12 bytes")],
+)
+def test_a_file_of_the_wrong_size(size_bytes, message, tmp_path):
+    """A torn file would be read past its end, or made longer."""
+    TensorDict({"n": {"w": torch.ones(2)}}).memmap(tmp_path / "d")
+    leaf = tmp_path / "d" / "n" / "w.memmap"
+    os.truncate(leaf, size_bytes)
+
+    for mode in ("c", "r+"):
+        with pytest.raises(CorruptCheckpointError, match=message):
+            TensorDict.load_memmap(tmp_path / "d", mode=mode)
+
+    assert leaf.stat().st_size == size_bytes
+
+
+def test_missing_files(tmp_path):
+    """A leaf or sub-tree whose file has gone would be missing from the tree, without a word."""
+    TensorDict({"n": {"w": torch.ones(2)}, "v": "x"}).memmap(tmp_path / "d")
+    os.remove(tmp_path / "d" / "n" / "w.memmap")
+    with pytest.raises(CorruptCheckpointError, match="(?s)'n.w'.*missing.*n/w.memmap"):
+        TensorDict.load_memmap(tmp_path / "d")
+    os.remove(tmp_path / "d" / "n" / "meta.json")
+    with pytest.raises(CorruptCheckpointError, match="(?s)meta.json of 'n' is missing.*n/meta.json"):
+        TensorDict.load_memmap(tmp_path / "d")
+    os.rmdir(tmp_path / "d" / "n")
+    with pytest.raises(CorruptCheckpointError, match="(?s)folder of 'n' is missing.*expected: n"):
+        TensorDict.load_memmap(tmp_path / "d")
+
+
+def _fifo(path):
+    os.mkfifo(path)
+
+
+def _socket(path):
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(os.path.relpath(path))
+
+
+@pytest.mark.parametrize("name", ["a.memmap", "meta.json"])
+@pytest.mark.parametrize(
+    ("make", "got"),
+    [
+        (lambda path: path.mkdir(), "a folder"),
+        (_fifo, "a pipe"),
+        (_socket, "a socket or pipe"),
+        (lambda path: path.symlink_to("/dev/zero"), "out of the folder"),
+        (lambda path: path.symlink_to("nothing"), "leads to no file"),
+        (lambda path: path.symlink_to(path), "leads to no file"),
+        (lambda path: path.symlink_to("../secret"), "out of the folder"),
+    ],
+)
+def test_something_else_in_place_of_a_file(name, make, got, tmp_path, monkeypatch):
+    """A pipe would hang the load, a device act, a link show another file."""
+    (tmp_path / "secret").write_bytes(bytes(8))
+    write(tmp_path / "d", node({"a": LEAF}), a=bytes(8))
+    os.remove(tmp_path / "d" / name)
+    monkeypatch.chdir(tmp_path / "d")
+    make(tmp_path / "d" / name)
+
+    with pytest.raises(CorruptCheckpointError, match=got):
+        TensorDict.load_memmap(tmp_path / "d")
+
+
+def test_links_inside_the_folder_open(tmp_path):
+    """Two leaves on one file, as some tools make them, would be refused."""
+    write(tmp_path / "d", node({"a": LEAF, "b": LEAF}), a=torch.ones(2).numpy().tobytes())
+    (tmp_path / "d" / "b.memmap").symlink_to("a.memmap")
+    (tmp_path / "link").symlink_to("d")
+
+    assert TensorDict.load_memmap(tmp_path / "link")["b"].tolist() == [1, 1]
+
+
+def test_a_linked_folder_is_refused(tmp_path):
+    """A link to a folder could lead out, or around in circles for ever."""
+    write(tmp_path / "d", node({"n": {"type": "TensorDict"}}))
+    (tmp_path / "d" / "n").symlink_to(".")
+    with pytest.raises(CorruptCheckpointError, match="(?s)'n' is a link to a folder"):
+        TensorDict.load_memmap(tmp_path / "d")
+    write(tmp_path / "l", {"_type": LAZY, "stack_dim": 0})
+    (tmp_path / "l" / "0").symlink_to("../d")
+    with pytest.raises(CorruptCheckpointError, match="is a link to a folder"):
+        TensorDict.load_memmap(tmp_path / "l")
+
+
+# -- meta.json --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("meta", "message"),
+    [
+        ("", "JSON"),
+        ("[1]", "an object"),
+        ("[" * 100_000, "RecursionError"),
+        ('{"a": NaN}', "NaN is no JSON"),
+        ('{"a": 1, "a": 2}', "'a' is there twice"),
+        ('{"a": ' + "9" * 5000 + "}", "ValueError"),
+        (node({"a": {**LEAF, "shape": [2**62, 2**62]}}), "64 bits"),
+        (node({"a": {**LEAF, "shape": [2**61]}}), "64 bits"),
+        (node({"a": {**LEAF, "shape": [-2]}}), "a list of sizes"),
+        (node({"a": {**LEAF, "shape": [True]}}), "a list of sizes"),
+        (node({"a": {**LEAF, "shape": [2.0]}}), "a list of sizes"),
+        (node({"a": {**LEAF, "shape": None}}), "a list of sizes"),
+        (node({"a": {**LEAF, "dtype": 3}}), "the dtype of 'a'"),
+        (node({"a": {**LEAF, "dtype": "float32"}}), "the dtype of 'a'"),
+        (node({"a": LEAF}, size=[3]), r"batch size \[3\]"),
+        (node({}, size="x"), "a list of sizes"),
+        (node({"a": 3}, own={}), "an entry at 'a'"),
+        (node({"a": LEAF}, own={"flags": {"a": "z"}}), "the flags of 'a'"),
+        (node({"a": LEAF}, own={"flags": []}), "an object under 'flags'"),
+        (node({}, own={"names": ["x"]}), "0 names"),
+        (node({}, own={"names": "x"}), "names of dimensions"),
+        (node({}, size=[1, 1], own={"names": ["x", "x"]}), "names of dimensions"),
+        (node({"a": LEAF}, own={"special": {"b": {"value": 1}}}), "the order of the keys"),
+        (node({"a": LEAF}, own={"special": {"a": {"value": 1}}, "order": ["a"]}), "distinct keys"),
+        (node({}, size=[2], own={"special": {"v": {"values": [1]}}, "order": ["v"]}), "values for a batch"),
+        (node({"a": LEAF}, own={"class": 3}), "the name of a class"),
+        (node({"a": LEAF}, own={"ties": 3}), "a list of ties"),
+        (node({"a": LEAF}, own={"ties": [[["a"]]]}), "ties of two paths"),
+        (node({"a": LEAF}, own={"ties": [[["a"], []]]}), "lists of keys"),
+        (node({"a": LEAF}, own={"ties": [[["a"], ["a"]]]}), "each path in one tie"),
+        (node({"a": LEAF}, own={"ties": [[["a"], ["b"]]]}), "a leaf at 'b'"),
+        (node({"a": LEAF}, own={"ties": [[["a"], ["a", "b"]]]}), "a leaf at 'a.b'"),
+        (node({"a": LEAF, "b": {**LEAF, "shape": [1, 2]}}, own={"ties": [[["a"], ["b"]]]}), r"\[1, 2\]"),
+        (node({"a": LEAF}, own={"ties": [[["a"], ["x"] * 3000]]}), "at most 4000000 keys"),
+        ({"_type": LAZY, "stack_dim": True}, "a dimension"),
+        ({"_type": LAZY, "stack_dim": -1}, "a dimension"),
+        ({"_type": LAZY, "stack_dim": 0}, "folders 0, 1"),
+        ({"_type": LAZY, "stack_dim": 0, "": {"tdfunc": 1, "count": 2}}, "the folders 0 to 1"),
+    ],
+)
+def test_meta_json_that_lies(meta, message, tmp_path):
+    """A damaged or hostile description would become a tree, or an error that names no file."""
+    write(tmp_path / "d", meta, a=bytes(8))
+    before = snapshot(tmp_path)
+
+    with pytest.raises(CorruptCheckpointError, match=f"(?s)load_memmap .*d: .*{message}"):
+        TensorDict.load_memmap(tmp_path / "d")
+
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("meta", "message"),
+    [
+        (node({"a": {**LEAF, "dtype": "torch.qint8"}}), "(?s)'a'.*no such dtype.*torch.qint8"),
+        (node({"a": {**LEAF, "is_nested": True}}), "'a' is a nested tensor"),
+        (node({"": LEAF}), "(?s)empty key.*rename the key"),
+        (node({}, own={"tdfunc": 9}), "(?s)another format version.*expected: 1.*got:      9"),
+        ({"_type": "<class 'os.system'>"}, "(?s)a type that is not read.*os.system"),
+        ({}, "a type that is not read"),
+        ({"_type": VALUES, "data": [1]}, "one value and no tree"),
+    ],
+)
+def test_what_is_not_read(meta, message, tmp_path):
+    """A folder of another kind would be read as a tree."""
+    write(tmp_path / "d", meta, a=bytes(8))
+
+    with pytest.raises(UnsupportedError, match=message):
+        TensorDict.load_memmap(tmp_path / "d")
+
+
+def test_a_huge_meta_json_is_not_read(tmp_path):
+    """A file of holes would fill the memory."""
+    write(tmp_path / "d", {})
+    os.truncate(tmp_path / "d" / "meta.json", 1 << 40)
+
+    with pytest.raises(CorruptCheckpointError, match="(?s)at most 100000000 bytes.*1099511627776 bytes"):
+        TensorDict.load_memmap(tmp_path / "d")
+
+
+@pytest.mark.parametrize(
+    ("meta", "message"),
+    [
+        (node({}, size=[3]), r"(?s)starts with \[2\].*\[3\]"),
+        ({"_type": VALUES, "data": [1]}, r"(?s)a batch of \[2\].*\[1\]"),
+        ({"_type": VALUES, "data": 3}, "lists nested 1 deep"),
+        ({"_type": VALUES}, "the data"),
+        ({"_type": "x", "data": 1}, "non-tensor data"),
+    ],
+)
+def test_children_that_lie(meta, message, tmp_path):
+    """A sub-tree or value would not fit the batch of its parent."""
+    kind = "TensorDict" if "shape" in meta else "NonTensorStack"
+    write(tmp_path / "d", node({"n": {"type": kind}}, size=[2]))
+    write(tmp_path / "d" / "n", meta)
+
+    with pytest.raises(CorruptCheckpointError, match=message):
+        TensorDict.load_memmap(tmp_path / "d")
+
+
+def test_lazy_stacks_that_lie(tmp_path):
+    """Trees that cannot lie side by side would become a stack."""
+    write(tmp_path / "d", {"_type": LAZY, "stack_dim": 0})
+    write(tmp_path / "d" / "0", node({}, size=[2]))
+    write(tmp_path / "d" / "1", node({}, size=[]))
+    with pytest.raises(CorruptCheckpointError, match="one number of batch dimensions"):
+        TensorDict.load_memmap(tmp_path / "d")
+    write(tmp_path / "d", {"_type": LAZY, "stack_dim": 2})
+    write(tmp_path / "d" / "1", node({}, size=[2]))
+    with pytest.raises(CorruptCheckpointError, match="(?s)a dimension of at most 1.*got:      2"):
+        TensorDict.load_memmap(tmp_path / "d")
+    write(tmp_path / "d", {"_type": LAZY, "stack_dim": 0, "": {"tdfunc": 1, "count": 2, "names": ["a"]}})
+    with pytest.raises(CorruptCheckpointError, match="2 names"):
+        TensorDict.load_memmap(tmp_path / "d")
+    write(tmp_path / "o", node({"l": {"type": "LazyStackedTensorDict"}}, size=[5]))
+    os.rename(tmp_path / "d", tmp_path / "o" / "l")
+    write(tmp_path / "o" / "l", {"_type": LAZY, "stack_dim": 0})
+    with pytest.raises(CorruptCheckpointError, match=r"(?s)starts with \[5\].*\[2, 2\]"):
+        TensorDict.load_memmap(tmp_path / "o")
+    os.rename(tmp_path / "o" / "l" / "1", tmp_path / "o" / "l" / "2")
+    with pytest.raises(CorruptCheckpointError, match=r"(?s)folders 0 to 1.*\['0', '2'\]"):
+        TensorDict.load_memmap(tmp_path / "o" / "l")
+
+
+def test_ties_that_a_part_does_not_know(tmp_path):
+    """A tree whose parts disagree about ties would be edited wrongly later."""
+    shared = torch.ones(2)
+    tree = TensorDict({"n": {"a": shared, "b": shared}})
+    inner = tree["n"]._replace(ties=((("a",), ("b",)),))
+    tree = tree._replace({"n": inner}, ties=((("n", "a"), ("n", "b")),))
+    tree.memmap(tmp_path / "d")
+    write(tmp_path / "d" / "n", node({"a": LEAF, "b": LEAF}, own={}))
+
+    with pytest.raises(CorruptCheckpointError, match="the ties of 'n'"):
+        TensorDict.load_memmap(tmp_path / "d")
+
+
+def test_a_gradient_that_cannot_be(tmp_path):
+    """An error of torch would come without the file's name."""
+    write(tmp_path / "d", node({"a": {**LEAF, "dtype": "torch.int64"}}, own={"flags": {"a": "g"}}), a=bytes(16))
+
+    with pytest.raises(CorruptCheckpointError, match="(?s)load_memmap .*cannot have a gradient"):
+        TensorDict.load_memmap(tmp_path / "d")
+
+
+@pytest.mark.parametrize("name", ["other.pickle", "pickle.pkl"])
+def test_pickles_are_never_read(name, tmp_path):
+    """A pickle would run its code."""
+    marker = tmp_path / "ran"
+    TensorDict({"n": {"s": "x"}}).memmap(tmp_path / "d")
+    for folder in (tmp_path / "d" / "n" / "s", tmp_path / "d"):
+        (folder / name).write_bytes(f"cos\nsystem\n(S'touch {marker}'\ntR.".encode())
+
+        with pytest.raises(UnsupportedError, match=f"(?s)pickled.*JSON.*{name}"):
+            TensorDict.load_memmap(tmp_path / "d")
+        os.remove(folder / name)
+
+    assert not marker.exists()
+
+
+def test_a_class_that_changed(tmp_path):
+    """A field that no longer exists would be dropped."""
+
+    class Old(TensorClass):
+        x: torch.Tensor
+
+    class New(TensorClass):
+        y: torch.Tensor
+
+    New.__qualname__ = Old.__qualname__
+    TensorDict({"o": Old(torch.ones(1))}).memmap(tmp_path / "d")
+
+    with pytest.raises(TreeStructureError, match=r"(?s)load_memmap .*'o'.*\['y'\].*\['x'\]"):
+        TensorDict.load_memmap(tmp_path / "d", classes=[New])
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_change_of_meta_json(data, tmp_path):
+    """Some damage would give another error, a file that grew, or leaves that do not fit their files."""
+    folder = tmp_path / "d"
+    tree = TensorDict(
+        {"a": torch.ones(2), "shape": torch.ones(2), "n": {"b": torch.ones(2, 3)}, "v": "x"}, [2], names=["r"]
+    )
+    tree.memmap(folder)
+    target = folder / data.draw(st.sampled_from(["meta.json", "n/meta.json", "v/meta.json"]))
+    text = target.read_text()
+    at = data.draw(st.integers(0, len(text) - 1))
+    new = data.draw(
+        st.sampled_from(["", "0", "-", "9", '"', "[", "]", "{", "}", ",", "1e9", "null", "true", "\x00", "é"])
+    )
+    target.write_text(text[:at] + new + text[at + data.draw(st.integers(0, 6)) :])
+    before = snapshot(folder)
+
+    try:
+        back = TensorDict.load_memmap(folder)
+    except (CorruptCheckpointError, UnsupportedError, TreeStructureError):
+        back = TensorDict()
+    for leaf in back.leaves():
+        leaf.sum()
+
+    assert snapshot(folder) == before
+
+
+# -- a folder is replaced as a whole ----------------------------------------------------------------------------
+
+
+def test_writing_again_leaves_loaded_trees_as_they_are(tmp_path):
+    """A reader would see values of a later write, or of two at once."""
+    TensorDict({"a": torch.zeros(1000), "old": torch.zeros(1)}).memmap(tmp_path / "d")
+    tree = TensorDict.load_memmap(tmp_path / "d")
+
+    TensorDict({"a": torch.ones(1000)}).memmap(tmp_path / "d")
+
+    assert tree["a"].sum() == 0
+    assert os.listdir(tmp_path) == ["d"]
+    assert sorted(os.listdir(tmp_path / "d")) == ["a.memmap", "meta.json"]
+
+
+def test_other_files_are_not_deleted(tmp_path):
+    """`td.memmap(".")` would delete what is in the folder."""
+    (tmp_path / "d" / "inner").mkdir(parents=True)
+    (tmp_path / "d" / "inner" / "thesis.tex").write_text("years")
+    with pytest.raises(FileExistsError, match="(?s)would be deleted.*thesis.tex"):
+        TensorDict({"a": torch.zeros(1)}).memmap(tmp_path / "d")
+    (tmp_path / "e").mkdir()
+    (tmp_path / "e" / "x.memmap").write_text("data")
+    with pytest.raises(FileExistsError, match="(?s)would be deleted.*no meta.json"):
+        TensorDict({"a": torch.zeros(1)}).memmap_like(tmp_path / "e")
+    TensorDict({"a": torch.zeros(1)}).memmap(tmp_path / "f")
+    with pytest.raises(FileExistsError, match="(?s)the folder exists.*a new or empty one"):
+        TensorDict({"a": torch.zeros(1)}).memmap(tmp_path / "f", existsok=False)
+
+    assert (tmp_path / "d" / "inner" / "thesis.tex").read_text() == "years"
+
+
+def test_tensordict_s_folder_is_replaced(tmp_path):
+    """A data set could not be written over one that tensordict wrote."""
+    Incumbent({"a": torch.zeros(1), "n": {"b": torch.zeros(2)}, "s": "x"}).memmap(tmp_path / "d")
+
+    TensorDict({"c": torch.zeros(1)}).memmap(tmp_path / "d", sync=True)
+
+    assert list(TensorDict.load_memmap(tmp_path / "d").keys()) == ["c"]
+
+
+def test_without_an_exchange_in_one_step(tmp_path, monkeypatch):
+    """A system without renameat2 could not replace a folder."""
+    monkeypatch.setattr(folder_commit, "_exchange", lambda a, b: False)
+    for value in (0.0, 1.0):
+        TensorDict({"a": torch.full((2,), value)}).memmap(tmp_path / "d")
+
+    assert TensorDict.load_memmap(tmp_path / "d")["a"].tolist() == [1, 1]
+    assert os.listdir(tmp_path) == ["d"]
+
+
+def test_killed_between_the_two_steps(tmp_path):
+    """The old folder would be lost under a name that nobody knows."""
+    tree = TensorDict({"a": torch.ones(2)})
+    tree.memmap(tmp_path / "d")
+    # What `_move_twice` leaves when it is killed after its first rename.
+    os.rename(tmp_path / "d", tmp_path / f"{folder_commit._start('d')}0.old")
+
+    assert_same(TensorDict.load_memmap(tmp_path / "d"), tree)
+    tree.memmap(tmp_path / "d")
+    assert os.listdir(tmp_path) == ["d"]
+
+
+def test_a_write_that_fails_leaves_the_old_folder(tmp_path, monkeypatch):
+    """A full disk would leave half a folder."""
+    tree = TensorDict({"a": torch.ones(2)})
+    tree.memmap(tmp_path / "d")
+    monkeypatch.setattr("tdfunc.storage.memmap.write_all", _disk_full)
+
+    with pytest.raises(OSError, match="No space left"):
+        TensorDict({"a": torch.zeros(2)}).memmap(tmp_path / "d")
+
+    assert_same(TensorDict.load_memmap(tmp_path / "d"), tree)
+    assert os.listdir(tmp_path) == ["d"]
+
+
+def _disk_full(fd, data):
+    raise OSError(28, "No space left on device")
+
+
+def _write_again_and_again(folder, first, stop):
+    i = first
+    while not stop.is_set():
+        i += 2
+        TensorDict({str(k): torch.full((100,), float(i)) for k in range(20)}).memmap(folder)
+
+
+def test_readers_and_writers_at_once(tmp_path):
+    """A reader would get leaves of two writes, or an error, while others write."""
+    folder = tmp_path / "d"
+    TensorDict({str(k): torch.zeros(100) for k in range(20)}).memmap(folder)
+    stop = threading.Event()
+    seen = set()
+    with ThreadPoolExecutor(2) as pool:
+        writers = [pool.submit(_write_again_and_again, folder, first, stop) for first in (1, 2)]
+        try:
+            end = time.monotonic() + 60
+            while len(seen) < 20 and time.monotonic() < end:
+                values = {float(leaf[-1]) for leaf in TensorDict.load_memmap(folder).leaves()}
+                assert len(values) == 1
+                seen |= values
+        finally:
+            stop.set()
+    for writer in writers:
+        writer.result()
+
+    assert len(seen) >= 20
+    TensorDict({"a": torch.zeros(1)}).memmap(folder)
+    assert os.listdir(tmp_path) == ["d"]
+
+
+@pytest.mark.slow
+def test_killed_writes_are_never_seen(tmp_path):
+    """A killed write would leave leaves of two trees, or none."""
+    folder = tmp_path / "d"
+    TensorDict({str(i): torch.zeros(1 << 16) for i in range(30)}).memmap(folder)
+    code = f"""
+        import torch, tdfunc
+        i = 0
+        print("go", flush=True)
+        while True:
+            i += 1
+            tdfunc.TensorDict({{str(k): torch.full((1 << 16,), float(i)) for k in range(30)}}).memmap({str(folder)!r})
+    """
+    seen = set()
+    for attempt in range(30):
+        with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE) as child:
+            child.stdout.readline()
+            time.sleep(0.002 * attempt**1.3)
+            os.kill(child.pid, signal.SIGKILL)
+        values = {float(x) for leaf in TensorDict.load_memmap(folder).leaves() for x in (leaf.min(), leaf.max())}
+        assert len(values) == 1
+        seen |= values
+
+    assert len(seen) > 2
+    TensorDict({"a": torch.zeros(1)}).memmap(folder)
+    assert os.listdir(tmp_path) == ["d"]
+
+
+# -- the same file in another process ---------------------------------------------------------------------------
+
+
+def test_map_again(tmp_path):
+    """A worker would get other bytes than the tensor that was described to it."""
+    tree = TensorDict({"a": torch.arange(12).reshape(3, 4)}).memmap(tmp_path / "d")
+    view = tree["a"][1:, ::2]
+    file = mapped_file(view)
+
+    again = map_again(file, view.dtype, view.shape, view.stride())
+    again[0, 0] = 100
+
+    assert torch.equal(again, view)
+    assert tree["a"][1, 0] == 100
+    with pytest.raises(ValueError, match="(?s)does not fit torch.int64.*multiple of 8.*got:      33"):
+        map_again(file._replace(offset=33), view.dtype, view.shape, view.stride())
+    with pytest.raises(CorruptCheckpointError, match="(?s)cut short.*expected: 9999 bytes.*got:      96 bytes"):
+        map_again(file._replace(size_bytes=9999), view.dtype, view.shape, view.stride())
+    TensorDict({"a": torch.zeros(12)}).memmap(tmp_path / "d")
+    with pytest.raises(ConcurrencyError, match="another file by now"):
+        map_again(file, view.dtype, view.shape, view.stride())
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        map_again(file._replace(path=None), view.dtype, view.shape, view.stride())
