@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tdfunc._types import Device
 from tdfunc.ops.facts import UNINITIALIZED, ask, flat
 
 _functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
@@ -99,18 +98,14 @@ def _plain(leaf: Any) -> tuple[Tensor | None, str]:
 
 def _sample(leaf: Tensor) -> Tensor:
     """Return evenly spread runs of neighbouring elements: few pages of a file, and no one column."""
-    place: Device = leaf.device
-    # Devices are named because `with torch.device(...)` would choose another; not all of them have float64.
-    starts = torch.linspace(0, leaf.numel() - RUN, RUNS, dtype=torch.float64, device="cpu").long()
-    where = (starts[:, None] + torch.arange(RUN, device="cpu")).reshape(-1).to(place)
+    # An odd step, so that rows of an even length are not always met at the same place.
+    step = ((leaf.numel() - RUN) // (RUNS - 1) - 1) | 1
     if leaf.is_contiguous():
-        return leaf.detach().view(-1)[where]
-    # Not torch.unravel_index, whose first call takes most of a second.
-    index: list[Tensor] = []
-    for size in reversed(leaf.shape):
-        index.append(where % size)
-        where = where // size
-    return leaf.detach()[tuple(reversed(index))]
+        return leaf.detach().view(-1).as_strided((RUNS, RUN), (step, 1)).reshape(-1)
+    # In numpy: these are many small steps, and torch's threads would wait for each other.
+    where = (np.arange(RUNS)[:, None] * step + np.arange(RUN)).reshape(-1)
+    index = [torch.from_numpy(places).to(leaf.device) for places in np.unravel_index(where, tuple(leaf.shape))]
+    return leaf.detach()[tuple(index)]
 
 
 def _to_cpu(samples: Sequence[Tensor | None]) -> list[Tensor | None]:
