@@ -55,11 +55,11 @@ class NonTensorBase:
     def resized(self, size: Size, key: str) -> Any:
         """Follow an operation on the leaves that changes the batch size and cannot be done to values."""
         new = self.rebatch(size)
-        if new.shape[: len(size)] != size:
+        if new.shape != size:
             raise LeafMismatchError(
                 explain(
                     f"{key!r} has a value for each row, which the operation would merge.",
-                    expected=f"shape {list(size)} + (...)",
+                    expected=f"shape {list(size)}",
                     got=f"shape {list(new.shape)}",
                     hint=f"leave it out first: td.exclude({key!r}).",
                 )

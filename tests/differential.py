@@ -1,19 +1,22 @@
 """The machinery of the differential test: cases, outcomes, and how two outcomes compare."""
 
-import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from tdfunc import TensorDict
 from tdfunc._collection import TensorCollection
-from tdfunc._nontensor import NonTensorBase
-from tdfunc.ops.rearrange import pad
-from tests.incumbent import Incumbent, IncumbentBase, IncumbentNonTensor
-from tests.random_trees import like, random_index, random_leaf, random_tree
+from tdfunc._lazystack import LazyStack
+from tdfunc._nontensor import NonTensorBase, NonTensorData
+from tdfunc._tensorclass import TensorClass
+from tests.incumbent import IncumbentBase, IncumbentNonTensor, tensordict
+from tests.random_trees import Branch, Lazy, stacked_words
+
+
+class UnfitError(Exception):
+    """An operation that says nothing about the tree at hand, or a tree that says nothing."""
 
 
 @dataclass
@@ -27,15 +30,15 @@ class Case:
     theirs: Callable
     # The same operation of plain torch on one leaf: (leaf, number of batch dimensions) -> leaf.
     oracle: Callable | None = None
-    tags: set = field(default_factory=set)
 
 
 @dataclass
 class Outcome:
-    """What a call returned, in a form that both libraries share, or what it raised."""
+    """What a call returned, as it is and in a form that both libraries share, or what it raised."""
 
     value: Any = None
     error: Exception | None = None
+    raw: Any = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,16 @@ class Tree:
     size: tuple
     names: tuple
     entries: dict
+    typed: bool = False
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A returned lazy stack."""
+
+    size: tuple
+    dim: int
+    trees: tuple
 
 
 @dataclass(frozen=True)
@@ -54,49 +67,74 @@ class Words:
     values: Any
 
 
-def outcome(fn, inputs, cls):
+def outcome(fn, trees):
     """Run one side."""
     try:
-        return Outcome(simplify(fn(*[branch.build(cls) for branch in inputs])))
+        raw = fn(*trees)
+        return Outcome(simplify(raw), raw=raw)
     except Exception as error:  # noqa: BLE001 - any error is an outcome
         return Outcome(error=error)
 
 
 def simplify(value):
     """Return a result without the classes of its library."""
+    if isinstance(value, LazyStack):
+        return Stack(tuple(value.batch_size), value.stack_dim, tuple(map(simplify, value.trees)))
     if isinstance(value, TensorCollection):
-        entries = {key: simplify(value._get(key)) for key in list(value.keys())}
-        return Tree(tuple(value.batch_size), tuple(value.names), entries)
-    if isinstance(value, IncumbentNonTensor):
-        return Words(_plain(value.tolist()))
+        entries = {key: simplify(value._get(key)) for key in list(value._keys())}
+        return Tree(tuple(value._batch_size), _names(value._names, value), entries, isinstance(value, TensorClass))
+    if isinstance(value, (*IncumbentNonTensor, NonTensorBase)):
+        return Words(value.tolist())
+    if isinstance(value, tensordict.LazyStackedTensorDict):
+        return Stack(tuple(value.batch_size), value.stack_dim, tuple(map(simplify, value.tensordicts)))
     if isinstance(value, IncumbentBase):
         entries = {key: simplify(value.get(key)) for key in list(value.keys())}
         return Tree(tuple(value.batch_size), tuple(value.names), entries)
-    if isinstance(value, NonTensorBase):
-        return Words(_plain(value.tolist()))
+    if tensordict.is_tensorclass(value):
+        inner = simplify(value._tensordict)
+        return inner if isinstance(inner, Stack) else Tree(inner.size, inner.names, inner.entries, True)
     if isinstance(value, tuple | list):
         return tuple(simplify(item) for item in value)
+    if isinstance(value, Mapping):
+        return {key: simplify(item) for key, item in value.items()}
     return value
 
 
-def _plain(value):
-    return [_plain(item) for item in value] if isinstance(value, list) else value
+def _names(names, tree):
+    return tuple(names or [None] * len(tree._batch_size))
+
+
+def describe(value):
+    """Return the description of one of our trees, from which either library builds it again."""
+    if isinstance(value, LazyStack):
+        return Lazy(tuple(map(describe, value.trees)), value.stack_dim, value._names)
+    entries = {}
+    for key in value._keys():
+        node = value._get(key)
+        if isinstance(node, TensorCollection):
+            node = describe(node)
+        elif isinstance(node, NonTensorBase):
+            node = _words_of(node, value._batch_size)
+        entries[key] = node
+    return Branch(tuple(value._batch_size), value._names or None, entries, isinstance(value, TensorClass))
+
+
+def _words_of(node, size):
+    """Non-tensor data as a constructor takes them: one value for the batch, or nested lists."""
+    # Without elements there is no value to build one from.
+    if 0 in node.shape and not (isinstance(node, NonTensorData) and node.shape == size):
+        raise UnfitError
+    return node.value if node.shape == size else node.tolist()
 
 
 def differences(a, b, at=()):
     """Yield (kind, path) for each way in which two simplified results differ."""
     if isinstance(a, Tree) and isinstance(b, Tree):
-        if a.size != b.size:
+        yield from _node_differences(a, b, at)
+    elif isinstance(a, Stack) and isinstance(b, Stack):
+        if (a.size, a.dim) != (b.size, b.dim):
             yield "size", at
-        # tensordict gives the names of a tree to the trees inside it; here names belong to one node.
-        if a.names != b.names and all(isinstance(part, int) for part in at):
-            yield "names", at
-        if a.entries.keys() != b.entries.keys():
-            yield "keys", at
-        elif list(a.entries) != list(b.entries):
-            yield "order", at
-        for key in a.entries.keys() & b.entries.keys():
-            yield from differences(a.entries[key], b.entries[key], (*at, key))
+        yield from differences(a.trees, b.trees, at)
     elif isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         if a.dtype != b.dtype:
             yield "dtype", at
@@ -104,517 +142,97 @@ def differences(a, b, at=()):
             yield "shape", at
         elif a.dtype == b.dtype and not same_tensor(a, b):
             yield "value", at
+        if a.requires_grad != b.requires_grad:
+            yield "grad", at
     elif isinstance(a, tuple) and isinstance(b, tuple):
         if len(a) != len(b):
             yield "count", at
         for i, (x, y) in enumerate(zip(a, b, strict=False)):
             yield from differences(x, y, (*at, i))
-    elif type(a) is not type(b) or a != b:
+    elif isinstance(a, dict) and isinstance(b, dict):
+        if list(a) != list(b):
+            yield "keys" if a.keys() != b.keys() else "order", at
+        for key in a.keys() & b.keys():
+            yield from differences(a[key], b[key], (*at, key))
+    elif isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        if a.dtype != b.dtype or a.shape != b.shape or not np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"):
+            yield "value", at
+    elif type(a) is not type(b) or not (a == b or (a != a and b != b)):
         yield "class" if type(a) is not type(b) else "value", at
 
 
+def _node_differences(a, b, at):
+    if a.size != b.size:
+        yield "size", at
+    if a.typed != b.typed:
+        yield "class", at
+    # tensordict gives the names of a tree to the trees inside it; here names belong to one node.
+    if a.names != b.names and all(isinstance(part, int) for part in at):
+        yield "names", at
+    if a.entries.keys() != b.entries.keys():
+        yield "keys", at
+    # A typed tree has the order of its fields here, and that of its construction in tensordict.
+    elif list(a.entries) != list(b.entries) and not a.typed:
+        yield "order", at
+    for key in a.entries.keys() & b.entries.keys():
+        yield from differences(a.entries[key], b.entries[key], (*at, key))
+
+
 def same_tensor(a, b):
-    """Equal values, NaN included."""
+    """Equal values, NaN included; of meta tensors, equal shapes."""
+    if a.is_meta or b.is_meta:
+        return a.is_meta and b.is_meta and a.shape == b.shape
     return torch.equal(a, b) or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
 
 
-# -- cases ------------------------------------------------------------------------------------------------------
-
-
-def random_case(rng):
-    """One random pair of tree and operation."""
-    return MAKERS[rng.integers(len(MAKERS))](rng)
-
-
-def _edit(fn):
-    """Spell an edit for tensordict, which writes to the tree: on a copy that shares the tensors."""
-
-    def call(tree, *rest):
-        copy = tree.clone(recurse=False)
-        result = fn(copy, *rest)
-        return copy if result is None else result
-
-    return call
-
-
-def _same(name, detail, inputs, fn, oracle=None, **tags):
-    return Case(name, detail, inputs, fn, fn, oracle, {tag for tag, on in tags.items() if on})
-
-
-def _key(rng, branch):
-    """A key of the tree or, sometimes, another one, also nested."""
-    found = list(branch.entries)
-    key = str(rng.choice(found)) if found and rng.random() < 0.7 else str(rng.choice(["a", "new", "b"]))
-    return (key, "in") if rng.random() < 0.2 else key
-
-
-def make_construct(rng):
-    """A case of construct."""
-    branch = random_tree(rng)
-    size = branch.size if rng.random() < 0.6 else (5,)
-    device = "cpu" if rng.random() < 0.2 else None
-
-    def build(cls):
-        data = {k: v.build(cls) if hasattr(v, "build") else v for k, v in branch.entries.items()}
-        return cls(data, batch_size=list(size), device=device)
-
-    return Case("construct", (size, device), [], lambda: build(TensorDict), lambda: build(Incumbent))
-
-
-def make_set(rng):
-    """A case of set."""
-    branch = random_tree(rng)
-    key = _key(rng, branch)
-    value = random_leaf(rng, branch.size if rng.random() < 0.8 else (7,))
-    if rng.random() < 0.3:
-        value = [3, 2.5, True, "text", random_leaf(rng, branch.size).tolist()][rng.integers(5)]
-    return Case("set", (key, value), [branch], lambda t: t.set(key, value), _edit(lambda t: t.set(key, value)))
-
-
-def make_get(rng):
-    """A case of get."""
-    branch = random_tree(rng)
-    key = _key(rng, branch)
-    if rng.random() < 0.5:
-        return Case("get", key, [branch], lambda t: t.get(key), lambda t: _unwrapped(t, key))
-    return Case("getitem", key, [branch], lambda t: t[key], lambda t: t[key])
-
-
-def _unwrapped(tree, key):
-    return None if tree.get(key, None) is None else tree[key]
-
-
-def make_update(rng):
-    """A case of update."""
-    branch = random_tree(rng)
-    other = like(rng, branch, change=True) if rng.random() < 0.5 else random_tree(rng, branch.size)
-    return Case("update", None, [branch, other], lambda t, o: t.update(o), _edit(lambda t, o: t.update(o)))
-
-
-def make_delete(rng):
-    """A case of delete."""
-    branch = random_tree(rng)
-    key = _key(rng, branch)
-    return Case("delete", key, [branch], lambda t: t.delete(key), _edit(lambda t: t.del_(key)))
-
-
-def make_keys(rng):
-    """A case of keys."""
-    branch = random_tree(rng)
-    keys = [_key(rng, branch) for _ in range(rng.integers(0, 3))]
-    name = str(rng.choice(["select", "exclude"]))
-    return _same(name, keys, [branch], lambda t: getattr(t, name)(*keys))
-
-
-def make_flatten_keys(rng):
-    """A case of flatten keys."""
-    branch = random_tree(rng)
-    separator = str(rng.choice([".", "/", "_"]))
-    name = str(rng.choice(["flatten_keys", "unflatten_keys"]))
-    return _same(name, separator, [branch], lambda t: getattr(t, name)(separator))
-
-
-def make_rename(rng):
-    """A case of rename."""
-    branch = random_tree(rng)
-    old, new = _key(rng, branch), _key(rng, branch)
-    rename = _edit(lambda t: t.rename_key_(old, new))
-    return Case("rename_key", (old, new), [branch], lambda t: t.rename_key(old, new), rename)
-
-
-def make_index(rng):
-    """A case of index."""
-    branch = random_tree(rng)
-    index = random_index(rng, branch.size)
-    return _same("index", index, [branch], lambda t: t[index], lambda x, n: x[full_index(index, n, x.dim())])
-
-
-def full_index(index, n, ndim):
-    """The index of a leaf that reaches its batch dimensions only: an Ellipsis must not span features."""
-    items = index if isinstance(index, tuple) else (index,)
-    if not any(item is Ellipsis for item in items):
-        return tuple(map(_as_torch, items))
-    used = sum(_width(item) for item in items)
-    filled = []
-    for item in items:
-        filled.extend([slice(None)] * (n - used) if item is Ellipsis else [_as_torch(item)])
-    return tuple(filled)
-
-
-def _as_torch(item):
-    # Lists of bools or ints, arrays and ranges as one tensor: torch reads a list inside a list as a tuple.
-    if isinstance(item, list | range | np.ndarray):
-        tensor = torch.as_tensor(list(item) if isinstance(item, range) else item)
-        return tensor if tensor.numel() or tensor.dtype is torch.bool else tensor.long()
-    return item
-
-
-def _width(item):
-    if item is None or item is Ellipsis or isinstance(item, bool):
-        return 0
-    mask = _as_torch(item)
-    return mask.dim() if isinstance(mask, torch.Tensor) and mask.dtype is torch.bool else 1
-
-
-def _join(rng, name, fn):
-    branch = random_tree(rng)
-    others = [like(rng, branch, change=rng.random() < 0.1) for _ in range(rng.integers(0, 3))]
-    dim = int(rng.integers(-len(branch.size) - 1, len(branch.size) + 1))
-    return _same(name, dim, [branch, *others], lambda *trees: fn(list(trees), dim))
-
-
-def right_aligned(tensor, features):
-    """A tensor over the batch with dimensions of size 1 for the features."""
-    return tensor[(..., *[None] * features)]
-
-
-def make_stack(rng):
-    """A case of stack."""
-    return _join(rng, "stack", torch.stack)
-
-
-def make_cat(rng):
-    """A case of cat."""
-    return _join(rng, "cat", torch.cat)
-
-
-def make_shape(rng):
-    """A case of shape."""
-    branch = random_tree(rng)
-    n = len(branch.size)
-    dims = [int(d) for d in rng.integers(-n - 1, n + 1, size=2)]
-    order = [int(d) for d in rng.permutation(n)]
-    if rng.random() < 0.1:
-        order = order[:-1]
-    numel = int(np.prod(branch.size))
-    shapes = [(-1,), (numel,), branch.size[::-1], (*branch.size, 1), (2, -1), (-1, 0), (5, 5)]
-    shape = shapes[rng.integers(len(shapes))]
-    wide = tuple(4 if s == 1 else (-1 if rng.random() < 0.3 else s) for s in branch.size)
-    wide = ((2, *wide), wide, wide[1:])[rng.integers(3)]
-    calls = {
-        "reshape": (shape, lambda t: t.reshape(*shape), lambda x, n: x.reshape((*_filled(shape, numel), *x.shape[n:]))),
-        "view": (shape, lambda t: t.view(*shape), lambda x, n: x.view((*_filled(shape, numel), *x.shape[n:]))),
-        "flatten": (dims, lambda t: t.flatten(*dims), None),
-        "unflatten": (dims[0], lambda t: t.unflatten(dims[0], (-1, 1)), None),
-        "permute": (order, lambda t: t.permute(*order), lambda x, n: x.permute((*order, *range(n, x.dim())))),
-        "transpose": (dims, lambda t: t.transpose(*dims), lambda x, n: x.transpose(*(d % n for d in dims))),
-        "unsqueeze": (dims[0], lambda t: t.unsqueeze(dims[0]), lambda x, n: x.unsqueeze(dims[0] % (n + 1))),
-        "squeeze": (dims[0], lambda t: t.squeeze(dims[0]), lambda x, n: x.squeeze(dims[0] % n)),
-        "squeeze_all": (None, lambda t: t.squeeze(), None),
-        "expand": (wide, lambda t: t.expand(*wide), lambda x, n: x.expand((*wide, *x.shape[n:]))),
-    }
-    name = str(rng.choice(list(calls)))
-    return _same(name, calls[name][0], [branch], calls[name][1], calls[name][2])
-
-
-def _filled(shape, numel):
-    rest = -int(np.prod(shape))
-    return tuple(numel // rest if s == -1 and rest > 0 else s for s in shape)
-
-
-def make_split(rng):
-    """A case of split."""
-    branch = random_tree(rng)
-    n = len(branch.size)
-    dim = int(rng.integers(-n - 1, n + 1))
-    total = branch.size[dim] if -n <= dim < n else 2
-    sizes = [1, 2, [1, total - 1], [total], [1, 1]][rng.integers(5)]
-    calls = {
-        "split": ((sizes, dim), lambda t: t.split(sizes, dim), lambda x, n: x.split(sizes, dim % n)),
-        "chunk": ((2, dim), lambda t: t.chunk(2, dim), lambda x, n: x.chunk(2, dim % n)),
-        "unbind": (dim, lambda t: t.unbind(dim), lambda x, n: x.unbind(dim % n)),
-    }
-    name = str(rng.choice(list(calls)))
-    return _same(name, calls[name][0], [branch], calls[name][1], calls[name][2])
-
-
-def make_rearrange(rng):
-    """A case of rearrange."""
-    branch = random_tree(rng)
-    n = len(branch.size)
-    dim, other = (int(d) for d in rng.integers(-n - (rng.random() < 0.1), n + (rng.random() < 0.1) + (n == 0), size=2))
-    shift, k = (int(x) for x in rng.integers(-3, 4, size=2))
-    times = tuple(int(x) for x in rng.integers(2, 4, size=n))
-    start, length = (int(x) for x in rng.integers(0, 3, size=2))
-    parts = [1, 2, 3, [1], [2, 1], [0, 5]][rng.integers(6)]
-    total = branch.size[dim] if -n <= dim < n else 1
-    counts = [2, 0, torch.as_tensor(rng.integers(0, 3, size=total))][rng.integers(3)]
-    calls = {
-        "narrow": ((dim, start, length), lambda x, d: x.narrow(d, start, length)),
-        "tensor_split": ((parts, dim), lambda x, d: x.tensor_split(parts, d)),
-        "flip": (dim, lambda x, d: x.flip(d)),
-        "roll": ((shift, dim), lambda x, d: x.roll(shift, d)),
-        "repeat_interleave": ((counts, dim), lambda x, d: x.repeat_interleave(counts, d)),
-    }
-    plane = {
-        "movedim": ((dim, other), lambda x, a, b: x.movedim(a, b)),
-        "swapaxes": ((dim, other), lambda x, a, b: x.swapaxes(a, b)),
-        "rot90": ((1 + k % 3, (dim, other)), lambda x, a, b: x.rot90(1 + k % 3, (a, b))),
-    }
-    wide = (*[2] * int(rng.integers(0, 2)), *branch.size)
-    whole = {
-        "repeat": (times, lambda t: t.repeat(*times), lambda x, n: x.repeat(*times, *[1] * (x.dim() - n))),
-        "broadcast_to": (wide, lambda t: t.broadcast_to(wide), lambda x, n: x.broadcast_to((*wide, *x.shape[n:]))),
-        "atleast_2d": (None, lambda t: t.atleast_2d(), None),
-        "atleast_3d": (None, lambda t: t.atleast_3d(), None),
-    }
-    # tensordict's `repeat` of a tree without dimensions raises.
-    name = str(rng.choice([*calls, *plane, *(whole if n else ())]))
-    if name in whole:
-        return _same(name, whole[name][0], [branch], *whole[name][1:])
-    if name in calls:
-        given, call = calls[name]
-        return _same(name, given, [branch], lambda t: call(t, dim), lambda x, n: call(x, dim % n))
-    given, call = plane[name]
-    return _same(name, given, [branch], lambda t: call(t, dim, other), lambda x, n: call(x, dim % n, other % n))
-
-
-def make_pad(rng):
-    """A case of pad."""
-    branch = random_tree(rng, nontensor=False)
-    sizes = [int(x) for x in rng.integers(0, 3, size=2 * int(rng.integers(1, len(branch.size) + 2)))]
-
-    def oracle(x, n):
-        pairs = [*zip(sizes[::2], sizes[1::2], strict=True), *[(0, 0)] * (x.dim() - len(sizes) // 2)]
-        return torch.nn.functional.pad(x, [size for pair in reversed(pairs) for size in pair], value=3)
-
-    return Case("pad", sizes, [branch], lambda t: pad(t, sizes, 3), lambda t: t.pad(sizes, 3), oracle)
-
-
-def make_gather(rng):
-    """A case of gather."""
-    branch = random_tree(rng, nontensor=rng.random() < 0.2)
-    n = len(branch.size)
-    dim = int(rng.integers(-n - 1, n + 1))
-    high = branch.size[dim] if -n <= dim < n else 1
-    shape = list(branch.size)
-    if -n <= dim < n:
-        shape[dim] = int(rng.integers(0, 4))
-    index = torch.as_tensor(rng.integers(0, max(high, 1), size=shape))
-
-    def oracle(x, n):
-        wide = right_aligned(index, x.dim() - n).expand(*index.shape, *x.shape[n:])
-        return torch.gather(x, dim % n, wide)
-
-    return _same("gather", (dim, index), [branch], lambda t: t.gather(dim, index), oracle)
-
-
-def make_where(rng):
-    """A case of where."""
-    branch = random_tree(rng, nontensor=rng.random() < 0.2)
-    condition = torch.as_tensor(rng.random(branch.size if rng.random() < 0.8 else branch.size[:1]) < 0.5)
-    if rng.random() < 0.5:
-        other = like(rng, branch, change=rng.random() < 0.1)
-        return _same("where", condition, [branch, other], lambda t, o: t.where(condition, o))
-    number = [0, 1.5, True][rng.integers(3)]
-
-    def oracle(x, n):
-        return torch.where(right_aligned(condition, x.dim() - n), x, number)
-
-    return _same("where", (condition, number), [branch], lambda t: t.where(condition, number), oracle)
-
-
-def make_masked_select(rng):
-    """A case of masked select."""
-    branch = random_tree(rng)
-    mask = torch.as_tensor(rng.random(branch.size[: rng.integers(0, len(branch.size) + 1)]) < 0.5)
-    return _same("masked_select", mask, [branch], lambda t: t.masked_select(mask), lambda x, n: x[mask])
-
-
-def make_copy(rng):
-    """A case of copy."""
-    branch = random_tree(rng)
-    dtype = [torch.float32, torch.int64][rng.integers(2)]
-    calls = {
-        "clone": (lambda t: t.clone(), lambda x, n: x.clone()),
-        "detach": (lambda t: t.detach(), lambda x, n: x.detach()),
-        "to_dtype": (lambda t: t.to(dtype), lambda x, n: x.to(dtype)),
-        "to_device": (lambda t: t.to("cpu"), lambda x, n: x),
-    }
-    name = str(rng.choice(list(calls)))
-    return _same(name, dtype, [branch], *calls[name])
-
-
-def make_apply(rng):
-    """A case of apply."""
-    branch = random_tree(rng)
-    calls = {
-        "double": (lambda x: x + x, lambda x, n: x + x),
-        "drop": (lambda x: x if x.is_floating_point() else None, None),
-        "shrink": (lambda x: x.sum(), None),
-    }
-    name = str(rng.choice(list(calls)))
-    fn, oracle = calls[name]
-    if rng.random() < 0.3:
-        return _same("named_apply", name, [branch], lambda t: t.named_apply(lambda key, x: fn(x)), oracle)
-    return _same("apply", name, [branch], lambda t: t.apply(fn), oracle)
-
-
-OPERATORS = (
-    "add", "sub", "mul", "truediv", "pow", "floordiv", "mod", "and_", "or_", "xor", "eq", "ne", "lt", "le", "gt", "ge",
-)  # fmt: skip
-
-
-def make_pointwise(rng):
-    """A case of pointwise."""
-    # Without a batch, leaves and operands without dimensions meet, and promotion is at its oddest.
-    size = () if rng.random() < 0.2 else None
-    branch = random_tree(rng, size, dtype=None if rng.random() < 0.5 else torch.float32)
-    name = str(rng.choice(OPERATORS))
-    fn = getattr(operator, name)
-    kind = rng.integers(4)
-    if kind == 0:
-        other = like(rng, branch, change=rng.random() < 0.15)
-        return _same(name, "tree", [branch, other], fn)
-    if kind == 1:
-        shape = branch.size if rng.random() < 0.7 else branch.size[-1:]
-        operand = random_leaf(rng, shape, torch.float32)
-        operand = operand.reshape(*operand.shape[: len(shape)], -1)[..., 0] if operand.numel() else torch.ones(shape)
-        operand = operand.nan_to_num()
-
-        def oracle(x, n):
-            # A tensor without dimensions promotes as a number does, so it stays one.
-            return fn(x, right_aligned(operand, x.dim() - n) if operand.dim() else operand)
-
-        return _same(name, operand, [branch], lambda t: fn(t, operand), oracle)
-    number = [2, 0.5, True, -1][rng.integers(4)]
-    if kind == 2:
-        return _same("r" + name, number, [branch], lambda t: fn(number, t), lambda x, n: fn(number, x))
-    return _same(name, number, [branch], lambda t: fn(t, number), lambda x, n: fn(x, number))
-
-
-UNARY = (
-    "abs", "neg", "exp", "log", "sqrt", "sigmoid", "sign", "floor", "round", "isnan", "isfinite", "reciprocal", "frac",
-    "bitwise_not", "logical_not", "sin", "tanh", "erf", "lgamma", "trunc",
-)  # fmt: skip
-
-
-def make_unary(rng):
-    """A case of unary."""
-    branch = random_tree(rng, dtype=None if rng.random() < 0.5 else torch.float32)
-    name = str(rng.choice(UNARY))
-    if not hasattr(Incumbent, name):
-        return _same(name, None, [branch], lambda t: t.apply(getattr(torch, name)))
-    return _same(name, None, [branch], lambda t: getattr(t, name)(), lambda x, n: getattr(torch, name)(x))
-
-
-def make_reduce(rng):
-    """A case of reduce."""
-    branch = random_tree(rng, dtype=None if rng.random() < 0.3 else torch.float32)
-    name = str(rng.choice(["sum", "mean", "prod", "amax", "amin", "std", "var", "all", "any"]))
-    n = len(branch.size)
-    dim = [None, int(rng.integers(-n - 1, n + 1)), "feature"][rng.integers(3)]
-    keep = {"keepdim": True} if name not in ("all", "any") and rng.random() < 0.3 else {}
-    if name in ("all", "any"):
-        dim = None if dim == "feature" else dim
-    arguments = {} if dim is None else {"dim": dim}
-
-    def oracle(x, n):
-        dims = tuple(range(x.dim())) if dim is None else (dim % n,)
-        if name == "prod" and dim is None:
-            return x.prod().reshape([1] * x.dim() if keep else [])
-        x, dims = (x, dims) if dims else (x.unsqueeze(-1), (-1,))
-        return getattr(torch, name)(x, dims[0] if name == "prod" else dims, keepdim=bool(keep) and dims != (-1,))
-
-    is_tree = dim is not None or name not in ("all", "any")
-    known = oracle if is_tree and dim != "feature" else None
-    return _same(name, (dim, keep), [branch], lambda t: getattr(t, name)(**arguments, **keep), known)
-
-
-def make_arithmetic(rng):
-    """A case of functions of several operands."""
-    branch = random_tree(rng, dtype=None if rng.random() < 0.2 else torch.float32)
-    low, high = sorted(float(x) for x in rng.integers(-3, 4, size=2))
-    first, second = (like(rng, branch, change=rng.random() < 0.05) for _ in range(2))
-    mask = torch.as_tensor(rng.random(branch.size) < 0.5)
-    dtype = str(rng.choice(["float", "double", "half", "bfloat16", "int", "bool"]))
-    alone = {
-        "clamp": ((low, high), lambda t: t.clamp(low, high), lambda x, n: x.clamp(low, high)),
-        "cast": (dtype, lambda t: getattr(t, dtype)(), lambda x, n: getattr(x, dtype)()),
-        "type": (None, lambda t: t.type(torch.int16), lambda x, n: x.type(torch.int16)),
-        "masked_fill": (
-            mask,
-            lambda t: t.masked_fill(mask, 2),
-            lambda x, n: x.masked_fill(right_aligned(mask, x.dim() - n), 2),
-        ),
-        "contiguous": (None, lambda t: t.contiguous(), lambda x, n: x.contiguous()),
-    }
-    several = {
-        "clamp_min": lambda t, a, b: t.clamp_min(a),
-        "clamp_max": lambda t, a, b: t.clamp_max(a),
-        "clamp_trees": lambda t, a, b: t.clamp(a, b),
-        "lerp": lambda t, a, b: t.lerp(a, 0.5),
-        "lerp_tree": lambda t, a, b: t.lerp(a, b),
-        "addcmul": lambda t, a, b: t.addcmul(a, b, value=2),
-        "addcdiv": lambda t, a, b: t.addcdiv(a, b, value=2),
-    }
-    name = str(rng.choice([*alone, *several]))
-    if name in several:
-        return _same(name, None, [branch, first, second], several[name])
-    return _same(name, alone[name][0], [branch], *alone[name][1:])
-
-
-def make_scan(rng):
-    """A case of functions along a dimension."""
-    branch = random_tree(rng, dtype=torch.float32, nontensor=rng.random() < 0.3)
-    n = len(branch.size)
-    dim = int(rng.integers(-n - (rng.random() < 0.1), n + (rng.random() < 0.1) + (n == 0)))
-    # tensordict's results are classes with two trees.
-    calls = {
-        "softmax": (lambda t: t.softmax(dim), lambda x, n: x.softmax(dim % n)),
-        "cummax": (lambda t: t.cummax(dim, return_indices=False), lambda x, n: x.cummax(dim % n).values),
-        "cummin": (lambda t: t.cummin(dim, return_indices=False), lambda x, n: x.cummin(dim % n).values),
-        "max": (lambda t: t.max(dim, return_indices=False), lambda x, n: x.max(dim % n).values),
-        "min": (lambda t: t.min(dim, return_indices=False), lambda x, n: x.min(dim % n).values),
-        "norm": (lambda t: t.norm(), lambda x, n: x.norm()),
-        "nansum": (lambda t: t.nansum(dim), lambda x, n: x.nansum(dim % n)),
-        "nanmean": (lambda t: t.nanmean(dim), lambda x, n: x.nanmean(dim % n)),
-        "logsumexp": (lambda t: t.logsumexp(dim), lambda x, n: x.logsumexp(dim % n)),
-        "quantile": (lambda t: t.quantile(0.3, dim), lambda x, n: x.quantile(0.3, dim % n)),
-        "sum_all": (lambda t: t.sum(reduce=True), None),
-        "max_all": (lambda t: t.max(reduce=True), None),
-    }
-    name = str(rng.choice(list(calls)))
-    return _same(name, (dim, {}), [branch], *calls[name])
-
-
-def make_made(rng):
-    """A case of trees made from a tree."""
-    branch = random_tree(rng, nontensor=rng.random() < 0.2)
-    size = ((), (4,), (2, 5))[rng.integers(3)]
-    key, other = _key(rng, branch), _key(rng, branch)
-    value = random_leaf(rng, branch.size)
-    calls = {
-        "empty": (None, lambda t: t.empty()),
-        "empty_recurse": (None, lambda t: t.empty(recurse=True)),
-        "new_zeros": (size, lambda t: t.new_zeros(*size)),
-        "new_ones": (size, lambda t: t.new_ones(*size, dtype=torch.float64)),
-        "new_full": (size, lambda t: t.new_full(size, 1)),
-        "replace": (key, lambda t: t.replace({key: value})),
-        "to_tensordict": (None, lambda t: t.to_tensordict()),
-        "split_keys": ((key, other), lambda t: t.split_keys([key], {other: "to"})),
-        "split_keys_loose": ((key, other), lambda t: t.split_keys([key], [other], strict=False)),
-        "auto_batch_size": (None, lambda t: type(t).from_dict(t.to_dict(), auto_batch_size=True)),
-        "auto_batch_dims": (None, lambda t: type(t).from_dict(t.to_dict(), auto_batch_size=True, batch_dims=1)),
-    }
-    name = str(rng.choice(list(calls)))
-    return _same(name, calls[name][0], [branch], calls[name][1])
-
-
-def make_joined_entries(rng):
-    """A case of cat_tensors and stack_tensors."""
-    branch = random_tree(rng, dtype=torch.float32, nontensor=False)
-    keys = list(dict.fromkeys(_key(rng, branch) for _ in range(rng.integers(1, 3))))
-    name, dim = str(rng.choice(["cat_tensors", "stack_tensors"])), int(rng.integers(0, 3))
-    options = {"out_key": "out", "dim": dim, "keep_entries": bool(rng.random() < 0.5)}
-    call = lambda t: getattr(t, name)(*keys, **options)  # noqa: E731
-    return Case(name, (keys, options), [branch], call, _edit(call))
-
-
-MAKERS = [
-    make_construct, make_set, make_get, make_update, make_delete, make_keys, make_flatten_keys, make_rename,
-    make_index, make_index, make_index, make_stack, make_cat, make_shape, make_shape, make_shape, make_rearrange,
-    make_rearrange, make_pad, make_split, make_gather, make_where, make_masked_select, make_copy, make_apply,
-    make_pointwise, make_pointwise, make_unary, make_reduce, make_arithmetic, make_scan, make_made,
-    make_joined_entries,
-]  # fmt: skip
+def untyped(value):
+    """A simplified result with open trees in place of typed ones."""
+    if isinstance(value, tuple):
+        return tuple(map(untyped, value))
+    if isinstance(value, dict):
+        return {key: untyped(item) for key, item in value.items()}
+    if isinstance(value, Tree):
+        return Tree(value.size, value.names, {key: untyped(item) for key, item in value.entries.items()})
+    return Stack(value.size, value.dim, untyped(value.trees)) if isinstance(value, Stack) else value
+
+
+def settled(value):
+    """A simplified result without lazy stacks, as far as their trees have one shape."""
+    if isinstance(value, tuple):
+        return tuple(map(settled, value))
+    if isinstance(value, dict):
+        return {key: settled(item) for key, item in value.items()}
+    if isinstance(value, Tree):
+        entries = {key: settled(item) for key, item in value.entries.items()}
+        return Tree(value.size, value.names, entries, value.typed)
+    return _stacked(list(map(settled, value.trees)), value) if isinstance(value, Stack) else value
+
+
+def _stacked(nodes, stack):
+    """One simplified node for several, or the lazy stack where they differ."""
+    first, dim = nodes[0] if nodes else None, stack.dim
+    if not nodes or not all(
+        isinstance(node, Tree) and (node.size, node.entries.keys()) == (first.size, first.entries.keys())
+        for node in nodes
+    ):
+        return stack
+    entries = {}
+    for key in first.entries:
+        values = [node.entries[key] for node in nodes]
+        if len(set(map(type, values))) > 1:
+            return stack
+        if isinstance(values[0], torch.Tensor):
+            # tensordict's results need not have the shape that their batch size says.
+            if len({(value.shape, value.dtype) for value in values}) > 1 or values[0].dim() < dim:
+                return stack
+            entries[key] = torch.stack(values, dim)
+        elif isinstance(values[0], Words) and len(first.size) >= dim:
+            entries[key] = Words(stacked_words([value.values for value in values], first.size, dim))
+        elif isinstance(values[0], Words):
+            return stack
+        else:
+            entries[key] = _stacked(values, Stack((), dim, tuple(values)))
+            if isinstance(entries[key], Stack):
+                return stack
+    names = (*first.names[:dim], None, *first.names[dim:])
+    return Tree((*first.size[:dim], len(nodes), *first.size[dim:]), names, entries, first.typed)

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from torch import Size
 from torch.utils import _pytree as pytree
 
-from tdfunc import BatchSizeError, ImmutableError, LeafMismatchError, NonTensorData, NonTensorStack, TensorDict
+from tdfunc import (
+    BatchSizeError,
+    ImmutableError,
+    LeafMismatchError,
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    lazy_stack,
+)
 from tests.random_trees import random_index
 from tests.strategies import SIZES
 
@@ -188,3 +196,22 @@ def test_where_and_rows():
     assert td.where(torch.tensor([True, False]), other)["s"] == ["a", "d"]
     assert td.at[0].set(other[1])["s"] == ["d", "b"]
     assert td.gather(0, torch.tensor([1, 1, 0]))["s"] == ["b", "b", "a"]
+
+
+@pytest.mark.parametrize("call", [lambda t: t.sum(), lambda t: t.amax(dim=0), lambda t: t.mean(dim=1)])
+@pytest.mark.parametrize("of", [lambda t: t, lambda t: lazy_stack([t, t]).trees[0]], ids=["tree", "of a stack"])
+def test_reductions_do_not_keep_merged_rows(call, of):
+    """A tree without rows would hold a list of values, one for each row that it no longer has."""
+    words = [["a", "b"], ["c", "d"]]
+    tree = of(TensorDict({"x": torch.ones(2, 2), "s": words}, [2, 2]))
+
+    with pytest.raises(LeafMismatchError, match="'s' has a value for each row"):
+        call(tree)
+
+
+def test_reductions_of_lazy_stacks_do_not_keep_merged_rows():
+    """The trees of a lazy stack would hold a list of values for rows that they no longer have."""
+    tree = TensorDict({"x": torch.ones(3), "s": ["a", "b", "c"]}, [3])
+
+    with pytest.raises(LeafMismatchError, match="'s' has a value for each row"):
+        lazy_stack([tree, tree], 1).amax(dim=0)
