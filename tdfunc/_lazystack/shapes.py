@@ -131,7 +131,8 @@ def _on_reshape(stack: Any, op: LeafOp, _: Sequence[Any]) -> Any:
     if all(isinstance(tree, TensorCollection._lazy) and tree._dim == dim for tree in trees):
         inner = [each for tree in trees for each in tree._trees]
         # The product of the sizes, also of a ragged one, which is what `flatten` asks for.
-        if new[:dim] == lead and new[dim + 1 :] == old[dim + 2 :] and new[dim] in (len(inner), old[dim] * old[dim + 1]):
+        fits = len(new) > dim and new[:dim] == lead and new[dim + 1 :] == old[dim + 2 :]
+        if fits and new[dim] in (len(inner), old[dim] * old[dim + 1]):
             return stack._of(inner, dim)
     raise one_shape(stack, op.name)
 

@@ -427,3 +427,11 @@ def test_empty_ragged_stacks():
     assert lazy.empty(batch_size=[4]).batch_size == Size([4])
     assert around["lazy"].batch_size == lazy.batch_size
     assert isinstance(around["lazy"], LazyStack)
+
+
+def test_reshape_of_stacks_of_stacks_to_fewer_dimensions():
+    """A shape shorter than where the trees lie would end in an error of a tuple."""
+    inner = lazy_stack([TensorDict({"x": torch.ones(1)}, [1])], 1)
+
+    with pytest.raises(LeafMismatchError, match=r"reshape: a lazy stack has no one shape.*\n.*\n.*\[1, 1, 1\]"):
+        lazy_stack([inner], 1).reshape(1)
