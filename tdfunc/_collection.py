@@ -19,7 +19,7 @@ from tdfunc._errors import ImmutableError, TreeStructureError, explain
 from tdfunc._keys import is_key, missing, unravel
 from tdfunc._nontensor import GLOBAL_NAMESPACE, NonTensorBase
 from tdfunc._readahead import MIN_BYTES, read_rows_ahead
-from tdfunc._shapes import common_prefix, index_names, index_size, normalize_index
+from tdfunc._shapes import common_prefix, index_names, index_size, normalize_index, slice_length
 from tdfunc._ties import Graft, graft, lift, merge, prune, remap, spanning
 from tdfunc._types import Kind, LeafFn, Names, Node, Path, Ties
 
@@ -368,7 +368,7 @@ def index_op(index: Any, size: Size) -> LeafOp:
     parts: tuple[Any, ...]
     # One int or slice, the most common index, needs no normal form.
     if size and type(index) is slice and index.step is None:
-        parts, head = (index,), Size((len(range(*index.indices(size[0]))), *size[1:]))
+        parts, head = (index,), Size((slice_length(index, size[0]), *size[1:]))
     elif size and type(index) is int and -size[0] <= index < size[0]:
         parts, head = (index,), size[1:]
     else:
@@ -393,7 +393,7 @@ def _is_rows(key: Any) -> bool:
 
 def _row_select(rows: Tensor) -> LeafFn:
     def select(leaf: Any) -> Any:
-        if type(leaf) is Tensor and leaf.nbytes >= MIN_BYTES and not is_compiling():
+        if not is_compiling() and type(leaf) is Tensor and leaf.nbytes >= MIN_BYTES:
             read_rows_ahead(leaf, rows)
         try:
             return leaf.index_select(0, rows)

@@ -244,6 +244,16 @@ def _check_positions(items: tuple[Any, ...], size: Size, used: int) -> None:
             position += 1
 
 
+def slice_length(item: slice, length: int) -> int:
+    """Return the number of rows that a slice takes."""
+    if not torch.compiler.is_compiling() or item.step not in (None, 1):
+        return len(range(*item.indices(length)))
+    # A compiler keeps these symbolic; `indices` would make it compile again for each length.
+    start, stop = (0 if item.start is None else item.start), (length if item.stop is None else item.stop)
+    start, stop = [max(end + length, 0) if end < 0 else min(end, length) for end in (start, stop)]
+    return max(stop - start, 0)
+
+
 def index_size(index: tuple[Any, ...], size: Size) -> Size:
     """Return the batch size after a normalized index, by torch's rules."""
     result: list[int] = []
@@ -259,7 +269,7 @@ def index_size(index: tuple[Any, ...], size: Size) -> Size:
             places.append(order)
         elif isinstance(item, slice):
             # A ragged dimension stays one.
-            result.append(len(range(*item.indices(size[dim]))) if size[dim] >= 0 else -1)
+            result.append(slice_length(item, size[dim]) if size[dim] >= 0 else -1)
             dim += 1
         elif isinstance(item, int) or item.dim() == 0:
             _check_int(item, dim, size)

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Size, Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
@@ -352,7 +353,7 @@ def test_compiled_branches_may_return_operands():
 def test_recompiles():
     """A step would be compiled again for another value of the condition or the leaves."""
     torch.compiler.reset()
-    counter = torch._dynamo.testing.CompileCounter()
+    counter = CompileCounter()
     run = torch.compile(double_or_next, fullgraph=True, backend=counter)
     for t in (tree(), tree() - 100, tree() * 3):
         run(t)

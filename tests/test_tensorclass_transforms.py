@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.multiprocessing
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
@@ -203,7 +204,7 @@ def test_compile(name, backend):
 def test_recompiles():
     """A new instance of the same structure would compile again."""
     torch.compiler.reset()
-    count = torch._dynamo.testing.CompileCounter()
+    count = CompileCounter()
     compiled = torch.compile(lambda t: t.replace(x=t.x + 1)[0], fullgraph=True, backend=count)
     for _ in range(3):
         compiled(foo())

@@ -1,7 +1,9 @@
 """Trees under vmap, grad, jacobians, compile, export, optree, threads, and at great width and depth."""
 
 import copy
-import io
+import pickle
+import subprocess
+import sys
 import threading
 import time
 
@@ -9,7 +11,10 @@ import optree
 import pytest
 import torch
 from torch import Size
+from torch._dynamo.testing import CompileCounter
+from torch.nn.parallel.scatter_gather import scatter
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 import tdfunc as tdf
 from tdfunc import TensorDict
@@ -79,34 +84,6 @@ def test_compile_with_autograd(name):
     assert torch.equal(*grads)
 
 
-def test_compile_does_not_recompile_for_values():
-    """A step would be compiled again when only numbers changed."""
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounter()
-    step = torch.compile(lambda t: t.set("a", t["a"] * 2) + 1, fullgraph=True, backend=counter)
-    for _ in range(3):
-        step(TensorDict({"a": torch.randn(3), "n": {"b": torch.randn(3)}}, [3]))
-
-    assert counter.frame_count == 1
-
-
-def test_export():
-    """An exported program would not save, or lose ties, names or the batch of its trees."""
-
-    class Double(torch.nn.Module):
-        def forward(self, tree):
-            return tree * 2
-
-    tree = BASE.set("s", "word")
-    buffer = io.BytesIO()
-    exported = torch.export.export(Double(), (tree,))
-    exported._example_inputs = None
-    torch.export.save(exported, buffer)
-    buffer.seek(0)
-
-    assert_trees_equal(torch.export.load(buffer).module()(tree), tree * 2)
-
-
 def test_nested_vmap():
     """A tree would have the wrong batch size at some level of vmap, or for some in_dims and out_dims."""
     tree = TensorDict({"a": torch.randn(2, 3, 4, 5), "n": TensorDict({"b": torch.randn(2, 3, 4)}, [2, 3, 4])}, [2, 3])
@@ -126,24 +103,6 @@ def test_nested_vmap():
     assert torch.equal(swapped["a"], tree["a"].transpose(0, 1))
     dims = (tdf.in_dims(tree, {"a": None, "*": 0}),)
     assert torch.vmap(lambda t: t["a"].sum() + t["n", "b"].sum(), in_dims=dims)(tree).shape == Size([2])
-
-
-def test_jacobians_and_hessians():
-    """A jacobian of a tree would have the wrong batch size, or wrong numbers."""
-    tree = TensorDict({"w": torch.randn(3), "n": {"b": torch.randn(2)}})
-
-    def loss(t):
-        return (t["w"] ** 3).sum() + t["n", "b"].prod()
-
-    hessian = torch.func.hessian(loss)(tree)
-    jacobian = torch.func.jacrev(lambda t: t * 2)(tree)
-
-    torch.testing.assert_close(hessian["w"]["w"], torch.diag(6 * tree["w"]))
-    torch.testing.assert_close(jacobian["w"]["w"], 2 * torch.eye(3))
-    batched = torch.vmap(torch.func.grad(loss))(torch.stack([tree, tree * 2]))
-    assert batched.batch_size == Size([2])
-    _, tangent = torch.func.jvp(loss, (tree,), (tree,))
-    torch.testing.assert_close(tangent, 3 * (tree["w"] ** 3).sum() + 2 * tree["n", "b"].prod())
 
 
 def test_optree_paths_and_prefixes():
@@ -261,3 +220,127 @@ def test_depth(name):
         tree = TensorDict({"n": tree, "v": torch.zeros(2)}, [2])
 
     assert DEEP[name](tree) is not None
+
+
+def counted(fn, trees):
+    """The number of times that `fn` is compiled for these trees."""
+    torch.compiler.reset()
+    counter = CompileCounter()
+    run = torch.compile(fn, fullgraph=True, backend=counter)
+    for tree in trees:
+        assert_trees_equal(run(tree), fn(tree))
+    return counter.frame_count
+
+
+def test_recompiles():
+    """Every new batch size would be compiled anew, until the compiler gives up."""
+
+    def step(t):
+        return t.set("c", t["a"] * 2)[1:]
+
+    sizes = [TensorDict({"a": torch.randn(n, 2), "n": {"b": torch.randn(n)}}, [n]) for n in (3, 4, 5, 6)]
+    words = [TensorDict({"a": torch.ones(2), "s": word}, [2]) for word in ("x", "x", "y")]
+    pairs = [("a", torch.ones(2)), ("b", torch.zeros(2))]
+
+    assert counted(step, sizes) == 2
+    assert counted(step, words) <= 2
+    assert counted(step, [TensorDict(dict(entries), [2]) for entries in (pairs, pairs, pairs[::-1])]) <= 2
+
+
+LOAD = """
+import sys, torch, tdfunc
+from tdfunc import TensorDict
+tree = TensorDict({"w": torch.ones(3, 2), "n": {"b": torch.arange(3.0)}, "s": "word"}, [3], names=["t"])
+out = torch.export.load(sys.argv[1]).module()(tree)
+assert out.names == ["t"] and out.batch_size == (3,) and out["s"] == "word", out
+assert out["n", "b"].tolist() == [0, 2, 4]
+"""
+
+
+@pytest.mark.slow
+def test_export_in_a_fresh_process(tmp_path):
+    """A program that another process saved would not load there, or lose what is not a tensor."""
+
+    class Double(torch.nn.Module):
+        def forward(self, tree):
+            return tree * 2
+
+    tree = TensorDict({"w": torch.ones(3, 2), "n": {"b": torch.arange(3.0)}, "s": "word"}, [3], names=["t"])
+    program = torch.export.export(Double(), (tree,))
+    program._example_inputs = None
+    torch.export.save(program, tmp_path / "double.pt2")
+
+    done = subprocess.run([sys.executable, "-c", LOAD, tmp_path / "double.pt2"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# torch's own, when it copies a structure.
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")
+@pytest.mark.parametrize("send", [copy.deepcopy, lambda spec: pickle.loads(pickle.dumps(spec))], ids=["copy", "pickle"])
+@pytest.mark.parametrize("registry", [pytree, optree], ids=["torch", "optree"])
+def test_structures_are_sent(registry, send):
+    """A structure could not be copied, or not be sent to another process, and build the same tree there."""
+    tree = TensorDict({"a": torch.ones(3, 2), "n": {"b": torch.ones(3)}, "s": ["x", "y", "z"]}, [3], names=["t"])
+    leaves, spec = registry.tree_flatten(tree)
+    sent = send(spec)
+
+    assert sent == spec
+    back = registry.tree_unflatten(leaves, sent) if registry is pytree else registry.tree_unflatten(sent, leaves)
+    assert_trees_equal(back, tree)
+
+
+def test_autocast_of_a_pure_function():
+    """Autocast would not reach the operations of a module that runs as a function of a tree."""
+    apply, params, _ = tdf.functional(torch.nn.Linear(2, 2))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = apply(params, torch.ones(3, 2))
+        mapped = torch.vmap(apply)(torch.stack([params, params]), torch.ones(2, 3, 2))
+
+    assert out.dtype is torch.bfloat16
+    assert mapped.shape == Size([2, 3, 2])
+
+
+def test_reentrant_checkpoint_warns():
+    """The page would be wrong that the older kind of checkpoint gives a tree's leaves no gradient, with a warning."""
+    tree = TensorDict({"a": torch.ones(3, requires_grad=True)})
+
+    with pytest.warns(UserWarning, match="None of the inputs have requires_grad"):
+        out = checkpoint(lambda t: t["a"].sum() * 2, tree, use_reentrant=True)
+    assert not out.requires_grad
+
+
+def test_scatter_replicates():
+    """The page would be wrong about `DataParallel`: each device gets the whole tree, and a chunk where it is cut."""
+    tree = TensorDict({"a": torch.arange(8.0).reshape(4, 2), "s": ["a", "b", "c", "d"]}, [4])
+
+    assert all(part is tree for part in scatter(tree, ["meta", "meta"]))
+    parts = [part.to(device) for part, device in zip(tree.chunk(2), ["cpu", "meta"], strict=True)]
+    assert [part["s"] for part in parts] == [["a", "b"], ["c", "d"]]
+    assert [part["a"].device.type for part in parts] == ["cpu", "meta"]
+    assert_trees_equal(torch.cat([tree.chunk(2)[0], tree.chunk(2)[1]]), tree)
+
+
+WRAPPED = {"plain": {}, "static graph": {"static_graph": True}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WRAPPED)
+def test_distributed_data_parallel(name, tmp_path):
+    """A module in `DistributedDataParallel` could not take and return trees."""
+
+    class Adds(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 1)
+
+        def forward(self, t):
+            return t.set("out", self.layer(t["a"]))
+
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        module = torch.nn.parallel.DistributedDataParallel(Adds(), **WRAPPED[name])
+        module(TensorDict({"a": torch.ones(4, 2)}, [4]))["out"].sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+
+    assert module.module.layer.weight.grad.tolist() == [[4, 4]]

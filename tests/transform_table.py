@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Size, Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
@@ -402,7 +403,7 @@ def export(row):
 
 def _compile(row, backend):
     torch.compiler.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    counter = CompileCounterWithBackend(backend)
     run = torch.compile(row.fn, fullgraph=True, backend=counter)
     a, b = tensors()
     for x, y in ((a, b), (-a, b - 100), (a + 1, b)):
