@@ -99,6 +99,7 @@ def serve(pipe: Any, threads: int, shared: Any, parent_end: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if parent_end is not None:
         parent_end.close()
+        _forget_parent()
     # Before anything else: in a forked process OpenMP's threads are gone, and waiting for them would hang.
     torch.set_num_threads(threads)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -117,6 +118,16 @@ def serve(pipe: Any, threads: int, shared: Any, parent_end: Any) -> None:
             return
         # Not kept while waiting for the next task.
         received = answer = None
+
+
+def _forget_parent() -> None:
+    """Make a forked process able to have workers of its own."""
+    global _STARTING
+    # The thread that forked held it, and does not exist here.
+    _STARTING = threading.Lock()
+    # It is no child of this process, which multiprocessing would wait for in vain.
+    server: Any = forkserver._forkserver
+    server.__init__()
 
 
 def _end_with_parent() -> None:
