@@ -319,6 +319,7 @@ RAGGED = "Ragged trees."
 
 # How a tree with lazy stacks or typed trees may differ from the dense and open one; ragged ones from tensordict's.
 OF_KINDS = (
+    Accepted(ROWS, has_lazy, named("at_number"), only_theirs_raises("the rows for"), rare=("kinds", 100, 474)),
     Accepted(RAGGED, is_ragged, named("at_mul"), detail(_is_bool), differs_in("value"), rare=("program", 201, 336)),
     Accepted(RAGGED, has_lazy, named("stack", "cat"), only_theirs_raises("torch.", "shape"), rare=("kinds", 201, 2682)),
     Accepted(RAGGED, is_ragged, named("numel"), differs_in("value"), rare=("kinds", 202, 4528)),
@@ -395,6 +396,35 @@ OF_KINDS = (
 # Met about once in fifty thousand cases.
 RARE = {PROMOTE}
 ACCEPTED = (
+    Accepted(
+        WORDS,
+        has_words,
+        named("split"),
+        differs_in("class"),
+        equal_without("words", "names"),
+        rare=("kinds", 100, 1432),
+    ),
+    Accepted(
+        FLATTEN,
+        named("flatten"),
+        batch(lambda size, d: size == ()),
+        differs_in("shape", "size", "value"),
+        rare=("case", 302, 11405),
+    ),
+    Accepted(
+        NUMBERS,
+        named("set"),
+        detail(lambda d: isinstance(d[1], list)),
+        differs_in("class"),
+        rare=("case", 302, 8898),
+    ),
+    Accepted(
+        ZERO,
+        named("masked_select"),
+        has_no_elements,
+        only_theirs_raises("tuple index"),
+        rare=("program", 301, 861),
+    ),
     Accepted(
         NAMES,
         named("apply", "named_apply", "update"),

@@ -53,10 +53,10 @@ ERRORS = {
     "ValueError": {"ValueError", "RuntimeError", "KeyError", "IndexError", "AttributeError"},
     "RuntimeError": {"RuntimeError", "ValueError", "AssertionError", "TypeError", "RecursionError"},
     "NotImplementedError": {"NotImplementedError", "RuntimeError", "TypeError", "AttributeError", "RecursionError"},
-    "TypeError": {"TypeError"},
+    "TypeError": {"TypeError", "AttributeError"},
 }
 # What gives an open tree, or an entry.
-OPENING = {"to_tensordict", "get", "getitem", "empty", "empty_recurse", "flatten_keys", "unflatten_keys"}
+OPENING = {"pop", "to_tensordict", "get", "getitem", "empty", "empty_recurse", "flatten_keys", "unflatten_keys"}
 # Beyond these a sequence ends: `repeat` and `stack` grow trees without bound.
 MOST_DIMS, MOST_ELEMENTS = 5, 400
 
