@@ -32,7 +32,7 @@ _GRACE_S = 2.0
 # Sentinels and pipes tell of an end at once but where another process holds copies of them (fork).
 _LOOK_S = 1.0
 # A process that forks while another thread has the child's end of a pipe open would keep that pipe alive.
-_STARTING = threading.Lock()
+_starting = threading.Lock()
 
 
 class Failure(NamedTuple):
@@ -122,9 +122,9 @@ def serve(pipe: Any, threads: int, shared: Any, parent_end: Any) -> None:
 
 def _forget_parent() -> None:
     """Make a forked process able to have workers of its own."""
-    global _STARTING
+    global _starting
     # The thread that forked held it, and does not exist here.
-    _STARTING = threading.Lock()
+    _starting = threading.Lock()
     # It is no child of this process, which multiprocessing would wait for in vain.
     server: Any = forkserver._forkserver
     server.__init__()
@@ -198,7 +198,7 @@ class _Worker:
         self.pid: int | None = None
         self.tasks = 0
         self._shared = shared
-        with _STARTING:
+        with _starting:
             self._pipe, theirs = context.Pipe()
             forked = (shared, self._pipe) if method == "fork" else (None, None)
             self._process = context.Process(target=serve, args=(theirs, threads, *forked), name="tdfunc-worker")
