@@ -20,10 +20,11 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from tdfunc._collection import Context, Static, TensorCollection, _follow, flatten, unflatten
+from tdfunc._collection import Static, TensorCollection
 from tdfunc._errors import BatchSizeError, LeafMismatchError, TreeStructureError, UnsupportedError, explain
 from tdfunc._jit.tracing import Recorder
 from tdfunc._nontensor import NonTensorBase, NonTensorData, NonTensorStack
+from tdfunc._pytree import Context, _follow, flatten, rebuilt_size, unflatten
 from tdfunc._ties import Graft
 
 # Any: operands and results are trees, tensors, and containers of these.
@@ -580,7 +581,7 @@ def _unpack_tree(code: Any, leaves: list[Tensor], known: list[Any]) -> Any:
     static = None if own is None else Static(dict(own[0]), ties, own[1])
     made = tuple([Graft(*item) for item in grafts])
     context = Context(keys, ties, order, Size(size), device, names, features, static, made)
-    voted = cls._rebuilt_size(children, context)[0]
+    voted = rebuilt_size(cls, children, context)[0]
     if voted is not None:
         ndim = len(size)
         # A stack of values is as long as it was made; dynamo cannot ask.

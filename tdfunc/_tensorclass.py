@@ -10,7 +10,7 @@ import torch
 from torch import Size, Tensor
 from typing_extensions import dataclass_transform
 
-from tdfunc._collection import Slots, Static, TensorCollection, register
+from tdfunc._collection import Slots, Static, TensorCollection
 from tdfunc._errors import ImmutableError, MissingKeyError, TreeStructureError, explain
 from tdfunc._fields import (
     CONSTRUCTOR,
@@ -30,6 +30,7 @@ from tdfunc._fields import (
 )
 from tdfunc._keys import did_you_mean
 from tdfunc._nontensor import NonTensorData
+from tdfunc._pytree import register
 from tdfunc._shapes import as_names, as_size
 from tdfunc._tensordict import TreeMethods
 from tdfunc._types import Device, Kind, Names, Node, Ties

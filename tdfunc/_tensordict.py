@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
-from tdfunc._collection import Slots, TensorCollection, is_compiling, register
+from tdfunc._collection import Slots, TensorCollection, is_compiling
 from tdfunc._errors import UnsupportedError, explain
+from tdfunc._pytree import register
 from tdfunc._shapes import as_names, as_size
 from tdfunc._types import NestedKey
 from tdfunc.modules.bind import ModuleMethods

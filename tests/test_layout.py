@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     ("_errors _types",),
     ("_keys", "_mapped _readahead", "_ties", "_shapes _nontensor"),
-    ("_collection",),
+    ("_collection _pytree",),
     ("ops",),
     ("modules", "storage", "distributed"),
     ("_tensordict _fields _tensorclass _lazystack spec",),

@@ -10,8 +10,9 @@ from torch import Size, Tensor
 from torch.utils import _pytree as pytree
 
 from tdfunc import TensorDict
-from tdfunc._collection import _UNDECIDED, Static, TensorCollection, index_op, register
+from tdfunc._collection import Static, TensorCollection, index_op
 from tdfunc._errors import LeafMismatchError, MissingKeyError
+from tdfunc._pytree import _UNDECIDED, register
 from tdfunc._shapes import as_size, dim_index
 from tdfunc._tensordict import TreeMethods
 from tdfunc.ops.convert import build

@@ -7,7 +7,8 @@ import torch
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.utils import _pytree as torch_pytree
 
-from tdfunc._collection import Context, TensorCollection, _Flat, flatten, unflatten
+from tdfunc._collection import TensorCollection
+from tdfunc._pytree import Context, _Flat, flatten, unflatten
 from tdfunc._types import Path
 
 T = TypeVar("T", bound=TensorCollection)
@@ -76,7 +77,7 @@ def children_of(tree: TensorCollection) -> tuple[tuple[Any, ...], Any]:
 
 
 def is_plain(cls: type[TensorCollection]) -> bool:
-    """Whether trees of this class are what `_collection.flatten` says they are (a lazy stack is not)."""
+    """Whether trees of this class are what `_pytree.flatten` says they are (a lazy stack is not)."""
     return torch_pytree.SUPPORTED_NODES[cls].flatten_fn is flatten
 
 

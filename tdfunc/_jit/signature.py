@@ -11,11 +11,12 @@ from torch.overrides import _get_current_function_mode_stack  # pyright: ignore[
 from torch.utils import _pytree as torch_pytree
 from torch.utils._device import DeviceContext
 
-from tdfunc._collection import Context, Static, TensorCollection, flatten
+from tdfunc._collection import Static, TensorCollection
 from tdfunc._errors import UnsupportedError, explain
 from tdfunc._jit.environment import freeze, static_part
 from tdfunc._jit.leaves import children_of, is_plain
 from tdfunc._nontensor import NonTensorBase, NonTensorData
+from tdfunc._pytree import Context, flatten
 
 _MAX_CONTEXTS = 4096
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tdfunc._collection import Context, iter_leaves
+from tdfunc._collection import iter_leaves
 from tdfunc._errors import BatchSizeError, explain
+from tdfunc._pytree import Context
 
 _functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 

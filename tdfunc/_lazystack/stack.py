@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import _UNDECIDED, Context, LeafOp, Static, TensorCollection, iter_leaves, register
+from tdfunc._collection import LeafOp, Static, TensorCollection, iter_leaves
 from tdfunc._errors import BatchSizeError, MissingKeyError, TreeStructureError, UnsupportedError, explain
 from tdfunc._keys import missing
 from tdfunc._lazystack.mapped import check_mapped, in_transform, wrapping
@@ -29,6 +29,7 @@ from tdfunc._lazystack.ragged import (
 from tdfunc._lazystack.shapes import HANDLERS, REDUCTIONS, one_shape, reduce_all, reduce_dims
 from tdfunc._lazystack.show import as_list, render, some_keys
 from tdfunc._nontensor import NonTensorBase, NonTensorStack
+from tdfunc._pytree import _UNDECIDED, Context, register
 from tdfunc._shapes import as_names, as_size, dim_index, normalize_index
 from tdfunc._tensordict import TreeMethods
 from tdfunc._ties import lift, merge
