@@ -38,6 +38,7 @@ _LIVE_KINDS = (Kind.BUFFER, Kind.NON_PERSISTENT, Kind.EXTRA_STATE)
 # Below this many bytes starting threads costs more than they save.
 _THREADS_FROM_BYTES = 16 << 20
 _MAX_THREADS = 4
+_GROUP_BYTES = 8 << 20
 
 
 class Snapshot(NamedTuple):
@@ -96,13 +97,35 @@ def _live_leaves(td: TensorCollection) -> set[int]:
 
 
 def _digests(leaves: Sequence[Tensor]) -> list[str]:
+    sizes = [leaf.numel() * leaf.element_size() for leaf in leaves]
     # When the interpreter ends, no threads can be started.
     threads = min(_MAX_THREADS, os.cpu_count() or 1) if threading.main_thread().is_alive() else 1
-    if threads == 1 or sum([leaf.numel() * leaf.element_size() for leaf in leaves]) < _THREADS_FROM_BYTES:
+    large = [i for i, size in enumerate(sizes) if size > SMALL_BYTES]
+    if threads == 1 or sum([sizes[i] for i in large]) < _THREADS_FROM_BYTES:
         return _digest_each(leaves)
-    # One thread takes the next leaf when it is done with one: leaves differ in size.
+    digests = [""] * len(leaves)
+    groups = _grouped(large, sizes)
     with ThreadPoolExecutor(threads) as pool:
-        return [digest for digests in pool.map(_digest_each, [[leaf] for leaf in leaves]) for digest in digests]
+        done = pool.map(lambda group: _digest_each([leaves[i] for i in group]), groups)
+        # Small leaves keep the interpreter busy, so that more threads would only be in each other's way.
+        small = [i for i, size in enumerate(sizes) if size <= SMALL_BYTES]
+        for group, found in zip([small, *groups], [_digest_each([leaves[i] for i in small]), *done], strict=True):
+            for i, digest in zip(group, found, strict=True):
+                digests[i] = digest
+    return digests
+
+
+def _grouped(numbers: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    """Cut into runs of a few MB: enough for a thread to be worth it, and few enough to share evenly."""
+    groups: list[list[int]] = []
+    size = _GROUP_BYTES
+    for i in numbers:
+        if size >= _GROUP_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(i)
+        size += sizes[i]
+    return groups
 
 
 def _digest_each(leaves: Sequence[Tensor]) -> list[str]:
