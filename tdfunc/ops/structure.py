@@ -39,11 +39,13 @@ def _keep(tree: T, paths: Sequence[Path]) -> T:
     if done is not None:
         return done
     wanted = by_first_key(paths)
-    data = tree._data
+    # A class with another representation answers the primitives only.
+    plain = type(tree)._get is TensorCollection._get
+    data = tree._data if plain else {key: tree._get(key) for key in tree._keys()}
     kept = {
         key: data[key] if () in wanted[key] else _keep_part(data[key], wanted[key]) for key in data if key in wanted
     }
-    if tree._static is None and len(kept) < len(data) and all([node is not None for node in kept.values()]):
+    if plain and tree._static is None and len(kept) < len(data) and all([node is not None for node in kept.values()]):
         return tree._replace(kept)
     changes = {key: kept.get(key) for key, node in data.items() if kept.get(key) is not node}
     return tree._put(changes) if changes else tree
