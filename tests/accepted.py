@@ -314,7 +314,6 @@ GRAD = "Each leaf requires grad as it would alone."
 
 STATE = "State dicts hold any key."
 SOME = "Keys that only some trees have."
-EACH = "`apply` on a lazy stack sees the leaves of each tree."
 RAGGED = "Ragged trees."
 
 # How a tree with lazy stacks or typed trees may differ from the dense and open one; ragged ones from tensordict's.
@@ -393,8 +392,6 @@ OF_KINDS = (
     ),
 )
 
-# Met about once in fifty thousand cases.
-RARE = {PROMOTE}
 ACCEPTED = (
     Accepted(
         WORDS,
