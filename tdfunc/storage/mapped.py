@@ -13,10 +13,11 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from tdfunc._collection import PLAIN, TensorCollection
 from tdfunc._errors import ConcurrencyError, CorruptCheckpointError, explain
-from tdfunc._mapped import MapMode, MappedFile, mark_mapped
+from tdfunc._mapped import MapMode, MappedFile, mapped_file, mark_mapped
 
 _DESCRIPTORS = {"linux": "/proc/self/fd", "darwin": "/dev/fd"}.get(sys.platform)
 # Without O_NONBLOCK opening a pipe waits for a writer, and a device may act.
@@ -156,3 +157,36 @@ def map_again(file: MappedFile, dtype: torch.dtype, shape: Sequence[int], stride
         expected = f"a multiple of {dtype.itemsize}"
         raise ValueError(explain(f"The offset does not fit {dtype}.", expected=expected, got=str(file.offset)))
     return whole.view(dtype).as_strided(tuple(shape), tuple(stride), file.offset // dtype.itemsize).data
+
+
+class _Sent:
+    """Stands for a mapped leaf in a pickle; unpickled it is the leaf, mapped again."""
+
+    def __init__(self, leaf: Tensor, file: MappedFile) -> None:
+        geometry = leaf.dtype, tuple(leaf.shape), leaf.stride()
+        self.args = (file, *geometry, type(leaf) is nn.Parameter, leaf.requires_grad)
+
+    def __reduce__(self) -> Any:
+        return _received, self.args
+
+
+def _received(
+    file: MappedFile, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], parameter: bool, grad: bool
+) -> Tensor:
+    leaf = map_again(file, dtype, shape, stride)
+    return nn.Parameter(leaf, grad) if parameter else leaf.requires_grad_(grad)
+
+
+def _send(leaf: Any) -> Any:
+    file = mapped_file(leaf)
+    # What was written to a copy-on-write leaf is in this process only: it goes as torch sends any tensor.
+    if file is None or file.path is None or file.mode != "r+" or type(leaf) not in PLAIN or not leaf.is_leaf:
+        return leaf
+    # One for each tensor, so that tied leaves are one tensor again: a pickle keeps identities.
+    sent = leaf.__dict__.get("_tdfunc_sent")
+    if sent is None or sent.args[0] != file:
+        sent = leaf._tdfunc_sent = _Sent(leaf, file)
+    return sent
+
+
+TensorCollection._send = _send

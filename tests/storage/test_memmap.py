@@ -26,7 +26,7 @@ from tdfunc import (
 )
 from tdfunc._mapped import mapped_file
 from tests.incumbent import Incumbent, IncumbentNonTensor, tensordict
-from tests.storage.trees import KEYS, assert_same, of_dtype, same_bytes, tied_trees, trees
+from tests.storage.trees import KEYS, assert_same, of_dtype, retie, same_bytes, tied_trees, trees
 
 LAW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -638,3 +638,24 @@ def test_every_dtype(tmp_path):
     tree = TensorDict({name: of_dtype(name, (4,)) for name in names})
 
     assert_same(tree.memmap(tmp_path / "d"), tree)
+
+
+def _write_in_worker(tree, queue):
+    tree["a"][0] = 7
+    queue.put((tree["p"].requires_grad, tree["a"] is tree["n", "tied"], mapped_file(tree["a"]) is not None))
+
+
+@pytest.mark.slow
+def test_a_started_worker_maps_the_same_file(tmp_path):
+    """A worker that is started (not forked) would get a copy of the data set, or fail for want of a descriptor."""
+    shared = torch.zeros(3)
+    tree = TensorDict({"a": shared, "n": {"tied": shared}, "p": nn.Parameter(torch.ones(3))})
+    tree = retie(tree, [[("a",), ("n", "tied")]]).memmap(tmp_path / "d")
+    context = multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    worker = context.Process(target=_write_in_worker, args=(tree, queue))
+    worker.start()
+
+    assert queue.get() == (True, True, True)
+    worker.join()
+    assert tree["a"].tolist() == [7, 0, 0]
