@@ -118,9 +118,9 @@ def nested_map(rows):
     return rows.map(double, num_workers=1, chunksize=1)
 
 
-def sleep(rows):
+def fail_or_sleep(rows):
+    fail_at_five(rows)
     time.sleep(60)
-    return rows
 
 
 def begin_and_sleep(rows, folder):
@@ -166,10 +166,3 @@ def text(rows):
 
 def large(rows):
     return TensorDict({"x": torch.full((len(rows), 500_000), 1.5)}, rows.batch_size)
-
-
-def loaded_cost(rows):
-    """A few milliseconds of Python for each row, which threads cannot share."""
-    for _ in range(len(rows)):
-        sum(i * i for i in range(20_000))
-    return rows
