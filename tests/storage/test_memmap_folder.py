@@ -1,12 +1,10 @@
 """Memmap folders that are damaged, hostile or half written: an error, never a wrong tree or a changed file."""
 
+import itertools
 import json
+import multiprocessing
 import os
-import signal
 import socket
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -465,25 +463,25 @@ def test_readers_and_writers_at_once(tmp_path):
     assert os.listdir(tmp_path) == ["d"]
 
 
+def _write_forever(folder, attempt):
+    for i in itertools.count(1000 * attempt + 1):
+        TensorDict({str(k): torch.full((1 << 16,), float(i)) for k in range(30)}).memmap(folder)
+
+
 @pytest.mark.slow
 def test_killed_writes_are_never_seen(tmp_path):
     """A killed write would leave leaves of two trees, or none."""
     folder = tmp_path / "d"
     TensorDict({str(i): torch.zeros(1 << 16) for i in range(30)}).memmap(folder)
-    code = f"""
-        import torch, tdfunc
-        i = 0
-        print("go", flush=True)
-        while True:
-            i += 1
-            tdfunc.TensorDict({{str(k): torch.full((1 << 16,), float(i)) for k in range(30)}}).memmap({str(folder)!r})
-    """
+    # Forked, since an import takes longer than many writes; the tests run torch on one thread.
+    context = multiprocessing.get_context("fork")
     seen = set()
-    for attempt in range(30):
-        with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE) as child:
-            child.stdout.readline()
-            time.sleep(0.002 * attempt**1.3)
-            os.kill(child.pid, signal.SIGKILL)
+    for attempt in range(40):
+        child = context.Process(target=_write_forever, args=(folder, attempt))
+        child.start()
+        time.sleep(0.003 * attempt)
+        child.kill()
+        child.join()
         values = {float(x) for leaf in TensorDict.load_memmap(folder).leaves() for x in (leaf.min(), leaf.max())}
         assert len(values) == 1
         seen |= values
