@@ -136,7 +136,11 @@ def _temporary(parent: str, name: str) -> Generator[str, None, None]:
     while True:
         temporary = os.path.join(parent, f"{_start(name)}{secrets.token_hex(8)}.tmp")
         os.mkdir(temporary)
-        fd = os.open(temporary, os.O_RDONLY)
+        try:
+            fd = os.open(temporary, os.O_RDONLY)
+        except FileNotFoundError:
+            # Another writer took it for a leftover before it was locked.
+            continue
         # Some network file systems have no locks; there leftovers stay.
         if _fcntl is not None:
             with suppress(OSError):
