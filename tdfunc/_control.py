@@ -260,10 +260,12 @@ def _is_recorded() -> bool:
     )
 
 
-# A function of no arguments, which dynamo runs while it traces.
-@torch._dynamo.assume_constant_result
 def _in_transform() -> bool:
     return _functorch.peek_interpreter_stack() is not None
+
+
+# Dynamo runs it while it traces: what torch.compiler.assume_constant_result sets, which would import all of dynamo.
+_in_transform._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _is_known(pred: Tensor) -> bool:
