@@ -61,7 +61,8 @@ class _Pending(NamedTuple):
 class _Writer:
     """What accumulates while the nodes of one tree are written."""
 
-    def __init__(self) -> None:
+    def __init__(self, values: bool) -> None:
+        self.values = values
         self.names: list[str] = []
         self.specs: list[Spec] = []
         self.leaves: list[Tensor] = []
@@ -75,13 +76,13 @@ class _Writer:
         self.tied: list[tuple[int, str, Any]] = []
 
 
-def outline(tree: TensorCollection) -> Outline:
-    """Write a tree as JSON and list its leaves.
+def outline(tree: TensorCollection, *, values: bool = True) -> Outline:
+    """Write a tree as JSON and list its leaves; without `values` these need not have any (on the meta device, say).
 
     Raises:
         UnsupportedError: A leaf, value or key that a file cannot hold unchanged; the message names it.
     """
-    writer = _Writer()
+    writer = _Writer(values)
     ties = tree._ties
     check_tie_size(sum(len(path) ** 2 for group in ties for path in group), UnsupportedError)
     writer.refs = [{} for _ in ties]
@@ -175,7 +176,7 @@ def _tensor(writer: _Writer, name: str, leaf: Tensor, batch: Size, flags: str, s
         number = _new_spec(writer, name, dtype, size)
     if batch and size[: len(batch)] != batch:
         raise _misfit(name, batch, size)
-    if leaf.layout is not _STRIDED or leaf.is_meta:
+    if leaf.layout is not _STRIDED or (leaf.is_meta and writer.values):
         what = "on the meta device" if leaf.is_meta else f"of layout {leaf.layout}"
         hint = "materialize it first." if leaf.is_meta else "save .to_dense(), or its parts as leaves."
         raise _refusal(name, f"a tensor {what}", "a dense tensor with values", hint)

@@ -19,7 +19,7 @@ from tdfunc.storage.files import Files, LocalFiles, read_index
 from tdfunc.storage.format import MAX_HEADER_BYTES
 from tdfunc.storage.index import INDEX, SINGLE, render_index
 from tdfunc.storage.remote import RemoteFiles
-from tdfunc.storage.write import FilePlan, plan_file, write_all, write_file
+from tdfunc.storage.write import FilePlan, Values, plan_file, write_all, write_file
 
 _fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
 _SHARD = re.compile(r"model-[0-9a-f]{8}-\d{5,}-of-\d{5,}\.safetensors")
@@ -35,12 +35,18 @@ class ShardPlan:
         UnsupportedError: A header or the index would be too long.
     """
 
-    def __init__(self, outline: Outline, max_bytes: int, digests: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        outline: Outline,
+        max_bytes: int,
+        digests: Mapping[str, str] | None = None,
+        values: Values | None = None,
+    ) -> None:
         self._outline = outline
         self.groups = _group([spec.size_bytes for spec in outline.specs], max_bytes)
         generation, count = secrets.token_hex(4), len(self.groups)
         self.names = [f"model-{generation}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-        self.files = [plan_file(_part(outline, group), digests) for group in self.groups]
+        self.files = [plan_file(_part(outline, group), digests, values) for group in self.groups]
         self.size_bytes = sum(spec.size_bytes for spec in outline.specs)
         length = len(self.index(["0" * 16] * count))
         if length > MAX_HEADER_BYTES:

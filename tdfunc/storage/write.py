@@ -2,8 +2,8 @@
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ _BUFFER_BYTES = 1 << 20
 _LOW_ADDRESS = 1 << 20
 
 
+Values: TypeAlias = Callable[[Tensor], Iterable[memoryview]]
+
+
 class FilePlan(NamedTuple):
     """What goes where in a file."""
 
@@ -33,17 +36,23 @@ class FilePlan(NamedTuple):
     size_bytes: int
     # In file order, by name: the digest that a leaf must have when it is written, or None.
     expected: list[tuple[str, str | None]]
+    # Where the bytes of a leaf come from if it has none: called with it when its turn has come.
+    values: Values | None = None
 
 
-def plan_file(outline: Outline, digests: Mapping[str, str] | None = None) -> FilePlan:
+def plan_file(outline: Outline, digests: Mapping[str, str] | None = None, values: Values | None = None) -> FilePlan:
     """Place the leaves, and check that they can be read; with digests by name, they must have these when written.
+
+    With `values` the leaves need no memory: their bytes come from that.
 
     Raises:
         UnsupportedError: A leaf has no memory to read, or the header is too long; nothing was written.
     """
     layout = lay_out(outline.names, outline.specs)
     names, specs, leaves = outline.names, outline.specs, outline.leaves
-    work = [(_address(names[i], leaves[i]), specs[i].size_bytes, leaves[i]) for i in layout.order]
+    work = [
+        (_address(names[i], leaves[i]) if values is None else 0, specs[i].size_bytes, leaves[i]) for i in layout.order
+    ]
     head = render(outline.text, layout)
     if len(head) - 8 > MAX_HEADER_BYTES:
         what = "save: the header would be too long; nothing was written."
@@ -51,7 +60,7 @@ def plan_file(outline: Outline, digests: Mapping[str, str] | None = None) -> Fil
         expected = f"at most {MAX_HEADER_BYTES} bytes"
         raise UnsupportedError(explain(what, expected=expected, got=f"{len(head) - 8} bytes", hint=hint))
     expected = [(names[i], digests.get(names[i])) for i in layout.order] if digests else []
-    return FilePlan(head, work, len(head) + layout.size_bytes, expected)
+    return FilePlan(head, work, len(head) + layout.size_bytes, expected, values)
 
 
 def _address(name: str, leaf: Tensor) -> int:
@@ -100,10 +109,10 @@ def write_file(fd: int, plan: FilePlan, tick: Callable[[int], object] | None = N
         for address, size_bytes, leaf in plan.work:
             if tick is not None:
                 tick(size_bytes)
-            if size_bytes > _SMALL_BYTES:
+            if size_bytes > _SMALL_BYTES or plan.values is not None:
                 write_all(fd, view[:used])
                 used = 0
-                digests.append(_write_large(fd, leaf, stage))
+                digests.append(_write_large(fd, (plan.values or pieces)(leaf), size_bytes, stage))
                 continue
             end = used + size_bytes
             if end > _BUFFER_BYTES:
@@ -125,9 +134,10 @@ def write_file(fd: int, plan: FilePlan, tick: Callable[[int], object] | None = N
     return own
 
 
-def _write_large(fd: int, leaf: Tensor, stage: Any) -> str:
+def _write_large(fd: int, parts: Iterable[memoryview], size_bytes: int, stage: Any) -> str:
     state = xxhash.xxh3_64()
-    for piece in pieces(leaf):
+    for piece in parts:
+        size_bytes -= len(piece)
         if stage is not None:
             # Another thread may write to the leaf now: what is hashed must be what the file gets.
             copy = stage[: len(piece)]
@@ -135,6 +145,7 @@ def _write_large(fd: int, leaf: Tensor, stage: Any) -> str:
             piece = copy.data
         state.update(piece)
         write_all(fd, piece)
+    assert not size_bytes
     return state.hexdigest()
 
 
