@@ -34,6 +34,11 @@ def small_leaves() -> Leaves:
     return {f"layers.{i // 6}.part{i % 6}": torch.randn(41, 41) for i in range(3000)}
 
 
+def tree_of(leaves: Leaves) -> tdf.TensorDict:
+    """The leaves nested by their dotted names, as those of a model are."""
+    return tdf.TensorDict(leaves).unflatten_keys(".")
+
+
 def scratch(name: str) -> Path:
     """Return a folder that is gone when the program ends."""
     folder = Path(tempfile.mkdtemp(prefix=f"tdfunc-{name}-"))
@@ -63,7 +68,7 @@ def sync(path: Path) -> None:
 
 
 def save_ways(leaves: Leaves, folder: Path, fsync: bool) -> dict[str, Callable[[], Any]]:
-    tree = tdf.TensorDict(leaves)
+    tree = tree_of(leaves)
     chunks = [leaf.numpy().reshape(-1).view("u1") for leaf in leaves.values()]
     ours, theirs, zipped = folder / "ours.safetensors", folder / "theirs.safetensors", folder / "zipped.pt"
 
@@ -79,13 +84,13 @@ def save_ways(leaves: Leaves, folder: Path, fsync: bool) -> dict[str, Callable[[
 
 
 def memmap_way(leaves: Leaves, folder: Path) -> Callable[[], Any]:
-    tree = tensordict.TensorDict(leaves)
+    tree = tensordict.TensorDict(leaves).unflatten_keys(".")
     return lambda: tree.memmap(folder / "folder")
 
 
 def load_ways(leaves: Leaves, folder: Path) -> dict[str, Callable[[], Any]]:
     ours, theirs = folder / "ours.safetensors", folder / "theirs.safetensors"
-    tdf.save(tdf.TensorDict(leaves), ours)
+    tdf.save(tree_of(leaves), ours)
     safetensors.torch.save_file(leaves, theirs)
     return {
         "tdfunc": lambda: tdf.load(ours, verify=False),
@@ -104,13 +109,15 @@ def _read(path: Path) -> int:
 def partial_ways(leaves: Leaves, folder: Path) -> dict[str, Fresh]:
     """Open a file whose pages are not in memory, and read one tensor in a hundred."""
     ours, theirs = folder / "ours.safetensors", folder / "theirs.safetensors"
-    tdf.save(tdf.TensorDict(leaves), ours)
+    tdf.save(tree_of(leaves), ours)
     safetensors.torch.save_file(leaves, theirs)
     wanted = list(leaves)[:: 100 if len(leaves) > 100 else 1]
 
+    paths = [tuple(name.split(".")) for name in wanted]
+
     def read_ours(path: Path) -> list[Any]:
         with tdf.open(path) as file:
-            return [file[name] for name in wanted]
+            return [file[path] for path in paths]
 
     def read_theirs(path: Path) -> list[Any]:
         with safetensors.safe_open(path, "pt") as file:
@@ -158,7 +165,7 @@ DISK = "with fsync all wait for the same disk"
 SUITE = Suite(
     "storage",
     "Checkpoints",
-    "Leaves of one size in one file, on the disk that holds the folder for temporary files.",
+    "Leaves of one size in one file, three levels deep, on the disk that holds the folder for temporary files.",
     file_cases,
     (
         Row("save 262 MB, checksums included, no fsync", BYTES, 1.25, "at most", (f"save {FEW}, no fsync",)),

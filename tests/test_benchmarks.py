@@ -428,7 +428,7 @@ def test_saving_and_loading_ways_do_the_same(tmp_path, fsync):
 def load_ways_of(leaves, folder):
     """The ways that return tensors; a tree of ours by its dotted names."""
     ways = storage.load_ways(leaves, folder)
-    return [("ours", lambda: ways["tdfunc"]()), ("theirs", ways[storage.LOAD])]
+    return [("ours", lambda: ways["tdfunc"]().flatten_keys(".")), ("theirs", ways[storage.LOAD])]
 
 
 def plain(x):
