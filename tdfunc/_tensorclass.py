@@ -36,7 +36,7 @@ from tdfunc._tensordict import TreeMethods
 from tdfunc._types import Device, Kind, Names, Node, Ties
 from tdfunc.ops.cast import all_shared, as_device, clone
 from tdfunc.ops.convert import _lifted
-from tdfunc.ops.edit import set_
+from tdfunc.ops.edit import replacements, set_
 from tdfunc.ops.show import describe_leaf
 
 if TYPE_CHECKING:
@@ -206,11 +206,11 @@ class TensorClass(_Typed):
         """Return the fields, as `dataclasses.fields` does."""
         return dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
 
-    def replace(self, changes: Mapping[str, Any] | None = None, /, **entries: Any) -> "Self":
+    def replace(self, changes: Mapping[str, Any] | TensorCollection | None = None, /, **entries: Any) -> "Self":
         """Return an instance with some fields replaced (None empties one); `__post_init__` does not run.
 
         Args:
-            changes: New values by name.
+            changes: New values by name, or a tree of them.
             **entries: More of them, by keyword.
 
         Raises:
@@ -224,7 +224,7 @@ class TensorClass(_Typed):
             >>> Point(torch.zeros(2), batch_size=[2]).replace(y=torch.ones(2, 3)).y.shape
             torch.Size([2, 3])
         """
-        given = {**(changes or {}), **entries}
+        given = replacements(changes, entries)
         done = self._each(lambda t, part: TensorClass.replace(t, part), given)
         if done is not None:
             return done

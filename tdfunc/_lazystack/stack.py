@@ -35,7 +35,8 @@ from tdfunc._tensordict import TreeMethods
 from tdfunc._ties import lift, merge
 from tdfunc._types import Kind, Names, Node, Ties
 from tdfunc.ops import index, join
-from tdfunc.ops.convert import accept
+from tdfunc.ops.convert import accept, resize
+from tdfunc.ops.edit import replacements
 
 
 class LazyStack(TreeMethods):
@@ -269,10 +270,9 @@ class LazyStack(TreeMethods):
         trees = [tree.with_names(without(given, self._dim)) for tree in self._trees]
         return self._of(trees, self._dim, given[self._dim])
 
-    def replace(self, changes: Mapping[str, Any] | None = None, /, **entries: Any) -> Any:
+    def replace(self, changes: Mapping[str, Any] | TensorCollection | None = None, /, **entries: Any) -> Any:
         """Return the stack with some entries of each tree replaced: values are cut as by `set`."""
-        given = {**(changes or {}), **entries}
-        return self._each(lambda tree, part: tree.replace(part), given)
+        return self._each(lambda tree, part: tree.replace(part), replacements(changes, entries))
 
     def to_tensordict(self, **options: Any) -> Any:
         """Return a lazy stack of `TensorDict`s."""
@@ -389,9 +389,16 @@ class LazyStack(TreeMethods):
                     )
                 )
             return list(items)
+        if isinstance(value, TensorCollection) and len(value._batch_size) <= self._dim:
+            value = self._grown(value)
         if isinstance(value, (TensorCollection, Tensor, np.ndarray, NonTensorStack)):
             return self._cut_along(value)
         return [value] * count
+
+    def _grown(self, value: TensorCollection) -> TensorCollection:
+        """Return a tree of too few batch dimensions with those of this one, as a dense tree would take it."""
+        lead = self._batch_size[: self._dim + 1]
+        return value if -1 in lead else resize(value, lead)
 
     def _cut_along(self, value: Any) -> list[Any]:
         dim, count = self._dim, len(self._data)

@@ -182,6 +182,11 @@ def _entries(other: Mapping[Any, Any] | TensorCollection) -> Iterable[tuple[Any,
     return ((key, other._get(key)) for key in other._keys()) if isinstance(other, TensorCollection) else other.items()
 
 
+def replacements(changes: Mapping[Any, Any] | TensorCollection | None, entries: Mapping[str, Any]) -> dict[Any, Any]:
+    """Return the arguments of `replace` as one dict."""
+    return {**dict(() if changes is None else _entries(changes)), **entries}
+
+
 def delete(tree: T, key: NestedKey) -> T:
     """Return a tree without a path; the other paths of a tied leaf keep it."""
     path = unravel(key)

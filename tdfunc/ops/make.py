@@ -13,7 +13,7 @@ from tdfunc._shapes import as_names, as_size
 from tdfunc._types import NestedKey, Path
 from tdfunc.ops import join
 from tdfunc.ops.cast import as_device, clone, on_device
-from tdfunc.ops.edit import delete_paths, set_
+from tdfunc.ops.edit import delete_paths, replacements, set_
 from tdfunc.ops.maps import drop_empty
 from tdfunc.ops.pointwise_base import check_same
 from tdfunc.ops.reading import UNSET, get, has
@@ -195,15 +195,15 @@ class MakeMethods(TensorCollection):
         """
         return new_tensor(self, data, dtype, device, requires_grad)
 
-    def replace(self, changes: Mapping[Any, Any] | None = None, /, **entries: Any) -> "Self":
+    def replace(self, changes: Mapping[Any, Any] | TensorCollection | None = None, /, **entries: Any) -> "Self":
         """Return a tree with entries replaced (or added), each as a whole: `update` merges nested trees instead.
 
         Args:
-            changes: New values by (nested) key.
+            changes: New values by (nested) key, or a tree of them.
             **entries: More of them, by keyword.
         """
         tree = self
-        for key, value in {**(changes or {}), **entries}.items():
+        for key, value in replacements(changes, entries).items():
             tree = set_(tree, key, value)
         return tree
 

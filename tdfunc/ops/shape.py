@@ -75,9 +75,11 @@ def reshape(tree: T, shape: tuple[int, ...], method: str = "reshape") -> T:
 def flatten(tree: T, start: int, end: int) -> T:
     """Merge a range of batch dimensions."""
     size = tree._batch_size
+    # As in torch, a tree without dimensions has one here.
+    ndim = len(size) or 1
+    start, end = dim_index(start, ndim, "flatten"), dim_index(end, ndim, "flatten")
     if not size:
         return reshape(tree, (1,))
-    start, end = dim_index(start, len(size), "flatten"), dim_index(end, len(size), "flatten")
     if start > end:
         got = f"{start} > {end}"
         raise RuntimeError(explain("flatten: start_dim comes after end_dim.", expected="start <= end", got=got))

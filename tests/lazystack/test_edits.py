@@ -79,6 +79,16 @@ def test_update_delete_select_pop():
     assert_stacks_equal(lazy.setdefault("x", 0), lazy)
 
 
+@pytest.mark.parametrize("edit", [lambda t, o: t.set("n", o), lambda t, o: t.update(o), lambda t, o: t.replace(o)])
+def test_trees_of_fewer_batch_dimensions_grow(edit):
+    """A tree whose leaves have the batch, but whose batch size is shorter, would fit a dense tree only."""
+    lazy = lazy_stack([TensorDict({"x": torch.zeros(3)}, [3]), TensorDict({"x": torch.ones(3)}, [3])], 1)
+    other = TensorDict({"x": torch.arange(6.0).reshape(3, 2), "e": {}}, [3])
+
+    assert_trees_equal(edit(lazy, other).dense(), edit(lazy.dense(), other))
+    assert_trees_equal(edit(lazy, TensorDict()).dense(), edit(lazy.dense(), TensorDict()))
+
+
 def test_renaming_and_flattening():
     """Keys would be changed in some trees only, or not at all."""
     lazy = lazy_stack(ragged())
@@ -154,6 +164,7 @@ def test_at_of_ragged_trees():
         ),
         (lambda t: t.set("z", torch.zeros(())), BatchSizeError, r"3 at dimension 0\n.*shape \[\]"),
         (lambda t: t.set("z", TensorDict({}, [4])), BatchSizeError, r"3 at dimension 0\n.*batch size \[4\]"),
+        (lambda t: t.update(TensorDict({"z": torch.zeros(2)})), BatchSizeError, r"'z': the lead.*\n.*\[3\].*\n.*\[2\]"),
         (lambda t: t.set("z", (1.0, 2.0)), BatchSizeError, "one for each tree.*\n.*3 values\n.*2"),
         (lambda t: t.set("z", torch.zeros(3, 2)), BatchSizeError, r"'z': the leading dim.*\n.*\[4\].*\n.*\[2\]"),
         (lambda t: t.set("z", None), TypeError, "'z': None is no value"),

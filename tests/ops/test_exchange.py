@@ -197,6 +197,7 @@ def test_replace(td):
     assert list(found.keys(True, True)) == ["a", ("n", "c"), "new"]
     assert found["a"] is B
     assert list(td.keys()) == ["a", "n"]
+    assert_trees_equal(td.replace(TensorDict({"n": {"c": B}, "a": B}, [2]), new=1.0), found)
 
 
 def test_split_keys(td):
@@ -237,7 +238,9 @@ def test_entries_of_a_lazy_stack_are_joined():
     """The trees of a lazy stack would have to be padded first."""
     lazy = lazy_stack([TensorDict({"a": torch.ones(n, 1), "b": torch.zeros(n, 2)}, [n]) for n in (1, 2)])
 
-    assert [x.shape for x in lazy.cat_tensors("a", "b", out_key="c", dim=1)["c"]] == [(1, 3), (2, 3)]
+    # Dimension 2 of the dense leaves [2, n, 1], and the last one.
+    for dim in (2, -1):
+        assert [x.shape for x in lazy.cat_tensors("a", "b", out_key="c", dim=dim)["c"]] == [(1, 3), (2, 3)]
 
 
 # -- state dicts ------------------------------------------------------------------------------------------------

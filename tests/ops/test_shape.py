@@ -108,6 +108,23 @@ def test_0_and_empty():
     assert torch.stack([td, td])["a"].shape == Size([2])
 
 
+@pytest.mark.parametrize(("start", "end"), [(0, -1), (-1, 0), (0, 1), (1, 1), (-2, 0), (0, -2)])
+def test_flatten_of_no_dimensions_is_that_of_torch(start, end):
+    """A dimension that torch refuses for a number would be taken for a tree without batch dimensions."""
+    leaf = torch.tensor(1.0)
+    try:
+        wanted = leaf.flatten(start, end).shape
+    except IndexError:
+        wanted = IndexError
+
+    for tree in (TensorDict({"a": leaf}), TensorDict()):
+        try:
+            found = tree.flatten(start, end).batch_size
+        except IndexError:
+            found = IndexError
+        assert found == wanted
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
