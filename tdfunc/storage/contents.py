@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from tdfunc._errors import CorruptCheckpointError, UnsupportedError, explain
 from tdfunc._keys import missing
 from tdfunc._types import Path
-from tdfunc.storage.decode import Plan, check_unique, malformed, parse_tree
+from tdfunc.storage.decode import Plan, check_flags, check_unique, malformed, parse_tree
 from tdfunc.storage.format import (
     Entry,
     Spec,
@@ -20,6 +20,7 @@ from tdfunc.storage.format import (
     check_version,
     lay_out,
     parse_entries,
+    spec_of,
     split_digests,
 )
 from tdfunc.storage.read import Source, naming
@@ -312,6 +313,8 @@ class Contents:
         return Found(first, device, name, -1)
 
     def _name(self, item: Any, parents: Path, key: str) -> str:
+        if type(item) is list:
+            check_flags(item[1], spec_of(*self.doc["specs"][item[0]]).dtype)
         if type(item) is list and len(item) > 2 and item[2] is not None:
             return quote(item[2])
         return f'"{"".join([f"{quote(part)[1:-1]}." for part in parents])}{quote(key)[1:-1]}"'

@@ -18,10 +18,11 @@ from tdfunc._keys import dotted
 from tdfunc._nontensor import NonTensorBase, NonTensorData, NonTensorStack
 from tdfunc._shapes import as_names
 from tdfunc._types import Kind, Path, Ties
-from tdfunc.storage.encode import IS_VALUE, KIND_FLAGS, check_tie_size, restrict
+from tdfunc.storage.encode import IS_PARAMETER, IS_VALUE, KIND_FLAGS, REQUIRES_GRAD, check_tie_size, restrict
 from tdfunc.storage.format import Spec, no_constant, spec_of, unique
 
 _KINDS = {flag: kind for kind, flag in KIND_FLAGS.items()}
+_FLAGS = frozenset((*_KINDS, IS_PARAMETER, REQUIRES_GRAD, IS_VALUE))
 # Longer prefixes are put together again for each node: all of a deep tree would fill the memory.
 _MAX_KEPT_PREFIX = 256
 _ONLY_INTS, _ONLY_TEXTS = frozenset([int]), frozenset([str])
@@ -164,6 +165,8 @@ class Plan:
             if type(index) is not int or index < 0:
                 raise malformed("a spec", repr(index))
             spec = self.table[index]
+            if type(what) is list:
+                check_flags(flags, spec.dtype)
             if ndim and spec.size[:ndim] != size and IS_VALUE not in flags:
                 raise malformed(f"leaf {prefix}{key} to start with the batch size {list(size)}", str(list(spec.size)))
             name = f'"{prefix}{quote(key)[1:-1]}"' if own is None else quote(own)
@@ -330,6 +333,14 @@ class Plan:
         if {frozenset(group) for group in ties} != {frozenset(group) for group in known}:
             raise malformed(f"the groups of its parent in node {number}", repr(ties)[:200])
         return ties
+
+
+def check_flags(flags: Any, dtype: torch.dtype) -> None:
+    """Raise unless flags are those that a leaf of this dtype can have."""
+    if type(flags) is not str or not _FLAGS.issuperset(flags):
+        raise malformed(f"flags out of {''.join(sorted(_FLAGS))}", repr(flags))
+    if REQUIRES_GRAD in flags and not (dtype.is_floating_point or dtype.is_complex):
+        raise malformed("a leaf that requires grad to be of a floating dtype", str(dtype))
 
 
 def malformed(expected: str, got: str) -> CorruptCheckpointError:

@@ -18,7 +18,7 @@ from tdfunc.storage.decode import Classes
 from tdfunc.storage.encode import IS_VALUE
 from tdfunc.storage.files import LocalFiles, open_contents
 from tdfunc.storage.progress import progress_bar
-from tdfunc.storage.read import LocalBytes, read_leaf
+from tdfunc.storage.read import LocalBytes, naming, read_leaf
 from tdfunc.storage.remote import RemoteFiles, is_remote, local_path
 from tdfunc.storage.rows import read_index
 from tdfunc.storage.select import Choice, flag_leaf, is_fake, move_leaf, outline_tree, read_tree
@@ -246,7 +246,8 @@ class LazyTree:
     def _device(self, found: Found) -> torch.device | None:
         if self._choice.device is not None:
             return self._choice.device
-        return torch.device(found.device) if found.device is not None else None
+        with naming(self._contents.path):
+            return torch.device(found.device) if found.device is not None else None
 
     def _stated(self, found: Found) -> Any:
         index = found.item if type(found.item) is int else found.item[0]
