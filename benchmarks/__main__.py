@@ -13,16 +13,36 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 
-from benchmarks import ENVIRON, compiled, ensembles, families, modules, scaling, storage, tensorclass, training, trees
+from benchmarks import (
+    ENVIRON,
+    background,
+    compiled,
+    ensembles,
+    families,
+    gather,
+    modules,
+    scaling,
+    storage,
+    tensorclass,
+    training,
+    trees,
+)
 from benchmarks.measure import QUICK, Effort, Timing
 from benchmarks.page import Results, render
 from benchmarks.rows import OURS, Measured, Suite, Verdict, judge, measure_cases, shown, time_shown
 
 ROOT = Path(__file__).parent.parent
-SUITES = {
-    suite.name: suite
-    for suite in (trees.SUITE, families.SUITE, tensorclass.SUITE, modules.SUITE, training.SUITE, storage.SUITE)
-}
+ALL = (
+    trees.SUITE,
+    families.SUITE,
+    tensorclass.SUITE,
+    modules.SUITE,
+    training.SUITE,
+    storage.SUITE,
+    background.SUITE,
+    gather.SUITE,
+)
+SUITES = {suite.name: suite for suite in ALL}
 OTHERS = ("newer", "scaling", "ensembles", "compiled")
 
 

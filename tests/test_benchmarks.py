@@ -9,16 +9,17 @@ import torch
 from torch import nn
 
 from benchmarks import (
+    __main__,
     compiled,
     ensembles,
     families,
+    gather,
     measure,
     modules,
     page,
     rows,
     scaling,
     storage,
-    tensorclass,
     training,
     trees,
 )
@@ -26,7 +27,7 @@ from benchmarks.measure import Effort, Fresh, Timing
 from benchmarks.rows import Case, Measured, Row, Suite, judge
 
 TINY = Effort(rounds=5, passes=1, round_s=1e-5, longest_s=0.01)
-SUITES = (trees.SUITE, families.SUITE, tensorclass.SUITE, modules.SUITE, training.SUITE, storage.SUITE)
+SUITES = __main__.ALL
 
 
 def measured(what, per=1, **us):
@@ -342,6 +343,9 @@ CONTRACT = [
     ("load 200 tensors, verified", "reading the bytes", 1.3),
     ("open and read 1 % of 3000 tensors, verified, cold", "safe_open", 2),
     ("open and read 1 % of 200 tensors, verified, cold", "safe_open", 1.2),
+    ("async save of 262 MB, time the caller is blocked", "copying the tree first", 0.2),
+    ("gather 256 random rows of a 1 GB memmap, warm", "rows in memory", 1.1),
+    ("gather 256 random rows of a 1 GB memmap, cold", "tensordict", 30),
 ]  # fmt: skip
 
 
@@ -390,6 +394,7 @@ def test_every_way_runs_and_rows_find_their_cases(suite, monkeypatch):
     """A benchmark would fail, or a row judge nothing, only at the next long run."""
     monkeypatch.setattr(storage, "large_leaves", lambda: {f"a{i}": torch.randn(64, 300) for i in range(200)})
     monkeypatch.setattr(storage, "small_leaves", lambda: {f"a{i}": torch.randn(3, 3) for i in range(300)})
+    monkeypatch.setattr(gather, "ROWS", 3000)
     cases = suite.cases()
     for case in cases:
         assert isinstance(case, Case)
@@ -423,6 +428,16 @@ def test_saving_and_loading_ways_do_the_same(tmp_path, fsync):
     for found in loaded:
         assert all(torch.equal(plain(found)[key], leaf) for key, leaf in leaves.items())
     assert [leaf.sum() for leaf in ours] == theirs
+
+
+def test_gathering_ways_do_the_same(tmp_path):
+    """Ours would be faster at reading other rows."""
+    for ways in gather.gather_ways(tmp_path, 3000).values():
+        found = []
+        for way in ways.values():
+            torch.manual_seed(0)
+            found.append(way.call(way.make())["image"])
+        assert all(torch.equal(rows, found[0]) for rows in found[1:])
 
 
 def load_ways_of(leaves, folder):
