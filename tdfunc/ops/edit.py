@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+import torch
 from torch import Tensor
 
 from tdfunc._collection import TensorCollection, iter_leaves
@@ -37,6 +38,13 @@ def set_(tree: T, key: NestedKey, value: Any, kind: Kind | None = None) -> T:
         if other != path:
             new = _set_path(new, other, node, kind)
     return _settled(new, new._ties)
+
+
+def _sent(value: Any, device: torch.device) -> Any:
+    """Return a tensor or tree on a device, which it may still be on its way to."""
+    if isinstance(value, TensorCollection):
+        return to(value, device, non_blocking=True)
+    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
 
 
 def _set_path(tree: T, path: Path, value: Any, kind: Kind | None, at: Path = ()) -> T:
@@ -243,7 +251,9 @@ class EditMethods(TensorCollection):
     def __exit__(self, *_: object) -> None:
         """Never reached: `__enter__` raises."""
 
-    def set(self, key: NestedKey, value: Any, inplace: bool = False, *, kind: Kind | None = None) -> "Self":
+    def set(
+        self, key: NestedKey, value: Any, inplace: bool = False, non_blocking: bool = False, *, kind: Kind | None = None
+    ) -> "Self":
         """Return a tree with one entry replaced or added; intermediate trees are made.
 
         Every path of a tied leaf gets the value.
@@ -252,6 +262,7 @@ class EditMethods(TensorCollection):
             key: A str or nested tuple of str.
             value: A tensor, tree, dict, number, list or any other object but None.
             inplace: Write the values into the storage that the entry has now, and return this tree.
+            non_blocking: Move tensors to the device of the tree without waiting, as `Tensor.to`.
             kind: What the leaf is, for trees of a module's parameters.
 
         Raises:
@@ -279,6 +290,8 @@ class EditMethods(TensorCollection):
             data = self._data.copy()
             data[key] = value
             return self._make(data, self._batch_size, None, self._names)
+        if non_blocking and self._device is not None:
+            value = _sent(value, self._device)
         if inplace:
             storage_writes.write_leaf(self, unravel(key), value)
             return self

@@ -321,8 +321,8 @@ def _check_existing(plan: FolderPlan, target: str | None, call: str, copy_existi
             raise FileExistsError(
                 explain(
                     f"{call}: leaf {dotted(file.path)!r} is on another file already; nothing was written.",
-                    expected=f"a leaf in memory, or on {target and os.path.join(target, file.name)}",
-                    got=str(found.path),
+                    expected="a leaf in memory" + (f", or on {os.path.join(target, file.name)}" if target else ""),
+                    got=str(found.path or "a file without a name (memmap without a prefix)"),
                     hint="copy_existing=True copies it.",
                 )
             )

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     PathLike: TypeAlias = str | os.PathLike[str]
 
+_FOLDER_OPTIONS = frozenset({"out", "num_threads", "mode"})
+
 
 class MemmapMethods(TensorCollection):
     """Trees in folders of mapped files."""
@@ -184,21 +186,40 @@ class MemmapMethods(TensorCollection):
             ...     TensorDict.load_memmap(folder + "/b")["c"], TensorDict.load_memmap(folder, "meta")["a"].device
             (tensor([0., 0.]), device(type='meta'))
         """
-        typed: Any = cls
-        known: Classes = classes
-        if typed is not TensorCollection._open and not isinstance(classes, type):
-            known = (*classes, typed)
+        known = _and_own(classes, cls)
         tree = memmap.load_memmap(
             prefix, device, non_blocking, out=out, num_threads=num_threads, mode=mode, classes=known
         )
-        if typed is TensorCollection._open or isinstance(tree, typed) or not hasattr(typed, "from_tensordict"):
-            return tree
-        return typed.from_tensordict(tree)
+        return tree if out is not None else _as_own(tree, cls)
 
     @classmethod
-    def load(cls, path: "PathLike", **options: Any) -> Any:
-        """Load a tree from a file or folder of any kind, as `tdfunc.load`."""
-        return load(path, **options)
+    def load(
+        cls, path: "PathLike", device: "Device | None" = None, non_blocking: bool = False, *, classes: Classes = (),
+        **options: Any,
+    ) -> Any:  # fmt: skip
+        """Load a tree from a file or folder of any kind, as `tdfunc.load`; of a memmap folder also as `load_memmap`.
+
+        Args:
+            path: The file or folder.
+            device: Where the leaves are put.
+            non_blocking: As for `load_memmap`, like `out=`, `num_threads=` and `mode=`: with any of these the path is
+                a memmap folder.
+            classes: The classes of the tree's nodes, as for `tdfunc.load`.
+            **options: What else `tdfunc.load`, or `load_memmap`, takes.
+
+        Raises:
+            FileNotFoundError: There is no such file, or an option of `load_memmap` is given for what is none.
+
+        Examples:
+            >>> import tempfile
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     _ = TensorDict({"a": torch.ones(2)}).save(folder)
+            ...     TensorDict.load(folder)["a"], TensorDict.load(folder, out=TensorDict({"a": torch.zeros(2)}))["a"]
+            (tensor([1., 1.]), tensor([1., 1.]))
+        """
+        if non_blocking or _FOLDER_OPTIONS & options.keys():
+            return cls.load_memmap(path, device, non_blocking, classes=classes, **options)
+        return _as_own(load(path, device=device, classes=_and_own(classes, cls), **options), cls)
 
     def load_memmap_(self, prefix: "PathLike", **options: Any) -> Any:
         """Copy the values in a memmap folder into the leaves of this tree; this tree.
@@ -225,3 +246,17 @@ class MemmapMethods(TensorCollection):
             LeafMismatchError: A leaf has another shape or dtype, or is mapped copy-on-write; nothing was written.
         """
         return memmap_writes.load_(self, load(path, **options))
+
+
+def _and_own(classes: Classes, cls: type[Any]) -> Classes:
+    """Return the classes that a load may use: those given, and the one whose `load` was called."""
+    if isinstance(classes, type) or cls is TensorCollection._open:
+        return classes
+    return (*classes, cls)
+
+
+def _as_own(tree: Any, cls: type[Any]) -> Any:
+    """Return an open tree as an instance of the class whose `load` was called."""
+    if cls is TensorCollection._open or isinstance(tree, cls) or not hasattr(cls, "from_tensordict"):
+        return tree
+    return cls.from_tensordict(tree)

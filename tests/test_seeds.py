@@ -1,0 +1,684 @@
+"""What the documents that tdfunc was written from promise of trees, typed trees, folders, maps and parameters.
+
+One test for each block or claim, in the immutable spelling. Language models, modules on trees and processes that send
+trees to each other have tests of their own.
+"""
+
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+import tdfunc as tdf
+from tdfunc import NonTensorData, TensorClass, TensorDict, tensorclass
+
+
+def two_keys(**options):
+    """The tree that most examples begin with."""
+    leaves = {"key 1": torch.ones(3, 4, 5), "key 2": torch.zeros(3, 4, 5, dtype=torch.bool)}
+    return TensorDict(leaves, batch_size=[3, 4], **options)
+
+
+class Scored(TensorClass):
+    """Fields of tensors, two of which may be absent, and one of text."""
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    rewards: torch.Tensor | None = None
+    end_scores: torch.Tensor | None = None
+    source: str = "none"
+
+
+def scored(**options):
+    """Two rows of scored tokens."""
+    ids = torch.arange(6).reshape(2, 3)
+    return Scored(ids, torch.ones(2, 3, dtype=torch.bool), batch_size=[2], **options)
+
+
+# -- a tree -----------------------------------------------------------------------------------------------------
+
+
+def test_a_tree_is_a_batch_size_and_keys():
+    """A tree could not say its batch size, or would take a tensor that does not begin with it."""
+    data = two_keys()
+
+    assert data.batch_size == data.shape == torch.Size([3, 4])
+    assert data["key 2"].dtype == torch.bool
+    with pytest.raises(tdf.BatchSizeError, match=r"(?s)key 3.*\[3, 4\].*\[4, 3\]"):
+        data.set("key 3", torch.zeros(4, 3))
+
+
+def test_a_tree_on_a_device_sends_there_what_is_set():
+    """A value that is written to a tree on a device would stay where it was."""
+    data = two_keys(device="meta")
+
+    for inplace, non_blocking in ((False, False), (False, True)):
+        assert data.set("key 3", torch.randn(3, 4), inplace, non_blocking)["key 3"].device.type == "meta"
+    assert data.set("n", TensorDict({"x": torch.zeros(3, 4)}), non_blocking=True)["n", "x"].device.type == "meta"
+    assert data.set("text", "a", non_blocking=True)["text"] == "a"
+
+
+def test_nested_keys_in_any_tuples():
+    """A nested tuple would be another key than the flat one, in reading, writing, or `in`."""
+    data = two_keys().set(("nested", "key"), torch.zeros(3, 4))
+    data = data.set(("nested", ("supernested", ("key",))), torch.zeros(3, 4))
+
+    assert (data["nested", "supernested", "key"] == 0).all()
+    assert (("nested",), "supernested", (("key",),)) in data.keys(include_nested=True)
+    with pytest.raises(tdf.BatchSizeError, match="nested"):
+        data.set(("nested", "short"), torch.zeros(3))
+
+
+def test_non_tensor_data():
+    """A string would not come back as it was put in."""
+    data = TensorDict({"a-tensor": torch.randn(1, 2)}, batch_size=[1, 2]).set("non-tensor", "a string!")
+
+    assert data["non-tensor"] == "a string!"
+
+
+def test_indexing():
+    """An index would reach into the features, or not all leaves."""
+    sub = two_keys()[..., :2]
+
+    assert sub.shape == torch.Size([3, 2])
+    assert sub["key 1"].shape == torch.Size([3, 2, 5])
+
+
+def test_stack_and_cat():
+    """torch.stack or torch.cat of trees would put the new dimension elsewhere in some leaf."""
+    trees = [two_keys() for _ in range(2)]
+    stacked, joined = torch.stack(trees, 1), torch.cat(trees, 0)
+
+    assert stacked.shape == torch.Size([3, 2, 4])
+    assert stacked["key 1"].shape == torch.Size([3, 2, 4, 5])
+    assert joined.shape == torch.Size([6, 4])
+    assert joined["key 1"].shape == torch.Size([6, 4, 5])
+
+
+@pytest.mark.parametrize(
+    ("reshape", "shape"),
+    [
+        (lambda td: td.view(-1), [12]),
+        (lambda td: td.reshape(-1), [12]),
+        (lambda td: td.unsqueeze(-1), [3, 4, 1]),
+        (lambda td: td.unsqueeze(-1).squeeze(-1), [3, 4]),
+        (lambda td: td.expand(2, 3, 4), [2, 3, 4]),
+        (lambda td: td.split(2, 0)[0], [2, 4]),
+        (lambda td: td.unbind(0)[0], [4]),
+        (lambda td: td.permute(1, 0), [4, 3]),
+        (lambda td: td.clone(recurse=True), [3, 4]),
+        (lambda td: td.to("meta"), [3, 4]),
+        (lambda td: td.to(torch.float64), [3, 4]),
+    ],
+)
+def test_shape_operations(reshape, shape):
+    """A tree would not have the shape that a tensor of its batch size would have, or lose a feature dimension."""
+    result = reshape(two_keys())
+
+    assert list(result.shape) == shape
+    assert result["key 1"].shape == (*shape, 5)
+
+
+def test_shared_memory_and_updates():
+    """A tree could not go to shared memory, or an update would change the tree that it was called on."""
+    data = two_keys()
+    shared = data.clone().share_memory_()
+    updated = data.update({"key 1": torch.zeros(3, 4, 5)})
+    written = data.clone()
+    written.update_({"key 1": torch.zeros(3, 4, 5)})
+
+    assert shared.is_shared()
+    assert not data.is_shared()
+    assert (data["key 1"] == 1).all()
+    assert (updated == written).all()
+
+
+def test_apply():
+    """A function of tensors could not be mapped over a tree, or the keys that it returns None for would stay."""
+    uniform = two_keys().select("key 1").apply(torch.rand_like)
+    data = TensorDict({"a": torch.tensor(1.0), "b": torch.tensor(1)}, [])
+    floats = data.apply(lambda x: x if x.dtype == torch.float else None)
+
+    assert 0 < uniform["key 1"].mean() < 1
+    assert "a" in floats
+    assert "b" not in floats
+
+
+def test_lazy_preallocation():
+    """Filling an empty tree row by row, in any order, would give something else than stacking the rows."""
+
+    def foo():
+        return TensorDict({"a": torch.randn(3), "b": TensorDict({"c": torch.zeros(2)}, batch_size=[])}, batch_size=[])
+
+    rows = [foo() for _ in range(10)]
+    data = TensorDict({}, batch_size=[10])
+    for i in torch.randperm(10).tolist():
+        data = data.at[i].set_(rows[i])
+
+    assert (data == torch.stack(rows)).all()
+    assert data["b"].batch_size == (10,)
+
+
+def test_nesting():
+    """A nested tree with a longer batch size would be refused, one with another taken; a flat tree would lose it."""
+    inner = TensorDict({"sub-key": torch.randn(3, 4, 5, 6)}, batch_size=[3, 4, 5])
+    data = TensorDict({"key 1": torch.ones(3, 4, 5), "key 2": inner}, batch_size=[3, 4])
+    flat = data.flatten_keys(separator=".")
+
+    assert set(flat.keys()) == {"key 1", "key 2.sub-key"}
+    assert data["key 2", "sub-key"] is inner["sub-key"]
+    assert (flat.unflatten_keys(".") == data).all()
+    with pytest.raises(tdf.BatchSizeError, match="key 2"):
+        data.set("key 2", TensorDict({"x": torch.zeros(3)}, [3]).unsqueeze(0))
+
+
+# -- parameters -------------------------------------------------------------------------------------------------
+
+
+def test_parameters_are_a_tree_and_stack_to_an_ensemble():
+    """A state dict and a module would give other trees, a block other weights, or vmap over a stack other results."""
+    layers = nn.Linear(3, 4), nn.Linear(4, 4)
+    model = nn.Sequential(*layers)
+    params = TensorDict.from_module(model)
+    parts = [TensorDict(layer.state_dict(), []).unflatten_keys(".") for layer in layers]
+    x = torch.randn(10, 3)
+
+    assert (params == TensorDict({"0": parts[0], "1": parts[1]}, [])).all()
+
+    with (2 * params).to_module(model):
+        doubled = model(x)
+
+    torch.testing.assert_close(doubled, (x @ (2 * layers[0].weight.T) + 2 * layers[0].bias) @ (2 * layers[1].weight.T)
+                               + 2 * layers[1].bias)  # fmt: skip
+
+    def call(x, params):
+        with params.to_module(model):
+            return model(x)
+
+    y = torch.vmap(call, (None, 0))(x, torch.stack([params, 2 * params], 0))
+
+    assert y.shape == (2, 10, 4)
+    torch.testing.assert_close(y[0], model(x))
+    torch.testing.assert_close(y[1], doubled)
+
+
+def test_clone_of_parameters_is_independent():
+    """The parameters that were kept to compare with would change with the module's."""
+    net = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+    old = TensorDict.from_module(net).clone(recurse=True)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(1)
+
+    assert not (old == TensorDict.from_module(net)).any()
+
+
+def test_parameters_in_a_folder(tmp_path):
+    """A module, or a layer of it, could not be filled from a folder or from the part of it that is needed."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
+    TensorDict.from_module(model).memmap(tmp_path / "saved", num_threads=16)
+    others = [nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)) for _ in range(3)]
+
+    params = TensorDict.load_memmap(tmp_path / "saved", num_threads=16)
+    params.to_module(others[0])
+    params["0"].to_module(others[1][0])
+    TensorDict.load_memmap(tmp_path / "saved" / "0", num_threads=16).to_module(others[2][0])
+
+    assert (TensorDict.from_module(others[0]) == TensorDict.from_module(model)).all()
+    for other in others[1:]:
+        assert torch.equal(other[0].weight, model[0].weight)
+        assert not torch.equal(other[1].weight, model[1].weight)
+
+
+# -- folders ----------------------------------------------------------------------------------------------------
+
+
+def keys_tree():
+    """The tree of the examples of folders."""
+    return TensorDict.fromkeys(["a", "b", "c", ("nested", "e")], 0)
+
+
+def test_load_memmap_gives_what_memmap_wrote(tmp_path):
+    """A folder would hold other values, or a folder inside it could not be opened alone."""
+    td = keys_tree()
+    td.memmap(tmp_path / "saved_td")
+
+    assert (td == TensorDict.load_memmap(tmp_path / "saved_td")).all()
+    assert TensorDict.load_memmap(tmp_path / "saved_td" / "nested")["e"] == 0
+
+
+def test_load_memmap_without_reading(tmp_path):
+    """The shapes in a folder could not be seen without opening its files, on meta or as fake tensors."""
+    td = TensorDict({"a": torch.zeros(()), "b": {"c": torch.zeros(())}})
+    td.save(tmp_path / "td")
+    for file in (tmp_path / "td").rglob("*.memmap"):
+        file.write_bytes(b"\xff" * 4)
+
+    meta = TensorDict.load_memmap(tmp_path / "td", device="meta")
+    with FakeTensorMode():
+        fake = TensorDict.load_memmap(tmp_path / "td")
+
+    assert meta.device == meta["b", "c"].device == torch.device("meta")
+    assert "a: FakeTensor(shape=torch.Size([]), device=cpu, dtype=torch.float32, is_shared=False)" in repr(fake)
+    assert repr(meta) == (
+        "TensorDict(\n    fields={\n"
+        "        a: Tensor(shape=torch.Size([]), device=meta, dtype=torch.float32, is_shared=False),\n"
+        "        b: TensorDict(\n            fields={\n"
+        "                c: Tensor(shape=torch.Size([]), device=meta, dtype=torch.float32, is_shared=False)},\n"
+        "            batch_size=torch.Size([]),\n            device=meta,\n            is_shared=False)},\n"
+        "    batch_size=torch.Size([]),\n    device=meta,\n    is_shared=False)"
+    )
+
+
+@pytest.mark.parametrize("write", ["memmap", "save", "dumps", "memmap_"])
+def test_the_ways_to_write_a_folder_are_one(write, tmp_path):
+    """`save` or `dumps` would write something else than `memmap`, or not take its arguments."""
+    td = keys_tree()
+    written = getattr(td, write)(tmp_path / "td", False, num_threads=2, share_non_tensor=False, existsok=True)
+
+    assert written.is_memmap()
+    assert (TensorDict.load_memmap(tmp_path / "td") == keys_tree()).all()
+    with pytest.raises(FileExistsError, match="td"):
+        getattr(keys_tree(), write)(tmp_path / "td", existsok=False)
+
+
+@pytest.mark.parametrize("write", ["memmap", "save", "memmap_", "memmap_like"])
+def test_return_early_gives_a_future(write, tmp_path):
+    """A write in the background would return no future, or one of something else than the tree."""
+    future = getattr(keys_tree(), write)(tmp_path / "td", num_threads=2, return_early=True)
+
+    assert isinstance(future, Future)
+    assert future.result(60).is_memmap()
+    assert (tmp_path / "td" / "nested" / "e.memmap").exists()
+
+
+def test_a_leaf_on_another_file_is_not_copied_unasked(tmp_path):
+    """Writing a tree that is on disk to another place would copy it in silence, or not when asked."""
+    on_disk, nameless = keys_tree().memmap(tmp_path / "one"), keys_tree().memmap()
+
+    with pytest.raises(FileExistsError, match=r"(?s)'a'.*two/a\.memmap.*one/a\.memmap.*copy_existing=True"):
+        on_disk.memmap(tmp_path / "two")
+    with pytest.raises(FileExistsError, match=r"(?s)'a'.*two/a\.memmap.*a file without a name.*copy_existing=True"):
+        nameless.memmap(tmp_path / "two")
+    assert not (tmp_path / "two").exists()
+    assert on_disk.memmap(tmp_path / "two", copy_existing=True).is_memmap()
+    assert (TensorDict.load_memmap(tmp_path / "two") == keys_tree()).all()
+
+
+def test_sharing_of_non_tensor_data_is_refused(tmp_path):
+    """A call that asks for values which other processes see change would be taken, though values do not change."""
+    with pytest.raises(ValueError, match=r"(?s)share_non_tensor=False.*True.*does not change"):
+        keys_tree().memmap(tmp_path / "td", share_non_tensor=True)
+
+
+def test_memmap_like_of_an_expanded_tree(tmp_path):
+    """Buffers of a million rows could not be made from one, or would not read as zeros before they are filled."""
+    row = TensorDict({"a": torch.ones((3, 64, 64), dtype=torch.uint8), "b": torch.ones(1, dtype=torch.int64)})
+    buffer = row.expand(1_000_000).memmap_like(tmp_path / "dataset", sparse_ok=True)
+    buffer.at[999_999].set_(row)
+
+    assert buffer["a"].shape == (1_000_000, 3, 64, 64)
+    assert buffer["b"][[0, 999_999]].tolist() == [[0], [1]]
+
+
+def test_a_dataset_on_disk(tmp_path):
+    """Rows from all over a data set that is larger than memory could not be read by one index."""
+    data = TensorDict(
+        {"images": torch.zeros((128, 128, 3), dtype=torch.uint8), "labels": torch.zeros((), dtype=torch.int)}, []
+    )
+    data = data.expand(1_000_000).memmap_like(tmp_path / "dataset", sparse_ok=True)
+    data.at[10_000].set_(data[0].clone().set("labels", torch.tensor(7, dtype=torch.int)))
+    rows = data[torch.tensor([1, 10_000, 500_000])]
+
+    assert rows["images"].shape == (3, 128, 128, 3)
+    assert rows["labels"].tolist() == [0, 7, 0]
+
+
+def test_memmap_refresh(tmp_path):
+    """A tree would not see the folder that another process wrote in place of its own, or would say nothing."""
+    keys_tree().memmap(tmp_path / "td")
+    seen = TensorDict.load_memmap(tmp_path / "td")
+    (keys_tree() + 1).memmap(tmp_path / "td")
+
+    assert seen["a"] == 0
+    assert seen.memmap_refresh_()["a"] == 1
+    with pytest.raises(tdf.UnsupportedError, match="'a' is on no file"):
+        keys_tree().memmap_refresh_()
+
+
+def test_load_takes_what_load_memmap_takes(tmp_path):
+    """`load` of a folder would not take a device by position, `out`, `non_blocking` or `num_threads`."""
+    keys_tree().memmap(tmp_path / "td")
+    out = keys_tree() + 1
+
+    assert TensorDict.load(tmp_path / "td", "meta")["a"].is_meta
+    assert TensorDict.load(tmp_path / "td", out=out) is out
+    assert (out == keys_tree()).all()
+    assert (TensorDict.load(tmp_path / "td", "cpu", non_blocking=True, num_threads=2) == keys_tree()).all()
+    assert (TensorDict.load(tmp_path / "td", "cpu", True) == keys_tree()).all()
+
+
+def test_options_of_folders_need_a_folder(tmp_path):
+    """An option that only a folder of mapped files has would be dropped in silence for a safetensors file."""
+    tdf.save(keys_tree(), tmp_path / "td.safetensors")
+
+    with pytest.raises(OSError, match=r"td\.safetensors"):
+        TensorDict.load(tmp_path / "td.safetensors", num_threads=2)
+
+
+def test_load_into_a_tree(tmp_path):
+    """`load_` and `load_memmap_` would return new leaves instead of filling those that are there."""
+    (keys_tree() + 1).memmap(tmp_path / "td")
+    one, two = keys_tree(), keys_tree()
+
+    assert one.load_(tmp_path / "td") is one
+    assert two.load_memmap_(tmp_path / "td") is two
+    assert one["nested", "e"] == two["a"] == 1
+
+
+# -- map --------------------------------------------------------------------------------------------------------
+
+
+def process_data(data):
+    """Flip the image and group the label of a row."""
+    images, labels = data["images"].flip(-2), data["labels"] // 10
+    return data.update({"images": images, "labels": labels})
+
+
+def test_map_over_processes(capfd):
+    """Rows would not be mapped one at a time by four workers, in order, with a progress bar when asked."""
+    data = TensorDict({"images": torch.rand(12, 4, 3), "labels": torch.arange(12)}, [12])
+    done = data.map(process_data, num_workers=4, chunksize=0, pbar=True)
+
+    assert torch.equal(done["images"], data["images"].flip(-2))
+    assert torch.equal(done["labels"], data["labels"] // 10)
+    assert "12/12" in capfd.readouterr().err
+
+
+# -- typed trees ------------------------------------------------------------------------------------------------
+
+
+class Foo(TensorClass):
+    tensor: torch.Tensor
+    non_tensor: Any
+    nested: Any = None
+
+
+def test_a_typed_tree_prints_its_fields():
+    """An instance would not show tensors, data and empty fields with the batch size."""
+    foo = Foo(tensor=torch.randn(3), non_tensor="a string!", nested=None, batch_size=[3])
+    lines = {line.strip().rstrip(",") for line in repr(foo).splitlines()}
+
+    assert lines == {
+        "Foo(",
+        "non_tensor=NonTensorData(data=a string!, batch_size=torch.Size([3]), device=None)",
+        "tensor=Tensor(shape=torch.Size([3]), device=cpu, dtype=torch.float32, is_shared=False)",
+        "nested=None",
+        "batch_size=torch.Size([3])",
+        "device=None",
+        "is_shared=False)",
+    }
+
+
+def _bracket(*options):
+    class Made(TensorClass[options if len(options) > 1 else options[0]]):
+        integer: int
+
+    return Made
+
+
+def _keyword(*options):
+    class Made(TensorClass, **dict.fromkeys(options, True)):
+        integer: int
+
+    return Made
+
+
+def _decorated(*options):
+    @tensorclass(**dict.fromkeys(options, True))
+    class Made:
+        integer: int
+
+    return Made
+
+
+@pytest.mark.parametrize("spelling", [_bracket, _keyword, _decorated], ids=lambda f: f.__name__[1:])
+def test_options_in_each_spelling(spelling):
+    """An option in brackets, as a keyword, or of the decorator would mean something else, or two could not be given."""
+    cast, kept, both = spelling("autocast"), spelling("nocast"), spelling("nocast", "frozen")
+    only = spelling("tensor_only")
+
+    assert type(cast(integer=torch.ones(())).integer) is int
+    assert type(kept(integer=1).integer) is int
+    assert type(both(integer=1).integer) is int
+    assert torch.equal(only(integer=1).integer, torch.tensor(1))
+
+
+def test_without_options_a_number_becomes_a_tensor():
+    """An int would stay one though nobody said `nocast`."""
+
+    class Made(TensorClass):
+        integer: int
+
+    assert torch.equal(Made(integer=1).integer, torch.tensor(1))
+
+
+def test_shadow_allows_names_of_methods():
+    """A field with the name of a method would be refused with `shadow`, or taken without it."""
+
+    class Made(TensorClass["shadow"]):
+        keys: torch.Tensor
+
+    assert Made(keys=torch.ones(2), batch_size=[2])[0].keys == 1
+    with pytest.raises(Exception, match="keys"):
+        type("Refused", (TensorClass,), {"__annotations__": {"keys": torch.Tensor}})
+
+
+def test_a_subclass_of_a_frozen_class():
+    """A class could not be derived from a frozen one, or one of its instances could be changed."""
+
+    class Parent(TensorClass, frozen=True):
+        x: torch.Tensor
+
+    class Child(Parent):
+        y: torch.Tensor
+
+    child = Child(torch.zeros(2), torch.ones(2), batch_size=[2])
+    with pytest.raises(tdf.ImmutableError, match=r"replace\(x="):
+        child.x = torch.ones(2)
+
+
+def test_a_decorated_class_is_a_tree():
+    """Methods of a class, given fields by position and by name, would not survive indexing and reshaping."""
+
+    @tensorclass
+    class MyData:
+        image: torch.Tensor
+        mask: torch.Tensor
+        label: torch.Tensor
+
+        def mask_image(self):
+            return self.image[self.mask.expand_as(self.image)].view(*self.batch_size, -1)
+
+        def select_label(self, label):
+            return self[self.label == label]
+
+    mask = (torch.rand(1, 8, 8) < 0.5).expand(100, 1, 8, 8)
+    data = MyData(torch.randn(100, 3, 8, 8), mask, label=torch.randint(10, (100,)), batch_size=[100])
+    ones, square = data.select_label(1), data.reshape(10, 10)
+
+    assert isinstance(ones, MyData)
+    assert isinstance(square, MyData)
+    assert ones.batch_size == (int((data.label == 1).sum()),)
+    assert (ones.label == 1).all()
+    assert data.mask_image().shape == (100, 3 * int(mask[0].sum()))
+    assert square.image.shape == (10, 10, 3, 8, 8)
+    assert square.mask.shape == (10, 10, 1, 8, 8)
+    assert repr(square).startswith("MyData(\n    image=Tensor(shape=torch.Size([10, 10, 3, 8, 8])")
+
+
+def test_typed_trees_nest_and_do_what_trees_do():
+    """A class inside a class would lose its type in an index, a stack, or a map over the leaves."""
+
+    class Outer(TensorClass):
+        inner: Scored
+        weight: torch.Tensor
+
+    outer = Outer(scored(), torch.zeros(2), batch_size=[2])
+    stacked = torch.stack([outer, outer])
+    mapped = outer.apply(lambda x: x + 1)
+
+    for result in (outer[:1], stacked, mapped, torch.cat([outer, outer]), outer.clone()):
+        assert isinstance(result, Outer)
+        assert isinstance(result.inner, Scored)
+    assert stacked.inner.input_ids.shape == (2, 2, 3)
+    assert mapped.weight.tolist() == [1, 1]
+
+
+def test_construction_of_a_typed_tree():
+    """Fields by position with the batch size, device and names after them, and fields left out, would not be kept."""
+    made = scored(rewards=torch.ones(2), device="cpu", names=["sample"])
+
+    assert made.batch_size == (2,)
+    assert made.device == torch.device("cpu")
+    assert made.names == ["sample"]
+    assert made.end_scores is None
+    assert made.source == "none"
+    assert [field.name for field in Scored.fields()] == [
+        "input_ids", "attention_mask", "rewards", "end_scores", "source",
+    ]  # fmt: skip
+    assert Scored.fields() == made.fields()
+
+
+def test_get():
+    """`get` would not take a path, or would ignore what to return for an absent key."""
+    made = scored()
+
+    assert made.get("input_ids") is made.get(("input_ids",)) is made.input_ids
+    assert made.get("unknown", 3) == made.get("unknown", default=3) == 3
+    assert TensorDict({"n": made}).get(("n", "source")) == "none"
+
+
+def test_set():
+    """`set` would write into the old tensor, or not do so when asked."""
+    made = scored()
+    ids = made.input_ids
+    new, same = made.set("input_ids", ids + 1), made.set("input_ids", ids + 5, inplace=True, non_blocking=True)
+
+    assert new.input_ids.tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert same is made
+    assert same.input_ids is ids
+    assert ids[0, 0] == 5
+    with pytest.raises(tdf.MissingKeyError, match="unknown"):
+        made.set("unknown", ids)
+
+
+def test_from_tensordict_and_back():
+    """A class could not be made of a tree of tensors and a dict of the rest, or would not turn into a tree again."""
+    leaves = TensorDict({"input_ids": torch.ones(2, 3), "attention_mask": torch.ones(2, 3)}, [2])
+    made = Scored.from_tensordict(leaves, {"source": "web"}, safe=True)
+    back = made.to_tensordict()
+
+    assert (made.batch_size, made.source, made.rewards) == ((2,), "web", None)
+    assert type(back) is TensorDict
+    assert back["source"] == "web"
+    assert back["rewards"] is None
+    assert "rewards" in made.to_tensordict(retain_none=True)
+    assert "rewards" not in made.to_tensordict(retain_none=False)
+    assert back["input_ids"].data_ptr() != leaves["input_ids"].data_ptr()
+    with pytest.raises(tdf.TreeStructureError, match="other"):
+        Scored.from_tensordict(leaves.set("other", torch.zeros(2)))
+
+
+def test_to_tensordict_leaves_the_files(tmp_path):
+    """A tree that was made of mapped files would still be on them."""
+    mapped = scored().memmap(tmp_path / "scored")
+
+    assert mapped.is_memmap()
+    assert not mapped.to_tensordict().is_memmap()
+
+
+def test_unbind_shares_memory():
+    """Rows would be copies."""
+    made = scored()
+    rows = made.unbind(0)
+    rows[1].input_ids.fill_(9)
+
+    assert [type(row) for row in rows] == [Scored, Scored]
+    assert made.input_ids[1].tolist() == [9, 9, 9]
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize("assign", [False, True])
+def test_state_dict_of_a_typed_tree(flatten, assign):
+    """A state dict, flat or nested, with a prefix or into a dict, could not be loaded into another instance."""
+    made, other = scored(rewards=torch.ones(2)), scored(rewards=torch.zeros(2))
+    destination: dict[str, Any] = {}
+
+    loaded = other.load_state_dict(made.state_dict(flatten=flatten), strict=True, assign=assign, from_flatten=flatten)
+
+    assert isinstance(loaded, Scored)
+    assert (loaded == made).all()
+    assert made.state_dict(destination, "p.", True, True) is destination
+    assert destination["p.rewards"] is made.rewards
+    with pytest.raises(KeyError, match="rewards"):
+        other.load_state_dict(scored().state_dict())
+    assert isinstance(other.load_state_dict(scored().state_dict(), strict=False), Scored)
+
+
+@pytest.mark.parametrize("load", ["load", "load_memmap"])
+def test_folders_of_typed_trees(load, tmp_path):
+    """A class would be lost on disk, or a folder of an open tree could not be read as the class."""
+    made = scored(source="web")
+    made.save(tmp_path / "typed")
+    made.to_tensordict().save(tmp_path / "open")
+
+    for folder in ("typed", "open"):
+        back = getattr(Scored, load)(tmp_path / folder)
+        assert isinstance(back, Scored)
+        assert back.source == "web"
+        assert back.end_scores is None
+        assert (back.input_ids == made.input_ids).all()
+    assert type(getattr(TensorDict, load)(tmp_path / "open")) is TensorDict
+    zeros = made.apply(torch.zeros_like)
+    assert (zeros.load_(tmp_path / "typed").input_ids == made.input_ids).all()
+
+
+def test_files_of_typed_trees(tmp_path):
+    """`load` of a class would return an open tree for a file that was saved from one."""
+    tdf.save(scored().to_tensordict(), tmp_path / "open.safetensors")
+
+    assert isinstance(Scored.load(tmp_path / "open.safetensors"), Scored)
+    assert (Scored.load(tmp_path / "open.safetensors").input_ids == scored().input_ids).all()
+
+
+def test_typed_trees_on_the_meta_device(tmp_path):
+    """The shapes of a folder of a class could not be seen without reading it."""
+    scored().memmap(tmp_path / "scored")
+
+    assert Scored.load_memmap(tmp_path / "scored", device="meta").input_ids.is_meta
+    assert Scored.load(tmp_path / "scored", "meta").input_ids.is_meta
+
+
+def test_memmap_like_of_a_typed_tree(tmp_path):
+    """Buffers for rows of a class would not be of the class, or not hold its data that are no tensors."""
+    row = Scored(torch.zeros(3, dtype=torch.long), torch.ones(3, dtype=torch.bool), source="web")
+    buffer = row.expand(1000).memmap_like(tmp_path / "buffer")
+    buffer.at[5].set_(row.replace(input_ids=torch.tensor([1, 2, 3])))
+
+    back = Scored.load_memmap(tmp_path / "buffer")
+    assert back[5].input_ids.tolist() == [1, 2, 3]
+    assert back.source == "web"
+    assert back.batch_size == (1000,)
+
+
+def test_a_list_of_words_is_one_for_each_row():
+    """A list of strings would be one value for all rows, so that the example of a conversation would not work."""
+    chat = Foo(torch.zeros(2), ["a message", "another message"], batch_size=(2,))
+
+    assert chat[1].non_tensor == "another message"
+    assert chat.non_tensor == ["a message", "another message"]
+    assert NonTensorData("foo", [1])[0].data == "foo"
