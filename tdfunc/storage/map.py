@@ -323,10 +323,10 @@ def _settled(runner: Runner, plan: Plan, pending: "deque[tuple[int, Future[Any]]
 
 def _drop(pending: "deque[tuple[int, Future[Any]]]", options: Options) -> None:
     """Cancel what has not begun; what runs in somebody else's executor is waited for."""
-    for _, future in pending:
-        future.cancel()
+    # `wait` does not return for a cancelled future until its executor meets it, which not every executor does.
+    begun = [future for _, future in pending if not future.cancel()]
     if not _is_own(options):
-        wait([future for _, future in pending])
+        wait(begun)
 
 
 @contextmanager

@@ -128,6 +128,13 @@ def begin_and_sleep(rows, folder):
         time.sleep(60)
 
 
+def begin_and_nap(folder):
+    """Sleeps in Python, where an interrupt that is no signal is noticed."""
+    with open(os.path.join(folder, str(os.getpid())), "w"):
+        for _ in range(3000):
+            time.sleep(0.02)
+
+
 def mapped_bytes(rows):
     """How much of this process's memory is no page of a file."""
     before = anonymous_bytes()

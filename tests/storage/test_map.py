@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import pickle
 import sys
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 
 import pytest
 import torch
@@ -573,3 +573,25 @@ def test_nontensor_values_cross(pool):
 
     assert td.map(fns.same, executor=pool, chunksize=2)["s"] == ["a", "b", "c"]
     assert td.map(fns.same, executor=pool, chunksize=0)["s"] == ["a", "b", "c"]
+
+
+class Forgetful(Executor):
+    """Runs the first calls and never looks at the others, nor at those that were cancelled (as Ray's futures do)."""
+
+    _max_workers = 4
+
+    def __init__(self, first):
+        self._left = first
+
+    def submit(self, fn, /, *args, **kwargs):
+        future, self._left = Future(), self._left - 1
+        if self._left >= 0:
+            future.set_result(fn(*args, **kwargs))
+        return future
+
+
+@pytest.mark.timeout(60)
+def test_cancelled_chunks_are_not_waited_for():
+    """After an error the caller would wait for ever for chunks that were cancelled."""
+    with pytest.raises(ValueError, match="five"):
+        rows().map(fns.fail_at_five, executor=Forgetful(3), chunksize=2)

@@ -1,0 +1,89 @@
+"""`map` on a local Ray of two processors."""
+
+import os
+import time
+
+import pytest
+import torch
+
+from tdfunc import RayExecutor, TensorDict, WorkerError
+from tests.helpers import assert_trees_equal
+from tests.storage import map_functions as fns
+from tests.storage.test_map_processes import environment, wait_until
+
+ray = pytest.importorskip("ray", reason="the extra [ray] is not installed")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A Ray of two processors on this machine, and an executor on it."""
+    ray.init(
+        num_cpus=2, include_dashboard=False, log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": environment()["PYTHONPATH"]}},
+    )  # fmt: skip
+    yield RayExecutor()
+    ray.shutdown()
+
+
+def test_map_on_ray(cluster, tmp_path):
+    """A cluster would give other results than one process."""
+    td = TensorDict({"x": torch.arange(10), "y": torch.rand(10, 3)}, [10])
+
+    assert_trees_equal(td.map(fns.double, executor=cluster, chunksize=3), fns.double(td))
+    assert_trees_equal(td.map(lambda rows: rows * 2, executor=cluster, chunksize=0), td * 2)
+    noise = [
+        td.map(fns.draw, executor=e, num_workers=w, chunksize=3, generator=torch.Generator().manual_seed(3))["noise"]
+        for e, w in ((cluster, None), (None, 1))
+    ]
+    assert torch.equal(*noise)
+    out = td.new_zeros([10]).memmap(tmp_path / "out")
+    td.memmap(tmp_path / "in").map(fns.double, executor=cluster, chunksize=3, out=out)
+    assert_trees_equal(TensorDict.load_memmap(tmp_path / "out"), fns.double(td))
+
+
+def test_an_error_on_ray(cluster):
+    """An error would come without its chunk, or the caller wait for ever for the chunks that it cancelled."""
+    td = TensorDict({"x": torch.arange(40)}, [40])
+
+    with pytest.raises(ValueError, match="five") as caught:
+        td.map(fns.fail_at_five, executor=cluster, chunksize=2)
+
+    assert "on chunk 2 (rows 4:6)" in str(caught.value.__cause__)
+
+
+def test_a_death_on_ray(cluster):
+    """A worker of the cluster that dies would leave the caller waiting for ever, or not say which chunk it was."""
+    td = TensorDict({"x": torch.arange(10)}, [10])
+
+    with pytest.raises(WorkerError, match=r"a worker died on chunk 2 \(rows 4:6\)(.|\n)*got:.*died unexpectedly"):
+        td.map(fns.exit_at_five, executor=cluster, chunksize=2)
+
+    assert_trees_equal(td.map(fns.double, executor=cluster, chunksize=3), fns.double(td))
+
+
+def test_cancelled_tasks_on_ray(cluster, tmp_path):
+    """A cancelled task would run on beside its caller, or its future never be done."""
+    executor = RayExecutor(num_cpus=2)
+    running, waiting = [executor.submit(fns.begin_and_nap, os.fspath(tmp_path)) for _ in range(2)]
+    wait_until(lambda: os.listdir(tmp_path))
+    begun = time.monotonic()
+
+    executor.shutdown(cancel_futures=True)
+
+    assert running.done() and waiting.cancelled()
+    assert time.monotonic() - begun < 50  # they sleep for 60 seconds
+    assert len(os.listdir(tmp_path)) == 1
+
+
+def test_a_ray_executor_that_was_shut_down(cluster):
+    """Tasks would run after the end of the executor, or it would end the cluster that others use."""
+    with RayExecutor(num_cpus=1) as executor:
+        assert executor.submit(pow, 2, 3).result() == 8
+
+    with pytest.raises(RuntimeError, match=r"shut down(.|\n)*new RayExecutor"):
+        executor.submit(pow, 2, 3)
+    assert ray.is_initialized()
+    assert RayExecutor().submit(pow, 2, 3).result() == 8
+    with pytest.raises(ZeroDivisionError):
+        RayExecutor().submit(pow, 0, -1).result()
