@@ -1,0 +1,197 @@
+"""The commands and their options, as typer reads them."""
+
+from enum import Enum
+from importlib.metadata import version as version_of
+from typing import Annotated
+
+import typer
+
+from tdfunc.cli.diff import DiffOptions
+from tdfunc.cli.diff import diff as run_diff
+from tdfunc.cli.rewrite import EditOptions, OutOptions, average_files, rewrite
+from tdfunc.cli.show import ShowOptions
+from tdfunc.cli.show import show as run_show
+from tdfunc.cli.verify import verify as run_verify
+
+app = typer.Typer(
+    name="tdfunc",
+    help="Look at, compare, verify and convert checkpoints, also those that are larger than memory.",
+    epilog="PATH is a safetensors file, a folder of shards, a memmap folder, a folder of steps, or a .pt file.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class Format(str, Enum):
+    """What can be written."""
+
+    safetensors = "safetensors"
+    shards = "shards"
+    memmap = "memmap"
+    torch = "torch"
+
+
+class Unequal(str, Enum):
+    """What becomes of values without a mean that differ."""
+
+    error = "error"
+    first = "first"
+
+
+Path = Annotated[str, typer.Argument(help="The checkpoint.", metavar="PATH", show_default=False)]
+Out = Annotated[str, typer.Option("--out", "-o", help="Where the result goes.", metavar="OUT", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Include = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--filter", "-f", help="A glob on dotted paths, in which * crosses dots; may be repeated.", metavar="GLOB"
+    ),
+]
+Exclude = Annotated[
+    list[str] | None, typer.Option("--exclude", "-x", help="A glob of leaves to leave out.", metavar="GLOB")
+]
+To = Annotated[Format | None, typer.Option("--to", help="The format, where the name does not say it.")]
+ShardSize = Annotated[str | None, typer.Option("--max-shard-size", help='Write shards of at most this size: "5GB".')]
+Force = Annotated[bool, typer.Option("--force", help="Replace what is there.")]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="Cast floating leaves: bf16, float16, float8_e4m3fn, ...")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tdfunc {version_of('tdfunc')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; may stand anywhere.")] = False,
+) -> None:
+    """Take the options of all commands."""
+    # `main` reads --debug before typer does.
+    del version, debug
+
+
+@app.command()
+def show(
+    path: Path,
+    tree: Annotated[bool, typer.Option("--tree", help="Show the nesting.")] = False,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Read the values: min, max, mean, std, NaN, inf, zeros.")
+    ] = False,
+    include: Include = None,
+    exclude: Exclude = None,
+    json: Json = False,
+) -> None:
+    """Show the leaves of a checkpoint: path, dtype, shape, size, kind, ties, and totals."""
+    run_show(path, ShowOptions(include or (), exclude or (), tree, stats, json))
+
+
+@app.command(epilog="Exit code: 0 no differences in what was compared, 1 differences, 2 trouble.")
+def diff(
+    a: Annotated[str, typer.Argument(help="A checkpoint.", show_default=False)],
+    b: Annotated[str, typer.Argument(help="Another one.", show_default=False)],
+    values: Annotated[bool, typer.Option("--values", help="Read and compare all values.")] = False,
+    tol: Annotated[
+        str | None, typer.Option(help="Compare values up to |a - b| <= ATOL + RTOL |b|.", metavar="RTOL[/ATOL]")
+    ] = None,
+    metadata: Annotated[bool, typer.Option("--metadata/--no-metadata", help="Compare more than leaves.")] = True,
+    json: Json = False,
+) -> None:
+    """Compare two checkpoints: structure, shapes, dtypes, metadata, and values (without --values by checksums)."""
+    rtol, atol = _read_tolerance(tol)
+    raise typer.Exit(run_diff(a, b, DiffOptions(values or tol is not None, rtol, atol, metadata, json)))
+
+
+def _read_tolerance(text: str | None) -> tuple[float, float]:
+    if text is None:
+        return 0.0, 0.0
+    try:
+        found = [float(part) for part in text.split("/")]
+    except ValueError:
+        found = []
+    if not 1 <= len(found) <= 2 or not all(0 <= part < float("inf") for part in found):
+        raise typer.BadParameter(
+            f"{text!r} is neither RTOL nor RTOL/ATOL, such as 1e-5 or 1e-3/1e-5.", param_hint="--tol"
+        )
+    return found[0], found[-1]
+
+
+@app.command(epilog="Exit code: 0 whole, 1 damaged, 2 trouble, 3 whole as far as can be told: no checksums.")
+def verify(path: Path, json: Json = False) -> None:
+    """Read everything and compare the checksums; of a folder of steps, those of all steps."""
+    raise typer.Exit(run_verify(path, json=json))
+
+
+@app.command()
+def convert(
+    src: Annotated[str, typer.Argument(help="The checkpoint.", show_default=False)],
+    dst: Annotated[str, typer.Argument(help="Where the result goes.", show_default=False)],
+    to: To = None,
+    max_shard_size: ShardSize = None,
+    dtype: Dtype = None,
+    force: Force = False,
+) -> None:
+    """Write a checkpoint in another format: safetensors, shards, a memmap folder, or a file of torch.save."""
+    rewrite(src, dst, EditOptions(dtype=dtype), _out(to, max_shard_size, force))
+
+
+@app.command()
+def extract(
+    path: Path,
+    out: Out,
+    include: Include = None,
+    exclude: Exclude = None,
+    dtype: Dtype = None,
+    to: To = None,
+    max_shard_size: ShardSize = None,
+    force: Force = False,
+) -> None:
+    """Write the leaves that patterns choose."""
+    if not include and not exclude:
+        raise typer.BadParameter("say what to extract: --filter GLOB, --exclude GLOB.", param_hint="--filter")
+    rewrite(path, out, EditOptions(include or (), exclude or (), dtype), _out(to, max_shard_size, force))
+
+
+@app.command()
+def cast(
+    path: Path,
+    out: Out,
+    dtype: Annotated[str, typer.Option("--dtype", help="The dtype of floating leaves.", show_default=False)],
+    to: To = None,
+    max_shard_size: ShardSize = None,
+    force: Force = False,
+) -> None:
+    """Write a checkpoint with its floating leaves in another dtype; integers, bools and complex leaves stay."""
+    rewrite(path, out, EditOptions(dtype=dtype), _out(to, max_shard_size, force))
+
+
+@app.command()
+def average(
+    paths: Annotated[list[str], typer.Argument(help="The checkpoints.", metavar="PATHS...", show_default=False)],
+    out: Out,
+    weights: Annotated[str | None, typer.Option(help="A weight for each, divided by their sum: 1,2,1.")] = None,
+    unequal: Annotated[
+        Unequal, typer.Option(help="What to do where integers, bools or non-tensor data differ.")
+    ] = Unequal.error,
+    to: To = None,
+    max_shard_size: ShardSize = None,
+    force: Force = False,
+) -> None:
+    """Average checkpoints leaf by leaf, computed in float64 and rounded once."""
+    numbers = _read_weights(weights) if weights is not None else None
+    average_files(paths, out, numbers, _out(to, max_shard_size, force), take_first=unequal is Unequal.first)
+
+
+def _read_weights(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no list of numbers such as 1,2,1.", param_hint="--weights") from None
+
+
+def _out(to: Format | None, max_shard_size: str | None, force: bool) -> OutOptions:
+    return OutOptions(to.value if to is not None else None, max_shard_size, force)

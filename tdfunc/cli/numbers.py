@@ -1,0 +1,127 @@
+"""The numbers of leaves, piece by piece: statistics, and what differs between two."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_FLOAT4 = getattr(torch, "float4_e2m1fn_x2", None)
+
+
+def wide(values: Tensor) -> Tensor:
+    """Return values in the dtype in which all of them can be computed with."""
+    if values.dtype is _FLOAT4:
+        # torch has no conversions of it: these are its pairs of bits.
+        return values.view(torch.uint8).to(torch.float64)
+    return values.to(torch.complex128 if values.is_complex() else torch.float64)
+
+
+def has_values(dtype: torch.dtype) -> bool:
+    """Whether numbers of a dtype mean what they say here."""
+    return dtype is not _FLOAT4
+
+
+@dataclass
+class Stats:
+    """Statistics over the finite values that were added; of complex ones, over their absolute values."""
+
+    count: int = 0
+    finite: int = 0
+    nans: int = 0
+    infs: int = 0
+    zeros: int = 0
+    least: float = math.inf
+    greatest: float = -math.inf
+    mean: float = 0.0
+    # The sum of squared distances from the mean.
+    _squares: float = 0.0
+
+    def add(self, piece: Tensor) -> None:
+        """Count one more piece."""
+        values = wide(piece)
+        if values.is_complex():
+            values = values.abs()
+        self.count += values.numel()
+        finite = values[values.isfinite()] if not bool(values.isfinite().all()) else values
+        self.nans += int(values.isnan().sum())
+        self.infs += int(values.isinf().sum())
+        self.zeros += int((values == 0).sum())
+        if not finite.numel():
+            return
+        # Means of parts put together (Chan et al. 1979): sums of squares would lose digits.
+        count, mean = finite.numel(), float(finite.mean())
+        squares = float((finite - mean).square().sum())
+        total, delta = self.finite + count, mean - self.mean
+        self._squares += squares + delta * delta * self.finite * count / total
+        self.mean += delta * count / total
+        self.finite = total
+        self.least = min(self.least, float(finite.min()))
+        self.greatest = max(self.greatest, float(finite.max()))
+
+    @property
+    def std(self) -> float:
+        """The standard deviation, as torch.std: NaN for a single value."""
+        return math.sqrt(self._squares / (self.finite - 1)) if self.finite > 1 else math.nan
+
+    def summary(self) -> dict[str, float | None]:
+        """Return them by name; None where there is no value to compute them from."""
+        has, share = self.finite > 0, max(self.count, 1)
+        return {
+            "min": self.least if has else None,
+            "max": self.greatest if has else None,
+            "mean": self.mean if has else None,
+            "std": self.std if self.finite > 1 else None,
+            "nan": self.nans / share,
+            "inf": self.infs / share,
+            "zero": self.zeros / share,
+        }
+
+
+@dataclass
+class Difference:
+    """What differs between two leaves of one shape, beyond a tolerance."""
+
+    rtol: float = 0.0
+    atol: float = 0.0
+    count: int = 0
+    differing: int = 0
+    # Over all elements, those within the tolerance too; infinite where only one is NaN.
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+
+    def add(self, a: Tensor, b: Tensor) -> None:
+        """Compare one more pair of pieces: NaN equals NaN, 0.0 equals -0.0."""
+        self.count += a.numel()
+        if a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+            return
+        # float64 has not all 64-bit integers.
+        is_exact = a.dtype == b.dtype and not a.is_floating_point() and not a.is_complex()
+        x, y = wide(a), wide(b)
+        if x.is_complex() or y.is_complex():
+            x, y = x.to(torch.complex128), y.to(torch.complex128)
+        same = (a.view(torch.int64) == b.view(torch.int64)) if is_exact and a.element_size() == 8 else x == y
+        unequal = ~(same | (x.isnan() & y.isnan()))
+        if not bool(unequal.any()):
+            return
+        x, y = x[unequal], y[unequal]
+        apart = (x - y).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+        size = y.abs()
+        close = (apart <= self.atol + self.rtol * size) & apart.isfinite()
+        self.differing += int((~close).sum())
+        self.max_abs = max(self.max_abs, float(apart.max()))
+        rel = torch.where(size > 0, apart / size, math.inf).nan_to_num(nan=math.inf, posinf=math.inf)
+        self.max_rel = max(self.max_rel, float(rel.max()))
+
+
+def average(pieces: Iterable[Tensor], weights: Iterable[float], total: float) -> Tensor:
+    """Return the weighted mean of pieces, computed in float64 and rounded once."""
+    result: Tensor | None = None
+    dtype = torch.float64
+    for piece, weight in zip(pieces, weights, strict=True):
+        dtype = piece.dtype
+        term = wide(piece).mul_(weight)
+        result = term if result is None else result.add_(term)
+    assert result is not None
+    return result.div_(total).to(dtype)

@@ -1,0 +1,137 @@
+"""What the commands print: tables and JSON on stdout, bars and notes on stderr; colours for terminals only."""
+
+import io
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table as RichTable
+from rich.text import Text
+from rich.tree import Tree as RichTree
+
+from tdfunc._types import Path
+from tdfunc.ops.facts import printable
+
+# As the shell says it of a program that a closed pipe ended.
+_BROKEN_PIPE = 141
+_NO_LIMIT = 1 << 30
+
+
+class Table(NamedTuple):
+    """Rows of texts under a header."""
+
+    header: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    # The columns of numbers, which end at the right.
+    numbers: frozenset[int] = frozenset()
+
+
+def emit(text: str) -> None:
+    """Print to stdout; where nobody reads any more, end quietly."""
+    try:
+        sys.stdout.write(f"{text}\n" if text else "")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Else the interpreter complains when it flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(_BROKEN_PIPE) from None
+
+
+def note(text: str) -> None:
+    """Print a line to stderr."""
+    print(f"tdfunc: {text}", file=sys.stderr)
+
+
+def safe(text: str) -> str:
+    """Return text of a file as it can be shown: control characters would act on the terminal."""
+    return printable(text, _NO_LIMIT)
+
+
+def shown(path: Path) -> str:
+    """Return a path with dots, safe to print."""
+    return safe(".".join(path)) if path else "(the root)"
+
+
+def shown_lines(text: str) -> str:
+    """Return lines that are safe to print."""
+    return "\n".join(safe(line) for line in text.split("\n"))
+
+
+def render(table: Table) -> str:
+    """Return a table as text: as wide as the terminal, or in plain columns for whatever reads a pipe."""
+    if not sys.stdout.isatty():
+        return _plain(table)
+    made = RichTable(box=None, pad_edge=False, header_style="bold")
+    for i, name in enumerate(table.header):
+        made.add_column(name, justify="right" if i in table.numbers else "left", overflow="fold")
+    for row in table.rows:
+        # Text, because rich reads a str such as "[red]" as markup.
+        made.add_row(*map(Text, row))
+    return _rich(made)
+
+
+def _plain(table: Table) -> str:
+    lines = [table.header, *table.rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(table.header))]
+    texts: list[str] = []
+    for line in lines:
+        cells = [
+            c.rjust(w) if i in table.numbers else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))
+        ]
+        texts.append("  ".join(cells).rstrip())
+    return "\n".join(texts)
+
+
+def render_tree(title: str, lines: Sequence[tuple[Path, str]]) -> str:
+    """Return paths as a tree, with a text behind each."""
+    root = RichTree(Text(title))
+    branches: dict[Path, RichTree] = {(): root}
+    for path, text in lines:
+        for depth in range(1, len(path)):
+            if path[:depth] not in branches:
+                branches[path[:depth]] = branches[path[: depth - 1]].add(Text(safe(path[depth - 1])))
+        label = Text(safe(path[-1]))
+        label.append(f"  {text}", style="dim")
+        branches[path[:-1]].add(label)
+    return _rich(root)
+
+
+# Any: what rich can render.
+def _rich(what: Any) -> str:
+    is_terminal = sys.stdout.isatty()
+    file = io.StringIO()
+    width = None if is_terminal else 100_000
+    console = Console(file=file, force_terminal=is_terminal, width=width, no_color=None if is_terminal else True)
+    console.print(what)
+    return "\n".join(line.rstrip() for line in file.getvalue().rstrip("\n").split("\n"))
+
+
+def as_json(found: Any) -> str:
+    """Return JSON, in which numbers that are none (NaN, infinities) are texts."""
+    return json.dumps(_finite(found), indent=2, ensure_ascii=False, allow_nan=False, default=repr)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@contextmanager
+def progress(what: str, size_bytes: int) -> Generator[Callable[[int], object], None, None]:
+    """Show a bar on stderr, if that is a terminal; yield what counts bytes."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=size_bytes)
+        yield lambda count: bar.advance(task, count)

@@ -1,0 +1,112 @@
+"""Checkpoints written leaf by leaf: the tree has no values, and those of each leaf are asked for when its turn comes.
+
+What is written is what `save` and `memmap` write; in memory is no more than the pieces of one leaf.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeAlias
+
+from torch import Tensor
+
+from tdfunc._collection import TensorCollection
+from tdfunc.storage.atomic import replace_file
+from tdfunc.storage.checkpoint import check_folder, check_target
+from tdfunc.storage.encode import outline
+from tdfunc.storage.folder_plan import FileLeaf, plan_folder
+from tdfunc.storage.index import SINGLE
+from tdfunc.storage.memmap import _commit, _create, _target
+from tdfunc.storage.remote import RemoteFiles, is_remote
+from tdfunc.storage.shards import ShardPlan, as_bytes, save_remote_file, save_remote_shards, save_shards, save_single
+from tdfunc.storage.write import Values, _as_bytes, _plain, plan_file, write_all, write_file
+
+# Called with a leaf of the tree: its values in row-major order, as tensors of any shape.
+Pieces: TypeAlias = Callable[[Tensor], Iterable[Tensor]]
+
+
+def save_stream(
+    spec: TensorCollection,
+    values: Pieces,
+    path: "str | os.PathLike[str]",
+    *,
+    max_shard_size: int | str | None = None,
+    fsync: bool = True,
+) -> None:
+    """Save as `save` does, without having the values of all leaves at once.
+
+    Args:
+        spec: The tree, whose leaves need no values (they may be on the meta device).
+        values: Called with a leaf of `spec`, when its turn comes (again, if the file has to be written again);
+            a tied leaf has one turn.
+        path: The file, or for shards the folder.
+        max_shard_size: The most bytes of leaves in one shard; without it there is one file.
+        fsync: Wait until the disk has it.
+
+    Raises:
+        ValueError: The file name has another suffix, or the size of shards is none.
+        UnsupportedError: A leaf or value cannot be stored; the message names it. Nothing was written.
+        OSError: It could not be written; what was there is whole.
+        Exception: What `values` raises; what was there is whole.
+    """
+    source = _bytes_of(values)
+    if max_shard_size is not None:
+        folder, size = check_folder(path), as_bytes(max_shard_size)
+        shards = ShardPlan(outline(spec, values=False), size, values=source)
+        if is_remote(folder):
+            save_remote_shards(shards, folder, RemoteFiles(folder, fetch=False))
+        else:
+            save_shards(shards, folder, fsync=fsync)
+        return
+    target = check_target(path)
+    plan = plan_file(outline(spec, values=False), values=source)
+
+    def write(fd: int) -> None:
+        write_file(fd, plan)
+
+    if is_remote(target):
+        save_remote_file(target, write, RemoteFiles(target, fetch=False))
+    elif os.path.basename(target) == SINGLE:
+        save_single(target, write, size_bytes=plan.size_bytes, fsync=fsync)
+    else:
+        replace_file(target, write, size_bytes=plan.size_bytes, fsync=fsync)
+
+
+def memmap_stream(
+    spec: TensorCollection, values: Pieces, prefix: "str | os.PathLike[str]", *, existsok: bool = True
+) -> None:
+    """Write a memmap folder as `memmap` does, without having the values of all leaves at once.
+
+    Args:
+        spec: The tree, whose leaves need no values.
+        values: Called with a leaf of `spec`, as for `save_stream`; a leaf without elements has no turn.
+        prefix: The folder.
+        existsok: Replace a memmap folder that is there.
+
+    Raises:
+        FileExistsError: There is something of this name that is no memmap folder, or (not `existsok`) there is one.
+        UnsupportedError: A leaf or value cannot be stored; the message names it. Nothing was written.
+        Exception: What `values` raises; what was there is whole.
+    """
+    target = _target(spec, prefix, "memmap")
+    plan = plan_folder(spec, "memmap", values=False)
+    source = _bytes_of(values)
+
+    def fill(folder: str, file: FileLeaf) -> None:
+        fd = _create(os.path.join(folder, file.name))
+        try:
+            for piece in source(file.leaf):
+                write_all(fd, piece)
+            assert os.fstat(fd).st_size == file.size_bytes
+        finally:
+            os.close(fd)
+
+    _commit(target, plan, fill, "memmap", 0, existsok, sync=True)
+
+
+def _bytes_of(values: Pieces) -> Values:
+    def pieces(leaf: Tensor) -> Iterator[memoryview]:
+        for piece in values(leaf):
+            assert piece.dtype == leaf.dtype
+            yield memoryview(_as_bytes(_plain(piece)))
+
+    return pieces
