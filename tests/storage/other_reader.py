@@ -1,0 +1,111 @@
+"""A reader of our files and folders that was written from `docs/storage.md` and `docs/memmap.md`, without tdfunc.
+
+It gives nested dicts of numpy arrays and of what is no tensor; a lazy stack is a dict with the keys "0", "1", ...
+"""
+
+import hashlib
+import json
+import math
+import struct
+from pathlib import Path
+
+import numpy as np
+
+# numpy has no bfloat16 and no 8-bit floats: their bits, as integers.
+CODES = {"F64": "<f8", "I64": "<i8", "U64": "<u8", "C64": "<c8", "F32": "<f4", "I32": "<i4", "U32": "<u4", "F16": "<f2",
+         "BF16": "<u2", "I16": "<i2", "U16": "<u2", "I8": "i1", "U8": "u1", "BOOL": "?"}  # fmt: skip
+RESERVED = set(r'/<>:"|?*\% ') | {chr(i) for i in range(32)} | {"\x7f"}
+
+
+def read_arrays(path):
+    """The metadata and the named arrays of one safetensors file."""
+    raw = Path(path).read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8 : 8 + length])
+    metadata, data = header.pop("__metadata__", {}), raw[8 + length :]
+    arrays = {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        arrays[name] = np.frombuffer(data[begin:end], CODES.get(entry["dtype"], "u1")).reshape(entry["shape"])
+    return metadata, arrays
+
+
+def nest(values, shape):
+    """Nested lists of the values of a batch."""
+    if not shape:
+        return values[0]
+    step = len(values) // max(shape[0], 1)
+    return [nest(values[i * step : (i + 1) * step], shape[1:]) for i in range(shape[0])]
+
+
+def read_tree(text, arrays):
+    """The tree that `tdfunc.tree` describes."""
+    tree = json.loads(text)
+    nodes = [{} for _ in tree["nodes"]]
+    places, tied = [((), [])] * len(nodes), []
+    # A node comes after the one that it is in, so its path and outer batch size are known when it is reached.
+    for number, node in enumerate(tree["nodes"]):
+        prefix, outer = places[number]
+        size = node.get("size", outer)
+        for key, item in zip(node["keys"], node["items"], strict=True):
+            path, value = (*prefix, key), None
+            if not isinstance(item, dict):
+                given = item[2] if isinstance(item, list) and len(item) > 2 else None
+                value = arrays[given or ".".join(path)]
+            elif "tree" in item:
+                places[item["tree"]] = path, [] if "own" in node else size
+                value = nodes[item["tree"]]
+            elif "tie" in item:
+                tied.append((number, key, tree["ties"][item["tie"]][0]))
+            else:
+                value = item["value"] if "value" in item else nest(item["values"], item.get("shape", size))
+            nodes[number][key] = value
+    for number, key, (where, first) in tied:
+        nodes[number][key] = nodes[where][first]
+    return nodes[0]
+
+
+def read_shards(folder):
+    """The tree in a folder with an index."""
+    index = json.loads((Path(folder) / "model.safetensors.index.json").read_text())
+    arrays = {}
+    for name in index["metadata"]["tdfunc.shards"]:
+        arrays |= read_arrays(Path(folder) / name)[1]
+    assert {name: arrays[name] for name in index["weight_map"]}.keys() == arrays.keys()
+    return read_tree(index["metadata"]["tdfunc.tree"], arrays)
+
+
+def file_name(key):
+    """The name that an ordinary key has in a memmap folder."""
+    if key in (".", ".."):
+        return key.replace(".", "%2E")
+    return "".join(f"%{ord(c):02X}" if c in RESERVED else c for c in key)
+
+
+def read_folder(folder):
+    """The tree in a memmap folder."""
+    meta = json.loads((folder / "meta.json").read_text())
+    if "LazyStackedTensorDict" in meta["_type"]:
+        return {str(i): read_folder(folder / str(i)) for i in range(meta[""]["count"])}
+    if "data" in meta and "tensorclass.NonTensor" in meta["_type"]:
+        return meta["data"]
+    own = meta[""]
+    special = own.get("special", {})
+    known = [key for key in meta if key not in ("shape", "device", "_type", "")]
+    return {key: _entry(folder, key, meta, special) for key in own.get("order", known)}
+
+
+def _entry(folder, key, meta, special):
+    """The value of one key of a folder."""
+    entry, name = meta.get(key), file_name(key)
+    if key in special:
+        entry, name = special[key], "%~" + hashlib.blake2b(key.encode(), digest_size=20).hexdigest()
+    if "value" in entry or "values" in entry:
+        shape = meta[""].get("shapes", {}).get(key, meta["shape"])
+        return entry["value"] if "value" in entry else nest(entry["values"], shape)
+    if "type" in entry:
+        return read_folder(folder / name)
+    dtype = entry["dtype"].removeprefix("torch.")
+    numpy = "<u2" if dtype == "bfloat16" else "u1" if dtype.startswith("float8") else dtype
+    raw = (folder / f"{name}.memmap").read_bytes() if math.prod(entry["shape"]) else b""
+    return np.frombuffer(raw, numpy).reshape(entry["shape"])
