@@ -208,6 +208,13 @@ def settled(value):
     return _stacked(list(map(settled, value.trees)), value) if isinstance(value, Stack) else value
 
 
+def _fits(words, size):
+    """Whether nested lists have a size."""
+    return not size or (
+        isinstance(words, list) and len(words) == size[0] and all(_fits(item, size[1:]) for item in words)
+    )
+
+
 def _stacked(nodes, stack):
     """One simplified node for several, or the lazy stack where they differ."""
     first, dim = nodes[0] if nodes else None, stack.dim
@@ -226,10 +233,10 @@ def _stacked(nodes, stack):
             if len({(value.shape, value.dtype) for value in values}) > 1 or values[0].dim() < dim:
                 return stack
             entries[key] = torch.stack(values, dim)
-        elif isinstance(values[0], Words) and len(first.size) >= dim:
-            entries[key] = Words(stacked_words([value.values for value in values], first.size, dim))
         elif isinstance(values[0], Words):
-            return stack
+            if len(first.size) < dim or not all(_fits(value.values, first.size) for value in values):
+                return stack
+            entries[key] = Words(stacked_words([value.values for value in values], first.size, dim))
         else:
             entries[key] = _stacked(values, Stack((), dim, tuple(values)))
             if isinstance(entries[key], Stack):

@@ -126,28 +126,31 @@ def plain(node):
     return _mapped(node, plain, typed=False)
 
 
-def dense(node):
-    """The same tree without lazy stacks; None where trees do not have one shape."""
+def dense(node, once=True):
+    """The same tree without lazy stacks; None where trees do not have one shape.
+
+    With `once`, non-tensor data that are equal in all trees are one value for all.
+    """
     if isinstance(node, Lazy):
-        made = [dense(branch) for branch in node.branches]
+        made = [dense(branch, once) for branch in node.branches]
         if None in made or len(set(map(shape_of, made))) > 1:
             return None
-        return _stacked(made, node.dim)
-    entries = {k: dense(v) if isinstance(v, Branch | Lazy) else v for k, v in node.entries.items()}
+        return _stacked(made, node.dim, once)
+    entries = {k: dense(v, once) if isinstance(v, Branch | Lazy) else v for k, v in node.entries.items()}
     return None if any(v is None for v in entries.values()) else replace(node, entries=entries)
 
 
-def _stacked(branches, dim):
+def _stacked(branches, dim, once):
     first = branches[0]
     entries = {}
     for key, value in first.entries.items():
         values = [branch.entries[key] for branch in branches]
         if isinstance(value, Branch):
-            entries[key] = _stacked(values, dim)
+            entries[key] = _stacked(values, dim, once)
         elif isinstance(value, torch.Tensor):
             entries[key] = torch.stack(values, dim)
         else:
-            entries[key] = stacked_words([branch.entries[key] for branch in branches], first.size, dim, True)
+            entries[key] = stacked_words(values, first.size, dim, once)
     return replace(first, size=(*first.size[:dim], len(branches), *first.size[dim:]), entries=entries, names=None)
 
 
@@ -162,7 +165,7 @@ def stacked_words(values, size, dim, once=False):
     whole = np.stack(arrays, dim)
     # One value for all is the only non-tensor data of several dimensions that tensordict's constructor takes.
     if once and all(value == whole.flat[0] for value in whole.flat):
-        return whole.flat[0] if whole.size else "red"
+        return whole.flat[0] if whole.size else next((v for v in values if not isinstance(v, list)), "red")
     return whole.tolist()
 
 

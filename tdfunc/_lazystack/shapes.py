@@ -194,7 +194,14 @@ def _leaf_row(leaf: Tensor) -> Tensor:
 def _on_join_entries(stack: Any, op: LeafOp, _: Sequence[Any]) -> Any:
     """Join entries of each tree along a dimension that is counted in the dense leaves."""
     call, keys, out_key, dim, keep = op.args
-    ndim = _ndim(stack, unravel(keys[0])) if keys else None
+    counts = {dotted(path): _ndim(stack, path) for path in map(unravel, keys)}
+    ndim = next(iter(counts.values()), None)
+    # torch.cat passes over empty tensors of one dimension, which the rows of dense leaves of more may be.
+    if len(set(counts.values())) > 1 and None not in counts.values():
+        what = f"{call}: the entries have different numbers of dimensions."
+        raise LeafMismatchError(
+            explain(what, expected=f"{ndim} dimensions, as {next(iter(counts))!r}", got=str(counts))
+        )
     if ndim is not None:
         dim = dim_index(dim, ndim + (call == "stack_tensors"), call)
         if dim == stack._dim or (call == "stack_tensors" and dim < stack._dim):

@@ -157,6 +157,20 @@ def test_joined_entries_of_stacks_of_stacks():
     assert_trees_equal(joined.dense(), lazy.dense().cat_tensors("a", ("n", "b"), out_key="out", dim=3))
 
 
+def test_joined_entries_have_the_same_number_of_dimensions():
+    """`torch.cat` passes over empty tensors of one dimension, so a stack would join what the dense tree refuses."""
+    row = TensorDict({"a": torch.rand(2, 3), "b": torch.zeros(0)})
+    lazy = lazy_stack([lazy_stack([row, row]), lazy_stack([row, row])])
+
+    for stack in (lazy[0], lazy):
+        with pytest.raises(LeafMismatchError):
+            stack.dense().cat_tensors("a", "b", out_key="out", dim=-1)
+        with pytest.raises(
+            LeafMismatchError, match=rf"numbers of dim.*\n.*{stack.ndim + 2} .*'a'\n.*'b': {stack.ndim + 1}"
+        ):
+            stack.cat_tensors("a", "b", out_key="out", dim=-1)
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_operands_of_trees_without_dimensions(depth):
     """An operand that is cut down to a number would end in an error of torch's reshape."""
