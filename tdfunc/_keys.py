@@ -25,7 +25,8 @@ def unravel(key: NestedKey) -> Path:
         if isinstance(part, tuple) and part:
             stack.extend(reversed(part))  # pyright: ignore[reportUnknownArgumentType]
         elif isinstance(part, str) and part:
-            path.append(part)
+            # A member of a str enum is the text that it stands for: in JSON, in pickles, in attribute names.
+            path.append(part if type(part) is str else str.__str__(part))
         else:
             raise _bad_key(key, part)
     if not path:

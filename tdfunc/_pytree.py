@@ -10,7 +10,7 @@ from torch.utils import _pytree as torch_pytree
 
 from tdfunc._collection import NO_STATIC, PLAIN, Static, TensorCollection, is_compiling
 from tdfunc._nontensor import GLOBAL_NAMESPACE, NonTensorBase
-from tdfunc._shapes import common_prefix
+from tdfunc._shapes import common_prefix, shape_of
 from tdfunc._ties import Graft, graft, prune, spanning
 from tdfunc._types import Kind, Names, Ties
 
@@ -87,7 +87,10 @@ def plain_shapes(children: tuple[Any, ...]) -> list[Size] | None:
     """Return the shapes of children that are all plain tensors."""
     if not PLAIN.issuperset(map(type, children)):
         return None
-    return [child.shape for child in children]
+    try:
+        return [child.shape for child in children]
+    except RuntimeError:  # a strided nested tensor
+        return None
 
 
 def _features(child: Any, n: int) -> int | None:
@@ -165,9 +168,8 @@ def _vote(children: tuple[Any, ...], context: Context) -> tuple[Size | None, tor
         if features is None:
             continue
         if isinstance(child, Tensor):
-            try:
-                shape = child.shape
-            except (RuntimeError, ValueError):
+            shape = shape_of(child)
+            if shape is None:
                 continue
             if device is not None and child.device != device:
                 device = None

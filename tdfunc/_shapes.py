@@ -32,12 +32,27 @@ def as_size(value: Any, call: str = "batch_size") -> Size:
     return size
 
 
+def shape_of(leaf: Tensor) -> Size | None:
+    """Return the shape of a leaf: -1 where a strided nested tensor is ragged, None of an uninitialised parameter."""
+    try:
+        return leaf.shape
+    except (RuntimeError, ValueError):
+        rows: Any = leaf._nested_tensor_size() if leaf.is_nested else None
+    if rows is None:
+        return None
+    # Without rows there is no size to tell, and a nested tensor of no dimensions has no columns.
+    columns = rows.t().tolist() if rows.dim() == 2 else []
+    return Size([leaf.size(0), *[column[0] if len(set(column)) == 1 else -1 for column in columns]])
+
+
 def as_names(names: Sequence[str | None] | None, ndim: int) -> Names | None:
     """Check dimension names; all-None names are None."""
     if names is None:
         return None
     result = tuple(names)
     given = [name for name in result if name is not None]
+    if not all(isinstance(name, str) for name in given):
+        raise TypeError(explain("names: a name is a str or None.", expected="str or None", got=repr(result)))
     if len(result) != ndim or len(set(given)) != len(given):
         raise ValueError(
             explain(

@@ -585,6 +585,9 @@ def tensorclass(cls: Any = None, /, **options: bool) -> Any:
     """
     if cls is None:
         return lambda plain: tensorclass(plain, **options)
+    if not isinstance(cls, type):
+        hint = "options go by keyword: @tensorclass(autocast=True)."
+        raise TypeError(explain("tensorclass: not a class.", expected="a class", got=repr(cls), hint=hint))
     if issubclass(cls, TensorClass):
         if any(getattr(cls._options, option, None) is not on for option, on in options.items()):
             given = ", ".join(f"{option}={on}" for option, on in options.items())

@@ -1,6 +1,7 @@
 """Nested keys and filters."""
 
 import copy
+import enum
 import pickle
 import re
 
@@ -194,3 +195,24 @@ def test_of_type():
     assert len(rest.paths()) == 4
     with pytest.raises(FilterError, match=r"of_type\(LSTM\)(.|\n)*Linear, TinyMLP"):
         of_type(TinyMLP(), nn.LSTM)
+
+
+class Field(str, enum.Enum):  # noqa: UP042 (its str() is not its value, unlike that of a StrEnum)
+    """Keys as many programs name them."""
+
+    IMAGE = "image"
+
+
+def test_str_subclasses_are_plain_keys():
+    """A member of a str enum would be read as an index, and be written to files and pickles as the enum."""
+    td = TensorDict({Field.IMAGE: torch.ones(2), ("n", Field.IMAGE): torch.zeros(2)})
+    td = td.set(Field.IMAGE, torch.full((2,), 3.0)).set(("m", Field.IMAGE), torch.ones(2))
+
+    assert [type(part) for path in td.paths() for part in path] == [str] * 5
+    assert td[Field.IMAGE] is td["image"]
+    assert td["n", Field.IMAGE] is td["n", "image"]
+    assert Field.IMAGE in td
+    assert ("m", Field.IMAGE) in td
+    assert td.at[Field.IMAGE].add(1)["image"].tolist() == [4.0, 4.0]
+    assert type(unravel(Field.IMAGE)[0]) is str
+    assert unravel(Field.IMAGE) == ("image",)

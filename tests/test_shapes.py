@@ -18,6 +18,7 @@ from tdfunc._shapes import (
     index_names,
     index_size,
     normalize_index,
+    shape_of,
 )
 from tests.random_trees import random_index
 from tests.strategies import SIZES
@@ -158,3 +159,20 @@ def test_small_rules():
         dim_index(0, 0, "squeeze")
     with pytest.raises(BatchSizeError, match=r"'a.b'(.|\n)*\[3\] \+(.|\n)*\[4, 2\]"):
         check_lead(Size((4, 2)), Size((3,)), "a.b")
+
+
+def test_names_are_str():
+    """A number as a name would be taken for a dimension, and be no name in a file."""
+    with pytest.raises(TypeError, match=r"names: a name is a str(.|\n)*\(1, 'y'\)"):
+        as_names([1, "y"], 2)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_shape_of_leaves_that_torch_gives_no_shape():
+    """A strided nested tensor would pass for a parameter that is not initialised, whatever its batch."""
+    ragged = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])
+
+    assert shape_of(ragged) == Size([2, -1, 4])
+    assert shape_of(torch.nested.nested_tensor([])) == Size([0])
+    assert shape_of(torch.nn.UninitializedParameter()) is None
+    assert shape_of(torch.ones(2, 3)) == Size([2, 3])

@@ -726,3 +726,9 @@ def test_methods_call_operations():
     assert type(data.flat) is Data
     assert data.flat.select_label(1).batch_size == torch.Size([2])
     assert torch.equal(data.masked(), data.image[..., :1])
+
+
+def test_decorator_refuses_what_is_no_class():
+    """Options in the decorator's parentheses, as TensorClass["nocast"] takes them, would fail deep inside."""
+    with pytest.raises(TypeError, match=r"tensorclass: not a class(.|\n)*a class(.|\n)*'nocast'"):
+        tensorclass("nocast")

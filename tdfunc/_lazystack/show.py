@@ -9,7 +9,7 @@ from tdfunc._collection import TensorCollection
 from tdfunc._lazystack.ragged import common_size
 from tdfunc._nontensor import NonTensorBase
 from tdfunc.ops.cast import all_shared
-from tdfunc.ops.show import describe_leaf
+from tdfunc.ops.show import describe_leaf, shown
 
 
 def as_list(tree: Any, convert: bool) -> Any:
@@ -31,8 +31,8 @@ def _as_value(value: Any, convert: bool) -> Any:
 
 def render(stack: Any) -> str:
     """Return the multi-line form, as trees have it: sizes that differ are -1."""
-    lines = [f"        {key}: {_describe(stack._get(key))}" for key in sorted(stack._keys())]
-    exclusive = [f"        {key}: {text}" for key, text in some_keys(stack).items()]
+    lines = [f"        {shown(key)}: {_describe(stack._get(key))}" for key in sorted(stack._keys())]
+    exclusive = [f"        {shown(key)}: {text}" for key, text in some_keys(stack).items()]
     parts = ["    fields={\n" + ",\n".join(lines) + "}"]
     if exclusive:
         parts.append("    exclusive_fields={\n" + ",\n".join(exclusive) + "}")

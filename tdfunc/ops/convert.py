@@ -12,7 +12,7 @@ from tdfunc._collection import PLAIN, Static, TensorCollection, is_compiling
 from tdfunc._errors import BatchSizeError, MissingKeyError, explain
 from tdfunc._keys import unravel
 from tdfunc._nontensor import NonTensorBase, NonTensorData, NonTensorStack
-from tdfunc._shapes import as_names, check_lead
+from tdfunc._shapes import as_names, check_lead, shape_of
 from tdfunc._ties import lift, merge
 from tdfunc._types import Names, Node, Path
 from tdfunc.ops.cast import to
@@ -64,9 +64,8 @@ def convert(value: Any, size: Size, device: torch.device | None, where: str) -> 
 
 
 def _tensor(value: Tensor, size: Size, device: torch.device | None, where: str) -> Tensor:
-    try:
-        shape = value.shape
-    except RuntimeError:  # an uninitialised parameter has no shape yet
+    shape = shape_of(value)
+    if shape is None:  # an uninitialised parameter
         return value
     check_lead(shape, size, where)
     if device is not None and value.device != device:
@@ -161,7 +160,7 @@ def read_mapping(
                 data.setdefault(key, None)
                 continue
         # The shape is compared with the last one that passed: leaves of a tree share shapes.
-        if type(value) is Tensor and device is None:
+        if type(value) is Tensor and device is None and not value.is_nested:
             shape = value.shape if ndim else last
             if shape == last or shape[:ndim] == size:
                 last = shape
@@ -182,7 +181,10 @@ def _is_plain(source: dict[Any, Any], size: Size) -> bool:
         return False
     if not size:
         return True
-    shapes = list(map(_SHAPE, source.values()))
+    try:
+        shapes = list(map(_SHAPE, source.values()))
+    except RuntimeError:  # a strided nested tensor
+        return False
     return not shapes or (shapes.count(shapes[0]) == len(shapes) and shapes[0][: len(size)] == size)
 
 

@@ -284,8 +284,9 @@ class EditMethods(TensorCollection):
             and not inplace
             and kind is None
             and key
-            and value.shape[: len(self._batch_size)] == self._batch_size
             and type(self) is self._open
+            and not value.is_nested
+            and value.shape[: len(self._batch_size)] == self._batch_size
         ):
             data = self._data.copy()
             data[key] = value

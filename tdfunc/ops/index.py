@@ -149,7 +149,7 @@ class IndexMethods(TensorCollection):
         if type(index) is str:
             node = self._get(index)
             return value_of(self, index, node) if isinstance(node, NonTensorBase) else node
-        if isinstance(index, tuple) and is_key(index):
+        if isinstance(index, (tuple, str)) and is_key(index):
             return get_value(self, index)
         return self._index(index)
 

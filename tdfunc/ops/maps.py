@@ -9,7 +9,7 @@ from tdfunc._collection import PLAIN, LeafOp, TensorCollection
 from tdfunc._errors import BatchSizeError, explain
 from tdfunc._keys import dotted
 from tdfunc._nontensor import NonTensorBase
-from tdfunc._shapes import as_names, as_size
+from tdfunc._shapes import as_names, as_size, shape_of
 from tdfunc._types import Path
 from tdfunc.ops.cast import as_device
 from tdfunc.ops.pointwise_base import check_same
@@ -92,14 +92,14 @@ def _check_results(tree: TensorCollection, at: Path) -> None:
     # Leaves share shapes: comparing with the last one that passed saves the slice.
     size, last = tree._batch_size, None
     ndim = len(size)
-    if PLAIN.issuperset(map(type, tree._data.values())):
+    if PLAIN.issuperset(map(type, tree._data.values())) and not any(leaf.is_nested for leaf in tree._data.values()):
         shapes = [leaf.shape for leaf in tree._data.values()]
         if not shapes or (shapes.count(shapes[0]) == len(shapes) and shapes[0][:ndim] == size):
             return
     for key, node in tree._data.items():
         if isinstance(node, Tensor):
-            shape = node.shape
-            if shape is not last and shape != last and shape[:ndim] != size:
+            shape = shape_of(node)
+            if shape is not None and shape is not last and shape != last and shape[:ndim] != size:
                 raise BatchSizeError(
                     explain(
                         f"apply: the result for {dotted((*at, key))!r} has lost the batch size.",

@@ -12,6 +12,7 @@ from tdfunc._collection import LeafOp, TensorCollection
 from tdfunc._errors import BatchSizeError, LeafMismatchError, TieError, TreeStructureError, explain
 from tdfunc._keys import dotted
 from tdfunc._nontensor import NonTensorBase
+from tdfunc._shapes import shape_of
 from tdfunc._types import LeafFn, Path
 
 T = TypeVar("T", bound=TensorCollection)
@@ -134,7 +135,7 @@ def _with_tree(tree: T, other: TensorCollection, name: str, foreach: str | None,
     if foreach is not None and not tree._ties and not other._ties and can_foreach():
         mine: list[Tensor] = []
         theirs: list[Tensor] = []
-        alike = _collect_pairs(tree, other, mine, theirs) and [x.shape for x in mine] == [y.shape for y in theirs]
+        alike = _collect_pairs(tree, other, mine, theirs) and _same_shapes(mine, theirs)
         done = _run(tree, foreach, mine, theirs) if alike and mine else None
         if done is not None:
             return done
@@ -168,6 +169,13 @@ def broadcast_size(tree: TensorCollection, other: TensorCollection, call: str) -
     return None if size == mine else lambda old: size + old[n:]
 
 
+def _same_shapes(mine: list[Tensor], theirs: list[Tensor]) -> bool:
+    try:
+        return [x.shape for x in mine] == [y.shape for y in theirs]
+    except RuntimeError:  # leaves to which torch gives no shape
+        return False
+
+
 def _check_features(
     tree: TensorCollection, other: TensorCollection, dims: tuple[int, int], call: str, at: Path
 ) -> bool:
@@ -177,7 +185,7 @@ def _check_features(
         node, twin = tree._get(key), other._get(key)
         if isinstance(node, TensorCollection):
             differ |= _check_features(node, twin, dims, call, (*at, key))
-        elif isinstance(node, Tensor) and isinstance(twin, Tensor) and node.shape != twin.shape:
+        elif isinstance(node, Tensor) and isinstance(twin, Tensor) and shape_of(node) != shape_of(twin):
             differ = True
             if any(dims) and node.dim() - dims[0] != twin.dim() - dims[1]:
                 raise LeafMismatchError(

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from tdfunc._collection import TensorCollection
 from tdfunc._keys import FilterLike
+from tdfunc._shapes import shape_of
 from tdfunc.ops.cast import all_shared, is_shared
 from tdfunc.ops.facts import walk_limited
 from tdfunc.ops.html import render_html
@@ -20,11 +21,15 @@ def describe_leaf(leaf: Any) -> str:
     if not isinstance(leaf, Tensor):
         return repr(leaf)
     name = type(leaf).__name__
-    try:
-        shape = leaf.shape
-    except RuntimeError:
+    shape = shape_of(leaf)
+    if shape is None:
         return f"{name}(uninitialized, device={leaf.device}, dtype={leaf.dtype})"
     return f"{name}(shape={shape}, device={leaf.device}, dtype={leaf.dtype}, is_shared={is_shared(leaf)})"
+
+
+def shown(key: str) -> str:
+    """Return a key as it stands in text: what would break a line, or cannot be encoded, is escaped."""
+    return key if key.isprintable() else repr(key)[1:-1]
 
 
 def render(tree: TensorCollection, indent: str = "") -> str:
@@ -39,7 +44,7 @@ def render(tree: TensorCollection, indent: str = "") -> str:
             text = repr(node).replace("\n", f"\n{indent}        ")
         else:
             text = describe_leaf(node)
-        lines.append(f"{indent}        {key}: {text}")
+        lines.append(f"{indent}        {shown(key)}: {text}")
     fields = ",\n".join(lines) or f"{indent}    "
     names = f",\n{indent}    names={list(tree._names)}" if tree._names is not None else ""
     return (

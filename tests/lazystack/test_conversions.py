@@ -8,12 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Size
+from torch import Size, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils import _pytree as pytree
 
 from tdfunc import TensorDict
 from tdfunc._errors import (
+    BatchSizeError,
     ImmutableError,
     LeafMismatchError,
     MissingKeyError,
@@ -239,3 +240,29 @@ def test_numpy_of_each_tree():
 
     assert [type(x).__name__ for x in (*arrays["x"], *arrays["n"]["y"])] == ["ndarray"] * 6
     assert [len(x) for x in arrays["x"]] == [2, 4, 3]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_strided_nested_leaves_in_a_tree():
+    """Torch gives such a leaf no shape: edits, maps and printing would raise torch's internal error."""
+    ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    td = TensorDict({"x": ragged, "y": torch.zeros(2)}, [2])
+
+    assert td.set("z", ragged)["z"] is ragged
+    assert TensorDict({"x": ragged}, [2]).set("z", torch.ones(2)).batch_size == Size([2])
+    assert [t.tolist() for t in td.apply(lambda x: x * 2)["x"].unbind()] == [[2.0, 2.0], [2.0, 2.0, 2.0]]
+    assert pytree.tree_map(lambda x: x * 2, td).batch_size == Size([2])
+    assert (td * td)["x"].is_nested
+    assert td[1]["x"].tolist() == [1.0, 1.0, 1.0]
+    assert "x: Tensor(shape=torch.Size([2, -1])" in repr(td)
+    with pytest.raises(BatchSizeError, match=r"'x'(.|\n)*\[3\](.|\n)*\[2, -1\]"):
+        TensorDict({"x": ragged}, [3])
+    with pytest.raises(BatchSizeError, match=r"'z'(.|\n)*\[3\](.|\n)*\[2, -1\]"):
+        TensorDict({}, [3]).set("z", ragged)
+
+
+def test_maps_of_uninitialised_parameters():
+    """A parameter without a shape would make `apply` raise, whatever the function."""
+    leaf = nn.UninitializedParameter()
+
+    assert TensorDict({"w": leaf}).apply(lambda x: x)["w"] is leaf

@@ -139,3 +139,15 @@ def test_dir_lists_what_can_be_called():
 def public(cls):
     """Names of a class without an underscore."""
     return [name for name, _ in inspect.getmembers_static(cls) if not name.startswith("_")]
+
+
+def test_keys_that_cannot_be_printed():
+    """A line break in a key would look like another entry, and a lone surrogate makes print fail."""
+    td = TensorDict({"a\nb": torch.ones(1), "\ud800": torch.ones(1), "größe": torch.ones(1), "n": {"\0": 1}})
+
+    for text in (repr(td), repr(lazy_stack([td, td]))):
+        assert "a\\nb: " in text
+        assert "\\ud800: " in text
+        assert "größe: " in text
+        assert "\\x00: " in text
+        text.encode()
