@@ -285,6 +285,8 @@ class Plan:
             raise malformed("distinct keys", f"a key twice in node {number}")
         names = as_names(node["names"], len(size)) if "names" in node else None
         static = Static(kinds, ties, node.get("own"))
+        if "class" in node and node["class"] == _lazy_name():
+            return _stack(data, size, device, names, static)
         cls = _resolve(node["class"], job.classes) if "class" in node else TensorCollection._open
         _check_fields(cls, data, self.path(number))
         return cls._make(data, size, device, names, static if static != Static() else None)
@@ -382,6 +384,27 @@ def _nontensor(what: dict[str, Any], size: Size) -> NonTensorBase:
     for i, value in enumerate(what["values"]):
         array[i] = value
     return NonTensorStack._wrap(array.reshape(shape))
+
+
+def _lazy_name() -> str:
+    return f"{TensorCollection._lazy.__module__}:{TensorCollection._lazy.__qualname__}"
+
+
+def _stack(
+    data: dict[str, Any], size: Size, device: torch.device | None, names: tuple[str | None, ...] | None, static: Static
+) -> Any:
+    """Return a lazy stack of trees, in the class for theirs."""
+    trees = list(data.values())
+    kinds = {(type(tree), len(tree._batch_size)) if isinstance(tree, TensorCollection) else None for tree in trees}
+    if len(kinds) != 1 or None in kinds or list(data) != [str(number) for number in range(len(trees))]:
+        raise malformed("a lazy stack of trees of one class and number of dimensions, in order", repr(list(data)))
+    dim = static.own
+    if type(dim) is not int or not -len(size) <= dim < 0 or len(trees[0]._batch_size) != len(size) - 1:
+        raise malformed(f"the dimension of a lazy stack whose batch size is {list(size)}", repr(dim))
+    made = TensorCollection._lazy._of(trees, len(size) + dim)
+    if made._batch_size != size:
+        raise malformed(f"a lazy stack of the batch size {list(size)}", str(list(made._batch_size)))
+    return made._make(made._data, size, device, names, static)
 
 
 # Any: the class may be a TensorClass, which is of a higher layer.

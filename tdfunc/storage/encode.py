@@ -151,7 +151,9 @@ def _node_fields(node: _Pending) -> str:
     if tree._names is not None:
         fields["names"] = list(tree._names)
     if type(tree) is not TensorCollection._open:
-        fields["class"] = f"{type(tree).__module__}:{type(tree).__qualname__}"
+        # What else a stack of typed trees is follows from its trees.
+        cls = TensorCollection._lazy if isinstance(tree, TensorCollection._lazy) else type(tree)
+        fields["class"] = f"{cls.__module__}:{cls.__qualname__}"
     own = tree._static.own if tree._static is not None else None
     if own is not None:
         _check_value(own, node.prefix or '"(the tree)"')
