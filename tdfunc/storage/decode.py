@@ -136,6 +136,8 @@ class Plan:
             if name is not None and type(name) is not str:
                 raise malformed("a device", repr(name))
             device = torch.device(name) if name is not None else None
+        if "own" in node and "class" not in node:
+            raise malformed("a class beside what it records", f"{node['own']!r} in node {number}")
         self.sizes[number], self.devices[number] = size, device
 
     def _check_items(self, number: int) -> None:
@@ -167,6 +169,7 @@ class Plan:
             spec = self.table[index]
             if type(what) is list:
                 check_flags(flags, spec.dtype)
+            check_place(device)
             if ndim and spec.size[:ndim] != size and IS_VALUE not in flags:
                 raise malformed(f"leaf {prefix}{key} to start with the batch size {list(size)}", str(list(spec.size)))
             name = f'"{prefix}{quote(key)[1:-1]}"' if own is None else quote(own)
@@ -185,6 +188,8 @@ class Plan:
         if items and min(items) < 0:
             raise malformed("a spec", repr(min(items)))
         prefix, table = self._prefix(number), self.table
+        if items:
+            check_place(self.devices[number])
         # Before they are made: of a deep node they might not fit in memory.
         self._limit -= (len(prefix) + 2) * len(keys) + sum(map(len, keys))
         if self._limit < 0:
@@ -335,6 +340,12 @@ class Plan:
         if {frozenset(group) for group in ties} != {frozenset(group) for group in known}:
             raise malformed(f"the groups of its parent in node {number}", repr(ties)[:200])
         return ties
+
+
+def check_place(device: torch.device | None) -> None:
+    """Raise for a device on which the leaves of a file would have no values."""
+    if device is not None and device.type == "meta":
+        raise malformed("leaves on a device that has values", str(device))
 
 
 def check_flags(flags: Any, dtype: torch.dtype) -> None:

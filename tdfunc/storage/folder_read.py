@@ -32,6 +32,7 @@ from tdfunc.storage.encode import (
     restrict,
 )
 from tdfunc.storage.folder_plan import DTYPES, LAZY_TYPE, VALUE_TYPE, VALUES_TYPE, VERSION
+from tdfunc.storage.format import find_surrogate
 from tdfunc.storage.mapped import open_inside
 from tdfunc.storage.names import LEAF_SUFFIX, META, PICKLES, RESERVED, encoded, is_raw_name, special_name
 
@@ -159,6 +160,8 @@ class FolderReader:
             raise _malformed(what, "JSON", f"{type(err).__name__}: {err}"[:300]) from err
         if type(meta) is not dict:
             raise _malformed(what, "an object", repr(meta)[:100])
+        if b"\\u" in raw and (half := find_surrogate(_keys(meta))) is not None:
+            raise _malformed(what, "keys of whole characters", repr(half)[:100])
         return meta
 
     def _check_pickles(self, folder: str, path: Path) -> None:
@@ -179,7 +182,7 @@ class FolderReader:
     def _is_folder(self, folder: str, path: Path) -> bool:
         try:
             kind = os.stat(folder, dir_fd=self.root, follow_symlinks=False).st_mode
-        except FileNotFoundError:
+        except OSError:
             return False
         if stat.S_ISLNK(kind):
             hint = "put the folder there in place of the link."
@@ -599,6 +602,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
         raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is there twice")
     return result
+
+
+def _keys(meta: dict[str, Any]) -> list[str]:
+    """Return all that may become a name of a file."""
+    own = meta.get("")
+    special = own.get("special") if type(own) is dict else None
+    return [*meta, *(special if type(special) is dict else ())]
 
 
 def _no_constant(text: str) -> NoReturn:

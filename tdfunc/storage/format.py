@@ -46,6 +46,7 @@ _NUMPY = {
     if hasattr(np, str(dtype).removeprefix("torch.").replace("bool", "bool_"))
 }
 _MAX_NUMPY_DIMS = 32
+_TOO_LARGE = 2**63
 
 
 class Spec(NamedTuple):
@@ -91,8 +92,12 @@ def spec_of(code: str, shape: Sequence[int]) -> Spec:
             )
         )
     if any(type(dim) is not int or dim < 0 for dim in shape):
-        raise CorruptCheckpointError(explain("A shape is no list of sizes.", got=repr(shape)))
+        raise CorruptCheckpointError(explain("A shape is no list of sizes.", got=repr(shape)[:400]))
     bits = math.prod(shape) * _CODES[code][1]
+    # Also strides of leaves without elements are numbers of 64 bits.
+    if (bits or math.prod([max(dim, 1) for dim in shape]) * _CODES[code][1]) >= _TOO_LARGE:
+        expected = "elements that can be counted in 64 bits"
+        raise CorruptCheckpointError(explain("A shape is too large.", expected=expected, got=repr(shape)[:400]))
     size = tuple(shape)
     if code == "F4":
         if not shape or shape[-1] % 2:

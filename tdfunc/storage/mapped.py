@@ -40,6 +40,8 @@ def open_inside(root: int, name: str, what: str, *, writable: bool = False) -> i
             raise _not_regular(what, stat.S_IFDIR) from err
         if err.errno == errno.ENXIO:
             raise _not_regular(what, stat.S_IFSOCK) from err
+        if err.errno == errno.ENAMETOOLONG:
+            raise FileNotFoundError(errno.ENOENT, err.strerror, name) from err
         if err.errno != errno.ELOOP:
             raise
         fd = _open_link(root, name, flags, what)

@@ -14,7 +14,7 @@ from tdfunc._types import Device, NestedKey, Path
 from tdfunc.ops.reading import get_value, has
 from tdfunc.storage.checkpoint import as_name
 from tdfunc.storage.contents import Contents, Found
-from tdfunc.storage.decode import Classes
+from tdfunc.storage.decode import Classes, check_place
 from tdfunc.storage.encode import IS_VALUE
 from tdfunc.storage.files import LocalFiles, open_contents
 from tdfunc.storage.progress import progress_bar
@@ -247,7 +247,9 @@ class LazyTree:
         if self._choice.device is not None:
             return self._choice.device
         with naming(self._contents.path):
-            return torch.device(found.device) if found.device is not None else None
+            place = torch.device(found.device) if found.device is not None else None
+            check_place(place)
+            return place
 
     def _stated(self, found: Found) -> Any:
         index = found.item if type(found.item) is int else found.item[0]

@@ -3,10 +3,12 @@
 `python -m tests.reliability` runs the same checks many more times and writes docs/reliability.md.
 """
 
+import json
+
 import pytest
 import torch
 
-from tdfunc import CorruptCheckpointError, load
+from tdfunc import CorruptCheckpointError, TensorDict, load
 from tdfunc import open as open_file
 from tests.storage.trees import entry, forge
 
@@ -36,3 +38,52 @@ def test_flags_that_do_not_fit_a_leaf(flags, read, tmp_path):
 
     with pytest.raises(CorruptCheckpointError, match=r"(?s)f\.safetensors.*(flags|grad)"):
         read(path)
+
+
+def refused(path, read, says):
+    """Check that a read raises our error, which names the file and says what is wrong."""
+    with pytest.raises(CorruptCheckpointError, match=rf"(?s)f\.safetensors.*{says}"):
+        read(path)
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+@pytest.mark.parametrize("shape", [[0, 2**63], [0, 2**62, 2**62], [2**62]])
+def test_shapes_that_torch_cannot_count(shape, read, tmp_path):
+    """A leaf without elements but with dimensions beyond 64 bits would raise torch's error, which names no file."""
+    path = tmp_path / "f.safetensors"
+    tree = {"specs": [["I64", shape]], "nodes": [{"keys": ["w"], "items": [0]}], "ties": []}
+    path.write_bytes(forge(tree, [entry("w", "I64", shape, 0, 0)]))
+
+    refused(path, read, "64 bits")
+
+
+@pytest.mark.parametrize("name", ["load", "one leaf", "compared", "leaf"])
+def test_a_device_without_values(name, tmp_path):
+    """A file that claims to be of the meta device would load without values, and without a word."""
+    tree = {"specs": [["I64", [1]]], "nodes": [{"keys": ["w"], "items": [0], "device": "meta"}], "ties": []}
+    path = tmp_path / "f.safetensors"
+    path.write_bytes(forge(tree, [WHOLE], bytes(8)))
+
+    refused(path, READS[name], "meta")
+
+
+@pytest.mark.parametrize("own", [0, "x", [0], {"a": 1}])
+def test_what_only_a_class_records(own, tmp_path):
+    """A plain tree would carry what a lazy stack records, of any type."""
+    tree = {"specs": [["I64", [1]]], "nodes": [{"keys": ["w"], "items": [0], "own": own}], "ties": []}
+    path = tmp_path / "f.safetensors"
+    path.write_bytes(forge(tree, [WHOLE], bytes(8)))
+
+    refused(path, load, "class")
+
+
+@pytest.mark.parametrize("key", ["\ud800", "x" * 300, "é" * 200])
+@pytest.mark.parametrize("what", [{"dtype": "torch.uint8", "shape": [3]}, {"type": "TensorDict"}])
+def test_keys_that_no_file_can_have(key, what, tmp_path):
+    """A meta.json with such a key would raise the system's error, as if the disk were at fault."""
+    TensorDict({"w": torch.ones(3)}).memmap(tmp_path / "d")
+    meta = {"shape": [], "device": "None", "_type": "<class 'tensordict._td.TensorDict'>", key: what}
+    (tmp_path / "d" / "meta.json").write_text(json.dumps(meta))
+
+    with pytest.raises(CorruptCheckpointError, match=r"(?s)load_memmap .*(missing|whole characters)"):
+        TensorDict.load_memmap(tmp_path / "d")
