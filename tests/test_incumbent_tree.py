@@ -19,8 +19,9 @@ from tdfunc import (
     MissingKeyError,
     TensorDict,
     TreeStructureError,
+    lazy_stack,
 )
-from tests.incumbent import Incumbent
+from tests.incumbent import Incumbent, tensordict
 
 A, B = torch.arange(3.0), torch.arange(6.0).reshape(3, 2)
 
@@ -237,3 +238,26 @@ def test_silent_broadcast():
     assert torch.equal((Incumbent({"a": square}, [3]) + Incumbent({"a": row}, [3]))["a"], square + row)
     with pytest.raises(LeafMismatchError, match=r"'a'(.|\n)*\[3, 3\](.|\n)*\[3\]"):
         TensorDict({"a": square}, [3]) + TensorDict({"a": row}, [3])
+
+
+# -- ragged data ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lengths", [(2, 2), (2, 3)])
+def test_a_ragged_field_reads_alike_whatever_the_lengths(lengths):
+    """Code that works on one batch would fail on the next, as in tensordict, where it is a tensor or an error."""
+    ours = lazy_stack([TensorDict({"x": torch.zeros(n)}) for n in lengths])
+    theirs = tensordict.lazy_stack([Incumbent({"x": torch.zeros(n)}, []) for n in lengths])
+
+    assert [len(x) for x in ours["x"]] == list(lengths)
+    assert type(ours["x"]) is tuple
+    assert reads(theirs, "x") == (len(set(lengths)) == 1)
+
+
+def reads(tree, key):
+    """Whether a key can be read."""
+    try:
+        tree[key]
+    except RuntimeError:
+        return False
+    return True

@@ -365,7 +365,7 @@ def test_options_of_folders_need_a_folder(tmp_path):
     """An option that only a folder of mapped files has would be dropped in silence for a safetensors file."""
     tdf.save(keys_tree(), tmp_path / "td.safetensors")
 
-    with pytest.raises(OSError, match=r"td\.safetensors"):
+    with pytest.raises(NotADirectoryError, match=r"td\.safetensors"):
         TensorDict.load(tmp_path / "td.safetensors", num_threads=2)
 
 

@@ -208,7 +208,8 @@ class MemmapMethods(TensorCollection):
             **options: What else `tdfunc.load`, or `load_memmap`, takes.
 
         Raises:
-            FileNotFoundError: There is no such file, or an option of `load_memmap` is given for what is none.
+            FileNotFoundError: There is no such file, or an option of `load_memmap` is given for another folder.
+            NotADirectoryError: Such an option is given for a file.
 
         Examples:
             >>> import tempfile
