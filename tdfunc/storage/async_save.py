@@ -25,6 +25,7 @@ from tdfunc._types import Kind
 from tdfunc.storage.background import PendingSave, SaveQueue
 from tdfunc.storage.checkpoint import check_folder, check_target, outline_of, save_outline, save_sharded
 from tdfunc.storage.encode import Outline
+from tdfunc.storage.remote import anchored
 from tdfunc.storage.shards import as_bytes
 from tdfunc.storage.write import _SMALL_BYTES as SMALL_BYTES
 from tdfunc.storage.write import _is_plain as is_plain
@@ -211,7 +212,7 @@ class AsyncSaver:
             Exception: An earlier save failed and nobody was told; this is its error. Nothing was submitted.
         """
         max_bytes = as_bytes(max_shard_size) if max_shard_size is not None else None
-        target = check_target(path) if max_bytes is None else check_folder(path)
+        target = anchored(check_target(path) if max_bytes is None else check_folder(path))
 
         def prepare() -> "_FileWrite":
             return _FileWrite(take_snapshot(td, copy), target, max_bytes, fsync)

@@ -18,7 +18,7 @@ from tdfunc.storage.files import LocalFiles, is_memmap, open_contents
 from tdfunc.storage.index import SINGLE
 from tdfunc.storage.memmap import load_memmap
 from tdfunc.storage.progress import progress_bar
-from tdfunc.storage.remote import RemoteFiles, is_remote, local_path
+from tdfunc.storage.remote import RemoteFiles, is_remote, local_path, not_empty
 from tdfunc.storage.select import Choice, narrow_tree, read_tree
 from tdfunc.storage.shards import (
     ShardPlan,
@@ -241,7 +241,7 @@ def check_target(path: str | os.PathLike[str]) -> str:
 
 def check_folder(path: str | os.PathLike[str]) -> str:
     """Return the name of a folder that shards can be saved in."""
-    folder = local_path(as_name(path, "save"))
+    folder = not_empty(local_path(as_name(path, "save")), "save")
     taken = not is_remote(folder) and os.path.lexists(folder) and not os.path.isdir(folder)
     if taken or folder.endswith((_SUFFIX, *_TORCH_SUFFIXES)):
         what, hint = f"save {folder}: shards are saved in a folder.", "name a folder, or leave out max_shard_size=."

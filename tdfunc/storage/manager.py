@@ -23,6 +23,7 @@ from tdfunc.storage.decode import Classes
 from tdfunc.storage.encode import _is_plain
 from tdfunc.storage.format import no_constant, unique
 from tdfunc.storage.index import INDEX, SINGLE
+from tdfunc.storage.remote import anchored, local_folder
 from tdfunc.storage.shards import ShardPlan, as_bytes, write_shards
 from tdfunc.storage.steps import (
     StepRemovedError,
@@ -67,7 +68,7 @@ class CheckpointManager:
     step that is being loaded is not removed.
 
     Args:
-        folder: Where the steps are; it is made by the first save.
+        folder: Where the steps are; it is made by the first save. A change of the current folder does not move it.
         keep_last: How many of the highest steps are kept; the step that was saved last is always kept. Without it and
             without `keep_best`, all are.
         keep_best: How many steps are kept besides, by `metric`. Of equal ones the later is better.
@@ -80,7 +81,8 @@ class CheckpointManager:
         fsync: Wait until the disk has each step. Without it a power failure (not a crash of the program) may lose it.
 
     Raises:
-        ValueError: A number below 1, another mode, or `keep_best` without `metric`.
+        ValueError: A number below 1, another mode, `keep_best` without `metric`, or an empty name.
+        UnsupportedError: The folder is a URL.
 
     Examples:
         >>> import tempfile
@@ -112,7 +114,7 @@ class CheckpointManager:
         if keep_best is not None and metric is None:
             hint = 'metric="loss", and save(..., metadata={"loss": ...}).'
             raise ValueError(explain("CheckpointManager: keep_best needs a metric.", got="no metric", hint=hint))
-        self._folder = os.fsdecode(folder)
+        self._folder = anchored(local_folder(folder, "CheckpointManager"))
         self._keep_last, self._keep_best, self._metric, self._mode = keep_last, keep_best, metric, mode
         self._fsync, self._async = fsync, async_save
         self._max_bytes = as_bytes(max_shard_size) if max_shard_size is not None else None

@@ -27,6 +27,7 @@ from tdfunc.storage.folder_commit import check_target, recover, replace_folder
 from tdfunc.storage.folder_plan import FileLeaf, FolderPlan, plan_folder
 from tdfunc.storage.folder_read import FolderReader, LeafFile
 from tdfunc.storage.mapped import map_descriptor, open_inside
+from tdfunc.storage.remote import local_folder
 from tdfunc.storage.write import pieces, write_all
 
 In = TypeVar("In")
@@ -82,7 +83,7 @@ def load_memmap(
         what = f"load_memmap: there is no mode {mode!r}."
         raise ValueError(explain(what, expected="'c' (copy-on-write) or 'r+' (writes reach the files)"))
     threads = _threads(num_threads, "load_memmap")
-    name = os.fsdecode(prefix)
+    name = local_folder(prefix, "load_memmap")
     place = torch.device(device) if device is not None else None
     tree = _load(name, mode, threads, classes, place, non_blocking)
     if out is None:
@@ -302,9 +303,7 @@ def _target(td: Any, prefix: Any, call: str) -> str | None:
         )
     if prefix is None:
         return None
-    if not isinstance(prefix, (str, bytes, os.PathLike)):
-        raise TypeError(explain(f"{call}: not a path.", expected="the name of a folder", got=type(prefix).__name__))
-    target = os.path.realpath(os.fsdecode(prefix))
+    target = os.path.realpath(local_folder(prefix, call))
     if target.endswith(".safetensors"):
         hint = "tdfunc.save(tree, path) writes one safetensors file; a memmap is a folder of any other name."
         raise ValueError(explain(f"{call} {target}: this is the name of a file.", got=".safetensors", hint=hint))

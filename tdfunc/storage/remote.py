@@ -26,6 +26,41 @@ def local_path(path: str) -> str:
     return path.removeprefix(_LOCAL) if path.startswith(_LOCAL) else path
 
 
+def local_folder(path: Any, call: str) -> str:
+    """Return the name of a folder of this machine.
+
+    Raises:
+        TypeError: It is no path.
+        ValueError: It is empty.
+        UnsupportedError: It is on another machine.
+    """
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        expected, got = "the name of a folder", type(path).__name__
+        raise TypeError(explain(f"{call}: not a path.", expected=expected, got=got))
+    name = local_path(os.fsdecode(path))
+    if is_remote(name):
+        hint = "tdfunc.save(tree, url) writes to other machines."
+        raise UnsupportedError(
+            explain(f"{call} {name}: files are mapped or locked.", expected="a folder of this machine", hint=hint)
+        )
+    return not_empty(name, call)
+
+
+def not_empty(folder: str, call: str) -> str:
+    """Return the name of a folder; raise if it is empty, which may be a variable that was never set."""
+    if not folder:
+        hint = "the current folder is '.'."
+        what = f"{call}: the name of the folder is empty."
+        raise ValueError(explain(what, expected="the name of a folder", got="''", hint=hint))
+    return folder
+
+
+def anchored(path: str) -> str:
+    """Return a path that means the same file after the current folder has changed."""
+    # Not abspath: it takes `link/..` for the folder of the link.
+    return path if is_remote(path) or os.path.isabs(path) else os.path.join(os.getcwd(), path)
+
+
 # Any: fsspec has no annotations.
 def _file_system(path: str) -> Any:
     try:

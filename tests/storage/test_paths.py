@@ -1,0 +1,130 @@
+"""Names of files and folders: relative ones, empty ones, and ones that are none."""
+
+import os
+from functools import partial
+
+import pytest
+
+import tdfunc
+from tdfunc import AsyncSaver, CheckpointManager, TensorDict, UnsupportedError
+from tests.storage.scripts import tree_of, value_of
+
+
+@pytest.fixture
+def two_folders(tmp_path, monkeypatch):
+    """Two folders, the first of which is the current one."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    return tmp_path / "a", tmp_path / "b"
+
+
+def read(path):
+    """Wait until somebody writes to a pipe."""
+    path.read_text()
+    return path
+
+
+def test_a_background_save_stays_where_it_was_submitted(two_folders):
+    """A program that changes its folder would find its checkpoint in the new one, or over another file there."""
+    first, second = two_folders
+    with AsyncSaver(max_pending=9) as saver:
+        os.mkfifo("wait")
+        # The queue is busy until the folder has changed.
+        saver._queue.submit(first / "busy", lambda: partial(read, first / "wait"), None)
+        handles = [saver.save(tree_of(1), "x.safetensors"), saver.save(tree_of(2), "shards", max_shard_size=8)]
+        os.chdir(second)
+        (first / "wait").write_text("go on")
+
+    assert [handle.result() for handle in handles] == [first / "x.safetensors", first / "shards"]
+    assert os.listdir(second) == []
+    assert value_of(tdfunc.load(first / "x.safetensors")) == 1
+    assert value_of(tdfunc.load(first / "shards")) == 2
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_manager_stays_where_it_was_made(in_background, two_folders):
+    """A program that changes its folder would go on in another one, and find no steps there to resume from."""
+    first, second = two_folders
+    manager = CheckpointManager("run", keep_last=1, async_save=in_background)
+    manager.save(1, tree_of(1))
+    manager.wait()
+
+    os.chdir(second)
+    manager.save(2, tree_of(2))
+    manager.wait()
+
+    assert os.listdir(second) == []
+    assert manager.steps() == [2]
+    assert value_of(manager.load()) == 2
+    assert manager.path(2) == first / "run" / "step-0000000002"
+
+
+def test_mapped_files_stay_where_they_are(two_folders):
+    """After a change of folder, leaves would be looked for in the new one."""
+    first, second = two_folders
+    tree = tree_of(1).memmap("m")
+    own = TensorDict.load_memmap("m", mode="r+")
+    os.chdir(second)
+
+    tree["w"].fill_(2)
+    own.memmap_refresh_()
+
+    assert own["w"].tolist() == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("name", ["", b""])
+def test_empty_names(name, two_folders):
+    """A variable that was never set would save to the root of the file system, or among the program's own files."""
+    tree = tree_of(1)
+
+    with pytest.raises(ValueError, match=r"save: the name of the folder is empty(.|\n)*expected: the name of a folder"):
+        tdfunc.save(tree, name, max_shard_size=8)
+    with pytest.raises(ValueError, match=r"save: the name of the folder is empty(.|\n)*the current folder is '\.'"):
+        AsyncSaver().save(tree, name, max_shard_size=8)
+    with pytest.raises(ValueError, match="CheckpointManager: the name of the folder is empty"):
+        CheckpointManager(name)
+    with pytest.raises(ValueError, match="memmap: the name of the folder is empty"):
+        tree.memmap(name)
+    with pytest.raises(ValueError, match="load_memmap: the name of the folder is empty"):
+        TensorDict.load_memmap(name)
+    assert os.listdir() == []
+
+
+@pytest.mark.parametrize("name", [3, ["x"]])
+def test_what_is_no_name(name):
+    """A number would be taken for an open file, or the message not say which call it was."""
+    expected = rf"not a path(.|\n)*got: +{type(name).__name__}"
+
+    with pytest.raises(TypeError, match="CheckpointManager: " + expected):
+        CheckpointManager(name)
+    with pytest.raises(TypeError, match="load_memmap: " + expected):
+        TensorDict.load_memmap(name)
+    with pytest.raises(TypeError, match="memmap: " + expected):
+        tree_of(1).memmap(name)
+
+
+def test_urls_where_only_folders_can_be(two_folders):
+    """A run would be kept in a folder called `s3:` on this machine, which is gone with it."""
+    with pytest.raises(UnsupportedError, match=r"CheckpointManager s3://bucket/run(.|\n)*a folder of this machine"):
+        CheckpointManager("s3://bucket/run")
+    with pytest.raises(UnsupportedError, match=r"memmap s3://bucket/m(.|\n)*a folder of this machine"):
+        tree_of(1).memmap("s3://bucket/m")
+    with pytest.raises(UnsupportedError, match=r"load_memmap s3://bucket/m(.|\n)*a folder of this machine"):
+        TensorDict.load_memmap("s3://bucket/m")
+    assert os.listdir() == []
+    assert CheckpointManager(f"file://{two_folders[1]}").path(1).parent == two_folders[1]
+
+
+def test_paths_of_every_kind(two_folders):
+    """A name of bytes, or with letters that are no text, would be refused by one call and taken by another."""
+    for name in (b"bytes", "é中", os.fsdecode(b"\xff")):
+        file = os.fsdecode(name) + ".safetensors"
+        tdfunc.save(tree_of(1), file)
+        tree_of(2).memmap(name)
+        manager = CheckpointManager(os.fsencode(name) + b"-run")
+        manager.save(1, tree_of(3))
+
+        assert value_of(tdfunc.load(file)) == 1
+        assert value_of(TensorDict.load_memmap(name)) == 2
+        assert value_of(manager.load()) == 3
