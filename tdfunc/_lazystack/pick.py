@@ -11,7 +11,7 @@ from torch import Size, Tensor
 from tdfunc._collection import LeafOp, TensorCollection
 from tdfunc._errors import BatchSizeError, LeafMismatchError, explain
 from tdfunc._lazystack.ragged import check_same_ndim, same_keys
-from tdfunc.ops import at, index, shape
+from tdfunc.ops import at, index, shape, storage_writes
 
 # A part of an index with its place, by which dimensions that it makes are told apart.
 Part = tuple[int, Any]
@@ -188,6 +188,11 @@ def _cut_rows(value: Any, dim: int, count: int, ndim: int) -> list[Any]:
 
 
 def _write(tree: Any, parts: tuple[Any, ...], value: Any, call: str) -> Any:
+    if call == "check_":
+        storage_writes.check_row(tree, parts, value)
+        return tree
+    if call == "set_":
+        return storage_writes.write_row(tree, parts, value)
     trivial = all(isinstance(p, slice) and p == slice(None) for p in parts)
     same = isinstance(value, TensorCollection) and value._batch_size != tree._batch_size
     if not (trivial and same and call == "set"):

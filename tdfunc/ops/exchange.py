@@ -291,7 +291,7 @@ class FromMethods(TensorCollection):
         Args:
             input_dict: Values by (nested) key.
             auto_batch_size: Give every tree the longest batch size that its entries share.
-            batch_dims: At most this many dimensions, with `auto_batch_size`.
+            batch_dims: At most this many dimensions; asks for `auto_batch_size` where no batch size is given.
             batch_size: The batch size of all trees, without it.
             device: Where every leaf is put.
             names: A name for each batch dimension.
@@ -351,6 +351,6 @@ def _from(cls: Any, source: Any, auto: bool, batch_dims: int | None, batch_size:
         what = "from_dict: a batch size is given and asked for."
         expected, got = "batch_size or auto_batch_size", f"both; batch_size {list(as_size(batch_size))}"
         raise TypeError(explain(what, expected=expected, got=got))
-    if not auto:
+    if not auto and (batch_dims is None or batch_size is not None):
         return cls(source, batch_size, device, names)
     return cls(auto_batch_size(cls(source, (), device), batch_dims), None, None, names)

@@ -11,10 +11,11 @@ import torch
 from torch import Size, Tensor
 
 from tdfunc._collection import LeafOp, TensorCollection
-from tdfunc._errors import explain
+from tdfunc._errors import LeafMismatchError, explain
 from tdfunc._nontensor import NonTensorBase, NonTensorStack
 from tdfunc._shapes import dim_index, dim_size
 from tdfunc._types import Names
+from tdfunc.ops.at import _keeps
 from tdfunc.ops.index import split_leaves
 from tdfunc.ops.shape import expand, permute, reshape, transpose, unsqueeze
 
@@ -205,6 +206,7 @@ def pad(tree: T, pad_size: Sequence[int], value: float = 0.0) -> T:
 
     Raises:
         ValueError: The numbers do not come in pairs, are negative, or are more than the dimensions.
+        LeafMismatchError: A leaf's dtype cannot hold the value.
 
     Examples:
         >>> tdf.pad(TensorDict({"a": torch.ones(2)}, [2]), [1, 0])["a"]
@@ -226,6 +228,9 @@ def pad(tree: T, pad_size: Sequence[int], value: float = 0.0) -> T:
     def leaf(x: Any) -> Any:
         if isinstance(x, NonTensorBase):
             return _pad_values(x, pairs, grown(x.shape))
+        if not _keeps(value, x.dtype):
+            got, hint = f"{value!r} for {x.dtype}", "cast the leaf first, or pad it by itself."
+            raise LeafMismatchError(explain("pad: the value would be altered.", got=got, hint=hint))
         # `torch.nn.functional.pad` counts dimensions from the last.
         last_first = [n for pair in reversed(pairs) for n in pair]
         return torch.nn.functional.pad(x, [*[0] * (2 * (x.dim() - len(pairs))), *last_first], value=value)

@@ -4,6 +4,7 @@ Structure never changes here. A leaf whose memory overlaps itself (an expanded o
 change many elements.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -52,14 +53,36 @@ def check_dtype(value: Tensor, leaf: Tensor, where: str) -> None:
 def check_writable(leaf: Tensor, where: str) -> None:
     """Raise for a leaf whose writes would not reach its file, or in which elements share one memory location."""
     check_reaches_file(leaf, where)
-    if any(stride == 0 and size > 1 for stride, size in zip(leaf.stride(), leaf.shape, strict=True)):
+    if overlaps(leaf):
         raise LeafMismatchError(
             explain(
-                f"{where}: the leaf is expanded, one write would change many elements.",
+                f"{where}: the leaf is expanded or overlaps itself, one write would change many elements.",
                 got=f"shape {list(leaf.shape)} with strides {list(leaf.stride())}",
                 hint="write td = td.clone() first, or use the pure td.at[...].set(...).",
             )
         )
+
+
+def overlaps(leaf: Tensor) -> bool:
+    """Whether two elements share one memory location, as in an expanded tensor or in the windows of `unfold`."""
+    if leaf.is_contiguous():
+        return False
+    dims = sorted((stride, size) for stride, size in zip(leaf.stride(), leaf.shape, strict=True) if size != 1)
+    if any(size == 0 for _, size in dims):
+        return False
+    if any(stride == 0 for stride, _ in dims):
+        return True
+    reach, nested = 0, True
+    for stride, size in dims:
+        nested = nested and stride > reach
+        reach += stride * (size - 1)
+    # Each step leaves the memory of the steps below it, as in every view that is not made by hand.
+    if nested or is_compiling():
+        return not nested
+    places = torch.zeros(1, dtype=torch.int64)
+    for stride, size in dims:
+        places = (places[:, None] + torch.arange(size) * stride).flatten()
+    return places.unique().numel() < places.numel()
 
 
 def check_reaches_file(leaf: Tensor, where: str) -> None:
@@ -140,20 +163,76 @@ def write_tree(tree: TensorCollection, other: Mapping[Any, Any] | TensorCollecti
             )
         check_writable(mine[path], repr(dotted(path)))
         check_dtype(value, mine[path], repr(dotted(path)))
-    for group in tree._ties:
-        values = [(path, theirs[path]) for path in group if path in theirs]
-        for path, value in values[1:]:
-            if value is not values[0][1] and not torch.equal(value, values[0][1]):
-                both = f"{dotted(values[0][0])!r} and {dotted(path)!r}"
-                what = f"the tied paths {both} are given different values; nothing was written."
-                raise TieError(explain(what, expected="one value for both", got="two that differ"))
-    for path, value in theirs.items():
+    _check_one_value(mine, theirs)
+    for path, value in _unshared(mine, theirs).items():
         _copy(mine[path], value, repr(dotted(path)))
+
+
+def _check_one_value(leaves: dict[Path, Any], values: dict[Path, Any]) -> None:
+    """Raise for a tensor that stands at several paths, tied or not, and is given more than one value."""
+    first: dict[int, Path] = {}
+    for path, value in values.items():
+        other = first.setdefault(id(leaves[path]), path)
+        if other is not path and value is not values[other] and not torch.equal(value, values[other]):
+            both = f"{dotted(other)!r} and {dotted(path)!r}"
+            what = f"the tied paths {both} are given different values; nothing was written."
+            raise TieError(explain(what, expected="one value for the one tensor at both", got="two that differ"))
+
+
+def _unshared(leaves: dict[Path, Any], values: dict[Path, Any]) -> dict[Path, Any]:
+    """Return the values, copied where an earlier write would change them, as when two leaves are swapped."""
+    if len(values) < 2:
+        return values
+    homes = {path: _storage(leaves[path]) for path in values}
+    sources = {path: _storage(value) for path, value in values.items()}
+    if None in homes.values() or None in sources.values():
+        return {path: value.clone() for path, value in values.items()}
+    # Where two leaves lie in one storage, nothing tells which parts of it a value and the leaves share.
+    counts = Counter(homes.values())
+    safe = {path for path, source in sources.items() if counts[source] == (source == homes[path])}
+    return {path: value if path in safe else value.clone() for path, value in values.items()}
+
+
+def _storage(leaf: Tensor) -> Any:
+    """Return what tensors that share memory have in common; None where nobody can tell."""
+    if is_compiling():
+        return None
+    try:
+        return leaf.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):
+        return None
 
 
 def write_row(tree: TensorCollection, index: Any, row: Any) -> TensorCollection:
     """Write one row (or rows) of a batch in place; a tree without leaves is allocated first, as zeros."""
     parts = index_parts(index, tree._batch_size)
+    if tree._each(lambda t: t) is not None:
+        check_row(tree, parts, row)
+        done = tree._shape(_row_op(parts, "set_"), row)
+        return tree if any(True for _ in iter_leaves(tree)) else done
+    tree, row = check_row(tree, parts, row)
+    leaves = dict(iter_leaves(tree))
+    rows = _unshared(leaves, dict(iter_leaves(row)))
+    with torch.no_grad():
+        for path, leaf in leaves.items():
+            leaf[parts] = rows[path].to(leaf.dtype)
+    return tree
+
+
+def _row_op(parts: tuple[Any, ...], call: str) -> LeafOp:
+    return LeafOp("write_rows", lambda old: old, batch=True, args=(parts, call))
+
+
+def check_row(tree: TensorCollection, parts: tuple[Any, ...], row: Any) -> tuple[TensorCollection, Any]:
+    """Return the tree, allocated if it had no leaves, and the row as a tree; raise if it does not fit."""
+    if tree._each(lambda t: t) is not None:
+        # All trees of a stack are checked before the first is written to.
+        owners: dict[int, str] = {}
+        if any(owners.setdefault(id(leaf), path[0]) != path[0] for path, leaf in iter_leaves(tree)):
+            got, hint = "a tensor that is in two of its trees", "write stack = stack.clone() first."
+            what = "at[...].set_: one write would change several rows of the lazy stack."
+            raise LeafMismatchError(explain(what, got=got, hint=hint))
+        return tree._shape(_row_op(parts, "check_"), row), row
     size = index_size(parts, tree._batch_size)
     if not isinstance(row, TensorCollection):
         row = TensorCollection._open(row, size)
@@ -184,11 +263,9 @@ def write_row(tree: TensorCollection, index: Any, row: Any) -> TensorCollection:
                 )
             )
         check_dtype(rows[path], leaf, f"at[...].set_ {dotted(path)!r}")
+    _check_one_value(leaves, rows)
     _check_values(tree, row)
-    with torch.no_grad():
-        for path, leaf in leaves.items():
-            leaf[parts] = rows[path].to(leaf.dtype)
-    return tree
+    return tree, row
 
 
 def _check_values(tree: TensorCollection, row: TensorCollection) -> None:

@@ -72,6 +72,9 @@ def test_auto_batch_size():
     assert found["n", "e"].batch_size == found["n"]._get("s").shape == (2, 3, 5)
     assert (bare.batch_size, bare["e"].batch_size) == ((), ())
     assert TensorDict.from_dict({"a": A}, auto_batch_size=True, batch_dims=1).batch_size == (2,)
+    # Alone it would be ignored in silence.
+    assert TensorDict.from_dict({"a": A}, batch_dims=1).batch_size == (2,)
+    assert TensorDict.from_dict({"a": A}, batch_dims=1, batch_size=[]).batch_size == ()
 
 
 def test_records_there_and_back():

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn.functional import pad as pad_leaf
 
-from tdfunc import BatchSizeError, TensorDict
+from tdfunc import BatchSizeError, LeafMismatchError, TensorDict
 from tdfunc._lazystack.stack import lazy_stack
 from tdfunc.ops.rearrange import pad
 from tests.helpers import assert_pure, assert_trees_equal
@@ -184,3 +184,14 @@ def test_errors_name_both_values(call, error, message):
     """A wrong call would return something, or not say what it was given."""
     with pytest.raises(error, match=message):
         call()
+
+
+def test_pad_values_are_not_altered():
+    """1.5 would become 1 in a leaf of integers, as torch pads it."""
+    td = TensorDict({"a": torch.ones(2, dtype=torch.int32), "b": torch.ones(2)}, [2])
+
+    with pytest.raises(LeafMismatchError, match=r"pad: the value would be altered(.|\n)*1.5 for torch.int32"):
+        pad(td, [1, 0], 1.5)
+    with pytest.raises(LeafMismatchError, match=r"nan for torch.int32"):
+        pad(td, [1, 0], float("nan"))
+    assert pad(td, [1, 0], -1)["a"].tolist() == [-1, 1, 1]

@@ -1,0 +1,151 @@
+"""Writes into existing storage: what shares memory, and lazy stacks."""
+
+import pytest
+import torch
+from torch import nn
+
+from tdfunc import LeafMismatchError, MissingKeyError, TensorDict, TieError, from_module, lazy_stack
+from tdfunc.ops.storage_writes import overlaps
+
+
+def ragged():
+    """Two trees of different lengths."""
+    return lazy_stack([TensorDict({"x": torch.zeros(n), "n": {"y": torch.zeros(2)}}) for n in (1, 2)])
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda td: td.update_({"a": td["b"], "b": td["a"]}),
+        lambda td: td.copy_(TensorDict({"a": td["b"], "b": td["a"]}, [2])),
+        lambda td: td.at[:].set_({"a": td["b"], "b": td["a"]}),
+        lambda td: TensorDict({"n": td}).set_("n", TensorDict({"a": td["b"], "b": td["a"]}, [2])),
+    ],
+)
+@pytest.mark.parametrize("apart", [True, False])
+def test_two_leaves_can_be_swapped(write, apart):
+    """The second write would read what the first has written, and both leaves would hold one value."""
+    both = torch.tensor([[1.0, 1.0], [2.0, 2.0]])
+    td = TensorDict({"a": both[0], "b": both[1]}, [2])
+    td = td.clone() if apart else td
+
+    write(td)
+
+    assert td["a"].tolist() == [2.0, 2.0]
+    assert td["b"].tolist() == [1.0, 1.0]
+
+
+def test_swap_under_a_transformation():
+    """Inside vmap nothing tells which tensors share memory."""
+    td = TensorDict({"a": torch.ones(3), "b": torch.zeros(3)}, [3])
+
+    torch.vmap(lambda row: row.update_({"a": row["b"], "b": row["a"]}))(td)
+
+    assert td["a"].tolist() == [0.0] * 3
+    assert td["b"].tolist() == [1.0] * 3
+
+
+def test_windows_are_not_written():
+    """The windows of `unfold` share elements: a write to one row would change the next."""
+    series = torch.arange(6.0)
+    td = TensorDict({"w": series.unfold(0, 3, 1)}, [4])
+    calls = [
+        lambda: td.at[0].set_({"w": torch.zeros(3)}),
+        lambda: td.set_("w", torch.zeros(4, 3)),
+        lambda: td.update_({"w": torch.zeros(4, 3)}),
+    ]
+
+    for call in calls:
+        with pytest.raises(LeafMismatchError, match=r"'w'(.|\n)*overlaps itself(.|\n)*\[4, 3\] with strides \[1, 1\]"):
+            call()
+    assert series.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "strides", "expected"),
+    [
+        ((2, 3), (3, 1), False),
+        ((3, 2), (1, 3), False),
+        ((2, 3), (10, 2), False),
+        ((4,), (0,), True),
+        ((1, 4), (0, 1), False),
+        ((4, 3), (1, 1), True),
+        ((3, 2), (2, 3), False),
+        ((3, 3), (2, 3), False),
+        ((4, 2), (2, 4), True),
+        ((0, 3), (0, 1), False),
+        ((), (), False),
+    ],
+)
+def test_overlaps(sizes, strides, expected):
+    """Views that interleave would be refused, or ones that share elements be written to."""
+    leaf = torch.arange(40).as_strided(sizes, strides)
+
+    assert overlaps(leaf) is expected
+    assert overlaps(leaf) is (leaf.unique().numel() < leaf.numel())
+
+
+def test_rows_of_tied_paths_take_one_value():
+    """The last of two rows would win in silence."""
+    layer = nn.Linear(2, 2, bias=False)
+    tree = from_module(nn.ModuleDict({"a": layer, "b": layer})).detach()
+    stacked = torch.stack([tree, tree])
+
+    with pytest.raises(TieError, match=r"'a.weight' and 'b.weight' are given different values; nothing was written"):
+        stacked.at[0].set_({"a": {"weight": torch.zeros(2, 2)}, "b": {"weight": torch.ones(2, 2)}})
+    stacked.at[0].set_({"a": {"weight": torch.ones(2, 2)}, "b": {"weight": torch.ones(2, 2)}})
+    assert stacked["b", "weight"][0].tolist() == [[1.0, 1.0], [1.0, 1.0]]
+
+
+def test_one_tensor_under_two_keys_takes_one_value():
+    """Without a tie it is still one tensor, of which the last of two values would be left."""
+    leaf = torch.zeros(2)
+
+    with pytest.raises(TieError, match=r"'a' and 'b' are given different values"):
+        TensorDict({"a": leaf, "b": leaf}).update_({"a": torch.ones(2), "b": torch.full((2,), 2.0)})
+    assert leaf.tolist() == [0.0, 0.0]
+
+
+def test_rows_of_a_lazy_stack():
+    """A row would be looked for under the numbers of the trees."""
+    stack = ragged()
+    storage = stack["x"][1]
+
+    assert stack.at[1].set_({"x": torch.tensor([1.0, 2.0]), "n": {"y": torch.ones(2)}}) is stack
+    assert storage.tolist() == [1.0, 2.0]
+    stack.at[:].set_(lazy_stack([stack[0] + 5, stack[1] + 5]))
+    assert [x.tolist() for x in stack["x"]] == [[5.0], [6.0, 7.0]]
+
+
+def test_rows_of_nested_lazy_stacks():
+    """The row would be written to the outer stack's trees only."""
+    inner = [lazy_stack([TensorDict({"x": torch.zeros(n)}) for n in sizes]) for sizes in ((1, 2), (3, 4))]
+
+    assert lazy_stack(inner).at[1, 0].set_({"x": torch.ones(3)})[1, 0]["x"].tolist() == [1.0] * 3
+
+
+def test_rows_that_do_not_fit_a_lazy_stack_change_nothing():
+    """The first tree would be written before the second is found not to fit."""
+    stack = ragged()
+
+    with pytest.raises(LeafMismatchError, match=r"'x' does not fit; nothing was written(.|\n)*\[2\](.|\n)*\[3\]"):
+        stack.at[:].set_(lazy_stack([stack[0] + 1, TensorDict({"x": torch.ones(3), "n": {"y": torch.ones(2)}})]))
+    with pytest.raises(MissingKeyError, match=r"other keys(.|\n)*'n.y', 'x'(.|\n)*'x'"):
+        stack.at[0].set_({"x": torch.ones(1)})
+    assert stack["x"][0].tolist() == [0.0]
+
+
+def test_a_tree_that_is_twice_in_a_lazy_stack():
+    """One write would change two rows, as in an expanded leaf."""
+    tree = TensorDict({"x": torch.zeros(2)})
+
+    with pytest.raises(LeafMismatchError, match=r"several rows(.|\n)*two of its trees(.|\n)*clone"):
+        lazy_stack([tree, tree]).at[0].set_({"x": torch.ones(2)})
+    assert lazy_stack([tree, tree]).clone().at[0].set_({"x": torch.ones(2)})["x"][1].tolist() == [0.0, 0.0]
+
+
+def test_lazy_stack_without_leaves_is_allocated():
+    """Lazy preallocation would return the empty stack."""
+    stack = lazy_stack([TensorDict({}, [2]), TensorDict({}, [2])])
+
+    assert stack.at[0].set_(TensorDict({"x": torch.ones(2)}, [2]))[0]["x"].tolist() == [1.0, 1.0]
