@@ -1,4 +1,4 @@
-"""A reader of our files and folders that was written from `docs/storage.md` and `docs/memmap.md`, without tdfunc.
+"""A reader of our files and folders, written from `docs/storage.md`, `checkpoints.md` and `memmap.md` without tdfunc.
 
 It gives nested dicts of numpy arrays and of what is no tensor; a lazy stack is a dict with the keys "0", "1", ...
 """
@@ -73,6 +73,15 @@ def read_shards(folder):
         arrays |= read_arrays(Path(folder) / name)[1]
     assert {name: arrays[name] for name in index["weight_map"]}.keys() == arrays.keys()
     return read_tree(index["metadata"]["tdfunc.tree"], arrays)
+
+
+def read_step(folder):
+    """The tree of one step of a run, and what was written about it."""
+    about = json.loads((folder / "checkpoint.json").read_text())
+    if about["file"].endswith(".index.json"):
+        return about, read_shards(folder)
+    metadata, arrays = read_arrays(folder / about["file"])
+    return about, read_tree(metadata["tdfunc.tree"], arrays)
 
 
 def file_name(key):

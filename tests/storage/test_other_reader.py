@@ -116,6 +116,19 @@ def test_any_tree(through, tree):
         assert_same(through(tree, Path(folder)), expected(tree))
 
 
+@pytest.mark.parametrize("max_shard_size", [None, 100])
+def test_a_step_of_a_run(max_shard_size, tmp_path):
+    """The folder of a run would hold something that the documentation does not say."""
+    tree = TensorDict({"params": {"w": torch.randn(40), "b": torch.randn(40)}, "rng": tdf.get_rng_state()})
+    manager = tdf.CheckpointManager(tmp_path / "run", max_shard_size=max_shard_size, fsync=False)
+    manager.save(7, tree, metadata={"loss": 0.5})
+
+    about, read = other_reader.read_step(tmp_path / "run" / "step-0000000007")
+
+    assert (about["step"], about["metadata"]) == (7, {"loss": 0.5})
+    assert_same(read, expected(tree))
+
+
 def test_the_reader_knows_nothing_of_us():
     """The reader would prove nothing, because it asks the library."""
     imported = {name for name, value in vars(other_reader).items() if isinstance(value, types.ModuleType)}
