@@ -6,6 +6,8 @@ import io
 import sys
 from collections.abc import Sequence
 
+import torch
+
 from tdfunc._errors import explain
 from tdfunc.ops.facts import printable
 
@@ -35,6 +37,8 @@ def main(args: Sequence[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    # Pieces are small and disks slow: threads would wait for each other more than they compute.
+    torch.set_num_threads(1)
     try:
         # Not at the top: these packages are optional.
         importlib.import_module("tdfunc.cli.app").app(given, prog_name="tdfunc")

@@ -8,7 +8,7 @@ from tdfunc._keys import dotted
 from tdfunc._nontensor import NonTensorBase
 from tdfunc._types import Path
 from tdfunc.cli.numbers import Difference
-from tdfunc.cli.output import Table, as_json, emit, progress, render, safe, shown
+from tdfunc.cli.output import Table, as_json, emit, progress, render, short, shown
 from tdfunc.cli.show import metadata_of
 from tdfunc.cli.sources import Source, Stored, open_source, plain_values, stored_leaves
 from tdfunc.ops.facts import count_text
@@ -57,7 +57,7 @@ def diff(a: str, b: str, options: DiffOptions) -> int:
         emit(as_json({"code": code, "values_compared": compared, "differences": _entries(found, values)}))
         return code
     if found:
-        rows = [(one.what, shown(one.path), safe(str(one.a)), safe(str(one.b))) for one in found]
+        rows = [(one.what, shown(one.path), short(str(one.a)), short(str(one.b))) for one in found]
         emit(render(Table(("difference", "path", "A", "B"), rows)))
     if values:
         emit(render(_value_table(values)))
@@ -112,24 +112,30 @@ def _spec(one: Stored | None) -> str:
 
 
 def _metadata(first: Source, second: Source) -> Iterator[Found]:
-    """Compare what is neither a leaf's shape and dtype nor a value: nodes, kinds, ties, and non-tensor data."""
-    a, b = _by_path(first), _by_path(second)
-    for path in a.keys() & b.keys():
-        pairs = {"kind": (_kind(a[path]), _kind(b[path])), "tied": (_ties(a[path]), _ties(b[path]))}
-        yield from _unequal(path, pairs)
-    nodes, others = _nodes(first.tree), _nodes(second.tree)
-    for path in nodes.keys() & others.keys():
-        yield from _unequal(path, {name: (value, others[path][name]) for name, value in nodes[path].items()})
-    # Of a tree with leaves they are said already.
-    for path in nodes.keys() ^ others.keys():
-        if not (nodes.get(path) or others[path])["keys"]:
-            yield Found("empty tree", path, "-" if path in others else "there", "there" if path in others else "-")
+    """Compare what is neither a leaf's shape and dtype nor a value, as far as both sides record it."""
+    if first.is_described and second.is_described:
+        yield from _tree_metadata(first, second)
     values, more = plain_values(first.tree), plain_values(second.tree)
     for path in [*values, *(path for path in more if path not in values)]:
         yield from _unequal(path, {"value": (_value(values.get(path)), _value(more.get(path)))})
     texts, others_texts = metadata_of(first), metadata_of(second)
     for key in [*texts, *(key for key in others_texts if key not in texts)]:
         yield from _unequal((), {f"metadata {key}": (texts.get(key), others_texts.get(key))})
+
+
+def _tree_metadata(first: Source, second: Source) -> Iterator[Found]:
+    """Compare nodes, kinds and ties."""
+    a, b = _by_path(first), _by_path(second)
+    for path in [path for path in a if path in b]:
+        pairs = {"kind": (_kind(a[path]), _kind(b[path])), "tied": (_ties(a[path]), _ties(b[path]))}
+        yield from _unequal(path, pairs)
+    nodes, others = _nodes(first.tree), _nodes(second.tree)
+    for path in [path for path in nodes if path in others]:
+        yield from _unequal(path, {name: (value, others[path][name]) for name, value in nodes[path].items()})
+    # Of a tree with leaves they are said already.
+    for path in sorted(nodes.keys() ^ others.keys()):
+        if not (nodes.get(path) or others[path])["keys"]:
+            yield Found("empty tree", path, "-" if path in others else "there", "there" if path in others else "-")
 
 
 def _unequal(path: Path, pairs: dict[str, tuple[Any, Any]]) -> Iterator[Found]:

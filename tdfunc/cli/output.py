@@ -21,6 +21,7 @@ from tdfunc.ops.facts import printable
 # As the shell says it of a program that a closed pipe ended.
 _BROKEN_PIPE = 141
 _NO_LIMIT = 1 << 30
+_MAX_CELL = 60
 
 
 class Table(NamedTuple):
@@ -51,6 +52,11 @@ def note(text: str) -> None:
 def safe(text: str) -> str:
     """Return text of a file as it can be shown: control characters would act on the terminal."""
     return printable(text, _NO_LIMIT)
+
+
+def short(text: str) -> str:
+    """Return the beginning of a text, safe to print."""
+    return safe(text if len(text) <= _MAX_CELL else f"{text[:_MAX_CELL]}...")
 
 
 def shown(path: Path) -> str:

@@ -7,14 +7,13 @@ from typing import Any, NamedTuple
 from tdfunc._nontensor import NonTensorBase
 from tdfunc._types import Path
 from tdfunc.cli.numbers import Stats, has_values
-from tdfunc.cli.output import Table, as_json, emit, progress, render, render_tree, safe, shown
+from tdfunc.cli.output import Table, as_json, emit, progress, render, render_tree, safe, short, shown
 from tdfunc.cli.sources import Source, Stored, choose, make_filter, open_source, plain_values, stored_leaves
 from tdfunc.ops.facts import bytes_text, count_text, kind_text
 from tdfunc.storage.manager import ABOUT_FILE, _read_about
 from tdfunc.storage.steps import step_name
 
 _STATS = ("min", "max", "mean", "std", "nan", "inf", "zero")
-_MAX_VALUE = 60
 
 
 class ShowOptions(NamedTuple):
@@ -98,8 +97,7 @@ def _ties_text(one: Stored) -> str:
 
 
 def _value_text(value: Any) -> str:
-    text = safe(repr(value.tolist() if isinstance(value, NonTensorBase) else value))
-    return text if len(text) <= _MAX_VALUE else f"{text[:_MAX_VALUE]}..."
+    return short(repr(value.tolist() if isinstance(value, NonTensorBase) else value))
 
 
 def _table(leaves: Sequence[Stored], values: dict[Path, NonTensorBase], stats: dict[int, Stats]) -> Table:

@@ -21,7 +21,6 @@ from tdfunc._nontensor import NonTensorBase, NonTensorData
 from tdfunc._ties import groups_by_path
 from tdfunc._types import Kind, Path
 from tdfunc.cli.torch_files import TorchLeaf, is_torch_file, read_torch
-from tdfunc.storage.contents import Contents
 from tdfunc.storage.files import Files, LocalFiles, is_memmap, open_contents
 from tdfunc.storage.folder_plan import LAZY_TYPE
 from tdfunc.storage.folder_read import FolderReader, LeafFile
@@ -154,6 +153,8 @@ class Source:
         self.steps: list[int] = []
         # The algorithm of the recorded checksums, which are compared when leaves are read.
         self.checksums: str | None = None
+        # Whether it records kinds, batch sizes and all else that belongs to a tree.
+        self.is_described = False
         self._close: Callable[[], object] = _nothing
 
     def reader(self, leaf: Tensor) -> Reader:
@@ -242,13 +243,10 @@ def _open_safetensors(name: str, files: Files, *, verify: bool) -> Source:
     source = Source(name, "safetensors" if contents.homes is None else "shards", outline, readers)
     source.metadata = {key: text for key, text in contents.metadata.items() if not key.startswith("tdfunc")}
     source.files = [file.path for file in contents.sources]
-    source.checksums = _algorithm(contents)
+    source.checksums = contents.sources[0].header.algorithm if contents.is_ours else None
+    source.is_described = contents.is_ours
     source._close = contents.close
     return source
-
-
-def _algorithm(contents: Contents) -> str | None:
-    return contents.sources[0].header.algorithm if contents.is_ours and contents.sources else None
 
 
 def _open_memmap(name: str) -> Source:
@@ -269,6 +267,7 @@ def _open_memmap(name: str) -> Source:
     aliases = reader.aliases()
     own = [file for i, file in enumerate(reader.leaves) if i not in aliases and file.size_bytes]
     source.files = [os.path.join(name, file.name) for file in own]
+    source.is_described = reader.leaves == [] or reader.leaves[0].exact
     source._close = lambda: holder.__exit__(None, None, None)
     return source
 

@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tdfunc._collection import LeafOp, TensorCollection
 from tdfunc._errors import UnsupportedError, explain
 from tdfunc.cli.output import note, safe
 from tdfunc.cli.sources import plain_values, stored_leaves
-from tdfunc.cli.torch_files import state_of, write_torch
+from tdfunc.cli.torch_files import state_of, without_values, write_torch
 from tdfunc.ops.facts import count_text
 from tdfunc.storage.folder_commit import check_target as check_memmap
 from tdfunc.storage.index import INDEX, SINGLE
@@ -140,10 +140,7 @@ def cast_tree(tree: TensorCollection, dtype: torch.dtype) -> tuple[TensorCollect
         if not leaf.is_floating_point() or leaf.dtype == dtype:
             return leaf
         if id(leaf) not in made:
-            new = torch.empty(leaf.shape, dtype=dtype, device="meta")
-            if isinstance(leaf, nn.Parameter):
-                new = nn.Parameter(new, leaf.requires_grad)
-            made[id(leaf)] = new
+            new = made[id(leaf)] = without_values(leaf, dtype)
             origins[id(new)] = leaf
         return made[id(leaf)]
 

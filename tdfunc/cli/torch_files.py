@@ -166,10 +166,7 @@ class _Builder:
         # Empty tensors have no memory to share.
         mark = memory if leaf.numel() else at
         if mark not in self.known:
-            made = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
-            if isinstance(leaf, nn.Parameter):
-                made = nn.Parameter(made, leaf.requires_grad)
-            self.known[mark] = made
+            made = self.known[mark] = without_values(leaf, leaf.dtype)
             self.leaves[id(made)] = TorchLeaf(leaf, self.is_mapped)
         self.paths.setdefault(mark, []).append(at)
         return self.known[mark]
@@ -186,6 +183,14 @@ class _Builder:
         return UnsupportedError(explain(f"{self.path}: {where} is what no tree holds.", expected=expected, got=got))
 
 
+def without_values(leaf: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a leaf like another one, on the meta device."""
+    made = torch.empty(leaf.shape, dtype=dtype, device="meta")
+    if isinstance(leaf, nn.Parameter):
+        return nn.Parameter(made, leaf.requires_grad)
+    return made.requires_grad_() if leaf.requires_grad else made
+
+
 class _Level(dict[str, Any]):
     """A sub-tree that dotted names imply."""
 
@@ -197,6 +202,9 @@ def _has_tensors(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
+    """Return plain data as JSON can hold it, where that is clear: tuples as lists, whole numbers as keys as text."""
+    if isinstance(value, Mapping):
+        return {str(key) if type(key) is int else key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 

@@ -1,0 +1,165 @@
+"""`tdfunc diff`: every kind of difference is found and named, with its exit code."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tdfunc import CheckpointManager, Kind, TensorDict, save
+from tdfunc.cli.numbers import Difference
+from tests.cli.helpers import WRITERS, make_tree, run, write_as
+from tests.storage.trees import DTYPES, of_dtype, tied_trees, trees
+
+
+@given(st.one_of(trees(), tied_trees()))
+def test_a_tree_equals_itself(tmp_path_factory, tree):
+    """A checkpoint would differ from itself: by NaN, a class, non-tensor data or the order of ties."""
+    path = tmp_path_factory.mktemp("diff") / "t.safetensors"
+    save(tree, path)
+
+    quick, whole = run("diff", path, path), run("diff", path, path, "--values")
+
+    assert (quick.code, whole.code) == (0, 0)
+    assert whole.out == "no differences; values compared: all\n"
+
+
+@pytest.mark.parametrize("a", WRITERS)
+@pytest.mark.parametrize("b", WRITERS)
+def test_formats_can_be_compared(a, b, tmp_path):
+    """One tree in two formats would differ."""
+    tree = make_tree()
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    first, second = write_as(a, tree, tmp_path / "a"), write_as(b, tree, tmp_path / "b")
+
+    assert run("diff", first, second, "--values").code == 0
+
+
+BASE = {"w": torch.arange(4.0), "n": {"i": torch.arange(3)}, "note": "text"}
+
+
+@pytest.mark.parametrize(
+    ("change", "what", "path"),
+    [
+        (lambda t: t.set("new", torch.ones(1)), "added", ["new"]),
+        (lambda t: t.delete("w"), "missing", ["w"]),
+        (lambda t: t.set("w", torch.arange(4.0).reshape(2, 2)), "shape", ["w"]),
+        (lambda t: t.set("w", torch.arange(4.0).double()), "dtype", ["w"]),
+        (lambda t: t.set(("n", "i"), torch.tensor([0, 1, 3])), "values", ["n", "i"]),
+        (lambda t: t.set("note", "other"), "value", ["note"]),
+        (lambda t: t.set("note", ["text"]), "value", ["note"]),
+        (lambda t: t.delete("note"), "value", ["note"]),
+        (lambda t: t.set("n", t["n"].with_batch_size([3])), "batch size", ["n"]),
+        (lambda t: t.set("n", t["n"].with_batch_size([3]).with_names(["x"])), "names", ["n"]),
+        (lambda t: t._replace(t._data, kinds={"w": Kind.BUFFER}), "kind", ["w"]),
+        (lambda t: t.set("w", torch.nn.Parameter(torch.arange(4.0))), "kind", ["w"]),
+        (lambda t: t.set("e", TensorDict({})), "empty tree", ["e"]),
+        (lambda t: TensorDict({key: t[key] for key in ("n", "w", "note")}), "order of keys", []),
+    ],
+)
+def test_every_difference_is_found(change, what, path, tmp_path):
+    """Two checkpoints would be called equal that are not, or the message would not say where."""
+    tree = TensorDict(BASE)
+    save(tree, tmp_path / "a.safetensors")
+    save(change(tree), tmp_path / "b.safetensors")
+
+    plain = run("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--values")
+    found = run("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--values", "--json")
+
+    assert (plain.code, found.code) == (1, 1)
+    assert (what, path) in [(one["what"], one["path"]) for one in found.json["differences"]]
+    assert what in plain.out
+    assert "difference" in plain.out.splitlines()[-1]
+
+
+def test_metadata_can_be_left_out(tmp_path):
+    """A user who asks for leaves only would be told of kinds and notes."""
+    tree = TensorDict(BASE)
+    save(tree, tmp_path / "a.safetensors")
+    save(tree._replace(tree._data, kinds={"w": Kind.BUFFER}).set("note", "x"), tmp_path / "b.safetensors")
+
+    assert run("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--no-metadata").code == 0
+
+
+def test_metadata_of_steps(tmp_path):
+    """The metadata of a step would not be compared."""
+    for name, loss in (("a", 1.0), ("b", 2.0)):
+        CheckpointManager(tmp_path / name).save(1, TensorDict({"w": torch.ones(2)}), metadata={"loss": loss})
+
+    result = run("diff", tmp_path / "a", tmp_path / "b")
+
+    assert result.code == 1
+    assert "metadata loss" in result.out
+
+
+def test_checksums_tell_without_reading(tmp_path):
+    """Without --values different values would pass, or leaves without checksums be called equal."""
+    save(TensorDict({"w": torch.zeros(3), "same": torch.ones(2)}), tmp_path / "a.safetensors")
+    save(TensorDict({"w": torch.ones(3), "same": torch.ones(2)}), tmp_path / "b.safetensors")
+    torch.save({"w": torch.ones(3), "same": torch.ones(2)}, tmp_path / "c.pt")
+
+    ours = run("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    other = run("diff", tmp_path / "a.safetensors", tmp_path / "c.pt")
+
+    assert (ours.code, other.code) == (1, 0)
+    assert "w       the checksums differ" in ours.out
+    assert "same" not in ours.out
+    assert other.out == "no differences; values compared: no (--values reads them)\n"
+
+
+@pytest.mark.parametrize(("tol", "code"), [("1e-3", 0), ("1e-5", 1), ("0/1e-3", 0), ("1e-3/0", 0), ("0/1e-5", 1)])
+def test_tolerance(tol, code, tmp_path):
+    """RTOL and ATOL would be taken for each other, or not be used."""
+    save(TensorDict({"w": torch.tensor([1.0, 2.0])}), tmp_path / "a.safetensors")
+    save(TensorDict({"w": torch.tensor([1.0, 2.0005])}), tmp_path / "b.safetensors")
+
+    assert run("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--tol", tol).code == code
+
+
+@given(
+    st.lists(st.tuples(st.floats(width=32), st.floats(width=32), st.booleans()), min_size=1, max_size=30),
+    st.sampled_from([0.0, 1e-3, 10.0]),
+    st.sampled_from([0.0, 1e-3, 10.0]),
+)
+def test_numbers_oracle(rows, rtol, atol):
+    """The counts would not be those of torch.isclose, or the largest differences be wrong."""
+    a = torch.tensor([x for x, _, _ in rows], dtype=torch.float32)
+    b = torch.tensor([x if same else y for x, y, same in rows], dtype=torch.float32)
+    found = Difference(rtol, atol)
+    for x, y in zip(a.split(4), b.split(4), strict=True):
+        found.add(x, y)
+
+    x, y = a.double(), b.double()
+    close = torch.isclose(x, y, rtol=rtol, atol=atol, equal_nan=True)
+    finite = x.isfinite() & y.isfinite()
+    equal = (x == y) | (x.isnan() & y.isnan())
+    assert found.differing == int((~close).sum())
+    expected = (x - y).abs()[finite].max().item() if bool(finite.any()) else 0.0
+    assert found.max_abs == (expected if bool((finite | equal).all()) else math.inf)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_element_of_every_dtype(dtype, tmp_path):
+    """A difference in a dtype without arithmetic (float8, unsigned) would crash or be missed."""
+    a = of_dtype(dtype, (4, 6))
+    b = a.clone()
+    b.view(torch.uint8)[1, 0] ^= 1
+    save(TensorDict({"x": a}), tmp_path / "a.safetensors")
+    save(TensorDict({"x": b}), tmp_path / "b.safetensors")
+
+    result = run("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--values", "--json")
+
+    assert result.code == 1
+    assert [(d["what"], d["differing"], d["elements"]) for d in result.json["differences"]] == [("values", 1, 24)]
+
+
+def test_large_integers(tmp_path):
+    """64-bit integers that float64 cannot tell apart would be called equal."""
+    save(TensorDict({"x": torch.tensor([2**60])}), tmp_path / "a.safetensors")
+    save(TensorDict({"x": torch.tensor([2**60 + 1])}), tmp_path / "b.safetensors")
+
+    result = run("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--values", "--tol", "0")
+
+    assert result.code == 1

@@ -1,0 +1,270 @@
+"""The program `tdfunc`: exit codes, errors in words, pipes, completion, and what it must not import."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+
+from tdfunc import TensorDict, cli, save
+from tdfunc.cli import app
+from tests.cli.helpers import child, run
+
+
+@pytest.fixture
+def path(tmp_path):
+    """A checkpoint."""
+    save(TensorDict({"w": torch.ones(3), "i": torch.arange(2)}), tmp_path / "t.safetensors")
+    return tmp_path / "t.safetensors"
+
+
+class Evil:
+    def __reduce__(self):
+        return (os.mkdir, ("/tmp/tdfunc-was-here",))
+
+
+def evil(folder):
+    """A file of torch.save that would run code."""
+    torch.save({"w": Evil()}, folder / "evil.pt")
+    return folder / "evil.pt"
+
+
+def sparse(folder):
+    """A file of torch.save with a tensor that no tree of ours holds."""
+    torch.save({"s": torch.eye(2).to_sparse()}, folder / "sparse.pt")
+    return folder / "sparse.pt"
+
+
+def keyed(key):
+    def make(folder):
+        torch.save({key: torch.ones(1), "1": 2}, folder / "keys.pt")
+        return folder / "keys.pt"
+
+    return make
+
+
+def twice(folder):
+    """Two paths of one dotted name."""
+    save(TensorDict({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}), folder / "twice.safetensors")
+    return folder / "twice.safetensors"
+
+
+def pickled(folder):
+    """A file that begins as a pickle and is none."""
+    (folder / "x.pkl").write_bytes(b"\x80\x02nonsense....")
+    return folder / "x.pkl"
+
+
+def nan_value(folder):
+    """Plain data that JSON cannot hold."""
+    torch.save({"lr": float("nan")}, folder / "nan.pt")
+    return folder / "nan.pt"
+
+
+def float4(folder):
+    """A leaf without conversions."""
+    leaf = torch.zeros(2, 2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    save(TensorDict({"x": leaf}), folder / "f4.safetensors")
+    return folder / "f4.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("make", "args", "text"),
+    [
+        (None, ["show", "{tmp}/none"], r"none: No such file"),
+        (None, ["show", "{tmp}"],
+         r"there is no checkpoint in this folder[\s\S]*expected: model.safetensors.index.json"),
+        (None, ["show", "{p}", "--filter", "x*"], r"the pattern 'x\*' matches no leaf"),
+        (None, ["show", "{p}", "--what"], r"No such option"),
+        (None, ["diff", "{p}"], r"Missing argument"),
+        (None, ["diff", "{p}", "{p}", "--tol", "x"], r"'x' is neither RTOL nor RTOL/ATOL"),
+        (None, ["diff", "{p}", "{p}", "--tol", "1/2/3"], r"'1/2/3' is neither"),
+        (None, ["diff", "{p}", "{p}", "--tol", "-1"], r"'-1' is neither"),
+        (None, ["convert", "{p}", "{tmp}/folder"], r"does not say which format[\s\S]*--to shards"),
+        (None, ["convert", "{p}", "{tmp}/x.npz"], r"does not say which format"),
+        (None, ["convert", "{p}", "{tmp}/x.pt", "--to", "memmap"], r"x\.pt does not fit the format memmap"),
+        (None, ["convert", "{p}", "{tmp}/x", "--to", "safetensors"], r"expected: a file that ends in \.safetensors"),
+        (None, ["convert", "{p}", "{tmp}/x", "--to", "numpy"], r"numpy"),
+        (None, ["convert", "{p}", "{tmp}/x", "--max-shard-size", "0B"], r"max_shard_size is no size"),
+        (None, ["convert", "{p}", "{tmp}/x.pt", "--to", "torch", "--max-shard-size", "1GB"], r"for a folder of shards"),
+        (None, ["convert", "{p}", "{p}/x", "--to", "shards"], r"t\.safetensors"),
+        (None, ["convert", "{p}", "{p}"], r"t\.safetensors exists[\s\S]*--force replaces it"),
+        (None, ["convert", "{p}", "{tmp}/none/x.safetensors"], r"No such file or directory"),
+        (None, ["convert", "{p}", "memory://x.pt"], r"torch is written on this machine only"),
+        (None, ["convert", "{p}", "{tmp}", "--to", "memmap", "--force"], r"no part of a memmapped tree"),
+        (None, ["cast", "{p}", "-o", "{tmp}/o.safetensors", "--dtype", "int8"],
+         r"no such floating dtype[\s\S]*bf16[\s\S]*'int8'"),
+        (None, ["extract", "{p}", "-o", "{tmp}/o.safetensors"], r"say what to extract"),
+        (None, ["average", "{p}", "{p}", "-o", "{tmp}/o.safetensors", "--weights", "1"],
+         r"expected: 2 numbers[\s\S]*got:      1"),
+        (None, ["average", "{p}", "{p}", "-o", "{tmp}/o.safetensors", "--weights", "1,x"], r"no list of numbers"),
+        (None, ["average", "{p}", "{p}", "-o", "{tmp}/o.safetensors", "--weights", "1,-1"],
+         r"sum other than 0[\s\S]*1\.0,-1\.0"),
+        (None, ["average", "{p}", "-o", "{tmp}/o.safetensors", "--weights", "inf"], r"finite numbers"),
+        (evil, ["show", "{f}"], r"only code could read[\s\S]*posix\.mkdir"),
+        (evil, ["convert", "{f}", "{tmp}/o.safetensors"], r"only code could read"),
+        (sparse, ["show", "{f}"], r"at 's' is what no tree holds[\s\S]*sparse_coo"),
+        (keyed((1, 2)), ["show", "{f}"], r"the key \(1, 2\)"),
+        (keyed(1), ["show", "{f}"], r"a number and a text that are the same key"),
+        (pickled, ["show", "{f}"], r"only code could read|torch.load cannot read this"),
+        (twice, ["convert", "{f}", "{tmp}/o.pt"], r"Two paths become the name 'a\.b'"),
+        (nan_value, ["convert", "{f}", "{tmp}/o.safetensors"], r"\"lr\" cannot be stored[\s\S]*nan \(float\)"),
+        (float4, ["cast", "{f}", "-o", "{tmp}/o.safetensors", "--dtype", "bf16"],
+         r"leaf x cannot be cast[\s\S]*float4"),
+    ],
+)  # fmt: skip
+def test_trouble_is_told(make, args, text, tmp_path, path):
+    """A user's mistake would show a traceback, exit as if nothing was wrong, or leave something behind."""
+    made = make(tmp_path) if make is not None else path
+    before = sorted(tmp_path.rglob("*"))
+
+    result = run(*[arg.format(p=path, f=made, tmp=tmp_path) for arg in args])
+
+    # The box around a usage error is folded.
+    shown = re.sub(r"[ │]*\n[ │]*(?! )", "\n", result.err)
+    assert result.code == 2
+    assert result.out == ""
+    assert re.search(text, shown), shown
+    assert "Traceback" not in result.err
+    assert sorted(tmp_path.rglob("*")) == before
+    assert not Path("/tmp/tdfunc-was-here").exists()
+
+
+def test_debug_shows_the_traceback(tmp_path):
+    """A bug could not be reported."""
+    with pytest.raises(FileNotFoundError):
+        cli.main(["show", "--debug", str(tmp_path / "none")])
+
+
+def test_debug_after_the_dashes_is_a_name(tmp_path, monkeypatch):
+    """A file called --debug could not be shown."""
+    monkeypatch.chdir(tmp_path)
+
+    result = run("show", "--", "--debug")
+
+    assert result.err == "tdfunc: --debug: No such file or directory\n"
+
+
+def test_interrupted(path, monkeypatch):
+    """Ctrl-C would show a traceback."""
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(app, "run_show", stop)
+
+    assert run("show", path).code == 130
+
+
+def test_version_and_help():
+    """--version would not be that of the package, or a command be missing from the help."""
+    shown = run("--help").out
+
+    assert run("--version").out == f"tdfunc {version('tdfunc')}\n"
+    for name in ("show", "diff", "verify", "convert", "extract", "cast", "average", "--install-completion", "--debug"):
+        assert name in shown
+    for name in ("diff", "verify"):
+        assert "Exit code: 0" in run(name, "--help").out
+
+
+def test_missing_extra(monkeypatch):
+    """Without typer the command would die of an ImportError."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "typer" else found(name))
+
+    result = run("show", "x")
+
+    assert result.code == 2
+    assert "needs typer" in result.err
+    assert 'pip install "tdfunc[cli]"' in result.err
+
+
+# -- a process of its own ---------------------------------------------------------------------------------------
+
+
+def test_pipes(path):
+    """`tdfunc show x | head -1` would complain, the exit code of diff be lost, or a pipe get colours."""
+    many = path.parent / "many.safetensors"
+    save(TensorDict({f"{i:0100d}": torch.ones(1) for i in range(2000)}), many)
+    command = " ".join(child("show", many))
+
+    result = subprocess.run(["sh", "-c", f"{command} | head -n 1"], capture_output=True, text=True, timeout=120)
+
+    assert result.stderr == ""
+    assert result.stdout.startswith(str(many))
+    assert result.stdout.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_terminal_of_another_encoding(tmp_path):
+    """A key that the terminal cannot show would end the command."""
+    save(TensorDict({"ключ": torch.ones(1)}), tmp_path / "t.safetensors")
+    env = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}
+
+    result = subprocess.run(child("show", tmp_path / "t.safetensors"), capture_output=True, env=env, timeout=120)
+
+    assert result.returncode == 0
+    assert rb"\u043a\u043b\u044e\u0447" in result.stdout
+
+
+def test_completion():
+    """--install-completion would be offered, and the shell complete nothing."""
+    env = {**os.environ, "_TDFUNC_COMPLETE": "complete_bash", "COMP_WORDS": "tdfunc ver", "COMP_CWORD": "1"}
+
+    result = subprocess.run(child(), capture_output=True, text=True, env=env, timeout=120)
+
+    assert result.stdout.split() == ["verify"]
+
+
+@pytest.mark.slow
+def test_import_of_tdfunc_needs_no_extra():
+    """Every user would need typer and rich, or wait for their import."""
+    code = "import tdfunc, tdfunc.cli, sys, json; print(json.dumps([m for m in ('typer', 'rich') if m in sys.modules]))"
+
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+
+    assert json.loads(result.stdout) == []
+
+
+PEAK = """
+import resource, subprocess, sys
+code = subprocess.call([sys.executable, "-m", "tdfunc.cli", *sys.argv[1:]], stdout=subprocess.DEVNULL)
+print(code, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
+"""
+
+
+def peak_bytes(*args):
+    """The most memory that a command had, mapped files included."""
+    command = [sys.executable, "-c", PEAK, *map(str, args)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    code, size = result.stdout.split()
+    assert code == "0", result.stderr
+    return int(size)
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_file(tmp_path):
+    """A checkpoint larger than memory could not be averaged, converted, cast, compared or looked at."""
+    path = tmp_path / "t.safetensors"
+    save(TensorDict({"one": torch.randn(50_000_000), "n": {str(i): torch.randn(5_000_000) for i in range(10)}}), path)
+    base = peak_bytes("--version")
+    commands = [
+        ("average", path, path, "-o", tmp_path / "a.safetensors"),
+        ("convert", path, tmp_path / "t.pt"),
+        ("convert", tmp_path / "t.pt", tmp_path / "folder", "--to", "memmap"),
+        ("convert", tmp_path / "folder", tmp_path / "shards", "--to", "shards", "--max-shard-size", "100MB"),
+        ("cast", tmp_path / "shards", "-o", tmp_path / "c.safetensors", "--dtype", "bf16"),
+        ("diff", path, tmp_path / "t.pt", "--values"),
+        ("show", path, "--stats"),
+        ("verify", path),
+    ]
+
+    # The file has 400 MB, one leaf of it 200 MB.
+    for command in commands:
+        assert peak_bytes(*command) - base < 100e6, command

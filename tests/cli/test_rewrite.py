@@ -1,0 +1,354 @@
+"""convert, extract, cast and average write what the library would, leaf by leaf."""
+
+import json
+import zipfile
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tdfunc import Filter, Kind, NonTensorData, TensorDict, lazy_stack, load, partition, save
+from tdfunc._collection import TensorCollection
+from tests.cli.helpers import WRITERS, make_tree, read_back, run, write_as
+from tests.storage.trees import DTYPES, assert_same, of_dtype, same_bytes
+
+
+def assert_same_state(actual, expected):
+    """Check that two state dicts have the same names in the same order, and the same bits."""
+    assert list(actual) == list(expected)
+    for name, leaf in expected.items():
+        assert same_bytes(actual[name], leaf), name
+
+
+@pytest.mark.parametrize("source", WRITERS)
+@pytest.mark.parametrize("target", WRITERS)
+def test_convert_every_pair(source, target, tmp_path):
+    """A format could not be read or written, or values, names or ties would be lost on the way."""
+    tree = make_tree()
+    path = write_as(source, tree, tmp_path)
+    out = tmp_path / ("out.pt" if target == "torch" else "out.safetensors" if target == "safetensors" else "out")
+
+    result = run("convert", path, out, "--to", target)
+
+    assert (result.code, result.out) == (0, "")
+    assert f"wrote {out} ({target}, 9 leaves" in result.err
+    assert_same_state(read_back(out), tree.state_dict())
+
+
+@pytest.mark.parametrize("source", ["safetensors", "shards", "memmap"])
+@pytest.mark.parametrize("target", ["safetensors", "shards", "memmap"])
+def test_convert_keeps_the_tree(source, target, tmp_path):
+    """Batch sizes, names, non-tensor data, kinds, lazy stacks or ties would be lost."""
+    rows = lazy_stack([TensorDict({"r": torch.ones(2)}), TensorDict({"r": torch.zeros(3)})])
+    plain = {"text": "text", "list": NonTensorData([1, None, "x"]), "empty": TensorDict({})}
+    more = {"named": TensorDict({"a": torch.ones(2, 3)}, [2], names=["row"]), "tensor": NonTensorData(torch.ones(2))}
+    tree = make_tree().update({"rows": rows, **plain, **more})
+    path = write_as(source, tree, tmp_path)
+    out = tmp_path / "out.safetensors" if target == "safetensors" else tmp_path / "out"
+
+    assert run("convert", path, out, "--to", target).code == 0
+
+    assert_same(load(out), load(path))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_convert_every_dtype(dtype, tmp_path):
+    """A dtype would be refused or altered on the way to a file of torch.save and back."""
+    leaf = of_dtype(dtype, (3, 4))
+    save(TensorDict({"x": leaf}), tmp_path / "a.safetensors")
+
+    assert run("convert", tmp_path / "a.safetensors", tmp_path / "b.pt").code == 0
+    assert run("convert", tmp_path / "b.pt", tmp_path / "c.safetensors").code == 0
+
+    assert same_bytes(torch.load(tmp_path / "b.pt", weights_only=True)["x"], leaf)
+    assert same_bytes(load(tmp_path / "c.safetensors")["x"], leaf)
+
+
+def test_file_of_torch_save_is_a_sound_archive(tmp_path):
+    """Programs that compare the checksums of zip archives would refuse the file, or ties would take twice the space."""
+    tree = make_tree()
+    path = write_as("safetensors", tree, tmp_path)
+
+    run("convert", path, tmp_path / "t.pt")
+
+    with zipfile.ZipFile(tmp_path / "t.pt") as archive:
+        assert archive.testzip() is None
+    state = torch.load(tmp_path / "t.pt", weights_only=True, mmap=True)
+    assert state["emb.weight"].data_ptr() == state["out.weight"].data_ptr()
+
+
+def test_state_dict_says_what_it_leaves_out(tmp_path):
+    """Non-tensor data and buffers that are not persistent would vanish without a word."""
+    tree = TensorDict({"w": torch.ones(2), "b": torch.ones(1), "note": "text", "t": NonTensorData(torch.ones(1))})
+    tree = tree._replace(tree._data, kinds={"b": Kind.NON_PERSISTENT})
+    save(tree, tmp_path / "t.safetensors")
+
+    result = run("convert", tmp_path / "t.safetensors", tmp_path / "t.pt")
+
+    assert "no place for 3 entries: b, note, t" in result.err
+    assert list(torch.load(tmp_path / "t.pt", weights_only=True)) == ["w"]
+
+
+def test_whole_training_state_converts(tmp_path):
+    """What torch users save (models, optimizers, counters) could not be converted."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}, tmp_path / "t.pt")
+
+    assert run("convert", tmp_path / "t.pt", tmp_path / "t.safetensors").code == 0
+
+    tree = load(tmp_path / "t.safetensors")
+    assert torch.equal(tree["model", "weight"], model.weight)
+    assert torch.equal(tree["optimizer", "state", "0", "exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+    assert tree["optimizer", "param_groups"][0]["betas"] == [0.9, 0.999]
+    assert tree["epoch"] == 3
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+def test_shapes_of_torch_files(legacy, tmp_path):
+    """A bare tensor, a list, a Parameter, a view, or a file of an old torch could not be read."""
+    base = torch.arange(12.0).reshape(3, 4)
+    data = {"list": [base.T, {"a": base[1:]}], "tuple": (1, 2), "p": torch.nn.Parameter(base), "a.b": base, "a": 5}
+    torch.save(data, tmp_path / "t.pt", _use_new_zipfile_serialization=not legacy)
+    torch.save(base, tmp_path / "one.pt", _use_new_zipfile_serialization=not legacy)
+
+    for name in ("t", "one"):
+        assert run("convert", tmp_path / f"{name}.pt", tmp_path / f"{name}.safetensors").code == 0
+
+    tree = load(tmp_path / "t.safetensors")
+    assert torch.equal(tree["list", "0"], base.T)
+    assert torch.equal(tree["list", "1", "a"], base[1:])
+    assert isinstance(tree["p"], torch.nn.Parameter)
+    assert (tree["tuple"], tree["a"]) == ([1, 2], 5)
+    assert torch.equal(tree["a.b"], base)
+    assert torch.equal(load(tmp_path / "one.safetensors")["value"], base)
+
+
+def test_max_shard_size(tmp_path):
+    """The size of shards would be ignored."""
+    save(TensorDict({str(i): torch.ones(100) for i in range(6)}), tmp_path / "t.safetensors")
+
+    assert run("convert", tmp_path / "t.safetensors", tmp_path / "out", "--max-shard-size", "800B").code == 0
+
+    assert len(list((tmp_path / "out").glob("model-*-of-00003.safetensors"))) == 3
+
+
+def test_classes_that_are_not_here_keep_their_names(tmp_path):
+    """A checkpoint with typed nodes could be converted only where their code is, or would lose them."""
+    fields = {"__slots__": (), "__module__": "nowhere.at_all", "__qualname__": "Outer.Typed"}
+    typed = type("Typed", (TensorCollection,), fields)
+    node = typed._make({"x": torch.ones(2)}, torch.Size(()))
+    save(TensorDict({"k": torch.ones(1)})._put({"n": node}), tmp_path / "a.safetensors")
+
+    for source, target in (("a.safetensors", "folder"), ("folder", "b.safetensors")):
+        to = "memmap" if target == "folder" else "safetensors"
+        assert run("convert", tmp_path / source, tmp_path / target, "--to", to).code == 0
+
+    assert type(load(tmp_path / "b.safetensors", classes=[typed])["n"]) is typed
+
+
+def test_metadata_that_is_not_kept_is_named(tmp_path):
+    """Strings in the header of another program's file would vanish without a word."""
+    safetensors.torch.save_file({"a": torch.ones(2)}, tmp_path / "f.safetensors", metadata={"who": "me"})
+
+    result = run("convert", tmp_path / "f.safetensors", tmp_path / "g.safetensors")
+
+    assert "the metadata of" in result.err
+    assert "not kept: who" in result.err
+
+
+# -- extract and cast -------------------------------------------------------------------------------------------
+
+
+def norm_and_out(tree):
+    """The leaves of two patterns, less those of a third."""
+    both = partition(tree, Filter("norm.*") | "out*")[0]
+    return partition(both, "*.bias")[1]
+
+
+@pytest.mark.parametrize("source", ["safetensors", "shards", "memmap"])
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [
+        (["--filter", "norm.*"], lambda tree: partition(tree, "norm.*")[0]),
+        (["-f", "norm.*", "-f", "out*", "-x", "*.bias"], norm_and_out),
+        (["--exclude", "norm.*"], lambda tree: partition(tree, "norm.*")[1]),
+    ],
+    ids=["filter", "both", "exclude"],
+)
+def test_extract(source, options, where, tmp_path):
+    """Other leaves than those of `partition` would be written, or a tie would be torn."""
+    tree = make_tree().update({"note": "text"})
+    path = write_as(source, tree, tmp_path)
+
+    assert run("extract", path, "-o", tmp_path / "out.safetensors", *options).code == 0
+
+    assert_same(load(tmp_path / "out.safetensors"), where(load(path)))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("bf16", torch.bfloat16),
+        ("float16", torch.float16),
+        ("F64", torch.float64),
+        ("torch.float8_e4m3fn", torch.float8_e4m3fn),
+    ],
+)
+def test_cast_is_that_of_load(name, dtype, tmp_path):
+    """Values would be rounded otherwise than by load(dtype=), integers be cast, or Parameters and ties be lost."""
+    path = write_as("safetensors", make_tree(), tmp_path)
+
+    assert run("cast", path, "-o", tmp_path / "out.safetensors", "--dtype", name).code == 0
+
+    assert_same(load(tmp_path / "out.safetensors"), load(path, dtype=dtype))
+
+
+def test_cast_says_what_overflows(tmp_path):
+    """Weights would become infinite without a word."""
+    save(
+        TensorDict({"a": torch.tensor([1.0, 1e6, -1e6, float("inf")]), "b": torch.ones(2)}), tmp_path / "t.safetensors"
+    )
+
+    result = run("cast", tmp_path / "t.safetensors", "-o", tmp_path / "o.safetensors", "--dtype", "float16")
+
+    assert "a: 2 values too large for the new dtype" in result.err
+    assert "b:" not in result.err
+
+
+# -- average ----------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64]),
+)
+def test_average_oracle(tmp_path_factory, weights, dtype):
+    """The mean would be rounded more than once, or weighted wrongly."""
+    folder = tmp_path_factory.mktemp("average")
+    leaves = [torch.randn(17, 3, dtype=torch.float64).to(dtype) for _ in weights]
+    for i, leaf in enumerate(leaves):
+        save(TensorDict({"w": leaf, "n": torch.tensor(3)}), folder / f"{i}.safetensors")
+    paths = [folder / f"{i}.safetensors" for i in range(len(weights))]
+
+    result = run("average", *paths, "-o", folder / "o.safetensors", "--weights", ",".join(map(str, weights)))
+
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    expected = sum(w * leaf.to(wide) for w, leaf in zip(weights, leaves, strict=True)) / sum(weights)
+    assert result.code == 0
+    assert torch.equal(load(folder / "o.safetensors")["w"], expected.to(dtype))
+    assert load(folder / "o.safetensors")["n"] == 3
+
+
+@pytest.mark.parametrize("format", WRITERS)
+def test_average_of_equals_is_the_same(format, tmp_path):
+    """Averaging a checkpoint with itself would change bits, ties or kinds."""
+    path = write_as(format, make_tree(), tmp_path)
+
+    assert run("average", path, path, path, "-o", tmp_path / "out.safetensors").code == 0
+
+    assert run("diff", path, tmp_path / "out.safetensors", "--values").code == 0
+
+
+def test_average_of_different_integers(tmp_path):
+    """Counters would be averaged, or taken from one checkpoint silently."""
+    for i in range(2):
+        save(
+            TensorDict({"w": torch.full((2,), float(i)), "n": torch.tensor(i), "note": f"run {i}"}),
+            tmp_path / f"{i}.safetensors",
+        )
+    paths = tmp_path / "0.safetensors", tmp_path / "1.safetensors"
+
+    refused = run("average", *paths, "-o", tmp_path / "o.safetensors")
+    taken = run("average", *paths, "-o", tmp_path / "o.safetensors", "--unequal", "first")
+
+    assert refused.code == 2
+    assert f"n (int64 []) in {paths[1]}" in refused.err
+    assert f"note in {paths[1]}: 'run 1' instead of 'run 0'" in refused.err
+    assert taken.code == 0
+    found = load(tmp_path / "o.safetensors")
+    assert (found["w"].tolist(), found["n"].item(), found["note"]) == ([0.5, 0.5], 0, "run 0")
+
+
+def test_average_lists_every_mismatch(tmp_path):
+    """A user would repair one leaf after the other."""
+    a = TensorDict({"x": torch.ones(2), "y": torch.ones(2), "only": torch.ones(1)})
+    b = TensorDict({"x": torch.ones(3), "y": torch.ones(2).half(), "new": torch.ones(1)})
+    save(a, tmp_path / "a.safetensors")
+    save(b, tmp_path / "b.safetensors")
+
+    result = run("average", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "-o", tmp_path / "o.safetensors")
+
+    assert result.code == 2
+    for text in (
+        "4 differences",
+        "missing: only",
+        "unexpected: new",
+        "x in",
+        "expected float32 [2], got float32 [3]",
+        "got float16 [2]",
+    ):
+        assert text in result.err
+    assert not (tmp_path / "o.safetensors").exists()
+
+
+# -- what is there already --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", WRITERS)
+def test_results_replace_their_source_only_when_told(format, tmp_path):
+    """A checkpoint would be overwritten by mistake, or damaged while it is read."""
+    tree = make_tree()
+    path = write_as(format, tree, tmp_path)
+
+    refused = run("cast", path, "-o", path, "--dtype", "bf16")
+    before = read_back(path)
+    done = run("cast", path, "-o", path, "--dtype", "bf16", "--force")
+
+    assert (refused.code, done.code) == (2, 0)
+    assert "exists" in refused.err
+    assert "--force" in refused.err
+    assert_same_state(before, tree.state_dict())
+    expected = {k: v.bfloat16() if v.is_floating_point() else v for k, v in tree.state_dict().items()}
+    assert_same_state(read_back(path), expected)
+
+
+def test_a_damaged_source_replaces_nothing(tmp_path):
+    """What was there would be lost to half of a damaged checkpoint."""
+    path, out = tmp_path / "t.safetensors", tmp_path / "o.safetensors"
+    save(TensorDict({"a": torch.ones(100), "b": torch.ones(100)}), path)
+    save(TensorDict({"old": torch.ones(1)}), out)
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+
+    result = run("convert", path, out, "--force")
+
+    assert result.code == 2
+    assert 'leaf "b" is damaged' in result.err
+    assert load(out)["old"] == 1
+
+
+def test_shards_beside_other_files(tmp_path):
+    """A folder with a config could not be given shards, or a memmap folder would be mixed with them."""
+    save(TensorDict({"a": torch.ones(3)}), tmp_path / "t.safetensors")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({}))
+    TensorDict({"a": torch.ones(3)}).memmap(tmp_path / "folder")
+
+    assert run("convert", tmp_path / "t.safetensors", tmp_path / "model", "--to", "shards").code == 0
+    again = run("convert", tmp_path / "t.safetensors", tmp_path / "model", "--to", "shards")
+    single = run("convert", tmp_path / "t.safetensors", tmp_path / "model" / "model.safetensors")
+    mixed = run("convert", tmp_path / "t.safetensors", tmp_path / "folder", "--to", "shards", "--force")
+    over = run("convert", tmp_path / "t.safetensors", tmp_path / "model", "--to", "memmap", "--force")
+
+    assert (tmp_path / "model" / "config.json").exists()
+    assert [result.code for result in (again, single, mixed, over)] == [2, 2, 2, 2]
+    assert "model.safetensors.index.json exists" in again.err
+    assert "model.safetensors.index.json exists" in single.err
+    assert "holds a memmapped tree" in mixed.err
+    assert "no part of a memmapped tree" in over.err

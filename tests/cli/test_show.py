@@ -1,0 +1,177 @@
+"""`tdfunc show`: what is in a checkpoint of any format."""
+
+import math
+import os
+import pty
+import subprocess
+import sys
+from contextlib import suppress
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tdfunc import CheckpointManager, Kind, NonTensorData, TensorDict, save
+from tdfunc.cli.numbers import Stats
+from tests.cli.helpers import WRITERS, make_tree, run, write_as
+from tests.storage.trees import DTYPES, of_dtype
+
+
+@pytest.mark.parametrize("format", WRITERS)
+def test_json_lists_every_leaf(format, tmp_path):
+    """A leaf would be missing, or its dtype, shape, size or ties be wrong."""
+    tree = make_tree()
+    path = write_as(format, tree, tmp_path)
+
+    found = run("show", path, "--json").json
+
+    state = tree.state_dict()
+    leaves = {leaf["name"]: leaf for leaf in found["leaves"]}
+    assert set(leaves) == set(state) - {"out.weight"}
+    for name, leaf in leaves.items():
+        assert (leaf["dtype"], leaf["shape"]) == (str(state[name].dtype)[6:], list(state[name].shape))
+        assert leaf["bytes"] == state[name].nbytes
+    assert leaves["emb.weight"]["tied_to"] == [["out", "weight"]]
+    assert leaves["emb.weight"]["kind"] == (None if format == "torch" else "parameter")
+    assert found["bytes"] == sum(leaf["bytes"] for leaf in leaves.values())
+    assert found["format"] == format
+    assert found["checksums"] == ("xxh3-64" if format in ("safetensors", "shards") else None)
+
+
+def test_table(tmp_path):
+    """The plain table would be cut, coloured, or lack a column or the totals."""
+    name = "a" * 200
+    tree = TensorDict({name: torch.ones(3), "n": {"i": torch.arange(2)}, "note": "text"})
+    save(tree._replace(tree._data, kinds={name: Kind.BUFFER}), tmp_path / "t.safetensors")
+
+    lines = run("show", tmp_path / "t.safetensors").out.splitlines()
+
+    assert lines[0].startswith(f"{tmp_path / 't.safetensors'}, safetensors, ")
+    assert lines[1].split() == ["path", "dtype", "shape", "size", "kind"]
+    assert lines[2].split() == [name, "float32", "[3]", "12", "B", "buffer"]
+    assert lines[3].split() == ["n.i", "int64", "[2]", "16", "B", "tensor"]
+    assert "value 'text'" in lines[4]
+    assert lines[5] == "2 leaves, 5 elements, 28 B (float32 12 B, int64 16 B), 1 non-tensor value"
+    assert "\x1b" not in "".join(lines)
+
+
+def test_tree_and_filter(tmp_path):
+    """--tree would not show the nesting, or --filter and --exclude show other leaves."""
+    path = write_as("safetensors", make_tree(), tmp_path)
+
+    lines = run("show", path, "--tree", "--filter", "norm.*", "-f", "emb*", "--exclude", "*running*").out.splitlines()
+
+    assert [line.strip(" │├└─").split("  ")[0] for line in lines[1:-1]] == [
+        "t.safetensors", "emb", "weight", "out", "weight", "norm", "weight", "bias", "num_batches_tracked",
+    ]  # fmt: skip
+    assert "tied to emb.weight" in lines[5]
+    assert lines[-1].startswith("4 leaves")
+
+
+@given(st.lists(st.floats(width=32), max_size=40), st.sampled_from([1, 7, 100]))
+def test_stats_oracle(values, count):
+    """Statistics of pieces would not be those of the whole, or NaN and infinities spoil them."""
+    leaf = torch.tensor(values, dtype=torch.float32)
+    stats = Stats()
+    for piece in leaf.split(count) if values else ():
+        stats.add(piece)
+
+    found, finite = stats.summary(), leaf[leaf.isfinite()].double()
+    if len(finite):
+        assert (found["min"], found["max"]) == (finite.min().item(), finite.max().item())
+        assert found["mean"] == pytest.approx(finite.mean().item(), rel=1e-9, abs=1e-12 * finite.abs().max().item())
+    if len(finite) > 1:
+        assert found["std"] == pytest.approx(finite.std().item(), rel=1e-6, abs=1e-12 * finite.abs().max().item())
+    shares = [leaf.isnan(), leaf.isinf(), leaf == 0]
+    assert [found[name] for name in ("nan", "inf", "zero")] == [
+        s.double().mean().item() if values else 0 for s in shares
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_stats_of_every_dtype(dtype, tmp_path):
+    """A dtype would crash the statistics, or be counted as another one."""
+    leaf = of_dtype(dtype, (4, 6))
+    save(TensorDict({"x": leaf}), tmp_path / "t.safetensors")
+
+    result = run("show", tmp_path / "t.safetensors", "--stats", "--json")
+
+    assert result.code == 0
+    if dtype.startswith("float4"):
+        assert "stats" not in result.json["leaves"][0]
+    else:
+        wide = leaf.to(torch.complex128).abs() if leaf.is_complex() else leaf.to(torch.float64)
+        assert result.json["leaves"][0]["stats"]["max"] == pytest.approx(wide[wide.isfinite()].max().item())
+
+
+def test_stats_columns(tmp_path):
+    """The table of statistics would lack a number, or call a share of NaNs none."""
+    leaf = torch.tensor([1.0, 3.0, 0.0, math.nan, math.inf])
+    safetensors.torch.save_file({"x": leaf, "e": torch.empty(0)}, tmp_path / "f.safetensors", metadata={"who": "me"})
+
+    lines = run("show", tmp_path / "f.safetensors", "--stats").out.splitlines()
+
+    assert "no checksums" in lines[0]
+    assert lines[1] == "who: 'me'"
+    assert lines[2].split() == ["path", "dtype", "shape", "min", "max", "mean", "std", "nan", "inf", "zero"]
+    rows = {line.split()[0]: line.split()[3:] for line in lines[3:5]}
+    assert rows == {"x": ["0", "3", "1.3333", "1.5275", "20%", "20%", "20%"], "e": ["-", "-", "-", "-", "0", "0", "0"]}
+
+
+def test_steps_of_a_run(tmp_path):
+    """The folder of a CheckpointManager, or one step of it, could not be looked at."""
+    manager = CheckpointManager(tmp_path / "run")
+    for step in (3, 12):
+        manager.save(step, TensorDict({"w": torch.full((2,), float(step))}), metadata={"loss": step / 2})
+
+    whole, one = run("show", tmp_path / "run"), run("show", manager.path(3), "--json")
+
+    assert "step 12, the latest of 3, 12" in whole.out
+    assert "loss: 6.0" in whole.out
+    assert one.json["metadata"] == {"loss": 1.5}
+
+
+def test_hostile_names(tmp_path):
+    """A key with control characters would act on the terminal, or be read as rich's markup."""
+    save(TensorDict({"\x1b[31mred\r": torch.ones(1), "[bold]x": torch.ones(1)}), tmp_path / "t.safetensors")
+
+    for option in ("--no", "--tree"):
+        result = run("show", tmp_path / "t.safetensors", *([option] if option == "--tree" else []))
+
+        assert r"\x1b[31mred\r" in result.out
+        assert "[bold]x" in result.out
+        assert "\x1b" not in result.out
+        assert "\r" not in result.out
+
+
+def test_non_tensor_data_that_is_a_tensor(tmp_path):
+    """It would be no leaf, or crash."""
+    save(TensorDict({"x": NonTensorData(torch.ones(2)), "l": [1, "a"]}), tmp_path / "t.safetensors")
+
+    found = run("show", tmp_path / "t.safetensors", "--json").json
+
+    assert [leaf["name"] for leaf in found["leaves"]] == ["x"]
+    assert found["values"][0]["path"] == ["l"]
+
+
+@pytest.mark.slow
+def test_on_a_terminal(tmp_path):
+    """On a terminal there would be no colours, or long paths would be cut instead of folded."""
+    save(TensorDict({"k" * 120: torch.ones(3)}), tmp_path / "t.safetensors")
+    master, slave = pty.openpty()
+    env = {**os.environ, "COLUMNS": "60", "TERM": "xterm-256color"}
+    command = [sys.executable, "-m", "tdfunc.cli", "show", str(tmp_path / "t.safetensors")]
+    code = subprocess.run(command, stdout=slave, stderr=slave, env=env, timeout=120).returncode
+    os.close(slave)
+    shown = b""
+    # Linux says by an error that the other side is closed.
+    with suppress(OSError):
+        while part := os.read(master, 65536):
+            shown += part
+    os.close(master)
+
+    assert code == 0
+    assert b"\x1b[1m" in shown
+    assert shown.count(b"k") >= 120

@@ -1,0 +1,111 @@
+"""`tdfunc verify`: all damage is found and named; what has no checksums says so."""
+
+import pytest
+import safetensors.torch
+import torch
+
+from tdfunc import CheckpointManager, TensorDict, save
+from tests.cli.helpers import make_tree, run, write_as
+
+
+def flip(path, at):
+    """Change one bit of a file."""
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 4
+    path.write_bytes(raw)
+
+
+def position_of_leaf(path):
+    """Where the values of a leaf begin in a file of torch.save."""
+    return path.read_bytes().index(torch.load(path)["emb.weight"].numpy().tobytes())
+
+
+@pytest.mark.parametrize(
+    ("format", "code", "text"),
+    [
+        ("safetensors", 0, "whole (9 leaves, "),
+        ("shards", 0, "whole (9 leaves, "),
+        ("memmap", 3, "no checksums to compare; the structure is whole"),
+        ("torch", 0, "crc32)"),
+    ],
+)
+def test_whole(format, code, text, tmp_path):
+    """A whole checkpoint would be called damaged, or one without checksums verified."""
+    path = write_as(format, make_tree(), tmp_path)
+
+    plain, found = run("verify", path), run("verify", path, "--json")
+
+    assert (plain.code, found.code, found.json["code"]) == (code, code, code)
+    assert text in plain.out
+    assert found.json["checkpoints"][0]["damage"] == []
+
+
+def test_every_damaged_leaf_is_named(tmp_path):
+    """Only the first damaged leaf would be named."""
+    path = tmp_path / "t.safetensors"
+    save(TensorDict({key: torch.ones(300_000) for key in "abc"}), path)
+    flip(path, -1)
+    flip(path, -2_400_001)
+
+    result = run("verify", path)
+
+    assert result.code == 1
+    assert 'leaf "a" is damaged' in result.out
+    assert 'leaf "c" is damaged' in result.out
+    assert 'leaf "b"' not in result.out
+
+
+@pytest.mark.parametrize(
+    ("format", "harm", "text"),
+    [
+        ("safetensors", lambda p: flip(p, 200), "the header is damaged"),
+        ("safetensors", lambda p: p.write_bytes(p.read_bytes()[:-5]), "cut short"),
+        ("safetensors", lambda p: p.write_bytes(b""), "cut short"),
+        ("shards", lambda p: flip(p / "model.safetensors.index.json", 300), "index is damaged"),
+        ("shards", lambda p: next(iter(p.glob("model-*"))).unlink(), "missing"),
+        ("shards", lambda p: flip(next(iter(p.glob("model-*-00001-*"))), -1), "is damaged"),
+        ("memmap", lambda p: (p / "emb" / "weight.memmap").write_bytes(b"x"), "another size"),
+        ("memmap", lambda p: (p / "norm" / "bias.memmap").unlink(), "file is missing"),
+        ("memmap", lambda p: (p / "meta.json").write_text("{"), "malformed"),
+        ("torch", lambda p: flip(p, position_of_leaf(p)), "Bad CRC-32"),
+        ("torch", lambda p: p.write_bytes(p.read_bytes()[:-300]), "torch.load cannot read this"),
+    ],
+)
+def test_damage(format, harm, text, tmp_path):
+    """Damage would pass, be called trouble, or not be named."""
+    path = write_as(format, make_tree(), tmp_path)
+    harm(path)
+
+    result = run("verify", path)
+
+    assert result.code == 1
+    assert text in result.out
+
+
+def test_files_of_others_have_no_checksums(tmp_path):
+    """A file that nothing protects would be called verified; a torn one must still be called damaged."""
+    safetensors.torch.save_file({"a": torch.ones(3)}, tmp_path / "f.safetensors")
+    torch.save(torch.ones(2), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+
+    assert run("verify", tmp_path / "f.safetensors").code == 3
+    assert run("verify", tmp_path / "old.pt").code == 3
+    (tmp_path / "f.safetensors").write_bytes((tmp_path / "f.safetensors").read_bytes()[:-1])
+    assert run("verify", tmp_path / "f.safetensors").code == 1
+
+
+def test_all_steps_of_a_run(tmp_path):
+    """Only the latest step would be verified, or a step's own file be left out."""
+    manager = CheckpointManager(tmp_path / "run")
+    for step in range(3):
+        manager.save(step, TensorDict({"w": torch.ones(3)}), metadata={"loss": 1.0})
+
+    assert run("verify", tmp_path / "run").code == 0
+    about = manager.path(1) / "checkpoint.json"
+    about.write_text(about.read_text().replace("1.0", "2.0"))
+    flip(manager.path(0) / "model.safetensors", -1)
+    result, one = run("verify", tmp_path / "run"), run("verify", manager.path(1))
+
+    assert (result.code, one.code) == (1, 1)
+    assert result.out.count(": damaged") == 2
+    assert "step-0000000002: whole" in result.out
+    assert "checkpoint.json is not what was saved" in one.out

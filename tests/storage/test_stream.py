@@ -1,0 +1,112 @@
+"""A save leaf by leaf writes what a save of the whole tree writes."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tdfunc import TensorDict, UnsupportedError, load, save
+from tdfunc.storage.memmap import memmap
+from tdfunc.storage.stream import memmap_stream, save_stream
+from tests.storage.trees import assert_same, tied_trees, trees
+
+
+def in_pieces(leaf):
+    """The values of a leaf, a few at a time."""
+    return leaf.detach().reshape(-1).split(3) if leaf.numel() else ()
+
+
+@given(st.one_of(trees(), tied_trees()))
+def test_file_is_that_of_save(tmp_path_factory, tree):
+    """A converted checkpoint would differ from a saved one: in layout, ties, kinds or checksums."""
+    folder = tmp_path_factory.mktemp("stream")
+    save(tree, folder / "a.safetensors")
+
+    save_stream(tree, in_pieces, folder / "b.safetensors", fsync=False)
+
+    assert (folder / "a.safetensors").read_bytes() == (folder / "b.safetensors").read_bytes()
+
+
+@given(trees(), st.sampled_from([1, 20, "1GB"]))
+def test_shards_load_as_the_tree(tmp_path_factory, tree, size):
+    """Shards written leaf by leaf would hold other values, or not fit their index."""
+    folder = tmp_path_factory.mktemp("stream") / "shards"
+
+    save_stream(tree, in_pieces, folder, max_shard_size=size, fsync=False)
+
+    assert_same(load(folder), tree)
+
+
+def test_memmap_is_that_of_memmap(tmp_path):
+    """A memmap folder written leaf by leaf would hold other values, or lack ties."""
+    tree = TensorDict({"a": torch.arange(7.0), "n": {"b": torch.ones(2, 3).T, "e": torch.empty(0)}, "v": "text"})
+    memmap(tree, tmp_path / "a")
+
+    memmap_stream(tree, in_pieces, tmp_path / "b")
+
+    assert_same(load(tmp_path / "b"), load(tmp_path / "a"))
+
+
+def test_each_leaf_has_one_turn_without_the_others(tmp_path):
+    """All leaves would be asked for at once, or one twice."""
+    spec = TensorDict({str(i): torch.empty(10, dtype=torch.float32, device="meta") for i in range(5)})
+    turns = []
+
+    def values(leaf):
+        turns.append(next(key for key in spec.keys() if spec[key] is leaf))
+        yield torch.full((4,), float(turns[-1]))
+        yield torch.full((6,), float(turns[-1]))
+
+    save_stream(spec, values, tmp_path / "t.safetensors")
+
+    assert turns == list("01234")
+    assert all((leaf == int(key)).all() for key, leaf in load(tmp_path / "t.safetensors").items())
+
+
+@pytest.mark.parametrize("how", ["file", "shards", "memmap"])
+def test_an_error_leaves_what_was_there(how, tmp_path):
+    """A source that turns out to be damaged half way would leave half a checkpoint."""
+    old, new = (
+        TensorDict({"a": torch.ones(3), "b": torch.ones(3)}),
+        TensorDict({"a": torch.zeros(3), "b": torch.zeros(3)}),
+    )
+    writers = {
+        "file": (tmp_path / "t.safetensors", lambda t, v, p: save_stream(t, v, p)),
+        "shards": (tmp_path / "shards", lambda t, v, p: save_stream(t, v, p, max_shard_size=12)),
+        "memmap": (tmp_path / "folder", memmap_stream),
+    }
+    path, write = writers[how]
+    write(old, in_pieces, path)
+
+    def values(leaf):
+        if leaf is new["b"]:
+            raise OSError(5, "damaged")
+        return in_pieces(leaf)
+
+    with pytest.raises(OSError, match="damaged|Input/output"):
+        write(new, values, path)
+
+    assert_same(load(path), old)
+    assert sum(1 for _ in tmp_path.iterdir()) == 1
+
+
+def test_refusals(tmp_path):
+    """A leaf that a file cannot hold would be found after everything else was written."""
+    bad = TensorDict({"x": torch.zeros(2, dtype=torch.complex128, device="meta")})
+
+    with pytest.raises(UnsupportedError, match=r'leaf "x"[\s\S]*got: .*complex128'):
+        save_stream(bad, in_pieces, tmp_path / "t.safetensors")
+    with pytest.raises(ValueError, match=r"expected: .safetensors\n  got: .*\.pt"):
+        save_stream(bad, in_pieces, tmp_path / "t.pt")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_remote_file_and_shards(tmp_path):
+    """A save leaf by leaf would write to this machine only."""
+    tree = TensorDict({"a": torch.arange(4.0), "b": torch.ones(2)})
+
+    save_stream(tree, in_pieces, "memory://stream/x.safetensors")
+    save_stream(tree, in_pieces, "memory://stream-shards", max_shard_size=16)
+
+    assert_same(load("memory://stream/x.safetensors"), tree)
+    assert_same(load("memory://stream-shards"), tree)
