@@ -260,3 +260,17 @@ def _pattern(regex: re.Pattern[str], text: str) -> Callable[[Sequence[Entry]], l
         return found
 
     return mask
+
+
+def assign(found: Sequence[Entry], where: dict[Any, Any], call: str) -> list[Any]:
+    """Return for each leaf the value of the first filter that matches it."""
+    masks = [(Filter(spec).mask(found), value) for spec, value in where.items()] if found else []
+    result: list[Any] = []
+    for i, entry in enumerate(found):
+        chosen = next((j for j, (mask, _) in enumerate(masks) if mask[i]), None)
+        if chosen is None:
+            name = dotted(entry.paths[0])
+            hint = 'end the dict with "*": value.'
+            raise FilterError(explain(f"{call}: no filter matches the leaf {name!r}.", got=f"{list(where)}", hint=hint))
+        result.append(masks[chosen][1])
+    return result

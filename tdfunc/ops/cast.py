@@ -7,7 +7,9 @@ from torch import Tensor
 
 from tdfunc._collection import LeafOp, TensorCollection, iter_leaves
 from tdfunc._errors import explain
+from tdfunc._keys import assign
 from tdfunc.ops.pointwise_base import foreach_leaves
+from tdfunc.ops.reading import entries, fill
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -48,6 +50,21 @@ def on_device(tree: T, device: torch.device | None) -> T:
     if tree._device == device and all(data[key] is x for key, x in nodes.items()):
         return tree
     return tree._make(data, tree._batch_size, device, tree._names, tree._static)
+
+
+def to_each(tree: T, where: dict[Any, Any], options: dict[str, Any]) -> T:
+    """Move or cast each leaf to what the first filter that matches it says; the tree itself when nothing changes."""
+    for place in where.values():
+        if not isinstance(place, (torch.dtype, torch.device, str)):
+            got = f"{place!r} in {list(where.values())}"
+            raise TypeError(explain("to: not a dtype or device.", expected="a dtype or device for a filter", got=got))
+    found = [entry for entry in entries(tree) if isinstance(entry.leaf, Tensor)]
+    moved = [entry.leaf.to(place, **options) for entry, place in zip(found, assign(found, where, "to"), strict=True)]
+    changed = {path: x for entry, x in zip(found, moved, strict=True) if x is not entry.leaf for path in entry.paths}
+    if not changed:
+        return tree
+    tree = fill(tree, changed)
+    return on_device(tree, None) if any(x.device != tree._device for x in moved) else tree
 
 
 def parse_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.device | None, torch.dtype | None, bool]:
@@ -113,20 +130,33 @@ class CastMethods(TensorCollection):
     def to(self, *args: Any, **kwargs: Any) -> "Self":
         """Return the tree on a device, of a dtype, or on the device of another tree.
 
-        The tree itself comes back when nothing changes. A dtype is given to every leaf, integers too.
+        The tree itself comes back when nothing changes. A dtype is given to every leaf, integers too; a dict gives
+        each leaf the dtype or device of the first filter that matches it.
 
         Args:
-            *args: A device, a dtype, a tensor that has both, or a tree that has a device.
+            *args: A device, a dtype, a tensor that has both, a tree that has a device, or a dict of dtypes or devices
+                by filter.
             **kwargs: `device`, `dtype` and `non_blocking`, as for `Tensor.to`.
 
         Raises:
             TypeError: An unknown argument.
+            FilterError: A pattern of the dict matches no leaf, or a leaf is matched by none.
 
         Examples:
             >>> td = TensorDict({"a": torch.zeros(3)}, [3])
             >>> td.to("meta").device, td.to(torch.float64)["a"].dtype, td.to(torch.float32) is td
             (device(type='meta'), torch.float64, True)
+            >>> params = TensorDict({"norm": {"scale": torch.ones(2)}, "w": torch.ones(2)})
+            >>> low = params.to({"norm.*": torch.float32, "*": torch.bfloat16})
+            >>> low["norm", "scale"].dtype, low["w"].dtype
+            (torch.float32, torch.bfloat16)
         """
+        if args and isinstance(args[0], dict):
+            if args[1:] or kwargs.keys() - {"non_blocking"}:
+                got = f"{[*args[1:], *kwargs]}"
+                expected = "a dict, and non_blocking"
+                raise TypeError(explain("to: a dict says it all.", expected=expected, got=got))
+            return to_each(self, args[0], kwargs)
         return to(self, *parse_to(args, kwargs))
 
     def cpu(self) -> "Self":

@@ -1,7 +1,7 @@
 """Reading a tree: nodes by path, keys, values, leaves, and what filters see of them."""
 
 from collections.abc import Iterator, Set
-from typing import Any
+from typing import Any, TypeVar
 
 from tdfunc._collection import TensorCollection, iter_leaves, leaf_paths
 from tdfunc._errors import ImmutableError, explain
@@ -9,6 +9,8 @@ from tdfunc._keys import Entry, dotted, is_key, missing, unravel
 from tdfunc._nontensor import NonTensorBase, NonTensorStack
 from tdfunc._ties import groups_by_path
 from tdfunc._types import Kind, NestedKey, Node, Path
+
+T = TypeVar("T", bound=TensorCollection)
 
 UNSET: Any = object()
 
@@ -116,6 +118,16 @@ class KeysView(Set[Any]):
 
     def __repr__(self) -> str:
         return f"keys({list(self)})"
+
+
+def fill(tree: T, values: dict[Path, Any], at: Path = ()) -> T:
+    """Return the tree with other values at the paths that have one."""
+    # None is a value here, so this cannot be a map (which would drop the leaf).
+    data = {
+        key: fill(node, values, (*at, key)) if isinstance(node, TensorCollection) else values.get((*at, key), node)
+        for key, node in tree._data.items()
+    }
+    return tree._replace(data)
 
 
 class ReadMethods(TensorCollection):

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from tdfunc._collection import TensorCollection
-from tdfunc._errors import FilterError, MissingKeyError, TreeStructureError, explain
-from tdfunc._keys import Entry, Filter, FilterLike, dotted, unravel
+from tdfunc._errors import MissingKeyError, TreeStructureError, explain
+from tdfunc._keys import Filter, FilterLike, assign, dotted, unravel
 from tdfunc._nontensor import NonTensorBase
 from tdfunc._shapes import as_names, as_size
 from tdfunc._ties import by_first_key, remap
 from tdfunc._types import Kind, NestedKey, Node, Path
 from tdfunc.ops.convert import resize
 from tdfunc.ops.edit import delete_paths, restore_ties, set_, update
-from tdfunc.ops.reading import entries, get, get_value, has, iter_items, kind_of, refuse_inplace
+from tdfunc.ops.reading import entries, fill, get, get_value, has, iter_items, kind_of, refuse_inplace
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -157,10 +157,10 @@ def _grown(branch: _Branch, like: TensorCollection, separator: str) -> Any:
     new = new._replace(kinds=kinds) if kinds else new
     if branch.base is None:
         return new
-    for path, _ in iter_items(new, True, True):
-        # Neither under a leaf of the base, nor over what it has.
-        above = (get(branch.base, path[:i], None) for i in range(1, len(path)))
-        if has(branch.base, path) or not all(node is None or isinstance(node, TensorCollection) for node in above):
+    for path, node in iter_items(new, True, False):
+        # Neither a leaf over what the base has, nor a tree over a leaf of it.
+        there = get(branch.base, path, None)
+        if there is not None and not (isinstance(node, TensorCollection) and isinstance(there, TensorCollection)):
             raise _clash(dotted(path), path, separator)
     return update(branch.base, new) if data else branch.base
 
@@ -360,30 +360,7 @@ def in_dims(tree: T, where: "dict[str | Filter, int | None] | int | None") -> T:
     """
     found = entries(tree)
     dims = assign(found, where if isinstance(where, dict) else {"*": where}, "in_dims")
-    return _fill(tree, {path: dim for entry, dim in zip(found, dims, strict=True) for path in entry.paths})
-
-
-def _fill(tree: T, values: dict[Path, Any], at: Path = ()) -> T:
-    # None is a value here, so this cannot be a map (which would drop the leaf).
-    data = {
-        key: _fill(node, values, (*at, key)) if isinstance(node, TensorCollection) else values.get((*at, key), node)
-        for key, node in tree._data.items()
-    }
-    return tree._replace(data)
-
-
-def assign(found: Sequence[Entry], where: dict[Any, Any], call: str) -> list[Any]:
-    """Return for each leaf the value of the first filter that matches it."""
-    masks = [(Filter(spec).mask(found), value) for spec, value in where.items()] if found else []
-    result: list[Any] = []
-    for i, entry in enumerate(found):
-        chosen = next((j for j, (mask, _) in enumerate(masks) if mask[i]), None)
-        if chosen is None:
-            name = dotted(entry.paths[0])
-            hint = 'end the dict with "*": value.'
-            raise FilterError(explain(f"{call}: no filter matches the leaf {name!r}.", got=f"{list(where)}", hint=hint))
-        result.append(masks[chosen][1])
-    return result
+    return fill(tree, {path: dim for entry, dim in zip(found, dims, strict=True) for path in entry.paths})
 
 
 class StructureMethods(TensorCollection):
