@@ -18,7 +18,7 @@ from tdfunc._errors import ImmutableError, TreeStructureError, explain
 from tdfunc._keys import is_key, missing, unravel
 from tdfunc._nontensor import NonTensorBase
 from tdfunc._readahead import MIN_BYTES, read_rows_ahead
-from tdfunc._shapes import index_names, index_size, normalize_index, slice_length
+from tdfunc._shapes import check_positions, index_names, index_size, normalize_index, slice_length
 from tdfunc._ties import graft, lift, merge, prune, remap
 from tdfunc._types import Kind, LeafFn, Names, Node, Path, Ties
 
@@ -247,7 +247,10 @@ class TensorCollection(Slots):
 
     def _index(self, index: Any) -> "Self":
         """Index the batch dimensions; the index is normalized here, once for all leaves."""
-        return self._shape(index_op(index, self._batch_size))
+        op = index_op(index, self._batch_size)
+        if type(index) is not int and type(index) is not slice and next(iter(iter_leaves(self)), None) is None:
+            check_positions(op.args[0], self._batch_size)
+        return self._shape(op)
 
     def _shape(self, op: LeafOp, *others: "TensorCollection") -> "Self":
         """Apply an operation on batch dimensions (reshape, permute, stack, ...)."""

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Size, Tensor
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 
 from tdfunc._errors import BatchSizeError, explain
 from tdfunc._types import Names
@@ -325,6 +326,25 @@ def _check_int(item: Any, dim: int, size: Size) -> None:
                 expected=f"{-size[dim]} <= index < {size[dim]}",
             )
         )
+
+
+def check_positions(index: tuple[Any, ...], size: Size) -> None:
+    """Refuse positions that do not exist, for a tree in which no tensor is there to refuse them.
+
+    Those on another device are not read, which would wait for it, nor those that a transformation or mode stands for.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or _functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack()  # pyright: ignore[reportPrivateUsage]
+    ):
+        return
+    dim = 0
+    for item in index:
+        if type(item) is Tensor and item.device.type == "cpu" and item.numel():
+            for end in item.aminmax():
+                _check_int(int(end), dim, size)
+        dim += item is not None and not isinstance(item, bool)
 
 
 def index_names(index: tuple[Any, ...], names: Names) -> Names | None:

@@ -147,9 +147,10 @@ def has_dotted_key(case, ours, theirs):
     return any("." in key for tree in case.inputs for part in parts(tree) for key in part.entries)
 
 
-def has_bool(index):
-    """An index has a bool among its items."""
-    return isinstance(index, tuple) and any(isinstance(item, bool) for item in index)
+def has_scalar(index):
+    """An index has a bool, or a tensor without dimensions, among its items."""
+    items = index if isinstance(index, tuple) else ()
+    return any(isinstance(item, bool) or (isinstance(item, torch.Tensor) and item.dim() == 0) for item in items)
 
 
 def is_bool(detail):

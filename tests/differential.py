@@ -127,20 +127,20 @@ def _words_of(node, size):
     return node.value if node.shape == size else node.tolist()
 
 
-def differences(a, b, at=()):
+def differences(a, b, at=(), rtol=0.0):
     """Yield (kind, path) for each way in which two simplified results differ."""
     if isinstance(a, Tree) and isinstance(b, Tree):
-        yield from _node_differences(a, b, at)
+        yield from _node_differences(a, b, at, rtol)
     elif isinstance(a, Stack) and isinstance(b, Stack):
         if (a.size, a.dim) != (b.size, b.dim):
             yield "size", at
-        yield from differences(a.trees, b.trees, at)
+        yield from differences(a.trees, b.trees, at, rtol)
     elif isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         if a.dtype != b.dtype:
             yield "dtype", at
         if a.shape != b.shape:
             yield "shape", at
-        elif a.dtype == b.dtype and not same_tensor(a, b):
+        elif a.dtype == b.dtype and not same_tensor(a, b, rtol):
             yield "value", at
         if a.requires_grad != b.requires_grad:
             yield "grad", at
@@ -148,12 +148,12 @@ def differences(a, b, at=()):
         if len(a) != len(b):
             yield "count", at
         for i, (x, y) in enumerate(zip(a, b, strict=False)):
-            yield from differences(x, y, (*at, i))
+            yield from differences(x, y, (*at, i), rtol)
     elif isinstance(a, dict) and isinstance(b, dict):
         if list(a) != list(b):
             yield "keys" if a.keys() != b.keys() else "order", at
         for key in a.keys() & b.keys():
-            yield from differences(a[key], b[key], (*at, key))
+            yield from differences(a[key], b[key], (*at, key), rtol)
     elif isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         if a.dtype != b.dtype or a.shape != b.shape or not np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"):
             yield "value", at
@@ -161,7 +161,7 @@ def differences(a, b, at=()):
         yield "class" if type(a) is not type(b) else "value", at
 
 
-def _node_differences(a, b, at):
+def _node_differences(a, b, at, rtol):
     if a.size != b.size:
         yield "size", at
     if a.typed != b.typed:
@@ -175,14 +175,14 @@ def _node_differences(a, b, at):
     elif list(a.entries) != list(b.entries) and not a.typed:
         yield "order", at
     for key in a.entries.keys() & b.entries.keys():
-        yield from differences(a.entries[key], b.entries[key], (*at, key))
+        yield from differences(a.entries[key], b.entries[key], (*at, key), rtol)
 
 
-def same_tensor(a, b):
+def same_tensor(a, b, rtol=0.0):
     """Equal values, NaN included; of meta tensors, equal shapes."""
     if a.is_meta or b.is_meta:
         return a.is_meta and b.is_meta and a.shape == b.shape
-    return torch.equal(a, b) or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+    return torch.equal(a, b) or torch.allclose(a, b, rtol=rtol, atol=0, equal_nan=True)
 
 
 def untyped(value):

@@ -1,5 +1,6 @@
 """Shapes, indices, joins and cuts of the batch, against torch on every leaf."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Size
@@ -230,3 +231,33 @@ def test_gradients_flow(td):
     torch.stack([tree, tree[[0, 0, 1]]]).reshape(-1).unbind(0)[3]["a"].backward()
 
     assert leaf.grad.tolist() == [1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [TensorDict({}, [2, 3]), TensorDict({"n": {"e": {}}}, [2, 3]), TensorDict({"s": "red"}, [2, 3])],
+    ids=["empty", "nested", "data"],
+)
+def test_positions_are_checked_without_tensors(tree):
+    """An index that torch refuses would pass where no tensor is there to refuse it."""
+    for bad in (torch.tensor([2]), [0, -3], np.array([5]), torch.tensor(2), (slice(None), [3])):
+        with pytest.raises(IndexError, match=r"(2|-3|5|3) is out of range for batch dimension (0|1)(.|\n)*-[23] <= "):
+            tree[bad]
+    assert tree[[1, -2, 0]].batch_size == Size([3, 3])
+    assert tree[:, torch.tensor([[2], [-3]])].batch_size == Size([2, 2, 1])
+    assert tree[torch.zeros(0, dtype=torch.long)].batch_size == Size([0, 3])
+
+
+def test_positions_that_have_no_values_are_not_read():
+    """An index on another device, or one that a transformation maps, would be read or make the call fail."""
+    tree, seen = TensorDict({}, [2, 3]), []
+
+    def fn(index):
+        seen.append(tree[index].batch_size)
+        return index
+
+    torch.vmap(fn)(torch.tensor([[7, 8]]))
+    torch.compile(fn, backend="eager", fullgraph=True)(torch.tensor([0, 1]))
+
+    assert tree[torch.zeros(4, dtype=torch.long, device="meta")].batch_size == Size([4, 3])
+    assert seen == [Size([2, 3])] * 2
