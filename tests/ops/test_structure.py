@@ -132,6 +132,15 @@ def test_flat_keys_beside_a_tree():
             TensorDict({"a": {"x": 1}, key: 2}).unflatten_keys(".")
 
 
+@pytest.mark.parametrize("inner", [{}, {"e": {}}, {"y": 2}])
+def test_a_tree_takes_the_place_of_no_leaf(inner):
+    """A tree under a flat key, even one without leaves, would replace a leaf in silence."""
+    for entries in ({"a": {"x": 1}, "a.x": inner}, {"a.x": inner, "a": {"x": 1}}, {"a": {"x": "red"}, "a.x": inner}):
+        with pytest.raises(MissingKeyError, match=r"'x.*another key has taken"):
+            TensorDict(entries).unflatten_keys(".")
+    assert TensorDict({"a": {"x": {"z": 1}}, "a.x": inner}).unflatten_keys(".")["a", "x", "z"] == 1
+
+
 def test_rename(td):
     """An entry would lose its place, its kind or what is in it; or overwrite another unasked."""
     assert list(td.rename_key("a", "z").keys()) == ["b", "z", "e", "s"]
