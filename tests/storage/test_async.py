@@ -532,3 +532,27 @@ def test_a_killed_process_leaves_the_old_file(tmp_path):
     run(code, path, status=-signal.SIGKILL)
 
     assert (load(path) == TREE).all()
+
+
+@pytest.mark.parametrize("view", [lambda x: x, lambda x: x[1:]], ids=["whole", "rows"])
+def test_leaves_in_writable_files_are_copied(view, gate, tmp_path):
+    """Training on a memmap that can be written to would make every save of it fail, or save half of a step."""
+    made = TREE.memmap(tmp_path / "m")
+    opened = TensorDict.load_memmap(tmp_path / "m", mode="r+")
+    private = TensorDict.load_memmap(tmp_path / "m")
+    with AsyncSaver(max_pending=3) as saver:
+        handles = [
+            saver.save(TensorDict({"w": view(tree["w"])}), tmp_path / f"{name}.safetensors")
+            for name, tree in (("made", made), ("opened", opened))
+        ]
+        lost = saver.save(TensorDict({"w": view(private["w"])}), tmp_path / "private.safetensors")
+        opened["w"].fill_(7)
+        private["w"].fill_(8)
+        gate.set()
+        for handle in handles:
+            handle.result()
+        with pytest.raises(ConcurrencyError, match=r'leaf "w" changed after the save was submitted'):
+            lost.result()
+
+    for name in ("made", "opened"):
+        assert torch.equal(load(tmp_path / f"{name}.safetensors")["w"], view(TREE["w"]))
