@@ -11,6 +11,7 @@ from tdfunc.storage.read import Bytes, LocalBytes, Source, naming, open_source, 
 
 _META = "meta.json"
 _INDEX_SUFFIX = ".safetensors.index.json"
+_TRIES = 20
 
 
 class Files(Protocol):
@@ -62,11 +63,27 @@ def open_contents(path: str, files: Files, *, verify: bool) -> Contents:
     if path.endswith(_INDEX_SUFFIX):
         return _open_shards(path, files, verify=verify)
     if files.is_folder(path):
-        if files.exists(_join(path, INDEX)):
-            return _open_shards(_join(path, INDEX), files, verify=verify)
-        if not files.exists(_join(path, SINGLE)):
+        return _open_folder(path, files, verify=verify)
+    return _open_single(path, files, verify=verify)
+
+
+def _open_folder(path: str, files: Files, *, verify: bool) -> Contents:
+    index, single = _join(path, INDEX), _join(path, SINGLE)
+    for attempt in range(_TRIES):
+        try:
+            if files.exists(index):
+                return _open_shards(index, files, verify=verify)
+            if files.exists(single):
+                return _open_single(single, files, verify=verify)
             raise no_checkpoint(path, files)
-        path = _join(path, SINGLE)
+        except FileNotFoundError:
+            # Shards and one file may have taken each other's place between two looks.
+            if attempt == _TRIES - 1 or (attempt and not files.exists(index) and not files.exists(single)):
+                raise
+    raise AssertionError
+
+
+def _open_single(path: str, files: Files, *, verify: bool) -> Contents:
     source = open_source(path, verify=verify, data=files.open(path))
     return _contents(path, [source], source.header.metadata, None, verify)
 

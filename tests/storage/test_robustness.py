@@ -8,9 +8,10 @@ import json
 import pytest
 import torch
 
-from tdfunc import CorruptCheckpointError, TensorDict, load
+from tdfunc import CorruptCheckpointError, TensorDict, load, save
 from tdfunc import open as open_file
-from tests.storage.trees import entry, forge
+from tdfunc.storage import files
+from tests.storage.trees import assert_same, entry, forge
 
 WHOLE = entry("w", "I64", [1], 0, 8)
 READS = {
@@ -87,3 +88,51 @@ def test_keys_that_no_file_can_have(key, what, tmp_path):
 
     with pytest.raises(CorruptCheckpointError, match=r"(?s)load_memmap .*(missing|whole characters)"):
         TensorDict.load_memmap(tmp_path / "d")
+
+
+def test_one_file_takes_the_place_of_shards_while_a_load_begins(tmp_path, monkeypatch):
+    """A load that found an index, which is gone when it is opened, would raise though there is a checkpoint."""
+    tree = TensorDict({"w": torch.arange(6.0)})
+    save(tree, tmp_path, max_shard_size=100)
+    original = files.read_index
+
+    def late(path, where, **options):
+        monkeypatch.setattr(files, "read_index", original)
+        save(tree, tmp_path / "model.safetensors")
+        return original(path, where, **options)
+
+    monkeypatch.setattr(files, "read_index", late)
+
+    assert_same(load(tmp_path), tree)
+
+
+def test_shards_take_the_place_of_one_file_while_a_load_begins(tmp_path, monkeypatch):
+    """A load that found one file, which is gone when it is opened, would raise though there is a checkpoint."""
+    tree = TensorDict({"w": torch.arange(6.0)})
+    save(tree, tmp_path / "model.safetensors")
+    original = files.LocalFiles.open
+
+    def late(self, path):
+        monkeypatch.setattr(files.LocalFiles, "open", original)
+        save(tree, tmp_path, max_shard_size=100)
+        return original(self, path)
+
+    monkeypatch.setattr(files.LocalFiles, "open", late)
+
+    assert_same(load(tmp_path), tree)
+
+
+def test_a_checkpoint_that_is_always_just_gone(tmp_path, monkeypatch):
+    """A load would look for ever where an index is listed and cannot be opened."""
+    save(TensorDict({"w": torch.arange(6.0)}), tmp_path, max_shard_size=100)
+    looks = []
+
+    def gone(path, where, **options):
+        looks.append(path)
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(files, "read_index", gone)
+
+    with pytest.raises(FileNotFoundError, match=r"model\.safetensors\.index\.json"):
+        load(tmp_path)
+    assert 1 < len(looks) < 100
