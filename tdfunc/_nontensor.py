@@ -326,10 +326,19 @@ class NonTensorStack(NonTensorBase):
         return NonTensorData(array[()]) if array.ndim == 0 else self._wrap(array)
 
     def __reduce__(self) -> Any:
-        return type(self)._wrap, (self._array,)
+        # A list, for `torch.load(weights_only=True)` refuses arrays of objects.
+        return _stack_of, (self._array.reshape(-1).tolist(), self._array.shape)
 
     def __repr__(self) -> str:
         return f"NonTensorStack({self.tolist()}, batch_size={self.shape}, device=None)"
+
+
+def _stack_of(values: list[Any], shape: tuple[int, ...]) -> NonTensorStack:
+    array = np.empty(len(values), dtype=object)
+    # Each by itself: numpy would take lists apart.
+    for i, value in enumerate(values):
+        array[i] = value
+    return NonTensorStack._wrap(array.reshape(shape))
 
 
 class StaticValues(NamedTuple):

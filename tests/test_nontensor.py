@@ -1,6 +1,7 @@
 """Non-tensor data, against tensors of the same shape."""
 
 import copy
+import io
 import pickle
 
 import numpy as np
@@ -18,6 +19,7 @@ from tdfunc import (
     NonTensorData,
     NonTensorStack,
     TensorDict,
+    _nontensor,
     lazy_stack,
 )
 from tests.random_trees import random_index
@@ -215,3 +217,17 @@ def test_reductions_of_lazy_stacks_do_not_keep_merged_rows():
 
     with pytest.raises(LeafMismatchError, match="'s' has a value for each row"):
         lazy_stack([tree, tree], 1).amax(dim=0)
+
+
+@pytest.mark.parametrize("values", [["a", "b"], [["x", [1]], ["y", [2, 3]]], []])
+def test_stacks_load_with_weights_only(values):
+    """An array of objects in a pickle would be refused by torch.load."""
+    stack = NonTensorStack(*values)
+    file = io.BytesIO()
+    torch.save(stack.reshape(1, *stack.shape), file)
+    file.seek(0)
+
+    with torch.serialization.safe_globals([_nontensor._stack_of]):
+        loaded = torch.load(file, weights_only=True)
+    assert loaded.tolist() == [stack.tolist()]
+    assert loaded.shape == (1, *stack.shape)
