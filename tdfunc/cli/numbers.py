@@ -101,6 +101,10 @@ class Difference:
         x, y = wide(a), wide(b)
         if x.is_complex() or y.is_complex():
             x, y = x.to(torch.complex128), y.to(torch.complex128)
+        apart = (x - y).abs()
+        if not is_exact and bool(apart.isfinite().all()):
+            self._add_finite(apart, y.abs())
+            return
         same = (a.view(torch.int64) == b.view(torch.int64)) if is_exact and a.element_size() == 8 else x == y
         unequal = ~(same | (x.isnan() & y.isnan()))
         if not bool(unequal.any()):
@@ -115,6 +119,13 @@ class Difference:
         self.differing += int((~close).sum())
         self.max_abs = max(self.max_abs, float(apart.max()))
         rel = torch.where(size > 0, apart / size, math.inf).nan_to_num(nan=math.inf, posinf=math.inf)
+        self.max_rel = max(self.max_rel, float(rel.max()))
+
+    def _add_finite(self, apart: Tensor, size: Tensor) -> None:
+        self.differing += int((apart > self.atol + self.rtol * size).sum())
+        self.max_abs = max(self.max_abs, float(apart.max()))
+        # 0 / 0 is no difference.
+        rel = apart.div_(size).nan_to_num_(nan=0.0, posinf=math.inf)
         self.max_rel = max(self.max_rel, float(rel.max()))
 
 

@@ -66,7 +66,7 @@ def metadata_of(source: Source) -> dict[str, Any]:
 
 
 def _title(source: Source) -> str:
-    size = bytes_text(sum(os.path.getsize(file) for file in source.files if os.path.exists(file)))
+    size = bytes_text(source.size_bytes)
     parts = [safe(source.path), source.format]
     if len(source.files) > 1:
         parts.append(count_text(len(source.files), "file"))

@@ -148,6 +148,8 @@ class Source:
         self.path, self.format, self.tree, self._readers = path, format, tree, readers
         self.metadata: dict[str, str] = {}
         self.files: list[str] = []
+        # Of the files.
+        self.size_bytes = 0
         # Of a folder of steps: the one that was opened, and all.
         self.step: int | None = None
         self.steps: list[int] = []
@@ -222,7 +224,7 @@ def steps_in(name: str) -> list[int]:
 def _open_torch(name: str) -> Source:
     tree, readers = read_torch(name)
     source = Source(name, "torch", tree, dict[int, TorchLeaf](readers))
-    source.files = [name]
+    source.files, source.size_bytes = [name], os.path.getsize(name)
     return source
 
 
@@ -243,6 +245,7 @@ def _open_safetensors(name: str, files: Files, *, verify: bool) -> Source:
     source = Source(name, "safetensors" if contents.homes is None else "shards", outline, readers)
     source.metadata = {key: text for key, text in contents.metadata.items() if not key.startswith("tdfunc")}
     source.files = [file.path for file in contents.sources]
+    source.size_bytes = sum(file.size_bytes for file in contents.sources)
     source.checksums = contents.sources[0].header.algorithm if contents.is_ours else None
     source.is_described = contents.is_ours
     source._close = contents.close
@@ -267,6 +270,7 @@ def _open_memmap(name: str) -> Source:
     aliases = reader.aliases()
     own = [file for i, file in enumerate(reader.leaves) if i not in aliases and file.size_bytes]
     source.files = [os.path.join(name, file.name) for file in own]
+    source.size_bytes = sum(file.size_bytes for file in own)
     source.is_described = reader.leaves == [] or reader.leaves[0].exact
     source._close = lambda: holder.__exit__(None, None, None)
     return source

@@ -42,6 +42,8 @@ def sparse(folder):
 
 
 def keyed(key):
+    """A file of torch.save with a key beside the text "1"."""
+
     def make(folder):
         torch.save({key: torch.ones(1), "1": 2}, folder / "keys.pt")
         return folder / "keys.pt"

@@ -352,3 +352,16 @@ def test_shards_beside_other_files(tmp_path):
     assert "model.safetensors.index.json exists" in single.err
     assert "holds a memmapped tree" in mixed.err
     assert "no part of a memmapped tree" in over.err
+
+
+def test_urls(tmp_path):
+    """Checkpoints on other machines could not be read, compared or written."""
+    tree = make_tree()
+    path = write_as("safetensors", tree, tmp_path)
+    url = f"memory://cli/{tmp_path.name}.safetensors"
+
+    assert run("convert", path, url).code == 0
+    assert run("diff", path, url, "--values").code == 0
+    assert "checksums xxh3-64" in run("show", url).out
+    assert run("verify", url).code == 0
+    assert_same(load(url), load(path))

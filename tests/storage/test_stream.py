@@ -53,7 +53,7 @@ def test_each_leaf_has_one_turn_without_the_others(tmp_path):
     turns = []
 
     def values(leaf):
-        turns.append(next(key for key in spec.keys() if spec[key] is leaf))
+        turns.append(next(key for key, own in spec.items() if own is leaf))
         yield torch.full((4,), float(turns[-1]))
         yield torch.full((6,), float(turns[-1]))
 
