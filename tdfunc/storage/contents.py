@@ -293,11 +293,12 @@ class Contents:
     def _find_tied(self, item: dict[str, Any], device: str | None) -> Found:
         number, key = self.doc["ties"][item["tie"]][0]
         if self._parents is None:
+            # A child lies after its parent, so the way up ends.
             self._parents = {
-                found["tree"]: (i, key)
+                child: (i, key)
                 for i, node in enumerate(self.doc["nodes"])
                 for key, found in zip(node["keys"], node["items"], strict=True)
-                if type(found) is dict and "tree" in found
+                if (child := self._child(found, i)) >= 0
             }
         path: list[str] = []
         above = number

@@ -136,3 +136,14 @@ def test_a_checkpoint_that_is_always_just_gone(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors\.index\.json"):
         load(tmp_path)
     assert 1 < len(looks) < 100
+
+
+@pytest.mark.timeout(20)
+def test_a_tied_leaf_in_a_tree_that_is_inside_itself(tmp_path):
+    """The way up from a tied leaf would never end, and fill the memory."""
+    nodes = [{"keys": ["x", "a"], "items": [{"tie": 0}, {"tree": 1}]}, {"keys": ["b", "w"], "items": [{"tree": 1}, 0]}]
+    tree = {"specs": [["I64", [1]]], "nodes": nodes, "ties": [[[1, "w"], [0, "x"]]]}
+    path = tmp_path / "f.safetensors"
+    path.write_bytes(forge(tree, [entry("a.w", "I64", [1], 0, 8)], bytes(8)))
+
+    refused(path, lambda path: _opened(path, lambda f: f["x"]), "after the node that it is in")
