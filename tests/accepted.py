@@ -174,6 +174,7 @@ OF_KINDS = (
         equal_but_empty_fields,
         rare=("kinds", 401, 7819),
     ),
+    Accepted(RAGGED, is_ragged, equal_untyped, rare=("program", 601, 1074)),
     Accepted(RAGGED, is_ragged, elements_equal, rare=("program", 401, 1205)),
     Accepted(RAGGED, is_ragged, their_trees_have_no_size, rare=("kinds", 403, 15218)),
     Accepted(TORCH, is_ragged, named("where"), only_ours_raises("must match the size of"), rare=("kinds", 502, 12290)),
@@ -233,7 +234,7 @@ ACCEPTED = (
     ),
     Accepted(
         ZERO,
-        named("masked_select", "index"),
+        named("masked_select", "index", "at_number", "at_mul", "at_add", "at_set"),
         has_no_elements,
         only_theirs_raises("tuple index"),
         rare=("program", 301, 861),

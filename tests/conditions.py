@@ -310,7 +310,9 @@ def _row(value, i):
 
 
 def _same_element(mine, other):
-    """Whether an element has the entries of another, with its values."""
+    """Whether an element has the entries of another, with its values; an empty tree stands for a lost one."""
+    if isinstance(other, Tree) and not other.entries:
+        return True
     if isinstance(mine, Tree) and isinstance(other, Tree):
         return all(
             key in mine.entries and _same_element(mine.entries[key], item) for key, item in other.entries.items()
