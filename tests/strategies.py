@@ -1,9 +1,12 @@
 """Hypothesis strategies: key paths, random trees, ties, and pairs of trees that differ in one leaf."""
 
+from typing import Any
+
+import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from tdfunc import Kind, TensorDict
+from tdfunc import Kind, NonTensorStack, TensorClass, TensorDict, lazy_stack
 from tdfunc._collection import iter_leaves
 from tdfunc._ties import by_identity
 from tdfunc.ops.edit import restore_ties
@@ -78,3 +81,37 @@ def pairs(draw, **options):
     leaf = tree[path]
     other = torch.logical_not(leaf) if leaf.dtype is torch.bool else leaf + 1
     return tree, tree.set(path, other.to(leaf.dtype)), path
+
+
+# -- nodes of every kind ----------------------------------------------------------------------------------------
+
+
+class Sample(TensorClass):
+    """A typed tree for the laws."""
+
+    a: Any = None
+    b: Any = None
+
+
+@st.composite
+def any_trees(draw, size=None, meta=True):
+    """A tree as of `trees`, and with rows of data, leaves that learn or are meta, typed and lazy sub-trees."""
+    size = draw(SIZES) if size is None else size
+    tree = draw(trees(size=size, depth=2))
+    found = [path for path in tree.paths() if tree[path].is_floating_point() or tree[path].is_complex()]
+    if found and not tree.ties() and draw(st.booleans()):
+        path = draw(st.sampled_from(found))
+        tree = tree.set(path, tree[path].detach().clone().requires_grad_())
+    if meta and draw(st.booleans()):
+        tree = tree.set("meta", torch.zeros(*size, 2, device="meta"))
+    if draw(st.booleans()):
+        tree = tree.set("typed", Sample(a=draw(leaves(size)), batch_size=size))
+    if draw(st.booleans()):
+        count = torch.Size(size).numel()
+        rows = np.empty(count, dtype=object)
+        rows[:] = draw(st.lists(st.sampled_from(["red", "blue"]), min_size=count, max_size=count))
+        tree = tree.set("rows", NonTensorStack._wrap(rows.reshape(size))) if size and count else tree
+    if size and size[-1] and draw(st.booleans()):
+        inner = draw(trees(size=size[:-1], depth=0, ties=False)).set("x", draw(leaves(size[:-1])))
+        tree = tree.set("lazy", lazy_stack([inner.clone() for _ in range(size[-1])], len(size) - 1))
+    return tree

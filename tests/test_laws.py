@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
 from tdfunc import Filter, Kind, TensorDict, combine, partition
+from tdfunc._collection import iter_leaves
+from tdfunc._keys import unravel
 from tests.helpers import assert_pure, assert_trees_equal
-from tests.strategies import KEYS, PATHS, leaves, pairs, trees
+from tests.strategies import KEYS, PATHS, any_trees, leaves, pairs, trees
 
 FLOATS = st.just(torch.float32)
 
@@ -233,3 +235,82 @@ def test_kinds_follow(tree, kind):
     for new in (marked.clone(), marked.apply(lambda x: x), pytree.tree_map(lambda x: x, marked), marked.detach()):
         assert new.kind(path) is kind
     assert pytree.tree_structure(marked) == pytree.tree_structure(tree)
+
+
+# -- trees with nodes of every kind -----------------------------------------------------------------------------
+
+
+@given(any_trees())
+def test_flatten_and_unflatten_any_tree(tree):
+    """A typed tree, lazy stack, meta leaf or leaf that learns would not come back from a registry as it went in."""
+    children, spec = pytree.tree_flatten(tree)
+    assert_same(pytree.tree_unflatten(children, spec), tree)
+
+    children, spec = optree.tree_flatten(tree, none_is_leaf=True)
+    assert_same(optree.tree_unflatten(spec, children), tree)
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t))])
+@given(tree=any_trees())
+def test_copies_of_any_tree(copier, tree):
+    """A copy would lose the class of a node, a requires_grad, a device or a value."""
+    assert_same(copier(tree), tree)
+
+
+@given(any_trees(size=(3,)), st.integers(-3, 2))
+def test_a_row_is_the_row_of_each_leaf(tree, i):
+    """An index would reach another row of one leaf."""
+    row = tree[i]
+
+    assert row.batch_size == ()
+    for (path, leaf), (other, whole) in zip(iter_leaves(row), iter_leaves(tree), strict=False):
+        if path == other:
+            assert same_leaf(leaf, whole[i])
+
+
+@given(any_trees(size=(2, 3)), st.integers(0, 1))
+def test_unbind_and_stack_any_tree(tree, dim):
+    """Rows of a tree would not stack to the tree, or one would be of another class."""
+    parts = tree.unbind(dim)
+    # A tree that is cut along its lazy stack is dense there, and stacks as such.
+    tree, parts = tree.exclude("lazy"), [part.exclude("lazy") for part in parts]
+    back = torch.stack(parts, dim)
+
+    assert pytree.tree_structure(back.exclude(*words(tree))) == pytree.tree_structure(tree.exclude(*words(tree)))
+    assert back.batch_size == tree.batch_size
+    for path in tree.paths():
+        assert same_leaf(back[path], tree[path])
+
+
+@given(any_trees())
+def test_dicts_and_back(tree):
+    """What `to_dict` writes, `from_dict` would read as something else."""
+    tree = tree.exclude("typed", "lazy")
+    back = TensorDict.from_dict(tree.to_dict(), batch_size=tree.batch_size)
+
+    assert list(back.keys(True, True)) == list(tree.keys(True, True))
+    for path in tree.paths():
+        assert back[path] is tree[path]
+
+
+def words(tree):
+    """The paths of non-tensor data, whose kind a stack may change."""
+    leaves = {path for path, _ in iter_leaves(tree)}
+    return [path for path in tree.keys(True, True) if unravel(path) not in leaves]
+
+
+def same_leaf(leaf, other):
+    """Equal values, dtype, device and requires_grad; of meta tensors, equal shapes."""
+    if (leaf.dtype, leaf.device, leaf.shape) != (other.dtype, other.device, other.shape):
+        return False
+    return leaf.requires_grad == other.requires_grad and (leaf.is_meta or torch.equal(leaf, other))
+
+
+def assert_same(actual, expected):
+    """Check two trees that may hold meta tensors, typed trees and lazy stacks."""
+    assert type(actual) is type(expected)
+    assert pytree.tree_structure(actual) == pytree.tree_structure(expected)
+    assert actual.batch_size == expected.batch_size
+    assert actual.names == expected.names
+    pairs = list(zip(iter_leaves(actual), iter_leaves(expected), strict=True))
+    assert all(path == other and same_leaf(a, b) for (path, a), (other, b) in pairs)
