@@ -164,18 +164,29 @@ def _open_all(path: str, index: Index, files: Files, *, verify: bool) -> list[So
     try:
         for number, name in enumerate(index.files):
             sources.append(open_source(folder + name, verify=verify, data=files.open(folder + name)))
-            if verify and index.digests is not None:
+            if verify:
                 with naming(folder + name):
-                    _check_shard(sources[-1], index.digests[number])
+                    _check_shard(sources[-1], None if index.digests is None else index.digests[number])
     except BaseException:
         _close(sources)
         raise
     return sources
 
 
-def _check_shard(source: Source, recorded: str) -> None:
-    found = source.header.digest
-    if found != recorded:
+def _check_shard(source: Source, recorded: str | None) -> None:
+    found, metadata = source.header.digest, source.header.metadata
+    if recorded is None:
+        # One damaged letter makes an index of ours one of another program; its shards still say whose they are.
+        if found is not None and "tdfunc.tree" not in metadata:
+            raise CorruptCheckpointError(
+                explain(
+                    "this shard is of tdfunc, and the index is not.",
+                    expected="an index with tdfunc's metadata, which hold the tree and the checksums",
+                    got="none of them: the index is damaged, or another program wrote it again",
+                    hint="restore the index from a copy, or read what is there: load(path, verify=False).",
+                )
+            )
+    elif found != recorded:
         raise CorruptCheckpointError(
             explain(
                 "this shard is of another save than the index.",

@@ -147,3 +147,15 @@ def test_a_tied_leaf_in_a_tree_that_is_inside_itself(tmp_path):
     path.write_bytes(forge(tree, [entry("a.w", "I64", [1], 0, 8)], bytes(8)))
 
     refused(path, lambda path: _opened(path, lambda f: f["x"]), "after the node that it is in")
+
+
+def test_an_index_that_lost_its_metadata(tmp_path):
+    """One flipped bit in the word would make an index one of another program: classes, ties and checksums are lost."""
+    tree = TensorDict({"a": torch.ones(2, 3), "b": torch.zeros(2, 3)}, batch_size=[2])
+    save(tree, tmp_path, max_shard_size=30)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace('"metadata"', '"netadata"'))
+
+    with pytest.raises(CorruptCheckpointError, match=r"(?s)model-.*index is not.*metadata.*verify=False"):
+        load(tmp_path)
+    assert load(tmp_path, verify=False)["a"].tolist() == tree["a"].tolist()
