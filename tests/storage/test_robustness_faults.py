@@ -1,0 +1,142 @@
+"""Saves that are killed, disks that are full, folders that cannot be written to, and several processes at one place."""
+
+import os
+import shutil
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from tdfunc import TensorDict, load, save
+from tdfunc.storage import atomic
+from tests.reliability.faults import full_disk_saves, in_child, limited_saves, read_only_save, share, small_disk
+from tests.reliability.kills import KINDS, kill_saves, tree_of, value_of
+
+NO_LOSS = {"lost": 0, "not cleaned": 0}
+HARMLESS = {"killed by a signal": 0, "old tree lost": 0, "left behind": 0}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request, monkeypatch):
+    """Each way of saving; one of them changes this for its process."""
+    monkeypatch.setattr(atomic, "_UNNAMED", atomic._UNNAMED)
+    return request.param
+
+
+@pytest.fixture
+def folder():
+    """A folder that any user may read, unlike pytest's."""
+    made = Path(tempfile.mkdtemp(prefix="tdfunc-test-"))
+    made.chmod(0o755)
+    yield made
+    shutil.rmtree(made)
+
+
+def parts(counts, expected):
+    """Those of the counts that are compared."""
+    return {key: counts[key] for key in expected}
+
+
+def test_a_mixture_of_two_trees_shows():
+    """The checks of the tests below would accept a tree that was put together from two."""
+    whole, other = tree_of(1), tree_of(2)
+    mixed = whole.set(("n", "3"), other["n", "3"])
+    short = whole.set("n", whole["n"].exclude("3"))
+
+    assert value_of(whole) == 1
+    for broken in (mixed, short, whole.set("note", "2")):
+        with pytest.raises(AssertionError):
+            value_of(broken)
+
+
+def test_a_few_kills(kind, tmp_path):
+    """A killed save would lose the old tree, mix it with the new one, or leave files for ever."""
+    counts = kill_saves(kind, 3, tmp_path)
+
+    assert parts(counts, NO_LOSS) == NO_LOSS
+
+
+@pytest.mark.slow
+def test_dozens_of_kills(kind, tmp_path):
+    """A rare moment in which a kill does harm would be missed by a few."""
+    counts = kill_saves(kind, 40, tmp_path)
+
+    assert parts(counts, NO_LOSS) == NO_LOSS
+    assert counts["during a save"] > 30
+
+
+def test_files_that_may_not_grow(kind, tmp_path):
+    """A save that cannot write everything would destroy the old tree, or leave half of the new one."""
+    counts = limited_saves(kind, [1, 40_000], tmp_path)
+
+    assert parts(counts, HARMLESS) == HARMLESS
+    assert counts["OSError"] == 2
+
+
+@pytest.mark.slow
+def test_a_full_disk(kind, folder):
+    """A disk that fills up would destroy the old tree, or end the process with a signal."""
+    sizes = [1, 5_000, 70_000, 500_000, 1_500_000, 1_900_000, 6_000_000]
+    try:
+        with small_disk(folder / "disk"):
+            counts = full_disk_saves(kind, sizes, folder / "disk")
+    except PermissionError:
+        pytest.skip("mounting a small file system needs root")
+
+    assert parts(counts, HARMLESS) == HARMLESS
+    assert counts["OSError"] + counts["saved"] == len(sizes)
+    assert counts["OSError"] >= 3
+
+
+def test_a_folder_that_cannot_be_written_to(kind, folder):
+    """A save without permission would raise another error, or change something."""
+    assert read_only_save(kind, folder) == "OSError 13 0"
+
+
+def test_a_few_reads_while_others_save(kind, tmp_path):
+    """A reader would see a mixture, or an error, while two processes save to one place."""
+    counts = share(kind, 8, tmp_path)
+
+    assert parts(counts, {"not whole", "writers that failed", "left behind"}) == {
+        "not whole": 0, "writers that failed": 0, "left behind": 0,
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_hundreds_of_reads_while_others_save(kind, tmp_path):
+    """A rare moment between two steps of a save would be missed by a few reads."""
+    counts = share(kind, 200, tmp_path)
+
+    assert parts(counts, {"not whole", "writers that failed", "left behind"}) == {
+        "not whole": 0, "writers that failed": 0, "left behind": 0,
+    }  # fmt: skip
+    assert counts["trees seen"] > 5
+
+
+def test_forks_while_threads_save(tmp_path):
+    """A process that is forked in the middle of a save of another thread would hang, or could not save."""
+    trees = [TensorDict({"a": torch.full((100_000,), float(i))}) for i in range(4)]
+
+    def work(number):
+        for _ in range(15):
+            save(trees[number], tmp_path / f"{number % 2}.safetensors", fsync=False)
+            trees[number].memmap(tmp_path / f"d{number % 2}")
+
+    def child():
+        save(trees[0], tmp_path / "0.safetensors", fsync=False)
+        trees[0].memmap(tmp_path / "d0")
+        found = load(tmp_path / "0.safetensors")["a"], TensorDict.load_memmap(tmp_path / "d0")["a"]
+        return [float(leaf.min()) == float(leaf.max()) for leaf in found]
+
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [pool.submit(work, number) for number in range(4)]
+        said = [in_child(child) for _ in range(10)]
+        for job in jobs:
+            job.result()
+    save(trees[0], tmp_path / "0.safetensors")
+    trees[0].memmap(tmp_path / "d0")
+
+    assert said == [(0, "[True, True]")] * 10
+    assert sorted(os.listdir(tmp_path)) == ["0.safetensors", "1.safetensors", "d0", "d1"]
