@@ -246,7 +246,7 @@ def _open_safetensors(name: str, files: Files, *, verify: bool) -> Source:
     source.metadata = {key: text for key, text in contents.metadata.items() if not key.startswith("tdfunc")}
     source.files = [file.path for file in contents.sources]
     source.size_bytes = sum(file.size_bytes for file in contents.sources)
-    source.checksums = contents.sources[0].header.algorithm if contents.is_ours else None
+    source.checksums = contents.sources[0].header.algorithm if contents.is_ours and contents.sources else None
     source.is_described = contents.is_ours
     source._close = contents.close
     return source
