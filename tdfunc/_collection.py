@@ -263,6 +263,10 @@ class TensorCollection(Slots):
         """
         return None
 
+    def _within(self, old_ndim: int, size: Size) -> tuple[int, Size] | None:
+        """Return what the nodes inside follow where this node follows its parent's new batch size; None for nothing."""
+        return old_ndim, size
+
     def _probe(self) -> Any:
         """Return what `_rebuilt_size` must know of the leaves as they were (classes with static data of their own)."""
         return None

@@ -192,7 +192,10 @@ def _follow(child: Any, old_ndim: int, size: Size) -> Any:
     if isinstance(child, NonTensorBase):
         return child.follow(old_ndim, size)
     if isinstance(child, TensorCollection) and child._cache is _UNDECIDED:
-        inner = {k: _follow(v, old_ndim, size) for k, v in child._data.items()}
+        within = child._within(old_ndim, size)
+        if within is None:
+            return child
+        inner = {k: _follow(v, *within) for k, v in child._data.items()}
         return child._replace(inner, batch_size=size + child._batch_size[old_ndim:])
     return child
 

@@ -112,6 +112,6 @@ def any_trees(draw, size=None, meta=True):
         rows[:] = draw(st.lists(st.sampled_from(["red", "blue"]), min_size=count, max_size=count))
         tree = tree.set("rows", NonTensorStack._wrap(rows.reshape(size))) if size and count else tree
     if size and size[-1] and draw(st.booleans()):
-        inner = draw(trees(size=size[:-1], depth=0, ties=False)).set("x", draw(leaves(size[:-1])))
+        inner = draw(trees(size=size[:-1], depth=0, ties=False))
         tree = tree.set("lazy", lazy_stack([inner.clone() for _ in range(size[-1])], len(size) - 1))
     return tree

@@ -477,6 +477,14 @@ class LazyStack(TreeMethods):
         shared = device if all([child._device == device for child in children]) else None
         return stacked_size(size, max(len(size) + 1 + static.own, 0), len(children)), shared
 
+    def _within(self, old_ndim: int, size: Size) -> tuple[int, Size] | None:
+        # The trees have all dimensions but that of the stack, which counts from the end.
+        static: Any = self._static
+        place = len(size) + len(self._batch_size) - old_ndim + static.own
+        if place >= len(size):
+            return old_ndim, size
+        return (old_ndim - 1, size[:place] + size[place + 1 :]) if place >= 0 else None
+
     def _probe(self) -> Any:
         """Return how vmap has wrapped each leaf: its level and its layout, from which `check_mapped` tells dims."""
         # dynamo cannot ask how a tensor is wrapped.

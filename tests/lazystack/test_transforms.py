@@ -234,3 +234,17 @@ def test_files(tmp_path):
 
     assert_stacks_equal(tdfunc.load(tmp_path / "a.safetensors")["lazy"], lazy)
     assert_stacks_equal(tdfunc.load(tmp_path / "b.safetensors"), lazy)
+
+
+def test_a_stack_without_leaves_keeps_its_size():
+    """Trees without leaves would be given the dimension of their stack, too, when a tree is rebuilt around them."""
+    for dim, size in ((0, [2]), (1, [3, 2])):
+        inner = lazy_stack([TensorDict({}, size[:dim])] * 2, dim)
+        tree = TensorDict({"lazy": inner, "x": torch.zeros(size)}, size)
+        back = pytree.tree_unflatten(*pytree.tree_flatten(tree))
+
+        assert back["lazy"].batch_size == Size(size)
+        assert [t.batch_size for t in back["lazy"].trees] == [Size(size[:dim])] * 2
+    inside = []
+    torch.vmap(lambda t: inside.append(t["lazy"].batch_size) or t["x"])(tree)
+    assert inside == [Size([2])]
