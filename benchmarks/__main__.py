@@ -20,6 +20,7 @@ from benchmarks import (
     ensembles,
     families,
     gather,
+    mapping,
     modules,
     scaling,
     storage,
@@ -41,6 +42,7 @@ ALL = (
     storage.SUITE,
     background.SUITE,
     gather.SUITE,
+    mapping.SUITE,
 )
 SUITES = {suite.name: suite for suite in ALL}
 OTHERS = ("newer", "scaling", "ensembles", "compiled")

@@ -3,27 +3,19 @@
 Wall time: the work is done by other processes. Every process has one torch thread.
 """
 
-import time
+import atexit
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any
 
 import tensordict
 import torch
 
 import tdfunc as tdf
+from benchmarks.rows import Case, Row, Suite
 
-ROWS, FEATURES, CHUNK, WORKERS = 24_000, 3072, 1000, 2
-
-
-class Times(NamedTuple):
-    """Seconds of each round, by what was run."""
-
-    serial: list[float]
-    cold: list[float]
-    warm: list[float]
-    fork: list[float]
-    threads: list[float]
-    incumbent: list[float]
+ROWS, FEATURES, CHUNK, WORKERS = 2000, 3072, 250, 2
+SERIAL, OTHER = "one chunk after another", "tensordict"
+WHAT = f"normalise and sort {ROWS} images"
 
 
 def preprocess(rows):
@@ -42,42 +34,33 @@ def make_images(rows: int = ROWS):
     return torch.randint(256, (rows, FEATURES), dtype=torch.uint8, generator=generator)
 
 
-def measure_map(rounds: int = 5, rows: int = ROWS) -> Times:
-    """Run all ways `rounds` times, one after another.
-
-    `cold` starts its workers in the call (the fork server runs from the second round on: the first round is the start
-    of a program); `warm` has a pool; `fork` and `incumbent` fork their workers in the call.
-    """
+def map_ways(rows: int) -> dict[str, Callable[[], Any]]:
+    """The pool is started before; forked workers start in the call. A program's first call starts the fork server."""
     images = make_images(rows)
     ours, theirs = tdf.TensorDict({"image": images}, [rows]), tensordict.TensorDict({"image": images}, [rows])
-    times = Times([], [], [], [], [], [])
-    with tdf.WorkerPool(WORKERS) as pool:
-        ways: dict[str, Callable] = {
-            "serial": lambda: ours.map(preprocess, num_workers=0, chunksize=CHUNK),
-            "cold": lambda: ours.map(preprocess, num_workers=WORKERS, chunksize=CHUNK),
-            "warm": lambda: ours.map(preprocess, executor=pool, chunksize=CHUNK),
-            "fork": lambda: ours.map(preprocess, num_workers=WORKERS, chunksize=CHUNK, mp_start_method="fork"),
-            "threads": lambda: ours.map(preprocess, num_workers=WORKERS, chunksize=CHUNK, executor="threads"),
-            "incumbent": lambda: theirs.map(preprocess, num_workers=WORKERS, chunksize=CHUNK, mp_start_method="fork"),
-        }
-        for _ in range(rounds):
-            for name, way in ways.items():
-                begun = time.perf_counter()
-                way()
-                getattr(times, name).append(time.perf_counter() - begun)
-    return times
+    pool = tdf.WorkerPool(WORKERS)
+    atexit.register(pool.shutdown)
+    pool.submit(torch.get_num_threads).result()
+    options: dict[str, Any] = {"num_workers": WORKERS, "chunksize": CHUNK}
+    return {
+        "tdfunc": lambda: ours.map(preprocess, executor=pool, chunksize=CHUNK),
+        SERIAL: lambda: ours.map(preprocess, num_workers=0, chunksize=CHUNK),
+        "processes started in the call": lambda: ours.map(preprocess, **options),
+        "threads": lambda: ours.map(preprocess, executor="threads", **options),
+        OTHER: lambda: theirs.map(preprocess, mp_start_method="fork", **options),
+    }
 
 
-def main() -> None:
-    """Print seconds and ratios to the serial run of the same round."""
-    torch.set_num_threads(1)
-    times = measure_map()
-    for name in times._fields:
-        seconds = getattr(times, name)
-        ratios = sorted(a / b for a, b in zip(seconds, times.serial, strict=True))
-        shown = ", ".join([f"{s:.2f}" for s in seconds])
-        print(f"{name:10} {shown} s; of serial: best {ratios[0]:.2f}, median {ratios[len(ratios) // 2]:.2f}")
+def map_cases() -> list[Case]:
+    return [Case(WHAT, map_ways(ROWS))]
 
 
-if __name__ == "__main__":
-    main()
+SUITE = Suite(
+    "map",
+    "Maps over workers",
+    f"A function of images, {CHUNK} rows at a time, by {WORKERS} processes that are there already.",
+    map_cases,
+    (Row("map with 2 workers", SERIAL, 0.66, "at most", (WHAT,)),),
+    (map_ways, preprocess),
+    clock="wall",
+)

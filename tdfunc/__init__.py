@@ -56,11 +56,11 @@ from tdfunc.storage.async_save import AsyncSaver as AsyncSaver
 from tdfunc.storage.background import PendingSave as PendingSave
 from tdfunc.storage.checkpoint import load as load
 from tdfunc.storage.checkpoint import save as save
-from tdfunc.storage.pool import WorkerPool as WorkerPool
-from tdfunc.storage.ray import RayExecutor as RayExecutor
 from tdfunc.storage.manager import CheckpointManager as CheckpointManager
 from tdfunc.storage.open import LazyTree as LazyTree
 from tdfunc.storage.open import open as open
+from tdfunc.storage.pool import WorkerPool as WorkerPool
+from tdfunc.storage.ray import RayExecutor as RayExecutor
 from tdfunc.storage.rng import get_rng_state as get_rng_state
 from tdfunc.storage.rng import set_rng_state as set_rng_state
 

@@ -14,6 +14,7 @@ from benchmarks import (
     ensembles,
     families,
     gather,
+    mapping,
     measure,
     modules,
     page,
@@ -346,6 +347,7 @@ CONTRACT = [
     ("async save of 262 MB, time the caller is blocked", "copying the tree first", 0.2),
     ("gather 256 random rows of a 1 GB memmap, warm", "rows in memory", 1.1),
     ("gather 256 random rows of a 1 GB memmap, cold", "tensordict", 30),
+    ("map with 2 workers", "one chunk after another", 0.66),
 ]  # fmt: skip
 
 
@@ -395,6 +397,7 @@ def test_every_way_runs_and_rows_find_their_cases(suite, monkeypatch):
     monkeypatch.setattr(storage, "large_leaves", lambda: {f"a{i}": torch.randn(64, 300) for i in range(200)})
     monkeypatch.setattr(storage, "small_leaves", lambda: {f"a{i}": torch.randn(3, 3) for i in range(300)})
     monkeypatch.setattr(gather, "ROWS", 3000)
+    monkeypatch.setattr(mapping, "map_ways", lambda rows: stand_ins(mapping.SUITE))
     cases = suite.cases()
     for case in cases:
         assert isinstance(case, Case)
@@ -438,6 +441,19 @@ def test_gathering_ways_do_the_same(tmp_path):
             torch.manual_seed(0)
             found.append(way.call(way.make())["image"])
         assert all(torch.equal(rows, found[0]) for rows in found[1:])
+
+
+def stand_ins(suite):
+    """Ways of the same names that do nothing, where starting the real ones takes long."""
+    return {way: lambda: None for row in suite.rows for way in ("tdfunc", row.rival)}
+
+
+@pytest.mark.slow  # Workers of several kinds are started.
+def test_mapping_ways_do_the_same():
+    """Ours would be faster at another function."""
+    found = [plain(way()) for way in mapping.map_ways(1200).values()]
+    for result in found[1:]:
+        assert all(torch.equal(result[key], leaf) for key, leaf in found[0].items())
 
 
 def load_ways_of(leaves, folder):
