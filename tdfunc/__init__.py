@@ -67,4 +67,4 @@ from tdfunc.storage.rng import set_rng_state as set_rng_state
 __version__ = "0.1.0"
 
 # `from tdfunc import *` leaves Python's own `map` alone.
-__all__ = [name for name in globals() if not name.startswith("_") and name != "map"]  # pyright: ignore
+__all__ = [name for name in globals() if not name.startswith("_") and name != "map"]  # pyright: ignore[reportUnsupportedDunderAll]

@@ -24,7 +24,7 @@ Seed: TypeAlias = "int | torch.Generator | Sequence[torch.Generator] | None"
 Server: TypeAlias = Callable[..., Any]
 
 
-class seeded(TorchFunctionMode):  # noqa: N801 - used as a function: `with seeded(0):`
+class seeded(TorchFunctionMode):
     """Serve the random functions called inside from one generator, or from one for each member of a vmap.
 
     Args:

@@ -48,7 +48,7 @@ def ask(obj: Any, *names: str) -> Any:
         try:
             found = getattr(obj, name)
             return found() if callable(found) else found
-        except Exception:  # noqa: S112
+        except Exception:
             continue
     return None
 

@@ -337,7 +337,7 @@ class _Crew:
                 _settle(item, *result)
                 if worker.tasks == self._most_tasks:
                     worker = self._ended(worker)
-            item = result = None  # noqa: PLW2901
+            item = result = None
         self._ended(worker)
 
     def _started(self) -> _Worker:
