@@ -85,10 +85,11 @@ def test_no_process_outlives_the_program(tmp_path, how, method):
     call = f"td.map(partial(fns.begin_and_sleep, folder={str(marks)!r}), num_workers=2, mp_start_method={method!r})"
     before = left_in_shared_memory()
     path = program(tmp_path, call)
-    # A session of its own: Ctrl-C reaches every process of it, as in a terminal.
+    # A session of its own: Ctrl-C reaches every process of it, as in a terminal. A shell's background jobs ignore it.
     with subprocess.Popen(
         [sys.executable, "-W", "ignore", str(path)], env=environment(), start_new_session=True,
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as parent:  # fmt: skip
         try:
             wait_until(lambda: len(list(marks.iterdir())) == 2)

@@ -1,7 +1,7 @@
 """`map` on a local Ray of two processors."""
 
 import os
-import time
+import signal
 
 import pytest
 import torch
@@ -18,12 +18,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 @pytest.fixture(scope="module")
 def cluster():
     """A Ray of two processors on this machine, and an executor on it."""
+    # Ray interrupts tasks by SIGINT, which the jobs that a shell runs in the background ignore, and what they start.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     ray.init(
         num_cpus=2, include_dashboard=False, log_to_driver=False,
         runtime_env={"env_vars": {"PYTHONPATH": environment()["PYTHONPATH"]}},
     )  # fmt: skip
     yield RayExecutor()
     ray.shutdown()
+    signal.signal(signal.SIGINT, before)
 
 
 def test_map_on_ray(cluster, tmp_path):
@@ -67,13 +70,12 @@ def test_cancelled_tasks_on_ray(cluster, tmp_path):
     executor = RayExecutor(num_cpus=2)
     running, waiting = [executor.submit(fns.begin_and_nap, os.fspath(tmp_path)) for _ in range(2)]
     wait_until(lambda: os.listdir(tmp_path))
-    begun = time.monotonic()
 
     executor.shutdown(cancel_futures=True)
 
-    assert running.done()
+    # The task sleeps for a minute and returns; one that was interrupted does not.
+    assert running.cancelled() or running.exception() is not None
     assert waiting.cancelled()
-    assert time.monotonic() - begun < 50  # they sleep for 60 seconds
     assert len(os.listdir(tmp_path)) == 1
 
 

@@ -88,7 +88,9 @@ def test_memmap_leaves_of_another_length(how, tmp_path):
 def test_every_change_of_an_index(how, tmp_path):
     """Some bit of an index or shard would give another tree."""
     for suffix in (".json", ".safetensors"):
-        assert set(damage.damaged_folder(damage.SHARDS, suffix, how, tmp_path / suffix[1:])) <= HARMLESS
+        folder = tmp_path / suffix[1:]
+        folder.mkdir()
+        assert set(damage.damaged_folder(damage.SHARDS, suffix, how, folder)) <= HARMLESS
 
 
 @pytest.mark.slow
