@@ -5,7 +5,7 @@ import os
 import pathlib
 import warnings
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from tdfunc.storage.remote import anchored, local_folder
 from tdfunc.storage.shards import ShardPlan, as_bytes, write_shards
 from tdfunc.storage.steps import (
     StepRemovedError,
+    StepReplacedError,
     check_step,
     exists_error,
     list_steps,
@@ -283,11 +284,16 @@ class CheckpointManager:
             got = f"step {step}" if step is not None else "verify=False"
             raise ValueError(explain("load: fallback looks for the newest whole step.", got=got))
 
-        def load_step(number: int) -> Any:
+        def load_once(number: int) -> Any:
             with reading(self._folder, number) as path, _naming(path, number):
                 about = _read_about(path, number)
                 _check_tree(path, about)
                 return load(path, like=like, keys=keys, dtype=dtype, device=device, classes=classes, verify=verify)
+
+        def load_step(number: int) -> Any:
+            while True:
+                with suppress(StepReplacedError):
+                    return load_once(number)
 
         if step is not None:
             return load_step(check_step(step, "load"))

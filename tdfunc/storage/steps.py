@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from time import monotonic, sleep
 from typing import Any
 
-from tdfunc._errors import explain
+from tdfunc._errors import CorruptCheckpointError, explain
 from tdfunc.storage.atomic import _fcntl, _lock
 
 _NAME = re.compile(r"step-([0-9]{10,200})")
@@ -120,12 +120,17 @@ def exists_error(folder: str, step: int) -> FileExistsError:
     )
 
 
+class StepReplacedError(CorruptCheckpointError):
+    """Another save of the step took its place while it was read: what was read is of two saves."""
+
+
 @contextmanager
 def reading(folder: str, step: int) -> Generator[str, None, None]:
     """Hold a step so that nobody removes it, and give its path.
 
     Raises:
         StepRemovedError: It is not there.
+        StepReplacedError: Another one was there before the end.
     """
     path = os.path.join(folder, step_name(step))
     while True:
@@ -144,7 +149,13 @@ def reading(folder: str, step: int) -> Generator[str, None, None]:
         except FileNotFoundError as err:
             if _is_at(fd, path):
                 raise
+            if os.path.isdir(path):
+                raise StepReplacedError(str(err)) from err
             raise _removed(folder, step) from err
+        except CorruptCheckpointError as err:
+            if _is_at(fd, path):
+                raise
+            raise StepReplacedError(str(err)) from err
     finally:
         _close(fd)
 

@@ -8,9 +8,10 @@ import json
 import pytest
 import torch
 
-from tdfunc import CorruptCheckpointError, TensorDict, load, save
+from tdfunc import CheckpointManager, CorruptCheckpointError, TensorDict, load, save
 from tdfunc import open as open_file
 from tdfunc.storage import files
+from tdfunc.storage import manager as storage_manager
 from tests.storage.trees import assert_same, entry, forge
 
 WHOLE = entry("w", "I64", [1], 0, 8)
@@ -159,3 +160,20 @@ def test_an_index_that_lost_its_metadata(tmp_path):
     with pytest.raises(CorruptCheckpointError, match=r"(?s)model-.*index is not.*metadata.*verify=False"):
         load(tmp_path)
     assert load(tmp_path, verify=False)["a"].tolist() == tree["a"].tolist()
+
+
+def test_a_step_that_is_replaced_while_it_is_read(tmp_path, monkeypatch):
+    """A load would read the description of one save and the tree of the next, and call the step damaged."""
+    manager = CheckpointManager(tmp_path / "run")
+    manager.save(3, TensorDict({"a": torch.zeros(4)}))
+    check, replaced = storage_manager._check_tree, []
+
+    def replace_and_check(folder, about):
+        if not replaced:
+            replaced.append(manager.save(3, TensorDict({"a": torch.ones(4)}), overwrite=True))
+        check(folder, about)
+
+    monkeypatch.setattr(storage_manager, "_check_tree", replace_and_check)
+
+    assert (manager.load(3)["a"] == 1).all()
+    assert replaced
