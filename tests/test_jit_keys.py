@@ -154,3 +154,37 @@ def test_function_modes_see_the_function_itself():
     assert fn(x).item() == 1
     with Doubling(), torch.device("cpu"):
         assert fn(x).item() == 2
+
+
+@pytest.mark.parametrize("wrap", [lambda v: (v,), lambda v: ((1, v),), lambda v: {"k": v}, lambda v: [v]])
+def test_what_a_closure_s_container_holds_may_change(wrap):
+    """A trace would be replayed after a list inside a tuple, which is itself never another one, has changed."""
+    inner = [2.0]
+    held = wrap(inner)
+
+    @jit
+    def fn(x):
+        return x * inner_of(held)
+
+    assert fn(torch.ones(())).item() == 2
+    assert fn(torch.ones(())).item() == 2
+    inner[0] = 5.0
+    assert fn(torch.ones(())).item() == 5
+    assert fn.cache_info().misses == 2
+
+
+def inner_of(value):
+    """The first number in nested containers."""
+    while not isinstance(value, float):
+        value = list(value.values())[-1] if isinstance(value, dict) else value[-1]
+    return value
+
+
+def test_a_frozen_set_holds_modules_that_change_their_mode():
+    """A trace of training would be replayed in evaluation: the set is the same, and so are the modules in it."""
+    held = frozenset([torch.nn.Dropout(0.5)])
+    fn = jit(lambda x: x * (1 if next(iter(held)).training else 3))
+
+    assert fn(torch.ones(())).item() == 1
+    next(iter(held)).eval()
+    assert fn(torch.ones(())).item() == 3

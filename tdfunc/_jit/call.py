@@ -61,11 +61,18 @@ class Jitted(Generic[P, R]):
             program = self._look_up(key, args, kwargs, given)
         else:
             self._hits += 1
-        with _without_autocast(key[-1]):
-            outputs = program.run(*given.leaves)
-        for i in program.trained:
-            outputs[i].requires_grad_()
-        return program.build(outputs, given.nodes)
+        return _replay(program, key, given)
+
+    def replay_last(self, *args: P.args, **kwargs: P.kwargs) -> R | None:
+        """Replay the trace of the last call if it is the one for these arguments, else return None."""
+        if in_transform() or torch._C._len_torch_dispatch_stack() or in_function_mode():
+            return None
+        key, given = self._key(args, kwargs)
+        last_key, program = self._last
+        if last_key != key:
+            return None
+        self._hits += 1
+        return _replay(program, key, given)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Bind like a function, so that a method can be decorated."""
@@ -133,6 +140,14 @@ class Jitted(Generic[P, R]):
         if self._backend is not None:
             run = torch.compile(module, backend=self._backend, fullgraph=True, dynamic=False)
         return _Program(run, recorded.build, recorded.trained, module)
+
+
+def _replay(program: _Program, key: tuple[Any, ...], given: Arguments) -> Any:
+    with _without_autocast(key[-1]):
+        outputs = program.run(*given.leaves)
+    for i in program.trained:
+        outputs[i].requires_grad_()
+    return program.build(outputs, given.nodes)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from tdfunc._errors import UnsupportedError, explain
 
 _ATOMS = (bool, int, str, bytes, complex, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _CONTAINERS = (tuple, list, dict, set, frozenset)
-_CHANGEABLE = (*_CONTAINERS, nn.Module, np.ndarray)
+_CHANGEABLE = (list, dict, set, np.ndarray, nn.Module)
 _MAX_ITEMS, _MAX_DEPTH = 1000, 8
 _MISSING = object()
 _LIBRARIES = ("torch", "tdfunc", "optree", "numpy")
@@ -63,6 +63,11 @@ def freeze(value: Any, depth: int = 0) -> Any:
     return kind, tuple(frozen) if isinstance(value, (tuple, list)) else frozenset(frozen)
 
 
+def can_change(value: Any) -> bool:
+    """Whether `is` says too little of a value: the same container with other contents, a module in another mode."""
+    return isinstance(value, _CHANGEABLE) or (isinstance(value, (tuple, frozenset)) and any(map(can_change, value)))
+
+
 def static_part(value: Any, where: str) -> Any:
     """Return the part of a call's key that a non-tensor argument makes; values that cannot be hashed are refused."""
     frozen = freeze(value)
@@ -101,8 +106,8 @@ class Snapshot(NamedTuple):
     readers: list[_Reader]
     values: list[Any]
     token: tuple[Any, ...]
-    # Which of them `is` says too little of: the same container with other contents, the same module in another mode.
-    changeable: list[bool]
+    # The places of those that can change and stay the same object.
+    changeable: list[int]
 
 
 class Environment:
@@ -116,16 +121,16 @@ class Environment:
     def _take(self) -> Snapshot:
         readers = [reader for reader in _readers(self._fn) if reader.place not in self._ignored]
         values = [reader.read() for reader in readers]
-        return Snapshot(readers, values, tuple(map(freeze, values)), [isinstance(v, _CHANGEABLE) for v in values])
+        changeable = [i for i, value in enumerate(values) if can_change(value)]
+        return Snapshot(readers, values, tuple(map(freeze, values)), changeable)
 
     def snapshot(self) -> Snapshot:
         """Return the present values; its `token` is hashable and differs when one of them does."""
         last = self._last
         values = [reader.read() for reader in last.readers]
-        if all(map(is_, values, last.values)):
-            watched = [i for i, changeable in enumerate(last.changeable) if changeable]
-            if all(freeze(values[i]) == last.token[i] for i in watched):
-                return last
+        same = all(map(is_, values, last.values))
+        if same and all([freeze(values[i]) == last.token[i] for i in last.changeable]):
+            return last
         # A function may have been replaced by another, which reads other names.
         self._last = last = self._take()
         return last

@@ -1,6 +1,6 @@
 """The key of a call: everything about its arguments but the values of their tensors."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -95,17 +95,7 @@ def describe(contexts: Contexts, value: Any, out: Arguments, where: str = "") ->
         children, context = flatten(value) if is_plain(kind) else children_of(value)
         out.nodes.append(value)
         out.parts.append(contexts.number(kind, context))
-        leaves, parts = out.leaves, out.parts
-        for child in children:
-            # This loop is most of what a call costs beyond its replay.
-            if type(child) is Tensor and child.layout is torch.strided:
-                leaves.append(child)
-                dtype = child.dtype
-                parts.append((child.shape, dtype, child.device, child.requires_grad, child.stride()))
-                if dtype.is_complex:
-                    parts.append((child.is_conj(), child.is_neg()))
-            else:
-                describe(contexts, child, out, where)
+        _describe_each(contexts, children, out, where)
     elif isinstance(value, Tensor):
         raise UnsupportedError(
             explain(
@@ -119,6 +109,22 @@ def describe(contexts: Contexts, value: Any, out: Arguments, where: str = "") ->
         _describe_other(contexts, value, out, where)
 
 
+def _describe_each(
+    contexts: Contexts, values: Iterable[Any], out: Arguments, where: str, *, numbered: bool = False
+) -> None:
+    leaves, parts = out.leaves, out.parts
+    for i, value in enumerate(values):
+        # This loop is most of what a call costs beyond its replay.
+        if type(value) is Tensor and value.layout is torch.strided:
+            leaves.append(value)
+            dtype = value.dtype
+            parts.append((value.shape, dtype, value.device, value.requires_grad, value.stride()))
+            if dtype.is_complex:
+                parts.append((value.is_conj(), value.is_neg()))
+        else:
+            describe(contexts, value, out, f"{where}[{i}]" if numbered else where)
+
+
 def _kind_of(tensor: Tensor) -> tuple[Any, ...]:
     if tensor.layout is not torch.strided:
         return tensor.shape, tensor.layout
@@ -130,8 +136,7 @@ def _describe_other(contexts: Contexts, value: Any, out: Arguments, where: str) 
     kind = type(value)
     if isinstance(value, (tuple, list)):
         out.parts.append((kind, len(value)))
-        for i, item in enumerate(value):
-            describe(contexts, item, out, f"{where}[{i}]")
+        _describe_each(contexts, value, out, where, numbered=True)
     elif kind is dict:
         out.parts.append((kind, tuple(value)))
         for key, item in value.items():
@@ -145,8 +150,7 @@ def _describe_other(contexts: Contexts, value: Any, out: Arguments, where: str) 
     elif kind in torch_pytree.SUPPORTED_NODES:
         children, context = torch_pytree.SUPPORTED_NODES[kind].flatten_fn(value)
         out.parts.append((kind, _hashable(context), len(children)))
-        for i, item in enumerate(children):
-            describe(contexts, item, out, f"{where}[{i}]")
+        _describe_each(contexts, children, out, where, numbered=True)
     else:
         out.parts.append(static_part(value, where))
 
@@ -210,6 +214,13 @@ def modes() -> tuple[Any, ...]:
     autocast: Any = None
     if torch._C._is_any_autocast_enabled():  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
         autocast = tuple([(d, torch.get_autocast_dtype(d)) for d in _AUTOCAST_DEVICES if torch.is_autocast_enabled(d)])
-    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    defaults = torch.get_default_dtype(), _default_devices(), deterministic
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *defaults, autocast
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        _default_devices(),
+        # What torch.are_deterministic_algorithms_enabled() and its like call.
+        torch._C._get_deterministic_algorithms(),
+        torch._C._get_deterministic_algorithms_warn_only(),
+        autocast,
+    )

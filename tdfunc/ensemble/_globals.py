@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tdfunc._jit.environment import contents, freeze
+from tdfunc._jit.environment import can_change, contents, freeze
 
 _LIBRARIES = ("torch", "builtins")
 # Packages whose functions return the same for the same arguments.
@@ -29,7 +29,6 @@ _IMPURE_NAMES = frozenset(("random", "load", "loadtxt", "genfromtxt", "fromfile"
 _IMPURE_BUILTINS = frozenset((
     "open", "input", "globals", "locals", "vars", "getattr", "eval", "exec", "__import__", "id", "dir",
 ))  # fmt: skip
-_CHANGEABLE = (list, dict, set, np.ndarray, nn.Module)
 _ATOMS = (
     bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.layout, Tensor,
     torch.memory_format, np.generic, range, slice, type(...), property,
@@ -76,19 +75,13 @@ class Globals:
             state = state._replace(read=self._read)
             values = [read() for read in state.read]
         frozen = [freeze(value) for value in values]
-        watched = [i for i, value in enumerate(values) if _can_change(value)]
+        watched = [i for i, value in enumerate(values) if can_change(value)]
         self._state = _State(state.read, values, frozen, watched, tuple(frozen))
         return self._state.token
 
 
 def _is_plain_change(now: Any, before: Any) -> bool:
-    return (now is before and not isinstance(now, _CHANGEABLE)) or (
-        isinstance(now, _ATOMS) and isinstance(before, _ATOMS)
-    )
-
-
-def _can_change(value: Any) -> bool:
-    return isinstance(value, _CHANGEABLE) or (isinstance(value, tuple) and any(map(_can_change, value)))
+    return (now is before and not can_change(now)) or (isinstance(now, _ATOMS) and isinstance(before, _ATOMS))
 
 
 def _package(module: str | None) -> str:

@@ -1,6 +1,7 @@
 """`auto` chooses by the rule that `plan()` prints, and falls back to the loop with the reason."""
 
 import threading
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -24,8 +25,8 @@ def test_plan_before_and_after_calls():
         "auto: not called yet.",
         "vmap, 4 members: call 1 with these shapes; traced from call 3 on.",
         "vmap, 4 members: call 2 with these shapes; traced from call 3 on.",
-        "traced, 4 members: call 3 with these shapes: the trace is replayed.",
-        "traced, 4 members: call 4 with these shapes: the trace is replayed.",
+        "traced, 4 members: the trace for these shapes is replayed.",
+        "traced, 4 members: the trace for these shapes is replayed.",
     ]
     assert "Measured on one CPU thread" in ensemble.plan()
 
@@ -50,6 +51,80 @@ def test_one_member_runs_without_vmap():
     assert ways == ["loop", "loop", "traced", "traced"]
     groups = [node.args[-1] for node in graph.graph.nodes if "convolution" in str(node.target)]
     assert groups == [1] * 7
+
+
+@contextmanager
+def global_hook():
+    """A hook that torch keeps for all modules."""
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+ELSEWHERE = {
+    "a hook of all modules": (global_hook, "vmap, 3 members: the modules have hooks"),
+    "autocast": (lambda: torch.autocast("cpu", torch.bfloat16), "loop, 3 members: autocast is on"),
+    "a dual level": (torch.autograd.forward_ad.dual_level, "vmap, 3 members: gradients or an outer transform"),
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_what_the_next_call_runs_in(name):
+    """The trace of the last call would be replayed where another way is to be chosen."""
+    ensemble, tree = ensemble_of([make_mlp() for _ in range(3)])
+    x = torch.ones(5, 3)
+    inside, text = ELSEWHERE[name]
+    with torch.no_grad():
+        for _ in range(4):
+            ensemble(tree, x)
+        with inside():
+            ensemble(tree, x)
+            said = line(ensemble)
+        ensemble(tree, x)
+
+    assert said.startswith(text)
+    assert line(ensemble) == "traced, 3 members: the trace for these shapes is replayed."
+
+
+def test_the_next_call_may_take_other_arguments():
+    """The trace of the last call would be replayed for members, data, dimensions or results that it is not of."""
+    models = [make_mlp().double() for _ in range(3)]
+    ensemble, tree = ensemble_of(models)
+    x = torch.randn(3, 5, 3, dtype=torch.float64)
+    with torch.no_grad():
+        for _ in range(4):
+            ensemble(tree, x[0])
+        expected = torch.stack([model(x[0]) for model in models])
+        own = torch.stack([model(rows) for model, rows in zip(models, x, strict=True)])
+
+        assert_close(ensemble(tree, x[0]), expected)
+        assert_close(ensemble(tree, x, in_dims=0), own)
+        assert_close(ensemble(tree, x[1]), torch.stack([model(x[1]) for model in models]))
+        assert_close(ensemble(tree[:2], x[0]), expected[:2])
+        assert_close(ensemble(tree.float(), x[0].float()).double(), expected, rtol=1e-4, atol=1e-5)
+        assert_close(ensemble.with_buffers(tree, None, x[0])[0], expected)
+        assert_close(ensemble(tree, input=x[0]), expected)
+        assert_close(ensemble(tree * 0.0, x[0]), expected * 0.0)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            ensemble(tree, x[0, :, :2])
+
+
+def test_options_may_change_between_calls():
+    """The trace of the last call would be replayed although chunks, or another way, were asked for since."""
+    ensemble, tree = ensemble_of([make_mlp() for _ in range(3)])
+    x = torch.ones(5, 3)
+    for _ in range(4):
+        ensemble(tree, x)
+    ensemble.chunk_size = 2
+    ensemble(tree, x)
+    chunks = line(ensemble)
+    ensemble.how = "loop"
+    ensemble(tree, x)
+
+    assert chunks == "vmap, 3 members: the members run in chunks of 2."
+    assert line(ensemble) == "loop, 3 members: as asked for."
 
 
 def test_gradients_and_transforms_are_not_replayed():
