@@ -4,7 +4,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from json.encoder import encode_basestring as quote
 from typing import Any, NamedTuple, TypeAlias
 
@@ -23,6 +23,8 @@ from tdfunc.storage.format import Spec, no_constant, spec_of, unique
 
 _KINDS = {flag: kind for kind, flag in KIND_FLAGS.items()}
 _FLAGS = frozenset((*_KINDS, IS_PARAMETER, REQUIRES_GRAD, IS_VALUE))
+# What an item that is an object may be; it is one of them.
+_MEANINGS = frozenset(("tree", "tie", "value", "values"))
 # Longer prefixes are put together again for each node: all of a deep tree would fill the memory.
 _MAX_KEPT_PREFIX = 256
 _ONLY_INTS, _ONLY_TEXTS = frozenset([int]), frozenset([str])
@@ -203,6 +205,8 @@ class Plan:
         """Check an item that is no tensor: a sub-tree, an alias of a tied leaf, or non-tensor data."""
         if type(what) is not dict:
             raise malformed("a tensor, tree, tie or value", f"{what!r} at {key!r}")
+        if len(what) > 1:
+            _check_fields_of(key, what)
         if "tie" in what:
             if mark is None or mark[0] != what["tie"] or not mark[1]:
                 raise malformed(f"{key!r} among the ties", repr(mark))
@@ -214,7 +218,7 @@ class Plan:
             if type(child) is not int or child <= number or self.parents[child] is not None:
                 raise malformed("each node once, after the node that it is in", repr(child))
             self.parents[child] = (number, key)
-        elif "value" not in what and "values" not in what:
+        elif not _MEANINGS & what.keys():
             raise malformed("a tensor, tree, tie or value", f"{what!r} at {key!r}")
 
     def _prefix(self, number: int) -> str:
@@ -342,6 +346,15 @@ class Plan:
         return ties
 
 
+def _check_fields_of(key: str, what: dict[str, Any]) -> None:
+    """Raise for an item that two readers could take for different things, and for flags that are no kinds."""
+    flags = what.get("flags", "")
+    if not are_flags(flags, _KINDS.keys()):
+        raise malformed(f"one of the flags {''.join(sorted(_KINDS))} at {key!r}", repr(flags))
+    if len(_MEANINGS & what.keys()) > 1:
+        raise malformed(f"one meaning of {key!r}", ", ".join(map(repr, what)))
+
+
 def check_place(device: torch.device | None) -> None:
     """Raise for a device on which the leaves of a file would have no values."""
     if device is not None and device.type == "meta":
@@ -350,10 +363,15 @@ def check_place(device: torch.device | None) -> None:
 
 def check_flags(flags: Any, dtype: torch.dtype) -> None:
     """Raise unless flags are those that a leaf of this dtype can have."""
-    if type(flags) is not str or not _FLAGS.issuperset(flags):
-        raise malformed(f"flags out of {''.join(sorted(_FLAGS))}", repr(flags))
+    if not are_flags(flags, _FLAGS):
+        raise malformed(f"flags out of {''.join(sorted(_FLAGS))}, of one kind", repr(flags))
     if REQUIRES_GRAD in flags and not (dtype.is_floating_point or dtype.is_complex):
         raise malformed("a leaf that requires grad to be of a floating dtype", str(dtype))
+
+
+def are_flags(flags: Any, known: Set[str]) -> bool:
+    """Whether something is flags out of known ones, with at most one kind: of two, readers could take either."""
+    return type(flags) is str and known >= set(flags) and len(_KINDS.keys() & set(flags)) < 2
 
 
 def malformed(expected: str, got: str) -> CorruptCheckpointError:

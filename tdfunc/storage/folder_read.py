@@ -22,7 +22,7 @@ from tdfunc._keys import dotted
 from tdfunc._nontensor import NonTensorBase, NonTensorData, NonTensorStack
 from tdfunc._shapes import as_names
 from tdfunc._types import Kind, Names, Path, Ties
-from tdfunc.storage.decode import Classes, _check_fields, _resolve
+from tdfunc.storage.decode import Classes, _check_fields, _resolve, are_flags
 from tdfunc.storage.encode import (
     IS_PARAMETER,
     IS_VALUE,
@@ -255,7 +255,7 @@ class FolderReader:
                     raise _malformed(what, f"an entry at {key!r}", repr(entry)[:100])
                 continue
             flag = flags.get(key, "")
-            if type(flag) is not str or not _FLAGS.issuperset(flag):
+            if not are_flags(flag, _FLAGS):
                 raise _malformed(what, f"the flags of {key!r}", repr(flag)[:100])
             for kind in _KINDS.keys() & set(flag):
                 node.kinds[key] = _KINDS[kind]
@@ -264,8 +264,7 @@ class FolderReader:
             child = self._item(number, at, what)
             if child is not None:
                 children.append(child)
-        if node.names is not None and len(node.names) != len(node.size):
-            raise _malformed(what, f"{len(node.size)} names", repr(node.names))
+        node.names = _fit(node.names, len(node.size), what)
         return children
 
     def _class(self, node: _Node, name: Any, what: str) -> Any:
@@ -443,10 +442,9 @@ class FolderReader:
         made = TensorCollection._lazy._of(trees, dim)
         if node.outer is not None and made._batch_size[: len(node.outer)] != node.outer:
             raise _malformed(what, f"a batch size that starts with {list(node.outer)}", str(list(made._batch_size)))
-        if node.names is not None and len(node.names) != len(made._batch_size):
-            raise _malformed(what, f"{len(made._batch_size)} names", repr(node.names))
+        names = _fit(node.names, len(made._batch_size), what)
         static = made._static._replace(ties=node.ties)
-        return made._make(made._data, made._batch_size, device, node.names, static)
+        return made._make(made._data, made._batch_size, device, names, static)
 
 
 class _Entry(NamedTuple):
@@ -493,6 +491,8 @@ def _ordered(entries: dict[str, Any], special: dict[str, Any], own: dict[str, An
 
 
 def _inline(entry: dict[str, Any], size: Size, what: str) -> NonTensorBase:
+    if "value" in entry and "values" in entry:
+        raise _malformed(what, "a value or values", ", ".join(map(repr, entry)))
     if "value" in entry:
         return NonTensorData(entry["value"], size)
     values = entry["values"]
@@ -568,15 +568,23 @@ def _size(sizes: Any, what: str, batch: Size = _NO_BATCH) -> Size:
 
 
 def _names(own: dict[str, Any], what: str) -> Names | None:
+    """Return the recorded names, whose number is still to be checked."""
     names = own.get("names")
     if names is None:
         return None
     if type(names) is not list or any(name is not None and type(name) is not str for name in names):
         raise _malformed(what, "names of dimensions", repr(names)[:100])
     try:
-        return as_names(names, len(names))
+        as_names(names, len(names))
     except (TypeError, ValueError) as err:
         raise _malformed(what, "names of dimensions", repr(names)[:100]) from err
+    return tuple(names)
+
+
+def _fit(names: Names | None, ndim: int, what: str) -> Names | None:
+    if names is not None and len(names) != ndim:
+        raise _malformed(what, f"{ndim} names", repr(names)[:100])
+    return as_names(names, ndim)
 
 
 def _ties(own: dict[str, Any], what: str) -> Ties:

@@ -20,6 +20,7 @@ _TEXT = Path(__file__).parent / "page.md"
 _TARGETS = {
     "file": "a safetensors file: `load` and `open`, whole, by leaf and by slice",
     "tree": "the description of a tree with its non-tensor data, in a file that is otherwise good",
+    "values": "non-tensor data, kinds, ties, names and classes, in a file and in a memmap folder that are otherwise good",
     "index": "the index of shards",
     "memmap": "each `meta.json` of a memmap folder",
 }

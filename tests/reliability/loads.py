@@ -256,13 +256,13 @@ def snapshot(folder: Path, *without: str) -> dict:
 # -- good inputs to start from ----------------------------------------------------------------------------------
 
 
-def _file_seeds(root: Path):
+def file_seeds(root: Path):
     save(TensorDict({"a": torch.ones(2)}), root / "seed.safetensors")
     safetensors.torch.save_file({"a.b": torch.ones(2), "c": torch.zeros(1).bool()}, root / "other.safetensors")
     return [(root / name).read_bytes() for name in ("good.safetensors", "seed.safetensors", "other.safetensors")]
 
 
-def _tree_seeds(root: Path):
+def tree_seeds(root: Path):
     raw = (root / "good.safetensors").read_bytes()
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
     small = {"specs": [["F32", [2]]], "nodes": [{"keys": ["a"], "items": [0]}], "ties": []}
@@ -270,15 +270,11 @@ def _tree_seeds(root: Path):
     return [header["__metadata__"]["tdfunc.tree"].encode(), *(json.dumps(doc).encode() for doc in (small, value))]
 
 
-def _index_seeds(root: Path):
+def index_seeds(root: Path):
     raw = (root / "shards" / INDEX).read_bytes()
     weights = json.loads(raw)["weight_map"]
     return [raw, json.dumps({"metadata": {}, "weight_map": weights}).encode()]
 
 
-def _memmap_seeds(root: Path):
+def memmap_seeds(root: Path):
     return [bytes([i]) + (root / "mapped" / name).read_bytes() for i, name in enumerate(_METAS)]
-
-
-SEEDS = {"file": _file_seeds, "tree": _tree_seeds, "index": _index_seeds, "memmap": _memmap_seeds}
-CHECKS = {"file": check_file, "tree": check_tree, "index": check_index, "memmap": check_memmap}

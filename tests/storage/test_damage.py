@@ -205,6 +205,12 @@ TREES = {
         node("t", [{"tree": 1}]), node("wx", [[0, "", "w"], {"tie": 0}], ties=[]), ties=[[[1, "w"], [1, "x"]]]
     ),
     "flags of a number": tree(node("w", [[0, 5]])),
+    "flags of two kinds": tree(node("w", [[0, "pb"]])),
+    "flags of a value in a list": tree(node("ws", [0, {"value": 1, "flags": [0, "n"]}])),
+    "flags of a value that only a tensor has": tree(node("ws", [0, {"value": 1, "flags": "P"}])),
+    "flags of an alias in a list": tree(node("wx", [0, {"tie": 0, "flags": ["b"]}]), ties=[[[0, "w"], [0, "x"]]]),
+    "a value and values": tree(node("ws", [0, {"value": [1], "values": [1], "shape": [1]}])),
+    "a tree and a value": tree(node("ws", [0, {"value": 1, "tree": 1}]), node()),
     "a number for a name": tree(node("w", [[0, "", 7]])),
     "a gradient for ints": tree(node("w", [[0, "g"]]), specs=[("I32", [2])]),
 }

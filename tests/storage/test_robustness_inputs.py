@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tdfunc import TensorDict, save
 from tests.reliability import damage, hostile, loads
 from tests.reliability.fuzz import mutate
+from tests.reliability.targets import CHECKS, SEEDS
 from tests.storage.trees import same_bytes
 
 HARMLESS = {"refused", "equal"}
@@ -229,20 +230,20 @@ def good(tmp_path_factory):
     """The folder in which inputs are loaded, and the good files that they are made of."""
     root = tmp_path_factory.mktemp("good")
     loads.prepare(root)
-    return root, {target: make(root) for target, make in loads.SEEDS.items()}
+    return root, {target: make(root) for target, make in SEEDS.items()}
 
 
-@pytest.mark.parametrize("target", loads.CHECKS)
+@pytest.mark.parametrize("target", CHECKS)
 def test_good_inputs_load(target, good):
     """The mutations below would all be of inputs that do not load, and test nothing."""
     root, seeds = good
-    results = [loads.CHECKS[target](root, raw) for raw in seeds[target]]
+    results = [CHECKS[target](root, raw) for raw in seeds[target]]
 
     # Another program's index of our shards only without verifying.
     assert all("loaded" in result for result in results)
 
 
-@pytest.mark.parametrize("target", loads.CHECKS)
+@pytest.mark.parametrize("target", CHECKS)
 @settings(max_examples=40)
 @given(data=st.data())
 def test_mutations(target, good, data):
@@ -254,7 +255,7 @@ def test_mutations(target, good, data):
     for place, new in data.draw(st.lists(st.tuples(st.integers(0, len(raw) - 1), st.binary(max_size=3)), max_size=2)):
         raw = raw[:place] + new + raw[place + data.draw(st.integers(0, 2)) :]
 
-    result = loads.CHECKS[target](root, raw)
+    result = CHECKS[target](root, raw)
 
     assert set(result.split()) <= {"loaded", "raised"}
 
