@@ -1,7 +1,8 @@
 """Counts what happens when things go wrong and writes `docs/reliability.md`: `python -m tests.reliability [PART ...]`.
 
-The parts are `kills`, `faults`, `damage`, `hostile` and `fuzz`; without a name all of them run, which takes an hour on
-two cores, and some need root. What was counted is kept in `results/`; tests/test_reliability.py compares the page.
+The parts are `kills`, `faults`, `damage`, `hostile` and `fuzz` (`fuzz:TARGET` is one target of it); without a name all
+of them run, which takes more than an hour on two cores, and some need root. `page` only writes the page. What was
+counted is kept in `results/`, with the commit of the code that ran; tests/test_reliability.py compares the page.
 """
 
 import json
@@ -20,11 +21,12 @@ _TEXT = Path(__file__).parent / "page.md"
 _TARGETS = {
     "file": "a safetensors file: `load` and `open`, whole, by leaf and by slice",
     "tree": "the description of a tree with its non-tensor data, in a file that is otherwise good",
-    "values": "non-tensor data, kinds, ties, names and classes, in a file and in a memmap folder that are otherwise good",
+    "values": "non-tensor data, kinds, ties, names and classes, in a file and a memmap folder, otherwise good",
     "index": "the index of shards",
     "memmap": "each `meta.json` of a memmap folder",
 }
-_KILLS, _FUZZ_S = 300, 615
+_KILLS, _FUZZ_S = 300, 420
+_RUNS = "runs"
 
 
 # -- counting ---------------------------------------------------------------------------------------------------
@@ -45,15 +47,15 @@ def _by_kind(module: str, *args: Any) -> dict[str, Any]:
     return results
 
 
-def _fuzz() -> dict[str, Any]:
-    results = {}
-    for target in _TARGETS:
-        with tempfile.TemporaryDirectory() as folder:
-            limit = f"-max_total_time={_FUZZ_S}"
-            command = [sys.executable, "-m", "tests.reliability.fuzz", target, f"{folder}/corpus", limit]
-            log = subprocess.run(command, stderr=subprocess.PIPE, check=False).stderr
-        results[target] = fuzz_counts(log.decode(errors="replace"))
-    return results
+def _fuzz(target: str) -> dict[str, int]:
+    with tempfile.TemporaryDirectory() as folder:
+        limit = f"-max_total_time={_FUZZ_S}"
+        command = [sys.executable, "-m", "tests.reliability.fuzz", target, f"{folder}/corpus", limit]
+        log = subprocess.run(command, stderr=subprocess.PIPE, check=False).stderr.decode(errors="replace")
+    counts = fuzz_counts(log)
+    if counts["findings"] or not counts["inputs"]:
+        print(log[-4000:], file=sys.stderr)
+    return counts
 
 
 def fuzz_counts(log: str) -> dict[str, int]:
@@ -68,8 +70,30 @@ PARTS = {
     "faults": lambda: _by_kind("faults"),
     "damage": lambda: _run("damage"),
     "hostile": lambda: _run("hostile"),
-    "fuzz": _fuzz,
+    **{f"fuzz:{target}": lambda target=target: _fuzz(target) for target in _TARGETS},
 }
+
+
+def _commit() -> str:
+    """The last commit that changed the code that runs, and its date."""
+    root, code = PAGE.parent.parent, "tdfunc"
+    said = [
+        subprocess.run(["git", "-C", root, *args, "--", code], stdout=subprocess.PIPE, check=True, text=True).stdout
+        for args in (["log", "-1", "--format=%h of %cs"], ["status", "--porcelain"])
+    ]
+    return said[0].strip() + (", changed since" if said[1] else "")
+
+
+def _count(part: str) -> None:
+    """Count one part, and keep what came of it and which code it was."""
+    commit, (name, _, target) = _commit(), part.partition(":")
+    counted = PARTS[part]()
+    _keep(name, {**_counted(name), target: counted} if target else counted)
+    _keep(_RUNS, {**_counted(_RUNS), part: commit})
+
+
+def _keep(name: str, counted: Any) -> None:
+    (_RESULTS / f"{name}.json").write_text(json.dumps(counted, indent=1) + "\n")
 
 
 # -- the page ---------------------------------------------------------------------------------------------------
@@ -79,13 +103,28 @@ def page() -> str:
     """The page: its text, and a table in each place that names one."""
     tables = {
         "kills": _kills, "full": _full, "shared": _shared, "damage": _damage, "hostile": _hostile, "fuzz": _fuzzed,
-        "memory": _memory,
+        "memory": _memory, "runs": _runs,
     }  # fmt: skip
     return re.sub(r"\{\{(\w+)\}\}", lambda found: tables[found[1]](), _TEXT.read_text())
 
 
 def _counted(part: str) -> Any:
-    return json.loads((_RESULTS / f"{part}.json").read_text())
+    path = _RESULTS / f"{part}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _runs() -> str:
+    """Which code the numbers are of."""
+    by_commit: dict[str, list[str]] = {}
+    for part, commit in _counted(_RUNS).items():
+        by_commit.setdefault(commit, []).append(part)
+    if len(by_commit) == 1:
+        return f"All numbers are of commit {next(iter(by_commit))}."
+    return (
+        "The numbers are of these commits: "
+        + "; ".join(f"{', '.join(parts)} of {commit}" for commit, parts in by_commit.items())
+        + "."
+    )
 
 
 def _table(head: list[str], rows: list[list[Any]]) -> str:
@@ -162,9 +201,11 @@ def _fuzzed() -> str:
 def main() -> None:
     """Count the parts that are named, and write the page."""
     _RESULTS.mkdir(exist_ok=True)
-    for part in [name for name in sys.argv[1:] if name != "page"] or ([] if "page" in sys.argv else PARTS):
-        counted = PARTS[part]()
-        (_RESULTS / f"{part}.json").write_text(json.dumps(counted, indent=1) + "\n")
+    named = [name for name in sys.argv[1:] if name != "page"]
+    for part in PARTS:
+        # A name stands for all parts that it begins; none, for all.
+        if any(part == name or part.startswith(f"{name}:") for name in named) or len(sys.argv) == 1:
+            _count(part)
     PAGE.write_text(page())
 
 

@@ -257,12 +257,14 @@ def snapshot(folder: Path, *without: str) -> dict:
 
 
 def file_seeds(root: Path):
+    """Files of tdfunc and of another program."""
     save(TensorDict({"a": torch.ones(2)}), root / "seed.safetensors")
     safetensors.torch.save_file({"a.b": torch.ones(2), "c": torch.zeros(1).bool()}, root / "other.safetensors")
     return [(root / name).read_bytes() for name in ("good.safetensors", "seed.safetensors", "other.safetensors")]
 
 
 def tree_seeds(root: Path):
+    """Descriptions of trees."""
     raw = (root / "good.safetensors").read_bytes()
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
     small = {"specs": [["F32", [2]]], "nodes": [{"keys": ["a"], "items": [0]}], "ties": []}
@@ -271,10 +273,12 @@ def tree_seeds(root: Path):
 
 
 def index_seeds(root: Path):
+    """An index of tdfunc, and one of another program."""
     raw = (root / "shards" / INDEX).read_bytes()
     weights = json.loads(raw)["weight_map"]
     return [raw, json.dumps({"metadata": {}, "weight_map": weights}).encode()]
 
 
 def memmap_seeds(root: Path):
+    """Every meta.json of the folder, behind the number of the file."""
     return [bytes([i]) + (root / "mapped" / name).read_bytes() for i, name in enumerate(_METAS)]

@@ -1,7 +1,7 @@
 """Non-tensor data, kinds, ties, names and classes as a file and a memmap folder record them.
 
-Inputs are JSON of these alone. `check_values` puts it into both formats, each otherwise good; whatever loads must be what
-the JSON says, in both the same, and the same again after it was saved and loaded.
+Inputs are JSON of these alone. `check_values` puts it into both formats, each otherwise good; whatever loads must be
+what the JSON says, in both the same, and the same again after it was saved and loaded.
 """
 
 import json
@@ -126,11 +126,15 @@ def _write_folder(doc: dict[str, Any], folder: Path) -> None:
     below = [[path[1:] for path in group if len(path) == 2] for group in paths]
     own: dict[str, Any] = {"tdfunc": 1, "special": doc["values"], "order": ["w", "i", *doc["values"]]}
     own |= {key: doc[key] for key in ("flags", "names", "class") if key in doc}
-    own["shapes"] = {key: item["shape"] for key, item in doc["values"].items() if type(item) is dict and "shape" in item}
+    own["shapes"] = {
+        key: item["shape"] for key, item in doc["values"].items() if type(item) is dict and "shape" in item
+    }
     own["ties"] = [group for group in below if len(group) > 1]
     outer = {"n": {"type": "TensorDict"}, **entries[0], "shape": [], "device": "None", "_type": _TREE}
     inner = {**entries[1], "shape": doc.get("size", []), "device": "None", "_type": _TREE, "": own}
-    (folder / "meta.json").write_text(json.dumps({**outer, "": {"tdfunc": 1, "ties": paths if groups is not None else doc["ties"]}}))
+    (folder / "meta.json").write_text(
+        json.dumps({**outer, "": {"tdfunc": 1, "ties": paths if groups is not None else doc["ties"]}})
+    )
     (folder / "n" / "meta.json").write_text(json.dumps(inner))
 
 
@@ -200,8 +204,11 @@ def value_seeds(root: Path) -> list[bytes]:
     docs = [
         {"values": {**values, **more}, "size": [2], "names": ["row"], "class": name, "flags": {"w": "pPg", "i": "b"}},
         {"values": {"v": {"values": [1, 2, 3, 4], "shape": [2, 2]}}, "size": [2], "ties": [[[1, "w"], [0, "t"]]]},
-        {"values": {"v": {"value": [[]], "shape": [0, 3]}, "é": {"value": ""}}, "own": -1, "flags": {"i": "n", "w": "g"}},
+        {
+            "values": {"v": {"value": [[]], "shape": [0, 3]}, "é": {"value": ""}},
+            "own": -1,
+            "flags": {"i": "n", "w": "g"},
+        },
         {"values": {"v": {"value": 2**60}}, "names": [], "ties": [[[0, "t"], [1, "w"]]], "flags": {"w": "x"}},
     ]
     return [json.dumps(doc).encode() for doc in docs]
-
