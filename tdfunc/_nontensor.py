@@ -14,7 +14,7 @@ from torch import Size
 from torch.utils import _pytree as torch_pytree
 
 from tdfunc._errors import BatchSizeError, ImmutableError, LeafMismatchError, explain
-from tdfunc._shapes import as_size, index_size, normalize_index
+from tdfunc._shapes import as_size, dim_index, index_size, normalize_index
 
 
 class NonTensorBase:
@@ -95,16 +95,17 @@ class NonTensorBase:
         return NonTensorStack._wrap(np.where(condition.cpu().numpy(), self._array, other._array))
 
     def index_select(self, dim: int, index: torch.Tensor) -> Any:
-        return self[(slice(None),) * (dim % self.dim()) + (index,)]
+        return self[(slice(None),) * dim_index(dim, self.dim(), "index_select") + (index,)]
 
     def unbind(self, dim: int = 0) -> tuple[Any, ...]:
-        lead = (slice(None),) * (dim % self.dim())
+        lead = (slice(None),) * dim_index(dim, self.dim(), "unbind")
         return tuple(self[(*lead, i)] for i in range(self.shape[dim]))
 
     def split(self, sizes: int | Sequence[int], dim: int = 0) -> tuple[Any, ...]:
+        lead = (slice(None),) * dim_index(dim, self.dim(), "split")
         total = self.shape[dim]
-        parts = [min(sizes, total - i) for i in range(0, total, sizes)] if isinstance(sizes, int) else list(sizes)
-        lead = (slice(None),) * (dim % self.dim())
+        # As torch: a dimension of size 0 is one part.
+        parts = [min(sizes, total - i) for i in range(0, total or 1, sizes)] if isinstance(sizes, int) else list(sizes)
         ends = zip(accumulate(parts), parts, strict=True)
         return tuple(self[(*lead, slice(end - part, end))] for end, part in ends)
 
@@ -253,9 +254,8 @@ class NonTensorStack(NonTensorBase):
 
     def expand(self, *shape: Any) -> Any:
         size = _sizes(shape)
-        lead = len(size) - self._array.ndim
         # torch spells "keep this dimension" -1, numpy does not know it.
-        full = tuple(self._array.shape[i - lead] if s == -1 else s for i, s in enumerate(size))
+        full = torch.empty(self._array.shape, device="meta").expand(size).shape
         return self._wrap(np.broadcast_to(self._array, full))
 
     def permute(self, *dims: Any) -> Any:
@@ -392,10 +392,22 @@ def _numpy_index(array: np.ndarray[Any, Any], index: tuple[Any, ...]) -> np.ndar
 
 
 def _stack(nodes: Sequence[Any], dim: int = 0) -> Any:
+    _check_shapes("stack", nodes, [node.shape for node in nodes])
     return NonTensorStack._wrap(np.stack([n._array for n in nodes], axis=dim))
 
 
+def _check_shapes(call: str, nodes: Sequence[Any], kept: Sequence[Size]) -> None:
+    """Raise unless what has to agree of the shapes does."""
+    for node, part in zip(nodes, kept, strict=True):
+        if part != kept[0]:
+            what = f"{call}: the non-tensor data have different shapes."
+            raise LeafMismatchError(explain(what, expected=str(list(nodes[0].shape)), got=str(list(node.shape))))
+
+
 def _cat(nodes: Sequence[Any], dim: int = 0) -> Any:
+    shapes = [node.shape for node in nodes]
+    dim = dim_index(dim, len(shapes[0]), "cat")
+    _check_shapes("cat", nodes, [shape[:dim] + shape[dim + 1 :] for shape in shapes])
     if all(isinstance(n, NonTensorData) for n in nodes) and all(_same_nodes(nodes[0], n) for n in nodes[1:]):
         size = list(nodes[0].shape)
         size[dim] = sum(n.shape[dim] for n in nodes)

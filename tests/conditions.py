@@ -127,9 +127,10 @@ def _same_unstacked(a, b):
     if isinstance(a, Tree | dict) and isinstance(b, Tree | dict):
         a, b = (x.entries if isinstance(x, Tree) else x for x in (a, b))
         return a.keys() == b.keys() and all(_same_unstacked(a[key], b[key]) for key in a)
+    if isinstance(a, Stack) and not isinstance(settled(a), Stack):
+        return _same_unstacked(settled(a), b)
     if isinstance(a, Stack):
-        a = settled(a)
-        return not isinstance(a, Stack) and _same_unstacked(a, b)
+        return isinstance(b, Stack) and (a.size, a.dim) == (b.size, b.dim) and _same_unstacked(a.trees, b.trees)
     if isinstance(a, tuple) and isinstance(b, tuple):
         return len(a) == len(b) and all(map(_same_unstacked, a, b))
     # The tensors of a tuple require grad one by one.

@@ -121,8 +121,10 @@ def describe(value):
 
 def _words_of(node, size):
     """Non-tensor data as a constructor takes them: one value for the batch, or nested lists."""
-    # Without elements there is no value to build one from.
-    if 0 in node.shape and not (isinstance(node, NonTensorData) and node.shape == size):
+    # Without elements there is no value to build one from, and lists within a list of the batch's length are values.
+    if node.shape != size and (0 in node.shape or len(node.shape) > len(size)):
+        raise UnfitError
+    if 0 in node.shape and not isinstance(node, NonTensorData):
         raise UnfitError
     return node.value if node.shape == size else node.tolist()
 
@@ -186,13 +188,13 @@ def same_tensor(a, b, rtol=0.0):
 
 
 def untyped(value):
-    """A simplified result with open trees in place of typed ones."""
+    """A simplified result with open trees, their keys in one order, in place of typed ones."""
     if isinstance(value, tuple):
         return tuple(map(untyped, value))
     if isinstance(value, dict):
         return {key: untyped(item) for key, item in value.items()}
     if isinstance(value, Tree):
-        return Tree(value.size, value.names, {key: untyped(item) for key, item in value.entries.items()})
+        return Tree(value.size, value.names, {key: untyped(value.entries[key]) for key in sorted(value.entries)})
     return Stack(value.size, value.dim, untyped(value.trees)) if isinstance(value, Stack) else value
 
 

@@ -164,8 +164,11 @@ def stacked_words(values, size, dim, once=False):
         arrays.append(array)
     whole = np.stack(arrays, dim)
     # One value for all is the only non-tensor data of several dimensions that tensordict's constructor takes.
-    if once and all(value == whole.flat[0] for value in whole.flat):
-        return whole.flat[0] if whole.size else next((v for v in values if not isinstance(v, list)), "red")
+    found = list(whole.flat)
+    if once and not found:
+        return next((v for v in values if not isinstance(v, list)), "red")
+    if once and not isinstance(found[0], list) and all(value == found[0] for value in found):
+        return found[0]
     return whole.tolist()
 
 

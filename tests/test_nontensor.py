@@ -45,6 +45,7 @@ CALLS = {
     "unbind": lambda x: x.unbind(-1),
     "split": lambda x: x.split([1, x.shape[0] - 1], 0),
     "split evenly": lambda x: x.split(2, 0),
+    "split of nothing": lambda x: x[:0].split(2, 0),
     "index_select": lambda x: x.index_select(0, torch.tensor([0, 0])),
     "stack": lambda x: torch.stack([x, x], 1),
     "cat": lambda x: torch.cat([x, x], 0),
@@ -110,6 +111,36 @@ def test_ragged_lists(values):
         NonTensorStack.from_nested(values, 2)
     with pytest.raises(BatchSizeError, match=r"'s': the list is ragged(.|\n)*\[2, 1\]"):
         TensorDict({"s": values}, [2, 1])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda x: x.unbind(1), IndexError, "unbind: .*dimension 1 does not.*\n.*-1 <= dim < 1"),
+        (lambda x: x[0].unbind(), IndexError, "unbind: .*dimension 0 does not.*\n.*this one has none"),
+        (lambda x: x.split(1, -2), IndexError, "split: .*dimension -2 does not.*\n.*-1 <= dim < 1"),
+        (lambda x: x.index_select(1, torch.tensor([0])), IndexError, "index_select: .*dimension 1 does not"),
+        (lambda x: x.expand(-1, 2), RuntimeError, "leading, non-existing dimension"),
+        (lambda x: torch.stack([x, x[:1]]), LeafMismatchError, r"stack: .*different shapes.*\n.*\[2\]\n.*\[1\]"),
+        (lambda x: torch.cat([x, x[None]]), LeafMismatchError, r"cat: .*different shapes.*\n.*\[2\]\n.*\[1, 2\]"),
+        (lambda x: torch.cat([x, x], 1), IndexError, "cat: .*dimension 1 does not"),
+    ],
+)
+def test_bad_calls(call, error, text):
+    """A dimension that is not there would be another one, or numpy speak of arrays that nobody made."""
+    with pytest.raises(error, match=text):
+        call(NonTensorStack("a", "b"))
+
+
+def test_joining_trees_names_the_data():
+    """The error of data that do not fit would not say under which key they lie."""
+    a, b = (
+        TensorDict({"n": {"s": NonTensorStack("a", "b", "c", "d").reshape(shape)}}, [2])
+        for shape in [(2, 2), (2, 2, 1)]
+    )
+
+    with pytest.raises(LeafMismatchError, match=r"stack: leaf 'n.s' differs.*\n.*\[2, 2\]\n.*\[2, 2, 1\]"):
+        torch.stack([a, b])
 
 
 def test_reading():

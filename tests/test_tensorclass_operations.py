@@ -258,6 +258,8 @@ def test_unequal_classes(join):
 
     with pytest.raises(ValueError, match=r"different classes.\n.*expected: Foo\n.*got: +Other"):
         join([ours(), other])
+    with pytest.raises(ValueError, match=r"different classes under 'n'.\n.*expected: Inner\n.*got: +TensorDict"):
+        join([TensorDict({"n": n}, [4, 3]) for n in (other.inner, other.inner.to_tensordict())])
     with pytest.raises(ValueError, match=r"different keys.*\n.*'inner', 'x'\]\n.*'x'\]"):
         join([ours(), ours().delete("inner")])
     with pytest.raises(LeafMismatchError, match=r"leaf 'inner.y'|'inner.y' differs"):

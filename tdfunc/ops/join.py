@@ -8,7 +8,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import PLAIN, LeafOp, TensorCollection, iter_leaves
+from tdfunc._collection import PLAIN, LeafOp, TensorCollection
 from tdfunc._errors import LeafMismatchError, TieError, TreeStructureError, explain
 from tdfunc._keys import dotted
 from tdfunc._nontensor import NonTensorBase
@@ -126,7 +126,7 @@ def _joined(op: LeafOp, first: T, others: Sequence[T]) -> T:
             return done
         check_joinable(op.name, first, others)
         return first._shape(op, *others)
-    except (RuntimeError, TypeError, TreeStructureError) as err:
+    except (RuntimeError, TypeError, TreeStructureError, LeafMismatchError) as err:
         _explain_join(op, first, others, err)
 
 
@@ -189,9 +189,6 @@ def _regrow(op: LeafOp, node: T, leaves: Iterator[Any], sizes: dict[Size, Size])
 def check_joinable(name: str, first: TensorCollection, others: Sequence[TensorCollection]) -> None:
     """Raise unless dtypes, kinds and ties agree (torch would promote or untie in silence)."""
     for other in others:
-        if type(other) is not type(first):
-            what = f"{name}: the trees are of different classes."
-            raise TreeStructureError(explain(what, expected=type(first).__name__, got=type(other).__name__))
         _check_nodes(name, first, other, ())
         if other._ties != first._ties:
             raise TieError(
@@ -205,8 +202,10 @@ def check_joinable(name: str, first: TensorCollection, others: Sequence[TensorCo
 
 
 def _check_nodes(name: str, first: TensorCollection, other: TensorCollection, at: Path) -> None:
+    if type(other) is not type(first):
+        raise _other_class(name, first, other, at)
     # A lazy stack may join others of another number of trees: its own `_shape` checks them.
-    if first._each(lambda t: t) is not None and type(other) is type(first):
+    if _is_lazy(first):
         return
     mine, theirs = first._data, other._data
     if mine.keys() != theirs.keys():
@@ -230,6 +229,23 @@ def _check_nodes(name: str, first: TensorCollection, other: TensorCollection, at
         raise LeafMismatchError(explain(what, expected=expected, got=got))
 
 
+def _is_lazy(tree: TensorCollection) -> bool:
+    return tree._each(lambda t: t) is not None
+
+
+def _other_class(name: str, first: TensorCollection, other: TensorCollection, at: Path) -> TreeStructureError:
+    where = f" under {dotted(at)!r}" if at else ""
+    one_shape = "dense() makes one tree of a lazy stack, lazy_stack(tree.unbind(dim), dim) the other way round."
+    return TreeStructureError(
+        explain(
+            f"{name}: the trees are of different classes{where}.",
+            expected=type(first).__name__,
+            got=type(other).__name__,
+            hint=one_shape if _is_lazy(first) != _is_lazy(other) else None,
+        )
+    )
+
+
 def _mismatch(name: str, path: Path, node: Any, twin: Any) -> LeafMismatchError:
     expected, got = (str(x.dtype) if isinstance(x, Tensor) else type(x).__name__ for x in (node, twin))
     hint = "cast one of them first: td.apply(lambda x: x.to(dtype))."
@@ -237,11 +253,11 @@ def _mismatch(name: str, path: Path, node: Any, twin: Any) -> LeafMismatchError:
 
 
 def _explain_join(op: LeafOp, first: TensorCollection, others: Sequence[TensorCollection], err: Exception) -> NoReturn:
-    """Find the leaf that torch refused, and name it with both shapes."""
+    """Find the leaf that torch, or non-tensor data, refused to join, and name it with both shapes."""
     skip = op.args[0] if op.name == "cat" else None
-    mine = dict(iter_leaves(first))
+    mine = dict(_iter_shaped(first))
     for other in others:
-        for path, leaf in iter_leaves(other):
+        for path, leaf in _iter_shaped(other):
             # Keys that differ are what the error says already.
             if path not in mine:
                 raise err
@@ -257,3 +273,12 @@ def _explain_join(op: LeafOp, first: TensorCollection, others: Sequence[TensorCo
                     )
                 ) from err
     raise err
+
+
+def _iter_shaped(tree: TensorCollection, at: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield (path, node) for tensors and non-tensor data."""
+    for key, node in tree._data.items():
+        if isinstance(node, TensorCollection):
+            yield from _iter_shaped(node, (*at, key))
+        elif isinstance(node, (Tensor, NonTensorBase)):
+            yield (*at, key), node

@@ -114,15 +114,22 @@ def _check_results(tree: TensorCollection, at: Path) -> None:
 
 
 def drop_empty(tree: T) -> T:
-    """Return the tree without sub-trees that hold no leaf."""
+    """Return the tree without sub-trees that hold no leaf; a lazy stack holds none if none of its trees does."""
+    return tree._replace(_not_empty(tree))
+
+
+def _not_empty(tree: TensorCollection) -> dict[str, Any]:
+    """Return the leaves of a node and what is left of those of its trees that hold any."""
     data: dict[str, Any] = {}
     for key, node in tree._data.items():
         if isinstance(node, TensorCollection):
-            node = drop_empty(node)
-            if not node._data:
+            inner = _not_empty(node)
+            if not inner:
                 continue
+            # A lazy stack keeps the places of trees that are empty.
+            node = node._replace(inner)
         data[key] = node
-    return tree._replace(data)
+    return data
 
 
 def named_apply(

@@ -131,6 +131,18 @@ def test_at_is_that_of_the_dense_tree(dim, index):
     assert_trees_equal(lazy.at[index].set(settle(lazy[index]) * 2).dense(), dense.at[index].set(dense[index] * 2))
 
 
+def test_empty_stacks_are_dropped():
+    """A lazy stack without a leaf would stay where an empty tree goes, or one with a leaf in some trees would go."""
+    empty = TensorDict({"deep": {}}, [2])
+    bare, some = lazy_stack([empty, empty]), lazy_stack([empty.set("x", 1.0), empty])
+    tree = TensorDict({"a": 1.0, "bare": bare, "twice": lazy_stack([bare, bare], 1), "some": some}, [2])
+
+    for kept in (tree.split_keys(["a"])[1], tree.delete("a").apply(lambda x: x, filter_empty=True)):
+        assert list(kept.keys()) == ["some"]
+        assert [list(t.keys()) for t in kept["some"].trees] == [["x"], []]
+    assert [len(part.trees) for part in bare.split_keys()] == [2]
+
+
 def test_at_broadcasts_tensors():
     """A tensor over the rows would be cut along another dimension."""
     trees = tensors_only(uniform())

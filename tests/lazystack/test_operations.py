@@ -307,7 +307,12 @@ def test_cat_of_agreeing_and_ragged_lengths():
     [
         (lambda t: torch.cat([t, t[:2]], 1), LeafMismatchError, r"\[3, -1\]\n.*\[2, -1\]"),
         (lambda t: torch.stack([t, t.permute(1, 0)]), TreeStructureError, "along dimension 0\n.*along dimension 1"),
-        (lambda t: torch.stack([t, t.pad()]), TreeStructureError, "LazyStack\n.*TensorDict"),
+        (lambda t: torch.stack([t, t.pad()]), TreeStructureError, "LazyStack\n.*TensorDict\n.*dense"),
+        (
+            lambda t: torch.stack([TensorDict({"a": {"b": t.pad()}}), TensorDict({"a": {"b": t}})]),
+            TreeStructureError,
+            "under 'a.b'.*\n.*TensorDict\n.*LazyStack\n.*lazy_stack",
+        ),
         (lambda t: lazy_stack([t, tree(2)]), TreeStructureError, "LazyStack\n.*TensorDict"),
         (
             lambda t: torch.cat([t, t.set("x", {"a": 1.0})]),
