@@ -340,8 +340,11 @@ def check_positions(index: tuple[Any, ...], size: Size) -> None:
     ):
         return
     dim = 0
+    # As torch, which looks at no position of rows that hold nothing, unless there is no row at all.
+    is_read = index_size(index, size).numel() > 0
     for item in index:
-        if type(item) is Tensor and item.device.type == "cpu" and item.numel():
+        asked = type(item) is Tensor and (is_read or item.dim() == 0 or size[dim] == 0)
+        if asked and item.device.type == "cpu" and item.numel():
             for end in item.aminmax():
                 _check_int(int(end), dim, size)
         dim += item is not None and not isinstance(item, bool)

@@ -248,6 +248,27 @@ def test_positions_are_checked_without_tensors(tree):
     assert tree[torch.zeros(0, dtype=torch.long)].batch_size == Size([0, 3])
 
 
+@pytest.mark.parametrize("size", [(2, 3), (0, 3), (2, 0), (0, 0), (1, 1)])
+def test_positions_without_tensors_are_those_of_torch(size):
+    """A tree without tensors would refuse what torch takes for a tensor of its batch size, or the other way round."""
+    tree, plain = TensorDict({}, size), torch.zeros(size)
+    rows = [torch.tensor(0), torch.tensor(5), torch.tensor([0, -1]), torch.tensor([[7]]), torch.zeros(0).long()]
+
+    for index in [
+        *rows,
+        *[(row, slice(9, None)) for row in rows],
+        *[(slice(None), row) for row in rows],
+        (rows[2], rows[3]),
+    ]:
+        try:
+            expected = plain[index].shape
+        except IndexError:
+            with pytest.raises(IndexError, match="index: .*batch dimension"):
+                tree[index]
+        else:
+            assert tree[index].batch_size == expected
+
+
 def test_positions_that_have_no_values_are_not_read():
     """An index on another device, or one that a transformation maps, would be read or make the call fail."""
     tree, seen = TensorDict({}, [2, 3]), []
