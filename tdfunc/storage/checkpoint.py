@@ -12,7 +12,7 @@ from tdfunc._errors import UnsupportedError, explain
 from tdfunc._keys import FilterLike
 from tdfunc._types import Device
 from tdfunc.storage.atomic import replace_file
-from tdfunc.storage.decode import Classes
+from tdfunc.storage.build import Classes
 from tdfunc.storage.encode import Outline, outline
 from tdfunc.storage.files import LocalFiles, is_memmap, open_contents
 from tdfunc.storage.index import SINGLE

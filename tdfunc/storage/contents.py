@@ -205,7 +205,9 @@ class Contents:
     def _place(self, source: Source, mine: Sequence[int], begins: list[int], digests: list[str]) -> None:
         """Find the leaves of one file; the header's own entries must agree with the tree."""
         plan, header = self.plan, source.header
-        names, specs = [plan.names[i] for i in mine], [plan.specs[i] for i in mine]
+        names, specs = plan.names, plan.specs
+        if self.homes is not None:
+            names, specs = [names[i] for i in mine], [specs[i] for i in mine]
         if header.entries is None:
             layout = lay_out(names, specs)
             if header.rest.rstrip(" ") == f"{layout.entries}}}":

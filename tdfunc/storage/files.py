@@ -90,8 +90,9 @@ def _open_single(path: str, files: Files, *, verify: bool) -> Contents:
 
 def is_memmap(path: str, files: Files) -> bool:
     """Whether a path is a memmap folder of this machine, and no folder of safetensors."""
-    names = (INDEX, SINGLE, _META)
-    return isinstance(files, LocalFiles) and [files.exists(_join(path, name)) for name in names] == [False, False, True]
+    if not isinstance(files, LocalFiles) or not files.exists(_join(path, _META)):
+        return False
+    return not files.exists(_join(path, INDEX)) and not files.exists(_join(path, SINGLE))
 
 
 def no_checkpoint(path: str, files: Files) -> FileNotFoundError:

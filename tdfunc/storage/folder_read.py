@@ -22,7 +22,8 @@ from tdfunc._keys import dotted
 from tdfunc._nontensor import NonTensorBase, NonTensorData, NonTensorStack
 from tdfunc._shapes import as_names
 from tdfunc._types import Kind, Names, Path, Ties
-from tdfunc.storage.decode import Classes, _check_fields, _resolve, are_flags
+from tdfunc.storage.build import Classes, check_fields, resolve_class
+from tdfunc.storage.decode import are_flags
 from tdfunc.storage.encode import (
     IS_PARAMETER,
     IS_VALUE,
@@ -274,7 +275,7 @@ class FolderReader:
             return self.types[node.folder]
         if type(name) is not str:
             raise _malformed(what, "the name of a class", repr(name)[:100])
-        return _resolve(name, self.classes)
+        return resolve_class(name, self.classes)
 
     def _item(self, number: int, at: "_Entry", what: str) -> _Node | None:
         """Enter what is under one key; return it where it is a tree."""
@@ -429,7 +430,7 @@ class FolderReader:
             return self._stack(node, list(data.values()), device)
         static = Static(node.kinds, node.ties)
         cls = node.cls or TensorCollection._open
-        _check_fields(cls, data, node.path)
+        check_fields(cls, data, node.path)
         return cls._make(data, node.size, device, node.names, static if static != Static() else None)
 
     def _stack(self, node: _Node, trees: list[Any], device: torch.device | None) -> Any:

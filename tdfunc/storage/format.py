@@ -126,18 +126,24 @@ def lay_out(names: Sequence[str], specs: Sequence[Spec]) -> Layout:
 
     So every leaf is aligned, and leaves of one dtype are neighbours.
     """
-    groups: dict[str, list[int]] = {}
-    for i, spec in enumerate(specs):
-        groups.setdefault(spec.code, []).append(i)
-    codes = sorted(groups, key=lambda code: (-_CODES[code][1], code))
-    order = groups[codes[0]] if len(codes) == 1 else [i for code in codes for i in groups[code]]
-    ends = list(accumulate([specs[i].size_bytes for i in order], initial=0))
+    codes = [spec.code for spec in specs]
+    order = list(range(len(specs)))
+    if len(present := set(codes)) > 1:
+        rank = {code: i for i, code in enumerate(sorted(present, key=lambda code: (-_CODES[code][1], code)))}
+        # Sorting keeps the order of equals.
+        order.sort(key=[rank[code] for code in codes].__getitem__)
+        names, specs = [names[i] for i in order], [specs[i] for i in order]
+    ends = list(accumulate([spec.size_bytes for spec in specs], initial=0))
+    # The end of one is the beginning of the next.
+    texts = list(map(str, ends))
     parts = [
-        f",{names[i]}{specs[i].middle}{begin},{end}]}}" for i, begin, end in zip(order, ends, ends[1:], strict=False)
+        f",{name}{spec.middle}{begin},{end}]}}"
+        for name, spec, begin, end in zip(names, specs, texts, texts[1:], strict=False)
     ]
-    begins = [0] * len(order)
-    for i, begin in zip(order, ends, strict=False):
-        begins[i] = begin
+    begins = ends[:-1]
+    if len(present) > 1:
+        for i, begin in zip(order, ends, strict=False):
+            begins[i] = begin
     return Layout(order, begins, ends[-1], "".join(parts))
 
 

@@ -18,8 +18,8 @@ from tdfunc._types import Device
 from tdfunc.storage.async_save import Snapshot, check_max_pending, take_snapshot
 from tdfunc.storage.atomic import replace_file
 from tdfunc.storage.background import PendingSave, SaveQueue, finished
+from tdfunc.storage.build import Classes
 from tdfunc.storage.checkpoint import load, outline_of
-from tdfunc.storage.decode import Classes
 from tdfunc.storage.encode import _is_plain
 from tdfunc.storage.format import no_constant, unique
 from tdfunc.storage.index import INDEX, SINGLE

@@ -22,7 +22,7 @@ from tdfunc._keys import dotted
 from tdfunc._mapped import MapMode, mapped_file
 from tdfunc._types import Device
 from tdfunc.ops import storage_writes
-from tdfunc.storage.decode import Classes
+from tdfunc.storage.build import Classes
 from tdfunc.storage.folder_commit import check_target, recover, replace_folder
 from tdfunc.storage.folder_plan import FileLeaf, FolderPlan, plan_folder
 from tdfunc.storage.folder_read import FolderReader, LeafFile

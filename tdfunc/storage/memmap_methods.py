@@ -7,8 +7,8 @@ from tdfunc._collection import TensorCollection
 from tdfunc._mapped import MapMode
 from tdfunc._types import Device
 from tdfunc.storage import memmap, memmap_writes
+from tdfunc.storage.build import Classes
 from tdfunc.storage.checkpoint import load
-from tdfunc.storage.decode import Classes
 
 if TYPE_CHECKING:
     from typing import TypeAlias

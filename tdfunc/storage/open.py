@@ -12,9 +12,10 @@ from tdfunc._errors import MissingKeyError, explain
 from tdfunc._keys import FilterLike, dotted, unravel
 from tdfunc._types import Device, NestedKey, Path
 from tdfunc.ops.reading import get_value, has
+from tdfunc.storage.build import Classes
 from tdfunc.storage.checkpoint import as_name
 from tdfunc.storage.contents import Contents, Found
-from tdfunc.storage.decode import Classes, check_place
+from tdfunc.storage.decode import check_place
 from tdfunc.storage.encode import IS_VALUE
 from tdfunc.storage.files import LocalFiles, open_contents
 from tdfunc.storage.progress import progress_bar

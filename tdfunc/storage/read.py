@@ -6,6 +6,8 @@ import sys
 import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from itertools import repeat
+from operator import mod
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -188,14 +190,20 @@ def map_bytes(source: Source) -> Any:
     # By descriptor where the system can, since another save may have replaced the path by now.
     fd, path = source.data.fd, source.path
     name = {"linux": f"/proc/self/fd/{fd}", "darwin": f"/dev/fd/{fd}"}.get(sys.platform, path)
-    if not os.path.exists(name):
-        name = path
     try:
-        mapped = torch.from_file(name, shared=False, size=source.size_bytes, dtype=torch.uint8, device="cpu")
+        mapped = _map_private(name, source.size_bytes)
     except RuntimeError as err:
-        raise OSError(f"load {path}: the file cannot be mapped: {err}") from err
+        if os.path.exists(name):
+            raise OSError(f"load {path}: the file cannot be mapped: {err}") from err
+        # A system without /proc.
+        mapped = _map_private(path, source.size_bytes)
     # Through numpy: the tensor's own storage claims to be in shared memory and cannot be sent to a process.
     return mapped.numpy()
+
+
+# Any: torch.from_file is untyped.
+def _map_private(name: str, size_bytes: int) -> Any:
+    return torch.from_file(name, shared=False, size=size_bytes, dtype=torch.uint8, device="cpu")
 
 
 def check_bytes(name: str, view: memoryview, recorded: str) -> None:
@@ -236,9 +244,13 @@ def as_view(leaf: Tensor) -> memoryview:
 
 def view_leaves(data: Any, specs: Sequence[Spec], begins: Sequence[int]) -> list[Tensor]:
     """Return leaves as tensors on the mapped bytes, each with a storage and a version of its own."""
-    from_numpy, ndarray = torch.from_numpy, np.ndarray
+    dtypes = [spec.numpy for spec in specs]
+    if None not in dtypes and not any(map(mod, begins, [spec.dtype.itemsize for spec in specs])):
+        # All files of ours. Without a line of Python for each leaf it takes two thirds of the time.
+        shapes = [spec.shape for spec in specs]
+        return list(map(torch.from_numpy, map(np.ndarray, shapes, dtypes, repeat(data), begins)))
     return [
-        from_numpy(ndarray(spec.shape, spec.numpy, data, begin))
+        torch.from_numpy(np.ndarray(spec.shape, spec.numpy, data, begin))
         if spec.numpy is not None and not begin % spec.numpy.itemsize
         else _view_bytes(data[begin : begin + spec.size_bytes], spec)
         for spec, begin in zip(specs, begins, strict=True)

@@ -11,8 +11,9 @@ from tdfunc._collection import LeafOp, TensorCollection, iter_leaves, leaf_paths
 from tdfunc._errors import UnsupportedError, explain
 from tdfunc._keys import FilterLike, dotted
 from tdfunc.ops.structure import partition
+from tdfunc.storage.build import Classes, build_tree
 from tdfunc.storage.contents import Contents
-from tdfunc.storage.decode import Classes, Plan
+from tdfunc.storage.decode import Plan
 from tdfunc.storage.encode import IS_PARAMETER, IS_VALUE, REQUIRES_GRAD
 from tdfunc.storage.like import check_like
 from tdfunc.storage.read import Source, check_bytes, map_bytes, naming, read_leaf, view_leaves
@@ -94,7 +95,7 @@ def outline_tree(contents: Contents, choice: Choice, root: int = 0) -> tuple[Ten
 
 def _build(contents: Contents, leaves: "Leaves", choice: Choice, root: int) -> TensorCollection:
     with naming(contents.path):
-        return contents.plan.build(leaves, choice.classes, choice.device, root)
+        return build_tree(contents.plan, leaves, choice.classes, choice.device, root)
 
 
 def read_leaves(contents: Contents, wanted: Sequence[int], choice: Choice, *, mapped: bool) -> "Leaves":
@@ -107,7 +108,7 @@ def _read_all(contents: Contents, wanted: Sequence[int], choice: Choice, *, mapp
     plan, device = contents.plan, choice.device
     if is_fake(device):
         leaves: Leaves = {
-            i: torch.empty(plan.specs[i].size, dtype=plan.specs[i].dtype, device=device or plan.places[i] or "cpu")
+            i: torch.empty(plan.specs[i].size, dtype=plan.specs[i].dtype, device=device or plan.place(i) or "cpu")
             for i in wanted
         }
     else:
@@ -199,7 +200,7 @@ def _move_all(leaves: "Leaves", wanted: Sequence[int], plan: Plan, device: torch
     if device is None and not any(plan.devices):
         return
     for i in wanted:
-        target = device or plan.places[i]
+        target = device or plan.place(i)
         if target is not None and target.type != "cpu":
             leaves[i] = move_leaf(leaves[i], target)
 

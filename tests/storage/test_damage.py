@@ -185,6 +185,8 @@ TREES = {
     "a sub-tree that is not there": tree(node("wt", [0, {"tree": 1}])),
     "a sub-tree in itself": tree(node("wt", [0, {"tree": 0}])),
     "a sub-tree twice": tree(node("wtu", [0, {"tree": 1}, {"tree": 1}]), node()),
+    "a sub-tree that is a value": tree(node("wt", [0, {"tree": 1, "value": 1}]), node()),
+    "keys of no list": '{"specs":[["F32",[2]]],"nodes":[{"keys":"w","items":[0]}],"ties":[]}',
     "a cycle": tree(node("w", [0]), node("t", [{"tree": 2}]), node("t", [{"tree": 1}])),
     "a node outside": tree(node("w", [0]), node()),
     "an item of no kind": tree(node("wx", [0, {"other": 1}])),
@@ -201,6 +203,7 @@ TREES = {
     "a tie that comes first": tree(node("wx", [{"tie": 0}, 0]), ties=[[[0, "w"], [0, "x"]]]),
     "a tie between values": tree(node("wst", [0, {"value": 1}, {"tie": 0}]), ties=[[[0, "s"], [0, "t"]]]),
     "a path in two ties": tree(node("wx", [0, {"tie": 0}]), ties=[[[0, "w"], [0, "x"]], [[0, "w"], [0, "x"]]]),
+    "a tie of a number that is none": tree(node("wx", [0, {"tie": 0}]), ties=[[["0", "w"], [0, "x"]]]),
     "ties in an order of nothing": tree(
         node("t", [{"tree": 1}]), node("wx", [[0, "", "w"], {"tie": 0}], ties=[]), ties=[[[1, "w"], [1, "x"]]]
     ),
@@ -247,6 +250,16 @@ def test_deep_paths_cost_no_more_than_the_file(tmp_path):
 
     with pytest.raises(CorruptCheckpointError, match="names that fit"):
         load(tmp_path / "f.safetensors")
+
+
+def test_a_deep_leaf_with_a_short_name(tmp_path):
+    """A leaf that is not called by its path would be refused for the length of that path."""
+    depth = 5000
+    chain = [node("k", [{"tree": i + 1}]) for i in range(depth)]
+    (tmp_path / "f.safetensors").write_bytes(forge(tree(*chain, node("k", [[0, "", "w"]])), [W], DATA))
+    loaded = load(tmp_path / "f.safetensors")
+
+    assert loaded[("k",) * (depth + 1)].tolist() == [1, 2]
 
 
 HEADERS = {
