@@ -71,6 +71,9 @@ def clamp(tree: T, low: Any, high: Any) -> T:
 def masked_fill(tree: T, mask: Tensor, value: Any) -> T:
     """Put a number where the mask over the batch holds; every leaf keeps its dtype."""
     check_condition(tree, mask, "masked_fill")
+    if isinstance(value, TensorCollection):
+        hint, got = "td.where(~mask, other) takes the values of a tree.", type(value).__name__
+        raise TypeError(explain("masked_fill: one number fills all leaves.", expected="a number", got=got, hint=hint))
     return tree._map(over_batch_op(tree, "masked_fill", lambda x, holds: x.masked_fill(holds, value), mask))
 
 
@@ -140,6 +143,7 @@ class ArithmeticMethods(TensorCollection):
 
         Raises:
             ValueError: The mask does not hold one bool for each element of the batch.
+            TypeError: The value is a tree.
         """
         return masked_fill(self, mask, value)
 

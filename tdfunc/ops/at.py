@@ -14,7 +14,7 @@ from tdfunc._nontensor import NonTensorBase
 from tdfunc._shapes import dim_size
 from tdfunc._types import Path
 from tdfunc.ops import storage_writes
-from tdfunc.ops.convert import NUMBERS, build
+from tdfunc.ops.convert import NUMBERS, as_tensor, build
 from tdfunc.ops.maps import apply
 from tdfunc.ops.pointwise_base import binary, over_batch_op
 from tdfunc.ops.reading import get, iter_items
@@ -58,7 +58,7 @@ class At:
         old = get(self._tree, self._place, None)
         # A number fills the leaf, as it fills rows; `td.set` makes a leaf of the batch size.
         if isinstance(old, Tensor) and isinstance(value, NUMBERS):
-            value = _number(value, old).expand(old.shape)
+            value = _number(value, old, f"at[{self._place!r}].set").expand(old.shape)
         return self._tree.set(self._place, value)
 
     def add(self, value: Any) -> Any:
@@ -88,9 +88,14 @@ class At:
         return self._change(lambda rows: apply(rows, fn, ()), "apply")
 
     def set_(self, value: Any) -> Any:
-        """Write a row into the storage of the tree and return the tree; without leaves, allocate them first."""
+        """Write a row into the storage of the tree and return the tree; without leaves, allocate them first.
+
+        A number or a tensor over the batch is written to all leaves, as by `set`.
+        """
         if is_key(self._place):
             return self._tree.set_(self._place, value)
+        if isinstance(value, (Tensor, *NUMBERS)):
+            value = _spread(self._tree._index(self._place), value, "set_")
         return storage_writes.write_row(self._tree, self._place, value)
 
     def _change(self, fn: Callable[[Any], Any], call: str) -> Any:
@@ -143,7 +148,7 @@ def write_rows(tree: T, index: Any, value: Any, call: str) -> T:
 def _spread(rows: T, value: Any, call: str) -> T:
     """Return the tree of a number or of a tensor over the rows' batch, in the shape of the rows."""
     if isinstance(value, NUMBERS):
-        return rows._map(LeafOp("full", lambda x: _number(value, x).expand(x.shape)))
+        return rows._map(LeafOp("full", lambda x: _number(value, x, f"at[...].{call}").expand(x.shape)))
     if isinstance(value, Tensor):
         return rows._map(over_batch_op(rows, f"at[...].{call}", lambda x, operand: operand.expand(x.shape), value))
     raise TypeError(
@@ -151,11 +156,14 @@ def _spread(rows: T, value: Any, call: str) -> T:
     )
 
 
-def _number(value: Any, leaf: Tensor) -> Tensor:
+def _number(value: Any, leaf: Tensor, where: str) -> Tensor:
     """Return a number in the leaf's dtype if that keeps it, so that 0 fits a bool leaf and 1.5 no int leaf."""
     number = value.item() if isinstance(value, np.generic) else value
-    keeps = _keeps(number, leaf.dtype)
-    return torch.full((), number, dtype=leaf.dtype if keeps else None, device=leaf.device)
+    dtype = leaf.dtype if _keeps(number, leaf.dtype) else None
+    if isinstance(number, int) and leaf.dtype.is_floating_point and abs(number) < 2**1023:
+        # torch fills with no integer of more than 64 bits, which a float may well be near to.
+        number = float(number)
+    return as_tensor(number, where, leaf.device, dtype)
 
 
 def _keeps(number: Any, dtype: torch.dtype) -> bool:
@@ -170,8 +178,11 @@ def _keeps(number: Any, dtype: torch.dtype) -> bool:
 
 
 def _check_rows(rows: TensorCollection, value: TensorCollection, call: str) -> None:
+    if value._each(lambda t: t) is not None:
+        raise storage_writes.lazy_source(call, ())
     mine, theirs = dict(iter_items(rows, True, True)), dict(iter_items(value, True, True))
     if mine.keys() != theirs.keys():
+        storage_writes.check_kinds(call, rows, value)
         raise MissingKeyError(
             explain(
                 f"{call}: the rows have other keys than the tree.",

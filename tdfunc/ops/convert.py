@@ -9,7 +9,7 @@ import torch
 from torch import Size, Tensor
 
 from tdfunc._collection import PLAIN, Static, TensorCollection, is_compiling
-from tdfunc._errors import BatchSizeError, MissingKeyError, explain
+from tdfunc._errors import BatchSizeError, LeafMismatchError, MissingKeyError, explain
 from tdfunc._keys import unravel
 from tdfunc._nontensor import NonTensorBase, NonTensorData, NonTensorStack
 from tdfunc._shapes import as_names, check_lead, shape_of
@@ -45,7 +45,7 @@ def convert(value: Any, size: Size, device: torch.device | None, where: str) -> 
     if isinstance(value, Mapping):
         return build(TensorCollection._open, value, size, device, where)
     if isinstance(value, NUMBERS):
-        return torch.as_tensor(value, device=device).expand(size)
+        return as_tensor(value, f"{where!r}", device).expand(size)
     if isinstance(value, np.ndarray):
         if value.dtype.kind in "OUS":
             return _nontensor(NonTensorStack._wrap(value.astype(object)), size, where)
@@ -61,6 +61,25 @@ def convert(value: Any, size: Size, device: torch.device | None, where: str) -> 
             )
         )
     return NonTensorData(value, size)
+
+
+def as_tensor(value: Any, where: str, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a number (or what else torch takes) as a tensor; `where` is what the message of an error begins with."""
+    try:
+        return torch.as_tensor(value, dtype=dtype, device=device)
+    except (OverflowError, ValueError, TypeError) as err:
+        if isinstance(value, np.integer):
+            # torch reads numpy's unsigned numbers from arrays only.
+            return torch.as_tensor(np.asarray(value), dtype=dtype, device=device)
+        if not isinstance(value, int):
+            raise
+        bits = value.bit_length()
+        hint = "float(value) rounds it; NonTensorData(value) keeps it as it is"
+        hint += "; torch.tensor(value, dtype=torch.uint64) holds it." if bits == 64 and value > 0 else "."
+        what = f"{where}: the number is too large for a tensor of integers."
+        # No digits: of thousands Python makes no text.
+        got = f"an integer of {bits} bits"
+        raise LeafMismatchError(explain(what, expected="-2**63 <= number < 2**63", got=got, hint=hint)) from err
 
 
 def _tensor(value: Tensor, size: Size, device: torch.device | None, where: str) -> Tensor:
@@ -115,7 +134,7 @@ def _sequence(value: Sequence[Any], size: Size, device: torch.device | None, whe
         hint = "torch.stack(trees) makes one tree of them."
         raise TypeError(explain(f"{where!r}: a list of trees is not a value.", got=f"{len(value)} trees", hint=hint))
     if value and all(isinstance(item, Tensor) for item in value):
-        return _tensor(torch.stack(list(value)), size, device, where)
+        return _tensor(_stacked(value, where), size, device, where)
     if isinstance(first, (*NUMBERS, list, tuple)):
         try:
             tensor = torch.as_tensor(value, device=device)
@@ -133,6 +152,23 @@ def _sequence(value: Sequence[Any], size: Size, device: torch.device | None, whe
             explain(f"{where!r}: the list is ragged.", expected=f"lists of batch size {list(size)}", got=repr(value))
         ) from err
     return _nontensor(stack, size, where)
+
+
+def _stacked(tensors: Sequence[Tensor], where: str) -> Tensor:
+    try:
+        return torch.stack(list(tensors))
+    except RuntimeError as err:
+        other = next((x for x in tensors if shape_of(x) != shape_of(tensors[0])), None)
+        if other is None:
+            raise
+        raise LeafMismatchError(
+            explain(
+                f"{where!r}: the tensors of the list have different shapes.",
+                expected=f"shape {list(tensors[0].shape)}",
+                got=f"shape {list(other.shape)}",
+                hint="pad them, or keep them ragged: tdf.lazy_stack of a tree for each.",
+            )
+        ) from err
 
 
 def build(cls: type[T], source: Mapping[Any, Any], size: Size, device: torch.device | None, where: str = "") -> T:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from tdfunc._collection import LeafOp, TensorCollection
 from tdfunc._errors import BatchSizeError, ImmutableError, UnsupportedError, explain
 from tdfunc._shapes import dim_index
-from tdfunc.ops import arithmetic, autograd, cast, compare, index, join, rearrange, shape
+from tdfunc.ops import arithmetic, autograd, blocks, cast, compare, index, join, rearrange, shape
 from tdfunc.ops._generate import (
     BINARY,
     BINARY_LEAFWISE,
@@ -211,6 +211,14 @@ def _atleast(n: int) -> Handler:
     return call
 
 
+def _joining(fn: Handler) -> Handler:
+    return lambda tensors: fn(tensors)
+
+
+def _splitting(name: str) -> Handler:
+    return lambda input, indices_or_sections: blocks.split_along(input, indices_or_sections, name)
+
+
 def _index_select(input: TensorCollection, dim: int, index: Any) -> Any:
     return _at_index(input, dim, index, "index_select")
 
@@ -267,6 +275,10 @@ def _shapes() -> dict[Any, Handler]:
         torch.swapdims: lambda input, dim0, dim1: shape.transpose(input, dim0, dim1),
     }
     table |= {getattr(torch, f"atleast_{n}d"): _atleast(n) for n in (1, 2, 3)}
+    for name in ("vstack", "hstack", "dstack", "column_stack"):
+        table[getattr(torch, name)] = _joining(getattr(blocks, name))
+    table[torch.row_stack] = table[torch.vstack]
+    table |= {getattr(torch, name): _splitting(name) for name in ("vsplit", "hsplit", "dsplit")}
     return table | {
         fn: lambda tensors, dim=0: join.cat(tensors, dim) for fn in (torch.cat, torch.concat, torch.concatenate)
     }
@@ -366,7 +378,9 @@ class DispatchMethods(TensorCollection):
             if handler is None:
                 return NotImplemented
         if handler is None:
-            hint = f"td.apply(lambda x: {_title(func)}(x, ...)) calls it on every leaf."
+            many = bool(args) and isinstance(args[0], (list, tuple))
+            leaves = f"a.apply(lambda x, y: {_title(func)}((x, y), ...), b)" if many else ""
+            hint = f"{leaves or f'td.apply(lambda x: {_title(func)}(x, ...))'} calls it on every leaf."
             raise UnsupportedError(explain(f"{_title(func)} is not defined on trees.", hint=hint))
         if kwargs and kwargs.get("out") is not None:
             hint = "use what the function returns; td.update_(result) copies values into existing storage."

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tdfunc._collection import TensorCollection, iter_leaves
-from tdfunc._errors import ImmutableError, MissingKeyError, TieError, TreeStructureError, explain
+from tdfunc._errors import ImmutableError, MissingKeyError, TieError, explain
 from tdfunc._keys import dotted, unravel
 from tdfunc._ties import by_first_key, drop, group_of, merge, under
 from tdfunc._types import Kind, NestedKey, Node, Path, Ties
@@ -145,7 +145,7 @@ def _merged(tree: T, other: Mapping[Any, Any] | TensorCollection, at: Path, give
     if done is not None:
         return done
     if isinstance(other, TensorCollection) and other._each(lambda t: t) is not None:
-        raise _lazy_source(at)
+        raise storage_writes.lazy_source("update", at)
     changes: dict[str, Node] = {}
     kinds: dict[str, Kind] = {}
     nested: dict[str, dict[Path, Any]] = {}
@@ -172,18 +172,6 @@ def _merged(tree: T, other: Mapping[Any, Any] | TensorCollection, at: Path, give
             raise _under_leaf("update", (*at, key), (*at, key, *next(iter(inner))))
         changes[key] = _merged(child, inner, (*at, key), given)
     return tree._put(changes, kinds or None)
-
-
-def _lazy_source(at: Path) -> TreeStructureError:
-    where = f" at {dotted(at)!r}" if at else ""
-    return TreeStructureError(
-        explain(
-            f"update: the entries of a lazy stack have no one shape{where}.",
-            expected="a dict or a tree whose leaves have one shape",
-            got="a LazyStack",
-            hint="td.update(lazy.dense()), or lazy.pad() where the trees differ.",
-        )
-    )
 
 
 def _entries(other: Mapping[Any, Any] | TensorCollection) -> Iterable[tuple[Any, Any]]:

@@ -11,7 +11,7 @@ import torch
 from torch import Size, Tensor
 
 from tdfunc._collection import TensorCollection
-from tdfunc._errors import LeafMismatchError, MissingKeyError, TieError, explain
+from tdfunc._errors import LeafMismatchError, MissingKeyError, TieError, TreeStructureError, explain
 from tdfunc._keys import dotted
 from tdfunc._nontensor import NonTensorBase, NonTensorStack
 from tdfunc._shapes import as_size, common_prefix
@@ -153,6 +153,8 @@ def load_state_dict(tree: T, given: Mapping[str, Any], strict: bool, assign: boo
     nodes = {dotted(path): (path, node) for path, node in iter_items(tree, True, True) if _is_state(tree, path, node)}
     missing, unexpected = sorted(nodes.keys() - found), sorted(found.keys() - nodes)
     if strict and (missing or unexpected):
+        for outer, inner in ((missing, unexpected), (unexpected, missing)):
+            _check_levels(outer, inner, sorted(nodes))
         raise MissingKeyError(
             explain(
                 "load_state_dict: the keys are not those of the tree.",
@@ -166,6 +168,17 @@ def load_state_dict(tree: T, given: Mapping[str, Any], strict: bool, assign: boo
         if name in found:
             values[path] = _loaded(name, node, found[name], assign)
     return update(tree, _agreeing(tree, values))
+
+
+def _check_levels(leaves: list[str], others: list[str], mine: list[str]) -> None:
+    """Raise where one side has a leaf and the other, under its name, a tree."""
+    trees = {name[:i]: name for name in others for i, letter in enumerate(name) if letter == "."}
+    for name in leaves:
+        if name in trees:
+            expected, got = (name, trees[name]) if name in mine else (trees[name], name)
+            what = f"load_state_dict: {name!r} is a leaf on one side and a tree on the other."
+            hint = "rename_key or delete the entry."
+            raise TreeStructureError(explain(what, expected=repr(expected), got=repr(got), hint=hint))
 
 
 def _flat(given: Mapping[str, Any], prefix: str) -> "list[tuple[str, Any]]":
@@ -264,6 +277,7 @@ class ExchangeMethods(TensorCollection):
 
         Raises:
             MissingKeyError: The keys differ, and `strict`.
+            TreeStructureError: A leaf of the tree is a tree in the state dict, or the other way round, and `strict`.
             LeafMismatchError: A shape differs; the message names the key.
             TieError: Paths of one tied leaf have different values.
         """

@@ -1,6 +1,6 @@
 """Several trees into one: `stack` and `cat`, which check keys, shapes, dtypes, kinds and ties and name what differs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, NoReturn, TypeVar
@@ -14,18 +14,19 @@ from tdfunc._keys import dotted
 from tdfunc._nontensor import NonTensorBase
 from tdfunc._shapes import dim_index
 from tdfunc._types import Path
+from tdfunc.ops.clash import clash
 
 T = TypeVar("T", bound=TensorCollection)
 _DTYPE = attrgetter("dtype")
 
 
-def stack(trees: Sequence[T], dim: int = 0) -> T:
+def stack(trees: Iterable[T], dim: int = 0) -> T:
     """Stack trees of one structure along a new batch dimension.
 
     The result is a copy; gradients flow back to every input leaf. A group of tied leaves stays one leaf.
 
     Args:
-        trees: Trees with equal batch sizes, key paths, shapes and dtypes.
+        trees: Trees with equal batch sizes, key paths, shapes and dtypes, in any iterable.
         dim: Where the new dimension goes among the batch dimensions.
 
     Returns:
@@ -35,6 +36,7 @@ def stack(trees: Sequence[T], dim: int = 0) -> T:
         E trees of batch size (*B) become one of (E, *B), for `dim` 0.
 
     Raises:
+        TypeError: Something else than trees was given.
         ValueError: There are no trees.
         TreeStructureError: Key paths differ; the message lists the difference.
         LeafMismatchError: A leaf differs in shape or dtype; the message names it with both.
@@ -43,7 +45,8 @@ def stack(trees: Sequence[T], dim: int = 0) -> T:
         >>> tdf.stack([TensorDict({"w": torch.zeros(3)}), TensorDict({"w": torch.ones(3)})])["w"].shape
         torch.Size([2, 3])
     """
-    first, others = _first(trees, "stack")
+    given = as_trees(trees, "stack")
+    first, others = given[0], given[1:]
     size = first._batch_size
     dim = dim_index(dim, len(size) + 1, "stack")
     for tree in others:
@@ -51,8 +54,7 @@ def stack(trees: Sequence[T], dim: int = 0) -> T:
             hint = "index or pad them to one size first."
             expected, got = str(list(size)), str(list(tree._batch_size))
             raise LeafMismatchError(explain("stack: the batch sizes differ.", expected=expected, got=got, hint=hint))
-    count = len(trees)
-
+    count = len(given)
     op = LeafOp(
         "stack",
         torch.stack if dim == 0 else partial(torch.stack, dim=dim),
@@ -65,19 +67,21 @@ def stack(trees: Sequence[T], dim: int = 0) -> T:
     return _joined(op, first, others)
 
 
-def cat(trees: Sequence[T], dim: int = 0) -> T:
+def cat(trees: Iterable[T], dim: int = 0) -> T:
     """Concatenate trees of one structure along a batch dimension.
 
     Args:
-        trees: Trees whose batch sizes agree but for `dim`, with equal key paths and dtypes.
+        trees: Trees whose batch sizes agree but for `dim`, with equal key paths and dtypes, in any iterable.
         dim: The batch dimension.
 
     Raises:
+        TypeError: Something else than trees was given.
         ValueError: There are no trees.
         TreeStructureError: Key paths differ.
         LeafMismatchError: A leaf differs in shape (but for `dim`) or dtype.
     """
-    first, others = _first(trees, "cat")
+    given = as_trees(trees, "cat")
+    first, others = given[0], given[1:]
     size = first._batch_size
     dim = dim_index(dim, len(size), "cat")
     for tree in others:
@@ -85,7 +89,7 @@ def cat(trees: Sequence[T], dim: int = 0) -> T:
         if mine != size and (len(mine) != len(size) or not _agree(_without(mine, dim), _without(size, dim))):
             what = f"cat: the batch sizes differ in more than dimension {dim}."
             raise LeafMismatchError(explain(what, expected=str(list(size)), got=str(list(mine))))
-    total = sum(tree._batch_size[dim] for tree in trees)
+    total = sum(tree._batch_size[dim] for tree in given)
     op = LeafOp(
         "cat",
         torch.cat if dim == 0 else partial(torch.cat, dim=dim),
@@ -109,14 +113,20 @@ def _without(size: Size, dim: int) -> Size:
     return size[:dim] + size[dim + 1 :]
 
 
-def _first(trees: Sequence[T], call: str) -> tuple[T, Sequence[T]]:
-    trees = list(trees)
-    if not trees:
+def as_trees(trees: Iterable[T], call: str) -> list[T]:
+    """Return the trees as a list, which an iterator is good for only once."""
+    # A tree is a collection of its rows; whoever passes one has forgotten the list around several.
+    if type(trees) is not list and (isinstance(trees, TensorCollection) or not isinstance(trees, Iterable)):
+        hint = f"put them in a list: {call}([a, b])."
+        got = f"one {type(trees).__name__}"
+        raise TypeError(explain(f"{call}: trees come in one iterable.", expected="a list of trees", got=got, hint=hint))
+    given = list(trees)
+    if not given:
         raise ValueError(explain(f"{call}: no trees were given.", expected="one or more"))
-    for tree in trees:
+    for tree in given:
         if not isinstance(tree, TensorCollection):
             raise TypeError(explain(f"{call}: all must be trees.", expected="trees", got=type(tree).__name__))
-    return trees[0], trees[1:]
+    return given
 
 
 def _joined(op: LeafOp, first: T, others: Sequence[T]) -> T:
@@ -215,13 +225,13 @@ def _check_nodes(name: str, first: TensorCollection, other: TensorCollection, at
         raise TreeStructureError(explain(what, expected=f"{sorted(mine)}", got=f"{sorted(theirs)}", hint=hint))
     for key, node in mine.items():
         twin = theirs[key]
-        if isinstance(node, Tensor):
-            if not isinstance(twin, Tensor) or node.dtype is not twin.dtype:
+        if isinstance(node, Tensor) and isinstance(twin, Tensor):
+            if node.dtype is not twin.dtype:
                 raise _mismatch(name, (*at, key), node, twin)
         elif isinstance(node, TensorCollection) and isinstance(twin, TensorCollection):
             _check_nodes(name, node, twin, (*at, key))
         elif not isinstance(node, NonTensorBase) or not isinstance(twin, NonTensorBase):
-            raise _mismatch(name, (*at, key), node, twin)
+            raise clash(name, (*at, key), node, twin)
     if first._kinds != other._kinds and first._kinds and other._kinds:
         key = next(k for k in mine if first._kinds.get(k) != other._kinds.get(k))
         what = f"{name}: leaf {dotted((*at, key))!r} is of different kinds."
@@ -246,8 +256,8 @@ def _other_class(name: str, first: TensorCollection, other: TensorCollection, at
     )
 
 
-def _mismatch(name: str, path: Path, node: Any, twin: Any) -> LeafMismatchError:
-    expected, got = (str(x.dtype) if isinstance(x, Tensor) else type(x).__name__ for x in (node, twin))
+def _mismatch(name: str, path: Path, node: Tensor, twin: Tensor) -> LeafMismatchError:
+    expected, got = str(node.dtype), str(twin.dtype)
     hint = "cast one of them first: td.apply(lambda x: x.to(dtype))."
     return LeafMismatchError(explain(f"{name}: {dotted(path)!r} differs.", expected=expected, got=got, hint=hint))
 

@@ -14,6 +14,7 @@ from tdfunc._keys import dotted
 from tdfunc._nontensor import NonTensorBase
 from tdfunc._shapes import shape_of
 from tdfunc._types import LeafFn, Path
+from tdfunc.ops.clash import clash
 
 T = TypeVar("T", bound=TensorCollection)
 _NUMBERS = (bool, int, float, complex)
@@ -298,11 +299,12 @@ def check_same(tree: TensorCollection, other: TensorCollection, call: str) -> No
     found = difference(tree, other, ())
     if found is not None:
         where, mine, theirs = found
+        if not isinstance(mine, set):
+            raise clash(call, where, mine, theirs)
         at = f" under {dotted(where)!r}" if where else ""
         hint = "select() the common keys, or set() the missing ones."
-        raise TreeStructureError(
-            explain(f"{call}: the trees have different keys{at}.", expected=mine, got=theirs, hint=hint)
-        )
+        what = f"{call}: the trees have different keys{at}."
+        raise TreeStructureError(explain(what, expected=f"{sorted(mine)}", got=f"{sorted(theirs)}", hint=hint))
     if tree._ties and other._ties != tree._ties:
         raise TieError(
             explain(
@@ -314,25 +316,27 @@ def check_same(tree: TensorCollection, other: TensorCollection, call: str) -> No
         )
 
 
-def difference(tree: TensorCollection, other: Any, at: Path) -> tuple[Path, str, str] | None:
-    """Return where two trees differ and what is there; None when they do not."""
-    if not isinstance(other, TensorCollection):
-        return at, "a tree", f"a leaf of type {type(other).__name__}"
+def difference(tree: TensorCollection, other: Any, at: Path) -> tuple[Path, Any, Any] | None:
+    """Return where two trees differ, and their sets of keys or their nodes there; None when they do not."""
     # Two classes may store one tree otherwise, so what they hold is compared through their keys.
     same = type(tree) is type(other) and type(tree)._each is TensorCollection._each
     mine, theirs = (tree._data, other._data) if same else (_nodes(tree), _nodes(other))
     if mine.keys() != theirs.keys():
-        return at, f"{sorted(mine)}", f"{sorted(theirs)}"
+        return at, set(mine), set(theirs)
     for key, node in mine.items():
         twin = theirs[key]
         if type(node) is Tensor and type(twin) is Tensor:
             continue
-        if isinstance(node, TensorCollection):
+        if isinstance(node, TensorCollection) and isinstance(twin, TensorCollection):
             found = difference(node, twin, (*at, key))
             if found is not None:
                 return found
-        elif isinstance(twin, TensorCollection) or isinstance(node, NonTensorBase) != isinstance(twin, NonTensorBase):
-            return (*at, key), f"a leaf of type {type(node).__name__}", type(twin).__name__
+        elif (
+            isinstance(node, TensorCollection)
+            or isinstance(twin, TensorCollection)
+            or isinstance(node, NonTensorBase) != isinstance(twin, NonTensorBase)
+        ):
+            return (*at, key), node, twin
     return None
 
 

@@ -5,7 +5,7 @@ change many elements.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,22 @@ import torch
 from torch import Size, Tensor
 
 from tdfunc._collection import LeafOp, TensorCollection, is_compiling, iter_leaves
-from tdfunc._errors import BatchSizeError, LeafMismatchError, MissingKeyError, TieError, explain
-from tdfunc._keys import dotted, missing
+from tdfunc._errors import (
+    BatchSizeError,
+    LeafMismatchError,
+    MissingKeyError,
+    TieError,
+    TreeStructureError,
+    explain,
+)
+from tdfunc._keys import dotted, missing, unravel
 from tdfunc._mapped import mapped_file
 from tdfunc._nontensor import NonTensorBase, NonTensorData, NonTensorStack, same_value
 from tdfunc._shapes import index_size, normalize_index
 from tdfunc._types import Path
-from tdfunc.ops.reading import get, iter_items
+from tdfunc.ops.clash import clash, find_clash
+from tdfunc.ops.convert import as_tensor
+from tdfunc.ops.reading import get, has, iter_items
 
 
 def index_parts(index: Any, size: Size) -> tuple[Any, ...]:
@@ -108,12 +117,36 @@ def write_leaf(tree: TensorCollection, path: Path, value: Any) -> None:
             raise missing(path[: i + 1], known, "set_", parent)
         parent = parent._get(key)
     if isinstance(parent, TensorCollection):
+        if not isinstance(value, (TensorCollection, Mapping, list, tuple)):
+            raise clash("set_", path, parent, value, hint="give a tree or dict.", note="; nothing was written")
         write_tree(parent, value, complete=True)
-    else:
-        _copy(parent, value, f"set_ {dotted(path)!r}")
+        return
+    if isinstance(value, (TensorCollection, Mapping)):
+        raise clash("set_", path, parent, value, hint="td.set replaces the entry.", note="; nothing was written")
+    # All are checked before the first is written to: in a lazy stack a leaf is one tensor of each tree.
+    for leaf, new in list(_leaf_writes(tree, path, value)):
+        with torch.no_grad():
+            leaf.copy_(new)
 
 
-def _copy(leaf: Any, value: Any, where: str) -> None:
+def _leaf_writes(tree: TensorCollection, path: Path, value: Any) -> list[tuple[Tensor, Tensor]]:
+    """Return the leaf at a path with what is written to it, once for each tree of a lazy stack on the way."""
+    node: Any = tree
+    for i, key in enumerate(path):
+        writes: list[tuple[Tensor, Tensor]] = []
+
+        def add(inner: Any, part: Any, rest: Path = path[i:], to: list[Any] = writes) -> Any:
+            to.extend(_leaf_writes(inner, rest, part))
+            return inner
+
+        if node._each(add, value) is not None:
+            return writes
+        node = node._get(key)
+    return [(node, _fitted(node, value, f"set_ {dotted(path)!r}"))]
+
+
+def _fitted(leaf: Any, value: Any, where: str) -> Tensor:
+    """Return a value as a tensor that can be copied into a leaf."""
     if not isinstance(leaf, Tensor):
         what = f"{where}: only tensors have storage to write into."
         raise LeafMismatchError(explain(what, expected="a tensor", got=type(leaf).__name__, hint="use td.set."))
@@ -121,7 +154,7 @@ def _copy(leaf: Any, value: Any, where: str) -> None:
     if isinstance(value, Tensor):
         check_dtype(value, leaf, where)
     else:
-        value = torch.as_tensor(value)
+        value = as_tensor(value, where)
         # Python numbers have no width of their own: integers that fit are taken.
         if value.dtype is not torch.int64 or not torch.equal(value.to(leaf.dtype).to(value.dtype), value):
             check_dtype(value, leaf, where)
@@ -132,19 +165,18 @@ def _copy(leaf: Any, value: Any, where: str) -> None:
     if not fits:
         expected, got = f"shape {list(leaf.shape)}", f"shape {list(value.shape)}"
         raise LeafMismatchError(explain(f"{where}: the value does not fit the leaf.", expected=expected, got=got))
-    with torch.no_grad():
-        leaf.copy_(value)
+    return value
 
 
-def write_tree(tree: TensorCollection, other: Mapping[Any, Any] | TensorCollection, *, complete: bool) -> None:
+def write_tree(tree: TensorCollection, other: Any, *, complete: bool) -> None:
     """Copy the values of `other` into the leaves of `tree`; all keys are checked before the first write."""
-    given: TensorCollection = (
-        other if isinstance(other, TensorCollection) else TensorCollection._open(other, tree._batch_size)
-    )
+    call = "copy_" if complete else "update_"
+    given = _beside(tree, other, call, ())
     mine, theirs = dict(iter_leaves(tree)), dict(iter_leaves(given))
     extra = [path for path in theirs if path not in mine]
     lacking = [path for path in mine if path not in theirs] if complete else []
     if extra or lacking:
+        check_kinds(call, tree, given)
         raise MissingKeyError(
             explain(
                 "The trees have different keys; nothing was written.",
@@ -165,7 +197,71 @@ def write_tree(tree: TensorCollection, other: Mapping[Any, Any] | TensorCollecti
         check_dtype(value, mine[path], repr(dotted(path)))
     _check_one_value(mine, theirs)
     for path, value in _unshared(mine, theirs).items():
-        _copy(mine[path], value, repr(dotted(path)))
+        with torch.no_grad():
+            mine[path].copy_(value)
+
+
+def check_kinds(call: str, tree: TensorCollection, given: TensorCollection) -> None:
+    """Raise where a leaf of one tree is a tree in the other."""
+    found = find_clash(iter_items(tree, True, False), iter_items(given, True, False))
+    if found is not None:
+        raise clash(call, *found, note="; nothing was written" if call.endswith("_") else "")
+
+
+def _beside(tree: TensorCollection, other: Any, call: str, at: Path) -> TensorCollection:
+    """Return what is given to a tree as a tree, which is cut for the trees of a lazy stack where there is one."""
+    if tree._each(lambda t: t) is not None:
+        return tree._each(lambda t, part: _beside(t, part, call, at), other)  # pyright: ignore[reportReturnType]
+    if not isinstance(other, TensorCollection):
+        return TensorCollection._open(_by_key(tree, other, call, at) or other, tree._batch_size)
+    if other._each(lambda t: t) is not None:
+        raise lazy_source(call, at)
+    changes: dict[str, Any] = {}
+    for key, node in tree._data.items():
+        twin = other._data.get(key)
+        if isinstance(node, TensorCollection) and isinstance(twin, TensorCollection):
+            beside = _beside(node, twin, call, (*at, key))
+            if beside is not twin:
+                changes[key] = beside
+    return other._replace({**other._data, **changes}) if changes else other
+
+
+def _by_key(tree: TensorCollection, other: Any, call: str, at: Path) -> dict[Any, Any] | None:
+    """Return a mapping with what is meant for sub-trees as trees; None if nothing is."""
+    if not isinstance(other, Mapping):
+        return None
+    entries: dict[Any, Any] = {}
+    nested: dict[str, dict[Path, Any]] = {}
+    for name, value in other.items():
+        key, *rest = unravel(name)
+        node = tree._data.get(key)
+        if not isinstance(node, TensorCollection):
+            entries[name] = value
+        elif rest:
+            nested.setdefault(key, {})[tuple(rest)] = value
+        elif isinstance(value, (TensorCollection, Mapping)) or node._each(lambda t: t) is not None:
+            entries[name] = _beside(node, value, call, (*at, key))
+        else:
+            entries[name] = value
+    for key, inner in nested.items():
+        if key in entries:
+            entries |= {(key, *rest): value for rest, value in inner.items()}
+        else:
+            entries[key] = _beside(tree._get(key), inner, call, (*at, key))  # pyright: ignore[reportArgumentType]
+    return entries
+
+
+def lazy_source(call: str, at: Path) -> TreeStructureError:
+    """Return the error for a lazy stack that is given to a tree whose leaves have one shape."""
+    where = f" at {dotted(at)!r}" if at else ""
+    return TreeStructureError(
+        explain(
+            f"{call}: the entries of a lazy stack have no one shape{where}.",
+            expected="a dict or a tree whose leaves have one shape",
+            got="a LazyStack",
+            hint=f"td.{call}(lazy.dense()), or lazy.pad() where the trees differ.",
+        )
+    )
 
 
 def _check_one_value(leaves: dict[Path, Any], values: dict[Path, Any]) -> None:
@@ -211,16 +307,37 @@ def write_row(tree: TensorCollection, index: Any, row: Any) -> TensorCollection:
         done = tree._shape(_row_op(parts, "set_"), row)
         return tree if any(True for _ in iter_leaves(tree)) else done
     tree, row = check_row(tree, parts, row)
-    leaves = dict(iter_leaves(tree))
-    rows = _unshared(leaves, dict(iter_leaves(row)))
+    stacks = _stacks(tree)
+    leaves, rows = _outside(tree, stacks), dict(iter_leaves(row))
+    values = _unshared(leaves, {path: rows[path] for path in leaves} if stacks else rows)
     with torch.no_grad():
         for path, leaf in leaves.items():
-            leaf[parts] = rows[path].to(leaf.dtype)
+            leaf[parts] = values[path].to(leaf.dtype)
+    for path, stack in stacks.items():
+        stack._shape(_row_op(parts, "set_"), get(row, path))  # pyright: ignore[reportArgumentType]
     return tree
 
 
 def _row_op(parts: tuple[Any, ...], call: str) -> LeafOp:
     return LeafOp("write_rows", lambda old: old, batch=True, args=(parts, call))
+
+
+def _stacks(tree: TensorCollection, at: Path = ()) -> dict[Path, TensorCollection]:
+    """Return the lazy stacks inside a tree, whose rows are in trees of their own."""
+    found: dict[Path, TensorCollection] = {}
+    for key, node in tree._data.items():
+        if isinstance(node, TensorCollection):
+            lazy = node._each(lambda t: t) is not None
+            found |= {(*at, key): node} if lazy else _stacks(node, (*at, key))
+    return found
+
+
+def _outside(tree: TensorCollection, stacks: Iterable[Path]) -> dict[Path, Any]:
+    """Return the leaves of a tree that are not under any of the given paths."""
+    found = dict(iter_leaves(tree))
+    if not stacks:
+        return found
+    return {path: leaf for path, leaf in found.items() if not any(path[: len(at)] == at for at in stacks)}
 
 
 def check_row(tree: TensorCollection, parts: tuple[Any, ...], row: Any) -> tuple[TensorCollection, Any]:
@@ -241,16 +358,9 @@ def check_row(tree: TensorCollection, parts: tuple[Any, ...], row: Any) -> tuple
         raise BatchSizeError(explain("at[...].set_: the rows have another batch size.", expected=expected, got=got))
     if not any(True for _ in iter_leaves(tree)):
         tree = _allocate(tree, row)
-    leaves, rows = dict(iter_leaves(tree)), dict(iter_leaves(row))
-    if leaves.keys() != rows.keys():
-        raise MissingKeyError(
-            explain(
-                "at[...].set_: the row has other keys than the tree; nothing was written.",
-                expected=f"{sorted(map(dotted, leaves))}",
-                got=f"{sorted(map(dotted, rows))}",
-                hint="earlier rows would be silent zeros: allocate all keys first, foo().new_zeros([N]).",
-            )
-        )
+    stacks = _stacks(tree)
+    _check_row_keys(tree, row, stacks)
+    leaves, rows = _outside(tree, stacks), _outside(row, stacks)
     for path, leaf in leaves.items():
         check_writable(leaf, f"at[...].set_ {dotted(path)!r}")
         wanted = size + leaf.shape[len(tree._batch_size) :]
@@ -264,19 +374,41 @@ def check_row(tree: TensorCollection, parts: tuple[Any, ...], row: Any) -> tuple
             )
         check_dtype(rows[path], leaf, f"at[...].set_ {dotted(path)!r}")
     _check_one_value(leaves, rows)
-    _check_values(tree, row)
+    _check_values(tree, parts, row, stacks)
+    for path, stack in stacks.items():
+        check_row(stack, parts, get(row, path))
     return tree, row
 
 
-def _check_values(tree: TensorCollection, row: TensorCollection) -> None:
+def _check_row_keys(tree: TensorCollection, row: TensorCollection, stacks: Iterable[Path]) -> None:
+    """Raise unless the row has the leaves of the tree, and a tree in the place of each lazy stack."""
+    call = "at[...].set_"
+    if row._each(lambda t: t) is not None:
+        raise lazy_source(call, ())
+    mine = {*_outside(tree, stacks), *stacks}
+    theirs = {*_outside(row, stacks), *[path for path in stacks if has(row, path)]}
+    if mine != theirs or stacks:
+        check_kinds(call, tree, row)
+    if mine != theirs:
+        raise MissingKeyError(
+            explain(
+                f"{call}: the row has other keys than the tree; nothing was written.",
+                expected=f"{sorted(map(dotted, mine))}",
+                got=f"{sorted(map(dotted, theirs))}",
+                hint="earlier rows would be silent zeros: allocate all keys first, foo().new_zeros([N]).",
+            )
+        )
+
+
+def _check_values(
+    tree: TensorCollection, parts: tuple[Any, ...], row: TensorCollection, stacks: Iterable[Path]
+) -> None:
     """Raise for non-tensor data that differ: they have no storage to write into."""
     for path, node in iter_items(row, True, True):
-        if not isinstance(node, NonTensorBase):
+        if not isinstance(node, NonTensorBase) or any(path[: len(at)] == at for at in stacks):
             continue
         mine = get(tree, path, None)
-        if not (
-            isinstance(mine, NonTensorData) and isinstance(node, NonTensorData) and same_value(mine.data, node.data)
-        ):
+        if not isinstance(mine, NonTensorBase) or not mine[parts].equal(node).all():
             raise LeafMismatchError(
                 explain(
                     f"at[...].set_: {dotted(path)!r} is no tensor and cannot be written in place; nothing was written.",

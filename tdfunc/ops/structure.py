@@ -12,6 +12,7 @@ from tdfunc._nontensor import NonTensorBase
 from tdfunc._shapes import as_names, as_size
 from tdfunc._ties import by_first_key, remap
 from tdfunc._types import Kind, NestedKey, Node, Path
+from tdfunc.ops.clash import clash, find_clash
 from tdfunc.ops.convert import resize
 from tdfunc.ops.edit import delete_paths, restore_ties, set_, update
 from tdfunc.ops.reading import entries, fill, get, get_value, has, iter_items, kind_of, refuse_inplace
@@ -319,6 +320,7 @@ def combine(*trees: T) -> T:
 
     Raises:
         ValueError: There are no trees, or two have the same leaf; the message names it.
+        TreeStructureError: A leaf of one is a tree in another.
 
     Examples:
         >>> list(tdf.combine(TensorDict({"a": torch.zeros(1)}), TensorDict({"b": torch.zeros(2)})).keys())
@@ -338,6 +340,9 @@ def combine(*trees: T) -> T:
         if both:
             hint = "use a.update(b) to write one over the other."
             raise ValueError(explain(f"combine: two parts have the leaf {dotted(min(both))!r}.", hint=hint))
+        found = find_clash(iter_items(result, True, False), iter_items(other, True, False))
+        if found is not None:
+            raise clash("combine", *found)
         result = update(result, other)
     return result
 

@@ -208,7 +208,7 @@ def test_at_of_ragged_trees():
             TreeStructureError,
             r"entries are in its trees.*\n.*'0', '1', '2'\]\n.*\['a'\]",
         ),
-        (lambda t: t.set_("x", 0), LeafMismatchError, "only tensors have storage"),
+        (lambda t: t.set_("s", 0), LeafMismatchError, "only tensors have storage"),
     ],
 )
 def test_bad_edit(edit, error, text):

@@ -1,54 +1,85 @@
-"""The blocks of tensordict that undo an operation: they raise, and what the documents say instead does the same."""
-
-import re
-from pathlib import Path
+"""`torch.vstack`, `torch.hsplit` and their kin: what torch does to a tensor of the batch size, on every leaf."""
 
 import pytest
 import torch
 
-from tdfunc import ImmutableError, TensorDict
-from tests.helpers import assert_trees_equal
-from tests.incumbent import Incumbent
+import tdfunc as tdf
+from tdfunc import BatchSizeError, TensorDict, UnsupportedError
 
-PAGE = Path(__file__).parents[2] / "docs" / "differences.md"
-
-
-def pairs():
-    """The code of each row of the table: (block of tensordict, what to write)."""
-    section = PAGE.read_text().split("## Blocks that undo an operation")[1].split("## ")[0]
-    rows = re.findall(r"^\| `(with [^`]+) as t:`.*\| `td = ([^`]+)`", section, re.M)
-    assert len(rows) == 13
-    return rows
+STACKS = ("vstack", "hstack", "dstack", "column_stack", "row_stack")
+# With the fewest dimensions that they take.
+SPLITS = {"vsplit": 2, "hsplit": 1, "dsplit": 3}
+SIZES = ([], [3], [2, 4], [2, 4, 6], [2, 4, 6, 1])
 
 
-def tree_for(code, cls):
-    """A tree that the operation can be done to."""
-    size = [6, 1, 1] if "permute" in code else [6, 1]
-    leaves = {"x": torch.arange(12.0).reshape(*size, 2), "n": {"y": torch.arange(6.0).reshape(size)}}
-    flat = {"x": leaves["x"], "n.y": leaves["n"]["y"]}
-    return cls(flat if "with td.unflatten_keys" in code else leaves, size, device="cpu")
+def tree_of(size):
+    """A tree of a batch size, with the tensor that its nested leaf is."""
+    x = torch.arange(float(torch.Size(size).numel())).reshape(size)
+    return TensorDict({"x": torch.stack([x, -x], -1), "n": {"y": x}, "s": "word"}, size), x
 
 
-def names(tree, fn):
-    """What the code of the table names."""
-    return {"td": tree, "fn": fn, "dim": 1, "a": 0, "b": 1, "n": 2, "device": "cpu"}
+def check(tree, expected):
+    """Whether a tree is what torch made of the tensor."""
+    assert tree.batch_size == expected.shape
+    assert torch.equal(tree["n", "y"], expected)
+    assert torch.equal(tree["x"][..., 1], -expected)
+    assert tree.get("s") is not None
 
 
-@pytest.mark.parametrize(("block", "code"), pairs(), ids=lambda text: text)
-def test_what_to_write_instead(block, code):
-    """The page would tell users to write what does not undo the operation."""
-    tree = tree_for(block, TensorDict)
-    done = eval(code, names(tree, lambda t: t + 1))
-    theirs = tree_for(block, Incumbent)
-    exec(f"{block} as t:\n    t.update(t + 1)", names(theirs, None))
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("name", STACKS)
+def test_stacks(name, size):
+    """The trees would lie along another dimension than tensors of their batch size."""
+    fn, (tree, x) = getattr(torch, name), tree_of(size)
 
-    assert_trees_equal(done, tree + 1)
-    for key in tree.keys(True, True):
-        assert torch.equal(theirs[key], done[key])
+    check(fn([tree, tree]), fn([x, x]))
 
 
-@pytest.mark.parametrize(("block", "code"), pairs(), ids=lambda text: text)
-def test_blocks_raise(block, code):
-    """An edit in a block would be lost in silence."""
-    with pytest.raises(ImmutableError, match=r"with: a tree is never written to"):
-        exec(f"{block} as t:\n    pass", names(tree_for(block, TensorDict), None))
+def test_a_column_beside_a_matrix():
+    """A batch of one dimension would not be a column."""
+    (matrix, x), (vector, y) = tree_of([3, 2]), tree_of([3])
+
+    check(torch.column_stack([matrix, vector]), torch.column_stack([x, y]))
+
+
+@pytest.mark.parametrize("parts", [1, 2, [1], (1, 2), [1, 9]], ids=str)
+@pytest.mark.parametrize(
+    ("name", "size"), [(n, s) for n, least in SPLITS.items() for s in SIZES if len(s) >= least and s != [3]], ids=str
+)
+def test_splits(name, size, parts):
+    """The parts would not be those of a tensor of the batch size."""
+    fn, (tree, x) = getattr(torch, name), tree_of(size)
+
+    for piece, expected in zip(fn(tree, parts), fn(x, parts), strict=True):
+        check(piece, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "parts", "error", "message"),
+    [
+        ("vsplit", [4], 2, BatchSizeError, r"vsplit: .*\n.*2 batch dimensions or more\n.*\[4\]"),
+        ("hsplit", [], 1, BatchSizeError, r"hsplit: .*\n.*1 batch dimensions or more\n.*\[\]"),
+        ("dsplit", [4, 4], 2, BatchSizeError, r"dsplit: .*\n.*3 batch dimensions or more\n.*\[4, 4\]"),
+        ("vsplit", [2, 4], 3, ValueError, r"vsplit: .*\n.*divides 2, the size of dimension 0\n.*3\n.*tensor_split"),
+        ("hsplit", [3], 2, ValueError, r"hsplit: .*\n.*divides 3, the size of dimension 0\n.*2"),
+        ("dsplit", [2, 4, 6], 0, ValueError, r"dsplit: .*\n.*divides 6, the size of dimension 2\n.*0"),
+    ],
+)
+def test_splits_that_are_refused(name, size, parts, error, message):
+    """Parts of unequal sizes would be made, or the message not say of what."""
+    tree, x = tree_of(size)
+
+    with pytest.raises(RuntimeError):
+        getattr(torch, name)(x, parts)
+    with pytest.raises(error, match=message):
+        getattr(torch, name)(tree, parts)
+
+
+def test_hints_of_what_is_not_defined():
+    """The hint for a function of several tensors would be a call that hands it one."""
+    tree = TensorDict({"a": torch.eye(2)})
+
+    with pytest.raises(UnsupportedError, match=r"torch.block_diag(.|\n)*td.apply\(lambda x: torch.block_diag\(x"):
+        torch.block_diag(tree)
+    with pytest.raises(UnsupportedError, match=r"a.apply\(lambda x, y: torch.chain_matmul\(\(x, y\), ...\), b\)"):
+        tdf.TensorDict.__torch_function__(torch.chain_matmul, (), ([tree, tree],))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tdfunc import LeafMismatchError, MissingKeyError, TensorDict, TieError, from_module, lazy_stack
+from tdfunc import LeafMismatchError, MissingKeyError, TensorDict, TieError, TreeStructureError, from_module, lazy_stack
 from tdfunc.ops.storage_writes import overlaps
 
 
@@ -149,3 +149,126 @@ def test_lazy_stack_without_leaves_is_allocated():
     stack = lazy_stack([TensorDict({}, [2]), TensorDict({}, [2])])
 
     assert stack.at[0].set_(TensorDict({"x": torch.ones(2)}, [2]))[0]["x"].tolist() == [1.0, 1.0]
+
+
+def around(stack):
+    """A tree with a dense leaf and a lazy stack of two trees side by side, and one deeper down."""
+    return TensorDict({"a": torch.zeros(2, 3), "l": stack, "d": {"l": ragged()}}, [2])
+
+
+def test_rows_of_a_tree_around_lazy_stacks():
+    """The row would be asked for under the numbers of the trees of the lazy stack."""
+    tree = around(ragged())
+    tensor = tree["l"][1]["x"]
+
+    assert tree.at[1].set_(tree[1] + 1) is tree
+    assert tensor.tolist() == [1.0, 1.0]
+    assert tree["d", "l", "x"][1].tolist() == [1.0, 1.0]
+    assert tree["a"].tolist() == [[0.0] * 3, [1.0] * 3]
+    tree.at[:].set_(tree + 2)
+    assert [x.tolist() for x in tree["l", "x"]] == [[2.0], [3.0, 3.0]]
+    row = {"a": torch.ones(3), "l": {"x": torch.ones(1), "n": {"y": torch.ones(2)}}, "d": {"l": ragged()[0]}}
+    tree.at[0].set_(row)
+    assert tree["l", "x"][0].tolist() == [1.0]
+    assert tree["d", "l", "x"][0].tolist() == [0.0]
+
+
+def test_rows_that_do_not_fit_a_tree_around_lazy_stacks():
+    """The dense leaf would be written before the lazy stack is found not to fit; or a key named "l.0.x"."""
+    tree = around(ragged())
+    row = tree[0] + 1
+
+    with pytest.raises(LeafMismatchError, match=r"'x' does not fit; nothing was written(.|\n)*\[1\](.|\n)*\[5\]"):
+        tree.at[0].set_(row.set(("l", "x"), torch.ones(5)))
+    with pytest.raises(MissingKeyError, match=r"other keys(.|\n)*'a', 'd.l', 'l'\](.|\n)*'a', 'd.l'\]"):
+        tree.at[0].set_(row.delete("l"))
+    with pytest.raises(TreeStructureError, match=r"'l' is a tree(.|\n)*LazyStack(.|\n)*a tensor of shape \[4\]"):
+        tree.at[0].set_(row.set("l", torch.ones(4)))
+    assert not tree["a"].any()
+    assert not tree["l", "x"][0].any()
+
+
+def test_a_number_and_a_tensor_as_a_row():
+    """`at[i].set_(0)` would be refused where `at[i].set(0)` is not."""
+    tree = around(ragged())
+
+    tree.at[0].set_(5)
+    assert tree["a"].tolist() == [[5.0] * 3, [0.0] * 3]
+    assert [x.tolist() for x in tree["l", "x"]] == [[5.0], [0.0, 0.0]]
+    assert TensorDict({"x": torch.zeros(2, 2)}, [2]).at[:].set_(torch.arange(2.0))["x"].tolist() == [[0, 0], [1, 1]]
+    with pytest.raises(LeafMismatchError, match="altered(.|\n)*int64"):
+        TensorDict({"x": torch.zeros(2, dtype=torch.int64)}, [2]).at[0].set_(0.5)
+
+
+def test_rows_with_the_values_that_are_there():
+    """A row of a tree with a value for each row could not be written back, though no value changes."""
+    tree = TensorDict({"x": torch.zeros(2), "s": ["a", "b"], "t": "all"}, [2])
+
+    assert tree.at[0].set_(tree[0] + 1)["x"].tolist() == [1.0, 0.0]
+    with pytest.raises(LeafMismatchError, match=r"'s' is no tensor(.|\n)*'a', 'b'(.|\n)*data=b"):
+        tree.at[0].set_(tree[1])
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda t: t.set_(("l", "x"), [torch.ones(1), torch.full((2,), 2.0)]),
+        lambda t: t.update_({"l": {"x": [torch.ones(1), torch.full((2,), 2.0)]}}),
+        lambda t: t.update_({("l", "x"): (torch.ones(1), torch.full((2,), 2.0))}),
+        lambda t: t.update_({"l": lazy_stack([TensorDict({"x": torch.full((n,), float(n))}) for n in (1, 2)])}),
+        lambda t: t.set_("l", ragged().set("x", [torch.ones(1), torch.full((2,), 2.0)])),
+        lambda t: t.set_("l", [t["l"][i].set("x", torch.full((i + 1,), i + 1.0)) for i in (0, 1)]),
+        lambda t: t["l"].set_("x", [torch.ones(1), torch.full((2,), 2.0)]),
+        lambda t: t["l"].update_({"x": [torch.ones(1), torch.full((2,), 2.0)]}),
+        lambda t: t["l"].set_("x", torch.tensor([[1.0], [2.0]])),
+    ],
+)
+def test_writes_to_every_tree_of_a_lazy_stack(write):
+    """A key of a lazy stack is a tuple of tensors, which a write would not reach."""
+    tree = around(ragged())
+    storage = tree["l", "x"]
+
+    write(tree)
+
+    assert [x.tolist() for x in storage] == [[1.0], [2.0, 2.0]]
+    assert not tree["d", "l", "x"][1].any()
+
+
+def test_writes_to_a_lazy_stack_change_nothing_or_all():
+    """The first tree would be written before the value of the second is found not to fit."""
+    tree = around(ragged())
+
+    with pytest.raises(LeafMismatchError, match=r"set_ 'x'(.|\n)*shape \[2\](.|\n)*shape \[7\]"):
+        tree.set_(("l", "x"), [torch.ones(1), torch.ones(7)])
+    with pytest.raises(LeafMismatchError, match=r"'l.1.x' has another shape(.|\n)*\[2\](.|\n)*\[7\]"):
+        tree.update_({"l": {"x": [torch.ones(1), torch.ones(7)]}})
+    with pytest.raises(LeafMismatchError, match=r"only tensors have storage(.|\n)*a tensor(.|\n)*NonTensorData"):
+        lazy_stack([TensorDict({"s": "a"}), TensorDict({"s": "b"})]).set_("s", "c")
+    assert not tree["l", "x"][0].any()
+
+
+@pytest.mark.parametrize("call", ["update_", "copy_"])
+def test_lazy_and_dense_trees_in_place(call):
+    """A dense tree would be asked for the keys "0.x" and "1.x"."""
+    dense = TensorDict({"n": TensorDict({"x": torch.zeros(2, 3)}, [2])}, [2])
+    rows = lazy_stack([row["n"] + 1 for row in dense.unbind(0)])
+    stack = lazy_stack([row["n"].clone() for row in dense.unbind(0)])
+
+    with pytest.raises(TreeStructureError, match=rf"^{call}: .* at 'n'.\n.*one shape\n.*LazyStack\n.*td.{call}"):
+        getattr(dense, call)({"n": rows})
+    with pytest.raises(TreeStructureError, match=rf"^{call}: .* at 'n'.\n"):
+        getattr(dense, call)(dense.set("n", rows))
+    with pytest.raises(TreeStructureError, match=r"^at\[...\].set_?: the entries of a lazy stack have no one shape."):
+        getattr(dense["n"].at[:], "set_" if call == "copy_" else "set")(rows)
+    getattr(stack, call)(dense["n"] + 4)
+    assert [x.tolist() for x in stack["x"]] == [[4.0] * 3] * 2
+    assert not dense["n", "x"].any()
+
+
+def test_one_sub_tree_given_in_two_ways():
+    """The values under the nested key would replace those of the dict, in silence."""
+    tree = TensorDict({"n": {"a": torch.zeros(2), "b": torch.zeros(2)}})
+
+    tree.update_({"n": {"a": torch.ones(2)}, ("n", "b"): torch.ones(2)})
+
+    assert tree["n", "a"].tolist() == tree["n", "b"].tolist() == [1.0, 1.0]

@@ -1,0 +1,54 @@
+"""The blocks of tensordict that undo an operation: they raise, and what the documents say instead does the same."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tdfunc import ImmutableError, TensorDict
+from tests.helpers import assert_trees_equal
+from tests.incumbent import Incumbent
+
+PAGE = Path(__file__).parents[2] / "docs" / "differences.md"
+
+
+def pairs():
+    """The code of each row of the table: (block of tensordict, what to write)."""
+    section = PAGE.read_text().split("## Blocks that undo an operation")[1].split("## ")[0]
+    rows = re.findall(r"^\| `(with [^`]+) as t:`.*\| `td = ([^`]+)`", section, re.M)
+    assert len(rows) == 13
+    return rows
+
+
+def tree_for(code, cls):
+    """A tree that the operation can be done to."""
+    size = [6, 1, 1] if "permute" in code else [6, 1]
+    leaves = {"x": torch.arange(12.0).reshape(*size, 2), "n": {"y": torch.arange(6.0).reshape(size)}}
+    flat = {"x": leaves["x"], "n.y": leaves["n"]["y"]}
+    return cls(flat if "with td.unflatten_keys" in code else leaves, size, device="cpu")
+
+
+def names(tree, fn):
+    """What the code of the table names."""
+    return {"td": tree, "fn": fn, "dim": 1, "a": 0, "b": 1, "n": 2, "device": "cpu"}
+
+
+@pytest.mark.parametrize(("block", "code"), pairs(), ids=lambda text: text)
+def test_what_to_write_instead(block, code):
+    """The page would tell users to write what does not undo the operation."""
+    tree = tree_for(block, TensorDict)
+    done = eval(code, names(tree, lambda t: t + 1))
+    theirs = tree_for(block, Incumbent)
+    exec(f"{block} as t:\n    t.update(t + 1)", names(theirs, None))
+
+    assert_trees_equal(done, tree + 1)
+    for key in tree.keys(True, True):
+        assert torch.equal(theirs[key], done[key])
+
+
+@pytest.mark.parametrize(("block", "code"), pairs(), ids=lambda text: text)
+def test_blocks_raise(block, code):
+    """An edit in a block would be lost in silence."""
+    with pytest.raises(ImmutableError, match=r"with: a tree is never written to"):
+        exec(f"{block} as t:\n    pass", names(tree_for(block, TensorDict), None))
