@@ -4,7 +4,7 @@ import copy as copying
 import inspect
 import operator
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -13,6 +13,7 @@ from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
+from tdfunc._collection import is_compiling
 from tdfunc._errors import UnsupportedError, explain
 from tdfunc._keys import dotted
 from tdfunc._nontensor import NonTensorData
@@ -23,6 +24,7 @@ from tdfunc.modules.plan import Spec, extra_states, extra_values, replace_nodes
 from tdfunc.modules.random import Seed, seeded
 from tdfunc.modules.skeleton import Skeleton, Template, make_template
 from tdfunc.modules.slots import unwrap
+from tdfunc.modules.straight import Straight
 from tdfunc.modules.watch import Originals, Watch
 from tdfunc.ops.pointwise_base import can_foreach
 from tdfunc.ops.structure import entries, keep_leaves
@@ -51,6 +53,8 @@ class Apply:
         # Dynamo and make_fx cannot trace a deep copy: one skeleton stands ready, and compiled regions have their own.
         self._pool.append(self._new_skeleton())
         self._traced = self._new_skeleton()
+        # The code that puts leaves into the slots of skeletons, by those slots.
+        self._fillers: dict[Hashable, Straight] = {}
         # Buffers of norms in evaluation mode, which need no clone; None until a call has shown that it wrote to none.
         self._quiet: _Quiet | None = None
         # Places of the parameters that forward writes, which need a clone; None until a watched call has shown them.
@@ -201,7 +205,7 @@ class Apply:
     def _bind_and_run(
         self, leaves: list[Any], states: dict[Path, Any], args: Any, kwargs: Any, rng: Any, keep: bool
     ) -> tuple[Any, list[Any], dict[Path, Any]]:
-        compiling = torch.compiler.is_compiling()
+        compiling = is_compiling()
         if not compiling and parametrize._cache_enabled:
             raise _cached_parametrization()
         plain = not compiling and len(leaves) > self._spec.n_params and _peek() is None
@@ -213,8 +217,10 @@ class Apply:
         bound = self._with_own(leaves, written, quiet if version is not None else None)
         skeleton = self._traced if compiling else self._take()
         try:
-            for store, name, i in skeleton.targets:
-                store[name] = bound[i]
+            if compiling:
+                skeleton.bind_traced(bound)
+            else:
+                skeleton.bind(bound, self._fillers)
             for path, value in states.items():
                 # Forward may write to it; the tree keeps its own.
                 skeleton.owners[path].set_extra_state(copying.deepcopy(value))
@@ -265,7 +271,9 @@ class Apply:
         if len(norms) < 2:  # itemgetter of one place returns no tuple; a norm has three buffers
             norms = []
         others = sorted(set(range(n, len(bound))) - set(norms))
-        return _Quiet(norms, others, operator.itemgetter(*norms) if norms else _nothing)
+        # Often those of all norms are all the buffers: the end of the list.
+        pick = operator.itemgetter(*norms) if others and norms else operator.itemgetter(slice(n, None))
+        return _Quiet(norms, others, pick if norms else _nothing)
 
     def _late_write(self) -> UnsupportedError:
         self._quiet = _Quiet([], [], _nothing)
@@ -419,7 +427,7 @@ def _clones(leaves: list[Any]) -> list[Any]:
 
 def _own(leaf: Any) -> Any:
     """Return a clone that takes gradients if the leaf does, whatever the grad mode: forward may turn it on."""
-    if not leaf.requires_grad or torch.compiler.is_compiling():
+    if not leaf.requires_grad or is_compiling():
         return leaf.clone()
     with torch.enable_grad():
         return leaf.clone()

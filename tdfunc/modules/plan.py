@@ -6,10 +6,9 @@ A plan is made once for a module. It remembers structure, shapes and ties, never
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import PLAIN, TensorCollection
+from tdfunc._collection import PLAIN, TensorCollection, is_compiling
 from tdfunc._errors import LeafMismatchError, TieError, TreeStructureError, explain
 from tdfunc._keys import dotted
 from tdfunc._nontensor import NonTensorBase
@@ -17,6 +16,7 @@ from tdfunc._shapes import EMPTY
 from tdfunc._ties import group_of
 from tdfunc._types import Path
 from tdfunc.modules.slots import EXTRA_STATE, is_one_tensor
+from tdfunc.modules.straight import make_reader
 from tdfunc.ops.structure import entries
 
 _SHAPE = attrgetter("shape")
@@ -36,6 +36,7 @@ class Plan:
         self._places: list[tuple[int, str]] = []
         self._stacked: tuple[Size, list[Size]] = (EMPTY, self.shapes)
         self._fill(tree, (), tree)
+        self._reader = make_reader(self._nodes, self._counts, self._places)
         places = {path: i for i, path in enumerate(self.paths)}
         # (place, place of the first path) of every later path of a tied leaf.
         self.aliases = [
@@ -61,7 +62,7 @@ class Plan:
         if not lead:
             return self.shapes
         # The compiler would guard on what is kept here, and compile again when it changes.
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return [lead + shape for shape in self.shapes]
         # One tuple, read once: another thread may replace it.
         known = self._stacked
@@ -72,6 +73,8 @@ class Plan:
     def read(self, tree: TensorCollection) -> list[Any] | None:
         """Return the leaves in the order of `paths`, or None if the tree's keys are not exactly these."""
         try:
+            if not is_compiling():
+                return self._reader.run(tree._data)
             nodes = [tree._data]
             for parent, key in self._nodes:
                 nodes.append(nodes[parent][key]._data)
@@ -85,7 +88,7 @@ class Plan:
         Raises:
             LeafMismatchError: A leaf has another shape.
         """
-        compiling = torch.compiler.is_compiling()
+        compiling = is_compiling()
         bound = None if compiling else getattr(tree, "_bound", None)
         if bound is not None and bound.plan is self and bound.lead == lead:
             return bound.leaves
@@ -104,7 +107,7 @@ class Plan:
 
     def rebuild(self, tree: Any, leaves: list[Any]) -> Any:
         """Return a tree that fits, around new leaves in the order of `paths`; None if it is not known to fit."""
-        bound = None if torch.compiler.is_compiling() else getattr(tree, "_bound", None)
+        bound = None if is_compiling() else getattr(tree, "_bound", None)
         if (bound is None or bound.plan is not self) and self.read(tree) is None:
             return None
         old = [tree]

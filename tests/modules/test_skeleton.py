@@ -529,6 +529,44 @@ def test_a_call_leaves_nothing_behind():
     assert torch.equal(apply.with_buffers(params, buffers, X)[1]["rope"], torch.full((3,), 2.0))
 
 
+class Grows(nn.Module):
+    """Changes the children of modules that are torch's own, and says what it found."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.layers, self.spare = nn.ModuleList([nn.Linear(3, 3), nn.Tanh()]), nn.ModuleList()
+        self.named, self.change = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Tanh()}), change
+
+    def forward(self, x):
+        found = [[list(m._modules.items()) for m in (self.layers, self.spare, self.named, *self.layers)]]
+        self.change(self)
+        return found
+
+
+def reorder(m):
+    """Put the first child of a dict of modules at its end."""
+    m.named["a"] = m.named.pop("a")
+
+
+CHILDREN = {
+    "append": lambda m: m.layers.append(nn.Tanh()),
+    "remove": lambda m: m.layers.pop(1),
+    "replace": lambda m: m.layers.__setitem__(1, nn.ReLU()),
+    "move": lambda m: m.spare.append(m.layers.pop(1)),
+    "of a layer": lambda m: m.layers[0].add_module("late", nn.Tanh()),
+    "reorder": reorder,
+}
+
+
+@pytest.mark.parametrize("name", CHILDREN)
+def test_children_are_put_back(name):
+    """A layer that forward appends to a list of modules, or takes out of it, would be there, or not, in later calls."""
+    apply, params, _ = functional(Grows(CHILDREN[name]))
+    first, second, third = [apply(params, X) for _ in range(3)]
+
+    assert first == second == third
+
+
 def test_a_call_that_raises_leaves_nothing_behind():
     """An exception would skip the cleaning."""
     model = Scribbler()
