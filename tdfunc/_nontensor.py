@@ -397,11 +397,11 @@ def _stack(nodes: Sequence[Any], dim: int = 0) -> Any:
 
 
 def _check_shapes(call: str, nodes: Sequence[Any], kept: Sequence[Size]) -> None:
-    """Raise unless what has to agree of the shapes does."""
+    """Raise unless what has to agree of the shapes does, as torch would: `join` adds the path."""
     for node, part in zip(nodes, kept, strict=True):
         if part != kept[0]:
             what = f"{call}: the non-tensor data have different shapes."
-            raise LeafMismatchError(explain(what, expected=str(list(nodes[0].shape)), got=str(list(node.shape))))
+            raise RuntimeError(explain(what, expected=str(list(nodes[0].shape)), got=str(list(node.shape))))
 
 
 def _cat(nodes: Sequence[Any], dim: int = 0) -> Any:

@@ -37,7 +37,6 @@ from tests.conditions import (
     returns_none,
     takes_rows,
     their_size,
-    their_trees_have_no_size,
     theirs_says,
     torch_refuses,
 )
@@ -153,7 +152,6 @@ OF_KINDS = (
         ),
         rare=("kinds", 201, 5126),
     ),
-    Accepted(RAGGED, is_ragged, named("where"), differs_in("class", "dtype", "shape"), rare=("kinds", 201, 9496)),
     Accepted(
         RAGGED,
         is_ragged,
@@ -182,9 +180,7 @@ OF_KINDS = (
         equal_but_empty_fields,
         rare=("kinds", 401, 7819),
     ),
-    Accepted(RAGGED, is_ragged, equal_untyped, rare=("program", 601, 1074)),
     Accepted(RAGGED, is_ragged, elements_equal, rare=("program", 401, 1205)),
-    Accepted(RAGGED, is_ragged, their_trees_have_no_size, rare=("kinds", 403, 15218)),
     Accepted(TORCH, is_ragged, named("where"), only_ours_raises("must match the size of"), rare=("kinds", 502, 12290)),
     Accepted(FEATURES, has_lazy, only_theirs_raises("another number of features"), rare=("kinds", 402, 21282)),
     Accepted(

@@ -330,17 +330,6 @@ def names_do_not_fit(case, ours, theirs):
     return isinstance(theirs.value, Tree) and len(theirs.value.names) != len(theirs.value.size)
 
 
-def their_trees_have_no_size(case, ours, theirs):
-    """Theirs returns a tree of tensors whose batch size holds -1."""
-    return theirs.error is None and _has_no_size(theirs.value)
-
-
-def _has_no_size(value):
-    if isinstance(value, Stack):
-        return any(map(_has_no_size, value.trees))
-    return isinstance(value, Tree) and -1 in value.size
-
-
 def differs_bare_in(*kinds):
     """As `differs_in`, sub-trees without tensors aside."""
 

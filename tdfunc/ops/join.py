@@ -136,7 +136,7 @@ def _joined(op: LeafOp, first: T, others: Sequence[T]) -> T:
             return done
         check_joinable(op.name, first, others)
         return first._shape(op, *others)
-    except (RuntimeError, TypeError, TreeStructureError, LeafMismatchError) as err:
+    except (RuntimeError, TypeError, TreeStructureError) as err:
         _explain_join(op, first, others, err)
 
 
