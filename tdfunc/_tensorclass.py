@@ -255,9 +255,16 @@ class TensorClass(_Typed):
             safe: Require the fields that have no default; otherwise those that are missing stay empty.
 
         Raises:
+            TypeError: The source is no tree.
             TreeStructureError: A key is no field, or a field without a default is missing.
         """
-        done: Any = tensordict._each(lambda t: cls.from_tensordict(t, non_tensordict, safe))
+        if not isinstance(tensordict, TensorCollection):
+            hint = f"{cls.__name__}(**values) takes a dict of fields."
+            what, got = f"{cls.__name__}.from_tensordict: this is no tree.", type(tensordict).__name__
+            raise TypeError(explain(what, expected="a tree", got=got, hint=hint))
+        # The class of a lazy stack stands for that of its trees.
+        cls = getattr(cls, "_stacked", cls)
+        done: Any = tensordict._each(lambda t, part: cls.from_tensordict(t, part, safe), non_tensordict)
         if done is not None:
             return done
         given = list(dict.fromkeys([*tensordict._keys(), *(non_tensordict or {})]))
@@ -297,6 +304,7 @@ class TensorClass(_Typed):
         Raises:
             TypeError: The source is no dataclass instance, or has fields that this class lacks.
         """
+        cls = getattr(cls, "_stacked", cls)
         if not dataclasses.is_dataclass(source) or isinstance(source, type):
             what = f"{cls.__name__}.from_dataclass: this is no dataclass instance."
             raise TypeError(explain(what, expected="an instance", got=repr(source)))
@@ -310,7 +318,8 @@ class TensorClass(_Typed):
         cls = type(self)
         self._check_names((key,))
         size = self._batch_size
-        if type(value) is Tensor and self._device is None and not cls._looks_up and value.shape[: len(size)] == size:
+        plain = type(value) is Tensor and self._device is None and not cls._looks_up and not value.is_nested
+        if plain and value.shape[: len(size)] == size:
             return value
         if cls._looks_up:
             settle_annotations(cls)
@@ -416,7 +425,8 @@ def _are_tensors(values: dict[str, Any], size: Size) -> bool:
     """Whether all values are plain tensors that start with the batch size: the common case."""
     ndim, last = len(size), size
     for value in values.values():
-        if type(value) is not Tensor:
+        # The shape of a nested tensor cannot be asked for.
+        if type(value) is not Tensor or value.is_nested:
             return False
         # Leaves of a tree share shapes.
         shape = value.shape
@@ -440,7 +450,7 @@ def _read_fields(
     for key, value in values.items():
         if value is None:
             continue
-        if plain and type(value) is Tensor and value.shape[:ndim] == size:
+        if plain and type(value) is Tensor and not value.is_nested and value.shape[:ndim] == size:
             data[key] = value
             continue
         node = make_node(cls, key, value, size, device, f"{cls.__name__}.{key}")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import tdfunc as tdf
-from tdfunc import ImmutableError, MissingKeyError, TensorDict, TreeStructureError
+from tdfunc import BatchSizeError, ImmutableError, MissingKeyError, TensorDict, TreeStructureError, lazy_stack
 from tdfunc._tensorclass import TensorClass, tensorclass
 from tests import annotated
 from tests.helpers import assert_trees_equal
@@ -626,6 +626,38 @@ def test_from_tensordict():
         Foo.from_tensordict(TensorDict({"note": "a"}))
     with pytest.raises(TreeStructureError, match=r"unknown \['z'\], missing \[\]\n.*select"):
         Foo.from_tensordict(td.set("z", 1), safe=False)
+    with pytest.raises(TypeError, match=r"this is no tree.\n.*a tree\n.*dict\n.*Foo\("):
+        Foo.from_tensordict({"x": torch.zeros(2)})
+
+
+def test_from_a_lazy_stack():
+    """Values of further fields would be given whole to each tree, or the class of a lazy stack hold no fields."""
+    lazy = lazy_stack([TensorDict({"x": torch.zeros(n)}, [n]) for n in (2, 3)])
+    made = Foo.from_tensordict(lazy, {"note": ["a", "b"], "extra": (torch.ones(2), torch.ones(3))})
+
+    assert isinstance(made, Foo)
+    assert made.note == ["a", "b"]
+    assert [x.shape for x in made.extra] == [(2,), (3,)]
+    assert type(type(made).from_tensordict(lazy)) is type(made)
+    assert type(type(made).from_tensordict(lazy[0])) is Foo
+    assert type(type(made).from_dataclass(Plain(torch.zeros(3), None), batch_size=[3])) is Foo
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors():
+    """A nested tensor, whose shape cannot be asked for, would be refused by every way in."""
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided)
+    made = Foo(nested, batch_size=[2])
+
+    for each in (
+        made,
+        made.set("x", nested),
+        made.replace(x=nested),
+        Foo.from_tensordict(TensorDict({"x": nested}, [2])),
+    ):
+        assert each.x is nested
+    with pytest.raises(BatchSizeError, match=r"'Foo.x'.*\n.*\[3\] .*\n.*\[2, -1\]"):
+        Foo(nested, batch_size=[3])
 
 
 @dataclass

@@ -168,7 +168,7 @@ def reduce_all(stack: Any, op: LeafOp, at: Path) -> Any:
             data[key] = _shared_value(nodes, op.name, (*at, key))
         else:
             data[key] = op.leaf(torch.cat([_leaf_row(node) for node in nodes]))
-    return TensorCollection._open._make(data, Size(()), stack._device)
+    return type(trees[0])._make(data, Size(()), stack._device)
 
 
 def _innermost(stack: Any) -> list[Any]:

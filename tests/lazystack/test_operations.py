@@ -14,6 +14,7 @@ from tdfunc._lazystack import LazyStack, lazy_stack
 from tests.helpers import assert_pure, assert_trees_equal
 from tests.incumbent import tensordict
 from tests.lazystack.trees import (
+    Message,
     assert_stacks_equal,
     ragged,
     settle,
@@ -432,6 +433,16 @@ def test_reductions_of_everything_in_stacks_of_stacks(name, generator):
 
     torch.testing.assert_close(getattr(stack, name)()["x"], getattr(dense, name)()["x"])
     assert stack.sum()["n", "s"] == "red"
+
+
+def test_reductions_of_everything_keep_the_class():
+    """What one typed tree gives as an instance, a stack of them would give as an open tree."""
+    stack = lazy_stack([Message("a", torch.ones(n), batch_size=[n]) for n in (2, 3)])
+
+    for made in (stack.sum(), lazy_stack([stack, stack]).sum(), TensorDict({"m": stack}).sum()["m"]):
+        assert type(made) is Message
+        assert made.role == "a"
+    assert stack.sum().ids == 5
 
 
 def test_empty_ragged_stacks():
