@@ -4,10 +4,11 @@ Operations live in `ops/`; they describe what they do to one leaf and to a batch
 a primitive. A class with another representation (a lazy stack) overrides primitives and nothing else.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import deepcopy
+from functools import partial
 from multiprocessing.context import get_spawning_popen
-from operator import itemgetter
+from operator import attrgetter, itemgetter, methodcaller
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from tdfunc._errors import ImmutableError, TreeStructureError, explain
 from tdfunc._keys import is_key, missing, unravel
 from tdfunc._nontensor import NonTensorBase
 from tdfunc._readahead import MIN_BYTES, read_rows_ahead
-from tdfunc._shapes import check_positions, index_names, index_size, normalize_index, slice_length
+from tdfunc._shapes import check_positions, index_names, index_size, normalize_index, put_first, slice_length
 from tdfunc._ties import graft, lift, merge, prune, remap
 from tdfunc._types import Kind, LeafFn, Names, Node, Path, Ties
 
@@ -58,6 +59,8 @@ class LeafOp(NamedTuple):
     drops: bool = False
     # Whether `leaf` takes the leaves of all trees as one sequence, as torch.stack does.
     packed: bool = False
+    # Makes a faster `leaf` for the leaves of one node, all plain tensors: most share a shape, which is then read here.
+    plain: Callable[[Collection[Tensor]], LeafFn] | None = None
     # Makes `leaf` from `args` that are laid out along the batch: a stack of trees makes one for each tree.
     bind: Callable[..., LeafFn] | None = None
 
@@ -192,7 +195,7 @@ class TensorCollection(Slots):
         data = self._data
         # Whole maps in C for the common node of plain tensors; dynamo traces the loop.
         if not is_compiling() and PLAIN.issuperset(map(type, data.values())):
-            data = self._map_plain(op, _rows(self, others))
+            data = self._map_plain(op, _rows(self, others) if others else ())
         else:
             check_keys(self, others)
             data = self._map_children(op, others)
@@ -205,10 +208,11 @@ class TensorCollection(Slots):
             static = Static({k: kind for k, kind in static.kinds.items() if k in data}, static.ties, static.own)
         return self._make(data, size, self._device, names, static)
 
-    def _map_plain(self, op: LeafOp, rows: list[Iterable[Any]]) -> dict[str, Node]:
+    def _map_plain(self, op: LeafOp, rows: Sequence[Iterable[Any]]) -> dict[str, Node]:
         data = self._data
         keys, values = iter(data), data.values()
-        results = map(op.leaf, zip(values, *rows, strict=True)) if op.packed else map(op.leaf, values, *rows)
+        leaf = op.leaf if op.plain is None else op.plain(values)
+        results = map(leaf, zip(values, *rows, strict=True)) if op.packed else map(leaf, values, *rows)
         try:
             done = dict(zip(keys, results, strict=True))
         except Exception:
@@ -248,9 +252,15 @@ class TensorCollection(Slots):
     def _index(self, index: Any) -> "Self":
         """Index the batch dimensions; the index is normalized here, once for all leaves."""
         op = index_op(index, self._batch_size)
-        if type(index) is not int and type(index) is not slice and next(iter(iter_leaves(self)), None) is None:
+        if type(index) is not int and type(index) is not slice and not has_leaf(self):
             check_positions(op.args[0], self._batch_size)
-        return self._shape(op)
+        if op.plain is None:
+            return self._shape(op)
+        try:
+            return self._shape(op)
+        # index_select refuses negative rows, which indexing counts from the end.
+        except (IndexError, RuntimeError):
+            return self._shape(op._replace(plain=None))
 
     def _shape(self, op: LeafOp, *others: "TensorCollection") -> "Self":
         """Apply an operation on batch dimensions (reshape, permute, stack, ...)."""
@@ -318,6 +328,7 @@ class TensorCollection(Slots):
 
 NO_STATIC = Static()
 PLAIN = frozenset((Tensor, Parameter))
+_NBYTES = attrgetter("nbytes")
 
 _ATTRIBUTE_HINTS = {
     "batch_size": "td = td.with_batch_size(value)",
@@ -352,8 +363,6 @@ def _exists(data: dict[str, Node], path: Path) -> bool:
 
 def _rows(first: TensorCollection, others: Sequence[TensorCollection]) -> list[Iterable[Any]]:
     """Return the children of other nodes in the key order of the first."""
-    if not others:
-        return []
     keys = list(first._data)
     if all([isinstance(o, TensorCollection) and list(o._data) == keys for o in others]):
         return [o._data.values() for o in others]
@@ -389,21 +398,23 @@ def index_op(index: Any, size: Size) -> LeafOp:
     else:
         parts = normalize_index(index, size)
         head = index_size(parts, size)
-    n = len(size)
     # x[i] and x[i:j] are faster than x[(i,)]; index_select is faster than both for many rows of a large leaf.
     key: Any = parts[0] if len(parts) == 1 else parts
-    return LeafOp(
-        "index",
-        _row_select(key) if _is_rows(key) else itemgetter(key),
-        lambda old: head if len(old) == n else head + old[n:],
-        lambda names: index_names(parts, names),
-        batch=True,
-        args=(parts,),
-    )
+    names = partial(index_names, parts)
+    if not _is_rows(key):
+        return LeafOp("index", itemgetter(key), put_first(head, len(size)), names, True, (parts,))
+    leaf, plain = _row_select(key), partial(_small_row_select, key)
+    return LeafOp("index", leaf, put_first(head, len(size)), names, True, (parts,), plain=plain)
 
 
 def _is_rows(key: Any) -> bool:
     return isinstance(key, Tensor) and key.dim() == 1 and key.dtype is torch.int64 and key.device.type == "cpu"
+
+
+def _small_row_select(rows: Tensor, leaves: Collection[Tensor]) -> LeafFn:
+    if max(map(_NBYTES, leaves), default=0) >= MIN_BYTES:
+        return _row_select(rows)
+    return methodcaller("index_select", 0, rows)
 
 
 def _row_select(rows: Tensor) -> LeafFn:
@@ -429,6 +440,12 @@ def iter_leaves(tree: TensorCollection, prefix: Path = ()) -> Iterable[tuple[Pat
             yield from iter_leaves(node, (*prefix, key))
         elif not isinstance(node, NonTensorBase):
             yield (*prefix, key), node
+
+
+def has_leaf(tree: TensorCollection) -> bool:
+    """Whether the tree has a leaf, non-tensor data left out."""
+    first = next(iter(tree._data.values()), None)
+    return isinstance(first, Tensor) or next(iter(iter_leaves(tree)), None) is not None
 
 
 def leaf_paths(tree: TensorCollection) -> list[Path]:

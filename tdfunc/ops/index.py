@@ -1,17 +1,18 @@
 """Indexing along batch dimensions: rows by index, mask, gather and condition."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
 
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import LeafOp, TensorCollection, is_compiling
+from tdfunc._collection import PLAIN, LeafOp, TensorCollection, is_compiling
 from tdfunc._errors import explain
 from tdfunc._keys import is_key
 from tdfunc._nontensor import NonTensorBase
-from tdfunc._shapes import dim_index, dim_size
-from tdfunc._types import Names, NestedKey
+from tdfunc._shapes import dim_index, dim_size, one_shape, put_first
+from tdfunc._types import LeafFn, Names, NestedKey
 from tdfunc.ops.pointwise_base import broadcast_size, check_same, over_batch_op
 from tdfunc.ops.reading import UNSET, get, get_value, value_of
 
@@ -37,16 +38,23 @@ def gather(tree: T, dim: int, index: Tensor) -> T:
         raise ValueError(explain(what, expected=f"{n} dimensions", got=f"shape {list(index.shape)}"))
     dim = dim_index(dim, n, "gather")
 
+    def call(shape: Size) -> LeafFn:
+        features = shape[n:]
+        wide = index.reshape(index.shape + (1,) * len(features)) if features else index
+        return methodcaller("gather", dim, wide.expand(index.shape + features))
+
     def leaf(x: Any) -> Any:
         if isinstance(x, NonTensorBase):
             grid = torch.meshgrid(*[torch.arange(size) for size in index.shape], indexing="ij")
             return x[tuple(index if i == dim else rows for i, rows in enumerate(grid))]
-        wide = index.reshape(index.shape + (1,) * (x.dim() - n))
-        return torch.gather(x, dim, wide.expand(*index.shape, *x.shape[n:]))
+        return call(x.shape)(x)
 
-    return tree._shape(
-        LeafOp("gather", leaf, lambda old: index.shape + old[n:], lambda names: names, True, (dim, index))
-    )
+    def plain(leaves: Collection[Tensor]) -> LeafFn:
+        shape = one_shape(leaves)
+        return leaf if shape is None else call(shape)
+
+    new = put_first(index.shape, n)
+    return tree._shape(LeafOp("gather", leaf, new, lambda names: names, True, (dim, index), plain=plain))
 
 
 def masked_select(tree: T, mask: Tensor) -> T:
@@ -93,42 +101,54 @@ def where(condition: Tensor, tree: T, other: Any) -> T:
 def unbind(tree: T, dim: int) -> tuple[T, ...]:
     """Return the slices along a batch dimension."""
     dim = dim_index(dim, len(tree._batch_size), "unbind")
-    index = [((slice(None),) * dim + (i,)) for i in range(dim_size(tree._batch_size, dim, "unbind"))]
-    return split_leaves(
-        tree,
-        index,
-        lambda x: x.unbind(dim),
-        lambda old, _: old[:dim] + old[dim + 1 :],
-        lambda names: names[:dim] + names[dim + 1 :],
-    )
+    size = tree._batch_size
+    before, count = (slice(None),) * dim, dim_size(size, dim, "unbind")
+    sizes = [size[:dim] + size[dim + 1 :]] * count
+    return split_leaves(tree, [(*before, i) for i in range(count)], methodcaller("unbind", dim), sizes, dim)
 
 
 def split_leaves(
     tree: T,
     index: Sequence[tuple[Any, ...]],
-    pieces: Callable[[Any], Sequence[Any]],
-    size: Callable[[Size, int], Size],
-    names: Callable[[Names], Names],
+    cut: Callable[[Any], Sequence[Any]],
+    sizes: Sequence[Size],
+    gone: int | None = None,
 ) -> tuple[T, ...]:
-    """Return the trees at several indices, from an operation that cuts each leaf into these pieces in one call."""
-    cut: dict[int, Sequence[Any]] = {}
+    """Return the trees at several indices, from an operation that cuts each tensor into these pieces in one call.
 
-    # The first tree's map calls `pieces`; all are kept by the leaf's identity for the other trees.
-    def piece(i: int) -> Callable[[Any], Any]:
+    `sizes` are their batch sizes, and `gone` is the dimension that they lack.
+    """
+
+    def kept(names: Names) -> Names:
+        return names if gone is None else names[:gone] + names[gone + 1 :]
+
+    data = tree._data
+    if data and not is_compiling() and not tree._ties and PLAIN.issuperset(map(type, data.values())):
+        names = kept(tree._names) if tree._names is not None else None
+        pairs = zip(zip(*map(cut, data.values()), strict=True), sizes, strict=True)
+        parts = [(dict(zip(data, leaves, strict=True)), size) for leaves, size in pairs]
+        return tuple([tree._make(part, size, tree._device, names, tree._static) for part, size in parts])
+    pieces: dict[int, Sequence[Any]] = {}
+
+    # The first tree's map cuts; all pieces are kept by the leaf's identity for the other trees.
+    def piece(i: int, at: tuple[Any, ...]) -> Callable[[Any], Any]:
         def take(leaf: Any) -> Any:
+            if isinstance(leaf, NonTensorBase):
+                return leaf[at]
             # A compiler would guard on the identity, and compile again for every new tensor.
             if is_compiling():
-                return pieces(leaf)[i]
-            parts = cut.get(id(leaf))
+                return cut(leaf)[i]
+            parts = pieces.get(id(leaf))
             if parts is None:
-                parts = cut[id(leaf)] = pieces(leaf)
+                parts = pieces[id(leaf)] = cut(leaf)
             return parts[i]
 
         return take
 
+    n = len(tree._batch_size)
     return tuple(
-        tree._shape(LeafOp("index", piece(i), lambda old, i=i: size(old, i), names, True, (parts,)))
-        for i, parts in enumerate(index)
+        tree._shape(LeafOp("index", piece(i, at), put_first(size, n), kept, True, (at,)))
+        for i, (at, size) in enumerate(zip(index, sizes, strict=True))
     )
 
 
