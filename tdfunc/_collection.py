@@ -106,7 +106,7 @@ class TensorCollection(Slots):
     ) -> "Self":
         """Build without checks; the caller vouches for the data."""
         if not is_compiling():
-            made: Any = object.__new__(Slots)
+            made: Any = Slots()
             made._data = data
             made._batch_size = batch_size
             made._device = device
@@ -195,7 +195,7 @@ class TensorCollection(Slots):
         data = self._data
         # Whole maps in C for the common node of plain tensors; dynamo traces the loop.
         if not is_compiling() and PLAIN.issuperset(map(type, data.values())):
-            data = self._map_plain(op, _rows(self, others) if others else ())
+            data = self._map_plain(op, others)
         else:
             check_keys(self, others)
             data = self._map_children(op, others)
@@ -208,18 +208,20 @@ class TensorCollection(Slots):
             static = Static({k: kind for k, kind in static.kinds.items() if k in data}, static.ties, static.own)
         return self._make(data, size, self._device, names, static)
 
-    def _map_plain(self, op: LeafOp, rows: Sequence[Iterable[Any]]) -> dict[str, Node]:
+    def _map_plain(self, op: LeafOp, others: Sequence["TensorCollection"]) -> dict[str, Node]:
         data = self._data
         keys, values = iter(data), data.values()
+        rows = [values, *_rows(self, others)] if others else (values,)
         leaf = op.leaf if op.plain is None else op.plain(values)
-        results = map(leaf, zip(values, *rows, strict=True)) if op.packed else map(leaf, values, *rows)
+        results = map(leaf, zip(*rows, strict=True)) if op.packed else map(leaf, *rows)
         try:
-            done = dict(zip(keys, results, strict=True))
+            # As long as each other; saying so takes longer than all else here.
+            done = dict(zip(keys, results))  # noqa: B905
         except Exception:
             # For the note that `apply` adds: zip had taken the key of the leaf that raised, and none after it.
             key = list(data)[-1 - sum(1 for _ in keys)]  # noqa: F841 # pyright: ignore[reportUnusedVariable]
             raise
-        if op.drops and type(None) in set(map(type, done.values())):
+        if op.drops and type(None) in map(type, done.values()):
             return {key: value for key, value in done.items() if value is not None}
         return done
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from tdfunc._errors import BatchSizeError, explain
 from tdfunc._types import Names
 
 EMPTY = Size(())
-_SHAPE = attrgetter("shape")
 _ALL = slice(None)
 
 
@@ -79,6 +77,14 @@ def common_prefix(first: Size, second: Size) -> Size:
     return first[:n]
 
 
+def starts_with(leaf: Tensor, size: Size) -> bool:
+    """Whether a leaf has a shape, and it starts with a batch size."""
+    try:
+        return leaf.shape[: len(size)] == size
+    except RuntimeError:  # a strided nested tensor
+        return False
+
+
 def put_first(new: Size, n: int) -> Callable[[Size], Size]:
     """Return what gives a batch size `new` in place of its first n dimensions."""
     return lambda old: new if len(old) == n else new + old[n:]
@@ -87,7 +93,7 @@ def put_first(new: Size, n: int) -> Callable[[Size], Size]:
 def one_shape(tensors: Collection[Tensor]) -> Size | None:
     """Return the shape that all tensors have, or None if they differ, are none or have no shape."""
     try:
-        shapes = list(map(_SHAPE, tensors))
+        shapes = [x.shape for x in tensors]
     except RuntimeError:  # a strided nested tensor
         return None
     return shapes[0] if shapes and shapes.count(shapes[0]) == len(shapes) else None

@@ -11,7 +11,7 @@ from tdfunc._types import NestedKey
 from tdfunc.modules.bind import ModuleMethods
 from tdfunc.ops.arithmetic import ArithmeticMethods
 from tdfunc.ops.cast import CastMethods, as_device, to
-from tdfunc.ops.convert import read_mapping, resize
+from tdfunc.ops.convert import is_plain, read_mapping, resize
 from tdfunc.ops.dispatch import DispatchMethods
 from tdfunc.ops.edit import EditMethods, update
 from tdfunc.ops.exchange import ExchangeMethods, FromMethods
@@ -77,18 +77,22 @@ class TensorDict(TreeMethods, FromMethods, FromFrameMethods):
         names: Sequence[str | None] | None = None,
         **entries: Any,
     ) -> None:
-        place = as_device(device)
-        static = None
+        compiling, static, given = is_compiling(), None, None
+        place = None if device is None else as_device(device)
         if isinstance(source, TensorCollection):
             tree = _copy(source, batch_size, place)
             tree = update(tree, entries) if entries else tree
             data, size, static, given = tree._data, tree._batch_size, tree._static, tree._names
         else:
-            data, size, given = {}, as_size(batch_size), None
-            if entries or (source is not None and (type(source) is not dict or source)):
+            size = as_size(batch_size)
+            # What most calls are, without the walk.
+            if type(source) is dict and not entries and place is None and not compiling and is_plain(source, size):
+                data = source.copy()
+            else:
                 data, static = read_mapping(_mapping(source, entries), size, place)
-        given = given if names is None else as_names(names, len(size))
-        if is_compiling():
+        if names is not None:
+            given = as_names(names, len(size))
+        if compiling:
             object.__setattr__(self, "_data", data)
             object.__setattr__(self, "_batch_size", size)
             object.__setattr__(self, "_device", place)
@@ -118,10 +122,7 @@ class TensorDict(TreeMethods, FromMethods, FromFrameMethods):
 
 
 def _mapping(source: Any, entries: dict[str, Any]) -> Mapping[Any, Any]:
-    # Asking an abstract class takes longer than all else here.
-    if type(source) is dict and not entries:
-        return source
-    if source is not None and not isinstance(source, Mapping):
+    if source is not None and type(source) is not dict and not isinstance(source, Mapping):
         expected = "a mapping or a tree"
         raise TypeError(explain("TensorDict: not a source.", expected=expected, got=type(source).__name__))
     return {**(source or {}), **entries} if entries else source or {}

@@ -149,7 +149,7 @@ def reduce_dims(stack: Any, op: LeafOp) -> Any:
         return tuple([name for i, name in enumerate(given) if keepdim or i not in inner])
 
     size = partial(reduced_size, dims=inner, keepdim=keepdim)
-    each = op._replace(leaf=op.bind(inner, keepdim), args=(inner, keepdim), size=size, names=names)
+    each = op._replace(leaf=op.bind(inner, keepdim), args=(inner, keepdim), size=size, names=names, plain=None)
     gone = 0 if keepdim else sum(d < dim for d in inner)
     return stack._like([tree._map(each) for tree in stack._trees], dim - gone)
 

@@ -443,7 +443,7 @@ class LazyStack(TreeMethods):
             raise one_shape(self, op.name)
         if op.bind is not None:
             rows = zip(*[self._cut_operand(arg) for arg in op.args], strict=True)
-            ops = [op._replace(leaf=op.bind(*row), args=row) for row in rows]
+            ops = [op._replace(leaf=op.bind(*row), args=row, plain=None) for row in rows]
         elif op.args:
             raise one_shape(self, op.name)
         else:

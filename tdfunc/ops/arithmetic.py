@@ -1,6 +1,7 @@
 """Pointwise functions of several operands (clamp, lerp, addcmul, ...), and those along one batch dimension."""
 
 from collections.abc import Callable, Sequence
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -10,7 +11,7 @@ from tdfunc._collection import LeafOp, TensorCollection
 from tdfunc._errors import BatchSizeError, explain
 from tdfunc._shapes import dim_index
 from tdfunc.ops.index import check_condition
-from tdfunc.ops.pointwise_base import binary, broadcast_size, check_same, over_batch_op
+from tdfunc.ops.pointwise_base import binary, broadcast_size, check_same, foreach_pairs, over_batch_op
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -41,6 +42,8 @@ def combined(tree: T, name: str, fn: Callable[..., Any], operands: Sequence[Any]
     rest = operands[len(trees) :]
     # The common case, without sorting operands out for each leaf.
     if not tensors and all(isinstance(x, TensorCollection) for x in operands[: len(trees)]):
+        if fn is getattr(torch, name, None) and not trees:
+            return tree._map(LeafOp(name, methodcaller(name, *rest)))
         return tree._map(LeafOp(name, lambda x, *twins: fn(x, *twins, *rest)), *trees)
 
     def leaf(x: Any, *given: Any) -> Any:
@@ -66,6 +69,15 @@ def clamp(tree: T, low: Any, high: Any) -> T:
     if low is not None:
         tree = binary(tree, low, "clamp_min", "_foreach_clamp_min")
     return tree if high is None else binary(tree, high, "clamp_max", "_foreach_clamp_max")
+
+
+def lerp(tree: T, end: Any, weight: Any) -> T:
+    """Go from every leaf towards `end` by a weight."""
+    if isinstance(end, TensorCollection) and isinstance(weight, (int, float)):
+        done = foreach_pairs(tree, end, "_foreach_lerp", weight)
+        if done is not None:
+            return done
+    return combined(tree, "lerp", torch.lerp, (end, weight))
 
 
 def masked_fill(tree: T, mask: Tensor, value: Any) -> T:
@@ -124,7 +136,7 @@ class ArithmeticMethods(TensorCollection):
             >>> old.lerp(new, 0.1)["w"]
             tensor([0.1000, 0.1000])
         """
-        return combined(self, "lerp", torch.lerp, (end, weight))
+        return lerp(self, end, weight)
 
     def addcmul(self, other1: Any, other2: Any, *, value: Any = 1) -> "Self":
         """Return the tree of `leaf + value * other1 * other2`; both are tensors over the batch or trees."""

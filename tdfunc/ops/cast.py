@@ -1,5 +1,6 @@
 """Devices, dtypes and autograd: `to`, `clone`, `detach`."""
 
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -15,6 +16,13 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T", bound=TensorCollection)
+
+
+_CASTS: dict[torch.dtype | None, str] = {
+    torch.float64: "double", torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16",
+    torch.int64: "long", torch.int32: "int", torch.int16: "short", torch.int8: "char", torch.uint8: "byte",
+    torch.bool: "bool",
+}  # fmt: skip
 
 
 def as_device(device: Any) -> torch.device | None:
@@ -39,7 +47,10 @@ def to(tree: T, device: torch.device | None = None, dtype: torch.dtype | None = 
             options["device"] = device
         if dtype is not None:
             options["dtype"] = dtype
-        tree = tree._map(LeafOp("to", lambda x: x.to(**options) if isinstance(x, Tensor) else x))
+        # The methods named after a dtype take half the time of `to`.
+        method = _CASTS.get(dtype) if device is None else None
+        plain = None if method is None else lambda _: methodcaller(method)
+        tree = tree._map(LeafOp("to", lambda x: x.to(**options) if isinstance(x, Tensor) else x, plain=plain))
     return tree if device is None else on_device(tree, device)
 
 
@@ -94,12 +105,12 @@ def clone(tree: T, recurse: bool) -> T:
     if not recurse:
         return tree
     done = foreach_leaves(tree, "_foreach_clone")
-    return done if done is not None else tree._map(LeafOp("clone", lambda x: x.clone()))
+    return done if done is not None else tree._map(LeafOp("clone", methodcaller("clone")))
 
 
 def detach(tree: T) -> T:
     """Share every leaf without its autograd history."""
-    return tree._map(LeafOp("detach", lambda x: x.detach()))
+    return tree._map(LeafOp("detach", methodcaller("detach")))
 
 
 def is_shared(leaf: Any) -> bool:

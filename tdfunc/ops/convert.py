@@ -1,7 +1,6 @@
 """Values into nodes: what the constructors and edits accept, checked against a batch size and device."""
 
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,14 +11,13 @@ from tdfunc._collection import PLAIN, Static, TensorCollection, is_compiling
 from tdfunc._errors import BatchSizeError, LeafMismatchError, MissingKeyError, explain
 from tdfunc._keys import unravel
 from tdfunc._nontensor import NonTensorBase, NonTensorData, NonTensorStack
-from tdfunc._shapes import as_names, check_lead, shape_of
+from tdfunc._shapes import as_names, check_lead, one_shape, shape_of
 from tdfunc._ties import lift, merge
 from tdfunc._types import Names, Node, Path
 from tdfunc.ops.cast import to
 
 T = TypeVar("T", bound=TensorCollection)
 _STR = frozenset((str,))
-_SHAPE = attrgetter("shape")
 NUMBERS = (bool, int, float, complex, np.number, np.bool_)
 
 
@@ -181,7 +179,7 @@ def read_mapping(
     source: Mapping[Any, Any], size: Size, device: torch.device | None, where: str = ""
 ) -> tuple[dict[str, Node], Static | None]:
     """Return the validated data of a tree, and what ties its sub-trees bring."""
-    if device is None and type(source) is dict and not is_compiling() and _is_plain(source, size):
+    if device is None and type(source) is dict and not is_compiling() and is_plain(source, size):
         return source.copy(), None
     ndim = len(size)
     data: dict[str, Node] = {}
@@ -211,17 +209,14 @@ def read_mapping(
     return data, _lifted(data) if trees else None
 
 
-def _is_plain(source: dict[Any, Any], size: Size) -> bool:
+def is_plain(source: dict[Any, Any], size: Size) -> bool:
     """Whether all are plain tensors of one shape that starts with the size, under str keys: the common case, in C."""
     if "" in source or not _STR.issuperset(map(type, source)) or not PLAIN.issuperset(map(type, source.values())):
         return False
-    if not size:
+    if not size or not source:
         return True
-    try:
-        shapes = list(map(_SHAPE, source.values()))
-    except RuntimeError:  # a strided nested tensor
-        return False
-    return not shapes or (shapes.count(shapes[0]) == len(shapes) and shapes[0][: len(size)] == size)
+    shape = one_shape(source.values())
+    return shape is not None and shape[: len(size)] == size
 
 
 def _grafted(node: Node, inner: dict[Path, Any], size: Size, device: torch.device | None, where: str) -> Node:

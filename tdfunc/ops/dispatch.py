@@ -54,6 +54,8 @@ def _leafwise(fn: Handler) -> Handler:
 
 def _like(fn: Handler) -> Handler:
     def call(input: TensorCollection, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+        if device is None and not args and not kwargs:
+            return input._map(LeafOp(fn.__name__, fn))
         place = cast.as_device(device)
         made = input._map(LeafOp(fn.__name__, lambda x: fn(x, *args, device=place, **kwargs)))
         return made if place is None else cast.on_device(made, place)
@@ -287,7 +289,7 @@ def _shapes() -> dict[Any, Handler]:
 def _pointwise() -> dict[Any, Handler]:
     table: dict[Any, Handler] = {
         torch.clamp: lambda input, min=None, max=None: arithmetic.clamp(input, min, max),
-        torch.lerp: lambda input, end, weight: arithmetic.combined(input, "lerp", torch.lerp, (end, weight)),
+        torch.lerp: lambda input, end, weight: arithmetic.lerp(input, end, weight),
         torch.addcmul: _combined("addcmul"),
         torch.addcdiv: _combined("addcdiv"),
         torch.masked_fill: lambda input, mask, value: arithmetic.masked_fill(input, mask, value),
@@ -371,12 +373,13 @@ class DispatchMethods(TensorCollection):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         handler = FUNCTIONS.get(func)
-        name = getattr(func, "__name__", repr(func))
-        if handler is None and getattr(torch.Tensor, name, None) is func:
-            handler = METHODS.get(name)
-            # Python then asks the tree.
-            if handler is None:
-                return NotImplemented
+        if handler is None:
+            name = getattr(func, "__name__", "")
+            if name and getattr(torch.Tensor, name, None) is func:
+                handler = METHODS.get(name)
+                # Python then asks the tree.
+                if handler is None:
+                    return NotImplemented
         if handler is None:
             many = bool(args) and isinstance(args[0], (list, tuple))
             leaves = f"a.apply(lambda x, y: {_title(func)}((x, y), ...), b)" if many else ""

@@ -9,6 +9,7 @@ from torch import Tensor
 from tdfunc._collection import TensorCollection, iter_leaves
 from tdfunc._errors import ImmutableError, MissingKeyError, TieError, explain
 from tdfunc._keys import dotted, unravel
+from tdfunc._shapes import starts_with
 from tdfunc._ties import by_first_key, drop, group_of, merge, under
 from tdfunc._types import Kind, NestedKey, Node, Path, Ties
 from tdfunc.ops import storage_writes
@@ -273,8 +274,7 @@ class EditMethods(TensorCollection):
             and kind is None
             and key
             and type(self) is self._open
-            and not value.is_nested
-            and value.shape[: len(self._batch_size)] == self._batch_size
+            and starts_with(value, self._batch_size)
         ):
             data = self._data.copy()
             data[key] = value

@@ -1,6 +1,7 @@
 """Indexing along batch dimensions: rows by index, mask, gather and condition."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
 
@@ -13,7 +14,7 @@ from tdfunc._keys import is_key
 from tdfunc._nontensor import NonTensorBase
 from tdfunc._shapes import dim_index, dim_size, one_shape, put_first
 from tdfunc._types import LeafFn, Names, NestedKey
-from tdfunc.ops.pointwise_base import broadcast_size, check_same, over_batch_op
+from tdfunc.ops.pointwise_base import broadcast_size, broadcaster, check_same, over_batch_op
 from tdfunc.ops.reading import UNSET, get, get_value, value_of
 
 if TYPE_CHECKING:
@@ -91,8 +92,13 @@ def where(condition: Tensor, tree: T, other: Any) -> T:
         def choose(x: Any, holds: Tensor, y: Any) -> Any:
             return x.where(holds, y) if isinstance(x, NonTensorBase) else torch.where(holds, x, y)
 
+        def plain(leaves: Collection[Tensor]) -> LeafFn:
+            ndims = set(map(Tensor.dim, leaves))
+            return partial(torch.where, operand(ndims.pop())) if len(ndims) == 1 else op.leaf
+
         op = over_batch_op(tree, "where", choose, condition)
-        return tree._shape(op._replace(size=size, batch=True), other)
+        operand = broadcaster(*op.args, at_least=condition.dim() > 0)
+        return tree._shape(op._replace(size=size, batch=True, plain=plain), other)
     if isinstance(other, Tensor):
         return tree._map(over_batch_op(tree, "where", lambda x, holds, y: torch.where(holds, x, y), condition, other))
     return tree._map(over_batch_op(tree, "where", lambda x, holds: torch.where(holds, x, other), condition))

@@ -1,19 +1,20 @@
 """Several trees into one: `stack` and `cat`, which check keys, shapes, dtypes, kinds and ties and name what differs."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import repeat
 from operator import attrgetter
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import PLAIN, LeafOp, TensorCollection
+from tdfunc._collection import PLAIN, LeafOp, TensorCollection, is_compiling
 from tdfunc._errors import LeafMismatchError, TieError, TreeStructureError, explain
 from tdfunc._keys import dotted
 from tdfunc._nontensor import NonTensorBase
-from tdfunc._shapes import dim_index
-from tdfunc._types import Path
+from tdfunc._shapes import dim_index, put_first
+from tdfunc._types import Names, Path
 from tdfunc.ops.clash import clash
 
 T = TypeVar("T", bound=TensorCollection)
@@ -54,17 +55,8 @@ def stack(trees: Iterable[T], dim: int = 0) -> T:
             hint = "index or pad them to one size first."
             expected, got = str(list(size)), str(list(tree._batch_size))
             raise LeafMismatchError(explain("stack: the batch sizes differ.", expected=expected, got=got, hint=hint))
-    count = len(given)
-    op = LeafOp(
-        "stack",
-        torch.stack if dim == 0 else partial(torch.stack, dim=dim),
-        lambda old: Size((*old[:dim], count, *old[dim:])),
-        lambda names: (*names[:dim], None, *names[dim:]),
-        batch=True,
-        args=(dim,),
-        packed=True,
-    )
-    return _joined(op, first, others)
+    new = Size((*size[:dim], len(given), *size[dim:]))
+    return _joined(_join_op("stack", torch.stack, dim, new, len(size)), first, others)
 
 
 def cat(trees: Iterable[T], dim: int = 0) -> T:
@@ -89,17 +81,17 @@ def cat(trees: Iterable[T], dim: int = 0) -> T:
         if mine != size and (len(mine) != len(size) or not _agree(_without(mine, dim), _without(size, dim))):
             what = f"cat: the batch sizes differ in more than dimension {dim}."
             raise LeafMismatchError(explain(what, expected=str(list(size)), got=str(list(mine))))
-    total = sum(tree._batch_size[dim] for tree in given)
-    op = LeafOp(
-        "cat",
-        torch.cat if dim == 0 else partial(torch.cat, dim=dim),
-        lambda old: Size((*old[:dim], total, *old[dim + 1 :])),
-        lambda names: names,
-        batch=True,
-        args=(dim,),
-        packed=True,
-    )
-    return _joined(op, first, others)
+    total = sum([tree._batch_size[dim] for tree in given])
+    new = Size((*size[:dim], total, *size[dim + 1 :]))
+    return _joined(_join_op("cat", torch.cat, dim, new, len(size)), first, others)
+
+
+def _join_op(name: str, join: Callable[..., Any], dim: int, new: Size, n: int) -> LeafOp:
+    def names(old: Names) -> Names:
+        return old if name == "cat" else (*old[:dim], None, *old[dim:])
+
+    leaf = join if dim == 0 else partial(join, dim=dim)
+    return LeafOp(name, leaf, put_first(new, n), names, True, (dim,), False, True)
 
 
 def _agree(first: Size, second: Size) -> bool:
@@ -131,7 +123,7 @@ def as_trees(trees: Iterable[T], call: str) -> list[T]:
 
 def _joined(op: LeafOp, first: T, others: Sequence[T]) -> T:
     try:
-        done = None if torch.compiler.is_compiling() else _join_alike(op, (first, *others))
+        done = None if is_compiling() else _join_alike(op, (first, *others))
         if done is not None:
             return done
         check_joinable(op.name, first, others)
@@ -146,15 +138,17 @@ def _join_alike(op: LeafOp, trees: Sequence[T]) -> T | None:
     columns: list[list[Any]] = [[] for _ in trees]
     if not _gather(trees, columns):
         return None
-    dtypes: list[Any] | None = None
     for column in columns:
         if not PLAIN.issuperset(map(type, column)):
             return None
-        found = list(map(_DTYPE, column))
-        if dtypes is not None and found != dtypes:
+    dtypes = list(map(_DTYPE, columns[0]))
+    for column in columns[1:]:
+        if list(map(_DTYPE, column)) != dtypes:
             return None
-        dtypes = found
-    return _regrow(op, trees[0], map(op.leaf, zip(*columns, strict=True)), {})
+    (dim,) = op.args
+    fn = torch.stack if op.name == "stack" else torch.cat
+    rows = zip(*columns, strict=True)
+    return _regrow(op, trees[0], map(fn, rows, repeat(dim)) if dim else map(fn, rows))
 
 
 def _gather(nodes: Sequence[TensorCollection], columns: list[list[Any]]) -> bool:
@@ -163,7 +157,7 @@ def _gather(nodes: Sequence[TensorCollection], columns: list[list[Any]]) -> bool
     static, keys = first._static, list(first._data)
     if cls._shape is not TensorCollection._shape or (static is not None and static.ties):
         return False
-    for node in nodes:
+    for node in nodes[1:]:
         if type(node) is not cls or (node._static is not static and node._static != static) or list(node._data) != keys:
             return False
     if PLAIN.issuperset(map(type, first._data.values())):
@@ -180,20 +174,17 @@ def _gather(nodes: Sequence[TensorCollection], columns: list[list[Any]]) -> bool
     return True
 
 
-def _regrow(op: LeafOp, node: T, leaves: Iterator[Any], sizes: dict[Size, Size]) -> T:
+def _regrow(op: LeafOp, node: T, leaves: Iterator[Any]) -> T:
     """Return the first tree's node around the joined leaves."""
-    size = sizes.get(node._batch_size)
-    if size is None:
-        size = sizes[node._batch_size] = op.size(node._batch_size) if op.size is not None else node._batch_size
-    data: dict[str, Any]
+    resize: Any = op.size
     if PLAIN.issuperset(map(type, node._data.values())):
         data = dict(zip(node._data, leaves, strict=False))
     else:
-        data = {}
+        data: dict[str, Any] = {}
         for key, child in node._data.items():
-            data[key] = _regrow(op, child, leaves, sizes) if isinstance(child, TensorCollection) else next(leaves)
+            data[key] = _regrow(op, child, leaves) if isinstance(child, TensorCollection) else next(leaves)
     names = op.names(node._names) if node._names is not None and op.names is not None else None
-    return node._make(data, size, node._device, names, node._static)
+    return node._make(data, resize(node._batch_size), node._device, names, node._static)
 
 
 def check_joinable(name: str, first: TensorCollection, others: Sequence[TensorCollection]) -> None:

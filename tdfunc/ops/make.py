@@ -1,6 +1,7 @@
 """Trees made from a tree: empty, of constants, with entries replaced, parted or joined."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -9,8 +10,8 @@ from torch import Size, Tensor
 from tdfunc._collection import LeafOp, TensorCollection
 from tdfunc._errors import LeafMismatchError, explain
 from tdfunc._keys import dotted, unravel
-from tdfunc._shapes import as_names, as_size
-from tdfunc._types import NestedKey, Path
+from tdfunc._shapes import as_names, as_size, one_shape, put_first
+from tdfunc._types import LeafFn, NestedKey, Path
 from tdfunc.ops import join
 from tdfunc.ops.cast import as_device, clone, on_device
 from tdfunc.ops.edit import delete_paths, replacements, set_
@@ -49,11 +50,19 @@ def filled(tree: T, call: str, size: Size, value: Any, dtype: torch.dtype | None
     n = len(tree._batch_size)
     place = as_device(device)
     arguments = (value,) if call == "new_full" else ()
+    options = {key: given for key, given in (("dtype", dtype), ("device", place)) if given is not None}
+
+    def make(shape: Size) -> LeafFn:
+        return methodcaller(call, (*size, *shape[n:]), *arguments, **options)
 
     def leaf(x: Any) -> Any:
-        return getattr(x, call)((*size, *x.shape[n:]), *arguments, dtype=dtype, device=place)
+        return make(x.shape)(x)
 
-    made = tree._map(LeafOp(call, leaf, lambda old: size + old[n:]))
+    def plain(leaves: Collection[Tensor]) -> LeafFn:
+        shape = one_shape(leaves)
+        return leaf if shape is None else make(shape)
+
+    made = tree._map(LeafOp(call, leaf, put_first(size, n), plain=plain))
     return made if place is None else on_device(made, place)
 
 

@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch import Tensor
+from torch import Size, Tensor
 
 from tdfunc._collection import PLAIN, LeafOp, TensorCollection
 from tdfunc._errors import BatchSizeError, explain
 from tdfunc._keys import dotted
 from tdfunc._nontensor import NonTensorBase
-from tdfunc._shapes import as_names, as_size, shape_of
+from tdfunc._shapes import as_names, as_size, one_shape, put_first, shape_of
 from tdfunc._types import Path
 from tdfunc.ops.cast import as_device
 from tdfunc.ops.pointwise_base import check_same
@@ -40,15 +40,8 @@ def apply(
     else:
         for other in others:
             check_same(tree, other, "apply")
-    old = len(tree._batch_size)
-    new = None if batch_size is None else as_size(batch_size)
-    op = LeafOp("apply", fn, None if new is None else (lambda size: new + size[old:]), drops=True)
-    try:
-        out = tree._map(op, *others)
-    except Exception as err:
-        _note_leaf(err)
-        raise
-    _check_results(out, ())
+    size = None if batch_size is None else put_first(as_size(batch_size), len(tree._batch_size))
+    out = _mapped(tree, fn, others, size)
     if filter_empty:
         out = drop_empty(out)
     if device is UNSET and names is UNSET:
@@ -56,6 +49,18 @@ def apply(
     place = out._device if device is UNSET else as_device(device)
     given = out._names if names is UNSET else as_names(names, len(out._batch_size))
     return out._make(out._data, out._batch_size, place, given, out._static)
+
+
+def _mapped(
+    tree: T, fn: Callable[..., Any], others: tuple[TensorCollection, ...], size: Callable[[Size], Size] | None
+) -> T:
+    try:
+        out = tree._map(LeafOp("apply", fn, size, None, False, (), True), *others)
+    except Exception as err:
+        _note_leaf(err)
+        raise
+    _check_results(out, ())
+    return out
 
 
 def _note_leaf(err: Exception) -> None:
@@ -92,9 +97,10 @@ def _check_results(tree: TensorCollection, at: Path) -> None:
     # Leaves share shapes: comparing with the last one that passed saves the slice.
     size, last = tree._batch_size, None
     ndim = len(size)
-    if PLAIN.issuperset(map(type, tree._data.values())) and not any(leaf.is_nested for leaf in tree._data.values()):
-        shapes = [leaf.shape for leaf in tree._data.values()]
-        if not shapes or (shapes.count(shapes[0]) == len(shapes) and shapes[0][:ndim] == size):
+    leaves = tree._data.values()
+    if PLAIN.issuperset(map(type, leaves)):
+        shape = one_shape(leaves) if ndim else size
+        if not leaves or (shape is not None and shape[:ndim] == size):
             return
     for key, node in tree._data.items():
         if isinstance(node, Tensor):
@@ -185,7 +191,7 @@ class MapMethods(TensorCollection):
             ['a']
         """
         refuse_inplace(inplace, "apply(fn)")
-        return apply(self, fn, others, **options)
+        return apply(self, fn, others, **options) if others or options else _mapped(self, fn, (), None)
 
     def named_apply(
         self,

@@ -1,10 +1,11 @@
 """What leaves are to autograd and in memory: gradients, layout, pinned and shared memory, sizes."""
 
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from tdfunc._collection import LeafOp, TensorCollection, iter_leaves
+from tdfunc._collection import PLAIN, LeafOp, TensorCollection, iter_leaves
 from tdfunc.ops import storage_writes
 from tdfunc.ops.cast import detach
 
@@ -35,7 +36,10 @@ def grad(tree: TensorCollection) -> Any:
 
 def is_contiguous(tree: TensorCollection) -> bool:
     """Whether every leaf is laid out row by row without gaps."""
-    return all([x.is_contiguous() for x in tensors(tree)])
+    leaves = tree._data.values()
+    if not PLAIN.issuperset(map(type, leaves)):
+        leaves = tensors(tree)
+    return all(map(Tensor.is_contiguous, leaves))
 
 
 class MemoryMethods(TensorCollection):
@@ -67,7 +71,7 @@ class MemoryMethods(TensorCollection):
 
     def contiguous(self) -> "Self":
         """Return the tree with every leaf laid out row by row; itself where all are."""
-        return self if is_contiguous(self) else self._map(LeafOp("contiguous", lambda x: x.contiguous()))
+        return self if is_contiguous(self) else self._map(LeafOp("contiguous", methodcaller("contiguous")))
 
     def is_contiguous(self) -> bool:
         """Whether every leaf is laid out row by row without gaps."""

@@ -1,14 +1,14 @@
 """How pointwise operations run: foreach kernels where they are legal, leaf by leaf elsewhere; broadcasting rules."""
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import LeafOp, TensorCollection
+from tdfunc._collection import PLAIN, LeafOp, TensorCollection, is_compiling
 from tdfunc._errors import BatchSizeError, LeafMismatchError, TieError, TreeStructureError, explain
 from tdfunc._keys import dotted
 from tdfunc._nontensor import NonTensorBase
@@ -35,7 +35,7 @@ _WITH_NUMBER: dict[str, Callable[..., Any]] = {"maximum": torch.clamp_min, "mini
 
 def can_foreach() -> bool:
     """Whether `torch._foreach_*` may be called: it has no vmap rule, and a grad inside a vmap hides the vmap."""
-    return not torch.compiler.is_compiling() and _peek() is None
+    return not is_compiling() and _peek() is None
 
 
 def flat_leaves(tree: TensorCollection) -> list[Tensor] | None:
@@ -47,6 +47,9 @@ def flat_leaves(tree: TensorCollection) -> list[Tensor] | None:
 
 
 def _collect(tree: TensorCollection, leaves: list[Tensor]) -> bool:
+    if PLAIN.issuperset(map(type, tree._data.values())):
+        leaves += tree._data.values()
+        return True
     for node in tree._data.values():
         if isinstance(node, Tensor):
             leaves.append(node)
@@ -59,6 +62,10 @@ def _collect_pairs(tree: TensorCollection, other: TensorCollection, mine: list[T
     nodes, twins = tree._data, other._data
     if len(nodes) != len(twins) or type(tree) is not type(other):
         return False
+    if _plain_twins(tree, other):
+        mine += nodes.values()
+        theirs += twins.values()
+        return True
     for key, node in nodes.items():
         twin = twins.get(key)
         if isinstance(node, Tensor) and isinstance(twin, Tensor):
@@ -75,9 +82,12 @@ def _collect_pairs(tree: TensorCollection, other: TensorCollection, mine: list[T
 
 def refill(tree: T, leaves: Iterator[Any]) -> T:
     """Return the tree around new leaves in insertion order."""
-    data: dict[str, Any] = {}
-    for key, node in tree._data.items():
-        data[key] = next(leaves) if isinstance(node, Tensor) else refill(node, leaves)
+    if PLAIN.issuperset(map(type, tree._data.values())):
+        data: dict[str, Any] = dict(zip(tree._data, leaves, strict=False))
+    else:
+        data = {}
+        for key, node in tree._data.items():
+            data[key] = next(leaves) if isinstance(node, Tensor) else refill(node, leaves)
     return tree._make(data, tree._batch_size, tree._device, tree._names, tree._static)
 
 
@@ -91,10 +101,12 @@ def foreach_leaves(tree: T, name: str, *args: Any) -> T | None:
 
 def _learn_apart(leaves: list[Tensor], other: Any = None, *_: Any) -> bool:
     """Whether some results require grad and some do not: one kernel call for all makes every one require it."""
-    flags = map(_requires_grad, leaves)
+    flags = list(map(_requires_grad, leaves))
     if isinstance(other, list):
-        flags = map(operator.or_, flags, map(_requires_grad, cast("list[Tensor]", other)))
-    return len(set(flags)) > 1
+        theirs = list(map(_requires_grad, cast("list[Tensor]", other)))
+        if True in theirs:
+            flags = list(map(operator.or_, flags, theirs))
+    return True in flags and False in flags
 
 
 def _run(tree: T, name: str, *args: Any) -> T | None:
@@ -113,8 +125,23 @@ def unary(tree: T, name: str, foreach: str | None, *args: Any, **kwargs: Any) ->
         done = foreach_leaves(tree, foreach)
         if done is not None:
             return done
+    elif name == "isfinite":
+        done = _is_finite(tree)
+        if done is not None:
+            return done
     fn = getattr(torch, name)
-    return tree._map(LeafOp(name, lambda x: fn(x, *args, **kwargs)))
+    return tree._map(LeafOp(name, (lambda x: fn(x, *args, **kwargs)) if args or kwargs else fn))
+
+
+def _is_finite(tree: T) -> T | None:
+    """Return where the leaves are finite, three times as fast as `torch.isfinite`; None where it does not apply."""
+    leaves = flat_leaves(tree) if can_foreach() else None
+    if leaves is None or not all(map(Tensor.is_floating_point, leaves)):
+        return None
+    # What is not finite is NaN when it is taken from itself.
+    with torch.no_grad():
+        zeros = _run(tree, "_foreach_sub", leaves, leaves)
+        return None if zeros is None else zeros._map(LeafOp("isfinite", lambda x: x == x))
 
 
 def binary(tree: T, other: Any, name: str, foreach: str | None, **kwargs: Any) -> T:
@@ -133,19 +160,25 @@ def binary(tree: T, other: Any, name: str, foreach: str | None, **kwargs: Any) -
 
 
 def _with_tree(tree: T, other: TensorCollection, name: str, foreach: str | None, **kwargs: Any) -> T:
-    if foreach is not None and not tree._ties and not other._ties and can_foreach():
-        mine: list[Tensor] = []
-        theirs: list[Tensor] = []
-        alike = _collect_pairs(tree, other, mine, theirs) and _same_shapes(mine, theirs)
-        done = _run(tree, foreach, mine, theirs) if alike and mine else None
-        if done is not None:
-            return done
+    done = foreach_pairs(tree, other, foreach) if foreach is not None else None
+    if done is not None:
+        return done
     check_same(tree, other, name)
     size = broadcast_size(tree, other, name)
     fn = getattr(torch, name)
     if name in ("eq", "ne"):
-        return tree._shape(LeafOp(name, _comparison(fn), size, batch=True), other)
-    return tree._map(LeafOp(name, lambda x, y: fn(x, y, **kwargs), size), other)
+        return tree._shape(LeafOp(name, _comparison(fn), size, batch=True, plain=lambda _: fn), other)
+    return tree._map(LeafOp(name, (lambda x, y: fn(x, y, **kwargs)) if kwargs else fn, size), other)
+
+
+def foreach_pairs(tree: T, other: TensorCollection, name: str, *args: Any) -> T | None:
+    """Run one foreach kernel over the pairs of leaves of two trees, or return None where it does not apply."""
+    if tree._ties or other._ties or not can_foreach():
+        return None
+    mine: list[Tensor] = []
+    theirs: list[Tensor] = []
+    alike = _collect_pairs(tree, other, mine, theirs) and _same_shapes(mine, theirs)
+    return _run(tree, name, mine, theirs, *args) if alike and mine else None
 
 
 def broadcast_size(tree: TensorCollection, other: TensorCollection, call: str) -> Callable[[Size], Size] | None:
@@ -159,6 +192,10 @@ def broadcast_size(tree: TensorCollection, other: TensorCollection, call: str) -
         BatchSizeError: The batch sizes do not broadcast.
     """
     mine, theirs = tree._batch_size, other._batch_size
+    if mine == theirs and _plain_twins(tree, other):
+        values, others = tree._data.values(), other._data.values()
+        if _same_shapes(values, others):
+            return None
     n, m = len(mine), len(theirs)
     if not _check_features(tree, other, (n, m), call, ()) or mine == theirs:
         return None
@@ -170,7 +207,19 @@ def broadcast_size(tree: TensorCollection, other: TensorCollection, call: str) -
     return None if size == mine else lambda old: size + old[n:]
 
 
-def _same_shapes(mine: list[Tensor], theirs: list[Tensor]) -> bool:
+def _plain_twins(tree: TensorCollection, other: TensorCollection) -> bool:
+    """Whether both hold nothing but plain tensors, under the same keys in one order, and no ties."""
+    if is_compiling() or type(tree) is not type(other) or tree._ties or other._ties:
+        return False
+    mine, theirs = tree._data, other._data
+    return (
+        PLAIN.issuperset(map(type, mine.values()))
+        and PLAIN.issuperset(map(type, theirs.values()))
+        and list(mine) == list(theirs)
+    )
+
+
+def _same_shapes(mine: Iterable[Tensor], theirs: Iterable[Tensor]) -> bool:
     try:
         return [x.shape for x in mine] == [y.shape for y in theirs]
     except RuntimeError:  # leaves to which torch gives no shape
@@ -249,8 +298,8 @@ def over_batch_op(tree: TensorCollection, name: str, fn: LeafFn, *others: Tensor
 
     def bind(*leads: Tensor) -> LeafFn:
         # A 0-d operand stays one (it does not promote); a part without batch dimensions of one that has them does not.
-        operands = [_broadcaster(lead, at_least=other.dim() > 0) for lead, other in zip(leads, others, strict=True)]
-        return lambda x, *rest: fn(x, *[operand(x) for operand in operands], *rest)
+        operands = [broadcaster(lead, at_least=other.dim() > 0) for lead, other in zip(leads, others, strict=True)]
+        return lambda x, *rest: fn(x, *[operand(x.dim()) for operand in operands], *rest)
 
     return LeafOp(name, bind(*leads), args=leads, bind=bind)
 
@@ -263,11 +312,20 @@ def _lead(tree: TensorCollection, other: Tensor, call: str) -> Tensor:
     return other.reshape((1,) * (len(tree._batch_size) - other.dim()) + other.shape)
 
 
-def _broadcaster(lead: Tensor, at_least: bool = False) -> Callable[[Any], Tensor]:
+def broadcaster(lead: Tensor, at_least: bool = False) -> Callable[[int], Tensor]:
+    """Return what gives an operand over the batch as it meets leaves of so many dimensions."""
     n = lead.dim()
     if n == 0 and not at_least:
         return lambda _: lead
-    return lambda x: lead.reshape(lead.shape + (1,) * (x.dim() - n))
+    # Leaves share their number of dimensions, and one view serves all of them.
+    views: dict[int, Tensor] = {}
+
+    def operand(ndim: int) -> Tensor:
+        if ndim not in views:
+            views[ndim] = lead.reshape(lead.shape + (1,) * (ndim - n))
+        return views[ndim]
+
+    return operand
 
 
 def check_operand(tree: TensorCollection, other: Tensor, call: str) -> None:
@@ -292,6 +350,8 @@ def check_operand(tree: TensorCollection, other: Tensor, call: str) -> None:
 
 def check_same(tree: TensorCollection, other: TensorCollection, call: str) -> None:
     """Raise unless two trees have the same paths and ties; the message lists the difference."""
+    if _plain_twins(tree, other):
+        return
     if other._each(lambda t: t) is not None and tree._each(lambda t: t) is None:
         hint = "put the lazy stack first, or write lazy.dense()."
         what = f"{call}: the second tree is a lazy stack, the first has one shape."

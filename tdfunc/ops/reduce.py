@@ -1,15 +1,16 @@
 """Reductions: over whole leaves, batch dimensions or feature dimensions, leaf by leaf or to one tensor."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import LeafOp, TensorCollection, iter_leaves, leaf_paths, with_leaves
+from tdfunc._collection import PLAIN, LeafOp, TensorCollection, is_compiling, iter_leaves, leaf_paths, with_leaves
 from tdfunc._errors import explain
-from tdfunc._shapes import dim_index
+from tdfunc._shapes import EMPTY, dim_index, one_shape, put_first
 from tdfunc._types import LeafFn, Names, Path
 from tdfunc.ops.arithmetic import unzip
 
@@ -21,7 +22,10 @@ T = TypeVar("T", bound=TensorCollection)
 Kernel = Callable[[Tensor, tuple[int, ...], bool], Tensor]
 
 
-def _reduce_leaves(tree: T, name: str, dim: Any, keepdim: bool, kernel: Kernel) -> T:
+def _reduce_leaves(
+    tree: T, name: str, dim: Any, keepdim: bool, kernel: Kernel, direct: Callable[[Any], LeafFn] | None = None
+) -> T:
+    """Reduce every leaf by a kernel; `direct` makes one that C calls, for given dimensions or None for all."""
     n = len(tree._batch_size)
 
     def over(x: Tensor, dims: tuple[int, ...]) -> Tensor:
@@ -34,23 +38,29 @@ def _reduce_leaves(tree: T, name: str, dim: Any, keepdim: bool, kernel: Kernel) 
         sizes = [(found[path], _batch_dims(tree, path)) for path in leaf_paths(tree)]
         return with_leaves(tree, [over(x, tuple(range(batch, x.dim()))) for x, batch in sizes])
     if dim is None:
-        op = LeafOp(
-            name, lambda x: over(x, tuple(range(x.dim()))), lambda old: reduced_size(old, range(len(old)), keepdim)
-        )
-        return tree._map(op)
+        plain = direct(None) if direct is not None and not keepdim else None
+        size = (lambda old: Size((1,) * len(old))) if keepdim else lambda _: EMPTY
+        return tree._map(LeafOp(name, lambda x: over(x, tuple(range(x.dim()))), size, plain=_always(plain)))
     if isinstance(dim, str):
         expected = "batch dimensions as ints, None for all, or 'feature'"
         raise ValueError(explain(f"{name}: no such dimension.", expected=expected, got=repr(dim)))
-    dims = tuple(sorted({dim_index(d, n, name) for d in ((dim,) if isinstance(dim, int) else dim)}))
+    one = isinstance(dim, int)
+    dims = (dim_index(dim, n, name),) if one else tuple(sorted({dim_index(d, n, name) for d in dim}))
 
     def names_after(names: Names) -> Names:
-        return tuple(given for i, given in enumerate(names) if keepdim or i not in dims)
+        return tuple([given for i, given in enumerate(names) if keepdim or i not in dims])
 
     def bind(dims: tuple[int, ...], _: bool) -> LeafFn:
         return lambda x: over(x, dims)
 
-    size = partial(reduced_size, dims=dims, keepdim=keepdim)
-    return tree._map(LeafOp(name, bind(dims, keepdim), size, names_after, args=(dims, keepdim), bind=bind))
+    new = put_first(reduced_size(tree._batch_size, dims, keepdim), n)
+    plain = _always(direct(dims) if direct is not None and dims else None)
+    args = (dims, keepdim)
+    return tree._map(LeafOp(name, bind(*args), new, names_after, False, args, False, False, plain, bind))
+
+
+def _always(leaf: LeafFn | None) -> Callable[[Any], LeafFn] | None:
+    return None if leaf is None else lambda _: leaf
 
 
 def _batch_dims(tree: TensorCollection, path: Path) -> int:
@@ -59,10 +69,9 @@ def _batch_dims(tree: TensorCollection, path: Path) -> int:
     return len(tree._batch_size)
 
 
-def reduced_size(size: Size, dims: Iterable[int], keepdim: bool) -> Size:
+def reduced_size(size: Size, dims: Sequence[int], keepdim: bool) -> Size:
     """Return what is left of a batch size after a reduction."""
-    gone = set(dims)
-    return Size([1 if i in gone else s for i, s in enumerate(size) if keepdim or i not in gone])
+    return Size([1 if i in dims else s for i, s in enumerate(size) if keepdim or i not in dims])
 
 
 def truth(tree: TensorCollection, dim: Any, keepdim: bool, name: str) -> Any:
@@ -75,9 +84,28 @@ def truth(tree: TensorCollection, dim: Any, keepdim: bool, name: str) -> Any:
             raise ValueError(
                 explain(what, expected="a dimension, or keepdim=False", got="dim None, keepdim=True", hint=hint)
             )
-        results = (bool(fn(x)) for _, x in iter_leaves(tree))
+        joined = _small_bools(tree)
+        results = [bool(fn(joined))] if joined is not None else (bool(fn(x)) for _, x in iter_leaves(tree))
         return all(results) if name == "all" else any(results)
     return _reduce_leaves(tree, name, dim, keepdim, lambda x, dims, keep: fn(x, dims, keepdim=keep))
+
+
+# A leaf of more elements takes longer to copy than its own reduction does to start.
+_SMALL = 4096
+
+
+def _small_bools(tree: TensorCollection) -> Tensor | None:
+    """Return the leaves of a flat tree of small masks as one tensor, which one call reduces; None for other trees."""
+    leaves = tree._data.values()
+    if len(leaves) < 2 or is_compiling() or not PLAIN.issuperset(map(type, leaves)):
+        return None
+    shape = one_shape(leaves)
+    if shape is None or shape.numel() > _SMALL or any([x.dtype is not torch.bool for x in leaves]):
+        return None
+    try:
+        return torch.stack(list(leaves))
+    except RuntimeError:  # on several devices
+        return None
 
 
 def reduce(tree: TensorCollection, name: str, dim: Any, keepdim: bool, whole: bool | None, **kwargs: Any) -> Any:
@@ -94,7 +122,22 @@ def reduce(tree: TensorCollection, name: str, dim: Any, keepdim: bool, whole: bo
         return fn(torch.cat(flat), **kwargs)
     if name == "prod":
         return _reduce_leaves(tree, name, dim, keepdim, lambda x, dims, keep: _prod(x, dims, keep, **kwargs))
-    return _reduce_leaves(tree, name, dim, keepdim, lambda x, dims, keep: fn(x, dims, keepdim=keep, **kwargs))
+    direct = partial(_method, name, keepdim, kwargs) if name in _METHODS else None
+    return _reduce_leaves(tree, name, dim, keepdim, lambda x, dims, keep: fn(x, dims, keepdim=keep, **kwargs), direct)
+
+
+# Methods of a tensor that take dimensions or none, which is all of them.
+_METHODS = frozenset(("sum", "mean", "amax", "amin", "std", "var", "nansum", "nanmean"))
+
+
+def _method(name: str, keepdim: bool, options: dict[str, Any], dims: tuple[int, ...] | None) -> LeafFn:
+    """Return a reduction that C calls: over all dimensions, or over these."""
+    options = {key: value for key, value in options.items() if value is not None}
+    if dims is None:
+        return methodcaller(name, **options)
+    # torch reads one number faster than a tuple of it, and positions faster than names.
+    given = dims[0] if len(dims) == 1 else dims
+    return methodcaller(name, given, keepdim=keepdim, **options) if options else methodcaller(name, given, keepdim)
 
 
 def _prod(x: Tensor, dims: tuple[int, ...], keepdim: bool, **kwargs: Any) -> Tensor:

@@ -1,11 +1,12 @@
 """Structure: selecting, flattening and renaming entries, splitting by filters; batch size and names as metadata."""
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from tdfunc._collection import TensorCollection
+from tdfunc._collection import PLAIN, TensorCollection
 from tdfunc._errors import MissingKeyError, TreeStructureError, explain
 from tdfunc._keys import Filter, FilterLike, assign, dotted, unravel
 from tdfunc._nontensor import NonTensorBase
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T", bound=TensorCollection)
+_STR = frozenset((str,))
 
 
 # -- keys -------------------------------------------------------------------------------------------------------
@@ -28,11 +30,33 @@ T = TypeVar("T", bound=TensorCollection)
 
 def select(tree: T, keys: Sequence[NestedKey], strict: bool) -> T:
     """Keep the given entries."""
+    if _is_flat(tree, keys):
+        wanted, data = set(keys), tree._data
+        # In the order of the tree, and no further than the last one wanted.
+        kept = {key: data[key] for key in islice(filter(wanted.__contains__, data), len(wanted))}
+        if len(kept) == len(wanted):
+            return tree if len(kept) == len(data) else tree._replace(kept)
     paths = [unravel(key) for key in keys]
     if strict:
         for path in paths:
             get(tree, path)
     return _keep(tree, paths)
+
+
+def _is_flat(tree: TensorCollection, keys: Sequence[NestedKey]) -> bool:
+    """Whether the keys name entries of this very node, of which nothing else is recorded."""
+    # A class with another representation answers the primitives only.
+    plain = tree._static is None and type(tree)._get is TensorCollection._get
+    return plain and _STR.issuperset(map(type, keys)) and "" not in keys
+
+
+def exclude(tree: T, keys: Sequence[NestedKey]) -> T:
+    """Leave out the given entries."""
+    if _is_flat(tree, keys):
+        gone = set(keys)
+        data = {key: node for key, node in tree._data.items() if key not in gone}
+        return tree if len(data) == len(tree._data) else tree._replace(data)
+    return delete_paths(tree, [unravel(key) for key in keys])
 
 
 def _keep(tree: T, paths: Sequence[Path]) -> T:
@@ -229,6 +253,8 @@ def with_names(tree: T, names: Sequence[str | None] | None) -> T:
 
 def to_dict(tree: TensorCollection) -> dict[str, Any]:
     """Return nested dicts of the leaves and plain values."""
+    if PLAIN.issuperset(map(type, tree._data.values())):
+        return tree._data.copy()
     result: dict[str, Any] = {key: tree._get(key) for key in tree._keys()}
     for key, node in result.items():
         if isinstance(node, TensorCollection):
@@ -385,7 +411,7 @@ class StructureMethods(TensorCollection):
     def exclude(self, *keys: NestedKey, inplace: bool = False) -> "Self":
         """Return a tree without these entries; keys that do not exist are no error."""
         refuse_inplace(inplace, "exclude(*keys)")
-        return delete_paths(self, [unravel(key) for key in keys])
+        return exclude(self, keys)
 
     def flatten_keys(self, separator: str = ".", inplace: bool = False) -> Any:
         """Return a tree of one level whose keys are the joined paths; empty sub-trees are left out.
