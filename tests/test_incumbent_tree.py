@@ -3,22 +3,27 @@
 Each test shows both, so that the claim is real; should tensordict mend one, its half fails and the row can go.
 """
 
+import functools
 import subprocess
 import sys
+from dataclasses import FrozenInstanceError
 
 import optree
 import pytest
 import torch
-from torch import Size
+from torch import Size, Tensor, nn
 from torch.utils import _pytree as pytree
 
+import tdfunc
 from tdfunc import (
     BatchSizeError,
     ImmutableError,
     LeafMismatchError,
     MissingKeyError,
+    TensorClass,
     TensorDict,
     TreeStructureError,
+    from_module,
     lazy_stack,
 )
 from tests.incumbent import Incumbent, tensordict
@@ -26,11 +31,24 @@ from tests.incumbent import Incumbent, tensordict
 A, B = torch.arange(3.0), torch.arange(6.0).reshape(3, 2)
 
 
-def run_fresh(code):
-    """Run code in an interpreter of its own, where tensordict may replace parts of torch."""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+FRESH = """
+import torch, torch._functorch.vmap as v
+import {0}
+print(v._create_batched_inputs.__module__, v._unwrap_batched.__module__, v._process_batched_inputs.__module__)
+try:
+    print(torch.vmap(lambda t: t + 1)({0}.TensorDict({{"a": torch.zeros(3)}}, [3]))["a"].tolist())
+except RuntimeError as err:
+    print(str(err).splitlines()[0])
+"""
+
+
+@functools.cache
+def run_fresh(library):
+    """Run code in an interpreter of its own, where tensordict may replace parts of torch; return what it prints."""
+    command = [sys.executable, "-W", "ignore", "-c", FRESH.format(library)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return done.stdout.splitlines()
 
 
 # -- pytrees ----------------------------------------------------------------------------------------------------
@@ -94,27 +112,82 @@ def test_optree():
 
 def test_import_leaves_torch_alone():
     """Importing the library would replace parts of torch."""
-    code = """
-import torch._functorch.vmap as v
-import {0}
-print(v._create_batched_inputs.__module__, v._unwrap_batched.__module__, v._process_batched_inputs.__module__)
-"""
-
-    assert run_fresh(code.format("tdfunc")) == " ".join(["torch._functorch.vmap"] * 3)
-    assert "tensordict" in run_fresh(code.format("tensordict"))
+    assert run_fresh("tdfunc")[0] == " ".join(["torch._functorch.vmap"] * 3)
+    assert "tensordict" in run_fresh("tensordict")[0]
 
 
 def test_arithmetic_in_vmap():
     """`td + 1` would fail inside vmap."""
-    code = """
-import torch
-from {0} import TensorDict
-print(torch.vmap(lambda t: t + 1)(TensorDict({{"a": torch.zeros(3)}}, [3]))["a"].tolist())
-"""
+    assert run_fresh("tdfunc")[1] == "[1.0, 1.0, 1.0]"
+    assert "Batching rule not implemented for aten::_foreach_add" in run_fresh("tensordict")[1]
 
-    assert run_fresh(code.format("tdfunc")) == "[1.0, 1.0, 1.0]"
-    with pytest.raises(AssertionError, match="Batching rule not implemented for aten::_foreach_add"):
-        run_fresh(code.format("tensordict"))
+
+def test_paths_of_a_lazy_stack():
+    """A lazy stack could not be mapped with paths."""
+    ours = lazy_stack([TensorDict({"x": torch.zeros(n)}) for n in (1, 2)])
+    theirs = tensordict.lazy_stack([Incumbent({"x": torch.zeros(n)}, []) for n in (1, 2)])
+
+    paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(ours)[0]]
+    assert paths == ["['0']['x']", "['1']['x']"]
+    assert pytree.tree_map_with_path(lambda _, x: x + 1, ours)["x"][1].tolist() == [1.0, 1.0]
+    with pytest.raises(NotImplementedError):
+        pytree.tree_flatten_with_path(theirs)
+
+
+def test_data_that_are_no_tensors_in_a_map():
+    """A string would be a leaf that a function of tensors is given; in both it is none, and survives."""
+    for cls in (TensorDict, Incumbent):
+        tree = cls({"a": A, "s": "word"})
+        assert len(pytree.tree_leaves(tree)) == 1
+        assert pytree.tree_map(lambda x: x + 1, tree)["s"] == "word"
+
+
+def test_vmap_of_a_tree_without_a_batch():
+    """A tree of batch size [] could not be mapped over the first dimension of its leaves; both can."""
+    for cls in (TensorDict, Incumbent):
+        assert torch.vmap(lambda t: t["a"] + 1)(cls({"a": A})).tolist() == [1, 2, 3]
+    # The dimension that goes in front is one of the batch here; theirs guesses, and finds none.
+    assert torch.vmap(lambda t: t.apply(lambda x: x * 2))(TensorDict({"a": A}))["a"].tolist() == [0, 2, 4]
+
+
+def test_chunks_of_a_vmap():
+    """A tree could not go through vmap in chunks; both can, where the body does no arithmetic on the tree."""
+    for cls in (TensorDict, Incumbent):
+        out = torch.vmap(lambda t: t.apply(lambda x: x + 1), chunk_size=2)(cls({"a": A}, [3]))
+        assert out["a"].tolist() == [1, 2, 3]
+    assert torch.vmap(lambda t: t + 1, chunk_size=2)(TensorDict({"a": A}, [3]))["a"].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("transform", ["grad", "jacrev", "jacfwd"])
+def test_derivatives_with_respect_to_a_tree(transform):
+    """A tree could not be what a derivative is taken of; in both it is, nested output by input."""
+    for cls in (TensorDict, Incumbent):
+        tree = cls({"a": A})
+        if transform == "grad":
+            assert torch.func.grad(lambda t: t["a"].square().sum())(tree)["a"].tolist() == [0, 2, 4]
+        else:
+            jacobian = getattr(torch.func, transform)(lambda t: t.apply(torch.square))(tree)
+            assert torch.equal(jacobian["a", "a"], torch.diag(2 * A))
+
+
+def graph_breaks(fn, *args):
+    """How often the compiler gave up inside a call."""
+    torch._dynamo.reset()
+    count = torch._dynamo.explain(fn)(*args).graph_break_count
+    torch._dynamo.reset()
+    return count
+
+
+@pytest.mark.slow
+def test_masks_under_the_compiler():
+    """`td[mask]` would break the graph, since the number of rows is a value; here it is one graph where torch's is."""
+    mask = torch.tensor([True, False, True])
+
+    # Without this setting of torch's, a plain tensor's `x[mask]` breaks the graph, too.
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        assert graph_breaks(lambda x: x[mask] + 1, A) == 0
+        assert graph_breaks(lambda t: t[mask]["a"] + 1, TensorDict({"a": A}, [3])) == 0
+        assert graph_breaks(lambda t: t[mask]["a"] + 1, Incumbent({"a": A}, [3])) > 0
 
 
 # -- the container ----------------------------------------------------------------------------------------------
@@ -139,11 +212,39 @@ def test_bad_keys(key):
 
 
 def test_keys_named_like_arguments():
-    """A key could not be called as an argument of the constructor."""
+    """A key could not be called as an argument of the constructor: by keyword in both, in a dict in neither."""
+    theirs = Incumbent(a=A, batch_size=[3])
+    assert list(theirs.keys()) == ["a"]
+    assert set(Incumbent({"batch_size": A, "keys": A}, [3]).keys()) == {"batch_size", "keys"}
+
     tree = TensorDict({"batch_size": A, "keys": A}, [3]).set("names", A)
 
     assert set(tree.keys()) == {"batch_size", "keys", "names"}
     assert tree["batch_size"] is A
+
+
+@pytest.mark.parametrize("tree", [{"a.b": {"c": A}}, {("a.b", "c"): A, "d": {"e": A}}])
+def test_flat_keys_that_hold_the_separator(tree):
+    """Both cut a key that held the separator before: it comes back as two; another separator brings it back."""
+    ours, theirs = TensorDict(tree), Incumbent(tree)
+
+    assert ("a", "b", "c") in theirs.flatten_keys(".").unflatten_keys(".").keys(True, True)
+    assert ("a", "b", "c") in ours.flatten_keys(".").unflatten_keys(".").keys(True, True)
+    assert (ours.flatten_keys("/").unflatten_keys("/") == ours).all()
+
+
+def test_flat_keys_that_collide():
+    """Two paths would become one key, and one leaf be lost; both say so."""
+    tree = {"a.b": A, "a": {"b": A + 1}}
+
+    with pytest.raises(MissingKeyError, match=r"two paths become the key 'a.b'(.|\n)*'a.b'(.|\n)*'a', 'b'"):
+        TensorDict(tree).flatten_keys(".")
+    with pytest.raises(KeyError, match="collide"):
+        Incumbent(tree).flatten_keys(".")
+    with pytest.raises(MissingKeyError, match=r"'a.b' cannot become 'a', which another key has taken"):
+        TensorDict({"a": A, "a.b": A}).unflatten_keys(".")
+    with pytest.raises(KeyError, match="collide|exist"):
+        Incumbent({"a": A, "a.b": A}).unflatten_keys(".")
 
 
 @pytest.mark.parametrize("key", ["a..b", ".a", "a."])
@@ -153,10 +254,15 @@ def test_unflatten_makes_no_empty_keys(key):
     assert any("" in path for path in Incumbent({key: A}).unflatten_keys(".").keys(True, True))
 
 
-def test_set_in_place_checks_shapes():
-    """A value that does not fit would be refused by one and cut by the other."""
-    with pytest.raises(LeafMismatchError, match=r"shape \[3\](.|\n)*shape \[2\]"):
-        TensorDict({"a": A.clone()}).set_("a", torch.zeros(2))
+def test_set_in_place_keeps_values():
+    """A value that the dtype of the leaf cannot hold would be cut in silence."""
+    theirs, ours = Incumbent({"a": torch.zeros(2).long()}), TensorDict({"a": torch.zeros(2).long()})
+
+    assert theirs.set_("a", torch.tensor([1.7, 2.5]))["a"].tolist() == [1, 2]
+    with pytest.raises(LeafMismatchError, match=r"'a'(.|\n)*altered(.|\n)*int64(.|\n)*float32"):
+        ours.set_("a", torch.tensor([1.7, 2.5]))
+    with pytest.raises(LeafMismatchError, match=r"shape \[2\](.|\n)*shape \[3\]"):
+        ours.set_("a", torch.zeros(3).long())
 
 
 def test_index_assignment_is_refused():
@@ -168,6 +274,59 @@ def test_index_assignment_is_refused():
 
     assert mine[0] == 0
     assert theirs[0] == 9
+
+
+def test_writing_to_a_row():
+    """A write to a row would be lost in silence, or reach the tree, by the spelling."""
+    theirs = Incumbent({"a": A.clone()}, [3])
+    theirs[0]["a"] = torch.tensor(9.0)
+    assert theirs["a"][0] == 0
+    theirs[0].set_("a", torch.tensor(9.0))
+    assert theirs["a"][0] == 9
+
+    ours = TensorDict({"a": A.clone()}, [3])
+    with pytest.raises(ImmutableError, match=r"td.set\('a', value\)"):
+        ours[0]["a"] = torch.tensor(9.0)
+    assert ours.at[0].set_({"a": 9.0})["a"][0] == 9
+
+
+class TheirPoint(tensordict.TensorClass, frozen=True):
+    """A class that says it is frozen."""
+
+    x: Tensor
+
+
+class OurPoint(TensorClass, frozen=True):
+    """The same here."""
+
+    x: Tensor
+
+
+def test_frozen_is_not_immutable():
+    """A value of a frozen class would change under an index, in place, and after one call."""
+    theirs = TheirPoint(x=A.clone(), batch_size=[3])
+    with pytest.raises(FrozenInstanceError):
+        theirs.x = A
+    theirs[0] = TheirPoint(x=torch.tensor(9.0), batch_size=[])
+    assert theirs.x.tolist() == [9, 1, 2]
+    assert theirs.zero_().x.sum() == 0
+    theirs.unlock_()
+    assert theirs.set("x", A + 5).x is theirs.x
+    assert theirs.x.tolist() == [5, 6, 7]
+
+    ours = OurPoint(A.clone(), batch_size=[3])
+    for write in (
+        lambda: setattr(ours, "x", A),
+        lambda: delattr(ours, "x"),
+        lambda: ours.__setitem__(0, ours[1]),
+        lambda: ours.__setitem__("x", A),
+    ):
+        with pytest.raises(ImmutableError):
+            write()
+    assert ours.set("x", A + 5) is not ours
+    assert not hasattr(ours, "zero_")
+    assert not hasattr(ours, "unlock_")
+    assert ours.x.tolist() == [0, 1, 2]
 
 
 def test_locked_is_not_immutable():
@@ -238,6 +397,51 @@ def test_silent_broadcast():
     assert torch.equal((Incumbent({"a": square}, [3]) + Incumbent({"a": row}, [3]))["a"], square + row)
     with pytest.raises(LeafMismatchError, match=r"'a'(.|\n)*\[3, 3\](.|\n)*\[3\]"):
         TensorDict({"a": square}, [3]) + TensorDict({"a": row}, [3])
+
+
+# -- state dicts ------------------------------------------------------------------------------------------------
+
+
+class Holder(nn.Module):
+    """A module that owns parameters as a tree of theirs."""
+
+    def __init__(self):
+        super().__init__()
+        self.p = tensordict.nn.TensorDictParams(Incumbent({"a": torch.zeros(2), "b": torch.zeros(2)}))
+
+
+def test_a_part_of_a_state_dict():
+    """`strict=False` would not be heard by a module that owns a tree of parameters."""
+    with pytest.raises(RuntimeError, match="key sets don't match"):
+        Holder().load_state_dict({"p.a": torch.ones(2)}, strict=False)
+
+    model = nn.ModuleDict({"p": nn.Linear(2, 2)})
+    found = model.load_state_dict({"p.bias": torch.ones(2)}, strict=False)
+    assert found.missing_keys == ["p.weight"]
+    tree = from_module(model).load_state_dict({"p.bias": torch.ones(2)}, strict=False)
+    assert tree["p", "bias"].tolist() == [1, 1]
+    assert torch.equal(tree["p", "weight"], model.p.weight)
+
+
+def test_a_state_dict_that_does_not_fit():
+    """A wrong shape would be reported without the shapes."""
+    theirs = Incumbent({"a": torch.zeros(2)})
+    with pytest.raises(ValueError, match="Failed to update 'a'") as caught:
+        theirs.load_state_dict({**theirs.state_dict(), "a": torch.zeros(3)})
+    assert "[3]" not in str(caught.value)
+
+    ours = TensorDict({"a": torch.zeros(2)})
+    with pytest.raises(LeafMismatchError, match=r"'a'(.|\n)*shape \[2\](.|\n)*shape \[3\]"):
+        ours.load_state_dict({"a": torch.zeros(3)})
+    with pytest.raises(MissingKeyError, match=r"\['a'\](.|\n)*missing \['a'\], unexpected \['b'\]"):
+        ours.load_state_dict({"b": torch.zeros(2)})
+
+
+def test_the_snippet_of_an_old_document():
+    """Users who follow what was published would find an import that is gone."""
+    with pytest.raises(ImportError, match="cannot import name 'tensorclass'"):
+        exec("from tensordict.prototype import tensorclass")
+    assert callable(tdfunc.tensorclass)
 
 
 # -- ragged data ------------------------------------------------------------------------------------------------

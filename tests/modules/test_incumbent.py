@@ -346,6 +346,24 @@ def test_reverse_mode_and_hessian():
     torch.testing.assert_close(ours[0, :, 0], 2 * X.T @ X)
 
 
+def test_gradients_to_what_a_leaf_was_computed_from():
+    """0.14.0 of theirs cut them, 0.14.3 does not: tensors without a gradient it still wraps into new Parameters."""
+    model = nn.Linear(2, 1)
+    source = torch.ones(1, 2, requires_grad=True)
+    named = {"weight": source * 2, "bias": torch.zeros(1)}
+    for tree in (Incumbent(named, []), TensorDict(named)):
+        with tree.to_module(model):
+            out = model(torch.ones(1, 2)).sum()
+        assert torch.autograd.grad(out, source, retain_graph=True)[0].tolist() == [[2.0, 2.0]]
+
+    # What is bound is no longer the leaf: a gradient with respect to it, asked for inside, has nothing to reach.
+    with Incumbent(named, []).to_module(model):
+        assert model.bias is not named["bias"]
+    with TensorDict(named).to_module(model):
+        assert model.bias is named["bias"]
+        assert model.weight is named["weight"]
+
+
 # -- buffers ------------------------------------------------------------------------------------------------------
 
 
@@ -586,6 +604,32 @@ def test_the_classmethod_and_the_function_differ():
     assert not Incumbent.from_module(model).is_locked
 
     assert TensorDict.from_module(model)["weight"] is from_module(model)["weight"]
+
+
+def test_the_leaves_are_the_modules_own():
+    """Their docstring says that from_module copies; in both it takes the Parameters themselves, as ours says."""
+    model = nn.Linear(2, 2)
+
+    assert Incumbent.from_module(model)["weight"] is model.weight
+    assert from_module(model)["weight"] is model.weight
+    assert functional(model)[1]["weight"].data_ptr() != model.weight.data_ptr()
+
+
+def test_writes_to_buffers_under_vmap():
+    """Theirs writes new statistics into the stacked tree that it was given."""
+    models = [Norm(), Norm()]
+    theirs = torch.stack([theirs_of(model) for model in models])
+
+    def run(tree):
+        with tree.to_module(models[0]):
+            return models[0](X)
+
+    torch.vmap(run)(theirs)
+    assert theirs["norm", "num_batches_tracked"].tolist() == [1, 1]
+
+    ours = stack_modules(models)
+    torch.vmap(run)(ours)
+    assert ours["norm", "num_batches_tracked"].tolist() == [0, 0]
 
 
 def test_data_of_a_tree():
