@@ -13,7 +13,8 @@ NAMED = {place for place in ROWS.values() if "::" in place}
 # How a test runs what is not ours.
 THEIRS = (
     "Incumbent", "tensordict", "Their", "theirs", "functional_call", "stack_module_state", "torch.optim",
-    "torch._foreach", "clip_grad_norm_", "run_fresh", "F.linear", "inner_weights", "interleave", "_orig_mod", "Holder", "copy.deepcopy",
+    "torch._foreach", "clip_grad_norm_", "run_fresh", "F.linear", "inner_weights", "interleave", "_orig_mod", "Holder",
+    "copy.deepcopy",
 )  # fmt: skip
 
 

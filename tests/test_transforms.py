@@ -301,12 +301,39 @@ def test_autocast_of_a_pure_function():
 
 
 def test_reentrant_checkpoint_warns():
-    """The page would be wrong that the older kind of checkpoint gives a tree's leaves no gradient, with a warning."""
-    tree = TensorDict({"a": torch.ones(3, requires_grad=True)})
+    """The page would be wrong that the older kind of checkpoint has no gradient where no argument is such a tensor."""
+    for held in (TensorDict({"a": torch.ones(3, requires_grad=True)}), {"a": torch.ones(3, requires_grad=True)}):
+        with pytest.warns(UserWarning, match="None of the inputs have requires_grad"):
+            out = checkpoint(lambda t: t["a"].sum() * 2, held, use_reentrant=True)
+        assert not out.requires_grad
 
-    with pytest.warns(UserWarning, match="None of the inputs have requires_grad"):
-        out = checkpoint(lambda t: t["a"].sum() * 2, tree, use_reentrant=True)
-    assert not out.requires_grad
+
+def test_reentrant_checkpoint_beside_a_tensor():
+    """The page would be wrong about the leaves of a tree beside a tensor that requires grad, and about results."""
+    leaf, x = torch.ones(3, requires_grad=True), torch.full((3,), 2.0, requires_grad=True)
+    tree = TensorDict({"a": leaf})
+
+    checkpoint(lambda t, x: (t["a"] * x * 3).sum(), tree, x, use_reentrant=True).backward()
+    assert leaf.grad.tolist() == [6.0] * 3
+    assert x.grad.tolist() == [3.0] * 3
+    made = checkpoint(lambda x: TensorDict({"y": x * 3}), x, use_reentrant=True)
+    assert not made["y"].requires_grad
+
+
+@pytest.mark.parametrize("held", [lambda w: TensorDict({"w": w}), lambda w: {"w": w}])
+def test_reentrant_checkpoint_frees_a_shared_graph(held):
+    """The page would be wrong that a computed leaf which is used elsewhere too raises, in a tree as in a dict."""
+    source, x = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+
+    def total(reentrant):
+        w = source**2
+        inside = checkpoint(lambda t, x: (t["w"] * x).sum(), held(w), x, use_reentrant=reentrant)
+        return inside + (w * w).sum()
+
+    total(False).backward()
+    assert source.grad.tolist() == [6.0] * 3
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        total(True).backward()
 
 
 def test_scatter_replicates():

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, default_collate
 
 import tdfunc as tdf
 from tdfunc import LazyStack, LeafMismatchError, TensorClass, TensorDict
@@ -39,7 +39,7 @@ def identity(batch):
     return batch
 
 
-@pytest.mark.parametrize("collate", [tdf.collate, identity])
+@pytest.mark.parametrize("collate", [None, tdf.collate, identity])
 @pytest.mark.parametrize("name", SETS)
 def test_a_tree_is_a_data_set(name, collate):
     """A batch would be no tree, or not the rows of the tree."""
@@ -65,7 +65,7 @@ def test_rows_are_shuffled_and_dropped():
 def test_workers(name):
     """A tree could not be sent to a worker or come back as what it was."""
     data = SETS[name]
-    batches = list(DataLoader(data, batch_size=5, num_workers=2, collate_fn=tdf.collate))
+    batches = list(DataLoader(data, batch_size=5, num_workers=2))
 
     assert_trees_equal(batches[0], data[:5])
     assert_trees_equal(batches[1], data[5:])
@@ -97,10 +97,22 @@ class Rows(Dataset):
         return SETS["TensorDict"][i], {"weight": float(i), "more": [SETS["TensorClass"][i]]}, "text"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_of_their_own(method):
+    """A worker that starts afresh would not know how trees are collated: nothing but the data set goes to it."""
+    data = SETS["TensorDict"]
+    batches = list(DataLoader(data, batch_size=5, num_workers=1, multiprocessing_context=method))
+
+    assert_trees_equal(batches[0], data[:5])
+    assert_trees_equal(batches[1], data[5:])
+
+
+@pytest.mark.parametrize("collate", [None, tdf.collate])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_trees_among_other_things(workers):
+def test_trees_among_other_things(workers, collate):
     """A tree beside tensors would be refused, or stay a list."""
-    (first, second) = DataLoader(Rows(), batch_size=2, num_workers=workers, collate_fn=tdf.collate)
+    (first, second) = DataLoader(Rows(), batch_size=2, num_workers=workers, collate_fn=collate)
     tree, other, texts = first
 
     # Rows with the same value are put together as rows with values of their own, as `torch.stack` does.
@@ -124,12 +136,40 @@ def test_other_rows_are_as_torch_collates_them():
 
 
 def test_errors():
-    """A user could not see which leaf does not fit, or torch's table would have been changed."""
+    """A user could not see which leaf does not fit."""
     rows = [TensorDict({"x": torch.ones(n)}) for n in (1, 2)]
-    with pytest.raises(LeafMismatchError, match=r"stack: leaf 'x' differs.\n.*\[1\]\n.*\[2\]\n.*lazy_stack"):
-        tdf.collate(rows)
-    with pytest.raises(TypeError, match="default_collate: batch must contain tensors.*TensorDict"):
-        default_collate(rows)
+    for collate in (tdf.collate, default_collate):
+        with pytest.raises(LeafMismatchError, match=r"stack: leaf 'x' differs.\n.*\[1\]\n.*\[2\]\n.*lazy_stack"):
+            collate(rows)
     with pytest.raises(TypeError, match="object"):
         tdf.collate([object()])
     assert isinstance(tdf.lazy_stack(rows).__getitems__([1, 0]), LazyStack)
+
+
+def test_what_is_entered_in_torchs_table():
+    """Other types than trees would be collated otherwise once tdfunc is imported."""
+    table = torch.utils.data._utils.collate.default_collate_fn_map
+    mine = [cls for cls, fn in table.items() if fn.__module__.startswith("tdfunc")]
+
+    assert [cls.__name__ for cls in mine] == ["TensorCollection"]
+    assert not issubclass(mine[0], tuple(cls for cls in table if isinstance(cls, type) and cls is not mine[0]))
+    with pytest.raises(TypeError, match="default_collate: batch must contain tensors.*object"):
+        default_collate([object()])
+
+
+@pytest.mark.parametrize("batch_size", [None, 4])
+def test_samplers_of_whole_batches(batch_size):
+    """A batch sampler, or a loader that takes rows one by one, would not give trees."""
+    data = SETS["TensorDict"]
+    sampler = BatchSampler(SequentialSampler(data), 4, drop_last=False) if batch_size is None else None
+    loader = DataLoader(data, batch_size=batch_size, sampler=sampler)
+
+    assert_trees_equal(next(iter(loader)), data[:4])
+    assert_trees_equal(next(iter(DataLoader(data, batch_size=None))), data[0])
+
+
+def test_a_tree_without_a_batch():
+    """There is no first row to look at; it comes back as it is, as a batch does."""
+    tree = TensorDict({"x": torch.ones(2)})
+
+    assert tdf.collate(tree) is tree
