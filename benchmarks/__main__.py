@@ -21,6 +21,7 @@ from benchmarks import (
     families,
     gather,
     mapping,
+    memory,
     modules,
     scaling,
     storage,
@@ -45,7 +46,7 @@ ALL = (
     mapping.SUITE,
 )
 SUITES = {suite.name: suite for suite in ALL}
-OTHERS = ("newer", "scaling", "ensembles", "compiled")
+OTHERS = ("newer", "scaling", "ensembles", "compiled", "memory")
 
 
 def say(text: str) -> None:
@@ -119,6 +120,7 @@ def run(only: str | None, quick: bool, newer: Path) -> Results:
         scaling.depth(effort) if wanted("scaling") else [],
         ensembles.cells(effort, say) if wanted("ensembles") else [],
         compiled.compile_counts(say) if wanted("compiled") else [],
+        memory.peaks(say) if wanted("memory") else [],
     )
 
 

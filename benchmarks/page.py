@@ -8,9 +8,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks import compiled, ensembles, scaling
+from benchmarks import compiled, ensembles, memory, scaling
 from benchmarks.compiled import Compiled
 from benchmarks.ensembles import Cell
+from benchmarks.memory import Peak
 from benchmarks.rows import OURS, Clock, Measured, Suite, Verdict, shown, time_shown
 from benchmarks.scaling import Depth, Growth
 
@@ -30,6 +31,7 @@ class Results(NamedTuple):
     depths: list[Depth] = []
     cells: list[Cell] = []
     compiled: list[Compiled] = []
+    peaks: list[Peak] = []
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -55,6 +57,7 @@ def render(results: Results) -> str:
         ]
         if suite.name == "trees" and results.newer is not None:
             parts += _newer(*results.newer)
+    parts += _memory(results.peaks)
     parts += _growth(results.growths, results.depths) + _ensembles(results.cells) + _compiled(results.compiled)
     parts += _sources(results)
     return "\n\n".join(parts) + "\n"
@@ -226,6 +229,24 @@ def _ensembles(cells: Sequence[Cell]) -> list[str]:
     return ["## Ways to run an ensemble", text, table(head, rows)]
 
 
+def _memory(peaks: Sequence[Peak]) -> list[str]:
+    if not peaks:
+        return []
+    text = _prose(f"""
+        Resident memory at its peak, above what the process with the tree has before. Pages of mapped files count,
+        though they are no memory of the process's own: the system takes them back when it needs them, and several
+        processes share them. How many of the bytes are such pages when the work is done is in the last column. Loading
+        includes one use of every value, saving in the background ends when the file is there. What runs:
+        {_links(memory.SOURCES)}.
+    """)
+    rows = [[f"{p.what}: {p.way}", _megabytes(p.size_bytes), _megabytes(p.mapped_bytes)] for p in peaks]
+    return ["## Peak memory", text, table(("work", "peak", "of mapped files"), rows)]
+
+
+def _megabytes(size_bytes: int) -> str:
+    return f"{size_bytes / 1e6:.1f} MB"
+
+
 def _compiled(found: Sequence[Compiled]) -> list[str]:
     if not found:
         return []
@@ -252,6 +273,8 @@ def _sources(results: Results) -> list[str]:
         shown_sources.append(ensembles.prepare_cell)
     if results.compiled:
         shown_sources += COMPILED_SOURCES
+    if results.peaks:
+        shown_sources += memory.SOURCES
     parts = ["## What runs", "The functions behind the rows, from `benchmarks/`."]
     for fn in shown_sources:
         # `py`, not `python`: these run as parts of their modules, the blocks of a page as pages.

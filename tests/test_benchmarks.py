@@ -16,6 +16,7 @@ from benchmarks import (
     gather,
     mapping,
     measure,
+    memory,
     modules,
     page,
     rows,
@@ -301,6 +302,52 @@ def test_growth_page_names_what_is_not_linear():
     grown = scaling.Growth("stack", costs, measure.fit_line(list(costs), list(costs.values())))
 
     assert "All but stack grow linearly" in "".join(page._growth([grown], []))
+
+
+def test_peak_is_what_was_taken():
+    """A way that copies everything would look like one that copies nothing."""
+    size_bytes = 40_000_000
+    (taken, mapped), (nothing, _) = [
+        memory.peak_of(work, lambda: None) for work in (lambda: torch.ones(size_bytes // 4), lambda: None)
+    ]
+
+    assert size_bytes <= taken < 1.2 * size_bytes
+    assert mapped < 0.2 * size_bytes
+    assert nothing < 0.2 * size_bytes
+
+
+def test_peak_tells_files_apart(tmp_path):
+    """Pages that belong to a file would count as memory of the process."""
+    torch.zeros(10_000_000).numpy().tofile(tmp_path / "f")
+
+    def read():
+        leaf = torch.from_file(str(tmp_path / "f"), size=10_000_000)
+        return leaf, leaf.sum()
+
+    size_bytes, mapped = memory.peak_of(read, lambda: None)
+
+    assert mapped == pytest.approx(40_000_000, rel=0.2)
+    assert size_bytes >= mapped
+
+
+def test_a_way_that_fails_has_no_peak(capfd):
+    """A way that raises at once would have the smallest peak."""
+    with pytest.raises(RuntimeError, match="a way failed"):
+        memory.peak_of(lambda: 1 / 0, lambda: None)
+    assert "ZeroDivisionError" in capfd.readouterr().err
+
+
+def test_memory_ways_run(tmp_path):
+    """The page would lack a way, or one would measure an error."""
+    leaves = {f"layers.{i}.weight": torch.randn(3) for i in range(3)}
+    for name, ways in memory.WORK.items():
+        (tmp_path / name).mkdir()
+        for way in ways(leaves, tmp_path / name).values():
+            way()
+    text = page.render(page.Results([], peaks=[memory.Peak("save 5 tensors", "tdfunc", 1_500_000, 250_000)]))
+
+    assert "| save 5 tensors: tdfunc | 1.5 MB | 0.2 MB |" in text
+    assert "def load_ways(" in text
 
 
 def test_newer_tensordict_is_shown_without_targets():
