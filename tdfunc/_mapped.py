@@ -24,7 +24,8 @@ class MappedFile(NamedTuple):
 
 def mark_mapped(tensor: Tensor, path: str | None, mode: MapMode, file_id: tuple[int, int]) -> None:
     """Note on the storage of a tensor which file it is mapped from."""
-    setattr(tensor.untyped_storage(), _ATTRIBUTE, (path, mode, file_id))
+    storage = tensor.untyped_storage()
+    setattr(storage, _ATTRIBUTE, (path, mode, file_id, storage.data_ptr()))
 
 
 def mapped_file(tensor: Any) -> MappedFile | None:
@@ -40,5 +41,8 @@ def mapped_file(tensor: Any) -> MappedFile | None:
     found = getattr(storage, _ATTRIBUTE, None)
     if found is None:
         return None
-    path, mode, file_id = found
+    path, mode, file_id, address = found
+    if storage.data_ptr() != address:
+        # `share_memory_`, or torch's pickling for another process, moved it off the file.
+        return None
     return MappedFile(path, tensor.storage_offset() * tensor.element_size(), mode, file_id, storage.nbytes())

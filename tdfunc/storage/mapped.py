@@ -19,6 +19,9 @@ from tdfunc._collection import PLAIN, TensorCollection
 from tdfunc._errors import ConcurrencyError, CorruptCheckpointError, explain
 from tdfunc._mapped import MapMode, MappedFile, mapped_file, mark_mapped
 
+_LIMIT, _MAPS = "/proc/sys/vm/max_map_count", "/proc/self/maps"
+# For fewer files it is not worth the time to count what is mapped already.
+_MANY = 1000
 _DESCRIPTORS = {"linux": "/proc/self/fd", "darwin": "/dev/fd"}.get(sys.platform)
 # Without O_NONBLOCK opening a pipe waits for a writer, and a device may act.
 READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOCTTY", 0)
@@ -94,6 +97,28 @@ def _not_regular(what: str, kind: int) -> CorruptCheckpointError:
     }
     got = names.get(stat.S_IFMT(kind), "something else")
     return CorruptCheckpointError(explain(f"{what} is no regular file.", expected="a file", got=got))
+
+
+def check_maps(count: int, call: str) -> None:
+    """Raise if the system would not let this process map so many files more; where it does not say, it may.
+
+    Raises:
+        OSError: There would be too many mappings.
+    """
+    if count < _MANY:
+        return
+    try:
+        with open(_LIMIT, "rb") as file:
+            limit = int(file.read())
+        with open(_MAPS, "rb") as file:
+            used = sum(1 for _ in file)
+    except (OSError, ValueError):
+        return
+    if used + count > limit:
+        what = f"{call}: each leaf is a mapping, and a process may not have so many."
+        expected = f"at most {max(limit - used, 0)} leaves (vm.max_map_count is {limit}, and {used} mappings are there)"
+        hint = "stack small leaves; load a sub-folder; or raise the limit: sysctl vm.max_map_count=262144."
+        raise OSError(errno.ENOMEM, explain(what, expected=expected, got=f"{count} leaves", hint=hint))
 
 
 def map_descriptor(

@@ -23,10 +23,10 @@ from tdfunc._mapped import MapMode, mapped_file
 from tdfunc._types import Device
 from tdfunc.ops import storage_writes
 from tdfunc.storage.build import Classes
-from tdfunc.storage.folder_commit import check_target, recover, replace_folder
+from tdfunc.storage.folder_commit import recover, replace_folder
 from tdfunc.storage.folder_plan import FileLeaf, FolderPlan, plan_folder
 from tdfunc.storage.folder_read import FolderReader, LeafFile
-from tdfunc.storage.mapped import map_descriptor, open_inside
+from tdfunc.storage.mapped import check_maps, map_descriptor, open_inside
 from tdfunc.storage.remote import local_folder
 from tdfunc.storage.write import pieces, write_all
 
@@ -123,6 +123,8 @@ def _read(
         leaves = [torch.empty(leaf.shape, dtype=leaf.dtype, device=place or "cpu") for leaf in reader.leaves]
         return reader.build(leaves, place)
     aliases = reader.aliases()
+    if place is None or place.type == "cpu":
+        check_maps(len(reader.leaves) - len(aliases), "load_memmap")
 
     def one(number: int) -> Tensor | None:
         if number in aliases:
@@ -355,20 +357,13 @@ def _commit(
     sync: bool,
 ) -> TensorCollection:
     """Write a folder, map it for writing, and put it in its place."""
+    check_maps(len(plan.files), call)
 
     def write(folder: str) -> TensorCollection:
-        for name, text in plan.metas:
-            place = os.path.join(folder, name)
-            os.makedirs(os.path.dirname(place), exist_ok=True)
-            with open(place, "x", encoding="utf-8", newline="") as file:
-                file.write(text)
-        _each(partial(fill, folder), plan.files, threads)
-        for name, first in plan.links:
-            _link(os.path.join(folder, first), os.path.join(folder, name))
+        write_files(folder, plan, fill, threads)
         root = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
         try:
-            where = target
-            return _read(root, where, "r+", threads, (), plan.types, None, False)
+            return _read(root, target, "r+", threads, (), plan.types, None, False)
         finally:
             os.close(root)
 
@@ -376,8 +371,19 @@ def _commit(
         # The files have no name once they are mapped, and go with the last tensor on them.
         with tempfile.TemporaryDirectory(prefix="tdfunc-memmap-") as folder:
             return write(folder)
-    check_target(target, call, exist_ok=existsok)
     return replace_folder(target, write, call=call, exist_ok=existsok, sync=sync)
+
+
+def write_files(folder: str, plan: FolderPlan, fill: Callable[[str, FileLeaf], None], threads: int) -> None:
+    """Write all that a plan names into an empty folder."""
+    for name, text in plan.metas:
+        place = os.path.join(folder, name)
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        with open(place, "x", encoding="utf-8", newline="") as file:
+            file.write(text)
+    _each(partial(fill, folder), plan.files, threads)
+    for name, first in plan.links:
+        _link(os.path.join(folder, first), os.path.join(folder, name))
 
 
 def _create(path: str) -> int:

@@ -13,9 +13,10 @@ from tdfunc._collection import TensorCollection
 from tdfunc.storage.atomic import replace_file
 from tdfunc.storage.checkpoint import check_folder, check_target
 from tdfunc.storage.encode import outline
+from tdfunc.storage.folder_commit import replace_folder
 from tdfunc.storage.folder_plan import FileLeaf, plan_folder
 from tdfunc.storage.index import SINGLE
-from tdfunc.storage.memmap import _commit, _create, _target
+from tdfunc.storage.memmap import _create, _target, write_files
 from tdfunc.storage.remote import RemoteFiles, is_remote
 from tdfunc.storage.shards import ShardPlan, as_bytes, save_remote_file, save_remote_shards, save_shards, save_single
 from tdfunc.storage.write import Values, _as_bytes, _plain, plan_file, write_all, write_file
@@ -100,7 +101,11 @@ def memmap_stream(
         finally:
             os.close(fd)
 
-    _commit(target, plan, fill, "memmap", 0, existsok, sync=True)
+    def write(folder: str) -> None:
+        write_files(folder, plan, fill, threads=0)
+
+    assert target is not None
+    replace_folder(target, write, call="memmap", exist_ok=existsok, sync=True)
 
 
 def _bytes_of(values: Pieces) -> Values:
