@@ -22,6 +22,7 @@ from tdfunc._ties import groups_by_path
 from tdfunc._types import Kind, Path
 from tdfunc.cli.torch_files import TorchLeaf, is_torch_file, read_torch
 from tdfunc.storage.files import Files, LocalFiles, is_memmap, open_contents
+from tdfunc.storage.folder_build import build_folder
 from tdfunc.storage.folder_plan import LAZY_TYPE
 from tdfunc.storage.folder_read import FolderReader, LeafFile
 from tdfunc.storage.format import check_digest
@@ -258,7 +259,9 @@ def _open_memmap(name: str) -> Source:
     try:
         with _naming(name):
             reader = FolderReader(root, _stand_ins(_classes_under(name)))
-            tree = reader.build([torch.empty(f.shape, dtype=f.dtype, device="meta") for f in reader.leaves], None)
+            tree = build_folder(
+                reader, [torch.empty(f.shape, dtype=f.dtype, device="meta") for f in reader.leaves], None
+            )
     except BaseException:
         holder.__exit__(None, None, None)
         raise

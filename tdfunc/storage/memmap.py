@@ -23,6 +23,7 @@ from tdfunc._mapped import MapMode, mapped_file
 from tdfunc._types import Device
 from tdfunc.ops import storage_writes
 from tdfunc.storage.build import Classes
+from tdfunc.storage.folder_build import build_folder
 from tdfunc.storage.folder_commit import recover, replace_folder
 from tdfunc.storage.folder_plan import FileLeaf, FolderPlan, plan_folder
 from tdfunc.storage.folder_read import FolderReader, LeafFile
@@ -121,7 +122,7 @@ def _read(
     fake = _is_fake(place)
     if fake:
         leaves = [torch.empty(leaf.shape, dtype=leaf.dtype, device=place or "cpu") for leaf in reader.leaves]
-        return reader.build(leaves, place)
+        return build_folder(reader, leaves, place)
     aliases = reader.aliases()
     if place is None or place.type == "cpu":
         check_maps(len(reader.leaves) - len(aliases), "load_memmap")
@@ -132,7 +133,7 @@ def _read(
         leaf = map_leaf(root, reader.leaves[number], where, mode)
         return leaf if place is None or place.type == "cpu" else _move(leaf, place, non_blocking)
 
-    return reader.build(_each(one, range(len(reader.leaves)), threads), place)
+    return build_folder(reader, _each(one, range(len(reader.leaves)), threads), place)
 
 
 def map_leaf(root: int, leaf: LeafFile, where: str | None, mode: MapMode) -> Tensor:
