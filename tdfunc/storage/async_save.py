@@ -10,7 +10,7 @@ import pathlib
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from tdfunc._errors import ConcurrencyError, explain
 from tdfunc._mapped import mapped_file
 from tdfunc._nontensor import NonTensorData
 from tdfunc._types import Kind
-from tdfunc.storage.background import PendingSave, SaveQueue
+from tdfunc.storage.background import PendingSave, SaveQueue, WaitMethods
 from tdfunc.storage.checkpoint import check_folder, check_target, outline_of, save_outline, save_sharded
 from tdfunc.storage.encode import Outline
 from tdfunc.storage.remote import anchored
@@ -30,9 +30,6 @@ from tdfunc.storage.shards import as_bytes
 from tdfunc.storage.write import _SMALL_BYTES as SMALL_BYTES
 from tdfunc.storage.write import _is_plain as is_plain
 from tdfunc.storage.write import pieces
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 # What a module writes to in its forward. A parameter's kind says nothing: after an update the leaf is a new tensor.
 _LIVE_KINDS = (Kind.BUFFER, Kind.NON_PERSISTENT, Kind.EXTRA_STATE)
@@ -148,7 +145,7 @@ def _digest_each(leaves: Sequence[Tensor]) -> list[str]:
     return digests
 
 
-class AsyncSaver:
+class AsyncSaver(WaitMethods):
     """Saves trees in the background: `save` returns once nothing that the program does can change what is saved.
 
     The caller is blocked for the digest of each leaf, and for copies of the leaves that are expected to be written to:
@@ -218,26 +215,6 @@ class AsyncSaver:
             return _FileWrite(take_snapshot(td, copy), target, max_bytes, fsync)
 
         return self._queue.submit(pathlib.Path(target), prepare, timeout_s)
-
-    def wait(self, *, timeout_s: float | None = None) -> None:
-        """Wait until all saves have ended, and raise the error of the first one that failed.
-
-        Args:
-            timeout_s: How long to wait at most.
-
-        Raises:
-            TimeoutError: Saves are still running.
-            Exception: What a save raised that nobody was told of.
-        """
-        self._queue.wait(timeout_s)
-
-    def __enter__(self) -> "Self":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.wait()
-        # The error that is on its way goes first; saves that failed are shown as a warning when the saver is gone.
 
     def __repr__(self) -> str:
         return f"AsyncSaver({len(self._queue.pending)} pending)"

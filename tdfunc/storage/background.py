@@ -10,9 +10,12 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from time import monotonic
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from tdfunc._errors import ConcurrencyError, explain
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # What a caller's thread prepares (and is blocked for), and what it leaves to the background.
 Write: TypeAlias = Callable[[], pathlib.Path]
@@ -187,6 +190,34 @@ class SaveQueue:
                     )
                 state.changed.wait(left)
             state.promised += 1
+
+
+class WaitMethods:
+    """What has a queue of saves can be waited for, and be used in a `with` statement."""
+
+    __slots__ = ()
+    if TYPE_CHECKING:
+        _queue: SaveQueue
+
+    def wait(self, *, timeout_s: float | None = None) -> None:
+        """Wait until all saves in the background have ended, and raise the error of the first one that failed.
+
+        Args:
+            timeout_s: How long to wait at most.
+
+        Raises:
+            TimeoutError: Saves are still running.
+            Exception: What a save raised that nobody was told of.
+        """
+        self._queue.wait(timeout_s)
+
+    def __enter__(self) -> "Self":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.wait()
+        # The error that is on its way goes first; saves that failed are shown as a warning when the queue is gone.
 
 
 def finished(path: pathlib.Path) -> PendingSave:

@@ -28,7 +28,7 @@ from tdfunc.storage.shards import (
     save_shards,
     save_single,
 )
-from tdfunc.storage.write import plan_file, write_file
+from tdfunc.storage.write import Values, plan_file, write_file
 
 _SUFFIX = ".safetensors"
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
@@ -111,10 +111,14 @@ def save_outline(
     *,
     fsync: bool = True,
     digests: Mapping[str, str] | None = None,
+    values: Values | None = None,
     progress: bool = False,
 ) -> None:
-    """Write a tree that was outlined as one file; a leaf with a digest must still have it."""
-    plan = plan_file(out, digests)
+    """Write a tree that was outlined as one file; a leaf with a digest must still have it.
+
+    With `values` the leaves need none: their bytes come from that.
+    """
+    plan = plan_file(out, digests, values)
     with progress_bar(progress, plan.size_bytes - len(plan.head), "save") as tick:
 
         def write(fd: int) -> None:
@@ -135,10 +139,11 @@ def save_sharded(
     *,
     fsync: bool = True,
     digests: Mapping[str, str] | None = None,
+    values: Values | None = None,
     progress: bool = False,
 ) -> None:
-    """Write a tree that was outlined as shards; a leaf with a digest must still have it."""
-    plan = ShardPlan(out, max_bytes, digests)
+    """Write a tree that was outlined as shards, as `save_outline` writes one file."""
+    plan = ShardPlan(out, max_bytes, digests, values)
     with progress_bar(progress, plan.size_bytes, "save") as tick:
         if is_remote(folder):
             save_remote_shards(plan, folder, RemoteFiles(folder, fetch=False), tick=tick)

@@ -6,7 +6,7 @@ import pathlib
 import warnings
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -17,14 +17,14 @@ from tdfunc._keys import FilterLike
 from tdfunc._types import Device
 from tdfunc.storage.async_save import Snapshot, check_max_pending, take_snapshot
 from tdfunc.storage.atomic import replace_file
-from tdfunc.storage.background import PendingSave, SaveQueue, finished
+from tdfunc.storage.background import PendingSave, SaveQueue, WaitMethods, finished
 from tdfunc.storage.build import Classes
 from tdfunc.storage.checkpoint import load, outline_of
 from tdfunc.storage.encode import _is_plain
 from tdfunc.storage.format import no_constant, unique
 from tdfunc.storage.index import INDEX, SINGLE
 from tdfunc.storage.remote import anchored, local_folder
-from tdfunc.storage.shards import ShardPlan, as_bytes, write_shards
+from tdfunc.storage.shards import ShardPlan, as_bytes, write_plan, write_shards
 from tdfunc.storage.steps import (
     StepRemovedError,
     StepReplacedError,
@@ -38,10 +38,7 @@ from tdfunc.storage.steps import (
     remove_step,
     step_name,
 )
-from tdfunc.storage.write import plan_file, write_all, write_file
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from tdfunc.storage.write import plan_file, write_all
 
 ABOUT_FILE = "checkpoint.json"
 _VERSION = 1
@@ -61,7 +58,7 @@ class About(NamedTuple):
     metadata: dict[str, Any]
 
 
-class CheckpointManager:
+class CheckpointManager(WaitMethods):
     """The checkpoints of a run: one folder for each step, of which the last and the best are kept.
 
     A step appears whole or not at all, whatever happens during the save. What a killed process left is invisible, and
@@ -168,18 +165,6 @@ class CheckpointManager:
 
         return self._queue.submit(path, prepare, None)
 
-    def wait(self, *, timeout_s: float | None = None) -> None:
-        """Wait until all saves in the background have ended, and raise the error of the first one that failed.
-
-        Args:
-            timeout_s: How long to wait at most.
-
-        Raises:
-            TimeoutError: Saves are still running.
-            Exception: What a save raised that nobody was told of.
-        """
-        self._queue.wait(timeout_s)
-
     def delete(self, step: int) -> None:
         """Remove a step, also if it is the latest or the best.
 
@@ -196,14 +181,6 @@ class CheckpointManager:
                 raise BlockingIOError(
                     explain(f"delete {self._folder}: step {number} is being loaded.", hint="try again later.")
                 )
-
-    def __enter__(self) -> "Self":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.wait()
-        # The error that is on its way goes first; saves that failed are shown as a warning when the manager is gone.
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -437,12 +414,7 @@ def _write_tree(snapshot: Snapshot, folder: str, max_bytes: int | None, *, fsync
     if max_bytes is not None:
         write_shards(ShardPlan(outline, max_bytes, digests), folder, fsync=fsync)
         return INDEX
-    plan = plan_file(outline, digests)
-
-    def write(fd: int) -> None:
-        write_file(fd, plan)
-
-    replace_file(os.path.join(folder, SINGLE), write, size_bytes=plan.size_bytes, fsync=fsync)
+    write_plan(plan_file(outline, digests), os.path.join(folder, SINGLE), fsync=fsync)
     return SINGLE
 
 

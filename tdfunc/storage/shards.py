@@ -131,7 +131,7 @@ def write_shards(plan: ShardPlan, folder: str, *, fsync: bool, tick: Tick = None
     """Write all shards and then the index into a folder that nobody else writes to."""
     paths = [os.path.join(folder, name) for name in plan.names]
     # One after the other: several threads were measured to be no faster.
-    digests = [_write(file, path, fsync=fsync, tick=tick) for file, path in zip(plan.files, paths, strict=True)]
+    digests = [write_plan(file, path, fsync=fsync, tick=tick) for file, path in zip(plan.files, paths, strict=True)]
     raw = plan.index(digests)
     index = os.path.join(folder, INDEX)
     replace_file(index, lambda at: write_all(at, memoryview(raw)), size_bytes=len(raw), fsync=fsync)
@@ -143,8 +143,8 @@ def _remove(paths: Sequence[str]) -> None:
             os.unlink(path)
 
 
-def _write(file: FilePlan, path: str, *, fsync: bool, tick: Tick) -> str:
-    """Write one shard; return the digest of its header."""
+def write_plan(file: FilePlan, path: str, *, fsync: bool, tick: Tick = None) -> str:
+    """Write one file as a whole; return the digest of its header."""
     digests: list[str] = []
     replace_file(path, lambda fd: digests.append(write_file(fd, file, tick)), size_bytes=file.size_bytes, fsync=fsync)
     # The last one, where the file system made a second try necessary.

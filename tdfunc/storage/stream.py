@@ -10,16 +10,13 @@ from typing import TypeAlias
 from torch import Tensor
 
 from tdfunc._collection import TensorCollection
-from tdfunc.storage.atomic import replace_file
-from tdfunc.storage.checkpoint import check_folder, check_target
+from tdfunc.storage.checkpoint import check_folder, check_target, save_outline, save_sharded
 from tdfunc.storage.encode import outline
 from tdfunc.storage.folder_commit import replace_folder
 from tdfunc.storage.folder_plan import FileLeaf, plan_folder
-from tdfunc.storage.index import SINGLE
 from tdfunc.storage.memmap import _create, _target, write_files
-from tdfunc.storage.remote import RemoteFiles, is_remote
-from tdfunc.storage.shards import ShardPlan, as_bytes, save_remote_file, save_remote_shards, save_shards, save_single
-from tdfunc.storage.write import Values, _as_bytes, _plain, plan_file, write_all, write_file
+from tdfunc.storage.shards import as_bytes
+from tdfunc.storage.write import Values, _as_bytes, _plain, write_all
 
 # Called with a leaf of the tree: its values in row-major order, as tensors of any shape.
 Pieces: TypeAlias = Callable[[Tensor], Iterable[Tensor]]
@@ -52,24 +49,10 @@ def save_stream(
     source = _bytes_of(values)
     if max_shard_size is not None:
         folder, size = check_folder(path), as_bytes(max_shard_size)
-        shards = ShardPlan(outline(spec, values=False), size, values=source)
-        if is_remote(folder):
-            save_remote_shards(shards, folder, RemoteFiles(folder, fetch=False))
-        else:
-            save_shards(shards, folder, fsync=fsync)
-        return
-    target = check_target(path)
-    plan = plan_file(outline(spec, values=False), values=source)
-
-    def write(fd: int) -> None:
-        write_file(fd, plan)
-
-    if is_remote(target):
-        save_remote_file(target, write, RemoteFiles(target, fetch=False))
-    elif os.path.basename(target) == SINGLE:
-        save_single(target, write, size_bytes=plan.size_bytes, fsync=fsync)
+        save_sharded(outline(spec, values=False), folder, size, fsync=fsync, values=source)
     else:
-        replace_file(target, write, size_bytes=plan.size_bytes, fsync=fsync)
+        target = check_target(path)
+        save_outline(outline(spec, values=False), target, fsync=fsync, values=source)
 
 
 def memmap_stream(
