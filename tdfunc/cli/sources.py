@@ -238,8 +238,9 @@ def _open_safetensors(name: str, files: Files, *, verify: bool) -> Source:
         for key, i in numbers.items():
             spec = plan.specs[i]
             data = contents.sources[places.homes[i]].data
-            digest = places.digests[i] if places.digests is not None else None
-            readers[key] = FileLeaf(data, places.begins[i], spec.dtype, spec.size.numel(), plan.names[i], digest)
+            readers[key] = FileLeaf(
+                data, places.begins[i], spec.dtype, spec.size.numel(), plan.names[i], places.digests[i]
+            )
     except BaseException:
         contents.close()
         raise

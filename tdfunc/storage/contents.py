@@ -36,7 +36,8 @@ class Places(NamedTuple):
     # The number of the file; its bytes count from its beginning.
     homes: list[int]
     begins: list[int]
-    digests: list[str] | None
+    # None for what has no checksum.
+    digests: list[str | None]
 
 
 class Found(NamedTuple):
@@ -186,11 +187,12 @@ class Contents:
         plan = self.plan
         count = len(plan.names)
         homes = [0] * count if self.homes is None else self._homes_of(plan.names)
-        begins, digests = [0] * count, [""] * count
+        begins: list[int] = [0] * count
+        digests: list[str | None] = [None] * count
         for number, source in enumerate(self.sources):
             mine = range(count) if self.homes is None else [i for i in range(count) if homes[i] == number]
             self._place(source, mine, begins, digests)
-        return Places(homes, begins, digests if self.is_ours and self.verify else None)
+        return Places(homes, begins, digests)
 
     def _homes_of(self, names: Sequence[str]) -> list[int]:
         assert self.homes is not None
@@ -202,13 +204,13 @@ class Contents:
             )
         return [self.homes[name] for name in names]
 
-    def _place(self, source: Source, mine: Sequence[int], begins: list[int], digests: list[str]) -> None:
+    def _place(self, source: Source, mine: Sequence[int], begins: list[int], digests: list[str | None]) -> None:
         """Find the leaves of one file; the header's own entries must agree with the tree."""
         plan, header = self.plan, source.header
         names, specs = plan.names, plan.specs
         if self.homes is not None:
             names, specs = [names[i] for i in mine], [specs[i] for i in mine]
-        if header.entries is None:
+        if header.entries is None and self.is_ours:
             layout = lay_out(names, specs)
             if header.rest.rstrip(" ") == f"{layout.entries}}}":
                 check_size(source.begin + layout.size_bytes, source.size_bytes)
@@ -228,10 +230,16 @@ class Contents:
                         got=header.rest[:200],
                     )
                 )
-        # Another program wrote the header; the names still say which leaf is which.
-        found = {entry.name: entry for entry in self._entries(source)}
+        # Another program wrote the header, or the index; the names still say which leaf is which.
+        entries = self._entries(source)
+        known: Sequence[str | None] = [None] * len(entries)
+        if header.entries is None and self.verify:
+            check_algorithm(header.algorithm)
+            known = split_digests(header.metadata["tdfunc.leaves"], len(entries))
+        found = {entry.name: (entry, digest) for entry, digest in zip(entries, known, strict=True)}
         for i, name, spec in zip(mine, names, specs, strict=True):
-            begins[i] = source.begin + _same(found.pop(json.loads(name), None), name, spec).begin
+            entry, digests[i] = found.pop(json.loads(name), (None, None))
+            begins[i] = source.begin + _same(entry, name, spec).begin
         if found:
             raise CorruptCheckpointError(
                 explain("the file has leaves that its tree does not have.", got=", ".join(map(repr, list(found)[:5])))

@@ -208,6 +208,8 @@ class Plan:
 
     def _read_flags(self, flat: list[Any], numbers: list[int]) -> list[str]:
         flags = ["" if type(what) is int else what[1] for what in flat]
+        if not _TEXTS.issuperset(map(type, flags)):
+            check_flags(_stray(flags, _TEXTS), self.specs[0].dtype)
         # Most leaves of one spec have the same.
         for flag, number in set(zip(flags, numbers, strict=True)):
             check_flags(flag, self._table[number].dtype)

@@ -167,23 +167,24 @@ def _open_all(path: str, index: Index, files: Files, *, verify: bool) -> list[So
             sources.append(open_source(folder + name, verify=verify, data=files.open(folder + name)))
             if verify:
                 with naming(folder + name):
-                    _check_shard(sources[-1], None if index.digests is None else index.digests[number])
+                    _check_shard(sources[-1], index, number)
     except BaseException:
         _close(sources)
         raise
     return sources
 
 
-def _check_shard(source: Source, recorded: str | None) -> None:
-    found, metadata = source.header.digest, source.header.metadata
+def _check_shard(source: Source, index: Index, number: int) -> None:
+    found = source.header.digest
+    recorded = None if index.digests is None else index.digests[number]
     if recorded is None:
-        # One damaged letter makes an index of ours one of another program; its shards still say whose they are.
-        if found is not None and "tdfunc.tree" not in metadata:
+        # One damaged letter makes an index of ours look like one of another program.
+        if found is not None and index.is_marked:
             raise CorruptCheckpointError(
                 explain(
                     "this shard is of tdfunc, and the index is not.",
-                    expected="an index with tdfunc's metadata, which hold the tree and the checksums",
-                    got="none of them: the index is damaged, or another program wrote it again",
+                    expected="an index with tdfunc's metadata, or one without a trace of them",
+                    got="traces of them: the index is damaged",
                     hint="restore the index from a copy, or read what is there: load(path, verify=False).",
                 )
             )

@@ -29,6 +29,8 @@ class Index(NamedTuple):
     files: list[str]
     # The digest of each file's header; None in an index of another program.
     digests: list[str] | None
+    # Whether its bytes have anything of tdfunc, which one flipped bit cannot take away and another program may.
+    is_marked: bool
 
 
 def render_index(
@@ -82,7 +84,7 @@ def parse_index(raw: bytes, *, verify: bool) -> Index:
         raise CorruptCheckpointError(explain(what, expected=expected, got=got))
     homes = {quote(name): numbers[home] for name, home in weights.items()}
     digests = [str(shards.get(name)) for name in files] if isinstance(shards, dict) else None
-    return Index(texts, homes, files, digests)
+    return Index(texts, homes, files, digests, b'"tdfunc.' in raw)
 
 
 def _check_files(files: Sequence[Any]) -> None:

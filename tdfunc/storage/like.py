@@ -15,13 +15,18 @@ from tdfunc._types import Path
 def check_like(tree: TensorCollection, like: Any, path: str) -> None:
     """Compare leaves with a tree or spec of anything that has a shape and a dtype.
 
+    Of paths that `like` ties, one is enough: other programs store a tied leaf under one of its names.
+
     Raises:
         TreeStructureError: Keys differ; the message lists all differences.
         LeafMismatchError: Only shapes or dtypes differ; the message lists all of them.
     """
     expected = read_specs(like)
     found = {at: _spec_of(leaf, at) for at, leaf in iter_leaves(tree)}
-    lines = [f"missing:    {dotted(at)} ({_shown(spec)})" for at, spec in expected.items() if at not in found]
+    groups = like._ties if isinstance(like, TensorCollection) else ()
+    held = {at for group in groups if any([path in found for path in group]) for at in group}
+    lacking = [at for at in expected if at not in found and at not in held]
+    lines = [f"missing:    {dotted(at)} ({_shown(expected[at])})" for at in lacking]
     lines += [f"unexpected: {dotted(at)} ({_shown(spec)})" for at, spec in found.items() if at not in expected]
     error = TreeStructureError if lines else LeafMismatchError
     for at, (shape, dtype) in expected.items():

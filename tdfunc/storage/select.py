@@ -147,21 +147,22 @@ def _read_file(
     specs, begins, digests = plan.specs, places.begins, places.digests
     tick = choice.tick
     # In the order of the file, which the disk reads ahead.
-    in_order = sorted(mine, key=begins.__getitem__) if digests is not None or not mapped else ()
+    checked = contents.verify and not all([digests[i] is None for i in mine])
+    in_order = sorted(mine, key=begins.__getitem__) if checked or not mapped else ()
     if not mapped:
         leaves: dict[int, Tensor] = {}
         for i in in_order:
-            digest = None if digests is None else digests[i]
-            leaves[i] = read_leaf(source, specs[i], begins[i], plan.names[i], digest)
+            leaves[i] = read_leaf(source, specs[i], begins[i], plan.names[i], digests[i])
             if tick is not None:
                 tick(specs[i].size_bytes)
         return [leaves[i] for i in mine]
     data = map_bytes(source)
-    if digests is not None:
+    if checked:
         view = memoryview(data)
         for i in in_order:
-            begin = begins[i]
-            check_bytes(plan.names[i], view[begin : begin + specs[i].size_bytes], digests[i])
+            begin, digest = begins[i], digests[i]
+            if digest is not None:
+                check_bytes(plan.names[i], view[begin : begin + specs[i].size_bytes], digest)
             if tick is not None:
                 tick(specs[i].size_bytes)
     if len(mine) == len(specs):

@@ -12,7 +12,7 @@ from tdfunc import CheckpointManager, CorruptCheckpointError, TensorDict, load, 
 from tdfunc import open as open_file
 from tdfunc.storage import files
 from tdfunc.storage import manager as storage_manager
-from tests.storage.trees import assert_same, entry, forge
+from tests.storage.trees import assert_same, entry, forge, same_bytes
 
 WHOLE = entry("w", "I64", [1], 0, 8)
 READS = {
@@ -148,6 +148,28 @@ def test_a_tied_leaf_in_a_tree_that_is_inside_itself(tmp_path):
     path.write_bytes(forge(tree, [entry("a.w", "I64", [1], 0, 8)], bytes(8)))
 
     refused(path, lambda path: _opened(path, lambda f: f["x"]), "after the node that it is in")
+
+
+def test_an_index_that_another_program_wrote_again(tmp_path):
+    """Shards of tdfunc under an index that is not would not load, or their checksums would count for nothing."""
+    tree = TensorDict({"b": {"x": torch.ones(2, 3)}, "a": torch.arange(6.0), "c": torch.zeros(2)})
+    save(tree, tmp_path, max_shard_size=40)
+    path = tmp_path / "model.safetensors.index.json"
+    weights = json.loads(path.read_text())["weight_map"]
+    path.write_text(json.dumps({"metadata": {"total_size": 56}, "weight_map": dict(sorted(weights.items()))}, indent=2))
+    loaded = load(tmp_path)
+
+    assert list(loaded.keys()) == ["a", "b", "c"]
+    assert same_bytes(loaded["b", "x"], tree["b", "x"])
+    assert same_bytes(loaded["a"], tree["a"])
+    for shard in tmp_path.glob("*.safetensors"):
+        raw = shard.read_bytes()
+        shard.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+        with pytest.raises(CorruptCheckpointError, match=r"(?s)leaf .* is damaged.*expected: +xxh3-64 .*got: +xxh3-64"):
+            load(tmp_path)
+        with pytest.raises(CorruptCheckpointError, match=r"(?s)leaf .* is damaged"):
+            load(tmp_path, keys="*")
+        shard.write_bytes(raw)
 
 
 def test_an_index_that_lost_its_metadata(tmp_path):

@@ -260,3 +260,30 @@ def test_progress_without_tqdm(tmp_path, monkeypatch):
     with pytest.raises(UnsupportedError, match=r"progress=True needs tqdm[\s\S]*pip install"):
         save(TensorDict({"a": torch.ones(1)}), tmp_path / "t.safetensors", progress=True)
     assert not (tmp_path / "t.safetensors").exists()
+
+
+@pytest.mark.parametrize("stored", [["a"], ["b"], ["a", "b"]])
+def test_like_of_a_model_that_ties(stored, tmp_path):
+    """A checkpoint that has a tied leaf under one of its names, as other programs save it, would be refused."""
+    module = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+    module["b"].weight = module["a"].weight
+    safetensors.torch.save_file({f"{name}.weight": torch.ones(2, 2) for name in stored}, tmp_path / "f.safetensors")
+    loaded = load(tmp_path / "f.safetensors", like=tdfunc.from_module(module))
+    loaded.to_module(module)
+
+    assert loaded.paths() == [(name, "weight") for name in stored]
+    assert module["b"].weight is module["a"].weight
+    assert module["a"].weight.tolist() == [[1, 1], [1, 1]]
+
+
+def test_like_of_a_model_that_ties_and_is_not_there(tmp_path):
+    """A checkpoint that has a tied leaf under none of its names, or of another shape, would be taken."""
+    module = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+    module["b"].weight = module["a"].weight
+    safetensors.torch.save_file({"c": torch.ones(1)}, tmp_path / "f.safetensors")
+    safetensors.torch.save_file({"b.weight": torch.ones(3)}, tmp_path / "g.safetensors")
+
+    with pytest.raises(TreeStructureError, match=r"3 differences(.|\n)*missing: +a\.weight(.|\n)*missing: +b\.weight"):
+        load(tmp_path / "f.safetensors", like=tdfunc.from_module(module))
+    with pytest.raises(LeafMismatchError, match=r"b\.weight: expected \[2, 2\], got \[3\]"):
+        load(tmp_path / "g.safetensors", like=tdfunc.from_module(module))
