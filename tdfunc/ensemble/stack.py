@@ -74,7 +74,7 @@ def stack_modules(modules: Sequence[nn.Module]) -> Any:
     if not members:
         raise ValueError(explain("stack_modules: no modules were given.", expected="at least one", got=modules))
     columns: list[list[Any]] = [[]]
-    outline = Outline(members[0], columns[0])
+    outline = Outline(members[0], columns[0], set())
     # Slots that are None are found for all modules at once.
     present = [x is not None for x in columns[0]]
     columns[0] = list(compress(columns[0], present))
@@ -108,8 +108,13 @@ class Outline:
         "_static", "_type", "_types", "_values",
     )  # fmt: skip
 
-    def __init__(self, module: nn.Module, values: list[Any]) -> None:
-        module = unwrap(module, "stack_modules")
+    def __init__(self, module: nn.Module, values: list[Any], known: set[type]) -> None:
+        # `known` has the classes of modules that are no wrapper.
+        if type(module) not in known:
+            inner = unwrap(module, "stack_modules")
+            if inner is module:
+                known.add(type(module))
+            module = inner
         own = module.__dict__
         self._type, self._attributes, self._hooked = type(module), len(own), has_hooks(own)
         plain, self._others = hyperparameters(module)
@@ -126,31 +131,32 @@ class Outline:
             values.append(_State(module.get_extra_state()))
         children = own["_modules"]
         self._names = list(children)
-        self._children = [None if child is None else Outline(child, values) for child in children.values()]
+        self._children = [None if child is None else Outline(child, values, known) for child in children.values()]
 
     def read(self, module: Any, values: list[Any]) -> bool:
         """Append a module's slots; False where only the slow comparison can tell whether it is like this one."""
-        if type(module) is not self._type:
-            return False
-        # A few comparisons in C for each module: a large model has thousands of attributes.
         own = module.__dict__
-        if self._hooked or has_hooks(own):
+        # A few comparisons in C for each module: a large model has thousands of attributes.
+        if type(module) is not self._type or len(own) != self._attributes or self._hooked or has_hooks(own):
             return False
         try:
             found = self._get(own)
         except KeyError:
             return False
-        if len(own) != self._attributes or found != self._values or list(map(type, found)) != self._types:
+        if found != self._values or list(map(type, found)) != self._types:
             return False
         if self._others and not all([name in own and alike(value, own[name]) for name, value in self._others]):
             return False
-        if list(own["_parameters"]) != self._parameters or list(own["_buffers"]) != self._buffers:
+        parameters, buffers = own["_parameters"], own["_buffers"]
+        if list(parameters) != self._parameters or list(buffers) != self._buffers:
             return False
-        values += own["_parameters"].values()
-        values += own["_buffers"].values()
+        values += parameters.values()
+        values += buffers.values()
         if self._extra:
             values.append(_State(module.get_extra_state()))
         children = own["_modules"]
+        if not children and not self._names:
+            return True
         if list(children) != self._names:
             return False
         for child, outline in zip(children.values(), self._children, strict=True):
@@ -171,11 +177,14 @@ class Outline:
 
 
 def _static(own: dict[str, Any], extra: bool) -> Static | None:
-    kinds = {name: Kind.PARAMETER for name, value in own["_parameters"].items() if value is not None}
-    hidden = own["_non_persistent_buffers_set"]
-    for name, value in own["_buffers"].items():
-        if value is not None:
-            kinds[name] = Kind.NON_PERSISTENT if name in hidden else Kind.BUFFER
+    if not own["_parameters"] and not own["_buffers"] and not extra:
+        return None
+    kinds = dict.fromkeys([name for name, value in own["_parameters"].items() if value is not None], Kind.PARAMETER)
+    if own["_buffers"]:
+        hidden = own["_non_persistent_buffers_set"]
+        for name, value in own["_buffers"].items():
+            if value is not None:
+                kinds[name] = Kind.NON_PERSISTENT if name in hidden else Kind.BUFFER
     if extra:
         kinds[EXTRA_STATE] = Kind.EXTRA_STATE
     return Static(kinds) if kinds else None
