@@ -385,7 +385,9 @@ def test_export(fn, strict):
         assert_same(program.module()(other), fn(other))
 
 
-@pytest.mark.parametrize("fn", [double_or_next, add_until, rows])
+@pytest.mark.parametrize(
+    "fn", [double_or_next, *[pytest.param(fn, marks=pytest.mark.slow) for fn in (add_until, rows)]]
+)
 def test_make_fx(fn):
     """A graph of `make_fx` would hold one branch or a number of steps."""
 

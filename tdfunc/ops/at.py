@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import LeafOp, TensorCollection
+from tdfunc._collection import PLAIN, LeafOp, TensorCollection
 from tdfunc._errors import BatchSizeError, LeafMismatchError, MissingKeyError, TieError, explain
 from tdfunc._keys import dotted, is_key
 from tdfunc._nontensor import NonTensorBase
@@ -140,7 +140,8 @@ def write_rows(tree: T, index: Any, value: Any, call: str) -> T:
         # index_put works inside vmap and grad, where writing to a copy of the leaf may not be legal.
         flat = old.reshape(count, *features)
         new = new.reshape(taken.numel(), *features).to(old.dtype)
-        return flat.index_put((taken.reshape(-1),), new, accumulate=call == "add").reshape(old.shape)
+        rows = _as_leaf(taken.reshape(-1), flat)
+        return flat.index_put((rows,), new, accumulate=call == "add").reshape(old.shape)
 
     return tree._shape(LeafOp("write_rows", leaf, batch=True, args=(parts, call)), value)
 
@@ -163,7 +164,16 @@ def _number(value: Any, leaf: Tensor, where: str) -> Tensor:
     if isinstance(number, int) and leaf.dtype.is_floating_point and abs(number) < 2**1023:
         # torch fills with no integer of more than 64 bits, which a float may well be near to.
         number = float(number)
-    return as_tensor(number, where, leaf.device, dtype)
+    made = as_tensor(number, where, leaf.device, dtype)
+    return _as_leaf(made, leaf)
+
+
+def _as_leaf(made: Tensor, leaf: Any) -> Tensor:
+    """Return a tensor of ours for use with a leaf: a DTensor works with others of its kind only."""
+    if type(leaf) in PLAIN or not hasattr(leaf, "device_mesh"):
+        return made
+    # What is made without dimensions is whole in every process, and so is the tensor.
+    return type(leaf).from_local(made, leaf.device_mesh, leaf.new_empty(()).placements)
 
 
 def _keeps(number: Any, dtype: torch.dtype) -> bool:

@@ -86,7 +86,11 @@ class MemoryMethods(TensorCollection):
         return self._map(LeafOp("pin_memory", lambda x: x.pin_memory()))
 
     def share_memory_(self) -> "Self":
-        """Move the storage of every leaf to memory that other processes see, as `Tensor.share_memory_`; this tree."""
+        """Move the storage of every leaf to memory that other processes see, as `Tensor.share_memory_`; this tree.
+
+        Raises:
+            UnsupportedError: A leaf is a DTensor.
+        """
         storage_writes.share(self)
         return self
 

@@ -12,13 +12,14 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import LeafOp, TensorCollection, is_compiling, iter_leaves
+from tdfunc._collection import PLAIN, LeafOp, TensorCollection, is_compiling, iter_leaves
 from tdfunc._errors import (
     BatchSizeError,
     LeafMismatchError,
     MissingKeyError,
     TieError,
     TreeStructureError,
+    UnsupportedError,
     explain,
 )
 from tdfunc._keys import dotted, missing, unravel
@@ -444,6 +445,12 @@ def share(tree: TensorCollection) -> None:
     for path, leaf in iter_leaves(tree):
         if isinstance(leaf, Tensor):
             check_reaches_file(leaf, f"share_memory_ {dotted(path)!r}")
+            # As of torch 2.13 sharing a DTensor ends the process: it has no storage of its own.
+            if type(leaf) not in PLAIN and hasattr(leaf, "to_local"):
+                what = f"share_memory_: {dotted(path)!r} is spread over processes."
+                hint = "td.apply(lambda x: x.to_local()) has what lies in this one, x.full_tensor() all."
+                expected, got = "a tensor with storage", f"a {type(leaf).__name__}"
+                raise UnsupportedError(explain(what, expected=expected, got=got, hint=hint))
     for _, leaf in iter_leaves(tree):
         if isinstance(leaf, Tensor):
             leaf.share_memory_()

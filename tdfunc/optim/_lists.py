@@ -96,6 +96,9 @@ def spread(value: Coefficient, leaves: Leaves) -> float | Leaves:
         kind = (leaf.dim(), leaf.dtype, leaf.device)
         if kind not in known:
             shape = (*value.shape, *[1] * (leaf.dim() - value.dim()))
+            if not value.dim() and hasattr(leaf, "device_mesh"):
+                # DTensors take plain tensors for numbers only where they have no dimensions.
+                shape = ()
             known[kind] = value.to(leaf.device, leaf.dtype).reshape(shape)
         result.append(known[kind])
     return result
