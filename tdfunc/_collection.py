@@ -300,7 +300,9 @@ class TensorCollection(Slots):
         raise _frozen(self, f"del .{name}", f"td = td.delete({name!r})")
 
     def __setitem__(self, key: Any, value: object) -> NoReturn:
-        shown = ", ".join(map(repr, key)) if isinstance(key, tuple) else repr(key)
+        # A mask would be printed whole.
+        items: Any = key if isinstance(key, tuple) else (key,)
+        shown = ", ".join([repr(k) if isinstance(k, (str, int, slice, tuple)) else "index" for k in items])
         fix = f"td = td.set({key!r}, value)" if is_key(key) else "td = td.at[index].set(value)"
         if isinstance(value, Tensor) and is_key(key) and dict(iter_leaves(self)).get(unravel(key)) is value:
             # `td[key] += 1` has changed the leaf by the time that Python assigns it.

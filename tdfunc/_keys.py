@@ -73,10 +73,13 @@ class _Missing:
 
 def _missing_text(path: Path, known: Iterable[str], call: str, node: Any) -> str:
     names, key, parent = list(known), path[-1], path[:-1]
+    parts = tuple(key.split("."))
+    # A file has no node to look into, only the names of one level.
+    nested = len(parts) > 1 and (parts[0] in names if node is None else _leads(node, parts))
     if node is not None and not hasattr(node, "_keys"):
         hint = f"{dotted(parent)!r} is a leaf: nothing lies under it."
-    elif "." in key and _leads(node, tuple(key.split("."))):
-        hint = f"a nested key is a tuple: {(*parent, *key.split('.'))!r}."
+    elif nested:
+        hint = f"a nested key is a tuple: {(*parent, *parts)!r}."
     else:
         hint = did_you_mean(key, names) or _further_down(key, parent, node)
     shown = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")

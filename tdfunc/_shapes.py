@@ -183,7 +183,9 @@ def normalize_index(index: Any, size: Size) -> tuple[Any, ...]:
                 "index: too many indices for the batch.",
                 expected=f"at most {len(size)} for batch size {list(size)}",
                 got=f"{used} in {index!r}",
-                hint="only batch dimensions can be indexed; for those of the leaves use td.apply(lambda x: x[...]).",
+                hint="only batch dimensions can be indexed; for those of the leaves use td.apply(lambda x: x[...])."
+                if size
+                else "without a batch size there are no rows: TensorDict(..., batch_size=[n]). Keys are text: td['0'].",
             )
         )
     if ellipsis is not None:
@@ -245,9 +247,20 @@ def _no_index(item: Any, whole: Any) -> IndexError:
             "index: not an index.",
             expected="int, slice, Ellipsis, None, bool, or a tensor, list, range or array of ints or bools",
             got=f"{item!r} in {whole!r}",
-            hint="a key and an index do not mix: td[key][index], or td[index][key].",
+            hint=_key_hint(whole),
         )
     )
+
+
+def _key_hint(whole: Any) -> str:
+    """Return what to write instead of an index that holds text."""
+    items: list[Any] = list(whole) if isinstance(whole, (list, tuple)) else [whole]  # pyright: ignore[reportUnknownArgumentType]
+    if isinstance(whole, list) and all(isinstance(item, str) for item in items):
+        return f"several keys are chosen by td.select({', '.join(map(repr, items))})."
+    hint = "a key and an index do not mix: td[key][index], or td[index][key]."
+    if isinstance(whole, tuple) and all(isinstance(item, (str, int)) for item in items):
+        hint += f" Keys are text: td[{', '.join(repr(str(item)) for item in items)}]."
+    return hint
 
 
 def _mask_item(mask: Tensor, size: Size, position: int | None) -> tuple[list[Any], int]:

@@ -59,7 +59,8 @@ class TensorDict(TreeMethods, FromMethods, FromFrameMethods):
 
     Raises:
         BatchSizeError: A leaf does not start with the batch size; the message names it.
-        TypeError: A key is no str, a value is None, or the source is neither a mapping nor a tree.
+        TypeError: A key is no str, a value is None, the source is neither a mapping nor a tree, or an option of
+            tensordict's (`lock=True`) stands beside it.
 
     Examples:
         >>> td = TensorDict({"a": torch.zeros(3, 4), "b": {"c": torch.ones(3)}}, batch_size=[3])
@@ -79,6 +80,8 @@ class TensorDict(TreeMethods, FromMethods, FromFrameMethods):
     ) -> None:
         compiling, static, given = is_compiling(), None, None
         place = None if device is None else as_device(device)
+        if entries and source is not None:
+            _refuse_options(entries)
         if isinstance(source, TensorCollection):
             tree = _copy(source, batch_size, place)
             tree = update(tree, entries) if entries else tree
@@ -119,6 +122,21 @@ class TensorDict(TreeMethods, FromMethods, FromFrameMethods):
     def fromkeys(cls, keys: Iterable[NestedKey], value: Any = 0) -> "TensorDict":
         """Return a tree that holds one value under each (nested) key."""
         return cls({key: value for key in keys})
+
+
+# Arguments of tensordict's constructor, or of `from_dict`; an entry of such a name is given in the mapping.
+_OPTIONS = {
+    "lock": "leave it out: a tree never changes.",
+    "non_blocking": "TensorDict(source, batch_size).to(device, non_blocking=True).",
+    "auto_batch_size": "TensorDict.from_dict(source, auto_batch_size=True).",
+}
+
+
+def _refuse_options(entries: dict[str, Any]) -> None:
+    for name, hint in _OPTIONS.items():
+        if isinstance(entries.get(name), bool):
+            what, got = f"TensorDict: {name!r} is no option, and would become an entry.", f"{name}={entries[name]}"
+            raise TypeError(explain(what, expected="batch_size, device, names", got=got, hint=hint))
 
 
 def _mapping(source: Any, entries: dict[str, Any]) -> Mapping[Any, Any]:

@@ -11,7 +11,7 @@ from torch.utils._pytree import _broadcast_to_and_flatten, tree_flatten, tree_le
 
 from tdfunc._collection import PLAIN, TensorCollection
 from tdfunc._errors import BatchSizeError, UnsupportedError, explain
-from tdfunc.modules.random import refuse_traced_seed
+from tdfunc.modules.random import refuse_traced_members
 
 # What a forward may return beside tensors and containers: values that hold no tensor.
 _PLAIN = (
@@ -168,7 +168,7 @@ def seed_of(rng: Any) -> int | None:
     if rng is None or (isinstance(rng, int) and not isinstance(rng, bool)):
         return rng
     if isinstance(rng, torch.Generator):
-        refuse_traced_seed("call the ensemble outside, or give each member's draws to the function as data.")
+        refuse_traced_members()
         return int(torch.randint(0, 1 << 62, (), generator=rng, device=rng.device))
     raise TypeError(
         explain("Ensemble: rng seeds the members.", expected="int, torch.Generator or None", got=type(rng).__name__)

@@ -306,6 +306,9 @@ def init_ensemble(make: Callable[[], nn.Module], n: int, seed: int = 0) -> Any:
         >>> tree["weight"].shape
         torch.Size([4, 2, 3])
     """
+    if not isinstance(n, int) or isinstance(n, bool):
+        hint = "init_ensemble(make, n)."
+        raise TypeError(explain("init_ensemble: n is a number.", expected="int", got=type(n).__name__, hint=hint))
     if n < 1:
         raise ValueError(explain("init_ensemble: there would be no members.", expected="n >= 1", got=n))
     if isinstance(make, nn.Module):

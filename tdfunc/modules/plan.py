@@ -3,6 +3,7 @@
 A plan is made once for a module. It remembers structure, shapes and ties, never a weight.
 """
 
+from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -162,13 +163,16 @@ class Spec:
             TieError: Two paths of one tensor of the module have different leaves.
         """
         if not isinstance(params, TensorCollection) or not (buffers is None or isinstance(buffers, TensorCollection)):
-            got = type(buffers if isinstance(params, TensorCollection) else params).__name__
+            wrong = buffers if isinstance(params, TensorCollection) else params
+            hint = "apply(params, x, ..., buffers=buffers)."
+            if isinstance(wrong, Mapping):
+                hint = 'TensorDict(d) makes a tree of a nested dict, TensorDict(d).unflatten_keys(".") of a state dict.'
             raise TypeError(
                 explain(
                     "apply: params and buffers must be trees.",
                     expected="TensorDict",
-                    got=got,
-                    hint="apply(params, x, ..., buffers=buffers).",
+                    got=type(wrong).__name__,
+                    hint=hint,
                 )
             )
         first = self.params.checked(params, lead)

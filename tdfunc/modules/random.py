@@ -76,12 +76,12 @@ def _generators(rng: Any) -> list[torch.Generator]:
     if isinstance(rng, (list, tuple)) and all(isinstance(g, torch.Generator) for g in rng):
         return list(rng)
     if isinstance(rng, int) and not isinstance(rng, bool):
-        refuse_traced_seed("pass a torch.Generator to the traced function, and give it as rng=.")
+        refuse_traced_seed()
         return [torch.Generator().manual_seed(rng)]
     raise TypeError(explain("rng: no source of random numbers.", expected="a seed or a torch.Generator", got=repr(rng)))
 
 
-def refuse_traced_seed(hint: str) -> None:
+def refuse_traced_seed() -> None:
     """Raise while `jit` or `make_fx` records: a replay would go on drawing from the generator made by the record."""
     if get_proxy_mode() is not None:
         raise UnsupportedError(
@@ -89,7 +89,21 @@ def refuse_traced_seed(hint: str) -> None:
                 "rng: a seed inside a traced function would count for its first call only.",
                 expected="a generator that is an argument of the function",
                 got="a seed",
-                hint=hint,
+                hint="pass a torch.Generator to the traced function, and give it as rng=.",
+            )
+        )
+
+
+def refuse_traced_members() -> None:
+    """Raise while `jit` or `make_fx` records: what is seeded for each member is made by Python, and so once."""
+    if get_proxy_mode() is not None:
+        raise UnsupportedError(
+            explain(
+                "rng: the generators of the members cannot be made inside a traced function.",
+                expected="an ensemble outside of the trace, or no rng",
+                got="rng for members, which would be seeded at the first call only",
+                hint='torch.vmap(fn, randomness="different") of the function of one model, without rng, draws anew in '
+                "each replay; or leave tdfunc.jit out.",
             )
         )
 
@@ -107,7 +121,7 @@ def _past(func: Any) -> UnsupportedError:
 
 def member_generators(seed: int, stop: int, start: int = 0) -> list[torch.Generator]:
     """Return generators for members start to stop, each seeded by (seed, i) alone: how many there are changes none."""
-    refuse_traced_seed("call the ensemble outside, or give each member's draws to the function as data.")
+    refuse_traced_members()
     return [torch.Generator().manual_seed(member_seed(seed, i)) for i in range(start, stop)]
 
 

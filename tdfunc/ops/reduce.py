@@ -10,6 +10,7 @@ from torch import Size, Tensor
 
 from tdfunc._collection import PLAIN, LeafOp, TensorCollection, is_compiling, iter_leaves, leaf_paths, with_leaves
 from tdfunc._errors import explain
+from tdfunc._keys import dotted
 from tdfunc._shapes import EMPTY, dim_index, one_shape, put_first
 from tdfunc._types import LeafFn, Names, Path
 from tdfunc.ops.arithmetic import unzip
@@ -123,7 +124,30 @@ def reduce(tree: TensorCollection, name: str, dim: Any, keepdim: bool, whole: bo
     if name == "prod":
         return _reduce_leaves(tree, name, dim, keepdim, lambda x, dims, keep: _prod(x, dims, keep, **kwargs))
     direct = partial(_method, name, keepdim, kwargs) if name in _METHODS else None
-    return _reduce_leaves(tree, name, dim, keepdim, lambda x, dims, keep: fn(x, dims, keepdim=keep, **kwargs), direct)
+
+    def each(x: Tensor, dims: tuple[int, ...], keep: bool) -> Tensor:
+        return fn(x, dims, keepdim=keep, **kwargs)
+
+    try:
+        return _reduce_leaves(tree, name, dim, keepdim, each, direct)
+    except RuntimeError as err:
+        _name_refused(tree, name, err)
+        raise
+
+
+def _name_refused(tree: TensorCollection, name: str, err: RuntimeError) -> None:
+    """Raise again, with the path of the leaf, what torch says of integers that have no mean, say."""
+    refused = [(path, x.dtype) for path, x in iter_leaves(tree) if not (x.is_floating_point() or x.is_complex())]
+    if refused and "float" in str(err):
+        path, dtype = refused[0]
+        raise RuntimeError(
+            explain(
+                f"{name}: torch refuses the leaf {dotted(path)!r}.",
+                expected="a leaf of a floating-point or complex dtype",
+                got=str(dtype),
+                hint="cast the tree (td.float()), or tdfunc.partition such leaves off first.",
+            )
+        ) from err
 
 
 # Methods of a tensor that take dimensions or none, which is all of them.

@@ -61,6 +61,9 @@ class Optimizer:
     rule: Rule
     hyper: Mapping[str, Hyper]
 
+    def __repr__(self) -> str:
+        return f"{self.rule.name}({', '.join(f'{name}={_shown(value)}' for name, value in self.hyper.items())})"
+
     def init(self, params: TensorCollection) -> "TensorDict":
         """Return the state before the first step.
 
@@ -139,6 +142,12 @@ class Optimizer:
         data = {key: rebuild(node, slots[key]) if key in slots else node for key, node in state._data.items()}
         data["step"] = step
         return state._make(data, state._batch_size, state._device, state._names, state._static)
+
+
+def _shown(value: Hyper) -> str:
+    if isinstance(value, Tensor):
+        return f"tensor of shape {list(value.shape)}" if value.dim() else f"{value.item():g}"
+    return "<a function>" if callable(value) else f"{value:g}"
 
 
 def _counted(step: Tensor, active: Tensor | None) -> Tensor:

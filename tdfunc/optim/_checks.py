@@ -1,6 +1,7 @@
 """What an optimizer checks before a step: leaves, gradients, state, and hyperparameters that differ by member."""
 
 import math
+from numbers import Real
 from typing import Any
 
 import torch
@@ -144,6 +145,15 @@ def check_hyper(rule: str, name: str, value: object, low: float, high: float = m
     """Raise unless every number in a hyperparameter lies in [low, high); functions are checked by nobody."""
     if callable(value):
         return
+    if not isinstance(value, (Tensor, Real)):
+        raise TypeError(
+            explain(
+                f"{rule}: {name} is no hyperparameter.",
+                expected="a number, a tensor with a value for each member, or a function of the step",
+                got=repr(value),
+                hint="torch.tensor([...]) makes a tensor of a list.",
+            )
+        )
     numbers = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
     # Written so that nan fails.
     if not bool(((numbers >= low) & (numbers < high)).all()):

@@ -24,6 +24,9 @@ class GradientMap:
     name: str
     leaves: Callable[[TensorCollection, Leaves], Leaves]
 
+    def __repr__(self) -> str:
+        return self.name
+
     def __call__(self, grads: T) -> T:
         """Return the new gradients."""
         return rebuild(grads, self.leaves(grads, collect(grads)))

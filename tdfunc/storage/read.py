@@ -181,7 +181,7 @@ def _other_format(start: bytes) -> str:
         return "a file of torch.save is read by torch.load(path, weights_only=True)."
     if start.startswith(b"\x80"):
         return "this looks like a pickle, which tdfunc never reads."
-    return "restore the file from a copy."
+    return "give the path of a .safetensors file; if this was one, restore it from a copy."
 
 
 def map_bytes(source: Source) -> Any:

@@ -524,3 +524,10 @@ def test_a_module_is_no_list_of_modules():
         tdf.stack_modules(nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"make must build a module(.|\n)*a module \(Linear\)"):
         tdf.init_ensemble(nn.Linear(2, 2), 3)
+
+
+@pytest.mark.parametrize("n", [nn.Linear, 3.0, True])
+def test_the_number_of_members_is_a_number(n):
+    """Arguments in the other order would be told that a function cannot be compared."""
+    with pytest.raises(TypeError, match=rf"n is a number(.|\n)*int(.|\n)*{type(n).__name__}(.|\n)*\(make, n\)"):
+        tdf.init_ensemble(lambda: nn.Linear(2, 2), n)

@@ -665,5 +665,6 @@ def test_a_seed_in_a_traced_function_is_refused():
 
     with pytest.raises(tdf.UnsupportedError, match="a seed inside a traced function"):
         tdf.jit(lambda x: apply(params, x, rng=0))(torch.ones(3))
-    with pytest.raises(tdf.UnsupportedError, match="a seed inside a traced function"):
-        tdf.jit(lambda t, x: members(t, x, rng=0))(stacked, torch.ones(3, 2))
+    for rng in (0, torch.Generator()):
+        with pytest.raises(tdf.UnsupportedError, match=r'(?s)members cannot be made inside.*randomness="different"'):
+            tdf.jit(lambda t, x, rng: members(t, x, rng=rng))(stacked, torch.ones(3, 2), rng)

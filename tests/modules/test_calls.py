@@ -234,7 +234,8 @@ def test_forward_may_call_apply():
             r"'0.nope' is not one of its leaves[\s\S]*4 leaves of Sequential[\s\S]*unknown leaves \['0.nope'\]",
         ),
         (lambda p: p["0"], TreeStructureError, r"'0.weight' is missing[\s\S]*unknown leaves \['weight', 'bias'\]"),
-        (lambda p: dict(p.items()), TypeError, r"must be trees[\s\S]*TensorDict[\s\S]*dict[\s\S]*buffers=buffers"),
+        (lambda p: dict(p.items()), TypeError, r"must be trees[\s\S]*got:\s+dict[\s\S]*TensorDict\(d\) makes a tree"),
+        (lambda p: p["0", "bias"], TypeError, r"must be trees[\s\S]*got:\s+Tensor[\s\S]*buffers=buffers"),
     ],
 )
 def test_trees_that_do_not_fit(edit, error, text):

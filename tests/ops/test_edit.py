@@ -441,3 +441,39 @@ def test_a_block_has_nothing_to_write_back(of):
 
     with pytest.raises(ImmutableError, match=message), tree.flatten_keys("."):
         pass
+
+
+@pytest.mark.parametrize(
+    ("index", "shown"),
+    [
+        (torch.ones(2, dtype=torch.bool), r"td\[index\] = value"),
+        ((0, torch.tensor([0])), r"td\[0, index\] = value"),
+        (slice(1, 2), r"td\[slice\(1, 2, None\)\] = value"),
+    ],
+)
+def test_an_assignment_to_rows_does_not_print_them(index, shown):
+    """A mask of a million rows would be the error's text."""
+    with pytest.raises(ImmutableError, match=shown + r"(.|\n)*td = td\.at\[index\]\.set\(value\)"):
+        TensorDict({"a": torch.ones(2, 2)}, [2, 2])[index] = 1
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("lock", "never changes"),
+        ("non_blocking", r"\.to\(device, non_blocking=True\)"),
+        ("auto_batch_size", "from_dict"),
+    ],
+)
+def test_options_of_tensordict_are_no_entries(name, hint):
+    """`TensorDict(d, lock=True)` would hold an entry called lock, without a word."""
+    with pytest.raises(
+        TypeError, match=rf"'{name}' is no option(.|\n)*batch_size, device, names(.|\n)*{name}=(.|\n)*{hint}"
+    ):
+        TensorDict({"a": torch.ones(2)}, [2], **{name: True})
+    with pytest.raises(TypeError, match=f"'{name}' is no option"):
+        TensorDict(TensorDict({"a": 1}), **{name: False})
+
+    assert TensorDict(**{name: True})[name]
+    assert TensorDict({name: True, "a": 1})[name]
+    assert TensorDict({"a": 1}, **{name: torch.ones(2)})[name].sum() == 2

@@ -7,7 +7,7 @@ import torch
 
 from tdfunc import BatchSizeError, LeafMismatchError, TensorDict, TreeStructureError
 from tdfunc._jit import jit
-from tdfunc.optim import adam, adamw, sgd
+from tdfunc.optim import adam, adamw, chain, clip_by_global_norm, sgd
 from tests.helpers import TiedLM, assert_pure, assert_trees_equal
 
 
@@ -204,3 +204,21 @@ def test_refused(call, error, words):
         call()
 
     assert all(word in str(err.value) for word in words), str(err.value)
+
+
+@pytest.mark.parametrize("value", [[0.1, 0.2], "0.1", None])
+def test_hyperparameters_of_another_type(value):
+    """A list of learning rates would be accepted, and fail in the first step."""
+    with pytest.raises(TypeError, match=r"(?s)adam: lr is no hyperparameter.*tensor with a value for each") as err:
+        adam(lr=value)
+
+    assert repr(value) in str(err.value)
+
+
+def test_optimizers_show_their_hyperparameters():
+    """A notebook would show the addresses of functions."""
+    opt = adam(lr=lambda step: 0.1 / (step + 1), betas=(torch.tensor(0.5), torch.ones(3) / 2), weight_decay=1e-4)
+    words = "adam(lr=<a function>, beta1=0.5, beta2=tensor of shape [3], eps=1e-08, weight_decay=0.0001)"
+
+    assert repr(opt) == words
+    assert repr(chain(clip_by_global_norm(1.0), opt)) == f"Chain(maps=(clip_by_global_norm,), last={words})"

@@ -425,3 +425,24 @@ def test_arguments(tmp_path):
     with pytest.raises(FileNotFoundError, match="missing"):
         tdfunc.open(tmp_path / "missing.safetensors")
     assert open_module.open is tdfunc.open
+
+
+def test_a_dotted_key_is_told_to_be_a_tuple(tmp_path):
+    """People who come from state dicts would be told only that the key is not there."""
+    path = tmp_path / "t.safetensors"
+    save(TensorDict({"layer": {"weight": torch.ones(2)}}), path)
+
+    with (
+        tdfunc.open(path) as f,
+        pytest.raises(MissingKeyError, match=r"a nested key is a tuple: \('layer', 'weight'\)"),
+    ):
+        f["layer.weight"]
+
+
+def test_a_file_of_another_kind_is_not_called_damaged_only(tmp_path):
+    """Somebody who gave the wrong path would look for a backup."""
+    path = tmp_path / "notes.txt"
+    path.write_text("nothing of the kind, in a few words more")
+
+    with pytest.raises(CorruptCheckpointError, match=r"no safetensors file(.|\n)*give the path of a .safetensors file"):
+        load(path)
