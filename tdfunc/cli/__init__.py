@@ -3,12 +3,14 @@
 import importlib
 import importlib.util
 import io
+import os
 import sys
 from collections.abc import Sequence
 
 import torch
 
 from tdfunc._errors import explain
+from tdfunc.cli.streams import note
 from tdfunc.ops.facts import printable
 
 _PACKAGES = ("rich", "typer")
@@ -28,7 +30,7 @@ def main(args: Sequence[str] | None = None) -> None:
             f"the command line needs {' and '.join(lacking)}, not installed here.",
             'pip install "tdfunc[cli]".',
         )
-        print(f"tdfunc: {explain(what, hint=hint)}", file=sys.stderr)
+        note(explain(what, hint=hint))
         sys.exit(_TROUBLE)
     until = given.index("--") if "--" in given else len(given)
     debug = "--debug" in given[:until]
@@ -47,7 +49,7 @@ def main(args: Sequence[str] | None = None) -> None:
     except Exception as err:
         if debug:
             raise
-        print(f"tdfunc: {_told(err)}", file=sys.stderr)
+        note(_told(err))
         sys.exit(_TROUBLE)
 
 
@@ -55,7 +57,9 @@ def _told(err: Exception) -> str:
     """Return what an error says, safe to print."""
     text = str(err)
     if isinstance(err, OSError) and err.errno is not None and err.strerror is not None:
-        text = f"{err.filename}: {err.strerror}" if err.filename is not None else err.strerror
+        # A name may be empty, or have more than one line.
+        name = printable(os.fsdecode(err.filename), 1000) or "''" if isinstance(err.filename, (str, bytes)) else None
+        text = f"{name}: {err.strerror}" if name is not None else err.strerror
     elif not type(err).__module__.startswith("tdfunc") and "\n  " not in text:
         # An error of another library may say nothing without its name.
         text = f"{type(err).__name__}: {text}"

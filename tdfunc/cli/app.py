@@ -8,6 +8,7 @@ import typer
 
 from tdfunc.cli.diff import DiffOptions
 from tdfunc.cli.diff import diff as run_diff
+from tdfunc.cli.numbers import Tolerance
 from tdfunc.cli.rewrite import EditOptions, OutOptions, average_files, rewrite
 from tdfunc.cli.show import ShowOptions
 from tdfunc.cli.show import show as run_show
@@ -102,13 +103,12 @@ def diff(
     json: Json = False,
 ) -> None:
     """Compare two checkpoints: structure, shapes, dtypes, metadata, and values (without --values by checksums)."""
-    rtol, atol = _read_tolerance(tol)
-    raise typer.Exit(run_diff(a, b, DiffOptions(values or tol is not None, rtol, atol, metadata, json)))
+    raise typer.Exit(run_diff(a, b, DiffOptions(values or tol is not None, _read_tolerance(tol), metadata, json)))
 
 
-def _read_tolerance(text: str | None) -> tuple[float, float]:
+def _read_tolerance(text: str | None) -> Tolerance:
     if text is None:
-        return 0.0, 0.0
+        return Tolerance()
     try:
         found = [float(part) for part in text.split("/")]
     except ValueError:
@@ -117,7 +117,7 @@ def _read_tolerance(text: str | None) -> tuple[float, float]:
         raise typer.BadParameter(
             f"{text!r} is neither RTOL nor RTOL/ATOL, such as 1e-5 or 1e-3/1e-5.", param_hint="--tol"
         )
-    return found[0], found[-1]
+    return Tolerance(found[0], found[-1])
 
 
 @app.command(epilog="Exit code: 0 whole, 1 damaged, 2 trouble, 3 whole as far as can be told: no checksums.")

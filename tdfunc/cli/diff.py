@@ -7,10 +7,11 @@ from tdfunc._collection import TensorCollection
 from tdfunc._keys import dotted
 from tdfunc._nontensor import NonTensorBase
 from tdfunc._types import Path
-from tdfunc.cli.numbers import Difference
-from tdfunc.cli.output import Table, as_json, emit, progress, render, short, shown
-from tdfunc.cli.show import metadata_of
-from tdfunc.cli.sources import Source, Stored, open_source, plain_values, stored_leaves
+from tdfunc.cli.leaves import Stored, plain, plain_values, same_values, stored_leaves
+from tdfunc.cli.numbers import Difference, Tolerance
+from tdfunc.cli.output import Table, as_json, progress, render, short, shown
+from tdfunc.cli.sources import Source, open_source
+from tdfunc.cli.streams import emit
 from tdfunc.ops.facts import count_text
 
 EQUAL, DIFFERENT = 0, 1
@@ -20,8 +21,7 @@ class DiffOptions(NamedTuple):
     """What is compared, and how."""
 
     values: bool = False
-    rtol: float = 0.0
-    atol: float = 0.0
+    tolerance: Tolerance = Tolerance()
     metadata: bool = True
     json: bool = False
 
@@ -117,10 +117,12 @@ def _metadata(first: Source, second: Source) -> Iterator[Found]:
         yield from _tree_metadata(first, second)
     values, more = plain_values(first.tree), plain_values(second.tree)
     for path in [*values, *(path for path in more if path not in values)]:
-        yield from _unequal(path, {"value": (_value(values.get(path)), _value(more.get(path)))})
-    texts, others_texts = metadata_of(first), metadata_of(second)
-    for key in [*texts, *(key for key in others_texts if key not in texts)]:
-        yield from _unequal((), {f"metadata {key}": (texts.get(key), others_texts.get(key))})
+        a, b = values.get(path), more.get(path)
+        if not same_values(a, b):
+            yield Found("value", path, _value(a), _value(b))
+    texts, others = first.metadata, second.metadata
+    for key in [*texts, *(key for key in others if key not in texts)]:
+        yield from _unequal((), {f"metadata {key}": (texts.get(key), others.get(key))})
 
 
 def _tree_metadata(first: Source, second: Source) -> Iterator[Found]:
@@ -175,7 +177,10 @@ def _nodes(tree: TensorCollection) -> dict[Path, dict[str, Any]]:
 
 
 def _value(value: NonTensorBase | None) -> Any:
-    return "-" if value is None else value.tolist()
+    if value is None:
+        return "-"
+    # What it is one of, where two sides may differ in no more than that.
+    return {"shape": list(value.shape), "value": plain(value)} if value.shape else plain(value)
 
 
 # -- values -----------------------------------------------------------------------------------------------------
@@ -208,7 +213,7 @@ def _read_values(
     found: list[ValueDifference] = []
     with progress("diff", sum(one.size_bytes for one, _ in pairs)) as tick:
         for one, other in pairs:
-            unequal = Difference(options.rtol, options.atol)
+            unequal = Difference(options.tolerance)
             for x, y in zip(first.pieces(one.leaf, tick), second.pieces(other.leaf), strict=True):
                 unequal.add(x, y)
             if unequal.differing:

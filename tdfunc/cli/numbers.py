@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,12 +80,24 @@ class Stats:
         }
 
 
+class Tolerance(NamedTuple):
+    """How far apart values may be: `atol + rtol * |b|`."""
+
+    rtol: float = 0.0
+    atol: float = 0.0
+
+    def exceeded(self, apart: Tensor, size: Tensor) -> int:
+        """Count the distances that are larger, or infinite."""
+        # Of an infinite size any part is infinite, or NaN for a part of 0; and what is infinitely far apart is larger.
+        largest = size.mul(self.rtol).add_(self.atol).nan_to_num_(nan=0.0)
+        return int((apart > largest).sum())
+
+
 @dataclass
 class Difference:
     """What differs between two leaves of one shape, beyond a tolerance."""
 
-    rtol: float = 0.0
-    atol: float = 0.0
+    tolerance: Tolerance = Tolerance()
     count: int = 0
     differing: int = 0
     # Over all elements, those within the tolerance too; infinite where only one is NaN.
@@ -103,7 +116,7 @@ class Difference:
             x, y = x.to(torch.complex128), y.to(torch.complex128)
         apart = (x - y).abs()
         if not is_exact and bool(apart.isfinite().all()):
-            self._add_finite(apart, y.abs())
+            self._enter(apart, y.abs())
             return
         same = (a.view(torch.int64) == b.view(torch.int64)) if is_exact and a.element_size() == 8 else x == y
         unequal = ~(same | (x.isnan() & y.isnan()))
@@ -114,19 +127,14 @@ class Difference:
         if is_exact:
             # Where float64 rounds the difference away.
             apart = apart.clamp(min=1)
-        size = y.abs()
-        close = (apart <= self.atol + self.rtol * size) & apart.isfinite()
-        self.differing += int((~close).sum())
-        self.max_abs = max(self.max_abs, float(apart.max()))
-        rel = torch.where(size > 0, apart / size, math.inf).nan_to_num(nan=math.inf, posinf=math.inf)
-        self.max_rel = max(self.max_rel, float(rel.max()))
+        self._enter(apart, y.abs())
 
-    def _add_finite(self, apart: Tensor, size: Tensor) -> None:
-        self.differing += int((apart > self.atol + self.rtol * size).sum())
+    def _enter(self, apart: Tensor, size: Tensor) -> None:
+        self.differing += self.tolerance.exceeded(apart, size)
         self.max_abs = max(self.max_abs, float(apart.max()))
-        # 0 / 0 is no difference.
+        # 0 / 0 is no difference; what is infinitely far apart is so relative to anything.
         rel = apart.div_(size).nan_to_num_(nan=0.0, posinf=math.inf)
-        self.max_rel = max(self.max_rel, float(rel.max()))
+        self.max_rel = max(self.max_rel, float(rel.max())) if self.max_abs < math.inf else math.inf
 
 
 def average(pieces: Iterable[Tensor], weights: Iterable[float], total: float) -> Tensor:

@@ -1,10 +1,8 @@
-"""What the commands print: tables and JSON on stdout, bars and notes on stderr; colours for terminals only."""
+"""What the commands print: tables and JSON, and bars on stderr; colours for terminals only."""
 
 import io
 import json
 import math
-import os
-import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -16,10 +14,9 @@ from rich.text import Text
 from rich.tree import Tree as RichTree
 
 from tdfunc._types import Path
+from tdfunc.cli.streams import is_terminal, takes_all_text
 from tdfunc.ops.facts import printable
 
-# As the shell says it of a program that a closed pipe ended.
-_BROKEN_PIPE = 141
 _NO_LIMIT = 1 << 30
 _MAX_CELL = 60
 
@@ -31,22 +28,6 @@ class Table(NamedTuple):
     rows: list[tuple[str, ...]]
     # The columns of numbers, which end at the right.
     numbers: frozenset[int] = frozenset()
-
-
-def emit(text: str) -> None:
-    """Print to stdout; where nobody reads any more, end quietly."""
-    try:
-        sys.stdout.write(f"{text}\n" if text else "")
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Else the interpreter complains when it flushes at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(_BROKEN_PIPE) from None
-
-
-def note(text: str) -> None:
-    """Print a line to stderr."""
-    print(f"tdfunc: {text}", file=sys.stderr)
 
 
 def safe(text: str) -> str:
@@ -71,7 +52,7 @@ def shown_lines(text: str) -> str:
 
 def render(table: Table) -> str:
     """Return a table as text: as wide as the terminal, or in plain columns for whatever reads a pipe."""
-    if not sys.stdout.isatty():
+    if not is_terminal("stdout"):
         return _plain(table)
     made = RichTable(box=None, pad_edge=False, header_style="bold")
     for i, name in enumerate(table.header):
@@ -110,17 +91,19 @@ def render_tree(title: str, lines: Sequence[tuple[Path, str]]) -> str:
 
 # Any: what rich can render.
 def _rich(what: Any) -> str:
-    is_terminal = sys.stdout.isatty()
+    colours = is_terminal("stdout")
     file = io.StringIO()
-    width = None if is_terminal else 100_000
-    console = Console(file=file, force_terminal=is_terminal, width=width, no_color=None if is_terminal else True)
+    width = None if colours else 100_000
+    console = Console(file=file, force_terminal=colours, width=width, no_color=None if colours else True)
     console.print(what)
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip("\n").split("\n"))
 
 
 def as_json(found: Any) -> str:
     """Return JSON, in which numbers that are none (NaN, infinities) are texts."""
-    return json.dumps(_finite(found), indent=2, ensure_ascii=False, allow_nan=False, default=repr)
+    # Of a stream in another encoding: what it replaces characters by is no JSON.
+    escaped = not takes_all_text()
+    return json.dumps(_finite(found), indent=2, ensure_ascii=escaped, allow_nan=False, default=repr)
 
 
 def _finite(value: Any) -> Any:
@@ -134,7 +117,7 @@ def _finite(value: Any) -> Any:
 @contextmanager
 def progress(what: str, size_bytes: int) -> Generator[Callable[[int], object], None, None]:
     """Show a bar on stderr, if that is a terminal; yield what counts bytes."""
-    if not sys.stderr.isatty():
+    if not is_terminal("stderr"):
         yield lambda _: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())

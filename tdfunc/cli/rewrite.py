@@ -3,18 +3,20 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tdfunc._collection import TensorCollection
 from tdfunc._errors import LeafMismatchError, TreeStructureError, UnsupportedError, explain
+from tdfunc._nontensor import NonTensorBase
 from tdfunc._types import Path
+from tdfunc.cli.leaves import Stored, choose, make_filter, plain, plain_values, same_values, stored_leaves
 from tdfunc.cli.numbers import Difference, average, has_values
-from tdfunc.cli.output import note, progress, safe, shown
-from tdfunc.cli.show import metadata_of
-from tdfunc.cli.sources import Source, Stored, choose, make_filter, open_source, plain_values, stored_leaves
+from tdfunc.cli.output import progress, safe, shown
+from tdfunc.cli.sources import Source, open_source
+from tdfunc.cli.streams import note
 from tdfunc.cli.targets import Target, cast_tree, make_target, write
 from tdfunc.ops.facts import bytes_text, count_text
 from tdfunc.ops.structure import keep_leaves
@@ -129,9 +131,8 @@ def _target(out: str, options: OutOptions, source: Source) -> Target:
 
 
 def _note_metadata(source: Source) -> None:
-    found = metadata_of(source)
-    if found:
-        note(f"the metadata of {safe(source.path)} are not kept: {', '.join(map(safe, found))}")
+    if source.metadata:
+        note(f"the metadata of {safe(source.path)} are not kept: {', '.join(map(safe, source.metadata))}")
 
 
 def _done(target: Target, leaves: Sequence[Stored]) -> None:
@@ -230,20 +231,17 @@ def _check_unaveraged(sources: Sequence[Source], rows: Sequence[dict[tuple[Path,
                 lines.append(f"{shown(key[0])} ({_spec(one)}) in {safe(source.path)}")
         first, other = plain_values(sources[0].tree), plain_values(source.tree)
         for path in [*first, *(path for path in other if path not in first)]:
-            a, b = (_plain(values.get(path)) for values in (first, other))
-            if repr(a) != repr(b):
-                lines.append(
-                    f"{shown(path)} in {safe(source.path)}: {safe(repr(b)[:80])} instead of {safe(repr(a)[:80])}"
-                )
+            a, b = first.get(path), other.get(path)
+            if not same_values(a, b):
+                lines.append(f"{shown(path)} in {safe(source.path)}: {_value(b)} instead of {_value(a)}")
     if lines:
         what = "\n    ".join(["average: what is no floating number has no mean, and these differ:", *lines])
         hint = f"--unequal first takes them from {safe(sources[0].path)}; extract --exclude leaves them out."
         raise LeafMismatchError(explain(what, expected="equal integers, bools and non-tensor data", hint=hint))
 
 
-# Any: non-tensor data, or None.
-def _plain(value: Any) -> Any:
-    return "nothing" if value is None else value.tolist()
+def _value(value: NonTensorBase | None) -> str:
+    return "nothing" if value is None else safe(repr(plain(value))[:80])
 
 
 def _is_equal(a: Source, one: Stored, b: Source, other: Stored) -> bool:

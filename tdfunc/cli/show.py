@@ -4,14 +4,15 @@ import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from tdfunc._nontensor import NonTensorBase
+from tdfunc._keys import dotted
+from tdfunc._nontensor import NonTensorBase, NonTensorData
 from tdfunc._types import Path
+from tdfunc.cli.leaves import Stored, choose, make_filter, plain, plain_values, stored_leaves
 from tdfunc.cli.numbers import Stats, has_values
-from tdfunc.cli.output import Table, as_json, emit, progress, render, render_tree, safe, short, shown
-from tdfunc.cli.sources import Source, Stored, choose, make_filter, open_source, plain_values, stored_leaves
+from tdfunc.cli.output import Table, as_json, progress, render, render_tree, safe, short, shown
+from tdfunc.cli.sources import Source, open_source
+from tdfunc.cli.streams import emit
 from tdfunc.ops.facts import bytes_text, count_text, kind_text
-from tdfunc.storage.manager import ABOUT_FILE, _read_about
-from tdfunc.storage.steps import step_name
 
 _STATS = ("min", "max", "mean", "std", "nan", "inf", "zero")
 
@@ -55,16 +56,6 @@ def _compute_stats(source: Source, leaves: Sequence[Stored]) -> dict[int, Stats]
     return found
 
 
-def metadata_of(source: Source) -> dict[str, Any]:
-    """Return what was saved beside the tree: strings of the header, and the metadata of a step."""
-    found: dict[str, Any] = {key: text for key, text in source.metadata.items() if (key, text) != ("format", "pt")}
-    folder = source.path if source.step is None else os.path.join(source.path, step_name(source.step))
-    name = os.path.basename(os.path.realpath(folder))
-    if os.path.isfile(os.path.join(folder, ABOUT_FILE)) and name.startswith("step-") and name[5:].isdigit():
-        found.update(_read_about(folder, int(name[5:])).metadata)
-    return found
-
-
 def _title(source: Source) -> str:
     size = bytes_text(source.size_bytes)
     parts = [safe(source.path), source.format]
@@ -75,7 +66,7 @@ def _title(source: Source) -> str:
     if source.step is not None:
         parts.append(f"step {source.step}, the latest of {', '.join(map(str, source.steps))}")
     lines = [", ".join(parts)]
-    lines += [f"{safe(key)}: {_value_text(value)}" for key, value in metadata_of(source).items()]
+    lines += [f"{safe(key)}: {_value_text(value)}" for key, value in source.metadata.items()]
     return "\n".join(lines)
 
 
@@ -97,7 +88,7 @@ def _ties_text(one: Stored) -> str:
 
 
 def _value_text(value: Any) -> str:
-    return short(repr(value.tolist() if isinstance(value, NonTensorBase) else value))
+    return short(repr(plain(value) if isinstance(value, NonTensorBase) else value))
 
 
 def _table(leaves: Sequence[Stored], values: dict[Path, NonTensorBase], stats: dict[int, Stats]) -> Table:
@@ -167,7 +158,7 @@ def _totals(leaves: Sequence[Stored], values: dict[Path, NonTensorBase]) -> str:
     by_dtype: dict[str, int] = {}
     for one in leaves:
         by_dtype[_type_text(one)] = by_dtype.get(_type_text(one), 0) + one.size_bytes
-    text = f"{count_text(len(leaves), 'leaf')}, {elements:,} elements, {size}"
+    text = f"{count_text(len(leaves), 'leaf')}, {count_text(elements, 'element')}, {size}"
     if len(by_dtype) > 1:
         text += f" ({', '.join(f'{name} {bytes_text(n)}' for name, n in by_dtype.items())})"
     return text + (f", {count_text(len(values), 'non-tensor value')}" if values else "")
@@ -198,9 +189,20 @@ def _document(
         "checksums": source.checksums,
         "step": source.step,
         "batch_size": list(source.tree._batch_size),
-        "metadata": metadata_of(source),
+        "metadata": source.metadata,
         "leaves": entries,
-        "values": [{"path": list(path), "value": value.tolist()} for path, value in values.items()],
+        "values": [_entry_of(path, value) for path, value in values.items()],
         "elements": sum(one.leaf.numel() for one in leaves),
         "bytes": sum(one.size_bytes for one in leaves),
+    }
+
+
+def _entry_of(path: Path, value: NonTensorBase) -> dict[str, Any]:
+    return {
+        "path": list(path),
+        "name": dotted(path),
+        "shape": list(value.shape),
+        # Whether there is one for each element of the shape, as nested lists; else it is one for all.
+        "per_element": not isinstance(value, NonTensorData),
+        "value": plain(value),
     }

@@ -9,14 +9,15 @@ from torch import Tensor
 
 from tdfunc._collection import LeafOp, TensorCollection
 from tdfunc._errors import UnsupportedError, explain
-from tdfunc.cli.output import note, safe
-from tdfunc.cli.sources import plain_values, stored_leaves
+from tdfunc.cli.leaves import plain_values, stored_leaves
+from tdfunc.cli.output import safe
+from tdfunc.cli.streams import note
 from tdfunc.cli.torch_files import state_of, without_values, write_torch
 from tdfunc.ops.facts import count_text
 from tdfunc.storage.folder_commit import check_target as check_memmap
 from tdfunc.storage.index import INDEX, SINGLE
 from tdfunc.storage.names import META
-from tdfunc.storage.remote import is_remote
+from tdfunc.storage.remote import is_remote, local_path
 from tdfunc.storage.shards import as_bytes
 from tdfunc.storage.stream import memmap_stream, save_stream
 
@@ -44,6 +45,7 @@ def make_target(
         ValueError: No format follows from the name, or the name does not fit the format.
         FileExistsError: There is something, and `force` was not given (or it is no checkpoint).
     """
+    path = local_path(path)
     path = path.rstrip("/") or path
     chosen = format or _format_of(path, max_shard_size, source_format)
     if chosen not in FORMATS:

@@ -32,6 +32,11 @@ _libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
 # Where a zip file keeps the checksum of an entry: in the entry of its directory, and behind the data.
 _CENTRAL, _CENTRAL_CRC, _DESCRIPTOR_CRC = b"PK\x01\x02", 16, 4
 _HAS_DESCRIPTOR = 0x08
+# What torch.load and zipfile raise for damage.
+_UNREADABLE = (
+    AttributeError, EOFError, LookupError, RuntimeError, TypeError, ValueError,
+    struct.error, zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
 
 
 class TorchLeaf(NamedTuple):
@@ -99,6 +104,7 @@ def _load(path: str) -> tuple[Any, bool]:
     options: Any = {"map_location": "cpu", "weights_only": True}
     try:
         if zipfile.is_zipfile(path):
+            _check_members(path)
             return torch.load(path, mmap=True, **options), True
         # Files of torch before 1.6 cannot be mapped.
         return torch.load(path, **options), False
@@ -113,10 +119,24 @@ def _load(path: str) -> tuple[Any, bool]:
                 hint="in a program that trusts the file, save its state dict anew.",
             )
         ) from err
-    except (AttributeError, EOFError, KeyError, RuntimeError, TypeError, ValueError) as err:
+    except UnsupportedError:
+        raise
+    except _UNREADABLE as err:
         got = f"{type(err).__name__}: {str(err).splitlines()[0] if str(err) else ''}"[:300]
         what, hint = f"{path}: torch.load cannot read this.", "restore the file from a copy."
         raise CorruptCheckpointError(explain(what, expected="a file of torch.save", got=got, hint=hint)) from err
+
+
+def _check_members(path: str) -> None:
+    """Raise for an archive of another program, which is no damaged one of torch.save."""
+    with zipfile.ZipFile(path) as archive:
+        names = {name.partition("/")[2] for name in archive.namelist()}
+    if "constants.pkl" in names:
+        what, hint = f"{path}: this is a program of torch.jit.", "in Python: torch.jit.load(path).state_dict()."
+        raise UnsupportedError(explain(what, expected="a file of torch.save", got="constants.pkl", hint=hint))
+    if names and "data.pkl" not in names and not any(name.startswith("data/") for name in names):
+        got = ", ".join(map(ascii, sorted(names)))[:300]
+        raise UnsupportedError(explain(f"{path}: this is another archive.", expected="a file of torch.save", got=got))
 
 
 class _Builder:
@@ -209,7 +229,7 @@ def _plain(value: Any) -> Any:
 
 
 def damaged_entries(path: str, tick: Callable[[int], object] | None) -> Iterator[str]:
-    """Yield the entries of a zip archive whose checksums do not match."""
+    """Yield the entries of a zip archive that cannot be read, or whose checksums do not match."""
     with zipfile.ZipFile(path) as archive:
         for entry in archive.infolist():
             try:
@@ -217,8 +237,9 @@ def damaged_entries(path: str, tick: Callable[[int], object] | None) -> Iterator
                     while piece := file.read(1 << 20):
                         if tick is not None:
                             tick(len(piece))
-            except zipfile.BadZipFile as err:
-                yield str(err)
+            except _UNREADABLE as err:
+                # Most of zipfile's own name the entry.
+                yield str(err) if entry.filename in str(err) else f"{entry.filename}: {type(err).__name__}: {err}"
 
 
 # -- writing ----------------------------------------------------------------------------------------------------

@@ -1,17 +1,20 @@
 """`tdfunc verify`: whether a checkpoint is what was saved, with every leaf that is not."""
 
-import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
 from tdfunc._errors import CorruptCheckpointError
-from tdfunc.cli.output import as_json, emit, progress, safe, shown_lines
-from tdfunc.cli.sources import MemmapLeaf, Source, open_source, steps_in, stored_leaves
+from tdfunc.cli.leaves import stored_leaves
+from tdfunc.cli.output import as_json, progress, safe, shown_lines
+from tdfunc.cli.readers import MemmapLeaf
+from tdfunc.cli.sources import Source, open_source, step_of, steps_in
+from tdfunc.cli.streams import emit
 from tdfunc.cli.torch_files import damaged_entries
 from tdfunc.ops.facts import bytes_text, count_text
-from tdfunc.storage.manager import ABOUT_FILE, _check_tree, _naming, _read_about
-from tdfunc.storage.steps import reading
+from tdfunc.storage.manager import _check_tree, _naming, _read_about
+from tdfunc.storage.remote import local_path
+from tdfunc.storage.steps import StepRemovedError, StepReplacedError, reading
 
 OK, DAMAGED, UNPROTECTED = 0, 1, 3
 
@@ -34,14 +37,15 @@ class Verdict(NamedTuple):
 
 def verify(path: str, *, json: bool) -> int:
     """Read everything and compare the checksums; return the exit code, the worst of all steps."""
-    verdicts = list(_verify_all(path))
+    verdicts: list[Verdict] = []
+    for verdict in _verify_all(local_path(path)):
+        verdicts.append(verdict)
+        if not json:
+            emit(_text(verdict))
     codes = {verdict.code for verdict in verdicts}
     code = DAMAGED if DAMAGED in codes else UNPROTECTED if UNPROTECTED in codes else OK
     if json:
         emit(as_json({"code": code, "checkpoints": [{**v._asdict(), "code": v.code} for v in verdicts]}))
-        return code
-    for verdict in verdicts:
-        emit(_text(verdict))
     return code
 
 
@@ -59,20 +63,44 @@ def _text(verdict: Verdict) -> str:
 def _verify_all(path: str) -> Iterator[Verdict]:
     steps = steps_in(path)
     for step in steps:
-        with reading(path, step) as folder:
-            yield _verify_one(folder)
+        # A run that goes on may have removed it by now.
+        with suppress(StepRemovedError):
+            yield _verify_step(path, step)
     if not steps:
         yield _verify_one(path)
 
 
+class _Damaged(CorruptCheckpointError):
+    """Damage that was found in a step, if it is still the one that was read."""
+
+    verdict: Verdict
+
+
+def _verify_step(run: str, step: int) -> Verdict:
+    """Verify one step; one that another save replaces while it is read is read again."""
+    while True:
+        try:
+            with reading(run, step) as folder:
+                verdict = _verify_one(folder)
+                if verdict.damage:
+                    found = _Damaged()
+                    found.verdict = verdict
+                    raise found
+                return verdict
+        except StepReplacedError:
+            continue
+        except _Damaged as found:
+            return found.verdict
+
+
 def _verify_one(path: str) -> Verdict:
     """Verify one tree; what keeps it from being opened at all is damage too."""
-    name = os.path.basename(os.path.realpath(path))
     with ExitStack() as stack:
         try:
-            if os.path.isfile(os.path.join(path, ABOUT_FILE)) and name.startswith("step-") and name[5:].isdigit():
-                with _naming(path, int(name[5:])):
-                    _check_tree(path, _read_about(path, int(name[5:])))
+            step = step_of(path)
+            if step is not None:
+                with _naming(path, step):
+                    _check_tree(path, _read_about(path, step))
             source = stack.enter_context(open_source(path))
         except CorruptCheckpointError as err:
             return Verdict(path, 0, 0, None, [str(err)])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tdfunc import CheckpointManager, Kind, TensorDict, save
-from tdfunc.cli.numbers import Difference
+from tdfunc.cli.numbers import Difference, Tolerance
 from tests.cli.helpers import WRITERS, make_tree, run, write_as
 from tests.storage.trees import DTYPES, of_dtype, tied_trees, trees
 
@@ -127,7 +127,7 @@ def test_numbers_oracle(rows, rtol, atol):
     """The counts would not be those of torch.isclose, or the largest differences be wrong."""
     a = torch.tensor([x for x, _, _ in rows], dtype=torch.float32)
     b = torch.tensor([x if same else y for x, y, same in rows], dtype=torch.float32)
-    found = Difference(rtol, atol)
+    found = Difference(Tolerance(rtol, atol))
     for x, y in zip(a.split(4), b.split(4), strict=True):
         found.add(x, y)
 

@@ -73,12 +73,13 @@ def _ranks(doc: dict[str, Any]) -> dict[Any, tuple[int, int]]:
 
 
 def _groups(doc: dict[str, Any]) -> list[list[Any]] | None:
-    """The ties, as lists of a node and a key; None where they are something else."""
+    """The ties, as lists of a node (the root, or `n`) and a key; None where they are something else."""
     groups = doc.get("ties", [])
     if type(groups) is not list or any(type(group) is not list for group in groups):
         return None
     refs = [ref for group in groups for ref in group]
-    return groups if all(type(ref) is list and list(map(type, ref)) == [int, str] for ref in refs) else None
+    whole = all(type(ref) is list and list(map(type, ref)) == [int, str] and ref[0] in (0, 1) for ref in refs)
+    return groups if whole else None
 
 
 def _flags(doc: dict[str, Any]) -> dict[str, Any]:
