@@ -45,10 +45,18 @@ class ValueDifference(NamedTuple):
     max_rel: float | None
 
 
+class _Side(NamedTuple):
+    """One of two checkpoints, and its leaves by each of their paths."""
+
+    source: Source
+    leaves: dict[Path, Stored]
+
+
 def diff(a: str, b: str, options: DiffOptions) -> int:
     """Compare two checkpoints; return the exit code."""
-    with open_source(a) as first, open_source(b) as second:
-        found = list(_structure(first, second))
+    with open_source(a) as one, open_source(b) as other:
+        first, second = _Side(one, _by_path(one)), _Side(other, _by_path(other))
+        found = list(_structure(first.leaves, second.leaves))
         if options.metadata:
             found += _metadata(first, second)
         values, compared = _values(first, second, options)
@@ -89,9 +97,8 @@ def _by_path(source: Source) -> dict[Path, Stored]:
     return {path: one for one in stored_leaves(source.tree) for path in one.paths}
 
 
-def _structure(first: Source, second: Source) -> Iterator[Found]:
+def _structure(a: dict[Path, Stored], b: dict[Path, Stored]) -> Iterator[Found]:
     """Compare which leaves there are, and their shapes and dtypes."""
-    a, b = _by_path(first), _by_path(second)
     for path in [*a, *(path for path in b if path not in a)]:
         one, other = a.get(path), b.get(path)
         if one is None or other is None:
@@ -111,27 +118,27 @@ def _spec(one: Stored | None) -> str:
     return "-" if one is None else f"{_dtype(one)} {list(one.leaf.shape)}"
 
 
-def _metadata(first: Source, second: Source) -> Iterator[Found]:
+def _metadata(first: _Side, second: _Side) -> Iterator[Found]:
     """Compare what is neither a leaf's shape and dtype nor a value, as far as both sides record it."""
-    if first.is_described and second.is_described:
+    if first.source.is_described and second.source.is_described:
         yield from _tree_metadata(first, second)
-    values, more = plain_values(first.tree), plain_values(second.tree)
+    values, more = plain_values(first.source.tree), plain_values(second.source.tree)
     for path in [*values, *(path for path in more if path not in values)]:
         a, b = values.get(path), more.get(path)
         if not same_values(a, b):
             yield Found("value", path, _value(a), _value(b))
-    texts, others = first.metadata, second.metadata
+    texts, others = first.source.metadata, second.source.metadata
     for key in [*texts, *(key for key in others if key not in texts)]:
         yield from _unequal((), {f"metadata {key}": (texts.get(key), others.get(key))})
 
 
-def _tree_metadata(first: Source, second: Source) -> Iterator[Found]:
+def _tree_metadata(first: _Side, second: _Side) -> Iterator[Found]:
     """Compare nodes, kinds and ties."""
-    a, b = _by_path(first), _by_path(second)
+    a, b = first.leaves, second.leaves
     for path in [path for path in a if path in b]:
         pairs = {"kind": (_kind(a[path]), _kind(b[path])), "tied": (_ties(a[path]), _ties(b[path]))}
         yield from _unequal(path, pairs)
-    nodes, others = _nodes(first.tree), _nodes(second.tree)
+    nodes, others = _nodes(first.source.tree), _nodes(second.source.tree)
     for path in [path for path in nodes if path in others]:
         yield from _unequal(path, {name: (value, others[path][name]) for name, value in nodes[path].items()})
     # Of a tree with leaves they are said already.
@@ -186,17 +193,17 @@ def _value(value: NonTensorBase | None) -> Any:
 # -- values -----------------------------------------------------------------------------------------------------
 
 
-def _values(first: Source, second: Source, options: DiffOptions) -> tuple[list[ValueDifference], str]:
+def _values(first: _Side, second: _Side, options: DiffOptions) -> tuple[list[ValueDifference], str]:
     """Compare the values of the leaves that both have in one shape; say how."""
-    a, b = _by_path(first), _by_path(second)
+    a, b = first.leaves, second.leaves
     common = [one for path, one in a.items() if path == one.path and path in b]
     pairs = [(one, b[one.path]) for one in common if one.leaf.shape == b[one.path].leaf.shape]
     if options.values:
-        return _read_values(first, second, pairs, options), "all"
+        return _read_values(first.source, second.source, pairs, options), "all"
     found: list[ValueDifference] = []
     known = 0
     for one, other in pairs:
-        digests = first.reader(one.leaf).digest, second.reader(other.leaf).digest
+        digests = first.source.reader(one.leaf).digest, second.source.reader(other.leaf).digest
         if None not in digests and one.leaf.dtype == other.leaf.dtype:
             known += 1
             if digests[0] != digests[1]:

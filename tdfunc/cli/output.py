@@ -75,18 +75,51 @@ def _plain(table: Table) -> str:
     return "\n".join(texts)
 
 
+class _Branch:
+    """A node of a tree that is shown: the text behind its name, and what is below it."""
+
+    def __init__(self) -> None:
+        self.text, self.inner = "", dict[str, _Branch]()
+
+
 def render_tree(title: str, lines: Sequence[tuple[Path, str]]) -> str:
     """Return paths as a tree, with a text behind each."""
-    root = RichTree(Text(title))
-    branches: dict[Path, RichTree] = {(): root}
+    root = _Branch()
     for path, text in lines:
-        for depth in range(1, len(path)):
-            if path[:depth] not in branches:
-                branches[path[:depth]] = branches[path[: depth - 1]].add(Text(safe(path[depth - 1])))
-        label = Text(safe(path[-1]))
-        label.append(f"  {text}", style="dim")
-        branches[path[:-1]].add(label)
-    return _rich(root)
+        at = root
+        for key in path:
+            at = at.inner.setdefault(key, _Branch())
+        at.text = text
+    return _rich(_rich_tree(title, root)) if is_terminal("stdout") else _plain_tree(title, root)
+
+
+def _plain_tree(title: str, root: _Branch) -> str:
+    texts = [title]
+    stack = _below("", root)
+    while stack:
+        before, is_last, key, branch = stack.pop()
+        tail = f"  {branch.text}" if branch.text else ""
+        texts.append(f"{before}{'└── ' if is_last else '├── '}{safe(key)}{tail}")
+        stack += _below(f"{before}{'    ' if is_last else '│   '}", branch)
+    return "\n".join(texts)
+
+
+def _below(before: str, branch: _Branch) -> list[tuple[str, bool, str, _Branch]]:
+    """Return what is below a node, the last first: what goes before it, whether it is the last, its key and itself."""
+    items = [(before, False, key, inner) for key, inner in branch.inner.items()]
+    return [(before, True, *items[-1][2:]), *reversed(items[:-1])] if items else []
+
+
+def _rich_tree(title: str, root: _Branch) -> RichTree:
+    made = RichTree(Text(title))
+    stack = [(made, root)]
+    while stack:
+        tree, branch = stack.pop()
+        for key, inner in branch.inner.items():
+            label = Text(safe(key))
+            label.append(f"  {inner.text}" if inner.text else "", style="dim")
+            stack.append((tree.add(label), inner))
+    return made
 
 
 # Any: what rich can render.

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from contextlib import suppress
 from errno import EBADF
 from typing import TextIO, cast
 
@@ -23,8 +22,7 @@ def emit(text: str) -> None:
         out.write(f"{text}\n" if text else "")
         out.flush()
     except OSError as err:
-        # Else the interpreter complains when it flushes at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+        _discard(out)
         if isinstance(err, BrokenPipeError):
             raise SystemExit(_BROKEN_PIPE) from None
         raise OSError(err.errno, err.strerror, "stdout") from err
@@ -34,8 +32,10 @@ def note(text: str) -> None:
     """Print a line to stderr; what cannot be told is no reason to fail."""
     err = _stream("stderr")
     if err is not None:
-        with suppress(OSError):
+        try:
             print(f"tdfunc: {text}", file=err, flush=True)
+        except OSError:
+            _discard(err)
 
 
 def is_terminal(name: str) -> bool:
@@ -46,8 +46,16 @@ def is_terminal(name: str) -> bool:
 
 def takes_all_text() -> bool:
     """Whether stdout can show any character."""
-    stream = _stream("stdout")
-    return stream is not None and stream.encoding.lower().replace("-", "").startswith("utf")
+    # Of a stream that only collects text it is None.
+    encoding: str | None = getattr(sys.stdout, "encoding", None)
+    return encoding is None or encoding.lower().startswith("utf")
+
+
+def _discard(stream: TextIO) -> None:
+    """Send what is left nowhere: else the interpreter complains when it flushes at its end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def _stream(name: str) -> TextIO | None:

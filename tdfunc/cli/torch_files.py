@@ -130,12 +130,14 @@ def _load(path: str) -> tuple[Any, bool]:
 def _check_members(path: str) -> None:
     """Raise for an archive of another program, which is no damaged one of torch.save."""
     with zipfile.ZipFile(path) as archive:
-        names = {name.partition("/")[2] for name in archive.namelist()}
+        listed = archive.namelist()
+    # All entries of torch's are in one folder.
+    names = {name.partition("/")[2] for name in listed}
     if "constants.pkl" in names:
         what, hint = f"{path}: this is a program of torch.jit.", "in Python: torch.jit.load(path).state_dict()."
         raise UnsupportedError(explain(what, expected="a file of torch.save", got="constants.pkl", hint=hint))
-    if names and "data.pkl" not in names and not any(name.startswith("data/") for name in names):
-        got = ", ".join(map(ascii, sorted(names)))[:300]
+    if "data.pkl" not in names and not any(name.startswith("data/") for name in names):
+        got = ", ".join(map(ascii, sorted(listed)))[:300]
         raise UnsupportedError(explain(f"{path}: this is another archive.", expected="a file of torch.save", got=got))
 
 

@@ -58,7 +58,7 @@ def printable(text: str, limit: int = 120) -> str:
     if len(text) > limit:
         keep = limit // 2
         text = f"{text[:keep]}...{text[-keep // 2 :]} ({len(text):,} characters)"
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def count_text(n: int, word: str) -> str:

@@ -22,9 +22,9 @@ class Result(NamedTuple):
         return json.loads(self.out)
 
 
-def run(*args):
+def run(*args, encoding="utf-8"):
     """Run `tdfunc ARGS` in this process, with pipes for its output."""
-    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding=encoding) for _ in range(2))
     code = None
     with redirect_stdout(out), redirect_stderr(err):
         try:
@@ -34,7 +34,7 @@ def run(*args):
     texts = []
     for stream in (out, err):
         stream.flush()
-        texts.append(stream.buffer.getvalue().decode())
+        texts.append(stream.buffer.getvalue().decode(encoding))
     assert code is not None, "main returns only by exiting"
     return Result(code or 0, *texts)
 

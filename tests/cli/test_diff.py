@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tdfunc import CheckpointManager, Kind, TensorDict, save
+from tdfunc import CheckpointManager, Kind, NonTensorData, TensorDict, save
 from tdfunc.cli.numbers import Difference, Tolerance
 from tests.cli.helpers import WRITERS, make_tree, run, write_as
 from tests.storage.trees import DTYPES, of_dtype, tied_trees, trees
@@ -51,6 +51,7 @@ BASE = {"w": torch.arange(4.0), "n": {"i": torch.arange(3)}, "note": "text"}
         (lambda t: t.set("note", "other"), "value", ["note"]),
         (lambda t: t.set("note", ["text"]), "value", ["note"]),
         (lambda t: t.delete("note"), "value", ["note"]),
+        (lambda t: t.set("note", NonTensorData("text", (2,))), "value", ["note"]),
         (lambda t: t.set("n", t["n"].with_batch_size([3])), "batch size", ["n"]),
         (lambda t: t.set("n", t["n"].with_batch_size([3]).with_names(["x"])), "names", ["n"]),
         (lambda t: t._replace(t._data, kinds={"w": Kind.BUFFER}), "kind", ["w"]),

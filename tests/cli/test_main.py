@@ -4,8 +4,12 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
+import zipfile
+from contextlib import redirect_stderr, redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
 
@@ -49,6 +53,27 @@ def keyed(key):
         return folder / "keys.pt"
 
     return make
+
+
+def archive(folder):
+    """A zip archive of another program."""
+    with zipfile.ZipFile(folder / "x.zip", "w") as made:
+        made.writestr("a.txt", "hello")
+    return folder / "x.zip"
+
+
+def program(folder):
+    """A program of torch.jit, which is an archive too."""
+    with zipfile.ZipFile(folder / "p.pt", "w") as made:
+        for name in ("p/constants.pkl", "p/data.pkl", "p/code/x.py"):
+            made.writestr(name, "")
+    return folder / "p.pt"
+
+
+def pipe(folder):
+    """What is neither a file nor a folder."""
+    os.mkfifo(folder / "pipe")
+    return folder / "pipe"
 
 
 def twice(folder):
@@ -117,6 +142,14 @@ def float4(folder):
         (pickled, ["show", "{f}"], r"only code could read|torch.load cannot read this"),
         (twice, ["convert", "{f}", "{tmp}/o.pt"], r"Two paths become the name 'a\.b'"),
         (nan_value, ["convert", "{f}", "{tmp}/o.safetensors"], r"\"lr\" cannot be stored[\s\S]*nan \(float\)"),
+        (archive, ["show", "{f}"], r"x\.zip: this is another archive[\s\S]*a\.txt"),
+        (archive, ["verify", "{f}"], r"x\.zip: this is another archive"),
+        (program, ["verify", "{f}"], r"p\.pt: this is a program of torch\.jit[\s\S]*constants\.pkl"),
+        (pipe, ["show", "{f}"], r"pipe: this is no regular file"),
+        (pipe, ["verify", "{f}"], r"pipe: this is no regular file"),
+        (None, ["show", ""], r"tdfunc: '': No such file"),
+        (None, ["show", "{tmp}/a\nb"], r"a\\nb: No such file"),
+        (None, ["convert", "{p}", "file://{p}"], r"t\.safetensors exists[\s\S]*--force replaces it"),
         (float4, ["cast", "{f}", "-o", "{tmp}/o.safetensors", "--dtype", "bf16"],
          r"leaf x cannot be cast[\s\S]*float4"),
     ],
@@ -162,6 +195,53 @@ def test_interrupted(path, monkeypatch):
     monkeypatch.setattr(app, "run_show", stop)
 
     assert run("show", path).code == 130
+
+
+@pytest.mark.parametrize(("close", "says"), [(False, "No space left on device"), (True, "Bad file descriptor")])
+def test_output_that_cannot_be_written(close, says, path, capsys):
+    """A full disk or a closed stdout would show a traceback, or look like success."""
+    # It is closed as the interpreter does it at its end.
+    with (
+        open("/dev/full", "w") as full,
+        redirect_stdout(None if close else full),
+        pytest.raises(SystemExit) as stop,
+    ):
+        cli.main(["show", str(path)])
+
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == f"tdfunc: stdout: {says}\n"
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_notes_that_nobody_reads(close, path, tmp_path):
+    """A conversion that was done would fail since its last line cannot be printed."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as err, redirect_stderr(None if close else err), pytest.raises(SystemExit) as stop:
+        cli.main(["convert", str(path), str(tmp_path / "out.safetensors")])
+
+    assert not stop.value.code
+    assert (tmp_path / "out.safetensors").exists()
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_json_in_another_encoding(encoding, tmp_path):
+    """JSON would not be JSON where a character is replaced by what Python writes for it."""
+    save(TensorDict({"ключ é 😀": torch.ones(1)}), tmp_path / "t.safetensors")
+
+    found = run("show", "--json", tmp_path / "t.safetensors", encoding=encoding).json
+
+    assert found["leaves"][0]["name"] == "ключ é 😀"
+
+
+def test_file_urls(tmp_path, path):
+    """The file of a file:// URL could be shown but not verified, or be written to another place."""
+    torch.save({"w": torch.ones(3)}, tmp_path / "t.pt")
+
+    for name in (path, tmp_path / "t.pt"):
+        assert run("verify", f"file://{name}").code == 0
+        assert run("convert", f"file://{name}", f"file://{tmp_path}/out.pt", "--force").code == 0
+    assert torch.load(tmp_path / "out.pt", weights_only=True)["w"].tolist() == [1, 1, 1]
 
 
 def test_version_and_help():
@@ -232,6 +312,31 @@ def test_import_of_tdfunc_needs_no_extra():
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
 
     assert json.loads(result.stdout) == []
+
+
+@pytest.mark.slow
+def test_ctrl_c(tmp_path):
+    """A command that is interrupted would show a traceback, or leave half a file behind."""
+    path = tmp_path / "t.safetensors"
+    save(TensorDict({str(i): torch.ones(4_000_000) for i in range(50)}), path)
+    command = child("cast", path, "-o", tmp_path / "o.safetensors", "--dtype", "float64")
+    # In a background job SIGINT is ignored, and its children ignore it too.
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler)
+    ) as process:
+        until = time.monotonic() + 100
+        while not _is_writing(process.pid) and time.monotonic() < until:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=100)
+
+    assert (process.returncode, err) == (130, b"")
+    assert [file.name for file in tmp_path.iterdir()] == ["t.safetensors"]
+
+
+def _is_writing(pid):
+    io = Path(f"/proc/{pid}/io").read_text().splitlines()
+    return int(dict(line.split(": ") for line in io)["write_bytes"]) > 1_000_000
 
 
 PEAK = """

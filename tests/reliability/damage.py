@@ -12,6 +12,7 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import torch
 
 from tdfunc import TensorDict, load, save
 from tdfunc._collection import iter_leaves
+from tests.reliability.children import forked
 from tests.reliability.loads import OURS, snapshot
 from tests.storage.trees import same_bytes
 
@@ -153,30 +155,20 @@ def _equal(leaves: dict[str, torch.Tensor]) -> bool:
 def survey(cases: list[Any], attempt: Callable[[Any], str]) -> Counter[str]:
     """Try each case in a child process, since some end it; count the outcomes."""
     counts: Counter[str] = Counter()
+
+    def try_from(at: int, into: int) -> None:
+        warnings.simplefilter("ignore")
+        for case in cases[at:]:
+            os.write(into, f"{attempt(case)}\n".encode())
+
     at = 0
     while at < len(cases):
-        out, into = os.pipe()
-        child = os.fork()
-        if not child:
-            try:
-                os.close(out)
-                warnings.simplefilter("ignore")
-                for case in cases[at:]:
-                    os.write(into, f"{attempt(case)}\n".encode())
-                os._exit(0)
-            finally:
-                os._exit(1)
-        os.close(into)
-        said = b""
-        while part := os.read(out, 1 << 16):
-            said += part
-        os.close(out)
-        status = os.waitpid(child, 0)[1]
-        done = said.decode().split("\n")[:-1]
+        status, said = forked(partial(try_from, at))
+        done = said.split("\n")[:-1]
         counts.update(done)
         at += len(done)
         if at < len(cases):
-            assert os.WIFSIGNALED(status), "the child failed"
+            assert status, "the child ended too early"
             counts["crashed"] += 1
             at += 1
     return counts

@@ -16,31 +16,11 @@ from pathlib import Path
 
 import torch
 
+from tests.reliability.children import in_child
 from tests.reliability.kills import _VALUES, KINDS, AbstractKind
 
 _TMPFS_BYTES = 20 << 20
 _NOBODY = 65534
-
-
-def in_child(call) -> tuple[int, str]:
-    """Run a call in a forked process; return the signal that ended it (0 for none) and what the call returned."""
-    out, into = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            os.close(out)
-            os.write(into, str(call()).encode()[:60_000])
-            os._exit(0)
-        finally:
-            os._exit(1)
-    os.close(into)
-    said = b""
-    while part := os.read(out, 1 << 16):
-        said += part
-    os.close(out)
-    status = os.waitpid(child, 0)[1]
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "the child failed"
-    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0, said.decode()
 
 
 def _save(target: AbstractKind, value: int) -> str:
