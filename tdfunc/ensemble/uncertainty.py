@@ -87,6 +87,10 @@ def uncertainty(
     _check_choice("kind", kind, tuple(_KINDS))
     _check_choice("nan", nan, ("propagate", "omit"))
     _check_outputs("uncertainty", y, _KINDS[kind])
+    if kind == "classification" and y.shape[-1] == 0:
+        raise LeafMismatchError(
+            explain("uncertainty: there are no classes.", expected="shape (E, ..., C), C > 0", got=list(y.shape))
+        )
     if kind == "gaussian" and y.shape[-1] != 2:
         raise LeafMismatchError(
             explain(

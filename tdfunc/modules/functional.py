@@ -232,14 +232,18 @@ class Apply:
             after = _states_of(skeleton, states) if keep else {}
             if plain and quiet is None:
                 self._quiet = self._unwritten(skeleton, bound)
-            elif kept and version is not None and _version(kept) != version:
-                raise self._late_write()
+        except Exception as err:
+            if kept and version is not None and _version(kept) != version:
+                raise self._late_write() from err
+            raise
         finally:
             if compiling:
                 skeleton.reset_traced()
             else:
                 skeleton.reset()
                 self._pool.append(skeleton)
+        if kept and version is not None and _version(kept) != version:
+            raise self._late_write()
         return out, new, after
 
     def _with_own(self, leaves: list[Any], written: tuple[int, ...] | None, quiet: "_Quiet | None") -> list[Any]:

@@ -122,12 +122,14 @@ def check_members(name: str, what: str, value: Tensor, params: TensorCollection,
 
 def check_active(name: str, active: Tensor, params: TensorCollection) -> None:
     """Raise unless `active` says yes or no for each member."""
-    if active.dtype is not torch.bool:
+    # Any: a caller may give a bool or a list.
+    given: Any = active
+    if not isinstance(given, Tensor) or given.dtype is not torch.bool:
         raise LeafMismatchError(
             explain(
                 f"{name}.update: active must be yes or no for each member.",
-                expected="torch.bool",
-                got=str(active.dtype),
+                expected="a tensor of torch.bool",
+                got=str(given.dtype) if isinstance(given, Tensor) else type(given).__name__,
             )
         )
     if active.shape != params._batch_size:

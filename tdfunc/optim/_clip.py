@@ -54,9 +54,11 @@ def clip_by_global_norm(max_norm: float) -> GradientMap:
     check_hyper("clip_by_global_norm", "max_norm", max_norm, 0.0)
 
     def clip(_: TensorCollection, leaves: Leaves) -> Leaves:
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(leaf) for leaf in leaves]))
+        if not leaves:
+            return []
+        norm = torch.linalg.vector_norm(torch.stack([_norm(leaf) for leaf in leaves]))
         scale = _scale(norm, max_norm)
-        return [leaf * scale.to(leaf.dtype) for leaf in leaves]
+        return [_times(leaf, scale) for leaf in leaves]
 
     return GradientMap("clip_by_global_norm", clip)
 
@@ -84,12 +86,27 @@ def clip_by_member_norm(max_norm: float) -> GradientMap:
     check_hyper("clip_by_member_norm", "max_norm", max_norm, 0.0)
 
     def clip(grads: TensorCollection, leaves: Leaves) -> Leaves:
+        if not leaves:
+            return []
         size = grads._batch_size
-        norms = [torch.linalg.vector_norm(leaf.reshape(*size, -1), dim=-1) for leaf in leaves]
+        # Not reshape(*size, -1): of an empty leaf the last size would be anybody's guess.
+        norms = [
+            _norm(leaf.flatten(len(size)) if leaf.dim() > len(size) else leaf.unsqueeze(-1), -1) for leaf in leaves
+        ]
         scale = _scale(torch.linalg.vector_norm(torch.stack(norms), dim=0), max_norm)
-        return [leaf * scale.to(leaf.dtype).reshape(*size, *[1] * (leaf.dim() - len(size))) for leaf in leaves]
+        return [_times(leaf, scale.reshape(*size, *[1] * (leaf.dim() - len(size)))) for leaf in leaves]
 
     return GradientMap("clip_by_member_norm", clip)
+
+
+# In half precision the norm of ordinary gradients overflows, and they would come out as zeros.
+def _norm(leaf: Tensor, dim: int | None = None) -> Tensor:
+    return torch.linalg.vector_norm(leaf, dim=dim, dtype=torch.promote_types(leaf.dtype, torch.float32))
+
+
+def _times(leaf: Tensor, scale: Tensor) -> Tensor:
+    wide = torch.promote_types(leaf.dtype, torch.float32)
+    return (leaf.to(wide) * scale.to(wide)).to(leaf.dtype)
 
 
 def _scale(norm: Tensor, max_norm: float) -> Tensor:

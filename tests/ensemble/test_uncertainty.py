@@ -340,6 +340,7 @@ T = torch.zeros(4, dtype=torch.int64)
         (lambda: uncertainty(Y.long(), kind="classification"), LeafMismatchError, ["floating", "int64"]),
         (lambda: uncertainty(Y[0, 0], kind="classification"), LeafMismatchError, ["2 or more", "[5]"]),
         (lambda: uncertainty(Y[:0], kind="classification"), LeafMismatchError, ["not empty", "[0, 4, 5]"]),
+        (lambda: uncertainty(Y[..., :0], kind="classification"), LeafMismatchError, ["C > 0", "[3, 4, 0]"]),
         (lambda: uncertainty(Y, kind="gaussian"), LeafMismatchError, ["(E, ..., 2)", "[3, 4, 5]"]),
         (lambda: uncertainty(Y, kind="regression", weights=torch.ones(4)), LeafMismatchError, ["[3]", "[4]"]),
         (

@@ -330,6 +330,18 @@ def test_a_late_write_in_evaluation_mode_raises():
     assert_pure(lambda p, b: apply(p, X, True, buffers=b), params, buffers)
 
 
+def test_a_late_write_of_a_forward_that_raises():
+    """The tree would be changed, and the error would tell of something else alone."""
+    apply, params, buffers = functional(Sly().eval())
+    apply(params, X, buffers=buffers)
+    with pytest.raises(UnsupportedError, match="a norm of Sly was written") as caught:
+        apply(params, "no tensor", True, buffers=buffers)
+
+    assert isinstance(caught.value.__cause__, Exception)
+    with pytest.raises(type(caught.value.__cause__)):
+        apply(params, "no tensor", buffers=buffers)
+
+
 def test_writes_to_inference_tensors():
     """Tensors that count no writes would be written without a clone."""
     with torch.inference_mode():

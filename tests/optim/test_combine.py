@@ -111,6 +111,29 @@ def test_check_finite_names_the_leaf(generator):
         check_finite()(bad)
 
 
+@pytest.mark.parametrize("make", [clip_by_global_norm, clip_by_member_norm])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_norms_in_half_precision(make, dtype):
+    """A norm above 65504 would be infinite, and all gradients come out as zeros."""
+    grads = TensorDict({"a": torch.full((1, 64), 3e4), "b": torch.full((1,), 3e4)}, [1])
+
+    clipped = make(1.0)(grads.to(dtype))
+
+    assert clipped["a"].dtype is dtype
+    assert_trees_equal(clipped.float(), make(1.0)(grads), rtol=1e-2, atol=1e-3)
+    assert clipped["a"].min() > 0.1
+
+
+@pytest.mark.parametrize("make", [clip_by_global_norm, clip_by_member_norm])
+def test_norms_of_nothing(make):
+    """A part of a tree without leaves, or a leaf without elements, would raise torch's words about lists of tensors."""
+    nothing, hollow = TensorDict({"a": {}}, [3]), TensorDict({"a": torch.zeros(3, 0), "b": torch.ones(3)}, [3])
+
+    assert_trees_equal(make(1.0)(nothing), nothing)
+    assert make(1.0)(hollow)["a"].shape == (3, 0)
+    assert make(9.0)(hollow)["b"].tolist() == [1.0, 1.0, 1.0]
+
+
 @pytest.mark.parametrize("wrap", [torch.vmap, jit])
 def test_check_finite_needs_values(wrap, generator):
     """Inside a trace it would check nothing and pass."""

@@ -196,6 +196,7 @@ def step(params=None, grads=None, state=None, **options):
         ),
         (lambda: step(active=torch.ones(2) > 0), BatchSizeError, ["active", "[3]", "[2]"]),
         (lambda: step(active=torch.ones(3)), LeafMismatchError, ["torch.bool", "torch.float32"]),
+        (lambda: step(active=True), LeafMismatchError, ["a tensor of torch.bool", "bool"]),
     ],
 )
 def test_refused(call, error, words):
