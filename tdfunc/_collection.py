@@ -253,6 +253,13 @@ class TensorCollection(Slots):
 
     def _index(self, index: Any) -> "Self":
         """Index the batch dimensions; the index is normalized here, once for all leaves."""
+        head = _first_rows(index, self._batch_size)
+        if head is not None and not is_compiling() and not self._ties:
+            data, names = self._data, self._names
+            # What most indexing is, without describing it.
+            if PLAIN.issuperset(map(type, data.values())):
+                names = None if names is None else index_names((index,), names)
+                return self._make({k: x[index] for k, x in data.items()}, head, self._device, names, self._static)
         op = index_op(index, self._batch_size)
         if type(index) is not int and type(index) is not slice and not has_leaf(self):
             check_positions(op.args[0], self._batch_size)
@@ -260,9 +267,10 @@ class TensorCollection(Slots):
             return self._shape(op)
         try:
             return self._shape(op)
-        # index_select refuses negative rows, which indexing counts from the end.
         except (IndexError, RuntimeError):
-            return self._shape(op._replace(plain=None))
+            # index_select refuses negative rows, which indexing counts from the end.
+            op = op._replace(plain=None)
+        return self._shape(op)
 
     def _shape(self, op: LeafOp, *others: "TensorCollection") -> "Self":
         """Apply an operation on batch dimensions (reshape, permute, stack, ...)."""
@@ -393,14 +401,11 @@ def check_keys(first: TensorCollection, others: Sequence[TensorCollection]) -> N
 
 def index_op(index: Any, size: Size) -> LeafOp:
     """Return the operation of one index on all leaves of a tree with this batch size."""
-    parts: tuple[Any, ...]
-    # One int or slice, the most common index, needs no normal form.
-    if size and type(index) is slice and index.step is None:
-        parts, head = (index,), Size((slice_length(index, size[0]), *size[1:]))
-    elif size and type(index) is int and -size[0] <= index < size[0]:
-        parts, head = (index,), size[1:]
-    else:
-        parts = normalize_index(index, size)
+    head = _first_rows(index, size)
+    if head is None and size and size[0] > 0 and type(index) is Tensor and _is_rows(index):
+        head = index.shape + size[1:]
+    parts: tuple[Any, ...] = (index,) if head is not None else normalize_index(index, size)
+    if head is None:
         head = index_size(parts, size)
     # x[i] and x[i:j] are faster than x[(i,)]; index_select is faster than both for many rows of a large leaf.
     key: Any = parts[0] if len(parts) == 1 else parts
@@ -409,6 +414,17 @@ def index_op(index: Any, size: Size) -> LeafOp:
         return LeafOp("index", itemgetter(key), put_first(head, len(size)), names, True, (parts,))
     leaf, plain = _row_select(key), partial(_small_row_select, key)
     return LeafOp("index", leaf, put_first(head, len(size)), names, True, (parts,), plain=plain)
+
+
+def _first_rows(index: Any, size: Size) -> Size | None:
+    """Return the batch size after an index of one int or slice, the most common ones, which need no normal form."""
+    if not size:
+        return None
+    if type(index) is int:
+        return size[1:] if -size[0] <= index < size[0] else None
+    if type(index) is slice and index.step is None:
+        return Size((slice_length(index, size[0]), *size[1:]))
+    return None
 
 
 def _is_rows(key: Any) -> bool:

@@ -67,13 +67,16 @@ def flatten(tree: TensorCollection) -> tuple[tuple[Any, ...], Context]:
     if cuts:
         node, grafts = prune(tree, cuts)
     data = node._data
+    order = tuple(data)
     keys = tuple(sorted(data))
+    # One object where they agree, which unflattening tells at once.
+    keys = order if keys == order else keys
     n = len(tree._batch_size)
     children = tuple([data[key] for key in keys])
     shapes = None if compiling else plain_shapes(children)
     features = [_features(child, n) for child in children] if shapes is None else [len(shape) - n for shape in shapes]
     context = Context(
-        keys, tree._ties, tuple(data), tree._batch_size, tree._device, tree._names,
+        keys, tree._ties, order, tree._batch_size, tree._device, tree._names,
         tuple(features), tree._static, grafts, shapes,
         None if tree._static is None or tree._static.own is None else tree._probe(),
     )  # fmt: skip
@@ -123,7 +126,7 @@ def unflatten(cls: type[T], context: Context, children: Iterable[Any]) -> T:
             [_follow(c, len(old), size) if getattr(c, "_cache", None) is _UNDECIDED else c for c in children]
         )
     data = dict(zip(context.keys, children, strict=True))
-    if context.order != context.keys:
+    if context.order is not context.keys:
         data = {key: data[key] for key in context.order}
     if context.grafts:
         data = graft(data, context.grafts, context.ties)
@@ -142,7 +145,7 @@ def _unflatten_same(cls: type[T], context: Context, children: tuple[Any, ...]) -
     if device is not None and any([child.device != device for child in children]):
         return None
     data = dict(zip(context.keys, children, strict=True))
-    if context.order != context.keys:
+    if context.order is not context.keys:
         data = {key: data[key] for key in context.order}
     new = cls._make(data, context.batch_size, device, context.names, context.static)
     object.__setattr__(new, "_cache", _Flat(children, context))

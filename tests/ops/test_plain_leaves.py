@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tdfunc import TensorDict
+from tdfunc import Kind, TensorDict
 
 ROWS, COLUMNS = 4, 3
 
@@ -177,3 +177,26 @@ def test_select_and_exclude_keep_the_order_of_the_tree():
     assert tree.select("b", "a", "d", "c") is tree
     assert list(tree.exclude("c", "a", "x").keys()) == ["b", "d"]
     assert tree.exclude("x") is tree
+
+
+@pytest.mark.parametrize("index", [2, -1, slice(1, 3), slice(None), slice(-2, None), slice(3, 1)], ids=repr)
+def test_rows_of_a_flat_tree_keep_names_and_kinds(index):
+    """The short way for one int or slice would lose what a tree knows besides its leaves."""
+    tree = TensorDict(one_shape(), [ROWS, COLUMNS], names=["rows", "columns"])
+    tree = tree.set("w", torch.ones(ROWS, COLUMNS), kind=Kind.BUFFER)
+
+    done = tree[index]
+
+    lead = torch.empty(ROWS, COLUMNS)[index].shape
+    assert done.batch_size == lead
+    assert done.names == (["columns"] if isinstance(index, int) else ["rows", "columns"])
+    assert done.kind("w") is Kind.BUFFER
+    assert torch.equal(done["a"], tree["a"][index])
+
+
+def test_an_int_past_the_batch_raises():
+    """The short way would leave the error to the leaf, which may have none."""
+    with pytest.raises(
+        IndexError, match=r"index: 4 is out of range for batch dimension 0\.\n  expected: -4 <= index < 4"
+    ):
+        TensorDict(one_shape(), [ROWS, COLUMNS])[4]
