@@ -38,7 +38,7 @@ def is_key(key: object) -> bool:
     """Whether `key` is a str or a (nested) non-empty tuple of str, rather than an index."""
     if isinstance(key, str):
         return True
-    return isinstance(key, tuple) and len(key) > 0 and all(is_key(part) for part in key)
+    return isinstance(key, tuple) and len(key) > 0 and all(map(is_key, key))
 
 
 def dotted(path: Iterable[str]) -> str:
