@@ -81,6 +81,7 @@ class Contents:
         self._parents: dict[int, tuple[int, str]] | None = None
         self._wide: dict[int, dict[str, int]] = {}
         self._tables: dict[int, dict[str, tuple[int, str]] | None] = {}
+        self._parsed: dict[int, dict[str, Entry]] = {}
 
     # -- open and closed --------------------------------------------------------------------------------------
 
@@ -339,7 +340,7 @@ class Contents:
         table = self._table(number)
         digest = None
         if table is None:
-            entry = next((e for e in self._entries(source) if quote(e.name) == name), None)
+            entry = self._by_name(number).get(json.loads(name))
         elif (found := table.get(name[1:-1])) is not None:
             place, text = found
             entry = as_entry(json.loads(name), json.loads(f'{{"dtype":"{text}]}}'))
@@ -355,6 +356,13 @@ class Contents:
                 explain(f"leaf {name} is not what the tree says.", expected=f"{spec[0]} {list(spec[1])}", got=got)
             )
         return source, entry, digest
+
+    def _by_name(self, number: int) -> dict[str, Entry]:
+        """Return the entries of a header that cannot be cut apart, which are looked up one by one."""
+        with self._lock:
+            if number not in self._parsed:
+                self._parsed[number] = {entry.name: entry for entry in self._entries(self.sources[number])}
+            return self._parsed[number]
 
     def _table(self, number: int) -> dict[str, tuple[int, str]] | None:
         """Return place and text of each entry by its name (JSON without quotes); None for a header of others."""

@@ -4,9 +4,9 @@ import json
 import os
 import pathlib
 import warnings
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import xxhash
@@ -40,6 +40,7 @@ from tdfunc.storage.steps import (
 )
 from tdfunc.storage.write import plan_file, write_all
 
+T = TypeVar("T")
 ABOUT_FILE = "checkpoint.json"
 _VERSION = 1
 _START = '{"digest":"xxh3-64:'
@@ -217,8 +218,7 @@ class CheckpointManager(WaitMethods):
         if step is None:
             return self._newest(self.metadata, "metadata")
         number = check_step(step, "metadata")
-        with reading(self._folder, number) as path:
-            return _read_about(path, number).metadata
+        return self._read(number, lambda path: _read_about(path, number).metadata)
 
     def path(self, step: int) -> pathlib.Path:
         """Return the folder of a step, which need not be there; `load` and `open` take it.
@@ -261,16 +261,13 @@ class CheckpointManager(WaitMethods):
             got = f"step {step}" if step is not None else "verify=False"
             raise ValueError(explain("load: fallback looks for the newest whole step.", got=got))
 
-        def load_once(number: int) -> Any:
-            with reading(self._folder, number) as path, _naming(path, number):
-                about = _read_about(path, number)
-                _check_tree(path, about)
-                return load(path, like=like, keys=keys, dtype=dtype, device=device, classes=classes, verify=verify)
-
         def load_step(number: int) -> Any:
-            while True:
-                with suppress(StepReplacedError):
-                    return load_once(number)
+            def read(path: str) -> Any:
+                with _naming(path, number):
+                    _check_tree(path, _read_about(path, number))
+                    return load(path, like=like, keys=keys, dtype=dtype, device=device, classes=classes, verify=verify)
+
+            return self._read(number, read)
 
         if step is not None:
             return load_step(check_step(step, "load"))
@@ -366,6 +363,12 @@ class CheckpointManager(WaitMethods):
             return
         if os.path.lexists(path) or any(save._path == path for save in self._queue.pending):
             raise exists_error(self._folder, step)
+
+    def _read(self, step: int, use: Callable[[str], T]) -> T:
+        """Call `use` with the folder of a step, again if another save replaces the step meanwhile."""
+        while True:
+            with suppress(StepReplacedError), reading(self._folder, step) as path:
+                return use(path)
 
     def _newest(self, use: Any, call: str, *, fallback: bool = False) -> Any:
         """Call `use` with the newest step; if that is removed meanwhile, a newer one is there."""

@@ -1,5 +1,6 @@
 """Reading parts of a checkpoint: leaves, rows and sub-trees, without reading the rest."""
 
+import json
 import os
 import threading
 
@@ -15,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import tdfunc
 from tdfunc import CorruptCheckpointError, MissingKeyError, NonTensorData, TensorClass, TensorDict, lazy_stack
+from tdfunc.storage import contents, read
 from tdfunc.storage import open as open_module
-from tdfunc.storage import read
 from tdfunc.storage.checkpoint import load, save
 from tests.storage.trees import assert_same, forge, of_dtype, same_bytes, tied_trees, trees
 
@@ -446,3 +447,16 @@ def test_a_file_of_another_kind_is_not_called_damaged_only(tmp_path):
 
     with pytest.raises(CorruptCheckpointError, match=r"no safetensors file(.|\n)*give the path of a .safetensors file"):
         load(path)
+
+
+def test_many_leaves_of_another_program_are_found_by_name(tmp_path, monkeypatch):
+    """Each leaf would be looked for among all of them, and a file of 10,000 take minutes to read leaf by leaf."""
+    leaves = {f"layers.{i}.weight": torch.full((1,), float(i)) for i in range(50)}
+    safetensors.torch.save_file(leaves, tmp_path / "f.safetensors")
+    quoted = []
+    monkeypatch.setattr(contents, "quote", lambda text: (quoted.append(text), json.dumps(text))[1])
+    with tdfunc.open(tmp_path / "f.safetensors") as f:
+        found = {name: f[tuple(name.split("."))] for name in leaves}
+
+    assert all(same_bytes(found[name], leaf) for name, leaf in leaves.items())
+    assert len(quoted) < 10 * len(leaves)

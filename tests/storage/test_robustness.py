@@ -10,7 +10,7 @@ import torch
 
 from tdfunc import CheckpointManager, CorruptCheckpointError, TensorDict, load, save
 from tdfunc import open as open_file
-from tdfunc.storage import files
+from tdfunc.storage import files, steps
 from tdfunc.storage import manager as storage_manager
 from tests.storage.trees import assert_same, entry, forge, same_bytes
 
@@ -195,7 +195,29 @@ def test_a_step_that_is_replaced_while_it_is_read(tmp_path, monkeypatch):
             replaced.append(manager.save(3, TensorDict({"a": torch.ones(4)}), overwrite=True))
         check(folder, about)
 
+    # The reader's own lock, which the writer waits for.
+    monkeypatch.setattr(steps, "_REPLACE_WAIT_S", 0.0)
     monkeypatch.setattr(storage_manager, "_check_tree", replace_and_check)
 
     assert (manager.load(3)["a"] == 1).all()
     assert replaced
+
+
+def test_metadata_of_a_step_that_is_replaced_meanwhile(tmp_path, monkeypatch):
+    """Where folders cannot be exchanged, metadata that are read while a step is replaced would be called damaged."""
+    manager = CheckpointManager(tmp_path, metric="loss")
+    manager.save(3, TensorDict({"a": torch.zeros(4)}), metadata={"loss": 1.0})
+    read_about, replaced = storage_manager._read_about, []
+
+    def replace_first(folder, step):
+        if not replaced:
+            replaced.append(manager.save(3, TensorDict({"a": torch.ones(4)}), metadata={"loss": 2.0}, overwrite=True))
+            raise CorruptCheckpointError("half of the one, half of the other")
+        return read_about(folder, step)
+
+    # The reader's own lock, which the writer waits for.
+    monkeypatch.setattr(steps, "_REPLACE_WAIT_S", 0.0)
+    monkeypatch.setattr(storage_manager, "_read_about", replace_first)
+
+    assert manager.metadata(3) == {"loss": 2.0}
+    assert manager.best() == 3
