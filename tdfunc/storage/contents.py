@@ -134,18 +134,23 @@ class Contents:
     @property
     def plan(self) -> Plan:
         """The whole tree, checked."""
+        if self._plan is not None:
+            return self._plan
         with self._lock, naming(self.path):
             if self._plan is None:
                 # The names are in the headers too, so together they are no longer than these.
                 limit = sum(source.begin for source in self.sources) if self.is_ours else None
+                plan = Plan(self.doc, limit)
                 if self.is_ours:
-                    check_unique(self.metadata["tdfunc.tree"], self.doc)
-                self._plan = Plan(self.doc, limit)
+                    check_unique(self.metadata["tdfunc.tree"], plan)
+                self._plan = plan
             return self._plan
 
     @property
     def places(self) -> Places:
         """Where all leaves lie; the entries of the headers have been compared with the tree."""
+        if self._places is not None:
+            return self._places
         with self._lock, naming(self.path):
             if self._places is None:
                 self._places = self._place_all()

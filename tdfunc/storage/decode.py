@@ -35,18 +35,14 @@ _TOO_LARGE = 2**63
 
 
 def parse_tree(text: str) -> dict[str, Any]:
-    """Parse the description of a tree, which `check_unique` has to see before all of it is believed."""
+    """Parse the description of a tree, of which `check_unique` has to see the plan before it is believed."""
     return json.loads(text, parse_constant=no_constant)
 
 
-def check_unique(text: str, doc: dict[str, Any]) -> None:
+def check_unique(text: str, plan: "Plan") -> None:
     """Raise if an object in the description has a key twice; readers disagree on which of them counts."""
-    nodes = doc["nodes"]
     # As many colons after quotes as there are keys: then none was there twice. It takes a tenth of asking each object.
-    keys = len(doc) + sum(map(len, nodes))
-    with_objects = [node["items"] for node in nodes if dict in map(type, node["items"])]
-    keys += sum([len(item) for items in with_objects for item in items if type(item) is dict])
-    if text.count('":') != keys or any([loose in text for loose in _LOOSE_KEYS]):
+    if text.count('":') != plan.fields or any([loose in text for loose in _LOOSE_KEYS]):
         json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
 
 
@@ -70,6 +66,8 @@ class Plan:
         self.devices: list[torch.device | None] = [None] * count
         # The first leaf of each node; the last number is that of all leaves.
         self.starts: list[int] = [0]
+        # How many keys the description has, but for those in values.
+        self.fields = len(doc)
         # Nodes with more than tensors, trees, and what both inherit.
         self.rich: set[int] = set()
         self._aliases: dict[tuple[int, str], Any] = {}
@@ -150,6 +148,7 @@ class Plan:
         """Go through the nodes, each after the one that it is in, whose batch size and device it has inherited."""
         end = 0
         for number, (node, items) in enumerate(zip(self.nodes, self.items, strict=True)):
+            self.fields += len(node)
             if len(node) > 2:
                 self._read_fields(number, node)
             end += len(items)
@@ -181,27 +180,30 @@ class Plan:
         """Enter what is no tensor in a node: sub-trees, aliases of tied leaves, other data; return how many."""
         size, device, prefix = self.sizes[number], self.devices[number], self._prefixes[number]
         keep = prefix is not None and len(prefix) < _MAX_KEPT_PREFIX
-        length, parents, count = self._lengths[number] + 1, self.parents, 0
+        sizes, devices, lengths, prefixes = self.sizes, self.devices, self._lengths, self._prefixes
+        length, parents, count, fields = lengths[number] + 1, self.parents, 0, 0
         for key, quoted, what in zip(self.keys[number], self._quoted[number], self.items[number], strict=True):
             if type(what) is not dict:
                 continue
             count += 1
+            fields += len(what)
             if len(what) > 1:
                 _check_fields_of(key, what)
             if "tree" in what:
                 child = what["tree"]
                 if type(child) is not int or not number < child < len(parents) or parents[child] is not None:
                     raise malformed("each node once, after the node that it is in", repr(child))
-                parents[child], self.sizes[child], self.devices[child] = (number, key), size, device
-                self._lengths[child] = length + len(quoted)
+                parents[child], sizes[child], devices[child] = (number, key), size, device
+                lengths[child] = length + len(quoted)
                 if keep:
-                    self._prefixes[child] = f"{prefix}{quoted}."
+                    prefixes[child] = f"{prefix}{quoted}."
                 continue
             self.rich.add(number)
             if "tie" in what:
                 self._aliases[number, key] = what["tie"]
             elif not _MEANINGS & what.keys():
                 raise malformed("a tensor, tree, tie or value", f"{what!r} at {key!r}")
+        self.fields += fields
         return count
 
     # -- leaves -----------------------------------------------------------------------------------------------
