@@ -16,12 +16,14 @@ from tdfunc.ops import storage_writes
 from tdfunc.ops.at import At
 from tdfunc.ops.cast import to
 from tdfunc.ops.convert import accept
-from tdfunc.ops.reading import UNSET, get, get_value, has, refuse_inplace
+from tdfunc.ops.reading import UNSET, get, get_value, has, refuse_inplace, refuse_options
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T", bound=TensorCollection)
+# What tensordict's method takes besides; as entries they would be keys that nobody meant.
+_UPDATE_OPTIONS = ("clone", "keys_to_update", "non_blocking", "is_leaf", "ignore_lock", "update_batch_size")
 
 
 def set_(tree: T, key: NestedKey, value: Any, kind: Kind | None = None) -> T:
@@ -300,6 +302,7 @@ class EditMethods(TensorCollection):
             BatchSizeError: A value does not start with the batch size; the message names the path.
             MissingKeyError: A part of a path is a leaf.
             TieError: Two paths of one tied leaf are given different tensors.
+            TypeError: Beside `other`, a keyword is an option of tensordict's `update`.
 
         Examples:
             >>> td = TensorDict({"a": torch.zeros(3), "b": {"c": torch.zeros(3)}}, [3])
@@ -307,6 +310,8 @@ class EditMethods(TensorCollection):
             [('a',), ('b', 'c'), ('b', 'd'), ('e',)]
         """
         refuse_inplace(inplace, "update(other)")
+        if entries and other is not None:
+            refuse_options(entries, _UPDATE_OPTIONS, "update")
         tree = update(self, other) if other is not None else self
         return update(tree, entries) if entries else tree
 

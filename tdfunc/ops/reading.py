@@ -1,6 +1,6 @@
 """Reading a tree: nodes by path, keys, values, leaves, and what filters see of them."""
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from typing import Any, TypeVar
 
 from tdfunc._collection import TensorCollection, iter_leaves, leaf_paths
@@ -84,6 +84,15 @@ def refuse_inplace(inplace: bool, call: str) -> None:
     """Raise for the incumbent's `inplace=True`."""
     if inplace:
         raise ImmutableError(explain("inplace=True: a tree is never changed.", hint=f"write td = td.{call}."))
+
+
+def refuse_options(entries: Mapping[str, Any], options: tuple[str, ...], call: str) -> None:
+    """Raise for an option of the incumbent among entries by keyword, which would become a key in silence."""
+    for name in options:
+        if name in entries:
+            expected, got = "entries by keyword", f"{name}={entries[name]!r}"[:80]
+            hint = f"leave it out; an entry of this name goes into the dict: {{..., {name!r}: value}}."
+            raise TypeError(explain(f"{call}: {name!r} is no option here.", expected=expected, got=got, hint=hint))
 
 
 class KeysView(Set[Any]):

@@ -477,3 +477,16 @@ def test_options_of_tensordict_are_no_entries(name, hint):
     assert TensorDict(**{name: True})[name]
     assert TensorDict({name: True, "a": 1})[name]
     assert TensorDict({"a": 1}, **{name: torch.ones(2)})[name].sum() == 2
+
+
+@pytest.mark.parametrize(
+    "name", ["clone", "keys_to_update", "non_blocking", "is_leaf", "ignore_lock", "update_batch_size"]
+)
+def test_options_of_another_update_are_no_entries(name):
+    """`td.update(other, clone=True)`, as tensordict has it, would add a key called "clone" in silence."""
+    td = TensorDict({"a": torch.zeros(2)})
+
+    with pytest.raises(TypeError, match=rf"update: '{name}' is no option(.|\n)*{name}=True(.|\n)*'{name}': value"):
+        td.update({"b": torch.ones(2)}, **{name: True})
+    assert list(td.update({"b": 1.0, name: 2.0}).keys()) == ["a", "b", name]
+    assert list(td.update(**{name: 2.0}).keys()) == ["a", name]
