@@ -199,6 +199,93 @@ def status(text):
     return word if word in ("absent", "planned") else "renamed"
 
 
+_POSITION = "the same argument under another name; give it by position"
+_BLOCKING = "only `to`, `set` and loads move tensors; there it is"
+_PLAIN = "a map sees tensors; a sub-tree is `td[key]`"
+_OUT = "a function returns what is new; `td.update_(result)` copies it into existing storage"
+_NO_LOCK = "a tree is never written to, so there is nothing to lock"
+_ONE_FORM = "one form: read `tolist()` or `to_dict()`, and convert its leaves"
+
+# Arguments that methods of the same name do not take here; `method.argument` goes before `argument`.
+ARGUMENTS = {
+    "default": "both trees have the same keys: `a.select(*b.keys())` first, or `a.apply(fn, b, default=...)`",
+    "setdefault.default": _POSITION, "split_keys.default": "`strict=False` leaves out keys that do not exist",
+    "out": _OUT, "lock": _NO_LOCK, "propagate_lock": _NO_LOCK, "ignore_lock": _NO_LOCK,
+    "inplace": "a tree is never changed: `td = td.method(...)`",
+    "call_on_nested": _PLAIN, "is_leaf": _PLAIN, "num_threads": "leaves are pinned one after another",
+    "key_transform": "`td.rename_key(old, new)` of the result", "reduce": "`td.cummax(dim)` works along a dimension",
+    "reproduce_struct": "each part has the nested trees of its keys",
+    "canonical": "`td.contiguous()` is row by row in every leaf", "non_blocking": _BLOCKING,
+    "tensordict": _POSITION, "item": _POSITION, "input_dict_or_td": _POSITION, "axis0": _POSITION, "axis1": _POSITION,
+    "prefix": _POSITION, "size": _POSITION, "dims": _POSITION, "shape": _POSITION,
+    "auto_batch_size": "a frame has one dimension, its rows", "batch_dims": "a frame has one dimension, its rows",
+    "batch_size": "`td.with_batch_size(size)` of the result",
+    "clone": "`td.update(other.clone())`", "keys_to_update": "`td.update(other.select(*keys))`",
+    "update_batch_size": "the batch size is what the leaves have; `td.with_batch_size(size)`",
+    "pad": "both trees have the same keys", "layout": "leaves are strided, as those of the tree",
+    "pin_memory": "`td.pin_memory()` of the result",
+    "requires_grad": "`td.apply(lambda x: x.requires_grad_())` of the result",
+    "empty_lazy": "`lazy.dense()` first", "as_tensordict": "the result is a tree of the same class",
+    "use_state_dict": "`TensorDict(module.state_dict())`, and `module.load_state_dict(td.state_dict())`",
+    "filter_empty": "sub-modules without parameters are left out; `td.apply(fn, filter_empty=True)` for other trees",
+    "as_module": "planned with the modules of `tdfunc.nn`", "memo": "an internal of tensordict",
+    "swap_dest": "an internal of tensordict", "return_swap": "the handle puts back the module's own weights",
+    "preserve_module_state": "a block binds leaves as they are, a load makes Parameters",
+    "subpath": "`load_memmap(path / key)` loads a folder inside", "allow_pickle": "pickles are never read",
+    "robust_key": "keys are always encoded", "archive": "`tdfunc.save` writes one file", "compression":
+    "`tdfunc.save` writes one file, which any safetensors reader opens",
+    "pool": "`executor=`", "index_with_generator": "chunks are always cut as they are needed",
+    "as_tensorclass": "`Class.from_tensordict(td)`", "dest_cls": "`Class.from_tensordict(td)`",
+    "convert_tensors": "`td.numpy()`, or `td.tolist(convert_tensors=True)`",
+    "retain_none": "None is no value of a tree", "tolist_first": _ONE_FORM,
+    "as_linked_list": _ONE_FORM, "convert_nodes": _ONE_FORM,
+}  # fmt: skip
+
+# What a method takes among its `**options`.
+OPTIONS = {
+    "apply": {"batch_size", "default", "device", "filter_empty", "names"},
+    "named_apply": {"batch_size", "default", "device", "filter_empty", "names"},
+    **dict.fromkeys(("add", "sub"), {"alpha"}),
+    **dict.fromkeys(("dumps", "save"), {"num_threads", "return_early", "share_non_tensor", "existsok"}),
+    **dict.fromkeys(
+        ("from_any", "from_dataclass", "from_namedtuple", "from_struct_array"),
+        {"auto_batch_size", "batch_dims", "batch_size", "device", "names"},
+    ),
+    "load": {"out", "num_threads", "mode"},
+}
+
+
+def named(method):
+    """The arguments of a method that can be given by name."""
+    try:
+        found = inspect.signature(method).parameters
+    except (TypeError, ValueError):
+        return set()
+    return {
+        name
+        for name, one in found.items()
+        if name not in ("self", "cls") and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    }
+
+
+def absent_arguments():
+    """Methods of both libraries by the arguments that they do not take here."""
+    found = {}
+    for name in public(TensorDict):
+        ours, theirs = getattr(TensorDict, name), getattr(Incumbent, name, None)
+        if callable(ours) and callable(theirs):
+            for argument in sorted(named(theirs) - named(ours) - OPTIONS.get(name, set())):
+                key = f"{name}.{argument}"
+                found.setdefault(key if key in ARGUMENTS else argument, []).append(name)
+    return dict(sorted(found.items()))
+
+
+def argument_rows():
+    """A row for each argument that is not here: of which methods, and what to write instead."""
+    for argument, methods in absent_arguments().items():
+        yield f"| `{argument.split('.')[-1]}` | {', '.join(f'`{m}`' for m in methods)} | {ARGUMENTS[argument]} |"
+
+
 def section(title, theirs, ours, table):
     """A part of the page: what is supported, then a row for each other name."""
     theirs = list(theirs)
@@ -230,6 +317,9 @@ def page():
         *section("Functions and classes", public(tensordict), public(tdfunc), FUNCTIONS),
         *section("Lazy stacks", besides(tensordict.LazyStackedTensorDict, theirs), public(LazyStack), LAZY),
         *section("Typed trees", filter(typed, public(tensordict.TensorClass)), public(TensorClass), TYPED),
+        "## Arguments", "",
+        "Arguments of methods with the same name that are not taken here.", "",
+        "| argument | of | instead, or the reason |", "|---|---|---|", *argument_rows(), "",
         "## Only here", "",
         "Methods and properties of `TensorDict` that tensordict's has not: " + ", ".join(f"`{n}`" for n in more) + ".",
     ]  # fmt: skip

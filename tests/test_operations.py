@@ -10,11 +10,14 @@ import tdfunc
 from tdfunc import LazyStack, TensorClass, TensorDict
 from tests.incumbent import Incumbent, tensordict
 from tests.operations import (
+    ARGUMENTS,
     FUNCTIONS,
     LAZY,
     METHODS,
+    OPTIONS,
     PAGE,
     TYPED,
+    absent_arguments,
     besides,
     explained,
     in_place,
@@ -49,6 +52,33 @@ def test_no_explanation_is_stale(name):
 
     assert sorted(table.keys() & set(ours)) == []
     assert sorted(table.keys() - set(theirs)) == []
+
+
+def test_every_argument_is_explained():
+    """A user of tensordict would find that an argument is not taken, and not what to write; or read of one that is."""
+    assert absent_arguments().keys() == ARGUMENTS.keys()
+
+
+def test_options_are_taken():
+    """The page would leave out an argument that a method does not take among its options after all."""
+    td = TensorDict({"a": torch.ones(2)}, [2])
+    calls = {
+        "apply": lambda **kw: td.apply(torch.add, td, **kw),
+        "named_apply": lambda **kw: td.named_apply(lambda _, x, y: x + y, td, **kw),
+        "add": lambda **kw: td.add(td, **kw),
+        "sub": lambda **kw: td.sub(td, **kw),
+        "from_any": lambda **kw: TensorDict.from_any({"a": torch.ones(2)}, **kw),
+    }
+    values = {
+        "batch_size": [2], "default": None, "device": "cpu", "filter_empty": True, "names": ["t"], "alpha": 2,
+        "auto_batch_size": True, "batch_dims": 1,
+    }  # fmt: skip
+
+    for name, call in calls.items():
+        for option in OPTIONS[name] - {"names"} if name == "from_any" else OPTIONS[name]:
+            assert call(**{option: values[option]})["a"].shape == (2,)
+    with pytest.raises(TypeError):
+        td.apply(torch.abs, call_on_nested=True)
 
 
 def test_page_is_up_to_date():
