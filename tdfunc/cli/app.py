@@ -93,8 +93,8 @@ def show(
 
 @app.command(epilog="Exit code: 0 no differences in what was compared, 1 differences, 2 trouble.")
 def diff(
-    a: Annotated[str, typer.Argument(help="A checkpoint.", show_default=False)],
-    b: Annotated[str, typer.Argument(help="Another one.", show_default=False)],
+    a: Annotated[str, typer.Argument(help="A checkpoint.", metavar="A", show_default=False)],
+    b: Annotated[str, typer.Argument(help="Another one.", metavar="B", show_default=False)],
     values: Annotated[bool, typer.Option("--values", help="Read and compare all values.")] = False,
     tol: Annotated[
         str | None, typer.Option(help="Compare values up to |a - b| <= ATOL + RTOL |b|.", metavar="RTOL[/ATOL]")
@@ -128,8 +128,8 @@ def verify(path: Path, json: Json = False) -> None:
 
 @app.command()
 def convert(
-    src: Annotated[str, typer.Argument(help="The checkpoint.", show_default=False)],
-    dst: Annotated[str, typer.Argument(help="Where the result goes.", show_default=False)],
+    src: Annotated[str, typer.Argument(help="The checkpoint.", metavar="SRC", show_default=False)],
+    dst: Annotated[str, typer.Argument(help="Where the result goes.", metavar="DST", show_default=False)],
     to: To = None,
     max_shard_size: ShardSize = None,
     dtype: Dtype = None,

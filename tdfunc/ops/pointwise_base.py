@@ -1,7 +1,7 @@
 """How pointwise operations run: foreach kernels where they are legal, leaf by leaf elsewhere; broadcasting rules."""
 
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -289,7 +289,11 @@ def _as_tensor(other: Any, name: str) -> Tensor:
     if isinstance(other, np.ndarray):
         return torch.as_tensor(other)
     expected = "a tree, number or tensor"
-    raise TypeError(explain(f"{name}: cannot combine a tree with this.", expected=expected, got=type(other).__name__))
+    hint = (
+        "td.update(d) puts its entries into the tree; TensorDict(d) is a tree." if isinstance(other, Mapping) else None
+    )
+    what = f"{name}: cannot combine a tree with this."
+    raise TypeError(explain(what, expected=expected, got=type(other).__name__, hint=hint))
 
 
 def over_batch_op(tree: TensorCollection, name: str, fn: LeafFn, *others: Tensor) -> LeafOp:

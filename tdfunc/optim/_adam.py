@@ -22,6 +22,9 @@ def adam(
 ) -> Optimizer:
     """Return the Adam optimizer; weight decay is added to the gradient.
 
+    `lr`, the betas and `weight_decay` are numbers, tensors with a value for each member of a stack, or functions of the
+    number of steps done so far (schedules); see `Optimizer`.
+
     Args:
         lr: Step size.
         betas: Decay of the running averages of the gradient and of its square.
@@ -57,6 +60,9 @@ def adamw(
     maximize: bool = False,
 ) -> Optimizer:
     """Return the AdamW optimizer; weight decay shrinks the parameters, apart from the gradient.
+
+    `lr`, the betas and `weight_decay` are numbers, tensors with a value for each member of a stack, or functions of the
+    number of steps done so far (schedules); see `Optimizer`.
 
     Args:
         lr: Step size.

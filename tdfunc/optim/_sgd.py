@@ -23,6 +23,9 @@ def sgd(
 ) -> Optimizer:
     """Return stochastic gradient descent, with momentum if it is not 0.
 
+    `lr`, `momentum` and `weight_decay` are numbers, tensors with a value for each member of a stack, or functions of
+    the number of steps done so far (schedules); see `Optimizer`.
+
     Args:
         lr: Step size.
         momentum: Decay of the sum of past gradients.

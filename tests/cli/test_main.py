@@ -109,7 +109,7 @@ def float4(folder):
          r"there is no checkpoint in this folder[\s\S]*expected: model.safetensors.index.json"),
         (None, ["show", "{p}", "--filter", "x*"], r"the pattern 'x\*' matches no leaf"),
         (None, ["show", "{p}", "--what"], r"No such option"),
-        (None, ["diff", "{p}"], r"Missing argument"),
+        (None, ["diff", "{p}"], r"diff \[OPTIONS\] \{?A\}? \{?B\}?(.|\n)*Missing argument"),
         (None, ["diff", "{p}", "{p}", "--tol", "x"], r"'x' is neither RTOL nor RTOL/ATOL"),
         (None, ["diff", "{p}", "{p}", "--tol", "1/2/3"], r"'1/2/3' is neither"),
         (None, ["diff", "{p}", "{p}", "--tol", "-1"], r"'-1' is neither"),
