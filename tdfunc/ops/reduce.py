@@ -142,7 +142,7 @@ def _name_refused(tree: TensorCollection, name: str, err: RuntimeError) -> None:
         path, dtype = refused[0]
         raise RuntimeError(
             explain(
-                f"{name}: torch refuses the leaf {dotted(path)!r}.",
+                f"{name}: torch refuses the leaf {dotted(path)!r}: {err}",
                 expected="a leaf of a floating-point or complex dtype",
                 got=str(dtype),
                 hint="cast the tree (td.float()), or tdfunc.partition such leaves off first.",

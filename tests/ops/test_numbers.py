@@ -402,7 +402,6 @@ def test_a_reduction_names_the_leaf_that_has_no_mean():
     tree = TensorDict({"w": torch.ones(2, 3), "norm": {"count": torch.ones(2, dtype=torch.int64)}}, [2])
 
     for name, torch_text in (("mean", "infer output dtype"), ("std", "floating")):
-        with pytest.raises(RuntimeError, match=rf"{name}: (.|\n)*'norm.count'(.|\n)*floating(.|\n)*int64") as err:
+        with pytest.raises(RuntimeError, match=rf"{name}: (.|\n)*'norm.count': .*{torch_text}(.|\n)*got: +torch.int64"):
             getattr(tree, name)(0)
-        assert torch_text in str(err.value.__cause__)
     assert tree.float().mean(0)["norm", "count"] == 1
