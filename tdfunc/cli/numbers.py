@@ -24,6 +24,12 @@ def has_values(dtype: torch.dtype) -> bool:
     return dtype is not _FLOAT4
 
 
+def all_finite(values: Tensor) -> bool:
+    """Whether real numbers, which torch can compare, are all finite; a tenth of the time of `isfinite`."""
+    # NaN is passed on by both.
+    return not values.numel() or all(math.isfinite(float(extreme)) for extreme in values.aminmax())
+
+
 @dataclass
 class Stats:
     """Statistics over the finite values that were added; of complex ones, over their absolute values."""
@@ -45,21 +51,23 @@ class Stats:
         if values.is_complex():
             values = values.abs()
         self.count += values.numel()
-        finite = values[values.isfinite()] if not bool(values.isfinite().all()) else values
-        self.nans += int(values.isnan().sum())
-        self.infs += int(values.isinf().sum())
-        self.zeros += int((values == 0).sum())
+        self.zeros += values.numel() - int(values.count_nonzero())
+        finite = values
+        if not all_finite(values):
+            self.nans += int(values.isnan().sum())
+            self.infs += int(values.isinf().sum())
+            finite = values[values.isfinite()]
         if not finite.numel():
             return
         # Means of parts put together (Chan et al. 1979): sums of squares would lose digits.
         count, mean = finite.numel(), float(finite.mean())
-        squares = float((finite - mean).square().sum())
+        distances = (finite - mean).flatten()
         total, delta = self.finite + count, mean - self.mean
-        self._squares += squares + delta * delta * self.finite * count / total
+        self._squares += float(distances.dot(distances)) + delta * delta * self.finite * count / total
         self.mean += delta * count / total
         self.finite = total
-        self.least = min(self.least, float(finite.min()))
-        self.greatest = max(self.greatest, float(finite.max()))
+        least, greatest = map(float, finite.aminmax())
+        self.least, self.greatest = min(self.least, least), max(self.greatest, greatest)
 
     @property
     def std(self) -> float:
@@ -88,9 +96,11 @@ class Tolerance(NamedTuple):
 
     def exceeded(self, apart: Tensor, size: Tensor) -> int:
         """Count the distances that are larger, or infinite."""
-        # Of an infinite size any part is infinite, or NaN for a part of 0; and what is infinitely far apart is larger.
-        largest = size.mul(self.rtol).add_(self.atol).nan_to_num_(nan=0.0)
-        return int((apart > largest).sum())
+        if not self.rtol:
+            return int((apart > self.atol).count_nonzero())
+        # Of an infinite size any part is infinite; what is infinitely far apart is larger.
+        largest = size.mul(self.rtol).add_(self.atol).nan_to_num_()
+        return int((apart > largest).count_nonzero())
 
 
 @dataclass
@@ -115,7 +125,7 @@ class Difference:
         if x.is_complex() or y.is_complex():
             x, y = x.to(torch.complex128), y.to(torch.complex128)
         apart = (x - y).abs()
-        if not is_exact and bool(apart.isfinite().all()):
+        if not is_exact and all_finite(apart):
             self._enter(apart, y.abs())
             return
         same = (a.view(torch.int64) == b.view(torch.int64)) if is_exact and a.element_size() == 8 else x == y

@@ -13,7 +13,7 @@ from tdfunc._errors import LeafMismatchError, TreeStructureError, UnsupportedErr
 from tdfunc._nontensor import NonTensorBase
 from tdfunc._types import Path
 from tdfunc.cli.leaves import Stored, choose, make_filter, plain, plain_values, same_values, stored_leaves
-from tdfunc.cli.numbers import Difference, average, has_values
+from tdfunc.cli.numbers import Difference, all_finite, average, has_values, wide
 from tdfunc.cli.output import progress, safe, shown
 from tdfunc.cli.sources import Source, open_source
 from tdfunc.cli.streams import note
@@ -91,7 +91,9 @@ class _Casts:
                 continue
             cast = piece.to(leaf.dtype)
             # float8 has few operations of its own.
-            lost += int((piece.to(torch.float64).isfinite() & ~cast.to(torch.float64).isfinite()).sum())
+            result = wide(cast)
+            if not all_finite(result):
+                lost += int((wide(piece).isfinite() & ~result.isfinite()).sum())
             yield cast
         if lost:
             self._lost[self._names[id(leaf)]] = lost
