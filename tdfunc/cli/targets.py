@@ -16,9 +16,11 @@ from tdfunc.cli.torch_files import state_of, without_values, write_torch
 from tdfunc.ops.facts import count_text
 from tdfunc.storage.folder_commit import check_target as check_memmap
 from tdfunc.storage.index import INDEX, SINGLE
+from tdfunc.storage.manager import ABOUT_FILE
 from tdfunc.storage.names import META
 from tdfunc.storage.remote import is_remote, local_path
 from tdfunc.storage.shards import as_bytes
+from tdfunc.storage.steps import list_steps
 from tdfunc.storage.stream import memmap_stream, save_stream
 
 FORMATS = ("safetensors", "shards", "memmap", "torch")
@@ -57,6 +59,8 @@ def make_target(
             got = f"{path} as {chosen}"
             raise ValueError(explain("--max-shard-size is for a folder of shards.", expected="a folder", got=got))
     _check_name(path, chosen)
+    if not is_remote(path):
+        _check_run(path, chosen)
     taken = _taken(path, chosen)
     if taken is not None and not force:
         raise FileExistsError(explain(f"{taken} exists.", expected="a new name", hint="--force replaces it."))
@@ -96,6 +100,18 @@ def _check_name(path: str, format: str) -> None:
         )
     if is_remote(path) and format in ("memmap", "torch"):
         raise UnsupportedError(explain(f"{path}: {format} is written on this machine only.", expected="a local path"))
+
+
+def _check_run(path: str, format: str) -> None:
+    """Raise for what a `CheckpointManager` keeps: other files there would hide its steps, or be called damage."""
+    is_file = format in ("safetensors", "torch")
+    if not is_file and list_steps(path):
+        what, expected = f"{path} holds the steps of a run.", "a folder without steps"
+        raise FileExistsError(explain(what, expected=expected, hint="choose another folder."))
+    folder = os.path.dirname(path) if is_file else path
+    if (os.path.basename(path) == SINGLE or not is_file) and os.path.isfile(os.path.join(folder, ABOUT_FILE)):
+        what, hint = f"{folder} is a step of a run.", "CheckpointManager.save(..., overwrite=True) replaces it."
+        raise FileExistsError(explain(what, expected="a place outside of it", hint=hint))
 
 
 def _taken(path: str, format: str) -> str | None:

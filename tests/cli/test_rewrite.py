@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tdfunc import Filter, Kind, NonTensorData, TensorDict, lazy_stack, load, partition, save
+from tdfunc import CheckpointManager, Filter, Kind, NonTensorData, TensorDict, lazy_stack, load, partition, save
 from tdfunc._collection import TensorCollection
 from tests.cli.helpers import WRITERS, make_tree, read_back, run, write_as
 from tests.storage.trees import DTYPES, assert_same, of_dtype, same_bytes
@@ -352,6 +352,27 @@ def test_shards_beside_other_files(tmp_path):
     assert "model.safetensors.index.json exists" in single.err
     assert "holds a memmapped tree" in mixed.err
     assert "no part of a memmapped tree" in over.err
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "says"),
+    [
+        ("run", ["--to", "shards"], "run holds the steps of a run"),
+        ("run", ["--to", "memmap"], "run holds the steps of a run"),
+        ("run/step-0000000001", ["--to", "shards"], "step-0000000001 is a step of a run"),
+        ("run/step-0000000001/model.safetensors", [], "step-0000000001 is a step of a run"),
+    ],
+)
+def test_the_folder_of_a_run_is_left_alone(target, options, says, tmp_path):
+    """The steps of a run would be hidden by shards beside them, or a step be called damaged from then on."""
+    CheckpointManager(tmp_path / "run").save(1, TensorDict({"w": torch.ones(3)}))
+    save(TensorDict({"w": torch.zeros(3)}), tmp_path / "t.safetensors")
+
+    result = run("convert", tmp_path / "t.safetensors", tmp_path / target, "--force", *options)
+
+    assert result.code == 2
+    assert says in result.err
+    assert run("verify", tmp_path / "run").code == 0
 
 
 def test_urls(tmp_path):
