@@ -28,6 +28,7 @@ from tests.conditions import (
     has_words,
     is_bool,
     is_ragged,
+    is_swapped,
     learns,
     named,
     names_do_not_fit,
@@ -121,6 +122,13 @@ OF_KINDS = (
         named("stack_tensors", "cat_tensors"),
         only_ours_raises("dense() makes one tree of a lazy stack"),
         rare=("program", 602, 3567),
+    ),
+    Accepted(
+        REARRANGE,
+        is_ragged,
+        named("swapaxes", "transpose", "torch.transpose"),
+        is_swapped,
+        rare=("program", 706, 3824),
     ),
     Accepted(TORCH, has_lazy, named("view"), only_ours_raises("Use .reshape(...)"), rare=("program", 701, 3438)),
     Accepted(NO_TREE, has_lazy, only_ours_raises("keeps one tree at least")),
@@ -235,13 +243,6 @@ ACCEPTED = (
         detail(lambda d: isinstance(d[1], list)),
         differs_in("class"),
         rare=("case", 302, 8898),
-    ),
-    Accepted(
-        ZERO,
-        named("masked_select", "index", "at_number", "at_mul", "at_add", "at_set"),
-        has_no_elements,
-        only_theirs_raises("tuple index"),
-        rare=("program", 301, 861),
     ),
     Accepted(NAMES, only_theirs_raises("refine_names"), rare=("program", 201, 284)),
     Accepted(
@@ -498,7 +499,6 @@ ACCEPTED = (
     ),
     Accepted(ORDER, named("rename_key", "select", "unflatten_keys"), differs_in("order")),
     Accepted(FLATTEN, named("unflatten"), differs_in("size", "names", "value"), their_size(lambda size: -1 in size)),
-    Accepted(FLATTEN, named("unflatten"), only_theirs_raises("is already taken"), rare=("program", 601, 4090)),
     Accepted(
         FLATTEN,
         named("flatten"),
@@ -516,7 +516,6 @@ ACCEPTED = (
         rare=("program", 401, 127),
     ),
     Accepted(WORDS, has_words, both_raise, theirs_says("list index out of range"), rare=("program", 401, 1245)),
-    Accepted(WORDS, has_words, named("squeeze_all"), equal_without("words", "names"), rare=("program", 402, 2512)),
     Accepted(
         NUMBERS,
         named("set"),

@@ -123,6 +123,9 @@ def _same_unstacked(a, b):
         a, b = _as_tensors(a), torch.as_tensor(b)
     if isinstance(a, tuple) and isinstance(b, torch.Tensor):
         dims = range(b.dim())
+        if len({getattr(x, "dtype", None) for x in a}) > 1:
+            # What tensordict stacks it promotes.
+            a = tuple(x.to(b.dtype) if isinstance(x, torch.Tensor) else x for x in a)
         return any(len(a) == b.shape[d] and all(map(_same_unstacked, a, b.unbind(d))) for d in dims)
     if isinstance(a, Tree | dict) and isinstance(b, Tree | dict):
         a, b = (x.entries if isinstance(x, Tree) else x for x in (a, b))
@@ -241,6 +244,16 @@ def torch_refuses(case, ours, theirs):
     except (IndexError, RuntimeError, ValueError):
         return True
     return False
+
+
+def is_swapped(case, ours, theirs):
+    """Both return, ours the batch size of the input with two dimensions exchanged."""
+    if ours.error is not None or theirs.error is not None:
+        return False
+    first, second = case.detail if case.name != "torch.transpose" else (case.detail[0], 0)
+    size = list(case.inputs[0].size)
+    size[first], size[second] = size[second], size[first]
+    return all(found in (-1, wanted) for found, wanted in zip(ours.value.size, size, strict=True))
 
 
 def given_to_each(case, ours, theirs):

@@ -104,6 +104,22 @@ def _names(names, tree):
     return tuple(names or [None] * len(tree._batch_size))
 
 
+def has_deep_words(value):
+    """Whether a tree of tensordict holds non-tensor data that vary along several dimensions."""
+    if isinstance(value, tensordict.LazyStackedTensorDict):
+        return any(map(has_deep_words, value.tensordicts))
+    if tensordict.is_tensorclass(value):
+        return has_deep_words(value._tensordict)
+    if not isinstance(value, IncumbentBase):
+        return False
+    return any(
+        isinstance(node, tensordict.NonTensorStack) and len(node.batch_size) > 1
+        if isinstance(node, IncumbentNonTensor)
+        else has_deep_words(node)
+        for node in (value.get(key) for key in value.keys())  # noqa: SIM118
+    )
+
+
 def describe(value):
     """Return the description of one of our trees, from which either library builds it again."""
     if isinstance(value, LazyStack):

@@ -61,11 +61,20 @@ class Branch:
 
     def build(self, cls):
         """This tree in the library of an open class; tensors are shared, not copied."""
-        data = {k: v.build(cls) if isinstance(v, Branch | Lazy) else v for k, v in self.entries.items()}
+        data = {k: _built(v, cls) for k, v in self.entries.items()}
         names = None if self.names is None else list(self.names)
         if self.typed:
             return TYPED[cls](**data, batch_size=list(self.size), names=names)
         return cls(data, batch_size=list(self.size), names=names)
+
+
+def _built(value, cls):
+    if isinstance(value, Branch | Lazy):
+        return value.build(cls)
+    # tensordict's constructor takes nested lists of non-tensor data for something else.
+    if cls is Incumbent and isinstance(value, list) and value and isinstance(value[0], list):
+        return tensordict.NonTensorStack.from_list(value)
+    return value
 
 
 @dataclass(frozen=True)
