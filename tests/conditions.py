@@ -246,6 +246,24 @@ def torch_refuses(case, ours, theirs):
     return False
 
 
+def indexed_as_torch(case, ours, theirs):
+    """Both return, ours the batch size that torch gives a tensor of the batch size of the input."""
+    if ours.error is not None or theirs.error is not None:
+        return False
+    size = case.inputs[0].size
+    try:
+        wanted = case.oracle(torch.zeros(size), len(size)).shape
+    except (IndexError, RuntimeError):
+        return False
+    found = ours.value.size
+    return len(found) == len(wanted) and all(a in (-1, b) for a, b in zip(found, wanted, strict=True))
+
+
+def has_infinite_complex(case, ours, theirs):
+    """An input holds a complex number that is not finite."""
+    return any(leaf.is_complex() and not leaf.isfinite().all() for tree in case.inputs for leaf in tree.leaves())
+
+
 def is_swapped(case, ours, theirs):
     """Both return, ours the batch size of the input with two dimensions exchanged."""
     if ours.error is not None or theirs.error is not None:
@@ -341,6 +359,17 @@ def _same_element(mine, other):
 def names_do_not_fit(case, ours, theirs):
     """Theirs has more or fewer names than dimensions."""
     return isinstance(theirs.value, Tree) and len(theirs.value.names) != len(theirs.value.size)
+
+
+def their_trees_have_no_size(case, ours, theirs):
+    """Theirs returns a tree of tensors whose batch size holds -1."""
+    return theirs.error is None and _has_no_size(theirs.value)
+
+
+def _has_no_size(value):
+    if isinstance(value, Stack):
+        return any(map(_has_no_size, value.trees))
+    return isinstance(value, Tree) and -1 in value.size
 
 
 def differs_bare_in(*kinds):

@@ -319,6 +319,9 @@ def cases_of(program):
             rest = [_built(case.inputs[1:], cls) for cls in (TensorDict, Incumbent)]
         except UnfitError:
             continue
+        # Whether a view is possible depends on strides, and equal trees need not lie alike in memory.
+        if case.name == "view" and _layouts(tensors_of(live[:1])) != _layouts(tensors_of(live[1:])):
+            continue
         accepted, ours, theirs = compare(case, [live[0], *rest[0]], [live[1], *rest[1]])
         yield case, accepted
         found = _next_tree(rng, ours, theirs)
