@@ -259,11 +259,6 @@ def indexed_as_torch(case, ours, theirs):
     return len(found) == len(wanted) and all(a in (-1, b) for a, b in zip(found, wanted, strict=True))
 
 
-def has_infinite_complex(case, ours, theirs):
-    """An input holds a complex number that is not finite."""
-    return any(leaf.is_complex() and not leaf.isfinite().all() for tree in case.inputs for leaf in tree.leaves())
-
-
 def is_swapped(case, ours, theirs):
     """Both return, ours the batch size of the input with two dimensions exchanged."""
     if ours.error is not None or theirs.error is not None:
