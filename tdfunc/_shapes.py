@@ -157,6 +157,12 @@ def broadcast_sizes(sizes: Sequence[Size]) -> Size:
         raise IndexError(explain("index: the index tensors do not broadcast together.", got=f"shapes {got}")) from err
 
 
+def fits_into(shape: Size, size: Size) -> bool:
+    """Whether a shape broadcasts to this very size; `torch.broadcast_shapes` takes ten times as long to say so."""
+    skipped = len(size) - len(shape)
+    return skipped >= 0 and all([have in (1, want) for have, want in zip(shape, size[skipped:], strict=True)])
+
+
 # -- indexing ---------------------------------------------------------------------------------------------------
 
 

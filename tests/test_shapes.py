@@ -15,6 +15,7 @@ from tdfunc._shapes import (
     common_prefix,
     dim_index,
     fill_size,
+    fits_into,
     index_names,
     index_size,
     normalize_index,
@@ -178,3 +179,17 @@ def test_shape_of_leaves_that_torch_gives_no_shape():
     assert shape_of(torch.nested.nested_tensor([])) == Size([0])
     assert shape_of(torch.nn.UninitializedParameter()) is None
     assert shape_of(torch.ones(2, 3)) == Size([2, 3])
+
+
+@given(
+    st.lists(st.integers(0, 3), max_size=4),
+    st.lists(st.integers(0, 3), max_size=4),
+)
+def test_what_fits_into_a_size_is_what_torch_broadcasts_to_it(shape, size):
+    """An operand that would make the batch larger would be let in, or one that fits refused."""
+    try:
+        expected = torch.broadcast_shapes(shape, size) == Size(size)
+    except RuntimeError:
+        expected = False
+
+    assert fits_into(Size(shape), Size(size)) == expected

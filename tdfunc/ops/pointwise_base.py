@@ -12,7 +12,7 @@ from tdfunc._collection import PLAIN, LeafOp, TensorCollection, is_compiling
 from tdfunc._errors import BatchSizeError, LeafMismatchError, TieError, TreeStructureError, explain
 from tdfunc._keys import dotted
 from tdfunc._nontensor import NonTensorBase
-from tdfunc._shapes import shape_of
+from tdfunc._shapes import fits_into, shape_of
 from tdfunc._types import LeafFn, Path
 from tdfunc.ops.clash import clash
 
@@ -313,7 +313,8 @@ def _lead(tree: TensorCollection, other: Tensor, call: str) -> Tensor:
     if other.dim() == 0:
         return other
     check_operand(tree, other, call)
-    return other.reshape((1,) * (len(tree._batch_size) - other.dim()) + other.shape)
+    missing = len(tree._batch_size) - other.dim()
+    return other.reshape((1,) * missing + other.shape) if missing else other
 
 
 def broadcaster(lead: Tensor, at_least: bool = False) -> Callable[[int], Tensor]:
@@ -337,11 +338,7 @@ def check_operand(tree: TensorCollection, other: Tensor, call: str) -> None:
     size = tree._batch_size
     # Along a ragged dimension an operand can only be constant.
     known = Size([max(s, 1) for s in size]) if -1 in size else size
-    try:
-        fits = torch.broadcast_shapes(other.shape, known) == known
-    except RuntimeError:
-        fits = False
-    if not fits:
+    if not fits_into(other.shape, known):
         raise BatchSizeError(
             explain(
                 f"{call}: a tensor operand is broadcast against the batch dimensions, not those of the leaves.",
