@@ -503,7 +503,7 @@ ACCEPTED = (
         NUMBERS,
         named("set"),
         detail(lambda d: isinstance(d[1], list)),
-        only_theirs_raises("'shape'"),
+        theirs_says("'shape'"),
         rare=("program", 201, 1870),
     ),
     Accepted(
