@@ -239,7 +239,7 @@ def _checked_slice(item: slice) -> slice:
 def _as_index(item: Any, whole: Any) -> Tensor:
     """Return a list, range or array as a tensor; an empty one has no dtype of its own and indexes nothing."""
     try:
-        tensor = torch.as_tensor(list(item) if isinstance(item, range) else item)
+        tensor = torch.as_tensor(list(item) if isinstance(item, range) else item, device="cpu")
     except (TypeError, ValueError, RuntimeError) as err:
         raise _no_index(item, whole) from err
     # An empty list is of floats, and numpy's narrow integers are indices; uint8 is an old spelling of a mask.

@@ -3,11 +3,10 @@
 Attention and LSTM dropout draw from the default generator inside torch, where no generator can be given to them.
 """
 
-import collections.abc
 import random
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,18 +25,17 @@ def default_generators(leaves: Sequence[Any]) -> list[Generator]:
     return [torch.default_generator, *[torch.cuda.default_generators[d.index] for d in sorted(devices, key=str)]]
 
 
-@contextmanager
-def seeding(generators: Sequence[Generator], seed: int) -> collections.abc.Generator[None]:
-    """Run the block under a seed, alone among threads that do the same, and put the states back."""
+def run_seeded(generators: Sequence[Generator], seed: int, run: Callable[[], T]) -> T:
+    """Return what `run` returns under a seed, alone among threads that do the same; the states are put back."""
     with _SEEDING:
-        before = [generator.get_state() for generator in generators]
+        # One call of C code puts them back: Ctrl-C, which comes between calls, cannot cut it short.
+        put_back = partial(list, map(Generator.set_state, generators, [g.get_state() for g in generators]))
         try:
             for generator in generators:
                 generator.manual_seed(seed)
-            yield
+            return run()
         finally:
-            for generator, state in zip(generators, before, strict=True):
-                generator.set_state(state)
+            put_back()
 
 
 def watch(generators: Sequence[Generator], run: Callable[[], T]) -> tuple[T, bool]:

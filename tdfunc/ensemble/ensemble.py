@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from tdfunc._errors import UnsupportedError, explain
 from tdfunc._jit import Jitted, jit
 from tdfunc.ensemble._call import Call, check_output, flat_dims, join_chunks, members_of, seed_of, stack_outputs
-from tdfunc.ensemble._draws import default_generators, foreign_states, seeding, watch
+from tdfunc.ensemble._draws import default_generators, foreign_states, run_seeded, watch
 from tdfunc.ensemble._globals import Globals
 from tdfunc.modules.bind import in_transform
 from tdfunc.modules.functional import Apply
@@ -356,8 +356,7 @@ class Ensemble:
             return run()
         generators = default_generators(leaves)
         if self.how == "loop" and seed is not None:
-            with seeding(generators, member_seed(seed, i)):
-                return run()
+            return run_seeded(generators, member_seed(seed, i), run)
         result, drew = watch(generators, run)
         if drew:
             raise _no_seed() if seed is None else _past_seed()

@@ -43,20 +43,24 @@ _LOADED, _UNBOUND, _OPEN, _CLOSED = "loaded", "unbound", "open", "closed"
 class ModuleHandle:
     """What `to_module` returns: a context manager that binds for a block and puts back what was there."""
 
-    __slots__ = ("_match", "_module", "_serial", "_state", "_subs")
+    __slots__ = ("_match", "_module", "_serial", "_state")
 
     def __init__(self, module: nn.Module, match: Match) -> None:
         self._state = _CLOSED
         self._module, self._match = module, match
-        self._subs: list[nn.Module] = []
         self._serial = 0
         if in_transform():
             self._state = _UNBOUND
             return
-        with _CLAIMS:
-            _refuse_other_thread(match.modules)
-            self._write(permanent=True)
-        self._state = _LOADED
+        try:
+            with _CLAIMS:
+                _refuse_other_thread(match.modules)
+                self._state = _LOADED
+                match.write(permanent=True)
+        except BaseException:
+            if self._state is _LOADED:
+                match.restore()
+            raise
 
     def __enter__(self) -> nn.Module:
         if self._state not in (_LOADED, _UNBOUND):
@@ -68,29 +72,25 @@ class ModuleHandle:
                     hint="call params.to_module(m) again for another block.",
                 )
             )
-        if torch.compiler.is_compiling():
-            self._state = _OPEN
-            self._match.write(permanent=False)
-            return self._module
-        with _CLAIMS:
-            _refuse_other_thread(self._match.modules)
-            self._state = _OPEN
-            self._write(permanent=False)
-            self._claim()
+        try:
+            self._open()
+        except ConcurrencyError:
+            raise
+        except BaseException:
+            # Ctrl-C comes between any two lines, and Python leaves no block whose __enter__ did not return.
+            self._leave()
+            raise
         return self._module
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if torch.compiler.is_compiling():
-            self._state = _CLOSED
-            self._match.restore()
-            return
-        with _CLAIMS:
-            in_order = self._state is _OPEN and all([_owner(sub).blocks[-1] is self for sub in self._subs])
-            for block in [self] if in_order else _entangled(self):
-                block._match.restore()
-                block._release()
+        try:
+            in_order = self._leave()
+        except BaseException:
+            # What Ctrl-C cut short is done again: every step of it may be done twice.
+            self._leave()
+            raise
         # An error on its way through the block says more than the order of exits; closing a generator does not.
         if not in_order and (kind is None or issubclass(kind, GeneratorExit)):
             raise _out_of_order(self._module)
@@ -103,13 +103,16 @@ class ModuleHandle:
                 stacklevel=2,
             )
 
-    def _write(self, *, permanent: bool) -> None:
-        try:
-            self._match.write(permanent=permanent)
-        except BaseException:
-            self._state = _CLOSED
-            self._match.restore()
-            raise
+    def _open(self) -> None:
+        if torch.compiler.is_compiling():
+            self._state = _OPEN
+            self._match.write(permanent=False)
+            return
+        with _CLAIMS:
+            _refuse_other_thread(self._match.modules)
+            self._state = _OPEN
+            self._match.write(permanent=False)
+            self._claim()
 
     def _claim(self) -> None:
         self._serial = next(_SERIAL)
@@ -117,20 +120,36 @@ class ModuleHandle:
             owner = sub.__dict__.setdefault(_OWNER, _Owner())
             owner.thread = threading.get_ident()
             owner.blocks.append(self)
-            self._subs.append(sub)
+
+    def _leave(self) -> bool:
+        """Put back what was there and let go of the module; False where blocks are left out of order."""
+        if self._state is _CLOSED:
+            return False
+        if torch.compiler.is_compiling():
+            self._match.restore()
+            self._state = _CLOSED
+            return True
+        with _CLAIMS:
+            in_order = all([blocks[-1] is self for blocks in _blocks(self._match.modules) if self in blocks])
+            for block in [self] if in_order else _entangled(self):
+                block._match.restore()
+                block._release()
+        return in_order
 
     def _release(self) -> None:
+        for sub in self._match.modules:
+            owner = sub.__dict__.get(_OWNER)
+            if owner is not None:
+                if self in owner.blocks:
+                    owner.blocks.remove(self)
+                if not owner.blocks:
+                    sub.__dict__.pop(_OWNER, None)
         self._state = _CLOSED
-        for sub in self._subs:
-            owner = _owner(sub)
-            owner.blocks.remove(self)
-            if not owner.blocks:
-                sub.__dict__.pop(_OWNER, None)
-        self._subs = []
 
 
-def _owner(module: nn.Module) -> _Owner:
-    return module.__dict__[_OWNER]
+def _blocks(modules: list[nn.Module]) -> list[list[ModuleHandle]]:
+    """Return for each module that blocks are open on the blocks, the oldest first."""
+    return [sub.__dict__[_OWNER].blocks for sub in modules if _OWNER in sub.__dict__]
 
 
 def _refuse_other_thread(modules: list[nn.Module]) -> None:
@@ -150,7 +169,7 @@ def _refuse_other_thread(modules: list[nn.Module]) -> None:
 
 def _entangled(block: ModuleHandle) -> list[ModuleHandle]:
     """Return the block and all that are open on the same submodules, the newest first."""
-    found = {id(other): other for sub in block._subs for other in _owner(sub).blocks}
+    found = {id(other): other for blocks in _blocks(block._match.modules) for other in blocks} | {id(block): block}
     return sorted(found.values(), key=lambda other: -other._serial)
 
 

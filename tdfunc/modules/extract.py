@@ -12,7 +12,7 @@ from tdfunc._nontensor import NonTensorData
 from tdfunc._shapes import EMPTY
 from tdfunc._ties import by_identity
 from tdfunc._types import Kind, Path, Ties
-from tdfunc.modules.slots import LAZY, Slot, walk
+from tdfunc.modules.slots import LAZY, Slot, keeps_own_state, walk
 from tdfunc.ops.structure import entries, partition, restore_ties
 
 T = TypeVar("T", bound=TensorCollection)
@@ -34,7 +34,8 @@ def from_module(module: nn.Module) -> Any:
         A `TensorDict` of batch size [], in registration order; submodules without leaves are left out.
 
     Raises:
-        UnsupportedError: A ScriptModule, a data-parallel wrapper, or a lazy module that has not run yet.
+        UnsupportedError: A ScriptModule, a data-parallel wrapper, packed weights of quantized layers, or a lazy module
+            that has not run yet.
 
     Examples:
         >>> params = tdf.from_module(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)))
@@ -53,7 +54,7 @@ def from_module(module: nn.Module) -> Any:
 
 def _read(module: nn.Module, leaves: list[Any], depth: int) -> Any:
     """Return the tree of an ordinary module in one walk, collecting its leaves; None where only `walk` will do."""
-    if type(module).get_extra_state is not nn.Module.get_extra_state or "_orig_mod" in module._modules:
+    if keeps_own_state(module) or "_orig_mod" in module._modules:
         return None
     if isinstance(module, _UNREADABLE) or depth > _DEEPEST:
         return None

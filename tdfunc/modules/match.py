@@ -12,7 +12,7 @@ from tdfunc._keys import dotted
 from tdfunc._nontensor import NonTensorBase, NonTensorStack
 from tdfunc._types import Kind, Path
 from tdfunc.modules.plan import tie_error
-from tdfunc.modules.slots import Slot, is_one_tensor, walk
+from tdfunc.modules.slots import Slot, is_one_tensor, keeps_own_state, walk
 from tdfunc.ops.structure import iter_items
 
 # (table, name, what is there, the leaf, whether it is a parameter). A plain tuple: one is made for each leaf.
@@ -106,7 +106,7 @@ def _fits(
     """Collect the pairs in one walk; False where only the match by path knows what to do or to say."""
     if isinstance(module, torch.jit.ScriptModule) or depth > _DEEPEST:
         return False
-    if type(module).get_extra_state is not nn.Module.get_extra_state or "_orig_mod" in module._modules:
+    if keeps_own_state(module) or "_orig_mod" in module._modules:
         return False
     modules[module] = None
     data = tree._data if tree is not None else {}

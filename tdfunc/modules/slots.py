@@ -44,7 +44,7 @@ def unwrap(module: nn.Module, call: str) -> nn.Module:
 
     Raises:
         TypeError: It is no module.
-        UnsupportedError: It is a ScriptModule or a data-parallel wrapper.
+        UnsupportedError: It is a ScriptModule, a data-parallel wrapper, or a quantized module of packed weights.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(explain(f"{call}: not a module.", expected="torch.nn.Module", got=type(module).__name__))
@@ -63,7 +63,25 @@ def unwrap(module: nn.Module, call: str) -> nn.Module:
         raise UnsupportedError(
             explain(f"{call}: {type(module).__name__} copies the module on every call.", hint="pass its .module.")
         )
+    if keeps_own_state(module) and any(isinstance(value, torch.ScriptObject) for value in module.__dict__.values()):
+        raise UnsupportedError(
+            explain(
+                f"{call}: {type(module).__name__} keeps its weights packed, where they cannot be read or replaced.",
+                expected="weights that are parameters or buffers",
+                got=f"{type(module).__module__}.{type(module).__qualname__}",
+                hint="use the module that it was quantized from, or take the parts beside it: from_module(model.head).",
+            )
+        )
     return module
+
+
+def keeps_own_state(module: nn.Module) -> bool:
+    """Whether a module may have state beside its parameters and buffers."""
+    cls = type(module)
+    return (
+        cls.get_extra_state is not nn.Module.get_extra_state
+        or cls._save_to_state_dict is not nn.Module._save_to_state_dict
+    )
 
 
 def walk(module: nn.Module, call: str) -> list[Slot]:

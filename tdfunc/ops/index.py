@@ -46,7 +46,7 @@ def gather(tree: T, dim: int, index: Tensor) -> T:
 
     def leaf(x: Any) -> Any:
         if isinstance(x, NonTensorBase):
-            grid = torch.meshgrid(*[torch.arange(size) for size in index.shape], indexing="ij")
+            grid = torch.meshgrid(*[torch.arange(size, device=index.device) for size in index.shape], indexing="ij")
             return x[tuple(index if i == dim else rows for i, rows in enumerate(grid))]
         return call(x.shape)(x)
 

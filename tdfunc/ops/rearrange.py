@@ -84,7 +84,7 @@ def tensor_split(tree: T, sections: "int | Sequence[int] | Tensor", dim: int) ->
 def flip(tree: T, dims: "int | Sequence[int]") -> T:
     """Reverse the rows along dimensions."""
     for dim in _as_dims(dims, len(tree._batch_size), "flip"):
-        rows = torch.arange(dim_size(tree._batch_size, dim, "flip")).flip(0)
+        rows = torch.arange(dim_size(tree._batch_size, dim, "flip"), device="cpu").flip(0)
         tree = _take(tree, dim, rows, methodcaller("flip", dim))
     return tree
 
@@ -103,7 +103,7 @@ def roll(tree: T, shifts: "int | Sequence[int]", dims: "int | Sequence[int] | No
         expected, got = f"{len(where)} shifts, one for each of dims", str(steps)
         raise ValueError(explain("roll: shifts and dims differ in number.", expected=expected, got=got))
     for step, dim in zip(steps, where, strict=True):
-        rows = torch.arange(dim_size(tree._batch_size, dim, "roll")).roll(step)
+        rows = torch.arange(dim_size(tree._batch_size, dim, "roll"), device="cpu").roll(step)
         tree = _take(tree, dim, rows, methodcaller("roll", step, dim))
     return tree
 
@@ -128,7 +128,7 @@ def repeat(tree: T, repeats: tuple[int, ...]) -> T:
         raise ValueError(explain(what, expected=expected, got=str(list(repeats)), hint="tile() takes fewer or more."))
     for dim, times in enumerate(repeats):
         if times != 1:
-            rows = torch.arange(dim_size(tree._batch_size, dim, "repeat")).repeat(times)
+            rows = torch.arange(dim_size(tree._batch_size, dim, "repeat"), device="cpu").repeat(times)
             tree = _take(tree, dim, rows, _repeater(dim, times))
     return tree
 
@@ -162,9 +162,9 @@ def repeat_interleave(tree: T, repeats: "int | Tensor", dim: int | None, output_
     dim = dim_index(dim, len(tree._batch_size), "repeat_interleave")
     total = dim_size(tree._batch_size, dim, "repeat_interleave")
     if isinstance(repeats, int) and repeats >= 0 and output_size is None:
-        rows = torch.arange(total).repeat_interleave(repeats)
+        rows = torch.arange(total, device="cpu").repeat_interleave(repeats)
         return _take(tree, dim, rows, _repeater_of_rows(dim, repeats, rows))
-    times = torch.as_tensor(repeats)
+    times = torch.as_tensor(repeats, device=None if isinstance(repeats, Tensor) else "cpu")
     if times.dim() > 1 or (times.dim() == 1 and len(times) not in (1, total)):
         expected, got = f"a number, or one for each of {total} rows", f"shape {list(times.shape)}"
         raise ValueError(explain("repeat_interleave: repeats do not fit.", expected=expected, got=got))

@@ -89,9 +89,9 @@ def overlaps(leaf: Tensor) -> bool:
     # Each step leaves the memory of the steps below it, as in every view that is not made by hand.
     if nested or is_compiling():
         return not nested
-    places = torch.zeros(1, dtype=torch.int64)
+    places = torch.zeros(1, dtype=torch.int64, device="cpu")
     for stride, size in dims:
-        places = (places[:, None] + torch.arange(size) * stride).flatten()
+        places = (places[:, None] + torch.arange(size, device="cpu") * stride).flatten()
     return places.unique().numel() < places.numel()
 
 

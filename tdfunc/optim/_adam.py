@@ -133,7 +133,7 @@ def _fused(work: Work, values: Any, *, decoupled: bool, amsgrad: bool, maximize:
     if kernel is None:
         return False
     largest = work.slots["max_exp_avg_sq"] if amsgrad else []
-    steps = [torch.as_tensor(work.step, dtype=torch.float32)] * len(work.params)
+    steps = [torch.as_tensor(work.step, dtype=torch.float32, device=work.params[0].device)] * len(work.params)
     kernel(
         work.params, work.grads, work.slots["exp_avg"], work.slots["exp_avg_sq"], largest, steps,
         **values, amsgrad=amsgrad, maximize=maximize,

@@ -156,7 +156,7 @@ def check_hyper(rule: str, name: str, value: object, low: float, high: float = m
                 hint="torch.tensor([...]) makes a tensor of a list.",
             )
         )
-    numbers = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+    numbers = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64, device="cpu")
     # Written so that nan fails.
     if not bool(((numbers >= low) & (numbers < high)).all()):
         raise ValueError(

@@ -143,7 +143,7 @@ def map_leaf(root: int, leaf: LeafFile, where: str | None, mode: MapMode) -> Ten
         fd = open_inside(root, leaf.name, what, writable=mode == "r+")
     except FileNotFoundError as err:
         if not leaf.size_bytes:
-            return torch.empty(leaf.shape, dtype=leaf.dtype)
+            return torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
         raise CorruptCheckpointError(
             explain(f"{what}: its file is missing.", expected=leaf.name, hint="restore it from a copy.")
         ) from err
@@ -159,7 +159,7 @@ def map_leaf(root: int, leaf: LeafFile, where: str | None, mode: MapMode) -> Ten
                 )
             )
         if not leaf.size_bytes:
-            return torch.empty(leaf.shape, dtype=leaf.dtype)
+            return torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
         path = None if where is None else os.path.join(where, leaf.name)
         return map_descriptor(fd, path, mode, leaf.dtype, leaf.shape, leaf.size_bytes)
     finally:

@@ -141,7 +141,11 @@ def _write(name: str, generator: AnyGenerator, state: Any) -> None:
 
 def _describe_python(state: tuple[Any, ...]) -> dict[str, Any]:
     version, words, gauss = state
-    return {"version": NonTensorData(version), "words": torch.tensor(words), "gauss": NonTensorData(gauss)}
+    return {
+        "version": NonTensorData(version),
+        "words": torch.tensor(words, device="cpu"),
+        "gauss": NonTensorData(gauss),
+    }
 
 
 def _python_state(state: TensorCollection) -> tuple[int, tuple[int, ...], float | None]:

@@ -1,6 +1,7 @@
 """Each member draws from a generator seeded by (seed, i): in every way, for any number of members."""
 
 import random
+import sys
 import threading
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from tdfunc import Ensemble, UnsupportedError, functional, init_ensemble, split, stack_modules
+from tdfunc.ensemble._draws import default_generators, run_seeded
 from tests.ensemble.models import Attention, Returns, ensemble_of, line, make_mlp, make_transformer
 from tests.helpers import assert_trees_equal
 
@@ -168,6 +170,36 @@ def test_the_loop_restores_the_default_generator_after_an_error():
     with pytest.raises(RuntimeError):
         ensemble(tree, torch.ones(5, 4), rng=0)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_ctrl_c_puts_the_default_generator_back():
+    """Ctrl-C while a member is seeded, or while the states are put back, would leave its seed behind."""
+    before, generators = torch.get_rng_state(), default_generators([])
+
+    def interrupt_at(count):
+        left = count
+
+        def profile(frame, event, arg):
+            nonlocal left
+            if event == "c_return" and frame.f_code is run_seeded.__code__:
+                left -= 1
+                if left == 0:
+                    raise KeyboardInterrupt
+
+        sys.setprofile(profile)
+        try:
+            run_seeded(generators, 7, torch.default_generator.seed)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        return left <= 0
+
+    count = 1
+    while interrupt_at(count):
+        assert torch.equal(before, torch.get_rng_state()), count
+        count += 1
+    assert count > 3
 
 
 def test_loops_in_threads_do_not_meet():

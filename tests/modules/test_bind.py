@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import sys
 import threading
 
 import pytest
@@ -316,6 +317,72 @@ def test_every_exit_puts_back_what_was_there(error):
     assert is_untouched(model, before)
     assert torch.equal(model(x), expected)
     assert not any("_tdfunc_owner" in sub.__dict__ for sub in model.modules())
+
+
+def interrupt_at(count, run):
+    """Run with Ctrl-C at the line of that number within what enters and leaves blocks; False if it has fewer lines."""
+    # Where signals are handled: at calls, which lie on the lines of these.
+    inside = {"_open", "_claim", "_leave", "_release", "_blocks", "_refuse_other_thread", "write", "restore"}
+    left = count
+
+    def trace(frame, event, arg):
+        nonlocal left
+        if event == "line" and frame.f_code.co_name in inside:
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        run()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return left <= 0
+
+
+def test_ctrl_c_at_any_line_of_entering_and_leaving():
+    """Ctrl-C between two assignments would leave a module with some weights of the tree, for good."""
+    model = Tied()
+    before, zeros = slots_of(model), zeros_of(model)
+
+    def run():
+        with zeros.to_module(model):
+            pass
+
+    count = 1
+    while interrupt_at(count, run):
+        assert is_untouched(model, before), count
+        assert not any("_tdfunc_owner" in sub.__dict__ for sub in model.modules()), count
+        count += 1
+    assert count > 40
+
+
+def test_ctrl_c_in_nested_blocks():
+    """A block that Ctrl-C ends would take the weights of the block around it away, or leave its own."""
+    model = make_mlp()
+    before, zeros = slots_of(model), zeros_of(model)
+    ones = zeros.apply(torch.ones_like)
+    around = []
+
+    def inner():
+        with ones.to_module(model):
+            pass
+
+    count = 1
+    while True:
+        with zeros.to_module(model):
+            bound = slots_of(model)
+            more = interrupt_at(count, inner)
+            around.append(is_untouched(model, bound))
+        assert is_untouched(model, before), count
+        if not more:
+            break
+        count += 1
+    assert all(around)
 
 
 def test_gradients_reach_the_leaves():

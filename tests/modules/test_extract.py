@@ -1,11 +1,13 @@
 """`from_module` and `split`: what a module's tree holds, in which order, with which ties and kinds."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from tdfunc import Kind, TensorDict, UnsupportedError, combine, from_module, split
+from tdfunc import Kind, TensorDict, UnsupportedError, combine, from_module, functional, split, stack_modules
 from tests.models import CASES, Norm, ResNet, Shared, Tied, WithState, make_case, make_mlp
 
 
@@ -123,9 +125,17 @@ def test_split_needs_kinds():
         split(TensorDict({"a": torch.zeros(1)}))
 
 
+def make_quantized():
+    """A layer whose weights lie packed in an object of C++."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch announces that quantized tensors will go
+        return nn.Sequential(torch.ao.nn.quantized.dynamic.Linear(2, 2))
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [
+        (make_quantized, r"LinearPackedParams keeps its weights packed[\s\S]*from_module\(model.head\)"),
         (lambda: torch.jit.script(nn.Linear(2, 2)), r"ScriptModule keeps its weights[\s\S]*scripted or traced from"),
         (lambda: nn.Sequential(torch.jit.script(nn.Linear(2, 2))), r"ScriptModule"),
         (lambda: nn.DataParallel(nn.Linear(2, 2)), r"DataParallel copies[\s\S]*\.module"),
@@ -137,6 +147,13 @@ def test_what_has_no_tree_is_refused(make, text):
     """A module whose weights cannot be replaced would fail later, with a message about something else."""
     with pytest.raises(UnsupportedError, match=text):
         from_module(make())
+
+
+@pytest.mark.parametrize("call", [functional, lambda m: stack_modules([m, m]), lambda m: TensorDict().to_module(m)])
+def test_packed_weights_are_refused_everywhere(call):
+    """Every member of an ensemble would have the weights of the first, and a saved tree would lack them all."""
+    with pytest.raises(UnsupportedError, match=r"keeps its weights packed[\s\S]*got: +torch.ao.*LinearPackedParams"):
+        call(make_quantized())
 
 
 def test_a_lazy_module_that_ran_is_ordinary():
