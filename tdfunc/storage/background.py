@@ -87,10 +87,12 @@ class _State:
 
     def __init__(self) -> None:
         self.process = os.getpid()
-        self.changed = threading.Condition()
-        # Waiting or running, and places that were promised to callers who still prepare.
+        # Taken as itself: Ctrl-C inside of Condition.__enter__, which is Python, would leave it locked.
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        # Waiting or running, and those of callers who still prepare.
         self.open: list[PendingSave] = []
-        self.promised = 0
+        self.promised: list[PendingSave] = []
         self.jobs: deque[_Job] = deque()
         self.is_running = False
         self.failed: list[PendingSave] = []
@@ -111,23 +113,21 @@ class SaveQueue:
         """Wait for a place, prepare in this thread, and leave the rest to the background."""
         state = self._own()
         self.raise_failed()
-        self._take_place(state, path, timeout_s)
+        save = PendingSave(path)
+        # Ctrl-C comes between any two lines: whatever was done of this is taken back, unless the save runs already.
         try:
+            self._take_place(state, save, timeout_s)
             self.raise_failed()
-            save = PendingSave(path)
-            job = _Job(save, prepare())
+            self._enqueue(state, _Job(save, prepare()))
         except BaseException:
-            with state.changed:
-                state.promised -= 1
-                state.changed.notify_all()
+            _withdraw(state, save)
             raise
-        self._enqueue(state, job)
         return save
 
     def wait(self, timeout_s: float | None) -> None:
         """Wait until nothing is pending; raise what failed."""
         state = self._own()
-        with state.changed:
+        with state.lock:
             if not state.changed.wait_for(lambda: not state.open, timeout_s):
                 shown = ", ".join(str(save._path) for save in state.open)
                 raise TimeoutError(explain("wait: saves are still running.", expected=f"{timeout_s} s", got=shown))
@@ -137,7 +137,7 @@ class SaveQueue:
         """Raise the first error that nobody was told of; those after it follow at the next calls."""
         state = self._own()
         for save in list(state.failed):
-            with state.changed:
+            with state.lock:
                 if save in state.failed:
                     state.failed.remove(save)
             if not save._is_seen:
@@ -149,24 +149,16 @@ class SaveQueue:
         return tuple(self._own().open)
 
     def _enqueue(self, state: _State, job: _Job) -> None:
-        with state.changed:
-            state.promised -= 1
+        with state.lock:
             state.open.append(job.save)
             state.jobs.append(job)
-            start, state.is_running = not state.is_running, True
+            state.promised.remove(job.save)
+            start = not state.is_running
         if not threading.main_thread().is_alive():
             # The interpreter is ending: a thread that starts now would be cut off.
             _work(state)
         elif start:
-            try:
-                threading.Thread(target=_work, args=(state,), name="tdfunc-save").start()
-            except BaseException:
-                # No thread came to be, and this was the only job.
-                with state.changed:
-                    state.is_running = False
-                    state.jobs.remove(job)
-                    state.open.remove(job.save)
-                raise
+            threading.Thread(target=_work_alone, args=(state,), name="tdfunc-save").start()
 
     def _own(self) -> _State:
         # The thread and the pending saves of a forked process stayed with its parent, locks maybe taken.
@@ -174,22 +166,22 @@ class SaveQueue:
             self._state = _State()
         return self._state
 
-    def _take_place(self, state: _State, path: pathlib.Path, timeout_s: float | None) -> None:
+    def _take_place(self, state: _State, save: PendingSave, timeout_s: float | None) -> None:
         end = None if timeout_s is None else monotonic() + timeout_s
-        with state.changed:
-            while len(state.open) + state.promised >= self._max_pending:
+        with state.lock:
+            while len(state.open) + len(state.promised) >= self._max_pending:
                 left = None if end is None else end - monotonic()
                 if left is not None and left <= 0:
                     raise TimeoutError(
                         explain(
-                            f"save {path}: earlier saves are still running; nothing was submitted.",
+                            f"save {save._path}: earlier saves are still running; nothing was submitted.",
                             expected=f"a free place of {self._max_pending} within {timeout_s} s",
                             got=", ".join(str(save._path) for save in state.open) or "a save that is being submitted",
                             hint="save less often, or raise max_pending, which costs memory.",
                         )
                     )
                 state.changed.wait(left)
-            state.promised += 1
+            state.promised.append(save)
 
 
 class WaitMethods:
@@ -227,6 +219,30 @@ def finished(path: pathlib.Path) -> PendingSave:
     return save
 
 
+def _withdraw(state: _State, save: PendingSave) -> None:
+    """Forget a save that was not submitted, or not as a whole; one that a thread has taken goes on."""
+    with state.lock:
+        waits = [job for job in state.jobs if job.save is save]
+        if waits or save in state.promised:
+            state.jobs = deque([job for job in state.jobs if job.save is not save])
+            state.open, state.promised = [[s for s in held if s is not save] for held in (state.open, state.promised)]
+        state.changed.notify_all()
+
+
+def _claimed(state: _State) -> bool:
+    """Whether this thread is the one that works: whoever started it may have been cut short, and not know."""
+    with state.lock:
+        first, state.is_running = not state.is_running, True
+    return first
+
+
+def _work_alone(state: _State) -> None:
+    if _claimed(state):
+        _work(state)
+    # An error that somebody holds refers to this frame, too.
+    del state
+
+
 def _work(state: _State) -> None:
     while (job := _next_job(state)) is not None:
         if job.save.set_running_or_notify_cancel():
@@ -244,7 +260,7 @@ def _work(state: _State) -> None:
 
 
 def _next_job(state: _State) -> _Job | None:
-    with state.changed:
+    with state.lock:
         if state.jobs:
             return state.jobs.popleft()
         state.is_running = False
@@ -260,14 +276,14 @@ def _attempt(write: Write) -> tuple[pathlib.Path | None, BaseException | None]:
 
 
 def _finish(state: _State, save: PendingSave, path: pathlib.Path | None, error: BaseException | None) -> None:
-    with state.changed:
+    with state.lock:
         if error is not None:
             state.failed.append(save)
     if error is not None:
         save.set_exception(error)
     elif path is not None:
         save.set_result(path)
-    with state.changed:
+    with state.lock:
         state.open.remove(save)
         state.changed.notify_all()
 

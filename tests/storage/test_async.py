@@ -433,6 +433,38 @@ def test_a_thread_that_cannot_start(tmp_path, monkeypatch):
     assert not (tmp_path / "a.safetensors").exists()
 
 
+def interrupt_at(count, run):
+    """Run with Ctrl-C where Python looks for it (after calls) within what submits a save; False if there is none."""
+    left, looked = count, {"submit", "raise_failed", "_take_place", "_enqueue", "start"}
+
+    def profile(frame, event, arg):
+        nonlocal left
+        if event == "c_return" and frame.f_code.co_name in looked:
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+
+    sys.setprofile(profile)
+    try:
+        run()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.setprofile(None)
+    return left <= 0
+
+
+def test_ctrl_c_at_any_call_of_submitting(tmp_path):
+    """Ctrl-C would use up a place, so that the next save waits for ever, or raise an error about the queue."""
+    saver, count = AsyncSaver(), 1
+    while interrupt_at(count, lambda: saver.save(TREE, tmp_path / "a.safetensors")):
+        assert saver.save(TREE, tmp_path / "b.safetensors", timeout_s=5).result(5).exists(), count
+        saver.wait(timeout_s=5)
+        count += 1
+    assert count > 10
+    saver.wait(timeout_s=5)
+
+
 def test_interrupt_while_preparing(tmp_path, monkeypatch):
     """Ctrl-C during the copies would use up a place for ever."""
     saver = AsyncSaver()
