@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import xxhash
 
 from tdfunc._errors import CorruptCheckpointError, explain
-from tdfunc.storage.format import ALGORITHM, VERSION, check_algorithm, no_constant, unique
+from tdfunc.storage.format import ALGORITHM, VERSION, check_algorithm, find_surrogate, no_constant, unique
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _DIGITS = 16
+_MAX_NAME_BYTES = 255
 _START = '{"metadata":{"tdfunc.index":"'
 _OURS = re.compile(re.escape(_START.encode()) + rb'([^":]{1,40}):([0-9a-f]+)"')
 _DIGEST_AT = len(_START) + len(ALGORITHM) + 1
@@ -90,12 +91,14 @@ def parse_index(raw: bytes, *, verify: bool) -> Index:
 def _check_files(files: Sequence[Any]) -> None:
     for name in files:
         plain = bool(name) and "\0" not in name and not any(sep in name for sep in ("/", "\\", os.sep))
+        # No file can be called by more, or by half a character.
+        plain = plain and find_surrogate([name]) is None and len(name.encode()) <= _MAX_NAME_BYTES
         if not plain or name in (".", "..") or not name.endswith(".safetensors"):
             raise CorruptCheckpointError(
                 explain(
                     "the index names a file that is no shard.",
                     expected="the name of a safetensors file",
-                    got=repr(name),
+                    got=repr(name)[:400],
                 )
             )
 

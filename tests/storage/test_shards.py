@@ -278,6 +278,8 @@ HOSTILE = {
     "absolute": '{"weight_map": {"a": "/etc/a.safetensors"}}',
     "no shard": '{"weight_map": {"a": "passwd"}}',
     "nul": '{"weight_map": {"a": "\\u0000.safetensors"}}',
+    "half a character": '{"weight_map": {"a": "\\ud800.safetensors"}}',
+    "a long name": json.dumps({"weight_map": {"a": "x" * 300 + ".safetensors"}}),
     "deep": "[" * 100_000,
     "nan": '{"weight_map": {}, "metadata": {"x": NaN}}',
     "ours without digest": '{"metadata": {"tdfunc.version": "1"}, "weight_map": {}}',
