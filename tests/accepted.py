@@ -534,7 +534,13 @@ ACCEPTED = (
         theirs_says("Cannot update a NonTensorDataBase"),
         rare=("program", 401, 127),
     ),
-    Accepted(WORDS, has_words, both_raise, theirs_says("list index out of range"), rare=("program", 401, 1245)),
+    Accepted(
+        WORDS,
+        has_words,
+        both_raise,
+        theirs_says("list index out of range", "Invalid indexing"),
+        rare=("program", 401, 1245),
+    ),
     Accepted(
         NUMBERS,
         named("set"),
