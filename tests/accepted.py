@@ -152,7 +152,7 @@ OF_KINDS = (
     ),
     Accepted(TUPLE, has_lazy, equal_unstacked),
     Accepted(TUPLE, has_lazy, has_words, reads, equal_but_words, rare=("kinds", 201, 1547)),
-    Accepted(SOME, has_lazy, equal_without("empty", "names")),
+    Accepted(SOME, has_lazy, equal_without("empty", "names"), rare=("kinds", 711, 1174)),
     Accepted(
         SOME,
         has_lazy,
@@ -296,6 +296,7 @@ ACCEPTED = (
     ),
     Accepted(EMPTY, only_theirs_raises("at least one tensor", "call_on_nested=True", 'arguments: "dim"')),
     Accepted(CHECKED, named("index", "reshape", "view"), only_ours_raises(), torch_refuses),
+    Accepted(CHECKED, named("cat_tensors"), only_ours_raises("batch sizes differ"), rare=("case", 711, 21110)),
     Accepted(CHECKED, named("narrow"), only_ours_raises("do not exist"), rare=("case", 201, 743)),
     Accepted(CHECKED, named("rot90"), only_ours_raises("given twice"), rare=("case", 201, 929)),
     Accepted(
