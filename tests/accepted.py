@@ -100,7 +100,6 @@ ROWS = "Rows fit the tree."
 GRAD = "Each leaf requires grad as it would alone."
 
 STATE = "State dicts hold any key."
-MAPS = "`apply` sees the leaves of each tree."
 SOME = "Keys that only some trees have."
 RAGGED = "Ragged trees."
 
@@ -165,7 +164,12 @@ OF_KINDS = (
         RAGGED,
         is_ragged,
         only_ours_raises(
-            "is ragged", "cannot be expanded", "is broadcast against", "does not fit the batch", "one for each tree"
+            "is ragged",
+            "cannot be expanded",
+            "does not fit the batch of the tree",
+            "is broadcast against",
+            "does not fit the batch",
+            "one for each tree",
         ),
         rare=("kinds", 201, 5126),
     ),
@@ -208,15 +212,6 @@ OF_KINDS = (
     ),
     Accepted(RAGGED, is_ragged, their_trees_have_no_size, rare=("program", 707, 218)),
     Accepted(RAGGED, is_ragged, elements_equal, rare=("program", 401, 1205)),
-    Accepted(TORCH, is_ragged, named("where"), only_ours_raises("must match the size of"), rare=("kinds", 502, 12290)),
-    Accepted(FEATURES, has_lazy, only_theirs_raises("another number of features"), rare=("kinds", 402, 21282)),
-    Accepted(
-        MAPS,
-        has_lazy,
-        named("apply", "named_apply"),
-        only_theirs_raises("has lost the batch size"),
-        rare=("kinds", 402, 41788),
-    ),
     Accepted(
         SOME,
         is_ragged,

@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -197,7 +197,7 @@ def broadcast_size(tree: TensorCollection, other: TensorCollection, call: str) -
         if _same_shapes(values, others):
             return None
     n, m = len(mine), len(theirs)
-    if not _check_features(tree, other, (n, m), call, ()) or mine == theirs:
+    if not _check_features(tree, other, _Batches(n, m, n > 0 or m > 0), call, ()) or mine == theirs:
         return None
     try:
         size = torch.broadcast_shapes(mine, theirs)
@@ -226,10 +226,24 @@ def _same_shapes(mine: Iterable[Tensor], theirs: Iterable[Tensor]) -> bool:
         return False
 
 
-def _check_features(
-    tree: TensorCollection, other: TensorCollection, dims: tuple[int, int], call: str, at: Path
-) -> bool:
-    """Return whether any two leaves differ in shape."""
+class _Batches(NamedTuple):
+    """How many dimensions the batches of two trees have, and whether there is any to align."""
+
+    mine: int
+    theirs: int
+    aligned: bool
+
+
+def _check_features(tree: TensorCollection, other: TensorCollection, dims: _Batches, call: str, at: Path) -> bool:
+    """Return whether any two leaves differ in shape; those of a lazy stack, whose trees follow their own, do not."""
+
+    def check_tree(inner: TensorCollection, part: TensorCollection) -> TensorCollection:
+        if _check_features(inner, part, _Batches(dims.mine - 1, dims.theirs - 1, dims.aligned), call, at):
+            _check_not_grown(inner._batch_size, part._batch_size, call, at)
+        return inner
+
+    if tree._each(check_tree, other) is not None:
+        return False
     differ = False
     for key in tree._keys():
         node, twin = tree._get(key), other._get(key)
@@ -237,16 +251,25 @@ def _check_features(
             differ |= _check_features(node, twin, dims, call, (*at, key))
         elif isinstance(node, Tensor) and isinstance(twin, Tensor) and shape_of(node) != shape_of(twin):
             differ = True
-            if any(dims) and node.dim() - dims[0] != twin.dim() - dims[1]:
+            if dims.aligned and node.dim() - dims.mine != twin.dim() - dims.theirs:
                 raise LeafMismatchError(
                     explain(
                         f"{call}: {dotted((*at, key))!r} has another number of features in the second tree.",
-                        expected=f"shape {list(node.shape)} in a batch of {dims[0]} dimensions",
-                        got=f"shape {list(twin.shape)} in a batch of {dims[1]}",
+                        expected=f"shape {list(node.shape)} in a batch of {dims.mine} dimensions",
+                        got=f"shape {list(twin.shape)} in a batch of {dims.theirs}",
                         hint="give both the same dimensions after the batch; those of size 1 are expanded.",
                     )
                 )
     return differ
+
+
+def _check_not_grown(mine: Size, theirs: Size, call: str, at: Path) -> None:
+    """Raise if a tree of a lazy stack would have to take over the batch size of its operand."""
+    if mine != theirs and -1 not in (*mine, *theirs) and not fits_into(theirs, mine):
+        where = f" at {dotted(at)!r}" if at else ""
+        what = f"{call}: the operand of a tree of the lazy stack{where} does not fit the batch of the tree."
+        hint = "expand() the lazy stack to the batch size of the other first."
+        raise BatchSizeError(explain(what, expected=str(list(mine)), got=str(list(theirs)), hint=hint))
 
 
 def _comparison(fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

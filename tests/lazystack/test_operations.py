@@ -435,6 +435,36 @@ def test_reductions_of_everything_in_stacks_of_stacks(name, generator):
     assert stack.sum()["n", "s"] == "red"
 
 
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda a, b: a + b,
+        lambda a, b: a + b.dense(),
+        lambda a, b: a.lerp(b, 0.5),
+        lambda a, b: a.where(torch.ones(2, 3, dtype=torch.bool), b),
+        lambda a, b: TensorDict({"n": a}, [2]) * TensorDict({"n": b}, [2]),
+        lambda a, b: lazy_stack([a, a]) == lazy_stack([b, b]),
+    ],
+)
+def test_features_do_not_meet_the_batch(fn):
+    """The batch of a leaf in one tree of a stack would be aligned with the features of another: wrong numbers."""
+    square = TensorDict({"x": torch.zeros(3, 3)}, [3])
+    row = TensorDict({"x": torch.arange(3.0)}, [3])
+
+    with pytest.raises(LeafMismatchError, match=r"x' has another number of features.*\n.*\[3, 3\].*\n.*\[3\]"):
+        fn(lazy_stack([square, square]), lazy_stack([row, row]))
+
+
+def test_trees_of_a_stack_do_not_grow():
+    """A tree of batch size 1 would hold leaves of three rows."""
+    one, three = (lazy_stack([TensorDict({"x": torch.ones(n, 2)}, [n])] * 2) for n in (1, 3))
+
+    assert [x.shape for x in (three + one)["x"]] == [(3, 2), (3, 2)]
+    with pytest.raises(BatchSizeError, match=r"add: .*\n.*expected: \[1\]\n.*got: +\[3\]\n.*expand"):
+        one + three
+    assert (one.expand(2, 3) + three).batch_size == Size([2, 3])
+
+
 def test_reductions_of_everything_keep_the_class():
     """What one typed tree gives as an instance, a stack of them would give as an open tree."""
     stack = lazy_stack([Message("a", torch.ones(n), batch_size=[n]) for n in (2, 3)])
