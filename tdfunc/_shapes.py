@@ -145,20 +145,34 @@ def fill_size(sizes: Sequence[int], numel: int, call: str) -> Size:
     return Size(sizes)
 
 
+def broadcast(*sizes: Size) -> Size | None:
+    """Return the shape that shapes broadcast to, or None if they do not.
+
+    `torch.broadcast_shapes` takes ten times as long, and imports sympy when it is first called.
+    """
+    result = sizes[0]
+    for size in sizes[1:]:
+        if size == result:
+            continue
+        long, short = (size, result) if len(size) >= len(result) else (result, size)
+        skipped = len(long) - len(short)
+        if not all([a == b or a == 1 or b == 1 for a, b in zip(long[skipped:], short, strict=True)]):
+            return None
+        result = long[:skipped] + Size([b if a == 1 else a for a, b in zip(long[skipped:], short, strict=True)])
+    return result
+
+
 def broadcast_sizes(sizes: Sequence[Size]) -> Size:
     """Broadcast the shapes of index tensors as torch does, without making tensors."""
-    # torch takes ten times as long as all else that an index costs.
-    if all([size == sizes[0] for size in sizes]):
-        return sizes[0]
-    try:
-        return torch.broadcast_shapes(*sizes)
-    except RuntimeError as err:
+    size = broadcast(*sizes)
+    if size is None:
         got = ", ".join(str(list(size)) for size in sizes)
-        raise IndexError(explain("index: the index tensors do not broadcast together.", got=f"shapes {got}")) from err
+        raise IndexError(explain("index: the index tensors do not broadcast together.", got=f"shapes {got}"))
+    return size
 
 
 def fits_into(shape: Size, size: Size) -> bool:
-    """Whether a shape broadcasts to this very size; `torch.broadcast_shapes` takes ten times as long to say so."""
+    """Whether a shape broadcasts to this very size."""
     skipped = len(size) - len(shape)
     return skipped >= 0 and all([have in (1, want) for have, want in zip(shape, size[skipped:], strict=True)])
 

@@ -38,3 +38,14 @@ def test_import_loads_only_the_dependencies():
 def test_the_check_sees_an_import(package):
     """The test above would pass whatever tdfunc imports."""
     assert package in extra_packages(f"import torch, {package}")
+
+
+def test_the_first_writes_and_operations_import_nothing_large():
+    """The first `update_` of a process would take half a second: some calls of torch import sympy."""
+    calls = (
+        "td = TensorDict({'a': torch.zeros(3, 4)}, [3, 4]); row = TensorDict({'a': torch.ones(4)}, [4]);"
+        "td.update_({'a': torch.ones(3, 4)}); td.set_('a', torch.ones(4)); td.at[0].set_(row); td + row;"
+        "td[torch.arange(3)[:, None], torch.arange(4)]"
+    )
+
+    assert "sympy" not in loaded_packages(f"import torch\nfrom tdfunc import TensorDict\n{calls}")

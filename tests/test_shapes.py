@@ -11,6 +11,7 @@ from tdfunc import BatchSizeError, TensorDict
 from tdfunc._shapes import (
     as_names,
     as_size,
+    broadcast,
     check_lead,
     common_prefix,
     dim_index,
@@ -193,3 +194,14 @@ def test_what_fits_into_a_size_is_what_torch_broadcasts_to_it(shape, size):
         expected = False
 
     assert fits_into(Size(shape), Size(size)) == expected
+
+
+@given(st.lists(st.lists(st.integers(0, 3), max_size=4), min_size=1, max_size=3))
+def test_shapes_broadcast_as_in_torch(shapes):
+    """Batch sizes of two trees, or index tensors, would give a shape that the leaves do not have."""
+    try:
+        expected = torch.broadcast_shapes(*shapes)
+    except RuntimeError:
+        expected = None
+
+    assert broadcast(*map(Size, shapes)) == expected

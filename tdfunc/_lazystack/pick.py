@@ -11,6 +11,7 @@ from torch import Size, Tensor
 from tdfunc._collection import LeafOp, TensorCollection
 from tdfunc._errors import BatchSizeError, LeafMismatchError, explain
 from tdfunc._lazystack.ragged import check_same_ndim, same_keys
+from tdfunc._shapes import broadcast_sizes
 from tdfunc.ops import at, index, shape, storage_writes
 
 # A part of an index with its place, by which dimensions that it makes are told apart.
@@ -57,7 +58,7 @@ def layout(parts: Sequence[Part], dims: Sequence[int]) -> list[Any]:
     if rows:
         # As torch: rows side by side stay in place, others go first.
         where = places[0] if places == list(range(places[0], places[0] + len(places))) else 0
-        labels[where:where] = [("rows", i) for i in range(len(torch.broadcast_shapes(*rows)))]
+        labels[where:where] = [("rows", i) for i in range(len(broadcast_sizes(rows)))]
     return [*labels, *rest]
 
 
@@ -93,7 +94,7 @@ def _pick_rows(stack: Any, here: Tensor, rest: list[Part], whole: list[Any]) -> 
     at_ = whole.index(("rows", 0))
     with_rows = [(place, part) for place, part in rest if is_rows(part)]
     shapes = [Size((int(part),)) if isinstance(part, bool) else part.shape for _, part in with_rows]
-    grid = torch.broadcast_shapes(here.shape, *shapes)
+    grid = broadcast_sizes([here.shape, *shapes])
     numbers: list[int] = here.expand(grid).reshape(-1).tolist()
     for number in numbers:
         check_number(number, here, size, stack._dim)
@@ -153,7 +154,7 @@ def write(stack: Any, op: LeafOp, others: Sequence[Any]) -> Any:
 
 def _row_writes(here: Tensor, rest: list[Part], value: Any, whole: list[Any]) -> list[tuple[int, list[Any], Any]]:
     with_rows = [(place, part) for place, part in rest if is_rows(part)]
-    grid = torch.broadcast_shapes(here.shape, *[part.shape for _, part in with_rows if isinstance(part, Tensor)])
+    grid = broadcast_sizes([here.shape, *[part.shape for _, part in with_rows if isinstance(part, Tensor)]])
     columns = {place: part.expand(grid) for place, part in with_rows if isinstance(part, Tensor)}
     numbers, first = here.expand(grid), whole.index(("rows", 0))
     writes: list[tuple[int, list[Any], Any]] = []

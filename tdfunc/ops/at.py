@@ -22,6 +22,12 @@ from tdfunc.ops.reading import get, iter_items
 T = TypeVar("T", bound=TensorCollection)
 
 
+# Types that torch puts nowhere by index, and those of as many bits that stand in for them.
+_WRITTEN_AS = {
+    torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64, torch.float8_e8m0fnu: torch.uint8,
+}  # fmt: skip
+
+
 class At:
     """A place in a tree (`td.at[index]` or `td.at["a", "b"]`), and the pure ways to change what is there.
 
@@ -141,6 +147,9 @@ def write_rows(tree: T, index: Any, value: Any, call: str) -> T:
         flat = old.reshape(count, *features)
         new = new.reshape(taken.numel(), *features).to(old.dtype)
         rows = _as_leaf(taken.reshape(-1), flat)
+        bits = _WRITTEN_AS.get(old.dtype) if call != "add" else None
+        if bits is not None:
+            return flat.view(bits).index_put((rows,), new.view(bits)).view(old.dtype).reshape(old.shape)
         return flat.index_put((rows,), new, accumulate=call == "add").reshape(old.shape)
 
     return tree._shape(LeafOp("write_rows", leaf, batch=True, args=(parts, call)), value)

@@ -12,7 +12,7 @@ from tdfunc._collection import PLAIN, LeafOp, TensorCollection, is_compiling
 from tdfunc._errors import BatchSizeError, LeafMismatchError, TieError, TreeStructureError, explain
 from tdfunc._keys import dotted
 from tdfunc._nontensor import NonTensorBase
-from tdfunc._shapes import fits_into, shape_of
+from tdfunc._shapes import broadcast, fits_into, shape_of
 from tdfunc._types import LeafFn, Path
 from tdfunc.ops.clash import clash
 
@@ -199,11 +199,10 @@ def broadcast_size(tree: TensorCollection, other: TensorCollection, call: str) -
     n, m = len(mine), len(theirs)
     if not _check_features(tree, other, _Batches(n, m, n > 0 or m > 0), call, ()) or mine == theirs:
         return None
-    try:
-        size = torch.broadcast_shapes(mine, theirs)
-    except RuntimeError as err:
+    size = broadcast(mine, theirs)
+    if size is None:
         what = f"{call}: the batch sizes do not broadcast."
-        raise BatchSizeError(explain(what, expected=str(list(mine)), got=str(list(theirs)))) from err
+        raise BatchSizeError(explain(what, expected=str(list(mine)), got=str(list(theirs))))
     return None if size == mine else lambda old: size + old[n:]
 
 

@@ -25,7 +25,7 @@ from tdfunc._errors import (
 from tdfunc._keys import dotted, missing, unravel
 from tdfunc._mapped import mapped_file
 from tdfunc._nontensor import NonTensorBase, NonTensorData, NonTensorStack, same_value
-from tdfunc._shapes import index_size, normalize_index
+from tdfunc._shapes import fits_into, index_size, normalize_index
 from tdfunc._types import Path
 from tdfunc.ops.clash import clash, find_clash
 from tdfunc.ops.convert import as_tensor
@@ -159,11 +159,7 @@ def _fitted(leaf: Any, value: Any, where: str) -> Tensor:
         # Python numbers have no width of their own: integers that fit are taken.
         if value.dtype is not torch.int64 or not torch.equal(value.to(leaf.dtype).to(value.dtype), value):
             check_dtype(value, leaf, where)
-    try:
-        fits = torch.broadcast_shapes(value.shape, leaf.shape) == leaf.shape
-    except RuntimeError:
-        fits = False
-    if not fits:
+    if not fits_into(value.shape, leaf.shape):
         expected, got = f"shape {list(leaf.shape)}", f"shape {list(value.shape)}"
         raise LeafMismatchError(explain(f"{where}: the value does not fit the leaf.", expected=expected, got=got))
     return value

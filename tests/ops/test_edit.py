@@ -490,3 +490,18 @@ def test_options_of_another_update_are_no_entries(name):
         td.update({"b": torch.ones(2)}, **{name: True})
     assert list(td.update({"b": 1.0, name: 2.0}).keys()) == ["a", "b", name]
     assert list(td.update(**{name: 2.0}).keys()) == ["a", name]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.float8_e8m0fnu, torch.float8_e5m2])
+def test_rows_of_types_that_torch_puts_nowhere_by_index(dtype):
+    """Trees with such leaves could be written in place only."""
+    leaf, row = torch.tensor([[1, 2], [4, 8], [16, 32]]).to(dtype), torch.tensor([64, 128]).to(dtype)
+    tree = TensorDict({"x": leaf}, [3])
+
+    by_row = tree.at[1].set(TensorDict({"x": row}, []))["x"]
+    by_mask = tree.at[torch.tensor([True, False, True])].apply(lambda x: x.flip(0))["x"]
+
+    assert by_row.dtype is dtype
+    assert by_row.float().tolist() == [[1, 2], [64, 128], [16, 32]]
+    assert by_mask.float().tolist() == [[16, 32], [4, 8], [1, 2]]
+    assert leaf.float().tolist() == [[1, 2], [4, 8], [16, 32]]
