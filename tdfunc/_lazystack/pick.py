@@ -5,7 +5,6 @@ from math import prod
 from typing import Any, cast
 
 import numpy as np
-import torch
 from torch import Size, Tensor
 
 from tdfunc._collection import LeafOp, TensorCollection

@@ -143,6 +143,9 @@ class Apply:
         Returns:
             The pair (output, buffers).
 
+        Raises:
+            UnsupportedError: Forward deleted a buffer, or set it to None.
+
         Examples:
             >>> apply, params, buffers = tdf.functional(nn.BatchNorm1d(3))
             >>> _, new = apply.with_buffers(params, buffers, torch.randn(8, 3))
@@ -292,8 +295,19 @@ class Apply:
 
     def _read_back(self, skeleton: Skeleton) -> list[Any]:
         # Read from the module, not from the clones: forward may have registered a new tensor under the name.
-        found = {i: store[name] for store, name, i in skeleton.targets}
-        return [found[i] for i in self._spec.buffer_places]
+        found = {i: store.get(name) for store, name, i in skeleton.targets}
+        new = [found[i] for i in self._spec.buffer_places]
+        if type(None) in map(type, new):
+            path = next(path for path, leaf in zip(self._spec.buffers.paths, new, strict=True) if leaf is None)
+            raise UnsupportedError(
+                explain(
+                    f"with_buffers: forward of {self._spec.name} left no tensor in the buffer {dotted(path)!r}.",
+                    expected="the buffers that the tree holds, with new values",
+                    got="None, or a buffer that was deleted",
+                    hint="apply(params, x, buffers=buffers) returns the output alone.",
+                )
+            )
+        return new
 
     def _forward(self, module: nn.Module, args: Any, kwargs: Any, rng: Any) -> Any:
         try:

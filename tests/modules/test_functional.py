@@ -551,3 +551,33 @@ def test_law_key_order_does_not_matter(nodes, leaves):
 
 
 MLP = make_mlp()
+
+
+class _Forgets(nn.Module):
+    """Takes one of its buffers away while it runs."""
+
+    def __init__(self, deletes):
+        super().__init__()
+        self.fc, self.deletes = nn.Linear(2, 2), deletes
+        self.register_buffer("scale", torch.ones(2))
+
+    def forward(self, x):
+        y = self.fc(x) * self.scale
+        if self.deletes:
+            del self.scale, self.fc.bias
+        else:
+            self.scale = None
+        return y
+
+
+@pytest.mark.parametrize("deletes", [False, True])
+def test_a_buffer_that_forward_takes_away_is_named(deletes):
+    """The new buffers would hold None, or a bare KeyError would name no module; the output alone is right each time."""
+    module, x = _Forgets(deletes), torch.ones(2)
+    apply, params, buffers = functional(module)
+    expected = module.fc(x)
+
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match="forward of _Forgets left no tensor in the buffer 'scale'"):
+            apply.with_buffers(params, buffers, x)
+        assert torch.equal(apply(params, x, buffers=buffers), expected)
