@@ -47,7 +47,7 @@ def convert(value: Any, size: Size, device: torch.device | None, where: str) -> 
     if isinstance(value, np.ndarray):
         if value.dtype.kind in "OUS":
             return _nontensor(NonTensorStack._wrap(value.astype(object)), size, where)
-        return _tensor(torch.as_tensor(value, device=device), size, device, where)
+        return _tensor(_array(value, device, where), size, device, where)
     if isinstance(value, (list, tuple)):
         return _sequence(value, size, device, where)
     if value is None:
@@ -78,6 +78,19 @@ def as_tensor(value: Any, where: str, device: torch.device | None = None, dtype:
         # No digits: of thousands Python makes no text.
         got = f"an integer of {bits} bits"
         raise LeafMismatchError(explain(what, expected="-2**63 <= number < 2**63", got=got, hint=hint)) from err
+
+
+def _array(value: np.ndarray[Any, Any], device: torch.device | None, where: str) -> Tensor:
+    """Return an array of numbers as a tensor, which shares its memory where torch can."""
+    if not is_compiling() and (not value.dtype.isnative or min(value.strides, default=0) < 0):
+        value = np.array(value, dtype=value.dtype.newbyteorder("="), order="C")
+    try:
+        return torch.as_tensor(value, device=device)
+    except TypeError as err:
+        what = f"{where!r}: torch has no dtype for the numbers of this array."
+        hint = "value.astype(...) makes numbers that torch has; NonTensorData(value) keeps the array as it is."
+        got = f"an array of {value.dtype}"
+        raise TypeError(explain(what, expected="bools, integers or floats", got=got, hint=hint)) from err
 
 
 def _tensor(value: Tensor, size: Size, device: torch.device | None, where: str) -> Tensor:

@@ -505,3 +505,23 @@ def test_rows_of_types_that_torch_puts_nowhere_by_index(dtype):
     assert by_row.float().tolist() == [[1, 2], [64, 128], [16, 32]]
     assert by_mask.float().tolist() == [[16, 32], [4, 8], [1, 2]]
     assert leaf.float().tolist() == [[1, 2], [4, 8], [16, 32]]
+
+
+@pytest.mark.parametrize(
+    "array", [np.arange(6)[::-2], np.arange(3, dtype=">i4"), np.arange(6.0).reshape(3, 2).astype(">f8")[:, ::-1]]
+)
+def test_arrays_of_another_layout_are_copied(array):
+    """A reversed array, or one read from a file of another machine, would raise without naming its key."""
+    leaf = TensorDict({"x": array}, [3])["x"]
+
+    assert leaf.tolist() == array.tolist()
+    assert leaf.dtype is getattr(torch, array.dtype.name)
+
+
+def test_arrays_that_torch_has_no_dtype_for_are_named():
+    """The error would not say which of many entries is meant, nor how to keep it."""
+    times = np.array(["2020-01-01", "2020-01-02"], dtype="datetime64[D]")
+    with pytest.raises(TypeError, match=r"'a.t'[\s\S]*datetime64\[D\][\s\S]*NonTensorData\(value\)"):
+        TensorDict({"a": {"t": times}}, [2])
+
+    assert TensorDict({"t": NonTensorData(times)}, [2])["t"] is times
