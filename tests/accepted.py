@@ -190,6 +190,7 @@ OF_KINDS = (
         differs_in("names", "size", "shape", "value"),
         rare=("kinds", 707, 10264),
     ),
+    Accepted(RAGGED, is_ragged, named("where"), differs_in("dtype", "shape"), rare=("kinds", 713, 26777)),
     Accepted(RAGGED, is_ragged, only_theirs_raises()),
     Accepted(RAGGED, is_ragged, both_raise, rare=("program", 201, 805)),
     Accepted(RAGGED, is_ragged, both_bare, rare=("kinds", 201, 5231)),

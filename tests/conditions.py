@@ -123,9 +123,9 @@ def _same_unstacked(a, b):
         a, b = _as_tensors(a), torch.as_tensor(b)
     if isinstance(a, tuple) and isinstance(b, torch.Tensor):
         dims = range(b.dim())
-        if len({getattr(x, "dtype", None) for x in a}) > 1:
+        if len(_dtypes(a)) > 1:
             # What tensordict stacks it promotes.
-            a = tuple(x.to(b.dtype) if isinstance(x, torch.Tensor) else x for x in a)
+            a = _cast(a, b.dtype)
         return any(len(a) == b.shape[d] and all(map(_same_unstacked, a, b.unbind(d))) for d in dims)
     if isinstance(a, Tree | dict) and isinstance(b, Tree | dict):
         a, b = (x.entries if isinstance(x, Tree) else x for x in (a, b))
@@ -138,6 +138,16 @@ def _same_unstacked(a, b):
         return len(a) == len(b) and all(map(_same_unstacked, a, b))
     # The tensors of a tuple require grad one by one.
     return not [kind for kind, _ in differences(a, b) if kind != "grad"]
+
+
+def _dtypes(value):
+    return set().union(*map(_dtypes, value)) if isinstance(value, tuple) else {getattr(value, "dtype", None)}
+
+
+def _cast(value, dtype):
+    if isinstance(value, tuple):
+        return tuple(_cast(item, dtype) for item in value)
+    return value.to(dtype) if isinstance(value, torch.Tensor) else value
 
 
 def _as_tensors(value):
