@@ -53,6 +53,15 @@ def matched(name: str, what: str, params: TensorCollection, leaves: Leaves, othe
                     got=f"shape {list(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else repr(value),
                 )
             )
+        if value.layout is not leaf.layout:
+            raise LeafMismatchError(
+                explain(
+                    f"{name}.update: the {what} of {_path(params, i)!r} has another layout than its parameter.",
+                    expected=str(leaf.layout),
+                    got=str(value.layout),
+                    hint="grads.apply(lambda g: g.to_dense())" if leaf.layout is torch.strided else None,
+                )
+            )
     return values
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from tdfunc import TensorDict
+from tdfunc import LeafMismatchError, TensorDict
 from tdfunc._jit import jit
 from tdfunc.optim import adam, adamw, sgd
 from tests.helpers import assert_pure, assert_trees_equal
@@ -274,3 +274,15 @@ def test_schedule_sees_steps_done(generator):
         trained, state = train(update, opt.init(params), params, [ones] * 3)
         torch.testing.assert_close(trained["out"], params["out"] - 1.75)
         assert state["step"].tolist() == [3] * MEMBERS
+
+
+@pytest.mark.parametrize("rule", [sgd, adam, adamw])
+def test_sparse_gradients_are_named(rule):
+    """torch would speak of a copy between tensors that the caller never made, and of no parameter."""
+    params = TensorDict({"e": {"w": torch.ones(4, 3)}})
+    sparse = TensorDict({"e": {"w": torch.ones(4, 3).to_sparse()}})
+    opt = rule(lr=0.1)
+
+    with pytest.raises(LeafMismatchError, match=r"'e.w'[\s\S]*torch.strided[\s\S]*torch.sparse_coo[\s\S]*to_dense"):
+        opt.update(params, sparse, opt.init(params))
+    opt.update(params, sparse.apply(lambda g: g.to_dense()), opt.init(params))
