@@ -107,8 +107,9 @@ def _without(size: Size, dim: int) -> Size:
 
 def as_trees(trees: Iterable[T], call: str) -> list[T]:
     """Return the trees as a list, which an iterator is good for only once."""
-    # A tree is a collection of its rows; whoever passes one has forgotten the list around several.
-    if type(trees) is not list and (isinstance(trees, TensorCollection) or not isinstance(trees, Iterable)):
+    # A tree is an iterable of its rows: `DataLoader(tree, collate_fn=torch.stack)` counts on it. One without rows is none.
+    rowless = isinstance(trees, TensorCollection) and not trees._batch_size
+    if type(trees) is not list and (rowless or not isinstance(trees, Iterable)):
         hint = f"put them in a list: {call}([a, b])."
         got = f"one {type(trees).__name__}"
         raise TypeError(explain(f"{call}: trees come in one iterable.", expected="a list of trees", got=got, hint=hint))

@@ -186,7 +186,7 @@ def of_kind(tree, kind):
 JOIN_ERRORS = [
     (lambda t: [], ValueError, "no trees(.|\n)*one or more"),
     (lambda t: [t, torch.zeros(2, 3)], TypeError, "trees(.|\n)*Tensor"),
-    (lambda t: t, TypeError, r"one iterable(.|\n)*a list of trees(.|\n)*one TensorDict(.|\n)*\(\[a, b\]\)"),
+    (lambda t: t[0, 0], TypeError, r"one iterable(.|\n)*a list of trees(.|\n)*one TensorDict(.|\n)*\(\[a, b\]\)"),
     (lambda t: 3, TypeError, "one iterable(.|\n)*a list of trees(.|\n)*one int"),
     (lambda t: [t, t.exclude("a")], TreeStructureError, r"different keys\.(.|\n)*\['a', 'n', 's'\](.|\n)*\['n', 's'\]"),
     (lambda t: [t, t.exclude(("n", "b"))], TreeStructureError, r"keys under 'n'(.|\n)*\['b'\](.|\n)*\[\]"),
@@ -209,6 +209,12 @@ def test_joins_take_any_iterable(td, join, given):
     trees = [td, td.clone(), td.clone()]
 
     assert_trees_equal(join(given(trees)), join(trees))
+
+
+def test_a_tree_is_an_iterable_of_its_rows(td):
+    """`DataLoader(tree, collate_fn=torch.stack)`, which hands over a tree for a batch, would raise."""
+    assert_trees_equal(stack(td), stack(list(td)))
+    assert_trees_equal(cat(td), cat(list(td)))
 
 
 @pytest.mark.parametrize("join", [stack, cat])
