@@ -107,7 +107,7 @@ def _without(size: Size, dim: int) -> Size:
 
 def as_trees(trees: Iterable[T], call: str) -> list[T]:
     """Return the trees as a list, which an iterator is good for only once."""
-    # A tree is an iterable of its rows: `DataLoader(tree, collate_fn=torch.stack)` counts on it. One without rows is none.
+    # A tree is an iterable of its rows: `DataLoader(tree, collate_fn=torch.stack)` counts on it.
     rowless = isinstance(trees, TensorCollection) and not trees._batch_size
     if type(trees) is not list and (rowless or not isinstance(trees, Iterable)):
         hint = f"put them in a list: {call}([a, b])."

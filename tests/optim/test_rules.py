@@ -278,7 +278,7 @@ def test_schedule_sees_steps_done(generator):
 
 @pytest.mark.parametrize("rule", [sgd, adam, adamw])
 def test_sparse_gradients_are_named(rule):
-    """torch would speak of a copy between tensors that the caller never made, and of no parameter."""
+    """The error would speak of a copy between tensors that the caller never made, and of no parameter."""
     params = TensorDict({"e": {"w": torch.ones(4, 3)}})
     sparse = TensorDict({"e": {"w": torch.ones(4, 3).to_sparse()}})
     opt = rule(lr=0.1)
