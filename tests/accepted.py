@@ -212,6 +212,7 @@ OF_KINDS = (
         rare=("kinds", 401, 7819),
     ),
     Accepted(RAGGED, is_ragged, their_trees_have_no_size, rare=("program", 707, 218)),
+    Accepted(EMPTY, is_ragged, named("to_namedtuple"), equal_but_empty_fields, rare=("program", 5, 247)),
     Accepted(RAGGED, is_ragged, elements_equal, rare=("program", 401, 1205)),
     Accepted(
         SOME,
