@@ -136,6 +136,7 @@ def test_rounds_fit_the_time():
     assert [effort.rounds_within(s) for s in (0.001, 0.5, 60.0)] == [40, 12, 3]
 
 
+@pytest.mark.slow
 def test_passes_are_apart():
     """All rounds of a case would fall into one bad moment of the machine."""
     order = []

@@ -72,7 +72,7 @@ def test_the_checkpoint_is_the_ensemble(folder):
     assert f"{float(right.double().mean()):.4f} |" in (folder / "report.md").read_text()
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_mutual_information_tells_what_is_no_digit(seed):
     """The ensemble would be as sure about photographs and shuffled pixels as about digits."""
     data = demo.load_digits(seed)
@@ -105,6 +105,7 @@ def test_member_i_does_not_change_with_the_number_of_members():
     assert_trees_equal(many[:2], few, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_step_compiles_in_one_graph():
     """torch.compile would meet a graph break, or compile again when only values change."""
     torch._dynamo.reset()
@@ -247,6 +248,7 @@ def test_other_weights_in_the_loop_are_noticed(monkeypatch):
         demo.race(demo.load_digits(0), 2, 0, demo.Report([], []), rounds=1, steps=1)
 
 
+@pytest.mark.slow
 def test_other_predictions_in_the_fresh_process_are_noticed(monkeypatch, tmp_path):
     """The check of the fresh process could not fail."""
     params, _ = split(init_ensemble(demo.make_model, 2))

@@ -110,6 +110,7 @@ def test_optree():
     assert optree.tree_leaves(theirs)[0] is theirs
 
 
+@pytest.mark.slow
 def test_import_leaves_torch_alone():
     """Importing the library would replace parts of torch."""
     assert run_fresh("tdfunc")[0] == " ".join(["torch._functorch.vmap"] * 3)

@@ -270,6 +270,7 @@ def test_missing_extra(monkeypatch):
 # -- a process of its own ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_pipes(path):
     """`tdfunc show x | head -1` would complain, the exit code of diff be lost, or a pipe get colours."""
     many = path.parent / "many.safetensors"
@@ -295,6 +296,7 @@ def test_a_terminal_of_another_encoding(tmp_path):
     assert rb"\u043a\u043b\u044e\u0447" in result.stdout
 
 
+@pytest.mark.slow
 def test_completion():
     """--install-completion would be offered, and the shell complete nothing."""
     env = {**os.environ, "_TDFUNC_COMPLETE": "complete_bash", "COMP_WORDS": "tdfunc ver", "COMP_CWORD": "1"}

@@ -93,6 +93,7 @@ def test_law_seeds(seed, other):
     assert seed == other or not any(torch.equal(a, b) for a in trees[0] for b in trees[2])
 
 
+@pytest.mark.slow
 def test_equal_across_processes():
     """A run could not be repeated on another day."""
     code = (

@@ -173,6 +173,7 @@ def test_compile(backend):
     assert_trees_equal(padded, expected.pad())
 
 
+@pytest.mark.slow
 def test_compiled_vmap_is_right_or_refused():
     """A compiled vmap, which cannot see what it maps, would map another dimension."""
     compiled = torch.compile(lambda t: torch.vmap(lambda u: u * 2)(t), backend="eager", fullgraph=True)

@@ -157,6 +157,7 @@ KILLS = """
 """
 
 
+@pytest.mark.slow
 def test_kills(tmp_path):
     """A killed save would leave a torn step, lose the others, or leave its own files behind."""
     result = json.loads(ended(run(KILLS, tmp_path / "run", 24)))
@@ -243,6 +244,7 @@ def test_two_writers(tmp_path):
     assert len(os.listdir(tmp_path)) == 40
 
 
+@pytest.mark.slow
 def test_a_reader_during_writes_and_removals(tmp_path):
     """A reader would meet a step that is half written or half removed."""
     code = """
@@ -424,6 +426,7 @@ TRAIN = """
 """
 
 
+@pytest.mark.slow
 def test_a_killed_training_resumes_as_if_nothing_had_happened(tmp_path):
     """A run that was killed would go on with other numbers than one that was not."""
     whole, resumed = (line.split(" ", 1) for line in ended(run(TRAIN, tmp_path)).splitlines())

@@ -246,6 +246,7 @@ def test_waiting_tasks_can_be_cancelled():
     assert waiting.cancelled()
 
 
+@pytest.mark.slow
 def test_a_map_inside_a_map():
     """A function that calls map itself would fail because workers may have no workers, or leave theirs behind."""
     td = TensorDict({"x": torch.arange(4)}, [4])
