@@ -32,7 +32,7 @@ _HOWS = ("auto", "loop", "vmap", "traced")
 _TRACE_AFTER, _MOST_TRACES = 2, 16
 _MOST_COUNTS = 1024
 # A trace with so many operations for each of many members is slower than the vmap.
-_UNROLLED, _MANY = 16, 24
+_UNROLLED, _MANY = 16, 12
 _REPLAYED = "the trace for these shapes is replayed."
 # Those of all modules, which torch keeps in these tables.
 _GLOBAL_HOOKS = (torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks)
