@@ -1,8 +1,11 @@
-"""What makes `jit` record anew: values in trees, arguments that are one object, settings of the thread."""
+"""What makes `jit` record anew: values in trees, arguments that are one object, settings of the thread, copies."""
+
+import copy
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from tdfunc import NonTensorData, TensorDict, UnsupportedError
@@ -212,3 +215,31 @@ def test_the_last_trace_answers_for_its_own_arguments_alone():
     assert fn.cache_info().misses == 1
     fn.cache_clear()
     assert fn.replay_last(x, 2) is None
+
+
+class Scaling(nn.Module):
+    """A module that keeps a jitted method of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = 2
+        self.fast = jit(self.scaled)
+
+    def scaled(self, x):
+        """Scale by an attribute."""
+        return x * self.scale
+
+
+def test_deep_copies():
+    """A copied module would be refused for the lock of its jitted method, or call the method of the original."""
+    held = Scaling()
+    x = torch.arange(3.0)
+    held.fast(x)
+
+    twin = copy.deepcopy(held)
+    twin.scale = 5
+
+    assert twin.fast(x).tolist() == [0.0, 5.0, 10.0]
+    assert held.fast(x).tolist() == [0.0, 2.0, 4.0]
+    plain = jit(torch.sin)
+    assert copy.deepcopy(plain)(x).tolist() == plain(x).tolist()

@@ -158,6 +158,8 @@ class WithInit:
     ("define", "error", "message"),
     [
         (_define({"__annotations__": {"x": InitVar[int]}}), TypeError, "Bad: 'x' is an InitVar"),
+        (_define({"__annotations__": {"a b": Tensor}}), TypeError, "Bad: 'a b' is no name of a field.*\n.*identifier"),
+        (_define({"__annotations__": {"class": Tensor}}), TypeError, "Bad: 'class' is no name of a field"),
         (annotated.make_with_initvar, TypeError, "Bad: 'scale' is an InitVar"),
         (_define({"__init__": lambda self: None}), TypeError, r"Bad.__init__ would replace"),
         (_define({"__new__": lambda cls: None}), TypeError, r"Bad.__new__ would replace"),

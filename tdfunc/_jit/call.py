@@ -1,5 +1,6 @@
 """`jit`: a function replaced by the replay of its trace."""
 
+import copy
 import functools
 import threading
 from collections import OrderedDict
@@ -73,6 +74,14 @@ class Jitted(Generic[P, R]):
             return None
         self._hits += 1
         return _replay(program, key, given)
+
+    def __deepcopy__(self, memo: Any) -> "Jitted[P, R]":
+        """Return one without traces, of a copy of the function: itself, but for a method or module its copy."""
+        new: Jitted[P, R] = object.__new__(type(self))
+        # First, since a copy of the function may contain the function: a method of what holds this.
+        memo[id(self)] = new
+        Jitted.__init__(new, copy.deepcopy(self._fn, memo), self._backend, self._cache_size)
+        return new
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Bind like a function, so that a method can be decorated."""

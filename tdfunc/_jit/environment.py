@@ -116,7 +116,8 @@ class Environment:
     def __init__(self, fn: Callable[..., Any]) -> None:
         self._fn = fn
         self._ignored: set[tuple[int, str]] = set()
-        self._last = self._take()
+        # Taken at the first call: while an object is copied, what it holds is not there yet.
+        self._last: Snapshot | None = None
 
     def _take(self) -> Snapshot:
         readers = [reader for reader in _readers(self._fn) if reader.place not in self._ignored]
@@ -127,6 +128,9 @@ class Environment:
     def snapshot(self) -> Snapshot:
         """Return the present values; its `token` is hashable and differs when one of them does."""
         last = self._last
+        if last is None:
+            self._last = last = self._take()
+            return last
         values = [reader.read() for reader in last.readers]
         same = all(map(is_, values, last.values))
         if same and all([freeze(values[i]) == last.token[i] for i in last.changeable]):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import keyword
 from abc import ABCMeta
 from collections.abc import Mapping
 from typing import Any, Generic, NoReturn
@@ -135,6 +136,10 @@ def _check_names_of(cls: Any, annotations: Mapping[str, Any], namespace: Mapping
     # `data` is a field of many classes, and only another name of `detach()`.
     public = {name for name in dir(base) if not name.startswith("_") and name != "data"}
     for name in annotations:
+        if not name.isidentifier() or keyword.iskeyword(name):
+            what = f"{cls.__name__}: {name!r} is no name of a field."
+            hint = "fields are attributes and arguments; a TensorDict takes any string as a key."
+            raise TypeError(explain(what, expected="an identifier that is no keyword", hint=hint))
         # A tree's own slots and helpers; names of a user's with an underscore are free.
         hidden = name.startswith("_") and hasattr(base, name)
         always = name in CONSTRUCTOR or hidden or name in Slots.__slots__

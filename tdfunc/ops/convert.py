@@ -71,13 +71,17 @@ def as_tensor(value: Any, where: str, device: torch.device | None = None, dtype:
             return torch.as_tensor(np.asarray(value), dtype=dtype, device=device)
         if not isinstance(value, int):
             raise
-        bits = value.bit_length()
-        hint = "float(value) rounds it; NonTensorData(value) keeps it as it is"
-        hint += "; torch.tensor(value, dtype=torch.uint64) holds it." if bits == 64 and value > 0 else "."
-        what = f"{where}: the number is too large for a tensor of integers."
-        # No digits: of thousands Python makes no text.
-        got = f"an integer of {bits} bits"
-        raise LeafMismatchError(explain(what, expected="-2**63 <= number < 2**63", got=got, hint=hint)) from err
+        raise _too_large(value, where) from err
+
+
+def _too_large(value: int, where: str) -> LeafMismatchError:
+    bits = value.bit_length()
+    hint = "float(value) rounds it; NonTensorData(value) keeps it as it is"
+    hint += "; torch.tensor(value, dtype=torch.uint64) holds it." if bits == 64 and value > 0 else "."
+    what = f"{where}: the number is too large for a tensor of integers."
+    # No digits: of thousands Python makes no text.
+    got = f"an integer of {bits} bits"
+    return LeafMismatchError(explain(what, expected="-2**63 <= number < 2**63", got=got, hint=hint))
 
 
 def _array(value: np.ndarray[Any, Any], device: torch.device | None, where: str) -> Tensor:
@@ -149,8 +153,10 @@ def _sequence(value: Sequence[Any], size: Size, device: torch.device | None, whe
     if isinstance(first, (*NUMBERS, list, tuple)):
         try:
             tensor = torch.as_tensor(value, device=device)
-        except (ValueError, TypeError, RuntimeError):
-            pass
+        except (OverflowError, ValueError, TypeError, RuntimeError) as err:
+            large = _first_too_large(value) if "large" in str(err) or "Overflow" in str(err) else None
+            if large is not None:
+                raise _too_large(large, repr(where)) from err
         else:
             return _tensor(tensor, size, device, where)
     depth, level = 0, value
@@ -163,6 +169,12 @@ def _sequence(value: Sequence[Any], size: Size, device: torch.device | None, whe
             explain(f"{where!r}: the list is ragged.", expected=f"lists of batch size {list(size)}", got=repr(value))
         ) from err
     return _nontensor(stack, size, where)
+
+
+def _first_too_large(value: Any) -> int | None:
+    if isinstance(value, (list, tuple)):
+        return next((large for item in value if (large := _first_too_large(item)) is not None), None)
+    return value if isinstance(value, int) and not -(2**63) <= value < 2**63 else None
 
 
 def _stacked(tensors: Sequence[Tensor], where: str) -> Tensor:

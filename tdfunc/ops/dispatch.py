@@ -35,11 +35,24 @@ ALIASES = {
 LEAFWISE = (
     "acosh", "arccosh", "asinh", "arcsinh", "atanh", "arctanh", "angle", "conj", "resolve_conj", "resolve_neg",
     "deg2rad", "rad2deg", "digamma", "exp2", "i0", "imag", "logit", "nan_to_num", "positive", "real", "relu", "sgn",
-    "signbit", "sinc",
+    "signbit", "sinc", "celu", "conj_physical", "hardshrink", "selu",
 )  # fmt: skip
 PAIRWISE = (
     "bitwise_left_shift", "bitwise_right_shift", "copysign", "float_power", "fmax", "fmin", "gcd", "heaviside",
     "hypot", "lcm", "ldexp", "logaddexp", "logaddexp2", "nextafter", "xlogy",
+    "complex", "igamma", "igammac", "polar",
+)  # fmt: skip
+# The same of torch.special, which has names of its own for some functions of torch, and of torch.nn.functional.
+SPECIAL = (
+    "airy_ai", "bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1", "digamma", "entr", "erf", "erfc", "erfcx", "erfinv",
+    "exp2", "expit", "expm1", "gammaln", "i0", "i0e", "i1", "i1e", "log1p", "log_ndtr", "logit", "modified_bessel_i0",
+    "modified_bessel_i1", "modified_bessel_k0", "modified_bessel_k1", "ndtr", "ndtri", "psi", "round",
+    "scaled_modified_bessel_k0", "scaled_modified_bessel_k1", "sinc", "spherical_bessel_j0",
+)  # fmt: skip
+SPECIAL_ALIASES = {"gammainc": "igamma", "gammaincc": "igammac", "xlogy": "xlogy"}
+ACTIVATIONS = (
+    "celu", "elu", "gelu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "logsigmoid", "mish",
+    "relu", "relu6", "selu", "silu", "softplus", "softshrink", "softsign", "tanhshrink",
 )  # fmt: skip
 # Parameters are called as torch calls them, since both positions and names may be used.
 Handler = Callable[..., Any]
@@ -47,6 +60,14 @@ Handler = Callable[..., Any]
 
 def _leafwise(fn: Handler) -> Handler:
     def call(input: TensorCollection, *args: Any, **kwargs: Any) -> Any:
+        return input._map(LeafOp(fn.__name__, lambda x: fn(x, *args, **kwargs)))
+
+    return call
+
+
+def _activation(fn: Handler) -> Handler:
+    # `inplace` is for memory only: the result is what counts, and the tree is not written to.
+    def call(input: TensorCollection, *args: Any, inplace: bool = False, **kwargs: Any) -> Any:
         return input._map(LeafOp(fn.__name__, lambda x: fn(x, *args, **kwargs)))
 
     return call
@@ -157,7 +178,12 @@ def _along(name: str) -> Handler:
 
 def _softmax(name: str) -> Handler:
     # `torch.nn.functional` and `torch` have other positions after the dimension.
-    return lambda input, dim, _stacklevel=3, dtype=None: arithmetic.along(input, name, dim, dtype=dtype)
+    def call(input: TensorCollection, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
+        if dim is None:
+            raise TypeError(explain(f"{name}: trees need a dimension.", hint="dim=-1 is the last one of the batch."))
+        return arithmetic.along(input, name, dim, dtype=dtype)
+
+    return call
 
 
 def _cumulative(name: str) -> Handler:
@@ -296,19 +322,21 @@ def _pointwise() -> dict[Any, Handler]:
         torch.isclose: _isclose,
         torch.clone: lambda input: cast.clone(input, True),
         torch.detach: lambda input: cast.detach(input),
-        F.relu: lambda input, inplace=False: input._map(LeafOp("relu", torch.relu)),
     }
     for fn in (torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like):
         table[fn] = _like(fn)
     for fn in (torch.rand_like, torch.randn_like, torch.randint_like):
         table[fn] = _like(fn)
     table |= {getattr(torch, name): _leafwise(getattr(torch, name)) for name in LEAFWISE}
+    table |= {getattr(F, name): _activation(getattr(F, name)) for name in ACTIVATIONS}
+    table |= {getattr(torch.special, name): _leafwise(getattr(torch.special, name)) for name in SPECIAL}
     table |= {getattr(torch, name): _unary(name) for name in UNARY | UNARY_LEAFWISE}
     table |= {getattr(torch, name): _binary(name) for name in [*BINARY, *BINARY_LEAFWISE, *PAIRWISE]}
     table |= {getattr(torch, name): _along(name) for name in ("cumsum", "cumprod", "logcumsumexp")}
     table |= {getattr(torch, name): _cumulative(name) for name in ("cummax", "cummin")}
     table |= {getattr(owner, name): _softmax(name) for name in ("softmax", "log_softmax") for owner in (torch, F)}
     table |= {fn: _loss(fn) for fn in (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)}
+    table |= {getattr(torch.special, name): table[getattr(torch, same)] for name, same in SPECIAL_ALIASES.items()}
     return table | {getattr(torch, name): table[getattr(torch, same)] for name, same in ALIASES.items()}
 
 
@@ -396,8 +424,10 @@ class DispatchMethods(TensorCollection):
 
 
 def _title(func: Any) -> str:
-    module = "torch.nn.functional" if getattr(func, "__module__", "") == "torch.nn.functional" else "torch"
-    return f"{module}.{getattr(func, '__name__', repr(func))}"
+    name = getattr(func, "__name__", repr(func))
+    if name.startswith("special_"):
+        return f"torch.special.{name.removeprefix('special_')}"
+    return f"{'torch.nn.functional' if getattr(func, '__module__', '') == 'torch.nn.functional' else 'torch'}.{name}"
 
 
 def _explain_call(func: Any, handler: Handler, err: TypeError) -> None:

@@ -203,6 +203,7 @@ ERRORS = [
     (lambda: td.lerp(torch.ones(2), 1), BatchSizeError, r"lerp: .*\n.*\[2, 3\]\n.*\[2\]"),
     (lambda: td.masked_fill(MASK[0], 1), ValueError, r"masked_fill: .*\n.*\[2, 3\].*\n.*bool of shape \[3\]"),
     (lambda: td.masked_fill(ROWS, 1), ValueError, r"masked_fill: .*\n.*bool.*\n.*float32"),
+    (lambda: torch.nn.functional.log_softmax(td), TypeError, r"log_softmax: trees need a dimension.*\n.*dim=-1"),
     (lambda: td.softmax(2), IndexError, r"softmax: batch dimension 2.*\n.*-2 <= dim < 2"),
     (lambda: td.max((0, 1)), ValueError, r"max: no such.*\n.*one batch dim.*\n.*\(0, 1\)"),
     (lambda: td.max(0, reduce=True), ValueError, r"amax: reduce=True.*\n.*dim None\n.*0"),

@@ -91,6 +91,7 @@ def test_integers_of_more_than_64_bits(number, where):
     rest = rf": the number is too large(.|\n)*2\*\*63\n.*an integer of {number.bit_length()} bits\n.*NonTensorData"
     calls = [
         (f"'{name}'", lambda: TensorDict({where: number})),
+        (f"'{name}'", lambda: TensorDict({where: [1, number]}, [2])),
         (f"'{name}'", lambda: tree.set(where, number)),
         (f"'{name}'", lambda: tree.update({where: number})),
         (f"'{name}'", lambda: TensorDict.fromkeys([where], number)),

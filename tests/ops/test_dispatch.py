@@ -51,6 +51,34 @@ def test_other_names(name):
     assert dispatch.FUNCTIONS[getattr(torch, name)] is dispatch.FUNCTIONS[getattr(torch, dispatch.ALIASES[name])]
 
 
+@pytest.mark.parametrize("name", dispatch.SPECIAL)
+def test_special_functions(name):
+    """A special function would be refused, or computed as another."""
+    fn = getattr(torch.special, name)
+
+    assert_leaves(fn(tree_of(X)), fn(X))
+
+
+@pytest.mark.parametrize("name", dispatch.SPECIAL_ALIASES)
+def test_special_functions_of_two_leaves(name):
+    """A special function of two trees would be refused, or take them in another order."""
+    fn, leaf = getattr(torch.special, name), X.nan_to_num().abs()
+
+    assert_leaves(fn(tree_of(leaf), tree_of(leaf.flip(1) + 1)), fn(leaf, leaf.flip(1) + 1))
+
+
+@pytest.mark.parametrize("name", dispatch.ACTIVATIONS)
+def test_activations(name):
+    """An activation would be refused, lose its arguments, or write into the tree when it is asked to."""
+    fn, tree = getattr(F, name), tree_of(X.clone())
+    options = {"leaky_relu": {"negative_slope": 0.3}, "elu": {"alpha": 0.5}, "gelu": {"approximate": "tanh"}}
+
+    assert_leaves(fn(tree, **options.get(name, {})), fn(X, **options.get(name, {})))
+    if name in ("relu", "elu", "silu", "hardtanh"):
+        assert_leaves(fn(tree, inplace=True), fn(X))
+        assert_leaves(tree, X)
+
+
 Y = X.flip(0).nan_to_num()
 TREE, OTHER = tree_of(Y), tree_of(Y + 1)
 # name -> (call of torch on trees, the same on a leaf).
@@ -214,8 +242,8 @@ def test_errors():
         torch.add(NUMBERS, NUMBERS, out=NUMBERS)
     with pytest.raises(TypeError, match=r"torch.clone: on trees .*\n.*\(input\)\n.*memory_format"):
         torch.clone(NUMBERS, memory_format=torch.contiguous_format)
-    with pytest.raises(UnsupportedError, match=r"torch.nn.functional.gelu is not|torch.gelu is not"):
-        F.gelu(NUMBERS)
+    with pytest.raises(UnsupportedError, match=r"torch.nn.functional.dropout is not"):
+        F.dropout(NUMBERS)
     with pytest.raises(ValueError, match=r"all: without a dimension.*\n.*keepdim=False\n.*keepdim=True"):
         NUMBERS.all(keepdim=True)
     with pytest.raises(TypeError, match=r"where: this is no condition.\n.*a bool tensor.*\n.*TensorDict"):

@@ -135,6 +135,7 @@ def test_empty_tree():
         (lambda: adam(lr=math.nan), ["lr", "nan"]),
         (lambda: adam(lr=math.inf), ["lr", "inf"]),
         (lambda: adam(betas=(0.9, 1.0)), ["beta2", "< 1.0", "1.0"]),
+        (lambda: adam(betas=(0.9,)), ["adam: betas", "beta1, beta2", "(0.9,)"]),
         (lambda: adamw(weight_decay=torch.tensor([0.1, -0.1])), ["adamw: weight_decay", "-0.1"]),
         (lambda: sgd(momentum=-0.1), ["momentum", "-0.1"]),
         (lambda: sgd(nesterov=True), ["nesterov", "momentum = 0.0"]),
