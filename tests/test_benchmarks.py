@@ -371,6 +371,7 @@ CONTRACT = [
     *[(f"{family} operations", "tensordict", 1.8) for family in families.FAMILIES],
     ("construct a TensorClass", "checked dataclass", 1.5), ("construct a TensorClass", "tensordict", 4),
     ("read a field", "tensordict", 6), ("read a field, tensor_only", "without tensor_only", 1),
+    ("read a field", "bare property", 1.4),
     ("replace, index, stack of a TensorClass", "tensordict", 1.8),
     ("apply, swap alone, the same tree again", "functional_call", 25),
     ("apply, swap alone, the same tree again", "tensordict", 40),

@@ -213,7 +213,7 @@ def _builder(out: Any, slots: list[Tensor], nodes: dict[Any, int], where: str) -
         return lambda *_: out
     if isinstance(out, (tuple, list)):
         parts = [_builder(item, slots, nodes, f"{where}[{i}]") for i, item in enumerate(out)]
-        make = kind._make if hasattr(kind, "_fields") else kind  # pyright: ignore
+        make = kind._make if hasattr(kind, "_fields") else kind
         return lambda values, trees: make([part(values, trees) for part in parts])
     if kind is dict:
         named = {key: _builder(item, slots, nodes, f"{where}[{key!r}]") for key, item in out.items()}

@@ -90,9 +90,9 @@ class TensorClass(_Typed):
 
     if TYPE_CHECKING:
         # Part of every constructor; for type checkers only, and by keyword, so that subclasses' fields come first.
-        batch_size: _Given[Sequence[int] | int | None, Size] = dataclasses.field(default=None, kw_only=True)  # pyright: ignore
-        device: _Given[Device | None, torch.device | None] = dataclasses.field(default=None, kw_only=True)  # pyright: ignore
-        names: _Given[Sequence[str | None] | None, list[str | None]] = dataclasses.field(default=None, kw_only=True)  # pyright: ignore
+        batch_size: _Given[Sequence[int] | int | None, Size] = dataclasses.field(default=None, kw_only=True)  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+        device: _Given[Device | None, torch.device | None] = dataclasses.field(default=None, kw_only=True)  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+        names: _Given[Sequence[str | None] | None, list[str | None]] = dataclasses.field(default=None, kw_only=True)  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
     else:
 
         def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:

@@ -48,9 +48,9 @@ RULE = f"""The rule of how="auto", by the first line that applies:
   traced  from the third call with the same shapes on, for at most {_MOST_TRACES} shapes.
   vmap    until then. One member: loop.
 Measured on one CPU thread (docs/benchmarks.md): forward of two MLPs, a CNN on 4 and on 32 images and a transformer,
-with 1, 4, 16 and 64 members. The replay was the fastest or within 10 % of it in 18 of the 20; vmap was 1.1 times as
-fast for the transformer and the CNN on 32 images with 64 members. vmap took 0.9 to 4.5 times the replay's time, the
-loop 1.0 to 1.5 times with 1 member and 1.4 to 12 times with 16."""
+with 1, 4, 16 and 64 members. What this rule chose took at most 1.06 of the fastest way's time in all 20. The replay was
+the fastest in 19; vmap was 1.2 times as fast for the transformer with 64 members, and took 0.8 to 4.9 times the
+replay's time; the loop took 1.05 to 1.6 times as long with 1 member and 1.5 to 15 times with 16."""
 
 
 class _Choice(NamedTuple):

@@ -325,7 +325,7 @@ class Apply:
         self, leaves: list[Any], bound: list[Any], module: nn.Module, args: Any, kwargs: Any, rng: Any
     ) -> Any:
         """Run under a watch for the original weights and for writes to parameters; no later call pays for it."""
-        if torch._C._len_torch_dispatch_stack():  # pyright: ignore  # a trace, or fake tensors: the next call will do
+        if torch._C._len_torch_dispatch_stack():  # a trace, or fake tensors: the next call will do
             return self._forward(module, args, kwargs, rng)
         given = [*leaves, *bound, *tree_leaves((args, kwargs))]
         originals = {} if self._originals is None else self._originals.storages(given)

@@ -41,7 +41,7 @@ class Poison(Tensor):
     path: Path
 
     # Reading metadata must not go through Python dispatch; every operation still reaches `__torch_dispatch__`.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
     def of(weight: Tensor, path: Path) -> "Poison":

@@ -324,7 +324,7 @@ class ShapeMethods(TensorCollection):
 
     def expand_as(self, other: "Tensor | TensorCollection") -> "Self":
         """Return the tree expanded to the shape of another."""
-        return expand(self, tuple(other.shape))  # pyright: ignore
+        return expand(self, tuple(other.shape))  # pyright: ignore[reportAttributeAccessIssue]
 
     def split(self, split_size: "int | Sequence[int]", dim: int = 0) -> "tuple[Self, ...]":
         """Return parts along a batch dimension, each of the given size (or sizes)."""
