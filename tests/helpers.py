@@ -1,5 +1,6 @@
 """Checks and modules that many tests share."""
 
+import pytest
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -68,3 +69,8 @@ class TiedLM(nn.Module):
 
     def forward(self, ids):
         return self.out(self.norm(self.emb(ids)))
+
+
+def quick(names, *kept):
+    """The names as parameters of a test, all but the `kept` marked slow."""
+    return [name if name in kept else pytest.param(name, marks=pytest.mark.slow) for name in names]

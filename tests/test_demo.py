@@ -32,6 +32,7 @@ def folder(tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 def test_report_says_what_was_found(folder):
     """A part of the job would be missing from the report, or a check would have been left out."""
     text = (folder / "report.md").read_text()
@@ -52,6 +53,7 @@ def test_report_says_what_was_found(folder):
     assert "3 members, 400 steps, seed 1" in text
 
 
+@pytest.mark.slow
 def test_files(folder):
     """The report's plots or the checkpoint would be missing, or a temporary file left over."""
     found = sorted(path.name for path in folder.iterdir())
@@ -62,6 +64,7 @@ def test_files(folder):
         assert f"({name}.png)" in (folder / "report.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_checkpoint_is_the_ensemble(folder):
     """The saved tree would not be the one that the report is about."""
     params = load(folder / "ensemble.safetensors")
@@ -72,7 +75,8 @@ def test_the_checkpoint_is_the_ensemble(folder):
     assert f"{float(right.double().mean()):.4f} |" in (folder / "report.md").read_text()
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_mutual_information_tells_what_is_no_digit(seed):
     """The ensemble would be as sure about photographs and shuffled pixels as about digits."""
     data = demo.load_digits(seed)

@@ -25,21 +25,20 @@ def extra_packages(imports):
     return loaded_packages(imports) - loaded_packages(DEPENDENCIES) - {"tdfunc"}
 
 
+@pytest.mark.slow
 def test_import_loads_only_the_dependencies():
     """Every user would wait for transformers, sklearn, matplotlib, ... or need them installed."""
     assert extra_packages("import tdfunc") == set()
 
 
-# One is enough to show it; the others are slow to import.
-@pytest.mark.parametrize(
-    "package",
-    ["rich", *(pytest.param(name, marks=pytest.mark.slow) for name in ("transformers", "sklearn", "matplotlib"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["rich", "transformers", "sklearn", "matplotlib"])
 def test_the_check_sees_an_import(package):
     """The test above would pass whatever tdfunc imports."""
     assert package in extra_packages(f"import torch, {package}")
 
 
+@pytest.mark.slow
 def test_the_first_writes_and_operations_import_nothing_large():
     """The first `update_` of a process would take half a second: some calls of torch import sympy."""
     calls = (

@@ -117,6 +117,7 @@ def test_import_leaves_torch_alone():
     assert "tensordict" in run_fresh("tensordict")[0]
 
 
+@pytest.mark.slow
 def test_arithmetic_in_vmap():
     """`td + 1` would fail inside vmap."""
     assert run_fresh("tdfunc")[1] == "[1.0, 1.0, 1.0]"

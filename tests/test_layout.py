@@ -4,6 +4,7 @@ Each check takes sources by module name and returns its findings, so that it can
 """
 
 import ast
+import functools
 import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -37,6 +38,12 @@ PLACES = {
 }
 ALWAYS_INSTALLED = {"torch", "numpy", "optree", "safetensors", "xxhash"}
 MAX_FILE_LINES, MAX_PUBLIC_METHODS, MAX_BODY_LINES = 800, 20, 60
+
+
+@functools.cache
+def parse(source):
+    """The syntax tree of a source, for all checks."""
+    return ast.parse(source)
 
 
 def read_sources(*folders):
@@ -99,7 +106,7 @@ def check_import_style(sources):
     """Imports are absolute, at the top unless optional, and never of the public root."""
     found = []
     for name, source in sources.items():
-        tree = ast.parse(source)
+        tree = parse(source)
         relative = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level]
         found += [f"{name}:{node.lineno}: relative import" for node in relative]
         for node, top in runtime_imports(tree):
@@ -118,7 +125,7 @@ def import_graph(sources):
     return {
         name: {
             target
-            for node, _ in runtime_imports(ast.parse(source))
+            for node, _ in runtime_imports(parse(source))
             if not getattr(node, "level", 0)
             for target in imported_modules(node, sources)
             if target.startswith("tdfunc.") and target != "tdfunc.__init__"
@@ -168,7 +175,7 @@ def check_sizes(sources):
         lines = len(source.splitlines())
         if lines > MAX_FILE_LINES:
             found.append(f"{name}: {lines} lines, the limit is {MAX_FILE_LINES}")
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parse(source)):
             if isinstance(node, ast.ClassDef) and (count := _count_public_methods(node)) > MAX_PUBLIC_METHODS:
                 found.append(
                     f"{name}:{node.lineno}: {node.name} has {count} methods, the limit is {MAX_PUBLIC_METHODS}"
@@ -202,6 +209,7 @@ def test_imports(check):
     assert check(read_sources("tdfunc")) == []
 
 
+@pytest.mark.slow
 def test_sizes():
     """A file, class or function would do more than one job."""
     assert check_sizes(read_sources("tdfunc", "tests", "benchmarks")) == []

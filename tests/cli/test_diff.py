@@ -13,6 +13,7 @@ from tests.cli.helpers import WRITERS, make_tree, run, write_as
 from tests.storage.trees import DTYPES, of_dtype, tied_trees, trees
 
 
+@pytest.mark.slow
 @given(st.one_of(trees(), tied_trees()))
 def test_a_tree_equals_itself(tmp_path_factory, tree):
     """A checkpoint would differ from itself: by NaN, a class, non-tensor data or the order of ties."""

@@ -266,6 +266,7 @@ def test_traces_are_bounded(monkeypatch):
     assert len(ensemble._calls) <= 5
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_a_trace_that_repeats_each_member_is_dropped():
     """The replay of operations without a batching rule is slower than their vmap, with many members."""

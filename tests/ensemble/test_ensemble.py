@@ -319,6 +319,7 @@ def test_transforms_around_it(how, generator):
     assert_close(*pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["loop", "vmap", "auto"])
 @pytest.mark.parametrize("members", [1, 3])
 def test_compile_in_one_graph(how, members, generator):

@@ -63,6 +63,7 @@ def test_a_block(make, x):
     assert all(a is b for a, b in zip(before, [*model.parameters(), *model.buffers()], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", ["grad", "vmap", "vmap of grad", "jvp"])
 def test_transforms(transform):
     """A transform inside a compiled region would break the graph."""
@@ -112,6 +113,7 @@ class Writer(nn.Module):
         return self.last * 2, found
 
 
+@pytest.mark.slow
 def test_writes_are_put_back():
     """What a forward writes on itself would go from one compiled call to the next."""
     apply, params, buffers = functional(Writer())

@@ -332,6 +332,7 @@ def test_ties_and_kinds():
 # -- sizes ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_many_entries():
     """A tree of 100,000 leaves would take seconds and megabytes; what is left out would not be said."""
     flat = TensorDict({f"k{i}": torch.zeros(()) for i in range(100_000)})

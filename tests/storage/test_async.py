@@ -504,12 +504,13 @@ EXIT = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "status"),
     [
         ("", 0),
-        pytest.param("sys.exit(3)", 3, marks=pytest.mark.slow),
-        pytest.param("raise ValueError", 1, marks=pytest.mark.slow),
+        ("sys.exit(3)", 3),
+        ("raise ValueError", 1),
     ],
     ids=["end", "exit", "error"],
 )

@@ -66,7 +66,8 @@ def run(code, *args, timeout=250):
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("how", ["unnamed", pytest.param("named", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["unnamed", "named"])
 def test_kills(how, tmp_path):
     """A killed save would leave a torn file, lose the old one, or leave its own behind."""
     result = run(KILLS, tmp_path / "c.safetensors", 30, how)

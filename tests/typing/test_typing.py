@@ -25,6 +25,7 @@ def expected(path):
     return {(number, match[1]) for number, line in lines if (match := re.search(r"# error: (\w+)$", line))}
 
 
+@pytest.mark.slow
 def test_sample():
     """An editor would not know a field's type, accept a wrong call, or let an assignment pass."""
     pytest.importorskip("pyright")
