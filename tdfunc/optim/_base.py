@@ -51,7 +51,8 @@ class Optimizer:
 
     Made by `sgd`, `adam` and `adamw`. A hyperparameter is a float, which is fixed; a tensor with a value for each
     member, which `init` puts into the state under its own name, where `state.set` changes it; or a function from
-    the number of steps done so far (an integer tensor) to a float or tensor.
+    the number of steps done so far (an integer tensor) to a float or tensor, of no dimensions or of the batch size of
+    the parameters.
 
     Args:
         rule: What one step computes.
@@ -116,7 +117,9 @@ class Optimizer:
             TreeStructureError: The trees have different leaves, or the state is another optimizer's.
             LeafMismatchError: A leaf is not floating point, a gradient or state differs from it in shape or dtype,
                 or a hyperparameter does not fit it; the message names the leaf.
-            BatchSizeError: `active`, or the step count in the state, does not have the batch size of `params`.
+            BatchSizeError: `active`, the step count in the state, or what a schedule gave, does not have the batch size
+                of `params`.
+            TypeError: A schedule gave no number.
             UnsupportedError: In a replay of `tdfunc.jit`, donated leaves share memory that did not in its trace.
         """
         name = self.rule.name

@@ -11,7 +11,7 @@ from tdfunc._collection import TensorCollection
 from tdfunc._errors import BatchSizeError, LeafMismatchError, TreeStructureError, explain
 from tdfunc._jit.leaves import collect, paths, same_keys
 from tdfunc._keys import dotted
-from tdfunc.optim._lists import Leaves
+from tdfunc.optim._lists import Coefficient, Leaves
 
 
 def trainable(name: str, params: TensorCollection) -> Leaves:
@@ -127,6 +127,33 @@ def check_members(name: str, what: str, value: Tensor, params: TensorCollection,
                     hint="stack the members (tdfunc.stack_modules), or give one number.",
                 )
             )
+
+
+# Any: a schedule may return anything.
+def scheduled(name: str, what: str, value: Any, size: torch.Size) -> Coefficient:
+    """Return what a schedule gave for one step: a float, or a float64 tensor that is one number or of this size."""
+    if isinstance(value, Tensor):
+        if not value.dim() or value.shape == size:
+            return value.double()
+        # A size of leaves alone, as in check_members, will not do: under vmap members would be features.
+        raise BatchSizeError(
+            explain(
+                f"{name}.update: the schedule of {what} gave a tensor that is not one number for each member.",
+                expected=f"a number or shape {list(size)}, the batch size of params" if size else "one number",
+                got=f"shape {list(value.shape)}",
+                hint=f"a value for each member: give the tensor itself as {what}, which works under torch.vmap too; "
+                "or params.with_batch_size([members]), if the leaves are stacked and the tree does not say so.",
+            )
+        )
+    if isinstance(value, (Real, torch.SymFloat, torch.SymInt)):
+        return float(value)
+    raise TypeError(
+        explain(
+            f"{name}.update: the schedule of {what} gave no number.",
+            expected="a number or tensor for each number of steps done",
+            got=repr(value),
+        )
+    )
 
 
 def check_active(name: str, active: Tensor, params: TensorCollection) -> None:

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from tdfunc._jit.leaves import in_transform
 from tdfunc._jit.tracing import recorder
+from tdfunc.optim._checks import scheduled
 from tdfunc.optim._lists import Coefficient, Leaves, Lists
 from tdfunc.optim._memory import check_apart, owned
 
@@ -100,7 +101,8 @@ class Run:
     def _step_plain(self, params: Leaves, grads: Leaves, slots: Slots) -> tuple[Leaves, Slots]:
         """Step with functions that every transform knows, on values that it may follow."""
         work = _promoted(Work(params, grads, slots, self.count.double() + 1))
-        self.rule.lists(Lists(inplace=False), work, _values(self.hyper, self.count, self.tensors))
+        values = _values(self.rule.name, self.hyper, self.count, self.tensors, self.count.shape)
+        self.rule.lists(Lists(inplace=False), work, values)
         new = _restored(work.params, params), {slot: _restored(work.slots[slot], slots[slot]) for slot in slots}
         if self.active is None:
             return new
@@ -117,10 +119,11 @@ def _kernel(rule: Rule, hyper: Mapping[str, Any], names: tuple[str, ...], writes
     """Step in place on real tensors, a group of one dtype and device at a time; a trace calls this at every replay."""
     n = len(reads) - 1 - len(names)
     grads, count, tensors = reads[:n], reads[n], dict(zip(names, reads[n + 1 :], strict=True))
+    size = count.shape
     if count.dim() and _is_one_number(count):
         count = count[(0,) * count.dim()]
     with torch.no_grad():
-        values = {name: _number(value) for name, value in _values(hyper, count, tensors).items()}
+        values = {name: _number(value) for name, value in _values(rule.name, hyper, count, tensors, size).items()}
         step = _number(count.double()) + 1
         groups: dict[Any, list[int]] = {}
         for i, leaf in enumerate(writes[:n]):
@@ -144,12 +147,14 @@ def _step_group(rule: Rule, work: Work, values: Values) -> None:
 
 
 # Any: what a schedule returns, and floats.
-def _values(hyper: Mapping[str, Any], count: Tensor, tensors: dict[str, Tensor]) -> Values:
+def _values(rule: str, hyper: Mapping[str, Any], count: Tensor, tensors: dict[str, Tensor], size: torch.Size) -> Values:
     """Return the hyperparameters at this step: floats, or float64 tensors."""
     values: Values = {}
     for name, value in hyper.items():
-        now: Any = tensors[name] if name in tensors else value(count) if callable(value) else value
-        values[name] = now.double() if isinstance(now, Tensor) else float(now)
+        if name in tensors:
+            values[name] = tensors[name].double()
+        else:
+            values[name] = scheduled(rule, name, value(count), size) if callable(value) else float(value)
     return values
 
 

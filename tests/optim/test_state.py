@@ -217,6 +217,57 @@ def test_hyperparameters_of_another_type(value):
     assert repr(value) in str(err.value)
 
 
+RATES = torch.tensor([1.0, 2.0, 3.0])
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("rule", [sgd, adam, adamw])
+def test_a_schedule_may_differ_by_member(rule, wrap):
+    """A schedule with a value for each member would be refused, or give other numbers than the constant tensor."""
+    params = TensorDict({"w": torch.zeros(3, 3)}, [3])
+    scheduled, constant = rule(lr=lambda step: RATES), rule(lr=RATES)
+
+    moved, _ = wrap(scheduled.update)(params, params + 1, scheduled.init(params))
+
+    assert_trees_equal(moved, constant.update(params, params + 1, constant.init(params))[0])
+
+
+@pytest.mark.parametrize(
+    ("wrap", "params", "value", "words"),
+    [
+        (torch.vmap, TensorDict({"w": torch.zeros(3, 3)}, [3]), RATES, ["one number", "[3]", "give the tensor itself"]),
+        (lambda f: f, TensorDict({"w": torch.zeros(3)}), RATES, ["one number", "[3]", "with_batch_size"]),
+        (jit, TensorDict({"w": torch.zeros(3)}), RATES, ["one number", "[3]"]),
+        (lambda f: f, make_tree(members=2), torch.ones(2, 2), ["shape [2]", "[2, 2]"]),
+        (jit, make_tree(members=2), torch.ones(1), ["shape [2]", "[1]"]),
+    ],
+    ids=["vmap", "one model", "jit", "matrix", "one row"],
+)
+@pytest.mark.parametrize("rule", [sgd, adam, adamw])
+def test_a_schedule_of_another_shape(rule, wrap, params, value, words):
+    """A learning rate for each member would be one for each feature, without a word."""
+    opt = rule(lr=lambda step: value)
+
+    with pytest.raises(BatchSizeError, match="the schedule of lr") as err:
+        wrap(opt.update)(params, params + 1, opt.init(params))
+
+    assert all(word in str(err.value) for word in words), str(err.value)
+
+
+@pytest.mark.parametrize("value", [None, "0.1", [0.1], 1j])
+@pytest.mark.parametrize("wrap", [lambda f: f, torch.vmap], ids=["eager", "vmap"])
+def test_a_schedule_without_a_number(wrap, value):
+    """A schedule that forgets to return would end in Python's words about float(), or text be read as a number."""
+    opt = adam(weight_decay=lambda step: value)
+
+    with pytest.raises(
+        TypeError, match=r"(?s)adam.update: the schedule of weight_decay gave no number.*expected"
+    ) as err:
+        wrap(opt.update)(make_tree(), make_tree(), opt.init(make_tree()))
+
+    assert repr(value) in str(err.value)
+
+
 def test_optimizers_show_their_hyperparameters():
     """A notebook would show the addresses of functions."""
     opt = adam(lr=lambda step: 0.1 / (step + 1), betas=(torch.tensor(0.5), torch.ones(3) / 2), weight_decay=1e-4)
