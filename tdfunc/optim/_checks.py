@@ -14,8 +14,8 @@ from tdfunc._keys import dotted
 from tdfunc.optim._lists import Coefficient, Leaves
 
 
-def trainable(name: str, params: TensorCollection) -> Leaves:
-    """Return the leaves of params; each must be a floating-point tensor."""
+def check_tree(name: str, params: TensorCollection) -> None:
+    """Raise unless params are a tree."""
     if not isinstance(params, TensorCollection):
         raise TypeError(
             explain(
@@ -25,6 +25,11 @@ def trainable(name: str, params: TensorCollection) -> Leaves:
                 hint="TensorDict(params) makes one of a dict; tdfunc.functional(module) gives a module's.",
             )
         )
+
+
+def trainable(name: str, params: TensorCollection) -> Leaves:
+    """Return the leaves of params; each must be a floating-point tensor."""
+    check_tree(name, params)
     leaves = collect(params)
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():

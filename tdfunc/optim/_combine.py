@@ -10,7 +10,9 @@ from tdfunc._errors import explain
 from tdfunc._jit.leaves import collect, paths, rebuild
 from tdfunc._keys import FilterLike
 from tdfunc.ops import structure
+from tdfunc.ops.reading import entries
 from tdfunc.optim._base import AbstractOptimizer
+from tdfunc.optim._checks import check_tree
 from tdfunc.optim._clip import GradientMap
 
 if TYPE_CHECKING:
@@ -57,7 +59,9 @@ class Masked:
 
         Raises:
             FilterError: The filter matches no leaf.
+            TypeError: `params` is no tree.
         """
+        check_tree("masked", params)
         return self.optimizer.init(structure.partition(params, self.where)[0])
 
     def update(
@@ -70,12 +74,14 @@ class Masked:
         donate: bool = False,
     ) -> "tuple[T, TensorDict]":
         """Do a step of the chosen leaves; gradients of others may be missing. See `Optimizer.update`."""
+        check_tree("masked", params)
         part = structure.partition(params, self.where)[0]
-        chosen = list(paths(part))
-        new, state = self.optimizer.update(
-            part, structure.select(grads, chosen, True), state, active=active, donate=donate
-        )
-        changed = dict(zip(chosen, collect(new), strict=True))
+        # A tied leaf under all of its names, so that the gradients keep the tie.
+        chosen = {path for entry in entries(part) for path in entry.paths}
+        # What is no tree is named by the optimizer.
+        given = structure.keep_leaves(grads, chosen) if isinstance(grads, TensorCollection) else grads
+        new, state = self.optimizer.update(part, given, state, active=active, donate=donate)
+        changed = dict(zip(paths(part), collect(new), strict=True))
         leaves = [changed.get(path, leaf) for path, leaf in zip(paths(params), collect(params), strict=True)]
         return rebuild(params, leaves), state
 

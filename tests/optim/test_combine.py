@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from tdfunc import FilterError, TensorDict, UnsupportedError
+from tdfunc import Filter, FilterError, TensorDict, TreeStructureError, UnsupportedError, lazy_stack, stack_modules
 from tdfunc._jit import jit
 from tdfunc.optim import adam, chain, check_finite, clip_by_global_norm, clip_by_member_norm, masked, sgd
-from tests.helpers import assert_pure, assert_trees_equal
+from tests.helpers import TiedLM, assert_pure, assert_trees_equal
 
 
 def make_tree(generator, batch=(3,)):
@@ -93,6 +93,69 @@ def test_masked_leaves_the_rest(wrap, generator):
     assert_trees_equal(moved, params.set("a", alone["a"]))
     assert list(state["exp_avg"].keys()) == ["a"]
     assert torch.equal(moved["b"], params["b"])
+
+
+TIED_WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, jit, torch.vmap], ids=["eager", "jit", "vmap"])
+
+
+@TIED_WRAPS
+@pytest.mark.parametrize(
+    ("where", "moved"),
+    [
+        ("emb*", {"emb.weight", "out.weight"}),
+        ("out*", {"emb.weight", "out.weight"}),
+        ("*weight", {"emb.weight", "out.weight", "norm.weight"}),
+        ("*", {"emb.weight", "out.weight", "norm.weight", "norm.bias"}),
+        ("norm*", {"norm.weight", "norm.bias"}),
+        (~Filter("out*"), {"norm.weight", "norm.bias"}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("rule", [sgd, adam])
+def test_masked_ties(rule, where, moved, wrap):
+    """A model whose head is its embedding could not be trained in part, or the two would come apart."""
+    params = stack_modules([TiedLM() for _ in range(3)])
+    grads = params.apply(lambda leaf: torch.full_like(leaf, 2.0))
+    opt, plain = masked(rule(lr=0.5), where), rule(lr=0.5)
+
+    new, state = wrap(opt.update)(params, grads, opt.init(params))
+
+    full, _ = plain.update(params, grads, plain.init(params))
+    for path in (("emb", "weight"), ("out", "weight"), ("norm", "weight"), ("norm", "bias")):
+        torch.testing.assert_close(new[path], (full if ".".join(path) in moved else params)[path])
+    assert new["emb", "weight"] is new["out", "weight"]
+    again, _ = wrap(opt.update)(new, grads, state)
+    assert again["emb", "weight"] is again["out", "weight"]
+
+
+@pytest.mark.parametrize("where", ["lazy*", "b", "*w"])
+def test_masked_lazy_stacks(where):
+    """Rows of a lazy stack would be looked up by number among its keys, and nothing beside it could be trained."""
+    rows = lazy_stack([TensorDict({"w": torch.ones(i + 1), "v": torch.ones(2)}) for i in range(2)])
+    params = TensorDict({"lazy": rows, "b": torch.ones(2)}, [2])
+    opt, plain = masked(sgd(lr=0.5), where), sgd(lr=0.5)
+
+    new, _ = opt.update(params, params, opt.init(params))
+
+    full, _ = plain.update(params, params, plain.init(params))
+    chosen, rest = full.partition(where)[0], params.partition(where)[1]
+    assert_trees_equal(new.partition(where)[0], chosen)
+    assert_trees_equal(new.partition(where)[1], rest)
+
+
+def test_masked_names_what_is_missing(generator):
+    """A gradient that is not there, or trees that are dicts, would end in words about attributes or keys."""
+    params = make_tree(generator)
+    opt = masked(sgd(), "a*")
+
+    with pytest.raises(TypeError, match=r"masked: params must be a tree[\s\S]*TensorDict[\s\S]*dict"):
+        opt.init(params.to_dict())
+    with pytest.raises(TypeError, match=r"masked: params must be a tree[\s\S]*TensorDict[\s\S]*dict"):
+        opt.update(params.to_dict(), params, opt.init(params))
+    with pytest.raises(TreeStructureError, match=r"gradients must be a tree[\s\S]*TensorDict[\s\S]*dict"):
+        opt.update(params, params.to_dict(), opt.init(params))
+    with pytest.raises(TreeStructureError, match=r"a gradient for each of \['a\.w'\][\s\S]*none"):
+        opt.update(params, params.select("b"), opt.init(params))
 
 
 def test_masked_pattern_must_match(generator):
