@@ -1,12 +1,14 @@
-"""The numbers of leaves, piece by piece: statistics, and what differs between two."""
+"""The numbers of leaves, piece by piece: statistics, what differs between two, what a dtype cannot hold, means."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from tdfunc.ops.facts import count_text
 
 _FLOAT4 = getattr(torch, "float4_e2m1fn_x2", None)
 
@@ -147,13 +149,84 @@ class Difference:
         self.max_rel = max(self.max_rel, float(rel.max())) if self.max_abs < math.inf else math.inf
 
 
-def average(pieces: Iterable[Tensor], weights: Iterable[float], total: float) -> Tensor:
-    """Return the weighted mean of pieces, computed in float64 and rounded once."""
-    result: Tensor | None = None
-    dtype = torch.float64
-    for piece, weight in zip(pieces, weights, strict=True):
-        dtype = piece.dtype
-        term = wide(piece).mul_(weight)
-        result = term if result is None else result.add_(term)
-    assert result is not None
-    return result.div_(total).to(dtype)
+class Lost:
+    """The values that a dtype cannot hold, counted by what became of them."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        facts = torch.finfo(dtype)
+        # What is larger does not round to the largest number.
+        self._limit = facts.max + facts.eps * 2.0 ** (math.frexp(facts.max)[1] - 1) / 2
+        self._is_signed = facts.min < 0
+        self._counts: dict[tuple[str, str], int] = {}
+
+    def add(self, piece: Tensor, cast: Tensor) -> None:
+        """Count one more piece, and what it became."""
+        # float8 has few operations of its own.
+        before, after = wide(piece), wide(cast)
+        if self._holds(before) and all_finite(after):
+            return
+        is_finite, large = before.isfinite(), before.abs() > self._limit
+        signless = [] if self._is_signed else [
+            ("negative value", "lost the sign, which the new dtype does not have", (before < 0) & (after > 0)),
+            ("zero", "became the least number, as the new dtype has no zero", (before == 0) & (after != 0)),
+        ]  # fmt: skip
+        for noun, fate, found in (
+            ("value", "too large for the new dtype became infinite or NaN", is_finite & ~after.isfinite()),
+            ("value", "too large for the new dtype became the largest number", is_finite & large & after.isfinite()),
+            ("infinite value", "became NaN", before.isinf() & after.isnan()),
+            ("infinite value", "became the largest number", before.isinf() & after.isfinite()),
+            *signless,
+        ):
+            if count := int(found.count_nonzero()):
+                self._counts[noun, fate] = self._counts.get((noun, fate), 0) + count
+
+    def lines(self) -> list[str]:
+        """Say how many values became what."""
+        return [f"{count_text(count, noun)} {fate}" for (noun, fate), count in self._counts.items()]
+
+    def _holds(self, values: Tensor) -> bool:
+        """Whether all values are in the range of the dtype, NaN and infinities not counted as such."""
+        if not values.numel():
+            return True
+        least, greatest = map(float, values.aminmax())
+        return max(-least, greatest) <= self._limit and (self._is_signed or least > 0)
+
+
+# Where the largest weight is scaled to: such weights, and those that are 2**52 times smaller, are no factors below 1,
+# which would cost the least numbers of float64 bits.
+_WEIGHT_BITS = 53
+
+
+def scaled(weights: Sequence[float]) -> list[float]:
+    """Return weights with the same ratios whose sum is finite: a power of two times each, which changes no mean."""
+    exponent = _WEIGHT_BITS - math.frexp(max(map(abs, weights)))[1]
+    return [math.ldexp(weight, exponent) for weight in weights]
+
+
+def average(pieces: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Return the weighted mean of pieces, computed in float64 and rounded once; weights are those of `scaled`."""
+    mean = _mean(pieces, weights)
+    if not all_finite(torch.view_as_real(mean) if mean.is_complex() else mean):
+        # A sum of large values overflows, but not if their absolute weights sum up to less than 1/2.
+        exponent = math.frexp(sum(map(abs, weights)))[1] + 1
+        smaller = _mean(pieces, [math.ldexp(weight, -exponent) for weight in weights])
+        mean = torch.where(mean.isfinite(), mean, smaller)
+    return mean.to(pieces[0].dtype)
+
+
+def _mean(pieces: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    terms = (wide(piece) * weight for piece, weight in zip(pieces, weights, strict=True))
+    result = next(terms)
+    for term in terms:
+        result.add_(term)
+    return result.div_(sum(weights))
+
+
+def overflows(pieces: Sequence[Tensor], mean: Tensor, weights: Sequence[float]) -> int:
+    """Count the means of finite values that are not finite: a weight below 0 leads out of the range of the values."""
+    if min(weights) >= 0:
+        return 0
+    lost = ~wide(mean).isfinite()
+    for piece in pieces:
+        lost &= wide(piece).isfinite()
+    return int(lost.count_nonzero())

@@ -13,7 +13,7 @@ from tdfunc._errors import LeafMismatchError, TreeStructureError, UnsupportedErr
 from tdfunc._nontensor import NonTensorBase
 from tdfunc._types import Path
 from tdfunc.cli.leaves import Stored, choose, make_filter, plain, plain_values, same_values, stored_leaves
-from tdfunc.cli.numbers import Difference, all_finite, average, has_values, wide
+from tdfunc.cli.numbers import Difference, Lost, average, has_values, overflows, scaled
 from tdfunc.cli.output import progress, safe, shown
 from tdfunc.cli.sources import Source, open_source
 from tdfunc.cli.streams import note
@@ -74,34 +74,30 @@ def rewrite(path: str, out: str, edit: EditOptions, options: OutOptions) -> None
 
 
 class _Casts:
-    """The values of the leaves of a tree that was cast; it counts what became infinite or NaN by it."""
+    """The values of the leaves of a tree that was cast; it counts those that the new dtype cannot hold."""
 
     def __init__(
         self, source: Source, origins: dict[int, Tensor], names: dict[int, str], tick: Callable[[int], object]
     ) -> None:
         self._source, self._origins, self._names, self._tick = source, origins, names, tick
-        self._lost: dict[str, int] = {}
+        self._lost: dict[str, Lost] = {}
 
     def __call__(self, leaf: Tensor) -> Iterator[Tensor]:
         origin = self._origins.get(id(leaf), leaf)
-        lost = 0
+        if origin is leaf:
+            yield from self._source.pieces(origin, self._tick)
+            return
+        lost = self._lost[self._names[id(leaf)]] = Lost(leaf.dtype)
         for piece in self._source.pieces(origin, self._tick):
-            if origin is leaf:
-                yield piece
-                continue
             cast = piece.to(leaf.dtype)
-            # float8 has few operations of its own.
-            result = wide(cast)
-            if not all_finite(result):
-                lost += int((wide(piece).isfinite() & ~result.isfinite()).sum())
+            lost.add(piece, cast)
             yield cast
-        if lost:
-            self._lost[self._names[id(leaf)]] = lost
 
     def warn(self) -> None:
         """Say which leaves have values that the new dtype cannot hold."""
-        for name, count in self._lost.items():
-            note(f"{safe(name)}: {count_text(count, 'value')} too large for the new dtype became infinite or NaN")
+        for name, lost in self._lost.items():
+            for line in lost.lines():
+                note(f"{safe(name)}: {line}")
 
 
 def read_dtype(name: str) -> torch.dtype:
@@ -159,6 +155,7 @@ def average_files(
         if not take_first:
             _check_unaveraged(sources, rows)
         _note_metadata(sources[0])
+        lost: dict[int, int] = {}
         others = {id(one.leaf): [row[one.paths].leaf for row in rows] for one in leaves}
         is_value = {id(one.leaf) for one in leaves if one.is_value}
         with progress("average", len(paths) * sum(one.size_bytes for one in leaves)) as tick:
@@ -169,9 +166,15 @@ def average_files(
                     return
                 pieces = [source.pieces(own, tick) for source, own in zip(sources, others[id(leaf)], strict=True)]
                 for row in zip(*pieces, strict=True):
-                    yield average(row, factors, sum(factors))
+                    mean = average(row, factors)
+                    if count := overflows(row, mean, factors):
+                        lost[id(leaf)] = lost.get(id(leaf), 0) + count
+                    yield mean
 
             write(target, sources[0].tree, values)
+    for one in leaves:
+        if count := lost.get(id(one.leaf)):
+            note(f"{safe(one.name)}: {count_text(count, 'mean')} too large for the dtype became infinite or NaN")
     _done(target, leaves)
 
 
@@ -181,16 +184,16 @@ def _is_averaged(leaf: Tensor) -> bool:
 
 def _check_weights(weights: Sequence[float] | None, paths: Sequence[str]) -> list[float]:
     if weights is None:
-        return [1.0] * len(paths)
+        return scaled([1.0] * len(paths))
     if len(weights) != len(paths):
         expected, got = f"{len(paths)} numbers, one for each checkpoint", f"{len(weights)}"
         raise ValueError(explain("--weights: not a number for each.", expected=expected, got=got))
-    if not all(map(math.isfinite, weights)) or sum(weights) == 0:
+    if not all(map(math.isfinite, weights)) or sum(factors := scaled(weights)) == 0:
         got = ",".join(map(str, weights))
         raise ValueError(
             explain("--weights cannot be normalized.", expected="finite numbers with a sum other than 0", got=got)
         )
-    return list(weights)
+    return factors
 
 
 def _check_same(paths: Sequence[str], rows: Sequence[dict[tuple[Path, ...], Stored]]) -> None:

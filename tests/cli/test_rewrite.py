@@ -220,6 +220,35 @@ def test_cast_says_what_overflows(tmp_path):
     assert "b:" not in result.err
 
 
+INF, NAN = float("inf"), float("nan")
+SPECIALS = [1e9, -1e9, INF, -INF, NAN, 464.0, 1.0, 0.0, -3.0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        ("float8_e4m3fn", {"2 values too large for the new dtype became the largest number",
+                           "2 infinite values became the largest number"}),
+        ("float8_e4m3fnuz", {"3 values too large for the new dtype became infinite or NaN",
+                             "2 infinite values became NaN"}),
+        ("float8_e5m2", {"2 values too large for the new dtype became infinite or NaN"}),
+        ("float8_e8m0fnu", {"2 infinite values became NaN",
+                            "1 zero became the least number, as the new dtype has no zero",
+                            "2 negative values lost the sign, which the new dtype does not have"}),
+        ("bf16", set()),
+        ("float32", set()),
+    ],
+)  # fmt: skip
+def test_cast_says_what_a_dtype_does_not_have(dtype, expected, tmp_path):
+    """Infinities, signs or sizes of weights would be lost without a word, or rounding be called a loss."""
+    save(TensorDict({"a": torch.tensor(SPECIALS), "b": torch.ones(2)}), tmp_path / "t.safetensors")
+
+    result = run("cast", tmp_path / "t.safetensors", "-o", tmp_path / "o.safetensors", "--dtype", dtype)
+
+    assert set(result.err.replace("tdfunc: ", "").splitlines()[:-1]) == {f"a: {text}" for text in expected}
+    assert "b:" not in result.err
+
+
 # -- average ----------------------------------------------------------------------------------------------------
 
 
@@ -252,6 +281,51 @@ def test_average_of_equals_is_the_same(format, tmp_path):
     assert run("average", path, path, path, "-o", tmp_path / "out.safetensors").code == 0
 
     assert run("diff", path, tmp_path / "out.safetensors", "--values").code == 0
+
+
+def average(*values, weights=None, folder, dtype=torch.float64):
+    """Average checkpoints of one leaf each; return the leaf and what was said."""
+    paths = [folder / str(i) for i in range(len(values))]
+    for path, value in zip(paths, values, strict=True):
+        # Of all formats the one that also holds complex128.
+        TensorDict({"w": torch.tensor(value, dtype=dtype)}).memmap(path)
+    options = ["--weights", weights] if weights is not None else []
+    result = run("average", *paths, "-o", folder / "o", "--force", *options)
+    assert result.code == 0
+    return load(folder / "o")["w"].tolist(), result.err
+
+
+@pytest.mark.parametrize("weights", [None, "1,1", "3,1", "1,1e-300"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_average_of_the_largest_and_the_least(weights, dtype, tmp_path):
+    """The sum of large values or weights would overflow, or small ones vanish, though the mean exists."""
+    row = [1e308, -1.7976931348623157e308, 5e-324, 1e-310, 1.5]
+
+    assert average(row, row, weights=weights, folder=tmp_path, dtype=dtype)[0] == row
+    for odd in ("1e308,1e308", "1e-310,1e-310", "1e300,1e-300"):
+        found = average(row, row, weights=odd, folder=tmp_path, dtype=dtype)[0]
+        assert found == pytest.approx(row, rel=1e-15, abs=0)
+
+
+def test_average_with_large_weights(tmp_path):
+    """Weights would overflow to a mean of NaN, or cancel unseen."""
+    assert average([1.0, INF], [2.0, 1.0], weights="1e308,1e308", folder=tmp_path)[0] == [1.5, INF]
+    found = average([1e308], [1.5e308], [1.7e308], weights="1e308,1e308,2e307", folder=tmp_path)[0]
+    assert found == [pytest.approx(1.29090909090909e308)]
+    result = run(
+        "average", *[tmp_path / "0"] * 4, "-o", tmp_path / "x.safetensors", "--weights", "1e308,1e308,-1e308,-1e308"
+    )
+
+    assert result.code == 2
+    assert "sum other than 0" in result.err
+
+
+def test_average_says_what_overflows(tmp_path):
+    """A weight below 0 would lead to infinities without a word."""
+    values, said = average([6e4, 1.0, INF], [1.0, 2.0, 1.0], weights="2,-1", folder=tmp_path, dtype=torch.float16)
+
+    assert values == [INF, 0.0, INF]
+    assert "w: 1 mean too large for the dtype became infinite or NaN" in said
 
 
 def test_average_of_different_integers(tmp_path):
