@@ -217,6 +217,9 @@ def normalize_index(index: Any, size: Size) -> tuple[Any, ...]:
 
 def _index_item(item: Any, size: Size, position: int | None, whole: Any) -> tuple[list[Any], int]:
     """Return the normal form of one item and the number of dimensions that it takes."""
+    if isinstance(item, np.generic):
+        # A number, also where an array of its type would be a mask.
+        item = _as_number(item, whole)
     if item is None or isinstance(item, bool):
         return [item], 0
     if isinstance(item, int):
@@ -225,7 +228,7 @@ def _index_item(item: Any, size: Size, position: int | None, whole: Any) -> tupl
         return [_checked_slice(item)], 1
     if isinstance(item, Tensor):
         tensor = item
-    elif isinstance(item, (list, range, np.ndarray, np.generic)):
+    elif isinstance(item, (list, range, np.ndarray)):
         tensor = _as_index(item, whole)
     else:
         raise _no_index(item, whole)
@@ -241,6 +244,8 @@ def _index_item(item: Any, size: Size, position: int | None, whole: Any) -> tupl
 
 
 _INDEX_DTYPES = (torch.int64, torch.int32)
+# What torch takes from numpy, though not as tensors.
+_NARROW = (torch.int8, torch.int16, torch.uint16, torch.uint32, torch.uint64)
 
 
 def _checked_slice(item: slice) -> slice:
@@ -248,6 +253,12 @@ def _checked_slice(item: slice) -> slice:
         hint = "td.apply(lambda x: x.flip(0)) reverses rows."
         raise ValueError(explain("index: the step of a slice must be positive.", got=f"{item!r}", hint=hint))
     return item
+
+
+def _as_number(item: "np.generic[Any]", whole: Any) -> int | bool:
+    if isinstance(item, (np.integer, np.bool_)):
+        return item.item()
+    raise _no_index(item, whole)
 
 
 def _as_index(item: Any, whole: Any) -> Tensor:
@@ -258,7 +269,7 @@ def _as_index(item: Any, whole: Any) -> Tensor:
         raise _no_index(item, whole) from err
     # An empty list is of floats, and numpy's narrow integers are indices; uint8 is an old spelling of a mask.
     empty = tensor.numel() == 0 and tensor.dtype is not torch.bool
-    return tensor.long() if empty or tensor.dtype in (torch.int8, torch.int16) else tensor
+    return tensor.long() if empty or tensor.dtype in _NARROW else tensor
 
 
 def _no_index(item: Any, whole: Any) -> IndexError:
@@ -308,13 +319,13 @@ def _check_positions(items: tuple[Any, ...], size: Size, used: int) -> None:
         if item is Ellipsis:
             position, seen = position + len(size) - used, True
             continue
-        if isinstance(item, (list, range, np.ndarray, np.generic)):
+        if isinstance(item, (list, range, np.ndarray)):
             item = _as_index(item, item)
         if isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8) and item.dim():
             if seen:
                 _check_mask(item, size[position : position + item.dim()])
             position += item.dim()
-        elif item is not None and not isinstance(item, bool):
+        elif item is not None and not isinstance(item, (bool, np.bool_)):
             position += 1
 
 

@@ -93,6 +93,23 @@ def test_bad_index(index, message):
         index_size(normalize_index(index, size), size)
 
 
+@pytest.mark.parametrize("kind", [np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32, np.uint64, np.int64])
+def test_numbers_of_numpy(kind):
+    """A number of eight bits would be a mask of all rows or none, as an array of such numbers is."""
+    x = torch.arange(6).view(2, 3)
+    td = TensorDict({"a": x}, [2, 3])
+    for index in (kind(1), (kind(0), kind(2)), (Ellipsis, kind(2)), (kind(1), None), (slice(kind(1)), kind(0))):
+        assert torch.equal(td[index]["a"], x[index])
+        assert td[index].batch_size == x[index].shape
+    if kind is not np.uint8:
+        assert torch.equal(td[np.array([1, 0, 1], dtype=kind)]["a"], x[[1, 0, 1]])
+
+    assert torch.equal(td.at[kind(1)].set(0)["a"], torch.tensor([[0, 1, 2], [0, 0, 0]]))
+    assert td[np.bool_(True)].batch_size == Size((1, 2, 3))
+    with pytest.raises(IndexError, match=r"not an index(.|\n)*float32"):
+        td[np.float32(1)]
+
+
 @pytest.mark.parametrize("index", [[0], (slice(None), [2]), (Ellipsis, torch.tensor([[-1], [0]]))])
 def test_positions_in_an_empty_dimension(index):
     """An empty tree, or values beside empty tensors, would take positions that torch refuses."""

@@ -22,7 +22,9 @@ from tdfunc._types import Path
 from tdfunc.modules.slots import unwrap
 
 # What nn.Module itself keeps in every `__dict__`; of these only the mode is a property of the architecture.
-_BASE = frozenset(nn.Module().__dict__) - {"training"}
+# torch.compile leaves marks on the module that it is given.
+_MARKS = {"_is_torch_compile", "_compiled_call_impl"}
+_BASE = frozenset(nn.Module().__dict__) - {"training"} | _MARKS
 _ATOMS = (int, float, complex, bool, str, bytes, type(None), Enum, type, torch.dtype, torch.device, torch.Size)
 _EXACT = frozenset((int, float, complex, bool, str, bytes, type(None)))
 _ROWS = frozenset((tuple, list))

@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 from enum import Enum
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch.utils._pytree import _broadcast_to_and_flatten, tree_flatten, tree_le
 from tdfunc._collection import PLAIN, TensorCollection
 from tdfunc._errors import BatchSizeError, UnsupportedError, explain
 from tdfunc.modules.random import refuse_traced_members
+from tdfunc.modules.slots import in_transform
 
 # What a forward may return beside tensors and containers: values that hold no tensor.
 _PLAIN = (
@@ -64,6 +66,25 @@ class Call(NamedTuple):
         tensors = [x for x in (*self.leaves, *_data(self.args, self.kwargs)) if isinstance(x, Tensor)]
         return any(map(torch.is_autocast_enabled, {x.device.type for x in tensors} - {"meta"}))
 
+    def counted(self) -> list[Tensor] | None:
+        """Return the tensors among the data, or None if not all of them count the writes to them."""
+        found = [x for x in _data(self.args, self.kwargs) if isinstance(x, Tensor)]
+        uncounted = torch.compiler.is_compiling() or in_transform() or any([x.is_inference() for x in found])
+        return None if uncounted else found
+
+    def shared(self) -> list[Tensor] | None:
+        """Return those that all members get, or None as `counted` does."""
+        found = self.counted()
+        if found is None or not any([dim is not None for dim in self.dims]):
+            return found
+        pairs = zip_longest(_data(self.args, self.kwargs), self.dims)
+        return [x for x, dim in pairs if dim is None and isinstance(x, Tensor)]
+
+    def with_copies(self) -> "Call":
+        """Return the call with copies of its data, which a forward may write to."""
+        copied = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (self.args, self.kwargs))
+        return self._replace(args=copied[0], kwargs=copied[1])
+
     def args_of(self, member: int) -> tuple[Any, ...]:
         """Return what one member's forward takes."""
         return self._mapped(lambda x, dim: x.select(dim, member))
@@ -96,6 +117,31 @@ def _static(x: Any) -> Hashable:
         return type(x)
     # 1 == 1.0 == True.
     return type(x), x
+
+
+def versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Return how often each tensor has been written to."""
+    return [x._version for x in tensors]
+
+
+def check_unwritten(tensors: Sequence[Tensor], before: list[int], cause: Exception | None = None) -> None:
+    """Raise if forward has written to data that something else is still to read.
+
+    Raises:
+        UnsupportedError: It has.
+    """
+    now = versions(tensors)
+    if now == before:
+        return
+    shape = next(list(x.shape) for x, old, new in zip(tensors, before, now, strict=True) if old != new)
+    raise UnsupportedError(
+        explain(
+            "Ensemble: forward writes to its argument, which the other members would get changed.",
+            expected="arguments that forward only reads",
+            got=f"a write to the argument of shape {shape}",
+            hint="x = x - mean instead of x -= mean, inplace=False in the first layer; or x.clone() in forward.",
+        )
+    ) from cause
 
 
 def members_of(params: Any) -> int:

@@ -4,20 +4,32 @@ E is the number of members. All three ways give the numbers of the loop (but und
 among them by the rule that `plan()` prints.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count as counting
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
-from torch import Generator, Size, Tensor
+from torch import Generator, Size, Tensor, nn
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_modules
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tdfunc._errors import UnsupportedError, explain
 from tdfunc._jit import Jitted, jit
-from tdfunc.ensemble._call import Call, check_output, flat_dims, join_chunks, members_of, seed_of, stack_outputs
+from tdfunc.ensemble._call import (
+    Call,
+    check_output,
+    check_unwritten,
+    flat_dims,
+    join_chunks,
+    members_of,
+    seed_of,
+    stack_outputs,
+    versions,
+)
 from tdfunc.ensemble._draws import default_generators, foreign_states, run_seeded, watch
 from tdfunc.ensemble._globals import Globals
 from tdfunc.modules.bind import in_transform
@@ -36,6 +48,7 @@ _UNROLLED, _MANY = 16, 12
 _REPLAYED = "the trace for these shapes is replayed."
 # Those of all modules, which torch keeps in these tables.
 _GLOBAL_HOOKS = (torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks)
+_ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 _RANDOM_IN_VMAP = "called random operation"
 
 RULE = f"""The rule of how="auto", by the first line that applies:
@@ -70,6 +83,13 @@ class _Ready(NamedTuple):
     token: Hashable
     jitted: Jitted[Any, Any]
     choice: _Choice
+
+
+class _Watched(TorchFunctionMode):
+    """A mode that changes nothing; torch takes no fast path where one is active."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 class Ensemble:
@@ -123,6 +143,7 @@ class Ensemble:
         self._jitted: dict[Hashable, Jitted[Any, Any]] = {}
         self._ready: _Ready | None = None
         self._has_hooks = any(m._forward_hooks or m._forward_pre_hooks for m in apply.module.modules())
+        self._has_attention = any(isinstance(m, _ATTENTION) for m in apply.module.modules())
         self._globals = Globals(apply.module)
 
     def __call__(
@@ -281,10 +302,14 @@ class Ensemble:
         """Run one way; return its result, or why it cannot run the call."""
         first = (name, kind) not in self._watched
         before = foreign_states() if first else None
+        data = call.counted()
+        written = None if data is None else versions(data)
         try:
-            result = way(call)
+            result = way(call.with_copies() if first and data is None else call)
         # A forward may raise anything when it is given batched or fake tensors; the loop decides who is at fault.
         except Exception as err:
+            if data is not None and written is not None:
+                check_unwritten(data, written, err)
             return None, str(err).strip().split("\n")[0] or type(err).__name__
         if first:
             if foreign_states() != before:
@@ -341,9 +366,23 @@ class Ensemble:
 
     def _loop(self, call: Call) -> Result:
         columns = [leaf.unbind(0) for leaf in call.leaves]
-        results = [self._member(call, i, [column[i] for column in columns]) for i in range(call.members)]
+        results = self._in_turn(
+            call, range(call.members), lambda call, i: self._member(call, i, [column[i] for column in columns])
+        )
         outputs, kept = zip(*results, strict=True)
         return stack_outputs(outputs), [torch.stack(parts) for parts in zip(*kept, strict=True)]
+
+    def _in_turn(self, call: Call, starts: Sequence[int], run: Callable[[Call, int], Result]) -> list[Result]:
+        """Run one part of the members after the other, each on the data as they were given."""
+        shared = call.shared() if len(starts) > 1 else []
+        if shared is None:
+            return [run(call.with_copies(), start) for start in starts]
+        before = versions(shared)
+        results: list[Result] = []
+        for start in starts:
+            check_unwritten(shared, before)
+            results.append(run(call, start))
+        return results
 
     def _member(self, call: Call, i: int, leaves: list[Any]) -> Result:
         args, seed = call.args_of(i), call.seed
@@ -367,7 +406,9 @@ class Ensemble:
         if step >= call.members:
             return self._map(call, 0)
         starts = range(0, call.members, step)
-        parts = [self._map(call.rows(start, min(start + step, call.members)), start) for start in starts]
+        parts = self._in_turn(
+            call, starts, lambda call, start: self._map(call.rows(start, min(start + step, call.members)), start)
+        )
         outputs, kept = zip(*parts, strict=True)
         return join_chunks(outputs), [torch.cat(new) for new in zip(*kept, strict=True)]
 
@@ -388,8 +429,10 @@ class Ensemble:
             seen.extend(tree_flatten(out))
             return [x for x in seen[0] if isinstance(x, Tensor)], new
 
+        mapped_call = torch.vmap(member, in_dims=(0, list(call.dims)), randomness="error")
         try:
-            tensors, new = torch.vmap(member, in_dims=(0, list(call.dims)), randomness="error")(call.leaves, flat)
+            with self._slow_attention(call):
+                tensors, new = mapped_call(call.leaves, flat)
         except RuntimeError as err:
             if _RANDOM_IN_VMAP not in str(err):
                 raise
@@ -397,6 +440,15 @@ class Ensemble:
         check_output(seen[0])
         mapped = iter(tensors)
         return tree_unflatten([next(mapped) if isinstance(x, Tensor) else x for x in seen[0]], seen[1]), new
+
+    def _slow_attention(self, call: Call) -> AbstractContextManager[object]:
+        """Keep torch's attention from its fast kernels, which have no derivatives, where gradients are wanted.
+
+        It looks for them itself, but under vmap no tensor says that it requires any.
+        """
+        if not self._has_attention or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return nullcontext()
+        return _Watched() if in_transform() or call.requires_grad() else nullcontext()
 
     def _trace(self, call: Call, choice: _Choice) -> Result:
         if call.seed is not None:

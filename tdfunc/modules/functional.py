@@ -141,7 +141,8 @@ class Apply:
             **kwargs: What forward takes by keyword.
 
         Returns:
-            The pair (output, buffers).
+            The pair (output, buffers): those that were given. What forward registers anew, and a buffer that was None
+            and that it fills, are not among them.
 
         Raises:
             UnsupportedError: Forward deleted a buffer, or set it to None.
@@ -202,7 +203,20 @@ class Apply:
         self, leaves: list[Any], args: Any, kwargs: Any, rng: Any = None, *, keep: bool = False
     ) -> tuple[Any, list[Any]]:
         """Run on leaves in plan order (what `Ensemble` maps over); return the output and, if kept, the new buffers."""
-        out, new, _ = self._bind_and_run(leaves, {}, args, kwargs, seeded(rng) if rng is not None else None, keep)
+        owners = self._traced.owners if keep else {}
+        states = {path: copying.deepcopy(owner.get_extra_state()) for path, owner in owners.items()}
+        mode = seeded(rng) if rng is not None else None
+        out, new, after = self._bind_and_run(leaves, states, args, kwargs, mode, keep)
+        for path, state in after.items():
+            if not _same(state.value, states[path]):
+                raise UnsupportedError(
+                    explain(
+                        f"Ensemble: forward changed the extra state {dotted(path)!r} of a member.",
+                        expected=f"{states[path]!r}, as before",
+                        got=repr(state.value),
+                        hint="run the members one by one: apply.with_buffers(tree[i], None, x) returns it.",
+                    )
+                )
         return out, new
 
     def _bind_and_run(

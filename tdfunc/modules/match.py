@@ -12,7 +12,7 @@ from tdfunc._keys import dotted
 from tdfunc._nontensor import NonTensorBase, NonTensorStack
 from tdfunc._types import Kind, Path
 from tdfunc.modules.plan import tie_error
-from tdfunc.modules.slots import Slot, is_one_tensor, keeps_own_state, walk
+from tdfunc.modules.slots import Slot, is_one_tensor, is_renormed, keeps_own_state, walk
 from tdfunc.ops.structure import iter_items
 
 # (table, name, what is there, the leaf, whether it is a parameter). A plain tuple: one is made for each leaf.
@@ -46,12 +46,14 @@ class Match:
         for owner, _, state in self.states:
             owner.set_extra_state(state)
         make = _stored if permanent else _borrowed
+        # A table with max_norm writes the rows that it looks up.
+        tables = () if permanent else {id(m._parameters) for m in self.modules if is_renormed(m)}
         # One Parameter for each tied slot, or the tie would be broken.
         made: dict[int, Any] = {}
         for table, name, old, leaf, is_parameter in self.entries:
             new = made.get(id(old)) if self._tied else None
             if new is None:
-                new = made[id(old)] = make(old, leaf, is_parameter)
+                new = made[id(old)] = make(old, leaf, is_parameter and id(table) not in tables)
             # Assigning to an existing key keeps the order of the slots.
             table[name] = new
 
@@ -72,7 +74,7 @@ def _stored(old: Tensor, leaf: Tensor, is_parameter: bool) -> Tensor:
 
 
 def _borrowed(old: Tensor, leaf: Tensor, is_parameter: bool) -> Tensor:
-    # BatchNorm writes its buffers in place; a clone keeps those of the tree as they are.
+    # BatchNorm writes its buffers in place, tables their rows; a clone keeps those of the tree as they are.
     return leaf if is_parameter else leaf.clone()
 
 

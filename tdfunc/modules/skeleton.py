@@ -19,7 +19,7 @@ from tdfunc._errors import LeakError, UnsupportedError, explain
 from tdfunc._keys import dotted
 from tdfunc._types import Path
 from tdfunc.modules.duplicate import Copied, children_of, duplicate, is_plain
-from tdfunc.modules.slots import unwrap, walk
+from tdfunc.modules.slots import is_renormed, unwrap, walk
 from tdfunc.modules.straight import Straight, make_filler
 
 # What torch asks of a tensor that it only lists: `state_dict` detaches.
@@ -30,7 +30,6 @@ _OWN_TABLES = frozenset(nn.Module().__dict__)
 _NORMS = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm} | {
     nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
 }  # fmt: skip
-_TABLES = (nn.Embedding, nn.EmbeddingBag)
 _MODULES = itemgetter("_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -207,7 +206,7 @@ class Skeleton:
         }
         self.norms = [target for target in self.targets if id(target[0]) in norms]
         # Embeddings with max_norm write the rows that they look up.
-        tables = {id(m._parameters) for m in self.module.modules() if isinstance(m, _TABLES) and m.max_norm is not None}
+        tables = {id(m._parameters) for m in self.module.modules() if is_renormed(m)}
         self.renormed = tuple(sorted({i for store, _, i in self.targets if id(store) in tables}))
         self._remember([unwrap(m, "functional") for m in self.module.modules()], copied)
 

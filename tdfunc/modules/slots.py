@@ -75,6 +75,11 @@ def unwrap(module: nn.Module, call: str) -> nn.Module:
     return module
 
 
+def is_renormed(module: nn.Module) -> bool:
+    """Whether a forward writes to the module's parameters: a table that keeps its rows under a norm."""
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
+
+
 def keeps_own_state(module: nn.Module) -> bool:
     """Whether a module may have state beside its parameters and buffers."""
     cls = type(module)

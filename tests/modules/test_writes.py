@@ -142,6 +142,18 @@ def test_live_leaves():
     assert torch.equal(model.weight.detach(), before)
 
 
+@pytest.mark.parametrize("name", ["embedding", "bag"])
+def test_blocks(name):
+    """A table with max_norm would renormalise the rows of the tree that was bound for a block."""
+    model = MODELS[name]()
+    tree = from_module(MODELS[name]()).clone().apply(lambda x: x.detach() * 5)
+    before = tree.clone()
+    with tree.to_module(model):
+        model(inputs(name))
+
+    assert (tree == before).all()
+
+
 class Late(nn.Module):
     """Reaches its embedding in some calls only."""
 

@@ -1,0 +1,175 @@
+"""What forward does with the data: writes to arguments, changes extra state, asks for derivatives of attention."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from tdfunc import Ensemble, TensorDict, UnsupportedError, functional, split, stack_modules
+
+
+class Centred(nn.Module):
+    """Subtracts a buffer from its argument, in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("mean", torch.ones(2))
+
+    def forward(self, x):
+        """Write to the argument."""
+        x -= self.mean
+        return self.linear(x)
+
+
+class Doubled(nn.Module):
+    """Doubles its argument in place, and then does what vmap cannot."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x):
+        """Write to the argument."""
+        x.mul_(2)
+        out = self.linear(x)
+        return out * (1 if out.sum().item() else 0)
+
+
+def leaky():
+    """A first layer that works in place."""
+    return nn.Sequential(nn.LeakyReLU(0.1, inplace=True), nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("make", "how", "chunk_size"),
+    [
+        (Centred, "loop", None),
+        (Centred, "auto", None),
+        (Doubled, "auto", None),
+        (leaky, "loop", None),
+        (leaky, "vmap", 2),
+        (leaky, "auto", 2),
+    ],
+)
+def test_writes_to_shared_arguments_are_refused(make, how, chunk_size):
+    """A member would get the argument as the members before it, or a vmap that failed, left it."""
+    models = [make() for _ in range(3)]
+    ensemble = Ensemble(functional(models[0])[0], how, chunk_size=chunk_size)
+
+    with pytest.raises(UnsupportedError, match=r"writes to its argument.*\n.*only reads\n.*shape \[1, 2\]\n.*inplace"):
+        ensemble(stack_modules(models), -torch.ones(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("make", "where"),
+    [
+        *product([Centred, Doubled, leaky], ["mapped", "inference", "one member", "keyword"]),
+        (Centred, "vmap"),
+        (leaky, "vmap"),
+    ],
+)
+def test_writes_that_no_other_member_sees(make, where):
+    """Members with data of their own would be refused, or get those of another."""
+    models = [make() for _ in range(1 if where == "one member" else 3)]
+    tree, ensemble = stack_modules(models), Ensemble(functional(models[0])[0], "loop")
+    x = -torch.ones(1, 2)
+    with torch.no_grad():
+        expected = torch.stack([model(x.clone()) for model in models])
+
+    if where == "mapped":
+        out = ensemble(tree, x.repeat(3, 1, 1), in_dims=0)
+    elif where == "inference":
+        with torch.inference_mode():
+            out = ensemble(tree, x.clone())
+    elif where == "vmap":
+        out = torch.vmap(lambda x: ensemble(tree, x), out_dims=1)(x[None].repeat(2, 1, 1))[:, 0]
+    elif where == "keyword":
+        with torch.inference_mode():
+            out = ensemble(tree, **{"input" if make is leaky else "x": x.clone()})
+    else:
+        out = ensemble(tree, x)
+
+    assert_close(out.detach(), expected)
+
+
+class Counting(nn.Module):
+    """Multiplies by its extra state, which a forward may count up."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.linear, self.step, self.count = nn.Linear(3, 3), step, 2
+
+    def get_extra_state(self):
+        """How often it ran."""
+        return {"count": self.count}
+
+    def set_extra_state(self, state):
+        """Go on from there."""
+        self.count = state["count"]
+
+    def forward(self, x):
+        """Count, and multiply."""
+        self.count += self.step
+        return self.linear(x) * self.count
+
+
+@pytest.mark.parametrize("how", ["auto", "loop", "vmap", "traced"])
+def test_changed_extra_state_is_refused(how):
+    """The buffers that come back would hold the old state in silence."""
+    for step in (0, 1):
+        models = [Counting(step) for _ in range(2)]
+        ensemble = Ensemble(functional(models[0])[0], how)
+        params, buffers = split(stack_modules(models))
+        if step:
+            with pytest.raises(
+                UnsupportedError, match=r"'_extra_state' of a member.\n.*2.*before\n.*3.*\n.*with_buffers"
+            ):
+                ensemble.with_buffers(params, buffers, torch.ones(3))
+        else:
+            assert ensemble.with_buffers(params, buffers, torch.ones(3))[1]["_extra_state"] == [{"count": 2}] * 2
+
+
+ATTENTION = {
+    "attention": (lambda: nn.MultiheadAttention(4, 2, batch_first=True), 3),
+    "layer": (lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 1),
+    "encoder": (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 2), 1),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+# torch says so where its kernel has no batching rule.
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_gradients_of_attention_in_evaluation_mode(name):
+    """Torch's fast kernels would be taken, which have no derivatives."""
+    make, n = ATTENTION[name]
+    models = [make().eval() for _ in range(2)]
+    apply, tree = functional(models[0])[0], stack_modules(models).detach()
+    args = [torch.randn(2, 3, 4)] * n
+
+    def loss(tree, how):
+        out = Ensemble(apply, how)(tree, *args)
+        return (out[0] if n > 1 else out).pow(2).sum()
+
+    given = {how: tree.apply(lambda p: p.clone().requires_grad_()) for how in ("loop", "vmap", "auto")}
+    for how, leaves in given.items():
+        loss(leaves, how).backward()
+        inside = torch.func.grad(loss)(tree, how)
+        for path in tree.paths():
+            expected = given["loop"][path].grad
+            assert_close(leaves[path].grad, expected, rtol=1e-4, atol=1e-5)
+            assert_close(inside[path], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_marks_of_the_compiler_are_no_hyperparameters():
+    """One member that was compiled would be refused as another architecture."""
+    models = [nn.Linear(2, 2) for _ in range(3)]
+    compiled = torch.compile(models[0], backend="eager")
+    models[1].compile(backend="eager")
+
+    tree = stack_modules([compiled, *models[1:]])
+
+    assert isinstance(tree, TensorDict)
+    assert_close(tree[0]["weight"], models[0].weight)
