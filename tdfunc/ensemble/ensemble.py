@@ -169,8 +169,8 @@ class Ensemble:
         Raises:
             BatchSizeError: The tree is not stacked.
             ValueError: `in_dims` does not fit.
-            UnsupportedError: Forward drew random numbers and no `rng` was given, or past the member's generator; or
-                it returned what cannot be stacked.
+            UnsupportedError: Forward drew random numbers and no `rng` was given, or past the member's generator; it
+                returned what cannot be stacked; or members that run in turn share an argument that it writes to.
         """
         return self._run(params, buffers, args, in_dims, rng, kwargs, keep=False)[0]
 
@@ -185,6 +185,9 @@ class Ensemble:
         **kwargs: Any,
     ) -> tuple[Any, Any]:
         """Return the stacked outputs and the stacked buffers after the call; the given ones are not written.
+
+        Raises:
+            UnsupportedError: Forward changed extra state; or as for a call.
 
         Examples:
             >>> models = [nn.BatchNorm1d(3) for _ in range(4)]
