@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tdfunc import LeafMismatchError, TensorDict
+import tdfunc as tdf
+from tdfunc import LazyStack, LeafMismatchError, TensorDict
 from tdfunc._collection import TensorCollection
 from tdfunc._tensorclass import TensorClass
 from tests.helpers import assert_pure, assert_trees_equal
@@ -216,6 +217,23 @@ def test_shadowed_names():
     assert made.__replace__(set=torch.zeros(2, 3)).set.sum() == 0
     assert "is_shared=Tensor(shape=torch.Size([2, 3])" in repr(made)
     assert torch.utils._pytree.tree_map(lambda x: x + 1, made).get.sum() == 6 * (PUBLIC.index("get") + 1)
+
+
+def test_shadowed_names_of_lazy_stacks():
+    """A field called `dense` or `pad` would be called where a lazy stack of instances needs its own method."""
+    names = ("dense", "nested", "pad", "stack_dim", "trees")
+    namespace = {"__annotations__": dict.fromkeys(names, Tensor), "__module__": __name__}
+    cls = type(TensorClass)("LazyShadowed", (TensorClass["shadow"],), namespace)
+    made = cls(*(torch.full((2,), float(i)) for i in range(5)), batch_size=[2])
+    inner = tdf.lazy_stack([made, made])
+    outer = tdf.lazy_stack([inner, inner + 1])
+
+    assert torch.equal(torch.stack(inner.pad), torch.full((2, 2), 2.0))
+    assert LazyStack.dense(outer).trees.shape == (2, 2, 2)
+    assert LazyStack.pad(outer).stack_dim.shape == (2, 2, 2)
+    assert inner[:, 0].to_pandas()["dense"].tolist() == [0.0, 0.0]
+    grid = torch.stack([made, made])
+    assert LazyStack.dense(tdf.lazy_stack([grid, grid]) + outer).nested.tolist() == [[[2.0] * 2] * 2, [[3.0] * 2] * 2]
 
 
 def test_a_field_called_data():

@@ -152,7 +152,7 @@ def _dense_pair(tree: Any, padding: Padding) -> Padded:
     """Return a tree with no masks, or an inner stack padded."""
     if not isinstance(tree, TensorCollection._lazy):
         return tree, None
-    return _pad([_dense_pair(inner, padding) for inner in tree.trees], tree.stack_dim, (), padding)
+    return _pad([_dense_pair(inner, padding) for inner in tree._trees], tree._dim, (), padding)
 
 
 def _pad(pairs: Sequence[Padded], dim: int, at: Path, padding: Padding) -> Padded:

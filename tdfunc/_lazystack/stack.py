@@ -170,7 +170,7 @@ class LazyStack(TreeMethods):
             >>> tdf.lazy_stack([TensorDict({"x": torch.ones(3)}), TensorDict({"x": torch.zeros(3)})]).dense()["x"].shape
             torch.Size([2, 3])
         """
-        trees = [tree.dense() if isinstance(tree, LazyStack) else tree for tree in self._trees]
+        trees = [LazyStack.dense(tree) if isinstance(tree, LazyStack) else tree for tree in self._trees]
         check_dense(trees, "dense")
         made = join.stack(trees, self._dim)
         return made if self._names is None else made.with_names(self._names)
@@ -455,7 +455,9 @@ class LazyStack(TreeMethods):
     def _twins(self, other: Any) -> list[Any]:
         """Return the part of another tree for each tree, of one shape where the tree has one."""
         parts = zip(self._data.values(), self._cut_along(other), strict=True)
-        return [p.dense() if isinstance(p, LazyStack) and not isinstance(t, LazyStack) else p for t, p in parts]
+        return [
+            LazyStack.dense(p) if isinstance(p, LazyStack) and not isinstance(t, LazyStack) else p for t, p in parts
+        ]
 
     def _cut_operand(self, operand: Tensor) -> list[Tensor]:
         """Return the part for each tree of an operand that broadcasts to (leading) batch dimensions."""

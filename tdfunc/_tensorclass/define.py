@@ -134,7 +134,9 @@ def _check_names_of(cls: Any, annotations: Mapping[str, Any], namespace: Mapping
     """Raise for fields with the names of something else, and for names of fields that are given to something else."""
     base = next(each for each in cls.__mro__ if "_is_base" in vars(each))
     # `data` is a field of many classes, and only another name of `detach()`.
-    public = {name for name in dir(base) if not name.startswith("_") and name != "data"}
+    # A lazy stack of instances has the fields, and names of its own.
+    both = {*dir(base), *dir(TensorCollection._lazy)}
+    public = {name for name in both if not name.startswith("_") and name != "data"}
     for name in annotations:
         if not name.isidentifier() or keyword.iskeyword(name):
             what = f"{cls.__name__}: {name!r} is no name of a field."

@@ -61,7 +61,7 @@ class TensorClass(_Typed):
     Annotations of jaxtyping (`Float[Tensor, "*batch 3"]`) are checked on construction and by `set` and `replace`.
 
     Raises:
-        AttributeError: A field has the name of a method or property.
+        AttributeError: A field has the name of a method or property of a tree or lazy stack.
         TypeError: A field is missing or unknown, or options exclude each other.
         BatchSizeError: A value does not start with the batch size; the message names the field.
         LeafMismatchError: A value does not fit its annotation, where that is checked.

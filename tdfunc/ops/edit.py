@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tdfunc._collection import TensorCollection, iter_leaves
-from tdfunc._errors import ImmutableError, MissingKeyError, TieError, explain
+from tdfunc._errors import ImmutableError, MissingKeyError, TieError, TreeStructureError, explain
 from tdfunc._keys import dotted, unravel
 from tdfunc._shapes import starts_with
 from tdfunc._ties import by_first_key, drop, group_of, merge, under
@@ -58,14 +58,29 @@ def _set_path(tree: T, path: Path, value: Any, kind: Kind | None, at: Path = ())
     if not rest:
         node = accept(tree, key, value, dotted((*at, key)))
         return tree._put({key: node}, {key: kind} if kind is not None else None)
-    child = tree._get(key) if key in tree._keys() else _empty(tree)
+    has_key = key in tree._keys()
+    child = tree._get(key) if has_key else _empty(tree)
     if not isinstance(child, TensorCollection):
         raise _under_leaf("set", (*at, key), (*at, *path))
-    return tree._put({key: _set_path(child, rest, value, kind, (*at, key))})
+    new = _set_path(child, rest, value, kind, (*at, key))
+    return tree._put({key: new if has_key else _begun(tree, key, new, at)})
 
 
 def _empty(tree: TensorCollection) -> TensorCollection:
     return TensorCollection._open._make({}, tree._batch_size, tree._device)
+
+
+def _begun(tree: TensorCollection, key: str, new: TensorCollection, at: Path) -> Node:
+    """Return a tree that the path of an edit began as what the tree has under its key, which a typed one says."""
+    if tree._accept is None:
+        return new
+    try:
+        return accept(tree, key, new, dotted((*at, key)))
+    except TreeStructureError as err:
+        what = f"{dotted((*at, key))!r} is an empty field, which this path does not fill."
+        hint = f"set the whole field: td.set({(*at, key) if at else key!r}, {{...}})."
+        expected = "fields of its class, all without a default among them"
+        raise TreeStructureError(explain(what, expected=expected, got=str(list(new._keys())), hint=hint)) from err
 
 
 def _under_leaf(call: str, leaf: Path, path: Path) -> MissingKeyError:
@@ -170,10 +185,12 @@ def _merged(tree: T, other: Mapping[Any, Any] | TensorCollection, at: Path, give
         if key in theirs:
             kinds[key] = theirs[key]
     for key, inner in nested.items():
-        child = changes.get(key) if key in changes else tree._get(key) if key in tree._keys() else _empty(tree)
+        has_key = key in changes or key in tree._keys()
+        child = changes.get(key) if key in changes else tree._get(key) if has_key else _empty(tree)
         if not isinstance(child, TensorCollection):
             raise _under_leaf("update", (*at, key), (*at, key, *next(iter(inner))))
-        changes[key] = _merged(child, inner, (*at, key), given)
+        changed = _merged(child, inner, (*at, key), given)
+        changes[key] = changed if has_key else _begun(tree, key, changed, at)
     return tree._put(changes, kinds or None)
 
 

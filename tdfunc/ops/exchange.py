@@ -69,8 +69,9 @@ def as_plain(value: Any) -> Any:
         return {key: as_plain(item) for key, item in given if item is not None}
     if isinstance(value, np.ndarray) and value.dtype.names is not None:
         array: Any = value
-        # Fields lie between each other, in steps that torch may not be able to take.
-        return {key: as_plain(np.ascontiguousarray(array[key])) for key in array.dtype.names}
+        # Fields lie between each other, in steps that torch may not be able to take. `ascontiguousarray` would give
+        # an array without dimensions one.
+        return {key: as_plain(np.asarray(array[key], order="C")) for key in array.dtype.names}
     return value
 
 

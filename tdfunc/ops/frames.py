@@ -27,7 +27,7 @@ def to_pandas(tree: Any, separator: str | None) -> Any:
         hint = "td.reshape(-1) makes one of several, td.unsqueeze(0) of none; lazy.pad() makes rows of one length."
         raise BatchSizeError(explain("to_pandas: the rows are the batch.", expected=expected, got=got, hint=hint))
     if tree._each(lambda t: t) is not None:
-        tree = tree.dense()
+        tree = TensorCollection._lazy.dense(tree)
     flat = tree if separator is None else flatten_keys(tree, separator)
     columns = {key: _column(key, flat._get(key)) for key in flat._keys()}
     return pandas.DataFrame(columns, index=range(tree._batch_size[0]))

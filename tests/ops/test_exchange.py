@@ -94,6 +94,13 @@ def test_records_there_and_back():
     assert found[0].to_struct_array()["xy"].tolist() == [1, 2]
 
 
+def test_a_record_without_a_batch():
+    """A number would come back from a record as a leaf of one element."""
+    td = TensorDict({"a": 1.5, "nested": {"b": torch.arange(3), "c": torch.tensor(True)}})
+
+    assert_trees_equal(TensorDict.from_struct_array(td.to_struct_array()), td)
+
+
 # -- to ---------------------------------------------------------------------------------------------------------
 
 
