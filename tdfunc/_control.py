@@ -288,7 +288,9 @@ def _has_no_rows(mapped: Any) -> bool:
     if torch.compiler.is_dynamo_compiling():
         return False
     leaf = torch_pytree.tree_leaves(mapped)[0]
-    return _functorch.is_batchedtensor(leaf) and _functorch.get_unwrapped(leaf).shape[_functorch.maybe_get_bdim(leaf)] == 0
+    return (
+        _functorch.is_batchedtensor(leaf) and _functorch.get_unwrapped(leaf).shape[_functorch.maybe_get_bdim(leaf)] == 0
+    )
 
 
 def _holds(pred: Any) -> bool:

@@ -153,6 +153,23 @@ def test_associative_scan_is_a_scan(length, reverse):
     assert_trees_equal(tdf.associative_scan(lambda a, b: a * b, t.unsqueeze(0), 1, reverse=reverse)[0], out)
 
 
+@given(st.integers(1, 17), st.booleans())
+def test_associative_scan_with_a_number(length, reverse):
+    """A number in the function would fail where torch combines no rows: of 2, 4, 5, 8 rows and so on."""
+    t = TensorDict({"n": {"y": torch.ones(length, 3)}}, [length])
+    counted = 1.5 * torch.arange(1, length + 1.0) - 0.5
+
+    def fn(tree):
+        return tdf.associative_scan(lambda a, b: a + b + 0.5, tree, reverse=reverse)
+
+    assert torch.equal(fn(t)["n", "y"][:, 0], counted.flip(0) if reverse else counted)
+    assert_trees_equal(torch.vmap(fn)(torch.stack([t, t]))[1], fn(t))
+    assert (
+        torch.func.grad(lambda tree: fn(tree)["n", "y"].sum())(t)["n", "y"][:, 0].sum()
+        == counted.numel() * (counted.numel() + 1) / 2
+    )
+
+
 @pytest.mark.parametrize("fn", FUNCTIONS)
 def test_operands_are_not_written(fn):
     """A call would write to what it was given."""
