@@ -53,7 +53,9 @@ Exclude = Annotated[
     list[str] | None, typer.Option("--exclude", "-x", help="A glob of leaves to leave out.", metavar="GLOB")
 ]
 To = Annotated[Format | None, typer.Option("--to", help="The format, where the name does not say it.")]
-ShardSize = Annotated[str | None, typer.Option("--max-shard-size", help='Write shards of at most this size: "5GB".')]
+ShardSize = Annotated[
+    str | None, typer.Option("--max-shard-size", help='Write shards of at most this size: "5GB", or bytes.')
+]
 Force = Annotated[bool, typer.Option("--force", help="Replace what is there.")]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="Cast floating leaves: bf16, float16, float8_e4m3fn, ...")]
 

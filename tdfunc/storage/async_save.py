@@ -22,10 +22,10 @@ from tdfunc._errors import ConcurrencyError, explain
 from tdfunc._mapped import mapped_file
 from tdfunc._nontensor import NonTensorData
 from tdfunc._types import Kind
-from tdfunc.storage.background import PendingSave, SaveQueue, WaitMethods
+from tdfunc.storage.background import PendingSave, SavedPath, SaveQueue, WaitMethods
 from tdfunc.storage.checkpoint import check_folder, check_target, outline_of, save_outline, save_sharded
 from tdfunc.storage.encode import Outline
-from tdfunc.storage.remote import anchored
+from tdfunc.storage.remote import anchored, is_remote
 from tdfunc.storage.shards import as_bytes
 from tdfunc.storage.write import _SMALL_BYTES as SMALL_BYTES
 from tdfunc.storage.write import _is_plain as is_plain
@@ -214,7 +214,7 @@ class AsyncSaver(WaitMethods):
         def prepare() -> "_FileWrite":
             return _FileWrite(take_snapshot(td, copy), target, max_bytes, fsync)
 
-        return self._queue.submit(pathlib.Path(target), prepare, timeout_s)
+        return self._queue.submit(_named(target), prepare, timeout_s)
 
     def __repr__(self) -> str:
         return f"AsyncSaver({len(self._queue.pending)} pending)"
@@ -228,7 +228,7 @@ class _FileWrite(NamedTuple):
     max_bytes: int | None
     fsync: bool
 
-    def __call__(self) -> pathlib.Path:
+    def __call__(self) -> SavedPath:
         outline, digests = self.snapshot
         try:
             if self.max_bytes is None:
@@ -237,7 +237,12 @@ class _FileWrite(NamedTuple):
                 save_sharded(outline, self.target, self.max_bytes, fsync=self.fsync, digests=digests)
         except ConcurrencyError as err:
             raise ConcurrencyError(f"save {self.target}: {err}") from err
-        return pathlib.Path(self.target)
+        return _named(self.target)
+
+
+def _named(target: str) -> SavedPath:
+    # A path would make one slash of the two of a URL.
+    return target if is_remote(target) else pathlib.Path(target)
 
 
 def check_max_pending(max_pending: int) -> int:

@@ -10,34 +10,36 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from time import monotonic
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from tdfunc._errors import ConcurrencyError, explain
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+# A path or, of a URL, its text. Any: whoever saves to a folder of this machine need not rule out the text.
+SavedPath: TypeAlias = pathlib.Path | Any
 # What a caller's thread prepares (and is blocked for), and what it leaves to the background.
-Write: TypeAlias = Callable[[], pathlib.Path]
+Write: TypeAlias = Callable[[], SavedPath]
 Prepare: TypeAlias = Callable[[], Write]
 
 
-class PendingSave(Future[pathlib.Path]):
-    """A save that may still run; its result is the path that was written.
+class PendingSave(Future[SavedPath]):
+    """A save that may still run; its result is the path that was written, or the URL.
 
     A `concurrent.futures.Future`: `result()` waits and raises what went wrong, `done()` does not wait, `cancel()`
     succeeds while the save waits for another one, and `concurrent.futures.wait` takes several.
     """
 
-    def __init__(self, path: pathlib.Path) -> None:
+    def __init__(self, path: SavedPath) -> None:
         super().__init__()
         self._path = path
         self._process = os.getpid()
         # Whether anybody was told that it failed.
         self._is_seen = False
 
-    def result(self, timeout: float | None = None) -> pathlib.Path:
-        """Wait for the save and return its path.
+    def result(self, timeout: float | None = None) -> SavedPath:
+        """Wait for the save and return its path (of a URL, the text).
 
         Args:
             timeout: Seconds to wait at most.
@@ -109,7 +111,7 @@ class SaveQueue:
         self._max_pending = max_pending
         self._state = _State()
 
-    def submit(self, path: pathlib.Path, prepare: Prepare, timeout_s: float | None) -> PendingSave:
+    def submit(self, path: SavedPath, prepare: Prepare, timeout_s: float | None) -> PendingSave:
         """Wait for a place, prepare in this thread, and leave the rest to the background."""
         state = self._own()
         self.raise_failed()
@@ -267,7 +269,7 @@ def _next_job(state: _State) -> _Job | None:
         return None
 
 
-def _attempt(write: Write) -> tuple[pathlib.Path | None, BaseException | None]:
+def _attempt(write: Write) -> tuple[SavedPath | None, BaseException | None]:
     try:
         return write(), None
     # Whatever it is, it must reach the caller, and the next save its turn.
@@ -275,7 +277,7 @@ def _attempt(write: Write) -> tuple[pathlib.Path | None, BaseException | None]:
         return None, err
 
 
-def _finish(state: _State, save: PendingSave, path: pathlib.Path | None, error: BaseException | None) -> None:
+def _finish(state: _State, save: PendingSave, path: SavedPath | None, error: BaseException | None) -> None:
     with state.lock:
         if error is not None:
             state.failed.append(save)

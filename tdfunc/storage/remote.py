@@ -4,6 +4,7 @@ A read takes byte ranges; a whole load fetches the file first. A save writes a f
 name and then moves it, so a reader sees a whole file if the other side moves (or copies) files as a whole.
 """
 
+import errno
 import os
 import secrets
 import tempfile
@@ -117,6 +118,13 @@ class RemoteFiles:
 
     def open(self, path: str) -> Bytes:
         """Open a file."""
+        try:
+            return self._open(path)
+        except FileNotFoundError as err:
+            # fsspec names it as the other side does, without the protocol.
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from err
+
+    def _open(self, path: str) -> Bytes:
         if not self._fetch:
             return RemoteBytes(self._system, path)
         with tempfile.TemporaryDirectory(prefix="tdfunc-") as folder:

@@ -9,7 +9,7 @@ from torch import Generator
 
 from tdfunc._collection import TensorCollection
 from tdfunc._errors import TreeStructureError, UnsupportedError, explain
-from tdfunc._nontensor import NonTensorData
+from tdfunc._nontensor import NonTensorBase, NonTensorData
 
 AnyGenerator: TypeAlias = "Generator | np.random.Generator | random.Random"
 
@@ -49,10 +49,14 @@ def set_rng_state(state: TensorCollection, **generators: AnyGenerator) -> None:
         generators: The generators that were given to `get_rng_state`, by the same names; without any, the global ones.
 
     Raises:
+        TypeError: The state is no tree.
         TreeStructureError: The tree has other generators than those that are given.
         UnsupportedError: A generator of another kind or version than the one whose state this is, or more CUDA
             devices than there are here.
     """
+    if not isinstance(state, TensorCollection) or isinstance(state, NonTensorBase):
+        expected, got = "what get_rng_state returned", type(state).__name__
+        raise TypeError(explain("set_rng_state: the state is no tree.", expected=expected, got=got))
     found, given = set(state._data), set(generators) or {"torch", "cuda", "python", "numpy"}
     if found != given:
         raise TreeStructureError(

@@ -23,7 +23,7 @@ from tdfunc.storage.write import FilePlan, Values, plan_file, write_all, write_f
 
 _fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
 _SHARD = re.compile(r"model-[0-9a-f]{8}-\d{5,}-of-\d{5,}\.safetensors")
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\s*", re.IGNORECASE)
 _UNITS = {f"{unit}{i}": (1024 if i else 1000) ** power for power, unit in enumerate(" KMGT") for i in ("", "I")}
 Tick = Callable[[int], object] | None
 
@@ -67,7 +67,7 @@ class ShardPlan:
 
 
 def as_bytes(size: int | str) -> int:
-    """Return the number of bytes in `5_000_000_000`, `"5GB"` or `"4.7 GiB"`.
+    """Return the number of bytes in `5_000_000_000`, `"5000000000"`, `"5GB"` or `"4.7 GiB"`.
 
     Raises:
         ValueError: It is no size, or none that can hold a byte.

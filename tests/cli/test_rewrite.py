@@ -370,6 +370,15 @@ def test_average_lists_every_mismatch(tmp_path):
     assert not (tmp_path / "o.safetensors").exists()
 
 
+def test_a_shard_size_in_bytes(tmp_path):
+    """A number of bytes could not be given on the command line."""
+    save(TensorDict({str(i): torch.ones(4) for i in range(4)}), tmp_path / "t.safetensors")
+
+    assert run("convert", tmp_path / "t.safetensors", tmp_path / "m", "--max-shard-size", "32").code == 0
+
+    assert len(list((tmp_path / "m").glob("*.safetensors"))) == 2
+
+
 # -- what is there already --------------------------------------------------------------------------------------
 
 
@@ -460,3 +469,4 @@ def test_urls(tmp_path):
     assert "checksums xxh3-64" in run("show", url).out
     assert run("verify", url).code == 0
     assert_same(load(url), load(path))
+    assert f"{url}.no: No such file or directory" in run("show", f"{url}.no").err

@@ -45,6 +45,16 @@ def test_one_file(system, tree):
     assert names(system) == ["t.safetensors"]
 
 
+def test_in_the_background(system, tree):
+    """The result would be no name under which the checkpoint is found."""
+    saver = tdfunc.AsyncSaver()
+    for url, options in (("memory://bucket/t.safetensors", {}), ("memory://bucket/m", {"max_shard_size": 500})):
+        found = saver.save(tree, url, **options).result()
+
+        assert found == url
+        assert_same(load(found), tree)
+
+
 def test_shards(system, tree):
     """Shards would not come back, or those of the replaced checkpoint stay."""
     save(tree, "memory://bucket/m/model.safetensors")
@@ -103,8 +113,9 @@ def test_what_is_not_there(system, tree):
 
     with pytest.raises(FileNotFoundError, match=r"no checkpoint in this folder[\s\S]*other\.txt"):
         load("memory://bucket/m")
-    with pytest.raises(FileNotFoundError):
-        load("memory://bucket/no.safetensors")
+    for read in (load, tdfunc.open):
+        with pytest.raises(FileNotFoundError, match=r"No such file.*memory://bucket/no\.safetensors"):
+            read("memory://bucket/no.safetensors")
 
 
 def test_a_failed_upload_changes_nothing(system, tree, monkeypatch):

@@ -8,7 +8,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tdfunc import TensorDict, TreeStructureError, UnsupportedError, get_rng_state, load, save, set_rng_state
+from tdfunc import (
+    NonTensorData,
+    TensorDict,
+    TreeStructureError,
+    UnsupportedError,
+    get_rng_state,
+    load,
+    save,
+    set_rng_state,
+)
 
 
 def draw_global():
@@ -80,6 +89,13 @@ def test_what_is_no_generator():
         get_rng_state(data=3)
     with pytest.raises(UnsupportedError, match=r"data has no state(.|\n)*random\.Random(.|\n)*SystemRandom"):
         get_rng_state(data=random.SystemRandom())
+
+
+@pytest.mark.parametrize("state", [None, {"torch": torch.zeros(3)}, torch.zeros(3), NonTensorData(3)], ids=repr)
+def test_what_is_no_state(state):
+    """A state of torch alone would be an error about an attribute of our own."""
+    with pytest.raises(TypeError, match=rf"state is no tree(.|\n)*get_rng_state(.|\n)*got: +{type(state).__name__}"):
+        set_rng_state(state)
 
 
 def test_other_generators():

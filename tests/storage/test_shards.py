@@ -87,7 +87,18 @@ def test_the_index_is_as_documented(tmp_path):
 
 @pytest.mark.parametrize(
     ("size", "count"),
-    [(10_000, 5), ("10KB", 5), ("10 kb", 5), ("8KiB", 5), ("7.8KiB", 10), ("1GB", 1), (1, 10), ("4000B", 10)],
+    [
+        (10_000, 5),
+        ("10KB", 5),
+        ("10 kb", 5),
+        ("10000", 5),
+        ("10k", 5),
+        ("8KiB", 5),
+        ("7.8KiB", 10),
+        ("1GB", 1),
+        (1, 10),
+        ("4000B", 10),
+    ],
     ids=str,
 )
 def test_sizes(size, count, tmp_path):
@@ -98,7 +109,7 @@ def test_sizes(size, count, tmp_path):
     assert_same(load(tmp_path / "m"), tree_of(1))
 
 
-@pytest.mark.parametrize("size", [0, -1, 2.5, True, "5", "GB", "5XB", "-1GB", "0.1B"], ids=str)
+@pytest.mark.parametrize("size", [0, -1, 2.5, True, "", "0", "-5", "5 0", "1e9", "GB", "5XB", "-1GB", "0.1B"], ids=str)
 def test_what_is_no_size(size, tmp_path):
     """A size that means nothing would be taken for one."""
     with pytest.raises(ValueError, match=r"max_shard_size is no size[\s\S]*5GB[\s\S]*got:"):
