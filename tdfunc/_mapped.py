@@ -1,5 +1,8 @@
-"""Where a tensor on a file remembers its file: an attribute of its storage, which views share and copies lack."""
+"""Where tensors lie: in which file (an attribute of the storage, which views share and copies lack) or memory."""
 
+from bisect import bisect_left
+from collections.abc import Iterable
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -7,6 +10,7 @@ from torch import Tensor
 # "c": copy-on-write, writes stay in the memory of this process. "r+": writes reach the file.
 MapMode: TypeAlias = Literal["c", "r+"]
 _ATTRIBUTE = "_tdfunc_file"
+_BEGIN = itemgetter(1)
 
 
 class MappedFile(NamedTuple):
@@ -46,3 +50,53 @@ def mapped_file(tensor: Any) -> MappedFile | None:
         # `share_memory_`, or torch's pickling for another process, moved it off the file.
         return None
     return MappedFile(path, tensor.storage_offset() * tensor.element_size(), mode, file_id, storage.nbytes())
+
+
+# The device (None for the CPU) or the device and inode of the file that a tensor is mapped from, and its first byte
+# and the one after its last, between which it may leave out some. A plain tuple: writes ask for it of each leaf.
+Extent: TypeAlias = tuple[Any, int, int]
+_NOWHERE: Extent = (None, 0, 0)
+
+
+def extent_of(tensor: Any) -> Extent | None:
+    """Return where a tensor lies, to be compared with others; None where nobody can tell."""
+    try:
+        noted = getattr(tensor.untyped_storage(), _ATTRIBUTE, None)
+        begin, size_bytes = tensor.data_ptr(), tensor.nbytes
+        if not size_bytes or tensor.is_meta:
+            return _NOWHERE
+        if not tensor.is_contiguous():
+            steps = [(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+            size_bytes = (sum(steps) + 1) * tensor.element_size()
+        space = None if tensor.is_cpu else tensor.device
+    # A wrapper (inside vmap, sparse, nested) or no tensor at all.
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return None
+    if noted is not None and (file := mapped_file(tensor)) is not None:
+        space, begin = file.file_id, file.offset
+    elif not begin:
+        return None
+    return space, begin, begin + size_bytes
+
+
+class Places:
+    """The memory under some tensors, in which others can be looked for."""
+
+    def __init__(self, tensors: Iterable[Any]) -> None:
+        extents = [extent_of(tensor) for tensor in tensors]
+        # Nobody can tell of one of them, so nobody can tell of any.
+        self.unknown = None in extents
+        self._merged: dict[Any, list[tuple[int, int]]] = {}
+        for space, begin, end in sorted([extent for extent in extents if extent is not None], key=_BEGIN):
+            runs = self._merged.setdefault(space, [])
+            if runs and begin < runs[-1][1]:
+                runs[-1] = (runs[-1][0], max(end, runs[-1][1]))
+            elif begin < end:
+                runs.append((begin, end))
+
+    def find(self, extent: Extent) -> tuple[int, int] | None:
+        """Return the first byte, and the one after the last, of what a tensor shares memory with; None if nothing."""
+        space, begin, end = extent
+        runs = self._merged.get(space, ())
+        at = bisect_left(runs, (end, 0)) - 1
+        return runs[at] if at >= 0 and begin < runs[at][1] and begin < end else None

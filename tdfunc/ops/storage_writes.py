@@ -4,8 +4,7 @@ Structure never changes here. A leaf whose memory overlaps itself (an expanded o
 change many elements.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from tdfunc._errors import (
     explain,
 )
 from tdfunc._keys import dotted, missing, unravel
-from tdfunc._mapped import mapped_file
+from tdfunc._mapped import Places, extent_of, mapped_file
 from tdfunc._nontensor import NonTensorBase, NonTensorData, NonTensorStack, same_value
 from tdfunc._shapes import fits_into, index_size, normalize_index
 from tdfunc._types import Path
@@ -125,7 +124,9 @@ def write_leaf(tree: TensorCollection, path: Path, value: Any) -> None:
     if isinstance(value, (TensorCollection, Mapping)):
         raise clash("set_", path, parent, value, hint="td.set replaces the entry.", note="; nothing was written")
     # All are checked before the first is written to: in a lazy stack a leaf is one tensor of each tree.
-    for leaf, new in list(_leaf_writes(tree, path, value)):
+    writes = _leaf_writes(tree, path, value)
+    is_apart = _apart_from([leaf for leaf, _ in writes])
+    for leaf, new in [(leaf, new if is_apart(new, leaf) else new.clone()) for leaf, new in writes]:
         with torch.no_grad():
             leaf.copy_(new)
 
@@ -273,27 +274,37 @@ def _check_one_value(leaves: dict[Path, Any], values: dict[Path, Any]) -> None:
 
 
 def _unshared(leaves: dict[Path, Any], values: dict[Path, Any]) -> dict[Path, Any]:
-    """Return the values, copied where an earlier write would change them, as when two leaves are swapped."""
-    if len(values) < 2:
-        return values
-    homes = {path: _storage(leaves[path]) for path in values}
-    sources = {path: _storage(value) for path, value in values.items()}
-    if None in homes.values() or None in sources.values():
-        return {path: value.clone() for path, value in values.items()}
-    # Where two leaves lie in one storage, nothing tells which parts of it a value and the leaves share.
-    counts = Counter(homes.values())
-    safe = {path for path, source in sources.items() if counts[source] == (source == homes[path])}
-    return {path: value if path in safe else value.clone() for path, value in values.items()}
+    """Return the values, copied where a write would change them before they are read, as when leaves are swapped."""
+    is_apart = _apart_from(leaves.values())
+    return {path: value if is_apart(value, leaves[path]) else value.clone() for path, value in values.items()}
 
 
-def _storage(leaf: Tensor) -> Any:
-    """Return what tensors that share memory have in common; None where nobody can tell."""
-    if is_compiling():
-        return None
-    try:
-        return leaf.untyped_storage()._cdata
-    except (RuntimeError, NotImplementedError):
-        return None
+def _apart_from(leaves: Iterable[Any]) -> Callable[[Any, Any], bool]:
+    """Return whether a value for a leaf stays as it is while all the leaves are written to, as a function."""
+    places = None if is_compiling() else Places(leaves)
+
+    def is_apart(value: Any, leaf: Any) -> bool:
+        place = None if places is None or places.unknown else extent_of(value)
+        if place is None or places is None:
+            return False
+        found = places.find(place)
+        if found is None:
+            return True
+        # The very same elements, under which nothing else lies.
+        if leaf is None or found != place[1:] or extent_of(leaf) != place:
+            return False
+        return value.stride() == leaf.stride() and value.dtype is leaf.dtype
+
+    return is_apart
+
+
+def _rows_apart(row: Any, is_apart: Callable[[Any, Any], bool]) -> Any:
+    """Return rows for the trees of lazy stacks, copied where they lie in memory that will be written to."""
+    if isinstance(row, TensorCollection):
+        return row._map(LeafOp("clone", lambda x: x if is_apart(x, None) else x.clone()))
+    if isinstance(row, Mapping):
+        return {key: _rows_apart(part, is_apart) for key, part in row.items()}  # pyright: ignore[reportUnknownVariableType]
+    return row.clone() if isinstance(row, Tensor) and not is_apart(row, None) else row
 
 
 def write_row(tree: TensorCollection, index: Any, row: Any) -> TensorCollection:
@@ -301,10 +312,13 @@ def write_row(tree: TensorCollection, index: Any, row: Any) -> TensorCollection:
     parts = index_parts(index, tree._batch_size)
     if tree._each(lambda t: t) is not None:
         check_row(tree, parts, row)
+        row = _rows_apart(row, _apart_from([leaf for _, leaf in iter_leaves(tree)]))
         done = tree._shape(_row_op(parts, "set_"), row)
         return tree if any(True for _ in iter_leaves(tree)) else done
     tree, row = check_row(tree, parts, row)
     stacks = _stacks(tree)
+    if stacks:
+        row = _rows_apart(row, _apart_from([leaf for _, leaf in iter_leaves(tree)]))
     leaves, rows = _outside(tree, stacks), dict(iter_leaves(row))
     values = _unshared(leaves, {path: rows[path] for path in leaves} if stacks else rows)
     with torch.no_grad():

@@ -27,6 +27,7 @@ from tdfunc.storage.chunks import (
     takes_generator,
     write_result,
 )
+from tdfunc.storage.in_place import check_rows_apart
 from tdfunc.storage.pool import DiedError, Failure, WorkerPool, count_cpus, error_of, failure_of
 from tdfunc.storage.transfer import Parcel, from_parcel, is_in_file, is_wrapped, to_parcel
 
@@ -221,6 +222,7 @@ def _prepare(
     plan = make_plan(size, options.chunksize, options.num_chunks, _workers(options))
     if out is not None:
         _check_out(out, dim, size)
+        check_rows_apart(tree, out, dim)
     forked = kind == "pool" and options.mp_start_method == "fork"
     if kind == "pool" and not forked:
         _check_function(fn)
@@ -491,7 +493,8 @@ class ParallelMethods(TensorCollection):
             dim: The batch dimension that is cut.
             num_workers: How many processes or threads; 0 runs the function here. Without it, one for each processor.
             out: A tree to write the results to, with as many rows, which is returned. Where its leaves are mapped from
-                files for writing, the workers write them and nothing comes back.
+                files for writing, the workers write them and nothing comes back. It may be the tree itself (each
+                chunk is written over its own rows), but not share memory with other rows of it.
             chunksize: Rows in a chunk; 0 passes single rows without the dimension.
             num_chunks: How many chunks, in place of their size. Without either, one for each worker.
             generator: Draws the base of the chunks' seeds; without it torch's default generator does.
@@ -510,7 +513,7 @@ class ParallelMethods(TensorCollection):
             UnsupportedError: The function, a leaf or a result cannot cross to or from a process; the message says why.
             WorkerError: A worker died or could not start; the message names its chunk. Other exceptions are those
                 of the function, with the chunk in a note and the worker's traceback as cause.
-            LeafMismatchError: The results do not fit each other, or `out`.
+            LeafMismatchError: The results do not fit each other, or `out`; or `out` lies over other rows of the tree.
             ValueError: An argument has no meaning, or there are no rows for a chunksize of 0.
             TypeError: `fn` cannot be called, or `executor` is none.
             IndexError: There is no such batch dimension.

@@ -1,10 +1,14 @@
 """Writes into existing storage: what shares memory, and lazy stacks."""
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from tdfunc import LeafMismatchError, MissingKeyError, TensorDict, TieError, TreeStructureError, from_module, lazy_stack
+from tdfunc._mapped import Places, extent_of
 from tdfunc.ops.storage_writes import overlaps
 
 
@@ -272,3 +276,118 @@ def test_one_sub_tree_given_in_two_ways():
     tree.update_({"n": {"a": torch.ones(2)}, ("n", "b"): torch.ones(2)})
 
     assert tree["n", "a"].tolist() == tree["n", "b"].tolist() == [1.0, 1.0]
+
+
+# -- values in memory that is written to ------------------------------------------------------------------------
+
+
+def shift_tree(write):
+    """Write rows 0 to 3 of a leaf to its rows 1 to 4 beside another leaf, and return both leaves."""
+    both, other = torch.arange(5.0), torch.zeros(4)
+    write(TensorDict({"a": other, "b": both[1:]}, [4]), TensorDict({"a": torch.ones(4), "b": both[:-1]}, [4]))
+    return other.tolist(), both.tolist()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda td, new: td.update_(new),
+        lambda td, new: td.copy_(new),
+        lambda td, new: td.at[:].set_(new),
+        lambda td, new: td.at[torch.arange(4)].set_(new),
+        lambda td, new: TensorDict({"n": td}).set_("n", new),
+        lambda td, new: td.set_("a", new["a"]).set_("b", new["b"]),
+    ],
+)
+def test_values_that_overlap_their_leaf(write):
+    """A value that lies partly in its leaf's own memory would raise inside torch with half of the tree written."""
+    assert shift_tree(write) == ([1.0] * 4, [0.0, 0.0, 1.0, 2.0, 3.0])
+
+
+@pytest.mark.parametrize("rows", [slice(1, None), torch.arange(1, 5)])
+@pytest.mark.parametrize("lazy", ["not", "outside", "inside"])
+def test_rows_can_be_moved_in_place(rows, lazy):
+    """The second row would be read after the first was written over it, and all rows would be one."""
+    td = TensorDict({"x": torch.arange(5.0)}, [5])
+    stack = lazy_stack([td[i].clone() for i in range(5)])
+    td = {"not": td, "outside": stack, "inside": TensorDict({"x": torch.arange(5.0), "in": stack}, [5])}[lazy]
+    leaves = {"not": ["x"], "outside": ["x"], "inside": ["x", ("in", "x")]}[lazy]
+
+    td.at[rows].set_(td[:-1])
+
+    for leaf in leaves:
+        assert [row[leaf].item() for row in td.unbind(0)] == [0.0, 0.0, 1.0, 2.0, 3.0]
+
+
+def test_leaves_of_a_lazy_stack_can_be_swapped():
+    """The second tree would read what was written to the first."""
+    stack = lazy_stack([TensorDict({"x": torch.tensor(float(i))}) for i in range(3)])
+    first, second, third = [tree["x"] for tree in stack.unbind(0)]
+
+    stack.set_("x", [second, third, first])
+
+    assert [tree["x"].item() for tree in stack.unbind(0)] == [1.0, 2.0, 0.0]
+
+
+def test_a_dict_of_rows_that_overlaps():
+    """Rows in a dict would be read after they were overwritten."""
+    stack = lazy_stack([TensorDict({"x": torch.tensor(float(i))}) for i in range(3)])
+    rows = stack.dense()["x"]
+    tied = lazy_stack([TensorDict({"x": rows[i]}) for i in range(3)])
+
+    tied.at[1:].set_({"x": rows[:-1]})
+
+    assert rows.tolist() == [0.0, 0.0, 1.0]
+
+
+def test_one_memory_under_two_storages():
+    """Tensors made of one numpy array have storages of their own, and torch notices no overlap: wrong numbers."""
+    array = np.arange(100_000.0)
+    td = TensorDict({"x": torch.from_numpy(array[1:])})
+
+    td.update_({"x": torch.from_numpy(array[:-1])})
+
+    assert array[0] == 0
+    assert (array[1:] == np.arange(99_999.0)).all()
+
+
+def test_one_file_mapped_twice(tmp_path):
+    """Two mappings of one file are at two addresses, and what is written to one is read from the other."""
+    td = TensorDict({"x": torch.arange(100_000.0)}, [100_000]).memmap(tmp_path / "d")
+    again = TensorDict.load_memmap(tmp_path / "d", mode="r+")
+
+    td[1:].update_(again[:-1])
+
+    assert torch.equal(td["x"][1:], torch.arange(99_999.0))
+    assert td["x"][0] == 0
+
+
+def test_only_values_that_overlap_are_copied():
+    """A tree that is written to itself, or to memory of its own, would be copied first."""
+    leaves = {"a": torch.zeros(4), "b": torch.ones(2, 3).mT, "c": torch.zeros(0), "d": torch.zeros(3, device="meta")}
+    extents = Places(leaves.values())
+
+    assert not extents.unknown
+    assert extents.find(extent_of(leaves["a"])) == extent_of(leaves["a"])[1:]
+    assert extents.find(extent_of(leaves["b"])) == extent_of(leaves["b"])[1:]
+    assert extents.find(extent_of(leaves["c"])) is extents.find(extent_of(leaves["d"])) is None
+    assert extents.find(extent_of(leaves["a"].clone())) is None
+    assert extent_of(torch.eye(2).to_sparse()) is extent_of(None) is None
+
+
+@given(st.data())
+def test_places_are_those_of_a_set_of_bytes(data):
+    """A value that overlaps a leaf would pass for one that does not."""
+    memory = torch.zeros(24)
+
+    def view(_):
+        start, step = data.draw(st.integers(0, 20)), data.draw(st.integers(1, 4))
+        count = data.draw(st.integers(0, (23 - start) // step + 1))
+        return memory.as_strided((count,), (step,), start)
+
+    leaves, value = [view(i) for i in range(data.draw(st.integers(0, 4)))], view(0)
+    stretches = [set(range(*extent_of(leaf)[1:])) for leaf in leaves]
+
+    found = Places(leaves).find(extent_of(value))
+
+    assert (found is not None) == any(part & set(range(*extent_of(value)[1:])) for part in stretches)

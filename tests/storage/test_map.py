@@ -22,6 +22,7 @@ from tdfunc import (
     WorkerError,
     WorkerPool,
 )
+from tdfunc.storage.in_place import check_rows_apart
 from tests.helpers import assert_trees_equal
 from tests.storage import map_functions as fns
 from tests.storage.trees import assert_same
@@ -275,6 +276,102 @@ def test_out_along_another_dimension(executor):
     run(td, fns.double, executor, dim=1, chunksize=3, out=out)
 
     assert (out["x"] == td["x"] * 2).all()
+
+
+def square():
+    """A tensor of 6 rows and 6 columns."""
+    return torch.arange(36.0).reshape(6, 6)
+
+
+@pytest.mark.parametrize(
+    ("of_tree", "of_out", "dim"),
+    [
+        (lambda x: x[:-1], lambda x: x[1:], 0),
+        (lambda x: x[1:], lambda x: x[:-1], 0),
+        (lambda x: x, lambda x: x.mT, 0),
+        (lambda x: x, lambda x: x.mT, 1),
+        (lambda x: x[:, :-1], lambda x: x[:, 1:], 1),
+        (lambda x: x[:1].expand(6, 6), lambda x: x, 0),
+        (lambda x: x.view(torch.int32)[:-1], lambda x: x[1:], 0),
+    ],
+)
+@pytest.mark.parametrize("options", [{"num_workers": 0}, {"num_workers": 2, "executor": "threads"}])
+def test_out_over_other_rows_is_refused(of_tree, of_out, dim, options):
+    """Rows would be read after they were overwritten: wrong numbers in silence."""
+    x = square()
+    td, out = [TensorDict({"in": {"x": part}}, part.shape) for part in (of_tree(x), of_out(x))]
+
+    with pytest.raises(
+        LeafMismatchError, match=r"'in.x' of out shares(.|\n)*expected: memory of its own(.|\n)*got:      rows"
+    ):
+        td.map(fns.same, dim, chunksize=2, out=out, **options)
+
+    assert torch.equal(x, square())
+
+
+@pytest.mark.parametrize(
+    ("of_tree", "of_out", "dim"),
+    [
+        (lambda x: x, lambda x: x, 0),
+        (lambda x: x, lambda x: x, 1),
+        (lambda x: x.mT, lambda x: x.mT, 1),
+        (lambda x: x[::2], lambda x: x[1::2], 0),
+        (lambda x: x[:, :3], lambda x: x[:, 3:], 0),
+        (lambda x: x[:, :3], lambda x: x[:, 3:], 1),
+        (lambda x: x[:3], lambda x: x[3:], 0),
+        (lambda x: x[:1], lambda x: x[:1], 0),
+    ],
+)
+def test_out_in_place_or_beside_the_tree(of_tree, of_out, dim):
+    """Results could not be written over their own rows, or between the rows of the tree."""
+    x = square()
+    td, out = [TensorDict({"x": part}, part.shape[:2]) for part in (of_tree(x), of_out(x))]
+    expected = fns.double(td.clone())
+
+    td.map(fns.double, dim, 0, chunksize=1, out=out)
+
+    assert_trees_equal(out, expected)
+
+
+def test_out_in_place_with_leaves_that_change_places():
+    """Two leaves whose values are swapped chunk by chunk would both hold one of the two, as would trees of a stack."""
+    td = TensorDict({"a": torch.zeros(4), "b": torch.ones(4)}, [4])
+    stack = tdf.lazy_stack([TensorDict({"x": torch.full((), float(i))}) for i in range(4)])
+    both = TensorDict({"in": stack, "x": torch.zeros(4)}, [4])
+
+    td.map(
+        lambda rows: TensorDict({"a": rows["b"], "b": rows["a"]}, rows.batch_size), num_workers=0, chunksize=3, out=td
+    )
+    both.map(lambda rows: rows + 1, num_workers=0, chunksize=3, out=both)
+
+    assert td["a"].tolist() == [1.0] * 4
+    assert td["b"].tolist() == [0.0] * 4
+    assert [row["in", "x"].item() for row in both.unbind(0)] == [1.0, 2.0, 3.0, 4.0]
+    with pytest.raises(LeafMismatchError, match=r"leaf 'in.1.x' of out shares memory with other rows of leaf 'in.0.x'"):
+        both[1:].map(fns.same, num_workers=0, out=both[:-1])
+
+
+@given(st.data())
+def test_rows_that_meet_are_found(data):
+    """An `out` over rows that are read later would be taken, or one beside them refused."""
+    memory = torch.arange(48)
+    n = data.draw(st.integers(1, 4))
+    views = []
+    for _ in range(2):
+        steps = data.draw(st.tuples(st.integers(1, 8), st.integers(1, 8)))
+        views.append(memory.as_strided((n, data.draw(st.integers(1, 2))), steps, data.draw(st.integers(0, 15))))
+    td, out = [TensorDict({"x": view}, [n]) for view in views]
+    places = [[set(row.flatten().tolist()) for row in view] for view in views]
+    meet = any(places[0][i] & places[1][j] for i in range(n) for j in range(n) if i != j)
+
+    try:
+        check_rows_apart(td, out, 0)
+    except LeafMismatchError:
+        # Elements in the same rows alone, at unequal steps, are refused with the others.
+        assert any(places[0][i] & places[1][j] for i in range(n) for j in range(n))
+    else:
+        # In place: a tree whose own rows overlap cannot be written to anyway.
+        assert not meet or (views[0].data_ptr(), *views[0].stride()) == (views[1].data_ptr(), *views[1].stride())
 
 
 def test_out_that_cannot_take_the_result(pool):

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import tdfunc as tdf
-from tdfunc import TensorDict, WorkerError, WorkerPool
+from tdfunc import LeafMismatchError, TensorDict, WorkerError, WorkerPool
 from tdfunc.storage.transfer import is_changed, pack, to_parcel
 from tests.helpers import assert_trees_equal
 from tests.storage import map_functions as fns
@@ -30,6 +30,24 @@ def test_out_on_a_file_is_written_where_the_chunk_runs(pool, workers, options, t
 
     assert td.map(fns.double, 0, workers, executor=None if workers == 0 else pool, out=out, **options) is out
     assert_trees_equal(TensorDict.load_memmap(tmp_path / "out"), fns.double(td))
+
+
+@pytest.mark.parametrize("mode", ["c", "r+"])
+@pytest.mark.parametrize("workers", [None, 0], ids=["pool", "here"])
+def test_out_over_other_rows_of_the_file(pool, workers, mode, tmp_path):
+    """A worker would read rows that another one has written, and the results would be wrong in silence."""
+    written = TensorDict({"x": torch.arange(10)}, [10]).memmap(tmp_path / "d")
+    td = TensorDict.load_memmap(tmp_path / "d", mode=mode)
+    options = {"num_workers": workers, "executor": None if workers == 0 else pool, "chunksize": 2}
+
+    with pytest.raises(
+        LeafMismatchError, match=r"leaf 'x' of out(.|\n)*expected: memory(.|\n)*rows of the tree at other"
+    ):
+        td[:-1].map(fns.double, out=written[1:], **options)
+
+    assert written["x"].tolist() == list(range(10))
+    td.map(fns.double, out=written, **options)
+    assert written["x"].tolist() == list(range(0, 20, 2))
 
 
 def test_a_mapped_tree_crosses_by_name(pool, tmp_path):
