@@ -5,6 +5,7 @@ import fnmatch
 import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -191,7 +192,7 @@ class Filter:
         return Filter(other) & self
 
     def __invert__(self) -> "Filter":
-        return _combined(lambda es: [not a for a in self.mask(es)], f"~{self._text}")
+        return _combined(partial(_others, self), f"~{self._text}")
 
     def __repr__(self) -> str:
         return f"Filter({self._text})"
@@ -213,14 +214,38 @@ def of_type(module: nn.Module, *types: type[nn.Module]) -> Filter:
     if not owners:
         kinds = sorted({type(sub).__name__ for sub in module.modules()})
         raise FilterError(explain(f"{text}: {type(module).__name__} has no such submodule.", got=f"{', '.join(kinds)}"))
-    return _combined(lambda es: [any(path[:-1] in owners for path in e.paths) for e in es], text)
+    return _combined(partial(_owned, owners), text)
+
+
+# The masks are partials of these, so that filters (and optimizers with them) can be pickled.
+
+
+def _others(chosen: Filter, entries: Sequence[Entry]) -> list[bool]:
+    return [not a for a in chosen.mask(entries)]
+
+
+def _owned(owners: set[Path], entries: Sequence[Entry]) -> list[bool]:
+    return [any(path[:-1] in owners for path in e.paths) for e in entries]
+
+
+def _of_both(left: Filter, right: Filter, rule: Callable[[bool, bool], bool], entries: Sequence[Entry]) -> list[bool]:
+    return [rule(a, b) for a, b in zip(left.mask(entries), right.mask(entries), strict=True)]
+
+
+def _of_kind(kind: Kind, entries: Sequence[Entry]) -> list[bool]:
+    return [e.kind is kind for e in entries]
+
+
+def _of_dtype(dtype: torch.dtype, entries: Sequence[Entry]) -> list[bool]:
+    return [getattr(e.leaf, "dtype", None) is dtype for e in entries]
+
+
+def _wanted(predicate: Callable[..., object], entries: Sequence[Entry]) -> list[bool]:
+    return [any(bool(predicate(p, e.leaf)) for p in e.paths) for e in entries]
 
 
 def _joined(left: Filter, right: Filter, rule: Callable[[bool, bool], bool], symbol: str) -> Filter:
-    def mask(entries: Sequence[Entry]) -> list[bool]:
-        return [rule(a, b) for a, b in zip(left.mask(entries), right.mask(entries), strict=True)]
-
-    return _combined(mask, f"({left._text} {symbol} {right._text})")
+    return _combined(partial(_of_both, left, right, rule), f"({left._text} {symbol} {right._text})")
 
 
 def _combined(mask: Callable[[Sequence[Entry]], list[bool]], text: str) -> Filter:
@@ -231,15 +256,15 @@ def _combined(mask: Callable[[Sequence[Entry]], list[bool]], text: str) -> Filte
 
 def _atom(spec: Any) -> tuple[Callable[[Sequence[Entry]], list[bool]], str]:
     if isinstance(spec, str):
-        return _pattern(re.compile(fnmatch.translate(spec)), repr(spec)), repr(spec)
+        return partial(_matching, re.compile(fnmatch.translate(spec)), repr(spec)), repr(spec)
     if isinstance(spec, re.Pattern):
-        return _pattern(spec, repr(spec.pattern)), repr(spec)
+        return partial(_matching, spec, repr(spec.pattern)), repr(spec)
     if isinstance(spec, Kind):
-        return lambda es: [e.kind is spec for e in es], str(spec)
+        return partial(_of_kind, spec), str(spec)
     if isinstance(spec, torch.dtype):
-        return lambda es: [getattr(e.leaf, "dtype", None) is spec for e in es], str(spec)
+        return partial(_of_dtype, spec), str(spec)
     if callable(spec):
-        return lambda es: [any(bool(spec(p, e.leaf)) for p in e.paths) for e in es], getattr(spec, "__name__", "fn")
+        return partial(_wanted, spec), getattr(spec, "__name__", "fn")
     raise FilterError(
         explain(
             "Filter: cannot be made from this.",
@@ -249,20 +274,17 @@ def _atom(spec: Any) -> tuple[Callable[[Sequence[Entry]], list[bool]], str]:
     )
 
 
-def _pattern(regex: re.Pattern[str], text: str) -> Callable[[Sequence[Entry]], list[bool]]:
-    def mask(entries: Sequence[Entry]) -> list[bool]:
-        found = [any(regex.fullmatch(dotted(path)) for path in e.paths) for e in entries]
-        if not any(found):
-            paths = [dotted(e.paths[0]) for e in entries]
-            close = difflib.get_close_matches(text.strip("'*"), paths, n=3)
-            shown = ", ".join(map(repr, close or paths[:5])) or "(the tree has no leaves)"
-            hint = f"paths here are like {shown}."
-            raise FilterError(
-                explain(f"Filter: the pattern {text} matches no leaf.", got=f"{len(paths)} leaves", hint=hint)
-            )
-        return found
-
-    return mask
+def _matching(regex: re.Pattern[str], text: str, entries: Sequence[Entry]) -> list[bool]:
+    found = [any(regex.fullmatch(dotted(path)) for path in e.paths) for e in entries]
+    if not any(found):
+        paths = [dotted(e.paths[0]) for e in entries]
+        close = difflib.get_close_matches(text.strip("'*"), paths, n=3)
+        shown = ", ".join(map(repr, close or paths[:5])) or "(the tree has no leaves)"
+        hint = f"paths here are like {shown}."
+        raise FilterError(
+            explain(f"Filter: the pattern {text} matches no leaf.", got=f"{len(paths)} leaves", hint=hint)
+        )
+    return found
 
 
 def assign(found: Sequence[Entry], where: dict[Any, Any], call: str) -> list[Any]:

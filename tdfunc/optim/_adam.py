@@ -1,5 +1,6 @@
 """Adam and AdamW."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,8 +98,8 @@ def _make(
         Rule(
             name,
             slots,
-            lambda ops, work, values: _step(ops, work, values, decoupled=decoupled, **flags),
-            lambda work, values: _fused(work, values, decoupled=decoupled, **flags),
+            partial(_step, decoupled=decoupled, **flags),
+            partial(_fused, decoupled=decoupled, **flags),
         ),
         hyper,
     )

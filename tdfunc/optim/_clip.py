@@ -1,7 +1,9 @@
 """Functions of gradient trees for `chain`: clipping by norm, and a check for nan."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -38,7 +40,7 @@ def clip_by_global_norm(max_norm: float) -> GradientMap:
     In a stacked tree this couples the members; `clip_by_member_norm` does not.
 
     Args:
-        max_norm: The largest Euclidean norm over all elements of all leaves.
+        max_norm: The largest Euclidean norm over all elements of all leaves; infinity clips nothing.
 
     Raises:
         ValueError: `max_norm` is negative or nan.
@@ -51,16 +53,15 @@ def clip_by_global_norm(max_norm: float) -> GradientMap:
         >>> tdf.optim.clip_by_global_norm(1.0)(grads)["b"]
         tensor([0.8000])
     """
-    check_hyper("clip_by_global_norm", "max_norm", max_norm, 0.0)
+    return _clipper("clip_by_global_norm", _clip_all, max_norm)
 
-    def clip(_: TensorCollection, leaves: Leaves) -> Leaves:
-        if not leaves:
-            return []
-        norm = torch.linalg.vector_norm(torch.stack([_norm(leaf) for leaf in leaves]))
-        scale = _scale(norm, max_norm)
-        return [_times(leaf, scale) for leaf in leaves]
 
-    return GradientMap("clip_by_global_norm", clip)
+def _clip_all(max_norm: float | Tensor, _: TensorCollection, leaves: Leaves) -> Leaves:
+    if not leaves:
+        return []
+    norm = torch.linalg.vector_norm(torch.stack([_norm(leaf) for leaf in leaves]))
+    scale = _scale(norm, max_norm)
+    return [_times(leaf, scale) for leaf in leaves]
 
 
 def clip_by_member_norm(max_norm: float) -> GradientMap:
@@ -69,7 +70,7 @@ def clip_by_member_norm(max_norm: float) -> GradientMap:
     A member is an entry of the batch; its result is what `clip_by_global_norm` would give it alone.
 
     Args:
-        max_norm: The largest Euclidean norm over all elements of one member.
+        max_norm: The largest Euclidean norm over all elements of one member; infinity clips nothing.
 
     Raises:
         ValueError: `max_norm` is negative or nan.
@@ -83,20 +84,33 @@ def clip_by_member_norm(max_norm: float) -> GradientMap:
         tensor([[0.6000, 0.8000],
                 [0.3000, 0.4000]])
     """
-    check_hyper("clip_by_member_norm", "max_norm", max_norm, 0.0)
+    return _clipper("clip_by_member_norm", _clip_members, max_norm)
 
-    def clip(grads: TensorCollection, leaves: Leaves) -> Leaves:
-        if not leaves:
-            return []
-        size = grads._batch_size
-        # Not reshape(*size, -1): of an empty leaf the last size would be anybody's guess.
-        norms = [
-            _norm(leaf.flatten(len(size)) if leaf.dim() > len(size) else leaf.unsqueeze(-1), -1) for leaf in leaves
-        ]
-        scale = _scale(torch.linalg.vector_norm(torch.stack(norms), dim=0), max_norm)
-        return [_times(leaf, scale.reshape(*size, *[1] * (leaf.dim() - len(size)))) for leaf in leaves]
 
-    return GradientMap("clip_by_member_norm", clip)
+def _clip_members(max_norm: float | Tensor, grads: TensorCollection, leaves: Leaves) -> Leaves:
+    if not leaves:
+        return []
+    size = grads._batch_size
+    # Not reshape(*size, -1): of an empty leaf the last size would be anybody's guess.
+    norms = [_norm(leaf.flatten(len(size)) if leaf.dim() > len(size) else leaf.unsqueeze(-1), -1) for leaf in leaves]
+    scale = _scale(torch.linalg.vector_norm(torch.stack(norms), dim=0), max_norm)
+    return [_times(leaf, scale.reshape(*size, *[1] * (leaf.dim() - len(size)))) for leaf in leaves]
+
+
+def _clipper(
+    name: str, clip: Callable[[float | Tensor, TensorCollection, Leaves], Leaves], max_norm: float | Tensor
+) -> GradientMap:
+    if not isinstance(max_norm, Tensor) and max_norm == math.inf:
+        # A norm that is infinite too would have no ratio to it.
+        return GradientMap(name, _unclipped)
+    if callable(max_norm):
+        raise TypeError(explain(f"{name}: max_norm is no number.", expected="a number", got=repr(max_norm)))
+    check_hyper(name, "max_norm", max_norm, 0.0)
+    return GradientMap(name, partial(clip, max_norm))
+
+
+def _unclipped(_: TensorCollection, leaves: Leaves) -> Leaves:
+    return leaves
 
 
 # In half precision the norm of ordinary gradients overflows, and they would come out as zeros.
@@ -109,7 +123,7 @@ def _times(leaf: Tensor, scale: Tensor) -> Tensor:
     return (leaf.to(wide) * scale.to(wide)).to(leaf.dtype)
 
 
-def _scale(norm: Tensor, max_norm: float) -> Tensor:
+def _scale(norm: Tensor, max_norm: float | Tensor) -> Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
@@ -124,24 +138,24 @@ def check_finite() -> GradientMap:
     Examples:
         >>> opt = tdf.optim.chain(tdf.optim.check_finite(), tdf.optim.sgd(lr=0.1))
     """
+    return GradientMap("check_finite", _checked)
 
-    def check(grads: TensorCollection, leaves: Leaves) -> Leaves:
-        if in_transform() or torch._C._len_torch_dispatch_stack():
-            raise UnsupportedError(
+
+def _checked(grads: TensorCollection, leaves: Leaves) -> Leaves:
+    if in_transform() or torch._C._len_torch_dispatch_stack():
+        raise UnsupportedError(
+            explain(
+                "check_finite: a transform or trace has no values to check.",
+                hint="call it on the gradients outside.",
+            )
+        )
+    for path, leaf in zip(paths(grads), leaves, strict=True):
+        if not bool(torch.isfinite(leaf).all()):
+            raise FloatingPointError(
                 explain(
-                    "check_finite: a transform or trace has no values to check.",
-                    hint="call it on the gradients outside.",
+                    f"check_finite: the gradient of {dotted(path)!r} is not finite.",
+                    expected="numbers",
+                    got=f"{int(leaf.isnan().sum())} nan, {int(leaf.isinf().sum())} inf of {leaf.numel()}",
                 )
             )
-        for path, leaf in zip(paths(grads), leaves, strict=True):
-            if not bool(torch.isfinite(leaf).all()):
-                raise FloatingPointError(
-                    explain(
-                        f"check_finite: the gradient of {dotted(path)!r} is not finite.",
-                        expected="numbers",
-                        got=f"{int(leaf.isnan().sum())} nan, {int(leaf.isinf().sum())} inf of {leaf.numel()}",
-                    )
-                )
-        return leaves
-
-    return GradientMap("check_finite", check)
+    return leaves

@@ -32,9 +32,16 @@ class Work:
     step: Coefficient
 
 
+# Any: as in `Rule`.
+def _no_kernel(work: Work, values: Any) -> bool:
+    return False
+
+
 @dataclass(frozen=True, eq=False)
 class Rule:
     """One step, written in list arithmetic, and as a call of torch's fused kernel where there is one.
+
+    Its functions are a module's own, or partials of those, so that optimizers can be pickled.
 
     Args:
         name: How messages call it.
@@ -48,7 +55,7 @@ class Rule:
     name: str
     slots: tuple[str, ...]
     lists: Callable[[Lists, Work, Values], None]
-    fused: Callable[[Work, Any], bool] = lambda work, values: False
+    fused: Callable[[Work, Any], bool] = _no_kernel
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,5 +1,6 @@
 """Stochastic gradient descent."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,15 +64,13 @@ def sgd(
         )
     flags = {"nesterov": nesterov, "maximize": maximize}
     if not moving:
-        return Optimizer(
-            Rule("sgd", (), lambda ops, work, values: _descend(ops, work, values, maximize=maximize)), hyper
-        )
+        return Optimizer(Rule("sgd", (), partial(_descend, maximize=maximize)), hyper)
     return Optimizer(
         Rule(
             "sgd",
             ("momentum_buffer",),
-            lambda ops, work, values: _roll(ops, work, values, **flags),
-            lambda work, values: _fused(work, values, **flags),
+            partial(_roll, **flags),
+            partial(_fused, **flags),
         ),
         hyper,
     )

@@ -1,5 +1,9 @@
 """Clipping, chains and masks."""
 
+import copy
+import pickle
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -207,5 +211,50 @@ def test_check_finite_needs_values(wrap, generator):
 @pytest.mark.parametrize("make", [clip_by_global_norm, clip_by_member_norm])
 def test_norm_out_of_range(make):
     """A negative norm would turn gradients around."""
-    with pytest.raises(ValueError, match=r"max_norm[\s\S]*-1\.0"):
-        make(-1.0)
+    for value in ("-1.0", "nan", "-inf"):
+        with pytest.raises(ValueError, match=rf"max_norm[\s\S]*{value}"):
+            make(float(value))
+    for value in ("1.0", [1.0], None, abs):
+        with pytest.raises(TypeError, match=rf"{make.__name__}: max_norm is no[\s\S]*a number[\s\S]*") as err:
+            make(value)
+        assert repr(value) in str(err.value)
+
+
+@pytest.mark.parametrize("make", [clip_by_global_norm, clip_by_member_norm])
+@pytest.mark.parametrize("wrap", [lambda f: f, jit], ids=["eager", "jit"])
+def test_an_infinite_norm_clips_nothing(make, wrap, generator):
+    """A sweep over norms could not end with none, or gradients that overflowed would turn to nan."""
+    grads = make_tree(generator)
+    huge = grads.set("b", torch.full((3, 5), torch.inf))
+
+    assert_trees_equal(wrap(make(torch.inf))(grads), grads)
+    assert_trees_equal(wrap(make(torch.inf))(huge), huge)
+
+
+def halved(step):
+    """A schedule that a pickle can name."""
+    return 0.5**step
+
+
+OPTIMIZERS = {
+    "sgd": lambda: sgd(lr=halved),
+    "momentum": lambda: sgd(lr=0.1, momentum=0.9, nesterov=True),
+    "adam": lambda: adam(lr=torch.tensor([0.1, 0.2, 0.3]), amsgrad=True),
+    "chain": lambda: chain(check_finite(), clip_by_global_norm(1.0), clip_by_member_norm(torch.inf), adam(0.1)),
+    "masked": lambda: masked(chain(clip_by_member_norm(0.5), sgd(0.1)), "a*"),
+    "filter": lambda: masked(sgd(0.1), (Filter(re.compile("a.*")) | torch.float64) & ~Filter("b")),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("send", [lambda x: pickle.loads(pickle.dumps(x)), copy.deepcopy], ids=["pickle", "deepcopy"])
+def test_optimizers_travel(name, send, generator):
+    """An optimizer could not be sent to another process, or what arrives would train other weights."""
+    params, grads, opt = make_tree(generator), make_tree(generator), OPTIMIZERS[name]()
+    state = opt.init(params)
+
+    sent = send(opt)
+
+    assert repr(sent) == repr(opt)
+    for got, expected in zip(sent.update(params, grads, state), opt.update(params, grads, state), strict=True):
+        assert_trees_equal(got, expected)
