@@ -221,7 +221,7 @@ def check_annotations(cls: Any, nodes: Mapping[str, Node]) -> None:
     got = f"{node.dtype} of shape {list(node.shape)}" if isinstance(node, Tensor) else type(node).__name__
     expected = " or ".join(alternative.__name__ for alternative in alternatives)
     # Outside of the context, which binds axes, the value may fit.
-    hint = "an axis of this name has another size in an earlier field." if isinstance(node, alternatives) else None
+    hint = "the fields before it give the axes it names other sizes." if isinstance(node, alternatives) else None
     what = f"{f'{cls.__name__}.{wrong[0]}'!r}: the value does not fit its annotation."
     raise LeafMismatchError(explain(what, expected=expected, got=got, hint=hint))
 

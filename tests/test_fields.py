@@ -286,7 +286,9 @@ def test_jaxtyping(cls):
 def test_jaxtyping_axes_agree():
     """An axis of one name could have two sizes in one instance."""
     assert Shaped(torch.zeros(4, 5, 3), torch.ones(4, 5).bool(), batch_size=[4]).mask.all()
-    with pytest.raises(LeafMismatchError, match=r"'Shaped.mask'.*\n.*\n.*shape \[4, 6\]\n.*axis of this name"):
+    with pytest.raises(
+        LeafMismatchError, match=r"'Shaped.mask'.*\n.*\n.*shape \[4, 6\]\n.*fields before it give the axes"
+    ):
         Shaped(torch.zeros(4, 5, 3), torch.ones(4, 6).bool(), batch_size=[4])
 
 

@@ -58,7 +58,8 @@ class TensorClass(_Typed):
     are, `tensor_only` refuses what cannot be a tensor and reads faster, `shadow` allows fields with the names of
     methods, `frozen` changes nothing: instances always are.
 
-    Annotations of jaxtyping (`Float[Tensor, "*batch 3"]`) are checked on construction and by `set` and `replace`.
+    Annotations of jaxtyping (`Float[Tensor, "*batch 3"]`) are checked on construction and by `set` and `replace`, but
+    not in code that `torch.compile` traces.
 
     Raises:
         AttributeError: A field has the name of a method or property of a tree or lazy stack.

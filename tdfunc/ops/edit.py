@@ -375,11 +375,14 @@ class EditMethods(TensorCollection):
     # -- storage writes: values into the memory that the tree has, as torch's names that end in _ -----------------
 
     def set_(self, key: NestedKey, value: Any) -> "Self":
-        """Write values into the storage of an existing entry, casting as `Tensor.copy_`; returns this tree.
+        """Write values into the storage of an existing entry, in its dtype and on its device; returns this tree.
+
+        Where `Tensor.copy_` casts any value, a cast that could lose more than floating-point precision is refused:
+        of floats to integers, of integers to narrower ones, of numbers to bools.
 
         Raises:
             MissingKeyError: There is no such entry.
-            LeafMismatchError: The value does not fit, or the leaf's memory overlaps itself.
+            LeafMismatchError: The value's shape or dtype does not fit, or the leaf's memory overlaps itself.
         """
         storage_writes.write_leaf(self, unravel(key), value)
         return self

@@ -64,19 +64,41 @@ def read_frame(frame: Any, separator: str | None, dtype: torch.dtype | None) -> 
         if key in values:
             what, hint = f"from_pandas: two columns are called {name!r}.", "rename one of them."
             raise MissingKeyError(explain(what, expected="names that differ", got=repr(name), hint=hint))
-        values[key] = _values(column, dtype)
+        values[key] = _values(name, column, dtype)
     return values
 
 
-def _values(column: Any, dtype: torch.dtype | None) -> Any:
-    # A copy: the arrays of a frame are shared, and may not be written to.
-    array = np.array(column.to_numpy(), copy=True)
-    if array.dtype.kind in "biufc":
+def _values(name: str, column: Any, dtype: torch.dtype | None) -> Any:
+    given = column.to_numpy()
+    if given.dtype.kind in "biufc":
+        # A copy: the arrays of a frame are shared, and may not be written to. Of the names that C has for an integer,
+        # and of the orders of its bytes, torch knows one.
+        array = np.array(given, np.dtype(given.dtype.str).newbyteorder("="), copy=True)
+        _check_missing(name, column, array, dtype)
         leaf = torch.from_numpy(array)
         return leaf if dtype is None else leaf.to(dtype)
     objects: Any = np.empty(len(column), dtype=object)
     objects[:] = list(column)
     return NonTensorStack._wrap(objects)
+
+
+# Up to here a float64 holds every integer.
+_EXACT = 2**53
+
+
+def _check_missing(name: str, column: Any, array: Any, dtype: torch.dtype | None) -> None:
+    """Raise where a missing value, as NaN, would make other values of its column floats that they are not."""
+    integers = getattr(column.dtype, "kind", "") in "iu" and array.dtype.kind == "f"
+    given: Any = column.dropna().to_numpy() if integers else array[:0]
+    large = given[(given > _EXACT) | (given < -_EXACT if given.dtype.kind == "i" else False)]
+    lost = [int(value) for value in large if int(float(value)) != int(value)]
+    hint = "fill its missing values (fillna), or drop their rows (dropna), first."
+    if lost:
+        what = f"from_pandas: {name!r} lacks values, which are NaN in a tensor; a float does not hold its integers."
+        raise LeafMismatchError(explain(what, expected="integers up to 2**53", got=str(lost[0]), hint=hint))
+    if dtype is not None and not (dtype.is_floating_point or dtype.is_complex) and np.isnan(array).any():
+        what = f"from_pandas: {name!r} lacks values, which {dtype} cannot say."
+        raise LeafMismatchError(explain(what, expected="a dtype with NaN", got=str(dtype), hint=hint))
 
 
 class FrameMethods(TensorCollection):
@@ -117,7 +139,9 @@ class FromFrameMethods(TensorCollection):
     ) -> "Self":
         """Return a tree of the columns of a `pandas.DataFrame`; its index is left out.
 
-        Columns of numbers and bools become tensors, all others non-tensor data with a value for each row.
+        Columns of numbers and bools become tensors, all others non-tensor data with a value for each row. A missing
+        value (`pandas.NA`) in a column of numbers is NaN, which makes integers float64; a column of bools that lacks
+        one is non-tensor data.
 
         Args:
             dataframe: The data frame; its values are copied.
@@ -129,6 +153,8 @@ class FromFrameMethods(TensorCollection):
 
         Raises:
             TypeError: The name of a column is no str.
+            LeafMismatchError: A column lacks values, and has integers that float64 does not hold, or is asked for in a
+                dtype that has no NaN.
             MissingKeyError: Two columns have one name.
         """
         size = (len(dataframe),) if batch_size is None else batch_size

@@ -88,6 +88,28 @@ def test_columns_of_other_things():
     assert TensorDict.from_pandas(frame[["i"]], names=["row"]).names == ["row"]
 
 
+def test_missing_values():
+    """An integer beside a missing value would be another one, or a missing value be a number or False."""
+    frame = pd.DataFrame({"i": pd.array([2**53, None, -(2**60)], dtype="Int64")})
+    flags = pd.DataFrame({"b": pd.array([True, None], dtype="boolean"), "u": pd.array([2**63, 2**63 + 1], "UInt64")})
+    tree, other = TensorDict.from_pandas(frame), TensorDict.from_pandas(flags)
+
+    assert tree["i"].dtype is torch.float64
+    assert tree["i"][[0, 2]].tolist() == [2**53, -(2**60)]
+    assert tree["i"][1].isnan()
+    assert other["b"] == [True, pd.NA]
+    assert other["u"].tolist() == [2**63, 2**63 + 1]
+    for name, value in (("Int64", 2**53 + 1), ("Int64", -(2**53) - 1), ("Int64", 2**63 - 1), ("UInt64", 2**64 - 1)):
+        wide = pd.DataFrame({"f": pd.array([1, value, None], dtype=name)})
+        with pytest.raises(LeafMismatchError, match=rf"'f' lacks values.*\n.*2\*\*53\n.*{value}\n.*fillna"):
+            TensorDict.from_pandas(wide)
+        assert TensorDict.from_pandas(wide[:2])["f"].tolist() == [1, value]
+    for lacking in (frame, pd.DataFrame({"i": [1.0, float("nan")]})):
+        with pytest.raises(LeafMismatchError, match=r"'i' lacks values.*\n.*with NaN\n.*torch.int64\n.*dropna"):
+            TensorDict.from_pandas(lacking, dtype=torch.int64)
+    assert TensorDict.from_pandas(frame, dtype=torch.float32)["i"].dtype is torch.float32
+
+
 def test_errors():
     """A user could not see which leaf or column does not fit."""
     with pytest.raises(BatchSizeError, match=r"the rows are the batch.\n.*one batch dim.*\n.*\[2, 1\]\n.*reshape"):
