@@ -100,12 +100,11 @@ def no_checkpoint(path: str, files: Files) -> FileNotFoundError:
     found = sorted(files.names(path))
     shown = ", ".join(found[:10]) + (", ..." if len(found) > 10 else "")
     what, hint = f"load {path}: there is no checkpoint in this folder.", "load(path) of a file takes any name."
+    expected = f"{INDEX}, {SINGLE} or {_META}"
     if _META in found:
-        what, hint = (
-            f"open {path}: this is a memmap folder.",
-            "tdfunc.load(path) maps its leaves, and reads none before.",
-        )
-    return FileNotFoundError(explain(what, expected=f"{INDEX}, {SINGLE} or {_META}", got=shown or "nothing", hint=hint))
+        what, expected = f"open {path}: this is a memmap folder.", f"{INDEX} or {SINGLE}: open reads safetensors"
+        hint = "tdfunc.load(path) and tdfunc.load_memmap(path) map its leaves, and read none before."
+    return FileNotFoundError(explain(what, expected=expected, got=shown or "nothing", hint=hint))
 
 
 def _join(folder: str, name: str) -> str:

@@ -1,6 +1,6 @@
 """Whether what a checkpoint holds is what was expected: keys, shapes and dtypes, with every difference in one error."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -26,8 +26,12 @@ def check_like(tree: TensorCollection, like: Any, path: str) -> None:
     groups = like._ties if isinstance(like, TensorCollection) else ()
     held = {at for group in groups if any([path in found for path in group]) for at in group}
     lacking = [at for at in expected if at not in found and at not in held]
-    lines = [f"missing:    {dotted(at)} ({_shown(expected[at])})" for at in lacking]
-    lines += [f"unexpected: {dotted(at)} ({_shown(spec)})" for at, spec in found.items() if at not in expected]
+    others = [at for at in found if at not in expected]
+    dots = _flat_hint(lacking, others)
+    # Where dots are the difference, a name would not tell the two apart.
+    name = dotted if dots is None else repr
+    lines = [f"missing:    {name(at)} ({_shown(expected[at])})" for at in lacking]
+    lines += [f"unexpected: {name(at)} ({_shown(found[at])})" for at in others]
     error = TreeStructureError if lines else LeafMismatchError
     for at, (shape, dtype) in expected.items():
         if at not in found:
@@ -41,7 +45,19 @@ def check_like(tree: TensorCollection, like: Any, path: str) -> None:
         count = f"{len(lines)} difference" + ("s" if len(lines) > 1 else "")
         what = "\n    ".join([f"load {path}: the checkpoint is not like like=; {count}:", *lines])
         hint = "keys= chooses leaves, dtype= casts floating ones; a spec without a dtype takes any."
-        raise error(explain(what, hint=hint))
+        raise error(explain(what, hint=dots or hint))
+
+
+def _flat_hint(lacking: Sequence[Path], others: Sequence[Path]) -> str | None:
+    """Return what to do if keys with dots on one side (those of a state dict) are paths on the other."""
+    names = {dotted(at): at for at in others}
+    for at in lacking:
+        other = names.get(dotted(at))
+        if other is not None and len(at) < len(other):
+            return "like= has keys with dots: like=TensorDict(like).unflatten_keys('.') has those of the checkpoint."
+        if other is not None:
+            return "the checkpoint has keys with dots: load(path, like=like.flatten_keys('.')).unflatten_keys('.')."
+    return None
 
 
 def read_specs(like: Any) -> dict[Path, tuple[tuple[int, ...] | None, str | None]]:

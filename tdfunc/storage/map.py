@@ -105,6 +105,10 @@ def _workers(options: Options) -> int:
 
 
 def _check_options(options: Options) -> None:
+    if options.generator is not None and not isinstance(options.generator, torch.Generator):
+        hint = "generator=torch.Generator().manual_seed(3)."
+        got = repr(options.generator)
+        raise TypeError(explain("map: generator is none.", expected="a torch.Generator", got=got, hint=hint))
     count = options.num_workers
     if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 0):
         raise ValueError(explain("map: num_workers is no such number.", expected="0 or more", got=repr(count)))
@@ -301,6 +305,14 @@ def _results(work: _Work) -> Iterator[tuple[int, Any]]:
             _drop(pending, work.options)
 
 
+class _StoppedError(Exception):
+    """A StopIteration of the function: raised itself, it would not leave a generator."""
+
+    def __init__(self, error: StopIteration, where: str) -> None:
+        super().__init__(error, where)
+        self.error, self.where = error, where
+
+
 def _settled(runner: Runner, plan: Plan, pending: "deque[tuple[int, Future[Any]]]") -> tuple[int, Any]:
     number, future = pending[0]
     where = plan.where(number)
@@ -318,6 +330,8 @@ def _settled(runner: Runner, plan: Plan, pending: "deque[tuple[int, Future[Any]]
     except Exception as err:
         if hasattr(err, "add_note"):
             err.add_note(f"map: raised {where}.")
+        if isinstance(err, StopIteration):
+            raise _StoppedError(err, where) from err
         raise
     pending.popleft()
     return number, result
@@ -435,6 +449,18 @@ def _describe(result: Any) -> str:
 def map_chunks(tree: TensorCollection, fn: Callable[..., Any], dim: int, out: Any, options: Options) -> Any:
     """Return the joined results of `fn` on the chunks of a tree, or `out` with the results in it."""
     work = _prepare(tree, fn, dim, options, out=out)
+    try:
+        return _mapped(work, out)
+    except _StoppedError as stopped:
+        error = stopped.error
+    try:
+        raise error
+    finally:
+        # Its traceback refers to this frame.
+        del error
+
+
+def _mapped(work: _Work, out: Any) -> Any:
     if out is not None:
         for number, result in _results(work):
             if work.job.out is None:
@@ -457,6 +483,17 @@ def _write(work: _Work, number: int, out: TensorCollection, result: Any) -> None
         if hasattr(err, "add_note"):
             err.add_note(f"map: raised {work.plan.where(number)}.")
         raise
+
+
+def _each(work: _Work) -> Iterator[Any]:
+    """Yield the results; a StopIteration of the function would be taken for their end."""
+    try:
+        for _, result in _results(work):
+            yield result
+    except _StoppedError as stopped:
+        hint = "the exception is its cause; map raises it as it is."
+        what = f"map_iter: the function raised StopIteration {stopped.where}."
+        raise RuntimeError(explain(what, expected="a result", got=repr(stopped.error), hint=hint)) from stopped.error
 
 
 class ParallelMethods(TensorCollection):
@@ -515,7 +552,7 @@ class ParallelMethods(TensorCollection):
                 of the function, with the chunk in a note and the worker's traceback as cause.
             LeafMismatchError: The results do not fit each other, or `out`; or `out` lies over other rows of the tree.
             ValueError: An argument has no meaning, or there are no rows for a chunksize of 0.
-            TypeError: `fn` cannot be called, or `executor` is none.
+            TypeError: `fn` cannot be called, or `executor` or `generator` is none.
             IndexError: There is no such batch dimension.
 
         Examples:
@@ -567,6 +604,7 @@ class ParallelMethods(TensorCollection):
             pbar: As for `map`.
 
         Raises:
+            RuntimeError: The function raised StopIteration, which is its cause.
             UnsupportedError: As for `map`, like the other errors.
 
         Examples:
@@ -581,4 +619,4 @@ class ParallelMethods(TensorCollection):
             executor, pbar,
         )  # fmt: skip
         work = _prepare(self, fn, dim, options, shuffle=shuffle)
-        return (result for _, result in _results(work))
+        return _each(work)

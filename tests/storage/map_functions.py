@@ -33,6 +33,12 @@ def total(rows):
     return rows["x"].double().sum().reshape(1)
 
 
+def stop_at_five(rows):
+    if (rows["x"] == 5).any():
+        raise StopIteration("an iterator in the function ended")
+    return rows
+
+
 def even_only(row):
     return row if int(row["x"]) % 2 == 0 else None
 

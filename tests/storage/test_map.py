@@ -475,6 +475,8 @@ def test_what_is_no_function_or_executor():
     """A pool that hangs when a worker dies would be accepted, or a spelling mistake be found late."""
     with pytest.raises(TypeError, match=r"expected: a function\n  got:      int"):
         rows().map(3)
+    with pytest.raises(TypeError, match=r"generator is none(.|\n)*a torch\.Generator\n  got:      3"):
+        rows().map(fns.same, generator=3)
     with pytest.raises(TypeError, match=r"'threads' or an Executor\n  got:      'ray'"):
         rows().map(fns.same, executor="ray")
     with pytest.raises(TypeError, match=r"'threads' or an Executor\n  got:      int(.|\n)*hangs when a worker dies"):
@@ -536,6 +538,21 @@ def test_exceptions_name_the_chunk(executor):
 
     if sys.version_info >= (3, 11):
         assert "map: raised on chunk 2 (rows 4:6)." in caught.value.__notes__
+
+
+@EXECUTORS
+def test_stop_iteration_of_the_function(executor):
+    """The end of an iterator in the function would end the results, or be an error without a chunk."""
+    with pytest.raises(StopIteration, match="an iterator in the function ended") as caught:
+        run(rows(), fns.stop_at_five, executor, chunksize=2)
+    workers = 0 if executor is None else None
+    parts = rows().map_iter(fns.stop_at_five, 0, workers, chunksize=2, executor=executor)
+    with pytest.raises(RuntimeError, match=r"StopIteration on chunk 2 \(rows 4:6\)(.|\n)*got:  .*ended") as iterated:
+        list(parts)
+
+    assert isinstance(iterated.value.__cause__, StopIteration)
+    if sys.version_info >= (3, 11):
+        assert caught.value.__notes__ == iterated.value.__cause__.__notes__ == ["map: raised on chunk 2 (rows 4:6)."]
 
 
 def test_the_worker_s_traceback_is_the_cause(pool, standard):

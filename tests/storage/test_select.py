@@ -109,6 +109,23 @@ def test_every_difference_is_listed(tmp_path):
         assert line in message
 
 
+def test_dots_in_keys(tmp_path):
+    """A state dict as like= would lack what the checkpoint has too much, under names that look the same."""
+    tree = TensorDict.from_module(nn.Linear(3, 2)).detach()
+    path = saved(TensorDict({"net": tree}), tmp_path)
+    flat = {f"net.{name}": leaf for name, leaf in tree.items()}
+    with pytest.raises(TreeStructureError, match=r"missing:    \('net\.bias',\)[\s\S]*unexpected: \('net', 'bias'\)"):
+        load(path, like=flat)
+    with pytest.raises(TreeStructureError, match=r"like= has keys with dots: [\s\S]*unflatten_keys\('\.'\)"):
+        load(path, like=flat)
+    assert load(path, like=TensorDict(flat).unflatten_keys(".")).paths() == [("net", "weight"), ("net", "bias")]
+
+    path, like = saved(TensorDict(flat), tmp_path), TensorDict({"net": tree})
+    with pytest.raises(TreeStructureError, match=r"the checkpoint has keys with dots: [\s\S]*unflatten_keys\('\.'\)"):
+        load(path, like=like)
+    assert load(path, like=like.flatten_keys(".")).unflatten_keys(".").paths() == like.paths()
+
+
 def test_differences_of_leaves_alone(tmp_path):
     """Trees of equal keys would give the error for keys."""
     path = saved(TensorDict({"a": torch.ones(2)}), tmp_path)
