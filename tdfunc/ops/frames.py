@@ -71,9 +71,10 @@ def read_frame(frame: Any, separator: str | None, dtype: torch.dtype | None) -> 
 def _values(name: str, column: Any, dtype: torch.dtype | None) -> Any:
     given = column.to_numpy()
     if given.dtype.kind in "biufc":
-        # A copy: the arrays of a frame are shared, and may not be written to. Of the names that C has for an integer,
-        # and of the orders of its bytes, torch knows one.
-        array = np.array(given, np.dtype(given.dtype.str).newbyteorder("="), copy=True)
+        # Of the names that C has for an integer, and of the orders of its bytes, torch knows one.
+        known = np.dtype(given.dtype.str).newbyteorder("=")
+        # A copy: the arrays of a frame are shared, and may not be written to.
+        array = np.array(given, known, copy=True).view(known)
         _check_missing(name, column, array, dtype)
         leaf = torch.from_numpy(array)
         return leaf if dtype is None else leaf.to(dtype)
