@@ -7,6 +7,7 @@ among them by the rule that `plan()` prints.
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count as counting
+from numbers import Integral
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -103,7 +104,7 @@ class Ensemble:
         chunk_size: At most this many members at a time under vmap, to bound memory.
 
     Raises:
-        TypeError: `apply` is not what `functional` returns.
+        TypeError: `apply` is not what `functional` returns, or `chunk_size` is no integer.
         ValueError: `how` or `chunk_size` is out of range.
 
     Shapes:
@@ -127,6 +128,12 @@ class Ensemble:
             )
         if how not in _HOWS:
             raise ValueError(explain("Ensemble: no such way to run.", expected=" | ".join(_HOWS), got=repr(how)))
+        # Any: a caller may give a float.
+        given: Any = chunk_size
+        if given is not None and not isinstance(given, Integral):
+            raise TypeError(
+                explain("Ensemble: chunk_size is no integer.", expected="an int or None", got=repr(chunk_size))
+            )
         if chunk_size is not None and chunk_size < 1:
             raise ValueError(explain("Ensemble: no members in a chunk.", expected="chunk_size >= 1", got=chunk_size))
         self.apply = apply

@@ -5,6 +5,8 @@ Classification is computed from log-probabilities. Everything is in float32 at l
 `torch.func.grad` and `tdfunc.jit`.
 """
 
+from collections.abc import Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -25,7 +27,7 @@ def uncertainty(
     y: Tensor,
     kind: Literal["classification", "regression", "gaussian"],
     *,
-    weights: Tensor | None = None,
+    weights: Tensor | Sequence[float] | None = None,
     nan: Literal["propagate", "omit"] = "propagate",
 ) -> "TensorDict":
     """Return the mean of an ensemble's outputs and how sure its members are and how far they agree.
@@ -58,7 +60,7 @@ def uncertainty(
     Args:
         y: The outputs of all members, as `Ensemble` returns them: logits, values, or means and log-variances.
         kind: What the outputs are.
-        weights: How much each member counts, in any scale.
+        weights: How much each member counts, in any scale; a tensor or list.
         nan: What a nan in a member's output does to the results for that input: it makes all of them nan, or they are
             those of the other members (and nan if there are none).
 
@@ -69,6 +71,7 @@ def uncertainty(
     Raises:
         ValueError: `kind` or `nan` is unknown, or weights are negative, not finite, or all 0.
         LeafMismatchError: `y` is not floating point or has too few dimensions, or `weights` is not of shape (E,).
+        TypeError: `y` or `weights` is no tensor, and none can be made of it.
 
     Source:
         Depeweg et al., "Decomposition of Uncertainty in Bayesian Deep Learning" (entropies); Gal, "Uncertainty in
@@ -86,6 +89,7 @@ def uncertainty(
     """
     _check_choice("kind", kind, tuple(_KINDS))
     _check_choice("nan", nan, ("propagate", "omit"))
+    y = _as_tensor("uncertainty", "y", y)
     _check_outputs("uncertainty", y, _KINDS[kind])
     if kind == "classification" and y.shape[-1] == 0:
         raise LeafMismatchError(
@@ -102,7 +106,8 @@ def uncertainty(
     y = _widened(y)
     # The dimensions of one output, which is broken if one of its numbers is.
     own = {"classification": 1, "regression": max(y.dim() - 2, 0), "gaussian": 1}[kind]
-    y, w = _omit(y, _weights(y, weights), own) if nan == "omit" else (y, _weights(y, weights))
+    w = _weights("uncertainty", y, weights)
+    y, w = _omit(y, w, own) if nan == "omit" else (y, w)
     if kind == "classification":
         return _of_classes(y, w)
     if kind == "regression":
@@ -142,13 +147,13 @@ def _of_gaussians(means: Tensor, log_variances: Tensor, w: Tensor) -> "TensorDic
 # -- scores -----------------------------------------------------------------------------------------------------
 
 
-def nll(y: Tensor, t: Tensor, *, weights: Tensor | None = None) -> Tensor:
+def nll(y: Tensor, t: Tensor | Sequence[int], *, weights: Tensor | Sequence[float] | None = None) -> Tensor:
     """Return the mean negative log-likelihood of the labels, in nats.
 
     Args:
         y: Logits of one model, or of all members: then the likelihood is that of their mixture.
-        t: The right classes.
-        weights: How much each member counts, in any scale.
+        t: The right classes, a tensor or list.
+        weights: How much each member counts, in any scale; a tensor or list.
 
     Shapes:
         `y` is (*B, C) or (E, *B, C), `t` is (*B), `weights` is (E,); the result has no dimensions.
@@ -156,6 +161,7 @@ def nll(y: Tensor, t: Tensor, *, weights: Tensor | None = None) -> Tensor:
     Raises:
         LeafMismatchError: The shapes do not fit, `y` is not floating point, or `t` is not of integers.
         ValueError: `t` is empty or names a class that is not there, or weights are negative, not finite, or all 0.
+        TypeError: An argument is no tensor, and none can be made of it.
 
     Examples:
         >>> tdf.nll(torch.zeros(3, 2), torch.tensor([0, 1, 1]))
@@ -165,13 +171,13 @@ def nll(y: Tensor, t: Tensor, *, weights: Tensor | None = None) -> Tensor:
     return -log_p.gather(-1, t.unsqueeze(-1)).mean()
 
 
-def brier(y: Tensor, t: Tensor, *, weights: Tensor | None = None) -> Tensor:
+def brier(y: Tensor, t: Tensor | Sequence[int], *, weights: Tensor | Sequence[float] | None = None) -> Tensor:
     """Return the mean Brier score: the squared distance of the probabilities from the right answer, from 0 to 2.
 
     Args:
         y: Logits of one model, or of all members: then the probabilities are those of their mixture.
-        t: The right classes.
-        weights: How much each member counts, in any scale.
+        t: The right classes, a tensor or list.
+        weights: How much each member counts, in any scale; a tensor or list.
 
     Shapes:
         `y` is (*B, C) or (E, *B, C), `t` is (*B), `weights` is (E,); the result has no dimensions.
@@ -179,6 +185,7 @@ def brier(y: Tensor, t: Tensor, *, weights: Tensor | None = None) -> Tensor:
     Raises:
         LeafMismatchError: The shapes do not fit, `y` is not floating point, or `t` is not of integers.
         ValueError: `t` is empty or names a class that is not there, or weights are negative, not finite, or all 0.
+        TypeError: An argument is no tensor, and none can be made of it.
 
     Source:
         Brier, "Verification of Forecasts Expressed in Terms of Probability": the sum over all classes.
@@ -188,18 +195,20 @@ def brier(y: Tensor, t: Tensor, *, weights: Tensor | None = None) -> Tensor:
         tensor(0.5000)
     """
     log_p, t = _predicted("brier", y, t, weights)
-    right = (t.unsqueeze(-1) == torch.arange(y.shape[-1], device=y.device)).to(log_p.dtype)
+    right = (t.unsqueeze(-1) == torch.arange(log_p.shape[-1], device=log_p.device)).to(log_p.dtype)
     return (log_p.exp() - right).square().sum(-1).mean()
 
 
-def ece(y: Tensor, t: Tensor, *, bins: int = 15, weights: Tensor | None = None) -> Tensor:
+def ece(
+    y: Tensor, t: Tensor | Sequence[int], *, bins: int = 15, weights: Tensor | Sequence[float] | None = None
+) -> Tensor:
     """Return the expected calibration error: how far confidence is from accuracy, averaged over bins of confidence.
 
     Args:
         y: Logits of one model, or of all members: then the probabilities are those of their mixture.
-        t: The right classes.
+        t: The right classes, a tensor or list.
         bins: How many bins of equal width the confidences from 0 to 1 are sorted into.
-        weights: How much each member counts, in any scale.
+        weights: How much each member counts, in any scale; a tensor or list.
 
     Shapes:
         `y` is (*B, C) or (E, *B, C), `t` is (*B), `weights` is (E,); the result has no dimensions.
@@ -208,6 +217,7 @@ def ece(y: Tensor, t: Tensor, *, bins: int = 15, weights: Tensor | None = None) 
         LeafMismatchError: The shapes do not fit, `y` is not floating point, or `t` is not of integers.
         ValueError: `t` is empty or names a class that is not there, `bins` is below 1, or weights are negative, not
             finite, or all 0.
+        TypeError: `bins` is no integer, or another argument is no tensor, and none can be made of it.
 
     Source:
         Guo et al., "On Calibration of Modern Neural Networks", with bins (lower, upper].
@@ -221,14 +231,16 @@ def ece(y: Tensor, t: Tensor, *, bins: int = 15, weights: Tensor | None = None) 
     return ((right - confidence).unsqueeze(-1) * inside).sum(0).abs().sum() / len(right) + 0 * confidence.sum()
 
 
-def reliability_curve(y: Tensor, t: Tensor, *, bins: int = 15, weights: Tensor | None = None) -> "TensorDict":
+def reliability_curve(
+    y: Tensor, t: Tensor | Sequence[int], *, bins: int = 15, weights: Tensor | Sequence[float] | None = None
+) -> "TensorDict":
     """Return accuracy against confidence, the data of a reliability diagram.
 
     Args:
         y: Logits of one model, or of all members: then the probabilities are those of their mixture.
-        t: The right classes.
+        t: The right classes, a tensor or list.
         bins: How many bins of equal width the confidences from 0 to 1 are sorted into.
-        weights: How much each member counts, in any scale.
+        weights: How much each member counts, in any scale; a tensor or list.
 
     Returns:
         For each bin its borders `lower` and `upper`, the `count` of predictions in (lower, upper], their mean
@@ -241,6 +253,7 @@ def reliability_curve(y: Tensor, t: Tensor, *, bins: int = 15, weights: Tensor |
         LeafMismatchError: The shapes do not fit, `y` is not floating point, or `t` is not of integers.
         ValueError: `t` is empty or names a class that is not there, `bins` is below 1, or weights are negative, not
             finite, or all 0.
+        TypeError: `bins` is no integer, or another argument is no tensor, and none can be made of it.
 
     Examples:
         >>> curve = tdf.reliability_curve(torch.tensor([[0.0, 9.0], [0.0, 9.0]]), torch.tensor([1, 0]), bins=2)
@@ -262,13 +275,16 @@ def reliability_curve(y: Tensor, t: Tensor, *, bins: int = 15, weights: Tensor |
     )
 
 
-def _predicted(call: str, y: Tensor, t: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+# Any: tensors, or what they can be made of.
+def _predicted(call: str, y: Any, t: Any, weights: Any) -> tuple[Tensor, Tensor]:
     """Return log-probabilities, of the mixture if there are members, and the checked labels."""
+    y = _as_tensor(call, "y", y)
     _check_outputs(call, y, 1)
+    t = _as_tensor(call, "t", t, y.device)
     _check_labels(call, y, t)
     log_q = _widened(y).log_softmax(-1)
     if y.dim() == t.dim() + 2:
-        return _log_mixture(log_q, _weights(y, weights)), t.long()
+        return _log_mixture(log_q, _weights(call, y, weights)), t.long()
     if weights is not None:
         raise LeafMismatchError(
             explain(
@@ -280,15 +296,18 @@ def _predicted(call: str, y: Tensor, t: Tensor, weights: Tensor | None) -> tuple
     return log_q, t.long()
 
 
-def _binned(call: str, y: Tensor, t: Tensor, bins: int, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _binned(call: str, y: Any, t: Any, bins: int, weights: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return for all predictions the confidence, 1 if right, and 1 for the bin of the confidence."""
+    given: Any = bins
+    if not isinstance(given, (Integral, torch.SymInt)):
+        raise TypeError(explain(f"{call}: bins is no integer.", expected="bins >= 1", got=repr(bins)))
     if bins < 1:
         raise ValueError(explain(f"{call}: there must be a bin.", expected="bins >= 1", got=bins))
     log_p, t = _predicted(call, y, t, weights)
     top, voted = log_p.max(-1)
     confidence = top.exp().reshape(-1)
     place = ((confidence * bins).ceil() - 1).clamp(0, bins - 1).unsqueeze(-1)
-    inside = (place == torch.arange(bins, device=y.device)).to(confidence.dtype)
+    inside = (place == torch.arange(bins, device=confidence.device)).to(confidence.dtype)
     return confidence, (voted == t).to(confidence.dtype).reshape(-1), inside
 
 
@@ -299,15 +318,17 @@ def _widened(y: Tensor) -> Tensor:
     return y.to(torch.promote_types(y.dtype, torch.float32))
 
 
-def _weights(y: Tensor, weights: Tensor | None) -> Tensor:
+# Any: a tensor, or what one can be made of.
+def _weights(call: str, y: Tensor, weights: Any) -> Tensor:
     """Return the members' weights, summing to 1, as a column over the members of y."""
     dtype = torch.promote_types(y.dtype, torch.float32)
     members = y.shape[0]
     if weights is None:
         w = torch.full((members,), 1 / members, dtype=dtype, device=y.device)
     else:
-        _check_weights(weights, members)
-        w = weights.to(y.device, dtype)
+        w = _as_tensor(call, "weights", weights, y.device)
+        _check_weights(w, members)
+        w = w.to(y.device, dtype)
         w = w / w.sum()
     return w.reshape(-1, *[1] * (y.dim() - 1))
 
@@ -372,6 +393,20 @@ def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
         raise ValueError(
             explain(f"uncertainty: unknown {name}.", expected=" or ".join(map(repr, known)), got=repr(value))
         )
+
+
+# Any: whatever the caller gave.
+def _as_tensor(call: str, name: str, value: Any, device: torch.device | None = None) -> Tensor:
+    """Return a tensor as it is, and a list or array as a tensor."""
+    if isinstance(value, Tensor):
+        return value
+    try:
+        return torch.as_tensor(value, device=device)
+    except (TypeError, ValueError, RuntimeError) as err:
+        what = f"{call}: {name} is no tensor, and none can be made of it."
+        raise TypeError(
+            explain(what, expected="a tensor, or a list or array of numbers", got=f"{value!r:.80}")
+        ) from err
 
 
 def _check_outputs(call: str, y: Tensor, dims: int) -> None:

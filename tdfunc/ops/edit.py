@@ -194,13 +194,25 @@ def _merged(tree: T, other: Mapping[Any, Any] | TensorCollection, at: Path, give
     return tree._put(changes, kinds or None)
 
 
+# Any: whatever the caller gave.
+def as_mapping(other: Any, call: str) -> Mapping[Any, Any] | TensorCollection:
+    """Return a dict or tree as it is, and pairs, as `dict.update` takes them, as a dict."""
+    if isinstance(other, (TensorCollection, Mapping)):
+        return other
+    try:
+        return dict(other)
+    except (TypeError, ValueError) as err:
+        expected, got = "a tree, a dict, or pairs of key and value", f"{other!r:.80} ({type(other).__name__})"
+        raise TypeError(explain(f"{call}: these are no entries.", expected=expected, got=got)) from err
+
+
 def _entries(other: Mapping[Any, Any] | TensorCollection) -> Iterable[tuple[Any, Any]]:
     return ((key, other._get(key)) for key in other._keys()) if isinstance(other, TensorCollection) else other.items()
 
 
 def replacements(changes: Mapping[Any, Any] | TensorCollection | None, entries: Mapping[str, Any]) -> dict[Any, Any]:
     """Return the arguments of `replace` as one dict."""
-    return {**dict(() if changes is None else _entries(changes)), **entries}
+    return {**dict(() if changes is None else _entries(as_mapping(changes, "replace"))), **entries}
 
 
 def delete(tree: T, key: NestedKey) -> T:
@@ -306,12 +318,15 @@ class EditMethods(TensorCollection):
         return set_(self, key, value, kind)
 
     def update(
-        self, other: Mapping[Any, Any] | TensorCollection | None = None, inplace: bool = False, **entries: Any
+        self,
+        other: Mapping[Any, Any] | TensorCollection | Iterable[tuple[Any, Any]] | None = None,
+        inplace: bool = False,
+        **entries: Any,
     ) -> "Self":
         """Return a tree with the entries of a dict or tree written over its own; nested trees merge.
 
         Args:
-            other: A dict whose keys may be nested, or a tree.
+            other: A dict whose keys may be nested, pairs of such keys and values, or a tree.
             inplace: Only False: a tree is never changed.
             **entries: More entries, by keyword.
 
@@ -319,7 +334,7 @@ class EditMethods(TensorCollection):
             BatchSizeError: A value does not start with the batch size; the message names the path.
             MissingKeyError: A part of a path is a leaf.
             TieError: Two paths of one tied leaf are given different tensors.
-            TypeError: Beside `other`, a keyword is an option of tensordict's `update`.
+            TypeError: `other` is none of these, or beside it a keyword is an option of tensordict's `update`.
 
         Examples:
             >>> td = TensorDict({"a": torch.zeros(3), "b": {"c": torch.zeros(3)}}, [3])
@@ -329,7 +344,7 @@ class EditMethods(TensorCollection):
         refuse_inplace(inplace, "update(other)")
         if entries and other is not None:
             refuse_options(entries, _UPDATE_OPTIONS, "update")
-        tree = update(self, other) if other is not None else self
+        tree = update(self, as_mapping(other, "update")) if other is not None else self
         return update(tree, entries) if entries else tree
 
     def delete(self, key: NestedKey) -> "Self":

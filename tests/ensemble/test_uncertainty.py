@@ -298,6 +298,28 @@ def test_reliability_curve_adds_up(generator):
     assert ((used["lower"] < used["confidence"]) & (used["confidence"] <= used["upper"])).all()
 
 
+@pytest.mark.parametrize("make", [list, tuple, np.asarray])
+def test_lists_are_tensors(make, generator):
+    """Labels or weights in a list would end in words about attributes of lists."""
+    y, t, _ = labelled(generator)
+    weights = torch.tensor([1.0, 2.0, 0.5])
+
+    for score in (nll, brier, ece):
+        got = score(y.numpy(), make(t.tolist()), weights=make(weights.tolist()))
+        torch.testing.assert_close(got, score(y, t, weights=weights))
+    got = uncertainty(y.tolist(), "classification", weights=make(weights.tolist()))
+    assert_trees_equal(got, uncertainty(y.to(got["mean"].dtype), "classification", weights=weights))
+    whole = uncertainty(y, "classification", weights=make([1, 2, 4]))
+    assert_trees_equal(whole, uncertainty(y, "classification", weights=torch.tensor([1.0, 2.0, 4.0])))
+
+
+def test_bins_of_numpy(generator):
+    """A number of bins that comes from numpy would be refused."""
+    y, t, _ = labelled(generator)
+
+    torch.testing.assert_close(ece(y, t, bins=np.int64(7)), ece(y, t, bins=7))
+
+
 @pytest.mark.parametrize("score", [nll, brier, ece])
 def test_one_model_is_an_ensemble_of_one(score, generator):
     """A single model's logits would be read as members."""
@@ -364,6 +386,14 @@ T = torch.zeros(4, dtype=torch.int64)
         (lambda: ece(Y, T + 5), ValueError, ["0 <= t < 5", "5 to 5"]),
         (lambda: ece(Y[:, :0], T[:0]), ValueError, ["no labels", "[0]"]),
         (lambda: reliability_curve(Y, T, bins=0), ValueError, ["bins >= 1", "0"]),
+        (lambda: ece(Y, T, bins=2.5), TypeError, ["ece: bins is no integer", "bins >= 1", "2.5"]),
+        (lambda: reliability_curve(Y, T, bins="9"), TypeError, ["reliability_curve: bins", "bins >= 1", "'9'"]),
+        (lambda: nll(Y, [0, 1, 2]), LeafMismatchError, ["nll: the labels", "[3, 4, 5]", "[3]"]),
+        (lambda: nll(Y, ["a", "b"]), TypeError, ["nll: t is no tensor", "list", "['a', 'b']"]),
+        (lambda: brier(None, T), TypeError, ["brier: y is no tensor", "list", "None"]),
+        (lambda: uncertainty({}, "regression"), TypeError, ["uncertainty: y is no tensor", "list", "{}"]),
+        (lambda: uncertainty(Y, "regression", weights="3"), TypeError, ["weights is no tensor", "list", "'3'"]),
+        (lambda: uncertainty(Y, "regression", weights=[1, 2]), LeafMismatchError, ["weights", "[3]", "[2]"]),
     ],
 )
 def test_refused(call, error, words):

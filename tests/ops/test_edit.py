@@ -479,6 +479,40 @@ def test_options_of_tensordict_are_no_entries(name, hint):
     assert TensorDict({"a": 1}, **{name: torch.ones(2)})[name].sum() == 2
 
 
+@pytest.mark.parametrize("make", [list, iter, lambda pairs: dict(pairs).items()], ids=["list", "iterator", "items"])
+def test_update_takes_pairs(make):
+    """Pairs, which `dict.update` takes, would end in words about attributes, or run out after one tree of a stack."""
+    td = TensorDict({"a": torch.zeros(2), "n": {"b": torch.zeros(2)}}, [2])
+    pairs = [(("n", "b"), torch.ones(2)), ("c", 3.0), ("a", torch.ones(2))]
+
+    assert_trees_equal(td.update(make(pairs)), td.update(dict(pairs)))
+    assert_trees_equal(td.replace(make(pairs)), td.replace(dict(pairs)))
+    rows = tdf.lazy_stack([td[0], td[1]])
+    assert_trees_equal(rows.update(make(pairs)).to_tensordict(), rows.update(dict(pairs)).to_tensordict())
+    assert_trees_equal(td.update(iter(())), td)
+
+
+@pytest.mark.parametrize("other", [3, "ab", [1, 2], [("a", 1, 2)], [([], 1)], torch.ones(2)], ids=repr)
+@pytest.mark.parametrize("call", ["update", "replace"])
+def test_update_needs_entries(call, other):
+    """What holds no entries would end in words about attributes of its type."""
+    td = TensorDict({"a": torch.zeros(2)}, [2])
+
+    with pytest.raises(TypeError, match=rf"{call}: these are no entries[\s\S]*pairs of key and value") as err:
+        getattr(td, call)(other)
+    assert repr(other)[:80] in str(err.value)
+
+
+@pytest.mark.parametrize("mask", [[0, 0, 0], [0, 1, 2]], ids=str)
+@pytest.mark.parametrize("call", ["add", "mul", "set"])
+def test_at_takes_masks_of_bytes(call, mask):
+    """A mask of uint8, which reading takes, would be positions, or end in torch's words about masks."""
+    td = TensorDict({"a": torch.arange(3.0), "b": torch.ones(3, 2)}, [3])
+    mask = torch.tensor(mask, dtype=torch.uint8)
+
+    assert_trees_equal(getattr(td.at[mask], call)(5), getattr(td.at[mask.bool()], call)(5))
+
+
 @pytest.mark.parametrize(
     "name", ["clone", "keys_to_update", "non_blocking", "is_leaf", "ignore_lock", "update_batch_size"]
 )
