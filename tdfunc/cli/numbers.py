@@ -149,6 +149,11 @@ class Difference:
         self.max_rel = max(self.max_rel, float(rel.max())) if self.max_abs < math.inf else math.inf
 
 
+def _comparable(values: Tensor) -> Tensor:
+    # float8 has few operations of its own.
+    return values.to(torch.float32) if values.element_size() == 1 else values
+
+
 class Lost:
     """The values that a dtype cannot hold, counted by what became of them."""
 
@@ -157,14 +162,15 @@ class Lost:
         # What is larger does not round to the largest number.
         self._limit = facts.max + facts.eps * 2.0 ** (math.frexp(facts.max)[1] - 1) / 2
         self._is_signed = facts.min < 0
+        self._has_infinity = bool(wide(torch.tensor(math.inf).to(dtype)).isinf())
         self._counts: dict[tuple[str, str], int] = {}
 
     def add(self, piece: Tensor, cast: Tensor) -> None:
         """Count one more piece, and what it became."""
-        # float8 has few operations of its own.
-        before, after = wide(piece), wide(cast)
-        if self._holds(before) and all_finite(after):
+        # Where there are infinities, what is out of range becomes one.
+        if all_finite(_comparable(cast)) and (self._has_infinity or self._holds(_comparable(piece))):
             return
+        before, after = wide(piece), wide(cast)
         is_finite, large = before.isfinite(), before.abs() > self._limit
         signless = [] if self._is_signed else [
             ("negative value", "lost the sign, which the new dtype does not have", (before < 0) & (after > 0)),
@@ -215,10 +221,13 @@ def average(pieces: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 def _mean(pieces: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    terms = (wide(piece) * weight for piece, weight in zip(pieces, weights, strict=True))
-    result = next(terms)
-    for term in terms:
-        result.add_(term)
+    result: Tensor | None = None
+    for piece, weight in zip(pieces, weights, strict=True):
+        values = wide(piece)
+        # New memory costs more than computing in what is there, which may be the piece itself.
+        term = values.mul(weight) if values is piece else values.mul_(weight)
+        result = term if result is None else result.add_(term)
+    assert result is not None
     return result.div_(sum(weights))
 
 

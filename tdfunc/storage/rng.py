@@ -68,7 +68,18 @@ def set_rng_state(state: TensorCollection, **generators: AnyGenerator) -> None:
             )
         )
     if not generators:
-        _write_global(state)
+        try:
+            _write_global(state)
+        except UnsupportedError:
+            raise
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as err:
+            raise UnsupportedError(
+                explain(
+                    "set_rng_state: the state does not fit the global generators.",
+                    expected="the state that get_rng_state() read",
+                    got=f"{type(err).__name__}: {err}"[:300],
+                )
+            ) from err
     for name, generator in generators.items():
         _write(name, generator, state._data[name])
 

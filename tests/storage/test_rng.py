@@ -114,13 +114,28 @@ def test_other_generators():
         set_rng_state(get_rng_state(data=torch.Generator()), data=np.random.default_rng(0))
 
 
+@pytest.mark.parametrize("key", ["torch", "cuda", "python", "numpy"])
+def test_a_global_state_of_another_form(key):
+    """A damaged state would be an error about an attribute of our own."""
+    state, before = get_rng_state().set(key, torch.zeros(3)), draw_state()
+    with pytest.raises(UnsupportedError, match=r"global generators(.|\n)*get_rng_state\(\)(.|\n)*got: +\w+Error"):
+        set_rng_state(state)
+
+    assert draw_state() == before
+
+
+def draw_state():
+    """The state of all global generators."""
+    return torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())
+
+
 def test_fewer_devices():
     """The state of a device that is not there would be dropped."""
     state = get_rng_state().set(("cuda", "0"), torch.zeros(16, dtype=torch.uint8))
     if torch.cuda.device_count():
         pytest.skip("this machine has a CUDA device")
     before = torch.get_rng_state()
-    with pytest.raises(UnsupportedError, match=r"fewer CUDA devices(.|\n)*1(.|\n)*0"):
+    with pytest.raises(UnsupportedError, match=r"^set_rng_state: there are fewer CUDA devices(.|\n)*1(.|\n)*0"):
         set_rng_state(state)
 
     assert torch.equal(torch.get_rng_state(), before)
