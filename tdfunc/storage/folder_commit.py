@@ -12,14 +12,15 @@ import secrets
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import xxhash
 
 from tdfunc._errors import explain
-from tdfunc.storage.names import LEAF_SUFFIX, META, PICKLES
+from tdfunc.storage.folder_owned import find_foreign
+from tdfunc.storage.names import META
 
 T = TypeVar("T")
 # Not a plain import: Windows lacks it, and `import tdfunc` should work there.
@@ -71,27 +72,16 @@ def check_target(path: str, call: str, *, exist_ok: bool) -> None:
     if not exist_ok:
         hint = "existsok=True replaces it, as a whole."
         raise FileExistsError(explain(f"{call} {path}: the folder exists.", expected="a new or empty one", hint=hint))
-    foreign = next(_foreign(path), None)
-    if foreign is not None or not os.path.exists(os.path.join(path, META)):
+    foreign = find_foreign(path)
+    if foreign is not None:
         raise FileExistsError(
             explain(
                 f"{call} {path}: the folder holds files that are no part of a memmapped tree; they would be deleted.",
-                expected="a new or empty folder, or one that holds a memmapped tree and nothing else",
-                got=foreign or f"no {META}",
-                hint="choose another folder, or a new one inside this one.",
+                expected=f"a new or empty folder, or one that holds what its {META} names and nothing else",
+                got=foreign,
+                hint="choose another folder, or move what you want to keep and delete this one.",
             )
         )
-
-
-def _foreign(folder: str) -> Iterator[str]:
-    """Yield the files of a folder that no memmap has."""
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                if not entry.name.startswith(_MARK):
-                    yield from _foreign(entry.path)
-            elif entry.name != META and entry.name not in PICKLES and not entry.name.endswith(LEAF_SUFFIX):
-                yield entry.path
 
 
 def recover(path: str) -> str | None:

@@ -4,11 +4,13 @@ import itertools
 import json
 import multiprocessing
 import os
+import shutil
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -21,12 +23,15 @@ from tdfunc import (
     TensorDict,
     TreeStructureError,
     UnsupportedError,
+    lazy_stack,
 )
 from tdfunc._mapped import mapped_file
 from tdfunc.storage import folder_commit
+from tdfunc.storage.folder_owned import find_foreign
 from tdfunc.storage.mapped import map_again
-from tests.incumbent import Incumbent
+from tests.incumbent import Incumbent, IncumbentNonTensor
 from tests.storage.trees import assert_same
+from tests.strategies import trees
 
 LAZY = "<class 'tensordict._lazy.LazyStackedTensorDict'>"
 TREE = "<class 'tensordict._td.TensorDict'>"
@@ -336,6 +341,8 @@ def test_any_change_of_meta_json(data, tmp_path):
     tree = TensorDict(
         {"a": torch.ones(2), "shape": torch.ones(2), "n": {"b": torch.ones(2, 3)}, "v": "x"}, [2], names=["r"]
     )
+    # What an earlier example has damaged is not written over.
+    shutil.rmtree(folder, ignore_errors=True)
     tree.memmap(folder)
     target = folder / data.draw(st.sampled_from(["meta.json", "n/meta.json", "v/meta.json"]))
     text = target.read_text()
@@ -379,7 +386,7 @@ def test_other_files_are_not_deleted(tmp_path):
         TensorDict({"a": torch.zeros(1)}).memmap(tmp_path / "d")
     (tmp_path / "e").mkdir()
     (tmp_path / "e" / "x.memmap").write_text("data")
-    with pytest.raises(FileExistsError, match="(?s)would be deleted.*no meta.json"):
+    with pytest.raises(FileExistsError, match="(?s)would be deleted.*names and nothing else.*x.memmap"):
         TensorDict({"a": torch.zeros(1)}).memmap_like(tmp_path / "e")
     TensorDict({"a": torch.zeros(1)}).memmap(tmp_path / "f")
     with pytest.raises(FileExistsError, match="(?s)the folder exists.*a new or empty one"):
@@ -388,9 +395,84 @@ def test_other_files_are_not_deleted(tmp_path):
     assert (tmp_path / "d" / "inner" / "thesis.tex").read_text() == "years"
 
 
+@pytest.mark.parametrize(
+    "put",
+    [
+        lambda d: TensorDict({"y": torch.ones(2)}).memmap(d / "val"),
+        lambda d: TensorDict({"y": torch.ones(2)}).memmap(d / "n" / "val"),
+        lambda d: np.memmap(d / "index.memmap", mode="w+", dtype="i4", shape=4),
+        lambda d: (d / ".tdfunc-notes").mkdir() or (d / ".tdfunc-notes" / "a.txt").write_text("years"),
+        lambda d: (d / "other.pickle").write_text("years"),
+        lambda d: (d / "n" / "pickle.pkl").write_text("years"),
+        lambda d: (d / "l" / "0" / "0").mkdir() or (d / "l" / "0" / "0" / "meta.json").write_text("{}"),
+        lambda d: (d / "0").mkdir() or (d / "0" / "a.memmap").write_text("years"),
+        lambda d: os.symlink("x.memmap", d / "y.memmap"),
+    ],
+)
+@pytest.mark.parametrize("call", ["memmap", "memmap_like", "memmap_"])
+def test_other_data_in_the_folder_of_a_tree(put, call, tmp_path):
+    """A data set that somebody put into the folder of another one, or an array, would be deleted with it."""
+    stack = lazy_stack([TensorDict({"x": torch.zeros(n)}) for n in (1, 2)])
+    td = TensorDict({"x": torch.zeros(3), "n": {"a b": torch.zeros(2)}, "l": stack, "s": "word"})
+    td.memmap(tmp_path / "d")
+    td.memmap(tmp_path / "d")
+    put(tmp_path / "d")
+    before = snapshot(tmp_path / "d")
+
+    with pytest.raises(
+        FileExistsError, match=rf"{call} (.|\n)*would be deleted(.|\n)*expected: a new(.|\n)*got:      {tmp_path}"
+    ):
+        getattr(td.clone(), call)(tmp_path / "d")
+
+    assert snapshot(tmp_path / "d") == before
+
+
+def test_what_killed_writes_left_inside_goes(tmp_path):
+    """A part of a folder that was being written when its process died would keep the whole from being written again."""
+    td = TensorDict({"n": {"x": torch.zeros(3)}})
+    td.memmap(tmp_path / "d")
+    (tmp_path / "d" / "empty").mkdir()
+    left = tmp_path / "d" / (folder_commit._start("n") + "0" * 16 + ".tmp")
+    left.mkdir()
+    (left / "x.memmap").write_text("half")
+
+    td.memmap(tmp_path / "d")
+
+    assert sorted(os.listdir(tmp_path / "d")) == ["meta.json", "n"]
+
+
+def test_a_damaged_folder_is_not_replaced(tmp_path):
+    """A folder whose meta.json cannot be read may hold anything."""
+    write(tmp_path / "d", '{"x": {}', x=b"0000")
+
+    with pytest.raises(FileExistsError, match=r"would be deleted(.|\n)*got:      .*meta.json"):
+        TensorDict({"x": torch.zeros(1)}).memmap(tmp_path / "d")
+
+    assert (tmp_path / "d" / "x.memmap").read_bytes() == b"0000"
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(tree=trees(nontensor=False))
+def test_every_tree_is_written_over_itself(tree, tmp_path_factory):
+    """A file that belongs to a tree would be taken for somebody else's, and the second write refused."""
+    folder = tmp_path_factory.mktemp("again") / "d"
+
+    tree.memmap(folder)
+    tree.memmap(folder)
+
+    assert find_foreign(str(folder)) is None
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_tensordict_s_folder_is_replaced(tmp_path):
     """A data set could not be written over one that tensordict wrote."""
-    Incumbent({"a": torch.zeros(1), "n": {"b": torch.zeros(2)}, "s": "x"}).memmap(tmp_path / "d")
+    theirs = Incumbent({"a": torch.zeros(1), "n": {"b": torch.zeros(2)}, "s": "x", "a b": torch.zeros(2)})
+    theirs.set("nested", torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)]))
+    theirs.set("lazy", Incumbent.lazy_stack([Incumbent({"a": torch.zeros(n)}) for n in (1, 2)]))
+    theirs.set("object", IncumbentNonTensor[0](complex(1, 2)))
+    theirs.set("objects", IncumbentNonTensor[1](IncumbentNonTensor[0](1j), IncumbentNonTensor[0]("x")))
+    theirs.memmap(tmp_path / "d")
+    assert list((tmp_path / "d").rglob("*.pickle"))
 
     TensorDict({"c": torch.zeros(1)}).memmap(tmp_path / "d", sync=True)
 
