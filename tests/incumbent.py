@@ -13,3 +13,4 @@ for _name, _function in _ORIGINALS.items():
 Incumbent = tensordict.TensorDict
 IncumbentBase = tensordict.TensorDictBase
 IncumbentNonTensor = (tensordict.NonTensorData, tensordict.NonTensorStack)
+incumbent_class = tensordict.tensorclass

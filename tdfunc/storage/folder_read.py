@@ -88,6 +88,8 @@ class Node:
     kinds: dict[str, Kind] = field(default_factory=dict[str, Kind])
     # Of non-tensor data that are stored as leaves, where it is not the batch size.
     shapes: dict[str, Size] = field(default_factory=dict[str, Size])
+    # The fields of tensordict's tensorclass that are no tensors.
+    further: Mapping[str, Any] = field(default_factory=dict[str, Any])
     # What is under each key, in order: the number of a leaf, or a child.
     items: dict[str, "Child | int | NonTensorBase"] = field(default_factory=dict[str, Any])
 
@@ -206,13 +208,15 @@ class FolderReader:
         if type(count) is not int or count < 1 or found != {str(i) for i in range(count)}:
             expected = f"the folders 0 to {count - 1}" if type(count) is int and count > 0 else "folders 0, 1, ..."
             raise malformed_meta(what, expected, f"{sorted(found)}"[:200])
-        node.stack_dim, node.cls = dim, TensorCollection._lazy
+        # Of a tensorclass in tensordict, whose class and further fields are those of each tree.
+        cls, node.stack_dim, node.cls = node.cls, dim, TensorCollection._lazy
         if own is not None:
             node.names = names_of(own, what)
             node.has_device = own.get("device") == "cpu"
             node.ties = ties_of(own, what)
         trees = [Node(join_name(node.folder, str(i)), (*node.path, str(i)), number, None) for i in range(count)]
         for tree in trees:
+            tree.cls, tree.further = cls, node.further
             if not self._is_folder(tree.folder, tree.path):
                 raise malformed_meta(what, f"the folder {tree.folder}", "a file")
         return trees
@@ -230,13 +234,14 @@ class FolderReader:
         if type(kind) is not str:
             raise self._unknown(node.path, kind)
         node.cls = _foreign_class(kind, self.classes)
-        node.folder = join_name(node.folder, "_tensordict")
+        node.folder, node.further = join_name(node.folder, "_tensordict"), meta
         inner = self._meta(node.folder, node.path)
-        children = self._entries(number, node, inner, own_fields(inner, node.path))
-        for key, value in meta.items():
-            if value is not None and key and key not in node.items:
-                node.items[key] = NonTensorData(value, node.size)
-        return children
+        own = own_fields(inner, node.path)
+        if inner.get("_type") == LAZY_TYPE:
+            return self._lazy(number, node, inner, own)
+        if "shape" not in inner:
+            raise self._unknown(node.path, inner.get("_type"))
+        return self._entries(number, node, inner, own)
 
     def _entries(self, number: int, node: Node, meta: dict[str, Any], own: dict[str, Any] | None) -> list[Node]:
         what = f"meta.json of {where(node.path)}"
@@ -271,6 +276,9 @@ class FolderReader:
             child = self._item(number, at, what)
             if child is not None:
                 children.append(child)
+        for key, value in node.further.items():
+            if value is not None and key and key not in node.items:
+                node.items[key] = NonTensorData(value, node.size)
         node.names = fit_names(node.names, len(node.size), what)
         return children
 

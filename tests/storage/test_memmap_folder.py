@@ -29,7 +29,7 @@ from tdfunc._mapped import mapped_file
 from tdfunc.storage import folder_commit
 from tdfunc.storage.folder_owned import find_foreign
 from tdfunc.storage.mapped import map_again
-from tests.incumbent import Incumbent, IncumbentNonTensor
+from tests.incumbent import Incumbent, IncumbentNonTensor, incumbent_class
 from tests.storage.trees import assert_same
 from tests.strategies import trees
 
@@ -37,6 +37,14 @@ LAZY = "<class 'tensordict._lazy.LazyStackedTensorDict'>"
 TREE = "<class 'tensordict._td.TensorDict'>"
 VALUES = "<class 'tensordict.tensorclass.NonTensorStack'>"
 LEAF = {"device": "cpu", "shape": [2], "dtype": "torch.float32", "is_nested": False}
+
+
+@incumbent_class
+class Theirs:
+    """A tensorclass of tensordict."""
+
+    x: torch.Tensor
+    s: str
 
 
 def write(folder, meta, **files):
@@ -255,6 +263,60 @@ def test_children_that_lie(meta, message, tmp_path):
 
     with pytest.raises(CorruptCheckpointError, match=message):
         TensorDict.load_memmap(tmp_path / "d")
+
+
+class Ragged(TensorClass):
+    """Two fields, as in the folders below."""
+
+    x: torch.Tensor
+    s: str
+
+
+RAGGED = f"<class '{Ragged.__module__}.Ragged'>"
+
+
+@pytest.mark.parametrize("at", [(), ("l",), ("l", "0")])
+def test_a_lazy_stack_of_typed_trees_of_tensordict(at, tmp_path):
+    """The folder that tensordict writes for a lazy stack of typed trees would raise a KeyError."""
+    folder = tmp_path / "d"
+    for n, key in enumerate(at):
+        write(tmp_path.joinpath("d", *at[:n]), node({key: {"type": "TensorDict"}}))
+    place = tmp_path.joinpath("d", *at)
+    write(place, {"_type": RAGGED, "s": "word"})
+    write(place / "_tensordict", {"_type": LAZY, "stack_dim": 0})
+    for n in (1, 2):
+        write(place / "_tensordict" / str(n - 1), node({"x": {**LEAF, "shape": [n]}}), x=bytes(4 * n))
+
+    plain, typed = [TensorDict.load_memmap(folder, classes=classes) for classes in ((), Ragged)]
+
+    plain, typed = (plain[at], typed[at]) if at else (plain, typed)
+    assert [type(tree) for tree in typed.unbind(0)] == [Ragged, Ragged]
+    assert [type(tree) for tree in plain.unbind(0)] == [TensorDict, TensorDict]
+    for tree in (plain, typed):
+        assert [part["x"].tolist() for part in tree.unbind(0)] == [[0.0], [0.0, 0.0]]
+        assert [part["s"] for part in tree.unbind(0)] == ["word", "word"]
+
+
+def test_a_typed_tree_of_tensordict_around_something_else(tmp_path):
+    """A folder that claims to be a tensorclass around one value would raise a KeyError."""
+    write(tmp_path / "d", {"_type": RAGGED})
+    write(tmp_path / "d" / "_tensordict", {"_type": VALUES, "data": [1]})
+
+    with pytest.raises(
+        UnsupportedError, match=r"the root is of a type(.|\n)*expected: a TensorDict(.|\n)*NonTensorStack"
+    ):
+        TensorDict.load_memmap(tmp_path / "d")
+
+
+def test_a_lazy_stack_of_tensordict_s_tensorclass(tmp_path):
+    """What tensordict writes for it would not be read."""
+    stack = Incumbent.lazy_stack([Theirs(x=torch.full((n,), float(n)), s=str(n), batch_size=[n]) for n in (1, 2)])
+    stack.memmap(tmp_path / "d")
+
+    back = TensorDict.load_memmap(tmp_path / "d")
+
+    assert [part["x"].tolist() for part in back.unbind(0)] == [[1.0], [2.0, 2.0]]
+    assert [part["s"] for part in back.unbind(0)] == ["1", "2"]
 
 
 def test_lazy_stacks_that_lie(tmp_path):
