@@ -13,7 +13,7 @@ from torch import Tensor
 from tdfunc._collection import TensorCollection
 from tdfunc._jit.leaves import in_transform, paths, rebuild
 from tdfunc._keys import dotted
-from tdfunc.optim._checks import check_active, check_members, check_state, matched, trainable
+from tdfunc.optim._checks import check_active, check_members, check_state, matched, one_count, trainable
 from tdfunc.optim._lists import Leaves
 from tdfunc.optim._run import Rule, Run
 
@@ -74,6 +74,7 @@ class Optimizer:
             LeafMismatchError: A leaf is not floating point, or a hyperparameter has more or fewer values than it has
                 members; the message names it.
             BatchSizeError: A hyperparameter does not have the batch size of `params`.
+            UnsupportedError: A hyperparameter is a tensor, and members are rows of a lazy stack.
         """
         name = self.rule.name
         leaves, size = trainable(name, params), params._batch_size
@@ -120,7 +121,8 @@ class Optimizer:
             BatchSizeError: `active`, the step count in the state, or what a schedule gave, does not have the batch size
                 of `params`.
             TypeError: A schedule gave no number.
-            UnsupportedError: In a replay of `tdfunc.jit`, donated leaves share memory that did not in its trace.
+            UnsupportedError: In a replay of `tdfunc.jit`, donated leaves share memory that did not in its trace; or
+                members are rows of a lazy stack and differ in a hyperparameter, `active` or their step counts.
         """
         name = self.rule.name
         leaves, size = trainable(name, params), params._batch_size
@@ -134,7 +136,8 @@ class Optimizer:
         if active is not None:
             check_active(name, active, params)
         step = state._data["step"]
-        run = Run(self.rule, self.hyper, step, tensors, active, donate, lambda: [dotted(p) for p in paths(params)])
+        count = one_count(name, step, params)
+        run = Run(self.rule, self.hyper, count, tensors, active, donate, lambda: [dotted(p) for p in paths(params)])
         new, new_slots = run.step(leaves, gradients, slots)
         return rebuild(params, new), self._next(state, new_slots, _counted(step, active))
 

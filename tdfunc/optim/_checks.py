@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tdfunc._collection import TensorCollection
-from tdfunc._errors import BatchSizeError, LeafMismatchError, TreeStructureError, explain
-from tdfunc._jit.leaves import collect, paths, same_keys
+from tdfunc._errors import BatchSizeError, LeafMismatchError, TreeStructureError, UnsupportedError, explain
+from tdfunc._jit.leaves import collect, in_transform, paths, same_keys
 from tdfunc._keys import dotted
 from tdfunc.optim._lists import Coefficient, Leaves
 
@@ -122,6 +122,8 @@ def check_members(name: str, what: str, value: Tensor, params: TensorCollection,
                 got=f"shape {list(value.shape)}",
             )
         )
+    if value.dim():
+        check_dense(name, f"{what} has a value for each member", params)
     for i, leaf in enumerate(leaves):
         if leaf.shape[: value.dim()] != value.shape:
             raise LeafMismatchError(
@@ -161,6 +163,44 @@ def scheduled(name: str, what: str, value: Any, size: torch.Size) -> Coefficient
     )
 
 
+def has_lazy_members(tree: TensorCollection) -> bool:
+    """Whether members are rows of a lazy stack somewhere: the leaves there have no dimension for them."""
+    return bool(tree._batch_size) and _has_lazy(tree)
+
+
+def _has_lazy(tree: TensorCollection) -> bool:
+    if tree._each(lambda t: t) is not None:
+        return True
+    return any(isinstance(node, TensorCollection) and _has_lazy(node) for node in tree._data.values())
+
+
+def check_dense(call: str, what: str, tree: TensorCollection) -> None:
+    """Raise if what differs by member would be spread over the features of a lazy stack's rows."""
+    if has_lazy_members(tree):
+        raise UnsupportedError(
+            explain(
+                f"{call}: {what}, and members are rows of a lazy stack.",
+                expected="leaves that are stacked along the batch",
+                got="a lazy stack, whose rows are trees of their own",
+                hint="stack the rows densely where they fit, or step each row with an optimizer of its own.",
+            )
+        )
+
+
+def one_count(name: str, step: Tensor, params: TensorCollection) -> Tensor:
+    """Return how many steps were done: one number if rows of a lazy stack are members, which must agree on it."""
+    if not step.dim() or not has_lazy_members(params):
+        return step
+    if not step.numel():
+        return step.new_zeros(())
+    first = step[(0,) * step.dim()]
+    # Strides of 0 say so without a look at the values, which a transform or trace does not have.
+    has_values = not in_transform() and not torch._C._len_torch_dispatch_stack() and step.device.type != "meta"
+    if has_values and any(step.stride()) and not bool((step == first).all()):
+        check_dense(f"{name}.update", "the state has another step count for each member", params)
+    return first
+
+
 def check_active(name: str, active: Tensor, params: TensorCollection) -> None:
     """Raise unless `active` says yes or no for each member."""
     # Any: a caller may give a bool or a list.
@@ -182,6 +222,7 @@ def check_active(name: str, active: Tensor, params: TensorCollection) -> None:
                 hint="if the leaves are stacked and the tree does not say so: params.with_batch_size([members]).",
             )
         )
+    check_dense(f"{name}.update", "active chooses members", params)
 
 
 def check_hyper(rule: str, name: str, value: object, low: float, high: float = math.inf) -> None:

@@ -13,7 +13,7 @@ from tdfunc._collection import TensorCollection
 from tdfunc._errors import UnsupportedError, explain
 from tdfunc._jit.leaves import collect, in_transform, paths, rebuild
 from tdfunc._keys import dotted
-from tdfunc.optim._checks import check_hyper
+from tdfunc.optim._checks import check_dense, check_hyper
 from tdfunc.optim._lists import Leaves
 
 T = TypeVar("T", bound=TensorCollection)
@@ -74,6 +74,7 @@ def clip_by_member_norm(max_norm: float) -> GradientMap:
 
     Raises:
         ValueError: `max_norm` is negative or nan.
+        UnsupportedError: Called on gradients whose members are rows of a lazy stack.
 
     Source:
         `torch.nn.utils.clip_grad_norm_` for each member.
@@ -90,6 +91,7 @@ def clip_by_member_norm(max_norm: float) -> GradientMap:
 def _clip_members(max_norm: float | Tensor, grads: TensorCollection, leaves: Leaves) -> Leaves:
     if not leaves:
         return []
+    check_dense("clip_by_member_norm", "each member has a norm", grads)
     size = grads._batch_size
     # Not reshape(*size, -1): of an empty leaf the last size would be anybody's guess.
     norms = [_norm(leaf.flatten(len(size)) if leaf.dim() > len(size) else leaf.unsqueeze(-1), -1) for leaf in leaves]

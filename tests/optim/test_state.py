@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from tdfunc import BatchSizeError, LeafMismatchError, TensorDict, TreeStructureError
+from tdfunc import BatchSizeError, LeafMismatchError, TensorDict, TreeStructureError, UnsupportedError, lazy_stack
 from tdfunc._jit import jit
-from tdfunc.optim import adam, adamw, chain, clip_by_global_norm, sgd
+from tdfunc.optim import adam, adamw, chain, clip_by_global_norm, clip_by_member_norm, sgd
 from tests.helpers import TiedLM, assert_pure, assert_trees_equal
 
 
@@ -266,6 +266,51 @@ def test_a_schedule_without_a_number(wrap, value):
         wrap(opt.update)(make_tree(), make_tree(), opt.init(make_tree()))
 
     assert repr(value) in str(err.value)
+
+
+LAZY = lazy_stack([TensorDict({"w": torch.zeros(3)}) for _ in range(3)])
+LAZY_TREES = pytest.mark.parametrize(
+    "params", [LAZY, TensorDict({"rows": LAZY, "b": torch.zeros(3, 2)}, [3])], ids=["stack", "inside"]
+)
+
+
+@LAZY_TREES
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda p: sgd(lr=RATES).init(p), "sgd: lr has a value for each member"),
+        (
+            lambda p: adam().update(p, p, adam().init(p), active=torch.tensor([True, False, True])),
+            "adam.update: active chooses members",
+        ),
+        (
+            lambda p: adam().update(p, p, adam().init(p).set("step", torch.tensor([0, 1, 2]))),
+            "adam.update: the state has another step count",
+        ),
+        (lambda p: clip_by_member_norm(1.0)(p), "clip_by_member_norm: each member has a norm"),
+    ],
+    ids=["lr", "active", "counts", "clip"],
+)
+def test_lazy_members_are_alike(call, words, params):
+    """What belongs to a member would be spread over the features of every row of a lazy stack."""
+    with pytest.raises(UnsupportedError, match=words + r"[\s\S]*stacked along the batch[\s\S]*a lazy stack"):
+        call(params)
+
+
+@LAZY_TREES
+@pytest.mark.parametrize("wrap", [lambda f: f, jit], ids=["eager", "jit"])
+def test_lazy_members_share_a_schedule(params, wrap):
+    """A schedule's values for three members would be values for three features; one number would be refused."""
+    opt, wrong = adam(lr=lambda step: 0.1 * 0.5**step), adam(lr=lambda step: RATES)
+    grads, state = params + 1, opt.init(params)
+
+    new, state = wrap(opt.update)(params, grads, state)
+    new, state = wrap(opt.update)(new, grads, state)
+
+    assert_trees_equal(new, params - 0.15, rtol=1e-5, atol=1e-6)
+    assert state["step"].tolist() == [2, 2, 2]
+    with pytest.raises(BatchSizeError, match=r"the schedule of lr[\s\S]*one number[\s\S]*\[3\]"):
+        wrap(wrong.update)(params, grads, wrong.init(params))
 
 
 def test_optimizers_show_their_hyperparameters():
