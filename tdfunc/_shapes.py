@@ -1,6 +1,7 @@
 """Batch-size arithmetic: what an index, a reshape or a set of leaves does to the leading dimensions."""
 
 import math
+import operator
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from tdfunc._types import Names
 
 EMPTY = Size(())
 _ALL = slice(None)
+_INTS = (int, torch.SymInt)
 
 
 def as_size(value: Any, call: str = "batch_size") -> Size:
@@ -22,7 +24,7 @@ def as_size(value: Any, call: str = "batch_size") -> Size:
         return EMPTY
     if isinstance(value, Size):
         return value
-    if isinstance(value, int):
+    if isinstance(value, (int, np.integer)):
         value = (value,)
     try:
         size = Size(tuple(value))
@@ -99,8 +101,37 @@ def one_shape(tensors: Collection[Tensor]) -> Size | None:
     return shapes[0] if shapes and shapes.count(shapes[0]) == len(shapes) else None
 
 
+def int_or_ints(value: Any, what: str) -> int | list[int]:
+    """Return an int, or the ints of a sequence, array or tensor."""
+    given = value.tolist() if isinstance(value, (Tensor, np.ndarray, np.generic)) else value
+    if isinstance(given, _INTS):
+        return given  # pyright: ignore[reportReturnType]
+    try:
+        return [item if isinstance(item, _INTS) else operator.index(item) for item in given]  # pyright: ignore[reportReturnType]
+    except TypeError as err:
+        raise TypeError(explain(what, expected="an int or several", got=repr(value))) from err
+
+
+def as_ints(value: Any, what: str) -> list[int]:
+    """Return the ints of a sequence, array or tensor."""
+    given = int_or_ints(value, what)
+    if not isinstance(given, list):
+        raise TypeError(explain(what, expected="several ints", got=repr(value)))
+    return given
+
+
+def as_int(value: Any, what: str) -> int:
+    """Return an int that may be of another library."""
+    try:
+        return value if isinstance(value, _INTS) else operator.index(value)  # pyright: ignore[reportReturnType]
+    except TypeError as err:
+        raise TypeError(explain(what, expected="an int", got=repr(value))) from err
+
+
 def dim_index(dim: int, ndim: int, call: str) -> int:
     """Return a non-negative batch dimension."""
+    if not isinstance(dim, int):
+        dim = as_int(dim, f"{call}: a batch dimension is an int.")
     if not -ndim <= dim < ndim:
         raise IndexError(
             explain(
@@ -110,6 +141,12 @@ def dim_index(dim: int, ndim: int, call: str) -> int:
             )
         )
     return dim % ndim
+
+
+def dims_of(dims: Any, call: str) -> list[int]:
+    """Return one batch dimension, or several, as a list."""
+    given = int_or_ints(dims, f"{call}: batch dimensions are ints.")
+    return given if isinstance(given, list) else [given]
 
 
 def dim_size(size: Size, dim: int, call: str) -> int:

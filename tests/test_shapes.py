@@ -7,6 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Size
 
+import tdfunc as tdf
 from tdfunc import BatchSizeError, TensorDict
 from tdfunc._shapes import (
     as_names,
@@ -222,3 +223,56 @@ def test_shapes_broadcast_as_in_torch(shapes):
         expected = None
 
     assert broadcast(*map(Size, shapes)) == expected
+
+
+TD = TensorDict({"a": torch.arange(8.0).reshape(4, 2)}, [4])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda td: td.unbind("x"), r"unbind: a batch dimension is an int.\n.*an int\n.*'x'"),
+        (lambda td: td.split("a"), r"split: sizes are ints.\n.*an int or several\n.*'a'"),
+        (lambda td: td.split([1.5, 2.5]), r"split: sizes are ints.\n.*\n.*\[1.5, 2.5\]"),
+        (lambda td: td.chunk(1.5), r"chunk: the number of chunks is an int.\n.*an int\n.*1.5"),
+        (lambda td: td.roll(1.5, 0), r"roll: shifts are ints.\n.*\n.*1.5"),
+        (lambda td: td.roll(1, "a"), r"roll: batch dimensions are ints.\n.*\n.*'a'"),
+        (lambda td: td.flip("a"), r"flip: batch dimensions are ints.\n.*\n.*'a'"),
+        (lambda td: td.tensor_split("a"), r"tensor_split: sections and positions are ints.\n.*\n.*'a'"),
+        (lambda td: td.squeeze(0.5), r"squeeze: batch dimensions are ints.\n.*\n.*0.5"),
+        (lambda td: td.sum([0.5]), r"sum: batch dimensions are ints.\n.*\n.*\[0.5\]"),
+        (lambda td: td.reshape("a"), r"sizes and dimensions are ints.\n.*\n.*'a'"),
+        (lambda td: tdf.stack([td, td], 1.0), r"stack: a batch dimension is an int.\n.*\n.*1.0"),
+        (lambda td: tdf.pad(td, 1), r"pad: rows before and after are ints.\n.*several ints\n.*1"),
+        (lambda td: tdf.pad(td, [0.5, 1]), r"pad: rows before and after are ints.\n.*\n.*\[0.5, 1\]"),
+    ],
+)
+def test_what_is_no_int(call, message):
+    """A size or dimension that is no int would be a bare error of Python, or be taken for something else."""
+    with pytest.raises(TypeError, match=message):
+        call(TD)
+
+
+@pytest.mark.parametrize("number", [np.int64, torch.tensor])
+def test_ints_of_other_libraries(number):
+    """An int of numpy or torch, which torch takes, would be refused."""
+    zero, two = number(0), number(2)
+
+    assert [len(part) for part in TD.chunk(two)] == [2, 2]
+    assert [len(part) for part in TD.split(two, zero)] == [2, 2]
+    assert [len(part) for part in TD.tensor_split(two)] == [2, 2]
+    assert len(TD.unbind(zero)) == 4
+    assert torch.equal(TD.roll(two, zero)["a"], TD["a"].roll(2, 0))
+    assert torch.equal(TD.flip(zero)["a"], TD["a"].flip(0))
+    assert TD.sum(zero).batch_size == ()
+    assert TD.unsqueeze(zero).squeeze(zero).batch_size == (4,)
+    assert TD[:2].reshape(two).batch_size == (2,)
+
+
+def test_sizes_of_other_libraries():
+    """A batch size, split sizes or padding of numpy or torch would be refused."""
+    assert TensorDict({}, np.int64(2)).batch_size == (2,)
+    assert [len(part) for part in torch.chunk(TD, np.int64(2))] == [2, 2]
+    assert [len(part) for part in TD.split(torch.tensor([1, 3]))] == [1, 3]
+    assert TD.expand(np.array([3, 4])).batch_size == (3, 4)
+    assert tdf.pad(TD, np.array([1, 2])).batch_size == (7,)

@@ -31,6 +31,7 @@ def assert_close(
         equal_nan: Take NaN as equal to NaN.
 
     Raises:
+        TypeError: One of the two is no tree.
         TreeStructureError: The keys differ.
         AssertionError: A batch size, leaf or value differs; the message names the first path that does.
 
@@ -40,6 +41,8 @@ def assert_close(
     Examples:
         >>> tdf.assert_close(TensorDict({"a": torch.ones(2)}), TensorDict({"a": torch.ones(2) + 1e-7}))
     """
+    for tree in (actual, expected):
+        _check_tree(tree, "assert_close")
     check_same(actual, expected, "assert_close")
     _compare(actual, expected, {"rtol": rtol, "atol": atol, "equal_nan": equal_nan}, ())
 
@@ -75,7 +78,7 @@ def _differ(at: Path, what: str, expected: Any, got: Any) -> AssertionError:
 def equal(first: Any, second: Any) -> bool:
     """Whether two trees have equal keys, batch sizes, shapes and values, as `torch.equal` of their leaves."""
     for tree in (first, second):
-        _check_tree(tree, "equal")
+        _check_tree(tree, "torch.equal")
     same = first._batch_size == second._batch_size and difference(first, second, ()) is None
     return same and _all_leaves("equal", first, second, torch.equal)
 
@@ -83,15 +86,15 @@ def equal(first: Any, second: Any) -> bool:
 def all_close(first: Any, second: Any, rtol: float, atol: float, equal_nan: bool) -> bool:
     """Whether two trees with the same keys have close leaves and equal non-tensor data."""
     for tree in (first, second):
-        _check_tree(tree, "allclose")
+        _check_tree(tree, "torch.allclose")
     check_same(first, second, "allclose")
     return _all_leaves("allclose", first, second, lambda x, y: torch.allclose(x, y, rtol, atol, equal_nan))
 
 
 def _check_tree(tree: Any, call: str) -> None:
     if not isinstance(tree, TensorCollection):
-        hint = "(td == value).all() compares with one value."
-        what = f"torch.{call}: of two trees."
+        hint = "(td == value).all() compares with one value, TensorDict(value) makes a tree of a dict."
+        what = f"{call}: of two trees."
         raise TypeError(explain(what, expected="a tree", got=type(tree).__name__, hint=hint))
 
 

@@ -391,6 +391,8 @@ FUNCTIONS = _shapes() | _pointwise() | _reductions()
 # An operator with a tensor on one side arrives as the tensor's method. By name, as dynamo has objects of its own
 # for the methods that torch writes in Python.
 METHODS = _methods()
+# What torch's functions take as numpy's do.
+_NUMPY = {"axis": "dim", "keepdims": "keepdim"}
 
 
 class DispatchMethods(TensorCollection):
@@ -416,6 +418,8 @@ class DispatchMethods(TensorCollection):
         if kwargs and kwargs.get("out") is not None:
             hint = "use what the function returns; td.update_(result) copies values into existing storage."
             raise ImmutableError(explain(f"{_title(func)}: out= would write to a tree.", hint=hint))
+        if kwargs and not _NUMPY.keys().isdisjoint(kwargs):
+            kwargs = {_NUMPY.get(name, name): value for name, value in kwargs.items()}
         try:
             return handler(*args, **(kwargs or {}))
         except TypeError as err:
@@ -435,4 +439,6 @@ def _explain_call(func: Any, handler: Handler, err: TypeError) -> None:
     entered = err.__traceback__ is not None and err.__traceback__.tb_next is not None
     if not entered:
         what = f"{_title(func)}: on trees it takes other arguments."
-        raise TypeError(explain(what, expected=str(inspect.signature(handler)), got=str(err))) from err
+        # Python names the function of ours first: `f() got an unexpected keyword argument`.
+        got = str(err).partition("() ")[2] or str(err)
+        raise TypeError(explain(what, expected=str(inspect.signature(handler)), got=got)) from err

@@ -11,7 +11,7 @@ import torch
 from torch import Size, Tensor
 
 from tdfunc._collection import TensorCollection
-from tdfunc._errors import LeafMismatchError, MissingKeyError, TieError, TreeStructureError, explain
+from tdfunc._errors import LeafMismatchError, MissingKeyError, TieError, TreeStructureError, UnsupportedError, explain
 from tdfunc._keys import dotted
 from tdfunc._nontensor import NonTensorBase, NonTensorStack
 from tdfunc._shapes import as_size, common_prefix
@@ -78,39 +78,46 @@ def as_plain(value: Any) -> Any:
 # -- to -----------------------------------------------------------------------------------------------------------
 
 
-def _as_array(leaf: Tensor) -> Any:
-    # Copies only what numpy cannot see: another device, a conjugate view.
-    return leaf.numpy(force=True)
+def _as_array(leaf: Tensor, call: str, at: Path) -> Any:
+    try:
+        # Copies only what numpy cannot see: another device, a conjugate view.
+        return leaf.numpy(force=True)
+    except (TypeError, RuntimeError) as err:
+        what = f"{call}: {dotted(at)!r} is no array of numpy."
+        got = f"{leaf.dtype}, {leaf.layout}, on {leaf.device}"
+        hint = "td.to(torch.float32) casts." if leaf.is_floating_point() and leaf.device.type != "meta" else None
+        expected = "values in a dtype and layout of numpy"
+        raise UnsupportedError(explain(what, expected=expected, got=got, hint=hint)) from err
 
 
 def to_numpy(tree: TensorCollection) -> dict[str, Any]:
     """Return nested dicts of arrays and plain values."""
-    return {key: _numpy_of(value) for key, value in to_dict(tree).items()}
+    return {key: _numpy_of(value, (key,)) for key, value in to_dict(tree).items()}
 
 
-def _numpy_of(value: Any) -> Any:
+def _numpy_of(value: Any, at: Path) -> Any:
     if isinstance(value, dict):
-        return {key: _numpy_of(item) for key, item in cast("dict[str, Any]", value).items()}
+        return {key: _numpy_of(item, (*at, key)) for key, item in cast("dict[str, Any]", value).items()}
     # A key of a lazy stack has a tensor for each tree.
     if isinstance(value, tuple):
-        return tuple(map(_numpy_of, cast("tuple[Any, ...]", value)))
-    return _as_array(value) if isinstance(value, Tensor) else value
+        return tuple([_numpy_of(item, at) for item in cast("tuple[Any, ...]", value)])
+    return _as_array(value, "numpy", at) if isinstance(value, Tensor) else value
 
 
-def to_struct_array(tree: TensorCollection) -> Any:
+def to_struct_array(tree: TensorCollection, at: Path = ()) -> Any:
     """Return one array of records over the batch; nested trees are records in records."""
     size = tree._batch_size
     columns: dict[str, Any] = {}
     for key in tree._keys():
         node = tree._get(key)
         if isinstance(node, TensorCollection):
-            columns[key] = to_struct_array(node)
+            columns[key] = to_struct_array(node, (*at, key))
         elif isinstance(node, NonTensorBase):
             values = node._array
             texts = all(isinstance(value, str) for value in values.flat)
             columns[key] = values.astype(str) if texts and values.size else values
         else:
-            columns[key] = _as_array(cast("Tensor", node))
+            columns[key] = _as_array(cast("Tensor", node), "to_struct_array", (*at, key))
     made = np.empty(tuple(size), [(key, column.dtype, column.shape[len(size) :]) for key, column in columns.items()])
     for key, column in columns.items():
         made[key] = column
@@ -149,6 +156,9 @@ def _list_of(value: Any, convert: bool) -> Any:
 
 def load_state_dict(tree: T, given: Mapping[str, Any], strict: bool, assign: bool, flat: bool | None) -> T:
     """Return the tree with the values of a state dict."""
+    if not isinstance(given, (Mapping, TensorCollection)):
+        what = "load_state_dict: this is no state dict."
+        raise TypeError(explain(what, expected="a dict, as state_dict() returns", got=type(given).__name__))
     flat = not any(isinstance(value, Mapping) for value in given.values()) if flat is None else flat
     found = dict(given) if flat else dict(_flat(given, ""))
     nodes = {dotted(path): (path, node) for path, node in iter_items(tree, True, True) if _is_state(tree, path, node)}
@@ -229,7 +239,11 @@ class ExchangeMethods(TensorCollection):
     __slots__ = ()
 
     def numpy(self) -> dict[str, Any]:
-        """Return nested dicts of numpy arrays and plain values; arrays of CPU tensors share their memory."""
+        """Return nested dicts of numpy arrays and plain values; arrays of CPU tensors share their memory.
+
+        Raises:
+            UnsupportedError: numpy has no such dtype or layout, or a leaf has no values; the message names it.
+        """
         return to_numpy(self)
 
     def tolist(self, *, convert_tensors: bool = False) -> Any:
@@ -258,6 +272,9 @@ class ExchangeMethods(TensorCollection):
         Examples:
             >>> TensorDict({"age": torch.tensor([9, 3]), "name": ["Rex", "Fido"]}, [2]).to_struct_array()["name"]
             array(['Rex', 'Fido'], dtype='<U4')
+
+        Raises:
+            UnsupportedError: numpy has no such dtype or layout, or a leaf has no values; the message names it.
         """
         return to_struct_array(self)
 
@@ -277,6 +294,7 @@ class ExchangeMethods(TensorCollection):
             from_flatten: Whether keys are dotted; without it they are unless there are nested dicts.
 
         Raises:
+            TypeError: The state dict is no mapping.
             MissingKeyError: The keys differ, and `strict`.
             TreeStructureError: A leaf of the tree is a tree in the state dict, or the other way round, and `strict`.
             LeafMismatchError: A shape differs; the message names the key.

@@ -46,10 +46,11 @@ def _column(key: str, node: Any) -> Any:
         return node._array
     try:
         return node.numpy(force=True)
-    except TypeError as err:
-        hint = "td.to(torch.float32) casts."
-        what = f"to_pandas: numpy has no dtype for {key!r}."
-        raise LeafMismatchError(explain(what, expected="a dtype of numpy", got=str(node.dtype), hint=hint)) from err
+    except (TypeError, RuntimeError) as err:
+        hint = None if node.device.type == "meta" else "td.to(torch.float32) casts."
+        what = f"to_pandas: {key!r} is no array of numpy."
+        expected, got = "values in a dtype of numpy", f"{node.dtype} on {node.device}"
+        raise LeafMismatchError(explain(what, expected=expected, got=got, hint=hint)) from err
 
 
 def read_frame(frame: Any, separator: str | None, dtype: torch.dtype | None) -> dict[Any, Any]:

@@ -5,6 +5,7 @@ from functools import partial
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
 
+import numpy as np
 import torch
 from torch import Size, Tensor
 
@@ -20,7 +21,6 @@ from tdfunc.ops.reading import UNSET, get, get_value, value_of
 if TYPE_CHECKING:
     from types import EllipsisType
 
-    import numpy as np
     from typing_extensions import Self
 
     # One part of an index of rows.
@@ -58,8 +58,13 @@ def gather(tree: T, dim: int, index: Tensor) -> T:
     return tree._shape(LeafOp("gather", leaf, new, lambda names: names, True, (dim, index), plain=plain))
 
 
-def masked_select(tree: T, mask: Tensor) -> T:
+def masked_select(tree: T, mask: Any) -> T:
     """Return the rows where a mask over the leading batch dimensions is True, in one new dimension."""
+    if isinstance(mask, (np.ndarray, list, tuple)):
+        mask = torch.as_tensor(np.array(mask), device="cpu")
+    if not isinstance(mask, Tensor):
+        expected, got = "a bool tensor or array", type(mask).__name__
+        raise TypeError(explain("masked_select: this is no mask.", expected=expected, got=got))
     if mask.dtype is not torch.bool:
         hint = "td[index] takes integers."
         raise TypeError(explain("masked_select: a mask holds bools.", expected="bool", got=str(mask.dtype), hint=hint))
@@ -211,7 +216,7 @@ class IndexMethods(TensorCollection):
         """
         return gather(self, dim, index)
 
-    def masked_select(self, mask: Tensor) -> "Self":
+    def masked_select(self, mask: "Tensor | np.ndarray[Any, Any] | Sequence[Any]") -> "Self":
         """Return the rows where the mask holds: batch size [number of True, ...].
 
         Raises:

@@ -1,11 +1,15 @@
 """What leaves are to autograd and in memory: gradients, layout, pinned and shared memory, sizes."""
 
+from collections.abc import Callable
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from tdfunc._collection import PLAIN, LeafOp, TensorCollection, iter_leaves
+from tdfunc._errors import LeafMismatchError, explain
+from tdfunc._keys import dotted
 from tdfunc.ops import storage_writes
 from tdfunc.ops.cast import detach
 
@@ -22,6 +26,19 @@ def counted(tree: TensorCollection, duplicates: bool) -> list[Tensor]:
     """Return the tensors to count: every path, or each tensor once."""
     found = tensors(tree)
     return found if duplicates else list({id(x): x for x in found}.values())
+
+
+def _total(tree: TensorCollection, call: str, duplicates: bool, size: Callable[[Tensor], int]) -> int:
+    try:
+        return sum(map(size, counted(tree, duplicates)))
+    except ValueError as err:
+        found = next(((path, leaf) for path, leaf in iter_leaves(tree) if is_lazy(leaf)), None)
+        if found is None:
+            raise
+        what = f"{call}: {dotted(found[0])!r} is not initialised, it has no size yet."
+        hint = "call the lazy module once, before its tree is made."
+        expected, got = "a tensor with a shape", type(found[1]).__name__
+        raise LeafMismatchError(explain(what, expected=expected, got=got, hint=hint)) from err
 
 
 def grad(tree: TensorCollection) -> Any:
@@ -103,13 +120,19 @@ class MemoryMethods(TensorCollection):
         Examples:
             >>> TensorDict({"a": torch.zeros(3), "b": torch.zeros(2, dtype=torch.int64)}).bytes()
             28
+
+        Raises:
+            LeafMismatchError: A parameter of a lazy module has no shape yet; the message names it.
         """
-        return sum(x.numel() * x.element_size() for x in counted(self, count_duplicates))
+        return _total(self, "bytes", count_duplicates, lambda x: x.numel() * x.element_size())
 
     def param_count(self, *, count_duplicates: bool = True) -> int:
         """Return the number of elements of all leaves.
 
         Args:
             count_duplicates: Count a tensor once for each of its paths.
+
+        Raises:
+            LeafMismatchError: A parameter of a lazy module has no shape yet; the message names it.
         """
-        return sum(x.numel() for x in counted(self, count_duplicates))
+        return _total(self, "param_count", count_duplicates, Tensor.numel)

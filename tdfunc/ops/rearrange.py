@@ -14,7 +14,7 @@ from torch import Size, Tensor
 from tdfunc._collection import LeafOp, TensorCollection
 from tdfunc._errors import LeafMismatchError, explain
 from tdfunc._nontensor import NonTensorBase, NonTensorStack
-from tdfunc._shapes import dim_index, dim_size, put_first, slice_length
+from tdfunc._shapes import as_ints, dim_index, dim_size, dims_of, int_or_ints, put_first, slice_length
 from tdfunc._types import LeafFn, Names
 from tdfunc.ops.at import _keeps
 from tdfunc.ops.index import split_leaves
@@ -32,7 +32,7 @@ def _same_names(names: Names) -> Names:
 
 def _as_dims(dims: "int | Sequence[int]", n: int, call: str) -> list[int]:
     """Return distinct batch dimensions, counted from the front."""
-    given = [dims] if isinstance(dims, int) else list(dims)
+    given = dims_of(dims, call)
     found = [dim_index(dim, n, call) for dim in given]
     if len(set(found)) != len(found):
         raise ValueError(explain(f"{call}: a dimension is given twice.", expected="each once", got=str(given)))
@@ -65,16 +65,15 @@ def tensor_split(tree: T, sections: "int | Sequence[int] | Tensor", dim: int) ->
     """Cut the batch into nearly equal parts, or at the given positions."""
     dim = dim_index(dim, len(tree._batch_size), "tensor_split")
     total = dim_size(tree._batch_size, dim, "tensor_split")
-    if isinstance(sections, Tensor):
-        sections = int(sections) if sections.dim() == 0 else [int(i) for i in sections]
-    if isinstance(sections, int):
+    sections = int_or_ints(sections, "tensor_split: sections and positions are ints.")
+    if not isinstance(sections, list):
         if sections < 1:
             what = "tensor_split: the number of parts must be positive."
             raise ValueError(explain(what, expected="1 or more", got=str(sections)))
         small, longer = divmod(total, sections)
         cuts = [i * small + min(i, longer) for i in range(1, sections)]
     else:
-        cuts = list(sections)
+        cuts = sections
     parts = [slice(start, end) for start, end in zip([0, *cuts], [*cuts, total], strict=True)]
     size, before = tree._batch_size, (slice(None),) * dim
     sizes = [Size((*size[:dim], slice_length(part, total), *size[dim + 1 :])) for part in parts]
@@ -91,14 +90,15 @@ def flip(tree: T, dims: "int | Sequence[int]") -> T:
 
 def roll(tree: T, shifts: "int | Sequence[int]", dims: "int | Sequence[int] | None") -> T:
     """Shift the rows along dimensions, the last ones to the front; without dimensions, of the flattened batch."""
+    given = int_or_ints(shifts, "roll: shifts are ints.")
     if dims is None:
-        if not isinstance(shifts, int):
+        if isinstance(given, list):
             what = "roll: several shifts need several dimensions."
             raise ValueError(explain(what, expected="dims", got=f"shifts {shifts} and no dims"))
-        return reshape(roll(reshape(tree, (-1,)), shifts, 0), tuple(tree._batch_size))
-    steps = [shifts] if isinstance(shifts, int) else list(shifts)
+        return reshape(roll(reshape(tree, (-1,)), given, 0), tuple(tree._batch_size))
+    steps = given if isinstance(given, list) else [given]
     n = len(tree._batch_size)
-    where = [dim_index(dim, n, "roll") for dim in ([dims] if isinstance(dims, int) else dims)]
+    where = [dim_index(dim, n, "roll") for dim in dims_of(dims, "roll")]
     if len(steps) != len(where):
         expected, got = f"{len(where)} shifts, one for each of dims", str(steps)
         raise ValueError(explain("roll: shifts and dims differ in number.", expected=expected, got=got))
@@ -230,7 +230,7 @@ def pad(tree: T, pad_size: Sequence[int], value: float = 0.0) -> T:
         tensor([0., 1., 1.])
     """
     size = tree._batch_size
-    sizes = list(pad_size)
+    sizes = as_ints(pad_size, "pad: rows before and after are ints.")
     pairs = list(zip(sizes[::2], sizes[1::2], strict=False))
     if len(sizes) % 2 or len(pairs) > len(size) or any(count < 0 for count in sizes):
         expected = f"at most {len(size)} pairs of numbers of 0 or more"

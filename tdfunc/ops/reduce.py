@@ -11,7 +11,7 @@ from torch import Size, Tensor
 from tdfunc._collection import PLAIN, LeafOp, TensorCollection, is_compiling, iter_leaves, leaf_paths, with_leaves
 from tdfunc._errors import explain
 from tdfunc._keys import dotted
-from tdfunc._shapes import EMPTY, dim_index, one_shape, put_first
+from tdfunc._shapes import EMPTY, dim_index, dims_of, one_shape, put_first
 from tdfunc._types import LeafFn, Names, Path
 from tdfunc.ops.arithmetic import unzip
 
@@ -45,8 +45,8 @@ def _reduce_leaves(
     if isinstance(dim, str):
         expected = "batch dimensions as ints, None for all, or 'feature'"
         raise ValueError(explain(f"{name}: no such dimension.", expected=expected, got=repr(dim)))
-    one = isinstance(dim, int)
-    dims = (dim_index(dim, n, name),) if one else tuple(sorted({dim_index(d, n, name) for d in dim}))
+    given = (dim,) if isinstance(dim, int) else dims_of(dim, name)
+    dims = tuple(sorted({dim_index(d, n, name) for d in given}))
 
     def names_after(names: Names) -> Names:
         return tuple([given for i, given in enumerate(names) if keepdim or i not in dims])

@@ -13,7 +13,7 @@ from torch import Size, Tensor
 
 from tdfunc._collection import LeafOp, TensorCollection
 from tdfunc._errors import explain
-from tdfunc._shapes import dim_index, dim_size, fill_size, one_shape, put_first
+from tdfunc._shapes import as_int, dim_index, dim_size, dims_of, fill_size, int_or_ints, one_shape, put_first
 from tdfunc._types import LeafFn, Names
 from tdfunc.ops.index import split_leaves
 
@@ -24,7 +24,10 @@ T = TypeVar("T", bound=TensorCollection)
 
 
 def _ints(args: tuple[Any, ...]) -> tuple[int, ...]:
-    return tuple(args[0]) if len(args) == 1 and not isinstance(args[0], int) else args
+    if len(args) != 1 or isinstance(args[0], int):
+        return args
+    given = int_or_ints(args[0], "reshape, view, permute, expand: sizes and dimensions are ints.")
+    return tuple(given) if isinstance(given, list) else (given,)
 
 
 # Methods by name, called from C, take a third less time on a leaf than functions of ours.
@@ -160,7 +163,7 @@ def unsqueeze(tree: T, dim: int) -> T:
 def squeeze(tree: T, dim: "int | tuple[int, ...] | None") -> T:
     """Remove batch dimensions of size 1 (all, or the given ones that have it)."""
     size = tree._batch_size
-    asked = range(len(size)) if dim is None else (dim,) if isinstance(dim, int) else dim
+    asked = range(len(size)) if dim is None else dims_of(dim, "squeeze")
     gone = {d for d in (dim_index(d, len(size), "squeeze") for d in asked) if size[d] == 1}
     for d in sorted(gone, reverse=True):
         tree = tree._shape(_squeeze_op(tree._batch_size, d))
@@ -205,12 +208,14 @@ def split(tree: T, sizes: "int | Sequence[int]", dim: int) -> tuple[T, ...]:
     size = tree._batch_size
     dim = dim_index(dim, len(size), "split")
     total = dim_size(size, dim, "split")
-    if isinstance(sizes, int):
+    given = int_or_ints(sizes, "split: sizes are ints.")
+    if not isinstance(given, list):
+        sizes = given
         if sizes <= 0:
             raise ValueError(explain("split: the size must be positive.", expected="1 or more", got=str(sizes)))
         parts = [min(sizes, total - i) for i in range(0, total, sizes)] or [0]
     else:
-        parts = list(sizes)
+        parts = given
         if sum(parts) != total or any(p < 0 for p in parts):
             got = f"{parts} (sum {sum(parts)})"
             raise ValueError(explain("split: the sizes must add up to the dimension.", expected=str(total), got=got))
@@ -224,6 +229,7 @@ def split(tree: T, sizes: "int | Sequence[int]", dim: int) -> tuple[T, ...]:
 
 def chunk(tree: T, chunks: int, dim: int) -> tuple[T, ...]:
     """Cut the batch into at most this many parts of one size (the last may be smaller)."""
+    chunks = as_int(chunks, "chunk: the number of chunks is an int.")
     if chunks < 1:
         what = "chunk: the number of chunks must be positive."
         raise ValueError(explain(what, expected="1 or more", got=str(chunks)))

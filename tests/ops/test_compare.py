@@ -53,3 +53,13 @@ def test_other_differences():
         assert_close(ragged(1.0), ragged(1.0)[:1])
     with pytest.raises(AssertionError, match="'n.b' differs"):
         assert_close(ONE, ONE, equal_nan=False)
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_assert_close_of_what_is_no_tree(swap):
+    """A dict in place of a tree would be an AttributeError from inside."""
+    td = TensorDict({"a": torch.ones(2)})
+    pair = (td.to_dict(), td) if swap else (td, td.to_dict())
+
+    with pytest.raises(TypeError, match=r"assert_close: of two trees.\n.*a tree\n.*dict\n.*TensorDict\(value\)"):
+        assert_close(*pair)

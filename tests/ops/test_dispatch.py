@@ -1,5 +1,6 @@
 """Functions of torch that are given a tree, against the same function on every leaf."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Size
@@ -289,3 +290,31 @@ def test_compiled(name):
     compiled = torch.compile(lambda x: fn(TensorDict({"x": x}, [3])), fullgraph=True, backend="eager")
 
     assert_trees_equal(compiled(x), fn(TensorDict({"x": x}, [3])))
+
+
+def test_names_of_numpy():
+    """`axis` and `keepdims`, which torch takes, would be refused of trees."""
+    td = TensorDict({"a": torch.arange(6.0).reshape(2, 3)}, [2])
+
+    assert torch.cat([td, td], axis=0).batch_size == (4,)
+    assert torch.stack([td, td], axis=1).batch_size == (2, 2)
+    assert torch.unsqueeze(td, axis=0).batch_size == (1, 2)
+    assert torch.sum(td, axis=0, keepdims=True)["a"].tolist() == [[3, 5, 7]]
+
+
+def test_other_arguments_are_named_without_inner_functions():
+    """The message would speak of a lambda in place of torch's function."""
+    with pytest.raises(TypeError, match=r"torch.clone: on trees.*\n.*\(input\)\n.*got: +got an unexpected.*'memory_"):
+        torch.clone(TensorDict({"a": torch.ones(2)}), memory_format=torch.preserve_format)
+
+
+def test_masks_of_numpy():
+    """An array or list of bools, which indexing takes, would be refused with a message that it is one of bools."""
+    td = TensorDict({"a": torch.arange(3)}, [3])
+
+    for mask in (np.array([True, False, True]), np.array([True, False, True])[::-1], [True, False, True]):
+        assert td.masked_select(mask)["a"].tolist() == [0, 2]
+    with pytest.raises(TypeError, match=r"masked_select: this is no mask.\n.*array\n.*NoneType"):
+        td.masked_select(None)
+    with pytest.raises(TypeError, match=r"a mask holds bools.\n.*bool\n.*int64"):
+        td.masked_select(np.arange(3))

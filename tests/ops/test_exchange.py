@@ -7,7 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from tdfunc import BatchSizeError, Kind, LeafMismatchError, MissingKeyError, TensorClass, TensorDict, TieError
+from tdfunc import (
+    BatchSizeError,
+    Kind,
+    LeafMismatchError,
+    MissingKeyError,
+    TensorClass,
+    TensorDict,
+    TieError,
+    UnsupportedError,
+)
 from tdfunc._lazystack.stack import lazy_stack
 from tests.helpers import TiedLM, TinyMLP, assert_pure, assert_trees_equal
 
@@ -320,3 +329,33 @@ def test_errors_name_both_values(call, error, message):
     """A wrong call would return something, or not say what it was given."""
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("leaf", "got"),
+    [
+        (torch.ones(2, dtype=torch.bfloat16), "torch.bfloat16, torch.strided, on cpu\n.*float32"),
+        (torch.ones(2, device="meta"), "torch.float32, torch.strided, on meta$"),
+        (torch.eye(2).to_sparse(), "torch.float32, torch.sparse_coo, on cpu"),
+    ],
+)
+@pytest.mark.parametrize("call", ["numpy", "to_struct_array"])
+def test_leaves_that_numpy_cannot_hold(leaf, got, call):
+    """A user could not see which leaf is the reason."""
+    with pytest.raises(UnsupportedError, match=rf"{call}: 'n.x' is no array of numpy.\n.*values.*\n.*{got}"):
+        getattr(TensorDict({"n": {"x": leaf}}, [2]), call)()
+
+
+def test_no_state_dict():
+    """What is no dict would be an AttributeError from inside."""
+    with pytest.raises(TypeError, match=r"load_state_dict: this is no state dict.\n.*a dict.*\n.*NoneType"):
+        TensorDict({"a": A}).load_state_dict(None)
+
+
+@pytest.mark.parametrize("call", ["bytes", "param_count"])
+def test_sizes_of_uninitialised_parameters(call):
+    """A user could not see which parameter has no size yet."""
+    tree = TensorDict({"n": {"x": torch.nn.UninitializedParameter()}})
+
+    with pytest.raises(LeafMismatchError, match=rf"{call}: 'n.x' is not init.*\n.*shape\n.*Uninit.*\n.*call the lazy"):
+        getattr(tree, call)()

@@ -120,8 +120,10 @@ def test_errors():
         TREE.to_pandas()
     with pytest.raises(LeafMismatchError, match=r"'x' has features.*\n.*the batch\n.*\[2, 3\]"):
         TensorDict({"x": torch.ones(2, 3)}, [2]).to_pandas()
-    with pytest.raises(LeafMismatchError, match=r"no dtype for 'x'.\n.*of numpy\n.*bfloat16\n.*float32"):
+    with pytest.raises(LeafMismatchError, match=r"'x' is no array of numpy.\n.*of numpy\n.*bfloat16 on cpu\n.*float32"):
         TensorDict({"x": torch.ones(2, dtype=torch.bfloat16)}, [2]).to_pandas()
+    with pytest.raises(LeafMismatchError, match=r"'x' is no array.*\n.*values in\n?.*\n.*float32 on meta$"):
+        TensorDict({"x": torch.ones(2, device="meta")}, [2]).to_pandas()
     with pytest.raises(TypeError, match=r"name of a column is no str.\n.*a str\n.*0\n.*columns=str"):
         TensorDict.from_pandas(pd.DataFrame([[1, 2]]))
     with pytest.raises(MissingKeyError, match=r"two columns are called 'a'.\n.*differ\n.*'a'"):
