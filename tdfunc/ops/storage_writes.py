@@ -24,7 +24,7 @@ from tdfunc._errors import (
 from tdfunc._keys import dotted, missing, unravel
 from tdfunc._mapped import Places, extent_of, mapped_file
 from tdfunc._nontensor import NonTensorBase, NonTensorData, NonTensorStack, same_value
-from tdfunc._shapes import fits_into, index_size, normalize_index
+from tdfunc._shapes import check_positions, fits_into, index_size, normalize_index
 from tdfunc._types import Path
 from tdfunc.ops.clash import clash, find_clash
 from tdfunc.ops.convert import as_tensor
@@ -62,6 +62,10 @@ def check_dtype(value: Tensor, leaf: Tensor, where: str) -> None:
 def check_writable(leaf: Tensor, where: str) -> None:
     """Raise for a leaf whose writes would not reach its file, or in which elements share one memory location."""
     check_reaches_file(leaf, where)
+    if not is_compiling() and leaf.is_inference() and not torch.is_inference_mode_enabled():
+        what = f"{where}: the leaf was made in inference mode, torch writes to it nowhere else."
+        hint = "write inside torch.inference_mode(), or to td.clone()."
+        raise LeafMismatchError(explain(what, expected="a tensor that is no inference tensor", hint=hint))
     if overlaps(leaf):
         raise LeafMismatchError(
             explain(
@@ -311,6 +315,7 @@ def write_row(tree: TensorCollection, index: Any, row: Any) -> TensorCollection:
     """Write one row (or rows) of a batch in place; a tree without leaves is allocated first, as zeros."""
     parts = index_parts(index, tree._batch_size)
     if tree._each(lambda t: t) is not None:
+        check_positions(parts, tree._batch_size)
         check_row(tree, parts, row)
         row = _rows_apart(row, _apart_from([leaf for _, leaf in iter_leaves(tree)]))
         done = tree._shape(_row_op(parts, "set_"), row)
@@ -362,6 +367,8 @@ def check_row(tree: TensorCollection, parts: tuple[Any, ...], row: Any) -> tuple
             raise LeafMismatchError(explain(what, got=got, hint=hint))
         return tree._shape(_row_op(parts, "check_"), row), row
     size = index_size(parts, tree._batch_size)
+    # torch would look at the positions of one leaf after another was written to.
+    check_positions(parts, tree._batch_size)
     if not isinstance(row, TensorCollection):
         row = TensorCollection._open(row, size)
     if row._batch_size != size:

@@ -391,3 +391,43 @@ def test_places_are_those_of_a_set_of_bytes(data):
     found = Places(leaves).find(extent_of(value))
 
     assert (found is not None) == any(part & set(range(*extent_of(value)[1:])) for part in stretches)
+
+
+@pytest.mark.parametrize("index", [torch.tensor([0, 7]), [0, -5], torch.tensor([[0], [4]], dtype=torch.int32)])
+def test_positions_are_checked_before_the_first_write(index):
+    """A position that is out of range would leave the first leaf written and the others not."""
+    td = TensorDict({"a": torch.zeros(4), "n": {"b": torch.zeros(4)}}, [4])
+    row = td[:1] + 1
+    stacks = [lazy_stack([td, td.clone()], 1), lazy_stack([td, *[td.clone() for _ in range(3)]])]
+    shape = np.shape(index)
+    rows = [row.expand(*shape, 2), row.expand(*shape, 4)]
+
+    with pytest.raises(IndexError, match=r"index: (7|-5|4) is out of range for batch dimension 0.\n.*-4 <= index < 4"):
+        td.at[index].set_(row.expand(*shape))
+    for stack, part in zip(stacks, rows, strict=True):
+        with pytest.raises(IndexError, match=r"index: (7|-5|4) is out of range for batch dimension 0"):
+            stack.at[index].set_(part)
+    assert not td.any()
+
+
+@pytest.mark.parametrize(
+    ("write", "where"),
+    [
+        (lambda td: td.update_({"a": torch.ones(4), "n": {"b": torch.ones(4)}}), "'n.b'"),
+        (lambda td: td.copy_(td + 1), "'n.b'"),
+        (lambda td: td.at[0].set_(1.0), r"at\[...\].set_ 'n.b'"),
+        (lambda td: td.set_(("n", "b"), torch.ones(4)), "set_ 'n.b'"),
+    ],
+)
+def test_inference_tensors_are_found_before_the_first_write(write, where):
+    """A leaf that torch refuses to write to would leave the leaves before it written."""
+    with torch.inference_mode():
+        made = torch.zeros(4)
+    td = TensorDict({"a": torch.zeros(4), "n": {"b": made}}, [4])
+
+    with pytest.raises(LeafMismatchError, match=where + r": the leaf was made in inference mode(.|\n)*td.clone\(\)"):
+        write(td)
+    assert td["a"].tolist() == [0.0] * 4
+    with torch.inference_mode():
+        write(td)
+    assert td["n", "b"][0] == 1.0
