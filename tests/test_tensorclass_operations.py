@@ -236,6 +236,16 @@ def test_shadowed_names_of_lazy_stacks():
     assert LazyStack.dense(tdf.lazy_stack([grid, grid]) + outer).nested.tolist() == [[[2.0] * 2] * 2, [[3.0] * 2] * 2]
 
 
+def test_a_field_called_nested():
+    """A common name of a field would be refused, or the method of a lazy stack be out of reach."""
+    cls = type(TensorClass)("HasNested", (TensorClass,), {"__annotations__": {"nested": Tensor}})
+    stack = tdf.lazy_stack([cls(torch.ones(2), batch_size=[2]), cls(torch.zeros(3), batch_size=[3])])
+
+    assert [len(part) for part in stack.nested] == [2, 3]
+    assert LazyStack.nested(stack)["nested"].is_nested
+    assert stack.pad().nested.tolist() == [[1, 1, 0], [0, 0, 0]]
+
+
 def test_a_field_called_data():
     """The commonest name of a field would be refused, or an operation read the field in place of the leaves."""
 

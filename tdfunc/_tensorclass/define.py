@@ -133,10 +133,11 @@ def _abstract(cls: Any, *_: Any) -> NoReturn:
 def _check_names_of(cls: Any, annotations: Mapping[str, Any], namespace: Mapping[str, Any]) -> None:
     """Raise for fields with the names of something else, and for names of fields that are given to something else."""
     base = next(each for each in cls.__mro__ if "_is_base" in vars(each))
-    # `data` is a field of many classes, and only another name of `detach()`.
+    # `data` and `nested` are fields of many classes; the one is only another name of `detach()`, the other a method of
+    # lazy stacks that `LazyStack.nested(stack)` calls.
     # A lazy stack of instances has the fields, and names of its own.
     both = {*dir(base), *dir(TensorCollection._lazy)}
-    public = {name for name in both if not name.startswith("_") and name != "data"}
+    public = {name for name in both if not name.startswith("_") and name not in ("data", "nested")}
     for name in annotations:
         if not name.isidentifier() or keyword.iskeyword(name):
             what = f"{cls.__name__}: {name!r} is no name of a field."
