@@ -78,13 +78,11 @@ class MemmapLeaf(NamedTuple):
     def _opened(self) -> Generator[int, None, None]:
         what = f"leaf {dotted(self.file.path)!r}"
         try:
-            fd = open_inside(self.root, self.file.name, what)
+            opened = open_inside(self.root, self.file.name, what)
         except FileNotFoundError as err:
             raise CorruptCheckpointError(explain(f"{what}: its file is missing.", expected=self.file.name)) from err
-        try:
+        with opened as fd:
             yield fd
-        finally:
-            os.close(fd)
 
 
 class _Descriptor:

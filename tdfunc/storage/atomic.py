@@ -18,6 +18,8 @@ from typing import Any
 
 import xxhash
 
+from tdfunc.storage.descriptor import Descriptor
+
 # Not a plain import: Windows lacks it, and `import tdfunc` should work there.
 _fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
 _fallocate: Any = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None) if sys.platform == "linux" else None
@@ -41,20 +43,18 @@ def replace_file(path: str, write: Callable[[int], None], *, size_bytes: int, fs
 
     folder_name, name = os.path.split(path)
     try:
-        folder = os.open(folder_name or ".", os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+        opened = Descriptor(folder_name or ".", os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
     except OSError as err:
         raise OSError(err.errno, f"save: {err.strerror}; the folder must exist", folder_name) from err
-    try:
-        remove_leftovers(folder, name)
-        if not (_UNNAMED and _replace(folder, name, prepared, fsync, named=False)):
-            _replace(folder, name, prepared, fsync, named=True)
-    except OSError as err:
-        raise OSError(err.errno, f"save: {err.strerror}; the file was not replaced", path) from err
-    else:
+    with opened as folder:
+        try:
+            remove_leftovers(folder, name)
+            if not (_UNNAMED and _replace(folder, name, prepared, fsync, named=False)):
+                _replace(folder, name, prepared, fsync, named=True)
+        except OSError as err:
+            raise OSError(err.errno, f"save: {err.strerror}; the file was not replaced", path) from err
         if fsync:
             os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def remove_leftovers(folder: int, name: str | None) -> None:
@@ -63,13 +63,10 @@ def remove_leftovers(folder: int, name: str | None) -> None:
     for entry in os.listdir(folder):
         if entry.startswith(start) and _fcntl is not None:
             # Two saves may clean at once; what cannot be opened or locked is not ours to delete.
-            with suppress(OSError):
-                fd = os.open(entry, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW, dir_fd=folder)
-                try:
-                    _fcntl.flock(fd, _fcntl.LOCK_EX | _fcntl.LOCK_NB)
-                    os.unlink(entry, dir_fd=folder)
-                finally:
-                    os.close(fd)
+            flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW
+            with suppress(OSError), Descriptor(entry, flags, dir_fd=folder) as fd:
+                _fcntl.flock(fd, _fcntl.LOCK_EX | _fcntl.LOCK_NB)
+                os.unlink(entry, dir_fd=folder)
 
 
 def _temporary(name: str) -> str:
@@ -80,44 +77,44 @@ def _temporary(name: str) -> str:
 def _replace(folder: int, name: str, write: Callable[[int], None], fsync: bool, *, named: bool) -> bool:
     """Write and rename; False if the system has no files without a name (nothing is left then)."""
     temporary = f"{_temporary(name)}{secrets.token_hex(8)}.tmp"
-    fd = _create(folder, temporary) if named else _create_unnamed(folder)
-    if fd is None:
+    file = _create(folder, temporary) if named else _create_unnamed(folder)
+    if file is None:
         return False
-    try:
-        write(fd)
-        _copy_mode(folder, name, fd)
-        if fsync:
-            os.fsync(fd)
-        if not named and not _link(folder, temporary, fd):
-            return False
-        os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
-        return True
-    finally:
-        with suppress(FileNotFoundError):
-            os.unlink(temporary, dir_fd=folder)
-        # Only now: the lock keeps others from taking the file for a leftover.
-        os.close(fd)
+    # Closed last: the lock keeps others from taking the file for a leftover.
+    with file as fd:
+        try:
+            write(fd)
+            _copy_mode(folder, name, fd)
+            if fsync:
+                os.fsync(fd)
+            if not named and not _link(folder, temporary, fd):
+                return False
+            os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+            return True
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(temporary, dir_fd=folder)
 
 
-def _create_unnamed(folder: int) -> int | None:
+def _create_unnamed(folder: int) -> Descriptor | None:
     try:
-        fd = os.open(".", _UNNAMED | os.O_RDWR, 0o666, dir_fd=folder)
+        file = Descriptor(".", _UNNAMED | os.O_RDWR, 0o666, dir_fd=folder)
     except OSError as err:
         if err.errno in _NO_UNNAMED:
             return None
         raise
-    _lock(fd)
-    return fd
+    _lock(file.fd)
+    return file
 
 
-def _create(folder: int, temporary: str) -> int:
+def _create(folder: int, temporary: str) -> Descriptor:
     while True:
-        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=folder)
-        _lock(fd)
+        file = Descriptor(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=folder)
+        _lock(file.fd)
         # Another save may have deleted it before it was locked.
-        if os.fstat(fd).st_nlink:
-            return fd
-        os.close(fd)
+        if os.fstat(file.fd).st_nlink:
+            return file
+        file.close()
 
 
 def _lock(fd: int) -> None:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from tdfunc._errors import explain
+from tdfunc.storage.descriptor import Descriptor
 from tdfunc.storage.folder_owned import find_foreign
 from tdfunc.storage.names import META
 
@@ -111,13 +112,10 @@ def _start(name: str) -> str:
 @contextmanager
 def _locked(folder: str) -> Generator[None, None, None]:
     """Hold the lock that tells others that this folder is in use; raises where another process has it."""
-    fd = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0))
-    try:
+    with Descriptor(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)) as fd:
         if _fcntl is not None:
             _fcntl.flock(fd, _fcntl.LOCK_EX | _fcntl.LOCK_NB)
         yield
-    finally:
-        os.close(fd)
 
 
 @contextmanager
@@ -127,23 +125,23 @@ def _temporary(parent: str, name: str) -> Generator[str, None, None]:
         temporary = os.path.join(parent, f"{_start(name)}{secrets.token_hex(8)}.tmp")
         os.mkdir(temporary)
         try:
-            fd = os.open(temporary, os.O_RDONLY)
+            held = Descriptor(temporary, os.O_RDONLY)
         except FileNotFoundError:
             # Another writer took it for a leftover before it was locked.
             continue
         # Some network file systems have no locks; there leftovers stay.
         if _fcntl is not None:
             with suppress(OSError):
-                _fcntl.flock(fd, _fcntl.LOCK_EX)
+                _fcntl.flock(held.fd, _fcntl.LOCK_EX)
         # Another writer may have deleted it before it was locked.
         if os.path.isdir(temporary):
             break
-        os.close(fd)
-    try:
-        yield temporary
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        os.close(fd)
+        held.close()
+    with held:
+        try:
+            yield temporary
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _take_place(temporary: str, path: str) -> None:
@@ -191,19 +189,13 @@ def _sync(folder: str) -> None:
         return
     for place, _, names in os.walk(folder):
         for name in names:
-            fd = os.open(os.path.join(place, name), os.O_RDONLY)
-            try:
+            with Descriptor(os.path.join(place, name), os.O_RDONLY) as fd:
                 os.fsync(fd)
-            finally:
-                os.close(fd)
         _sync_folder(place)
 
 
 def _sync_folder(folder: str, call: Callable[[int], Any] = os.fsync) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
+    with Descriptor(folder, os.O_RDONLY) as fd:
         if call(fd):
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code), folder)
-    finally:
-        os.close(fd)

@@ -21,6 +21,7 @@ from tdfunc._nontensor import NonTensorBase, NonTensorData
 from tdfunc._types import Kind, Names, Path, Ties
 from tdfunc.storage.build import Classes, resolve_class
 from tdfunc.storage.decode import are_flags
+from tdfunc.storage.descriptor import Descriptor
 from tdfunc.storage.encode import (
     IS_PARAMETER,
     IS_VALUE,
@@ -155,21 +156,19 @@ class FolderReader:
     def _meta(self, folder: str, path: Path) -> dict[str, Any]:
         what = f"meta.json of {where(path)}"
         try:
-            fd = open_inside(self.root, join_name(folder, META), what)
+            opened = open_inside(self.root, join_name(folder, META), what)
         except (FileNotFoundError, NotADirectoryError) as err:
             if not folder:
                 raise
             raise CorruptCheckpointError(
                 explain(f"{what} is missing.", expected=join_name(folder, META), hint="restore it from a copy.")
             ) from err
-        try:
+        with opened as fd:
             size_bytes = os.fstat(fd).st_size
             if size_bytes > _MAX_META_BYTES:
                 raise malformed_meta(what, f"at most {_MAX_META_BYTES} bytes", f"{size_bytes} bytes")
-            with os.fdopen(os.dup(fd), "rb") as file:
+            with open(fd, "rb", closefd=False) as file:
                 raw = file.read(_MAX_META_BYTES)
-        finally:
-            os.close(fd)
         self._check_pickles(folder, path)
         return parse_meta(raw, what)
 
@@ -222,11 +221,8 @@ class FolderReader:
         return trees
 
     def _list(self, folder: str) -> list[str]:
-        fd = os.open(folder or ".", os.O_RDONLY | getattr(os, "O_DIRECTORY", 0), dir_fd=self.root)
-        try:
+        with Descriptor(folder or ".", os.O_RDONLY | getattr(os, "O_DIRECTORY", 0), dir_fd=self.root) as fd:
             return os.listdir(fd)
-        finally:
-            os.close(fd)
 
     def _tensorclass(self, number: int, node: Node, meta: dict[str, Any]) -> list[Node]:
         """Read what tensordict writes for a tensorclass: fields that are no tensors, and the tree of the others."""

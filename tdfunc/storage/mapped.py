@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tdfunc._collection import PLAIN, TensorCollection
 from tdfunc._errors import ConcurrencyError, CorruptCheckpointError, explain
 from tdfunc._mapped import MapMode, MappedFile, mapped_file, mark_mapped
+from tdfunc.storage.descriptor import Descriptor
 
 _LIMIT, _MAPS = "/proc/sys/vm/max_map_count", "/proc/self/maps"
 # For fewer files it is not worth the time to count what is mapped already.
@@ -28,7 +29,7 @@ READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) 
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 
 
-def open_inside(root: int, name: str, what: str, *, writable: bool = False) -> int:
+def open_inside(root: int, name: str, what: str, *, writable: bool = False) -> Descriptor:
     """Open a regular file in a folder by its relative name; links must lead to a file inside the folder.
 
     Raises:
@@ -37,7 +38,7 @@ def open_inside(root: int, name: str, what: str, *, writable: bool = False) -> i
     """
     flags = READ if not writable else READ | os.O_RDWR
     try:
-        fd = os.open(name, flags | _NO_LINK, dir_fd=root)
+        file = Descriptor(name, flags | _NO_LINK, dir_fd=root)
     except OSError as err:
         if err.errno == errno.EISDIR:
             raise _not_regular(what, stat.S_IFDIR) from err
@@ -47,27 +48,24 @@ def open_inside(root: int, name: str, what: str, *, writable: bool = False) -> i
             raise FileNotFoundError(errno.ENOENT, err.strerror, name) from err
         if err.errno != errno.ELOOP:
             raise
-        fd = _open_link(root, name, flags, what)
-    try:
-        kind = os.fstat(fd).st_mode
-        if not stat.S_ISREG(kind):
-            raise _not_regular(what, kind)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+        file = _open_link(root, name, flags, what)
+    kind = os.fstat(file.fd).st_mode
+    if not stat.S_ISREG(kind):
+        file.close()
+        raise _not_regular(what, kind)
+    return file
 
 
-def _open_link(root: int, name: str, flags: int, what: str) -> int:
+def _open_link(root: int, name: str, flags: int, what: str) -> Descriptor:
     try:
-        fd = os.open(name, flags, dir_fd=root)
+        file = Descriptor(name, flags, dir_fd=root)
     except OSError as err:
         raise CorruptCheckpointError(
             explain(f"{what} is a link that leads to no file.", expected="a file", got=err.strerror)
         ) from err
-    top, target = _where(root), _where(fd)
+    top, target = _where(root), _where(file.fd)
     if top is None or target is None or not target.startswith(os.path.join(top, "")):
-        os.close(fd)
+        file.close()
         raise CorruptCheckpointError(
             explain(
                 f"{what} is a link out of the folder.",
@@ -76,7 +74,7 @@ def _open_link(root: int, name: str, flags: int, what: str) -> int:
                 hint="put the file there in place of the link.",
             )
         )
-    return fd
+    return file
 
 
 def _where(fd: int) -> str | None:
@@ -160,8 +158,7 @@ def map_again(file: MappedFile, dtype: torch.dtype, shape: Sequence[int], stride
     """
     if file.path is None:
         raise FileNotFoundError(errno.ENOENT, explain("The memmap has no folder.", hint="td.memmap(prefix)."))
-    fd = os.open(file.path, READ if file.mode == "c" else READ | os.O_RDWR)
-    try:
+    with Descriptor(file.path, READ if file.mode == "c" else READ | os.O_RDWR) as fd:
         found = os.fstat(fd)
         if (found.st_dev, found.st_ino) != file.file_id:
             raise ConcurrencyError(
@@ -178,8 +175,6 @@ def map_again(file: MappedFile, dtype: torch.dtype, shape: Sequence[int], stride
                 explain(f"{file.path} is cut short.", expected=f"{file.size_bytes} bytes", got=got)
             )
         whole = map_descriptor(fd, file.path, file.mode, torch.uint8, torch.Size((file.size_bytes,)), file.size_bytes)
-    finally:
-        os.close(fd)
     if file.offset % dtype.itemsize:
         expected = f"a multiple of {dtype.itemsize}"
         raise ValueError(explain(f"The offset does not fit {dtype}.", expected=expected, got=str(file.offset)))

@@ -23,6 +23,7 @@ from tdfunc._mapped import MapMode, mapped_file
 from tdfunc._types import Device
 from tdfunc.ops import storage_writes
 from tdfunc.storage.build import Classes
+from tdfunc.storage.descriptor import Descriptor
 from tdfunc.storage.folder_build import build_folder
 from tdfunc.storage.folder_commit import recover, replace_folder
 from tdfunc.storage.folder_plan import FileLeaf, FolderPlan, plan_folder
@@ -140,14 +141,14 @@ def map_leaf(root: int, leaf: LeafFile, where: str | None, mode: MapMode) -> Ten
     """Map the file of one leaf in the folder behind a descriptor; the leaf remembers it as a file in `where`."""
     what = f"leaf {dotted(leaf.path)!r}"
     try:
-        fd = open_inside(root, leaf.name, what, writable=mode == "r+")
+        opened = open_inside(root, leaf.name, what, writable=mode == "r+")
     except FileNotFoundError as err:
         if not leaf.size_bytes:
             return torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
         raise CorruptCheckpointError(
             explain(f"{what}: its file is missing.", expected=leaf.name, hint="restore it from a copy.")
         ) from err
-    try:
+    with opened as fd:
         found = os.fstat(fd).st_size
         if found < leaf.size_bytes or (leaf.exact and found > leaf.size_bytes):
             raise CorruptCheckpointError(
@@ -162,8 +163,6 @@ def map_leaf(root: int, leaf: LeafFile, where: str | None, mode: MapMode) -> Ten
             return torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
         path = None if where is None else os.path.join(where, leaf.name)
         return map_descriptor(fd, path, mode, leaf.dtype, leaf.shape, leaf.size_bytes)
-    finally:
-        os.close(fd)
 
 
 def _move(leaf: Tensor, place: torch.device, non_blocking: bool) -> Tensor:
@@ -180,23 +179,21 @@ def _move(leaf: Tensor, place: torch.device, non_blocking: bool) -> Tensor:
 def _opened(name: str) -> Generator[int, None, None]:
     flags = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
     try:
-        root = os.open(name, flags)
+        root = Descriptor(name, flags)
     except FileNotFoundError:
         old = recover(name)
         if old is None:
             raise FileNotFoundError(
                 errno.ENOENT, explain("load_memmap: there is no such folder.", expected="a folder with meta.json"), name
             ) from None
-        root = os.open(old, flags)
+        root = Descriptor(old, flags)
     except NotADirectoryError as err:
         hint = "tdfunc.load reads a .safetensors file."
         raise NotADirectoryError(
             errno.ENOTDIR, explain("load_memmap: this is a file.", expected="a folder with meta.json", hint=hint), name
         ) from err
-    try:
-        yield root
-    finally:
-        os.close(root)
+    with root as fd:
+        yield fd
 
 
 @contextmanager
@@ -286,11 +283,8 @@ def _make_room(
         _check_space(target, plan.size_bytes)
 
     def fill(folder: str, file: FileLeaf) -> None:
-        fd = _create(os.path.join(folder, file.name))
-        try:
+        with create(os.path.join(folder, file.name)) as fd:
             os.ftruncate(fd, file.size_bytes)
-        finally:
-            os.close(fd)
 
     return _commit(target, plan, fill, call, threads, existsok, sync=False)
 
@@ -362,11 +356,8 @@ def _commit(
 
     def write(folder: str) -> TensorCollection:
         write_files(folder, plan, fill, threads)
-        root = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
-        try:
+        with Descriptor(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)) as root:
             return _read(root, target, "r+", threads, (), plan.types, None, False)
-        finally:
-            os.close(root)
 
     if target is None:
         # The files have no name once they are mapped, and go with the last tensor on them.
@@ -387,20 +378,17 @@ def write_files(folder: str, plan: FolderPlan, fill: Callable[[str, FileLeaf], N
         _link(os.path.join(folder, first), os.path.join(folder, name))
 
 
-def _create(path: str) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
+def create(path: str) -> Descriptor:
+    """Make a new file."""
+    return Descriptor(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
 
 
 def _write_leaf(path: str, file: FileLeaf, target: str | None) -> None:
     if target is not None and _keep_file(path, file, os.path.join(target, file.name)):
         return
-    fd = _create(path)
-    try:
-        with torch.no_grad():
-            for piece in pieces(file.leaf):
-                write_all(fd, piece)
-    finally:
-        os.close(fd)
+    with create(path) as fd, torch.no_grad():
+        for piece in pieces(file.leaf):
+            write_all(fd, piece)
 
 
 def _keep_file(path: str, file: FileLeaf, place: str) -> bool:

@@ -13,6 +13,7 @@ from tdfunc._keys import dotted
 from tdfunc._mapped import MappedFile, mapped_file
 from tdfunc._types import Path
 from tdfunc.ops import storage_writes
+from tdfunc.storage.descriptor import Descriptor
 from tdfunc.storage.folder_read import FolderReader, LeafFile
 from tdfunc.storage.memmap import map_leaf, start, write_folder
 
@@ -98,25 +99,17 @@ def _mapped_now(path: Path, leaf: Tensor, file: MappedFile, name: str, known: di
         raise LeafMismatchError(
             explain(f"{what}: its file holds another one by now.", expected=expected, got=got, hint=hint)
         )
-    root = os.open(folder, os.O_RDONLY)
-    try:
+    with Descriptor(folder, os.O_RDONLY) as root:
         whole = map_leaf(root, now, folder, file.mode)
-    finally:
-        os.close(root)
     return whole.view(-1).as_strided(leaf.shape, leaf.stride(), leaf.storage_offset())
 
 
 def _files_of(folder: str) -> dict[str, LeafFile]:
     try:
-        root = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+        with Descriptor(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)) as root:
+            return {leaf.name: leaf for leaf in FolderReader(root, TensorCollection._open).leaves}
     except FileNotFoundError:
         return {}
-    try:
-        return {leaf.name: leaf for leaf in FolderReader(root, TensorCollection._open).leaves}
-    except FileNotFoundError:
-        return {}
-    finally:
-        os.close(root)
 
 
 def _tensors(td: TensorCollection) -> list[tuple[Path, Tensor]]:

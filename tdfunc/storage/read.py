@@ -16,6 +16,7 @@ import xxhash
 from torch import Tensor
 
 from tdfunc._errors import CorruptCheckpointError, MissingKeyError, TreeStructureError, UnsupportedError, explain
+from tdfunc.storage.descriptor import Descriptor
 from tdfunc.storage.format import (
     MAX_HEADER_BYTES,
     Header,
@@ -46,9 +47,10 @@ class LocalBytes:
     """A file of this machine, by its descriptor."""
 
     def __init__(self, path: str) -> None:
-        self.fd, self._path = -1, path
+        self._path = path
         # Without O_NONBLOCK opening a pipe waits for a writer.
-        self.fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        self._file = Descriptor(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        self.fd = self._file.fd
         mode = os.fstat(self.fd)
         self.size_bytes = mode.st_size
         if stat.S_ISREG(mode.st_mode):
@@ -64,14 +66,14 @@ class LocalBytes:
 
     def close(self) -> None:
         """Give the descriptor back."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self.fd = -1
+        self._file.close()
 
     def __del__(self) -> None:
-        if self.fd >= 0:
-            warnings.warn(f"unclosed checkpoint {self._path}", ResourceWarning, source=self, stacklevel=1)
+        # The last that a constructor sets, which may have been interrupted; the descriptor closes itself.
+        if getattr(self, "fd", -1) >= 0:
             self.close()
+            warnings.warn(f"unclosed checkpoint {self._path}", ResourceWarning, source=self, stacklevel=1)
 
 
 class Source(NamedTuple):

@@ -14,6 +14,7 @@ from typing import Any
 
 from tdfunc._errors import UnsupportedError, explain
 from tdfunc.storage.atomic import remove_leftovers, replace_file
+from tdfunc.storage.descriptor import Descriptor
 from tdfunc.storage.encode import Outline
 from tdfunc.storage.files import Files, LocalFiles, read_index
 from tdfunc.storage.format import MAX_HEADER_BYTES
@@ -155,17 +156,15 @@ def write_plan(file: FilePlan, path: str, *, fsync: bool, tick: Tick = None) -> 
 def locked(folder: str) -> Generator[int, None, None]:
     """Wait until no other save writes to a folder; a lock of a killed process is gone with it."""
     try:
-        fd = os.open(folder or ".", os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+        opened = Descriptor(folder or ".", os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
     except OSError as err:
         raise OSError(err.errno, f"save: {err.strerror}; the folder must exist", folder) from err
-    try:
+    with opened as fd:
         # Some network file systems have no locks; there two saves at once are the user's to avoid.
         if _fcntl is not None:
             with suppress(OSError):
                 _fcntl.flock(fd, _fcntl.LOCK_EX)
         yield fd
-    finally:
-        os.close(fd)
 
 
 def save_single(path: str, write: Callable[[int], None], *, size_bytes: int, fsync: bool) -> None:

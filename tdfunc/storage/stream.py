@@ -14,7 +14,7 @@ from tdfunc.storage.checkpoint import check_folder, check_target, save_outline, 
 from tdfunc.storage.encode import outline
 from tdfunc.storage.folder_commit import replace_folder
 from tdfunc.storage.folder_plan import FileLeaf, plan_folder
-from tdfunc.storage.memmap import _create, _target, write_files
+from tdfunc.storage.memmap import _target, create, write_files
 from tdfunc.storage.shards import as_bytes
 from tdfunc.storage.write import Values, _as_bytes, _plain, write_all
 
@@ -76,13 +76,10 @@ def memmap_stream(
     source = _bytes_of(values)
 
     def fill(folder: str, file: FileLeaf) -> None:
-        fd = _create(os.path.join(folder, file.name))
-        try:
+        with create(os.path.join(folder, file.name)) as fd:
             for piece in source(file.leaf):
                 write_all(fd, piece)
             assert os.fstat(fd).st_size == file.size_bytes
-        finally:
-            os.close(fd)
 
     def write(folder: str) -> None:
         write_files(folder, plan, fill, threads=0)

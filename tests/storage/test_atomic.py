@@ -172,7 +172,7 @@ def leave_behind(folder, name, *, locked=False):
     file = atomic._create(fd, temporary)
     os.close(fd)
     if not locked:
-        os.close(file)
+        file.close()
     return temporary, file
 
 
@@ -187,7 +187,7 @@ def test_leftovers_go_with_the_next_save(tmp_path):
     running, file = leave_behind(tmp_path, "c.safetensors", locked=True)
     save(BIG, tmp_path / "c.safetensors")
     assert running in os.listdir(tmp_path)
-    os.close(file)
+    file.close()
     save(BIG, tmp_path / "c.safetensors")
     assert sorted(os.listdir(tmp_path)) == sorted([other, "c.safetensors"])
 
