@@ -14,7 +14,8 @@ from tdfunc.storage.names import LEAF_SUFFIX, META, PICKLES, RESERVED, encoded, 
 
 # What a write to a part of the folder left when it was killed.
 _LEFT = re.compile(r"\.tdfunc-[0-9a-f]{16}-[0-9a-f]{16}\.tmp")
-_RETRIES = 10
+# Each takes about a millisecond; beside writers that never rest a reader may need some.
+_RETRIES = 100
 
 
 class _Owned(NamedTuple):

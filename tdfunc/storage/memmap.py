@@ -34,7 +34,8 @@ from tdfunc.storage.write import pieces, write_all
 
 In = TypeVar("In")
 Out = TypeVar("Out")
-_RETRIES = 10
+# Each takes about a millisecond; beside writers that never rest a reader may need some.
+_RETRIES = 100
 
 
 def memmap(
