@@ -106,12 +106,12 @@ TIED_WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, jit, torch.vmap], ids
 @pytest.mark.parametrize(
     ("where", "moved"),
     [
-        ("emb*", {"emb.weight", "out.weight"}),
-        ("out*", {"emb.weight", "out.weight"}),
-        ("*weight", {"emb.weight", "out.weight", "norm.weight"}),
-        ("*", {"emb.weight", "out.weight", "norm.weight", "norm.bias"}),
-        ("norm*", {"norm.weight", "norm.bias"}),
-        (~Filter("out*"), {"norm.weight", "norm.bias"}),
+        ("emb*", ("emb.weight", "out.weight")),
+        ("out*", ("emb.weight", "out.weight")),
+        ("*weight", ("emb.weight", "out.weight", "norm.weight")),
+        ("*", ("emb.weight", "out.weight", "norm.weight", "norm.bias")),
+        ("norm*", ("norm.weight", "norm.bias")),
+        (~Filter("out*"), ("norm.weight", "norm.bias")),
     ],
     ids=str,
 )
