@@ -347,7 +347,10 @@ def test_out_in_place_with_leaves_that_change_places():
     assert td["a"].tolist() == [1.0] * 4
     assert td["b"].tolist() == [0.0] * 4
     assert [row["in", "x"].item() for row in both.unbind(0)] == [1.0, 2.0, 3.0, 4.0]
-    with pytest.raises(LeafMismatchError, match=r"leaf 'in.1.x' of out shares memory with other rows of leaf 'in.0.x'"):
+    # Which pair is named first depends on where the leaves lie.
+    with pytest.raises(
+        LeafMismatchError, match=r"leaf '(in.\d.)?x' of out shares memory with other rows of leaf '(in.\d.)?x'"
+    ):
         both[1:].map(fns.same, num_workers=0, out=both[:-1])
 
 
