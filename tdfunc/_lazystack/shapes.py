@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -16,7 +17,7 @@ from tdfunc._lazystack.ragged import check_alike, same_keys, without
 from tdfunc._nontensor import NonTensorBase, NonTensorData, same_value
 from tdfunc._shapes import dim_index
 from tdfunc._types import Names, Node, Path
-from tdfunc.ops import join, make, shape
+from tdfunc.ops import index, join, make, shape
 from tdfunc.ops.reading import get
 from tdfunc.ops.reduce import reduced_size
 
@@ -134,7 +135,63 @@ def _on_reshape(stack: Any, op: LeafOp, _: Sequence[Any]) -> Any:
         fits = len(new) > dim and new[:dim] == lead and new[dim + 1 :] == old[dim + 2 :]
         if fits and new[dim] in (len(inner), old[dim] * old[dim + 1]):
             return stack._of(inner, dim)
-    raise one_shape(stack, op.name)
+    if -1 in old or 0 in old or not new:
+        raise one_shape(stack, op.name)
+    return _regroup(stack, new)
+
+
+def _regroup(stack: Any, new: Size) -> Any:
+    """Reshape the rows along the stack's own dimension together with the dimensions that it merges with."""
+    old, dim = stack._batch_size, stack._dim
+    (start, stop), (begin, end) = _group(old, new, dim)
+    target = (*new[:begin], *new[end:])
+    rows: list[Any] = []
+    for at in product(*map(range, old[start:stop])):
+        inner = [number for i, number in enumerate(at, start) if i != dim]
+        row = stack._trees[at[dim - start]]
+        row = row._index((slice(None),) * start + tuple(inner)) if inner else row
+        rows.append(shape.reshape(row, target))
+    made = nest(stack, rows, tuple(new[begin:end]), begin)
+    return made if made._names is None else made.with_names(None)
+
+
+def _group(old: Size, new: Size, dim: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the fewest old dimensions around one, and the new ones that hold the same elements."""
+    start = stop = begin = end = 0
+    while True:
+        before, after = old[stop], new[end]
+        stop, end = stop + 1, end + 1
+        while before != after:
+            if before < after:
+                before, stop = before * old[stop], stop + 1
+            else:
+                after, end = after * new[end], end + 1
+        # What is left on one side only has one element.
+        stop, end = (len(old) if end == len(new) else stop), (len(new) if stop == len(old) else end)
+        if dim < stop:
+            return (start, stop), (begin, end)
+        start, begin = stop, end
+
+
+def _on_gather(stack: Any, op: LeafOp, _: Sequence[Any]) -> Any:
+    along, rows = op.args
+    dim, size, trees = stack._dim, stack._batch_size, stack._trees
+    if dim >= rows.dim():
+        return stack._like([tree._shape(op) for tree in trees])
+    if any(0 <= size[i] < count for i, count in enumerate(rows.shape) if i != along):
+        what = "gather: the index reaches further than the batch."
+        expected = f"at most {list(size)}, but along dimension {along}"
+        raise IndexError(explain(what, expected=expected, got=f"shape {list(rows.shape)}"))
+    if along != dim:
+        parts, inner = rows.unbind(dim), along - (along > dim)
+        done = [tree._shape(index.gather_op(inner, part)) for tree, part in zip(trees, parts, strict=False)]
+        return nest(stack, done, (len(done),), dim)
+    for number in rows.unique().tolist():
+        if not 0 <= number < len(trees):
+            what = f"gather: {number} is out of range for batch dimension {dim}, along which the trees lie."
+            raise IndexError(explain(what, expected=f"0 <= index < {len(trees)}"))
+    grid = torch.meshgrid(*[torch.arange(count, device=rows.device) for count in rows.shape], indexing="ij")
+    return pick(stack, tuple([rows if i == dim else numbers for i, numbers in enumerate(grid)]))
 
 
 def reduce_dims(stack: Any, op: LeafOp) -> Any:
@@ -152,6 +209,17 @@ def reduce_dims(stack: Any, op: LeafOp) -> Any:
     each = op._replace(leaf=op.bind(inner, keepdim), args=(inner, keepdim), size=size, names=names, plain=None)
     gone = 0 if keepdim else sum(d < dim for d in inner)
     return stack._like([tree._map(each) for tree in stack._trees], dim - gone)
+
+
+def run_along(stack: Any, op: LeafOp) -> Any:
+    """Apply an operation along a batch dimension of each tree, which keeps the shape."""
+    (along,) = op.args
+    dim = stack._dim
+    if along == dim or op.bind is None:
+        raise one_shape(stack, op.name)
+    inner = along - (along > dim)
+    each = op._replace(leaf=op.bind(inner), args=(inner,), plain=None)
+    return stack._like([tree._map(each) for tree in stack._trees])
 
 
 def reduce_all(stack: Any, op: LeafOp, at: Path) -> Any:
@@ -230,6 +298,7 @@ HANDLERS: dict[str, Callable[[Any, LeafOp, Sequence[Any]], Any]] = {
     "squeeze": _on_squeeze,
     "expand": _on_expand,
     "reshape": _on_reshape,
+    "gather": _on_gather,
     "write_rows": write,
     "join_entries": _on_join_entries,
 }

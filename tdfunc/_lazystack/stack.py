@@ -26,7 +26,7 @@ from tdfunc._lazystack.ragged import (
     stacked_size,
     without,
 )
-from tdfunc._lazystack.shapes import HANDLERS, REDUCTIONS, one_shape, reduce_all, reduce_dims
+from tdfunc._lazystack.shapes import HANDLERS, REDUCTIONS, one_shape, reduce_all, reduce_dims, run_along
 from tdfunc._lazystack.show import as_list, render, some_keys
 from tdfunc._nontensor import NonTensorBase, NonTensorStack
 from tdfunc._pytree import _UNDECIDED, Context, register
@@ -435,8 +435,8 @@ class LazyStack(TreeMethods):
     def _run(self, op: LeafOp, others: Sequence[Any], primitive: str) -> Any:
         """Apply an operation that treats every element alike, or that reduces dimensions of the trees."""
         count = len(self._data)
-        if op.bind is not None and op.args and isinstance(op.args[0], tuple):
-            return reduce_dims(self, op)
+        if op.bind is not None and op.args and isinstance(op.args[0], (tuple, int)):
+            return reduce_dims(self, op) if isinstance(op.args[0], tuple) else run_along(self, op)
         if op.size is not None:
             if op.name in REDUCTIONS and not op.args and not others:
                 return reduce_all(self, op, ())

@@ -10,6 +10,7 @@ from torch import Tensor
 from tdfunc._collection import LeafOp, TensorCollection
 from tdfunc._errors import BatchSizeError, explain
 from tdfunc._shapes import dim_index
+from tdfunc._types import LeafFn
 from tdfunc.ops.index import check_condition
 from tdfunc.ops.pointwise_base import binary, broadcast_size, check_same, foreach_pairs, over_batch_op
 
@@ -93,7 +94,11 @@ def along(tree: T, name: str, dim: int, **options: Any) -> T:
     """Apply `torch.<name>(leaf, dim)`, which keeps the shape, along a batch dimension."""
     fn = getattr(torch, name)
     dim = dim_index(dim, len(tree._batch_size), name)
-    return tree._map(LeafOp(name, lambda x: fn(x, dim, **options), args=(dim,)))
+
+    def bind(dim: int) -> LeafFn:
+        return lambda x: fn(x, dim, **options)
+
+    return tree._map(LeafOp(name, bind(dim), args=(dim,), bind=bind))
 
 
 def unzip(pairs: TensorCollection) -> Extremes:

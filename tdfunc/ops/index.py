@@ -37,7 +37,12 @@ def gather(tree: T, dim: int, index: Tensor) -> T:
     if index.dim() != n:
         what = "gather: the index must have one dimension for each of the batch."
         raise ValueError(explain(what, expected=f"{n} dimensions", got=f"shape {list(index.shape)}"))
-    dim = dim_index(dim, n, "gather")
+    return tree._shape(gather_op(dim_index(dim, n, "gather"), index))
+
+
+def gather_op(dim: int, index: Tensor) -> LeafOp:
+    """Describe `gather` with an index over as many batch dimensions as it has."""
+    n = index.dim()
 
     def call(shape: Size) -> LeafFn:
         features = shape[n:]
@@ -55,7 +60,7 @@ def gather(tree: T, dim: int, index: Tensor) -> T:
         return leaf if shape is None else call(shape)
 
     new = put_first(index.shape, n)
-    return tree._shape(LeafOp("gather", leaf, new, lambda names: names, True, (dim, index), plain=plain))
+    return LeafOp("gather", leaf, new, lambda names: names, True, (dim, index), plain=plain)
 
 
 def masked_select(tree: T, mask: Any) -> T:

@@ -193,7 +193,8 @@ def test_operands_of_trees_without_dimensions(depth):
         (lambda t: t.reshape(-1), "reshape: a lazy stack has no one shape"),
         (lambda t: t.flatten(), "reshape: "),
         (lambda t: t.view(9), "reshape: "),
-        (lambda t: t.gather(0, torch.zeros(1, 1, dtype=torch.int64)), "gather: "),
+        (lambda t: t.cumsum(0), "cumsum: a lazy stack has no one shape"),
+        (lambda t: t.softmax(-2), "softmax: "),
         (lambda t: t.apply(lambda x: x.sum(0), batch_size=[3]), "apply: "),
         (lambda t: torch.stack([t, t]).reshape(3, 2, -1), "reshape: "),
     ],
@@ -491,7 +492,51 @@ def test_empty_ragged_stacks():
 
 def test_reshape_of_stacks_of_stacks_to_fewer_dimensions():
     """A shape shorter than where the trees lie would end in an error of a tuple."""
-    inner = lazy_stack([TensorDict({"x": torch.ones(1)}, [1])], 1)
+    inner = lazy_stack([TensorDict({"x": torch.ones(1)}, [1], names=["row"])], 1)
+    lazy = lazy_stack([inner], 1)
 
+    assert lazy.reshape(1).batch_size == Size([1])
+    assert lazy.reshape(1).names == [None]
+    assert torch.equal(lazy.reshape(1)[0]["x"], torch.tensor(1.0))
     with pytest.raises(LeafMismatchError, match=r"reshape: a lazy stack has no one shape.*\n.*\n.*\[1, 1, 1\]"):
-        lazy_stack([inner], 1).reshape(1)
+        lazy.reshape(())
+
+
+def test_gather_in_ragged_trees():
+    """A row would come from another tree, or a position outside of the batch count from its end."""
+    lazy = lazy_stack(tensors_only(ragged((2, 4, 3))))
+    trees = lazy.trees
+    found = lazy.gather(1, torch.tensor([[1, 0, 1], [3, 2, 0]]))
+
+    assert found.batch_size == Size([2, 3])
+    assert torch.equal(found[1]["x"], trees[1]["x"][[3, 2, 0]])
+    assert torch.equal(lazy.gather(0, torch.tensor([[2, 1]]))[0, 1]["x"], trees[1]["x"][1])
+    for number in (3, -1):
+        what = rf"gather: {number} is out of range for batch dimension 0, along which the trees lie.\n.*0 <= index < 3"
+        with pytest.raises(IndexError, match=what):
+            lazy.gather(0, torch.tensor([[number]]))
+    what = r"gather: the index reaches further than the batch.\n.*at most \[3, -1\], but along dimension 1\n.*\[4, 1\]"
+    with pytest.raises(IndexError, match=what):
+        lazy.gather(1, torch.zeros(4, 1, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("dim", [0, 1, 3])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda t: t.reshape(-1),
+        lambda t: t.cumsum(t.batch_dims - 1),
+        lambda t: t.gather(1, torch.tensor([[1, 0, 1]])),
+        lambda t: t.gather(0, torch.tensor([[1, 0]])),
+    ],
+)
+def test_shapes_of_a_stack_inside_a_tree(fn, dim):
+    """An operation on the tree around a lazy stack would take the stack's own dimensions for its batch."""
+    inner = lazy_stack([TensorDict({"x": torch.randn(2, 2, 4)}, [2, 2, 4]) for _ in range(2)], dim)
+    around = TensorDict({"l": inner}, [2, 2])
+
+    if dim == 1 and "cumsum" in fn.__code__.co_names:
+        with pytest.raises(LeafMismatchError, match="cumsum: a lazy stack has no one shape"):
+            fn(around)
+        return
+    assert_trees_equal(settle(fn(around).get("l")), fn(around.set("l", inner.dense())).get("l"))
