@@ -138,7 +138,6 @@ OF_KINDS = (
         is_swapped,
         rare=("program", 706, 3824),
     ),
-    Accepted(TORCH, has_lazy, named("view"), only_ours_raises("Use .reshape(...)"), rare=("program", 701, 3438)),
     Accepted(NO_TREE, has_lazy, only_ours_raises("keeps one tree at least")),
     Accepted(FIELDS, has_typed, only_ours_raises("has no field")),
     Accepted(FIELDS, has_typed, named("delete", "pop"), only_ours_raises("no key"), rare=("program", 201, 191)),
@@ -372,6 +371,7 @@ ACCEPTED = (
         WORDS, named("construct"), only_theirs_raises("incompatible with the batch-size"), rare=("case", 202, 6455)
     ),
     Accepted(WORDS, has_words, named("index", *COMPARISONS, *REDUCTIONS), equal_without("words", "names")),
+    Accepted(WORDS, has_words, named("squeeze_all"), equal_without("words"), rare=("program", 701, 38041)),
     Accepted(
         WORDS,
         has_words,

@@ -137,10 +137,10 @@ def _on_reshape(stack: Any, op: LeafOp, _: Sequence[Any]) -> Any:
             return stack._of(inner, dim)
     if -1 in old or 0 in old or not new:
         raise one_shape(stack, op.name)
-    return _regroup(stack, new)
+    return _regroup(stack, new, op.args[1])
 
 
-def _regroup(stack: Any, new: Size) -> Any:
+def _regroup(stack: Any, new: Size, method: str) -> Any:
     """Reshape the rows along the stack's own dimension together with the dimensions that it merges with."""
     old, dim = stack._batch_size, stack._dim
     (start, stop), (begin, end) = _group(old, new, dim)
@@ -150,7 +150,7 @@ def _regroup(stack: Any, new: Size) -> Any:
         inner = [number for i, number in enumerate(at, start) if i != dim]
         row = stack._trees[at[dim - start]]
         row = row._index((slice(None),) * start + tuple(inner)) if inner else row
-        rows.append(shape.reshape(row, target))
+        rows.append(shape.reshape(row, target, method))
     made = nest(stack, rows, tuple(new[begin:end]), begin)
     return made if made._names is None else made.with_names(None)
 

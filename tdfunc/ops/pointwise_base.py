@@ -237,6 +237,8 @@ def _check_features(tree: TensorCollection, other: TensorCollection, dims: _Batc
     """Return whether any two leaves differ in shape; those of a lazy stack, whose trees follow their own, do not."""
 
     def check_tree(inner: TensorCollection, part: TensorCollection) -> TensorCollection:
+        # The keys of a stack are those that its trees share; a tree may lack another.
+        _check_structure(inner, part, call, at)
         if _check_features(inner, part, _Batches(dims.mine - 1, dims.theirs - 1, dims.aligned), call, at):
             _check_not_grown(inner._batch_size, part._batch_size, call, at)
         return inner
@@ -379,15 +381,7 @@ def check_same(tree: TensorCollection, other: TensorCollection, call: str) -> No
         hint = "put the lazy stack first, or write lazy.dense()."
         what = f"{call}: the second tree is a lazy stack, the first has one shape."
         raise TreeStructureError(explain(what, expected=type(tree).__name__, got=type(other).__name__, hint=hint))
-    found = difference(tree, other, ())
-    if found is not None:
-        where, mine, theirs = found
-        if not isinstance(mine, set):
-            raise clash(call, where, mine, theirs)
-        at = f" under {dotted(where)!r}" if where else ""
-        hint = "select() the common keys, or set() the missing ones."
-        what = f"{call}: the trees have different keys{at}."
-        raise TreeStructureError(explain(what, expected=f"{sorted(mine)}", got=f"{sorted(theirs)}", hint=hint))
+    _check_structure(tree, other, call, ())
     if tree._ties and other._ties != tree._ties:
         raise TieError(
             explain(
@@ -397,6 +391,19 @@ def check_same(tree: TensorCollection, other: TensorCollection, call: str) -> No
                 hint="make the second by mapping the first, or untie() the paths.",
             )
         )
+
+
+def _check_structure(tree: TensorCollection, other: TensorCollection, call: str, at: Path) -> None:
+    found = difference(tree, other, at)
+    if found is None:
+        return
+    where, mine, theirs = found
+    if not isinstance(mine, set):
+        raise clash(call, where, mine, theirs)
+    under = f" under {dotted(where)!r}" if where else ""
+    hint = "select() the common keys, or set() the missing ones."
+    what = f"{call}: the trees have different keys{under}."
+    raise TreeStructureError(explain(what, expected=f"{sorted(mine)}", got=f"{sorted(theirs)}", hint=hint))
 
 
 def difference(tree: TensorCollection, other: Any, at: Path) -> tuple[Path, Any, Any] | None:

@@ -53,7 +53,7 @@ def _resized_op(
         shape = one_shape(leaves)
         return leaf if shape is None else call(shape)
 
-    return LeafOp(name, leaf, put_first(new, n), names, True, (new,), plain=plain)
+    return LeafOp(name, leaf, put_first(new, n), names, True, (new, method), plain=plain)
 
 
 def reshape(tree: T, shape: tuple[int, ...], method: str = "reshape") -> T:

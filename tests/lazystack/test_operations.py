@@ -540,3 +540,15 @@ def test_shapes_of_a_stack_inside_a_tree(fn, dim):
             fn(around)
         return
     assert_trees_equal(settle(fn(around).get("l")), fn(around.set("l", inner.dense())).get("l"))
+
+
+@pytest.mark.parametrize("call", [torch.add, torch.maximum, lambda a, b: torch.where(torch.zeros(2, 2) > 0, a, b)])
+def test_keys_that_only_some_trees_of_stacks_of_stacks_have(call):
+    """Trees in which another key is missing would end in an error of reading one."""
+    full, empty = TensorDict({"a": torch.tensor(1.0)}), TensorDict({})
+    first = lazy_stack([lazy_stack([full, full]), lazy_stack([full, empty])], 1)
+    second = lazy_stack([lazy_stack([full, empty]), lazy_stack([full, empty])], 1)
+
+    with pytest.raises(TreeStructureError, match=r"the trees have different keys\.\n.*\['a'\]\n.*\[\]"):
+        call(first, second)
+    assert call(first, first).batch_size == Size([2, 2])
