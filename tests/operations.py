@@ -58,7 +58,7 @@ METHODS = {
     "filter_empty_": "`td = td.apply(lambda x: x, filter_empty=True)`",
     "filter_non_tensor_data": "`td.select(*td.paths())`", "non_tensor_items":
     "`[(k, v) for k, v in td.items(True, True) if not isinstance(v, torch.Tensor)]`",
-    "is_non_tensor": "absent: a node that holds non-tensor data is no tree",
+    "is_non_tensor": "absent: a tree is none; `td.get(key)` gives the plain value of non-tensor data",
     "rename": "`td = td.with_names(names)`", "rename_": "`td = td.with_names(names)`",
     "refine_names": "`td = td.with_names(names)`",
     "separates": "`part, rest = td.split_keys(keys)`", "sorted_keys": "`list(td.keys(sort=True))`",
@@ -67,8 +67,11 @@ METHODS = {
     "data_ptr": "`[x.data_ptr() for x in td.leaves()]`, in the order of `td.paths()`",
     "is_cpu": '`td.device == torch.device("cpu")`', "is_cuda": '`td.device.type == "cuda"`',
     "is_meta": '`td.device == torch.device("meta")`',
-    "attrs": "`td.apply(fn)`, or `[fn(x) for x in td.leaves()]`", "entry_class": "`type(td.get(key))`",
-    "get_item_shape": "`td.get(key).shape`", "mod": "`td.remainder(other)`, or `td % other`", "rsub": "`other - td`",
+    "attrs": "`td.apply(fn)`, or `[fn(x) for x in td.leaves()]`", "entry_class":
+    "`type(td.get(key))`, which of non-tensor data is the class of the value",
+    "get_item_shape":
+    "`td.get(key).shape`; non-tensor data have a value for each element of `td.batch_size`, or one for all",
+    "mod": "`td.remainder(other)`, or `td % other`", "rsub": "`other - td`",
     "as_tensor": "absent: leaves are plain tensors",
     "stack": "`torch.stack(trees, dim)`, or `tdfunc.stack`", "cat": "`torch.cat(trees, dim)`, or `tdfunc.cat`",
     "stack_from_tensordict": _GATHERED, "cat_from_tensordict": _GATHERED,
@@ -117,7 +120,7 @@ FUNCTIONS = {
     "parse_tensor_dict_string": "absent: a printed tree is not read back",
     "is_tensor_collection": "`isinstance(x, tdfunc.TensorDict | tdfunc.TensorClass | tdfunc.LazyStack)`",
     "is_tensorclass": "`isinstance(x, tdfunc.TensorClass)`", "is_non_tensor":
-    "`isinstance(x, tdfunc.NonTensorData | tdfunc.NonTensorStack)`",
+    "`isinstance(x, tdfunc.NonTensorData | tdfunc.NonTensorStack)`; `td.get(key)` gives the plain value of either",
     "is_leaf_nontensor": "absent: maps never see non-tensor data", "default_is_leaf":
     "absent: maps never see non-tensor data",
     "is_batchedtensor": _INTERNAL, "cls": _INTERNAL,

@@ -91,18 +91,22 @@ def _pick_rows(stack: Any, here: Tensor, rest: list[Part], whole: list[Any]) -> 
     """Take trees by an index tensor; with other index tensors, one element of a tree at a time."""
     trees, size = stack._trees, len(stack._data)
     at_ = whole.index(("rows", 0))
-    with_rows = [(place, part) for place, part in rest if is_rows(part)]
-    shapes = [Size((int(part),)) if isinstance(part, bool) else part.shape for _, part in with_rows]
-    grid = broadcast_sizes([here.shape, *shapes])
+    grid, rest = _row_grid(here, rest)
     numbers: list[int] = here.expand(grid).reshape(-1).tolist()
     for number in numbers:
         check_number(number, here, size, stack._dim)
-    columns = {place: part.expand(grid).reshape(-1).tolist() for place, part in with_rows if not isinstance(part, bool)}
+    columns = {place: part.expand(grid).reshape(-1).tolist() for place, part in rest if is_rows(part)}
     done: list[Any] = []
     for i, number in enumerate(numbers):
-        parts = [columns[p][i] if p in columns else part for p, part in rest if not isinstance(part, bool)]
+        parts = [columns[place][i] if place in columns else part for place, part in rest]
         done.append(_indexed(trees[number], parts))
     return nest(stack, done, tuple(grid), at_)
+
+
+def _row_grid(here: Tensor, rest: Sequence[Part]) -> tuple[Size, list[Part]]:
+    """Return the shape of the rows that an index takes, and its parts without the bools, of which only that is left."""
+    shapes = [Size((int(part),)) if isinstance(part, bool) else part.shape for _, part in rest if is_rows(part)]
+    return broadcast_sizes([here.shape, *shapes]), [item for item in rest if not isinstance(item[1], bool)]
 
 
 def _indexed(tree: Any, parts: Sequence[Any]) -> Any:
@@ -152,9 +156,8 @@ def write(stack: Any, op: LeafOp, others: Sequence[Any]) -> Any:
 
 
 def _row_writes(here: Tensor, rest: list[Part], value: Any, whole: list[Any]) -> list[tuple[int, list[Any], Any]]:
-    with_rows = [(place, part) for place, part in rest if is_rows(part)]
-    grid = broadcast_sizes([here.shape, *[part.shape for _, part in with_rows if isinstance(part, Tensor)]])
-    columns = {place: part.expand(grid) for place, part in with_rows if isinstance(part, Tensor)}
+    grid, rest = _row_grid(here, rest)
+    columns = {place: part.expand(grid) for place, part in rest if is_rows(part)}
     numbers, first = here.expand(grid), whole.index(("rows", 0))
     writes: list[tuple[int, list[Any], Any]] = []
     for spot in np.ndindex(*grid):

@@ -227,7 +227,9 @@ def _pad_values(pairs: Sequence[Padded], dim: int, padding: Padding) -> Padded:
     full = [max(sizes) for sizes in zip(*[array.shape for array in arrays], strict=True)]
     filled, real = [], []
     for array, (_, mask) in zip(arrays, pairs, strict=True):
-        place = tuple(slice(f - s, f) if padding.left else slice(s) for s, f in zip(array.shape, full, strict=True))
+        spans = [slice(f - s, f) if padding.left else slice(s) for s, f in zip(array.shape, full, strict=True)]
+        # Without a dimension, the Ellipsis says that the one value is meant and not the array around it.
+        place = (*spans, ...)
         values, known = np.full(full, None, dtype=object), np.zeros(full, dtype=bool)
         values[place], known[place] = array, True if mask is None else mask.numpy()
         filled.append(values)

@@ -9,6 +9,7 @@ from tdfunc._collection import TensorCollection
 from tdfunc._lazystack.ragged import common_size
 from tdfunc._nontensor import NonTensorBase
 from tdfunc.ops.cast import all_shared
+from tdfunc.ops.facts import repr_of
 from tdfunc.ops.show import describe_leaf, shown
 
 
@@ -58,7 +59,7 @@ def _describe(node: Any) -> str:
     if isinstance(node, TensorCollection):
         return repr(node).replace("\n", "\n        ")
     if isinstance(node, NonTensorBase):
-        return repr(node.value)
+        return shown(repr_of(node.value))
     leaves = list(_flat(node))
     shapes = [leaf.shape for leaf in leaves if isinstance(leaf, Tensor)]
     kinds = {(type(x).__name__, str(getattr(x, "dtype", "")), str(getattr(x, "device", ""))) for x in leaves}

@@ -1,5 +1,6 @@
 """The `at` handle: pure changes at an index of the batch, or at a path."""
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -9,15 +10,15 @@ from torch import Size, Tensor
 
 from tdfunc._collection import PLAIN, LeafOp, TensorCollection
 from tdfunc._errors import BatchSizeError, LeafMismatchError, MissingKeyError, TieError, explain
-from tdfunc._keys import dotted, is_key
-from tdfunc._nontensor import NonTensorBase
+from tdfunc._keys import dotted, is_key, unravel
+from tdfunc._nontensor import NonTensorBase, NonTensorData
 from tdfunc._shapes import dim_size
 from tdfunc._types import Path
 from tdfunc.ops import storage_writes
 from tdfunc.ops.convert import NUMBERS, as_tensor, build
 from tdfunc.ops.maps import apply
 from tdfunc.ops.pointwise_base import binary, over_batch_op
-from tdfunc.ops.reading import get, iter_items
+from tdfunc.ops.reading import get, get_value, iter_items
 
 T = TypeVar("T", bound=TensorCollection)
 
@@ -61,36 +62,50 @@ class At:
         """
         if not is_key(self._place):
             return write_rows(self._tree, self._place, value, "set")
-        old = get(self._tree, self._place, None)
+        path = unravel(self._place)
+        if isinstance(value, NUMBERS):
+            done = _in_stack(self._tree, path, lambda tree, at: At(tree, at).set(value))
+            if done is not None:
+                return done
+        old = get(self._tree, path, None)
         # A number fills the leaf, as it fills rows; `td.set` makes a leaf of the batch size.
         if isinstance(old, Tensor) and isinstance(value, NUMBERS):
             value = _number(value, old, f"at[{self._place!r}].set").expand(old.shape)
         return self._tree.set(self._place, value)
 
     def add(self, value: Any) -> Any:
-        """Return a tree with the value added there; rows that an index names twice are added to twice."""
+        """Return a tree with the value added there; rows that an index names twice are added to twice.
+
+        At a key in a lazy stack the value is cut for the trees as by `set`, and one without dimensions is for all.
+
+        Raises:
+            TypeError: Non-tensor data are at the path.
+        """
         if is_key(self._place):
-            return self._tree.set(self._place, self.get() + value)
+            return _change_entry(self._tree, unravel(self._place), operator.add, "add", value)
         return write_rows(self._tree, self._place, value, "add")
 
     def mul(self, value: Any) -> Any:
-        """Return a tree multiplied by the value there.
+        """Return a tree multiplied by the value there, which `add` says more of.
 
         Raises:
             ValueError: The index names a row twice.
+            TypeError: Non-tensor data are at the path.
         """
         if is_key(self._place):
-            return self._tree.set(self._place, self.get() * value)
+            return _change_entry(self._tree, unravel(self._place), operator.mul, "mul", value)
         return self._change(lambda rows: binary(rows, value, "mul", None), "mul")
 
     def apply(self, fn: Callable[[Any], Any]) -> Any:
         """Return a tree with `fn` applied to each leaf's rows there, or to the one leaf or sub-tree of a path.
 
+        At a path in a lazy stack `fn` is applied to the leaf or sub-tree of each of its trees.
+
         Raises:
             ValueError: The index names a row twice.
         """
         if is_key(self._place):
-            return self._tree.set(self._place, fn(self.get()))
+            return _change_entry(self._tree, unravel(self._place), fn, "apply")
         return self._change(lambda rows: apply(rows, fn, ()), "apply")
 
     def set_(self, value: Any) -> Any:
@@ -115,6 +130,39 @@ class At:
                 got = repr(self._place)
                 raise ValueError(explain(f"at[...].{call}: the index names a row twice.", got=got, hint=hint))
         return write_rows(self._tree, self._place, fn(self._tree._index(self._place)), call)
+
+
+def _change_entry(tree: Any, path: Path, fn: Callable[..., Any], call: str, *values: Any) -> Any:
+    """Return the tree with `fn` of what is at a path (and of values) there; in a stack, in each of its trees."""
+    old = get_value(tree, path)
+    done = _in_stack(tree, path, lambda t, at, *parts: _change_entry(t, at, fn, call, *parts), *values)
+    if done is not None:
+        return done
+    if values and isinstance(get(tree, path), NonTensorBase):
+        hint = "td.at[key].apply(fn) makes another value of it."
+        what = f"at[...].{call}: {dotted(path)!r} is no tensor."
+        raise TypeError(explain(what, expected="a tensor or tree", got=type(old).__name__, hint=hint))
+    return tree.set(path, fn(old, *values))
+
+
+def _in_stack(tree: Any, path: Path, fn: Callable[..., Any], *values: Any) -> Any:
+    """Return the tree with `fn(part, rest of the path, *values)` for each tree of a stack on the path, or None."""
+    node: Any = tree
+    # A tensor of no dimensions cannot be cut, and is for every tree.
+    whole = [NonTensorData(v) if isinstance(v, (Tensor, np.ndarray)) and v.ndim == 0 else v for v in values]
+
+    def change(part: Any, *given: Any) -> Any:
+        return fn(part, rest, *[v.data if isinstance(v, NonTensorData) else v for v in given])
+
+    for i, key in enumerate(path):
+        rest = path[i:]
+        done = node._each(change, *whole)
+        if done is not None:
+            return tree.set(path[:i], done) if i else done
+        node = node._get(key) if key in node._keys() else None
+        if not isinstance(node, TensorCollection):
+            return None
+    return None
 
 
 def _positions(size: Size, parts: tuple[Any, ...]) -> Tensor:

@@ -66,9 +66,12 @@ def as_tensor(value: Any, where: str, device: torch.device | None = None, dtype:
     try:
         return torch.as_tensor(value, dtype=dtype, device=device)
     except (OverflowError, ValueError, TypeError) as err:
-        if isinstance(value, np.integer):
+        if isinstance(value, np.number):
             # torch reads numpy's unsigned numbers from arrays only.
-            return torch.as_tensor(np.asarray(value), dtype=dtype, device=device)
+            try:
+                return torch.as_tensor(np.asarray(value), dtype=dtype, device=device)
+            except TypeError:
+                raise _no_dtype(where, "a number", value.dtype) from err
         if not isinstance(value, int):
             raise
         raise _too_large(value, where) from err
@@ -86,15 +89,30 @@ def _too_large(value: int, where: str) -> LeafMismatchError:
 
 def _array(value: np.ndarray[Any, Any], device: torch.device | None, where: str) -> Tensor:
     """Return an array of numbers as a tensor, which shares its memory where torch can."""
-    if not is_compiling() and (not value.dtype.isnative or min(value.strides, default=0) < 0):
+    if not is_compiling() and (not value.dtype.isnative or not _steps_fit(value)):
         value = np.array(value, dtype=value.dtype.newbyteorder("="), order="C")
     try:
         return torch.as_tensor(value, device=device)
     except TypeError as err:
-        what = f"{where!r}: torch has no dtype for the numbers of this array."
-        hint = "value.astype(...) makes numbers that torch has; NonTensorData(value) keeps the array as it is."
-        got = f"an array of {value.dtype}"
-        raise TypeError(explain(what, expected="bools, integers or floats", got=got, hint=hint)) from err
+        raise _no_dtype(repr(where), "an array", value.dtype) from err
+
+
+def _no_dtype(where: str, what: str, dtype: np.dtype[Any]) -> TypeError:
+    wide = {"f": "float64", "c": "complex128"}.get(dtype.kind)
+    hint = f"value.astype(np.{wide}) rounds to what torch has" if wide else "value.astype(...) makes numbers of torch"
+    hint += "; NonTensorData(value) keeps the value as it is."
+    expected = "bools, integers, floats or complex numbers of torch"
+    return TypeError(
+        explain(
+            f"{where}: torch has no dtype for these numbers.", expected=expected, got=f"{what} of {dtype}", hint=hint
+        )
+    )
+
+
+def _steps_fit(value: np.ndarray[Any, Any]) -> bool:
+    """Whether torch can take the array's memory: from element to element, forwards, in whole elements."""
+    # The fields of records may lie in steps that are none.
+    return all([step >= 0 and step % value.itemsize == 0 for step in value.strides])
 
 
 def _tensor(value: Tensor, size: Size, device: torch.device | None, where: str) -> Tensor:

@@ -11,7 +11,15 @@ import torch
 from torch import Size, Tensor
 
 from tdfunc._collection import TensorCollection
-from tdfunc._errors import LeafMismatchError, MissingKeyError, TieError, TreeStructureError, UnsupportedError, explain
+from tdfunc._errors import (
+    BatchSizeError,
+    LeafMismatchError,
+    MissingKeyError,
+    TieError,
+    TreeStructureError,
+    UnsupportedError,
+    explain,
+)
 from tdfunc._keys import dotted
 from tdfunc._nontensor import NonTensorBase, NonTensorStack
 from tdfunc._shapes import as_size, common_prefix
@@ -106,6 +114,7 @@ def _numpy_of(value: Any, at: Path) -> Any:
 
 def to_struct_array(tree: TensorCollection, at: Path = ()) -> Any:
     """Return one array of records over the batch; nested trees are records in records."""
+    tree = _one_tree(tree, "to_struct_array", at)
     size = tree._batch_size
     columns: dict[str, Any] = {}
     for key in tree._keys():
@@ -122,6 +131,19 @@ def to_struct_array(tree: TensorCollection, at: Path = ()) -> Any:
     for key, column in columns.items():
         made[key] = column
     return made
+
+
+def _one_tree(tree: TensorCollection, call: str, at: Path) -> TensorCollection:
+    """Return a tree with one leaf for each key: of a stack of trees the dense one."""
+    if tree._each(lambda t: t) is None:
+        return tree
+    try:
+        return TensorCollection._lazy.dense(tree)
+    except (LeafMismatchError, TreeStructureError, BatchSizeError) as err:
+        where = f" at {dotted(at)!r}" if at else ""
+        what, hint = f"{call}: the trees of the lazy stack{where} make no one tree.", "pad() it first."
+        got = str(err).partition("\n")[0]
+        raise LeafMismatchError(explain(what, expected="trees that dense() takes", got=got, hint=hint)) from err
 
 
 def to_namedtuple(tree: TensorCollection, dest_cls: Any) -> Any:
@@ -275,6 +297,7 @@ class ExchangeMethods(TensorCollection):
 
         Raises:
             UnsupportedError: numpy has no such dtype or layout, or a leaf has no values; the message names it.
+            LeafMismatchError: The trees of a lazy stack differ; the message says where.
         """
         return to_struct_array(self)
 

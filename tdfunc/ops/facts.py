@@ -1,7 +1,7 @@
 """What can be told of a node for people to read: it never raises, never writes, and costs the same for any size."""
 
 import reprlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from tdfunc._types import Kind, Path
 
 _functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 _PLAIN = (Tensor, Parameter)
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 UNINITIALIZED = (UninitializedParameter, UninitializedBuffer)
 
 
@@ -184,19 +185,22 @@ def _amount(leaf: Tensor) -> tuple[int | None, int | None]:
     if isinstance(leaf, UNINITIALIZED):
         return None, None
     try:
-        elements, size = leaf.numel(), leaf.element_size()
+        elements = leaf.numel()
         # Traced sizes are symbols.
-        if type(elements) is not int:
-            return None, None
-        if leaf.layout not in (torch.strided, torch.jagged):
-            return elements, sum(part.numel() * part.element_size() for part in _stored(leaf))
-        return elements, elements * size
+        return (elements, stored_bytes(leaf)) if type(elements) is int else (None, None)
     except Exception:
         return None, None
 
 
+def stored_bytes(leaf: Tensor) -> int:
+    """Return the bytes that the elements take; of a sparse tensor those that it stores, its indices among them."""
+    return sum([part.numel() * part.element_size() for part in _stored(leaf)])
+
+
 def _stored(leaf: Tensor) -> list[Tensor]:
-    """Return the tensors that a sparse tensor is made of."""
+    """Return the tensors that a sparse tensor is made of; others are made of themselves."""
+    if leaf.layout not in _SPARSE:
+        return [leaf]
     names = ("_values", "_indices") if leaf.layout is torch.sparse_coo else ("values", "crow_indices", "col_indices")
     if leaf.layout in (torch.sparse_csc, torch.sparse_bsc):
         names = ("values", "ccol_indices", "row_indices")
@@ -253,13 +257,18 @@ def value_text(leaf: Any) -> str:
     return _repr(ask(leaf, "value") if isinstance(leaf, NonTensorBase) else leaf)
 
 
-def _repr(value: Any) -> str:
-    # An object's own `repr` may raise, and may be of any length.
+def repr_of(value: Any, write: Callable[[Any], str] = repr) -> str:
+    """Return `repr(value)`, or that it raises: an object's own may."""
     try:
-        text = _short.repr(value)
+        return write(value)
     except Exception as err:
-        text = f"<{type(value).__name__}: its repr raises {type(err).__name__}>"
-    return printable(text, 200)
+        inner = value.data if isinstance(value, NonTensorData) else value
+        return f"<{type(inner).__name__}: its repr raises {type(err).__name__}>"
+
+
+def _repr(value: Any) -> str:
+    # It may be of any length.
+    return printable(repr_of(value, _short.repr), 200)
 
 
 # -- trees ------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 from tdfunc._collection import TensorCollection
 from tdfunc._errors import BatchSizeError, LeafMismatchError, MissingKeyError, TreeStructureError, explain
 from tdfunc._nontensor import NonTensorBase, NonTensorStack
-from tdfunc.ops.structure import flatten_keys
+from tdfunc.ops.structure import check_separator, flatten_keys
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -55,6 +55,8 @@ def _column(key: str, node: Any) -> Any:
 
 def read_frame(frame: Any, separator: str | None, dtype: torch.dtype | None) -> dict[Any, Any]:
     """Return the columns of a data frame by key: tensors of numbers, non-tensor data of all else."""
+    if separator is not None:
+        check_separator(separator, "from_pandas")
     values: dict[Any, Any] = {}
     for name, column in frame.items():
         if not isinstance(name, str):
@@ -155,6 +157,7 @@ class FromFrameMethods(TensorCollection):
 
         Raises:
             TypeError: The name of a column is no str.
+            ValueError: The separator is empty.
             LeafMismatchError: A column lacks values, and has integers that float64 does not hold, or is asked for in a
                 dtype that has no NaN.
             MissingKeyError: Two columns have one name.

@@ -12,6 +12,7 @@ from tdfunc._errors import LeafMismatchError, explain
 from tdfunc._keys import dotted
 from tdfunc.ops import storage_writes
 from tdfunc.ops.cast import detach
+from tdfunc.ops.facts import stored_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -112,7 +113,7 @@ class MemoryMethods(TensorCollection):
         return self
 
     def bytes(self, *, count_duplicates: bool = True) -> int:
-        """Return the bytes that the elements of all leaves take.
+        """Return the bytes that the elements of all leaves take; of a sparse leaf those that it stores.
 
         Args:
             count_duplicates: Count a tensor once for each of its paths.
@@ -124,7 +125,7 @@ class MemoryMethods(TensorCollection):
         Raises:
             LeafMismatchError: A parameter of a lazy module has no shape yet; the message names it.
         """
-        return _total(self, "bytes", count_duplicates, lambda x: x.numel() * x.element_size())
+        return _total(self, "bytes", count_duplicates, stored_bytes)
 
     def param_count(self, *, count_duplicates: bool = True) -> int:
         """Return the number of elements of all leaves.

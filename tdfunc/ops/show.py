@@ -8,7 +8,7 @@ from tdfunc._collection import TensorCollection
 from tdfunc._keys import FilterLike
 from tdfunc._shapes import shape_of
 from tdfunc.ops.cast import all_shared, is_shared
-from tdfunc.ops.facts import walk_limited
+from tdfunc.ops.facts import repr_of, walk_limited
 from tdfunc.ops.html import render_html
 from tdfunc.ops.summary import Summary, summary
 
@@ -19,7 +19,7 @@ COMPLETIONS = 10_000
 def describe_leaf(leaf: Any) -> str:
     """Return the one-line form of a leaf."""
     if not isinstance(leaf, Tensor):
-        return repr(leaf)
+        return shown(repr_of(leaf))
     name = type(leaf).__name__
     shape = shape_of(leaf)
     if shape is None:
@@ -27,9 +27,9 @@ def describe_leaf(leaf: Any) -> str:
     return f"{name}(shape={shape}, device={leaf.device}, dtype={leaf.dtype}, is_shared={is_shared(leaf)})"
 
 
-def shown(key: str) -> str:
-    """Return a key as it stands in text: what would break a line, or cannot be encoded, is escaped."""
-    return key if key.isprintable() else repr(key)[1:-1]
+def shown(text: str) -> str:
+    """Return text as it stands on one line: what would break it, move the cursor or not be encoded is escaped."""
+    return text if text.isprintable() else "".join([c if c.isprintable() else repr(c)[1:-1] for c in text])
 
 
 def render(tree: TensorCollection, indent: str = "") -> str:

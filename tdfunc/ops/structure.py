@@ -121,6 +121,13 @@ def _flatten_into(
     return None
 
 
+def check_separator(separator: str, call: str) -> None:
+    """Raise unless keys can be split there."""
+    if not separator:
+        what = f"{call}: nothing separates keys by an empty text."
+        raise ValueError(explain(what, expected="a separator of one character or more", got=repr(separator)))
+
+
 class _Branch(dict[str, Any]):
     """Entries on their way to becoming a tree: nodes with their kinds, and branches."""
 
@@ -130,6 +137,7 @@ class _Branch(dict[str, Any]):
 
 def unflatten_keys(tree: TensorCollection, separator: str) -> Any:
     """Split keys at the separator into nested trees."""
+    check_separator(separator, "unflatten_keys")
     done = tree._each(lambda t: unflatten_keys(t, separator))
     if done is not None:
         return done
@@ -432,6 +440,7 @@ class StructureMethods(TensorCollection):
 
         Raises:
             MissingKeyError: One key would be both a leaf and a tree.
+            ValueError: The separator is empty.
         """
         refuse_inplace(inplace, "unflatten_keys(separator)")
         return unflatten_keys(self, separator)

@@ -12,7 +12,8 @@ from torch import Size, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils import _pytree as pytree
 
-from tdfunc import TensorDict
+import tdfunc
+from tdfunc import NonTensorData, TensorDict
 from tdfunc._errors import (
     BatchSizeError,
     ImmutableError,
@@ -266,3 +267,37 @@ def test_maps_of_uninitialised_parameters():
     leaf = nn.UninitializedParameter()
 
     assert TensorDict({"w": leaf}).apply(lambda x: x)["w"] is leaf
+
+
+def assert_plain(values, expected):
+    """Check values and that none of them is in an array of numpy."""
+    assert values == expected
+    assert all(type(mine) is type(theirs) for mine, theirs in zip(values, expected, strict=True))
+
+
+@pytest.mark.parametrize("value", ["b", [1, [2]], {"k": 1}])
+def test_padding_keeps_values_of_trees_without_dimensions(value):
+    """A value would be wrapped in an array, unlike in `dense()` and `nested()`."""
+    lazy = lazy_stack([TensorDict({"x": torch.ones(n), "s": NonTensorData(s)}) for n, s in ((2, "a"), (3, value))])
+    padded, masks = lazy.pad(return_mask=True)
+
+    for tree in (padded, lazy.pad(side="left"), lazy.nested(), tdfunc.pad_sequence(lazy.trees)):
+        assert_plain(tree["s"], ["a", value])
+    assert masks["s"].tolist() == [True, True]
+    for row in lazy_stack([lazy, lazy]).pad()["s"]:
+        assert_plain(row, ["a", value])
+
+
+def test_records_of_stacks():
+    """A stack of equal shapes, which pandas takes, would end in an error of a tuple."""
+    lazy = lazy_stack([TensorDict({"a": i, "s": f"{i}"}) for i in (1, 2)])
+    apart = lazy_stack([TensorDict({"a": torch.ones(i)}) for i in (1, 2)])
+
+    assert lazy.to_struct_array().tolist() == lazy.dense().to_struct_array().tolist() == [(1, "1"), (2, "2")]
+    assert TensorDict({"n": lazy}, [2]).to_struct_array()["n"]["a"].tolist() == [1, 2]
+    for tree, where in ((apart, ""), (TensorDict({"n": {"l": apart}}), " at 'n.l'")):
+        what = (
+            rf"to_struct_array: the trees of the lazy stack{where} make no one tree.\n.*dense\(\) takes\n.*'a' of trees"
+        )
+        with pytest.raises(LeafMismatchError, match=what):
+            tree.to_struct_array()

@@ -284,3 +284,73 @@ def test_child_follows_edits_and_values(around):
     assert around.sum()["lazy", "x"].shape == ()
     assert around.kind(("lazy", "n", "y")) is None
     assert (around == around).all()
+
+
+def two_levels():
+    """A ragged stack in a tree, and one of stacks."""
+    lazy = lazy_stack(
+        [TensorDict({"x": torch.arange(float(n)), "s": f"{n}", "n": {"y": torch.ones(n)}}) for n in (2, 3)]
+    )
+    return TensorDict({"l": lazy}), lazy_stack([lazy, lazy])
+
+
+@pytest.mark.parametrize("call", ["add", "mul"])
+def test_arithmetic_at_a_key(call):
+    """The tuple of a key would be added to, or repeated, and not its tensors."""
+    around, deep = two_levels()
+    lazy, fn = around["l"], getattr(torch, call)
+    x, y = lazy["x"]
+
+    def at(tree, key, value):
+        return assert_pure(lambda t: getattr(t.at[key], call)(value), tree).get(key)
+
+    for value in (3, np.float32(3), torch.tensor(3.0)):
+        for mine, old in zip(at(lazy, "x", value), (x, y), strict=True):
+            assert torch.equal(mine, fn(old, 3.0))
+    assert torch.equal(at(around, ("l", "x"), (2, y))[1], fn(y, y))
+    assert torch.equal(at(lazy, "x", torch.tensor([2.0, 5.0]))[1], fn(y, 5.0))
+    assert torch.equal(at(lazy, "n", 4)["y"][0], fn(torch.ones(2), 4.0))
+    assert torch.equal(at(deep, "x", [[1, 2], [3, 4]])[1][0], fn(x, 3.0))
+    with pytest.raises(BatchSizeError, match=r"one for each tree.\n.*2 values\n.*1"):
+        getattr(lazy.at["x"], call)([1])
+    with pytest.raises(MissingKeyError, match="'z'"):
+        getattr(lazy.at["z"], call)(1)
+
+
+@pytest.mark.parametrize("call", ["add", "mul"])
+def test_arithmetic_of_values(call):
+    """Text would be joined, or lists repeated, where numbers are meant."""
+    around, _ = two_levels()
+    for td, key in ((around, ("l", "s")), (around["l"], "s"), (TensorDict({"s": "a"}), "s")):
+        what = rf"at\[...\].{call}: '(l.)?s' is no tensor.\n.*a tensor or tree\n.*str"
+        with pytest.raises(TypeError, match=what):
+            getattr(td.at[key], call)(2)
+
+
+def test_apply_and_numbers_at_a_key():
+    """A function would get the tuple of a key, and a number replace the tensors by one without their shape."""
+    around, deep = two_levels()
+    cut = around.at["l", "x"].apply(lambda x: x[:1])
+
+    assert [x.tolist() for x in cut["l", "x"]] == [[0.0], [0.0]]
+    assert around.at["l", "s"].apply(lambda s: s * 2)["l", "s"] == ["22", "33"]
+    assert [x.shape for x in deep.at["x"].apply(lambda x: x[:, None])["x"][1]] == [Size([2, 1]), Size([3, 1])]
+    assert around.at["l", "n"].apply(lambda n: n.rename_key("y", "z"))["l", "n", "z"][0].shape == Size([2])
+    assert [x.tolist() for x in around.at["l", "x"].set(7)["l", "x"]] == [[7.0] * 2, [7.0] * 3]
+    assert around.at["l", "new"].set(1)["l", "new"][0].shape == Size([])
+    with pytest.raises(TypeError, match="'x': None is no value"):
+        around["l"].at["x"].apply(lambda _: None)
+
+
+@pytest.mark.parametrize("index", [(True, [1, 0]), (True, [[1, 0]]), ([1], True), (None, [1, 0]), (True, 0)])
+def test_rows_beside_a_bool(index):
+    """The bool would be asked of each tree, whose rows it does not make."""
+    trees = [TensorDict({"x": torch.tensor([float(i)])}) for i in range(2)]
+    lazy, dense = lazy_stack(trees), torch.stack(trees)
+
+    for call, value in (("set", settle(lazy[index]) + 5), ("set", 7), ("apply", lambda x: x + 5)):
+        assert_trees_equal(getattr(lazy.at[index], call)(value).dense(), getattr(dense.at[index], call)(value))
+    written = lazy.clone()
+    written.at[index].set_(lazy[index] + 5)
+    assert_trees_equal(written.dense(), dense.at[index].set(dense[index] + 5))
+    assert lazy.at[False, [1]].set(3)["x"][1] is lazy["x"][1]

@@ -1,6 +1,7 @@
 """Trees from and to other objects, and trees made from trees."""
 
 import dataclasses
+import warnings
 from collections import namedtuple
 
 import numpy as np
@@ -359,3 +360,16 @@ def test_sizes_of_uninitialised_parameters(call):
 
     with pytest.raises(LeafMismatchError, match=rf"{call}: 'n.x' is not init.*\n.*shape\n.*Uninit.*\n.*call the lazy"):
         getattr(tree, call)()
+
+
+def test_bytes_of_sparse_leaves():
+    """Zeros that are not stored would be counted, indices not, and `summary` say another number."""
+    eye = torch.eye(100)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        leaves = {"coo": eye.to_sparse(), "csr": eye.to_sparse_csr(), "csc": eye.to_sparse_csc(), "dense": eye}
+    stored = {"coo": 100 * (4 + 2 * 8), "csr": 100 * 12 + 101 * 8, "csc": 100 * 12 + 101 * 8, "dense": 40_000}
+    tree = TensorDict(leaves)
+
+    assert {key: TensorDict({key: leaf}).bytes() for key, leaf in leaves.items()} == stored
+    assert tree.bytes() == tree.summary().size_bytes == sum(stored.values())

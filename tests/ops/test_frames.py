@@ -142,3 +142,9 @@ def test_without_pandas(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(ImportError, match=r"to_pandas: pandas is not installed.\n.*pip install pandas"):
         TREE.to_pandas(separator=".")
+
+
+def test_an_empty_separator():
+    """The error would be Python's, of a text that the user did not split."""
+    with pytest.raises(ValueError, match=r"from_pandas: nothing .* an empty text.\n.*one character or more\n.*''"):
+        TensorDict.from_pandas(pd.DataFrame({"a": [1]}), separator="")

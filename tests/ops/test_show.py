@@ -10,7 +10,7 @@ from IPython.core.completer import IPCompleter, provisionalcompleter
 from torch import Tensor, nn
 
 import tdfunc
-from tdfunc import TensorClass, TensorDict, lazy_stack
+from tdfunc import NonTensorStack, TensorClass, TensorDict, lazy_stack
 from tests.incumbent import Incumbent, tensordict
 from tests.strategies import trees
 
@@ -151,3 +151,34 @@ def test_keys_that_cannot_be_printed():
         assert "größe: " in text
         assert "\\x00: " in text
         text.encode()
+
+
+class Broken:
+    def __repr__(self):
+        raise RuntimeError("no text")
+
+
+class Loud:
+    def __repr__(self):
+        return "two\nlines\x1b[31m"
+
+
+def test_values_that_cannot_be_printed():
+    """A value's own text would end the printing of its tree, break its line or send codes to the terminal."""
+    tree = TensorDict({"a": Broken(), "b": Loud(), "c": NonTensorStack(Broken())})
+    typed = from_value(Loud())
+
+    for text in map(repr, (tree, lazy_stack([tree, tree]), typed)):
+        assert r"two\nlines\x1b[31m" in text
+        assert "\x1b" not in text
+    assert "a: <Broken: its repr raises RuntimeError>" in repr(tree)
+    assert "its repr raises RuntimeError>" in repr(lazy_stack([tree, tree]))
+
+
+def from_value(value):
+    """A typed tree that holds it."""
+
+    class Holder(TensorClass):
+        value: Any
+
+    return Holder(value)

@@ -14,6 +14,7 @@ from tdfunc import (
     TensorDict,
     combine,
     in_dims,
+    lazy_stack,
     partition,
 )
 from tests.helpers import TiedLM
@@ -253,3 +254,10 @@ def test_combine_takes_trees():
         combine([TensorDict({"a": torch.zeros(1)})])
     with pytest.raises(TypeError, match=r"not a source(.|\n)*Tensor"):
         TensorDict(torch.ones(2))
+
+
+@pytest.mark.parametrize("tree", [TensorDict({"abc": 1}), TensorDict({}), lazy_stack([TensorDict({"abc": 1})])])
+def test_an_empty_separator(tree):
+    """The error would be Python's, of a text that the user did not split."""
+    with pytest.raises(ValueError, match=r"unflatten_keys: nothing .* an empty text.\n.*one character or more\n.*''"):
+        tree.unflatten_keys("")
