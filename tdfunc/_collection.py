@@ -163,6 +163,8 @@ class TensorCollection(Slots):
         try:
             return self._data[key]
         except KeyError:
+            # For dynamo, a guard that there is no such key: it sets none on a lookup that fails.
+            self._data.get(key)
             raise missing((key,), self._data, node=self) from None
 
     def _put(self, changes: dict[str, Node], kinds: dict[str, Kind] | None = None) -> "Self":

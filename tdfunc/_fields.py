@@ -243,7 +243,8 @@ def _reader(name: str) -> Callable[[Any], Any]:
         try:
             node = self._data[name]
         except KeyError:
-            return None
+            # None, and for dynamo a guard that the field is empty: it sets none on a lookup that fails.
+            return self._data.get(name)
         if type(node) is Tensor or not isinstance(node, NonTensorBase):
             return node
         return value_of(self, name, node)
@@ -257,7 +258,7 @@ def _tensor_reader(name: str) -> Callable[[Any], Any]:
         try:
             return self._data[name]
         except KeyError:
-            return None
+            return self._data.get(name)
 
     return read
 
