@@ -23,7 +23,7 @@ from tdfunc._types import Kind, Path
 from tdfunc.ops.edit import restore_ties
 from tdfunc.storage.atomic import replace_file
 from tdfunc.storage.contents import nests
-from tdfunc.storage.write import _as_bytes
+from tdfunc.storage.raw import raw_bytes
 
 _EMPTY = Size(())
 _PICKLE, _ZIP = b"\x80", b"PK"
@@ -316,7 +316,7 @@ def _fill(fd: int, file: BinaryIO, entry: zipfile.ZipInfo, pieces: Iterable[Tens
     begin = at = entry.header_offset + 30 + name + extra
     crc = 0
     for piece in pieces:
-        data = memoryview(_as_bytes(piece.contiguous()))
+        data = memoryview(raw_bytes(piece))
         crc = zlib.crc32(data, crc)
         while len(data):
             done = os.pwrite(fd, data, at)

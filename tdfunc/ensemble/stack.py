@@ -25,6 +25,7 @@ from tdfunc.modules.random import member_seed, seeded
 from tdfunc.modules.slots import EXTRA_STATE, Slot, unwrap, walk
 from tdfunc.ops.index import unbind
 from tdfunc.ops.structure import restore_ties
+from tdfunc.storage.raw import raw_bytes
 
 T = TypeVar("T", bound=TensorCollection)
 
@@ -390,7 +391,7 @@ def _refuse_equal(prints: dict[int, int], values: list[Any], member: int) -> Non
     digest = xxhash.xxh3_128()
     numbers = [v for v in values if isinstance(v, Tensor) and v.numel() and not v.is_meta]
     for value in numbers:
-        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(raw_bytes(value).data)
     same = prints.setdefault(digest.intdigest(), member)
     if numbers and same != member:
         raise ValueError(

@@ -4,6 +4,9 @@ import os
 from collections import deque
 from functools import partial
 from itertools import repeat
+from typing import NoReturn
+
+from tdfunc._errors import UnsupportedError, explain
 
 
 class Descriptor:
@@ -29,6 +32,11 @@ class Descriptor:
         """Give it back; a second time nothing happens."""
         # One call, as above: neither is it lost nor is a number closed that means another file by now.
         deque(map(os.close, map(self._open.pop, repeat(-1, len(self._open)))), maxlen=0)
+
+    def __reduce__(self) -> NoReturn:
+        # Not of a number: two objects would close it, the second one after the system has given it to another file.
+        what, hint = "An open descriptor cannot be copied or pickled.", "open the file again."
+        raise UnsupportedError(explain(what, hint=hint))
 
     def __enter__(self) -> int:
         return self._open[0]

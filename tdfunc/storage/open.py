@@ -2,13 +2,13 @@
 
 import os
 from collections.abc import Iterator
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor
 
 from tdfunc._collection import TensorCollection, leaf_paths
-from tdfunc._errors import MissingKeyError, explain
+from tdfunc._errors import MissingKeyError, UnsupportedError, explain
 from tdfunc._keys import FilterLike, dotted, unravel
 from tdfunc._types import Device, NestedKey, Path
 from tdfunc.ops.reading import get_value, has
@@ -217,6 +217,20 @@ class LazyTree:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse copies and pickles: the files would have two owners.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        raise UnsupportedError(
+            explain(
+                f"open {self._contents.path}: an open checkpoint cannot be copied or pickled.",
+                expected="one handle in each process; its threads may share it",
+                hint="open it in each process: tdfunc.open(path). f.load() is a tree, which can be copied and sent.",
+            )
+        )
 
     def __repr__(self) -> str:
         where = f" at {dotted(self._at)!r}" if self._at else ""

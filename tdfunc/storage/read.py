@@ -8,7 +8,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from itertools import repeat
 from operator import mod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from tdfunc.storage.format import (
     check_size,
     parse,
 )
+from tdfunc.storage.raw import raw_view
 
 _GUESS_BYTES = 1 << 16
 
@@ -68,6 +69,11 @@ class LocalBytes:
         """Give the descriptor back."""
         self.fd = -1
         self._file.close()
+
+    def __reduce__(self) -> NoReturn:
+        # A copy would close the file of the original, and whatever has its number by then.
+        what, hint = f"{self._path}: an open file cannot be copied or pickled.", "open it again."
+        raise UnsupportedError(explain(what, hint=hint))
 
     def __del__(self) -> None:
         # The last that a constructor sets, which may have been interrupted; the descriptor closes itself.
@@ -241,7 +247,7 @@ def read_rows(source: Source, spec: Spec, begin: int, runs: Sequence[tuple[int, 
 
 def as_view(leaf: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor, to be written to."""
-    return leaf.reshape(-1).view(torch.uint8).numpy().data
+    return raw_view(leaf).data
 
 
 def view_leaves(data: Any, specs: Sequence[Spec], begins: Sequence[int]) -> list[Tensor]:

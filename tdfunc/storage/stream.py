@@ -15,8 +15,9 @@ from tdfunc.storage.encode import outline
 from tdfunc.storage.folder_commit import replace_folder
 from tdfunc.storage.folder_plan import FileLeaf, plan_folder
 from tdfunc.storage.memmap import _target, create, write_files
+from tdfunc.storage.raw import raw_bytes
 from tdfunc.storage.shards import as_bytes
-from tdfunc.storage.write import Values, _as_bytes, _plain, write_all
+from tdfunc.storage.write import Values, write_all
 
 # Called with a leaf of the tree: its values in row-major order, as tensors of any shape.
 Pieces: TypeAlias = Callable[[Tensor], Iterable[Tensor]]
@@ -92,6 +93,6 @@ def _bytes_of(values: Pieces) -> Values:
     def pieces(leaf: Tensor) -> Iterator[memoryview]:
         for piece in values(leaf):
             assert piece.dtype == leaf.dtype
-            yield memoryview(_as_bytes(_plain(piece)))
+            yield memoryview(raw_bytes(piece))
 
     return pieces

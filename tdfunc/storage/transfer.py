@@ -20,6 +20,7 @@ from tdfunc._errors import UnsupportedError, WorkerError, explain
 from tdfunc._keys import dotted
 from tdfunc._mapped import MapMode, mapped_file
 from tdfunc.storage.mapped import READ, map_descriptor
+from tdfunc.storage.raw import raw_bytes
 
 # torch has no public name for it.
 is_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore[reportAttributeAccessIssue]
@@ -120,13 +121,10 @@ def _stored_shape(x: Tensor) -> tuple[int, ...]:
 def _bytes_of(x: Tensor) -> pickle.PickleBuffer | None:
     if x.numel() == 0:
         return None
-    x = x.detach().resolve_conj().resolve_neg()
+    x = x.detach()
     if 0 in x.stride():
         x = x[tuple([slice(0, size) for size in _stored_shape(x)])]
-    # A single element may count as contiguous with a stride of 0, which `view` refuses.
-    # Any: numpy's arrays offer their bytes, which type checkers learn with Python 3.12.
-    values: Any = x.contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8).numpy()
-    return pickle.PickleBuffer(values)
+    return pickle.PickleBuffer(raw_bytes(x))
 
 
 def _by_name(x: Tensor) -> tuple[str, MapMode, tuple[int, int], int, int] | None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from tdfunc._errors import ConcurrencyError, UnsupportedError, explain
 from tdfunc.storage.encode import Outline
 from tdfunc.storage.format import MAX_HEADER_BYTES, lay_out, render, seal
+from tdfunc.storage.raw import raw_bytes, raw_view
 
 # A piece is still in the processor's cache when it is written after it was hashed.
 _PIECE_BYTES = 4 << 20
@@ -121,7 +122,7 @@ def write_file(fd: int, plan: FilePlan, tick: Callable[[int], object] | None = N
             if address:
                 memmove(start + used, address, size_bytes)
             elif size_bytes:
-                buffer[used:end] = _as_bytes(_plain(leaf))
+                buffer[used:end] = raw_bytes(leaf)
             digests.append(hexdigest(view[used:end]))
             used = end
     write_all(fd, view[:used])
@@ -171,11 +172,11 @@ def _check_unchanged(plan: FilePlan, digests: list[str]) -> None:
 def pieces(leaf: Tensor) -> Iterator[memoryview]:
     """Yield the bytes of a leaf in row-major order, a few MB at a time; only leaves that need it are copied."""
     if _is_plain(leaf):
-        data = memoryview(_as_bytes(leaf))
+        data = memoryview(raw_view(leaf))
         for begin in range(0, len(data), _PIECE_BYTES):
             yield data[begin : begin + _PIECE_BYTES]
     elif leaf.numel() * leaf.element_size() <= _PIECE_BYTES or leaf.dim() == 0:
-        yield memoryview(_as_bytes(_plain(leaf)))
+        yield memoryview(raw_bytes(leaf))
     elif leaf.is_contiguous() and leaf.dim() > 1:
         yield from pieces(leaf.view(-1))
     else:
@@ -186,14 +187,6 @@ def pieces(leaf: Tensor) -> Iterator[memoryview]:
 
 def _is_plain(leaf: Tensor) -> bool:
     return leaf.is_contiguous() and leaf.is_cpu and not leaf.is_conj() and not leaf.is_neg()
-
-
-def _plain(leaf: Tensor) -> Tensor:
-    return leaf.cpu().resolve_conj().resolve_neg().contiguous()
-
-
-def _as_bytes(leaf: Tensor) -> Any:
-    return leaf.detach().reshape(-1).view(torch.uint8).numpy()
 
 
 def write_all(fd: int, data: memoryview) -> None:

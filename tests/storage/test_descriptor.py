@@ -1,12 +1,16 @@
 """What is open is given back, at whatever bytecode a Ctrl-C comes."""
 
+import copy
+import gc
 import os
+import pickle
 import sys
 
 import pytest
 import torch
 
-from tdfunc import TensorDict, load, save
+import tdfunc
+from tdfunc import TensorDict, UnsupportedError, load, save
 from tdfunc.storage import atomic
 from tdfunc.storage.descriptor import Descriptor
 
@@ -95,3 +99,33 @@ def test_interrupts_leave_nothing_open(name, tmp_path, monkeypatch):
     CALLS[name](td, tmp_path)
     assert at > 100
     assert sorted(os.listdir(tmp_path)) == entries
+
+
+COPIES = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": pickle.dumps}
+
+
+@pytest.mark.parametrize("name", COPIES)
+@pytest.mark.parametrize("options", [{}, {"max_shard_size": 40}], ids=["file", "shards"])
+def test_what_is_open_has_one_owner(name, options, tmp_path):
+    """A copy closed the number of the original, which then read whatever file got that number next."""
+    path = tmp_path / ("shards" if options else "x.safetensors")
+    save(TensorDict({"x": torch.full((9,), 1.0), "a": {"y": torch.full((9,), 2.0)}}), path, **options)
+    save(TensorDict({"x": torch.full((9,), 7.0), "a": {"y": torch.full((9,), 7.0)}}), tmp_path / "other.safetensors")
+    before = open_descriptors()
+
+    with tdfunc.open(path) as f:
+        held = open_descriptors()
+        for part in (f, f["a"]):
+            with pytest.raises(UnsupportedError, match=r"cannot be copied or pickled(?s:.)*open it in each process"):
+                COPIES[name](part)
+        source = f._contents.sources[0]
+        with pytest.raises(UnsupportedError, match=rf"{source.path}: an open file cannot be copied or pickled"):
+            COPIES[name](source.data)
+        with pytest.raises(UnsupportedError, match="descriptor cannot be copied or pickled"):
+            COPIES[name](source.data._file)
+        gc.collect()
+        assert open_descriptors() == held
+        with tdfunc.open(tmp_path / "other.safetensors"):
+            assert f["x"].tolist() == [1.0] * 9
+            assert f["a", "y"].tolist() == [2.0] * 9
+    assert open_descriptors() == before
