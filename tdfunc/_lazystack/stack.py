@@ -5,6 +5,7 @@ The class answers the primitives of `TensorCollection` for its trees; what opera
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from threading import RLock
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -543,16 +544,36 @@ def _class_for(cls: Any) -> Any:
         return cls
     if cls is TensorCollection._open:
         return LazyStack
-    made = cls.__dict__.get("_stack_class")
-    if made is None:
-        namespace = {"__slots__": (), "__module__": cls.__module__, "_stacked": cls, "__doc__": LazyStack.__doc__}
-        namespace["__qualname__"] = name = f"LazyStack[{cls.__name__}]"
-        made = type(cls)(name, (LazyStack, cls), namespace)
-        for field in cls._fields:
-            setattr(made, field, property(partial(_read_field, field)))
-        register(made)
-        cls._stack_class = made
+    _define_for(cls)
+    return cls.__dict__["_stack_class"]
+
+
+def _define_for(cls: Any) -> None:
+    if "_stack_class" in cls.__dict__:
+        return
+    with _DEFINING:
+        # Another thread may have been here first.
+        if "_stack_class" not in cls.__dict__:
+            cls._stack_class = _define(cls)
+
+
+def _define(cls: Any) -> Any:
+    namespace = {"__slots__": (), "__module__": cls.__module__, "_stacked": cls, "__doc__": LazyStack.__doc__}
+    namespace["__qualname__"] = name = f"LazyStack[{cls.__name__}]"
+    made = type(cls)(name, (LazyStack, cls), namespace)
+    for field in cls._fields:
+        setattr(made, field, property(partial(_read_field, field)))
+    register(made)
     return made
+
+
+# A hook of the class, which runs when its stack is defined, may stack other classes.
+_DEFINING = RLock()
+
+
+# Dynamo, which traces no definition of a class, calls it when it traces: what torch.compiler.assume_constant_result
+# sets, which would import all of dynamo.
+_define_for._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _read_field(name: str, stack: Any) -> Any:

@@ -2,15 +2,18 @@
 
 import copy
 import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import optree
 import pytest
 import torch
 from torch import Size, nn
+from torch._dynamo.testing import CompileCounter
 from torch.utils import _pytree as pytree
 
 import tdfunc
-from tdfunc import TensorDict
+from tdfunc import TensorClass, TensorDict
 from tdfunc._errors import (
     BatchSizeError,
 )
@@ -171,6 +174,48 @@ def test_compile(backend):
     assert_trees_equal(row, expected[1])
     assert_stacks_equal(first, expected[:, :1])
     assert_trees_equal(padded, expected.pad())
+
+
+def test_compile_typed():
+    """A compiled function could not stack instances of a class that were never stacked before, or compile again."""
+
+    class Row(TensorClass):
+        x: torch.Tensor
+
+    class Outer(TensorClass):
+        row: Row
+
+    torch.compiler.reset()
+    count = CompileCounter()
+
+    @torch.compile(backend=count, fullgraph=True)
+    def fn(x):
+        lazy = lazy_stack([Outer(Row(x)), Outer(Row(x[:2]))])
+        return lazy, lazy.pad().row.x
+
+    for _ in range(2):
+        lazy, padded = fn(torch.ones(3))
+
+        assert isinstance(lazy, Outer)
+        assert isinstance(lazy.row, Row)
+        assert padded.tolist() == [[1, 1, 1], [1, 1, 0]]
+    assert count.frame_count == 1
+    assert type(lazy) is type(lazy_stack([Outer(Row(torch.ones(3)))]))
+
+
+def test_one_class_for_all_threads():
+    """Stacks of one class that two threads make at once would be of two classes, which do not join."""
+
+    class Slow(TensorClass):
+        x: torch.Tensor
+
+        def __init_subclass__(cls, **options):
+            time.sleep(0.05)
+
+    with ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(lambda _: lazy_stack([Slow(torch.ones(1))]), range(4)))
+
+    assert len(set(map(type, made))) == 1
 
 
 @pytest.mark.slow
