@@ -128,8 +128,7 @@ def nest(stack: Any, trees: Sequence[Any], sizes: tuple[int, ...], dim: int) -> 
     if len(sizes) > 1:
         step = prod(sizes[1:])
         trees = [nest(stack, trees[i : i + step], sizes[1:], dim) for i in range(0, len(trees), step)]
-        return stack._of(trees, dim)
-    return stack._of(trees, dim, stack._dim_name)
+    return stack._of(trees, dim)
 
 
 def write(stack: Any, op: LeafOp, others: Sequence[Any]) -> Any:

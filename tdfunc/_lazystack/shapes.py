@@ -151,8 +151,7 @@ def _regroup(stack: Any, new: Size, method: str) -> Any:
         row = stack._trees[at[dim - start]]
         row = row._index((slice(None),) * start + tuple(inner)) if inner else row
         rows.append(shape.reshape(row, target, method))
-    made = nest(stack, rows, tuple(new[begin:end]), begin)
-    return made if made._names is None else made.with_names(None)
+    return nest(stack, rows, tuple(new[begin:end]), begin)
 
 
 def _group(old: Size, new: Size, dim: int) -> tuple[tuple[int, int], tuple[int, int]]:

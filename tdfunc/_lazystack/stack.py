@@ -31,7 +31,7 @@ from tdfunc._lazystack.shapes import HANDLERS, REDUCTIONS, one_shape, reduce_all
 from tdfunc._lazystack.show import as_list, render, some_keys
 from tdfunc._nontensor import NonTensorBase, NonTensorStack
 from tdfunc._pytree import _UNDECIDED, Context, register
-from tdfunc._shapes import as_names, as_size, dim_index, normalize_index
+from tdfunc._shapes import as_names, as_size, dim_index, index_names, normalize_index
 from tdfunc._tensordict import TreeMethods
 from tdfunc._ties import lift, merge
 from tdfunc._types import Kind, Names, Node, Ties
@@ -309,7 +309,8 @@ class LazyStack(TreeMethods):
             raise MissingKeyError(explain(what, got=got, hint=hint))
         nodes = [tree._get(key) for tree in trees]
         if all([isinstance(node, TensorCollection) for node in nodes]) and len(set(map(type, nodes))) == 1:
-            return self._like(nodes)
+            # Names are of one node: those of this one are not of the trees inside.
+            return self._of(nodes, self._dim)
         if all([isinstance(node, NonTensorBase) for node in nodes]):
             return _Values(nodes)
         return tuple(nodes)
@@ -358,7 +359,8 @@ class LazyStack(TreeMethods):
         whole = [data[key] if key in data else mine[key]._replace({}, kinds={}, ties=()) for key in mine]
         if not all([isinstance(tree, TensorCollection) for tree in whole]):
             return self._make(dict(zip(mine, whole, strict=True)), self._batch_size, self._device, names, self._static)
-        new = self._like(whole)
+        # The names are the stack's: its trees may have been made before it was given them.
+        new = self._named(self._of(whole, self._dim), self._names)
         if batch_size is not None and batch_size != new._batch_size and self._cache is not _UNDECIDED:
             hint = "lazy.with_batch_size(...), or give the tree around it another batch size."
             expected, got = str(list(new._batch_size)), str(list(batch_size))
@@ -427,11 +429,35 @@ class LazyStack(TreeMethods):
         return self._run(op, others, "_map")
 
     def _index(self, index: Any) -> Any:
-        return pick(self, normalize_index(index, self._batch_size))
+        parts = normalize_index(index, self._batch_size)
+        names = None if self._names is None else index_names(parts, self._names)
+        return self._named(pick(self._unnamed(), parts), names)
 
     def _shape(self, op: LeafOp, *others: Any) -> Any:
         handler = HANDLERS.get(op.name)
-        return self._run(op, others, "_shape") if handler is None else handler(self, op, others)
+        if handler is None:
+            return self._run(op, others, "_shape")
+        names = self._names
+        if names is not None and op.size is not None:
+            names = op.names(names) if op.names is not None else None
+        return self._named(handler(self._unnamed(), op, others), names)
+
+    def _unnamed(self) -> Any:
+        """Return the stack without names for its dimensions, which need not be told apart while the trees move."""
+        return self if self._names is None else self.with_names(None)
+
+    def _named(self, done: Any, names: Names | None) -> Any:
+        """Return what trees of this stack have become with these names, as the dense tree has after the same."""
+        if done._names == names:
+            return done
+        if self._names is None:
+            # The names of each tree, which they did not share, stay with the trees.
+            return (
+                done._make(done._data, done._batch_size, done._device, None, done._static)
+                if isinstance(done, LazyStack)
+                else done
+            )
+        return done.with_names(names)
 
     def _run(self, op: LeafOp, others: Sequence[Any], primitive: str) -> Any:
         """Apply an operation that treats every element alike, or that reduces dimensions of the trees."""

@@ -126,7 +126,7 @@ def _permute_op(size: Size, order: tuple[int, ...]) -> LeafOp:
         return call(ndims.pop()) if len(ndims) == 1 else leaf
 
     def names(old: Names) -> Names:
-        return tuple([old[d] for d in order])
+        return (*[old[d] for d in order], *old[n:])
 
     new = put_first(Size([size[d] for d in order]), n)
     return LeafOp("permute", leaf, new, names, True, (order,), plain=plain)
