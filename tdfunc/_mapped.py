@@ -24,12 +24,16 @@ class MappedFile(NamedTuple):
     file_id: tuple[int, int]
     # Of the whole storage.
     size_bytes: int
+    # The folder that was opened or written, which is replaced as a whole; None where only the file is known.
+    root: str | None = None
 
 
-def mark_mapped(tensor: Tensor, path: str | None, mode: MapMode, file_id: tuple[int, int]) -> None:
+def mark_mapped(
+    tensor: Tensor, path: str | None, mode: MapMode, file_id: tuple[int, int], root: str | None = None
+) -> None:
     """Note on the storage of a tensor which file it is mapped from."""
     storage = tensor.untyped_storage()
-    setattr(storage, _ATTRIBUTE, (path, mode, file_id, storage.data_ptr()))
+    setattr(storage, _ATTRIBUTE, (path, mode, file_id, storage.data_ptr(), root))
 
 
 def mapped_file(tensor: Any) -> MappedFile | None:
@@ -45,11 +49,11 @@ def mapped_file(tensor: Any) -> MappedFile | None:
     found = getattr(storage, _ATTRIBUTE, None)
     if found is None:
         return None
-    path, mode, file_id, address = found
+    path, mode, file_id, address, root = found
     if storage.data_ptr() != address:
         # `share_memory_`, or torch's pickling for another process, moved it off the file.
         return None
-    return MappedFile(path, tensor.storage_offset() * tensor.element_size(), mode, file_id, storage.nbytes())
+    return MappedFile(path, tensor.storage_offset() * tensor.element_size(), mode, file_id, storage.nbytes(), root)
 
 
 # The device (None for the CPU) or the device and inode of the file that a tensor is mapped from, and its first byte

@@ -190,7 +190,18 @@ class IndexMethods(TensorCollection):
         return self._index(index)
 
     def __getitems__(self, indices: Any) -> "Self":
-        """Return the rows at a list of positions: how a `DataLoader` takes a batch from a tree in one call."""
+        """Return the rows at several positions: how a `DataLoader` takes a batch from a tree in one call.
+
+        A tuple of positions are as many rows, as in torch's own `[data[i] for i in indices]`; a list of tuples are
+        elements at as many places of several batch dimensions.
+        """
+        if not isinstance(indices, (Tensor, np.ndarray)):
+            indices = list(indices)
+            if indices and all(isinstance(each, tuple) for each in indices):
+                if len({len(each) for each in indices}) > 1:
+                    what, expected = "index: the places do not fit each other.", "as many positions in each"
+                    raise IndexError(explain(what, expected=expected, got=repr(indices)[:200]))
+                return self._index(tuple(map(list, zip(*indices, strict=True))))
         return self._index(indices)
 
     def __len__(self) -> int:

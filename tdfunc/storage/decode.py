@@ -18,7 +18,7 @@ from torch import Size
 from tdfunc._errors import CorruptCheckpointError, explain
 from tdfunc._types import Path
 from tdfunc.storage.encode import IS_PARAMETER, IS_VALUE, KIND_FLAGS, REQUIRES_GRAD
-from tdfunc.storage.format import Spec, no_constant, spec_of, unique
+from tdfunc.storage.format import Spec, is_countable, no_constant, spec_of, unique
 
 _KINDS = frozenset(KIND_FLAGS.values())
 _FLAGS = frozenset((*_KINDS, IS_PARAMETER, REQUIRES_GRAD, IS_VALUE))
@@ -215,8 +215,9 @@ class Plan:
         # Most leaves of one spec have the same.
         for flag, number in set(zip(flags, numbers, strict=True)):
             check_flags(flag, self._table[number].dtype)
-            if IS_VALUE in flag:
-                self.rich.update([self.node_of(leaf) for leaf, found in enumerate(flags) if found == flag])
+        values = {flag for flag in set(flags) if IS_VALUE in flag}
+        if values:
+            self.rich.update([self.node_of(leaf) for leaf, flag in enumerate(flags) if flag in values])
         return flags
 
     def _name_all(self, flat: list[Any], limit: float) -> list[str]:
@@ -333,6 +334,6 @@ def _stray(values: list[Any], types: frozenset[type]) -> Any:
 def _size(sizes: Any, least: int = 0) -> Size:
     if type(sizes) is not list or any(type(size) is not int or not least <= size < _TOO_LARGE for size in sizes):
         raise malformed("a list of sizes", repr(sizes))
-    if math.prod(sizes) >= _TOO_LARGE:
+    if 0 not in sizes and not is_countable(sizes):
         raise malformed("a batch whose elements can be counted in 64 bits", repr(sizes))
     return Size(sizes)

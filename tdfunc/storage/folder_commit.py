@@ -36,7 +36,8 @@ def replace_folder(path: str, write: Callable[[str], T], *, call: str, exist_ok:
     """Give `path` the contents that `write` puts into an empty folder; return what it returns.
 
     Raises:
-        FileExistsError: There is something of this name that is no memmap folder, or (not `exist_ok`) there is one.
+        FileExistsError: There is something of this name that is no memmap folder, or (not `exist_ok`) there is one;
+            or the current folder is this one or inside of it.
         OSError: The file system refused; the old folder is whole.
     """
     # A link stays, and the folder that it leads to is replaced.
@@ -62,6 +63,16 @@ def replace_folder(path: str, write: Callable[[str], T], *, call: str, exist_ok:
 
 def check_target(path: str, call: str, *, exist_ok: bool) -> None:
     """Raise unless a folder may be written at a path: nothing is there, an empty folder, or a memmap folder alone."""
+    here = _current()
+    if here is not None and os.path.join(here, "").startswith(os.path.join(path, "")):
+        raise FileExistsError(
+            explain(
+                f"{call} {path}: a folder is replaced as a whole, and this process works inside of this one.",
+                expected="a folder that does not hold the current one",
+                got=f"the current folder {here}",
+                hint="name a folder in it, as in './tree', or os.chdir() elsewhere first.",
+            )
+        )
     try:
         if not os.listdir(path):
             return
@@ -83,6 +94,14 @@ def check_target(path: str, call: str, *, exist_ok: bool) -> None:
                 hint="choose another folder, or move what you want to keep and delete this one.",
             )
         )
+
+
+def _current() -> str | None:
+    try:
+        return os.path.realpath(os.getcwd())
+    # It was deleted.
+    except FileNotFoundError:
+        return None
 
 
 def recover(path: str) -> str | None:

@@ -14,7 +14,7 @@ from tdfunc._nontensor import NonTensorBase, NonTensorData, NonTensorStack
 from tdfunc._shapes import as_names
 from tdfunc._types import Names, Path, Ties
 from tdfunc.storage.folder_plan import VERSION
-from tdfunc.storage.format import find_surrogate
+from tdfunc.storage.format import find_surrogate, first_twice, is_countable
 
 _TOO_LARGE = 2**63
 _NO_BATCH = Size(())
@@ -109,7 +109,7 @@ def size_of(sizes: Any, what: str, batch: Size = _NO_BATCH) -> Size:
     """Check a list of sizes, which starts with the batch size."""
     if type(sizes) is not list or any(type(size) is not int or not 0 <= size < _TOO_LARGE for size in sizes):
         raise malformed_meta(what, "a list of sizes", repr(sizes)[:100])
-    if math.prod([max(size, 1) for size in sizes]) >= _TOO_LARGE:
+    if not is_countable(sizes):
         raise malformed_meta(what, "elements that can be counted in 64 bits", repr(sizes)[:100])
     if tuple(sizes[: len(batch)]) != batch:
         raise malformed_meta(what, f"shapes that start with the batch size {list(batch)}", repr(sizes)[:100])
@@ -158,8 +158,7 @@ def ties_of(own: dict[str, Any], what: str) -> Ties:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is there twice")
+        raise ValueError(f"the key {first_twice(key for key, _ in pairs)!r} is there twice")
     return result
 
 

@@ -50,6 +50,8 @@ class FileLeaf(NamedTuple):
     leaf: Tensor
     path: Path
     size_bytes: int
+    # Whether it is non-tensor data, which are no memory to be written to.
+    is_value: bool
 
 
 class FolderPlan(NamedTuple):
@@ -59,6 +61,8 @@ class FolderPlan(NamedTuple):
     files: list[FileLeaf]
     # Second names of tied leaves: (name, the file that has the values).
     links: list[tuple[str, str]]
+    # The same for tensors under several keys that are not tied: these must be one file.
+    same: list[tuple[str, str]]
     # The classes of the nodes that are no TensorDict, by folder: a local class cannot be found by its name.
     types: dict[str, type[TensorCollection]]
     size_bytes: int
@@ -107,7 +111,7 @@ class _Planner:
             if leaf.numel():
                 self.links.append((name, self.stored[first][0]))
         size_bytes = sum(file.size_bytes for file in self.files)
-        return FolderPlan(self.metas, self.files, self.links, self.types, size_bytes)
+        return FolderPlan(self.metas, self.files, self.links, [], self.types, size_bytes)
 
     def _node(self, node: _Pending) -> list[_Pending]:
         """Lay out one node; return its sub-trees."""
@@ -204,7 +208,8 @@ class _Planner:
             self.stored[path] = (name, leaf)
             # tensordict keeps no file for a leaf without elements.
             if leaf.numel():
-                self.files.append(FileLeaf(name, leaf, path, leaf.numel() * leaf.element_size()))
+                size_bytes = leaf.numel() * leaf.element_size()
+                self.files.append(FileLeaf(name, leaf, path, size_bytes, IS_VALUE in flag))
         entry = {"device": "cpu", "shape": list(leaf.shape), "dtype": str(leaf.dtype), "is_nested": False}
         return entry, flag
 

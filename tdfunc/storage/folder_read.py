@@ -204,8 +204,11 @@ class FolderReader:
             raise malformed_meta(what, "a dimension", repr(dim))
         found = {name for name in self._list(node.folder) if name.isascii() and name.isdigit()}
         count = own.get("count") if own is not None else len(found)
-        if type(count) is not int or count < 1 or found != {str(i) for i in range(count)}:
-            expected = f"the folders 0 to {count - 1}" if type(count) is int and count > 0 else "folders 0, 1, ..."
+        # The numbers are compared first: a small file may name a large one.
+        if type(count) is not int or count < 1 or count != len(found) or found != {str(i) for i in range(count)}:
+            expected = (
+                f"the folders 0 to {count - 1}"[:200] if type(count) is int and count > 0 else "folders 0, 1, ..."
+            )
             raise malformed_meta(what, expected, f"{sorted(found)}"[:200])
         # Of a tensorclass in tensordict, whose class and further fields are those of each tree.
         cls, node.stack_dim, node.cls = node.cls, dim, TensorCollection._lazy

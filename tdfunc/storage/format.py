@@ -82,6 +82,26 @@ class Entry(NamedTuple):
     begin: int
 
 
+def is_countable(sizes: Iterable[int], unit: int = 1) -> bool:
+    """Whether the elements of a shape, in this unit, and its strides are numbers of 64 bits."""
+    # Not the product of all: that of a list of a million sizes takes minutes.
+    for size in sizes:
+        unit *= max(size, 1)
+        if unit >= _TOO_LARGE:
+            return False
+    return True
+
+
+def first_twice(keys: Iterable[str]) -> str:
+    """Return the first key that was there before; there must be one."""
+    seen: set[str] = set()
+    for key in keys:
+        if key in seen:
+            return key
+        seen.add(key)
+    raise AssertionError
+
+
 def spec_of(code: str, shape: Sequence[int]) -> Spec:
     """Describe a leaf by what the file says of it."""
     if code not in DTYPES:
@@ -93,12 +113,11 @@ def spec_of(code: str, shape: Sequence[int]) -> Spec:
         )
     if any(type(dim) is not int or dim < 0 for dim in shape):
         raise CorruptCheckpointError(explain("A shape is no list of sizes.", got=repr(shape)[:400]))
-    bits = math.prod(shape) * _CODES[code][1]
     # Also strides of leaves without elements are numbers of 64 bits.
-    if (bits or math.prod([max(dim, 1) for dim in shape]) * _CODES[code][1]) >= _TOO_LARGE:
+    if not is_countable(shape, _CODES[code][1]):
         expected = "elements that can be counted in 64 bits"
         raise CorruptCheckpointError(explain("A shape is too large.", expected=expected, got=repr(shape)[:400]))
-    size = tuple(shape)
+    size, bits = tuple(shape), math.prod(shape) * _CODES[code][1]
     if code == "F4":
         if not shape or shape[-1] % 2:
             raise CorruptCheckpointError(
@@ -341,10 +360,8 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make a JSON object; readers disagree on which of two equal keys counts."""
     result = dict(pairs)
     if len(result) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise CorruptCheckpointError(
-            explain("the header has a key twice.", got=repr(next(key for key in keys if keys.count(key) > 1)))
-        )
+        twice = first_twice([key for key, _ in pairs])
+        raise CorruptCheckpointError(explain("the header has a key twice.", got=repr(twice)))
     return result
 
 

@@ -120,7 +120,13 @@ def check_maps(count: int, call: str) -> None:
 
 
 def map_descriptor(
-    fd: int, path: str | None, mode: MapMode, dtype: torch.dtype, shape: torch.Size, size_bytes: int
+    fd: int,
+    path: str | None,
+    mode: MapMode,
+    dtype: torch.dtype,
+    shape: torch.Size,
+    size_bytes: int,
+    root: str | None = None,
 ) -> Tensor:
     """Map the first `size_bytes` bytes of an open file as one tensor; the caller has checked that it has them."""
     found = os.fstat(fd)
@@ -131,7 +137,7 @@ def map_descriptor(
     # Any: torch.from_file is untyped.
     flat: Any = _map(name, mode, size_bytes, str(path))
     leaf = flat.view(dtype).view(shape).data
-    mark_mapped(leaf, path, mode, (found.st_dev, found.st_ino))
+    mark_mapped(leaf, path, mode, (found.st_dev, found.st_ino), root)
     return leaf
 
 
@@ -174,7 +180,8 @@ def map_again(file: MappedFile, dtype: torch.dtype, shape: Sequence[int], stride
             raise CorruptCheckpointError(
                 explain(f"{file.path} is cut short.", expected=f"{file.size_bytes} bytes", got=got)
             )
-        whole = map_descriptor(fd, file.path, file.mode, torch.uint8, torch.Size((file.size_bytes,)), file.size_bytes)
+        size = torch.Size((file.size_bytes,))
+        whole = map_descriptor(fd, file.path, file.mode, torch.uint8, size, file.size_bytes, file.root)
     if file.offset % dtype.itemsize:
         expected = f"a multiple of {dtype.itemsize}"
         raise ValueError(explain(f"The offset does not fit {dtype}.", expected=expected, got=str(file.offset)))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -88,25 +89,34 @@ def load_memmap(
     threads = _threads(num_threads, "load_memmap")
     name = local_folder(prefix, "load_memmap")
     place = torch.device(device) if device is not None else None
-    tree = _load(name, mode, threads, classes, place, non_blocking)
+
+    def read(root: int) -> TensorCollection:
+        return _read(root, os.path.realpath(name), mode, threads, classes, None, place, non_blocking)
+
+    tree = read_folder(name, "load_memmap", read)
     if out is None:
         return tree
     storage_writes.write_tree(out, tree, complete=True)
     return out
 
 
-def _load(
-    name: str, mode: MapMode, threads: int, classes: Classes, place: torch.device | None, non_blocking: bool
-) -> TensorCollection:
+def read_folder(name: str, call: str, read: Callable[[int], Out]) -> Out:
+    """Return what `read` makes of a descriptor of a folder: all of it of one writing, beside writers too.
+
+    Raises:
+        FileNotFoundError: There is no such folder.
+        NotADirectoryError: It is a file.
+        OSError: It was replaced again and again.
+    """
     for _ in range(_RETRIES):
-        with _opened(name) as root, _naming(name):
+        with _opened(name, call) as root, _naming(name, call):
             try:
-                return _read(root, os.path.realpath(name), mode, threads, classes, None, place, non_blocking)
-            except (CorruptCheckpointError, OSError):
+                return read(root)
+            except (CorruptCheckpointError, UnsupportedError, OSError):
                 # A writer may have put another folder here meanwhile, and deleted this one.
                 if not _was_replaced(root, name):
                     raise
-    raise OSError(errno.EBUSY, "load_memmap: the folder was replaced again and again while it was read", name)
+    raise OSError(errno.EBUSY, f"{call}: the folder was replaced again and again while it was read", name)
 
 
 def _read(
@@ -138,8 +148,11 @@ def _read(
     return build_folder(reader, _each(one, range(len(reader.leaves)), threads), place)
 
 
-def map_leaf(root: int, leaf: LeafFile, where: str | None, mode: MapMode) -> Tensor:
-    """Map the file of one leaf in the folder behind a descriptor; the leaf remembers it as a file in `where`."""
+def map_leaf(root: int, leaf: LeafFile, where: str | None, mode: MapMode, top: str | None = None) -> Tensor:
+    """Map the file of one leaf in the folder behind a descriptor; the leaf remembers it as a file in `where`.
+
+    It also remembers the folder that was opened: `top` where that is not `where`, but one around it.
+    """
     what = f"leaf {dotted(leaf.path)!r}"
     try:
         opened = open_inside(root, leaf.name, what, writable=mode == "r+")
@@ -163,7 +176,7 @@ def map_leaf(root: int, leaf: LeafFile, where: str | None, mode: MapMode) -> Ten
         if not leaf.size_bytes:
             return torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
         path = None if where is None else os.path.join(where, leaf.name)
-        return map_descriptor(fd, path, mode, leaf.dtype, leaf.shape, leaf.size_bytes)
+        return map_descriptor(fd, path, mode, leaf.dtype, leaf.shape, leaf.size_bytes, top or where)
 
 
 def _move(leaf: Tensor, place: torch.device, non_blocking: bool) -> Tensor:
@@ -177,7 +190,7 @@ def _move(leaf: Tensor, place: torch.device, non_blocking: bool) -> Tensor:
 
 
 @contextmanager
-def _opened(name: str) -> Generator[int, None, None]:
+def _opened(name: str, call: str) -> Generator[int, None, None]:
     flags = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
     try:
         root = Descriptor(name, flags)
@@ -185,26 +198,26 @@ def _opened(name: str) -> Generator[int, None, None]:
         old = recover(name)
         if old is None:
             raise FileNotFoundError(
-                errno.ENOENT, explain("load_memmap: there is no such folder.", expected="a folder with meta.json"), name
+                errno.ENOENT, explain(f"{call}: there is no such folder.", expected="a folder with meta.json"), name
             ) from None
         root = Descriptor(old, flags)
     except NotADirectoryError as err:
         hint = "tdfunc.load reads a .safetensors file."
         raise NotADirectoryError(
-            errno.ENOTDIR, explain("load_memmap: this is a file.", expected="a folder with meta.json", hint=hint), name
+            errno.ENOTDIR, explain(f"{call}: this is a file.", expected="a folder with meta.json", hint=hint), name
         ) from err
     with root as fd:
         yield fd
 
 
 @contextmanager
-def _naming(name: str) -> Generator[None, None, None]:
+def _naming(name: str, call: str) -> Generator[None, None, None]:
     try:
         yield
     except (CorruptCheckpointError, TreeStructureError, UnsupportedError) as err:
-        raise type(err)(f"load_memmap {name}: {err}") from err
+        raise type(err)(f"{call} {name}: {err}") from err
     except FileNotFoundError as err:
-        what = explain("load_memmap: the folder has no meta.json.", expected="a memmap folder")
+        what = explain(f"{call}: the folder has no meta.json.", expected="a memmap folder")
         raise FileNotFoundError(errno.ENOENT, what, name) from err
 
 
@@ -262,10 +275,16 @@ def write_folder(
     threads: int,
     existsok: bool,
     sync: bool,
+    one_file: bool = False,
 ) -> Any:
-    """Write a tree to a folder (or to files without a name) and return it on these files, mapped for writing."""
+    """Write a tree to a folder (or to files without a name) and return it on these files, mapped for writing.
+
+    With `one_file` a tensor under two keys gets one file with two names, as declared ties do.
+    """
     target = _target(td, prefix, call)
     plan = plan_folder(td, call)
+    if one_file:
+        plan = _with_one_file(plan)
     _check_existing(plan, target, call, copy_existing)
 
     def fill(folder: str, file: FileLeaf) -> None:
@@ -274,16 +293,31 @@ def write_folder(
     return _commit(target, plan, fill, call, threads, existsok, sync)
 
 
+def _with_one_file(plan: FolderPlan) -> FolderPlan:
+    """Give each tensor one file; what else has it under its key is a second name of that."""
+    # The name that the leaves remember is one of a leaf, not of non-tensor data that are the same tensor.
+    first = {id(file.leaf): file for file in sorted(reversed(plan.files), key=attrgetter("is_value"), reverse=True)}
+    same = [(file.name, first[id(file.leaf)].name) for file in plan.files if file is not first[id(file.leaf)]]
+    return plan._replace(files=list(first.values()), same=same)
+
+
 def _make_room(
     td: TensorCollection, prefix: "str | os.PathLike[str] | None", threads: int, existsok: bool, sparse_ok: bool
 ) -> Any:
     call = "memmap_like"
     target = _target(td, prefix, call)
     plan = plan_folder(td, call, values=False)
+    for file in plan.files:
+        if file.is_value and file.leaf.is_meta:
+            what = f"memmap_like: the non-tensor data at {dotted(file.path)!r} have no values; nothing was written."
+            raise UnsupportedError(explain(what, expected="values, which are kept", got="a tensor on the meta device"))
     if not sparse_ok:
         _check_space(target, plan.size_bytes)
 
     def fill(folder: str, file: FileLeaf) -> None:
+        if file.is_value:
+            _write_leaf(os.path.join(folder, file.name), file, None)
+            return
         with create(os.path.join(folder, file.name)) as fd:
             os.ftruncate(fd, file.size_bytes)
 
@@ -301,7 +335,7 @@ def _target(td: Any, prefix: Any, call: str) -> str | None:
         )
     if prefix is None:
         return None
-    target = os.path.realpath(local_folder(prefix, call))
+    target = os.path.realpath(local_folder(prefix, call, "give it a name: the current folder cannot be replaced."))
     if target.endswith(".safetensors"):
         hint = "tdfunc.save(tree, path) writes one safetensors file; a memmap is a folder of any other name."
         raise ValueError(explain(f"{call} {target}: this is the name of a file.", got=".safetensors", hint=hint))
@@ -377,6 +411,10 @@ def write_files(folder: str, plan: FolderPlan, fill: Callable[[str, FileLeaf], N
     _each(partial(fill, folder), plan.files, threads)
     for name, first in plan.links:
         _link(os.path.join(folder, first), os.path.join(folder, name))
+    for name, first in plan.same:
+        if not _link(os.path.join(folder, first), os.path.join(folder, name), copy=False):
+            what = f"memmap_: {name} and {first} are one tensor, and the file system gives no file two names."
+            raise UnsupportedError(explain(what, hint="td.tie(...) says that they are one; or td.clone() first."))
 
 
 def create(path: str) -> Descriptor:

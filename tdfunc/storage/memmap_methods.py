@@ -79,7 +79,8 @@ class MemmapMethods(TensorCollection):
     ) -> Any:  # fmt: skip
         """Make a memmap folder of zeros with the shapes of this tree, and return the tree on its files.
 
-        Expanded dimensions become real ones. The files take no space before they are written to, so this is instant.
+        Non-tensor data keep their values, also those that are tensors. Expanded dimensions become real ones. The
+        files take no space before they are written to, so this is instant.
 
         Args:
             prefix: The folder, as for `memmap`.
@@ -117,7 +118,8 @@ class MemmapMethods(TensorCollection):
         """Write the tree to a memmap folder and move the storage of every leaf onto its file; this tree.
 
         As with `Tensor.share_memory_`, the tensors stay the same objects, so everybody who holds one sees the file.
-        A view that was taken of a leaf before keeps the old memory.
+        A view that was taken of a leaf before keeps the old memory. A tensor under two keys gets one file with two
+        names.
 
         Args:
             prefix: The folder, as for `memmap`.
@@ -139,11 +141,13 @@ class MemmapMethods(TensorCollection):
     def memmap_refresh_(self) -> Any:
         """Map every leaf again from the name of its file, where another process may have written a new folder.
 
-        What was written to leaves that are mapped copy-on-write is lost.
+        All leaves of one folder come from one writing of it, also while another process replaces it. What was
+        written to leaves that are mapped copy-on-write is lost.
 
         Raises:
             UnsupportedError: A leaf is on no file with a name; nothing was changed.
             LeafMismatchError: A file has gone, or holds a leaf of another dtype or shape; nothing was changed.
+            CorruptCheckpointError: The folder is damaged; nothing was changed.
         """
         return memmap_writes.refresh_(self)
 

@@ -2,7 +2,7 @@
 
 import os
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,9 +13,8 @@ from tdfunc._keys import dotted
 from tdfunc._mapped import MappedFile, mapped_file
 from tdfunc._types import Path
 from tdfunc.ops import storage_writes
-from tdfunc.storage.descriptor import Descriptor
 from tdfunc.storage.folder_read import FolderReader, LeafFile
-from tdfunc.storage.memmap import map_leaf, start, write_folder
+from tdfunc.storage.memmap import map_leaf, read_folder, start, write_folder
 
 
 def memmap_(
@@ -49,9 +48,11 @@ def _move_onto_files(
     threads: int,
     existsok: bool,
 ) -> Any:
-    written = write_folder("memmap_", td, prefix, copy_existing, threads, existsok, sync=False)
+    written = write_folder("memmap_", td, prefix, copy_existing, threads, existsok, sync=False, one_file=True)
     mapped = dict(_tensors(written))
-    for path, leaf in _tensors(td):
+    # A tensor under two keys has one file with two names.
+    first = {id(leaf): (path, leaf) for path, leaf in reversed(_tensors(td))}
+    for path, leaf in first.values():
         # As `share_memory_` the tensor stays the same object; views that were taken of it before keep the old memory.
         leaf.data = mapped[path].data
     return td
@@ -63,53 +64,71 @@ def load_(td: TensorCollection, source: TensorCollection) -> Any:
     return td
 
 
+class _Place(NamedTuple):
+    """A leaf, and the file that it is mapped from."""
+
+    path: Path
+    leaf: Tensor
+    file: MappedFile
+    # Absolute, like the folder in which it was found.
+    name: str
+    top: str
+
+
 def refresh_(td: TensorCollection) -> Any:
     """Map every leaf again from the name of its file, which may be another file by now."""
-    found: list[tuple[Tensor, Tensor]] = []
-    known: dict[str, dict[str, LeafFile]] = {}
+    folders: dict[str, list[_Place]] = {}
     for path, leaf in _tensors(td):
         file = mapped_file(leaf)
         if file is not None and file.path is not None:
-            found.append((leaf, _mapped_now(path, leaf, file, file.path, known)))
+            top = file.root or os.path.dirname(file.path)
+            folders.setdefault(top, []).append(_Place(path, leaf, file, file.path, top))
         elif leaf.numel():
             got = "a tensor in memory" if file is None else "a memmap without a folder"
             hint = "td.memmap(prefix), or load_memmap."
             what = f"memmap_refresh_: leaf {dotted(path)!r} is on no file; nothing was changed."
             raise UnsupportedError(explain(what, expected="a leaf of a memmap folder", got=got, hint=hint))
     # All files were found to fit before the first leaf changes.
-    for leaf, new in found:
-        leaf.data = new
+    for places, mapped in [(places, _mapped_now(places)) for places in folders.values()]:
+        for place, new in zip(places, mapped, strict=True):
+            place.leaf.data = new
     return td
 
 
-def _mapped_now(path: Path, leaf: Tensor, file: MappedFile, name: str, known: dict[str, dict[str, LeafFile]]) -> Tensor:
-    what = f"memmap_refresh_: leaf {dotted(path)!r}"
-    folder, base = os.path.split(name)
-    if folder not in known:
-        known[folder] = _files_of(folder)
-    now = known[folder].get(base)
-    hint = "load_memmap opens what the folder holds now."
+def _mapped_now(places: list[_Place]) -> list[Tensor]:
+    """Map the leaves of one folder again, all from one writing of it."""
+    # What is in it is replaced with it; the rest of a large folder need not be looked at.
+    folder = os.path.commonpath([os.path.dirname(place.name) for place in places])
+
+    def read(root: int) -> list[Tensor]:
+        files = {leaf.name: leaf for leaf in FolderReader(root, TensorCollection._open).leaves}
+        return [_map_again(root, folder, place, files.get(os.path.relpath(place.name, folder))) for place in places]
+
+    try:
+        return read_folder(folder, "memmap_refresh_", read)
+    except (FileNotFoundError, NotADirectoryError) as err:
+        raise _gone(places[0]) from err
+
+
+def _gone(place: _Place) -> LeafMismatchError:
+    what = f"memmap_refresh_: leaf {dotted(place.path)!r} has no file any more; nothing was changed."
+    return LeafMismatchError(explain(what, expected=place.name, hint="load_memmap opens what the folder holds now."))
+
+
+def _map_again(root: int, folder: str, place: _Place, now: LeafFile | None) -> Tensor:
+    path, leaf, file, _, top = place
     if now is None:
-        raise LeafMismatchError(explain(f"{what} has no file any more.", expected=name, hint=hint))
+        raise _gone(place)
     # A view of some rows does not say what the whole has for a shape.
     is_whole = leaf.numel() * leaf.element_size() == file.size_bytes
     if (now.dtype, now.size_bytes) != (leaf.dtype, file.size_bytes) or (is_whole and now.shape != leaf.shape):
         expected = f"{leaf.dtype}, {file.size_bytes} bytes" + (f", shape {list(leaf.shape)}" if is_whole else "")
         got = f"{now.dtype}, {now.size_bytes} bytes, shape {list(now.shape)}"
-        raise LeafMismatchError(
-            explain(f"{what}: its file holds another one by now.", expected=expected, got=got, hint=hint)
-        )
-    with Descriptor(folder, os.O_RDONLY) as root:
-        whole = map_leaf(root, now, folder, file.mode)
+        what = f"memmap_refresh_: leaf {dotted(path)!r}: its file holds another one by now; nothing was changed."
+        hint = "load_memmap opens what the folder holds now."
+        raise LeafMismatchError(explain(what, expected=expected, got=got, hint=hint))
+    whole = map_leaf(root, now, folder, file.mode, top)
     return whole.view(-1).as_strided(leaf.shape, leaf.stride(), leaf.storage_offset())
-
-
-def _files_of(folder: str) -> dict[str, LeafFile]:
-    try:
-        with Descriptor(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)) as root:
-            return {leaf.name: leaf for leaf in FolderReader(root, TensorCollection._open).leaves}
-    except FileNotFoundError:
-        return {}
 
 
 def _tensors(td: TensorCollection) -> list[tuple[Path, Tensor]]:

@@ -27,7 +27,10 @@ def local_path(path: str) -> str:
     return path.removeprefix(_LOCAL) if path.startswith(_LOCAL) else path
 
 
-def local_folder(path: Any, call: str) -> str:
+_CURRENT = "the current folder is '.'."
+
+
+def local_folder(path: Any, call: str, hint: str = _CURRENT) -> str:
     """Return the name of a folder of this machine.
 
     Raises:
@@ -40,17 +43,16 @@ def local_folder(path: Any, call: str) -> str:
         raise TypeError(explain(f"{call}: not a path.", expected=expected, got=got))
     name = local_path(os.fsdecode(path))
     if is_remote(name):
-        hint = "tdfunc.save(tree, url) writes to other machines."
+        other = "tdfunc.save(tree, url) writes to other machines."
         raise UnsupportedError(
-            explain(f"{call} {name}: files are mapped or locked.", expected="a folder of this machine", hint=hint)
+            explain(f"{call} {name}: files are mapped or locked.", expected="a folder of this machine", hint=other)
         )
-    return not_empty(name, call)
+    return not_empty(name, call, hint)
 
 
-def not_empty(folder: str, call: str) -> str:
+def not_empty(folder: str, call: str, hint: str = _CURRENT) -> str:
     """Return the name of a folder; raise if it is empty, which may be a variable that was never set."""
     if not folder:
-        hint = "the current folder is '.'."
         what = f"{call}: the name of the folder is empty."
         raise ValueError(explain(what, expected="the name of a folder", got="''", hint=hint))
     return folder

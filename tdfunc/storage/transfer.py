@@ -18,7 +18,7 @@ from torch import Size, Tensor, nn
 from tdfunc._collection import TensorCollection, iter_leaves
 from tdfunc._errors import UnsupportedError, WorkerError, explain
 from tdfunc._keys import dotted
-from tdfunc._mapped import MapMode, mapped_file
+from tdfunc._mapped import MappedFile, mapped_file
 from tdfunc.storage.mapped import READ, map_descriptor
 from tdfunc.storage.raw import raw_bytes
 
@@ -127,7 +127,7 @@ def _bytes_of(x: Tensor) -> pickle.PickleBuffer | None:
     return pickle.PickleBuffer(raw_bytes(x))
 
 
-def _by_name(x: Tensor) -> tuple[str, MapMode, tuple[int, int], int, int] | None:
+def _by_name(x: Tensor) -> tuple[MappedFile, str] | None:
     """Return the file of a mapped tensor whose values are those of the file; None if bytes must be sent."""
     found = mapped_file(x)
     if found is None or found.path is None or x.numel() == 0 or x.is_conj() or x.is_neg():
@@ -140,7 +140,7 @@ def _by_name(x: Tensor) -> tuple[str, MapMode, tuple[int, int], int, int] | None
         return None
     if found.mode == "c" and is_changed(x):
         return None
-    return found.path, found.mode, found.file_id, found.size_bytes, found.offset
+    return found, found.path
 
 
 def is_changed(x: Tensor) -> bool:
@@ -194,28 +194,27 @@ def _from_buffer(buffer: Any, dtype: torch.dtype, stored: Any, shape: Any, flags
     return _flagged(x.expand(shape) if stored != shape else x, flags)
 
 
-def _open_view(
-    path: str, mode: MapMode, file_id: tuple[int, int], size_bytes: int, offset: int, dtype: torch.dtype, *rest: Any
-) -> Tensor:
+def _open_view(file: MappedFile, path: str, dtype: torch.dtype, *rest: Any) -> Tensor:
     shape, stride, flags = rest
+    size_bytes = file.size_bytes
     try:
-        fd = os.open(path, READ | os.O_RDWR if mode == "r+" else READ)
+        fd = os.open(path, READ | os.O_RDWR if file.mode == "r+" else READ)
     except OSError as err:
         hint = "workers on other machines need the folder under the same path; td.clone() sends the values."
         raise WorkerError(explain(f"map: {path} cannot be opened by a worker.", got=str(err), hint=hint)) from err
     try:
         found = os.fstat(fd)
         # Another machine that mounts the folder knows the inode, and the device by another number.
-        if found.st_ino != file_id[1] or found.st_size < size_bytes:
+        if found.st_ino != file.file_id[1] or found.st_size < size_bytes:
             got = f"inode {found.st_ino}, {found.st_size} bytes"
-            expected = f"inode {file_id[1]}, {size_bytes} bytes"
+            expected = f"inode {file.file_id[1]}, {size_bytes} bytes"
             what = f"map: {path} is not the file that the tree is mapped from."
             raise WorkerError(explain(what, expected=expected, got=got, hint="load the tree again."))
-        flat = map_descriptor(fd, path, mode, torch.uint8, Size([size_bytes]), size_bytes)
+        flat = map_descriptor(fd, path, file.mode, torch.uint8, Size([size_bytes]), size_bytes, file.root)
     finally:
         os.close(fd)
     x = torch.empty(0, dtype=dtype, device="cpu")
-    return _flagged(x.set_(flat.untyped_storage(), offset // dtype.itemsize, shape, stride), flags)
+    return _flagged(x.set_(flat.untyped_storage(), file.offset // dtype.itemsize, shape, stride), flags)
 
 
 def _begins(sizes: Sequence[int]) -> tuple[list[int], int]:

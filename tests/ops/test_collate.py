@@ -2,6 +2,7 @@
 
 import time
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -166,6 +167,41 @@ def test_samplers_of_whole_batches(batch_size):
 
     assert_trees_equal(next(iter(loader)), data[:4])
     assert_trees_equal(next(iter(DataLoader(data, batch_size=None))), data[0])
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize(
+    "indices",
+    [(1, 2), (2,), range(3), [3, 1], {0: 1, 4: 2}, np.array([2, 0]), torch.tensor([1, 2])],
+    ids=["tuple", "one", "range", "list", "dict", "array", "tensor"],
+)
+def test_positions_of_any_kind(name, indices):
+    """A batch sampler that yields tuples would get one element, of the second batch dimension, or an error."""
+    data = SETS[name]
+
+    (batch,) = DataLoader(data, batch_sampler=[indices], collate_fn=tdf.collate)
+
+    assert_trees_equal(batch, data[torch.tensor([int(i) for i in indices], dtype=torch.int64)])
+
+
+@pytest.mark.parametrize("name", ["TensorDict", "TensorClass", "two dimensions"])
+@pytest.mark.parametrize("indices", [(), []])
+def test_an_empty_batch(name, indices):
+    """A batch sampler that yields no positions would raise."""
+    (batch,) = DataLoader(SETS[name], batch_sampler=[indices], collate_fn=tdf.collate)
+
+    assert_trees_equal(batch, SETS[name][:0])
+
+
+def test_positions_in_two_dimensions():
+    """Places in two batch dimensions would be taken for a table of rows."""
+    data = SETS["two dimensions"]
+
+    (batch,) = DataLoader(data, batch_sampler=[[(0, 1), (2, 2), (9, 0)]], collate_fn=tdf.collate)
+
+    assert torch.equal(batch["x"], torch.stack([data["x"][0, 1], data["x"][2, 2], data["x"][9, 0]]))
+    with pytest.raises(IndexError, match=r"(?s)places.*expected: as many.*got:      \[\(0, 1\), \(2,\)\]"):
+        data.__getitems__([(0, 1), (2,)])
 
 
 def test_a_tree_without_a_batch():

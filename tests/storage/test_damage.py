@@ -168,6 +168,8 @@ TREES = {
     "a fraction for a size": tree(node("w", [0]), specs=[("F32", [2.0])]),
     "a huge shape": tree(node("w", [0]), specs=[("F32", [2**62, 2**62])]),
     "a huge shape of nothing": tree(node("wx", [0, 1]), specs=[("F32", [2]), ("F32", [0, 2**62, 2**62])]),
+    "a long shape": tree(node("w", [0]), specs=[("F32", [2] * 200_000)]),
+    "a long batch size": tree(node("w", [0], size=[2] * 200_000)),
     "an odd float4": tree(node("w", [0]), specs=[("F4", [3])]),
     "an unknown dtype": tree(node("w", [0]), specs=[("F31", [2])]),
     "a leaf that the entries lack": tree(node("wx", [0, 0])),

@@ -1,8 +1,11 @@
 """Trees on mapped files: what is kept, what is shared with the file, and tensordict's folders in both directions."""
 
+import itertools
 import json
 import multiprocessing
 import os
+import shutil
+import time
 from concurrent.futures import Future
 from multiprocessing.reduction import ForkingPickler
 
@@ -15,6 +18,7 @@ from torch._subclasses import FakeTensorMode
 
 from tdfunc import (
     BatchSizeError,
+    CorruptCheckpointError,
     LeafMismatchError,
     MissingKeyError,
     NonTensorData,
@@ -26,9 +30,9 @@ from tdfunc import (
     lazy_stack,
 )
 from tdfunc._mapped import mapped_file
-from tdfunc.storage import mapped
+from tdfunc.storage import mapped, memmap, memmap_writes
 from tdfunc.storage.stream import memmap_stream
-from tdfunc.storage.transfer import is_in_file
+from tdfunc.storage.transfer import from_parcel, is_in_file, to_parcel
 from tests.incumbent import Incumbent, IncumbentNonTensor, tensordict
 from tests.storage.trees import KEYS, assert_same, of_dtype, retie, same_bytes, tied_trees, trees
 
@@ -323,6 +327,21 @@ def test_memmap_like_is_sparse_and_fills_by_rows(tmp_path):
     assert TensorDict.load_memmap(tmp_path / "d")["tag"] == "x"
 
 
+def test_memmap_like_keeps_values_that_are_no_leaves(tmp_path):
+    """Non-tensor data that are tensors would become zeros, though no write could give them back."""
+    value = NonTensorData(torch.tensor([1.0, 2.0]))
+    tree = TensorDict({"a": torch.ones(2), "v": value, "n": {"v": value}, "k": "txt"}, [2])
+
+    for made in (tree.memmap_like(tmp_path / "d"), TensorDict.load_memmap(tmp_path / "d"), tree.memmap_like()):
+        assert made["a"].tolist() == [0, 0]
+        assert made["v"].tolist() == made["n", "v"].tolist() == [1, 2]
+        assert made["k"] == "txt"
+    missing = tree.set("v", NonTensorData(torch.zeros(2, device="meta")))
+    with pytest.raises(UnsupportedError, match="(?s)memmap_like: .*'v' have no values.*expected: values.*got:.*meta"):
+        missing.memmap_like(tmp_path / "e")
+    assert os.listdir(tmp_path) == ["d"]
+
+
 def test_memmap_like_of_a_meta_tree(tmp_path):
     """A data set could be laid out only by first allocating it."""
     made = TensorDict({"a": torch.zeros(3, device="meta")}, device="meta").memmap_like(tmp_path / "d")
@@ -370,6 +389,32 @@ def test_memmap_in_place_refusals(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def test_memmap_in_place_of_a_tensor_under_two_keys(tmp_path, monkeypatch):
+    """Writes to one of the keys would reach a file that is not that of the other, which a load would show as it was."""
+    x = torch.arange(3.0)
+    td = TensorDict({"v": NonTensorData(x), "a": x, "b": x, "n": {"c": x}, "own": x.clone()})
+    td.memmap_(tmp_path / "d").memmap_(tmp_path / "d")
+    td.set_("a", torch.full((3,), 7.0))
+
+    assert [values_of(t.select("a", "b", "n")) for t in (td, TensorDict.load_memmap(tmp_path / "d"))] == [{7}, {7}]
+    # Non-tensor data that are the same tensor follow too, as they do in memory; a tensor of equal values does not.
+    assert td["v"].tolist() == TensorDict.load_memmap(tmp_path / "d")["v"].tolist() == [7, 7, 7]
+    assert TensorDict.load_memmap(tmp_path / "d")["own"].tolist() == [0, 1, 2]
+    td.memmap_refresh_()
+    td.set_("b", torch.full((3,), 8.0))
+    assert values_of(TensorDict.load_memmap(tmp_path / "d").select("a", "b", "n")) == {8}
+
+    def no_link(*_):
+        raise OSError
+
+    monkeypatch.setattr(os, "link", no_link)
+    with pytest.raises(
+        UnsupportedError, match=r"(?s)b\.memmap and a\.memmap are one tensor.*no file two names.*td\.tie"
+    ):
+        TensorDict({"a": (y := torch.ones(2)), "b": y}).memmap_(tmp_path / "e")
+    assert os.listdir(tmp_path) == ["d"]
+
+
 def test_refresh_sees_a_folder_that_was_written_again(tmp_path):
     """A reader would keep the values of a folder that is gone."""
     for mode in ("c", "r+"):
@@ -385,6 +430,108 @@ def test_refresh_sees_a_folder_that_was_written_again(tmp_path):
         assert torch.equal(tree["a"], flat()["a"] + 1)
         assert torch.equal(row["a"], flat()["a"][1:2] + 1)
         assert mapped_file(tree["a"]).mode == mode
+
+
+def values_of(tree):
+    """All values of the leaves of a tree."""
+    return {float(value) for leaf in tree.leaves() for value in (leaf.min(), leaf.max())}
+
+
+def of_value(value, count=6):
+    """A tree whose leaves, nested ones and those of a lazy stack too, hold one value."""
+    rows = [TensorDict({"r": torch.full((n,), float(value))}) for n in (2, 3)]
+    leaves = {str(k): torch.full((500,), float(value)) for k in range(count)}
+    return TensorDict({**leaves, "n": {"m": {"x": torch.full((2, 3), float(value))}}, "s": lazy_stack(rows)})
+
+
+@pytest.mark.parametrize("part", [lambda t: t, lambda t: t["s"], lambda t: t.select("n", "s")])
+def test_a_folder_that_is_replaced_during_a_refresh(part, tmp_path, monkeypatch):
+    """Some leaves would come from the old folder and some from the new one."""
+    of_value(0).memmap(tmp_path / "d")
+    tree = part(TensorDict.load_memmap(tmp_path / "d"))
+    values = iter(range(1, 4))
+
+    def map_leaf(root, leaf, *args):
+        mapped = memmap.map_leaf(root, leaf, *args)
+        if (value := next(values, None)) is not None:
+            of_value(value).memmap(tmp_path / "d")
+        return mapped
+
+    monkeypatch.setattr(memmap_writes, "map_leaf", map_leaf)
+    tree.memmap_refresh_()
+
+    assert len(values_of(tree)) == 1
+    assert values_of(tree) != {0}
+
+
+def test_refresh_gives_up(tmp_path, monkeypatch):
+    """A refresh beside a writer that is always faster would never return."""
+    monkeypatch.setattr(memmap, "_RETRIES", 3)
+    of_value(0).memmap(tmp_path / "d")
+    tree = TensorDict.load_memmap(tmp_path / "d")
+
+    def map_leaf(*args):
+        of_value(1).memmap(tmp_path / "d")
+        raise CorruptCheckpointError
+
+    monkeypatch.setattr(memmap_writes, "map_leaf", map_leaf)
+
+    with pytest.raises(OSError, match="memmap_refresh_: the folder was replaced again and again"):
+        tree.memmap_refresh_()
+    assert values_of(tree) == {0}
+
+
+def _replace_forever(folder):
+    for i in itertools.count():
+        of_value(i).memmap(folder)
+
+
+@pytest.mark.slow
+def test_refresh_beside_a_writer(tmp_path):
+    """A reader of a folder that another process replaces would see leaves of two trees, or an error."""
+    of_value(0).memmap(tmp_path / "d")
+    tree = TensorDict.load_memmap(tmp_path / "d")
+    # Forked, since an import takes longer than many writes; the tests run torch on one thread.
+    writer = multiprocessing.get_context("fork").Process(target=_replace_forever, args=(tmp_path / "d",))
+    writer.start()
+    seen, end = [], time.monotonic() + 4
+    try:
+        while time.monotonic() < end:
+            tree.memmap_refresh_()
+            seen.append(values_of(tree))
+    finally:
+        writer.kill()
+        writer.join()
+
+    assert {len(values) for values in seen} == {1}
+    assert len({min(values) for values in seen}) > 20
+
+
+def test_refresh_of_leaves_from_several_folders(tmp_path):
+    """Leaves that were put together from two loads would not be found, nor those that came from another process."""
+    for name in "ab":
+        TensorDict({"x": torch.zeros(2), "n": {"y": torch.zeros(2)}}).memmap(tmp_path / name)
+    a, b = (TensorDict.load_memmap(tmp_path / name, mode="r+") for name in "ab")
+    tree = TensorDict({"1": a["n"], "2": b, "3": from_parcel(to_parcel(a["x"]))})
+    for name in "ab":
+        TensorDict({"x": torch.ones(2), "n": {"y": torch.ones(2)}}).memmap(tmp_path / name)
+
+    tree.memmap_refresh_()
+
+    assert values_of(tree) == {1}
+    shutil.rmtree(tmp_path / "b")
+    with pytest.raises(LeafMismatchError, match=r"(?s)'2.x' has no file any more; nothing was changed.*x\.memmap"):
+        tree.memmap_refresh_()
+
+
+def test_refresh_of_a_damaged_folder(tmp_path):
+    """A file that was cut short would end the process, or the error be one of load_memmap."""
+    tree = flat().memmap(tmp_path / "d")
+    tree = TensorDict.load_memmap(tmp_path / "d")
+    os.truncate(tmp_path / "d" / "a.memmap", 8)
+
+    with pytest.raises(CorruptCheckpointError, match=r"(?s)memmap_refresh_ .*'a'.*cut short.*24 bytes.*8 bytes"):
+        tree.memmap_refresh_()
 
 
 def test_refresh_refusals(tmp_path):

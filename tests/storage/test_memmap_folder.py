@@ -166,6 +166,11 @@ def test_a_linked_folder_is_refused(tmp_path):
         ("[" * 100_000, "RecursionError"),
         ('{"a": NaN}', "NaN is no JSON"),
         ('{"a": 1, "a": 2}', "'a' is there twice"),
+        # What a short text must not make long: a product, a search for each key, a set of numbers.
+        pytest.param(json.dumps(dict.fromkeys(range(200_000)))[:-1] + ',"k":2,"k":2}', "'k' is there twice", id="many"),
+        (node({"a": {**LEAF, "shape": [2] * 200_000}}), "64 bits"),
+        ({"_type": LAZY, "stack_dim": 0, "": {"tdfunc": 1, "count": 10**9}}, "folders 0 to 999999999"),
+        ({"_type": LAZY, "stack_dim": 0, "": {"tdfunc": 1, "count": 10**4000}}, "folders 0 to 999"),
         ('{"a": ' + "9" * 5000 + "}", "ValueError"),
         (node({"a": {**LEAF, "shape": [2**62, 2**62]}}), "64 bits"),
         (node({"a": {**LEAF, "shape": [2**61]}}), "64 bits"),

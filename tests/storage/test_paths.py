@@ -84,11 +84,38 @@ def test_empty_names(name, two_folders):
         AsyncSaver().save(tree, name, max_shard_size=8)
     with pytest.raises(ValueError, match="CheckpointManager: the name of the folder is empty"):
         CheckpointManager(name)
-    with pytest.raises(ValueError, match="memmap: the name of the folder is empty"):
+    with pytest.raises(ValueError, match=r"(?s)memmap: the name of the folder is empty.*the current folder cannot be"):
         tree.memmap(name)
     with pytest.raises(ValueError, match="load_memmap: the name of the folder is empty"):
         TensorDict.load_memmap(name)
     assert os.listdir() == []
+
+
+@pytest.mark.parametrize("name", [".", "./", "..", "../a", "here", "own"])
+@pytest.mark.parametrize("call", ["memmap", "memmap_", "memmap_like", "save"])
+def test_a_memmap_in_place_of_the_current_folder(name, call, two_folders):
+    """The folder that a program works in would be deleted under it, after which no relative path is found."""
+    here = two_folders[0]
+    TensorDict({"n": tree_of(0)}).memmap(here / "own")
+    os.symlink(here, here / "here")
+    os.chdir({"own": here / "own" / "n", "..": here / "own" / "n"}.get(name, here))
+    given = here / name if name in ("own", "here") else name
+
+    with pytest.raises(FileExistsError, match=r"(?s)works inside of this one.*got:      the current folder .*\./tree"):
+        getattr(tree_of(1), call)(given)
+
+    assert os.getcwd()
+    assert value_of(TensorDict.load_memmap(here / "own")["n"]) == 0
+    assert tree_of(1).memmap("tree")["w"].tolist() == [1, 1, 1, 1]
+
+
+def test_a_memmap_from_a_folder_that_is_gone(two_folders, tmp_path):
+    """A program whose folder was deleted could not even write to another one."""
+    os.mkdir(tmp_path / "gone")
+    os.chdir(tmp_path / "gone")
+    os.rmdir(tmp_path / "gone")
+
+    assert value_of(tree_of(1).memmap(tmp_path / "tree")) == 1
 
 
 @pytest.mark.parametrize("name", [3, ["x"]])
