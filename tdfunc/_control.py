@@ -580,7 +580,7 @@ def _unpack(code: Any, leaves: list[Tensor], known: list[Any]) -> Any:
     if kind == "known":
         return known[code[1]]
     if kind == "data":
-        return NonTensorData(code[1], code[2])
+        return NonTensorData._wrap(code[1], Size(code[2]))
     if kind == "stack":
         return NonTensorStack(*code[1]).reshape(code[2])
     if kind == "dict":

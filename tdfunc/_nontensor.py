@@ -151,6 +151,14 @@ class NonTensorData(NonTensorBase):
         object.__setattr__(self, "_value", data.data if isinstance(data, NonTensorData) else data)
         object.__setattr__(self, "_size", as_size(batch_size))
 
+    @classmethod
+    def _wrap(cls, value: Any, size: Size) -> "NonTensorData":
+        """Make one without checks: a compiler's code for it has -1 for sizes that are not known yet."""
+        new = object.__new__(cls)
+        object.__setattr__(new, "_value", value)
+        object.__setattr__(new, "_size", size)
+        return new
+
     @property
     def data(self) -> Any:
         """The value."""

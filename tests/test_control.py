@@ -353,6 +353,74 @@ def test_compile_keeps_what_is_not_a_tensor():
         assert len(extra["k"][1].leaves()) == 1
 
 
+def branches(change):
+    """Both branches change the shape of a tree with a word."""
+    return lambda t: tdf.cond(t["a"].sum() > 0, change, lambda t: change(t * 2), (t,))
+
+
+WORDS = {
+    "slice": branches(lambda t: t[:2]),
+    "unsqueeze": branches(lambda t: t.unsqueeze(0)),
+    "reshape": branches(lambda t: t.reshape(2, 6)),
+    "int": branches(lambda t: t[0]),
+    "another word": branches(lambda t: t.set("q", "z").set(("n", "r"), "y")),
+    "map": lambda t: tdf.map(lambda row: row.set("q", "z") * 2, t),
+    "map, unsqueeze": lambda t: tdf.map(lambda row: row.unsqueeze(1), t),
+    "scan": lambda t: tdf.scan(lambda c, row: (c, row.set("q", "z")[1:]), t[0], t)[1],
+}
+
+
+def wordy(a):
+    """A tree of two batch dimensions with words at two levels."""
+    return TensorDict({"a": a, "n": {"b": a * 3, "t": "x"}, "s": "w"}, a.shape)
+
+
+def assert_words_follow(actual, expected):
+    """Check equality, and that every word is seen with the batch size of its tree."""
+    assert_same(actual, expected)
+    for one, other in ((actual, expected), (actual["n"], expected["n"])):
+        assert {key: node.shape for key, node in one._data.items()} == {k: n.shape for k, n in other._data.items()}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "slice")) for name in WORDS])
+def test_compiled_words(name):
+    """A compiler would refuse a word in the result of a body whose batch size is not that of its operand."""
+    fn, a = WORDS[name], torch.arange(12.0).reshape(4, 3)
+    run = compiled(fn)
+
+    for values in (a, a - 100):
+        assert_words_follow(run(wordy(values)), fn(wordy(values)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", WORDS)
+def test_exported_words(name, strict):
+    """An exported program would refuse a word in the result of a body, or give it another batch size."""
+    fn, a = WORDS[name], torch.arange(12.0).reshape(4, 3)
+    run = torch.export.export(Calls(fn), (wordy(a),), strict=strict).module()
+
+    for values in (a, a - 100):
+        assert_words_follow(run(wordy(values)), fn(wordy(values)))
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_recorded_words(name):
+    """`make_fx` would refuse a word in the result of a body, or give it another batch size."""
+    fn, a, made = WORDS[name], torch.arange(12.0).reshape(4, 3), []
+
+    def leaves(a):
+        made.append(fn(wordy(a)))
+        return pytree.tree_leaves(made[-1])
+
+    graph = make_fx(leaves, tracing_mode="fake")(a)
+
+    for values in (a, a - 100):
+        expected = fn(wordy(values))
+        rebuilt = pytree.tree_unflatten(graph(values), pytree.tree_structure(made[0]))
+        assert_words_follow(rebuilt, expected)
+
+
 @pytest.mark.slow
 def test_compiled_branches_may_return_operands():
     """A branch that returns its operand, a view of it, or one leaf twice would be refused: torch allows no aliases."""
@@ -393,7 +461,7 @@ class Calls(torch.nn.Module):
 )
 def test_export(fn, strict):
     """An exported program would hold one branch, a number of steps, or another tree."""
-    t = tree().exclude("s")
+    t = tree()
     program = torch.export.export(Calls(fn), (t,), strict=strict)
     operators = {"double_or_next": "cond", "add_until": "while_loop", "rows": "map_impl", "sums": "scan"}
 

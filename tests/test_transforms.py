@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import tdfunc as tdf
-from tdfunc import TensorDict
+from tdfunc import TensorClass, TensorDict
 from tests.helpers import assert_trees_equal, quick
 
 # A tree in and two tensors: what each returns must be the same compiled.
@@ -298,6 +298,37 @@ def test_autocast_of_a_pure_function():
 
     assert out.dtype is torch.bfloat16
     assert mapped.shape == Size([2, 3, 2])
+
+
+class Typed(TensorClass):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+CHECKPOINTED = {
+    "open": lambda x, y: TensorDict({"x": x, "n": {"y": y}, "s": "word"}, [3]),
+    "rows": lambda x, y: TensorDict({"x": x, "y": y, "s": ["a", "b", "c"]}, [3]),
+    "typed": lambda x, y: Typed(x=x, y=y, batch_size=[3]),
+    "lazy": lambda x, y: tdf.lazy_stack([TensorDict({"x": x}, [3]), TensorDict({"x": y}, [3])], 1),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", CHECKPOINTED)
+def test_compiled_checkpoint(kind, backend):
+    """A checkpoint that is given trees would not compile, or lose options, keyword arguments or gradients."""
+    torch.compiler.reset()
+    inputs = [torch.rand(3, requires_grad=True) for _ in range(3)]
+    tree = CHECKPOINTED[kind](*inputs[:2])
+
+    def step(t, w):
+        return checkpoint(lambda w, t, *, by: (t.sin() * by, w * by), w, t=t, by=3.0, use_reentrant=False, debug=False)
+
+    results = [run(tree, inputs[2]) for run in (step, torch.compile(step, fullgraph=True, backend=backend))]
+    sums = [sum(leaf.square().sum() for leaf in pytree.tree_leaves(result)) for result in results]
+
+    assert_trees_equal(results[1][0], results[0][0])
+    torch.testing.assert_close(*[torch.autograd.grad(number, inputs) for number in sums])
 
 
 def test_reentrant_checkpoint_warns():

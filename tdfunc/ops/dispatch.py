@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Size
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch.nn import functional as F
 
 from tdfunc._collection import LeafOp, TensorCollection
@@ -368,6 +369,12 @@ def _extreme(name: str, of_two: Handler) -> Handler:
     return call
 
 
+def _checkpoint(function: Handler, /, *args: Any, **kwargs: Any) -> Any:
+    # Dynamo asks the arguments before it captures `torch.utils.checkpoint`, and lifts what a function closes over.
+    options = {name: kwargs.pop(name) for name in _CHECKPOINT_OPTIONS if name in kwargs}
+    return tag_activation_checkpoint(lambda: function(*args, **kwargs), **options)
+
+
 def _allclose(input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
     return compare.all_close(input, other, rtol, atol, equal_nan)
 
@@ -387,6 +394,9 @@ def _methods() -> dict[str, Handler]:
     return table | {m: _swapped(_binary(name)) for m, name in (REVERSED | COMMUTATIVE).items()}
 
 
+_CHECKPOINT_OPTIONS = (
+    "use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state",
+)  # fmt: skip
 FUNCTIONS = _shapes() | _pointwise() | _reductions()
 # An operator with a tensor on one side arrives as the tensor's method. By name, as dynamo has objects of its own
 # for the methods that torch writes in Python.
@@ -403,6 +413,9 @@ class DispatchMethods(TensorCollection):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         handler = FUNCTIONS.get(func)
+        # No key of the table: dynamo has an object of its own for it.
+        if handler is None and func is tag_activation_checkpoint:
+            handler = _checkpoint
         if handler is None:
             name = getattr(func, "__name__", "")
             if name and getattr(torch.Tensor, name, None) is func:
@@ -418,7 +431,8 @@ class DispatchMethods(TensorCollection):
         if kwargs and kwargs.get("out") is not None:
             hint = "use what the function returns; td.update_(result) copies values into existing storage."
             raise ImmutableError(explain(f"{_title(func)}: out= would write to a tree.", hint=hint))
-        if kwargs and not _NUMPY.keys().isdisjoint(kwargs):
+        # Dynamo knows no `isdisjoint`.
+        if kwargs and any([name in _NUMPY for name in kwargs]):
             kwargs = {_NUMPY.get(name, name): value for name, value in kwargs.items()}
         try:
             return handler(*args, **(kwargs or {}))

@@ -271,6 +271,8 @@ TRANSFORMED = {
     "zeros": torch.zeros_like,
     "index_select": lambda t: torch.index_select(t, 0, torch.tensor([0, 2])),
     "addcmul": lambda t: torch.addcmul(t, t, t),
+    "keyword": lambda t: torch.sum(t, dim=0),
+    "keyword of numpy": lambda t: torch.sum(t, axis=0, keepdims=True),
 }
 
 
