@@ -393,12 +393,11 @@ def test_compiled_words(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("name", WORDS)
-def test_exported_words(name, strict):
+def test_exported_words(name):
     """An exported program would refuse a word in the result of a body, or give it another batch size."""
     fn, a = WORDS[name], torch.arange(12.0).reshape(4, 3)
-    run = torch.export.export(Calls(fn), (wordy(a),), strict=strict).module()
+    run = torch.export.export(Calls(fn), (wordy(a),)).module()
 
     for values in (a, a - 100):
         assert_words_follow(run(wordy(values)), fn(wordy(values)))
@@ -461,7 +460,7 @@ class Calls(torch.nn.Module):
 )
 def test_export(fn, strict):
     """An exported program would hold one branch, a number of steps, or another tree."""
-    t = tree()
+    t = tree().exclude("s")
     program = torch.export.export(Calls(fn), (t,), strict=strict)
     operators = {"double_or_next": "cond", "add_until": "while_loop", "rows": "map_impl", "sums": "scan"}
 
