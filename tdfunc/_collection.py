@@ -285,6 +285,10 @@ class TensorCollection(Slots):
         """
         return None
 
+    def _some_keys(self) -> dict[str, list[int]]:
+        """Return the keys that only some trees of a stack have, each with the numbers of these trees."""
+        return {}
+
     def _within(self, old_ndim: int, size: Size) -> tuple[int, Size] | None:
         """Return what the nodes inside follow where this node follows its parent's new batch size; None for nothing."""
         return old_ndim, size

@@ -33,7 +33,7 @@ def _as_value(value: Any, convert: bool) -> Any:
 def render(stack: Any) -> str:
     """Return the multi-line form, as trees have it: sizes that differ are -1."""
     lines = [f"        {shown(key)}: {_describe(stack._get(key))}" for key in sorted(stack._keys())]
-    exclusive = [f"        {shown(key)}: {text}" for key, text in some_keys(stack).items()]
+    exclusive = [f"        {shown(key)}: {text}" for key, text in absent(stack).items()]
     parts = ["    fields={\n" + ",\n".join(lines) + "}"]
     if exclusive:
         parts.append("    exclusive_fields={\n" + ",\n".join(exclusive) + "}")
@@ -48,11 +48,9 @@ def render(stack: Any) -> str:
     return f"{type(stack).__name__}(\n" + ",\n".join(parts) + ")"
 
 
-def some_keys(stack: Any) -> dict[str, str]:
+def absent(stack: Any) -> dict[str, str]:
     """Return the keys that only some trees have, and which trees these are."""
-    trees: list[Any] = [tree for tree in stack._data.values() if isinstance(tree, TensorCollection)]
-    some = sorted({key for tree in trees for key in tree._keys()} - set(stack._keys()))
-    return {key: f"in trees {[i for i, t in enumerate(trees) if key in t._keys()]}" for key in some}
+    return {key: f"in trees {having}" for key, having in stack._some_keys().items()}
 
 
 def _describe(node: Any) -> str:

@@ -28,7 +28,7 @@ from tdfunc._lazystack.ragged import (
     without,
 )
 from tdfunc._lazystack.shapes import HANDLERS, REDUCTIONS, one_shape, reduce_all, reduce_dims, run_along
-from tdfunc._lazystack.show import as_list, render, some_keys
+from tdfunc._lazystack.show import absent, as_list, render
 from tdfunc._nontensor import NonTensorBase, NonTensorStack
 from tdfunc._pytree import _UNDECIDED, Context, register
 from tdfunc._shapes import as_names, as_size, dim_index, index_names, normalize_index
@@ -286,7 +286,7 @@ class LazyStack(TreeMethods):
         return [f"stacked along dimension {self._dim}"]
 
     def _show_absent(self) -> dict[str, str]:
-        return {**super()._show_absent(), **some_keys(self)}
+        return {**super()._show_absent(), **absent(self)}
 
     # -- primitives ---------------------------------------------------------------------------------------------
 
@@ -297,6 +297,14 @@ class LazyStack(TreeMethods):
             return []
         shared = set(trees[0]._keys()).intersection(*[tree._keys() for tree in trees[1:]])
         return [key for key in trees[0]._keys() if key in shared]
+
+    def _some_keys(self) -> dict[str, list[int]]:
+        # Inside tree_map a child may be anything.
+        trees: list[Any] = [tree for tree in self._data.values() if isinstance(tree, TensorCollection)]
+        # What some trees of a stack inside have is in that stack.
+        sets = [{*tree._keys(), *tree._some_keys()} for tree in trees]
+        some = sorted(set().union(*sets).difference(self._keys()))
+        return {key: [i for i, keys in enumerate(sets) if key in keys] for key in some}
 
     def _get(self, key: str) -> Node:
         trees = self._trees

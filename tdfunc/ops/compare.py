@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tdfunc._collection import LeafOp, TensorCollection
-from tdfunc._errors import explain
+from tdfunc._errors import TreeStructureError, explain
 from tdfunc._keys import dotted
 from tdfunc._nontensor import NonTensorBase
 from tdfunc._types import Path
@@ -66,6 +66,8 @@ def _compare(actual: Any, expected: Any, options: dict[str, Any], at: Path) -> N
 
 
 def _same(actual: Any, expected: Any, options: dict[str, Any], at: Path) -> Any:
+    # The keys of a stack are those that its trees share; a tree may have or lack another.
+    check_same(actual, expected, "assert_close")
     _compare(actual, expected, options, at)
     return actual
 
@@ -79,8 +81,13 @@ def equal(first: Any, second: Any) -> bool:
     """Whether two trees have equal keys, batch sizes, shapes and values, as `torch.equal` of their leaves."""
     for tree in (first, second):
         _check_tree(tree, "torch.equal")
-    same = first._batch_size == second._batch_size and difference(first, second, ()) is None
-    return same and _all_leaves("equal", first, second, torch.equal)
+    if first._batch_size != second._batch_size or difference(first, second, ()) is not None:
+        return False
+    try:
+        return _all_leaves("equal", first, second, torch.equal)
+    except TreeStructureError:
+        # Trees of a lazy stack have other keys than their twins.
+        return False
 
 
 def all_close(first: Any, second: Any, rtol: float, atol: float, equal_nan: bool) -> bool:

@@ -16,7 +16,7 @@ from tdfunc.ops import storage_writes
 from tdfunc.ops.at import At
 from tdfunc.ops.cast import to
 from tdfunc.ops.convert import accept
-from tdfunc.ops.reading import UNSET, get, get_value, has, refuse_inplace, refuse_options
+from tdfunc.ops.reading import UNSET, check_keys_here, get, get_value, has, refuse_inplace, refuse_options
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -212,6 +212,8 @@ def _entries(other: Mapping[Any, Any] | TensorCollection) -> Iterable[tuple[Any,
 
 def replacements(changes: Mapping[Any, Any] | TensorCollection | None, entries: Mapping[str, Any]) -> dict[Any, Any]:
     """Return the arguments of `replace` as one dict."""
+    if isinstance(changes, TensorCollection):
+        check_keys_here(changes, "replace")
     return {**dict(() if changes is None else _entries(as_mapping(changes, "replace"))), **entries}
 
 

@@ -27,7 +27,7 @@ from tdfunc._types import Kind, Path
 from tdfunc.ops.convert import resize
 from tdfunc.ops.edit import update
 from tdfunc.ops.index import unbind
-from tdfunc.ops.reading import get_value, iter_items, kind_of
+from tdfunc.ops.reading import check_same_keys, get_value, iter_items, kind_of
 from tdfunc.ops.structure import to_dict
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _as_array(leaf: Tensor, call: str, at: Path) -> Any:
 
 def to_numpy(tree: TensorCollection) -> dict[str, Any]:
     """Return nested dicts of arrays and plain values."""
-    return {key: _numpy_of(value, (key,)) for key, value in to_dict(tree).items()}
+    return {key: _numpy_of(value, (key,)) for key, value in to_dict(tree, "numpy").items()}
 
 
 def _numpy_of(value: Any, at: Path) -> Any:
@@ -148,7 +148,7 @@ def _one_tree(tree: TensorCollection, call: str, at: Path) -> TensorCollection:
 
 def to_namedtuple(tree: TensorCollection, dest_cls: Any) -> Any:
     """Return nested named tuples."""
-    return _named(to_dict(tree), dest_cls)
+    return _named(to_dict(tree, "to_namedtuple"), dest_cls)
 
 
 def _named(values: dict[str, Any], dest_cls: Any) -> Any:
@@ -181,6 +181,10 @@ def load_state_dict(tree: T, given: Mapping[str, Any], strict: bool, assign: boo
     if not isinstance(given, (Mapping, TensorCollection)):
         what = "load_state_dict: this is no state dict."
         raise TypeError(explain(what, expected="a dict, as state_dict() returns", got=type(given).__name__))
+    if strict:
+        for each in (tree, given):
+            if isinstance(each, TensorCollection):
+                check_same_keys(each, "load_state_dict")
     flat = not any(isinstance(value, Mapping) for value in given.values()) if flat is None else flat
     found = dict(given) if flat else dict(_flat(given, ""))
     nodes = {dotted(path): (path, node) for path, node in iter_items(tree, True, True) if _is_state(tree, path, node)}
@@ -319,7 +323,8 @@ class ExchangeMethods(TensorCollection):
         Raises:
             TypeError: The state dict is no mapping.
             MissingKeyError: The keys differ, and `strict`.
-            TreeStructureError: A leaf of the tree is a tree in the state dict, or the other way round, and `strict`.
+            TreeStructureError: A leaf of the tree is a tree in the state dict, or the other way round, or only some
+                trees of a lazy stack have a key, and `strict`.
             LeafMismatchError: A shape differs; the message names the key.
             TieError: Paths of one tied leaf have different values.
         """

@@ -413,6 +413,10 @@ def difference(tree: TensorCollection, other: Any, at: Path) -> tuple[Path, Any,
     mine, theirs = (tree._data, other._data) if same else (_nodes(tree), _nodes(other))
     if mine.keys() != theirs.keys():
         return at, set(mine), set(theirs)
+    # Which trees of a stack have a key that not all have is for those to compare.
+    some, others = ({}, {}) if same else (tree._some_keys(), other._some_keys())
+    if some.keys() != others.keys():
+        return at, {*mine, *some}, {*theirs, *others}
     for key, node in mine.items():
         twin = theirs[key]
         if type(node) is Tensor and type(twin) is Tensor:

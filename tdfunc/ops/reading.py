@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping, Set
 from typing import Any, TypeVar
 
-from tdfunc._collection import TensorCollection, iter_leaves, leaf_paths
-from tdfunc._errors import ImmutableError, explain
+from tdfunc._collection import PLAIN, TensorCollection, iter_leaves, leaf_paths
+from tdfunc._errors import ImmutableError, TreeStructureError, explain
 from tdfunc._keys import Entry, dotted, is_key, missing, unravel
 from tdfunc._nontensor import NonTensorBase, NonTensorStack
 from tdfunc._ties import groups_by_path
@@ -66,6 +66,30 @@ def iter_items(tree: TensorCollection, nested: bool, leaves_only: bool, at: Path
             yield from iter_items(node, nested, leaves_only, (*at, key))
 
 
+def check_same_keys(tree: TensorCollection, call: str, at: Path = ()) -> None:
+    """Raise where only some trees of a stack have a key: read as one node, the stack has no value for it.
+
+    Raises:
+        TreeStructureError: There is such a key; the message names it and the trees that have it.
+    """
+    if PLAIN.issuperset(map(type, tree._data.values())):
+        return
+    check_keys_here(tree, call, at)
+    for key in tree._keys():
+        node = tree._get(key)
+        if isinstance(node, TensorCollection):
+            check_same_keys(node, call, (*at, key))
+
+
+def check_keys_here(tree: TensorCollection, call: str, at: Path = ()) -> None:
+    """`check_same_keys` of this node, where stacks inside are taken as they are."""
+    for key, having in tree._some_keys().items():
+        what = f"{call}: the key {dotted((*at, key))!r} is not in all trees of its lazy stack."
+        hint = "select() the keys that all have, set() the others, or do it to each of lazy.trees."
+        got = f"it is in trees {having}"
+        raise TreeStructureError(explain(what, expected="keys that all have", got=got, hint=hint))
+
+
 def entries(tree: TensorCollection) -> list[Entry]:
     """Return every leaf once, with all its tied paths and its kind: what filters look at."""
     found = dict(iter_leaves(tree))
@@ -93,6 +117,11 @@ def refuse_options(entries: Mapping[str, Any], options: tuple[str, ...], call: s
             expected, got = "entries by keyword", f"{name}={entries[name]!r}"[:80]
             hint = f"leave it out; an entry of this name goes into the dict: {{..., {name!r}: value}}."
             raise TypeError(explain(f"{call}: {name!r} is no option here.", expected=expected, got=got, hint=hint))
+
+
+def _holds_leaf(tree: TensorCollection) -> bool:
+    # By what is stored, so that keys which only some trees of a stack have count.
+    return any([not isinstance(n, TensorCollection) or _holds_leaf(n) for n in tree._data.values()])
 
 
 class KeysView(Set[Any]):
@@ -196,7 +225,7 @@ class ReadMethods(TensorCollection):
 
     def is_empty(self) -> bool:
         """Whether there are no leaves (tensors or non-tensor data), however deep."""
-        return not any(True for _ in iter_items(self, True, True))
+        return not _holds_leaf(self)
 
     def __contains__(self, key: object) -> bool:
         return is_key(key) and has(self, key)  # pyright: ignore[reportArgumentType]

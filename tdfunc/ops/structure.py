@@ -16,7 +16,7 @@ from tdfunc._types import Kind, NestedKey, Node, Path
 from tdfunc.ops.clash import clash, find_clash
 from tdfunc.ops.convert import resize
 from tdfunc.ops.edit import delete_paths, restore_ties, set_, update
-from tdfunc.ops.reading import entries, fill, get, get_value, has, iter_items, kind_of, refuse_inplace
+from tdfunc.ops.reading import check_same_keys, entries, fill, get, get_value, has, iter_items, kind_of, refuse_inplace
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -259,14 +259,19 @@ def with_names(tree: T, names: Sequence[str | None] | None) -> T:
 # -- dicts ------------------------------------------------------------------------------------------------------
 
 
-def to_dict(tree: TensorCollection) -> dict[str, Any]:
+def to_dict(tree: TensorCollection, call: str = "to_dict") -> dict[str, Any]:
     """Return nested dicts of the leaves and plain values."""
+    check_same_keys(tree, call)
+    return _to_dict(tree)
+
+
+def _to_dict(tree: TensorCollection) -> dict[str, Any]:
     if PLAIN.issuperset(map(type, tree._data.values())):
         return tree._data.copy()
     result: dict[str, Any] = {key: tree._get(key) for key in tree._keys()}
     for key, node in result.items():
         if isinstance(node, TensorCollection):
-            result[key] = to_dict(node)
+            result[key] = _to_dict(node)
         elif not isinstance(node, torch.Tensor):
             result[key] = get_value(tree, key)
     return result
@@ -274,6 +279,7 @@ def to_dict(tree: TensorCollection) -> dict[str, Any]:
 
 def state_dict(tree: TensorCollection, prefix: str, keep_vars: bool, flatten: bool) -> dict[str, Any]:
     """Return what `nn.Module.state_dict` returns for the module that the tree came from."""
+    check_same_keys(tree, "state_dict")
     result: dict[str, Any] = {}
     for path, node in iter_items(tree, True, True):
         kind = kind_of(tree, path)
@@ -371,6 +377,8 @@ def combine(*trees: T) -> T:
     result = trees[0]
     for other in trees[1:]:
         both = {p for p, _ in iter_items(result, True, True)} & {p for p, _ in iter_items(other, True, True)}
+        # What only some trees of a stack have is not among the items.
+        both = both or _stored_paths(result) & _stored_paths(other)
         if both:
             hint = "use a.update(b) to write one over the other."
             raise ValueError(explain(f"combine: two parts have the leaf {dotted(min(both))!r}.", hint=hint))
@@ -379,6 +387,14 @@ def combine(*trees: T) -> T:
             raise clash("combine", *found)
         result = update(result, other)
     return result
+
+
+def _stored_paths(tree: TensorCollection, at: Path = ()) -> set[Path]:
+    """Return the paths of all leaves and values, those in the trees of a stack one by one."""
+    paths: set[Path] = set()
+    for key, node in tree._data.items():
+        paths |= _stored_paths(node, (*at, key)) if isinstance(node, TensorCollection) else {(*at, key)}
+    return paths
 
 
 def in_dims(tree: T, where: "dict[str | Filter, int | None] | int | None") -> T:
