@@ -292,7 +292,9 @@ def _given(node, result, path, value):
             map(_given, node.branches, result.trees, [path] * len(value), value)
         )
     if len(path) > 1:
-        return path[0] in node.entries and _given(node.entries[path[0]], result.entries[path[0]], path[1:], value)
+        # None where the path began a sub-tree.
+        inner = None if node is None else node.entries.get(path[0])
+        return _given(inner, result.entries[path[0]], path[1:], value)
     return torch.equal(result.entries[path[0]], torch.as_tensor(value))
 
 
