@@ -5,7 +5,7 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, get_args, get_origin
 
 import numpy as np
@@ -206,24 +206,97 @@ def shape_annotations(hint: Any) -> tuple[Any, ...]:
     return alternatives if shaped else ()
 
 
-def check_annotations(cls: Any, nodes: Mapping[str, Node]) -> None:
-    """Raise unless values fit their jaxtyping annotations, an axis of one name having one size in all of them."""
-    given = {key: shape_annotations(cls._hints.get(key)) for key in nodes}
-    if not any(given.values()) or torch.compiler.is_compiling():
+def check_annotations(cls: Any, nodes: Mapping[str, Node], edited: Collection[str] | None = None) -> None:
+    """Raise unless fields fit their jaxtyping annotations, an axis of one name having one size in all of them.
+
+    After an edit only what it made wrong is an error: operations are not held to annotations.
+    """
+    if torch.compiler.is_compiling():
         return
+    new = _shaped(cls, nodes, nodes if edited is None else edited)
+    if not new:
+        return
+    old = {} if edited is None else _shaped(cls, nodes, [key for key in nodes if key not in edited])
+    if old:
+        # Inside vmap some fields may have a dimension that others do not show.
+        off = list(old) if _in_transform() else _misfits(old, [*old])
+        old = {key: each for key, each in old.items() if key not in off}
+    given = {**old, **new}
+    wrong = _misfits(given, [*given])
+    if wrong:
+        first = next((key for key in wrong if key in new), wrong[0])
+        raise _misfit(cls.__name__, first, given, bool(old))
+
+
+def _shaped(cls: Any, nodes: Mapping[str, Node], keys: Iterable[str]) -> "_Given":
+    """Return those of the fields whose values are held to jaxtyping annotations."""
+    given = {key: (nodes.get(key), shape_annotations(cls._hints.get(key))) for key in keys}
+    return {key: each for key, each in given.items() if each[0] is not None and each[1]}
+
+
+def _in_transform() -> bool:
+    # No type checker sees into torch._C.
+    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    return functorch.peek_interpreter_stack() is not None
+
+
+# A value, and the types that its annotation allows.
+_Given = Mapping[str, tuple[Any, tuple[Any, ...]]]
+
+
+def _misfits(given: _Given, keys: Sequence[str]) -> list[str]:
+    """Return those of the fields that do not fit, the first one that names an axis giving its size."""
     import jaxtyping  # an annotation of its types exists, so it is installed
 
+    wrong: list[str] = []
+    # A context of our own, whatever function with checks of its own we are called from.
     with jaxtyping.jaxtyped("context"):
-        wrong = [key for key, each in given.items() if each and not isinstance(nodes[key], (*each, type(None)))]
-    if not wrong:
-        return
-    node, alternatives = nodes[wrong[0]], given[wrong[0]]
-    got = f"{node.dtype} of shape {list(node.shape)}" if isinstance(node, Tensor) else type(node).__name__
+        while keys:
+            fits = {key: _fits(*given[key]) for key in keys}
+            wrong += [key for key, fit in fits.items() if fit is False]
+            # `n+1` can be told when a later field has given `n`, and not at all where that is empty.
+            waiting = [key for key, fit in fits.items() if fit is None]
+            keys = waiting if len(waiting) < len(keys) else ()
+    return wrong
+
+
+def _fits(node: Any, alternatives: Iterable[Any]) -> bool | None:
+    """Whether a value is one of the types; None where this needs the size of an axis that no field has given yet."""
+    import jaxtyping
+
+    unknown = False
+    for each in alternatives:
+        try:
+            if isinstance(node, each):
+                return True
+        except jaxtyping.AnnotationError as err:
+            if not isinstance(err.__cause__, NameError):
+                raise
+            unknown = True
+    return None if unknown else False
+
+
+def _misfit(name: str, key: str, given: _Given, edit: bool) -> LeafMismatchError:
+    node, alternatives = given[key]
     expected = " or ".join(alternative.__name__ for alternative in alternatives)
-    # Outside of the context, which binds axes, the value may fit.
-    hint = "the fields before it give the axes it names other sizes." if isinstance(node, alternatives) else None
-    what = f"{f'{cls.__name__}.{wrong[0]}'!r}: the value does not fit its annotation."
-    raise LeafMismatchError(explain(what, expected=expected, got=got, hint=hint))
+    hint = None
+    # Alone it may fit, where another field gives its axes other sizes.
+    if not _misfits(given, [key]):
+        others = [other for other in given if other != key]
+        blamed = [other for other in others if _misfits(given, [other, key])][:1] or others
+        have = " and ".join(f"{other!r} has {_shape(given[other][0])}" for other in blamed)
+        hint = f"an axis of one name has one size in all fields, and {have}"
+        hint += "; replace() takes several in one call." if edit else "."
+    what = f"{f'{name}.{key}'!r}: the value does not fit its annotation."
+    return LeafMismatchError(explain(what, expected=expected, got=_shown(node), hint=hint))
+
+
+def _shown(node: Any) -> str:
+    return f"{node.dtype} of {_shape(node)}" if isinstance(node, Tensor) else type(node).__name__
+
+
+def _shape(node: Any) -> str:
+    return f"shape {list(node.shape)}" if isinstance(node, Tensor) else f"a {type(node).__name__}"
 
 
 # -- what a class gets ------------------------------------------------------------------------------------------

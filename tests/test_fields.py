@@ -7,9 +7,10 @@ from typing import Any, Optional
 import numpy as np
 import pytest
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, jaxtyped
 from torch import Tensor, nn
 
+import tdfunc as tdf
 from tdfunc import BatchSizeError, LeafMismatchError, NonTensorData, TensorDict
 from tdfunc._tensorclass import TensorClass
 from tests import annotated
@@ -287,9 +288,101 @@ def test_jaxtyping_axes_agree():
     """An axis of one name could have two sizes in one instance."""
     assert Shaped(torch.zeros(4, 5, 3), torch.ones(4, 5).bool(), batch_size=[4]).mask.all()
     with pytest.raises(
-        LeafMismatchError, match=r"'Shaped.mask'.*\n.*\n.*shape \[4, 6\]\n.*fields before it give the axes"
+        LeafMismatchError, match=r"'Shaped.mask'.*\n.*\n.*shape \[4, 6\]\n.*'points' has shape \[4, 5, 3\]"
     ):
         Shaped(torch.zeros(4, 5, 3), torch.ones(4, 6).bool(), batch_size=[4])
+
+
+EDITS = {
+    "replace": lambda t, **values: t.replace(**values),
+    "update": lambda t, **values: t.update(values),
+    "of a stack": lambda t, **values: tdf.lazy_stack([t]).replace({k: (v,) for k, v in values.items()})[0],
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_jaxtyping_axes_agree_after_edits(edit):
+    """An edit could give an axis two sizes: among its values, or beside the fields that stay."""
+    made = Shaped(torch.zeros(4, 5, 3), torch.ones(4, 5).bool(), batch_size=[4])
+    points, mask = torch.zeros(4, 6, 3), torch.ones(4, 6).bool()
+
+    assert edit(made, points=points, mask=mask).mask.shape == (4, 6)
+    assert edit(edit(made, mask=None), points=points).points is points
+    with pytest.raises(
+        LeafMismatchError, match=r"'Shaped.points'.*\n.*n 3'\]\n.*\[4, 6, 3\]\n.*'mask' has shape \[4, 5\]"
+    ):
+        edit(made, points=points)
+    with pytest.raises(
+        LeafMismatchError, match=r"'Shaped.mask'.*\n.*n'\]\n.*\[4, 7\]\n.*'points' has shape \[4, 6, 3\]"
+    ):
+        edit(made, points=points, mask=torch.ones(4, 7).bool())
+    with pytest.raises(LeafMismatchError, match=r"'Shaped.mask'.*\n.*\n.*\[4, 6\]\n.*'points' has shape \[4, 5, 3\]"):
+        made.set("mask", mask)
+
+
+class Tied(TensorClass):
+    w: Float[Tensor, "n"]  # noqa: F821
+    again: Float[Tensor, "n"]  # noqa: F821
+    other: Float[Tensor, "n"] | None = None  # noqa: F821
+
+
+def test_jaxtyping_with_ties():
+    """A tied leaf could not get another size, since its other paths get it a step later."""
+    w = nn.Parameter(torch.zeros(3))
+    module = nn.Module()
+    module.w = module.again = w
+    tied = Tied.from_tensordict(tdf.from_module(module))
+
+    assert tied.ties() == [["w", "again"]]
+    for new in (tied.set("w", torch.ones(4)), tied.replace(again=torch.ones(4)), tied.update({"w": torch.ones(4)})):
+        assert new.w is new.again
+        assert new.w.shape == (4,)
+    both = tied.replace(other=torch.ones(3)).replace(w=torch.ones(4), other=torch.zeros(4))
+    assert both.again.shape == both.other.shape == (4,)
+    with pytest.raises(LeafMismatchError, match=r"'Tied.w'.*\n.*\n.*\[4\]\n.*'other' has shape \[3\]"):
+        tied.replace(other=torch.ones(3)).set("w", torch.ones(4))
+    with pytest.raises(tdf.TieError, match=r"'w' and 'again' different tensors"):
+        tied.replace(w=torch.ones(4), again=torch.zeros(4))
+
+
+class Symbolic(TensorClass):
+    edges: Float[Tensor, "n+1"]  # noqa: F821
+    nodes: Float[Tensor, "n"] | None = None  # noqa: F821
+
+
+def test_jaxtyping_expressions():
+    """An axis that is an expression could not be checked, or would raise an error of jaxtyping."""
+    made = Symbolic(torch.zeros(4), torch.zeros(3))
+
+    assert made.replace(edges=torch.ones(4)).edges.sum() == 4
+    assert made.replace(edges=torch.ones(6), nodes=torch.ones(5)).nodes.sum() == 5
+    # No field says what n is.
+    assert Symbolic(torch.zeros(9)).nodes is None
+    for wrong in (
+        lambda: Symbolic(torch.zeros(5), torch.zeros(3)),
+        lambda: made.replace(edges=torch.zeros(5)),
+        lambda: made.set("edges", torch.zeros(5)),
+    ):
+        with pytest.raises(
+            LeafMismatchError, match=r"'Symbolic.edges'.*\n.*'n\+1'\]\n.*\[5\]\n.*'nodes' has shape \[3\]"
+        ):
+            wrong()
+    with pytest.raises(LeafMismatchError, match=r"'Symbolic.edges'.*\n.*'n\+1'\]\n.*\[4\]\n.*'nodes' has shape \[5\]"):
+        made.replace(nodes=torch.zeros(5))
+
+
+def test_jaxtyping_inside_checked_functions():
+    """The axes of an instance would be those of the function that makes it, or become those."""
+
+    @jaxtyped(typechecker=None)
+    def make(n: int):
+        made = Shaped(torch.zeros(4, n, 3))
+        with pytest.raises(LeafMismatchError, match="Shaped.mask"):
+            made.replace(mask=torch.ones(4, n + 1).bool())
+        # Binds n, which nothing has bound.
+        return isinstance(torch.zeros(n + 7), Float[Tensor, "n"])  # noqa: F821
+
+    assert make(5)
 
 
 def test_jaxtyping_elsewhere():
@@ -298,6 +391,10 @@ def test_jaxtyping_elsewhere():
 
     assert (made == made).points.dtype is torch.bool
     assert torch.vmap(lambda row: row.set("points", row.points + 1))(made).points.sum() == 60
+    masked = made.replace(mask=torch.ones(4, 5).bool())
+    # A field whose dtype an operation has changed is no matter of an edit of others.
+    assert masked.float().set("points", made.points + 1).mask.dtype is torch.float32
+    assert torch.vmap(lambda row: row.set("points", row.points + 1))(masked).points.sum() == 60
 
 
 # -- defaults ---------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from tdfunc._tensorclass.define import Meta
 from tdfunc._tensordict import TreeMethods
 from tdfunc._types import Device, Kind, Names, Node, Ties
 from tdfunc.ops.cast import all_shared, clone
-from tdfunc.ops.edit import replacements, set_
+from tdfunc.ops.edit import replaced, replacements
 from tdfunc.ops.show import describe_leaf
 
 if TYPE_CHECKING:
@@ -58,8 +58,9 @@ class TensorClass(_Typed):
     are, `tensor_only` refuses what cannot be a tensor and reads faster, `shadow` allows fields with the names of
     methods, `frozen` changes nothing: instances always are.
 
-    Annotations of jaxtyping (`Float[Tensor, "*batch 3"]`) are checked on construction and by `set` and `replace`, but
-    not in code that `torch.compile` traces.
+    Annotations of jaxtyping (`Float[Tensor, "*batch n 3"]`) are checked on construction and by edits such as `set` and
+    `replace`, an axis of one name having one size in all fields; `replace` changes several fields at once. Code that
+    `torch.compile` traces is not checked, and of an axis like `n+1` nothing is where no field gives `n`.
 
     Raises:
         AttributeError: A field has the name of a method or property of a tree or lazy stack.
@@ -151,13 +152,8 @@ class TensorClass(_Typed):
         if done is not None:
             return done
         self._check_names(given)
-        if not self._ties:
-            nodes = {key: self._accept(key, value, f"{type(self).__name__}.{key}") for key, value in given.items()}
-            return self._put(nodes)
-        new: Any = self
-        for key, value in given.items():
-            new = set_(new, key, value)
-        return new
+        nodes = {key: self._accept(key, value, f"{type(self).__name__}.{key}") for key, value in given.items()}
+        return replaced(self, nodes) if self._ties else self._put(nodes)
 
     def __replace__(self, **changes: Any) -> "Self":
         """`copy.replace` of Python 3.13."""
@@ -245,14 +241,17 @@ class TensorClass(_Typed):
             return value
         if cls._looks_up:
             settle_annotations(cls)
-        node = make_node(cls, key, value, size, self._device, where)
-        if cls._looks_up:
-            check_annotations(cls, {key: node})
-        return node
+        return make_node(cls, key, value, size, self._device, where)
 
     def _put(self, changes: dict[str, Node], kinds: dict[str, Kind] | None = None) -> "Self":
         self._check_names(changes)
-        return super()._put(changes, kinds)
+        new = super()._put(changes, kinds)
+        if type(self)._looks_up:
+            # The other paths of a tied leaf get its new value next.
+            tied = {path[0] for group in self._ties if any([p[0] in changes for p in group]) for path in group}
+            held = {key: node for key, node in new._data.items() if key in changes or key not in tied}
+            check_annotations(type(self), held, changes)
+        return new
 
     def _replace(
         self,

@@ -1,6 +1,6 @@
 """Immutable edits: `get`, `set`, `update`, `delete`, `pop`, `untie`; an edit keeps every tie or says that it cannot."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
@@ -146,15 +146,24 @@ def update(tree: T, other: Mapping[Any, Any] | TensorCollection) -> T:
     new = _merged(tree, other, (), given)
     theirs = other._ties if isinstance(other, TensorCollection) else ()
     ties = merge(new._ties, theirs)
-    if not ties:
-        return new
-    written = set(given)
+    return _carried(new, ties, set(given)) if ties else new
+
+
+def _carried(tree: T, ties: Ties, written: Set[Path]) -> T:
+    """Return an edited tree with what was written at some paths of a group at the others, too."""
     for group in ties:
         sources = [path for path in group if path in written]
         for path in group:
             if sources and path not in written:
-                new = _set_path(new, path, get(new, sources[0]), None)
-    return _settled(new, ties)
+                tree = _set_path(tree, path, get(tree, sources[0]), None)
+    return _settled(tree, ties)
+
+
+def replaced(tree: T, nodes: dict[str, Node]) -> T:
+    """Return a tree with nodes under its keys, put there in one step; other paths of a tied leaf get it, too."""
+    new = tree._put(nodes)
+    written = {(key,) for key, node in nodes.items() if node is not None and not isinstance(node, TensorCollection)}
+    return _carried(new, new._ties, written)
 
 
 def _merged(tree: T, other: Mapping[Any, Any] | TensorCollection, at: Path, given: list[Path]) -> T:
