@@ -5,6 +5,7 @@ import importlib.util
 import io
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 import torch
@@ -47,9 +48,8 @@ def main(args: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         sys.exit(_INTERRUPTED)
     except Exception as err:
-        if debug:
-            raise
-        note(_told(err))
+        # Also with its traceback an error exits with this code: that of Python means differences, or damage.
+        note("".join(traceback.format_exception(err)).rstrip() if debug else _told(err))
         sys.exit(_TROUBLE)
 
 

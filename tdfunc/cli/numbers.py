@@ -210,7 +210,13 @@ def scaled(weights: Sequence[float]) -> list[float]:
 
 
 def average(pieces: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Return the weighted mean of pieces, computed in float64 and rounded once; weights are those of `scaled`."""
+    """Return the weighted mean of pieces, computed in float64 and rounded once; weights are those of `scaled`.
+
+    Pieces of weight 0 do not count, whatever is in them.
+    """
+    # 0 times infinite is NaN.
+    used = [(piece, weight) for piece, weight in zip(pieces, weights, strict=True) if weight]
+    pieces, weights = [piece for piece, _ in used], [weight for _, weight in used]
     mean = _mean(pieces, weights)
     if not all_finite(torch.view_as_real(mean) if mean.is_complex() else mean):
         # A sum of large values overflows, but not if their absolute weights sum up to less than 1/2.
@@ -236,6 +242,7 @@ def overflows(pieces: Sequence[Tensor], mean: Tensor, weights: Sequence[float]) 
     if min(weights) >= 0:
         return 0
     lost = ~wide(mean).isfinite()
-    for piece in pieces:
-        lost &= wide(piece).isfinite()
+    for piece, weight in zip(pieces, weights, strict=True):
+        if weight:
+            lost &= wide(piece).isfinite()
     return int(lost.count_nonzero())

@@ -16,6 +16,7 @@ from tdfunc.storage.build import Classes
 from tdfunc.storage.encode import Outline, outline
 from tdfunc.storage.files import LocalFiles, is_memmap, open_contents
 from tdfunc.storage.index import SINGLE
+from tdfunc.storage.levels import outside_transforms
 from tdfunc.storage.memmap import load_memmap
 from tdfunc.storage.progress import progress_bar
 from tdfunc.storage.remote import RemoteFiles, is_remote, local_path, not_empty
@@ -202,7 +203,8 @@ def load(
     place = torch.device(device) if device is not None else None
     choice = Choice(keys, like, dtype, place, classes)
     if is_memmap(name, files):
-        return narrow_tree(load_memmap(name, place, classes=classes), choice, name)
+        with outside_transforms():
+            return narrow_tree(load_memmap(name, place, classes=classes), choice, name)
     contents = open_contents(name, files, verify=verify)
     try:
         total = sum(source.size_bytes - source.begin for source in contents.sources)

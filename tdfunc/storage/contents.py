@@ -23,7 +23,8 @@ from tdfunc.storage.format import (
     spec_of,
     split_digests,
 )
-from tdfunc.storage.read import Source, naming
+from tdfunc.storage.levels import outside_transforms
+from tdfunc.storage.read import Source, naming, parsing
 
 _MAX_FOREIGN_DEPTH = 64
 # Looking a key up in a list of so many costs as much as making a dict of them.
@@ -87,12 +88,12 @@ class Contents:
 
     @contextmanager
     def reading(self) -> Generator[None, None, None]:
-        """Keep the files open; errors inside name the checkpoint."""
+        """Keep the files open, and leave all transforms of `torch.func`; our errors inside name the checkpoint."""
         with self._lock:
             self.check_open()
             self._readers += 1
         try:
-            with naming(self.path):
+            with naming(self.path), outside_transforms():
                 yield
         finally:
             with self._lock:
@@ -126,7 +127,7 @@ class Contents:
     @property
     def doc(self) -> dict[str, Any]:
         """The description of the tree: what was saved with it, or what dotted names imply."""
-        with self._lock, naming(self.path):
+        with self._lock, parsing(self.path):
             if self._doc is None:
                 self._doc = parse_tree(self.metadata["tdfunc.tree"]) if self.is_ours else self._implied()
             return self._doc
@@ -136,7 +137,7 @@ class Contents:
         """The whole tree, checked."""
         if self._plan is not None:
             return self._plan
-        with self._lock, naming(self.path):
+        with self._lock, parsing(self.path):
             if self._plan is None:
                 # The names are in the headers too, so together they are no longer than these.
                 limit = sum(source.begin for source in self.sources) if self.is_ours else None
@@ -151,7 +152,7 @@ class Contents:
         """Where all leaves lie; the entries of the headers have been compared with the tree."""
         if self._places is not None:
             return self._places
-        with self._lock, naming(self.path):
+        with self._lock, parsing(self.path):
             if self._places is None:
                 self._places = self._place_all()
             return self._places
@@ -261,7 +262,7 @@ class Contents:
         Raises:
             MissingKeyError: There is nothing.
         """
-        with naming(self.path):
+        with parsing(self.path):
             return self._find(path)
 
     def _find(self, path: Path) -> Found:
@@ -338,6 +339,10 @@ class Contents:
 
     def locate(self, name: str, spec: tuple[str, Sequence[int]]) -> tuple[Source, Entry, str | None]:
         """Return the file, entry and checksum of one leaf, given its name as JSON and what the tree says of it."""
+        with parsing(self.path):
+            return self._locate(name, spec)
+
+    def _locate(self, name: str, spec: tuple[str, Sequence[int]]) -> tuple[Source, Entry, str | None]:
         number = 0 if self.homes is None else self.homes.get(name, -1)
         if number < 0:
             raise CorruptCheckpointError(explain("the index lacks a leaf of its tree.", expected=name))

@@ -7,7 +7,7 @@ from tdfunc._errors import CorruptCheckpointError, explain
 from tdfunc.storage.contents import Contents
 from tdfunc.storage.format import MAX_HEADER_BYTES
 from tdfunc.storage.index import INDEX, SINGLE, Index, parse_index
-from tdfunc.storage.read import Bytes, LocalBytes, Source, naming, open_source, read_bytes
+from tdfunc.storage.read import Bytes, LocalBytes, Source, naming, open_source, parsing, read_bytes
 
 _META = "meta.json"
 _INDEX_SUFFIX = ".safetensors.index.json"
@@ -115,7 +115,7 @@ def _contents(
     path: str, sources: list[Source], metadata: dict[str, str], homes: dict[str, int] | None, verify: bool
 ) -> Contents:
     try:
-        with naming(path):
+        with parsing(path):
             return Contents(path, sources, metadata, homes, verify)
     except BaseException:
         _close(sources)
@@ -138,6 +138,7 @@ def read_index(path: str, files: Files, *, verify: bool) -> tuple[bytes, Index]:
             raw = read_bytes(data, 0, data.size_bytes)
         finally:
             data.close()
+    with parsing(path):
         return raw, parse_index(raw, verify=verify)
 
 

@@ -19,6 +19,7 @@ from tdfunc._collection import PLAIN, TensorCollection
 from tdfunc._errors import ConcurrencyError, CorruptCheckpointError, explain
 from tdfunc._mapped import MapMode, MappedFile, mapped_file, mark_mapped
 from tdfunc.storage.descriptor import Descriptor
+from tdfunc.storage.levels import outside_transforms
 
 _LIMIT, _MAPS = "/proc/sys/vm/max_map_count", "/proc/self/maps"
 # For fewer files it is not worth the time to count what is mapped already.
@@ -134,9 +135,10 @@ def map_descriptor(
     assert found.st_size >= size_bytes > 0
     name = f"{_DESCRIPTORS}/{fd}" if _DESCRIPTORS is not None else path
     assert name is not None
-    # Any: torch.from_file is untyped.
-    flat: Any = _map(name, mode, size_bytes, str(path))
-    leaf = flat.view(dtype).view(shape).data
+    with outside_transforms():
+        # Any: torch.from_file is untyped.
+        flat: Any = _map(name, mode, size_bytes, str(path))
+        leaf = flat.view(dtype).view(shape).data
     mark_mapped(leaf, path, mode, (found.st_dev, found.st_ino), root)
     return leaf
 

@@ -18,8 +18,9 @@ from tdfunc.storage.contents import Contents, Found
 from tdfunc.storage.decode import check_place
 from tdfunc.storage.encode import IS_VALUE
 from tdfunc.storage.files import LocalFiles, open_contents
+from tdfunc.storage.levels import outside_transforms
 from tdfunc.storage.progress import progress_bar
-from tdfunc.storage.read import LocalBytes, naming, read_leaf
+from tdfunc.storage.read import LocalBytes, parsing, read_leaf
 from tdfunc.storage.remote import RemoteFiles, is_remote, local_path
 from tdfunc.storage.rows import read_index
 from tdfunc.storage.select import Choice, flag_leaf, is_fake, move_leaf, outline_tree, read_tree
@@ -137,7 +138,10 @@ class LazyTree:
             source, entry, _ = contents.locate(found.name, self._stated(found))
         # Not inside of `reading`: an index that does not fit is no damage of the file.
         rows = read_index(contents, source, entry, index)
-        return move_leaf(rows, target) if target is not None and target.type != "cpu" else rows
+        if target is None or target.type == "cpu":
+            return rows
+        with outside_transforms():
+            return move_leaf(rows, target)
 
     def load(
         self,
@@ -256,19 +260,20 @@ class LazyTree:
             if target is not None and target.type != "cpu":
                 leaf = move_leaf(leaf, target)
             flags = _flags(found)
-        return leaf if IS_VALUE in flags else flag_leaf(leaf, flags)
+            return leaf if IS_VALUE in flags else flag_leaf(leaf, flags)
 
     def _device(self, found: Found) -> torch.device | None:
         if self._choice.device is not None:
             return self._choice.device
-        with naming(self._contents.path):
+        with parsing(self._contents.path):
             place = torch.device(found.device) if found.device is not None else None
             check_place(place)
             return place
 
     def _stated(self, found: Found) -> Any:
-        index = found.item if type(found.item) is int else found.item[0]
-        return self._contents.doc["specs"][index]
+        with parsing(self._contents.path):
+            index = found.item if type(found.item) is int else found.item[0]
+            return self._contents.doc["specs"][index]
 
 
 def _flags(found: Found) -> str:

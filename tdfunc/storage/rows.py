@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tdfunc.storage.contents import Contents
 from tdfunc.storage.format import Entry
+from tdfunc.storage.levels import is_wrapped, outside_transforms
 from tdfunc.storage.read import Source, read_leaf, read_rows
 
 
@@ -18,7 +19,8 @@ def read_index(contents: Contents, source: Source, entry: Entry, index: Any) -> 
         IndexError: The index does not fit the leaf.
     """
     spec, begin = entry.spec, source.begin + entry.begin
-    plan = _plan_rows(index, spec.size)
+    with outside_transforms():
+        plan = _plan_rows(index, spec.size)
     if plan is None:
         with contents.reading():
             leaf = read_leaf(source, spec, begin, entry.name, None)
@@ -52,6 +54,9 @@ def _plan_rows(index: Any, size: torch.Size) -> tuple[list[tuple[int, int]], Any
         picked = torch.as_tensor(first, device="cpu")
     except (RuntimeError, TypeError, ValueError):
         # torch says of the whole leaf what is wrong.
+        return None
+    if is_wrapped(picked):
+        # Inside of vmap an index has no values of its own; torch takes the rows out of the whole leaf.
         return None
     if picked.dtype is torch.bool:
         if picked.dim() != 1 or picked.shape[0] != length:

@@ -15,8 +15,9 @@ from tdfunc.storage.build import Classes, build_tree
 from tdfunc.storage.contents import Contents
 from tdfunc.storage.decode import Plan
 from tdfunc.storage.encode import IS_PARAMETER, IS_VALUE, REQUIRES_GRAD
+from tdfunc.storage.levels import outside_transforms
 from tdfunc.storage.like import check_like
-from tdfunc.storage.read import Source, check_bytes, map_bytes, naming, read_leaf, view_leaves
+from tdfunc.storage.read import Source, check_bytes, map_bytes, parsing, read_leaf, view_leaves
 
 # By number; a list of all of them is the same and faster.
 Leaves: TypeAlias = "dict[int, Tensor] | list[Tensor]"
@@ -85,16 +86,17 @@ def outline_tree(contents: Contents, choice: Choice, root: int = 0) -> tuple[Ten
     plan = contents.plan
     wanted = range(len(plan.names)) if not root else plan.leaves_below(root)
     leaves: dict[int, Tensor] = {}
-    for i in wanted:
-        dtype = _dtype_of(plan, i, choice.dtype)
-        leaf = torch.empty(plan.specs[i].size, dtype=dtype, device="meta")
-        leaves[i] = flag_leaf(leaf, plan.flags[i]) if plan.flags[i] else leaf
+    with outside_transforms():
+        for i in wanted:
+            dtype = _dtype_of(plan, i, choice.dtype)
+            leaf = torch.empty(plan.specs[i].size, dtype=dtype, device="meta")
+            leaves[i] = flag_leaf(leaf, plan.flags[i]) if plan.flags[i] else leaf
     # The tree holds its leaves, so their ids stay theirs.
     return _build(contents, leaves, choice, root), {id(leaf): i for i, leaf in leaves.items()}
 
 
 def _build(contents: Contents, leaves: "Leaves", choice: Choice, root: int) -> TensorCollection:
-    with naming(contents.path):
+    with parsing(contents.path):
         return build_tree(contents.plan, leaves, choice.classes, choice.device, root)
 
 

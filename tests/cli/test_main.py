@@ -172,9 +172,12 @@ def test_trouble_is_told(make, args, text, tmp_path, path):
 
 
 def test_debug_shows_the_traceback(tmp_path):
-    """A bug could not be reported."""
-    with pytest.raises(FileNotFoundError):
-        cli.main(["show", "--debug", str(tmp_path / "none")])
+    """A bug could not be reported, or the code of trouble would be that of differences."""
+    result = run("diff", "--debug", tmp_path / "none", tmp_path / "none")
+
+    assert result.code == 2
+    assert result.err.startswith("tdfunc: Traceback (most recent call last):\n  File ")
+    assert f"FileNotFoundError: [Errno 2] No such file or directory: '{tmp_path / 'none'}'" in result.err
 
 
 def test_debug_after_the_dashes_is_a_name(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from tdfunc import CheckpointManager, Filter, Kind, NonTensorData, TensorDict, lazy_stack, load, partition, save
 from tdfunc._collection import TensorCollection
@@ -190,6 +191,36 @@ def test_extract(source, options, where, tmp_path):
     assert_same(load(tmp_path / "out.safetensors"), where(load(path)))
 
 
+class Keeper(nn.Module):
+    """A module whose extra state is a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def get_extra_state(self):
+        return torch.arange(3)
+
+    def set_extra_state(self, state):
+        del state
+
+
+@pytest.mark.parametrize("source", ["safetensors", "shards", "memmap"])
+def test_extract_of_tensors_that_are_data(source, tmp_path):
+    """Extra state would be taken for a leaf, which it is not where it is no tensor, and not in load(keys=)."""
+    tree = TensorDict.from_module(nn.Sequential(Keeper())).detach()
+    path, out = write_as(source, tree, tmp_path), tmp_path / "out.safetensors"
+
+    assert run("extract", path, "-o", out, "--filter", "*").code == 0
+    assert_same(load(out), load(path, keys="*"))
+    assert load(out).paths() == [("0", "weight")]
+    assert run("extract", path, "-o", out, "--exclude", "*.weight", "--force").code == 0
+    assert_same(load(out), partition(load(path), "*.weight")[1])
+    refused = run("extract", path, "-o", out, "--filter", "*_extra_state", "--force")
+    assert refused.code == 2
+    assert "'*_extra_state' matches no leaf" in refused.err
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -318,6 +349,18 @@ def test_average_with_large_weights(tmp_path):
 
     assert result.code == 2
     assert "sum other than 0" in result.err
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_average_with_weights_of_zero(dtype, tmp_path):
+    """A checkpoint that does not count would make NaN of what is infinite in it."""
+    broken, whole, other = [INF, NAN, 1.0, -INF], [1.0, 2.0, 3.0, -0.0], [3.0, 2.0, 3.0, 0.0]
+
+    assert average(broken, whole, weights="0,1", folder=tmp_path, dtype=dtype)[0] == whole
+    assert average(whole, broken, other, weights="1,0,1", folder=tmp_path, dtype=dtype)[0] == [2.0, 2.0, 3.0, 0.0]
+    values, said = average([6e4], [1.0], [INF], weights="2,-1,0", folder=tmp_path, dtype=torch.float16)
+    assert values == [INF]
+    assert "w: 1 mean too large" in said
 
 
 def test_average_says_what_overflows(tmp_path):
