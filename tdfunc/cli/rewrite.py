@@ -52,7 +52,7 @@ def rewrite(path: str, out: str, edit: EditOptions, options: OutOptions) -> None
         target = _target(out, options, source)
         tree = source.tree
         if (where := make_filter(edit.include, edit.exclude)) is not None:
-            # As in `partition`: what a pattern chooses is leaves, and all else belongs to the rest, also tensors that are
+            # As in `partition`: a pattern chooses leaves, and all else belongs to the rest, also tensors that are
             # non-tensor data (extra state, say).
             leaves = [one for one in stored_leaves(tree) if not one.is_value]
             chosen = {at for one in choose(leaves, where) for at in one.paths}
