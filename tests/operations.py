@@ -81,7 +81,7 @@ METHODS = {
     "pad": "`tdfunc.pad(td, pad_size, value)`; `lazy.pad` pads a lazy stack",
     "from_dict_instance": "`TensorDict.from_dict(...)`",
     "from_list": "`tdfunc.lazy_stack(trees)`, or `torch.stack(trees)`",
-    "from_tuple": "`TensorDict.from_dict({str(i): x for i, x in enumerate(values)})`",
+    "from_tuple": "`TensorDict.from_any(tuple(values))`",
     "from_modules": "`tdfunc.stack_modules(modules)`", "from_pytree":
     "absent: a tree is a pytree itself, and nested dicts become trees",
     "to_pytree": "`td.to_dict()`; a tree is a pytree itself",

@@ -1,6 +1,7 @@
 """Trees from and to what other libraries have: dicts, dataclasses, named tuples, numpy arrays, state dicts."""
 
 import dataclasses
+import sys
 from collections import namedtuple
 from collections.abc import Mapping
 from functools import reduce
@@ -64,14 +65,22 @@ def _sized(tree: T, batch_dims: int | None) -> tuple[T, Size | None]:
 
 
 def as_plain(value: Any) -> Any:
-    """Return nested dicts in place of dicts, dataclass instances, named tuples and structured arrays."""
-    if isinstance(value, (TensorCollection, Tensor)):
+    """Return nested dicts of dicts, dataclass instances, tuples and structured arrays, and trees of data frames."""
+    # A size is one value, of as many numbers.
+    if isinstance(value, (TensorCollection, Tensor, Size)):
         return value
     if isinstance(value, Mapping):
         return {key: as_plain(item) for key, item in cast("Mapping[Any, Any]", value).items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         fields: Any = value
         return {key: as_plain(getattr(fields, key)) for key in fields._fields}
+    if isinstance(value, tuple):
+        items = cast("tuple[Any, ...]", value)
+        return {str(i): as_plain(item) for i, item in enumerate(items)}
+    # Who has a data frame has imported pandas, which is optional.
+    pandas: Any = sys.modules.get("pandas")
+    if pandas is not None and isinstance(value, pandas.DataFrame):
+        return TensorCollection._open.from_pandas(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         given = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
         return {key: as_plain(item) for key, item in given if item is not None}
@@ -369,18 +378,25 @@ class FromMethods(TensorCollection):
 
     @classmethod
     def from_any(cls, obj: Any, **options: Any) -> "Self":
-        """Return a tree of a dict, dataclass instance, named tuple, structured array or tree, however nested.
+        """Return a tree of a dict, dataclass instance, tuple, structured array, data frame or tree, however nested.
+
+        The items of a tuple have the keys "0", "1", ..., those of a named tuple its names. A list is a value, as in the
+        constructor, and so is a `torch.Size`. A data frame is read as by `from_pandas`.
 
         Args:
-            obj: The object; fields that are None are left out.
+            obj: The object; fields of a dataclass that are None are left out.
             **options: Those of `from_dict`.
 
         Raises:
             TypeError: The object is none of these.
+
+        Examples:
+            >>> list(TensorDict.from_any((torch.ones(2), {"a": 1})).keys(True, True))
+            ['0', ('1', 'a')]
         """
         plain = as_plain(obj)
         if not isinstance(plain, (Mapping, TensorCollection)):
-            expected = "a dict, dataclass instance, named tuple, structured array or tree"
+            expected = "a dict, dataclass instance, tuple, structured array, data frame or tree"
             what = "from_any: this has no keys."
             raise TypeError(explain(what, expected=expected, got=type(obj).__name__))
         return cls.from_dict(cast("Any", plain), **options)

@@ -340,3 +340,14 @@ def test_key_of_some_trees_says_where_it_is():
         lazy._get("b")
     with pytest.raises(MissingKeyError, match="no key 'b'"):
         lazy["b", "c"]
+
+
+@pytest.mark.parametrize("place", [(None, -1), (True, -1), (-1, None)])
+def test_one_value_for_a_tree_stays_one(place):
+    """An index that adds dimensions would give a tree other values than the tree that it chooses."""
+    lazy = lazy_stack([TensorDict({"s": "a"}), TensorDict({"s": "b"})])
+    row = lazy[place]
+
+    assert row.batch_size == Size([1])
+    assert row["s"] == lazy.trees[1][None]["s"] == "b"
+    assert row.tolist() == lazy.dense()[place].tolist() == [{"s": "b"}]

@@ -5,8 +5,10 @@ import warnings
 from collections import namedtuple
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
+from torch import Size
 
 from tdfunc import (
     BatchSizeError,
@@ -20,6 +22,7 @@ from tdfunc import (
 )
 from tdfunc._lazystack.stack import lazy_stack
 from tests.helpers import TiedLM, TinyMLP, assert_pure, assert_trees_equal
+from tests.incumbent import Incumbent, tensordict
 
 
 class Point(TensorClass):
@@ -373,3 +376,36 @@ def test_bytes_of_sparse_leaves():
 
     assert {key: TensorDict({key: leaf}).bytes() for key, leaf in leaves.items()} == stored
     assert tree.bytes() == tree.summary().size_bytes == sum(stored.values())
+
+
+def test_from_any_of_tuples():
+    """A tuple would be refused, or one inside be a value where tensordict makes a tree."""
+    mixed = (A, {"x": (1, {"y": 2}), "size": Size([3, 4]), "l": [1, 2]}, "text")
+    tree = TensorDict.from_any(mixed)
+    theirs = Incumbent.from_any((A, {"x": (1, {"y": 2})}, "text"))
+
+    assert set(tree.keys(True, True)) == {
+        *theirs.keys(True, True, is_leaf=tensordict.is_leaf_nontensor),
+        ("1", "size"),
+        ("1", "l"),
+    }
+    assert tree["0"] is A
+    assert tree["1", "x", "1", "y"] == 2
+    assert tree["2"] == "text"
+    assert tree["1", "size"].tolist() == [3, 4]
+    assert TensorDict.from_dataclass(Plain(A, (A, A)))["inner", "1"] is A
+    assert TensorDict.from_any((), batch_size=[2]).batch_size == Size([2])
+    with pytest.raises(BatchSizeError, match="'1': the leading"):
+        TensorDict.from_any((A, torch.ones(5)), batch_size=[2])
+
+
+def test_from_any_of_data_frames():
+    """A frame would be refused, or one inside be a value."""
+    frame = pd.DataFrame({"i": [1, 2], "s": ["a", "b"]})
+
+    assert_trees_equal(TensorDict.from_any(frame), TensorDict.from_pandas(frame))
+    assert_trees_equal(TensorDict.from_any({"f": (frame,)})["f", "0"], TensorDict.from_pandas(frame))
+    assert TensorDict.from_any(frame, batch_size=[]).batch_size == Size([])
+    assert TensorDict.from_any({"f": frame}, auto_batch_size=True).batch_size == Size([2])
+    with pytest.raises(BatchSizeError, match=r"'f.*\n.*\[3\]"):
+        TensorDict.from_any({"f": frame}, batch_size=[3])
