@@ -175,7 +175,8 @@ def load(
     Args:
         path: The file or folder; with fsspec also a URL, whose files are fetched first.
         like: What is expected, as a tree (on any device), a nested mapping, or a spec, of anything with a shape and a
-            dtype. Its keys, shapes and dtypes must be those of the result (of paths that it ties, one is enough);
+            dtype. Its keys, shapes and dtypes must be those of the result (of paths that it ties, one is enough, and
+            a file of another program may lack buffers that are not persistent, which the result then lacks too);
             values, batch sizes and non-tensor data are not compared, and nothing is tied that was not saved so.
         keys: A glob on dotted paths or a `Filter`, as in `partition`: only these leaves are read and verified.
         dtype: Cast leaves of floating dtypes (float8 included); integers, bools and complex leaves stay as they are.

@@ -9,13 +9,14 @@ from tdfunc._collection import TensorCollection, iter_leaves
 from tdfunc._errors import LeafMismatchError, TreeStructureError, explain
 from tdfunc._keys import dotted, unravel
 from tdfunc._nontensor import NonTensorBase
-from tdfunc._types import Path
+from tdfunc._types import Kind, Path
 
 
-def check_like(tree: TensorCollection, like: Any, path: str) -> None:
+def check_like(tree: TensorCollection, like: Any, path: str, *, is_ours: bool = True) -> None:
     """Compare leaves with a tree or spec of anything that has a shape and a dtype.
 
-    Of paths that `like` ties, one is enough: other programs store a tied leaf under one of its names.
+    Of paths that `like` ties, one is enough: other programs store a tied leaf under one of its names. Nor do they store
+    buffers that are not persistent, which may lack where the file `is_ours` not.
 
     Raises:
         TreeStructureError: Keys differ; the message lists all differences.
@@ -25,6 +26,8 @@ def check_like(tree: TensorCollection, like: Any, path: str) -> None:
     found = {at: _spec_of(leaf, at) for at, leaf in iter_leaves(tree)}
     groups = like._ties if isinstance(like, TensorCollection) else ()
     held = {at for group in groups if any([path in found for path in group]) for at in group}
+    if not is_ours:
+        held |= _not_persistent(like)
     lacking = [at for at in expected if at not in found and at not in held]
     others = [at for at in found if at not in expected]
     dots = _flat_hint(lacking, others)
@@ -46,6 +49,20 @@ def check_like(tree: TensorCollection, like: Any, path: str) -> None:
         what = "\n    ".join([f"load {path}: the checkpoint is not like like=; {count}:", *lines])
         hint = "keys= chooses leaves, dtype= casts floating ones; a spec without a dtype takes any."
         raise error(explain(what, hint=dots or hint))
+
+
+def _not_persistent(like: Any) -> set[Path]:
+    """Return the paths of the buffers that a module computes itself, which no state dict has."""
+    found: set[Path] = set()
+    stack: list[tuple[Path, Any]] = [((), like)]
+    while stack:
+        at, node = stack.pop()
+        if isinstance(node, TensorCollection):
+            found.update((*at, key) for key, kind in node._kinds.items() if kind is Kind.NON_PERSISTENT)
+        if isinstance(node, (TensorCollection, Mapping)):
+            items: Mapping[Any, Any] = node._data if isinstance(node, TensorCollection) else node
+            stack.extend(((*at, *unravel(key)), child) for key, child in items.items())
+    return found
 
 
 def _flat_hint(lacking: Sequence[Path], others: Sequence[Path]) -> str | None:

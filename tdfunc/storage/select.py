@@ -54,13 +54,13 @@ def read_tree(contents: Contents, choice: Choice, *, root: int = 0, mapped: bool
     wanted: Sequence[int] = range(len(plan.names)) if not root else plan.leaves_below(root)
     if choice.keys is None:
         if choice.like is not None:
-            check_like(outline_tree(contents, choice, root)[0], choice.like, contents.path)
+            check_like(outline_tree(contents, choice, root)[0], choice.like, contents.path, is_ours=contents.is_ours)
         leaves = read_leaves(contents, wanted, choice, mapped=mapped)
         return _build(contents, leaves, choice, root)
     outline, numbers = outline_tree(contents, choice, root)
     outline = partition(outline, choice.keys)[0]
     if choice.like is not None:
-        check_like(outline, choice.like, contents.path)
+        check_like(outline, choice.like, contents.path, is_ours=contents.is_ours)
     wanted = sorted({numbers[id(leaf)] for _, leaf in iter_leaves(outline)})
     read = read_leaves(contents, wanted, choice, mapped=mapped)
     return outline._map(LeafOp("load", lambda leaf: read[numbers[id(leaf)]]))

@@ -3,10 +3,11 @@
 import os
 
 import pytest
+import safetensors.torch
 import torch
 
 import tdfunc
-from tdfunc import TensorDict
+from tdfunc import Kind, TensorDict, TreeStructureError
 from tdfunc.storage.checkpoint import load, save
 from tests.storage.trees import assert_same
 
@@ -96,3 +97,67 @@ def test_like_of_a_model_that_has_no_memory(tmp_path):
     with tdfunc.open(tmp_path / "m") as f:
         assert torch.equal(f["lm_head", "weight"], model.lm_head.weight)
         assert torch.equal(f.slice(("lm_head", "weight"), slice(3, 5)), model.lm_head.weight[3:5])
+
+
+def make_bert():
+    """A tiny BERT, which has buffers of integers that are not persistent."""
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=32,
+    )  # fmt: skip
+    return transformers.BertModel(config).eval()
+
+
+def output(model):
+    """What a model says to some tokens."""
+    with torch.no_grad():
+        return model(TOKENS)[0]
+
+
+MODELS = {"llama": lambda: make_model(False), "tied llama": lambda: make_model(True), "bert": make_bert}
+
+
+@pytest.mark.parametrize("size", ["5GB", "10KB"])
+@pytest.mark.parametrize("name", MODELS)
+def test_like_of_the_model_itself(name, size, tmp_path):
+    """The buffers that a module computes itself would be missing in every file of transformers."""
+    model, other = MODELS[name](), MODELS[name]()
+    model.save_pretrained(tmp_path / "m", max_shard_size=size)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.zero_()
+    like = TensorDict.from_module(other)
+    computed = {path for path in like.paths() if Kind.NON_PERSISTENT is like.kind(path)}
+
+    tree = load(tmp_path / "m", like=like)
+    tree.to_module(other)
+
+    assert computed
+    assert not computed & set(tree.paths())
+    assert torch.equal(output(other), output(model))
+    with tdfunc.open(tmp_path / "m") as f:
+        assert_same(f.load(like=like), tree)
+
+
+def test_like_lists_what_is_missing_nevertheless(tmp_path):
+    """A parameter that a file lacks would not be noticed, or a buffer of a wrong shape that it has."""
+    model = make_model(False)
+    state = {key: leaf for key, leaf in model.state_dict().items() if key != "model.norm.weight"}
+    safetensors.torch.save_file({**state, "model.rotary_emb.inv_freq": torch.ones(5)}, tmp_path / "x.safetensors")
+
+    with pytest.raises(TreeStructureError) as caught:
+        load(tmp_path / "x.safetensors", like=TensorDict.from_module(model))
+
+    assert "2 differences" in str(caught.value)
+    assert "missing:    model.norm.weight (float32 [16])" in str(caught.value)
+    assert "shape:      model.rotary_emb.inv_freq: expected [4], got [5]" in str(caught.value)
+
+
+def test_like_is_exact_for_our_files(tmp_path):
+    """A tree of ours that lost a buffer would pass for the whole one."""
+    tree = TensorDict.from_module(make_model(False))
+    save(tree.delete(("model", "rotary_emb", "inv_freq")), tmp_path / "x.safetensors")
+
+    with pytest.raises(TreeStructureError, match=r"1 difference:\n    missing:    model\.rotary_emb\.inv_freq"):
+        load(tmp_path / "x.safetensors", like=tree)
