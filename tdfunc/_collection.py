@@ -289,6 +289,10 @@ class TensorCollection(Slots):
         """Return the keys that only some trees of a stack have, each with the numbers of these trees."""
         return {}
 
+    def _owner(self, path: Path) -> str | None:
+        """Return the number of the tree of a stack that a path, as `paths()` gives it, leads into by this number."""
+        return None
+
     def _within(self, old_ndim: int, size: Size) -> tuple[int, Size] | None:
         """Return what the nodes inside follow where this node follows its parent's new batch size; None for nothing."""
         return old_ndim, size

@@ -34,10 +34,11 @@ from tdfunc._pytree import _UNDECIDED, Context, register
 from tdfunc._shapes import as_names, as_size, dim_index, index_names, normalize_index
 from tdfunc._tensordict import TreeMethods
 from tdfunc._ties import lift, merge
-from tdfunc._types import Kind, Names, Node, Ties
+from tdfunc._types import Kind, Names, Node, Path, Ties
 from tdfunc.ops import index, join
 from tdfunc.ops.convert import accept, resize
 from tdfunc.ops.edit import replacements
+from tdfunc.ops.reading import has
 
 
 class LazyStack(TreeMethods):
@@ -305,6 +306,13 @@ class LazyStack(TreeMethods):
         sets = [{*tree._keys(), *tree._some_keys()} for tree in trees]
         some = sorted(set().union(*sets).difference(self._keys()))
         return {key: [i for i, keys in enumerate(sets) if key in keys] for key in some}
+
+    def _owner(self, path: Path) -> str | None:
+        number, rest = path[0], path[1:]
+        if not rest or number not in self._data or number in self._keys():
+            return None
+        # Only where there is something: a path that an edit begins is one of keys.
+        return number if has(self._data[number], rest) else None
 
     def _get(self, key: str) -> Node:
         trees = self._trees

@@ -156,6 +156,10 @@ def _in_stack(tree: Any, path: Path, fn: Callable[..., Any], *values: Any) -> An
 
     for i, key in enumerate(path):
         rest = path[i:]
+        owner = node._owner(rest)
+        if owner is not None:
+            node = node._data[owner]
+            continue
         done = node._each(change, *whole)
         if done is not None:
             return tree.set(path[:i], done) if i else done

@@ -16,7 +16,7 @@ from tdfunc.ops import storage_writes
 from tdfunc.ops.at import At
 from tdfunc.ops.cast import to
 from tdfunc.ops.convert import accept
-from tdfunc.ops.reading import UNSET, check_keys_here, get, get_value, has, refuse_inplace, refuse_options
+from tdfunc.ops.reading import UNSET, check_keys_here, cut_paths, get, get_value, has, refuse_inplace, refuse_options
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -29,7 +29,7 @@ _UPDATE_OPTIONS = ("clone", "keys_to_update", "non_blocking", "is_leaf", "ignore
 def set_(tree: T, key: NestedKey, value: Any, kind: Kind | None = None) -> T:
     """Return a tree with one value replaced or added; every path of a tied leaf gets it."""
     path = unravel(key)
-    done = tree._each(lambda t, part: set_(t, path, part, kind), value)
+    done = _set_in_stack(tree, path, value, kind)
     if done is not None:
         return done
     new = _set_path(tree, path, value, kind)
@@ -50,8 +50,17 @@ def _sent(value: Any, device: torch.device) -> Any:
     return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
 
 
+def _set_in_stack(tree: T, path: Path, value: Any, kind: Kind | None) -> T | None:
+    """Return a stack of trees with a value cut for all of them, or set in the one that the path names."""
+    owner = tree._owner(path)
+    if owner is None:
+        return tree._each(lambda t, part: set_(t, path, part, kind), value)
+    one: Any = tree._data[owner]
+    return tree._replace({**tree._data, owner: set_(one, path[1:], value, kind)})
+
+
 def _set_path(tree: T, path: Path, value: Any, kind: Kind | None, at: Path = ()) -> T:
-    done = tree._each(lambda t, part: set_(t, path, part, kind), value)
+    done = _set_in_stack(tree, path, value, kind)
     if done is not None:
         return done
     key, rest = path[0], path[1:]
@@ -236,7 +245,7 @@ def delete(tree: T, key: NestedKey) -> T:
 def delete_paths(tree: T, paths: Iterable[Path]) -> T:
     """Return a tree without the given paths; those that do not exist are no error."""
     paths = list(paths)
-    done = tree._each(lambda t: delete_paths(t, paths))
+    done = tree._each(delete_paths, cut_paths(tree, paths))
     if done is not None:
         return done
     changes: dict[str, Node] = {}
@@ -264,7 +273,9 @@ def untie(tree: T, key: NestedKey) -> T:
 
 def _untied(tree: T, path: Path, leaf: Any) -> T:
     key, rest = path[0], path[1:]
-    node = _untied(tree._get(key), rest, leaf) if rest else leaf
+    # Groups of tied paths lead through what is stored, which of a stack are its trees.
+    inner: Any = tree._data[key]
+    node = _untied(inner, rest, leaf) if rest else leaf
     return tree._replace(tree._data | {key: node}, ties=drop(tree._ties, path))
 
 

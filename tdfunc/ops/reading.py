@@ -1,7 +1,7 @@
 """Reading a tree: nodes by path, keys, values, leaves, and what filters see of them."""
 
-from collections.abc import Iterator, Mapping, Set
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Set
+from typing import Any, TypeVar, cast
 
 from tdfunc._collection import PLAIN, TensorCollection, iter_leaves, leaf_paths
 from tdfunc._errors import ImmutableError, TreeStructureError, explain
@@ -17,16 +17,34 @@ UNSET: Any = object()
 
 def get(tree: TensorCollection, key: NestedKey, default: Any = UNSET) -> Node:
     """Return the node at a path, non-tensor data still wrapped."""
-    node: Any = tree
-    path = unravel(key)
+    return _find(tree, unravel(key), default)[1]
+
+
+def _find(tree: TensorCollection, path: Path, default: Any) -> tuple[TensorCollection, Node]:
+    """Return the node at a path and the tree that it is in; a path of `paths()` leads through one tree of a stack."""
+    parent, node = tree, cast("Any", tree)
     for i, part in enumerate(path):
-        if not isinstance(node, TensorCollection) or part not in node._keys():
-            if default is not UNSET:
-                return default
-            known = list(node._keys()) if isinstance(node, TensorCollection) else []
-            raise missing(path[: i + 1], known, node=node)
-        node = node._get(part)
-    return node
+        is_tree = isinstance(node, TensorCollection)
+        if is_tree and part in node._keys():
+            parent, node = node, node._get(part)
+        elif is_tree and (owner := node._owner(path[i:])) is not None:
+            parent, node = node, node._data[owner]
+        elif default is not UNSET:
+            return parent, default
+        else:
+            raise missing(path[: i + 1], list(node._keys()) if is_tree else [], node=node)
+    return parent, node
+
+
+def cut_paths(tree: TensorCollection, paths: Iterable[Path]) -> list[list[Path]]:
+    """Return for each tree of a stack the paths in it: those of keys, and those of `paths()` that lead into it."""
+    if type(tree)._each is TensorCollection._each:
+        return []
+    owned = [(path, tree._owner(path)) for path in paths]
+    return [
+        [path if owner is None else path[1:] for path, owner in owned if owner in (None, number)]
+        for number in tree._data
+    ]
 
 
 def has(tree: TensorCollection, key: NestedKey) -> bool:
@@ -40,12 +58,10 @@ UNSET_NODE: Any = object()
 def get_value(tree: TensorCollection, key: NestedKey, default: Any = UNSET) -> Any:
     """Return what `td[key]` returns: the node, or the plain value of non-tensor data."""
     path = unravel(key)
-    node = get(tree, path, default)
+    parent, node = _find(tree, path, default)
     if not isinstance(node, NonTensorBase) or node is default:
         return node
-    for part in path[:-1]:
-        tree = tree._get(part)
-    return value_of(tree, path[-1], node)
+    return value_of(parent, path[-1], node)
 
 
 def value_of(tree: TensorCollection, key: str, node: Any) -> Any:
@@ -202,7 +218,16 @@ class ReadMethods(TensorCollection):
         return [found[path] for path in leaf_paths(self)]
 
     def paths(self) -> list[Path]:
-        """Return the path of each of `leaves()`; a tied leaf has its first path."""
+        """Return the path of each of `leaves()`; a tied leaf has its first path.
+
+        In a lazy stack a path leads through the number of a tree. It is read, selected, set and deleted as any other,
+        unless the trees share a key of that name.
+
+        Examples:
+            >>> lazy = tdf.lazy_stack([TensorDict({"x": torch.ones(n)}) for n in (1, 2)])
+            >>> lazy.paths(), lazy["1", "x"]
+            ([('0', 'x'), ('1', 'x')], tensor([1., 1.]))
+        """
         return leaf_paths(self)
 
     def ties(self) -> list[list[str]]:

@@ -16,7 +16,18 @@ from tdfunc._types import Kind, NestedKey, Node, Path
 from tdfunc.ops.clash import clash, find_clash
 from tdfunc.ops.convert import resize
 from tdfunc.ops.edit import delete_paths, restore_ties, set_, update
-from tdfunc.ops.reading import check_same_keys, entries, fill, get, get_value, has, iter_items, kind_of, refuse_inplace
+from tdfunc.ops.reading import (
+    check_same_keys,
+    cut_paths,
+    entries,
+    fill,
+    get,
+    get_value,
+    has,
+    iter_items,
+    kind_of,
+    refuse_inplace,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -60,7 +71,7 @@ def exclude(tree: T, keys: Sequence[NestedKey]) -> T:
 
 
 def _keep(tree: T, paths: Sequence[Path]) -> T:
-    done = tree._each(lambda t: _keep(t, paths))
+    done = tree._each(_keep, cut_paths(tree, paths))
     if done is not None:
         return done
     wanted = by_first_key(paths)
