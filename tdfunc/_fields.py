@@ -6,7 +6,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, get_args, get_origin
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin
 
 import numpy as np
 import torch
@@ -111,6 +111,30 @@ def looks_up(cls: Any) -> bool:
     return cls._options.autocast or any(type(hint) is Unresolved or shape_annotations(hint) for hint in hints)
 
 
+def inherited_hints(cls: Any) -> dict[str, Any]:
+    """Return what the annotations of the bases mean here: `class Ints(Box[int])` says what the variables of Box are."""
+    given = {get_origin(base): get_args(base) for base in vars(cls).get("__orig_bases__", ())}
+    hints: dict[str, Any] = {}
+    for base in reversed(cls.__mro__[1:]):
+        variables = dict(zip(getattr(base, "__parameters__", ()), given.get(base, ()), strict=False))
+        hints |= {key: _specialized(hint, variables) for key, hint in vars(base).get("_hints", {}).items()}
+    return hints
+
+
+def _specialized(hint: Any, variables: Mapping[Any, Any]) -> Any:
+    """Return an annotation with type arguments for type variables."""
+    if isinstance(hint, TypeVar):
+        return variables.get(hint, hint)
+    # A generic class without arguments has parameters, too, but says nothing of them.
+    generic: Any = None if isinstance(hint, type) or not variables else hint
+    parameters = getattr(generic, "__parameters__", ())
+    try:
+        return generic[tuple([variables.get(each, each) for each in parameters])] if parameters else hint
+    # Of parameter specifications and the like no field is cast.
+    except TypeError:
+        return hint
+
+
 def _alternatives(hint: Any) -> tuple[Any, ...]:
     """Return the members of a union but None, or the one type."""
     if get_origin(hint) in (typing.Union, types.UnionType):
@@ -123,6 +147,31 @@ def _class_of(hint: Any) -> type | None:
     given = _alternatives(hint)
     found = (get_origin(given[0]) or given[0]) if len(given) == 1 else None
     return found if isinstance(found, type) and found not in (object, Any) and not _is_shaped(found) else None
+
+
+def typed_class(cls: Any, key: str, value: Any) -> Any:
+    """Return the class with fields that the value of a field is to become an instance of; None for none."""
+    if isinstance(value, TensorCollection):
+        convertible = type(value) in (TensorCollection._open, TensorCollection._lazy)
+    else:
+        convertible = isinstance(value, Mapping) or _is_record(value)
+    if not convertible:
+        return None
+    members = [get_origin(each) or each for each in _alternatives(cls._hints.get(key, Any))]
+    typed = [each for each in members if _has_fields(each)]
+    others = [each for each in members if not _has_fields(each)]
+    # Two classes, or one and something else that takes the value: nothing says which one is meant.
+    return typed[0] if len(typed) == 1 and not any(_takes(each, value) for each in others) else None
+
+
+def _has_fields(member: Any) -> bool:
+    return isinstance(member, type) and issubclass(member, TensorCollection) and bool(getattr(member, "_fields", None))
+
+
+def _takes(member: Any, value: Any) -> bool:
+    if member is Any or member is object or member in type(value).__mro__:
+        return True
+    return isinstance(member, type) and issubclass(member, (TensorCollection, Mapping))
 
 
 # -- values into nodes ------------------------------------------------------------------------------------------
@@ -142,8 +191,9 @@ def make_node(
         value = value.value
     elif options.autocast and wanted is not None and not isinstance(value, (TensorCollection, NonTensorBase)):
         value = _cast(value, wanted, size, where)
-    if wanted is not None and (isinstance(value, (Mapping, TensorCollection)) or _is_record(value)):
-        value = _as_typed(value, wanted, size, device, where)
+    typed = None if isinstance(value, (Tensor, NonTensorBase)) else typed_class(cls, key, value)
+    if typed is not None:
+        value = _as_typed(value, typed, size, device, where)
     node = convert(value, size, device, where)
     if options.tensor_only and isinstance(node, NonTensorBase):
         expected, got = "a tensor, tree, number or list of numbers", type(value).__name__
@@ -175,20 +225,19 @@ def _is_record(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def _as_typed(value: Any, wanted: type, size: Size, device: torch.device | None, where: str) -> Any:
-    """Return a dict, dataclass or open tree as the typed tree that is asked for, if one is; else the value."""
-    # A class with fields, seen from below.
-    typed: Any = wanted if getattr(wanted, "_fields", None) and issubclass(wanted, TensorCollection) else None
-    if typed is None or (isinstance(value, TensorCollection) and type(value) is not TensorCollection._open):
-        return value
+def _as_typed(value: Any, typed: Any, size: Size, device: torch.device | None, where: str) -> Any:
+    """Return a dict, dataclass or open tree as an instance of a class with fields."""
     if isinstance(value, TensorCollection):
         return typed.from_tensordict(value)
     given = value if isinstance(value, Mapping) else {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    try:
-        return typed(**given, batch_size=size, device=device)
-    except TypeError as err:
-        expected, got = f"the fields {list(typed._fields)} of {wanted.__name__}", str(list(given))
-        raise LeafMismatchError(explain(f"{where!r}: the value does not fit.", expected=expected, got=got)) from err
+    fields = [f for f in dataclasses.fields(typed) if f.init]
+    unknown = [key for key in given if key not in [f.name for f in fields]]
+    lacking = [f.name for f in fields if f.name not in given and not has_default(f)]
+    if unknown or lacking:
+        expected = f"the fields {list(typed._fields)} of {typed.__name__}"
+        got = f"{list(given)}: unknown {unknown}, missing {lacking}"
+        raise LeafMismatchError(explain(f"{where!r}: the value does not fit.", expected=expected, got=got))
+    return typed(**given, batch_size=size, device=device)
 
 
 # -- jaxtyping --------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any, Generic, Optional, TypeVar
 
 import numpy as np
 import pytest
@@ -235,6 +235,97 @@ def test_annotated_classes_refuse():
         Only(torch.zeros(2), PlainOther(1, 2))
     with pytest.raises(ValueError, match=r"Inner.from_tensordict.*\n.*\['y', 'note'\]\n.*unknown \['z'\]"):
         Only(torch.zeros(2), TensorDict({"z": 1}))
+
+
+class Failing(TensorClass):
+    y: Tensor
+
+    def __post_init__(self):
+        raise TypeError("of the class itself")
+
+
+class Deep(TensorClass):
+    either: Inner | Tensor | None = None
+    open: Inner | TensorDict | None = None
+    two: Inner | Only | None = None
+    plain: Inner | PlainInner | None = None
+    failing: Failing | None = None
+
+
+def test_unions_with_one_class():
+    """A union would lose its class: a dict, or what `to_tensordict` gives, would stay an open tree."""
+    for given in ({"y": torch.ones(2)}, TensorDict({"y": torch.ones(2)}), PlainInner(torch.ones(2), "n")):
+        made = Deep(either=given, batch_size=[2])
+
+        assert type(made.either) is Inner
+        assert type(Deep.from_tensordict(made.to_tensordict()).either) is Inner
+        assert type(Deep(batch_size=[2]).replace(either=given).either) is Inner
+    assert type(Deep(either=torch.ones(2)).either) is Tensor
+    rows = tdf.lazy_stack([TensorDict({"y": torch.ones(n)}) for n in (1, 2)])
+    assert isinstance(Deep(either=rows, batch_size=[2]).either, Inner)
+    with pytest.raises(
+        LeafMismatchError, match=r"'Deep.either'.*\n.*of Inner\n.*\['z'\]: unknown \['z'\], missing \['y'\]"
+    ):
+        Deep(either={"z": 1})
+
+
+def test_unions_that_say_nothing():
+    """A value would become one class of a union where another member takes it, or where there are two."""
+    tree = TensorDict({"y": torch.ones(2)})
+
+    assert type(Deep(open=tree).open) is TensorDict
+    assert type(Deep(open={"y": 1}).open) is TensorDict
+    assert type(Deep(two=tree).two) is TensorDict
+    assert type(Deep(plain=PlainInner(torch.ones(2), "n")).plain) is PlainInner
+    assert type(Deep(plain=tree).plain) is Inner
+
+
+def test_errors_of_nested_classes():
+    """A TypeError of a nested class would be taken for keys that do not fit, or such keys for anything else."""
+    with pytest.raises(TypeError, match="of the class itself"):
+        Deep(failing={"y": torch.ones(2)})
+    for key in ("batch_size", ("y", "z")):
+        with pytest.raises(
+            LeafMismatchError, match=r"'Deep.failing'.*\n.*\['y'\] of Failing\n.*: unknown \[.*\], missing \[\]"
+        ):
+            Deep(failing={"y": torch.ones(2), key: 1})
+
+
+V = TypeVar("V")
+W = TypeVar("W")
+
+
+class Generics(TensorClass["autocast"], Generic[V, W]):
+    first: V
+    second: W | None = None
+    several: Optional[list[V]] = None  # noqa: UP045
+
+
+class Half(Generics[int, W], Generic[W]):
+    third: W | None = None
+
+
+class Whole(Half[str]):
+    pass
+
+
+class Box(TensorClass, Generic[V]):
+    inner: V
+
+
+class InnerBox(Box[Inner]):
+    pass
+
+
+def test_type_arguments():
+    """A class would not know what the type variables of its bases are, and cast nothing."""
+    made = Whole("3", 2, (1, 2), 5)
+
+    assert [made.first, made.second, made.several, made.third] == [3, "2", [1, 2], "5"]
+    assert [type(x) for x in (Half("3", 2.5).first, Half("3", "2").second)] == [int, str]
+    assert Generics("3").first == "3"
+    assert type(InnerBox({"y": torch.ones(2)}).inner) is Inner
+    assert type(Box({"y": torch.ones(2)}).inner) is TensorDict
 
 
 # -- strings as annotations -------------------------------------------------------------------------------------

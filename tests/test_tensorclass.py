@@ -402,7 +402,24 @@ def test_redefinition():
 
     assert type(torch.utils._pytree.tree_map(lambda x: x, old)) is first
     assert type(torch.utils._pytree.tree_map(lambda x: x, new)) is second
-    with pytest.raises(TreeStructureError, match="different classes"):
+    assert type(second.from_tensordict(old.to_tensordict())) is second
+    lazy = [tdf.lazy_stack([each]) for each in (old, new)]
+    inside = [TensorDict({"cell": each}) for each in (old, new)]
+    for join, trees in (
+        (torch.stack, [old, new]),
+        (tdf.lazy_stack, [old, new]),
+        (torch.cat, lazy),
+        (torch.stack, inside),
+        (tdf.lazy_stack, inside),
+    ):
+        with pytest.raises(
+            TreeStructureError, match=r"Cell\b.*\n.*Cell\b.*\n.*Cell was defined twice.*Cell.from_tensordict"
+        ):
+            join(trees)
+    second.__module__ = "elsewhere"
+    with pytest.raises(
+        TreeStructureError, match=r"two classes are called Cell, one of .*test_tensorclass and one of else"
+    ):
         torch.stack([old, new])
 
 
@@ -664,6 +681,32 @@ def test_nested_tensors():
         Foo(nested, batch_size=[3])
 
 
+class Middle(TensorClass):
+    inner: Inner
+    z: Tensor
+
+
+class Nested(TensorClass):
+    middle: Middle
+    note: str
+
+
+def test_from_incomplete_trees():
+    """`safe=False` would stop at the outer class, and refuse what is missing in a nested one."""
+    source = TensorDict({"middle": {"inner": TensorDict({})}})
+    made = Nested.from_tensordict(source, safe=False)
+
+    assert type(made.middle) is Middle
+    assert type(made.middle.inner) is Inner
+    assert made.note is made.middle.z is made.middle.inner.y is None
+    rows = TensorDict({"middle": tdf.lazy_stack([source["middle"]])}, [1])
+    assert isinstance(Nested.from_tensordict(rows, safe=False).middle[0].inner, Inner)
+    with pytest.raises(TreeStructureError, match=r"Middle.from_tensordict.*\n.*\n.*missing \['z'\]"):
+        Nested.from_tensordict(source, {"note": "n"})
+    with pytest.raises(TreeStructureError, match=r"Inner.from_tensordict.*\n.*\n.*unknown \['q'\]"):
+        Nested.from_tensordict(TensorDict({"middle": {"inner": {"q": 1}}}), safe=False)
+
+
 @dataclass
 class Plain:
     x: Tensor
@@ -692,6 +735,16 @@ def test_dataclass_protocol():
     assert (replaced.note, replaced.batch_size, replaced.names) == ("new", made.batch_size, ["row"])
     assert made.__replace__(note="new").note == "new"
     assert copy.copy(made) is made
+
+
+def test_dataclass_replace_of_a_lazy_stack():
+    """`dataclasses.replace` of a stack, which has no constructor of fields, would fail with a message about another."""
+    stack = tdf.lazy_stack([foo(), foo()])
+
+    assert type(type(stack)([foo()], dim=0)) is type(stack)
+    assert stack.__replace__(note="new").note == ["new", "new"]
+    with pytest.raises(TypeError, match=r"LazyStack\[Foo\].*made of trees.\n.*\n.*'note'.*\n.*stack.replace"):
+        dataclasses.replace(stack, note="new")
 
 
 def test_state_dict():

@@ -13,6 +13,7 @@ from tdfunc._keys import dotted, missing, unravel
 from tdfunc._nontensor import NonTensorBase, NonTensorStack
 from tdfunc._types import NestedKey, Node, Path
 from tdfunc.ops.at import _keeps
+from tdfunc.ops.join import defined_twice
 from tdfunc.ops.reading import has
 
 # A tree, and the tree of masks of what in it is not padding; None where nothing is.
@@ -79,9 +80,10 @@ def check_kinds(nodes: Sequence[Node], call: str, at: Path) -> None:
         return
     kinds = [_kind(node) for node in nodes]
     for i, kind in enumerate(kinds):
-        if kind != kinds[0]:
+        hint = defined_twice(type(nodes[0]), type(nodes[i]))
+        if kind != kinds[0] or hint is not None:
             what = f"{call}: {dotted(at)!r} is not the same in trees 0 and {i}."
-            raise TreeStructureError(explain(what, expected=kinds[0], got=kind))
+            raise TreeStructureError(explain(what, expected=kinds[0], got=kind, hint=hint))
 
 
 def _kind(node: Node) -> str:
@@ -302,7 +304,8 @@ def check_same_ndim(trees: Sequence[Any], call: str) -> None:
     for i, tree in enumerate(trees):
         if type(tree) is not type(first):
             what = f"{call}: trees 0 and {i} are of different classes."
-            raise TreeStructureError(explain(what, expected=type(first).__name__, got=type(tree).__name__))
+            hint = defined_twice(type(first), type(tree))
+            raise TreeStructureError(explain(what, expected=type(first).__name__, got=type(tree).__name__, hint=hint))
         if len(tree._batch_size) != len(first._batch_size):
             what = f"{call}: trees 0 and {i} have different numbers of batch dimensions."
             expected, got = f"batch size {list(first._batch_size)}", f"batch size {list(tree._batch_size)}"

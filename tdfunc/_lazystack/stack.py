@@ -603,6 +603,8 @@ def _define(cls: Any) -> Any:
     namespace = {"__slots__": (), "__module__": cls.__module__, "_stacked": cls, "__doc__": LazyStack.__doc__}
     namespace["__qualname__"] = name = f"LazyStack[{cls.__name__}]"
     made = type(cls)(name, (LazyStack, cls), namespace)
+    # Not in the namespace, where it would replace the constructor of the fields.
+    made.__new__ = _stack_typed
     for field in cls._fields:
         setattr(made, field, property(partial(_read_field, field)))
     register(made)
@@ -616,6 +618,18 @@ _DEFINING = RLock()
 # Dynamo, which traces no definition of a class, calls it when it traces: what torch.compiler.assume_constant_result
 # sets, which would import all of dynamo.
 _define_for._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def _stack_typed(cls: Any, *trees: Any, **fields: Any) -> Any:
+    """Return `LazyStack(trees, dim)`, and refuse fields, which `dataclasses.replace` gives."""
+    given = [name for name in fields if name not in ("trees", "dim")]
+    if given:
+        what, got = f"{cls.__qualname__}: a lazy stack is made of trees.", f"the fields {given}"
+        hint = (
+            "stack.replace(field=value) replaces a field of each tree, where dataclasses.replace calls a constructor."
+        )
+        raise TypeError(explain(what, expected="one sequence of trees", got=got, hint=hint))
+    return LazyStack.__new__(cls, *trees, **fields)
 
 
 def _read_field(name: str, stack: Any) -> Any:

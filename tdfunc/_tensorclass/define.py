@@ -16,6 +16,7 @@ from tdfunc._fields import (
     Options,
     defining_scope,
     has_default,
+    inherited_hints,
     looks_up,
     make_constructor,
     merge_options,
@@ -106,8 +107,7 @@ def _define_fields(cls: Any, namespace: dict[str, Any]) -> None:
     scope, names = defining_scope(cls.__module__)
     own = {key: annotation for key, annotation in annotations.items() if key in cls._fields}
     known = resolve_annotations(own, scope, {**names, cls.__name__: cls})
-    inherited = [vars(base)["_hints"] for base in reversed(cls.__mro__[1:]) if "_hints" in vars(base)]
-    cls._hints = {key: hint for hints in (*inherited, known) for key, hint in hints.items()}
+    cls._hints = inherited_hints(cls) | known
     cls._looks_up = looks_up(cls)
     cls.__new__ = make_constructor(cls, _abstract if cls.__abstractmethods__ else build)
     cls.__doc__ = doc or f"{cls.__name__}{inspect.signature(cls.__new__)}".replace("(__cls__, ", "(")

@@ -10,7 +10,15 @@ from typing_extensions import dataclass_transform
 
 from tdfunc._collection import TensorCollection
 from tdfunc._errors import ImmutableError, MissingKeyError, TreeStructureError, explain
-from tdfunc._fields import CONSTRUCTOR, OPTIONS, Options, check_annotations, make_node, settle_annotations
+from tdfunc._fields import (
+    CONSTRUCTOR,
+    OPTIONS,
+    Options,
+    check_annotations,
+    make_node,
+    settle_annotations,
+    typed_class,
+)
 from tdfunc._keys import did_you_mean
 from tdfunc._nontensor import NonTensorData
 from tdfunc._tensorclass.build import read_fields, unchanged
@@ -170,7 +178,7 @@ class TensorClass(_Typed):
         Args:
             tensordict: A tree whose keys are fields; trees in it become what the fields are annotated with.
             non_tensordict: Values of further fields, which win over those of the tree.
-            safe: Require the fields that have no default; otherwise those that are missing stay empty.
+            safe: Require the fields that have no default, in nested classes, too; otherwise they may be empty.
 
         Raises:
             TypeError: The source is no tree.
@@ -198,7 +206,10 @@ class TensorClass(_Typed):
                 )
             )
         size, place, static = tensordict._batch_size, tensordict._device, tensordict._static
-        data = read_fields(cls, {key: tensordict._get(key) for key in tensordict._keys()}, size, place)[0]
+        values = {key: tensordict._get(key) for key in tensordict._keys()}
+        if not safe:
+            values = {key: _loosely_typed(cls, key, value) for key, value in values.items()}
+        data = read_fields(cls, values, size, place)[0]
         if static is not None:
             static = static._replace(kinds={key: kind for key, kind in static.kinds.items() if key in data})
         new: Any = cls._make(data, size, place, tensordict._names, static)
@@ -308,6 +319,13 @@ class TensorClass(_Typed):
     def _show_absent(self) -> dict[str, str]:
         keys = list(self._keys())
         return {name: "None" for name in self._fields if name not in keys}
+
+
+def _loosely_typed(cls: Any, key: str, value: Any) -> Any:
+    """Return a tree as the class that its field is annotated with, whatever fields it lacks."""
+    settle_annotations(cls)
+    typed = typed_class(cls, key, value) if isinstance(value, TensorCollection) else None
+    return value if typed is None else typed.from_tensordict(value, safe=False)
 
 
 def _shown(node: Any) -> str:

@@ -237,15 +237,24 @@ def _is_lazy(tree: TensorCollection) -> bool:
 
 def _other_class(name: str, first: TensorCollection, other: TensorCollection, at: Path) -> TreeStructureError:
     where = f" under {dotted(at)!r}" if at else ""
-    one_shape = "dense() makes one tree of a lazy stack, lazy_stack(tree.unbind(dim), dim) the other way round."
-    return TreeStructureError(
-        explain(
-            f"{name}: the trees are of different classes{where}.",
-            expected=type(first).__name__,
-            got=type(other).__name__,
-            hint=one_shape if _is_lazy(first) != _is_lazy(other) else None,
-        )
-    )
+    hint = defined_twice(type(first), type(other))
+    if _is_lazy(first) != _is_lazy(other):
+        hint = "dense() makes one tree of a lazy stack, lazy_stack(tree.unbind(dim), dim) the other way round."
+    what = f"{name}: the trees are of different classes{where}."
+    return TreeStructureError(explain(what, expected=type(first).__name__, got=type(other).__name__, hint=hint))
+
+
+# Any: the class of a lazy stack of typed trees knows theirs.
+def defined_twice(first: Any, other: Any) -> str | None:
+    """Return what to do about two classes of trees with one name, which messages could not tell apart; else None."""
+    first, other = getattr(first, "_stacked", first), getattr(other, "_stacked", other)
+    if first is other or first.__name__ != other.__name__ or not issubclass(first, TensorCollection):
+        return None
+    name = first.__name__
+    if first.__module__ != other.__module__:
+        return f"two classes are called {name}, one of {first.__module__} and one of {other.__module__}."
+    convert = f"{name}.from_tensordict(old.to_tensordict())"
+    return f"{name} was defined twice, as by a notebook cell that ran again; {convert} makes old instances new ones."
 
 
 def _mismatch(name: str, path: Path, node: Tensor, twin: Tensor) -> LeafMismatchError:
