@@ -5,12 +5,13 @@ must have the digest that the leaf had when the save was submitted.
 """
 
 import ctypes
+import operator
 import os
 import pathlib
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -245,8 +246,18 @@ def _named(target: str) -> SavedPath:
     return target if is_remote(target) else pathlib.Path(target)
 
 
+def as_count(value: Any) -> int | None:
+    """Return a number of 1 or more, numpy's too, as a plain int; None for anything else."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        return None
+    return number if number >= 1 and not isinstance(value, bool) else None
+
+
 def check_max_pending(max_pending: int) -> int:
-    """Raise for a queue that could hold nothing."""
-    if type(max_pending) is not int or max_pending < 1:
+    """Return how many saves a queue holds; raise for one that could hold nothing."""
+    number = as_count(max_pending)
+    if number is None:
         raise ValueError(explain("max_pending is no number of saves.", expected="1 or more", got=repr(max_pending)))
-    return max_pending
+    return number

@@ -178,7 +178,8 @@ def load(
             dtype. Its keys, shapes and dtypes must be those of the result (of paths that it ties, one is enough, and
             a file of another program may lack buffers that are not persistent, which the result then lacks too);
             values, batch sizes and non-tensor data are not compared, and nothing is tied that was not saved so.
-        keys: A glob on dotted paths or a `Filter`, as in `partition`: only these leaves are read and verified.
+        keys: A glob on dotted paths or a `Filter`, as in `partition`: only these leaves are read and verified. A
+            predicate gets leaves without values (on the meta device), which have a shape and a dtype.
         dtype: Cast leaves of floating dtypes (float8 included); integers, bools and complex leaves stay as they are.
         device: Where the leaves are put; without it, where the tree was (leaves of a tree without a device are on
             the CPU). `"meta"` reads the header only, as does `FakeTensorMode`.
@@ -192,7 +193,8 @@ def load(
 
     Raises:
         CorruptCheckpointError: The file is not what was saved; the message names the leaf and both values.
-        UnsupportedError: A class, dtype, device or format version that is not here.
+        UnsupportedError: A class, dtype, device or format version that is not here, or a predicate in `keys` that asks
+            for values.
         TreeStructureError: Keys are not those of `like`, or an entry is no field of the class that it was saved
             from, which has changed since. The message lists every difference.
         LeafMismatchError: Shapes or dtypes are not those of `like`; the message lists all of them.

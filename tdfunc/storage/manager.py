@@ -15,7 +15,7 @@ from tdfunc._collection import TensorCollection
 from tdfunc._errors import ConcurrencyError, CorruptCheckpointError, UnsupportedError, explain
 from tdfunc._keys import FilterLike
 from tdfunc._types import Device
-from tdfunc.storage.async_save import Snapshot, check_max_pending, take_snapshot
+from tdfunc.storage.async_save import Snapshot, as_count, check_max_pending, take_snapshot
 from tdfunc.storage.atomic import replace_file
 from tdfunc.storage.background import PendingSave, SaveQueue, WaitMethods, finished
 from tdfunc.storage.build import Classes
@@ -106,8 +106,8 @@ class CheckpointManager(WaitMethods):
         max_shard_size: int | str | None = None,
         fsync: bool = True,
     ) -> None:
-        _check_number("keep_last", keep_last, "the step that was saved last is always kept")
-        _check_number("keep_best", keep_best, "leave it out to keep none for being best")
+        keep_last = _as_number("keep_last", keep_last, "the step that was saved last is always kept")
+        keep_best = _as_number("keep_best", keep_best, "leave it out to keep none for being best")
         if mode not in ("min", "max"):
             raise ValueError(explain("CheckpointManager: no such mode.", expected="'min' or 'max'", got=repr(mode)))
         if keep_best is not None and metric is None:
@@ -178,7 +178,7 @@ class CheckpointManager(WaitMethods):
         """
         number = check_step(step, "delete")
         if not remove_step(self._folder, number):
-            with reading(self._folder, number):
+            with reading(self._folder, number, "delete"):
                 raise BlockingIOError(
                     explain(f"delete {self._folder}: step {number} is being loaded.", hint="try again later.")
                 )
@@ -218,7 +218,7 @@ class CheckpointManager(WaitMethods):
         if step is None:
             return self._newest(self.metadata, "metadata")
         number = check_step(step, "metadata")
-        return self._read(number, lambda path: _read_about(path, number).metadata)
+        return self._read(number, lambda path: _read_about(path, number).metadata, "metadata")
 
     def path(self, step: int) -> pathlib.Path:
         """Return the folder of a step, which need not be there; `load` and `open` take it.
@@ -262,12 +262,8 @@ class CheckpointManager(WaitMethods):
             raise ValueError(explain("load: fallback looks for the newest whole step.", got=got))
 
         def load_step(number: int) -> Any:
-            def read(path: str) -> Any:
-                with _naming(path, number):
-                    _check_tree(path, _read_about(path, number))
-                    return load(path, like=like, keys=keys, dtype=dtype, device=device, classes=classes, verify=verify)
-
-            return self._read(number, read)
+            options = {"like": like, "keys": keys, "dtype": dtype, "device": device, "classes": classes}
+            return self._load(number, "load", verify=verify, **options)
 
         if step is not None:
             return load_step(check_step(step, "load"))
@@ -288,8 +284,9 @@ class CheckpointManager(WaitMethods):
         """
         if step is None:
             return self._newest(self.verify, "verify")
-        self.load(step, classes=TensorCollection._open, device="cpu")
-        return check_step(step, "verify")
+        number = check_step(step, "verify")
+        self._load(number, "verify", classes=TensorCollection._open, device="cpu")
+        return number
 
     def __repr__(self) -> str:
         return f"CheckpointManager({self._folder!r}, {len(self.steps())} steps, {len(self._queue.pending)} pending)"
@@ -364,10 +361,19 @@ class CheckpointManager(WaitMethods):
         if os.path.lexists(path) or any(save._path == path for save in self._queue.pending):
             raise exists_error(self._folder, step)
 
-    def _read(self, step: int, use: Callable[[str], T]) -> T:
+    # Any: the options of `load`, and what it returns.
+    def _load(self, step: int, call: str, **options: Any) -> Any:
+        def read(path: str) -> Any:
+            with _naming(path, step):
+                _check_tree(path, _read_about(path, step))
+                return load(path, **options)
+
+        return self._read(step, read, call)
+
+    def _read(self, step: int, use: Callable[[str], T], call: str) -> T:
         """Call `use` with the folder of a step, again if another save replaces the step meanwhile."""
         while True:
-            with suppress(StepReplacedError), reading(self._folder, step) as path:
+            with suppress(StepReplacedError), reading(self._folder, step, call) as path:
                 return use(path)
 
     def _newest(self, use: Any, call: str, *, fallback: bool = False) -> Any:
@@ -424,10 +430,13 @@ def _write_tree(snapshot: Snapshot, folder: str, max_bytes: int | None, *, fsync
 # -- arguments --------------------------------------------------------------------------------------------------
 
 
-def _check_number(name: str, value: int | None, hint: str) -> None:
-    if value is not None and (type(value) is not int or value < 1):
+def _as_number(name: str, value: int | None, hint: str) -> int | None:
+    """Return a number of steps as a plain int."""
+    number = None if value is None else as_count(value)
+    if value is not None and number is None:
         what = f"CheckpointManager: {name} is no number of steps."
         raise ValueError(explain(what, expected="1 or more, or None", got=repr(value), hint=f"{hint}."))
+    return number
 
 
 def _gather(trees: Any) -> TensorCollection:

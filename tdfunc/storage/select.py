@@ -1,5 +1,6 @@
 """What is read of a checkpoint, and as what: leaves chosen by a filter, compared with a spec, cast to a dtype."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -19,6 +20,7 @@ from tdfunc.storage.levels import outside_transforms
 from tdfunc.storage.like import check_like
 from tdfunc.storage.read import Source, check_bytes, map_bytes, parsing, read_leaf, view_leaves
 
+_NO_VALUES = re.compile(r"\bmeta\b|register_meta")
 # By number; a list of all of them is the same and faster.
 Leaves: TypeAlias = "dict[int, Tensor] | list[Tensor]"
 
@@ -58,12 +60,24 @@ def read_tree(contents: Contents, choice: Choice, *, root: int = 0, mapped: bool
         leaves = read_leaves(contents, wanted, choice, mapped=mapped)
         return _build(contents, leaves, choice, root)
     outline, numbers = outline_tree(contents, choice, root)
-    outline = partition(outline, choice.keys)[0]
+    outline = _choose(outline, choice.keys)
     if choice.like is not None:
         check_like(outline, choice.like, contents.path, is_ours=contents.is_ours)
     wanted = sorted({numbers[id(leaf)] for _, leaf in iter_leaves(outline)})
     read = read_leaves(contents, wanted, choice, mapped=mapped)
     return outline._map(LeafOp("load", lambda leaf: read[numbers[id(leaf)]]))
+
+
+def _choose(outline: TensorCollection, keys: FilterLike) -> TensorCollection:
+    try:
+        return partition(outline, keys)[0]
+    except (RuntimeError, TypeError) as err:
+        # As torch says it of a tensor without values; anything else is the predicate's own.
+        if _NO_VALUES.search(str(err)) is None:
+            raise
+        what, expected = "load: keys= asks for the values of a leaf.", "a choice by path, shape, dtype and kind"
+        hint = "leaves are chosen before they are read: load the tree, and use tdfunc.partition on it."
+        raise UnsupportedError(explain(what, expected=expected, got=str(err)[:200], hint=hint)) from err
 
 
 def narrow_tree(tree: TensorCollection, choice: Choice, path: str) -> TensorCollection:

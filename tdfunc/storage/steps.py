@@ -125,8 +125,8 @@ class StepReplacedError(CorruptCheckpointError):
 
 
 @contextmanager
-def reading(folder: str, step: int) -> Generator[str, None, None]:
-    """Hold a step so that nobody removes it, and give its path.
+def reading(folder: str, step: int, call: str = "load") -> Generator[str, None, None]:
+    """Hold a step so that nobody removes it, and give its path; errors name the call.
 
     Raises:
         StepRemovedError: It is not there.
@@ -137,7 +137,7 @@ def reading(folder: str, step: int) -> Generator[str, None, None]:
         try:
             fd = os.open(path, _FOLDER)
         except FileNotFoundError as err:
-            raise _removed(folder, step) from err
+            raise _removed(folder, step, call) from err
         # Without a lock (some network file systems have none) a reader may find that its step is gone.
         _lock_within(fd, _SHARED, _READ_WAIT_S)
         if _is_at(fd, path):
@@ -151,7 +151,7 @@ def reading(folder: str, step: int) -> Generator[str, None, None]:
                 raise
             if os.path.isdir(path):
                 raise StepReplacedError(str(err)) from err
-            raise _removed(folder, step) from err
+            raise _removed(folder, step, call) from err
         except CorruptCheckpointError as err:
             if _is_at(fd, path):
                 raise
@@ -208,12 +208,12 @@ def _create(folder: str) -> tuple[str, int]:
             os.close(fd)
 
 
-def _removed(folder: str, step: int) -> StepRemovedError:
+def _removed(folder: str, step: int, call: str) -> StepRemovedError:
     steps = list_steps(folder)
     shown = ", ".join(map(str, steps[-10:])) or "no steps"
     return StepRemovedError(
         explain(
-            f"load {folder}: step {step} is not there; it was removed, or never saved.",
+            f"{call} {folder}: step {step} is not there; it was removed, or never saved.",
             expected=step_name(step),
             got=f"... {shown}" if len(steps) > 10 else shown,
         )

@@ -528,3 +528,35 @@ def test_errors_come_with_the_next_save_or_at_the_end_of_the_block(tmp_path, mon
         manager.save(1, tree_of(1))
     with pytest.raises(OSError, match="the step was not saved: .*step-0000000002"), manager:
         manager.save(2, tree_of(2))
+
+
+def test_errors_name_the_call(tmp_path):
+    """Whoever deletes or verifies a step that is not there was told of a load."""
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, TensorDict({"x": torch.ones(1)}))
+    calls = {"delete": manager.delete, "verify": manager.verify, "metadata": manager.metadata, "load": manager.load}
+
+    for name, call in calls.items():
+        with pytest.raises(
+            FileNotFoundError, match=rf"^{name} {tmp_path}: step 99 is not there(?s:.)*step-0+99.*\n.* 1$"
+        ):
+            call(99)
+
+
+def test_numbers_of_numpy(tmp_path):
+    """A number that was computed would be refused, or be kept as what JSON cannot hold."""
+    manager = CheckpointManager(
+        tmp_path, keep_last=np.int64(2), keep_best=np.uint8(1), metric="m", max_pending=np.int32(3), async_save=True
+    )
+
+    for step in range(4):
+        manager.save(np.int64(step), TensorDict({"x": torch.ones(1)}), metadata={"m": step})
+    manager.wait()
+
+    assert manager.steps() == [0, 2, 3]
+    assert manager.verify(np.int64(2)) == 2
+    for bad in (np.int64(0), np.float64(1), np.bool_(True), "2"):
+        with pytest.raises(ValueError, match=r"keep_last is no number of steps(?s:.)*1 or more"):
+            CheckpointManager(tmp_path, keep_last=bad)
+        with pytest.raises(ValueError, match=r"max_pending is no number of saves(?s:.)*1 or more"):
+            CheckpointManager(tmp_path, max_pending=bad)

@@ -304,3 +304,23 @@ def test_like_of_a_model_that_ties_and_is_not_there(tmp_path):
         load(tmp_path / "f.safetensors", like=tdfunc.from_module(module))
     with pytest.raises(LeafMismatchError, match=r"b\.weight: expected \[2, 2\], got \[3\]"):
         load(tmp_path / "g.safetensors", like=tdfunc.from_module(module))
+
+
+@pytest.mark.parametrize("options", [{}, {"max_shard_size": 40}], ids=["file", "shards"])
+def test_predicates_have_no_values(options, tmp_path):
+    """A predicate on values ended in an error of torch about meta tensors, or one of its own was hidden."""
+    path = saved(TensorDict({"a": torch.ones(3), "b": {"c": torch.zeros(2, 2)}}), tmp_path, **options)
+
+    assert load(path, keys=lambda p, x: x.dim() == 2 and p[0] == "b").paths() == [("b", "c")]
+    asks = (lambda x: (x > 0).any(), lambda x: x.sum().item(), torch.Tensor.tolist, torch.Tensor.numpy, torch.nonzero)
+    for ask in asks:
+        with pytest.raises(UnsupportedError, match=r"keys= asks for the values of a leaf(?s:.)*tdfunc\.partition"):
+            load(path, keys=lambda _, x, ask=ask: ask(x))
+        with tdfunc.open(path) as f, pytest.raises(UnsupportedError, match="keys= asks for the values of a leaf"):
+            f.load(keys=lambda _, x, ask=ask: ask(x))
+
+    def fail(*_):
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="^mine$"):
+        load(path, keys=fail)
