@@ -358,6 +358,11 @@ class Field(property):
         read = _tensor_reader(name) if tensor_only else _reader(name)
         read.__name__ = read.__qualname__ = name
         super().__init__(read)
+        self._made_from = name, tensor_only
+
+    def __reduce__(self) -> Any:
+        """Let cloudpickle (Ray, Dask) send a class by value, such as one that a script defines."""
+        return Field, self._made_from
 
 
 def _reader(name: str) -> Callable[[Any], Any]:

@@ -128,6 +128,13 @@ def as_int(value: Any, what: str) -> int:
         raise TypeError(explain(what, expected="an int", got=repr(value))) from err
 
 
+def as_count(value: Any) -> Any:
+    """Return an int of another library as one of Python's; what is none (a bool is none) as it is."""
+    if isinstance(value, (bool, np.bool_, Tensor)) or not hasattr(value, "__index__"):
+        return value
+    return operator.index(value)
+
+
 def dim_index(dim: int, ndim: int, call: str) -> int:
     """Return a non-negative batch dimension."""
     if not isinstance(dim, int):

@@ -1,6 +1,7 @@
 """How values become nodes: options, annotations as types and strings, jaxtyping, defaults."""
 
 import enum
+import pickle
 from dataclasses import dataclass, field
 from typing import Any, Generic, Optional, TypeVar
 
@@ -11,7 +12,8 @@ from jaxtyping import Bool, Float, jaxtyped
 from torch import Tensor, nn
 
 import tdfunc as tdf
-from tdfunc import BatchSizeError, LeafMismatchError, NonTensorData, TensorDict
+from tdfunc import BatchSizeError, LeafMismatchError, NonTensorData, TensorDict, lazy_stack
+from tdfunc._fields import Field
 from tdfunc._tensorclass import TensorClass
 from tests import annotated
 
@@ -517,3 +519,18 @@ def test_default_that_does_not_fit():
     """A default would escape the check of the batch size."""
     with pytest.raises(BatchSizeError, match=r"'Defaults.made'.*\n.*\[3\].*\n.*shape \[2\]"):
         Defaults(torch.ones(3), entries=["a", "b", "c"], batch_size=[3])
+
+
+def test_what_cloudpickle_copies_of_a_class():
+    """A class that a script defines could not be sent to Ray, or would come back with other stacks than it had."""
+    inner = Inner(torch.ones(2), batch_size=[2])
+    stack = lazy_stack([inner, inner])
+    for read in (Inner.__dict__["note"], Only.__dict__["value"]):
+        copy = pickle.loads(pickle.dumps(read))
+
+        assert type(copy) is type(read) is Field
+        assert copy._made_from == read._made_from
+        assert copy.fget.__name__ == read.fget.__name__
+    assert pickle.loads(pickle.dumps(Inner.__dict__["y"])).fget(inner) is inner.y
+    # The one copy of the class that is here keeps its class of stacks.
+    assert pickle.loads(pickle.dumps(Inner.__dict__["_stack_class"])).made is type(stack)

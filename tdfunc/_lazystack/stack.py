@@ -587,16 +587,30 @@ def _class_for(cls: Any) -> Any:
     if cls is TensorCollection._open:
         return LazyStack
     _define_for(cls)
-    return cls.__dict__["_stack_class"]
+    return cls.__dict__["_stack_class"].made
+
+
+class _Kept:
+    """The class of a stack on that of its trees; where cloudpickle copies the one, it makes the other itself."""
+
+    def __init__(self, cls: Any, made: Any) -> None:
+        self.cls, self.made = cls, made
+
+    def __reduce__(self) -> Any:
+        return _kept, (self.cls,)
+
+
+def _kept(cls: Any) -> Any:
+    return cls.__dict__.get("_stack_class") or _Kept(cls, None)
 
 
 def _define_for(cls: Any) -> None:
-    if "_stack_class" in cls.__dict__:
+    if _kept(cls).made is not None:
         return
     with _DEFINING:
         # Another thread may have been here first.
-        if "_stack_class" not in cls.__dict__:
-            cls._stack_class = _define(cls)
+        if _kept(cls).made is None:
+            cls._stack_class = _Kept(cls, _define(cls))
 
 
 def _define(cls: Any) -> Any:

@@ -51,7 +51,10 @@ def keeps_values(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def check_dtype(value: Tensor, leaf: Tensor, where: str) -> None:
-    """Raise if writing the value into the leaf's storage would change it."""
+    """Raise if writing the value into the leaf's storage would change it, or if there is none."""
+    if value.is_meta and not leaf.is_meta:
+        what, hint = f"{where}: there are no values to write; nothing was written.", "leave out device='meta'."
+        raise LeafMismatchError(explain(what, expected="values", got="a tensor on the meta device", hint=hint))
     if not keeps_values(value.dtype, leaf.dtype):
         expected, got = f"a dtype that {leaf.dtype} can hold", str(value.dtype)
         hint = f"cast it first: value.to({leaf.dtype})."

@@ -171,6 +171,8 @@ def _tensor(writer: _Writer, name: str, leaf: Tensor, batch: Size, flags: str, s
         flags += IS_PARAMETER
     elif kind is not Tensor:
         hint = "save a plain tensor of it: .full_tensor(), .as_subclass(torch.Tensor), or leave the transformation."
+        if leaf.layout is torch.jagged:
+            hint = "save its parts as leaves, .values() and .offsets(), or .to_padded_tensor(...)."
         raise _refusal(name, f"a {kind.__name__}", "a plain tensor or Parameter", hint)
     dtype, size = leaf.dtype, leaf.shape
     number = writer.known.get((dtype, size))

@@ -215,6 +215,9 @@ class _Planner:
 
     def _check_leaf(self, path: Path, leaf: Tensor) -> None:
         kind = type(leaf)
+        if leaf.layout is torch.jagged:
+            hint = "store its parts as leaves, .values() and .offsets(), or .to_padded_tensor(...)."
+            raise self._refusal(path, "a jagged tensor", "a dense tensor", hint)
         if kind is not Tensor and kind is not nn.Parameter:
             hint = "store a plain tensor of it: .full_tensor(), or .as_subclass(torch.Tensor)."
             raise self._refusal(path, f"a {kind.__name__}", "a plain tensor or Parameter", hint)

@@ -15,7 +15,7 @@ from torch import Tensor
 from tdfunc._collection import TensorCollection, iter_leaves
 from tdfunc._errors import LeafMismatchError, UnsupportedError, WorkerError, explain
 from tdfunc._nontensor import NonTensorBase
-from tdfunc._shapes import dim_index, dim_size
+from tdfunc._shapes import as_count, dim_index, dim_size
 from tdfunc.ops import join
 from tdfunc.storage.chunks import (
     Job,
@@ -29,10 +29,20 @@ from tdfunc.storage.chunks import (
 )
 from tdfunc.storage.in_place import check_rows_apart
 from tdfunc.storage.pool import DiedError, Failure, WorkerPool, count_cpus, error_of, failure_of
-from tdfunc.storage.transfer import Parcel, from_parcel, is_in_file, is_wrapped, to_parcel
+from tdfunc.storage.transfer import (
+    Parcel,
+    dumps_by_value,
+    from_parcel,
+    is_in_file,
+    is_wrapped,
+    sending_chunk,
+    sending_result,
+    to_parcel,
+)
 
 # Results are joined when there are so many: each may be a mapping, of which a process has some 65,000.
 _JOIN_AT = 64
+_COUNTS = ("num_workers", "chunksize", "num_chunks", "max_tasks_per_child", "worker_threads")
 # Chunks that wait or run for each worker: one waits, so that no worker does.
 _AHEAD = 2
 
@@ -167,15 +177,20 @@ def _settle_pair(pair: tuple[Any, Failure | None], where: str) -> Any:
 
 def _submit_parcel(executor: Executor, job: Job, task: Any) -> "Future[Any]":
     # The function goes beside the parcel: Ray and Dask pickle functions that Python does not.
-    return executor.submit(run_parcel, job.fn, to_parcel(job._replace(fn=None)), to_parcel(task))
+    by_value = bool(getattr(executor, "_by_value", False))
+    with sending_chunk():
+        parcels = to_parcel(job._replace(fn=None), by_value=by_value), to_parcel(task, by_value=by_value)
+    return executor.submit(run_parcel, job.fn, *parcels)
 
 
 def run_parcel(fn: Callable[..., Any], job: Parcel, task: Parcel) -> Parcel:
     """Run one chunk in a process of another executor."""
     try:
-        return to_parcel((from_parcel(job)._replace(fn=fn)(*from_parcel(task)), None))
+        result = from_parcel(job)._replace(fn=fn)(*from_parcel(task))
+        with sending_result():
+            return to_parcel((result, None), by_value=task.by_value)
     except Exception as err:
-        return to_parcel((None, failure_of(err)))
+        return to_parcel((None, failure_of(err, dumps_by_value if task.by_value else pickle.dumps)))
 
 
 def _settle_parcel(parcel: Parcel, where: str) -> Any:
@@ -215,6 +230,8 @@ def _prepare(
     """Check the arguments and draw the seed."""
     if not callable(fn):
         raise TypeError(explain("map: fn cannot be called.", expected="a function", got=type(fn).__name__))
+    # Those of numpy too.
+    options = options._replace(**{name: as_count(getattr(options, name)) for name in _COUNTS})
     kind = _kind(options)
     _check_options(options)
     if any(isinstance(leaf, Tensor) and is_wrapped(leaf) for _, leaf in iter_leaves(tree)):

@@ -21,6 +21,7 @@ from tdfunc._collection import TensorCollection, iter_leaves
 from tdfunc._errors import CorruptCheckpointError, TreeStructureError, UnsupportedError, explain
 from tdfunc._keys import dotted
 from tdfunc._mapped import MapMode, mapped_file
+from tdfunc._shapes import as_count
 from tdfunc._types import Device
 from tdfunc.ops import storage_writes
 from tdfunc.storage.build import Classes
@@ -86,9 +87,17 @@ def load_memmap(
     if mode not in ("c", "r+"):
         what = f"load_memmap: there is no mode {mode!r}."
         raise ValueError(explain(what, expected="'c' (copy-on-write) or 'r+' (writes reach the files)"))
+    if out is not None and not isinstance(out, TensorCollection):
+        hint = "TensorDict(out) is one, which takes the same tensors."
+        got = type(out).__name__
+        raise TypeError(explain("load_memmap: out is no tree.", expected="a tree", got=got, hint=hint))
     threads = _threads(num_threads, "load_memmap")
     name = local_folder(prefix, "load_memmap")
     place = torch.device(device) if device is not None else None
+    if out is not None and _is_fake(place):
+        what, hint = "load_memmap: leaves without values have none for out.", "leave out the device, or out."
+        got = str(place) if place is not None else type(torch.empty(0, device="cpu")).__name__
+        raise UnsupportedError(explain(what, expected="a device that has values", got=got, hint=hint))
 
     def read(root: int) -> TensorCollection:
         return _read(root, os.path.realpath(name), mode, threads, classes, None, place, non_blocking)
@@ -254,6 +263,7 @@ def start(task: Callable[[], Any], call: str, num_threads: int, early: bool, sha
 
 
 def _threads(count: Any, call: str) -> int:
+    count = as_count(count)
     if type(count) is not int or count < 0:
         expected = "a number, 0 for none"
         raise ValueError(explain(f"{call}: num_threads.", expected=expected, got=repr(count)))
@@ -319,7 +329,14 @@ def _make_room(
             _write_leaf(os.path.join(folder, file.name), file, None)
             return
         with create(os.path.join(folder, file.name)) as fd:
-            os.ftruncate(fd, file.size_bytes)
+            try:
+                os.ftruncate(fd, file.size_bytes)
+            except (OSError, OverflowError) as err:
+                if isinstance(err, OSError) and err.errno != errno.EFBIG:
+                    raise
+                what = f"memmap_like: leaf {dotted(file.path)!r} is larger than a file can be; nothing was written."
+                expected, got = "a size that the file system has", f"{file.size_bytes} bytes"
+                raise OSError(errno.EFBIG, explain(what, expected=expected, got=got)) from err
 
     return _commit(target, plan, fill, call, threads, existsok, sync=False)
 

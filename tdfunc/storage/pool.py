@@ -10,12 +10,13 @@ import pickle
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
-from multiprocessing import connection, forkserver, util
+from multiprocessing import connection, forkserver, resource_tracker, util
 from queue import Empty, SimpleQueue
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -23,14 +24,30 @@ from typing import Any, NamedTuple
 import torch
 
 from tdfunc._errors import WorkerError, explain
-from tdfunc.storage.transfer import Message, from_parcel, pack, receive, send, to_parcel, unpack
+from tdfunc._shapes import as_count
+from tdfunc.storage.transfer import (
+    Message,
+    from_parcel,
+    pack,
+    receive,
+    send,
+    sending_chunk,
+    sending_result,
+    to_parcel,
+    unpack,
+)
 
-_PRELOAD = ["tdfunc.storage.pool"]
+# The second lets the interrupts in that `_preload` keeps out.
+_PRELOAD = ["tdfunc.storage.pool", "tdfunc.storage.preloaded"]
 _READY = b"ready"
 # How long a process may take to end when it is told to, before it is killed.
 _GRACE_S = 2.0
 # Sentinels and pipes tell of an end at once but where another process holds copies of them (fork).
 _LOOK_S = 1.0
+# How often, and after how long, a fork server that has ended is asked again, which starts a new one.
+_REFUSALS, _RETRY_S = 40, 0.05
+# The fork servers that have started a process.
+_proven: set[int | None] = set()
 # A process that forks while another thread has the child's end of a pipe open would keep that pipe alive.
 _starting = threading.Lock()
 
@@ -50,14 +67,14 @@ class WorkerTraceback(Exception):
         return f'\n"""\n{self.args[0]}"""'
 
 
-def failure_of(err: BaseException) -> Failure:
+def failure_of(err: BaseException, dumps: Callable[[Any], bytes] = pickle.dumps) -> Failure:
     """Return an exception in a form that crosses processes."""
     text = "".join(traceback.format_exception(type(err), err, err.__traceback__))
     data = None
     # SystemExit and KeyboardInterrupt would end the parent.
     if isinstance(err, Exception):
         try:
-            data = pickle.dumps(err)
+            data = dumps(err)
             pickle.loads(data)
         except Exception:
             data = None
@@ -154,7 +171,8 @@ def _answer(received: Any, shared: Any) -> tuple[Any, Message | None]:
                 shared = value
             else:
                 result = value.fn(*value.args, **value.kwargs)
-        return shared, pack((result, None))
+        with sending_result():
+            return shared, pack((result, None))
     except BaseException as err:
         return shared, pack((None, failure_of(err)))
 
@@ -203,7 +221,7 @@ class _Worker:
             forked = (shared, self._pipe) if method == "fork" else (None, None)
             self._process = context.Process(target=serve, args=(theirs, threads, *forked), name="tdfunc-worker")
             try:
-                self._process.start()
+                _start(self._process)
             # The fork server ends when the main module, which it imports, raises.
             except (EOFError, OSError) as err:
                 self._pipe.close()
@@ -235,7 +253,8 @@ class _Worker:
         return self._ask(("run", *task))
 
     def _ask(self, message: Any) -> Any:
-        packed = pack(message)
+        with sending_chunk():
+            packed = pack(message)
         try:
             send(self._pipe, packed)
             del packed
@@ -288,12 +307,39 @@ def _not_started(got: str) -> WorkerError:
     return WorkerError(explain("map: a worker could not start.", expected="a process", got=got, hint=hint))
 
 
+def _start(process: Any) -> None:
+    server: Any = forkserver._forkserver
+    for _ in range(_REFUSALS):
+        asked = server._forkserver_pid
+        try:
+            process.start()
+            _proven.add(server._forkserver_pid)
+            return
+        # The fork server has just ended; it is started again when the system has noticed.
+        except ConnectionRefusedError:
+            time.sleep(_RETRY_S)
+        except (EOFError, ConnectionError):
+            # Others end at once, by an error in what they import.
+            if asked not in _proven:
+                raise
+            _proven.discard(asked)
+    process.start()
+
+
 def _preload(context: Any) -> None:
     """Have the fork server import torch once, so that each of its processes starts in milliseconds."""
     server: Any = forkserver._forkserver
     wanted = list(server._preload_modules)
     if not set(_PRELOAD) <= set(wanted):
         context.set_forkserver_preload([*wanted, *_PRELOAD])
+    # It unblocks signals where it starts a process.
+    resource_tracker.ensure_running()
+    # A Ctrl-C goes to all processes of a terminal. The server ignores it, but not yet while it imports torch.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Item(NamedTuple):
@@ -433,6 +479,7 @@ class WorkerPool(Executor):
     def _open(self, count: Any, threads: Any, method: Any, most_tasks: Any, shared: Any) -> None:
         # Any: callers without types are told what is wrong.
         count = count_cpus() if count is None else count
+        count, threads, most_tasks = map(as_count, (count, threads, most_tasks))
         for name, value in (("num_workers", count), ("worker_threads", threads), ("max_tasks_per_child", most_tasks)):
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(explain(f"map: {name} is no such number.", expected="1 or more", got=repr(value)))

@@ -66,6 +66,9 @@ class RayExecutor(Executor):
             function are instances of their own class, too.
     """
 
+    # Classes and functions that a script or a notebook defines go by value, as Ray sends its own arguments.
+    _by_value = True
+
     def __init__(self, **options: Any) -> None:
         try:
             import ray

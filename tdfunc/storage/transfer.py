@@ -7,7 +7,9 @@ passed on and closed: nothing has a name, so nothing is left behind by a process
 import io
 import os
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from multiprocessing import reduction
 from typing import Any, NamedTuple
 
@@ -45,6 +47,8 @@ class Parcel(NamedTuple):
     body: bytes
     sizes: tuple[int, ...]
     block: bytearray
+    # Whether Ray's cloudpickle made it, by which classes and functions that no module has go by value.
+    by_value: bool = False
 
 
 # -- packing ----------------------------------------------------------------------------------------------------
@@ -64,14 +68,65 @@ class _Pickler(pickle.Pickler):
         return _reduce(obj) if isinstance(obj, Tensor) else NotImplemented
 
 
-def pack(value: Any) -> Message:
+@cache
+def _pickler_by_value() -> Any:
+    from ray import cloudpickle
+
+    # Any: the class is made of what is installed.
+    module: Any = cloudpickle
+
+    class Pickler(module.CloudPickler):
+        def reducer_override(self, obj: Any) -> Any:
+            reduced = _reduce(obj) if isinstance(obj, Tensor) else NotImplemented
+            return super().reducer_override(obj) if reduced is NotImplemented else reduced
+
+    return Pickler
+
+
+def dumps_by_value(value: Any) -> bytes:
+    """Return a pickle in which classes of a script are described, not named."""
+    from ray import cloudpickle
+
+    module: Any = cloudpickle
+    return module.dumps(value)
+
+
+@contextmanager
+def sending(what: str, hint: str) -> Generator[None, None, None]:
+    """Name what cannot be pickled inside the block.
+
+    Raises:
+        UnsupportedError: Something cannot.
+    """
+    try:
+        yield
+    except UnsupportedError:
+        raise
+    except (pickle.PicklingError, AttributeError, TypeError) as err:
+        got = f"{type(err).__name__}: {err}"
+        what = f"map: {what} cannot be sent to another process."
+        raise UnsupportedError(explain(what, expected="what pickle can copy", got=got, hint=hint)) from err
+
+
+def sending_chunk() -> AbstractContextManager[None]:
+    """Name a chunk, or what goes with it, that cannot be pickled."""
+    return sending("the chunk", "non-tensor data are pickled; td.select(...) without them, or executor='threads'.")
+
+
+def sending_result() -> AbstractContextManager[None]:
+    """Name a result that cannot be pickled."""
+    return sending("the result", "return a tree, tensors or plain values; or executor='threads'.")
+
+
+def pack(value: Any, *, by_value: bool = False) -> Message:
     """Return any picklable value as a message; a tensor that occurs twice is sent once and is one tensor again.
 
     Raises:
         UnsupportedError: A tensor is not in the memory of this machine, or gradients would have to follow it.
     """
     file, buffers = io.BytesIO(), []
-    pickler = _Pickler(file, protocol=5, buffer_callback=buffers.append)
+    kind = _pickler_by_value() if by_value else _Pickler
+    pickler = kind(file, protocol=5, buffer_callback=buffers.append)
     try:
         pickler.dump(value)
     except _Refused as err:
@@ -237,11 +292,11 @@ def _pieces(buffers: Iterable[memoryview]) -> Iterable[memoryview | bytes]:
             yield _PADDING[buffer.nbytes % _ALIGN :]
 
 
-def to_parcel(value: Any) -> Parcel:
+def to_parcel(value: Any, *, by_value: bool = False) -> Parcel:
     """Return a value as something that pickle and cloudpickle carry, the tensors in one block."""
-    message = pack(value)
+    message = pack(value, by_value=by_value)
     sizes = tuple([buffer.nbytes for buffer in message.buffers])
-    return Parcel(message.body, sizes, bytearray().join(_pieces(message.buffers)))
+    return Parcel(message.body, sizes, bytearray().join(_pieces(message.buffers)), by_value)
 
 
 def from_parcel(parcel: Parcel) -> Any:

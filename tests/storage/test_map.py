@@ -2,10 +2,10 @@
 
 import multiprocessing
 import os
-import pickle
 import sys
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -474,6 +474,21 @@ def test_arguments_without_meaning(options, message):
         rows().map(fns.same, **options)
 
 
+@pytest.mark.parametrize("kind", [np.int64, np.uint8])
+def test_numbers_of_numpy(kind):
+    """A number out of an array would be refused, with an error that shows a number like those it wants."""
+    calls = []
+    td = rows().map(lambda part: calls.append(len(part)) or part, num_workers=kind(0), chunksize=kind(4))
+    pool = WorkerPool(kind(1), worker_threads=kind(1), max_tasks_per_child=kind(1))
+
+    assert calls == [4, 4, 2]
+    assert len(td.map(lambda part: part, num_workers=kind(2), num_chunks=kind(3), executor="threads")) == 10
+    with pool:
+        assert len(td.map(fns.same, executor=pool, worker_threads=kind(1))) == 10
+    with pytest.raises(ValueError, match=r"num_workers(.|\n)*0 or more\n  got:      np.True_"):
+        td.map(fns.same, num_workers=np.True_)
+
+
 def test_what_is_no_function_or_executor():
     """A pool that hangs when a worker dies would be accepted, or a spelling mistake be found late."""
     with pytest.raises(TypeError, match=r"expected: a function\n  got:      int"):
@@ -575,8 +590,28 @@ def test_exceptions_that_cannot_be_read_back(pool):
         rows().map(fns.fail_unreadably, executor=pool)
     with pytest.raises(WorkerError, match=r"failed on chunk 0(.|\n)*got:      SystemExit: 3"):
         rows().map(fns.leave, executor=pool)
-    with pytest.raises((AttributeError, pickle.PicklingError), match="unpicklable"):
-        rows().map(fns.unpicklable, executor=pool)
+
+
+def test_results_that_cannot_be_sent(pool, standard):
+    """An error of pickle would be told as one of the function, without a word on what to do."""
+    refused = (
+        r"map: the result cannot be sent(.|\n)*pickle can copy\n  got:      \w+: .*unpicklable(.|\n)*a tree, tensors"
+    )
+    for executor in (pool, standard):
+        with pytest.raises(UnsupportedError, match=refused) as caught:
+            list(rows().map_iter(fns.unpicklable, executor=executor, chunksize=5))
+        assert "on chunk 0 (rows 0:5)" in str(caught.value.__cause__)
+    with pytest.raises(UnsupportedError, match=refused):
+        pool.submit(fns.unpicklable, 1).result()
+
+
+def test_chunks_that_cannot_be_sent(pool, standard):
+    """A value among the non-tensor data that pickle cannot copy would give an error of pickle alone."""
+    for executor in (pool, standard):
+        with pytest.raises(
+            UnsupportedError, match=r"map: the chunk cannot be sent(.|\n)*got: (.|\n)*lambda(.|\n)*select"
+        ):
+            rows().set("f", tdf.NonTensorData(lambda: 1)).map(fns.same, executor=executor)
 
 
 @pytest.mark.parametrize(

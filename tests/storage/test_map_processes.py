@@ -8,11 +8,15 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import suppress
+from multiprocessing import forkserver
+from pathlib import Path
 
 import pytest
 import torch
 
 from tdfunc import RayExecutor, TensorDict, UnsupportedError, WorkerError, WorkerPool
+from tdfunc.storage import pool
 from tdfunc.storage.transfer import pack
 from tests.helpers import assert_trees_equal
 from tests.storage import map_functions as fns
@@ -108,6 +112,76 @@ def test_no_process_outlives_the_program(tmp_path, how, method):
     assert ("KeyboardInterrupt" in errors) is (how == signal.SIGINT)
     assert "leaked" not in errors
     assert left_in_shared_memory() <= before
+
+
+def children_of(pid):
+    """The command lines of the children of a process, by their ids."""
+    found = {}
+    for entry in os.listdir("/proc"):
+        with suppress(OSError):
+            if entry.isdigit() and int(Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()[1]) == pid:
+                found[int(entry)] = Path("/proc", entry, "cmdline").read_text()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="asks Linux for the processes")
+def test_an_interrupt_while_the_fork_server_starts(tmp_path):
+    """A Ctrl-C in the first call would kill the server of all later ones, or its workers ignore their signals."""
+    functions = """
+        def interruptible():
+            import signal
+            assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    """
+    body = """
+            import multiprocessing, time
+            from multiprocessing.forkserver import _forkserver as server
+            try:
+                td.map(fns.double, num_workers=1)
+            except KeyboardInterrupt:
+                print("interrupted")
+            before = server._forkserver_pid
+            print(td.map(fns.double, num_workers=1)["x"].sum().item())
+            assert server._forkserver_pid == before
+            other = multiprocessing.get_context("forkserver").Process(target=interruptible)
+            other.start()
+            other.join()
+            print(other.exitcode)
+    """
+    path = program(tmp_path, body.strip(), functions=functions.strip())
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", str(path)], env=environment(), start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as parent:  # fmt: skip
+        try:
+            wait_until(lambda: any("forkserver" in command for command in children_of(parent.pid).values()))
+            # It imports torch now.
+            time.sleep(0.3)
+            os.killpg(parent.pid, signal.SIGINT)
+            out, errors = parent.communicate(timeout=60)
+        finally:
+            parent.kill()
+
+    assert (out.split(), errors) == (["interrupted", "90", "0"], "")
+
+
+def test_a_fork_server_that_has_just_ended(monkeypatch):
+    """A call right after the end of the server would raise that it is refused."""
+    td = TensorDict({"x": torch.arange(10)}, [10])
+    td.map(fns.double, num_workers=1, mp_start_method="forkserver")
+    os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)
+
+    assert_trees_equal(td.map(fns.double, num_workers=1, mp_start_method="forkserver"), fns.double(td))
+
+    class Refused:
+        def start(self):
+            raise ConnectionRefusedError("nobody listens")
+
+    monkeypatch.setattr(pool, "_RETRY_S", 0)
+    with pytest.raises(ConnectionRefusedError):
+        pool._start(Refused())
 
 
 @pytest.mark.slow

@@ -2,6 +2,9 @@
 
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 
 import pytest
 import torch
@@ -27,6 +30,64 @@ def cluster():
     yield RayExecutor()
     ray.shutdown()
     signal.signal(signal.SIGINT, before)
+
+
+SCRIPT = """
+    import os, sys
+    import ray, torch
+    import tdfunc as tdf
+
+    class Point(tdf.TensorClass):
+        x: torch.Tensor
+        note: str = "plain"
+
+    class Other(tdf.TensorClass):
+        y: torch.Tensor
+
+    class Strange(Exception):
+        pass
+
+    def other(rows):
+        return Other(rows.x * 2, batch_size=rows.batch_size)
+
+    def fail(rows):
+        raise Strange("of the script")
+
+    if __name__ == "__main__":
+        env = {"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}}
+        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, runtime_env=env)
+        executor = tdf.RayExecutor()
+        points = Point(torch.arange(6.0), batch_size=[6])
+        made = points.map(other, executor=executor, chunksize=4)
+        assert type(made) is Other and made.y.tolist() == [0, 2, 4, 6, 8, 10]
+        same = points.map(lambda rows: rows + 1, executor=executor, chunksize=4)
+        assert type(same) is Point and same.x.tolist() == [1, 2, 3, 4, 5, 6] and same.note == "plain"
+        ragged = tdf.lazy_stack([Point(torch.ones(n), batch_size=[n]) for n in (1, 2, 3)])
+        back = ragged.map(lambda rows: rows, executor=executor)
+        assert type(back) is type(ragged) and [p.x.shape[0] for p in back.unbind(0)] == [1, 2, 3]
+        sent = ray.get(ray.remote(lambda p, r: (p + 1, r, type(r[0]) is type(p))).remote(points, ragged))
+        assert type(sent[0]) is Point and type(sent[1]) is type(ragged) and sent[2]
+        try:
+            points.map(fail, executor=executor, chunksize=4)
+        except Strange as err:
+            assert "on chunk 0 (rows 0:4)" in str(err.__cause__)
+        try:
+            list(points.map_iter(lambda rows: (i for i in rows), executor=executor))
+        except tdf.UnsupportedError as err:
+            assert "the result cannot be sent" in str(err)
+            print("done")
+"""
+
+
+# The first in the file: two clusters at once would share the processors.
+def test_classes_of_a_script_on_ray(tmp_path):
+    """A typed class that a script or notebook defines could not be sent, or would come back as another class."""
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(SCRIPT))
+
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=200, env=environment())
+
+    assert done.stdout.split() == ["done"], done.stderr
 
 
 def test_map_on_ray(cluster, tmp_path):

@@ -9,6 +9,7 @@ import time
 from concurrent.futures import Future
 from multiprocessing.reduction import ForkingPickler
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -29,6 +30,7 @@ from tdfunc import (
     UnsupportedError,
     lazy_stack,
 )
+from tdfunc import save as tdf_save
 from tdfunc._mapped import mapped_file
 from tdfunc.storage import mapped, memmap, memmap_writes
 from tdfunc.storage.stream import memmap_stream
@@ -327,6 +329,13 @@ def test_memmap_like_is_sparse_and_fills_by_rows(tmp_path):
     assert TensorDict.load_memmap(tmp_path / "d")["tag"] == "x"
 
 
+def test_memmap_like_of_what_no_file_can_hold(tmp_path):
+    """The number would be said to be too large for C, without the leaf."""
+    with pytest.raises(OSError, match=rf"(?s)memmap_like: leaf 'n.a' is larger than a file.*got:      {1 << 64} bytes"):
+        TensorDict({"n": {"a": torch.zeros(1)}}).expand(2**62).memmap_like(tmp_path / "d", sparse_ok=True)
+    assert os.listdir(tmp_path) == []
+
+
 def test_memmap_like_keeps_values_that_are_no_leaves(tmp_path):
     """Non-tensor data that are tensors would become zeros, though no write could give them back."""
     value = NonTensorData(torch.tensor([1.0, 2.0]))
@@ -548,6 +557,51 @@ def test_refresh_refusals(tmp_path):
     with pytest.raises(LeafMismatchError, match="(?s)'n.b' has no file any more.*b.memmap"):
         tree.memmap_refresh_()
     assert torch.equal(tree["a"], flat()["a"])
+
+
+def test_load_into_what_takes_no_values(tmp_path):
+    """Torch's own error would name neither the call nor the leaf, or an attribute of a dict."""
+    tree = flat().memmap(tmp_path / "d")
+    zeros = torch.zeros_like(flat())
+    with pytest.raises(TypeError, match="(?s)load_memmap: out is no tree.*expected: a tree.*got:      dict"):
+        TensorDict.load_memmap(tmp_path / "d", out={"a": torch.zeros(3, 2)})
+    with pytest.raises(UnsupportedError, match="(?s)load_memmap: leaves without values.*got:      meta"):
+        TensorDict.load_memmap(tmp_path / "d", "meta", out=zeros)
+    with FakeTensorMode(), pytest.raises(UnsupportedError, match="(?s)without values.*got:      FakeTensor"):
+        TensorDict.load_memmap(tmp_path / "d", out=zeros)
+    for write in (
+        lambda: zeros.load_memmap_(tmp_path / "d", device="meta"),
+        lambda: zeros.update_(tree.to("meta")),
+        lambda: zeros.set_("a", torch.empty(3, 2, device="meta")),
+        lambda: zeros.at[:2].set_(tree.to("meta")[:2]),
+    ):
+        with pytest.raises(
+            LeafMismatchError, match="(?s)'a'.*no values to write.*expected: values.*got: .*meta device"
+        ):
+            write()
+    assert values_of(zeros) == {0}
+    meta = zeros.to("meta")
+    assert meta.load_memmap_(tmp_path / "d", device="meta") is meta
+
+
+def test_numbers_of_threads(tmp_path):
+    """A number of numpy would be refused, or True be taken for one thread."""
+    assert len(flat().memmap(tmp_path / "d", num_threads=np.int64(2))) == 3
+    assert len(TensorDict.load_memmap(tmp_path / "d", num_threads=np.uint8(2))) == 3
+    with pytest.raises(ValueError, match="(?s)memmap: num_threads.*expected: a number, 0 for none.*got:      True"):
+        flat().memmap(tmp_path / "d", num_threads=True)
+
+
+def test_jagged_leaves_are_told_what_to_store(tmp_path):
+    """The hint would name functions that give no dense tensor."""
+    leaf = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    for write in (TensorDict.memmap, lambda tree, path: tdf_save(tree, f"{path}.safetensors")):
+        with pytest.raises(
+            UnsupportedError, match=r"(?s)'?\"?j'?\"? cannot be.*\.values\(\) and \.offsets\(\), or \.to_padded"
+        ):
+            write(TensorDict({"j": leaf}), tmp_path / "j")
+    padded = TensorDict({"j": leaf.to_padded_tensor(0), "v": leaf.values(), "o": leaf.offsets()})
+    assert padded.memmap(tmp_path / "d")["o"].tolist() == [0, 2, 5]
 
 
 def test_load_into_a_tree(tmp_path):
