@@ -295,7 +295,8 @@ def _given(node, result, path, value):
         # None where the path began a sub-tree.
         inner = None if node is None else node.entries.get(path[0])
         return _given(inner, result.entries[path[0]], path[1:], value)
-    return torch.equal(result.entries[path[0]], torch.as_tensor(value))
+    mine, given = result.entries[path[0]], torch.as_tensor(value)
+    return (mine.shape, mine.dtype) == (given.shape, given.dtype) and same_tensor(mine, given)
 
 
 def equal_but_empty_fields(case, ours, theirs):
