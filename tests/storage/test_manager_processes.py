@@ -296,11 +296,11 @@ def test_the_latest_is_removed_before_it_is_opened(tmp_path, monkeypatch):
     manager, real = CheckpointManager(tmp_path), manager_module.reading
     manager.save(0, tree_of(0))
 
-    def late(folder, step):
+    def late(folder, step, call):
         if step == 0:
             manager.save(1, tree_of(1))
             steps_module.remove_step(folder, 0)
-        return real(folder, step)
+        return real(folder, step, call)
 
     monkeypatch.setattr(manager_module, "reading", late)
     assert value_of(manager.load()) == 1
