@@ -26,6 +26,7 @@ from tdfunc._jit.tracing import Recorder
 from tdfunc._nontensor import NonTensorBase, NonTensorData, NonTensorStack
 from tdfunc._pytree import Context, _follow, flatten, rebuilt_size, unflatten
 from tdfunc._ties import Graft
+from tdfunc._vmapped import stacking
 
 # Any: operands and results are trees, tensors, and containers of these.
 Fn = Callable[..., Any]
@@ -339,7 +340,11 @@ def _stack_rows(what: str, rows: Sequence[Any], dim: int) -> Any:
         torch.stack(leaves, dim if dim <= leaves[0].dim() else 0) if isinstance(leaves[0], Tensor) else leaves[0]
         for leaves in zip(*flat, strict=True)
     ]
-    return torch_pytree.tree_unflatten(stacked if first else [], spec)
+    stacked = stacked if first else []
+    if torch.compiler.is_dynamo_compiling():
+        return torch_pytree.tree_unflatten(stacked, spec)
+    with stacking(dim):
+        return torch_pytree.tree_unflatten(stacked, spec)
 
 
 # -- checks -----------------------------------------------------------------------------------------------------

@@ -15,14 +15,17 @@ from torch.utils import _pytree as torch_pytree
 
 from tdfunc._errors import BatchSizeError, ImmutableError, LeafMismatchError, explain
 from tdfunc._shapes import as_size, dim_index, index_size, normalize_index
+from tdfunc._vmapped import Mapped, Move, Rows, follow_rows, hidden_dims
 
 
 class NonTensorBase:
     """What `NonTensorData` and `NonTensorStack` share: values seen through tensor methods."""
 
     __slots__ = ()
-    # None, or for a stack whose batch a transformation took apart (inside vmap) its dimensions after that batch.
+    # None, or for a stack that is not laid out along the batch its dimensions after it, were it so; -1 if it never is.
     _features: int | None = None
+    # The dimensions that vmap has taken; those of the values come first in the array.
+    _mapped: Mapped = ()
     # The values as an object array of the batch's size.
     _array: np.ndarray[Any, Any]
 
@@ -42,13 +45,14 @@ class NonTensorBase:
 
     def check_batch(self, size: Size, key: str) -> None:
         """Raise unless the values are laid out along this batch: inside vmap those of a stack are not."""
-        if self._features is not None or self.shape[: len(size)] != size:
+        if self._mapped or self._features is not None or self.shape[: len(size)] != size:
+            got = Size(self._array.shape)
             raise BatchSizeError(
                 explain(
                     f"{key!r} holds one value for each element of another batch.",
                     expected=f"shape {list(size)} + (...)",
-                    got=f"shape {list(self.shape)}",
-                    hint="non-tensor values cannot vary along a vmapped dimension: exclude() them before vmap.",
+                    got=f"shape {list(got)}" + (", with rows that are mapped" if self._mapped else ""),
+                    hint=_hint(self),
                 )
             )
 
@@ -70,8 +74,11 @@ class NonTensorBase:
         """Return the data with another batch size, where they can have it; never raises."""
         raise NotImplementedError
 
-    def follow(self, old_ndim: int, size: Size) -> Any:
-        """Return the data of a tree whose batch was `old_ndim` dimensions and is now `size`; never raises."""
+    def follow(self, old_ndim: int, size: Size, move: Move | None = None) -> Any:
+        """Return the data of a tree whose batch was `old_ndim` dimensions and is now `size`; never raises.
+
+        `move` is what is known of the dimension that came or went.
+        """
         raise NotImplementedError
 
     @property
@@ -212,7 +219,7 @@ class NonTensorData(NonTensorBase):
         """Return the value seen with another batch size."""
         return NonTensorData(self._value, size)
 
-    def follow(self, old_ndim: int, size: Size) -> Any:
+    def follow(self, old_ndim: int, size: Size, move: Move | None = None) -> Any:
         """Return the value seen with the new batch size, and with the dimensions it had after the old one."""
         return NonTensorData(self._value, size + self._size[old_ndim:])
 
@@ -235,7 +242,7 @@ class NonTensorStack(NonTensorBase):
         (['b', 'c'], 'a')
     """
 
-    __slots__ = ("_array", "_features")
+    __slots__ = ("_array", "_features", "_mapped")
 
     def __init__(self, *values: Any) -> None:
         array = np.empty(len(values), dtype=object)
@@ -243,17 +250,19 @@ class NonTensorStack(NonTensorBase):
             array[i] = value.data if isinstance(value, NonTensorData) else value
         object.__setattr__(self, "_array", array)
         object.__setattr__(self, "_features", None)
+        object.__setattr__(self, "_mapped", ())
 
     @classmethod
-    def _wrap(cls, array: np.ndarray[Any, Any], features: int | None = None) -> "NonTensorStack":
+    def _wrap(cls, array: np.ndarray[Any, Any], features: int | None = None, mapped: Mapped = ()) -> "NonTensorStack":
         new = object.__new__(cls)
         object.__setattr__(new, "_array", array)
         object.__setattr__(new, "_features", features)
+        object.__setattr__(new, "_mapped", mapped)
         return new
 
     @property
     def shape(self) -> Size:
-        return Size(self._array.shape)
+        return Size(self._array.shape[hidden_dims(self._mapped) :]) if self._mapped else Size(self._array.shape)
 
     def reshape(self, *shape: Any) -> Any:
         return self._wrap(self._array.reshape(_sizes(shape)))
@@ -315,12 +324,14 @@ class NonTensorStack(NonTensorBase):
         """Keep the values; an operation along a dimension checks that they still fit."""
         return self
 
-    def follow(self, old_ndim: int, size: Size) -> Any:
-        """Keep the values, and whether they are laid out along the batch; the way back makes that good again."""
-        shape = self._array.shape
-        features = len(shape) - old_ndim if self._features is None else self._features
-        whole = shape == (*size, *shape[len(shape) - features :])
-        return self._wrap(self._array, None if whole else features)
+    def follow(self, old_ndim: int, size: Size, move: Move | None = None) -> Any:
+        """Move the values with the leaves, or keep them, and whether they are laid out along the batch."""
+        features = self.dim() - old_ndim if self._features is None else self._features
+        rows = follow_rows(Rows(self._array, features, self._mapped), old_ndim, size, move)
+        if rows is None:
+            return self._wrap(self._array, _LOST)
+        whole = rows.shape == (*size, *rows.shape[len(rows.shape) - rows.features :])
+        return self._wrap(rows.array, None if whole else rows.features, rows.mapped)
 
     def __getitem__(self, index: Any) -> Any:
         parts = normalize_index(index, self.shape)
@@ -339,6 +350,17 @@ class NonTensorStack(NonTensorBase):
 
     def __repr__(self) -> str:
         return f"NonTensorStack({self.tolist()}, batch_size={self.shape}, device=None)"
+
+
+_LOST = -1
+
+
+def _hint(node: NonTensorBase) -> str:
+    if node._mapped:
+        return "non-tensor values cannot vary along a vmapped dimension: exclude() them before vmap."
+    if node._features == _LOST:
+        return "vmap moved the rows where the leaves do not tell: clone() expanded leaves, or exclude() it before vmap."
+    return "vmap, tree_map or another operation gave the leaves another batch: exclude() it before."
 
 
 def _stack_of(values: list[Any], shape: tuple[int, ...]) -> NonTensorStack:
@@ -384,7 +406,7 @@ def _same_nodes(a: NonTensorBase, b: NonTensorBase) -> bool:
     # The batch of one broadcast value is not compared, as it is not for trees.
     if isinstance(a, NonTensorData) and isinstance(b, NonTensorData):
         return same_value(a.data, b.data)
-    same_type = type(a) is type(b) and a._array.shape == b._array.shape
+    same_type = type(a) is type(b) and a._array.shape == b._array.shape and a._mapped == b._mapped
     return same_type and all(same_value(x, y) for x, y in zip(a._array.flat, b._array.flat, strict=True))
 
 
@@ -407,6 +429,10 @@ def _stack(nodes: Sequence[Any], dim: int = 0) -> Any:
 def _check_shapes(call: str, nodes: Sequence[Any], kept: Sequence[Size]) -> None:
     """Raise unless what has to agree of the shapes does, as torch would: `join` adds the path."""
     for node, part in zip(nodes, kept, strict=True):
+        if node._mapped or node._features is not None:
+            what = f"{call}: non-tensor data hold one value for each element of another batch."
+            got = f"shape {list(node._array.shape)}"
+            raise BatchSizeError(explain(what, expected=f"shape {list(node.shape)}", got=got, hint=_hint(node)))
         if part != kept[0]:
             what = f"{call}: the non-tensor data have different shapes."
             raise RuntimeError(explain(what, expected=str(list(nodes[0].shape)), got=str(list(node.shape))))

@@ -8,13 +8,16 @@ import torch
 from torch import Size, Tensor
 from torch.utils import _pytree as torch_pytree
 
-from tdfunc._collection import NO_STATIC, PLAIN, Static, TensorCollection, is_compiling
-from tdfunc._nontensor import GLOBAL_NAMESPACE, NonTensorBase
+from tdfunc._collection import NO_STATIC, PLAIN, Static, TensorCollection, is_compiling, iter_leaves
+from tdfunc._nontensor import GLOBAL_NAMESPACE, NonTensorBase, NonTensorStack
 from tdfunc._shapes import common_prefix, shape_of
 from tdfunc._ties import Graft, graft, prune, spanning
 from tdfunc._types import Kind, Names, Ties
+from tdfunc._vmapped import Layout, Move, layout_of, read_move
 
 T = TypeVar("T", bound=TensorCollection)
+
+is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 
 class Context(NamedTuple):
@@ -33,6 +36,8 @@ class Context(NamedTuple):
     # The children's shapes when all are plain tensors: unchanged ones need no vote.
     shapes: list[Size] | None = None
     probe: Any = None
+    # How the leaves lie in memory, where values for each row follow them: empty if there are no leaves.
+    layouts: tuple[Layout, ...] | None = None
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Context) or self.keys != other.keys or self.ties != other.ties:
@@ -79,6 +84,7 @@ def flatten(tree: TensorCollection) -> tuple[tuple[Any, ...], Context]:
         keys, tree._ties, order, tree._batch_size, tree._device, tree._names,
         tuple(features), tree._static, grafts, shapes,
         None if tree._static is None or tree._static.own is None else tree._probe(),
+        None if shapes is not None or is_dynamo_compiling() else _layouts(children),
     )  # fmt: skip
     flat = _Flat(children, context)
     if not compiling:
@@ -94,6 +100,24 @@ def plain_shapes(children: tuple[Any, ...]) -> list[Size] | None:
         return [child.shape for child in children]
     except RuntimeError:  # a strided nested tensor
         return None
+
+
+def _layouts(children: tuple[Any, ...]) -> tuple[Layout, ...] | None:
+    """Return the layouts of the leaves if a child, or a child without leaves, holds a value for each row."""
+    for child in children:
+        if isinstance(child, NonTensorStack) or (
+            isinstance(child, TensorCollection) and flatten(child)[1].layouts == ()
+        ):
+            return tuple([layout_of(leaf) for leaf in _leaves(children)])
+    return None
+
+
+def _leaves(children: tuple[Any, ...]) -> Iterable[Any]:
+    for child in children:
+        if isinstance(child, TensorCollection):
+            yield from [leaf for _, leaf in iter_leaves(child)]
+        elif not isinstance(child, NonTensorBase):
+            yield child
 
 
 def _features(child: Any, n: int) -> int | None:
@@ -120,7 +144,8 @@ def unflatten(cls: type[T], context: Context, children: Iterable[Any]) -> T:
     if size is None:
         size = old
     elif size != old:
-        children = tuple([_follow(child, len(old), size) for child in children])
+        move = read_move(context.layouts, _leaves(children)) if context.layouts else None
+        children = tuple([_follow(child, len(old), size, move) for child in children])
     elif any(type(c) is not Tensor for c in children):
         children = tuple(
             [_follow(c, len(old), size) if getattr(c, "_cache", None) is _UNDECIDED else c for c in children]
@@ -190,15 +215,15 @@ def _vote(children: tuple[Any, ...], context: Context) -> tuple[Size | None, tor
     return size, device
 
 
-def _follow(child: Any, old_ndim: int, size: Size) -> Any:
+def _follow(child: Any, old_ndim: int, size: Size, move: Move | None = None) -> Any:
     """Give a child that has no say (non-tensor data, a tree without shapes) the new batch size of its parent."""
     if isinstance(child, NonTensorBase):
-        return child.follow(old_ndim, size)
+        return child.follow(old_ndim, size, move)
     if isinstance(child, TensorCollection) and child._cache is _UNDECIDED:
         within = child._within(old_ndim, size)
         if within is None:
             return child
-        inner = {k: _follow(v, *within) for k, v in child._data.items()}
+        inner = {k: _follow(v, *within, move) for k, v in child._data.items()}
         return child._replace(inner, batch_size=size + child._batch_size[old_ndim:])
     return child
 

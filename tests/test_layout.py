@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 # names from lower layers and the names before it on its line.
 LAYERS = (
     ("_errors _types",),
-    ("_keys", "_mapped _readahead", "_ties", "_shapes _nontensor"),
+    ("_keys", "_mapped _readahead", "_ties", "_vmapped _shapes _nontensor"),
     ("_collection _pytree",),
     ("ops",),
     ("modules", "storage", "distributed"),

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Size, Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -91,6 +92,7 @@ ROWS = {
         lambda a, b: FLAT(*(torch.stack([x, x * 2]) for x in (a, b))),
         [2, 3],
     ),
+    "set, a value for each row": Row(lambda t: t.set("r", ["word"] * 3), FLAT, [3]),
     "cat": Row(
         lambda t: torch.cat([t.exclude("s"), t.exclude("s") * 2]),
         lambda a, b: FLAT(*(torch.cat([x, x * 2]) for x in (a, b))),
@@ -147,6 +149,11 @@ ROWS = {
     ),
     "partition, combine": Row(lambda t: tdf.combine(*tdf.partition(t, FILTER)), FLAT, [3]),
     "map": Row(lambda t: tdf.map(lambda row: row * 2, t), lambda a, b: FLAT(a * 2, b * 2), [3]),
+    "map, of two dimensions": Row(
+        lambda t: tdf.map(lambda row: row.set("r", "word")[None], t.unsqueeze(1)),
+        lambda a, b: FLAT(a[:, None, None], b[:, None, None]),
+        [3, 1, 1],
+    ),
     "scan": Row(
         lambda t: tdf.scan(lambda c, row: (c + row, c * row), t.exclude("s")[0], t.exclude("s"))[0],
         lambda a, b: FLAT(a[0] + a.sum(0), b[0] + b.sum(0)),
@@ -156,6 +163,13 @@ ROWS = {
         lambda t: tdf.cond(t["n", "b"].sum() > 0, lambda t: t * 2, lambda t: t - 1, (t,)),
         lambda a, b: FLAT(torch.where(b.sum() > 0, a * 2, a - 1), torch.where(b.sum() > 0, b * 2, b - 1)),
         [3],
+    ),
+    "cond, to another batch": Row(
+        lambda t: tdf.cond(
+            t["n", "b"].sum() > 0, lambda t: t[:2].set("r", "word"), lambda t: t[1:].set("r", "word"), (t,)
+        ),
+        lambda a, b: FLAT(*(torch.where(b.sum() > 0, x[:2], x[1:]) for x in (a, b))),
+        [2],
     ),
 }
 
@@ -185,8 +199,22 @@ def leaves(out):
     )
 
 
+def words(tree):
+    """Non-tensor values of a tree, and of those inside it, each with the sizes of its list, which one word has not."""
+    for node in tree.trees if isinstance(tree, tdf.LazyStack) else [tree]:
+        for key, value in node._data.items():
+            if isinstance(value, (tdf.NonTensorData, tdf.NonTensorStack)):
+                yield node[key], node.batch_size if isinstance(value, tdf.NonTensorStack) else Size()
+            elif not isinstance(value, Tensor):
+                yield from words(value)
+
+
 def compare(out, expected, batch):
-    """Check values, keys and batch size of a result."""
+    """Check values, keys and batch size of a result, and that its non-tensor data can be read."""
+    for value, size in [] if isinstance(out, Tensor) else words(out):
+        values = np.array(value, dtype=object)
+        assert values.shape == size
+        assert set(values.flat) == {"word"}
     found = leaves(out)
     assert sorted(found) == sorted(expected)
     for path, leaf in expected.items():
@@ -423,6 +451,13 @@ def compiled_autograd(row):
     _same_gradients(row, torch.compile(row.fn, fullgraph=True, backend="aot_eager"))
 
 
+def compiled_checkpoint(row):
+    """The gradients of the compiled operation, through a checkpoint."""
+    torch.compiler.reset()
+    run = torch.compile(lambda t: checkpoint(row.fn, t, use_reentrant=False), fullgraph=True, backend="aot_eager")
+    _same_gradients(row, run)
+
+
 def inductor(row):
     """Compiled to machine code."""
     _compile(row, "inductor")
@@ -458,6 +493,7 @@ COLUMNS = [
     Column("`export`", "export", export, slow=True),
     Column("`compile`", "compile", compiled, slow=True),
     Column("`compile`", "compile with autograd", compiled_autograd, slow=True),
+    Column("`compile`", "compile with checkpoint", compiled_checkpoint, slow=True),
     Column("`compile`", "inductor", inductor, slow=True),
 ]
 
@@ -477,8 +513,9 @@ RAISES = {
     ("index: mask", "jit"): (tdf.UnsupportedError, "uses the value of a tensor", _MASK),
 }
 
-for _name in ("compile", "compile with autograd", "inductor"):
-    RAISES["stack, with non-tensor data", _name] = (Exception, "as_proxy|numpy", _DATA)
+for _name in ("compile", "compile with autograd", "compile with checkpoint", "inductor"):
+    for _row in ("stack, with non-tensor data", "set, a value for each row"):
+        RAISES[_row, _name] = (Exception, "as_proxy|numpy", _DATA)
 
 START, END = "<!-- Written by tests/transform_table.py. -->", "<!-- End of the table. -->"
 

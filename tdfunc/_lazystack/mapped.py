@@ -9,24 +9,10 @@ from torch import Tensor
 from tdfunc._collection import iter_leaves
 from tdfunc._errors import BatchSizeError, explain
 from tdfunc._pytree import Context
-
-_functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+from tdfunc._vmapped import Layout, came_to, in_transform, layout_of
 
 # torch.vmap maps a dimension of the *leaves*, and those lack the dimension of the stack: in_dims=1 of a stack along
 # dimension 0 would map what the stack calls dimension 2. Where the stack's dimension comes later the two agree.
-
-
-def in_transform() -> bool:
-    """Whether a transform of torch.func is running."""
-    return _functorch.peek_interpreter_stack() is not None
-
-
-def wrapping(leaf: Any) -> tuple[int, Any]:
-    """Return the vmap level of a leaf (-1 for none) and, with a level, the memory layout under the wrapper."""
-    if not isinstance(leaf, Tensor) or not _functorch.is_batchedtensor(leaf):
-        return -1, None
-    inside = _functorch.get_unwrapped(leaf)
-    return _functorch.maybe_get_level(leaf), (_functorch.maybe_get_bdim(leaf), inside.shape, inside.stride())
 
 
 def check_mapped(children: Sequence[Any], context: Context, dim: int, ndim: int) -> None:
@@ -41,23 +27,15 @@ def check_mapped(children: Sequence[Any], context: Context, dim: int, ndim: int)
     if not in_transform():
         return
     leaves = [leaf for child in children for _, leaf in iter_leaves(child)]
-    before = context.probe or [(-1, None)] * len(leaves)
-    for leaf, (level, layout) in zip(leaves, before, strict=True):
+    before = context.probe or [Layout()] * len(leaves)
+    for leaf, old in zip(leaves, before, strict=True):
         if not isinstance(leaf, Tensor):
             continue
-        now = _functorch.maybe_get_level(leaf) if _functorch.is_batchedtensor(leaf) else -1
-        if now > level and (mapped := _functorch.maybe_get_bdim(leaf)) >= dim:
-            raise _not_mapped(f"in_dims={mapped}", dim)
-        if now < level and not any(_came_to(layout, leaf, place) for place in range(dim + 1)):
+        now = layout_of(leaf)
+        if now.level > old.level and now.mapped is not None and now.mapped >= dim:
+            raise _not_mapped(f"in_dims={now.mapped}", dim)
+        if now.level < old.level and not any(came_to(old, now, place) for place in range(dim + 1)):
             raise _not_mapped("out_dims", dim)
-
-
-def _came_to(layout: Any, leaf: Tensor, place: int) -> bool:
-    """Whether the mapped dimension of a leaf with this layout has become dimension `place`."""
-    mapped, sizes, strides = layout
-    order = [d for d in range(len(sizes)) if d != mapped]
-    order.insert(place, mapped)
-    return [sizes[d] for d in order] == list(leaf.shape) and [strides[d] for d in order] == list(leaf.stride())
 
 
 def _not_mapped(what: str, dim: int) -> BatchSizeError:

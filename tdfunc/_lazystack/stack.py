@@ -15,7 +15,7 @@ from torch import Size, Tensor
 from tdfunc._collection import LeafOp, Static, TensorCollection, iter_leaves
 from tdfunc._errors import BatchSizeError, MissingKeyError, TreeStructureError, UnsupportedError, explain
 from tdfunc._keys import missing
-from tdfunc._lazystack.mapped import check_mapped, in_transform, wrapping
+from tdfunc._lazystack.mapped import check_mapped
 from tdfunc._lazystack.pick import pick
 from tdfunc._lazystack.ragged import (
     check_alike,
@@ -35,6 +35,7 @@ from tdfunc._shapes import as_names, as_size, dim_index, index_names, normalize_
 from tdfunc._tensordict import TreeMethods
 from tdfunc._ties import lift, merge
 from tdfunc._types import Kind, Names, Node, Path, Ties
+from tdfunc._vmapped import in_transform, layout_of
 from tdfunc.ops import index, join
 from tdfunc.ops.convert import accept, resize
 from tdfunc.ops.edit import replacements
@@ -535,7 +536,7 @@ class LazyStack(TreeMethods):
         # dynamo cannot ask how a tensor is wrapped.
         if torch.compiler.is_compiling() or not in_transform():
             return None
-        return [wrapping(leaf) for _, leaf in iter_leaves(self)]
+        return [layout_of(leaf) for _, leaf in iter_leaves(self)]
 
     def __reduce__(self) -> Any:
         return _restore, (self._trees, self._dim, self._dim_name)
