@@ -451,13 +451,6 @@ def compiled_autograd(row):
     _same_gradients(row, torch.compile(row.fn, fullgraph=True, backend="aot_eager"))
 
 
-def compiled_checkpoint(row):
-    """The gradients of the compiled operation, through a checkpoint."""
-    torch.compiler.reset()
-    run = torch.compile(lambda t: checkpoint(row.fn, t, use_reentrant=False), fullgraph=True, backend="aot_eager")
-    _same_gradients(row, run)
-
-
 def inductor(row):
     """Compiled to machine code."""
     _compile(row, "inductor")
@@ -493,7 +486,6 @@ COLUMNS = [
     Column("`export`", "export", export, slow=True),
     Column("`compile`", "compile", compiled, slow=True),
     Column("`compile`", "compile with autograd", compiled_autograd, slow=True),
-    Column("`compile`", "compile with checkpoint", compiled_checkpoint, slow=True),
     Column("`compile`", "inductor", inductor, slow=True),
 ]
 
@@ -513,7 +505,7 @@ RAISES = {
     ("index: mask", "jit"): (tdf.UnsupportedError, "uses the value of a tensor", _MASK),
 }
 
-for _name in ("compile", "compile with autograd", "compile with checkpoint", "inductor"):
+for _name in ("compile", "compile with autograd", "inductor"):
     for _row in ("stack, with non-tensor data", "set, a value for each row"):
         RAISES[_row, _name] = (Exception, "as_proxy|numpy", _DATA)
 
