@@ -5,7 +5,6 @@ must have the digest that the leaf had when the save was submitted.
 """
 
 import ctypes
-import operator
 import os
 import pathlib
 import threading
@@ -22,6 +21,7 @@ from tdfunc._collection import TensorCollection
 from tdfunc._errors import ConcurrencyError, explain
 from tdfunc._mapped import mapped_file
 from tdfunc._nontensor import NonTensorData
+from tdfunc._shapes import as_count
 from tdfunc._types import Kind
 from tdfunc.storage.background import PendingSave, SavedPath, SaveQueue, WaitMethods
 from tdfunc.storage.checkpoint import check_folder, check_target, outline_of, save_outline, save_sharded
@@ -246,18 +246,15 @@ def _named(target: str) -> SavedPath:
     return target if is_remote(target) else pathlib.Path(target)
 
 
-def as_count(value: Any) -> int | None:
-    """Return a number of 1 or more, numpy's too, as a plain int; None for anything else."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        return None
-    return number if number >= 1 and not isinstance(value, bool) else None
+def as_positive(value: Any) -> int | None:
+    """Return a number of 1 or more as a plain int; None for anything else."""
+    number = as_count(value)
+    return number if type(number) is int and number >= 1 else None
 
 
 def check_max_pending(max_pending: int) -> int:
     """Return how many saves a queue holds; raise for one that could hold nothing."""
-    number = as_count(max_pending)
+    number = as_positive(max_pending)
     if number is None:
         raise ValueError(explain("max_pending is no number of saves.", expected="1 or more", got=repr(max_pending)))
     return number

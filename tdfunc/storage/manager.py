@@ -15,7 +15,7 @@ from tdfunc._collection import TensorCollection
 from tdfunc._errors import ConcurrencyError, CorruptCheckpointError, UnsupportedError, explain
 from tdfunc._keys import FilterLike
 from tdfunc._types import Device
-from tdfunc.storage.async_save import Snapshot, as_count, check_max_pending, take_snapshot
+from tdfunc.storage.async_save import Snapshot, as_positive, check_max_pending, take_snapshot
 from tdfunc.storage.atomic import replace_file
 from tdfunc.storage.background import PendingSave, SaveQueue, WaitMethods, finished
 from tdfunc.storage.build import Classes
@@ -432,7 +432,7 @@ def _write_tree(snapshot: Snapshot, folder: str, max_bytes: int | None, *, fsync
 
 def _as_number(name: str, value: int | None, hint: str) -> int | None:
     """Return a number of steps as a plain int."""
-    number = None if value is None else as_count(value)
+    number = None if value is None else as_positive(value)
     if value is not None and number is None:
         what = f"CheckpointManager: {name} is no number of steps."
         raise ValueError(explain(what, expected="1 or more, or None", got=repr(value), hint=f"{hint}."))
