@@ -30,6 +30,7 @@ from tdfunc.storage.folder_build import build_folder
 from tdfunc.storage.folder_commit import recover, replace_folder
 from tdfunc.storage.folder_plan import FileLeaf, FolderPlan, plan_folder
 from tdfunc.storage.folder_read import FolderReader, LeafFile
+from tdfunc.storage.levels import outside_transforms
 from tdfunc.storage.mapped import check_maps, map_descriptor, open_inside
 from tdfunc.storage.remote import local_folder
 from tdfunc.storage.write import pieces, write_all
@@ -118,7 +119,7 @@ def read_folder(name: str, call: str, read: Callable[[int], Out]) -> Out:
         OSError: It was replaced again and again.
     """
     for _ in range(_RETRIES):
-        with _opened(name, call) as root, _naming(name, call):
+        with _opened(name, call) as root, _naming(name, call), outside_transforms():
             try:
                 return read(root)
             except (CorruptCheckpointError, UnsupportedError, OSError):
@@ -407,9 +408,10 @@ def _commit(
     check_maps(len(plan.files), call)
 
     def write(folder: str) -> TensorCollection:
-        write_files(folder, plan, fill, threads)
-        with Descriptor(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)) as root:
-            return _read(root, target, "r+", threads, (), plan.types, None, False)
+        with outside_transforms():
+            write_files(folder, plan, fill, threads)
+            with Descriptor(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)) as root:
+                return _read(root, target, "r+", threads, (), plan.types, None, False)
 
     if target is None:
         # The files have no name once they are mapped, and go with the last tensor on them.

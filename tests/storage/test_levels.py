@@ -39,6 +39,7 @@ WAYS = {
     "like": lambda folder: load(folder / "shards", like=load(folder / "x.safetensors", device="meta"))["p"],
     "dtype": lambda folder: load(folder / "shards", dtype=torch.float64)["n", "h"],
     "a memmap folder": lambda folder: load(folder / "mapped", dtype=torch.float64)["p"],
+    "load_memmap": lambda folder: TensorDict.load_memmap(folder / "mapped")["n", "g"],
 }
 PARTS = {
     "a leaf": lambda f: f["a"],
@@ -105,11 +106,13 @@ def test_saves(saved, tmp_path):
 
     def fn(z):
         save(tree, tmp_path / "y.safetensors", fsync=False)
-        return z.sum()
+        on_files = tree.memmap(tmp_path / "mapped")
+        return (on_files["a"] * z).sum()
 
-    grad(fn)(torch.ones(3))
+    assert torch.equal(grad(fn)(torch.ones(5)), tree["a"])
 
     assert_same(load(tmp_path / "y.safetensors"), tree)
+    assert_same(load(tmp_path / "mapped"), tree)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no memory"), TypeError("a bug"), ValueError("a bug"), KeyError("x")])
