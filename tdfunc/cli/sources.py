@@ -191,8 +191,8 @@ def _open_safetensors(name: str, files: Files) -> Source:
 
 def _open_memmap(name: str) -> Source:
     with ExitStack() as stack:
-        root = stack.enter_context(_opened(name))
-        with _naming(name):
+        root = stack.enter_context(_opened(name, "load_memmap"))
+        with _naming(name, "load_memmap"):
             reader = FolderReader(root, _stand_ins(_classes_under(name)))
             tree = build_folder(
                 reader, [torch.empty(f.shape, dtype=f.dtype, device="meta") for f in reader.leaves], None
