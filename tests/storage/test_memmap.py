@@ -1,11 +1,8 @@
 """Trees on mapped files: what is kept, what is shared with the file, and tensordict's folders in both directions."""
 
-import itertools
 import json
 import multiprocessing
 import os
-import shutil
-import time
 from concurrent.futures import Future
 from multiprocessing.reduction import ForkingPickler
 
@@ -19,7 +16,6 @@ from torch._subclasses import FakeTensorMode
 
 from tdfunc import (
     BatchSizeError,
-    CorruptCheckpointError,
     LeafMismatchError,
     MissingKeyError,
     NonTensorData,
@@ -32,11 +28,12 @@ from tdfunc import (
 )
 from tdfunc import save as tdf_save
 from tdfunc._mapped import mapped_file
-from tdfunc.storage import mapped, memmap, memmap_writes
+from tdfunc.storage import mapped
 from tdfunc.storage.stream import memmap_stream
-from tdfunc.storage.transfer import from_parcel, is_in_file, to_parcel
+from tdfunc.storage.transfer import is_in_file
 from tests.incumbent import Incumbent, IncumbentNonTensor, tensordict
-from tests.storage.trees import KEYS, assert_same, of_dtype, retie, same_bytes, tied_trees, trees
+from tests.storage.trees import KEYS, assert_same, of_dtype, retie, same_bytes, tied_trees, trees, values_of
+from tests.storage.trees import small_tree as flat
 
 LAW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -46,13 +43,6 @@ class Point(TensorClass):
 
     x: torch.Tensor
     note: str = "plain"
-
-
-def flat():
-    """A small tree with everything that is easy to lose."""
-    return TensorDict(
-        {"a": torch.arange(6.0).reshape(3, 2), "n": {"b": torch.ones(3)}, "s": "text"}, [3], names=["row"]
-    )
 
 
 # -- what is kept -----------------------------------------------------------------------------------------------
@@ -422,141 +412,6 @@ def test_memmap_in_place_of_a_tensor_under_two_keys(tmp_path, monkeypatch):
     ):
         TensorDict({"a": (y := torch.ones(2)), "b": y}).memmap_(tmp_path / "e")
     assert os.listdir(tmp_path) == ["d"]
-
-
-def test_refresh_sees_a_folder_that_was_written_again(tmp_path):
-    """A reader would keep the values of a folder that is gone."""
-    for mode in ("c", "r+"):
-        flat().memmap(tmp_path / "d")
-        tree = TensorDict.load_memmap(tmp_path / "d", mode=mode)
-        row = tree[1:2]
-        flat().apply(lambda x: x + 1).memmap(tmp_path / "d")
-        assert torch.equal(tree["a"], flat()["a"])
-
-        assert tree.memmap_refresh_() is tree
-        row.memmap_refresh_()
-
-        assert torch.equal(tree["a"], flat()["a"] + 1)
-        assert torch.equal(row["a"], flat()["a"][1:2] + 1)
-        assert mapped_file(tree["a"]).mode == mode
-
-
-def values_of(tree):
-    """All values of the leaves of a tree."""
-    return {float(value) for leaf in tree.leaves() for value in (leaf.min(), leaf.max())}
-
-
-def of_value(value, count=6):
-    """A tree whose leaves, nested ones and those of a lazy stack too, hold one value."""
-    rows = [TensorDict({"r": torch.full((n,), float(value))}) for n in (2, 3)]
-    leaves = {str(k): torch.full((500,), float(value)) for k in range(count)}
-    return TensorDict({**leaves, "n": {"m": {"x": torch.full((2, 3), float(value))}}, "s": lazy_stack(rows)})
-
-
-@pytest.mark.parametrize("part", [lambda t: t, lambda t: t["s"], lambda t: t.select("n", "s")])
-def test_a_folder_that_is_replaced_during_a_refresh(part, tmp_path, monkeypatch):
-    """Some leaves would come from the old folder and some from the new one."""
-    of_value(0).memmap(tmp_path / "d")
-    tree = part(TensorDict.load_memmap(tmp_path / "d"))
-    values = iter(range(1, 4))
-
-    def map_leaf(root, leaf, *args):
-        mapped = memmap.map_leaf(root, leaf, *args)
-        if (value := next(values, None)) is not None:
-            of_value(value).memmap(tmp_path / "d")
-        return mapped
-
-    monkeypatch.setattr(memmap_writes, "map_leaf", map_leaf)
-    tree.memmap_refresh_()
-
-    assert len(values_of(tree)) == 1
-    assert values_of(tree) != {0}
-
-
-def test_refresh_gives_up(tmp_path, monkeypatch):
-    """A refresh beside a writer that is always faster would never return."""
-    monkeypatch.setattr(memmap, "_RETRIES", 3)
-    of_value(0).memmap(tmp_path / "d")
-    tree = TensorDict.load_memmap(tmp_path / "d")
-
-    def map_leaf(*args):
-        of_value(1).memmap(tmp_path / "d")
-        raise CorruptCheckpointError
-
-    monkeypatch.setattr(memmap_writes, "map_leaf", map_leaf)
-
-    with pytest.raises(OSError, match="memmap_refresh_: the folder was replaced again and again"):
-        tree.memmap_refresh_()
-    assert values_of(tree) == {0}
-
-
-def _replace_forever(folder):
-    for i in itertools.count():
-        of_value(i).memmap(folder)
-
-
-@pytest.mark.slow
-def test_refresh_beside_a_writer(tmp_path):
-    """A reader of a folder that another process replaces would see leaves of two trees, or an error."""
-    of_value(0).memmap(tmp_path / "d")
-    tree = TensorDict.load_memmap(tmp_path / "d")
-    # Forked, since an import takes longer than many writes; the tests run torch on one thread.
-    writer = multiprocessing.get_context("fork").Process(target=_replace_forever, args=(tmp_path / "d",))
-    writer.start()
-    seen, end = [], time.monotonic() + 4
-    try:
-        while time.monotonic() < end:
-            tree.memmap_refresh_()
-            seen.append(values_of(tree))
-    finally:
-        writer.kill()
-        writer.join()
-
-    assert {len(values) for values in seen} == {1}
-    assert len({min(values) for values in seen}) > 20
-
-
-def test_refresh_of_leaves_from_several_folders(tmp_path):
-    """Leaves that were put together from two loads would not be found, nor those that came from another process."""
-    for name in "ab":
-        TensorDict({"x": torch.zeros(2), "n": {"y": torch.zeros(2)}}).memmap(tmp_path / name)
-    a, b = (TensorDict.load_memmap(tmp_path / name, mode="r+") for name in "ab")
-    tree = TensorDict({"1": a["n"], "2": b, "3": from_parcel(to_parcel(a["x"]))})
-    for name in "ab":
-        TensorDict({"x": torch.ones(2), "n": {"y": torch.ones(2)}}).memmap(tmp_path / name)
-
-    tree.memmap_refresh_()
-
-    assert values_of(tree) == {1}
-    shutil.rmtree(tmp_path / "b")
-    with pytest.raises(LeafMismatchError, match=r"(?s)'2.x' has no file any more; nothing was changed.*x\.memmap"):
-        tree.memmap_refresh_()
-
-
-def test_refresh_of_a_damaged_folder(tmp_path):
-    """A file that was cut short would end the process, or the error be one of load_memmap."""
-    tree = flat().memmap(tmp_path / "d")
-    tree = TensorDict.load_memmap(tmp_path / "d")
-    os.truncate(tmp_path / "d" / "a.memmap", 8)
-
-    with pytest.raises(CorruptCheckpointError, match=r"(?s)memmap_refresh_ .*'a'.*cut short.*24 bytes.*8 bytes"):
-        tree.memmap_refresh_()
-
-
-def test_refresh_refusals(tmp_path):
-    """A leaf would get the bytes of another one, or one that is on no file would be passed over."""
-    with pytest.raises(UnsupportedError, match="(?s)'a' is on no file.*got:      a tensor in memory"):
-        flat().memmap_refresh_()
-    with pytest.raises(UnsupportedError, match="(?s)'a' is on no file.*got:      a memmap without a folder"):
-        flat().memmap().memmap_refresh_()
-    tree = flat().memmap(tmp_path / "d")
-    TensorDict({"a": torch.zeros(3, 2, dtype=torch.int32), "n": {"b": torch.zeros(3)}}).memmap(tmp_path / "d")
-    with pytest.raises(LeafMismatchError, match="(?s)'a'.*expected: torch.float32, 24 bytes.*got:      torch.int32"):
-        tree.memmap_refresh_()
-    TensorDict({"a": torch.zeros(3, 2)}).memmap(tmp_path / "d")
-    with pytest.raises(LeafMismatchError, match="(?s)'n.b' has no file any more.*b.memmap"):
-        tree.memmap_refresh_()
-    assert torch.equal(tree["a"], flat()["a"])
 
 
 def test_load_into_what_takes_no_values(tmp_path):

@@ -171,3 +171,15 @@ def entry(name, dtype, shape, begin, end):
     return (
         f'{json.dumps(name, ensure_ascii=False)}:{{"dtype":"{dtype}","shape":[{sizes}],"data_offsets":[{begin},{end}]}}'
     )
+
+
+def small_tree():
+    """A small tree with everything that is easy to lose."""
+    return TensorDict(
+        {"a": torch.arange(6.0).reshape(3, 2), "n": {"b": torch.ones(3)}, "s": "text"}, [3], names=["row"]
+    )
+
+
+def values_of(tree):
+    """All values of the leaves of a tree."""
+    return {float(value) for leaf in tree.leaves() for value in (leaf.min(), leaf.max())}
