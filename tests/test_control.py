@@ -403,7 +403,7 @@ def test_exported_words(name):
         assert_words_follow(run(wordy(values)), fn(wordy(values)))
 
 
-@pytest.mark.parametrize("name", WORDS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "slice")) for name in WORDS])
 def test_recorded_words(name):
     """`make_fx` would refuse a word in the result of a body, or give it another batch size."""
     fn, a, made = WORDS[name], torch.arange(12.0).reshape(4, 3), []

@@ -167,6 +167,7 @@ def test_an_interrupt_while_the_fork_server_starts(tmp_path):
     assert (out.split(), errors) == (["interrupted", "90", "0"], "")
 
 
+@pytest.mark.slow
 def test_a_fork_server_that_has_just_ended(monkeypatch):
     """A call right after the end of the server would raise that it is refused."""
     td = TensorDict({"x": torch.arange(10)}, [10])
