@@ -61,10 +61,11 @@ RULE = f"""The rule of how="auto", by the first line that applies:
   vmap    forward may read what a replay would not see change (os.environ, other packages). One member: loop.
   traced  from the third call with the same shapes on, for at most {_MOST_TRACES} shapes.
   vmap    until then. One member: loop.
-Measured on one CPU thread (docs/benchmarks.md): forward of two MLPs, a CNN on 4 and on 32 images and a transformer,
-with 1, 4, 16 and 64 members. What this rule chose took at most 1.06 of the fastest way's time in all 20. The replay was
-the fastest in 19; vmap was 1.2 times as fast for the transformer with 64 members, and took 0.8 to 4.9 times the
-replay's time; the loop took 1.05 to 1.6 times as long with 1 member and 1.5 to 15 times with 16."""
+Measured on one CPU thread (docs/benchmarks.md has the last run): forward of two MLPs, a CNN on 4 and on 32 images and
+a transformer, with 1, 4, 16 and 64 members. On a quiet machine what this rule chose took at most 1.06 of the fastest
+way's time in all 20. The replay was the fastest in 18 or more; vmap was 1.2 times as fast for the transformer with 64
+members, and took 0.8 to 5.4 times the replay's time; the loop took 1.05 to 1.6 times as long with 1 member and 1.5 to
+15 times with 16."""
 
 
 class _Choice(NamedTuple):
