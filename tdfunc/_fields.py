@@ -16,6 +16,7 @@ from tdfunc._collection import TensorCollection
 from tdfunc._errors import LeafMismatchError, explain
 from tdfunc._nontensor import NonTensorBase, NonTensorData
 from tdfunc._types import Node
+from tdfunc._vmapped import in_transform
 from tdfunc.ops.convert import convert
 from tdfunc.ops.reading import value_of
 
@@ -268,7 +269,7 @@ def check_annotations(cls: Any, nodes: Mapping[str, Node], edited: Collection[st
     old = {} if edited is None else _shaped(cls, nodes, [key for key in nodes if key not in edited])
     if old:
         # Inside vmap some fields may have a dimension that others do not show.
-        off = list(old) if _in_transform() else _misfits(old, [*old])
+        off = list(old) if in_transform() else _misfits(old, [*old])
         old = {key: each for key, each in old.items() if key not in off}
     given = {**old, **new}
     wrong = _misfits(given, [*given])
@@ -281,12 +282,6 @@ def _shaped(cls: Any, nodes: Mapping[str, Node], keys: Iterable[str]) -> "_Given
     """Return those of the fields whose values are held to jaxtyping annotations."""
     given = {key: (nodes.get(key), shape_annotations(cls._hints.get(key))) for key in keys}
     return {key: each for key, each in given.items() if each[0] is not None and each[1]}
-
-
-def _in_transform() -> bool:
-    # No type checker sees into torch._C.
-    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-    return functorch.peek_interpreter_stack() is not None
 
 
 # A value, and the types that its annotation allows.

@@ -112,7 +112,7 @@ def _no_dtype(where: str, what: str, dtype: np.dtype[Any]) -> TypeError:
 def _steps_fit(value: np.ndarray[Any, Any]) -> bool:
     """Whether torch can take the array's memory: from element to element, forwards, in whole elements."""
     # The fields of records may lie in steps that are none.
-    return all([step >= 0 and step % value.itemsize == 0 for step in value.strides])
+    return all([step >= 0 and step % (value.itemsize or 1) == 0 for step in value.strides])
 
 
 def _tensor(value: Tensor, size: Size, device: torch.device | None, where: str) -> Tensor:

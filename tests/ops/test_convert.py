@@ -32,6 +32,7 @@ def test_whole_steps_share_memory():
     ("value", "got", "hint"),
     [
         (np.longdouble(1), f"a number of {np.dtype(np.longdouble)}", r"astype\(np.float64\)"),
+        (np.zeros(2, "V0"), r"an array of \|V0", r"value.astype\(\.\.\.\)"),
         (np.zeros(2, np.clongdouble), f"an array of {np.dtype(np.clongdouble)}", r"astype\(np.complex128\)"),
         (np.timedelta64(1, "s"), r"a number of timedelta64\[s\]", r"astype\(...\)"),
         (np.zeros(2, "M8[s]"), r"an array of datetime64\[s\]", r"astype\(...\)"),
