@@ -22,7 +22,7 @@ from tdfunc import (
     _nontensor,
     lazy_stack,
 )
-from tests.random_trees import random_index
+from tests.random_index import random_index
 from tests.strategies import SIZES
 
 

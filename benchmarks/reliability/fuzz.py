@@ -1,6 +1,6 @@
 """Coverage-guided fuzzing of the loaders with atheris, outside of CI.
 
-`python -m tests.reliability.fuzz TARGET CORPUS [libFuzzer options]`, such as `-max_total_time=600`. TARGET is one of
+`python -m benchmarks.reliability.fuzz TARGET CORPUS [libFuzzer options]`, such as `-max_total_time=600`. TARGET is one of
 `file` (a safetensors file), `tree` (the description of a tree, in an otherwise good file), `values` (non-tensor data,
 kinds, ties and classes, in a file and a memmap folder), `index` (of shards), and `memmap` (the meta.json files of a folder). CORPUS is a folder, which is filled with good inputs if it is empty.
 Needs `pip install "tdfunc[fuzz]"`. An input counts as a finding if a load raises an error that is not ours, gives
@@ -26,7 +26,7 @@ _DICTIONARY = (
     "size", "device", "names", "class", "tree", "tie", "value", "values", "flags", "builtins:dict", "os:system",
     "tdfunc:TensorDict", "torch.float32", "torch.bfloat16", "_type", "stack_dim", "NonTensorData", "NonTensorStack",
     "_is_non_tensor", "special", "order", "count", "is_nested", "data", "cpu", "cuda", "meta", "None", "null", "true",
-    "flags", "own", "shape", "tests.reliability.values:Sample", "pPg", "bg", "n", "x", "-1", "1e999", "NaN", "9223372036854775808", "4294967296", "../x", "/etc/passwd", "\\\\u0000", "\\\\ud800",
+    "flags", "own", "shape", "benchmarks.reliability.values:Sample", "pPg", "bg", "n", "x", "-1", "1e999", "NaN", "9223372036854775808", "4294967296", "../x", "/etc/passwd", "\\\\u0000", "\\\\ud800",
 )  # fmt: skip
 
 
@@ -82,7 +82,7 @@ def main() -> None:
     target, corpus = sys.argv[1], Path(sys.argv[2])
     with atheris.instrument_imports(include=["tdfunc.storage", "tdfunc._nontensor", "tdfunc._shapes"]):
         import tdfunc.storage.memmap  # noqa: F401
-    from tests.reliability import loads, targets
+    from benchmarks.reliability import loads, targets
 
     root = Path(tempfile.mkdtemp(prefix="tdfunc-fuzz-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
     corpus.mkdir(parents=True, exist_ok=True)

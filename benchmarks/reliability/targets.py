@@ -1,6 +1,6 @@
 """What is fuzzed and mutated: for each target its good inputs, and the check that any input must pass."""
 
-from tests.reliability import loads, values
+from benchmarks.reliability import loads, values
 
 SEEDS = {
     "file": loads.file_seeds,

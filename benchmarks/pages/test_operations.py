@@ -7,26 +7,24 @@ import torch
 from torch import nn
 
 import tdfunc
-from tdfunc import LazyStack, TensorClass, TensorDict
-from tests.incumbent import Incumbent, tensordict
-from tests.operations import (
+from benchmarks.pages.operations import (
     ARGUMENTS,
     FUNCTIONS,
     LAZY,
     METHODS,
     OPTIONS,
-    PAGE,
     TYPED,
     absent_arguments,
     besides,
     explained,
     in_place,
-    page,
     public,
     section,
     status,
     typed,
 )
+from tdfunc import LazyStack, TensorClass, TensorDict
+from tests.incumbent import Incumbent, tensordict
 
 # Names of tensordict, names of ours, and what explains the rest.
 BOTH = {
@@ -79,11 +77,6 @@ def test_options_are_taken():
             assert call(**{option: values[option]})["a"].shape == (2,)
     with pytest.raises(TypeError):
         td.apply(torch.abs, call_on_nested=True)
-
-
-def test_page_is_up_to_date():
-    """The page would tell of another version; `python -m tests.operations` writes it."""
-    assert PAGE.read_text() == page()
 
 
 def test_names_are_found():

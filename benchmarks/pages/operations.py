@@ -1,7 +1,7 @@
-"""Writes `docs/operations.md`: what every public name of tensordict is here; run as `python -m tests.operations`.
+"""The page docs/operations.md: every public name of tensordict and its counterpart here.
 
 What is supported under the same name is found in the classes; of every other name the table below says what to write
-instead, or why there is nothing. tests/test_operations.py compares the page, and the table with both libraries.
+instead, or why there is nothing. test_operations.py compares the tables with both libraries.
 """
 
 import inspect
@@ -11,7 +11,7 @@ import tdfunc
 from tdfunc import LazyStack, TensorClass, TensorDict
 from tests.incumbent import Incumbent, tensordict
 
-PAGE = Path(__file__).parent.parent / "docs" / "operations.md"
+PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
 
 _FORMAT = "absent: a file format of another library; read it there and call `TensorDict.from_dict`"
 _DTYPE = "`td.to(torch.{})`"
@@ -150,7 +150,7 @@ TYPED = {
 
 HEAD = """# Operations
 
-<!-- Written by tests/operations.py; edit the tables there. -->
+<!-- Written by benchmarks/pages/operations.py; edit the tables there. -->
 
 Every public name of tensordict 0.14.3, and what it is here. *Same name* means what it says but for the
 [differences](differences.md): an operation that would write returns a new tree instead. *Absent* is on purpose;
@@ -327,7 +327,3 @@ def page():
         "Methods and properties of `TensorDict` that tensordict's has not: " + ", ".join(f"`{n}`" for n in more) + ".",
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page())

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.conformance.random_trees import Branch, Lazy, stacked_words
 from tdfunc._collection import TensorCollection
 from tdfunc._lazystack import LazyStack
 from tdfunc._nontensor import NonTensorBase, NonTensorData
 from tdfunc._tensorclass import TensorClass
 from tests.incumbent import IncumbentBase, IncumbentNonTensor, tensordict
-from tests.random_trees import Branch, Lazy, stacked_words
 
 
 class UnfitError(Exception):

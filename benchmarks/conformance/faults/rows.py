@@ -4,13 +4,13 @@ A test runs theirs, which shows that the row is real, and ours. Where theirs can
 version, another file system, or a process that is killed at a random moment), the row says so instead.
 """
 
-_BIND = "tests/modules/test_incumbent.py"
-_KINDS = "tests/modules/test_incumbent_kinds.py"
-_TREE = "tests/test_incumbent_tree.py"
-_FOLDERS = "tests/storage/test_incumbent_folders.py"
-_MAPS = "tests/storage/test_incumbent.py"
-_OPTIM = "tests/optim/test_incumbent.py"
-_RELIABILITY = "counted in docs/reliability.md, both sides, by tests/reliability"
+_BIND = "benchmarks/conformance/faults/test_modules.py"
+_KINDS = "benchmarks/conformance/faults/test_kinds.py"
+_TREE = "benchmarks/conformance/faults/test_trees.py"
+_FOLDERS = "benchmarks/conformance/faults/test_folders.py"
+_FILES = "benchmarks/conformance/faults/test_checkpoints.py"
+_OPTIM = "benchmarks/conformance/faults/test_optim.py"
+_RELIABILITY = "counted in docs/reliability.md, both sides, by benchmarks/reliability"
 
 SWAPPING = {
     "an exception in a block": f"{_BIND}::test_exception_in_the_body",
@@ -78,13 +78,13 @@ MODULES = {
 
 FOLDERS = {
     "loading runs pickles": f"{_FOLDERS}::test_loading_runs_no_code",
-    "saving writes pickles": f"{_MAPS}::test_data_that_json_cannot_hold",
+    "saving writes pickles": f"{_FILES}::test_data_that_json_cannot_hold",
     "keys shape, device and _type": f"{_FOLDERS}::test_keys_that_are_fields_of_the_format",
     "a save into a new folder is killed": _RELIABILITY,
-    "a write over a folder that stops half way": f"{_MAPS}::test_a_write_that_stops_half_way",
+    "a write over a folder that stops half way": f"{_FILES}::test_a_write_that_stops_half_way",
     "a killed save of an archive": "theirs is right: what is left of it are temporary files",
-    "a file that is cut short": f"{_MAPS}::test_a_file_that_is_cut_short",
-    "a flipped bit": f"{_MAPS}::test_a_flipped_bit",
+    "a file that is cut short": f"{_FILES}::test_a_file_that_is_cut_short",
+    "a flipped bit": f"{_FILES}::test_a_flipped_bit",
     "a missing leaf or sub-tree": f"{_FOLDERS}::test_a_leaf_or_sub_tree_that_is_missing",
     "a meta.json that lies": f"{_FOLDERS}::test_a_description_that_lies",
     "a smaller tree over a larger": f"{_FOLDERS}::test_a_smaller_tree_over_a_larger_one",
@@ -98,8 +98,8 @@ FOLDERS = {
     "one file that is cut short": f"{_FOLDERS}::test_one_file_that_is_cut_short",
     "a typed tree of another script": f"{_FOLDERS}::test_typed_trees_of_another_program",
     "torch.load with weights_only": f"{_KINDS}::test_pickled_trees",
-    "more room than the disk has": f"{_MAPS}::test_room_for_more_than_the_disk",
-    "rows that a map leaves out": f"{_MAPS}::test_rows_that_are_left_out_of_a_map_with_out",
+    "more room than the disk has": f"{_FILES}::test_room_for_more_than_the_disk",
+    "rows that a map leaves out": f"{_FILES}::test_rows_that_are_left_out_of_a_map_with_out",
 }
 
 TRANSFORMS = {

@@ -5,7 +5,7 @@ from functools import wraps
 import numpy as np
 import torch
 
-from tests.random_trees import Branch, Lazy
+from benchmarks.conformance.random_trees import Branch, Lazy
 
 _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "truediv": "/", "pow": "**", "floordiv": "//", "mod": "%", "and": "&",

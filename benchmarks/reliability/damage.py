@@ -1,7 +1,9 @@
 """Damaged files and folders, and what each library makes of them.
 
 A load of damaged input is `refused` (an error), `equal` (the saved values), `wrong` (anything else, without a word),
-`crashed` (the process is gone), or `wrote` (it changed the files). `python -m tests.reliability.damage` prints counts.
+`crashed` (the process is gone), or `wrote` (it changed the files).
+
+`python -m benchmarks.reliability.damage` prints counts.
 """
 
 import json
@@ -18,10 +20,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.reliability.children import forked
+from benchmarks.reliability.loads import OURS, snapshot
 from tdfunc import TensorDict, load, save
 from tdfunc._collection import iter_leaves
-from tests.reliability.children import forked
-from tests.reliability.loads import OURS, snapshot
 from tests.storage.trees import same_bytes
 
 VALUES = {"w": torch.arange(6.0).reshape(2, 3), "n": {"b": torch.tensor([1, 2**40]), "m": torch.tensor([True, False])}}

@@ -5,12 +5,13 @@ import operator
 import numpy as np
 import torch
 
+from benchmarks.conformance.differential import Case, UnfitError
+from benchmarks.conformance.random_trees import Branch, Lazy, like, parts, random_leaf, random_tree
+from benchmarks.conformance.recorder import written_down
 from tdfunc import TensorDict
 from tdfunc.ops.rearrange import pad as pad_tree
-from tests.differential import Case, UnfitError
 from tests.incumbent import Incumbent
-from tests.random_trees import Branch, Lazy, like, parts, random_index, random_leaf, random_tree
-from tests.recorder import written_down
+from tests.random_index import random_index
 
 
 def random_case(rng, given=None, kinds=False):

@@ -1,8 +1,8 @@
-"""Counts what happens when things go wrong and writes `docs/reliability.md`: `python -m tests.reliability [PART ...]`.
+"""Counts and writes `docs/reliability.md`: `python -m benchmarks.reliability [PART ...]`.
 
 The parts are `kills`, `faults`, `damage`, `hostile` and `fuzz` (`fuzz:TARGET` is one target of it); without a name all
 of them run, which takes more than an hour on two cores, and some need root. `page` only writes the page. What was
-counted is kept in `results/`, with the commit of the code that ran; tests/test_reliability.py compares the page.
+counted is kept in `results/`, with the commit of the code that ran; tests/test_pages.py compares the page.
 """
 
 import json
@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.reliability.kills import KINDS
+from benchmarks.reliability.kills import KINDS
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "reliability.md"
 _RESULTS = Path(__file__).parent / "results"
@@ -33,7 +33,7 @@ _RUNS = "runs"
 
 
 def _run(module: str, *args: Any) -> Any:
-    command = [sys.executable, "-m", f"tests.reliability.{module}", *map(str, args)]
+    command = [sys.executable, "-m", f"benchmarks.reliability.{module}", *map(str, args)]
     return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout)
 
 
@@ -50,7 +50,7 @@ def _by_kind(module: str, *args: Any) -> dict[str, Any]:
 def _fuzz(target: str) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as folder:
         limit = f"-max_total_time={_FUZZ_S}"
-        command = [sys.executable, "-m", "tests.reliability.fuzz", target, f"{folder}/corpus", limit]
+        command = [sys.executable, "-m", "benchmarks.reliability.fuzz", target, f"{folder}/corpus", limit]
         log = subprocess.run(command, stderr=subprocess.PIPE, check=False).stderr.decode(errors="replace")
     counts = fuzz_counts(log)
     if counts["findings"] or not counts["inputs"]:

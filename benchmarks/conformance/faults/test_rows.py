@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.incumbent_rows import CONTAINER, FOLDERS, MODULES, ROWS, SWAPPING, TRANSFORMS
+from benchmarks.conformance.faults.rows import CONTAINER, FOLDERS, MODULES, ROWS, SWAPPING, TRANSFORMS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 NAMED = {place for place in ROWS.values() if "::" in place}
 # How a test runs what is not ours.
 THEIRS = (

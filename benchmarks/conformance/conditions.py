@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from tests.differential import Stack, Tree, Words, differences, same_tensor, settled, untyped
-from tests.random_trees import Branch, Lazy, parts
+from benchmarks.conformance.differential import Stack, Tree, Words, differences, same_tensor, settled, untyped
+from benchmarks.conformance.random_trees import Branch, Lazy, parts
 
 
 def sizes(case):

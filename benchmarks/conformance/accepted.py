@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from tests.conditions import (
+from benchmarks.conformance.conditions import (
     batch,
     both_bare,
     both_raise,
@@ -43,7 +43,7 @@ from tests.conditions import (
     theirs_says,
     torch_refuses,
 )
-from tests.random_cases import OPERATORS as OPERATOR_NAMES
+from benchmarks.conformance.random_cases import OPERATORS as OPERATOR_NAMES
 
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "xor")
 MADE = ("new_zeros", "new_ones", "new_full")

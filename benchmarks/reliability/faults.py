@@ -1,6 +1,6 @@
 """Disks that are full, folders that cannot be written to, and several processes at one place.
 
-`python -m tests.reliability.faults KIND FOLDER` prints the counts for one kind of writer (`kills.KINDS`).
+`python -m benchmarks.reliability.faults KIND FOLDER` prints the counts for one kind of writer (`kills.KINDS`).
 """
 
 import json
@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from tests.reliability.children import in_child
-from tests.reliability.kills import _VALUES, KINDS, AbstractKind
+from benchmarks.reliability.children import in_child
+from benchmarks.reliability.kills import _VALUES, KINDS, AbstractKind
 
 _TMPFS_BYTES = 20 << 20
 _NOBODY = 65534

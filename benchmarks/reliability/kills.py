@@ -1,4 +1,4 @@
-"""Saves that are killed at random moments: `python -m tests.reliability.kills KIND COUNT FOLDER` counts what is left.
+"""Counts what is left of saves that are killed: `python -m benchmarks.reliability.kills KIND COUNT FOLDER`.
 
 A child process saves trees over each other again and again until it gets SIGKILL. All values of a tree are equal, and
 differ from those of the others, so that a mixture shows. The child notes in a pipe where it is, which tells whether a

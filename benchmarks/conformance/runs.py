@@ -7,10 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from tdfunc import TensorDict
-from tdfunc._collection import TensorCollection
-from tests.accepted import ACCEPTED, KINDS, OF_KINDS
-from tests.differential import (
+from benchmarks.conformance.accepted import ACCEPTED, KINDS, OF_KINDS
+from benchmarks.conformance.differential import (
     Outcome,
     Stack,
     Tree,
@@ -23,10 +21,12 @@ from tests.differential import (
     settled,
     untyped,
 )
+from benchmarks.conformance.random_cases import has_kinds, random_case
+from benchmarks.conformance.random_trees import Branch, Lazy, dense, parts, plain, random_tree
+from benchmarks.conformance.recorder import recorded, tree_source
+from tdfunc import TensorDict
+from tdfunc._collection import TensorCollection
 from tests.incumbent import Incumbent
-from tests.random_cases import has_kinds, random_case
-from tests.random_trees import Branch, Lazy, dense, parts, plain, random_tree
-from tests.recorder import recorded, tree_source
 
 # The errors of tdfunc, and those of tensordict for the same mistake.
 ERRORS = {
@@ -487,9 +487,9 @@ HEAD = """import numpy as np
 import torch
 import tdfunc
 from tests.incumbent import Incumbent, tensordict
-from tests import random_cases
-from tests.random_cases import double, keep_floats, shrink
-from tests.random_trees import LAZY, TYPED
+from benchmarks.conformance import random_cases
+from benchmarks.conformance.random_cases import double, keep_floats, shrink
+from benchmarks.conformance.random_trees import LAZY, TYPED
 
 
 def step(tree, call):

@@ -1,7 +1,7 @@
 """Files and folders that were made to do harm, and what comes of loading them.
 
 Each is loaded in a process of its own that notes every attempt to run code, to open other files or to write, and how
-much memory it took. `python -m tests.reliability.hostile` prints counts.
+much memory it took. `python -m benchmarks.reliability.hostile` prints counts.
 """
 
 # The tables of inputs are easier to check with several on a line.
@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from benchmarks.reliability.children import in_child
+from benchmarks.reliability.loads import OURS, snapshot
 from tdfunc import TensorDict, load, save
 from tdfunc import open as open_file
 from tdfunc._collection import iter_leaves
-from tests.reliability.children import in_child
-from tests.reliability.loads import OURS, snapshot
 from tests.storage.trees import entry, forge
 
 DEEP = 100_000

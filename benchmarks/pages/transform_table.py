@@ -1,4 +1,4 @@
-"""The operations and transformations of the table in docs/transforms.md; `python -m tests.transform_table` writes it.
+"""The operations and transformations of the table in docs/transforms.md.
 
 A row is an operation on a tree and the same on its tensors; a column runs both under a transformation and compares.
 """
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import tdfunc as tdf
 from tdfunc import TensorClass, TensorDict
 
-PAGE = Path(__file__).parent.parent / "docs/transforms.md"
+PAGE = Path(__file__).parents[2] / "docs/transforms.md"
 
 
 class State(TensorClass):
@@ -509,7 +509,7 @@ for _name in ("compile", "compile with autograd", "inductor"):
     for _row in ("stack, with non-tensor data", "set, a value for each row"):
         RAISES[_row, _name] = (Exception, "as_proxy|numpy", _DATA)
 
-START, END = "<!-- Written by tests/transform_table.py. -->", "<!-- End of the table. -->"
+START, END = "<!-- Written by benchmarks/pages/transform_table.py. -->", "<!-- End of the table. -->"
 
 
 def table():
@@ -527,11 +527,7 @@ def table():
     return "\n".join([*lines, "", *(f"{i}. {reason}." for i, reason in enumerate(reasons, 1))])
 
 
-def page(text):
+def page():
     """The page with its table written anew."""
-    head, rest = text.split(START)
+    head, rest = PAGE.read_text().split(START)
     return f"{head}{START}\n\n{table()}\n\n{END}{rest.split(END)[1]}"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text()))
