@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.conformance.faults.rows import CONTAINER, FOLDERS, MODULES, ROWS, SWAPPING, TRANSFORMS
+from benchmarks.conformance.faults.rows import CONTAINER, FOLDERS, MODULES, OURS, ROWS, SWAPPING, TRANSFORMS
 
 ROOT = Path(__file__).parents[3]
 NAMED = {place for place in ROWS.values() if "::" in place}
@@ -43,6 +43,15 @@ def test_rows_run_theirs(place):
 
     assert any(word in source for word in THEIRS)
     assert '"""' in source
+
+
+def test_rows_have_tests_of_ours():
+    """Each fault that a row names has a test in tests/faults/."""
+    ours = {name for file in (ROOT / "tests/faults").glob("test_*.py") for name in sources(file)}
+    theirs = {place.split("::")[1] for place in NAMED}
+
+    assert {name for name in theirs if OURS.get(name, name) not in ours} == set()
+    assert theirs >= OURS.keys()
 
 
 def test_rows_that_run_nothing_say_why():
