@@ -15,7 +15,7 @@ import torch
 from torch import Size, Tensor
 from torch.nn import Parameter
 
-from tdfunc._errors import ImmutableError, TreeStructureError, explain
+from tdfunc._errors import ImmutableError, TreeStructureError
 from tdfunc._keys import is_key, missing, unravel
 from tdfunc._nontensor import NonTensorBase
 from tdfunc._readahead import MIN_BYTES, read_rows_ahead
@@ -360,7 +360,7 @@ _ATTRIBUTE_HINTS = {
 
 
 def _frozen(tree: TensorCollection, what: str, fix: str) -> ImmutableError:
-    return ImmutableError(explain(f"{type(tree).__name__} is immutable: {what} cannot be written.", hint=fix))
+    return ImmutableError(f"{type(tree).__name__} is immutable: {what} cannot be written.", hint=fix)
 
 
 def _remake(cls: type[TensorCollection], data: dict[str, Node], *rest: Any) -> TensorCollection:
@@ -398,14 +398,12 @@ def check_keys(first: TensorCollection, others: Sequence[TensorCollection]) -> N
     for other in others:
         if not isinstance(other, TensorCollection) or other._data.keys() != keys:
             raise TreeStructureError(
-                explain(
-                    "The trees have different keys.",
-                    expected=f"{sorted(keys)}",
-                    got=f"{sorted(other._data)}"
-                    if isinstance(other, TensorCollection)
-                    else f"a leaf of type {type(other).__name__}",
-                    hint="select() the common keys, or set() the missing ones.",
-                )
+                "The trees have different keys.",
+                expected=f"{sorted(keys)}",
+                got=f"{sorted(other._data)}"
+                if isinstance(other, TensorCollection)
+                else f"a leaf of type {type(other).__name__}",
+                hint="select() the common keys, or set() the missing ones.",
             )
 
 

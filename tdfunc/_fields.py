@@ -13,7 +13,7 @@ import torch
 from torch import Size, Tensor
 
 from tdfunc._collection import TensorCollection
-from tdfunc._errors import LeafMismatchError, explain
+from tdfunc._errors import LeafMismatchError, error
 from tdfunc._nontensor import NonTensorBase, NonTensorData
 from tdfunc._types import Node
 from tdfunc._vmapped import in_transform
@@ -43,8 +43,12 @@ def merge_options(name: str, inherited: Iterable[Options], given: Mapping[str, b
     merged = Options(*map(any, zip(*inherited, strict=True)))._replace(**given)
     chosen = [option for option in _EXCLUSIVE if getattr(merged, option)]
     if len(chosen) > 1:
-        hint = f"keep one; {chosen[0]}=False turns an inherited option off."
-        raise TypeError(explain(f"{name}: these options exclude each other.", got=", ".join(chosen), hint=hint))
+        raise error(
+            TypeError,
+            f"{name}: these options exclude each other.",
+            got=", ".join(chosen),
+            hint=f"keep one; {chosen[0]}=False turns an inherited option off.",
+        )
     return merged
 
 
@@ -197,9 +201,12 @@ def make_node(
         value = _as_typed(value, typed, size, device, where)
     node = convert(value, size, device, where)
     if options.tensor_only and isinstance(node, NonTensorBase):
-        expected, got = "a tensor, tree, number or list of numbers", type(value).__name__
-        hint = 'derive from TensorClass without "tensor_only".'
-        raise LeafMismatchError(explain(f"{where!r}: this cannot be a tensor.", expected=expected, got=got, hint=hint))
+        raise LeafMismatchError(
+            f"{where!r}: this cannot be a tensor.",
+            expected="a tensor, tree, number or list of numbers",
+            got=type(value).__name__,
+            hint='derive from TensorClass without "tensor_only".',
+        )
     return node
 
 
@@ -216,9 +223,11 @@ def _cast(value: Any, wanted: type, size: Size, where: str) -> Any:
             call: Callable[[Any], Any] = np.asarray if wanted is np.ndarray else wanted
             value = call(plain)
     except (TypeError, ValueError, RuntimeError) as err:
-        got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        what = f"{where!r}: autocast cannot make this the annotated type."
-        raise LeafMismatchError(explain(what, expected=wanted.__name__, got=got)) from err
+        raise LeafMismatchError(
+            f"{where!r}: autocast cannot make this the annotated type.",
+            expected=wanted.__name__,
+            got=f"shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value),
+        ) from err
     return NonTensorData(value, size)
 
 
@@ -235,9 +244,11 @@ def _as_typed(value: Any, typed: Any, size: Size, device: torch.device | None, w
     unknown = [key for key in given if key not in [f.name for f in fields]]
     lacking = [f.name for f in fields if f.name not in given and not has_default(f)]
     if unknown or lacking:
-        expected = f"the fields {list(typed._fields)} of {typed.__name__}"
-        got = f"{list(given)}: unknown {unknown}, missing {lacking}"
-        raise LeafMismatchError(explain(f"{where!r}: the value does not fit.", expected=expected, got=got))
+        raise LeafMismatchError(
+            f"{where!r}: the value does not fit.",
+            expected=f"the fields {list(typed._fields)} of {typed.__name__}",
+            got=f"{list(given)}: unknown {unknown}, missing {lacking}",
+        )
     return typed(**given, batch_size=size, device=device)
 
 
@@ -331,8 +342,9 @@ def _misfit(name: str, key: str, given: _Given, edit: bool) -> LeafMismatchError
         have = " and ".join(f"{other!r} has {_shape(given[other][0])}" for other in blamed)
         hint = f"an axis of one name has one size in all fields, and {have}"
         hint += "; replace() takes several in one call." if edit else "."
-    what = f"{f'{name}.{key}'!r}: the value does not fit its annotation."
-    return LeafMismatchError(explain(what, expected=expected, got=_shown(node), hint=hint))
+    return LeafMismatchError(
+        f"{f'{name}.{key}'!r}: the value does not fit its annotation.", expected=expected, got=_shown(node), hint=hint
+    )
 
 
 def _shown(node: Any) -> str:
@@ -422,8 +434,11 @@ def _check_order(name: str, fields: "list[dataclasses.Field[Any]]") -> None:
         if has_default(f):
             before = f.name
         elif before:
-            what = f"{name}: the field {f.name!r} without a default follows {before!r}, which has one."
-            raise TypeError(explain(what, hint=f"give {f.name!r} a default, or field(kw_only=True)."))
+            raise error(
+                TypeError,
+                f"{name}: the field {f.name!r} without a default follows {before!r}, which has one.",
+                hint=f"give {f.name!r} a default, or field(kw_only=True).",
+            )
 
 
 def _parameter(field: "dataclasses.Field[Any]", scope: dict[str, Any]) -> str:

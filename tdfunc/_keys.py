@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
-from tdfunc._errors import FilterError, MissingKeyError, explain
+from tdfunc._errors import FilterError, MissingKeyError, error, explain
 from tdfunc._types import Kind, NestedKey, Path
 
 
@@ -124,12 +124,11 @@ def _leads(node: Any, path: Path) -> bool:
 
 
 def _bad_key(key: object, part: object) -> TypeError:
-    return TypeError(
-        explain(
-            "A key must be a str or a nested tuple of str, and not empty.",
-            got=f"{part!r} in {key!r}",
-            hint="index batch dimensions with td[...], name entries with a str.",
-        )
+    return error(
+        TypeError,
+        "A key must be a str or a nested tuple of str, and not empty.",
+        got=f"{part!r} in {key!r}",
+        hint="index batch dimensions with td[...], name entries with a str.",
     )
 
 
@@ -214,7 +213,7 @@ def of_type(module: nn.Module, *types: type[nn.Module]) -> Filter:
     text = f"of_type({', '.join(t.__name__ for t in types)})"
     if not owners:
         kinds = sorted({type(sub).__name__ for sub in module.modules()})
-        raise FilterError(explain(f"{text}: {type(module).__name__} has no such submodule.", got=f"{', '.join(kinds)}"))
+        raise FilterError(f"{text}: {type(module).__name__} has no such submodule.", got=f"{', '.join(kinds)}")
     return _combined(partial(_owned, owners), text)
 
 
@@ -267,11 +266,9 @@ def _atom(spec: Any) -> tuple[Callable[[Sequence[Entry]], list[bool]], str]:
     if callable(spec):
         return partial(_wanted, spec), getattr(spec, "__name__", "fn")
     raise FilterError(
-        explain(
-            "Filter: cannot be made from this.",
-            expected="a glob (str), compiled regex, Kind, torch.dtype, predicate(path, leaf) or Filter",
-            got=f"{spec!r} ({type(spec).__name__})",
-        )
+        "Filter: cannot be made from this.",
+        expected="a glob (str), compiled regex, Kind, torch.dtype, predicate(path, leaf) or Filter",
+        got=f"{spec!r} ({type(spec).__name__})",
     )
 
 
@@ -281,9 +278,10 @@ def _matching(regex: re.Pattern[str], text: str, entries: Sequence[Entry]) -> li
         paths = [dotted(e.paths[0]) for e in entries]
         close = difflib.get_close_matches(text.strip("'*"), paths, n=3)
         shown = ", ".join(map(repr, close or paths[:5])) or "(the tree has no leaves)"
-        hint = f"paths here are like {shown}."
         raise FilterError(
-            explain(f"Filter: the pattern {text} matches no leaf.", got=f"{len(paths)} leaves", hint=hint)
+            f"Filter: the pattern {text} matches no leaf.",
+            got=f"{len(paths)} leaves",
+            hint=f"paths here are like {shown}.",
         )
     return found
 
@@ -296,7 +294,10 @@ def assign(found: Sequence[Entry], where: dict[Any, Any], call: str) -> list[Any
         chosen = next((j for j, (mask, _) in enumerate(masks) if mask[i]), None)
         if chosen is None:
             name = dotted(entry.paths[0])
-            hint = 'end the dict with "*": value.'
-            raise FilterError(explain(f"{call}: no filter matches the leaf {name!r}.", got=f"{list(where)}", hint=hint))
+            raise FilterError(
+                f"{call}: no filter matches the leaf {name!r}.",
+                got=f"{list(where)}",
+                hint='end the dict with "*": value.',
+            )
         result.append(masks[chosen][1])
     return result

@@ -13,7 +13,7 @@ import torch
 from torch import Size
 from torch.utils import _pytree as torch_pytree
 
-from tdfunc._errors import BatchSizeError, ImmutableError, LeafMismatchError, explain
+from tdfunc._errors import BatchSizeError, ImmutableError, LeafMismatchError, error
 from tdfunc._shapes import as_size, dim_index, index_size, normalize_index
 from tdfunc._vmapped import Mapped, Move, Rows, follow_rows, hidden_dims
 
@@ -30,7 +30,7 @@ class NonTensorBase:
     _array: np.ndarray[Any, Any]
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise ImmutableError(explain(f"{type(self).__name__} is immutable: .{name} = value.", hint="make a new one."))
+        raise ImmutableError(f"{type(self).__name__} is immutable: .{name} = value.", hint="make a new one.")
 
     @property
     def shape(self) -> Size:
@@ -48,12 +48,10 @@ class NonTensorBase:
         if self._mapped or self._features is not None or self.shape[: len(size)] != size:
             got = Size(self._array.shape)
             raise BatchSizeError(
-                explain(
-                    f"{key!r} holds one value for each element of another batch.",
-                    expected=f"shape {list(size)} + (...)",
-                    got=f"shape {list(got)}" + (", with rows that are mapped" if self._mapped else ""),
-                    hint=_hint(self),
-                )
+                f"{key!r} holds one value for each element of another batch.",
+                expected=f"shape {list(size)} + (...)",
+                got=f"shape {list(got)}" + (", with rows that are mapped" if self._mapped else ""),
+                hint=_hint(self),
             )
 
     def resized(self, size: Size, key: str) -> Any:
@@ -61,12 +59,10 @@ class NonTensorBase:
         new = self.rebatch(size)
         if new.shape != size:
             raise LeafMismatchError(
-                explain(
-                    f"{key!r} has a value for each row, which the operation would merge.",
-                    expected=f"shape {list(size)}",
-                    got=f"shape {list(new.shape)}",
-                    hint=f"leave it out first: td.exclude({key!r}).",
-                )
+                f"{key!r} has a value for each row, which the operation would merge.",
+                expected=f"shape {list(size)}",
+                got=f"shape {list(new.shape)}",
+                hint=f"leave it out first: td.exclude({key!r}).",
             )
         return new
 
@@ -305,9 +301,11 @@ class NonTensorStack(NonTensorBase):
         for length in size:
             for part in flat:
                 if not isinstance(part, (list, tuple)) or len(part) != length:
-                    got = f"{part!r}"
-                    raise ValueError(
-                        explain("NonTensorStack: the list is ragged.", expected=f"lists of {length}", got=got)
+                    raise error(
+                        ValueError,
+                        "NonTensorStack: the list is ragged.",
+                        expected=f"lists of {length}",
+                        got=f"{part!r}",
                     )
             flat = [item for part in flat for item in part]
         array = np.empty(len(flat), dtype=object)
@@ -430,12 +428,19 @@ def _check_shapes(call: str, nodes: Sequence[Any], kept: Sequence[Size]) -> None
     """Raise unless what has to agree of the shapes does, as torch would: `join` adds the path."""
     for node, part in zip(nodes, kept, strict=True):
         if node._mapped or node._features is not None:
-            what = f"{call}: non-tensor data hold one value for each element of another batch."
-            got = f"shape {list(node._array.shape)}"
-            raise BatchSizeError(explain(what, expected=f"shape {list(node.shape)}", got=got, hint=_hint(node)))
+            raise BatchSizeError(
+                f"{call}: non-tensor data hold one value for each element of another batch.",
+                expected=f"shape {list(node.shape)}",
+                got=f"shape {list(node._array.shape)}",
+                hint=_hint(node),
+            )
         if part != kept[0]:
-            what = f"{call}: the non-tensor data have different shapes."
-            raise RuntimeError(explain(what, expected=str(list(nodes[0].shape)), got=str(list(node.shape))))
+            raise error(
+                RuntimeError,
+                f"{call}: the non-tensor data have different shapes.",
+                expected=str(list(nodes[0].shape)),
+                got=str(list(node.shape)),
+            )
 
 
 def _cat(nodes: Sequence[Any], dim: int = 0) -> Any:

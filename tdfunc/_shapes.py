@@ -10,7 +10,7 @@ import torch
 from torch import Size, Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 
-from tdfunc._errors import BatchSizeError, explain
+from tdfunc._errors import BatchSizeError, error
 from tdfunc._types import Names
 
 EMPTY = Size(())
@@ -29,9 +29,9 @@ def as_size(value: Any, call: str = "batch_size") -> Size:
     try:
         size = Size(tuple(value))
     except TypeError as err:
-        raise TypeError(explain(f"{call}: not a batch size.", expected="ints", got=repr(value))) from err
+        raise error(TypeError, f"{call}: not a batch size.", expected="ints", got=repr(value)) from err
     if size and min(size) < 0:
-        raise ValueError(explain(f"{call}: a size is negative.", expected="sizes of 0 or more", got=repr(value)))
+        raise error(ValueError, f"{call}: a size is negative.", expected="sizes of 0 or more", got=repr(value))
     return size
 
 
@@ -55,14 +55,13 @@ def as_names(names: Sequence[str | None] | None, ndim: int) -> Names | None:
     result = tuple(names)
     given = [name for name in result if name is not None]
     if not all(isinstance(name, str) for name in given):
-        raise TypeError(explain("names: a name is a str or None.", expected="str or None", got=repr(result)))
+        raise error(TypeError, "names: a name is a str or None.", expected="str or None", got=repr(result))
     if len(result) != ndim or len(set(given)) != len(given):
-        raise ValueError(
-            explain(
-                "names: one distinct name, or None, for each batch dimension.",
-                expected=f"{ndim} names",
-                got=repr(result),
-            )
+        raise error(
+            ValueError,
+            "names: one distinct name, or None, for each batch dimension.",
+            expected=f"{ndim} names",
+            got=repr(result),
         )
     return result if given else None
 
@@ -109,14 +108,14 @@ def int_or_ints(value: Any, what: str) -> int | list[int]:
     try:
         return [item if isinstance(item, _INTS) else operator.index(item) for item in given]  # pyright: ignore[reportReturnType]
     except TypeError as err:
-        raise TypeError(explain(what, expected="an int or several", got=repr(value))) from err
+        raise error(TypeError, what, expected="an int or several", got=repr(value)) from err
 
 
 def as_ints(value: Any, what: str) -> list[int]:
     """Return the ints of a sequence, array or tensor."""
     given = int_or_ints(value, what)
     if not isinstance(given, list):
-        raise TypeError(explain(what, expected="several ints", got=repr(value)))
+        raise error(TypeError, what, expected="several ints", got=repr(value))
     return given
 
 
@@ -125,7 +124,7 @@ def as_int(value: Any, what: str) -> int:
     try:
         return value if isinstance(value, _INTS) else operator.index(value)  # pyright: ignore[reportReturnType]
     except TypeError as err:
-        raise TypeError(explain(what, expected="an int", got=repr(value))) from err
+        raise error(TypeError, what, expected="an int", got=repr(value)) from err
 
 
 def as_count(value: Any) -> Any:
@@ -140,12 +139,11 @@ def dim_index(dim: int, ndim: int, call: str) -> int:
     if not isinstance(dim, int):
         dim = as_int(dim, f"{call}: a batch dimension is an int.")
     if not -ndim <= dim < ndim:
-        raise IndexError(
-            explain(
-                f"{call}: batch dimension {dim} does not exist.",
-                expected=f"{-ndim} <= dim < {ndim}" if ndim else "a tree with batch dimensions; this one has none",
-                hint="only batch dimensions can be addressed; for dimensions of the leaves use td.apply.",
-            )
+        raise error(
+            IndexError,
+            f"{call}: batch dimension {dim} does not exist.",
+            expected=f"{-ndim} <= dim < {ndim}" if ndim else "a tree with batch dimensions; this one has none",
+            hint="only batch dimensions can be addressed; for dimensions of the leaves use td.apply.",
         )
     return dim % ndim
 
@@ -160,12 +158,10 @@ def dim_size(size: Size, dim: int, call: str) -> int:
     """Return the size of a batch dimension, which a ragged one (-1) does not have."""
     if size[dim] < 0:
         raise BatchSizeError(
-            explain(
-                f"{call}: batch dimension {dim} is ragged, it has no one size.",
-                expected="one size",
-                got=f"batch size {list(size)}",
-                hint="pad() the lazy stack first, or call it on each of its trees.",
-            )
+            f"{call}: batch dimension {dim} is ragged, it has no one size.",
+            expected="one size",
+            got=f"batch size {list(size)}",
+            hint="pad() the lazy stack first, or call it on each of its trees.",
         )
     return size[dim]
 
@@ -183,8 +179,11 @@ def fill_size(sizes: Sequence[int], numel: int, call: str) -> Size:
     elif good:
         good = rest == numel
     if not good:
-        raise RuntimeError(
-            explain(f"{call}: the shape does not fit the batch.", expected=f"{numel} elements", got=str(tuple(sizes)))
+        raise error(
+            RuntimeError,
+            f"{call}: the shape does not fit the batch.",
+            expected=f"{numel} elements",
+            got=str(tuple(sizes)),
         )
     return Size(sizes)
 
@@ -211,7 +210,7 @@ def broadcast_sizes(sizes: Sequence[Size]) -> Size:
     size = broadcast(*sizes)
     if size is None:
         got = ", ".join(str(list(size)) for size in sizes)
-        raise IndexError(explain("index: the index tensors do not broadcast together.", got=f"shapes {got}"))
+        raise error(IndexError, "index: the index tensors do not broadcast together.", got=f"shapes {got}")
     return size
 
 
@@ -235,22 +234,21 @@ def normalize_index(index: Any, size: Size) -> tuple[Any, ...]:
     for item in items:  # pyright: ignore[reportUnknownVariableType]
         if item is Ellipsis:
             if ellipsis is not None:
-                raise IndexError(explain("index: more than one Ellipsis.", got=repr(index)))
+                raise error(IndexError, "index: more than one Ellipsis.", got=repr(index))
             ellipsis = len(parts)
             continue
         new, taken = _index_item(item, size, used if ellipsis is None else None, index)
         parts.extend(new)
         used += taken
     if used > len(size):
-        raise IndexError(
-            explain(
-                "index: too many indices for the batch.",
-                expected=f"at most {len(size)} for batch size {list(size)}",
-                got=f"{used} in {index!r}",
-                hint="only batch dimensions can be indexed; for those of the leaves use td.apply(lambda x: x[...])."
-                if size
-                else "without a batch size there are no rows: TensorDict(..., batch_size=[n]). Keys are text: td['0'].",
-            )
+        raise error(
+            IndexError,
+            "index: too many indices for the batch.",
+            expected=f"at most {len(size)} for batch size {list(size)}",
+            got=f"{used} in {index!r}",
+            hint="only batch dimensions can be indexed; for those of the leaves use td.apply(lambda x: x[...])."
+            if size
+            else "without a batch size there are no rows: TensorDict(..., batch_size=[n]). Keys are text: td['0'].",
         )
     if ellipsis is not None:
         parts[ellipsis:ellipsis] = [_ALL] * (len(size) - used)
@@ -279,10 +277,11 @@ def _index_item(item: Any, size: Size, position: int | None, whole: Any) -> tupl
     if tensor.dtype in (torch.bool, torch.uint8):
         return _mask_item(tensor, size, position)
     if tensor.dtype not in _INDEX_DTYPES:
-        raise IndexError(
-            explain(
-                "index: a tensor must hold integers or bools.", expected="int64, int32 or bool", got=str(tensor.dtype)
-            )
+        raise error(
+            IndexError,
+            "index: a tensor must hold integers or bools.",
+            expected="int64, int32 or bool",
+            got=str(tensor.dtype),
         )
     return [tensor], 1
 
@@ -294,8 +293,12 @@ _NARROW = (torch.int8, torch.int16, torch.uint16, torch.uint32, torch.uint64)
 
 def _checked_slice(item: slice) -> slice:
     if item.step is not None and item.step <= 0:
-        hint = "td.apply(lambda x: x.flip(0)) reverses rows."
-        raise ValueError(explain("index: the step of a slice must be positive.", got=f"{item!r}", hint=hint))
+        raise error(
+            ValueError,
+            "index: the step of a slice must be positive.",
+            got=f"{item!r}",
+            hint="td.apply(lambda x: x.flip(0)) reverses rows.",
+        )
     return item
 
 
@@ -317,13 +320,12 @@ def _as_index(item: Any, whole: Any) -> Tensor:
 
 
 def _no_index(item: Any, whole: Any) -> IndexError:
-    return IndexError(
-        explain(
-            "index: not an index.",
-            expected="int, slice, Ellipsis, None, bool, or a tensor, list, range or array of ints or bools",
-            got=f"{item!r} in {whole!r}",
-            hint=_key_hint(whole),
-        )
+    return error(
+        IndexError,
+        "index: not an index.",
+        expected="int, slice, Ellipsis, None, bool, or a tensor, list, range or array of ints or bools",
+        got=f"{item!r} in {whole!r}",
+        hint=_key_hint(whole),
     )
 
 
@@ -348,12 +350,11 @@ def _mask_item(mask: Tensor, size: Size, position: int | None) -> tuple[list[Any
 
 def _check_mask(mask: Tensor, covered: Size) -> None:
     if mask.shape != covered:
-        raise IndexError(
-            explain(
-                "index: the mask does not fit the batch dimensions that it covers.",
-                expected=str(list(covered)),
-                got=str(list(mask.shape)),
-            )
+        raise error(
+            IndexError,
+            "index: the mask does not fit the batch dimensions that it covers.",
+            expected=str(list(covered)),
+            got=str(list(mask.shape)),
         )
 
 
@@ -422,22 +423,20 @@ def index_size(index: tuple[Any, ...], size: Size) -> Size:
 
 def _no_rows(positions: Size, size: Size) -> IndexError:
     """Torch's own rule: any position in an empty dimension is out of range, whatever it says."""
-    return IndexError(
-        explain(
-            "index: a batch dimension that is indexed with integers is empty.",
-            expected="no positions, or a dimension with elements",
-            got=f"positions of shape {list(positions)}, batch size {list(size)}",
-        )
+    return error(
+        IndexError,
+        "index: a batch dimension that is indexed with integers is empty.",
+        expected="no positions, or a dimension with elements",
+        got=f"positions of shape {list(positions)}, batch size {list(size)}",
     )
 
 
 def _check_int(item: Any, dim: int, size: Size) -> None:
     if isinstance(item, int) and size[dim] >= 0 and not -size[dim] <= item < size[dim]:
-        raise IndexError(
-            explain(
-                f"index: {item} is out of range for batch dimension {dim}.",
-                expected=f"{-size[dim]} <= index < {size[dim]}",
-            )
+        raise error(
+            IndexError,
+            f"index: {item} is out of range for batch dimension {dim}.",
+            expected=f"{-size[dim]} <= index < {size[dim]}",
         )
 
 
@@ -500,10 +499,8 @@ def check_lead(shape: Size, size: Size, where: str) -> None:
     """Raise unless `shape` starts with the batch size."""
     if shape[: len(size)] != size:
         raise BatchSizeError(
-            explain(
-                f"{where!r}: the leading dimensions are not the batch size.",
-                expected=f"shape {list(size)} + (...)" if size else "any shape",
-                got=f"shape {list(shape)}",
-                hint="give batch_size the leading dimensions that all entries share.",
-            )
+            f"{where!r}: the leading dimensions are not the batch size.",
+            expected=f"shape {list(size)} + (...)" if size else "any shape",
+            got=f"shape {list(shape)}",
+            hint="give batch_size the leading dimensions that all entries share.",
         )

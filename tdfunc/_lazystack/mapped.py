@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tdfunc._collection import iter_leaves
-from tdfunc._errors import BatchSizeError, explain
+from tdfunc._errors import BatchSizeError
 from tdfunc._pytree import Context
 from tdfunc._vmapped import Layout, came_to, in_transform, layout_of
 
@@ -40,11 +40,9 @@ def check_mapped(children: Sequence[Any], context: Context, dim: int, ndim: int)
 
 def _not_mapped(what: str, dim: int) -> BatchSizeError:
     return BatchSizeError(
-        explain(
-            f"vmap: {what} would be another dimension of the leaves than of the lazy stack.",
-            expected=f"a dimension before {dim}, along which the trees lie",
-            got=what,
-            hint="permute() the stack so that its own dimension comes last (no copy); to map over the trees, write "
-            "dense() or pad() first, or [fn(tree) for tree in lazy].",
-        )
+        f"vmap: {what} would be another dimension of the leaves than of the lazy stack.",
+        expected=f"a dimension before {dim}, along which the trees lie",
+        got=what,
+        hint="permute() the stack so that its own dimension comes last (no copy); to map over the trees, write "
+        "dense() or pad() first, or [fn(tree) for tree in lazy].",
     )

@@ -9,7 +9,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from tdfunc._errors import CorruptCheckpointError, explain
+from tdfunc._errors import CorruptCheckpointError
 from tdfunc._keys import dotted
 from tdfunc.storage.folder_read import LeafFile
 from tdfunc.storage.format import check_digest
@@ -71,8 +71,11 @@ class MemmapLeaf(NamedTuple):
             with self._opened() as fd:
                 found, needed = os.fstat(fd).st_size, self.file.size_bytes
                 if found < needed or (self.file.exact and found > needed):
-                    what = f"leaf {dotted(self.file.path)!r}: its file has another size."
-                    raise CorruptCheckpointError(explain(what, expected=f"{needed} bytes", got=f"{found} bytes"))
+                    raise CorruptCheckpointError(
+                        f"leaf {dotted(self.file.path)!r}: its file has another size.",
+                        expected=f"{needed} bytes",
+                        got=f"{found} bytes",
+                    )
 
     @contextmanager
     def _opened(self) -> Generator[int, None, None]:
@@ -80,7 +83,7 @@ class MemmapLeaf(NamedTuple):
         try:
             opened = open_inside(self.root, self.file.name, what)
         except FileNotFoundError as err:
-            raise CorruptCheckpointError(explain(f"{what}: its file is missing.", expected=self.file.name)) from err
+            raise CorruptCheckpointError(f"{what}: its file is missing.", expected=self.file.name) from err
         with opened as fd:
             yield fd
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tdfunc._collection import TensorCollection
-from tdfunc._errors import UnsupportedError, explain
+from tdfunc._errors import UnsupportedError
 from tdfunc._nontensor import NonTensorData
 from tdfunc._types import Path
 from tdfunc.cli.readers import FileLeaf, MemmapLeaf, Reader
@@ -126,7 +126,7 @@ def _open_latest(name: str) -> Source:
 
 def _open_local(name: str) -> Source:
     if os.path.exists(name) and not os.path.isfile(name) and not os.path.isdir(name):
-        raise UnsupportedError(explain(f"{name}: this is no regular file.", expected="a file or a folder"))
+        raise UnsupportedError(f"{name}: this is no regular file.", expected="a file or a folder")
     if is_torch_file(name):
         return _open_torch(name)
     source = _open_memmap(name) if is_memmap(name, LocalFiles()) else _open_safetensors(name, LocalFiles())

@@ -6,7 +6,7 @@ import torch
 from torch import Size, nn
 
 from tdfunc._collection import Static, TensorCollection
-from tdfunc._errors import UnsupportedError, explain
+from tdfunc._errors import UnsupportedError
 from tdfunc._keys import Filter
 from tdfunc._nontensor import NonTensorData
 from tdfunc._shapes import EMPTY
@@ -134,10 +134,8 @@ def split(tree: T) -> tuple[T, T]:
     found = entries(tree)
     if found and all(entry.kind is None for entry in found):
         raise UnsupportedError(
-            explain(
-                "split: the tree does not record what its leaves are.",
-                expected="a tree of from_module, stack_modules or init_ensemble",
-                hint="use partition(tree, filter), or td.set(key, leaf, kind=Kind.PARAMETER).",
-            )
+            "split: the tree does not record what its leaves are.",
+            expected="a tree of from_module, stack_modules or init_ensemble",
+            hint="use partition(tree, filter), or td.set(key, leaf, kind=Kind.PARAMETER).",
         )
     return partition(tree, Filter(Kind.PARAMETER))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, final
 
 from tdfunc._collection import TensorCollection, iter_leaves
-from tdfunc._errors import explain
+from tdfunc._errors import error
 from tdfunc._keys import Filter, FilterLike
 from tdfunc._nontensor import NonTensorBase
 from tdfunc._types import Kind, Path
@@ -83,10 +83,13 @@ def summary(tree: TensorCollection, depth: int | None, where: "FilterLike | None
     try:
         from rich.table import Table
     except ImportError as err:
-        hint = "pip install 'tdfunc[cli]', or display the tree itself: it needs no other package."
-        raise ImportError(explain("summary: the package rich is not installed.", hint=hint)) from err
+        raise error(
+            ImportError,
+            "summary: the package rich is not installed.",
+            hint="pip install 'tdfunc[cli]', or display the tree itself: it needs no other package.",
+        ) from err
     if depth is not None and (type(depth) is not int or depth < 1):
-        raise ValueError(explain("summary: depth counts keys.", expected="an int from 1, or None", got=repr(depth)))
+        raise error(ValueError, "summary: depth counts keys.", expected="an int from 1, or None", got=repr(depth))
     title = f"{type(tree).__name__}, batch {list(tree._batch_size)}"
     if where is not None:
         tree = partition(tree, where)[0]

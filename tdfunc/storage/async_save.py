@@ -18,7 +18,7 @@ import xxhash
 from torch import Tensor, nn
 
 from tdfunc._collection import TensorCollection
-from tdfunc._errors import ConcurrencyError, explain
+from tdfunc._errors import ConcurrencyError, error
 from tdfunc._mapped import mapped_file
 from tdfunc._nontensor import NonTensorData
 from tdfunc._shapes import as_count
@@ -256,5 +256,5 @@ def check_max_pending(max_pending: int) -> int:
     """Return how many saves a queue holds; raise for one that could hold nothing."""
     number = as_positive(max_pending)
     if number is None:
-        raise ValueError(explain("max_pending is no number of saves.", expected="1 or more", got=repr(max_pending)))
+        raise error(ValueError, "max_pending is no number of saves.", expected="1 or more", got=repr(max_pending))
     return number

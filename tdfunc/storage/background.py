@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from tdfunc._errors import ConcurrencyError, explain
+from tdfunc._errors import ConcurrencyError, error, explain
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -67,12 +67,10 @@ class PendingSave(Future[SavedPath]):
         """
         if self._process != os.getpid() and not self.done():
             raise ConcurrencyError(
-                explain(
-                    f"save {self._path}: the save runs in another process.",
-                    expected=f"process {self._process}, which submitted it",
-                    got=f"process {os.getpid()}, forked from it",
-                    hint="wait for the save before the fork, or in the parent.",
-                )
+                f"save {self._path}: the save runs in another process.",
+                expected=f"process {self._process}, which submitted it",
+                got=f"process {os.getpid()}, forked from it",
+                hint="wait for the save before the fork, or in the parent.",
             )
         error = super().exception(timeout)
         self._is_seen = True
@@ -131,8 +129,12 @@ class SaveQueue:
         state = self._own()
         with state.lock:
             if not state.changed.wait_for(lambda: not state.open, timeout_s):
-                shown = ", ".join(str(save._path) for save in state.open)
-                raise TimeoutError(explain("wait: saves are still running.", expected=f"{timeout_s} s", got=shown))
+                raise error(
+                    TimeoutError,
+                    "wait: saves are still running.",
+                    expected=f"{timeout_s} s",
+                    got=", ".join(str(save._path) for save in state.open),
+                )
         self.raise_failed()
 
     def raise_failed(self) -> None:
@@ -174,13 +176,12 @@ class SaveQueue:
             while len(state.open) + len(state.promised) >= self._max_pending:
                 left = None if end is None else end - monotonic()
                 if left is not None and left <= 0:
-                    raise TimeoutError(
-                        explain(
-                            f"save {save._path}: earlier saves are still running; nothing was submitted.",
-                            expected=f"a free place of {self._max_pending} within {timeout_s} s",
-                            got=", ".join(str(save._path) for save in state.open) or "a save that is being submitted",
-                            hint="save less often, or raise max_pending, which costs memory.",
-                        )
+                    raise error(
+                        TimeoutError,
+                        f"save {save._path}: earlier saves are still running; nothing was submitted.",
+                        expected=f"a free place of {self._max_pending} within {timeout_s} s",
+                        got=", ".join(str(save._path) for save in state.open) or "a save that is being submitted",
+                        hint="save less often, or raise max_pending, which costs memory.",
                     )
                 state.changed.wait(left)
             state.promised.append(save)

@@ -9,7 +9,7 @@ import torch
 from torch import Size
 
 from tdfunc._collection import Static, TensorCollection
-from tdfunc._errors import CorruptCheckpointError, TreeStructureError, UnsupportedError, explain
+from tdfunc._errors import CorruptCheckpointError, TreeStructureError, UnsupportedError
 from tdfunc._keys import dotted
 from tdfunc._nontensor import NonTensorBase, NonTensorData, NonTensorStack
 from tdfunc._shapes import as_names
@@ -189,12 +189,10 @@ def check_fields(cls: Any, keys: Collection[str], path: Path) -> None:
     if unknown:
         lacking = [name for name in cls._required if name not in keys]
         raise TreeStructureError(
-            explain(
-                f"what was saved at {dotted(path) if path else 'the root'!r} is no {cls.__name__} of today.",
-                expected=f"the fields {list(cls._fields)}",
-                got=f"{list(keys)}: unknown {unknown}, missing {lacking}",
-                hint=f"load(path, classes=TensorDict) gives plain trees; {cls.__name__}.from_tensordict takes one.",
-            )
+            f"what was saved at {dotted(path) if path else 'the root'!r} is no {cls.__name__} of today.",
+            expected=f"the fields {list(cls._fields)}",
+            got=f"{list(keys)}: unknown {unknown}, missing {lacking}",
+            hint=f"load(path, classes=TensorDict) gives plain trees; {cls.__name__}.from_tensordict takes one.",
         )
 
 
@@ -219,10 +217,8 @@ def resolve_class(name: Any, classes: Classes) -> type[TensorCollection]:
     ):
         return found
     raise UnsupportedError(
-        explain(
-            f"the tree has nodes of the class {name!r}, which is not here.",
-            expected="a TensorCollection class that is imported",
-            got=type(found).__name__ if found is not None else "nothing of this name",
-            hint="import its module, name it: load(path, classes=[...]), or take plain trees: classes=TensorDict.",
-        )
+        f"the tree has nodes of the class {name!r}, which is not here.",
+        expected="a TensorCollection class that is imported",
+        got=type(found).__name__ if found is not None else "nothing of this name",
+        hint="import its module, name it: load(path, classes=[...]), or take plain trees: classes=TensorDict.",
     )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tdfunc._collection import TensorCollection
-from tdfunc._errors import UnsupportedError, explain
+from tdfunc._errors import UnsupportedError, error
 from tdfunc._keys import FilterLike
 from tdfunc._types import Device
 from tdfunc.storage.atomic import replace_file
@@ -87,21 +87,18 @@ def save(
 def outline_of(td: TensorCollection) -> Outline:
     """Describe a tree that is to be saved; what cannot be is refused here."""
     if not isinstance(td, TensorCollection):
-        raise TypeError(
-            explain(
-                "save: this is no tree.",
-                expected="a TensorDict",
-                got=type(td).__name__,
-                hint="save(TensorDict(mapping), path).",
-            )
+        raise error(
+            TypeError,
+            "save: this is no tree.",
+            expected="a TensorDict",
+            got=type(td).__name__,
+            hint="save(TensorDict(mapping), path).",
         )
     if type(torch.empty(0, device="cpu")) is not Tensor:
         raise UnsupportedError(
-            explain(
-                "save: a mode is active under which tensors have no values.",
-                got=type(torch.empty(0)).__name__,
-                hint="save outside of FakeTensorMode.",
-            )
+            "save: a mode is active under which tensors have no values.",
+            got=type(torch.empty(0)).__name__,
+            hint="save outside of FakeTensorMode.",
         )
     return outline(td)
 
@@ -222,8 +219,13 @@ def load(
 def as_name(path: Any, call: str) -> str:
     """Return a path as text."""
     if not isinstance(path, (str, bytes, os.PathLike)):
-        hint = "save(tree, path), in this order." if call == "save" else f"{call}(path)."
-        raise TypeError(explain(f"{call}: not a path.", expected="a file name", got=type(path).__name__, hint=hint))
+        raise error(
+            TypeError,
+            f"{call}: not a path.",
+            expected="a file name",
+            got=type(path).__name__,
+            hint="save(tree, path), in this order." if call == "save" else f"{call}(path).",
+        )
     return os.fsdecode(path)
 
 
@@ -236,16 +238,15 @@ def check_target(path: str | os.PathLike[str]) -> str:
             hint = "torch.save(td.state_dict(), path) writes such a file."
         else:
             hint = "this is the only format that it writes; max_shard_size= writes a folder of shards."
-        raise ValueError(
-            explain(
-                f"save {target}: the file name has another suffix.",
-                expected=_SUFFIX,
-                got=suffix or "none",
-                hint=hint,
-            )
+        raise error(
+            ValueError,
+            f"save {target}: the file name has another suffix.",
+            expected=_SUFFIX,
+            got=suffix or "none",
+            hint=hint,
         )
     if not is_remote(target) and os.path.isdir(target):
-        raise IsADirectoryError(explain(f"save {target}: this is a folder.", expected="the name of a file"))
+        raise error(IsADirectoryError, f"save {target}: this is a folder.", expected="the name of a file")
     return target
 
 
@@ -254,6 +255,11 @@ def check_folder(path: str | os.PathLike[str]) -> str:
     folder = not_empty(local_path(as_name(path, "save")), "save")
     taken = not is_remote(folder) and os.path.lexists(folder) and not os.path.isdir(folder)
     if taken or folder.endswith((_SUFFIX, *_TORCH_SUFFIXES)):
-        what, hint = f"save {folder}: shards are saved in a folder.", "name a folder, or leave out max_shard_size=."
-        raise ValueError(explain(what, expected="the name of a folder", got="that of a file", hint=hint))
+        raise error(
+            ValueError,
+            f"save {folder}: shards are saved in a folder.",
+            expected="the name of a folder",
+            got="that of a file",
+            hint="name a folder, or leave out max_shard_size=.",
+        )
     return folder.rstrip("/") or "/"

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tdfunc._collection import TensorCollection, iter_leaves
-from tdfunc._errors import UnsupportedError, WorkerError, explain
+from tdfunc._errors import UnsupportedError, WorkerError, error
 from tdfunc.ops.storage_writes import write_row
 from tdfunc.storage.transfer import is_shared_file
 
@@ -47,11 +47,15 @@ def make_plan(size: int, chunksize: int | None, num_chunks: int | None, workers:
         ValueError: Both arguments are given, or one is too small.
     """
     if chunksize is not None and num_chunks is not None:
-        got = f"chunksize={chunksize}, num_chunks={num_chunks}"
-        raise ValueError(explain("map: chunks are counted or measured.", expected="one of the two", got=got))
+        raise error(
+            ValueError,
+            "map: chunks are counted or measured.",
+            expected="one of the two",
+            got=f"chunksize={chunksize}, num_chunks={num_chunks}",
+        )
     for name, value, least in (("chunksize", chunksize, 0), ("num_chunks", num_chunks, 1)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            raise ValueError(explain(f"map: {name} is no such number.", expected=f"{least} or more", got=repr(value)))
+            raise error(ValueError, f"map: {name} is no such number.", expected=f"{least} or more", got=repr(value))
     if chunksize is None:
         # An empty batch is one empty chunk, so that the function says what it makes of it.
         return Plan(size, max(1, min(num_chunks or max(workers, 1), size)), None)
@@ -129,8 +133,11 @@ class Job(NamedTuple):
         if self.out is None:
             return result
         if not is_writable_file(self.out):
-            what = "map: the files of out are not those that this process has mapped."
-            raise WorkerError(explain(what, expected="the files that the caller mapped", got="others by now"))
+            raise WorkerError(
+                "map: the files of out are not those that this process has mapped.",
+                expected="the files that the caller mapped",
+                got="others by now",
+            )
         write_result(self.out, self.dim, rows, result)
         return None
 
@@ -165,9 +172,10 @@ def write_result(out: Any, dim: int, rows: Any, result: Any) -> None:
         BatchSizeError: It has another number of rows.
     """
     if not isinstance(result, TensorCollection):
-        hint = "with out= the function returns the tree that is written there."
-        got = type(result).__name__
         raise UnsupportedError(
-            explain("map: the result cannot be written to out.", expected="a tree", got=got, hint=hint)
+            "map: the result cannot be written to out.",
+            expected="a tree",
+            got=type(result).__name__,
+            hint="with out= the function returns the tree that is written there.",
         )
     write_row(out, place(dim, rows), result)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from json.encoder import encode_basestring as quote
 from typing import Any, NamedTuple
 
-from tdfunc._errors import CorruptCheckpointError, UnsupportedError, explain
+from tdfunc._errors import CorruptCheckpointError, UnsupportedError, error
 from tdfunc._keys import missing
 from tdfunc._types import Path
 from tdfunc.storage.decode import Plan, check_flags, check_unique, malformed, parse_tree
@@ -70,9 +70,12 @@ class Contents:
         if self.is_ours:
             check_version(metadata)
             if "tdfunc.tree" not in metadata:
-                what = "the file describes no tree: it is one shard of a larger save."
-                expected, hint = "tdfunc.tree in the metadata", "load the folder that it is in."
-                raise UnsupportedError(explain(what, expected=expected, got=", ".join(metadata), hint=hint))
+                raise UnsupportedError(
+                    "the file describes no tree: it is one shard of a larger save.",
+                    expected="tdfunc.tree in the metadata",
+                    got=", ".join(metadata),
+                    hint="load the folder that it is in.",
+                )
         self._lock = threading.RLock()
         self._idle = threading.Condition(self._lock)
         self._readers, self._closed = 0, False
@@ -119,8 +122,11 @@ class Contents:
     def check_open(self) -> None:
         """Raise if it was closed."""
         if self._closed:
-            what = f"load {self.path}: the checkpoint is closed."
-            raise ValueError(explain(what, hint="read inside of `with tdfunc.open(path) as f:`."))
+            raise error(
+                ValueError,
+                f"load {self.path}: the checkpoint is closed.",
+                hint="read inside of `with tdfunc.open(path) as f:`.",
+            )
 
     # -- the tree ---------------------------------------------------------------------------------------------
 
@@ -164,7 +170,7 @@ class Contents:
         names = [entry.name for entry in entries]
         if "" in names:
             raise UnsupportedError(
-                explain("a leaf has an empty name, which is no key.", hint="safetensors.torch.load_file reads it.")
+                "a leaf has an empty name, which is no key.", hint="safetensors.torch.load_file reads it."
             )
         paths = [tuple(name.split(".")) for name in names]
         return describe(paths if nests(paths) else [(name,) for name in names], entries)
@@ -177,11 +183,9 @@ class Contents:
             lacking = [name for name in self.homes if name not in found]
             stray = [name for name in found if name not in self.homes] or ["a name in two files"]
             raise CorruptCheckpointError(
-                explain(
-                    "the index does not fit its files.",
-                    expected=f"{len(self.homes)} leaves",
-                    got=f"{len(entries)} leaves; missing {lacking[:5]}, not in the index {stray[:5]}",
-                )
+                "the index does not fit its files.",
+                expected=f"{len(self.homes)} leaves",
+                got=f"{len(entries)} leaves; missing {lacking[:5]}, not in the index {stray[:5]}",
             )
         return [found[name] for name in self.homes]
 
@@ -205,9 +209,10 @@ class Contents:
         assert self.homes is not None
         if len(self.homes) != len(names) or any(name not in self.homes for name in names):
             lacking = [name for name in names if name not in self.homes]
-            expected, got = f"{len(names)} names", f"{len(self.homes)}; missing: {lacking[:5]}"
             raise CorruptCheckpointError(
-                explain("the index does not name the tree's leaves.", expected=expected, got=got)
+                "the index does not name the tree's leaves.",
+                expected=f"{len(names)} names",
+                got=f"{len(self.homes)}; missing: {lacking[:5]}",
             )
         return [self.homes[name] for name in names]
 
@@ -231,11 +236,9 @@ class Contents:
                 return
             if self.verify:
                 raise CorruptCheckpointError(
-                    explain(
-                        "the header's entries are not those of its tree.",
-                        expected=layout.entries[:200],
-                        got=header.rest[:200],
-                    )
+                    "the header's entries are not those of its tree.",
+                    expected=layout.entries[:200],
+                    got=header.rest[:200],
                 )
         # Another program wrote the header, or the index; the names still say which leaf is which.
         entries = self._entries(source)
@@ -249,7 +252,7 @@ class Contents:
             begins[i] = source.begin + _same(entry, name, spec).begin
         if found:
             raise CorruptCheckpointError(
-                explain("the file has leaves that its tree does not have.", got=", ".join(map(repr, list(found)[:5])))
+                "the file has leaves that its tree does not have.", got=", ".join(map(repr, list(found)[:5]))
             )
 
     # -- one path ---------------------------------------------------------------------------------------------
@@ -345,7 +348,7 @@ class Contents:
     def _locate(self, name: str, spec: tuple[str, Sequence[int]]) -> tuple[Source, Entry, str | None]:
         number = 0 if self.homes is None else self.homes.get(name, -1)
         if number < 0:
-            raise CorruptCheckpointError(explain("the index lacks a leaf of its tree.", expected=name))
+            raise CorruptCheckpointError("the index lacks a leaf of its tree.", expected=name)
         source = self.sources[number]
         table = self._table(number)
         digest = None
@@ -361,9 +364,10 @@ class Contents:
         else:
             entry = None
         if entry is None or (entry.spec.code, list(entry.spec.shape)) != (spec[0], list(spec[1])):
-            got = f"{entry.spec.code} {list(entry.spec.shape)}" if entry is not None else "nothing of this name"
             raise CorruptCheckpointError(
-                explain(f"leaf {name} is not what the tree says.", expected=f"{spec[0]} {list(spec[1])}", got=got)
+                f"leaf {name} is not what the tree says.",
+                expected=f"{spec[0]} {list(spec[1])}",
+                got=f"{entry.spec.code} {list(entry.spec.shape)}" if entry is not None else "nothing of this name",
             )
         return source, entry, digest
 
@@ -398,9 +402,10 @@ def _split_entries(rest: str) -> dict[str, tuple[int, str]] | None:
 
 def _same(entry: Entry | None, name: str, spec: Spec) -> Entry:
     if entry is None or entry.spec != spec:
-        got = f"{entry.spec.code} {list(entry.spec.shape)}" if entry is not None else "nothing of this name"
         raise CorruptCheckpointError(
-            explain(f"leaf {name} is not what the tree says.", expected=f"{spec.code} {list(spec.shape)}", got=got)
+            f"leaf {name} is not what the tree says.",
+            expected=f"{spec.code} {list(spec.shape)}",
+            got=f"{entry.spec.code} {list(entry.spec.shape)}" if entry is not None else "nothing of this name",
         )
     return entry
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Size
 
-from tdfunc._errors import CorruptCheckpointError, explain
+from tdfunc._errors import CorruptCheckpointError
 from tdfunc._types import Path
 from tdfunc.storage.encode import IS_PARAMETER, IS_VALUE, KIND_FLAGS, REQUIRES_GRAD
 from tdfunc.storage.format import Spec, is_countable, no_constant, spec_of, unique
@@ -305,9 +305,7 @@ def are_flags(flags: Any, known: Set[str]) -> bool:
 
 def malformed(expected: str, got: str) -> CorruptCheckpointError:
     """Build the error for JSON that describes no tree."""
-    return CorruptCheckpointError(
-        explain("the description of the tree is malformed.", expected=expected[:400], got=got[:400])
-    )
+    return CorruptCheckpointError("the description of the tree is malformed.", expected=expected[:400], got=got[:400])
 
 
 def _check_fields_of(key: str, what: dict[str, Any]) -> None:

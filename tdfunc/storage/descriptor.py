@@ -6,7 +6,7 @@ from functools import partial
 from itertools import repeat
 from typing import NoReturn
 
-from tdfunc._errors import UnsupportedError, explain
+from tdfunc._errors import UnsupportedError
 
 
 class Descriptor:
@@ -35,8 +35,7 @@ class Descriptor:
 
     def __reduce__(self) -> NoReturn:
         # Not of a number: two objects would close it, the second one after the system has given it to another file.
-        what, hint = "An open descriptor cannot be copied or pickled.", "open the file again."
-        raise UnsupportedError(explain(what, hint=hint))
+        raise UnsupportedError("An open descriptor cannot be copied or pickled.", hint="open the file again.")
 
     def __enter__(self) -> int:
         return self._open[0]

@@ -13,7 +13,7 @@ import torch
 from torch import Size, Tensor, nn
 
 from tdfunc._collection import TensorCollection
-from tdfunc._errors import BatchSizeError, TieError, UnsupportedError, explain
+from tdfunc._errors import BatchSizeError, TieError, UnsupportedError
 from tdfunc._keys import dotted
 from tdfunc._nontensor import NonTensorBase, NonTensorData, NonTensorStack
 from tdfunc._types import Kind, Path, Ties
@@ -208,8 +208,11 @@ def _free_name(name: str, taken: set[str]) -> str:
 
 
 def _misfit(name: str, batch: Size, shape: Size) -> BatchSizeError:
-    what = f"save: leaf {name} does not start with the batch size; nothing was written."
-    return BatchSizeError(explain(what, expected=str(list(batch)), got=str(list(shape))))
+    return BatchSizeError(
+        f"save: leaf {name} does not start with the batch size; nothing was written.",
+        expected=str(list(batch)),
+        got=str(list(shape)),
+    )
 
 
 def _new_spec(writer: _Writer, name: str, dtype: torch.dtype, size: Size) -> int:
@@ -288,7 +291,7 @@ def _is_plain(item: Any) -> bool:
 
 def _refusal(name: str, got: str, expected: str, hint: str) -> UnsupportedError:
     return UnsupportedError(
-        explain(f"save: leaf {name} cannot be stored; nothing was written.", expected=expected, got=got, hint=hint)
+        f"save: leaf {name} cannot be stored; nothing was written.", expected=expected, got=got, hint=hint
     )
 
 
@@ -296,15 +299,11 @@ def _check_encodable(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as err:
-        bad = find_surrogate(text.split('"'))
-        hint = "a lone surrogate is half of a character: rename the key, or repair the value."
         raise UnsupportedError(
-            explain(
-                "save: a key or value is no valid Unicode; nothing was written.",
-                expected="text that UTF-8 can encode",
-                got=ascii(bad),
-                hint=hint,
-            )
+            "save: a key or value is no valid Unicode; nothing was written.",
+            expected="text that UTF-8 can encode",
+            got=ascii(find_surrogate(text.split('"'))),
+            hint="a lone surrogate is half of a character: rename the key, or repair the value.",
         ) from err
 
 
@@ -328,13 +327,11 @@ def _check_tied(writer: _Writer, ties: Ties) -> None:
     hint = "td.untie(path) separates them."
     for group, refs in zip(ties, writer.refs, strict=True):
         if len(refs) != len(group):
-            raise TieError(
-                explain(f"save: no leaf at one of the tied paths {', '.join(map(dotted, group))}.", hint=hint)
-            )
+            raise TieError(f"save: no leaf at one of the tied paths {', '.join(map(dotted, group))}.", hint=hint)
     for group, name, leaf in writer.tied:
         first, value = writer.first[group]
         if leaf is not value or not isinstance(leaf, Tensor):
-            raise TieError(explain(f"save: {name} is tied to {first}, but holds another value.", hint=hint))
+            raise TieError(f"save: {name} is tied to {first}, but holds another value.", hint=hint)
 
 
 def restrict(ties: Ties) -> dict[str, Ties]:
@@ -359,10 +356,8 @@ def _own_order(ties: Ties, node: _Pending) -> list[list[Any]]:
         if None in found or len({mark[0] for mark in found if mark}) > 1:
             shown = ", ".join(dotted(path) for path in group)
             raise TieError(
-                explain(
-                    f"save: the tree does not know that {shown} are tied in its sub-tree {node.prefix!r}.",
-                    hint="td.untie(path).",
-                )
+                f"save: the tree does not know that {shown} are tied in its sub-tree {node.prefix!r}.",
+                hint="td.untie(path).",
             )
         result.append([found[0][0], [mark[1] for mark in found if mark]])  # pyright: ignore[reportOptionalSubscript]
     return result
@@ -379,10 +374,9 @@ def check_tie_size(keys: int, error: type[Exception]) -> None:
     """Raise for tied leaves so deep that their paths would fill the memory."""
     if keys > MAX_TIE_KEYS:
         raise error(
-            explain(
-                "The tied leaves lie too deep.",
-                expected=f"at most {MAX_TIE_KEYS} keys (path lengths squared)",
-                got=str(keys),
-                hint="td.untie(path).",
-            )
+            error,
+            "The tied leaves lie too deep.",
+            expected=f"at most {MAX_TIE_KEYS} keys (path lengths squared)",
+            got=str(keys),
+            hint="td.untie(path).",
         )

@@ -3,7 +3,7 @@
 import os
 from typing import Protocol
 
-from tdfunc._errors import CorruptCheckpointError, explain
+from tdfunc._errors import CorruptCheckpointError, error
 from tdfunc.storage.contents import Contents
 from tdfunc.storage.format import MAX_HEADER_BYTES
 from tdfunc.storage.index import INDEX, SINGLE, Index, parse_index
@@ -104,7 +104,7 @@ def no_checkpoint(path: str, files: Files) -> FileNotFoundError:
     if _META in found:
         what, expected = f"open {path}: this is a memmap folder.", f"{INDEX} or {SINGLE}: open reads safetensors"
         hint = "tdfunc.load(path) and tdfunc.load_memmap(path) map its leaves, and read none before."
-    return FileNotFoundError(explain(what, expected=expected, got=shown or "nothing", hint=hint))
+    return error(FileNotFoundError, what, expected=expected, got=shown or "nothing", hint=hint)
 
 
 def _join(folder: str, name: str) -> str:
@@ -133,8 +133,11 @@ def read_index(path: str, files: Files, *, verify: bool) -> tuple[bytes, Index]:
         data = files.open(path)
         try:
             if data.size_bytes > MAX_HEADER_BYTES:
-                expected, got = f"at most {MAX_HEADER_BYTES} bytes", f"{data.size_bytes} bytes"
-                raise CorruptCheckpointError(explain("the index is too long.", expected=expected, got=got))
+                raise CorruptCheckpointError(
+                    "the index is too long.",
+                    expected=f"at most {MAX_HEADER_BYTES} bytes",
+                    got=f"{data.size_bytes} bytes",
+                )
             raw = read_bytes(data, 0, data.size_bytes)
         finally:
             data.close()
@@ -152,9 +155,11 @@ def _open_shards(path: str, files: Files, *, verify: bool) -> Contents:
             # Another save may have replaced the index, and deleted the shards of the old one.
             again, index = read_index(path, files, verify=verify)
             if again == raw:
-                what, hint = f"load {path}: a shard that the index names is missing.", "restore it from a copy."
                 raise CorruptCheckpointError(
-                    explain(what, expected=", ".join(index.files), got=str(err), hint=hint)
+                    f"load {path}: a shard that the index names is missing.",
+                    expected=", ".join(index.files),
+                    got=str(err),
+                    hint="restore it from a copy.",
                 ) from err
             raw = again
 
@@ -181,19 +186,15 @@ def _check_shard(source: Source, index: Index, number: int) -> None:
         # One damaged letter makes an index of ours look like one of another program.
         if found is not None and index.is_marked:
             raise CorruptCheckpointError(
-                explain(
-                    "this shard is of tdfunc, and the index is not.",
-                    expected="an index with tdfunc's metadata, or one without a trace of them",
-                    got="traces of them: the index is damaged",
-                    hint="restore the index from a copy, or read what is there: load(path, verify=False).",
-                )
+                "this shard is of tdfunc, and the index is not.",
+                expected="an index with tdfunc's metadata, or one without a trace of them",
+                got="traces of them: the index is damaged",
+                hint="restore the index from a copy, or read what is there: load(path, verify=False).",
             )
     elif found != recorded:
         raise CorruptCheckpointError(
-            explain(
-                "this shard is of another save than the index.",
-                expected=f"a header with the digest {recorded}",
-                got=str(found),
-                hint="restore all files of the folder from one copy.",
-            )
+            "this shard is of another save than the index.",
+            expected=f"a header with the digest {recorded}",
+            got=str(found),
+            hint="restore all files of the folder from one copy.",
         )

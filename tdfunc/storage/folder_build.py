@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tdfunc._collection import Static, TensorCollection
-from tdfunc._errors import CorruptCheckpointError, explain
+from tdfunc._errors import CorruptCheckpointError
 from tdfunc._nontensor import NonTensorData
 from tdfunc.storage.build import check_fields
 from tdfunc.storage.encode import IS_PARAMETER, IS_VALUE, REQUIRES_GRAD
@@ -76,4 +76,4 @@ def _flagged(leaf: Tensor | None, flags: str) -> Any:
             return nn.Parameter(leaf, REQUIRES_GRAD in flags)
         return leaf.requires_grad_() if REQUIRES_GRAD in flags else leaf
     except RuntimeError as err:
-        raise CorruptCheckpointError(explain("A leaf cannot have a gradient.", got=f"{err}"[:200])) from err
+        raise CorruptCheckpointError("A leaf cannot have a gradient.", got=f"{err}"[:200]) from err

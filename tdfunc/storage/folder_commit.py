@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from tdfunc._errors import explain
+from tdfunc._errors import error
 from tdfunc.storage.descriptor import Descriptor
 from tdfunc.storage.folder_owned import find_foreign
 from tdfunc.storage.names import META
@@ -65,13 +65,12 @@ def check_target(path: str, call: str, *, exist_ok: bool) -> None:
     """Raise unless a folder may be written at a path: nothing is there, an empty folder, or a memmap folder alone."""
     here = _current()
     if here is not None and os.path.join(here, "").startswith(os.path.join(path, "")):
-        raise FileExistsError(
-            explain(
-                f"{call} {path}: a folder is replaced as a whole, and this process works inside of this one.",
-                expected="a folder that does not hold the current one",
-                got=f"the current folder {here}",
-                hint="name a folder in it, as in './tree', or os.chdir() elsewhere first.",
-            )
+        raise error(
+            FileExistsError,
+            f"{call} {path}: a folder is replaced as a whole, and this process works inside of this one.",
+            expected="a folder that does not hold the current one",
+            got=f"the current folder {here}",
+            hint="name a folder in it, as in './tree', or os.chdir() elsewhere first.",
         )
     try:
         if not os.listdir(path):
@@ -79,20 +78,24 @@ def check_target(path: str, call: str, *, exist_ok: bool) -> None:
     except FileNotFoundError:
         return
     except NotADirectoryError as err:
-        what = f"{call} {path}: this is a file."
-        raise FileExistsError(explain(what, expected="the name of a folder", got="a file")) from err
+        raise error(
+            FileExistsError, f"{call} {path}: this is a file.", expected="the name of a folder", got="a file"
+        ) from err
     if not exist_ok:
-        hint = "existsok=True replaces it, as a whole."
-        raise FileExistsError(explain(f"{call} {path}: the folder exists.", expected="a new or empty one", hint=hint))
+        raise error(
+            FileExistsError,
+            f"{call} {path}: the folder exists.",
+            expected="a new or empty one",
+            hint="existsok=True replaces it, as a whole.",
+        )
     foreign = find_foreign(path)
     if foreign is not None:
-        raise FileExistsError(
-            explain(
-                f"{call} {path}: the folder holds files that are no part of a memmapped tree; they would be deleted.",
-                expected=f"a new or empty folder, or one that holds what its {META} names and nothing else",
-                got=foreign,
-                hint="choose another folder, or move what you want to keep and delete this one.",
-            )
+        raise error(
+            FileExistsError,
+            f"{call} {path}: the folder holds files that are no part of a memmapped tree; they would be deleted.",
+            expected=f"a new or empty folder, or one that holds what its {META} names and nothing else",
+            got=foreign,
+            hint="choose another folder, or move what you want to keep and delete this one.",
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import numpy as np
 from torch import Size
 
-from tdfunc._errors import CorruptCheckpointError, UnsupportedError, explain
+from tdfunc._errors import CorruptCheckpointError, UnsupportedError
 from tdfunc._keys import dotted
 from tdfunc._nontensor import NonTensorBase, NonTensorData, NonTensorStack
 from tdfunc._shapes import as_names
@@ -40,13 +40,17 @@ def own_fields(meta: dict[str, Any], path: Path) -> dict[str, Any] | None:
     if own is None:
         return None
     if type(own) is not dict or "tdfunc" not in own:
-        hint = "load it with tensordict and rename the key."
-        raise UnsupportedError(explain(f"{where(path)} has an entry with an empty key.", expected="a key", hint=hint))
-    if own["tdfunc"] != VERSION:
-        expected, got = str(VERSION), repr(own["tdfunc"])[:100]
-        hint = "install the tdfunc that wrote it, or a newer one."
         raise UnsupportedError(
-            explain(f"{where(path)} has another format version.", expected=expected, got=got, hint=hint)
+            f"{where(path)} has an entry with an empty key.",
+            expected="a key",
+            hint="load it with tensordict and rename the key.",
+        )
+    if own["tdfunc"] != VERSION:
+        raise UnsupportedError(
+            f"{where(path)} has another format version.",
+            expected=str(VERSION),
+            got=repr(own["tdfunc"])[:100],
+            hint="install the tdfunc that wrote it, or a newer one.",
         )
     return own
 
@@ -185,4 +189,4 @@ def where(path: Path) -> str:
 
 def malformed_meta(what: str, expected: str, got: str) -> CorruptCheckpointError:
     """Build the error for a meta.json that says what it cannot."""
-    return CorruptCheckpointError(explain(f"{what} is malformed.", expected=expected, got=got[:400]))
+    return CorruptCheckpointError(f"{what} is malformed.", expected=expected, got=got[:400])

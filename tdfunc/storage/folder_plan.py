@@ -11,7 +11,7 @@ import torch
 from torch import Size, Tensor, nn
 
 from tdfunc._collection import TensorCollection
-from tdfunc._errors import BatchSizeError, TieError, UnsupportedError, explain
+from tdfunc._errors import BatchSizeError, TieError, UnsupportedError
 from tdfunc._keys import dotted
 from tdfunc._nontensor import NonTensorBase, NonTensorData, NonTensorStack
 from tdfunc._types import Path
@@ -106,8 +106,10 @@ class _Planner:
             stack.extend(reversed(self._node(stack.pop())))
         for name, path, leaf, first in self.aliases:
             if first not in self.stored or self.stored[first][1] is not leaf:
-                what = f"{self.call}: {dotted(path)!r} is tied to {dotted(first)!r}, but holds another value."
-                raise TieError(explain(what, hint="td.untie(path) separates them."))
+                raise TieError(
+                    f"{self.call}: {dotted(path)!r} is tied to {dotted(first)!r}, but holds another value.",
+                    hint="td.untie(path) separates them.",
+                )
             if leaf.numel():
                 self.links.append((name, self.stored[first][0]))
         size_bytes = sum(file.size_bytes for file in self.files)
@@ -273,20 +275,28 @@ class _Planner:
         try:
             text.encode()
         except UnicodeEncodeError as err:
-            what = f"{self.call}: text at {ascii(dotted(path))} is no valid Unicode; nothing was written."
-            hint = "a lone surrogate is half of a character: rename the key, or repair the value."
-            got = ascii(text[err.start : err.start + 1])
-            expected = "text that UTF-8 can encode"
-            raise UnsupportedError(explain(what, expected=expected, got=got, hint=hint)) from err
+            raise UnsupportedError(
+                f"{self.call}: text at {ascii(dotted(path))} is no valid Unicode; nothing was written.",
+                expected="text that UTF-8 can encode",
+                got=ascii(text[err.start : err.start + 1]),
+                hint="a lone surrogate is half of a character: rename the key, or repair the value.",
+            ) from err
 
     def _refusal(self, path: Path, got: str, expected: str, hint: str | None = None) -> UnsupportedError:
-        what = f"{self.call}: {dotted(path) or 'the tree'!r} cannot be stored; nothing was written."
-        return UnsupportedError(explain(what, expected=expected, got=got, hint=hint))
+        return UnsupportedError(
+            f"{self.call}: {dotted(path) or 'the tree'!r} cannot be stored; nothing was written.",
+            expected=expected,
+            got=got,
+            hint=hint,
+        )
 
 
 def _misfit(call: str, path: Path, batch: Size, shape: Size) -> BatchSizeError:
-    what = f"{call}: {dotted(path)!r} does not start with the batch size; nothing was written."
-    return BatchSizeError(explain(what, expected=str(list(batch)), got=str(list(shape))))
+    return BatchSizeError(
+        f"{call}: {dotted(path)!r} does not start with the batch size; nothing was written.",
+        expected=str(list(batch)),
+        got=str(list(shape)),
+    )
 
 
 def _join(folder: str, name: str) -> str:

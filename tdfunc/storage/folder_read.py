@@ -15,7 +15,7 @@ import torch
 from torch import Size
 
 from tdfunc._collection import TensorCollection
-from tdfunc._errors import CorruptCheckpointError, UnsupportedError, explain
+from tdfunc._errors import CorruptCheckpointError, UnsupportedError
 from tdfunc._keys import dotted
 from tdfunc._nontensor import NonTensorBase, NonTensorData
 from tdfunc._types import Kind, Names, Path, Ties
@@ -136,8 +136,9 @@ class FolderReader:
         if kind == LAZY_TYPE:
             return self._lazy(number, node, meta, own)
         if kind in (VALUE_TYPE, VALUES_TYPE):
-            hint = "load the folder above it."
-            raise UnsupportedError(explain(f"{where(node.path)} is one value and no tree.", got=str(kind), hint=hint))
+            raise UnsupportedError(
+                f"{where(node.path)} is one value and no tree.", got=str(kind), hint="load the folder above it."
+            )
         if "shape" not in meta and self._is_folder(join_name(node.folder, "_tensordict"), node.path):
             return self._tensorclass(number, node, meta)
         if type(kind) is not str or "shape" not in meta:
@@ -146,11 +147,9 @@ class FolderReader:
 
     def _unknown(self, path: Path, kind: Any) -> Exception:
         return UnsupportedError(
-            explain(
-                f"{where(path)} is of a type that is not read.",
-                expected="a TensorDict, lazy stack, tensorclass or non-tensor data",
-                got=repr(kind)[:200],
-            )
+            f"{where(path)} is of a type that is not read.",
+            expected="a TensorDict, lazy stack, tensorclass or non-tensor data",
+            got=repr(kind)[:200],
         )
 
     def _meta(self, folder: str, path: Path) -> dict[str, Any]:
@@ -161,7 +160,7 @@ class FolderReader:
             if not folder:
                 raise
             raise CorruptCheckpointError(
-                explain(f"{what} is missing.", expected=join_name(folder, META), hint="restore it from a copy.")
+                f"{what} is missing.", expected=join_name(folder, META), hint="restore it from a copy."
             ) from err
         with opened as fd:
             size_bytes = os.fstat(fd).st_size
@@ -179,12 +178,10 @@ class FolderReader:
             except OSError:
                 continue
             raise UnsupportedError(
-                explain(
-                    f"{where(path)} has pickled data, which can run any code when it is read.",
-                    expected="non-tensor data as JSON",
-                    got=join_name(folder, name),
-                    hint="tdfunc never reads pickles: delete the file, or write the folder again without that data.",
-                )
+                f"{where(path)} has pickled data, which can run any code when it is read.",
+                expected="non-tensor data as JSON",
+                got=join_name(folder, name),
+                hint="tdfunc never reads pickles: delete the file, or write the folder again without that data.",
             )
 
     def _is_folder(self, folder: str, path: Path) -> bool:
@@ -193,8 +190,9 @@ class FolderReader:
         except OSError:
             return False
         if stat.S_ISLNK(kind):
-            hint = "put the folder there in place of the link."
-            raise CorruptCheckpointError(explain(f"{where(path)} is a link to a folder.", got=folder, hint=hint))
+            raise CorruptCheckpointError(
+                f"{where(path)} is a link to a folder.", got=folder, hint="put the folder there in place of the link."
+            )
         return stat.S_ISDIR(kind)
 
     def _lazy(self, number: int, node: Node, meta: dict[str, Any], own: dict[str, Any] | None) -> list[Node]:
@@ -317,7 +315,7 @@ class FolderReader:
             folder = join_name(at.node.folder, at.key)
         if not self._is_folder(folder, path):
             raise CorruptCheckpointError(
-                explain(f"the folder of {dotted(path)!r} is missing.", expected=folder, hint="restore it from a copy.")
+                f"the folder of {dotted(path)!r} is missing.", expected=folder, hint="restore it from a copy."
             )
         return folder
 
@@ -325,13 +323,15 @@ class FolderReader:
         entry, key = at.entry, at.key
         code, shape = entry.get("dtype"), entry.get("shape")
         if entry.get("is_nested"):
-            hint = "write padded tensors, or the parts as leaves."
-            raise UnsupportedError(explain(f"leaf {dotted(path)!r} is a nested tensor.", hint=hint))
+            raise UnsupportedError(
+                f"leaf {dotted(path)!r} is a nested tensor.", hint="write padded tensors, or the parts as leaves."
+            )
         dtype = DTYPES.get(code) if type(code) is str else None
         if dtype is None:
             if type(code) is str and code.startswith("torch."):
-                expected = f"one of {', '.join(DTYPES)}"
-                raise UnsupportedError(explain(f"leaf {dotted(path)!r}: no such dtype.", expected=expected, got=code))
+                raise UnsupportedError(
+                    f"leaf {dotted(path)!r}: no such dtype.", expected=f"one of {', '.join(DTYPES)}", got=code
+                )
             raise malformed_meta(what, f"the dtype of {key!r}", repr(code)[:100])
         is_value = IS_VALUE in at.flags
         size = size_of(shape, what, Size(()) if is_value else at.node.size)

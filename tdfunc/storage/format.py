@@ -16,7 +16,7 @@ import torch
 import xxhash
 from torch import Size
 
-from tdfunc._errors import CorruptCheckpointError, UnsupportedError, explain
+from tdfunc._errors import CorruptCheckpointError, UnsupportedError
 
 VERSION = "1"
 ALGORITHM = "xxh3-64"
@@ -106,24 +106,21 @@ def spec_of(code: str, shape: Sequence[int]) -> Spec:
     """Describe a leaf by what the file says of it."""
     if code not in DTYPES:
         raise UnsupportedError(
-            explain(
-                f"dtype {code!r} has no counterpart in torch {torch.__version__}.",
-                expected=f"one of {', '.join(DTYPES)}",
-            )
+            f"dtype {code!r} has no counterpart in torch {torch.__version__}.",
+            expected=f"one of {', '.join(DTYPES)}",
         )
     if any(type(dim) is not int or dim < 0 for dim in shape):
-        raise CorruptCheckpointError(explain("A shape is no list of sizes.", got=repr(shape)[:400]))
+        raise CorruptCheckpointError("A shape is no list of sizes.", got=repr(shape)[:400])
     # Also strides of leaves without elements are numbers of 64 bits.
     if not is_countable(shape, _CODES[code][1]):
-        expected = "elements that can be counted in 64 bits"
-        raise CorruptCheckpointError(explain("A shape is too large.", expected=expected, got=repr(shape)[:400]))
+        raise CorruptCheckpointError(
+            "A shape is too large.", expected="elements that can be counted in 64 bits", got=repr(shape)[:400]
+        )
     size, bits = tuple(shape), math.prod(shape) * _CODES[code][1]
     if code == "F4":
         if not shape or shape[-1] % 2:
             raise CorruptCheckpointError(
-                explain(
-                    "float4 leaves hold pairs of elements.", expected="an even last dimension", got=str(list(shape))
-                )
+                "float4 leaves hold pairs of elements.", expected="an even last dimension", got=str(list(shape))
             )
         size = (*size[:-1], size[-1] // 2)
     dtype, text = DTYPES[code], ",".join(map(str, shape))
@@ -225,9 +222,12 @@ def parse(raw: bytes, size_bytes: int, *, verify: bool) -> Header:
 
 
 def _altered(expected: str, got: str) -> CorruptCheckpointError:
-    what = "the header is damaged, or another program wrote it again with the metadata of an older file."
-    hint = "restore the file from a copy, or read what is there: load(path, verify=False)."
-    return CorruptCheckpointError(explain(what, expected=expected, got=got, hint=hint))
+    return CorruptCheckpointError(
+        "the header is damaged, or another program wrote it again with the metadata of an older file.",
+        expected=expected,
+        got=got,
+        hint="restore the file from a copy, or read what is there: load(path, verify=False).",
+    )
 
 
 def check_version(metadata: dict[str, str]) -> None:
@@ -235,12 +235,10 @@ def check_version(metadata: dict[str, str]) -> None:
     version = metadata.get("tdfunc.version")
     if version != VERSION:
         raise UnsupportedError(
-            explain(
-                "the file has another format version.",
-                expected=VERSION,
-                got=repr(version),
-                hint="install the tdfunc that wrote it, or a newer one.",
-            )
+            "the file has another format version.",
+            expected=VERSION,
+            got=repr(version),
+            hint="install the tdfunc that wrote it, or a newer one.",
         )
 
 
@@ -248,12 +246,10 @@ def check_algorithm(algorithm: str | None) -> None:
     """Raise for digests that this version of tdfunc cannot compute."""
     if algorithm != ALGORITHM:
         raise CorruptCheckpointError(
-            explain(
-                "the checksums are of an unknown algorithm.",
-                expected=ALGORITHM,
-                got=repr(algorithm),
-                hint="load(path, verify=False) reads the file unchecked.",
-            )
+            "the checksums are of an unknown algorithm.",
+            expected=ALGORITHM,
+            got=repr(algorithm),
+            hint="load(path, verify=False) reads the file unchecked.",
         )
 
 
@@ -261,12 +257,10 @@ def check_digest(what: str, recorded: str, computed: str) -> None:
     """Raise where bytes are not those that were written."""
     if recorded != computed:
         raise CorruptCheckpointError(
-            explain(
-                f"{what} is damaged: its checksum does not match.",
-                expected=f"{ALGORITHM} {recorded}",
-                got=f"{ALGORITHM} {computed}",
-                hint="restore the file from a copy; load(path, verify=False) reads the damaged values.",
-            )
+            f"{what} is damaged: its checksum does not match.",
+            expected=f"{ALGORITHM} {recorded}",
+            got=f"{ALGORITHM} {computed}",
+            hint="restore the file from a copy; load(path, verify=False) reads the damaged values.",
         )
 
 
@@ -284,9 +278,7 @@ def split_digests(text: str, count: int) -> list[str]:
     width = len(text) // count if count else 0
     if width * count != len(text) or (count and not width):
         raise CorruptCheckpointError(
-            explain(
-                "the leaf checksums do not fit the leaves.", expected=f"{count} of one width", got=f"{len(text)} digits"
-            )
+            "the leaf checksums do not fit the leaves.", expected=f"{count} of one width", got=f"{len(text)} digits"
         )
     return [text[i : i + width] for i in range(0, len(text), width)] if count else []
 
@@ -296,7 +288,7 @@ def parse_entries(raw: bytes, size_bytes: int) -> tuple[dict[str, str], list[Ent
     decoder = json.JSONDecoder(object_pairs_hook=unique, parse_constant=no_constant, parse_float=no_constant)
     header = decoder.decode(raw[8:].decode())
     if not isinstance(header, dict):
-        raise CorruptCheckpointError(explain("the header is no JSON object.", got=repr(header)[:200]))
+        raise CorruptCheckpointError("the header is no JSON object.", got=repr(header)[:200])
     metadata = header.pop("__metadata__", {})
     _check_text(metadata)
     entries = [as_entry(name, fields) for name, fields in header.items()]
@@ -304,11 +296,9 @@ def parse_entries(raw: bytes, size_bytes: int) -> tuple[dict[str, str], list[Ent
     for name, spec, begin in sorted(entries, key=lambda e: (e.begin, e.spec.size_bytes)):
         if begin != end:
             raise CorruptCheckpointError(
-                explain(
-                    f"leaf {name!r} overlaps its neighbour or leaves a hole.",
-                    expected=f"first byte {end}",
-                    got=str(begin),
-                )
+                f"leaf {name!r} overlaps its neighbour or leaves a hole.",
+                expected=f"first byte {end}",
+                got=str(begin),
             )
         end += spec.size_bytes
     check_size(len(raw) + end, size_bytes)
@@ -319,13 +309,13 @@ def as_entry(name: str, fields: Any) -> Entry:
     """Check one entry of a header."""
     if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
         raise CorruptCheckpointError(
-            explain(f"leaf {name!r} is malformed.", expected="dtype, shape and data_offsets", got=repr(fields)[:200])
+            f"leaf {name!r} is malformed.", expected="dtype, shape and data_offsets", got=repr(fields)[:200]
         )
     code, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     typed = isinstance(code, str) and isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2
     if not typed or any(type(offset) is not int or offset < 0 for offset in offsets):
         raise CorruptCheckpointError(
-            explain(f"leaf {name!r} is malformed.", expected="a dtype, sizes and two offsets", got=repr(fields)[:200])
+            f"leaf {name!r} is malformed.", expected="a dtype, sizes and two offsets", got=repr(fields)[:200]
         )
     try:
         spec = spec_of(code, shape)
@@ -333,11 +323,9 @@ def as_entry(name: str, fields: Any) -> Entry:
         raise type(err)(f"leaf {name!r}: {err}") from err
     if offsets[1] - offsets[0] != spec.size_bytes:
         raise CorruptCheckpointError(
-            explain(
-                f"leaf {name!r} has not the bytes that its shape needs.",
-                expected=f"{spec.size_bytes} for {code} {shape}",
-                got=f"data_offsets {offsets}",
-            )
+            f"leaf {name!r} has not the bytes that its shape needs.",
+            expected=f"{spec.size_bytes} for {code} {shape}",
+            got=f"data_offsets {offsets}",
         )
     return Entry(name, spec, offsets[0])
 
@@ -347,12 +335,10 @@ def check_size(expected: int, size_bytes: int) -> None:
     if expected != size_bytes:
         how = "cut short" if size_bytes < expected else "longer than its leaves"
         raise CorruptCheckpointError(
-            explain(
-                f"the file is {how}.",
-                expected=f"{expected} bytes",
-                got=f"{size_bytes} bytes",
-                hint="restore it from a copy.",
-            )
+            f"the file is {how}.",
+            expected=f"{expected} bytes",
+            got=f"{size_bytes} bytes",
+            hint="restore it from a copy.",
         )
 
 
@@ -360,21 +346,18 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make a JSON object; readers disagree on which of two equal keys counts."""
     result = dict(pairs)
     if len(result) != len(pairs):
-        twice = first_twice([key for key, _ in pairs])
-        raise CorruptCheckpointError(explain("the header has a key twice.", got=repr(twice)))
+        raise CorruptCheckpointError("the header has a key twice.", got=repr(first_twice([key for key, _ in pairs])))
     return result
 
 
 def no_constant(text: str) -> NoReturn:
     """Refuse NaN and infinities, which are no JSON, and (as `parse_float`) fractions where sizes belong."""
-    raise CorruptCheckpointError(
-        explain("the header has a number that is none.", expected="a whole number", got=text[:40])
-    )
+    raise CorruptCheckpointError("the header has a number that is none.", expected="a whole number", got=text[:40])
 
 
 def _check_text(metadata: Any) -> None:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CorruptCheckpointError(explain("the metadata is no map of strings.", got=repr(metadata)[:200]))
+        raise CorruptCheckpointError("the metadata is no map of strings.", got=repr(metadata)[:200])
 
 
 def find_surrogate(texts: Iterable[str]) -> str | None:

@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from tdfunc._collection import TensorCollection, iter_leaves
-from tdfunc._errors import LeafMismatchError, explain
+from tdfunc._errors import LeafMismatchError
 from tdfunc._keys import dotted
 from tdfunc._mapped import Extent, extent_of
 from tdfunc._types import Path
@@ -30,13 +30,11 @@ def check_rows_apart(tree: TensorCollection, out: TensorCollection, dim: int) ->
         if (not in_stack and _same_rows(leaf, target, dim)) or not _share(leaf, target):
             continue
         raise LeafMismatchError(
-            explain(
-                f"map: leaf {dotted(target_path)!r} of out shares memory with other rows of leaf {dotted(path)!r}: "
-                "rows would be read after they were overwritten.",
-                expected="memory of its own, or the rows of the tree themselves (in place)",
-                got="rows of the tree at other places",
-                hint="out=td.clone(), or tree.clone().map(...); without out= the results are a new tree.",
-            )
+            f"map: leaf {dotted(target_path)!r} of out shares memory with other rows of leaf {dotted(path)!r}: "
+            "rows would be read after they were overwritten.",
+            expected="memory of its own, or the rows of the tree themselves (in place)",
+            got="rows of the tree at other places",
+            hint="out=td.clone(), or tree.clone().map(...); without out= the results are a new tree.",
         )
 
 

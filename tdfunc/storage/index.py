@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from tdfunc._errors import CorruptCheckpointError, explain
+from tdfunc._errors import CorruptCheckpointError
 from tdfunc.storage.format import ALGORITHM, VERSION, check_algorithm, find_surrogate, no_constant, unique
 
 INDEX = "model.safetensors.index.json"
@@ -59,18 +59,17 @@ def parse_index(raw: bytes, *, verify: bool) -> Index:
         recorded, computed = found[2].decode(), _digest(raw)
         if recorded != computed:
             raise CorruptCheckpointError(
-                explain(
-                    "the index is damaged: its checksum does not match.",
-                    expected=f"{ALGORITHM} {recorded}",
-                    got=f"{ALGORITHM} {computed}",
-                    hint="restore the folder from a copy, or read what is there: load(path, verify=False).",
-                )
+                "the index is damaged: its checksum does not match.",
+                expected=f"{ALGORITHM} {recorded}",
+                got=f"{ALGORITHM} {computed}",
+                hint="restore the folder from a copy, or read what is there: load(path, verify=False).",
             )
     doc = json.loads(raw.decode(), object_pairs_hook=unique, parse_constant=no_constant)
     weights = doc.get("weight_map") if isinstance(doc, dict) else None
     if not isinstance(weights, dict) or any(type(home) is not str for home in weights.values()):
-        expected, got = "a weight_map of names and files", repr(weights)[:200]
-        raise CorruptCheckpointError(explain("the index is malformed.", expected=expected, got=got))
+        raise CorruptCheckpointError(
+            "the index is malformed.", expected="a weight_map of names and files", got=repr(weights)[:200]
+        )
     metadata = doc.get("metadata")
     metadata = metadata if isinstance(metadata, dict) else {}
     shards = metadata.get("tdfunc.shards")
@@ -80,9 +79,11 @@ def parse_index(raw: bytes, *, verify: bool) -> Index:
     texts = {key: value for key, value in metadata.items() if isinstance(value, str)}
     ours = any(key.startswith("tdfunc") for key in metadata)
     if ours and verify and (found is None or not isinstance(shards, dict) or len(shards) != len(files)):
-        what = "the index is damaged, or another program wrote it again with the metadata of an older one."
-        expected, got = f"an index that starts with {_START} and names the digest of each file", repr(raw[:60])
-        raise CorruptCheckpointError(explain(what, expected=expected, got=got))
+        raise CorruptCheckpointError(
+            "the index is damaged, or another program wrote it again with the metadata of an older one.",
+            expected=f"an index that starts with {_START} and names the digest of each file",
+            got=repr(raw[:60]),
+        )
     homes = {quote(name): numbers[home] for name, home in weights.items()}
     digests = [str(shards.get(name)) for name in files] if isinstance(shards, dict) else None
     return Index(texts, homes, files, digests, b'"tdfunc.' in raw)
@@ -95,11 +96,9 @@ def _check_files(files: Sequence[Any]) -> None:
         plain = plain and find_surrogate([name]) is None and len(name.encode()) <= _MAX_NAME_BYTES
         if not plain or name in (".", "..") or not name.endswith(".safetensors"):
             raise CorruptCheckpointError(
-                explain(
-                    "the index names a file that is no shard.",
-                    expected="the name of a safetensors file",
-                    got=repr(name)[:400],
-                )
+                "the index names a file that is no shard.",
+                expected="the name of a safetensors file",
+                got=repr(name)[:400],
             )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from tdfunc._collection import TensorCollection, iter_leaves
-from tdfunc._errors import LeafMismatchError, TreeStructureError, explain
+from tdfunc._errors import LeafMismatchError, TreeStructureError, error
 from tdfunc._keys import dotted, unravel
 from tdfunc._nontensor import NonTensorBase
 from tdfunc._types import Kind, Path
@@ -46,9 +46,11 @@ def check_like(tree: TensorCollection, like: Any, path: str, *, is_ours: bool = 
             lines.append(f"dtype:      {dotted(at)}: expected {dtype}, got {own_dtype}")
     if lines:
         count = f"{len(lines)} difference" + ("s" if len(lines) > 1 else "")
-        what = "\n    ".join([f"load {path}: the checkpoint is not like like=; {count}:", *lines])
-        hint = "keys= chooses leaves, dtype= casts floating ones; a spec without a dtype takes any."
-        raise error(explain(what, hint=dots or hint))
+        raise error(
+            error,
+            "\n    ".join([f"load {path}: the checkpoint is not like like=; {count}:", *lines]),
+            hint=dots or "keys= chooses leaves, dtype= casts floating ones; a spec without a dtype takes any.",
+        )
 
 
 def _not_persistent(like: Any) -> set[Path]:
@@ -91,8 +93,11 @@ def read_specs(like: Any) -> dict[Path, tuple[tuple[int, ...] | None, str | None
             # Not by its keys: those of a lazy stack are what its trees share.
             stack.extend(((*at, key), child) for key, child in reversed(node._data.items()))
         elif isinstance(node, nn.Module):
-            raise TypeError(
-                explain("load: like= is a module.", expected="a tree or spec", hint="like=tdfunc.from_module(module).")
+            raise error(
+                TypeError,
+                "load: like= is a module.",
+                expected="a tree or spec",
+                hint="like=tdfunc.from_module(module).",
             )
         elif isinstance(node, Mapping) or (hasattr(node, "items") and hasattr(node, "keys")):
             items: list[tuple[Any, Any]] = list(node.items())
@@ -115,12 +120,11 @@ def _spec_of(leaf: Any, at: Path) -> tuple[tuple[int, ...] | None, str | None]:
 
 def _no_spec(at: Path, node: Any) -> TypeError:
     where = f" at {dotted(at)!r}" if at else ""
-    return TypeError(
-        explain(
-            f"load: like= has no shape and dtype{where}.",
-            expected="a tree, a mapping, or anything with .shape and .dtype",
-            got=f"{type(node).__name__}",
-        )
+    return error(
+        TypeError,
+        f"load: like= has no shape and dtype{where}.",
+        expected="a tree, a mapping, or anything with .shape and .dtype",
+        got=f"{type(node).__name__}",
     )
 
 

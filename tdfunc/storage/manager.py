@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 from tdfunc._collection import TensorCollection
-from tdfunc._errors import ConcurrencyError, CorruptCheckpointError, UnsupportedError, explain
+from tdfunc._errors import ConcurrencyError, CorruptCheckpointError, UnsupportedError, error, explain
 from tdfunc._keys import FilterLike
 from tdfunc._types import Device
 from tdfunc.storage.async_save import Snapshot, as_positive, check_max_pending, take_snapshot
@@ -109,10 +109,14 @@ class CheckpointManager(WaitMethods):
         keep_last = _as_number("keep_last", keep_last, "the step that was saved last is always kept")
         keep_best = _as_number("keep_best", keep_best, "leave it out to keep none for being best")
         if mode not in ("min", "max"):
-            raise ValueError(explain("CheckpointManager: no such mode.", expected="'min' or 'max'", got=repr(mode)))
+            raise error(ValueError, "CheckpointManager: no such mode.", expected="'min' or 'max'", got=repr(mode))
         if keep_best is not None and metric is None:
-            hint = 'metric="loss", and save(..., metadata={"loss": ...}).'
-            raise ValueError(explain("CheckpointManager: keep_best needs a metric.", got="no metric", hint=hint))
+            raise error(
+                ValueError,
+                "CheckpointManager: keep_best needs a metric.",
+                got="no metric",
+                hint='metric="loss", and save(..., metadata={"loss": ...}).',
+            )
         self._folder = anchored(local_folder(folder, "CheckpointManager"))
         self._keep_last, self._keep_best, self._metric, self._mode = keep_last, keep_best, metric, mode
         self._fsync, self._async = fsync, async_save
@@ -179,8 +183,8 @@ class CheckpointManager(WaitMethods):
         number = check_step(step, "delete")
         if not remove_step(self._folder, number):
             with reading(self._folder, number, "delete"):
-                raise BlockingIOError(
-                    explain(f"delete {self._folder}: step {number} is being loaded.", hint="try again later.")
+                raise error(
+                    BlockingIOError, f"delete {self._folder}: step {number} is being loaded.", hint="try again later."
                 )
 
     # -- reading ------------------------------------------------------------------------------------------------
@@ -201,8 +205,9 @@ class CheckpointManager(WaitMethods):
             CorruptCheckpointError: The metadata of a step are damaged; the message names it.
         """
         if self._metric is None:
-            hint = 'CheckpointManager(folder, metric="loss").'
-            raise ValueError(explain("best: the manager has no metric.", hint=hint))
+            raise error(
+                ValueError, "best: the manager has no metric.", hint='CheckpointManager(folder, metric="loss").'
+            )
         return next(iter(self._by_metric(self.steps())), None)
 
     def metadata(self, step: int | None = None) -> dict[str, Any]:
@@ -258,8 +263,11 @@ class CheckpointManager(WaitMethods):
             ValueError: `fallback` together with a step, or without `verify`.
         """
         if fallback and (step is not None or not verify):
-            got = f"step {step}" if step is not None else "verify=False"
-            raise ValueError(explain("load: fallback looks for the newest whole step.", got=got))
+            raise error(
+                ValueError,
+                "load: fallback looks for the newest whole step.",
+                got=f"step {step}" if step is not None else "verify=False",
+            )
 
         def load_step(number: int) -> Any:
             options = {"like": like, "keys": keys, "dtype": dtype, "device": device, "classes": classes}
@@ -347,12 +355,11 @@ class CheckpointManager(WaitMethods):
     def _check_metric(self, metadata: dict[str, Any]) -> None:
         value = metadata.get(self._metric) if self._metric is not None else None
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-            raise TypeError(
-                explain(
-                    f"save: the metric {self._metric!r} is no number.",
-                    expected="an int or float, or None for a step that is never best",
-                    got=f"{value!r} ({type(value).__name__})",
-                )
+            raise error(
+                TypeError,
+                f"save: the metric {self._metric!r} is no number.",
+                expected="an int or float, or None for a step that is never best",
+                got=f"{value!r} ({type(value).__name__})",
             )
 
     def _check_new(self, step: int, path: pathlib.Path, overwrite: bool) -> None:
@@ -382,14 +389,15 @@ class CheckpointManager(WaitMethods):
         while True:
             step = max((step for step in self.steps() if step not in damaged), default=None)
             if step is None and not damaged:
-                hint = "latest() is None where nothing was saved."
-                raise FileNotFoundError(explain(f"{call} {self._folder}: there are no steps.", hint=hint))
+                raise error(
+                    FileNotFoundError,
+                    f"{call} {self._folder}: there are no steps.",
+                    hint="latest() is None where nothing was saved.",
+                )
             if step is None:
                 shown = ", ".join(map(str, sorted(damaged)))
                 raise CorruptCheckpointError(
-                    explain(
-                        f"{call} {self._folder}: no step is whole.", expected="a whole step", got=f"damaged: {shown}"
-                    )
+                    f"{call} {self._folder}: no step is whole.", expected="a whole step", got=f"damaged: {shown}"
                 )
             try:
                 return use(step)
@@ -434,20 +442,24 @@ def _as_number(name: str, value: int | None, hint: str) -> int | None:
     """Return a number of steps as a plain int."""
     number = None if value is None else as_positive(value)
     if value is not None and number is None:
-        what = f"CheckpointManager: {name} is no number of steps."
-        raise ValueError(explain(what, expected="1 or more, or None", got=repr(value), hint=f"{hint}."))
+        raise error(
+            ValueError,
+            f"CheckpointManager: {name} is no number of steps.",
+            expected="1 or more, or None",
+            got=repr(value),
+            hint=f"{hint}.",
+        )
     return number
 
 
 def _gather(trees: Any) -> TensorCollection:
     if not isinstance(trees, Mapping):
-        raise TypeError(
-            explain(
-                "save: this is no tree.",
-                expected="a TensorDict, or trees by name",
-                got=type(trees).__name__,
-                hint='save(step, {"params": params, "state": state}).',
-            )
+        raise error(
+            TypeError,
+            "save: this is no tree.",
+            expected="a TensorDict, or trees by name",
+            got=type(trees).__name__,
+            hint='save(step, {"params": params, "state": state}).',
         )
     return TensorCollection._open(trees)
 
@@ -455,8 +467,12 @@ def _gather(trees: Any) -> TensorCollection:
 def _check_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy that nobody else can change; raise for what JSON would alter, naming where it is."""
     if not isinstance(metadata, Mapping):
-        got = type(metadata).__name__
-        raise TypeError(explain("save: the metadata are no mapping.", expected="a dict with str keys", got=got))
+        raise error(
+            TypeError,
+            "save: the metadata are no mapping.",
+            expected="a dict with str keys",
+            got=type(metadata).__name__,
+        )
     plain = dict(metadata)
     stack: list[tuple[str, Any, int]] = [("metadata", plain, 0)]
     while stack:
@@ -485,12 +501,10 @@ def _check_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refused(place: str, got: str) -> UnsupportedError:
     return UnsupportedError(
-        explain(
-            f"save: {place} cannot be stored; nothing was written.",
-            expected="str, bool, None, finite numbers, lists, and dicts with str keys: what JSON gives back as it was",
-            got=got,
-            hint="convert it: float(x), list(x), str(x); None where there is no value.",
-        )
+        f"save: {place} cannot be stored; nothing was written.",
+        expected="str, bool, None, finite numbers, lists, and dicts with str keys: what JSON gives back as it was",
+        got=got,
+        hint="convert it: float(x), list(x), str(x); None where there is no value.",
     )
 
 
@@ -513,27 +527,33 @@ def _read_about(folder: str, step: int) -> About:
         start, end = len(_START), len(_START) + _DIGITS
         found = xxhash.xxh3_64_hexdigest(raw[:start] + b"0" * _DIGITS + raw[end:])
         if raw[:start] != _START.encode() or raw[start:end] != found.encode():
-            what = f"{ABOUT_FILE} is not what was saved."
-            raise CorruptCheckpointError(explain(what, expected=f"{_START}{found}", got=repr(raw[:end])[2:-1]))
+            raise CorruptCheckpointError(
+                f"{ABOUT_FILE} is not what was saved.", expected=f"{_START}{found}", got=repr(raw[:end])[2:-1]
+            )
         try:
             about = _parse_about(raw, path)
         except UnsupportedError:
             raise
         except (ValueError, KeyError, TypeError, RecursionError) as err:
-            what = f"{ABOUT_FILE} is malformed."
-            raise CorruptCheckpointError(explain(what, got=f"{type(err).__name__}: {err}"[:300])) from err
+            raise CorruptCheckpointError(
+                f"{ABOUT_FILE} is malformed.", got=f"{type(err).__name__}: {err}"[:300]
+            ) from err
         if about.step != step:
-            what = "the folder has the name of another step."
-            raise CorruptCheckpointError(explain(what, expected=f"step {step}", got=f"step {about.step}"[:100]))
+            raise CorruptCheckpointError(
+                "the folder has the name of another step.", expected=f"step {step}", got=f"step {about.step}"[:100]
+            )
         return about
 
 
 def _parse_about(raw: bytes, path: str) -> About:
     fields = json.loads(raw, object_pairs_hook=unique, parse_constant=no_constant)
     if fields["version"] != _VERSION:
-        what, hint = f"load {path}: the format is not known.", "a later version of tdfunc wrote it."
-        got = repr(fields["version"])[:100]
-        raise UnsupportedError(explain(what, expected=f"version {_VERSION}", got=got, hint=hint))
+        raise UnsupportedError(
+            f"load {path}: the format is not known.",
+            expected=f"version {_VERSION}",
+            got=repr(fields["version"])[:100],
+            hint="a later version of tdfunc wrote it.",
+        )
     if fields["file"] not in (SINGLE, INDEX):
         raise ValueError(f"file {fields['file']!r}")
     return About(fields["step"], fields["file"], fields["tree"], dict(fields["metadata"]))
@@ -542,8 +562,11 @@ def _parse_about(raw: bytes, path: str) -> About:
 def _check_tree(folder: str, about: About) -> None:
     found = _header_digest(os.path.join(folder, about.file))
     if found != about.tree:
-        what = f"{about.file} is not the one that was saved with {ABOUT_FILE}."
-        raise CorruptCheckpointError(explain(what, expected=f"a header with the digest {about.tree}", got=found))
+        raise CorruptCheckpointError(
+            f"{about.file} is not the one that was saved with {ABOUT_FILE}.",
+            expected=f"a header with the digest {about.tree}",
+            got=found,
+        )
 
 
 def _header_digest(path: str) -> str:
@@ -570,6 +593,8 @@ def _naming(folder: str, step: int) -> Generator[None, None, None]:
         # If the whole folder is gone, the step was removed.
         if not os.path.isdir(folder):
             raise
-        hint = "load(fallback=True) loads the newest whole step; delete(step) removes this one."
-        missing = os.path.basename(os.fsdecode(err.filename or ""))
-        raise CorruptCheckpointError(explain(f"{what} a file is missing.", expected=missing, hint=hint)) from err
+        raise CorruptCheckpointError(
+            f"{what} a file is missing.",
+            expected=os.path.basename(os.fsdecode(err.filename or "")),
+            hint="load(fallback=True) loads the newest whole step; delete(step) removes this one.",
+        ) from err

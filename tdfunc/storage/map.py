@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tdfunc._collection import TensorCollection, iter_leaves
-from tdfunc._errors import LeafMismatchError, UnsupportedError, WorkerError, explain
+from tdfunc._errors import LeafMismatchError, UnsupportedError, WorkerError, error
 from tdfunc._nontensor import NonTensorBase
 from tdfunc._shapes import as_count, dim_index, dim_size
 from tdfunc.ops import join
@@ -96,10 +96,13 @@ def _kind(options: Options) -> Literal["inline", "threads", "pool", "other"]:
         return "threads"
     if isinstance(executor, Executor):
         return "pool" if isinstance(executor, WorkerPool) else "other"
-    hint = "concurrent.futures has executors; a multiprocessing.Pool is none, it hangs when a worker dies."
-    expected = "'processes', 'threads' or an Executor"
-    got = repr(executor) if isinstance(executor, str) else type(executor).__name__
-    raise TypeError(explain("map: executor cannot run chunks.", expected=expected, got=got, hint=hint))
+    raise error(
+        TypeError,
+        "map: executor cannot run chunks.",
+        expected="'processes', 'threads' or an Executor",
+        got=repr(executor) if isinstance(executor, str) else type(executor).__name__,
+        hint="concurrent.futures has executors; a multiprocessing.Pool is none, it hangs when a worker dies.",
+    )
 
 
 def _is_own(options: Options) -> bool:
@@ -116,19 +119,26 @@ def _workers(options: Options) -> int:
 
 def _check_options(options: Options) -> None:
     if options.generator is not None and not isinstance(options.generator, torch.Generator):
-        hint = "generator=torch.Generator().manual_seed(3)."
-        got = repr(options.generator)
-        raise TypeError(explain("map: generator is none.", expected="a torch.Generator", got=got, hint=hint))
+        raise error(
+            TypeError,
+            "map: generator is none.",
+            expected="a torch.Generator",
+            got=repr(options.generator),
+            hint="generator=torch.Generator().manual_seed(3).",
+        )
     count = options.num_workers
     if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 0):
-        raise ValueError(explain("map: num_workers is no such number.", expected="0 or more", got=repr(count)))
+        raise error(ValueError, "map: num_workers is no such number.", expected="0 or more", got=repr(count))
     if _is_own(options) and options.executor != "threads":
         return
     for name in ("mp_start_method", "max_tasks_per_child"):
         if (value := getattr(options, name)) is not None:
-            got = f"{name}={value!r} and executor={options.executor!r}"
-            hint = "give it to WorkerPool(...) when you make one."
-            raise ValueError(explain(f"map: {name} is for the processes that map starts.", got=got, hint=hint))
+            raise error(
+                ValueError,
+                f"map: {name} is for the processes that map starts.",
+                got=f"{name}={value!r} and executor={options.executor!r}",
+                hint="give it to WorkerPool(...) when you make one.",
+            )
 
 
 @contextmanager
@@ -229,15 +239,18 @@ def _prepare(
 ) -> _Work:
     """Check the arguments and draw the seed."""
     if not callable(fn):
-        raise TypeError(explain("map: fn cannot be called.", expected="a function", got=type(fn).__name__))
+        raise error(TypeError, "map: fn cannot be called.", expected="a function", got=type(fn).__name__)
     # Those of numpy too.
     options = options._replace(**{name: as_count(getattr(options, name)) for name in _COUNTS})
     kind = _kind(options)
     _check_options(options)
     if any(isinstance(leaf, Tensor) and is_wrapped(leaf) for _, leaf in iter_leaves(tree)):
-        hint = "call map outside of vmap and grad, or vmap inside the function."
-        what = "map: the leaves have no values of their own inside a torch.func transform."
-        raise UnsupportedError(explain(what, expected="plain tensors", got="wrapped ones", hint=hint))
+        raise UnsupportedError(
+            "map: the leaves have no values of their own inside a torch.func transform.",
+            expected="plain tensors",
+            got="wrapped ones",
+            hint="call map outside of vmap and grad, or vmap inside the function.",
+        )
     dim = dim_index(dim, len(tree._batch_size), "map")
     size = dim_size(tree._batch_size, dim, "map")
     plan = make_plan(size, options.chunksize, options.num_chunks, _workers(options))
@@ -266,22 +279,24 @@ def _prepare(
 
 def _check_out(out: Any, dim: int, size: int) -> None:
     if not isinstance(out, TensorCollection):
-        raise TypeError(explain("map: out is no tree.", expected="a tree", got=type(out).__name__))
+        raise error(TypeError, "map: out is no tree.", expected="a tree", got=type(out).__name__)
     lazy = TensorCollection._lazy
     if lazy is not None and isinstance(out, lazy):
-        hint = "out=lazy.dense(), or leave it out."
-        raise UnsupportedError(explain("map: out is a lazy stack.", expected="a tree of one shape", hint=hint))
+        raise UnsupportedError(
+            "map: out is a lazy stack.", expected="a tree of one shape", hint="out=lazy.dense(), or leave it out."
+        )
     if len(out._batch_size) <= dim or out._batch_size[dim] != size:
         raise LeafMismatchError(
-            explain(
-                "map: out does not have the rows of the tree.",
-                expected=f"{size} at batch dimension {dim}",
-                got=f"batch size {list(out._batch_size)}",
-            )
+            "map: out does not have the rows of the tree.",
+            expected=f"{size} at batch dimension {dim}",
+            got=f"batch size {list(out._batch_size)}",
         )
     if not any(isinstance(leaf, Tensor) for _, leaf in iter_leaves(out)):
-        hint = "out=fn(td[:1]).new_zeros([len(td)]) has room for all keys of the result."
-        raise LeafMismatchError(explain("map: out has no leaves to write to.", got=repr(list(out._keys())), hint=hint))
+        raise LeafMismatchError(
+            "map: out has no leaves to write to.",
+            got=repr(list(out._keys())),
+            hint="out=fn(td[:1]).new_zeros([len(td)]) has room for all keys of the result.",
+        )
 
 
 def _check_function(fn: Callable[..., Any]) -> None:
@@ -291,13 +306,13 @@ def _check_function(fn: Callable[..., Any]) -> None:
     except (pickle.PicklingError, AttributeError, TypeError) as err:
         if isinstance(err, UnsupportedError):
             raise
-        hint = (
-            "define it at the top of a module; or mp_start_method='fork', where the system has it, "
-            "or executor='threads'."
-        )
-        what = "map: the function cannot be sent to another process."
-        expected = "a function that pickle finds by its name"
-        raise UnsupportedError(explain(what, expected=expected, got=str(err), hint=hint)) from err
+        raise UnsupportedError(
+            "map: the function cannot be sent to another process.",
+            expected="a function that pickle finds by its name",
+            got=str(err),
+            hint="define it at the top of a module; or mp_start_method='fork', where the system has it, "
+            "or executor='threads'.",
+        ) from err
 
 
 def _is_in_files(tree: TensorCollection) -> bool:
@@ -336,14 +351,20 @@ def _settled(runner: Runner, plan: Plan, pending: "deque[tuple[int, Future[Any]]
     try:
         result = runner.settle(future.result(), where)
     except DiedError as err:
-        hint = "smaller chunks need less memory; num_workers=0 runs the function here, where a debugger sees it."
-        what = f"map: a worker died {where}."
-        raise WorkerError(explain(what, expected="a result", got=err.reason, hint=hint)) from None
+        raise WorkerError(
+            f"map: a worker died {where}.",
+            expected="a result",
+            got=err.reason,
+            hint="smaller chunks need less memory; num_workers=0 runs the function here, where a debugger sees it.",
+        ) from None
     except BrokenExecutor as err:
         running = ", ".join([str(n) for n, _ in pending])
-        hint = "a WorkerPool tells which chunk it was, and goes on with the others."
-        what = f"map: the executor broke {where} or one after it."
-        raise WorkerError(explain(what, expected=f"results of chunks {running}", got=str(err), hint=hint)) from err
+        raise WorkerError(
+            f"map: the executor broke {where} or one after it.",
+            expected=f"results of chunks {running}",
+            got=str(err),
+            hint="a WorkerPool tells which chunk it was, and goes on with the others.",
+        ) from err
     except Exception as err:
         if hasattr(err, "add_note"):
             err.add_note(f"map: raised {where}.")
@@ -370,8 +391,13 @@ def _progress(total: int, shown: bool) -> Generator[Callable[[], Any], None, Non
     try:
         from tqdm.auto import tqdm
     except ImportError as err:
-        hint = "pip install tqdm, or leave pbar out."
-        raise ImportError(explain("map: pbar=True needs tqdm.", expected="tqdm", got=str(err), hint=hint)) from err
+        raise error(
+            ImportError,
+            "map: pbar=True needs tqdm.",
+            expected="tqdm",
+            got=str(err),
+            hint="pip install tqdm, or leave pbar out.",
+        ) from err
     with tqdm(total=total, unit="chunk") as bar:
         yield bar.update
 
@@ -394,10 +420,12 @@ class _Joined:
         if result is None:
             return
         if not isinstance(result, (TensorCollection, Tensor)) or isinstance(result, NonTensorBase):
-            expected, got = "a tree, a tensor, or None to leave the rows out", type(result).__name__
-            hint = "map_iter yields results of any kind."
-            what = f"map: the result {self._plan.where(number)} cannot be joined."
-            raise UnsupportedError(explain(what, expected=expected, got=got, hint=hint))
+            raise UnsupportedError(
+                f"map: the result {self._plan.where(number)} cannot be joined.",
+                expected="a tree, a tensor, or None to leave the rows out",
+                got=type(result).__name__,
+                hint="map_iter yields results of any kind.",
+            )
         if self._first is None:
             self._first = result
         self._check(number, result)
@@ -410,16 +438,22 @@ class _Joined:
         first = self._first
         mine, other = _describe(first), _describe(result)
         if mine != other:
-            what = f"map: the result {self._plan.where(number)} is not like that of the first chunk."
-            raise LeafMismatchError(explain(what, expected=mine, got=other))
+            raise LeafMismatchError(
+                f"map: the result {self._plan.where(number)} is not like that of the first chunk.",
+                expected=mine,
+                got=other,
+            )
         ndim = len(result._batch_size) if isinstance(result, TensorCollection) else result.dim()
         least = self._dim + (self._plan.chunksize != 0)
         if ndim < least:
             what = f"map: the result {self._plan.where(number)} has no dimension {self._dim} to be joined along."
             size = result._batch_size if isinstance(result, TensorCollection) else result.shape
-            hint = "keep the batch size of the chunk, or chunksize=0 for a function of one row."
-            expected, got = f"{least} batch dimensions or more", f"{list(size)}"
-            raise LeafMismatchError(explain(what, expected=expected, got=got, hint=hint))
+            raise LeafMismatchError(
+                what,
+                expected=f"{least} batch dimensions or more",
+                got=f"{list(size)}",
+                hint="keep the batch size of the chunk, or chunksize=0 for a function of one row.",
+            )
 
     def _join(self) -> None:
         self._blocks.append(self._one_of(self._waiting, stacked=self._plan.chunksize == 0))
@@ -442,9 +476,10 @@ class _Joined:
                 joined([parts[0], part], self._dim)
             except (ValueError, RuntimeError, TypeError) as cause:
                 where = self._plan.where(number)
-                hint = "list(td.map_iter(fn)) keeps results of unequal shapes; tdf.lazy_stack puts them side by side."
-                what = f"map: the result {where} does not fit those before it: {cause}"
-                return LeafMismatchError(explain(what, hint=hint))
+                return LeafMismatchError(
+                    f"map: the result {where} does not fit those before it: {cause}",
+                    hint="list(td.map_iter(fn)) keeps results of unequal shapes; tdf.lazy_stack stacks them.",
+                )
         return err
 
     def result(self) -> Any:
@@ -484,9 +519,13 @@ def _mapped(work: _Work, out: Any) -> Any:
                 _write(work, number, out, result)
         return out
     if work.plan.chunks == 0:
-        hint = "chunksize=1 calls it on the empty batch."
-        what = "map: there are no rows, and the function is one of single rows."
-        raise ValueError(explain(what, expected="one row or more", got="none", hint=hint))
+        raise error(
+            ValueError,
+            "map: there are no rows, and the function is one of single rows.",
+            expected="one row or more",
+            got="none",
+            hint="chunksize=1 calls it on the empty batch.",
+        )
     joined = _Joined(work.plan, work.job.dim)
     for number, result in _results(work):
         joined.add(number, result)
@@ -508,9 +547,13 @@ def _each(work: _Work) -> Iterator[Any]:
         for _, result in _results(work):
             yield result
     except _StoppedError as stopped:
-        hint = "the exception is its cause; map raises it as it is."
-        what = f"map_iter: the function raised StopIteration {stopped.where}."
-        raise RuntimeError(explain(what, expected="a result", got=repr(stopped.error), hint=hint)) from stopped.error
+        raise error(
+            RuntimeError,
+            f"map_iter: the function raised StopIteration {stopped.where}.",
+            expected="a result",
+            got=repr(stopped.error),
+            hint="the exception is its cause; map raises it as it is.",
+        ) from stopped.error
 
 
 class ParallelMethods(TensorCollection):

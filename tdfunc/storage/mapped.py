@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tdfunc._collection import PLAIN, TensorCollection
-from tdfunc._errors import ConcurrencyError, CorruptCheckpointError, explain
+from tdfunc._errors import ConcurrencyError, CorruptCheckpointError, error, explain
 from tdfunc._mapped import MapMode, MappedFile, mapped_file, mark_mapped
 from tdfunc.storage.descriptor import Descriptor
 from tdfunc.storage.levels import outside_transforms
@@ -62,18 +62,16 @@ def _open_link(root: int, name: str, flags: int, what: str) -> Descriptor:
         file = Descriptor(name, flags, dir_fd=root)
     except OSError as err:
         raise CorruptCheckpointError(
-            explain(f"{what} is a link that leads to no file.", expected="a file", got=err.strerror)
+            f"{what} is a link that leads to no file.", expected="a file", got=err.strerror
         ) from err
     top, target = _where(root), _where(file.fd)
     if top is None or target is None or not target.startswith(os.path.join(top, "")):
         file.close()
         raise CorruptCheckpointError(
-            explain(
-                f"{what} is a link out of the folder.",
-                expected=f"a file inside {top}",
-                got=str(target),
-                hint="put the file there in place of the link.",
-            )
+            f"{what} is a link out of the folder.",
+            expected=f"a file inside {top}",
+            got=str(target),
+            hint="put the file there in place of the link.",
         )
     return file
 
@@ -94,8 +92,9 @@ def _not_regular(what: str, kind: int) -> CorruptCheckpointError:
         stat.S_IFBLK: "a device",
         stat.S_IFSOCK: "a socket or pipe",
     }
-    got = names.get(stat.S_IFMT(kind), "something else")
-    return CorruptCheckpointError(explain(f"{what} is no regular file.", expected="a file", got=got))
+    return CorruptCheckpointError(
+        f"{what} is no regular file.", expected="a file", got=names.get(stat.S_IFMT(kind), "something else")
+    )
 
 
 def check_maps(count: int, call: str) -> None:
@@ -150,7 +149,7 @@ def _map(name: str, mode: MapMode, size_bytes: int, path: str) -> Any:
         hint = None
         if "Cannot allocate memory" in str(err) or "memory" in str(err):
             hint = "a process has about 65,000 mappings (sysctl vm.max_map_count); load a part, or stack small leaves."
-        raise OSError(explain(f"{path}: the file cannot be mapped: {err}", hint=hint)) from err
+        raise error(OSError, f"{path}: the file cannot be mapped: {err}", hint=hint) from err
     # The storage of a private mapping claims to be in shared memory and cannot be sent to a process; through numpy
     # it does not. A shared one must stay as it is: re-wrapped, multiprocessing would move it to a copy.
     return torch.from_numpy(flat.numpy()) if mode == "c" else flat
@@ -170,23 +169,24 @@ def map_again(file: MappedFile, dtype: torch.dtype, shape: Sequence[int], stride
         found = os.fstat(fd)
         if (found.st_dev, found.st_ino) != file.file_id:
             raise ConcurrencyError(
-                explain(
-                    f"{file.path} is another file by now: the folder was written again.",
-                    expected=f"device and inode {file.file_id}",
-                    got=f"{(found.st_dev, found.st_ino)}",
-                    hint="load_memmap opens what is there now.",
-                )
+                f"{file.path} is another file by now: the folder was written again.",
+                expected=f"device and inode {file.file_id}",
+                got=f"{(found.st_dev, found.st_ino)}",
+                hint="load_memmap opens what is there now.",
             )
         if found.st_size < file.size_bytes:
-            got = f"{found.st_size} bytes"
             raise CorruptCheckpointError(
-                explain(f"{file.path} is cut short.", expected=f"{file.size_bytes} bytes", got=got)
+                f"{file.path} is cut short.", expected=f"{file.size_bytes} bytes", got=f"{found.st_size} bytes"
             )
         size = torch.Size((file.size_bytes,))
         whole = map_descriptor(fd, file.path, file.mode, torch.uint8, size, file.size_bytes, file.root)
     if file.offset % dtype.itemsize:
-        expected = f"a multiple of {dtype.itemsize}"
-        raise ValueError(explain(f"The offset does not fit {dtype}.", expected=expected, got=str(file.offset)))
+        raise error(
+            ValueError,
+            f"The offset does not fit {dtype}.",
+            expected=f"a multiple of {dtype.itemsize}",
+            got=str(file.offset),
+        )
     return whole.view(dtype).as_strided(tuple(shape), tuple(stride), file.offset // dtype.itemsize).data
 
 

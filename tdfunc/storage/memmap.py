@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tdfunc._collection import TensorCollection, iter_leaves
-from tdfunc._errors import CorruptCheckpointError, TreeStructureError, UnsupportedError, explain
+from tdfunc._errors import CorruptCheckpointError, TreeStructureError, UnsupportedError, error, explain
 from tdfunc._keys import dotted
 from tdfunc._mapped import MapMode, mapped_file
 from tdfunc._shapes import as_count
@@ -86,19 +86,29 @@ def load_memmap(
 ) -> Any:
     """Open a memmap folder: no leaf is read before it is used."""
     if mode not in ("c", "r+"):
-        what = f"load_memmap: there is no mode {mode!r}."
-        raise ValueError(explain(what, expected="'c' (copy-on-write) or 'r+' (writes reach the files)"))
+        raise error(
+            ValueError,
+            f"load_memmap: there is no mode {mode!r}.",
+            expected="'c' (copy-on-write) or 'r+' (writes reach the files)",
+        )
     if out is not None and not isinstance(out, TensorCollection):
-        hint = "TensorDict(out) is one, which takes the same tensors."
-        got = type(out).__name__
-        raise TypeError(explain("load_memmap: out is no tree.", expected="a tree", got=got, hint=hint))
+        raise error(
+            TypeError,
+            "load_memmap: out is no tree.",
+            expected="a tree",
+            got=type(out).__name__,
+            hint="TensorDict(out) is one, which takes the same tensors.",
+        )
     threads = _threads(num_threads, "load_memmap")
     name = local_folder(prefix, "load_memmap")
     place = torch.device(device) if device is not None else None
     if out is not None and _is_fake(place):
-        what, hint = "load_memmap: leaves without values have none for out.", "leave out the device, or out."
-        got = str(place) if place is not None else type(torch.empty(0, device="cpu")).__name__
-        raise UnsupportedError(explain(what, expected="a device that has values", got=got, hint=hint))
+        raise UnsupportedError(
+            "load_memmap: leaves without values have none for out.",
+            expected="a device that has values",
+            got=str(place) if place is not None else type(torch.empty(0, device="cpu")).__name__,
+            hint="leave out the device, or out.",
+        )
 
     def read(root: int) -> TensorCollection:
         return _read(root, os.path.realpath(name), mode, threads, classes, None, place, non_blocking)
@@ -170,18 +180,16 @@ def map_leaf(root: int, leaf: LeafFile, where: str | None, mode: MapMode, top: s
         if not leaf.size_bytes:
             return torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
         raise CorruptCheckpointError(
-            explain(f"{what}: its file is missing.", expected=leaf.name, hint="restore it from a copy.")
+            f"{what}: its file is missing.", expected=leaf.name, hint="restore it from a copy."
         ) from err
     with opened as fd:
         found = os.fstat(fd).st_size
         if found < leaf.size_bytes or (leaf.exact and found > leaf.size_bytes):
             raise CorruptCheckpointError(
-                explain(
-                    f"{what}: its file {leaf.name} is {'cut short' if found < leaf.size_bytes else 'too long'}.",
-                    expected=f"{leaf.size_bytes} bytes for {leaf.dtype} {list(leaf.shape)}",
-                    got=f"{found} bytes",
-                    hint="restore it from a copy.",
-                )
+                f"{what}: its file {leaf.name} is {'cut short' if found < leaf.size_bytes else 'too long'}.",
+                expected=f"{leaf.size_bytes} bytes for {leaf.dtype} {list(leaf.shape)}",
+                got=f"{found} bytes",
+                hint="restore it from a copy.",
             )
         if not leaf.size_bytes:
             return torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
@@ -194,9 +202,9 @@ def _move(leaf: Tensor, place: torch.device, non_blocking: bool) -> Tensor:
         return leaf.to(place, non_blocking=non_blocking)
     # A torch without CUDA says so by an assertion.
     except (AssertionError, NotImplementedError, RuntimeError) as err:
-        got = f"{type(err).__name__}: {err}"[:200]
-        what = "the leaves cannot be put on their device."
-        raise UnsupportedError(explain(what, expected=str(place), got=got)) from err
+        raise UnsupportedError(
+            "the leaves cannot be put on their device.", expected=str(place), got=f"{type(err).__name__}: {err}"[:200]
+        ) from err
 
 
 @contextmanager
@@ -247,13 +255,12 @@ def start(task: Callable[[], Any], call: str, num_threads: int, early: bool, sha
     """Run a write, or (as tensordict: only with threads) start it and return a future."""
     threads = _threads(num_threads, call)
     if share_non_tensor:
-        raise ValueError(
-            explain(
-                f"{call}: non-tensor data cannot be shared.",
-                expected="share_non_tensor=False",
-                got="True",
-                hint="a tree does not change, so neither do its non-tensor values: each process has them as written.",
-            )
+        raise error(
+            ValueError,
+            f"{call}: non-tensor data cannot be shared.",
+            expected="share_non_tensor=False",
+            got="True",
+            hint="a tree does not change, so neither do its non-tensor values: each process has them as written.",
         )
     if not (early and threads):
         return task()
@@ -266,8 +273,7 @@ def start(task: Callable[[], Any], call: str, num_threads: int, early: bool, sha
 def _threads(count: Any, call: str) -> int:
     count = as_count(count)
     if type(count) is not int or count < 0:
-        expected = "a number, 0 for none"
-        raise ValueError(explain(f"{call}: num_threads.", expected=expected, got=repr(count)))
+        raise error(ValueError, f"{call}: num_threads.", expected="a number, 0 for none", got=repr(count))
     return count
 
 
@@ -320,8 +326,11 @@ def _make_room(
     plan = plan_folder(td, call, values=False)
     for file in plan.files:
         if file.is_value and file.leaf.is_meta:
-            what = f"memmap_like: the non-tensor data at {dotted(file.path)!r} have no values; nothing was written."
-            raise UnsupportedError(explain(what, expected="values, which are kept", got="a tensor on the meta device"))
+            raise UnsupportedError(
+                f"memmap_like: the non-tensor data at {dotted(file.path)!r} have no values; nothing was written.",
+                expected="values, which are kept",
+                got="a tensor on the meta device",
+            )
     if not sparse_ok:
         _check_space(target, plan.size_bytes)
 
@@ -344,19 +353,23 @@ def _make_room(
 
 def _target(td: Any, prefix: Any, call: str) -> str | None:
     if not isinstance(td, TensorCollection):
-        got = type(td).__name__
-        raise TypeError(explain(f"{call}: this is no tree.", expected="a TensorDict", got=got))
+        raise error(TypeError, f"{call}: this is no tree.", expected="a TensorDict", got=type(td).__name__)
     if _is_fake(None):
-        got, hint = type(torch.empty(0, device="cpu")).__name__, "write outside of FakeTensorMode."
         raise UnsupportedError(
-            explain(f"{call}: a mode is active under which tensors have no values.", got=got, hint=hint)
+            f"{call}: a mode is active under which tensors have no values.",
+            got=type(torch.empty(0, device="cpu")).__name__,
+            hint="write outside of FakeTensorMode.",
         )
     if prefix is None:
         return None
     target = os.path.realpath(local_folder(prefix, call, "give it a name: the current folder cannot be replaced."))
     if target.endswith(".safetensors"):
-        hint = "tdfunc.save(tree, path) writes one safetensors file; a memmap is a folder of any other name."
-        raise ValueError(explain(f"{call} {target}: this is the name of a file.", got=".safetensors", hint=hint))
+        raise error(
+            ValueError,
+            f"{call} {target}: this is the name of a file.",
+            got=".safetensors",
+            hint="tdfunc.save(tree, path) writes one safetensors file; a memmap is a folder of any other name.",
+        )
     return target
 
 
@@ -367,13 +380,12 @@ def _check_existing(plan: FolderPlan, target: str | None, call: str, copy_existi
     for file in plan.files:
         found = mapped_file(file.leaf)
         if found is not None and (target is None or found.path != os.path.join(target, file.name)):
-            raise FileExistsError(
-                explain(
-                    f"{call}: leaf {dotted(file.path)!r} is on another file already; nothing was written.",
-                    expected="a leaf in memory" + (f", or on {os.path.join(target, file.name)}" if target else ""),
-                    got=str(found.path or "a file without a name (memmap without a prefix)"),
-                    hint="copy_existing=True copies it.",
-                )
+            raise error(
+                FileExistsError,
+                f"{call}: leaf {dotted(file.path)!r} is on another file already; nothing was written.",
+                expected="a leaf in memory" + (f", or on {os.path.join(target, file.name)}" if target else ""),
+                got=str(found.path or "a file without a name (memmap without a prefix)"),
+                hint="copy_existing=True copies it.",
             )
 
 
@@ -432,8 +444,10 @@ def write_files(folder: str, plan: FolderPlan, fill: Callable[[str, FileLeaf], N
         _link(os.path.join(folder, first), os.path.join(folder, name))
     for name, first in plan.same:
         if not _link(os.path.join(folder, first), os.path.join(folder, name), copy=False):
-            what = f"memmap_: {name} and {first} are one tensor, and the file system gives no file two names."
-            raise UnsupportedError(explain(what, hint="td.tie(...) says that they are one; or td.clone() first."))
+            raise UnsupportedError(
+                f"memmap_: {name} and {first} are one tensor, and the file system gives no file two names.",
+                hint="td.tie(...) says that they are one; or td.clone() first.",
+            )
 
 
 def create(path: str) -> Descriptor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tdfunc._collection import TensorCollection, iter_leaves
-from tdfunc._errors import LeafMismatchError, UnsupportedError, explain
+from tdfunc._errors import LeafMismatchError, UnsupportedError
 from tdfunc._keys import dotted
 from tdfunc._mapped import MappedFile, mapped_file
 from tdfunc._types import Path
@@ -30,13 +30,19 @@ def memmap_(
     """Write a folder and move the storage of every leaf onto its file."""
     for path, leaf in _tensors(td):
         if not leaf.is_cpu:
-            hint = 'td.to("cpu").memmap_(prefix), or td.memmap(prefix), which returns a tree on the files.'
-            what = f"memmap_: leaf {dotted(path)!r} is not in the memory of the CPU."
-            raise UnsupportedError(explain(what, expected="cpu", got=str(leaf.device), hint=hint))
+            raise UnsupportedError(
+                f"memmap_: leaf {dotted(path)!r} is not in the memory of the CPU.",
+                expected="cpu",
+                got=str(leaf.device),
+                hint='td.to("cpu").memmap_(prefix), or td.memmap(prefix), which returns a tree on the files.',
+            )
         if leaf.is_inference() and not torch.is_inference_mode_enabled():
-            hint = "td.clone() is a tree of normal tensors."
-            what = f"memmap_: leaf {dotted(path)!r} was made in inference mode and cannot be changed outside of it."
-            raise UnsupportedError(explain(what, expected="a normal tensor", got="an inference tensor", hint=hint))
+            raise UnsupportedError(
+                f"memmap_: leaf {dotted(path)!r} was made in inference mode and cannot be changed outside of it.",
+                expected="a normal tensor",
+                got="an inference tensor",
+                hint="td.clone() is a tree of normal tensors.",
+            )
     task = partial(_move_onto_files, td, prefix, copy_existing, num_threads, existsok)
     return start(task, "memmap_", num_threads, return_early, share_non_tensor)
 
@@ -84,10 +90,12 @@ def refresh_(td: TensorCollection) -> Any:
             top = file.root or os.path.dirname(file.path)
             folders.setdefault(top, []).append(_Place(path, leaf, file, file.path, top))
         elif leaf.numel():
-            got = "a tensor in memory" if file is None else "a memmap without a folder"
-            hint = "td.memmap(prefix), or load_memmap."
-            what = f"memmap_refresh_: leaf {dotted(path)!r} is on no file; nothing was changed."
-            raise UnsupportedError(explain(what, expected="a leaf of a memmap folder", got=got, hint=hint))
+            raise UnsupportedError(
+                f"memmap_refresh_: leaf {dotted(path)!r} is on no file; nothing was changed.",
+                expected="a leaf of a memmap folder",
+                got="a tensor in memory" if file is None else "a memmap without a folder",
+                hint="td.memmap(prefix), or load_memmap.",
+            )
     # All files were found to fit before the first leaf changes.
     for places, mapped in [(places, _mapped_now(places)) for places in folders.values()]:
         for place, new in zip(places, mapped, strict=True):
@@ -111,8 +119,11 @@ def _mapped_now(places: list[_Place]) -> list[Tensor]:
 
 
 def _gone(place: _Place) -> LeafMismatchError:
-    what = f"memmap_refresh_: leaf {dotted(place.path)!r} has no file any more; nothing was changed."
-    return LeafMismatchError(explain(what, expected=place.name, hint="load_memmap opens what the folder holds now."))
+    return LeafMismatchError(
+        f"memmap_refresh_: leaf {dotted(place.path)!r} has no file any more; nothing was changed.",
+        expected=place.name,
+        hint="load_memmap opens what the folder holds now.",
+    )
 
 
 def _map_again(root: int, folder: str, place: _Place, now: LeafFile | None) -> Tensor:
@@ -122,11 +133,12 @@ def _map_again(root: int, folder: str, place: _Place, now: LeafFile | None) -> T
     # A view of some rows does not say what the whole has for a shape.
     is_whole = leaf.numel() * leaf.element_size() == file.size_bytes
     if (now.dtype, now.size_bytes) != (leaf.dtype, file.size_bytes) or (is_whole and now.shape != leaf.shape):
-        expected = f"{leaf.dtype}, {file.size_bytes} bytes" + (f", shape {list(leaf.shape)}" if is_whole else "")
-        got = f"{now.dtype}, {now.size_bytes} bytes, shape {list(now.shape)}"
-        what = f"memmap_refresh_: leaf {dotted(path)!r}: its file holds another one by now; nothing was changed."
-        hint = "load_memmap opens what the folder holds now."
-        raise LeafMismatchError(explain(what, expected=expected, got=got, hint=hint))
+        raise LeafMismatchError(
+            f"memmap_refresh_: leaf {dotted(path)!r}: its file holds another one by now; nothing was changed.",
+            expected=f"{leaf.dtype}, {file.size_bytes} bytes" + (f", shape {list(leaf.shape)}" if is_whole else ""),
+            got=f"{now.dtype}, {now.size_bytes} bytes, shape {list(now.shape)}",
+            hint="load_memmap opens what the folder holds now.",
+        )
     whole = map_leaf(root, now, folder, file.mode, top)
     return whole.view(-1).as_strided(leaf.shape, leaf.stride(), leaf.storage_offset())
 

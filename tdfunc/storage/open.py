@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tdfunc._collection import TensorCollection, leaf_paths
-from tdfunc._errors import MissingKeyError, UnsupportedError, explain
+from tdfunc._errors import MissingKeyError, UnsupportedError, error
 from tdfunc._keys import FilterLike, dotted, unravel
 from tdfunc._types import Device, NestedKey, Path
 from tdfunc.ops.reading import get_value, has
@@ -128,8 +128,12 @@ class LazyTree:
         path = unravel(key)
         found = self._find(path)
         if not found.name or IS_VALUE in _flags(found):
-            what = f"slice {dotted(path)!r}: this is no tensor."
-            raise TypeError(explain(what, expected="the path of a leaf", hint=f"f[{path!r}]."))
+            raise error(
+                TypeError,
+                f"slice {dotted(path)!r}: this is no tensor.",
+                expected="the path of a leaf",
+                hint=f"f[{path!r}].",
+            )
         target = self._device(found)
         if verify or is_fake(target):
             return self._leaf(found).detach()[index]
@@ -229,11 +233,9 @@ class LazyTree:
             UnsupportedError: Always.
         """
         raise UnsupportedError(
-            explain(
-                f"open {self._contents.path}: an open checkpoint cannot be copied or pickled.",
-                expected="one handle in each process; its threads may share it",
-                hint="open it in each process: tdfunc.open(path). f.load() is a tree, which can be copied and sent.",
-            )
+            f"open {self._contents.path}: an open checkpoint cannot be copied or pickled.",
+            expected="one handle in each process; its threads may share it",
+            hint="open it in each process: tdfunc.open(path). f.load() is a tree, which can be copied and sent.",
         )
 
     def __repr__(self) -> str:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tdfunc._errors import WorkerError, explain
+from tdfunc._errors import WorkerError, error, explain
 from tdfunc._shapes import as_count
 from tdfunc.storage.transfer import (
     Message,
@@ -87,7 +87,7 @@ def error_of(failure: Failure, where: str) -> Exception:
         err = pickle.loads(failure.error)
     else:
         expected = "an Exception that pickle can copy"
-        err = WorkerError(explain(f"map: the function failed {where}.", expected=expected, got=failure.name))
+        err = WorkerError(f"map: the function failed {where}.", expected=expected, got=failure.name)
     err.__cause__ = WorkerTraceback(f"{where}\n{failure.text}")
     return err
 
@@ -246,7 +246,7 @@ class _Worker:
                 hint = "a function of a notebook needs mp_start_method='fork' or executor='threads', or a module."
                 what = "map: the function cannot be loaded in a worker."
                 expected = "one that it can import"
-                err = WorkerError(explain(what, expected=expected, got=failure.name, hint=hint))
+                err = WorkerError(what, expected=expected, got=failure.name, hint=hint)
                 raise err from WorkerTraceback(failure.text)
             self._shared = shared
         self.tasks += 1
@@ -303,8 +303,12 @@ class _Worker:
 
 
 def _not_started(got: str) -> WorkerError:
-    hint = "a script calls map under `if __name__ == '__main__':`, since workers import it."
-    return WorkerError(explain("map: a worker could not start.", expected="a process", got=got, hint=hint))
+    return WorkerError(
+        "map: a worker could not start.",
+        expected="a process",
+        got=got,
+        hint="a script calls map under `if __name__ == '__main__':`, since workers import it.",
+    )
 
 
 def _start(process: Any) -> None:
@@ -482,13 +486,12 @@ class WorkerPool(Executor):
         count, threads, most_tasks = map(as_count, (count, threads, most_tasks))
         for name, value in (("num_workers", count), ("worker_threads", threads), ("max_tasks_per_child", most_tasks)):
             if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(explain(f"map: {name} is no such number.", expected="1 or more", got=repr(value)))
+                raise error(ValueError, f"map: {name} is no such number.", expected="1 or more", got=repr(value))
         known = multiprocessing.get_all_start_methods()
         if method is None:
             method = "forkserver" if "forkserver" in known else "spawn"
         if method not in known:
-            expected = ", ".join(known)
-            raise ValueError(explain("map: there is no such start method.", expected=expected, got=repr(method)))
+            raise error(ValueError, "map: there is no such start method.", expected=", ".join(known), got=repr(method))
         crew = _Crew(method, threads, most_tasks, shared)
         self._crew, self._lock, self._closed = crew, threading.Lock(), False
         self._max_workers = count
@@ -507,7 +510,7 @@ class WorkerPool(Executor):
         future: Future[Any] = Future()
         with self._lock:
             if self._closed:
-                raise RuntimeError(explain("submit: the pool was shut down.", hint="make a new WorkerPool."))
+                raise error(RuntimeError, "submit: the pool was shut down.", hint="make a new WorkerPool.")
             self._crew.queue.put(_Item(future, shared, task))
         return future
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
-from tdfunc._errors import UnsupportedError, explain
+from tdfunc._errors import UnsupportedError
 
 
 @contextmanager
@@ -26,6 +26,7 @@ def _bar(size_bytes: int, what: str) -> Any:
     try:
         from tqdm.auto import tqdm  # pyright: ignore[reportMissingModuleSource]
     except ImportError as err:
-        hint = 'pip install "tdfunc[cli]", or pip install tqdm.'
-        raise UnsupportedError(explain("progress=True needs tqdm, which is not installed.", hint=hint)) from err
+        raise UnsupportedError(
+            "progress=True needs tqdm, which is not installed.", hint='pip install "tdfunc[cli]", or pip install tqdm.'
+        ) from err
     return tqdm(total=size_bytes, unit="B", unit_scale=True, unit_divisor=1000, desc=what)

@@ -6,7 +6,7 @@ from concurrent.futures import wait as wait_for
 from threading import Lock
 from typing import Any
 
-from tdfunc._errors import explain
+from tdfunc._errors import error
 from tdfunc.storage.pool import DiedError
 
 
@@ -73,8 +73,13 @@ class RayExecutor(Executor):
         try:
             import ray
         except ImportError as err:
-            hint = "pip install tdfunc[ray]."
-            raise ImportError(explain("RayExecutor: Ray is missing.", expected="ray", got=str(err), hint=hint)) from err
+            raise error(
+                ImportError,
+                "RayExecutor: Ray is missing.",
+                expected="ray",
+                got=str(err),
+                hint="pip install tdfunc[ray].",
+            ) from err
         # Any: what Ray offers is decided when it is imported.
         self._ray: Any = ray
         if not ray.is_initialized():
@@ -89,7 +94,7 @@ class RayExecutor(Executor):
         """Run `fn(*args, **kwargs)` as a task and return its future result."""
         with self._lock:
             if self._closed:
-                raise RuntimeError(explain("submit: the executor was shut down.", hint="make a new RayExecutor."))
+                raise error(RuntimeError, "submit: the executor was shut down.", hint="make a new RayExecutor.")
             future = _TaskFuture(self._ray, self._call.remote(fn, args, kwargs))
             self._running.add(future)
         future.add_done_callback(self._running.discard)

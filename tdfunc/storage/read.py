@@ -15,7 +15,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from tdfunc._errors import CorruptCheckpointError, MissingKeyError, TreeStructureError, UnsupportedError, explain
+from tdfunc._errors import CorruptCheckpointError, MissingKeyError, TreeStructureError, UnsupportedError, error
 from tdfunc.storage.descriptor import Descriptor
 from tdfunc.storage.format import (
     MAX_HEADER_BYTES,
@@ -58,8 +58,8 @@ class LocalBytes:
             return
         self.close()
         if stat.S_ISDIR(mode.st_mode):
-            raise IsADirectoryError(explain(f"load {path}: this is a folder.", expected="one safetensors file"))
-        raise CorruptCheckpointError(explain(f"load {path}: this is no regular file.", expected="a safetensors file"))
+            raise error(IsADirectoryError, f"load {path}: this is a folder.", expected="one safetensors file")
+        raise CorruptCheckpointError(f"load {path}: this is no regular file.", expected="a safetensors file")
 
     def read_into(self, view: memoryview, offset: int) -> int:
         """Read once; the system may return fewer bytes."""
@@ -72,8 +72,7 @@ class LocalBytes:
 
     def __reduce__(self) -> NoReturn:
         # A copy would close the file of the original, and whatever has its number by then.
-        what, hint = f"{self._path}: an open file cannot be copied or pickled.", "open it again."
-        raise UnsupportedError(explain(what, hint=hint))
+        raise UnsupportedError(f"{self._path}: an open file cannot be copied or pickled.", hint="open it again.")
 
     def __del__(self) -> None:
         # The last that a constructor sets, which may have been interrupted; the descriptor closes itself.
@@ -134,12 +133,10 @@ class _Naming:
                 raise type(err)(f"load {self._path}: {err}") from err
         elif isinstance(err, self._malformed) and not isinstance(err, MissingKeyError):
             raise CorruptCheckpointError(
-                explain(
-                    f"load {self._path}: the header is malformed.",
-                    expected="the header of a safetensors file",
-                    got=f"{type(err).__name__}: {err}"[:400],
-                    hint="restore the file from a copy.",
-                )
+                f"load {self._path}: the header is malformed.",
+                expected="the header of a safetensors file",
+                got=f"{type(err).__name__}: {err}"[:400],
+                hint="restore the file from a copy.",
             ) from err
 
 
@@ -157,24 +154,20 @@ def _read_header(data: Bytes) -> bytes:
     size_bytes = data.size_bytes
     if size_bytes < 8:
         raise CorruptCheckpointError(
-            explain(
-                "the file is cut short.",
-                expected="8 bytes or more",
-                got=f"{size_bytes} bytes",
-                hint="restore it from a copy.",
-            )
+            "the file is cut short.",
+            expected="8 bytes or more",
+            got=f"{size_bytes} bytes",
+            hint="restore it from a copy.",
         )
     # Most headers come with the first read; what follows one costs less than a second read.
     start = read_bytes(data, 0, min(size_bytes, _GUESS_BYTES))
     length = int.from_bytes(start[:8], "little")
     if length > min(size_bytes - 8, MAX_HEADER_BYTES):
         raise CorruptCheckpointError(
-            explain(
-                "this is no safetensors file.",
-                expected=f"a header of at most {min(size_bytes - 8, MAX_HEADER_BYTES)} bytes",
-                got=f"{length} bytes",
-                hint=_other_format(start),
-            )
+            "this is no safetensors file.",
+            expected=f"a header of at most {min(size_bytes - 8, MAX_HEADER_BYTES)} bytes",
+            got=f"{length} bytes",
+            hint=_other_format(start),
         )
     if 8 + length <= len(start):
         return start[: 8 + length]
@@ -195,11 +188,9 @@ def fill(data: Bytes, view: memoryview, offset: int) -> None:
         count = data.read_into(view[done:], offset + done)
         if not count:
             raise CorruptCheckpointError(
-                explain(
-                    "the file was cut short while it was read.",
-                    expected=f"{offset + len(view)} bytes",
-                    got=f"{offset + done} bytes",
-                )
+                "the file was cut short while it was read.",
+                expected=f"{offset + len(view)} bytes",
+                got=f"{offset + done} bytes",
             )
         done += count
 

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-from tdfunc._errors import UnsupportedError, explain
+from tdfunc._errors import UnsupportedError, error
 from tdfunc.storage.read import Bytes, LocalBytes
 
 _LOCAL = "file://"
@@ -39,13 +39,13 @@ def local_folder(path: Any, call: str, hint: str = _CURRENT) -> str:
         UnsupportedError: It is on another machine.
     """
     if not isinstance(path, (str, bytes, os.PathLike)):
-        expected, got = "the name of a folder", type(path).__name__
-        raise TypeError(explain(f"{call}: not a path.", expected=expected, got=got))
+        raise error(TypeError, f"{call}: not a path.", expected="the name of a folder", got=type(path).__name__)
     name = local_path(os.fsdecode(path))
     if is_remote(name):
-        other = "tdfunc.save(tree, url) writes to other machines."
         raise UnsupportedError(
-            explain(f"{call} {name}: files are mapped or locked.", expected="a folder of this machine", hint=other)
+            f"{call} {name}: files are mapped or locked.",
+            expected="a folder of this machine",
+            hint="tdfunc.save(tree, url) writes to other machines.",
         )
     return not_empty(name, call, hint)
 
@@ -53,8 +53,13 @@ def local_folder(path: Any, call: str, hint: str = _CURRENT) -> str:
 def not_empty(folder: str, call: str, hint: str = _CURRENT) -> str:
     """Return the name of a folder; raise if it is empty, which may be a variable that was never set."""
     if not folder:
-        what = f"{call}: the name of the folder is empty."
-        raise ValueError(explain(what, expected="the name of a folder", got="''", hint=hint))
+        raise error(
+            ValueError,
+            f"{call}: the name of the folder is empty.",
+            expected="the name of a folder",
+            got="''",
+            hint=hint,
+        )
     return folder
 
 
@@ -69,17 +74,19 @@ def _file_system(path: str) -> Any:
     try:
         import fsspec  # pyright: ignore[reportMissingTypeStubs]
     except ImportError as err:
-        what, hint = (
+        raise UnsupportedError(
             f"{path}: paths on other machines need fsspec, which is not installed.",
-            'pip install "tdfunc[remote]".',
-        )
-        raise UnsupportedError(explain(what, hint=hint)) from err
+            hint='pip install "tdfunc[remote]".',
+        ) from err
     try:
         # Without a cache of listings, which would show folders as they were.
         return fsspec.core.url_to_fs(path, use_listings_cache=False)[0]
     except (ImportError, ValueError) as err:
-        what, hint = f"{path}: fsspec knows no such file system.", "install the package that it names."
-        raise UnsupportedError(explain(what, got=f"{type(err).__name__}: {err}", hint=hint)) from err
+        raise UnsupportedError(
+            f"{path}: fsspec knows no such file system.",
+            got=f"{type(err).__name__}: {err}",
+            hint="install the package that it names.",
+        ) from err
 
 
 class RemoteBytes:

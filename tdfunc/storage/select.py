@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tdfunc._collection import LeafOp, TensorCollection, iter_leaves, leaf_paths
-from tdfunc._errors import UnsupportedError, explain
+from tdfunc._errors import UnsupportedError, error
 from tdfunc._keys import FilterLike, dotted
 from tdfunc.ops.structure import partition
 from tdfunc.storage.build import Classes, build_tree
@@ -40,8 +40,13 @@ class Choice:
 
     def __post_init__(self) -> None:
         if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
-            what, hint = "load: dtype= casts floating leaves.", "other leaves stay as they are; cast them in the tree."
-            raise ValueError(explain(what, expected="a floating dtype", got=repr(self.dtype), hint=hint))
+            raise error(
+                ValueError,
+                "load: dtype= casts floating leaves.",
+                expected="a floating dtype",
+                got=repr(self.dtype),
+                hint="other leaves stay as they are; cast them in the tree.",
+            )
 
 
 def read_tree(contents: Contents, choice: Choice, *, root: int = 0, mapped: bool = False) -> TensorCollection:
@@ -75,9 +80,12 @@ def _choose(outline: TensorCollection, keys: FilterLike) -> TensorCollection:
         # As torch says it of a tensor without values; anything else is the predicate's own.
         if _NO_VALUES.search(str(err)) is None:
             raise
-        what, expected = "load: keys= asks for the values of a leaf.", "a choice by path, shape, dtype and kind"
-        hint = "leaves are chosen before they are read: load the tree, and use tdfunc.partition on it."
-        raise UnsupportedError(explain(what, expected=expected, got=str(err)[:200], hint=hint)) from err
+        raise UnsupportedError(
+            "load: keys= asks for the values of a leaf.",
+            expected="a choice by path, shape, dtype and kind",
+            got=str(err)[:200],
+            hint="leaves are chosen before they are read: load the tree, and use tdfunc.partition on it.",
+        ) from err
 
 
 def narrow_tree(tree: TensorCollection, choice: Choice, path: str) -> TensorCollection:
@@ -205,10 +213,11 @@ def _cast(leaf: Tensor, dtype: torch.dtype, name: str) -> Tensor:
         return leaf.to(dtype)
     # torch has no conversions of float4, say.
     except (NotImplementedError, RuntimeError) as err:
-        hint = "load it without dtype=, or leave it out by keys=."
-        what = f"leaf {name} cannot be cast."
         raise UnsupportedError(
-            explain(what, expected=f"{leaf.dtype} to {dtype}", got=str(err)[:200], hint=hint)
+            f"leaf {name} cannot be cast.",
+            expected=f"{leaf.dtype} to {dtype}",
+            got=str(err)[:200],
+            hint="load it without dtype=, or leave it out by keys=.",
         ) from err
 
 
@@ -229,12 +238,10 @@ def move_leaf(leaf: Tensor, target: torch.device) -> Tensor:
     # A torch without CUDA says so by an assertion.
     except (AssertionError, NotImplementedError, RuntimeError) as err:
         raise UnsupportedError(
-            explain(
-                "the leaves cannot be put on their device.",
-                expected=str(target),
-                got=f"{type(err).__name__}: {err}"[:200],
-                hint='load(path, device="cpu").',
-            )
+            "the leaves cannot be put on their device.",
+            expected=str(target),
+            got=f"{type(err).__name__}: {err}"[:200],
+            hint='load(path, device="cpu").',
         ) from err
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from tdfunc._errors import UnsupportedError, explain
+from tdfunc._errors import UnsupportedError, error
 from tdfunc.storage.atomic import remove_leftovers, replace_file
 from tdfunc.storage.descriptor import Descriptor
 from tdfunc.storage.encode import Outline
@@ -51,9 +51,12 @@ class ShardPlan:
         self.size_bytes = sum(spec.size_bytes for spec in outline.specs)
         length = len(self.index(["0" * 16] * count))
         if length > MAX_HEADER_BYTES:
-            what = "save: the index would be too long; nothing was written."
-            expected, got = f"at most {MAX_HEADER_BYTES} bytes", f"{length} bytes"
-            raise UnsupportedError(explain(what, expected=expected, got=got, hint="save parts of the tree."))
+            raise UnsupportedError(
+                "save: the index would be too long; nothing was written.",
+                expected=f"at most {MAX_HEADER_BYTES} bytes",
+                got=f"{length} bytes",
+                hint="save parts of the tree.",
+            )
 
     def index(self, digests: Sequence[str]) -> bytes:
         """Return the index, given the digest of each shard's header."""
@@ -78,8 +81,12 @@ def as_bytes(size: int | str) -> int:
     found = _SIZE.fullmatch(size) if isinstance(size, str) else None
     count = int(float(found[1]) * _UNITS[(found[2] or " ").upper()]) if found is not None else 0
     if count <= 0:
-        expected = 'a number of bytes, or a text as "5GB" or "512MiB"'
-        raise ValueError(explain("save: max_shard_size is no size.", expected=expected, got=repr(size)))
+        raise error(
+            ValueError,
+            "save: max_shard_size is no size.",
+            expected='a number of bytes, or a text as "5GB" or "512MiB"',
+            got=repr(size),
+        )
     return count
 
 

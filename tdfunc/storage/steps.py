@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from time import monotonic, sleep
 from typing import Any
 
-from tdfunc._errors import CorruptCheckpointError, explain
+from tdfunc._errors import CorruptCheckpointError, error
 from tdfunc.storage.atomic import _fcntl, _lock
 
 _NAME = re.compile(r"step-([0-9]{10,200})")
@@ -45,12 +45,16 @@ def check_step(step: int, call: str) -> int:
     try:
         number = step.__index__()
     except AttributeError:
-        got = type(step).__name__
-        raise TypeError(explain(f"{call}: the step is no int.", expected="an int of 0 or more", got=got)) from None
+        raise error(
+            TypeError, f"{call}: the step is no int.", expected="an int of 0 or more", got=type(step).__name__
+        ) from None
     if isinstance(step, bool) or number < 0 or number >= 10**_MAX_DIGITS:
-        got = repr(step) if abs(number) < 10**_MAX_DIGITS else f"an int of {number.bit_length()} bits"
-        expected = f"an int of 0 or more, of at most {_MAX_DIGITS} digits"
-        raise ValueError(explain(f"{call}: this is no step.", expected=expected, got=got))
+        raise error(
+            ValueError,
+            f"{call}: this is no step.",
+            expected=f"an int of 0 or more, of at most {_MAX_DIGITS} digits",
+            got=repr(step) if abs(number) < 10**_MAX_DIGITS else f"an int of {number.bit_length()} bits",
+        )
     return number
 
 
@@ -110,13 +114,12 @@ def make_step(folder: str, step: int, fill: Callable[[str], None], *, overwrite:
 
 def exists_error(folder: str, step: int) -> FileExistsError:
     """Return the error for a step that is there already."""
-    return FileExistsError(
-        explain(
-            f"save {folder}: step {step} exists; nothing was saved.",
-            expected="a new step",
-            got=step_name(step),
-            hint="save(..., overwrite=True) replaces it; delete(step) removes it.",
-        )
+    return error(
+        FileExistsError,
+        f"save {folder}: step {step} exists; nothing was saved.",
+        expected="a new step",
+        got=step_name(step),
+        hint="save(..., overwrite=True) replaces it; delete(step) removes it.",
     )
 
 
@@ -211,12 +214,11 @@ def _create(folder: str) -> tuple[str, int]:
 def _removed(folder: str, step: int, call: str) -> StepRemovedError:
     steps = list_steps(folder)
     shown = ", ".join(map(str, steps[-10:])) or "no steps"
-    return StepRemovedError(
-        explain(
-            f"{call} {folder}: step {step} is not there; it was removed, or never saved.",
-            expected=step_name(step),
-            got=f"... {shown}" if len(steps) > 10 else shown,
-        )
+    return error(
+        StepRemovedError,
+        f"{call} {folder}: step {step} is not there; it was removed, or never saved.",
+        expected=step_name(step),
+        got=f"... {shown}" if len(steps) > 10 else shown,
     )
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Size, Tensor, nn
 
 from tdfunc._collection import TensorCollection, iter_leaves
-from tdfunc._errors import UnsupportedError, WorkerError, explain
+from tdfunc._errors import UnsupportedError, WorkerError
 from tdfunc._keys import dotted
 from tdfunc._mapped import MappedFile, mapped_file
 from tdfunc.storage.levels import is_wrapped
@@ -103,9 +103,12 @@ def sending(what: str, hint: str) -> Generator[None, None, None]:
     except UnsupportedError:
         raise
     except (pickle.PicklingError, AttributeError, TypeError) as err:
-        got = f"{type(err).__name__}: {err}"
-        what = f"map: {what} cannot be sent to another process."
-        raise UnsupportedError(explain(what, expected="what pickle can copy", got=got, hint=hint)) from err
+        raise UnsupportedError(
+            f"map: {what} cannot be sent to another process.",
+            expected="what pickle can copy",
+            got=f"{type(err).__name__}: {err}",
+            hint=hint,
+        ) from err
 
 
 def sending_chunk() -> AbstractContextManager[None]:
@@ -131,7 +134,7 @@ def pack(value: Any, *, by_value: bool = False) -> Message:
         pickler.dump(value)
     except _Refused as err:
         name = _name_of(err.tensor, value)
-        raise UnsupportedError(explain(f"map: {name} {err.why}", got=err.got, hint=err.hint)) from None
+        raise UnsupportedError(f"map: {name} {err.why}", got=err.got, hint=err.hint) from None
     return Message(file.getvalue(), [buffer.raw() for buffer in buffers])
 
 
@@ -254,16 +257,21 @@ def _open_view(file: MappedFile, path: str, dtype: torch.dtype, *rest: Any) -> T
     try:
         fd = os.open(path, READ | os.O_RDWR if file.mode == "r+" else READ)
     except OSError as err:
-        hint = "workers on other machines need the folder under the same path; td.clone() sends the values."
-        raise WorkerError(explain(f"map: {path} cannot be opened by a worker.", got=str(err), hint=hint)) from err
+        raise WorkerError(
+            f"map: {path} cannot be opened by a worker.",
+            got=str(err),
+            hint="workers on other machines need the folder under the same path; td.clone() sends the values.",
+        ) from err
     try:
         found = os.fstat(fd)
         # Another machine that mounts the folder knows the inode, and the device by another number.
         if found.st_ino != file.file_id[1] or found.st_size < size_bytes:
-            got = f"inode {found.st_ino}, {found.st_size} bytes"
-            expected = f"inode {file.file_id[1]}, {size_bytes} bytes"
-            what = f"map: {path} is not the file that the tree is mapped from."
-            raise WorkerError(explain(what, expected=expected, got=got, hint="load the tree again."))
+            raise WorkerError(
+                f"map: {path} is not the file that the tree is mapped from.",
+                expected=f"inode {file.file_id[1]}, {size_bytes} bytes",
+                got=f"inode {found.st_ino}, {found.st_size} bytes",
+                hint="load the tree again.",
+            )
         flat = map_descriptor(fd, path, file.mode, torch.uint8, Size([size_bytes]), size_bytes, file.root)
     finally:
         os.close(fd)

@@ -10,7 +10,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from tdfunc._errors import ConcurrencyError, UnsupportedError, explain
+from tdfunc._errors import ConcurrencyError, UnsupportedError
 from tdfunc.storage.encode import Outline
 from tdfunc.storage.format import MAX_HEADER_BYTES, lay_out, render, seal
 from tdfunc.storage.raw import raw_bytes, raw_view
@@ -56,10 +56,12 @@ def plan_file(outline: Outline, digests: Mapping[str, str] | None = None, values
     ]
     head = render(outline.text, layout)
     if len(head) - 8 > MAX_HEADER_BYTES:
-        what = "save: the header would be too long; nothing was written."
-        hint = "save parts of the tree in several files."
-        expected = f"at most {MAX_HEADER_BYTES} bytes"
-        raise UnsupportedError(explain(what, expected=expected, got=f"{len(head) - 8} bytes", hint=hint))
+        raise UnsupportedError(
+            "save: the header would be too long; nothing was written.",
+            expected=f"at most {MAX_HEADER_BYTES} bytes",
+            got=f"{len(head) - 8} bytes",
+            hint="save parts of the tree in several files.",
+        )
     expected = [(names[i], digests.get(names[i])) for i in layout.order] if digests else []
     return FilePlan(head, work, len(head) + layout.size_bytes, expected, values)
 
@@ -77,12 +79,10 @@ def _address(name: str, leaf: Tensor) -> int:
 
 def _no_memory(name: str, got: str) -> UnsupportedError:
     return UnsupportedError(
-        explain(
-            f"save: leaf {name} has no memory to read; nothing was written.",
-            expected="a tensor with values",
-            got=got,
-            hint="save outside of torch.func transformations, and before a storage is freed.",
-        )
+        f"save: leaf {name} has no memory to read; nothing was written.",
+        expected="a tensor with values",
+        got=got,
+        hint="save outside of torch.func transformations, and before a storage is freed.",
     )
 
 
@@ -160,12 +160,10 @@ def _check_unchanged(plan: FilePlan, digests: list[str]) -> None:
         name, expected, found = changed[0]
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
         raise ConcurrencyError(
-            explain(
-                f"leaf {name}{more} changed after the save was submitted; nothing was saved.",
-                expected=f"values with the digest {expected}",
-                got=found,
-                hint="submit with copy=True, or do not write to the tree until the save is done.",
-            )
+            f"leaf {name}{more} changed after the save was submitted; nothing was saved.",
+            expected=f"values with the digest {expected}",
+            got=found,
+            hint="submit with copy=True, or do not write to the tree until the save is done.",
         )
 
 
