@@ -20,13 +20,13 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from tdfunc._collection import Static, TensorCollection
-from tdfunc._errors import BatchSizeError, LeafMismatchError, TreeStructureError, UnsupportedError, error
 from tdfunc._jit.tracing import Recorder
-from tdfunc._nontensor import NonTensorBase, NonTensorData, NonTensorStack
-from tdfunc._pytree import Context, _follow, flatten, rebuilt_size, unflatten
-from tdfunc._ties import Graft
-from tdfunc._vmapped import stacking
+from tdfunc.core.collection import Static, TensorCollection
+from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureError, UnsupportedError, error
+from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack
+from tdfunc.core.pytree import Context, _follow, flatten, rebuilt_size, unflatten
+from tdfunc.core.ties import Graft
+from tdfunc.core.vmapped import stacking
 
 # Any: operands and results are trees, tensors, and containers of these.
 Fn = Callable[..., Any]
@@ -410,8 +410,8 @@ def _check_alike(what: str, a: Any, b: Any) -> None:
     """Raise unless two results have one structure, and leaves of the same shapes, dtypes and devices."""
     found = _difference(a, b, "")
     if found is not None:
-        error, path, expected, got = found
-        raise error(error, f"{what[:-1]} at {path!r}." if path else what, expected=expected, got=got)
+        kind, path, expected, got = found
+        raise kind(f"{what[:-1]} at {path!r}." if path else what, expected=expected, got=got)
 
 
 def _difference(a: Any, b: Any, path: str) -> tuple[Any, str, str, str] | None:

@@ -3,16 +3,17 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
-from tdfunc._collection import Slots, TensorCollection, is_compiling
-from tdfunc._errors import UnsupportedError, error
-from tdfunc._pytree import register
-from tdfunc._shapes import as_names, as_size
-from tdfunc._types import NestedKey
+from tdfunc.core.collection import Slots, TensorCollection, is_compiling
+from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.core.pytree import register
+from tdfunc.core.shapes import as_names, as_size
+from tdfunc.core.types import NestedKey
 from tdfunc.modules.bind import ModuleMethods
 from tdfunc.ops.arithmetic import ArithmeticMethods
 from tdfunc.ops.cast import CastMethods, as_device, to
 from tdfunc.ops.convert import is_plain, read_mapping, resize
 from tdfunc.ops.dispatch import DispatchMethods
+from tdfunc.ops.display.show import ShowMethods
 from tdfunc.ops.edit import EditMethods, update
 from tdfunc.ops.exchange import ExchangeMethods, FromMethods
 from tdfunc.ops.frames import FrameMethods, FromFrameMethods
@@ -25,10 +26,9 @@ from tdfunc.ops.reading import ReadMethods
 from tdfunc.ops.rearrange import RearrangeMethods
 from tdfunc.ops.reduce import ExtremeMethods, ReduceMethods
 from tdfunc.ops.shape import ShapeMethods
-from tdfunc.ops.show import ShowMethods
 from tdfunc.ops.structure import StructureMethods
-from tdfunc.storage.map import ParallelMethods
-from tdfunc.storage.memmap_methods import MemmapMethods
+from tdfunc.parallel.map import ParallelMethods
+from tdfunc.storage.memmap.methods import MemmapMethods
 
 
 class TreeMethods(

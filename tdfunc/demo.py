@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tdfunc._errors import UnsupportedError, error
 from tdfunc._jit import jit
+from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.ensemble.ensemble import Ensemble
 from tdfunc.ensemble.stack import init_ensemble, stack_modules, unstack
 from tdfunc.ensemble.uncertainty import brier, ece, nll, reliability_curve, uncertainty
@@ -27,7 +27,7 @@ from tdfunc.modules.functional import Apply, functional
 from tdfunc.modules.random import member_generators
 from tdfunc.ops.structure import iter_items
 from tdfunc.optim import Optimizer, adam
-from tdfunc.storage.checkpoint import save
+from tdfunc.storage.api import save
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -329,7 +329,7 @@ def under_rotation(data: Digits, params: Any) -> Table:
 _FRESH_PROCESS = """
 import sys, torch
 from tdfunc.demo import predict
-from tdfunc.storage.checkpoint import load
+from tdfunc.storage.api import load
 params, expected = load(sys.argv[1]), load(sys.argv[2])
 if not torch.equal(predict(params, expected["x"]), expected["logits"]):
     sys.exit("the predictions differ")

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from tdfunc._collection import TensorCollection
 from tdfunc._lazystack import LazyStack
-from tdfunc._nontensor import NonTensorBase, NonTensorData
 from tdfunc._tensorclass import TensorClass
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.nontensor import NonTensorBase, NonTensorData
 from tests.incumbent import IncumbentBase, IncumbentNonTensor, tensordict
 from tests.random_trees import Branch, Lazy, stacked_words
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tdfunc import TensorDict
-from tdfunc._collection import TensorCollection
+from tdfunc.core.collection import TensorCollection
 from tests.accepted import ACCEPTED, KINDS, OF_KINDS
 from tests.differential import (
     Outcome,

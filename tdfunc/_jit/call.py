@@ -11,12 +11,12 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, overload
 import torch
 from torch import Tensor, fx
 
-from tdfunc._errors import UnsupportedError, error
 from tdfunc._jit.environment import Environment
 from tdfunc._jit.graph import clean, draws
 from tdfunc._jit.leaves import in_transform
 from tdfunc._jit.signature import Arguments, Contexts, aliases, describe, in_function_mode, modes
 from tdfunc._jit.tracing import leaf_names, trace
+from tdfunc.core.errors import UnsupportedError, error
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -22,12 +22,12 @@ from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from tdfunc._collection import TensorCollection, iter_leaves
-from tdfunc._errors import CaptureError, ImmutableError, UnsupportedError
 from tdfunc._jit.environment import Environment, contents
 from tdfunc._jit.leaves import children_of, node_like
 from tdfunc._jit.signature import refill
-from tdfunc._nontensor import NonTensorBase, NonTensorData
+from tdfunc.core.collection import TensorCollection, iter_leaves
+from tdfunc.core.errors import CaptureError, ImmutableError, UnsupportedError
+from tdfunc.core.nontensor import NonTensorBase, NonTensorData
 
 _OWN_FOLDERS = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__))

@@ -7,10 +7,10 @@ from typing import Any, cast
 import numpy as np
 from torch import Size, Tensor
 
-from tdfunc._collection import LeafOp, TensorCollection
-from tdfunc._errors import BatchSizeError, LeafMismatchError, error
 from tdfunc._lazystack.ragged import check_same_ndim, same_keys
-from tdfunc._shapes import broadcast_sizes
+from tdfunc.core.collection import LeafOp, TensorCollection
+from tdfunc.core.errors import BatchSizeError, LeafMismatchError, error
+from tdfunc.core.shapes import broadcast_sizes
 from tdfunc.ops import at, index, shape, storage_writes
 
 # A part of an index with its place, by which dimensions that it makes are told apart.

@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import PLAIN, Static, TensorCollection, is_compiling
-from tdfunc._errors import BatchSizeError, LeafMismatchError, TreeStructureError, UnsupportedError, error
-from tdfunc._keys import dotted, missing, unravel
-from tdfunc._nontensor import NonTensorBase, NonTensorStack
-from tdfunc._types import NestedKey, Node, Path
+from tdfunc.core.collection import PLAIN, Static, TensorCollection, is_compiling
+from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureError, UnsupportedError, error
+from tdfunc.core.keys import dotted, missing, unravel
+from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
+from tdfunc.core.types import NestedKey, Node, Path
 from tdfunc.ops.at import _keeps
 from tdfunc.ops.join import defined_twice
 from tdfunc.ops.reading import has

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import TensorCollection
-from tdfunc._errors import LeafMismatchError, UnsupportedError, error
-from tdfunc._keys import dotted
 from tdfunc._lazystack.ragged import check_kinds, check_same_ndim, pad_trees, same_keys
-from tdfunc._types import NestedKey, Path
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import LeafMismatchError, UnsupportedError, error
+from tdfunc.core.keys import dotted
+from tdfunc.core.types import NestedKey, Path
 from tdfunc.ops.edit import set_
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import LeafOp, TensorCollection
-from tdfunc._errors import LeafMismatchError, TreeStructureError, error
-from tdfunc._keys import dotted, unravel
 from tdfunc._lazystack.pick import nest, pick, write
 from tdfunc._lazystack.ragged import check_alike, same_keys, without
-from tdfunc._nontensor import NonTensorBase, NonTensorData, same_value
-from tdfunc._shapes import dim_index
-from tdfunc._types import Names, Node, Path
+from tdfunc.core.collection import LeafOp, TensorCollection
+from tdfunc.core.errors import LeafMismatchError, TreeStructureError, error
+from tdfunc.core.keys import dotted, unravel
+from tdfunc.core.nontensor import NonTensorBase, NonTensorData, same_value
+from tdfunc.core.shapes import dim_index
+from tdfunc.core.types import Names, Node, Path
 from tdfunc.ops import index, join, make, shape
 from tdfunc.ops.reading import get
 from tdfunc.ops.reduce import reduced_size

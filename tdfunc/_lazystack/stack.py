@@ -12,9 +12,6 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import LeafOp, Static, TensorCollection, iter_leaves
-from tdfunc._errors import BatchSizeError, MissingKeyError, TreeStructureError, UnsupportedError, error
-from tdfunc._keys import missing
 from tdfunc._lazystack.mapped import check_mapped
 from tdfunc._lazystack.pick import pick
 from tdfunc._lazystack.ragged import (
@@ -29,13 +26,16 @@ from tdfunc._lazystack.ragged import (
 )
 from tdfunc._lazystack.shapes import HANDLERS, REDUCTIONS, one_shape, reduce_all, reduce_dims, run_along
 from tdfunc._lazystack.show import absent, as_list, render
-from tdfunc._nontensor import NonTensorBase, NonTensorStack
-from tdfunc._pytree import _UNDECIDED, Context, register
-from tdfunc._shapes import as_names, as_size, dim_index, index_names, normalize_index
 from tdfunc._tensordict import TreeMethods
-from tdfunc._ties import lift, merge
-from tdfunc._types import Kind, Names, Node, Path, Ties
-from tdfunc._vmapped import in_transform, layout_of
+from tdfunc.core.collection import LeafOp, Static, TensorCollection, iter_leaves
+from tdfunc.core.errors import BatchSizeError, MissingKeyError, TreeStructureError, UnsupportedError, error
+from tdfunc.core.keys import missing
+from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
+from tdfunc.core.pytree import _UNDECIDED, Context, register
+from tdfunc.core.shapes import as_names, as_size, dim_index, index_names, normalize_index
+from tdfunc.core.ties import lift, merge
+from tdfunc.core.types import Kind, Names, Node, Path, Ties
+from tdfunc.core.vmapped import in_transform, layout_of
 from tdfunc.ops import index, join
 from tdfunc.ops.convert import accept, resize
 from tdfunc.ops.edit import replacements

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import Static, TensorCollection
-from tdfunc._errors import error
-from tdfunc._fields import check_annotations, make_node, settle_annotations
-from tdfunc._shapes import as_names, as_size
-from tdfunc._types import Names, Node
+from tdfunc._tensorclass.fields import check_annotations, make_node, settle_annotations
+from tdfunc.core.collection import Static, TensorCollection
+from tdfunc.core.errors import error
+from tdfunc.core.shapes import as_names, as_size
+from tdfunc.core.types import Names, Node
 from tdfunc.ops.cast import as_device
 from tdfunc.ops.convert import _lifted
 

@@ -3,9 +3,9 @@
 import inspect
 from typing import Any
 
-from tdfunc._errors import error
 from tdfunc._tensorclass.define import Meta
 from tdfunc._tensorclass.typed import TensorClass
+from tdfunc.core.errors import error
 
 
 def tensorclass(cls: Any = None, /, **options: bool) -> Any:

@@ -7,9 +7,8 @@ from abc import ABCMeta
 from collections.abc import Mapping
 from typing import Any, Generic, NoReturn
 
-from tdfunc._collection import Slots, TensorCollection
-from tdfunc._errors import error
-from tdfunc._fields import (
+from tdfunc._tensorclass.build import build, make_with_dict
+from tdfunc._tensorclass.fields import (
     CONSTRUCTOR,
     OPTIONS,
     Field,
@@ -23,8 +22,9 @@ from tdfunc._fields import (
     own_annotations,
     resolve_annotations,
 )
-from tdfunc._pytree import register
-from tdfunc._tensorclass.build import build, make_with_dict
+from tdfunc.core.collection import Slots, TensorCollection
+from tdfunc.core.errors import error
+from tdfunc.core.pytree import register
 
 
 class Meta(ABCMeta):

@@ -8,9 +8,9 @@ import torch
 from torch import Size, Tensor
 from typing_extensions import dataclass_transform
 
-from tdfunc._collection import TensorCollection
-from tdfunc._errors import ImmutableError, MissingKeyError, TreeStructureError, error
-from tdfunc._fields import (
+from tdfunc._tensorclass.build import read_fields, unchanged
+from tdfunc._tensorclass.define import Meta
+from tdfunc._tensorclass.fields import (
     CONSTRUCTOR,
     OPTIONS,
     Options,
@@ -19,15 +19,15 @@ from tdfunc._fields import (
     settle_annotations,
     typed_class,
 )
-from tdfunc._keys import did_you_mean
-from tdfunc._nontensor import NonTensorData
-from tdfunc._tensorclass.build import read_fields, unchanged
-from tdfunc._tensorclass.define import Meta
 from tdfunc._tensordict import TreeMethods
-from tdfunc._types import Device, Kind, Names, Node, Ties
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import ImmutableError, MissingKeyError, TreeStructureError, error
+from tdfunc.core.keys import did_you_mean
+from tdfunc.core.nontensor import NonTensorData
+from tdfunc.core.types import Device, Kind, Names, Node, Ties
 from tdfunc.ops.cast import all_shared, clone
+from tdfunc.ops.display.show import describe_leaf
 from tdfunc.ops.edit import replaced, replacements
-from tdfunc.ops.show import describe_leaf
 
 if TYPE_CHECKING:
     from typing_extensions import Self

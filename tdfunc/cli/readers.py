@@ -9,12 +9,12 @@ import torch
 import xxhash
 from torch import Tensor
 
-from tdfunc._errors import CorruptCheckpointError
-from tdfunc._keys import dotted
-from tdfunc.storage.folder_read import LeafFile
-from tdfunc.storage.format import check_digest
-from tdfunc.storage.mapped import open_inside
-from tdfunc.storage.read import Bytes, as_view, fill
+from tdfunc.core.errors import CorruptCheckpointError
+from tdfunc.core.keys import dotted
+from tdfunc.storage.disk.mapped import open_inside
+from tdfunc.storage.memmap.folder_read import LeafFile
+from tdfunc.storage.safetensors.format import check_digest
+from tdfunc.storage.safetensors.read import Bytes, as_view, fill
 
 
 class Reader(Protocol):

@@ -8,19 +8,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tdfunc._collection import TensorCollection
-from tdfunc._errors import LeafMismatchError, TreeStructureError, UnsupportedError, error
-from tdfunc._nontensor import NonTensorBase
-from tdfunc._types import Path
 from tdfunc.cli.leaves import Stored, choose, make_filter, plain, plain_values, same_values, stored_leaves
 from tdfunc.cli.numbers import Difference, Lost, average, has_values, overflows, scaled
 from tdfunc.cli.output import progress, safe, shown
 from tdfunc.cli.sources import Source, open_source
 from tdfunc.cli.streams import note
 from tdfunc.cli.targets import Target, cast_tree, make_target, write
-from tdfunc.ops.facts import bytes_text, count_text
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import LeafMismatchError, TreeStructureError, UnsupportedError, error
+from tdfunc.core.nontensor import NonTensorBase
+from tdfunc.core.types import Path
+from tdfunc.ops.display.facts import bytes_text, count_text
 from tdfunc.ops.structure import keep_leaves
-from tdfunc.storage.format import DTYPES
+from tdfunc.storage.safetensors.format import DTYPES
 
 _SHORT = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "f16": torch.float16, "half": torch.float16,
@@ -206,20 +206,19 @@ def _check_weights(weights: Sequence[float] | None, paths: Sequence[str]) -> lis
 def _check_same(paths: Sequence[str], rows: Sequence[dict[tuple[Path, ...], Stored]]) -> None:
     """Raise unless all checkpoints have the same leaves; the message lists all differences."""
     lines: list[str] = []
-    error: type[Exception] = LeafMismatchError
+    kind: type[Exception] = LeafMismatchError
     for path, row in zip(paths[1:], rows[1:], strict=True):
         for key in [*rows[0], *(key for key in row if key not in rows[0])]:
             one, other = rows[0].get(key), row.get(key)
             if one is None or other is None:
-                error = TreeStructureError
+                kind = TreeStructureError
                 lines.append(
                     f"{'missing' if other is None else 'unexpected'}: {shown(key[0])} in {safe(path)}{_tied(key)}"
                 )
             elif (one.leaf.shape, one.leaf.dtype) != (other.leaf.shape, other.leaf.dtype):
                 lines.append(f"{shown(key[0])} in {safe(path)}: expected {_spec(one)}, got {_spec(other)}")
     if lines:
-        raise error(
-            error,
+        raise kind(
             "\n    ".join(
                 [f"average: not the leaves of {safe(paths[0])}; {count_text(len(lines), 'difference')}:", *lines]
             ),

@@ -7,21 +7,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tdfunc._collection import LeafOp, TensorCollection
-from tdfunc._errors import UnsupportedError, error
 from tdfunc.cli.leaves import plain_values, stored_leaves
 from tdfunc.cli.output import safe
 from tdfunc.cli.streams import note
 from tdfunc.cli.torch_files import state_of, without_values, write_torch
-from tdfunc.ops.facts import count_text
-from tdfunc.storage.folder_commit import check_target as check_memmap
-from tdfunc.storage.index import INDEX, SINGLE
-from tdfunc.storage.manager import ABOUT_FILE
-from tdfunc.storage.names import META
-from tdfunc.storage.remote import is_remote, local_path
-from tdfunc.storage.shards import as_bytes
-from tdfunc.storage.steps import list_steps
-from tdfunc.storage.stream import memmap_stream, save_stream
+from tdfunc.core.collection import LeafOp, TensorCollection
+from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.ops.display.facts import count_text
+from tdfunc.storage.disk.remote import is_remote, local_path
+from tdfunc.storage.manager.manager import ABOUT_FILE
+from tdfunc.storage.manager.steps import list_steps
+from tdfunc.storage.memmap.folder_commit import check_target as check_memmap
+from tdfunc.storage.memmap.names import META
+from tdfunc.storage.safetensors.index import INDEX, SINGLE
+from tdfunc.storage.safetensors.shards import as_bytes
+from tdfunc.storage.safetensors.stream import memmap_stream, save_stream
 
 FORMATS = ("safetensors", "shards", "memmap", "torch")
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")

@@ -15,15 +15,15 @@ import torch
 from torch import Size, Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tdfunc._collection import TensorCollection, iter_leaves
-from tdfunc._errors import CorruptCheckpointError, MissingKeyError, UnsupportedError
-from tdfunc._keys import dotted
-from tdfunc._nontensor import NonTensorData
-from tdfunc._types import Kind, Path
+from tdfunc.core.collection import TensorCollection, iter_leaves
+from tdfunc.core.errors import CorruptCheckpointError, MissingKeyError, UnsupportedError
+from tdfunc.core.keys import dotted
+from tdfunc.core.nontensor import NonTensorData
+from tdfunc.core.types import Kind, Path
 from tdfunc.ops.edit import restore_ties
-from tdfunc.storage.atomic import replace_file
-from tdfunc.storage.contents import nests
-from tdfunc.storage.raw import raw_bytes
+from tdfunc.storage.disk.atomic import replace_file
+from tdfunc.storage.disk.raw import raw_bytes
+from tdfunc.storage.safetensors.contents import nests
 
 _EMPTY = Size(())
 _PICKLE, _ZIP = b"\x80", b"PK"

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tdfunc._errors import TreeStructureError
-from tdfunc._keys import dotted
-from tdfunc._types import Path
+from tdfunc.core.errors import TreeStructureError
+from tdfunc.core.keys import dotted
+from tdfunc.core.types import Path
 from tdfunc.modules.slots import unwrap
 
 # What nn.Module itself keeps in every `__dict__`; of these only the mode is a property of the architecture.

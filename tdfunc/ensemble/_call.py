@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import _broadcast_to_and_flatten, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from tdfunc._collection import PLAIN, TensorCollection
-from tdfunc._errors import BatchSizeError, UnsupportedError, error
+from tdfunc.core.collection import PLAIN, TensorCollection
+from tdfunc.core.errors import BatchSizeError, UnsupportedError, error
 from tdfunc.modules.random import refuse_traced_members
 from tdfunc.modules.slots import in_transform
 

@@ -18,8 +18,8 @@ from torch.nn.modules import module as torch_modules
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from tdfunc._errors import UnsupportedError, error
 from tdfunc._jit import Jitted, jit
+from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.ensemble._call import (
     Call,
     check_output,

@@ -12,12 +12,12 @@ import torch
 import xxhash
 from torch import Size, Tensor, nn
 
-from tdfunc._collection import Static, TensorCollection
-from tdfunc._errors import BatchSizeError, LeafMismatchError, TieError, UnsupportedError, error
-from tdfunc._keys import dotted
-from tdfunc._nontensor import NonTensorStack
-from tdfunc._ties import by_identity
-from tdfunc._types import Kind, Path, Ties
+from tdfunc.core.collection import Static, TensorCollection
+from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TieError, UnsupportedError, error
+from tdfunc.core.keys import dotted
+from tdfunc.core.nontensor import NonTensorStack
+from tdfunc.core.ties import by_identity
+from tdfunc.core.types import Kind, Path, Ties
 from tdfunc.ensemble._alike import alike, check_alike, has_hooks, hyperparameters
 from tdfunc.ensemble._draws import default_generators, watch
 from tdfunc.modules.extract import tree_of
@@ -25,7 +25,7 @@ from tdfunc.modules.random import member_seed, seeded
 from tdfunc.modules.slots import EXTRA_STATE, Slot, unwrap, walk
 from tdfunc.ops.index import unbind
 from tdfunc.ops.structure import restore_ties
-from tdfunc.storage.raw import raw_bytes
+from tdfunc.storage.disk.raw import raw_bytes
 
 T = TypeVar("T", bound=TensorCollection)
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from tdfunc._collection import TensorCollection
-from tdfunc._errors import LeafMismatchError, error
 from tdfunc._jit.leaves import in_transform
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import LeafMismatchError, error
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tdfunc._collection import TensorCollection
-from tdfunc._errors import ConcurrencyError
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import ConcurrencyError
 from tdfunc.modules.extract import from_module
 from tdfunc.modules.match import Match, match
 from tdfunc.modules.slots import in_transform, unwrap

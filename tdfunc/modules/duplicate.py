@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from tdfunc._errors import UnsupportedError
+from tdfunc.core.errors import UnsupportedError
 from tdfunc.modules.slots import unwrap
 
 # Gives the tensor that stands in for one found in an attribute of this name; None to copy it.

@@ -5,13 +5,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Size, nn
 
-from tdfunc._collection import Static, TensorCollection
-from tdfunc._errors import UnsupportedError
-from tdfunc._keys import Filter
-from tdfunc._nontensor import NonTensorData
-from tdfunc._shapes import EMPTY
-from tdfunc._ties import by_identity
-from tdfunc._types import Kind, Path, Ties
+from tdfunc.core.collection import Static, TensorCollection
+from tdfunc.core.errors import UnsupportedError
+from tdfunc.core.keys import Filter
+from tdfunc.core.nontensor import NonTensorData
+from tdfunc.core.shapes import EMPTY
+from tdfunc.core.ties import by_identity
+from tdfunc.core.types import Kind, Path, Ties
 from tdfunc.modules.slots import LAZY, Slot, keeps_own_state, walk
 from tdfunc.ops.structure import entries, partition, restore_ties
 

@@ -13,12 +13,12 @@ from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
-from tdfunc._collection import is_compiling
-from tdfunc._errors import UnsupportedError, error
-from tdfunc._keys import dotted
-from tdfunc._nontensor import NonTensorData
-from tdfunc._shapes import EMPTY
-from tdfunc._types import Path
+from tdfunc.core.collection import is_compiling
+from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.core.keys import dotted
+from tdfunc.core.nontensor import NonTensorData
+from tdfunc.core.shapes import EMPTY
+from tdfunc.core.types import Path
 from tdfunc.modules.extract import from_module, split
 from tdfunc.modules.plan import Spec, extra_states, extra_values, replace_nodes
 from tdfunc.modules.random import Seed, seeded

@@ -6,11 +6,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from tdfunc._collection import TensorCollection
-from tdfunc._errors import LeafMismatchError, TreeStructureError
-from tdfunc._keys import dotted
-from tdfunc._nontensor import NonTensorBase, NonTensorStack
-from tdfunc._types import Kind, Path
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import LeafMismatchError, TreeStructureError
+from tdfunc.core.keys import dotted
+from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
+from tdfunc.core.types import Kind, Path
 from tdfunc.modules.plan import tie_error
 from tdfunc.modules.slots import Slot, is_one_tensor, is_renormed, keeps_own_state, walk
 from tdfunc.ops.structure import iter_items

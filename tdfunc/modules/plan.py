@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import Size, Tensor
 
-from tdfunc._collection import PLAIN, TensorCollection, is_compiling
-from tdfunc._errors import LeafMismatchError, TieError, TreeStructureError, error
-from tdfunc._keys import dotted
-from tdfunc._nontensor import NonTensorBase
-from tdfunc._shapes import EMPTY
-from tdfunc._ties import group_of
-from tdfunc._types import Path
+from tdfunc.core.collection import PLAIN, TensorCollection, is_compiling
+from tdfunc.core.errors import LeafMismatchError, TieError, TreeStructureError, error
+from tdfunc.core.keys import dotted
+from tdfunc.core.nontensor import NonTensorBase
+from tdfunc.core.shapes import EMPTY
+from tdfunc.core.ties import group_of
+from tdfunc.core.types import Path
 from tdfunc.modules.slots import EXTRA_STATE, is_one_tensor
 from tdfunc.modules.straight import make_reader
 from tdfunc.ops.structure import entries

@@ -15,9 +15,9 @@ from torch import Size, Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from tdfunc._errors import LeakError, UnsupportedError
-from tdfunc._keys import dotted
-from tdfunc._types import Path
+from tdfunc.core.errors import LeakError, UnsupportedError
+from tdfunc.core.keys import dotted
+from tdfunc.core.types import Path
 from tdfunc.modules.duplicate import Copied, children_of, duplicate, is_plain
 from tdfunc.modules.slots import is_renormed, unwrap, walk
 from tdfunc.modules.straight import Straight, make_filler

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 
-from tdfunc._errors import UnsupportedError, error
-from tdfunc._keys import dotted
-from tdfunc._types import Kind, Path
+from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.core.keys import dotted
+from tdfunc.core.types import Kind, Path
 
 EXTRA_STATE = "_extra_state"
 LAZY = (nn.UninitializedParameter, nn.UninitializedBuffer)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from tdfunc._collection import LeafOp, TensorCollection
-from tdfunc._errors import BatchSizeError, error
-from tdfunc._shapes import dim_index
-from tdfunc._types import LeafFn
+from tdfunc.core.collection import LeafOp, TensorCollection
+from tdfunc.core.errors import BatchSizeError, error
+from tdfunc.core.shapes import dim_index
+from tdfunc.core.types import LeafFn
 from tdfunc.ops.index import check_condition
 from tdfunc.ops.pointwise_base import binary, broadcast_size, check_same, foreach_pairs, over_batch_op
 

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import PLAIN, LeafOp, TensorCollection
-from tdfunc._errors import BatchSizeError, LeafMismatchError, MissingKeyError, TieError, error
-from tdfunc._keys import dotted, is_key, unravel
-from tdfunc._nontensor import NonTensorBase, NonTensorData
-from tdfunc._shapes import dim_size
-from tdfunc._types import Path
+from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection
+from tdfunc.core.errors import BatchSizeError, LeafMismatchError, MissingKeyError, TieError, error
+from tdfunc.core.keys import dotted, is_key, unravel
+from tdfunc.core.nontensor import NonTensorBase, NonTensorData
+from tdfunc.core.shapes import dim_size
+from tdfunc.core.types import Path
 from tdfunc.ops import storage_writes
 from tdfunc.ops.convert import NUMBERS, as_tensor, build
 from tdfunc.ops.maps import apply

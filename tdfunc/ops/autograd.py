@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import LeafOp, TensorCollection, iter_leaves, leaf_paths
-from tdfunc._errors import error
+from tdfunc.core.collection import LeafOp, TensorCollection, iter_leaves, leaf_paths
+from tdfunc.core.errors import error
 from tdfunc.ops.pointwise_base import check_same
 
 

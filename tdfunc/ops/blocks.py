@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tdfunc._collection import TensorCollection
-from tdfunc._errors import BatchSizeError, error
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import BatchSizeError, error
 from tdfunc.ops import join
 from tdfunc.ops.rearrange import atleast, tensor_split
 from tdfunc.ops.shape import reshape

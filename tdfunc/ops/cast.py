@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from tdfunc._collection import LeafOp, TensorCollection, iter_leaves
-from tdfunc._errors import error
-from tdfunc._keys import assign
+from tdfunc.core.collection import LeafOp, TensorCollection, iter_leaves
+from tdfunc.core.errors import error
+from tdfunc.core.keys import assign
 from tdfunc.ops.pointwise_base import foreach_leaves
 from tdfunc.ops.reading import entries, fill
 

@@ -5,12 +5,12 @@ from typing import Any
 
 from torch import Tensor
 
-from tdfunc._collection import TensorCollection
-from tdfunc._errors import TreeStructureError
-from tdfunc._keys import dotted
-from tdfunc._nontensor import NonTensorBase
-from tdfunc._shapes import shape_of
-from tdfunc._types import Path
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import TreeStructureError
+from tdfunc.core.keys import dotted
+from tdfunc.core.nontensor import NonTensorBase
+from tdfunc.core.shapes import shape_of
+from tdfunc.core.types import Path
 
 _HINT = "rename_key or delete the entry in one of the trees."
 

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tdfunc._collection import LeafOp, TensorCollection
-from tdfunc._errors import TreeStructureError, error
-from tdfunc._keys import dotted
-from tdfunc._nontensor import NonTensorBase
-from tdfunc._types import Path
+from tdfunc.core.collection import LeafOp, TensorCollection
+from tdfunc.core.errors import TreeStructureError, error
+from tdfunc.core.keys import dotted
+from tdfunc.core.nontensor import NonTensorBase
+from tdfunc.core.types import Path
 from tdfunc.ops.pointwise_base import check_same, difference
 
 

@@ -7,13 +7,13 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import PLAIN, Static, TensorCollection, is_compiling
-from tdfunc._errors import BatchSizeError, LeafMismatchError, MissingKeyError, error
-from tdfunc._keys import unravel
-from tdfunc._nontensor import NonTensorBase, NonTensorData, NonTensorStack
-from tdfunc._shapes import as_names, check_lead, one_shape, shape_of
-from tdfunc._ties import lift, merge
-from tdfunc._types import Names, Node, Path
+from tdfunc.core.collection import PLAIN, Static, TensorCollection, is_compiling
+from tdfunc.core.errors import BatchSizeError, LeafMismatchError, MissingKeyError, error
+from tdfunc.core.keys import unravel
+from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack
+from tdfunc.core.shapes import as_names, check_lead, one_shape, shape_of
+from tdfunc.core.ties import lift, merge
+from tdfunc.core.types import Names, Node, Path
 from tdfunc.ops.cast import to
 
 T = TypeVar("T", bound=TensorCollection)

@@ -9,9 +9,9 @@ from torch import Size
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch.nn import functional as F
 
-from tdfunc._collection import LeafOp, TensorCollection
-from tdfunc._errors import BatchSizeError, ImmutableError, UnsupportedError, error
-from tdfunc._shapes import dim_index
+from tdfunc.core.collection import LeafOp, TensorCollection
+from tdfunc.core.errors import BatchSizeError, ImmutableError, UnsupportedError, error
+from tdfunc.core.shapes import dim_index
 from tdfunc.ops import arithmetic, autograd, blocks, cast, compare, index, join, rearrange, shape
 from tdfunc.ops._generate import (
     BINARY,

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from tdfunc._collection import TensorCollection, iter_leaves
-from tdfunc._errors import ImmutableError, MissingKeyError, TieError, TreeStructureError, error
-from tdfunc._keys import dotted, unravel
-from tdfunc._shapes import starts_with
-from tdfunc._ties import by_first_key, drop, group_of, merge, under
-from tdfunc._types import Kind, NestedKey, Node, Path, Ties
+from tdfunc.core.collection import TensorCollection, iter_leaves
+from tdfunc.core.errors import ImmutableError, MissingKeyError, TieError, TreeStructureError, error
+from tdfunc.core.keys import dotted, unravel
+from tdfunc.core.shapes import starts_with
+from tdfunc.core.ties import by_first_key, drop, group_of, merge, under
+from tdfunc.core.types import Kind, NestedKey, Node, Path, Ties
 from tdfunc.ops import storage_writes
 from tdfunc.ops.at import At
 from tdfunc.ops.cast import to

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import TensorCollection
-from tdfunc._errors import (
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import (
     BatchSizeError,
     LeafMismatchError,
     MissingKeyError,
@@ -21,10 +21,10 @@ from tdfunc._errors import (
     UnsupportedError,
     error,
 )
-from tdfunc._keys import dotted
-from tdfunc._nontensor import NonTensorBase, NonTensorStack
-from tdfunc._shapes import as_size, common_prefix
-from tdfunc._types import Kind, Path
+from tdfunc.core.keys import dotted
+from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
+from tdfunc.core.shapes import as_size, common_prefix
+from tdfunc.core.types import Kind, Path
 from tdfunc.ops.convert import resize
 from tdfunc.ops.edit import update
 from tdfunc.ops.index import unbind

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tdfunc._collection import TensorCollection
-from tdfunc._errors import BatchSizeError, LeafMismatchError, MissingKeyError, TreeStructureError, error
-from tdfunc._nontensor import NonTensorBase, NonTensorStack
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import BatchSizeError, LeafMismatchError, MissingKeyError, TreeStructureError, error
+from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
 from tdfunc.ops.structure import check_separator, flatten_keys
 
 if TYPE_CHECKING:

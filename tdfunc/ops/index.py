@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import PLAIN, LeafOp, TensorCollection, is_compiling
-from tdfunc._errors import error
-from tdfunc._keys import is_key
-from tdfunc._nontensor import NonTensorBase
-from tdfunc._shapes import dim_index, dim_size, one_shape, put_first
-from tdfunc._types import LeafFn, Names, NestedKey
+from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, is_compiling
+from tdfunc.core.errors import error
+from tdfunc.core.keys import is_key
+from tdfunc.core.nontensor import NonTensorBase
+from tdfunc.core.shapes import dim_index, dim_size, one_shape, put_first
+from tdfunc.core.types import LeafFn, Names, NestedKey
 from tdfunc.ops.pointwise_base import broadcast_size, broadcaster, check_same, over_batch_op
 from tdfunc.ops.reading import UNSET, get, get_value, value_of
 

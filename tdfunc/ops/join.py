@@ -9,12 +9,12 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import PLAIN, LeafOp, TensorCollection, is_compiling
-from tdfunc._errors import LeafMismatchError, TieError, TreeStructureError, error
-from tdfunc._keys import dotted
-from tdfunc._nontensor import NonTensorBase
-from tdfunc._shapes import dim_index, put_first
-from tdfunc._types import Names, Path
+from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, is_compiling
+from tdfunc.core.errors import LeafMismatchError, TieError, TreeStructureError, error
+from tdfunc.core.keys import dotted
+from tdfunc.core.nontensor import NonTensorBase
+from tdfunc.core.shapes import dim_index, put_first
+from tdfunc.core.types import Names, Path
 from tdfunc.ops.clash import clash
 
 T = TypeVar("T", bound=TensorCollection)

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import LeafOp, TensorCollection
-from tdfunc._errors import LeafMismatchError, error
-from tdfunc._keys import dotted, unravel
-from tdfunc._shapes import as_names, as_size, one_shape, put_first
-from tdfunc._types import LeafFn, NestedKey, Path
+from tdfunc.core.collection import LeafOp, TensorCollection
+from tdfunc.core.errors import LeafMismatchError, error
+from tdfunc.core.keys import dotted, unravel
+from tdfunc.core.shapes import as_names, as_size, one_shape, put_first
+from tdfunc.core.types import LeafFn, NestedKey, Path
 from tdfunc.ops import join
 from tdfunc.ops.cast import as_device, clone, on_device
 from tdfunc.ops.edit import delete_paths, replacements, set_

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from tdfunc._collection import PLAIN, LeafOp, TensorCollection, iter_leaves
-from tdfunc._errors import LeafMismatchError
-from tdfunc._keys import dotted
+from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, iter_leaves
+from tdfunc.core.errors import LeafMismatchError
+from tdfunc.core.keys import dotted
 from tdfunc.ops import storage_writes
 from tdfunc.ops.cast import detach
-from tdfunc.ops.facts import stored_bytes
+from tdfunc.ops.display.facts import stored_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Self

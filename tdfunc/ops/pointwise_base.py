@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import PLAIN, LeafOp, TensorCollection, is_compiling
-from tdfunc._errors import BatchSizeError, LeafMismatchError, TieError, TreeStructureError, error
-from tdfunc._keys import dotted
-from tdfunc._nontensor import NonTensorBase
-from tdfunc._shapes import broadcast, fits_into, shape_of
-from tdfunc._types import LeafFn, Path
+from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, is_compiling
+from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TieError, TreeStructureError, error
+from tdfunc.core.keys import dotted
+from tdfunc.core.nontensor import NonTensorBase
+from tdfunc.core.shapes import broadcast, fits_into, shape_of
+from tdfunc.core.types import LeafFn, Path
 from tdfunc.ops.clash import clash
 
 T = TypeVar("T", bound=TensorCollection)

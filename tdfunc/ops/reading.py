@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any, TypeVar, cast
 
-from tdfunc._collection import PLAIN, TensorCollection, iter_leaves, leaf_paths
-from tdfunc._errors import ImmutableError, TreeStructureError, error
-from tdfunc._keys import Entry, dotted, is_key, missing, unravel
-from tdfunc._nontensor import NonTensorBase, NonTensorStack
-from tdfunc._ties import groups_by_path
-from tdfunc._types import Kind, NestedKey, Node, Path
+from tdfunc.core.collection import PLAIN, TensorCollection, iter_leaves, leaf_paths
+from tdfunc.core.errors import ImmutableError, TreeStructureError, error
+from tdfunc.core.keys import Entry, dotted, is_key, missing, unravel
+from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
+from tdfunc.core.ties import groups_by_path
+from tdfunc.core.types import Kind, NestedKey, Node, Path
 
 T = TypeVar("T", bound=TensorCollection)
 

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import LeafOp, TensorCollection
-from tdfunc._errors import LeafMismatchError, error
-from tdfunc._nontensor import NonTensorBase, NonTensorStack
-from tdfunc._shapes import as_ints, dim_index, dim_size, dims_of, int_or_ints, put_first, slice_length
-from tdfunc._types import LeafFn, Names
+from tdfunc.core.collection import LeafOp, TensorCollection
+from tdfunc.core.errors import LeafMismatchError, error
+from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
+from tdfunc.core.shapes import as_ints, dim_index, dim_size, dims_of, int_or_ints, put_first, slice_length
+from tdfunc.core.types import LeafFn, Names
 from tdfunc.ops.at import _keeps
 from tdfunc.ops.index import split_leaves
 from tdfunc.ops.shape import expand, permute, reshape, transpose, unsqueeze

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import PLAIN, LeafOp, TensorCollection, is_compiling, iter_leaves, leaf_paths, with_leaves
-from tdfunc._errors import error
-from tdfunc._keys import dotted
-from tdfunc._shapes import EMPTY, dim_index, dims_of, one_shape, put_first
-from tdfunc._types import LeafFn, Names, Path
+from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, is_compiling, iter_leaves, leaf_paths, with_leaves
+from tdfunc.core.errors import error
+from tdfunc.core.keys import dotted
+from tdfunc.core.shapes import EMPTY, dim_index, dims_of, one_shape, put_first
+from tdfunc.core.types import LeafFn, Names, Path
 from tdfunc.ops.arithmetic import unzip
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import LeafOp, TensorCollection
-from tdfunc._errors import error
-from tdfunc._shapes import as_int, dim_index, dim_size, dims_of, fill_size, int_or_ints, one_shape, put_first
-from tdfunc._types import LeafFn, Names
+from tdfunc.core.collection import LeafOp, TensorCollection
+from tdfunc.core.errors import error
+from tdfunc.core.shapes import as_int, dim_index, dim_size, dims_of, fill_size, int_or_ints, one_shape, put_first
+from tdfunc.core.types import LeafFn, Names
 from tdfunc.ops.index import split_leaves
 
 if TYPE_CHECKING:

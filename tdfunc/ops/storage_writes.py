@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import PLAIN, LeafOp, TensorCollection, is_compiling, iter_leaves
-from tdfunc._errors import (
+from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, is_compiling, iter_leaves
+from tdfunc.core.errors import (
     BatchSizeError,
     LeafMismatchError,
     MissingKeyError,
@@ -20,11 +20,11 @@ from tdfunc._errors import (
     TreeStructureError,
     UnsupportedError,
 )
-from tdfunc._keys import dotted, missing, unravel
-from tdfunc._mapped import Places, extent_of, mapped_file
-from tdfunc._nontensor import NonTensorBase, NonTensorData, NonTensorStack, same_value
-from tdfunc._shapes import check_positions, fits_into, index_size, normalize_index
-from tdfunc._types import Path
+from tdfunc.core.keys import dotted, missing, unravel
+from tdfunc.core.memory import Places, extent_of, mapped_file
+from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack, same_value
+from tdfunc.core.shapes import check_positions, fits_into, index_size, normalize_index
+from tdfunc.core.types import Path
 from tdfunc.ops.clash import clash, find_clash
 from tdfunc.ops.convert import as_tensor
 from tdfunc.ops.reading import get, has, iter_items

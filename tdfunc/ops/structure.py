@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from tdfunc._collection import PLAIN, TensorCollection
-from tdfunc._errors import MissingKeyError, TreeStructureError, error
-from tdfunc._keys import Filter, FilterLike, assign, dotted, unravel
-from tdfunc._nontensor import NonTensorBase
-from tdfunc._shapes import as_names, as_size
-from tdfunc._ties import by_first_key, remap
-from tdfunc._types import Kind, NestedKey, Node, Path
+from tdfunc.core.collection import PLAIN, TensorCollection
+from tdfunc.core.errors import MissingKeyError, TreeStructureError, error
+from tdfunc.core.keys import Filter, FilterLike, assign, dotted, unravel
+from tdfunc.core.nontensor import NonTensorBase
+from tdfunc.core.shapes import as_names, as_size
+from tdfunc.core.ties import by_first_key, remap
+from tdfunc.core.types import Kind, NestedKey, Node, Path
 from tdfunc.ops.clash import clash, find_clash
 from tdfunc.ops.convert import resize
 from tdfunc.ops.edit import delete_paths, restore_ties, set_, update

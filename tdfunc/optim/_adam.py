@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tdfunc._errors import error
+from tdfunc.core.errors import error
 from tdfunc.optim._base import Hyper, Optimizer
 from tdfunc.optim._checks import check_hyper
 from tdfunc.optim._lists import Coefficient, Lists

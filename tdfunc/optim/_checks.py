@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tdfunc._collection import TensorCollection
-from tdfunc._errors import BatchSizeError, LeafMismatchError, TreeStructureError, UnsupportedError, error
 from tdfunc._jit.leaves import collect, in_transform, paths, same_keys
-from tdfunc._keys import dotted
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureError, UnsupportedError, error
+from tdfunc.core.keys import dotted
 from tdfunc.optim._lists import Coefficient, Leaves
 
 

@@ -9,10 +9,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from tdfunc._collection import TensorCollection
-from tdfunc._errors import UnsupportedError, error
 from tdfunc._jit.leaves import collect, in_transform, paths, rebuild
-from tdfunc._keys import dotted
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.core.keys import dotted
 from tdfunc.optim._checks import check_dense, check_hyper
 from tdfunc.optim._lists import Leaves
 

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
-from tdfunc._collection import TensorCollection
-from tdfunc._errors import error
 from tdfunc._jit.leaves import collect, paths, rebuild
-from tdfunc._keys import FilterLike
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import error
+from tdfunc.core.keys import FilterLike
 from tdfunc.ops import structure
 from tdfunc.ops.reading import entries
 from tdfunc.optim._base import AbstractOptimizer

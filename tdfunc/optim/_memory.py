@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from tdfunc._errors import UnsupportedError
 from tdfunc._jit.tracing import storage_of
+from tdfunc.core.errors import UnsupportedError
 from tdfunc.optim._lists import Leaves
 
 

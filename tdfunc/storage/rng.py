@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Generator
 
-from tdfunc._collection import TensorCollection
-from tdfunc._errors import TreeStructureError, UnsupportedError, error
-from tdfunc._nontensor import NonTensorBase, NonTensorData
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import TreeStructureError, UnsupportedError, error
+from tdfunc.core.nontensor import NonTensorBase, NonTensorData
 
 AnyGenerator: TypeAlias = "Generator | np.random.Generator | random.Random"
 

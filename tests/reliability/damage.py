@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tdfunc import TensorDict, load, save
-from tdfunc._collection import iter_leaves
+from tdfunc.core.collection import iter_leaves
 from tests.reliability.children import forked
 from tests.reliability.loads import OURS, snapshot
 from tests.storage.trees import same_bytes

@@ -80,8 +80,8 @@ def main() -> None:
     import atheris
 
     target, corpus = sys.argv[1], Path(sys.argv[2])
-    with atheris.instrument_imports(include=["tdfunc.storage", "tdfunc._nontensor", "tdfunc._shapes"]):
-        import tdfunc.storage.memmap  # noqa: F401
+    with atheris.instrument_imports(include=["tdfunc.storage", "tdfunc.core.nontensor", "tdfunc.core.shapes"]):
+        import tdfunc.storage.memmap.memmap  # noqa: F401
     from tests.reliability import loads, targets
 
     root = Path(tempfile.mkdtemp(prefix="tdfunc-fuzz-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))

@@ -25,7 +25,7 @@ import torch
 
 from tdfunc import TensorDict, load, save
 from tdfunc import open as open_file
-from tdfunc._collection import iter_leaves
+from tdfunc.core.collection import iter_leaves
 from tests.reliability.children import in_child
 from tests.reliability.loads import OURS, snapshot
 from tests.storage.trees import entry, forge

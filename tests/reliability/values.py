@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tdfunc import Kind, NonTensorData, NonTensorStack, TensorClass, TensorDict, load, save
-from tdfunc._shapes import as_names
+from tdfunc.core.shapes import as_names
 from tests.reliability.loads import check_folder, check_tree, outcome
 from tests.storage.trees import assert_same, plain
 

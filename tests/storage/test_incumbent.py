@@ -8,7 +8,7 @@ import torch
 
 import tdfunc as tdf
 from tdfunc import TensorDict
-from tdfunc.storage.write import write_all
+from tdfunc.storage.safetensors.write import write_all
 from tests.incumbent import Incumbent, tensordict
 
 
@@ -67,7 +67,7 @@ def test_a_write_that_stops_half_way(tmp_path, monkeypatch):
     old, new = {"a": torch.zeros(2), "b": torch.zeros(2)}, {"a": torch.ones(2), "b": torch.ones(2)}
     Incumbent(old, []).memmap(tmp_path / "theirs")
     TensorDict(old).memmap(tmp_path / "ours")
-    theirs, ours = tensordict.MemoryMappedTensor, "tdfunc.storage.memmap.write_all"
+    theirs, ours = tensordict.MemoryMappedTensor, "tdfunc.storage.memmap.memmap.write_all"
     monkeypatch.setattr(theirs, "from_tensor", stopping_at_the_second(theirs.from_tensor))
     monkeypatch.setattr(ours, stopping_at_the_second(write_all))
     with pytest.raises(KeyboardInterrupt):

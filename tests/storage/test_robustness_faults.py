@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tdfunc import TensorDict, load, save
-from tdfunc.storage import atomic
+from tdfunc.storage.disk import atomic
 from tests.reliability.children import in_child
 from tests.reliability.faults import full_disk_saves, limited_saves, read_only_save, share, small_disk
 from tests.reliability.kills import KINDS, kill_saves, tree_of, value_of
