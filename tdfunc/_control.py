@@ -20,13 +20,13 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from tdfunc._collection import Static, TensorCollection
-from tdfunc._errors import BatchSizeError, LeafMismatchError, TreeStructureError, UnsupportedError, explain
 from tdfunc._jit.tracing import Recorder
-from tdfunc._nontensor import NonTensorBase, NonTensorData, NonTensorStack
-from tdfunc._pytree import Context, _follow, flatten, rebuilt_size, unflatten
-from tdfunc._ties import Graft
-from tdfunc._vmapped import stacking
+from tdfunc.core.collection import Static, TensorCollection
+from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureError, UnsupportedError, error
+from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack
+from tdfunc.core.pytree import Context, _follow, flatten, rebuilt_size, unflatten
+from tdfunc.core.ties import Graft
+from tdfunc.core.vmapped import stacking
 
 # Any: operands and results are trees, tensors, and containers of these.
 Fn = Callable[..., Any]
@@ -65,8 +65,12 @@ def cond(pred: Any, true_fn: Fn, false_fn: Fn, operands: Sequence[Any] = ()) -> 
     if not isinstance(pred, (Tensor, torch.SymBool)):
         return true_fn(*operands) if pred else false_fn(*operands)
     if isinstance(pred, Tensor) and pred.numel() != 1:
-        got = f"shape {list(pred.shape)}"
-        raise ValueError(explain("cond: pred decides for all of the operands.", expected="one element", got=got))
+        raise error(
+            ValueError,
+            "cond: pred decides for all of the operands.",
+            expected="one element",
+            got=f"shape {list(pred.shape)}",
+        )
     if _is_captured():
         return _captured_cond(pred, true_fn, false_fn, operands)
     if not isinstance(pred, Tensor) or _is_known(pred):
@@ -297,26 +301,35 @@ def _has_no_rows(mapped: Any) -> bool:
 def _holds(pred: Any) -> bool:
     if isinstance(pred, Tensor):
         if pred.numel() != 1:
-            got = f"shape {list(pred.shape)}"
-            raise ValueError(explain("while_loop: cond_fn decides for all values.", expected="one element", got=got))
+            raise error(
+                ValueError,
+                "while_loop: cond_fn decides for all values.",
+                expected="one element",
+                got=f"shape {list(pred.shape)}",
+            )
         if not _is_known(pred):
             raise _unknown_steps("jit, vmap of what cond_fn reads, or meta tensors")
     return bool(pred)
 
 
 def _unknown_steps(where: str) -> UnsupportedError:
-    hint = "scan does a fixed number of steps; torch.where can leave elements that are done as they are."
     return UnsupportedError(
-        explain("while_loop: the number of steps is not known.", expected="a value", got=where, hint=hint)
+        "while_loop: the number of steps is not known.",
+        expected="a value",
+        got=where,
+        hint="scan does a fixed number of steps; torch.where can leave elements that are done as they are.",
     )
 
 
 def _next_carry(body_fn: Fn, values: tuple[Any, ...]) -> tuple[Any, ...]:
     out = body_fn(*values)
     if not isinstance(out, (tuple, list)):
-        hint = "a body that carries one value returns (value,)."
-        got = type(out).__name__
-        raise UnsupportedError(explain("while_loop: the body's result.", expected="a tuple", got=got, hint=hint))
+        raise UnsupportedError(
+            "while_loop: the body's result.",
+            expected="a tuple",
+            got=type(out).__name__,
+            hint="a body that carries one value returns (value,).",
+        )
     _check_alike("while_loop: the body changes what is carried.", values, tuple(out))
     return tuple(out)
 
@@ -324,8 +337,7 @@ def _next_carry(body_fn: Fn, values: tuple[Any, ...]) -> tuple[Any, ...]:
 def _step(combine_fn: Fn, carry: Any, row: Any) -> tuple[Any, Any]:
     made = combine_fn(carry, row)
     if not isinstance(made, (tuple, list)) or len(made) != 2:
-        got = type(made).__name__
-        raise UnsupportedError(explain("scan: combine_fn's result.", expected="(carry, out)", got=got))
+        raise UnsupportedError("scan: combine_fn's result.", expected="(carry, out)", got=type(made).__name__)
     _check_alike("scan: a step changes the carry.", carry, made[0])
     return made[0], made[1]
 
@@ -352,28 +364,45 @@ def _stack_rows(what: str, rows: Sequence[Any], dim: int) -> Any:
 
 def _check_operands(what: str, operands: Any) -> None:
     if not isinstance(operands, (tuple, list)):
-        hint = "put a single tree into a tuple: (tree,)."
-        got = type(operands).__name__
-        raise UnsupportedError(explain(f"{what}: the operands.", expected="a tuple or list", got=got, hint=hint))
+        raise UnsupportedError(
+            f"{what}: the operands.",
+            expected="a tuple or list",
+            got=type(operands).__name__,
+            hint="put a single tree into a tuple: (tree,).",
+        )
 
 
 def _check_dim(what: str, leaves: Sequence[Any], dim: int) -> int:
     # Dynamo knows no default of `min`; xs without leaves is refused after this.
     ndim = min([leaf.dim() for leaf in leaves if isinstance(leaf, Tensor)] or [0])
     if not 0 <= dim < max(ndim, 1):
-        hint = "dim counts from the front, and every leaf has it."
-        raise ValueError(explain(f"{what}: dim.", expected=f"0 to {ndim - 1}", got=dim, hint=hint))
+        raise error(
+            ValueError,
+            f"{what}: dim.",
+            expected=f"0 to {ndim - 1}",
+            got=dim,
+            hint="dim counts from the front, and every leaf has it.",
+        )
     return dim
 
 
 def _check_rows(what: str, leaves: Sequence[Any], dim: int) -> int:
     if not leaves or not all([isinstance(leaf, Tensor) and leaf.dim() > dim for leaf in leaves]):
-        got = [list(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves]
-        raise ValueError(explain(f"{what}: xs has no rows.", expected=f"tensors with dimension {dim}", got=got))
+        raise error(
+            ValueError,
+            f"{what}: xs has no rows.",
+            expected=f"tensors with dimension {dim}",
+            got=[list(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves],
+        )
     lengths = [leaf.shape[dim] for leaf in leaves]
     if lengths[0] == 0 or any([length != lengths[0] for length in lengths]):
-        hint = "what every row shares is captured, or passed beside xs."
-        raise ValueError(explain(f"{what}: the rows of xs.", expected="one length above 0", got=lengths, hint=hint))
+        raise error(
+            ValueError,
+            f"{what}: the rows of xs.",
+            expected="one length above 0",
+            got=lengths,
+            hint="what every row shares is captured, or passed beside xs.",
+        )
     return lengths[0]
 
 
@@ -381,8 +410,8 @@ def _check_alike(what: str, a: Any, b: Any) -> None:
     """Raise unless two results have one structure, and leaves of the same shapes, dtypes and devices."""
     found = _difference(a, b, "")
     if found is not None:
-        error, path, expected, got = found
-        raise error(explain(f"{what[:-1]} at {path!r}." if path else what, expected=expected, got=got))
+        kind, path, expected, got = found
+        raise kind(f"{what[:-1]} at {path!r}." if path else what, expected=expected, got=got)
 
 
 def _difference(a: Any, b: Any, path: str) -> tuple[Any, str, str, str] | None:

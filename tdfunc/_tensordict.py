@@ -3,16 +3,17 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
-from tdfunc._collection import Slots, TensorCollection, is_compiling
-from tdfunc._errors import UnsupportedError, explain
-from tdfunc._pytree import register
-from tdfunc._shapes import as_names, as_size
-from tdfunc._types import NestedKey
+from tdfunc.core.collection import Slots, TensorCollection, is_compiling
+from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.core.pytree import register
+from tdfunc.core.shapes import as_names, as_size
+from tdfunc.core.types import NestedKey
 from tdfunc.modules.bind import ModuleMethods
 from tdfunc.ops.arithmetic import ArithmeticMethods
 from tdfunc.ops.cast import CastMethods, as_device, to
 from tdfunc.ops.convert import is_plain, read_mapping, resize
 from tdfunc.ops.dispatch import DispatchMethods
+from tdfunc.ops.display.show import ShowMethods
 from tdfunc.ops.edit import EditMethods, update
 from tdfunc.ops.exchange import ExchangeMethods, FromMethods
 from tdfunc.ops.frames import FrameMethods, FromFrameMethods
@@ -25,10 +26,9 @@ from tdfunc.ops.reading import ReadMethods
 from tdfunc.ops.rearrange import RearrangeMethods
 from tdfunc.ops.reduce import ExtremeMethods, ReduceMethods
 from tdfunc.ops.shape import ShapeMethods
-from tdfunc.ops.show import ShowMethods
 from tdfunc.ops.structure import StructureMethods
-from tdfunc.storage.map import ParallelMethods
-from tdfunc.storage.memmap_methods import MemmapMethods
+from tdfunc.parallel.map import ParallelMethods
+from tdfunc.storage.memmap.methods import MemmapMethods
 
 
 class TreeMethods(
@@ -112,10 +112,8 @@ class TensorDict(TreeMethods, FromMethods, FromFrameMethods):
 
     def __init_subclass__(cls) -> None:
         raise UnsupportedError(
-            explain(
-                f"TensorDict is final, {cls.__name__} cannot subclass it.",
-                hint="derive a typed tree from tdfunc.TensorClass, or write functions of a TensorDict.",
-            )
+            f"TensorDict is final, {cls.__name__} cannot subclass it.",
+            hint="derive a typed tree from tdfunc.TensorClass, or write functions of a TensorDict.",
         )
 
     @classmethod
@@ -135,14 +133,18 @@ _OPTIONS = {
 def _refuse_options(entries: dict[str, Any]) -> None:
     for name, hint in _OPTIONS.items():
         if isinstance(entries.get(name), bool):
-            what, got = f"TensorDict: {name!r} is no option, and would become an entry.", f"{name}={entries[name]}"
-            raise TypeError(explain(what, expected="batch_size, device, names", got=got, hint=hint))
+            raise error(
+                TypeError,
+                f"TensorDict: {name!r} is no option, and would become an entry.",
+                expected="batch_size, device, names",
+                got=f"{name}={entries[name]}",
+                hint=hint,
+            )
 
 
 def _mapping(source: Any, entries: dict[str, Any]) -> Mapping[Any, Any]:
     if source is not None and type(source) is not dict and not isinstance(source, Mapping):
-        expected = "a mapping or a tree"
-        raise TypeError(explain("TensorDict: not a source.", expected=expected, got=type(source).__name__))
+        raise error(TypeError, "TensorDict: not a source.", expected="a mapping or a tree", got=type(source).__name__)
     return {**(source or {}), **entries} if entries else source or {}
 
 
@@ -150,9 +152,12 @@ def _copy(tree: TensorCollection, batch_size: Any, device: Any) -> TensorDict:
     """Return any tree as a `TensorDict` that shares its leaves, kinds and ties."""
     source: Any = tree
     if source._each(lambda t: t) is not None:
-        hint = "lazy.dense(), or lazy.pad() where the trees differ."
-        what = "TensorDict: the entries of a lazy stack have no one shape."
-        raise UnsupportedError(explain(what, expected="a mapping or tree", got=type(tree).__name__, hint=hint))
+        raise UnsupportedError(
+            "TensorDict: the entries of a lazy stack have no one shape.",
+            expected="a mapping or tree",
+            got=type(tree).__name__,
+            hint="lazy.dense(), or lazy.pad() where the trees differ.",
+        )
     nodes = {key: source._get(key) for key in source._keys()}
     made = TensorDict._make(nodes, source._batch_size, source._device, source._names, source._static)
     if device is not None:

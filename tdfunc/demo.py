@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tdfunc._errors import UnsupportedError, explain
 from tdfunc._jit import jit
+from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.ensemble.ensemble import Ensemble
 from tdfunc.ensemble.stack import init_ensemble, stack_modules, unstack
 from tdfunc.ensemble.uncertainty import brier, ece, nll, reliability_curve, uncertainty
@@ -27,7 +27,7 @@ from tdfunc.modules.functional import Apply, functional
 from tdfunc.modules.random import member_generators
 from tdfunc.ops.structure import iter_items
 from tdfunc.optim import Optimizer, adam
-from tdfunc.storage.checkpoint import save
+from tdfunc.storage.api import save
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -258,8 +258,12 @@ def race(data: Digits, members: int, seed: int, report: Report, rounds: int = 7,
     params, models = results
     worst = _largest_difference(params, stack_modules(models))
     if worst > 1e-4:
-        text = "demo: the vmapped step and the loop give different weights."
-        raise RuntimeError(explain(text, expected="equal to 1e-4", got=f"a difference of {worst:.1e}"))
+        raise error(
+            RuntimeError,
+            "demo: the vmapped step and the loop give different weights.",
+            expected="equal to 1e-4",
+            got=f"a difference of {worst:.1e}",
+        )
     report.checks.append(f"after {total} steps the loop has the same weights (largest difference {worst:.1e})")
     ours, loop = [median(found) for found in times]
     rows = [
@@ -325,7 +329,7 @@ def under_rotation(data: Digits, params: Any) -> Table:
 _FRESH_PROCESS = """
 import sys, torch
 from tdfunc.demo import predict
-from tdfunc.storage.checkpoint import load
+from tdfunc.storage.api import load
 params, expected = load(sys.argv[1]), load(sys.argv[2])
 if not torch.equal(predict(params, expected["x"]), expected["logits"]):
     sys.exit("the predictions differ")
@@ -343,8 +347,11 @@ def save_and_reload(data: Digits, params: Any, out: Path, report: Report) -> Non
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     expected.unlink()
     if result.returncode:
-        text = "demo: a fresh process does not predict the same from the saved file."
-        raise RuntimeError(explain(text, got=result.stderr.strip()[-500:]))
+        raise error(
+            RuntimeError,
+            "demo: a fresh process does not predict the same from the saved file.",
+            got=result.stderr.strip()[-500:],
+        )
     size = path.stat().st_size / 1e6
     report.checks.append(f"a fresh process loads {path.name} ({size:.1f} MB) and predicts the same, bit for bit")
     model, member = make_model(), len(logits) - 1
@@ -458,20 +465,27 @@ def check_options(members: int, out: Path, device: str) -> None:
         UnsupportedError: There are too few members, or the device or the folder cannot be used.
     """
     if members < 2:
-        text = "demo: an ensemble needs members that can disagree."
-        raise UnsupportedError(explain(text, expected="--members 2 or more", got=f"--members {members}"))
+        raise UnsupportedError(
+            "demo: an ensemble needs members that can disagree.",
+            expected="--members 2 or more",
+            got=f"--members {members}",
+        )
     try:
         float(torch.ones((), device=device))
     # torch raises an AssertionError for a device that it was built without.
     except (RuntimeError, AssertionError, NotImplementedError) as err:
-        text, hint = f"demo: device {device!r} cannot be used.", "leave --device out to run on the CPU."
-        raise UnsupportedError(explain(text, got=str(err).split("\n")[0], hint=hint)) from err
+        raise UnsupportedError(
+            f"demo: device {device!r} cannot be used.",
+            got=str(err).split("\n")[0],
+            hint="leave --device out to run on the CPU.",
+        ) from err
     try:
         out.mkdir(parents=True, exist_ok=True)
         (out / "report.md").touch()
     except OSError as err:
-        text = f"demo: cannot write into the folder {str(out)!r}."
-        raise UnsupportedError(explain(text, got=str(err), hint="choose another with --out.")) from err
+        raise UnsupportedError(
+            f"demo: cannot write into the folder {str(out)!r}.", got=str(err), hint="choose another with --out."
+        ) from err
 
 
 _CAPTIONS = {

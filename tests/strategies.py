@@ -7,8 +7,8 @@ import torch
 from hypothesis import strategies as st
 
 from tdfunc import Kind, NonTensorStack, TensorClass, TensorDict, lazy_stack
-from tdfunc._collection import iter_leaves
-from tdfunc._ties import by_identity
+from tdfunc.core.collection import iter_leaves
+from tdfunc.core.ties import by_identity
 from tdfunc.ops.edit import restore_ties
 
 # Ordinary words, names of methods, separators, what a file system would mind, and no ASCII.

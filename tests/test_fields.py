@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import tdfunc as tdf
 from tdfunc import BatchSizeError, LeafMismatchError, NonTensorData, TensorDict, lazy_stack
-from tdfunc._fields import Field
 from tdfunc._tensorclass import TensorClass
+from tdfunc._tensorclass.fields import Field
 from tests import annotated
 
 

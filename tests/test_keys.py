@@ -11,7 +11,7 @@ from hypothesis import given
 from torch import nn
 
 from tdfunc import Filter, FilterError, Kind, MissingKeyError, TensorClass, TensorDict, lazy_stack, of_type
-from tdfunc._keys import Entry, dotted, is_key, missing, unravel
+from tdfunc.core.keys import Entry, dotted, is_key, missing, unravel
 from tests.helpers import TinyMLP
 from tests.strategies import PATHS
 

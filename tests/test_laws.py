@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
 from tdfunc import Filter, Kind, TensorDict, combine, partition
-from tdfunc._collection import iter_leaves
-from tdfunc._keys import unravel
+from tdfunc.core.collection import iter_leaves
+from tdfunc.core.keys import unravel
 from tests.helpers import assert_pure, assert_trees_equal
 from tests.strategies import KEYS, PATHS, any_trees, leaves, pairs, trees
 

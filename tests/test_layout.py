@@ -16,14 +16,12 @@ ROOT = Path(__file__).parent.parent
 # docs/design.md, from the lowest layer up. A tuple is a layer, a string in it a line: a name on a line may import
 # names from lower layers and the names before it on its line.
 LAYERS = (
-    ("_errors _types",),
-    ("_keys", "_mapped _readahead", "_ties", "_vmapped _shapes _nontensor"),
-    ("_collection _pytree",),
+    ("core",),
     ("ops",),
-    ("modules", "storage", "distributed"),
-    ("_tensordict _fields _tensorclass _lazystack spec",),
+    ("modules", "storage parallel", "distributed"),
+    ("_tensordict _tensorclass _lazystack spec",),
     ("_jit _control",),
-    ("ensemble optim weights",),
+    ("ensemble optim weights metrics",),
     ("nn",),
     ("llm",),
     ("cli demo",),
@@ -217,7 +215,13 @@ def test_sizes():
 
 def module(source, name="tdfunc.ops.shape"):
     """Sources of a small package whose module `name` is `source`."""
-    others = ("tdfunc.__init__", "tdfunc._keys", "tdfunc.ops.__init__", "tdfunc.ops.edit", "tdfunc.storage.memmap")
+    others = (
+        "tdfunc.__init__",
+        "tdfunc.core.keys",
+        "tdfunc.ops.__init__",
+        "tdfunc.ops.edit",
+        "tdfunc.storage.memmap.memmap",
+    )
     return dict.fromkeys(others, "") | {name: source}
 
 
@@ -232,7 +236,7 @@ def module(source, name="tdfunc.ops.shape"):
         "x = 1\nimport torch",
         "def f():\n    import json",
         "def f():\n    import torch",
-        "def f():\n    from tdfunc._keys import y",
+        "def f():\n    from tdfunc.core.keys import y",
         "try:\n    import torch\nexcept ImportError:\n    pass",
         "class A:\n    def f(self):\n        if self:\n            import optree",
     ],
@@ -245,7 +249,7 @@ def test_import_style_can_fail(source):
 @pytest.mark.parametrize(
     "source",
     [
-        '"""Doc."""\nimport torch\nfrom tdfunc import _keys\nfrom tdfunc.ops.edit import at',
+        '"""Doc."""\nimport torch\nfrom tdfunc.core import keys\nfrom tdfunc.ops.edit import at',
         "if TYPE_CHECKING:\n    from tdfunc import TensorDict\n\nimport torch",
         "def f():\n    import transformers",
         "def f():\n    if TYPE_CHECKING:\n        import torch",
@@ -259,11 +263,9 @@ def test_import_style_allows(source):
 @pytest.mark.parametrize(
     ("name", "target"),
     [
-        ("tdfunc._types", "tdfunc._keys"),
-        ("tdfunc._errors", "tdfunc._types"),
-        ("tdfunc._shapes", "tdfunc._keys"),
-        ("tdfunc.ops.shape", "tdfunc.storage.memmap"),
-        ("tdfunc.storage.memmap", "tdfunc.modules.functional"),
+        ("tdfunc.core.shapes", "tdfunc.ops.edit"),
+        ("tdfunc.ops.shape", "tdfunc.storage.memmap.memmap"),
+        ("tdfunc.storage.memmap.memmap", "tdfunc.modules.functional"),
         ("tdfunc._tensordict", "tdfunc._tensorclass"),
         ("tdfunc.ensemble.core", "tdfunc.optim.adam"),
         ("tdfunc.stray", "torch"),
@@ -278,13 +280,13 @@ def test_import_direction_can_fail(name, target):
 @pytest.mark.parametrize(
     ("name", "target"),
     [
-        ("tdfunc._types", "tdfunc._errors"),
+        ("tdfunc.core.types", "tdfunc.core.errors"),
         ("tdfunc.ops.shape", "tdfunc.ops.edit"),
-        ("tdfunc.storage.memmap", "tdfunc.ops.shape"),
+        ("tdfunc.storage.memmap.memmap", "tdfunc.ops.shape"),
         ("tdfunc.spec", "tdfunc._tensordict"),
         ("tdfunc.optim.adam", "tdfunc.ensemble.core"),
         ("tdfunc.__init__", "tdfunc.llm.data"),
-        ("tdfunc._keys", "torch"),
+        ("tdfunc.core.keys", "torch"),
     ],
 )
 def test_import_direction_allows(name, target):
@@ -293,8 +295,8 @@ def test_import_direction_allows(name, target):
 
 
 def test_package_import_names_its_file():
-    """`from tdfunc import _keys` would escape the direction check."""
-    assert import_graph(module("from tdfunc import _keys"))["tdfunc.ops.shape"] == {"tdfunc._keys"}
+    """`from tdfunc.core import keys` would escape the direction check."""
+    assert import_graph(module("from tdfunc.core import keys"))["tdfunc.ops.shape"] == {"tdfunc.core.keys"}
     assert check_import_direction(module("from tdfunc.storage import memmap")) != []
 
 

@@ -1,6 +1,6 @@
 """A lazy stack and a typed tree, in 60 lines each, over the base and the operations as they are.
 
-They override primitives only. If a test here needs an edit of `_collection.py` or `ops/`, the base is wrong.
+They override primitives only. If a test here needs an edit of `core/collection.py` or `ops/`, the base is wrong.
 """
 
 import optree
@@ -10,11 +10,11 @@ from torch import Size, Tensor
 from torch.utils import _pytree as pytree
 
 from tdfunc import TensorDict
-from tdfunc._collection import Static, TensorCollection, index_op
-from tdfunc._errors import LeafMismatchError, MissingKeyError
-from tdfunc._pytree import _UNDECIDED, register
-from tdfunc._shapes import as_size, dim_index
 from tdfunc._tensordict import TreeMethods
+from tdfunc.core.collection import Static, TensorCollection, index_op
+from tdfunc.core.errors import LeafMismatchError, MissingKeyError
+from tdfunc.core.pytree import _UNDECIDED, register
+from tdfunc.core.shapes import as_size, dim_index
 from tdfunc.ops.convert import build
 from tests.helpers import assert_trees_equal
 

@@ -19,9 +19,9 @@ from tdfunc import (
     NonTensorData,
     NonTensorStack,
     TensorDict,
-    _nontensor,
     lazy_stack,
 )
+from tdfunc.core import nontensor as _nontensor
 from tests.random_index import random_index
 from tests.strategies import SIZES
 

@@ -9,7 +9,7 @@ from torch import Size
 
 import tdfunc as tdf
 from tdfunc import BatchSizeError, TensorDict
-from tdfunc._shapes import (
+from tdfunc.core.shapes import (
     as_names,
     as_size,
     broadcast,

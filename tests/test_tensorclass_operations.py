@@ -9,8 +9,8 @@ from torch import Tensor
 
 import tdfunc as tdf
 from tdfunc import LazyStack, LeafMismatchError, TensorDict
-from tdfunc._collection import TensorCollection
 from tdfunc._tensorclass import TensorClass
+from tdfunc.core.collection import TensorCollection
 from tests.helpers import assert_pure, assert_trees_equal
 from tests.incumbent import tensordict
 

@@ -286,7 +286,7 @@ def test_torch_save():
         assert_trees_equal(load(), foo())
 
 
-SAFE = [Foo, Inner, tdf._collection._remake]
+SAFE = [Foo, Inner, tdf.core.collection._remake]
 
 
 # -- processes and loaders --------------------------------------------------------------------------------------

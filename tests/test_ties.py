@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
 from tdfunc import TensorDict, TieError, combine
-from tdfunc._ties import by_identity, drop, group_of, lift, merge, remap, spanning, under
+from tdfunc.core.ties import by_identity, drop, group_of, lift, merge, remap, spanning, under
 from tdfunc.ops.edit import restore_ties
 
 PATHS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=2).map(tuple)

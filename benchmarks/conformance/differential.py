@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from benchmarks.conformance.random_trees import Branch, Lazy, stacked_words
-from tdfunc._collection import TensorCollection
 from tdfunc._lazystack import LazyStack
-from tdfunc._nontensor import NonTensorBase, NonTensorData
 from tdfunc._tensorclass import TensorClass
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.nontensor import NonTensorBase, NonTensorData
 from tests.incumbent import IncumbentBase, IncumbentNonTensor, tensordict
 
 

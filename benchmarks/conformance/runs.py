@@ -25,7 +25,7 @@ from benchmarks.conformance.random_cases import has_kinds, random_case
 from benchmarks.conformance.random_trees import Branch, Lazy, dense, parts, plain, random_tree
 from benchmarks.conformance.recorder import recorded, tree_source
 from tdfunc import TensorDict
-from tdfunc._collection import TensorCollection
+from tdfunc.core.collection import TensorCollection
 from tests.incumbent import Incumbent
 
 # The errors of tdfunc, and those of tensordict for the same mistake.

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Size
 
-import tdfunc._collection
+import tdfunc.core.collection
 from benchmarks.conformance.accepted import ACCEPTED, KINDS, OF_KINDS
 from benchmarks.conformance.differential import differences, outcome
 from benchmarks.conformance.random_cases import UnfitError, random_case
@@ -33,9 +33,9 @@ from benchmarks.conformance.runs import (
     shrink,
 )
 from tdfunc import TensorDict
-from tdfunc._collection import iter_leaves
 from tdfunc._lazystack import stack as lazystack
-from tdfunc._ties import by_identity
+from tdfunc.core.collection import iter_leaves
+from tdfunc.core.ties import by_identity
 from tdfunc.ops import cast, join, pointwise_base
 from tdfunc.ops.edit import restore_ties
 
@@ -178,7 +178,7 @@ def test_finds_an_axis_off_by_one(monkeypatch):
 
 def test_finds_a_lost_name(monkeypatch):
     """Indexing that drops the names of dimensions would pass."""
-    monkeypatch.setattr(tdfunc._collection, "index_names", lambda index, names: None)
+    monkeypatch.setattr(tdfunc.core.collection, "index_names", lambda index, names: None)
 
     assert "index(" in _first_failure(run_cases, 0, 400)
 
@@ -196,8 +196,8 @@ def _cut_off(leaf):
 
 def test_finds_dropped_gradients(monkeypatch):
     """Rows that no longer require grad would pass."""
-    right = tdfunc._collection._row_select
-    monkeypatch.setattr(tdfunc._collection, "_row_select", lambda rows: lambda x: right(rows)(_cut_off(x)))
+    right = tdfunc.core.collection._row_select
+    monkeypatch.setattr(tdfunc.core.collection, "_row_select", lambda rows: lambda x: right(rows)(_cut_off(x)))
 
     assert "grad" in _first_failure(run_cases, 0, 3000)
 

@@ -23,7 +23,7 @@ import torch
 from benchmarks.reliability.children import forked
 from benchmarks.reliability.loads import OURS, snapshot
 from tdfunc import TensorDict, load, save
-from tdfunc._collection import iter_leaves
+from tdfunc.core.collection import iter_leaves
 from tests.storage.trees import same_bytes
 
 VALUES = {"w": torch.arange(6.0).reshape(2, 3), "n": {"b": torch.tensor([1, 2**40]), "m": torch.tensor([True, False])}}

@@ -80,7 +80,7 @@ def main() -> None:
     import atheris
 
     target, corpus = sys.argv[1], Path(sys.argv[2])
-    with atheris.instrument_imports(include=["tdfunc.storage", "tdfunc._nontensor", "tdfunc._shapes"]):
+    with atheris.instrument_imports(include=["tdfunc.storage", "tdfunc.core.nontensor", "tdfunc.core.shapes"]):
         import tdfunc.storage.memmap  # noqa: F401
     from benchmarks.reliability import loads, targets
 

@@ -27,7 +27,7 @@ from benchmarks.reliability.children import in_child
 from benchmarks.reliability.loads import OURS, snapshot
 from tdfunc import TensorDict, load, save
 from tdfunc import open as open_file
-from tdfunc._collection import iter_leaves
+from tdfunc.core.collection import iter_leaves
 from tests.storage.trees import entry, forge
 
 DEEP = 100_000

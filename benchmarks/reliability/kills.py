@@ -86,7 +86,7 @@ class NamedFile(OneFile):
     """One file, written under a temporary name, as on file systems that have no files without one."""
 
     def __init__(self, folder):
-        from tdfunc.storage import atomic
+        from tdfunc.storage.disk import atomic
 
         super().__init__(folder)
         atomic._UNNAMED = 0

@@ -26,9 +26,9 @@ from tdfunc import (
     save,
 )
 from tdfunc import open as open_file
-from tdfunc._collection import TensorCollection, iter_leaves
-from tdfunc.storage.decode import Plan, parse_tree
-from tdfunc.storage.format import lay_out, render, seal
+from tdfunc.core.collection import TensorCollection, iter_leaves
+from tdfunc.storage.safetensors.format import lay_out, render, seal
+from tdfunc.storage.tree.decode import Plan, parse_tree
 from tests.storage.trees import retie, same_bytes
 
 # The meta.json files of the memmap folder.

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.reliability.loads import check_folder, check_tree, outcome
 from tdfunc import Kind, NonTensorData, NonTensorStack, TensorClass, TensorDict, load, save
-from tdfunc._shapes import as_names
+from tdfunc.core.shapes import as_names
 from tests.storage.trees import assert_same, plain
 
 _TREE = "<class 'tensordict._td.TensorDict'>"

@@ -11,12 +11,12 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, overload
 import torch
 from torch import Tensor, fx
 
-from tdfunc._errors import UnsupportedError, explain
 from tdfunc._jit.environment import Environment
 from tdfunc._jit.graph import clean, draws
 from tdfunc._jit.leaves import in_transform
 from tdfunc._jit.signature import Arguments, Contexts, aliases, describe, in_function_mode, modes
 from tdfunc._jit.tracing import leaf_names, trace
+from tdfunc.core.errors import UnsupportedError, error
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -188,21 +188,17 @@ def _check_leaves(args: Any, kwargs: Any, leaves: list[Tensor]) -> None:
     for leaf, name in zip(leaves, leaf_names(args, kwargs), strict=True):
         if leaf.layout is not torch.strided:
             raise UnsupportedError(
-                explain(
-                    f"jit: {name} has another layout than the tensors that can be traced.",
-                    expected=str(torch.strided),
-                    got=str(leaf.layout),
-                    hint="call the function without jit.",
-                )
+                f"jit: {name} has another layout than the tensors that can be traced.",
+                expected=str(torch.strided),
+                got=str(leaf.layout),
+                hint="call the function without jit.",
             )
         if leaf.requires_grad and torch.is_grad_enabled():
             raise UnsupportedError(
-                explain(
-                    f"jit: {name} requires grad, and autograd cannot look into a replay.",
-                    expected="gradients taken inside the function, by torch.func.grad",
-                    got=f"a tensor of shape {list(leaf.shape)} with requires_grad=True, with grad mode on",
-                    hint="detach the argument, or call under torch.no_grad().",
-                )
+                f"jit: {name} requires grad, and autograd cannot look into a replay.",
+                expected="gradients taken inside the function, by torch.func.grad",
+                got=f"a tensor of shape {list(leaf.shape)} with requires_grad=True, with grad mode on",
+                hint="detach the argument, or call under torch.no_grad().",
             )
 
 
@@ -257,7 +253,7 @@ def jit(fn: Any = None, *, backend: str | Callable[..., Any] | None = None, cach
         (True, 1)
     """
     if cache_size < 1:
-        raise ValueError(explain("jit: no record could be kept.", expected="cache_size >= 1", got=cache_size))
+        raise error(ValueError, "jit: no record could be kept.", expected="cache_size >= 1", got=cache_size)
     if fn is None:
         return lambda wrapped: jit(wrapped, backend=backend, cache_size=cache_size)
     return Jitted(fn, backend, cache_size)

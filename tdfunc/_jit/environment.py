@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tdfunc._errors import UnsupportedError, explain
+from tdfunc.core.errors import UnsupportedError
 
 _ATOMS = (bool, int, str, bytes, complex, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _CONTAINERS = (tuple, list, dict, set, frozenset)
@@ -76,12 +76,10 @@ def static_part(value: Any, where: str) -> Any:
             hash(value)
         except TypeError:
             raise UnsupportedError(
-                explain(
-                    f"jit: the argument {where} is neither a tensor nor a value that can be part of the cache key.",
-                    expected="tensors, trees, numbers, strings, containers of these, or hashable objects",
-                    got=type(value).__name__,
-                    hint="pass it as a tensor (torch.as_tensor), or close over it.",
-                )
+                f"jit: the argument {where} is neither a tensor nor a value that can be part of the cache key.",
+                expected="tensors, trees, numbers, strings, containers of these, or hashable objects",
+                got=type(value).__name__,
+                hint="pass it as a tensor (torch.as_tensor), or close over it.",
             ) from None
         if type(value).__eq__ is not object.__eq__:
             return type(value), value

@@ -7,9 +7,9 @@ import torch
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.utils import _pytree as torch_pytree
 
-from tdfunc._collection import TensorCollection
-from tdfunc._pytree import Context, _Flat, flatten, unflatten
-from tdfunc._types import Path
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.pytree import Context, _Flat, flatten, unflatten
+from tdfunc.core.types import Path
 
 T = TypeVar("T", bound=TensorCollection)
 _peek: Callable[[], Any] = _functorch.peek_interpreter_stack

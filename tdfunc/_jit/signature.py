@@ -11,12 +11,12 @@ from torch.overrides import _get_current_function_mode_stack  # pyright: ignore[
 from torch.utils import _pytree as torch_pytree
 from torch.utils._device import DeviceContext
 
-from tdfunc._collection import Static, TensorCollection
-from tdfunc._errors import UnsupportedError, explain
 from tdfunc._jit.environment import freeze, static_part
 from tdfunc._jit.leaves import children_of, is_plain
-from tdfunc._nontensor import NonTensorBase, NonTensorData
-from tdfunc._pytree import Context, flatten
+from tdfunc.core.collection import Static, TensorCollection
+from tdfunc.core.errors import UnsupportedError
+from tdfunc.core.nontensor import NonTensorBase, NonTensorData
+from tdfunc.core.pytree import Context, flatten
 
 _MAX_CONTEXTS = 4096
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
@@ -98,12 +98,10 @@ def describe(contexts: Contexts, value: Any, out: Arguments, where: str = "") ->
         _describe_each(contexts, children, out, where)
     elif isinstance(value, Tensor):
         raise UnsupportedError(
-            explain(
-                f"jit: the argument {where} is, or holds, a tensor subclass.",
-                expected="torch.Tensor or nn.Parameter",
-                got=kind.__name__,
-                hint="call the function without jit, or hand it to torch.compile.",
-            )
+            f"jit: the argument {where} is, or holds, a tensor subclass.",
+            expected="torch.Tensor or nn.Parameter",
+            got=kind.__name__,
+            hint="call the function without jit, or hand it to torch.compile.",
         )
     else:
         _describe_other(contexts, value, out, where)

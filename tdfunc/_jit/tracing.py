@@ -22,12 +22,12 @@ from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from tdfunc._collection import TensorCollection, iter_leaves
-from tdfunc._errors import CaptureError, ImmutableError, UnsupportedError, explain
 from tdfunc._jit.environment import Environment, contents
 from tdfunc._jit.leaves import children_of, node_like
 from tdfunc._jit.signature import refill
-from tdfunc._nontensor import NonTensorBase, NonTensorData
+from tdfunc.core.collection import TensorCollection, iter_leaves
+from tdfunc.core.errors import CaptureError, ImmutableError, UnsupportedError
+from tdfunc.core.nontensor import NonTensorBase, NonTensorData
 
 _OWN_FOLDERS = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__))
@@ -224,12 +224,10 @@ def _builder(out: Any, slots: list[Tensor], nodes: dict[Any, int], where: str) -
         parts = [_builder(child, slots, nodes, f"{where}[{i}]") for i, child in enumerate(children)]
         return lambda values, trees: node.unflatten_fn([part(values, trees) for part in parts], context)
     raise UnsupportedError(
-        explain(
-            f"jit: {where} of the function is an object that a replay cannot make again.",
-            expected="tensors, trees, numbers, strings and containers of these",
-            got=kind.__name__,
-            hint="return its tensors, or register its class as a pytree.",
-        )
+        f"jit: {where} of the function is an object that a replay cannot make again.",
+        expected="tensors, trees, numbers, strings and containers of these",
+        got=kind.__name__,
+        hint="return its tensors, or register its class as a pytree.",
     )
 
 
@@ -286,32 +284,26 @@ def _user_line(err: BaseException | None = None) -> str:
 
 def _data_error(err: BaseException) -> UnsupportedError:
     return UnsupportedError(
-        explain(
-            "jit: the function uses the value of a tensor, which a trace does not have.",
-            got=_user_line(err),
-            hint="use torch.where and masks instead of `if`, .item() and boolean indexing, or jit less.",
-        )
+        "jit: the function uses the value of a tensor, which a trace does not have.",
+        got=_user_line(err),
+        hint="use torch.where and masks instead of `if`, .item() and boolean indexing, or jit less.",
     )
 
 
 def _write_error(name: str, func: Any) -> ImmutableError:
     return ImmutableError(
-        explain(
-            f"jit: the function writes to {name} in place ({func}).",
-            got=_user_line(),
-            hint="return a new tensor, write to a clone, or use optim's update(..., donate=True).",
-        )
+        f"jit: the function writes to {name} in place ({func}).",
+        got=_user_line(),
+        hint="return a new tensor, write to a clone, or use optim's update(..., donate=True).",
     )
 
 
 def _capture_error(tensor: Tensor, name: str) -> CaptureError:
     return CaptureError(
-        explain(
-            f"jit: the function uses {name}, a tensor that is not one of its arguments.",
-            expected="every tensor among the arguments: a replay would keep using this one's present value",
-            got=f"shape {list(tensor.shape)}, {tensor.dtype} at {_user_line()}",
-            hint="pass it as an argument (for a module's weights: apply, params, buffers = tdfunc.functional(module)).",
-        )
+        f"jit: the function uses {name}, a tensor that is not one of its arguments.",
+        expected="every tensor among the arguments: a replay would keep using this one's present value",
+        got=f"shape {list(tensor.shape)}, {tensor.dtype} at {_user_line()}",
+        hint="pass it as an argument (for a module's weights: apply, params, buffers = tdfunc.functional(module)).",
     )
 
 

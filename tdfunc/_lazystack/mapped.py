@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tdfunc._collection import iter_leaves
-from tdfunc._errors import BatchSizeError, explain
-from tdfunc._pytree import Context
-from tdfunc._vmapped import Layout, came_to, in_transform, layout_of
+from tdfunc.core.collection import iter_leaves
+from tdfunc.core.errors import BatchSizeError
+from tdfunc.core.pytree import Context
+from tdfunc.core.vmapped import Layout, came_to, in_transform, layout_of
 
 # torch.vmap maps a dimension of the *leaves*, and those lack the dimension of the stack: in_dims=1 of a stack along
 # dimension 0 would map what the stack calls dimension 2. Where the stack's dimension comes later the two agree.
@@ -40,11 +40,9 @@ def check_mapped(children: Sequence[Any], context: Context, dim: int, ndim: int)
 
 def _not_mapped(what: str, dim: int) -> BatchSizeError:
     return BatchSizeError(
-        explain(
-            f"vmap: {what} would be another dimension of the leaves than of the lazy stack.",
-            expected=f"a dimension before {dim}, along which the trees lie",
-            got=what,
-            hint="permute() the stack so that its own dimension comes last (no copy); to map over the trees, write "
-            "dense() or pad() first, or [fn(tree) for tree in lazy].",
-        )
+        f"vmap: {what} would be another dimension of the leaves than of the lazy stack.",
+        expected=f"a dimension before {dim}, along which the trees lie",
+        got=what,
+        hint="permute() the stack so that its own dimension comes last (no copy); to map over the trees, write "
+        "dense() or pad() first, or [fn(tree) for tree in lazy].",
     )

@@ -7,10 +7,10 @@ from typing import Any, cast
 import numpy as np
 from torch import Size, Tensor
 
-from tdfunc._collection import LeafOp, TensorCollection
-from tdfunc._errors import BatchSizeError, LeafMismatchError, explain
 from tdfunc._lazystack.ragged import check_same_ndim, same_keys
-from tdfunc._shapes import broadcast_sizes
+from tdfunc.core.collection import LeafOp, TensorCollection
+from tdfunc.core.errors import BatchSizeError, LeafMismatchError, error
+from tdfunc.core.shapes import broadcast_sizes
 from tdfunc.ops import at, index, shape, storage_writes
 
 # A part of an index with its place, by which dimensions that it makes are told apart.
@@ -115,16 +115,23 @@ def _indexed(tree: Any, parts: Sequence[Any]) -> Any:
 
 def check_number(number: int, given: Any, count: int, dim: int) -> None:
     if not -count <= number < count:
-        what = f"index: {number} is out of range for batch dimension {dim}, along which the trees lie."
-        got = None if given is number else str(given)
-        raise IndexError(explain(what, expected=f"{-count} <= index < {count}", got=got))
+        raise error(
+            IndexError,
+            f"index: {number} is out of range for batch dimension {dim}, along which the trees lie.",
+            expected=f"{-count} <= index < {count}",
+            got=None if given is number else str(given),
+        )
 
 
 def nest(stack: Any, trees: Sequence[Any], sizes: tuple[int, ...], dim: int) -> Any:
     """Return trees in row-major order as a lazy stack (of lazy stacks), whose dimensions start at `dim`."""
     if 0 in sizes:
-        hint = "test the length of the index before."
-        raise IndexError(explain("index: a lazy stack keeps one tree at least.", got="an index of none", hint=hint))
+        raise error(
+            IndexError,
+            "index: a lazy stack keeps one tree at least.",
+            got="an index of none",
+            hint="test the length of the index before.",
+        )
     if len(sizes) > 1:
         step = prod(sizes[1:])
         trees = [nest(stack, trees[i : i + step], sizes[1:], dim) for i in range(0, len(trees), step)]
@@ -177,15 +184,21 @@ def _cut_rows(value: Any, dim: int, count: int, ndim: int) -> list[Any]:
         return [{key: part[i] for key, part in parts.items()} for i in range(count)]
     if isinstance(value, TensorCollection):
         if len(value._batch_size) <= dim or value._batch_size[dim] != count:
-            expected, got = f"{count} at dimension {dim}", f"batch size {list(value._batch_size)}"
-            raise BatchSizeError(explain("at[...]: the rows have another batch size.", expected=expected, got=got))
+            raise BatchSizeError(
+                "at[...]: the rows have another batch size.",
+                expected=f"{count} at dimension {dim}",
+                got=f"batch size {list(value._batch_size)}",
+            )
         return list(index.unbind(value, dim))
     if not isinstance(value, Tensor) or value.dim() == 0:
         return [value] * count
     lead = value.reshape(*[1] * (ndim - value.dim()), *value.shape)
     if lead.shape[dim] not in (1, count):
-        expected, got = f"a shape that broadcasts to {count} at dimension {dim}", f"shape {list(value.shape)}"
-        raise BatchSizeError(explain("at[...]: the rows have another shape.", expected=expected, got=got))
+        raise BatchSizeError(
+            "at[...]: the rows have another shape.",
+            expected=f"a shape that broadcasts to {count} at dimension {dim}",
+            got=f"shape {list(value.shape)}",
+        )
     return [lead.select(dim, i if lead.shape[dim] > 1 else 0) for i in range(count)]
 
 
@@ -203,7 +216,10 @@ def _write(tree: Any, parts: tuple[Any, ...], value: Any, call: str) -> Any:
     check_same_ndim([tree, value], "at[...].set")
     for key, nodes in same_keys([tree, value], "at[...].set", ()):
         if isinstance(nodes[0], Tensor) and nodes[0].dtype != nodes[1].dtype:
-            expected, got = str(nodes[0].dtype), str(nodes[1].dtype)
-            what = f"at[...].set: the rows for {key!r} do not fit."
-            raise LeafMismatchError(explain(what, expected=expected, got=got, hint="cast them first."))
+            raise LeafMismatchError(
+                f"at[...].set: the rows for {key!r} do not fit.",
+                expected=str(nodes[0].dtype),
+                got=str(nodes[1].dtype),
+                hint="cast them first.",
+            )
     return value

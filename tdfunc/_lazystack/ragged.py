@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import PLAIN, Static, TensorCollection, is_compiling
-from tdfunc._errors import BatchSizeError, LeafMismatchError, TreeStructureError, UnsupportedError, explain
-from tdfunc._keys import dotted, missing, unravel
-from tdfunc._nontensor import NonTensorBase, NonTensorStack
-from tdfunc._types import NestedKey, Node, Path
+from tdfunc.core.collection import PLAIN, Static, TensorCollection, is_compiling
+from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureError, UnsupportedError, error
+from tdfunc.core.keys import dotted, missing, unravel
+from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
+from tdfunc.core.types import NestedKey, Node, Path
 from tdfunc.ops.at import _keeps
 from tdfunc.ops.join import defined_twice
 from tdfunc.ops.reading import has
@@ -65,9 +65,12 @@ def same_keys(trees: Sequence[Any], call: str, at: Path) -> Iterator[tuple[str, 
     for i, tree in enumerate(trees):
         if set(tree._keys()) != shared:
             where = f" under {dotted(at)!r}" if at else ""
-            hint = "select() the keys that all have, or set() the others."
-            what = f"{call}: trees 0 and {i} have different keys{where}."
-            raise TreeStructureError(explain(what, expected=sorted(first), got=sorted(tree._keys()), hint=hint))
+            raise TreeStructureError(
+                f"{call}: trees 0 and {i} have different keys{where}.",
+                expected=sorted(first),
+                got=sorted(tree._keys()),
+                hint="select() the keys that all have, or set() the others.",
+            )
     for key in first:
         nodes = [tree._get(key) for tree in trees]
         check_kinds(nodes, call, (*at, key))
@@ -82,8 +85,9 @@ def check_kinds(nodes: Sequence[Node], call: str, at: Path) -> None:
     for i, kind in enumerate(kinds):
         hint = defined_twice(type(nodes[0]), type(nodes[i]))
         if kind != kinds[0] or hint is not None:
-            what = f"{call}: {dotted(at)!r} is not the same in trees 0 and {i}."
-            raise TreeStructureError(explain(what, expected=kinds[0], got=kind, hint=hint))
+            raise TreeStructureError(
+                f"{call}: {dotted(at)!r} is not the same in trees 0 and {i}.", expected=kinds[0], got=kind, hint=hint
+            )
 
 
 def _kind(node: Node) -> str:
@@ -99,12 +103,10 @@ def _check_leaves(leaves: Sequence[Tensor], call: str, at: Path) -> None:
     for i, leaf in enumerate(leaves):
         if leaf.dim() != leaves[0].dim() or leaf.dtype != leaves[0].dtype:
             raise LeafMismatchError(
-                explain(
-                    f"{call}: leaf {dotted(at)!r} of trees 0 and {i} differs in more than lengths.",
-                    expected=f"shape {list(leaves[0].shape)}, {leaves[0].dtype}",
-                    got=f"shape {list(leaf.shape)}, {leaf.dtype}",
-                    hint="cast or reshape it first: lazy_stack([fn(tree) for tree in lazy.trees]).",
-                )
+                f"{call}: leaf {dotted(at)!r} of trees 0 and {i} differs in more than lengths.",
+                expected=f"shape {list(leaves[0].shape)}, {leaves[0].dtype}",
+                got=f"shape {list(leaf.shape)}, {leaf.dtype}",
+                hint="cast or reshape it first: lazy_stack([fn(tree) for tree in lazy.trees]).",
             )
 
 
@@ -121,10 +123,12 @@ def check_dense(trees: Sequence[Any], call: str, at: Path = ()) -> None:
             continue
         for i, node in enumerate(nodes):
             if node.shape != nodes[0].shape:
-                what = f"{call}: leaf {dotted(path)!r} of trees 0 and {i} differs."
-                expected, got = f"shape {list(nodes[0].shape)}", f"shape {list(node.shape)}"
-                hint = "pad() makes them one tensor, nested() a nested tensor."
-                raise LeafMismatchError(explain(what, expected=expected, got=got, hint=hint))
+                raise LeafMismatchError(
+                    f"{call}: leaf {dotted(path)!r} of trees 0 and {i} differs.",
+                    expected=f"shape {list(nodes[0].shape)}",
+                    got=f"shape {list(node.shape)}",
+                    hint="pad() makes them one tensor, nested() a nested tensor.",
+                )
 
 
 # -- padding ----------------------------------------------------------------------------------------------------
@@ -133,7 +137,7 @@ def check_dense(trees: Sequence[Any], call: str, at: Path = ()) -> None:
 def pad_trees(trees: Sequence[Any], dim: int, value: Any, side: str, masks: bool) -> Padded:
     """Return the stack of trees padded to the largest sizes, and its masks if they are asked for."""
     if side not in ("right", "left"):
-        raise ValueError(explain("pad: there are two sides.", expected="'right' or 'left'", got=repr(side)))
+        raise error(ValueError, "pad: there are two sides.", expected="'right' or 'left'", got=repr(side))
     padding = Padding(_values(trees, value), side == "left", masks, {})
     return _pad([_dense_pair(tree, padding) for tree in trees], dim, (), padding)
 
@@ -197,9 +201,12 @@ def _pad_leaves(pairs: Sequence[Padded], dim: int, ndim: int, at: Path, padding:
     full = [max(sizes) for sizes in zip(*[leaf.shape for leaf in leaves], strict=True)]
     value = padding.value(at)
     if not _keeps(value, leaves[0].dtype):
-        what = f"pad: the value does not fit leaf {dotted(at)!r}."
-        hint = "give a value for each leaf: pad({key: value})."
-        raise LeafMismatchError(explain(what, expected=f"a value of {leaves[0].dtype}", got=repr(value), hint=hint))
+        raise LeafMismatchError(
+            f"pad: the value does not fit leaf {dotted(at)!r}.",
+            expected=f"a value of {leaves[0].dtype}",
+            got=repr(value),
+            hint="give a value for each leaf: pad({key: value}).",
+        )
     padded = torch.stack([_grown(leaf, full, value, padding.left) for leaf in leaves], dim)
     if not padding.masks:
         return padded, None
@@ -245,8 +252,7 @@ def _pad_values(pairs: Sequence[Padded], dim: int, padding: Padding) -> Padded:
 def nest_trees(trees: Sequence[Any], layout: torch.layout) -> Any:
     """Return a tree of nested tensors, batch size [number of trees]."""
     if layout not in (torch.jagged, torch.strided):
-        got = str(layout)
-        raise ValueError(explain("nested: no such layout.", expected="torch.jagged or torch.strided", got=got))
+        raise error(ValueError, "nested: no such layout.", expected="torch.jagged or torch.strided", got=str(layout))
     return _nest(trees, layout, {}, ())
 
 
@@ -254,8 +260,10 @@ def _nest(trees: Sequence[Any], layout: torch.layout, offsets: dict[Any, Tensor]
     first = trees[0]
     if isinstance(first, TensorCollection._lazy):
         where = f" at {dotted(at)!r}" if at else ""
-        what = f"nested: a nested tensor has one ragged level, and there is a lazy stack inside{where}."
-        raise UnsupportedError(explain(what, hint="pad() the inner ones: lazy_stack([inner.pad() for inner in lazy])."))
+        raise UnsupportedError(
+            f"nested: a nested tensor has one ragged level, and there is a lazy stack inside{where}.",
+            hint="pad() the inner ones: lazy_stack([inner.pad() for inner in lazy]).",
+        )
     data: dict[str, Node] = {}
     for key, nodes in same_keys(trees, "nested", at):
         path = (*at, key)
@@ -276,12 +284,10 @@ def _nested_leaf(leaves: Sequence[Tensor], layout: torch.layout, offsets: dict[A
     for i, leaf in enumerate(leaves):
         if leaf.shape[1:] != leaves[0].shape[1:]:
             raise LeafMismatchError(
-                explain(
-                    f"nested: leaf {dotted(at)!r} of trees 0 and {i} differs after its first dimension.",
-                    expected=f"shape {list(leaves[0].shape)}",
-                    got=f"shape {list(leaf.shape)}",
-                    hint="layout=torch.strided takes any shapes.",
-                )
+                f"nested: leaf {dotted(at)!r} of trees 0 and {i} differs after its first dimension.",
+                expected=f"shape {list(leaves[0].shape)}",
+                got=f"shape {list(leaf.shape)}",
+                hint="layout=torch.strided takes any shapes.",
             )
     lengths = tuple(leaf.shape[0] for leaf in leaves)
     where = (lengths, leaves[0].device)
@@ -298,15 +304,20 @@ def check_same_ndim(trees: Sequence[Any], call: str) -> None:
     """Raise unless the trees have one class and one number of batch dimensions."""
     for i, tree in enumerate(trees):
         if not isinstance(tree, TensorCollection):
-            expected, got = "trees", f"{type(tree).__name__} at {i}"
-            raise TypeError(explain(f"{call}: all must be trees.", expected=expected, got=got))
+            raise error(TypeError, f"{call}: all must be trees.", expected="trees", got=f"{type(tree).__name__} at {i}")
     first = trees[0]
     for i, tree in enumerate(trees):
         if type(tree) is not type(first):
-            what = f"{call}: trees 0 and {i} are of different classes."
-            hint = defined_twice(type(first), type(tree))
-            raise TreeStructureError(explain(what, expected=type(first).__name__, got=type(tree).__name__, hint=hint))
+            raise TreeStructureError(
+                f"{call}: trees 0 and {i} are of different classes.",
+                expected=type(first).__name__,
+                got=type(tree).__name__,
+                hint=defined_twice(type(first), type(tree)),
+            )
         if len(tree._batch_size) != len(first._batch_size):
-            what = f"{call}: trees 0 and {i} have different numbers of batch dimensions."
-            expected, got = f"batch size {list(first._batch_size)}", f"batch size {list(tree._batch_size)}"
-            raise BatchSizeError(explain(what, expected=expected, got=got, hint="unsqueeze() says which one is new."))
+            raise BatchSizeError(
+                f"{call}: trees 0 and {i} have different numbers of batch dimensions.",
+                expected=f"batch size {list(first._batch_size)}",
+                got=f"batch size {list(tree._batch_size)}",
+                hint="unsqueeze() says which one is new.",
+            )

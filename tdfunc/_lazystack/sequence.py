@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import TensorCollection
-from tdfunc._errors import LeafMismatchError, UnsupportedError, explain
-from tdfunc._keys import dotted
 from tdfunc._lazystack.ragged import check_kinds, check_same_ndim, pad_trees, same_keys
-from tdfunc._types import NestedKey, Path
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import LeafMismatchError, UnsupportedError, error
+from tdfunc.core.keys import dotted
+from tdfunc.core.types import NestedKey, Path
 from tdfunc.ops.edit import set_
 
 
@@ -48,14 +48,17 @@ def pad_sequence(
     """
     given = list(trees)
     if not given:
-        raise ValueError(explain("pad_sequence: no trees were given.", expected="one or more"))
+        raise error(ValueError, "pad_sequence: no trees were given.", expected="one or more")
     check_same_ndim(given, "pad_sequence")
     _check_lengths(given, pad_dim, ())
     key = "masks" if return_mask is True else return_mask
     if key is not False and type(given[0]) is not TensorCollection._open:
-        hint = "tree, masks = lazy_stack(trees).pad(return_mask=True)."
-        what = "pad_sequence: the masks have no place in a typed tree."
-        raise UnsupportedError(explain(what, expected="TensorDict", got=type(given[0]).__name__, hint=hint))
+        raise UnsupportedError(
+            "pad_sequence: the masks have no place in a typed tree.",
+            expected="TensorDict",
+            got=type(given[0]).__name__,
+            hint="tree, masks = lazy_stack(trees).pad(return_mask=True).",
+        )
     padded, _ = pad_trees(given, 0, padding_value, "right", False)
     return padded if key is False else set_(padded, key, _masks(given, padded, pad_dim))
 
@@ -65,8 +68,12 @@ def _check_lengths(trees: Sequence[Any], pad_dim: int, at: Path) -> None:
     first = trees[0]
     if isinstance(first, TensorCollection._lazy):
         where = f"{dotted(at)!r} is" if at else "these are"
-        hint = "lazy_stack(trees).pad() pads lazy stacks inside, too."
-        raise UnsupportedError(explain(f"pad_sequence: {where} lazy.", expected="trees", got="LazyStack", hint=hint))
+        raise UnsupportedError(
+            f"pad_sequence: {where} lazy.",
+            expected="trees",
+            got="LazyStack",
+            hint="lazy_stack(trees).pad() pads lazy stacks inside, too.",
+        )
     for key, nodes in same_keys(trees, "pad_sequence", at):
         path = (*at, key)
         check_kinds(nodes, "pad_sequence", path)
@@ -92,9 +99,11 @@ def _agree(first: Sequence[int], other: Sequence[int], dim: int | None) -> bool:
 
 
 def _differ(what: str, first: Sequence[int], other: Sequence[int]) -> LeafMismatchError:
-    hint = "lazy_stack(trees).pad() pads all dimensions."
     return LeafMismatchError(
-        explain(f"pad_sequence: {what}.", expected=str(list(first)), got=str(list(other)), hint=hint)
+        f"pad_sequence: {what}.",
+        expected=str(list(first)),
+        got=str(list(other)),
+        hint="lazy_stack(trees).pad() pads all dimensions.",
     )
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import LeafOp, TensorCollection
-from tdfunc._errors import LeafMismatchError, TreeStructureError, explain
-from tdfunc._keys import dotted, unravel
 from tdfunc._lazystack.pick import nest, pick, write
 from tdfunc._lazystack.ragged import check_alike, same_keys, without
-from tdfunc._nontensor import NonTensorBase, NonTensorData, same_value
-from tdfunc._shapes import dim_index
-from tdfunc._types import Names, Node, Path
+from tdfunc.core.collection import LeafOp, TensorCollection
+from tdfunc.core.errors import LeafMismatchError, TreeStructureError, error
+from tdfunc.core.keys import dotted, unravel
+from tdfunc.core.nontensor import NonTensorBase, NonTensorData, same_value
+from tdfunc.core.shapes import dim_index
+from tdfunc.core.types import Names, Node, Path
 from tdfunc.ops import index, join, make, shape
 from tdfunc.ops.reading import get
 from tdfunc.ops.reduce import reduced_size
@@ -29,12 +29,10 @@ REDUCTIONS = frozenset(
 def one_shape(stack: Any, name: str) -> LeafMismatchError:
     """Build the error of an operation for which the trees would have to be one tensor for each leaf."""
     return LeafMismatchError(
-        explain(
-            f"{name}: a lazy stack has no one shape for each leaf.",
-            expected="an operation on each of its trees, or one that only moves them",
-            got=f"batch size {list(stack._batch_size)}, stacked along dimension {stack._dim}",
-            hint="write lazy.pad() first (lazy.dense() where the trees have one shape), or do it to each of .trees.",
-        )
+        f"{name}: a lazy stack has no one shape for each leaf.",
+        expected="an operation on each of its trees, or one that only moves them",
+        got=f"batch size {list(stack._batch_size)}, stacked along dimension {stack._dim}",
+        hint="write lazy.pad() first (lazy.dense() where the trees have one shape), or do it to each of .trees.",
     )
 
 
@@ -53,9 +51,10 @@ def _on_cat(stack: Any, op: LeafOp, others: Sequence[Any]) -> Any:
     if dim == mine:
         return stack._like([tree for part in (stack, *others) for tree in part._trees])
     if any(len(other._data) != len(stack._data) for other in others):
-        expected, got = f"{len(stack._data)} trees", f"{[len(other._data) for other in others]}"
         raise LeafMismatchError(
-            explain("cat: the lazy stacks hold different numbers of trees.", expected=expected, got=got)
+            "cat: the lazy stacks hold different numbers of trees.",
+            expected=f"{len(stack._data)} trees",
+            got=f"{[len(other._data) for other in others]}",
         )
     rows = zip(*[part._trees for part in (stack, *others)], strict=True)
     return stack._like([join.cat(row, dim - (dim > mine)) for row in rows])
@@ -66,15 +65,18 @@ def _check_joined(stack: Any, others: Sequence[Any], call: str) -> None:
         if type(other) is not type(stack) or other._dim != stack._dim:
             got = f"a {type(other).__name__}"
             got += f" along dimension {other._dim}" if isinstance(other, TensorCollection._lazy) else ""
-            expected = f"a {type(stack).__name__} along dimension {stack._dim}"
-            hint = "lazy_stack(tree.unbind(dim), dim) makes one of a dense tree; permute() moves the dimension."
             raise TreeStructureError(
-                explain(f"{call}: not lazy stacks of one kind.", expected=expected, got=got, hint=hint)
+                f"{call}: not lazy stacks of one kind.",
+                expected=f"a {type(stack).__name__} along dimension {stack._dim}",
+                got=got,
+                hint="lazy_stack(tree.unbind(dim), dim) makes one of a dense tree; permute() moves the dimension.",
             )
         if len(other._batch_size) != len(stack._batch_size):
-            what = f"{call}: the batch sizes have different numbers of dimensions."
-            expected, got = str(list(stack._batch_size)), str(list(other._batch_size))
-            raise LeafMismatchError(explain(what, expected=expected, got=got))
+            raise LeafMismatchError(
+                f"{call}: the batch sizes have different numbers of dimensions.",
+                expected=str(list(stack._batch_size)),
+                got=str(list(other._batch_size)),
+            )
     check_alike([tree for part in (stack, *others) for tree in part._trees], ())
 
 
@@ -178,17 +180,23 @@ def _on_gather(stack: Any, op: LeafOp, _: Sequence[Any]) -> Any:
     if dim >= rows.dim():
         return stack._like([tree._shape(op) for tree in trees])
     if any(0 <= size[i] < count for i, count in enumerate(rows.shape) if i != along):
-        what = "gather: the index reaches further than the batch."
-        expected = f"at most {list(size)}, but along dimension {along}"
-        raise IndexError(explain(what, expected=expected, got=f"shape {list(rows.shape)}"))
+        raise error(
+            IndexError,
+            "gather: the index reaches further than the batch.",
+            expected=f"at most {list(size)}, but along dimension {along}",
+            got=f"shape {list(rows.shape)}",
+        )
     if along != dim:
         parts, inner = rows.unbind(dim), along - (along > dim)
         done = [tree._shape(index.gather_op(inner, part)) for tree, part in zip(trees, parts, strict=False)]
         return nest(stack, done, (len(done),), dim)
     for number in rows.unique().tolist():
         if not 0 <= number < len(trees):
-            what = f"gather: {number} is out of range for batch dimension {dim}, along which the trees lie."
-            raise IndexError(explain(what, expected=f"0 <= index < {len(trees)}"))
+            raise error(
+                IndexError,
+                f"gather: {number} is out of range for batch dimension {dim}, along which the trees lie.",
+                expected=f"0 <= index < {len(trees)}",
+            )
     grid = torch.meshgrid(*[torch.arange(count, device=rows.device) for count in rows.shape], indexing="ij")
     return pick(stack, tuple([rows if i == dim else numbers for i, numbers in enumerate(grid)]))
 
@@ -249,9 +257,12 @@ def _shared_value(nodes: Sequence[Any], call: str, at: Path) -> NonTensorData:
     first = nodes[0]
     if all(isinstance(node, NonTensorData) and same_value(node.data, first.data) for node in nodes):
         return NonTensorData(first.data)
-    what, got = f"{call}: {dotted(at)!r} has other values in other rows, which the reduction would merge.", "several"
-    hint = f"leave it out first: lazy.exclude({at!r})."
-    raise LeafMismatchError(explain(what, expected="one value for all", got=got, hint=hint))
+    raise LeafMismatchError(
+        f"{call}: {dotted(at)!r} has other values in other rows, which the reduction would merge.",
+        expected="one value for all",
+        got="several",
+        hint=f"leave it out first: lazy.exclude({at!r}).",
+    )
 
 
 def _leaf_row(leaf: Tensor) -> Tensor:
@@ -265,9 +276,10 @@ def _on_join_entries(stack: Any, op: LeafOp, _: Sequence[Any]) -> Any:
     ndim = next(iter(counts.values()), None)
     # torch.cat passes over empty tensors of one dimension, which the rows of dense leaves of more may be.
     if len(set(counts.values())) > 1 and None not in counts.values():
-        what = f"{call}: the entries have different numbers of dimensions."
         raise LeafMismatchError(
-            explain(what, expected=f"{ndim} dimensions, as {next(iter(counts))!r}", got=str(counts))
+            f"{call}: the entries have different numbers of dimensions.",
+            expected=f"{ndim} dimensions, as {next(iter(counts))!r}",
+            got=str(counts),
         )
     if ndim is not None:
         dim = dim_index(dim, ndim + (call == "stack_tensors"), call)

@@ -5,12 +5,12 @@ from typing import Any
 
 from torch import Tensor
 
-from tdfunc._collection import TensorCollection
 from tdfunc._lazystack.ragged import common_size
-from tdfunc._nontensor import NonTensorBase
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.ops.cast import all_shared
-from tdfunc.ops.facts import repr_of
-from tdfunc.ops.show import describe_leaf, shown
+from tdfunc.ops.display.facts import repr_of
+from tdfunc.ops.display.show import describe_leaf, shown
 
 
 def as_list(tree: Any, convert: bool) -> Any:

@@ -12,9 +12,6 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import LeafOp, Static, TensorCollection, iter_leaves
-from tdfunc._errors import BatchSizeError, MissingKeyError, TreeStructureError, UnsupportedError, explain
-from tdfunc._keys import missing
 from tdfunc._lazystack.mapped import check_mapped
 from tdfunc._lazystack.pick import pick
 from tdfunc._lazystack.ragged import (
@@ -29,13 +26,16 @@ from tdfunc._lazystack.ragged import (
 )
 from tdfunc._lazystack.shapes import HANDLERS, REDUCTIONS, one_shape, reduce_all, reduce_dims, run_along
 from tdfunc._lazystack.show import absent, as_list, render
-from tdfunc._nontensor import NonTensorBase, NonTensorStack
-from tdfunc._pytree import _UNDECIDED, Context, register
-from tdfunc._shapes import as_names, as_size, dim_index, index_names, normalize_index
 from tdfunc._tensordict import TreeMethods
-from tdfunc._ties import lift, merge
-from tdfunc._types import Kind, Names, Node, Path, Ties
-from tdfunc._vmapped import in_transform, layout_of
+from tdfunc.core.collection import LeafOp, Static, TensorCollection, iter_leaves
+from tdfunc.core.errors import BatchSizeError, MissingKeyError, TreeStructureError, UnsupportedError, error
+from tdfunc.core.keys import missing
+from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
+from tdfunc.core.pytree import _UNDECIDED, Context, register
+from tdfunc.core.shapes import as_names, as_size, dim_index, index_names, normalize_index
+from tdfunc.core.ties import lift, merge
+from tdfunc.core.types import Kind, Names, Node, Path, Ties
+from tdfunc.core.vmapped import in_transform, layout_of
 from tdfunc.ops import index, join
 from tdfunc.ops.convert import accept, resize
 from tdfunc.ops.edit import replacements
@@ -75,8 +75,10 @@ class LazyStack(TreeMethods):
 
     def __init_subclass__(cls, **options: Any) -> None:
         if "_stacked" not in cls.__dict__:
-            hint = "write functions of a LazyStack; lazy_stack makes the classes for typed trees itself."
-            raise UnsupportedError(explain(f"LazyStack is final, {cls.__name__} cannot subclass it.", hint=hint))
+            raise UnsupportedError(
+                f"LazyStack is final, {cls.__name__} cannot subclass it.",
+                hint="write functions of a LazyStack; lazy_stack makes the classes for typed trees itself.",
+            )
         super().__init_subclass__(**options)
 
     @classmethod
@@ -232,9 +234,13 @@ class LazyStack(TreeMethods):
             torch.Size([4, 2])
         """
         if self._dim:
-            hint = "permute() the batch dimensions first, which moves no data."
-            got = f"stack_dim {self._dim}"
-            raise ValueError(explain("nested: the trees lie along another dimension.", expected=0, got=got, hint=hint))
+            raise error(
+                ValueError,
+                "nested: the trees lie along another dimension.",
+                expected=0,
+                got=f"stack_dim {self._dim}",
+                hint="permute() the batch dimensions first, which moves no data.",
+            )
         return nest_trees(self._trees, layout)
 
     def tolist(self, *, convert_tensors: bool = False) -> list[Any]:
@@ -259,9 +265,10 @@ class LazyStack(TreeMethods):
         """
         size, dim = as_size(batch_size), self._dim
         if len(size) <= dim or size[dim] != len(self._data):
-            expected = f"{len(self._data)} at dimension {dim}"
             raise BatchSizeError(
-                explain("with_batch_size: the trees must stay.", expected=expected, got=str(list(size)))
+                "with_batch_size: the trees must stay.",
+                expected=f"{len(self._data)} at dimension {dim}",
+                got=str(list(size)),
             )
         return self._like([tree.with_batch_size(without(size, dim)) for tree in self._trees])
 
@@ -321,9 +328,11 @@ class LazyStack(TreeMethods):
         if len(having) < len(trees):
             if not having:
                 raise missing((key,), self._keys(), node=self)
-            hint = "read it from .trees, or set() it in the others."
-            what, got = f"get: the key {key!r} is not in all trees of the lazy stack.", f"it is in trees {having}"
-            raise MissingKeyError(explain(what, got=got, hint=hint))
+            raise MissingKeyError(
+                f"get: the key {key!r} is not in all trees of the lazy stack.",
+                got=f"it is in trees {having}",
+                hint="read it from .trees, or set() it in the others.",
+            )
         nodes = [tree._get(key) for tree in trees]
         if all([isinstance(node, TensorCollection) for node in nodes]) and len(set(map(type, nodes))) == 1:
             # Names are of one node: those of this one are not of the trees inside.
@@ -365,12 +374,10 @@ class LazyStack(TreeMethods):
         data = mine if data is None else data
         if not data.keys() <= mine.keys():
             raise TreeStructureError(
-                explain(
-                    "This cannot be done to a lazy stack, whose entries are in its trees.",
-                    expected=f"the trees {list(mine)}",
-                    got=f"{list(data)}",
-                    hint="do it to each: lazy_stack([fn(tree) for tree in lazy.trees]).",
-                )
+                "This cannot be done to a lazy stack, whose entries are in its trees.",
+                expected=f"the trees {list(mine)}",
+                got=f"{list(data)}",
+                hint="do it to each: lazy_stack([fn(tree) for tree in lazy.trees]).",
             )
         # A tree of which nothing is left stays, as an empty one: the others keep their places.
         whole = [data[key] if key in data else mine[key]._replace({}, kinds={}, ties=()) for key in mine]
@@ -379,10 +386,11 @@ class LazyStack(TreeMethods):
         # The names are the stack's: its trees may have been made before it was given them.
         new = self._named(self._of(whole, self._dim), self._names)
         if batch_size is not None and batch_size != new._batch_size and self._cache is not _UNDECIDED:
-            hint = "lazy.with_batch_size(...), or give the tree around it another batch size."
-            expected, got = str(list(new._batch_size)), str(list(batch_size))
             raise BatchSizeError(
-                explain("The batch size of a lazy stack is that of its trees.", expected=expected, got=got, hint=hint)
+                "The batch size of a lazy stack is that of its trees.",
+                expected=str(list(new._batch_size)),
+                got=str(list(batch_size)),
+                hint="lazy.with_batch_size(...), or give the tree around it another batch size.",
             )
         return new
 
@@ -401,12 +409,10 @@ class LazyStack(TreeMethods):
             items = cast("Sequence[Any]", value)
             if len(items) != count:
                 raise BatchSizeError(
-                    explain(
-                        "A list or tuple of values for a lazy stack has one for each tree.",
-                        expected=f"{count} values",
-                        got=f"{len(items)}",
-                        hint="wrap one value for all as NonTensorData(value).",
-                    )
+                    "A list or tuple of values for a lazy stack has one for each tree.",
+                    expected=f"{count} values",
+                    got=f"{len(items)}",
+                    hint="wrap one value for all as NonTensorData(value).",
                 )
             return list(items)
         if isinstance(value, TensorCollection) and len(value._batch_size) <= self._dim:
@@ -429,12 +435,10 @@ class LazyStack(TreeMethods):
         size = tuple(value._batch_size if isinstance(value, TensorCollection) else value.shape)
         if len(size) <= dim or size[dim] != count:
             raise BatchSizeError(
-                explain(
-                    "The value does not have the dimension along which the trees of the lazy stack lie.",
-                    expected=f"{count} at dimension {dim}",
-                    got=f"{'batch size' if isinstance(value, TensorCollection) else 'shape'} {list(size)}",
-                    hint="give one value for each tree, in a tuple.",
-                )
+                "The value does not have the dimension along which the trees of the lazy stack lie.",
+                expected=f"{count} at dimension {dim}",
+                got=f"{'batch size' if isinstance(value, TensorCollection) else 'shape'} {list(size)}",
+                hint="give one value for each tree, in a tuple.",
             )
         if isinstance(value, np.ndarray):
             return [np.take(cast("Any", value), i, dim) for i in range(count)]
@@ -568,7 +572,7 @@ def lazy_stack(trees: Sequence[Any], dim: int = 0) -> Any:
     """
     given: list[Any] = list(trees)
     if not given:
-        raise ValueError(explain("lazy_stack: no trees were given.", expected="one or more"))
+        raise error(ValueError, "lazy_stack: no trees were given.", expected="one or more")
     check_same_ndim(given, "lazy_stack")
     check_alike(given, ())
     return LazyStack._of(given, dim_index(dim, len(given[0]._batch_size) + 1, "lazy_stack"))
@@ -639,11 +643,13 @@ def _stack_typed(cls: Any, *trees: Any, **fields: Any) -> Any:
     """Return `LazyStack(trees, dim)`, and refuse fields, which `dataclasses.replace` gives."""
     given = [name for name in fields if name not in ("trees", "dim")]
     if given:
-        what, got = f"{cls.__qualname__}: a lazy stack is made of trees.", f"the fields {given}"
-        hint = (
-            "stack.replace(field=value) replaces a field of each tree, where dataclasses.replace calls a constructor."
+        raise error(
+            TypeError,
+            f"{cls.__qualname__}: a lazy stack is made of trees.",
+            expected="one sequence of trees",
+            got=f"the fields {given}",
+            hint="stack.replace(field=value) replaces a field of each tree; dataclasses.replace calls a constructor.",
         )
-        raise TypeError(explain(what, expected="one sequence of trees", got=got, hint=hint))
     return LazyStack.__new__(cls, *trees, **fields)
 
 

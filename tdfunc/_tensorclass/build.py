@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import Static, TensorCollection
-from tdfunc._errors import explain
-from tdfunc._fields import check_annotations, make_node, settle_annotations
-from tdfunc._shapes import as_names, as_size
-from tdfunc._types import Names, Node
+from tdfunc._tensorclass.fields import check_annotations, make_node, settle_annotations
+from tdfunc.core.collection import Static, TensorCollection
+from tdfunc.core.errors import error
+from tdfunc.core.shapes import as_names, as_size
+from tdfunc.core.types import Names, Node
 from tdfunc.ops.cast import as_device
 from tdfunc.ops.convert import _lifted
 
@@ -78,9 +78,13 @@ def _completed(cls: Any, complete: Callable[[Any], Any], new: Any) -> Any:
     if result is None:
         return new
     if not isinstance(result, cls):
-        expected, hint = f"a {cls.__name__}, or None for no change", "return self.replace(field=value)."
-        what = f"{cls.__name__}.__post_init__ returned something else."
-        raise TypeError(explain(what, expected=expected, got=type(result).__name__, hint=hint))
+        raise error(
+            TypeError,
+            f"{cls.__name__}.__post_init__ returned something else.",
+            expected=f"a {cls.__name__}, or None for no change",
+            got=type(result).__name__,
+            hint="return self.replace(field=value).",
+        )
     return result
 
 

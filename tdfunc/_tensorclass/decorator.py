@@ -3,9 +3,9 @@
 import inspect
 from typing import Any
 
-from tdfunc._errors import explain
 from tdfunc._tensorclass.define import Meta
 from tdfunc._tensorclass.typed import TensorClass
+from tdfunc.core.errors import error
 
 
 def tensorclass(cls: Any = None, /, **options: bool) -> Any:
@@ -31,17 +31,29 @@ def tensorclass(cls: Any = None, /, **options: bool) -> Any:
     if cls is None:
         return lambda plain: tensorclass(plain, **options)
     if not isinstance(cls, type):
-        hint = "options go by keyword: @tensorclass(autocast=True)."
-        raise TypeError(explain("tensorclass: not a class.", expected="a class", got=repr(cls), hint=hint))
+        raise error(
+            TypeError,
+            "tensorclass: not a class.",
+            expected="a class",
+            got=repr(cls),
+            hint="options go by keyword: @tensorclass(autocast=True).",
+        )
     if issubclass(cls, TensorClass):
         if any(getattr(cls._options, option, None) is not on for option, on in options.items()):
             given = ", ".join(f"{option}={on}" for option, on in options.items())
-            hint = f"class {cls.__name__}(..., {given}), without the decorator."
-            raise TypeError(explain(f"tensorclass: {cls.__name__} is a TensorClass already.", got=given, hint=hint))
+            raise error(
+                TypeError,
+                f"tensorclass: {cls.__name__} is a TensorClass already.",
+                got=given,
+                hint=f"class {cls.__name__}(..., {given}), without the decorator.",
+            )
         return cls
     if "__dataclass_fields__" in vars(cls):
-        what = f"tensorclass: {cls.__name__} is a dataclass, whose constructor would be lost."
-        raise TypeError(explain(what, hint="leave @dataclass out."))
+        raise error(
+            TypeError,
+            f"tensorclass: {cls.__name__} is a dataclass, whose constructor would be lost.",
+            hint="leave @dataclass out.",
+        )
     skipped = {"__dict__", "__weakref__", "__slots__"}
     namespace = {key: value for key, value in vars(cls).items() if key not in skipped}
     namespace["__qualname__"] = cls.__qualname__

@@ -7,9 +7,8 @@ from abc import ABCMeta
 from collections.abc import Mapping
 from typing import Any, Generic, NoReturn
 
-from tdfunc._collection import Slots, TensorCollection
-from tdfunc._errors import explain
-from tdfunc._fields import (
+from tdfunc._tensorclass.build import build, make_with_dict
+from tdfunc._tensorclass.fields import (
     CONSTRUCTOR,
     OPTIONS,
     Field,
@@ -23,8 +22,9 @@ from tdfunc._fields import (
     own_annotations,
     resolve_annotations,
 )
-from tdfunc._pytree import register
-from tdfunc._tensorclass.build import build, make_with_dict
+from tdfunc.core.collection import Slots, TensorCollection
+from tdfunc.core.errors import error
+from tdfunc.core.pytree import register
 
 
 class Meta(ABCMeta):
@@ -60,21 +60,21 @@ def _check_definition(
     """Raise for what a typed tree cannot have."""
     hooked = any("__init_subclass__" in vars(c) for b in bases for c in b.__mro__ if c not in (object, Generic))
     if keywords and not hooked:
-        what = f"{name}: there is no option {next(iter(keywords))!r}."
-        raise TypeError(explain(what, expected=", ".join(OPTIONS)))
+        raise error(TypeError, f"{name}: there is no option {next(iter(keywords))!r}.", expected=", ".join(OPTIONS))
     if "_is_base" in namespace:
         return
     for method in ("__init__", "__new__"):
         owner = next((c for c in bases if _own_constructor(c, method)), None)
         if method in namespace or owner is not None:
             where = f"{name}.{method}" if owner is None else f"{name} inherits {owner.__name__}.{method}, which"
-            hint = "complete an instance in __post_init__, or write a classmethod that returns cls(...)."
-            raise TypeError(explain(f"{where} would replace the constructor of the fields.", hint=hint))
+            raise error(
+                TypeError,
+                f"{where} would replace the constructor of the fields.",
+                hint="complete an instance in __post_init__, or write a classmethod that returns cls(...).",
+            )
     if namespace.get("__slots__"):
         got = repr(namespace["__slots__"])
-        raise TypeError(
-            explain(f"{name}: instances hold fields only.", got=f"__slots__ = {got}", hint="annotate them.")
-        )
+        raise error(TypeError, f"{name}: instances hold fields only.", got=f"__slots__ = {got}", hint="annotate them.")
 
 
 def _own_constructor(cls: type, method: str) -> bool:
@@ -127,7 +127,7 @@ _CONSTRUCTOR_FIELDS: dict[str, Any] = _Constructor.__dataclass_fields__
 
 def _abstract(cls: Any, *_: Any) -> NoReturn:
     missing = ", ".join(sorted(cls.__abstractmethods__))
-    raise TypeError(explain(f"{cls.__name__} is abstract.", expected=f"a class that defines {missing}"))
+    raise error(TypeError, f"{cls.__name__} is abstract.", expected=f"a class that defines {missing}")
 
 
 def _check_names_of(cls: Any, annotations: Mapping[str, Any], namespace: Mapping[str, Any]) -> None:
@@ -140,27 +140,37 @@ def _check_names_of(cls: Any, annotations: Mapping[str, Any], namespace: Mapping
     public = {name for name in both if not name.startswith("_") and name not in ("data", "nested")}
     for name in annotations:
         if not name.isidentifier() or keyword.iskeyword(name):
-            what = f"{cls.__name__}: {name!r} is no name of a field."
-            hint = "fields are attributes and arguments; a TensorDict takes any string as a key."
-            raise TypeError(explain(what, expected="an identifier that is no keyword", hint=hint))
+            raise error(
+                TypeError,
+                f"{cls.__name__}: {name!r} is no name of a field.",
+                expected="an identifier that is no keyword",
+                hint="fields are attributes and arguments; a TensorDict takes any string as a key.",
+            )
         # A tree's own slots and helpers; names of a user's with an underscore are free.
         hidden = name.startswith("_") and hasattr(base, name)
         always = name in CONSTRUCTOR or hidden or name in Slots.__slots__
         if always or (name in public and not cls._options.shadow):
-            what = f"{cls.__name__}: the field {name!r} has the name of a method or property of trees."
-            hint = "rename it." if always else 'rename it, or derive from TensorClass["shadow"].'
-            raise AttributeError(explain(what, hint=hint))
+            raise error(
+                AttributeError,
+                f"{cls.__name__}: the field {name!r} has the name of a method or property of trees.",
+                hint="rename it." if always else 'rename it, or derive from TensorClass["shadow"].',
+            )
     for name in cls._fields:
         if name in namespace and name not in annotations:
-            what = f"{cls.__name__}: {name!r} is a field of a base class, and is given something else here."
-            hint = f"annotate it to give the field a default ({name}: type = value), or use another name."
-            raise AttributeError(explain(what, got=repr(namespace[name]), hint=hint))
+            raise error(
+                AttributeError,
+                f"{cls.__name__}: {name!r} is a field of a base class, and is given something else here.",
+                got=repr(namespace[name]),
+                hint=f"annotate it to give the field a default ({name}: type = value), or use another name.",
+            )
 
 
 def _check_kinds(cls: Any) -> None:
     for name, field in cls.__dataclass_fields__.items():
         # The kind of a field is private to `dataclasses`, but its name has stood since Python 3.7.
         if field._field_type.name == "_FIELD_INITVAR" and name not in CONSTRUCTOR:
-            hint = "write a classmethod that takes it and returns cls(...), or make it a field."
-            what = f"{cls.__name__}: {name!r} is an InitVar, which no other operation than the constructor would have."
-            raise TypeError(explain(what, hint=hint))
+            raise error(
+                TypeError,
+                f"{cls.__name__}: {name!r} is an InitVar, which no other operation than the constructor would have.",
+                hint="write a classmethod that takes it and returns cls(...), or make it a field.",
+            )

@@ -8,9 +8,9 @@ import torch
 from torch import Size, Tensor
 from typing_extensions import dataclass_transform
 
-from tdfunc._collection import TensorCollection
-from tdfunc._errors import ImmutableError, MissingKeyError, TreeStructureError, explain
-from tdfunc._fields import (
+from tdfunc._tensorclass.build import read_fields, unchanged
+from tdfunc._tensorclass.define import Meta
+from tdfunc._tensorclass.fields import (
     CONSTRUCTOR,
     OPTIONS,
     Options,
@@ -19,15 +19,15 @@ from tdfunc._fields import (
     settle_annotations,
     typed_class,
 )
-from tdfunc._keys import did_you_mean
-from tdfunc._nontensor import NonTensorData
-from tdfunc._tensorclass.build import read_fields, unchanged
-from tdfunc._tensorclass.define import Meta
 from tdfunc._tensordict import TreeMethods
-from tdfunc._types import Device, Kind, Names, Node, Ties
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import ImmutableError, MissingKeyError, TreeStructureError, error
+from tdfunc.core.keys import did_you_mean
+from tdfunc.core.nontensor import NonTensorData
+from tdfunc.core.types import Device, Kind, Names, Node, Ties
 from tdfunc.ops.cast import all_shared, clone
+from tdfunc.ops.display.show import describe_leaf
 from tdfunc.ops.edit import replaced, replacements
-from tdfunc.ops.show import describe_leaf
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -107,8 +107,11 @@ class TensorClass(_Typed):
 
         def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
             """Refuse: a class defined with fields gets a constructor of its own."""
-            hint = f"class Mine({cls.__name__}): with annotated fields."
-            raise TypeError(explain(f"{cls.__name__} is a base class and has no instances.", hint=hint))
+            raise error(
+                TypeError,
+                f"{cls.__name__} is a base class and has no instances.",
+                hint=f"class Mine({cls.__name__}): with annotated fields.",
+            )
 
     def __class_getitem__(cls, item: Any) -> Any:
         """Return the class with options; of a generic class, the class with type arguments."""
@@ -116,15 +119,20 @@ class TensorClass(_Typed):
         if "_is_base" in cls.__dict__ and not issubclass(cls, Generic):
             unknown = [option for option in given if option not in OPTIONS]
             if unknown:
-                what = f"{cls.__name__}[...]: {unknown[0]!r} is no option."
-                raise TypeError(explain(what, expected=", ".join(OPTIONS)))
+                raise error(
+                    TypeError, f"{cls.__name__}[...]: {unknown[0]!r} is no option.", expected=", ".join(OPTIONS)
+                )
             name = f"{cls.__name__}[{', '.join(map(repr, given))}]"
             namespace = {"_is_base": True, "__module__": cls.__module__, "__doc__": cls.__doc__}
             return Meta(name, (cls,), namespace, **dict.fromkeys(given, True))
         above: Any = super()
         if not hasattr(above, "__class_getitem__"):
-            hint = "options are for TensorClass itself; type arguments for classes that derive from Generic."
-            raise TypeError(explain(f"{cls.__name__}[...]: the class takes no arguments.", got=repr(item), hint=hint))
+            raise error(
+                TypeError,
+                f"{cls.__name__}[...]: the class takes no arguments.",
+                got=repr(item),
+                hint="options are for TensorClass itself; type arguments for classes that derive from Generic.",
+            )
         return above.__class_getitem__(item)
 
     # What the constructor gives: the instance, or one made from it.
@@ -185,9 +193,13 @@ class TensorClass(_Typed):
             TreeStructureError: A key is no field, or a field without a default is missing.
         """
         if not isinstance(tensordict, TensorCollection):
-            hint = f"{cls.__name__}(**values) takes a dict of fields."
-            what, got = f"{cls.__name__}.from_tensordict: this is no tree.", type(tensordict).__name__
-            raise TypeError(explain(what, expected="a tree", got=got, hint=hint))
+            raise error(
+                TypeError,
+                f"{cls.__name__}.from_tensordict: this is no tree.",
+                expected="a tree",
+                got=type(tensordict).__name__,
+                hint=f"{cls.__name__}(**values) takes a dict of fields.",
+            )
         # The class of a lazy stack stands for that of its trees.
         cls = getattr(cls, "_stacked", cls)
         done: Any = tensordict._each(lambda t, part: cls.from_tensordict(t, part, safe), non_tensordict)
@@ -198,12 +210,10 @@ class TensorClass(_Typed):
         lacking = [name for name in cls._required if safe and name not in given]
         if unknown or lacking:
             raise TreeStructureError(
-                explain(
-                    f"{cls.__name__}.from_tensordict: the keys are not the fields.",
-                    expected=f"{list(cls._fields)}",
-                    got=f"{given}: unknown {unknown}, missing {lacking}",
-                    hint="select() the fields first." if unknown else "safe=False leaves missing fields empty.",
-                )
+                f"{cls.__name__}.from_tensordict: the keys are not the fields.",
+                expected=f"{list(cls._fields)}",
+                got=f"{given}: unknown {unknown}, missing {lacking}",
+                hint="select() the fields first." if unknown else "safe=False leaves missing fields empty.",
             )
         size, place, static = tensordict._batch_size, tensordict._device, tensordict._static
         values = {key: tensordict._get(key) for key in tensordict._keys()}
@@ -235,8 +245,12 @@ class TensorClass(_Typed):
         """
         cls = getattr(cls, "_stacked", cls)
         if not dataclasses.is_dataclass(source) or isinstance(source, type):
-            what = f"{cls.__name__}.from_dataclass: this is no dataclass instance."
-            raise TypeError(explain(what, expected="an instance", got=repr(source)))
+            raise error(
+                TypeError,
+                f"{cls.__name__}.from_dataclass: this is no dataclass instance.",
+                expected="an instance",
+                got=repr(source),
+            )
         values: dict[str, Any] = {f.name: getattr(source, f.name) for f in dataclasses.fields(source)}
         return cls(**values, batch_size=batch_size, device=device, names=names)
 
@@ -283,28 +297,33 @@ class TensorClass(_Typed):
             return
         unknown = [name for name in names if name not in cls._fields]
         raise MissingKeyError(
-            explain(
-                f"{cls.__name__} has no field {unknown[0]!r}.",
-                expected=f"one of {list(cls._fields)}",
-                hint=did_you_mean(unknown[0], cls._fields) or "to_tensordict() gives a tree with open keys.",
-            )
+            f"{cls.__name__} has no field {unknown[0]!r}.",
+            expected=f"one of {list(cls._fields)}",
+            hint=did_you_mean(unknown[0], cls._fields) or "to_tensordict() gives a tree with open keys.",
         )
 
     def __setattr__(self, name: str, value: object) -> None:
         cls = type(self)
         if name not in cls._fields and name not in CONSTRUCTOR:
-            what = f"{cls.__name__} is immutable and has no field {name!r}."
-            raise ImmutableError(explain(what, expected=f"one of {list(cls._fields)}", got=f".{name} = value"))
+            raise ImmutableError(
+                f"{cls.__name__} is immutable and has no field {name!r}.",
+                expected=f"one of {list(cls._fields)}",
+                got=f".{name} = value",
+            )
         if name in CONSTRUCTOR:
             super().__setattr__(name, value)
-        hint = f"new = old.replace({name}=value); in __post_init__: return self.replace({name}=value)."
-        raise ImmutableError(explain(f"{cls.__name__} is immutable: .{name} = value cannot be written.", hint=hint))
+        raise ImmutableError(
+            f"{cls.__name__} is immutable: .{name} = value cannot be written.",
+            hint=f"new = old.replace({name}=value); in __post_init__: return self.replace({name}=value).",
+        )
 
     def __delattr__(self, name: str) -> None:
         if name not in self._fields:
             super().__delattr__(name)
-        what = f"{type(self).__name__} is immutable: del .{name} cannot be done."
-        raise ImmutableError(explain(what, hint=f"new = old.replace({name}=None) empties the field."))
+        raise ImmutableError(
+            f"{type(self).__name__} is immutable: del .{name} cannot be done.",
+            hint=f"new = old.replace({name}=None) empties the field.",
+        )
 
     def __repr__(self) -> str:
         keys = list(self._keys())

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from tdfunc._errors import explain
 from tdfunc.cli.streams import note
-from tdfunc.ops.facts import printable
+from tdfunc.core.errors import explain
+from tdfunc.ops.display.facts import printable
 
 _PACKAGES = ("rich", "typer")
 _TROUBLE, _INTERRUPTED = 2, 130

@@ -3,16 +3,16 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from tdfunc._collection import TensorCollection
-from tdfunc._keys import dotted
-from tdfunc._nontensor import NonTensorBase
-from tdfunc._types import Path
 from tdfunc.cli.leaves import Stored, plain, plain_values, same_values, stored_leaves
 from tdfunc.cli.numbers import Difference, Tolerance
 from tdfunc.cli.output import Table, as_json, progress, render, short, shown
 from tdfunc.cli.sources import Source, open_source
 from tdfunc.cli.streams import emit
-from tdfunc.ops.facts import count_text
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.keys import dotted
+from tdfunc.core.nontensor import NonTensorBase
+from tdfunc.core.types import Path
+from tdfunc.ops.display.facts import count_text
 
 EQUAL, DIFFERENT = 0, 1
 

@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tdfunc._collection import TensorCollection
-from tdfunc._keys import Entry, Filter, FilterLike, dotted
-from tdfunc._nontensor import NonTensorBase, NonTensorData
-from tdfunc._ties import groups_by_path
-from tdfunc._types import Kind, Path
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.keys import Entry, Filter, FilterLike, dotted
+from tdfunc.core.nontensor import NonTensorBase, NonTensorData
+from tdfunc.core.ties import groups_by_path
+from tdfunc.core.types import Kind, Path
 
 
 class Stored(NamedTuple):

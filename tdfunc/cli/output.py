@@ -13,9 +13,9 @@ from rich.table import Table as RichTable
 from rich.text import Text
 from rich.tree import Tree as RichTree
 
-from tdfunc._types import Path
 from tdfunc.cli.streams import is_terminal, takes_all_text
-from tdfunc.ops.facts import printable
+from tdfunc.core.types import Path
+from tdfunc.ops.display.facts import printable
 
 _NO_LIMIT = 1 << 30
 _MAX_CELL = 60

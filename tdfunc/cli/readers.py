@@ -9,12 +9,12 @@ import torch
 import xxhash
 from torch import Tensor
 
-from tdfunc._errors import CorruptCheckpointError, explain
-from tdfunc._keys import dotted
-from tdfunc.storage.folder_read import LeafFile
-from tdfunc.storage.format import check_digest
-from tdfunc.storage.mapped import open_inside
-from tdfunc.storage.read import Bytes, as_view, fill
+from tdfunc.core.errors import CorruptCheckpointError
+from tdfunc.core.keys import dotted
+from tdfunc.storage.disk.mapped import open_inside
+from tdfunc.storage.memmap.folder_read import LeafFile
+from tdfunc.storage.safetensors.format import check_digest
+from tdfunc.storage.safetensors.read import Bytes, as_view, fill
 
 
 class Reader(Protocol):
@@ -71,8 +71,11 @@ class MemmapLeaf(NamedTuple):
             with self._opened() as fd:
                 found, needed = os.fstat(fd).st_size, self.file.size_bytes
                 if found < needed or (self.file.exact and found > needed):
-                    what = f"leaf {dotted(self.file.path)!r}: its file has another size."
-                    raise CorruptCheckpointError(explain(what, expected=f"{needed} bytes", got=f"{found} bytes"))
+                    raise CorruptCheckpointError(
+                        f"leaf {dotted(self.file.path)!r}: its file has another size.",
+                        expected=f"{needed} bytes",
+                        got=f"{found} bytes",
+                    )
 
     @contextmanager
     def _opened(self) -> Generator[int, None, None]:
@@ -80,7 +83,7 @@ class MemmapLeaf(NamedTuple):
         try:
             opened = open_inside(self.root, self.file.name, what)
         except FileNotFoundError as err:
-            raise CorruptCheckpointError(explain(f"{what}: its file is missing.", expected=self.file.name)) from err
+            raise CorruptCheckpointError(f"{what}: its file is missing.", expected=self.file.name) from err
         with opened as fd:
             yield fd
 

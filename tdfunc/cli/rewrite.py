@@ -8,19 +8,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tdfunc._collection import TensorCollection
-from tdfunc._errors import LeafMismatchError, TreeStructureError, UnsupportedError, explain
-from tdfunc._nontensor import NonTensorBase
-from tdfunc._types import Path
 from tdfunc.cli.leaves import Stored, choose, make_filter, plain, plain_values, same_values, stored_leaves
 from tdfunc.cli.numbers import Difference, Lost, average, has_values, overflows, scaled
 from tdfunc.cli.output import progress, safe, shown
 from tdfunc.cli.sources import Source, open_source
 from tdfunc.cli.streams import note
 from tdfunc.cli.targets import Target, cast_tree, make_target, write
-from tdfunc.ops.facts import bytes_text, count_text
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import LeafMismatchError, TreeStructureError, UnsupportedError, error
+from tdfunc.core.nontensor import NonTensorBase
+from tdfunc.core.types import Path
+from tdfunc.ops.display.facts import bytes_text, count_text
 from tdfunc.ops.structure import keep_leaves
-from tdfunc.storage.format import DTYPES
+from tdfunc.storage.safetensors.format import DTYPES
 
 _SHORT = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "f16": torch.float16, "half": torch.float16,
@@ -113,8 +113,8 @@ def read_dtype(name: str) -> torch.dtype:
     dtype = known.get(name.lower().removeprefix("torch."))
     if dtype is None or not dtype.is_floating_point or not has_values(dtype):
         names = sorted(text for text, found in known.items() if found.is_floating_point and has_values(found))
-        raise ValueError(
-            explain("--dtype: no such floating dtype.", expected=f"one of {', '.join(names)}", got=repr(name))
+        raise error(
+            ValueError, "--dtype: no such floating dtype.", expected=f"one of {', '.join(names)}", got=repr(name)
         )
     return dtype
 
@@ -122,8 +122,7 @@ def read_dtype(name: str) -> torch.dtype:
 def _check_castable(tree: TensorCollection) -> None:
     for one in stored_leaves(tree):
         if not has_values(one.leaf.dtype):
-            hint = "--exclude it."
-            raise UnsupportedError(explain(f"leaf {one.name} cannot be cast.", got=str(one.leaf.dtype), hint=hint))
+            raise UnsupportedError(f"leaf {one.name} cannot be cast.", got=str(one.leaf.dtype), hint="--exclude it.")
 
 
 def _target(out: str, options: OutOptions, source: Source) -> Target:
@@ -188,12 +187,18 @@ def _check_weights(weights: Sequence[float] | None, paths: Sequence[str]) -> lis
     if weights is None:
         return scaled([1.0] * len(paths))
     if len(weights) != len(paths):
-        expected, got = f"{len(paths)} numbers, one for each checkpoint", f"{len(weights)}"
-        raise ValueError(explain("--weights: not a number for each.", expected=expected, got=got))
+        raise error(
+            ValueError,
+            "--weights: not a number for each.",
+            expected=f"{len(paths)} numbers, one for each checkpoint",
+            got=f"{len(weights)}",
+        )
     if not all(map(math.isfinite, weights)) or sum(factors := scaled(weights)) == 0:
-        got = ",".join(map(str, weights))
-        raise ValueError(
-            explain("--weights cannot be normalized.", expected="finite numbers with a sum other than 0", got=got)
+        raise error(
+            ValueError,
+            "--weights cannot be normalized.",
+            expected="finite numbers with a sum other than 0",
+            got=",".join(map(str, weights)),
         )
     return factors
 
@@ -201,23 +206,23 @@ def _check_weights(weights: Sequence[float] | None, paths: Sequence[str]) -> lis
 def _check_same(paths: Sequence[str], rows: Sequence[dict[tuple[Path, ...], Stored]]) -> None:
     """Raise unless all checkpoints have the same leaves; the message lists all differences."""
     lines: list[str] = []
-    error: type[Exception] = LeafMismatchError
+    kind: type[Exception] = LeafMismatchError
     for path, row in zip(paths[1:], rows[1:], strict=True):
         for key in [*rows[0], *(key for key in row if key not in rows[0])]:
             one, other = rows[0].get(key), row.get(key)
             if one is None or other is None:
-                error = TreeStructureError
+                kind = TreeStructureError
                 lines.append(
                     f"{'missing' if other is None else 'unexpected'}: {shown(key[0])} in {safe(path)}{_tied(key)}"
                 )
             elif (one.leaf.shape, one.leaf.dtype) != (other.leaf.shape, other.leaf.dtype):
                 lines.append(f"{shown(key[0])} in {safe(path)}: expected {_spec(one)}, got {_spec(other)}")
     if lines:
-        what = "\n    ".join(
-            [f"average: not the leaves of {safe(paths[0])}; {count_text(len(lines), 'difference')}:", *lines]
-        )
-        raise error(
-            explain(what, hint="extract --filter takes the leaves that all have, cast --dtype makes one dtype.")
+        raise kind(
+            "\n    ".join(
+                [f"average: not the leaves of {safe(paths[0])}; {count_text(len(lines), 'difference')}:", *lines]
+            ),
+            hint="extract --filter takes the leaves that all have, cast --dtype makes one dtype.",
         )
 
 
@@ -242,9 +247,11 @@ def _check_unaveraged(sources: Sequence[Source], rows: Sequence[dict[tuple[Path,
             if not same_values(a, b):
                 lines.append(f"{shown(path)} in {safe(source.path)}: {_value(b)} instead of {_value(a)}")
     if lines:
-        what = "\n    ".join(["average: what is no floating number has no mean, and these differ:", *lines])
-        hint = f"--unequal first takes them from {safe(sources[0].path)}; extract --exclude leaves them out."
-        raise LeafMismatchError(explain(what, expected="equal integers, bools and non-tensor data", hint=hint))
+        raise LeafMismatchError(
+            "\n    ".join(["average: what is no floating number has no mean, and these differ:", *lines]),
+            expected="equal integers, bools and non-tensor data",
+            hint=f"--unequal first takes them from {safe(sources[0].path)}; extract --exclude leaves them out.",
+        )
 
 
 def _value(value: NonTensorBase | None) -> str:

@@ -4,15 +4,15 @@ import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from tdfunc._keys import dotted
-from tdfunc._nontensor import NonTensorBase, NonTensorData
-from tdfunc._types import Path
 from tdfunc.cli.leaves import Stored, choose, make_filter, plain, plain_values, stored_leaves
 from tdfunc.cli.numbers import Stats, has_values
 from tdfunc.cli.output import Table, as_json, progress, render, render_tree, safe, short, shown
 from tdfunc.cli.sources import Source, open_source
 from tdfunc.cli.streams import emit
-from tdfunc.ops.facts import bytes_text, count_text, kind_text
+from tdfunc.core.keys import dotted
+from tdfunc.core.nontensor import NonTensorBase, NonTensorData
+from tdfunc.core.types import Path
+from tdfunc.ops.display.facts import bytes_text, count_text, kind_text
 
 _STATS = ("min", "max", "mean", "std", "nan", "inf", "zero")
 

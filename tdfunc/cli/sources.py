@@ -13,23 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tdfunc._collection import TensorCollection
-from tdfunc._errors import UnsupportedError, explain
-from tdfunc._nontensor import NonTensorData
-from tdfunc._types import Path
 from tdfunc.cli.readers import FileLeaf, MemmapLeaf, Reader
 from tdfunc.cli.torch_files import TorchLeaf, is_torch_file, read_torch
-from tdfunc.storage.files import Files, LocalFiles, is_memmap, open_contents
-from tdfunc.storage.folder_build import build_folder
-from tdfunc.storage.folder_plan import LAZY_TYPE
-from tdfunc.storage.folder_read import FolderReader
-from tdfunc.storage.index import INDEX, SINGLE
-from tdfunc.storage.manager import ABOUT_FILE, _read_about
-from tdfunc.storage.memmap import _naming, _opened
-from tdfunc.storage.names import META
-from tdfunc.storage.remote import RemoteFiles, is_remote, local_path
-from tdfunc.storage.select import Choice, outline_tree
-from tdfunc.storage.steps import StepRemovedError, StepReplacedError, list_steps, reading, step_name
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import UnsupportedError
+from tdfunc.core.nontensor import NonTensorData
+from tdfunc.core.types import Path
+from tdfunc.storage.disk.files import Files, LocalFiles, is_memmap, open_contents
+from tdfunc.storage.disk.remote import RemoteFiles, is_remote, local_path
+from tdfunc.storage.manager.manager import ABOUT_FILE, _read_about
+from tdfunc.storage.manager.steps import StepRemovedError, StepReplacedError, list_steps, reading, step_name
+from tdfunc.storage.memmap.folder_build import build_folder
+from tdfunc.storage.memmap.folder_plan import LAZY_TYPE
+from tdfunc.storage.memmap.folder_read import FolderReader
+from tdfunc.storage.memmap.memmap import _naming, _opened
+from tdfunc.storage.memmap.names import META
+from tdfunc.storage.safetensors.index import INDEX, SINGLE
+from tdfunc.storage.safetensors.select import Choice, outline_tree
 
 # Elements of a piece: a few of them in float64 stay in the processor's cache.
 COUNT = 1 << 18
@@ -126,7 +126,7 @@ def _open_latest(name: str) -> Source:
 
 def _open_local(name: str) -> Source:
     if os.path.exists(name) and not os.path.isfile(name) and not os.path.isdir(name):
-        raise UnsupportedError(explain(f"{name}: this is no regular file.", expected="a file or a folder"))
+        raise UnsupportedError(f"{name}: this is no regular file.", expected="a file or a folder")
     if is_torch_file(name):
         return _open_torch(name)
     source = _open_memmap(name) if is_memmap(name, LocalFiles()) else _open_safetensors(name, LocalFiles())

@@ -7,21 +7,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tdfunc._collection import LeafOp, TensorCollection
-from tdfunc._errors import UnsupportedError, explain
 from tdfunc.cli.leaves import plain_values, stored_leaves
 from tdfunc.cli.output import safe
 from tdfunc.cli.streams import note
 from tdfunc.cli.torch_files import state_of, without_values, write_torch
-from tdfunc.ops.facts import count_text
-from tdfunc.storage.folder_commit import check_target as check_memmap
-from tdfunc.storage.index import INDEX, SINGLE
-from tdfunc.storage.manager import ABOUT_FILE
-from tdfunc.storage.names import META
-from tdfunc.storage.remote import is_remote, local_path
-from tdfunc.storage.shards import as_bytes
-from tdfunc.storage.steps import list_steps
-from tdfunc.storage.stream import memmap_stream, save_stream
+from tdfunc.core.collection import LeafOp, TensorCollection
+from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.ops.display.facts import count_text
+from tdfunc.storage.disk.remote import is_remote, local_path
+from tdfunc.storage.manager.manager import ABOUT_FILE
+from tdfunc.storage.manager.steps import list_steps
+from tdfunc.storage.memmap.folder_commit import check_target as check_memmap
+from tdfunc.storage.memmap.names import META
+from tdfunc.storage.safetensors.index import INDEX, SINGLE
+from tdfunc.storage.safetensors.shards import as_bytes
+from tdfunc.storage.safetensors.stream import memmap_stream, save_stream
 
 FORMATS = ("safetensors", "shards", "memmap", "torch")
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
@@ -51,19 +51,22 @@ def make_target(
     path = path.rstrip("/") or path
     chosen = format or _format_of(path, max_shard_size, source_format)
     if chosen not in FORMATS:
-        expected = ", ".join(FORMATS)
-        raise ValueError(explain(f"--to {chosen}: there is no such format.", expected=expected, got=chosen))
+        raise error(ValueError, f"--to {chosen}: there is no such format.", expected=", ".join(FORMATS), got=chosen)
     if max_shard_size is not None:
         as_bytes(max_shard_size)
         if chosen != "shards":
-            got = f"{path} as {chosen}"
-            raise ValueError(explain("--max-shard-size is for a folder of shards.", expected="a folder", got=got))
+            raise error(
+                ValueError,
+                "--max-shard-size is for a folder of shards.",
+                expected="a folder",
+                got=f"{path} as {chosen}",
+            )
     _check_name(path, chosen)
     if not is_remote(path):
         _check_run(path, chosen)
     taken = _taken(path, chosen)
     if taken is not None and not force:
-        raise FileExistsError(explain(f"{taken} exists.", expected="a new name", hint="--force replaces it."))
+        raise error(FileExistsError, f"{taken} exists.", expected="a new name", hint="--force replaces it.")
     if chosen == "memmap" and not is_remote(path):
         check_memmap(os.path.realpath(path), "convert", exist_ok=True)
     return Target(path, chosen, (max_shard_size or _SHARD_SIZE) if chosen == "shards" else None)
@@ -79,9 +82,11 @@ def _format_of(path: str, max_shard_size: str | None, source_format: str) -> str
         return "torch"
     if source_format in ("shards", "memmap"):
         return source_format
-    hint = "name it x.safetensors or x.pt, or say what it is: --to shards, --to memmap."
-    raise ValueError(
-        explain(f"{path}: the name does not say which format to write.", expected=", ".join(FORMATS), hint=hint)
+    raise error(
+        ValueError,
+        f"{path}: the name does not say which format to write.",
+        expected=", ".join(FORMATS),
+        hint="name it x.safetensors or x.pt, or say what it is: --to shards, --to memmap.",
     )
 
 
@@ -92,26 +97,34 @@ def _check_name(path: str, format: str) -> None:
     if (what is not None and (suffix not in what or is_folder)) or (
         what is None and suffix in (".safetensors", *_TORCH)
     ):
-        expected = f"a file that ends in {' or '.join(what)}" if what else "a folder"
-        raise ValueError(
-            explain(
-                f"{path} does not fit the format {format}.", expected=expected, got="a folder" if is_folder else path
-            )
+        raise error(
+            ValueError,
+            f"{path} does not fit the format {format}.",
+            expected=f"a file that ends in {' or '.join(what)}" if what else "a folder",
+            got="a folder" if is_folder else path,
         )
     if is_remote(path) and format in ("memmap", "torch"):
-        raise UnsupportedError(explain(f"{path}: {format} is written on this machine only.", expected="a local path"))
+        raise UnsupportedError(f"{path}: {format} is written on this machine only.", expected="a local path")
 
 
 def _check_run(path: str, format: str) -> None:
     """Raise for what a `CheckpointManager` keeps: other files there would hide its steps, or be called damage."""
     is_file = format in ("safetensors", "torch")
     if not is_file and list_steps(path):
-        what, expected = f"{path} holds the steps of a run.", "a folder without steps"
-        raise FileExistsError(explain(what, expected=expected, hint="choose another folder."))
+        raise error(
+            FileExistsError,
+            f"{path} holds the steps of a run.",
+            expected="a folder without steps",
+            hint="choose another folder.",
+        )
     folder = os.path.dirname(path) if is_file else path
     if (os.path.basename(path) == SINGLE or not is_file) and os.path.isfile(os.path.join(folder, ABOUT_FILE)):
-        what, hint = f"{folder} is a step of a run.", "CheckpointManager.save(..., overwrite=True) replaces it."
-        raise FileExistsError(explain(what, expected="a place outside of it", hint=hint))
+        raise error(
+            FileExistsError,
+            f"{folder} is a step of a run.",
+            expected="a place outside of it",
+            hint="CheckpointManager.save(..., overwrite=True) replaces it.",
+        )
 
 
 def _taken(path: str, format: str) -> str | None:
@@ -124,12 +137,16 @@ def _taken(path: str, format: str) -> str | None:
             return index
         return path if os.path.lexists(path) else None
     if os.path.lexists(path) and not os.path.isdir(path):
-        raise FileExistsError(explain(f"{path} is a file.", expected="the name of a folder"))
+        raise error(FileExistsError, f"{path} is a file.", expected="the name of a folder")
     inside = (INDEX, SINGLE, META)
     found = next((name for name in inside if os.path.lexists(os.path.join(path, name))), None)
     if format == "shards" and found == META:
-        hint = "choose another folder."
-        raise FileExistsError(explain(f"{path} holds a memmapped tree.", expected="a folder without one", hint=hint))
+        raise error(
+            FileExistsError,
+            f"{path} holds a memmapped tree.",
+            expected="a folder without one",
+            hint="choose another folder.",
+        )
     return os.path.join(path, found) if found is not None else None
 
 

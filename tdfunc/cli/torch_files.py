@@ -15,15 +15,15 @@ import torch
 from torch import Size, Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tdfunc._collection import TensorCollection, iter_leaves
-from tdfunc._errors import CorruptCheckpointError, MissingKeyError, UnsupportedError, explain
-from tdfunc._keys import dotted
-from tdfunc._nontensor import NonTensorData
-from tdfunc._types import Kind, Path
+from tdfunc.core.collection import TensorCollection, iter_leaves
+from tdfunc.core.errors import CorruptCheckpointError, MissingKeyError, UnsupportedError
+from tdfunc.core.keys import dotted
+from tdfunc.core.nontensor import NonTensorData
+from tdfunc.core.types import Kind, Path
 from tdfunc.ops.edit import restore_ties
-from tdfunc.storage.atomic import replace_file
-from tdfunc.storage.contents import nests
-from tdfunc.storage.raw import raw_bytes
+from tdfunc.storage.disk.atomic import replace_file
+from tdfunc.storage.disk.raw import raw_bytes
+from tdfunc.storage.safetensors.contents import nests
 
 _EMPTY = Size(())
 _PICKLE, _ZIP = b"\x80", b"PK"
@@ -110,21 +110,23 @@ def _load(path: str) -> tuple[Any, bool]:
         return torch.load(path, **options), False
     except pickle.UnpicklingError as err:
         reason = str(err).partition("Please file an issue")[0].strip().splitlines()
-        shown = next((line for line in reversed(reason) if "GLOBAL" in line or "Unsupported" in line), reason[0])
         raise UnsupportedError(
-            explain(
-                f"{path}: this holds more than tensors and plain data, which only code could read.",
-                expected="what torch.load(path, weights_only=True) reads",
-                got=shown.strip()[:300],
-                hint="in a program that trusts the file, save its state dict anew.",
-            )
+            f"{path}: this holds more than tensors and plain data, which only code could read.",
+            expected="what torch.load(path, weights_only=True) reads",
+            got=next(
+                (line for line in reversed(reason) if "GLOBAL" in line or "Unsupported" in line), reason[0]
+            ).strip()[:300],
+            hint="in a program that trusts the file, save its state dict anew.",
         ) from err
     except UnsupportedError:
         raise
     except _UNREADABLE as err:
-        got = f"{type(err).__name__}: {str(err).splitlines()[0] if str(err) else ''}"[:300]
-        what, hint = f"{path}: torch.load cannot read this.", "restore the file from a copy."
-        raise CorruptCheckpointError(explain(what, expected="a file of torch.save", got=got, hint=hint)) from err
+        raise CorruptCheckpointError(
+            f"{path}: torch.load cannot read this.",
+            expected="a file of torch.save",
+            got=f"{type(err).__name__}: {str(err).splitlines()[0] if str(err) else ''}"[:300],
+            hint="restore the file from a copy.",
+        ) from err
 
 
 def _check_members(path: str) -> None:
@@ -134,11 +136,18 @@ def _check_members(path: str) -> None:
     # All entries of torch's are in one folder.
     names = {name.partition("/")[2] for name in listed}
     if "constants.pkl" in names:
-        what, hint = f"{path}: this is a program of torch.jit.", "in Python: torch.jit.load(path).state_dict()."
-        raise UnsupportedError(explain(what, expected="a file of torch.save", got="constants.pkl", hint=hint))
+        raise UnsupportedError(
+            f"{path}: this is a program of torch.jit.",
+            expected="a file of torch.save",
+            got="constants.pkl",
+            hint="in Python: torch.jit.load(path).state_dict().",
+        )
     if "data.pkl" not in names and not any(name.startswith("data/") for name in names):
-        got = ", ".join(map(ascii, sorted(listed)))[:300]
-        raise UnsupportedError(explain(f"{path}: this is another archive.", expected="a file of torch.save", got=got))
+        raise UnsupportedError(
+            f"{path}: this is another archive.",
+            expected="a file of torch.save",
+            got=", ".join(map(ascii, sorted(listed)))[:300],
+        )
 
 
 class _Builder:
@@ -202,7 +211,7 @@ class _Builder:
 
     def _refusal(self, at: Path, got: str, expected: str) -> UnsupportedError:
         where = f"at {dotted(at)!r}" if at else "at the root"
-        return UnsupportedError(explain(f"{self.path}: {where} is what no tree holds.", expected=expected, got=got))
+        return UnsupportedError(f"{self.path}: {where} is what no tree holds.", expected=expected, got=got)
 
 
 def without_values(leaf: Tensor, dtype: torch.dtype) -> Tensor:
@@ -258,8 +267,10 @@ def state_of(tree: TensorCollection) -> tuple[dict[str, Tensor], list[str]]:
     for path, leaf in iter_leaves(tree):
         name = dotted(path)
         if name in state:
-            hint = "extract one of them, or convert to another format."
-            raise MissingKeyError(explain(f"Two paths become the name {name!r} in a state dict.", hint=hint))
+            raise MissingKeyError(
+                f"Two paths become the name {name!r} in a state dict.",
+                hint="extract one of them, or convert to another format.",
+            )
         if path not in hidden:
             state[name] = leaf
     return state, [dotted(path) for path in sorted(hidden)]

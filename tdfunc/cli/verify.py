@@ -4,17 +4,17 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
-from tdfunc._errors import CorruptCheckpointError
 from tdfunc.cli.leaves import stored_leaves
 from tdfunc.cli.output import as_json, progress, safe, shown_lines
 from tdfunc.cli.readers import MemmapLeaf
 from tdfunc.cli.sources import Source, open_source, step_of, steps_in
 from tdfunc.cli.streams import emit
 from tdfunc.cli.torch_files import damaged_entries
-from tdfunc.ops.facts import bytes_text, count_text
-from tdfunc.storage.manager import _check_tree, _naming, _read_about
-from tdfunc.storage.remote import local_path
-from tdfunc.storage.steps import StepRemovedError, StepReplacedError, reading
+from tdfunc.core.errors import CorruptCheckpointError
+from tdfunc.ops.display.facts import bytes_text, count_text
+from tdfunc.storage.disk.remote import local_path
+from tdfunc.storage.manager.manager import _check_tree, _naming, _read_about
+from tdfunc.storage.manager.steps import StepRemovedError, StepReplacedError, reading
 
 OK, DAMAGED, UNPROTECTED = 0, 1, 3
 

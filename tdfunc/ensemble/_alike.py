@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tdfunc._errors import TreeStructureError, explain
-from tdfunc._keys import dotted
-from tdfunc._types import Path
+from tdfunc.core.errors import TreeStructureError
+from tdfunc.core.keys import dotted
+from tdfunc.core.types import Path
 from tdfunc.modules.slots import unwrap
 
 # What nn.Module itself keeps in every `__dict__`; of these only the mode is a property of the architecture.
@@ -185,10 +185,8 @@ def _unlike(who: str, where: str, what: str, expected: object, got: object) -> T
     if what == "training":
         hint = "call train() or eval() on all of them."
     return TreeStructureError(
-        explain(
-            f"stack_modules: {who} differs from member 0 in {what!r} of {where}.",
-            expected=expected,
-            got=got,
-            hint=hint,
-        )
+        f"stack_modules: {who} differs from member 0 in {what!r} of {where}.",
+        expected=expected,
+        got=got,
+        hint=hint,
     )

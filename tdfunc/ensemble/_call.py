@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import _broadcast_to_and_flatten, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from tdfunc._collection import PLAIN, TensorCollection
-from tdfunc._errors import BatchSizeError, UnsupportedError, explain
+from tdfunc.core.collection import PLAIN, TensorCollection
+from tdfunc.core.errors import BatchSizeError, UnsupportedError, error
 from tdfunc.modules.random import refuse_traced_members
 from tdfunc.modules.slots import in_transform
 
@@ -135,12 +135,10 @@ def check_unwritten(tensors: Sequence[Tensor], before: list[int], cause: Excepti
         return
     shape = next(list(x.shape) for x, old, new in zip(tensors, before, now, strict=True) if old != new)
     raise UnsupportedError(
-        explain(
-            "Ensemble: forward writes to its argument, which the other members would get changed.",
-            expected="arguments that forward only reads",
-            got=f"a write to the argument of shape {shape}",
-            hint="x = x - mean instead of x -= mean, inplace=False in the first layer; or x.clone() in forward.",
-        )
+        "Ensemble: forward writes to its argument, which the other members would get changed.",
+        expected="arguments that forward only reads",
+        got=f"a write to the argument of shape {shape}",
+        hint="x = x - mean instead of x -= mean, inplace=False in the first layer; or x.clone() in forward.",
     ) from cause
 
 
@@ -154,12 +152,10 @@ def members_of(params: Any) -> int:
     if size and size[0] > 0:
         return size[0]
     raise BatchSizeError(
-        explain(
-            "Ensemble: params must be a stacked tree.",
-            expected="batch size [E], E > 0",
-            got=f"batch size {list(size)}" if size is not None else type(params).__name__,
-            hint="tdfunc.stack_modules(modules), tdfunc.init_ensemble(make, n) or torch.stack(trees) make one.",
-        )
+        "Ensemble: params must be a stacked tree.",
+        expected="batch size [E], E > 0",
+        got=f"batch size {list(size)}" if size is not None else type(params).__name__,
+        hint="tdfunc.stack_modules(modules), tdfunc.init_ensemble(make, n) or torch.stack(trees) make one.",
     )
 
 
@@ -177,13 +173,12 @@ def flat_dims(in_dims: Any, args: tuple[Any, ...], members: int) -> tuple[int | 
     flat, spec = tree_flatten(args)
     dims = _broadcast_to_and_flatten(in_dims, spec)
     if dims is None:
-        raise ValueError(
-            explain(
-                "Ensemble: in_dims does not fit the arguments of forward.",
-                expected=f"{len(args)} entries" if isinstance(in_dims, tuple) else "a number, None or a tuple of them",
-                got=repr(in_dims),
-                hint="give each positional argument a dimension or None.",
-            )
+        raise error(
+            ValueError,
+            "Ensemble: in_dims does not fit the arguments of forward.",
+            expected=f"{len(args)} entries" if isinstance(in_dims, tuple) else "a number, None or a tuple of them",
+            got=repr(in_dims),
+            hint="give each positional argument a dimension or None.",
         )
     return tuple([_checked_dim(x, dim, members) for x, dim in zip(flat, dims, strict=True)])
 
@@ -192,15 +187,14 @@ def _checked_dim(x: Any, dim: Any, members: int) -> int | None:
     if dim is None or not isinstance(x, Tensor):
         return None
     if not isinstance(dim, int) or isinstance(dim, bool):
-        raise TypeError(explain("Ensemble: in_dims holds numbers and None.", expected="int or None", got=repr(dim)))
+        raise error(TypeError, "Ensemble: in_dims holds numbers and None.", expected="int or None", got=repr(dim))
     if not -x.dim() <= dim < x.dim() or x.shape[dim] != members:
-        raise ValueError(
-            explain(
-                f"Ensemble: an argument is mapped over dimension {dim}.",
-                expected=f"one entry for each of {members} members there",
-                got=f"shape {tuple(x.shape)}",
-                hint="use in_dims=None for data that all members share.",
-            )
+        raise error(
+            ValueError,
+            f"Ensemble: an argument is mapped over dimension {dim}.",
+            expected=f"one entry for each of {members} members there",
+            got=f"shape {tuple(x.shape)}",
+            hint="use in_dims=None for data that all members share.",
         )
     return dim
 
@@ -216,8 +210,8 @@ def seed_of(rng: Any) -> int | None:
     if isinstance(rng, torch.Generator):
         refuse_traced_members()
         return int(torch.randint(0, 1 << 62, (), generator=rng, device=rng.device))
-    raise TypeError(
-        explain("Ensemble: rng seeds the members.", expected="int, torch.Generator or None", got=type(rng).__name__)
+    raise error(
+        TypeError, "Ensemble: rng seeds the members.", expected="int, torch.Generator or None", got=type(rng).__name__
     )
 
 
@@ -230,12 +224,10 @@ def check_output(flat: list[Any]) -> None:
     for x in flat:
         if not isinstance(x, (Tensor, *_PLAIN)) and not callable(x):
             raise UnsupportedError(
-                explain(
-                    f"Ensemble: forward returned a {type(x).__name__}, whose tensors cannot be stacked.",
-                    expected="tensors, trees, plain values, and containers known to torch's pytree",
-                    got=f"{type(x).__module__}.{type(x).__qualname__}",
-                    hint="return its tensors (Hugging Face models: use_cache=False), or register it as a pytree.",
-                )
+                f"Ensemble: forward returned a {type(x).__name__}, whose tensors cannot be stacked.",
+                expected="tensors, trees, plain values, and containers known to torch's pytree",
+                got=f"{type(x).__module__}.{type(x).__qualname__}",
+                hint="return its tensors (Hugging Face models: use_cache=False), or register it as a pytree.",
             )
 
 
@@ -259,12 +251,10 @@ def stack_outputs(outputs: Sequence[Any]) -> Any:
 
 def _unlike(member: int, what: str, expected: object, got: object) -> UnsupportedError:
     return UnsupportedError(
-        explain(
-            f"Ensemble: member {member} returned {what} member 0.",
-            expected=expected,
-            got=got,
-            hint="return what differs between members as tensors of one shape.",
-        )
+        f"Ensemble: member {member} returned {what} member 0.",
+        expected=expected,
+        got=got,
+        hint="return what differs between members as tensors of one shape.",
     )
 
 

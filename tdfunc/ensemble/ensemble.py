@@ -18,8 +18,8 @@ from torch.nn.modules import module as torch_modules
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from tdfunc._errors import UnsupportedError, explain
 from tdfunc._jit import Jitted, jit
+from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.ensemble._call import (
     Call,
     check_output,
@@ -123,20 +123,23 @@ class Ensemble:
 
     def __init__(self, apply: Apply, how: How = "auto", *, chunk_size: int | None = None) -> None:
         if not isinstance(apply, Apply):
-            hint = "apply, params, buffers = tdfunc.functional(model)."
-            raise TypeError(
-                explain("Ensemble: not a pure function.", expected="Apply", got=type(apply).__name__, hint=hint)
+            raise error(
+                TypeError,
+                "Ensemble: not a pure function.",
+                expected="Apply",
+                got=type(apply).__name__,
+                hint="apply, params, buffers = tdfunc.functional(model).",
             )
         if how not in _HOWS:
-            raise ValueError(explain("Ensemble: no such way to run.", expected=" | ".join(_HOWS), got=repr(how)))
+            raise error(ValueError, "Ensemble: no such way to run.", expected=" | ".join(_HOWS), got=repr(how))
         # Any: a caller may give a float.
         given: Any = chunk_size
         if given is not None and not isinstance(given, Integral):
-            raise TypeError(
-                explain("Ensemble: chunk_size is no integer.", expected="an int or None", got=repr(chunk_size))
+            raise error(
+                TypeError, "Ensemble: chunk_size is no integer.", expected="an int or None", got=repr(chunk_size)
             )
         if chunk_size is not None and chunk_size < 1:
-            raise ValueError(explain("Ensemble: no members in a chunk.", expected="chunk_size >= 1", got=chunk_size))
+            raise error(ValueError, "Ensemble: no members in a chunk.", expected="chunk_size >= 1", got=chunk_size)
         self.apply = apply
         self.how: How = how
         self.chunk_size = chunk_size
@@ -464,12 +467,10 @@ class Ensemble:
     def _trace(self, call: Call, choice: _Choice) -> Result:
         if call.seed is not None:
             raise UnsupportedError(
-                explain(
-                    "Ensemble: how='traced' replays fixed operations.",
-                    expected="rng=None",
-                    got=f"rng={call.seed}",
-                    hint="use how='vmap' or how='auto'.",
-                )
+                "Ensemble: how='traced' replays fixed operations.",
+                expected="rng=None",
+                got=f"rng={call.seed}",
+                hint="use how='vmap' or how='auto'.",
             )
         key = self._trace_key(call, choice.token)
         if key not in self._jitted:
@@ -504,21 +505,17 @@ def _is_tracing() -> bool:
 
 def _no_seed() -> UnsupportedError:
     return UnsupportedError(
-        explain(
-            "Ensemble: forward drew random numbers and no rng was given.",
-            expected="rng=seed: member i then draws from a generator seeded by (seed, i)",
-            got="rng=None",
-            hint="pass rng, or use apply.eval().",
-        )
+        "Ensemble: forward drew random numbers and no rng was given.",
+        expected="rng=seed: member i then draws from a generator seeded by (seed, i)",
+        got="rng=None",
+        hint="pass rng, or use apply.eval().",
     )
 
 
 def _past_seed() -> UnsupportedError:
     return UnsupportedError(
-        explain(
-            "Ensemble: forward drew random numbers past its member's generator (attention and LSTM dropout do).",
-            expected="draws by torch's Python functions: F.dropout, torch.rand, ...",
-            got="a draw from torch's default generator",
-            hint='use how="loop", where each member runs under its own seed.',
-        )
+        "Ensemble: forward drew random numbers past its member's generator (attention and LSTM dropout do).",
+        expected="draws by torch's Python functions: F.dropout, torch.rand, ...",
+        got="a draw from torch's default generator",
+        hint='use how="loop", where each member runs under its own seed.',
     )

@@ -12,12 +12,12 @@ import torch
 import xxhash
 from torch import Size, Tensor, nn
 
-from tdfunc._collection import Static, TensorCollection
-from tdfunc._errors import BatchSizeError, LeafMismatchError, TieError, UnsupportedError, explain
-from tdfunc._keys import dotted
-from tdfunc._nontensor import NonTensorStack
-from tdfunc._ties import by_identity
-from tdfunc._types import Kind, Path, Ties
+from tdfunc.core.collection import Static, TensorCollection
+from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TieError, UnsupportedError, error
+from tdfunc.core.keys import dotted
+from tdfunc.core.nontensor import NonTensorStack
+from tdfunc.core.ties import by_identity
+from tdfunc.core.types import Kind, Path, Ties
 from tdfunc.ensemble._alike import alike, check_alike, has_hooks, hyperparameters
 from tdfunc.ensemble._draws import default_generators, watch
 from tdfunc.modules.extract import tree_of
@@ -25,7 +25,7 @@ from tdfunc.modules.random import member_seed, seeded
 from tdfunc.modules.slots import EXTRA_STATE, Slot, unwrap, walk
 from tdfunc.ops.index import unbind
 from tdfunc.ops.structure import restore_ties
-from tdfunc.storage.raw import raw_bytes
+from tdfunc.storage.disk.raw import raw_bytes
 
 T = TypeVar("T", bound=TensorCollection)
 
@@ -62,18 +62,16 @@ def stack_modules(modules: Sequence[nn.Module]) -> Any:
         (torch.Size([4]), torch.Size([4, 2, 3]))
     """
     if isinstance(modules, nn.Module) and not isinstance(modules, nn.ModuleList):
-        got = type(modules).__name__
-        raise TypeError(
-            explain(
-                "stack_modules: one module.",
-                expected="a list of modules",
-                got=got,
-                hint="init_ensemble(make, n) makes n members.",
-            )
+        raise error(
+            TypeError,
+            "stack_modules: one module.",
+            expected="a list of modules",
+            got=type(modules).__name__,
+            hint="init_ensemble(make, n) makes n members.",
         )
     members = [unwrap(module, "stack_modules") for module in modules]
     if not members:
-        raise ValueError(explain("stack_modules: no modules were given.", expected="at least one", got=modules))
+        raise error(ValueError, "stack_modules: no modules were given.", expected="at least one", got=modules)
     columns: list[list[Any]] = [[]]
     outline = Outline(members[0], columns[0], set())
     # Slots that are None are found for all modules at once.
@@ -231,12 +229,10 @@ def _common_ties(members: list[nn.Module], columns: list[list[Any]]) -> Ties:
 def _other_ties(member: int, expected: Ties, got: Ties) -> TieError:
     texts = [" and ".join(repr(tuple(map(dotted, group))) for group in ties) or "none" for ties in (expected, got)]
     return TieError(
-        explain(
-            f"stack_modules: member {member} ties other weights than member 0.",
-            expected=texts[0],
-            got=texts[1],
-            hint="tie the same weights in every member (self.out.weight = self.emb.weight), or in none.",
-        )
+        f"stack_modules: member {member} ties other weights than member 0.",
+        expected=texts[0],
+        got=texts[1],
+        hint="tie the same weights in every member (self.out.weight = self.emb.weight), or in none.",
     )
 
 
@@ -273,12 +269,10 @@ def _check_leaves(slots: list[Slot], first: list[Any], other: list[Any], member:
     for slot, a, b in zip(slots, first, other, strict=True):
         if slot.store is not None and (a.shape != b.shape or a.dtype is not b.dtype or a.device != b.device):
             raise LeafMismatchError(
-                explain(
-                    f"stack_modules: leaf {dotted(slot.path)!r} of member {member} differs from member 0.",
-                    expected=f"shape {tuple(a.shape)}, {a.dtype} on {a.device}",
-                    got=f"shape {tuple(b.shape)}, {b.dtype} on {b.device}",
-                    hint="members share one architecture, dtype and device; average the outputs of models that differ.",
-                )
+                f"stack_modules: leaf {dotted(slot.path)!r} of member {member} differs from member 0.",
+                expected=f"shape {tuple(a.shape)}, {a.dtype} on {a.device}",
+                got=f"shape {tuple(b.shape)}, {b.dtype} on {b.device}",
+                hint="members share one architecture, dtype and device; average the outputs of models that differ.",
             )
 
 
@@ -308,19 +302,22 @@ def init_ensemble(make: Callable[[], nn.Module], n: int, seed: int = 0) -> Any:
         torch.Size([4, 2, 3])
     """
     if not isinstance(n, int) or isinstance(n, bool):
-        hint = "init_ensemble(make, n)."
-        raise TypeError(explain("init_ensemble: n is a number.", expected="int", got=type(n).__name__, hint=hint))
+        raise error(
+            TypeError,
+            "init_ensemble: n is a number.",
+            expected="int",
+            got=type(n).__name__,
+            hint="init_ensemble(make, n).",
+        )
     if n < 1:
-        raise ValueError(explain("init_ensemble: there would be no members.", expected="n >= 1", got=n))
+        raise error(ValueError, "init_ensemble: there would be no members.", expected="n >= 1", got=n)
     if isinstance(make, nn.Module):
-        got = f"a module ({type(make).__name__})"
-        raise TypeError(
-            explain(
-                "init_ensemble: make must build a module at each call.",
-                expected="a function",
-                got=got,
-                hint="init_ensemble(lambda: Net(...), n).",
-            )
+        raise error(
+            TypeError,
+            "init_ensemble: make must build a module at each call.",
+            expected="a function",
+            got=f"a module ({type(make).__name__})",
+            hint="init_ensemble(lambda: Net(...), n).",
         )
     first = _made(make, seed, 0)
     slots = walk(first, "init_ensemble")
@@ -344,12 +341,10 @@ def _made(make: Callable[[], nn.Module], seed: int, member: int) -> nn.Module:
     module, drew = watch(default_generators([]), build)
     if drew:
         raise UnsupportedError(
-            explain(
-                "init_ensemble: make() drew from torch's default generator, past the seed of its member.",
-                expected="initialisation by torch.nn.init, torch.rand, ... and tensor methods, called from Python",
-                got="a draw inside an operation that takes no generator",
-                hint="build the modules yourself and use tdfunc.stack_modules(modules).",
-            )
+            "init_ensemble: make() drew from torch's default generator, past the seed of its member.",
+            expected="initialisation by torch.nn.init, torch.rand, ... and tensor methods, called from Python",
+            got="a draw inside an operation that takes no generator",
+            hint="build the modules yourself and use tdfunc.stack_modules(modules).",
         )
     return unwrap(module, "init_ensemble")
 
@@ -394,13 +389,12 @@ def _refuse_equal(prints: dict[int, int], values: list[Any], member: int) -> Non
         digest.update(raw_bytes(value).data)
     same = prints.setdefault(digest.intdigest(), member)
     if numbers and same != member:
-        raise ValueError(
-            explain(
-                f"init_ensemble: members {same} and {member} are equal.",
-                expected="members that differ",
-                got="the same numbers in every parameter and buffer",
-                hint="make() must build a new, randomly initialised module at each call.",
-            )
+        raise error(
+            ValueError,
+            f"init_ensemble: members {same} and {member} are equal.",
+            expected="members that differ",
+            got="the same numbers in every parameter and buffer",
+            hint="make() must build a new, randomly initialised module at each call.",
         )
 
 
@@ -422,8 +416,10 @@ def unstack(tree: T) -> tuple[T, ...]:
         (4, torch.Size([2, 3]))
     """
     if not tree._batch_size:
-        hint = "tdfunc.stack_modules(modules) or torch.stack(trees) make a stacked tree."
         raise BatchSizeError(
-            explain("unstack: the tree has no members.", expected="batch size [E, ...]", got="[]", hint=hint)
+            "unstack: the tree has no members.",
+            expected="batch size [E, ...]",
+            got="[]",
+            hint="tdfunc.stack_modules(modules) or torch.stack(trees) make a stacked tree.",
         )
     return unbind(tree, 0)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from tdfunc._collection import TensorCollection
-from tdfunc._errors import LeafMismatchError, explain
 from tdfunc._jit.leaves import in_transform
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import LeafMismatchError, error
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
@@ -93,15 +93,13 @@ def uncertainty(
     _check_outputs("uncertainty", y, _KINDS[kind])
     if kind == "classification" and y.shape[-1] == 0:
         raise LeafMismatchError(
-            explain("uncertainty: there are no classes.", expected="shape (E, ..., C), C > 0", got=list(y.shape))
+            "uncertainty: there are no classes.", expected="shape (E, ..., C), C > 0", got=list(y.shape)
         )
     if kind == "gaussian" and y.shape[-1] != 2:
         raise LeafMismatchError(
-            explain(
-                "uncertainty: gaussian outputs are pairs of mean and log-variance.",
-                expected="shape (E, ..., 2)",
-                got=list(y.shape),
-            )
+            "uncertainty: gaussian outputs are pairs of mean and log-variance.",
+            expected="shape (E, ..., 2)",
+            got=list(y.shape),
         )
     y = _widened(y)
     # The dimensions of one output, which is broken if one of its numbers is.
@@ -287,11 +285,9 @@ def _predicted(call: str, y: Any, t: Any, weights: Any) -> tuple[Tensor, Tensor]
         return _log_mixture(log_q, _weights(call, y, weights)), t.long()
     if weights is not None:
         raise LeafMismatchError(
-            explain(
-                f"{call}: weights are for members.",
-                expected=f"logits of shape (E, *{list(t.shape)}, C)",
-                got=f"shape {list(y.shape)}",
-            )
+            f"{call}: weights are for members.",
+            expected=f"logits of shape (E, *{list(t.shape)}, C)",
+            got=f"shape {list(y.shape)}",
         )
     return log_q, t.long()
 
@@ -300,9 +296,9 @@ def _binned(call: str, y: Any, t: Any, bins: int, weights: Any) -> tuple[Tensor,
     """Return for all predictions the confidence, 1 if right, and 1 for the bin of the confidence."""
     given: Any = bins
     if not isinstance(given, (Integral, torch.SymInt)):
-        raise TypeError(explain(f"{call}: bins is no integer.", expected="bins >= 1", got=repr(bins)))
+        raise error(TypeError, f"{call}: bins is no integer.", expected="bins >= 1", got=repr(bins))
     if bins < 1:
-        raise ValueError(explain(f"{call}: there must be a bin.", expected="bins >= 1", got=bins))
+        raise error(ValueError, f"{call}: there must be a bin.", expected="bins >= 1", got=bins)
     log_p, t = _predicted(call, y, t, weights)
     top, voted = log_p.max(-1)
     confidence = top.exp().reshape(-1)
@@ -390,8 +386,8 @@ def _tree(data: dict[str, Tensor], size: torch.Size) -> Any:
 
 def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise ValueError(
-            explain(f"uncertainty: unknown {name}.", expected=" or ".join(map(repr, known)), got=repr(value))
+        raise error(
+            ValueError, f"uncertainty: unknown {name}.", expected=" or ".join(map(repr, known)), got=repr(value)
         )
 
 
@@ -403,21 +399,21 @@ def _as_tensor(call: str, name: str, value: Any, device: torch.device | None = N
     try:
         return torch.as_tensor(value, device=device)
     except (TypeError, ValueError, RuntimeError) as err:
-        what = f"{call}: {name} is no tensor, and none can be made of it."
-        raise TypeError(
-            explain(what, expected="a tensor, or a list or array of numbers", got=f"{value!r:.80}")
+        raise error(
+            TypeError,
+            f"{call}: {name} is no tensor, and none can be made of it.",
+            expected="a tensor, or a list or array of numbers",
+            got=f"{value!r:.80}",
         ) from err
 
 
 def _check_outputs(call: str, y: Tensor, dims: int) -> None:
     if not y.is_floating_point() or y.dim() < dims or y.shape[0] == 0:
         raise LeafMismatchError(
-            explain(
-                f"{call}: these are no outputs.",
-                expected=f"a floating-point tensor of {dims} or more dimensions, not empty in the first",
-                got=f"shape {list(y.shape)}, {y.dtype}",
-                hint="give raw outputs of shape (members, batch, classes), as Ensemble returns them.",
-            )
+            f"{call}: these are no outputs.",
+            expected=f"a floating-point tensor of {dims} or more dimensions, not empty in the first",
+            got=f"shape {list(y.shape)}, {y.dtype}",
+            hint="give raw outputs of shape (members, batch, classes), as Ensemble returns them.",
         )
 
 
@@ -425,37 +421,32 @@ def _check_labels(call: str, y: Tensor, t: Tensor) -> None:
     fits = y.dim() - t.dim() in (1, 2) and y.shape[y.dim() - 1 - t.dim() : -1] == t.shape
     if not fits or t.is_floating_point() or t.is_complex() or t.dtype is torch.bool:
         raise LeafMismatchError(
-            explain(
-                f"{call}: the labels do not fit the logits.",
-                expected=f"integers of shape (*B), for logits of shape (*B, C) or (E, *B, C): {list(y.shape)}",
-                got=f"shape {list(t.shape)}, {t.dtype}",
-            )
+            f"{call}: the labels do not fit the logits.",
+            expected=f"integers of shape (*B), for logits of shape (*B, C) or (E, *B, C): {list(y.shape)}",
+            got=f"shape {list(t.shape)}, {t.dtype}",
         )
     if t.numel() == 0:
-        raise ValueError(explain(f"{call}: there are no labels to average over.", got=f"shape {list(t.shape)}"))
+        raise error(ValueError, f"{call}: there are no labels to average over.", got=f"shape {list(t.shape)}")
     if _has_values() and not bool(((t >= 0) & (t < y.shape[-1])).all()):
-        raise ValueError(
-            explain(
-                f"{call}: a label names no class.",
-                expected=f"0 <= t < {y.shape[-1]}",
-                got=f"{int(t.min())} to {int(t.max())}",
-            )
+        raise error(
+            ValueError,
+            f"{call}: a label names no class.",
+            expected=f"0 <= t < {y.shape[-1]}",
+            got=f"{int(t.min())} to {int(t.max())}",
         )
 
 
 def _check_weights(weights: Tensor, members: int) -> None:
     if weights.shape != (members,):
         raise LeafMismatchError(
-            explain(
-                "weights: there must be one for each member.",
-                expected=f"shape [{members}]",
-                got=f"shape {list(weights.shape)}",
-            )
+            "weights: there must be one for each member.",
+            expected=f"shape [{members}]",
+            got=f"shape {list(weights.shape)}",
         )
     if _has_values():
         w = weights.detach()
         if not bool((w.isfinite() & (w >= 0)).all()) or not bool((w > 0).any()):
-            raise ValueError(explain("weights: out of range.", expected="finite, >= 0, and not all 0", got=w.tolist()))
+            raise error(ValueError, "weights: out of range.", expected="finite, >= 0, and not all 0", got=w.tolist())
 
 
 def _has_values() -> bool:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tdfunc._collection import TensorCollection
-from tdfunc._errors import ConcurrencyError, explain
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import ConcurrencyError
 from tdfunc.modules.extract import from_module
 from tdfunc.modules.match import Match, match
 from tdfunc.modules.slots import in_transform, unwrap
@@ -65,12 +65,10 @@ class ModuleHandle:
     def __enter__(self) -> nn.Module:
         if self._state not in (_LOADED, _UNBOUND):
             raise ConcurrencyError(
-                explain(
-                    f"to_module: this block on {type(self._module).__name__} was entered before.",
-                    expected="one `with` for each call of to_module",
-                    got=f"a handle that is {self._state}",
-                    hint="call params.to_module(m) again for another block.",
-                )
+                f"to_module: this block on {type(self._module).__name__} was entered before.",
+                expected="one `with` for each call of to_module",
+                got=f"a handle that is {self._state}",
+                hint="call params.to_module(m) again for another block.",
             )
         try:
             self._open()
@@ -158,12 +156,10 @@ def _refuse_other_thread(modules: list[nn.Module]) -> None:
         owner = sub.__dict__.get(_OWNER)
         if owner is not None and owner.blocks and owner.thread != thread:
             raise ConcurrencyError(
-                explain(
-                    f"to_module: another thread is inside a block on {type(modules[0]).__name__} (or a part of it).",
-                    expected="one thread in a module at a time",
-                    got=f"thread {thread}, while thread {owner.thread} holds {type(sub).__name__}",
-                    hint="apply, params, buffers = tdfunc.functional(m): apply(params, x) is thread-safe.",
-                )
+                f"to_module: another thread is inside a block on {type(modules[0]).__name__} (or a part of it).",
+                expected="one thread in a module at a time",
+                got=f"thread {thread}, while thread {owner.thread} holds {type(sub).__name__}",
+                hint="apply, params, buffers = tdfunc.functional(m): apply(params, x) is thread-safe.",
             )
 
 
@@ -175,12 +171,10 @@ def _entangled(block: ModuleHandle) -> list[ModuleHandle]:
 
 def _out_of_order(module: nn.Module) -> ConcurrencyError:
     return ConcurrencyError(
-        explain(
-            f"to_module: blocks on {type(module).__name__} were left out of order; its original weights are back.",
-            expected="the block entered last to be left first",
-            got="one left while a later one was open, or closed by such an exit",
-            hint="two generators cannot hold one module: use apply of tdfunc.functional(m).",
-        )
+        f"to_module: blocks on {type(module).__name__} were left out of order; its original weights are back.",
+        expected="the block entered last to be left first",
+        got="one left while a later one was open, or closed by such an exit",
+        hint="two generators cannot hold one module: use apply of tdfunc.functional(m).",
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from tdfunc._errors import UnsupportedError, explain
+from tdfunc.core.errors import UnsupportedError
 from tdfunc.modules.slots import unwrap
 
 # Gives the tensor that stands in for one found in an attribute of this name; None to copy it.
@@ -248,12 +248,10 @@ def _copies(value: Any, memo: dict[int, Any]) -> bool:
 
 def _uncopyable(module: nn.Module, what: str) -> UnsupportedError:
     return UnsupportedError(
-        explain(
-            f"functional: {type(module).__name__} cannot be copied.",
-            expected="attributes that copy.deepcopy accepts",
-            got=what,
-            hint="give that object's class a __deepcopy__, or make the object inside forward.",
-        )
+        f"functional: {type(module).__name__} cannot be copied.",
+        expected="attributes that copy.deepcopy accepts",
+        got=what,
+        hint="give that object's class a __deepcopy__, or make the object inside forward.",
     )
 
 

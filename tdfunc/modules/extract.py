@@ -5,13 +5,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Size, nn
 
-from tdfunc._collection import Static, TensorCollection
-from tdfunc._errors import UnsupportedError, explain
-from tdfunc._keys import Filter
-from tdfunc._nontensor import NonTensorData
-from tdfunc._shapes import EMPTY
-from tdfunc._ties import by_identity
-from tdfunc._types import Kind, Path, Ties
+from tdfunc.core.collection import Static, TensorCollection
+from tdfunc.core.errors import UnsupportedError
+from tdfunc.core.keys import Filter
+from tdfunc.core.nontensor import NonTensorData
+from tdfunc.core.shapes import EMPTY
+from tdfunc.core.ties import by_identity
+from tdfunc.core.types import Kind, Path, Ties
 from tdfunc.modules.slots import LAZY, Slot, keeps_own_state, walk
 from tdfunc.ops.structure import entries, partition, restore_ties
 
@@ -134,10 +134,8 @@ def split(tree: T) -> tuple[T, T]:
     found = entries(tree)
     if found and all(entry.kind is None for entry in found):
         raise UnsupportedError(
-            explain(
-                "split: the tree does not record what its leaves are.",
-                expected="a tree of from_module, stack_modules or init_ensemble",
-                hint="use partition(tree, filter), or td.set(key, leaf, kind=Kind.PARAMETER).",
-            )
+            "split: the tree does not record what its leaves are.",
+            expected="a tree of from_module, stack_modules or init_ensemble",
+            hint="use partition(tree, filter), or td.set(key, leaf, kind=Kind.PARAMETER).",
         )
     return partition(tree, Filter(Kind.PARAMETER))

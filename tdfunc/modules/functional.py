@@ -13,12 +13,12 @@ from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
-from tdfunc._collection import is_compiling
-from tdfunc._errors import UnsupportedError, explain
-from tdfunc._keys import dotted
-from tdfunc._nontensor import NonTensorData
-from tdfunc._shapes import EMPTY
-from tdfunc._types import Path
+from tdfunc.core.collection import is_compiling
+from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.core.keys import dotted
+from tdfunc.core.nontensor import NonTensorData
+from tdfunc.core.shapes import EMPTY
+from tdfunc.core.types import Path
 from tdfunc.modules.extract import from_module, split
 from tdfunc.modules.plan import Spec, extra_states, extra_values, replace_nodes
 from tdfunc.modules.random import Seed, seeded
@@ -173,12 +173,10 @@ class Apply:
             state = self._traced.owners[path].get_extra_state()
             if not all(_same(value, state) for value in values):
                 raise UnsupportedError(
-                    explain(
-                        f"apply: the extra state {dotted(path)!r} of a member is not that of the module.",
-                        expected=f"{state!r} for all members",
-                        got=f"{values[:3]!r}",
-                        hint="run the members one by one: apply(tree[i], x) sets each one's extra state.",
-                    )
+                    f"apply: the extra state {dotted(path)!r} of a member is not that of the module.",
+                    expected=f"{state!r} for all members",
+                    got=f"{values[:3]!r}",
+                    hint="run the members one by one: apply(tree[i], x) sets each one's extra state.",
                 )
         return self._spec.leaves(params, buffers, lead)
 
@@ -186,11 +184,9 @@ class Apply:
 
     def _refuse_names(self, names: Sequence[str]) -> NoReturn:
         raise UnsupportedError(
-            explain(
-                f"apply: forward of {self._spec.name} has an argument called {' and '.join(map(repr, names))}.",
-                expected="names that apply does not use itself",
-                hint="use apply.call(params, args, kwargs, buffers=, rng=).",
-            )
+            f"apply: forward of {self._spec.name} has an argument called {' and '.join(map(repr, names))}.",
+            expected="names that apply does not use itself",
+            hint="use apply.call(params, args, kwargs, buffers=, rng=).",
         )
 
     def _run(self, params: Any, buffers: Any, args: Any, kwargs: Any, rng: Seed, keep: bool = False) -> Any:
@@ -210,12 +206,10 @@ class Apply:
         for path, state in after.items():
             if not _same(state.value, states[path]):
                 raise UnsupportedError(
-                    explain(
-                        f"Ensemble: forward changed the extra state {dotted(path)!r} of a member.",
-                        expected=f"{states[path]!r}, as before",
-                        got=repr(state.value),
-                        hint="run the members one by one: apply.with_buffers(tree[i], None, x) returns it.",
-                    )
+                    f"Ensemble: forward changed the extra state {dotted(path)!r} of a member.",
+                    expected=f"{states[path]!r}, as before",
+                    got=repr(state.value),
+                    hint="run the members one by one: apply.with_buffers(tree[i], None, x) returns it.",
                 )
         return out, new
 
@@ -299,12 +293,10 @@ class Apply:
     def _late_write(self) -> UnsupportedError:
         self._quiet = _Quiet([], [], _nothing)
         return UnsupportedError(
-            explain(
-                f"apply: a buffer of a norm of {self._spec.name} was written during a call in evaluation mode.",
-                expected="forwards that write to such statistics in training mode only, or at each call",
-                got="a write to a given tensor that the first call did not make",
-                hint="call again: from now on forward gets clones; or another thread wrote the tensor.",
-            )
+            f"apply: a buffer of a norm of {self._spec.name} was written during a call in evaluation mode.",
+            expected="forwards that write to such statistics in training mode only, or at each call",
+            got="a write to a given tensor that the first call did not make",
+            hint="call again: from now on forward gets clones; or another thread wrote the tensor.",
         )
 
     def _read_back(self, skeleton: Skeleton) -> list[Any]:
@@ -314,12 +306,10 @@ class Apply:
         if type(None) in map(type, new):
             path = next(path for path, leaf in zip(self._spec.buffers.paths, new, strict=True) if leaf is None)
             raise UnsupportedError(
-                explain(
-                    f"with_buffers: forward of {self._spec.name} left no tensor in the buffer {dotted(path)!r}.",
-                    expected="the buffers that the tree holds, with new values",
-                    got="None, or a buffer that was deleted",
-                    hint="apply(params, x, buffers=buffers) returns the output alone.",
-                )
+                f"with_buffers: forward of {self._spec.name} left no tensor in the buffer {dotted(path)!r}.",
+                expected="the buffers that the tree holds, with new values",
+                got="None, or a buffer that was deleted",
+                hint="apply(params, x, buffers=buffers) returns the output alone.",
             )
         return new
 
@@ -394,12 +384,10 @@ def _same(a: Any, b: Any) -> bool:
 
 def _cached_parametrization() -> UnsupportedError:
     return UnsupportedError(
-        explain(
-            "apply: called inside `torch.nn.utils.parametrize.cached()`.",
-            expected="weights computed from the parameters given to this call",
-            got="a cache that returns those of an earlier one",
-            hint="leave the cached() block first.",
-        )
+        "apply: called inside `torch.nn.utils.parametrize.cached()`.",
+        expected="weights computed from the parameters given to this call",
+        got="a cache that returns those of an earlier one",
+        hint="leave the cached() block first.",
     )
 
 
@@ -407,46 +395,40 @@ def _explained(message: str) -> Exception | None:
     """Return a clearer error for what torch says of a module that cannot run in a transform."""
     if "Batch norm got a batched tensor as input while the running_mean or running_var" in message:
         return UnsupportedError(
-            explain(
-                "apply: BatchNorm in training mode updates statistics that all members share.",
-                expected="one set of buffers for each member",
-                got="buffers that the vmap does not map",
-                hint="map the buffers too (vmap over params and buffers, in_dims 0), or use apply.eval().",
-            )
+            "apply: BatchNorm in training mode updates statistics that all members share.",
+            expected="one set of buffers for each member",
+            got="buffers that the vmap does not map",
+            hint="map the buffers too (vmap over params and buffers, in_dims 0), or use apply.eval().",
         )
     # Of torch's own class: code that falls back to a loop catches RuntimeError.
     if "Batching rule not implemented for" in message:
-        return RuntimeError(
-            explain(
-                f"apply: {message.split(';')[0].rstrip('.')}.",
-                expected="operations that torch.vmap can map (LSTM, GRU and LSTMCell are not among them)",
-                hint='use tdfunc.Ensemble(apply, how="loop"), or call apply in a loop over the members.',
-            )
+        return error(
+            RuntimeError,
+            f"apply: {message.split(';')[0].rstrip('.')}.",
+            expected="operations that torch.vmap can map (LSTM, GRU and LSTMCell are not among them)",
+            hint='use tdfunc.Ensemble(apply, how="loop"), or call apply in a loop over the members.',
         )
     if "calling .item() on a Tensor" in message or "data-dependent control flow" in message:
-        return RuntimeError(
-            explain(
-                f"apply: forward needs the value of a tensor that differs between members. {message.splitlines()[0]}",
-                expected="no .item(), float(tensor) or `if tensor:` (BatchNorm(momentum=None) has one)",
-                hint='use tdfunc.Ensemble(apply, how="loop"), or call apply in a loop over the members.',
-            )
+        return error(
+            RuntimeError,
+            f"apply: forward needs the value of a tensor that differs between members. {message.splitlines()[0]}",
+            expected="no .item(), float(tensor) or `if tensor:` (BatchNorm(momentum=None) has one)",
+            hint='use tdfunc.Ensemble(apply, how="loop"), or call apply in a loop over the members.',
         )
     if "you can only change requires_grad flags of leaf variables" in message:
-        return RuntimeError(
-            explain(
-                "apply: forward turns off requires_grad of a given tensor.",
-                expected="tensors that the caller gave, with the flags that they came with",
-                hint="use self.weight.detach() in forward; or give a tree without requires_grad.",
-            )
+        return error(
+            RuntimeError,
+            "apply: forward turns off requires_grad of a given tensor.",
+            expected="tensors that the caller gave, with the flags that they came with",
+            hint="use self.weight.detach() in forward; or give a tree without requires_grad.",
         )
     if "forward AD" in message and "scaled_dot_product" in message:
-        return NotImplementedError(
-            explain(
-                "apply: torch's fused attention has no forward-mode derivative.",
-                expected="operations with a forward-mode formula",
-                got=message.split(" because ")[0],
-                hint='load Hugging Face models with attn_implementation="eager", or use reverse mode.',
-            )
+        return error(
+            NotImplementedError,
+            "apply: torch's fused attention has no forward-mode derivative.",
+            expected="operations with a forward-mode formula",
+            got=message.split(" because ")[0],
+            hint='load Hugging Face models with attn_implementation="eager", or use reverse mode.',
         )
     return None
 
@@ -499,13 +481,11 @@ def functional(module: nn.Module, *, copy: bool = True, call_only: bool = False)
     reserved = _reserved_names(module)
     if reserved and not call_only:
         raise UnsupportedError(
-            explain(
-                f"functional: forward of {type(module).__name__} has an argument called {reserved[0]!r}, "
-                "which apply uses itself.",
-                expected="other names than 'buffers' and 'rng'",
-                got=f"forward{inspect.signature(module.forward)}",
-                hint="functional(m, call_only=True) and apply.call(params, args, kwargs, buffers=, rng=).",
-            )
+            f"functional: forward of {type(module).__name__} has an argument called {reserved[0]!r}, "
+            "which apply uses itself.",
+            expected="other names than 'buffers' and 'rng'",
+            got=f"forward{inspect.signature(module.forward)}",
+            hint="functional(m, call_only=True) and apply.call(params, args, kwargs, buffers=, rng=).",
         )
     tree = detached(from_module(module), copy)
     params, rest = split(tree) if entries(tree) else (keep_leaves(tree, set()), tree)

@@ -6,11 +6,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from tdfunc._collection import TensorCollection
-from tdfunc._errors import LeafMismatchError, TreeStructureError, explain
-from tdfunc._keys import dotted
-from tdfunc._nontensor import NonTensorBase, NonTensorStack
-from tdfunc._types import Kind, Path
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import LeafMismatchError, TreeStructureError
+from tdfunc.core.keys import dotted
+from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
+from tdfunc.core.types import Kind, Path
 from tdfunc.modules.plan import tie_error
 from tdfunc.modules.slots import Slot, is_one_tensor, is_renormed, keeps_own_state, walk
 from tdfunc.ops.structure import iter_items
@@ -187,12 +187,10 @@ def _structure_error(module: nn.Module, extra: list[Path], absent: list[Path]) -
     if absent and not extra:
         hint = "pass strict=False to bind a part and leave the rest of the module as it is."
     return TreeStructureError(
-        explain(
-            f"to_module: the tree does not fit {type(module).__name__}; it was not touched.",
-            expected=f"leaves {[dotted(p) for p in absent]}" if absent else "no other leaves than the module's",
-            got=f"leaves the module lacks: {[dotted(p) for p in extra]}" if extra else "a tree without them",
-            hint=hint,
-        )
+        f"to_module: the tree does not fit {type(module).__name__}; it was not touched.",
+        expected=f"leaves {[dotted(p) for p in absent]}" if absent else "no other leaves than the module's",
+        got=f"leaves the module lacks: {[dotted(p) for p in extra]}" if extra else "a tree without them",
+        hint=hint,
     )
 
 
@@ -218,5 +216,6 @@ def _check_leaf(slot: Slot, leaf: Any) -> None:
 
 
 def _mismatch(slot: Slot, expected: str, got: str, hint: str) -> LeafMismatchError:
-    what = f"to_module: leaf {dotted(slot.path)!r} does not fit {slot.title}."
-    return LeafMismatchError(explain(what, expected=expected, got=got, hint=hint))
+    return LeafMismatchError(
+        f"to_module: leaf {dotted(slot.path)!r} does not fit {slot.title}.", expected=expected, got=got, hint=hint
+    )

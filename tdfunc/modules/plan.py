@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import Size, Tensor
 
-from tdfunc._collection import PLAIN, TensorCollection, is_compiling
-from tdfunc._errors import LeafMismatchError, TieError, TreeStructureError, explain
-from tdfunc._keys import dotted
-from tdfunc._nontensor import NonTensorBase
-from tdfunc._shapes import EMPTY
-from tdfunc._ties import group_of
-from tdfunc._types import Path
+from tdfunc.core.collection import PLAIN, TensorCollection, is_compiling
+from tdfunc.core.errors import LeafMismatchError, TieError, TreeStructureError, error
+from tdfunc.core.keys import dotted
+from tdfunc.core.nontensor import NonTensorBase
+from tdfunc.core.shapes import EMPTY
+from tdfunc.core.ties import group_of
+from tdfunc.core.types import Path
 from tdfunc.modules.slots import EXTRA_STATE, is_one_tensor
 from tdfunc.modules.straight import make_reader
 from tdfunc.ops.structure import entries
@@ -167,13 +167,12 @@ class Spec:
             hint = "apply(params, x, ..., buffers=buffers)."
             if isinstance(wrong, Mapping):
                 hint = 'TensorDict(d) makes a tree of a nested dict, TensorDict(d).unflatten_keys(".") of a state dict.'
-            raise TypeError(
-                explain(
-                    "apply: params and buffers must be trees.",
-                    expected="TensorDict",
-                    got=type(wrong).__name__,
-                    hint=hint,
-                )
+            raise error(
+                TypeError,
+                "apply: params and buffers must be trees.",
+                expected="TensorDict",
+                got=type(wrong).__name__,
+                hint=hint,
             )
         first = self.params.checked(params, lead)
         if first is not None and (buffers is not None or not self.buffers.paths):
@@ -221,12 +220,10 @@ class Spec:
             hint = "is the tree that of another module, or a sub-tree?"
         what = f"{dotted(missing[0])!r} is missing" if missing else f"{dotted(unknown[0])!r} is not one of its leaves"
         return TreeStructureError(
-            explain(
-                f"apply: the trees do not fit {self.name}: {what}.",
-                expected=f"also {_names(missing)}" if missing else f"the {len(self.order)} leaves of {self.name}",
-                got=f"unknown leaves {_names(unknown)}" if unknown else f"{len(found)} of {len(self.order)} leaves",
-                hint=hint,
-            )
+            f"apply: the trees do not fit {self.name}: {what}.",
+            expected=f"also {_names(missing)}" if missing else f"the {len(self.order)} leaves of {self.name}",
+            got=f"unknown leaves {_names(unknown)}" if unknown else f"{len(found)} of {len(self.order)} leaves",
+            hint=hint,
         )
 
     def rebuild_buffers(self, params: Any, buffers: Any, leaves: list[Any]) -> Any:
@@ -278,35 +275,29 @@ def _names(paths: list[Path]) -> str:
 
 def _misplaced(path: Path) -> TreeStructureError:
     return TreeStructureError(
-        explain(
-            f"apply: the parameter {dotted(path)!r} is in buffers.",
-            expected="parameters in the first tree (which may hold the buffers too)",
-            got="a parameter in buffers=",
-            hint="are the two trees swapped? apply(params, x, buffers=buffers).",
-        )
+        f"apply: the parameter {dotted(path)!r} is in buffers.",
+        expected="parameters in the first tree (which may hold the buffers too)",
+        got="a parameter in buffers=",
+        hint="are the two trees swapped? apply(params, x, buffers=buffers).",
     )
 
 
 def _twice(path: Path) -> TreeStructureError:
     return TreeStructureError(
-        explain(
-            f"apply: {dotted(path)!r} is in params and in buffers.",
-            expected="every leaf in one of the trees",
-            got="two different leaves",
-            hint="split(tree) gives parameters and buffers without an overlap.",
-        )
+        f"apply: {dotted(path)!r} is in params and in buffers.",
+        expected="every leaf in one of the trees",
+        got="two different leaves",
+        hint="split(tree) gives parameters and buffers without an overlap.",
     )
 
 
 def tie_error(call: str, first: Path, path: Path) -> TieError:
     """Return the error for two leaves at paths that are one tensor in the module."""
     return TieError(
-        explain(
-            f"{call}: {dotted(first)!r} and {dotted(path)!r} are one tensor in the module.",
-            expected="one leaf for both",
-            got="two tensors that differ, or whose gradients would be split",
-            hint="edit a tree that knows the tie, as from_module returns it: set() there writes both paths.",
-        )
+        f"{call}: {dotted(first)!r} and {dotted(path)!r} are one tensor in the module.",
+        expected="one leaf for both",
+        got="two tensors that differ, or whose gradients would be split",
+        hint="edit a tree that knows the tie, as from_module returns it: set() there writes both paths.",
     )
 
 
@@ -317,10 +308,8 @@ def shape_error(path: Path, leaf: Any, shape: Size) -> LeafMismatchError:
     if isinstance(leaf, Tensor) and leaf.shape[1:] == shape:
         hint = "the tree is stacked: use tdfunc.Ensemble(apply)(tree, x), torch.vmap, or one member, tree[i]."
     return LeafMismatchError(
-        explain(
-            f"apply: leaf {dotted(path)!r} does not fit the module.",
-            expected=f"shape {tuple(shape)}",
-            got=got,
-            hint=hint,
-        )
+        f"apply: leaf {dotted(path)!r} does not fit the module.",
+        expected=f"shape {tuple(shape)}",
+        got=got,
+        hint=hint,
     )

@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
-from tdfunc._errors import UnsupportedError, explain
+from tdfunc.core.errors import UnsupportedError, error
 
 Seed: TypeAlias = "int | torch.Generator | Sequence[torch.Generator] | None"
 Server: TypeAlias = Callable[..., Any]
@@ -37,13 +37,12 @@ class seeded(TorchFunctionMode):
         super().__init__()
         self._generators = _generators(rng)
         if level is None and len(self._generators) != 1:
-            raise TypeError(
-                explain(
-                    "rng: one call draws from one generator.",
-                    expected="a seed or a torch.Generator",
-                    got=f"{len(self._generators)} generators",
-                    hint="tdfunc.Ensemble(apply)(stacked, x, rng=seed) gives each member its own.",
-                )
+            raise error(
+                TypeError,
+                "rng: one call draws from one generator.",
+                expected="a seed or a torch.Generator",
+                got=f"{len(self._generators)} generators",
+                hint="tdfunc.Ensemble(apply)(stacked, x, rng=seed) gives each member its own.",
             )
         self._level, self._strict = level, strict
         self.draws = 0
@@ -78,19 +77,17 @@ def _generators(rng: Any) -> list[torch.Generator]:
     if isinstance(rng, int) and not isinstance(rng, bool):
         refuse_traced_seed()
         return [torch.Generator().manual_seed(rng)]
-    raise TypeError(explain("rng: no source of random numbers.", expected="a seed or a torch.Generator", got=repr(rng)))
+    raise error(TypeError, "rng: no source of random numbers.", expected="a seed or a torch.Generator", got=repr(rng))
 
 
 def refuse_traced_seed() -> None:
     """Raise while `jit` or `make_fx` records: a replay would go on drawing from the generator made by the record."""
     if get_proxy_mode() is not None:
         raise UnsupportedError(
-            explain(
-                "rng: a seed inside a traced function would count for its first call only.",
-                expected="a generator that is an argument of the function",
-                got="a seed",
-                hint="pass a torch.Generator to the traced function, and give it as rng=.",
-            )
+            "rng: a seed inside a traced function would count for its first call only.",
+            expected="a generator that is an argument of the function",
+            got="a seed",
+            hint="pass a torch.Generator to the traced function, and give it as rng=.",
         )
 
 
@@ -98,24 +95,20 @@ def refuse_traced_members() -> None:
     """Raise while `jit` or `make_fx` records: what is seeded for each member is made by Python, and so once."""
     if get_proxy_mode() is not None:
         raise UnsupportedError(
-            explain(
-                "rng: the generators of the members cannot be made inside a traced function.",
-                expected="an ensemble outside of the trace, or no rng",
-                got="rng for members, which would be seeded at the first call only",
-                hint='torch.vmap(fn, randomness="different") of the function of one model, without rng, draws anew in '
-                "each replay; or leave tdfunc.jit out.",
-            )
+            "rng: the generators of the members cannot be made inside a traced function.",
+            expected="an ensemble outside of the trace, or no rng",
+            got="rng for members, which would be seeded at the first call only",
+            hint='torch.vmap(fn, randomness="different") of the function of one model, without rng, draws anew in '
+            "each replay; or leave tdfunc.jit out.",
         )
 
 
 def _past(func: Any) -> UnsupportedError:
     return UnsupportedError(
-        explain(
-            f"apply: {func.__name__} draws random numbers and cannot be given a generator.",
-            expected="draws by F.dropout, torch.rand and the other functions that take one",
-            got=f"{func.__name__} with dropout in training mode",
-            hint='leave rng= out (torch\'s default generator), or use tdfunc.Ensemble(apply, how="loop").',
-        )
+        f"apply: {func.__name__} draws random numbers and cannot be given a generator.",
+        expected="draws by F.dropout, torch.rand and the other functions that take one",
+        got=f"{func.__name__} with dropout in training mode",
+        hint='leave rng= out (torch\'s default generator), or use tdfunc.Ensemble(apply, how="loop").',
     )
 
 

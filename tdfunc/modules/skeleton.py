@@ -15,9 +15,9 @@ from torch import Size, Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from tdfunc._errors import LeakError, UnsupportedError, explain
-from tdfunc._keys import dotted
-from tdfunc._types import Path
+from tdfunc.core.errors import LeakError, UnsupportedError
+from tdfunc.core.keys import dotted
+from tdfunc.core.types import Path
 from tdfunc.modules.duplicate import Copied, children_of, duplicate, is_plain
 from tdfunc.modules.slots import is_renormed, unwrap, walk
 from tdfunc.modules.straight import Straight, make_filler
@@ -78,12 +78,10 @@ def _poison(shape: Size, strides: Any, dtype: torch.dtype, device: torch.device,
 def leak(path: Path, func: str) -> NoReturn:
     """Raise the error for an operation that used a weight which the call was not given."""
     raise LeakError(
-        explain(
-            f"apply: forward used the weight {dotted(path)!r} that was not given to it ({func}).",
-            expected="weights read from their module at each call, as self.weight",
-            got="a reference kept elsewhere (a closure, a cache, another object), or a buffer that was not passed",
-            hint="read the weight inside forward, or register it as a buffer.",
-        )
+        f"apply: forward used the weight {dotted(path)!r} that was not given to it ({func}).",
+        expected="weights read from their module at each call, as self.weight",
+        got="a reference kept elsewhere (a closure, a cache, another object), or a buffer that was not passed",
+        hint="read the weight inside forward, or register it as a buffer.",
     )
 
 
@@ -125,12 +123,10 @@ def make_template(module: nn.Module) -> Template:
     kept = [slot.path for slot in now if not isinstance(slot.value, Poison)]
     if kept or [slot.path for slot in now] != [slot.path for slot in slots]:
         raise UnsupportedError(
-            explain(
-                f"functional: the copy of {type(module).__name__} is not independent of it.",
-                expected="a copy with the same parameters and buffers, none of them shared",
-                got=f"its own weights at {[dotted(path) for path in kept]}" if kept else "other slots",
-                hint="a __deepcopy__ must make a new module and pass its memo on to copy.deepcopy for every attribute.",
-            )
+            f"functional: the copy of {type(module).__name__} is not independent of it.",
+            expected="a copy with the same parameters and buffers, none of them shared",
+            got=f"its own weights at {[dotted(path) for path in kept]}" if kept else "other slots",
+            hint="a __deepcopy__ must make a new module and pass its memo on to copy.deepcopy for every attribute.",
         )
     return Template(copied.module, copied.shared)
 

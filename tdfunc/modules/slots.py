@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 
-from tdfunc._errors import UnsupportedError, explain
-from tdfunc._keys import dotted
-from tdfunc._types import Kind, Path
+from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.core.keys import dotted
+from tdfunc.core.types import Kind, Path
 
 EXTRA_STATE = "_extra_state"
 LAZY = (nn.UninitializedParameter, nn.UninitializedBuffer)
@@ -47,30 +47,26 @@ def unwrap(module: nn.Module, call: str) -> nn.Module:
         UnsupportedError: It is a ScriptModule, a data-parallel wrapper, or a quantized module of packed weights.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(explain(f"{call}: not a module.", expected="torch.nn.Module", got=type(module).__name__))
+        raise error(TypeError, f"{call}: not a module.", expected="torch.nn.Module", got=type(module).__name__)
     # By name: importing torch._dynamo for an isinstance test would cost a second.
     while type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules:
         module = module._modules["_orig_mod"]  # pyright: ignore[reportAssignmentType]
     if isinstance(module, torch.jit.ScriptModule):
         raise UnsupportedError(
-            explain(
-                f"{call}: a ScriptModule keeps its weights in compiled code, where they cannot be replaced.",
-                got=type(module).__name__,
-                hint="pass the nn.Module that it was scripted or traced from.",
-            )
+            f"{call}: a ScriptModule keeps its weights in compiled code, where they cannot be replaced.",
+            got=type(module).__name__,
+            hint="pass the nn.Module that it was scripted or traced from.",
         )
     if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise UnsupportedError(
-            explain(f"{call}: {type(module).__name__} copies the module on every call.", hint="pass its .module.")
+            f"{call}: {type(module).__name__} copies the module on every call.", hint="pass its .module."
         )
     if keeps_own_state(module) and any(isinstance(value, torch.ScriptObject) for value in module.__dict__.values()):
         raise UnsupportedError(
-            explain(
-                f"{call}: {type(module).__name__} keeps its weights packed, where they cannot be read or replaced.",
-                expected="weights that are parameters or buffers",
-                got=f"{type(module).__module__}.{type(module).__qualname__}",
-                hint="use the module that it was quantized from, or take the parts beside it: from_module(model.head).",
-            )
+            f"{call}: {type(module).__name__} keeps its weights packed, where they cannot be read or replaced.",
+            expected="weights that are parameters or buffers",
+            got=f"{type(module).__module__}.{type(module).__qualname__}",
+            hint="use the module that it was quantized from, or take the parts beside it: from_module(model.head).",
         )
     return module
 
@@ -124,21 +120,17 @@ def _collect(module: nn.Module, call: str, at: Path, slots: list[Slot], above: l
 
 def _cycle_error(module: nn.Module, call: str, path: Path) -> UnsupportedError:
     return UnsupportedError(
-        explain(
-            f"{call}: {dotted(path)!r} is {type(module).__name__} again, which contains it.",
-            expected="submodules that form a tree",
-            got="a submodule that registers a module above it",
-            hint="keep the reference out of the registry: self.parent = [module], or a weakref.",
-        )
+        f"{call}: {dotted(path)!r} is {type(module).__name__} again, which contains it.",
+        expected="submodules that form a tree",
+        got="a submodule that registers a module above it",
+        hint="keep the reference out of the registry: self.parent = [module], or a weakref.",
     )
 
 
 def _lazy_error(module: nn.Module, call: str, path: Path) -> UnsupportedError:
     return UnsupportedError(
-        explain(
-            f"{call}: {dotted(path)!r} of {type(module).__name__} is uninitialised.",
-            hint="run the module once on an example input, so that lazy layers get their shapes.",
-        )
+        f"{call}: {dotted(path)!r} of {type(module).__name__} is uninitialised.",
+        hint="run the module once on an example input, so that lazy layers get their shapes.",
     )
 
 

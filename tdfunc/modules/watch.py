@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tdfunc._types import Path
+from tdfunc.core.types import Path
 from tdfunc.modules.skeleton import HARMLESS, leak, storage_of
 from tdfunc.modules.slots import walk
 

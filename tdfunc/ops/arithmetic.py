@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from tdfunc._collection import LeafOp, TensorCollection
-from tdfunc._errors import BatchSizeError, explain
-from tdfunc._shapes import dim_index
-from tdfunc._types import LeafFn
+from tdfunc.core.collection import LeafOp, TensorCollection
+from tdfunc.core.errors import BatchSizeError, error
+from tdfunc.core.shapes import dim_index
+from tdfunc.core.types import LeafFn
 from tdfunc.ops.index import check_condition
 from tdfunc.ops.pointwise_base import binary, broadcast_size, check_same, foreach_pairs, over_batch_op
 
@@ -35,10 +35,12 @@ def combined(tree: T, name: str, fn: Callable[..., Any], operands: Sequence[Any]
     for other in trees:
         check_same(tree, other, name)
         if broadcast_size(tree, other, name) is not None:
-            hint = "expand() the first tree."
-            expected, got = str(list(tree._batch_size)), str(list(other._batch_size))
-            what = f"{name}: an operand has a larger batch than the first tree."
-            raise BatchSizeError(explain(what, expected=expected, got=got, hint=hint))
+            raise BatchSizeError(
+                f"{name}: an operand has a larger batch than the first tree.",
+                expected=str(list(tree._batch_size)),
+                got=str(list(other._batch_size)),
+                hint="expand() the first tree.",
+            )
 
     rest = operands[len(trees) :]
     # The common case, without sorting operands out for each leaf.
@@ -63,7 +65,7 @@ def combined(tree: T, name: str, fn: Callable[..., Any], operands: Sequence[Any]
 def clamp(tree: T, low: Any, high: Any) -> T:
     """Bound every element; either bound may be missing."""
     if low is None and high is None:
-        raise ValueError(explain("clamp: no bound is given.", expected="min, max or both", got="None and None"))
+        raise error(ValueError, "clamp: no bound is given.", expected="min, max or both", got="None and None")
     # torch takes two numbers or two tensors.
     if low is not None and high is not None and isinstance(low, _NUMBERS) == isinstance(high, _NUMBERS):
         return combined(tree, "clamp", torch.clamp, (low, high))
@@ -85,8 +87,13 @@ def masked_fill(tree: T, mask: Tensor, value: Any) -> T:
     """Put a number where the mask over the batch holds; every leaf keeps its dtype."""
     check_condition(tree, mask, "masked_fill")
     if isinstance(value, TensorCollection):
-        hint, got = "td.where(~mask, other) takes the values of a tree.", type(value).__name__
-        raise TypeError(explain("masked_fill: one number fills all leaves.", expected="a number", got=got, hint=hint))
+        raise error(
+            TypeError,
+            "masked_fill: one number fills all leaves.",
+            expected="a number",
+            got=type(value).__name__,
+            hint="td.where(~mask, other) takes the values of a tree.",
+        )
     return tree._map(over_batch_op(tree, "masked_fill", lambda x, holds: x.masked_fill(holds, value), mask))
 
 

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import PLAIN, LeafOp, TensorCollection
-from tdfunc._errors import BatchSizeError, LeafMismatchError, MissingKeyError, TieError, explain
-from tdfunc._keys import dotted, is_key, unravel
-from tdfunc._nontensor import NonTensorBase, NonTensorData
-from tdfunc._shapes import dim_size
-from tdfunc._types import Path
+from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection
+from tdfunc.core.errors import BatchSizeError, LeafMismatchError, MissingKeyError, TieError, error
+from tdfunc.core.keys import dotted, is_key, unravel
+from tdfunc.core.nontensor import NonTensorBase, NonTensorData
+from tdfunc.core.shapes import dim_size
+from tdfunc.core.types import Path
 from tdfunc.ops import storage_writes
 from tdfunc.ops.convert import NUMBERS, as_tensor, build
 from tdfunc.ops.maps import apply
@@ -126,9 +126,12 @@ class At:
             # Only the dimensions that the index names count, and the others may be ragged.
             taken = _positions(size[: sum(p is not None and not isinstance(p, bool) for p in parts)], parts)
             if len(taken.unique()) < taken.numel():
-                hint = "name each row once; at[index].add adds up."
-                got = repr(self._place)
-                raise ValueError(explain(f"at[...].{call}: the index names a row twice.", got=got, hint=hint))
+                raise error(
+                    ValueError,
+                    f"at[...].{call}: the index names a row twice.",
+                    got=repr(self._place),
+                    hint="name each row once; at[index].add adds up.",
+                )
         return write_rows(self._tree, self._place, fn(self._tree._index(self._place)), call)
 
 
@@ -139,9 +142,13 @@ def _change_entry(tree: Any, path: Path, fn: Callable[..., Any], call: str, *val
     if done is not None:
         return done
     if values and isinstance(get(tree, path), NonTensorBase):
-        hint = "td.at[key].apply(fn) makes another value of it."
-        what = f"at[...].{call}: {dotted(path)!r} is no tensor."
-        raise TypeError(explain(what, expected="a tensor or tree", got=type(old).__name__, hint=hint))
+        raise error(
+            TypeError,
+            f"at[...].{call}: {dotted(path)!r} is no tensor.",
+            expected="a tensor or tree",
+            got=type(old).__name__,
+            hint="td.at[key].apply(fn) makes another value of it.",
+        )
     return tree.set(path, fn(old, *values))
 
 
@@ -213,8 +220,8 @@ def _spread(rows: T, value: Any, call: str) -> T:
         return rows._map(LeafOp("full", lambda x: _number(value, x, f"at[...].{call}").expand(x.shape)))
     if isinstance(value, Tensor):
         return rows._map(over_batch_op(rows, f"at[...].{call}", lambda x, operand: operand.expand(x.shape), value))
-    raise TypeError(
-        explain(f"at[...].{call}: not rows.", expected="a tree, dict, number or tensor", got=type(value).__name__)
+    raise error(
+        TypeError, f"at[...].{call}: not rows.", expected="a tree, dict, number or tensor", got=type(value).__name__
     )
 
 
@@ -255,34 +262,32 @@ def _check_rows(rows: TensorCollection, value: TensorCollection, call: str) -> N
     if mine.keys() != theirs.keys():
         storage_writes.check_kinds(call, rows, value)
         raise MissingKeyError(
-            explain(
-                f"{call}: the rows have other keys than the tree.",
-                expected=f"{sorted(map(dotted, mine))}",
-                got=f"{sorted(map(dotted, theirs))}",
-                hint="a key of some rows only has no value in the others: set it on the whole tree.",
-            )
+            f"{call}: the rows have other keys than the tree.",
+            expected=f"{sorted(map(dotted, mine))}",
+            got=f"{sorted(map(dotted, theirs))}",
+            hint="a key of some rows only has no value in the others: set it on the whole tree.",
         )
     if value._batch_size != rows._batch_size:
-        expected, got = str(list(rows._batch_size)), str(list(value._batch_size))
-        raise BatchSizeError(explain(f"{call}: the rows have another batch size.", expected=expected, got=got))
+        raise BatchSizeError(
+            f"{call}: the rows have another batch size.",
+            expected=str(list(rows._batch_size)),
+            got=str(list(value._batch_size)),
+        )
     for path, old in mine.items():
         if isinstance(old, Tensor):
             _check_leaf(path, old, theirs[path], call)
     for group in rows._ties:
         if any(get(value, path) is not get(value, group[0]) for path in group[1:]):
             names = " and ".join(repr(dotted(path)) for path in group)
-            raise TieError(explain(f"{call}: the tied paths {names} are given different rows.", expected="one tensor"))
+            raise TieError(f"{call}: the tied paths {names} are given different rows.", expected="one tensor")
 
 
 def _check_leaf(path: Path, old: Tensor, new: Any, call: str) -> None:
     fits = isinstance(new, Tensor) and new.shape == old.shape and storage_writes.keeps_values(new.dtype, old.dtype)
     if not fits:
-        got = f"shape {list(new.shape)}, {new.dtype}" if isinstance(new, Tensor) else type(new).__name__
         raise LeafMismatchError(
-            explain(
-                f"{call}: the rows for {dotted(path)!r} do not fit.",
-                expected=f"shape {list(old.shape)}, {old.dtype}",
-                got=got,
-                hint="cast or reshape them first; a dtype that loses values is never cast to.",
-            )
+            f"{call}: the rows for {dotted(path)!r} do not fit.",
+            expected=f"shape {list(old.shape)}, {old.dtype}",
+            got=f"shape {list(new.shape)}, {new.dtype}" if isinstance(new, Tensor) else type(new).__name__,
+            hint="cast or reshape them first; a dtype that loses values is never cast to.",
         )

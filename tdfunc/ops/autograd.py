@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import LeafOp, TensorCollection, iter_leaves, leaf_paths
-from tdfunc._errors import explain
+from tdfunc.core.collection import LeafOp, TensorCollection, iter_leaves, leaf_paths
+from tdfunc.core.errors import error
 from tdfunc.ops.pointwise_base import check_same
 
 
@@ -47,7 +47,7 @@ def _weights(sources: Sequence[Any], given: Sequence[Any]) -> Sequence[Any]:
     if [isinstance(x, TensorCollection) for x in sources] != [isinstance(x, TensorCollection) for x in given]:
         what = "grad: grad_outputs has a tree for each tree of outputs, and a tensor for each tensor."
         expected, got = (str([type(x).__name__ for x in items]) for items in (sources, given))
-        raise TypeError(explain(what, expected=expected, got=got))
+        raise error(TypeError, what, expected=expected, got=got)
     made: list[Any] = []
     for source, item in zip(sources, given, strict=True):
         if isinstance(source, TensorCollection):

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tdfunc._collection import TensorCollection
-from tdfunc._errors import BatchSizeError, explain
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import BatchSizeError, error
 from tdfunc.ops import join
 from tdfunc.ops.rearrange import atleast, tensor_split
 from tdfunc.ops.shape import reshape
@@ -38,12 +38,18 @@ def split_along(tree: TensorCollection, sections: int | Sequence[int], call: str
     size = tree._batch_size
     least = {"vsplit": 2, "hsplit": 1, "dsplit": 3}[call]
     if len(size) < least:
-        expected, got = f"{least} batch dimensions or more", f"batch size {list(size)}"
-        raise BatchSizeError(explain(f"torch.{call}: the tree has too few dimensions.", expected=expected, got=got))
+        raise BatchSizeError(
+            f"torch.{call}: the tree has too few dimensions.",
+            expected=f"{least} batch dimensions or more",
+            got=f"batch size {list(size)}",
+        )
     dim = 0 if call == "vsplit" or len(size) == 1 else {"hsplit": 1, "dsplit": 2}[call]
     if isinstance(sections, int) and (sections < 1 or size[dim] % sections):
-        hint = "torch.tensor_split makes parts of unequal sizes."
-        expected = f"a number that divides {size[dim]}, the size of dimension {dim}"
-        what = f"torch.{call}: the parts would not be equal."
-        raise ValueError(explain(what, expected=expected, got=sections, hint=hint))
+        raise error(
+            ValueError,
+            f"torch.{call}: the parts would not be equal.",
+            expected=f"a number that divides {size[dim]}, the size of dimension {dim}",
+            got=sections,
+            hint="torch.tensor_split makes parts of unequal sizes.",
+        )
     return tensor_split(tree, sections, dim)

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from tdfunc._collection import LeafOp, TensorCollection, iter_leaves
-from tdfunc._errors import explain
-from tdfunc._keys import assign
+from tdfunc.core.collection import LeafOp, TensorCollection, iter_leaves
+from tdfunc.core.errors import error
+from tdfunc.core.keys import assign
 from tdfunc.ops.pointwise_base import foreach_leaves
 from tdfunc.ops.reading import entries, fill
 
@@ -67,8 +67,12 @@ def to_each(tree: T, where: dict[Any, Any], options: dict[str, Any]) -> T:
     """Move or cast each leaf to what the first filter that matches it says; the tree itself when nothing changes."""
     for place in where.values():
         if not isinstance(place, (torch.dtype, torch.device, str)):
-            got = f"{place!r} in {list(where.values())}"
-            raise TypeError(explain("to: not a dtype or device.", expected="a dtype or device for a filter", got=got))
+            raise error(
+                TypeError,
+                "to: not a dtype or device.",
+                expected="a dtype or device for a filter",
+                got=f"{place!r} in {list(where.values())}",
+            )
     found = [entry for entry in entries(tree) if isinstance(entry.leaf, Tensor)]
     moved = [entry.leaf.to(place, **options) for entry, place in zip(found, assign(found, where, "to"), strict=True)]
     changed = {path: x for entry, x in zip(found, moved, strict=True) if x is not entry.leaf for path in entry.paths}
@@ -84,8 +88,9 @@ def parse_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.devic
     device, dtype = kwargs.pop("device", None), kwargs.pop("dtype", None)
     non_blocking = bool(kwargs.pop("non_blocking", False))
     if kwargs:
-        expected = "device, dtype, non_blocking"
-        raise TypeError(explain("to: unknown arguments.", expected=expected, got=str(sorted(kwargs))))
+        raise error(
+            TypeError, "to: unknown arguments.", expected="device, dtype, non_blocking", got=str(sorted(kwargs))
+        )
     for arg in args:
         if isinstance(arg, torch.dtype):
             dtype = arg
@@ -164,9 +169,12 @@ class CastMethods(TensorCollection):
         """
         if args and isinstance(args[0], dict):
             if args[1:] or kwargs.keys() - {"non_blocking"}:
-                got = f"{[*args[1:], *kwargs]}"
-                expected = "a dict, and non_blocking"
-                raise TypeError(explain("to: a dict says it all.", expected=expected, got=got))
+                raise error(
+                    TypeError,
+                    "to: a dict says it all.",
+                    expected="a dict, and non_blocking",
+                    got=f"{[*args[1:], *kwargs]}",
+                )
             return to_each(self, args[0], kwargs)
         return to(self, *parse_to(args, kwargs))
 

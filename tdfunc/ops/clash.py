@@ -5,20 +5,24 @@ from typing import Any
 
 from torch import Tensor
 
-from tdfunc._collection import TensorCollection
-from tdfunc._errors import TreeStructureError, explain
-from tdfunc._keys import dotted
-from tdfunc._nontensor import NonTensorBase
-from tdfunc._shapes import shape_of
-from tdfunc._types import Path
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import TreeStructureError
+from tdfunc.core.keys import dotted
+from tdfunc.core.nontensor import NonTensorBase
+from tdfunc.core.shapes import shape_of
+from tdfunc.core.types import Path
 
 _HINT = "rename_key or delete the entry in one of the trees."
 
 
 def clash(call: str, path: Path, mine: Any, theirs: Any, *, hint: str = _HINT, note: str = "") -> TreeStructureError:
     """Return the error for an entry that is of two kinds: the path, and what it is in either tree."""
-    what = f"{call}: {dotted(path)!r} is {_kind(mine)} in one tree and {_kind(theirs)} in the other{note}."
-    return TreeStructureError(explain(what, expected=described(mine), got=described(theirs), hint=hint))
+    return TreeStructureError(
+        f"{call}: {dotted(path)!r} is {_kind(mine)} in one tree and {_kind(theirs)} in the other{note}.",
+        expected=described(mine),
+        got=described(theirs),
+        hint=hint,
+    )
 
 
 def described(node: Any) -> str:

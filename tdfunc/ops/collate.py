@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data._utils import collate as torch_collate
 
-from tdfunc._collection import TensorCollection
+from tdfunc.core.collection import TensorCollection
 from tdfunc.ops.join import stack
 
 

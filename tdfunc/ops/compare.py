@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tdfunc._collection import LeafOp, TensorCollection
-from tdfunc._errors import TreeStructureError, explain
-from tdfunc._keys import dotted
-from tdfunc._nontensor import NonTensorBase
-from tdfunc._types import Path
+from tdfunc.core.collection import LeafOp, TensorCollection
+from tdfunc.core.errors import TreeStructureError, error
+from tdfunc.core.keys import dotted
+from tdfunc.core.nontensor import NonTensorBase
+from tdfunc.core.types import Path
 from tdfunc.ops.pointwise_base import check_same, difference
 
 
@@ -74,7 +74,7 @@ def _same(actual: Any, expected: Any, options: dict[str, Any], at: Path) -> Any:
 
 def _differ(at: Path, what: str, expected: Any, got: Any) -> AssertionError:
     where = repr(dotted(at)) if at else "the tree"
-    return AssertionError(explain(f"assert_close: {what} of {where} differ.", expected=str(expected), got=str(got)))
+    return error(AssertionError, f"assert_close: {what} of {where} differ.", expected=str(expected), got=str(got))
 
 
 def equal(first: Any, second: Any) -> bool:
@@ -100,9 +100,13 @@ def all_close(first: Any, second: Any, rtol: float, atol: float, equal_nan: bool
 
 def _check_tree(tree: Any, call: str) -> None:
     if not isinstance(tree, TensorCollection):
-        hint = "(td == value).all() compares with one value, TensorDict(value) makes a tree of a dict."
-        what = f"{call}: of two trees."
-        raise TypeError(explain(what, expected="a tree", got=type(tree).__name__, hint=hint))
+        raise error(
+            TypeError,
+            f"{call}: of two trees.",
+            expected="a tree",
+            got=type(tree).__name__,
+            hint="(td == value).all() compares with one value, TensorDict(value) makes a tree of a dict.",
+        )
 
 
 def _all_leaves(call: str, first: TensorCollection, second: TensorCollection, same: Any) -> bool:

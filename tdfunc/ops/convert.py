@@ -7,13 +7,13 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import PLAIN, Static, TensorCollection, is_compiling
-from tdfunc._errors import BatchSizeError, LeafMismatchError, MissingKeyError, explain
-from tdfunc._keys import unravel
-from tdfunc._nontensor import NonTensorBase, NonTensorData, NonTensorStack
-from tdfunc._shapes import as_names, check_lead, one_shape, shape_of
-from tdfunc._ties import lift, merge
-from tdfunc._types import Names, Node, Path
+from tdfunc.core.collection import PLAIN, Static, TensorCollection, is_compiling
+from tdfunc.core.errors import BatchSizeError, LeafMismatchError, MissingKeyError, error
+from tdfunc.core.keys import unravel
+from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack
+from tdfunc.core.shapes import as_names, check_lead, one_shape, shape_of
+from tdfunc.core.ties import lift, merge
+from tdfunc.core.types import Names, Node, Path
 from tdfunc.ops.cast import to
 
 T = TypeVar("T", bound=TensorCollection)
@@ -51,12 +51,11 @@ def convert(value: Any, size: Size, device: torch.device | None, where: str) -> 
     if isinstance(value, (list, tuple)):
         return _sequence(value, size, device, where)
     if value is None:
-        raise TypeError(
-            explain(
-                f"{where!r}: None is no value.",
-                expected="a tensor, tree, dict, number or other object",
-                hint="leave the key out, or wrap it: NonTensorData(None).",
-            )
+        raise error(
+            TypeError,
+            f"{where!r}: None is no value.",
+            expected="a tensor, tree, dict, number or other object",
+            hint="leave the key out, or wrap it: NonTensorData(None).",
         )
     return NonTensorData(value, size)
 
@@ -81,10 +80,13 @@ def _too_large(value: int, where: str) -> LeafMismatchError:
     bits = value.bit_length()
     hint = "float(value) rounds it; NonTensorData(value) keeps it as it is"
     hint += "; torch.tensor(value, dtype=torch.uint64) holds it." if bits == 64 and value > 0 else "."
-    what = f"{where}: the number is too large for a tensor of integers."
     # No digits: of thousands Python makes no text.
-    got = f"an integer of {bits} bits"
-    return LeafMismatchError(explain(what, expected="-2**63 <= number < 2**63", got=got, hint=hint))
+    return LeafMismatchError(
+        f"{where}: the number is too large for a tensor of integers.",
+        expected="-2**63 <= number < 2**63",
+        got=f"an integer of {bits} bits",
+        hint=hint,
+    )
 
 
 def _array(value: np.ndarray[Any, Any], device: torch.device | None, where: str) -> Tensor:
@@ -101,11 +103,12 @@ def _no_dtype(where: str, what: str, dtype: np.dtype[Any]) -> TypeError:
     wide = {"f": "float64", "c": "complex128"}.get(dtype.kind)
     hint = f"value.astype(np.{wide}) rounds to what torch has" if wide else "value.astype(...) makes numbers of torch"
     hint += "; NonTensorData(value) keeps the value as it is."
-    expected = "bools, integers, floats or complex numbers of torch"
-    return TypeError(
-        explain(
-            f"{where}: torch has no dtype for these numbers.", expected=expected, got=f"{what} of {dtype}", hint=hint
-        )
+    return error(
+        TypeError,
+        f"{where}: torch has no dtype for these numbers.",
+        expected="bools, integers, floats or complex numbers of torch",
+        got=f"{what} of {dtype}",
+        hint=hint,
     )
 
 
@@ -164,8 +167,12 @@ def _sequence(value: Sequence[Any], size: Size, device: torch.device | None, whe
     while isinstance(first, (list, tuple)) and first:
         first = first[0]
     if isinstance(first, TensorCollection):
-        hint = "torch.stack(trees) makes one tree of them."
-        raise TypeError(explain(f"{where!r}: a list of trees is not a value.", got=f"{len(value)} trees", hint=hint))
+        raise error(
+            TypeError,
+            f"{where!r}: a list of trees is not a value.",
+            got=f"{len(value)} trees",
+            hint="torch.stack(trees) makes one tree of them.",
+        )
     if value and all(isinstance(item, Tensor) for item in value):
         return _tensor(_stacked(value, where), size, device, where)
     if isinstance(first, (*NUMBERS, list, tuple)):
@@ -184,7 +191,7 @@ def _sequence(value: Sequence[Any], size: Size, device: torch.device | None, whe
         stack = NonTensorStack.from_nested(value, depth)
     except ValueError as err:
         raise BatchSizeError(
-            explain(f"{where!r}: the list is ragged.", expected=f"lists of batch size {list(size)}", got=repr(value))
+            f"{where!r}: the list is ragged.", expected=f"lists of batch size {list(size)}", got=repr(value)
         ) from err
     return _nontensor(stack, size, where)
 
@@ -203,12 +210,10 @@ def _stacked(tensors: Sequence[Tensor], where: str) -> Tensor:
         if other is None:
             raise
         raise LeafMismatchError(
-            explain(
-                f"{where!r}: the tensors of the list have different shapes.",
-                expected=f"shape {list(tensors[0].shape)}",
-                got=f"shape {list(other.shape)}",
-                hint="pad them, or keep them ragged: tdf.lazy_stack of a tree for each.",
-            )
+            f"{where!r}: the tensors of the list have different shapes.",
+            expected=f"shape {list(tensors[0].shape)}",
+            got=f"shape {list(other.shape)}",
+            hint="pad them, or keep them ragged: tdf.lazy_stack of a tree for each.",
         ) from err
 
 
@@ -268,7 +273,7 @@ def _grafted(node: Node, inner: dict[Path, Any], size: Size, device: torch.devic
         return build(TensorCollection._open, inner, size, device, where)
     if not isinstance(node, TensorCollection):
         raise MissingKeyError(
-            explain(f"{where!r} is given as a leaf and as a tree.", got=f"{type(node).__name__} and keys {list(inner)}")
+            f"{where!r} is given as a leaf and as a tree.", got=f"{type(node).__name__} and keys {list(inner)}"
         )
     return join(node, build(TensorCollection._open, inner, node._batch_size, device, where), where)
 
@@ -280,8 +285,11 @@ def join(tree: T, other: TensorCollection, where: str) -> T:
         new = other._get(key)
         mine = tree._get(key) if key in tree._keys() else None
         if mine is not None and not (isinstance(mine, TensorCollection) and isinstance(new, TensorCollection)):
-            got = f"{type(mine).__name__} and {type(new).__name__}"
-            raise MissingKeyError(explain(f"{where}.{key} is given twice.", expected="one value for each key", got=got))
+            raise MissingKeyError(
+                f"{where}.{key} is given twice.",
+                expected="one value for each key",
+                got=f"{type(mine).__name__} and {type(new).__name__}",
+            )
         changes[key] = new if mine is None else join(mine, new, f"{where}.{key}")
     return tree._put(changes)
 

@@ -9,9 +9,9 @@ from torch import Size
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch.nn import functional as F
 
-from tdfunc._collection import LeafOp, TensorCollection
-from tdfunc._errors import BatchSizeError, ImmutableError, UnsupportedError, explain
-from tdfunc._shapes import dim_index
+from tdfunc.core.collection import LeafOp, TensorCollection
+from tdfunc.core.errors import BatchSizeError, ImmutableError, UnsupportedError, error
+from tdfunc.core.shapes import dim_index
 from tdfunc.ops import arithmetic, autograd, blocks, cast, compare, index, join, rearrange, shape
 from tdfunc.ops._generate import (
     BINARY,
@@ -158,8 +158,12 @@ def _norm(
 ) -> Any:
     # Of a leaf as a vector, as which "fro" is the norm of order 2.
     if p != "fro" and isinstance(p, str):
-        hint = "td.apply(lambda x: torch.linalg.matrix_norm(x, ...)) takes leaves as matrices."
-        raise UnsupportedError(explain("torch.norm: a leaf is a vector.", expected="a number", got=repr(p), hint=hint))
+        raise UnsupportedError(
+            "torch.norm: a leaf is a vector.",
+            expected="a number",
+            got=repr(p),
+            hint="td.apply(lambda x: torch.linalg.matrix_norm(x, ...)) takes leaves as matrices.",
+        )
     return reduce(input, "norm", dim, keepdim, None, p=2 if p in ("fro", None) else p, dtype=dtype)
 
 
@@ -181,7 +185,7 @@ def _softmax(name: str) -> Handler:
     # `torch.nn.functional` and `torch` have other positions after the dimension.
     def call(input: TensorCollection, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
         if dim is None:
-            raise TypeError(explain(f"{name}: trees need a dimension.", hint="dim=-1 is the last one of the batch."))
+            raise error(TypeError, f"{name}: trees need a dimension.", hint="dim=-1 is the last one of the batch.")
         return arithmetic.along(input, name, dim, dtype=dtype)
 
     return call
@@ -212,12 +216,19 @@ def _loss(fn: Handler) -> Handler:
         **options: Any,
     ) -> Any:
         if not isinstance(input, TensorCollection) or not isinstance(target, TensorCollection):
-            expected, got = "two trees", f"{type(input).__name__} and {type(target).__name__}"
-            raise TypeError(explain(f"torch.nn.functional.{name}: of trees.", expected=expected, got=got))
+            raise error(
+                TypeError,
+                f"torch.nn.functional.{name}: of trees.",
+                expected="two trees",
+                got=f"{type(input).__name__} and {type(target).__name__}",
+            )
         check_same(input, target, name)
         if input._batch_size != target._batch_size or broadcast_size(input, target, name) is not None:
-            expected, got = str(list(input._batch_size)), str(list(target._batch_size))
-            raise BatchSizeError(explain(f"{name}: the batch sizes differ.", expected=expected, got=got))
+            raise BatchSizeError(
+                f"{name}: the batch sizes differ.",
+                expected=str(list(input._batch_size)),
+                got=str(list(target._batch_size)),
+            )
         size = None if reduction == "none" else lambda _: Size()
         options = {key: value for key, value in options.items() if value is not None}
         return input._map(LeafOp(name, lambda x, y: fn(x, y, reduction=reduction, **options), size), target)
@@ -426,11 +437,15 @@ class DispatchMethods(TensorCollection):
         if handler is None:
             many = bool(args) and isinstance(args[0], (list, tuple))
             leaves = f"a.apply(lambda x, y: {_title(func)}((x, y), ...), b)" if many else ""
-            hint = f"{leaves or f'td.apply(lambda x: {_title(func)}(x, ...))'} calls it on every leaf."
-            raise UnsupportedError(explain(f"{_title(func)} is not defined on trees.", hint=hint))
+            raise UnsupportedError(
+                f"{_title(func)} is not defined on trees.",
+                hint=f"{leaves or f'td.apply(lambda x: {_title(func)}(x, ...))'} calls it on every leaf.",
+            )
         if kwargs and kwargs.get("out") is not None:
-            hint = "use what the function returns; td.update_(result) copies values into existing storage."
-            raise ImmutableError(explain(f"{_title(func)}: out= would write to a tree.", hint=hint))
+            raise ImmutableError(
+                f"{_title(func)}: out= would write to a tree.",
+                hint="use what the function returns; td.update_(result) copies values into existing storage.",
+            )
         # Dynamo knows no `isdisjoint`.
         if kwargs and any([name in _NUMPY for name in kwargs]):
             kwargs = {_NUMPY.get(name, name): value for name, value in kwargs.items()}
@@ -452,7 +467,10 @@ def _explain_call(func: Any, handler: Handler, err: TypeError) -> None:
     """Raise with the arguments that a function takes of a tree, if those that were given are why it was not entered."""
     entered = err.__traceback__ is not None and err.__traceback__.tb_next is not None
     if not entered:
-        what = f"{_title(func)}: on trees it takes other arguments."
         # Python names the function of ours first: `f() got an unexpected keyword argument`.
-        got = str(err).partition("() ")[2] or str(err)
-        raise TypeError(explain(what, expected=str(inspect.signature(handler)), got=got)) from err
+        raise error(
+            TypeError,
+            f"{_title(func)}: on trees it takes other arguments.",
+            expected=str(inspect.signature(handler)),
+            got=str(err).partition("() ")[2] or str(err),
+        ) from err

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from tdfunc._collection import TensorCollection, iter_leaves
-from tdfunc._errors import ImmutableError, MissingKeyError, TieError, TreeStructureError, explain
-from tdfunc._keys import dotted, unravel
-from tdfunc._shapes import starts_with
-from tdfunc._ties import by_first_key, drop, group_of, merge, under
-from tdfunc._types import Kind, NestedKey, Node, Path, Ties
+from tdfunc.core.collection import TensorCollection, iter_leaves
+from tdfunc.core.errors import ImmutableError, MissingKeyError, TieError, TreeStructureError, error
+from tdfunc.core.keys import dotted, unravel
+from tdfunc.core.shapes import starts_with
+from tdfunc.core.ties import by_first_key, drop, group_of, merge, under
+from tdfunc.core.types import Kind, NestedKey, Node, Path, Ties
 from tdfunc.ops import storage_writes
 from tdfunc.ops.at import At
 from tdfunc.ops.cast import to
@@ -86,18 +86,18 @@ def _begun(tree: TensorCollection, key: str, new: TensorCollection, at: Path) ->
     try:
         return accept(tree, key, new, dotted((*at, key)))
     except TreeStructureError as err:
-        what = f"{dotted((*at, key))!r} is an empty field, which this path does not fill."
-        hint = f"set the whole field: td.set({(*at, key) if at else key!r}, {{...}})."
-        expected = "fields of its class, all without a default among them"
-        raise TreeStructureError(explain(what, expected=expected, got=str(list(new._keys())), hint=hint)) from err
+        raise TreeStructureError(
+            f"{dotted((*at, key))!r} is an empty field, which this path does not fill.",
+            expected="fields of its class, all without a default among them",
+            got=str(list(new._keys())),
+            hint=f"set the whole field: td.set({(*at, key) if at else key!r}, {{...}}).",
+        ) from err
 
 
 def _under_leaf(call: str, leaf: Path, path: Path) -> MissingKeyError:
     return MissingKeyError(
-        explain(
-            f"{call}: {dotted(leaf)!r} is a leaf, {dotted(path)!r} cannot be put under it.",
-            hint=f"delete it first: td.delete({leaf!r}).",
-        )
+        f"{call}: {dotted(leaf)!r} is a leaf, {dotted(path)!r} cannot be put under it.",
+        hint=f"delete it first: td.delete({leaf!r}).",
     )
 
 
@@ -112,12 +112,10 @@ def _settled(tree: T, ties: Ties) -> T:
         for path in group[1:]:
             if get(tree, path) is not first:
                 raise TieError(
-                    explain(
-                        f"The edit gives the tied paths {dotted(group[0])!r} and {dotted(path)!r} different tensors.",
-                        expected=f"one tensor for {' and '.join(repr(dotted(p)) for p in group)}",
-                        got=f"{_summary(first)} and {_summary(get(tree, path))}",
-                        hint=f"set one path (all are written), or separate them first: td.untie({dotted(path)!r}).",
-                    )
+                    f"The edit gives the tied paths {dotted(group[0])!r} and {dotted(path)!r} different tensors.",
+                    expected=f"one tensor for {' and '.join(repr(dotted(p)) for p in group)}",
+                    got=f"{_summary(first)} and {_summary(get(tree, path))}",
+                    hint=f"set one path (all are written), or separate them first: td.untie({dotted(path)!r}).",
                 )
     return restore_ties(tree, ties)
 
@@ -220,8 +218,12 @@ def as_mapping(other: Any, call: str) -> Mapping[Any, Any] | TensorCollection:
     try:
         return dict(other)
     except (TypeError, ValueError) as err:
-        expected, got = "a tree, a dict, or pairs of key and value", f"{other!r:.80} ({type(other).__name__})"
-        raise TypeError(explain(f"{call}: these are no entries.", expected=expected, got=got)) from err
+        raise error(
+            TypeError,
+            f"{call}: these are no entries.",
+            expected="a tree, a dict, or pairs of key and value",
+            got=f"{other!r:.80} ({type(other).__name__})",
+        ) from err
 
 
 def _entries(other: Mapping[Any, Any] | TensorCollection) -> Iterable[tuple[Any, Any]]:
@@ -267,7 +269,7 @@ def untie(tree: T, key: NestedKey) -> T:
     leaf = get(tree, path)
     if len(group_of(tree._ties, path)) == 1:
         groups = [[dotted(p) for p in group] for group in tree._ties]
-        raise TieError(explain(f"untie: {dotted(path)!r} is not tied.", expected=f"a path of {groups}"))
+        raise TieError(f"untie: {dotted(path)!r} is not tied.", expected=f"a path of {groups}")
     return _untied(tree, path, leaf.clone())
 
 
@@ -286,9 +288,11 @@ class EditMethods(TensorCollection):
 
     # Both, because Python looks for both before it calls the first.
     def __enter__(self) -> NoReturn:
-        what = "with: a tree is never written to, so the end of a block has nothing to write back."
-        hint = 'undo it on the result: flat = td.flatten_keys(".").set("a.b", x); td = flat.unflatten_keys(".").'
-        raise ImmutableError(explain(what, got=f"with a {type(self).__name__}", hint=hint))
+        raise ImmutableError(
+            "with: a tree is never written to, so the end of a block has nothing to write back.",
+            got=f"with a {type(self).__name__}",
+            hint='undo it on the result: flat = td.flatten_keys(".").set("a.b", x); td = flat.unflatten_keys(".").',
+        )
 
     def __exit__(self, *_: object) -> None:
         """Never reached: `__enter__` raises."""

@@ -11,20 +11,20 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import TensorCollection
-from tdfunc._errors import (
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import (
     BatchSizeError,
     LeafMismatchError,
     MissingKeyError,
     TieError,
     TreeStructureError,
     UnsupportedError,
-    explain,
+    error,
 )
-from tdfunc._keys import dotted
-from tdfunc._nontensor import NonTensorBase, NonTensorStack
-from tdfunc._shapes import as_size, common_prefix
-from tdfunc._types import Kind, Path
+from tdfunc.core.keys import dotted
+from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
+from tdfunc.core.shapes import as_size, common_prefix
+from tdfunc.core.types import Kind, Path
 from tdfunc.ops.convert import resize
 from tdfunc.ops.edit import update
 from tdfunc.ops.index import unbind
@@ -100,11 +100,12 @@ def _as_array(leaf: Tensor, call: str, at: Path) -> Any:
         # Copies only what numpy cannot see: another device, a conjugate view.
         return leaf.numpy(force=True)
     except (TypeError, RuntimeError) as err:
-        what = f"{call}: {dotted(at)!r} is no array of numpy."
-        got = f"{leaf.dtype}, {leaf.layout}, on {leaf.device}"
-        hint = "td.to(torch.float32) casts." if leaf.is_floating_point() and leaf.device.type != "meta" else None
-        expected = "values in a dtype and layout of numpy"
-        raise UnsupportedError(explain(what, expected=expected, got=got, hint=hint)) from err
+        raise UnsupportedError(
+            f"{call}: {dotted(at)!r} is no array of numpy.",
+            expected="values in a dtype and layout of numpy",
+            got=f"{leaf.dtype}, {leaf.layout}, on {leaf.device}",
+            hint="td.to(torch.float32) casts." if leaf.is_floating_point() and leaf.device.type != "meta" else None,
+        ) from err
 
 
 def to_numpy(tree: TensorCollection) -> dict[str, Any]:
@@ -150,9 +151,12 @@ def _one_tree(tree: TensorCollection, call: str, at: Path) -> TensorCollection:
         return TensorCollection._lazy.dense(tree)
     except (LeafMismatchError, TreeStructureError, BatchSizeError) as err:
         where = f" at {dotted(at)!r}" if at else ""
-        what, hint = f"{call}: the trees of the lazy stack{where} make no one tree.", "pad() it first."
-        got = str(err).partition("\n")[0]
-        raise LeafMismatchError(explain(what, expected="trees that dense() takes", got=got, hint=hint)) from err
+        raise LeafMismatchError(
+            f"{call}: the trees of the lazy stack{where} make no one tree.",
+            expected="trees that dense() takes",
+            got=str(err).partition("\n")[0],
+            hint="pad() it first.",
+        ) from err
 
 
 def to_namedtuple(tree: TensorCollection, dest_cls: Any) -> Any:
@@ -188,8 +192,12 @@ def _list_of(value: Any, convert: bool) -> Any:
 def load_state_dict(tree: T, given: Mapping[str, Any], strict: bool, assign: bool, flat: bool | None) -> T:
     """Return the tree with the values of a state dict."""
     if not isinstance(given, (Mapping, TensorCollection)):
-        what = "load_state_dict: this is no state dict."
-        raise TypeError(explain(what, expected="a dict, as state_dict() returns", got=type(given).__name__))
+        raise error(
+            TypeError,
+            "load_state_dict: this is no state dict.",
+            expected="a dict, as state_dict() returns",
+            got=type(given).__name__,
+        )
     if strict:
         for each in (tree, given):
             if isinstance(each, TensorCollection):
@@ -202,12 +210,10 @@ def load_state_dict(tree: T, given: Mapping[str, Any], strict: bool, assign: boo
         for outer, inner in ((missing, unexpected), (unexpected, missing)):
             _check_levels(outer, inner, sorted(nodes))
         raise MissingKeyError(
-            explain(
-                "load_state_dict: the keys are not those of the tree.",
-                expected=str(sorted(nodes)),
-                got=f"missing {missing}, unexpected {unexpected}",
-                hint="strict=False loads the keys that both have.",
-            )
+            "load_state_dict: the keys are not those of the tree.",
+            expected=str(sorted(nodes)),
+            got=f"missing {missing}, unexpected {unexpected}",
+            hint="strict=False loads the keys that both have.",
         )
     values: dict[Any, Any] = {}
     for name, (path, node) in nodes.items():
@@ -222,9 +228,12 @@ def _check_levels(leaves: list[str], others: list[str], mine: list[str]) -> None
     for name in leaves:
         if name in trees:
             expected, got = (name, trees[name]) if name in mine else (trees[name], name)
-            what = f"load_state_dict: {name!r} is a leaf on one side and a tree on the other."
-            hint = "rename_key or delete the entry."
-            raise TreeStructureError(explain(what, expected=repr(expected), got=repr(got), hint=hint))
+            raise TreeStructureError(
+                f"load_state_dict: {name!r} is a leaf on one side and a tree on the other.",
+                expected=repr(expected),
+                got=repr(got),
+                hint="rename_key or delete the entry.",
+            )
 
 
 def _flat(given: Mapping[str, Any], prefix: str) -> "list[tuple[str, Any]]":
@@ -247,9 +256,11 @@ def _loaded(name: str, node: Any, value: Any, assign: bool) -> Any:
     if not isinstance(node, Tensor) or assign:
         return value
     if not isinstance(value, Tensor) or value.shape != node.shape:
-        got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        what = f"load_state_dict: {name!r} does not fit."
-        raise LeafMismatchError(explain(what, expected=f"shape {list(node.shape)}", got=got))
+        raise LeafMismatchError(
+            f"load_state_dict: {name!r} does not fit.",
+            expected=f"shape {list(node.shape)}",
+            got=f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__,
+        )
     return value.detach().to(node.device, node.dtype)
 
 
@@ -260,10 +271,12 @@ def _agreeing(tree: TensorCollection, values: dict[Any, Any]) -> dict[Any, Any]:
         for path in given[1:]:
             first, other = values[given[0]], values[path]
             if not torch.equal(first, other):
-                what = f"load_state_dict: {dotted(given[0])!r} and {dotted(path)!r} are one tensor in the tree."
-                hint = f"untie({dotted(path)!r}) first, to load both."
-                expected, got = "equal values", "values that differ"
-                raise TieError(explain(what, expected=expected, got=got, hint=hint))
+                raise TieError(
+                    f"load_state_dict: {dotted(given[0])!r} and {dotted(path)!r} are one tensor in the tree.",
+                    expected="equal values",
+                    got="values that differ",
+                    hint=f"untie({dotted(path)!r}) first, to load both.",
+                )
             values[path] = first
     return values
 
@@ -396,9 +409,12 @@ class FromMethods(TensorCollection):
         """
         plain = as_plain(obj)
         if not isinstance(plain, (Mapping, TensorCollection)):
-            expected = "a dict, dataclass instance, tuple, structured array, data frame or tree"
-            what = "from_any: this has no keys."
-            raise TypeError(explain(what, expected=expected, got=type(obj).__name__))
+            raise error(
+                TypeError,
+                "from_any: this has no keys.",
+                expected="a dict, dataclass instance, tuple, structured array, data frame or tree",
+                got=type(obj).__name__,
+            )
         return cls.from_dict(cast("Any", plain), **options)
 
     @classmethod
@@ -425,9 +441,12 @@ class FromMethods(TensorCollection):
 
 def _from(cls: Any, source: Any, auto: bool, batch_dims: int | None, batch_size: Any, device: Any, names: Any) -> Any:
     if auto and batch_size is not None:
-        what = "from_dict: a batch size is given and asked for."
-        expected, got = "batch_size or auto_batch_size", f"both; batch_size {list(as_size(batch_size))}"
-        raise TypeError(explain(what, expected=expected, got=got))
+        raise error(
+            TypeError,
+            "from_dict: a batch size is given and asked for.",
+            expected="batch_size or auto_batch_size",
+            got=f"both; batch_size {list(as_size(batch_size))}",
+        )
     if not auto and (batch_dims is None or batch_size is not None):
         return cls(source, batch_size, device, names)
     return cls(auto_batch_size(cls(source, (), device), batch_dims), None, None, names)

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tdfunc._collection import TensorCollection
-from tdfunc._errors import BatchSizeError, LeafMismatchError, MissingKeyError, TreeStructureError, explain
-from tdfunc._nontensor import NonTensorBase, NonTensorStack
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import BatchSizeError, LeafMismatchError, MissingKeyError, TreeStructureError, error
+from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
 from tdfunc.ops.structure import check_separator, flatten_keys
 
 if TYPE_CHECKING:
@@ -20,12 +20,18 @@ def to_pandas(tree: Any, separator: str | None) -> Any:
     try:
         import pandas
     except ImportError as err:
-        hint = "pip install pandas, or td.to_struct_array() for an array of records."
-        raise ImportError(explain("to_pandas: pandas is not installed.", hint=hint)) from err
+        raise error(
+            ImportError,
+            "to_pandas: pandas is not installed.",
+            hint="pip install pandas, or td.to_struct_array() for an array of records.",
+        ) from err
     if len(tree._batch_size) != 1 or -1 in tree._batch_size:
-        expected, got = "one batch dimension", f"batch size {list(tree._batch_size)}"
-        hint = "td.reshape(-1) makes one of several, td.unsqueeze(0) of none; lazy.pad() makes rows of one length."
-        raise BatchSizeError(explain("to_pandas: the rows are the batch.", expected=expected, got=got, hint=hint))
+        raise BatchSizeError(
+            "to_pandas: the rows are the batch.",
+            expected="one batch dimension",
+            got=f"batch size {list(tree._batch_size)}",
+            hint="td.reshape(-1) makes one of several, td.unsqueeze(0) of none; lazy.pad() makes rows of one length.",
+        )
     if tree._each(lambda t: t) is not None:
         tree = TensorCollection._lazy.dense(tree)
     flat = tree if separator is None else flatten_keys(tree, separator)
@@ -35,22 +41,30 @@ def to_pandas(tree: Any, separator: str | None) -> Any:
 
 def _column(key: str, node: Any) -> Any:
     if isinstance(node, TensorCollection):
-        hint = 'td.to_pandas(separator=".") joins nested keys.'
-        raise TreeStructureError(explain(f"to_pandas: {key!r} is a tree.", expected="a leaf", got="a tree", hint=hint))
+        raise TreeStructureError(
+            f"to_pandas: {key!r} is a tree.",
+            expected="a leaf",
+            got="a tree",
+            hint='td.to_pandas(separator=".") joins nested keys.',
+        )
     if node.dim() != 1:
-        got = f"shape {list(node.shape)}"
-        hint = "give each feature a key of its own, or leave it out."
-        what = f"to_pandas: {key!r} has features, a column has one value for each row."
-        raise LeafMismatchError(explain(what, expected="no dimensions but the batch", got=got, hint=hint))
+        raise LeafMismatchError(
+            f"to_pandas: {key!r} has features, a column has one value for each row.",
+            expected="no dimensions but the batch",
+            got=f"shape {list(node.shape)}",
+            hint="give each feature a key of its own, or leave it out.",
+        )
     if isinstance(node, NonTensorBase):
         return node._array
     try:
         return node.numpy(force=True)
     except (TypeError, RuntimeError) as err:
-        hint = None if node.device.type == "meta" else "td.to(torch.float32) casts."
-        what = f"to_pandas: {key!r} is no array of numpy."
-        expected, got = "values in a dtype of numpy", f"{node.dtype} on {node.device}"
-        raise LeafMismatchError(explain(what, expected=expected, got=got, hint=hint)) from err
+        raise LeafMismatchError(
+            f"to_pandas: {key!r} is no array of numpy.",
+            expected="values in a dtype of numpy",
+            got=f"{node.dtype} on {node.device}",
+            hint=None if node.device.type == "meta" else "td.to(torch.float32) casts.",
+        ) from err
 
 
 def read_frame(frame: Any, separator: str | None, dtype: torch.dtype | None) -> dict[Any, Any]:
@@ -60,13 +74,21 @@ def read_frame(frame: Any, separator: str | None, dtype: torch.dtype | None) -> 
     values: dict[Any, Any] = {}
     for name, column in frame.items():
         if not isinstance(name, str):
-            hint = "frame.rename(columns=str)."
-            what = "from_pandas: the name of a column is no str."
-            raise TypeError(explain(what, expected="a str", got=repr(name), hint=hint))
+            raise error(
+                TypeError,
+                "from_pandas: the name of a column is no str.",
+                expected="a str",
+                got=repr(name),
+                hint="frame.rename(columns=str).",
+            )
         key = tuple(name.split(separator)) if separator is not None else (name,)
         if key in values:
-            what, hint = f"from_pandas: two columns are called {name!r}.", "rename one of them."
-            raise MissingKeyError(explain(what, expected="names that differ", got=repr(name), hint=hint))
+            raise MissingKeyError(
+                f"from_pandas: two columns are called {name!r}.",
+                expected="names that differ",
+                got=repr(name),
+                hint="rename one of them.",
+            )
         values[key] = _values(name, column, dtype)
     return values
 
@@ -98,11 +120,19 @@ def _check_missing(name: str, column: Any, array: Any, dtype: torch.dtype | None
     lost = [int(value) for value in large if int(float(value)) != int(value)]
     hint = "fill its missing values (fillna), or drop their rows (dropna), first."
     if lost:
-        what = f"from_pandas: {name!r} lacks values, which are NaN in a tensor; a float does not hold its integers."
-        raise LeafMismatchError(explain(what, expected="integers up to 2**53", got=str(lost[0]), hint=hint))
+        raise LeafMismatchError(
+            f"from_pandas: {name!r} lacks values, which are NaN in a tensor; a float does not hold its integers.",
+            expected="integers up to 2**53",
+            got=str(lost[0]),
+            hint=hint,
+        )
     if dtype is not None and not (dtype.is_floating_point or dtype.is_complex) and np.isnan(array).any():
-        what = f"from_pandas: {name!r} lacks values, which {dtype} cannot say."
-        raise LeafMismatchError(explain(what, expected="a dtype with NaN", got=str(dtype), hint=hint))
+        raise LeafMismatchError(
+            f"from_pandas: {name!r} lacks values, which {dtype} cannot say.",
+            expected="a dtype with NaN",
+            got=str(dtype),
+            hint=hint,
+        )
 
 
 class FrameMethods(TensorCollection):

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import PLAIN, LeafOp, TensorCollection, is_compiling
-from tdfunc._errors import explain
-from tdfunc._keys import is_key
-from tdfunc._nontensor import NonTensorBase
-from tdfunc._shapes import dim_index, dim_size, one_shape, put_first
-from tdfunc._types import LeafFn, Names, NestedKey
+from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, is_compiling
+from tdfunc.core.errors import error
+from tdfunc.core.keys import is_key
+from tdfunc.core.nontensor import NonTensorBase
+from tdfunc.core.shapes import dim_index, dim_size, one_shape, put_first
+from tdfunc.core.types import LeafFn, Names, NestedKey
 from tdfunc.ops.pointwise_base import broadcast_size, broadcaster, check_same, over_batch_op
 from tdfunc.ops.reading import UNSET, get, get_value, value_of
 
@@ -35,8 +35,12 @@ def gather(tree: T, dim: int, index: Tensor) -> T:
     """`torch.gather` along a batch dimension: the index has the batch dimensions, features follow whole."""
     n = len(tree._batch_size)
     if index.dim() != n:
-        what = "gather: the index must have one dimension for each of the batch."
-        raise ValueError(explain(what, expected=f"{n} dimensions", got=f"shape {list(index.shape)}"))
+        raise error(
+            ValueError,
+            "gather: the index must have one dimension for each of the batch.",
+            expected=f"{n} dimensions",
+            got=f"shape {list(index.shape)}",
+        )
     return tree._shape(gather_op(dim_index(dim, n, "gather"), index))
 
 
@@ -68,27 +72,36 @@ def masked_select(tree: T, mask: Any) -> T:
     if isinstance(mask, (np.ndarray, list, tuple)):
         mask = torch.as_tensor(np.array(mask), device="cpu")
     if not isinstance(mask, Tensor):
-        expected, got = "a bool tensor or array", type(mask).__name__
-        raise TypeError(explain("masked_select: this is no mask.", expected=expected, got=got))
+        raise error(
+            TypeError, "masked_select: this is no mask.", expected="a bool tensor or array", got=type(mask).__name__
+        )
     if mask.dtype is not torch.bool:
-        hint = "td[index] takes integers."
-        raise TypeError(explain("masked_select: a mask holds bools.", expected="bool", got=str(mask.dtype), hint=hint))
+        raise error(
+            TypeError,
+            "masked_select: a mask holds bools.",
+            expected="bool",
+            got=str(mask.dtype),
+            hint="td[index] takes integers.",
+        )
     return tree._index(mask)
 
 
 def check_condition(tree: TensorCollection, condition: Any, call: str) -> None:
     """Raise unless a condition has one bool for each element of the batch, sizes of 1 expanded."""
     if not isinstance(condition, Tensor):
-        expected, got = "a bool tensor over the batch", type(condition).__name__
-        raise TypeError(explain(f"{call}: this is no condition.", expected=expected, got=got))
+        raise error(
+            TypeError,
+            f"{call}: this is no condition.",
+            expected="a bool tensor over the batch",
+            got=type(condition).__name__,
+        )
     if condition.dtype is not torch.bool or condition.dim() not in (0, len(tree._batch_size)):
-        raise ValueError(
-            explain(
-                f"{call}: the condition has one bool for each element of the batch.",
-                expected=f"bool of shape {list(tree._batch_size)} (sizes of 1 are expanded)",
-                got=f"{condition.dtype} of shape {list(condition.shape)}",
-                hint="unsqueeze() says which dimensions it lacks.",
-            )
+        raise error(
+            ValueError,
+            f"{call}: the condition has one bool for each element of the batch.",
+            expected=f"bool of shape {list(tree._batch_size)} (sizes of 1 are expanded)",
+            got=f"{condition.dtype} of shape {list(condition.shape)}",
+            hint="unsqueeze() says which dimensions it lacks.",
         )
 
 
@@ -199,26 +212,37 @@ class IndexMethods(TensorCollection):
             indices = list(indices)
             if indices and all(isinstance(each, tuple) for each in indices):
                 if len({len(each) for each in indices}) > 1:
-                    what, expected = "index: the places do not fit each other.", "as many positions in each"
-                    raise IndexError(explain(what, expected=expected, got=repr(indices)[:200]))
+                    raise error(
+                        IndexError,
+                        "index: the places do not fit each other.",
+                        expected="as many positions in each",
+                        got=repr(indices)[:200],
+                    )
                 return self._index(tuple(map(list, zip(*indices, strict=True))))
         return self._index(indices)
 
     def __len__(self) -> int:
         if not self._batch_size:
-            hint = "len(td.keys()) counts the entries."
-            raise TypeError(explain("len: a tree with batch size [] has no length.", hint=hint))
+            raise error(
+                TypeError, "len: a tree with batch size [] has no length.", hint="len(td.keys()) counts the entries."
+            )
         return dim_size(self._batch_size, 0, "len")
 
     def __iter__(self) -> "Iterator[Self]":
         if not self._batch_size:
-            hint = "iterate over td.keys(), td.values() or td.items()."
-            raise TypeError(explain("iter: a tree with batch size [] has no rows.", hint=hint))
+            raise error(
+                TypeError,
+                "iter: a tree with batch size [] has no rows.",
+                hint="iterate over td.keys(), td.values() or td.items().",
+            )
         return iter(unbind(self, 0))
 
     def __bool__(self) -> bool:
-        hint = "use .all(), .any(), .is_empty(), or `is not None`."
-        raise RuntimeError(explain("bool: a tree is neither true nor false.", hint=hint))
+        raise error(
+            RuntimeError,
+            "bool: a tree is neither true nor false.",
+            hint="use .all(), .any(), .is_empty(), or `is not None`.",
+        )
 
     def gather(self, dim: int, index: Tensor) -> "Self":
         """Return the rows at an integer index along a batch dimension, as `torch.gather`.

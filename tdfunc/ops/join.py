@@ -9,12 +9,12 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import PLAIN, LeafOp, TensorCollection, is_compiling
-from tdfunc._errors import LeafMismatchError, TieError, TreeStructureError, explain
-from tdfunc._keys import dotted
-from tdfunc._nontensor import NonTensorBase
-from tdfunc._shapes import dim_index, put_first
-from tdfunc._types import Names, Path
+from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, is_compiling
+from tdfunc.core.errors import LeafMismatchError, TieError, TreeStructureError, error
+from tdfunc.core.keys import dotted
+from tdfunc.core.nontensor import NonTensorBase
+from tdfunc.core.shapes import dim_index, put_first
+from tdfunc.core.types import Names, Path
 from tdfunc.ops.clash import clash
 
 T = TypeVar("T", bound=TensorCollection)
@@ -52,9 +52,12 @@ def stack(trees: Iterable[T], dim: int = 0) -> T:
     dim = dim_index(dim, len(size) + 1, "stack")
     for tree in others:
         if not _agree(tree._batch_size, size):
-            hint = "index or pad them to one size first."
-            expected, got = str(list(size)), str(list(tree._batch_size))
-            raise LeafMismatchError(explain("stack: the batch sizes differ.", expected=expected, got=got, hint=hint))
+            raise LeafMismatchError(
+                "stack: the batch sizes differ.",
+                expected=str(list(size)),
+                got=str(list(tree._batch_size)),
+                hint="index or pad them to one size first.",
+            )
     new = Size((*size[:dim], len(given), *size[dim:]))
     return _joined(_join_op("stack", torch.stack, dim, new, len(size)), first, others)
 
@@ -79,8 +82,11 @@ def cat(trees: Iterable[T], dim: int = 0) -> T:
     for tree in others:
         mine = tree._batch_size
         if mine != size and (len(mine) != len(size) or not _agree(_without(mine, dim), _without(size, dim))):
-            what = f"cat: the batch sizes differ in more than dimension {dim}."
-            raise LeafMismatchError(explain(what, expected=str(list(size)), got=str(list(mine))))
+            raise LeafMismatchError(
+                f"cat: the batch sizes differ in more than dimension {dim}.",
+                expected=str(list(size)),
+                got=str(list(mine)),
+            )
     total = sum([tree._batch_size[dim] for tree in given])
     new = Size((*size[:dim], total, *size[dim + 1 :]))
     return _joined(_join_op("cat", torch.cat, dim, new, len(size)), first, others)
@@ -110,15 +116,19 @@ def as_trees(trees: Iterable[T], call: str) -> list[T]:
     # A tree is an iterable of its rows: `DataLoader(tree, collate_fn=torch.stack)` counts on it.
     rowless = isinstance(trees, TensorCollection) and not trees._batch_size
     if type(trees) is not list and (rowless or not isinstance(trees, Iterable)):
-        hint = f"put them in a list: {call}([a, b])."
-        got = f"one {type(trees).__name__}"
-        raise TypeError(explain(f"{call}: trees come in one iterable.", expected="a list of trees", got=got, hint=hint))
+        raise error(
+            TypeError,
+            f"{call}: trees come in one iterable.",
+            expected="a list of trees",
+            got=f"one {type(trees).__name__}",
+            hint=f"put them in a list: {call}([a, b]).",
+        )
     given = list(trees)
     if not given:
-        raise ValueError(explain(f"{call}: no trees were given.", expected="one or more"))
+        raise error(ValueError, f"{call}: no trees were given.", expected="one or more")
     for tree in given:
         if not isinstance(tree, TensorCollection):
-            raise TypeError(explain(f"{call}: all must be trees.", expected="trees", got=type(tree).__name__))
+            raise error(TypeError, f"{call}: all must be trees.", expected="trees", got=type(tree).__name__)
     return given
 
 
@@ -194,12 +204,10 @@ def check_joinable(name: str, first: TensorCollection, others: Sequence[TensorCo
         _check_nodes(name, first, other, ())
         if other._ties != first._ties:
             raise TieError(
-                explain(
-                    f"{name}: the trees tie different paths.",
-                    expected=str(first._ties),
-                    got=str(other._ties),
-                    hint="untie() the paths that are tied in only one of them.",
-                )
+                f"{name}: the trees tie different paths.",
+                expected=str(first._ties),
+                got=str(other._ties),
+                hint="untie() the paths that are tied in only one of them.",
             )
 
 
@@ -212,9 +220,12 @@ def _check_nodes(name: str, first: TensorCollection, other: TensorCollection, at
     mine, theirs = first._data, other._data
     if mine.keys() != theirs.keys():
         under = f" under {dotted(at)!r}" if at else ""
-        hint = "select() the common keys, or set() the missing ones."
-        what = f"{name}: the trees have different keys{under}."
-        raise TreeStructureError(explain(what, expected=f"{sorted(mine)}", got=f"{sorted(theirs)}", hint=hint))
+        raise TreeStructureError(
+            f"{name}: the trees have different keys{under}.",
+            expected=f"{sorted(mine)}",
+            got=f"{sorted(theirs)}",
+            hint="select() the common keys, or set() the missing ones.",
+        )
     for key, node in mine.items():
         twin = theirs[key]
         if isinstance(node, Tensor) and isinstance(twin, Tensor):
@@ -226,9 +237,11 @@ def _check_nodes(name: str, first: TensorCollection, other: TensorCollection, at
             raise clash(name, (*at, key), node, twin)
     if first._kinds != other._kinds and first._kinds and other._kinds:
         key = next(k for k in mine if first._kinds.get(k) != other._kinds.get(k))
-        what = f"{name}: leaf {dotted((*at, key))!r} is of different kinds."
-        expected, got = str(first._kinds.get(key)), str(other._kinds.get(key))
-        raise LeafMismatchError(explain(what, expected=expected, got=got))
+        raise LeafMismatchError(
+            f"{name}: leaf {dotted((*at, key))!r} is of different kinds.",
+            expected=str(first._kinds.get(key)),
+            got=str(other._kinds.get(key)),
+        )
 
 
 def _is_lazy(tree: TensorCollection) -> bool:
@@ -240,8 +253,12 @@ def _other_class(name: str, first: TensorCollection, other: TensorCollection, at
     hint = defined_twice(type(first), type(other))
     if _is_lazy(first) != _is_lazy(other):
         hint = "dense() makes one tree of a lazy stack, lazy_stack(tree.unbind(dim), dim) the other way round."
-    what = f"{name}: the trees are of different classes{where}."
-    return TreeStructureError(explain(what, expected=type(first).__name__, got=type(other).__name__, hint=hint))
+    return TreeStructureError(
+        f"{name}: the trees are of different classes{where}.",
+        expected=type(first).__name__,
+        got=type(other).__name__,
+        hint=hint,
+    )
 
 
 # Any: the class of a lazy stack of typed trees knows theirs.
@@ -258,9 +275,12 @@ def defined_twice(first: Any, other: Any) -> str | None:
 
 
 def _mismatch(name: str, path: Path, node: Tensor, twin: Tensor) -> LeafMismatchError:
-    expected, got = str(node.dtype), str(twin.dtype)
-    hint = "cast one of them first: td.apply(lambda x: x.to(dtype))."
-    return LeafMismatchError(explain(f"{name}: {dotted(path)!r} differs.", expected=expected, got=got, hint=hint))
+    return LeafMismatchError(
+        f"{name}: {dotted(path)!r} differs.",
+        expected=str(node.dtype),
+        got=str(twin.dtype),
+        hint="cast one of them first: td.apply(lambda x: x.to(dtype)).",
+    )
 
 
 def _explain_join(op: LeafOp, first: TensorCollection, others: Sequence[TensorCollection], err: Exception) -> NoReturn:
@@ -276,12 +296,10 @@ def _explain_join(op: LeafOp, first: TensorCollection, others: Sequence[TensorCo
             same = a == b if skip is None else a[:skip] + a[skip + 1 :] == b[:skip] + b[skip + 1 :]
             if not same:
                 raise LeafMismatchError(
-                    explain(
-                        f"{op.name}: leaf {dotted(path)!r} differs.",
-                        expected=f"shape {a}",
-                        got=f"shape {b}",
-                        hint="pad them to one shape, or keep them ragged with lazy_stack.",
-                    )
+                    f"{op.name}: leaf {dotted(path)!r} differs.",
+                    expected=f"shape {a}",
+                    got=f"shape {b}",
+                    hint="pad them to one shape, or keep them ragged with lazy_stack.",
                 ) from err
     raise err
 

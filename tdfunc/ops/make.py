@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import LeafOp, TensorCollection
-from tdfunc._errors import LeafMismatchError, explain
-from tdfunc._keys import dotted, unravel
-from tdfunc._shapes import as_names, as_size, one_shape, put_first
-from tdfunc._types import LeafFn, NestedKey, Path
+from tdfunc.core.collection import LeafOp, TensorCollection
+from tdfunc.core.errors import LeafMismatchError, error
+from tdfunc.core.keys import dotted, unravel
+from tdfunc.core.shapes import as_names, as_size, one_shape, put_first
+from tdfunc.core.types import LeafFn, NestedKey, Path
 from tdfunc.ops import join
 from tdfunc.ops.cast import as_device, clone, on_device
 from tdfunc.ops.edit import delete_paths, replacements, set_
@@ -115,7 +115,7 @@ def join_entries(tree: T, call: str, keys: Sequence[NestedKey], out_key: NestedK
     paths = [unravel(key) for key in keys]
     nodes: list[Any] = [get(tree, path) for path in paths]
     if not nodes:
-        raise ValueError(explain(f"{call}: no keys were given.", expected="one or more", got="none"))
+        raise error(ValueError, f"{call}: no keys were given.", expected="one or more", got="none")
     if all(isinstance(node, TensorCollection) for node in nodes):
         joined = join.cat(nodes, dim) if call == "cat_tensors" else join.stack(nodes, dim)
     else:
@@ -126,15 +126,19 @@ def join_entries(tree: T, call: str, keys: Sequence[NestedKey], out_key: NestedK
 def _joined_tensors(call: str, paths: Sequence[Path], nodes: Sequence[Any], dim: int) -> Tensor:
     for path, node in zip(paths, nodes, strict=True):
         if not isinstance(node, Tensor) or node.dtype != getattr(nodes[0], "dtype", None):
-            expected = str(getattr(nodes[0], "dtype", "tensors"))
-            got = str(node.dtype) if isinstance(node, Tensor) else type(node).__name__
-            raise LeafMismatchError(explain(f"{call}: {dotted(path)!r} differs.", expected=expected, got=got))
+            raise LeafMismatchError(
+                f"{call}: {dotted(path)!r} differs.",
+                expected=str(getattr(nodes[0], "dtype", "tensors")),
+                got=str(node.dtype) if isinstance(node, Tensor) else type(node).__name__,
+            )
     try:
         return torch.cat(list(nodes), dim) if call == "cat_tensors" else torch.stack(list(nodes), dim)
     except RuntimeError as err:
-        shapes = {dotted(path): list(node.shape) for path, node in zip(paths, nodes, strict=True)}
-        what = f"{call}: the entries do not fit together along dimension {dim}."
-        raise LeafMismatchError(explain(what, expected="equal shapes", got=str(shapes))) from err
+        raise LeafMismatchError(
+            f"{call}: the entries do not fit together along dimension {dim}.",
+            expected="equal shapes",
+            got=str({dotted(path): list(node.shape) for path, node in zip(paths, nodes, strict=True)}),
+        ) from err
 
 
 def _size(size: tuple[Any, ...]) -> Size:

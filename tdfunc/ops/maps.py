@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Size, Tensor
 
-from tdfunc._collection import PLAIN, LeafOp, TensorCollection
-from tdfunc._errors import BatchSizeError, explain
-from tdfunc._keys import dotted
-from tdfunc._nontensor import NonTensorBase
-from tdfunc._shapes import as_names, as_size, one_shape, put_first, shape_of
-from tdfunc._types import Path
+from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection
+from tdfunc.core.errors import BatchSizeError
+from tdfunc.core.keys import dotted
+from tdfunc.core.nontensor import NonTensorBase
+from tdfunc.core.shapes import as_names, as_size, one_shape, put_first, shape_of
+from tdfunc.core.types import Path
 from tdfunc.ops.cast import as_device
 from tdfunc.ops.pointwise_base import check_same
 from tdfunc.ops.reading import UNSET, refuse_inplace
@@ -107,12 +107,10 @@ def _check_results(tree: TensorCollection, at: Path) -> None:
             shape = shape_of(node)
             if shape is not None and shape is not last and shape != last and shape[:ndim] != size:
                 raise BatchSizeError(
-                    explain(
-                        f"apply: the result for {dotted((*at, key))!r} has lost the batch size.",
-                        expected=f"shape {list(size)} + (...)",
-                        got=f"shape {list(shape)}",
-                        hint="pass batch_size= with the size that all results share.",
-                    )
+                    f"apply: the result for {dotted((*at, key))!r} has lost the batch size.",
+                    expected=f"shape {list(size)} + (...)",
+                    got=f"shape {list(shape)}",
+                    hint="pass batch_size= with the size that all results share.",
                 )
             last = shape
         elif isinstance(node, TensorCollection):

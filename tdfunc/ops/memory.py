@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from tdfunc._collection import PLAIN, LeafOp, TensorCollection, iter_leaves
-from tdfunc._errors import LeafMismatchError, explain
-from tdfunc._keys import dotted
+from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, iter_leaves
+from tdfunc.core.errors import LeafMismatchError
+from tdfunc.core.keys import dotted
 from tdfunc.ops import storage_writes
 from tdfunc.ops.cast import detach
-from tdfunc.ops.facts import stored_bytes
+from tdfunc.ops.display.facts import stored_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -36,10 +36,12 @@ def _total(tree: TensorCollection, call: str, duplicates: bool, size: Callable[[
         found = next(((path, leaf) for path, leaf in iter_leaves(tree) if is_lazy(leaf)), None)
         if found is None:
             raise
-        what = f"{call}: {dotted(found[0])!r} is not initialised, it has no size yet."
-        hint = "call the lazy module once, before its tree is made."
-        expected, got = "a tensor with a shape", type(found[1]).__name__
-        raise LeafMismatchError(explain(what, expected=expected, got=got, hint=hint)) from err
+        raise LeafMismatchError(
+            f"{call}: {dotted(found[0])!r} is not initialised, it has no size yet.",
+            expected="a tensor with a shape",
+            got=type(found[1]).__name__,
+            hint="call the lazy module once, before its tree is made.",
+        ) from err
 
 
 def grad(tree: TensorCollection) -> Any:

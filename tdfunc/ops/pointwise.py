@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tdfunc._collection import TensorCollection
+from tdfunc.core.collection import TensorCollection
 from tdfunc.ops.cast import to
 from tdfunc.ops.pointwise_base import binary, is_operand, reversed_binary, unary
 

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import PLAIN, LeafOp, TensorCollection, is_compiling
-from tdfunc._errors import BatchSizeError, LeafMismatchError, TieError, TreeStructureError, explain
-from tdfunc._keys import dotted
-from tdfunc._nontensor import NonTensorBase
-from tdfunc._shapes import broadcast, fits_into, shape_of
-from tdfunc._types import LeafFn, Path
+from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, is_compiling
+from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TieError, TreeStructureError, error
+from tdfunc.core.keys import dotted
+from tdfunc.core.nontensor import NonTensorBase
+from tdfunc.core.shapes import broadcast, fits_into, shape_of
+from tdfunc.core.types import LeafFn, Path
 from tdfunc.ops.clash import clash
 
 T = TypeVar("T", bound=TensorCollection)
@@ -201,8 +201,9 @@ def broadcast_size(tree: TensorCollection, other: TensorCollection, call: str) -
         return None
     size = broadcast(mine, theirs)
     if size is None:
-        what = f"{call}: the batch sizes do not broadcast."
-        raise BatchSizeError(explain(what, expected=str(list(mine)), got=str(list(theirs))))
+        raise BatchSizeError(
+            f"{call}: the batch sizes do not broadcast.", expected=str(list(mine)), got=str(list(theirs))
+        )
     return None if size == mine else lambda old: size + old[n:]
 
 
@@ -254,12 +255,10 @@ def _check_features(tree: TensorCollection, other: TensorCollection, dims: _Batc
             differ = True
             if dims.aligned and node.dim() - dims.mine != twin.dim() - dims.theirs:
                 raise LeafMismatchError(
-                    explain(
-                        f"{call}: {dotted((*at, key))!r} has another number of features in the second tree.",
-                        expected=f"shape {list(node.shape)} in a batch of {dims.mine} dimensions",
-                        got=f"shape {list(twin.shape)} in a batch of {dims.theirs}",
-                        hint="give both the same dimensions after the batch; those of size 1 are expanded.",
-                    )
+                    f"{call}: {dotted((*at, key))!r} has another number of features in the second tree.",
+                    expected=f"shape {list(node.shape)} in a batch of {dims.mine} dimensions",
+                    got=f"shape {list(twin.shape)} in a batch of {dims.theirs}",
+                    hint="give both the same dimensions after the batch; those of size 1 are expanded.",
                 )
     return differ
 
@@ -268,9 +267,12 @@ def _check_not_grown(mine: Size, theirs: Size, call: str, at: Path) -> None:
     """Raise if a tree of a lazy stack would have to take over the batch size of its operand."""
     if mine != theirs and -1 not in (*mine, *theirs) and not fits_into(theirs, mine):
         where = f" at {dotted(at)!r}" if at else ""
-        what = f"{call}: the operand of a tree of the lazy stack{where} does not fit the batch of the tree."
-        hint = "expand() the lazy stack to the batch size of the other first."
-        raise BatchSizeError(explain(what, expected=str(list(mine)), got=str(list(theirs)), hint=hint))
+        raise BatchSizeError(
+            f"{call}: the operand of a tree of the lazy stack{where} does not fit the batch of the tree.",
+            expected=str(list(mine)),
+            got=str(list(theirs)),
+            hint="expand() the lazy stack to the batch size of the other first.",
+        )
 
 
 def _comparison(fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -312,12 +314,15 @@ def _as_tensor(other: Any, name: str) -> Tensor:
         return other
     if isinstance(other, np.ndarray):
         return torch.as_tensor(other)
-    expected = "a tree, number or tensor"
-    hint = (
-        "td.update(d) puts its entries into the tree; TensorDict(d) is a tree." if isinstance(other, Mapping) else None
+    raise error(
+        TypeError,
+        f"{name}: cannot combine a tree with this.",
+        expected="a tree, number or tensor",
+        got=type(other).__name__,
+        hint="td.update(d) puts its entries into the tree; TensorDict(d) is a tree."
+        if isinstance(other, Mapping)
+        else None,
     )
-    what = f"{name}: cannot combine a tree with this."
-    raise TypeError(explain(what, expected=expected, got=type(other).__name__, hint=hint))
 
 
 def over_batch_op(tree: TensorCollection, name: str, fn: LeafFn, *others: Tensor) -> LeafOp:
@@ -364,12 +369,10 @@ def check_operand(tree: TensorCollection, other: Tensor, call: str) -> None:
     known = Size([max(s, 1) for s in size]) if -1 in size else size
     if not fits_into(other.shape, known):
         raise BatchSizeError(
-            explain(
-                f"{call}: a tensor operand is broadcast against the batch dimensions, not those of the leaves.",
-                expected=f"a shape that broadcasts to {list(size)}",
-                got=f"shape {list(other.shape)}",
-                hint="for each leaf's own dimensions use td.apply(lambda x: ...).",
-            )
+            f"{call}: a tensor operand is broadcast against the batch dimensions, not those of the leaves.",
+            expected=f"a shape that broadcasts to {list(size)}",
+            got=f"shape {list(other.shape)}",
+            hint="for each leaf's own dimensions use td.apply(lambda x: ...).",
         )
 
 
@@ -378,18 +381,19 @@ def check_same(tree: TensorCollection, other: TensorCollection, call: str) -> No
     if _plain_twins(tree, other):
         return
     if other._each(lambda t: t) is not None and tree._each(lambda t: t) is None:
-        hint = "put the lazy stack first, or write lazy.dense()."
-        what = f"{call}: the second tree is a lazy stack, the first has one shape."
-        raise TreeStructureError(explain(what, expected=type(tree).__name__, got=type(other).__name__, hint=hint))
+        raise TreeStructureError(
+            f"{call}: the second tree is a lazy stack, the first has one shape.",
+            expected=type(tree).__name__,
+            got=type(other).__name__,
+            hint="put the lazy stack first, or write lazy.dense().",
+        )
     _check_structure(tree, other, call, ())
     if tree._ties and other._ties != tree._ties:
         raise TieError(
-            explain(
-                f"{call}: the trees tie different paths.",
-                expected=str([[dotted(path) for path in group] for group in tree._ties]),
-                got=str([[dotted(path) for path in group] for group in other._ties]),
-                hint="make the second by mapping the first, or untie() the paths.",
-            )
+            f"{call}: the trees tie different paths.",
+            expected=str([[dotted(path) for path in group] for group in tree._ties]),
+            got=str([[dotted(path) for path in group] for group in other._ties]),
+            hint="make the second by mapping the first, or untie() the paths.",
         )
 
 
@@ -401,9 +405,12 @@ def _check_structure(tree: TensorCollection, other: TensorCollection, call: str,
     if not isinstance(mine, set):
         raise clash(call, where, mine, theirs)
     under = f" under {dotted(where)!r}" if where else ""
-    hint = "select() the common keys, or set() the missing ones."
-    what = f"{call}: the trees have different keys{under}."
-    raise TreeStructureError(explain(what, expected=f"{sorted(mine)}", got=f"{sorted(theirs)}", hint=hint))
+    raise TreeStructureError(
+        f"{call}: the trees have different keys{under}.",
+        expected=f"{sorted(mine)}",
+        got=f"{sorted(theirs)}",
+        hint="select() the common keys, or set() the missing ones.",
+    )
 
 
 def difference(tree: TensorCollection, other: Any, at: Path) -> tuple[Path, Any, Any] | None:

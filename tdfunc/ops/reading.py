@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any, TypeVar, cast
 
-from tdfunc._collection import PLAIN, TensorCollection, iter_leaves, leaf_paths
-from tdfunc._errors import ImmutableError, TreeStructureError, explain
-from tdfunc._keys import Entry, dotted, is_key, missing, unravel
-from tdfunc._nontensor import NonTensorBase, NonTensorStack
-from tdfunc._ties import groups_by_path
-from tdfunc._types import Kind, NestedKey, Node, Path
+from tdfunc.core.collection import PLAIN, TensorCollection, iter_leaves, leaf_paths
+from tdfunc.core.errors import ImmutableError, TreeStructureError, error
+from tdfunc.core.keys import Entry, dotted, is_key, missing, unravel
+from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
+from tdfunc.core.ties import groups_by_path
+from tdfunc.core.types import Kind, NestedKey, Node, Path
 
 T = TypeVar("T", bound=TensorCollection)
 
@@ -100,10 +100,12 @@ def check_same_keys(tree: TensorCollection, call: str, at: Path = ()) -> None:
 def check_keys_here(tree: TensorCollection, call: str, at: Path = ()) -> None:
     """`check_same_keys` of this node, where stacks inside are taken as they are."""
     for key, having in tree._some_keys().items():
-        what = f"{call}: the key {dotted((*at, key))!r} is not in all trees of its lazy stack."
-        hint = "select() the keys that all have, set() the others, or do it to each of lazy.trees."
-        got = f"it is in trees {having}"
-        raise TreeStructureError(explain(what, expected="keys that all have", got=got, hint=hint))
+        raise TreeStructureError(
+            f"{call}: the key {dotted((*at, key))!r} is not in all trees of its lazy stack.",
+            expected="keys that all have",
+            got=f"it is in trees {having}",
+            hint="select() the keys that all have, set() the others, or do it to each of lazy.trees.",
+        )
 
 
 def entries(tree: TensorCollection) -> list[Entry]:
@@ -123,16 +125,20 @@ def kind_of(tree: TensorCollection, path: Path) -> Kind | None:
 def refuse_inplace(inplace: bool, call: str) -> None:
     """Raise for the incumbent's `inplace=True`."""
     if inplace:
-        raise ImmutableError(explain("inplace=True: a tree is never changed.", hint=f"write td = td.{call}."))
+        raise ImmutableError("inplace=True: a tree is never changed.", hint=f"write td = td.{call}.")
 
 
 def refuse_options(entries: Mapping[str, Any], options: tuple[str, ...], call: str) -> None:
     """Raise for an option of the incumbent among entries by keyword, which would become a key in silence."""
     for name in options:
         if name in entries:
-            expected, got = "entries by keyword", f"{name}={entries[name]!r}"[:80]
-            hint = f"leave it out; an entry of this name goes into the dict: {{..., {name!r}: value}}."
-            raise TypeError(explain(f"{call}: {name!r} is no option here.", expected=expected, got=got, hint=hint))
+            raise error(
+                TypeError,
+                f"{call}: {name!r} is no option here.",
+                expected="entries by keyword",
+                got=f"{name}={entries[name]!r}"[:80],
+                hint=f"leave it out; an entry of this name goes into the dict: {{..., {name!r}: value}}.",
+            )
 
 
 def _holds_leaf(tree: TensorCollection) -> bool:
@@ -165,8 +171,12 @@ class KeysView(Set[Any]):
             return False
         path = unravel(key)  # pyright: ignore[reportArgumentType]
         if len(path) > 1 and not self._nested:
-            hint = "use `in td.keys(include_nested=True)`, or `in td`."
-            raise TypeError(explain(f"keys: {key!r} is a nested key.", expected="a str", hint=hint))
+            raise error(
+                TypeError,
+                f"keys: {key!r} is a nested key.",
+                expected="a str",
+                hint="use `in td.keys(include_nested=True)`, or `in td`.",
+            )
         node = get(self._tree, path, UNSET_NODE)
         return node is not UNSET_NODE and not (self._leaves_only and isinstance(node, TensorCollection))
 

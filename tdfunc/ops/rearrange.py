@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import LeafOp, TensorCollection
-from tdfunc._errors import LeafMismatchError, explain
-from tdfunc._nontensor import NonTensorBase, NonTensorStack
-from tdfunc._shapes import as_ints, dim_index, dim_size, dims_of, int_or_ints, put_first, slice_length
-from tdfunc._types import LeafFn, Names
+from tdfunc.core.collection import LeafOp, TensorCollection
+from tdfunc.core.errors import LeafMismatchError, error
+from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
+from tdfunc.core.shapes import as_ints, dim_index, dim_size, dims_of, int_or_ints, put_first, slice_length
+from tdfunc.core.types import LeafFn, Names
 from tdfunc.ops.at import _keeps
 from tdfunc.ops.index import split_leaves
 from tdfunc.ops.shape import expand, permute, reshape, transpose, unsqueeze
@@ -35,7 +35,7 @@ def _as_dims(dims: "int | Sequence[int]", n: int, call: str) -> list[int]:
     given = dims_of(dims, call)
     found = [dim_index(dim, n, call) for dim in given]
     if len(set(found)) != len(found):
-        raise ValueError(explain(f"{call}: a dimension is given twice.", expected="each once", got=str(given)))
+        raise error(ValueError, f"{call}: a dimension is given twice.", expected="each once", got=str(given))
     return found
 
 
@@ -56,8 +56,12 @@ def narrow(tree: T, dim: int, start: int, length: int) -> T:
     total = dim_size(tree._batch_size, dim, "narrow")
     first = start + total if start < 0 else start
     if first < 0 or length < 0 or first + length > total:
-        got = f"start {start}, length {length}"
-        raise IndexError(explain("narrow: the rows do not exist.", expected=f"rows in 0..{total}", got=got))
+        raise error(
+            IndexError,
+            "narrow: the rows do not exist.",
+            expected=f"rows in 0..{total}",
+            got=f"start {start}, length {length}",
+        )
     return tree._index(((slice(None),) * dim) + (slice(first, first + length),))
 
 
@@ -68,8 +72,12 @@ def tensor_split(tree: T, sections: "int | Sequence[int] | Tensor", dim: int) ->
     sections = int_or_ints(sections, "tensor_split: sections and positions are ints.")
     if not isinstance(sections, list):
         if sections < 1:
-            what = "tensor_split: the number of parts must be positive."
-            raise ValueError(explain(what, expected="1 or more", got=str(sections)))
+            raise error(
+                ValueError,
+                "tensor_split: the number of parts must be positive.",
+                expected="1 or more",
+                got=str(sections),
+            )
         small, longer = divmod(total, sections)
         cuts = [i * small + min(i, longer) for i in range(1, sections)]
     else:
@@ -93,15 +101,23 @@ def roll(tree: T, shifts: "int | Sequence[int]", dims: "int | Sequence[int] | No
     given = int_or_ints(shifts, "roll: shifts are ints.")
     if dims is None:
         if isinstance(given, list):
-            what = "roll: several shifts need several dimensions."
-            raise ValueError(explain(what, expected="dims", got=f"shifts {shifts} and no dims"))
+            raise error(
+                ValueError,
+                "roll: several shifts need several dimensions.",
+                expected="dims",
+                got=f"shifts {shifts} and no dims",
+            )
         return reshape(roll(reshape(tree, (-1,)), given, 0), tuple(tree._batch_size))
     steps = given if isinstance(given, list) else [given]
     n = len(tree._batch_size)
     where = [dim_index(dim, n, "roll") for dim in dims_of(dims, "roll")]
     if len(steps) != len(where):
-        expected, got = f"{len(where)} shifts, one for each of dims", str(steps)
-        raise ValueError(explain("roll: shifts and dims differ in number.", expected=expected, got=got))
+        raise error(
+            ValueError,
+            "roll: shifts and dims differ in number.",
+            expected=f"{len(where)} shifts, one for each of dims",
+            got=str(steps),
+        )
     for step, dim in zip(steps, where, strict=True):
         rows = torch.arange(dim_size(tree._batch_size, dim, "roll"), device="cpu").roll(step)
         tree = _take(tree, dim, rows, methodcaller("roll", step, dim))
@@ -112,7 +128,7 @@ def rot90(tree: T, k: int, dims: Sequence[int]) -> T:
     """Turn the plane of two dimensions, from the first towards the second."""
     plane = _as_dims(dims, len(tree._batch_size), "rot90")
     if len(plane) != 2:
-        raise ValueError(explain("rot90: a plane has two dimensions.", expected="2", got=str(list(dims))))
+        raise error(ValueError, "rot90: a plane has two dimensions.", expected="2", got=str(list(dims)))
     k %= 4
     if k == 2:
         return flip(tree, plane)
@@ -123,9 +139,13 @@ def repeat(tree: T, repeats: tuple[int, ...]) -> T:
     """Repeat the whole batch along each dimension."""
     n = len(tree._batch_size)
     if len(repeats) != n or any(times < 0 for times in repeats):
-        expected = f"{n} numbers of 0 or more, one for each dimension of {list(tree._batch_size)}"
-        what = "repeat: one number for each batch dimension."
-        raise ValueError(explain(what, expected=expected, got=str(list(repeats)), hint="tile() takes fewer or more."))
+        raise error(
+            ValueError,
+            "repeat: one number for each batch dimension.",
+            expected=f"{n} numbers of 0 or more, one for each dimension of {list(tree._batch_size)}",
+            got=str(list(repeats)),
+            hint="tile() takes fewer or more.",
+        )
     for dim, times in enumerate(repeats):
         if times != 1:
             rows = torch.arange(dim_size(tree._batch_size, dim, "repeat"), device="cpu").repeat(times)
@@ -166,8 +186,12 @@ def repeat_interleave(tree: T, repeats: "int | Tensor", dim: int | None, output_
         return _take(tree, dim, rows, _repeater_of_rows(dim, repeats, rows))
     times = torch.as_tensor(repeats, device=None if isinstance(repeats, Tensor) else "cpu")
     if times.dim() > 1 or (times.dim() == 1 and len(times) not in (1, total)):
-        expected, got = f"a number, or one for each of {total} rows", f"shape {list(times.shape)}"
-        raise ValueError(explain("repeat_interleave: repeats do not fit.", expected=expected, got=got))
+        raise error(
+            ValueError,
+            "repeat_interleave: repeats do not fit.",
+            expected=f"a number, or one for each of {total} rows",
+            got=f"shape {list(times.shape)}",
+        )
     counts = times.expand(total)
     rows = torch.repeat_interleave(torch.arange(total, device=counts.device), counts, output_size=output_size)
 
@@ -193,8 +217,12 @@ def movedim(tree: T, source: "int | Sequence[int]", destination: "int | Sequence
     n = len(tree._batch_size)
     old, new = _as_dims(source, n, "movedim"), _as_dims(destination, n, "movedim")
     if len(old) != len(new):
-        got = f"{len(old)} and {len(new)}"
-        raise ValueError(explain("movedim: source and destination differ in number.", expected="as many", got=got))
+        raise error(
+            ValueError,
+            "movedim: source and destination differ in number.",
+            expected="as many",
+            got=f"{len(old)} and {len(new)}",
+        )
     rest = iter([dim for dim in range(n) if dim not in old])
     moved = dict(zip(new, old, strict=True))
     return permute(tree, tuple(moved[dim] if dim in moved else next(rest) for dim in range(n)))
@@ -233,9 +261,12 @@ def pad(tree: T, pad_size: Sequence[int], value: float = 0.0) -> T:
     sizes = as_ints(pad_size, "pad: rows before and after are ints.")
     pairs = list(zip(sizes[::2], sizes[1::2], strict=False))
     if len(sizes) % 2 or len(pairs) > len(size) or any(count < 0 for count in sizes):
-        expected = f"at most {len(size)} pairs of numbers of 0 or more"
-        what = "pad: two numbers for each padded batch dimension."
-        raise ValueError(explain(what, expected=expected, got=str(sizes)))
+        raise error(
+            ValueError,
+            "pad: two numbers for each padded batch dimension.",
+            expected=f"at most {len(size)} pairs of numbers of 0 or more",
+            got=str(sizes),
+        )
     for dim in range(len(pairs)):
         dim_size(size, dim, "pad")
 
@@ -246,8 +277,11 @@ def pad(tree: T, pad_size: Sequence[int], value: float = 0.0) -> T:
         if isinstance(x, NonTensorBase):
             return _pad_values(x, pairs, grown(x.shape))
         if not _keeps(value, x.dtype):
-            got, hint = f"{value!r} for {x.dtype}", "cast the leaf first, or pad it by itself."
-            raise LeafMismatchError(explain("pad: the value would be altered.", got=got, hint=hint))
+            raise LeafMismatchError(
+                "pad: the value would be altered.",
+                got=f"{value!r} for {x.dtype}",
+                hint="cast the leaf first, or pad it by itself.",
+            )
         # `torch.nn.functional.pad` counts dimensions from the last.
         last_first = [n for pair in reversed(pairs) for n in pair]
         return torch.nn.functional.pad(x, [*[0] * (2 * (x.dim() - len(pairs))), *last_first], value=value)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import PLAIN, LeafOp, TensorCollection, is_compiling, iter_leaves, leaf_paths, with_leaves
-from tdfunc._errors import explain
-from tdfunc._keys import dotted
-from tdfunc._shapes import EMPTY, dim_index, dims_of, one_shape, put_first
-from tdfunc._types import LeafFn, Names, Path
+from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, is_compiling, iter_leaves, leaf_paths, with_leaves
+from tdfunc.core.errors import error
+from tdfunc.core.keys import dotted
+from tdfunc.core.shapes import EMPTY, dim_index, dims_of, one_shape, put_first
+from tdfunc.core.types import LeafFn, Names, Path
 from tdfunc.ops.arithmetic import unzip
 
 if TYPE_CHECKING:
@@ -43,8 +43,12 @@ def _reduce_leaves(
         size = (lambda old: Size((1,) * len(old))) if keepdim else lambda _: EMPTY
         return tree._map(LeafOp(name, lambda x: over(x, tuple(range(x.dim()))), size, plain=_always(plain)))
     if isinstance(dim, str):
-        expected = "batch dimensions as ints, None for all, or 'feature'"
-        raise ValueError(explain(f"{name}: no such dimension.", expected=expected, got=repr(dim)))
+        raise error(
+            ValueError,
+            f"{name}: no such dimension.",
+            expected="batch dimensions as ints, None for all, or 'feature'",
+            got=repr(dim),
+        )
     given = (dim,) if isinstance(dim, int) else dims_of(dim, name)
     dims = tuple(sorted({dim_index(d, n, name) for d in given}))
 
@@ -80,10 +84,12 @@ def truth(tree: TensorCollection, dim: Any, keepdim: bool, name: str) -> Any:
     fn: Callable[..., Tensor] = getattr(torch, name)
     if dim is None:
         if keepdim:
-            what = f"{name}: without a dimension the result is one bool."
-            hint = f"td.{name}(dim) keeps dimensions with keepdim=True."
-            raise ValueError(
-                explain(what, expected="a dimension, or keepdim=False", got="dim None, keepdim=True", hint=hint)
+            raise error(
+                ValueError,
+                f"{name}: without a dimension the result is one bool.",
+                expected="a dimension, or keepdim=False",
+                got="dim None, keepdim=True",
+                hint=f"td.{name}(dim) keeps dimensions with keepdim=True.",
             )
         joined = _small_bools(tree)
         results = [bool(fn(joined))] if joined is not None else (bool(fn(x)) for _, x in iter_leaves(tree))
@@ -114,12 +120,13 @@ def reduce(tree: TensorCollection, name: str, dim: Any, keepdim: bool, whole: bo
     fn: Callable[..., Tensor] = _OWN.get(name) or getattr(torch, name)
     if whole:
         if dim not in (None, "feature"):
-            what = f"{name}: reduce=True reduces all leaves to one value."
-            raise ValueError(explain(what, expected="dim None", got=repr(dim)))
+            raise error(
+                ValueError, f"{name}: reduce=True reduces all leaves to one value.", expected="dim None", got=repr(dim)
+            )
         found = dict(iter_leaves(tree))
         flat = [found[path].reshape(-1) for path in leaf_paths(tree)]
         if not flat:
-            raise ValueError(explain(f"{name}: the tree has no leaves to reduce.", expected="one or more leaves"))
+            raise error(ValueError, f"{name}: the tree has no leaves to reduce.", expected="one or more leaves")
         return fn(torch.cat(flat), **kwargs)
     if name == "prod":
         return _reduce_leaves(tree, name, dim, keepdim, lambda x, dims, keep: _prod(x, dims, keep, **kwargs))
@@ -140,13 +147,12 @@ def _name_refused(tree: TensorCollection, name: str, err: RuntimeError) -> None:
     refused = [(path, x.dtype) for path, x in iter_leaves(tree) if not (x.is_floating_point() or x.is_complex())]
     if refused and "float" in str(err):
         path, dtype = refused[0]
-        raise RuntimeError(
-            explain(
-                f"{name}: torch refuses the leaf {dotted(path)!r}: {err}",
-                expected="a leaf of a floating-point or complex dtype",
-                got=str(dtype),
-                hint="cast the tree (td.float()), or tdfunc.partition such leaves off first.",
-            )
+        raise error(
+            RuntimeError,
+            f"{name}: torch refuses the leaf {dotted(path)!r}: {err}",
+            expected="a leaf of a floating-point or complex dtype",
+            got=str(dtype),
+            hint="cast the tree (td.float()), or tdfunc.partition such leaves off first.",
         ) from err
 
 
@@ -199,8 +205,12 @@ def extremes(tree: T, name: str, dim: Any, keepdim: bool) -> T:
     """Reduce with `torch.max`, `min`, `argmax` or `argmin` over one dimension, all features, or whole leaves."""
     fn: Callable[..., Any] = getattr(torch, name)
     if dim not in (None, "feature") and not isinstance(dim, int):
-        expected = "one batch dimension, None for all, or 'feature'"
-        raise ValueError(explain(f"{name}: no such dimension.", expected=expected, got=repr(dim)))
+        raise error(
+            ValueError,
+            f"{name}: no such dimension.",
+            expected="one batch dimension, None for all, or 'feature'",
+            got=repr(dim),
+        )
 
     def kernel(x: Tensor, dims: tuple[int, ...], keep: bool) -> Any:
         if len(dims) == 1:
@@ -357,9 +367,13 @@ class ReduceMethods(TensorCollection):
             ValueError: There are several quantiles; `torch.stack` one tree for each.
         """
         if isinstance(q, Tensor) and q.dim():
-            hint = "torch.stack([td.quantile(each, dim) for each in q])."
-            what = "quantile: one quantile at a time."
-            raise ValueError(explain(what, expected="a number", got=f"shape {list(q.shape)}", hint=hint))
+            raise error(
+                ValueError,
+                "quantile: one quantile at a time.",
+                expected="a number",
+                got=f"shape {list(q.shape)}",
+                hint="torch.stack([td.quantile(each, dim) for each in q]).",
+            )
         return reduce_tree(self, "quantile", dim, keepdim, reduce, q=q, how=interpolation)
 
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import LeafOp, TensorCollection
-from tdfunc._errors import explain
-from tdfunc._shapes import as_int, dim_index, dim_size, dims_of, fill_size, int_or_ints, one_shape, put_first
-from tdfunc._types import LeafFn, Names
+from tdfunc.core.collection import LeafOp, TensorCollection
+from tdfunc.core.errors import error
+from tdfunc.core.shapes import as_int, dim_index, dim_size, dims_of, fill_size, int_or_ints, one_shape, put_first
+from tdfunc.core.types import LeafFn, Names
 from tdfunc.ops.index import split_leaves
 
 if TYPE_CHECKING:
@@ -75,8 +75,9 @@ def flatten(tree: T, start: int, end: int) -> T:
     if not size:
         return reshape(tree, (1,))
     if start > end:
-        got = f"{start} > {end}"
-        raise RuntimeError(explain("flatten: start_dim comes after end_dim.", expected="start <= end", got=got))
+        raise error(
+            RuntimeError, "flatten: start_dim comes after end_dim.", expected="start <= end", got=f"{start} > {end}"
+        )
     if start == end:
         return tree
     names = tree._names
@@ -106,8 +107,12 @@ def permute(tree: T, dims: tuple[int, ...]) -> T:
     """Reorder the batch dimensions."""
     n = len(tree._batch_size)
     if any(not -n <= d < n for d in dims) or sorted(d % n for d in dims) != list(range(n)):
-        expected = f"an order of {list(range(n))}"
-        raise ValueError(explain("permute: each batch dimension exactly once.", expected=expected, got=str(list(dims))))
+        raise error(
+            ValueError,
+            "permute: each batch dimension exactly once.",
+            expected=f"an order of {list(range(n))}",
+            got=str(list(dims)),
+        )
     order = tuple([d % n for d in dims])
     return tree if order == tuple(range(n)) else tree._shape(_permute_op(tree._batch_size, order))
 
@@ -186,17 +191,22 @@ def expand(tree: T, shape: tuple[int, ...]) -> T:
     old, n = tree._batch_size, len(tree._batch_size)
     lead = len(shape) - n
     if lead < 0:
-        expected = f"at least {n} for batch size {list(old)}"
-        raise RuntimeError(
-            explain("expand: fewer dimensions than the batch has.", expected=expected, got=str(list(shape)))
+        raise error(
+            RuntimeError,
+            "expand: fewer dimensions than the batch has.",
+            expected=f"at least {n} for batch size {list(old)}",
+            got=str(list(shape)),
         )
     full = tuple(old[i - lead] if s == -1 and i >= lead else s for i, s in enumerate(shape))
     if any(s < 0 and (i < lead or s != old[i - lead]) for i, s in enumerate(full)) or any(
         have not in (1, want) for have, want in zip(old, full[lead:], strict=True)
     ):
-        expected = f"sizes of 1 to grow in {list(old)}"
-        what = "expand: the batch cannot be expanded to this shape."
-        raise RuntimeError(explain(what, expected=expected, got=str(list(shape))))
+        raise error(
+            RuntimeError,
+            "expand: the batch cannot be expanded to this shape.",
+            expected=f"sizes of 1 to grow in {list(old)}",
+            got=str(list(shape)),
+        )
     if full == tuple(old):
         return tree
     # New dimensions go before all of the leaf's own.
@@ -212,13 +222,17 @@ def split(tree: T, sizes: "int | Sequence[int]", dim: int) -> tuple[T, ...]:
     if not isinstance(given, list):
         sizes = given
         if sizes <= 0:
-            raise ValueError(explain("split: the size must be positive.", expected="1 or more", got=str(sizes)))
+            raise error(ValueError, "split: the size must be positive.", expected="1 or more", got=str(sizes))
         parts = [min(sizes, total - i) for i in range(0, total, sizes)] or [0]
     else:
         parts = given
         if sum(parts) != total or any(p < 0 for p in parts):
-            got = f"{parts} (sum {sum(parts)})"
-            raise ValueError(explain("split: the sizes must add up to the dimension.", expected=str(total), got=got))
+            raise error(
+                ValueError,
+                "split: the sizes must add up to the dimension.",
+                expected=str(total),
+                got=f"{parts} (sum {sum(parts)})",
+            )
     ends = list(accumulate(parts))
     before = (slice(None),) * dim
     index = [(*before, slice(end - part, end)) for end, part in zip(ends, parts, strict=True)]
@@ -231,8 +245,7 @@ def chunk(tree: T, chunks: int, dim: int) -> tuple[T, ...]:
     """Cut the batch into at most this many parts of one size (the last may be smaller)."""
     chunks = as_int(chunks, "chunk: the number of chunks is an int.")
     if chunks < 1:
-        what = "chunk: the number of chunks must be positive."
-        raise ValueError(explain(what, expected="1 or more", got=str(chunks)))
+        raise error(ValueError, "chunk: the number of chunks must be positive.", expected="1 or more", got=str(chunks))
     dim = dim_index(dim, len(tree._batch_size), "chunk")
     total = dim_size(tree._batch_size, dim, "chunk")
     # As torch: nothing is cut into as many empty parts as were asked for.

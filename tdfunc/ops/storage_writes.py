@@ -11,21 +11,20 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc._collection import PLAIN, LeafOp, TensorCollection, is_compiling, iter_leaves
-from tdfunc._errors import (
+from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, is_compiling, iter_leaves
+from tdfunc.core.errors import (
     BatchSizeError,
     LeafMismatchError,
     MissingKeyError,
     TieError,
     TreeStructureError,
     UnsupportedError,
-    explain,
 )
-from tdfunc._keys import dotted, missing, unravel
-from tdfunc._mapped import Places, extent_of, mapped_file
-from tdfunc._nontensor import NonTensorBase, NonTensorData, NonTensorStack, same_value
-from tdfunc._shapes import check_positions, fits_into, index_size, normalize_index
-from tdfunc._types import Path
+from tdfunc.core.keys import dotted, missing, unravel
+from tdfunc.core.memory import Places, extent_of, mapped_file
+from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack, same_value
+from tdfunc.core.shapes import check_positions, fits_into, index_size, normalize_index
+from tdfunc.core.types import Path
 from tdfunc.ops.clash import clash, find_clash
 from tdfunc.ops.convert import as_tensor
 from tdfunc.ops.reading import get, has, iter_items
@@ -53,29 +52,35 @@ def keeps_values(source: torch.dtype, target: torch.dtype) -> bool:
 def check_dtype(value: Tensor, leaf: Tensor, where: str) -> None:
     """Raise if writing the value into the leaf's storage would change it, or if there is none."""
     if value.is_meta and not leaf.is_meta:
-        what, hint = f"{where}: there are no values to write; nothing was written.", "leave out device='meta'."
-        raise LeafMismatchError(explain(what, expected="values", got="a tensor on the meta device", hint=hint))
+        raise LeafMismatchError(
+            f"{where}: there are no values to write; nothing was written.",
+            expected="values",
+            got="a tensor on the meta device",
+            hint="leave out device='meta'.",
+        )
     if not keeps_values(value.dtype, leaf.dtype):
-        expected, got = f"a dtype that {leaf.dtype} can hold", str(value.dtype)
-        hint = f"cast it first: value.to({leaf.dtype})."
-        what = f"{where}: the values would be altered."
-        raise LeafMismatchError(explain(what, expected=expected, got=got, hint=hint))
+        raise LeafMismatchError(
+            f"{where}: the values would be altered.",
+            expected=f"a dtype that {leaf.dtype} can hold",
+            got=str(value.dtype),
+            hint=f"cast it first: value.to({leaf.dtype}).",
+        )
 
 
 def check_writable(leaf: Tensor, where: str) -> None:
     """Raise for a leaf whose writes would not reach its file, or in which elements share one memory location."""
     check_reaches_file(leaf, where)
     if not is_compiling() and leaf.is_inference() and not torch.is_inference_mode_enabled():
-        what = f"{where}: the leaf was made in inference mode, torch writes to it nowhere else."
-        hint = "write inside torch.inference_mode(), or to td.clone()."
-        raise LeafMismatchError(explain(what, expected="a tensor that is no inference tensor", hint=hint))
+        raise LeafMismatchError(
+            f"{where}: the leaf was made in inference mode, torch writes to it nowhere else.",
+            expected="a tensor that is no inference tensor",
+            hint="write inside torch.inference_mode(), or to td.clone().",
+        )
     if overlaps(leaf):
         raise LeafMismatchError(
-            explain(
-                f"{where}: the leaf is expanded or overlaps itself, one write would change many elements.",
-                got=f"shape {list(leaf.shape)} with strides {list(leaf.stride())}",
-                hint="write td = td.clone() first, or use the pure td.at[...].set(...).",
-            )
+            f"{where}: the leaf is expanded or overlaps itself, one write would change many elements.",
+            got=f"shape {list(leaf.shape)} with strides {list(leaf.stride())}",
+            hint="write td = td.clone() first, or use the pure td.at[...].set(...).",
         )
 
 
@@ -106,12 +111,10 @@ def check_reaches_file(leaf: Tensor, where: str) -> None:
     file = None if is_compiling() else mapped_file(leaf)
     if file is not None and file.mode == "c":
         raise LeafMismatchError(
-            explain(
-                f"{where}: the leaf is mapped copy-on-write, a write would not reach its file.",
-                expected="a leaf in memory, or one mapped for writing",
-                got=f"a copy-on-write mapping of {file.path}",
-                hint='load_memmap(prefix, mode="r+") writes to the files; td.clone() is in memory.',
-            )
+            f"{where}: the leaf is mapped copy-on-write, a write would not reach its file.",
+            expected="a leaf in memory, or one mapped for writing",
+            got=f"a copy-on-write mapping of {file.path}",
+            hint='load_memmap(prefix, mode="r+") writes to the files; td.clone() is in memory.',
         )
 
 
@@ -157,8 +160,12 @@ def _leaf_writes(tree: TensorCollection, path: Path, value: Any) -> list[tuple[T
 def _fitted(leaf: Any, value: Any, where: str) -> Tensor:
     """Return a value as a tensor that can be copied into a leaf."""
     if not isinstance(leaf, Tensor):
-        what = f"{where}: only tensors have storage to write into."
-        raise LeafMismatchError(explain(what, expected="a tensor", got=type(leaf).__name__, hint="use td.set."))
+        raise LeafMismatchError(
+            f"{where}: only tensors have storage to write into.",
+            expected="a tensor",
+            got=type(leaf).__name__,
+            hint="use td.set.",
+        )
     check_writable(leaf, where)
     if isinstance(value, Tensor):
         check_dtype(value, leaf, where)
@@ -168,8 +175,11 @@ def _fitted(leaf: Any, value: Any, where: str) -> Tensor:
         if value.dtype is not torch.int64 or not torch.equal(value.to(leaf.dtype).to(value.dtype), value):
             check_dtype(value, leaf, where)
     if not fits_into(value.shape, leaf.shape):
-        expected, got = f"shape {list(leaf.shape)}", f"shape {list(value.shape)}"
-        raise LeafMismatchError(explain(f"{where}: the value does not fit the leaf.", expected=expected, got=got))
+        raise LeafMismatchError(
+            f"{where}: the value does not fit the leaf.",
+            expected=f"shape {list(leaf.shape)}",
+            got=f"shape {list(value.shape)}",
+        )
     return value
 
 
@@ -183,20 +193,16 @@ def write_tree(tree: TensorCollection, other: Any, *, complete: bool) -> None:
     if extra or lacking:
         check_kinds(call, tree, given)
         raise MissingKeyError(
-            explain(
-                "The trees have different keys; nothing was written.",
-                expected=f"{sorted(map(dotted, mine))}",
-                got=f"{sorted(map(dotted, theirs))}",
-            )
+            "The trees have different keys; nothing was written.",
+            expected=f"{sorted(map(dotted, mine))}",
+            got=f"{sorted(map(dotted, theirs))}",
         )
     for path, value in theirs.items():
         if value.shape != mine[path].shape:
             raise LeafMismatchError(
-                explain(
-                    f"leaf {dotted(path)!r} has another shape; nothing was written.",
-                    expected=f"{list(mine[path].shape)}",
-                    got=f"{list(value.shape)}",
-                )
+                f"leaf {dotted(path)!r} has another shape; nothing was written.",
+                expected=f"{list(mine[path].shape)}",
+                got=f"{list(value.shape)}",
             )
         check_writable(mine[path], repr(dotted(path)))
         check_dtype(value, mine[path], repr(dotted(path)))
@@ -260,12 +266,10 @@ def lazy_source(call: str, at: Path) -> TreeStructureError:
     """Return the error for a lazy stack that is given to a tree whose leaves have one shape."""
     where = f" at {dotted(at)!r}" if at else ""
     return TreeStructureError(
-        explain(
-            f"{call}: the entries of a lazy stack have no one shape{where}.",
-            expected="a dict or a tree whose leaves have one shape",
-            got="a LazyStack",
-            hint=f"td.{call}(lazy.dense()), or lazy.pad() where the trees differ.",
-        )
+        f"{call}: the entries of a lazy stack have no one shape{where}.",
+        expected="a dict or a tree whose leaves have one shape",
+        got="a LazyStack",
+        hint=f"td.{call}(lazy.dense()), or lazy.pad() where the trees differ.",
     )
 
 
@@ -276,8 +280,11 @@ def _check_one_value(leaves: dict[Path, Any], values: dict[Path, Any]) -> None:
         other = first.setdefault(id(leaves[path]), path)
         if other is not path and value is not values[other] and not torch.equal(value, values[other]):
             both = f"{dotted(other)!r} and {dotted(path)!r}"
-            what = f"the tied paths {both} are given different values; nothing was written."
-            raise TieError(explain(what, expected="one value for the one tensor at both", got="two that differ"))
+            raise TieError(
+                f"the tied paths {both} are given different values; nothing was written.",
+                expected="one value for the one tensor at both",
+                got="two that differ",
+            )
 
 
 def _unshared(leaves: dict[Path, Any], values: dict[Path, Any]) -> dict[Path, Any]:
@@ -365,9 +372,11 @@ def check_row(tree: TensorCollection, parts: tuple[Any, ...], row: Any) -> tuple
         # All trees of a stack are checked before the first is written to.
         owners: dict[int, str] = {}
         if any(owners.setdefault(id(leaf), path[0]) != path[0] for path, leaf in iter_leaves(tree)):
-            got, hint = "a tensor that is in two of its trees", "write stack = stack.clone() first."
-            what = "at[...].set_: one write would change several rows of the lazy stack."
-            raise LeafMismatchError(explain(what, got=got, hint=hint))
+            raise LeafMismatchError(
+                "at[...].set_: one write would change several rows of the lazy stack.",
+                got="a tensor that is in two of its trees",
+                hint="write stack = stack.clone() first.",
+            )
         return tree._shape(_row_op(parts, "check_"), row), row
     size = index_size(parts, tree._batch_size)
     # torch would look at the positions of one leaf after another was written to.
@@ -375,8 +384,9 @@ def check_row(tree: TensorCollection, parts: tuple[Any, ...], row: Any) -> tuple
     if not isinstance(row, TensorCollection):
         row = TensorCollection._open(row, size)
     if row._batch_size != size:
-        expected, got = str(list(size)), str(list(row._batch_size))
-        raise BatchSizeError(explain("at[...].set_: the rows have another batch size.", expected=expected, got=got))
+        raise BatchSizeError(
+            "at[...].set_: the rows have another batch size.", expected=str(list(size)), got=str(list(row._batch_size))
+        )
     if not any(True for _ in iter_leaves(tree)):
         tree = _allocate(tree, row)
     stacks = _stacks(tree)
@@ -387,11 +397,9 @@ def check_row(tree: TensorCollection, parts: tuple[Any, ...], row: Any) -> tuple
         wanted = size + leaf.shape[len(tree._batch_size) :]
         if rows[path].shape != wanted:
             raise LeafMismatchError(
-                explain(
-                    f"at[...].set_: leaf {dotted(path)!r} does not fit; nothing was written.",
-                    expected=f"shape {list(wanted)}",
-                    got=f"shape {list(rows[path].shape)}",
-                )
+                f"at[...].set_: leaf {dotted(path)!r} does not fit; nothing was written.",
+                expected=f"shape {list(wanted)}",
+                got=f"shape {list(rows[path].shape)}",
             )
         check_dtype(rows[path], leaf, f"at[...].set_ {dotted(path)!r}")
     _check_one_value(leaves, rows)
@@ -412,12 +420,10 @@ def _check_row_keys(tree: TensorCollection, row: TensorCollection, stacks: Itera
         check_kinds(call, tree, row)
     if mine != theirs:
         raise MissingKeyError(
-            explain(
-                f"{call}: the row has other keys than the tree; nothing was written.",
-                expected=f"{sorted(map(dotted, mine))}",
-                got=f"{sorted(map(dotted, theirs))}",
-                hint="earlier rows would be silent zeros: allocate all keys first, foo().new_zeros([N]).",
-            )
+            f"{call}: the row has other keys than the tree; nothing was written.",
+            expected=f"{sorted(map(dotted, mine))}",
+            got=f"{sorted(map(dotted, theirs))}",
+            hint="earlier rows would be silent zeros: allocate all keys first, foo().new_zeros([N]).",
         )
 
 
@@ -431,12 +437,10 @@ def _check_values(
         mine = get(tree, path, None)
         if not isinstance(mine, NonTensorBase) or not mine[parts].equal(node).all():
             raise LeafMismatchError(
-                explain(
-                    f"at[...].set_: {dotted(path)!r} is no tensor and cannot be written in place; nothing was written.",
-                    expected=repr(mine),
-                    got=repr(node),
-                    hint="td.at[index].set(row) returns a tree that has it.",
-                )
+                f"at[...].set_: {dotted(path)!r} is no tensor and cannot be written in place; nothing was written.",
+                expected=repr(mine),
+                got=repr(node),
+                hint="td.at[index].set(row) returns a tree that has it.",
             )
 
 
@@ -467,10 +471,12 @@ def share(tree: TensorCollection) -> None:
             check_reaches_file(leaf, f"share_memory_ {dotted(path)!r}")
             # As of torch 2.13 sharing a DTensor ends the process: it has no storage of its own.
             if type(leaf) not in PLAIN and hasattr(leaf, "to_local"):
-                what = f"share_memory_: {dotted(path)!r} is spread over processes."
-                hint = "td.apply(lambda x: x.to_local()) has what lies in this one, x.full_tensor() all."
-                expected, got = "a tensor with storage", f"a {type(leaf).__name__}"
-                raise UnsupportedError(explain(what, expected=expected, got=got, hint=hint))
+                raise UnsupportedError(
+                    f"share_memory_: {dotted(path)!r} is spread over processes.",
+                    expected="a tensor with storage",
+                    got=f"a {type(leaf).__name__}",
+                    hint="td.apply(lambda x: x.to_local()) has what lies in this one, x.full_tensor() all.",
+                )
     for _, leaf in iter_leaves(tree):
         if isinstance(leaf, Tensor):
             leaf.share_memory_()

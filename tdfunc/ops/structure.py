@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from tdfunc._collection import PLAIN, TensorCollection
-from tdfunc._errors import MissingKeyError, TreeStructureError, explain
-from tdfunc._keys import Filter, FilterLike, assign, dotted, unravel
-from tdfunc._nontensor import NonTensorBase
-from tdfunc._shapes import as_names, as_size
-from tdfunc._ties import by_first_key, remap
-from tdfunc._types import Kind, NestedKey, Node, Path
+from tdfunc.core.collection import PLAIN, TensorCollection
+from tdfunc.core.errors import MissingKeyError, TreeStructureError, error
+from tdfunc.core.keys import Filter, FilterLike, assign, dotted, unravel
+from tdfunc.core.nontensor import NonTensorBase
+from tdfunc.core.shapes import as_names, as_size
+from tdfunc.core.ties import by_first_key, remap
+from tdfunc.core.types import Kind, NestedKey, Node, Path
 from tdfunc.ops.clash import clash, find_clash
 from tdfunc.ops.convert import resize
 from tdfunc.ops.edit import delete_paths, restore_ties, set_, update
@@ -103,9 +103,11 @@ def flatten_keys(tree: TensorCollection, separator: str) -> Any:
     clash = _flatten_into(data, kinds, tree, separator, "")
     if clash is not None:
         paths = [path for path, _ in iter_items(tree, True, True) if separator.join(unravel(path)) == clash]
-        hint = "choose another separator."
-        what = f"flatten_keys: two paths become the key {clash!r}."
-        raise MissingKeyError(explain(what, got=" and ".join([str(unravel(path)) for path in paths]), hint=hint))
+        raise MissingKeyError(
+            f"flatten_keys: two paths become the key {clash!r}.",
+            got=" and ".join([str(unravel(path)) for path in paths]),
+            hint="choose another separator.",
+        )
     ties = remap(tree._ties, lambda path: (separator.join(path),))
     new = TensorCollection._open._make(data, tree._batch_size, tree._device, tree._names)
     return new._replace(data, kinds=kinds, ties=ties) if kinds or ties else new
@@ -135,8 +137,12 @@ def _flatten_into(
 def check_separator(separator: str, call: str) -> None:
     """Raise unless keys can be split there."""
     if not separator:
-        what = f"{call}: nothing separates keys by an empty text."
-        raise ValueError(explain(what, expected="a separator of one character or more", got=repr(separator)))
+        raise error(
+            ValueError,
+            f"{call}: nothing separates keys by an empty text.",
+            expected="a separator of one character or more",
+            got=repr(separator),
+        )
 
 
 class _Branch(dict[str, Any]):
@@ -179,11 +185,9 @@ def unflatten_keys(tree: TensorCollection, separator: str) -> Any:
 
 def _clash(key: str, path: Path, separator: str) -> MissingKeyError:
     return MissingKeyError(
-        explain(
-            f"unflatten_keys: the key {key!r} cannot become {dotted(path)!r}, which another key has taken.",
-            got=f"separator {separator!r}",
-            hint="rename one of them first.",
-        )
+        f"unflatten_keys: the key {key!r} cannot become {dotted(path)!r}, which another key has taken.",
+        got=f"separator {separator!r}",
+        hint="rename one of them first.",
     )
 
 
@@ -219,8 +223,11 @@ def rename_key(tree: T, old: NestedKey, new: NestedKey, safe: bool) -> T:
     if done is not None:
         return done
     if safe and has(tree, target):
-        hint = "delete it first, or pass safe=False."
-        raise MissingKeyError(explain(f"rename_key: {dotted(target)!r} exists.", got=f"{dotted(source)!r}", hint=hint))
+        raise MissingKeyError(
+            f"rename_key: {dotted(target)!r} exists.",
+            got=f"{dotted(source)!r}",
+            hint="delete it first, or pass safe=False.",
+        )
     n = len(source)
     # What stood at the target is overwritten, and leaves its groups.
     kept = remap(tree._ties, lambda path: None if path[: len(target)] == target and path[:n] != source else path)
@@ -231,9 +238,12 @@ def rename_key(tree: T, old: NestedKey, new: NestedKey, safe: bool) -> T:
     else:
         node, kind = get(bare, source), kind_of(tree, source)
         if isinstance(node, tuple) and source[0] != target[0]:
-            what = f"rename_key: {dotted(source)!r} has no one shape outside its lazy stack."
-            got = f"{len(node)} tensors"
-            raise TreeStructureError(explain(what, expected="one tensor", got=got, hint="pad() the lazy stack first."))
+            raise TreeStructureError(
+                f"rename_key: {dotted(source)!r} has no one shape outside its lazy stack.",
+                expected="one tensor",
+                got=f"{len(node)} tensors",
+                hint="pad() the lazy stack first.",
+            )
         moved = set_(delete_paths(bare, [source]), target, node, kind)
     return restore_ties(moved, ties)
 
@@ -302,9 +312,11 @@ def state_dict(tree: TensorCollection, prefix: str, keep_vars: bool, flatten: bo
         if flatten:
             key = prefix + dotted(path)
             if key in result:
-                hint = "rename_key one of them, or pass flatten=False."
                 raise MissingKeyError(
-                    explain(f"state_dict: two paths become the key {key!r}.", expected="one", got=str(path), hint=hint)
+                    f"state_dict: two paths become the key {key!r}.",
+                    expected="one",
+                    got=str(path),
+                    hint="rename_key one of them, or pass flatten=False.",
                 )
             result[key] = value
         else:
@@ -378,12 +390,15 @@ def combine(*trees: T) -> T:
         ['a', 'b']
     """
     if not trees:
-        raise ValueError(explain("combine: no trees were given.", expected="one or more"))
+        raise error(ValueError, "combine: no trees were given.", expected="one or more")
     for tree in trees:
         if not isinstance(tree, TensorCollection):
-            got = type(tree).__name__
-            raise TypeError(
-                explain("combine: not a tree.", expected="trees", got=got, hint="combine(a, b), combine(*parts).")
+            raise error(
+                TypeError,
+                "combine: not a tree.",
+                expected="trees",
+                got=type(tree).__name__,
+                hint="combine(a, b), combine(*parts).",
             )
     result = trees[0]
     for other in trees[1:]:
@@ -391,8 +406,11 @@ def combine(*trees: T) -> T:
         # What only some trees of a stack have is not among the items.
         both = both or _stored_paths(result) & _stored_paths(other)
         if both:
-            hint = "use a.update(b) to write one over the other."
-            raise ValueError(explain(f"combine: two parts have the leaf {dotted(min(both))!r}.", hint=hint))
+            raise error(
+                ValueError,
+                f"combine: two parts have the leaf {dotted(min(both))!r}.",
+                hint="use a.update(b) to write one over the other.",
+            )
         found = find_clash(iter_items(result, True, False), iter_items(other, True, False))
         if found is not None:
             raise clash("combine", *found)

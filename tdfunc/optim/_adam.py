@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tdfunc._errors import explain
+from tdfunc.core.errors import error
 from tdfunc.optim._base import Hyper, Optimizer
 from tdfunc.optim._checks import check_hyper
 from tdfunc.optim._lists import Coefficient, Lists
@@ -87,7 +87,7 @@ def _make(
     name: str, lr: Hyper, betas: tuple[Hyper, Hyper], eps: float, weight_decay: Hyper, amsgrad: bool, maximize: bool
 ) -> Optimizer:
     if len(betas) != 2:
-        raise ValueError(explain(f"{name}: betas are two numbers.", expected="(beta1, beta2)", got=repr(betas)))
+        raise error(ValueError, f"{name}: betas are two numbers.", expected="(beta1, beta2)", got=repr(betas))
     hyper: dict[str, Hyper] = {"lr": lr, "beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
     for key, value in hyper.items():
         check_hyper(name, key, value, 0.0, 1.0 if key.startswith("beta") else torch.inf)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from tdfunc._collection import TensorCollection
 from tdfunc._jit.leaves import in_transform, paths, rebuild
-from tdfunc._keys import dotted
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.keys import dotted
 from tdfunc.optim._checks import check_active, check_members, check_state, matched, one_count, trainable
 from tdfunc.optim._lists import Leaves
 from tdfunc.optim._run import Rule, Run

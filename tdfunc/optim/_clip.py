@@ -9,10 +9,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from tdfunc._collection import TensorCollection
-from tdfunc._errors import UnsupportedError, explain
 from tdfunc._jit.leaves import collect, in_transform, paths, rebuild
-from tdfunc._keys import dotted
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.core.keys import dotted
 from tdfunc.optim._checks import check_dense, check_hyper
 from tdfunc.optim._lists import Leaves
 
@@ -106,7 +106,7 @@ def _clipper(
         # A norm that is infinite too would have no ratio to it.
         return GradientMap(name, _unclipped)
     if callable(max_norm):
-        raise TypeError(explain(f"{name}: max_norm is no number.", expected="a number", got=repr(max_norm)))
+        raise error(TypeError, f"{name}: max_norm is no number.", expected="a number", got=repr(max_norm))
     check_hyper(name, "max_norm", max_norm, 0.0)
     return GradientMap(name, partial(clip, max_norm))
 
@@ -146,18 +146,15 @@ def check_finite() -> GradientMap:
 def _checked(grads: TensorCollection, leaves: Leaves) -> Leaves:
     if in_transform() or torch._C._len_torch_dispatch_stack():
         raise UnsupportedError(
-            explain(
-                "check_finite: a transform or trace has no values to check.",
-                hint="call it on the gradients outside.",
-            )
+            "check_finite: a transform or trace has no values to check.",
+            hint="call it on the gradients outside.",
         )
     for path, leaf in zip(paths(grads), leaves, strict=True):
         if not bool(torch.isfinite(leaf).all()):
-            raise FloatingPointError(
-                explain(
-                    f"check_finite: the gradient of {dotted(path)!r} is not finite.",
-                    expected="numbers",
-                    got=f"{int(leaf.isnan().sum())} nan, {int(leaf.isinf().sum())} inf of {leaf.numel()}",
-                )
+            raise error(
+                FloatingPointError,
+                f"check_finite: the gradient of {dotted(path)!r} is not finite.",
+                expected="numbers",
+                got=f"{int(leaf.isnan().sum())} nan, {int(leaf.isinf().sum())} inf of {leaf.numel()}",
             )
     return leaves

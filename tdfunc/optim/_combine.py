@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
-from tdfunc._collection import TensorCollection
-from tdfunc._errors import explain
 from tdfunc._jit.leaves import collect, paths, rebuild
-from tdfunc._keys import FilterLike
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import error
+from tdfunc.core.keys import FilterLike
 from tdfunc.ops import structure
 from tdfunc.ops.reading import entries
 from tdfunc.optim._base import AbstractOptimizer
@@ -103,18 +103,17 @@ def chain(*members: GradientMap | AbstractOptimizer) -> Chain:
         tensor([1, 1, 1, 1])
     """
     if not members or isinstance(members[-1], GradientMap):
-        raise TypeError(
-            explain("chain: the last member must be an optimizer.", got=_names(members), hint="chain(clip, adam())")
+        raise error(
+            TypeError, "chain: the last member must be an optimizer.", got=_names(members), hint="chain(clip, adam())"
         )
     maps = [item for item in members[:-1] if isinstance(item, GradientMap)]
     if len(maps) < len(members) - 1:
-        raise TypeError(
-            explain(
-                "chain: members before the last must be maps of gradients.",
-                expected="clip_by_global_norm(...), ..., then one optimizer",
-                got=_names(members),
-                hint="give each optimizer its part of the tree with masked().",
-            )
+        raise error(
+            TypeError,
+            "chain: members before the last must be maps of gradients.",
+            expected="clip_by_global_norm(...), ..., then one optimizer",
+            got=_names(members),
+            hint="give each optimizer its part of the tree with masked().",
         )
     return Chain(tuple(maps), members[-1])
 

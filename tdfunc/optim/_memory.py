@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from tdfunc._errors import UnsupportedError, explain
 from tdfunc._jit.tracing import storage_of
+from tdfunc.core.errors import UnsupportedError
 from tdfunc.optim._lists import Leaves
 
 
@@ -25,12 +25,10 @@ def check_apart(writes: Leaves, reads: Leaves, names: Sequence[str]) -> None:
     for i, j in _overlaps([*writes, *reads]):
         if min(i, j) < len(writes):
             raise UnsupportedError(
-                explain(
-                    f"update(donate=True): {names[i]!r} and {names[j]!r} share memory, which one would overwrite.",
-                    expected="leaves apart in memory, as they were when the function was traced",
-                    got=f"overlapping tensors of shapes {[list((*writes, *reads)[k].shape) for k in (i, j)]}",
-                    hint="clone() the tree before the first step, or leave out donate.",
-                )
+                f"update(donate=True): {names[i]!r} and {names[j]!r} share memory, which one would overwrite.",
+                expected="leaves apart in memory, as they were when the function was traced",
+                got=f"overlapping tensors of shapes {[list((*writes, *reads)[k].shape) for k in (i, j)]}",
+                hint="clone() the tree before the first step, or leave out donate.",
             )
 
 

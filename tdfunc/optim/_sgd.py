@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tdfunc._errors import explain
+from tdfunc.core.errors import error
 from tdfunc.optim._base import Hyper, Optimizer
 from tdfunc.optim._checks import check_hyper
 from tdfunc.optim._lists import Coefficient, Lists
@@ -55,12 +55,11 @@ def sgd(
     for name, value in hyper.items():
         check_hyper("sgd", name, value, -torch.inf if name == "dampening" else 0.0)
     if nesterov and (not moving or dampening != 0.0):
-        raise ValueError(
-            explain(
-                "sgd: nesterov needs momentum, and no dampening.",
-                expected="momentum > 0, dampening = 0",
-                got=f"momentum = {momentum}, dampening = {dampening}",
-            )
+        raise error(
+            ValueError,
+            "sgd: nesterov needs momentum, and no dampening.",
+            expected="momentum > 0, dampening = 0",
+            got=f"momentum = {momentum}, dampening = {dampening}",
         )
     flags = {"nesterov": nesterov, "maximize": maximize}
     if not moving:

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Generator
 
-from tdfunc._collection import TensorCollection
-from tdfunc._errors import TreeStructureError, UnsupportedError, explain
-from tdfunc._nontensor import NonTensorBase, NonTensorData
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import TreeStructureError, UnsupportedError, error
+from tdfunc.core.nontensor import NonTensorBase, NonTensorData
 
 AnyGenerator: TypeAlias = "Generator | np.random.Generator | random.Random"
 
@@ -55,17 +55,19 @@ def set_rng_state(state: TensorCollection, **generators: AnyGenerator) -> None:
             devices than there are here.
     """
     if not isinstance(state, TensorCollection) or isinstance(state, NonTensorBase):
-        expected, got = "what get_rng_state returned", type(state).__name__
-        raise TypeError(explain("set_rng_state: the state is no tree.", expected=expected, got=got))
+        raise error(
+            TypeError,
+            "set_rng_state: the state is no tree.",
+            expected="what get_rng_state returned",
+            got=type(state).__name__,
+        )
     found, given = set(state._data), set(generators) or {"torch", "cuda", "python", "numpy"}
     if found != given:
         raise TreeStructureError(
-            explain(
-                "set_rng_state: the generators are not those of the state.",
-                expected=", ".join(sorted(found)),
-                got=", ".join(sorted(given)),
-                hint="give the generators by the names that get_rng_state had.",
-            )
+            "set_rng_state: the generators are not those of the state.",
+            expected=", ".join(sorted(found)),
+            got=", ".join(sorted(given)),
+            hint="give the generators by the names that get_rng_state had.",
         )
     if not generators:
         try:
@@ -74,11 +76,9 @@ def set_rng_state(state: TensorCollection, **generators: AnyGenerator) -> None:
             raise
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as err:
             raise UnsupportedError(
-                explain(
-                    "set_rng_state: the state does not fit the global generators.",
-                    expected="the state that get_rng_state() read",
-                    got=f"{type(err).__name__}: {err}"[:300],
-                )
+                "set_rng_state: the state does not fit the global generators.",
+                expected="the state that get_rng_state() read",
+                got=f"{type(err).__name__}: {err}"[:300],
             ) from err
     for name, generator in generators.items():
         _write(name, generator, state._data[name])
@@ -104,7 +104,7 @@ def _write_global(state: TensorCollection) -> None:
     devices = torch.cuda.device_count() if cuda else 0
     if len(cuda) > devices:
         raise UnsupportedError(
-            explain("set_rng_state: there are fewer CUDA devices.", expected=str(len(cuda)), got=str(devices))
+            "set_rng_state: there are fewer CUDA devices.", expected=str(len(cuda)), got=str(devices)
         )
     python, numpy = _python_state(state._data["python"]), state._data["numpy"]._data
     rest = numpy["rest"].data
@@ -125,14 +125,13 @@ def _read(name: str, generator: AnyGenerator) -> Any:
             return _describe_python(generator.getstate())
         except NotImplementedError as err:
             raise UnsupportedError(
-                explain(f"get_rng_state: {name} has no state.", expected="random.Random", got=type(generator).__name__)
+                f"get_rng_state: {name} has no state.", expected="random.Random", got=type(generator).__name__
             ) from err
-    raise TypeError(
-        explain(
-            f"get_rng_state: {name} is no generator.",
-            expected="a torch.Generator, numpy.random.Generator or random.Random",
-            got=type(generator).__name__,
-        )
+    raise error(
+        TypeError,
+        f"get_rng_state: {name} is no generator.",
+        expected="a torch.Generator, numpy.random.Generator or random.Random",
+        got=type(generator).__name__,
     )
 
 
@@ -146,11 +145,9 @@ def _write(name: str, generator: AnyGenerator, state: Any) -> None:
             generator.setstate(_python_state(state))
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as err:
         raise UnsupportedError(
-            explain(
-                f"set_rng_state: the state does not fit the generator {name}.",
-                expected=f"the state of a {type(generator).__name__}",
-                got=f"{type(err).__name__}: {err}"[:300],
-            )
+            f"set_rng_state: the state does not fit the generator {name}.",
+            expected=f"the state of a {type(generator).__name__}",
+            got=f"{type(err).__name__}: {err}"[:300],
         ) from err
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tdfunc import CheckpointManager, Filter, Kind, NonTensorData, TensorDict, lazy_stack, load, partition, save
-from tdfunc._collection import TensorCollection
+from tdfunc.core.collection import TensorCollection
 from tests.cli.helpers import WRITERS, make_tree, read_back, run, write_as
 from tests.storage.trees import DTYPES, assert_same, of_dtype, same_bytes
 

@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 
 import tdfunc
 from tdfunc import NonTensorData, TensorDict
-from tdfunc._errors import (
+from tdfunc._lazystack import LazyStack, lazy_stack
+from tdfunc.core.errors import (
     BatchSizeError,
     ImmutableError,
     LeafMismatchError,
@@ -22,7 +23,6 @@ from tdfunc._errors import (
     TreeStructureError,
     UnsupportedError,
 )
-from tdfunc._lazystack import LazyStack, lazy_stack
 from tests.lazystack.trees import (
     Message,
     assert_stacks_equal,

@@ -7,14 +7,8 @@ from torch import Size
 
 import tdfunc
 from tdfunc import TensorDict
-from tdfunc._errors import (
-    BatchSizeError,
-    ImmutableError,
-    LeafMismatchError,
-    MissingKeyError,
-    TreeStructureError,
-)
 from tdfunc._lazystack import lazy_stack
+from tdfunc.core.errors import BatchSizeError, ImmutableError, LeafMismatchError, MissingKeyError, TreeStructureError
 from tests.helpers import assert_pure, assert_trees_equal
 from tests.lazystack.trees import (
     assert_alike,

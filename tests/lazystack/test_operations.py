@@ -5,12 +5,8 @@ import torch
 from torch import Size
 
 from tdfunc import TensorDict
-from tdfunc._errors import (
-    BatchSizeError,
-    LeafMismatchError,
-    TreeStructureError,
-)
 from tdfunc._lazystack import LazyStack, lazy_stack
+from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureError
 from tests.helpers import assert_pure, assert_trees_equal
 from tests.incumbent import tensordict
 from tests.lazystack.trees import (

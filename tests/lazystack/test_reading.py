@@ -8,13 +8,8 @@ from hypothesis import strategies as st
 from torch import Size
 
 from tdfunc import TensorDict
-from tdfunc._errors import (
-    BatchSizeError,
-    MissingKeyError,
-    TreeStructureError,
-    UnsupportedError,
-)
 from tdfunc._lazystack import LazyStack, lazy_stack
+from tdfunc.core.errors import BatchSizeError, MissingKeyError, TreeStructureError, UnsupportedError
 from tests.helpers import assert_trees_equal
 from tests.lazystack.trees import (
     Message,

@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from tdfunc._errors import LeafMismatchError
 from tdfunc._lazystack import LazyStack
+from tdfunc.core.errors import LeafMismatchError
 from tests.lazystack.rows import OPERATIONS, assert_rows_equal, random_stack, rows_of
 
 # What a lazy stack refuses, and only where its own dimension is concerned.

@@ -14,10 +14,8 @@ from torch.utils import _pytree as pytree
 
 import tdfunc
 from tdfunc import TensorClass, TensorDict
-from tdfunc._errors import (
-    BatchSizeError,
-)
 from tdfunc._lazystack import lazy_stack
+from tdfunc.core.errors import BatchSizeError
 from tdfunc.modules.extract import from_module
 from tests.helpers import TiedLM, assert_trees_equal
 from tests.lazystack.trees import (

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from tdfunc import TensorDict
 from tdfunc._lazystack import LazyStack
-from tdfunc._nontensor import NonTensorStack
 from tdfunc._tensorclass import TensorClass
+from tdfunc.core.nontensor import NonTensorStack
 from tests.helpers import assert_trees_equal
 
 

@@ -14,8 +14,8 @@ from torch._subclasses import FakeTensorMode
 
 import tdfunc as tdf
 from tdfunc import Kind, NonTensorData, TensorClass, TensorDict, lazy_stack
-from tdfunc.ops.facts import bytes_text, printable
-from tdfunc.ops.html import KEY
+from tdfunc.ops.display.facts import bytes_text, printable
+from tdfunc.ops.display.html import KEY
 from tests.helpers import TiedLM, assert_pure
 from tests.strategies import trees
 

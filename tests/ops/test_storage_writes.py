@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tdfunc import LeafMismatchError, MissingKeyError, TensorDict, TieError, TreeStructureError, from_module, lazy_stack
-from tdfunc._mapped import Places, extent_of
+from tdfunc.core.memory import Places, extent_of
 from tdfunc.ops.storage_writes import overlaps
 
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tdfunc import Kind, TensorDict
-from tdfunc.ops import values
-from tdfunc.ops.facts import bytes_text, count_text, kind_text, printable
-from tdfunc.ops.values import Values, number_text, values_of
+from tdfunc.ops.display import values
+from tdfunc.ops.display.facts import bytes_text, count_text, kind_text, printable
+from tdfunc.ops.display.values import Values, number_text, values_of
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=3), st.booleans())

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from torch import nn
 
 from tdfunc import AsyncSaver, ConcurrencyError, NonTensorData, PendingSave, TensorDict, UnsupportedError, load, save
-from tdfunc.storage import async_save, background
+from tdfunc.storage.manager import async_save, background
 from tests.helpers import TiedLM
 from tests.storage.trees import tied_trees, trees
 

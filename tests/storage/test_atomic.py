@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from tdfunc import TensorDict
-from tdfunc.storage import atomic, write
-from tdfunc.storage.checkpoint import load, save
+from tdfunc.storage.api import load, save
+from tdfunc.storage.disk import atomic
+from tdfunc.storage.safetensors import write
 
 # Imports once and forks a child for each kill. A child saves trees of equal values over and over; the values of what
 # is loaded after its death must be equal too.
@@ -23,7 +24,7 @@ KILLS = """
     import torch
     from tdfunc import TensorDict
     from tdfunc.storage import atomic
-    from tdfunc.storage.checkpoint import load, save
+    from tdfunc.storage.api import load, save
 
     path, kills, named = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "named"
     torch.set_num_threads(1)

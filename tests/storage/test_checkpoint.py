@@ -15,10 +15,11 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tdfunc import Kind, NonTensorData, NonTensorStack, TensorDict
-from tdfunc._collection import Static, TensorCollection
-from tdfunc._errors import UnsupportedError
-from tdfunc.storage import encode, format, write
-from tdfunc.storage.checkpoint import load, save
+from tdfunc.core.collection import Static, TensorCollection
+from tdfunc.core.errors import UnsupportedError
+from tdfunc.storage.api import load, save
+from tdfunc.storage.safetensors import format, write
+from tdfunc.storage.tree import encode
 from tests.helpers import TiedLM, TinyMLP
 from tests.storage.trees import DTYPES, assert_same, of_dtype, retie, same_bytes, tied_trees, trees
 
@@ -297,7 +298,7 @@ def test_another_device_that_is_not_here(tmp_path):
     save(TensorDict({"a": torch.ones(2)}), path)
     plan = encode.outline(TensorDict({"a": torch.ones(2)}))
     text = plan.text.replace('"keys"', '"device":"cuda:7","keys"')
-    with mock.patch("tdfunc.storage.checkpoint.outline", return_value=plan._replace(text=text)):
+    with mock.patch("tdfunc.storage.api.outline", return_value=plan._replace(text=text)):
         save(TensorDict({"a": torch.ones(2)}), path)
 
     with pytest.raises(UnsupportedError, match=r"cuda:7[\s\S]*device=\"cpu\""):

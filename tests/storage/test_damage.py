@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tdfunc import CorruptCheckpointError, TensorDict, UnsupportedError
-from tdfunc.storage.checkpoint import load, save
+from tdfunc.storage.api import load, save
 from tests.storage.trees import assert_same, entry, forge, retie
 
 OURS = (CorruptCheckpointError, UnsupportedError)

@@ -11,8 +11,8 @@ import torch
 
 import tdfunc
 from tdfunc import TensorDict, UnsupportedError, load, save
-from tdfunc.storage import atomic
-from tdfunc.storage.descriptor import Descriptor
+from tdfunc.storage.disk import atomic
+from tdfunc.storage.disk.descriptor import Descriptor
 
 PLACES = ("descriptor.py", "folder_commit.py", "atomic.py", "memmap.py", "mapped.py", "read.py", "folder_read.py")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tdfunc import TensorClass, TensorDict, TreeStructureError, lazy_stack
-from tdfunc.storage.checkpoint import load, save
+from tdfunc.storage.api import load, save
 from tests.storage.trees import assert_same
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from tdfunc import Kind, NonTensorData, NonTensorStack, TensorDict
-from tdfunc.storage.checkpoint import load, save
+from tdfunc.storage.api import load, save
 from tests.storage.trees import assert_same, retie
 
 

@@ -8,7 +8,7 @@ import torch
 
 import tdfunc
 from tdfunc import Kind, TensorDict, TreeStructureError
-from tdfunc.storage.checkpoint import load, save
+from tdfunc.storage.api import load, save
 from tests.storage.trees import assert_same
 
 # An optional package of the `llm` extra; .ci/run installs it.

@@ -7,9 +7,10 @@ from torch.func import grad, jvp, vmap
 
 import tdfunc
 from tdfunc import CorruptCheckpointError, TensorDict, load, save
-from tdfunc.storage import checkpoint, select
-from tdfunc.storage import open as open_module
-from tdfunc.storage.levels import is_wrapped
+from tdfunc.storage import api as checkpoint
+from tdfunc.storage.disk.levels import is_wrapped
+from tdfunc.storage.safetensors import open as open_module
+from tdfunc.storage.safetensors import select
 from tests.storage.trees import assert_same
 
 

@@ -24,8 +24,8 @@ from tdfunc import (
     UnsupportedError,
     load,
 )
-from tdfunc.storage import manager as manager_module
-from tdfunc.storage import steps as steps_module
+from tdfunc.storage.manager import manager as manager_module
+from tdfunc.storage.manager import steps as steps_module
 from tests.storage.scripts import tree_of, value_of
 from tests.storage.trees import VALUES, assert_same, tied_trees, trees
 

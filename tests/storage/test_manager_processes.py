@@ -18,8 +18,8 @@ from tdfunc import (
     CheckpointManager,
     TensorDict,
 )
-from tdfunc.storage import manager as manager_module
-from tdfunc.storage import steps as steps_module
+from tdfunc.storage.manager import manager as manager_module
+from tdfunc.storage.manager import steps as steps_module
 from tests.storage.scripts import ended, run, tree_of, value_of
 
 

@@ -22,7 +22,7 @@ from tdfunc import (
     WorkerError,
     WorkerPool,
 )
-from tdfunc.storage.in_place import check_rows_apart
+from tdfunc.parallel.in_place import check_rows_apart
 from tests.helpers import assert_trees_equal
 from tests.storage import map_functions as fns
 from tests.storage.trees import assert_same

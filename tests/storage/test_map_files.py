@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 import tdfunc as tdf
 from tdfunc import LeafMismatchError, TensorDict, WorkerError, WorkerPool
-from tdfunc.storage.transfer import is_changed, pack, to_parcel
+from tdfunc.parallel.transfer import is_changed, pack, to_parcel
 from tests.helpers import assert_trees_equal
 from tests.storage import map_functions as fns
 
@@ -120,14 +120,14 @@ def test_a_file_that_a_worker_does_not_find(pool, tmp_path):
     shutil.rmtree(tmp_path / "d")
 
     with pytest.raises(WorkerError, match=r"x.memmap cannot be opened by a worker(.|\n)*got:(.|\n)*No such file"):
-        tdf.storage.transfer.from_parcel(parcel)
+        tdf.parallel.transfer.from_parcel(parcel)
     TensorDict({"x": torch.zeros(100)}, [100]).memmap(tmp_path / "d")
     file = next((tmp_path / "d").glob("*.memmap"))
     file.write_bytes(b"short")
     with pytest.raises(
         WorkerError, match=r"is not the file(.|\n)*expected: inode \d+, 400 bytes(.|\n)*got:      inode \d+, 5"
     ):
-        tdf.storage.transfer.from_parcel(parcel)
+        tdf.parallel.transfer.from_parcel(parcel)
 
 
 def test_shuffled_rows_are_gathered_by_the_workers(pool, tmp_path):

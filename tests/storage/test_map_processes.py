@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from tdfunc import RayExecutor, TensorDict, UnsupportedError, WorkerError, WorkerPool
-from tdfunc.storage import pool
-from tdfunc.storage.transfer import pack
+from tdfunc.parallel import pool
+from tdfunc.parallel.transfer import pack
 from tests.helpers import assert_trees_equal
 from tests.storage import map_functions as fns
 

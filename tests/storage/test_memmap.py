@@ -27,10 +27,10 @@ from tdfunc import (
     lazy_stack,
 )
 from tdfunc import save as tdf_save
-from tdfunc._mapped import mapped_file
-from tdfunc.storage import mapped
-from tdfunc.storage.stream import memmap_stream
-from tdfunc.storage.transfer import is_in_file
+from tdfunc.core.memory import mapped_file
+from tdfunc.parallel.transfer import is_in_file
+from tdfunc.storage.disk import mapped
+from tdfunc.storage.safetensors.stream import memmap_stream
 from tests.incumbent import Incumbent, IncumbentNonTensor, tensordict
 from tests.storage.trees import KEYS, assert_same, of_dtype, retie, same_bytes, tied_trees, trees, values_of
 from tests.storage.trees import small_tree as flat

@@ -25,10 +25,10 @@ from tdfunc import (
     UnsupportedError,
     lazy_stack,
 )
-from tdfunc._mapped import mapped_file
-from tdfunc.storage import folder_commit
-from tdfunc.storage.folder_owned import find_foreign
-from tdfunc.storage.mapped import map_again
+from tdfunc.core.memory import mapped_file
+from tdfunc.storage.disk.mapped import map_again
+from tdfunc.storage.memmap import folder_commit
+from tdfunc.storage.memmap.folder_owned import find_foreign
 from tests.incumbent import Incumbent, IncumbentNonTensor, incumbent_class
 from tests.storage.trees import assert_same
 from tests.strategies import trees
@@ -572,7 +572,7 @@ def test_a_write_that_fails_leaves_the_old_folder(tmp_path, monkeypatch):
     """A full disk would leave half a folder."""
     tree = TensorDict({"a": torch.ones(2)})
     tree.memmap(tmp_path / "d")
-    monkeypatch.setattr("tdfunc.storage.memmap.write_all", _disk_full)
+    monkeypatch.setattr("tdfunc.storage.memmap.memmap.write_all", _disk_full)
 
     with pytest.raises(OSError, match="No space left"):
         TensorDict({"a": torch.zeros(2)}).memmap(tmp_path / "d")

@@ -16,9 +16,10 @@ from tdfunc import (
     UnsupportedError,
     lazy_stack,
 )
-from tdfunc._mapped import mapped_file
-from tdfunc.storage import memmap, memmap_writes
-from tdfunc.storage.transfer import from_parcel, to_parcel
+from tdfunc.core.memory import mapped_file
+from tdfunc.parallel.transfer import from_parcel, to_parcel
+from tdfunc.storage.memmap import memmap
+from tdfunc.storage.memmap import writes as memmap_writes
 from tests.storage.trees import small_tree as flat
 from tests.storage.trees import values_of
 

@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import tdfunc
 from tdfunc import CorruptCheckpointError, MissingKeyError, NonTensorData, TensorClass, TensorDict, lazy_stack
-from tdfunc.storage import contents, read
-from tdfunc.storage import open as open_module
-from tdfunc.storage.checkpoint import load, save
+from tdfunc.storage.api import load, save
+from tdfunc.storage.safetensors import contents, read
+from tdfunc.storage.safetensors import open as open_module
 from tests.storage.trees import assert_same, forge, of_dtype, same_bytes, tied_trees, trees
 
 

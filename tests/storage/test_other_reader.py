@@ -12,7 +12,7 @@ from torch import nn
 
 import tdfunc as tdf
 from tdfunc import LazyStack, NonTensorData, NonTensorStack, TensorClass, TensorDict
-from tdfunc._collection import TensorCollection
+from tdfunc.core.collection import TensorCollection
 from tests.storage import other_reader, trees
 
 

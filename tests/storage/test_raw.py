@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from tdfunc import AsyncSaver, CheckpointManager, TensorDict, init_ensemble, load, save
-from tdfunc.storage.raw import raw_bytes, raw_view
-from tdfunc.storage.transfer import from_parcel, to_parcel
+from tdfunc.parallel.transfer import from_parcel, to_parcel
+from tdfunc.storage.disk.raw import raw_bytes, raw_view
 
 # torch counts a dimension of one element as contiguous whatever its stride is.
 ONES = {

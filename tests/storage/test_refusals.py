@@ -9,8 +9,8 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from tdfunc import BatchSizeError, NonTensorData, TensorDict, TieError, UnsupportedError
-from tdfunc.storage import encode
-from tdfunc.storage.checkpoint import load, save
+from tdfunc.storage.api import load, save
+from tdfunc.storage.tree import encode
 from tests.storage.trees import assert_same, retie
 
 

@@ -7,8 +7,8 @@ import torch
 
 import tdfunc
 from tdfunc import CorruptCheckpointError, TensorDict, UnsupportedError
-from tdfunc.storage import remote
-from tdfunc.storage.checkpoint import load, save
+from tdfunc.storage.api import load, save
+from tdfunc.storage.disk import remote
 from tests.storage.trees import assert_same
 
 # An optional package of the `remote` extra; .ci/run installs it.

@@ -10,8 +10,9 @@ import torch
 
 from tdfunc import CheckpointManager, CorruptCheckpointError, TensorDict, load, save
 from tdfunc import open as open_file
-from tdfunc.storage import files, steps
-from tdfunc.storage import manager as storage_manager
+from tdfunc.storage.disk import files
+from tdfunc.storage.manager import manager as storage_manager
+from tdfunc.storage.manager import steps
 from tests.storage.trees import assert_same, entry, forge, same_bytes
 
 WHOLE = entry("w", "I64", [1], 0, 8)

@@ -25,8 +25,8 @@ from tdfunc import (
     lazy_stack,
     partition,
 )
-from tdfunc._collection import iter_leaves
-from tdfunc.storage.checkpoint import load, save
+from tdfunc.core.collection import iter_leaves
+from tdfunc.storage.api import load, save
 from tests.storage.trees import DTYPES, assert_same, of_dtype, tied_trees, trees
 
 Spec = namedtuple("Spec", ["shape", "dtype"])

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tdfunc import TensorDict, UnsupportedError, load, save
-from tdfunc.storage.memmap import memmap
-from tdfunc.storage.stream import memmap_stream, save_stream
+from tdfunc.storage.memmap.memmap import memmap
+from tdfunc.storage.safetensors.stream import memmap_stream, save_stream
 from tests.storage.trees import assert_same, tied_trees, trees
 
 

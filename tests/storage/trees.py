@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tdfunc import Kind, NonTensorData, NonTensorStack, TensorDict
-from tdfunc._collection import TensorCollection
+from tdfunc.core.collection import TensorCollection
 
 DTYPES = [
     "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16",

@@ -1,0 +1,488 @@
+"""`TensorCollection`: the slots of every tree and the primitives that operations reach it by.
+
+Operations live in `ops/`; they describe what they do to one leaf and to a batch size as a `LeafOp` and hand it to
+a primitive. A class with another representation (a lazy stack) overrides primitives and nothing else.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from copy import deepcopy
+from functools import partial
+from multiprocessing.context import get_spawning_popen
+from operator import attrgetter, itemgetter, methodcaller
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, TypeVar
+
+import torch
+from torch import Size, Tensor
+from torch.nn import Parameter
+
+from tdfunc.core.errors import ImmutableError, TreeStructureError
+from tdfunc.core.keys import is_key, missing, unravel
+from tdfunc.core.nontensor import NonTensorBase
+from tdfunc.core.readahead import MIN_BYTES, read_rows_ahead
+from tdfunc.core.shapes import check_positions, index_names, index_size, normalize_index, put_first, slice_length
+from tdfunc.core.ties import graft, lift, merge, prune, remap
+from tdfunc.core.types import Kind, LeafFn, Names, Node, Path, Ties
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+T = TypeVar("T", bound="TensorCollection")
+
+# Under a name of its own: looking it up in torch.compiler costs as much as the call.
+is_compiling = torch.compiler.is_compiling
+
+
+class Static(NamedTuple):
+    """What a node knows of its leaves besides their values."""
+
+    kinds: dict[str, Kind] = {}
+    ties: Ties = ()
+    # A subclass's own static data (a lazy stack's dimension).
+    own: Any = None
+
+
+class LeafOp(NamedTuple):
+    """An operation as a tree sees it: what happens to one leaf, to a batch size and to its names.
+
+    `name` and `args` describe it symbolically, for classes that cannot apply `leaf` to what they store. An operation
+    without `args` and `size` treats every element of the batch alike.
+    """
+
+    name: str
+    leaf: LeafFn
+    size: Callable[[Size], Size] | None = None
+    names: Callable[[Names], Names | None] | None = None
+    # Whether it acts on batch dimensions: then nested trees get it through `_shape` and `leaf` sees non-tensor data.
+    batch: bool = False
+    args: tuple[Any, ...] = ()
+    # Whether `leaf` may return None, which drops the leaf.
+    drops: bool = False
+    # Whether `leaf` takes the leaves of all trees as one sequence, as torch.stack does.
+    packed: bool = False
+    # Makes a faster `leaf` for the leaves of one node, all plain tensors: most share a shape, which is then read here.
+    plain: Callable[[Collection[Tensor]], LeafFn] | None = None
+    # Makes `leaf` from `args` that are laid out along the batch: a stack of trees makes one for each tree.
+    bind: Callable[..., LeafFn] | None = None
+
+
+class Slots:
+    """The layout of a tree, while it may still be written: `_make` fills one and then gives it its class.
+
+    Plain stores are four times as fast as `object.__setattr__`, and trees are made by the thousand.
+    """
+
+    # `_bound` is set only by the first call of `apply` that finds the tree to fit its module.
+    __slots__ = ("__weakref__", "_batch_size", "_bound", "_cache", "_data", "_device", "_names", "_static")
+
+
+class TensorCollection(Slots):
+    """An immutable tree of tensors: the common base of `TensorDict`, `TensorClass` and `LazyStack`."""
+
+    __slots__ = ()
+    _data: dict[str, Node]
+    _batch_size: Size
+    _device: torch.device | None
+    _names: Names | None
+    _static: Static | None
+    _cache: Any
+    _bound: Any
+
+    # The class for open keys and the class for ragged stacks; the public modules set them, lower layers build by them.
+    _open: ClassVar[Any] = None
+    _lazy: ClassVar[Any] = None
+    # How a class with typed fields makes a value a node, a method (key, value, where); others leave it to `convert`.
+    _accept: ClassVar[Any] = None
+    # What stands for a leaf in the pickle that starts a process; storage sets it.
+    _send: ClassVar[Any] = None
+
+    @classmethod
+    def _make(
+        cls,
+        data: dict[str, Node],
+        batch_size: Size,
+        device: torch.device | None = None,
+        names: Names | None = None,
+        static: Static | None = None,
+    ) -> "Self":
+        """Build without checks; the caller vouches for the data."""
+        if not is_compiling():
+            made: Any = Slots()
+            made._data = data
+            made._batch_size = batch_size
+            made._device = device
+            made._names = names
+            made._static = static
+            made._cache = None
+            made.__class__ = cls
+            return made
+        # Literal calls: dynamo traces these, and neither an alias of them nor a change of class.
+        new = object.__new__(cls)
+        object.__setattr__(new, "_data", data)
+        object.__setattr__(new, "_batch_size", batch_size)
+        object.__setattr__(new, "_device", device)
+        object.__setattr__(new, "_names", names)
+        object.__setattr__(new, "_static", static)
+        object.__setattr__(new, "_cache", None)
+        return new
+
+    def _replace(
+        self,
+        data: dict[str, Node] | None = None,
+        *,
+        batch_size: Size | None = None,
+        names: Names | None = None,
+        kinds: dict[str, Kind] | None = None,
+        ties: Ties | None = None,
+    ) -> "Self":
+        """Build a tree like this one. With a new batch size the names are the given ones, else they stay."""
+        static = self._static
+        if kinds is not None or ties is not None:
+            old = static or Static()
+            static = Static(old.kinds if kinds is None else kinds, old.ties if ties is None else ties, old.own)
+            if static == NO_STATIC:
+                static = None
+        if batch_size is None:
+            batch_size, names = self._batch_size, self._names
+        return self._make(self._data if data is None else data, batch_size, self._device, names, static)
+
+    @property
+    def _ties(self) -> Ties:
+        return self._static.ties if self._static is not None else ()
+
+    @property
+    def _kinds(self) -> dict[str, Kind]:
+        return self._static.kinds if self._static is not None else {}
+
+    # -- primitives ---------------------------------------------------------------------------------------------
+
+    def _keys(self) -> Iterable[str]:
+        return self._data
+
+    def _get(self, key: str) -> Node:
+        """Return the node under one key; non-tensor data stay wrapped."""
+        try:
+            return self._data[key]
+        except KeyError:
+            # For dynamo, a guard that there is no such key: it sets none on a lookup that fails.
+            self._data.get(key)
+            raise missing((key,), self._data, node=self) from None
+
+    def _put(self, changes: dict[str, Node], kinds: dict[str, Kind] | None = None) -> "Self":
+        """Return a tree with some children replaced or added (no checks) and, where the child is None, removed."""
+        data = self._data | changes
+        removed = [key for key, node in changes.items() if node is None]
+        for key in removed:
+            data.pop(key, None)
+        if self._static is None and kinds is None and not any(getattr(n, "_static", None) for n in changes.values()):
+            return self._make(data, self._batch_size, self._device, self._names, None)
+        return self._replace(data, kinds=self._new_kinds(changes, kinds), ties=self._new_ties(changes))
+
+    def _new_kinds(self, changes: dict[str, Node], kinds: dict[str, Kind] | None) -> dict[str, Kind]:
+        kept = {k: kind for k, kind in self._kinds.items() if k not in changes or _is_leaf(changes[k])}
+        return kept | kinds if kinds else kept
+
+    def _new_ties(self, changes: dict[str, Node]) -> Ties:
+        """Return the groups that stand after an edit; the caller has checked the values of those that span."""
+        inner = [lift(node._ties, key) for key, node in changes.items() if isinstance(node, TensorCollection)]
+        if not self._ties:
+            return merge(*inner) if any(inner) else ()
+        kept = remap(self._ties, lambda path: path if _exists(changes, path) else None)
+        return merge(kept, *inner)
+
+    def _map(self, op: LeafOp, *others: "TensorCollection") -> "Self":
+        """Apply `op.leaf` to every leaf (zipped with those of `others`); a result of None drops the leaf."""
+        static = self._static
+        if static is not None and static.ties:
+            return self._map_tied(op, others)
+        data = self._data
+        # Whole maps in C for the common node of plain tensors; dynamo traces the loop.
+        if not is_compiling() and PLAIN.issuperset(map(type, data.values())):
+            data = self._map_plain(op, others)
+        else:
+            check_keys(self, others)
+            data = self._map_children(op, others)
+        size, names = self._batch_size, self._names
+        if op.size is not None:
+            if names is not None:
+                names = op.names(names) if op.names is not None else None
+            size = op.size(size)
+        if static is not None and len(data) != len(self._data):
+            static = Static({k: kind for k, kind in static.kinds.items() if k in data}, static.ties, static.own)
+        return self._make(data, size, self._device, names, static)
+
+    def _map_plain(self, op: LeafOp, others: Sequence["TensorCollection"]) -> dict[str, Node]:
+        data = self._data
+        keys, values = iter(data), data.values()
+        rows = [values, *_rows(self, others)] if others else (values,)
+        leaf = op.leaf if op.plain is None else op.plain(values)
+        results = map(leaf, zip(*rows, strict=True)) if op.packed else map(leaf, *rows)
+        try:
+            # As long as each other; saying so takes longer than all else here.
+            done = dict(zip(keys, results))  # noqa: B905
+        except Exception:
+            # For the note that `apply` adds: zip had taken the key of the leaf that raised, and none after it.
+            key = list(data)[-1 - sum(1 for _ in keys)]  # noqa: F841 # pyright: ignore[reportUnusedVariable]
+            raise
+        if op.drops and type(None) in map(type, done.values()):
+            return {key: value for key, value in done.items() if value is not None}
+        return done
+
+    def _map_children(self, op: LeafOp, others: Sequence["TensorCollection"]) -> dict[str, Node]:
+        leaf = op.leaf if not op.packed else lambda *leaves: op.leaf(leaves)
+        data: dict[str, Node] = {}
+        for key, node in self._data.items():
+            if isinstance(node, Tensor):
+                out = leaf(node, *[o._data[key] for o in others]) if others else leaf(node)
+            elif isinstance(node, TensorCollection):
+                twins = [o._data[key] for o in others]
+                out = node._shape(op, *twins) if op.batch else node._map(op, *twins)
+            elif isinstance(node, NonTensorBase) and not op.batch:
+                out = node if op.size is None else node.resized(op.size(node.shape), key)
+            else:
+                if isinstance(node, NonTensorBase):
+                    node.check_batch(self._batch_size, key)
+                out = leaf(node, *[o._data[key] for o in others])
+            if out is not None:
+                data[key] = out
+        return data
+
+    def _map_tied(self, op: LeafOp, others: Sequence["TensorCollection"]) -> "Self":
+        ties, cuts = self._ties, [(path, group[0]) for group in self._ties for path in group[1:]]
+        pruned, grafts = prune(self, cuts)
+        done = pruned._map(op, *[prune(other, cuts)[0] for other in others])
+        data = graft(done._data, grafts, ties)
+        return done._replace(data, ties=remap(ties, lambda path: path if _exists(data, path) else None))
+
+    def _index(self, index: Any) -> "Self":
+        """Index the batch dimensions; the index is normalized here, once for all leaves."""
+        head = _first_rows(index, self._batch_size)
+        if head is not None and not is_compiling() and not self._ties:
+            data, names = self._data, self._names
+            # What most indexing is, without describing it.
+            if PLAIN.issuperset(map(type, data.values())):
+                names = None if names is None else index_names((index,), names)
+                return self._make({k: x[index] for k, x in data.items()}, head, self._device, names, self._static)
+        op = index_op(index, self._batch_size)
+        if type(index) is not int and type(index) is not slice and not has_leaf(self):
+            check_positions(op.args[0], self._batch_size)
+        if op.plain is None:
+            return self._shape(op)
+        try:
+            return self._shape(op)
+        except (IndexError, RuntimeError):
+            # index_select refuses negative rows, which indexing counts from the end.
+            op = op._replace(plain=None)
+        return self._shape(op)
+
+    def _shape(self, op: LeafOp, *others: "TensorCollection") -> "Self":
+        """Apply an operation on batch dimensions (reshape, permute, stack, ...)."""
+        return self._map(op, *others)
+
+    def _each(self, fn: Callable[..., Any], *values: Any) -> "Self | None":
+        """Return the stack of `fn(tree, *its part of each value)` where this node is a stack of trees, else None.
+
+        An edit of keys goes to each tree so: the keys of a stack are those that its trees share.
+        """
+        return None
+
+    def _some_keys(self) -> dict[str, list[int]]:
+        """Return the keys that only some trees of a stack have, each with the numbers of these trees."""
+        return {}
+
+    def _owner(self, path: Path) -> str | None:
+        """Return the number of the tree of a stack that a path, as `paths()` gives it, leads into by this number."""
+        return None
+
+    def _within(self, old_ndim: int, size: Size) -> tuple[int, Size] | None:
+        """Return what the nodes inside follow where this node follows its parent's new batch size; None for nothing."""
+        return old_ndim, size
+
+    def _probe(self) -> Any:
+        """Return what `_rebuilt_size` must know of the leaves as they were (classes with static data of their own)."""
+        return None
+
+    @classmethod
+    def _rebuilt_size(cls, children: tuple[Any, ...], context: Any) -> Any:
+        """Return the batch size (None if the children do not say) and device of a node that `tree_map` rebuilds.
+
+        None means: as the leading dimensions of the children say. A class with static data of its own knows better.
+        """
+        return None
+
+    # -- immutability -------------------------------------------------------------------------------------------
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise _frozen(self, f".{name} = value", _ATTRIBUTE_HINTS.get(name, f"td = td.set({name!r}, value)"))
+
+    def __delattr__(self, name: str) -> None:
+        raise _frozen(self, f"del .{name}", f"td = td.delete({name!r})")
+
+    def __setitem__(self, key: Any, value: object) -> NoReturn:
+        # A mask would be printed whole.
+        items: Any = key if isinstance(key, tuple) else (key,)
+        shown = ", ".join([repr(k) if isinstance(k, (str, int, slice, tuple)) else "index" for k in items])
+        fix = f"td = td.set({key!r}, value)" if is_key(key) else "td = td.at[index].set(value)"
+        if isinstance(value, Tensor) and is_key(key) and dict(iter_leaves(self)).get(unravel(key)) is value:
+            # `td[key] += 1` has changed the leaf by the time that Python assigns it.
+            fix = f"td = td.at[{shown}].add(value). If this was +=, it has already written to the shared leaf."
+        raise _frozen(self, f"td[{shown}] = value", fix)
+
+    def __delitem__(self, key: Any) -> NoReturn:
+        raise _frozen(self, f"del [{key!r}]", f"td = td.delete({key!r})")
+
+    def __copy__(self) -> "Self":
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Self":
+        # One memo for the whole tree: a tensor at several paths is copied once, so ties survive.
+        data = {key: deepcopy(node, memo) for key, node in self._data.items()}
+        return self._replace(data)
+
+    def __reduce__(self) -> Any:
+        data, send = self._data, TensorCollection._send
+        # The pickle that starts a process: a leaf that is on a file goes by the file's name, not as a copy.
+        if send is not None and get_spawning_popen() is not None:
+            data = {key: send(node) if isinstance(node, Tensor) else node for key, node in data.items()}
+        return _remake, (type(self), data, self._batch_size, self._device, self._names, self._static)
+
+    __hash__ = object.__hash__
+
+
+NO_STATIC = Static()
+PLAIN = frozenset((Tensor, Parameter))
+_NBYTES = attrgetter("nbytes")
+
+_ATTRIBUTE_HINTS = {
+    "batch_size": "td = td.with_batch_size(value)",
+    "names": "td = td.with_names(value)",
+    "device": "td = td.to(value)",
+}
+
+
+def _frozen(tree: TensorCollection, what: str, fix: str) -> ImmutableError:
+    return ImmutableError(f"{type(tree).__name__} is immutable: {what} cannot be written.", hint=fix)
+
+
+def _remake(cls: type[TensorCollection], data: dict[str, Node], *rest: Any) -> TensorCollection:
+    return cls._make(data, *rest)
+
+
+def _is_leaf(node: Node) -> bool:
+    return node is not None and not isinstance(node, TensorCollection)
+
+
+def _exists(data: dict[str, Node], path: Path) -> bool:
+    """Whether a path leads to a leaf, looking only into the given children."""
+    if path[0] not in data:
+        return True
+    node: Node = data[path[0]]
+    for key in path[1:]:
+        if not isinstance(node, TensorCollection) or key not in node._data:
+            return False
+        node = node._data[key]
+    return _is_leaf(node)
+
+
+def _rows(first: TensorCollection, others: Sequence[TensorCollection]) -> list[Iterable[Any]]:
+    """Return the children of other nodes in the key order of the first."""
+    keys = list(first._data)
+    if all([isinstance(o, TensorCollection) and list(o._data) == keys for o in others]):
+        return [o._data.values() for o in others]
+    check_keys(first, others)
+    return [[o._data[key] for key in keys] for o in others]
+
+
+def check_keys(first: TensorCollection, others: Sequence[TensorCollection]) -> None:
+    """Raise unless all nodes have the keys of the first."""
+    keys = first._data.keys()
+    for other in others:
+        if not isinstance(other, TensorCollection) or other._data.keys() != keys:
+            raise TreeStructureError(
+                "The trees have different keys.",
+                expected=f"{sorted(keys)}",
+                got=f"{sorted(other._data)}"
+                if isinstance(other, TensorCollection)
+                else f"a leaf of type {type(other).__name__}",
+                hint="select() the common keys, or set() the missing ones.",
+            )
+
+
+def index_op(index: Any, size: Size) -> LeafOp:
+    """Return the operation of one index on all leaves of a tree with this batch size."""
+    head = _first_rows(index, size)
+    if head is None and size and size[0] > 0 and type(index) is Tensor and _is_rows(index):
+        head = index.shape + size[1:]
+    parts: tuple[Any, ...] = (index,) if head is not None else normalize_index(index, size)
+    if head is None:
+        head = index_size(parts, size)
+    # x[i] and x[i:j] are faster than x[(i,)]; index_select is faster than both for many rows of a large leaf.
+    key: Any = parts[0] if len(parts) == 1 else parts
+    names = partial(index_names, parts)
+    if not _is_rows(key):
+        return LeafOp("index", itemgetter(key), put_first(head, len(size)), names, True, (parts,))
+    leaf, plain = _row_select(key), partial(_small_row_select, key)
+    return LeafOp("index", leaf, put_first(head, len(size)), names, True, (parts,), plain=plain)
+
+
+def _first_rows(index: Any, size: Size) -> Size | None:
+    """Return the batch size after an index of one int or slice, the most common ones, which need no normal form."""
+    if not size:
+        return None
+    if type(index) is int:
+        return size[1:] if -size[0] <= index < size[0] else None
+    if type(index) is slice and index.step is None:
+        return Size((slice_length(index, size[0]), *size[1:]))
+    return None
+
+
+def _is_rows(key: Any) -> bool:
+    return isinstance(key, Tensor) and key.dim() == 1 and key.dtype is torch.int64 and key.device.type == "cpu"
+
+
+def _small_row_select(rows: Tensor, leaves: Collection[Tensor]) -> LeafFn:
+    if max(map(_NBYTES, leaves), default=0) >= MIN_BYTES:
+        return _row_select(rows)
+    return methodcaller("index_select", 0, rows)
+
+
+def _row_select(rows: Tensor) -> LeafFn:
+    def select(leaf: Any) -> Any:
+        if not is_compiling() and type(leaf) is Tensor and leaf.nbytes >= MIN_BYTES:
+            read_rows_ahead(leaf, rows)
+        try:
+            return leaf.index_select(0, rows)
+        # index_select refuses negative rows, which indexing counts from the end.
+        except (IndexError, RuntimeError):
+            return leaf[rows]
+
+    return select
+
+
+# -- leaves -----------------------------------------------------------------------------------------------------
+
+
+def iter_leaves(tree: TensorCollection, prefix: Path = ()) -> Iterable[tuple[Path, Any]]:
+    """Yield (path, leaf) in insertion order, every path of a tied leaf included, non-tensor data left out."""
+    for key, node in tree._data.items():
+        if isinstance(node, TensorCollection):
+            yield from iter_leaves(node, (*prefix, key))
+        elif not isinstance(node, NonTensorBase):
+            yield (*prefix, key), node
+
+
+def has_leaf(tree: TensorCollection) -> bool:
+    """Whether the tree has a leaf, non-tensor data left out."""
+    first = next(iter(tree._data.values()), None)
+    return isinstance(first, Tensor) or next(iter(iter_leaves(tree)), None) is not None
+
+
+def leaf_paths(tree: TensorCollection) -> list[Path]:
+    """Return the paths of `tree_leaves`, but in insertion order; a tied leaf once, under its first path."""
+    aliases = {path for group in tree._ties for path in group[1:]}
+    return [path for path, _ in iter_leaves(tree) if path not in aliases]
+
+
+def with_leaves(tree: T, leaves: Iterable[Any]) -> T:
+    """Return a tree of the same structure and batch sizes around new leaves, in the order of `leaf_paths`."""
+    source = iter(leaves)
+    return tree._map(LeafOp("with_leaves", lambda _: next(source)))

@@ -1,0 +1,87 @@
+"""The exceptions of tdfunc. Each takes the four parts of a message: what must hold, expected, got and hint.
+
+Each is a subclass of the builtin error that a caller would catch anyway; `error` builds plain builtin errors likewise.
+"""
+
+from dataclasses import FrozenInstanceError
+from typing import TypeVar
+
+E = TypeVar("E", bound=Exception)
+
+
+def explain(what: object = "", *, expected: object = None, got: object = None, hint: str | None = None) -> str:
+    """Return a message of one line for each part that is given."""
+    parts = (("  expected: ", expected), ("  got:      ", got), ("  hint:     ", hint))
+    return "\n".join([str(what), *[f"{name}{part}" for name, part in parts if part is not None]])
+
+
+def error(kind: type[E], what: object, *, expected: object = None, got: object = None, hint: str | None = None) -> E:
+    """Return a builtin error with a message of four parts."""
+    return kind(explain(what, expected=expected, got=got, hint=hint))
+
+
+class _Explained(Exception):
+    """Takes the parts of a message; given one alone, as by pickle, it is the message."""
+
+    def __init__(
+        self, what: object = "", *, expected: object = None, got: object = None, hint: str | None = None
+    ) -> None:
+        # `BaseException.__new__` has set `args` to `what`; dynamo cannot trace `super().__init__` here.
+        if expected is not None or got is not None or hint is not None:
+            self.args = (explain(what, expected=expected, got=got, hint=hint),)
+
+
+class ImmutableError(_Explained, TypeError, FrozenInstanceError):
+    """An assignment to a tree; the message is the pure call to write instead."""
+
+
+class MissingKeyError(_Explained, KeyError):
+    """A key path that the tree does not have."""
+
+    # KeyError prints the repr of its argument, which would show `\n` instead of lines.
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class BatchSizeError(_Explained, ValueError):
+    """A leaf or tree whose leading dimensions are not the batch size."""
+
+
+class LeafMismatchError(_Explained, ValueError):
+    """A leaf whose shape, dtype or kind does not fit the place it is put in."""
+
+
+class TreeStructureError(_Explained, ValueError):
+    """Trees (or a tree and a module) whose key paths differ."""
+
+
+class TieError(_Explained, ValueError):
+    """An edit that would give two paths of one tied tensor different values."""
+
+
+class FilterError(_Explained, ValueError):
+    """A filter that cannot be read, or a pattern that matches no leaf."""
+
+
+class LeakError(_Explained, RuntimeError):
+    """A forward that used an original weight instead of the one it was given."""
+
+
+class ConcurrencyError(_Explained, RuntimeError):
+    """Two threads, or two blocks out of order, inside one module; or a leaf that changed while it was saved."""
+
+
+class UnsupportedError(_Explained, TypeError):
+    """A module, tensor or call that tdfunc cannot treat as a pure function."""
+
+
+class CaptureError(_Explained, RuntimeError):
+    """A traced function that uses a tensor which is not one of its arguments."""
+
+
+class CorruptCheckpointError(_Explained, ValueError):
+    """A file that is not what was saved: torn, altered, or no checkpoint at all."""
+
+
+class WorkerError(_Explained, RuntimeError):
+    """A worker process of `map` that died, could not start, or raised what cannot be sent back."""

@@ -1,0 +1,303 @@
+"""Nested keys (tuples of str) and `Filter`, the one language for choosing leaves by path, kind, dtype or predicate."""
+
+import difflib
+import fnmatch
+import operator
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+
+from tdfunc.core.errors import FilterError, MissingKeyError, error, explain
+from tdfunc.core.types import Kind, NestedKey, Path
+
+
+def unravel(key: NestedKey) -> Path:
+    """Flatten a key of nested tuples into one tuple of non-empty str."""
+    if type(key) is str and key:
+        return (key,)
+    path: list[str] = []
+    stack: list[Any] = [key]
+    while stack:
+        part = stack.pop()
+        if isinstance(part, tuple) and part:
+            stack.extend(reversed(part))  # pyright: ignore[reportUnknownArgumentType]
+        elif isinstance(part, str) and part:
+            # A member of a str enum is the text that it stands for: in JSON, in pickles, in attribute names.
+            path.append(part if type(part) is str else str.__str__(part))
+        else:
+            raise _bad_key(key, part)
+    if not path:
+        raise _bad_key(key, key)
+    return tuple(path)
+
+
+def is_key(key: object) -> bool:
+    """Whether `key` is a str or a (nested) non-empty tuple of str, rather than an index."""
+    if isinstance(key, str):
+        return True
+    return isinstance(key, tuple) and len(key) > 0 and all(map(is_key, key))
+
+
+def dotted(path: Iterable[str]) -> str:
+    """Return the path as it stands in messages and file names: `layers.0.weight`."""
+    return ".".join(path)
+
+
+def missing(path: Path, known: Iterable[str], call: str = "get", node: Any = None) -> MissingKeyError:
+    """Build the error for a path of which the last part is not among the `known` keys of its parent, `node`."""
+    return MissingKeyError(_Missing(path, known, call, node))
+
+
+class _Missing:
+    """The text of a missing key. It looks for what was meant when it is read: most such errors are caught unread."""
+
+    __slots__ = ("_given", "_text")
+
+    def __init__(self, path: Path, known: Iterable[str], call: str, node: Any) -> None:
+        self._given, self._text = (path, known, call, node), ""
+
+    def __str__(self) -> str:
+        if not self._text:
+            self._text = _missing_text(*self._given)
+        return self._text
+
+    def __repr__(self) -> str:
+        return repr(str(self))
+
+    def __reduce__(self) -> Any:
+        return str, (str(self),)
+
+
+def _missing_text(path: Path, known: Iterable[str], call: str, node: Any) -> str:
+    names, key, parent = list(known), path[-1], path[:-1]
+    parts = tuple(key.split("."))
+    # A file has no node to look into, only the names of one level.
+    nested = len(parts) > 1 and (parts[0] in names if node is None else _leads(node, parts))
+    if node is not None and not hasattr(node, "_keys"):
+        hint = f"{dotted(parent)!r} is a leaf: nothing lies under it."
+    elif nested:
+        hint = f"a nested key is a tuple: {(*parent, *parts)!r}."
+    else:
+        hint = did_you_mean(key, names) or _further_down(key, parent, node)
+    shown = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")
+    where = f" under {dotted(parent)!r}" if parent else ""
+    return explain(f"{call}: no key {key!r}{where}.", expected=f"one of {shown or '(no keys)'}", hint=hint)
+
+
+def did_you_mean(key: str, names: Sequence[str]) -> str | None:
+    """Return a hint with up to three names that a key may be a misspelling of, or None."""
+    if len(names) > 200:
+        # Comparing takes long: of many names, those that a slip of the finger or two gives.
+        near = (n for n in names if abs(len(n) - len(key)) <= 2 and (n[:1] == key[:1] or n[-1:] == key[-1:]))
+        names = [name for name in near if len({*name} ^ {*key}) <= 3][:200]
+    close = difflib.get_close_matches(key, names, n=3)
+    return f"did you mean {' or '.join(map(repr, close))}?" if close else None
+
+
+def _further_down(key: str, parent: Path, node: Any) -> str | None:
+    """Return a hint with the nearest paths below a node that end in a key, or None."""
+    found: list[Path] = []
+    level: list[tuple[Path, Any]] = [((), node)]
+    for at, tree in level:
+        for name in tree._keys() if hasattr(tree, "_keys") else ():
+            child = tree._get(name)
+            if at and name == key:
+                found.append((*parent, *at, name))
+            if hasattr(child, "_keys"):
+                level.append(((*at, name), child))
+        # As many trees as take no time.
+        if len(found) >= 3 or len(level) > 1000:
+            break
+    return f"did you mean {' or '.join(map(repr, found[:3]))}?" if found else None
+
+
+def _leads(node: Any, path: Path) -> bool:
+    for part in path:
+        if not hasattr(node, "_keys") or part not in node._keys():
+            return False
+        node = node._get(part)
+    return True
+
+
+def _bad_key(key: object, part: object) -> TypeError:
+    return error(
+        TypeError,
+        "A key must be a str or a nested tuple of str, and not empty.",
+        got=f"{part!r} in {key!r}",
+        hint="index batch dimensions with td[...], name entries with a str.",
+    )
+
+
+class Entry(NamedTuple):
+    """One leaf as a filter sees it: all its tied paths, the leaf, and its kind."""
+
+    paths: tuple[Path, ...]
+    leaf: Any
+    kind: Kind | None
+
+
+Predicate: TypeAlias = Callable[[Path, Any], bool]
+FilterSpec: TypeAlias = "str | re.Pattern[str] | Kind | torch.dtype | Predicate | Filter"
+FilterLike: TypeAlias = "Filter | str"
+
+
+class Filter:
+    """A choice of leaves, combined with `|`, `&` and `~`.
+
+    A str is a glob on the dotted path, in which `*` crosses dots; a compiled regex must match the whole path; a
+    `Kind` and a `torch.dtype` match leaves that have it; a function gets `(path, leaf)`. In `load(keys=)`, which
+    chooses before it reads, that is a leaf without values. A tied leaf matches by any of its paths. A glob or regex
+    that matches no leaf of the tree raises when the filter is used.
+
+    Args:
+        spec: A glob, regex, kind, dtype, predicate or another filter.
+
+    Examples:
+        >>> params = TensorDict({"fc": {"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}, "scale": torch.ones(())})
+        >>> no_decay, rest = params.partition(Filter("*.bias") | "scale")
+        >>> no_decay.paths(), rest.paths()
+        ([('fc', 'bias'), ('scale',)], [('fc', 'weight')])
+    """
+
+    __slots__ = ("_mask", "_text")
+
+    def __init__(self, spec: "FilterSpec") -> None:
+        if isinstance(spec, Filter):
+            self._mask, self._text = spec._mask, spec._text
+        else:
+            self._mask, self._text = _atom(spec)
+
+    def mask(self, entries: Sequence[Entry]) -> list[bool]:
+        """Return for each entry whether it is chosen.
+
+        Raises:
+            FilterError: A glob or regex inside the filter matches none of the entries.
+        """
+        return self._mask(entries)
+
+    def __or__(self, other: "FilterSpec") -> "Filter":
+        return _joined(self, Filter(other), operator.or_, "|")
+
+    def __and__(self, other: "FilterSpec") -> "Filter":
+        return _joined(self, Filter(other), operator.and_, "&")
+
+    def __ror__(self, other: "FilterSpec") -> "Filter":
+        return Filter(other) | self
+
+    def __rand__(self, other: "FilterSpec") -> "Filter":
+        return Filter(other) & self
+
+    def __invert__(self) -> "Filter":
+        return _combined(partial(_others, self), f"~{self._text}")
+
+    def __repr__(self) -> str:
+        return f"Filter({self._text})"
+
+
+def of_type(module: nn.Module, *types: type[nn.Module]) -> Filter:
+    """Return a filter for the leaves that belong to submodules of the given types.
+
+    Args:
+        module: The module that the trees come from.
+        *types: Module classes, such as `nn.LayerNorm`.
+
+    Raises:
+        FilterError: The module has no submodule of these types.
+    """
+    found = [name for name, sub in module.named_modules(remove_duplicate=False) if isinstance(sub, types)]
+    owners = {tuple(name.split(".")) if name else () for name in found}
+    text = f"of_type({', '.join(t.__name__ for t in types)})"
+    if not owners:
+        kinds = sorted({type(sub).__name__ for sub in module.modules()})
+        raise FilterError(f"{text}: {type(module).__name__} has no such submodule.", got=f"{', '.join(kinds)}")
+    return _combined(partial(_owned, owners), text)
+
+
+# The masks are partials of these, so that filters (and optimizers with them) can be pickled.
+
+
+def _others(chosen: Filter, entries: Sequence[Entry]) -> list[bool]:
+    return [not a for a in chosen.mask(entries)]
+
+
+def _owned(owners: set[Path], entries: Sequence[Entry]) -> list[bool]:
+    return [any(path[:-1] in owners for path in e.paths) for e in entries]
+
+
+def _of_both(left: Filter, right: Filter, rule: Callable[[bool, bool], bool], entries: Sequence[Entry]) -> list[bool]:
+    return [rule(a, b) for a, b in zip(left.mask(entries), right.mask(entries), strict=True)]
+
+
+def _of_kind(kind: Kind, entries: Sequence[Entry]) -> list[bool]:
+    return [e.kind is kind for e in entries]
+
+
+def _of_dtype(dtype: torch.dtype, entries: Sequence[Entry]) -> list[bool]:
+    return [getattr(e.leaf, "dtype", None) is dtype for e in entries]
+
+
+def _wanted(predicate: Callable[..., object], entries: Sequence[Entry]) -> list[bool]:
+    return [any(bool(predicate(p, e.leaf)) for p in e.paths) for e in entries]
+
+
+def _joined(left: Filter, right: Filter, rule: Callable[[bool, bool], bool], symbol: str) -> Filter:
+    return _combined(partial(_of_both, left, right, rule), f"({left._text} {symbol} {right._text})")
+
+
+def _combined(mask: Callable[[Sequence[Entry]], list[bool]], text: str) -> Filter:
+    new = object.__new__(Filter)
+    new._mask, new._text = mask, text
+    return new
+
+
+def _atom(spec: Any) -> tuple[Callable[[Sequence[Entry]], list[bool]], str]:
+    if isinstance(spec, str):
+        return partial(_matching, re.compile(fnmatch.translate(spec)), repr(spec)), repr(spec)
+    if isinstance(spec, re.Pattern):
+        return partial(_matching, spec, repr(spec.pattern)), repr(spec)
+    if isinstance(spec, Kind):
+        return partial(_of_kind, spec), str(spec)
+    if isinstance(spec, torch.dtype):
+        return partial(_of_dtype, spec), str(spec)
+    if callable(spec):
+        return partial(_wanted, spec), getattr(spec, "__name__", "fn")
+    raise FilterError(
+        "Filter: cannot be made from this.",
+        expected="a glob (str), compiled regex, Kind, torch.dtype, predicate(path, leaf) or Filter",
+        got=f"{spec!r} ({type(spec).__name__})",
+    )
+
+
+def _matching(regex: re.Pattern[str], text: str, entries: Sequence[Entry]) -> list[bool]:
+    found = [any(regex.fullmatch(dotted(path)) for path in e.paths) for e in entries]
+    if not any(found):
+        paths = [dotted(e.paths[0]) for e in entries]
+        close = difflib.get_close_matches(text.strip("'*"), paths, n=3)
+        shown = ", ".join(map(repr, close or paths[:5])) or "(the tree has no leaves)"
+        raise FilterError(
+            f"Filter: the pattern {text} matches no leaf.",
+            got=f"{len(paths)} leaves",
+            hint=f"paths here are like {shown}.",
+        )
+    return found
+
+
+def assign(found: Sequence[Entry], where: dict[Any, Any], call: str) -> list[Any]:
+    """Return for each leaf the value of the first filter that matches it."""
+    masks = [(Filter(spec).mask(found), value) for spec, value in where.items()] if found else []
+    result: list[Any] = []
+    for i, entry in enumerate(found):
+        chosen = next((j for j, (mask, _) in enumerate(masks) if mask[i]), None)
+        if chosen is None:
+            name = dotted(entry.paths[0])
+            raise FilterError(
+                f"{call}: no filter matches the leaf {name!r}.",
+                got=f"{list(where)}",
+                hint='end the dict with "*": value.',
+            )
+        result.append(masks[chosen][1])
+    return result

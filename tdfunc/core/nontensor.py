@@ -1,0 +1,501 @@
+"""Non-tensor data: one value for the whole batch, or a numpy object array with one value per element.
+
+Both answer to the tensor methods that shape and index operations call, so that those need not ask what they got.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+import optree
+import torch
+from torch import Size
+from torch.utils import _pytree as torch_pytree
+
+from tdfunc.core.errors import BatchSizeError, ImmutableError, LeafMismatchError, error
+from tdfunc.core.shapes import as_size, dim_index, index_size, normalize_index
+from tdfunc.core.vmapped import Mapped, Move, Rows, follow_rows, hidden_dims
+
+
+class NonTensorBase:
+    """What `NonTensorData` and `NonTensorStack` share: values seen through tensor methods."""
+
+    __slots__ = ()
+    # None, or for a stack that is not laid out along the batch its dimensions after it, were it so; -1 if it never is.
+    _features: int | None = None
+    # The dimensions that vmap has taken; those of the values come first in the array.
+    _mapped: Mapped = ()
+    # The values as an object array of the batch's size.
+    _array: np.ndarray[Any, Any]
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise ImmutableError(f"{type(self).__name__} is immutable: .{name} = value.", hint="make a new one.")
+
+    @property
+    def shape(self) -> Size:
+        raise NotImplementedError
+
+    @property
+    def batch_size(self) -> Size:
+        return self.shape
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def check_batch(self, size: Size, key: str) -> None:
+        """Raise unless the values are laid out along this batch: inside vmap those of a stack are not."""
+        if self._mapped or self._features is not None or self.shape[: len(size)] != size:
+            got = Size(self._array.shape)
+            raise BatchSizeError(
+                f"{key!r} holds one value for each element of another batch.",
+                expected=f"shape {list(size)} + (...)",
+                got=f"shape {list(got)}" + (", with rows that are mapped" if self._mapped else ""),
+                hint=_hint(self),
+            )
+
+    def resized(self, size: Size, key: str) -> Any:
+        """Follow an operation on the leaves that changes the batch size and cannot be done to values."""
+        new = self.rebatch(size)
+        if new.shape != size:
+            raise LeafMismatchError(
+                f"{key!r} has a value for each row, which the operation would merge.",
+                expected=f"shape {list(size)}",
+                got=f"shape {list(new.shape)}",
+                hint=f"leave it out first: td.exclude({key!r}).",
+            )
+        return new
+
+    def rebatch(self, size: Size) -> Any:
+        """Return the data with another batch size, where they can have it; never raises."""
+        raise NotImplementedError
+
+    def follow(self, old_ndim: int, size: Size, move: Move | None = None) -> Any:
+        """Return the data of a tree whose batch was `old_ndim` dimensions and is now `size`; never raises.
+
+        `move` is what is known of the dimension that came or went.
+        """
+        raise NotImplementedError
+
+    @property
+    def value(self) -> Any:
+        """What `td[key]` returns."""
+        raise NotImplementedError
+
+    def equal(self, other: Any) -> torch.Tensor:
+        """Return the tensor of bools of `self == other`, value by value, where both have one shape."""
+        if not isinstance(other, NonTensorBase) or self.shape != other.shape:
+            return torch.zeros(self.shape, dtype=torch.bool)
+        if isinstance(self, NonTensorData) and isinstance(other, NonTensorData):
+            return torch.tensor(same_value(self.data, other.data)).expand(self.shape)
+        pairs = zip(self._array.flat, other._array.flat, strict=True)
+        return torch.tensor([same_value(a, b) for a, b in pairs], dtype=torch.bool).reshape(self.shape)
+
+    def where(self, condition: torch.Tensor, other: Any) -> Any:
+        # The same on both sides: the condition may be a tensor without values (inside vmap, or a compiler).
+        if self is other or self == other:
+            return self
+        return NonTensorStack._wrap(np.where(condition.cpu().numpy(), self._array, other._array))
+
+    def index_select(self, dim: int, index: torch.Tensor) -> Any:
+        return self[(slice(None),) * dim_index(dim, self.dim(), "index_select") + (index,)]
+
+    def unbind(self, dim: int = 0) -> tuple[Any, ...]:
+        lead = (slice(None),) * dim_index(dim, self.dim(), "unbind")
+        return tuple(self[(*lead, i)] for i in range(self.shape[dim]))
+
+    def split(self, sizes: int | Sequence[int], dim: int = 0) -> tuple[Any, ...]:
+        lead = (slice(None),) * dim_index(dim, self.dim(), "split")
+        total = self.shape[dim]
+        # As torch: a dimension of size 0 is one part.
+        parts = [min(sizes, total - i) for i in range(0, total or 1, sizes)] if isinstance(sizes, int) else list(sizes)
+        ends = zip(accumulate(parts), parts, strict=True)
+        return tuple(self[(*lead, slice(end - part, end))] for end, part in ends)
+
+    def __getitem__(self, index: Any) -> Any:
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        handler = _FUNCTIONS.get(func)
+        return NotImplemented if handler is None else handler(*args, **(kwargs or {}))
+
+    def tolist(self) -> Any:
+        """Return the values as a nested list (one value for a batch of no dimensions)."""
+        return self._array.tolist() if self._array.ndim else self._array[()]
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, NonTensorBase) and self.shape == other.shape and _same_nodes(self, other)
+
+    def __hash__(self) -> int:
+        return hash((type(self).__name__, self.shape))
+
+
+class NonTensorData(NonTensorBase):
+    """One non-tensor value, broadcast to the batch at no cost.
+
+    Args:
+        data: Any object but None.
+        batch_size: The shape that it is seen with.
+
+    Examples:
+        >>> TensorDict({"n": NonTensorData(3)}, [2])["n"]
+        3
+    """
+
+    __slots__ = ("_size", "_value")
+    _size: Size
+    _value: Any
+
+    def __init__(self, data: Any, batch_size: Any = None) -> None:
+        object.__setattr__(self, "_value", data.data if isinstance(data, NonTensorData) else data)
+        object.__setattr__(self, "_size", as_size(batch_size))
+
+    @classmethod
+    def _wrap(cls, value: Any, size: Size) -> "NonTensorData":
+        """Make one without checks: a compiler's code for it has -1 for sizes that are not known yet."""
+        new = object.__new__(cls)
+        object.__setattr__(new, "_value", value)
+        object.__setattr__(new, "_size", size)
+        return new
+
+    @property
+    def data(self) -> Any:
+        """The value."""
+        return self._value
+
+    @property
+    def value(self) -> Any:
+        """What `td[key]` returns."""
+        return self._value
+
+    @property
+    def shape(self) -> Size:
+        return self._size
+
+    @property
+    def _array(self) -> np.ndarray[Any, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        cell = np.empty((), dtype=object)
+        cell[()] = self._value
+        return np.broadcast_to(cell, self._size)
+
+    # A shape operation keeps the value: torch works out the shape, on a tensor that holds nothing.
+    def _shaped(self, method: str, *args: Any) -> Any:
+        made = getattr(torch.empty(self._size, device="meta"), method)(*args)
+        return NonTensorData(self._value, made.shape)
+
+    def reshape(self, *shape: Any) -> Any:
+        return self._shaped("reshape", _sizes(shape))
+
+    def view(self, *shape: Any) -> Any:
+        return self._shaped("reshape", _sizes(shape))
+
+    def expand(self, *shape: Any) -> Any:
+        return self._shaped("expand", _sizes(shape))
+
+    def permute(self, *dims: Any) -> Any:
+        return self._shaped("permute", _sizes(dims))
+
+    def transpose(self, dim0: int, dim1: int) -> Any:
+        return self._shaped("transpose", dim0, dim1)
+
+    def unsqueeze(self, dim: int) -> Any:
+        return self._shaped("unsqueeze", dim)
+
+    def squeeze(self, *dim: int) -> Any:
+        return self._shaped("squeeze", *dim)
+
+    def __getitem__(self, index: Any) -> Any:
+        return NonTensorData(self._value, index_size(normalize_index(index, self._size), self._size))
+
+    def rebatch(self, size: Size) -> Any:
+        """Return the value seen with another batch size."""
+        return NonTensorData(self._value, size)
+
+    def follow(self, old_ndim: int, size: Size, move: Move | None = None) -> Any:
+        """Return the value seen with the new batch size, and with the dimensions it had after the old one."""
+        return NonTensorData(self._value, size + self._size[old_ndim:])
+
+    def __reduce__(self) -> Any:
+        return NonTensorData, (self._value, tuple(self._size))
+
+    def __repr__(self) -> str:
+        return f"NonTensorData(data={self._value}, batch_size={self._size}, device=None)"
+
+
+class NonTensorStack(NonTensorBase):
+    """One non-tensor value for each element of the batch.
+
+    Args:
+        *values: The values along the first dimension; nested lists give more dimensions with `from_nested`.
+
+    Examples:
+        >>> td = TensorDict({"s": ["a", "b", "c"]}, [3])
+        >>> td[1:]["s"], td[0]["s"]
+        (['b', 'c'], 'a')
+    """
+
+    __slots__ = ("_array", "_features", "_mapped")
+
+    def __init__(self, *values: Any) -> None:
+        array = np.empty(len(values), dtype=object)
+        for i, value in enumerate(values):
+            array[i] = value.data if isinstance(value, NonTensorData) else value
+        object.__setattr__(self, "_array", array)
+        object.__setattr__(self, "_features", None)
+        object.__setattr__(self, "_mapped", ())
+
+    @classmethod
+    def _wrap(cls, array: np.ndarray[Any, Any], features: int | None = None, mapped: Mapped = ()) -> "NonTensorStack":
+        new = object.__new__(cls)
+        object.__setattr__(new, "_array", array)
+        object.__setattr__(new, "_features", features)
+        object.__setattr__(new, "_mapped", mapped)
+        return new
+
+    @property
+    def shape(self) -> Size:
+        return Size(self._array.shape[hidden_dims(self._mapped) :]) if self._mapped else Size(self._array.shape)
+
+    def reshape(self, *shape: Any) -> Any:
+        return self._wrap(self._array.reshape(_sizes(shape)))
+
+    view = reshape
+
+    def expand(self, *shape: Any) -> Any:
+        size = _sizes(shape)
+        # torch spells "keep this dimension" -1, numpy does not know it.
+        full = torch.empty(self._array.shape, device="meta").expand(size).shape
+        return self._wrap(np.broadcast_to(self._array, full))
+
+    def permute(self, *dims: Any) -> Any:
+        return self._wrap(self._array.transpose(_sizes(dims)))
+
+    def transpose(self, dim0: int, dim1: int) -> Any:
+        return self._wrap(self._array.swapaxes(dim0, dim1))
+
+    def unsqueeze(self, dim: int) -> Any:
+        return self._wrap(np.expand_dims(self._array, dim))
+
+    def squeeze(self, dim: int | None = None) -> Any:
+        if dim is not None and self._array.shape[dim] != 1:
+            return self
+        return self._wrap(self._array.squeeze(dim))
+
+    @classmethod
+    def from_nested(cls, values: Any, ndim: int) -> "NonTensorStack":
+        """Read the outer `ndim` levels of nested lists as dimensions; what is inside them is a value.
+
+        Raises:
+            ValueError: The lists of one level differ in length.
+        """
+        size: list[int] = []
+        level = values
+        for _ in range(ndim):
+            size.append(len(level))
+            level = level[0] if len(level) else []
+        flat = [values]
+        for length in size:
+            for part in flat:
+                if not isinstance(part, (list, tuple)) or len(part) != length:
+                    raise error(
+                        ValueError,
+                        "NonTensorStack: the list is ragged.",
+                        expected=f"lists of {length}",
+                        got=f"{part!r}",
+                    )
+            flat = [item for part in flat for item in part]
+        array = np.empty(len(flat), dtype=object)
+        for i, item in enumerate(flat):
+            array[i] = item
+        return cls._wrap(array.reshape(size))
+
+    @property
+    def value(self) -> Any:
+        """What `td[key]` returns: always a nested list."""
+        return self.tolist()
+
+    def rebatch(self, size: Size) -> Any:
+        """Keep the values; an operation along a dimension checks that they still fit."""
+        return self
+
+    def follow(self, old_ndim: int, size: Size, move: Move | None = None) -> Any:
+        """Move the values with the leaves, or keep them, and whether they are laid out along the batch."""
+        features = self.dim() - old_ndim if self._features is None else self._features
+        rows = follow_rows(Rows(self._array, features, self._mapped), old_ndim, size, move)
+        if rows is None:
+            return self._wrap(self._array, _LOST)
+        whole = rows.shape == (*size, *rows.shape[len(rows.shape) - rows.features :])
+        return self._wrap(rows.array, None if whole else rows.features, rows.mapped)
+
+    def __getitem__(self, index: Any) -> Any:
+        parts = normalize_index(index, self.shape)
+        size = index_size(parts, self.shape)
+        # numpy checks positions that no element needs.
+        if size.numel() == 0:
+            return self._wrap(np.empty(size, dtype=object))
+        taken = tuple((i.cpu().numpy() if i.dim() else int(i)) if isinstance(i, torch.Tensor) else i for i in parts)
+        array = _numpy_index(self._array, taken)
+        # A full index leaves one value: it is data of an empty batch, not a stack.
+        return NonTensorData(array[()]) if array.ndim == 0 else self._wrap(array)
+
+    def __reduce__(self) -> Any:
+        # A list, for `torch.load(weights_only=True)` refuses arrays of objects.
+        return _stack_of, (self._array.reshape(-1).tolist(), self._array.shape)
+
+    def __repr__(self) -> str:
+        return f"NonTensorStack({self.tolist()}, batch_size={self.shape}, device=None)"
+
+
+_LOST = -1
+
+
+def _hint(node: NonTensorBase) -> str:
+    if node._mapped:
+        return "non-tensor values cannot vary along a vmapped dimension: exclude() them before vmap."
+    if node._features == _LOST:
+        return "vmap moved the rows where the leaves do not tell: clone() expanded leaves, or exclude() it before vmap."
+    return "vmap, tree_map or another operation gave the leaves another batch: exclude() it before."
+
+
+def _stack_of(values: list[Any], shape: tuple[int, ...]) -> NonTensorStack:
+    array = np.empty(len(values), dtype=object)
+    # Each by itself: numpy would take lists apart.
+    for i, value in enumerate(values):
+        array[i] = value
+    return NonTensorStack._wrap(array.reshape(shape))
+
+
+class StaticValues(NamedTuple):
+    """Non-tensor values as pytree context: compared by value, hashed by their repr when they cannot be."""
+
+    node: NonTensorBase
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StaticValues) and _same_nodes(self.node, other.node)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        values = [self.node.data] if isinstance(self.node, NonTensorData) else self.node._array.ravel().tolist()
+        try:
+            return hash(tuple(values))
+        except TypeError:
+            # Equal lists and dicts may print differently ({1.0} and {1}), so what cannot be hashed counts only.
+            return hash(len(values))
+
+
+def same_value(a: Any, b: Any) -> bool:
+    """Whether two values are equal; arrays are when all elements are, and what cannot be compared is not."""
+    if a is b:
+        return True
+    try:
+        equal = a == b
+        return bool(equal.all()) and np.shape(a) == np.shape(b) if hasattr(equal, "all") else bool(equal)
+    except (ValueError, TypeError, RuntimeError):
+        return False
+
+
+def _same_nodes(a: NonTensorBase, b: NonTensorBase) -> bool:
+    # The batch of one broadcast value is not compared, as it is not for trees.
+    if isinstance(a, NonTensorData) and isinstance(b, NonTensorData):
+        return same_value(a.data, b.data)
+    same_type = type(a) is type(b) and a._array.shape == b._array.shape and a._mapped == b._mapped
+    return same_type and all(same_value(x, y) for x, y in zip(a._array.flat, b._array.flat, strict=True))
+
+
+def _sizes(shape: tuple[Any, ...]) -> tuple[int, ...]:
+    return tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+
+
+def _numpy_index(array: np.ndarray[Any, Any], index: tuple[Any, ...]) -> np.ndarray[Any, Any]:
+    # torch selects with ints first, numpy counts them among the advanced indices. The Ellipsis keeps an array an array.
+    taking = [item for item in index if item is not None and not isinstance(item, bool)]
+    array = array[(*(item if isinstance(item, int) else slice(None) for item in taking), ...)]
+    return array[(*(item for item in index if not isinstance(item, int) or isinstance(item, bool)), ...)]
+
+
+def _stack(nodes: Sequence[Any], dim: int = 0) -> Any:
+    _check_shapes("stack", nodes, [node.shape for node in nodes])
+    return NonTensorStack._wrap(np.stack([n._array for n in nodes], axis=dim))
+
+
+def _check_shapes(call: str, nodes: Sequence[Any], kept: Sequence[Size]) -> None:
+    """Raise unless what has to agree of the shapes does, as torch would: `join` adds the path."""
+    for node, part in zip(nodes, kept, strict=True):
+        if node._mapped or node._features is not None:
+            raise BatchSizeError(
+                f"{call}: non-tensor data hold one value for each element of another batch.",
+                expected=f"shape {list(node.shape)}",
+                got=f"shape {list(node._array.shape)}",
+                hint=_hint(node),
+            )
+        if part != kept[0]:
+            raise error(
+                RuntimeError,
+                f"{call}: the non-tensor data have different shapes.",
+                expected=str(list(nodes[0].shape)),
+                got=str(list(node.shape)),
+            )
+
+
+def _cat(nodes: Sequence[Any], dim: int = 0) -> Any:
+    shapes = [node.shape for node in nodes]
+    dim = dim_index(dim, len(shapes[0]), "cat")
+    _check_shapes("cat", nodes, [shape[:dim] + shape[dim + 1 :] for shape in shapes])
+    if all(isinstance(n, NonTensorData) for n in nodes) and all(_same_nodes(nodes[0], n) for n in nodes[1:]):
+        size = list(nodes[0].shape)
+        size[dim] = sum(n.shape[dim] for n in nodes)
+        return NonTensorData(nodes[0].data, size)
+    return NonTensorStack._wrap(np.concatenate([n._array for n in nodes], axis=dim))
+
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    torch.stack: _stack,
+    torch.cat: _cat,
+    torch.unbind: lambda node, dim=0: node.unbind(dim),
+    torch.split: lambda node, sizes, dim=0: node.split(sizes, dim),
+}
+
+
+def _flatten(node: Any) -> tuple[Any, StaticValues]:
+    return (), StaticValues(node)
+
+
+def _unflatten(context: Any, _: Any) -> Any:
+    return context.node
+
+
+def _dump(context: Any) -> Any:
+    node = context.node
+    if isinstance(node, NonTensorData):
+        return {"data": node.data, "batch_size": list(node.shape)}
+    return {"stack": node._array.ravel().tolist(), "shape": list(node.shape)}
+
+
+def _restore(dumped: Any) -> StaticValues:
+    if "stack" in dumped:
+        return StaticValues(NonTensorStack(*dumped["stack"]).reshape(dumped["shape"]))
+    return StaticValues(NonTensorData(dumped["data"], dumped["batch_size"]))
+
+
+# Python mangles a name with two leading underscores inside a class body only, so this works at module level.
+GLOBAL_NAMESPACE: Any = optree.registry.__GLOBAL_NAMESPACE  # pyright: ignore[reportAttributeAccessIssue]
+# Its stub asks for a Collection, which a class that is not sized or iterable can never be.
+register_in_optree: Any = optree.register_pytree_node
+
+for _cls in (NonTensorData, NonTensorStack):
+    torch_pytree.register_pytree_node(
+        _cls,
+        _flatten,  # pyright: ignore[reportArgumentType]
+        lambda children, context: _unflatten(context, children),
+        serialized_type_name=f"tdfunc.{_cls.__name__}",
+        to_dumpable_context=_dump,
+        from_dumpable_context=_restore,
+        flatten_with_keys_fn=_flatten,  # pyright: ignore[reportArgumentType]
+    )
+    register_in_optree(_cls, _flatten, _unflatten, namespace=GLOBAL_NAMESPACE)

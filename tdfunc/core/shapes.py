@@ -1,0 +1,506 @@
+"""Batch-size arithmetic: what an index, a reshape or a set of leaves does to the leading dimensions."""
+
+import math
+import operator
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Size, Tensor
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+
+from tdfunc.core.errors import BatchSizeError, error
+from tdfunc.core.types import Names
+
+EMPTY = Size(())
+_ALL = slice(None)
+_INTS = (int, torch.SymInt)
+
+
+def as_size(value: Any, call: str = "batch_size") -> Size:
+    """Return a batch size given as None, an int or a sequence of ints."""
+    if value is None:
+        return EMPTY
+    if isinstance(value, Size):
+        return value
+    if isinstance(value, (int, np.integer)):
+        value = (value,)
+    try:
+        size = Size(tuple(value))
+    except TypeError as err:
+        raise error(TypeError, f"{call}: not a batch size.", expected="ints", got=repr(value)) from err
+    if size and min(size) < 0:
+        raise error(ValueError, f"{call}: a size is negative.", expected="sizes of 0 or more", got=repr(value))
+    return size
+
+
+def shape_of(leaf: Tensor) -> Size | None:
+    """Return the shape of a leaf: -1 where a strided nested tensor is ragged, None of an uninitialised parameter."""
+    try:
+        return leaf.shape
+    except (RuntimeError, ValueError):
+        rows: Any = leaf._nested_tensor_size() if leaf.is_nested else None
+    if rows is None:
+        return None
+    # Without rows there is no size to tell, and a nested tensor of no dimensions has no columns.
+    columns = rows.t().tolist() if rows.dim() == 2 else []
+    return Size([leaf.size(0), *[column[0] if len(set(column)) == 1 else -1 for column in columns]])
+
+
+def as_names(names: Sequence[str | None] | None, ndim: int) -> Names | None:
+    """Check dimension names; all-None names are None."""
+    if names is None:
+        return None
+    result = tuple(names)
+    given = [name for name in result if name is not None]
+    if not all(isinstance(name, str) for name in given):
+        raise error(TypeError, "names: a name is a str or None.", expected="str or None", got=repr(result))
+    if len(result) != ndim or len(set(given)) != len(given):
+        raise error(
+            ValueError,
+            "names: one distinct name, or None, for each batch dimension.",
+            expected=f"{ndim} names",
+            got=repr(result),
+        )
+    return result if given else None
+
+
+def common_prefix(first: Size, second: Size) -> Size:
+    """Return the longest common leading part of two sizes."""
+    if first == second:
+        return first
+    n = 0
+    for a, b in zip(first, second, strict=False):
+        if a != b:
+            break
+        n += 1
+    return first[:n]
+
+
+def starts_with(leaf: Tensor, size: Size) -> bool:
+    """Whether a leaf has a shape, and it starts with a batch size."""
+    try:
+        return leaf.shape[: len(size)] == size
+    except RuntimeError:  # a strided nested tensor
+        return False
+
+
+def put_first(new: Size, n: int) -> Callable[[Size], Size]:
+    """Return what gives a batch size `new` in place of its first n dimensions."""
+    return lambda old: new if len(old) == n else new + old[n:]
+
+
+def one_shape(tensors: Collection[Tensor]) -> Size | None:
+    """Return the shape that all tensors have, or None if they differ, are none or have no shape."""
+    try:
+        shapes = [x.shape for x in tensors]
+    except RuntimeError:  # a strided nested tensor
+        return None
+    return shapes[0] if shapes and shapes.count(shapes[0]) == len(shapes) else None
+
+
+def int_or_ints(value: Any, what: str) -> int | list[int]:
+    """Return an int, or the ints of a sequence, array or tensor."""
+    given = value.tolist() if isinstance(value, (Tensor, np.ndarray, np.generic)) else value
+    if isinstance(given, _INTS):
+        return given  # pyright: ignore[reportReturnType]
+    try:
+        return [item if isinstance(item, _INTS) else operator.index(item) for item in given]  # pyright: ignore[reportReturnType]
+    except TypeError as err:
+        raise error(TypeError, what, expected="an int or several", got=repr(value)) from err
+
+
+def as_ints(value: Any, what: str) -> list[int]:
+    """Return the ints of a sequence, array or tensor."""
+    given = int_or_ints(value, what)
+    if not isinstance(given, list):
+        raise error(TypeError, what, expected="several ints", got=repr(value))
+    return given
+
+
+def as_int(value: Any, what: str) -> int:
+    """Return an int that may be of another library."""
+    try:
+        return value if isinstance(value, _INTS) else operator.index(value)  # pyright: ignore[reportReturnType]
+    except TypeError as err:
+        raise error(TypeError, what, expected="an int", got=repr(value)) from err
+
+
+def as_count(value: Any) -> Any:
+    """Return an int of another library as one of Python's; what is none (a bool is none) as it is."""
+    if isinstance(value, (bool, np.bool_, Tensor)) or not hasattr(value, "__index__"):
+        return value
+    return operator.index(value)
+
+
+def dim_index(dim: int, ndim: int, call: str) -> int:
+    """Return a non-negative batch dimension."""
+    if not isinstance(dim, int):
+        dim = as_int(dim, f"{call}: a batch dimension is an int.")
+    if not -ndim <= dim < ndim:
+        raise error(
+            IndexError,
+            f"{call}: batch dimension {dim} does not exist.",
+            expected=f"{-ndim} <= dim < {ndim}" if ndim else "a tree with batch dimensions; this one has none",
+            hint="only batch dimensions can be addressed; for dimensions of the leaves use td.apply.",
+        )
+    return dim % ndim
+
+
+def dims_of(dims: Any, call: str) -> list[int]:
+    """Return one batch dimension, or several, as a list."""
+    given = int_or_ints(dims, f"{call}: batch dimensions are ints.")
+    return given if isinstance(given, list) else [given]
+
+
+def dim_size(size: Size, dim: int, call: str) -> int:
+    """Return the size of a batch dimension, which a ragged one (-1) does not have."""
+    if size[dim] < 0:
+        raise BatchSizeError(
+            f"{call}: batch dimension {dim} is ragged, it has no one size.",
+            expected="one size",
+            got=f"batch size {list(size)}",
+            hint="pad() the lazy stack first, or call it on each of its trees.",
+        )
+    return size[dim]
+
+
+def fill_size(sizes: Sequence[int], numel: int, call: str) -> Size:
+    """Replace the one -1 of a requested shape."""
+    if -1 not in sizes and math.prod(sizes) == numel and (not sizes or min(sizes) >= 0):
+        return Size(sizes)
+    unknown = [i for i, size in enumerate(sizes) if size == -1]
+    rest = math.prod([size for size in sizes if size != -1])
+    good = len(unknown) <= 1 and all(size >= -1 for size in sizes)
+    if good and unknown:
+        good = rest != 0 and numel % rest == 0
+        sizes = [numel // rest if good and size == -1 else size for size in sizes]
+    elif good:
+        good = rest == numel
+    if not good:
+        raise error(
+            RuntimeError,
+            f"{call}: the shape does not fit the batch.",
+            expected=f"{numel} elements",
+            got=str(tuple(sizes)),
+        )
+    return Size(sizes)
+
+
+def broadcast(*sizes: Size) -> Size | None:
+    """Return the shape that shapes broadcast to, or None if they do not.
+
+    `torch.broadcast_shapes` takes ten times as long, and imports sympy when it is first called.
+    """
+    result = sizes[0]
+    for size in sizes[1:]:
+        if size == result:
+            continue
+        long, short = (size, result) if len(size) >= len(result) else (result, size)
+        skipped = len(long) - len(short)
+        if not all([a == b or a == 1 or b == 1 for a, b in zip(long[skipped:], short, strict=True)]):
+            return None
+        result = long[:skipped] + Size([b if a == 1 else a for a, b in zip(long[skipped:], short, strict=True)])
+    return result
+
+
+def broadcast_sizes(sizes: Sequence[Size]) -> Size:
+    """Broadcast the shapes of index tensors as torch does, without making tensors."""
+    size = broadcast(*sizes)
+    if size is None:
+        got = ", ".join(str(list(size)) for size in sizes)
+        raise error(IndexError, "index: the index tensors do not broadcast together.", got=f"shapes {got}")
+    return size
+
+
+def fits_into(shape: Size, size: Size) -> bool:
+    """Whether a shape broadcasts to this very size."""
+    skipped = len(size) - len(shape)
+    return skipped >= 0 and all([have in (1, want) for have, want in zip(shape, size[skipped:], strict=True)])
+
+
+# -- indexing ---------------------------------------------------------------------------------------------------
+
+
+def normalize_index(index: Any, size: Size) -> tuple[Any, ...]:
+    """Return the index as a tuple of int, slice, None, bool and integer tensors, with no Ellipsis and no masks.
+
+    Boolean masks become their nonzero positions once, for all leaves.
+    """
+    items = index if isinstance(index, tuple) else (index,)
+    parts: list[Any] = []
+    used, ellipsis = 0, None
+    for item in items:  # pyright: ignore[reportUnknownVariableType]
+        if item is Ellipsis:
+            if ellipsis is not None:
+                raise error(IndexError, "index: more than one Ellipsis.", got=repr(index))
+            ellipsis = len(parts)
+            continue
+        new, taken = _index_item(item, size, used if ellipsis is None else None, index)
+        parts.extend(new)
+        used += taken
+    if used > len(size):
+        raise error(
+            IndexError,
+            "index: too many indices for the batch.",
+            expected=f"at most {len(size)} for batch size {list(size)}",
+            got=f"{used} in {index!r}",
+            hint="only batch dimensions can be indexed; for those of the leaves use td.apply(lambda x: x[...])."
+            if size
+            else "without a batch size there are no rows: TensorDict(..., batch_size=[n]). Keys are text: td['0'].",
+        )
+    if ellipsis is not None:
+        parts[ellipsis:ellipsis] = [_ALL] * (len(size) - used)
+        # Masks after the Ellipsis could not be checked against their dimensions before its length was known.
+        _check_positions(tuple(items), size, used)  # pyright: ignore[reportUnknownArgumentType]
+    return tuple(parts)
+
+
+def _index_item(item: Any, size: Size, position: int | None, whole: Any) -> tuple[list[Any], int]:
+    """Return the normal form of one item and the number of dimensions that it takes."""
+    if isinstance(item, np.generic):
+        # A number, also where an array of its type would be a mask.
+        item = _as_number(item, whole)
+    if item is None or isinstance(item, bool):
+        return [item], 0
+    if isinstance(item, int):
+        return [item], 1
+    if isinstance(item, slice):
+        return [_checked_slice(item)], 1
+    if isinstance(item, Tensor):
+        tensor = item
+    elif isinstance(item, (list, range, np.ndarray)):
+        tensor = _as_index(item, whole)
+    else:
+        raise _no_index(item, whole)
+    if tensor.dtype in (torch.bool, torch.uint8):
+        return _mask_item(tensor, size, position)
+    if tensor.dtype not in _INDEX_DTYPES:
+        raise error(
+            IndexError,
+            "index: a tensor must hold integers or bools.",
+            expected="int64, int32 or bool",
+            got=str(tensor.dtype),
+        )
+    return [tensor], 1
+
+
+_INDEX_DTYPES = (torch.int64, torch.int32)
+# What torch takes from numpy, though not as tensors.
+_NARROW = (torch.int8, torch.int16, torch.uint16, torch.uint32, torch.uint64)
+
+
+def _checked_slice(item: slice) -> slice:
+    if item.step is not None and item.step <= 0:
+        raise error(
+            ValueError,
+            "index: the step of a slice must be positive.",
+            got=f"{item!r}",
+            hint="td.apply(lambda x: x.flip(0)) reverses rows.",
+        )
+    return item
+
+
+def _as_number(item: "np.generic[Any]", whole: Any) -> int | bool:
+    if isinstance(item, (np.integer, np.bool_)):
+        return item.item()
+    raise _no_index(item, whole)
+
+
+def _as_index(item: Any, whole: Any) -> Tensor:
+    """Return a list, range or array as a tensor; an empty one has no dtype of its own and indexes nothing."""
+    try:
+        tensor = torch.as_tensor(list(item) if isinstance(item, range) else item, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as err:
+        raise _no_index(item, whole) from err
+    # An empty list is of floats, and numpy's narrow integers are indices; uint8 is an old spelling of a mask.
+    empty = tensor.numel() == 0 and tensor.dtype is not torch.bool
+    return tensor.long() if empty or tensor.dtype in _NARROW else tensor
+
+
+def _no_index(item: Any, whole: Any) -> IndexError:
+    return error(
+        IndexError,
+        "index: not an index.",
+        expected="int, slice, Ellipsis, None, bool, or a tensor, list, range or array of ints or bools",
+        got=f"{item!r} in {whole!r}",
+        hint=_key_hint(whole),
+    )
+
+
+def _key_hint(whole: Any) -> str:
+    """Return what to write instead of an index that holds text."""
+    items: list[Any] = list(whole) if isinstance(whole, (list, tuple)) else [whole]  # pyright: ignore[reportUnknownArgumentType]
+    if isinstance(whole, list) and all(isinstance(item, str) for item in items):
+        return f"several keys are chosen by td.select({', '.join(map(repr, items))})."
+    hint = "a key and an index do not mix: td[key][index], or td[index][key]."
+    if isinstance(whole, tuple) and all(isinstance(item, (str, int)) for item in items):
+        hint += f" Keys are text: td[{', '.join(repr(str(item)) for item in items)}]."
+    return hint
+
+
+def _mask_item(mask: Tensor, size: Size, position: int | None) -> tuple[list[Any], int]:
+    if mask.dim() == 0:
+        return [bool(mask)], 0
+    if position is not None:
+        _check_mask(mask, size[position : position + mask.dim()])
+    return list(mask.bool().nonzero(as_tuple=True)), mask.dim()
+
+
+def _check_mask(mask: Tensor, covered: Size) -> None:
+    if mask.shape != covered:
+        raise error(
+            IndexError,
+            "index: the mask does not fit the batch dimensions that it covers.",
+            expected=str(list(covered)),
+            got=str(list(mask.shape)),
+        )
+
+
+def _check_positions(items: tuple[Any, ...], size: Size, used: int) -> None:
+    position, seen = 0, False
+    for item in items:
+        if item is Ellipsis:
+            position, seen = position + len(size) - used, True
+            continue
+        if isinstance(item, (list, range, np.ndarray)):
+            item = _as_index(item, item)
+        if isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8) and item.dim():
+            if seen:
+                _check_mask(item, size[position : position + item.dim()])
+            position += item.dim()
+        elif item is not None and not isinstance(item, (bool, np.bool_)):
+            position += 1
+
+
+def slice_length(item: slice, length: int) -> int:
+    """Return the number of rows that a slice takes."""
+    if not torch.compiler.is_compiling() or item.step not in (None, 1):
+        return len(range(*item.indices(length)))
+    # A compiler keeps these symbolic; `indices` would make it compile again for each length.
+    start, stop = (0 if item.start is None else item.start), (length if item.stop is None else item.stop)
+    start, stop = [max(end + length, 0) if end < 0 else min(end, length) for end in (start, stop)]
+    return max(stop - start, 0)
+
+
+def index_size(index: tuple[Any, ...], size: Size) -> Size:
+    """Return the batch size after a normalized index, by torch's rules."""
+    result: list[int] = []
+    advanced: list[Size] = []
+    places: list[int] = []
+    dim = order = 0
+    empty = False
+    for item in index:
+        if item is None:
+            result.append(1)
+        elif isinstance(item, bool):
+            advanced.append(Size((int(item),)))
+            places.append(order)
+        elif isinstance(item, slice):
+            # A ragged dimension stays one.
+            result.append(slice_length(item, size[dim]) if size[dim] >= 0 else -1)
+            dim += 1
+        elif isinstance(item, int) or item.dim() == 0:
+            _check_int(item, dim, size)
+            dim += 1
+            continue
+        else:
+            advanced.append(item.shape)
+            places.append(order)
+            empty = empty or size[dim] == 0
+            dim += 1
+        order += 1
+    if advanced:
+        shape = advanced[0] if len(advanced) == 1 else broadcast_sizes(advanced)
+        if empty and shape.numel():
+            raise _no_rows(shape, size)
+        # Advanced indices side by side leave their result in place, else it goes first.
+        at = places[0] if places == list(range(places[0], places[0] + len(places))) else 0
+        result[at:at] = shape
+    return Size(result) + size[dim:]
+
+
+def _no_rows(positions: Size, size: Size) -> IndexError:
+    """Torch's own rule: any position in an empty dimension is out of range, whatever it says."""
+    return error(
+        IndexError,
+        "index: a batch dimension that is indexed with integers is empty.",
+        expected="no positions, or a dimension with elements",
+        got=f"positions of shape {list(positions)}, batch size {list(size)}",
+    )
+
+
+def _check_int(item: Any, dim: int, size: Size) -> None:
+    if isinstance(item, int) and size[dim] >= 0 and not -size[dim] <= item < size[dim]:
+        raise error(
+            IndexError,
+            f"index: {item} is out of range for batch dimension {dim}.",
+            expected=f"{-size[dim]} <= index < {size[dim]}",
+        )
+
+
+def check_positions(index: tuple[Any, ...], size: Size) -> None:
+    """Refuse positions that do not exist, for a tree in which no tensor is there to refuse them.
+
+    Those on another device are not read, which would wait for it, nor those that a transformation or mode stands for.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or _functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack()  # pyright: ignore[reportPrivateUsage]
+    ):
+        return
+    dim = 0
+    # As torch, which looks at no position of rows that hold nothing, unless there is no row at all.
+    is_read = index_size(index, size).numel() > 0
+    for item in index:
+        asked = type(item) is Tensor and (is_read or item.dim() == 0 or size[dim] == 0)
+        if asked and item.device.type == "cpu" and item.numel():
+            for end in item.aminmax():
+                _check_int(int(end), dim, size)
+        dim += item is not None and not isinstance(item, bool)
+
+
+def index_names(index: tuple[Any, ...], names: Names) -> Names | None:
+    """Return the names after a normalized index.
+
+    Slices and single lists of rows keep the name of their dimension; ints drop it, and new dimensions have none.
+    """
+    result: list[str | None] = []
+    rows: list[str | None] = []
+    advanced: list[Size] = []
+    places: list[int] = []
+    dim = order = 0
+    for item in index:
+        if item is None:
+            result.append(None)
+        elif isinstance(item, slice):
+            result.append(names[dim])
+            dim += 1
+        elif not isinstance(item, bool) and (isinstance(item, int) or item.dim() == 0):
+            dim += 1
+            continue
+        else:
+            advanced.append(Size((1,)) if isinstance(item, bool) else item.shape)
+            places.append(order)
+            rows.append(None if isinstance(item, bool) else names[dim])
+            dim += not isinstance(item, bool)
+        order += 1
+    if advanced:
+        ndim = max(map(len, advanced))
+        at = places[0] if places == list(range(places[0], places[0] + len(places))) else 0
+        result[at:at] = rows if len(rows) == ndim == 1 else [None] * ndim
+    result.extend(names[dim:])
+    return as_names(result, len(result))
+
+
+def check_lead(shape: Size, size: Size, where: str) -> None:
+    """Raise unless `shape` starts with the batch size."""
+    if shape[: len(size)] != size:
+        raise BatchSizeError(
+            f"{where!r}: the leading dimensions are not the batch size.",
+            expected=f"shape {list(size)} + (...)" if size else "any shape",
+            got=f"shape {list(shape)}",
+            hint="give batch_size the leading dimensions that all entries share.",
+        )

@@ -1,0 +1,170 @@
+"""Groups of paths that hold one tensor: restrict, lift, remap, merge; prune them from a tree and graft them back.
+
+A tree stores the same tensor at every path of a group (its data are complete) and, at each node, the groups that
+lie inside that node, first path first. Only flattening, maps and edits know of them: they prune the later paths,
+run, and graft the result of the first path back.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from tdfunc.core.types import Group, Path, Ties
+
+
+class Graft(NamedTuple):
+    """A pruned path, with the place of its key in its dict and the path that it is read from."""
+
+    path: Path
+    place: int
+    source: Path
+
+
+def under(ties: Ties, key: str) -> Ties:
+    """Return the groups inside one child, relative to it."""
+    return remap(ties, lambda path: path[1:] if path[0] == key and len(path) > 1 else None)
+
+
+def lift(ties: Ties, key: str) -> Ties:
+    """Return a child's groups as its parent sees them."""
+    return tuple(tuple((key, *path) for path in group) for group in ties)
+
+
+def remap(ties: Ties, rename: Callable[[Path], Path | None]) -> Ties:
+    """Rename every path; None removes it, and a group of one path is no group."""
+    groups = (tuple(new for path in group if (new := rename(path)) is not None) for group in ties)
+    return tuple(group for group in groups if len(group) > 1)
+
+
+def drop(ties: Ties, prefix: Path) -> Ties:
+    """Remove every path at or under `prefix`."""
+    n = len(prefix)
+    return remap(ties, lambda path: None if path[:n] == prefix else path)
+
+
+def merge(*parts: Ties) -> Ties:
+    """Join groups that share a path; the order of first appearance is kept."""
+    groups: list[list[Path]] = []
+    place: dict[Path, int] = {}
+    for group in (group for ties in parts for group in ties):
+        touching = sorted({place[path] for path in group if path in place})
+        home = touching[0] if touching else len(groups)
+        if not touching:
+            groups.append([])
+        joined = [path for i in touching for path in groups[i]]
+        for i in touching:
+            groups[i] = []
+        groups[home] = list(dict.fromkeys([*joined, *group]))
+        place.update(dict.fromkeys(groups[home], home))
+    return tuple(tuple(group) for group in groups if group)
+
+
+def group_of(ties: Ties, path: Path) -> Group:
+    """Return all paths of the leaf at `path`, first path first."""
+    for group in ties:
+        if path in group:
+            return group
+    return (path,)
+
+
+def groups_by_path(ties: Ties) -> dict[Path, Group]:
+    """Return the group of every tied path."""
+    return {path: group for group in ties for path in group}
+
+
+def by_identity(leaves: Iterable[tuple[Path, Any]]) -> Ties:
+    """Group the paths that hold the very same object."""
+    # Keyed on id(), not on equal values: two layers initialised to zero are equal without being tied.
+    paths: dict[int, list[Path]] = {}
+    for path, leaf in leaves:
+        paths.setdefault(id(leaf), []).append(path)
+    return tuple(tuple(group) for group in paths.values() if len(group) > 1)
+
+
+def spanning(ties: Ties) -> list[tuple[Path, Path]]:
+    """Return (path to prune, first path) for what a node must prune itself; the rest is its children's."""
+    return [(path, group[0]) for group in ties for path in group[1:] if path[0] != group[0][0]]
+
+
+def by_first_key(paths: Iterable[Path]) -> dict[str, list[Path]]:
+    """Group paths by their first key, and cut it off."""
+    result: dict[str, list[Path]] = {}
+    for path in paths:
+        result.setdefault(path[0], []).append(path[1:])
+    return result
+
+
+# A tree and its nodes are `Any` below: `TensorCollection` stands a layer above this module.
+
+
+def prune(tree: Any, cuts: list[tuple[Path, Path]]) -> tuple[Any, tuple[Graft, ...]]:
+    """Return the tree without the cut paths, and what `graft` needs to put them back."""
+    places: dict[Path, dict[str, int]] = {}
+    grafts: list[Graft] = []
+    for path, source in cuts:
+        parent = path[:-1]
+        if parent not in places:
+            places[parent] = {key: place for place, key in enumerate(_node(tree, parent)._data)}
+        grafts.append(Graft(path, places[parent][path[-1]], source))
+    return _without(tree, [path for path, _ in cuts]), tuple(sorted(grafts, key=lambda g: (g.path[:-1], g.place)))
+
+
+def graft(data: dict[str, Any], grafts: tuple[Graft, ...], ties: Ties) -> dict[str, Any]:
+    """Return a node's data with the pruned paths read from their first path and put in their place.
+
+    A source that is gone (a map dropped it) leaves its aliases out.
+    """
+    values: dict[Path, Any] = {}
+    for item in grafts:
+        value = _lookup(data, item.source)
+        if value is not _GONE:
+            values[item.path] = (item.place, value)
+    return _insert(data, values, ties)
+
+
+# None is a value in trees that `tree_map` built.
+_GONE = object()
+
+
+def _lookup(data: dict[str, Any], path: Path) -> Any:
+    node: Any = data.get(path[0], _GONE)
+    for key in path[1:]:
+        inner = getattr(node, "_data", None)
+        node = inner.get(key, _GONE) if inner is not None else _GONE
+    return node
+
+
+def _insert(data: dict[str, Any], values: dict[Path, Any], ties: Ties) -> dict[str, Any]:
+    items = list(data.items())
+    deeper: dict[str, dict[Path, Any]] = {}
+    for path, (place, value) in values.items():
+        if len(path) == 1:
+            items.insert(place, (path[0], value))
+        else:
+            deeper.setdefault(path[0], {})[path[1:]] = (place, value)
+    result = dict(items)
+    for key, inner in deeper.items():
+        child = result.get(key)
+        # A prefix (None for a whole sub-tree) has nothing to graft into.
+        if child is not None and hasattr(child, "_data"):
+            inner_ties = under(ties, key)
+            result[key] = child._replace(_insert(child._data, inner, inner_ties), ties=inner_ties)
+    return result
+
+
+def _node(tree: Any, path: Path) -> Any:
+    for key in path:
+        tree = tree._data[key]
+    return tree
+
+
+def _without(node: Any, paths: list[Path]) -> Any:
+    cut = by_first_key(paths)
+    data: dict[str, Any] = {}
+    for key, value in node._data.items():
+        inner = cut.get(key)
+        if inner is None:
+            data[key] = value
+        elif () not in inner:
+            data[key] = _without(value, inner)
+    gone = set(paths)
+    return node._replace(data, ties=remap(node._ties, lambda path: None if path in gone else path))

@@ -1,0 +1,1 @@
+"""Trees for people to read: the repr, HTML in notebooks, and summary tables."""

@@ -1,0 +1,196 @@
+"""`summary`: the leaves of a tree and their totals, as a table of the optional package rich."""
+
+import io
+import shutil
+from collections.abc import Iterator
+from typing import Any, NamedTuple, final
+
+from tdfunc.core.collection import TensorCollection, iter_leaves
+from tdfunc.core.errors import error
+from tdfunc.core.keys import Filter, FilterLike
+from tdfunc.core.nontensor import NonTensorBase
+from tdfunc.core.types import Kind, Path
+from tdfunc.ops.display.facts import (
+    aliases,
+    bytes_text,
+    count_text,
+    facts_of,
+    flat,
+    kind_text,
+    leaf_type,
+    printable,
+    walk,
+)
+from tdfunc.ops.reading import kind_of
+from tdfunc.ops.structure import partition
+
+ROWS = 1000
+_FIXED: Any = {"overflow": "fold"}
+_NUMBER: Any = {"justify": "right", "no_wrap": True}
+
+
+class Row(NamedTuple):
+    """A line of the table: a leaf, or the leaves of a tree that `depth` folds into one."""
+
+    path: Path
+    shape: str
+    dtype: str
+    device: str
+    kind: str
+    leaves: int
+    elements: int
+    size_bytes: int
+
+
+@final
+class Summary:
+    """What `td.summary()` returns: it prints as text, shows as a table in a notebook, and keeps the totals.
+
+    Examples:
+        >>> found = TensorDict({"w": torch.zeros(3, 4), "b": torch.zeros(4)}).summary()
+        >>> found.leaves, found.elements, found.size_bytes
+        (2, 16, 64)
+    """
+
+    # Sums over all leaves, and (leaves, elements, bytes) by dtype and by kind.
+    __slots__ = ("by_dtype", "by_kind", "elements", "leaves", "size_bytes", "table")
+
+    def __init__(self, rows: list[Row], table: Any) -> None:
+        self.leaves = sum(row.leaves for row in rows)
+        self.elements = sum(row.elements for row in rows)
+        self.size_bytes = sum(row.size_bytes for row in rows)
+        self.by_dtype = _group(rows, "dtype")
+        self.by_kind = _group(rows, "kind")
+        self.table = table
+
+    def __repr__(self) -> str:
+        from rich.console import Console
+
+        out = io.StringIO()
+        width = max(shutil.get_terminal_size((100, 24)).columns, 60)
+        Console(file=out, width=width, force_terminal=False, force_jupyter=False, color_system=None).print(self.table)
+        return out.getvalue().rstrip()
+
+    def __rich__(self) -> Any:
+        return self.table
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
+        return self.table._repr_mimebundle_(include or (), exclude or ())
+
+
+def _group(rows: list[Row], field: str) -> dict[str, tuple[int, int, int]]:
+    found: dict[str, tuple[int, int, int]] = {}
+    for row in rows:
+        if row.leaves:
+            name = getattr(row, field) or "other"
+            old = found.get(name, (0, 0, 0))
+            found[name] = (old[0] + row.leaves, old[1] + row.elements, old[2] + row.size_bytes)
+    return found
+
+
+def summary(tree: TensorCollection, depth: int | None, where: "FilterLike | None") -> Summary:
+    """Describe the leaves of a tree that a filter chooses, those below a depth as one."""
+    try:
+        from rich.table import Table
+    except ImportError as err:
+        raise error(
+            ImportError,
+            "summary: the package rich is not installed.",
+            hint="pip install 'tdfunc[cli]', or display the tree itself: it needs no other package.",
+        ) from err
+    if depth is not None and (type(depth) is not int or depth < 1):
+        raise error(ValueError, "summary: depth counts keys.", expected="an int from 1, or None", got=repr(depth))
+    title = f"{type(tree).__name__}, batch {list(tree._batch_size)}"
+    if where is not None:
+        tree = partition(tree, where)[0]
+        title += f", where {where if isinstance(where, Filter) else repr(where)}"
+    rows = list(_rows(tree))
+    found = Summary(rows, Table(title=printable(title), title_justify="left", show_footer=True))
+    _fill(found, rows if depth is None else _folded(rows, depth))
+    return found
+
+
+def _rows(tree: TensorCollection) -> Iterator[Row]:
+    seen: set[int] = set()
+    tied = aliases(tree)
+    for path, node in walk(tree):
+        if isinstance(node, TensorCollection):
+            yield Row(path, "", "", "", "empty tree", 0, 0, 0)
+            continue
+        if isinstance(node, NonTensorBase):
+            yield Row(path, f"{list(node.shape)}", leaf_type(node), "", "non-tensor", 0, 0, 0)
+            continue
+        parts = {id(part): part for part in flat(node)}
+        if seen.issuperset(parts):
+            others = [".".join(other) for other in tied.get(path, [])[:1]]
+            yield Row(path, "", "", "", f"tied to {others[0]}" if others else "seen above", 0, 0, 0)
+            continue
+        new = [part for key, part in parts.items() if key not in seen]
+        seen.update(parts)
+        yield _leaf_row(path, node, kind_of(tree, path), new)
+    # What only some trees of a lazy stack have, by the paths that `tree.paths()` gives.
+    for path, leaf in iter_leaves(tree):
+        if id(leaf) not in seen:
+            seen.add(id(leaf))
+            yield _leaf_row(path, leaf, None, [leaf])
+
+
+def _leaf_row(path: Path, node: Any, kind_of_leaf: Kind | None, parts: list[Any]) -> Row:
+    facts = facts_of(node)
+    kind = kind_text(kind_of_leaf) or ("tensor" if facts.type == "Tensor" else facts.type)
+    amounts = [facts if part is node else facts_of(part) for part in parts]
+    notes = "".join(f", {note}" for note in facts.notes)
+    return Row(
+        path,
+        facts.shape + notes,
+        facts.dtype,
+        facts.device,
+        kind,
+        len(parts) if facts.dtype else 0,
+        sum(part.elements or 0 for part in amounts),
+        sum(part.size_bytes or 0 for part in amounts),
+    )
+
+
+def _folded(rows: list[Row], depth: int) -> list[Row]:
+    """Put the leaves of each tree at a depth on one line."""
+    groups: dict[Path, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.path[:depth], []).append(row)
+    return [group[0] if group[0].path == path else _fold(path, group) for path, group in groups.items()]
+
+
+def _fold(path: Path, rows: list[Row]) -> Row:
+    def common(field: str) -> str:
+        found = list(dict.fromkeys(getattr(row, field) for row in rows if row.leaves))
+        return ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+
+    leaves = sum(row.leaves for row in rows)
+    sums = (sum(row.elements for row in rows), sum(row.size_bytes for row in rows))
+    shape = count_text(leaves, "leaf")
+    return Row((*path, "*"), shape, common("dtype"), common("device"), common("kind"), leaves, *sums)
+
+
+def _fill(found: Summary, rows: list[Row]) -> None:
+    from rich.text import Text
+
+    table = found.table
+    table.add_column("path", Text(count_text(found.leaves, "leaf")), **_FIXED)
+    for name in ("shape", "dtype", "device", "kind"):
+        table.add_column(name, **_FIXED)
+    table.add_column("elements", Text(f"{found.elements:,}"), **_NUMBER)
+    table.add_column("size", Text(bytes_text(found.size_bytes)), **_NUMBER)
+    for row in rows[:ROWS]:
+        # Text, because rich reads a str such as "[red]" as markup.
+        name = ".".join(printable(key) for key in row.path)
+        cells = [name, row.shape, row.dtype, row.device, row.kind]
+        numbers = [f"{row.elements:,}", bytes_text(row.size_bytes)] if row.leaves else ["", ""]
+        table.add_row(*map(Text, [*cells, *numbers]))
+    if len(rows) > ROWS:
+        table.add_row(Text(f"... {len(rows) - ROWS:,} more; depth= folds them"))
+    for groups in (found.by_dtype, found.by_kind):
+        if len(groups) > 1:
+            table.add_section()
+            for name, (leaves, elements, size) in groups.items():
+                cells = [f"of it {name}", count_text(leaves, "leaf"), "", "", "", f"{elements:,}", bytes_text(size)]
+                table.add_row(*map(Text, cells), style="dim")

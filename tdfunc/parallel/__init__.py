@@ -1,0 +1,1 @@
+"""`td.map`: a function of the chunks of a tree, run by processes, threads or any executor."""

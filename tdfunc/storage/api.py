@@ -1,0 +1,265 @@
+"""`save` and `load`: a whole tree in one safetensors file, or in shards, that any reader of the format opens."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.core.keys import FilterLike
+from tdfunc.core.types import Device
+from tdfunc.storage.disk.atomic import replace_file
+from tdfunc.storage.disk.files import LocalFiles, is_memmap, open_contents
+from tdfunc.storage.disk.levels import outside_transforms
+from tdfunc.storage.disk.progress import progress_bar
+from tdfunc.storage.disk.remote import RemoteFiles, is_remote, local_path, not_empty
+from tdfunc.storage.memmap.memmap import load_memmap
+from tdfunc.storage.safetensors.index import SINGLE
+from tdfunc.storage.safetensors.select import Choice, narrow_tree, read_tree
+from tdfunc.storage.safetensors.shards import (
+    ShardPlan,
+    as_bytes,
+    save_remote_file,
+    save_remote_shards,
+    save_shards,
+    save_single,
+)
+from tdfunc.storage.safetensors.write import Values, plan_file, write_file
+from tdfunc.storage.tree.build import Classes
+from tdfunc.storage.tree.encode import Outline, outline
+
+_SUFFIX = ".safetensors"
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
+
+
+def save(
+    td: TensorCollection,
+    path: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str | None = None,
+    fsync: bool = True,
+    progress: bool = False,
+) -> None:
+    """Save a tree as safetensors; the path holds the old tree or the new one whatever happens meanwhile.
+
+    Everything is kept: batch sizes, devices, names, key order, empty sub-trees, ties (stored once, under the first
+    path), kinds, Parameters, `requires_grad`, and non-tensor data that JSON holds unchanged. Each leaf and the
+    header get a checksum. Memory layout is not kept: leaves are written row by row.
+
+    Without `max_shard_size` this writes one file. With it, it writes a folder as Hugging Face does: shards beside
+    `model.safetensors.index.json`, which replaces the checkpoint that was in the folder, one file or shards. A file
+    that is saved as `model.safetensors` replaces an index beside it too. Other files in the folder stay.
+
+    Args:
+        td: The tree.
+        path: The file, which must end in `.safetensors`, or for shards the folder; what it is in must exist. With
+            fsspec also a URL such as `s3://bucket/model.safetensors`.
+        max_shard_size: The most bytes of leaves in one shard, as a number or as `"5GB"`; a larger leaf gets a shard
+            of its own.
+        fsync: Wait until the disk has it. Without it a power failure (not a crash of the program) may undo the save.
+        progress: Show a bar; needs tqdm.
+
+    Raises:
+        ValueError: The file name has another suffix, or the size of shards is none.
+        UnsupportedError: A leaf or value cannot be stored unchanged; the message names it. Nothing was written.
+        OSError: It could not be written; what was there is whole and nothing is left behind.
+
+    Examples:
+        >>> import tempfile
+        >>> td = TensorDict({"w": torch.ones(2, 3), "note": "first"}, batch_size=[2], names=["row"])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     tdf.save(td, folder + "/tree.safetensors")
+        ...     back = tdf.load(folder + "/tree.safetensors")
+        >>> bool((back == td).all()), back.names, back["note"]
+        (True, ['row'], 'first')
+    """
+    if max_shard_size is None:
+        target = check_target(path)
+        save_outline(outline_of(td), target, fsync=fsync, progress=progress)
+        return
+    folder = check_folder(path)
+    save_sharded(outline_of(td), folder, as_bytes(max_shard_size), fsync=fsync, progress=progress)
+
+
+def outline_of(td: TensorCollection) -> Outline:
+    """Describe a tree that is to be saved; what cannot be is refused here."""
+    if not isinstance(td, TensorCollection):
+        raise error(
+            TypeError,
+            "save: this is no tree.",
+            expected="a TensorDict",
+            got=type(td).__name__,
+            hint="save(TensorDict(mapping), path).",
+        )
+    if type(torch.empty(0, device="cpu")) is not Tensor:
+        raise UnsupportedError(
+            "save: a mode is active under which tensors have no values.",
+            got=type(torch.empty(0)).__name__,
+            hint="save outside of FakeTensorMode.",
+        )
+    return outline(td)
+
+
+def save_outline(
+    out: Outline,
+    target: str,
+    *,
+    fsync: bool = True,
+    digests: Mapping[str, str] | None = None,
+    values: Values | None = None,
+    progress: bool = False,
+) -> None:
+    """Write a tree that was outlined as one file; a leaf with a digest must still have it.
+
+    With `values` the leaves need none: their bytes come from that.
+    """
+    plan = plan_file(out, digests, values)
+    with progress_bar(progress, plan.size_bytes - len(plan.head), "save") as tick:
+
+        def write(fd: int) -> None:
+            write_file(fd, plan, tick)
+
+        if is_remote(target):
+            save_remote_file(target, write, RemoteFiles(target, fetch=False))
+        elif os.path.basename(target) == SINGLE:
+            save_single(target, write, size_bytes=plan.size_bytes, fsync=fsync)
+        else:
+            replace_file(target, write, size_bytes=plan.size_bytes, fsync=fsync)
+
+
+def save_sharded(
+    out: Outline,
+    folder: str,
+    max_bytes: int,
+    *,
+    fsync: bool = True,
+    digests: Mapping[str, str] | None = None,
+    values: Values | None = None,
+    progress: bool = False,
+) -> None:
+    """Write a tree that was outlined as shards, as `save_outline` writes one file."""
+    plan = ShardPlan(out, max_bytes, digests, values)
+    with progress_bar(progress, plan.size_bytes, "save") as tick:
+        if is_remote(folder):
+            save_remote_shards(plan, folder, RemoteFiles(folder, fetch=False), tick=tick)
+        else:
+            save_shards(plan, folder, fsync=fsync, tick=tick)
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    like: Any = None,  # a tree or spec of anything that has a shape and a dtype
+    keys: "FilterLike | None" = None,
+    dtype: torch.dtype | None = None,
+    device: "Device | None" = None,
+    classes: "Classes" = (),
+    verify: bool = True,
+    progress: bool = False,
+) -> Any:  # the class of the tree is what the file says
+    """Load a tree from a safetensors file, from shards with an index, or from a memmap folder.
+
+    Files are mapped copy-on-write: leaves are read when they are first used, in-place writes to them stay in
+    memory, and the file does not change. A file of another program becomes a nested tree by its dotted names, or a
+    flat one where the names do not nest (`a` beside `a.b`).
+
+    A folder with `model.safetensors.index.json` is shards, else with `model.safetensors` one file, else with
+    `meta.json` a memmap folder.
+
+    Args:
+        path: The file or folder; with fsspec also a URL, whose files are fetched first.
+        like: What is expected, as a tree (on any device), a nested mapping, or a spec, of anything with a shape and a
+            dtype. Its keys, shapes and dtypes must be those of the result (of paths that it ties, one is enough, and
+            a file of another program may lack buffers that are not persistent, which the result then lacks too);
+            values, batch sizes and non-tensor data are not compared, and nothing is tied that was not saved so.
+        keys: A glob on dotted paths or a `Filter`, as in `partition`: only these leaves are read and verified. A
+            predicate gets leaves without values (on the meta device), which have a shape and a dtype.
+        dtype: Cast leaves of floating dtypes (float8 included); integers, bools and complex leaves stay as they are.
+        device: Where the leaves are put; without it, where the tree was (leaves of a tree without a device are on
+            the CPU). `"meta"` reads the header only, as does `FakeTensorMode`.
+        classes: The classes of the tree's nodes where they are not TensorDicts; those of imported modules are
+            found without it. `TensorDict` loads all nodes as that.
+        verify: Read everything once and compare the checksums. Files of other programs have none.
+        progress: Show a bar of the bytes that are verified; needs tqdm.
+
+    Returns:
+        The tree that was saved.
+
+    Raises:
+        CorruptCheckpointError: The file is not what was saved; the message names the leaf and both values.
+        UnsupportedError: A class, dtype, device or format version that is not here, or a predicate in `keys` that asks
+            for values.
+        TreeStructureError: Keys are not those of `like`, or an entry is no field of the class that it was saved
+            from, which has changed since. The message lists every difference.
+        LeafMismatchError: Shapes or dtypes are not those of `like`; the message lists all of them.
+        FilterError: A pattern in `keys` matches no leaf.
+        FileNotFoundError: There is no such file, or the folder holds no checkpoint.
+    """
+    name = local_path(as_name(path, "load"))
+    files = RemoteFiles(name, fetch=keys is None) if is_remote(name) else LocalFiles()
+    place = torch.device(device) if device is not None else None
+    choice = Choice(keys, like, dtype, place, classes)
+    if is_memmap(name, files):
+        with outside_transforms():
+            return narrow_tree(load_memmap(name, place, classes=classes), choice, name)
+    contents = open_contents(name, files, verify=verify)
+    try:
+        total = sum(source.size_bytes - source.begin for source in contents.sources)
+        with progress_bar(progress, total, "load") as tick:
+            choice = Choice(keys, like, dtype, place, classes, tick)
+            mapped = not (is_remote(name) and keys is not None)
+            return read_tree(contents, choice, mapped=mapped)
+    finally:
+        contents.close()
+
+
+def as_name(path: Any, call: str) -> str:
+    """Return a path as text."""
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        raise error(
+            TypeError,
+            f"{call}: not a path.",
+            expected="a file name",
+            got=type(path).__name__,
+            hint="save(tree, path), in this order." if call == "save" else f"{call}(path).",
+        )
+    return os.fsdecode(path)
+
+
+def check_target(path: str | os.PathLike[str]) -> str:
+    """Return the name of a file that a tree can be saved as."""
+    target = local_path(as_name(path, "save"))
+    suffix = os.path.splitext(target)[1]
+    if suffix != _SUFFIX:
+        if suffix in _TORCH_SUFFIXES:
+            hint = "torch.save(td.state_dict(), path) writes such a file."
+        else:
+            hint = "this is the only format that it writes; max_shard_size= writes a folder of shards."
+        raise error(
+            ValueError,
+            f"save {target}: the file name has another suffix.",
+            expected=_SUFFIX,
+            got=suffix or "none",
+            hint=hint,
+        )
+    if not is_remote(target) and os.path.isdir(target):
+        raise error(IsADirectoryError, f"save {target}: this is a folder.", expected="the name of a file")
+    return target
+
+
+def check_folder(path: str | os.PathLike[str]) -> str:
+    """Return the name of a folder that shards can be saved in."""
+    folder = not_empty(local_path(as_name(path, "save")), "save")
+    taken = not is_remote(folder) and os.path.lexists(folder) and not os.path.isdir(folder)
+    if taken or folder.endswith((_SUFFIX, *_TORCH_SUFFIXES)):
+        raise error(
+            ValueError,
+            f"save {folder}: shards are saved in a folder.",
+            expected="the name of a folder",
+            got="that of a file",
+            hint="name a folder, or leave out max_shard_size=.",
+        )
+    return folder.rstrip("/") or "/"

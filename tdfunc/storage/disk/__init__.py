@@ -1,0 +1,1 @@
+"""Bytes on disk and elsewhere: atomic replacement, mapped files, raw elements, remote files."""

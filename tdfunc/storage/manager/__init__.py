@@ -1,0 +1,1 @@
+"""The checkpoints of a run, and saves in the background."""

@@ -1,0 +1,1 @@
+"""Trees in folders of mapped files."""

@@ -1,0 +1,1 @@
+"""Trees in safetensors files and in the shards of an index."""

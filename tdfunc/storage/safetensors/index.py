@@ -1,0 +1,111 @@
+"""The bytes of `model.safetensors.index.json`: which shard holds which leaf, the tree, and what makes it one save."""
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from json.encoder import encode_basestring as quote
+from typing import Any, NamedTuple
+
+import xxhash
+
+from tdfunc.core.errors import CorruptCheckpointError
+from tdfunc.storage.safetensors.format import ALGORITHM, VERSION, check_algorithm, find_surrogate, no_constant, unique
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_DIGITS = 16
+_MAX_NAME_BYTES = 255
+_START = '{"metadata":{"tdfunc.index":"'
+_OURS = re.compile(re.escape(_START.encode()) + rb'([^":]{1,40}):([0-9a-f]+)"')
+_DIGEST_AT = len(_START) + len(ALGORITHM) + 1
+
+
+class Index(NamedTuple):
+    """What an index says."""
+
+    metadata: dict[str, str]
+    # Name of a leaf as JSON -> number of its file.
+    homes: dict[str, int]
+    files: list[str]
+    # The digest of each file's header; None in an index of another program.
+    digests: list[str] | None
+    # Whether its bytes have anything of tdfunc, which one flipped bit cannot take away and another program may.
+    is_marked: bool
+
+
+def render_index(
+    tree: str, names: Sequence[str], homes: Sequence[str], shards: dict[str, str], size_bytes: int
+) -> bytes:
+    """Return the bytes of an index: names of leaves as JSON, the file of each, and each file's digest."""
+    files = ",".join([f'"{name}":"{digest}"' for name, digest in shards.items()])
+    weights = ",".join([f'{name}:"{home}"' for name, home in zip(names, homes, strict=True)])
+    text = f'{_START}{ALGORITHM}:{"0" * _DIGITS}","total_size":{size_bytes},"tdfunc.version":"{VERSION}",'
+    text += f'"tdfunc.tree":{quote(tree)},"tdfunc.shards":{{{files}}}}},"weight_map":{{{weights}}}}}\n'
+    raw = bytearray(text.encode())
+    raw[_DIGEST_AT : _DIGEST_AT + _DIGITS] = _digest(raw).encode()
+    return bytes(raw)
+
+
+def parse_index(raw: bytes, *, verify: bool) -> Index:
+    """Read an index of ours or of another program.
+
+    Raises:
+        CorruptCheckpointError: It is damaged, or names files outside of its folder.
+    """
+    found = _OURS.match(raw)
+    if found is not None and verify:
+        check_algorithm(found[1].decode("latin-1"))
+        recorded, computed = found[2].decode(), _digest(raw)
+        if recorded != computed:
+            raise CorruptCheckpointError(
+                "the index is damaged: its checksum does not match.",
+                expected=f"{ALGORITHM} {recorded}",
+                got=f"{ALGORITHM} {computed}",
+                hint="restore the folder from a copy, or read what is there: load(path, verify=False).",
+            )
+    doc = json.loads(raw.decode(), object_pairs_hook=unique, parse_constant=no_constant)
+    weights = doc.get("weight_map") if isinstance(doc, dict) else None
+    if not isinstance(weights, dict) or any(type(home) is not str for home in weights.values()):
+        raise CorruptCheckpointError(
+            "the index is malformed.", expected="a weight_map of names and files", got=repr(weights)[:200]
+        )
+    metadata = doc.get("metadata")
+    metadata = metadata if isinstance(metadata, dict) else {}
+    shards = metadata.get("tdfunc.shards")
+    files = list(dict.fromkeys([*shards, *weights.values()] if isinstance(shards, dict) else weights.values()))
+    _check_files(files)
+    numbers = {name: i for i, name in enumerate(files)}
+    texts = {key: value for key, value in metadata.items() if isinstance(value, str)}
+    ours = any(key.startswith("tdfunc") for key in metadata)
+    if ours and verify and (found is None or not isinstance(shards, dict) or len(shards) != len(files)):
+        raise CorruptCheckpointError(
+            "the index is damaged, or another program wrote it again with the metadata of an older one.",
+            expected=f"an index that starts with {_START} and names the digest of each file",
+            got=repr(raw[:60]),
+        )
+    homes = {quote(name): numbers[home] for name, home in weights.items()}
+    digests = [str(shards.get(name)) for name in files] if isinstance(shards, dict) else None
+    return Index(texts, homes, files, digests, b'"tdfunc.' in raw)
+
+
+def _check_files(files: Sequence[Any]) -> None:
+    for name in files:
+        plain = bool(name) and "\0" not in name and not any(sep in name for sep in ("/", "\\", os.sep))
+        # No file can be called by more, or by half a character.
+        plain = plain and find_surrogate([name]) is None and len(name.encode()) <= _MAX_NAME_BYTES
+        if not plain or name in (".", "..") or not name.endswith(".safetensors"):
+            raise CorruptCheckpointError(
+                "the index names a file that is no shard.",
+                expected="the name of a safetensors file",
+                got=repr(name)[:400],
+            )
+
+
+def _digest(raw: bytes | bytearray) -> str:
+    """Return the digest of an index with its own field zeroed."""
+    view = memoryview(raw)
+    state = xxhash.xxh3_64(view[:_DIGEST_AT])
+    state.update(b"0" * _DIGITS)
+    state.update(view[_DIGEST_AT + _DIGITS :])
+    return state.hexdigest()

@@ -1,0 +1,132 @@
+"""Whether what a checkpoint holds is what was expected: keys, shapes and dtypes, with every difference in one error."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from tdfunc.core.collection import TensorCollection, iter_leaves
+from tdfunc.core.errors import LeafMismatchError, TreeStructureError, error
+from tdfunc.core.keys import dotted, unravel
+from tdfunc.core.nontensor import NonTensorBase
+from tdfunc.core.types import Kind, Path
+
+
+def check_like(tree: TensorCollection, like: Any, path: str, *, is_ours: bool = True) -> None:
+    """Compare leaves with a tree or spec of anything that has a shape and a dtype.
+
+    Of paths that `like` ties, one is enough: other programs store a tied leaf under one of its names. Nor do they store
+    buffers that are not persistent, which may lack where the file `is_ours` not.
+
+    Raises:
+        TreeStructureError: Keys differ; the message lists all differences.
+        LeafMismatchError: Only shapes or dtypes differ; the message lists all of them.
+    """
+    expected = read_specs(like)
+    found = {at: _spec_of(leaf, at) for at, leaf in iter_leaves(tree)}
+    groups = like._ties if isinstance(like, TensorCollection) else ()
+    held = {at for group in groups if any([path in found for path in group]) for at in group}
+    if not is_ours:
+        held |= _not_persistent(like)
+    lacking = [at for at in expected if at not in found and at not in held]
+    others = [at for at in found if at not in expected]
+    dots = _flat_hint(lacking, others)
+    # Where dots are the difference, a name would not tell the two apart.
+    name = dotted if dots is None else repr
+    lines = [f"missing:    {name(at)} ({_shown(expected[at])})" for at in lacking]
+    lines += [f"unexpected: {name(at)} ({_shown(found[at])})" for at in others]
+    kind = TreeStructureError if lines else LeafMismatchError
+    for at, (shape, dtype) in expected.items():
+        if at not in found:
+            continue
+        own_shape, own_dtype = found[at]
+        if shape is not None and shape != own_shape:
+            lines.append(f"shape:      {dotted(at)}: expected {list(shape)}, got {list(own_shape or ())}")
+        if dtype is not None and dtype != own_dtype:
+            lines.append(f"dtype:      {dotted(at)}: expected {dtype}, got {own_dtype}")
+    if lines:
+        count = f"{len(lines)} difference" + ("s" if len(lines) > 1 else "")
+        raise kind(
+            "\n    ".join([f"load {path}: the checkpoint is not like like=; {count}:", *lines]),
+            hint=dots or "keys= chooses leaves, dtype= casts floating ones; a spec without a dtype takes any.",
+        )
+
+
+def _not_persistent(like: Any) -> set[Path]:
+    """Return the paths of the buffers that a module computes itself, which no state dict has."""
+    found: set[Path] = set()
+    stack: list[tuple[Path, Any]] = [((), like)]
+    while stack:
+        at, node = stack.pop()
+        if isinstance(node, TensorCollection):
+            found.update((*at, key) for key, kind in node._kinds.items() if kind is Kind.NON_PERSISTENT)
+        if isinstance(node, (TensorCollection, Mapping)):
+            items: Mapping[Any, Any] = node._data if isinstance(node, TensorCollection) else node
+            stack.extend(((*at, *unravel(key)), child) for key, child in items.items())
+    return found
+
+
+def _flat_hint(lacking: Sequence[Path], others: Sequence[Path]) -> str | None:
+    """Return what to do if keys with dots on one side (those of a state dict) are paths on the other."""
+    names = {dotted(at): at for at in others}
+    for at in lacking:
+        other = names.get(dotted(at))
+        if other is not None and len(at) < len(other):
+            return "like= has keys with dots: like=TensorDict(like).unflatten_keys('.') has those of the checkpoint."
+        if other is not None:
+            return "the checkpoint has keys with dots: load(path, like=like.flatten_keys('.')).unflatten_keys('.')."
+    return None
+
+
+def read_specs(like: Any) -> dict[Path, tuple[tuple[int, ...] | None, str | None]]:
+    """Return shape and dtype (by name, as numpy and torch call it) of every leaf that `like` describes.
+
+    Raises:
+        TypeError: An entry has no shape and dtype, and is no mapping of others.
+    """
+    found: dict[Path, tuple[tuple[int, ...] | None, str | None]] = {}
+    stack: list[tuple[Path, Any]] = [((), like)]
+    while stack:
+        at, node = stack.pop()
+        if isinstance(node, TensorCollection):
+            # Not by its keys: those of a lazy stack are what its trees share.
+            stack.extend(((*at, key), child) for key, child in reversed(node._data.items()))
+        elif isinstance(node, nn.Module):
+            raise error(
+                TypeError,
+                "load: like= is a module.",
+                expected="a tree or spec",
+                hint="like=tdfunc.from_module(module).",
+            )
+        elif isinstance(node, Mapping) or (hasattr(node, "items") and hasattr(node, "keys")):
+            items: list[tuple[Any, Any]] = list(node.items())
+            stack.extend(((*at, *unravel(key)), child) for key, child in reversed(items))
+        elif not isinstance(node, NonTensorBase) and at:
+            found[at] = _spec_of(node, at)
+        elif not at:
+            raise _no_spec(at, node)
+    return found
+
+
+def _spec_of(leaf: Any, at: Path) -> tuple[tuple[int, ...] | None, str | None]:
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        raise _no_spec(at, leaf)
+    shape, dtype = leaf.shape, leaf.dtype
+    # A class (numpy.float32) goes by its own name.
+    name = getattr(dtype, "__name__", None) or str(dtype)
+    return None if shape is None else tuple(shape), None if dtype is None else name.removeprefix("torch.")
+
+
+def _no_spec(at: Path, node: Any) -> TypeError:
+    where = f" at {dotted(at)!r}" if at else ""
+    return error(
+        TypeError,
+        f"load: like= has no shape and dtype{where}.",
+        expected="a tree, a mapping, or anything with .shape and .dtype",
+        got=f"{type(node).__name__}",
+    )
+
+
+def _shown(spec: tuple[tuple[int, ...] | None, str | None]) -> str:
+    shape, dtype = spec
+    return f"{dtype or 'any dtype'} {list(shape) if shape is not None else 'of any shape'}"

@@ -1,0 +1,282 @@
+"""`open`: a checkpoint whose leaves are read when they are asked for."""
+
+import os
+from collections.abc import Iterator
+from typing import Any, NoReturn, final
+
+import torch
+from torch import Tensor
+
+from tdfunc.core.collection import TensorCollection, leaf_paths
+from tdfunc.core.errors import MissingKeyError, UnsupportedError, error
+from tdfunc.core.keys import FilterLike, dotted, unravel
+from tdfunc.core.types import Device, NestedKey, Path
+from tdfunc.ops.reading import get_value, has
+from tdfunc.storage.api import as_name
+from tdfunc.storage.disk.files import LocalFiles, open_contents
+from tdfunc.storage.disk.levels import outside_transforms
+from tdfunc.storage.disk.progress import progress_bar
+from tdfunc.storage.disk.remote import RemoteFiles, is_remote, local_path
+from tdfunc.storage.safetensors.contents import Contents, Found
+from tdfunc.storage.safetensors.read import LocalBytes, parsing, read_leaf
+from tdfunc.storage.safetensors.rows import read_index
+from tdfunc.storage.safetensors.select import Choice, flag_leaf, is_fake, move_leaf, outline_tree, read_tree
+from tdfunc.storage.tree.build import Classes
+from tdfunc.storage.tree.decode import check_place
+from tdfunc.storage.tree.encode import IS_VALUE
+
+
+def open(
+    path: str | os.PathLike[str],
+    *,
+    device: "Device | None" = None,
+    classes: "Classes" = (),
+    verify: bool = True,
+) -> "LazyTree":
+    """Open a safetensors file or a folder of shards without reading its leaves.
+
+    Args:
+        path: The file or folder; with fsspec also a URL, of which only the ranges that are asked for are read.
+        device: Where leaves are put; without it, where the tree was.
+        classes: The classes of the tree's nodes, as in `load`.
+        verify: Compare the checksum of the header now, and that of each leaf when it is read.
+
+    Returns:
+        A handle that reads like a tree. It keeps the files open, so a save over them changes nothing that it reads;
+        close it, or use it in a `with` statement.
+
+    Raises:
+        CorruptCheckpointError: A header is not what was saved.
+        UnsupportedError: A format version that is not here.
+        FileNotFoundError: There is no such file, or the folder holds no checkpoint.
+
+    Examples:
+        >>> import tempfile
+        >>> td = TensorDict({"head": {"weight": torch.ones(2, 3)}, "body": {"weight": torch.zeros(1000, 3)}})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     tdf.save(td, folder + "/tree.safetensors")
+        ...     with tdf.open(folder + "/tree.safetensors") as f:
+        ...         head, rows = f["head"].load(), f.slice(("body", "weight"), slice(0, 2))
+        >>> head["weight"].shape, rows.shape
+        (torch.Size([2, 3]), torch.Size([2, 3]))
+    """
+    name = local_path(as_name(path, "open"))
+    files = RemoteFiles(name, fetch=False) if is_remote(name) else LocalFiles()
+    place = torch.device(device) if device is not None else None
+    return LazyTree(open_contents(name, files, verify=verify), Choice(device=place, classes=classes))
+
+
+@final
+class LazyTree:
+    """A tree (or a sub-tree) in an open checkpoint; `tdfunc.open` makes it.
+
+    It reads as a tree does: `f["head", "weight"]` is a leaf, `f["head"]` another lazy tree, `f["note"]` plain data.
+    Each read of a leaf takes new memory. Several threads may read; `close` waits for them.
+
+    Examples:
+        >>> import tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> tdf.save(TensorDict({"a": {"x": torch.ones(3), "s": "text"}}), folder.name + "/t.safetensors")
+        >>> f = tdf.open(folder.name + "/t.safetensors")
+        >>> list(f.keys()), f.paths(), len(f["a"]), ("a", "x") in f, f["a", "s"]
+        (['a'], [('a', 'x')], 2, True, 'text')
+        >>> f.close()
+        >>> folder.cleanup()
+    """
+
+    __slots__ = ("_at", "_choice", "_contents", "_outline", "_root")
+
+    def __init__(self, contents: Contents, choice: Choice, at: Path = (), root: int = 0) -> None:
+        self._contents, self._choice, self._at, self._root = contents, choice, at, root
+        self._outline: TensorCollection | None = None
+
+    # -- reading ----------------------------------------------------------------------------------------------
+
+    def __getitem__(self, key: NestedKey) -> Any:
+        """Return a leaf (which is read now), a lazy sub-tree, or plain data.
+
+        Raises:
+            MissingKeyError: There is no such key.
+            CorruptCheckpointError: The leaf is not what was saved.
+        """
+        path = unravel(key)
+        found = self._find(path)
+        if found.name:
+            return self._leaf(found)
+        if "tree" not in found.item:
+            # Plain data: the outline holds it.
+            return get_value(self.spec(), path)
+        depth = found.depth - len(self._at)
+        node = LazyTree(self._contents, self._choice, (*self._at, *path[:depth]), found.item["tree"])
+        return node if depth == len(path) else get_value(node.load(), path[depth:])
+
+    def slice(self, key: NestedKey, index: Any, *, verify: bool = False) -> Tensor:
+        """Return `leaf[index]` of a leaf, reading no more than the rows that the index names.
+
+        Args:
+            key: The path of a leaf.
+            index: What a tensor takes: ints, slices, masks, index tensors, or a tuple of them. The first of a tuple
+                chooses the rows; where it is an ellipsis, None or a mask of several dimensions, the whole leaf is
+                read.
+            verify: Read the whole leaf and compare its checksum; rows alone have none.
+
+        Raises:
+            MissingKeyError: There is no such leaf.
+            IndexError: The index does not fit the leaf.
+            TypeError: There is a sub-tree or plain data at this path.
+        """
+        path = unravel(key)
+        found = self._find(path)
+        if not found.name or IS_VALUE in _flags(found):
+            raise error(
+                TypeError,
+                f"slice {dotted(path)!r}: this is no tensor.",
+                expected="the path of a leaf",
+                hint=f"f[{path!r}].",
+            )
+        target = self._device(found)
+        if verify or is_fake(target):
+            return self._leaf(found).detach()[index]
+        contents = self._contents
+        with contents.reading():
+            source, entry, _ = contents.locate(found.name, self._stated(found))
+        # Not inside of `reading`: an index that does not fit is no damage of the file.
+        rows = read_index(contents, source, entry, index)
+        if target is None or target.type == "cpu":
+            return rows
+        with outside_transforms():
+            return move_leaf(rows, target)
+
+    def load(
+        self,
+        *,
+        like: Any = None,  # a tree or spec, as in `tdfunc.load`
+        keys: "FilterLike | None" = None,
+        dtype: torch.dtype | None = None,
+        device: "Device | None" = None,
+        classes: "Classes | None" = None,
+        progress: bool = False,
+    ) -> Any:  # the class of the tree is what the file says
+        """Read the whole (sub-)tree, or the leaves that a filter chooses; the options are those of `tdfunc.load`."""
+        place = self._choice.device if device is None else torch.device(device)
+        classes = self._choice.classes if classes is None else classes
+        sources = self._contents.sources
+        # The whole file is mapped; of parts, no more than they are is read.
+        mapped = not self._at and keys is None and all(isinstance(source.data, LocalBytes) for source in sources)
+        plan = self._contents.plan
+        total = sum(plan.specs[i].size_bytes for i in plan.leaves_below(self._root)) if progress else 0
+        with progress_bar(progress, total, "load") as tick:
+            choice = Choice(keys, like, dtype, place, classes, tick)
+            return read_tree(self._contents, choice, root=self._root, mapped=mapped)
+
+    def spec(self) -> Any:  # the class of the tree is what the file says
+        """Return the (sub-)tree on the meta device: everything but the values."""
+        self._contents.check_open()
+        if self._outline is None:
+            self._outline = outline_tree(self._contents, Choice(classes=self._choice.classes), self._root)[0]
+        return self._outline
+
+    # -- as a mapping -----------------------------------------------------------------------------------------
+
+    def keys(self) -> list[str]:
+        """Return the keys at this level."""
+        return list(self.spec()._keys())
+
+    def paths(self) -> list[Path]:
+        """Return the paths of all leaves; a tied leaf once, under its first path."""
+        return leaf_paths(self.spec())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+    def __contains__(self, key: NestedKey) -> bool:
+        try:
+            path = unravel(key)
+            self._contents.check_open()
+            found = self._find(path)
+            depth = found.depth - len(self._at)
+            inside = found.name or "tree" not in found.item or depth == len(path)
+            return bool(inside) or has(self.spec(), path)
+        except MissingKeyError:
+            return False
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The strings that the file (or the index) says of itself, less those of tdfunc."""
+        return {key: text for key, text in self._contents.metadata.items() if not key.startswith("tdfunc")}
+
+    @property
+    def closed(self) -> bool:
+        """Whether the files are closed."""
+        return self._contents.closed
+
+    # -- open and closed --------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Close the files, for the sub-trees too."""
+        self._contents.close()
+
+    def __enter__(self) -> "LazyTree":
+        self._contents.check_open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse copies and pickles: the files would have two owners.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        raise UnsupportedError(
+            f"open {self._contents.path}: an open checkpoint cannot be copied or pickled.",
+            expected="one handle in each process; its threads may share it",
+            hint="open it in each process: tdfunc.open(path). f.load() is a tree, which can be copied and sent.",
+        )
+
+    def __repr__(self) -> str:
+        where = f" at {dotted(self._at)!r}" if self._at else ""
+        if self.closed:
+            return f"LazyTree({self._contents.path!r}{where}, closed)"
+        return f"LazyTree({self._contents.path!r}{where}, keys={self.keys()!r})"
+
+    # -- one path ---------------------------------------------------------------------------------------------
+
+    def _find(self, path: Path) -> Found:
+        self._contents.check_open()
+        return self._contents.find((*self._at, *path))
+
+    def _leaf(self, found: Found) -> Any:
+        contents = self._contents
+        target = self._device(found)
+        with contents.reading():
+            source, entry, digest = contents.locate(found.name, self._stated(found))
+            if is_fake(target):
+                leaf = torch.empty(entry.spec.size, dtype=entry.spec.dtype, device=target or "cpu")
+                return leaf if IS_VALUE in _flags(found) else flag_leaf(leaf, _flags(found))
+            leaf = read_leaf(source, entry.spec, source.begin + entry.begin, found.name, digest)
+            if target is not None and target.type != "cpu":
+                leaf = move_leaf(leaf, target)
+            flags = _flags(found)
+            return leaf if IS_VALUE in flags else flag_leaf(leaf, flags)
+
+    def _device(self, found: Found) -> torch.device | None:
+        if self._choice.device is not None:
+            return self._choice.device
+        with parsing(self._contents.path):
+            place = torch.device(found.device) if found.device is not None else None
+            check_place(place)
+            return place
+
+    def _stated(self, found: Found) -> Any:
+        with parsing(self._contents.path):
+            index = found.item if type(found.item) is int else found.item[0]
+            return self._contents.doc["specs"][index]
+
+
+def _flags(found: Found) -> str:
+    return found.item[1] if type(found.item) is list else ""

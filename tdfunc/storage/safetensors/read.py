@@ -1,0 +1,280 @@
+"""The values of leaves out of a file: mapped copy-on-write or read alone, checked against the recorded checksums."""
+
+import os
+import stat
+import sys
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from itertools import repeat
+from operator import mod
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from tdfunc.core.errors import CorruptCheckpointError, MissingKeyError, TreeStructureError, UnsupportedError, error
+from tdfunc.storage.disk.descriptor import Descriptor
+from tdfunc.storage.disk.raw import raw_view
+from tdfunc.storage.safetensors.format import MAX_HEADER_BYTES, Header, Spec, check_digest, check_size, parse
+
+_GUESS_BYTES = 1 << 16
+
+
+class Bytes(Protocol):
+    """Where the bytes of a file come from: a descriptor, or another machine."""
+
+    size_bytes: int
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Fill a part of `view` with the bytes from `offset` on; return how many, 0 at the end of the file."""
+        ...
+
+    def close(self) -> None:
+        """Give back what it holds."""
+        ...
+
+
+class LocalBytes:
+    """A file of this machine, by its descriptor."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        # Without O_NONBLOCK opening a pipe waits for a writer.
+        self._file = Descriptor(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        self.fd = self._file.fd
+        mode = os.fstat(self.fd)
+        self.size_bytes = mode.st_size
+        if stat.S_ISREG(mode.st_mode):
+            return
+        self.close()
+        if stat.S_ISDIR(mode.st_mode):
+            raise error(IsADirectoryError, f"load {path}: this is a folder.", expected="one safetensors file")
+        raise CorruptCheckpointError(f"load {path}: this is no regular file.", expected="a safetensors file")
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Read once; the system may return fewer bytes."""
+        return os.preadv(self.fd, [view], offset)
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        self.fd = -1
+        self._file.close()
+
+    def __reduce__(self) -> NoReturn:
+        # A copy would close the file of the original, and whatever has its number by then.
+        raise UnsupportedError(f"{self._path}: an open file cannot be copied or pickled.", hint="open it again.")
+
+    def __del__(self) -> None:
+        # The last that a constructor sets, which may have been interrupted; the descriptor closes itself.
+        if getattr(self, "fd", -1) >= 0:
+            self.close()
+            warnings.warn(f"unclosed checkpoint {self._path}", ResourceWarning, source=self, stacklevel=1)
+
+
+class Source(NamedTuple):
+    """An open file whose header was read."""
+
+    path: str
+    data: Bytes
+    # Length and header.
+    begin: int
+    header: Header
+    raw: bytes
+
+    @property
+    def size_bytes(self) -> int:
+        """The length of the file."""
+        return self.data.size_bytes
+
+
+def open_source(path: str, *, verify: bool, data: Bytes | None = None) -> Source:
+    """Open a safetensors file and read its header; errors name the file. The caller closes `data`."""
+    data = LocalBytes(path) if data is None else data
+    try:
+        with naming(path):
+            raw = _read_header(data)
+        with parsing(path):
+            return Source(path, data, len(raw), parse(raw, data.size_bytes, verify=verify), raw)
+    except BaseException:
+        data.close()
+        raise
+
+
+_OURS = (CorruptCheckpointError, TreeStructureError, UnsupportedError)
+# What Python and torch raise for values that are not of the types that they should have.
+_MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError)
+
+
+# A class: as a generator it would take a tenth of the time of reading a small leaf.
+class _Naming:
+    """A `with` block that gives our errors the name of the file, and makes those of a malformed header ours."""
+
+    __slots__ = ("_malformed", "_path")
+
+    def __init__(self, path: str, malformed: tuple[type[Exception], ...]) -> None:
+        self._path, self._malformed = path, malformed
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, err: BaseException | None, __: object) -> None:
+        if isinstance(err, _OURS):
+            if not str(err).startswith("load "):
+                raise type(err)(f"load {self._path}: {err}") from err
+        elif isinstance(err, self._malformed) and not isinstance(err, MissingKeyError):
+            raise CorruptCheckpointError(
+                f"load {self._path}: the header is malformed.",
+                expected="the header of a safetensors file",
+                got=f"{type(err).__name__}: {err}"[:400],
+                hint="restore the file from a copy.",
+            ) from err
+
+
+def naming(path: str) -> AbstractContextManager[None]:
+    """Give our errors inside the name of the file."""
+    return _Naming(path, ())
+
+
+def parsing(path: str) -> AbstractContextManager[None]:
+    """As `naming`, where headers are taken apart: whatever goes wrong with what they say is damage."""
+    return _Naming(path, _MALFORMED)
+
+
+def _read_header(data: Bytes) -> bytes:
+    size_bytes = data.size_bytes
+    if size_bytes < 8:
+        raise CorruptCheckpointError(
+            "the file is cut short.",
+            expected="8 bytes or more",
+            got=f"{size_bytes} bytes",
+            hint="restore it from a copy.",
+        )
+    # Most headers come with the first read; what follows one costs less than a second read.
+    start = read_bytes(data, 0, min(size_bytes, _GUESS_BYTES))
+    length = int.from_bytes(start[:8], "little")
+    if length > min(size_bytes - 8, MAX_HEADER_BYTES):
+        raise CorruptCheckpointError(
+            "this is no safetensors file.",
+            expected=f"a header of at most {min(size_bytes - 8, MAX_HEADER_BYTES)} bytes",
+            got=f"{length} bytes",
+            hint=_other_format(start),
+        )
+    if 8 + length <= len(start):
+        return start[: 8 + length]
+    return start + read_bytes(data, len(start), 8 + length - len(start))
+
+
+def read_bytes(data: Bytes, offset: int, count: int) -> bytes:
+    """Return `count` bytes from `offset` on."""
+    buffer = bytearray(count)
+    fill(data, memoryview(buffer), offset)
+    return bytes(buffer)
+
+
+def fill(data: Bytes, view: memoryview, offset: int) -> None:
+    """Fill all of `view`."""
+    done = 0
+    while done < len(view):
+        count = data.read_into(view[done:], offset + done)
+        if not count:
+            raise CorruptCheckpointError(
+                "the file was cut short while it was read.",
+                expected=f"{offset + len(view)} bytes",
+                got=f"{offset + done} bytes",
+            )
+        done += count
+
+
+def _other_format(start: bytes) -> str:
+    if start.startswith(b"PK"):
+        return "a file of torch.save is read by torch.load(path, weights_only=True)."
+    if start.startswith(b"\x80"):
+        return "this looks like a pickle, which tdfunc never reads."
+    return "give the path of a .safetensors file; if this was one, restore it from a copy."
+
+
+def map_bytes(source: Source) -> Any:
+    """Map a whole file copy-on-write: writing to it is allowed and changes neither the file nor other mappings."""
+    assert isinstance(source.data, LocalBytes)
+    # By descriptor where the system can, since another save may have replaced the path by now.
+    fd, path = source.data.fd, source.path
+    name = {"linux": f"/proc/self/fd/{fd}", "darwin": f"/dev/fd/{fd}"}.get(sys.platform, path)
+    try:
+        mapped = _map_private(name, source.size_bytes)
+    except RuntimeError as err:
+        if os.path.exists(name):
+            raise OSError(f"load {path}: the file cannot be mapped: {err}") from err
+        # A system without /proc.
+        mapped = _map_private(path, source.size_bytes)
+    # Through numpy: the tensor's own storage claims to be in shared memory and cannot be sent to a process.
+    return mapped.numpy()
+
+
+# Any: torch.from_file is untyped.
+def _map_private(name: str, size_bytes: int) -> Any:
+    return torch.from_file(name, shared=False, size=size_bytes, dtype=torch.uint8, device="cpu")
+
+
+def check_bytes(name: str, view: memoryview, recorded: str) -> None:
+    """Compare the checksum of a leaf with the recorded one."""
+    found = xxhash.xxh3_64_hexdigest(view)
+    if found != recorded:
+        check_digest(f"leaf {name}", recorded, found)
+
+
+def read_leaf(source: Source, spec: Spec, begin: int, name: str, digest: str | None) -> Tensor:
+    """Read one leaf, and nothing else, into memory of its own, and compare its checksum if there is one."""
+    # Before memory is taken: a header may lie.
+    if begin + spec.size_bytes > source.size_bytes:
+        check_size(begin + spec.size_bytes, source.size_bytes)
+    leaf = torch.empty(spec.size, dtype=spec.dtype, device="cpu")
+    view = as_view(leaf)
+    fill(source.data, view, begin)
+    if digest is not None:
+        check_bytes(name, view, digest)
+    return leaf
+
+
+def read_rows(source: Source, spec: Spec, begin: int, runs: Sequence[tuple[int, int]]) -> Tensor:
+    """Read runs of rows (first, count) of a leaf, one after the other."""
+    row_bytes = spec.size_bytes // spec.size[0] if spec.size[0] else 0
+    rows = torch.empty((sum(count for _, count in runs), *spec.size[1:]), dtype=spec.dtype, device="cpu")
+    view, done = as_view(rows), 0
+    for first, count in runs:
+        fill(source.data, view[done : done + count * row_bytes], begin + first * row_bytes)
+        done += count * row_bytes
+    return rows
+
+
+def as_view(leaf: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor, to be written to."""
+    return raw_view(leaf).data
+
+
+def view_leaves(data: Any, specs: Sequence[Spec], begins: Sequence[int]) -> list[Tensor]:
+    """Return leaves as tensors on the mapped bytes, each with a storage and a version of its own."""
+    dtypes = [spec.numpy for spec in specs]
+    if None not in dtypes and not any(map(mod, begins, [spec.dtype.itemsize for spec in specs])):
+        # All files of ours. Without a line of Python for each leaf it takes two thirds of the time.
+        shapes = [spec.shape for spec in specs]
+        return list(map(torch.from_numpy, map(np.ndarray, shapes, dtypes, repeat(data), begins)))
+    return [
+        torch.from_numpy(np.ndarray(spec.shape, spec.numpy, data, begin))
+        if spec.numpy is not None and not begin % spec.numpy.itemsize
+        else _view_bytes(data[begin : begin + spec.size_bytes], spec)
+        for spec, begin in zip(specs, begins, strict=True)
+    ]
+
+
+def _view_bytes(data: Any, spec: Spec) -> Tensor:
+    if not spec.size_bytes:
+        return torch.empty(spec.size, dtype=spec.dtype, device="cpu")
+    flat = torch.from_numpy(data)
+    if flat.data_ptr() % spec.dtype.itemsize:
+        # Another program's file need not be aligned.
+        flat = flat.clone()
+    # .data: the result is no view of the bytes, whose version and dtype would otherwise stay with it.
+    return flat.view(spec.dtype).view(spec.size).data

@@ -1,0 +1,252 @@
+"""What is read of a checkpoint, and as what: leaves chosen by a filter, compared with a spec, cast to a dtype."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from tdfunc.core.collection import LeafOp, TensorCollection, iter_leaves, leaf_paths
+from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.core.keys import FilterLike, dotted
+from tdfunc.ops.structure import partition
+from tdfunc.storage.disk.levels import outside_transforms
+from tdfunc.storage.safetensors.contents import Contents
+from tdfunc.storage.safetensors.like import check_like
+from tdfunc.storage.safetensors.read import Source, check_bytes, map_bytes, parsing, read_leaf, view_leaves
+from tdfunc.storage.tree.build import Classes, build_tree
+from tdfunc.storage.tree.decode import Plan
+from tdfunc.storage.tree.encode import IS_PARAMETER, IS_VALUE, REQUIRES_GRAD
+
+_NO_VALUES = re.compile(r"\bmeta\b|register_meta")
+# By number; a list of all of them is the same and faster.
+Leaves: TypeAlias = "dict[int, Tensor] | list[Tensor]"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a tree is to be read: the options of `load`."""
+
+    keys: "FilterLike | None" = None
+    # A tree, mapping or spec of anything that has a shape and a dtype.
+    like: Any = None
+    dtype: torch.dtype | None = None
+    device: torch.device | None = None
+    classes: Classes = ()
+    # Called with the bytes of each leaf that was read.
+    tick: Callable[[int], object] | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
+            raise error(
+                ValueError,
+                "load: dtype= casts floating leaves.",
+                expected="a floating dtype",
+                got=repr(self.dtype),
+                hint="other leaves stay as they are; cast them in the tree.",
+            )
+
+
+def read_tree(contents: Contents, choice: Choice, *, root: int = 0, mapped: bool = False) -> TensorCollection:
+    """Read a tree, or the sub-tree at a node; `mapped` leaves are read when they are first used.
+
+    Raises:
+        FilterError: A pattern in `choice.keys` matches no leaf.
+        TreeStructureError: Keys differ from those of `choice.like`.
+        LeafMismatchError: Shapes or dtypes differ.
+    """
+    plan = contents.plan
+    wanted: Sequence[int] = range(len(plan.names)) if not root else plan.leaves_below(root)
+    if choice.keys is None:
+        if choice.like is not None:
+            check_like(outline_tree(contents, choice, root)[0], choice.like, contents.path, is_ours=contents.is_ours)
+        leaves = read_leaves(contents, wanted, choice, mapped=mapped)
+        return _build(contents, leaves, choice, root)
+    outline, numbers = outline_tree(contents, choice, root)
+    outline = _choose(outline, choice.keys)
+    if choice.like is not None:
+        check_like(outline, choice.like, contents.path, is_ours=contents.is_ours)
+    wanted = sorted({numbers[id(leaf)] for _, leaf in iter_leaves(outline)})
+    read = read_leaves(contents, wanted, choice, mapped=mapped)
+    return outline._map(LeafOp("load", lambda leaf: read[numbers[id(leaf)]]))
+
+
+def _choose(outline: TensorCollection, keys: FilterLike) -> TensorCollection:
+    try:
+        return partition(outline, keys)[0]
+    except (RuntimeError, TypeError) as err:
+        # As torch says it of a tensor without values; anything else is the predicate's own.
+        if _NO_VALUES.search(str(err)) is None:
+            raise
+        raise UnsupportedError(
+            "load: keys= asks for the values of a leaf.",
+            expected="a choice by path, shape, dtype and kind",
+            got=str(err)[:200],
+            hint="leaves are chosen before they are read: load the tree, and use tdfunc.partition on it.",
+        ) from err
+
+
+def narrow_tree(tree: TensorCollection, choice: Choice, path: str) -> TensorCollection:
+    """Return what is chosen of a tree whose leaves are there already."""
+    if choice.keys is not None:
+        tree = partition(tree, choice.keys)[0]
+    dtype = choice.dtype
+    if dtype is not None:
+        names = iter([dotted(at) for at in leaf_paths(tree)])
+        tree = tree._map(
+            LeafOp("cast", lambda leaf: _cast(leaf, dtype, next(names)) if leaf.is_floating_point() else leaf)
+        )
+    if choice.like is not None:
+        check_like(tree, choice.like, path)
+    return tree
+
+
+def outline_tree(contents: Contents, choice: Choice, root: int = 0) -> tuple[TensorCollection, dict[int, int]]:
+    """Return the tree on the meta device, cast as it will be, and the number of each leaf by its id."""
+    plan = contents.plan
+    wanted = range(len(plan.names)) if not root else plan.leaves_below(root)
+    leaves: dict[int, Tensor] = {}
+    with outside_transforms():
+        for i in wanted:
+            dtype = _dtype_of(plan, i, choice.dtype)
+            leaf = torch.empty(plan.specs[i].size, dtype=dtype, device="meta")
+            leaves[i] = flag_leaf(leaf, plan.flags[i]) if plan.flags[i] else leaf
+    # The tree holds its leaves, so their ids stay theirs.
+    return _build(contents, leaves, choice, root), {id(leaf): i for i, leaf in leaves.items()}
+
+
+def _build(contents: Contents, leaves: "Leaves", choice: Choice, root: int) -> TensorCollection:
+    with parsing(contents.path):
+        return build_tree(contents.plan, leaves, choice.classes, choice.device, root)
+
+
+def read_leaves(contents: Contents, wanted: Sequence[int], choice: Choice, *, mapped: bool) -> "Leaves":
+    """Return leaves by their number, checked, cast and on their devices."""
+    with contents.reading():
+        return _read_all(contents, wanted, choice, mapped=mapped)
+
+
+def _read_all(contents: Contents, wanted: Sequence[int], choice: Choice, *, mapped: bool) -> "Leaves":
+    plan, device = contents.plan, choice.device
+    if is_fake(device):
+        leaves: Leaves = {
+            i: torch.empty(plan.specs[i].size, dtype=plan.specs[i].dtype, device=device or plan.place(i) or "cpu")
+            for i in wanted
+        }
+    else:
+        leaves = _read_files(contents, wanted, choice, mapped=mapped)
+    for i in wanted if choice.dtype is not None else ():
+        dtype = _dtype_of(plan, i, choice.dtype)
+        if dtype is not leaves[i].dtype:
+            leaves[i] = _cast(leaves[i], dtype, plan.names[i])
+    if not is_fake(device):
+        _move_all(leaves, wanted, plan, device)
+    if any(plan.flags):
+        for i in wanted:
+            if plan.flags[i]:
+                leaves[i] = flag_leaf(leaves[i], plan.flags[i])
+    return leaves
+
+
+def _read_files(contents: Contents, wanted: Sequence[int], choice: Choice, *, mapped: bool) -> "Leaves":
+    if contents.homes is None:
+        read = _read_file(contents, contents.sources[0], wanted, choice, mapped=mapped)
+        # All of them are in order, and a list is faster to read and to make.
+        return read if type(wanted) is range else dict(zip(wanted, read, strict=True))
+    leaves: dict[int, Tensor] = {}
+    homes = contents.places.homes
+    for number, source in enumerate(contents.sources):
+        mine = [i for i in wanted if homes[i] == number]
+        if mine:
+            leaves.update(zip(mine, _read_file(contents, source, mine, choice, mapped=mapped), strict=True))
+    return leaves
+
+
+def _read_file(
+    contents: Contents, source: Source, mine: Sequence[int], choice: Choice, *, mapped: bool
+) -> list[Tensor]:
+    plan, places = contents.plan, contents.places
+    specs, begins, digests = plan.specs, places.begins, places.digests
+    tick = choice.tick
+    # In the order of the file, which the disk reads ahead.
+    checked = contents.verify and not all([digests[i] is None for i in mine])
+    in_order = sorted(mine, key=begins.__getitem__) if checked or not mapped else ()
+    if not mapped:
+        leaves: dict[int, Tensor] = {}
+        for i in in_order:
+            leaves[i] = read_leaf(source, specs[i], begins[i], plan.names[i], digests[i])
+            if tick is not None:
+                tick(specs[i].size_bytes)
+        return [leaves[i] for i in mine]
+    data = map_bytes(source)
+    if checked:
+        view = memoryview(data)
+        for i in in_order:
+            begin, digest = begins[i], digests[i]
+            if digest is not None:
+                check_bytes(plan.names[i], view[begin : begin + specs[i].size_bytes], digest)
+            if tick is not None:
+                tick(specs[i].size_bytes)
+    if len(mine) == len(specs):
+        return view_leaves(data, specs, begins)
+    return view_leaves(data, [specs[i] for i in mine], [begins[i] for i in mine])
+
+
+# -- one leaf ---------------------------------------------------------------------------------------------------
+
+
+def is_fake(place: torch.device | None) -> bool:
+    """Whether leaves without values are asked for."""
+    return (place is not None and place.type == "meta") or type(torch.empty(0, device="cpu")) is not Tensor
+
+
+def _dtype_of(plan: Plan, i: int, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype that a leaf gets; a tensor that is non-tensor data keeps its own."""
+    own = plan.specs[i].dtype
+    return own if dtype is None or not own.is_floating_point or IS_VALUE in plan.flags[i] else dtype
+
+
+def _cast(leaf: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    try:
+        return leaf.to(dtype)
+    # torch has no conversions of float4, say.
+    except (NotImplementedError, RuntimeError) as err:
+        raise UnsupportedError(
+            f"leaf {name} cannot be cast.",
+            expected=f"{leaf.dtype} to {dtype}",
+            got=str(err)[:200],
+            hint="load it without dtype=, or leave it out by keys=.",
+        ) from err
+
+
+def _move_all(leaves: "Leaves", wanted: Sequence[int], plan: Plan, device: torch.device | None) -> None:
+    """Put leaves on one device, or where each was."""
+    if device is None and not any(plan.devices):
+        return
+    for i in wanted:
+        target = device or plan.place(i)
+        if target is not None and target.type != "cpu":
+            leaves[i] = move_leaf(leaves[i], target)
+
+
+def move_leaf(leaf: Tensor, target: torch.device) -> Tensor:
+    """Return a leaf on a device."""
+    try:
+        return leaf.to(target)
+    # A torch without CUDA says so by an assertion.
+    except (AssertionError, NotImplementedError, RuntimeError) as err:
+        raise UnsupportedError(
+            "the leaves cannot be put on their device.",
+            expected=str(target),
+            got=f"{type(err).__name__}: {err}"[:200],
+            hint='load(path, device="cpu").',
+        ) from err
+
+
+def flag_leaf(leaf: Tensor, flags: str) -> Tensor:
+    """Make a leaf the Parameter that it was, or have it require grad."""
+    if IS_PARAMETER in flags:
+        return nn.Parameter(leaf, REQUIRES_GRAD in flags)
+    return leaf.requires_grad_() if REQUIRES_GRAD in flags else leaf

@@ -1,0 +1,98 @@
+"""Checkpoints written leaf by leaf: the tree has no values, and those of each leaf are asked for when its turn comes.
+
+What is written is what `save` and `memmap` write; in memory is no more than the pieces of one leaf.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeAlias
+
+from torch import Tensor
+
+from tdfunc.core.collection import TensorCollection
+from tdfunc.storage.api import check_folder, check_target, save_outline, save_sharded
+from tdfunc.storage.disk.raw import raw_bytes
+from tdfunc.storage.memmap.folder_commit import replace_folder
+from tdfunc.storage.memmap.folder_plan import FileLeaf, plan_folder
+from tdfunc.storage.memmap.memmap import _target, create, write_files
+from tdfunc.storage.safetensors.shards import as_bytes
+from tdfunc.storage.safetensors.write import Values, write_all
+from tdfunc.storage.tree.encode import outline
+
+# Called with a leaf of the tree: its values in row-major order, as tensors of any shape.
+Pieces: TypeAlias = Callable[[Tensor], Iterable[Tensor]]
+
+
+def save_stream(
+    spec: TensorCollection,
+    values: Pieces,
+    path: "str | os.PathLike[str]",
+    *,
+    max_shard_size: int | str | None = None,
+    fsync: bool = True,
+) -> None:
+    """Save as `save` does, without having the values of all leaves at once.
+
+    Args:
+        spec: The tree, whose leaves need no values (they may be on the meta device).
+        values: Called with a leaf of `spec`, when its turn comes (again, if the file has to be written again);
+            a tied leaf has one turn.
+        path: The file, or for shards the folder.
+        max_shard_size: The most bytes of leaves in one shard; without it there is one file.
+        fsync: Wait until the disk has it.
+
+    Raises:
+        ValueError: The file name has another suffix, or the size of shards is none.
+        UnsupportedError: A leaf or value cannot be stored; the message names it. Nothing was written.
+        OSError: It could not be written; what was there is whole.
+        Exception: What `values` raises; what was there is whole.
+    """
+    source = _bytes_of(values)
+    if max_shard_size is not None:
+        folder, size = check_folder(path), as_bytes(max_shard_size)
+        save_sharded(outline(spec, values=False), folder, size, fsync=fsync, values=source)
+    else:
+        target = check_target(path)
+        save_outline(outline(spec, values=False), target, fsync=fsync, values=source)
+
+
+def memmap_stream(
+    spec: TensorCollection, values: Pieces, prefix: "str | os.PathLike[str]", *, existsok: bool = True
+) -> None:
+    """Write a memmap folder as `memmap` does, without having the values of all leaves at once.
+
+    Args:
+        spec: The tree, whose leaves need no values.
+        values: Called with a leaf of `spec`, as for `save_stream`; a leaf without elements has no turn.
+        prefix: The folder.
+        existsok: Replace a memmap folder that is there.
+
+    Raises:
+        FileExistsError: There is something of this name that is no memmap folder, or (not `existsok`) there is one.
+        UnsupportedError: A leaf or value cannot be stored; the message names it. Nothing was written.
+        Exception: What `values` raises; what was there is whole.
+    """
+    target = _target(spec, prefix, "memmap")
+    plan = plan_folder(spec, "memmap", values=False)
+    source = _bytes_of(values)
+
+    def fill(folder: str, file: FileLeaf) -> None:
+        with create(os.path.join(folder, file.name)) as fd:
+            for piece in source(file.leaf):
+                write_all(fd, piece)
+            assert os.fstat(fd).st_size == file.size_bytes
+
+    def write(folder: str) -> None:
+        write_files(folder, plan, fill, threads=0)
+
+    assert target is not None
+    replace_folder(target, write, call="memmap", exist_ok=existsok, sync=True)
+
+
+def _bytes_of(values: Pieces) -> Values:
+    def pieces(leaf: Tensor) -> Iterator[memoryview]:
+        for piece in values(leaf):
+            assert piece.dtype == leaf.dtype
+            yield memoryview(raw_bytes(piece))
+
+    return pieces

@@ -1,0 +1,224 @@
+"""A tree that was described and checked (`decode.py`), with its values put in."""
+
+import sys
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Size
+
+from tdfunc.core.collection import Static, TensorCollection
+from tdfunc.core.errors import CorruptCheckpointError, TreeStructureError, UnsupportedError
+from tdfunc.core.keys import dotted
+from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack
+from tdfunc.core.shapes import as_names
+from tdfunc.core.types import Kind, Path, Ties
+from tdfunc.storage.tree.decode import Plan, _size, malformed
+from tdfunc.storage.tree.encode import IS_VALUE, KIND_FLAGS, check_tie_size, restrict
+
+_KINDS = {flag: kind for kind, flag in KIND_FLAGS.items()}
+Classes: TypeAlias = type[TensorCollection] | Sequence[type[TensorCollection]]
+
+
+class _Job(NamedTuple):
+    """What `build_tree` was asked for, and the nodes that it has made."""
+
+    plan: Plan
+    # By number: a list of all of them, or a dict.
+    leaves: Any
+    built: dict[int, Any]
+    ties: dict[int, Ties]
+    classes: Classes
+    device: torch.device | None
+
+
+def build_tree(
+    plan: Plan, leaves: Any, classes: Classes = (), device: torch.device | None = None, root: int = 0
+) -> TensorCollection:
+    """Return the tree (or a sub-tree) around values, `leaves[i]` being that of `plan.names[i]`.
+
+    If `device` is given, all of them are on it.
+    """
+    job = _Job(plan, leaves, {}, _ties(plan), classes, device)
+    built, starts, sizes, special = job.built, plan.starts, plan.sizes, plan.rich | job.ties.keys()
+    kinds = {flags: kind_of(flags) for flags in set(plan.flags)}
+    has_kinds, listed, make = any(kinds.values()), type(leaves) is list, TensorCollection._open._make
+    # A node comes after the one that it is in, so going back its sub-trees are there.
+    for number in reversed(plan.below(root) if root else range(len(plan.nodes))):
+        if number in special:
+            built[number] = _node(number, job)
+            continue
+        keys, start, end = plan.keys[number], starts[number], starts[number + 1]
+        values = leaves[start:end] if listed else [leaves[i] for i in range(start, end)]
+        named = keys
+        if end - start != len(keys):
+            items, rest = plan.items[number], iter(values)
+            values = [built[what["tree"]] if type(what) is dict else next(rest) for what in items]
+            named = [key for key, what in zip(keys, items, strict=True) if type(what) is not dict]
+        data: dict[str, Any] = dict(zip(keys, values, strict=True))
+        if len(data) != len(keys):
+            raise malformed("distinct keys", f"a key twice in node {number}")
+        static = None
+        if has_kinds:
+            found = [kinds[flag] for flag in plan.flags[start:end]]
+            own = {key: kind for key, kind in zip(named, found, strict=True) if kind is not None}
+            static = Static(own) if own else None
+        place = plan.devices[number] if device is None else device
+        built[number] = make(data, sizes[number], place, None, static)
+    return built[root]
+
+
+def kind_of(flags: str) -> Kind | None:
+    """Return the kind of leaf that flags state."""
+    return next((_KINDS[flag] for flag in flags if flag in _KINDS), None)
+
+
+def _node(number: int, job: _Job) -> Any:
+    """Build a node of any kind."""
+    plan, leaves = job.plan, job.leaves
+    node, size, leaf = plan.nodes[number], plan.sizes[number], plan.starts[number]
+    outer = Size(()) if "own" in node else size
+    data: dict[str, Any] = {}
+    kinds: dict[str, Kind] = {}
+    for key, what in zip(plan.keys[number], plan.items[number], strict=True):
+        if type(what) is not dict:
+            flags = plan.flags[leaf]
+            data[key] = leaves[leaf]
+            if IS_VALUE in flags:
+                data[key] = NonTensorData(leaves[leaf], _batch(what[3] if len(what) > 3 else outer, outer))
+            leaf += 1
+        elif "tree" in what:
+            data[key], flags = job.built[what["tree"]], ""
+        else:
+            flags = what.get("flags", "")
+            data[key] = leaves[plan.tied[what["tie"]]] if "tie" in what else _nontensor(what, outer)
+        kind = kind_of(flags)
+        if kind is not None:
+            kinds[key] = kind
+    if len(data) != len(plan.keys[number]):
+        raise malformed("distinct keys", f"a key twice in node {number}")
+    device = plan.devices[number] if job.device is None else job.device
+    names = as_names(node["names"], len(size)) if "names" in node else None
+    static = Static(kinds, job.ties.get(number, ()), node.get("own"))
+    if "class" in node and node["class"] == _lazy_name():
+        return _stack(data, size, device, names, static)
+    cls = resolve_class(node["class"], job.classes) if "class" in node else TensorCollection._open
+    check_fields(cls, data, plan.path(number))
+    return cls._make(data, size, device, names, static if static != Static() else None)
+
+
+# -- ties -------------------------------------------------------------------------------------------------------
+
+
+def _ties(plan: Plan) -> dict[int, Ties]:
+    """Return the groups of every node that has any, relative to it."""
+    if not plan.groups:
+        return {}
+    depths = [0] * len(plan.nodes)
+    for number, above in enumerate(plan.parents):
+        depths[number] = depths[above[0]] + 1 if above is not None else 0
+    check_tie_size(sum((depths[node] + 1) ** 2 for refs in plan.groups for node, _ in refs), CorruptCheckpointError)
+    paths = [[(*plan.path(node), key) for node, key in refs] for refs in plan.groups]
+    result: dict[int, Ties] = {0: tuple(tuple(group) for group in paths)}
+    inner: dict[int, dict[str, Ties]] = {0: restrict(result[0])}
+    for number, above in enumerate(plan.parents):
+        if above is not None and above[1] in inner.get(above[0], {}):
+            ties = inner[above[0]][above[1]]
+            if "ties" in plan.nodes[number]:
+                ties = _own_order(plan, number, paths, ties)
+            result[number], inner[number] = ties, restrict(ties)
+    return result
+
+
+def _own_order(plan: Plan, number: int, paths: list[list[Path]], known: Ties) -> Ties:
+    depth = len(plan.path(number))
+    ties = tuple(tuple(paths[g][rank][depth:] for rank in ranks) for g, ranks in plan.nodes[number]["ties"])
+    if {frozenset(group) for group in ties} != {frozenset(group) for group in known}:
+        raise malformed(f"the groups of its parent in node {number}", repr(ties)[:200])
+    return ties
+
+
+# -- other nodes ------------------------------------------------------------------------------------------------
+
+
+def _batch(shape: Any, size: Size) -> Size:
+    shape = shape if isinstance(shape, Size) else _size(shape)
+    if shape[: len(size)] != size:
+        raise malformed(f"a shape that starts with the batch size {list(size)}", str(list(shape)))
+    return shape
+
+
+def _nontensor(what: dict[str, Any], size: Size) -> NonTensorBase:
+    shape = _batch(what.get("shape", size), size)
+    if "value" in what:
+        return NonTensorData(what["value"], shape)
+    array = np.empty(len(what["values"]), dtype=object)
+    for i, value in enumerate(what["values"]):
+        array[i] = value
+    return NonTensorStack._wrap(array.reshape(shape))
+
+
+def _lazy_name() -> str:
+    return f"{TensorCollection._lazy.__module__}:{TensorCollection._lazy.__qualname__}"
+
+
+def _stack(
+    data: dict[str, Any], size: Size, device: torch.device | None, names: tuple[str | None, ...] | None, static: Static
+) -> Any:
+    """Return a lazy stack of trees, in the class for theirs."""
+    trees = list(data.values())
+    kinds = {(type(tree), len(tree._batch_size)) if isinstance(tree, TensorCollection) else None for tree in trees}
+    if len(kinds) != 1 or None in kinds or list(data) != [str(number) for number in range(len(trees))]:
+        raise malformed("a lazy stack of trees of one class and number of dimensions, in order", repr(list(data)))
+    dim = static.own
+    if type(dim) is not int or not -len(size) <= dim < 0 or len(trees[0]._batch_size) != len(size) - 1:
+        raise malformed(f"the dimension of a lazy stack whose batch size is {list(size)}", repr(dim))
+    made = TensorCollection._lazy._of(trees, len(size) + dim)
+    if made._batch_size != size:
+        raise malformed(f"a lazy stack of the batch size {list(size)}", str(list(made._batch_size)))
+    return made._make(made._data, size, device, names, static)
+
+
+# Any: the class may be a TensorClass, which is of a higher layer.
+def check_fields(cls: Any, keys: Collection[str], path: Path) -> None:
+    """Raise if a class of fixed fields has not those that were saved; fields may be empty, also those required."""
+    if not hasattr(cls, "_fields") or cls._any_key:
+        return
+    unknown = [key for key in keys if key not in cls._fields]
+    if unknown:
+        lacking = [name for name in cls._required if name not in keys]
+        raise TreeStructureError(
+            f"what was saved at {dotted(path) if path else 'the root'!r} is no {cls.__name__} of today.",
+            expected=f"the fields {list(cls._fields)}",
+            got=f"{list(keys)}: unknown {unknown}, missing {lacking}",
+            hint=f"load(path, classes=TensorDict) gives plain trees; {cls.__name__}.from_tensordict takes one.",
+        )
+
+
+def resolve_class(name: Any, classes: Classes) -> type[TensorCollection]:
+    """Return a class by its recorded name, from the given ones or from a module that is imported already."""
+    if isinstance(classes, type):
+        if classes is TensorCollection._open:
+            return classes
+        classes = (classes,)
+    module, _, path = name.partition(":")
+    for cls in classes:
+        if (cls.__module__, cls.__qualname__) == (module, path):
+            return cls
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        # Not getattr: a module or class may run code to answer.
+        found = vars(found).get(part) if hasattr(found, "__dict__") else None
+    if (
+        isinstance(found, type)
+        and issubclass(found, TensorCollection)
+        and (found.__module__, found.__qualname__) == (module, path)
+    ):
+        return found
+    raise UnsupportedError(
+        f"the tree has nodes of the class {name!r}, which is not here.",
+        expected="a TensorCollection class that is imported",
+        got=type(found).__name__ if found is not None else "nothing of this name",
+        hint="import its module, name it: load(path, classes=[...]), or take plain trees: classes=TensorDict.",
+    )

@@ -1,0 +1,337 @@
+"""A tree from its JSON. What it says is checked before anything is built: the file may be damaged, or hostile.
+
+Most nodes hold plain tensors and trees, and there may be thousands: what can be checked of all nodes together is.
+`build.py` makes the tree.
+"""
+
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Set
+from itertools import chain
+from json.encoder import encode_basestring as quote
+from typing import Any
+
+import torch
+from torch import Size
+
+from tdfunc.core.errors import CorruptCheckpointError
+from tdfunc.core.types import Path
+from tdfunc.storage.safetensors.format import Spec, is_countable, no_constant, spec_of, unique
+from tdfunc.storage.tree.encode import IS_PARAMETER, IS_VALUE, KIND_FLAGS, REQUIRES_GRAD
+
+_KINDS = frozenset(KIND_FLAGS.values())
+_FLAGS = frozenset((*_KINDS, IS_PARAMETER, REQUIRES_GRAD, IS_VALUE))
+# What an item that is an object may be; it is one of them.
+_MEANINGS = frozenset(("tree", "tie", "value", "values"))
+# Longer prefixes are put together again for each node: all of a deep tree would fill the memory.
+_MAX_KEPT_PREFIX = 256
+_INTS, _TEXTS, _LISTS, _TENSORS = frozenset([int]), frozenset([str]), frozenset([list]), frozenset([int, list])
+# A key that is not followed by its colon at once, which nobody writes.
+_LOOSE_KEYS = ('" ', '"\t', '"\n', '"\r')
+# What a node of plain tensors and trees may say besides.
+_PLAIN_FIELDS = frozenset(["keys", "items", "size", "device"])
+_TOO_LARGE = 2**63
+
+
+def parse_tree(text: str) -> dict[str, Any]:
+    """Parse the description of a tree, of which `check_unique` has to see the plan before it is believed."""
+    return json.loads(text, parse_constant=no_constant)
+
+
+def check_unique(text: str, plan: "Plan") -> None:
+    """Raise if an object in the description has a key twice; readers disagree on which of them counts."""
+    # As many colons after quotes as there are keys: then none was there twice. It takes a tenth of asking each object.
+    if text.count('":') != plan.fields or any([loose in text for loose in _LOOSE_KEYS]):
+        json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
+
+
+class Plan:
+    """A tree that was read and checked, still without values.
+
+    Args:
+        doc: The description of the tree.
+        limit: What all names together may be long, since the header that repeats them is no longer.
+    """
+
+    def __init__(self, doc: dict[str, Any], limit: int | None) -> None:
+        self._table = [spec_of(code, shape) for code, shape in doc["specs"]]
+        self.nodes: list[dict[str, Any]] = doc["nodes"]
+        self.keys: list[list[str]] = [node["keys"] for node in self.nodes]
+        self.items: list[list[Any]] = [node["items"] for node in self.nodes]
+        self.groups: list[list[tuple[int, str]]] = [[(node, key) for node, key in group] for group in doc["ties"]]
+        count = len(self.nodes)
+        self.parents: list[tuple[int, str] | None] = [None] * count
+        self.sizes: list[Size] = [Size(())] * count
+        self.devices: list[torch.device | None] = [None] * count
+        # The first leaf of each node; the last number is that of all leaves.
+        self.starts: list[int] = [0]
+        # How many keys the description has, but for those in values.
+        self.fields = len(doc)
+        # Nodes with more than tensors, trees, and what both inherit.
+        self.rich: set[int] = set()
+        self._aliases: dict[tuple[int, str], Any] = {}
+        self._prefixes: list[str | None] = ["", *[None] * (count - 1)]
+        self._lengths = [0] * count
+        self._quoted = self._check_keys()
+        self._walk()
+        # The leaves: names as they stand in the header, dtype and shape, and flags.
+        flat = [what for items in self.items for what in items if type(what) is not dict]
+        types = set(map(type, flat))
+        if not types <= _TENSORS:
+            raise malformed("tensors, trees, ties and values", f"a {_stray(flat, _TENSORS)!r}")
+        numbers: list[int] = flat if list not in types else [what if type(what) is int else what[0] for what in flat]
+        if not _INTS.issuperset(map(type, numbers)) or min(numbers, default=0) < 0:
+            raise malformed("the numbers of specs", f"{_stray(numbers, _INTS)!r}")
+        self.specs: list[Spec] = [self._table[number] for number in numbers]
+        self.flags = [""] * len(flat) if list not in types else self._read_flags(flat, numbers)
+        self.names = self._name_all(flat, math.inf if limit is None else limit)
+        self._check_leaves(numbers)
+        # For each group of ties the leaf that all its paths read.
+        self.tied = self._find_tied()
+
+    def path(self, number: int) -> Path:
+        """Return the keys that lead to a node."""
+        keys: list[str] = []
+        above = self.parents[number]
+        while above is not None:
+            keys.append(above[1])
+            above = self.parents[above[0]]
+        return tuple(reversed(keys))
+
+    def node_of(self, leaf: int) -> int:
+        """Return the node that a leaf is in."""
+        # Of nodes that start at one leaf, all but the last have none.
+        return bisect_right(self.starts, leaf, hi=len(self.nodes)) - 1
+
+    def place(self, leaf: int) -> torch.device | None:
+        """Return the recorded device of the node that a leaf is in."""
+        return self.devices[self.node_of(leaf)]
+
+    def below(self, root: int) -> list[int]:
+        """Return a node and those in it, each after the one that it is in."""
+        inside = {root}
+        for number in range(root + 1, len(self.nodes)):
+            above = self.parents[number]
+            if above is not None and above[0] in inside:
+                inside.add(number)
+        return sorted(inside)
+
+    def leaves_below(self, root: int) -> list[int]:
+        """Return the leaves in a sub-tree, those included that it shares with the rest of the tree."""
+        found: dict[int, None] = {}
+        for number in self.below(root):
+            found.update(dict.fromkeys(range(self.starts[number], self.starts[number + 1])))
+            if number in self.rich:
+                ties = [what["tie"] for what in self.items[number] if type(what) is dict and "tie" in what]
+                found.update({self.tied[tie]: None for tie in ties})
+        return list(found)
+
+    # -- nodes ------------------------------------------------------------------------------------------------
+
+    def _check_keys(self) -> list[list[str]]:
+        """Return the keys of all nodes as they stand in names."""
+        if not self.nodes or not _LISTS.issuperset(map(type, chain(self.keys, self.items))):
+            raise malformed("nodes with lists of keys and items", f"{len(self.nodes)} nodes")
+        for keys, items in zip(self.keys, self.items, strict=True):
+            if len(keys) != len(items):
+                raise malformed(f"{len(keys)} items", f"{len(items)}")
+        every = list(chain.from_iterable(self.keys))
+        if not _TEXTS.issuperset(map(type, every)) or "" in every:
+            raise malformed("a key", f"{_stray(every, _TEXTS)!r}")
+        text = "".join(every)
+        if len(quote(text)) == len(text) + 2:
+            return self.keys
+        return [[quote(key)[1:-1] for key in keys] for keys in self.keys]
+
+    def _walk(self) -> None:
+        """Go through the nodes, each after the one that it is in, whose batch size and device it has inherited."""
+        end = 0
+        for number, (node, items) in enumerate(zip(self.nodes, self.items, strict=True)):
+            self.fields += len(node)
+            if len(node) > 2:
+                self._read_fields(number, node)
+            end += len(items)
+            if dict in map(type, items):
+                end -= self._enter_objects(number)
+            self.starts.append(end)
+        if None in self.parents[1:]:
+            raise malformed("every node inside an earlier one", f"node {self.parents.index(None, 1)} outside")
+
+    def _read_fields(self, number: int, node: dict[str, Any]) -> None:
+        """Read what a node says of itself."""
+        outer, above = self.sizes[number], self.parents[number]
+        if "size" in node:
+            size = self.sizes[number] = _size(node["size"], -1 if "own" in node else 0)
+            free = above is not None and "own" in self.nodes[above[0]]
+            if size[: len(outer)] != outer and not free:
+                raise malformed(f"a batch size that starts with {list(outer)}", f"{list(size)} in node {number}")
+        if "device" in node:
+            name = node["device"]
+            if name is not None and type(name) is not str:
+                raise malformed("a device", repr(name))
+            self.devices[number] = torch.device(name) if name is not None else None
+        if "own" in node and "class" not in node:
+            raise malformed("a class beside what it records", f"{node['own']!r} in node {number}")
+        if not _PLAIN_FIELDS.issuperset(node):
+            self.rich.add(number)
+
+    def _enter_objects(self, number: int) -> int:
+        """Enter what is no tensor in a node: sub-trees, aliases of tied leaves, other data; return how many."""
+        size, device, prefix = self.sizes[number], self.devices[number], self._prefixes[number]
+        keep = prefix is not None and len(prefix) < _MAX_KEPT_PREFIX
+        sizes, devices, lengths, prefixes = self.sizes, self.devices, self._lengths, self._prefixes
+        length, parents, count, fields = lengths[number] + 1, self.parents, 0, 0
+        for key, quoted, what in zip(self.keys[number], self._quoted[number], self.items[number], strict=True):
+            if type(what) is not dict:
+                continue
+            count += 1
+            fields += len(what)
+            if len(what) > 1:
+                _check_fields_of(key, what)
+            if "tree" in what:
+                child = what["tree"]
+                if type(child) is not int or not number < child < len(parents) or parents[child] is not None:
+                    raise malformed("each node once, after the node that it is in", repr(child))
+                parents[child], sizes[child], devices[child] = (number, key), size, device
+                lengths[child] = length + len(quoted)
+                if keep:
+                    prefixes[child] = f"{prefix}{quoted}."
+                continue
+            self.rich.add(number)
+            if "tie" in what:
+                self._aliases[number, key] = what["tie"]
+            elif not _MEANINGS & what.keys():
+                raise malformed("a tensor, tree, tie or value", f"{what!r} at {key!r}")
+        self.fields += fields
+        return count
+
+    # -- leaves -----------------------------------------------------------------------------------------------
+
+    def _read_flags(self, flat: list[Any], numbers: list[int]) -> list[str]:
+        flags = ["" if type(what) is int else what[1] for what in flat]
+        if not _TEXTS.issuperset(map(type, flags)):
+            check_flags(_stray(flags, _TEXTS), self.specs[0].dtype)
+        # Most leaves of one spec have the same.
+        for flag, number in set(zip(flags, numbers, strict=True)):
+            check_flags(flag, self._table[number].dtype)
+        values = {flag for flag in set(flags) if IS_VALUE in flag}
+        if values:
+            self.rich.update([self.node_of(leaf) for leaf, flag in enumerate(flags) if flag in values])
+        return flags
+
+    def _name_all(self, flat: list[Any], limit: float) -> list[str]:
+        # Of each node, the leaves whose names are their paths: a small file could name a deep path for each of many.
+        counts = [end - start for start, end in zip(self.starts, self.starts[1:], strict=False)]
+        for leaf, what in enumerate(flat):
+            if type(what) is list and _own_name(what) is not None:
+                counts[self.node_of(leaf)] -= 1
+        if sum([count * (length + 2) for count, length in zip(counts, self._lengths, strict=True)]) > limit:
+            raise malformed("names that fit in the header", "longer ones")
+        names = [
+            f'"{prefix}{key}"' if type(what) is int or (own := _own_name(what)) is None else quote(own)
+            for prefix, keys, items in zip(self._prefixes_for(counts), self._quoted, self.items, strict=True)
+            for key, what in zip(keys, items, strict=True)
+            if type(what) is not dict
+        ]
+        distinct = set(names)
+        if len(distinct) != len(names) or '"__metadata__"' in distinct:
+            raise malformed("leaves of distinct names, none of them __metadata__", "a name twice")
+        return names
+
+    def _prefixes_for(self, counts: list[int]) -> Iterator[str]:
+        """Yield the dotted path of each node that needs it, as it stands in names, with the dot after it."""
+        for number, prefix in enumerate(self._prefixes):
+            if prefix is None:
+                prefix = "".join([f"{quote(key)[1:-1]}." for key in self.path(number)]) if counts[number] else ""
+            yield prefix
+
+    def _check_leaves(self, numbers: list[int]) -> None:
+        """Raise where leaves do not fit the nodes that they are in."""
+        for number, device in enumerate(self.devices) if any(self.devices) else ():
+            if self.starts[number] != self.starts[number + 1]:
+                check_place(device)
+        for number, size in enumerate(self.sizes) if any(self.sizes) else ():
+            # A class that stores its leaves in another form (a lazy stack) says itself what its batch size is.
+            if not size or "own" in self.nodes[number]:
+                continue
+            start, end = self.starts[number], self.starts[number + 1]
+            bad = {i for i in set(numbers[start:end]) if self._table[i].size[: len(size)] != size}
+            for leaf in range(start, end) if bad else ():
+                if numbers[leaf] in bad and IS_VALUE not in self.flags[leaf]:
+                    what = f"leaf {self.names[leaf][1:-1]} to start with the batch size {list(size)}"
+                    raise malformed(what, str(list(self.specs[leaf].size)))
+
+    def _find_tied(self) -> dict[int, int]:
+        refs = [ref for group in self.groups for ref in group]
+        if len(set(refs)) != len(refs) or any([len(group) < 2 for group in self.groups]):
+            raise malformed("ties of two paths or more, each in one of them", f"ties {self.groups}")
+        aliases = {ref: number for number, group in enumerate(self.groups) for ref in group[1:]}
+        if aliases != self._aliases:
+            raise malformed(f"ties at {sorted(self._aliases)}", f"at {list(aliases)}")
+        leaves: dict[int, dict[str, int]] = {}
+        tied: dict[int, int] = {}
+        for group, ((number, key), *_) in enumerate(self.groups):
+            if type(number) is not int or not 0 <= number < len(self.nodes):
+                raise malformed("ties between leaves", f"a tie at {(number, key)}")
+            if number not in leaves:
+                own = zip(self.keys[number], self.items[number], strict=True)
+                found = [name for name, what in own if type(what) is not dict]
+                leaves[number] = {name: leaf for leaf, name in enumerate(found, self.starts[number])}
+            if key not in leaves[number]:
+                raise malformed("ties between leaves", f"a tie at {(number, key)}")
+            tied[group] = leaves[number][key]
+        return tied
+
+
+def check_place(device: torch.device | None) -> None:
+    """Raise for a device on which the leaves of a file would have no values."""
+    if device is not None and device.type == "meta":
+        raise malformed("leaves on a device that has values", str(device))
+
+
+def check_flags(flags: Any, dtype: torch.dtype) -> None:
+    """Raise unless flags are those that a leaf of this dtype can have."""
+    if not are_flags(flags, _FLAGS):
+        raise malformed(f"flags out of {''.join(sorted(_FLAGS))}, of one kind", repr(flags))
+    if REQUIRES_GRAD in flags and not (dtype.is_floating_point or dtype.is_complex):
+        raise malformed("a leaf that requires grad to be of a floating dtype", str(dtype))
+
+
+def are_flags(flags: Any, known: Set[str]) -> bool:
+    """Whether something is flags out of known ones, with at most one kind: of two, readers could take either."""
+    return type(flags) is str and known >= set(flags) and len(_KINDS & set(flags)) < 2
+
+
+def malformed(expected: str, got: str) -> CorruptCheckpointError:
+    """Build the error for JSON that describes no tree."""
+    return CorruptCheckpointError("the description of the tree is malformed.", expected=expected[:400], got=got[:400])
+
+
+def _check_fields_of(key: str, what: dict[str, Any]) -> None:
+    """Raise for an item that two readers could take for different things, and for flags that are no kinds."""
+    flags = what.get("flags", "")
+    if "tree" in what and "flags" in what:
+        raise malformed(f"a tree without flags at {key!r}", repr(flags))
+    if not are_flags(flags, _KINDS):
+        raise malformed(f"one of the flags {''.join(sorted(_KINDS))} at {key!r}", repr(flags))
+    if len(_MEANINGS & what.keys()) > 1:
+        raise malformed(f"one meaning of {key!r}", ", ".join(map(repr, what)))
+
+
+def _own_name(what: list[Any]) -> str | None:
+    """Return the name of a leaf that is not its path."""
+    return what[2] if len(what) > 2 else None
+
+
+def _stray(values: list[Any], types: frozenset[type]) -> Any:
+    """Return the first value that is of none of some types; else the least one."""
+    return next((value for value in values if type(value) not in types), None) or min(values)
+
+
+def _size(sizes: Any, least: int = 0) -> Size:
+    if type(sizes) is not list or any(type(size) is not int or not least <= size < _TOO_LARGE for size in sizes):
+        raise malformed("a list of sizes", repr(sizes))
+    if 0 not in sizes and not is_countable(sizes):
+        raise malformed("a batch whose elements can be counted in 64 bits", repr(sizes))
+    return Size(sizes)
