@@ -12,10 +12,9 @@ from jaxtyping import Bool, Float, jaxtyped
 from torch import Tensor, nn
 
 import tdfunc as tdf
-from tdfunc import BatchSizeError, LeafMismatchError, NonTensorData, TensorDict, lazy_stack
-from tdfunc._tensorclass import TensorClass
+from tdfunc import LeafMismatchError, NonTensorData, TensorClass, TensorDict, lazy_stack
 from tdfunc._tensorclass.fields import Field
-from tests import annotated
+from tests.tensorclass import annotated
 
 
 class Colour(enum.Enum):
@@ -69,7 +68,7 @@ class Auto(TensorClass["autocast"]):
     ],
 )
 def test_numbers_become_tensors(given, expected):
-    """Without options a number would stay a Python value, or not be seen with the batch."""
+    """Without options, numbers, lists and arrays of numbers become tensors with the batch size."""
     value = Default(given, batch_size=[3]).value
 
     assert torch.equal(value, expected)
@@ -77,7 +76,7 @@ def test_numbers_become_tensors(given, expected):
 
 
 def test_other_values_stay():
-    """Strings, lists of strings and other objects would be lost or changed."""
+    """Strings, lists of strings and other objects are non-tensor data."""
     assert Default("a", batch_size=[3]).value == "a"
     assert Default(["a", "b", "c"], batch_size=[3]).value == ["a", "b", "c"]
     assert Default(Colour.RED).value is Colour.RED
@@ -86,7 +85,7 @@ def test_other_values_stay():
 
 @pytest.mark.parametrize("given", [2, True, 1.5, [1, 2], (1, 2), {"a": 1}, "a"], ids=repr)
 def test_nocast_keeps(given):
-    """`nocast` would make a Python value a tensor or a tree, in the constructor, `set`, `update` or `replace`."""
+    """`nocast` keeps Python values, in the constructor, `set`, `update` and `replace`."""
     made = NoCast(given, batch_size=[3])
     others = [made.set("value", given), made.update({"value": given}), made.replace(value=given), made[0]]
 
@@ -96,7 +95,7 @@ def test_nocast_keeps(given):
 
 
 def test_nocast_tensors():
-    """`nocast` would wrap what is a tensor or a tree already."""
+    """`nocast` takes tensors and trees as they are."""
     x = torch.ones(3)
     inner = Inner(x, batch_size=[3])
 
@@ -105,34 +104,33 @@ def test_nocast_tensors():
     assert NoCast(NonTensorData(1), batch_size=[3]).value == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "expected"),
-    [
-        ("integer", torch.ones(()), 1),
-        ("integer", 2.9, 2),
-        ("integer", True, 1),
-        ("integer", np.int16(3), 3),
-        ("flag", torch.tensor([1]), True),
-        ("real", 2, 2.0),
-        ("either", "12", 12),
-        ("text", 5, "5"),
-        ("colour", "red", Colour.RED),
-        ("entries", (1, 2), [1, 2]),
-        ("anything", "kept", "kept"),
-    ],
-)
-def test_autocast(name, given, expected):
-    """A value would not be what its annotation says, in the constructor, `set`, `update` or `replace`."""
-    made = Auto(**{name: given}, batch_size=[2])
-    others = [made.set(name, given), made.update({name: given}), made.replace(**{name: given}), made[0]]
+CASTS = [
+    ("integer", torch.ones(()), 1),
+    ("integer", 2.9, 2),
+    ("integer", True, 1),
+    ("integer", np.int16(3), 3),
+    ("flag", torch.tensor([1]), True),
+    ("real", 2, 2.0),
+    ("either", "12", 12),
+    ("text", 5, "5"),
+    ("colour", "red", Colour.RED),
+    ("entries", (1, 2), [1, 2]),
+    ("anything", "kept", "kept"),
+]
 
-    for other in [made, *others]:
-        assert getattr(other, name) == expected
-        assert type(getattr(other, name)) is type(expected)
+
+@pytest.mark.parametrize(("name", "given", "expected"), CASTS)
+def test_autocast(name, given, expected):
+    """`autocast` gives a value the type of its annotation, in the constructor, `set`, `update` and `replace`."""
+    made = Auto(**{name: given}, batch_size=[2])
+
+    for each in (made, made.set(name, given), made.update({name: given}), made.replace(**{name: given}), made[0]):
+        assert getattr(each, name) == expected
+        assert type(getattr(each, name)) is type(expected)
 
 
 def test_autocast_to_tensors_and_arrays():
-    """A list would not become the annotated tensor or array."""
+    """A list becomes the annotated tensor or array."""
     made = Auto(tensor=[1.0, 2.0], array=[1, 2], batch_size=[2])
 
     assert torch.equal(made.tensor, torch.tensor([1.0, 2.0]))
@@ -141,55 +139,23 @@ def test_autocast_to_tensors_and_arrays():
     assert torch.equal(Auto(anything=3, several=3).several, torch.tensor(3))
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"integer": torch.ones(2)}, r"'Auto.integer'.*\n.*expected: int\n.*got: +shape \[2\]"),
-        ({"integer": "x"}, r"'Auto.integer'.*\n.*expected: int\n.*got: +'x'"),
-        ({"tensor": "x"}, r"'Auto.tensor'.*\n.*expected: Tensor\n.*got: +'x'"),
-        ({"colour": "blue"}, r"'Auto.colour'.*\n.*expected: Colour\n.*got: +'blue'"),
-    ],
-)
-def test_autocast_refuses(given, message):
-    """A value that cannot be cast would be kept as something else."""
-    with pytest.raises(LeafMismatchError, match=message):
-        Auto(**given)
-
-
 def test_tensor_only():
-    """`tensor_only` would keep what is no tensor, in the constructor or in an edit."""
+    """`tensor_only` makes tensors of all that can be one, except instances of annotated classes."""
     made = Only([1, 2, 3], batch_size=[3])
 
     assert torch.equal(made.value, torch.tensor([1, 2, 3]))
     assert made.inner is None
     assert Only(NonTensorData(2), batch_size=[3]).value.tolist() == [2, 2, 2]
     assert Only(torch.zeros(3), {"y": torch.zeros(3)}, batch_size=[3]).inner.note == "inner"
-    with pytest.raises(LeafMismatchError, match=r"'Only.value'.*\n.*expected: a tensor, .*\n.*got: +str"):
-        Only("a")
-    with pytest.raises(LeafMismatchError, match=r"'value'.*\n.*expected: a tensor, .*\n.*got: +str"):
-        made.set("value", "a")
-
-
-# -- checks of the batch ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("value", [torch.zeros(4), nn.Parameter(torch.zeros(2, 3)), torch.zeros(())])
-def test_batch_size_is_checked(value):
-    """A value that does not start with the batch size would be stored."""
-    shape = str(list(value.shape)).replace("[", r"\[").replace("]", r"\]")
-    with pytest.raises(BatchSizeError, match=rf"'Default.value'.*\n.*expected: shape \[3\].*\n.*got: +shape {shape}"):
-        Default(value, batch_size=[3])
 
 
 @pytest.mark.parametrize("cls", [Default, NoCast])
 def test_device_and_names(cls):
-    """A value would not be put on the device, or names would be lost."""
+    """Values move to the device, and dimensions have the names that are given."""
     made = cls(torch.zeros(2, 3), batch_size=[2, 3], device="meta", names=["a", None])
 
     assert made.value.device == made.device == torch.device("meta")
     assert made.names == ["a", None]
-    with pytest.raises(ValueError, match=r"expected: 2 names\n.*got: +\('a',\)"):
-        cls(torch.zeros(2, 3), batch_size=[2, 3], names=["a"])
 
 
 # -- nested classes ---------------------------------------------------------------------------------------------
@@ -199,12 +165,6 @@ def test_device_and_names(cls):
 class PlainInner:
     y: Tensor
     note: str
-
-
-@dataclass
-class PlainOther:
-    value: int
-    other: int
 
 
 @pytest.mark.parametrize(
@@ -219,7 +179,7 @@ class PlainOther:
     ids=["dict", "tree", "tree without batch", "dataclass", "instance"],
 )
 def test_annotated_classes(given):
-    """What is given for a field would not become the class that the field is annotated with."""
+    """What is given for a field becomes an instance of the class that the field is annotated with."""
     made = Only(torch.zeros(2), given, batch_size=[2])
 
     for inner in (made.inner, made.set("inner", given).inner, made.replace(inner=given).inner):
@@ -227,16 +187,6 @@ def test_annotated_classes(given):
         assert inner.batch_size == torch.Size([2])
         assert torch.equal(inner.y, torch.ones(2))
         assert inner.note == "inner"
-
-
-def test_annotated_classes_refuse():
-    """A dict or tree with other keys would be stored where a class with fields is annotated."""
-    with pytest.raises(LeafMismatchError, match=r"'Only.inner'.*\n.*\['y', 'note'\] of Inner\n.*got: +\['z'\]"):
-        Only(torch.zeros(2), {"z": 1})
-    with pytest.raises(LeafMismatchError, match=r"\['y', 'note'\] of Inner\n.*got: +\['value', 'other'\]"):
-        Only(torch.zeros(2), PlainOther(1, 2))
-    with pytest.raises(ValueError, match=r"Inner.from_tensordict.*\n.*\['y', 'note'\]\n.*unknown \['z'\]"):
-        Only(torch.zeros(2), TensorDict({"z": 1}))
 
 
 class Failing(TensorClass):
@@ -255,7 +205,7 @@ class Deep(TensorClass):
 
 
 def test_unions_with_one_class():
-    """A union would lose its class: a dict, or what `to_tensordict` gives, would stay an open tree."""
+    """A union with one class of typed trees makes that class of dicts, trees and dataclasses."""
     for given in ({"y": torch.ones(2)}, TensorDict({"y": torch.ones(2)}), PlainInner(torch.ones(2), "n")):
         made = Deep(either=given, batch_size=[2])
 
@@ -263,16 +213,12 @@ def test_unions_with_one_class():
         assert type(Deep.from_tensordict(made.to_tensordict()).either) is Inner
         assert type(Deep(batch_size=[2]).replace(either=given).either) is Inner
     assert type(Deep(either=torch.ones(2)).either) is Tensor
-    rows = tdf.lazy_stack([TensorDict({"y": torch.ones(n)}) for n in (1, 2)])
+    rows = lazy_stack([TensorDict({"y": torch.ones(n)}) for n in (1, 2)])
     assert isinstance(Deep(either=rows, batch_size=[2]).either, Inner)
-    with pytest.raises(
-        LeafMismatchError, match=r"'Deep.either'.*\n.*of Inner\n.*\['z'\]: unknown \['z'\], missing \['y'\]"
-    ):
-        Deep(either={"z": 1})
 
 
-def test_unions_that_say_nothing():
-    """A value would become one class of a union where another member takes it, or where there are two."""
+def test_unions_with_several_classes():
+    """A value keeps its class where another member of the union takes it, or where two could."""
     tree = TensorDict({"y": torch.ones(2)})
 
     assert type(Deep(open=tree).open) is TensorDict
@@ -280,17 +226,6 @@ def test_unions_that_say_nothing():
     assert type(Deep(two=tree).two) is TensorDict
     assert type(Deep(plain=PlainInner(torch.ones(2), "n")).plain) is PlainInner
     assert type(Deep(plain=tree).plain) is Inner
-
-
-def test_errors_of_nested_classes():
-    """A TypeError of a nested class would be taken for keys that do not fit, or such keys for anything else."""
-    with pytest.raises(TypeError, match="of the class itself"):
-        Deep(failing={"y": torch.ones(2)})
-    for key in ("batch_size", ("y", "z")):
-        with pytest.raises(
-            LeafMismatchError, match=r"'Deep.failing'.*\n.*\['y'\] of Failing\n.*: unknown \[.*\], missing \[\]"
-        ):
-            Deep(failing={"y": torch.ones(2), key: 1})
 
 
 V = TypeVar("V")
@@ -320,7 +255,7 @@ class InnerBox(Box[Inner]):
 
 
 def test_type_arguments():
-    """A class would not know what the type variables of its bases are, and cast nothing."""
+    """Values are cast to the arguments that a subclass gives the type variables of its bases."""
     made = Whole("3", 2, (1, 2), 5)
 
     assert [made.first, made.second, made.several, made.third] == [3, "2", [1, 2], "5"]
@@ -330,12 +265,10 @@ def test_type_arguments():
     assert type(Box({"y": torch.ones(2)}).inner) is TensorDict
 
 
-# -- strings as annotations -------------------------------------------------------------------------------------
-
-
 def test_strings_resolve():
-    """Under `from __future__ import annotations` options and nested classes would do nothing."""
+    """Annotations that are strings name classes of their module or function; others cast nothing."""
     made = annotated.Auto(torch.ones(()), ratio=2, later={"x": 1.0}, absent="as it is")
+    outer, inner = annotated.make_local()
 
     assert type(made.count) is int
     assert type(made.ratio) is float
@@ -343,12 +276,6 @@ def test_strings_resolve():
     assert made.absent == "as it is"
     assert annotated.Auto.unit == "m"
     assert made.tags == []
-
-
-def test_strings_resolve_in_functions():
-    """Classes of one function would not see each other."""
-    outer, inner = annotated.make_local()
-
     assert type(outer({"x": torch.zeros(2)}, batch_size=[2]).inner) is inner
 
 
@@ -362,55 +289,38 @@ class Shaped(TensorClass):
 
 
 @pytest.mark.parametrize("cls", [Shaped, annotated.Shaped])
-def test_jaxtyping(cls):
-    """A value of another dtype, number of dimensions or size would pass its jaxtyping annotation."""
+@pytest.mark.parametrize(
+    "wrong", [torch.zeros(4, 5, 2), torch.zeros(4, 5, 3, dtype=torch.int64), torch.zeros(4), "text"], ids=str
+)
+def test_jaxtyping(cls, wrong):
+    """A value of another dtype, number of dimensions or size is refused, in the constructor and in edits."""
     made = cls(torch.zeros(4, 5, 3), batch_size=[4])
 
     assert made[0].points.shape == (5, 3)
-    for wrong in (torch.zeros(4, 5, 2), torch.zeros(4, 5, 3, dtype=torch.int64), torch.zeros(4)):
-        got = rf"got: +{wrong.dtype} of shape \[{', '.join(map(str, wrong.shape))}\]"
-        with pytest.raises(LeafMismatchError, match=rf"'{cls.__name__}.points'.*\n.*'\*batch n 3'\]\n.*{got}"):
-            cls(wrong, batch_size=[4])
-        with pytest.raises(LeafMismatchError, match=got):
-            made.replace(points=wrong)
-    with pytest.raises(LeafMismatchError, match=r"'Shaped.points'.*\n.*n 3'\]\n.*got: +NonTensorData"):
-        cls("text", batch_size=[4])
-
-
-def test_jaxtyping_axes_agree():
-    """An axis of one name could have two sizes in one instance."""
-    assert Shaped(torch.zeros(4, 5, 3), torch.ones(4, 5).bool(), batch_size=[4]).mask.all()
-    with pytest.raises(
-        LeafMismatchError, match=r"'Shaped.mask'.*\n.*\n.*shape \[4, 6\]\n.*'points' has shape \[4, 5, 3\]"
-    ):
-        Shaped(torch.zeros(4, 5, 3), torch.ones(4, 6).bool(), batch_size=[4])
+    for call in (lambda: cls(wrong, batch_size=[4]), lambda: made.replace(points=wrong)):
+        with pytest.raises(LeafMismatchError, match=rf"(?s)'{cls.__name__}.points'.*'\*batch n 3'"):
+            call()
 
 
 EDITS = {
+    "constructor": lambda t, **values: Shaped(**{"points": t.points, "mask": t.mask, **values}, batch_size=[4]),
     "replace": lambda t, **values: t.replace(**values),
     "update": lambda t, **values: t.update(values),
-    "of a stack": lambda t, **values: tdf.lazy_stack([t]).replace({k: (v,) for k, v in values.items()})[0],
+    "of a stack": lambda t, **values: lazy_stack([t]).replace({k: (v,) for k, v in values.items()})[0],
 }
 
 
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
-def test_jaxtyping_axes_agree_after_edits(edit):
-    """An edit could give an axis two sizes: among its values, or beside the fields that stay."""
+def test_jaxtyping_axes_agree(edit):
+    """An axis has one size in all fields of an instance, also after an edit of some of them."""
     made = Shaped(torch.zeros(4, 5, 3), torch.ones(4, 5).bool(), batch_size=[4])
     points, mask = torch.zeros(4, 6, 3), torch.ones(4, 6).bool()
 
     assert edit(made, points=points, mask=mask).mask.shape == (4, 6)
-    assert edit(edit(made, mask=None), points=points).points is points
-    with pytest.raises(
-        LeafMismatchError, match=r"'Shaped.points'.*\n.*n 3'\]\n.*\[4, 6, 3\]\n.*'mask' has shape \[4, 5\]"
-    ):
-        edit(made, points=points)
-    with pytest.raises(
-        LeafMismatchError, match=r"'Shaped.mask'.*\n.*n'\]\n.*\[4, 7\]\n.*'points' has shape \[4, 6, 3\]"
-    ):
-        edit(made, points=points, mask=torch.ones(4, 7).bool())
-    with pytest.raises(LeafMismatchError, match=r"'Shaped.mask'.*\n.*\n.*\[4, 6\]\n.*'points' has shape \[4, 5, 3\]"):
-        made.set("mask", mask)
+    assert edit(made.replace(mask=None), points=points).points.shape == (4, 6, 3)
+    for values in ({"points": points}, {"mask": mask}, {"points": points, "mask": torch.ones(4, 7).bool()}):
+        with pytest.raises(LeafMismatchError, match=r"'Shaped.(points|mask)'(.|\n)*has shape \[4, "):
+            edit(made, **values)
 
 
 class Tied(TensorClass):
@@ -420,21 +330,19 @@ class Tied(TensorClass):
 
 
 def test_jaxtyping_with_ties():
-    """A tied leaf could not get another size, since its other paths get it a step later."""
-    w = nn.Parameter(torch.zeros(3))
+    """A tied leaf changes its size at all of its paths, beside fields whose axes still agree."""
     module = nn.Module()
-    module.w = module.again = w
+    module.w = module.again = nn.Parameter(torch.zeros(3))
     tied = Tied.from_tensordict(tdf.from_module(module))
 
-    assert tied.ties() == [["w", "again"]]
     for new in (tied.set("w", torch.ones(4)), tied.replace(again=torch.ones(4)), tied.update({"w": torch.ones(4)})):
         assert new.w is new.again
         assert new.w.shape == (4,)
     both = tied.replace(other=torch.ones(3)).replace(w=torch.ones(4), other=torch.zeros(4))
     assert both.again.shape == both.other.shape == (4,)
-    with pytest.raises(LeafMismatchError, match=r"'Tied.w'.*\n.*\n.*\[4\]\n.*'other' has shape \[3\]"):
+    with pytest.raises(LeafMismatchError, match=r"'Tied.w'"):
         tied.replace(other=torch.ones(3)).set("w", torch.ones(4))
-    with pytest.raises(tdf.TieError, match=r"'w' and 'again' different tensors"):
+    with pytest.raises(tdf.TieError, match=r"'w' and 'again'"):
         tied.replace(w=torch.ones(4), again=torch.zeros(4))
 
 
@@ -444,28 +352,24 @@ class Symbolic(TensorClass):
 
 
 def test_jaxtyping_expressions():
-    """An axis that is an expression could not be checked, or would raise an error of jaxtyping."""
+    """An axis that is an expression is checked where another field gives its variable."""
     made = Symbolic(torch.zeros(4), torch.zeros(3))
 
     assert made.replace(edges=torch.ones(4)).edges.sum() == 4
     assert made.replace(edges=torch.ones(6), nodes=torch.ones(5)).nodes.sum() == 5
-    # No field says what n is.
     assert Symbolic(torch.zeros(9)).nodes is None
     for wrong in (
         lambda: Symbolic(torch.zeros(5), torch.zeros(3)),
         lambda: made.replace(edges=torch.zeros(5)),
         lambda: made.set("edges", torch.zeros(5)),
+        lambda: made.replace(nodes=torch.zeros(5)),
     ):
-        with pytest.raises(
-            LeafMismatchError, match=r"'Symbolic.edges'.*\n.*'n\+1'\]\n.*\[5\]\n.*'nodes' has shape \[3\]"
-        ):
+        with pytest.raises(LeafMismatchError, match=r"(?s)'Symbolic.edges'.*'n\+1'"):
             wrong()
-    with pytest.raises(LeafMismatchError, match=r"'Symbolic.edges'.*\n.*'n\+1'\]\n.*\[4\]\n.*'nodes' has shape \[5\]"):
-        made.replace(nodes=torch.zeros(5))
 
 
 def test_jaxtyping_inside_checked_functions():
-    """The axes of an instance would be those of the function that makes it, or become those."""
+    """The axes of an instance are neither bound by the function that makes it nor bind those of the function."""
 
     @jaxtyped(typechecker=None)
     def make(n: int):
@@ -479,13 +383,12 @@ def test_jaxtyping_inside_checked_functions():
 
 
 def test_jaxtyping_elsewhere():
-    """Operations would be held to annotations, which speak of the constructor."""
+    """Annotations concern the constructor and edits of the field, and no other operation."""
     made = Shaped(torch.zeros(4, 5, 3), batch_size=[4])
 
     assert (made == made).points.dtype is torch.bool
     assert torch.vmap(lambda row: row.set("points", row.points + 1))(made).points.sum() == 60
     masked = made.replace(mask=torch.ones(4, 5).bool())
-    # A field whose dtype an operation has changed is no matter of an edit of others.
     assert masked.float().set("points", made.points + 1).mask.dtype is torch.float32
     assert torch.vmap(lambda row: row.set("points", row.points + 1))(masked).points.sum() == 60
 
@@ -503,7 +406,7 @@ class Defaults(TensorClass):
 
 
 def test_defaults():
-    """A default would be missing, shared between instances, or given where it cannot be."""
+    """Defaults are made for each instance; some fields are given by name only, or not at all."""
     one, two = (Defaults(torch.ones(2), batch_size=[2]) for _ in range(2))
 
     assert (one.note, one.entries, one.fixed, one.late) == ("plain", ["a", "b"], "fixed", "late")
@@ -515,14 +418,8 @@ def test_defaults():
         Defaults(torch.ones(2), "a", [], torch.zeros(2), "late")
 
 
-def test_default_that_does_not_fit():
-    """A default would escape the check of the batch size."""
-    with pytest.raises(BatchSizeError, match=r"'Defaults.made'.*\n.*\[3\].*\n.*shape \[2\]"):
-        Defaults(torch.ones(3), entries=["a", "b", "c"], batch_size=[3])
-
-
 def test_what_cloudpickle_copies_of_a_class():
-    """A class that a script defines could not be sent to Ray, or would come back with other stacks than it had."""
+    """What cloudpickle copies of a class that a script defines works, and finds the class that is here."""
     inner = Inner(torch.ones(2), batch_size=[2])
     stack = lazy_stack([inner, inner])
     for read in (Inner.__dict__["note"], Only.__dict__["value"]):

@@ -1,4 +1,4 @@
-"""Typed trees under torch's transformations and compilers, in both pytree registries, and in other processes."""
+"""Typed trees under torch's transformations and compilers, in both pytree registries, files and other processes."""
 
 import copy
 import io
@@ -16,21 +16,12 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
 import tdfunc as tdf
-from tdfunc import TensorDict
-from tdfunc._tensorclass import TensorClass, tensorclass
+from tdfunc import TensorClass, TensorDict, tensorclass
 from tests.helpers import assert_trees_equal, quick
+from tests.tensorclass.classes import Foo, Inner
+from tests.tensorclass.classes import foo as make
 
 V = TypeVar("V")
-
-
-class Inner(TensorClass):
-    y: Tensor
-
-
-class Foo(TensorClass):
-    x: Tensor
-    inner: Inner | None = None
-    note: str | None = None
 
 
 class Completed(TensorClass):
@@ -76,7 +67,7 @@ class Decorated:
 
 def foo(note=None):
     """Three rows, with a nested instance."""
-    return Foo(torch.arange(6.0).reshape(3, 2), Inner(torch.ones(3), batch_size=[3]), note, batch_size=[3])
+    return make(3, note)
 
 
 # -- pytrees ----------------------------------------------------------------------------------------------------
@@ -84,7 +75,7 @@ def foo(note=None):
 
 @pytest.mark.parametrize("tree_map", [pytree.tree_map, optree.tree_map])
 def test_tree_map(tree_map):
-    """A registry would lose the class, the batch size, an empty field or non-tensor data."""
+    """Both registries keep the class, empty fields and non-tensor data, and follow the batch size."""
     mapped = tree_map(lambda x: x[0], foo("kept"))
 
     assert type(mapped) is Foo
@@ -95,7 +86,7 @@ def test_tree_map(tree_map):
 
 
 def test_pytree_structure():
-    """Leaves, paths or structures would differ between the registries, or between a class and an open tree."""
+    """Leaves and paths agree in both registries; a structure can be written as text, and names the class."""
     made = foo()
     leaves, spec = pytree.tree_flatten(made)
 
@@ -109,12 +100,12 @@ def test_pytree_structure():
 
 
 def test_vmap():
-    """Inside vmap an instance would have another class or batch size, or not come back whole."""
+    """Inside vmap an instance has its class and the batch size of a row; out of it, the whole."""
     seen = []
 
     def fn(t):
         seen.append((type(t), t.batch_size, type(t.inner), t.inner.batch_size))
-        return Foo(t.x * 2, t.inner, batch_size=[])
+        return Foo(t.x * 2, None, t.inner, batch_size=[])
 
     out = torch.vmap(fn)(foo())
 
@@ -124,7 +115,7 @@ def test_vmap():
 
 
 def test_vmap_in_dims():
-    """A tree of in_dims could not be an instance, or an out_dim would give another batch size."""
+    """A tree of in_dims may be an instance, and out_dims move the batch size."""
     made = foo().reshape(3, 1)
     dims = tdf.in_dims(made, {"x": 0, "*": None})
 
@@ -137,7 +128,7 @@ def test_vmap_in_dims():
 
 
 def test_gradients():
-    """A gradient or derivative with respect to an instance would be no instance, or wrong."""
+    """Derivatives with respect to an instance are instances."""
     made = foo()
 
     def loss(t):
@@ -157,7 +148,7 @@ def test_gradients():
 
 
 def test_autograd():
-    """`backward` would not reach the leaves of an instance through its operations."""
+    """`backward` reaches the leaves of an instance through its operations."""
     x = torch.ones(3, 2, requires_grad=True)
     made = Foo(x, batch_size=[3])
     (torch.stack([made, made * 2])[1:].x.sum() + made[0].x.sum()).backward()
@@ -169,8 +160,8 @@ def test_autograd():
 
 X = torch.arange(6.0).reshape(3, 2)
 COMPILED = {
-    "constructor": (lambda x: Foo(x, Inner(x, batch_size=[3]), batch_size=[3]), X),
-    "by name": (lambda x: Foo(inner=None, x=x, batch_size=[3], device="cpu", names=["a"]), X),
+    "constructor": (lambda x: Foo(x, None, Inner(x, batch_size=[3]), batch_size=[3]), X),
+    "by name": (lambda x: Foo(inner=None, x=x, note=None, batch_size=[3], device="cpu", names=["a"]), X),
     "post init and defaults": (lambda x: Completed(x, batch_size=[3]), X),
     "given default": (lambda x: Completed(x, weight=x[:, 0], batch_size=[3]).doubled, X),
     "decorated": (lambda x: Decorated(x, batch_size=[3])[1:], X),
@@ -194,7 +185,7 @@ COMPILED = {
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("name", quick(COMPILED, "constructor", "edits", "index"))
 def test_compile(name, backend):
-    """`torch.compile` would break the graph, skip `__post_init__` or a default, or return something else."""
+    """`torch.compile` makes one graph of constructors, defaults, `__post_init__`, edits and operations."""
     torch.compiler.reset()
     fn, argument = COMPILED[name]
 
@@ -202,7 +193,7 @@ def test_compile(name, backend):
 
 
 def test_recompiles():
-    """A new instance of the same structure would compile again."""
+    """A new instance of the same structure compiles nothing."""
     torch.compiler.reset()
     count = CompileCounter()
     compiled = torch.compile(lambda t: t.replace(x=t.x + 1)[0], fullgraph=True, backend=count)
@@ -213,7 +204,7 @@ def test_recompiles():
 
 
 def test_jit():
-    """`tdfunc.jit` would lose the class or `__post_init__`."""
+    """`tdfunc.jit` takes and makes instances."""
 
     @tdf.jit
     def step(t, x):
@@ -232,7 +223,7 @@ class Exported(torch.nn.Module):
 
 
 def test_export():
-    """An exported program could not take or return an instance, also when it is saved and loaded."""
+    """An exported program takes and returns instances, also when it is saved and loaded."""
     program = torch.export.export(Exported(), (foo(),))
     file = io.BytesIO()
     program._example_inputs = None
@@ -244,7 +235,7 @@ def test_export():
     assert_trees_equal(torch.export.load(file).module()(foo()), expected)
 
 
-# -- copies and files -------------------------------------------------------------------------------------------
+# -- copies, files, processes -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -253,7 +244,7 @@ def test_export():
     ids=["pickle", "deepcopy", "clone"],
 )
 def test_copies(send):
-    """A copy would lose a field, or share memory with the original."""
+    """A copy has the same fields in memory of its own."""
     made = foo("kept").with_names(["row"])
     copied = send(made)
 
@@ -263,8 +254,8 @@ def test_copies(send):
 
 
 def test_save_and_load(tmp_path):
-    """A safetensors file would come back as plain trees."""
-    made = Foo(torch.zeros(3), Inner(torch.ones(3), batch_size=[3]), "kept", batch_size=[3])
+    """A file gives back instances."""
+    made = foo("kept")
     tdf.save(made, tmp_path / "made.safetensors")
 
     assert_trees_equal(tdf.load(tmp_path / "made.safetensors"), made)
@@ -272,7 +263,7 @@ def test_save_and_load(tmp_path):
 
 
 def test_torch_save():
-    """`torch.load(weights_only=True)` would refuse an instance in spite of the documented allow-list."""
+    """`torch.load(weights_only=True)` takes an instance with the documented allow-list."""
     file = io.BytesIO()
     torch.save(foo(), file)
 
@@ -289,9 +280,6 @@ def test_torch_save():
 SAFE = [Foo, Inner, tdf.core.collection._remake]
 
 
-# -- processes and loaders --------------------------------------------------------------------------------------
-
-
 class Rows(Dataset):
     """One instance for each number."""
 
@@ -299,12 +287,12 @@ class Rows(Dataset):
         return 5
 
     def __getitem__(self, i):
-        return Foo(torch.full((2,), float(i)), Inner(torch.tensor(i)), note="n")
+        return Foo(torch.full((2,), float(i)), "n", Inner(torch.tensor(i)))
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_data_loader(workers):
-    """Batches would not be instances, with `torch.stack` as the collate function or an instance as the dataset."""
+    """Batches are instances, of a dataset of instances or of an instance."""
     batches = list(DataLoader(Rows(), batch_size=2, collate_fn=torch.stack, num_workers=workers))
 
     assert [type(batch) for batch in batches] == [Foo] * 3
@@ -319,6 +307,6 @@ def _double(t):
 
 @pytest.mark.slow
 def test_spawned_process():
-    """An instance would not reach a spawned process, or not come back."""
+    """An instance goes to a spawned process and back."""
     with torch.multiprocessing.get_context("spawn").Pool(1) as pool:
         assert_trees_equal(pool.map(_double, [foo("kept")])[0], foo("kept") * 2)
