@@ -57,96 +57,63 @@ class Auto(TensorClass["autocast"]):
 # -- options ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        (2, torch.tensor([2, 2, 2])),
-        (True, torch.tensor([True] * 3)),
-        (np.float32(1.5), torch.tensor([1.5] * 3)),
-        ([1, 2, 3], torch.tensor([1, 2, 3])),
-        (np.arange(3), torch.arange(3)),
-    ],
-)
-def test_numbers_become_tensors(given, expected):
-    """Without options, numbers, lists and arrays of numbers become tensors with the batch size."""
-    value = Default(given, batch_size=[3]).value
-
-    assert torch.equal(value, expected)
-    assert value.dtype == expected.dtype
-
-
-def test_other_values_stay():
-    """Strings, lists of strings and other objects are non-tensor data."""
-    assert Default("a", batch_size=[3]).value == "a"
-    assert Default(["a", "b", "c"], batch_size=[3]).value == ["a", "b", "c"]
-    assert Default(Colour.RED).value is Colour.RED
-    assert Default(["a", "b", "c"], batch_size=[3])[1].value == "b"
-
-
-@pytest.mark.parametrize("given", [2, True, 1.5, [1, 2], (1, 2), {"a": 1}, "a"], ids=repr)
-def test_nocast_keeps(given):
-    """`nocast` keeps Python values, in the constructor, `set`, `update` and `replace`."""
-    made = NoCast(given, batch_size=[3])
-    others = [made.set("value", given), made.update({"value": given}), made.replace(value=given), made[0]]
-
-    for other in [made, *others]:
-        assert type(other.value) is type(given)
-        assert other.value == given
-
-
-def test_nocast_tensors():
-    """`nocast` takes tensors and trees as they are."""
-    x = torch.ones(3)
-    inner = Inner(x, batch_size=[3])
-
-    assert NoCast(x, batch_size=[3]).value is x
-    assert NoCast(inner, batch_size=[3]).value is inner
-    assert NoCast(NonTensorData(1), batch_size=[3]).value == 1
-
-
-CASTS = [
-    ("integer", torch.ones(()), 1),
-    ("integer", 2.9, 2),
-    ("integer", True, 1),
-    ("integer", np.int16(3), 3),
-    ("flag", torch.tensor([1]), True),
-    ("real", 2, 2.0),
-    ("either", "12", 12),
-    ("text", 5, "5"),
-    ("colour", "red", Colour.RED),
-    ("entries", (1, 2), [1, 2]),
-    ("anything", "kept", "kept"),
+KEPT = (2, True, 1.5, [1, 2], (1, 2), {"a": 1}, "a", torch.ones(3))
+OPTIONS = [
+    # Numbers, and lists and arrays of them, become tensors; other objects are non-tensor data.
+    (Default, "value", 2, torch.tensor([2, 2, 2])),
+    (Default, "value", True, torch.tensor([True] * 3)),
+    (Default, "value", np.float32(1.5), torch.tensor([1.5] * 3)),
+    (Default, "value", [1, 2, 3], torch.tensor([1, 2, 3])),
+    (Default, "value", np.arange(3), torch.arange(3)),
+    (Default, "value", "a", "a"),
+    (Default, "value", ["a", "b", "c"], ["a", "b", "c"]),
+    (Default, "value", Colour.RED, Colour.RED),
+    # Every value stays as it is.
+    *((NoCast, "value", value, value) for value in KEPT),
+    (NoCast, "value", NonTensorData(1), 1),
+    # Every value becomes a tensor, or the annotated class.
+    (Only, "value", [1, 2, 3], torch.tensor([1, 2, 3])),
+    (Only, "value", NonTensorData(2), torch.tensor([2, 2, 2])),
+    # A value becomes what the annotation names.
+    (Auto, "integer", torch.ones(()), 1),
+    (Auto, "integer", 2.9, 2),
+    (Auto, "integer", True, 1),
+    (Auto, "integer", np.int16(3), 3),
+    (Auto, "flag", torch.tensor([1]), True),
+    (Auto, "real", 2, 2.0),
+    (Auto, "either", "12", 12),
+    (Auto, "text", 5, "5"),
+    (Auto, "colour", "red", Colour.RED),
+    (Auto, "entries", (1, 2), [1, 2]),
+    (Auto, "anything", "kept", "kept"),
+    (Auto, "tensor", [1.0, 2.0, 3.0], torch.tensor([1.0, 2.0, 3.0])),
+    (Auto, "array", [1, 2], np.array([1, 2])),
+    (Auto, "several", 3, torch.tensor([3, 3, 3])),
 ]
 
 
-@pytest.mark.parametrize(("name", "given", "expected"), CASTS)
-def test_autocast(name, given, expected):
-    """`autocast` gives a value the type of its annotation, in the constructor, `set`, `update` and `replace`."""
-    made = Auto(**{name: given}, batch_size=[2])
+@pytest.mark.parametrize(("cls", "name", "given", "expected"), OPTIONS)
+def test_options(cls, name, given, expected):
+    """The options of a class choose what a value becomes, in the constructor, `set`, `update` and `replace`."""
+    made = cls(**{name: given}, batch_size=[3])
 
-    for each in (made, made.set(name, given), made.update({name: given}), made.replace(**{name: given}), made[0]):
-        assert getattr(each, name) == expected
-        assert type(getattr(each, name)) is type(expected)
-
-
-def test_autocast_to_tensors_and_arrays():
-    """A list becomes the annotated tensor or array."""
-    made = Auto(tensor=[1.0, 2.0], array=[1, 2], batch_size=[2])
-
-    assert torch.equal(made.tensor, torch.tensor([1.0, 2.0]))
-    assert isinstance(made.array, np.ndarray)
-    assert made.array.tolist() == [1, 2]
-    assert torch.equal(Auto(anything=3, several=3).several, torch.tensor(3))
+    for each in (made, made.set(name, given), made.update({name: given}), made.replace(**{name: given})):
+        value = getattr(each, name)
+        assert type(value) is type(expected)
+        if isinstance(expected, Tensor | np.ndarray):
+            np.testing.assert_array_equal(value, expected)
+            assert value.dtype == expected.dtype
+        else:
+            assert value == expected
 
 
-def test_tensor_only():
-    """`tensor_only` makes tensors of all that can be one, except instances of annotated classes."""
-    made = Only([1, 2, 3], batch_size=[3])
+def test_values_that_are_nodes():
+    """`nocast` takes tensors and trees themselves; a row of non-tensor data is one value."""
+    x, inner = torch.ones(3), Inner(torch.ones(3), batch_size=[3])
 
-    assert torch.equal(made.value, torch.tensor([1, 2, 3]))
-    assert made.inner is None
-    assert Only(NonTensorData(2), batch_size=[3]).value.tolist() == [2, 2, 2]
-    assert Only(torch.zeros(3), {"y": torch.zeros(3)}, batch_size=[3]).inner.note == "inner"
+    assert NoCast(x, batch_size=[3]).value is x
+    assert NoCast(inner, batch_size=[3]).value is inner
+    assert Default(["a", "b", "c"], batch_size=[3])[1].value == "b"
 
 
 @pytest.mark.parametrize("cls", [Default, NoCast])
