@@ -9,7 +9,7 @@ from sklearn.metrics import brier_score_loss, log_loss
 
 from tdfunc import LeafMismatchError, TensorDict
 from tdfunc._jit import jit
-from tdfunc.ensemble.uncertainty import brier, ece, nll, reliability_curve, uncertainty
+from tdfunc.metrics import brier, ece, nll, reliability_curve, uncertainty
 from tests.helpers import assert_pure, assert_trees_equal
 
 
