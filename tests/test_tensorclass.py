@@ -547,7 +547,6 @@ def test_immutable(change, message):
         lambda t: t.replace(colour=1),
         lambda t: t.rename_key("x", "colour"),
         lambda t: t.at["colour"].set(1),
-        lambda t: t.setdefault("colour", 1),
         lambda t: TensorDict({"t": t}, [4]).set(("t", "colour"), 1),
         lambda t: TensorDict({"t": t}, [4]).rename_key(("t", "x"), ("t", "colour")),
         lambda t: TensorDict({"t": t}, [4]).update({"t": {"colour": 1}}),

@@ -34,7 +34,6 @@ ROWS = torch.ones(4)
         lambda data: data.set(("inner", "y"), ROWS),
         lambda data: data.set(("inner", "y"), ROWS, kind=tdf.Kind.BUFFER),
         lambda data: data.at["inner", "y"].set(ROWS),
-        lambda data: data.setdefault(("inner", "y"), ROWS),
         lambda data: data.update({("inner", "y"): ROWS}),
         lambda data: TensorDict({"t": data}, [4]).set(("t", "inner", "y"), ROWS)["t"],
         lambda data: TensorDict({"t": data}, [4]).update({("t", "inner", "y"): ROWS})["t"],

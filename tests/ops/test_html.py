@@ -91,7 +91,7 @@ def test_page_of_any_tree(tree):
         assert printable(key, KEY) in page.words
     assert f"batch {list(tree.batch_size)}" in page.headings[0]
     assert f"{len(tree.leaves())} lea" in page.headings[0]
-    assert bytes_text(tree.bytes(count_duplicates=False)) in page.headings[0]
+    assert bytes_text(tree.summary().size_bytes) in page.headings[0]
     assert page.attributes <= {"class", "open", "colspan", "style", "width", "height", "viewbox", "role", "aria-label",
                                "d", "fill"}  # fmt: skip
 
