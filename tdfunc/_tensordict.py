@@ -11,6 +11,7 @@ from tdfunc.core.shapes import as_names, as_size
 from tdfunc.core.types import NestedKey
 from tdfunc.modules.bind import ModuleMethods
 from tdfunc.ops.arithmetic import ArithmeticMethods
+from tdfunc.ops.autograd import MemoryMethods
 from tdfunc.ops.cast import CastMethods, as_device, to
 from tdfunc.ops.convert import is_plain, read_mapping, resize
 from tdfunc.ops.display.show import ShowMethods
@@ -20,7 +21,6 @@ from tdfunc.ops.frames import FrameMethods, FromFrameMethods
 from tdfunc.ops.index import IndexMethods
 from tdfunc.ops.make import MakeMethods
 from tdfunc.ops.maps import MapMethods
-from tdfunc.ops.memory import MemoryMethods
 from tdfunc.ops.pointwise import DtypeMethods, PointwiseMethods
 from tdfunc.ops.reading import ReadMethods
 from tdfunc.ops.rearrange import RearrangeMethods

@@ -238,34 +238,6 @@ def test_split_keys(td):
         td.split_keys(["a"], ["a"])
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_entries_are_joined(keep):
-    """The entries would be joined along another dimension, or stay when they should not."""
-    tree = TensorDict({"a": A, "n": {"b": A + 1}}, [2])
-    found = assert_pure(lambda t: t.cat_tensors("a", ("n", "b"), out_key=("n", "c"), dim=1, keep_entries=keep), tree)
-    stacked = tree.stack_tensors("a", ("n", "b"), out_key="c", dim=-1, keep_entries=keep)
-
-    assert torch.equal(found["n", "c"], torch.cat([A, A + 1], 1))
-    assert torch.equal(stacked["c"], torch.stack([A, A + 1], -1))
-    assert ("a" in found, ("n", "b") in found, "a" in stacked) == (keep, keep, keep)
-
-
-def test_sub_trees_are_joined():
-    """Sub-trees would be refused."""
-    tree = TensorDict({"m": {"a": A}, "n": {"a": A + 1}}, [2])
-
-    assert torch.equal(tree.stack_tensors("m", "n", out_key="o", dim=1)["o", "a"], torch.stack([A, A + 1], 1))
-
-
-def test_entries_of_a_lazy_stack_are_joined():
-    """The trees of a lazy stack would have to be padded first."""
-    lazy = lazy_stack([TensorDict({"a": torch.ones(n, 1), "b": torch.zeros(n, 2)}, [n]) for n in (1, 2)])
-
-    # Dimension 2 of the dense leaves [2, n, 1], and the last one.
-    for dim in (2, -1):
-        assert [x.shape for x in lazy.cat_tensors("a", "b", out_key="c", dim=dim)["c"]] == [(1, 3), (2, 3)]
-
-
 # -- state dicts ------------------------------------------------------------------------------------------------
 
 
@@ -311,14 +283,6 @@ ERRORS = [
         TypeError, r"from_dict: .*\n.*auto_batch_size\n.*\[2\]",
     ),
     (lambda: TensorDict.from_dict({"a": A}, batch_size=[3]), BatchSizeError, r"'a'.*\n.*\[3\].*\n.*\[2, 3\]"),
-    (lambda: ONE.cat_tensors("a", "b", out_key="c"), LeafMismatchError, r"cat_tensors: 'b' .*\n.*float32\n.*int64"),
-    (lambda: ONE.cat_tensors("s", "b", out_key="c"), LeafMismatchError, r"cat_tensors: 's' .*\n.*\n.*NonTensorData"),
-    (lambda: ONE.stack_tensors(out_key="c"), ValueError, r"stack_tensors: no keys.*\n.*one or more\n.*none"),
-    (
-        lambda: ONE.set("c", A[:, :2]).stack_tensors("a", "c", out_key="d"),
-        LeafMismatchError, r"stack_tensors: .*\n.*equal shapes\n.*'a': \[2, 3\], 'c': \[2, 2\]",
-    ),
-    (lambda: ONE.cat_tensors("a", out_key="c", dim=0).cat_tensors("b", "b", out_key="d"), BatchSizeError, r"'d'"),
     (
         lambda: ONE.load_state_dict({"a": A, "c": B}), MissingKeyError,
         r"load_state_dict: .*\n.*\['a', 'b'\]\n.*missing \['b'\], unexpected \['c'\]",
@@ -356,15 +320,6 @@ def test_no_state_dict():
         TensorDict({"a": A}).load_state_dict(None)
 
 
-@pytest.mark.parametrize("call", ["bytes", "param_count"])
-def test_sizes_of_uninitialised_parameters(call):
-    """A user could not see which parameter has no size yet."""
-    tree = TensorDict({"n": {"x": torch.nn.UninitializedParameter()}})
-
-    with pytest.raises(LeafMismatchError, match=rf"{call}: 'n.x' is not init.*\n.*shape\n.*Uninit.*\n.*call the lazy"):
-        getattr(tree, call)()
-
-
 def test_bytes_of_sparse_leaves():
     """Zeros that are not stored would be counted, indices not, and `summary` say another number."""
     eye = torch.eye(100)
@@ -374,8 +329,8 @@ def test_bytes_of_sparse_leaves():
     stored = {"coo": 100 * (4 + 2 * 8), "csr": 100 * 12 + 101 * 8, "csc": 100 * 12 + 101 * 8, "dense": 40_000}
     tree = TensorDict(leaves)
 
-    assert {key: TensorDict({key: leaf}).bytes() for key, leaf in leaves.items()} == stored
-    assert tree.bytes() == tree.summary().size_bytes == sum(stored.values())
+    assert {key: TensorDict({key: leaf}).nbytes for key, leaf in leaves.items()} == stored
+    assert tree.nbytes == tree.summary().size_bytes == sum(stored.values())
 
 
 def test_from_any_of_tuples():
