@@ -28,7 +28,7 @@ BINARY = {
     "maximum": "larger value", "minimum": "smaller value", "clamp_min": "larger value", "clamp_max": "smaller value",
 }  # fmt: skip
 BINARY_LEAFWISE = {
-    "remainder": "remainder of the division, with the sign of the divisor", "floor_divide": "quotient, rounded down",
+    "remainder": "remainder of the division, of the sign of the divisor", "floor_divide": "quotient, rounded down",
     "eq": "True where equal", "ne": "True where different", "lt": "True where less", "le": "True where less or equal",
     "gt": "True where greater", "ge": "True where greater or equal", "logical_and": "logical and",
     "logical_or": "logical or", "logical_xor": "logical exclusive or", "bitwise_and": "bitwise and",

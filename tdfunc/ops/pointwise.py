@@ -231,7 +231,7 @@ class PointwiseMethods(TensorCollection):
         return binary(self, other, "clamp_max", "_foreach_clamp_max", **kwargs)
 
     def remainder(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.remainder(leaf, other)`: remainder of the division, with the sign of the divisor."""
+        """Return the tree of `torch.remainder(leaf, other)`: remainder of the division, of the sign of the divisor."""
         return binary(self, other, "remainder", None, **kwargs)
 
     def floor_divide(self, other: Any, **kwargs: Any) -> "Self":
