@@ -12,8 +12,8 @@ from torch.utils._pytree import _broadcast_to_and_flatten, tree_flatten, tree_le
 
 from tdfunc.core.collection import PLAIN, TensorCollection
 from tdfunc.core.errors import BatchSizeError, UnsupportedError, error
+from tdfunc.modules.extract import in_transform
 from tdfunc.modules.random import refuse_traced_members
-from tdfunc.modules.slots import in_transform
 
 # What a forward may return beside tensors and containers: values that hold no tensor.
 _PLAIN = (

@@ -33,7 +33,7 @@ from tdfunc.ensemble._call import (
 )
 from tdfunc.ensemble._draws import default_generators, foreign_states, run_seeded, watch
 from tdfunc.ensemble._globals import Globals
-from tdfunc.modules.bind import in_transform
+from tdfunc.modules.extract import in_transform
 from tdfunc.modules.functional import Apply
 from tdfunc.modules.random import member_generators, member_seed, seeded
 
