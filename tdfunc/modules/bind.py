@@ -11,10 +11,10 @@ import warnings
 from types import TracebackType
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
 
 from tdfunc.core.collection import TensorCollection
+from tdfunc.core.context import in_transform, is_compiling
 from tdfunc.core.errors import ConcurrencyError, LeafMismatchError, TreeStructureError
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
@@ -23,7 +23,6 @@ from tdfunc.modules.extract import (
     EXTRA_STATE,
     from_module,
     has_extra_state,
-    in_transform,
     is_one_tensor,
     is_renormed,
     unwrap,
@@ -261,7 +260,7 @@ class ModuleHandle:
                 hint="call params.to_module(m) again for another block.",
             )
         try:
-            if torch.compiler.is_compiling():
+            if is_compiling():
                 self._state = _OPEN
                 self._match.write(permanent=False)
             else:
@@ -316,7 +315,7 @@ class ModuleHandle:
         """Put back what was there and let go of the module; False where blocks are left out of order."""
         if self._state is _CLOSED:
             return False
-        if torch.compiler.is_compiling():
+        if is_compiling():
             self._match.restore()
             self._state = _CLOSED
             return True

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Size, Tensor, nn
-from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 
 from tdfunc.core.collection import Static, TensorCollection
+from tdfunc.core.context import in_transform
 from tdfunc.core.errors import UnsupportedError
 from tdfunc.core.keys import Filter, dotted
 from tdfunc.core.nontensor import NonTensorData
@@ -24,7 +24,6 @@ from tdfunc.ops.structure import partition
 T = TypeVar("T", bound=TensorCollection)
 EXTRA_STATE = "_extra_state"
 _LAZY = (nn.UninitializedParameter, nn.UninitializedBuffer)
-_PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 
 class Slot(NamedTuple):
@@ -214,10 +213,3 @@ def is_one_tensor(a: Any, b: Any) -> bool:
     if in_transform() or a.requires_grad or b.requires_grad or a.is_meta:
         return False
     return torch.equal(a, b)
-
-
-def in_transform() -> bool:
-    """Whether values cannot outlive the code that runs now: a functorch or dual level, a trace, a compiled region."""
-    if torch.compiler.is_compiling() or _functorch.peek_interpreter_stack() is not None:
-        return True
-    return torch.autograd.forward_ad._current_level >= 0 or torch._C._get_dispatch_mode(_PROXY) is not None

@@ -11,18 +11,19 @@ from torch import Size, nn
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
-from tdfunc.core.collection import is_compiling
+from tdfunc.core.context import is_compiling, is_tracing
 from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorData
 from tdfunc.core.shapes import EMPTY
 from tdfunc.core.types import Path
+from tdfunc.core.walk import replace
 from tdfunc.modules.extract import from_module, split, unwrap
-from tdfunc.modules.plan import Spec, Straight, extra_values, replace_nodes
+from tdfunc.modules.plan import Spec, Straight, extra_values
 from tdfunc.modules.poison import Originals, Watch
 from tdfunc.modules.random import Seed, seeded
 from tdfunc.modules.skeleton import Skeleton, duplicate, make_template
-from tdfunc.ops.pointwise_base import can_foreach
+from tdfunc.ops.foreach import can_foreach
 from tdfunc.ops.reading import entries
 from tdfunc.ops.structure import keep_leaves
 
@@ -168,7 +169,7 @@ class Apply:
             raise self._name_error(["rng"])
         out, store, states = self._run(params, buffers, args, kwargs, rng, keep=True)
         new = self._spec.rebuild_buffers(params, buffers, store)
-        return out, replace_nodes(new, states) if states else new
+        return out, replace(new, states) if states else new
 
     def rebuild_buffers(self, params: Any, buffers: Any, leaves: list[Any]) -> Any:
         """Return the tree that held the buffers, around new ones in plan order."""
@@ -252,7 +253,7 @@ class Apply:
                 # Forward may write to it; the tree keeps its own.
                 skeleton.owners[path].set_extra_state(copying.deepcopy(value))
             # Not watched in a trace or on fake tensors: the next call will do.
-            if compiling or written is not None or torch._C._len_torch_dispatch_stack():
+            if compiling or written is not None or is_tracing():
                 out = self._forward(skeleton.module, args, kwargs, rng)
             else:
                 out = self._first_forward(leaves, bound, skeleton, args, kwargs, rng)
@@ -397,7 +398,7 @@ def functional(module: nn.Module, *, copy: bool = True, call_only: bool = False)
     states = extra_values(tree) if copy else {}
     if states:
         copies = {path: NonTensorData(copying.deepcopy(values[0])) for path, values in states.items()}
-        tree = replace_nodes(tree, copies)
+        tree = replace(tree, copies)
     params, rest = split(tree) if entries(tree) else (keep_leaves(tree, set()), tree)
     spec = Spec(type(module).__name__, params, rest, tree)
     return Apply(make_template(module), spec, reserved, Originals(module)), params, rest

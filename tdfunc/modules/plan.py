@@ -10,13 +10,15 @@ from typing import Any
 
 from torch import Size, Tensor
 
-from tdfunc.core.collection import PLAIN, TensorCollection, is_compiling
+from tdfunc.core.collection import PLAIN, TensorCollection
+from tdfunc.core.context import is_compiling
 from tdfunc.core.errors import LeafMismatchError, TieError, TreeStructureError, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.shapes import EMPTY
 from tdfunc.core.ties import group_of
 from tdfunc.core.types import Path
+from tdfunc.core.walk import replace
 from tdfunc.modules.extract import EXTRA_STATE, is_one_tensor
 from tdfunc.ops.reading import entries, iter_items
 
@@ -295,8 +297,9 @@ class Spec:
             new = self.buffers.rebuild(buffers, leaves)
             if new is not None:
                 return new
-        found = dict(zip(self.buffers.paths, leaves, strict=True))
-        return replace_nodes(params if buffers is None else buffers, found)
+        tree = params if buffers is None else buffers
+        given = {path for path, _ in iter_items(tree, True, True)}
+        return replace(tree, {p: new for p, new in zip(self.buffers.paths, leaves, strict=True) if p in given})
 
 
 def extra_values(*trees: Any) -> dict[Path, list[Any]]:
@@ -307,17 +310,6 @@ def extra_values(*trees: Any) -> dict[Path, list[Any]]:
         for path, node in found
         if path[-1] == EXTRA_STATE and isinstance(node, NonTensorBase)
     }
-
-
-def replace_nodes(tree: TensorCollection, nodes: dict[Path, Any], at: Path = ()) -> Any:
-    """Return a tree with other nodes at some paths."""
-    data = {
-        key: replace_nodes(node, nodes, (*at, key))
-        if isinstance(node, TensorCollection)
-        else nodes.get((*at, key), node)
-        for key, node in tree._data.items()
-    }
-    return tree._replace(data)
 
 
 def _names(paths: list[Path]) -> str:

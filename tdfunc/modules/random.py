@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
+from tdfunc.core.context import is_compiling
 from tdfunc.core.errors import UnsupportedError, error
 
 Seed: TypeAlias = "int | torch.Generator | Sequence[torch.Generator] | None"
@@ -65,7 +66,7 @@ class seeded(TorchFunctionMode):
     def draw(self, make: Callable[[torch.Generator], Tensor]) -> Tensor:
         """Return one draw for a call, or one for each member as a batched tensor."""
         self.draws += 1
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return make(self._generators[0])
         with temporarily_clear_interpreter_stack(), torch.no_grad():
             if self._level is None:
