@@ -16,7 +16,7 @@ from tdfunc.storage.disk.files import LocalFiles, is_memmap, open_contents
 from tdfunc.storage.disk.levels import outside_transforms
 from tdfunc.storage.disk.progress import progress_bar
 from tdfunc.storage.disk.remote import RemoteFiles, is_remote, local_path, not_empty
-from tdfunc.storage.memmap.memmap import load_memmap
+from tdfunc.storage.memmap.read import load_memmap
 from tdfunc.storage.safetensors.index import SINGLE
 from tdfunc.storage.safetensors.select import Choice, narrow_tree, read_tree
 from tdfunc.storage.safetensors.shards import (

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from tdfunc.core.errors import CorruptCheckpointError, error
 from tdfunc.storage.safetensors.contents import Contents
-from tdfunc.storage.safetensors.format import MAX_HEADER_BYTES
+from tdfunc.storage.safetensors.header import MAX_HEADER_BYTES
 from tdfunc.storage.safetensors.index import INDEX, SINGLE, Index, parse_index
 from tdfunc.storage.safetensors.read import Bytes, LocalBytes, Source, naming, open_source, parsing, read_bytes
 

@@ -33,12 +33,12 @@ from tdfunc.storage.manager.steps import (
     remove_step,
     step_name,
 )
-from tdfunc.storage.safetensors.format import no_constant, unique
 from tdfunc.storage.safetensors.index import INDEX, SINGLE
 from tdfunc.storage.safetensors.shards import ShardPlan, as_bytes, write_plan, write_shards
 from tdfunc.storage.safetensors.write import plan_file, write_all
 from tdfunc.storage.tree.build import Classes
 from tdfunc.storage.tree.encode import _is_plain
+from tdfunc.storage.tree.specs import no_constant, unique
 
 T = TypeVar("T")
 ABOUT_FILE = "checkpoint.json"

@@ -21,7 +21,7 @@ import xxhash
 from tdfunc.core.errors import error
 from tdfunc.storage.disk.descriptor import Descriptor
 from tdfunc.storage.memmap.folder_owned import find_foreign
-from tdfunc.storage.memmap.names import META
+from tdfunc.storage.memmap.layout import META
 
 T = TypeVar("T")
 # Not a plain import: Windows lacks it, and `import tdfunc` should work there.

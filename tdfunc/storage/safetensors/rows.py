@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tdfunc.storage.disk.levels import is_wrapped, outside_transforms
 from tdfunc.storage.safetensors.contents import Contents
-from tdfunc.storage.safetensors.format import Entry
+from tdfunc.storage.safetensors.header import Entry
 from tdfunc.storage.safetensors.read import Source, read_leaf, read_rows
 
 

@@ -17,7 +17,7 @@ from tdfunc.storage.disk.atomic import remove_leftovers, replace_file
 from tdfunc.storage.disk.descriptor import Descriptor
 from tdfunc.storage.disk.files import Files, LocalFiles, read_index
 from tdfunc.storage.disk.remote import RemoteFiles
-from tdfunc.storage.safetensors.format import MAX_HEADER_BYTES
+from tdfunc.storage.safetensors.header import MAX_HEADER_BYTES
 from tdfunc.storage.safetensors.index import INDEX, SINGLE, render_index
 from tdfunc.storage.safetensors.write import FilePlan, Values, plan_file, write_all, write_file
 from tdfunc.storage.tree.encode import Outline
