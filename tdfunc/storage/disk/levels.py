@@ -1,18 +1,4 @@
-"""Reads and writes inside of `torch.func` transforms, for which what is in a file is a constant."""
+"""The names under which other modules import what leaves transforms."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
-
-from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-# torch has no public names for these.
-is_wrapped: Callable[[Any], bool] = _functorch.is_functorch_wrapped_tensor
-_peek: Callable[[], Any] = _functorch.peek_interpreter_stack
-_NOTHING = nullcontext()
-
-
-def outside_transforms() -> AbstractContextManager[Any]:
-    """Leave all transforms for a block: in `grad` and `jvp` torch wraps new tensors, which have no memory then."""
-    return temporarily_clear_interpreter_stack() if _peek() is not None else _NOTHING
+from tdfunc.storage.disk.raw import is_wrapped as is_wrapped
+from tdfunc.storage.disk.raw import outside_transforms as outside_transforms

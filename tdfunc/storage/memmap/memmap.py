@@ -362,7 +362,7 @@ def _target(td: Any, prefix: Any, call: str) -> str | None:
         )
     if prefix is None:
         return None
-    target = os.path.realpath(local_folder(prefix, call, "give it a name: the current folder cannot be replaced."))
+    target = os.path.realpath(local_folder(prefix, call))
     if target.endswith(".safetensors"):
         raise error(
             ValueError,
