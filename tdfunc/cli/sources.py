@@ -18,12 +18,12 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import UnsupportedError
 from tdfunc.core.nontensor import NonTensorData
 from tdfunc.core.types import Path
-from tdfunc.storage.disk.files import Files, LocalFiles, is_memmap, open_contents
-from tdfunc.storage.disk.remote import RemoteFiles, is_remote, local_path
-from tdfunc.storage.manager.manager import ABOUT_FILE, _read_about
+from tdfunc.storage.disk.remote import Files, LocalFiles, RemoteFiles, is_remote, local_path
+from tdfunc.storage.manager.manager import ABOUT_FILE, read_about
 from tdfunc.storage.manager.steps import StepRemovedError, StepReplacedError, list_steps, reading, step_name
 from tdfunc.storage.memmap.layout import META
 from tdfunc.storage.memmap.read import FolderReader, naming, opened
+from tdfunc.storage.safetensors.files import is_memmap, open_contents
 from tdfunc.storage.safetensors.index import INDEX, SINGLE
 from tdfunc.storage.safetensors.select import Choice, outline_tree
 
@@ -128,7 +128,7 @@ def _open_local(name: str) -> Source:
     step = step_of(name)
     if step is not None:
         try:
-            source.metadata |= _read_about(name, step).metadata
+            source.metadata |= read_about(name, step).metadata
         except BaseException:
             source.close()
             raise

@@ -21,9 +21,8 @@ from tdfunc.core.collection import TensorCollection, iter_leaves
 from tdfunc.core.errors import UnsupportedError, WorkerError
 from tdfunc.core.keys import dotted
 from tdfunc.core.memory import MappedFile, mapped_file
-from tdfunc.storage.disk.levels import is_wrapped
 from tdfunc.storage.disk.mapped import READ, map_descriptor
-from tdfunc.storage.disk.raw import raw_bytes
+from tdfunc.storage.disk.raw import is_wrapped, raw_bytes
 
 # Smaller blocks are faster through the pipe (measured: 1 MB in 0.5 ms against 1.4, 40 MB in 113 against 72).
 SHARED_BYTES = 4_000_000

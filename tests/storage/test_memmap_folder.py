@@ -26,8 +26,8 @@ from tdfunc import (
     lazy_stack,
 )
 from tdfunc.core.memory import mapped_file
+from tdfunc.storage.disk import commit
 from tdfunc.storage.disk.mapped import map_again
-from tdfunc.storage.memmap import folder_commit
 from tdfunc.storage.memmap.folder_owned import find_foreign
 from tests.incumbent import Incumbent, IncumbentNonTensor, incumbent_class
 from tests.storage.trees import assert_same
@@ -530,7 +530,7 @@ def test_what_killed_writes_left_inside_goes(tmp_path):
     td = TensorDict({"n": {"x": torch.zeros(3)}})
     td.memmap(tmp_path / "d")
     (tmp_path / "d" / "empty").mkdir()
-    left = tmp_path / "d" / (folder_commit._start("n") + "0" * 16 + ".tmp")
+    left = tmp_path / "d" / (commit._start("n") + "0" * 16 + ".tmp")
     left.mkdir()
     (left / "x.memmap").write_text("half")
 
@@ -577,22 +577,12 @@ def test_tensordict_s_folder_is_replaced(tmp_path):
     assert list(TensorDict.load_memmap(tmp_path / "d").keys()) == ["c"]
 
 
-def test_without_an_exchange_in_one_step(tmp_path, monkeypatch):
-    """A system without renameat2 could not replace a folder."""
-    monkeypatch.setattr(folder_commit, "_exchange", lambda a, b: False)
-    for value in (0.0, 1.0):
-        TensorDict({"a": torch.full((2,), value)}).memmap(tmp_path / "d")
-
-    assert TensorDict.load_memmap(tmp_path / "d")["a"].tolist() == [1, 1]
-    assert os.listdir(tmp_path) == ["d"]
-
-
 def test_killed_between_the_two_steps(tmp_path):
     """The old folder would be lost under a name that nobody knows."""
     tree = TensorDict({"a": torch.ones(2)})
     tree.memmap(tmp_path / "d")
-    # What `_move_twice` leaves when it is killed after its first rename.
-    os.rename(tmp_path / "d", tmp_path / f"{folder_commit._start('d')}0.old")
+    # What `_take_place` leaves when it is killed after its first rename.
+    os.rename(tmp_path / "d", tmp_path / f"{commit._start('d')}0.old")
 
     assert_same(TensorDict.load_memmap(tmp_path / "d"), tree)
     tree.memmap(tmp_path / "d")

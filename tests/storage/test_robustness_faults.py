@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tdfunc import TensorDict, load, save
-from tdfunc.storage.disk import atomic
 from tests.reliability.children import in_child
 from tests.reliability.faults import full_disk_saves, limited_saves, read_only_save, share, small_disk
 from tests.reliability.kills import KINDS, kill_saves, tree_of, value_of
@@ -20,9 +19,8 @@ HARMLESS = {"killed by a signal": 0, "old tree lost": 0, "left behind": 0}
 
 
 @pytest.fixture(params=KINDS)
-def kind(request, monkeypatch):
-    """Each way of saving; one of them changes this for its process."""
-    monkeypatch.setattr(atomic, "_UNNAMED", atomic._UNNAMED)
+def kind(request):
+    """Each way of saving."""
     return request.param
 
 

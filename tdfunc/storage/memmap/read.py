@@ -21,11 +21,10 @@ from tdfunc.core.keys import dotted
 from tdfunc.core.memory import MapMode
 from tdfunc.core.types import Device, Path, Ties
 from tdfunc.ops import storage_writes
-from tdfunc.storage.disk.descriptor import Descriptor
-from tdfunc.storage.disk.levels import outside_transforms
+from tdfunc.storage.disk.commit import Descriptor, recover
 from tdfunc.storage.disk.mapped import check_maps, map_descriptor, open_inside
+from tdfunc.storage.disk.raw import outside_transforms
 from tdfunc.storage.disk.remote import local_folder
-from tdfunc.storage.memmap.folder_commit import recover
 from tdfunc.storage.memmap.layout import (
     LAZY_TYPE,
     LEAF_SUFFIX,

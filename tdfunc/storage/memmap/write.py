@@ -21,14 +21,14 @@ from tdfunc.core.errors import LeafMismatchError, UnsupportedError, error, expla
 from tdfunc.core.keys import dotted
 from tdfunc.core.memory import MappedFile, mapped_file
 from tdfunc.core.types import Path
-from tdfunc.storage.disk.descriptor import Descriptor
-from tdfunc.storage.disk.levels import outside_transforms
+from tdfunc.storage.disk.commit import Descriptor
 from tdfunc.storage.disk.mapped import check_maps
+from tdfunc.storage.disk.raw import outside_transforms, write_all
 from tdfunc.storage.disk.remote import local_folder
-from tdfunc.storage.memmap.folder_commit import replace_folder
+from tdfunc.storage.memmap.folder_owned import replace_owned as replace_folder
 from tdfunc.storage.memmap.layout import FileLeaf, FolderPlan, plan_folder
 from tdfunc.storage.memmap.read import FolderReader, LeafFile, map_each, map_leaf, read_folder, read_tree
-from tdfunc.storage.safetensors.write import pieces, write_all
+from tdfunc.storage.safetensors.write import pieces
 from tdfunc.storage.tree.build import is_fake
 
 
@@ -155,7 +155,7 @@ def check_prefix(td: Any, prefix: Any, call: str) -> str | None:
         )
     if prefix is None:
         return None
-    target = os.path.realpath(local_folder(prefix, call, "give it a name: the current folder cannot be replaced."))
+    target = os.path.realpath(local_folder(prefix, call))
     if target.endswith(".safetensors"):
         raise error(
             ValueError,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError, error
 from tdfunc.core.keys import missing
 from tdfunc.core.types import Path
-from tdfunc.storage.disk.levels import outside_transforms
+from tdfunc.storage.disk.raw import outside_transforms
 from tdfunc.storage.safetensors.header import (
     Entry,
     as_entry,

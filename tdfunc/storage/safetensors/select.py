@@ -12,7 +12,7 @@ from tdfunc.core.collection import LeafOp, TensorCollection, iter_leaves, leaf_p
 from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.keys import FilterLike, dotted
 from tdfunc.ops.structure import partition
-from tdfunc.storage.disk.levels import outside_transforms
+from tdfunc.storage.disk.raw import outside_transforms
 from tdfunc.storage.safetensors.contents import Contents
 from tdfunc.storage.safetensors.like import check_like
 from tdfunc.storage.safetensors.read import Source, check_bytes, map_bytes, parsing, read_leaf, view_leaves

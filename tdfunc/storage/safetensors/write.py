@@ -11,7 +11,7 @@ import xxhash
 from torch import Tensor
 
 from tdfunc.core.errors import ConcurrencyError, UnsupportedError
-from tdfunc.storage.disk.raw import raw_bytes, raw_view
+from tdfunc.storage.disk.raw import raw_bytes, raw_view, write_all
 from tdfunc.storage.safetensors.header import MAX_HEADER_BYTES, lay_out, render, seal
 from tdfunc.storage.tree.encode import Outline
 
@@ -186,9 +186,3 @@ def pieces(leaf: Tensor) -> Iterator[memoryview]:
 
 def _is_plain(leaf: Tensor) -> bool:
     return leaf.is_contiguous() and leaf.is_cpu and not leaf.is_conj() and not leaf.is_neg()
-
-
-def write_all(fd: int, data: memoryview) -> None:
-    """Write all bytes; the system may take fewer at a time."""
-    while len(data):
-        data = data[os.write(fd, data) :]
