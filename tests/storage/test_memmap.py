@@ -24,7 +24,7 @@ from tdfunc import (
     lazy_stack,
 )
 from tdfunc.core.memory import mapped_file
-from tdfunc.parallel.transfer import is_in_file
+from tdfunc.parallel.parcel import is_in_file
 from tdfunc.storage.disk import mapped
 from tdfunc.storage.safetensors.stream import memmap_stream
 from tests.incumbent import Incumbent, IncumbentNonTensor, tensordict

@@ -16,6 +16,7 @@ import torch
 from torch import Size, Tensor
 
 from tdfunc.core.collection import TensorCollection
+from tdfunc.core.context import is_fake
 from tdfunc.core.errors import CorruptCheckpointError, TreeStructureError, UnsupportedError, error, explain
 from tdfunc.core.keys import dotted
 from tdfunc.core.memory import MapMode
@@ -42,7 +43,7 @@ from tdfunc.storage.memmap.layout import (
     shared_fields,
     stem_of,
 )
-from tdfunc.storage.tree.build import Classes, build_tree, flag_leaf, is_fake, lazy_name, move_leaf
+from tdfunc.storage.tree.build import Classes, build_tree, flag_leaf, lazy_name, move_leaf
 from tdfunc.storage.tree.decode import MALFORMED, Description, kinds_in
 from tdfunc.storage.tree.encode import MAX_TIE_KEYS, restrict
 from tdfunc.storage.tree.specs import DTYPES, FOLDER_CODES, Spec, parse_json, spec_for, spec_of

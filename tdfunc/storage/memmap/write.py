@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection, iter_leaves
+from tdfunc.core.context import is_fake
 from tdfunc.core.errors import LeafMismatchError, UnsupportedError, error, explain
 from tdfunc.core.keys import dotted
 from tdfunc.core.memory import MappedFile, mapped_file
@@ -29,7 +30,6 @@ from tdfunc.storage.memmap.folder_owned import replace_owned as replace_folder
 from tdfunc.storage.memmap.layout import FileLeaf, FolderPlan, plan_folder
 from tdfunc.storage.memmap.read import FolderReader, LeafFile, map_each, map_leaf, read_folder, read_tree
 from tdfunc.storage.safetensors.write import pieces
-from tdfunc.storage.tree.build import is_fake
 
 
 def memmap(

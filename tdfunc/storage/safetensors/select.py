@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tdfunc.core.collection import LeafOp, TensorCollection, iter_leaves, leaf_paths
+from tdfunc.core.context import is_fake
 from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.keys import FilterLike, dotted
 from tdfunc.ops.structure import partition
@@ -16,7 +17,7 @@ from tdfunc.storage.disk.raw import outside_transforms
 from tdfunc.storage.safetensors.contents import Contents
 from tdfunc.storage.safetensors.like import check_like
 from tdfunc.storage.safetensors.read import Source, check_bytes, map_bytes, parsing, read_leaf, view_leaves
-from tdfunc.storage.tree.build import Classes, build_tree, flag_leaf, is_fake, move_leaf
+from tdfunc.storage.tree.build import Classes, build_tree, flag_leaf, move_leaf
 from tdfunc.storage.tree.decode import Description
 from tdfunc.storage.tree.encode import IS_VALUE
 

@@ -81,11 +81,6 @@ def flag_leaf(leaf: Tensor, flags: str) -> Tensor:
     return leaf.requires_grad_() if REQUIRES_GRAD in flags else leaf
 
 
-def is_fake(place: torch.device | None) -> bool:
-    """Return whether leaves on a device, or under the active mode, have no values."""
-    return (place is not None and place.type == "meta") or type(torch.empty(0, device="cpu")) is not Tensor
-
-
 def move_leaf(leaf: Tensor, target: torch.device, *, non_blocking: bool = False) -> Tensor:
     """Return a leaf on a device."""
     try:
