@@ -22,7 +22,7 @@ from tdfunc.ops._generate import (
     UNARY,
     UNARY_LEAFWISE,
 )
-from tdfunc.ops.pointwise_base import binary, broadcast_size, check_same, reversed_binary, unary
+from tdfunc.ops.foreach import binary, broadcast_size, check_same, reversed_binary, unary
 from tdfunc.ops.reduce import extreme, extremes, reduce, truth
 
 REDUCTIONS = ("sum", "mean", "prod", "amax", "amin", "nansum", "nanmean", "logsumexp")

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from tdfunc import BatchSizeError, ImmutableError, TensorDict, TreeStructureError, UnsupportedError
 from tdfunc._lazystack.stack import lazy_stack
-from tdfunc.ops import dispatch
+from tdfunc.ops import torch_function
 from tests.helpers import assert_pure, assert_trees_equal
 
 X = torch.tensor([[0.5, -1.5, 2.0], [float("nan"), 0.25, -0.75]])
@@ -27,7 +27,7 @@ def assert_leaves(tree, expected):
     assert tree["s"] == ["p", "q"]
 
 
-@pytest.mark.parametrize("name", dispatch.LEAFWISE)
+@pytest.mark.parametrize("name", torch_function.LEAFWISE)
 def test_functions_of_one_leaf(name):
     """A function without a method of trees would be refused, or computed otherwise."""
     fn, leaf = getattr(torch, name), X.to(torch.complex64) if name == "imag" else X
@@ -35,7 +35,7 @@ def test_functions_of_one_leaf(name):
     assert_leaves(fn(tree_of(leaf)), fn(leaf))
 
 
-@pytest.mark.parametrize("name", dispatch.PAIRWISE)
+@pytest.mark.parametrize("name", torch_function.PAIRWISE)
 def test_functions_of_two_leaves(name):
     """A tree, or a tensor over the batch on either side, would be refused or computed otherwise."""
     fn, whole = getattr(torch, name), name in ("gcd", "lcm") or name.startswith("bitwise")
@@ -46,13 +46,16 @@ def test_functions_of_two_leaves(name):
     assert_leaves(fn(rows, tree_of(leaf)), fn(rows[:, None].expand(2, 3), leaf))
 
 
-@pytest.mark.parametrize("name", dispatch.ALIASES)
+@pytest.mark.parametrize("name", torch_function.ALIASES)
 def test_other_names(name):
     """A function would be refused under its other name."""
-    assert dispatch.FUNCTIONS[getattr(torch, name)] is dispatch.FUNCTIONS[getattr(torch, dispatch.ALIASES[name])]
+    assert (
+        torch_function.FUNCTIONS[getattr(torch, name)]
+        is torch_function.FUNCTIONS[getattr(torch, torch_function.ALIASES[name])]
+    )
 
 
-@pytest.mark.parametrize("name", dispatch.SPECIAL)
+@pytest.mark.parametrize("name", torch_function.SPECIAL)
 def test_special_functions(name):
     """A special function would be refused, or computed as another."""
     fn = getattr(torch.special, name)
@@ -60,7 +63,7 @@ def test_special_functions(name):
     assert_leaves(fn(tree_of(X)), fn(X))
 
 
-@pytest.mark.parametrize("name", dispatch.SPECIAL_ALIASES)
+@pytest.mark.parametrize("name", torch_function.SPECIAL_ALIASES)
 def test_special_functions_of_two_leaves(name):
     """A special function of two trees would be refused, or take them in another order."""
     fn, leaf = getattr(torch.special, name), X.nan_to_num().abs()
@@ -68,7 +71,7 @@ def test_special_functions_of_two_leaves(name):
     assert_leaves(fn(tree_of(leaf), tree_of(leaf.flip(1) + 1)), fn(leaf, leaf.flip(1) + 1))
 
 
-@pytest.mark.parametrize("name", dispatch.ACTIVATIONS)
+@pytest.mark.parametrize("name", torch_function.ACTIVATIONS)
 def test_activations(name):
     """An activation would be refused, lose its arguments, or write into the tree when it is asked to."""
     fn, tree = getattr(F, name), tree_of(X.clone())
