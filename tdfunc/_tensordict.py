@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
-from tdfunc.core.collection import Slots, TensorCollection, is_compiling
+from tdfunc.core.collection import Slots, TensorCollection
+from tdfunc.core.context import is_compiling
 from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.pytree import register
 from tdfunc.core.shapes import as_names, as_size
@@ -12,7 +13,6 @@ from tdfunc.modules.bind import ModuleMethods
 from tdfunc.ops.arithmetic import ArithmeticMethods
 from tdfunc.ops.cast import CastMethods, as_device, to
 from tdfunc.ops.convert import is_plain, read_mapping, resize
-from tdfunc.ops.dispatch import DispatchMethods
 from tdfunc.ops.display.show import ShowMethods
 from tdfunc.ops.edit import EditMethods, update
 from tdfunc.ops.exchange import ExchangeMethods, FromMethods
@@ -27,6 +27,7 @@ from tdfunc.ops.rearrange import RearrangeMethods
 from tdfunc.ops.reduce import ExtremeMethods, ReduceMethods
 from tdfunc.ops.shape import ShapeMethods
 from tdfunc.ops.structure import StructureMethods
+from tdfunc.ops.torch_function import DispatchMethods
 from tdfunc.parallel.map import ParallelMethods
 from tdfunc.storage.memmap.methods import MemmapMethods
 

@@ -23,7 +23,7 @@ from tdfunc.core.shapes import (
     normalize_index,
     shape_of,
 )
-from tests.random_trees import random_index
+from tests.random_index import random_index
 from tests.strategies import SIZES
 
 

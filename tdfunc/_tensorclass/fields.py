@@ -13,10 +13,10 @@ import torch
 from torch import Size, Tensor
 
 from tdfunc.core.collection import TensorCollection
+from tdfunc.core.context import in_functorch, is_compiling
 from tdfunc.core.errors import LeafMismatchError, error
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
 from tdfunc.core.types import Node
-from tdfunc.core.vmapped import in_transform
 from tdfunc.ops.convert import convert
 from tdfunc.ops.reading import value_of
 
@@ -102,7 +102,7 @@ def settle_annotations(cls: Any) -> None:
     """Read annotations again that were not resolved when the class was defined; what still is not means Any."""
     pending = {key: hint for key, hint in cls._hints.items() if type(hint) is Unresolved}
     # Dynamo could not trace it; an eager call will come.
-    if not pending or torch.compiler.is_compiling():
+    if not pending or is_compiling():
         return
     for key, hint in pending.items():
         again = _resolve(hint.annotation, hint.scope, {cls.__name__: cls})
@@ -272,7 +272,7 @@ def check_annotations(cls: Any, nodes: Mapping[str, Node], edited: Collection[st
 
     After an edit only what it made wrong is an error: operations are not held to annotations.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return
     new = _shaped(cls, nodes, nodes if edited is None else edited)
     if not new:
@@ -280,7 +280,7 @@ def check_annotations(cls: Any, nodes: Mapping[str, Node], edited: Collection[st
     old = {} if edited is None else _shaped(cls, nodes, [key for key in nodes if key not in edited])
     if old:
         # Inside vmap some fields may have a dimension that others do not show.
-        off = list(old) if in_transform() else _misfits(old, [*old])
+        off = list(old) if in_functorch() else _misfits(old, [*old])
         old = {key: each for key, each in old.items() if key not in off}
     given = {**old, **new}
     wrong = _misfits(given, [*given])

@@ -64,7 +64,7 @@ import torch
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.ops.cast import to
-from tdfunc.ops.pointwise_base import binary, is_operand, reversed_binary, unary
+from tdfunc.ops.foreach import binary, is_operand, reversed_binary, unary
 
 if TYPE_CHECKING:
     from typing_extensions import Self

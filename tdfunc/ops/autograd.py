@@ -8,7 +8,7 @@ from torch import Size, Tensor
 
 from tdfunc.core.collection import LeafOp, TensorCollection, iter_leaves, leaf_paths
 from tdfunc.core.errors import error
-from tdfunc.ops.pointwise_base import check_same
+from tdfunc.ops.foreach import check_same
 
 
 def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, **options: Any) -> Any:

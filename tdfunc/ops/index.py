@@ -9,13 +9,14 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, is_compiling
+from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection
+from tdfunc.core.context import is_compiling
 from tdfunc.core.errors import error
 from tdfunc.core.keys import is_key
 from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.shapes import dim_index, dim_size, one_shape, put_first
 from tdfunc.core.types import LeafFn, Names, NestedKey
-from tdfunc.ops.pointwise_base import broadcast_size, broadcaster, check_same, over_batch_op
+from tdfunc.ops.foreach import broadcast_size, broadcaster, check_same, over_batch_op
 from tdfunc.ops.reading import UNSET, get, get_value, value_of
 
 if TYPE_CHECKING:

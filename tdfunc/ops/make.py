@@ -15,8 +15,8 @@ from tdfunc.core.types import LeafFn, NestedKey, Path
 from tdfunc.ops import join
 from tdfunc.ops.cast import as_device, clone, on_device
 from tdfunc.ops.edit import delete_paths, replacements, set_
+from tdfunc.ops.foreach import check_same
 from tdfunc.ops.maps import drop_empty
-from tdfunc.ops.pointwise_base import check_same
 from tdfunc.ops.reading import UNSET, get, has
 from tdfunc.ops.structure import rename_key, select
 

@@ -12,7 +12,7 @@ from tdfunc.core.errors import LeafMismatchError
 from tdfunc.core.keys import dotted
 from tdfunc.ops import storage_writes
 from tdfunc.ops.cast import detach
-from tdfunc.ops.display.facts import stored_bytes
+from tdfunc.ops.display.text import stored_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -15,7 +15,7 @@ from tdfunc.core.types import Device
 from tdfunc.storage.disk.commit import replace_file
 from tdfunc.storage.disk.raw import outside_transforms
 from tdfunc.storage.disk.remote import LocalFiles, RemoteFiles, is_remote, local_path
-from tdfunc.storage.memmap.memmap import load_memmap
+from tdfunc.storage.memmap.read import load_memmap
 from tdfunc.storage.safetensors.files import is_memmap, open_contents
 from tdfunc.storage.safetensors.index import SINGLE
 from tdfunc.storage.safetensors.select import Choice, narrow_tree, read_tree

@@ -14,10 +14,10 @@ from tdfunc.storage.api import load
 from tdfunc.storage.disk import commit
 from tdfunc.storage.disk.raw import write_all
 from tdfunc.storage.manager.background import Snapshot
-from tdfunc.storage.safetensors.format import no_constant, unique
 from tdfunc.storage.safetensors.index import INDEX, SINGLE
 from tdfunc.storage.safetensors.shards import ShardPlan, write_plan, write_shards
 from tdfunc.storage.safetensors.write import plan_file
+from tdfunc.storage.tree.specs import no_constant, unique
 
 _NAME = re.compile(r"step-([0-9]{10,200})")
 _MAX_DIGITS = 200

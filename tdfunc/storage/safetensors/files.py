@@ -6,7 +6,7 @@ from contextlib import suppress
 from tdfunc.core.errors import CorruptCheckpointError, error
 from tdfunc.storage.disk.remote import Files, LocalFiles
 from tdfunc.storage.safetensors.contents import Contents
-from tdfunc.storage.safetensors.format import MAX_HEADER_BYTES
+from tdfunc.storage.safetensors.header import MAX_HEADER_BYTES
 from tdfunc.storage.safetensors.index import INDEX, SINGLE, Index, parse_index
 from tdfunc.storage.safetensors.read import Source, naming, open_source, parsing, read_bytes
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from tdfunc.core.errors import CorruptCheckpointError, MissingKeyError, TreeStructureError, UnsupportedError
 from tdfunc.storage.disk.raw import raw_view
 from tdfunc.storage.disk.remote import Bytes, LocalBytes
-from tdfunc.storage.safetensors.format import MAX_HEADER_BYTES, Header, Spec, check_digest, check_size, parse
+from tdfunc.storage.safetensors.header import MAX_HEADER_BYTES, Header, check_digest, check_size, parse
+from tdfunc.storage.tree.specs import Spec
 
 _GUESS_BYTES = 1 << 16
 

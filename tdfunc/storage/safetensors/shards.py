@@ -15,7 +15,7 @@ from tdfunc.storage.disk.commit import locked, replace_file, sweep
 from tdfunc.storage.disk.raw import write_all
 from tdfunc.storage.disk.remote import Files, LocalFiles, RemoteFiles
 from tdfunc.storage.safetensors.files import read_index
-from tdfunc.storage.safetensors.format import MAX_HEADER_BYTES
+from tdfunc.storage.safetensors.header import MAX_HEADER_BYTES
 from tdfunc.storage.safetensors.index import INDEX, SINGLE, render_index
 from tdfunc.storage.safetensors.write import FilePlan, Values, plan_file, write_file
 from tdfunc.storage.tree.encode import Outline
