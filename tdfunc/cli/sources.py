@@ -19,8 +19,15 @@ from tdfunc.core.errors import UnsupportedError
 from tdfunc.core.nontensor import NonTensorData
 from tdfunc.core.types import Path
 from tdfunc.storage.disk.remote import Files, LocalFiles, RemoteFiles, is_remote, local_path
-from tdfunc.storage.manager.manager import ABOUT_FILE, read_about
-from tdfunc.storage.manager.steps import StepRemovedError, StepReplacedError, list_steps, reading, step_name
+from tdfunc.storage.manager.steps import (
+    ABOUT_FILE,
+    StepRemovedError,
+    StepReplacedError,
+    list_steps,
+    read_about,
+    reading,
+    step_name,
+)
 from tdfunc.storage.memmap.layout import META
 from tdfunc.storage.memmap.read import FolderReader, naming, opened
 from tdfunc.storage.safetensors.files import is_memmap, open_contents

@@ -15,8 +15,7 @@ from tdfunc.core.collection import LeafOp, TensorCollection
 from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.ops.display.text import count_text
 from tdfunc.storage.disk.remote import is_remote, local_path
-from tdfunc.storage.manager.manager import ABOUT_FILE
-from tdfunc.storage.manager.steps import list_steps
+from tdfunc.storage.manager.steps import ABOUT_FILE, list_steps
 from tdfunc.storage.memmap.folder_owned import check_target as check_memmap
 from tdfunc.storage.memmap.layout import META
 from tdfunc.storage.safetensors.index import INDEX, SINGLE

@@ -13,8 +13,14 @@ from tdfunc.cli.torch_files import damaged_entries
 from tdfunc.core.errors import CorruptCheckpointError
 from tdfunc.ops.display.text import bytes_text, count_text
 from tdfunc.storage.disk.remote import local_path
-from tdfunc.storage.manager.manager import check_tree, naming_step, read_about
-from tdfunc.storage.manager.steps import StepRemovedError, StepReplacedError, reading
+from tdfunc.storage.manager.steps import (
+    StepRemovedError,
+    StepReplacedError,
+    check_tree,
+    naming_step,
+    read_about,
+    reading,
+)
 
 OK, DAMAGED, UNPROTECTED = 0, 1, 3
 

@@ -34,7 +34,7 @@ def manager(request, tmp_path):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, OSError(errno.ENOSPC, "No space left on device")])
-@pytest.mark.parametrize("target", ["_write_tree", "_describe", "replace_file"])
+@pytest.mark.parametrize("target", ["_write_tree", "_describe", "write_all"])
 def test_errors_in_the_middle(target, error, manager, monkeypatch):
     """A save that fails anywhere leaves the folder as it was, and the next one works."""
     manager.save(0, tree_of(0)).result()
@@ -44,7 +44,7 @@ def test_errors_in_the_middle(target, error, manager, monkeypatch):
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(manager_module, target, fail)
+        patch.setattr(steps_module, target, fail)
         with pytest.raises(error if isinstance(error, type) else OSError):
             manager.save(1, tree_of(1)).result()
 
@@ -304,7 +304,7 @@ def test_the_latest_is_removed_before_it_is_opened(tmp_path, monkeypatch):
 def test_without_locks_a_step_that_goes_while_it_is_read_is_gone_and_not_damaged(tmp_path, monkeypatch):
     """Nobody can hold a step on a file system without locks; a load of it says that it was removed."""
     monkeypatch.setattr(commit, "_fcntl", None)
-    manager, real = CheckpointManager(tmp_path, keep_last=2), manager_module.load
+    manager, real = CheckpointManager(tmp_path, keep_last=2), steps_module.load
     for step in range(3):
         manager.save(step, tree_of(step))
     assert manager.steps() == [1, 2]
@@ -313,7 +313,7 @@ def test_without_locks_a_step_that_goes_while_it_is_read_is_gone_and_not_damaged
         steps_module.remove_step(str(tmp_path), 1)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(manager_module, "load", late)
+    monkeypatch.setattr(steps_module, "load", late)
     with pytest.raises(FileNotFoundError, match="step 1 is not there; it was removed"):
         manager.load(1)
     assert value_of(manager.load()) == 2
@@ -322,7 +322,7 @@ def test_without_locks_a_step_that_goes_while_it_is_read_is_gone_and_not_damaged
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_fork_during_a_save_keeps_nobody_waiting(tmp_path, monkeypatch):
     """Processes that were forked during a save keep no lock that loads or removals wait for."""
-    children, real = [], manager_module._describe
+    children, real = [], steps_module._describe
 
     def fork(about):
         child = os.fork()
@@ -332,7 +332,7 @@ def test_a_fork_during_a_save_keeps_nobody_waiting(tmp_path, monkeypatch):
         children.append(child)
         return real(about)
 
-    monkeypatch.setattr(manager_module, "_describe", fork)
+    monkeypatch.setattr(steps_module, "_describe", fork)
     manager = CheckpointManager(tmp_path, keep_last=1)
     start = time.monotonic()
     try:
