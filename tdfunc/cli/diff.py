@@ -3,11 +3,9 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from tdfunc.cli.leaves import Stored, plain, plain_values, same_values, stored_leaves
 from tdfunc.cli.numbers import Difference, Tolerance
-from tdfunc.cli.output import Table, as_json, progress, render, short, shown
-from tdfunc.cli.sources import Source, open_source
-from tdfunc.cli.streams import emit
+from tdfunc.cli.output import Table, print_json, print_table, progress, short, shown
+from tdfunc.cli.sources import Source, Stored, open_source, plain, plain_values, same_values, stored_leaves
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase
@@ -15,15 +13,6 @@ from tdfunc.core.types import Path
 from tdfunc.ops.display.text import count_text
 
 EQUAL, DIFFERENT = 0, 1
-
-
-class DiffOptions(NamedTuple):
-    """What is compared, and how."""
-
-    values: bool = False
-    tolerance: Tolerance = Tolerance()
-    metadata: bool = True
-    json: bool = False
 
 
 class Found(NamedTuple):
@@ -52,84 +41,69 @@ class _Side(NamedTuple):
     leaves: dict[Path, Stored]
 
 
-def diff(a: str, b: str, options: DiffOptions) -> int:
-    """Compare two checkpoints; return the exit code."""
+def diff(a: str, b: str, *, tolerance: Tolerance | None, with_metadata: bool, as_json: bool) -> int:
+    """Compare two checkpoints, values where a tolerance is given; return the exit code."""
     with open_source(a) as one, open_source(b) as other:
-        first, second = _Side(one, _by_path(one)), _Side(other, _by_path(other))
+        first, second = [
+            _Side(source, {path: leaf for leaf in stored_leaves(source.tree) for path in leaf.paths})
+            for source in (one, other)
+        ]
         found = list(_structure(first.leaves, second.leaves))
-        if options.metadata:
+        if with_metadata:
             found += _metadata(first, second)
-        values, compared = _values(first, second, options)
+        values, compared = _compare_values(first, second, tolerance)
     code = DIFFERENT if found or values else EQUAL
-    if options.json:
-        emit(as_json({"code": code, "values_compared": compared, "differences": _entries(found, values)}))
+    if as_json:
+        entries = [entry._asdict() for entry in found] + [{"what": "values", **entry._asdict()} for entry in values]
+        named = [{**entry, "name": dotted(entry["path"])} for entry in entries]
+        print_json({"code": code, "values_compared": compared, "differences": named})
         return code
     if found:
-        rows = [(one.what, shown(one.path), short(str(one.a)), short(str(one.b))) for one in found]
-        emit(render(Table(("difference", "path", "A", "B"), rows)))
+        rows = [(entry.what, shown(entry.path), short(str(entry.a)), short(str(entry.b))) for entry in found]
+        print_table(Table(("difference", "path", "A", "B"), rows))
     if values:
-        emit(render(_value_table(values)))
+        rows = [
+            (shown(entry.path), "the checksums differ", "", "")
+            if entry.differing is None
+            else (
+                shown(entry.path),
+                f"{entry.differing:,} of {entry.elements:,}",
+                f"{entry.max_abs:.4g}",
+                f"{entry.max_rel:.4g}",
+            )
+            for entry in values
+        ]
+        print_table(Table(("values", "differing", "max abs", "max rel"), rows, frozenset([1, 2, 3])))
     total = len(found) + len(values)
-    emit(f"{count_text(total, 'difference') if total else 'no differences'}; values compared: {compared}")
+    print(f"{count_text(total, 'difference') if total else 'no differences'}; values compared: {compared}")
     return code
-
-
-def _entries(found: list[Found], values: list[ValueDifference]) -> list[dict[str, Any]]:
-    entries: list[dict[str, Any]] = [
-        {**one._asdict(), "path": list(one.path), "name": dotted(one.path)} for one in found
-    ]
-    for one in values:
-        entries.append({"what": "values", **one._asdict(), "path": list(one.path), "name": dotted(one.path)})
-    return entries
-
-
-def _value_table(values: list[ValueDifference]) -> Table:
-    rows: list[tuple[str, ...]] = []
-    for one in values:
-        numbers = ("the checksums differ", "", "")
-        if one.differing is not None:
-            numbers = (f"{one.differing:,} of {one.elements:,}", f"{one.max_abs:.4g}", f"{one.max_rel:.4g}")
-        rows.append((shown(one.path), *numbers))
-    return Table(("values", "differing", "max abs", "max rel"), rows, frozenset([1, 2, 3]))
-
-
-def _by_path(source: Source) -> dict[Path, Stored]:
-    return {path: one for one in stored_leaves(source.tree) for path in one.paths}
 
 
 def _structure(a: dict[Path, Stored], b: dict[Path, Stored]) -> Iterator[Found]:
     """Compare which leaves there are, and their shapes and dtypes."""
-    for path in [*a, *(path for path in b if path not in a)]:
+    for path in dict.fromkeys([*a, *b]):
         one, other = a.get(path), b.get(path)
-        if one is None or other is None:
-            yield Found("missing" if other is None else "added", path, _spec(one), _spec(other))
-            continue
-        if one.leaf.shape != other.leaf.shape:
-            yield Found("shape", path, list(one.leaf.shape), list(other.leaf.shape))
-        if one.leaf.dtype != other.leaf.dtype:
-            yield Found("dtype", path, _dtype(one), _dtype(other))
-
-
-def _dtype(one: Stored) -> str:
-    return str(one.leaf.dtype).removeprefix("torch.")
-
-
-def _spec(one: Stored | None) -> str:
-    return "-" if one is None else f"{_dtype(one)} {list(one.leaf.shape)}"
+        if other is None:
+            yield Found("missing", path, a[path].spec, "-")
+        elif one is None:
+            yield Found("added", path, "-", other.spec)
+        else:
+            yield from _unequal(path, {"shape": (list(one.leaf.shape), list(other.leaf.shape))})
+            yield from _unequal(path, {"dtype": (one.dtype_name, other.dtype_name)})
 
 
 def _metadata(first: _Side, second: _Side) -> Iterator[Found]:
-    """Compare what is neither a leaf's shape and dtype nor a value, as far as both sides record it."""
+    """Compare everything except the leaves' shapes, dtypes and values, as far as both sides record it."""
     if first.source.is_described and second.source.is_described:
         yield from _tree_metadata(first, second)
-    values, more = plain_values(first.source.tree), plain_values(second.source.tree)
-    for path in [*values, *(path for path in more if path not in values)]:
-        a, b = values.get(path), more.get(path)
+    values, others = plain_values(first.source.tree), plain_values(second.source.tree)
+    for path in dict.fromkeys([*values, *others]):
+        a, b = values.get(path), others.get(path)
         if not same_values(a, b):
             yield Found("value", path, _value(a), _value(b))
-    texts, others = first.source.metadata, second.source.metadata
-    for key in [*texts, *(key for key in others if key not in texts)]:
-        yield from _unequal((), {f"metadata {key}": (texts.get(key), others.get(key))})
+    texts, more = first.source.metadata, second.source.metadata
+    for key in dict.fromkeys([*texts, *more]):
+        yield from _unequal((), {f"metadata {key}": (texts.get(key), more.get(key))})
 
 
 def _tree_metadata(first: _Side, second: _Side) -> Iterator[Found]:
@@ -193,14 +167,21 @@ def _value(value: NonTensorBase | None) -> Any:
 # -- values -----------------------------------------------------------------------------------------------------
 
 
-def _values(first: _Side, second: _Side, options: DiffOptions) -> tuple[list[ValueDifference], str]:
+def _compare_values(first: _Side, second: _Side, tolerance: Tolerance | None) -> tuple[list[ValueDifference], str]:
     """Compare the values of the leaves that both have in one shape; say how."""
-    a, b = first.leaves, second.leaves
-    common = [one for path, one in a.items() if path == one.path and path in b]
-    pairs = [(one, b[one.path]) for one in common if one.leaf.shape == b[one.path].leaf.shape]
-    if options.values:
-        return _read_values(first.source, second.source, pairs, options), "all"
+    common = [(one, second.leaves[path]) for path, one in first.leaves.items() if path == one.path in second.leaves]
+    pairs = [(one, other) for one, other in common if one.leaf.shape == other.leaf.shape]
     found: list[ValueDifference] = []
+    if tolerance is not None:
+        with progress("diff", sum(one.size_bytes for one, _ in pairs)) as tick:
+            for one, other in pairs:
+                unequal = Difference(tolerance)
+                for x, y in zip(first.source.pieces(one.leaf, tick), second.source.pieces(other.leaf), strict=True):
+                    unequal.add(x, y)
+                if unequal.differing:
+                    numbers = unequal.differing, unequal.count, unequal.max_abs, unequal.max_rel
+                    found.append(ValueDifference(one.path, *numbers))
+        return found, "all"
     known = 0
     for one, other in pairs:
         digests = first.source.reader(one.leaf).digest, second.source.reader(other.leaf).digest
@@ -208,22 +189,5 @@ def _values(first: _Side, second: _Side, options: DiffOptions) -> tuple[list[Val
             known += 1
             if digests[0] != digests[1]:
                 found.append(ValueDifference(one.path, None, one.leaf.numel(), None, None))
-    if known == len(pairs):
-        return found, "by their recorded checksums (--values reads them)"
-    how = f"{known} of {len(pairs)}, by recorded checksums" if known else "no"
-    return found, f"{how} (--values reads them)"
-
-
-def _read_values(
-    first: Source, second: Source, pairs: list[tuple[Stored, Stored]], options: DiffOptions
-) -> list[ValueDifference]:
-    found: list[ValueDifference] = []
-    with progress("diff", sum(one.size_bytes for one, _ in pairs)) as tick:
-        for one, other in pairs:
-            unequal = Difference(options.tolerance)
-            for x, y in zip(first.pieces(one.leaf, tick), second.pieces(other.leaf), strict=True):
-                unequal.add(x, y)
-            if unequal.differing:
-                numbers = unequal.differing, unequal.count, unequal.max_abs, unequal.max_rel
-                found.append(ValueDifference(one.path, *numbers))
-    return found
+    how = "by their recorded checksums" if known == len(pairs) else f"{known} of {len(pairs)}, by recorded checksums"
+    return found, f"{how if known or not pairs else 'no'} (--values reads them)"
