@@ -94,8 +94,8 @@ def show(
 
 @app.command(epilog="Exit code: 0 no differences in what was compared, 1 differences, 2 trouble.")
 def diff(
-    a: Annotated[str, typer.Argument(help="A checkpoint.", metavar="A", show_default=False)],
-    b: Annotated[str, typer.Argument(help="Another one.", metavar="B", show_default=False)],
+    a: str,
+    b: str,
     values: Annotated[bool, typer.Option("--values", help="Read and compare all values.")] = False,
     tol: Annotated[
         str | None, typer.Option(help="Compare values up to |a - b| <= ATOL + RTOL |b|.", metavar="RTOL[/ATOL]")
@@ -124,8 +124,8 @@ def verify(path: Path, json: Json = False) -> None:
 
 @app.command()
 def convert(
-    src: Annotated[str, typer.Argument(help="The checkpoint.", metavar="SRC", show_default=False)],
-    dst: Annotated[str, typer.Argument(help="Where the result goes.", metavar="DST", show_default=False)],
+    src: str,
+    dst: str,
     to: To = None,
     max_shard_size: ShardSize = None,
     dtype: Dtype = None,
@@ -168,7 +168,7 @@ def cast(
 
 @app.command()
 def average(
-    paths: Annotated[list[str], typer.Argument(help="The checkpoints.", metavar="PATHS...", show_default=False)],
+    paths: list[str],
     out: Out,
     weights: Annotated[str | None, typer.Option(help="A weight for each, divided by their sum: 1,2,1.")] = None,
     unequal: Annotated[

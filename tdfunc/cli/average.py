@@ -9,10 +9,9 @@ from torch import Tensor
 from tdfunc.cli.convert import Part, Target, chosen_part, make_target, write
 from tdfunc.cli.numbers import Difference, average, count_lost, has_values
 from tdfunc.cli.output import progress, safe, shown
-from tdfunc.cli.sources import Source, Stored, open_source, plain, plain_values, same_values, stored_leaves
+from tdfunc.cli.sources import Source, Stored, described, open_source, plain_values, stored_leaves
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import LeafMismatchError, TreeStructureError, error
-from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.types import Path
 from tdfunc.ops.display.text import count_text
 
@@ -91,19 +90,15 @@ def _check_unaveraged(sources: Sequence[Source], trees: Sequence[TensorCollectio
                 lines.append(f"{shown(key[0])} ({one.spec}) in {safe(source.path)}")
         first, other = plain_values(trees[0]), plain_values(tree)
         for path in dict.fromkeys([*first, *other]):
-            a, b = first.get(path), other.get(path)
-            if not same_values(a, b):
-                lines.append(f"{shown(path)} in {safe(source.path)}: {_value(b)} instead of {_value(a)}")
+            a, b = [safe(repr(described(side.get(path)))) for side in (first, other)]
+            if a != b:
+                lines.append(f"{shown(path)} in {safe(source.path)}: {b[:80]} instead of {a[:80]}")
     if lines:
         raise LeafMismatchError(
             "\n    ".join(["average: values that are no floating numbers have no mean, and these differ:", *lines]),
             expected="equal integers, bools and non-tensor data",
             hint=f"--unequal first takes them from {safe(sources[0].path)}; --exclude leaves them out.",
         )
-
-
-def _value(value: NonTensorBase | None) -> str:
-    return "nothing" if value is None else safe(repr(plain(value))[:80])
 
 
 def _is_equal(a: Source, one: Stored, b: Source, other: Stored) -> bool:

@@ -343,11 +343,11 @@ def plain(value: NonTensorBase) -> Any:
     return value.data if isinstance(value, NonTensorData) else value.tolist()
 
 
-def same_values(a: NonTensorBase | None, b: NonTensorBase | None) -> bool:
-    """Whether two sides have equal non-tensor data: as texts, since True is 1, and 1 is 1.0, but not the same."""
-    if a is None or b is None:
-        return a is b
-    return type(a) is type(b) and a.shape == b.shape and repr(plain(a)) == repr(plain(b))
+def described(value: NonTensorBase | None) -> Any:
+    """Return non-tensor data to compare and print: with its shape, in which alone two sides may differ."""
+    if value is None:
+        return "nothing"
+    return {"shape": list(value.shape), "value": plain(value)} if value.shape else plain(value)
 
 
 def make_filter(include: Sequence[str], exclude: Sequence[str]) -> "FilterLike | None":
