@@ -104,5 +104,6 @@ def cells(effort: Effort, say: Callable[[str], None]) -> list[Cell]:
     done = [found.cell() for found in prepared]
     for cell in done:
         times = ", ".join(f"{how} {cell.timings[how].cpu_us:.0f}" for how in WAYS)
-        say(f"{cell.model}, E={cell.members}: auto is {cell.chosen}, {cell.ratio:.2f} of {cell.best}, traced {cell.gain:.2f}x faster; us: {times}")
+        gain = f"{cell.ratio:.2f} of {cell.best}, traced {cell.gain:.2f}x faster"
+        say(f"{cell.model}, E={cell.members}: auto is {cell.chosen}, {gain}; us: {times}")
     return done

@@ -213,7 +213,8 @@ def _ensembles(cells: Sequence[Cell]) -> list[str]:
     for c in cells:
         times = [time_shown(c.timings[way].cpu_us) for way in ensembles.WAYS]
         ratio = f"{c.ratio:.2f}" if c.reached else f"**{c.ratio:.2f}**"
-        rows.append([c.model, str(c.members), *times, c.chosen, time_shown(c.timings["auto"].cpu_us), ratio, f"{c.gain:.1f}x"])
+        auto = time_shown(c.timings["auto"].cpu_us)
+        rows.append([c.model, str(c.members), *times, c.chosen, auto, ratio, f"{c.gain:.1f}x"])
     over = [c for c in cells if not c.reached]
     words = "; ".join(
         f"{c.model}, {c.members} member{'s' * (c.members > 1)}: auto ({c.chosen}) takes {c.ratio:.2f} of {c.best}"

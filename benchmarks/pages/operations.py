@@ -238,7 +238,8 @@ ARGUMENTS = {
     "subpath": "`load_memmap(path / key)` loads a folder inside", "allow_pickle": "pickles are never read",
     "robust_key": "keys are always encoded", "archive": "`tdfunc.save` writes one file", "compression":
     "`tdfunc.save` writes one file, which any safetensors reader opens",
-    "pool": "`executor=`", "index_with_generator": "chunks are always cut as they are needed",
+    "pool": "`executor=`", "max_tasks_per_child": "`executor=ProcessPoolExecutor(max_tasks_per_child=...)`",
+    "index_with_generator": "chunks are always cut as they are needed",
     "as_tensorclass": "`Class.from_tensordict(td)`", "dest_cls": "`Class.from_tensordict(td)`",
     "convert_tensors": "`td.numpy()`, or `td.tolist(convert_tensors=True)`",
     "retain_none": "None is no value of a tree", "tolist_first": _ONE_FORM,

@@ -13,10 +13,10 @@ import torch
 from torch import Size, Tensor
 
 from tdfunc.core.collection import TensorCollection
+from tdfunc.core.context import in_functorch, is_compiling
 from tdfunc.core.errors import LeafMismatchError, error
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
 from tdfunc.core.types import Node
-from tdfunc.core.vmapped import in_transform
 from tdfunc.ops.convert import convert
 
 # The arguments that every constructor takes: no option makes these fields.
@@ -89,7 +89,7 @@ def resolve_again(cls: Any) -> None:
     """Read the annotations again that were not resolved when the class was defined; Any where they still are not."""
     pending = {key: hint for key, hint in cls._hints.items() if type(hint) is Unresolved}
     # Dynamo cannot trace it; the first eager call does it.
-    if not pending or torch.compiler.is_compiling():
+    if not pending or is_compiling():
         return
     for key, hint in pending.items():
         again = _resolve(hint.annotation, hint.scope, {cls.__name__: cls})
@@ -224,10 +224,10 @@ def check_annotations(cls: Any, nodes: Mapping[str, Node], edited: Collection[st
 
     Other fields that do not fit are ignored: operations may change shapes and dtypes.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return
     # Inside vmap the batch dimension of some fields may be hidden.
-    keys = [key for key in nodes if key not in edited and not in_transform()] + [key for key in nodes if key in edited]
+    keys = [key for key in nodes if key not in edited and not in_functorch()] + [key for key in nodes if key in edited]
     hints = {key: _shape_annotations(cls._hints.get(key)) for key in keys if nodes[key] is not None}
     given = {key: (nodes[key], types) for key, types in hints.items() if types}
     wrong = _first_misfit(given, edited) if given else None

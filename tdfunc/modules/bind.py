@@ -6,14 +6,14 @@ import warnings
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import nn
 
 from tdfunc.core.collection import TensorCollection
+from tdfunc.core.context import in_transform, is_compiling
 from tdfunc.core.errors import ConcurrencyError
 from tdfunc.modules.extract import from_module
 from tdfunc.modules.match import Match, match
-from tdfunc.modules.slots import in_transform, unwrap
+from tdfunc.modules.slots import unwrap
 
 _OWNER = "_tdfunc_owner"
 
@@ -102,7 +102,7 @@ class ModuleHandle:
             )
 
     def _open(self) -> None:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             self._state = _OPEN
             self._match.write(permanent=False)
             return
@@ -123,7 +123,7 @@ class ModuleHandle:
         """Put back what was there and let go of the module; False where blocks are left out of order."""
         if self._state is _CLOSED:
             return False
-        if torch.compiler.is_compiling():
+        if is_compiling():
             self._match.restore()
             self._state = _CLOSED
             return True

@@ -9,28 +9,27 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Size, nn
-from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
-from tdfunc.core.collection import is_compiling
+from tdfunc.core.context import in_functorch, is_compiling, is_tracing
 from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorData
 from tdfunc.core.shapes import EMPTY
 from tdfunc.core.types import Path
+from tdfunc.core.walk import replace
 from tdfunc.modules.extract import from_module, split
-from tdfunc.modules.plan import Spec, extra_states, extra_values, replace_nodes
+from tdfunc.modules.plan import Spec, extra_states, extra_values
 from tdfunc.modules.random import Seed, seeded
 from tdfunc.modules.skeleton import Skeleton, Template, make_template
 from tdfunc.modules.slots import unwrap
 from tdfunc.modules.straight import Straight
 from tdfunc.modules.watch import Originals, Watch
-from tdfunc.ops.pointwise_base import can_foreach
+from tdfunc.ops.foreach import can_foreach
 from tdfunc.ops.structure import entries, keep_leaves
 
 _RESERVED = ("buffers", "rng")
-_peek: Callable[[], Any] = _functorch.peek_interpreter_stack
 _VERSION = operator.attrgetter("_version")
 # The version of a fresh clone.
 _NEW = torch._foreach_clone([torch.zeros(())])[0]._version  # pyright: ignore[reportPrivateImportUsage]
@@ -157,7 +156,7 @@ class Apply:
             self._refuse_names(["rng"])
         out, store, states = self._run(params, buffers, args, kwargs, rng, keep=True)
         new = self._spec.rebuild_buffers(params, buffers, store)
-        return out, replace_nodes(new, states) if states else new
+        return out, replace(new, states) if states else new
 
     def rebuild_buffers(self, params: Any, buffers: Any, leaves: list[Any]) -> Any:
         """Return the tree that held the buffers, around new ones in plan order."""
@@ -219,7 +218,7 @@ class Apply:
         compiling = is_compiling()
         if not compiling and parametrize._cache_enabled:
             raise _cached_parametrization()
-        plain = not compiling and len(leaves) > self._spec.n_params and _peek() is None
+        plain = not compiling and len(leaves) > self._spec.n_params and not in_functorch()
         quiet = self._quiet if plain else None
         kept = quiet.pick(leaves) if quiet is not None and quiet.places else ()
         version = _version(kept)
@@ -329,7 +328,7 @@ class Apply:
         self, leaves: list[Any], bound: list[Any], module: nn.Module, args: Any, kwargs: Any, rng: Any
     ) -> Any:
         """Run under a watch for the original weights and for writes to parameters; no later call pays for it."""
-        if torch._C._len_torch_dispatch_stack():  # a trace, or fake tensors: the next call will do
+        if is_tracing():  # the next call will do
             return self._forward(module, args, kwargs, rng)
         given = [*leaves, *bound, *tree_leaves((args, kwargs))]
         originals = {} if self._originals is None else self._originals.storages(given)
@@ -507,7 +506,7 @@ def detached(tree: Any, copy: bool) -> Any:
     new = tree.apply(lambda leaf: leaf.detach().clone() if copy else leaf.detach())
     states = extra_states(tree) if copy else {}
     return (
-        replace_nodes(new, {path: NonTensorData(copying.deepcopy(value)) for path, value in states.items()})
+        replace(new, {path: NonTensorData(copying.deepcopy(value)) for path, value in states.items()})
         if states
         else new
     )

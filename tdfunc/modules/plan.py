@@ -9,13 +9,15 @@ from typing import Any
 
 from torch import Size, Tensor
 
-from tdfunc.core.collection import PLAIN, TensorCollection, is_compiling
+from tdfunc.core.collection import PLAIN, TensorCollection
+from tdfunc.core.context import is_compiling
 from tdfunc.core.errors import LeafMismatchError, TieError, TreeStructureError, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.shapes import EMPTY
 from tdfunc.core.ties import group_of
 from tdfunc.core.types import Path
+from tdfunc.core.walk import replace
 from tdfunc.modules.slots import EXTRA_STATE, is_one_tensor
 from tdfunc.modules.straight import make_reader
 from tdfunc.ops.structure import entries
@@ -233,7 +235,7 @@ class Spec:
             if new is not None:
                 return new
         found = dict(zip(self.buffers.paths, leaves, strict=True))
-        return replace_nodes(params if buffers is None else buffers, found)
+        return replace(params if buffers is None else buffers, found)
 
 
 def extra_states(*trees: Any) -> dict[Path, Any]:
@@ -256,17 +258,6 @@ def _find_states(tree: TensorCollection, at: Path, found: dict[Path, list[Any]])
             _find_states(node, (*at, key), found)
         elif key == EXTRA_STATE and isinstance(node, NonTensorBase):
             found[(*at, key)] = list(node._array.flat)
-
-
-def replace_nodes(tree: TensorCollection, nodes: dict[Path, Any], at: Path = ()) -> Any:
-    """Return a tree with other nodes at some paths."""
-    data = {
-        key: replace_nodes(node, nodes, (*at, key))
-        if isinstance(node, TensorCollection)
-        else nodes.get((*at, key), node)
-        for key, node in tree._data.items()
-    }
-    return tree._replace(data)
 
 
 def _names(paths: list[Path]) -> str:

@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
+from tdfunc.core.context import in_functorch, is_compiling
 from tdfunc.core.errors import UnsupportedError, error
 
 Seed: TypeAlias = "int | torch.Generator | Sequence[torch.Generator] | None"
@@ -60,7 +61,7 @@ class seeded(TorchFunctionMode):
     def draw(self, make: Callable[[torch.Generator], Tensor]) -> Tensor:
         """Return one draw for a call, or one for each member as a batched tensor."""
         self.draws += 1
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return make(self._generators[0])
         with temporarily_clear_interpreter_stack(), torch.no_grad():
             if self._level is None:
@@ -277,7 +278,7 @@ def _bernoulli_(mode: seeded, func: Any, /, self: Tensor, p: Any = 0.5) -> Tenso
 
 def _given(mode: seeded, func: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Serve functions whose numbers depend on tensors: only outside transforms, which refuse them otherwise."""
-    if _functorch.peek_interpreter_stack() is not None:
+    if in_functorch():
         return func(*args, **kwargs)
     mode.draws += 1
     return func(*args, generator=mode._generators[0], **kwargs)

@@ -4,15 +4,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 
+from tdfunc.core.context import in_transform
 from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.types import Kind, Path
 
 EXTRA_STATE = "_extra_state"
 LAZY = (nn.UninitializedParameter, nn.UninitializedBuffer)
-_PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 
 class Slot(NamedTuple):
@@ -154,10 +153,3 @@ def is_one_tensor(a: Any, b: Any) -> bool:
     if in_transform() or a.requires_grad or b.requires_grad or a.is_meta or b.is_meta:
         return False
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
-
-
-def in_transform() -> bool:
-    """Whether values cannot outlive the code that runs now: a functorch or dual level, a trace, a compiled region."""
-    if torch.compiler.is_compiling() or _functorch.peek_interpreter_stack() is not None:
-        return True
-    return torch.autograd.forward_ad._current_level >= 0 or torch._C._get_dispatch_mode(_PROXY) is not None

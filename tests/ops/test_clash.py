@@ -6,7 +6,7 @@ import torch
 
 import tdfunc as tdf
 from tdfunc import LeafMismatchError, NonTensorData, TensorDict, TreeStructureError
-from tdfunc.ops.clash import described
+from tdfunc.core.walk import Difference
 
 MASK = torch.ones(2, dtype=torch.bool)
 # Of two trees, every operation that zips or merges them.
@@ -68,8 +68,10 @@ def test_a_tree_as_the_number_of_masked_fill():
 )
 def test_described(node, text):
     """A message would not say what an entry is, or be as long as its value."""
-    assert described(node).startswith(text)
-    assert len(described(node)) <= 200
+    shown = str(Difference(("k",), "kind", node, TensorDict()).error("call")).splitlines()[1]
+
+    assert shown.startswith("  expected: " + text)
+    assert len(shown) <= 212
 
 
 @pytest.mark.parametrize("where", ["x", ("n", "x")])

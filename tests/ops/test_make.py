@@ -1,11 +1,11 @@
-"""Trees made from a tree: empty ones, new leaves, replaced, split and joined entries; and the bytes of leaves."""
+"""Trees made from a tree: empty ones, new leaves, replaced and split entries; and the bytes of leaves."""
 
 import warnings
 
 import pytest
 import torch
 
-from tdfunc import MissingKeyError, TensorClass, TensorDict, lazy_stack
+from tdfunc import MissingKeyError, TensorClass, TensorDict
 from tests.helpers import assert_pure, assert_trees_equal
 
 A, B = torch.arange(6.0).reshape(2, 3), torch.tensor([1, 2])
@@ -78,34 +78,6 @@ def test_split_keys(td):
         td.split_keys(["a"], ["a"])
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_entries_are_joined(keep):
-    """Entries are joined along the dimension, and stay only if asked for."""
-    tree = TensorDict({"a": A, "n": {"b": A + 1}}, [2])
-    found = assert_pure(lambda t: t.cat_tensors("a", ("n", "b"), out_key=("n", "c"), dim=1, keep_entries=keep), tree)
-    stacked = tree.stack_tensors("a", ("n", "b"), out_key="c", dim=-1, keep_entries=keep)
-
-    assert torch.equal(found["n", "c"], torch.cat([A, A + 1], 1))
-    assert torch.equal(stacked["c"], torch.stack([A, A + 1], -1))
-    assert ("a" in found, ("n", "b") in found, "a" in stacked) == (keep, keep, keep)
-
-
-def test_sub_trees_are_joined():
-    """Sub-trees are joined leaf by leaf."""
-    tree = TensorDict({"m": {"a": A}, "n": {"a": A + 1}}, [2])
-
-    assert torch.equal(tree.stack_tensors("m", "n", out_key="o", dim=1)["o", "a"], torch.stack([A, A + 1], 1))
-
-
-def test_entries_of_a_lazy_stack_are_joined():
-    """Entries of a lazy stack are joined tree by tree."""
-    lazy = lazy_stack([TensorDict({"a": torch.ones(n, 1), "b": torch.zeros(n, 2)}, [n]) for n in (1, 2)])
-
-    # Dimension 2 of the dense leaves [2, n, 1], and the last one.
-    for dim in (2, -1):
-        assert [x.shape for x in lazy.cat_tensors("a", "b", out_key="c", dim=dim)["c"]] == [(1, 3), (2, 3)]
-
-
 def test_bytes_of_sparse_leaves():
     """A sparse leaf counts its stored values and indices."""
     eye = torch.eye(100)
@@ -115,5 +87,5 @@ def test_bytes_of_sparse_leaves():
     stored = {"coo": 100 * (4 + 2 * 8), "csr": 100 * 12 + 101 * 8, "csc": 100 * 12 + 101 * 8, "dense": 40_000}
     tree = TensorDict(leaves)
 
-    assert {key: TensorDict({key: leaf}).bytes() for key, leaf in leaves.items()} == stored
-    assert tree.bytes() == tree.summary().size_bytes == sum(stored.values())
+    assert {key: TensorDict({key: leaf}).nbytes for key, leaf in leaves.items()} == stored
+    assert tree.nbytes == tree.summary().size_bytes == sum(stored.values())

@@ -1,4 +1,4 @@
-"""Messages of errors from values, conversions and joined entries: call, class, pattern."""
+"""Messages of errors from values and conversions: call, class, pattern."""
 
 import numpy as np
 import pandas as pd
@@ -69,14 +69,6 @@ ERRORS = [
     (lambda: ONE.unsqueeze(1).to_pandas(), BatchSizeError, r"rows are the batch.*\[2, 1\].*reshape"),
     (lambda: NESTED.to_pandas(), TreeStructureError, r"'n' must be a leaf.*TensorDict.*separator"),
     (lambda: ONE.to_pandas(), LeafMismatchError, r"'a' must have one value.*\[2, 3\]"),
-    # joined entries
-    (lambda: ONE.cat_tensors("a", "b", out_key="c"), LeafMismatchError, r"cat_tensors: 'b' .*float32.*int64"),
-    (lambda: ONE.cat_tensors("s", "b", out_key="c"), LeafMismatchError, r"cat_tensors: 's' .*NonTensorData"),
-    (lambda: ONE.stack_tensors(out_key="c"), ValueError, r"stack_tensors: "),
-    (
-        lambda: ONE.set("c", A[:, :2]).stack_tensors("a", "c", out_key="d"),
-        LeafMismatchError, r"stack_tensors: .*'a': \[2, 3\], 'c': \[2, 2\]",
-    ),
     # state dicts
     (
         lambda: ONE.load_state_dict({"a": A, "c": B}), MissingKeyError,
@@ -85,11 +77,7 @@ ERRORS = [
     (lambda: ONE.load_state_dict({"a": B, "b": B}), LeafMismatchError, r"'a' must have the shape.*\[2, 3\].*\[2\]"),
     (lambda: ONE.load_state_dict({"a": 3, "b": B}), LeafMismatchError, r"'a' must have the shape.*\[2, 3\].*int"),
     (lambda: tied(1), TieError, r"'emb.weight' and 'out.weight' are one tensor"),
-    # sizes and batches
-    (
-        lambda: TensorDict({"n": {"x": torch.nn.UninitializedParameter()}}).bytes(),
-        LeafMismatchError, r"bytes: 'n.x' .*Uninit.*call the lazy",
-    ),
+    # batches
     (
         lambda: tdf.collate([TensorDict({"x": torch.ones(n)}) for n in (1, 2)]),
         LeafMismatchError, r"stack: leaf 'x' differs.*\[1\].*\[2\].*lazy_stack",

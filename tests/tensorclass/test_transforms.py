@@ -147,15 +147,6 @@ def test_gradients():
     assert jacobian.x.shape == (2, 3, 2)
 
 
-def test_autograd():
-    """`backward` reaches the leaves of an instance through its operations."""
-    x = torch.ones(3, 2, requires_grad=True)
-    made = Foo(x, batch_size=[3])
-    (torch.stack([made, made * 2])[1:].x.sum() + made[0].x.sum()).backward()
-
-    assert x.grad.tolist() == [[3, 3], [2, 2], [2, 2]]
-
-
 # -- compilers --------------------------------------------------------------------------------------------------
 
 X = torch.arange(6.0).reshape(3, 2)

@@ -7,12 +7,13 @@ from typing import Any
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-# torch has no public names for these.
+from tdfunc.core.context import in_functorch
+
+# torch has no public name for it.
 is_wrapped: Callable[[Any], bool] = _functorch.is_functorch_wrapped_tensor
-_peek: Callable[[], Any] = _functorch.peek_interpreter_stack
 _NOTHING = nullcontext()
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
     """Leave all transforms for a block: in `grad` and `jvp` torch wraps new tensors, which have no memory then."""
-    return temporarily_clear_interpreter_stack() if _peek() is not None else _NOTHING
+    return temporarily_clear_interpreter_stack() if in_functorch() else _NOTHING

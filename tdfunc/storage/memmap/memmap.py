@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection, iter_leaves
+from tdfunc.core.context import is_fake
 from tdfunc.core.errors import CorruptCheckpointError, TreeStructureError, UnsupportedError, error, explain
 from tdfunc.core.keys import dotted
 from tdfunc.core.memory import MapMode, mapped_file
@@ -102,7 +103,7 @@ def load_memmap(
     threads = _threads(num_threads, "load_memmap")
     name = local_folder(prefix, "load_memmap")
     place = torch.device(device) if device is not None else None
-    if out is not None and _is_fake(place):
+    if out is not None and is_fake(place):
         raise UnsupportedError(
             "load_memmap: leaves without values have none for out.",
             expected="a device that has values",
@@ -151,7 +152,7 @@ def _read(
 ) -> TensorCollection:
     """Read the folder behind a descriptor; `where` is the path that the leaves remember."""
     reader = FolderReader(root, classes, types)
-    fake = _is_fake(place)
+    fake = is_fake(place)
     if fake:
         leaves = [torch.empty(leaf.shape, dtype=leaf.dtype, device=place or "cpu") for leaf in reader.leaves]
         return build_folder(reader, leaves, place)
@@ -354,7 +355,7 @@ def _make_room(
 def _target(td: Any, prefix: Any, call: str) -> str | None:
     if not isinstance(td, TensorCollection):
         raise error(TypeError, f"{call}: this is no tree.", expected="a TensorDict", got=type(td).__name__)
-    if _is_fake(None):
+    if is_fake(None):
         raise UnsupportedError(
             f"{call}: a mode is active under which tensors have no values.",
             got=type(torch.empty(0, device="cpu")).__name__,
@@ -486,11 +487,6 @@ def _link(source: str, path: str, *, copy: bool = True) -> bool:
             shutil.copyfile(source, path)
         return False
     return True
-
-
-def _is_fake(place: torch.device | None) -> bool:
-    """Whether leaves without values are asked for."""
-    return (place is not None and place.type == "meta") or type(torch.empty(0, device="cpu")) is not Tensor
 
 
 def is_memmap(tree: TensorCollection) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection, leaf_paths
+from tdfunc.core.context import is_fake
 from tdfunc.core.errors import MissingKeyError, UnsupportedError, error
 from tdfunc.core.keys import FilterLike, dotted, unravel
 from tdfunc.core.types import Device, NestedKey, Path
@@ -20,7 +21,7 @@ from tdfunc.storage.disk.remote import RemoteFiles, is_remote, local_path
 from tdfunc.storage.safetensors.contents import Contents, Found
 from tdfunc.storage.safetensors.read import LocalBytes, parsing, read_leaf
 from tdfunc.storage.safetensors.rows import read_index
-from tdfunc.storage.safetensors.select import Choice, flag_leaf, is_fake, move_leaf, outline_tree, read_tree
+from tdfunc.storage.safetensors.select import Choice, flag_leaf, move_leaf, outline_tree, read_tree
 from tdfunc.storage.tree.build import Classes
 from tdfunc.storage.tree.decode import check_place
 from tdfunc.storage.tree.encode import IS_VALUE

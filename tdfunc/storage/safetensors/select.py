@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tdfunc.core.collection import LeafOp, TensorCollection, iter_leaves, leaf_paths
+from tdfunc.core.context import is_fake
 from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.keys import FilterLike, dotted
 from tdfunc.ops.structure import partition
@@ -195,11 +196,6 @@ def _read_file(
 
 
 # -- one leaf ---------------------------------------------------------------------------------------------------
-
-
-def is_fake(place: torch.device | None) -> bool:
-    """Whether leaves without values are asked for."""
-    return (place is not None and place.type == "meta") or type(torch.empty(0, device="cpu")) is not Tensor
 
 
 def _dtype_of(plan: Plan, i: int, dtype: torch.dtype | None) -> torch.dtype:

@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-import tdfunc as tdf
 from tdfunc import LeafMismatchError, TensorDict, WorkerError, WorkerPool
-from tdfunc.parallel.transfer import is_changed, pack, to_parcel
+from tdfunc.parallel.parcel import from_parcel, is_changed, to_parcel
 from tests.helpers import assert_trees_equal
-from tests.storage import map_functions as fns
+from tests.parallel import functions as fns
 
 
 @pytest.fixture(scope="module")
@@ -24,34 +23,31 @@ def pool():
 @pytest.mark.parametrize("options", [{"chunksize": 3}, {"chunksize": 0}])
 @pytest.mark.parametrize("workers", [None, 0], ids=["pool", "here"])
 def test_out_on_a_file_is_written_where_the_chunk_runs(pool, workers, options, tmp_path):
-    """Rows would travel back to be written to the file that the worker has mapped too."""
+    """Workers write their rows to the file that they have mapped too, also over the file that they read."""
     td = TensorDict({"x": torch.arange(10), "in": {"y": torch.rand(10, 2)}}, [10]).memmap(tmp_path / "in")
-    out = td.new_zeros([10]).memmap(tmp_path / "out")
+    out, expected = td.new_zeros([10]).memmap(tmp_path / "out"), fns.double(td).clone()
+    options = {**options, "num_workers": workers, "executor": None if workers == 0 else pool}
 
-    assert td.map(fns.double, 0, workers, executor=None if workers == 0 else pool, out=out, **options) is out
-    assert_trees_equal(TensorDict.load_memmap(tmp_path / "out"), fns.double(td))
+    assert td.map(fns.double, out=out, **options) is out
+    assert_trees_equal(TensorDict.load_memmap(tmp_path / "out"), expected)
+    TensorDict.load_memmap(tmp_path / "in").map(fns.double, out=td, **options)
+    assert_trees_equal(TensorDict.load_memmap(tmp_path / "in"), expected)
 
 
 @pytest.mark.parametrize("mode", ["c", "r+"])
-@pytest.mark.parametrize("workers", [None, 0], ids=["pool", "here"])
-def test_out_over_other_rows_of_the_file(pool, workers, mode, tmp_path):
-    """A worker would read rows that another one has written, and the results would be wrong in silence."""
+def test_out_over_other_rows_of_the_file(pool, mode, tmp_path):
+    """Rows of a file that workers would read after they were overwritten are refused."""
     written = TensorDict({"x": torch.arange(10)}, [10]).memmap(tmp_path / "d")
     td = TensorDict.load_memmap(tmp_path / "d", mode=mode)
-    options = {"num_workers": workers, "executor": None if workers == 0 else pool, "chunksize": 2}
 
-    with pytest.raises(
-        LeafMismatchError, match=r"leaf 'x' of out(.|\n)*expected: memory(.|\n)*rows of the tree at other"
-    ):
-        td[:-1].map(fns.double, out=written[1:], **options)
+    with pytest.raises(LeafMismatchError, match="leaf 'x' of out shares memory"):
+        td[:-1].map(fns.double, out=written[1:], executor=pool, chunksize=2)
 
     assert written["x"].tolist() == list(range(10))
-    td.map(fns.double, out=written, **options)
-    assert written["x"].tolist() == list(range(0, 20, 2))
 
 
 def test_a_mapped_tree_crosses_by_name(pool, tmp_path):
-    """A data set on disk would be copied to each worker."""
+    """A data set on disk is not read to be sent."""
     n = 3_000_000
     td = TensorDict({"x": torch.ones(4, n)}, [4]).memmap(tmp_path / "d")
 
@@ -59,12 +55,13 @@ def test_a_mapped_tree_crosses_by_name(pool, tmp_path):
 
     assert out[:, 0].tolist() == [2.0 * n, 2.0 * n]
     assert (out[:, 1] < 4_000_000).all(), "a chunk has 24 MB"
+    assert to_parcel(td[1:3]).block == b""
     assert_trees_equal(td.map(fns.double, executor=pool, chunksize=3), fns.double(td))
 
 
 @pytest.mark.parametrize("change", ["version", "data", "deleted", "replaced"])
 def test_a_mapped_leaf_that_is_not_its_file_crosses_as_bytes(pool, tmp_path, change):
-    """Workers would read what the file says where memory, or another file under the name, says otherwise."""
+    """Workers see the caller's values, not those of the file, where they differ."""
     TensorDict({"x": torch.arange(5000)}, [5000]).memmap(tmp_path / "d")
     td = TensorDict.load_memmap(tmp_path / "d")
     expected = td["x"].clone()
@@ -80,7 +77,7 @@ def test_a_mapped_leaf_that_is_not_its_file_crosses_as_bytes(pool, tmp_path, cha
 
 
 def test_a_writable_mapping_is_the_file_in_workers_too(pool, tmp_path):
-    """A function that fills a preallocated data set in place would fill a copy."""
+    """A function that fills a preallocated data set in place fills the file; a copy-on-write mapping keeps it."""
     td = TensorDict({"x": torch.arange(10)}, [10]).memmap(tmp_path / "d")
 
     td.map(fns.write_in_place, executor=pool, chunksize=3)
@@ -91,16 +88,8 @@ def test_a_writable_mapping_is_the_file_in_workers_too(pool, tmp_path):
     assert private["x"].tolist() == list(range(1, 11))
 
 
-def test_a_message_names_the_file(tmp_path):
-    """A leaf on disk would be read to be sent."""
-    td = TensorDict({"x": torch.ones(1000, 1000)}, [1000]).memmap(tmp_path / "d")
-
-    assert pack(td[10:900]).buffers == []
-    assert sum(buffer.nbytes for buffer in pack(td[10:900].clone()).buffers) == 890 * 1000 * 4
-
-
 def test_changed_pages_are_seen(tmp_path):
-    """A page that was written to would be taken for the file's, or the whole leaf would be copied for one page."""
+    """A page that was written to is no page of the file; the others are."""
     TensorDict({"x": torch.zeros(100_000)}, [100_000]).memmap(tmp_path / "d")
     x = TensorDict.load_memmap(tmp_path / "d")["x"]
     assert x.sum() == 0
@@ -113,25 +102,23 @@ def test_changed_pages_are_seen(tmp_path):
     assert not is_changed(x[70_000:])
 
 
-def test_a_file_that_a_worker_does_not_find(pool, tmp_path):
-    """A worker on another machine, or one that comes late, would map another file of that name."""
+def test_a_file_that_a_worker_does_not_find(tmp_path):
+    """A worker on another machine, or one that comes late, does not map another file of that name."""
     td = TensorDict({"x": torch.zeros(100)}, [100]).memmap(tmp_path / "d")
     parcel = to_parcel(td)
     shutil.rmtree(tmp_path / "d")
 
     with pytest.raises(WorkerError, match=r"x.memmap cannot be opened by a worker(.|\n)*got:(.|\n)*No such file"):
-        tdf.parallel.transfer.from_parcel(parcel)
+        from_parcel(parcel)
     TensorDict({"x": torch.zeros(100)}, [100]).memmap(tmp_path / "d")
     file = next((tmp_path / "d").glob("*.memmap"))
     file.write_bytes(b"short")
-    with pytest.raises(
-        WorkerError, match=r"is not the file(.|\n)*expected: inode \d+, 400 bytes(.|\n)*got:      inode \d+, 5"
-    ):
-        tdf.parallel.transfer.from_parcel(parcel)
+    with pytest.raises(WorkerError, match=r"is not the file(.|\n)*expected: inode \d+, 400 bytes(.|\n)*inode \d+, 5"):
+        from_parcel(parcel)
 
 
 def test_shuffled_rows_are_gathered_by_the_workers(pool, tmp_path):
-    """The caller would gather each batch itself and send it."""
+    """Rows of a shuffled data set on disk come together in workers."""
     td = TensorDict({"x": torch.arange(1000), "y": torch.rand(1000, 3)}, [1000]).memmap(tmp_path / "d")
     generator = torch.Generator().manual_seed(1)
 
@@ -143,7 +130,7 @@ def test_shuffled_rows_are_gathered_by_the_workers(pool, tmp_path):
 
 
 def test_data_loader_workers_do_not_copy(tmp_path):
-    """A DataLoader over a data set on disk would copy it to each of its workers, or lose a leaf."""
+    """A DataLoader over a data set on disk does not copy it to its workers."""
     n = 250_000
     td = TensorDict({"x": torch.ones(64, n)}, [64]).memmap(tmp_path / "d")
     # Memory that the parent has is counted in a forked worker too.
@@ -153,8 +140,8 @@ def test_data_loader_workers_do_not_copy(tmp_path):
     batches = list(loader)
 
     assert [batch[0] for batch in batches] == [4.0 * n] * 16
-    # The data set has 64 MB, a batch 4.
-    assert all(batch[1] < 16_000_000 for batch in batches)
+    # The data set has 64 MB; the 8 batches of a worker, which malloc may keep, have 32.
+    assert all(batch[1] < 48_000_000 for batch in batches)
 
 
 def _total_and_memory(base, batch):

@@ -1,17 +1,14 @@
-"""Objects as messages between processes: tensors cross as bytes in one block, or by the name of their file.
+"""Parcels: objects as messages between processes, the bytes of all tensors in one block, or the names of their files.
 
-A message never takes a descriptor for each leaf. A large block lies in anonymous shared memory, whose one descriptor is
-passed on and closed: nothing has a name, so nothing is left behind by a process that was killed.
+A parcel never takes a descriptor for each leaf.
 """
 
 import io
 import os
 import pickle
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, contextmanager
+import sys
 from functools import cache
-from multiprocessing import reduction
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -25,29 +22,25 @@ from tdfunc.storage.disk.levels import is_wrapped
 from tdfunc.storage.disk.mapped import READ, map_descriptor
 from tdfunc.storage.disk.raw import raw_bytes
 
-# Smaller blocks are faster through the pipe (measured: 1 MB in 0.5 ms against 1.4, 40 MB in 113 against 72).
-SHARED_BYTES = 4_000_000
 _ALIGN = 64
-# The kernel's limit for the buffers of one write.
-_MAX_BUFFERS = 1024
-_PADDING = bytes(_ALIGN)
 _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
-
-
-class Message(NamedTuple):
-    """A pickle, and the bytes of the tensors that it refers to, in order."""
-
-    body: bytes
-    buffers: list[memoryview]
+_HINTS = {
+    "function": "define it at the top of a module; or mp_start_method='fork', where the system has it, "
+    "or executor='threads'.",
+    "chunk": "non-tensor data are pickled; td.select(...) without them, or executor='threads'.",
+    "result": "return a tree, tensors or plain values; or executor='threads'.",
+}
 
 
 class Parcel(NamedTuple):
-    """A message in one piece, for executors that pickle what they are given."""
+    """A pickle, and the bytes of the tensors that it refers to in one block."""
 
     body: bytes
     sizes: tuple[int, ...]
-    block: bytearray
-    # Whether Ray's cloudpickle made it, by which classes and functions that no module has go by value.
+    block: bytes
+    # The module of the function in it, and that module's file, for a process whose path does not lead there.
+    origin: tuple[str, str | None] = ("", None)
+    # Whether Ray's cloudpickle made it, which copies classes and functions that no module has.
     by_value: bool = False
 
 
@@ -55,87 +48,85 @@ class Parcel(NamedTuple):
 
 
 class _Refused(Exception):
-    """A tensor that cannot cross; `pack` knows its path."""
+    """A tensor that cannot cross; `to_parcel` knows its path."""
 
     def __init__(self, tensor: Tensor, why: str, got: str, hint: str) -> None:
         super().__init__(why)
         self.tensor, self.why, self.got, self.hint = tensor, why, got, hint
 
 
-class _Pickler(pickle.Pickler):
-    # Called for what pickle has no own code for: not for str, tuples or numbers.
-    def reducer_override(self, obj: Any) -> Any:
-        return _reduce(obj) if isinstance(obj, Tensor) else NotImplemented
-
-
 @cache
-def _pickler_by_value() -> Any:
-    from ray import cloudpickle
+def _pickler(by_value: bool) -> Any:
+    """Return the class that pickles tensors as buffers, and all else as its base does."""
+    # Any: cloudpickle has no types.
+    base: Any = pickle.Pickler
+    if by_value:
+        from ray import cloudpickle
 
-    # Any: the class is made of what is installed.
-    module: Any = cloudpickle
+        module: Any = cloudpickle
+        base = module.CloudPickler
 
-    class Pickler(module.CloudPickler):
+    class Pickler(base):
+        # Called for objects that pickle has no own code for: not for str, tuples or numbers.
         def reducer_override(self, obj: Any) -> Any:
             reduced = _reduce(obj) if isinstance(obj, Tensor) else NotImplemented
-            return super().reducer_override(obj) if reduced is NotImplemented else reduced
+            return super().reducer_override(obj) if by_value and reduced is NotImplemented else reduced
 
     return Pickler
 
 
-def dumps_by_value(value: Any) -> bytes:
-    """Return a pickle in which classes of a script are described, not named."""
-    from ray import cloudpickle
+def to_parcel(
+    value: Any, what: Literal["function", "chunk", "result"] = "chunk", *, fn: Any = None, by_value: bool = False
+) -> Parcel:
+    """Return a picklable value as a parcel; a tensor that occurs twice is sent once and is one tensor again.
 
-    module: Any = cloudpickle
-    return module.dumps(value)
-
-
-@contextmanager
-def sending(what: str, hint: str) -> Generator[None, None, None]:
-    """Name what cannot be pickled inside the block.
+    Args:
+        value: The value.
+        what: How a message names it.
+        fn: A function in it.
+        by_value: As the field of `Parcel`.
 
     Raises:
-        UnsupportedError: Something cannot.
+        UnsupportedError: A tensor is not in the memory of this machine, or gradients would have to follow it; or pickle
+            cannot copy something.
     """
+    file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
     try:
-        yield
+        _pickler(by_value)(file, protocol=5, buffer_callback=buffers.append).dump(value)
+    except _Refused as err:
+        name = _name_of(err.tensor, value)
+        raise UnsupportedError(f"map: {name} {err.why}", got=err.got, hint=err.hint) from None
     except UnsupportedError:
         raise
     except (pickle.PicklingError, AttributeError, TypeError) as err:
         raise UnsupportedError(
-            f"map: {what} cannot be sent to another process.",
-            expected="what pickle can copy",
+            f"map: the {what} cannot be sent to another process.",
+            expected="values that pickle can copy",
             got=f"{type(err).__name__}: {err}",
-            hint=hint,
+            hint=_HINTS[what],
         ) from err
+    while hasattr(fn, "func"):
+        fn = fn.func
+    module = getattr(fn, "__module__", None) or ""
+    views = [buffer.raw() for buffer in buffers]
+    padded = [part for view in views for part in (view, bytes(-view.nbytes % _ALIGN))]
+    return Parcel(
+        file.getvalue(),
+        tuple([view.nbytes for view in views]),
+        b"".join(padded),
+        (module, getattr(sys.modules.get(module), "__file__", None)),
+        by_value,
+    )
 
 
-def sending_chunk() -> AbstractContextManager[None]:
-    """Name a chunk, or what goes with it, that cannot be pickled."""
-    return sending("the chunk", "non-tensor data are pickled; td.select(...) without them, or executor='threads'.")
-
-
-def sending_result() -> AbstractContextManager[None]:
-    """Name a result that cannot be pickled."""
-    return sending("the result", "return a tree, tensors or plain values; or executor='threads'.")
-
-
-def pack(value: Any, *, by_value: bool = False) -> Message:
-    """Return any picklable value as a message; a tensor that occurs twice is sent once and is one tensor again.
-
-    Raises:
-        UnsupportedError: A tensor is not in the memory of this machine, or gradients would have to follow it.
-    """
-    file, buffers = io.BytesIO(), []
-    kind = _pickler_by_value() if by_value else _Pickler
-    pickler = kind(file, protocol=5, buffer_callback=buffers.append)
-    try:
-        pickler.dump(value)
-    except _Refused as err:
-        name = _name_of(err.tensor, value)
-        raise UnsupportedError(f"map: {name} {err.why}", got=err.got, hint=err.hint) from None
-    return Message(file.getvalue(), [buffer.raw() for buffer in buffers])
+def from_parcel(parcel: Parcel) -> Any:
+    """Return the value of a parcel."""
+    # A copy, which the tensors may write to.
+    block, begin, buffers = memoryview(bytearray(parcel.block)), 0, list[memoryview]()
+    for size in parcel.sizes:
+        buffers.append(block[begin : begin + size])
+        begin += -(-size // _ALIGN) * _ALIGN
+    return pickle.loads(parcel.body, buffers=buffers)
 
 
 def _name_of(tensor: Tensor, value: Any) -> str:
@@ -277,102 +268,3 @@ def _open_view(file: MappedFile, path: str, dtype: torch.dtype, *rest: Any) -> T
         os.close(fd)
     x = torch.empty(0, dtype=dtype, device="cpu")
     return _flagged(x.set_(flat.untyped_storage(), file.offset // dtype.itemsize, shape, stride), flags)
-
-
-def _begins(sizes: Sequence[int]) -> tuple[list[int], int]:
-    begins, end = [], 0
-    for size in sizes:
-        begins.append(end)
-        end += -(-size // _ALIGN) * _ALIGN
-    return begins, end
-
-
-def _unpack(body: bytes, sizes: Sequence[int], block: memoryview) -> Any:
-    begins, _ = _begins(sizes)
-    return pickle.loads(body, buffers=[block[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)])
-
-
-def _pieces(buffers: Iterable[memoryview]) -> Iterable[memoryview | bytes]:
-    """Yield the buffers, each padded to where the next one begins."""
-    for buffer in buffers:
-        yield buffer
-        if buffer.nbytes % _ALIGN:
-            yield _PADDING[buffer.nbytes % _ALIGN :]
-
-
-def to_parcel(value: Any, *, by_value: bool = False) -> Parcel:
-    """Return a value as something that pickle and cloudpickle carry, the tensors in one block."""
-    message = pack(value, by_value=by_value)
-    sizes = tuple([buffer.nbytes for buffer in message.buffers])
-    return Parcel(message.body, sizes, bytearray().join(_pieces(message.buffers)), by_value)
-
-
-def from_parcel(parcel: Parcel) -> Any:
-    """Return the value of a parcel."""
-    return _unpack(parcel.body, parcel.sizes, memoryview(bytearray(parcel.block)))
-
-
-# -- over a pipe ------------------------------------------------------------------------------------------------
-
-
-def send(connection: Any, message: Message) -> None:
-    """Send a message over a pipe of `multiprocessing`."""
-    sizes = [buffer.nbytes for buffer in message.buffers]
-    shared = _share(message.buffers) if sum(sizes) >= SHARED_BYTES else None
-    block = bytearray().join(_pieces(message.buffers)) if shared is None else None
-    try:
-        connection.send_bytes(pickle.dumps((message.body, sizes, block), protocol=5))
-        if shared is not None:
-            reduction.send_handle(connection, shared, None)
-    finally:
-        if shared is not None:
-            os.close(shared)
-
-
-def receive(connection: Any) -> tuple[bytes, Sequence[int], memoryview]:
-    """Receive a message; `unpack` makes it a value, apart from what a broken pipe raises."""
-    body, sizes, block = pickle.loads(connection.recv_bytes())
-    if block is None:
-        fd = reduction.recv_handle(connection)
-        try:
-            # Python's mmap would keep a descriptor for as long as the result lives.
-            size_bytes = os.fstat(fd).st_size
-            flat: Any = torch.from_file(f"/proc/self/fd/{fd}", shared=False, size=size_bytes, dtype=torch.uint8)
-        finally:
-            os.close(fd)
-        block = flat.numpy()
-    return body, sizes, memoryview(block)
-
-
-def unpack(received: tuple[bytes, Sequence[int], memoryview]) -> Any:
-    """Return the value of a message."""
-    return _unpack(*received)
-
-
-def _share(buffers: Sequence[memoryview]) -> int | None:
-    """Copy buffers to anonymous shared memory and return its descriptor; None where there is none."""
-    if not hasattr(os, "memfd_create"):
-        return None
-    pieces = list(_pieces(buffers))
-    try:
-        fd = os.memfd_create("tdfunc", os.MFD_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        for i in range(0, len(pieces), _MAX_BUFFERS):
-            _write_all(fd, pieces[i : i + _MAX_BUFFERS])
-    # No memory, or a limit on the size of files: the pipe needs neither.
-    except OSError:
-        os.close(fd)
-        return None
-    return fd
-
-
-def _write_all(fd: int, pieces: list[memoryview | bytes]) -> None:
-    pending = [memoryview(piece).cast("B") for piece in pieces]
-    while pending:
-        written = os.writev(fd, pending)
-        while pending and written >= len(pending[0]):
-            written -= len(pending.pop(0))
-        if pending:
-            pending[0] = pending[0][written:]

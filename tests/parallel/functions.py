@@ -33,12 +33,6 @@ def total(rows):
     return rows["x"].double().sum().reshape(1)
 
 
-def stop_at_five(rows):
-    if (rows["x"] == 5).any():
-        raise StopIteration("an iterator in the function ended")
-    return rows
-
-
 def even_only(row):
     return row if int(row["x"]) % 2 == 0 else None
 
@@ -53,8 +47,14 @@ def fail_at_five(rows):
     return rows
 
 
+def stop_at_five(rows):
+    if (rows["x"] == 5).any():
+        raise StopIteration("an iterator in the function ended")
+    return rows
+
+
 class Unreadable(Exception):
-    """Pickles, and cannot be read back: its constructor wants two arguments."""
+    """Pickles, and cannot be read back: its constructor takes two arguments."""
 
     def __init__(self, a, b):
         super().__init__(f"{a} and {b}")
@@ -66,12 +66,6 @@ def fail_unreadably(rows):
 
 def leave(rows):
     raise SystemExit(3)
-
-
-def exit_at_five(rows):
-    if (rows["x"] == 5).any():
-        os._exit(17)
-    return rows
 
 
 def kill_at_five(rows):
@@ -101,11 +95,8 @@ def threads(rows):
 
 
 def modes(rows):
-    return torch.tensor([[torch.is_grad_enabled(), torch.is_inference_mode_enabled()]])
-
-
-def default_dtype(rows):
-    return torch.tensor([torch.get_default_dtype() is torch.float64])
+    is_double = torch.get_default_dtype() is torch.float64
+    return torch.tensor([[torch.is_grad_enabled(), torch.is_inference_mode_enabled(), is_double]])
 
 
 def write_in_place(rows):
@@ -120,10 +111,6 @@ def parameter(rows):
     return rows.set("x", torch.nn.Parameter(rows["x"].clone()))
 
 
-def nested_map(rows):
-    return rows.map(double, num_workers=1, chunksize=1)
-
-
 def fail_or_sleep(rows):
     fail_at_five(rows)
     time.sleep(60)
@@ -132,13 +119,6 @@ def fail_or_sleep(rows):
 def begin_and_sleep(rows, folder):
     with open(os.path.join(folder, str(os.getpid())), "w"):
         time.sleep(60)
-
-
-def begin_and_nap(folder):
-    """Sleeps in Python, where an interrupt that is no signal is noticed."""
-    with open(os.path.join(folder, str(os.getpid())), "w"):
-        for _ in range(3000):
-            time.sleep(0.02)
 
 
 def mapped_bytes(rows):
@@ -175,7 +155,3 @@ def no_batch(rows):
 
 def text(rows):
     return "text"
-
-
-def large(rows):
-    return TensorDict({"x": torch.full((len(rows), 500_000), 1.5)}, rows.batch_size)

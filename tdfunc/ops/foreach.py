@@ -1,25 +1,25 @@
 """How pointwise operations run: foreach kernels where they are legal, leaf by leaf elsewhere; broadcasting rules."""
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, is_compiling
+from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection
+from tdfunc.core.context import in_functorch, is_compiling
 from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TieError, TreeStructureError, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.shapes import broadcast, fits_into, shape_of
 from tdfunc.core.types import LeafFn, Path
-from tdfunc.ops.clash import clash
+from tdfunc.core.walk import Difference, gather, refill, zip_trees
 
 T = TypeVar("T", bound=TensorCollection)
 _NUMBERS = (bool, int, float, complex)
 _requires_grad = operator.attrgetter("requires_grad")
-_peek: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
 
 # Python's own operators, which have torch's promotion rules for a number on the left.
 _REVERSED: dict[str, Callable[[Any, Any], Any]] = {
@@ -35,68 +35,15 @@ _WITH_NUMBER: dict[str, Callable[..., Any]] = {"maximum": torch.clamp_min, "mini
 
 def can_foreach() -> bool:
     """Whether `torch._foreach_*` may be called: it has no vmap rule, and a grad inside a vmap hides the vmap."""
-    return not is_compiling() and _peek() is None
-
-
-def flat_leaves(tree: TensorCollection) -> list[Tensor] | None:
-    """Return the leaves of an untied tree of tensors in insertion order, or None if it is anything else."""
-    if tree._static is not None and tree._static.ties:
-        return None
-    leaves: list[Tensor] = []
-    return leaves if _collect(tree, leaves) and leaves else None
-
-
-def _collect(tree: TensorCollection, leaves: list[Tensor]) -> bool:
-    if PLAIN.issuperset(map(type, tree._data.values())):
-        leaves += tree._data.values()
-        return True
-    for node in tree._data.values():
-        if isinstance(node, Tensor):
-            leaves.append(node)
-        elif not isinstance(node, TensorCollection) or not _collect(node, leaves):
-            return False
-    return True
-
-
-def _collect_pairs(tree: TensorCollection, other: TensorCollection, mine: list[Tensor], theirs: list[Tensor]) -> bool:
-    nodes, twins = tree._data, other._data
-    if len(nodes) != len(twins) or type(tree) is not type(other):
-        return False
-    if _plain_twins(tree, other):
-        mine += nodes.values()
-        theirs += twins.values()
-        return True
-    for key, node in nodes.items():
-        twin = twins.get(key)
-        if isinstance(node, Tensor) and isinstance(twin, Tensor):
-            mine.append(node)
-            theirs.append(twin)
-        elif not (
-            isinstance(node, TensorCollection)
-            and isinstance(twin, TensorCollection)
-            and _collect_pairs(node, twin, mine, theirs)
-        ):
-            return False
-    return True
-
-
-def refill(tree: T, leaves: Iterator[Any]) -> T:
-    """Return the tree around new leaves in insertion order."""
-    if PLAIN.issuperset(map(type, tree._data.values())):
-        data: dict[str, Any] = dict(zip(tree._data, leaves, strict=False))
-    else:
-        data = {}
-        for key, node in tree._data.items():
-            data[key] = next(leaves) if isinstance(node, Tensor) else refill(node, leaves)
-    return tree._make(data, tree._batch_size, tree._device, tree._names, tree._static)
+    return not is_compiling() and not in_functorch()
 
 
 def foreach_leaves(tree: T, name: str, *args: Any) -> T | None:
     """Run one foreach kernel over all leaves, or return None where it does not apply."""
     if not can_foreach():
         return None
-    leaves = flat_leaves(tree)
-    return None if leaves is None else _run(tree, name, leaves, *args)
+    columns = gather((tree,))
+    return None if columns is None else _run(tree, name, *columns, *args)
 
 
 def _learn_apart(leaves: list[Tensor], other: Any = None, *_: Any) -> bool:
@@ -135,9 +82,10 @@ def unary(tree: T, name: str, foreach: str | None, *args: Any, **kwargs: Any) ->
 
 def _is_finite(tree: T) -> T | None:
     """Return where the leaves are finite, three times as fast as `torch.isfinite`; None where it does not apply."""
-    leaves = flat_leaves(tree) if can_foreach() else None
-    if leaves is None or not all(map(Tensor.is_floating_point, leaves)):
+    columns = gather((tree,)) if can_foreach() else None
+    if columns is None or not all(map(Tensor.is_floating_point, columns[0])):
         return None
+    (leaves,) = columns
     # What is not finite is NaN when it is taken from itself.
     with torch.no_grad():
         zeros = _run(tree, "_foreach_sub", leaves, leaves)
@@ -173,12 +121,8 @@ def _with_tree(tree: T, other: TensorCollection, name: str, foreach: str | None,
 
 def foreach_pairs(tree: T, other: TensorCollection, name: str, *args: Any) -> T | None:
     """Run one foreach kernel over the pairs of leaves of two trees, or return None where it does not apply."""
-    if tree._ties or other._ties or not can_foreach():
-        return None
-    mine: list[Tensor] = []
-    theirs: list[Tensor] = []
-    alike = _collect_pairs(tree, other, mine, theirs) and _same_shapes(mine, theirs)
-    return _run(tree, name, mine, theirs, *args) if alike and mine else None
+    columns = gather((tree, other)) if can_foreach() else None
+    return None if columns is None or not _same_shapes(*columns) else _run(tree, name, *columns, *args)
 
 
 def broadcast_size(tree: TensorCollection, other: TensorCollection, call: str) -> Callable[[Size], Size] | None:
@@ -239,7 +183,7 @@ def _check_features(tree: TensorCollection, other: TensorCollection, dims: _Batc
 
     def check_tree(inner: TensorCollection, part: TensorCollection) -> TensorCollection:
         # The keys of a stack are those that its trees share; a tree may lack another.
-        _check_structure(inner, part, call, at)
+        check_keys(inner, part, call, at)
         if _check_features(inner, part, _Batches(dims.mine - 1, dims.theirs - 1, dims.aligned), call, at):
             _check_not_grown(inner._batch_size, part._batch_size, call, at)
         return inner
@@ -387,7 +331,7 @@ def check_same(tree: TensorCollection, other: TensorCollection, call: str) -> No
             got=type(other).__name__,
             hint="put the lazy stack first, or write lazy.dense().",
         )
-    _check_structure(tree, other, call, ())
+    check_keys(tree, other, call)
     if tree._ties and other._ties != tree._ties:
         raise TieError(
             f"{call}: the trees tie different paths.",
@@ -397,49 +341,8 @@ def check_same(tree: TensorCollection, other: TensorCollection, call: str) -> No
         )
 
 
-def _check_structure(tree: TensorCollection, other: TensorCollection, call: str, at: Path) -> None:
-    found = difference(tree, other, at)
-    if found is None:
-        return
-    where, mine, theirs = found
-    if not isinstance(mine, set):
-        raise clash(call, where, mine, theirs)
-    under = f" under {dotted(where)!r}" if where else ""
-    raise TreeStructureError(
-        f"{call}: the trees have different keys{under}.",
-        expected=f"{sorted(mine)}",
-        got=f"{sorted(theirs)}",
-        hint="select() the common keys, or set() the missing ones.",
-    )
-
-
-def difference(tree: TensorCollection, other: Any, at: Path) -> tuple[Path, Any, Any] | None:
-    """Return where two trees differ, and their sets of keys or their nodes there; None when they do not."""
-    # Two classes may store one tree otherwise, so what they hold is compared through their keys.
-    same = type(tree) is type(other) and type(tree)._each is TensorCollection._each
-    mine, theirs = (tree._data, other._data) if same else (_nodes(tree), _nodes(other))
-    if mine.keys() != theirs.keys():
-        return at, set(mine), set(theirs)
-    # Which trees of a stack have a key that not all have is for those to compare.
-    some, others = ({}, {}) if same else (tree._some_keys(), other._some_keys())
-    if some.keys() != others.keys():
-        return at, {*mine, *some}, {*theirs, *others}
-    for key, node in mine.items():
-        twin = theirs[key]
-        if type(node) is Tensor and type(twin) is Tensor:
-            continue
-        if isinstance(node, TensorCollection) and isinstance(twin, TensorCollection):
-            found = difference(node, twin, (*at, key))
-            if found is not None:
-                return found
-        elif (
-            isinstance(node, TensorCollection)
-            or isinstance(twin, TensorCollection)
-            or isinstance(node, NonTensorBase) != isinstance(twin, NonTensorBase)
-        ):
-            return (*at, key), node, twin
-    return None
-
-
-def _nodes(tree: TensorCollection) -> dict[str, Any]:
-    return {key: tree._get(key) for key in tree._keys()}
+def check_keys(tree: TensorCollection, other: TensorCollection, call: str, at: Path = ()) -> None:
+    """Raise unless two trees have the same paths, with nodes of one kind; the message has the first difference."""
+    found = zip_trees(tree, other, at=at)
+    if isinstance(found, Difference):
+        raise found.error(call)
