@@ -1,5 +1,6 @@
 """tdfunc: immutable trees of tensors, and pure functions over them."""
 
+from tdfunc import metrics as metrics
 from tdfunc import optim as optim
 from tdfunc._control import associative_scan as associative_scan
 from tdfunc._control import cond as cond
@@ -35,11 +36,11 @@ from tdfunc.ensemble.ensemble import Ensemble as Ensemble
 from tdfunc.ensemble.stack import init_ensemble as init_ensemble
 from tdfunc.ensemble.stack import stack_modules as stack_modules
 from tdfunc.ensemble.stack import unstack as unstack
-from tdfunc.ensemble.uncertainty import brier as brier
-from tdfunc.ensemble.uncertainty import ece as ece
-from tdfunc.ensemble.uncertainty import nll as nll
-from tdfunc.ensemble.uncertainty import reliability_curve as reliability_curve
-from tdfunc.ensemble.uncertainty import uncertainty as uncertainty
+from tdfunc.metrics import brier as brier
+from tdfunc.metrics import ece as ece
+from tdfunc.metrics import nll as nll
+from tdfunc.metrics import reliability_curve as reliability_curve
+from tdfunc.metrics import uncertainty as uncertainty
 from tdfunc.modules.extract import from_module as from_module
 from tdfunc.modules.extract import split as split
 from tdfunc.modules.functional import Apply as Apply

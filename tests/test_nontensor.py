@@ -22,7 +22,7 @@ from tdfunc import (
     lazy_stack,
 )
 from tdfunc.core import nontensor as _nontensor
-from tests.random_trees import random_index
+from tests.random_index import random_index
 from tests.strategies import SIZES
 
 

@@ -23,7 +23,7 @@ from tdfunc.core.shapes import (
     normalize_index,
     shape_of,
 )
-from tests.random_trees import random_index
+from tests.random_index import random_index
 from tests.strategies import SIZES
 
 
@@ -257,9 +257,7 @@ def test_ints_of_other_libraries(number):
 
     assert [len(part) for part in TD.chunk(two)] == [2, 2]
     assert [len(part) for part in TD.split(two, zero)] == [2, 2]
-    assert [len(part) for part in TD.tensor_split(two)] == [2, 2]
     assert len(TD.unbind(zero)) == 4
-    assert torch.equal(TD.roll(two, zero)["a"], TD["a"].roll(2, 0))
     assert torch.equal(TD.flip(zero)["a"], TD["a"].flip(0))
     assert TD.sum(zero).batch_size == ()
     assert TD.unsqueeze(zero).squeeze(zero).batch_size == (4,)

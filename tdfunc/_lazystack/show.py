@@ -9,8 +9,7 @@ from tdfunc._lazystack.ragged import common_size
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.ops.cast import all_shared
-from tdfunc.ops.display.facts import repr_of
-from tdfunc.ops.display.show import describe_leaf, shown
+from tdfunc.ops.display.text import describe_leaf, printable, repr_of
 
 
 def as_list(tree: Any, convert: bool) -> Any:
@@ -32,8 +31,8 @@ def _as_value(value: Any, convert: bool) -> Any:
 
 def render(stack: Any) -> str:
     """Return the multi-line form, as trees have it: sizes that differ are -1."""
-    lines = [f"        {shown(key)}: {_describe(stack._get(key))}" for key in sorted(stack._keys())]
-    exclusive = [f"        {shown(key)}: {text}" for key, text in absent(stack).items()]
+    lines = [f"        {printable(key, None)}: {_describe(stack._get(key))}" for key in sorted(stack._keys())]
+    exclusive = [f"        {printable(key, None)}: {text}" for key, text in absent(stack).items()]
     parts = ["    fields={\n" + ",\n".join(lines) + "}"]
     if exclusive:
         parts.append("    exclusive_fields={\n" + ",\n".join(exclusive) + "}")
@@ -57,7 +56,7 @@ def _describe(node: Any) -> str:
     if isinstance(node, TensorCollection):
         return repr(node).replace("\n", "\n        ")
     if isinstance(node, NonTensorBase):
-        return shown(repr_of(node.value))
+        return printable(repr_of(node.value), None)
     leaves = list(_flat(node))
     shapes = [leaf.shape for leaf in leaves if isinstance(leaf, Tensor)]
     kinds = {(type(x).__name__, str(getattr(x, "dtype", "")), str(getattr(x, "device", ""))) for x in leaves}

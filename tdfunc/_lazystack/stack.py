@@ -25,7 +25,7 @@ from tdfunc._lazystack.ragged import (
     without,
 )
 from tdfunc._lazystack.shapes import HANDLERS, REDUCTIONS, one_shape, reduce_all, reduce_dims, run_along
-from tdfunc._lazystack.show import absent, as_list, render
+from tdfunc._lazystack.show import as_list, render
 from tdfunc._tensordict import TreeMethods
 from tdfunc.core.collection import LeafOp, Static, TensorCollection, iter_leaves
 from tdfunc.core.context import in_functorch, is_compiling
@@ -294,9 +294,6 @@ class LazyStack(TreeMethods):
 
     def _show_heading(self) -> list[str]:
         return [f"stacked along dimension {self._dim}"]
-
-    def _show_absent(self) -> dict[str, str]:
-        return {**super()._show_absent(), **absent(self)}
 
     # -- primitives ---------------------------------------------------------------------------------------------
 

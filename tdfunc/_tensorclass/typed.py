@@ -26,7 +26,7 @@ from tdfunc.core.keys import did_you_mean
 from tdfunc.core.nontensor import NonTensorData
 from tdfunc.core.types import Device, Kind, Names, Node, Ties
 from tdfunc.ops.cast import all_shared, clone
-from tdfunc.ops.display.show import describe_leaf
+from tdfunc.ops.display.text import describe_leaf
 from tdfunc.ops.edit import replaced, replacements
 
 if TYPE_CHECKING:
@@ -334,10 +334,6 @@ class TensorClass(_Typed):
         if self._names is not None:
             parts.append(f"    names={list(self._names)}")
         return f"{type(self).__name__}(\n" + ",\n".join(parts) + ")"
-
-    def _show_absent(self) -> dict[str, str]:
-        keys = list(self._keys())
-        return {name: "None" for name in self._fields if name not in keys}
 
 
 def _loosely_typed(cls: Any, key: str, value: Any) -> Any:

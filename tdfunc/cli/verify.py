@@ -11,7 +11,7 @@ from tdfunc.cli.sources import Source, open_source, step_of, steps_in
 from tdfunc.cli.streams import emit
 from tdfunc.cli.torch_files import damaged_entries
 from tdfunc.core.errors import CorruptCheckpointError
-from tdfunc.ops.display.facts import bytes_text, count_text
+from tdfunc.ops.display.text import bytes_text, count_text
 from tdfunc.storage.disk.remote import local_path
 from tdfunc.storage.manager.manager import _check_tree, _naming, _read_about
 from tdfunc.storage.manager.steps import StepRemovedError, StepReplacedError, reading

@@ -11,7 +11,7 @@ from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, iter_leaves,
 from tdfunc.core.errors import error
 from tdfunc.ops import storage_writes
 from tdfunc.ops.cast import detach
-from tdfunc.ops.display.facts import stored_bytes
+from tdfunc.ops.display.text import stored_bytes
 from tdfunc.ops.foreach import check_same
 
 if TYPE_CHECKING:

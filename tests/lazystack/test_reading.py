@@ -21,7 +21,7 @@ from tests.lazystack.trees import (
     tree,
     uniform,
 )
-from tests.random_trees import random_index
+from tests.random_index import random_index
 
 
 @pytest.mark.parametrize("lengths", [(2, 4, 3), (3, 3, 3)], ids=["ragged", "equal"])

@@ -28,7 +28,7 @@ from tdfunc import (
 )
 from tdfunc import save as tdf_save
 from tdfunc.core.memory import mapped_file
-from tdfunc.parallel.transfer import is_in_file
+from tdfunc.parallel.parcel import is_in_file
 from tdfunc.storage.disk import mapped
 from tdfunc.storage.safetensors.stream import memmap_stream
 from tests.incumbent import Incumbent, IncumbentNonTensor, tensordict

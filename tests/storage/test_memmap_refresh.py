@@ -17,7 +17,7 @@ from tdfunc import (
     lazy_stack,
 )
 from tdfunc.core.memory import mapped_file
-from tdfunc.parallel.transfer import from_parcel, to_parcel
+from tdfunc.parallel.parcel import from_parcel, to_parcel
 from tdfunc.storage.memmap import memmap
 from tdfunc.storage.memmap import writes as memmap_writes
 from tests.storage.trees import small_tree as flat

@@ -1,6 +1,6 @@
 """Storage against damage, crashes and hostile files: what is not tested beside each part of it.
 
-`python -m tests.reliability` runs the same checks many more times and writes docs/reliability.md.
+`python -m benchmarks.reliability` runs the same checks many more times and writes docs/reliability.md.
 """
 
 import json
