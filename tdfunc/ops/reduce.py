@@ -50,7 +50,7 @@ def _reduce_leaves(
             expected="batch dimensions as ints, None for all, or 'feature'",
             got=repr(dim),
         )
-    given = (dim,) if isinstance(dim, int) else dims_of(dim, name)
+    given = (dim,) if isinstance(dim, int) else dims_of(dim)
     dims = tuple(sorted({dim_index(d, n, name) for d in given}))
 
     def names_after(names: Names) -> Names:
