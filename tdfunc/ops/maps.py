@@ -13,7 +13,7 @@ from tdfunc.core.shapes import as_names, as_size, one_shape, put_first, shape_of
 from tdfunc.core.types import Path
 from tdfunc.ops.cast import as_device
 from tdfunc.ops.foreach import check_same
-from tdfunc.ops.reading import UNSET, refuse_inplace
+from tdfunc.ops.reading import UNSET, holds_leaf, refuse_inplace
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -103,7 +103,7 @@ def _check_results(tree: TensorCollection, at: Path) -> None:
 def drop_empty(tree: T) -> T:
     """Return the tree without sub-trees that hold no leaf; a lazy stack keeps the places of trees that are empty."""
     inner = {key: drop_empty(node) if isinstance(node, TensorCollection) else node for key, node in tree._data.items()}
-    return tree._replace({k: x for k, x in inner.items() if not isinstance(x, TensorCollection) or any(x._keys())})
+    return tree._replace({k: x for k, x in inner.items() if not isinstance(x, TensorCollection) or holds_leaf(x)})
 
 
 def paths_tree(tree: T, nested: bool, at: Path = ()) -> T:

