@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from tdfunc.core.context import is_compiling
 from tdfunc.core.errors import ImmutableError, TreeStructureError
-from tdfunc.core.keys import is_key, missing, unravel
+from tdfunc.core.keys import dotted, is_key, missing, unravel
 from tdfunc.core.memory import MIN_BYTES, read_rows_ahead
 from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.shapes import check_positions, index_names, index_size, normalize_index, put_first, slice_length
@@ -219,7 +219,7 @@ class TensorCollection(Slots):
             done = dict(zip(keys, results))  # noqa: B905
         except Exception as err:
             # zip had taken the key of the leaf that raised, and none after it.
-            _note_key(op, list(data)[-1 - sum(1 for _ in keys)], err)
+            _note_key(list(data)[-1 - sum(1 for _ in keys)], err)
             raise
         if op.drops and type(None) in map(type, done.values()):
             return {key: value for key, value in done.items() if value is not None}
@@ -243,7 +243,7 @@ class TensorCollection(Slots):
                 if out is not None:
                     data[key] = out
         except Exception as err:
-            _note_key(op, key, err)
+            _note_key(key, err)
             raise
         return data
 
@@ -349,13 +349,19 @@ class TensorCollection(Slots):
     __hash__ = object.__hash__
 
 
-# Where `apply` finds the path of the leaf that raised: each node on the way out of a map puts its key in front.
-ERROR_PATH = "_tdfunc_path"
+# The path of the leaf that raised: each node on the way out of a map puts its key in front.
+_ERROR_PATH = "_tdfunc_path"
 
 
-def _note_key(op: LeafOp, key: str, err: Exception) -> None:
-    if op.name == "apply":
-        setattr(err, ERROR_PATH, (key, *getattr(err, ERROR_PATH, ())))
+def _note_key(key: str, err: Exception) -> None:
+    setattr(err, _ERROR_PATH, (key, *getattr(err, _ERROR_PATH, ())))
+
+
+def note_leaf(err: Exception, call: str) -> None:
+    """Add the path of the leaf at which a map raised to the error."""
+    path = err.__dict__.pop(_ERROR_PATH, None)
+    if path is not None and hasattr(err, "add_note"):
+        err.add_note(f"{call}: raised at the leaf {dotted(path)!r}.")
 
 
 NO_STATIC = Static()

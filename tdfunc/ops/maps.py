@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Size, Tensor
 
-from tdfunc.core.collection import ERROR_PATH, PLAIN, LeafOp, TensorCollection
+from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, note_leaf
 from tdfunc.core.errors import BatchSizeError
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase
@@ -55,9 +55,7 @@ def _mapped(
     try:
         out = tree._map(LeafOp("apply", fn, size, None, False, (), True), *others)
     except Exception as err:
-        path = err.__dict__.pop(ERROR_PATH, None)
-        if path is not None and hasattr(err, "add_note"):
-            err.add_note(f"apply: raised at the leaf {dotted(path)!r}.")
+        note_leaf(err, "apply")
         raise
     _check_results(out, ())
     return out

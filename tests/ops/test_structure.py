@@ -14,7 +14,6 @@ from tdfunc import (
     TensorDict,
     combine,
     in_dims,
-    lazy_stack,
     partition,
 )
 from tests.helpers import TiedLM
