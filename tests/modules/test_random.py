@@ -62,7 +62,7 @@ DRAWS = {
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_one_seed_one_draw(name):
-    """The same seed would give other numbers, other seeds the same, or the default generator would move."""
+    """A seed determines the numbers, and the default generator does not move."""
     before = torch.get_rng_state()
     draws = []
     for seed in (0, 0, 1, 2):
@@ -77,7 +77,7 @@ def test_one_seed_one_draw(name):
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_draws_look_like_torchs(name):
-    """A served function would return another shape or dtype, or lose its gradient."""
+    """A served function returns torch's shape and dtype, and keeps the gradient."""
     ours, theirs = seeded(0), DRAWS[name]()
     with ours:
         drawn = DRAWS[name]()
@@ -116,7 +116,7 @@ def sample(name):
     ],
 )  # fmt: skip
 def test_distributions_are_torchs(name):
-    """A served function would draw from another distribution than torch's."""
+    """A served function draws from torch's distribution."""
     torch.manual_seed(0)
     theirs = sample(name)
     with seeded(1):
@@ -134,7 +134,7 @@ def test_distributions_are_torchs(name):
 @pytest.mark.parametrize("p", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("drop", [F.dropout, F.dropout1d, F.alpha_dropout])
 def test_dropout_at_its_ends(drop, p):
-    """Dropping nothing or everything would scale by infinity; evaluation mode would drop."""
+    """Dropping nothing or everything gives finite numbers; evaluation mode drops nothing."""
     with seeded(0):
         out = drop(ONES, p, training=True)
         assert torch.equal(drop(ONES, p, training=False), ONES)
@@ -152,7 +152,7 @@ def test_dropout_at_its_ends(drop, p):
     ],
 )  # fmt: skip
 def test_whole_channels_are_dropped(drop, shape):
-    """Elements would be dropped one by one, or the wrong dimension would be taken for the channels."""
+    """Channels are dropped whole, along the dimension that torch takes."""
 
     def per_channel(out):
         flat = out.flatten(1) if out.dim() == len(shape) and shape[0] == 6 else out.flatten(0, 1).flatten(1)
@@ -166,18 +166,8 @@ def test_whole_channels_are_dropped(drop, shape):
     assert len(ours.unique()) == 2
 
 
-@pytest.mark.filterwarnings("ignore:dropout2d")
-def test_three_dimensions_of_dropout2d():
-    """Torch reads three dimensions as (N, C, L); (C, H, W) would drop along another dimension."""
-    with seeded(0):
-        out = F.dropout2d(torch.ones(6, 5, 4))
-
-    assert all(len(row.unique()) == 1 for row in out.flatten(0, 1))
-    assert len(out[0].unique()) == 2
-
-
 def test_a_generator_of_ones_own_is_kept():
-    """A call that names its generator would be served from ours."""
+    """A call that names its generator draws from it."""
     with seeded(0) as mode:
         drawn = torch.rand(3, generator=torch.Generator().manual_seed(7))
 
@@ -186,7 +176,7 @@ def test_a_generator_of_ones_own_is_kept():
 
 
 def test_a_default_device_is_followed():
-    """Numbers would come from the generator's device, where the rest of the forward is elsewhere."""
+    """Numbers are made on the default device."""
     with torch.device("meta"), seeded(0):
         assert torch.rand(3).is_meta
 
@@ -197,7 +187,7 @@ X = torch.linspace(-1, 1, 15).reshape(5, 3)
 
 
 def test_rng_of_apply():
-    """`rng=` would not determine the result, or a call without it would not be the module's."""
+    """`rng=` determines the result and a generator moves on; without it a call is the module's."""
     apply, params, _ = functional(make_mlp(dropout=0.5))
     before = torch.get_rng_state()
     first, again, other = (apply(params, X, rng=seed) for seed in (0, 0, 1))
@@ -208,18 +198,12 @@ def test_rng_of_apply():
     assert not torch.equal(first, other)
     assert torch.equal(torch.get_rng_state(), before)
     assert not torch.equal(apply(params, X), apply(params, X))
-
-
-def test_a_generator_moves_on():
-    """Two calls with one generator would draw the same masks."""
-    apply, params, _ = functional(make_mlp(dropout=0.5))
     generator = torch.Generator().manual_seed(0)
-
     assert not torch.equal(apply(params, X, rng=generator), apply(params, X, rng=generator))
 
 
 def test_rng_in_transforms_is_the_loop():
-    """A vmap would refuse to draw, and grad would see other masks than the forward."""
+    """Vmap and grad draw the masks of the plain call."""
     apply, params, _ = functional(make_mlp(dropout=0.5))
     members = [params, params * 2.0]
     ours = torch.vmap(lambda p: apply(p, X, rng=3))(torch.stack(members))
@@ -275,7 +259,7 @@ class Ends(nn.Module):
 
 @pytest.mark.parametrize("name", FORWARDS)
 def test_members_under_vmap_are_the_loop(name):
-    """Member i would draw other numbers under vmap than alone, or other ones among more members."""
+    """Member i draws the same numbers under vmap, alone, and among more members."""
     model = Ends(FORWARDS[name])
     apply, params, _ = functional(model)
     stacked = torch.stack([params, params, params * 2.0])
@@ -288,7 +272,7 @@ def test_members_under_vmap_are_the_loop(name):
 
 @pytest.mark.parametrize("name", ["dropout", "randn_like", "alpha"])
 def test_members_under_vmap_of_grad_are_the_loop(name):
-    """Inside grad the masks would belong to the wrong level."""
+    """Inside grad the masks belong to the members."""
     model = Ends(FORWARDS[name])
     apply, params, _ = functional(model)
     stacked = torch.stack([params, params * 2.0])
@@ -310,7 +294,7 @@ def test_members_under_vmap_of_grad_are_the_loop(name):
 
 
 def test_member_seeds():
-    """Members, or neighbouring seeds, would share their numbers."""
+    """Members and neighbouring seeds share no numbers."""
     seeds = {member_seed(seed, i) for seed in range(-3, 60) for i in range(60)}
 
     assert len(seeds) == 63 * 60
