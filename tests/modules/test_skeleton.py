@@ -20,35 +20,16 @@ X = torch.linspace(-1, 1, 12).reshape(4, 3)
 
 
 class Layer(nn.Module):
-    """A linear layer; subclasses keep something beside it, or use it in another way."""
+    """A linear layer, any attributes, and a forward that is a function of the module and its input."""
 
-    def __init__(self):
+    def __init__(self, fn=lambda self, x: self.linear(x), **attributes):
         super().__init__()
-        self.linear = nn.Linear(3, 3)
+        self.linear, self.fn = nn.Linear(3, 3), fn
+        for name, value in attributes.items():
+            setattr(self, name, value)
 
     def forward(self, x):
-        return self.linear(x)
-
-
-def assert_is_functional(model, x=X):
-    """Check that apply gives what the module gives, with its own weights and with others."""
-    apply, params, buffers = functional(model)
-    torch.testing.assert_close(apply(params, x, buffers=buffers), model(x))
-    other = params.apply(lambda p: p * 1.5)
-    ours = apply(other, x, buffers=buffers)
-    with combine(other, buffers).to_module(model):
-        torch.testing.assert_close(ours, model(x))
-
-
-# -- what refuses to be copied ------------------------------------------------------------------------------------
-
-
-class WithAttribute(Layer):
-    """Keeps any object."""
-
-    def __init__(self, value):
-        super().__init__()
-        self.value = value
+        return self.fn(self, x)
 
 
 class Holder:
@@ -61,31 +42,8 @@ class Holder:
 # -- references that must follow the copy -------------------------------------------------------------------------
 
 
-class Child(nn.Module):
-    """Reaches its parent without registering it."""
-
-    def __init__(self, parent):
-        super().__init__()
-        self.boxed = [parent]
-
-    def forward(self, x):
-        return F.linear(x, self.boxed[0].weight)
-
-
-class Parent(nn.Module):
-    """Modules that hold references to each other."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, 3))
-        self.child = Child(self)
-
-    def forward(self, x):
-        return self.child(x)
-
-
 class Closures(Layer):
-    """Calls itself through closures, partials, bound methods and default arguments."""
+    """Calls itself through closures, partials, bound methods, default arguments, hooks and plain containers."""
 
     def __init__(self):
         super().__init__()
@@ -94,6 +52,9 @@ class Closures(Layer):
         self.partial = functools.partial(self.go, scale=2.0)
         self.nested = {"a": [lambda x: self.bound(x)]}
         self.default = lambda x, layer=self.linear: layer(x)
+        self.layers = [self.linear]
+        self.child = Layer(lambda child, x: child.boxed[0].linear(x), boxed=[self])
+        self.compiled = torch.compile(nn.Linear(3, 3), backend="eager")
         self.register_forward_hook(lambda module, args, out: out + self.linear.weight.sum())
         self.linear.register_forward_pre_hook(lambda module, args: (args[0] * module.bias.sum(),))
 
@@ -101,19 +62,8 @@ class Closures(Layer):
         return self.linear(x) * scale
 
     def forward(self, x):
-        return self.closure(x) + self.bound(x) + self.partial(x) + self.nested["a"][0](x) + self.default(x)
-
-
-class Listed(Layer):
-    """Keeps its submodule in a plain list, and a compiled one in the registry."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = [self.linear]
-        self.compiled = torch.compile(nn.Linear(3, 3), backend="eager")
-
-    def forward(self, x):
-        return self.compiled(self.layers[0](x).detach())
+        y = self.closure(x) + self.bound(x) + self.partial(x) + self.nested["a"][0](x) + self.default(x)
+        return self.compiled((y + self.layers[0](x) + self.child(x)).detach())
 
 
 class Lists(nn.Module):
@@ -128,78 +78,78 @@ class Lists(nn.Module):
         return x * self.list[0] + self.list[1] + self.dict["a"]
 
 
-class Recurrent(nn.Module):
+def make_recurrent(kind):
     """A recurrent layer, which keeps its weights in a flat list and as weak references."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.rnn = kind(3, 5, 2, bidirectional=True)
-
-    def forward(self, x):
-        return self.rnn(x[None])[0]
+    model = Layer(lambda self, x: self.rnn(self.linear(x)[None])[0])
+    model.rnn = kind(3, 5, 2, bidirectional=True)
+    return model
 
 
-@pytest.mark.parametrize(
-    "make",
-    [Parent, Closures, Listed, Lists, *[functools.partial(Recurrent, kind) for kind in (nn.LSTM, nn.GRU, nn.RNN)]],
-)
-def test_references_follow_the_copy(make):
-    """References, closures, hooks and partials lead to the copy, whose weights are those of the call."""
-    assert_is_functional(make())
-
-
-def test_other_closures_stay_shared():
-    """A hook that collects into the user's list does so."""
-    seen = []
-    model = Layer()
-    model.register_forward_hook(lambda module, args, out: seen.append((model.linear.weight.shape, out.shape)))
-    apply, params, _ = functional(model)
-    apply(params, X)
-
-    assert seen == [((3, 3), (4, 3))]
+def make_parametrized(wrap):
+    """A layer whose weight is computed from other parameters."""
+    return wrap(nn.Linear(3, 3)).eval()
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(
-    "wrap",
+    "make",
     [
-        nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.orthogonal,
-        nn.utils.parametrizations.spectral_norm, nn.utils.weight_norm, nn.utils.spectral_norm,
+        Closures,
+        Lists,
+        *[functools.partial(make_recurrent, kind) for kind in (nn.LSTM, nn.GRU, nn.RNN)],
+        *[
+            functools.partial(make_parametrized, wrap)
+            for wrap in (*vars(nn.utils.parametrizations).values(), nn.utils.weight_norm, nn.utils.spectral_norm)
+            if getattr(wrap, "__name__", "") in ("weight_norm", "orthogonal", "spectral_norm")
+        ],
     ],
-    ids=lambda wrap: f"{wrap.__module__}.{wrap.__name__}",
-)  # fmt: skip
-def test_parametrizations(wrap):
-    """A weight computed from other parameters is computed from those of the call."""
-    assert_is_functional(wrap(nn.Linear(3, 3)).eval())
+)
+def test_references_follow_the_copy(make):
+    """References and computed weights lead to the copy, whose weights are those of the call."""
+    model = make()
+    apply, params, buffers = functional(model)
+    torch.testing.assert_close(apply(params, X, buffers=buffers), model(X))
+    other = params.apply(lambda p: p * 1.5)
+    ours = apply(other, X, buffers=buffers)
+    with combine(other, buffers).to_module(model):
+        torch.testing.assert_close(ours, model(X))
+
+
+def test_what_leads_to_no_weight_stays_shared():
+    """A hook that collects into the user's list does so, and a module's own generator moves on from call to call."""
+    seen = []
+    model = Layer(lambda self, x: self.linear(x) + torch.rand(3, generator=self.generator), generator=torch.Generator())
+    model.register_forward_hook(lambda module, args, out: seen.append((model.linear.weight.shape, out.shape)))
+    apply, params, _ = functional(model)
+
+    assert not torch.equal(apply(params, X), apply(params, X))
+    assert seen == [((3, 3), (4, 3))] * 2
 
 
 # -- poison -------------------------------------------------------------------------------------------------------
 
 
-class Cached(nn.Module):
+class Cached(Layer):
     """Keeps references to its weight in many ways, and reads one of them."""
 
     def __init__(self, which):
-        super().__init__()
-        self.linear, self.which = nn.Linear(3, 3), which
+        super().__init__(lambda self, x: F.linear(x, self.read(self.kept)))
         weight = self.linear.weight
         self.kept = {
-            "list": [weight], "view": weight.T, "detached": weight.detach(),
-            "data": weight.data.reshape(-1)[:9].view(3, 3), "computed": weight * 2,
-            "nested": {"a": (weight,)}, "holder": Holder(weight),
+            "list": [weight], "view": weight.T, "detached": weight.detach(), "nested": {"a": (weight,)},
+            "data": weight.data.reshape(-1)[:9].view(3, 3), "computed": weight * 2, "holder": Holder(weight),
+            "closure": lambda: weight, "default": lambda w=weight: w,
         }  # fmt: skip
-        self.closure = lambda: weight
-        self.default = lambda w=weight: w
-
-    def forward(self, x):
-        weight = {
-            "list": lambda: self.kept["list"][0], "nested": lambda: self.kept["nested"]["a"][0],
-            "holder": lambda: self.kept["holder"].value, "closure": self.closure, "default": self.default,
-        }.get(self.which, lambda: self.kept[self.which])()  # fmt: skip
-        return F.linear(x, weight)
+        self.read = KEPT[which]
 
 
-KEPT = ["list", "view", "detached", "data", "nested", "holder", "closure", "default", "computed"]
+KEPT = {
+    **{name: lambda kept, name=name: kept[name] for name in ("view", "detached", "data", "computed")},
+    **{name: lambda kept, name=name: kept[name]() for name in ("closure", "default")},
+    "list": lambda kept: kept["list"][0],
+    "nested": lambda kept: kept["nested"]["a"][0],
+    "holder": lambda kept: kept["holder"].value,
+}
 
 
 @pytest.mark.parametrize("which", KEPT)
@@ -213,13 +163,6 @@ def test_a_kept_weight_is_named(which):
             call(params, X)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(LeakError, match=named):
         torch.vmap(lambda x: apply(params, x))(X)
-
-
-class Global(Layer):
-    """Reads its weight from a global variable."""
-
-    def forward(self, x):
-        return F.linear(x, GLOBALS["model"].linear.weight.T[:, :3].detach())
 
 
 GLOBALS = {}
@@ -236,7 +179,7 @@ GLOBALS = {}
 )
 def test_a_weight_in_a_global_is_named(call):
     """The first call names a weight that forward reads from a global variable."""
-    GLOBALS["model"] = Global()
+    GLOBALS["model"] = Layer(lambda self, x: F.linear(x, GLOBALS["model"].linear.weight.T[:, :3].detach()))
     apply, params, _ = functional(GLOBALS["model"])
 
     with pytest.raises(LeakError, match="'linear.weight'"):
@@ -276,26 +219,18 @@ def test_every_operation_on_poison_raises(use):
 
 def test_metadata_of_poison_is_free():
     """Listing a skeleton, its state dict, copies and pickles do not raise."""
-    module = functional(Layer())[0].module
-    weight = module.linear.weight
+    module = functional(nn.Sequential(nn.Linear(3, 3)))[0].module
+    weight = module[0].weight
 
     assert isinstance(weight, Poison)
-    assert (weight.shape, weight.dtype, weight.device, weight.stride()) == (
-        (3, 3),
-        torch.float32,
-        torch.device("cpu"),
-        (3, 1),
-    )
-    assert (weight.numel(), weight.dim(), weight.requires_grad, len(weight), weight.is_cuda) == (9, 2, False, 3, False)
-    assert repr(weight) == "Poison(linear.weight, shape=(3, 3))"
-    assert list(module.state_dict()) == ["linear.weight", "linear.bias"]
-    assert [name for name, _ in module.named_parameters()] == ["linear.weight", "linear.bias"]
+    assert (weight.shape, weight.dtype, weight.stride(), weight.is_cuda) == ((3, 3), torch.float32, (3, 1), False)
+    assert repr(weight) == "Poison(0.weight, shape=(3, 3))"
+    assert list(module.state_dict()) == [name for name, _ in module.named_parameters()] == ["0.weight", "0.bias"]
     assert "Linear(in_features=3" in repr(module)
     again = pickle.loads(pickle.dumps(module))
-    assert isinstance(again.linear.weight, Poison)
-    assert again.linear.weight.path == ("linear", "weight")
-    assert copy.deepcopy(module).linear.weight is weight
-    assert next(module.parameters()).dtype is torch.float32
+    assert isinstance(again[0].weight, Poison)
+    assert again[0].weight.path == ("0", "weight")
+    assert copy.deepcopy(module)[0].weight is weight
 
 
 # -- what a call leaves behind ------------------------------------------------------------------------------------
@@ -413,7 +348,7 @@ def test_a_call_that_raises_leaves_nothing_behind():
     apply(params, X, buffers=buffers)
 
 
-@pytest.mark.parametrize("make", [Scribbler, functools.partial(Recurrent, nn.LSTM), make_mlp])
+@pytest.mark.parametrize("make", [Scribbler, functools.partial(make_recurrent, nn.LSTM), make_mlp])
 def test_no_weights_stay_alive_after_a_call(make):
     """Neither a pooled skeleton nor the function keeps weights in memory."""
     apply, params, buffers = functional(make())
@@ -447,29 +382,11 @@ def test_the_module_may_change_and_go():
 
 def test_a_returned_constant_is_the_callers():
     """A caller who writes to a constant that forward returned does not change the next call."""
-
-    class Constant(Layer):
-        def __init__(self):
-            super().__init__()
-            self.scale, self.config = torch.ones(3), {"k": 1.0}
-
-        def forward(self, x):
-            return x * self.scale * self.config["k"], self.scale, self.config
-
-    apply, params, _ = functional(Constant())
+    run = lambda self, x: (x * self.scale * self.config["k"], self.scale, self.config)  # noqa: E731
+    apply, params, _ = functional(Layer(run, scale=torch.ones(3), config={"k": 1.0}))
     for _ in range(3):
         out, scale, config = apply(params, X)
         scale.mul_(10)
         config.update(k=10.0)
 
         assert torch.equal(out, X)
-
-
-def test_generators_of_the_module_are_shared():
-    """A module's own generator moves on from call to call."""
-    model = Layer()
-    model.generator = torch.Generator().manual_seed(0)
-    model.register_forward_hook(lambda module, args, out: out + torch.rand(3, generator=module.generator))
-    apply, params, _ = functional(model)
-
-    assert not torch.equal(apply(params, X), apply(params, X))
