@@ -365,7 +365,7 @@ def test_apply_is_a_value():
     again = pickle.loads(pickle.dumps(apply))
 
     assert torch.equal(again(params, x, buffers=buffers), apply(params, x, buffers=buffers))
-    assert copy.deepcopy(apply) is copy.copy(apply) is apply
+    assert copy.deepcopy(apply) is apply
     assert repr(apply) == f"Apply(ResNet, eval, {len(model.state_dict())} leaves)"
     assert isinstance(apply.module, ResNet)
 
