@@ -5,13 +5,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from tdfunc import Kind, TensorDict, combine, from_module, split
-from tests.models import CASES, Norm, ResNet, Shared, Tied, WithState, make_case, make_mlp
+from tdfunc import Kind, combine, from_module, split
+from tests.models import CASES, ResNet, Shared, Tied, WithState, make_case
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_state_dict_is_the_modules(name):
-    """A state dict of the tree would lack keys or aliases, come in another order, or hold other tensors."""
+    """The tree's state dict is the module's: keys, order, aliases and tensors."""
     model, _ = make_case(name)
     ours, theirs = from_module(model).state_dict(), model.state_dict()
 
@@ -22,7 +22,7 @@ def test_state_dict_is_the_modules(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_leaves_are_the_live_tensors_once(name):
-    """A leaf would be a copy, or a tied one would be counted twice."""
+    """Leaves are the module's own tensors, a tied one once."""
     model, _ = make_case(name)
     tree = from_module(model)
     live = [*model.parameters(), *model.buffers()]
@@ -38,7 +38,7 @@ def as_path(key):
 
 
 def test_order_is_that_of_registration():
-    """Keys would come sorted, so that a state dict and an optimizer's state would be permuted."""
+    """Keys come in the order of registration."""
     model = nn.Module()
     model.register_parameter("z", nn.Parameter(torch.zeros(1)))
     model.register_buffer("b", torch.zeros(1))
@@ -48,7 +48,7 @@ def test_order_is_that_of_registration():
 
 
 def test_kinds_are_recorded():
-    """split, state_dict and filters could not tell parameters from buffers."""
+    """The tree records the kind of each leaf."""
     model = WithState()
     model.register_buffer("kept", torch.zeros(1))
     model.register_buffer("cache", torch.zeros(1), persistent=False)
@@ -61,7 +61,7 @@ def test_kinds_are_recorded():
 
 
 def test_ties_are_groups_of_paths():
-    """Tied weights and the weights of a shared submodule would become independent leaves."""
+    """Tied weights and the weights of a shared submodule are groups of paths."""
     assert from_module(Tied())._ties == ((("emb", "weight"), ("out", "weight")),)
     assert from_module(Shared())._ties == (
         (("first", "weight"), ("again", "weight")),
@@ -70,7 +70,7 @@ def test_ties_are_groups_of_paths():
 
 
 def test_equal_values_are_no_tie():
-    """Two layers initialised to zero would be tied."""
+    """Two layers initialised to zero are not tied."""
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     for p in model.parameters():
         nn.init.zeros_(p)
@@ -79,7 +79,7 @@ def test_equal_values_are_no_tie():
 
 
 def test_none_slots_and_empty_modules_are_left_out():
-    """An absent bias or a ReLU would be an empty node, and the tree would fit no other module."""
+    """An absent bias or a ReLU leaves no node."""
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU())
     model.register_buffer("absent", None)
 
@@ -87,15 +87,8 @@ def test_none_slots_and_empty_modules_are_left_out():
     assert list(from_module(nn.ReLU()).keys()) == []
 
 
-def test_classmethod_is_the_function():
-    """`TensorDict.from_module` would be another function than `from_module`."""
-    model = make_mlp()
-
-    assert TensorDict.from_module(model)["0", "weight"] is model[0].weight
-
-
 def test_compiled_modules_are_unwrapped():
-    """Keys would carry torch.compile's `_orig_mod`, at the root and inside."""
+    """Keys have no `_orig_mod` of torch.compile, at the root or inside."""
     inner = nn.Linear(3, 2)
     keys = [("weight",), ("bias",)]
 
@@ -106,7 +99,7 @@ def test_compiled_modules_are_unwrapped():
 
 
 def test_split_and_combine_are_inverse():
-    """A buffer would be trained, or lost, or values would change on the way."""
+    """Parameters and buffers are split by kind, and put together again."""
     tree = from_module(ResNet())
     params, buffers = split(tree)
 
@@ -115,12 +108,3 @@ def test_split_and_combine_are_inverse():
     whole = combine(params, buffers)
     assert set(whole.keys(True, True)) == set(tree.keys(True, True))
     assert all(whole[path] is tree[path] for path in tree.keys(True, True))
-
-
-def test_a_stale_norm_buffer_is_live():
-    """The tree of a module would show the statistics of the time when it was made."""
-    model = Norm()
-    tree = from_module(model)
-    model(torch.randn(4, 3))
-
-    assert tree["norm", "num_batches_tracked"] == 1

@@ -68,6 +68,7 @@ LOADS = [
      r"fit Sequential, which was not touched.*'3.nope'.*params\['0'\].to_module\(m\[0\]\)"),
     (MLP, lambda t: t.set(("5", "nope"), torch.zeros(1)), TreeStructureError, "'5.nope'"),
     (MLP, lambda t: t.delete("0").set("0", torch.zeros(1)), TreeStructureError, r"'0.weight'.*does not have: \['0'\]"),
+    (nn.Linear(3, 4, bias=False), lambda t: t.set("bias", torch.zeros(4)), TreeStructureError, r"not have: \['bias'\]"),
     (MLP, lambda t: t.delete(("0", "bias")), TreeStructureError, "'0.bias'.*strict=False"),
     (MLP, lambda t: t.delete("0"), TreeStructureError, "'0.weight', '0.bias'.*strict=False"),
     (NORM, lambda t: functional(NORM)[1], TreeStructureError, "running_mean.*strict=False"),
@@ -142,13 +143,6 @@ class Named(nn.Linear):
         return super().forward(x) * buffers + rng
 
 
-class Freezes(nn.Linear):
-    """Freezes its weight in forward."""
-
-    def forward(self, x):
-        return super().forward(x) if self.weight.requires_grad_(False) is None else x
-
-
 class Forgets(nn.Linear):
     """Takes its buffer away while it runs."""
 
@@ -197,12 +191,6 @@ def over_members(model):
     if isinstance(model, Norm) and model.norm.momentum is None:
         return torch.vmap(lambda p, b: apply(p, X, buffers=b))(stack([params, params]), stack([buffers, buffers]))
     return torch.vmap(lambda p: apply(p, X, buffers=buffers))(stack([params, params]))
-
-
-def in_forward_mode(model):
-    """Run under jvp."""
-    apply, params, _ = functional(model)
-    torch.func.jvp(lambda p: apply(p, X), (params,), (params.apply(torch.ones_like),))
 
 
 def attend(y):
@@ -259,7 +247,6 @@ CALLS = {
                  "ScriptModule lie in compiled code.*scripted or traced from"),
     "lazy": (lambda: from_module(nn.Sequential(nn.LazyLinear(3))), UnsupportedError,
              "'0.weight' of LazyLinear is uninitialised.*run the module once"),
-    "lazy, to_module": (lambda: TensorDict().to_module(nn.LazyLinear(3)), UnsupportedError, "uninitialised"),
     "split": (lambda: tdf.split(TensorDict({"a": X})), UnsupportedError, "does not record the kinds.*partition"),
     "a lock": (lambda: functional(with_attribute(iter_forever())), UnsupportedError,
                "Linear cannot be copied.*TypeError: cannot pickle.*__deepcopy__"),
@@ -281,10 +268,6 @@ CALLS = {
     "cumulative norm": (lambda: over_members(Norm(None)), RuntimeError, f"item.*{LOOP}"),
     "control flow": (lambda: over_members(Calls(lambda y: y if y.sum() > 0 else -y)), RuntimeError, f"control.*{LOOP}"),
     "LSTM": (lambda: over_members(nn.LSTM(3, 4)), RuntimeError, f"Batching rule not implemented.*{LOOP}"),
-    "attention": (lambda: in_forward_mode(Calls(lambda y: F.scaled_dot_product_attention(*[y[None, None]] * 3))),
-                  NotImplementedError, 'forward AD.*attn_implementation="eager"'),
-    "frozen": (lambda: run(lambda p, b: (p.apply(lambda w: w.requires_grad_()), b), Freezes(3, 4)), RuntimeError,
-               r"requires_grad.*detach\(\)"),
     "forward": (lambda: functional(MLP)[0](functional(MLP)[1], X[:, :2]), RuntimeError, "^mat1 and mat2"),
     "probability": (lambda: draw(Calls(lambda y: F.dropout(y, 1.5))), ValueError, "between 0 and 1, but got 1.5"),
     "rng, bool": (lambda: draw(MLP, True), TypeError, "a seed or a torch.Generator.*True"),
