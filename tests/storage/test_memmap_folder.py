@@ -113,9 +113,9 @@ def _socket(path):
 @pytest.mark.parametrize(
     ("make", "got"),
     [
-        (lambda path: path.mkdir(), "a folder"),
-        (_fifo, "a pipe"),
-        (_socket, "a socket or pipe"),
+        (lambda path: path.mkdir(), "must be a regular file"),
+        (_fifo, "must be a regular file"),
+        (_socket, "must be a regular file"),
         (lambda path: path.symlink_to("/dev/zero"), "out of the folder"),
         (lambda path: path.symlink_to("nothing"), "leads to no file"),
         (lambda path: path.symlink_to(path), "leads to no file"),
@@ -679,8 +679,6 @@ def test_map_again(tmp_path):
 
     assert torch.equal(again, view)
     assert tree["a"][1, 0] == 100
-    with pytest.raises(ValueError, match="(?s)does not fit torch.int64.*multiple of 8.*got:      33"):
-        map_again(file._replace(offset=33), view.dtype, view.shape, view.stride())
     with pytest.raises(CorruptCheckpointError, match="(?s)cut short.*expected: 9999 bytes.*got:      96 bytes"):
         map_again(file._replace(size_bytes=9999), view.dtype, view.shape, view.stride())
     TensorDict({"a": torch.zeros(12)}).memmap(tmp_path / "d")
