@@ -199,10 +199,6 @@ class CastMethods(TensorCollection):
         """Return the tree of detached leaves, which share memory."""
         return detach(self)
 
-    def clear_device(self) -> "Self":
-        """Return the tree without a device of its own: leaves may be anywhere."""
-        return on_device(self, None)
-
     def is_shared(self) -> bool:
         """Whether there are leaves and all are in shared memory."""
         return all_shared(self)

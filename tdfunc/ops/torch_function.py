@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from tdfunc.core.collection import LeafOp, TensorCollection
 from tdfunc.core.errors import BatchSizeError, ImmutableError, UnsupportedError, error
 from tdfunc.core.shapes import dim_index
-from tdfunc.ops import arithmetic, autograd, blocks, cast, compare, index, join, rearrange, shape
+from tdfunc.ops import arithmetic, autograd, cast, compare, index, join, rearrange, shape
 from tdfunc.ops._generate import (
     BINARY,
     BINARY_LEAFWISE,
@@ -191,18 +191,6 @@ def _softmax(name: str) -> Handler:
     return call
 
 
-def _cumulative(name: str) -> Handler:
-    return lambda input, dim: arithmetic.unzip(arithmetic.along(input, name, dim))
-
-
-def _combined(name: str) -> Handler:
-    def call(input: TensorCollection, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Any:
-        fn = getattr(torch, name)
-        return arithmetic.combined(input, name, lambda x, a, b: fn(x, a, b, value=value), (tensor1, tensor2))
-
-    return call
-
-
 def _loss(fn: Handler) -> Handler:
     """Return a loss of two trees, leaf by leaf: for each leaf one number, or with `reduction="none"` its elements."""
     name = fn.__name__
@@ -242,23 +230,6 @@ def _isclose(input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equ
     return binary(input, other, "isclose", None, rtol=rtol, atol=atol, equal_nan=equal_nan)
 
 
-def _atleast(n: int) -> Handler:
-    def call(*tensors: Any) -> Any:
-        fn = getattr(torch, f"atleast_{n}d")
-        made = tuple([rearrange.atleast(x, n) if isinstance(x, TensorCollection) else fn(x) for x in tensors])
-        return made[0] if len(made) == 1 else made
-
-    return call
-
-
-def _joining(fn: Handler) -> Handler:
-    return lambda tensors: fn(tensors)
-
-
-def _splitting(name: str) -> Handler:
-    return lambda input, indices_or_sections: blocks.split_along(input, indices_or_sections, name)
-
-
 def _index_select(input: TensorCollection, dim: int, index: Any) -> Any:
     return _at_index(input, dim, index, "index_select")
 
@@ -292,33 +263,16 @@ def _shapes() -> dict[Any, Handler]:
         torch.masked_select: lambda input, mask: index.masked_select(input, mask),
         torch.where: _where,
         torch.reshape: lambda input, shape: _reshape(input, shape),
-        torch.ravel: lambda input: shape.reshape(input, (-1,)),
         torch.permute: lambda input, dims: shape.permute(input, tuple(dims)),
         torch.squeeze: lambda input, dim=None: shape.squeeze(input, dim),
         torch.unsqueeze: lambda input, dim: shape.unsqueeze(input, dim),
         torch.flatten: lambda input, start_dim=0, end_dim=-1: shape.flatten(input, start_dim, end_dim),
         torch.unflatten: lambda input, dim, sizes: shape.unflatten(input, dim, sizes),
         torch.broadcast_to: lambda input, size: shape.expand(input, tuple(size)),
-        torch.narrow: lambda input, dim, start, length: rearrange.narrow(input, dim, start, length),
-        torch.tensor_split: lambda input, sections, dim=0: rearrange.tensor_split(input, sections, dim),
         torch.flip: lambda input, dims: rearrange.flip(input, dims),
-        torch.fliplr: lambda input: rearrange.flip(input, 1),
-        torch.flipud: lambda input: rearrange.flip(input, 0),
-        torch.roll: lambda input, shifts, dims=None: rearrange.roll(input, shifts, dims),
-        torch.rot90: lambda input, k=1, dims=(0, 1): rearrange.rot90(input, k, dims),
-        torch.tile: lambda input, dims: rearrange.tile(input, tuple(dims)),
         torch.repeat_interleave: _repeat_interleave,
-        torch.movedim: lambda input, source, destination: rearrange.movedim(input, source, destination),
-        torch.moveaxis: lambda input, source, destination: rearrange.movedim(input, source, destination),
         torch.transpose: lambda input, dim0, dim1: shape.transpose(input, dim0, dim1),
-        torch.swapaxes: lambda input, axis0, axis1: shape.transpose(input, axis0, axis1),
-        torch.swapdims: lambda input, dim0, dim1: shape.transpose(input, dim0, dim1),
     }
-    table |= {getattr(torch, f"atleast_{n}d"): _atleast(n) for n in (1, 2, 3)}
-    for name in ("vstack", "hstack", "dstack", "column_stack"):
-        table[getattr(torch, name)] = _joining(getattr(blocks, name))
-    table[torch.row_stack] = table[torch.vstack]
-    table |= {getattr(torch, name): _splitting(name) for name in ("vsplit", "hsplit", "dsplit")}
     return table | {
         fn: lambda tensors, dim=0: join.cat(tensors, dim) for fn in (torch.cat, torch.concat, torch.concatenate)
     }
@@ -328,8 +282,6 @@ def _pointwise() -> dict[Any, Handler]:
     table: dict[Any, Handler] = {
         torch.clamp: lambda input, min=None, max=None: arithmetic.clamp(input, min, max),
         torch.lerp: lambda input, end, weight: arithmetic.lerp(input, end, weight),
-        torch.addcmul: _combined("addcmul"),
-        torch.addcdiv: _combined("addcdiv"),
         torch.masked_fill: lambda input, mask, value: arithmetic.masked_fill(input, mask, value),
         torch.isclose: _isclose,
         torch.clone: lambda input: cast.clone(input, True),
@@ -345,7 +297,6 @@ def _pointwise() -> dict[Any, Handler]:
     table |= {getattr(torch, name): _unary(name) for name in UNARY | UNARY_LEAFWISE}
     table |= {getattr(torch, name): _binary(name) for name in [*BINARY, *BINARY_LEAFWISE, *PAIRWISE]}
     table |= {getattr(torch, name): _along(name) for name in ("cumsum", "cumprod", "logcumsumexp")}
-    table |= {getattr(torch, name): _cumulative(name) for name in ("cummax", "cummin")}
     table |= {getattr(owner, name): _softmax(name) for name in ("softmax", "log_softmax") for owner in (torch, F)}
     table |= {fn: _loss(fn) for fn in (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)}
     table |= {getattr(torch.special, name): table[getattr(torch, same)] for name, same in SPECIAL_ALIASES.items()}
