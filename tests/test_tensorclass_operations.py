@@ -231,9 +231,9 @@ def test_shadowed_names_of_lazy_stacks():
     assert torch.equal(torch.stack(inner.pad), torch.full((2, 2), 2.0))
     assert LazyStack.dense(outer).trees.shape == (2, 2, 2)
     assert LazyStack.pad(outer).stack_dim.shape == (2, 2, 2)
-    assert inner[:, 0].to_pandas()["dense"].tolist() == [0.0, 0.0]
+    assert LazyStack.dense(inner[:, 0]).to_pandas()["dense"].tolist() == [0.0, 0.0]
     grid = torch.stack([made, made])
-    assert LazyStack.dense(tdf.lazy_stack([grid, grid]) + outer).nested.tolist() == [[[2.0] * 2] * 2, [[3.0] * 2] * 2]
+    assert LazyStack.dense(tdf.lazy_stack([grid, grid]) + LazyStack.dense(outer)).nested.tolist() == [[[2.0] * 2] * 2, [[3.0] * 2] * 2]
 
 
 def test_a_field_called_nested():

@@ -13,10 +13,10 @@ import torch
 from torch import Size, Tensor
 
 from tdfunc.core.collection import TensorCollection
+from tdfunc.core.context import in_functorch
 from tdfunc.core.errors import LeafMismatchError, error
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
 from tdfunc.core.types import Node
-from tdfunc.core.vmapped import in_transform
 from tdfunc.ops.convert import convert
 from tdfunc.ops.reading import value_of
 
@@ -280,7 +280,7 @@ def check_annotations(cls: Any, nodes: Mapping[str, Node], edited: Collection[st
     old = {} if edited is None else _shaped(cls, nodes, [key for key in nodes if key not in edited])
     if old:
         # Inside vmap some fields may have a dimension that others do not show.
-        off = list(old) if in_transform() else _misfits(old, [*old])
+        off = list(old) if in_functorch() else _misfits(old, [*old])
         old = {key: each for key, each in old.items() if key not in off}
     given = {**old, **new}
     wrong = _misfits(given, [*given])

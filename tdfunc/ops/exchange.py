@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc.core.collection import TensorCollection
+from tdfunc.core.collection import TensorCollection, check_one_shape
 from tdfunc.core.errors import (
-    BatchSizeError,
     LeafMismatchError,
     MissingKeyError,
     TieError,
@@ -124,7 +123,7 @@ def _numpy_of(value: Any, at: Path) -> Any:
 
 def to_struct_array(tree: TensorCollection, at: Path = ()) -> Any:
     """Return one array of records over the batch; nested trees are records in records."""
-    tree = _one_tree(tree, "to_struct_array", at)
+    check_one_shape(tree, "to_struct_array", f" at {dotted(at)!r}" if at else "")
     size = tree._batch_size
     columns: dict[str, Any] = {}
     for key in tree._keys():
@@ -141,22 +140,6 @@ def to_struct_array(tree: TensorCollection, at: Path = ()) -> Any:
     for key, column in columns.items():
         made[key] = column
     return made
-
-
-def _one_tree(tree: TensorCollection, call: str, at: Path) -> TensorCollection:
-    """Return a tree with one leaf for each key: of a stack of trees the dense one."""
-    if tree._each(lambda t: t) is None:
-        return tree
-    try:
-        return TensorCollection._lazy.dense(tree)
-    except (LeafMismatchError, TreeStructureError, BatchSizeError) as err:
-        where = f" at {dotted(at)!r}" if at else ""
-        raise LeafMismatchError(
-            f"{call}: the trees of the lazy stack{where} make no one tree.",
-            expected="trees that dense() takes",
-            got=str(err).partition("\n")[0],
-            hint="pad() it first.",
-        ) from err
 
 
 def to_namedtuple(tree: TensorCollection, dest_cls: Any) -> Any:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tdfunc.core.collection import TensorCollection
+from tdfunc.core.collection import TensorCollection, check_one_shape
 from tdfunc.core.errors import BatchSizeError, LeafMismatchError, MissingKeyError, TreeStructureError, error
 from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
 from tdfunc.ops.structure import check_separator, flatten_keys
@@ -32,8 +32,7 @@ def to_pandas(tree: Any, separator: str | None) -> Any:
             got=f"batch size {list(tree._batch_size)}",
             hint="td.reshape(-1) makes one of several, td.unsqueeze(0) of none; lazy.pad() makes rows of one length.",
         )
-    if tree._each(lambda t: t) is not None:
-        tree = TensorCollection._lazy.dense(tree)
+    check_one_shape(tree, "to_pandas")
     flat = tree if separator is None else flatten_keys(tree, separator)
     columns = {key: _column(key, flat._get(key)) for key in flat._keys()}
     return pandas.DataFrame(columns, index=range(tree._batch_size[0]))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Size, Tensor
 
-from tdfunc.core.collection import LeafOp, TensorCollection
+from tdfunc.core.collection import LeafOp, TensorCollection, check_one_shape, per_tree
 from tdfunc.core.errors import LeafMismatchError, error
 from tdfunc.core.keys import dotted, unravel
 from tdfunc.core.shapes import as_names, as_size, one_shape, put_first
@@ -28,10 +28,9 @@ T = TypeVar("T", bound=TensorCollection)
 
 def empty(tree: TensorCollection, recurse: bool, batch_size: Any, device: Any, names: Any) -> Any:
     """Return an open tree without entries, or with empty sub-trees only; of a lazy stack, a stack of such trees."""
-    if batch_size is None:
-        done: Any = tree._each(lambda t: empty(t, recurse, None, device, UNSET))
-        if done is not None:
-            return done if names is UNSET else done.with_names(names)
+    if batch_size is None and tree._is_lazy:
+        done = tree._each(lambda t: empty(t, recurse, None, device, UNSET))
+        return done if names is UNSET else done.with_names(names)
     size = tree._batch_size if batch_size is None else as_size(batch_size)
     place = tree._device if device is UNSET else as_device(device)
     same = names is UNSET and len(size) == len(tree._batch_size)
@@ -84,11 +83,9 @@ def new_tensor(tree: T, data: Any, dtype: torch.dtype | None, device: Any, requi
     return on_device(made, tree._device if place is None else place)
 
 
+@per_tree()
 def opened(tree: TensorCollection) -> Any:
     """Return `TensorDict`s in place of trees of any class, sharing the leaves."""
-    done = tree._each(opened)
-    if done is not None:
-        return done
     data = {key: opened(node) if isinstance(node, TensorCollection) else node for key, node in tree._data.items()}
     return tree._open._make(data, tree._batch_size, tree._device, tree._names, tree._static)
 
@@ -110,8 +107,7 @@ def split_keys(tree: T, key_sets: Sequence[Any], strict: bool) -> tuple[T, ...]:
 
 def join_entries(tree: T, call: str, keys: Sequence[NestedKey], out_key: NestedKey, dim: int, keep: bool) -> T:
     """Return a tree with several entries put together into one."""
-    if tree._each(lambda t: t) is not None:
-        return tree._shape(LeafOp("join_entries", lambda x: x, batch=True, args=(call, keys, out_key, dim, keep)))
+    check_one_shape(tree, call)
     paths = [unravel(key) for key in keys]
     nodes: list[Any] = [get(tree, path) for path in paths]
     if not nodes:

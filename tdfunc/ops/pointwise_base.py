@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, is_compiling
+from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, check_one_shape, is_compiling
 from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TieError, TreeStructureError, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase
@@ -244,7 +244,8 @@ def _check_features(tree: TensorCollection, other: TensorCollection, dims: _Batc
             _check_not_grown(inner._batch_size, part._batch_size, call, at)
         return inner
 
-    if tree._each(check_tree, other) is not None:
+    if tree._is_lazy:
+        tree._each(check_tree, other)
         return False
     differ = False
     for key in tree._keys():
@@ -380,13 +381,8 @@ def check_same(tree: TensorCollection, other: TensorCollection, call: str) -> No
     """Raise unless two trees have the same paths and ties; the message lists the difference."""
     if _plain_twins(tree, other):
         return
-    if other._each(lambda t: t) is not None and tree._each(lambda t: t) is None:
-        raise TreeStructureError(
-            f"{call}: the second tree is a lazy stack, the first has one shape.",
-            expected=type(tree).__name__,
-            got=type(other).__name__,
-            hint="put the lazy stack first, or write lazy.dense().",
-        )
+    if not tree._is_lazy:
+        check_one_shape(other, call)
     _check_structure(tree, other, call, ())
     if tree._ties and other._ties != tree._ties:
         raise TieError(
@@ -416,14 +412,10 @@ def _check_structure(tree: TensorCollection, other: TensorCollection, call: str,
 def difference(tree: TensorCollection, other: Any, at: Path) -> tuple[Path, Any, Any] | None:
     """Return where two trees differ, and their sets of keys or their nodes there; None when they do not."""
     # Two classes may store one tree otherwise, so what they hold is compared through their keys.
-    same = type(tree) is type(other) and type(tree)._each is TensorCollection._each
+    same = type(tree) is type(other) and not tree._is_lazy
     mine, theirs = (tree._data, other._data) if same else (_nodes(tree), _nodes(other))
     if mine.keys() != theirs.keys():
         return at, set(mine), set(theirs)
-    # Which trees of a stack have a key that not all have is for those to compare.
-    some, others = ({}, {}) if same else (tree._some_keys(), other._some_keys())
-    if some.keys() != others.keys():
-        return at, {*mine, *some}, {*theirs, *others}
     for key, node in mine.items():
         twin = theirs[key]
         if type(node) is Tensor and type(twin) is Tensor:

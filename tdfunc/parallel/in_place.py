@@ -63,7 +63,7 @@ def _in_stack(tree: TensorCollection, path: Path) -> bool:
     """Whether a leaf is in a tree of a lazy stack, where it lacks a dimension."""
     node: Any = tree
     for key in path:
-        if node._each(lambda t: t) is not None:
+        if node._is_lazy:
             return True
         node = node._get(key)
     return False

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tdfunc.core.collection import TensorCollection, iter_leaves
+from tdfunc.core.collection import TensorCollection, check_one_shape, iter_leaves
 from tdfunc.core.errors import LeafMismatchError, UnsupportedError, WorkerError, error
 from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.shapes import as_count, dim_index, dim_size
@@ -280,11 +280,7 @@ def _prepare(
 def _check_out(out: Any, dim: int, size: int) -> None:
     if not isinstance(out, TensorCollection):
         raise error(TypeError, "map: out is no tree.", expected="a tree", got=type(out).__name__)
-    lazy = TensorCollection._lazy
-    if lazy is not None and isinstance(out, lazy):
-        raise UnsupportedError(
-            "map: out is a lazy stack.", expected="a tree of one shape", hint="out=lazy.dense(), or leave it out."
-        )
+    check_one_shape(out, "map: out")
     if len(out._batch_size) <= dim or out._batch_size[dim] != size:
         raise LeafMismatchError(
             "map: out does not have the rows of the tree.",

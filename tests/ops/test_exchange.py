@@ -257,15 +257,6 @@ def test_sub_trees_are_joined():
     assert torch.equal(tree.stack_tensors("m", "n", out_key="o", dim=1)["o", "a"], torch.stack([A, A + 1], 1))
 
 
-def test_entries_of_a_lazy_stack_are_joined():
-    """The trees of a lazy stack would have to be padded first."""
-    lazy = lazy_stack([TensorDict({"a": torch.ones(n, 1), "b": torch.zeros(n, 2)}, [n]) for n in (1, 2)])
-
-    # Dimension 2 of the dense leaves [2, n, 1], and the last one.
-    for dim in (2, -1):
-        assert [x.shape for x in lazy.cat_tensors("a", "b", out_key="c", dim=dim)["c"]] == [(1, 3), (2, 3)]
-
-
 # -- state dicts ------------------------------------------------------------------------------------------------
 
 

@@ -66,7 +66,7 @@ def test_kinds_of_trees():
 
     assert frame["name"].tolist() == ["all", "all"]
     assert frame["x"].tolist() == [1.0, 1.0]
-    assert lazy.to_pandas()["x"].tolist() == [0, 1, 2]
+    assert lazy.dense().to_pandas()["x"].tolist() == [0, 1, 2]
     assert len(TensorDict({}, [3]).to_pandas()) == 3
     assert TensorDict({"z": torch.tensor([1j, 2])}, [2]).to_pandas()["z"].tolist() == [1j, 2 + 0j]
 
