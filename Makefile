@@ -6,7 +6,7 @@ PY := $(VENV)/bin/python
 # One file pins the packages and, for pip's isolated builds, the build backend.
 PIP_ENV := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1
 
-.PHONY: install demo test test-all bench lint types docs notebooks clean
+.PHONY: install demo test test-all conformance reliability pages bench lint types docs notebooks clean
 
 install: $(VENV)/.installed-dev
 
@@ -28,6 +28,18 @@ test: install
 
 test-all: install
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -q -m ""
+
+# Runs beside tensordict, `torch.func` and `torch.optim`, and what tests the programs of benchmarks/.
+conformance: install
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -q -m "" benchmarks
+
+# Kills, full disks, damage and fuzzing, counted: more than an hour. `make reliability PARTS="kills damage"` counts some.
+reliability: install
+	OMP_NUM_THREADS=1 $(PY) -m benchmarks.reliability $(PARTS)
+
+# The pages of docs/ that hold tables and lists of names.
+pages: install
+	$(PY) -m benchmarks.pages
 
 # The pinned tensordict is the one that the targets were set against; a newer one is measured beside it.
 NEWER := tensordict==0.15.3

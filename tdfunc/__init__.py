@@ -1,5 +1,6 @@
 """tdfunc: immutable trees of tensors, and pure functions over them."""
 
+from tdfunc import metrics as metrics
 from tdfunc import optim as optim
 from tdfunc._control import associative_scan as associative_scan
 from tdfunc._control import cond as cond
@@ -35,17 +36,17 @@ from tdfunc.ensemble.ensemble import Ensemble as Ensemble
 from tdfunc.ensemble.stack import init_ensemble as init_ensemble
 from tdfunc.ensemble.stack import stack_modules as stack_modules
 from tdfunc.ensemble.stack import unstack as unstack
-from tdfunc.ensemble.uncertainty import brier as brier
-from tdfunc.ensemble.uncertainty import ece as ece
-from tdfunc.ensemble.uncertainty import nll as nll
-from tdfunc.ensemble.uncertainty import reliability_curve as reliability_curve
-from tdfunc.ensemble.uncertainty import uncertainty as uncertainty
+from tdfunc.metrics import brier as brier
+from tdfunc.metrics import ece as ece
+from tdfunc.metrics import nll as nll
+from tdfunc.metrics import reliability_curve as reliability_curve
+from tdfunc.metrics import uncertainty as uncertainty
 from tdfunc.modules.extract import from_module as from_module
 from tdfunc.modules.extract import split as split
 from tdfunc.modules.functional import Apply as Apply
 from tdfunc.modules.functional import functional as functional
-from tdfunc.ops.collate import collate as collate
 from tdfunc.ops.compare import assert_close as assert_close
+from tdfunc.ops.interop import collate as collate
 from tdfunc.ops.join import cat as cat
 from tdfunc.ops.join import stack as stack
 from tdfunc.ops.rearrange import pad as pad
@@ -56,7 +57,7 @@ from tdfunc.parallel.pool import WorkerPool as WorkerPool
 from tdfunc.parallel.ray import RayExecutor as RayExecutor
 from tdfunc.storage.api import load as load
 from tdfunc.storage.api import save as save
-from tdfunc.storage.manager.async_save import AsyncSaver as AsyncSaver
+from tdfunc.storage.manager.background import AsyncSaver as AsyncSaver
 from tdfunc.storage.manager.background import PendingSave as PendingSave
 from tdfunc.storage.manager.manager import CheckpointManager as CheckpointManager
 from tdfunc.storage.rng import get_rng_state as get_rng_state

@@ -21,7 +21,7 @@ from tdfunc._jit import jit
 from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.ensemble.ensemble import Ensemble
 from tdfunc.ensemble.stack import init_ensemble, stack_modules, unstack
-from tdfunc.ensemble.uncertainty import brier, ece, nll, reliability_curve, uncertainty
+from tdfunc.metrics import brier, ece, nll, reliability_curve, uncertainty
 from tdfunc.modules.extract import split
 from tdfunc.modules.functional import Apply, functional
 from tdfunc.modules.random import member_generators

@@ -193,30 +193,6 @@ def test_a_frozen_set_holds_modules_that_change_their_mode():
     assert fn(torch.ones(())).item() == 3
 
 
-def test_the_last_trace_answers_for_its_own_arguments_alone():
-    """A caller that asks the last trace first would get numbers of other shapes, flags, modes or transforms."""
-    fn = jit(lambda x, scale: x * scale)
-    x = torch.ones(3)
-    asked = [fn.replay_last(x, 2)]
-    expected = fn(x, 2)
-    asked += [fn.replay_last(torch.ones(2), 2), fn.replay_last(x, 3), fn.replay_last(x.double(), 2)]
-    asked.append(fn.replay_last(x.clone().requires_grad_(), 2))
-    with torch.inference_mode():
-        asked.append(fn.replay_last(x, 2))
-
-    def member(row):
-        asked.append(fn.replay_last(row, 2))
-        return row
-
-    torch.vmap(member)(torch.ones(2, 3))
-
-    assert asked == [None] * 7
-    assert torch.equal(fn.replay_last(x * 5, 2), expected * 5)
-    assert fn.cache_info().misses == 1
-    fn.cache_clear()
-    assert fn.replay_last(x, 2) is None
-
-
 class Scaling(nn.Module):
     """A module that keeps a jitted method of its own."""
 

@@ -13,9 +13,9 @@ from torch import Tensor, fx
 
 from tdfunc._jit.environment import Environment
 from tdfunc._jit.graph import clean, draws
-from tdfunc._jit.leaves import in_transform
 from tdfunc._jit.signature import Arguments, Contexts, aliases, describe, in_function_mode, modes
 from tdfunc._jit.tracing import leaf_names, trace
+from tdfunc.core.context import has_values
 from tdfunc.core.errors import UnsupportedError, error
 
 P = ParamSpec("P")
@@ -41,12 +41,18 @@ class _Program(NamedTuple):
 
 
 class Jitted(Generic[P, R]):
-    """A function that `jit` has wrapped."""
+    """A function that `jit` has wrapped; `reads` are other functions that it calls, whose globals count as its own."""
 
-    def __init__(self, fn: Callable[P, R], backend: str | Callable[..., Any] | None, cache_size: int) -> None:
+    def __init__(
+        self,
+        fn: Callable[P, R],
+        backend: str | Callable[..., Any] | None,
+        cache_size: int,
+        reads: tuple[Callable[..., Any], ...] = (),
+    ) -> None:
         functools.update_wrapper(self, fn)
-        self._fn, self._backend, self._cache_size = fn, backend, cache_size
-        self._environment = Environment(fn)
+        self._fn, self._backend, self._cache_size, self._reads = fn, backend, cache_size, reads
+        self._environment = Environment(fn, *reads)
         self._contexts = Contexts()
         self._lock = threading.RLock()
         self.cache_clear()
@@ -54,7 +60,7 @@ class Jitted(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Replay the trace for these arguments, or make it."""
         # Inside a transform, a compiler or another trace the function itself is what must be seen.
-        if in_transform() or torch._C._len_torch_dispatch_stack() or in_function_mode():
+        if not has_values() or in_function_mode():
             return self._fn(*args, **kwargs)
         key, given = self._key(args, kwargs)
         last_key, program = self._last
@@ -64,23 +70,12 @@ class Jitted(Generic[P, R]):
             self._hits += 1
         return _replay(program, key, given)
 
-    def replay_last(self, *args: P.args, **kwargs: P.kwargs) -> R | None:
-        """Replay the trace of the last call if it is the one for these arguments, else return None."""
-        if in_transform() or torch._C._len_torch_dispatch_stack() or in_function_mode():
-            return None
-        key, given = self._key(args, kwargs)
-        last_key, program = self._last
-        if last_key != key:
-            return None
-        self._hits += 1
-        return _replay(program, key, given)
-
     def __deepcopy__(self, memo: Any) -> "Jitted[P, R]":
         """Return one without traces, of a copy of the function: itself, but for a method or module its copy."""
         new: Jitted[P, R] = object.__new__(type(self))
         # First, since a copy of the function may contain the function: a method of what holds this.
         memo[id(self)] = new
-        Jitted.__init__(new, copy.deepcopy(self._fn, memo), self._backend, self._cache_size)
+        Jitted.__init__(new, copy.deepcopy(self._fn, memo), self._backend, self._cache_size, self._reads)
         return new
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:

@@ -3,6 +3,7 @@
 import functools
 import types
 from collections.abc import Callable, Iterator
+from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -109,16 +110,16 @@ class Snapshot(NamedTuple):
 
 
 class Environment:
-    """What the code of a function, and of its own package's functions that it names, reads from outside."""
+    """The values that functions, and those of their own packages that they name, read from outside."""
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        self._fn = fn
+    def __init__(self, *functions: Callable[..., Any]) -> None:
+        self._functions = functions
         self._ignored: set[tuple[int, str]] = set()
         # Taken at the first call: while an object is copied, what it holds is not there yet.
         self._last: Snapshot | None = None
 
     def _take(self) -> Snapshot:
-        readers = [reader for reader in _readers(self._fn) if reader.place not in self._ignored]
+        readers = [reader for reader in self._readers() if reader.place not in self._ignored]
         values = [reader.read() for reader in readers]
         changeable = [i for i, value in enumerate(values) if can_change(value)]
         return Snapshot(readers, values, tuple(map(freeze, values)), changeable)
@@ -151,7 +152,10 @@ class Environment:
 
     def named_values(self) -> Iterator[tuple[str, Any]]:
         """Yield (how the code spells it, value)."""
-        return ((reader.name, reader.read()) for reader in _readers(self._fn))
+        return ((reader.name, reader.read()) for reader in self._readers())
+
+    def _readers(self) -> Iterator[_Reader]:
+        return chain.from_iterable(map(_readers, self._functions))
 
 
 def _readers(fn: Any) -> Iterator[_Reader]:

@@ -57,7 +57,7 @@ def clean(module: fx.GraphModule, *, faster: bool) -> None:
 
 def draws(graph: fx.Graph) -> bool:
     """Whether a replay draws random numbers."""
-    return any(_is_random(node.target) for node in graph.nodes)
+    return any(_is_random(node) for node in graph.nodes)
 
 
 def _storages(value: Any) -> set[int]:
@@ -173,11 +173,19 @@ def _has_effect(node: fx.Node) -> bool:
     """Whether a node must stay although nothing uses its result, and must not be merged with another."""
     if node.op != "call_function":
         return node.op in ("placeholder", "output")
-    return bool(_writes(node)) or _is_random(node.target)
+    return bool(_writes(node)) or _is_random(node)
 
 
-def _is_random(target: Any) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+def _is_random(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    for i, argument in enumerate(target._schema.arguments):
+        # Attention is tagged as random whether it drops anything or not.
+        if argument.name == "dropout_p":
+            given = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
+            return not isinstance(given, float) or given != 0.0
+    return True
 
 
 def _respell(graph: fx.Graph) -> None:

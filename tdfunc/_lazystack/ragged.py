@@ -1,4 +1,4 @@
-"""Trees of unequal shapes: what they must share, and one tree or list of them: padded, nested, lists."""
+"""Trees of unequal shapes: what they must share, and one tree of them, padded or of nested tensors."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc.core.collection import PLAIN, Static, TensorCollection, check_one_shape, is_compiling
+from tdfunc.core.collection import PLAIN, Static, TensorCollection, check_one_shape
+from tdfunc.core.context import is_compiling
 from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureError, error
 from tdfunc.core.keys import dotted, missing, unravel
 from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
@@ -293,23 +294,3 @@ def _nested_leaf(leaves: Sequence[Tensor], layout: torch.layout, offsets: dict[A
     return torch.nested.nested_tensor_from_jagged(
         torch.cat(list(leaves)), offsets[where], min_seqlen=low, max_seqlen=high
     )
-
-
-# -- lists ------------------------------------------------------------------------------------------------------
-
-
-def as_list(tree: Any, convert: bool) -> Any:
-    """Return nested lists over the batch dimensions of a tree, with a dict for each element."""
-    # A class of trees may have a form of its own, such as the messages of a conversation.
-    own = getattr(tree, "tolist", None)
-    if own is not None:
-        return own(convert_tensors=True) if convert else own()
-    if tree._batch_size:
-        return [as_list(row, convert) for row in tree]
-    return {key: _as_value(tree[key], convert) for key in tree._keys()}
-
-
-def _as_value(value: Any, convert: bool) -> Any:
-    if isinstance(value, TensorCollection):
-        return as_list(value, convert)
-    return value.tolist() if convert and isinstance(value, Tensor) else value

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc._lazystack.ragged import as_list, check_alike, check_same_ndim, nest_trees, pad_trees
+from tdfunc._lazystack.ragged import check_alike, check_same_ndim, nest_trees, pad_trees
 from tdfunc._lazystack.shapes import HANDLERS, pick
 from tdfunc._tensordict import TreeMethods
 from tdfunc.core.collection import LeafOp, Static, TensorCollection, no_one_shape
@@ -24,11 +24,10 @@ from tdfunc.core.shapes import as_names, as_size, common_size, dim_index, normal
 from tdfunc.core.ties import lift, merge
 from tdfunc.core.types import Kind, Names, NestedKey, Node, Ties
 from tdfunc.ops import index, join
-from tdfunc.ops.cast import all_shared
 from tdfunc.ops.convert import accept
-from tdfunc.ops.display.facts import repr_of
-from tdfunc.ops.display.show import describe_leaf, shown
+from tdfunc.ops.display.text import printable, tree_repr
 from tdfunc.ops.edit import set_
+from tdfunc.ops.interop import list_of
 
 
 class LazyStack(TreeMethods):
@@ -224,7 +223,7 @@ class LazyStack(TreeMethods):
             >>> tdf.lazy_stack([TensorDict({"n": torch.arange(n)}, [n]) for n in (1, 2)]).tolist(convert_tensors=True)
             [[{'n': 0}], [{'n': 0}, {'n': 1}]]
         """
-        return [as_list(row, convert_tensors) for row in self]
+        return [list_of(row, convert_tensors) for row in self]
 
     # -- metadata -----------------------------------------------------------------------------------------------
 
@@ -267,25 +266,14 @@ class LazyStack(TreeMethods):
         return self._each(lambda tree: tree.to_tensordict(**options))
 
     def __repr__(self) -> str:
-        lines = [f"        {shown(key)}: {_describe(self._get(key))}" for key in sorted(self._keys())]
-        parts = ["    fields={\n" + ",\n".join(lines) + "}"]
-        if exclusive := [f"        {shown(key)}: {text}" for key, text in self._exclusive().items()]:
-            parts.append("    exclusive_fields={\n" + ",\n".join(exclusive) + "}")
-        parts += [
-            f"    batch_size={self._batch_size}",
-            f"    device={self._device}",
-            f"    is_shared={all_shared(self)}",
-            f"    stack_dim={self._dim}",
-        ]
-        if self._names is not None:
-            parts.append(f"    names={list(self._names)}")
-        return f"{type(self).__name__}(\n" + ",\n".join(parts) + ")"
+        rest = f",\n    stack_dim={self._dim}"
+        keys = [set(tree._keys()) for tree in self._data.values() if isinstance(tree, TensorCollection)]
+        for key in sorted(set[str]().union(*keys).difference(self._keys())):
+            rest += f",\n    {printable(key)}: in trees {[i for i, each in enumerate(keys) if key in each]}"
+        return f"{tree_repr(self)[:-1]}{rest})"
 
     def _show_heading(self) -> list[str]:
         return [f"stacked along dimension {self._dim}"]
-
-    def _show_absent(self) -> dict[str, str]:
-        return {**super()._show_absent(), **self._exclusive()}
 
     # -- primitives ---------------------------------------------------------------------------------------------
 
@@ -296,13 +284,6 @@ class LazyStack(TreeMethods):
             return []
         shared = set(trees[0]._keys()).intersection(*[tree._keys() for tree in trees[1:]])
         return [key for key in trees[0]._keys() if key in shared]
-
-    def _exclusive(self) -> dict[str, str]:
-        """Return the keys that only some trees have, and which trees these are."""
-        # Inside tree_map a child may be anything.
-        keys = [set(tree._keys()) if isinstance(tree, TensorCollection) else set[str]() for tree in self._data.values()]
-        some = sorted(set[str]().union(*keys) - set[str].intersection(*keys))
-        return {key: f"in trees {[i for i, each in enumerate(keys) if key in each]}" for key in some}
 
     def _get(self, key: str) -> Node:
         trees = self._trees
@@ -527,18 +508,6 @@ def _restore(trees: Sequence[Any], dim: int) -> Any:
     return LazyStack._of(trees, dim)
 
 
-def _describe(node: Any) -> str:
-    if isinstance(node, TensorCollection):
-        return repr(node).replace("\n", "\n        ")
-    if isinstance(node, NonTensorBase):
-        return shown(repr_of(node.value))
-    kinds = {(type(x).__name__, getattr(x, "dtype", None), getattr(x, "device", None)) for x in node}
-    if len(kinds) > 1 or not all([isinstance(x, Tensor) and x.dim() == node[0].dim() for x in node]):
-        return "(" + ", ".join([_describe(x) if isinstance(x, tuple) else describe_leaf(x) for x in node]) + ")"
-    ((name, dtype, device),) = kinds
-    return f"{len(node)} x {name}(shape={common_size([x.shape for x in node])}, device={device}, dtype={dtype})"
-
-
 # -- the class for typed trees ----------------------------------------------------------------------------------
 
 
@@ -634,6 +603,9 @@ class _Values(NonTensorBase):
     @property
     def value(self) -> list[Any]:
         return [node.value for node in self.nodes]
+
+    def __repr__(self) -> str:
+        return repr(self.value)
 
 
 TensorCollection._lazy = LazyStack

@@ -12,7 +12,7 @@ import torch
 
 from tdfunc.cli.streams import note
 from tdfunc.core.errors import explain
-from tdfunc.ops.display.facts import printable
+from tdfunc.ops.display.text import printable
 
 _PACKAGES = ("rich", "typer")
 _TROUBLE, _INTERRUPTED = 2, 130

@@ -12,7 +12,7 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.types import Path
-from tdfunc.ops.display.facts import count_text
+from tdfunc.ops.display.text import count_text
 
 EQUAL, DIFFERENT = 0, 1
 

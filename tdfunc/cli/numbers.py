@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tdfunc.ops.display.facts import count_text
+from tdfunc.ops.display.text import count_text
 
 _FLOAT4 = getattr(torch, "float4_e2m1fn_x2", None)
 

@@ -15,7 +15,7 @@ from rich.tree import Tree as RichTree
 
 from tdfunc.cli.streams import is_terminal, takes_all_text
 from tdfunc.core.types import Path
-from tdfunc.ops.display.facts import printable
+from tdfunc.ops.display.text import printable
 
 _NO_LIMIT = 1 << 30
 _MAX_CELL = 60

@@ -12,8 +12,8 @@ from torch import Tensor
 from tdfunc.core.errors import CorruptCheckpointError
 from tdfunc.core.keys import dotted
 from tdfunc.storage.disk.mapped import open_inside
-from tdfunc.storage.memmap.folder_read import LeafFile
-from tdfunc.storage.safetensors.format import check_digest
+from tdfunc.storage.memmap.read import LeafFile
+from tdfunc.storage.safetensors.header import check_digest
 from tdfunc.storage.safetensors.read import Bytes, as_view, fill
 
 

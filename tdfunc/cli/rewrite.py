@@ -18,9 +18,9 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import LeafMismatchError, TreeStructureError, UnsupportedError, error
 from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.types import Path
-from tdfunc.ops.display.facts import bytes_text, count_text
+from tdfunc.ops.display.text import bytes_text, count_text
 from tdfunc.ops.structure import keep_leaves
-from tdfunc.storage.safetensors.format import DTYPES
+from tdfunc.storage.tree.specs import DTYPES
 
 _SHORT = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "f16": torch.float16, "half": torch.float16,

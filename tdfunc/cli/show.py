@@ -12,7 +12,7 @@ from tdfunc.cli.streams import emit
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
 from tdfunc.core.types import Path
-from tdfunc.ops.display.facts import bytes_text, count_text, kind_text
+from tdfunc.ops.display.text import bytes_text, count_text, kind_text
 
 _STATS = ("min", "max", "mean", "std", "nan", "inf", "zero")
 

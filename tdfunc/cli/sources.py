@@ -3,7 +3,6 @@
 Nothing is mapped and nothing is read twice, so that the memory that a command needs does not grow with the file.
 """
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,21 +18,17 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import UnsupportedError
 from tdfunc.core.nontensor import NonTensorData
 from tdfunc.core.types import Path
-from tdfunc.storage.disk.files import Files, LocalFiles, is_memmap, open_contents
-from tdfunc.storage.disk.remote import RemoteFiles, is_remote, local_path
-from tdfunc.storage.manager.manager import ABOUT_FILE, _read_about
+from tdfunc.storage.disk.remote import Files, LocalFiles, RemoteFiles, is_remote, local_path
+from tdfunc.storage.manager.manager import ABOUT_FILE, read_about
 from tdfunc.storage.manager.steps import StepRemovedError, StepReplacedError, list_steps, reading, step_name
-from tdfunc.storage.memmap.folder_build import build_folder
-from tdfunc.storage.memmap.folder_plan import LAZY_TYPE
-from tdfunc.storage.memmap.folder_read import FolderReader
-from tdfunc.storage.memmap.memmap import _naming, _opened
-from tdfunc.storage.memmap.names import META
+from tdfunc.storage.memmap.layout import META
+from tdfunc.storage.memmap.read import FolderReader, naming, opened
+from tdfunc.storage.safetensors.files import is_memmap, open_contents
 from tdfunc.storage.safetensors.index import INDEX, SINGLE
 from tdfunc.storage.safetensors.select import Choice, outline_tree
 
 # Elements of a piece: a few of them in float64 stay in the processor's cache.
 COUNT = 1 << 18
-_MAX_META_BYTES = 100_000_000
 # What safetensors' own writers put into every header.
 _USUAL = ("format", "pt")
 Tick = Callable[[int], object]
@@ -133,7 +128,7 @@ def _open_local(name: str) -> Source:
     step = step_of(name)
     if step is not None:
         try:
-            source.metadata |= _read_about(name, step).metadata
+            source.metadata |= read_about(name, step).metadata
         except BaseException:
             source.close()
             raise
@@ -165,14 +160,14 @@ def _open_torch(name: str) -> Source:
 def _open_safetensors(name: str, files: Files) -> Source:
     contents = open_contents(name, files, verify=True)
     try:
-        outline, numbers = outline_tree(contents, Choice(classes=_stand_ins(_classes_in(contents.doc))))
+        outline, numbers = outline_tree(contents, Choice(classes=_stand_ins(_classes_in(contents.doc["nodes"]))))
         places, plan = contents.places, contents.plan
         readers: dict[int, Reader] = {}
         for key, i in numbers.items():
             spec = plan.specs[i]
             data = contents.sources[places.homes[i]].data
             readers[key] = FileLeaf(
-                data, places.begins[i], spec.dtype, spec.size.numel(), plan.names[i], places.digests[i]
+                data, places.begins[i], spec.dtype, spec.size.numel(), contents.names[i], places.digests[i]
             )
     except BaseException:
         contents.close()
@@ -191,23 +186,21 @@ def _open_safetensors(name: str, files: Files) -> Source:
 
 def _open_memmap(name: str) -> Source:
     with ExitStack() as stack:
-        root = stack.enter_context(_opened(name, "load_memmap"))
-        with _naming(name, "load_memmap"):
-            reader = FolderReader(root, _stand_ins(_classes_under(name)))
-            tree = build_folder(
-                reader, [torch.empty(f.shape, dtype=f.dtype, device="meta") for f in reader.leaves], None
-            )
+        root = stack.enter_context(opened(name, "load_memmap"))
+        with naming(name, "load_memmap"):
+            reader = FolderReader(root)
+            reader.classes = _stand_ins(_classes_in(reader.plan.nodes))
+            tree = reader.build([torch.empty(f.shape, dtype=f.dtype, device="meta") for f in reader.files], None)
         held = stack.pop_all()
     readers: dict[int, Reader] = {}
-    for file in reader.leaves:
+    for file in reader.files:
         # The first of tied paths comes first.
         readers.setdefault(id(_leaf_at(tree, file.path)), MemmapLeaf(root, file))
     source = Source(name, "memmap", tree, readers)
-    aliases = reader.aliases()
-    own = [file for i, file in enumerate(reader.leaves) if i not in aliases and file.size_bytes]
+    own = [file for file in reader.files if file.size_bytes]
     source.files = [os.path.join(name, file.name) for file in own]
     source.size_bytes = sum(file.size_bytes for file in own)
-    source.is_described = reader.leaves == [] or reader.leaves[0].exact
+    source.is_described = reader.files == [] or reader.files[0].exact
     source.resources = held
     return source
 
@@ -221,23 +214,8 @@ def _leaf_at(tree: Any, path: Path) -> Any:
 # -- classes ----------------------------------------------------------------------------------------------------
 
 
-def _classes_in(doc: dict[str, Any]) -> set[str]:
-    return {node["class"] for node in doc["nodes"] if type(node.get("class")) is str}
-
-
-def _classes_under(folder: str) -> set[str]:
-    """Return the names of classes in a memmap folder; what is malformed there is found when it is read."""
-    found: set[str] = set()
-    for place, _, names in os.walk(folder):
-        with suppress(OSError, ValueError, RecursionError, AttributeError):
-            path = os.path.join(place, META)
-            if META in names and os.path.getsize(path) <= _MAX_META_BYTES:
-                with open(path, "rb") as file:
-                    meta = json.load(file)
-                name = meta.get("", {}).get("class") if meta.get("_type") != LAZY_TYPE else None
-                if type(name) is str:
-                    found.add(name)
-    return found
+def _classes_in(nodes: Iterable[dict[str, Any]]) -> set[str]:
+    return {node["class"] for node in nodes if type(node.get("class")) is str}
 
 
 def _stand_ins(names: Iterable[str]) -> Sequence[type[TensorCollection]]:

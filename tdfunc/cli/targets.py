@@ -13,12 +13,12 @@ from tdfunc.cli.streams import note
 from tdfunc.cli.torch_files import state_of, without_values, write_torch
 from tdfunc.core.collection import LeafOp, TensorCollection
 from tdfunc.core.errors import UnsupportedError, error
-from tdfunc.ops.display.facts import count_text
+from tdfunc.ops.display.text import count_text
 from tdfunc.storage.disk.remote import is_remote, local_path
 from tdfunc.storage.manager.manager import ABOUT_FILE
 from tdfunc.storage.manager.steps import list_steps
-from tdfunc.storage.memmap.folder_commit import check_target as check_memmap
-from tdfunc.storage.memmap.names import META
+from tdfunc.storage.memmap.folder_owned import check_target as check_memmap
+from tdfunc.storage.memmap.layout import META
 from tdfunc.storage.safetensors.index import INDEX, SINGLE
 from tdfunc.storage.safetensors.shards import as_bytes
 from tdfunc.storage.safetensors.stream import memmap_stream, save_stream

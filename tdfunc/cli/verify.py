@@ -11,9 +11,9 @@ from tdfunc.cli.sources import Source, open_source, step_of, steps_in
 from tdfunc.cli.streams import emit
 from tdfunc.cli.torch_files import damaged_entries
 from tdfunc.core.errors import CorruptCheckpointError
-from tdfunc.ops.display.facts import bytes_text, count_text
+from tdfunc.ops.display.text import bytes_text, count_text
 from tdfunc.storage.disk.remote import local_path
-from tdfunc.storage.manager.manager import _check_tree, _naming, _read_about
+from tdfunc.storage.manager.manager import check_tree, naming_step, read_about
 from tdfunc.storage.manager.steps import StepRemovedError, StepReplacedError, reading
 
 OK, DAMAGED, UNPROTECTED = 0, 1, 3
@@ -99,8 +99,8 @@ def _verify_one(path: str) -> Verdict:
         try:
             step = step_of(path)
             if step is not None:
-                with _naming(path, step):
-                    _check_tree(path, _read_about(path, step))
+                with naming_step(path, step):
+                    check_tree(path, read_about(path, step))
             source = stack.enter_context(open_source(path))
         except CorruptCheckpointError as err:
             return Verdict(path, 0, 0, None, [str(err)])

@@ -9,7 +9,8 @@ from torch import Size, Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.utils import _pytree as torch_pytree
 
-from tdfunc.core.collection import NO_STATIC, PLAIN, Static, TensorCollection, is_compiling, iter_leaves
+from tdfunc.core.collection import NO_STATIC, PLAIN, Static, TensorCollection, iter_leaves
+from tdfunc.core.context import is_compiling
 from tdfunc.core.errors import BatchSizeError
 from tdfunc.core.nontensor import GLOBAL_NAMESPACE, NonTensorBase
 from tdfunc.core.shapes import common_prefix, common_size, shape_of, stacked_size

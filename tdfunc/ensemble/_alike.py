@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from tdfunc.core.errors import TreeStructureError
 from tdfunc.core.keys import dotted
 from tdfunc.core.types import Path
-from tdfunc.modules.slots import unwrap
+from tdfunc.modules.extract import unwrap
 
 # What nn.Module itself keeps in every `__dict__`; of these only the mode is a property of the architecture.
 # torch.compile leaves marks on the module that it is given.

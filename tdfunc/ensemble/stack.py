@@ -20,9 +20,8 @@ from tdfunc.core.ties import by_identity
 from tdfunc.core.types import Kind, Path, Ties
 from tdfunc.ensemble._alike import alike, check_alike, has_hooks, hyperparameters
 from tdfunc.ensemble._draws import default_generators, watch
-from tdfunc.modules.extract import tree_of
+from tdfunc.modules.extract import EXTRA_STATE, Slot, tree_of, unwrap, walk
 from tdfunc.modules.random import member_seed, seeded
-from tdfunc.modules.slots import EXTRA_STATE, Slot, unwrap, walk
 from tdfunc.ops.index import unbind
 from tdfunc.ops.structure import restore_ties
 from tdfunc.storage.disk.raw import raw_bytes

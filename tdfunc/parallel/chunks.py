@@ -1,20 +1,18 @@
-"""How a batch dimension is cut into chunks, and what happens to one chunk, in whatever process or thread it is."""
+"""How a batch dimension is cut into chunks, and how the function runs on one, in whatever process or thread."""
 
 import hashlib
 import inspect
 import os
 import random
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from tdfunc.core.collection import TensorCollection, iter_leaves
-from tdfunc.core.errors import UnsupportedError, WorkerError, error
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.ops.storage_writes import write_row
-from tdfunc.parallel.transfer import is_shared_file
 
 
 class Plan(NamedTuple):
@@ -41,23 +39,20 @@ class Plan(NamedTuple):
 
 
 def make_plan(size: int, chunksize: int | None, num_chunks: int | None, workers: int) -> Plan:
-    """Return the plan for the arguments of `map`; without any, one chunk for each worker.
-
-    Raises:
-        ValueError: Both arguments are given, or one is too small.
-    """
-    if chunksize is not None and num_chunks is not None:
+    """Return the plan for the arguments of `map`; without any, one chunk for each worker."""
+    if (
+        (chunksize is not None and num_chunks is not None)
+        or (chunksize is not None and chunksize < 0)
+        or (num_chunks is not None and num_chunks < 1)
+    ):
         raise error(
             ValueError,
-            "map: chunks are counted or measured.",
-            expected="one of the two",
+            "map: the batch is cut by one of two numbers.",
+            expected="chunksize of 0 or more, or num_chunks of 1 or more",
             got=f"chunksize={chunksize}, num_chunks={num_chunks}",
         )
-    for name, value, least in (("chunksize", chunksize, 0), ("num_chunks", num_chunks, 1)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            raise error(ValueError, f"map: {name} is no such number.", expected=f"{least} or more", got=repr(value))
     if chunksize is None:
-        # An empty batch is one empty chunk, so that the function says what it makes of it.
+        # An empty batch is one empty chunk, which has the keys of the result.
         return Plan(size, max(1, min(num_chunks or max(workers, 1), size)), None)
     if chunksize == 0:
         return Plan(size, size, 0)
@@ -65,7 +60,7 @@ def make_plan(size: int, chunksize: int | None, num_chunks: int | None, workers:
 
 
 class Modes(NamedTuple):
-    """What of the caller's state the function meets in another thread or process."""
+    """The modes of the calling thread, in which the function runs."""
 
     grad: bool
     inference: bool
@@ -75,21 +70,6 @@ class Modes(NamedTuple):
 def current_modes() -> Modes:
     """Return the modes of this thread."""
     return Modes(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype())
-
-
-@contextmanager
-def _entered(modes: Modes, elsewhere: bool) -> Generator[None, None, None]:
-    if elsewhere:
-        torch.set_default_dtype(modes.dtype)
-    with torch.inference_mode(modes.inference), torch.set_grad_enabled(modes.grad):
-        yield
-
-
-def chunk_seed(seed: int, number: int) -> int:
-    """Return the seed of one chunk: those of different chunks and different base seeds are unrelated."""
-    digest = hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()
-    # torch takes 64 bits, but a generator on CUDA is seeded with a signed number.
-    return int.from_bytes(digest, "little") >> 1
 
 
 def takes_generator(fn: Callable[..., Any]) -> bool:
@@ -102,11 +82,13 @@ def takes_generator(fn: Callable[..., Any]) -> bool:
 
 
 class Job(NamedTuple):
-    """What all chunks of one call share; called with a chunk's number and rows and, unless `tree` has it, the chunk."""
+    """All chunks of one call share it; called with a chunk's number and rows and, unless `tree` has it, the chunk."""
 
-    fn: Callable[..., Any]
+    # Workers keep the job of this key.
+    key: str
+    fn: Any
     dim: int
-    # The tree, where a worker can map its files itself; then chunks are cut there.
+    # The tree, where a worker has it or can map its files; then chunks are cut there.
     tree: Any
     # The tree that results are written to by the worker.
     out: Any
@@ -118,64 +100,39 @@ class Job(NamedTuple):
 
     def __call__(self, number: int, rows: Any, chunk: Any) -> Any:
         """Run the function on one chunk and return its result, or None if it was written to `out`."""
-        elsewhere = os.getpid() != self.parent
         if chunk is None:
             chunk = take(self.tree, self.dim, rows)
-        seed = chunk_seed(self.seed, number)
+        # Seeds of different chunks and different base seeds are unrelated; a generator on CUDA takes 63 bits.
+        digest = hashlib.blake2b(f"{self.seed}:{number}".encode(), digest_size=8).digest()
+        seed = int.from_bytes(digest, "little") >> 1
         options = {"generator": torch.Generator().manual_seed(seed)} if self.generator else {}
         # In the caller's process the default generators are the caller's.
-        if elsewhere:
-            _seed_all(seed)
+        if os.getpid() != self.parent:
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
             if torch.get_num_threads() != self.threads:
                 torch.set_num_threads(self.threads)
-        with _entered(self.modes, elsewhere):
+            torch.set_default_dtype(self.modes.dtype)
+        with torch.inference_mode(self.modes.inference), torch.set_grad_enabled(self.modes.grad):
             result = self.fn(chunk, **options)
         if self.out is None:
             return result
-        if not is_writable_file(self.out):
-            raise WorkerError(
-                "map: the files of out are not those that this process has mapped.",
-                expected="the files that the caller mapped",
-                got="others by now",
-            )
         write_result(self.out, self.dim, rows, result)
         return None
 
 
-def _seed_all(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-
-
-def place(dim: int, rows: Any) -> tuple[Any, ...]:
-    """Return the index of rows along a dimension."""
-    return (*[slice(None)] * dim, rows)
-
-
 def take(tree: Any, dim: int, rows: Any) -> Any:
-    """Return rows of a tree along a batch dimension; without copying, but for a list of rows."""
-    return tree._index(place(dim, rows))
-
-
-def is_writable_file(tree: Any) -> bool:
-    """Whether all leaves lie in files in which other processes' writes are seen."""
-    leaves = [leaf for _, leaf in iter_leaves(tree)]
-    return bool(leaves) and all([is_shared_file(leaf) for leaf in leaves])
+    """Return rows of a tree along a batch dimension, as views except for a list of rows."""
+    return tree._index((*[slice(None)] * dim, rows))
 
 
 def write_result(out: Any, dim: int, rows: Any, result: Any) -> None:
-    """Write the result of one chunk to its rows of `out`.
-
-    Raises:
-        UnsupportedError: The result is no tree.
-        BatchSizeError: It has another number of rows.
-    """
+    """Write the result of one chunk to its rows of `out`."""
     if not isinstance(result, TensorCollection):
         raise UnsupportedError(
-            "map: the result cannot be written to out.",
+            "map: with out= the function must return the tree that is written there.",
             expected="a tree",
             got=type(result).__name__,
-            hint="with out= the function returns the tree that is written there.",
         )
-    write_row(out, place(dim, rows), result)
+    write_row(out, (*[slice(None)] * dim, rows), result)

@@ -1,76 +1,162 @@
 """`map` and `map_iter`: a function of the chunks of a tree, run by processes, threads or any executor."""
 
 import os
-import pickle
+import uuid
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tdfunc.core.collection import TensorCollection, check_one_shape, iter_leaves
+from tdfunc.core.collection import TensorCollection, iter_leaves
 from tdfunc.core.errors import LeafMismatchError, UnsupportedError, WorkerError, error
+from tdfunc.core.keys import dotted
+from tdfunc.core.memory import Places, extent_of, find_overlaps
 from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.shapes import as_count, dim_index, dim_size
 from tdfunc.ops import join
-from tdfunc.parallel.chunks import (
-    Job,
-    Plan,
-    current_modes,
-    is_writable_file,
-    make_plan,
-    take,
-    takes_generator,
-    write_result,
-)
-from tdfunc.parallel.in_place import check_rows_apart
-from tdfunc.parallel.pool import DiedError, Failure, WorkerPool, count_cpus, error_of, failure_of
-from tdfunc.parallel.transfer import (
-    Parcel,
-    dumps_by_value,
-    from_parcel,
-    is_in_file,
-    is_wrapped,
-    sending_chunk,
-    sending_result,
-    to_parcel,
-)
+from tdfunc.parallel.chunks import Job, Plan, current_modes, make_plan, take, takes_generator, write_result
+from tdfunc.parallel.parcel import Parcel, from_parcel, is_in_file, is_shared_file, to_parcel
+from tdfunc.parallel.pool import count_cpus, end_workers, pool_options, run_chunk
+from tdfunc.storage.disk.raw import is_wrapped
 
-# Results are joined when there are so many: each may be a mapping, of which a process has some 65,000.
-_JOIN_AT = 64
-_COUNTS = ("num_workers", "chunksize", "num_chunks", "max_tasks_per_child", "worker_threads")
 # Chunks that wait or run for each worker: one waits, so that no worker does.
 _AHEAD = 2
 
 
 class Options(NamedTuple):
-    """The arguments of `map` and `map_iter` beside the tree and the function."""
+    """The arguments of `map` and `map_iter` except the tree, the function and `out`."""
 
     num_workers: int | None
     chunksize: int | None
     num_chunks: int | None
     generator: torch.Generator | None
-    max_tasks_per_child: int | None
     worker_threads: int
     mp_start_method: str | None
     executor: Any
     pbar: bool
 
 
-class Runner(NamedTuple):
-    """How chunks are run: `submit(job, task)` returns a future, `settle` its result."""
+class _Work(NamedTuple):
+    """A call of `map`, all arguments checked."""
 
-    submit: Callable[[Job, Any], "Future[Any]"]
-    settle: Callable[[Any, str], Any]
-    # How many chunks may be submitted and not yet taken.
-    ahead: int
+    tree: TensorCollection
+    plan: Plan
+    job: Job
+    options: Options
+    # How many workers there are, at most one for each chunk; 0 where the function runs in this thread.
+    workers: int
+    # Whether chunks reach the function as they are, not as parcels.
+    is_direct: bool
+    # The job for processes that do not have it.
+    parcel: Parcel | None
+    order: Tensor | None
+
+    def rows(self, number: int) -> Any:
+        """Return the rows of a chunk: a slice, a number, or indices in another order."""
+        begin, end = self.plan.bounds(number)
+        if self.plan.chunksize == 0:
+            return begin if self.order is None else int(self.order[begin])
+        return slice(begin, end) if self.order is None else self.order[begin:end]
 
 
-# -- who runs the chunks ----------------------------------------------------------------------------------------
+# -- arguments --------------------------------------------------------------------------------------------------
+
+
+def _prepare(
+    tree: TensorCollection, fn: Any, dim: int, options: Options, *, out: Any = None, shuffle: bool = False
+) -> _Work:
+    """Check the arguments and draw the seed."""
+    executor, is_own = options.executor, options.executor in (None, "processes", "threads")
+    if not is_own and not isinstance(executor, Executor):
+        raise error(
+            TypeError,
+            "map: executor must run chunks and tell when a worker has died.",
+            expected="'processes', 'threads' or an Executor of concurrent.futures",
+            got=repr(executor),
+            hint="a multiprocessing.Pool hangs when a worker dies; tdf.WorkerPool(2) is an executor.",
+        )
+    if any(isinstance(leaf, Tensor) and is_wrapped(leaf) for _, leaf in iter_leaves(tree)):
+        raise UnsupportedError(
+            "map: the leaves have no values of their own inside a torch.func transform.",
+            expected="plain tensors",
+            got="wrapped ones",
+            hint="call map outside of vmap and grad, or vmap inside the function.",
+        )
+    dim = dim_index(dim, len(tree._batch_size), "map")
+    size = dim_size(tree._batch_size, dim, "map")
+    if out is not None:
+        _check_out(tree, out, dim, size)
+    workers = options.num_workers
+    if workers is None:
+        workers = getattr(executor, "_max_workers", None) or count_cpus()
+    plan = make_plan(size, as_count(options.chunksize), as_count(options.num_chunks), workers)
+    is_here = workers == 0 and is_own
+    is_direct = is_here or executor == "threads" or isinstance(executor, ThreadPoolExecutor)
+    is_forked = is_own and not is_direct and options.mp_start_method == "fork"
+    # Python's own processes find functions by their names; other executors may copy them.
+    fn_apart = not (is_own or isinstance(executor, (ProcessPoolExecutor, ThreadPoolExecutor)))
+    job = Job(
+        key=uuid.uuid4().hex,
+        fn=None if fn_apart else fn,
+        dim=dim,
+        tree=tree if is_forked or (not is_direct and _all_leaves(tree, is_in_file)) else None,
+        out=out if not is_direct and out is not None and _all_leaves(out, is_shared_file) else None,
+        modes=current_modes(),
+        seed=int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=options.generator)),
+        generator=takes_generator(fn),
+        parent=os.getpid(),
+        threads=options.worker_threads,
+    )
+    parcel = None
+    if not is_direct and not is_forked:
+        parcel = to_parcel(job, "function", fn=fn, by_value=getattr(executor, "_by_value", False))
+    order = torch.randperm(size, generator=options.generator, device="cpu") if shuffle else None
+    count = 0 if is_here else min(workers, plan.chunks) if plan.chunks else 1
+    job = job._replace(fn=fn)
+    return _Work(tree, plan, job, options, count, is_direct, parcel, order)
+
+
+def _check_out(tree: TensorCollection, out: TensorCollection, dim: int, size: int) -> None:
+    """Raise unless `out` has the rows of the tree, and lies apart from it or exactly over it."""
+    targets = list(iter_leaves(out))
+    if len(out._batch_size) <= dim or out._batch_size[dim] != size or not targets:
+        raise LeafMismatchError(
+            "map: out must have leaves, and the rows of the tree.",
+            expected=f"{size} at batch dimension {dim}",
+            got=f"batch size {list(out._batch_size)} and keys {list(out._keys())}",
+            hint="out=fn(td[:1]).new_zeros([len(td)]) has room for all keys of the result.",
+        )
+    known = {path: leaf for path, leaf in iter_leaves(tree) if extent_of(leaf) is not None}
+    in_place = {path for path, target in targets if path in known and _is_same_view(known[path], target)}
+    apart = Places([leaf for path, leaf in known.items() if path not in in_place])
+    kept = [(path, target) for path, target in targets if path in in_place]
+    shared = {kept[i][0] for pair in find_overlaps([target for _, target in kept]) for i in pair}
+    for path, target in targets:
+        if path in shared or (extent_of(target) is not None and apart.holds(target)):
+            raise LeafMismatchError(
+                f"map: leaf {dotted(path)!r} of out shares memory with the tree: "
+                "rows would be read after they were overwritten.",
+                expected="memory of its own, or the leaf of the tree itself (in place)",
+                got="a part of the tree's memory",
+                hint="out=td.clone(), or tree.clone().map(...); without out= the results are a new tree.",
+            )
+
+
+def _is_same_view(a: Any, b: Any) -> bool:
+    return (a.shape, a.stride(), a.dtype, extent_of(a)) == (b.shape, b.stride(), b.dtype, extent_of(b))
+
+
+def _all_leaves(tree: TensorCollection, condition: Callable[[Any], bool]) -> bool:
+    leaves = [leaf for _, leaf in iter_leaves(tree)]
+    return bool(leaves) and all([condition(leaf) for leaf in leaves])
+
+
+# -- chunk by chunk ---------------------------------------------------------------------------------------------
 
 
 class _Inline(Executor):
@@ -85,298 +171,91 @@ class _Inline(Executor):
         return future
 
 
-def _kind(options: Options) -> Literal["inline", "threads", "pool", "other"]:
-    """Return how chunks reach the function: as they are, or as messages to our workers or to another executor's."""
-    executor = options.executor
-    if executor is None or executor == "processes":
-        return "pool" if options.num_workers != 0 else "inline"
-    if executor == "threads":
-        return "threads" if options.num_workers != 0 else "inline"
-    if isinstance(executor, ThreadPoolExecutor):
-        return "threads"
-    if isinstance(executor, Executor):
-        return "pool" if isinstance(executor, WorkerPool) else "other"
-    raise error(
-        TypeError,
-        "map: executor cannot run chunks.",
-        expected="'processes', 'threads' or an Executor",
-        got=repr(executor) if isinstance(executor, str) else type(executor).__name__,
-        hint="concurrent.futures has executors; a multiprocessing.Pool is none, it hangs when a worker dies.",
-    )
-
-
-def _is_own(options: Options) -> bool:
-    """Whether the workers are started for this call."""
-    return options.executor is None or isinstance(options.executor, str)
-
-
-def _workers(options: Options) -> int:
-    count = options.num_workers
-    if count is None:
-        count = getattr(options.executor, "_max_workers", None)
-    return count if isinstance(count, int) else count_cpus()
-
-
-def _check_options(options: Options) -> None:
-    if options.generator is not None and not isinstance(options.generator, torch.Generator):
-        raise error(
-            TypeError,
-            "map: generator is none.",
-            expected="a torch.Generator",
-            got=repr(options.generator),
-            hint="generator=torch.Generator().manual_seed(3).",
-        )
-    count = options.num_workers
-    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 0):
-        raise error(ValueError, "map: num_workers is no such number.", expected="0 or more", got=repr(count))
-    if _is_own(options) and options.executor != "threads":
-        return
-    for name in ("mp_start_method", "max_tasks_per_child"):
-        if (value := getattr(options, name)) is not None:
-            raise error(
-                ValueError,
-                f"map: {name} is for the processes that map starts.",
-                got=f"{name}={value!r} and executor={options.executor!r}",
-                hint="give it to WorkerPool(...) when you make one.",
-            )
-
-
 @contextmanager
-def _running(options: Options, job: Job, chunks: int) -> Generator[Runner, None, None]:
-    """Give a runner for the options; when it is left no chunk runs any more."""
-    kind, count = _kind(options), max(1, min(_workers(options), chunks))
-    ahead = _AHEAD * count
-    if kind == "inline":
-        yield Runner(partial(_submit_direct, _Inline()), _settle_direct, 1)
-    elif kind == "threads":
-        if not _is_own(options):
-            yield Runner(partial(_submit_direct, options.executor), _settle_direct, ahead)
-            return
-        executor = ThreadPoolExecutor(count, thread_name_prefix="tdfunc-map")
-        try:
-            yield Runner(partial(_submit_direct, executor), _settle_direct, ahead)
-        finally:
-            executor.shutdown(cancel_futures=True)
-    elif kind == "other":
-        yield Runner(partial(_submit_parcel, options.executor), _settle_parcel, ahead)
-    elif not _is_own(options):
-        yield Runner(options.executor._submit, _settle_pair, ahead)
+def _executor(work: _Work) -> Generator[Executor, None, None]:
+    """Give the executor of a call; when it is left no chunk runs any more."""
+    options, count = work.options, work.workers
+    if isinstance(options.executor, Executor):
+        yield options.executor
+        return
+    if count == 0:
+        yield _Inline()
+        return
+    if options.executor == "threads":
+        executor: Executor = ThreadPoolExecutor(count, thread_name_prefix="tdfunc-map")
     else:
-        shared = job if options.mp_start_method == "fork" else None
-        pool = WorkerPool._for(
-            shared, count, options.worker_threads, options.mp_start_method, options.max_tasks_per_child
-        )
-        with pool:
-            yield Runner(pool._submit, _settle_pair, ahead)
-
-
-def _submit_direct(executor: Executor, job: Job, task: Any) -> "Future[Any]":
-    return executor.submit(job, *task)
-
-
-def _settle_direct(result: Any, where: str) -> Any:
-    return result
-
-
-def _settle_pair(pair: tuple[Any, Failure | None], where: str) -> Any:
-    result, failure = pair
-    if failure is not None:
-        raise error_of(failure, where)
-    return result
-
-
-def _submit_parcel(executor: Executor, job: Job, task: Any) -> "Future[Any]":
-    # The function goes beside the parcel: Ray and Dask pickle functions that Python does not.
-    by_value = bool(getattr(executor, "_by_value", False))
-    with sending_chunk():
-        parcels = to_parcel(job._replace(fn=None), by_value=by_value), to_parcel(task, by_value=by_value)
-    return executor.submit(run_parcel, job.fn, *parcels)
-
-
-def run_parcel(fn: Callable[..., Any], job: Parcel, task: Parcel) -> Parcel:
-    """Run one chunk in a process of another executor."""
+        job = work.job if work.parcel is None else work.parcel
+        executor = ProcessPoolExecutor(**pool_options(count, options.worker_threads, options.mp_start_method, job))
     try:
-        result = from_parcel(job)._replace(fn=fn)(*from_parcel(task))
-        with sending_result():
-            return to_parcel((result, None), by_value=task.by_value)
-    except Exception as err:
-        return to_parcel((None, failure_of(err, dumps_by_value if task.by_value else pickle.dumps)))
+        yield executor
+    except BaseException:
+        if isinstance(executor, ProcessPoolExecutor):
+            end_workers(executor)
+        raise
+    finally:
+        executor.shutdown(cancel_futures=True)
 
 
-def _settle_parcel(parcel: Parcel, where: str) -> Any:
-    return _settle_pair(from_parcel(parcel), where)
-
-
-# -- chunk by chunk ---------------------------------------------------------------------------------------------
-
-
-class _Work(NamedTuple):
-    """A call of `map`, all arguments checked."""
-
-    tree: TensorCollection
-    plan: Plan
-    job: Job
-    options: Options
-    order: Tensor | None
-
-    def task(self, number: int) -> tuple[int, Any, Any]:
-        """Return the arguments of `Job.__call__` for one chunk."""
-        begin, end = self.plan.bounds(number)
-        rows: Any = slice(begin, end) if self.plan.chunksize != 0 else begin
-        if self.order is not None:
-            rows = self.order[begin:end] if self.plan.chunksize != 0 else int(self.order[begin])
-        return number, rows, None if self.job.tree is not None else take(self.tree, self.job.dim, rows)
-
-
-def _prepare(
-    tree: TensorCollection,
-    fn: Callable[..., Any],
-    dim: int,
-    options: Options,
-    *,
-    out: Any = None,
-    shuffle: bool = False,
-) -> _Work:
-    """Check the arguments and draw the seed."""
-    if not callable(fn):
-        raise error(TypeError, "map: fn cannot be called.", expected="a function", got=type(fn).__name__)
-    # Those of numpy too.
-    options = options._replace(**{name: as_count(getattr(options, name)) for name in _COUNTS})
-    kind = _kind(options)
-    _check_options(options)
-    if any(isinstance(leaf, Tensor) and is_wrapped(leaf) for _, leaf in iter_leaves(tree)):
-        raise UnsupportedError(
-            "map: the leaves have no values of their own inside a torch.func transform.",
-            expected="plain tensors",
-            got="wrapped ones",
-            hint="call map outside of vmap and grad, or vmap inside the function.",
-        )
-    dim = dim_index(dim, len(tree._batch_size), "map")
-    size = dim_size(tree._batch_size, dim, "map")
-    plan = make_plan(size, options.chunksize, options.num_chunks, _workers(options))
-    if out is not None:
-        _check_out(out, dim, size)
-        check_rows_apart(tree, out, dim)
-    forked = kind == "pool" and options.mp_start_method == "fork"
-    if kind == "pool" and not forked:
-        _check_function(fn)
-    apart = kind in ("pool", "other")
-    seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=options.generator))
-    job = Job(
-        fn=fn,
-        dim=dim,
-        tree=tree if forked or (apart and _is_in_files(tree)) else None,
-        out=out if apart and out is not None and is_writable_file(out) else None,
-        modes=current_modes(),
-        seed=seed,
-        generator=takes_generator(fn),
-        parent=os.getpid(),
-        threads=options.worker_threads,
-    )
-    order = torch.randperm(size, generator=options.generator, device="cpu") if shuffle else None
-    return _Work(tree, plan, job, options, order)
-
-
-def _check_out(out: Any, dim: int, size: int) -> None:
-    if not isinstance(out, TensorCollection):
-        raise error(TypeError, "map: out is no tree.", expected="a tree", got=type(out).__name__)
-    check_one_shape(out, "map: out")
-    if len(out._batch_size) <= dim or out._batch_size[dim] != size:
-        raise LeafMismatchError(
-            "map: out does not have the rows of the tree.",
-            expected=f"{size} at batch dimension {dim}",
-            got=f"batch size {list(out._batch_size)}",
-        )
-    if not any(isinstance(leaf, Tensor) for _, leaf in iter_leaves(out)):
-        raise LeafMismatchError(
-            "map: out has no leaves to write to.",
-            got=repr(list(out._keys())),
-            hint="out=fn(td[:1]).new_zeros([len(td)]) has room for all keys of the result.",
-        )
-
-
-def _check_function(fn: Callable[..., Any]) -> None:
-    """Raise now for a function that could not be sent to a process."""
+def _submit(work: _Work, executor: Executor, number: int) -> "Future[Any]":
+    job, rows = work.job, work.rows(number)
+    chunk = None if job.tree is not None else take(work.tree, job.dim, rows)
+    if work.is_direct:
+        return executor.submit(job, number, rows, chunk)
+    by_value = work.parcel is not None and work.parcel.by_value
+    task = to_parcel((number, rows, chunk), "chunk", by_value=by_value)
+    if executor is work.options.executor:
+        fn = None if isinstance(executor, ProcessPoolExecutor) else job.fn
+        return executor.submit(run_chunk, task, job.key, work.parcel, fn)
     try:
-        to_parcel(fn)
-    except (pickle.PicklingError, AttributeError, TypeError) as err:
-        if isinstance(err, UnsupportedError):
-            raise
-        raise UnsupportedError(
-            "map: the function cannot be sent to another process.",
-            expected="a function that pickle finds by its name",
-            got=str(err),
-            hint="define it at the top of a module; or mp_start_method='fork', where the system has it, "
-            "or executor='threads'.",
-        ) from err
-
-
-def _is_in_files(tree: TensorCollection) -> bool:
-    leaves = [leaf for _, leaf in iter_leaves(tree)]
-    return bool(leaves) and all([is_in_file(leaf) for leaf in leaves])
+        # The workers were started with the job.
+        return executor.submit(run_chunk, task, job.key)
+    # The fork server ends when the main module, which it imports, raises.
+    except (EOFError, ConnectionError) as err:
+        raise BrokenExecutor(f"{type(err).__name__}: {err}") from err
 
 
 def _results(work: _Work) -> Iterator[tuple[int, Any]]:
     """Yield (number, result) of each chunk in order; few chunks are under way at a time."""
-    plan, pending = work.plan, deque[tuple[int, "Future[Any]"]]()
-    with _progress(plan.chunks, work.options.pbar) as step, _running(work.options, work.job, plan.chunks) as runner:
+    plan, ahead = work.plan, max(1, _AHEAD * work.workers)
+    numbers, pending = iter(range(plan.chunks)), deque[tuple[int, "Future[Any]"]]()
+    with _progress(plan.chunks, work.options.pbar) as step, _executor(work) as executor:
         try:
-            for number in range(plan.chunks):
-                if len(pending) == runner.ahead:
-                    yield _settled(runner, plan, pending)
-                    step()
-                pending.append((number, runner.submit(work.job, work.task(number))))
-            while pending:
-                yield _settled(runner, plan, pending)
+            while True:
+                for number in islice(numbers, ahead - len(pending)):
+                    pending.append((number, _submit(work, executor, number)))
+                if not pending:
+                    return
+                number, future = pending[0]
+                try:
+                    result = future.result()
+                except Exception as err:
+                    if not isinstance(err, BrokenExecutor) and hasattr(err, "add_note"):
+                        err.add_note(f"map: raised {plan.where(number)}.")
+                    raise
+                pending.popleft()
+                yield number, from_parcel(result) if isinstance(result, Parcel) else result
                 step()
+        except BrokenExecutor as err:
+            raise _broken(work, pending, err) from err
         finally:
-            _drop(pending, work.options)
+            # `wait` does not return for a cancelled future until its executor meets it, which not every executor does.
+            running = [future for _, future in pending if not future.cancel()]
+            if executor is work.options.executor:
+                wait(running)
 
 
-class _StoppedError(Exception):
-    """A StopIteration of the function: raised itself, it would not leave a generator."""
-
-    def __init__(self, error: StopIteration, where: str) -> None:
-        super().__init__(error, where)
-        self.error, self.where = error, where
-
-
-def _settled(runner: Runner, plan: Plan, pending: "deque[tuple[int, Future[Any]]]") -> tuple[int, Any]:
-    number, future = pending[0]
-    where = plan.where(number)
-    try:
-        result = runner.settle(future.result(), where)
-    except DiedError as err:
-        raise WorkerError(
-            f"map: a worker died {where}.",
-            expected="a result",
-            got=err.reason,
-            hint="smaller chunks need less memory; num_workers=0 runs the function here, where a debugger sees it.",
-        ) from None
-    except BrokenExecutor as err:
-        running = ", ".join([str(n) for n, _ in pending])
-        raise WorkerError(
-            f"map: the executor broke {where} or one after it.",
-            expected=f"results of chunks {running}",
-            got=str(err),
-            hint="a WorkerPool tells which chunk it was, and goes on with the others.",
-        ) from err
-    except Exception as err:
-        if hasattr(err, "add_note"):
-            err.add_note(f"map: raised {where}.")
-        if isinstance(err, StopIteration):
-            raise _StoppedError(err, where) from err
-        raise
-    pending.popleft()
-    return number, result
-
-
-def _drop(pending: "deque[tuple[int, Future[Any]]]", options: Options) -> None:
-    """Cancel what has not begun; what runs in somebody else's executor is waited for."""
-    # `wait` does not return for a cancelled future until its executor meets it, which not every executor does.
-    begun = [future for _, future in pending if not future.cancel()]
-    if not _is_own(options):
-        wait(begun)
+def _broken(work: _Work, pending: "deque[tuple[int, Future[Any]]]", err: BaseException) -> WorkerError:
+    """Return the error for a worker that died: it names the chunks that were running."""
+    # Chunks begin in order, so those that ran are the first ones without a result.
+    open_ = [number for number, future in pending if not future.done() or future.exception() is not None]
+    running = [work.plan.where(number).removeprefix("on ") for number in open_[: work.workers]]
+    return WorkerError(
+        "map: a worker died, or could not start.",
+        expected=f"a result of {' and '.join(running) if running else 'the first chunk'}",
+        got=f"{type(err).__name__}: {err}",
+        hint="smaller chunks need less memory; num_workers=0 runs the function here; a script calls map below "
+        "`if __name__ == '__main__':`, since workers import it.",
+    )
 
 
 @contextmanager
@@ -384,16 +263,8 @@ def _progress(total: int, shown: bool) -> Generator[Callable[[], Any], None, Non
     if not shown:
         yield lambda: None
         return
-    try:
-        from tqdm.auto import tqdm
-    except ImportError as err:
-        raise error(
-            ImportError,
-            "map: pbar=True needs tqdm.",
-            expected="tqdm",
-            got=str(err),
-            hint="pip install tqdm, or leave pbar out.",
-        ) from err
+    from tqdm.auto import tqdm
+
     with tqdm(total=total, unit="chunk") as bar:
         yield bar.update
 
@@ -401,88 +272,50 @@ def _progress(total: int, shown: bool) -> Generator[Callable[[], Any], None, Non
 # -- results into one -------------------------------------------------------------------------------------------
 
 
-class _Joined:
-    """Results on their way into one: rows are stacked, chunks concatenated, some at a time."""
+def _join(work: _Work, results: list[tuple[int, Any]]) -> Any:
+    """Return results as one: rows are stacked, chunks concatenated; None if there are none."""
+    if not results:
+        return None
+    parts, dim = [part for _, part in results], work.job.dim
+    is_stack, is_tree = work.plan.chunksize == 0, isinstance(parts[0], TensorCollection)
+    joined: Any = (join.stack if is_stack else join.cat) if is_tree else (torch.stack if is_stack else torch.cat)
+    try:
+        return joined(parts, dim)
+    except (ValueError, RuntimeError, TypeError, IndexError) as err:
+        # The first chunk that does not fit the first one.
+        for number, part in results:
+            try:
+                joined([parts[0], part], dim)
+            except (ValueError, RuntimeError, TypeError, IndexError) as cause:
+                raise LeafMismatchError(
+                    f"map: the result {work.plan.where(number)} must fit those before it: {cause}",
+                    hint="list(td.map_iter(fn)) keeps results of any shape; tdf.lazy_stack stacks them.",
+                ) from err
+        raise
 
-    def __init__(self, plan: Plan, dim: int) -> None:
-        self._plan, self._dim = plan, dim
-        self._numbers: list[int] = []
-        self._waiting: list[Any] = []
-        self._blocks: list[Any] = []
-        self._first: Any = None
 
-    def add(self, number: int, result: Any) -> None:
-        """Take the result of a chunk; None leaves its rows out."""
+def _collect(work: _Work) -> list[tuple[int, Any]]:
+    """Return the results of all chunks except None."""
+    results: list[tuple[int, Any]] = []
+    for number, result in _results(work):
         if result is None:
-            return
+            continue
         if not isinstance(result, (TensorCollection, Tensor)) or isinstance(result, NonTensorBase):
             raise UnsupportedError(
-                f"map: the result {self._plan.where(number)} cannot be joined.",
+                f"map: the result {work.plan.where(number)} cannot be joined.",
                 expected="a tree, a tensor, or None to leave the rows out",
                 got=type(result).__name__,
                 hint="map_iter yields results of any kind.",
             )
-        if self._first is None:
-            self._first = result
-        self._check(number, result)
-        self._numbers.append(number)
-        self._waiting.append(result)
-        if len(self._waiting) == _JOIN_AT:
-            self._join()
-
-    def _check(self, number: int, result: Any) -> None:
-        first = self._first
-        mine, other = _describe(first), _describe(result)
+        mine, other = [_describe(part) for part in (results[0][1] if results else result, result)]
         if mine != other:
             raise LeafMismatchError(
-                f"map: the result {self._plan.where(number)} is not like that of the first chunk.",
+                f"map: the result {work.plan.where(number)} must be like that of the first chunk.",
                 expected=mine,
                 got=other,
             )
-        ndim = len(result._batch_size) if isinstance(result, TensorCollection) else result.dim()
-        least = self._dim + (self._plan.chunksize != 0)
-        if ndim < least:
-            what = f"map: the result {self._plan.where(number)} has no dimension {self._dim} to be joined along."
-            size = result._batch_size if isinstance(result, TensorCollection) else result.shape
-            raise LeafMismatchError(
-                what,
-                expected=f"{least} batch dimensions or more",
-                got=f"{list(size)}",
-                hint="keep the batch size of the chunk, or chunksize=0 for a function of one row.",
-            )
-
-    def _join(self) -> None:
-        self._blocks.append(self._one_of(self._waiting, stacked=self._plan.chunksize == 0))
-        self._waiting, self._numbers = [], []
-
-    def _one_of(self, parts: list[Any], *, stacked: bool) -> Any:
-        if len(parts) == 1 and not stacked:
-            return parts[0]
-        trees = isinstance(parts[0], TensorCollection)
-        joined: Any = (join.stack if stacked else join.cat) if trees else (torch.stack if stacked else torch.cat)
-        try:
-            return joined(parts, self._dim)
-        except (ValueError, RuntimeError, TypeError) as err:
-            raise self._explained(err, joined, parts) from err
-
-    def _explained(self, err: Exception, joined: Any, parts: list[Any]) -> Exception:
-        """Return the error with the number of the first chunk that does not fit the first of its block."""
-        for number, part in zip(self._numbers, parts, strict=False):
-            try:
-                joined([parts[0], part], self._dim)
-            except (ValueError, RuntimeError, TypeError) as cause:
-                where = self._plan.where(number)
-                return LeafMismatchError(
-                    f"map: the result {where} does not fit those before it: {cause}",
-                    hint="list(td.map_iter(fn)) keeps results of unequal shapes; tdf.lazy_stack stacks them.",
-                )
-        return err
-
-    def result(self) -> Any:
-        """Return the one result; None if there was none."""
-        if self._waiting:
-            self._join()
-        return self._one_of(self._blocks, stacked=False) if self._blocks else None
+        results.append((number, result))
+    return results
 
 
 def _describe(result: Any) -> str:
@@ -491,65 +324,23 @@ def _describe(result: Any) -> str:
     return f"a tensor of {result.dtype}"
 
 
-# -- the public functions ---------------------------------------------------------------------------------------
-
-
 def map_chunks(tree: TensorCollection, fn: Callable[..., Any], dim: int, out: Any, options: Options) -> Any:
     """Return the joined results of `fn` on the chunks of a tree, or `out` with the results in it."""
     work = _prepare(tree, fn, dim, options, out=out)
-    try:
-        return _mapped(work, out)
-    except _StoppedError as stopped:
-        error = stopped.error
-    try:
-        raise error
-    finally:
-        # Its traceback refers to this frame.
-        del error
-
-
-def _mapped(work: _Work, out: Any) -> Any:
     if out is not None:
         for number, result in _results(work):
             if work.job.out is None:
-                _write(work, number, out, result)
+                write_result(out, work.job.dim, work.rows(number), result)
         return out
     if work.plan.chunks == 0:
         raise error(
             ValueError,
-            "map: there are no rows, and the function is one of single rows.",
+            "map: chunksize=0 needs a row.",
             expected="one row or more",
             got="none",
-            hint="chunksize=1 calls it on the empty batch.",
+            hint="chunksize=1 calls the function on the empty batch.",
         )
-    joined = _Joined(work.plan, work.job.dim)
-    for number, result in _results(work):
-        joined.add(number, result)
-    return joined.result()
-
-
-def _write(work: _Work, number: int, out: TensorCollection, result: Any) -> None:
-    try:
-        write_result(out, work.job.dim, work.task(number)[1], result)
-    except Exception as err:
-        if hasattr(err, "add_note"):
-            err.add_note(f"map: raised {work.plan.where(number)}.")
-        raise
-
-
-def _each(work: _Work) -> Iterator[Any]:
-    """Yield the results; a StopIteration of the function would be taken for their end."""
-    try:
-        for _, result in _results(work):
-            yield result
-    except _StoppedError as stopped:
-        raise error(
-            RuntimeError,
-            f"map_iter: the function raised StopIteration {stopped.where}.",
-            expected="a result",
-            got=repr(stopped.error),
-            hint="the exception is its cause; map raises it as it is.",
-        ) from stopped.error
+    return _join(work, _collect(work))
 
 
 class ParallelMethods(TensorCollection):
@@ -567,7 +358,6 @@ class ParallelMethods(TensorCollection):
         chunksize: int | None = None,
         num_chunks: int | None = None,
         generator: torch.Generator | None = None,
-        max_tasks_per_child: int | None = None,
         worker_threads: int = 1,
         mp_start_method: str | None = None,
         executor: Any = None,
@@ -586,12 +376,11 @@ class ParallelMethods(TensorCollection):
             dim: The batch dimension that is cut.
             num_workers: How many processes or threads; 0 runs the function here. Without it, one for each processor.
             out: A tree to write the results to, with as many rows, which is returned. Where its leaves are mapped from
-                files for writing, the workers write them and nothing comes back. It may be the tree itself (each
-                chunk is written over its own rows), but not share memory with other rows of it.
+                files for writing, the workers write them and nothing comes back. A leaf may be the tree's own under
+                the same path (each chunk is written over its own rows), but not share memory with it otherwise.
             chunksize: Rows in a chunk; 0 passes single rows without the dimension.
             num_chunks: How many chunks, in place of their size. Without either, one for each worker.
             generator: Draws the base of the chunks' seeds; without it torch's default generator does.
-            max_tasks_per_child: After how many chunks a process is replaced by a new one.
             worker_threads: How many threads torch uses in each process.
             mp_start_method: "forkserver" where the system has it, else "spawn"; "fork" for functions that exist in
                 a notebook only.
@@ -604,11 +393,10 @@ class ParallelMethods(TensorCollection):
 
         Raises:
             UnsupportedError: The function, a leaf or a result cannot cross to or from a process; the message says why.
-            WorkerError: A worker died or could not start; the message names its chunk. Other exceptions are those
-                of the function, with the chunk in a note and the worker's traceback as cause.
-            LeafMismatchError: The results do not fit each other, or `out`; or `out` lies over other rows of the tree.
-            ValueError: An argument has no meaning, or there are no rows for a chunksize of 0.
-            TypeError: `fn` cannot be called, or `executor` or `generator` is none.
+            WorkerError: A worker died or could not start; the message names the chunks that were running. Other
+                exceptions are those of the function, with the chunk in a note and the worker's traceback as cause.
+            LeafMismatchError: The results do not fit each other, or `out`; or `out` shares memory with the tree.
+            ValueError: A number is out of range, or there are no rows for a chunksize of 0.
             IndexError: There is no such batch dimension.
 
         Examples:
@@ -618,10 +406,7 @@ class ParallelMethods(TensorCollection):
         """
         return map_chunks(
             self, fn, dim, out,
-            Options(
-                num_workers, chunksize, num_chunks, generator, max_tasks_per_child, worker_threads, mp_start_method,
-                executor, pbar,
-            ),
+            Options(num_workers, chunksize, num_chunks, generator, worker_threads, mp_start_method, executor, pbar),
         )  # fmt: skip
 
     def map_iter(
@@ -634,7 +419,6 @@ class ParallelMethods(TensorCollection):
         chunksize: int | None = None,
         num_chunks: int | None = None,
         generator: torch.Generator | None = None,
-        max_tasks_per_child: int | None = None,
         worker_threads: int = 1,
         mp_start_method: str | None = None,
         executor: Any = None,
@@ -653,14 +437,12 @@ class ParallelMethods(TensorCollection):
             chunksize: As for `map`.
             num_chunks: As for `map`.
             generator: Draws the order and the base of the chunks' seeds.
-            max_tasks_per_child: As for `map`.
             worker_threads: As for `map`.
             mp_start_method: As for `map`.
             executor: As for `map`.
             pbar: As for `map`.
 
         Raises:
-            RuntimeError: The function raised StopIteration, which is its cause.
             UnsupportedError: As for `map`, like the other errors.
 
         Examples:
@@ -671,8 +453,7 @@ class ParallelMethods(TensorCollection):
             tensor([4])
         """
         options = Options(
-            num_workers, chunksize, num_chunks, generator, max_tasks_per_child, worker_threads, mp_start_method,
-            executor, pbar,
-        )  # fmt: skip
+            num_workers, chunksize, num_chunks, generator, worker_threads, mp_start_method, executor, pbar
+        )
         work = _prepare(self, fn, dim, options, shuffle=shuffle)
-        return _each(work)
+        return (result for _, result in _results(work))

@@ -20,7 +20,6 @@ from tdfunc import (
     Ensemble,
     Kind,
     LeafMismatchError,
-    TensorDict,
     TieError,
     TreeStructureError,
     UnsupportedError,
@@ -494,12 +493,6 @@ def test_no_modules():
     """An empty list would give a tree of no structure."""
     with pytest.raises(ValueError, match=r"(?s)no modules.*at least one.*\[\]"):
         stack_modules([])
-
-
-def test_no_module():
-    """A tree given in place of a module would fail somewhere inside."""
-    with pytest.raises(TypeError, match=r"(?s)torch.nn.Module.*TensorDict"):
-        stack_modules([TensorDict({}, [])])
 
 
 def test_unstack_of_one_tree():

@@ -117,18 +117,8 @@ def permute(rng, tree, rows, _):
     return Pair(lambda: [tree.permute(*order)], lambda: [rows.transpose(order)])
 
 
-def movedim(rng, tree, rows, dim):
-    other = rng.randint(-rows.ndim, rows.ndim - 1)
-    return Pair(lambda: [tree.movedim(dim, other)], lambda: [np.moveaxis(rows, dim, other)])
-
-
 def flip(_, tree, rows, dim):
     return Pair(lambda: [tree.flip(dim)], lambda: [np.flip(rows, dim)])
-
-
-def roll(rng, tree, rows, dim):
-    shift = rng.randint(-4, 4)
-    return Pair(lambda: [tree.roll(shift, dim)], lambda: [np.roll(rows, shift, dim)])
 
 
 def unsqueeze(_, tree, rows, dim):
@@ -159,21 +149,9 @@ def split(rng, tree, rows, dim):
     return Pair(lambda: tree.split(size, dim), lambda: np.split(rows, range(size, max(total, 1), size), dim))
 
 
-def tensor_split(rng, tree, rows, dim):
-    count = rng.randint(1, 4)
-    return Pair(lambda: tree.tensor_split(count, dim), lambda: np.array_split(rows, count, dim))
-
-
 def unbind(_, tree, rows, dim):
     count = rows.shape[dim]
     return Pair(lambda: tree.unbind(dim), lambda: [as_array(rows.take(i, dim)) for i in range(count)])
-
-
-def narrow(rng, tree, rows, dim):
-    start = rng.randint(0, rows.shape[dim])
-    length = rng.randint(0, rows.shape[dim] - start)
-    part = (slice(None),) * (dim % rows.ndim) + (slice(start, start + length),)
-    return Pair(lambda: [tree.narrow(dim, start, length)], lambda: [rows[part]])
 
 
 def reshape(rng, tree, rows, _):
@@ -242,6 +220,6 @@ def set_entry(_, tree, rows, __):
 
 
 OPERATIONS = (
-    index, permute, movedim, flip, roll, unsqueeze, squeeze, expand, repeat, repeat_interleave, split, tensor_split,
-    unbind, narrow, reshape, flatten, unflatten, cat, stack, stack_lazily, masked_fill, where, rescale, set_entry,
+    index, permute, flip, unsqueeze, squeeze, expand, repeat, repeat_interleave, split, unbind, reshape, flatten,
+    unflatten, cat, stack, stack_lazily, masked_fill, where, rescale, set_entry,
 )  # fmt: skip

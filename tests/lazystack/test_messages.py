@@ -40,8 +40,6 @@ ROWS = [
     (lambda t: t.reshape(-1), LeafMismatchError, f"reshape: {NO_ONE_TENSOR}"),
     (lambda t: t.gather(0, torch.tensor([[0]])), LeafMismatchError, f"gather: {NO_ONE_TENSOR}"),
     (lambda t: t.new_zeros([2]), LeafMismatchError, f"new_zeros: {NO_ONE_TENSOR}"),
-    (lambda t: t.cat_tensors("x", out_key="y"), LeafMismatchError, f"cat_tensors: {NO_ONE_TENSOR}"),
-    (lambda t: t.to_struct_array(), LeafMismatchError, f"to_struct_array: {NO_ONE_TENSOR}"),
     (lambda t: t[[0, 1], [0, 1]], LeafMismatchError, f"index with index tensors across the trees: {NO_ONE_TENSOR}"),
     (lambda t: t.at[0].set_(t[0]), LeafMismatchError, rf"at\[...\].set_: {NO_ONE_TENSOR}"),
     (lambda t: lazy_stack([t, t]).nested(), LeafMismatchError, f"nested: {NO_ONE_TENSOR}"),

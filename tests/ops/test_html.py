@@ -1,46 +1,43 @@
-"""Trees in a notebook: well-formed, escaped, bounded, right, and for any leaf there is."""
+"""Trees in a notebook: the page is well-formed, escaped, bounded, right, and there for any leaf."""
 
-import re
 import time
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import tdfunc as tdf
 from tdfunc import Kind, NonTensorData, TensorClass, TensorDict, lazy_stack
-from tdfunc.ops.display.facts import bytes_text, printable
-from tdfunc.ops.display.html import KEY
+from tdfunc.ops.display.html import KEY, _first
+from tdfunc.ops.display.text import bytes_text, count_text, kind_text, printable
 from tests.helpers import TiedLM, assert_pure
 from tests.strategies import trees
 
-VOID = {"col"}
 ALLOWED = {
     "div", "style", "details", "summary", "table", "colgroup", "col", "thead", "tbody", "tr", "th", "td", "b", "small",
-    "code", "span", "svg", "path",
+    "code", "span",
 }  # fmt: skip
 
 
 class Page(HTMLParser):
-    """What a page holds: whether it is well formed, its words, and its tables cell by cell."""
+    """The headings of a page and its tables cell by cell; asserts that it is well-formed and has no other tags."""
 
     def __init__(self, text):
         super().__init__()
-        self.open, self.tags, self.rows, self.headings, self.attributes = [], [], [], [], set()
+        self.open, self.rows, self.headings, self.attributes = [], [], [], set()
         self.feed(text)
         self.close()
         assert self.open == []
 
     def handle_starttag(self, tag, attrs):
         assert tag in ALLOWED, tag
-        self.tags.append(tag)
         self.attributes |= {name for name, _ in attrs}
-        if tag not in VOID and self.get_starttag_text()[-2:] != "/>":
+        if tag != "col":
             self.open.append(tag)
         if tag == "tr":
             self.rows.append([])
@@ -48,9 +45,6 @@ class Page(HTMLParser):
             self.rows[-1].append("")
         if tag == "summary":
             self.headings.append("")
-
-    def handle_startendtag(self, tag, attrs):
-        self.handle_starttag(tag, attrs)
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
@@ -63,12 +57,12 @@ class Page(HTMLParser):
 
     @property
     def words(self):
-        """All text but the style."""
+        """All text except the style."""
         return " ".join([*self.headings, *(cell for row in self.rows for cell in row)])
 
 
 def row(tree, key="x"):
-    """The cells of a leaf after its key."""
+    """The cells of a leaf."""
     (cells,) = [cells for cells in Page(tree._repr_html_()).rows if cells[0].split(" ")[0] == key]
     return cells
 
@@ -78,22 +72,17 @@ def raw(**nodes):
     return TensorDict._make(nodes, torch.Size([]))
 
 
-# -- any tree ---------------------------------------------------------------------------------------------------
-
-
 @given(trees())
 def test_page_of_any_tree(tree):
-    """A tree would give a page that is malformed or lacks a key, a batch size or a total."""
+    """A page is well-formed, shows every key, the batch size and the totals, and leaves the tree as it was."""
     page = Page(assert_pure(lambda t: t._repr_html_(), tree))
 
     for path in tree.keys(include_nested=True):
-        key = path if isinstance(path, str) else path[-1]
-        assert printable(key, KEY) in page.words
+        assert printable(path if isinstance(path, str) else path[-1], KEY) in page.words
     assert f"batch {list(tree.batch_size)}" in page.headings[0]
     assert f"{len(tree.leaves())} lea" in page.headings[0]
-    assert bytes_text(tree.bytes(count_duplicates=False)) in page.headings[0]
-    assert page.attributes <= {"class", "open", "colspan", "style", "width", "height", "viewbox", "role", "aria-label",
-                               "d", "fill"}  # fmt: skip
+    assert bytes_text(tree.nbytes) in page.headings[0]
+    assert page.attributes <= {"class", "open", "colspan", "style"}
 
 
 HOSTILE = st.text(min_size=1, max_size=200) | st.sampled_from(
@@ -108,20 +97,18 @@ HOSTILE = st.text(min_size=1, max_size=200) | st.sampled_from(
         "<!--",
         "&lt;",
         "x" * 100_000,
-    ]  # fmt: skip
+    ]
 )
 
 
 @given(HOSTILE, HOSTILE)
 def test_keys_and_values_are_escaped(key, value):
-    """A key or value from elsewhere could put its own HTML into a reader's notebook, or break the page."""
+    """Keys and values from elsewhere put no HTML of their own into a page, and do not break it."""
     tree = TensorDict({key: torch.zeros(2), "s": NonTensorData(value), "deep": {key: {key: 1}}})
 
     text = tree._repr_html_()
 
-    page = Page(text)
-    assert "script" not in page.tags
-    assert page.words.count(printable(key, KEY)) >= 3
+    assert Page(text).words.count(printable(key, KEY)) >= 3
     assert len(text) < 20_000
     text.encode()
     assert all(c.isprintable() for c in text)
@@ -129,7 +116,7 @@ def test_keys_and_values_are_escaped(key, value):
 
 @given(st.lists(st.floats(width=32) | st.sampled_from([float("nan"), float("inf")]), min_size=2, max_size=40))
 def test_numbers_against_numpy(values):
-    """Range, mean or the shares of NaN and inf would be wrong."""
+    """The range and mean are those of the finite elements, and the others are counted."""
     array = np.array(values, dtype=np.float32)
     finite = array[np.isfinite(array)].astype(np.float64)
 
@@ -139,57 +126,33 @@ def test_numbers_against_numpy(values):
         low, high = finite.min(), finite.max()
         expected = f"all {low:.4g}" if low == high else f"{low:.4g} .. {high:.4g}, mean {finite.mean():.4g}"
         assert expected.replace("all -0", "all 0") in text.replace("all -0", "all 0")
-    for share, word in ((np.isnan(array).mean(), "NaN"), (np.isinf(array).mean(), "inf")):
-        assert (f"{100 * share:.3g} % {word}" in text) == (share > 0)
-
-
-@given(st.lists(st.integers(-5, 12), min_size=2, max_size=60))
-@settings(max_examples=30)
-def test_histogram_of_integers(values):
-    """The bars would not be the counts."""
-    tree = TensorDict({"x": torch.tensor(values)})
-    low, high = min(values), max(values)
-    counts = np.bincount(np.array(values) - low) if high - low < 16 else np.histogram(values, 16)[0]
-
-    bars = re.findall(r"v-([\d.]+)h", tree._repr_html_())
-
-    if low == high:
-        assert bars == []
-    else:
-        expected = [max(12 * n / counts.max(), 0.8) for n in counts if n]
-        np.testing.assert_allclose([float(bar) for bar in bars], expected, rtol=0.01)
-
-
-# -- any leaf ---------------------------------------------------------------------------------------------------
+    assert ("NaN or inf" in text) == (len(finite) < len(array))
+    assert len(finite) == len(array) or f"{len(array) - len(finite)} NaN or inf" in text
 
 
 @pytest.mark.parametrize(
     ("leaf", "cells"),
     [
         (lambda: torch.arange(6).reshape(2, 3), ["[2, 3]", "int64", "cpu", "48 B", "0 .. 5, mean 2.5"]),
-        (lambda: torch.tensor([True, False, True, True]), ["[4]", "bool", "cpu", "4 B", "75 % True"]),
+        (lambda: torch.tensor([True, False, True, True]), ["[4]", "bool", "cpu", "4 B", "False .. True, mean 0.75"]),
         (lambda: torch.tensor(3.5), ["[]", "float32", "cpu", "4 B", "3.5"]),
-        (lambda: torch.tensor(True), ["[]", "bool", "cpu", "1 B", "True"]),
         (lambda: torch.zeros(0, 3), ["[0, 3]", "float32", "cpu", "0 B", "empty"]),
         (lambda: torch.ones(3, dtype=torch.bfloat16), ["[3]", "bfloat16", "cpu", "6 B", "all 1"]),
         (lambda: torch.ones(3).to(torch.float8_e4m3fn), ["[3]", "float8_e4m3fn", "cpu", "3 B", "all 1"]),
         (lambda: torch.full((2,), 2**64 - 1, dtype=torch.uint64), ["[2]", "uint64", "cpu", "16 B", "all 1.845e+19"]),
-        (lambda: torch.tensor([-(2**63), 2**63 - 1]), ["[2]", "int64", "cpu", "16 B", "-9.223e+18 .. 9.223e+18"]),
-        (lambda: torch.tensor([3 + 4j, 0]), ["[2]", "complex64", "cpu", "16 B", "0 .. 5, mean 2.5 (magnitude)"]),
-        (lambda: torch.tensor([3 + 4j, 0]).conj(), ["[2]", "complex64", "cpu", "16 B", "0 .. 5, mean 2.5"]),
-        (lambda: torch.tensor([1e308, -1e308], dtype=torch.float64), ["[2]", "float64", "cpu", "16 B", "-1e+308 .."]),
+        (lambda: torch.tensor([3 + 4j, 0]), ["[2]", "complex64", "cpu", "16 B", ""]),
+        (lambda: torch.tensor([torch.inf, -torch.inf]), ["[2]", "float32", "cpu", "8 B", " 2 NaN or inf"]),
+        (lambda: torch.full((2,), 1.5e308, dtype=torch.float64), ["[2]", "float64", "cpu", "16 B", "all 1.5e+308"]),
         (lambda: torch.empty(3, device="meta"), ["[3]", "float32", "meta", "12 B", ""]),
-        (lambda: torch.eye(3).to_sparse(), ["[3, 3]", "float32", "cpu", "60 B", "all 1 (stored values)"]),
-        (lambda: torch.full((3,), float("nan")), ["[3]", "float32", "cpu", "12 B", "100 % NaN"]),
-        (lambda: torch.tensor(float("inf")), ["[]", "float32", "cpu", "4 B", "100 % inf"]),
+        (lambda: torch.eye(3).to_sparse(), ["[3, 3]", "float32", "cpu", "60 B", ""]),
+        (lambda: torch.eye(3).to_sparse_csr(), ["[3, 3]", "float32", "cpu", "68 B", ""]),
+        (lambda: nn.UninitializedParameter(), ["not initialised", "float32", "cpu", "", ""]),
     ],
 )
+@pytest.mark.filterwarnings("ignore")
 def test_leaves(leaf, cells):
-    """A leaf's shape, dtype, device, size or values would be wrong, or asking for them would raise."""
-    shown = row(raw(x=leaf()))[1:]
-
-    assert shown[:4] == cells[:4]
-    assert shown[4].startswith(cells[4])
+    """A leaf has its shape, dtype, device, size and values."""
+    assert row(raw(x=leaf()))[1:] == cells
 
 
 @pytest.mark.parametrize(
@@ -198,46 +161,29 @@ def test_leaves(leaf, cells):
         (lambda: nn.Parameter(torch.zeros(2)), "Parameter"),
         (lambda: nn.Parameter(torch.zeros(2), requires_grad=False), "Parameter, frozen"),
         (lambda: torch.zeros(2, requires_grad=True), "requires grad"),
-        (lambda: torch.zeros(1).expand(5), "expanded"),
-        (lambda: torch.zeros(2).share_memory_(), "shared"),
         (lambda: torch.eye(3).to_sparse(), "sparse coo"),
-        (lambda: nn.UninitializedParameter(), "UninitializedParameter"),
         (lambda: NonTensorData("a"), "str"),
-        (lambda: 3, "int"),
         (lambda: None, "NoneType"),
         (lambda: (torch.zeros(1), 2), "tuple"),
     ],
 )
 def test_notes(leaf, note):
-    """What shape and dtype do not say would not be told."""
+    """Beside its key a leaf has its class, layout and whether it requires grad, where these are not the usual ones."""
     assert row(raw(x=leaf()))[0] == f"x {note}"
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_leaves_of_other_layouts():
-    """Nested, compressed, quantised and sharded leaves would raise, or hide their ragged dimension."""
+def test_nested_tensors():
+    """A ragged dimension is -1, of either layout."""
     parts = [torch.zeros(2, 3), torch.ones(4, 3)]
-    for nested in (
-        torch.nested.nested_tensor(parts),
-        torch.nested.nested_tensor(parts, layout=torch.jagged),
-    ):
-        assert row(raw(x=nested))[1:] == ["[2, -1, 3]", "float32", "cpu", "72 B", "0 .. 1, mean 0.6667"]
-    assert row(raw(x=torch.eye(3).to_sparse_csr()))[4:] == ["68 B", "all 1 (stored values)"]
-    quantised = torch.quantize_per_tensor(torch.tensor([0.0, 1.0]), 0.5, 0, torch.quint8)
-    assert row(raw(x=quantised))[5] == "0 .. 1, mean 0.5 (dequantised)"
 
-
-def test_leaves_without_values():
-    """A leaf that only stands for values would raise, or show values that nobody has."""
-    with FakeTensorMode():
-        fake = TensorDict({"x": torch.zeros(3)})
-        inside = row(fake)
-    assert row(fake) == inside == ["x FakeTensor", "[3]", "float32", "cpu", "12 B", ""]
-    assert row(raw(x=nn.UninitializedParameter()))[1:] == ["not initialised", "float32", "cpu", "", ""]
+    for layout in (torch.strided, torch.jagged):
+        shown = row(raw(x=torch.nested.nested_tensor(parts, layout=layout)))
+        assert shown[1:] == ["[2, -1, 3]", "float32", "cpu", "72 B", ""]
 
 
 def test_under_transforms():
-    """A tree could not be looked at inside vmap, grad or an inference block, or under another default device."""
+    """A tree can be looked at inside vmap, grad, fake and inference blocks, or under another default device."""
     tree = TensorDict({"x": torch.arange(6.0).reshape(3, 2)}, [3])
     seen = []
 
@@ -247,10 +193,11 @@ def test_under_transforms():
         seen.append(row(tree * 2))
     with torch.device("meta"):
         seen.append(row(raw(x=torch.zeros(1, device="cpu").expand(100_000))))
+    with FakeTensorMode():
+        seen.append(row(TensorDict({"x": torch.zeros(3)})))
 
-    assert [cells[0] for cells in seen] == ["x vmapped", "x in a transform, requires grad", "x", "x expanded"]
-    assert [cells[1] for cells in seen] == ["[2]", "[3, 2]", "[3, 2]", "[100000]"]
-    assert [cells[5] for cells in seen] == ["", "", "0 .. 10, mean 5", "all 0 (sample)"]
+    assert [cells[1] for cells in seen] == ["[2]", "[3, 2]", "[3, 2]", "[100000]", "[3]"]
+    assert [cells[5] for cells in seen] == ["", "", "0 .. 10, mean 5", "all 0 (of the first 16,384)", ""]
 
 
 class Bad:
@@ -260,64 +207,39 @@ class Bad:
         raise ValueError("no")
 
 
-class Long:
-    """An object with a long text."""
-
-    def __repr__(self):
-        return "long " * 100_000
-
-
-@pytest.mark.parametrize("value", [Bad(), Long(), [Bad()], "x" * 10**7, list(range(10**6)), {"a": {"b": [1] * 1000}}])
+@pytest.mark.parametrize("value", [Bad(), [Bad()], "x" * 10**7, list(range(10**6)), {"a": {"b": [1] * 1000}}])
 def test_values_of_any_size(value):
-    """A value whose repr raises would take the page with it; a long one would fill the notebook."""
+    """A value whose repr raises is shown as such, and a long one is cut."""
     text = raw(x=NonTensorData(value), y=value)._repr_html_()
 
     Page(text)
-    assert len(text) < 5000
+    assert len(text) < 6000
 
 
-# -- classes of trees -------------------------------------------------------------------------------------------
-
-
-def test_typed_trees():
-    """A typed tree would not show its class, or hide a field that is None."""
+def test_classes_of_trees():
+    """Typed trees show their class, lazy stacks their ragged dimensions, and lists of values their first ones."""
 
     class Sample(TensorClass):
         image: Tensor
         source: str = "camera"
-        box: Tensor | None = None
 
-    page = Page(Sample(torch.zeros(4, 2), batch_size=[4])._repr_html_())
+    typed = Page(Sample(torch.zeros(4, 2), batch_size=[4])._repr_html_())
+    stack = lazy_stack([TensorDict({"x": torch.arange(n), "in": {"y": torch.zeros(n, 2)}}, [n]) for n in (2, 3)])
+    ragged = Page(stack._repr_html_())
 
-    assert page.headings == ["Sample batch [4] · 1 leaf, 32 B"]
-    assert [cells[:2] for cells in page.rows[1:]] == [["image", "[4, 2]"], ["source str", "'camera'"], ["box", "None"]]
-
-
-def test_lazy_stacks():
-    """A ragged stack would not say where it is ragged, along which dimension, or which keys some trees lack."""
-    stack = lazy_stack(
-        [TensorDict({"x": torch.arange(n), "s": "a", "in": {"y": torch.zeros(n, 2)}}, [n]) for n in (2, 3)]
-    )
-    stack = torch.cat([stack, lazy_stack([TensorDict({"x": torch.zeros(1).long(), "z": torch.zeros(1)}, [1])])])
-
-    page = Page(stack._repr_html_())
-
-    assert page.headings[0] == "LazyStack batch [3, -1] · stacked along dimension 0 · 6 leaves, 92 B"
-    cells = {row[0]: row[1:] for row in page.rows}
-    assert cells["x"] == ["3 x [-1]", "int64", "cpu", "48 B", "0 .. 2, mean 0.6667"]
-    assert cells["z"] == ["in trees [2]"]
-    assert cells["s"] == ["in trees [0, 1]"]
-
-
-def test_nontensor_stacks():
-    """The values of a batch would not be shown, or all of them would."""
-    cells = row(TensorDict({"x": [f"w{i}" for i in range(100)]}, [100]))
-
-    assert cells == ["x list", "[100] values: 'w0', 'w1', 'w2', 'w3', 'w4', 'w5', ..."]
+    assert typed.headings == ["Sample batch [4] · 1 leaf, 32 B"]
+    assert [cells[:2] for cells in typed.rows[1:]] == [["image", "[4, 2]"], ["source str", "'camera'"]]
+    assert ragged.headings[0] == "LazyStack batch [2, -1] · stacked along dimension 0 · 4 leaves, 80 B"
+    cells = {row[0]: row[1:] for row in ragged.rows}
+    assert cells["x"] == ["2 x [-1]", "int64", "cpu", "40 B", ""]
+    assert cells["y"] == ["2 x [-1, 2]", "float32", "cpu", "40 B", ""]
+    assert row(TensorDict({"x": [f"w{i}" for i in range(100)]}, [100])) == [
+        "x list", "[100] values: 'w0', 'w1', 'w2', 'w3', 'w4', 'w5', ..."
+    ]  # fmt: skip
 
 
 def test_ties_and_kinds():
-    """A tied leaf would look like two, count twice, or a buffer like a parameter."""
+    """A tied leaf names its other path and counts once, and a buffer is marked."""
     params = tdf.from_module(nn.Sequential(TiedLM(), nn.BatchNorm1d(3)))
     page = Page(params._repr_html_())
 
@@ -334,16 +256,14 @@ def test_ties_and_kinds():
 
 @pytest.mark.slow
 def test_many_entries():
-    """A tree of 100,000 leaves would take seconds and megabytes; what is left out would not be said."""
+    """A tree of 100,000 leaves takes bounded time and text, and counts what is left out."""
     flat = TensorDict({f"k{i}": torch.zeros(()) for i in range(100_000)})
     nested = TensorDict({f"a{i}": {f"b{j}": torch.zeros(()) for j in range(100)} for i in range(1000)})
     for tree, more in ((flat, "... 99,900 more"), (nested, "... 900 more")):
-        tree._repr_html_()
-
         start = time.process_time()
         text = tree._repr_html_()
 
-        # Far above what it takes; without bounds it would be minutes.
+        # Far above the time it takes; without bounds it would be minutes.
         assert time.process_time() - start < 5
         assert len(text) < 200_000
         page = Page(text)
@@ -352,34 +272,57 @@ def test_many_entries():
 
 
 def test_sub_trees_share_the_rows():
-    """The first sub-tree would take all rows, and the others be hidden."""
-    tree = TensorDict({f"block{i}": {f"k{j}": 0 for j in range(300)} for i in range(8)})
-
-    page = Page(tree._repr_html_())
-
-    assert len(page.headings) == 9
-    assert 300 < sum(re.match(r"k\d", cells[0]) is not None for cells in page.rows) <= 400 - 8
-    assert page.words.count("more") == 8
-
-
-def test_depth_is_bounded():
-    """A deep tree would overflow the stack, or never end."""
-    tree = TensorDict({"leaf": 1})
+    """The first sub-tree does not take the rows of the others, and a deep tree ends."""
+    wide = Page(TensorDict({f"block{i}": {f"k{j}": 0 for j in range(300)} for i in range(8)})._repr_html_())
+    deep = TensorDict({"leaf": 1})
     for _ in range(300):
-        tree = TensorDict({"k": tree})
+        deep = TensorDict({"k": deep})
+    page = Page(deep._repr_html_())
 
-    page = Page(tree._repr_html_())
-
+    assert len(wide.headings) == 9
+    assert 300 < len(wide.rows) <= 400 + 9
+    assert wide.words.count("more") == 8
     assert len(page.headings) == 25
     assert "... 1 more" in page.words
     assert "1 leaf" in page.headings[0]
 
 
-def test_large_leaves_are_sampled():
-    """A leaf of 10 GB would be read whole; the reader would not know that the numbers are of a sample."""
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=3).filter(lambda s: np.prod(s) < 300_000), st.booleans())
+def test_first_elements(sizes, transposed):
+    """Of a large leaf at most 16,384 elements are read, in order if it is contiguous; of others all."""
+    leaf = torch.arange(torch.Size(sizes).numel()).reshape(sizes)
+    leaf = leaf.transpose(0, -1) if transposed else leaf
+
+    found = _first(leaf)
+
+    assert min(leaf.numel(), 1 << 14) // 2 <= len(found) <= 1 << 14
+    assert torch.equal(found, leaf.reshape(-1)[: len(found)]) or transposed
+
+
+def test_large_leaves_are_not_read_whole():
+    """A leaf of 12 GB shows the values of its first elements and says so."""
     ramp = torch.arange(1000.0)[:, None].expand(1000, 3_000_000)
 
-    assert row(TensorDict({"x": ramp}))[4:] == ["12.0 GB", "0 .. 999, mean 499.5 (sample)"]
-    exact = torch.zeros(1 << 14)
-    exact[12345] = 7
-    assert row(TensorDict({"x": exact}))[5] == f"0 .. 7, mean {7 / (1 << 14):.4g}"
+    assert row(TensorDict({"x": ramp}))[4:] == ["12.0 GB", "all 0 (of the first 16,384)"]
+
+
+# -- words ------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 10**18))
+def test_bytes_text(size):
+    """A size is given in the unit that gives it three digits."""
+    number, unit = bytes_text(size).split(" ")
+
+    power = ["B", "kB", "MB", "GB", "TB", "PB"].index(unit)
+    assert float(number) * 1000**power == pytest.approx(size, rel=0.006)
+    assert len(number.replace(".", "")) <= 3 or unit == "PB"
+
+
+def test_words():
+    """Counts, kinds and long texts."""
+    assert [count_text(n, "leaf") for n in (0, 1, 2000)] == ["0 leaves", "1 leaf", "2,000 leaves"]
+    assert [kind_text(kind) for kind in (None, *Kind)] == [
+        "", "parameter", "buffer", "buffer, not saved", "extra state"
+    ]  # fmt: skip
+    assert printable("a" * 300) == "a" * 60 + "..." + "a" * 30 + " (300 characters)"

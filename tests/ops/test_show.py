@@ -45,29 +45,15 @@ def nested_class(tree, base):
     ],
 )
 def test_trees_print_as_theirs(make):
-    """A reader of tensordict's output, or a doctest of it, would find another form."""
+    """`repr` has tensordict's form."""
     ours, theirs = both(make)
 
     assert repr(ours) == repr(theirs)
 
 
-def test_where_repr_differs():
-    """docs/differences.md would say something of `repr` that is not so."""
-    shared = {"a": torch.zeros(3).share_memory_()}
-    assert "is_shared=True)" in repr(TensorDict(shared)).splitlines()[-1]
-    assert "is_shared=False)" in repr(Incumbent(shared)).splitlines()[-1]
-    assert "names=['t'])" in repr(TensorDict({}, [3], names=["t"]))
-    assert "names" not in repr(Incumbent({}, [3], names=["t"]))
-    words = {"l": ["a", "b"]}
-    assert "l: NonTensorStack(['a', 'b'], batch_size=torch.Size([2]), device=None)" in repr(TensorDict(words, [2]))
-    assert "NonTensorStack(\n" in repr(Incumbent(words, [2]))
-    assert "data=word, batch_size=torch.Size([]), device=None)" in repr(TensorDict({"s": "word"}, device="cpu"))
-    assert "data=word, batch_size=torch.Size([]), device=cpu)" in repr(Incumbent({"s": "word"}, device="cpu"))
-
-
 @given(trees())
 def test_completions_are_keys(tree):
-    """A prompt would offer a key that is not there, or leave one out."""
+    """A prompt is offered every key once, nested ones too."""
     offered = tree._ipython_key_completions_()
 
     assert len(offered) == len(set(offered))
@@ -75,7 +61,7 @@ def test_completions_are_keys(tree):
 
 
 def test_completions_are_bounded():
-    """A tab in a prompt would wait for a tree of any size; sub-trees would hide the keys beside them."""
+    """A prompt is offered the first 10,000 keys, those of the upper levels first."""
     tree = TensorDict({"many": {f"k{i}": 0 for i in range(20_000)}, "last": 1})
 
     offered = tree._ipython_key_completions_()
@@ -96,7 +82,7 @@ def test_completions_are_bounded():
     ],
 )
 def test_ipython_completes(text, found):
-    """IPython would not take the completions as they are given."""
+    """IPython completes the keys."""
 
     class Sample(TensorClass):
         image: Tensor
@@ -115,7 +101,7 @@ def test_ipython_completes(text, found):
 
 
 def test_dir_lists_what_can_be_called():
-    """`dir` and tab would show tdfunc's helpers, or hide a field, a method or a name of the user's own."""
+    """`dir` lists fields, methods and names of the user's own, without tdfunc's helpers."""
 
     class Sample(TensorClass):
         image: Tensor
@@ -131,7 +117,7 @@ def test_dir_lists_what_can_be_called():
     listed = dir(Sample(torch.zeros(2)))
 
     assert {"image", "box", "_mine", "flat", "batch_size", "summary", "__getitem__"} <= set(listed)
-    assert not {"_data", "_map", "_get", "_fields", "_show_absent"} & set(listed)
+    assert not {"_data", "_map", "_get", "_fields", "_show_heading"} & set(listed)
     assert set(public(TensorDict)) <= set(dir(TensorDict({})))
     assert set(public(tdfunc.LazyStack)) <= set(dir(lazy_stack([TensorDict({})])))
 
@@ -139,18 +125,6 @@ def test_dir_lists_what_can_be_called():
 def public(cls):
     """Names of a class without an underscore."""
     return [name for name, _ in inspect.getmembers_static(cls) if not name.startswith("_")]
-
-
-def test_keys_that_cannot_be_printed():
-    """A line break in a key would look like another entry, and a lone surrogate makes print fail."""
-    td = TensorDict({"a\nb": torch.ones(1), "\ud800": torch.ones(1), "größe": torch.ones(1), "n": {"\0": 1}})
-
-    for text in (repr(td), repr(lazy_stack([td, td]))):
-        assert "a\\nb: " in text
-        assert "\\ud800: " in text
-        assert "größe: " in text
-        assert "\\x00: " in text
-        text.encode()
 
 
 class Broken:
@@ -163,22 +137,17 @@ class Loud:
         return "two\nlines\x1b[31m"
 
 
-def test_values_that_cannot_be_printed():
-    """A value's own text would end the printing of its tree, break its line or send codes to the terminal."""
-    tree = TensorDict({"a": Broken(), "b": Loud(), "c": NonTensorStack(Broken())})
-    typed = from_value(Loud())
-
-    for text in map(repr, (tree, lazy_stack([tree, tree]), typed)):
-        assert r"two\nlines\x1b[31m" in text
-        assert "\x1b" not in text
-    assert "a: <Broken: its repr raises RuntimeError>" in repr(tree)
-    assert "its repr raises RuntimeError>" in repr(lazy_stack([tree, tree]))
-
-
-def from_value(value):
-    """A typed tree that holds it."""
+def test_keys_and_values_that_cannot_be_printed():
+    """Line breaks, control characters and lone surrogates are escaped, and a repr that raises is named."""
 
     class Holder(TensorClass):
         value: Any
 
-    return Holder(value)
+    tree = TensorDict({"a\nb": Broken(), "\ud800": Loud(), "größe": NonTensorStack(Broken()), "n": {"\0": 1}})
+
+    for text in map(repr, (tree, lazy_stack([tree, tree]), TensorDict({"h": Holder(Loud())}))):
+        assert r"two\nlines\x1b[31m" in text
+        assert "\x1b" not in text
+        text.encode()
+    assert r"a\nb: <Broken: its repr raises RuntimeError>" in repr(tree)
+    assert all(f"{key}: " in repr(lazy_stack([tree, tree])) for key in (r"a\nb", r"\ud800", "größe", r"\x00"))

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tdfunc import AsyncSaver, CheckpointManager, TensorDict, init_ensemble, load, save
-from tdfunc.parallel.transfer import from_parcel, to_parcel
+from tdfunc.parallel.parcel import from_parcel, to_parcel
 from tdfunc.storage.disk.raw import raw_bytes, raw_view
 
 # torch counts a dimension of one element as contiguous whatever its stride is.

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.reliability import damage, hostile, loads
+from benchmarks.reliability.fuzz import mutate
+from benchmarks.reliability.targets import CHECKS, SEEDS
 from tdfunc import TensorDict, save
-from tests.reliability import damage, hostile, loads
-from tests.reliability.fuzz import mutate
-from tests.reliability.targets import CHECKS, SEEDS
 from tests.storage.trees import same_bytes
 
 HARMLESS = {"refused", "equal"}

@@ -1,56 +1,17 @@
-"""How trees print, show in a notebook and complete at a prompt."""
+"""The methods by which a tree prints, shows in a notebook and completes at a prompt."""
 
+from itertools import islice
 from typing import Any
-
-from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.keys import FilterLike
-from tdfunc.core.shapes import shape_of
-from tdfunc.ops.cast import all_shared, is_shared
-from tdfunc.ops.display.facts import repr_of, walk_limited
+from tdfunc.core.types import Path
 from tdfunc.ops.display.html import render_html
 from tdfunc.ops.display.summary import Summary, summary
+from tdfunc.ops.display.text import tree_repr
 
-# A prompt shows no more, and waits for them.
+# Keys that a prompt is offered.
 COMPLETIONS = 10_000
-
-
-def describe_leaf(leaf: Any) -> str:
-    """Return the one-line form of a leaf."""
-    if not isinstance(leaf, Tensor):
-        return shown(repr_of(leaf))
-    name = type(leaf).__name__
-    shape = shape_of(leaf)
-    if shape is None:
-        return f"{name}(uninitialized, device={leaf.device}, dtype={leaf.dtype})"
-    return f"{name}(shape={shape}, device={leaf.device}, dtype={leaf.dtype}, is_shared={is_shared(leaf)})"
-
-
-def shown(text: str) -> str:
-    """Return text as it stands on one line: what would break it, move the cursor or not be encoded is escaped."""
-    return text if text.isprintable() else "".join([c if c.isprintable() else repr(c)[1:-1] for c in text])
-
-
-def render(tree: TensorCollection, indent: str = "") -> str:
-    """Return the multi-line form, keys sorted."""
-    lines: list[str] = []
-    for key in sorted(tree._keys()):
-        node = tree._get(key)
-        # A class with a form of its own gets to use it; the plain form is called directly, to save stack.
-        if isinstance(node, TensorCollection) and type(node).__repr__ is ShowMethods.__repr__:
-            text = render(node, indent=f"{indent}        ")
-        elif isinstance(node, TensorCollection):
-            text = repr(node).replace("\n", f"\n{indent}        ")
-        else:
-            text = describe_leaf(node)
-        lines.append(f"{indent}        {shown(key)}: {text}")
-    fields = ",\n".join(lines) or f"{indent}    "
-    names = f",\n{indent}    names={list(tree._names)}" if tree._names is not None else ""
-    return (
-        f"{type(tree).__name__}(\n{indent}    fields={{\n{fields}}},\n{indent}    batch_size={tree._batch_size},\n"
-        f"{indent}    device={tree._device},\n{indent}    is_shared={all_shared(tree)}{names})"
-    )
 
 
 class ShowMethods(TensorCollection):
@@ -59,7 +20,7 @@ class ShowMethods(TensorCollection):
     __slots__ = ()
 
     def __repr__(self) -> str:
-        return render(self)
+        return tree_repr(self)
 
     def _repr_html_(self) -> str:
         return render_html(self)
@@ -77,7 +38,6 @@ class ShowMethods(TensorCollection):
         Raises:
             ImportError: rich is not installed; the message names the extra that has it.
             FilterError: The filter matches no leaf.
-            ValueError: `depth` is no positive int.
 
         Examples:
             >>> params = TensorDict.from_module(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)))
@@ -88,20 +48,25 @@ class ShowMethods(TensorCollection):
         return summary(self, depth, where)
 
     def __dir__(self) -> list[str]:
-        # What a user can call. The helpers of tdfunc's own classes are left out; names of a subclass are its own.
+        # The private helpers of tdfunc's own classes are left out; those of a subclass are its own.
         own = {name for cls in type(self).__mro__ if cls.__module__.startswith("tdfunc.") for name in vars(cls)}
         return [name for name in object.__dir__(self) if name[:1] != "_" or name[:2] == "__" or name not in own]
 
     def _ipython_key_completions_(self) -> list[Any]:
-        """Return the keys, and the nested ones as tuples: IPython completes `td["a", "` from these."""
-        return [path[0] if len(path) == 1 else path for path in walk_limited(self, COMPLETIONS)]
-
-    # -- what a class of its own adds ---------------------------------------------------------------------------
+        """Return the first keys level by level, nested ones as tuples: IPython completes `td["a", "` from these."""
+        paths: list[Path] = []
+        level: list[tuple[Path, TensorCollection]] = [((), self)]
+        while level and len(paths) < COMPLETIONS:
+            deeper: list[tuple[Path, TensorCollection]] = []
+            for at, node in level:
+                for key in islice(node._keys(), COMPLETIONS - len(paths)):
+                    paths.append((*at, key))
+                    child = node._get(key)
+                    if isinstance(child, TensorCollection):
+                        deeper.append(((*at, key), child))
+            level = deeper
+        return [path[0] if len(path) == 1 else path for path in paths]
 
     def _show_heading(self) -> list[str]:
-        """Return what the heading says of a tree beside its batch size."""
+        """Return the parts of the HTML heading that a class of trees adds."""
         return []
-
-    def _show_absent(self) -> dict[str, str]:
-        """Return the keys that have no one value here, and what is said of them."""
-        return {}

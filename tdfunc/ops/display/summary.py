@@ -5,12 +5,12 @@ import shutil
 from collections.abc import Iterator
 from typing import Any, NamedTuple, final
 
-from tdfunc.core.collection import TensorCollection, iter_leaves
+from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import error
 from tdfunc.core.keys import Filter, FilterLike
 from tdfunc.core.nontensor import NonTensorBase
-from tdfunc.core.types import Kind, Path
-from tdfunc.ops.display.facts import (
+from tdfunc.core.types import Path
+from tdfunc.ops.display.text import (
     aliases,
     bytes_text,
     count_text,
@@ -19,14 +19,10 @@ from tdfunc.ops.display.facts import (
     kind_text,
     leaf_type,
     printable,
-    walk,
 )
-from tdfunc.ops.reading import kind_of
 from tdfunc.ops.structure import partition
 
 ROWS = 1000
-_FIXED: Any = {"overflow": "fold"}
-_NUMBER: Any = {"justify": "right", "no_wrap": True}
 
 
 class Row(NamedTuple):
@@ -37,9 +33,9 @@ class Row(NamedTuple):
     dtype: str
     device: str
     kind: str
-    leaves: int
-    elements: int
-    size_bytes: int
+    leaves: int = 0
+    elements: int = 0
+    size_bytes: int = 0
 
 
 @final
@@ -98,58 +94,39 @@ def summary(tree: TensorCollection, depth: int | None, where: "FilterLike | None
             "summary: the package rich is not installed.",
             hint="pip install 'tdfunc[cli]', or display the tree itself: it needs no other package.",
         ) from err
-    if depth is not None and (type(depth) is not int or depth < 1):
-        raise error(ValueError, "summary: depth counts keys.", expected="an int from 1, or None", got=repr(depth))
     title = f"{type(tree).__name__}, batch {list(tree._batch_size)}"
     if where is not None:
         tree = partition(tree, where)[0]
         title += f", where {where if isinstance(where, Filter) else repr(where)}"
-    rows = list(_rows(tree))
+    rows = list(_rows(tree, (), aliases(tree), set()))
     found = Summary(rows, Table(title=printable(title), title_justify="left", show_footer=True))
     _fill(found, rows if depth is None else _folded(rows, depth))
     return found
 
 
-def _rows(tree: TensorCollection) -> Iterator[Row]:
-    seen: set[int] = set()
-    tied = aliases(tree)
-    for path, node in walk(tree):
+def _rows(tree: TensorCollection, at: Path, tied: dict[Path, list[Path]], seen: set[int]) -> Iterator[Row]:
+    for key in tree._keys():
+        path, node = (*at, key), tree._get(key)
         if isinstance(node, TensorCollection):
-            yield Row(path, "", "", "", "empty tree", 0, 0, 0)
-            continue
-        if isinstance(node, NonTensorBase):
-            yield Row(path, f"{list(node.shape)}", leaf_type(node), "", "non-tensor", 0, 0, 0)
-            continue
-        parts = {id(part): part for part in flat(node)}
-        if seen.issuperset(parts):
-            others = [".".join(other) for other in tied.get(path, [])[:1]]
-            yield Row(path, "", "", "", f"tied to {others[0]}" if others else "seen above", 0, 0, 0)
-            continue
-        new = [part for key, part in parts.items() if key not in seen]
-        seen.update(parts)
-        yield _leaf_row(path, node, kind_of(tree, path), new)
-    # What only some trees of a lazy stack have, by the paths that `tree.paths()` gives.
-    for path, leaf in iter_leaves(tree):
-        if id(leaf) not in seen:
-            seen.add(id(leaf))
-            yield _leaf_row(path, leaf, None, [leaf])
-
-
-def _leaf_row(path: Path, node: Any, kind_of_leaf: Kind | None, parts: list[Any]) -> Row:
-    facts = facts_of(node)
-    kind = kind_text(kind_of_leaf) or ("tensor" if facts.type == "Tensor" else facts.type)
-    amounts = [facts if part is node else facts_of(part) for part in parts]
-    notes = "".join(f", {note}" for note in facts.notes)
-    return Row(
-        path,
-        facts.shape + notes,
-        facts.dtype,
-        facts.device,
-        kind,
-        len(parts) if facts.dtype else 0,
-        sum(part.elements or 0 for part in amounts),
-        sum(part.size_bytes or 0 for part in amounts),
-    )
+            if next(iter(node._keys()), None) is None:
+                yield Row(path, "", "", "", "empty tree")
+            yield from _rows(node, path, tied, seen)
+        elif isinstance(node, NonTensorBase):
+            yield Row(path, f"{list(node.shape)}", leaf_type(node), "", "non-tensor")
+        else:
+            parts = {id(part): part for part in flat(node)}
+            new = [part for each, part in parts.items() if each not in seen]
+            seen.update(parts)
+            if not new:
+                others = [".".join(other) for other in tied.get(path, [])[:1]]
+                yield Row(path, "", "", "", f"tied to {others[0]}" if others else "seen above")
+                continue
+            facts = facts_of(node)
+            amounts = facts if len(new) == 1 and new[0] is node else facts_of(tuple(new))
+            kind = kind_text(tree._kinds.get(key)) or ("tensor" if facts.type == "Tensor" else facts.type)
+            shape = ", ".join([facts.shape, *facts.notes])
+            totals = (len(new) if facts.dtype else 0, amounts.elements or 0, amounts.size_bytes or 0)
+            yield Row(path, shape, facts.dtype, facts.device, kind, *totals)
 
 
 def _folded(rows: list[Row], depth: int) -> list[Row]:
@@ -175,15 +152,14 @@ def _fill(found: Summary, rows: list[Row]) -> None:
     from rich.text import Text
 
     table = found.table
-    table.add_column("path", Text(count_text(found.leaves, "leaf")), **_FIXED)
+    table.add_column("path", Text(count_text(found.leaves, "leaf")), overflow="fold")
     for name in ("shape", "dtype", "device", "kind"):
-        table.add_column(name, **_FIXED)
-    table.add_column("elements", Text(f"{found.elements:,}"), **_NUMBER)
-    table.add_column("size", Text(bytes_text(found.size_bytes)), **_NUMBER)
+        table.add_column(name, overflow="fold")
+    for name, total in (("elements", f"{found.elements:,}"), ("size", bytes_text(found.size_bytes))):
+        table.add_column(name, Text(total), justify="right", no_wrap=True)
     for row in rows[:ROWS]:
         # Text, because rich reads a str such as "[red]" as markup.
-        name = ".".join(printable(key) for key in row.path)
-        cells = [name, row.shape, row.dtype, row.device, row.kind]
+        cells = [".".join(map(printable, row.path)), row.shape, row.dtype, row.device, row.kind]
         numbers = [f"{row.elements:,}", bytes_text(row.size_bytes)] if row.leaves else ["", ""]
         table.add_row(*map(Text, [*cells, *numbers]))
     if len(rows) > ROWS:

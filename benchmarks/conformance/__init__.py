@@ -1,0 +1,1 @@
+"""Runs of tdfunc beside tensordict, `torch.func` and `torch.optim`: `make conformance`."""

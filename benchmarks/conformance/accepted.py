@@ -1,0 +1,575 @@
+"""The ways in which tdfunc and tensordict may differ; docs/differences.md explains each under its heading."""
+
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.conformance.conditions import (
+    batch,
+    both_bare,
+    both_raise,
+    detail,
+    differs_bare_in,
+    differs_in,
+    elements_equal,
+    equal_but_empty_fields,
+    equal_but_words,
+    equal_unstacked,
+    equal_untyped,
+    equal_without,
+    given_to_each,
+    grads_as_alone,
+    has_dotted_key,
+    has_empty,
+    has_lazy,
+    has_no_elements,
+    has_scalar,
+    has_typed,
+    has_words,
+    indexed_as_torch,
+    is_bool,
+    is_ragged,
+    is_swapped,
+    learns,
+    named,
+    names_do_not_fit,
+    only_ours_raises,
+    only_theirs_raises,
+    reads,
+    returns_none,
+    takes_rows,
+    their_size,
+    their_trees_have_no_size,
+    theirs_says,
+    torch_refuses,
+)
+from benchmarks.conformance.random_cases import OPERATORS as OPERATOR_NAMES
+
+COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "xor")
+MADE = ("new_zeros", "new_ones", "new_full")
+REDUCTIONS = (
+    "sum", "mean", "prod", "amax", "amin", "std", "var", "all", "any", "min", "max", "nansum", "nanmean", "logsumexp",
+    "quantile", "cummax", "cummin", "norm",
+)  # fmt: skip
+
+
+class Accepted:
+    """A heading of the page, and the conditions under which a difference is the one that it explains.
+
+    `rare` is a program that meets it, for one that the slow test need not meet.
+    """
+
+    def __init__(self, heading: str, *conditions: Callable, rare: tuple | None = None):
+        self.heading, self.conditions, self.rare = heading, conditions, rare
+
+
+EMPTY = "Empty trees and sub-trees stay."
+CHECKED = "Calls are checked, whatever the tree holds."
+NODE = "Names belong to one node."
+NAMES = "Names survive what keeps the dimension."
+WORDS = "Non-tensor data follow every operation."
+CAST = "`stack` and `cat` never cast."
+KEYS = "Two trees have the same keys."
+DIMS = "Dimensions that do not exist raise."
+WHERE = "A condition has the dimensions of the batch."
+UNDER = "Nothing lies under a leaf."
+EXPAND = "`-1` in `expand` keeps a dimension."
+ZERO = "Batches of size 0."
+OPERATORS = "All operators, with the tree on either side."
+REDUCE = "Reductions over features and nested batches."
+PROMOTE = "Promotion follows torch."
+FEATURES = "Leaves of two trees have the same number of features."
+NUMBERS = "Numbers are expanded."
+MOVE = "Moving an entry under itself."
+ORDER = "Order of keys."
+FLATTEN = "The batch size after `flatten` and `unflatten`."
+
+PAD = "`pad` alters no value."
+TORCH = "Errors of torch are raised."
+REARRANGE = "Rearranging follows torch."
+
+# Not a condition but a check: `explain_kinds` compares with dense and open trees in both libraries instead.
+KINDS = Accepted("Lazy stacks and typed trees compute what dense and open ones do.")
+
+TUPLE = "A key of a lazy stack is a tuple."
+ONE_SHAPE = "What needs one shape raises."
+NO_TREE = "An index that leaves no tree raises."
+FIELDS = "A typed tree has its fields only."
+LENGTH = "`len` and `numel` follow torch."
+ROWS = "Rows fit the tree."
+GRAD = "Each leaf requires grad as it would alone."
+
+STATE = "State dicts hold any key."
+SOME = "Keys that only some trees have."
+RAGGED = "Ragged trees."
+
+# How a tree with lazy stacks or typed trees may differ from the dense and open one; ragged ones from tensordict's.
+OF_KINDS = (
+    Accepted(ROWS, has_lazy, named("at_number"), only_theirs_raises("the rows for"), rare=("kinds", 100, 474)),
+    Accepted(
+        RAGGED,
+        is_ragged,
+        named("at_mul", "at_add", "at_number"),
+        detail(is_bool),
+        differs_in("value"),
+        rare=("program", 201, 336),
+    ),
+    Accepted(RAGGED, has_lazy, named("stack", "cat"), only_theirs_raises("torch.", "shape"), rare=("kinds", 201, 2682)),
+    Accepted(RAGGED, is_ragged, named("numel"), differs_in("value"), rare=("kinds", 202, 4528)),
+    Accepted(
+        RAGGED,
+        is_ragged,
+        named(*OPERATOR_NAMES),
+        differs_in("names", "size", "shape", "dtype", "value", "class"),
+        rare=("program", 202, 219),
+    ),
+    Accepted(ONE_SHAPE, has_lazy, only_ours_raises("a lazy stack has no one shape")),
+    Accepted(
+        ONE_SHAPE,
+        has_lazy,
+        named("stack_tensors", "cat_tensors"),
+        only_ours_raises("dense() makes one tree of a lazy stack"),
+        rare=("program", 602, 3567),
+    ),
+    Accepted(
+        REARRANGE,
+        is_ragged,
+        named("swapaxes", "transpose", "torch.transpose"),
+        is_swapped,
+        rare=("program", 706, 3824),
+    ),
+    Accepted(NO_TREE, has_lazy, only_ours_raises("keeps one tree at least")),
+    Accepted(FIELDS, has_typed, only_ours_raises("has no field")),
+    Accepted(FIELDS, has_typed, named("delete", "pop"), only_ours_raises("no key"), rare=("program", 201, 191)),
+    Accepted(
+        TUPLE,
+        has_lazy,
+        named("set"),
+        only_ours_raises("one for each tree", "leading dimensions"),
+        rare=("kinds", 201, 861),
+    ),
+    Accepted(TUPLE, has_lazy, equal_unstacked),
+    Accepted(TUPLE, has_lazy, has_words, reads, equal_but_words, rare=("kinds", 201, 1547)),
+    Accepted(SOME, has_lazy, equal_without("empty", "names"), rare=("kinds", 711, 1174)),
+    Accepted(
+        SOME,
+        has_lazy,
+        named("stack", "cat"),
+        only_theirs_raises("sets of keys", "different keys"),
+        rare=("kinds", 201, 3915),
+    ),
+    Accepted(TUPLE, has_lazy, named("flatten_keys"), differs_in("keys"), rare=("kinds", 201, 2878)),
+    Accepted(
+        RAGGED,
+        is_ragged,
+        only_ours_raises(
+            "is ragged",
+            "cannot be expanded",
+            "does not fit the batch of the tree",
+            "is broadcast against",
+            "does not fit the batch",
+            "one for each tree",
+        ),
+        rare=("kinds", 201, 5126),
+    ),
+    Accepted(
+        RAGGED,
+        is_ragged,
+        named("index"),
+        detail(has_scalar),
+        differs_in("names", "size", "shape", "value", "class", "count"),
+        rare=("kinds", 202, 7617),
+    ),
+    Accepted(
+        RAGGED,
+        is_ragged,
+        named("index"),
+        takes_rows,
+        indexed_as_torch,
+        differs_in("names", "size", "shape", "value"),
+        rare=("kinds", 707, 10264),
+    ),
+    Accepted(RAGGED, is_ragged, named("where"), differs_in("dtype", "shape"), rare=("kinds", 713, 26777)),
+    Accepted(RAGGED, is_ragged, only_theirs_raises()),
+    Accepted(RAGGED, is_ragged, both_raise, rare=("program", 201, 805)),
+    Accepted(RAGGED, is_ragged, both_bare, rare=("kinds", 201, 5231)),
+    Accepted(
+        RAGGED,
+        is_ragged,
+        named("set"),
+        detail(lambda d: d[1] == "text"),
+        differs_in("value", "class"),
+        rare=("program", 201, 1032),
+    ),
+    Accepted(TUPLE, has_lazy, named("set"), given_to_each, rare=("kinds", 401, 6576)),
+    Accepted(
+        FIELDS,
+        is_ragged,
+        has_typed,
+        named("to_dict", "to_namedtuple"),
+        equal_but_empty_fields,
+        rare=("kinds", 401, 7819),
+    ),
+    Accepted(RAGGED, is_ragged, their_trees_have_no_size, rare=("program", 707, 218)),
+    Accepted(EMPTY, is_ragged, named("to_namedtuple"), equal_but_empty_fields, rare=("program", 5, 247)),
+    Accepted(RAGGED, is_ragged, elements_equal, rare=("program", 401, 1205)),
+    Accepted(
+        SOME,
+        is_ragged,
+        named("delete", "pop"),
+        only_ours_raises("no key", "not in all trees"),
+        rare=("program", 402, 8795),
+    ),
+    Accepted(
+        RAGGED,
+        is_ragged,
+        named("std", "var", "mean"),
+        only_ours_raises("only support floating point", "could not infer output dtype"),
+        rare=("program", 501, 5369),
+    ),
+    Accepted(
+        SOME,
+        has_lazy,
+        named("stack_tensors", "cat_tensors"),
+        only_theirs_raises("different keys"),
+        rare=("program", 403, 1329),
+    ),
+)
+
+ACCEPTED = (
+    Accepted(
+        WORDS,
+        has_words,
+        named("split"),
+        differs_in("class"),
+        equal_without("words", "names"),
+        rare=("kinds", 100, 1432),
+    ),
+    Accepted(
+        FLATTEN,
+        named("flatten"),
+        batch(lambda size, d: size == ()),
+        differs_in("shape", "size", "value"),
+        rare=("case", 302, 11405),
+    ),
+    Accepted(
+        NUMBERS,
+        named("set"),
+        detail(lambda d: isinstance(d[1], list)),
+        differs_in("class"),
+        rare=("case", 302, 8898),
+    ),
+    Accepted(NAMES, only_theirs_raises("refine_names"), rare=("program", 201, 284)),
+    Accepted(
+        LENGTH,
+        named("numel"),
+        only_ours_raises("has no length"),
+        batch(lambda size, d: size == ()),
+        rare=("case", 201, 2),
+    ),
+    Accepted(LENGTH, named("numel"), batch(lambda size, d: 0 in size), differs_in("value"), rare=("case", 201, 6343)),
+    Accepted(ROWS, named("at_number", "at_mul", "at_add", "at_set"), only_theirs_raises("Index put requires")),
+    Accepted(ROWS, named("at_number", "at_mul", "at_add", "at_set"), only_ours_raises("the rows")),
+    Accepted(
+        CHECKED,
+        named("at_number", "at_mul", "at_add", "at_set"),
+        only_ours_raises("out of range", "too many"),
+        rare=("case", 201, 2835),
+    ),
+    Accepted(GRAD, learns, grads_as_alone),
+    Accepted(TORCH, named("clamp_min", "clamp_max"), learns, differs_bare_in("value", "grad"), rare=("case", 201, 464)),
+    Accepted(GRAD, learns, only_theirs_raises("Autograd not support dtype"), rare=("case", 201, 2915)),
+    Accepted(EMPTY, returns_none),
+    Accepted(EMPTY, both_bare),
+    Accepted(WORDS, named("at_number"), has_words, equal_without("words", "names"), rare=("case", 201, 673)),
+    Accepted(EMPTY, equal_without("empty")),
+    Accepted(
+        EMPTY,
+        named("auto_batch_size", "auto_batch_dims"),
+        has_empty,
+        differs_in("size", "names", "value"),
+        rare=("case", 201, 333),
+    ),
+    Accepted(EMPTY, only_theirs_raises("at least one tensor", "call_on_nested=True", 'arguments: "dim"')),
+    Accepted(CHECKED, named("index", "reshape", "view"), only_ours_raises(), torch_refuses),
+    Accepted(CHECKED, named("cat_tensors"), only_ours_raises("batch sizes differ"), rare=("case", 711, 21110)),
+    Accepted(CHECKED, named("narrow"), only_ours_raises("do not exist"), rare=("case", 201, 743)),
+    Accepted(CHECKED, named("rot90"), only_ours_raises("given twice"), rare=("case", 201, 929)),
+    Accepted(
+        WORDS,
+        has_words,
+        named("narrow", "roll", "flip", "torch.flip", "torch.roll", "broadcast_to", "tensor_split", "repeat", "rot90"),
+        equal_without("words", "names"),
+        rare=("case", 201, 5106),
+    ),
+    Accepted(
+        TORCH,
+        named("clamp_min", "clamp_max"),
+        only_ours_raises("must match", "not implemented for"),
+        rare=("kinds", 201, 2713),
+    ),
+    Accepted(
+        UNDER,
+        named("split_keys", "split_keys_loose"),
+        only_theirs_raises("Expected a TensorDictBase"),
+        rare=("case", 201, 3614),
+    ),
+    Accepted(
+        WORDS, has_words, named("empty_recurse", *MADE), equal_without("words", "names"), rare=("case", 201, 3399)
+    ),
+    Accepted(REARRANGE, named("atleast_3d"), differs_in("size", "shape", "names", "value")),
+    Accepted(REARRANGE, named("roll"), detail(lambda d: d[1] < 0), differs_in("value"), rare=("case", 201, 162)),
+    Accepted(
+        REARRANGE,
+        named("roll"),
+        detail(lambda d: d[1] < 0),
+        has_words,
+        differs_in("value", "class"),
+        rare=("case", 202, 7021),
+    ),
+    Accepted(
+        REARRANGE, named("tensor_split"), only_theirs_raises("non-negative", "split_sizes"), rare=("case", 201, 1542)
+    ),
+    Accepted(REARRANGE, named("tensor_split"), differs_in("size", "class"), rare=("case", 201, 1989)),
+    Accepted(
+        CHECKED, named("rename_key", "unflatten_keys"), only_ours_raises("leading dimensions"), rare=("case", 201, 5605)
+    ),
+    Accepted(CHECKED, named("split"), only_ours_raises("must add up"), rare=("program", 201, 522)),
+    Accepted(NODE, named("get", "getitem", "pop", "items"), equal_without("names"), rare=("case", 201, 1113)),
+    Accepted(
+        NODE,
+        named("stack_tensors", "cat_tensors"),
+        only_theirs_raises("refine_names", "non-unique"),
+        rare=("kinds", 201, 3253),
+    ),
+    Accepted(
+        NAMES,
+        named(
+            "update",
+            "masked_select",
+            "flatten",
+            "reshape",
+            "view",
+            "torch.flatten",
+            "torch.reshape",
+            "torch.masked_select",
+        ),
+        equal_without("names"),
+    ),
+    Accepted(NAMES, named("pad", "broadcast_to", "cummax", "cummin", "logsumexp", *MADE), equal_without("names")),
+    Accepted(NAMES, named(*COMPARISONS), equal_without("names")),
+    Accepted(NAMES, named(*REDUCTIONS), detail(lambda d: bool(d[1])), equal_without("names"), rare=("case", 201, 2765)),
+    Accepted(NAMES, named("index"), takes_rows, equal_without("names")),
+    Accepted(
+        WORDS,
+        has_words,
+        named("gather", "unflatten", "rename_key", "reshape", "view", "flatten"),
+        equal_without("words", "names"),
+        rare=("case", 201, 1824),
+    ),
+    Accepted(
+        WORDS, named("construct"), only_theirs_raises("incompatible with the batch-size"), rare=("case", 202, 6455)
+    ),
+    Accepted(WORDS, has_words, named("index", *COMPARISONS, *REDUCTIONS), equal_without("words", "names")),
+    Accepted(WORDS, has_words, named("squeeze_all"), equal_without("words"), rare=("program", 701, 38041)),
+    Accepted(
+        WORDS,
+        has_words,
+        only_theirs_raises("maximum recursion", "items cannot be empty", "not enough values"),
+        rare=("case", 201, 1689),
+    ),
+    Accepted(
+        WORDS,
+        has_words,
+        only_theirs_raises(
+            "lazy stack",
+            "lazy TD",
+            "stack_dim",
+            "non-unique data",
+            "Invalid indexing",
+            "scalar False mask",
+            "list index out of range",
+            "Incompatible dim",
+            "'str'",
+            "Unexpected result type",
+            "too big for batch size",
+            "must equate the tensordict batch_dims",
+        ),
+        rare=("case", 201, 8195),
+    ),
+    Accepted(WORDS, has_words, only_ours_raises("has a value for each row"), rare=("case", 202, 8343)),
+    Accepted(
+        CAST,
+        named("stack", "cat", "stack_tensors", "cat_tensors"),
+        only_ours_raises("torch."),
+        rare=("case", 201, 1446),
+    ),
+    Accepted(KEYS, only_ours_raises("different keys", " in one tree and "), rare=("case", 201, 899)),
+    Accepted(
+        DIMS,
+        named(
+            "cat",
+            "flatten",
+            "roll",
+            "torch.roll",
+            "torch.flip",
+            "torch.flatten",
+            "rot90",
+            "flip",
+            "repeat_interleave",
+            "stack_tensors",
+            "cat_tensors",
+        ),
+        only_ours_raises("does not exist"),
+    ),
+    Accepted(
+        DIMS,
+        named("permute"),
+        only_ours_raises("exactly once"),
+        batch(lambda size, d: len(d) != len(size)),
+        rare=("case", 201, 301),
+    ),
+    Accepted(WHERE, named("where"), only_ours_raises("where: the condition")),
+    Accepted(UNDER, named("get", "exclude"), only_theirs_raises("Expected a TensorDictBase", "_exclude")),
+    Accepted(CHECKED, named("unflatten_keys"), equal_without("sizes", "words"), rare=("case", 201, 3698)),
+    Accepted(
+        UNDER, named("set", "rename_key", "replace", "at_key"), only_ours_raises("is a leaf"), rare=("case", 201, 2613)
+    ),
+    Accepted(
+        UNDER, named("unflatten_keys"), has_words, only_ours_raises("another key has taken"), rare=("kinds", 201, 9403)
+    ),
+    Accepted(EXPAND, named("expand"), only_theirs_raises(), detail(lambda d: -1 in d)),
+    Accepted(
+        ZERO,
+        named("chunk", "split", "torch.chunk", "torch.split"),
+        has_no_elements,
+        only_theirs_raises("split_size must be"),
+    ),
+    Accepted(ZERO, named("gather"), only_theirs_raises("empty index")),
+    Accepted(
+        ZERO,
+        named("reshape", "view", "torch.reshape"),
+        has_no_elements,
+        only_theirs_raises("invalid"),
+        rare=("case", 201, 2276),
+    ),
+    Accepted(
+        ZERO,
+        named("reshape", "view", "torch.reshape"),
+        has_no_elements,
+        their_size(lambda size: 0 not in size),
+        rare=("kinds", 202, 4883),
+    ),
+    Accepted(REARRANGE, named("torch.roll"), detail(lambda d: d[0] < 0), differs_in("value"), rare=("case", 201, 5518)),
+    Accepted(ROWS, named("at_number"), only_theirs_raises("indexed destination"), rare=("case", 201, 2197)),
+    Accepted(WORDS, has_words, reads, equal_but_words, rare=("case", 201, 8446)),
+    Accepted(
+        STATE,
+        named("state_dict"),
+        only_theirs_raises("Cannot load state-dict"),
+        has_dotted_key,
+        rare=("case", 201, 8736),
+    ),
+    Accepted(ZERO, named("squeeze_all"), only_theirs_raises("view()", "not enough values"), rare=("case", 201, 271)),
+    Accepted(OPERATORS, named("floordiv", "mod", "pow"), only_theirs_raises("unsupported operand", "'mod'", "rpow")),
+    Accepted(REDUCE, named(*REDUCTIONS), only_theirs_raises("dim='feature'", "'<' not supp", "is invalid for")),
+    Accepted(REDUCE, named(*REDUCTIONS), differs_in("size", "shape", "names"), rare=("case", 201, 867)),
+    Accepted(
+        REDUCE,
+        named(*REDUCTIONS),
+        has_words,
+        lambda case, ours, theirs: (
+            equal_without("words", "names", "sizes")(case, ours, theirs)
+            or (case.detail[1] and differs_in("size", "shape", "names", "value")(case, ours, theirs))
+        ),
+        rare=("case", 201, 1077),
+    ),
+    Accepted(
+        PROMOTE,
+        detail(lambda d: isinstance(d, torch.Tensor) and d.dim() == 0),
+        differs_bare_in("dtype", "value"),
+        rare=("case", 202, 6775),
+    ),
+    Accepted(FEATURES, only_ours_raises("another number of features"), rare=("kinds", 201, 3150)),
+    Accepted(
+        NUMBERS,
+        named("set"),
+        detail(lambda d: isinstance(d[1], int | float | complex)),
+        only_theirs_raises("dimension"),
+    ),
+    Accepted(
+        NUMBERS,
+        named("set"),
+        detail(lambda d: isinstance(d[1], list)),
+        theirs_says("'shape'"),
+        rare=("program", 201, 1870),
+    ),
+    Accepted(
+        MOVE, named("rename_key"), detail(lambda d: d[1][:1] == (d[0],)), differs_in("keys"), rare=("case", 201, 715)
+    ),
+    Accepted(
+        MOVE,
+        named("rename_key"),
+        detail(lambda d: d[1][:1] == (d[0],)),
+        only_theirs_raises("already present", "for NonTensorData"),
+        rare=("case", 201, 63),
+    ),
+    Accepted(ORDER, named("rename_key", "select", "unflatten_keys"), differs_in("order")),
+    Accepted(FLATTEN, named("unflatten"), differs_in("size", "names", "value"), their_size(lambda size: -1 in size)),
+    Accepted(
+        FLATTEN,
+        named("flatten"),
+        batch(lambda size, d: size == ()),
+        only_theirs_raises("Incompatible end_dim", "cannot come after"),
+        rare=("case", 201, 674),
+    ),
+    # A tree with typed ones inside is given to the constructor, and no input of the case.
+    Accepted(KINDS.heading, named("construct"), equal_untyped, rare=("kinds", 402, 10448)),
+    Accepted(
+        WORDS,
+        has_words,
+        named("at_number"),
+        theirs_says("Cannot update a NonTensorDataBase"),
+        rare=("program", 401, 127),
+    ),
+    Accepted(
+        WORDS,
+        has_words,
+        both_raise,
+        theirs_says("list index out of range", "Invalid indexing"),
+        rare=("program", 401, 1245),
+    ),
+    Accepted(
+        NUMBERS,
+        named("set"),
+        detail(lambda d: isinstance(d[1], complex)),
+        differs_in("class"),
+        rare=("program", 401, 1237),
+    ),
+    Accepted(NAMES, names_do_not_fit, equal_without("names"), rare=("program", 402, 1701)),
+    Accepted(
+        PROMOTE,
+        detail(lambda d: isinstance(d, torch.Tensor) and d.dim() == 0),
+        learns,
+        differs_bare_in("dtype", "value", "grad"),
+        rare=("kinds", 403, 50678),
+    ),
+    Accepted(
+        WORDS,
+        named("auto_batch_size", "auto_batch_dims"),
+        has_words,
+        differs_in("names", "size", "class"),
+        rare=("program", 501, 7674),
+    ),
+    Accepted(PAD, named("pad"), only_ours_raises("would be altered")),
+    Accepted(ZERO, named("at_number"), has_no_elements, only_theirs_raises("tuple index"), rare=("program", 707, 2649)),
+    Accepted(CHECKED, named("gather"), has_words, only_ours_raises("is empty"), rare=("kinds", 402, 9367)),
+    Accepted(
+        REARRANGE,
+        named("torch.roll"),
+        detail(lambda d: d[0] < 0),
+        has_words,
+        differs_in("value", "class"),
+        rare=("case", 402, 47693),
+    ),
+)

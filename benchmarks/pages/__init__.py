@@ -1,0 +1,1 @@
+"""Writers of the pages of docs/ that hold tables and lists of names: `make pages`."""

@@ -1,0 +1,331 @@
+"""The page docs/operations.md: every public name of tensordict and its counterpart here.
+
+What is supported under the same name is found in the classes; of every other name the table below says what to write
+instead, or why there is nothing. test_operations.py compares the tables with both libraries.
+"""
+
+import inspect
+from pathlib import Path
+
+import tdfunc
+from tdfunc import LazyStack, TensorClass, TensorDict
+from tests.incumbent import Incumbent, tensordict
+
+PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
+
+_FORMAT = "absent: a file format of another library; read it there and call `TensorDict.from_dict`"
+_DTYPE = "`td.to(torch.{})`"
+_LOCK = "absent: a tree is never written to, so there is nothing to lock"
+_WHOLE = "absent: a folder is written as a whole, `td.set(key, value).memmap(path)`"
+_STORE = "absent: trees in a key-value server; `td.memmap(path)` shares one through files"
+_ARCHIVE = "absent: `tdfunc.save(td, path)` writes one file with checksums"
+_DISTRIBUTED = "planned: comes with the distributed part"
+_QUANTIZED = "absent: torch has deprecated quantized dtypes"
+_STATE = "absent: no process-wide switches"
+_INTERNAL = "absent: not an operation, an internal of tensordict"
+_GATHERED = "`torch.stack(list(td.values()), dim)` or `torch.cat(...)`, in the order of the keys"
+
+# Names of TensorDict that are spelled otherwise here, or absent.
+METHODS = {
+    "all_gather": _DISTRIBUTED, "all_reduce": _DISTRIBUTED, "arecv": _DISTRIBUTED, "asend": _DISTRIBUTED,
+    "broadcast": _DISTRIBUTED, "gather_and_stack": _DISTRIBUTED, "init_remote": _DISTRIBUTED,
+    "from_remote_init": _DISTRIBUTED, "irecv": _DISTRIBUTED, "isend": _DISTRIBUTED, "recv": _DISTRIBUTED,
+    "reduce": _DISTRIBUTED, "scatter": _DISTRIBUTED, "send": _DISTRIBUTED,
+    "make_memmap": _WHOLE, "make_memmap_from_storage": _WHOLE, "make_memmap_from_tensor": _WHOLE,
+    "saved_path": "absent: each leaf knows its file; `td.is_memmap()` says whether all have one",
+    "consolidate": "absent: `tdfunc.save` writes one file, and leaves are plain tensors",
+    "from_consolidated": "absent: `tdfunc.load` reads one file",
+    "is_consolidated": "absent: there is one form of a tree",
+    "from_csv": _FORMAT, "from_h5": _FORMAT, "from_json": _FORMAT, "from_parquet": _FORMAT, "from_zarr": _FORMAT,
+    "from_schema": _FORMAT, "to_csv": _FORMAT, "to_h5": _FORMAT, "to_json": _FORMAT, "to_parquet": _FORMAT,
+    "to_zarr": _FORMAT, "to_mds": _FORMAT, "to_store": _FORMAT,
+    "lock_": _LOCK, "unlock_": _LOCK, "is_locked": _LOCK, "clear_refs_for_compile_": _LOCK,
+    "copy": "`td` itself, which never changes; `td.clone()` copies the tensors",
+    "clear": "`td.empty()`", "del_": "`td = td.delete(key)`", "popitem": "`key = list(td.keys())[-1]; td.pop(key)`",
+    "create_nested": "`td = td.set(key, {})`", "set_non_tensor": "`td = td.set(key, tdfunc.NonTensorData(value))`",
+    "get_non_tensor": "`td.get(key)`", "rename_key_": "`td = td.rename_key(old, new)`",
+    "set_at_": "`td = td.at[index].set(...)`; in place, `td.at[index].set_(...)`",
+    "update_at_": "`td = td.at[index].set(...)`; in place, `td.at[index].set_(...)`",
+    "copy_at_": "`td.at[index].set_(...)`", "apply_": "`td = td.apply(fn)`",
+    "fill_": "`td = td.set(key, torch.full_like(td[key], value))`", "zero_": "`td = torch.zeros_like(td)`",
+    "zero_grad": "absent: gradients are values, `torch.func.grad` returns them",
+    "backward": "`torch.autograd.backward(td.leaves(), grads.leaves())`, or `torch.func.vjp`",
+    "requires_grad_": "`td = td.apply(lambda x: x.detach().requires_grad_())`",
+    "detach_": "`td = td.detach()`", "pin_memory_": "`td = td.pin_memory()`", "record_stream":
+    "`for x in td.leaves(): x.record_stream(stream)`",
+    "clear_device_": "`td = td.clear_device()`", "auto_device_": "`td = td.to(device)`",
+    "auto_batch_size_": "`TensorDict.from_dict(td.to_dict(), auto_batch_size=True)`, or `td.with_batch_size(size)`",
+    "filter_empty_": "`td = td.apply(lambda x: x, filter_empty=True)`",
+    "filter_non_tensor_data": "`td.select(*td.paths())`", "non_tensor_items":
+    "`[(k, v) for k, v in td.items(True, True) if not isinstance(v, torch.Tensor)]`",
+    "is_non_tensor": "absent: a tree is none; `td.get(key)` gives the plain value of non-tensor data",
+    "rename": "`td = td.with_names(names)`", "rename_": "`td = td.with_names(names)`",
+    "refine_names": "`td = td.with_names(names)`",
+    "separates": "`part, rest = td.split_keys(keys)`", "sorted_keys": "`list(td.keys(sort=True))`",
+    "depth": "`max(map(len, td.paths()))`", "dtype": "`{x.dtype for x in td.leaves()}`",
+    "is_floating_point": "`all(x.is_floating_point() for x in td.leaves())`", "ndimension": "`td.ndim`",
+    "data_ptr": "`[x.data_ptr() for x in td.leaves()]`, in the order of `td.paths()`",
+    "is_cpu": '`td.device == torch.device("cpu")`', "is_cuda": '`td.device.type == "cuda"`',
+    "is_meta": '`td.device == torch.device("meta")`',
+    "attrs": "`td.apply(fn)`, or `[fn(x) for x in td.leaves()]`", "entry_class":
+    "`type(td.get(key))`, which of non-tensor data is the class of the value",
+    "get_item_shape":
+    "`td.get(key).shape`; non-tensor data have a value for each element of `td.batch_size`, or one for all",
+    "mod": "`td.remainder(other)`, or `td % other`", "rsub": "`other - td`",
+    "as_tensor": "absent: leaves are plain tensors",
+    "stack": "`torch.stack(trees, dim)`, or `tdfunc.stack`", "cat": "`torch.cat(trees, dim)`, or `tdfunc.cat`",
+    "stack_from_tensordict": _GATHERED, "cat_from_tensordict": _GATHERED,
+    "lazy_stack": "`tdfunc.lazy_stack(trees, dim)`", "to_lazystack": "`tdfunc.lazy_stack(td.unbind(dim), dim)`",
+    "maybe_dense_stack": "`tdfunc.lazy_stack(trees, dim)`; the kind of the result never depends on the shapes",
+    "densify": "`lazy.dense()`", "to_padded_tensor": "`lazy.pad(value)`",
+    "pad": "`tdfunc.pad(td, pad_size, value)`; `lazy.pad` pads a lazy stack",
+    "from_dict_instance": "`TensorDict.from_dict(...)`",
+    "from_list": "`tdfunc.lazy_stack(trees)`, or `torch.stack(trees)`",
+    "from_tuple": "`TensorDict.from_any(tuple(values))`",
+    "from_struct_array": "absent: a dict of the fields of an array of records is a tree",
+    "to_struct_array": "absent: the frame of `to_pandas` makes records",
+    "from_modules": "`tdfunc.stack_modules(modules)`", "from_pytree":
+    "absent: a tree is a pytree itself, and nested dicts become trees",
+    "to_pytree": "`td.to_dict()`; a tree is a pytree itself",
+    "complex32": "`td.to(torch.complex32)`",
+    "qint32": _QUANTIZED, "qint8": _QUANTIZED, "quint4x2": _QUANTIZED, "quint8": _QUANTIZED,
+} | {
+    name: _DTYPE.format(name)
+    for name in (
+        "complex64", "complex128", "float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8",
+        "uint16", "uint32", "uint64",
+    )
+}  # fmt: skip
+
+# Public names of the module.
+FUNCTIONS = {
+    "LazyStackedTensorDict": "`tdfunc.LazyStack`", "LazyStackedTensorDictStore": _STORE, "TensorDictStore": _STORE,
+    "PersistentTensorDict": _FORMAT, "MemoryMappedTensor":
+    "absent: leaves on files are plain tensors; `td.memmap(path)`", "TensorDictBase": "`tdfunc.TensorDict`",
+    "TensorDictParams": "planned: parameters as a module; `tdfunc.from_module` returns them as a tree",
+    "TensorClassModuleBase": "planned: comes with the modules of `tdfunc.nn`",
+    "TensorClassModuleWrapper": "planned: comes with the modules of `tdfunc.nn`",
+    "as_tensordict_module": "planned: comes with the modules of `tdfunc.nn`",
+    "TypedTensorDict": "`tdfunc.TensorClass`", "UnbatchedTensor": "absent: `in_dims` says what is shared",
+    "NonTensorDataBase": "`tdfunc.NonTensorData` and `tdfunc.NonTensorStack`", "TensorAttrs": "`td.apply(fn)`",
+    "MetaData": "`tdfunc.NonTensorData`", "NestedKey": "a str or a tuple of str",
+    "assert_allclose_td": "`tdfunc.assert_close(a, b)`",
+    "dense_stack_tds": "`torch.stack(trees)`, or `lazy.dense()`", "maybe_dense_stack": METHODS["maybe_dense_stack"],
+    "from_any": "`TensorDict.from_any(...)`", "from_dataclass": "`TensorDict.from_dataclass(...)`",
+    "from_dict": "`TensorDict.from_dict(...)`", "from_namedtuple": "`TensorDict.from_namedtuple(...)`",
+    "from_struct_array": METHODS["from_struct_array"], "fromkeys": "`TensorDict.fromkeys(...)`",
+    "from_tuple": METHODS["from_tuple"], "from_pytree": METHODS["from_pytree"],
+    "from_modules": METHODS["from_modules"], "from_pandas": "`TensorDict.from_pandas(...)`",
+    "from_consolidated": METHODS["from_consolidated"], "from_csv": _FORMAT, "from_h5": _FORMAT, "from_json": _FORMAT,
+    "from_parquet": _FORMAT, "from_zarr": _FORMAT,
+    "make_tensordict": "`TensorDict(...)`", "merge_tensordicts": "`tdfunc.combine(a, b)`, or `a.update(b)`",
+    "parse_tensor_dict_string": "absent: a printed tree is not read back",
+    "is_tensor_collection": "`isinstance(x, tdfunc.TensorDict | tdfunc.TensorClass | tdfunc.LazyStack)`",
+    "is_tensorclass": "`isinstance(x, tdfunc.TensorClass)`", "is_non_tensor":
+    "`isinstance(x, tdfunc.NonTensorData | tdfunc.NonTensorStack)`; `td.get(key)` gives the plain value of either",
+    "is_leaf_nontensor": "absent: maps never see non-tensor data", "default_is_leaf":
+    "absent: maps never see non-tensor data",
+    "is_batchedtensor": _INTERNAL, "cls": _INTERNAL,
+    "unravel_key": "absent: keys are str or tuples of str, which need no normal form",
+    "unravel_key_list": "absent: keys are str or tuples of str, which need no normal form",
+    "load_memmap": "`TensorDict.load_memmap(path)`", "memmap": "`td.memmap(path)`", "pack_memmap": _ARCHIVE,
+    "unpack_memmap": _ARCHIVE, "is_memmap_archive": _ARCHIVE, "refresh_archive_checksums": _ARCHIVE,
+    "lazy_legacy": _STATE, "set_lazy_legacy": _STATE, "list_to_stack": _STATE, "set_list_to_stack": _STATE,
+    "capture_non_tensor_stack": _STATE, "set_capture_non_tensor_stack": _STATE, "get_defaults_to_none": _STATE,
+    "set_get_defaults_to_none": _STATE, "get_printoptions": _STATE, "set_printoptions": _STATE,
+}  # fmt: skip
+
+_TYPED = "`cls.from_tensordict(TensorDict.{}(...))`"
+# Names that a lazy stack has besides those of every tree.
+LAZY = {
+    "append": "`tdfunc.lazy_stack([*lazy.trees, tree], lazy.stack_dim)`",
+    "extend": "`tdfunc.lazy_stack([*lazy.trees, *trees], lazy.stack_dim)`",
+    "insert": "`tdfunc.lazy_stack([*lazy.trees[:i], tree, *lazy.trees[i:]], lazy.stack_dim)`",
+    "get_nestedtensor": "`lazy.nested()[key]`", "valid_keys": "`lazy.keys()`", "lock": _LOCK, "unlock": _LOCK,
+}  # fmt: skip
+# Names that a typed tree has, and not that a `TensorDict` has; the others are explained above.
+TYPED = {
+    "extend": "`torch.cat([a, b])`", "from_dict": _TYPED.format("from_dict"), "from_any": _TYPED.format("from_any"),
+    "from_namedtuple": _TYPED.format("from_namedtuple"), "fromkeys": _TYPED.format("fromkeys"),
+}  # fmt: skip
+
+HEAD = """# Operations
+
+<!-- Written by benchmarks/pages/operations.py; edit the tables there. -->
+
+Every public name of tensordict 0.14.3, and what it is here. *Same name* means what it says but for the
+[differences](differences.md): an operation that would write returns a new tree instead. *Absent* is on purpose;
+*planned* is not here yet.
+"""
+
+
+def public(owner):
+    """Public names of a class or module, modules and what it has only imported left out."""
+    names = [name for name in dir(owner) if not name.startswith("_")]
+    if inspect.isclass(owner):
+        return names
+    return [name for name in names if _is_own(owner, name)]
+
+
+def _is_own(module, name):
+    value = getattr(module, name)
+    if name in getattr(module, "__all__", ()):
+        return True
+    if inspect.ismodule(value):
+        return False
+    return str(getattr(value, "__module__", "")).startswith(module.__name__)
+
+
+def besides(owner, known):
+    """Public names of a class that are not among the known ones."""
+    return [name for name in public(owner) if name not in known]
+
+
+def typed(name):
+    """Whether a name of a typed tree is not explained by the page's part about `TensorDict`."""
+    return name not in public(Incumbent) or (name in public(TensorDict) and name not in public(TensorClass))
+
+
+def in_place(name, ours):
+    """What to write for a name that ends in `_` whose function is here, or None."""
+    base = name.removesuffix("_")
+    return f"`td = td.{base}(...)`" if name.endswith("_") and base in ours else None
+
+
+def explained(theirs, ours, table):
+    """What stands at each name that is not supported under the same name; a name nobody has explained is None."""
+    return {name: table.get(name) or in_place(name, ours) for name in theirs if name not in ours}
+
+
+def status(text):
+    """The status that an explanation gives a name."""
+    word = text.split(":")[0]
+    return word if word in ("absent", "planned") else "renamed"
+
+
+_POSITION = "the same argument under another name; give it by position"
+_BLOCKING = "only `to`, `set` and loads move tensors; there it is"
+_PLAIN = "a map sees tensors; a sub-tree is `td[key]`"
+_OUT = "a function returns what is new; `td.update_(result)` copies it into existing storage"
+_NO_LOCK = "a tree is never written to, so there is nothing to lock"
+_ONE_FORM = "one form: read `tolist()` or `to_dict()`, and convert its leaves"
+
+# Arguments that methods of the same name do not take here; `method.argument` goes before `argument`.
+ARGUMENTS = {
+    "default": "both trees have the same keys: `a.select(*b.keys())` first, or `a.apply(fn, b, default=...)`",
+    "setdefault.default": _POSITION, "split_keys.default": "`strict=False` leaves out keys that do not exist",
+    "out": _OUT, "lock": _NO_LOCK, "propagate_lock": _NO_LOCK, "ignore_lock": _NO_LOCK,
+    "inplace": "a tree is never changed: `td = td.method(...)`",
+    "call_on_nested": _PLAIN, "is_leaf": _PLAIN, "num_threads": "leaves are pinned one after another",
+    "key_transform": "`td.rename_key(old, new)` of the result", "reduce": "`td.cummax(dim)` works along a dimension",
+    "reproduce_struct": "each part has the nested trees of its keys",
+    "canonical": "`td.contiguous()` is row by row in every leaf", "non_blocking": _BLOCKING,
+    "tensordict": _POSITION, "item": _POSITION, "input_dict_or_td": _POSITION, "axis0": _POSITION, "axis1": _POSITION,
+    "prefix": _POSITION, "size": _POSITION, "dims": _POSITION, "shape": _POSITION,
+    "auto_batch_size": "a frame has one dimension, its rows", "batch_dims": "a frame has one dimension, its rows",
+    "batch_size": "`td.with_batch_size(size)` of the result",
+    "clone": "`td.update(other.clone())`", "keys_to_update": "`td.update(other.select(*keys))`",
+    "update_batch_size": "the batch size is what the leaves have; `td.with_batch_size(size)`",
+    "pad": "both trees have the same keys", "layout": "leaves are strided, as those of the tree",
+    "pin_memory": "`td.pin_memory()` of the result",
+    "requires_grad": "`td.apply(lambda x: x.requires_grad_())` of the result",
+    "empty_lazy": "`lazy.dense()` first", "as_tensordict": "the result is a tree of the same class",
+    "use_state_dict": "`TensorDict(module.state_dict())`, and `module.load_state_dict(td.state_dict())`",
+    "filter_empty": "sub-modules without parameters are left out; `td.apply(fn, filter_empty=True)` for other trees",
+    "as_module": "planned with the modules of `tdfunc.nn`", "memo": "an internal of tensordict",
+    "swap_dest": "an internal of tensordict", "return_swap": "the handle puts back the module's own weights",
+    "preserve_module_state": "a block binds leaves as they are, a load makes Parameters",
+    "subpath": "`load_memmap(path / key)` loads a folder inside", "allow_pickle": "pickles are never read",
+    "robust_key": "keys are always encoded", "archive": "`tdfunc.save` writes one file", "compression":
+    "`tdfunc.save` writes one file, which any safetensors reader opens",
+    "pool": "`executor=`", "max_tasks_per_child": "`executor=ProcessPoolExecutor(max_tasks_per_child=...)`",
+    "index_with_generator": "chunks are always cut as they are needed",
+    "as_tensorclass": "`Class.from_tensordict(td)`", "dest_cls": "`Class.from_tensordict(td)`",
+    "convert_tensors": "`td.numpy()`, or `td.tolist(convert_tensors=True)`",
+    "retain_none": "None is no value of a tree", "tolist_first": _ONE_FORM,
+    "as_linked_list": _ONE_FORM, "convert_nodes": _ONE_FORM,
+}  # fmt: skip
+
+# What a method takes among its `**options`.
+OPTIONS = {
+    "apply": {"batch_size", "default", "device", "filter_empty", "names"},
+    "named_apply": {"batch_size", "default", "device", "filter_empty", "names"},
+    **dict.fromkeys(("add", "sub"), {"alpha"}),
+    **dict.fromkeys(("dumps", "save"), {"num_threads", "return_early", "share_non_tensor", "existsok"}),
+    **dict.fromkeys(
+        ("from_any", "from_dataclass", "from_namedtuple"),
+        {"auto_batch_size", "batch_dims", "batch_size", "device", "names"},
+    ),
+    "load": {"out", "num_threads", "mode"},
+}
+
+
+def named(method):
+    """The arguments of a method that can be given by name."""
+    try:
+        found = inspect.signature(method).parameters
+    except (TypeError, ValueError):
+        return set()
+    return {
+        name
+        for name, one in found.items()
+        if name not in ("self", "cls") and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    }
+
+
+def absent_arguments():
+    """Methods of both libraries by the arguments that they do not take here."""
+    found = {}
+    for name in public(TensorDict):
+        ours, theirs = getattr(TensorDict, name), getattr(Incumbent, name, None)
+        if callable(ours) and callable(theirs):
+            for argument in sorted(named(theirs) - named(ours) - OPTIONS.get(name, set())):
+                key = f"{name}.{argument}"
+                found.setdefault(key if key in ARGUMENTS else argument, []).append(name)
+    return dict(sorted(found.items()))
+
+
+def argument_rows():
+    """A row for each argument that is not here: of which methods, and what to write instead."""
+    for argument, methods in absent_arguments().items():
+        yield f"| `{argument.split('.')[-1]}` | {', '.join(f'`{m}`' for m in methods)} | {ARGUMENTS[argument]} |"
+
+
+def section(title, theirs, ours, table):
+    """A part of the page: what is supported, then a row for each other name."""
+    theirs = list(theirs)
+    others = explained(theirs, ours, table)
+    same = [name for name in theirs if name not in others]
+    rows = [
+        f"| `{name}` | {status(text)} | {text.removeprefix(status(text) + ': ')} |" for name, text in others.items()
+    ]
+    counts = {word: sum(status(text) == word for text in others.values()) for word in ("renamed", "absent", "planned")}
+    summary = ", ".join([f"{len(same)} with the same name", *(f"{n} {word}" for word, n in counts.items())])
+    lines = [
+        f"## {title}",
+        "",
+        f"{summary}.",
+        "",
+        "**Same name:** " + ", ".join(f"`{name}`" for name in same) + ".",
+        "",
+    ]
+    return [*lines, "| tensordict | | instead, or the reason |", "|---|---|---|", *rows, ""]
+
+
+def page():
+    """The text of the page."""
+    ours, theirs = public(TensorDict), public(Incumbent)
+    more = [name for name in ours if name not in theirs]
+    lines = [
+        HEAD,
+        *section("Methods and properties of `TensorDict`", theirs, ours, METHODS),
+        *section("Functions and classes", public(tensordict), public(tdfunc), FUNCTIONS),
+        *section("Lazy stacks", besides(tensordict.LazyStackedTensorDict, theirs), public(LazyStack), LAZY),
+        *section("Typed trees", filter(typed, public(tensordict.TensorClass)), public(TensorClass), TYPED),
+        "## Arguments", "",
+        "Arguments of methods with the same name that are not taken here.", "",
+        "| argument | of | instead, or the reason |", "|---|---|---|", *argument_rows(), "",
+        "## Only here", "",
+        "Methods and properties of `TensorDict` that tensordict's has not: " + ", ".join(f"`{n}`" for n in more) + ".",
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,124 @@
+"""The page of operations tells what both libraries have today."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import tdfunc
+from benchmarks.pages.operations import (
+    ARGUMENTS,
+    FUNCTIONS,
+    LAZY,
+    METHODS,
+    OPTIONS,
+    TYPED,
+    absent_arguments,
+    besides,
+    explained,
+    in_place,
+    public,
+    section,
+    status,
+    typed,
+)
+from tdfunc import LazyStack, TensorClass, TensorDict
+from tests.incumbent import Incumbent, tensordict
+
+# Names of tensordict, names of ours, and what explains the rest.
+BOTH = {
+    "methods": (public(Incumbent), public(TensorDict), METHODS),
+    "functions": (public(tensordict), public(tdfunc), FUNCTIONS),
+    "lazy stacks": (besides(tensordict.LazyStackedTensorDict, public(Incumbent)), public(LazyStack), LAZY),
+    "typed trees": (list(filter(typed, public(tensordict.TensorClass))), public(TensorClass), TYPED),
+}
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_every_name_is_explained(name):
+    """A user of tensordict would look for something in vain."""
+    theirs, ours, table = BOTH[name]
+
+    assert [key for key, text in explained(theirs, ours, table).items() if text is None] == []
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_no_explanation_is_stale(name):
+    """The page would call absent what is here by now, or explain what tensordict does not have."""
+    theirs, ours, table = BOTH[name]
+
+    assert sorted(table.keys() & set(ours)) == []
+    assert sorted(table.keys() - set(theirs)) == []
+
+
+def test_every_argument_is_explained():
+    """A user of tensordict would find that an argument is not taken, and not what to write; or read of one that is."""
+    assert absent_arguments().keys() == ARGUMENTS.keys()
+
+
+def test_options_are_taken():
+    """The page would leave out an argument that a method does not take among its options after all."""
+    td = TensorDict({"a": torch.ones(2)}, [2])
+    calls = {
+        "apply": lambda **kw: td.apply(torch.add, td, **kw),
+        "named_apply": lambda **kw: td.named_apply(lambda _, x, y: x + y, td, **kw),
+        "add": lambda **kw: td.add(td, **kw),
+        "sub": lambda **kw: td.sub(td, **kw),
+        "from_any": lambda **kw: TensorDict.from_any({"a": torch.ones(2)}, **kw),
+    }
+    values = {
+        "batch_size": [2], "default": None, "device": "cpu", "filter_empty": True, "names": ["t"], "alpha": 2,
+        "auto_batch_size": True, "batch_dims": 1,
+    }  # fmt: skip
+
+    for name, call in calls.items():
+        for option in OPTIONS[name] - {"names"} if name == "from_any" else OPTIONS[name]:
+            assert call(**{option: values[option]})["a"].shape == (2,)
+    with pytest.raises(TypeError):
+        td.apply(torch.abs, call_on_nested=True)
+
+
+def test_names_are_found():
+    """The tests above would compare nothing with nothing."""
+    assert {"reshape", "memmap_", "batch_size", "from_dict"} <= set(public(Incumbent))
+    assert {"pad_sequence", "LazyStackedTensorDict", "stack"} <= set(public(tensordict))
+    assert not {"Any", "defaultdict", "nn"} & set(public(tensordict))
+    assert explained(["a", "b", "c"], ["a"], {"b": "why"}) == {"b": "why", "c": None}
+    assert in_place("abs_", ["abs"]) == "`td = td.abs(...)`"
+    assert in_place("gone_", ["abs"]) is in_place("abs", ["abs"]) is None
+    assert [status(text) for text in ("absent: x", "planned: y", "`td.z`: w")] == ["absent", "planned", "renamed"]
+    assert "| `b` | absent | why |" in section("T", ["a", "b"], ["a"], {"b": "absent: why"})
+
+
+def snippets():
+    """The code of each explanation, where it is complete: without dots, and of what is installed."""
+    tables = (FUNCTIONS, METHODS, LAZY, TYPED)
+    found = {
+        (name, code) for table in tables for name, text in table.items() for code in re.findall(r"`([^`]+)`", text)
+    }
+    # What takes another package or device, or is no code.
+    apart = (
+        "...", "a str", "frame", "pandas", "record_stream", "path)", "grads", "isinstance", "tdfunc.nn", "complex32",
+        "column", "pin_memory",
+    )  # fmt: skip
+    return sorted(
+        pair for pair in found if re.search(r"[(\[ .]", pair[1]) and not any(word in pair[1] for word in apart)
+    )
+
+
+@pytest.mark.parametrize(("name", "code"), snippets(), ids=lambda text: text)
+def test_what_to_write_instead_runs(name, code):
+    """The page would tell users to write something that raises."""
+    td = TensorDict({"a": torch.ones(2, 3), "b": torch.zeros(2, 3)}, [2], device="cpu")
+    lazy = tdfunc.lazy_stack([td, td])
+    names = {
+        "TensorDict": TensorDict, "torch": torch, "tdfunc": tdfunc, "td": td, "lazy": lazy, "trees": [td, td],
+        "modules": [nn.Linear(2, 2), nn.Linear(2, 2)], "key": "a", "keys": ["a"], "index": 0, "fn": torch.abs,
+        "value": 3, "values": [1, 2], "dim": 0, "size": [2], "device": "cpu", "old": "a", "new": "c", "other": td,
+        "names": ["rows"], "i": 1, "tree": td, "pad_size": [1, 0], "a": td, "b": TensorDict({"c": torch.ones(2)}, [2]),
+    }  # fmt: skip
+    if "assert_close" in code or "torch.cat" in code:
+        names["b"] = td
+
+    exec(code, names)

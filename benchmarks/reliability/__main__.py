@@ -1,0 +1,213 @@
+"""Counts and writes `docs/reliability.md`: `python -m benchmarks.reliability [PART ...]`.
+
+The parts are `kills`, `faults`, `damage`, `hostile` and `fuzz` (`fuzz:TARGET` is one target of it); without a name all
+of them run, which takes more than an hour on two cores, and some need root. `page` only writes the page. What was
+counted is kept in `results/`, with the commit of the code that ran; tests/test_pages.py compares the page.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.reliability.kills import KINDS
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "reliability.md"
+_RESULTS = Path(__file__).parent / "results"
+_TEXT = Path(__file__).parent / "page.md"
+_TARGETS = {
+    "file": "a safetensors file: `load` and `open`, whole, by leaf and by slice",
+    "tree": "the description of a tree with its non-tensor data, in a file that is otherwise good",
+    "values": "non-tensor data, kinds, ties, names and classes, in a file and a memmap folder, otherwise good",
+    "index": "the index of shards",
+    "memmap": "each `meta.json` of a memmap folder",
+}
+_KILLS, _FUZZ_S = 300, 420
+_RUNS = "runs"
+
+
+# -- counting ---------------------------------------------------------------------------------------------------
+
+
+def _run(module: str, *args: Any) -> Any:
+    command = [sys.executable, "-m", f"benchmarks.reliability.{module}", *map(str, args)]
+    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout)
+
+
+def _by_kind(module: str, *args: Any) -> dict[str, Any]:
+    results = {}
+    for kind in KINDS:
+        with tempfile.TemporaryDirectory() as folder:
+            # Another user tries to write to it.
+            Path(folder).chmod(0o755)
+            results[kind] = _run(module, kind, *args, Path(folder) / "x")
+    return results
+
+
+def _fuzz(target: str) -> dict[str, int]:
+    with tempfile.TemporaryDirectory() as folder:
+        limit = f"-max_total_time={_FUZZ_S}"
+        command = [sys.executable, "-m", "benchmarks.reliability.fuzz", target, f"{folder}/corpus", limit]
+        log = subprocess.run(command, stderr=subprocess.PIPE, check=False).stderr.decode(errors="replace")
+    counts = fuzz_counts(log)
+    if counts["findings"] or not counts["inputs"]:
+        print(log[-4000:], file=sys.stderr)
+    return counts
+
+
+def fuzz_counts(log: str) -> dict[str, int]:
+    """What libFuzzer says at its end."""
+    done = re.search(r"Done (\d+) runs in (\d+) second", log)
+    inputs, seconds = (int(done[1]), int(done[2])) if done is not None else (0, 0)
+    return {"inputs": inputs, "seconds": seconds, "findings": log.count("Uncaught Python exception")}
+
+
+PARTS = {
+    "kills": lambda: _by_kind("kills", _KILLS),
+    "faults": lambda: _by_kind("faults"),
+    "damage": lambda: _run("damage"),
+    "hostile": lambda: _run("hostile"),
+    **{f"fuzz:{target}": lambda target=target: _fuzz(target) for target in _TARGETS},
+}
+
+
+def _commit() -> str:
+    """The last commit that changed the code that runs, and its date."""
+    root, code = PAGE.parent.parent, "tdfunc"
+    said = [
+        subprocess.run(["git", "-C", root, *args, "--", code], stdout=subprocess.PIPE, check=True, text=True).stdout
+        for args in (["log", "-1", "--format=%h of %cs"], ["status", "--porcelain"])
+    ]
+    return said[0].strip() + (", changed since" if said[1] else "")
+
+
+def _count(part: str) -> None:
+    """Count one part, and keep what came of it and which code it was."""
+    commit, (name, _, target) = _commit(), part.partition(":")
+    counted = PARTS[part]()
+    _keep(name, {**_counted(name), target: counted} if target else counted)
+    _keep(_RUNS, {**_counted(_RUNS), part: commit})
+
+
+def _keep(name: str, counted: Any) -> None:
+    (_RESULTS / f"{name}.json").write_text(json.dumps(counted, indent=1) + "\n")
+
+
+# -- the page ---------------------------------------------------------------------------------------------------
+
+
+def page() -> str:
+    """The page: its text, and a table in each place that names one."""
+    tables = {
+        "kills": _kills, "full": _full, "shared": _shared, "damage": _damage, "hostile": _hostile, "fuzz": _fuzzed,
+        "memory": _memory, "runs": _runs,
+    }  # fmt: skip
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: tables[found[1]](), _TEXT.read_text())
+
+
+def _counted(part: str) -> Any:
+    path = _RESULTS / f"{part}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _runs() -> str:
+    """Which code the numbers are of."""
+    by_commit: dict[str, list[str]] = {}
+    for part, commit in _counted(_RUNS).items():
+        by_commit.setdefault(commit, []).append(part)
+    if len(by_commit) == 1:
+        return f"All numbers are of commit {next(iter(by_commit))}."
+    return (
+        "The numbers are of these commits: "
+        + "; ".join(f"{', '.join(parts)} of {commit}" for commit, parts in by_commit.items())
+        + "."
+    )
+
+
+def _table(head: list[str], rows: list[list[Any]]) -> str:
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def _kills() -> str:
+    head = [
+        "writer",
+        "kills",
+        "in the middle of a save",
+        "old tree",
+        "new tree",
+        "lost or mixed",
+        "cleaned by the next save",
+    ]
+    rows = [
+        [kind, n["kills"], n["during a save"], n["old"], n["new"], n["lost"], f"{n['kills'] - n['not cleaned']}"]
+        for kind, n in _counted("kills").items()
+    ]
+    return _table(head, rows)
+
+
+def _full() -> str:
+    head = ["writer", "saves", "`OSError`", "fitted", "killed by a signal", "old tree lost", "files left behind"]
+    rows = []
+    for kind, n in _counted("faults").items():
+        for name, what in (("limit", "file size limit"), ("full", "disk full")):
+            keys = ("saves", "OSError", "saved", "killed by a signal", "old tree lost", "left behind")
+            rows.append([f"{kind}: {what}", *(n[name][key] for key in keys)])
+    return _table(head, rows)
+
+
+def _shared() -> str:
+    head = ["place", "reads while two processes wrote", "trees seen", "not whole", "writers that failed", "left behind"]
+    keys = ("reads", "trees seen", "not whole", "writers that failed", "left behind")
+    return _table(head, [[kind, *(n["shared"][key] for key in keys)] for kind, n in _counted("faults").items()])
+
+
+def _damage() -> str:
+    outcomes = ("refused", "equal", "wrong", "wrote", "crashed", "another error")
+    rows = [
+        [f"{what}: {name}", sum(counts.values()), *(counts.get(outcome, 0) for outcome in outcomes)]
+        for what, libraries in _counted("damage").items()
+        for name, counts in libraries.items()
+    ]
+    head = ["input", "number", "refused", "saved values", "other values", "files changed", "crashed", "another error"]
+    return _table(head, rows)
+
+
+def _hostile() -> str:
+    results = {name: counts for name, counts in _counted("hostile").items() if name != "memory"}
+    keys = list(dict.fromkeys(key for counts in results.values() for key in counts))
+    return _table(
+        ["reader", *keys], [[name, *(counts.get(key, 0) for key in keys)] for name, counts in results.items()]
+    )
+
+
+def _memory() -> str:
+    extra, size, name = _counted("hostile")["memory"]
+    return f"{extra / 1e6:.0f} MB, for the file of {size / 1e6:.1f} MB called “{name.split(': ')[-1]}”"
+
+
+def _fuzzed() -> str:
+    counted = _counted("fuzz")
+    rows = [
+        [what, *(counted[target][key] for key in ("seconds", "inputs", "findings"))]
+        for target, what in _TARGETS.items()
+    ]
+    return _table(["what was changed", "seconds", "inputs", "findings"], rows)
+
+
+def main() -> None:
+    """Count the parts that are named, and write the page."""
+    _RESULTS.mkdir(exist_ok=True)
+    named = [name for name in sys.argv[1:] if name != "page"]
+    for part in PARTS:
+        # A name stands for all parts that it begins; none, for all.
+        if any(part == name or part.startswith(f"{name}:") for name in named) or len(sys.argv) == 1:
+            _count(part)
+    PAGE.write_text(page())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""docs/reliability.md says what was counted, and what was counted is what is promised."""
+
+import json
+
+import pytest
+
+from benchmarks.reliability.__main__ import _RESULTS, fuzz_counts
+
+
+def counted(part):
+    """What was counted last."""
+    return json.loads((_RESULTS / f"{part}.json").read_text())
+
+
+@pytest.mark.parametrize("key", ["lost", "not cleaned"])
+def test_no_kill_did_harm(key):
+    """The page would promise what its own numbers do not show."""
+    assert {kind: counts[key] for kind, counts in counted("kills").items() if counts[key]} == {}
+    assert min(counts["kills"] for counts in counted("kills").values()) >= 300
+
+
+def test_no_full_disk_did_harm():
+    """The page would promise what its own numbers do not show."""
+    for counts in counted("faults").values():
+        assert counts["read-only"] == "OSError 13 0"
+        assert counts["shared"]["not whole"] == counts["shared"]["left behind"] == 0
+        for name in ("limit", "full"):
+            assert {counts[name][key] for key in ("killed by a signal", "old tree lost", "left behind")} == {0}
+
+
+def test_no_input_did_harm():
+    """The page would promise what its own numbers do not show."""
+    for what, libraries in counted("damage").items():
+        ours = [counts for name, counts in libraries.items() if "tensordict" not in name and "tdfunc" in name]
+        checked = what.startswith(("file", "shards"))
+        assert all(set(counts) <= {"refused", "equal"} for counts in ours if checked)
+    for name, counts in counted("hostile").items():
+        if "tdfunc" in name or "TensorDict" in name:
+            harm = ("another error", "hung", "crashed", "ran code", "left the folder", "wrote")
+            assert [counts[key] for key in harm] == [0] * len(harm), name
+
+
+def test_the_end_of_a_fuzzer_is_read():
+    """The page would count runs that never ended, or miss a finding."""
+    assert fuzz_counts("\nDone 12 runs in 34 second(s)\n") == {"inputs": 12, "seconds": 34, "findings": 0}
+    assert fuzz_counts("=== Uncaught Python exception: ===") == {"inputs": 0, "seconds": 0, "findings": 1}

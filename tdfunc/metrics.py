@@ -1,0 +1,449 @@
+"""What an ensemble's outputs say about their own uncertainty, and how good predicted probabilities are.
+
+E is the number of members, B the batch (any dimensions), C the classes; entropies and log-likelihoods are in nats.
+Classification is computed from log-probabilities. Everything is in float32 at least, and works under `torch.vmap`,
+`torch.func.grad` and `tdfunc.jit`.
+"""
+
+from collections.abc import Sequence
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.context import has_values
+from tdfunc.core.errors import LeafMismatchError, error
+
+if TYPE_CHECKING:
+    from tdfunc._tensordict import TensorDict
+
+# The fewest dimensions that outputs of each kind have.
+_KINDS = {"classification": 2, "regression": 1, "gaussian": 2}
+
+
+def uncertainty(
+    y: Tensor,
+    kind: Literal["classification", "regression", "gaussian"],
+    *,
+    weights: Tensor | Sequence[float] | None = None,
+    nan: Literal["propagate", "omit"] = "propagate",
+) -> "TensorDict":
+    """Return the mean of an ensemble's outputs and how sure its members are and how far they agree.
+
+    The ensemble is the mixture of its members, each with its weight.
+
+    For `kind="classification"`, with p the probabilities of the mixture and q those of one member:
+
+    - `mean` (B, C): p, the mean of q over the members.
+    - `variance` (B, C): that of q over the members.
+    - `entropy` (B): of p; the whole uncertainty.
+    - `expected_entropy` (B): the mean over the members of the entropy of q; what is left when the members agree
+      (aleatoric).
+    - `mutual_information` (B): between the class and the member; what the members do not agree on (epistemic). It
+      equals entropy - expected_entropy, but is computed as the mean Kullback-Leibler divergence of q from p, a sum of
+      terms that are never negative: it is exact, and at least 0, also where the members nearly agree.
+    - `variation_ratio` (B): the weight of the members that do not vote for the class with the most votes.
+    - `disagreement` (B): how probable it is that two members, drawn by their weights with replacement, vote for
+      different classes.
+
+    A member votes for its most probable class. A logit of -inf is a probability of 0.
+
+    For `kind="regression"`, `mean` and `variance` over the members (the weights are probabilities: the variance of E
+    equal members is divided by E, not E - 1).
+
+    For `kind="gaussian"`, where the last dimension of y is a mean and a log-variance, `mean` and `variance` of the
+    mixture, and the parts of the variance: `aleatoric`, the mean of the members' variances, and `epistemic`, the
+    variance of their means.
+
+    Args:
+        y: The outputs of all members, as `Ensemble` returns them: logits, values, or means and log-variances.
+        kind: What the outputs are.
+        weights: How much each member counts, in any scale; a tensor or list.
+        nan: What a nan in a member's output does to the results for that input: it makes all of them nan, or they are
+            those of the other members (and nan if there are none).
+
+    Shapes:
+        `y` is (E, *B, C) for classification, (E, B, ...) for regression, (E, *B, 2) for gaussian; `weights` is (E,).
+        The result has the batch size B.
+
+    Raises:
+        ValueError: `kind` or `nan` is unknown, or weights are negative, not finite, or all 0.
+        LeafMismatchError: `y` is not floating point or has too few dimensions, or `weights` is not of shape (E,).
+        TypeError: `y` or `weights` is no tensor, and none can be made of it.
+
+    Source:
+        Depeweg et al., "Decomposition of Uncertainty in Bayesian Deep Learning" (entropies); Gal, "Uncertainty in
+        Deep Learning" (variation ratio); Lakshminarayanan et al., "Simple and Scalable Predictive Uncertainty
+        Estimation using Deep Ensembles" (gaussian mixture).
+
+    Examples:
+        >>> agree = torch.tensor([[4.0, 0.0], [4.0, 0.0]])
+        >>> differ = torch.tensor([[4.0, 0.0], [0.0, 4.0]])
+        >>> u = tdf.uncertainty(torch.stack([agree, differ], 1), kind="classification")
+        >>> u.batch_size, u["disagreement"]
+        (torch.Size([2]), tensor([0.0000, 0.5000]))
+        >>> u["mutual_information"].round(decimals=2)
+        tensor([0.0000, 0.6000])
+    """
+    _check_choice("kind", kind, tuple(_KINDS))
+    _check_choice("nan", nan, ("propagate", "omit"))
+    y = _as_tensor("uncertainty", "y", y)
+    _check_outputs("uncertainty", y, _KINDS[kind])
+    if kind == "classification" and y.shape[-1] == 0:
+        raise LeafMismatchError(
+            "uncertainty: there are no classes.", expected="shape (E, ..., C), C > 0", got=list(y.shape)
+        )
+    if kind == "gaussian" and y.shape[-1] != 2:
+        raise LeafMismatchError(
+            "uncertainty: gaussian outputs are pairs of mean and log-variance.",
+            expected="shape (E, ..., 2)",
+            got=list(y.shape),
+        )
+    y = _widened(y)
+    # The dimensions of one output, which is broken if one of its numbers is.
+    own = {"classification": 1, "regression": max(y.dim() - 2, 0), "gaussian": 1}[kind]
+    w = _weights("uncertainty", y, weights)
+    y, w = _omit(y, w, own) if nan == "omit" else (y, w)
+    if kind == "classification":
+        return _of_classes(y, w)
+    if kind == "regression":
+        mean = _average(w, y)
+        return _tree({"mean": mean, "variance": _average(w, (y - mean).square())}, y.shape[1:2])
+    return _of_gaussians(y[..., 0], y[..., 1], w)
+
+
+def _of_classes(y: Tensor, w: Tensor) -> "TensorDict":
+    log_q = y.log_softmax(-1)
+    log_p = _log_mixture(log_q, w)
+    q, p = log_q.exp(), log_p.exp()
+    votes = _average(w, (y.argmax(-1, keepdim=True) == torch.arange(y.shape[-1], device=y.device)).to(y.dtype))
+    # A vote cannot be nan, an output can.
+    broken = 0 * p.sum(-1)
+    return _tree(
+        {
+            "mean": p,
+            "variance": _average(w, (q - p).square()),
+            "entropy": -_expected(p, log_p),
+            "expected_entropy": -_average(w, _expected(q, log_q)),
+            "mutual_information": _average(w, _divergence(log_q, log_p, w)) + broken,
+            "variation_ratio": (1 - votes.amax(-1)).clamp(min=0) + broken,
+            "disagreement": (1 - votes.square().sum(-1)).clamp(min=0) + broken,
+        },
+        y.shape[1:-1],
+    )
+
+
+def _of_gaussians(means: Tensor, log_variances: Tensor, w: Tensor) -> "TensorDict":
+    mean = _average(w, means)
+    aleatoric, epistemic = _average(w, log_variances.exp()), _average(w, (means - mean).square())
+    parts = {"mean": mean, "variance": aleatoric + epistemic, "aleatoric": aleatoric, "epistemic": epistemic}
+    return _tree(parts, means.shape[1:])
+
+
+# -- scores -----------------------------------------------------------------------------------------------------
+
+
+def nll(y: Tensor, t: Tensor | Sequence[int], *, weights: Tensor | Sequence[float] | None = None) -> Tensor:
+    """Return the mean negative log-likelihood of the labels, in nats.
+
+    Args:
+        y: Logits of one model, or of all members: then the likelihood is that of their mixture.
+        t: The right classes, a tensor or list.
+        weights: How much each member counts, in any scale; a tensor or list.
+
+    Shapes:
+        `y` is (*B, C) or (E, *B, C), `t` is (*B), `weights` is (E,); the result has no dimensions.
+
+    Raises:
+        LeafMismatchError: The shapes do not fit, `y` is not floating point, or `t` is not of integers.
+        ValueError: `t` is empty or names a class that is not there, or weights are negative, not finite, or all 0.
+        TypeError: An argument is no tensor, and none can be made of it.
+
+    Examples:
+        >>> tdf.nll(torch.zeros(3, 2), torch.tensor([0, 1, 1]))
+        tensor(0.6931)
+    """
+    log_p, t = _predicted("nll", y, t, weights)
+    return -log_p.gather(-1, t.unsqueeze(-1)).mean()
+
+
+def brier(y: Tensor, t: Tensor | Sequence[int], *, weights: Tensor | Sequence[float] | None = None) -> Tensor:
+    """Return the mean Brier score: the squared distance of the probabilities from the right answer, from 0 to 2.
+
+    Args:
+        y: Logits of one model, or of all members: then the probabilities are those of their mixture.
+        t: The right classes, a tensor or list.
+        weights: How much each member counts, in any scale; a tensor or list.
+
+    Shapes:
+        `y` is (*B, C) or (E, *B, C), `t` is (*B), `weights` is (E,); the result has no dimensions.
+
+    Raises:
+        LeafMismatchError: The shapes do not fit, `y` is not floating point, or `t` is not of integers.
+        ValueError: `t` is empty or names a class that is not there, or weights are negative, not finite, or all 0.
+        TypeError: An argument is no tensor, and none can be made of it.
+
+    Source:
+        Brier, "Verification of Forecasts Expressed in Terms of Probability": the sum over all classes.
+
+    Examples:
+        >>> tdf.brier(torch.zeros(3, 2), torch.tensor([0, 1, 1]))
+        tensor(0.5000)
+    """
+    log_p, t = _predicted("brier", y, t, weights)
+    right = (t.unsqueeze(-1) == torch.arange(log_p.shape[-1], device=log_p.device)).to(log_p.dtype)
+    return (log_p.exp() - right).square().sum(-1).mean()
+
+
+def ece(
+    y: Tensor, t: Tensor | Sequence[int], *, bins: int = 15, weights: Tensor | Sequence[float] | None = None
+) -> Tensor:
+    """Return the expected calibration error: how far confidence is from accuracy, averaged over bins of confidence.
+
+    Args:
+        y: Logits of one model, or of all members: then the probabilities are those of their mixture.
+        t: The right classes, a tensor or list.
+        bins: How many bins of equal width the confidences from 0 to 1 are sorted into.
+        weights: How much each member counts, in any scale; a tensor or list.
+
+    Shapes:
+        `y` is (*B, C) or (E, *B, C), `t` is (*B), `weights` is (E,); the result has no dimensions.
+
+    Raises:
+        LeafMismatchError: The shapes do not fit, `y` is not floating point, or `t` is not of integers.
+        ValueError: `t` is empty or names a class that is not there, `bins` is below 1, or weights are negative, not
+            finite, or all 0.
+        TypeError: `bins` is no integer, or another argument is no tensor, and none can be made of it.
+
+    Source:
+        Guo et al., "On Calibration of Modern Neural Networks", with bins (lower, upper].
+
+    Examples:
+        >>> tdf.ece(torch.tensor([[0.0, 9.0], [0.0, 9.0]]), torch.tensor([1, 0]))
+        tensor(0.4999)
+    """
+    confidence, right, inside = _binned("ece", y, t, bins, weights)
+    # count / N * |accuracy - confidence| is the difference of two sums over N: an empty bin adds 0.
+    return ((right - confidence).unsqueeze(-1) * inside).sum(0).abs().sum() / len(right) + 0 * confidence.sum()
+
+
+def reliability_curve(
+    y: Tensor, t: Tensor | Sequence[int], *, bins: int = 15, weights: Tensor | Sequence[float] | None = None
+) -> "TensorDict":
+    """Return accuracy against confidence, the data of a reliability diagram.
+
+    Args:
+        y: Logits of one model, or of all members: then the probabilities are those of their mixture.
+        t: The right classes, a tensor or list.
+        bins: How many bins of equal width the confidences from 0 to 1 are sorted into.
+        weights: How much each member counts, in any scale; a tensor or list.
+
+    Returns:
+        For each bin its borders `lower` and `upper`, the `count` of predictions in (lower, upper], their mean
+        `confidence` and their `accuracy` (nan in an empty bin).
+
+    Shapes:
+        `y` is (*B, C) or (E, *B, C), `t` is (*B), `weights` is (E,); the result has the batch size (bins,).
+
+    Raises:
+        LeafMismatchError: The shapes do not fit, `y` is not floating point, or `t` is not of integers.
+        ValueError: `t` is empty or names a class that is not there, `bins` is below 1, or weights are negative, not
+            finite, or all 0.
+        TypeError: `bins` is no integer, or another argument is no tensor, and none can be made of it.
+
+    Examples:
+        >>> curve = tdf.reliability_curve(torch.tensor([[0.0, 9.0], [0.0, 9.0]]), torch.tensor([1, 0]), bins=2)
+        >>> curve["count"], curve["accuracy"]
+        (tensor([0, 2]), tensor([   nan, 0.5000]))
+    """
+    confidence, right, inside = _binned("reliability_curve", y, t, bins, weights)
+    count = inside.sum(0)
+    borders = torch.linspace(0, 1, bins + 1, dtype=confidence.dtype, device=confidence.device)
+    return _tree(
+        {
+            "lower": borders[:-1],
+            "upper": borders[1:],
+            "count": count.to(torch.int64),
+            "confidence": (confidence.unsqueeze(-1) * inside).sum(0) / count,
+            "accuracy": (right.unsqueeze(-1) * inside).sum(0) / count,
+        },
+        torch.Size([bins]),
+    )
+
+
+# Any: tensors, or what they can be made of.
+def _predicted(call: str, y: Any, t: Any, weights: Any) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities, of the mixture if there are members, and the checked labels."""
+    y = _as_tensor(call, "y", y)
+    _check_outputs(call, y, 1)
+    t = _as_tensor(call, "t", t, y.device)
+    _check_labels(call, y, t)
+    log_q = _widened(y).log_softmax(-1)
+    if y.dim() == t.dim() + 2:
+        return _log_mixture(log_q, _weights(call, y, weights)), t.long()
+    if weights is not None:
+        raise LeafMismatchError(
+            f"{call}: weights are for members.",
+            expected=f"logits of shape (E, *{list(t.shape)}, C)",
+            got=f"shape {list(y.shape)}",
+        )
+    return log_q, t.long()
+
+
+def _binned(call: str, y: Any, t: Any, bins: int, weights: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return for all predictions the confidence, 1 if right, and 1 for the bin of the confidence."""
+    given: Any = bins
+    if not isinstance(given, (Integral, torch.SymInt)):
+        raise error(TypeError, f"{call}: bins is no integer.", expected="bins >= 1", got=repr(bins))
+    if bins < 1:
+        raise error(ValueError, f"{call}: there must be a bin.", expected="bins >= 1", got=bins)
+    log_p, t = _predicted(call, y, t, weights)
+    top, voted = log_p.max(-1)
+    confidence = top.exp().reshape(-1)
+    place = ((confidence * bins).ceil() - 1).clamp(0, bins - 1).unsqueeze(-1)
+    inside = (place == torch.arange(bins, device=confidence.device)).to(confidence.dtype)
+    return confidence, (voted == t).to(confidence.dtype).reshape(-1), inside
+
+
+# -- arithmetic -------------------------------------------------------------------------------------------------
+
+
+def _widened(y: Tensor) -> Tensor:
+    return y.to(torch.promote_types(y.dtype, torch.float32))
+
+
+# Any: a tensor, or what one can be made of.
+def _weights(call: str, y: Tensor, weights: Any) -> Tensor:
+    """Return the members' weights, summing to 1, as a column over the members of y."""
+    dtype = torch.promote_types(y.dtype, torch.float32)
+    members = y.shape[0]
+    if weights is None:
+        w = torch.full((members,), 1 / members, dtype=dtype, device=y.device)
+    else:
+        w = _as_tensor(call, "weights", weights, y.device)
+        _check_weights(w, members)
+        w = w.to(y.device, dtype)
+        w = w / w.sum()
+    return w.reshape(-1, *[1] * (y.dim() - 1))
+
+
+def _omit(y: Tensor, w: Tensor, own: int) -> tuple[Tensor, Tensor]:
+    """Give members the weight 0 where their output has a nan, and a harmless output."""
+    bad = y.isnan()
+    for _ in range(own):
+        bad = bad.any(-1, keepdim=True) if bad.shape[-1] else bad
+        bad = bad.squeeze(-1)
+    bad = bad.reshape(*bad.shape, *[1] * own)
+    w = torch.where(bad, 0, w)
+    return torch.where(bad, 0, y), w / w.sum(0)
+
+
+def _average(w: Tensor, x: Tensor) -> Tensor:
+    """Average over members; w has the dimensions of the outputs, x those or some of the first."""
+    return (w.reshape(w.shape[: x.dim()]) * x).sum(0)
+
+
+def _log_mixture(log_q: Tensor, w: Tensor) -> Tensor:
+    """Return the log of the average of exp(log_q): logsumexp, but with a gradient where all members have -inf."""
+    z = log_q + w.log()
+    top = z.detach().amax(0)
+    top = torch.where(top == -torch.inf, 0, top)
+    total = (z - top).exp().sum(0)
+    nothing = total == 0
+    return torch.where(nothing, -torch.inf, torch.where(nothing, 1, total).log() + top)
+
+
+def _divergence(log_q: Tensor, log_p: Tensor, w: Tensor) -> Tensor:
+    """Return the Kullback-Leibler divergence of each member's q from p, as a sum of terms that are never negative.
+
+    With d = log q - log p a term is q d - q + p = p (exp(d) (d - 1) + 1). Members that nearly agree have small d, where
+    that cancels; there it is its Taylor series.
+    """
+    q, p = log_q.exp(), log_p.exp()
+    # A member without weight may give all of its probability to what the mixture holds impossible.
+    d = torch.where((q == 0) | (w == 0), 0, log_q - log_p)
+    small = d.abs() < 0.03
+    near = torch.where(small, d, 0)
+    series = 1 / 2 + near * (1 / 3 + near * (1 / 8 + near * (1 / 30 + near * (1 / 144 + near / 840))))
+    # Where q is 0, d stands for -inf, and the term is p.
+    return torch.where(small & (q > 0), p * near.square() * series, q * d - q + p).sum(-1)
+
+
+def _expected(p: Tensor, x: Tensor) -> Tensor:
+    """Sum p * x over the classes, where p = 0 counts nothing whatever x is."""
+    # The inner where keeps the infinities out of the gradient too.
+    return (p * torch.where(p == 0, torch.zeros_like(x), x)).sum(-1)
+
+
+def _tree(data: dict[str, Tensor], size: torch.Size) -> Any:
+    return TensorCollection._open._make(data, torch.Size(size))
+
+
+# -- checks -----------------------------------------------------------------------------------------------------
+
+
+def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise error(
+            ValueError, f"uncertainty: unknown {name}.", expected=" or ".join(map(repr, known)), got=repr(value)
+        )
+
+
+# Any: whatever the caller gave.
+def _as_tensor(call: str, name: str, value: Any, device: torch.device | None = None) -> Tensor:
+    """Return a tensor as it is, and a list or array as a tensor."""
+    if isinstance(value, Tensor):
+        return value
+    try:
+        return torch.as_tensor(value, device=device)
+    except (TypeError, ValueError, RuntimeError) as err:
+        raise error(
+            TypeError,
+            f"{call}: {name} is no tensor, and none can be made of it.",
+            expected="a tensor, or a list or array of numbers",
+            got=f"{value!r:.80}",
+        ) from err
+
+
+def _check_outputs(call: str, y: Tensor, dims: int) -> None:
+    if not y.is_floating_point() or y.dim() < dims or y.shape[0] == 0:
+        raise LeafMismatchError(
+            f"{call}: these are no outputs.",
+            expected=f"a floating-point tensor of {dims} or more dimensions, not empty in the first",
+            got=f"shape {list(y.shape)}, {y.dtype}",
+            hint="give raw outputs of shape (members, batch, classes), as Ensemble returns them.",
+        )
+
+
+def _check_labels(call: str, y: Tensor, t: Tensor) -> None:
+    fits = y.dim() - t.dim() in (1, 2) and y.shape[y.dim() - 1 - t.dim() : -1] == t.shape
+    if not fits or t.is_floating_point() or t.is_complex() or t.dtype is torch.bool:
+        raise LeafMismatchError(
+            f"{call}: the labels do not fit the logits.",
+            expected=f"integers of shape (*B), for logits of shape (*B, C) or (E, *B, C): {list(y.shape)}",
+            got=f"shape {list(t.shape)}, {t.dtype}",
+        )
+    if t.numel() == 0:
+        raise error(ValueError, f"{call}: there are no labels to average over.", got=f"shape {list(t.shape)}")
+    if has_values() and not bool(((t >= 0) & (t < y.shape[-1])).all()):
+        raise error(
+            ValueError,
+            f"{call}: a label names no class.",
+            expected=f"0 <= t < {y.shape[-1]}",
+            got=f"{int(t.min())} to {int(t.max())}",
+        )
+
+
+def _check_weights(weights: Tensor, members: int) -> None:
+    if weights.shape != (members,):
+        raise LeafMismatchError(
+            "weights: there must be one for each member.",
+            expected=f"shape [{members}]",
+            got=f"shape {list(weights.shape)}",
+        )
+    if has_values():
+        w = weights.detach()
+        if not bool((w.isfinite() & (w >= 0)).all()) or not bool((w > 0).any()):
+            raise error(ValueError, "weights: out of range.", expected="finite, >= 0, and not all 0", got=w.tolist())

@@ -1,0 +1,250 @@
+"""Trees and leaves as text: counts and sizes, the facts of a leaf, totals of a tree, and the repr.
+
+The functions that describe leaves never raise: a leaf may be any object, and any class of tensor.
+"""
+
+import reprlib
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack
+from tdfunc.core.shapes import shape_of
+from tdfunc.core.types import Kind, Path
+from tdfunc.ops.cast import all_shared, is_shared
+
+# The methods that return the tensors of a sparse leaf.
+_ROWS, _COLUMNS = ("values", "crow_indices", "col_indices"), ("values", "ccol_indices", "row_indices")
+_STORED = {
+    torch.sparse_coo: ("_values", "_indices"),
+    torch.sparse_csr: _ROWS,
+    torch.sparse_bsr: _ROWS,
+    torch.sparse_csc: _COLUMNS,
+    torch.sparse_bsc: _COLUMNS,
+}
+
+
+class Facts(NamedTuple):
+    """The printable attributes of a leaf; "" and None where an attribute is unavailable."""
+
+    type: str
+    shape: str = ""
+    dtype: str = ""
+    device: str = ""
+    elements: int | None = None
+    size_bytes: int | None = None
+    # The layout unless strided; `frozen`, `requires grad`.
+    notes: tuple[str, ...] = ()
+
+
+# -- words and numbers ------------------------------------------------------------------------------------------
+
+
+def printable(text: str, limit: int | None = 120) -> str:
+    """Return text on one line, with control characters escaped and no more than `limit` characters."""
+    if limit is not None and len(text) > limit:
+        keep = limit // 2
+        text = f"{text[:keep]}...{text[-keep // 2 :]} ({len(text):,} characters)"
+    return text if text.isprintable() else "".join([c if c.isprintable() else repr(c)[1:-1] for c in text])
+
+
+def count_text(n: int, word: str) -> str:
+    """Return `1 leaf`, `2 leaves`."""
+    plural = {"leaf": "leaves", "entry": "entries"}.get(word, f"{word}s")
+    return f"{n:,} {word if n == 1 else plural}"
+
+
+def bytes_text(size: int) -> str:
+    """Return a size in the unit that gives it three digits."""
+    if size < 1000:
+        return f"{size} B"
+    value = float(size)
+    for unit in ("kB", "MB", "GB", "TB", "PB"):
+        value /= 1000
+        if value < 999.5 or unit == "PB":
+            break
+    return f"{value:.{max(0, 3 - len(str(int(value))))}f} {unit}"
+
+
+def kind_text(kind: Kind | None) -> str:
+    """Return a kind in words."""
+    return "" if kind is None else kind.value.replace("_", " ").replace("non persistent", "buffer, not saved")
+
+
+# -- one leaf ---------------------------------------------------------------------------------------------------
+
+
+def facts_of(leaf: Any) -> Facts:
+    """Describe a node that is not a tree: a tensor, the tensors of a lazy stack, non-tensor data, any object."""
+    parts = list(flat(leaf))
+    if not parts or not all([isinstance(part, Tensor) for part in parts]):
+        return Facts(leaf_type(leaf))
+    # The class of a tensor may raise from anything.
+    try:
+        shape = _shape_text(parts)
+        return Facts(
+            type(parts[0]).__name__,
+            f"{len(parts):,} x {shape}" if isinstance(leaf, tuple) else shape,
+            _agreed({str(part.dtype).removeprefix("torch.") for part in parts}),
+            _agreed({str(part.device) for part in parts}),
+            *_amount(parts),
+            _notes(parts[0]),
+        )
+    except Exception:
+        return Facts(leaf_type(leaf))
+
+
+def leaf_type(leaf: Any) -> str:
+    """Return the class of a leaf; of non-tensor data the class of its value, or `list` where each row has one."""
+    if isinstance(leaf, NonTensorBase):
+        return type(leaf.data).__name__ if isinstance(leaf, NonTensorData) else "list"
+    return type(leaf).__name__
+
+
+def flat(leaf: Any) -> Iterator[Any]:
+    """Yield the tensors of a leaf: several in a lazy stack."""
+    if not isinstance(leaf, tuple):
+        yield leaf
+        return
+    items: tuple[Any, ...] = leaf
+    for item in items:
+        yield from flat(item)
+
+
+def stored_bytes(leaf: Tensor) -> int:
+    """Return the bytes that the elements take; of a sparse tensor those that it stores, its indices among them."""
+    names = _STORED.get(leaf.layout)
+    parts = [leaf] if names is None else [getattr(leaf, name)() for name in names]
+    return sum([part.numel() * part.element_size() for part in parts])
+
+
+def _shape_text(parts: list[Tensor]) -> str:
+    """Return the common shape: sizes that differ are -1, symbolic ones have their names."""
+    shapes = [shape_of(part) for part in parts]
+    known = [shape for shape in shapes if shape is not None]
+    if len(known) < len(shapes):
+        return "not initialised"
+    if len(set(map(len, known))) > 1:
+        return "shapes differ"
+    nested = parts[0].is_nested
+    # The sizes of a jagged nested tensor are symbols without a name.
+    columns = [
+        {"-1" if nested and type(n) is not int else str(n) for n in column} for column in zip(*known, strict=True)
+    ]
+    return f"[{', '.join([_agreed(column, '-1') for column in columns])}]"
+
+
+def _agreed(values: set[str], other: str = "differ") -> str:
+    return values.pop() if len(values) == 1 else other
+
+
+def _amount(parts: list[Tensor]) -> tuple[int | None, int | None]:
+    """Return the number of elements and the bytes that they take; None where torch cannot tell."""
+    try:
+        elements, size = sum([part.numel() for part in parts]), sum(map(stored_bytes, parts))
+        # Traced sizes are symbols.
+        return (elements, size) if type(elements) is int else (None, None)
+    except Exception:
+        return None, None
+
+
+def _notes(leaf: Tensor) -> tuple[str, ...]:
+    layout = "" if leaf.layout is torch.strided else str(leaf.layout).removeprefix("torch.").replace("_", " ")
+    is_parameter = isinstance(leaf, Parameter)
+    grad = "" if leaf.requires_grad == is_parameter else "frozen" if is_parameter else "requires grad"
+    return tuple(filter(None, (layout, grad)))
+
+
+# -- non-tensor data --------------------------------------------------------------------------------------------
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 100
+_short.maxlist = _short.maxtuple = _short.maxdict = _short.maxset = 6
+
+
+def value_text(leaf: Any) -> str:
+    """Return the value of non-tensor data, or any object, on one short line."""
+    if isinstance(leaf, NonTensorStack):
+        shown = list(islice(leaf._array.flat, 7))
+        text = ", ".join(map(_short_repr, shown[:6])) + (", ..." if len(shown) > 6 else "")
+        return f"{list(leaf.shape)} values: {text}"
+    return _short_repr(leaf.data if isinstance(leaf, NonTensorData) else leaf)
+
+
+def repr_of(value: Any, write: Callable[[Any], str] = repr) -> str:
+    """Return `repr(value)`, or that it raises: an object's own may."""
+    try:
+        return write(value)
+    except Exception as err:
+        inner = value.data if isinstance(value, NonTensorData) else value
+        return f"<{type(inner).__name__}: its repr raises {type(err).__name__}>"
+
+
+def _short_repr(value: Any) -> str:
+    return printable(repr_of(value, _short.repr), 200)
+
+
+# -- trees ------------------------------------------------------------------------------------------------------
+
+
+def totals(tree: TensorCollection, limit: int) -> tuple[int, int, bool]:
+    """Return the leaves of a tree, their bytes, and whether `limit` nodes were enough; a tensor counts once."""
+    seen: set[int] = set()
+    leaves = size_bytes = visited = 0
+    nodes = [tree]
+    while nodes:
+        # By storage, not by key: a lazy stack's trees one by one.
+        for child in nodes.pop()._data.values():
+            if isinstance(child, TensorCollection):
+                nodes.append(child)
+            visited += 1
+            if isinstance(child, Tensor) and id(child) not in seen:
+                seen.add(id(child))
+                leaves, size_bytes = leaves + 1, size_bytes + (_amount([child])[1] or 0)
+            if visited > limit:
+                return leaves, size_bytes, False
+    return leaves, size_bytes, True
+
+
+def aliases(tree: TensorCollection) -> dict[Path, list[Path]]:
+    """Return for each path of a tied tensor the other paths, the first one first."""
+    return {path: [other for other in group if other != path] for group in tree._ties for path in group}
+
+
+def describe_leaf(leaf: Any) -> str:
+    """Return the one-line form of a leaf in the repr of a tree."""
+    if isinstance(leaf, tuple) and all([isinstance(part, Tensor) for part in flat(leaf)]):
+        facts = facts_of(leaf)
+        return f"{facts.type}({facts.shape}, {facts.dtype}, {facts.device})"
+    if not isinstance(leaf, Tensor):
+        return printable(repr_of(leaf), None)
+    name, shape = type(leaf).__name__, shape_of(leaf)
+    if shape is None:
+        return f"{name}(uninitialized, device={leaf.device}, dtype={leaf.dtype})"
+    return f"{name}(shape={shape}, device={leaf.device}, dtype={leaf.dtype}, is_shared={is_shared(leaf)})"
+
+
+def tree_repr(tree: TensorCollection, indent: str = "") -> str:
+    """Return the multi-line form of a tree, keys sorted."""
+    lines: list[str] = []
+    for key in sorted(tree._keys()):
+        node = tree._get(key)
+        # A class with a repr of its own keeps it; the plain form is called directly, to save stack.
+        if isinstance(node, TensorCollection) and type(node).__repr__ is TensorCollection._open.__repr__:
+            text = tree_repr(node, indent=f"{indent}        ")
+        elif isinstance(node, TensorCollection):
+            text = repr(node).replace("\n", f"\n{indent}        ")
+        else:
+            text = describe_leaf(node)
+        lines.append(f"{indent}        {printable(key, None)}: {text}")
+    fields = ",\n".join(lines) or f"{indent}    "
+    names = f",\n{indent}    names={list(tree._names)}" if tree._names is not None else ""
+    return (
+        f"{type(tree).__name__}(\n{indent}    fields={{\n{fields}}},\n{indent}    batch_size={tree._batch_size},\n"
+        f"{indent}    device={tree._device},\n{indent}    is_shared={all_shared(tree)}{names})"
+    )

@@ -1,0 +1,269 @@
+"""Parcels: objects as messages between processes, the bytes of all tensors in one block, or the names of their files.
+
+A parcel never takes a descriptor for each leaf.
+"""
+
+import io
+import os
+import pickle
+import sys
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Size, Tensor, nn
+
+from tdfunc.core.collection import TensorCollection, iter_leaves
+from tdfunc.core.errors import UnsupportedError, WorkerError
+from tdfunc.core.keys import dotted
+from tdfunc.core.memory import MappedFile, mapped_file
+from tdfunc.storage.disk.mapped import READ, map_descriptor
+from tdfunc.storage.disk.raw import is_wrapped, raw_bytes
+
+_ALIGN = 64
+_PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+_HINTS = {
+    "function": "define it at the top of a module; or mp_start_method='fork', where the system has it, "
+    "or executor='threads'.",
+    "chunk": "non-tensor data are pickled; td.select(...) without them, or executor='threads'.",
+    "result": "return a tree, tensors or plain values; or executor='threads'.",
+}
+
+
+class Parcel(NamedTuple):
+    """A pickle, and the bytes of the tensors that it refers to in one block."""
+
+    body: bytes
+    sizes: tuple[int, ...]
+    block: bytes
+    # The module of the function in it, and that module's file, for a process whose path does not lead there.
+    origin: tuple[str, str | None] = ("", None)
+    # Whether Ray's cloudpickle made it, which copies classes and functions that no module has.
+    by_value: bool = False
+
+
+# -- packing ----------------------------------------------------------------------------------------------------
+
+
+class _Refused(Exception):
+    """A tensor that cannot cross; `to_parcel` knows its path."""
+
+    def __init__(self, tensor: Tensor, why: str, got: str, hint: str) -> None:
+        super().__init__(why)
+        self.tensor, self.why, self.got, self.hint = tensor, why, got, hint
+
+
+@cache
+def _pickler(by_value: bool) -> Any:
+    """Return the class that pickles tensors as buffers, and all else as its base does."""
+    # Any: cloudpickle has no types.
+    base: Any = pickle.Pickler
+    if by_value:
+        from ray import cloudpickle
+
+        module: Any = cloudpickle
+        base = module.CloudPickler
+
+    class Pickler(base):
+        # Called for objects that pickle has no own code for: not for str, tuples or numbers.
+        def reducer_override(self, obj: Any) -> Any:
+            reduced = _reduce(obj) if isinstance(obj, Tensor) else NotImplemented
+            return super().reducer_override(obj) if by_value and reduced is NotImplemented else reduced
+
+    return Pickler
+
+
+def to_parcel(
+    value: Any, what: Literal["function", "chunk", "result"] = "chunk", *, fn: Any = None, by_value: bool = False
+) -> Parcel:
+    """Return a picklable value as a parcel; a tensor that occurs twice is sent once and is one tensor again.
+
+    Args:
+        value: The value.
+        what: How a message names it.
+        fn: A function in it.
+        by_value: As the field of `Parcel`.
+
+    Raises:
+        UnsupportedError: A tensor is not in the memory of this machine, or gradients would have to follow it; or pickle
+            cannot copy something.
+    """
+    file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+    try:
+        _pickler(by_value)(file, protocol=5, buffer_callback=buffers.append).dump(value)
+    except _Refused as err:
+        name = _name_of(err.tensor, value)
+        raise UnsupportedError(f"map: {name} {err.why}", got=err.got, hint=err.hint) from None
+    except UnsupportedError:
+        raise
+    except (pickle.PicklingError, AttributeError, TypeError) as err:
+        raise UnsupportedError(
+            f"map: the {what} cannot be sent to another process.",
+            expected="values that pickle can copy",
+            got=f"{type(err).__name__}: {err}",
+            hint=_HINTS[what],
+        ) from err
+    while hasattr(fn, "func"):
+        fn = fn.func
+    module = getattr(fn, "__module__", None) or ""
+    views = [buffer.raw() for buffer in buffers]
+    padded = [part for view in views for part in (view, bytes(-view.nbytes % _ALIGN))]
+    return Parcel(
+        file.getvalue(),
+        tuple([view.nbytes for view in views]),
+        b"".join(padded),
+        (module, getattr(sys.modules.get(module), "__file__", None)),
+        by_value,
+    )
+
+
+def from_parcel(parcel: Parcel) -> Any:
+    """Return the value of a parcel."""
+    # A copy, which the tensors may write to.
+    block, begin, buffers = memoryview(bytearray(parcel.block)), 0, list[memoryview]()
+    for size in parcel.sizes:
+        buffers.append(block[begin : begin + size])
+        begin += -(-size // _ALIGN) * _ALIGN
+    return pickle.loads(parcel.body, buffers=buffers)
+
+
+def _name_of(tensor: Tensor, value: Any) -> str:
+    for part in value if isinstance(value, (tuple, list)) else (value,):
+        if isinstance(part, TensorCollection):
+            for path, leaf in iter_leaves(part):
+                if leaf is tensor:
+                    return f"leaf {dotted(path)!r}"
+    return "a tensor"
+
+
+def _reduce(x: Tensor) -> Any:
+    if is_wrapped(x):
+        hint = "call map outside of vmap and grad, or vmap inside the function."
+        raise _Refused(x, "has no values of its own inside a torch.func transform.", type(x).__name__, hint)
+    if x.grad_fn is not None:
+        hint = "td.detach() first (in the function, for its result), torch.no_grad(), or executor='threads'."
+        raise _Refused(x, "requires grad, and gradients do not cross processes.", x.grad_fn.name(), hint)
+    if x.device.type not in ("cpu", "meta"):
+        hint = "td.cpu() first, or executor='threads'; the function may move its chunk to a device."
+        raise _Refused(x, "is not in the memory that processes share.", str(x.device), hint)
+    kind = type(x) if type(x) is nn.Parameter else Tensor
+    # Subclasses and other layouts (sparse, nested, quantized) know best how they are pickled.
+    if type(x) is not kind or x.layout is not torch.strided or x.is_quantized or x.is_nested:
+        return NotImplemented
+    flags = (kind is nn.Parameter, x.requires_grad)
+    if x.device.type == "meta":
+        return _make_meta, (x.dtype, tuple(x.shape), x.stride(), flags)
+    by_name = _by_name(x)
+    if by_name is not None:
+        return _open_view, (*by_name, x.dtype, tuple(x.shape), x.stride(), flags)
+    return _from_buffer, (_bytes_of(x), x.dtype, _stored_shape(x), tuple(x.shape), flags)
+
+
+def _stored_shape(x: Tensor) -> tuple[int, ...]:
+    """Return the shape of what an expanded tensor holds in memory."""
+    return tuple([1 if stride == 0 and size else size for size, stride in zip(x.shape, x.stride(), strict=True)])
+
+
+def _bytes_of(x: Tensor) -> pickle.PickleBuffer | None:
+    if x.numel() == 0:
+        return None
+    x = x.detach()
+    if 0 in x.stride():
+        x = x[tuple([slice(0, size) for size in _stored_shape(x)])]
+    return pickle.PickleBuffer(raw_bytes(x))
+
+
+def _by_name(x: Tensor) -> tuple[MappedFile, str] | None:
+    """Return the file of a mapped tensor whose values are those of the file; None if bytes must be sent."""
+    found = mapped_file(x)
+    if found is None or found.path is None or x.numel() == 0 or x.is_conj() or x.is_neg():
+        return None
+    try:
+        now = os.stat(found.path)
+    except OSError:
+        return None
+    if (now.st_dev, now.st_ino) != found.file_id or now.st_size < found.size_bytes:
+        return None
+    if found.mode == "c" and is_changed(x):
+        return None
+    return found, found.path
+
+
+def is_changed(x: Tensor) -> bool:
+    """Whether pages of a copy-on-write mapping were written to; True where the system does not say."""
+    # A version counter would miss writes of fused optimizers. The kernel keeps 64 bits for each page: present (63),
+    # swapped out (62), still a page of the file (61). A page that was written to is no page of the file any more.
+    span = sum([(size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)]) + 1
+    begin = x.data_ptr() // _PAGE
+    end = (x.data_ptr() + span * x.element_size() - 1) // _PAGE + 1
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as file:
+            file.seek(8 * begin)
+            raw = file.read(8 * (end - begin))
+    except OSError:
+        return True
+    if len(raw) != 8 * (end - begin):
+        return True
+    flags = np.frombuffer(raw, dtype=np.uint64) >> np.uint64(61)
+    return bool((((flags & 0b101) == 0b100) | ((flags & 0b010) != 0)).any())
+
+
+def is_in_file(x: Any) -> bool:
+    """Whether another process finds the tensor's values in its file."""
+    return type(x) is Tensor and _by_name(x) is not None
+
+
+def is_shared_file(x: Any) -> bool:
+    """Whether what another process writes to the tensor's file is seen here."""
+    found = mapped_file(x)
+    return found is not None and found.mode == "r+" and _by_name(x) is not None
+
+
+# -- unpacking --------------------------------------------------------------------------------------------------
+
+
+def _flagged(x: Tensor, flags: tuple[bool, bool]) -> Tensor:
+    is_parameter, requires_grad = flags
+    if is_parameter:
+        return nn.Parameter(x, requires_grad)
+    return x.requires_grad_() if requires_grad else x
+
+
+def _make_meta(dtype: torch.dtype, shape: Any, stride: Any, flags: tuple[bool, bool]) -> Tensor:
+    return _flagged(torch.empty_strided(shape, stride, dtype=dtype, device="meta"), flags)
+
+
+def _from_buffer(buffer: Any, dtype: torch.dtype, stored: Any, shape: Any, flags: tuple[bool, bool]) -> Tensor:
+    if buffer is None:
+        return _flagged(torch.empty(shape, dtype=dtype, device="cpu"), flags)
+    x = torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(stored)
+    return _flagged(x.expand(shape) if stored != shape else x, flags)
+
+
+def _open_view(file: MappedFile, path: str, dtype: torch.dtype, *rest: Any) -> Tensor:
+    shape, stride, flags = rest
+    size_bytes = file.size_bytes
+    try:
+        fd = os.open(path, READ | os.O_RDWR if file.mode == "r+" else READ)
+    except OSError as err:
+        raise WorkerError(
+            f"map: {path} cannot be opened by a worker.",
+            got=str(err),
+            hint="workers on other machines need the folder under the same path; td.clone() sends the values.",
+        ) from err
+    try:
+        found = os.fstat(fd)
+        # Another machine that mounts the folder knows the inode, and the device by another number.
+        if found.st_ino != file.file_id[1] or found.st_size < size_bytes:
+            raise WorkerError(
+                f"map: {path} is not the file that the tree is mapped from.",
+                expected=f"inode {file.file_id[1]}, {size_bytes} bytes",
+                got=f"inode {found.st_ino}, {found.st_size} bytes",
+                hint="load the tree again.",
+            )
+        flat = map_descriptor(fd, path, file.mode, torch.uint8, Size([size_bytes]), size_bytes, file.root)
+    finally:
+        os.close(fd)
+    x = torch.empty(0, dtype=dtype, device="cpu")
+    return _flagged(x.set_(flat.untyped_storage(), file.offset // dtype.itemsize, shape, stride), flags)

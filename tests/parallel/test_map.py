@@ -1,0 +1,383 @@
+"""`map` and `map_iter`: equal to the function on the whole, wherever the chunks run."""
+
+import multiprocessing
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tdfunc as tdf
+from tdfunc import LeafMismatchError, NonTensorStack, TensorDict, WorkerPool
+from tests.helpers import assert_trees_equal
+from tests.parallel import functions as fns
+from tests.storage.trees import assert_same
+from tests.strategies import trees
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """Two workers for all tests of the module: their start takes longer than the tests."""
+    with WorkerPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def standard():
+    """A pool of the standard library without our initializer."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("forkserver")) as executor:
+        yield executor
+
+
+@pytest.fixture
+def executor(request, pool, standard):
+    """Each way to run chunks."""
+    return {"pool": pool, "standard": standard, "threads": "threads", "here": None}[request.param]
+
+
+EXECUTORS = pytest.mark.parametrize("executor", ["pool", "standard", "threads", "here"], indirect=True)
+
+
+def rows(n=10):
+    """A tree of n rows: numbers, words and a sub-tree."""
+    return TensorDict(
+        {"x": torch.arange(n), "word": [str(i) for i in range(n)], "in": {"y": torch.arange(2.0 * n).reshape(n, 2)}},
+        [n],
+    )
+
+
+def run(td, fn, executor, **options):
+    """`map` by an executor; two threads where `map` starts them, and no workers where the function runs here."""
+    if not isinstance(executor, Executor):
+        options["num_workers"] = 0 if executor is None else 2
+    return td.map(fn, executor=executor, **options)
+
+
+# -- laws -------------------------------------------------------------------------------------------------------
+
+
+@EXECUTORS
+@pytest.mark.parametrize("options", [{}, {"chunksize": 3}, {"chunksize": 0}, {"num_chunks": 4}, {"num_chunks": 99}])
+def test_equals_the_function_on_the_whole(executor, options):
+    """Chunks come back once each, in order."""
+    td = rows()
+
+    assert_trees_equal(run(td, fns.double, executor, **options), fns.double(td))
+
+
+@given(tree=trees().filter(lambda t: t.ndim and 0 not in t.batch_size), data=st.data())
+@settings(max_examples=40)
+def test_identity_in_workers(pool, tree, data):
+    """A tree keeps all on its way: dtypes, ties, kinds, names, words and the order of keys."""
+    dim = data.draw(st.integers(0, tree.ndim - 1))
+    n = tree.batch_size[dim]
+    options = data.draw(st.sampled_from([{"num_chunks": 1}, {"chunksize": 1}, {"chunksize": 2}, {"num_chunks": n}]))
+
+    back = tree.map(fns.same, dim, executor=pool, **options)
+
+    assert_same(back, tree.map(fns.same, dim, num_workers=0, **options))
+    assert_trees_equal(back, tree)
+
+
+@given(
+    n=st.integers(1, 12),
+    size=st.none() | st.integers(0, 13).map(np.int64),
+    chunks=st.integers(1, 13),
+    workers=st.integers(0, 3),
+)
+@settings(max_examples=40)
+def test_any_chunking_gives_the_same(n, size, chunks, workers):
+    """Any chunk size (numbers of numpy too), number of chunks or of threads covers each row once."""
+    td = rows(n)
+    options = {"num_chunks": chunks} if size is None else {"chunksize": size}
+
+    out = td.map(fns.double, num_workers=workers, executor="threads", **options)
+
+    assert_trees_equal(out, fns.double(td))
+
+
+@EXECUTORS
+def test_other_dimensions(executor):
+    """Any batch dimension is cut."""
+    td = TensorDict({"x": torch.arange(24.0).reshape(2, 4, 3)}, [2, 4], names=["a", "b"])
+    out = td.new_zeros([2, 4])
+
+    for dim in (1, -1):
+        assert_trees_equal(run(td, fns.double, executor, dim=dim, chunksize=3), td * 2)
+    assert (run(td, fns.double, executor, dim=1, chunksize=0)["x"] == td["x"] * 2).all()
+    run(td, fns.double, executor, dim=1, chunksize=3, out=out)
+    assert (out["x"] == td["x"] * 2).all()
+
+
+@EXECUTORS
+def test_classes_lazy_stacks_ties_and_dtypes(executor):
+    """Trees of every class, and dtypes that numpy lacks, come back as they were."""
+    point = fns.Point(x=torch.arange(4), note="kept", batch_size=[4])
+    ragged = tdf.lazy_stack([TensorDict({"x": torch.arange(n)}, [n]) for n in (1, 3, 2)])
+    weight = torch.arange(8.0).to(torch.bfloat16).reshape(4, 2)
+    tied = TensorDict({"a": weight, "b": {"c": weight}}, [4])
+    words = TensorDict({"s": NonTensorStack("a", "b", "c"), "x": torch.zeros(3)}, [3])
+    floats = TensorDict(
+        {str(d): torch.arange(4).to(d) for d in (torch.float8_e4m3fn, torch.complex64, torch.bool)}, [4]
+    )
+
+    assert run(point, fns.same, executor, chunksize=3).note == "kept"
+    back = run(ragged, fns.same, executor, chunksize=2)
+    assert [x.tolist() for x in back["x"]] == [[0], [0, 1, 2], [0, 1]]
+    assert_trees_equal(run(tied, fns.same, executor, chunksize=3), tied)
+    assert run(words, fns.same, executor, chunksize=0)["s"] == ["a", "b", "c"]
+    for key, leaf in run(floats, fns.same, executor, chunksize=3).items():
+        assert leaf.dtype == floats[key].dtype
+        assert torch.equal(leaf.view(torch.uint8), floats[key].view(torch.uint8))
+
+
+@EXECUTORS
+def test_results(executor):
+    """Tensors are joined as trees are; None leaves rows out; an empty batch is one empty chunk."""
+    empty = rows()[:0]
+
+    assert run(rows(), fns.total, executor, chunksize=4).tolist() == [6.0, 22.0, 17.0]
+    assert run(rows(3), fns.total, executor, chunksize=0).tolist() == [[0.0], [1.0], [2.0]]
+    assert run(rows(), fns.even_only, executor, chunksize=0)["x"].tolist() == [0, 2, 4, 6, 8]
+    assert run(rows(), fns.even_rows, executor, chunksize=3)["x"].tolist() == [0, 2, 4, 6, 8]
+    assert run(rows(), fns.nothing, executor) is None
+    assert_trees_equal(run(empty, fns.double, executor, chunksize=5), empty)
+
+
+def test_gradients_flow_through_threads():
+    """Threads share memory, so a loss on the result reaches the leaves."""
+    x = torch.arange(6.0, requires_grad=True)
+
+    TensorDict({"x": x}, [6]).map(fns.double, executor="threads", num_workers=2)["x"].sum().backward()
+
+    assert x.grad.tolist() == [2.0] * 6
+
+
+def test_parameters_expanded_and_meta_leaves_come_back(pool):
+    """A parameter is one again; expanded leaves send one row and meta leaves nothing."""
+    td = TensorDict(
+        {"x": torch.ones(4), "wide": torch.zeros(()).expand(4, 1000), "m": torch.empty(4, device="meta")}, [4]
+    )
+
+    (back,) = td.map_iter(fns.parameter, executor=pool, num_chunks=1)
+
+    assert type(back["x"]) is torch.nn.Parameter
+    assert back["x"].requires_grad
+    assert back["wide"].stride() == (0, 0)
+    assert back["m"].device.type == "meta"
+
+
+def test_tensors_of_the_function_are_copied(pool, standard):
+    """Weights in a `partial` cross as bytes: a worker's write does not reach the caller's."""
+    weight = torch.zeros(3)
+    for executor in (pool, standard):
+        list(rows().map_iter(partial(_write, weight), executor=executor, chunksize=5))
+
+    assert weight.tolist() == [0, 0, 0]
+    assert not weight.is_shared()
+
+
+def _write(weight, part):
+    weight.add_(1)
+
+
+@EXECUTORS
+def test_the_caller_s_modes_hold(executor):
+    """Grad mode, inference mode and the default dtype of the caller hold for the function."""
+    assert run(rows(2), fns.modes, executor).tolist()[0] == [True, False, False]
+    with torch.no_grad():
+        assert run(rows(2), fns.modes, executor).tolist()[0] == [False, False, False]
+    with torch.inference_mode():
+        assert run(rows(2), fns.modes, executor).tolist()[0] == [False, True, False]
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert run(rows(2), fns.modes, executor).tolist()[0] == [True, False, True]
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+# -- seeds ------------------------------------------------------------------------------------------------------
+
+
+def test_seeds_depend_on_the_chunk_only(pool, standard):
+    """A run gives the same draws on any number and kind of workers."""
+    td = rows()
+
+    def noise(executor, **options):
+        generator = torch.Generator().manual_seed(7)
+        return td.map(fns.draw, executor=executor, chunksize=3, generator=generator, **options)["noise"]
+
+    first = noise(pool)
+    assert torch.equal(first, noise(standard))
+    assert torch.equal(first, noise(None, num_workers=1, mp_start_method="fork"))
+    assert len(first.unique()) == len(first)
+    assert not torch.equal(first, td.map(fns.draw, executor=pool, chunksize=3)["noise"])
+
+
+@EXECUTORS
+def test_a_generator_argument_is_given(executor):
+    """A function that takes a generator draws the same numbers wherever it runs."""
+    made = run(rows(), fns.draw_from, executor, chunksize=3, generator=torch.Generator().manual_seed(7))
+    serial = rows().map(fns.draw_from, 0, 0, chunksize=3, generator=torch.Generator().manual_seed(7))
+
+    assert torch.equal(made["noise"], serial["noise"])
+
+
+def test_the_default_generator_draws_the_seed(pool):
+    """`torch.manual_seed` makes a run repeatable; with a generator the default one stays as it is."""
+    torch.manual_seed(3)
+    first = rows().map(fns.draw, executor=pool, chunksize=3)["noise"]
+    torch.manual_seed(3)
+    assert torch.equal(first, rows().map(fns.draw, executor=pool, chunksize=3)["noise"])
+    state = torch.get_rng_state()
+    rows().map(fns.draw_from, num_workers=2, executor="threads", generator=torch.Generator())
+    assert torch.equal(state, torch.get_rng_state())
+
+
+# -- out --------------------------------------------------------------------------------------------------------
+
+
+@EXECUTORS
+@pytest.mark.parametrize("options", [{"chunksize": 3}, {"chunksize": 0}])
+def test_out_is_filled(executor, options):
+    """Results are written to the rows that they belong to, also over the tree itself."""
+    td = rows().select("x", "in")
+    out, expected = td.new_zeros([10]), fns.double(td)
+
+    assert run(td, fns.double, executor, out=out, **options) is out
+    assert_trees_equal(out, expected)
+    run(td, fns.double, executor, out=td, **options)
+    assert_trees_equal(td, expected)
+
+
+@given(st.data())
+def test_out_is_written_beside_the_rows_that_are_read(data):
+    """An `out` in any part of the tree's memory gives the result of one in memory of its own, or is refused."""
+    memory = torch.arange(48)
+    n = data.draw(st.integers(1, 4))
+    views = []
+    for _ in range(2):
+        steps = data.draw(st.tuples(st.integers(1, 8), st.integers(1, 8)))
+        views.append(memory.as_strided((n, data.draw(st.integers(1, 2))), steps, data.draw(st.integers(0, 24))))
+    td, out = [TensorDict({"x": view}, [n]) for view in views]
+    expected = [row["x"].tolist() for row in td.clone().map_iter(fns.double, num_workers=0, chunksize=1)]
+
+    try:
+        td.map(fns.double, num_workers=0, chunksize=1, out=out)
+    except ValueError:
+        assert torch.equal(memory, torch.arange(48))
+    else:
+        assert [[row] for row in out["x"].tolist()] == expected
+
+
+def test_out_in_place_with_leaves_that_change_places():
+    """Leaves whose values are swapped chunk by chunk both hold the other's; rows of a stack do not move."""
+    td = TensorDict({"a": torch.zeros(4), "b": torch.ones(4)}, [4])
+    stack = tdf.lazy_stack([TensorDict({"x": torch.full((), float(i))}) for i in range(4)])
+    both = TensorDict({"in": stack, "x": torch.zeros(4)}, [4])
+
+    td.map(
+        lambda rows: TensorDict({"a": rows["b"], "b": rows["a"]}, rows.batch_size), num_workers=0, chunksize=3, out=td
+    )
+
+    assert td["a"].tolist() == [1.0] * 4
+    assert td["b"].tolist() == [0.0] * 4
+    with pytest.raises(LeafMismatchError, match="of out shares memory with the tree"):
+        both[1:].map(fns.same, num_workers=0, out=both[:-1])
+
+
+# -- map_iter ---------------------------------------------------------------------------------------------------
+
+
+@EXECUTORS
+def test_map_iter_yields_any_result_in_order(executor):
+    """A loop sees the results in the order of the rows, of whatever kind they are."""
+    workers = 0 if executor is None else None
+    seen = [part["x"].tolist() for part in rows().map_iter(fns.double, 0, workers, chunksize=4, executor=executor)]
+
+    assert seen == [[0, 2, 4, 6], [8, 10, 12, 14], [16, 18]]
+    assert list(rows().map_iter(fns.text, 0, workers, chunksize=5, executor=executor)) == ["text", "text"]
+    assert list(rows().map_iter(fns.nothing, 0, workers, chunksize=5, executor=executor)) == [None, None]
+
+
+def test_map_iter_is_lazy():
+    """A loop that is left early has begun a few chunks only."""
+    calls = []
+    chunks = rows(100).map_iter(lambda part: calls.append(len(part)), num_workers=2, chunksize=1, executor="threads")
+
+    assert calls == []
+    next(chunks)
+    chunks.close()
+
+    assert 1 <= len(calls) <= 6
+
+
+def test_map_iter_shuffles(pool):
+    """Each row is there once, in an order that a seed repeats."""
+
+    def order(chunksize, executor):
+        generator = torch.Generator().manual_seed(5)
+        parts = rows().map_iter(fns.same, chunksize=chunksize, shuffle=True, generator=generator, executor=executor)
+        return [number for part in parts for number in part["x"].reshape(-1).tolist()]
+
+    assert order(3, pool) == order(0, pool)
+    assert order(3, pool) != list(range(10))
+    assert sorted(order(4, pool)) == list(range(10))
+
+
+# -- failures ---------------------------------------------------------------------------------------------------
+
+
+@EXECUTORS
+def test_exceptions_of_the_function(executor):
+    """An exception is the one that the function raised; StopIteration does not end the results."""
+    with pytest.raises(ValueError, match="five is not allowed") as caught:
+        run(rows(), fns.fail_at_five, executor, chunksize=2)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        run(rows(), fns.stop_at_five, executor, chunksize=2)
+
+    assert getattr(caught.value, "__notes__", ["map: raised on chunk 2 (rows 4:6)."])[-1].endswith("(rows 4:6).")
+    if isinstance(executor, ProcessPoolExecutor):
+        assert "in fail_at_five" in str(caught.value.__cause__)
+
+
+def test_threads_of_the_caller_are_used():
+    """A thread pool of the caller is not shut down."""
+    with ThreadPoolExecutor(2) as executor:
+        assert_trees_equal(rows().map(fns.double, executor=executor, chunksize=3), fns.double(rows()))
+        assert executor.submit(len, "ab").result() == 2
+
+
+def test_progress_is_shown(capfd):
+    """`pbar=True` counts chunks."""
+    rows().map(fns.same, num_workers=0, chunksize=5, pbar=True)
+
+    assert "2/2" in capfd.readouterr().err
+
+
+class Forgetful(Executor):
+    """Runs the first calls and never looks at the others, nor at those that were cancelled (as Ray's futures do)."""
+
+    _max_workers = 4
+
+    def __init__(self, first):
+        self._left = first
+
+    def submit(self, fn, /, *args, **kwargs):
+        future, self._left = Future(), self._left - 1
+        if self._left >= 0:
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except Exception as err:
+                future.set_exception(err)
+        return future
+
+
+@pytest.mark.timeout(60)
+def test_cancelled_chunks_are_not_waited_for():
+    """After an error the caller does not wait for chunks that were cancelled."""
+    with pytest.raises(ValueError, match="five"):
+        rows().map(fns.fail_at_five, executor=Forgetful(3), chunksize=2)

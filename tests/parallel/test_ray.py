@@ -1,0 +1,138 @@
+"""`map` on a local Ray of two processors."""
+
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from tdfunc import RayExecutor, TensorDict, WorkerError
+from tests.helpers import assert_trees_equal
+from tests.parallel import functions as fns
+from tests.parallel.test_processes import environment
+
+ray = pytest.importorskip("ray", reason="the extra [ray] is not installed")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A Ray of two processors on this machine, and an executor on it."""
+    # Ray interrupts tasks by SIGINT, which the jobs that a shell runs in the background ignore, and what they start.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    ray.init(
+        num_cpus=2, include_dashboard=False, log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": environment()["PYTHONPATH"]}},
+    )  # fmt: skip
+    yield RayExecutor()
+    ray.shutdown()
+    signal.signal(signal.SIGINT, before)
+
+
+SCRIPT = """
+    import os, sys
+    import ray, torch
+    import tdfunc as tdf
+
+    class Point(tdf.TensorClass):
+        x: torch.Tensor
+        note: str = "plain"
+
+    class Other(tdf.TensorClass):
+        y: torch.Tensor
+
+    class Strange(Exception):
+        pass
+
+    def other(rows):
+        return Other(rows.x * 2, batch_size=rows.batch_size)
+
+    def fail(rows):
+        raise Strange("of the script")
+
+    if __name__ == "__main__":
+        env = {"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}}
+        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, runtime_env=env)
+        executor = tdf.RayExecutor()
+        points = Point(torch.arange(6.0), batch_size=[6])
+        made = points.map(other, executor=executor, chunksize=4)
+        assert type(made) is Other and made.y.tolist() == [0, 2, 4, 6, 8, 10]
+        same = points.map(lambda rows: rows + 1, executor=executor, chunksize=4)
+        assert type(same) is Point and same.x.tolist() == [1, 2, 3, 4, 5, 6] and same.note == "plain"
+        ragged = tdf.lazy_stack([Point(torch.ones(n), batch_size=[n]) for n in (1, 2, 3)])
+        back = ragged.map(lambda rows: rows, executor=executor)
+        assert type(back) is type(ragged) and [p.x.shape[0] for p in back.unbind(0)] == [1, 2, 3]
+        sent = ray.get(ray.remote(lambda p, r: (p + 1, r, type(r[0]) is type(p))).remote(points, ragged))
+        assert type(sent[0]) is Point and type(sent[1]) is type(ragged) and sent[2]
+        try:
+            points.map(fail, executor=executor, chunksize=4)
+        except Strange as err:
+            assert "of the script" in str(err)
+        try:
+            list(points.map_iter(lambda rows: (i for i in rows), executor=executor))
+        except tdf.UnsupportedError as err:
+            assert "the result cannot be sent" in str(err)
+            print("done")
+"""
+
+
+# The first in the file: two clusters at once would share the processors.
+def test_classes_of_a_script_on_ray(tmp_path):
+    """A typed class that a script or notebook defines could not be sent, or would come back as another class."""
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(SCRIPT))
+
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=200, env=environment())
+
+    assert done.stdout.split() == ["done"], done.stderr
+
+
+def test_map_on_ray(cluster, tmp_path):
+    """A cluster would give other results than one process."""
+    td = TensorDict({"x": torch.arange(10), "y": torch.rand(10, 3)}, [10])
+
+    assert_trees_equal(td.map(fns.double, executor=cluster, chunksize=3), fns.double(td))
+    assert_trees_equal(td.map(lambda rows: rows * 2, executor=cluster, chunksize=0), td * 2)
+    noise = [
+        td.map(fns.draw, executor=e, num_workers=w, chunksize=3, generator=torch.Generator().manual_seed(3))["noise"]
+        for e, w in ((cluster, None), (None, 1))
+    ]
+    assert torch.equal(*noise)
+    out = td.new_zeros([10]).memmap(tmp_path / "out")
+    td.memmap(tmp_path / "in").map(fns.double, executor=cluster, chunksize=3, out=out)
+    assert_trees_equal(TensorDict.load_memmap(tmp_path / "out"), fns.double(td))
+
+
+def test_an_error_on_ray(cluster):
+    """An error would come without its chunk, or the caller wait for ever for the chunks that it cancelled."""
+    td = TensorDict({"x": torch.arange(40)}, [40])
+
+    with pytest.raises(ValueError, match="five") as caught:
+        td.map(fns.fail_at_five, executor=cluster, chunksize=2)
+
+    assert getattr(caught.value, "__notes__", ["(rows 4:6)."])[-1].endswith("(rows 4:6).")
+
+
+def test_a_death_on_ray(cluster):
+    """A worker of the cluster that dies is an error with the chunks that were running; the cluster goes on."""
+    td = TensorDict({"x": torch.arange(10)}, [10])
+
+    with pytest.raises(WorkerError, match=r"a result of .*chunk 2 \(rows 4:6\)(.|\n)*got:.*died unexpectedly"):
+        td.map(fns.kill_at_five, executor=cluster, chunksize=2)
+
+    assert_trees_equal(td.map(fns.double, executor=cluster, chunksize=3), fns.double(td))
+
+
+def test_a_ray_executor_that_was_shut_down(cluster):
+    """Tasks would run after the end of the executor, or it would end the cluster that others use."""
+    with RayExecutor(num_cpus=1) as executor:
+        assert executor.submit(pow, 2, 3).result() == 8
+
+    with pytest.raises(RuntimeError, match="submit after shutdown"):
+        executor.submit(pow, 2, 3)
+    assert ray.is_initialized()
+    assert RayExecutor().submit(pow, 2, 3).result() == 8
+    with pytest.raises(ZeroDivisionError):
+        RayExecutor().submit(pow, 0, -1).result()

@@ -1,0 +1,387 @@
+"""What a class of typed trees can be: fields, inheritance, generics, mixins, `__post_init__`."""
+
+import abc
+import copy
+import inspect
+from dataclasses import KW_ONLY
+from typing import Any, ClassVar, Generic, TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+import tdfunc as tdf
+from tdfunc import ImmutableError, TensorClass, TensorDict, TreeStructureError, tensorclass
+from tests.helpers import assert_trees_equal
+from tests.tensorclass.classes import Decorated, Foo, Inner, foo
+
+V = TypeVar("V")
+
+# -- construction -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [Foo, Decorated])
+def test_construction(cls):
+    """Fields are given by place or by name; those that are not given have their defaults, None is empty."""
+    x = torch.zeros(3, 2)
+    by_place, by_name = cls(x, "n", batch_size=[3]), cls(note="n", x=x, batch_size=3)
+
+    assert_trees_equal(by_place, by_name)
+    assert by_place.x is x
+    assert (by_place.note, by_place.inner, cls(x).note) == ("n", None, "plain")
+    assert list(by_place.keys()) == ["x", "note"]
+    assert isinstance(by_place, TensorClass)
+    assert cls(x, None).note is None
+
+
+def test_all_empty():
+    """An instance all of whose fields are empty keeps its class and batch size."""
+
+    class Empty(TensorClass):
+        a: Tensor | None = None
+        b: Any = None
+
+    empty = Empty(batch_size=[3])
+
+    assert (empty.a, empty.b, empty.batch_size) == (None, None, torch.Size([3]))
+    assert type(torch.stack([empty, empty])) is Empty
+    assert empty[0].batch_size == torch.Size([])
+    assert torch.utils._pytree.tree_map(lambda x: x, empty).batch_size == torch.Size([3])
+    assert repr(empty).splitlines()[:3] == ["Empty(", "    a=None,", "    b=None,"]
+
+
+def test_signature_and_doc():
+    """The signature and docstring of a class list its fields; a `match` binds them."""
+    parameters = inspect.signature(Foo).parameters
+
+    assert list(parameters) == ["x", "note", "inner", "extra", "batch_size", "device", "names"]
+    assert parameters["note"].default == "plain"
+    assert Inner.__doc__.startswith("Inner(y: torch.Tensor, *, batch_size=None")
+    assert Foo.__match_args__ == ("x", "note", "inner", "extra")
+    match foo():
+        case Foo(x, note=note):
+            assert (x.shape, note) == ((4, 2), "plain")
+        case _:
+            pytest.fail("no match")
+
+
+def test_class_variables_and_keyword_only_fields():
+    """A class variable is no field, and a field after `KW_ONLY` is given by name only."""
+
+    class Counted(TensorClass):
+        x: Tensor
+        unit: ClassVar[str] = "m"
+        reshape_count: ClassVar[int]
+        _: KW_ONLY
+        y: Tensor
+
+    assert [f.name for f in Counted.fields()] == ["x", "y"]
+    assert Counted(1, y=2).y == 2
+    assert Counted.unit == "m"
+    with pytest.raises(TypeError, match="'unit'"):
+        Counted(1, y=2, unit="km")
+    with pytest.raises(TypeError, match="positional"):
+        Counted(1, 2)
+
+
+# -- inheritance ------------------------------------------------------------------------------------------------
+
+
+def test_options_are_inherited():
+    """A subclass and a decorated class have the options of their base, and can turn them off."""
+
+    class Base(TensorClass["nocast"], shadow=True):
+        x: Any
+
+    class Sub(Base, frozen=True):
+        numel: Any = 2
+
+    class Off(Base, nocast=False):
+        pass
+
+    @tensorclass(nocast=True)
+    class Other:
+        x: Any
+
+    assert type(Sub(1).x) is int
+    assert Sub(1).numel == 2
+    assert isinstance(Off(1).x, Tensor)
+    assert type(Other(1).x) is int
+    assert tensorclass(nocast=True)(Other) is Other
+    assert tensorclass(Base) is Base
+
+
+def test_inheritance():
+    """Fields are inherited in order, also by decorated classes; one annotated again keeps its place."""
+
+    class Base(TensorClass):
+        a: Tensor
+        b: Tensor | None = None
+
+        def total(self):
+            return self.a.sum()
+
+    class Sub(Base):
+        c: Tensor | None = None
+        b: Any = "sub"
+
+        def total(self):
+            return super().total() + 1
+
+    class Required(Base):
+        b: Tensor
+
+    @tensorclass
+    class More(Decorated):
+        more: Any = None
+
+    assert [f.name for f in Sub.fields()] == ["a", "b", "c"]
+    assert (Sub(torch.ones(2)).b, Sub(torch.ones(2)).total()) == ("sub", 3)
+    assert isinstance(Sub(torch.ones(2)), Base)
+    assert type(Sub(torch.ones(2), batch_size=[2])[0]) is Sub
+    assert More(torch.ones(2), more=3).more == 3
+    with pytest.raises(TypeError, match="'b'"):
+        Required(torch.ones(2))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_generics(first):
+    """A generic class can be subscripted, called through an alias and derived from."""
+    bases = (Generic[V], TensorClass) if first else (TensorClass, Generic[V])
+    namespace = {"__annotations__": {"x": V}, "__orig_bases__": bases, "__module__": __name__}
+    box = type(TensorClass)("Box", tuple(getattr(b, "__origin__", b) for b in bases), namespace)
+
+    class Named(box[int]):
+        name: str = "n"
+
+    assert type(box[int](torch.zeros(3), batch_size=[3])[0]) is box
+    assert Named(torch.zeros(3)).name == "n"
+    assert box["str"].__origin__ is box
+    assert type(Boxed[int](torch.zeros(3), batch_size=[3])[0]) is Boxed
+
+
+@tensorclass
+class Boxed(Generic[V]):
+    x: V
+
+
+class Mixin:
+    """A plain base, whose instances have a dict."""
+
+    factor = 2
+
+    def scaled(self):
+        return self * self.factor
+
+    @property
+    def flat(self):
+        return self.reshape(-1)
+
+    def positive(self):
+        return self[self.x > 0]
+
+
+class Mixed(Mixin, TensorClass):
+    x: Tensor
+
+
+@tensorclass
+class MixedDecorated(Mixin):
+    x: Tensor
+
+
+@pytest.mark.parametrize("cls", [Mixed, MixedDecorated])
+def test_mixins(cls):
+    """Methods and properties of a base without `__slots__` use operations of trees; instances stay immutable."""
+    made = cls(torch.tensor([[1.0, -1.0]]), batch_size=[1, 2])
+
+    assert type(made.scaled()) is cls
+    assert made.scaled().flat.positive().x.tolist() == [2]
+    assert type(torch.utils._pytree.tree_map(lambda x: x, made)) is cls
+    with pytest.raises(ImmutableError, match="no field 'factor'"):
+        made.factor = 3
+
+
+def test_abstract_classes():
+    """An abstract class cannot be instantiated; its subclass can."""
+
+    class Shape(TensorClass, abc.ABC):
+        x: Tensor
+
+        @abc.abstractmethod
+        def area(self): ...
+
+    class Square(Shape):
+        def area(self):
+            return self.x**2
+
+    assert Square(torch.tensor(3.0)).area() == 9
+    with pytest.raises(TypeError, match="abstract class Shape .*area"):
+        Shape(torch.ones(1))
+
+
+def test_subclass_hooks():
+    """Keywords of a base's `__init_subclass__` are not options."""
+    seen = []
+
+    class Base(TensorClass):
+        def __init_subclass__(cls, tag="", **rest):
+            seen.append(tag)
+            super().__init_subclass__(**rest)
+
+    class Sub(Base, tag="here", nocast=True):
+        x: Any
+
+    assert seen == ["here"]
+    assert type(Sub(1).x) is int
+
+
+def test_qualified_names():
+    """A decorated class keeps its module and qualified name."""
+
+    class Outer:
+        @tensorclass
+        class Within:
+            x: Tensor
+
+    assert Outer.Within.__qualname__ == "test_qualified_names.<locals>.Outer.Within"
+    assert Boxed.__module__ == __name__
+
+
+def test_redefinition():
+    """Instances of a class that is defined twice work, and do not join; the message says so."""
+
+    def define():
+        class Cell(TensorClass):
+            x: Tensor
+
+        return Cell
+
+    first, second = define(), define()
+    old, new = first(torch.zeros(2), batch_size=[2]), second(torch.ones(2), batch_size=[2])
+
+    assert type(torch.utils._pytree.tree_map(lambda x: x, old)) is first
+    assert type(torch.utils._pytree.tree_map(lambda x: x, new)) is second
+    assert type(second.from_tensordict(old.to_tensordict())) is second
+    lazy = [tdf.lazy_stack([each]) for each in (old, new)]
+    inside = [TensorDict({"cell": each}) for each in (old, new)]
+    for join, trees in (
+        (torch.stack, [old, new]),
+        (tdf.lazy_stack, [old, new]),
+        (torch.cat, lazy),
+        (torch.stack, inside),
+        (tdf.lazy_stack, inside),
+    ):
+        with pytest.raises(
+            TreeStructureError, match=r"Cell\b.*\n.*Cell\b.*\n.*Cell was defined twice.*Cell.from_tensordict"
+        ):
+            join(trees)
+    second.__module__ = "elsewhere"
+    with pytest.raises(
+        TreeStructureError, match=r"two classes are called Cell, one of .*test_definitions and one of else"
+    ):
+        torch.stack([old, new])
+
+
+def test_main_module(capfd):
+    """Classes of a script name each other in string annotations."""
+    code = """
+from __future__ import annotations
+import torch
+from tdfunc import TensorClass
+class A(TensorClass["autocast"]):
+    n: int
+    b: B | None = None
+class B(TensorClass):
+    x: torch.Tensor
+a = A(2.0, {"x": 1.0}, batch_size=[3])
+print(type(a.n).__name__, type(a.b).__name__, a[0].b.x.item())
+"""
+    namespace = {"__name__": "__main__"}
+    exec(code, namespace)
+
+    assert capfd.readouterr().out == "int B 1.0\n"
+
+
+# -- __post_init__ ----------------------------------------------------------------------------------------------
+
+
+class Counting(TensorClass):
+    x: Tensor
+    total: Tensor | None = None
+    calls: ClassVar[list] = []
+
+    def __post_init__(self):
+        self.calls.append(self)
+        return self.replace(total=self.x.sum(-1))
+
+
+def test_post_init_runs_in_the_constructor_only():
+    """No operation, copy or conversion runs `__post_init__` again."""
+    Counting.calls.clear()
+    made = Counting(torch.ones(3, 2), batch_size=[3])
+    others = (made[0], made.replace(x=torch.zeros(3, 2)), torch.stack([made, made]), made.set("x", torch.zeros(3)))
+    again = Counting.from_tensordict(made.to_tensordict())
+    mapped = torch.utils._pytree.tree_map(lambda x: x, made)
+    copied = copy.deepcopy(made)
+
+    assert len(Counting.calls) == 1
+    assert made.total.tolist() == [2, 2, 2]
+    assert others[1].total.tolist() == [2, 2, 2]
+    for other in (again, mapped, copied):
+        assert_trees_equal(other, made)
+
+
+def test_post_init_may_return_nothing():
+    """`__post_init__` may check only; one that assigns or returns no instance raises."""
+
+    class Checked(TensorClass):
+        x: Tensor
+        does: ClassVar[str] = "check"
+
+        def __post_init__(self):
+            if self.does == "assign":
+                self.x = self.x + 1
+            return self.x if self.does == "return" else None
+
+    class Assigning(Checked):
+        does = "assign"
+
+    class Wrong(Checked):
+        does = "return"
+
+    assert Checked(torch.ones(2)).x.sum() == 2
+    with pytest.raises(ImmutableError, match=r"(?s)Assigning.*return self.replace\(x=value\)"):
+        Assigning(torch.ones(2))
+    with pytest.raises(TypeError, match=r"(?s)Wrong.__post_init__.*expected: a Wrong, .*got: +Tensor"):
+        Wrong(torch.ones(2))
+
+
+# -- display and methods ----------------------------------------------------------------------------------------
+
+
+def test_repr():
+    """The fields of an instance print, nested and empty ones too."""
+    inner = "Inner(\n        y=Tensor(shape=torch.Size([4]), device=cpu, dtype=torch.float32, is_shared=False),\n        batch_size=torch.Size([4]),\n        device=None,\n        is_shared=False)"  # noqa: E501
+
+    assert repr(foo().with_names(["n"])) == (
+        f"Foo(\n    inner={inner},\n    note=NonTensorData(data=plain, batch_size=torch.Size([4]), device=None),\n"
+        "    x=Tensor(shape=torch.Size([4, 2]), device=cpu, dtype=torch.float32, is_shared=False),\n    extra=None,\n"
+        "    batch_size=torch.Size([4]),\n    device=None,\n    is_shared=False,\n    names=['n'])"
+    )
+
+
+def test_unknown_attribute():
+    """A misspelt field, and an AttributeError of a property, raise as such."""
+
+    class Broken(TensorClass):
+        x: Tensor
+
+        @property
+        def bad(self):
+            return self.x.no_such_thing
+
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = Broken(torch.zeros(1)).bad
+    with pytest.raises(AttributeError, match="colour"):
+        _ = foo().colour

@@ -1,0 +1,303 @@
+"""Typed trees under torch's transformations and compilers, in both pytree registries, files and other processes."""
+
+import copy
+import io
+import pickle
+from dataclasses import field
+from typing import Any, ClassVar, Generic, TypeVar
+
+import optree
+import pytest
+import torch
+import torch.multiprocessing
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, Dataset
+
+import tdfunc as tdf
+from tdfunc import TensorClass, TensorDict, tensorclass
+from tests.helpers import assert_trees_equal, quick
+from tests.tensorclass.classes import Foo, Inner
+from tests.tensorclass.classes import foo as make
+
+V = TypeVar("V")
+
+
+class Completed(TensorClass):
+    x: Tensor
+    weight: Tensor = field(default_factory=lambda: torch.ones(3))
+    total: Tensor | None = None
+    scale: int = 2
+    names_seen: ClassVar[tuple] = ()
+
+    def __post_init__(self):
+        return self.replace(total=self.x.sum(-1) * self.scale + self.weight)
+
+    @property
+    def doubled(self):
+        return self * 2
+
+
+class Auto(TensorClass["autocast"]):
+    count: int
+    x: Tensor
+
+
+class NoCast(TensorClass["nocast"]):
+    count: Any
+    x: Tensor
+
+
+class Only(TensorClass["tensor_only"]):
+    x: Tensor
+
+
+class Box(TensorClass, Generic[V]):
+    x: V
+
+
+@tensorclass
+class Decorated:
+    x: Tensor
+
+    def __post_init__(self):
+        return self.replace(x=self.x + 1)
+
+
+def foo(note=None):
+    """Three rows, with a nested instance."""
+    return make(3, note)
+
+
+# -- pytrees ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tree_map", [pytree.tree_map, optree.tree_map])
+def test_tree_map(tree_map):
+    """Both registries keep the class, empty fields and non-tensor data, and follow the batch size."""
+    mapped = tree_map(lambda x: x[0], foo("kept"))
+
+    assert type(mapped) is Foo
+    assert type(mapped.inner) is Inner
+    assert mapped.batch_size == torch.Size([])
+    assert mapped.note == "kept"
+    assert tree_map(lambda x: x, foo()).note is None
+
+
+def test_pytree_structure():
+    """Leaves and paths agree in both registries; a structure can be written as text, and names the class."""
+    made = foo()
+    leaves, spec = pytree.tree_flatten(made)
+
+    assert [leaf.shape for leaf in leaves] == [leaf.shape for leaf in optree.tree_leaves(made)]
+    assert [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(made)[0]] == ["['inner']['y']", "['x']"]
+    assert_trees_equal(pytree.tree_unflatten(leaves, pytree.treespec_loads(pytree.treespec_dumps(spec))), made)
+    assert spec != pytree.tree_structure(TensorDict(made))
+
+
+# -- torch.func -------------------------------------------------------------------------------------------------
+
+
+def test_vmap():
+    """Inside vmap an instance has its class and the batch size of a row; out of it, the whole."""
+    seen = []
+
+    def fn(t):
+        seen.append((type(t), t.batch_size, type(t.inner), t.inner.batch_size))
+        return Foo(t.x * 2, None, t.inner, batch_size=[])
+
+    out = torch.vmap(fn)(foo())
+
+    assert seen == [(Foo, torch.Size([]), Inner, torch.Size([]))]
+    assert_trees_equal(out, foo().replace(x=foo().x * 2))
+    assert torch.vmap(fn, chunk_size=2)(foo()).batch_size == torch.Size([3])
+
+
+def test_vmap_in_dims():
+    """A tree of in_dims may be an instance, and out_dims move the batch size."""
+    made = foo().reshape(3, 1)
+    dims = tdf.in_dims(made, {"x": 0, "*": None})
+
+    out = torch.vmap(lambda t: t.x.sum() * t.inner.y.sum(), in_dims=(dims,))(made)
+    moved = torch.vmap(lambda t: t + 1, out_dims=1)(made)
+
+    assert type(dims) is Foo
+    assert torch.equal(out, made.x.sum((1, 2)) * 3)
+    assert moved.batch_size == torch.Size([1, 3])
+
+
+def test_gradients():
+    """Derivatives with respect to an instance are instances."""
+    made = foo()
+
+    def loss(t):
+        return (t.x**2).sum() + t.inner.y.sum()
+
+    grads, value = torch.func.grad_and_value(loss)(made)
+    tangents = torch.func.jvp(lambda t: t.x * 3, (made,), (torch.ones_like(made),))[1]
+    jacobian = torch.func.jacrev(lambda t: t.x.sum(0))(made)
+
+    assert type(grads) is Foo
+    assert torch.equal(grads.x, 2 * made.x)
+    assert torch.equal(grads.inner.y, torch.ones(3))
+    assert value == loss(made)
+    assert (tangents == 3).all()
+    assert type(jacobian) is Foo
+    assert jacobian.x.shape == (2, 3, 2)
+
+
+# -- compilers --------------------------------------------------------------------------------------------------
+
+X = torch.arange(6.0).reshape(3, 2)
+COMPILED = {
+    "constructor": (lambda x: Foo(x, None, Inner(x, batch_size=[3]), batch_size=[3]), X),
+    "by name": (lambda x: Foo(inner=None, x=x, note=None, batch_size=[3], device="cpu", names=["a"]), X),
+    "post init and defaults": (lambda x: Completed(x, batch_size=[3]), X),
+    "given default": (lambda x: Completed(x, weight=x[:, 0], batch_size=[3]).doubled, X),
+    "decorated": (lambda x: Decorated(x, batch_size=[3])[1:], X),
+    "generic": (lambda x: Box(x, batch_size=[3]), X),
+    "autocast": (lambda x: Auto(2.0, x, batch_size=[3]).count * x, X),
+    "nocast": (lambda x: NoCast(2, x, batch_size=[3]).count * x, X),
+    "tensor only": (lambda x: Only(x, batch_size=[3]).x + 1, X),
+    "non-tensor": (lambda x: x * len(Foo(x, note="abc", batch_size=[3]).note), X),
+    "edits": (lambda t: t.set("x", t.x * 2).replace(inner=None).update({"x": t.x + 1}).set(("inner"), t.inner), foo()),
+    "emptied": (lambda t: t.delete("inner").set("x", None), foo()),
+    "index": (lambda t: (t[0], t[1:], t[torch.tensor([2, 0])], t[..., None]), foo()),
+    "stack": (lambda t: torch.cat([torch.stack([t, t + 1])[0], t]), foo()),
+    "shape": (lambda t: t.reshape(1, 3).squeeze(0).unsqueeze(-1).expand(3, 2), foo()),
+    "arithmetic": (lambda t: (t * 2 - t).apply(torch.neg).sum(0), foo()),
+    "conversions": (lambda t: Foo.from_tensordict(t.to_tensordict(retain_none=False)), foo()),
+    "isinstance": (lambda t: t + 1 if isinstance(t, Foo) and isinstance(t.inner, TensorClass) else t, foo()),
+    "vmap": (lambda t: torch.vmap(lambda row: row.replace(x=row.x.sum()))(t), foo()),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", quick(COMPILED, "constructor", "edits", "index"))
+def test_compile(name, backend):
+    """`torch.compile` makes one graph of constructors, defaults, `__post_init__`, edits and operations."""
+    torch.compiler.reset()
+    fn, argument = COMPILED[name]
+
+    assert_trees_equal(torch.compile(fn, fullgraph=True, backend=backend)(argument), fn(argument))
+
+
+def test_recompiles():
+    """A new instance of the same structure compiles nothing."""
+    torch.compiler.reset()
+    count = CompileCounter()
+    compiled = torch.compile(lambda t: t.replace(x=t.x + 1)[0], fullgraph=True, backend=count)
+    for _ in range(3):
+        compiled(foo())
+
+    assert count.frame_count == 1
+
+
+def test_jit():
+    """`tdfunc.jit` takes and makes instances."""
+
+    @tdf.jit
+    def step(t, x):
+        return torch.stack([t, t * 2]), Completed(x, batch_size=[3])
+
+    for _ in range(2):
+        stacked, completed = step(foo(), X)
+
+        assert_trees_equal(stacked, torch.stack([foo(), foo() * 2]))
+        assert_trees_equal(completed, Completed(X, batch_size=[3]))
+
+
+class Exported(torch.nn.Module):
+    def forward(self, t):
+        return t.replace(x=t.x + 1)[1:]
+
+
+def test_export():
+    """An exported program takes and returns instances, also when it is saved and loaded."""
+    program = torch.export.export(Exported(), (foo(),))
+    file = io.BytesIO()
+    program._example_inputs = None
+    torch.export.save(program, file)
+    file.seek(0)
+    expected = Exported()(foo())
+
+    assert_trees_equal(program.module()(foo()), expected)
+    assert_trees_equal(torch.export.load(file).module()(foo()), expected)
+
+
+# -- copies, files, processes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "send",
+    [lambda t: pickle.loads(pickle.dumps(t)), copy.deepcopy, lambda t: t.clone()],
+    ids=["pickle", "deepcopy", "clone"],
+)
+def test_copies(send):
+    """A copy has the same fields in memory of its own."""
+    made = foo("kept").with_names(["row"])
+    copied = send(made)
+
+    assert_trees_equal(copied, made)
+    assert copied.note == "kept"
+    assert copied.x.data_ptr() != made.x.data_ptr()
+
+
+def test_save_and_load(tmp_path):
+    """A file gives back instances."""
+    made = foo("kept")
+    tdf.save(made, tmp_path / "made.safetensors")
+
+    assert_trees_equal(tdf.load(tmp_path / "made.safetensors"), made)
+    assert type(tdf.load(tmp_path / "made.safetensors", classes=TensorDict)["inner"]) is TensorDict
+
+
+def test_torch_save():
+    """`torch.load(weights_only=True)` takes an instance with the documented allow-list."""
+    file = io.BytesIO()
+    torch.save(foo(), file)
+
+    def load():
+        file.seek(0)
+        return torch.load(file, weights_only=True)
+
+    with pytest.raises(pickle.UnpicklingError, match="safe_globals"):
+        load()
+    with torch.serialization.safe_globals(SAFE):
+        assert_trees_equal(load(), foo())
+
+
+SAFE = [Foo, Inner, tdf.core.collection._remake]
+
+
+class Rows(Dataset):
+    """One instance for each number."""
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, i):
+        return Foo(torch.full((2,), float(i)), "n", Inner(torch.tensor(i)))
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_data_loader(workers):
+    """Batches are instances, of a dataset of instances or of an instance."""
+    batches = list(DataLoader(Rows(), batch_size=2, collate_fn=torch.stack, num_workers=workers))
+
+    assert [type(batch) for batch in batches] == [Foo] * 3
+    assert [batch.batch_size[0] for batch in batches] == [2, 2, 1]
+    assert torch.cat(batches).inner.y.tolist() == list(range(5))
+    assert torch.cat(list(DataLoader(foo(), batch_size=2, collate_fn=torch.stack))).x.tolist() == foo().x.tolist()
+
+
+def _double(t):
+    return t * 2
+
+
+@pytest.mark.slow
+def test_spawned_process():
+    """An instance goes to a spawned process and back."""
+    with torch.multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert_trees_equal(pool.map(_double, [foo("kept")])[0], foo("kept") * 2)
