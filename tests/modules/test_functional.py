@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tdfunc import Ensemble, TensorDict, TieError, combine, from_module, functional, partition, stack_modules
 from tests.helpers import assert_pure
-from tests.models import CASES, Norm, ResNet, Shared, Tied, WithState, make_case, make_gpt2, make_llama, make_mlp
+from tests.models import CASES, Norm, ResNet, Shared, Tied, WithState, make_case, make_mlp
 
 X = torch.linspace(-1, 1, 15).reshape(5, 3)
 MLP = make_mlp()
@@ -125,21 +125,6 @@ def test_autograd_reaches_the_leaves():
     model(X).sum().backward()
 
     assert_same_leaves(params.apply(lambda p: p.grad), {n: p.grad for n, p in model.named_parameters()})
-
-
-@pytest.mark.parametrize("make", [make_gpt2, make_llama])
-def test_language_models(make):
-    """A model of transformers gives its output object, and a tied embedding is one leaf."""
-    model = make()
-    apply, params, buffers = functional(model)
-    ids = torch.arange(6).reshape(1, 6)
-    out = apply(params, input_ids=ids, labels=ids, buffers=buffers)
-    expected = model(input_ids=ids, labels=ids)
-
-    assert type(out) is type(expected)
-    assert torch.equal(out.logits, expected.logits)
-    assert torch.equal(out.loss, expected.loss)
-    assert len(tree_leaves(params)) == len(list(model.parameters()))
 
 
 @given(st.integers(1, 3), st.lists(st.integers(1, 4), min_size=2, max_size=4), st.booleans(), st.data())
@@ -421,14 +406,6 @@ def test_any_names_of_arguments():
 
     assert torch.equal(apply.call(params, (X,), kwargs, buffers=buffers), copy.deepcopy(model)(X, **kwargs))
     assert torch.equal(plain(tree, X), plain.call(tree, (X,)))
-
-
-def test_modules_without_leaves():
-    """An activation alone is a function of empty trees."""
-    apply, params, buffers = functional(nn.ReLU())
-
-    assert list(params.keys()) == list(buffers.keys()) == []
-    assert torch.equal(apply(params, X, buffers=buffers), X.relu())
 
 
 def test_forward_may_call_apply():

@@ -82,11 +82,3 @@ def test_code_is_made_once_and_not_pickled():
 
     assert made.run is first
     assert table == {"a": 1}
-
-
-def test_many_leaves():
-    """Structures of thousands of leaves compile."""
-    tree = TensorDict({f"n{i}": {"w": torch.zeros(()), "b": torch.zeros(())} for i in range(2000)})
-    plan = Plan(tree)
-
-    assert plan.read(tree) == [tree[path] for path in plan.paths]
