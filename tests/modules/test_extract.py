@@ -32,16 +32,6 @@ def test_leaves_are_the_live_tensors_once(name):
     assert dict(model.named_parameters()).keys() <= {".".join(path) for path, _ in tree.items(True, True)}
 
 
-def test_order_is_that_of_registration():
-    """Keys come in the order of registration."""
-    model = nn.Module()
-    model.register_parameter("z", nn.Parameter(torch.zeros(1)))
-    model.register_buffer("b", torch.zeros(1))
-    model.register_parameter("a", nn.Parameter(torch.zeros(2)))
-
-    assert list(from_module(model).keys()) == ["z", "a", "b"]
-
-
 def test_kinds_are_recorded():
     """The tree records the kind of each leaf."""
     model = WithState()

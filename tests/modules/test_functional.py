@@ -141,15 +141,6 @@ def test_law_apply_equals_a_loaded_module(rows, widths, norm, data):
     assert torch.equal(ours, model(x))
 
 
-@given(st.permutations(["0", "3"]), st.permutations(["weight", "bias"]))
-def test_law_key_order_does_not_matter(nodes, leaves):
-    """A tree built in another order gives its leaves to the right slots."""
-    apply, params, _ = functional(MLP)
-    shuffled = TensorDict({node: {leaf: params[node, leaf] for leaf in leaves} for node in nodes})
-
-    assert torch.equal(apply(shuffled, X), apply(params, X))
-
-
 # -- buffers ------------------------------------------------------------------------------------------------------
 
 
