@@ -73,7 +73,7 @@ class Match:
             )
 
     def _pair(self, module: nn.Module, tree: Any, at: Path, strict: bool) -> None:
-        """Collect the pairs of a module and its node, and what one of the two lacks."""
+        """Collect the pairs of a module and its node, and the slots and leaves without a partner."""
         module = unwrap(module, "to_module")
         self._seen[module] = None
         if tree is not None and not isinstance(tree, TensorCollection):
@@ -152,7 +152,7 @@ class Match:
             table[name] = new
 
     def restore(self) -> None:
-        """Put back what was there when the match was made."""
+        """Put back the tensors and extra state that the module had when the match was made."""
         for owner, state, _ in self.states:
             owner.set_extra_state(state)
         for table, name, old, *_ in self.entries:
@@ -210,7 +210,7 @@ _LOADED, _UNBOUND, _OPEN, _CLOSED = "loaded", "unbound", "open", "closed"
 
 
 class ModuleHandle:
-    """What `to_module` returns: a context manager that binds for a block and puts back what was there."""
+    """The result of `to_module`: a context manager that binds for a block and puts back the module's own tensors."""
 
     __slots__ = ("_match", "_module", "_serial", "_state")
 
@@ -292,7 +292,7 @@ class ModuleHandle:
             owner.blocks.append(self)
 
     def _leave(self) -> bool:
-        """Put back what was there and let go of the module; False where blocks are left out of order."""
+        """Put back the module's own tensors and release it; return False where blocks are left out of order."""
         if self._state is _CLOSED:
             return False
         if is_compiling():
@@ -348,7 +348,7 @@ class ModuleMethods(TensorCollection):
         The call loads at once and for good: a leaf that is a Parameter goes in as itself, another leaf of a
         parameter slot as a new Parameter that shares its storage and has the slot's `requires_grad`. As a context
         manager (`with params.to_module(m) as m:`) the leaves are bound as they are, so that gradients and
-        transforms reach them (buffers as clones), and on every exit what was there before is put back.
+        transforms reach them (buffers as clones), and on every exit the module's own tensors are put back.
 
         Everything is checked before the first write. Inside `vmap`, `grad`, a dual level or a compiled region
         only the `with` form binds.

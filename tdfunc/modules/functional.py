@@ -28,7 +28,7 @@ from tdfunc.ops.reading import entries
 from tdfunc.ops.structure import keep_leaves
 
 _RESERVED = ("buffers", "rng")
-# Messages of torch for modules that cannot run in a transform, and what to do about them.
+# Messages of torch for modules that cannot run in a transform, and a hint for each.
 _LOOP = 'use tdfunc.Ensemble(apply, how="loop"), or call apply in a loop over the members.'
 _HINTS = {
     "Batch norm got a batched tensor as input while the running_mean or running_var": "give each member statistics of "
@@ -97,15 +97,15 @@ class Apply:
         return self.train(False)
 
     def __call__(self, params: Any, /, *args: Any, buffers: Any = None, rng: Seed = None, **kwargs: Any) -> Any:
-        """Return what the module's forward returns with these parameters.
+        """Run the module's forward with these parameters, and return its output.
 
         Args:
             params: The tree of parameters, or of parameters and buffers.
-            *args: What forward takes.
+            *args: Arguments of forward.
             buffers: The tree of buffers, unless `params` holds them.
             rng: A seed or generator for the random functions that forward calls; without it torch's default
                 generator is drawn from, as the module would.
-            **kwargs: What forward takes by keyword.
+            **kwargs: Keyword arguments of forward.
 
         Raises:
             TreeStructureError: A leaf is missing or unknown; the message names it.
@@ -138,13 +138,13 @@ class Apply:
         Args:
             params: The tree of parameters, or of parameters and buffers.
             buffers: The tree of buffers, or None if `params` holds them; then that tree is returned with new buffers.
-            *args: What forward takes.
+            *args: Arguments of forward.
             rng: As for `apply`.
-            **kwargs: What forward takes by keyword.
+            **kwargs: Keyword arguments of forward.
 
         Returns:
-            The pair (output, buffers): those that were given. What forward registers anew, and a buffer that was None
-            and that it fills, are not among them.
+            The pair (output, buffers): those that were given. Buffers that forward adds, or that were None before, are
+            not among them.
 
         Raises:
             UnsupportedError: Forward deleted a buffer, or set it to None.
@@ -166,7 +166,7 @@ class Apply:
         return self._spec.rebuild_buffers(params, buffers, leaves)
 
     def leaves(self, params: Any, buffers: Any, lead: Size = EMPTY) -> list[Any]:
-        """Return the leaves that a call binds, in plan order; `lead` is what stacked trees have before each shape.
+        """Return the leaves that a call binds, in plan order; stacked trees have `lead` before each shape.
 
         Raises:
             UnsupportedError: The trees hold extra state that differs from the module's: leaves cannot carry it.
@@ -201,7 +201,7 @@ class Apply:
     def run_leaves(
         self, leaves: list[Any], args: Any, kwargs: Any, rng: Any = None, *, keep: bool = False
     ) -> tuple[Any, list[Any]]:
-        """Run on leaves in plan order (what `Ensemble` maps over); return the output and, if kept, the new buffers."""
+        """Run on leaves in plan order (`Ensemble` maps over them); return the output and, if kept, the new buffers."""
         owners = self._traced.owners if keep else {}
         states = {path: copying.deepcopy(owner.get_extra_state()) for path, owner in owners.items()}
         mode = seeded(rng) if rng is not None else None

@@ -92,7 +92,7 @@ def _generators(rng: Any) -> list[torch.Generator]:
 
 
 def refuse_traced_members() -> None:
-    """Raise while `jit` or `make_fx` records: what is seeded for each member is made by Python, and so once."""
+    """Raise while `jit` or `make_fx` records: generators of members are made by Python, and so once."""
     if get_proxy_mode() is not None:
         raise UnsupportedError(
             "rng: the generators of the members cannot be made inside a traced function.",

@@ -313,7 +313,7 @@ class Skeleton:
             table[name] = None
 
     def reset(self) -> None:
-        """Empty the slots and put back what forward wrote on its modules and on the objects that they hold."""
+        """Empty the slots and undo the writes of forward to its modules and to the objects that they hold."""
         if self._filler is None:
             self._empty()
         else:
@@ -322,7 +322,7 @@ class Skeleton:
                 table[name] = None
         _restore(self._custom)
         if (
-            # One number for all: what was removed is put back above or below, so that additions cannot hide.
+            # One number for all tables: removed entries are put back above, so that additions cannot hide.
             sum(map(len, self._filled_tables)) != self._length
             or any(self._empty_tables)
             # A hook was registered somewhere since the last look: maybe here.
@@ -365,7 +365,7 @@ class Skeleton:
 
 def _collect_writable(value: Any, seen: set[int], containers: list[Any], tensors: list[Tensor]) -> None:
     """Collect the containers, attribute dicts and tensors that belong to a module, at any depth."""
-    # Closures are not entered: what they share with the rest of the program is not the module's.
+    # Closures are not entered: they share objects with the rest of the program.
     if id(value) in seen or isinstance(value, (nn.Module, types.FunctionType)):
         return
     seen.add(id(value))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from tdfunc import ConcurrencyError, TensorDict, TieError, from_module, functional, stack
+from tdfunc import ConcurrencyError, TensorDict, from_module, functional, stack
 from tests.helpers import TiedLM
 from tests.models import CASES, Norm, Shared, Tied, WithState, make_case, make_mlp
 
@@ -418,11 +418,3 @@ def test_the_call_alone_binds_nothing_in_a_transform():
     gc.collect()
 
     assert is_untouched(model, before)
-
-
-def test_values_of_a_tie_cannot_be_compared_in_a_transform():
-    """Inside grad two copies of a tied weight are not taken for one, which would lose a gradient."""
-    tree = TensorDict({"emb": {"weight": torch.zeros(5, 4)}, "out": {"weight": torch.zeros(5, 4)}})
-
-    with pytest.raises(TieError, match=r"'emb.weight' and 'out.weight'"):
-        torch.func.grad(lambda t: call_with(Tied(), torch.arange(3))(t).sum())(tree)

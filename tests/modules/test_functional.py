@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tdfunc import Ensemble, TensorDict, TieError, combine, from_module, functional, partition, stack_modules
 from tests.helpers import assert_pure
-from tests.models import CASES, Norm, ResNet, Shared, Tied, WithState, make_case, make_gpt2, make_llama, make_mlp
+from tests.models import CASES, Norm, ResNet, Shared, Tied, WithState, make_case, make_mlp
 
 X = torch.linspace(-1, 1, 15).reshape(5, 3)
 MLP = make_mlp()
@@ -127,21 +127,6 @@ def test_autograd_reaches_the_leaves():
     assert_same_leaves(params.apply(lambda p: p.grad), {n: p.grad for n, p in model.named_parameters()})
 
 
-@pytest.mark.parametrize("make", [make_gpt2, make_llama])
-def test_language_models(make):
-    """A model of transformers gives its output object, and a tied embedding is one leaf."""
-    model = make()
-    apply, params, buffers = functional(model)
-    ids = torch.arange(6).reshape(1, 6)
-    out = apply(params, input_ids=ids, labels=ids, buffers=buffers)
-    expected = model(input_ids=ids, labels=ids)
-
-    assert type(out) is type(expected)
-    assert torch.equal(out.logits, expected.logits)
-    assert torch.equal(out.loss, expected.loss)
-    assert len(tree_leaves(params)) == len(list(model.parameters()))
-
-
 @given(st.integers(1, 3), st.lists(st.integers(1, 4), min_size=2, max_size=4), st.booleans(), st.data())
 def test_law_apply_equals_a_loaded_module(rows, widths, norm, data):
     """Running a tree gives what the module gives after loading it."""
@@ -154,15 +139,6 @@ def test_law_apply_equals_a_loaded_module(rows, widths, norm, data):
     tree.to_module(model)
 
     assert torch.equal(ours, model(x))
-
-
-@given(st.permutations(["0", "3"]), st.permutations(["weight", "bias"]))
-def test_law_key_order_does_not_matter(nodes, leaves):
-    """A tree built in another order gives its leaves to the right slots."""
-    apply, params, _ = functional(MLP)
-    shuffled = TensorDict({node: {leaf: params[node, leaf] for leaf in leaves} for node in nodes})
-
-    assert torch.equal(apply(shuffled, X), apply(params, X))
 
 
 # -- buffers ------------------------------------------------------------------------------------------------------
@@ -421,14 +397,6 @@ def test_any_names_of_arguments():
 
     assert torch.equal(apply.call(params, (X,), kwargs, buffers=buffers), copy.deepcopy(model)(X, **kwargs))
     assert torch.equal(plain(tree, X), plain.call(tree, (X,)))
-
-
-def test_modules_without_leaves():
-    """An activation alone is a function of empty trees."""
-    apply, params, buffers = functional(nn.ReLU())
-
-    assert list(params.keys()) == list(buffers.keys()) == []
-    assert torch.equal(apply(params, X, buffers=buffers), X.relu())
 
 
 def test_forward_may_call_apply():

@@ -1,14 +1,12 @@
 """Straight-line code of plans does what the loop that it stands for does, whatever the keys are called."""
 
-import pickle
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tdfunc import TensorDict
-from tdfunc.modules.plan import Plan, Straight, make_filler, make_reader
+from tdfunc.modules.plan import Plan, make_filler, make_reader
 
 KEYS = ["weight", "a.b", "'", '"', "\\", "\n", "]; raise SystemExit", "{x}", "é\udc80", "class", "_data", "0", "d0"]
 
@@ -70,23 +68,3 @@ def test_filling_is_a_loop(slots):
         expected[number][name] = value
 
     assert tables == expected
-
-
-def test_code_is_made_once_and_not_pickled():
-    """Code is compiled once, and a pickle holds its source."""
-    made = make_filler([(0, "a")])
-    first = made.run
-    table = {}
-    again: Straight = pickle.loads(pickle.dumps(made))
-    again.run([table], [1])
-
-    assert made.run is first
-    assert table == {"a": 1}
-
-
-def test_many_leaves():
-    """Structures of thousands of leaves compile."""
-    tree = TensorDict({f"n{i}": {"w": torch.zeros(()), "b": torch.zeros(())} for i in range(2000)})
-    plan = Plan(tree)
-
-    assert plan.read(tree) == [tree[path] for path in plan.paths]

@@ -295,18 +295,11 @@ def test_a_call_leaves_nothing_behind():
     assert torch.equal(apply.with_buffers(params, buffers, X)[1]["rope"], torch.full((3,), 2.0))
 
 
-class Grows(nn.Module):
-    """Changes the children of modules that are torch's own, and says what it found."""
-
-    def __init__(self, change):
-        super().__init__()
-        self.layers, self.spare = nn.ModuleList([nn.Linear(3, 3), nn.Tanh()]), nn.ModuleList()
-        self.named, self.change = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Tanh()}), change
-
-    def forward(self, x):
-        found = [[list(m._modules.items()) for m in (self.layers, self.spare, self.named, *self.layers)]]
-        self.change(self)
-        return found
+def look_and_change(self, x):
+    """Return the children of modules that are torch's own, and change them."""
+    found = [list(m._modules.items()) for m in (self.layers, self.spare, self.named, *self.layers)]
+    self.change(self)
+    return found
 
 
 def reorder(m):
@@ -327,7 +320,10 @@ CHILDREN = {
 @pytest.mark.parametrize("name", CHILDREN)
 def test_children_are_put_back(name):
     """Submodules that forward adds, moves or removes are as before at the next call."""
-    apply, params, _ = functional(Grows(CHILDREN[name]))
+    layers, spare = nn.ModuleList([nn.Linear(3, 3), nn.Tanh()]), nn.ModuleList()
+    named = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Tanh()})
+    model = Layer(look_and_change, layers=layers, spare=spare, named=named, change=CHILDREN[name])
+    apply, params, _ = functional(model)
     first, second, third = [apply(params, X) for _ in range(3)]
 
     assert first == second == third

@@ -127,25 +127,26 @@ def test_blocks(name):
     assert (tree == before).all()
 
 
-class Late(nn.Module):
-    """Reaches its embedding in some calls only."""
+class Runs(nn.Module):
+    """A module or parameter, and a function of it and the arguments."""
 
-    def __init__(self):
+    def __init__(self, part, fn):
         super().__init__()
-        self.embedding = nn.Embedding(4, 3, max_norm=0.1)
+        self.part, self.fn = part, fn
 
-    def forward(self, ids, use):
-        return self.embedding(ids) if use else ids
+    def forward(self, *args):
+        return self.fn(self.part, *args)
 
 
 def test_embeddings_that_the_first_call_did_not_reach():
     """A table with max_norm is cloned although the first call did not reach it."""
-    apply, params, _ = functional(Late())
-    before = params["embedding", "weight"].clone()
+    late = Runs(nn.Embedding(4, 3, max_norm=0.1), lambda table, ids, use: table(ids) if use else ids)
+    apply, params, _ = functional(late)
+    before = params["part", "weight"].clone()
     apply(params, IDS, False)
     apply(params, IDS, True)
 
-    assert torch.equal(params["embedding", "weight"], before)
+    assert torch.equal(params["part", "weight"], before)
 
 
 def test_flags_of_given_leaves():
@@ -177,31 +178,24 @@ def test_only_written_leaves_are_copied():
     assert torch.equal(params["w"], before)
 
 
-class Sparse(nn.Module):
-    """Has a weight without memory of its own, and writes it if told to."""
-
-    def __init__(self, write):
-        super().__init__()
-        self.write, self.w = write, nn.Parameter(torch.eye(3).to_sparse())
-
-    def forward(self, x):
-        if self.write:
-            with torch.no_grad():
-                self.w.mul_(2.0)
-        return torch.sparse.mm(self.w, x)
-
-
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
 @pytest.mark.parametrize("write", [False, True])
 def test_leaves_without_memory_of_their_own(write, mode):
     """A sparse weight is not written; inference tensors count no writes, so that each call is watched there."""
-    apply, params, _ = functional(Sparse(write))
+
+    def run(w, x):
+        if write:
+            with torch.no_grad():
+                w.mul_(2.0)
+        return torch.sparse.mm(w, x)
+
+    apply, params, _ = functional(Runs(nn.Parameter(torch.eye(3).to_sparse()), run))
     with mode():
         for _ in range(3):
             out = apply(params, torch.eye(3))
 
             assert torch.equal(out, torch.eye(3) * (1 + write))
-            assert torch.equal(params["w"].to_dense(), torch.eye(3))
+            assert torch.equal(params["part"].to_dense(), torch.eye(3))
     apply(params, torch.eye(3))
 
     assert apply._written == ([0] * write, [])
@@ -218,18 +212,6 @@ def test_a_call_on_meta_tensors_shows_nothing():
     assert torch.equal(params["w"], before)
 
 
-class Sly(nn.Module):
-    """Writes to the statistics of a norm that is in evaluation mode."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(3).eval()
-
-    def forward(self, x):
-        self.norm.running_mean.add_(1.0)
-        return self.norm(x)
-
-
 def test_statistics_in_evaluation_mode():
     """Statistics of a norm in evaluation mode are lent, unless forward writes them."""
     x = torch.ones(2, 3)
@@ -238,10 +220,11 @@ def test_statistics_in_evaluation_mode():
         _, new = apply.with_buffers(params, buffers, x)
     assert all(new[name] is buffers[name] for name in ("running_mean", "running_var"))
 
-    apply, params, buffers = functional(Sly().eval())
+    sly = Runs(nn.BatchNorm1d(3), lambda norm, x: norm.running_mean.add_(1.0) + norm(x)).eval()
+    apply, params, buffers = functional(sly)
     for _ in range(3):
         apply(params, x, buffers=buffers)
-        assert not buffers["norm", "running_mean"].any()
+        assert not buffers["part", "running_mean"].any()
 
 
 @pytest.mark.parametrize("name", ["embedding", "clamp"])
