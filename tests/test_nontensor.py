@@ -109,7 +109,7 @@ def test_ragged_lists(values):
     """Values of the longer lists would be dropped in silence."""
     with pytest.raises(ValueError, match="ragged(.|\n)*lists of"):
         NonTensorStack.from_nested(values, 2)
-    with pytest.raises(BatchSizeError, match=r"'s': the list is ragged(.|\n)*\[2, 1\]"):
+    with pytest.raises(BatchSizeError, match=r"'s': the list must not be ragged(.|\n)*\[2, 1\]"):
         TensorDict({"s": values}, [2, 1])
 
 
