@@ -57,7 +57,7 @@ from tdfunc.parallel.pool import WorkerPool as WorkerPool
 from tdfunc.parallel.ray import RayExecutor as RayExecutor
 from tdfunc.storage.api import load as load
 from tdfunc.storage.api import save as save
-from tdfunc.storage.manager.async_save import AsyncSaver as AsyncSaver
+from tdfunc.storage.manager.background import AsyncSaver as AsyncSaver
 from tdfunc.storage.manager.background import PendingSave as PendingSave
 from tdfunc.storage.manager.manager import CheckpointManager as CheckpointManager
 from tdfunc.storage.rng import get_rng_state as get_rng_state

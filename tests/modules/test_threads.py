@@ -24,26 +24,28 @@ def fast_switching():
     sys.setswitchinterval(before)
 
 
+BARRIER = threading.Barrier(THREADS)
+
+
 class Meeting(nn.Module):
     """Waits in the middle of forward until all threads are there."""
 
     def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
-        self.barrier = threading.Barrier(THREADS)
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x):
         y = self.first(x)
-        self.barrier.wait(10)
+        BARRIER.wait(10)
         self.calls += y.sum()
         self.last = y
-        self.barrier.wait(10)
+        BARRIER.wait(10)
         return self.second(self.last)
 
 
 def test_calls_meet_inside_forward():
-    """Calls that are all inside forward at once would run with each other's weights or buffers."""
+    """Calls that are all inside forward at once run with their own weights and buffers."""
     model = Meeting()
     apply, params, buffers = functional(model)
     trees = [params * float(i + 1) for i in range(THREADS)]
@@ -80,7 +82,7 @@ class Failing(nn.Module):
 
 @pytest.mark.usefixtures("fast_switching")
 def test_exceptions_in_half_of_the_calls():
-    """A call that raises would leave its weights in a skeleton that another thread then uses."""
+    """A call that raises leaves no weights for another thread."""
     apply, params, _ = functional(Failing())
     trees = [params * float(i + 1) for i in range(THREADS)]
     expected = [apply(tree, X, False) for tree in trees]
@@ -109,7 +111,7 @@ def test_exceptions_in_half_of_the_calls():
 
 @pytest.mark.usefixtures("fast_switching")
 def test_modes_and_trees_shared_by_threads():
-    """The caches that a tree and an apply keep would be mixed up by two functions on one tree."""
+    """Two functions on one tree, in many threads, read their own plans."""
     model = Norm()
     apply, params, buffers = functional(model.eval())
     other = apply.train()

@@ -2,77 +2,51 @@
 
 import gc
 import os
-import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 import warnings
 import weakref
-from concurrent.futures import CancelledError
+from concurrent import futures
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from torch import nn
 
-from tdfunc import AsyncSaver, ConcurrencyError, NonTensorData, PendingSave, TensorDict, UnsupportedError, load, save
-from tdfunc.storage.manager import async_save, background
+from tdfunc import AsyncSaver, ConcurrencyError, NonTensorData, TensorDict, UnsupportedError, load, save
+from tdfunc.storage.manager import background
 from tests.helpers import TiedLM
+from tests.storage.scripts import run
 from tests.storage.trees import tied_trees, trees
 
 TREE = TensorDict({"w": torch.arange(6.0), "n": {"b": torch.ones(2, 3)}})
 
 
-def run(code, *args, status=0):
-    """Run a script in a fresh interpreter and return its standard output and errors."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *map(str, args)],
-        capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
-    assert done.returncode == status, done.stderr
-    return done.stdout, done.stderr
-
-
-def threads_end():
-    """Wait until the threads of savers that have nothing to do are gone."""
-    end = time.monotonic() + 20
-    while any(thread.name == "tdfunc-save" for thread in threading.enumerate()) and time.monotonic() < end:
-        time.sleep(0.001)
-
-
-def fail_with(error):
-    """A function that raises."""
-
-    def fail(*_, **__):
-        raise error
-
-    return fail
-
-
 @pytest.fixture
 def gate(monkeypatch):
     """An event that background saves wait for before they write."""
-    event, real = threading.Event(), async_save.save_outline
+    event, real = threading.Event(), background.save_outline
 
     def write(*args, **kwargs):
         assert event.wait(60)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(async_save, "save_outline", write)
+    monkeypatch.setattr(background, "save_outline", write)
     yield event
     event.set()
 
 
 @pytest.fixture
-def failing(monkeypatch):
-    """Background saves fail."""
+def failing(gate, monkeypatch):
+    """Background saves fail, once this event is set, as it is at first."""
 
     def write(*_, **__):
+        assert gate.wait(60)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(async_save, "save_outline", write)
+    monkeypatch.setattr(background, "save_outline", write)
+    gate.set()
+    return gate
 
 
 # -- what is written --------------------------------------------------------------------------------------------
@@ -82,7 +56,7 @@ def failing(monkeypatch):
 @given(tree=trees() | tied_trees())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
 def test_the_file_is_that_of_save(copy, tree, tmp_path):
-    """A tree saved in the background would differ from one that was saved at once."""
+    """A tree saved in the background is the file of one saved at once, byte by byte."""
     save(tree, tmp_path / "a.safetensors", fsync=False)
     with AsyncSaver() as saver:
         handle = saver.save(tree, tmp_path / "b.safetensors", fsync=False, copy=copy)
@@ -92,7 +66,7 @@ def test_the_file_is_that_of_save(copy, tree, tmp_path):
 
 
 def test_large_and_strided_leaves_and_modules(tmp_path):
-    """Leaves of many pieces, without one run of memory, or of a module would be written wrongly."""
+    """The same of leaves of many pieces, without one run of memory, and of modules."""
     tree = TensorDict(
         {
             "large": torch.randn(5_000_001),
@@ -109,32 +83,17 @@ def test_large_and_strided_leaves_and_modules(tmp_path):
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
 
 
-def test_shards(tmp_path):
-    """A tree saved in shards would be torn between two moments, or not be what it was."""
+def test_shards_are_of_one_moment(tmp_path, monkeypatch):
+    """A tree is saved in shards as it was; if a leaf changes meanwhile, the old shards stay."""
     tree = TensorDict({str(i): torch.randn(1000) for i in range(10)})
-    saver = AsyncSaver()
-    saver.save(tree, tmp_path / "model", max_shard_size=8000).result()
-    with pytest.raises(ValueError, match="max_shard_size"):
-        saver.save(tree, tmp_path / "model", max_shard_size=0)
-    with pytest.raises(ValueError, match="name of a folder"):
-        saver.save(tree, tmp_path / "model.safetensors", max_shard_size=8000)
-
-    assert len(os.listdir(tmp_path / "model")) == 6
-    assert (load(tmp_path / "model") == tree).all()
-
-
-def test_a_leaf_of_a_shard_that_changes(tmp_path, monkeypatch):
-    """One of several shards would hold later values than the others."""
-    tree = TensorDict({str(i): torch.randn(1000) for i in range(10)})
-    saver, real = AsyncSaver(), async_save.save_sharded
+    saver, real, before = AsyncSaver(), background.save_sharded, tree.clone()
     saver.save(tree, tmp_path / "model", max_shard_size=8000).result()
 
     def change(*args, **kwargs):
         tree["7"][500] = 3
         real(*args, **kwargs)
 
-    before = tree.clone()
-    monkeypatch.setattr(async_save, "save_sharded", change)
+    monkeypatch.setattr(background, "save_sharded", change)
     with pytest.raises(ConcurrencyError, match=r'model: leaf "7" changed'):
         saver.save(tree, tmp_path / "model", max_shard_size=8000).result()
 
@@ -144,8 +103,8 @@ def test_a_leaf_of_a_shard_that_changes(tmp_path, monkeypatch):
 
 def copied(tree, copy):
     """Dotted names of the leaves that a snapshot does not share memory with."""
-    out = async_save.outline_of(tree)
-    snapshot = async_save.take_snapshot(tree, copy)
+    out = background.outline_of(tree)
+    snapshot = background.take_snapshot(tree, copy)
     pairs = zip(out.names, out.leaves, snapshot.outline.leaves, strict=True)
     names = {name.strip('"') for name, old, new in pairs if old.data_ptr() != new.data_ptr()}
     assert names.isdisjoint(name.strip('"') for name in snapshot.digests)
@@ -153,7 +112,7 @@ def copied(tree, copy):
 
 
 def test_only_what_others_write_to_is_copied():
-    """Private leaves would cost memory, or live ones would fail the save at the next training step."""
+    """Parameters and buffers of modules are copied, other leaves are not; `copy=` copies all or none."""
     module = TensorDict.from_module(nn.BatchNorm1d(3))
     tree = TensorDict({"m": module, "updated": module.apply(lambda x: x + 1), "plain": torch.ones(3)})
     tree = tree.set("state", NonTensorData(torch.ones(2)))
@@ -171,7 +130,7 @@ def test_only_what_others_write_to_is_copied():
     "leaf", [torch.zeros(4), torch.zeros(5_000_000), torch.zeros(40, 50).t()], ids=["small", "large", "strided"]
 )
 def test_a_leaf_that_changes_fails_the_save_by_name(leaf, gate, tmp_path):
-    """A file would hold values of two moments, and nobody would know."""
+    """A leaf that changes before it is written fails the save, which names it; the old file stays."""
     path = tmp_path / "t.safetensors"
     save(TREE, path)
     saver = AsyncSaver()
@@ -189,7 +148,7 @@ def test_a_leaf_that_changes_fails_the_save_by_name(leaf, gate, tmp_path):
 
 
 def test_copies_do_not_change(gate, tmp_path):
-    """A model that goes on training would fail its checkpoint, or put later values into it."""
+    """A model can go on training while it is saved as it was."""
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     tree = TensorDict.from_module(model)
     before = tree.clone()
@@ -209,29 +168,29 @@ def test_copies_do_not_change(gate, tmp_path):
 # -- errors -----------------------------------------------------------------------------------------------------
 
 
-def test_refusals_come_at_once_and_free_the_place(tmp_path):
-    """A tree that cannot be stored would be noticed later, or block the saver."""
+def interrupted(_):
+    """Ctrl-C in the middle of a snapshot."""
+    raise KeyboardInterrupt
+
+
+def test_refusals_and_interrupts_come_at_once_and_free_the_place(tmp_path, monkeypatch):
+    """What is refused, or interrupted while leaves are copied, is raised by `save` and uses up no place."""
     saver = AsyncSaver()
     for _ in range(3):
-        with pytest.raises(UnsupportedError, match=r'leaf "bad" cannot be stored(.|\n)*got: .*object'):
+        with pytest.raises(UnsupportedError, match=r'leaf "bad" cannot be stored'):
             saver.save(TREE.set("bad", NonTensorData(object())), tmp_path / "t.safetensors")
-        with pytest.raises(TypeError, match=r"no tree(.|\n)*TensorDict(.|\n)*dict"):
+        with pytest.raises(TypeError, match="save: this must be a tree"):
             saver.save({"w": torch.ones(1)}, tmp_path / "t.safetensors")
-        with pytest.raises(ValueError, match=r"expected: \.safetensors\n.*\.pt"):
-            saver.save(TREE, tmp_path / "t.pt")
+        with monkeypatch.context() as patch:
+            patch.setattr(background, "outline_of", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                saver.save(TREE, tmp_path / "t.safetensors")
     assert saver.save(TREE, tmp_path / "t.safetensors").result().exists()
-
-
-@pytest.mark.parametrize("number", [0, -1, True, 1.0, None])
-def test_max_pending(number):
-    """A queue that can hold nothing would block for ever."""
-    with pytest.raises(ValueError, match=f"max_pending(.|\n)*1 or more(.|\n)*{number}"):
-        AsyncSaver(max_pending=number)
 
 
 @pytest.mark.usefixtures("failing")
 def test_errors_come_from_the_handle_the_next_save_or_wait(tmp_path):
-    """A save that failed would be taken for one that succeeded."""
+    """An error is raised once: by the handle, else by the next save, `wait`, or the end of the block."""
     saver = AsyncSaver()
     with pytest.raises(OSError, match="No space left"):
         saver.save(TREE, tmp_path / "a.safetensors").result()
@@ -239,7 +198,7 @@ def test_errors_come_from_the_handle_the_next_save_or_wait(tmp_path):
     with pytest.raises(OSError, match="No space left"):
         saver.save(TREE, tmp_path / "c.safetensors")
     assert isinstance(handle.exception(), OSError)
-    assert saver._queue.pending == ()
+    assert saver._queue.pending == []
     saver.save(TREE, tmp_path / "d.safetensors")
     with pytest.raises(OSError, match="No space left"):
         saver.wait()
@@ -250,52 +209,45 @@ def test_errors_come_from_the_handle_the_next_save_or_wait(tmp_path):
     saver.wait()
 
 
-def test_a_save_that_waits_for_a_failing_one_hears_of_it(tmp_path, monkeypatch):
-    """The error of the save that was waited for would come one save late."""
-    event = threading.Event()
-
-    def write(*_, **__):
-        event.wait(60)
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(async_save, "save_outline", write)
+def test_errors_of_saves_that_are_waited_for(failing, tmp_path):
+    """A save that waits for a failing one hears of it; whoever gives up waiting has not heard."""
+    failing.clear()
     saver = AsyncSaver()
-    saver.save(TREE, tmp_path / "a.safetensors")
-    threading.Timer(0.05, event.set).start()
+    handle = saver.save(TREE, tmp_path / "a.safetensors")
+    with pytest.raises(TimeoutError):
+        handle.result(timeout=0.001)
+    with pytest.raises(TimeoutError, match=r"still running(.|\n)*0\.001 s(.|\n)*a\.safetensors"):
+        saver.wait(timeout_s=0.001)
+    threading.Timer(0.05, failing.set).start()
 
     with pytest.raises(OSError, match="No space left"):
         saver.save(TREE, tmp_path / "b.safetensors")
-    assert saver._queue.pending == ()
+    assert saver._queue.pending == []
 
 
 @pytest.mark.usefixtures("failing")
-def test_errors_that_nobody_saw_are_shown(tmp_path):
-    """A save that failed would be lost without a word."""
+@pytest.mark.parametrize("seen", [False, True])
+def test_errors_that_nobody_saw_are_shown(seen, tmp_path):
+    """A saver that goes warns of its failed saves, except those whose error was raised."""
     saver = AsyncSaver()
-    saver.save(TREE, tmp_path / "a.safetensors")
-    threads_end()
-    savers = [saver]
-    del saver
-    with pytest.warns(RuntimeWarning, match=r"1 save\(s\)(.|\n)*a\.safetensors: OSError\(28(.|\n)*result\(\)"):
-        savers.clear()
+    handle = saver.save(TREE, tmp_path / "a.safetensors")
+    futures.wait([handle])
+    # The thread lets go of its work a moment later.
+    saver._queue._pool.shutdown()
+    if seen:
+        handle.exception()
 
-
-@pytest.mark.usefixtures("failing")
-def test_errors_that_were_seen_are_not_shown_again(tmp_path):
-    """Whoever handled an error would be warned of it."""
-    saver = AsyncSaver()
-    with pytest.raises(OSError, match="No space"):
-        saver.save(TREE, tmp_path / "a.safetensors").result()
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         del saver
         gc.collect()
+    assert len(caught) == (not seen)
+    assert all("1 save(s)" in str(w.message) and "a.safetensors: OSError(28" in str(w.message) for w in caught)
 
 
 @pytest.mark.usefixtures("failing")
 def test_an_error_in_the_block_is_not_hidden(tmp_path):
-    """A failed save would take the place of the error that ended the block."""
+    """The error that ends a block goes before that of a failed save, which the next `wait` raises."""
     saver = AsyncSaver()
     saver.save(TREE, tmp_path / "a.safetensors")
     with pytest.raises(KeyError, match="mine"), saver:
@@ -304,32 +256,11 @@ def test_an_error_in_the_block_is_not_hidden(tmp_path):
         saver.wait()
 
 
-def test_giving_up_does_not_count_as_seeing(tmp_path, monkeypatch):
-    """A result that was not waited for long enough would swallow the error."""
-    event = threading.Event()
-
-    def write(*_, **__):
-        event.wait(60)
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(async_save, "save_outline", write)
-    saver = AsyncSaver()
-    handle = saver.save(TREE, tmp_path / "a.safetensors")
-    with pytest.raises(TimeoutError):
-        handle.result(timeout=0.001)
-    with pytest.raises(TimeoutError, match=r"still running(.|\n)*0\.001 s(.|\n)*a\.safetensors"):
-        saver.wait(timeout_s=0.001)
-    event.set()
-
-    with pytest.raises(OSError, match="No space"):
-        saver.wait()
-
-
 # -- the queue --------------------------------------------------------------------------------------------------
 
 
 def test_a_full_queue_waits_or_refuses(gate, tmp_path):
-    """Trees would pile up in memory when the disk is slower than the program."""
+    """With all places taken a save waits, or refuses after its timeout."""
     saver = AsyncSaver(max_pending=2)
     for name in "ab":
         saver.save(TREE, tmp_path / f"{name}.safetensors")
@@ -345,7 +276,7 @@ def test_a_full_queue_waits_or_refuses(gate, tmp_path):
 
 
 def test_order_is_kept(tmp_path):
-    """An earlier tree would end up in the place of a later one."""
+    """The last of several saves to one path stays."""
     with AsyncSaver(max_pending=8) as saver:
         for i in range(20):
             saver.save(TensorDict({"i": torch.tensor(i)}), tmp_path / "t.safetensors", fsync=False)
@@ -354,7 +285,7 @@ def test_order_is_kept(tmp_path):
 
 
 def test_cancel(gate, tmp_path):
-    """A save that is not wanted any more would be written, or block the queue."""
+    """A save that has not begun can be cancelled; the others are written."""
     saver = AsyncSaver(max_pending=3)
     first, second, third = (saver.save(TREE, tmp_path / f"{name}.safetensors") for name in "abc")
     while not first.running():
@@ -365,13 +296,13 @@ def test_cancel(gate, tmp_path):
     third.result()
     saver.wait()
 
-    with pytest.raises(CancelledError):
+    with pytest.raises(futures.CancelledError):
         second.result()
     assert sorted(os.listdir(tmp_path)) == ["a.safetensors", "c.safetensors"]
 
 
 def test_many_threads(tmp_path):
-    """Submitting from several threads would lose saves or break the limit."""
+    """Several threads can submit; no save is lost, and the limit holds."""
     saver = AsyncSaver(max_pending=2)
     most = []
 
@@ -393,13 +324,13 @@ def test_many_threads(tmp_path):
 
 
 def test_memory_is_let_go(tmp_path, monkeypatch):
-    """The tree of a save that has ended, well or not, would stay in memory."""
+    """The tree of a save that has ended, well or not, is let go."""
     saver, kept = AsyncSaver(), []
     leaves = []
     for fails in (False, True):
         if fails:
-            real = async_save.save_outline
-            monkeypatch.setattr(async_save, "save_outline", lambda *args, real=real, **_: real(args[0], "/no/folder"))
+            real = background.save_outline
+            monkeypatch.setattr(background, "save_outline", lambda *args, real=real, **_: real(args[0], "/no/folder"))
         leaf = torch.ones(3)
         leaves.append(weakref.ref(leaf))
         kept.append(saver.save(TensorDict({"w": leaf}), tmp_path / "t.safetensors"))
@@ -409,81 +340,6 @@ def test_memory_is_let_go(tmp_path, monkeypatch):
 
     assert isinstance(kept[1].exception(), FileNotFoundError)
     assert [leaf() for leaf in leaves] == [None, None]
-
-
-def test_threads_end(tmp_path):
-    """A saver would keep a thread for each save, or for ever."""
-    saver = AsyncSaver()
-    for _ in range(3):
-        saver.save(TREE, tmp_path / "t.safetensors").result()
-    threads_end()
-
-    assert not any(thread.name == "tdfunc-save" for thread in threading.enumerate())
-
-
-def test_a_thread_that_cannot_start(tmp_path, monkeypatch):
-    """One failed start would block all later saves."""
-    saver = AsyncSaver()
-    with monkeypatch.context() as patch:
-        patch.setattr(background.threading.Thread, "start", fail_with(RuntimeError("can't start")))
-        with pytest.raises(RuntimeError, match="can't start"):
-            saver.save(TREE, tmp_path / "a.safetensors")
-
-    assert saver.save(TREE, tmp_path / "b.safetensors").result().exists()
-    assert not (tmp_path / "a.safetensors").exists()
-
-
-def interrupt_at(count, run):
-    """Run with Ctrl-C where Python looks for it (after calls) within what submits a save; False if there is none."""
-    left, looked = count, {"submit", "raise_failed", "_take_place", "_enqueue", "start"}
-
-    def profile(frame, event, arg):
-        nonlocal left
-        if event == "c_return" and frame.f_code.co_name in looked:
-            left -= 1
-            if left == 0:
-                raise KeyboardInterrupt
-
-    sys.setprofile(profile)
-    try:
-        run()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.setprofile(None)
-    return left <= 0
-
-
-def test_ctrl_c_at_any_call_of_submitting(tmp_path):
-    """Ctrl-C would use up a place, so that the next save waits for ever, or raise an error about the queue."""
-    saver, count = AsyncSaver(), 1
-    while interrupt_at(count, lambda: saver.save(TREE, tmp_path / "a.safetensors")):
-        assert saver.save(TREE, tmp_path / "b.safetensors", timeout_s=5).result(5).exists(), count
-        saver.wait(timeout_s=5)
-        count += 1
-    assert count > 10
-    saver.wait(timeout_s=5)
-
-
-def test_interrupt_while_preparing(tmp_path, monkeypatch):
-    """Ctrl-C during the copies would use up a place for ever."""
-    saver = AsyncSaver()
-    with monkeypatch.context() as patch:
-        patch.setattr(async_save, "take_snapshot", fail_with(KeyboardInterrupt()))
-        with pytest.raises(KeyboardInterrupt):
-            saver.save(TREE, tmp_path / "a.safetensors")
-
-    assert saver.save(TREE, tmp_path / "b.safetensors", timeout_s=5).result().exists()
-
-
-def test_repr(gate, tmp_path):
-    """A saver would not say what it is doing."""
-    saver = AsyncSaver()
-    handle = saver.save(TREE, tmp_path / "a.safetensors")
-
-    assert repr(saver) == "AsyncSaver(1 pending)"
-    assert isinstance(handle, PendingSave)
-    gate.set()
 
 
 # -- processes --------------------------------------------------------------------------------------------------
@@ -515,8 +371,10 @@ EXIT = """
     ids=["end", "exit", "error"],
 )
 def test_an_interpreter_that_ends_finishes_its_saves(end, status, tmp_path):
-    """The last checkpoint would be lost, one from an exit handler be cut off, or one that failed go unnoticed."""
-    _, errors = run(EXIT + f"    {end}\n", tmp_path, status=status)
+    """Saves are finished at the end, those of exit handlers too, and failed ones are shown."""
+    process = run(EXIT + f"    {end}\n", tmp_path)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == status, errors
 
     for name in ("a.safetensors", "b.safetensors", "shards", "late.safetensors"):
         assert sum(float(leaf.sum()) for leaf in load(tmp_path / name).leaves()) == 6e6, name
@@ -526,7 +384,7 @@ def test_an_interpreter_that_ends_finishes_its_saves(end, status, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_fork_starts_with_nothing_pending(gate, tmp_path):
-    """A forked process would wait for ever for a thread that it does not have, or fail for its parent's saves."""
+    """A forked process can save and wait, and has no part in the saves of its parent."""
     saver = AsyncSaver()
     handle = saver.save(TREE, tmp_path / "parent.safetensors")
     child = os.fork()
@@ -534,8 +392,6 @@ def test_a_fork_starts_with_nothing_pending(gate, tmp_path):
         code = 1
         try:
             gate.set()
-            with pytest.raises(ConcurrencyError, match=f"process {os.getppid()}(.|\n)*process {os.getpid()}"):
-                handle.result()
             saver.wait()
             saver.save(TREE, tmp_path / "child.safetensors").result(timeout=20)
             code = 0
@@ -549,27 +405,9 @@ def test_a_fork_starts_with_nothing_pending(gate, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["child.safetensors", "parent.safetensors"]
 
 
-@pytest.mark.slow
-def test_a_killed_process_leaves_the_old_file(tmp_path):
-    """A background save that is cut off would damage the file that was there."""
-    path = tmp_path / "t.safetensors"
-    save(TREE, path)
-    code = """
-        import os, signal, sys
-        import torch
-        from tdfunc import AsyncSaver, TensorDict
-
-        AsyncSaver().save(TensorDict({"w": torch.ones(30_000_000)}), sys.argv[1])
-        os.kill(os.getpid(), signal.SIGKILL)
-    """
-    run(code, path, status=-signal.SIGKILL)
-
-    assert (load(path) == TREE).all()
-
-
 @pytest.mark.parametrize("view", [lambda x: x, lambda x: x[1:]], ids=["whole", "rows"])
 def test_leaves_in_writable_files_are_copied(view, gate, tmp_path):
-    """Training on a memmap that can be written to would make every save of it fail, or save half of a step."""
+    """Leaves on files that can be written to are copied; private ones are checked."""
     made = TREE.memmap(tmp_path / "m")
     opened = TensorDict.load_memmap(tmp_path / "m", mode="r+")
     private = TensorDict.load_memmap(tmp_path / "m")

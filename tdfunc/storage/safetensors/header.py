@@ -1,22 +1,19 @@
-"""The bytes of a checkpoint header: dtypes, layout of the leaves, digests, and the safetensors entries they imply.
+"""The header of a safetensors file: where the leaves lie, their digests, and the entries that other readers need.
 
-No file is touched here. `docs/storage.md` is the specification; `encode.py` writes the JSON of the tree inside.
+Pure functions on bytes. `docs/storage.md` is the specification; `tree/encode.py` writes the JSON of the tree inside.
 """
 
 import json
-import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from json.encoder import encode_basestring as quote
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 import xxhash
-from torch import Size
 
 from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError
+from tdfunc.storage.tree.specs import BITS, Spec, no_constant, spec_of, unique
 
 VERSION = "1"
 ALGORITHM = "xxh3-64"
@@ -28,40 +25,6 @@ _START = '{"__metadata__":{"tdfunc.header":"'
 _OURS = re.compile(re.escape(_START.encode()) + rb'([^":]{1,40}):([0-9a-f]+)"')
 _LEAVES = f'","format":"pt","tdfunc.version":"{VERSION}","tdfunc.leaves":"'
 _DIGEST_AT = 8 + len(_START) + len(ALGORITHM) + 1
-
-# Code in the file -> (torch's name, bits of an element). torch's float4 holds two elements in a byte.
-_CODES = {
-    "F64": ("float64", 64), "I64": ("int64", 64), "U64": ("uint64", 64), "C64": ("complex64", 64),
-    "F32": ("float32", 32), "I32": ("int32", 32), "U32": ("uint32", 32),
-    "F16": ("float16", 16), "BF16": ("bfloat16", 16), "I16": ("int16", 16), "U16": ("uint16", 16),
-    "I8": ("int8", 8), "U8": ("uint8", 8), "BOOL": ("bool", 8),
-    "F8_E4M3": ("float8_e4m3fn", 8), "F8_E4M3FNUZ": ("float8_e4m3fnuz", 8), "F8_E5M2": ("float8_e5m2", 8),
-    "F8_E5M2FNUZ": ("float8_e5m2fnuz", 8), "F8_E8M0": ("float8_e8m0fnu", 8), "F4": ("float4_e2m1fn_x2", 4),
-}  # fmt: skip
-DTYPES = {code: getattr(torch, name) for code, (name, _) in _CODES.items() if hasattr(torch, name)}
-CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
-_NUMPY = {
-    dtype: np.dtype(str(dtype).removeprefix("torch."))
-    for dtype in DTYPES.values()
-    if hasattr(np, str(dtype).removeprefix("torch.").replace("bool", "bool_"))
-}
-_MAX_NUMPY_DIMS = 32
-_TOO_LARGE = 2**63
-
-
-class Spec(NamedTuple):
-    """What several leaves of a file share: dtype and shape."""
-
-    code: str
-    # As the file states it: elements, also where torch counts pairs of them (float4).
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    size: Size
-    size_bytes: int
-    # The safetensors entry between the name and the first offset.
-    middle: str
-    # None where numpy has no such dtype or not so many dimensions, and for leaves without elements.
-    numpy: np.dtype[Any] | None
 
 
 class Layout(NamedTuple):
@@ -82,61 +45,6 @@ class Entry(NamedTuple):
     begin: int
 
 
-def is_countable(sizes: Iterable[int], unit: int = 1) -> bool:
-    """Whether the elements of a shape, in this unit, and its strides are numbers of 64 bits."""
-    # Not the product of all: that of a list of a million sizes takes minutes.
-    for size in sizes:
-        unit *= max(size, 1)
-        if unit >= _TOO_LARGE:
-            return False
-    return True
-
-
-def first_twice(keys: Iterable[str]) -> str:
-    """Return the first key that was there before; there must be one."""
-    seen: set[str] = set()
-    for key in keys:
-        if key in seen:
-            return key
-        seen.add(key)
-    raise AssertionError
-
-
-def spec_of(code: str, shape: Sequence[int]) -> Spec:
-    """Describe a leaf by what the file says of it."""
-    if code not in DTYPES:
-        raise UnsupportedError(
-            f"dtype {code!r} has no counterpart in torch {torch.__version__}.",
-            expected=f"one of {', '.join(DTYPES)}",
-        )
-    if any(type(dim) is not int or dim < 0 for dim in shape):
-        raise CorruptCheckpointError("A shape is no list of sizes.", got=repr(shape)[:400])
-    # Also strides of leaves without elements are numbers of 64 bits.
-    if not is_countable(shape, _CODES[code][1]):
-        raise CorruptCheckpointError(
-            "A shape is too large.", expected="elements that can be counted in 64 bits", got=repr(shape)[:400]
-        )
-    size, bits = tuple(shape), math.prod(shape) * _CODES[code][1]
-    if code == "F4":
-        if not shape or shape[-1] % 2:
-            raise CorruptCheckpointError(
-                "float4 leaves hold pairs of elements.", expected="an even last dimension", got=str(list(shape))
-            )
-        size = (*size[:-1], size[-1] // 2)
-    dtype, text = DTYPES[code], ",".join(map(str, shape))
-    middle = f':{{"dtype":"{code}","shape":[{text}],"data_offsets":['
-    numpy = _NUMPY.get(dtype) if bits and len(shape) <= _MAX_NUMPY_DIMS else None
-    return Spec(code, tuple(shape), dtype, Size(size), bits // 8, middle, numpy)
-
-
-def spec_for(dtype: torch.dtype, size: Size) -> Spec | None:
-    """Describe a tensor, or return None for a dtype that the file cannot hold."""
-    code = CODES.get(dtype)
-    if code is None or (code == "F4" and not size):
-        return None
-    return spec_of(code, (*size[:-1], size[-1] * 2) if code == "F4" else size)
-
-
 def lay_out(names: Sequence[str], specs: Sequence[Spec]) -> Layout:
     """Place leaves (quoted names in tree order) by falling element size, then dtype, then tree order.
 
@@ -145,7 +53,7 @@ def lay_out(names: Sequence[str], specs: Sequence[Spec]) -> Layout:
     codes = [spec.code for spec in specs]
     order = list(range(len(specs)))
     if len(present := set(codes)) > 1:
-        rank = {code: i for i, code in enumerate(sorted(present, key=lambda code: (-_CODES[code][1], code)))}
+        rank = {code: i for i, code in enumerate(sorted(present, key=lambda code: (-BITS[code], code)))}
         # Sorting keeps the order of equals.
         order.sort(key=[rank[code] for code in codes].__getitem__)
         names, specs = [names[i] for i in order], [specs[i] for i in order]
@@ -342,29 +250,6 @@ def check_size(expected: int, size_bytes: int) -> None:
         )
 
 
-def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a JSON object; readers disagree on which of two equal keys counts."""
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise CorruptCheckpointError("the header has a key twice.", got=repr(first_twice([key for key, _ in pairs])))
-    return result
-
-
-def no_constant(text: str) -> NoReturn:
-    """Refuse NaN and infinities, which are no JSON, and (as `parse_float`) fractions where sizes belong."""
-    raise CorruptCheckpointError("the header has a number that is none.", expected="a whole number", got=text[:40])
-
-
 def _check_text(metadata: Any) -> None:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CorruptCheckpointError("the metadata is no map of strings.", got=repr(metadata)[:200])
-
-
-def find_surrogate(texts: Iterable[str]) -> str | None:
-    """Return the first text that UTF-8 cannot encode."""
-    for text in texts:
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            return text
-    return None

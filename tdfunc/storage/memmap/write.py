@@ -1,4 +1,4 @@
-"""Trees in folders of mapped files: written as a whole, opened without reading, larger than memory.
+"""Trees onto mapped files: a folder written as a whole, files of zeros, and the writes that end in `_`.
 
 The layout is tensordict's (`docs/memmap.md`), so that each library opens the folders of the other.
 """
@@ -7,39 +7,28 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection, iter_leaves
 from tdfunc.core.context import is_fake
-from tdfunc.core.errors import CorruptCheckpointError, TreeStructureError, UnsupportedError, error, explain
+from tdfunc.core.errors import LeafMismatchError, UnsupportedError, error, explain
 from tdfunc.core.keys import dotted
-from tdfunc.core.memory import MapMode, mapped_file
-from tdfunc.core.shapes import as_count
-from tdfunc.core.types import Device
-from tdfunc.ops import storage_writes
-from tdfunc.storage.disk.descriptor import Descriptor
-from tdfunc.storage.disk.levels import outside_transforms
-from tdfunc.storage.disk.mapped import check_maps, map_descriptor, open_inside
+from tdfunc.core.memory import MappedFile, mapped_file
+from tdfunc.core.types import Path
+from tdfunc.storage.disk.commit import Descriptor
+from tdfunc.storage.disk.raw import outside_transforms, write_all
 from tdfunc.storage.disk.remote import local_folder
-from tdfunc.storage.memmap.folder_build import build_folder
-from tdfunc.storage.memmap.folder_commit import recover, replace_folder
-from tdfunc.storage.memmap.folder_plan import FileLeaf, FolderPlan, plan_folder
-from tdfunc.storage.memmap.folder_read import FolderReader, LeafFile
-from tdfunc.storage.safetensors.write import pieces, write_all
-from tdfunc.storage.tree.build import Classes
-
-In = TypeVar("In")
-Out = TypeVar("Out")
-# Each takes about a millisecond; beside writers that never rest a reader may need some.
-_RETRIES = 100
+from tdfunc.storage.memmap.folder_owned import replace_owned as replace_folder
+from tdfunc.storage.memmap.layout import FileLeaf, FolderPlan, plan_folder
+from tdfunc.storage.memmap.read import FolderReader, LeafFile, map_each, map_leaf, read_folder, read_tree
+from tdfunc.storage.safetensors.write import pieces
 
 
 def memmap(
@@ -75,186 +64,8 @@ def memmap_like(
     return start(task, "memmap_like", num_threads, return_early, share_non_tensor)
 
 
-def load_memmap(
-    prefix: "str | os.PathLike[str]",
-    device: "Device | None" = None,
-    non_blocking: bool = False,
-    *,
-    out: TensorCollection | None = None,
-    num_threads: int = 0,
-    mode: MapMode = "c",
-    classes: Classes = (),
-) -> Any:
-    """Open a memmap folder: no leaf is read before it is used."""
-    if mode not in ("c", "r+"):
-        raise error(
-            ValueError,
-            f"load_memmap: there is no mode {mode!r}.",
-            expected="'c' (copy-on-write) or 'r+' (writes reach the files)",
-        )
-    if out is not None and not isinstance(out, TensorCollection):
-        raise error(
-            TypeError,
-            "load_memmap: out is no tree.",
-            expected="a tree",
-            got=type(out).__name__,
-            hint="TensorDict(out) is one, which takes the same tensors.",
-        )
-    threads = _threads(num_threads, "load_memmap")
-    name = local_folder(prefix, "load_memmap")
-    place = torch.device(device) if device is not None else None
-    if out is not None and is_fake(place):
-        raise UnsupportedError(
-            "load_memmap: leaves without values have none for out.",
-            expected="a device that has values",
-            got=str(place) if place is not None else type(torch.empty(0, device="cpu")).__name__,
-            hint="leave out the device, or out.",
-        )
-
-    def read(root: int) -> TensorCollection:
-        return _read(root, os.path.realpath(name), mode, threads, classes, None, place, non_blocking)
-
-    tree = read_folder(name, "load_memmap", read)
-    if out is None:
-        return tree
-    storage_writes.write_tree(out, tree, complete=True)
-    return out
-
-
-def read_folder(name: str, call: str, read: Callable[[int], Out]) -> Out:
-    """Return what `read` makes of a descriptor of a folder: all of it of one writing, beside writers too.
-
-    Raises:
-        FileNotFoundError: There is no such folder.
-        NotADirectoryError: It is a file.
-        OSError: It was replaced again and again.
-    """
-    for _ in range(_RETRIES):
-        with _opened(name, call) as root, _naming(name, call), outside_transforms():
-            try:
-                return read(root)
-            except (CorruptCheckpointError, UnsupportedError, OSError):
-                # A writer may have put another folder here meanwhile, and deleted this one.
-                if not _was_replaced(root, name):
-                    raise
-    raise OSError(errno.EBUSY, f"{call}: the folder was replaced again and again while it was read", name)
-
-
-def _read(
-    root: int,
-    where: str | None,
-    mode: MapMode,
-    threads: int,
-    classes: Classes,
-    types: Mapping[str, Any] | None,
-    place: torch.device | None,
-    non_blocking: bool,
-) -> TensorCollection:
-    """Read the folder behind a descriptor; `where` is the path that the leaves remember."""
-    reader = FolderReader(root, classes, types)
-    fake = is_fake(place)
-    if fake:
-        leaves = [torch.empty(leaf.shape, dtype=leaf.dtype, device=place or "cpu") for leaf in reader.leaves]
-        return build_folder(reader, leaves, place)
-    aliases = reader.aliases()
-    if place is None or place.type == "cpu":
-        check_maps(len(reader.leaves) - len(aliases), "load_memmap")
-
-    def one(number: int) -> Tensor | None:
-        if number in aliases:
-            return None
-        leaf = map_leaf(root, reader.leaves[number], where, mode)
-        return leaf if place is None or place.type == "cpu" else _move(leaf, place, non_blocking)
-
-    return build_folder(reader, _each(one, range(len(reader.leaves)), threads), place)
-
-
-def map_leaf(root: int, leaf: LeafFile, where: str | None, mode: MapMode, top: str | None = None) -> Tensor:
-    """Map the file of one leaf in the folder behind a descriptor; the leaf remembers it as a file in `where`.
-
-    It also remembers the folder that was opened: `top` where that is not `where`, but one around it.
-    """
-    what = f"leaf {dotted(leaf.path)!r}"
-    try:
-        opened = open_inside(root, leaf.name, what, writable=mode == "r+")
-    except FileNotFoundError as err:
-        if not leaf.size_bytes:
-            return torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
-        raise CorruptCheckpointError(
-            f"{what}: its file is missing.", expected=leaf.name, hint="restore it from a copy."
-        ) from err
-    with opened as fd:
-        found = os.fstat(fd).st_size
-        if found < leaf.size_bytes or (leaf.exact and found > leaf.size_bytes):
-            raise CorruptCheckpointError(
-                f"{what}: its file {leaf.name} is {'cut short' if found < leaf.size_bytes else 'too long'}.",
-                expected=f"{leaf.size_bytes} bytes for {leaf.dtype} {list(leaf.shape)}",
-                got=f"{found} bytes",
-                hint="restore it from a copy.",
-            )
-        if not leaf.size_bytes:
-            return torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
-        path = None if where is None else os.path.join(where, leaf.name)
-        return map_descriptor(fd, path, mode, leaf.dtype, leaf.shape, leaf.size_bytes, top or where)
-
-
-def _move(leaf: Tensor, place: torch.device, non_blocking: bool) -> Tensor:
-    try:
-        return leaf.to(place, non_blocking=non_blocking)
-    # A torch without CUDA says so by an assertion.
-    except (AssertionError, NotImplementedError, RuntimeError) as err:
-        raise UnsupportedError(
-            "the leaves cannot be put on their device.", expected=str(place), got=f"{type(err).__name__}: {err}"[:200]
-        ) from err
-
-
-@contextmanager
-def _opened(name: str, call: str) -> Generator[int, None, None]:
-    flags = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
-    try:
-        root = Descriptor(name, flags)
-    except FileNotFoundError:
-        old = recover(name)
-        if old is None:
-            raise FileNotFoundError(
-                errno.ENOENT, explain(f"{call}: there is no such folder.", expected="a folder with meta.json"), name
-            ) from None
-        root = Descriptor(old, flags)
-    except NotADirectoryError as err:
-        hint = "tdfunc.load reads a .safetensors file."
-        raise NotADirectoryError(
-            errno.ENOTDIR, explain(f"{call}: this is a file.", expected="a folder with meta.json", hint=hint), name
-        ) from err
-    with root as fd:
-        yield fd
-
-
-@contextmanager
-def _naming(name: str, call: str) -> Generator[None, None, None]:
-    try:
-        yield
-    except (CorruptCheckpointError, TreeStructureError, UnsupportedError) as err:
-        raise type(err)(f"{call} {name}: {err}") from err
-    except FileNotFoundError as err:
-        what = explain(f"{call}: the folder has no meta.json.", expected="a memmap folder")
-        raise FileNotFoundError(errno.ENOENT, what, name) from err
-
-
-def _was_replaced(root: int, name: str) -> bool:
-    mine = os.fstat(root)
-    try:
-        now = os.stat(name)
-    except OSError:
-        return True
-    return (mine.st_dev, mine.st_ino) != (now.st_dev, now.st_ino)
-
-
-# -- writing ----------------------------------------------------------------------------------------------------
-
-
 def start(task: Callable[[], Any], call: str, num_threads: int, early: bool, share_non_tensor: bool) -> Any:
     """Run a write, or (as tensordict: only with threads) start it and return a future."""
-    threads = _threads(num_threads, call)
     if share_non_tensor:
         raise error(
             ValueError,
@@ -263,26 +74,12 @@ def start(task: Callable[[], Any], call: str, num_threads: int, early: bool, sha
             got="True",
             hint="a tree does not change, so neither do its non-tensor values: each process has them as written.",
         )
-    if not (early and threads):
+    if not (early and num_threads):
         return task()
     pool = ThreadPoolExecutor(1, thread_name_prefix=f"tdfunc-{call}")
     future: Future[Any] = pool.submit(task)
     pool.shutdown(wait=False)
     return future
-
-
-def _threads(count: Any, call: str) -> int:
-    count = as_count(count)
-    if type(count) is not int or count < 0:
-        raise error(ValueError, f"{call}: num_threads.", expected="a number, 0 for none", got=repr(count))
-    return count
-
-
-def _each(fn: Callable[[In], Out], items: Sequence[In], threads: int) -> list[Out]:
-    if threads < 2 or len(items) < 2:
-        return [fn(item) for item in items]
-    with ThreadPoolExecutor(threads, thread_name_prefix="tdfunc-memmap") as pool:
-        return list(pool.map(fn, items))
 
 
 def write_folder(
@@ -299,7 +96,7 @@ def write_folder(
 
     With `one_file` a tensor under two keys gets one file with two names, as declared ties do.
     """
-    target = _target(td, prefix, call)
+    target = check_prefix(td, prefix, call)
     plan = plan_folder(td, call)
     if one_file:
         plan = _with_one_file(plan)
@@ -323,7 +120,7 @@ def _make_room(
     td: TensorCollection, prefix: "str | os.PathLike[str] | None", threads: int, existsok: bool, sparse_ok: bool
 ) -> Any:
     call = "memmap_like"
-    target = _target(td, prefix, call)
+    target = check_prefix(td, prefix, call)
     plan = plan_folder(td, call, values=False)
     for file in plan.files:
         if file.is_value and file.leaf.is_meta:
@@ -340,19 +137,13 @@ def _make_room(
             _write_leaf(os.path.join(folder, file.name), file, None)
             return
         with create(os.path.join(folder, file.name)) as fd:
-            try:
-                os.ftruncate(fd, file.size_bytes)
-            except (OSError, OverflowError) as err:
-                if isinstance(err, OSError) and err.errno != errno.EFBIG:
-                    raise
-                what = f"memmap_like: leaf {dotted(file.path)!r} is larger than a file can be; nothing was written."
-                expected, got = "a size that the file system has", f"{file.size_bytes} bytes"
-                raise OSError(errno.EFBIG, explain(what, expected=expected, got=got)) from err
+            os.ftruncate(fd, file.size_bytes)
 
     return _commit(target, plan, fill, call, threads, existsok, sync=False)
 
 
-def _target(td: Any, prefix: Any, call: str) -> str | None:
+def check_prefix(td: Any, prefix: Any, call: str) -> str | None:
+    """Return the name of a folder that a tree can be written to; None where none is given."""
     if not isinstance(td, TensorCollection):
         raise error(TypeError, f"{call}: this is no tree.", expected="a TensorDict", got=type(td).__name__)
     if is_fake(None):
@@ -363,7 +154,7 @@ def _target(td: Any, prefix: Any, call: str) -> str | None:
         )
     if prefix is None:
         return None
-    target = os.path.realpath(local_folder(prefix, call, "give it a name: the current folder cannot be replaced."))
+    target = os.path.realpath(local_folder(prefix, call))
     if target.endswith(".safetensors"):
         raise error(
             ValueError,
@@ -418,13 +209,12 @@ def _commit(
     sync: bool,
 ) -> TensorCollection:
     """Write a folder, map it for writing, and put it in its place."""
-    check_maps(len(plan.files), call)
 
     def write(folder: str) -> TensorCollection:
         with outside_transforms():
             write_files(folder, plan, fill, threads)
             with Descriptor(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)) as root:
-                return _read(root, target, "r+", threads, (), plan.types, None, False)
+                return read_tree(root, target, "r+", threads, plan.classes)
 
     if target is None:
         # The files have no name once they are mapped, and go with the last tensor on them.
@@ -440,7 +230,7 @@ def write_files(folder: str, plan: FolderPlan, fill: Callable[[str, FileLeaf], N
         os.makedirs(os.path.dirname(place), exist_ok=True)
         with open(place, "x", encoding="utf-8", newline="") as file:
             file.write(text)
-    _each(partial(fill, folder), plan.files, threads)
+    map_each(partial(fill, folder), plan.files, threads)
     for name, first in plan.links:
         _link(os.path.join(folder, first), os.path.join(folder, name))
     for name, first in plan.same:
@@ -493,3 +283,130 @@ def is_memmap(tree: TensorCollection) -> bool:
     """Whether every leaf with elements is on a mapped file."""
     leaves = [leaf for _, leaf in iter_leaves(tree) if not isinstance(leaf, Tensor) or leaf.numel()]
     return bool(leaves) and all(mapped_file(leaf) is not None for leaf in leaves)
+
+
+# -- writes that end in `_` ---
+
+
+def memmap_(
+    td: TensorCollection,
+    prefix: "str | os.PathLike[str] | None",
+    copy_existing: bool,
+    *,
+    num_threads: int,
+    return_early: bool,
+    share_non_tensor: bool,
+    existsok: bool,
+) -> Any:
+    """Write a folder and move the storage of every leaf onto its file."""
+    for path, leaf in _tensors(td):
+        if not leaf.is_cpu:
+            raise UnsupportedError(
+                f"memmap_: leaf {dotted(path)!r} is not in the memory of the CPU.",
+                expected="cpu",
+                got=str(leaf.device),
+                hint='td.to("cpu").memmap_(prefix), or td.memmap(prefix), which returns a tree on the files.',
+            )
+        if leaf.is_inference() and not torch.is_inference_mode_enabled():
+            raise UnsupportedError(
+                f"memmap_: leaf {dotted(path)!r} was made in inference mode and cannot be changed outside of it.",
+                expected="a normal tensor",
+                got="an inference tensor",
+                hint="td.clone() is a tree of normal tensors.",
+            )
+    task = partial(_move_onto_files, td, prefix, copy_existing, num_threads, existsok)
+    return start(task, "memmap_", num_threads, return_early, share_non_tensor)
+
+
+def _move_onto_files(
+    td: TensorCollection,
+    prefix: "str | os.PathLike[str] | None",
+    copy_existing: bool,
+    threads: int,
+    existsok: bool,
+) -> Any:
+    written = write_folder("memmap_", td, prefix, copy_existing, threads, existsok, sync=False, one_file=True)
+    mapped = dict(_tensors(written))
+    # A tensor under two keys has one file with two names.
+    first = {id(leaf): (path, leaf) for path, leaf in reversed(_tensors(td))}
+    for path, leaf in first.values():
+        # As `share_memory_` the tensor stays the same object; views that were taken of it before keep the old memory.
+        leaf.data = mapped[path].data
+    return td
+
+
+class _Place(NamedTuple):
+    """A leaf, and the file that it is mapped from."""
+
+    path: Path
+    leaf: Tensor
+    file: MappedFile
+    # Absolute, like the folder in which it was found.
+    name: str
+    top: str
+
+
+def refresh_(td: TensorCollection) -> Any:
+    """Map every leaf again from the name of its file, which may be another file by now."""
+    folders: dict[str, list[_Place]] = {}
+    for path, leaf in _tensors(td):
+        file = mapped_file(leaf)
+        if file is not None and file.path is not None:
+            top = file.root or os.path.dirname(file.path)
+            folders.setdefault(top, []).append(_Place(path, leaf, file, file.path, top))
+        elif leaf.numel():
+            raise UnsupportedError(
+                f"memmap_refresh_: leaf {dotted(path)!r} is on no file; nothing was changed.",
+                expected="a leaf of a memmap folder",
+                got="a tensor in memory" if file is None else "a memmap without a folder",
+                hint="td.memmap(prefix), or load_memmap.",
+            )
+    # All files were found to fit before the first leaf changes.
+    for places, mapped in [(places, _mapped_now(places)) for places in folders.values()]:
+        for place, new in zip(places, mapped, strict=True):
+            place.leaf.data = new
+    return td
+
+
+def _mapped_now(places: list[_Place]) -> list[Tensor]:
+    """Map the leaves of one folder again, all from one writing of it."""
+    # What is in it is replaced with it; the rest of a large folder need not be looked at.
+    folder = os.path.commonpath([os.path.dirname(place.name) for place in places])
+
+    def read(root: int) -> list[Tensor]:
+        files = {leaf.name: leaf for leaf in FolderReader(root, TensorCollection._open).files}
+        return [_map_again(root, folder, place, files.get(os.path.relpath(place.name, folder))) for place in places]
+
+    try:
+        return read_folder(folder, "memmap_refresh_", read)
+    except (FileNotFoundError, NotADirectoryError) as err:
+        raise _gone(places[0]) from err
+
+
+def _gone(place: _Place) -> LeafMismatchError:
+    return LeafMismatchError(
+        f"memmap_refresh_: leaf {dotted(place.path)!r} has no file any more; nothing was changed.",
+        expected=place.name,
+        hint="load_memmap opens what the folder holds now.",
+    )
+
+
+def _map_again(root: int, folder: str, place: _Place, now: LeafFile | None) -> Tensor:
+    path, leaf, file, _, top = place
+    if now is None:
+        raise _gone(place)
+    # A view of some rows does not say what the whole has for a shape.
+    is_whole = leaf.numel() * leaf.element_size() == file.size_bytes
+    if (now.dtype, now.size_bytes) != (leaf.dtype, file.size_bytes) or (is_whole and now.shape != leaf.shape):
+        raise LeafMismatchError(
+            f"memmap_refresh_: leaf {dotted(path)!r}: its file holds another one by now; nothing was changed.",
+            expected=f"{leaf.dtype}, {file.size_bytes} bytes" + (f", shape {list(leaf.shape)}" if is_whole else ""),
+            got=f"{now.dtype}, {now.size_bytes} bytes, shape {list(now.shape)}",
+            hint="load_memmap opens what the folder holds now.",
+        )
+    whole = map_leaf(root, now, folder, file.mode, top)
+    return whole.view(-1).as_strided(leaf.shape, leaf.stride(), leaf.storage_offset())
+
+
+def _tensors(td: TensorCollection) -> list[tuple[Path, Tensor]]:
+    return [(path, leaf) for path, leaf in iter_leaves(td) if isinstance(leaf, Tensor)]
