@@ -16,7 +16,7 @@ from tdfunc._lazystack.ragged import check_alike, check_same_ndim, nest_trees, p
 from tdfunc._lazystack.shapes import HANDLERS, pick
 from tdfunc._tensordict import TreeMethods
 from tdfunc.core.collection import LeafOp, Static, TensorCollection, no_one_shape
-from tdfunc.core.errors import BatchSizeError, MissingKeyError, UnsupportedError, error
+from tdfunc.core.errors import BatchSizeError, error
 from tdfunc.core.keys import missing
 from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
 from tdfunc.core.pytree import _UNDECIDED, register
@@ -58,14 +58,6 @@ class LazyStack(TreeMethods):
     def __new__(cls, trees: Sequence[TensorCollection], dim: int = 0) -> Any:
         """Return `lazy_stack(trees, dim)`; of typed trees, a stack of their class."""
         return lazy_stack(trees, dim)
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        if "_stacked" not in cls.__dict__:
-            raise UnsupportedError(
-                f"LazyStack is final, {cls.__name__} cannot subclass it.",
-                hint="write functions of a LazyStack; lazy_stack makes the classes for typed trees itself.",
-            )
-        super().__init_subclass__(**options)
 
     @classmethod
     def _of(cls, trees: Sequence[Any], dim: int) -> Any:
@@ -287,15 +279,8 @@ class LazyStack(TreeMethods):
 
     def _get(self, key: str) -> Node:
         trees = self._trees
-        having = [i for i, tree in enumerate(trees) if key in tree._keys()]
-        if len(having) < len(trees):
-            if not having:
-                raise missing((key,), self._keys(), node=self)
-            raise MissingKeyError(
-                f"get: the key {key!r} is not in all trees of the lazy stack.",
-                got=f"it is in trees {having}",
-                hint="read it from .trees, or set() it in the others.",
-            )
+        if key not in self._keys():
+            raise missing((key,), self._keys(), node=self)
         nodes = [tree._get(key) for tree in trees]
         if all([isinstance(node, TensorCollection) for node in nodes]) and len(set(map(type, nodes))) == 1:
             # Names are of one node: those of this one are not of the trees inside.
@@ -378,8 +363,6 @@ class LazyStack(TreeMethods):
         dim, count = self._dim, len(self._data)
         if isinstance(value, LazyStack) and value._dim == dim and len(value._data) == count:
             return value._trees
-        if isinstance(value, Tensor) and value.is_nested and dim == 0 and value.size(0) == count:
-            return list(value.unbind())
         size = tuple(value._batch_size if isinstance(value, TensorCollection) else value.shape)
         if len(size) <= dim or size[dim] != count:
             raise BatchSizeError(
@@ -549,7 +532,7 @@ def _define(cls: Any) -> Any:
     namespace["__qualname__"] = name = f"LazyStack[{cls.__name__}]"
     made = type(cls)(name, (LazyStack, cls), namespace)
     # Not in the namespace, where it would replace the constructor of the fields.
-    made.__new__ = _stack_typed
+    made.__new__ = LazyStack.__new__
     for field in cls._fields:
         setattr(made, field, property(partial(_read_field, field)))
     register(made)
@@ -563,20 +546,6 @@ _DEFINING = RLock()
 # Dynamo, which traces no definition of a class, calls it when it traces: what torch.compiler.assume_constant_result
 # sets, which would import all of dynamo.
 _define_for._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
-
-
-def _stack_typed(cls: Any, *trees: Any, **fields: Any) -> Any:
-    """Return `LazyStack(trees, dim)`, and refuse fields, which `dataclasses.replace` gives."""
-    given = [name for name in fields if name not in ("trees", "dim")]
-    if given:
-        raise error(
-            TypeError,
-            f"{cls.__qualname__}: a lazy stack is made of trees.",
-            expected="one sequence of trees",
-            got=f"the fields {given}",
-            hint="stack.replace(field=value) replaces a field of each tree; dataclasses.replace calls a constructor.",
-        )
-    return LazyStack.__new__(cls, *trees, **fields)
 
 
 def _read_field(name: str, stack: Any) -> Any:
