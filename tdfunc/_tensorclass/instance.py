@@ -18,7 +18,7 @@ from tdfunc._tensorclass.fields import (
     resolve_again,
 )
 from tdfunc._tensordict import TreeMethods
-from tdfunc.core.collection import TensorCollection
+from tdfunc.core.collection import TensorCollection, per_tree
 from tdfunc.core.errors import ImmutableError, MissingKeyError, TreeStructureError, error
 from tdfunc.core.keys import did_you_mean
 from tdfunc.core.nontensor import NonTensorData
@@ -156,10 +156,9 @@ class TensorClass(_Typed):
             >>> Point(torch.zeros(2), batch_size=[2]).replace(y=torch.ones(2, 3)).y.shape
             torch.Size([2, 3])
         """
+        if self._is_lazy:
+            return TensorCollection._lazy.replace(self, changes, **entries)
         given = replacements(changes, entries)
-        done = self._each(lambda t, part: TensorClass.replace(t, part), given)
-        if done is not None:
-            return done
         self._check_names(given)
         nodes = {key: self._accept(key, value, f"{type(self).__name__}.{key}") for key, value in given.items()}
         return replaced(self, nodes) if self._ties else self._put(nodes)
@@ -186,9 +185,8 @@ class TensorClass(_Typed):
         """
         # The class of a lazy stack stands for that of its trees.
         cls = getattr(cls, "_stacked", cls)
-        done: Any = tensordict._each(lambda t, part: cls.from_tensordict(t, part, safe), non_tensordict)
-        if done is not None:
-            return done
+        if tensordict._is_lazy:
+            return tensordict._each(lambda t, part: cls.from_tensordict(t, part, safe), non_tensordict)
         given = list(dict.fromkeys([*tensordict._keys(), *(non_tensordict or {})]))
         unknown = [key for key in given if key not in cls._fields]
         lacking = [name for name in cls._required if safe and name not in given]
@@ -305,10 +303,8 @@ def _shown(node: Any) -> str:
     return (repr(node) if isinstance(node, TensorCollection) else describe_leaf(node)).replace("\n", "\n    ")
 
 
+@per_tree()
 def _plain(tree: TensorCollection, retain_none: bool) -> Any:
-    done = tree._each(lambda t: _plain(t, retain_none))
-    if done is not None:
-        return done
     data = {key: _plain(n, retain_none) if isinstance(n, TensorCollection) else n for key, n in tree._data.items()}
     if retain_none and isinstance(tree, TensorClass):
         data |= {name: NonTensorData(None, tree._batch_size) for name in tree._fields if name not in data}

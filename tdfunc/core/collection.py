@@ -6,7 +6,7 @@ a primitive. A class with another representation (a lazy stack) overrides primit
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import deepcopy
-from functools import partial
+from functools import partial, wraps
 from multiprocessing.context import get_spawning_popen
 from operator import attrgetter, itemgetter, methodcaller
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, TypeVar
@@ -16,7 +16,7 @@ from torch import Size, Tensor
 from torch.nn import Parameter
 
 from tdfunc.core.context import is_compiling
-from tdfunc.core.errors import ImmutableError, TreeStructureError
+from tdfunc.core.errors import ImmutableError, LeafMismatchError, TreeStructureError
 from tdfunc.core.keys import dotted, is_key, missing, unravel
 from tdfunc.core.memory import MIN_BYTES, read_rows_ahead
 from tdfunc.core.nontensor import NonTensorBase
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T", bound="TensorCollection")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Static(NamedTuple):
@@ -88,6 +89,8 @@ class TensorCollection(Slots):
     # The class for open keys and the class for ragged stacks; the public modules set them, lower layers build by them.
     _open: ClassVar[Any] = None
     _lazy: ClassVar[Any] = None
+    # Whether the node is a lazy stack: its children are trees of unequal shapes, not leaves.
+    _is_lazy: ClassVar[bool] = False
     # How a class with typed fields makes a value a node, a method (key, value, where); others leave it to `convert`.
     _accept: ClassVar[Any] = None
     # What stands for a leaf in the pickle that starts a process; storage sets it.
@@ -150,6 +153,11 @@ class TensorCollection(Slots):
     @property
     def _kinds(self) -> dict[str, Kind]:
         return self._static.kinds if self._static is not None else {}
+
+    if TYPE_CHECKING:
+
+        def _each(self, fn: Callable[..., Any], *values: Any) -> Any:
+            """Return the stack of `fn(tree, *its part of each value)` for the trees of a lazy stack."""
 
     # -- primitives ---------------------------------------------------------------------------------------------
 
@@ -279,37 +287,6 @@ class TensorCollection(Slots):
         """Apply an operation on batch dimensions (reshape, permute, stack, ...)."""
         return self._map(op, *others)
 
-    def _each(self, fn: Callable[..., Any], *values: Any) -> "Self | None":
-        """Return the stack of `fn(tree, *its part of each value)` where this node is a stack of trees, else None.
-
-        An edit of keys goes to each tree so: the keys of a stack are those that its trees share.
-        """
-        return None
-
-    def _some_keys(self) -> dict[str, list[int]]:
-        """Return the keys that only some trees of a stack have, each with the numbers of these trees."""
-        return {}
-
-    def _owner(self, path: Path) -> str | None:
-        """Return the number of the tree of a stack that a path, as `paths()` gives it, leads into by this number."""
-        return None
-
-    def _within(self, old_ndim: int, size: Size) -> tuple[int, Size] | None:
-        """Return what the nodes inside follow where this node follows its parent's new batch size; None for nothing."""
-        return old_ndim, size
-
-    def _probe(self) -> Any:
-        """Return what `_rebuilt_size` must know of the leaves as they were (classes with static data of their own)."""
-        return None
-
-    @classmethod
-    def _rebuilt_size(cls, children: tuple[Any, ...], context: Any) -> Any:
-        """Return the batch size (None if the children do not say) and device of a node that `tree_map` rebuilds.
-
-        None means: as the leading dimensions of the children say. A class with static data of its own knows better.
-        """
-        return None
-
     # -- immutability -------------------------------------------------------------------------------------------
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -421,6 +398,47 @@ def check_keys(first: TensorCollection, others: Sequence[TensorCollection]) -> N
                 else f"a leaf of type {type(other).__name__}",
                 hint="select() the common keys, or set() the missing ones.",
             )
+
+
+# -- lazy stacks ------------------------------------------------------------------------------------------------
+
+
+def per_tree(cut: int = 0) -> Callable[[F], F]:
+    """Let a function of a tree run for each tree of a lazy stack, and stack the results.
+
+    Args:
+        cut: The place of the argument that is cut into a part for each tree, as `set` cuts values; 0 for none.
+    """
+
+    def decorate(fn: Any) -> Any:
+        @wraps(fn)
+        def run(tree: Any, *args: Any, **options: Any) -> Any:
+            if not tree._is_lazy:
+                return fn(tree, *args, **options)
+            if not cut:
+                return tree._each(lambda t: run(t, *args, **options))
+            before, after = args[: cut - 1], args[cut:]
+            return tree._each(lambda t, part: run(t, *before, part, *after, **options), args[cut - 1])
+
+        return run
+
+    return decorate
+
+
+def no_one_shape(call: str, stack: Any, where: str = "") -> LeafMismatchError:
+    """Return the error of a call that needs one tensor for each leaf, which a lazy stack does not have."""
+    return LeafMismatchError(
+        f"{call}: a lazy stack has no one tensor for each leaf{where}.",
+        expected="a tree whose leaves have one shape",
+        got=f"batch size {list(stack._batch_size)}, trees along dimension {stack._dim}",
+        hint="write lazy.pad() first, or lazy.dense() where the trees have one shape; lazy.trees are the trees.",
+    )
+
+
+def check_one_shape(tree: TensorCollection, call: str, where: str = "") -> None:
+    """Raise for a lazy stack."""
+    if tree._is_lazy:
+        raise no_one_shape(call, tree, where)
 
 
 def index_op(index: Any, size: Size) -> LeafOp:

@@ -91,6 +91,16 @@ def put_first(new: Size, n: int) -> Callable[[Size], Size]:
     return lambda old: new if len(old) == n else new + old[n:]
 
 
+def common_size(sizes: Sequence[Size]) -> Size:
+    """Return the size that all share, -1 where they differ; of sizes of unequal length, their leading dimensions."""
+    return Size([each[0] if len(set(each)) == 1 else -1 for each in zip(*sizes, strict=False)])
+
+
+def stacked_size(size: Size, dim: int, count: int) -> Size:
+    """Return a batch size with the dimension of a stack in it."""
+    return size[:dim] + Size((count,)) + size[dim:]
+
+
 def one_shape(tensors: Collection[Tensor]) -> Size | None:
     """Return the shape that all tensors have, or None if they differ, are none or have no shape."""
     try:

@@ -177,7 +177,7 @@ def _check_nodes(name: str, first: TensorCollection, other: TensorCollection, at
     if type(other) is not type(first):
         raise _other_class(name, first, other, at)
     # A lazy stack may join others of another number of trees: its own `_shape` checks them.
-    if _is_lazy(first):
+    if first._is_lazy:
         return
     mine, theirs = first._data, other._data
     if mine.keys() != theirs.keys():
@@ -200,14 +200,10 @@ def _check_nodes(name: str, first: TensorCollection, other: TensorCollection, at
         )
 
 
-def _is_lazy(tree: TensorCollection) -> bool:
-    return tree._each(lambda t: t) is not None
-
-
 def _other_class(name: str, first: TensorCollection, other: TensorCollection, at: Path) -> TreeStructureError:
     where = f" under {dotted(at)!r}" if at else ""
     hint = defined_twice(type(first), type(other))
-    if _is_lazy(first) != _is_lazy(other):
+    if first._is_lazy != other._is_lazy:
         hint = "dense() makes one tree of a lazy stack, lazy_stack(tree.unbind(dim), dim) the other way round."
     return TreeStructureError(
         f"{name}: the trees are of different classes{where}.",

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Size, Tensor
 
-from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, note_leaf
+from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, note_leaf, per_tree
 from tdfunc.core.errors import BatchSizeError
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase
@@ -61,11 +61,9 @@ def _mapped(
     return out
 
 
+@per_tree(cut=1)
 def _filled(tree: TensorCollection, other: TensorCollection, default: Any) -> TensorCollection:
     """Return `other` with exactly the keys of `tree`, missing leaves being the default."""
-    done = tree._each(lambda t, part: _filled(t, part, default), other)
-    if done is not None:
-        return done
     data: dict[str, Any] = {}
     for key, node in tree._data.items():
         mine = other._data.get(key)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from tdfunc.core.collection import PLAIN, TensorCollection
-from tdfunc.core.errors import MissingKeyError, TreeStructureError, error
+from tdfunc.core.collection import PLAIN, TensorCollection, no_one_shape, per_tree
+from tdfunc.core.errors import MissingKeyError, error
 from tdfunc.core.keys import Filter, FilterLike, assign, dotted, unravel
 from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.shapes import as_names, as_size
@@ -16,17 +16,7 @@ from tdfunc.core.types import Kind, NestedKey, Node, Path
 from tdfunc.core.walk import Difference, replace, zip_trees
 from tdfunc.ops.convert import resize
 from tdfunc.ops.edit import delete_paths, restore_ties, set_, update
-from tdfunc.ops.reading import (
-    check_same_keys,
-    cut_paths,
-    entries,
-    get,
-    get_value,
-    has,
-    iter_items,
-    kind_of,
-    refuse_inplace,
-)
+from tdfunc.ops.reading import check_same_keys, entries, get, get_value, has, iter_items, kind_of, refuse_inplace
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -69,34 +59,29 @@ def exclude(tree: T, keys: Sequence[NestedKey]) -> T:
     return delete_paths(tree, [unravel(key) for key in keys])
 
 
+@per_tree()
 def _keep(tree: T, paths: Sequence[Path]) -> T:
-    done = tree._each(_keep, cut_paths(tree, paths))
-    if done is not None:
-        return done
     wanted = by_first_key(paths)
     # A class with another representation answers the primitives only.
     plain = type(tree)._get is TensorCollection._get
     data = tree._data if plain else {key: tree._get(key) for key in tree._keys()}
-    kept = {
-        key: data[key] if () in wanted[key] else _keep_part(data[key], wanted[key]) for key in data if key in wanted
-    }
+    kept: dict[str, Node] = {}
+    for key, node in data.items():
+        paths = wanted.get(key, [])
+        if () in paths:
+            kept[key] = node
+        # Only keys that do not exist may have been asked for.
+        elif isinstance(node, TensorCollection) and any([has(node, path) for path in paths]):
+            kept[key] = _keep(node, paths)
     if plain and tree._static is None and len(kept) < len(data) and all([node is not None for node in kept.values()]):
         return tree._replace(kept)
     changes = {key: kept.get(key) for key, node in data.items() if kept.get(key) is not node}
     return tree._put(changes) if changes else tree
 
 
-def _keep_part(node: Node, paths: Sequence[Path]) -> Node:
-    # Only keys that do not exist may have been asked for.
-    found = isinstance(node, TensorCollection) and any(has(node, path) for path in paths)
-    return _keep(node, paths) if found else None
-
-
+@per_tree()
 def flatten_keys(tree: TensorCollection, separator: str) -> Any:
     """Join nested keys; tie paths and kinds follow their leaves. A nested lazy stack is flattened inside."""
-    done = tree._each(lambda t: flatten_keys(t, separator))
-    if done is not None:
-        return done
     data: dict[str, Node] = {}
     kinds: dict[str, Kind] = {}
     clash = _flatten_into(data, kinds, tree, separator, "")
@@ -119,13 +104,12 @@ def _flatten_into(
     for key in tree._keys():
         node, name = tree._get(key), prefix + key
         if isinstance(node, TensorCollection):
-            stack = node._each(lambda t: flatten_keys(t, separator))
-            if stack is None:
+            if not node._is_lazy:
                 clash = _flatten_into(data, kinds, node, separator, name + separator)
                 if clash is not None:
                     return clash
                 continue
-            node = stack
+            node = flatten_keys(node, separator)
         if name in data:
             return name
         data[name] = node
@@ -140,11 +124,9 @@ class _Branch(dict[str, Any]):
     base: TensorCollection | None = None
 
 
+@per_tree()
 def unflatten_keys(tree: TensorCollection, separator: str) -> Any:
     """Split keys at the separator into nested trees."""
-    done = tree._each(lambda t: unflatten_keys(t, separator))
-    if done is not None:
-        return done
     root = _Branch()
     renamed: dict[str, Path] = {}
     for key in tree._keys():
@@ -200,15 +182,13 @@ def _grown(branch: _Branch, like: TensorCollection, separator: str) -> Any:
     return update(branch.base, new) if data else branch.base
 
 
+@per_tree()
 def rename_key(tree: T, old: NestedKey, new: NestedKey, safe: bool) -> T:
     """Move an entry to another path, keeping its place among its siblings when the parent stays the same."""
     source, target = unravel(old), unravel(new)
     get(tree, source)
     if source == target:
         return tree
-    done = tree._each(lambda t: rename_key(t, source, target, safe))
-    if done is not None:
-        return done
     if safe and has(tree, target):
         raise MissingKeyError(
             f"rename_key: {dotted(target)!r} exists.",
@@ -225,12 +205,8 @@ def rename_key(tree: T, old: NestedKey, new: NestedKey, safe: bool) -> T:
     else:
         node, kind = get(bare, source), kind_of(tree, source)
         if isinstance(node, tuple) and source[0] != target[0]:
-            raise TreeStructureError(
-                f"rename_key: {dotted(source)!r} has no one shape outside its lazy stack.",
-                expected="one tensor",
-                got=f"{len(node)} tensors",
-                hint="pad() the lazy stack first.",
-            )
+            # A key under which the trees of a lazy stack have a tensor each.
+            raise no_one_shape(f"rename_key of {dotted(source)!r}", get(bare, source[:-1]))
         moved = set_(delete_paths(bare, [source]), target, node, kind)
     return restore_ties(moved, ties)
 
@@ -243,10 +219,8 @@ def _untied(tree: T) -> T:
     return tree._replace(data, ties=())
 
 
+@per_tree()
 def _rename_here(tree: T, path: Path, new: str) -> T:
-    done = tree._each(lambda t: _rename_here(t, path, new))
-    if done is not None:
-        return done
     old = path[0]
     if len(path) > 1:
         return tree._put({old: _rename_here(tree._get(old), path[1:], new)})

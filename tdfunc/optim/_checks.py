@@ -148,7 +148,7 @@ def has_lazy_members(tree: TensorCollection) -> bool:
 
 
 def _has_lazy(tree: TensorCollection) -> bool:
-    if tree._each(lambda t: t) is not None:
+    if tree._is_lazy:
         return True
     return any(isinstance(node, TensorCollection) and _has_lazy(node) for node in tree._data.values())
 

@@ -1,6 +1,5 @@
 """Flat trees of plain tensors are mapped by calls from C: the same numbers, layouts and flags as torch on each leaf."""
 
-
 import pytest
 import torch
 from torch import Tensor, nn
