@@ -81,7 +81,7 @@ def parse_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.devic
     """Read the arguments of `Tensor.to`, or another tree whose device is taken."""
     if args and isinstance(args[0], TensorCollection):
         return args[0]._device, kwargs.get("dtype"), bool(kwargs.get("non_blocking", False))
-    device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+    device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
     return as_device(device), dtype, non_blocking
 
 

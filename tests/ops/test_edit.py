@@ -356,7 +356,11 @@ def test_rows_in_place():
     [
         ({"a": torch.zeros(2)}, MissingKeyError, r"nothing was written(.|\n)*\['a', 'n.b'\](.|\n)*\['a'\]"),
         ({"a": torch.zeros(2), "n": {"b": 1}, "z": 1}, MissingKeyError, r"'z'(.|\n)*new_zeros"),
-        ({"a": torch.zeros(3), "n": {"b": 1}}, LeafMismatchError, r"'a' does not fit(.|\n)*\[2\](.|\n)*\[3\]"),
+        (
+            {"a": torch.zeros(3), "n": {"b": 1}},
+            LeafMismatchError,
+            r"'a': the values do not fit(.|\n)*\[2\](.|\n)*\[3\]",
+        ),
         (
             {"a": torch.zeros(2), "n": {"b": 1}, "s": "y"},
             LeafMismatchError,
