@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from tdfunc._jit.tracing import Recorder
 from tdfunc.core.collection import Static, TensorCollection
+from tdfunc.core.context import in_functorch, is_tracing
 from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureError, UnsupportedError, error
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack
 from tdfunc.core.pytree import Context, _follow, flatten, rebuilt_size, unflatten
@@ -253,9 +254,9 @@ def _is_captured() -> bool:
     They have no rules for transforms of torch.func, and `jit` records its own way: both run the Python statement.
     """
     if torch.compiler.is_dynamo_compiling():
-        return not _in_transform()
+        return not in_functorch()
     # torch.func.linearize records in a dual level.
-    if torch._C._len_torch_dispatch_stack() == 0 or _in_transform() or forward_ad._current_level >= 0:
+    if not is_tracing() or in_functorch() or forward_ad._current_level >= 0:
         return False
     if any([isinstance(mode, Recorder) for mode in _get_current_dispatch_mode_stack()]):
         return False
@@ -263,17 +264,9 @@ def _is_captured() -> bool:
 
 
 def _is_recorded() -> bool:
-    return torch._C._len_torch_dispatch_stack() > 0 and any(
+    return is_tracing() and any(
         [isinstance(mode, ProxyTorchDispatchMode) for mode in _get_current_dispatch_mode_stack()]
     )
-
-
-def _in_transform() -> bool:
-    return _functorch.peek_interpreter_stack() is not None
-
-
-# Dynamo runs it while it traces: what torch.compiler.assume_constant_result sets, which would import all of dynamo.
-_in_transform._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _is_known(pred: Tensor) -> bool:

@@ -3,30 +3,30 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
-from tdfunc.core.collection import Slots, TensorCollection, is_compiling
+from tdfunc.core.collection import Slots, TensorCollection
+from tdfunc.core.context import is_compiling
 from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.pytree import register
 from tdfunc.core.shapes import as_names, as_size
 from tdfunc.core.types import NestedKey
 from tdfunc.modules.bind import ModuleMethods
 from tdfunc.ops.arithmetic import ArithmeticMethods
+from tdfunc.ops.autograd import MemoryMethods
 from tdfunc.ops.cast import CastMethods, as_device, to
 from tdfunc.ops.convert import is_plain, read_mapping, resize
-from tdfunc.ops.dispatch import DispatchMethods
 from tdfunc.ops.display.show import ShowMethods
 from tdfunc.ops.edit import EditMethods, update
-from tdfunc.ops.exchange import ExchangeMethods, FromMethods
-from tdfunc.ops.frames import FrameMethods, FromFrameMethods
 from tdfunc.ops.index import IndexMethods
+from tdfunc.ops.interop import FromMethods, InteropMethods
 from tdfunc.ops.make import MakeMethods
 from tdfunc.ops.maps import MapMethods
-from tdfunc.ops.memory import MemoryMethods
 from tdfunc.ops.pointwise import DtypeMethods, PointwiseMethods
 from tdfunc.ops.reading import ReadMethods
 from tdfunc.ops.rearrange import RearrangeMethods
 from tdfunc.ops.reduce import ExtremeMethods, ReduceMethods
 from tdfunc.ops.shape import ShapeMethods
 from tdfunc.ops.structure import StructureMethods
+from tdfunc.ops.torch_function import DispatchMethods
 from tdfunc.parallel.map import ParallelMethods
 from tdfunc.storage.memmap.methods import MemmapMethods
 
@@ -34,7 +34,7 @@ from tdfunc.storage.memmap.methods import MemmapMethods
 class TreeMethods(
     IndexMethods, ShapeMethods, RearrangeMethods, ReadMethods, EditMethods, StructureMethods, MapMethods,
     PointwiseMethods, DtypeMethods, ArithmeticMethods, ReduceMethods, ExtremeMethods, CastMethods, MemoryMethods,
-    MakeMethods, ExchangeMethods, FrameMethods, ShowMethods, DispatchMethods, ModuleMethods, ParallelMethods,
+    MakeMethods, InteropMethods, ShowMethods, DispatchMethods, ModuleMethods, ParallelMethods,
     MemmapMethods,
 ):  # fmt: skip
     """All methods of a tree; what `TensorDict` and `TensorClass` share."""
@@ -44,7 +44,7 @@ class TreeMethods(
 
 
 @final
-class TensorDict(TreeMethods, FromMethods, FromFrameMethods):
+class TensorDict(TreeMethods, FromMethods):
     """An immutable tree of tensors under str keys, indexed along the batch dimensions that its leaves share.
 
     Dicts become nested trees with the same batch size; numbers become tensors expanded to it; other objects are

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from tdfunc._jit.leaves import in_transform
 from tdfunc.core.collection import TensorCollection
+from tdfunc.core.context import has_values
 from tdfunc.core.errors import LeafMismatchError, error
 
 if TYPE_CHECKING:
@@ -427,7 +427,7 @@ def _check_labels(call: str, y: Tensor, t: Tensor) -> None:
         )
     if t.numel() == 0:
         raise error(ValueError, f"{call}: there are no labels to average over.", got=f"shape {list(t.shape)}")
-    if _has_values() and not bool(((t >= 0) & (t < y.shape[-1])).all()):
+    if has_values() and not bool(((t >= 0) & (t < y.shape[-1])).all()):
         raise error(
             ValueError,
             f"{call}: a label names no class.",
@@ -443,12 +443,7 @@ def _check_weights(weights: Tensor, members: int) -> None:
             expected=f"shape [{members}]",
             got=f"shape {list(weights.shape)}",
         )
-    if _has_values():
+    if has_values():
         w = weights.detach()
         if not bool((w.isfinite() & (w >= 0)).all()) or not bool((w > 0).any()):
             raise error(ValueError, "weights: out of range.", expected="finite, >= 0, and not all 0", got=w.tolist())
-
-
-def _has_values() -> bool:
-    """Whether tensors have values that can be looked at here: not in a transform, a compiler or a trace."""
-    return not in_transform() and torch._C._len_torch_dispatch_stack() == 0

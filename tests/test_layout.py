@@ -220,7 +220,7 @@ def module(source, name="tdfunc.ops.shape"):
         "tdfunc.core.keys",
         "tdfunc.ops.__init__",
         "tdfunc.ops.edit",
-        "tdfunc.storage.memmap.memmap",
+        "tdfunc.storage.memmap.read",
     )
     return dict.fromkeys(others, "") | {name: source}
 
@@ -264,8 +264,8 @@ def test_import_style_allows(source):
     ("name", "target"),
     [
         ("tdfunc.core.shapes", "tdfunc.ops.edit"),
-        ("tdfunc.ops.shape", "tdfunc.storage.memmap.memmap"),
-        ("tdfunc.storage.memmap.memmap", "tdfunc.modules.functional"),
+        ("tdfunc.ops.shape", "tdfunc.storage.memmap.read"),
+        ("tdfunc.storage.memmap.read", "tdfunc.modules.functional"),
         ("tdfunc._tensordict", "tdfunc._tensorclass"),
         ("tdfunc.ensemble.core", "tdfunc.optim.adam"),
         ("tdfunc.stray", "torch"),
@@ -282,7 +282,7 @@ def test_import_direction_can_fail(name, target):
     [
         ("tdfunc.core.types", "tdfunc.core.errors"),
         ("tdfunc.ops.shape", "tdfunc.ops.edit"),
-        ("tdfunc.storage.memmap.memmap", "tdfunc.ops.shape"),
+        ("tdfunc.storage.memmap.read", "tdfunc.ops.shape"),
         ("tdfunc.spec", "tdfunc._tensordict"),
         ("tdfunc.optim.adam", "tdfunc.ensemble.core"),
         ("tdfunc.__init__", "tdfunc.llm.data"),

@@ -36,7 +36,7 @@ from tdfunc import TensorDict
 from tdfunc._lazystack import stack as lazystack
 from tdfunc.core.collection import iter_leaves
 from tdfunc.core.ties import by_identity
-from tdfunc.ops import cast, join, pointwise_base
+from tdfunc.ops import cast, foreach, join
 from tdfunc.ops.edit import restore_ties
 
 PAGE = Path(__file__).parents[2] / "docs" / "differences.md"
@@ -204,7 +204,7 @@ def test_finds_dropped_gradients(monkeypatch):
 
 def test_finds_gained_gradients(monkeypatch):
     """A leaf that begins to require grad beside another one that does would pass."""
-    monkeypatch.setattr(pointwise_base, "_learn_apart", lambda *lists: False)
+    monkeypatch.setattr(foreach, "_learn_apart", lambda *lists: False)
 
     assert "grad" in _first_failure(run_cases, 0, 1500)
 

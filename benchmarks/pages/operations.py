@@ -82,6 +82,8 @@ METHODS = {
     "from_dict_instance": "`TensorDict.from_dict(...)`",
     "from_list": "`tdfunc.lazy_stack(trees)`, or `torch.stack(trees)`",
     "from_tuple": "`TensorDict.from_any(tuple(values))`",
+    "from_struct_array": "absent: a dict of the fields of an array of records is a tree",
+    "to_struct_array": "absent: the frame of `to_pandas` makes records",
     "from_modules": "`tdfunc.stack_modules(modules)`", "from_pytree":
     "absent: a tree is a pytree itself, and nested dicts become trees",
     "to_pytree": "`td.to_dict()`; a tree is a pytree itself",
@@ -111,7 +113,7 @@ FUNCTIONS = {
     "dense_stack_tds": "`torch.stack(trees)`, or `lazy.dense()`", "maybe_dense_stack": METHODS["maybe_dense_stack"],
     "from_any": "`TensorDict.from_any(...)`", "from_dataclass": "`TensorDict.from_dataclass(...)`",
     "from_dict": "`TensorDict.from_dict(...)`", "from_namedtuple": "`TensorDict.from_namedtuple(...)`",
-    "from_struct_array": "`TensorDict.from_struct_array(...)`", "fromkeys": "`TensorDict.fromkeys(...)`",
+    "from_struct_array": METHODS["from_struct_array"], "fromkeys": "`TensorDict.fromkeys(...)`",
     "from_tuple": METHODS["from_tuple"], "from_pytree": METHODS["from_pytree"],
     "from_modules": METHODS["from_modules"], "from_pandas": "`TensorDict.from_pandas(...)`",
     "from_consolidated": METHODS["from_consolidated"], "from_csv": _FORMAT, "from_h5": _FORMAT, "from_json": _FORMAT,
@@ -144,8 +146,7 @@ LAZY = {
 # Names that a typed tree has, and not that a `TensorDict` has; the others are explained above.
 TYPED = {
     "extend": "`torch.cat([a, b])`", "from_dict": _TYPED.format("from_dict"), "from_any": _TYPED.format("from_any"),
-    "from_namedtuple": _TYPED.format("from_namedtuple"), "from_struct_array": _TYPED.format("from_struct_array"),
-    "fromkeys": _TYPED.format("fromkeys"),
+    "from_namedtuple": _TYPED.format("from_namedtuple"), "fromkeys": _TYPED.format("fromkeys"),
 }  # fmt: skip
 
 HEAD = """# Operations
@@ -252,7 +253,7 @@ OPTIONS = {
     **dict.fromkeys(("add", "sub"), {"alpha"}),
     **dict.fromkeys(("dumps", "save"), {"num_threads", "return_early", "share_non_tensor", "existsok"}),
     **dict.fromkeys(
-        ("from_any", "from_dataclass", "from_namedtuple", "from_struct_array"),
+        ("from_any", "from_dataclass", "from_namedtuple"),
         {"auto_batch_size", "batch_dims", "batch_size", "device", "names"},
     ),
     "load": {"out", "num_threads", "mode"},

@@ -13,9 +13,9 @@ from torch import Tensor, fx
 
 from tdfunc._jit.environment import Environment
 from tdfunc._jit.graph import clean, draws
-from tdfunc._jit.leaves import in_transform
 from tdfunc._jit.signature import Arguments, Contexts, aliases, describe, in_function_mode, modes
 from tdfunc._jit.tracing import leaf_names, trace
+from tdfunc.core.context import has_values
 from tdfunc.core.errors import UnsupportedError, error
 
 P = ParamSpec("P")
@@ -60,7 +60,7 @@ class Jitted(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Replay the trace for these arguments, or make it."""
         # Inside a transform, a compiler or another trace the function itself is what must be seen.
-        if in_transform() or torch._C._len_torch_dispatch_stack() or in_function_mode():
+        if not has_values() or in_function_mode():
             return self._fn(*args, **kwargs)
         key, given = self._key(args, kwargs)
         last_key, program = self._last

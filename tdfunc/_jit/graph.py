@@ -184,7 +184,7 @@ def _is_random(node: fx.Node) -> bool:
         # Attention is tagged as random whether it drops anything or not.
         if argument.name == "dropout_p":
             given = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
-            return given != 0
+            return not isinstance(given, float) or given != 0.0
     return True
 
 

@@ -12,11 +12,11 @@ from torch.utils import _pytree as torch_pytree
 from torch.utils._device import DeviceContext
 
 from tdfunc._jit.environment import freeze, static_part
-from tdfunc._jit.leaves import children_of, is_plain
 from tdfunc.core.collection import Static, TensorCollection
 from tdfunc.core.errors import UnsupportedError
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
 from tdfunc.core.pytree import Context, flatten
+from tdfunc.core.walk import children_of, is_plain
 
 _MAX_CONTEXTS = 4096
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")

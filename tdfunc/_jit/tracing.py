@@ -23,11 +23,12 @@ from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from tdfunc._jit.environment import Environment, contents
-from tdfunc._jit.leaves import children_of, node_like
 from tdfunc._jit.signature import refill
 from tdfunc.core.collection import TensorCollection, iter_leaves
+from tdfunc.core.context import is_tracing
 from tdfunc.core.errors import CaptureError, ImmutableError, UnsupportedError
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
+from tdfunc.core.walk import children_of, node_like
 
 _OWN_FOLDERS = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__))
@@ -108,7 +109,7 @@ _LIFTS = {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.defa
 
 def recorder() -> Recorder | None:
     """Return the recorder of the trace that the caller runs in, if there is one that takes deferred calls."""
-    if torch._C._len_torch_dispatch_stack() == 0:
+    if not is_tracing():
         return None
     found = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Recorder) and mode.deferred]
     return found[-1] if found else None

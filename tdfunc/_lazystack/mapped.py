@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tdfunc.core.collection import iter_leaves
+from tdfunc.core.context import in_functorch, is_compiling
 from tdfunc.core.errors import BatchSizeError
 from tdfunc.core.pytree import Context
-from tdfunc.core.vmapped import Layout, came_to, in_transform, layout_of
+from tdfunc.core.vmapped import Layout, came_to, layout_of
 
 # torch.vmap maps a dimension of the *leaves*, and those lack the dimension of the stack: in_dims=1 of a stack along
 # dimension 0 would map what the stack calls dimension 2. Where the stack's dimension comes later the two agree.
@@ -19,12 +19,12 @@ def check_mapped(children: Sequence[Any], context: Context, dim: int, ndim: int)
     """Raise if vmap has just taken from, or given to, the leaves another dimension than the stack was asked for."""
     if ndim == len(context.batch_size):
         return
-    if torch.compiler.is_compiling():
+    if is_compiling():
         # dynamo cannot ask a tensor which of its dimensions is mapped.
         if dim < len(context.batch_size) - 1:
             raise _not_mapped("a compiled function changes the number of batch dimensions", dim)
         return
-    if not in_transform():
+    if not in_functorch():
         return
     leaves = [leaf for child in children for _, leaf in iter_leaves(child)]
     before = context.probe or [Layout()] * len(leaves)

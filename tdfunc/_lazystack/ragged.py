@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc.core.collection import PLAIN, Static, TensorCollection, is_compiling
+from tdfunc.core.collection import PLAIN, Static, TensorCollection
+from tdfunc.core.context import is_compiling
 from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureError, UnsupportedError, error
 from tdfunc.core.keys import dotted, missing, unravel
 from tdfunc.core.nontensor import NonTensorBase, NonTensorStack

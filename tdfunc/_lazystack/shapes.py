@@ -13,12 +13,10 @@ from tdfunc._lazystack.pick import nest, pick, write
 from tdfunc._lazystack.ragged import check_alike, same_keys, without
 from tdfunc.core.collection import LeafOp, TensorCollection
 from tdfunc.core.errors import LeafMismatchError, TreeStructureError, error
-from tdfunc.core.keys import dotted, unravel
+from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData, same_value
-from tdfunc.core.shapes import dim_index
 from tdfunc.core.types import Names, Node, Path
-from tdfunc.ops import index, join, make, shape
-from tdfunc.ops.reading import get
+from tdfunc.ops import index, join, shape
 from tdfunc.ops.reduce import reduced_size
 
 REDUCTIONS = frozenset(
@@ -269,37 +267,6 @@ def _leaf_row(leaf: Tensor) -> Tensor:
     return leaf.reshape(-1)
 
 
-def _on_join_entries(stack: Any, op: LeafOp, _: Sequence[Any]) -> Any:
-    """Join entries of each tree along a dimension that is counted in the dense leaves."""
-    call, keys, out_key, dim, keep = op.args
-    counts = {dotted(path): _ndim(stack, path) for path in map(unravel, keys)}
-    ndim = next(iter(counts.values()), None)
-    # torch.cat passes over empty tensors of one dimension, which the rows of dense leaves of more may be.
-    if len(set(counts.values())) > 1 and None not in counts.values():
-        raise LeafMismatchError(
-            f"{call}: the entries have different numbers of dimensions.",
-            expected=f"{ndim} dimensions, as {next(iter(counts))!r}",
-            got=str(counts),
-        )
-    if ndim is not None:
-        dim = dim_index(dim, ndim + (call == "stack_tensors"), call)
-        if dim == stack._dim or (call == "stack_tensors" and dim < stack._dim):
-            raise one_shape(stack, call)
-        dim -= dim > stack._dim
-    return stack._like([make.join_entries(tree, call, keys, out_key, dim, keep) for tree in stack._trees])
-
-
-def _ndim(tree: Any, path: Path) -> int | None:
-    """Return the number of dimensions that an entry has in the dense tree, None if it has none."""
-    if isinstance(tree, TensorCollection._lazy):
-        inner = _ndim(tree._trees[0], path)
-        return None if inner is None else inner + 1
-    node = get(tree, path[:1])
-    if isinstance(node, TensorCollection):
-        return _ndim(node, path[1:]) if len(path) > 1 else len(node._batch_size)
-    return node.dim() if isinstance(node, Tensor) and len(path) == 1 else None
-
-
 HANDLERS: dict[str, Callable[[Any, LeafOp, Sequence[Any]], Any]] = {
     "index": _on_index,
     "stack": _on_stack,
@@ -311,5 +278,4 @@ HANDLERS: dict[str, Callable[[Any, LeafOp, Sequence[Any]], Any]] = {
     "reshape": _on_reshape,
     "gather": _on_gather,
     "write_rows": write,
-    "join_entries": _on_join_entries,
 }

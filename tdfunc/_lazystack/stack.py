@@ -28,6 +28,7 @@ from tdfunc._lazystack.shapes import HANDLERS, REDUCTIONS, one_shape, reduce_all
 from tdfunc._lazystack.show import as_list, render
 from tdfunc._tensordict import TreeMethods
 from tdfunc.core.collection import LeafOp, Static, TensorCollection, iter_leaves
+from tdfunc.core.context import in_functorch, is_compiling
 from tdfunc.core.errors import BatchSizeError, MissingKeyError, TreeStructureError, UnsupportedError, error
 from tdfunc.core.keys import missing
 from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
@@ -35,7 +36,7 @@ from tdfunc.core.pytree import _UNDECIDED, Context, register
 from tdfunc.core.shapes import as_names, as_size, dim_index, index_names, normalize_index
 from tdfunc.core.ties import lift, merge
 from tdfunc.core.types import Kind, Names, Node, Path, Ties
-from tdfunc.core.vmapped import in_transform, layout_of
+from tdfunc.core.vmapped import layout_of
 from tdfunc.ops import index, join
 from tdfunc.ops.convert import accept, resize
 from tdfunc.ops.edit import replacements
@@ -535,7 +536,7 @@ class LazyStack(TreeMethods):
     def _probe(self) -> Any:
         """Return how vmap has wrapped each leaf: its level and its layout, from which `check_mapped` tells dims."""
         # dynamo cannot ask how a tensor is wrapped.
-        if torch.compiler.is_compiling() or not in_transform():
+        if is_compiling() or not in_functorch():
             return None
         return [layout_of(leaf) for _, leaf in iter_leaves(self)]
 

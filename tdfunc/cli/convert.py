@@ -18,14 +18,13 @@ from tdfunc.core.types import Kind
 from tdfunc.ops.display.text import bytes_text, count_text
 from tdfunc.ops.structure import keep_leaves
 from tdfunc.storage.disk.remote import is_remote, local_path
-from tdfunc.storage.manager.manager import ABOUT_FILE
-from tdfunc.storage.manager.steps import list_steps
-from tdfunc.storage.memmap.folder_commit import check_target as check_memmap
-from tdfunc.storage.memmap.names import META
-from tdfunc.storage.safetensors.format import DTYPES
+from tdfunc.storage.manager.steps import ABOUT_FILE, list_steps
+from tdfunc.storage.memmap.folder_owned import check_target as check_memmap
+from tdfunc.storage.memmap.layout import META
 from tdfunc.storage.safetensors.index import INDEX, SINGLE
 from tdfunc.storage.safetensors.shards import as_bytes
 from tdfunc.storage.safetensors.stream import memmap_stream, save_stream
+from tdfunc.storage.tree.specs import DTYPES
 
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
 # What Hugging Face's tools take without being told.

@@ -4,7 +4,6 @@ Nothing but a file of torch.save is mapped and nothing is read twice, so that th
 grow with the file.
 """
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,24 +22,27 @@ from tdfunc.core.keys import Entry, Filter, FilterLike, dotted
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
 from tdfunc.core.ties import groups_by_path
 from tdfunc.core.types import Kind, Path
-from tdfunc.storage.disk.files import Files, LocalFiles, is_memmap, open_contents
 from tdfunc.storage.disk.mapped import open_inside
-from tdfunc.storage.disk.remote import RemoteFiles, is_remote, local_path
-from tdfunc.storage.manager.manager import ABOUT_FILE, _read_about
-from tdfunc.storage.manager.steps import StepRemovedError, StepReplacedError, list_steps, reading, step_name
-from tdfunc.storage.memmap.folder_build import build_folder
-from tdfunc.storage.memmap.folder_plan import LAZY_TYPE
-from tdfunc.storage.memmap.folder_read import FolderReader, LeafFile
-from tdfunc.storage.memmap.memmap import _naming, _opened
-from tdfunc.storage.memmap.names import META
-from tdfunc.storage.safetensors.format import check_digest
+from tdfunc.storage.disk.remote import Files, LocalFiles, RemoteFiles, is_remote, local_path
+from tdfunc.storage.manager.steps import (
+    ABOUT_FILE,
+    StepRemovedError,
+    StepReplacedError,
+    list_steps,
+    read_about,
+    reading,
+    step_name,
+)
+from tdfunc.storage.memmap.layout import META
+from tdfunc.storage.memmap.read import FolderReader, LeafFile, naming, opened
+from tdfunc.storage.safetensors.files import is_memmap, open_contents
+from tdfunc.storage.safetensors.header import check_digest
 from tdfunc.storage.safetensors.index import INDEX, SINGLE
 from tdfunc.storage.safetensors.read import Bytes, as_view, fill
 from tdfunc.storage.safetensors.select import Choice, outline_tree
 
 # Elements of a piece: a few of them in float64 stay in the processor's cache.
 COUNT = 1 << 18
-_MAX_META_BYTES = 100_000_000
 # What safetensors' own writers put into every header.
 _USUAL = ("format", "pt")
 Tick = Callable[[int], object]
@@ -82,10 +84,10 @@ class MemmapLeaf(NamedTuple):
         if not file.size_bytes:
             return
         try:
-            opened = open_inside(self.root, file.name, what)
+            leaf_file = open_inside(self.root, file.name, what)
         except FileNotFoundError as err:
             raise CorruptCheckpointError(f"{what}: its file is missing.", expected=file.name) from err
-        with opened as fd:
+        with leaf_file as fd:
             found = os.fstat(fd).st_size
             if found < file.size_bytes or (file.exact and found > file.size_bytes):
                 raise CorruptCheckpointError(
@@ -191,7 +193,7 @@ def _open_local(name: str) -> Source:
     step = step_of(name)
     if step is not None:
         try:
-            source.metadata |= _read_about(name, step).metadata
+            source.metadata |= read_about(name, step).metadata
         except BaseException:
             source.resources.close()
             raise
@@ -216,14 +218,14 @@ def steps_in(name: str) -> list[int]:
 def _open_safetensors(name: str, files: Files) -> Source:
     contents = open_contents(name, files, verify=True)
     try:
-        outline, numbers = outline_tree(contents, Choice(classes=_stand_ins(_classes_in(contents.doc))))
+        outline, numbers = outline_tree(contents, Choice(classes=_stand_ins(_classes_in(contents.doc["nodes"]))))
         places, plan = contents.places, contents.plan
         readers: dict[int, Reader] = {}
         for key, i in numbers.items():
             spec = plan.specs[i]
             data = contents.sources[places.homes[i]].data
             readers[key] = FileLeaf(
-                data, places.begins[i], spec.dtype, spec.size.numel(), plan.names[i], places.digests[i]
+                data, places.begins[i], spec.dtype, spec.size.numel(), contents.names[i], places.digests[i]
             )
     except BaseException:
         contents.close()
@@ -247,22 +249,20 @@ def _open_safetensors(name: str, files: Files) -> Source:
 
 def _open_memmap(name: str) -> Source:
     with ExitStack() as stack:
-        root = stack.enter_context(_opened(name, "load_memmap"))
-        with _naming(name, "load_memmap"):
-            reader = FolderReader(root, _stand_ins(_classes_under(name)))
-            tree = build_folder(
-                reader, [torch.empty(f.shape, dtype=f.dtype, device="meta") for f in reader.leaves], None
-            )
+        root = stack.enter_context(opened(name, "load_memmap"))
+        with naming(name, "load_memmap"):
+            reader = FolderReader(root)
+            reader.classes = _stand_ins(_classes_in(reader.plan.nodes))
+            tree = reader.build([torch.empty(f.shape, dtype=f.dtype, device="meta") for f in reader.files], None)
         held = stack.pop_all()
     readers: dict[int, Reader] = {}
-    for file in reader.leaves:
+    for file in reader.files:
         # The first of tied paths comes first.
         readers.setdefault(id(_leaf_at(tree, file.path)), MemmapLeaf(root, file))
-    aliases = reader.aliases()
-    own = [file for i, file in enumerate(reader.leaves) if i not in aliases and file.size_bytes]
+    own = [file for file in reader.files if file.size_bytes]
     names = [os.path.join(name, file.name) for file in own]
     source = Source(name, "memmap", tree, readers, names, sum(file.size_bytes for file in own), resources=held)
-    source.is_described = reader.leaves == [] or reader.leaves[0].exact
+    source.is_described = reader.files == [] or reader.files[0].exact
     return source
 
 
@@ -375,23 +375,8 @@ def choose(found: Sequence[Stored], where: "FilterLike | None") -> list[Stored]:
 # -- classes ----------------------------------------------------------------------------------------------------
 
 
-def _classes_in(doc: dict[str, Any]) -> set[str]:
-    return {node["class"] for node in doc["nodes"] if type(node.get("class")) is str}
-
-
-def _classes_under(folder: str) -> set[str]:
-    """Return the names of classes in a memmap folder; what is malformed there is found when it is read."""
-    found: set[str] = set()
-    for place, _, names in os.walk(folder):
-        with suppress(OSError, ValueError, RecursionError, AttributeError):
-            path = os.path.join(place, META)
-            if META in names and os.path.getsize(path) <= _MAX_META_BYTES:
-                with open(path, "rb") as file:
-                    meta = json.load(file)
-                name = meta.get("", {}).get("class") if meta.get("_type") != LAZY_TYPE else None
-                if type(name) is str:
-                    found.add(name)
-    return found
+def _classes_in(nodes: Iterable[dict[str, Any]]) -> set[str]:
+    return {node["class"] for node in nodes if type(node.get("class")) is str}
 
 
 def _stand_ins(names: Iterable[str]) -> Sequence[type[TensorCollection]]:

@@ -11,8 +11,14 @@ from tdfunc.cli.torch_files import damaged_entry
 from tdfunc.core.errors import CorruptCheckpointError
 from tdfunc.ops.display.text import bytes_text, count_text
 from tdfunc.storage.disk.remote import local_path
-from tdfunc.storage.manager.manager import _check_tree, _naming, _read_about
-from tdfunc.storage.manager.steps import StepRemovedError, StepReplacedError, reading
+from tdfunc.storage.manager.steps import (
+    StepRemovedError,
+    StepReplacedError,
+    check_tree,
+    naming_step,
+    read_about,
+    reading,
+)
 
 OK, DAMAGED, UNPROTECTED = 0, 1, 3
 
@@ -74,8 +80,8 @@ def _verify_one(path: str) -> Verdict:
         try:
             step = step_of(path)
             if step is not None:
-                with _naming(path, step):
-                    _check_tree(path, _read_about(path, step))
+                with naming_step(path, step):
+                    check_tree(path, read_about(path, step))
             source = stack.enter_context(open_source(path))
         except CorruptCheckpointError as err:
             return Verdict(path, 0, 0, None, [str(err)])

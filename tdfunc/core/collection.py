@@ -15,10 +15,11 @@ import torch
 from torch import Size, Tensor
 from torch.nn import Parameter
 
+from tdfunc.core.context import is_compiling
 from tdfunc.core.errors import ImmutableError, TreeStructureError
 from tdfunc.core.keys import is_key, missing, unravel
+from tdfunc.core.memory import MIN_BYTES, read_rows_ahead
 from tdfunc.core.nontensor import NonTensorBase
-from tdfunc.core.readahead import MIN_BYTES, read_rows_ahead
 from tdfunc.core.shapes import check_positions, index_names, index_size, normalize_index, put_first, slice_length
 from tdfunc.core.ties import graft, lift, merge, prune, remap
 from tdfunc.core.types import Kind, LeafFn, Names, Node, Path, Ties
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T", bound="TensorCollection")
-
-# Under a name of its own: looking it up in torch.compiler costs as much as the call.
-is_compiling = torch.compiler.is_compiling
 
 
 class Static(NamedTuple):

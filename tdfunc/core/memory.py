@@ -1,16 +1,30 @@
-"""Where tensors lie: in which file (an attribute of the storage, which views share and copies lack) or memory."""
+"""Where tensors lie, in which file or memory, and whether two overlap; which rows of a file to read ahead.
 
+A tensor's place is a range of bytes: interleaved views of one storage, such as columns of a matrix, count as
+overlapping. The file is an attribute of the storage, which views share and copies lack.
+"""
+
+import ctypes
+import os
+import sys
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import numpy as np
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from tdfunc.core.context import is_compiling
 
 # "c": copy-on-write, writes stay in the memory of this process. "r+": writes reach the file.
 MapMode: TypeAlias = Literal["c", "r+"]
 _ATTRIBUTE = "_tdfunc_file"
-_BEGIN = itemgetter(1)
+
+
+# -- files ------------------------------------------------------------------------------------------------------
 
 
 class MappedFile(NamedTuple):
@@ -37,7 +51,7 @@ def mark_mapped(
 
 
 def mapped_file(tensor: Any) -> MappedFile | None:
-    """Return the file that a tensor, or what it is a view of, is mapped from; None for one in memory.
+    """Return the file that a tensor, or the tensor that it is a view of, is mapped from; None for one in memory.
 
     Only tensors mapped by tdfunc (`load_memmap`, `memmap`, ...) are known.
     """
@@ -56,51 +70,159 @@ def mapped_file(tensor: Any) -> MappedFile | None:
     return MappedFile(path, tensor.storage_offset() * tensor.element_size(), mode, file_id, storage.nbytes(), root)
 
 
-# The device (None for the CPU) or the device and inode of the file that a tensor is mapped from, and its first byte
-# and the one after its last, between which it may leave out some. A plain tuple: writes ask for it of each leaf.
+# -- overlap ----------------------------------------------------------------------------------------------------
+
+# Of a tensor: the space of its bytes (None for this process's memory, else a device, or a file's device and inode),
+# its first byte and the one after its last. A plain tuple: every write makes one for each leaf.
 Extent: TypeAlias = tuple[Any, int, int]
 _NOWHERE: Extent = (None, 0, 0)
 
 
 def extent_of(tensor: Any) -> Extent | None:
-    """Return where a tensor lies, to be compared with others; None where nobody can tell."""
+    """Return where a tensor lies; None where that cannot be known (inside vmap, sparse, nested, no tensor)."""
     try:
-        noted = getattr(tensor.untyped_storage(), _ATTRIBUTE, None)
-        begin, size_bytes = tensor.data_ptr(), tensor.nbytes
+        storage = tensor.untyped_storage()
+        size_bytes = tensor.nbytes
         if not size_bytes or tensor.is_meta:
             return _NOWHERE
         if not tensor.is_contiguous():
-            steps = [(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-            size_bytes = (sum(steps) + 1) * tensor.element_size()
-        space = None if tensor.is_cpu else tensor.device
-    # A wrapper (inside vmap, sparse, nested) or no tensor at all.
+            size_bytes = _count_steps(tensor) * tensor.element_size()
+        if getattr(storage, _ATTRIBUTE, None) is not None and (file := mapped_file(tensor)) is not None:
+            space, begin = file.file_id, file.offset
+        else:
+            space, begin = None if tensor.is_cpu else tensor.device, tensor.data_ptr()
+            if not begin:
+                return None
     except (AttributeError, NotImplementedError, RuntimeError):
         return None
-    if noted is not None and (file := mapped_file(tensor)) is not None:
-        space, begin = file.file_id, file.offset
-    elif not begin:
-        return None
     return space, begin, begin + size_bytes
+
+
+def _count_steps(tensor: Tensor) -> int:
+    """Return the number of elements from a tensor's first to its last, with those that it leaves out."""
+    return 1 + sum([(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)])
+
+
+def find_overlaps(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
+    """Yield pairs of indices of tensors that overlap; each tensor that overlaps another is in some pair."""
+    # Files and devices are told apart by their addresses here: optimizers do this at every step.
+    spans: list[tuple[int, int, int, int]] = []
+    for i, tensor in enumerate(tensors):
+        length = tensor.nbytes if tensor.is_contiguous() else _count_steps(tensor) * tensor.itemsize
+        if isinstance(tensor, FakeTensor):
+            spans.append((tensor.untyped_storage()._cdata, int(tensor.storage_offset()) * tensor.itemsize, length, i))
+        else:
+            spans.append((0, tensor.data_ptr(), length, i))
+    spans.sort()
+    space, end, last = -1, -1, -1
+    for other, begin, length, i in spans:
+        if length and other == space and begin < end:
+            yield last, i
+        if length and (other != space or begin + length > end):
+            space, end, last = other, begin + length, i
+
+
+def repeats_itself(tensor: Tensor) -> bool:
+    """Return whether elements of one tensor may share memory, as in an expanded tensor or the windows of `unfold`."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return False
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            # Each step leaves the memory of the steps below it, as in every other view that torch makes.
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
 
 
 class Places:
     """The memory under some tensors, in which others can be looked for."""
 
     def __init__(self, tensors: Iterable[Any]) -> None:
-        extents = [extent_of(tensor) for tensor in tensors]
-        # Nobody can tell of one of them, so nobody can tell of any.
-        self.unknown = None in extents
+        extents = [] if is_compiling() else [extent_of(tensor) for tensor in tensors]
+        # Where one cannot be known, none can be ruled out.
+        self._known = None not in extents and not is_compiling()
         self._merged: dict[Any, list[tuple[int, int]]] = {}
-        for space, begin, end in sorted([extent for extent in extents if extent is not None], key=_BEGIN):
+        for space, begin, end in sorted([extent for extent in extents if extent is not None], key=itemgetter(1)):
             runs = self._merged.setdefault(space, [])
             if runs and begin < runs[-1][1]:
                 runs[-1] = (runs[-1][0], max(end, runs[-1][1]))
             elif begin < end:
                 runs.append((begin, end))
 
-    def find(self, extent: Extent) -> tuple[int, int] | None:
-        """Return the first byte, and the one after the last, of what a tensor shares memory with; None if nothing."""
+    def holds(self, tensor: Any) -> bool:
+        """Return whether a tensor may share memory with one of these."""
+        extent = extent_of(tensor) if self._known else None
+        if extent is None:
+            return True
         space, begin, end = extent
         runs = self._merged.get(space, ())
         at = bisect_left(runs, (end, 0)) - 1
-        return runs[at] if at >= 0 and begin < runs[at][1] and begin < end else None
+        return at >= 0 and begin < runs[at][1] and begin < end
+
+
+# -- read-ahead -------------------------------------------------------------------------------------------------
+
+# Smaller leaves are read whole by the system's own read-ahead.
+MIN_BYTES = 16 << 20
+_MAX_BYTES = 1 << 30
+_SAMPLES = 4
+_WILLNEED = 3
+_PROCESS_MADVISE = 440
+_MAX_RANGES = 1024
+_libc: Any = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+_mincore: Any = getattr(_libc, "mincore", None)
+if _mincore is not None:
+    # With types given, ints are taken as they are, which is faster.
+    _mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+_PAGE = os.sysconf("SC_PAGESIZE") if hasattr(os, "sysconf") else 4096
+
+
+def read_rows_ahead(leaf: Tensor, rows: Tensor) -> None:
+    """Have the system read the rows (indices of the first dimension) of a leaf that is on a file and not in memory.
+
+    A cold gather then waits for the disk once; without it each row is a page fault that reads its surroundings too.
+    """
+    count = rows.numel()
+    if _mincore is None or not count or mapped_file(leaf) is None:
+        return
+    start, step = leaf.data_ptr(), leaf.stride(0) * leaf.element_size()
+    if _is_resident(start, step, rows[:: -(-count // _SAMPLES)].tolist(), leaf.shape[0]):
+        return
+    index = rows.numpy()
+    span = leaf.element_size() * _count_steps(leaf[0]) if leaf.shape[0] else 0
+    if span * count <= _MAX_BYTES and index.min() >= 0 and index.max() < leaf.shape[0]:
+        begins = start + index * step
+        _advise(begins - begins % _PAGE, begins + span)
+
+
+def _is_resident(start: int, step: int, rows: list[int], count: int) -> bool:
+    """Return whether a sample of the rows is in memory: a look at each would take longer than a warm gather."""
+    found = ctypes.c_ubyte()
+    for row in rows:
+        # A row that does not exist is refused by the gather.
+        if 0 <= row < count:
+            page = (start + row * step) // _PAGE * _PAGE
+            if not _mincore(page, 1, ctypes.addressof(found)) and not found.value & 1:
+                return False
+    return True
+
+
+def _advise(begins: Any, ends: Any) -> None:
+    ranges = np.stack([begins, ends - begins], axis=1).astype(np.uintp)
+    # One call for a thousand rows, where the system allows it. An advice that is refused costs time and nothing else.
+    with suppress(OSError, AttributeError):
+        me = os.pidfd_open(os.getpid())
+        try:
+            while len(ranges) and _advise_many(me, ranges[:_MAX_RANGES]):
+                ranges = ranges[_MAX_RANGES:]
+        finally:
+            os.close(me)
+    for begin, length in ranges.tolist():
+        _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), ctypes.c_int(_WILLNEED))
+
+
+def _advise_many(me: int, ranges: Any) -> bool:
+    where, count, advice = ctypes.c_void_p(ranges.ctypes.data), ctypes.c_size_t(len(ranges)), ctypes.c_int(_WILLNEED)
+    return _libc.syscall(ctypes.c_long(_PROCESS_MADVISE), ctypes.c_int(me), where, count, advice, ctypes.c_uint(0)) > 0

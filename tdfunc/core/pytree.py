@@ -8,7 +8,8 @@ import torch
 from torch import Size, Tensor
 from torch.utils import _pytree as torch_pytree
 
-from tdfunc.core.collection import NO_STATIC, PLAIN, Static, TensorCollection, is_compiling, iter_leaves
+from tdfunc.core.collection import NO_STATIC, PLAIN, Static, TensorCollection, iter_leaves
+from tdfunc.core.context import is_compiling
 from tdfunc.core.nontensor import GLOBAL_NAMESPACE, NonTensorBase, NonTensorStack
 from tdfunc.core.shapes import common_prefix, shape_of
 from tdfunc.core.ties import Graft, graft, prune, spanning

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Size, Tensor
-from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 
+from tdfunc.core.context import has_values, is_compiling
 from tdfunc.core.errors import BatchSizeError, error
 from tdfunc.core.types import Names
 
@@ -376,7 +376,7 @@ def _check_positions(items: tuple[Any, ...], size: Size, used: int) -> None:
 
 def slice_length(item: slice, length: int) -> int:
     """Return the number of rows that a slice takes."""
-    if not torch.compiler.is_compiling() or item.step not in (None, 1):
+    if not is_compiling() or item.step not in (None, 1):
         return len(range(*item.indices(length)))
     # A compiler keeps these symbolic; `indices` would make it compile again for each length.
     start, stop = (0 if item.start is None else item.start), (length if item.stop is None else item.stop)
@@ -445,11 +445,7 @@ def check_positions(index: tuple[Any, ...], size: Size) -> None:
 
     Those on another device are not read, which would wait for it, nor those that a transformation or mode stands for.
     """
-    if (
-        torch.compiler.is_compiling()
-        or _functorch.peek_interpreter_stack() is not None
-        or torch._C._len_torch_dispatch_stack()  # pyright: ignore[reportPrivateUsage]
-    ):
+    if not has_values():
         return
     dim = 0
     # As torch, which looks at no position of rows that hold nothing, unless there is no row at all.

@@ -72,11 +72,6 @@ def stacking(dim: int) -> Generator[None]:
         _stacked.reset(token)
 
 
-def in_transform() -> bool:
-    """Whether a transform of torch.func is running."""
-    return _functorch.peek_interpreter_stack() is not None
-
-
 def layout_of(leaf: Any) -> Layout:
     """Return how a leaf lies in memory."""
     if not isinstance(leaf, Tensor):

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils._pytree import _broadcast_to_and_flatten, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from tdfunc.core.collection import PLAIN, TensorCollection
+from tdfunc.core.context import in_transform, is_compiling
 from tdfunc.core.errors import BatchSizeError, UnsupportedError, error
 from tdfunc.modules.random import refuse_traced_members
-from tdfunc.modules.slots import in_transform
 
 # What a forward may return beside tensors and containers: values that hold no tensor.
 _PLAIN = (
@@ -69,7 +69,7 @@ class Call(NamedTuple):
     def counted(self) -> list[Tensor] | None:
         """Return the tensors among the data, or None if not all of them count the writes to them."""
         found = [x for x in _data(self.args, self.kwargs) if isinstance(x, Tensor)]
-        uncounted = torch.compiler.is_compiling() or in_transform() or any([x.is_inference() for x in found])
+        uncounted = is_compiling() or in_transform() or any([x.is_inference() for x in found])
         return None if uncounted else found
 
     def shared(self) -> list[Tensor] | None:

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tdfunc._jit import Jitted
+from tdfunc.core.context import in_transform, is_compiling, is_tracing
 from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.ensemble._call import (
     Call,
@@ -31,7 +32,6 @@ from tdfunc.ensemble._call import (
     versions,
 )
 from tdfunc.ensemble._draws import default_generators, foreign_states, run_seeded, watch
-from tdfunc.modules.bind import in_transform
 from tdfunc.modules.functional import Apply
 from tdfunc.modules.random import member_generators, member_seed, seeded
 
@@ -187,7 +187,7 @@ class Ensemble:
         members = members_of(params)
         leaves = self.apply.leaves(params, buffers, Size((members,)))
         call = Call(leaves, members, args, flat_dims(in_dims, args, members), kwargs, seed_of(rng), keep)
-        if torch.compiler.is_compiling():
+        if is_compiling():
             # The compiler would record the choice, and compile again when it changes.
             looped = self.how == "loop" or (self.how == "auto" and (members == 1 or call.autocast()))
             return self._loop(call) if looped else self._vmap(call)
@@ -270,7 +270,7 @@ class Ensemble:
             rng = None if seed is None else member_generators(seed, i + 1, i)
             return self.apply.run_leaves(leaves, args, call.kwargs, rng, keep=call.keep)
 
-        if torch.compiler.is_compiling() or _is_tracing():
+        if is_compiling() or is_tracing():
             return run()
         generators = default_generators(leaves)
         if seed is not None:
@@ -326,7 +326,7 @@ class Ensemble:
 
         It looks for them itself, but under vmap no tensor says that it requires any.
         """
-        if not self._has_attention or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if not self._has_attention or is_compiling() or not torch.is_grad_enabled():
             return nullcontext()
         return _Watched() if in_transform() or call.requires_grad() else nullcontext()
 
@@ -360,10 +360,6 @@ class Ensemble:
             return self._loop(call) if members == 1 else self._vmap(call)
 
         return run
-
-
-def _is_tracing() -> bool:
-    return torch._C._len_torch_dispatch_stack() > 0
 
 
 def _no_seed() -> UnsupportedError:

@@ -16,8 +16,8 @@ from tdfunc.core.shapes import dim_size
 from tdfunc.core.types import Path
 from tdfunc.ops import storage_writes
 from tdfunc.ops.convert import NUMBERS, as_tensor, build
+from tdfunc.ops.foreach import binary, over_batch_op
 from tdfunc.ops.maps import apply
-from tdfunc.ops.pointwise_base import binary, over_batch_op
 from tdfunc.ops.reading import get, get_value, iter_items
 
 T = TypeVar("T", bound=TensorCollection)

@@ -9,8 +9,9 @@ from torch import Tensor
 from tdfunc.core.collection import LeafOp, TensorCollection, iter_leaves
 from tdfunc.core.errors import error
 from tdfunc.core.keys import assign
-from tdfunc.ops.pointwise_base import foreach_leaves
-from tdfunc.ops.reading import entries, fill
+from tdfunc.core.walk import replace
+from tdfunc.ops.foreach import foreach_leaves
+from tdfunc.ops.reading import entries
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -78,7 +79,7 @@ def to_each(tree: T, where: dict[Any, Any], options: dict[str, Any]) -> T:
     changed = {path: x for entry, x in zip(found, moved, strict=True) if x is not entry.leaf for path in entry.paths}
     if not changed:
         return tree
-    tree = fill(tree, changed)
+    tree = replace(tree, changed)
     return on_device(tree, None) if any(x.device != tree._device for x in moved) else tree
 
 
@@ -197,10 +198,6 @@ class CastMethods(TensorCollection):
     def detach(self) -> "Self":
         """Return the tree of detached leaves, which share memory."""
         return detach(self)
-
-    def clear_device(self) -> "Self":
-        """Return the tree without a device of its own: leaves may be anywhere."""
-        return on_device(self, None)
 
     def is_shared(self) -> bool:
         """Whether there are leaves and all are in shared memory."""

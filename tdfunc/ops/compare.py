@@ -10,7 +10,8 @@ from tdfunc.core.errors import TreeStructureError, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.types import Path
-from tdfunc.ops.pointwise_base import check_same, difference
+from tdfunc.core.walk import Difference, zip_trees
+from tdfunc.ops.foreach import check_same
 
 
 def assert_close(
@@ -81,7 +82,7 @@ def equal(first: Any, second: Any) -> bool:
     """Whether two trees have equal keys, batch sizes, shapes and values, as `torch.equal` of their leaves."""
     for tree in (first, second):
         _check_tree(tree, "torch.equal")
-    if first._batch_size != second._batch_size or difference(first, second, ()) is not None:
+    if first._batch_size != second._batch_size or isinstance(zip_trees(first, second), Difference):
         return False
     try:
         return _all_leaves("equal", first, second, torch.equal)

@@ -396,10 +396,6 @@ class EditMethods(TensorCollection):
             return get_value(self, key), delete(self, key)
         return get_value(self, key, default), self
 
-    def setdefault(self, key: NestedKey, value: Any) -> Any:
-        """Return this tree if it has the entry, else one with it set."""
-        return self if has(self, key) else set_(self, key, value)
-
     def untie(self, key: NestedKey) -> "Self":
         """Return a tree in which one path of a tied leaf stands alone, with a copy of the tensor.
 

@@ -9,13 +9,14 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Size, Tensor
 
-from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, is_compiling
+from tdfunc.core.collection import LeafOp, TensorCollection
+from tdfunc.core.context import is_compiling
 from tdfunc.core.errors import LeafMismatchError, TieError, TreeStructureError, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.shapes import dim_index, put_first
 from tdfunc.core.types import Names, Path
-from tdfunc.ops.clash import clash
+from tdfunc.core.walk import Difference, gather, refill
 
 T = TypeVar("T", bound=TensorCollection)
 _DTYPE = attrgetter("dtype")
@@ -146,12 +147,9 @@ def _joined(op: LeafOp, first: T, others: Sequence[T]) -> T:
 def _join_alike(op: LeafOp, trees: Sequence[T]) -> T | None:
     """Join trees that differ in nothing but values, shapes and batch; None where it takes `check_joinable` to tell."""
     # The leaves of all nodes together, so that checking and joining them is one call in C each.
-    columns: list[list[Any]] = [[] for _ in trees]
-    if not _gather(trees, columns):
+    columns = gather(trees)
+    if columns is None:
         return None
-    for column in columns:
-        if not PLAIN.issuperset(map(type, column)):
-            return None
     dtypes = list(map(_DTYPE, columns[0]))
     for column in columns[1:]:
         if list(map(_DTYPE, column)) != dtypes:
@@ -159,43 +157,7 @@ def _join_alike(op: LeafOp, trees: Sequence[T]) -> T | None:
     (dim,) = op.args
     fn = torch.stack if op.name == "stack" else torch.cat
     rows = zip(*columns, strict=True)
-    return _regrow(op, trees[0], map(fn, rows, repeat(dim)) if dim else map(fn, rows))
-
-
-def _gather(nodes: Sequence[TensorCollection], columns: list[list[Any]]) -> bool:
-    """Append the leaves of each node to its column; False if there are ties or classes, keys or kinds differ."""
-    first, cls = nodes[0], type(nodes[0])
-    static, keys = first._static, list(first._data)
-    if cls._shape is not TensorCollection._shape or (static is not None and static.ties):
-        return False
-    for node in nodes[1:]:
-        if type(node) is not cls or (node._static is not static and node._static != static) or list(node._data) != keys:
-            return False
-    if PLAIN.issuperset(map(type, first._data.values())):
-        for column, node in zip(columns, nodes, strict=True):
-            column += node._data.values()
-        return True
-    for children in zip(*[node._data.values() for node in nodes], strict=True):
-        if isinstance(children[0], TensorCollection):
-            if not _gather(children, columns):
-                return False
-        else:
-            for column, child in zip(columns, children, strict=True):
-                column.append(child)
-    return True
-
-
-def _regrow(op: LeafOp, node: T, leaves: Iterator[Any]) -> T:
-    """Return the first tree's node around the joined leaves."""
-    resize: Any = op.size
-    if PLAIN.issuperset(map(type, node._data.values())):
-        data = dict(zip(node._data, leaves, strict=False))
-    else:
-        data: dict[str, Any] = {}
-        for key, child in node._data.items():
-            data[key] = _regrow(op, child, leaves) if isinstance(child, TensorCollection) else next(leaves)
-    names = op.names(node._names) if node._names is not None and op.names is not None else None
-    return node._make(data, resize(node._batch_size), node._device, names, node._static)
+    return refill(trees[0], map(fn, rows, repeat(dim)) if dim else map(fn, rows), op)
 
 
 def check_joinable(name: str, first: TensorCollection, others: Sequence[TensorCollection]) -> None:
@@ -219,13 +181,7 @@ def _check_nodes(name: str, first: TensorCollection, other: TensorCollection, at
         return
     mine, theirs = first._data, other._data
     if mine.keys() != theirs.keys():
-        under = f" under {dotted(at)!r}" if at else ""
-        raise TreeStructureError(
-            f"{name}: the trees have different keys{under}.",
-            expected=f"{sorted(mine)}",
-            got=f"{sorted(theirs)}",
-            hint="select() the common keys, or set() the missing ones.",
-        )
+        raise Difference(at, "keys", first, other).error(name)
     for key, node in mine.items():
         twin = theirs[key]
         if isinstance(node, Tensor) and isinstance(twin, Tensor):
@@ -234,7 +190,7 @@ def _check_nodes(name: str, first: TensorCollection, other: TensorCollection, at
         elif isinstance(node, TensorCollection) and isinstance(twin, TensorCollection):
             _check_nodes(name, node, twin, (*at, key))
         elif not isinstance(node, NonTensorBase) or not isinstance(twin, NonTensorBase):
-            raise clash(name, (*at, key), node, twin)
+            raise Difference((*at, key), "kind", node, twin).error(name)
     if first._kinds != other._kinds and first._kinds and other._kinds:
         key = next(k for k in mine if first._kinds.get(k) != other._kinds.get(k))
         raise LeafMismatchError(

@@ -12,7 +12,7 @@ from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.shapes import as_names, as_size, one_shape, put_first, shape_of
 from tdfunc.core.types import Path
 from tdfunc.ops.cast import as_device
-from tdfunc.ops.pointwise_base import check_same
+from tdfunc.ops.foreach import check_same
 from tdfunc.ops.reading import UNSET, refuse_inplace
 
 if TYPE_CHECKING:

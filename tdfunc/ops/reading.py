@@ -184,16 +184,6 @@ class KeysView(Set[Any]):
         return f"keys({list(self)})"
 
 
-def fill(tree: T, values: dict[Path, Any], at: Path = ()) -> T:
-    """Return the tree with other values at the paths that have one."""
-    # None is a value here, so this cannot be a map (which would drop the leaf).
-    data = {
-        key: fill(node, values, (*at, key)) if isinstance(node, TensorCollection) else values.get((*at, key), node)
-        for key, node in tree._data.items()
-    }
-    return tree._replace(data)
-
-
 class ReadMethods(TensorCollection):
     """Keys, values and leaves."""
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Size, Tensor
 
-from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, is_compiling, iter_leaves, leaf_paths, with_leaves
+from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, iter_leaves, leaf_paths, with_leaves
+from tdfunc.core.context import is_compiling
 from tdfunc.core.errors import error
 from tdfunc.core.keys import dotted
 from tdfunc.core.shapes import EMPTY, dim_index, dims_of, one_shape, put_first

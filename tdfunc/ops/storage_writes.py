@@ -4,14 +4,15 @@ Structure never changes here. A leaf whose memory overlaps itself (an expanded o
 change many elements.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, is_compiling, iter_leaves
+from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, iter_leaves
+from tdfunc.core.context import is_compiling
 from tdfunc.core.errors import (
     BatchSizeError,
     LeafMismatchError,
@@ -21,13 +22,15 @@ from tdfunc.core.errors import (
     UnsupportedError,
 )
 from tdfunc.core.keys import dotted, missing, unravel
-from tdfunc.core.memory import Places, extent_of, mapped_file
+from tdfunc.core.memory import Places, mapped_file, repeats_itself
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack, same_value
 from tdfunc.core.shapes import check_positions, fits_into, index_size, normalize_index
 from tdfunc.core.types import Path
-from tdfunc.ops.clash import clash, find_clash
+from tdfunc.core.walk import Difference, zip_trees
 from tdfunc.ops.convert import as_tensor
 from tdfunc.ops.reading import get, has, iter_items
+
+_NOTHING = "; nothing was written"
 
 
 def index_parts(index: Any, size: Size) -> tuple[Any, ...]:
@@ -76,34 +79,12 @@ def check_writable(leaf: Tensor, where: str) -> None:
             expected="a tensor that is no inference tensor",
             hint="write inside torch.inference_mode(), or to td.clone().",
         )
-    if overlaps(leaf):
+    if repeats_itself(leaf):
         raise LeafMismatchError(
             f"{where}: the leaf is expanded or overlaps itself, one write would change many elements.",
             got=f"shape {list(leaf.shape)} with strides {list(leaf.stride())}",
             hint="write td = td.clone() first, or use the pure td.at[...].set(...).",
         )
-
-
-def overlaps(leaf: Tensor) -> bool:
-    """Whether two elements share one memory location, as in an expanded tensor or in the windows of `unfold`."""
-    if leaf.is_contiguous():
-        return False
-    dims = sorted((stride, size) for stride, size in zip(leaf.stride(), leaf.shape, strict=True) if size != 1)
-    if any(size == 0 for _, size in dims):
-        return False
-    if any(stride == 0 for stride, _ in dims):
-        return True
-    reach, nested = 0, True
-    for stride, size in dims:
-        nested = nested and stride > reach
-        reach += stride * (size - 1)
-    # Each step leaves the memory of the steps below it, as in every view that is not made by hand.
-    if nested or is_compiling():
-        return not nested
-    places = torch.zeros(1, dtype=torch.int64, device="cpu")
-    for stride, size in dims:
-        places = (places[:, None] + torch.arange(size, device="cpu") * stride).flatten()
-    return places.unique().numel() < places.numel()
 
 
 def check_reaches_file(leaf: Tensor, where: str) -> None:
@@ -128,15 +109,15 @@ def write_leaf(tree: TensorCollection, path: Path, value: Any) -> None:
         parent = parent._get(key)
     if isinstance(parent, TensorCollection):
         if not isinstance(value, (TensorCollection, Mapping, list, tuple)):
-            raise clash("set_", path, parent, value, hint="give a tree or dict.", note="; nothing was written")
+            raise Difference(path, "kind", parent, value).error("set_", hint="give a tree or dict.", note=_NOTHING)
         write_tree(parent, value, complete=True)
         return
     if isinstance(value, (TensorCollection, Mapping)):
-        raise clash("set_", path, parent, value, hint="td.set replaces the entry.", note="; nothing was written")
+        raise Difference(path, "kind", parent, value).error("set_", hint="td.set replaces the entry.", note=_NOTHING)
     # All are checked before the first is written to: in a lazy stack a leaf is one tensor of each tree.
     writes = _leaf_writes(tree, path, value)
-    is_apart = _apart_from([leaf for leaf, _ in writes])
-    for leaf, new in [(leaf, new if is_apart(new, leaf) else new.clone()) for leaf, new in writes]:
+    places = Places([leaf for leaf, _ in writes])
+    for leaf, new in [(leaf, _apart(new, places)) for leaf, new in writes]:
         with torch.no_grad():
             leaf.copy_(new)
 
@@ -207,16 +188,18 @@ def write_tree(tree: TensorCollection, other: Any, *, complete: bool) -> None:
         check_writable(mine[path], repr(dotted(path)))
         check_dtype(value, mine[path], repr(dotted(path)))
     _check_one_value(mine, theirs)
-    for path, value in _unshared(mine, theirs).items():
-        with torch.no_grad():
+    places = Places(mine.values())
+    values = {path: _apart(value, places) for path, value in theirs.items() if value is not mine[path]}
+    with torch.no_grad():
+        for path, value in values.items():
             mine[path].copy_(value)
 
 
 def check_kinds(call: str, tree: TensorCollection, given: TensorCollection) -> None:
     """Raise where a leaf of one tree is a tree in the other."""
-    found = find_clash(iter_items(tree, True, False), iter_items(given, True, False))
-    if found is not None:
-        raise clash(call, *found, note="; nothing was written" if call.endswith("_") else "")
+    found = zip_trees(tree, given, shared=True)
+    if isinstance(found, Difference):
+        raise found.error(call, note=_NOTHING if call.endswith("_") else "")
 
 
 def _beside(tree: TensorCollection, other: Any, call: str, at: Path) -> TensorCollection:
@@ -287,38 +270,13 @@ def _check_one_value(leaves: dict[Path, Any], values: dict[Path, Any]) -> None:
             )
 
 
-def _unshared(leaves: dict[Path, Any], values: dict[Path, Any]) -> dict[Path, Any]:
-    """Return the values, copied where a write would change them before they are read, as when leaves are swapped."""
-    is_apart = _apart_from(leaves.values())
-    return {path: value if is_apart(value, leaves[path]) else value.clone() for path, value in values.items()}
-
-
-def _apart_from(leaves: Iterable[Any]) -> Callable[[Any, Any], bool]:
-    """Return whether a value for a leaf stays as it is while all the leaves are written to, as a function."""
-    places = None if is_compiling() else Places(leaves)
-
-    def is_apart(value: Any, leaf: Any) -> bool:
-        place = None if places is None or places.unknown else extent_of(value)
-        if place is None or places is None:
-            return False
-        found = places.find(place)
-        if found is None:
-            return True
-        # The very same elements, under which nothing else lies.
-        if leaf is None or found != place[1:] or extent_of(leaf) != place:
-            return False
-        return value.stride() == leaf.stride() and value.dtype is leaf.dtype
-
-    return is_apart
-
-
-def _rows_apart(row: Any, is_apart: Callable[[Any, Any], bool]) -> Any:
-    """Return rows for the trees of lazy stacks, copied where they lie in memory that will be written to."""
-    if isinstance(row, TensorCollection):
-        return row._map(LeafOp("clone", lambda x: x if is_apart(x, None) else x.clone()))
-    if isinstance(row, Mapping):
-        return {key: _rows_apart(part, is_apart) for key, part in row.items()}  # pyright: ignore[reportUnknownVariableType]
-    return row.clone() if isinstance(row, Tensor) and not is_apart(row, None) else row
+def _apart(value: Any, places: Places) -> Any:
+    """Return what is to be written, copied where it lies in memory that is written to, as when leaves are swapped."""
+    if isinstance(value, TensorCollection):
+        return value._map(LeafOp("clone", lambda x: _apart(x, places)))
+    if isinstance(value, Mapping):
+        return {key: _apart(part, places) for key, part in value.items()}  # pyright: ignore[reportUnknownVariableType]
+    return value.clone() if isinstance(value, Tensor) and places.holds(value) else value
 
 
 def write_row(tree: TensorCollection, index: Any, row: Any) -> TensorCollection:
@@ -327,15 +285,13 @@ def write_row(tree: TensorCollection, index: Any, row: Any) -> TensorCollection:
     if tree._each(lambda t: t) is not None:
         check_positions(parts, tree._batch_size)
         check_row(tree, parts, row)
-        row = _rows_apart(row, _apart_from([leaf for _, leaf in iter_leaves(tree)]))
+        row = _apart(row, Places([leaf for _, leaf in iter_leaves(tree)]))
         done = tree._shape(_row_op(parts, "set_"), row)
         return tree if any(True for _ in iter_leaves(tree)) else done
     tree, row = check_row(tree, parts, row)
     stacks = _stacks(tree)
-    if stacks:
-        row = _rows_apart(row, _apart_from([leaf for _, leaf in iter_leaves(tree)]))
-    leaves, rows = _outside(tree, stacks), dict(iter_leaves(row))
-    values = _unshared(leaves, {path: rows[path] for path in leaves} if stacks else rows)
+    row = _apart(row, Places([leaf for _, leaf in iter_leaves(tree)]))
+    leaves, values = _outside(tree, stacks), dict(iter_leaves(row))
     with torch.no_grad():
         for path, leaf in leaves.items():
             leaf[parts] = values[path].to(leaf.dtype)

@@ -13,14 +13,13 @@ from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.shapes import as_names, as_size
 from tdfunc.core.ties import by_first_key, remap
 from tdfunc.core.types import Kind, NestedKey, Node, Path
-from tdfunc.ops.clash import clash, find_clash
+from tdfunc.core.walk import Difference, replace, zip_trees
 from tdfunc.ops.convert import resize
 from tdfunc.ops.edit import delete_paths, restore_ties, set_, update
 from tdfunc.ops.reading import (
     check_same_keys,
     cut_paths,
     entries,
-    fill,
     get,
     get_value,
     has,
@@ -411,9 +410,9 @@ def combine(*trees: T) -> T:
                 f"combine: two parts have the leaf {dotted(min(both))!r}.",
                 hint="use a.update(b) to write one over the other.",
             )
-        found = find_clash(iter_items(result, True, False), iter_items(other, True, False))
-        if found is not None:
-            raise clash("combine", *found)
+        found = zip_trees(result, other, shared=True)
+        if isinstance(found, Difference):
+            raise found.error("combine")
         result = update(result, other)
     return result
 
@@ -444,7 +443,7 @@ def in_dims(tree: T, where: "dict[str | Filter, int | None] | int | None") -> T:
     """
     found = entries(tree)
     dims = assign(found, where if isinstance(where, dict) else {"*": where}, "in_dims")
-    return fill(tree, {path: dim for entry, dim in zip(found, dims, strict=True) for path in entry.paths})
+    return replace(tree, {path: dim for entry, dim in zip(found, dims, strict=True) for path in entry.paths})
 
 
 class StructureMethods(TensorCollection):

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from tdfunc._jit.leaves import in_transform, paths, rebuild
 from tdfunc.core.collection import TensorCollection
+from tdfunc.core.context import in_functorch, is_compiling
 from tdfunc.core.keys import dotted
+from tdfunc.core.walk import list_paths, rebuild
 from tdfunc.optim._checks import check_active, check_members, check_state, matched, one_count, trainable
 from tdfunc.optim._lists import Leaves
 from tdfunc.optim._run import Rule, Run
@@ -137,7 +138,7 @@ class Optimizer:
             check_active(name, active, params)
         step = state._data["step"]
         count = one_count(name, step, params)
-        run = Run(self.rule, self.hyper, count, tensors, active, donate, lambda: [dotted(p) for p in paths(params)])
+        run = Run(self.rule, self.hyper, count, tensors, active, donate, lambda: list(map(dotted, list_paths(params))))
         new, new_slots = run.step(leaves, gradients, slots)
         return rebuild(params, new), self._next(state, new_slots, _counted(step, active))
 
@@ -160,6 +161,6 @@ def _counted(step: Tensor, active: Tensor | None) -> Tensor:
     if active is not None:
         return step + active
     # Kept expanded, under a compiler too: a state of other strides would be compiled for again.
-    if step.dim() and (torch.compiler.is_compiling() or not in_transform()) and not any(step.stride()):
+    if step.dim() and (is_compiling() or not in_functorch()) and not any(step.stride()):
         return (step[(0,) * step.dim()] + 1).expand(step.shape)
     return step + 1

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tdfunc._jit.leaves import collect, in_transform, paths, same_keys
 from tdfunc.core.collection import TensorCollection
+from tdfunc.core.context import has_values
 from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureError, UnsupportedError, error
 from tdfunc.core.keys import dotted
+from tdfunc.core.walk import list_leaves, list_paths, same_keys
 from tdfunc.optim._lists import Coefficient, Leaves
 
 
@@ -29,7 +30,7 @@ def check_tree(name: str, params: TensorCollection) -> None:
 def trainable(name: str, params: TensorCollection) -> Leaves:
     """Return the leaves of params; each must be a floating-point tensor."""
     check_tree(name, params)
-    leaves = collect(params)
+    leaves = list_leaves(params)
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             raise LeafMismatchError(
@@ -45,7 +46,7 @@ def matched(name: str, what: str, params: TensorCollection, leaves: Leaves, othe
     """Return the leaves of `other`, which must be a tree with the keys, shapes and dtypes of params."""
     if not isinstance(other, TensorCollection) or not same_keys(params, other):
         raise _keys_differ(name, what, params, other)
-    values = collect(other)
+    values = list_leaves(other)
     for i, (leaf, value) in enumerate(zip(leaves, values, strict=True)):
         if not isinstance(value, Tensor) or value.shape != leaf.shape or value.dtype != leaf.dtype:
             raise LeafMismatchError(
@@ -68,7 +69,7 @@ def _keys_differ(name: str, what: str, params: TensorCollection, other: Any) -> 
         return TreeStructureError(
             f"{name}.update: the {what}s must be a tree.", expected=type(params).__name__, got=type(other).__name__
         )
-    mine, theirs = {dotted(p) for p in paths(params)}, {dotted(p) for p in paths(other)}
+    mine, theirs = {dotted(p) for p in list_paths(params)}, {dotted(p) for p in list_paths(other)}
     return TreeStructureError(
         f"{name}.update: params and the tree of the {what} have different leaves.",
         expected=f"a {what} for each of {sorted(mine - theirs)}" if mine - theirs else f"leaves {sorted(mine)}",
@@ -171,8 +172,8 @@ def one_count(name: str, step: Tensor, params: TensorCollection) -> Tensor:
         return step.new_zeros(())
     first = step[(0,) * step.dim()]
     # Strides of 0 say so without a look at the values, which a transform or trace does not have.
-    has_values = not in_transform() and not torch._C._len_torch_dispatch_stack() and step.device.type != "meta"
-    if has_values and any(step.stride()) and not bool((step == first).all()):
+    is_known = has_values() and step.device.type != "meta"
+    if is_known and any(step.stride()) and not bool((step == first).all()):
         check_dense(f"{name}.update", "the state has another step count for each member", params)
     return first
 
@@ -221,4 +222,4 @@ def check_hyper(rule: str, name: str, value: object, low: float, high: float = m
 
 
 def _path(tree: TensorCollection, i: int) -> str:
-    return dotted(list(paths(tree))[i])
+    return dotted(list_paths(tree)[i])

@@ -9,10 +9,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from tdfunc._jit.leaves import collect, in_transform, paths, rebuild
 from tdfunc.core.collection import TensorCollection
+from tdfunc.core.context import has_values
 from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.keys import dotted
+from tdfunc.core.walk import list_leaves, list_paths, rebuild
 from tdfunc.optim._checks import check_dense, check_hyper
 from tdfunc.optim._lists import Leaves
 
@@ -31,7 +32,7 @@ class GradientMap:
 
     def __call__(self, grads: T) -> T:
         """Return the new gradients."""
-        return rebuild(grads, self.leaves(grads, collect(grads)))
+        return rebuild(grads, self.leaves(grads, list_leaves(grads)))
 
 
 def clip_by_global_norm(max_norm: float) -> GradientMap:
@@ -144,12 +145,12 @@ def check_finite() -> GradientMap:
 
 
 def _checked(grads: TensorCollection, leaves: Leaves) -> Leaves:
-    if in_transform() or torch._C._len_torch_dispatch_stack():
+    if not has_values():
         raise UnsupportedError(
             "check_finite: a transform or trace has no values to check.",
             hint="call it on the gradients outside.",
         )
-    for path, leaf in zip(paths(grads), leaves, strict=True):
+    for path, leaf in zip(list_paths(grads), leaves, strict=True):
         if not bool(torch.isfinite(leaf).all()):
             raise error(
                 FloatingPointError,

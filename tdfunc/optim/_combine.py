@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
-from tdfunc._jit.leaves import collect, paths, rebuild
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import error
 from tdfunc.core.keys import FilterLike
+from tdfunc.core.walk import list_leaves, list_paths, rebuild
 from tdfunc.ops import structure
 from tdfunc.ops.reading import entries
 from tdfunc.optim._base import AbstractOptimizer
@@ -81,8 +81,8 @@ class Masked:
         # What is no tree is named by the optimizer.
         given = structure.keep_leaves(grads, chosen) if isinstance(grads, TensorCollection) else grads
         new, state = self.optimizer.update(part, given, state, active=active, donate=donate)
-        changed = dict(zip(paths(part), collect(new), strict=True))
-        leaves = [changed.get(path, leaf) for path, leaf in zip(paths(params), collect(params), strict=True)]
+        changed = dict(zip(list_paths(part), list_leaves(new), strict=True))
+        leaves = [changed.get(path, leaf) for path, leaf in zip(list_paths(params), list_leaves(params), strict=True)]
         return rebuild(params, leaves), state
 
 

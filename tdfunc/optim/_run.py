@@ -7,11 +7,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from tdfunc._jit.leaves import in_transform
 from tdfunc._jit.tracing import recorder
+from tdfunc.core.context import has_values, in_functorch, is_compiling
 from tdfunc.optim._checks import scheduled
 from tdfunc.optim._lists import Coefficient, Leaves, Lists
 from tdfunc.optim._memory import check_apart, owned
@@ -74,7 +73,7 @@ class Run:
 
     def step(self, params: Leaves, grads: Leaves, slots: Slots) -> tuple[Leaves, Slots]:
         """Return the leaves of the parameters and of the slots after the step."""
-        if in_transform():
+        if is_compiling() or in_functorch():
             return self._step_plain(params, grads, slots)
         trace = recorder()
         if trace is None and not _all_real([*params, *grads]):
@@ -167,9 +166,7 @@ def _values(rule: str, hyper: Mapping[str, Any], count: Tensor, tensors: dict[st
 
 def _all_real(leaves: Leaves) -> bool:
     """Whether kernels may run on these: plain tensors with data, no mode that wants to see every operation."""
-    if torch._C._len_torch_dispatch_stack() or forward_ad._current_level >= 0:
-        return False
-    return all(type(leaf) in (Tensor, Parameter) and leaf.device.type != "meta" for leaf in leaves)
+    return has_values() and all(type(leaf) in (Tensor, Parameter) and leaf.device.type != "meta" for leaf in leaves)
 
 
 def _can_fuse(work: Work, targets: list[Leaves], values: Values) -> bool:

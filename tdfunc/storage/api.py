@@ -1,7 +1,8 @@
 """`save` and `load`: a whole tree in one safetensors file, or in shards, that any reader of the format opens."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,12 +12,11 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.keys import FilterLike
 from tdfunc.core.types import Device
-from tdfunc.storage.disk.atomic import replace_file
-from tdfunc.storage.disk.files import LocalFiles, is_memmap, open_contents
-from tdfunc.storage.disk.levels import outside_transforms
-from tdfunc.storage.disk.progress import progress_bar
-from tdfunc.storage.disk.remote import RemoteFiles, is_remote, local_path, not_empty
-from tdfunc.storage.memmap.memmap import load_memmap
+from tdfunc.storage.disk.commit import replace_file
+from tdfunc.storage.disk.raw import outside_transforms
+from tdfunc.storage.disk.remote import LocalFiles, RemoteFiles, is_remote, local_path
+from tdfunc.storage.memmap.read import load_memmap
+from tdfunc.storage.safetensors.files import is_memmap, open_contents
 from tdfunc.storage.safetensors.index import SINGLE
 from tdfunc.storage.safetensors.select import Choice, narrow_tree, read_tree
 from tdfunc.storage.safetensors.shards import (
@@ -89,10 +89,10 @@ def outline_of(td: TensorCollection) -> Outline:
     if not isinstance(td, TensorCollection):
         raise error(
             TypeError,
-            "save: this is no tree.",
+            "save: this must be a tree.",
             expected="a TensorDict",
             got=type(td).__name__,
-            hint="save(TensorDict(mapping), path).",
+            hint="save(TensorDict(mapping), path), or TensorDict.from_module(model).",
         )
     if type(torch.empty(0, device="cpu")) is not Tensor:
         raise UnsupportedError(
@@ -198,7 +198,7 @@ def load(
         FilterError: A pattern in `keys` matches no leaf.
         FileNotFoundError: There is no such file, or the folder holds no checkpoint.
     """
-    name = local_path(as_name(path, "load"))
+    name = as_name(path)
     files = RemoteFiles(name, fetch=keys is None) if is_remote(name) else LocalFiles()
     place = torch.device(device) if device is not None else None
     choice = Choice(keys, like, dtype, place, classes)
@@ -216,22 +216,34 @@ def load(
         contents.close()
 
 
-def as_name(path: Any, call: str) -> str:
-    """Return a path as text."""
-    if not isinstance(path, (str, bytes, os.PathLike)):
-        raise error(
-            TypeError,
-            f"{call}: not a path.",
-            expected="a file name",
-            got=type(path).__name__,
-            hint="save(tree, path), in this order." if call == "save" else f"{call}(path).",
-        )
-    return os.fsdecode(path)
+@contextmanager
+def progress_bar(show: bool, size_bytes: int, what: str) -> Generator[Callable[[int], object] | None, None, None]:
+    """Yield a function to call with each number of bytes done; None where nothing is to be shown.
+
+    Raises:
+        UnsupportedError: tqdm is not installed.
+    """
+    if not show:
+        yield None
+        return
+    try:
+        from tqdm.auto import tqdm  # pyright: ignore[reportMissingModuleSource]
+    except ImportError as err:
+        raise UnsupportedError(
+            "progress=True needs tqdm, which is not installed.", hint='pip install "tdfunc[cli]", or pip install tqdm.'
+        ) from err
+    with tqdm(total=size_bytes, unit="B", unit_scale=True, unit_divisor=1000, desc=what) as bar:
+        yield bar.update
+
+
+def as_name(path: "str | bytes | os.PathLike[str]") -> str:
+    """Return a path as text, of a file of this machine without its protocol."""
+    return local_path(os.fsdecode(path))
 
 
 def check_target(path: str | os.PathLike[str]) -> str:
     """Return the name of a file that a tree can be saved as."""
-    target = local_path(as_name(path, "save"))
+    target = as_name(path)
     suffix = os.path.splitext(target)[1]
     if suffix != _SUFFIX:
         if suffix in _TORCH_SUFFIXES:
@@ -252,7 +264,7 @@ def check_target(path: str | os.PathLike[str]) -> str:
 
 def check_folder(path: str | os.PathLike[str]) -> str:
     """Return the name of a folder that shards can be saved in."""
-    folder = not_empty(local_path(as_name(path, "save")), "save")
+    folder = as_name(path)
     taken = not is_remote(folder) and os.path.lexists(folder) and not os.path.isdir(folder)
     if taken or folder.endswith((_SUFFIX, *_TORCH_SUFFIXES)):
         raise error(
@@ -262,4 +274,4 @@ def check_folder(path: str | os.PathLike[str]) -> str:
             got="that of a file",
             hint="name a folder, or leave out max_shard_size=.",
         )
-    return folder.rstrip("/") or "/"
+    return folder.rstrip("/") or folder

@@ -286,18 +286,3 @@ def test_padding_keeps_values_of_trees_without_dimensions(value):
     assert masks["s"].tolist() == [True, True]
     for row in lazy_stack([lazy, lazy]).pad()["s"]:
         assert_plain(row, ["a", value])
-
-
-def test_records_of_stacks():
-    """A stack of equal shapes, which pandas takes, would end in an error of a tuple."""
-    lazy = lazy_stack([TensorDict({"a": i, "s": f"{i}"}) for i in (1, 2)])
-    apart = lazy_stack([TensorDict({"a": torch.ones(i)}) for i in (1, 2)])
-
-    assert lazy.to_struct_array().tolist() == lazy.dense().to_struct_array().tolist() == [(1, "1"), (2, "2")]
-    assert TensorDict({"n": lazy}, [2]).to_struct_array()["n"]["a"].tolist() == [1, 2]
-    for tree, where in ((apart, ""), (TensorDict({"n": {"l": apart}}), " at 'n.l'")):
-        what = (
-            rf"to_struct_array: the trees of the lazy stack{where} make no one tree.\n.*dense\(\) takes\n.*'a' of trees"
-        )
-        with pytest.raises(LeafMismatchError, match=what):
-            tree.to_struct_array()

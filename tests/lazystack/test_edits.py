@@ -173,7 +173,7 @@ def test_at_of_ragged_trees():
         (lambda t: t.update(TensorDict({"z": torch.zeros(2)})), BatchSizeError, r"'z': the lead.*\n.*\[3\].*\n.*\[2\]"),
         (lambda t: t.set("z", (1.0, 2.0)), BatchSizeError, "one for each tree.*\n.*3 values\n.*2"),
         (lambda t: t.set("z", torch.zeros(3, 2)), BatchSizeError, r"'z': the leading dim.*\n.*\[4\].*\n.*\[2\]"),
-        (lambda t: t.set("z", None), TypeError, "'z': None is no value"),
+        (lambda t: t.set("z", None), TypeError, "'z': None cannot be a value"),
         (lambda t: t.set(("x", "z"), 1), MissingKeyError, "'x' is a leaf"),
         (lambda t: t.delete("nope"), MissingKeyError, "no key 'nope'"),
         (lambda t: t.select("nope"), MissingKeyError, "no key 'nope'"),
@@ -332,7 +332,7 @@ def test_apply_and_numbers_at_a_key():
     assert around.at["l", "n"].apply(lambda n: n.rename_key("y", "z"))["l", "n", "z"][0].shape == Size([2])
     assert [x.tolist() for x in around.at["l", "x"].set(7)["l", "x"]] == [[7.0] * 2, [7.0] * 3]
     assert around.at["l", "new"].set(1)["l", "new"][0].shape == Size([])
-    with pytest.raises(TypeError, match="'x': None is no value"):
+    with pytest.raises(TypeError, match="'x': None cannot be a value"):
         around["l"].at["x"].apply(lambda _: None)
 
 

@@ -182,8 +182,6 @@ def test_operands_of_trees_without_dimensions(depth):
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda t: t.cat_tensors("x", out_key="x", dim=0), r"cat_tensors: a lazy stack.*\n.*\n.*dimension 0"),
-        (lambda t: t.stack_tensors("x", out_key="x", dim=0), r"stack_tensors: a lazy stack.*\n.*\n.*dimension 0"),
         (lambda t: t.sum(0), r"sum: a lazy stack has no one shape.*\n.*\n.*\[3, -1\], stacked along dimension 0"),
         (lambda t: t.sum(keepdim=True), r"sum\(keepdim=True\)"),
         (lambda t: t.reshape(-1), "reshape: a lazy stack has no one shape"),

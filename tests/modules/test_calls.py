@@ -6,17 +6,13 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from tdfunc import (
-    LeafMismatchError,
-    TreeStructureError,
-    UnsupportedError,
-    combine,
     from_module,
     functional,
 )
-from tests.models import Norm, ResNet, make_mlp
+from tests.models import ResNet, make_mlp
 
 X = torch.linspace(-1, 1, 15).reshape(5, 3)
 
@@ -136,22 +132,6 @@ class Named(nn.Module):
         return self.norm(x) * buffers + rng + params
 
 
-def test_reserved_names():
-    """`buffers=` and `rng=` would reach us or forward by chance."""
-    with pytest.raises(UnsupportedError, match=r"Named has an argument called 'buffers'[\s\S]*call_only=True"):
-        functional(Named())
-    model = Named()
-    apply, params, buffers = functional(model, call_only=True)
-    expected = copy.deepcopy(model)(X, buffers=2.0, rng=1.0, params=3.0)
-    kwargs = {"buffers": 2.0, "rng": 1.0, "params": 3.0}
-
-    assert torch.equal(apply.call(params, (X,), kwargs, buffers=buffers), expected)
-    with pytest.raises(UnsupportedError, match=r"Named has an argument called 'buffers' and 'rng'[\s\S]*apply.call\("):
-        apply(params, X, buffers=buffers)
-    with pytest.raises(UnsupportedError, match=r"called 'rng'"):
-        apply.with_buffers(params, buffers, X)
-
-
 def test_call_only_of_an_ordinary_forward():
     """`call_only=True` would take away `apply` where nothing is in its way."""
     apply, params, _ = functional(make_mlp(), call_only=True)
@@ -203,106 +183,6 @@ def test_forward_may_call_apply():
 
 
 # -- refusals -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("edit", "error", "text"),
-    [
-        (
-            lambda p: p.set(("0", "weight"), torch.zeros(7, 5)),
-            LeafMismatchError,
-            r"leaf '0.weight' does not fit the module[\s\S]*shape \(4, 3\)[\s\S]*shape \(7, 5\)[\s\S]*architecture",
-        ),
-        (
-            lambda p: torch.stack([p, p]),
-            LeafMismatchError,
-            r"'0.weight'[\s\S]*shape \(4, 3\)[\s\S]*shape \(2, 4, 3\)[\s\S]*tdfunc.Ensemble\(apply\)",
-        ),
-        (
-            lambda p: tree_map(lambda _: 1, p),
-            LeafMismatchError,
-            r"'0.weight'[\s\S]*shape \(4, 3\)[\s\S]*int",
-        ),
-        (
-            lambda p: p.delete(("0", "bias")),
-            TreeStructureError,
-            r"do not fit Sequential: '0.bias' is missing[\s\S]*3 of 4 leaves",
-        ),
-        (
-            lambda p: p.set(("0", "nope"), torch.zeros(1)),
-            TreeStructureError,
-            r"'0.nope' is not one of its leaves[\s\S]*4 leaves of Sequential[\s\S]*unknown leaves \['0.nope'\]",
-        ),
-        (lambda p: p["0"], TreeStructureError, r"'0.weight' is missing[\s\S]*unknown leaves \['weight', 'bias'\]"),
-        (lambda p: dict(p.items()), TypeError, r"must be trees[\s\S]*got:\s+dict[\s\S]*TensorDict\(d\) makes a tree"),
-        (lambda p: p["0", "bias"], TypeError, r"must be trees[\s\S]*got:\s+Tensor[\s\S]*buffers=buffers"),
-    ],
-)
-def test_trees_that_do_not_fit(edit, error, text):
-    """A wrong tree would be run in part with the module's own weights, in silence."""
-    apply, params, _ = functional(make_mlp())
-
-    with pytest.raises(error, match=text):
-        apply(edit(params), X)
-    assert apply(params, X).shape == (5, 2)
-
-
-def test_buffers_must_be_a_tree():
-    """An input passed as `buffers=` would fail far away."""
-    apply, params, _ = functional(Norm())
-
-    with pytest.raises(TypeError, match=r"must be trees[\s\S]*got:\s+Tensor"):
-        apply(params, X, buffers=X)
-
-
-def test_one_leaf_in_both_trees():
-    """Of two values for one leaf one would win in silence."""
-    apply, params, buffers = functional(Norm())
-
-    with pytest.raises(TreeStructureError, match=r"'linear.weight' is in params and in buffers[\s\S]*split\(tree\)"):
-        apply(params, X, buffers=combine(params.clone(), buffers))
-
-
-def test_cached_parametrizations_are_refused():
-    """The weight computed from other parameters would be used, as by `functional_call`."""
-    model = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
-    apply, params, _ = functional(model)
-
-    with (
-        nn.utils.parametrize.cached(),
-        pytest.raises(UnsupportedError, match=r"parametrize.cached\(\)[\s\S]*leave the"),
-    ):
-        apply(params, X)
-    assert torch.equal(apply(params, X), model(X))
-
-
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-def test_recurrent_layers_under_vmap_say_what_to_do(kind):
-    """Torch's message would name an operation and no way out."""
-    apply, params, _ = functional(kind(3, 4))
-    assert apply(params, X[None])[0].shape == (1, 5, 4)
-
-    with pytest.raises(RuntimeError, match=r"Batching rule not implemented for aten::\w+[\s\S]*how=\"loop\""):
-        torch.vmap(lambda p: apply(p, X[None])[0])(torch.stack([params, params]))
-
-
-def test_fused_attention_in_forward_mode_says_what_to_do():
-    """Torch's message would not name the option of the model."""
-
-    class Attention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x):
-            q = self.linear(x)[None, None]
-            return nn.functional.scaled_dot_product_attention(q, q, q)
-
-    apply, params, _ = functional(Attention())
-    x = torch.randn(5, 4)
-
-    with pytest.raises(NotImplementedError, match=r'no forward-mode derivative[\s\S]*attn_implementation="eager"'):
-        torch.func.jvp(lambda p: apply(p, x), (params,), (params.apply(torch.ones_like),))
 
 
 def test_other_errors_pass_as_they_are():

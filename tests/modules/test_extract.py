@@ -1,13 +1,11 @@
 """`from_module` and `split`: what a module's tree holds, in which order, with which ties and kinds."""
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from tdfunc import Kind, TensorDict, UnsupportedError, combine, from_module, functional, split, stack_modules
+from tdfunc import Kind, TensorDict, combine, from_module, split
 from tests.models import CASES, Norm, ResNet, Shared, Tied, WithState, make_case, make_mlp
 
 
@@ -117,66 +115,6 @@ def test_split_and_combine_are_inverse():
     whole = combine(params, buffers)
     assert set(whole.keys(True, True)) == set(tree.keys(True, True))
     assert all(whole[path] is tree[path] for path in tree.keys(True, True))
-
-
-def test_split_needs_kinds():
-    """A tree of unknown kinds would be split at random."""
-    with pytest.raises(UnsupportedError, match=r"does not record what its leaves are[\s\S]*partition"):
-        split(TensorDict({"a": torch.zeros(1)}))
-
-
-def make_quantized():
-    """A layer whose weights lie packed in an object of C++."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch announces that quantized tensors will go
-        return nn.Sequential(torch.ao.nn.quantized.dynamic.Linear(2, 2))
-
-
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (make_quantized, r"LinearPackedParams keeps its weights packed[\s\S]*from_module\(model.head\)"),
-        (lambda: torch.jit.script(nn.Linear(2, 2)), r"ScriptModule keeps its weights[\s\S]*scripted or traced from"),
-        (lambda: nn.Sequential(torch.jit.script(nn.Linear(2, 2))), r"ScriptModule"),
-        (lambda: nn.DataParallel(nn.Linear(2, 2)), r"DataParallel copies[\s\S]*\.module"),
-        (lambda: nn.LazyLinear(3), r"'weight' of LazyLinear is uninitialised[\s\S]*run the module once"),
-        (lambda: nn.Sequential(nn.LazyBatchNorm1d()), r"'0.weight' of LazyBatchNorm1d is uninitialised"),
-    ],
-)
-def test_what_has_no_tree_is_refused(make, text):
-    """A module whose weights cannot be replaced would fail later, with a message about something else."""
-    with pytest.raises(UnsupportedError, match=text):
-        from_module(make())
-
-
-@pytest.mark.parametrize("call", [functional, lambda m: stack_modules([m, m]), lambda m: TensorDict().to_module(m)])
-def test_packed_weights_are_refused_everywhere(call):
-    """Every member of an ensemble would have the weights of the first, and a saved tree would lack them all."""
-    with pytest.raises(UnsupportedError, match=r"keeps its weights packed[\s\S]*got: +torch.ao.*LinearPackedParams"):
-        call(make_quantized())
-
-
-def test_a_lazy_module_that_ran_is_ordinary():
-    """The fix that the message names would not help."""
-    model = nn.LazyLinear(3)
-    model(torch.zeros(2, 4))
-
-    assert from_module(model)["weight"].shape == (3, 4)
-
-
-def test_no_module():
-    """Any object would be walked, with an AttributeError deep inside."""
-    with pytest.raises(TypeError, match=r"not a module[\s\S]*torch.nn.Module[\s\S]*dict"):
-        from_module({})
-
-
-def test_cycles_are_refused():
-    """A submodule that registers its parent would recurse without end."""
-    model = nn.Sequential(nn.Linear(2, 2))
-    model[0].parent = model
-
-    with pytest.raises(UnsupportedError, match=r"'0.parent' is Sequential again[\s\S]*weakref"):
-        from_module(model)
 
 
 def test_a_stale_norm_buffer_is_live():

@@ -11,17 +11,14 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tdfunc import (
-    Ensemble,
     TensorDict,
     TieError,
-    TreeStructureError,
     UnsupportedError,
     combine,
     from_module,
     functional,
     partition,
     stack,
-    stack_modules,
 )
 from tests.helpers import assert_pure
 from tests.models import CASES, Norm, ResNet, Shared, Tied, WithState, make_case, make_gpt2, make_llama, make_mlp
@@ -253,27 +250,6 @@ def test_vmap_of_grad_with_buffers_is_the_loop():
     assert_same_leaves(new, flat(torch.stack([n for _, n in loop])))
 
 
-def test_shared_statistics_in_training_are_refused():
-    """Torch's message about a batched tensor says nothing of the fix."""
-    apply, params, buffers = functional(Norm())
-    stacked = torch.stack([params, params])
-
-    with pytest.raises(UnsupportedError, match=r"all members share[\s\S]*one set of buffers for each[\s\S]*apply.eval"):
-        torch.vmap(lambda p: apply(p, X, buffers=buffers))(stacked)
-    out = torch.vmap(lambda p: apply.eval()(p, X, buffers=buffers))(stacked)
-    assert out.shape == (2, 5, 4)
-
-
-def test_missing_buffers_are_named():
-    """The module's own buffers would be used in silence."""
-    apply, params, buffers = functional(Norm())
-
-    with pytest.raises(TreeStructureError, match=r"'norm.running_mean' is missing[\s\S]*pass buffers=buffers"):
-        apply(params, X)
-    with pytest.raises(TreeStructureError, match=r"Norm: 'norm.running_var' is missing[\s\S]*6 of 7 leaves"):
-        apply(params, X, buffers=buffers.delete(("norm", "running_var")))
-
-
 class Rotary(nn.Module):
     """Registers a new tensor under a buffer's name in forward, as dynamic rotary embeddings do."""
 
@@ -318,40 +294,6 @@ def test_writes_in_evaluation_mode_at_each_call():
         assert_pure(lambda p, b: apply(p, X, True, buffers=b), params, buffers)
 
 
-def test_a_late_write_in_evaluation_mode_raises():
-    """A write that the first call did not make would go unnoticed into the tree."""
-    apply, params, buffers = functional(Sly().eval())
-    apply(params, X, buffers=buffers)
-    with pytest.raises(
-        UnsupportedError, match=r"a norm of Sly was written during a call in evaluation mode[\s\S]*call again"
-    ):
-        apply(params, X, True, buffers=buffers)
-
-    assert_pure(lambda p, b: apply(p, X, True, buffers=b), params, buffers)
-
-
-def test_a_late_write_of_a_forward_that_raises():
-    """The tree would be changed, and the error would tell of something else alone."""
-    apply, params, buffers = functional(Sly().eval())
-    apply(params, X, buffers=buffers)
-    with pytest.raises(UnsupportedError, match="a norm of Sly was written") as caught:
-        apply(params, "no tensor", True, buffers=buffers)
-
-    assert isinstance(caught.value.__cause__, Exception)
-    with pytest.raises(type(caught.value.__cause__)):
-        apply(params, "no tensor", buffers=buffers)
-
-
-def test_writes_to_inference_tensors():
-    """Tensors that count no writes would be written without a clone."""
-    with torch.inference_mode():
-        apply, params, buffers = functional(Sly().eval())
-        for write in (False, True, True):
-            apply(params, X, write, buffers=buffers)
-
-        assert not buffers["norm", "running_mean"].any()
-
-
 # -- extra state --------------------------------------------------------------------------------------------------
 
 
@@ -385,39 +327,6 @@ def test_copies_have_their_own_extra_state():
     model(X)
 
     assert buffers["_extra_state"] == {"scale": 1.0}
-
-
-def test_members_with_extra_state_of_their_own():
-    """An ensemble would run all members under the first one's extra state."""
-    models = [WithState(), WithState()]
-    apply, _, _ = functional(models[0])
-    assert Ensemble(apply)(stack_modules(models), X).shape == (2, 5, 2)
-    models[1].state = {"scale": 9.0}
-    tree = torch.stack([from_module(model) for model in models])
-
-    with pytest.raises(
-        UnsupportedError, match=r"'_extra_state' of a member[\s\S]*'scale': 1.0[\s\S]*'scale': 9.0[\s\S]*one by one"
-    ):
-        Ensemble(apply)(tree, X)
-    torch.testing.assert_close(apply(tree[1], X), 9.0 * models[1].linear(X))
-
-
-@pytest.mark.parametrize("make", [lambda: Norm(momentum=None), lambda: Asking(3, 2)])
-def test_values_that_vmap_cannot_read_say_what_to_do(make):
-    """Torch's message would ask to rewrite the model, and name no way out."""
-    apply, params, buffers = functional(make())
-    trees = torch.stack([params, params]), torch.stack([buffers, buffers])
-
-    with pytest.raises(RuntimeError, match=r"needs the value of a tensor[\s\S]*vmap[\s\S]*how=\"loop\""):
-        torch.vmap(lambda p, b: apply(p, X, buffers=b))(*trees)
-
-
-class Asking(nn.Linear):
-    """A layer that asks whether its output is positive."""
-
-    def forward(self, x):
-        y = super().forward(x)
-        return y * 2 if y.sum() > 0 else y
 
 
 # -- ties ---------------------------------------------------------------------------------------------------------

@@ -4,21 +4,16 @@ import copy
 import functools
 import gc
 import pickle
-import queue
-import threading
-import types
 import weakref
 from collections import OrderedDict, deque
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tdfunc import LeakError, UnsupportedError, combine, from_module, functional
-from tdfunc.modules.duplicate import duplicate
-from tdfunc.modules.skeleton import Poison
+from tdfunc import LeakError, combine, from_module, functional
+from tdfunc.modules.poison import Poison
 from tests.models import make_mlp
 
 X = torch.linspace(-1, 1, 12).reshape(4, 3)
@@ -63,97 +58,6 @@ class Holder:
         self.value = value
 
 
-class Stubborn:
-    """An object that refuses to be copied, although all that it holds can be."""
-
-    def __init__(self, value=None):
-        self.value = value
-
-    def __deepcopy__(self, memo):
-        raise RuntimeError("no copies")
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        threading.Lock(), threading.RLock(), (i for i in range(3)), F, iter([1]), Stubborn(), Holder(threading.Lock()),
-        {"deep": [{"er": threading.Lock()}]}, [Holder([Stubborn()])], torch.Generator(), weakref.WeakValueDictionary(),
-        deque([threading.Lock()]), types.SimpleNamespace(lock=threading.Lock()),
-        functools.partial(threading.Lock().acquire),
-    ],
-    ids=lambda value: type(value).__name__,
-)  # fmt: skip
-def test_what_refuses_a_copy_is_shared(value):
-    """A lock, file or generator anywhere in a module would make it impossible to run as a function."""
-    assert_is_functional(WithAttribute(value))
-
-
-def test_only_what_refuses_is_shared(tmp_path):
-    """The object around a lock would be shared too, and with it what a forward writes there."""
-    model = WithAttribute(Holder([threading.Lock(), []]))
-    with (tmp_path / "log").open("w") as file:
-        model.file = file
-        copied = duplicate(model, {}).module
-
-        assert copied.file is file
-    assert copied.value is not model.value
-    assert copied.value.value[0] is model.value.value[0]
-    assert copied.value.value[1] is not model.value.value[1]
-
-
-def test_barriers_and_queues_stay_one():
-    """A copy of an event, barrier, queue or pool would synchronise with nothing."""
-    for value in (threading.Barrier(2), threading.Event(), queue.Queue(), ThreadPoolExecutor(1)):
-        assert duplicate(WithAttribute([value]), {}).module.value[0] is value
-
-
-def test_an_uncopyable_object_that_holds_a_weight_is_refused():
-    """The original weight inside would be used in silence."""
-    model = Layer()
-    model.value = Stubborn(model.linear.weight)
-
-    with pytest.raises(
-        UnsupportedError, match=r"Layer cannot be copied[\s\S]*'value' of type Stubborn[\s\S]*__deepcopy__"
-    ):
-        functional(model)
-
-
-class Selfish(Layer):
-    """A module whose copy is itself."""
-
-    def __deepcopy__(self, memo):
-        return self
-
-
-class Forgetful(Layer):
-    """A module whose copy is made without the memo."""
-
-    def __deepcopy__(self, memo):
-        new = Layer()
-        new.load_state_dict(self.state_dict())
-        return new
-
-
-@pytest.mark.parametrize("make", [Selfish, Forgetful])
-def test_copies_that_keep_weights_are_refused(make):
-    """The skeleton would be the module itself, or hold weights that the trees do not replace."""
-    with pytest.raises(
-        UnsupportedError, match=r"is not independent of it[\s\S]*\['linear.weight', 'linear.bias'\][\s\S]*memo"
-    ):
-        functional(make())
-
-
-def test_a_copy_that_raises_is_refused():
-    """A module whose class refuses copies would raise its own error, without a hint."""
-
-    class Never(Layer):
-        def __deepcopy__(self, memo):
-            raise KeyError("never")
-
-    with pytest.raises(UnsupportedError, match=r"Never cannot be copied[\s\S]*KeyError: 'never'"):
-        functional(Never())
-
-
 # -- references that must follow the copy -------------------------------------------------------------------------
 
 
@@ -162,10 +66,10 @@ class Child(nn.Module):
 
     def __init__(self, parent):
         super().__init__()
-        self.weak, self.boxed, self.listed = weakref.ref(parent), [parent], [weakref.ref(parent.weight)]
+        self.boxed = [parent]
 
     def forward(self, x):
-        return F.linear(x, self.weak().weight) + self.boxed[0].weight.sum()
+        return F.linear(x, self.boxed[0].weight)
 
 
 class Parent(nn.Module):
@@ -385,16 +289,6 @@ def test_the_live_weights_may_be_given():
     torch.vmap(lambda x: functional(model)[0](live, x))(X)
     assert apply(params, model.linear.weight).shape == (3, 3)
     assert functional(model, copy=False)[0](functional(model, copy=False)[1], X).shape == (4, 3)
-
-
-def test_only_the_first_call_is_watched():
-    """Every call would pay for the watch."""
-    apply, params, _ = functional(Layer())
-    assert apply._written is None
-    apply(params, X)
-
-    assert apply._written == ()
-    assert apply.train()._written is None
 
 
 def test_a_leak_in_a_transform_is_named():

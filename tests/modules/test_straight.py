@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tdfunc import TensorDict, functional
-from tdfunc.modules.plan import Plan
-from tdfunc.modules.straight import Straight, make_filler, make_reader
+from tdfunc.modules.plan import Plan, Straight, make_filler, make_reader
 
 KEYS = ["weight", "a.b", "'", '"', "\\", "\n", "]; raise SystemExit", "{x}", "é\udc80", "class", "_data", "0", "d0"]
 

@@ -194,26 +194,6 @@ def test_flags_of_given_leaves():
         assert not params["w"].requires_grad
 
 
-def test_frozen_in_forward():
-    """Forward would freeze the caller's leaf, or fail with words about leaf variables alone."""
-
-    class Frozen(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w = nn.Parameter(torch.ones(3))
-
-        def forward(self, x):
-            self.w.requires_grad_(False)
-            return self.w * x
-
-    apply, params, _ = functional(Frozen())
-    leaf = params["w"].requires_grad_()
-    with pytest.raises(RuntimeError, match=r"forward turns off requires_grad of a given tensor[\s\S]*detach\(\)"):
-        apply(params, 2.0)
-
-    assert leaf.requires_grad
-
-
 def test_only_written_leaves_are_copied():
     """Each call would copy the whole model, or a function from a file would write."""
 
@@ -261,7 +241,7 @@ class Sparse(nn.Module):
         return torch.sparse.mm(self.w, x)
 
 
-@pytest.mark.parametrize(("write", "places"), [(False, ()), (True, (0,))])
+@pytest.mark.parametrize(("write", "places"), [(False, []), (True, [0])])
 def test_sparse(write, places):
     """A sparse weight would be written, or every call would be watched because of it."""
     apply, params, _ = functional(Sparse(write))
@@ -270,7 +250,7 @@ def test_sparse(write, places):
 
         assert torch.equal(out, torch.eye(3) * (1 + write))
         assert torch.equal(params["w"].to_dense(), torch.eye(3))
-        assert apply._written == places
+        assert apply._written.params == places
 
 
 def test_sparse_in_inference():
@@ -282,20 +262,6 @@ def test_sparse_in_inference():
 
             assert torch.equal(out, torch.eye(3) * 2)
             assert torch.equal(params["w"].to_dense(), torch.eye(3))
-
-
-def test_a_call_on_meta_tensors_shows_nothing():
-    """A dry run on meta tensors would count as the watched call."""
-    apply, params, _ = functional(MODELS["mul"]())
-    apply(params.to("meta"), IDS.to("meta"))
-
-    assert apply._written is None
-    before = params["w"].clone()
-    for _ in range(2):
-        apply(params, IDS)
-
-    assert apply._written == (0,)
-    assert torch.equal(params["w"], before)
 
 
 @pytest.mark.parametrize("name", ["embedding", "clamp"])

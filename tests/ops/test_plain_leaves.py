@@ -79,7 +79,6 @@ SAME: dict[str, tuple[Callable[[Any], Any], Callable[[Tensor], Any]]] = {
     "clamp": (lambda t: t.clamp(-1, 1), lambda x: x.clamp(-1, 1)),
     "split": (lambda t: t.split([1, 3])[1], lambda x: x.split([1, 3])[1]),
     "chunk": (lambda t: t.chunk(3)[-1], lambda x: x.chunk(3)[-1]),
-    "tensor_split": (lambda t: t.tensor_split([1, 9, -1])[0], lambda x: x.tensor_split([1, 9, -1])[0]),
     "unbind": (lambda t: t.unbind(1)[2], lambda x: x.unbind(1)[2]),
 }
 

@@ -3,13 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from tdfunc import LeafMismatchError, MissingKeyError, TensorDict, TieError, TreeStructureError, from_module, lazy_stack
-from tdfunc.core.memory import Places, extent_of
-from tdfunc.ops.storage_writes import overlaps
 
 
 def ragged():
@@ -63,30 +59,6 @@ def test_windows_are_not_written():
         with pytest.raises(LeafMismatchError, match=r"'w'(.|\n)*overlaps itself(.|\n)*\[4, 3\] with strides \[1, 1\]"):
             call()
     assert series.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "strides", "expected"),
-    [
-        ((2, 3), (3, 1), False),
-        ((3, 2), (1, 3), False),
-        ((2, 3), (10, 2), False),
-        ((4,), (0,), True),
-        ((1, 4), (0, 1), False),
-        ((4, 3), (1, 1), True),
-        ((3, 2), (2, 3), False),
-        ((3, 3), (2, 3), False),
-        ((4, 2), (2, 4), True),
-        ((0, 3), (0, 1), False),
-        ((), (), False),
-    ],
-)
-def test_overlaps(sizes, strides, expected):
-    """Views that interleave would be refused, or ones that share elements be written to."""
-    leaf = torch.arange(40).as_strided(sizes, strides)
-
-    assert overlaps(leaf) is expected
-    assert overlaps(leaf) is (leaf.unique().numel() < leaf.numel())
 
 
 def test_rows_of_tied_paths_take_one_value():
@@ -360,37 +332,6 @@ def test_one_file_mapped_twice(tmp_path):
 
     assert torch.equal(td["x"][1:], torch.arange(99_999.0))
     assert td["x"][0] == 0
-
-
-def test_only_values_that_overlap_are_copied():
-    """A tree that is written to itself, or to memory of its own, would be copied first."""
-    leaves = {"a": torch.zeros(4), "b": torch.ones(2, 3).mT, "c": torch.zeros(0), "d": torch.zeros(3, device="meta")}
-    extents = Places(leaves.values())
-
-    assert not extents.unknown
-    assert extents.find(extent_of(leaves["a"])) == extent_of(leaves["a"])[1:]
-    assert extents.find(extent_of(leaves["b"])) == extent_of(leaves["b"])[1:]
-    assert extents.find(extent_of(leaves["c"])) is extents.find(extent_of(leaves["d"])) is None
-    assert extents.find(extent_of(leaves["a"].clone())) is None
-    assert extent_of(torch.eye(2).to_sparse()) is extent_of(None) is None
-
-
-@given(st.data())
-def test_places_are_those_of_a_set_of_bytes(data):
-    """A value that overlaps a leaf would pass for one that does not."""
-    memory = torch.zeros(24)
-
-    def view(_):
-        start, step = data.draw(st.integers(0, 20)), data.draw(st.integers(1, 4))
-        count = data.draw(st.integers(0, (23 - start) // step + 1))
-        return memory.as_strided((count,), (step,), start)
-
-    leaves, value = [view(i) for i in range(data.draw(st.integers(0, 4)))], view(0)
-    stretches = [set(range(*extent_of(leaf)[1:])) for leaf in leaves]
-
-    found = Places(leaves).find(extent_of(value))
-
-    assert (found is not None) == any(part & set(range(*extent_of(value)[1:])) for part in stretches)
 
 
 @pytest.mark.parametrize("index", [torch.tensor([0, 7]), [0, -5], torch.tensor([[0], [4]], dtype=torch.int32)])

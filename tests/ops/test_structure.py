@@ -71,13 +71,9 @@ def test_reading(td):
     assert td.get(("b", "z"), 5) == 5
     assert td["a", ("x",)] is td["a"]["x"]
     assert dict(td.items(True, True))["s"] == "word"
-    assert td.get_at(("a", "y"), 1).tolist() == [1, 1]
-    assert td.get_at("a", 1).batch_size == Size([])
-    assert td.get_at("s", 1) == "word"
-    assert td.get_at("z", 1, 5) == 5
     assert not td.is_empty()
     assert TensorDict({"a": {}}).is_empty()
-    for read in (lambda: td["z"], lambda: td["a", "z"], lambda: td.get_at("z", 0), lambda: td.kind("z")):
+    for read in (lambda: td["z"], lambda: td["a", "z"], lambda: td.kind("z")):
         with pytest.raises(MissingKeyError, match="no key 'z'"):
             read()
     with pytest.raises(MissingKeyError, match=r"no key 'z' under 'b'(.|\n)*no keys"):
@@ -90,7 +86,6 @@ def test_none_is_there():
 
     assert "a" in tree
     assert list(tree.keys()) == ["a"]
-    assert tree.setdefault("a", 1) is tree
 
 
 def test_select_and_exclude(td):

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 import tdfunc
 from tdfunc import CorruptCheckpointError, TensorDict, UnsupportedError
 from tdfunc.storage.api import load, save
-from tdfunc.storage.disk import files
-from tdfunc.storage.safetensors import shards
+from tdfunc.storage.safetensors import files, shards
 from tests.storage.trees import assert_same, tied_trees, trees
 
 INDEX = "model.safetensors.index.json"

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from tdfunc.core.collection import PLAIN, TensorCollection
 from tdfunc.core.errors import ConcurrencyError, CorruptCheckpointError, error, explain
 from tdfunc.core.memory import MapMode, MappedFile, mapped_file, mark_mapped
-from tdfunc.storage.disk.descriptor import Descriptor
-from tdfunc.storage.disk.levels import outside_transforms
+from tdfunc.storage.disk.commit import Descriptor
+from tdfunc.storage.disk.raw import outside_transforms
 
 _LIMIT, _MAPS = "/proc/sys/vm/max_map_count", "/proc/self/maps"
 # For fewer files it is not worth the time to count what is mapped already.

@@ -1,6 +1,7 @@
 """An open checkpoint: one safetensors file or the shards of an index, the tree in it, and where each leaf lies."""
 
 import json
+import math
 import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -10,21 +11,20 @@ from typing import Any, NamedTuple
 from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError, error
 from tdfunc.core.keys import missing
 from tdfunc.core.types import Path
-from tdfunc.storage.disk.levels import outside_transforms
-from tdfunc.storage.safetensors.format import (
+from tdfunc.storage.disk.raw import outside_transforms
+from tdfunc.storage.safetensors.header import (
     Entry,
-    Spec,
     as_entry,
     check_algorithm,
     check_size,
     check_version,
     lay_out,
     parse_entries,
-    spec_of,
     split_digests,
 )
 from tdfunc.storage.safetensors.read import Source, naming, parsing
-from tdfunc.storage.tree.decode import Plan, check_flags, check_unique, malformed, parse_tree
+from tdfunc.storage.tree.decode import Description, check_flags, check_unique, malformed, parse_tree
+from tdfunc.storage.tree.specs import Spec, spec_of
 
 _MAX_FOREIGN_DEPTH = 64
 # Looking a key up in a list of so many costs as much as making a dict of them.
@@ -80,7 +80,8 @@ class Contents:
         self._idle = threading.Condition(self._lock)
         self._readers, self._closed = 0, False
         self._doc: Any = None
-        self._plan: Plan | None = None
+        self._names: list[str] = []
+        self._plan: Description | None = None
         self._places: Places | None = None
         self._parents: dict[int, tuple[int, str]] | None = None
         self._wide: dict[int, dict[str, int]] = {}
@@ -139,19 +140,26 @@ class Contents:
             return self._doc
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> Description:
         """The whole tree, checked."""
         if self._plan is not None:
             return self._plan
         with self._lock, parsing(self.path):
             if self._plan is None:
                 # The names are in the headers too, so together they are no longer than these.
-                limit = sum(source.begin for source in self.sources) if self.is_ours else None
-                plan = Plan(self.doc, limit)
+                limit = sum(source.begin for source in self.sources) if self.is_ours else math.inf
+                plan = Description(self.doc)
+                self._names = plan.name_leaves(limit)
                 if self.is_ours:
                     check_unique(self.metadata["tdfunc.tree"], plan)
                 self._plan = plan
             return self._plan
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the leaves, as they stand in the headers."""
+        assert self.plan
+        return self._names
 
     @property
     def places(self) -> Places:
@@ -195,9 +203,8 @@ class Contents:
         return parse_entries(source.raw, source.size_bytes)[1]
 
     def _place_all(self) -> Places:
-        plan = self.plan
-        count = len(plan.names)
-        homes = [0] * count if self.homes is None else self._homes_of(plan.names)
+        count = len(self.names)
+        homes = [0] * count if self.homes is None else self._homes_of(self.names)
         begins: list[int] = [0] * count
         digests: list[str | None] = [None] * count
         for number, source in enumerate(self.sources):
@@ -219,7 +226,7 @@ class Contents:
     def _place(self, source: Source, mine: Sequence[int], begins: list[int], digests: list[str | None]) -> None:
         """Find the leaves of one file; the header's own entries must agree with the tree."""
         plan, header = self.plan, source.header
-        names, specs = plan.names, plan.specs
+        names, specs = self.names, plan.specs
         if self.homes is not None:
             names, specs = [names[i] for i in mine], [specs[i] for i in mine]
         if header.entries is None and self.is_ours:

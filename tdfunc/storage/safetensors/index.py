@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import xxhash
 
 from tdfunc.core.errors import CorruptCheckpointError
-from tdfunc.storage.safetensors.format import ALGORITHM, VERSION, check_algorithm, find_surrogate, no_constant, unique
+from tdfunc.storage.safetensors.header import ALGORITHM, VERSION, check_algorithm
+from tdfunc.storage.tree.specs import find_surrogate, no_constant, unique
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

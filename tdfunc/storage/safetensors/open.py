@@ -8,19 +8,19 @@ import torch
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection, leaf_paths
+from tdfunc.core.context import is_fake
 from tdfunc.core.errors import MissingKeyError, UnsupportedError, error
 from tdfunc.core.keys import FilterLike, dotted, unravel
 from tdfunc.core.types import Device, NestedKey, Path
 from tdfunc.ops.reading import get_value, has
-from tdfunc.storage.api import as_name
-from tdfunc.storage.disk.files import LocalFiles, open_contents
-from tdfunc.storage.disk.levels import outside_transforms
-from tdfunc.storage.disk.progress import progress_bar
-from tdfunc.storage.disk.remote import RemoteFiles, is_remote, local_path
+from tdfunc.storage.api import as_name, progress_bar
+from tdfunc.storage.disk.raw import outside_transforms
+from tdfunc.storage.disk.remote import LocalFiles, RemoteFiles, is_remote
 from tdfunc.storage.safetensors.contents import Contents, Found
+from tdfunc.storage.safetensors.files import open_contents
 from tdfunc.storage.safetensors.read import LocalBytes, parsing, read_leaf
 from tdfunc.storage.safetensors.rows import read_index
-from tdfunc.storage.safetensors.select import Choice, flag_leaf, is_fake, move_leaf, outline_tree, read_tree
+from tdfunc.storage.safetensors.select import Choice, flag_leaf, move_leaf, outline_tree, read_tree
 from tdfunc.storage.tree.build import Classes
 from tdfunc.storage.tree.decode import check_place
 from tdfunc.storage.tree.encode import IS_VALUE
@@ -60,7 +60,7 @@ def open(
         >>> head["weight"].shape, rows.shape
         (torch.Size([2, 3]), torch.Size([2, 3]))
     """
-    name = local_path(as_name(path, "open"))
+    name = as_name(path)
     files = RemoteFiles(name, fetch=False) if is_remote(name) else LocalFiles()
     place = torch.device(device) if device is not None else None
     return LazyTree(open_contents(name, files, verify=verify), Choice(device=place, classes=classes))

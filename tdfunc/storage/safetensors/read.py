@@ -1,77 +1,25 @@
 """The values of leaves out of a file: mapped copy-on-write or read alone, checked against the recorded checksums."""
 
 import os
-import stat
 import sys
-import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from itertools import repeat
 from operator import mod
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
-from tdfunc.core.errors import CorruptCheckpointError, MissingKeyError, TreeStructureError, UnsupportedError, error
-from tdfunc.storage.disk.descriptor import Descriptor
+from tdfunc.core.errors import CorruptCheckpointError, MissingKeyError, TreeStructureError, UnsupportedError
 from tdfunc.storage.disk.raw import raw_view
-from tdfunc.storage.safetensors.format import MAX_HEADER_BYTES, Header, Spec, check_digest, check_size, parse
+from tdfunc.storage.disk.remote import Bytes, LocalBytes
+from tdfunc.storage.safetensors.header import MAX_HEADER_BYTES, Header, check_digest, check_size, parse
+from tdfunc.storage.tree.specs import Spec
 
 _GUESS_BYTES = 1 << 16
-
-
-class Bytes(Protocol):
-    """Where the bytes of a file come from: a descriptor, or another machine."""
-
-    size_bytes: int
-
-    def read_into(self, view: memoryview, offset: int) -> int:
-        """Fill a part of `view` with the bytes from `offset` on; return how many, 0 at the end of the file."""
-        ...
-
-    def close(self) -> None:
-        """Give back what it holds."""
-        ...
-
-
-class LocalBytes:
-    """A file of this machine, by its descriptor."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        # Without O_NONBLOCK opening a pipe waits for a writer.
-        self._file = Descriptor(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-        self.fd = self._file.fd
-        mode = os.fstat(self.fd)
-        self.size_bytes = mode.st_size
-        if stat.S_ISREG(mode.st_mode):
-            return
-        self.close()
-        if stat.S_ISDIR(mode.st_mode):
-            raise error(IsADirectoryError, f"load {path}: this is a folder.", expected="one safetensors file")
-        raise CorruptCheckpointError(f"load {path}: this is no regular file.", expected="a safetensors file")
-
-    def read_into(self, view: memoryview, offset: int) -> int:
-        """Read once; the system may return fewer bytes."""
-        return os.preadv(self.fd, [view], offset)
-
-    def close(self) -> None:
-        """Give the descriptor back."""
-        self.fd = -1
-        self._file.close()
-
-    def __reduce__(self) -> NoReturn:
-        # A copy would close the file of the original, and whatever has its number by then.
-        raise UnsupportedError(f"{self._path}: an open file cannot be copied or pickled.", hint="open it again.")
-
-    def __del__(self) -> None:
-        # The last that a constructor sets, which may have been interrupted; the descriptor closes itself.
-        if getattr(self, "fd", -1) >= 0:
-            self.close()
-            warnings.warn(f"unclosed checkpoint {self._path}", ResourceWarning, source=self, stacklevel=1)
 
 
 class Source(NamedTuple):

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tdfunc.storage.disk.levels import is_wrapped, outside_transforms
+from tdfunc.storage.disk.raw import is_wrapped, outside_transforms
 from tdfunc.storage.safetensors.contents import Contents
-from tdfunc.storage.safetensors.format import Entry
+from tdfunc.storage.safetensors.header import Entry
 from tdfunc.storage.safetensors.read import Source, read_leaf, read_rows
 
 

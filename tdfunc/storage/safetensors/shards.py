@@ -4,25 +4,22 @@ Shards carry names that no other save uses. The index is replaced last, in one s
 no index names any more. Whoever reads meanwhile finds the whole old checkpoint or the whole new one.
 """
 
-import importlib
 import os
 import re
 import secrets
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 from tdfunc.core.errors import UnsupportedError, error
-from tdfunc.storage.disk.atomic import remove_leftovers, replace_file
-from tdfunc.storage.disk.descriptor import Descriptor
-from tdfunc.storage.disk.files import Files, LocalFiles, read_index
-from tdfunc.storage.disk.remote import RemoteFiles
-from tdfunc.storage.safetensors.format import MAX_HEADER_BYTES
+from tdfunc.storage.disk.commit import locked, replace_file, sweep
+from tdfunc.storage.disk.raw import write_all
+from tdfunc.storage.disk.remote import Files, LocalFiles, RemoteFiles
+from tdfunc.storage.safetensors.files import read_index
+from tdfunc.storage.safetensors.header import MAX_HEADER_BYTES
 from tdfunc.storage.safetensors.index import INDEX, SINGLE, render_index
-from tdfunc.storage.safetensors.write import FilePlan, Values, plan_file, write_all, write_file
+from tdfunc.storage.safetensors.write import FilePlan, Values, plan_file, write_file
 from tdfunc.storage.tree.encode import Outline
 
-_fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
 _SHARD = re.compile(r"model-[0-9a-f]{8}-\d{5,}-of-\d{5,}\.safetensors")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\s*", re.IGNORECASE)
 _UNITS = {f"{unit}{i}": (1024 if i else 1000) ** power for power, unit in enumerate(" KMGT") for i in ("", "I")}
@@ -122,7 +119,7 @@ def save_shards(plan: ShardPlan, folder: str, *, fsync: bool, tick: Tick = None)
     with locked(folder) as fd:
         old = _named_by(os.path.join(folder, INDEX), LocalFiles())
         # What a killed save left takes space.
-        _sweep(folder, fd, old, set())
+        _sweep(folder, old, set())
         try:
             write_shards(plan, folder, fsync=fsync, tick=tick)
         except BaseException:
@@ -130,7 +127,7 @@ def save_shards(plan: ShardPlan, folder: str, *, fsync: bool, tick: Tick = None)
             if not _named_by(os.path.join(folder, INDEX), LocalFiles()).intersection(plan.names):
                 _remove(paths)
             raise
-        _sweep(folder, fd, set(plan.names), old | {SINGLE})
+        _sweep(folder, set(plan.names), old | {SINGLE})
         if fsync:
             os.fsync(fd)
 
@@ -159,21 +156,6 @@ def write_plan(file: FilePlan, path: str, *, fsync: bool, tick: Tick = None) -> 
     return digests[-1]
 
 
-@contextmanager
-def locked(folder: str) -> Generator[int, None, None]:
-    """Wait until no other save writes to a folder; a lock of a killed process is gone with it."""
-    try:
-        opened = Descriptor(folder or ".", os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
-    except OSError as err:
-        raise OSError(err.errno, f"save: {err.strerror}; the folder must exist", folder) from err
-    with opened as fd:
-        # Some network file systems have no locks; there two saves at once are the user's to avoid.
-        if _fcntl is not None:
-            with suppress(OSError):
-                _fcntl.flock(fd, _fcntl.LOCK_EX)
-        yield fd
-
-
 def save_single(path: str, write: Callable[[int], None], *, size_bytes: int, fsync: bool) -> None:
     """Write the one file of a folder, and remove the index beside it, which readers would prefer, with its shards."""
     folder = os.path.dirname(path) or "."
@@ -184,7 +166,7 @@ def save_single(path: str, write: Callable[[int], None], *, size_bytes: int, fsy
             return
         old = _named_by(index, LocalFiles())
         os.unlink(index)
-        _sweep(folder, fd, set(), old)
+        _sweep(folder, set(), old)
         if fsync:
             os.fsync(fd)
 
@@ -197,10 +179,10 @@ def _named_by(index: str, files: Files) -> set[str]:
         return set()
 
 
-def _sweep(folder: str, fd: int, keep: set[str], old: set[str]) -> None:
+def _sweep(folder: str, keep: set[str], old: set[str]) -> None:
     """Remove shards of saves that were killed or replaced, and `old` files of other names."""
-    remove_leftovers(fd, None)
-    for name in os.listdir(folder):
+    sweep(folder)
+    for name in os.listdir(folder or "."):
         if name not in keep and (name in old or _SHARD.fullmatch(name)):
             with suppress(OSError):
                 os.unlink(os.path.join(folder, name))

@@ -11,8 +11,8 @@ import xxhash
 from torch import Tensor
 
 from tdfunc.core.errors import ConcurrencyError, UnsupportedError
-from tdfunc.storage.disk.raw import raw_bytes, raw_view
-from tdfunc.storage.safetensors.format import MAX_HEADER_BYTES, lay_out, render, seal
+from tdfunc.storage.disk.raw import raw_bytes, raw_view, write_all
+from tdfunc.storage.safetensors.header import MAX_HEADER_BYTES, lay_out, render, seal
 from tdfunc.storage.tree.encode import Outline
 
 # A piece is still in the processor's cache when it is written after it was hashed.
@@ -52,7 +52,8 @@ def plan_file(outline: Outline, digests: Mapping[str, str] | None = None, values
     layout = lay_out(outline.names, outline.specs)
     names, specs, leaves = outline.names, outline.specs, outline.leaves
     work = [
-        (_address(names[i], leaves[i]) if values is None else 0, specs[i].size_bytes, leaves[i]) for i in layout.order
+        (address_of("save", names[i], leaves[i]) if values is None else 0, specs[i].size_bytes, leaves[i])
+        for i in layout.order
     ]
     head = render(outline.text, layout)
     if len(head) - 8 > MAX_HEADER_BYTES:
@@ -66,20 +67,20 @@ def plan_file(outline: Outline, digests: Mapping[str, str] | None = None, values
     return FilePlan(head, work, len(head) + layout.size_bytes, expected, values)
 
 
-def _address(name: str, leaf: Tensor) -> int:
+def address_of(call: str, name: str, leaf: Tensor) -> int:
     """Return where the bytes of a leaf lie in row-major order on the CPU; 0 where it has to be copied for that."""
     try:
         address = leaf.data_ptr()
     except RuntimeError as err:
-        raise _no_memory(name, f"a tensor inside a transformation ({type(leaf).__name__})") from err
+        raise _no_memory(call, name, f"a tensor inside a transformation ({type(leaf).__name__})") from err
     if address < _LOW_ADDRESS and leaf.numel():
-        raise _no_memory(name, f"{leaf.untyped_storage().nbytes()} bytes of storage")
+        raise _no_memory(call, name, f"{leaf.untyped_storage().nbytes()} bytes of storage")
     return address if _is_plain(leaf) else 0
 
 
-def _no_memory(name: str, got: str) -> UnsupportedError:
+def _no_memory(call: str, name: str, got: str) -> UnsupportedError:
     return UnsupportedError(
-        f"save: leaf {name} has no memory to read; nothing was written.",
+        f"{call}: leaf {name} has no memory to read; nothing was written.",
         expected="a tensor with values",
         got=got,
         hint="save outside of torch.func transformations, and before a storage is freed.",
@@ -185,9 +186,3 @@ def pieces(leaf: Tensor) -> Iterator[memoryview]:
 
 def _is_plain(leaf: Tensor) -> bool:
     return leaf.is_contiguous() and leaf.is_cpu and not leaf.is_conj() and not leaf.is_neg()
-
-
-def write_all(fd: int, data: memoryview) -> None:
-    """Write all bytes; the system may take fewer at a time."""
-    while len(data):
-        data = data[os.write(fd, data) :]

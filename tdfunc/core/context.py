@@ -1,0 +1,67 @@
+"""Where the caller runs: eager, or inside a compiler, a transform of torch.func, or a mode that sees every operation.
+
+Every test of this kind in the package is one of these predicates; each says when to use it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch.autograd import forward_ad
+
+# torch has no public names for these.
+_peek: Callable[[], Any] = _functorch.peek_interpreter_stack
+_count_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+
+# While dynamo or export reads the Python source. Use it around code that dynamo cannot read, such as C methods passed
+# to `map` or a change of class. Under a name of its own: the lookup in torch.compiler costs as much as the call.
+is_compiling = torch.compiler.is_compiling
+
+
+def in_functorch() -> bool:
+    """Return whether `vmap`, `grad` or `jvp` of torch.func runs the caller.
+
+    Use it for kernels without a vmap rule (`torch._foreach_*`), and where a new tensor would be wrapped.
+    """
+    return _peek() is not None
+
+
+# Dynamo runs it while it traces: what torch.compiler.assume_constant_result sets, which would import all of dynamo.
+in_functorch._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def is_tracing() -> bool:
+    """Return whether a dispatch mode (make_fx, `jit`, FakeTensorMode) sees every operation of the caller.
+
+    Use it where an operation whose result is thrown away would be recorded.
+    """
+    return _count_modes() > 0
+
+
+def in_transform() -> bool:
+    """Return whether tensors made here cannot outlive the code that runs: a transform, dual level, trace or compiler.
+
+    Use it before keeping a tensor (in a module, a cache), and before decisions that a replay would not repeat.
+    """
+    if is_compiling() or in_functorch():
+        return True
+    return forward_ad._current_level >= 0 or torch._C._get_dispatch_mode(_PROXY) is not None
+
+
+def has_values() -> bool:
+    """Return whether the values of tensors may be read here: no transform, trace or compiler runs the caller.
+
+    Use it for checks of values. A tensor on the meta device has none anywhere.
+    """
+    return not in_transform() and not is_tracing()
+
+
+def is_fake(device: torch.device | None) -> bool:
+    """Return whether tensors made for this device have no values: it is meta, or a FakeTensorMode is active.
+
+    Use it before reading bytes for a tensor, and before mapping a file under one.
+    """
+    return (device is not None and device.type == "meta") or type(torch.empty(0, device="cpu")) is not Tensor

@@ -1,0 +1,260 @@
+"""Walks over trees: leaves as a list and back, replacing nodes, comparing trees.
+
+Lists of leaves come in two orders: that of the pytree registration (sorted keys, as `tree_leaves`), at the speed of the
+cached contexts, for optimizers and traced functions; and insertion order, for kernels that run over many leaves.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+
+from torch import Size, Tensor
+from torch.utils import _pytree as torch_pytree
+
+from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection
+from tdfunc.core.context import is_compiling
+from tdfunc.core.errors import TreeStructureError
+from tdfunc.core.keys import dotted
+from tdfunc.core.nontensor import NonTensorBase
+from tdfunc.core.pytree import Context, _Flat, flatten, unflatten
+from tdfunc.core.shapes import shape_of
+from tdfunc.core.types import Names, Path
+
+T = TypeVar("T", bound=TensorCollection)
+
+
+# -- in the order of the pytree registration ---------------------------------------------------------------------
+
+
+# Any: inside tree transformations a leaf may be anything.
+def list_leaves(tree: TensorCollection) -> list[Any]:
+    """Return the leaves in sorted key order, a tied leaf once, without non-tensor data."""
+    if is_compiling():
+        return torch_pytree.tree_leaves(tree)
+    leaves: list[Any] = []
+    _extend(tree, leaves)
+    return leaves
+
+
+def _extend(tree: TensorCollection, leaves: list[Any]) -> None:
+    for child in children_of(tree)[0]:
+        if isinstance(child, TensorCollection):
+            _extend(child, leaves)
+        elif isinstance(child, Tensor) or type(child) not in torch_pytree.SUPPORTED_NODES:
+            leaves.append(child)
+
+
+def list_paths(tree: TensorCollection) -> list[Path]:
+    """Return the path of each leaf, in the order of `list_leaves`."""
+    found = torch_pytree.tree_flatten_with_path(tree)[0]
+    return [tuple([str(getattr(entry, "key", entry)) for entry in entries]) for entries, _ in found]
+
+
+def rebuild(tree: T, leaves: Sequence[Any]) -> T:
+    """Return a tree like this one around other leaves of the same shapes, in the order of `list_leaves`."""
+    if is_compiling():
+        return torch_pytree.tree_unflatten(list(leaves), torch_pytree.tree_structure(tree))
+    return _rebuild(tree, iter(leaves))
+
+
+def _rebuild(tree: Any, leaves: Iterator[Any]) -> Any:
+    old, context = children_of(tree)
+    children: list[Any] = []
+    same = True
+    for child in old:
+        if isinstance(child, TensorCollection):
+            new = _rebuild(child, leaves)
+        elif isinstance(child, Tensor) or type(child) not in torch_pytree.SUPPORTED_NODES:
+            new = next(leaves)
+        else:
+            new = child
+        same = same and new is child
+        children.append(new)
+    return tree if same else node_like(type(tree), context, tuple(children))
+
+
+def children_of(tree: TensorCollection) -> tuple[tuple[Any, ...], Any]:
+    """Return the children and context of a node, as its class's pytree registration gives them."""
+    cls = type(tree)
+    if is_plain(cls):
+        return flatten(tree)
+    children, context = torch_pytree.SUPPORTED_NODES[cls].flatten_fn(tree)
+    return tuple(children), context
+
+
+def is_plain(cls: type[TensorCollection]) -> bool:
+    """Return whether trees of this class are flattened by `core.pytree.flatten` (a lazy stack is not)."""
+    return torch_pytree.SUPPORTED_NODES[cls].flatten_fn is flatten
+
+
+def node_like(cls: type[T], context: Any, children: tuple[Any, ...]) -> T:
+    """Return a node with this context around children of the shapes it was made with."""
+    if not is_plain(cls):
+        return torch_pytree.SUPPORTED_NODES[cls].unflatten_fn(children, context)
+    if not isinstance(context, Context) or context.grafts:
+        return unflatten(cls, context, children)
+    data = dict(zip(context.keys, children, strict=True))
+    if context.order != context.keys:
+        data = {key: data[key] for key in context.order}
+    new = cls._make(data, context.batch_size, context.device, context.names, context.static)
+    # The children stand in the order of the context already: no need to sort them again.
+    object.__setattr__(new, "_cache", _Flat(children, context))
+    return new
+
+
+def same_keys(a: TensorCollection, b: TensorCollection) -> bool:
+    """Return whether two trees have the same leaf paths and ties; fast for trees of one origin."""
+    if is_compiling():
+        return torch_pytree.tree_structure(a) == torch_pytree.tree_structure(b)
+    (mine, context), (theirs, other) = children_of(a), children_of(b)
+    if context is not other and context != other:
+        return False
+    for x, y in zip(mine, theirs, strict=True):
+        nested = isinstance(x, TensorCollection)
+        if nested != isinstance(y, TensorCollection) or (nested and not same_keys(x, y)):
+            return False
+    return True
+
+
+# -- in insertion order -------------------------------------------------------------------------------------------
+
+
+def gather(trees: Sequence[TensorCollection]) -> list[list[Tensor]] | None:
+    """Return the leaves of each tree; None unless they are untied trees of plain tensors of one structure and order."""
+    columns: list[list[Any]] = [[] for _ in trees]
+    if not _gather(trees, columns):
+        return None
+    return columns if columns[0] and all([PLAIN.issuperset(map(type, column)) for column in columns]) else None
+
+
+def _gather(nodes: Sequence[TensorCollection], columns: list[list[Any]]) -> bool:
+    first, cls = nodes[0], type(nodes[0])
+    static, keys = first._static, list(first._data)
+    if cls._shape is not TensorCollection._shape or (static is not None and static.ties):
+        return False
+    for node in nodes[1:]:
+        if type(node) is not cls or (node._static is not static and node._static != static) or list(node._data) != keys:
+            return False
+    if PLAIN.issuperset(map(type, first._data.values())):
+        for column, node in zip(columns, nodes, strict=True):
+            column += node._data.values()
+        return True
+    for children in zip(*[node._data.values() for node in nodes], strict=True):
+        if isinstance(children[0], TensorCollection):
+            if not all([isinstance(child, TensorCollection) for child in children]) or not _gather(children, columns):
+                return False
+        else:
+            for column, child in zip(columns, children, strict=True):
+                column.append(child)
+    return True
+
+
+def refill(tree: T, leaves: Iterator[Any], op: LeafOp | None = None) -> T:
+    """Return a gathered tree around new leaves, with the batch size and names that an operation gives it."""
+    data: dict[str, Any] = tree._data
+    if PLAIN.issuperset(map(type, data.values())):
+        data = dict(zip(data, islice(leaves, len(data)), strict=True))
+    else:
+        data = {
+            key: refill(node, leaves, op) if isinstance(node, TensorCollection) else next(leaves)
+            for key, node in data.items()
+        }
+    size: Size = tree._batch_size
+    names: Names | None = tree._names
+    if op is not None and op.size is not None:
+        size = op.size(size)
+        names = op.names(names) if names is not None and op.names is not None else None
+    return tree._make(data, size, tree._device, names, tree._static)
+
+
+# -- replacing and comparing ---------------------------------------------------------------------------------------
+
+
+def replace(tree: T, nodes: Mapping[Path, Any]) -> T:
+    """Return the tree with other nodes at the given paths, which must exist; batch sizes and ties stay."""
+    # None is a node here, so this cannot be a map (which would drop the leaf).
+    inner: dict[str, dict[Path, Any]] = {}
+    data: dict[str, Any] = dict(tree._data)
+    for path, node in nodes.items():
+        if len(path) == 1:
+            data[path[0]] = node
+        else:
+            inner.setdefault(path[0], {})[path[1:]] = node
+    for key, below in inner.items():
+        data[key] = replace(data[key], below)
+    return tree._replace(data)
+
+
+Pairs: TypeAlias = list[tuple[Path, Any, Any]]
+_KINDS = ((TensorCollection, "a tree"), (NonTensorBase, "non-tensor data"), (object, "a leaf"))
+
+
+class Difference(NamedTuple):
+    """The first place where two trees differ: in the "keys" of two nodes, or in the "kind" (leaf, tree, non-tensor)."""
+
+    path: Path
+    kind: Literal["keys", "kind"]
+    a: Any
+    b: Any
+
+    def error(self, call: str, *, hint: str | None = None, note: str = "") -> TreeStructureError:
+        """Return the error that names the path and the two nodes."""
+        if self.kind == "keys":
+            return TreeStructureError(
+                f"{call}: the trees have different keys{f' under {dotted(self.path)!r}' if self.path else ''}{note}.",
+                expected=f"{sorted(self.a._keys())}",
+                got=f"{sorted(self.b._keys())}",
+                hint=hint or "select() the common keys, or set() the missing ones.",
+            )
+        return TreeStructureError(
+            f"{call}: {dotted(self.path)!r} is {_kind(self.a)} in one tree and {_kind(self.b)} in the other{note}.",
+            expected=_describe(self.a),
+            got=_describe(self.b),
+            hint=hint or "rename_key or delete the entry in one of the trees.",
+        )
+
+
+def zip_trees(a: TensorCollection, b: TensorCollection, *, shared: bool = False, at: Path = ()) -> Pairs | Difference:
+    """Return (path, node, node) for all leaves and non-tensor data of two trees of one structure, or how they differ.
+
+    Classes, batch sizes, shapes and ties of nodes are not compared; `shared` leaves out keys that only one tree has.
+    """
+    # Two classes may store one tree in different ways: these are compared through their keys.
+    same = type(a) is type(b) and type(a)._each is TensorCollection._each
+    mine, theirs = (a._data, b._data) if same else (_nodes(a), _nodes(b))
+    if mine.keys() != theirs.keys() and not shared:
+        return Difference(at, "keys", a, b)
+    pairs: Pairs = []
+    for key, node in mine.items():
+        twin = theirs.get(key, pairs)
+        if type(node) is type(twin) is Tensor:
+            pairs.append(((*at, key), node, twin))
+        elif isinstance(node, TensorCollection) and isinstance(twin, TensorCollection):
+            inner = zip_trees(node, twin, shared=shared, at=(*at, key))
+            if isinstance(inner, Difference):
+                return inner
+            pairs += inner
+        elif twin is pairs:
+            continue
+        elif _kind(node) != _kind(twin):
+            return Difference((*at, key), "kind", node, twin)
+        else:
+            pairs.append(((*at, key), node, twin))
+    return pairs
+
+
+def _nodes(tree: TensorCollection) -> dict[str, Any]:
+    return {key: tree._get(key) for key in tree._keys()}
+
+
+def _kind(node: Any) -> str:
+    return next(name for kind, name in _KINDS if isinstance(node, kind))
+
+
+def _describe(node: Any) -> str:
+    if isinstance(node, TensorCollection):
+        return f"a {type(node).__name__} with the keys {sorted(node._keys())}"
+    if isinstance(node, Tensor):
+        shape = shape_of(node)
+        return f"a tensor of {'no shape' if shape is None else f'shape {list(shape)}'}, {node.dtype}"
+    return f"non-tensor data {node!r}"[:200] if isinstance(node, NonTensorBase) else f"a {type(node).__name__}"

@@ -1,0 +1,348 @@
+"""How pointwise operations run: foreach kernels where they are legal, leaf by leaf elsewhere; broadcasting rules."""
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+import torch
+from torch import Size, Tensor
+
+from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection
+from tdfunc.core.context import in_functorch, is_compiling
+from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TieError, TreeStructureError, error
+from tdfunc.core.keys import dotted
+from tdfunc.core.nontensor import NonTensorBase
+from tdfunc.core.shapes import broadcast, fits_into, shape_of
+from tdfunc.core.types import LeafFn, Path
+from tdfunc.core.walk import Difference, gather, refill, zip_trees
+
+T = TypeVar("T", bound=TensorCollection)
+_NUMBERS = (bool, int, float, complex)
+_requires_grad = operator.attrgetter("requires_grad")
+
+# Python's own operators, which have torch's promotion rules for a number on the left.
+_REVERSED: dict[str, Callable[[Any, Any], Any]] = {
+    "sub": operator.sub,
+    "div": operator.truediv,
+    "pow": operator.pow,
+    "floor_divide": operator.floordiv,
+    "remainder": operator.mod,
+}
+# torch.maximum takes no number; the foreach kernel does, and computes this.
+_WITH_NUMBER: dict[str, Callable[..., Any]] = {"maximum": torch.clamp_min, "minimum": torch.clamp_max}
+
+
+def can_foreach() -> bool:
+    """Whether `torch._foreach_*` may be called: it has no vmap rule, and a grad inside a vmap hides the vmap."""
+    return not is_compiling() and not in_functorch()
+
+
+def foreach_leaves(tree: T, name: str, *args: Any) -> T | None:
+    """Run one foreach kernel over all leaves, or return None where it does not apply."""
+    if not can_foreach():
+        return None
+    columns = gather((tree,))
+    return None if columns is None else _run(tree, name, *columns, *args)
+
+
+def _learn_apart(leaves: list[Tensor], other: Any = None, *_: Any) -> bool:
+    """Whether some results require grad and some do not: one kernel call for all makes every one require it."""
+    flags = list(map(_requires_grad, leaves))
+    if isinstance(other, list):
+        theirs = list(map(_requires_grad, cast("list[Tensor]", other)))
+        if True in theirs:
+            flags = list(map(operator.or_, flags, theirs))
+    return True in flags and False in flags
+
+
+def _run(tree: T, name: str, *args: Any) -> T | None:
+    if torch.is_grad_enabled() and _learn_apart(*args):
+        return None
+    try:
+        return refill(tree, iter(getattr(torch, name)(*args)))
+    # A kernel that lacks a dtype, layout or class; the leaf-by-leaf path then says what torch says.
+    except (RuntimeError, TypeError):
+        return None
+
+
+def unary(tree: T, name: str, foreach: str | None, *args: Any, **kwargs: Any) -> T:
+    """Apply `torch.<name>` to every leaf."""
+    if foreach is not None and not args and not kwargs:
+        done = foreach_leaves(tree, foreach)
+        if done is not None:
+            return done
+    elif name == "isfinite":
+        done = _is_finite(tree)
+        if done is not None:
+            return done
+    fn = getattr(torch, name)
+    return tree._map(LeafOp(name, (lambda x: fn(x, *args, **kwargs)) if args or kwargs else fn))
+
+
+def _is_finite(tree: T) -> T | None:
+    """Return where the leaves are finite, three times as fast as `torch.isfinite`; None where it does not apply."""
+    columns = gather((tree,)) if can_foreach() else None
+    if columns is None or not all(map(Tensor.is_floating_point, columns[0])):
+        return None
+    (leaves,) = columns
+    # What is not finite is NaN when it is taken from itself.
+    with torch.no_grad():
+        zeros = _run(tree, "_foreach_sub", leaves, leaves)
+        return None if zeros is None else zeros._map(LeafOp("isfinite", lambda x: x == x))
+
+
+def binary(tree: T, other: Any, name: str, foreach: str | None, **kwargs: Any) -> T:
+    """Apply `torch.<name>(leaf, other)`: other is a number, a tensor over the batch, or a tree with the same keys."""
+    if kwargs:
+        foreach = None
+    if isinstance(other, TensorCollection):
+        return _with_tree(tree, other, name, foreach, **kwargs)
+    fn = getattr(torch, name)
+    number = _as_number(other)
+    if number is not None:
+        done = foreach_leaves(tree, foreach, number) if foreach is not None else None
+        call: Callable[..., Any] = _WITH_NUMBER.get(name) or fn
+        return done if done is not None else tree._map(LeafOp(name, lambda x: call(x, number, **kwargs)))
+    return tree._map(over_batch_op(tree, name, lambda x, y: fn(x, y, **kwargs), _as_tensor(other, name)))
+
+
+def _with_tree(tree: T, other: TensorCollection, name: str, foreach: str | None, **kwargs: Any) -> T:
+    done = foreach_pairs(tree, other, foreach) if foreach is not None else None
+    if done is not None:
+        return done
+    check_same(tree, other, name)
+    size = broadcast_size(tree, other, name)
+    fn = getattr(torch, name)
+    if name in ("eq", "ne"):
+        return tree._shape(LeafOp(name, _comparison(fn), size, batch=True, plain=lambda _: fn), other)
+    return tree._map(LeafOp(name, (lambda x, y: fn(x, y, **kwargs)) if kwargs else fn, size), other)
+
+
+def foreach_pairs(tree: T, other: TensorCollection, name: str, *args: Any) -> T | None:
+    """Run one foreach kernel over the pairs of leaves of two trees, or return None where it does not apply."""
+    columns = gather((tree, other)) if can_foreach() else None
+    return None if columns is None or not _same_shapes(*columns) else _run(tree, name, *columns, *args)
+
+
+def broadcast_size(tree: TensorCollection, other: TensorCollection, call: str) -> Callable[[Size], Size] | None:
+    """Return what leaf-by-leaf broadcasting makes of a batch size; None when it keeps the tree's.
+
+    torch aligns shapes at the right, so leaves with the same number of features align at their batch dimensions;
+    without a batch there is nothing to align.
+
+    Raises:
+        LeafMismatchError: Two leaves differ in their number of features; a batch dimension would meet a feature.
+        BatchSizeError: The batch sizes do not broadcast.
+    """
+    mine, theirs = tree._batch_size, other._batch_size
+    if mine == theirs and _plain_twins(tree, other):
+        values, others = tree._data.values(), other._data.values()
+        if _same_shapes(values, others):
+            return None
+    n, m = len(mine), len(theirs)
+    if not _check_features(tree, other, _Batches(n, m, n > 0 or m > 0), call, ()) or mine == theirs:
+        return None
+    size = broadcast(mine, theirs)
+    if size is None:
+        raise BatchSizeError(
+            f"{call}: the batch sizes do not broadcast.", expected=str(list(mine)), got=str(list(theirs))
+        )
+    return None if size == mine else lambda old: size + old[n:]
+
+
+def _plain_twins(tree: TensorCollection, other: TensorCollection) -> bool:
+    """Whether both hold nothing but plain tensors, under the same keys in one order, and no ties."""
+    if is_compiling() or type(tree) is not type(other) or tree._ties or other._ties:
+        return False
+    mine, theirs = tree._data, other._data
+    return (
+        PLAIN.issuperset(map(type, mine.values()))
+        and PLAIN.issuperset(map(type, theirs.values()))
+        and list(mine) == list(theirs)
+    )
+
+
+def _same_shapes(mine: Iterable[Tensor], theirs: Iterable[Tensor]) -> bool:
+    try:
+        return [x.shape for x in mine] == [y.shape for y in theirs]
+    except RuntimeError:  # leaves to which torch gives no shape
+        return False
+
+
+class _Batches(NamedTuple):
+    """How many dimensions the batches of two trees have, and whether there is any to align."""
+
+    mine: int
+    theirs: int
+    aligned: bool
+
+
+def _check_features(tree: TensorCollection, other: TensorCollection, dims: _Batches, call: str, at: Path) -> bool:
+    """Return whether any two leaves differ in shape; those of a lazy stack, whose trees follow their own, do not."""
+
+    def check_tree(inner: TensorCollection, part: TensorCollection) -> TensorCollection:
+        # The keys of a stack are those that its trees share; a tree may lack another.
+        check_keys(inner, part, call, at)
+        if _check_features(inner, part, _Batches(dims.mine - 1, dims.theirs - 1, dims.aligned), call, at):
+            _check_not_grown(inner._batch_size, part._batch_size, call, at)
+        return inner
+
+    if tree._each(check_tree, other) is not None:
+        return False
+    differ = False
+    for key in tree._keys():
+        node, twin = tree._get(key), other._get(key)
+        if isinstance(node, TensorCollection):
+            differ |= _check_features(node, twin, dims, call, (*at, key))
+        elif isinstance(node, Tensor) and isinstance(twin, Tensor) and shape_of(node) != shape_of(twin):
+            differ = True
+            if dims.aligned and node.dim() - dims.mine != twin.dim() - dims.theirs:
+                raise LeafMismatchError(
+                    f"{call}: {dotted((*at, key))!r} has another number of features in the second tree.",
+                    expected=f"shape {list(node.shape)} in a batch of {dims.mine} dimensions",
+                    got=f"shape {list(twin.shape)} in a batch of {dims.theirs}",
+                    hint="give both the same dimensions after the batch; those of size 1 are expanded.",
+                )
+    return differ
+
+
+def _check_not_grown(mine: Size, theirs: Size, call: str, at: Path) -> None:
+    """Raise if a tree of a lazy stack would have to take over the batch size of its operand."""
+    if mine != theirs and -1 not in (*mine, *theirs) and not fits_into(theirs, mine):
+        where = f" at {dotted(at)!r}" if at else ""
+        raise BatchSizeError(
+            f"{call}: the operand of a tree of the lazy stack{where} does not fit the batch of the tree.",
+            expected=str(list(mine)),
+            got=str(list(theirs)),
+            hint="expand() the lazy stack to the batch size of the other first.",
+        )
+
+
+def _comparison(fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return `eq` or `ne` for tensors, and for non-tensor data by value, so that `(a == b).all()` sees them."""
+
+    def compare(x: Any, y: Any) -> Any:
+        if not isinstance(x, NonTensorBase):
+            return fn(x, y)
+        return x.equal(y) if fn is torch.eq else ~x.equal(y)
+
+    return compare
+
+
+def reversed_binary(tree: T, other: Any, name: str) -> T:
+    """Apply `torch.<name>(other, leaf)`, for operators with the tree on the right."""
+    number = _as_number(other)
+    if number is not None:
+        if name not in _REVERSED:
+            return binary(tree, number, name, None)
+        left = _REVERSED[name]
+        return tree._map(LeafOp(name, lambda x: left(number, x)))
+    fn = getattr(torch, name)
+    return tree._map(over_batch_op(tree, name, lambda x, y: fn(y, x), _as_tensor(other, name)))
+
+
+def is_operand(other: Any) -> bool:
+    """Whether a tree can be compared with it leaf by leaf."""
+    return isinstance(other, (TensorCollection, Tensor, np.ndarray, np.generic, *_NUMBERS))
+
+
+def _as_number(other: Any) -> Any:
+    if isinstance(other, np.generic):
+        return other.item()
+    return other if isinstance(other, _NUMBERS) else None
+
+
+def _as_tensor(other: Any, name: str) -> Tensor:
+    if isinstance(other, Tensor):
+        return other
+    if isinstance(other, np.ndarray):
+        return torch.as_tensor(other)
+    raise error(
+        TypeError,
+        f"{name}: cannot combine a tree with this.",
+        expected="a tree, number or tensor",
+        got=type(other).__name__,
+        hint="td.update(d) puts its entries into the tree; TensorDict(d) is a tree."
+        if isinstance(other, Mapping)
+        else None,
+    )
+
+
+def over_batch_op(tree: TensorCollection, name: str, fn: LeafFn, *others: Tensor) -> LeafOp:
+    """Describe `fn(leaf, *operands)` for operands over the batch."""
+    leads = tuple(_lead(tree, other, name) for other in others)
+
+    def bind(*leads: Tensor) -> LeafFn:
+        # A 0-d operand stays one (it does not promote); a part without batch dimensions of one that has them does not.
+        operands = [broadcaster(lead, at_least=other.dim() > 0) for lead, other in zip(leads, others, strict=True)]
+        return lambda x, *rest: fn(x, *[operand(x.dim()) for operand in operands], *rest)
+
+    return LeafOp(name, bind(*leads), args=leads, bind=bind)
+
+
+def _lead(tree: TensorCollection, other: Tensor, call: str) -> Tensor:
+    """Return the operand with all batch dimensions of the tree; one without any stays as it is."""
+    if other.dim() == 0:
+        return other
+    check_operand(tree, other, call)
+    missing = len(tree._batch_size) - other.dim()
+    return other.reshape((1,) * missing + other.shape) if missing else other
+
+
+def broadcaster(lead: Tensor, at_least: bool = False) -> Callable[[int], Tensor]:
+    """Return what gives an operand over the batch as it meets leaves of so many dimensions."""
+    n = lead.dim()
+    if n == 0 and not at_least:
+        return lambda _: lead
+    # Leaves share their number of dimensions, and one view serves all of them.
+    views: dict[int, Tensor] = {}
+
+    def operand(ndim: int) -> Tensor:
+        if ndim not in views:
+            views[ndim] = lead.reshape(lead.shape + (1,) * (ndim - n))
+        return views[ndim]
+
+    return operand
+
+
+def check_operand(tree: TensorCollection, other: Tensor, call: str) -> None:
+    """Raise unless a tensor operand broadcasts to the batch size."""
+    size = tree._batch_size
+    # Along a ragged dimension an operand can only be constant.
+    known = Size([max(s, 1) for s in size]) if -1 in size else size
+    if not fits_into(other.shape, known):
+        raise BatchSizeError(
+            f"{call}: a tensor operand is broadcast against the batch dimensions, not those of the leaves.",
+            expected=f"a shape that broadcasts to {list(size)}",
+            got=f"shape {list(other.shape)}",
+            hint="for each leaf's own dimensions use td.apply(lambda x: ...).",
+        )
+
+
+def check_same(tree: TensorCollection, other: TensorCollection, call: str) -> None:
+    """Raise unless two trees have the same paths and ties; the message lists the difference."""
+    if _plain_twins(tree, other):
+        return
+    if other._each(lambda t: t) is not None and tree._each(lambda t: t) is None:
+        raise TreeStructureError(
+            f"{call}: the second tree is a lazy stack, the first has one shape.",
+            expected=type(tree).__name__,
+            got=type(other).__name__,
+            hint="put the lazy stack first, or write lazy.dense().",
+        )
+    check_keys(tree, other, call)
+    if tree._ties and other._ties != tree._ties:
+        raise TieError(
+            f"{call}: the trees tie different paths.",
+            expected=str([[dotted(path) for path in group] for group in tree._ties]),
+            got=str([[dotted(path) for path in group] for group in other._ties]),
+            hint="make the second by mapping the first, or untie() the paths.",
+        )
+
+
+def check_keys(tree: TensorCollection, other: TensorCollection, call: str, at: Path = ()) -> None:
+    """Raise unless two trees have the same paths, with nodes of one kind; the message has the first difference."""
+    found = zip_trees(tree, other, at=at)
+    if isinstance(found, Difference):
+        raise found.error(call)

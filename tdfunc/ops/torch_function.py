@@ -1,0 +1,427 @@
+"""`__torch_function__`: torch's own functions on trees."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Size
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
+from torch.nn import functional as F
+
+from tdfunc.core.collection import LeafOp, TensorCollection
+from tdfunc.core.errors import BatchSizeError, ImmutableError, UnsupportedError, error
+from tdfunc.core.shapes import dim_index
+from tdfunc.ops import arithmetic, autograd, cast, compare, index, join, rearrange, shape
+from tdfunc.ops._generate import (
+    BINARY,
+    BINARY_LEAFWISE,
+    COMMUTATIVE,
+    OPERATORS,
+    REVERSED,
+    UNARY,
+    UNARY_LEAFWISE,
+)
+from tdfunc.ops.foreach import binary, broadcast_size, check_same, reversed_binary, unary
+from tdfunc.ops.reduce import extreme, extremes, reduce, truth
+
+REDUCTIONS = ("sum", "mean", "prod", "amax", "amin", "nansum", "nanmean", "logsumexp")
+# What torch calls otherwise too.
+ALIASES = {
+    "absolute": "abs", "negative": "neg", "arccos": "acos", "arcsin": "asin", "arctan": "atan", "fix": "trunc",
+    "subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div", "arctan2": "atan2", "greater": "gt",
+    "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne", "clip": "clamp",
+}  # fmt: skip
+# Functions of a leaf that keep its shape, and of two; they are no methods of trees.
+LEAFWISE = (
+    "acosh", "arccosh", "asinh", "arcsinh", "atanh", "arctanh", "angle", "conj", "resolve_conj", "resolve_neg",
+    "deg2rad", "rad2deg", "digamma", "exp2", "i0", "imag", "logit", "nan_to_num", "positive", "real", "relu", "sgn",
+    "signbit", "sinc", "celu", "conj_physical", "hardshrink", "selu",
+)  # fmt: skip
+PAIRWISE = (
+    "bitwise_left_shift", "bitwise_right_shift", "copysign", "float_power", "fmax", "fmin", "gcd", "heaviside",
+    "hypot", "lcm", "ldexp", "logaddexp", "logaddexp2", "nextafter", "xlogy",
+    "complex", "igamma", "igammac", "polar",
+)  # fmt: skip
+# The same of torch.special, which has names of its own for some functions of torch, and of torch.nn.functional.
+SPECIAL = (
+    "airy_ai", "bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1", "digamma", "entr", "erf", "erfc", "erfcx", "erfinv",
+    "exp2", "expit", "expm1", "gammaln", "i0", "i0e", "i1", "i1e", "log1p", "log_ndtr", "logit", "modified_bessel_i0",
+    "modified_bessel_i1", "modified_bessel_k0", "modified_bessel_k1", "ndtr", "ndtri", "psi", "round",
+    "scaled_modified_bessel_k0", "scaled_modified_bessel_k1", "sinc", "spherical_bessel_j0",
+)  # fmt: skip
+SPECIAL_ALIASES = {"gammainc": "igamma", "gammaincc": "igammac", "xlogy": "xlogy"}
+ACTIVATIONS = (
+    "celu", "elu", "gelu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "logsigmoid", "mish",
+    "relu", "relu6", "selu", "silu", "softplus", "softshrink", "softsign", "tanhshrink",
+)  # fmt: skip
+# Parameters are called as torch calls them, since both positions and names may be used.
+Handler = Callable[..., Any]
+
+
+def _leafwise(fn: Handler) -> Handler:
+    def call(input: TensorCollection, *args: Any, **kwargs: Any) -> Any:
+        return input._map(LeafOp(fn.__name__, lambda x: fn(x, *args, **kwargs)))
+
+    return call
+
+
+def _activation(fn: Handler) -> Handler:
+    # `inplace` is for memory only: the result is what counts, and the tree is not written to.
+    def call(input: TensorCollection, *args: Any, inplace: bool = False, **kwargs: Any) -> Any:
+        return input._map(LeafOp(fn.__name__, lambda x: fn(x, *args, **kwargs)))
+
+    return call
+
+
+def _like(fn: Handler) -> Handler:
+    def call(input: TensorCollection, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+        if device is None and not args and not kwargs:
+            return input._map(LeafOp(fn.__name__, fn))
+        place = cast.as_device(device)
+        made = input._map(LeafOp(fn.__name__, lambda x: fn(x, *args, device=place, **kwargs)))
+        return made if place is None else cast.on_device(made, place)
+
+    return call
+
+
+def _unary(name: str) -> Handler:
+    kernel = f"_foreach_{name}" if name in UNARY else None
+
+    def call(input: TensorCollection, **kwargs: Any) -> Any:
+        return unary(input, name, kernel, **kwargs)
+
+    return call
+
+
+def _binary(name: str) -> Handler:
+    kernel = f"_foreach_{name}" if name in BINARY else None
+
+    def call(input: Any, other: Any, **kwargs: Any) -> Any:
+        if isinstance(input, TensorCollection):
+            return binary(input, other, name, kernel, **kwargs)
+        return reversed_binary(other, input, name)
+
+    return call
+
+
+def _swapped(handler: Handler) -> Handler:
+    def call(input: Any, other: Any) -> Any:
+        return handler(other, input)
+
+    return call
+
+
+def _where(condition: Any, input: Any, other: Any) -> Any:
+    if isinstance(input, TensorCollection):
+        return index.where(condition, input, other)
+    if not isinstance(other, TensorCollection):
+        index.check_condition(condition, condition, "where")
+    return index.where(~condition, other, input)
+
+
+def _all(input: TensorCollection, dim: Any = None, keepdim: bool = False) -> Any:
+    return truth(input, dim, keepdim, "all")
+
+
+def _any(input: TensorCollection, dim: Any = None, keepdim: bool = False) -> Any:
+    return truth(input, dim, keepdim, "any")
+
+
+def _reduction(name: str) -> Handler:
+    def call(input: TensorCollection, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+        return reduce(input, name, dim, keepdim, None, **kwargs)
+
+    return call
+
+
+def _deviation(name: str) -> Handler:
+    # The third position is `unbiased`, not `keepdim`, and a bool in the second is, too.
+    def call(
+        input: TensorCollection,
+        dim: Any = None,
+        unbiased: bool = True,
+        keepdim: bool = False,
+        *,
+        correction: Any = None,
+    ) -> Any:
+        if isinstance(dim, bool):
+            dim, unbiased = None, dim
+        correction = int(unbiased) if correction is None else correction
+        return reduce(input, name, dim, keepdim, None, correction=correction)
+
+    return call
+
+
+def _norm(
+    input: TensorCollection, p: Any = "fro", dim: Any = None, keepdim: bool = False, out: None = None, dtype: Any = None
+) -> Any:
+    # Of a leaf as a vector, as which "fro" is the norm of order 2.
+    if p != "fro" and isinstance(p, str):
+        raise UnsupportedError(
+            "torch.norm: a leaf is a vector.",
+            expected="a number",
+            got=repr(p),
+            hint="td.apply(lambda x: torch.linalg.matrix_norm(x, ...)) takes leaves as matrices.",
+        )
+    return reduce(input, "norm", dim, keepdim, None, p=2 if p in ("fro", None) else p, dtype=dtype)
+
+
+def _vector_norm(
+    x: TensorCollection, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
+    return reduce(x, "norm", dim, keepdim, None, p=ord, dtype=dtype)
+
+
+def _quantile(input: Any, q: Any, dim: Any = None, keepdim: bool = False, *, interpolation: str = "linear") -> Any:
+    return input.quantile(q, dim, keepdim, interpolation=interpolation)
+
+
+def _along(name: str) -> Handler:
+    return lambda input, dim, **kwargs: arithmetic.along(input, name, dim, **kwargs)
+
+
+def _softmax(name: str) -> Handler:
+    # `torch.nn.functional` and `torch` have other positions after the dimension.
+    def call(input: TensorCollection, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
+        if dim is None:
+            raise error(TypeError, f"{name}: trees need a dimension.", hint="dim=-1 is the last one of the batch.")
+        return arithmetic.along(input, name, dim, dtype=dtype)
+
+    return call
+
+
+def _loss(fn: Handler) -> Handler:
+    """Return a loss of two trees, leaf by leaf: for each leaf one number, or with `reduction="none"` its elements."""
+    name = fn.__name__
+
+    def call(
+        input: TensorCollection,
+        target: Any,
+        size_average: Any = None,
+        reduce: Any = None,
+        reduction: str = "mean",
+        **options: Any,
+    ) -> Any:
+        if not isinstance(input, TensorCollection) or not isinstance(target, TensorCollection):
+            raise error(
+                TypeError,
+                f"torch.nn.functional.{name}: of trees.",
+                expected="two trees",
+                got=f"{type(input).__name__} and {type(target).__name__}",
+            )
+        check_same(input, target, name)
+        if input._batch_size != target._batch_size or broadcast_size(input, target, name) is not None:
+            raise BatchSizeError(
+                f"{name}: the batch sizes differ.",
+                expected=str(list(input._batch_size)),
+                got=str(list(target._batch_size)),
+            )
+        size = None if reduction == "none" else lambda _: Size()
+        options = {key: value for key, value in options.items() if value is not None}
+        return input._map(LeafOp(name, lambda x, y: fn(x, y, reduction=reduction, **options), size), target)
+
+    return call
+
+
+def _isclose(input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> Any:
+    if not isinstance(input, TensorCollection):
+        input, other = other, input
+    return binary(input, other, "isclose", None, rtol=rtol, atol=atol, equal_nan=equal_nan)
+
+
+def _index_select(input: TensorCollection, dim: int, index: Any) -> Any:
+    return _at_index(input, dim, index, "index_select")
+
+
+def _select(input: TensorCollection, dim: int, index: int) -> Any:
+    return _at_index(input, dim, int(index), "select")
+
+
+def _at_index(tree: TensorCollection, dim: int, index: Any, call: str) -> Any:
+    return tree._index((*[slice(None)] * dim_index(dim, len(tree._batch_size), call), index))
+
+
+def _split(tensor: Any, split_size_or_sections: Any, dim: int = 0) -> Any:
+    return shape.split(tensor, split_size_or_sections, dim)
+
+
+def _repeat_interleave(input: Any, repeats: Any, dim: Any = None, *, output_size: int | None = None) -> Any:
+    return rearrange.repeat_interleave(input, repeats, dim, output_size)
+
+
+def _shapes() -> dict[Any, Handler]:
+    table: dict[Any, Handler] = {
+        torch.stack: lambda tensors, dim=0: join.stack(tensors, dim),
+        torch.unbind: lambda input, dim=0: index.unbind(input, dim),
+        torch.split: _split,
+        torch.split_with_sizes: _split,
+        torch.chunk: lambda input, chunks, dim=0: shape.chunk(input, chunks, dim),
+        torch.gather: lambda input, dim, index: _gather(input, dim, index),
+        torch.index_select: _index_select,
+        torch.select: _select,
+        torch.masked_select: lambda input, mask: index.masked_select(input, mask),
+        torch.where: _where,
+        torch.reshape: lambda input, shape: _reshape(input, shape),
+        torch.permute: lambda input, dims: shape.permute(input, tuple(dims)),
+        torch.squeeze: lambda input, dim=None: shape.squeeze(input, dim),
+        torch.unsqueeze: lambda input, dim: shape.unsqueeze(input, dim),
+        torch.flatten: lambda input, start_dim=0, end_dim=-1: shape.flatten(input, start_dim, end_dim),
+        torch.unflatten: lambda input, dim, sizes: shape.unflatten(input, dim, sizes),
+        torch.broadcast_to: lambda input, size: shape.expand(input, tuple(size)),
+        torch.flip: lambda input, dims: rearrange.flip(input, dims),
+        torch.repeat_interleave: _repeat_interleave,
+        torch.transpose: lambda input, dim0, dim1: shape.transpose(input, dim0, dim1),
+    }
+    return table | {
+        fn: lambda tensors, dim=0: join.cat(tensors, dim) for fn in (torch.cat, torch.concat, torch.concatenate)
+    }
+
+
+def _pointwise() -> dict[Any, Handler]:
+    table: dict[Any, Handler] = {
+        torch.clamp: lambda input, min=None, max=None: arithmetic.clamp(input, min, max),
+        torch.lerp: lambda input, end, weight: arithmetic.lerp(input, end, weight),
+        torch.masked_fill: lambda input, mask, value: arithmetic.masked_fill(input, mask, value),
+        torch.isclose: _isclose,
+        torch.clone: lambda input: cast.clone(input, True),
+        torch.detach: lambda input: cast.detach(input),
+    }
+    for fn in (torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like):
+        table[fn] = _like(fn)
+    for fn in (torch.rand_like, torch.randn_like, torch.randint_like):
+        table[fn] = _like(fn)
+    table |= {getattr(torch, name): _leafwise(getattr(torch, name)) for name in LEAFWISE}
+    table |= {getattr(F, name): _activation(getattr(F, name)) for name in ACTIVATIONS}
+    table |= {getattr(torch.special, name): _leafwise(getattr(torch.special, name)) for name in SPECIAL}
+    table |= {getattr(torch, name): _unary(name) for name in UNARY | UNARY_LEAFWISE}
+    table |= {getattr(torch, name): _binary(name) for name in [*BINARY, *BINARY_LEAFWISE, *PAIRWISE]}
+    table |= {getattr(torch, name): _along(name) for name in ("cumsum", "cumprod", "logcumsumexp")}
+    table |= {getattr(owner, name): _softmax(name) for name in ("softmax", "log_softmax") for owner in (torch, F)}
+    table |= {fn: _loss(fn) for fn in (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)}
+    table |= {getattr(torch.special, name): table[getattr(torch, same)] for name, same in SPECIAL_ALIASES.items()}
+    return table | {getattr(torch, name): table[getattr(torch, same)] for name, same in ALIASES.items()}
+
+
+def _reductions() -> dict[Any, Handler]:
+    table: dict[Any, Handler] = {
+        torch.all: _all,
+        torch.any: _any,
+        torch.equal: lambda input, other: compare.equal(input, other),
+        torch.allclose: _allclose,
+        torch.norm: _norm,
+        torch.linalg.vector_norm: _vector_norm,
+        torch.quantile: _quantile,
+        torch.std: _deviation("std"),
+        torch.var: _deviation("var"),
+        torch.max: _extreme("max", _binary("maximum")),
+        torch.min: _extreme("min", _binary("minimum")),
+        torch.argmax: lambda input, dim=None, keepdim=False: extremes(input, "argmax", dim, keepdim),
+        torch.argmin: lambda input, dim=None, keepdim=False: extremes(input, "argmin", dim, keepdim),
+        torch.autograd.grad: autograd.grad,
+    }
+    return table | {getattr(torch, name): _reduction(name) for name in REDUCTIONS}
+
+
+def _extreme(name: str, of_two: Handler) -> Handler:
+    def call(input: Any, dim: Any = None, keepdim: bool = False, *, other: Any = None) -> Any:
+        other = dim if isinstance(dim, (TensorCollection, torch.Tensor)) else other
+        return extreme(input, name, dim, keepdim, None, True) if other is None else of_two(input, other)
+
+    return call
+
+
+def _checkpoint(function: Handler, /, *args: Any, **kwargs: Any) -> Any:
+    # Dynamo asks the arguments before it captures `torch.utils.checkpoint`, and lifts what a function closes over.
+    options = {name: kwargs.pop(name) for name in _CHECKPOINT_OPTIONS if name in kwargs}
+    return tag_activation_checkpoint(lambda: function(*args, **kwargs), **options)
+
+
+def _allclose(input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
+    return compare.all_close(input, other, rtol, atol, equal_nan)
+
+
+def _gather(tree: Any, dim: int, positions: Any) -> Any:
+    return index.gather(tree, dim, positions)
+
+
+def _reshape(tree: Any, size: Any) -> Any:
+    return shape.reshape(tree, tuple(size))
+
+
+def _methods() -> dict[str, Handler]:
+    named = ("add", "sub", "mul", "div", "pow", "remainder", "eq", "ne", "lt", "le", "gt", "ge")
+    table = {name: _binary(name) for name in named} | {m: _binary(name) for m, name in OPERATORS.items()}
+    table |= {"__eq__": _binary("eq"), "__ne__": _binary("ne"), "__rdiv__": _swapped(_binary("div"))}
+    return table | {m: _swapped(_binary(name)) for m, name in (REVERSED | COMMUTATIVE).items()}
+
+
+_CHECKPOINT_OPTIONS = (
+    "use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state",
+)  # fmt: skip
+FUNCTIONS = _shapes() | _pointwise() | _reductions()
+# An operator with a tensor on one side arrives as the tensor's method. By name, as dynamo has objects of its own
+# for the methods that torch writes in Python.
+METHODS = _methods()
+# What torch's functions take as numpy's do.
+_NUMPY = {"axis": "dim", "keepdims": "keepdim"}
+
+
+class DispatchMethods(TensorCollection):
+    """The hook that torch calls when a function of its own is given a tree."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        handler = FUNCTIONS.get(func)
+        # No key of the table: dynamo has an object of its own for it.
+        if handler is None and func is tag_activation_checkpoint:
+            handler = _checkpoint
+        if handler is None:
+            name = getattr(func, "__name__", "")
+            if name and getattr(torch.Tensor, name, None) is func:
+                handler = METHODS.get(name)
+                # Python then asks the tree.
+                if handler is None:
+                    return NotImplemented
+        if handler is None:
+            many = bool(args) and isinstance(args[0], (list, tuple))
+            leaves = f"a.apply(lambda x, y: {_title(func)}((x, y), ...), b)" if many else ""
+            raise UnsupportedError(
+                f"{_title(func)} is not defined on trees.",
+                hint=f"{leaves or f'td.apply(lambda x: {_title(func)}(x, ...))'} calls it on every leaf.",
+            )
+        if kwargs and kwargs.get("out") is not None:
+            raise ImmutableError(
+                f"{_title(func)}: out= would write to a tree.",
+                hint="use what the function returns; td.update_(result) copies values into existing storage.",
+            )
+        # Dynamo knows no `isdisjoint`.
+        if kwargs and any([name in _NUMPY for name in kwargs]):
+            kwargs = {_NUMPY.get(name, name): value for name, value in kwargs.items()}
+        try:
+            return handler(*args, **(kwargs or {}))
+        except TypeError as err:
+            _explain_call(func, handler, err)
+            raise
+
+
+def _title(func: Any) -> str:
+    name = getattr(func, "__name__", repr(func))
+    if name.startswith("special_"):
+        return f"torch.special.{name.removeprefix('special_')}"
+    return f"{'torch.nn.functional' if getattr(func, '__module__', '') == 'torch.nn.functional' else 'torch'}.{name}"
+
+
+def _explain_call(func: Any, handler: Handler, err: TypeError) -> None:
+    """Raise with the arguments that a function takes of a tree, if those that were given are why it was not entered."""
+    entered = err.__traceback__ is not None and err.__traceback__.tb_next is not None
+    if not entered:
+        # Python names the function of ours first: `f() got an unexpected keyword argument`.
+        raise error(
+            TypeError,
+            f"{_title(func)}: on trees it takes other arguments.",
+            expected=str(inspect.signature(handler)),
+            got=str(err).partition("() ")[2] or str(err),
+        ) from err
