@@ -2,15 +2,19 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from tdfunc.cli.numbers import Stats, has_values
 from tdfunc.cli.output import Table, print_json, print_table, print_tree, progress, safe, short, shown
 from tdfunc.cli.sources import Source, Stored, choose, make_filter, open_source, plain, plain_values, stored_leaves
+from tdfunc.core.errors import CorruptCheckpointError
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
 from tdfunc.core.types import Path
 from tdfunc.ops.display.text import bytes_text, count_text, kind_text
+from tdfunc.storage.disk.remote import local_path
+from tdfunc.storage.manager.steps import read_about, step_name
 
 _STATS = ("min", "max", "mean", "std", "nan", "inf", "zero")
 Values = dict[Path, NonTensorBase]
@@ -57,6 +61,15 @@ def _print_title(source: Source) -> None:
     print(", ".join(parts))
     for key, value in source.metadata.items():
         print(f"{safe(key)}: {_value_text(value)}")
+    if len(source.steps) > 1:
+        found: dict[int, dict[str, Any]] = {}
+        for step in source.steps:
+            # A run that goes on may have removed it by now.
+            with suppress(CorruptCheckpointError, FileNotFoundError):
+                found[step] = read_about(os.path.join(local_path(source.path), step_name(step)), step).metadata
+        keys = list(dict.fromkeys(key for metadata in found.values() for key in metadata))
+        rows = [(str(step), *(_value_text(found[step].get(key, "")) for key in keys)) for step in found]
+        print_table(Table(("step", *map(safe, keys)), rows))
 
 
 def _print_totals(leaves: Sequence[Stored], values: Values) -> None:

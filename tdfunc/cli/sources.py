@@ -84,10 +84,10 @@ class MemmapLeaf(NamedTuple):
         if not file.size_bytes:
             return
         try:
-            opened = open_inside(self.root, file.name, what)
+            leaf_file = open_inside(self.root, file.name, what)
         except FileNotFoundError as err:
             raise CorruptCheckpointError(f"{what}: its file is missing.", expected=file.name) from err
-        with opened as fd:
+        with leaf_file as fd:
             found = os.fstat(fd).st_size
             if found < file.size_bytes or (file.exact and found > file.size_bytes):
                 raise CorruptCheckpointError(
@@ -129,17 +129,9 @@ class Source:
     # What has to be closed.
     resources: ExitStack = field(default_factory=ExitStack)
 
-    def reader(self, leaf: Tensor) -> Reader:
-        """Return where the values of a leaf of the tree are."""
-        return self.readers[id(leaf)]
-
     def pieces(self, leaf: Tensor, tick: Tick | None = None) -> Iterator[Tensor]:
-        """Yield the values of a leaf in row-major order, in pieces of one dimension.
-
-        Raises:
-            CorruptCheckpointError: They are not what was saved, which shows at their end.
-        """
-        for part in self.reader(leaf).read(COUNT):
+        """Yield the values of a leaf in row-major order, in flat pieces; damage may be found only at their end."""
+        for part in self.readers[id(leaf)].read(COUNT):
             yield part
             if tick is not None:
                 tick(part.numel() * part.element_size())
@@ -152,13 +144,7 @@ class Source:
 
 
 def open_source(path: str) -> Source:
-    """Open a checkpoint of any format by what it is, whatever its name; of a folder of steps the latest.
-
-    Raises:
-        FileNotFoundError: There is nothing, or nothing that is a checkpoint.
-        CorruptCheckpointError: It is damaged.
-        UnsupportedError: It holds what the format of the tree, or tdfunc, cannot express.
-    """
+    """Open a checkpoint of any format by what it is, whatever its name; of a folder of steps the latest."""
     name = local_path(path)
     if is_remote(name):
         source = _open_safetensors(name, RemoteFiles(name, fetch=False))
@@ -361,11 +347,7 @@ def make_filter(include: Sequence[str], exclude: Sequence[str]) -> "FilterLike |
 
 
 def choose(found: Sequence[Stored], where: "FilterLike | None") -> list[Stored]:
-    """Return the leaves that a filter chooses.
-
-    Raises:
-        FilterError: A pattern matches no leaf.
-    """
+    """Return the leaves that a filter chooses; each pattern must match one."""
     if where is None:
         return list(found)
     mask = Filter(where).mask([Entry(one.paths, one.leaf, one.kind) for one in found])

@@ -1,7 +1,6 @@
 """convert, extract, cast and average write what the library would, leaf by leaf."""
 
 import json
-import zipfile
 
 import pytest
 import safetensors.torch
@@ -67,19 +66,6 @@ def test_convert_every_dtype(dtype, tmp_path):
     assert same_bytes(load(tmp_path / "c.safetensors")["x"], leaf)
 
 
-def test_file_of_torch_save_is_a_sound_archive(tmp_path):
-    """Programs that compare the checksums of zip archives would refuse the file, or ties would take twice the space."""
-    tree = make_tree()
-    path = write_as("safetensors", tree, tmp_path)
-
-    run("convert", path, tmp_path / "t.pt")
-
-    with zipfile.ZipFile(tmp_path / "t.pt") as archive:
-        assert archive.testzip() is None
-    state = torch.load(tmp_path / "t.pt", weights_only=True, mmap=True)
-    assert state["emb.weight"].data_ptr() == state["out.weight"].data_ptr()
-
-
 def test_state_dict_says_what_it_leaves_out(tmp_path):
     """Non-tensor data and buffers that are not persistent would vanish without a word."""
     tree = TensorDict({"w": torch.ones(2), "b": torch.ones(1), "note": "text", "t": NonTensorData(torch.ones(1))})
@@ -127,15 +113,6 @@ def test_shapes_of_torch_files(legacy, tmp_path):
     assert (tree["tuple"], tree["a"]) == ([1, 2], 5)
     assert torch.equal(tree["a.b"], base)
     assert torch.equal(load(tmp_path / "one.safetensors")["value"], base)
-
-
-def test_max_shard_size(tmp_path):
-    """The size of shards would be ignored."""
-    save(TensorDict({str(i): torch.ones(100) for i in range(6)}), tmp_path / "t.safetensors")
-
-    assert run("convert", tmp_path / "t.safetensors", tmp_path / "out", "--max-shard-size", "800B").code == 0
-
-    assert len(list((tmp_path / "out").glob("model-*-of-00003.safetensors"))) == 3
 
 
 def test_classes_that_are_not_here_keep_their_names(tmp_path):
