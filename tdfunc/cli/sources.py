@@ -23,7 +23,7 @@ from tdfunc.storage.manager.manager import ABOUT_FILE, read_about
 from tdfunc.storage.manager.steps import StepRemovedError, StepReplacedError, list_steps, reading, step_name
 from tdfunc.storage.memmap.layout import META
 from tdfunc.storage.memmap.read import FolderReader, naming, opened
-from tdfunc.storage.safetensors.files import is_memmap, open_contents
+from tdfunc.storage.safetensors.contents import is_memmap, open_contents
 from tdfunc.storage.safetensors.index import INDEX, SINGLE
 from tdfunc.storage.safetensors.select import Choice, outline_tree
 

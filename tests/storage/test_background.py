@@ -103,7 +103,7 @@ def test_shards(tmp_path):
 def test_a_leaf_of_a_shard_that_changes(tmp_path, monkeypatch):
     """One of several shards would hold later values than the others."""
     tree = TensorDict({str(i): torch.randn(1000) for i in range(10)})
-    saver, real = AsyncSaver(), background.save_sharded
+    saver, real = AsyncSaver(), background.save_outline
     saver.save(tree, tmp_path / "model", max_shard_size=8000).result()
 
     def change(*args, **kwargs):
@@ -111,7 +111,7 @@ def test_a_leaf_of_a_shard_that_changes(tmp_path, monkeypatch):
         real(*args, **kwargs)
 
     before = tree.clone()
-    monkeypatch.setattr(background, "save_sharded", change)
+    monkeypatch.setattr(background, "save_outline", change)
     with pytest.raises(ConcurrencyError, match=r'model: leaf "7" changed'):
         saver.save(tree, tmp_path / "model", max_shard_size=8000).result()
 
