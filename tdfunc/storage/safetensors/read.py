@@ -239,50 +239,35 @@ def plan_rows(index: Any, size: torch.Size) -> tuple[list[tuple[int, int]], Any]
     if isinstance(index, tuple) and not index:
         return None
     length = size[0]
-    if isinstance(first, (int, np.integer)):
-        row = int(first)
-        if not -length <= row < length:
-            # As torch says it.
-            raise IndexError(f"index {row} is out of bounds for dimension 0 with size {length}")
-        return [(row % length, 1)], (0, *rest)
     if isinstance(first, slice):
         rows = range(*first.indices(length))
         if rows.step < 0:
             raise ValueError("step must be greater than zero")
-        return _runs(rows), (slice(None), *rest)
+        if rows.step == 1:
+            return ([(rows.start, len(rows))] if rows else []), (slice(None), *rest)
+        return [(row, 1) for row in rows], (slice(None), *rest)
     try:
         picked = torch.as_tensor(first, device="cpu")
     except (RuntimeError, TypeError, ValueError):
-        # torch says of the whole leaf what is wrong.
+        # torch tells of the whole leaf what is wrong.
         return None
-    if is_wrapped(picked):
-        # Inside of vmap an index has no values of its own; torch takes the rows out of the whole leaf.
+    # Inside of vmap an index has no values of its own; torch takes the rows out of the whole leaf.
+    if is_wrapped(picked) or (picked.dtype is torch.bool and picked.shape != (length,)):
         return None
     if picked.dtype is torch.bool:
-        if picked.dim() != 1 or picked.shape[0] != length:
-            return None
         picked = picked.nonzero()[:, 0]
+    # torch takes uint8 for a mask, and refuses floats.
     if picked.dtype is torch.uint8 or picked.is_floating_point() or picked.is_complex():
-        # torch takes uint8 for a mask, and refuses the others.
         return None
-    flat = picked.reshape(-1).tolist()
-    for row in flat:
-        if not -length <= row < length:
-            raise IndexError(f"index {row} is out of bounds for dimension 0 with size {length}")
-    rows = sorted({row % length for row in flat})
-    places = {row: i for i, row in enumerate(rows)}
-    where = torch.tensor([places[row % length] for row in flat], dtype=torch.int64, device="cpu").reshape(picked.shape)
-    return _runs(rows), (where, *rest)
-
-
-def _runs(rows: Any) -> list[tuple[int, int]]:
-    """Join neighbouring rows, which ascend."""
-    if isinstance(rows, range) and rows.step == 1:
-        return [(rows.start, len(rows))] if rows else []
+    picked = picked.to(torch.int64)
+    wrong = picked[(picked < -length) | (picked >= length)]
+    if wrong.numel():
+        raise IndexError(f"index {int(wrong[0])} is out of bounds for dimension 0 with size {length}")
+    rows, where = torch.unique(picked % max(length, 1), return_inverse=True)
     runs: list[tuple[int, int]] = []
-    for row in rows:
+    for row in rows.tolist():
         if runs and sum(runs[-1]) == row:
             runs[-1] = (runs[-1][0], runs[-1][1] + 1)
         else:
             runs.append((row, 1))
-    return runs
+    return runs, (int(where) if isinstance(first, (int, np.integer)) else where, *rest)
