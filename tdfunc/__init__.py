@@ -62,8 +62,8 @@ from tdfunc.storage.manager.background import PendingSave as PendingSave
 from tdfunc.storage.manager.manager import CheckpointManager as CheckpointManager
 from tdfunc.storage.rng import get_rng_state as get_rng_state
 from tdfunc.storage.rng import set_rng_state as set_rng_state
-from tdfunc.storage.safetensors.open import LazyTree as LazyTree
-from tdfunc.storage.safetensors.open import open as open
+from tdfunc.storage.safetensors.saved import SavedTree as SavedTree
+from tdfunc.storage.safetensors.saved import open as open
 
 __version__ = "0.1.0"
 

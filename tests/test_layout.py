@@ -34,7 +34,7 @@ PLACES = {
     for line, names in enumerate(lines)
     for place, name in enumerate(names.split())
 }
-ALWAYS_INSTALLED = {"torch", "numpy", "optree", "safetensors", "xxhash"}
+ALWAYS_INSTALLED = {"torch", "numpy", "optree", "xxhash"}
 MAX_FILE_LINES, MAX_PUBLIC_METHODS, MAX_BODY_LINES = 800, 20, 60
 
 

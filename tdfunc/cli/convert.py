@@ -22,7 +22,7 @@ from tdfunc.storage.manager.steps import ABOUT_FILE, list_steps
 from tdfunc.storage.memmap.folder_owned import check_target as check_memmap
 from tdfunc.storage.memmap.layout import META
 from tdfunc.storage.safetensors.index import INDEX, SINGLE
-from tdfunc.storage.safetensors.shards import as_bytes
+from tdfunc.storage.safetensors.plan import as_bytes
 from tdfunc.storage.safetensors.stream import memmap_stream, save_stream
 from tdfunc.storage.tree.specs import DTYPES
 

@@ -86,14 +86,14 @@ def test_large_and_strided_leaves_and_modules(tmp_path):
 def test_shards_are_of_one_moment(tmp_path, monkeypatch):
     """A tree is saved in shards as it was; if a leaf changes meanwhile, the old shards stay."""
     tree = TensorDict({str(i): torch.randn(1000) for i in range(10)})
-    saver, real, before = AsyncSaver(), background.save_sharded, tree.clone()
+    saver, real, before = AsyncSaver(), background.save_outline, tree.clone()
     saver.save(tree, tmp_path / "model", max_shard_size=8000).result()
 
     def change(*args, **kwargs):
         tree["7"][500] = 3
         real(*args, **kwargs)
 
-    monkeypatch.setattr(background, "save_sharded", change)
+    monkeypatch.setattr(background, "save_outline", change)
     with pytest.raises(ConcurrencyError, match=r'model: leaf "7" changed'):
         saver.save(tree, tmp_path / "model", max_shard_size=8000).result()
 

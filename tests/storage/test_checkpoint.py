@@ -18,7 +18,8 @@ from tdfunc import Kind, NonTensorData, NonTensorStack, TensorDict
 from tdfunc.core.collection import Static, TensorCollection
 from tdfunc.core.errors import UnsupportedError
 from tdfunc.storage.api import load, save
-from tdfunc.storage.safetensors import header, write
+from tdfunc.storage.safetensors import header
+from tdfunc.storage.safetensors import plan as plans
 from tdfunc.storage.tree import encode
 from tests.helpers import TiedLM, TinyMLP
 from tests.storage.trees import DTYPES, assert_same, of_dtype, same_bytes, tied_trees, trees
@@ -394,7 +395,7 @@ def test_the_length_of_the_header_is_known_before(tmp_path):
         path = tmp_path / "t.safetensors"
         save(tree, path)
         length = int.from_bytes(path.read_bytes()[:8], "little")
-        plan = write.plan_file(encode.outline(tree))
+        plan = plans.plan_save(encode.outline(tree)).files[0]
 
         assert 8 + length == len(plan.head)
         assert (8 + length) % 64 == 0
@@ -403,7 +404,7 @@ def test_the_length_of_the_header_is_known_before(tmp_path):
 
 def test_other_headers_are_the_limit_of_safetensors(tmp_path, monkeypatch):
     """A file would be written that no reader of the format opens."""
-    monkeypatch.setattr(write, "MAX_HEADER_BYTES", 500)
+    monkeypatch.setattr(plans, "MAX_HEADER_BYTES", 500)
 
     with pytest.raises(UnsupportedError, match=r"at most 500 bytes[\s\S]*\d{3} bytes"):
         save(TensorDict({str(i): torch.ones(1) for i in range(20)}), tmp_path / "t.safetensors")

@@ -13,7 +13,7 @@ from tdfunc import open as open_file
 from tdfunc.storage.disk.remote import LocalFiles
 from tdfunc.storage.manager import manager as storage_manager
 from tdfunc.storage.manager import steps
-from tdfunc.storage.safetensors import files
+from tdfunc.storage.safetensors import contents
 from tests.storage.trees import assert_same, entry, forge, same_bytes
 
 WHOLE = entry("w", "I64", [1], 0, 8)
@@ -97,14 +97,14 @@ def test_one_file_takes_the_place_of_shards_while_a_load_begins(tmp_path, monkey
     """A load that found an index, which is gone when it is opened, would raise though there is a checkpoint."""
     tree = TensorDict({"w": torch.arange(6.0)})
     save(tree, tmp_path, max_shard_size=100)
-    original = files.read_index
+    original = contents.read_index
 
     def late(path, where, **options):
-        monkeypatch.setattr(files, "read_index", original)
+        monkeypatch.setattr(contents, "read_index", original)
         save(tree, tmp_path / "model.safetensors")
         return original(path, where, **options)
 
-    monkeypatch.setattr(files, "read_index", late)
+    monkeypatch.setattr(contents, "read_index", late)
 
     assert_same(load(tmp_path), tree)
 
@@ -134,7 +134,7 @@ def test_a_checkpoint_that_is_always_just_gone(tmp_path, monkeypatch):
         looks.append(path)
         raise FileNotFoundError(path)
 
-    monkeypatch.setattr(files, "read_index", gone)
+    monkeypatch.setattr(contents, "read_index", gone)
 
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors\.index\.json"):
         load(tmp_path)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import tdfunc
 from tdfunc import CorruptCheckpointError, TensorDict, UnsupportedError
 from tdfunc.storage.api import load, save
-from tdfunc.storage.safetensors import files, shards
+from tdfunc.storage.safetensors import contents, write
 from tests.storage.trees import assert_same, tied_trees, trees
 
 INDEX = "model.safetensors.index.json"
@@ -171,14 +171,14 @@ def test_a_failed_save_changes_nothing(tmp_path, monkeypatch):
     """An error between the shards and the index would leave shards behind, or lose the old checkpoint."""
     save(tree_of(1), tmp_path / "m", max_shard_size=10_000)
     before = sorted(os.listdir(tmp_path / "m"))
-    plain = shards.replace_file
+    plain = write.replace_file
 
     def failing(path, write, **options):
         if path.endswith(INDEX):
             raise OSError("disk full")
         plain(path, write, **options)
 
-    monkeypatch.setattr(shards, "replace_file", failing)
+    monkeypatch.setattr("tdfunc.storage.safetensors.write.replace_file", failing)
     with pytest.raises(OSError, match="disk full"):
         save(tree_of(2), tmp_path / "m", max_shard_size=10_000)
 
@@ -188,14 +188,14 @@ def test_a_failed_save_changes_nothing(tmp_path, monkeypatch):
 
 def test_an_error_after_the_commit_keeps_the_new_one(tmp_path, monkeypatch):
     """Shards that the index names already would be deleted because waiting for the disk failed."""
-    plain = shards.replace_file
+    plain = write.replace_file
 
     def failing(path, write, **options):
         plain(path, write, **options)
         if path.endswith(INDEX):
             raise OSError("fsync failed")
 
-    monkeypatch.setattr(shards, "replace_file", failing)
+    monkeypatch.setattr("tdfunc.storage.safetensors.write.replace_file", failing)
     with pytest.raises(OSError, match="fsync failed"):
         save(tree_of(2), tmp_path / "m", max_shard_size=10_000)
 
@@ -324,19 +324,19 @@ def test_one_shard_alone(folder):
 
 def test_a_reader_between_index_and_shards(folder, monkeypatch):
     """A save that ends between a reader's look at the index and at the shards would look like a missing shard."""
-    plain = files.read_index
+    plain = contents.read_index
     saves = [2, 3]
 
     def slow(path, where, **options):
         result = plain(path, where, **options)
         if saves and options["verify"]:
             value = saves.pop(0)
-            monkeypatch.setattr(files, "read_index", plain)
+            monkeypatch.setattr(contents, "read_index", plain)
             save(tree_of(value), folder, max_shard_size=10_000, fsync=False)
-            monkeypatch.setattr(files, "read_index", slow)
+            monkeypatch.setattr(contents, "read_index", slow)
         return result
 
-    monkeypatch.setattr(files, "read_index", slow)
+    monkeypatch.setattr(contents, "read_index", slow)
 
     assert_same(load(folder), tree_of(3))
 

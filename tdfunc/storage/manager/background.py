@@ -27,9 +27,8 @@ from tdfunc.core.errors import ConcurrencyError, error, explain
 from tdfunc.core.memory import mapped_file
 from tdfunc.core.nontensor import NonTensorData
 from tdfunc.core.types import Kind
-from tdfunc.storage.api import check_folder, check_target, outline_of, save_outline, save_sharded
+from tdfunc.storage.api import check_target, outline_of, save_outline
 from tdfunc.storage.disk.remote import anchored, is_remote
-from tdfunc.storage.safetensors.shards import as_bytes
 from tdfunc.storage.safetensors.write import pieces
 from tdfunc.storage.tree.encode import Outline
 
@@ -391,8 +390,8 @@ class AsyncSaver(WaitMethods):
             TimeoutError: There was no place in time. Nothing was submitted.
             Exception: An earlier save failed and nobody was told; this is its error. Nothing was submitted.
         """
-        max_bytes = as_bytes(max_shard_size) if max_shard_size is not None else None
-        target = anchored(check_target(path) if max_bytes is None else check_folder(path))
+        target, max_bytes = check_target(path, max_shard_size)
+        target = anchored(target)
         # A path would make one slash of the two of a URL.
         name: SavedPath = target if is_remote(target) else pathlib.Path(target)
 
@@ -408,10 +407,7 @@ class AsyncSaver(WaitMethods):
 def _save_snapshot(snapshot: Snapshot, name: SavedPath, target: str, max_bytes: int | None, fsync: bool) -> SavedPath:
     outline, digests = snapshot
     try:
-        if max_bytes is None:
-            save_outline(outline, target, fsync=fsync, digests=digests)
-        else:
-            save_sharded(outline, target, max_bytes, fsync=fsync, digests=digests)
+        save_outline(outline, target, max_bytes, fsync=fsync, digests=digests)
     except ConcurrencyError as err:
         raise ConcurrencyError(f"save {target}: {err}") from err
     return name

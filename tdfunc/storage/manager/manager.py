@@ -31,7 +31,7 @@ from tdfunc.storage.manager.steps import (
     step_name,
     write_step,
 )
-from tdfunc.storage.safetensors.shards import as_bytes
+from tdfunc.storage.safetensors.plan import as_bytes
 from tdfunc.storage.tree.build import Classes
 
 T = TypeVar("T")

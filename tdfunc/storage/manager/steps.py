@@ -15,8 +15,8 @@ from tdfunc.storage.disk import commit
 from tdfunc.storage.disk.raw import write_all
 from tdfunc.storage.manager.background import Snapshot
 from tdfunc.storage.safetensors.index import INDEX, SINGLE
-from tdfunc.storage.safetensors.shards import ShardPlan, write_plan, write_shards
-from tdfunc.storage.safetensors.write import plan_file
+from tdfunc.storage.safetensors.plan import plan_save
+from tdfunc.storage.safetensors.write import write_into
 from tdfunc.storage.tree.specs import no_constant, unique
 
 _NAME = re.compile(r"step-([0-9]{10,200})")
@@ -109,11 +109,8 @@ def write_step(
 def _write_tree(snapshot: Snapshot, folder: str, max_bytes: int | None, *, fsync: bool) -> str:
     """Write the tree into a new folder as Hugging Face does, so that its libraries read a step too."""
     outline, digests = snapshot
-    if max_bytes is not None:
-        write_shards(ShardPlan(outline, max_bytes, digests), folder, fsync=fsync)
-        return INDEX
-    write_plan(plan_file(outline, digests), os.path.join(folder, SINGLE), fsync=fsync)
-    return SINGLE
+    write_into(plan_save(outline, max_bytes, digests), folder, fsync=fsync)
+    return SINGLE if max_bytes is None else INDEX
 
 
 def exists_error(folder: str, step: int) -> FileExistsError:

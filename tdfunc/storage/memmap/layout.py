@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.types import Path, Ties
-from tdfunc.storage.safetensors.write import address_of
+from tdfunc.storage.safetensors.plan import address_of
 from tdfunc.storage.tree.build import ties_of
 from tdfunc.storage.tree.decode import Description, kinds_in
 from tdfunc.storage.tree.encode import IS_VALUE, outline

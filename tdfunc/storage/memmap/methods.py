@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tdfunc.core.collection import TensorCollection
@@ -62,18 +63,16 @@ class MemmapMethods(TensorCollection):
             tensor([1., 1., 1.])
             tensor([1., 1., 1.])
         """
-        return write.memmap(
-            self, prefix, copy_existing, num_threads=num_threads, return_early=return_early,
-            share_non_tensor=share_non_tensor, existsok=existsok, sync=sync,
-        )  # fmt: skip
+        task = partial(write.write_folder, "memmap", self, prefix, copy_existing, num_threads, existsok, sync)
+        return write.start(task, "memmap", num_threads, return_early, share_non_tensor)
 
     def save(self, prefix: "PathLike", copy_existing: bool = False, **options: Any) -> Any:
         """Write the tree to a memmap folder, as `memmap`; `tdfunc.save` writes one safetensors file."""
-        return write.memmap(self, prefix, copy_existing, **options)
+        return self.memmap(prefix, copy_existing, **options)
 
     def dumps(self, prefix: "PathLike", copy_existing: bool = False, **options: Any) -> Any:
         """Write the tree to a memmap folder, as `memmap`."""
-        return write.memmap(self, prefix, copy_existing, **options)
+        return self.memmap(prefix, copy_existing, **options)
 
     def memmap_like(
         self, prefix: "PathLike | None" = None, copy_existing: bool = False, *, existsok: bool = True,
@@ -108,10 +107,9 @@ class MemmapMethods(TensorCollection):
             ...     data["image"].shape, TensorDict.load_memmap(folder)[7]["label"]
             (torch.Size([1000, 3, 4]), tensor(3))
         """
-        return write.memmap_like(
-            self, prefix, copy_existing, existsok=existsok, num_threads=num_threads, return_early=return_early,
-            share_non_tensor=share_non_tensor, sparse_ok=sparse_ok,
-        )  # fmt: skip
+        del copy_existing
+        task = partial(write.make_room, self, prefix, num_threads, existsok, sparse_ok)
+        return write.start(task, "memmap_like", num_threads, return_early, share_non_tensor)
 
     def memmap_(
         self, prefix: "PathLike | None" = None, copy_existing: bool = False, *, num_threads: int = 0,
@@ -135,10 +133,8 @@ class MemmapMethods(TensorCollection):
             UnsupportedError: A leaf is not in the memory of the CPU, or cannot be stored unchanged.
             FileExistsError: As for `memmap`.
         """
-        return write.memmap_(
-            self, prefix, copy_existing, num_threads=num_threads, return_early=return_early,
-            share_non_tensor=share_non_tensor, existsok=existsok,
-        )  # fmt: skip
+        task = partial(write.move_onto_files, self, prefix, copy_existing, num_threads, existsok)
+        return write.start(task, "memmap_", num_threads, return_early, share_non_tensor)
 
     def memmap_refresh_(self) -> Any:
         """Map every leaf again from the name of its file, where another process may have written a new folder.

@@ -558,12 +558,15 @@ class FolderReader:
             refs = [(numbers[path[:-1]], path[-1]) for path in group]
             items: list[list[Any]] = [self._nodes[node].fields["items"] for node, _ in refs]
             places: list[int] = [self._nodes[node].fields["keys"].index(key) for node, key in refs]
-            found = [own[at] if type(own[at]) is list else [own[at], ""] for own, at in zip(items, places, strict=True)]
-            first, *others = [specs[item[0]] for item in found]
-            if any(other != first for other in others):
-                raise malformed(f"leaves of one dtype and shape tied to {dotted(group[0])!r}", "others")
-            for own, at, item in list(zip(items, places, found, strict=True))[1:]:
-                own[at] = {"tie": number, "flags": kinds_in(item[1])}
+            first: Spec | None = None
+            for own, at in zip(items, places, strict=True):
+                item: list[Any] = own[at] if type(own[at]) is list else [own[at], ""]
+                spec: Spec = specs[int(item[0])]
+                if first is not None and spec != first:
+                    raise malformed(f"leaves of one dtype and shape tied to {dotted(group[0])!r}", "others")
+                if first is not None:
+                    own[at] = {"tie": number, "flags": kinds_in(item[1])}
+                first = spec
             groups.append(refs)
         return groups
 

@@ -31,39 +31,6 @@ from tdfunc.storage.memmap.read import FolderReader, LeafFile, map_each, map_lea
 from tdfunc.storage.safetensors.write import pieces
 
 
-def memmap(
-    td: TensorCollection,
-    prefix: "str | os.PathLike[str] | None" = None,
-    copy_existing: bool = False,
-    *,
-    num_threads: int = 0,
-    return_early: bool = False,
-    share_non_tensor: bool = False,
-    existsok: bool = True,
-    sync: bool = False,
-) -> Any:
-    """Write every leaf to a file of its own in a folder, and return the tree on these files."""
-    task = partial(write_folder, "memmap", td, prefix, copy_existing, num_threads, existsok, sync)
-    return start(task, "memmap", num_threads, return_early, share_non_tensor)
-
-
-def memmap_like(
-    td: TensorCollection,
-    prefix: "str | os.PathLike[str] | None" = None,
-    copy_existing: bool = False,
-    *,
-    existsok: bool = True,
-    num_threads: int = 0,
-    return_early: bool = False,
-    share_non_tensor: bool = False,
-    sparse_ok: bool = False,
-) -> Any:
-    """Make files of zeros for every leaf, which take no space until they are written to."""
-    del copy_existing
-    task = partial(_make_room, td, prefix, num_threads, existsok, sparse_ok)
-    return start(task, "memmap_like", num_threads, return_early, share_non_tensor)
-
-
 def start(task: Callable[[], Any], call: str, num_threads: int, early: bool, share_non_tensor: bool) -> Any:
     """Run a write, or (as tensordict: only with threads) start it and return a future."""
     if share_non_tensor:
@@ -116,9 +83,10 @@ def _with_one_file(plan: FolderPlan) -> FolderPlan:
     return plan._replace(files=list(first.values()), same=same)
 
 
-def _make_room(
+def make_room(
     td: TensorCollection, prefix: "str | os.PathLike[str] | None", threads: int, existsok: bool, sparse_ok: bool
 ) -> Any:
+    """Make files of zeros for every leaf, which take no space until they are written to."""
     call = "memmap_like"
     target = check_prefix(td, prefix, call)
     plan = plan_folder(td, call, values=False)
@@ -288,43 +256,22 @@ def is_memmap(tree: TensorCollection) -> bool:
 # -- writes that end in `_` ---
 
 
-def memmap_(
-    td: TensorCollection,
-    prefix: "str | os.PathLike[str] | None",
-    copy_existing: bool,
-    *,
-    num_threads: int,
-    return_early: bool,
-    share_non_tensor: bool,
-    existsok: bool,
-) -> Any:
-    """Write a folder and move the storage of every leaf onto its file."""
-    for path, leaf in _tensors(td):
-        if not leaf.is_cpu:
-            raise UnsupportedError(
-                f"memmap_: leaf {dotted(path)!r} is not in the memory of the CPU.",
-                expected="cpu",
-                got=str(leaf.device),
-                hint='td.to("cpu").memmap_(prefix), or td.memmap(prefix), which returns a tree on the files.',
-            )
-        if leaf.is_inference() and not torch.is_inference_mode_enabled():
-            raise UnsupportedError(
-                f"memmap_: leaf {dotted(path)!r} was made in inference mode and cannot be changed outside of it.",
-                expected="a normal tensor",
-                got="an inference tensor",
-                hint="td.clone() is a tree of normal tensors.",
-            )
-    task = partial(_move_onto_files, td, prefix, copy_existing, num_threads, existsok)
-    return start(task, "memmap_", num_threads, return_early, share_non_tensor)
-
-
-def _move_onto_files(
+def move_onto_files(
     td: TensorCollection,
     prefix: "str | os.PathLike[str] | None",
     copy_existing: bool,
     threads: int,
     existsok: bool,
 ) -> Any:
+    """Write a folder and move the storage of every leaf onto its file."""
+    for path, leaf in _tensors(td):
+        if not leaf.is_cpu or (leaf.is_inference() and not torch.is_inference_mode_enabled()):
+            raise UnsupportedError(
+                f"memmap_: leaf {dotted(path)!r} cannot be moved onto a file.",
+                expected="a tensor in the memory of the CPU, not made in inference mode",
+                got=f"{leaf.device}{', an inference tensor' if leaf.is_inference() else ''}",
+                hint='td.to("cpu").memmap_(prefix), or td.memmap(prefix), which returns a tree on the files.',
+            )
     written = write_folder("memmap_", td, prefix, copy_existing, threads, existsok, sync=False, one_file=True)
     mapped = dict(_tensors(written))
     # A tensor under two keys has one file with two names.

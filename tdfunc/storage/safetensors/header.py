@@ -19,7 +19,7 @@ VERSION = "1"
 ALGORITHM = "xxh3-64"
 # safetensors refuses longer headers.
 MAX_HEADER_BYTES = 100_000_000
-_DIGITS = 16
+DIGITS = 16
 _ALIGN = 64
 _START = '{"__metadata__":{"tdfunc.header":"'
 _OURS = re.compile(re.escape(_START.encode()) + rb'([^":]{1,40}):([0-9a-f]+)"')
@@ -79,9 +79,9 @@ def render(tree: str | None, layout: Layout) -> bytearray:
 
     A shard has no tree; that is in the index.
     """
-    digests = "0" * (_DIGITS * len(layout.order))
+    digests = "0" * (DIGITS * len(layout.order))
     described = "" if tree is None else f',"tdfunc.tree":{quote(tree)}'
-    header = f'{_START}{ALGORITHM}:{"0" * _DIGITS}{_LEAVES}{digests}"{described}}}{layout.entries}}}'
+    header = f'{_START}{ALGORITHM}:{"0" * DIGITS}{_LEAVES}{digests}"{described}}}{layout.entries}}}'
     text = header.encode()
     text += b" " * (-(8 + len(text)) % _ALIGN)
     return bytearray(len(text).to_bytes(8, "little") + text)
@@ -89,10 +89,10 @@ def render(tree: str | None, layout: Layout) -> bytearray:
 
 def seal(head: bytearray, digests: Sequence[str]) -> str:
     """Enter the digests of the leaves (in file order) and then that of the header itself, which is returned."""
-    begin = _DIGEST_AT + _DIGITS + len(_LEAVES)
-    head[begin : begin + _DIGITS * len(digests)] = "".join(digests).encode()
+    begin = _DIGEST_AT + DIGITS + len(_LEAVES)
+    head[begin : begin + DIGITS * len(digests)] = "".join(digests).encode()
     own = digest(head)
-    head[_DIGEST_AT : _DIGEST_AT + _DIGITS] = own.encode()
+    head[_DIGEST_AT : _DIGEST_AT + DIGITS] = own.encode()
     return own
 
 
@@ -172,12 +172,12 @@ def check_digest(what: str, recorded: str, computed: str) -> None:
         )
 
 
-def digest(raw: bytes | bytearray) -> str:
-    """Return the digest of a header (length included) with its own field zeroed."""
+def digest(raw: bytes | bytearray, at: int = _DIGEST_AT) -> str:
+    """Return the digest of a header (length included), or of an index, with its own field zeroed."""
     view = memoryview(raw)
-    state = xxhash.xxh3_64(view[:_DIGEST_AT])
-    state.update(b"0" * _DIGITS)
-    state.update(view[_DIGEST_AT + _DIGITS :])
+    state = xxhash.xxh3_64(view[:at])
+    state.update(b"0" * DIGITS)
+    state.update(view[at + DIGITS :])
     return state.hexdigest()
 
 

@@ -14,7 +14,7 @@ import xxhash
 from torch import Tensor
 
 from tdfunc.core.errors import CorruptCheckpointError, MissingKeyError, TreeStructureError, UnsupportedError
-from tdfunc.storage.disk.raw import raw_view
+from tdfunc.storage.disk.raw import is_wrapped, raw_view
 from tdfunc.storage.disk.remote import Bytes, LocalBytes
 from tdfunc.storage.safetensors.header import MAX_HEADER_BYTES, Header, check_digest, check_size, parse
 from tdfunc.storage.tree.specs import Spec
@@ -226,3 +226,48 @@ def _view_bytes(data: Any, spec: Spec) -> Tensor:
         flat = flat.clone()
     # .data: the result is no view of the bytes, whose version and dtype would otherwise stay with it.
     return flat.view(spec.dtype).view(spec.size).data
+
+
+# -- rows -------------------------------------------------------------------------------------------------------
+
+
+def plan_rows(index: Any, size: torch.Size) -> tuple[list[tuple[int, int]], Any] | None:
+    """Return runs of rows (first, count), and the index that takes the result out of them; None for all rows."""
+    first, *rest = index if isinstance(index, tuple) and index else (index,)
+    if not size or first is None or first is Ellipsis or isinstance(first, (bool, np.bool_)):
+        return None
+    if isinstance(index, tuple) and not index:
+        return None
+    length = size[0]
+    if isinstance(first, slice):
+        rows = range(*first.indices(length))
+        if rows.step < 0:
+            raise ValueError("step must be greater than zero")
+        if rows.step == 1:
+            return ([(rows.start, len(rows))] if rows else []), (slice(None), *rest)
+        return [(row, 1) for row in rows], (slice(None), *rest)
+    try:
+        picked = torch.as_tensor(first, device="cpu")
+    except (RuntimeError, TypeError, ValueError):
+        # torch tells of the whole leaf what is wrong.
+        return None
+    # Inside of vmap an index has no values of its own; torch takes the rows out of the whole leaf.
+    if is_wrapped(picked) or (picked.dtype is torch.bool and picked.shape != (length,)):
+        return None
+    if picked.dtype is torch.bool:
+        picked = picked.nonzero()[:, 0]
+    # torch takes uint8 for a mask, and refuses floats.
+    if picked.dtype is torch.uint8 or picked.is_floating_point() or picked.is_complex():
+        return None
+    picked = picked.to(torch.int64)
+    wrong = picked[(picked < -length) | (picked >= length)]
+    if wrong.numel():
+        raise IndexError(f"index {int(wrong[0])} is out of bounds for dimension 0 with size {length}")
+    rows, where = torch.unique(picked % max(length, 1), return_inverse=True)
+    runs: list[tuple[int, int]] = []
+    for row in rows.tolist():
+        if runs and sum(runs[-1]) == row:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((row, 1))
+    return runs, (int(where) if isinstance(first, (int, np.integer)) else where, *rest)

@@ -125,30 +125,27 @@ def _build(contents: Contents, leaves: "Leaves", choice: Choice, root: int) -> T
 
 def read_leaves(contents: Contents, wanted: Sequence[int], choice: Choice, *, mapped: bool) -> "Leaves":
     """Return leaves by their number, checked, cast and on their devices."""
-    with contents.reading():
-        return _read_all(contents, wanted, choice, mapped=mapped)
-
-
-def _read_all(contents: Contents, wanted: Sequence[int], choice: Choice, *, mapped: bool) -> "Leaves":
     plan, device = contents.plan, choice.device
-    if is_fake(device):
-        leaves: Leaves = {
-            i: torch.empty(plan.specs[i].size, dtype=plan.specs[i].dtype, device=device or plan.place(i) or "cpu")
-            for i in wanted
-        }
-    else:
-        leaves = _read_files(contents, wanted, choice, mapped=mapped)
-    for i in wanted if choice.dtype is not None else ():
-        dtype = _dtype_of(plan, i, choice.dtype)
-        if dtype is not leaves[i].dtype:
-            leaves[i] = _cast(leaves[i], dtype, contents.names[i])
-    if not is_fake(device):
-        _move_all(leaves, wanted, plan, device)
-    if any(plan.flags):
-        for i in wanted:
+    with contents.reading():
+        if is_fake(device):
+            leaves: Leaves = {
+                i: torch.empty(plan.specs[i].size, dtype=plan.specs[i].dtype, device=device or plan.place(i) or "cpu")
+                for i in wanted
+            }
+        else:
+            leaves = _read_files(contents, wanted, choice, mapped=mapped)
+        for i in wanted if choice.dtype is not None else ():
+            dtype = _dtype_of(plan, i, choice.dtype)
+            if dtype is not leaves[i].dtype:
+                leaves[i] = _cast(leaves[i], dtype, contents.names[i])
+        for i in wanted if not is_fake(device) and (device is not None or any(plan.devices)) else ():
+            target = device or plan.place(i)
+            if target is not None and target.type != "cpu":
+                leaves[i] = move_leaf(leaves[i], target)
+        for i in wanted if any(plan.flags) else ():
             if plan.flags[i]:
                 leaves[i] = flag_leaf(leaves[i], plan.flags[i])
-    return leaves
+        return leaves
 
 
 def _read_files(contents: Contents, wanted: Sequence[int], choice: Choice, *, mapped: bool) -> "Leaves":
@@ -168,7 +165,7 @@ def _read_files(contents: Contents, wanted: Sequence[int], choice: Choice, *, ma
 def _read_file(
     contents: Contents, source: Source, mine: Sequence[int], choice: Choice, *, mapped: bool
 ) -> list[Tensor]:
-    plan, places = contents.plan, contents.places
+    plan, places, names = contents.plan, contents.places, contents.names
     specs, begins, digests = plan.specs, places.begins, places.digests
     tick = choice.tick
     # In the order of the file, which the disk reads ahead.
@@ -177,7 +174,7 @@ def _read_file(
     if not mapped:
         leaves: dict[int, Tensor] = {}
         for i in in_order:
-            leaves[i] = read_leaf(source, specs[i], begins[i], contents.names[i], digests[i])
+            leaves[i] = read_leaf(source, specs[i], begins[i], names[i], digests[i])
             if tick is not None:
                 tick(specs[i].size_bytes)
         return [leaves[i] for i in mine]
@@ -187,7 +184,7 @@ def _read_file(
         for i in in_order:
             begin, digest = begins[i], digests[i]
             if digest is not None:
-                check_bytes(contents.names[i], view[begin : begin + specs[i].size_bytes], digest)
+                check_bytes(names[i], view[begin : begin + specs[i].size_bytes], digest)
             if tick is not None:
                 tick(specs[i].size_bytes)
     if len(mine) == len(specs):
@@ -215,13 +212,3 @@ def _cast(leaf: Tensor, dtype: torch.dtype, name: str) -> Tensor:
             got=str(err)[:200],
             hint="load it without dtype=, or leave it out by keys=.",
         ) from err
-
-
-def _move_all(leaves: "Leaves", wanted: Sequence[int], plan: Description, device: torch.device | None) -> None:
-    """Put leaves on one device, or where each was."""
-    if device is None and not any(plan.devices):
-        return
-    for i in wanted:
-        target = device or plan.place(i)
-        if target is not None and target.type != "cpu":
-            leaves[i] = move_leaf(leaves[i], target)

@@ -15,14 +15,11 @@ from tdfunc.core.types import Device, NestedKey, Path
 from tdfunc.ops.reading import get_value, has
 from tdfunc.storage.api import as_name, progress_bar
 from tdfunc.storage.disk.raw import outside_transforms
-from tdfunc.storage.disk.remote import LocalFiles, RemoteFiles, is_remote
-from tdfunc.storage.safetensors.contents import Contents, Found
-from tdfunc.storage.safetensors.files import open_contents
-from tdfunc.storage.safetensors.read import LocalBytes, parsing, read_leaf
-from tdfunc.storage.safetensors.rows import read_index
-from tdfunc.storage.safetensors.select import Choice, flag_leaf, move_leaf, outline_tree, read_tree
-from tdfunc.storage.tree.build import Classes
-from tdfunc.storage.tree.decode import check_place
+from tdfunc.storage.disk.remote import LocalBytes, LocalFiles, RemoteFiles, is_remote
+from tdfunc.storage.safetensors.contents import Contents, Leaf, open_contents
+from tdfunc.storage.safetensors.read import parsing, plan_rows, read_leaf, read_rows
+from tdfunc.storage.safetensors.select import Choice, outline_tree, read_tree
+from tdfunc.storage.tree.build import Classes, flag_leaf, move_leaf
 from tdfunc.storage.tree.encode import IS_VALUE
 
 
@@ -32,7 +29,7 @@ def open(
     device: "Device | None" = None,
     classes: "Classes" = (),
     verify: bool = True,
-) -> "LazyTree":
+) -> "SavedTree":
     """Open a safetensors file or a folder of shards without reading its leaves.
 
     Args:
@@ -63,14 +60,14 @@ def open(
     name = as_name(path)
     files = RemoteFiles(name, fetch=False) if is_remote(name) else LocalFiles()
     place = torch.device(device) if device is not None else None
-    return LazyTree(open_contents(name, files, verify=verify), Choice(device=place, classes=classes))
+    return SavedTree(open_contents(name, files, verify=verify), Choice(device=place, classes=classes))
 
 
 @final
-class LazyTree:
+class SavedTree:
     """A tree (or a sub-tree) in an open checkpoint; `tdfunc.open` makes it.
 
-    It reads as a tree does: `f["head", "weight"]` is a leaf, `f["head"]` another lazy tree, `f["note"]` plain data.
+    It reads as a tree does: `f["head", "weight"]` is a leaf, `f["head"]` another such handle, `f["note"]` plain data.
     Each read of a leaf takes new memory. Several threads may read; `close` waits for them.
 
     Examples:
@@ -93,21 +90,23 @@ class LazyTree:
     # -- reading ----------------------------------------------------------------------------------------------
 
     def __getitem__(self, key: NestedKey) -> Any:
-        """Return a leaf (which is read now), a lazy sub-tree, or plain data.
+        """Return a leaf (which is read now), a handle of a sub-tree, or plain data.
 
         Raises:
             MissingKeyError: There is no such key.
             CorruptCheckpointError: The leaf is not what was saved.
         """
-        path = unravel(key)
-        found = self._find(path)
-        if found.name:
-            return self._leaf(found)
-        if "tree" not in found.item:
-            # Plain data: the outline holds it.
-            return get_value(self.spec(), path)
-        depth = found.depth - len(self._at)
-        node = LazyTree(self._contents, self._choice, (*self._at, *path[:depth]), found.item["tree"])
+        path = (*self._at, *unravel(key))
+        self._contents.check_open()
+        leaf = self._contents.leaf_at(path)
+        if leaf is not None:
+            return self._read(leaf)
+        with parsing(self._contents.path):
+            root, depth, found = self._contents.find(path)
+        if found is not None:
+            # Plain data: the spec holds it.
+            return get_value(self.spec(), path[len(self._at) :])
+        node = SavedTree(self._contents, self._choice, path[:depth], root)
         return node if depth == len(path) else get_value(node.load(), path[depth:])
 
     def slice(self, key: NestedKey, index: Any, *, verify: bool = False) -> Tensor:
@@ -126,22 +125,30 @@ class LazyTree:
             TypeError: There is a sub-tree or plain data at this path.
         """
         path = unravel(key)
-        found = self._find(path)
-        if not found.name or IS_VALUE in _flags(found):
+        contents = self._contents
+        contents.check_open()
+        leaf = contents.leaf_at((*self._at, *path))
+        if leaf is None or IS_VALUE in leaf.flags:
             raise error(
                 TypeError,
-                f"slice {dotted(path)!r}: this is no tensor.",
+                f"slice {dotted(path)!r}: there must be a leaf at this path.",
                 expected="the path of a leaf",
                 hint=f"f[{path!r}].",
             )
-        target = self._device(found)
+        target = self._choice.device or leaf.device
         if verify or is_fake(target):
-            return self._leaf(found).detach()[index]
-        contents = self._contents
+            return self._read(leaf).detach()[index]
+        with outside_transforms():
+            plan = plan_rows(index, leaf.spec.size)
+        # An index that does not fit is no damage of the file, so it is applied outside of `reading`.
         with contents.reading():
-            source, entry, _ = contents.locate(found.name, self._stated(found))
-        # Not inside of `reading`: an index that does not fit is no damage of the file.
-        rows = read_index(contents, source, entry, index)
+            runs, rest = plan or ([], index)
+            values = (
+                read_leaf(leaf.source, leaf.spec, leaf.begin, leaf.name, None)
+                if plan is None
+                else read_rows(leaf.source, leaf.spec, leaf.begin, runs)
+            )
+        rows = values[rest]
         if target is None or target.type == "cpu":
             return rows
         with outside_transforms():
@@ -193,19 +200,19 @@ class LazyTree:
         return len(self.keys())
 
     def __contains__(self, key: NestedKey) -> bool:
+        path = (*self._at, *unravel(key))
+        self._contents.check_open()
         try:
-            path = unravel(key)
-            self._contents.check_open()
-            found = self._find(path)
-            depth = found.depth - len(self._at)
-            inside = found.name or "tree" not in found.item or depth == len(path)
-            return bool(inside) or has(self.spec(), path)
+            with parsing(self._contents.path):
+                root, depth, _ = self._contents.find(path)
         except MissingKeyError:
             return False
+        inner = SavedTree(self._contents, self._choice, path[:depth], root)
+        return depth == len(path) or has(inner.spec(), path[depth:])
 
     @property
     def metadata(self) -> dict[str, str]:
-        """The strings that the file (or the index) says of itself, less those of tdfunc."""
+        """The strings in the header (or the index), except those of tdfunc."""
         return {key: text for key, text in self._contents.metadata.items() if not key.startswith("tdfunc")}
 
     @property
@@ -219,7 +226,7 @@ class LazyTree:
         """Close the files, for the sub-trees too."""
         self._contents.close()
 
-    def __enter__(self) -> "LazyTree":
+    def __enter__(self) -> "SavedTree":
         self._contents.check_open()
         return self
 
@@ -241,42 +248,18 @@ class LazyTree:
     def __repr__(self) -> str:
         where = f" at {dotted(self._at)!r}" if self._at else ""
         if self.closed:
-            return f"LazyTree({self._contents.path!r}{where}, closed)"
-        return f"LazyTree({self._contents.path!r}{where}, keys={self.keys()!r})"
+            return f"SavedTree({self._contents.path!r}{where}, closed)"
+        return f"SavedTree({self._contents.path!r}{where}, keys={self.keys()!r})"
 
-    # -- one path ---------------------------------------------------------------------------------------------
-
-    def _find(self, path: Path) -> Found:
-        self._contents.check_open()
-        return self._contents.find((*self._at, *path))
-
-    def _leaf(self, found: Found) -> Any:
-        contents = self._contents
-        target = self._device(found)
-        with contents.reading():
-            source, entry, digest = contents.locate(found.name, self._stated(found))
+    def _read(self, leaf: Leaf) -> Tensor:
+        """Read a leaf, and check it if the checkpoint is verified."""
+        target = self._choice.device or leaf.device
+        flags = "" if IS_VALUE in leaf.flags else leaf.flags
+        with self._contents.reading():
             if is_fake(target):
-                leaf = torch.empty(entry.spec.size, dtype=entry.spec.dtype, device=target or "cpu")
-                return leaf if IS_VALUE in _flags(found) else flag_leaf(leaf, _flags(found))
-            leaf = read_leaf(source, entry.spec, source.begin + entry.begin, found.name, digest)
+                empty = torch.empty(leaf.spec.size, dtype=leaf.spec.dtype, device=target or "cpu")
+                return flag_leaf(empty, flags)
+            values = read_leaf(leaf.source, leaf.spec, leaf.begin, leaf.name, leaf.digest)
             if target is not None and target.type != "cpu":
-                leaf = move_leaf(leaf, target)
-            flags = _flags(found)
-            return leaf if IS_VALUE in flags else flag_leaf(leaf, flags)
-
-    def _device(self, found: Found) -> torch.device | None:
-        if self._choice.device is not None:
-            return self._choice.device
-        with parsing(self._contents.path):
-            place = torch.device(found.device) if found.device is not None else None
-            check_place(place)
-            return place
-
-    def _stated(self, found: Found) -> Any:
-        with parsing(self._contents.path):
-            index = found.item if type(found.item) is int else found.item[0]
-            return self._contents.doc["specs"][index]
-
-
-def _flags(found: Found) -> str:
-    return found.item[1] if type(found.item) is list else ""
+                values = move_leaf(values, target)
+            return flag_leaf(values, flags)
