@@ -44,6 +44,8 @@ _LIVE_KINDS = (Kind.BUFFER, Kind.NON_PERSISTENT, Kind.EXTRA_STATE)
 _THREADS_FROM_BYTES = 16 << 20
 _SMALL_BYTES = 1 << 16
 _MAX_THREADS = 4
+# More than threads, so that one that has less to do takes another.
+_GROUPS = 16
 
 
 # -- snapshots --------------------------------------------------------------------------------------------------
@@ -109,9 +111,9 @@ def _digests(leaves: Sequence[Tensor]) -> list[str]:
         return [_digest(leaf) for leaf in leaves]
     digests = [""] * len(leaves)
     with ThreadPoolExecutor(threads) as pool:
-        groups = [leaves[i::threads] for i in range(threads)]
+        groups = [leaves[i::_GROUPS] for i in range(_GROUPS)]
         for i, found in enumerate(pool.map(lambda group: [_digest(leaf) for leaf in group], groups)):
-            digests[i::threads] = found
+            digests[i::_GROUPS] = found
     return digests
 
 
