@@ -45,8 +45,8 @@ from tdfunc.modules.extract import from_module as from_module
 from tdfunc.modules.extract import split as split
 from tdfunc.modules.functional import Apply as Apply
 from tdfunc.modules.functional import functional as functional
-from tdfunc.ops.collate import collate as collate
 from tdfunc.ops.compare import assert_close as assert_close
+from tdfunc.ops.interop import collate as collate
 from tdfunc.ops.join import cat as cat
 from tdfunc.ops.join import stack as stack
 from tdfunc.ops.rearrange import pad as pad

@@ -15,7 +15,7 @@ from torch import Tensor
 from tdfunc.core.collection import TensorCollection, iter_leaves
 from tdfunc.core.errors import LeafMismatchError, UnsupportedError, WorkerError, error
 from tdfunc.core.keys import dotted
-from tdfunc.core.memory import Places, extent_of
+from tdfunc.core.memory import Places, extent_of, find_overlaps
 from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.shapes import as_count, dim_index, dim_size
 from tdfunc.ops import join
@@ -131,20 +131,13 @@ def _check_out(tree: TensorCollection, out: TensorCollection, dim: int, size: in
             got=f"batch size {list(out._batch_size)} and keys {list(out._keys())}",
             hint="out=fn(td[:1]).new_zeros([len(td)]) has room for all keys of the result.",
         )
-    leaves = dict(iter_leaves(tree))
-    places = Places(leaves.values())
+    known = {path: leaf for path, leaf in iter_leaves(tree) if extent_of(leaf) is not None}
+    in_place = {path for path, target in targets if path in known and _is_same_view(known[path], target)}
+    apart = Places([leaf for path, leaf in known.items() if path not in in_place])
+    kept = [(path, target) for path, target in targets if path in in_place]
+    shared = {kept[i][0] for pair in find_overlaps([target for _, target in kept]) for i in pair}
     for path, target in targets:
-        extent, leaf = extent_of(target), leaves.get(path)
-        found = None if extent is None else places.find(extent)
-        if extent is None or found is None:
-            continue
-        is_same = leaf is not None and (leaf.shape, leaf.stride(), leaf.dtype, extent_of(leaf)) == (
-            target.shape,
-            target.stride(),
-            target.dtype,
-            extent,
-        )
-        if not is_same or found != extent[1:]:
+        if path in shared or (extent_of(target) is not None and apart.holds(target)):
             raise LeafMismatchError(
                 f"map: leaf {dotted(path)!r} of out shares memory with the tree: "
                 "rows would be read after they were overwritten.",
@@ -152,6 +145,10 @@ def _check_out(tree: TensorCollection, out: TensorCollection, dim: int, size: in
                 got="a part of the tree's memory",
                 hint="out=td.clone(), or tree.clone().map(...); without out= the results are a new tree.",
             )
+
+
+def _is_same_view(a: Any, b: Any) -> bool:
+    return (a.shape, a.stride(), a.dtype, extent_of(a)) == (b.shape, b.stride(), b.dtype, extent_of(b))
 
 
 def _all_leaves(tree: TensorCollection, condition: Callable[[Any], bool]) -> bool:

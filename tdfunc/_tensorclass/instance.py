@@ -8,23 +8,21 @@ import torch
 from torch import Size, Tensor
 from typing_extensions import dataclass_transform
 
-from tdfunc._tensorclass.build import read_fields, unchanged
-from tdfunc._tensorclass.define import Meta
+from tdfunc._tensorclass.define import Meta, read_fields, unchanged
 from tdfunc._tensorclass.fields import (
     CONSTRUCTOR,
     OPTIONS,
     Options,
     check_annotations,
     make_node,
-    settle_annotations,
-    typed_class,
+    resolve_again,
 )
 from tdfunc._tensordict import TreeMethods
-from tdfunc.core.collection import TensorCollection
+from tdfunc.core.collection import TensorCollection, per_tree
 from tdfunc.core.errors import ImmutableError, MissingKeyError, TreeStructureError, error
 from tdfunc.core.keys import did_you_mean
 from tdfunc.core.nontensor import NonTensorData
-from tdfunc.core.types import Device, Kind, Names, Node, Ties
+from tdfunc.core.types import Device, Kind, Node
 from tdfunc.ops.cast import all_shared, clone
 from tdfunc.ops.display.text import describe_leaf
 from tdfunc.ops.edit import replaced, replacements
@@ -107,33 +105,24 @@ class TensorClass(_Typed):
 
         def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
             """Refuse: a class defined with fields gets a constructor of its own."""
-            raise error(
-                TypeError,
-                f"{cls.__name__} is a base class and has no instances.",
-                hint=f"class Mine({cls.__name__}): with annotated fields.",
-            )
+            raise error(TypeError, f"{cls.__name__} is a base class; its subclasses have instances.")
 
     def __class_getitem__(cls, item: Any) -> Any:
         """Return the class with options; of a generic class, the class with type arguments."""
         given = item if isinstance(item, tuple) else (item,)
-        if "_is_base" in cls.__dict__ and not issubclass(cls, Generic):
-            unknown = [option for option in given if option not in OPTIONS]
-            if unknown:
-                raise error(
-                    TypeError, f"{cls.__name__}[...]: {unknown[0]!r} is no option.", expected=", ".join(OPTIONS)
-                )
-            name = f"{cls.__name__}[{', '.join(map(repr, given))}]"
-            namespace = {"_is_base": True, "__module__": cls.__module__, "__doc__": cls.__doc__}
-            return Meta(name, (cls,), namespace, **dict.fromkeys(given, True))
         above: Any = super()
-        if not hasattr(above, "__class_getitem__"):
+        if hasattr(above, "__class_getitem__"):
+            return above.__class_getitem__(item)
+        if "_is_base" not in cls.__dict__ or not all(option in OPTIONS for option in given):
             raise error(
                 TypeError,
-                f"{cls.__name__}[...]: the class takes no arguments.",
+                f"{cls.__name__}[...]: options are given to TensorClass, type arguments to classes that are Generic.",
+                expected=", ".join(OPTIONS),
                 got=repr(item),
-                hint="options are for TensorClass itself; type arguments for classes that derive from Generic.",
             )
-        return above.__class_getitem__(item)
+        name = f"{cls.__name__}[{', '.join(map(repr, given))}]"
+        namespace = {"_is_base": True, "__module__": cls.__module__, "__doc__": cls.__doc__}
+        return Meta(name, (cls,), namespace, **dict.fromkeys(given, True))
 
     # What the constructor gives: the instance, or one made from it.
     __post_init__ = unchanged
@@ -163,10 +152,9 @@ class TensorClass(_Typed):
             >>> Point(torch.zeros(2), batch_size=[2]).replace(y=torch.ones(2, 3)).y.shape
             torch.Size([2, 3])
         """
+        if self._is_lazy:
+            return TensorCollection._lazy.replace(self, changes, **entries)
         given = replacements(changes, entries)
-        done = self._each(lambda t, part: TensorClass.replace(t, part), given)
-        if done is not None:
-            return done
         self._check_names(given)
         nodes = {key: self._accept(key, value, f"{type(self).__name__}.{key}") for key, value in given.items()}
         return replaced(self, nodes) if self._ties else self._put(nodes)
@@ -186,39 +174,27 @@ class TensorClass(_Typed):
         Args:
             tensordict: A tree whose keys are fields; trees in it become what the fields are annotated with.
             non_tensordict: Values of further fields, which win over those of the tree.
-            safe: Require the fields that have no default, in nested classes, too; otherwise they may be empty.
+            safe: Require the fields that have no default; otherwise they may be empty.
 
         Raises:
-            TypeError: The source is no tree.
             TreeStructureError: A key is no field, or a field without a default is missing.
         """
-        if not isinstance(tensordict, TensorCollection):
-            raise error(
-                TypeError,
-                f"{cls.__name__}.from_tensordict: this is no tree.",
-                expected="a tree",
-                got=type(tensordict).__name__,
-                hint=f"{cls.__name__}(**values) takes a dict of fields.",
-            )
         # The class of a lazy stack stands for that of its trees.
         cls = getattr(cls, "_stacked", cls)
-        done: Any = tensordict._each(lambda t, part: cls.from_tensordict(t, part, safe), non_tensordict)
-        if done is not None:
-            return done
+        if tensordict._is_lazy:
+            return tensordict._each(lambda t, part: cls.from_tensordict(t, part, safe), non_tensordict)
         given = list(dict.fromkeys([*tensordict._keys(), *(non_tensordict or {})]))
         unknown = [key for key in given if key not in cls._fields]
         lacking = [name for name in cls._required if safe and name not in given]
         if unknown or lacking:
             raise TreeStructureError(
-                f"{cls.__name__}.from_tensordict: the keys are not the fields.",
+                f"{cls.__name__}.from_tensordict: the keys must be the fields.",
                 expected=f"{list(cls._fields)}",
                 got=f"{given}: unknown {unknown}, missing {lacking}",
                 hint="select() the fields first." if unknown else "safe=False leaves missing fields empty.",
             )
         size, place, static = tensordict._batch_size, tensordict._device, tensordict._static
         values = {key: tensordict._get(key) for key in tensordict._keys()}
-        if not safe:
-            values = {key: _loosely_typed(cls, key, value) for key, value in values.items()}
         data = read_fields(cls, values, size, place)[0]
         if static is not None:
             static = static._replace(kinds={key: kind for key, kind in static.kinds.items() if key in data})
@@ -238,19 +214,8 @@ class TensorClass(_Typed):
 
     @classmethod
     def from_dataclass(cls, source: Any, *, batch_size: Any = None, device: Any = None, names: Any = None) -> "Self":
-        """Return an instance with the fields of a dataclass instance; it is constructed, so `__post_init__` runs.
-
-        Raises:
-            TypeError: The source is no dataclass instance, or has fields that this class lacks.
-        """
+        """Return an instance with the fields of a dataclass instance; it is constructed, so `__post_init__` runs."""
         cls = getattr(cls, "_stacked", cls)
-        if not dataclasses.is_dataclass(source) or isinstance(source, type):
-            raise error(
-                TypeError,
-                f"{cls.__name__}.from_dataclass: this is no dataclass instance.",
-                expected="an instance",
-                got=repr(source),
-            )
         values: dict[str, Any] = {f.name: getattr(source, f.name) for f in dataclasses.fields(source)}
         return cls(**values, batch_size=batch_size, device=device, names=names)
 
@@ -265,31 +230,21 @@ class TensorClass(_Typed):
         if plain and value.shape[: len(size)] == size:
             return value
         if cls._looks_up:
-            settle_annotations(cls)
+            resolve_again(cls)
         return make_node(cls, key, value, size, self._device, where)
 
     def _put(self, changes: dict[str, Node], kinds: dict[str, Kind] | None = None) -> "Self":
         self._check_names(changes)
         new = super()._put(changes, kinds)
         if type(self)._looks_up:
-            # The other paths of a tied leaf get its new value next.
-            tied = {path[0] for group in self._ties if any([p[0] in changes for p in group]) for path in group}
-            held = {key: node for key, node in new._data.items() if key in changes or key not in tied}
-            check_annotations(type(self), held, changes)
+            check_annotations(type(self), new._data, changes)
         return new
 
-    def _replace(
-        self,
-        data: dict[str, Node] | None = None,
-        *,
-        batch_size: Size | None = None,
-        names: Names | None = None,
-        kinds: dict[str, Kind] | None = None,
-        ties: Ties | None = None,
-    ) -> "Self":
+    # Any: the options of `TensorCollection._replace`.
+    def _replace(self, data: dict[str, Node] | None = None, **options: Any) -> "Self":
         if data is not None:
             self._check_names(data)
-        return super()._replace(data, batch_size=batch_size, names=names, kinds=kinds, ties=ties)
+        return super()._replace(data, **options)
 
     @classmethod
     def _check_names(cls, names: Any) -> None:
@@ -303,32 +258,21 @@ class TensorClass(_Typed):
         )
 
     def __setattr__(self, name: str, value: object) -> None:
-        cls = type(self)
-        if name not in cls._fields and name not in CONSTRUCTOR:
-            raise ImmutableError(
-                f"{cls.__name__} is immutable and has no field {name!r}.",
-                expected=f"one of {list(cls._fields)}",
-                got=f".{name} = value",
-            )
         if name in CONSTRUCTOR:
             super().__setattr__(name, value)
+        is_field = name in self._fields
         raise ImmutableError(
-            f"{cls.__name__} is immutable: .{name} = value cannot be written.",
+            f"{type(self).__name__} is immutable{'' if is_field else f' and has no field {name!r}'}.",
+            expected=None if is_field else f"one of {list(self._fields)}",
+            got=f".{name} = value",
             hint=f"new = old.replace({name}=value); in __post_init__: return self.replace({name}=value).",
         )
 
-    def __delattr__(self, name: str) -> None:
-        if name not in self._fields:
-            super().__delattr__(name)
-        raise ImmutableError(
-            f"{type(self).__name__} is immutable: del .{name} cannot be done.",
-            hint=f"new = old.replace({name}=None) empties the field.",
-        )
-
     def __repr__(self) -> str:
-        keys = list(self._keys())
-        parts = [f"    {key}={_shown(self._get(key))}" for key in sorted(keys)]
-        parts += [f"    {name}=None" for name in self._fields if name not in keys]
+        nodes = {key: self._get(key) for key in sorted(self._keys())}
+        texts = {key: repr(n) if isinstance(n, TensorCollection) else describe_leaf(n) for key, n in nodes.items()}
+        parts = [f"    {key}={text}".replace("\n", "\n    ") for key, text in texts.items()]
+        parts += [f"    {name}=None" for name in self._fields if name not in nodes]
         parts += [f"    batch_size={self._batch_size}", f"    device={self._device}"]
         parts += [f"    is_shared={all_shared(self)}"]
         if self._names is not None:
@@ -336,22 +280,55 @@ class TensorClass(_Typed):
         return f"{type(self).__name__}(\n" + ",\n".join(parts) + ")"
 
 
-def _loosely_typed(cls: Any, key: str, value: Any) -> Any:
-    """Return a tree as the class that its field is annotated with, whatever fields it lacks."""
-    settle_annotations(cls)
-    typed = typed_class(cls, key, value) if isinstance(value, TensorCollection) else None
-    return value if typed is None else typed.from_tensordict(value, safe=False)
-
-
-def _shown(node: Any) -> str:
-    return (repr(node) if isinstance(node, TensorCollection) else describe_leaf(node)).replace("\n", "\n    ")
-
-
+@per_tree()
 def _plain(tree: TensorCollection, retain_none: bool) -> Any:
-    done = tree._each(lambda t: _plain(t, retain_none))
-    if done is not None:
-        return done
     data = {key: _plain(n, retain_none) if isinstance(n, TensorCollection) else n for key, n in tree._data.items()}
     if retain_none and isinstance(tree, TensorClass):
         data |= {name: NonTensorData(None, tree._batch_size) for name in tree._fields if name not in data}
     return TensorCollection._open._make(data, tree._batch_size, tree._device, tree._names, tree._static)
+
+
+def tensorclass(cls: Any = None, /, **options: bool) -> Any:
+    """Make a plain class with annotated fields a `TensorClass`.
+
+    The result is a new class, so that `super()` without arguments does not work in its methods, and type checkers see
+    no base class: derive from `TensorClass` where either matters.
+
+    Args:
+        cls: The class; without it, a decorator with these options.
+        **options: `autocast`, `nocast`, `frozen`, `tensor_only`, `shadow`, as for `TensorClass`.
+
+    Raises:
+        TypeError: The class is a dataclass, or a `TensorClass` without these options.
+
+    Examples:
+        >>> @tensorclass
+        ... class Point:
+        ...     x: torch.Tensor
+        ...     y: torch.Tensor
+        >>> Point(torch.zeros(3), torch.ones(3), batch_size=[3])[0].y
+        tensor(1.)
+    """
+    if cls is None:
+        return lambda plain: tensorclass(plain, **options)
+    if issubclass(cls, TensorClass):
+        if any(getattr(cls._options, option, None) is not on for option, on in options.items()):
+            given = ", ".join(f"{option}={on}" for option, on in options.items())
+            raise error(
+                TypeError,
+                f"tensorclass: {cls.__name__} is a TensorClass already.",
+                got=given,
+                hint=f"class {cls.__name__}(..., {given}), without the decorator.",
+            )
+        return cls
+    if "__dataclass_fields__" in vars(cls):
+        raise error(
+            TypeError,
+            f"tensorclass: {cls.__name__} is a dataclass, whose constructor would be lost.",
+            hint="leave @dataclass out.",
+        )
+    skipped = {"__dict__", "__weakref__", "__slots__"}
+    namespace = {key: value for key, value in vars(cls).items() if key not in skipped}
+    namespace["__qualname__"] = cls.__qualname__
+    bases = (*(base for base in cls.__bases__ if base is not object), TensorClass)
+    return Meta(cls.__name__, bases, namespace, **options)
