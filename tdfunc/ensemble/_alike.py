@@ -145,8 +145,8 @@ class Outline:
     def _compare(self, own: dict[str, Any], names: list[str], pair: "Pair") -> None:
         mine = self._module.__dict__
         for table in _HOOKS:
-            calls = [[(hook, [k in d[f] for f in _FLAGS]) for k, hook in d[table].items()] for d in (mine, own)]
-            if not pair.is_alike(*calls):
+            first, other = [[(hook, [k in d[f] for f in _FLAGS]) for k, hook in d[table].items()] for d in (mine, own)]
+            if not pair.is_alike(first, other):
                 raise pair.differ(self._at, table, *[list(d[table].values()) for d in (mine, own)])
         for name in names:
             a, b = mine.get(name, _MISSING), own.get(name, _MISSING)
@@ -217,7 +217,7 @@ class Pair:
         if kind is not type(b):
             return False
         if kind in _ATOMS or kind is bytes:
-            return dumps(a, 2) == dumps(b, 2)
+            return dumps(a, 2) == dumps(b, 2)  # pyright: ignore[reportArgumentType]: a kind that marshal writes
         if kind in _SETS:
             return a == b
         if isinstance(a, _STATELESS):

@@ -26,10 +26,8 @@ from tdfunc import (
 from tdfunc.core.memory import mapped_file
 from tdfunc.storage.disk import commit
 from tdfunc.storage.disk.mapped import map_again
-from tdfunc.storage.memmap.folder_owned import find_foreign
 from tests.incumbent import Incumbent, IncumbentNonTensor, incumbent_class
 from tests.storage.trees import assert_same
-from tests.strategies import trees
 
 LAZY = "<class 'tensordict._lazy.LazyStackedTensorDict'>"
 TREE = "<class 'tensordict._td.TensorDict'>"
@@ -545,18 +543,6 @@ def test_a_damaged_folder_is_not_replaced(tmp_path):
         TensorDict({"x": torch.zeros(1)}).memmap(tmp_path / "d")
 
     assert (tmp_path / "d" / "x.memmap").read_bytes() == b"0000"
-
-
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(tree=trees(nontensor=False))
-def test_every_tree_is_written_over_itself(tree, tmp_path_factory):
-    """A file that belongs to a tree would be taken for somebody else's, and the second write refused."""
-    folder = tmp_path_factory.mktemp("again") / "d"
-
-    tree.memmap(folder)
-    tree.memmap(folder)
-
-    assert find_foreign(str(folder)) is None
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

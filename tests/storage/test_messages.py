@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch import nn
 
 import tdfunc as tdf
-from tdfunc import TensorDict
+from tdfunc import CorruptCheckpointError, MissingKeyError, TensorDict
 from tests.storage.trees import small_tree
 
 # A call with an empty folder that holds `d`, a memmap of a small tree, and `t.safetensors`, the same as one file.
@@ -21,6 +22,38 @@ ROWS = {
     "save: a folder": (lambda p: tdf.save(small_tree(), p / "f.safetensors"), IsADirectoryError, r"f\.safetensors"),
     "save: no folder": (lambda p: tdf.save(small_tree(), p / "no" / "t.safetensors"), FileNotFoundError, "folder"),
     "save: shard size": (lambda p: tdf.save(small_tree(), p / "s", max_shard_size="x"), ValueError, "5GB[\\s\\S]*'x'"),
+    "save: folder's name": (
+        lambda p: tdf.save(small_tree(), p / "x.pt", max_shard_size=9),
+        ValueError,
+        r"shards are saved in a folder[\s\S]*name a folder",
+    ),
+    "save: folder above": (
+        lambda p: tdf.save(small_tree(), p / "no" / "s", max_shard_size=9),
+        OSError,
+        "the folder above must exist",
+    ),
+    "load: like": (lambda p: tdf.load(p / "t.safetensors", like=3), TypeError, r"no shape and dtype\.[\s\S]*int"),
+    "load: like's leaf": (
+        lambda p: tdf.load(p / "t.safetensors", like={"a": {"b": 3}}),
+        TypeError,
+        r"at 'a\.b'[\s\S]*int",
+    ),
+    "load: like's module": (
+        lambda p: tdf.load(p / "t.safetensors", like=nn.Linear(1, 1)),
+        TypeError,
+        r"like= is a module[\s\S]*from_module",
+    ),
+    "load: dtype's name": (lambda p: tdf.load(p / "t.safetensors", dtype="float32"), ValueError, "a floating dtype"),
+    "load: other file": (
+        lambda p: tdf.load(p / "words"),
+        CorruptCheckpointError,
+        "give the path of a",
+    ),
+    "open: a dotted key": (
+        lambda p: tdf.open(p / "t.safetensors")["n.b"],
+        MissingKeyError,
+        r"a nested key is a tuple: \('n', 'b'\)",
+    ),
     "load: nothing": (lambda p: tdf.load(p / "none.safetensors"), FileNotFoundError, "none"),
     "load: no checkpoint": (lambda p: tdf.load(p / "f.safetensors"), FileNotFoundError, "index.json[\\s\\S]*other.txt"),
     "load: dtype": (lambda p: tdf.load(p / "t.safetensors", dtype=torch.int8), ValueError, "floating"),
@@ -54,6 +87,7 @@ ROWS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:unclosed checkpoint:ResourceWarning")
 @pytest.mark.parametrize("row", ROWS)
 def test_a_mistake_is_answered(row, tmp_path):
     """A mistake in a call gives an error of this class with these words."""
@@ -61,6 +95,7 @@ def test_a_mistake_is_answered(row, tmp_path):
     small_tree().memmap(tmp_path / "d")
     tdf.save(small_tree(), tmp_path / "t.safetensors")
     (tmp_path / "file").write_text("")
+    (tmp_path / "words").write_text("nothing of the kind, in a few words more")
     (tmp_path / "f.safetensors").mkdir()
     (tmp_path / "f.safetensors" / "other.txt").touch()
 

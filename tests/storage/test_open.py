@@ -18,7 +18,6 @@ import tdfunc
 from tdfunc import CorruptCheckpointError, MissingKeyError, NonTensorData, TensorClass, TensorDict, lazy_stack
 from tdfunc.storage.api import load, save
 from tdfunc.storage.safetensors import contents, read
-from tdfunc.storage.safetensors import saved as open_module
 from tests.storage.trees import assert_same, forge, of_dtype, same_bytes, tied_trees, trees
 
 
@@ -409,46 +408,6 @@ def test_a_handle_that_nobody_closed(layers):
 
     with pytest.warns(ResourceWarning, match=r"unclosed checkpoint .*t\.safetensors"):
         tdfunc.open(path)
-
-
-def test_memmap_folders(tmp_path):
-    """A memmap folder would be said to hold nothing."""
-    TensorDict({"a": torch.ones(2)}).memmap(tmp_path / "m")
-
-    with pytest.raises(
-        FileNotFoundError, match=r"this is a memmap folder[^,]*open reads safetensors\n[\s\S]*tdfunc\.load\(path\)"
-    ):
-        tdfunc.open(tmp_path / "m")
-
-
-def test_arguments(tmp_path):
-    """A wrong argument would give an error that does not say what to write."""
-    with pytest.raises(TypeError, match="int"):
-        tdfunc.open(3)
-    with pytest.raises(FileNotFoundError, match="missing"):
-        tdfunc.open(tmp_path / "missing.safetensors")
-    assert open_module.open is tdfunc.open
-
-
-def test_a_dotted_key_is_told_to_be_a_tuple(tmp_path):
-    """People who come from state dicts would be told only that the key is not there."""
-    path = tmp_path / "t.safetensors"
-    save(TensorDict({"layer": {"weight": torch.ones(2)}}), path)
-
-    with (
-        tdfunc.open(path) as f,
-        pytest.raises(MissingKeyError, match=r"a nested key is a tuple: \('layer', 'weight'\)"),
-    ):
-        f["layer.weight"]
-
-
-def test_a_file_of_another_kind_is_not_called_damaged_only(tmp_path):
-    """Somebody who gave the wrong path would look for a backup."""
-    path = tmp_path / "notes.txt"
-    path.write_text("nothing of the kind, in a few words more")
-
-    with pytest.raises(CorruptCheckpointError, match=r"no safetensors file(.|\n)*give the path of a .safetensors file"):
-        load(path)
 
 
 def test_many_leaves_of_another_program_are_found_by_name(tmp_path, monkeypatch):

@@ -9,14 +9,12 @@ import pytest
 import safetensors.torch
 import torch
 import xxhash
-from hypothesis import given
-from hypothesis import strategies as st
 
 import tdfunc
 from tdfunc import CorruptCheckpointError, TensorDict, UnsupportedError
 from tdfunc.storage.api import load, save
 from tdfunc.storage.safetensors import contents, write
-from tests.storage.trees import assert_same, tied_trees, trees
+from tests.storage.trees import assert_same
 
 INDEX = "model.safetensors.index.json"
 SHARD = re.compile(r"model-([0-9a-f]{8})-(\d{5})-of-(\d{5})\.safetensors")
@@ -31,16 +29,6 @@ def listed(folder):
     """The names in a folder: shards by their number, others as they are."""
     found = sorted(os.listdir(folder))
     return [name for name in found if not SHARD.fullmatch(name)], [n for n in found if SHARD.fullmatch(n)]
-
-
-@given(tree=trees() | tied_trees(), size=st.integers(1, 100))
-def test_load_of_save_is_the_tree(tree, size, tmp_path_factory):
-    """Anything that one file keeps would be lost in shards."""
-    folder = tmp_path_factory.getbasetemp() / "shards"
-    save(tree, folder, max_shard_size=size, fsync=False)
-
-    assert_same(load(folder), tree)
-    assert_same(load(folder / INDEX), tree)
 
 
 def test_the_layout(tmp_path):
@@ -113,18 +101,6 @@ def test_what_is_no_size(size, tmp_path):
     with pytest.raises(ValueError, match=r"max_shard_size is no size[\s\S]*5GB[\s\S]*got:"):
         save(tree_of(1), tmp_path / "m", max_shard_size=size)
     assert not (tmp_path / "m").exists()
-
-
-def test_names_of_folders(tmp_path):
-    """Shards would be written over a file, or under the name of one."""
-    (tmp_path / "file").touch()
-    for name in ("file", "x.safetensors", "x.pt"):
-        with pytest.raises(ValueError, match=rf"save .*{name}: shards are saved in a folder[\s\S]*name a folder"):
-            save(tree_of(1), tmp_path / name, max_shard_size=10_000)
-    with pytest.raises(ValueError, match="max_shard_size= writes a folder"):
-        save(tree_of(1), tmp_path / "folder")
-    with pytest.raises(OSError, match="the folder above must exist"):
-        save(tree_of(1), tmp_path / "no" / "folder", max_shard_size=10_000)
 
 
 def test_empty_trees(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tdfunc
-from tdfunc import AsyncSaver, CheckpointManager, CorruptCheckpointError, LazyStack, TensorClass, TensorDict, lazy_stack
+from tdfunc import CorruptCheckpointError, LazyStack, TensorClass, TensorDict, lazy_stack
 from tests.storage.trees import forge
 
 
@@ -17,66 +17,6 @@ def points():
     """A lazy stack of typed trees, in a tree and in a lazy stack of its own."""
     stack = lazy_stack([Point(torch.rand(n, 2), "é", batch_size=[n]) for n in (1, 3)], dim=1)
     return TensorDict({"one": stack, "two": lazy_stack([stack, stack.detach()])})
-
-
-def single(tree, folder):
-    """Save one file and load it."""
-    tdfunc.save(tree, folder / "x.safetensors")
-    return tdfunc.load(folder / "x.safetensors")
-
-
-def shards(tree, folder):
-    """Save a folder of shards and load it."""
-    tdfunc.save(tree, folder / "shards", max_shard_size=8)
-    return tdfunc.load(folder / "shards")
-
-
-def handle(tree, folder):
-    """Save one file and read it through a handle."""
-    tdfunc.save(tree, folder / "x.safetensors")
-    with tdfunc.open(folder / "x.safetensors") as f:
-        return f.load()
-
-
-def like(tree, folder):
-    """Save one file and compare it with the tree as it is loaded."""
-    tdfunc.save(tree, folder / "x.safetensors")
-    return tdfunc.load(folder / "x.safetensors", like=tree)
-
-
-def background(tree, folder):
-    """Save one file in the background and load it."""
-    with AsyncSaver() as saver:
-        saver.save(tree, folder / "x.safetensors")
-    return tdfunc.load(folder / "x.safetensors")
-
-
-def manager(tree, folder):
-    """Save a step and load it."""
-    steps = CheckpointManager(folder / "run")
-    steps.save(1, tree)
-    return steps.load()
-
-
-def memmap(tree, folder):
-    """Write a memmap folder and load it."""
-    tree.memmap(folder / "mm")
-    return tdfunc.load(folder / "mm")
-
-
-@pytest.mark.parametrize("way", [single, shards, handle, like, background, manager, memmap])
-def test_stacks_of_typed_trees(way, tmp_path):
-    """A lazy stack of a user's class would be written, and refused when it is read: no module holds its class."""
-    tree = points()
-
-    back = way(tree, tmp_path)
-
-    for got, saved in zip((back["one"], *back["two"].trees), (tree["one"],) * 3, strict=True):
-        assert isinstance(got, Point)
-        assert isinstance(got, LazyStack)
-        assert (got.batch_size, got.stack_dim) == (saved.batch_size, 1)
-        assert [part.x.tolist() for part in got.trees] == [part.x.tolist() for part in saved.trees]
-        assert [part.note for part in got.trees] == ["é", "é"]
 
 
 def test_stacks_without_their_class(tmp_path):
