@@ -25,7 +25,7 @@ LAYERS = (
     ("nn",),
     ("llm",),
     ("cli demo",),
-    ("__init__",),
+    ("__init__ __main__",),
 )
 # name -> (layer, line in the layer, place on the line)
 PLACES = {

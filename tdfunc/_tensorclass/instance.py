@@ -22,7 +22,7 @@ from tdfunc.core.collection import TensorCollection, per_tree
 from tdfunc.core.errors import ImmutableError, MissingKeyError, TreeStructureError, error
 from tdfunc.core.keys import did_you_mean
 from tdfunc.core.nontensor import NonTensorData
-from tdfunc.core.types import Device, Kind, Names, Node, Ties
+from tdfunc.core.types import Device, Kind, Node
 from tdfunc.ops.cast import all_shared, clone
 from tdfunc.ops.display.text import describe_leaf
 from tdfunc.ops.edit import replaced, replacements
@@ -105,11 +105,7 @@ class TensorClass(_Typed):
 
         def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
             """Refuse: a class defined with fields gets a constructor of its own."""
-            raise error(
-                TypeError,
-                f"{cls.__name__} is a base class and has no instances.",
-                hint=f"class Mine({cls.__name__}): with annotated fields.",
-            )
+            raise error(TypeError, f"{cls.__name__} is a base class; its subclasses have instances.")
 
     def __class_getitem__(cls, item: Any) -> Any:
         """Return the class with options; of a generic class, the class with type arguments."""
@@ -244,18 +240,11 @@ class TensorClass(_Typed):
             check_annotations(type(self), new._data, changes)
         return new
 
-    def _replace(
-        self,
-        data: dict[str, Node] | None = None,
-        *,
-        batch_size: Size | None = None,
-        names: Names | None = None,
-        kinds: dict[str, Kind] | None = None,
-        ties: Ties | None = None,
-    ) -> "Self":
+    # Any: the options of `TensorCollection._replace`.
+    def _replace(self, data: dict[str, Node] | None = None, **options: Any) -> "Self":
         if data is not None:
             self._check_names(data)
-        return super()._replace(data, batch_size=batch_size, names=names, kinds=kinds, ties=ties)
+        return super()._replace(data, **options)
 
     @classmethod
     def _check_names(cls, names: Any) -> None:
@@ -279,28 +268,16 @@ class TensorClass(_Typed):
             hint=f"new = old.replace({name}=value); in __post_init__: return self.replace({name}=value).",
         )
 
-    def __delattr__(self, name: str) -> None:
-        if name not in self._fields:
-            super().__delattr__(name)
-        raise ImmutableError(
-            f"{type(self).__name__} is immutable.",
-            got=f"del .{name}",
-            hint=f"new = old.replace({name}=None) empties the field.",
-        )
-
     def __repr__(self) -> str:
-        keys = list(self._keys())
-        parts = [f"    {key}={_shown(self._get(key))}" for key in sorted(keys)]
-        parts += [f"    {name}=None" for name in self._fields if name not in keys]
+        nodes = {key: self._get(key) for key in sorted(self._keys())}
+        texts = {key: repr(n) if isinstance(n, TensorCollection) else describe_leaf(n) for key, n in nodes.items()}
+        parts = [f"    {key}={text}".replace("\n", "\n    ") for key, text in texts.items()]
+        parts += [f"    {name}=None" for name in self._fields if name not in nodes]
         parts += [f"    batch_size={self._batch_size}", f"    device={self._device}"]
         parts += [f"    is_shared={all_shared(self)}"]
         if self._names is not None:
             parts.append(f"    names={list(self._names)}")
         return f"{type(self).__name__}(\n" + ",\n".join(parts) + ")"
-
-
-def _shown(node: Any) -> str:
-    return (repr(node) if isinstance(node, TensorCollection) else describe_leaf(node)).replace("\n", "\n    ")
 
 
 @per_tree()

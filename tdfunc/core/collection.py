@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from tdfunc.core.context import is_compiling
 from tdfunc.core.errors import ImmutableError, LeafMismatchError, TreeStructureError
-from tdfunc.core.keys import is_key, missing, unravel
+from tdfunc.core.keys import dotted, is_key, missing, unravel
 from tdfunc.core.memory import MIN_BYTES, read_rows_ahead
 from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.shapes import check_positions, index_names, index_size, normalize_index, put_first, slice_length
@@ -225,9 +225,9 @@ class TensorCollection(Slots):
         try:
             # As long as each other; saying so takes longer than all else here.
             done = dict(zip(keys, results))  # noqa: B905
-        except Exception:
-            # For the note that `apply` adds: zip had taken the key of the leaf that raised, and none after it.
-            key = list(data)[-1 - sum(1 for _ in keys)]  # noqa: F841 # pyright: ignore[reportUnusedVariable]
+        except Exception as err:
+            # zip had taken the key of the leaf that raised, and none after it.
+            _note_key(list(data)[-1 - sum(1 for _ in keys)], err)
             raise
         if op.drops and type(None) in map(type, done.values()):
             return {key: value for key, value in done.items() if value is not None}
@@ -236,20 +236,23 @@ class TensorCollection(Slots):
     def _map_children(self, op: LeafOp, others: Sequence["TensorCollection"]) -> dict[str, Node]:
         leaf = op.leaf if not op.packed else lambda *leaves: op.leaf(leaves)
         data: dict[str, Node] = {}
-        for key, node in self._data.items():
-            if isinstance(node, Tensor):
-                out = leaf(node, *[o._data[key] for o in others]) if others else leaf(node)
-            elif isinstance(node, TensorCollection):
+        key = ""
+        try:
+            for key, node in self._data.items():
                 twins = [o._data[key] for o in others]
-                out = node._shape(op, *twins) if op.batch else node._map(op, *twins)
-            elif isinstance(node, NonTensorBase) and not op.batch:
-                out = node if op.size is None else node.resized(op.size(node.shape), key)
-            else:
-                if isinstance(node, NonTensorBase):
-                    node.check_batch(self._batch_size, key)
-                out = leaf(node, *[o._data[key] for o in others])
-            if out is not None:
-                data[key] = out
+                if isinstance(node, TensorCollection):
+                    out = node._shape(op, *twins) if op.batch else node._map(op, *twins)
+                elif isinstance(node, NonTensorBase) and not op.batch:
+                    out = node if op.size is None else node.resized(op.size(node.shape), key)
+                else:
+                    if isinstance(node, NonTensorBase):
+                        node.check_batch(self._batch_size, key)
+                    out = leaf(node, *twins)
+                if out is not None:
+                    data[key] = out
+        except Exception as err:
+            _note_key(key, err)
+            raise
         return data
 
     def _map_tied(self, op: LeafOp, others: Sequence["TensorCollection"]) -> "Self":
@@ -321,6 +324,21 @@ class TensorCollection(Slots):
         return _remake, (type(self), data, self._batch_size, self._device, self._names, self._static)
 
     __hash__ = object.__hash__
+
+
+# The path of the leaf that raised: each node on the way out of a map puts its key in front.
+_ERROR_PATH = "_tdfunc_path"
+
+
+def _note_key(key: str, err: Exception) -> None:
+    setattr(err, _ERROR_PATH, (key, *getattr(err, _ERROR_PATH, ())))
+
+
+def note_leaf(err: Exception, call: str) -> None:
+    """Add the path of the leaf at which a map raised to the error."""
+    path = err.__dict__.pop(_ERROR_PATH, None)
+    if path is not None and hasattr(err, "add_note"):
+        err.add_note(f"{call}: raised at the leaf {dotted(path)!r}.")
 
 
 NO_STATIC = Static()

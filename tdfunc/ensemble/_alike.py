@@ -1,192 +1,297 @@
-"""Whether two modules would compute the same from the same weights: classes, slots and hyperparameters compared.
+"""Members are alike: one forward computes the same for all of them, given their weights.
 
-Hyperparameters are what a module keeps in its `__dict__` beside its slots: numbers, strings, functions, constant
-tensors, containers of these, objects that define `==`, and other objects by their attributes and slots.
+`Outline` compares the modules: classes, the names of their slots and submodules, hooks, modes and hyperparameters.
+Hyperparameters are the attributes in a module's `__dict__` besides its slots, compared by value through containers,
+functions and objects, as far down as forward can read. A module or weight that is registered in its member is
+compared by its path; an object whose parts cannot be read is refused.
 """
 
-import functools
+import threading
 import types
 import weakref
-from enum import Enum
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator
+from marshal import dumps
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 from torch.utils.hooks import RemovableHandle
 
+from tdfunc._jit.environment import contents
+from tdfunc.core.collection import Static, TensorCollection
 from tdfunc.core.errors import TreeStructureError
 from tdfunc.core.keys import dotted
-from tdfunc.core.types import Path
-from tdfunc.modules.extract import unwrap
+from tdfunc.core.types import Kind, Path
+from tdfunc.modules.extract import EXTRA_STATE, unwrap
+from tdfunc.storage.disk.raw import raw_bytes
 
-# What nn.Module itself keeps in every `__dict__`; of these only the mode is a property of the architecture.
-# torch.compile leaves marks on the module that it is given.
-_MARKS = {"_is_torch_compile", "_compiled_call_impl"}
-_BASE = frozenset(nn.Module().__dict__) - {"training"} | _MARKS
-_ATOMS = (int, float, complex, bool, str, bytes, type(None), Enum, type, torch.dtype, torch.device, torch.Size)
-_EXACT = frozenset((int, float, complex, bool, str, bytes, type(None)))
-_ROWS = frozenset((tuple, list))
-_EXACT_OR_ROWS = _EXACT | _ROWS
-_TABLES = ("_parameters", "_buffers", "_modules")
+# The attributes that nn.Module itself keeps in every `__dict__`; only the mode is a property of the architecture.
+# torch.compile adds marks to the module that it is given.
+_BASE = frozenset(nn.Module().__dict__) - {"training"} | {"_is_torch_compile", "_compiled_call_impl"}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_HOW_CALLED = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
-# What is nested deeper is taken to be alike.
+_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+_ATOMS = frozenset((int, float, complex, bool, str, type(None)))
+_CONTAINERS = frozenset((tuple, list, dict))
+_SETS = (set, frozenset)
+# They hold no numbers; the number of a handle is another for each hook.
+_STATELESS = (RemovableHandle, type(threading.Lock()), type(threading.RLock()))
+_PARAMETER = Kind.PARAMETER
 _MAX_DEPTH = 50
-_MISSING = object()
 
 
-# Any: hyperparameters are of every type.
-def hyperparameters(module: nn.Module) -> tuple[list[str], list[tuple[str, Any]]]:
-    """Return the names of the attributes that `==` compares fully (the mode among them), and all other attributes."""
-    own = module.__dict__
-    names = own.keys() - _BASE
-    # In C for the modules of most models; looking at attributes one by one takes three times as long.
-    values = list(map(own.__getitem__, names))
-    rows = [value for value in values if type(value) in _ROWS]
-    if _EXACT_OR_ROWS.issuperset(map(type, values)) and _EXACT.issuperset(map(type, chain.from_iterable(rows))):
-        return list(names), []
-    plain = [name for name in names if type(own[name]) in _EXACT or _is_row(own[name])]
-    others = [(name, own[name]) for name in names.difference(plain)] if len(plain) < len(names) else []
-    return plain, others
+class _Missing:
+    def __repr__(self) -> str:
+        return "no such attribute"
 
 
-def _is_row(value: Any) -> bool:
-    return type(value) in _ROWS and _EXACT.issuperset(map(type, value))
+_MISSING = _Missing()
 
 
-def has_hooks(own: dict[str, Any]) -> bool:
-    """Whether a module, given by its `__dict__`, has hooks."""
+class ExtraState:
+    """A module's extra state among its leaves."""
+
+    shape = dtype = device = None
+
+    # Any: a module returns any object.
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Outline:
+    """The structure of the first member, which reads the leaves of the others and builds the stacked tree.
+
+    Leaves come in the order of `state_dict`: parameters, buffers and extra state of a module, then its children. Slots
+    that hold None are read as None.
+
+    Args:
+        module: The first member.
+        values: Its leaves are appended here.
+        call: How messages name the call.
+        known: Classes that are known to be no wrappers.
+        at: The path of the module in its member.
+    """
+
+    __slots__ = (
+        "_at", "_children", "_count", "_dump", "_extra", "_get", "_hooked", "_module", "_names", "_others", "_type",
+    )  # fmt: skip
+
+    def __init__(self, module: nn.Module, values: list[Any], call: str, known: set[type], at: Path = ()) -> None:
+        if type(module) not in known:
+            module = unwrap(module, call)
+            known.add(type(module))
+        own = module.__dict__
+        self._at, self._module, self._type = at, module, type(module)
+        self._count, self._hooked = len(own), _has_hooks(own)
+        names = list(own.keys() - _BASE)
+        plain = names
+        if not _are_plain(list(map(own.__getitem__, names))):
+            plain = [name for name in names if _are_plain([own[name]])]
+        self._others = [name for name in names if name not in plain] if plain is not names else []
+        self._get: Callable[[dict[str, Any]], Any] = itemgetter(*plain) if plain else lambda _: None
+        # The bytes are equal only if types, signs of zeros and the order of keys are, too. Later versions of the format
+        # depend on reference counts.
+        self._dump = dumps(self._get(own), 2)
+        self._names = list(own["_parameters"]), list(own["_buffers"]), list(own["_modules"])
+        self._extra = self._type.get_extra_state is not nn.Module.get_extra_state
+        values += own["_parameters"].values()
+        values += own["_buffers"].values()
+        if self._extra:
+            values.append(ExtraState(module.get_extra_state()))
+        self._children = [
+            None if child is None else Outline(child, values, call, known, (*at, name))
+            for name, child in own["_modules"].items()
+        ]
+
+    def read(self, module: Any, values: list[Any], pair: "Pair") -> None:
+        """Append the leaves of a module of another member.
+
+        Raises:
+            TreeStructureError: Classes, slots, children, hooks, modes or hyperparameters differ; the message names the
+                first difference.
+        """
+        if type(module) is not self._type:
+            module = unwrap(module, pair.call)
+            # Every parametrized module has a class of its own.
+            first, other = map(type_before_parametrizations, (self._module, module))
+            if first is not other:
+                names = [f"{cls.__module__}.{cls.__qualname__}" for cls in (first, other)]
+                raise pair.differ(self._at, "class", names[0], names[1] + " (another class)" * (names[0] == names[1]))
+        own = module.__dict__
+        parameters, buffers, children = own["_parameters"], own["_buffers"], own["_modules"]
+        if (list(parameters), list(buffers), list(children)) != self._names:
+            for table, names in zip(("_parameters", "_buffers", "_modules"), self._names, strict=True):
+                if list(own[table]) != names:
+                    raise pair.differ(self._at, table[1:], names, list(own[table]))
+        try:
+            same = len(own) == self._count and dumps(self._get(own), 2) == self._dump
+        except (KeyError, ValueError):
+            same = False
+        # One comparison in C for each module: a large model has thousands of attributes.
+        if not same or self._others or self._hooked or _has_hooks(own):
+            self._compare(own, self._others if same else list(dict.fromkeys([*self._module.__dict__, *own])), pair)
+        values += parameters.values()
+        values += buffers.values()
+        if self._extra:
+            values.append(ExtraState(module.get_extra_state()))
+        for (name, child), outline in zip(children.items(), self._children, strict=True):
+            if (child is None) is not (outline is None):
+                both = [type(m).__name__ if m is not None else "None" for m in (self._module._modules[name], child)]
+                raise pair.differ(self._at, f"modules.{name}", *both)
+            if outline is not None:
+                outline.read(child, values, pair)
+
+    def _compare(self, own: dict[str, Any], names: list[str], pair: "Pair") -> None:
+        mine = self._module.__dict__
+        for table in _HOOKS:
+            calls = [[(hook, [k in d[f] for f in _FLAGS]) for k, hook in d[table].items()] for d in (mine, own)]
+            if not pair.is_alike(*calls):
+                raise pair.differ(self._at, table, *[list(d[table].values()) for d in (mine, own)])
+        for name in names:
+            a, b = mine.get(name, _MISSING), own.get(name, _MISSING)
+            if (
+                name not in _BASE
+                and not (mine["_forward_pre_hooks"] and _is_computed(a, b))
+                and not pair.is_alike(a, b)
+            ):
+                raise pair.differ(self._at, name, repr(a), repr(b))
+
+    def build(self, leaves: Iterator[Any], size: Size) -> Any:
+        """Return the tree around leaves in the same order; submodules without leaves are left out."""
+        own, static = self._module.__dict__, None
+        data: dict[str, Any] = {}
+        if own["_parameters"] or own["_buffers"] or self._extra:
+            kinds = {name: _PARAMETER for name, value in own["_parameters"].items() if value is not None}
+            hidden = own["_non_persistent_buffers_set"]
+            for name, value in own["_buffers"].items():
+                if value is not None:
+                    kinds[name] = Kind.NON_PERSISTENT if name in hidden else Kind.BUFFER
+            if self._extra:
+                kinds[EXTRA_STATE] = Kind.EXTRA_STATE
+            static = Static(kinds) if kinds else None
+            data = {name: next(leaves) for name in kinds}
+        for name, child in zip(self._names[2], self._children, strict=True):
+            if child is not None and (node := child.build(leaves, size))._data:
+                data[name] = node
+        return TensorCollection._open._make(data, size, None, None, static)
+
+
+class Pair:
+    """The first member and another one.
+
+    Args:
+        first: The first member.
+        other: The other.
+        call: How messages name the call.
+        name: How messages name the other.
+    """
+
+    def __init__(self, first: nn.Module, other: nn.Module, call: str, name: str) -> None:
+        self.call = call
+        self._name, self._roots = name, (first, other)
+        self._paths: list[dict[int, str]] = []
+
+    def differ(self, at: Path, attribute: str, expected: object, got: object) -> TreeStructureError:
+        """Return the error that names an attribute and the module that it belongs to."""
+        where = repr(dotted(at)) if at else "the root"
+        return TreeStructureError(
+            f"{self.call}: {self._name} differs from member 0 in {attribute!r} of {where}.",
+            expected=expected,
+            got=got,
+            hint="call train() or eval() on all of them."
+            if attribute == "training"
+            else "one forward runs all members, so their structure must agree; average the outputs of others.",
+        )
+
+    # Any: attributes are of every type.
+    def is_alike(self, a: Any, b: Any, around: frozenset[tuple[int, int]] = frozenset()) -> bool:
+        """Return whether forward reads the same in both values; `around` has the pairs that hold them, by identity."""
+        kind = type(a)
+        if isinstance(a, (Tensor, nn.Module)):
+            places = [self._find(i, value) for i, value in enumerate((a, b))]
+            if places != [None, None]:
+                return places[0] == places[1]
+        if a is b:
+            return True
+        if kind is not type(b):
+            return False
+        if kind in _ATOMS or kind is bytes:
+            return dumps(a, 2) == dumps(b, 2)
+        if kind in _SETS:
+            return a == b
+        if isinstance(a, _STATELESS):
+            return True
+        if isinstance(a, Tensor):
+            return _are_equal(a, b)
+        if (id(a), id(b)) in around:
+            return True
+        try:
+            mine, theirs = _parts(a), _parts(b)
+        # A class's own reduction may raise anything; an object without one has parts that cannot be read.
+        except Exception:
+            return False
+        if len(mine) != len(theirs) or len(around) > _MAX_DEPTH:
+            return False
+        around |= {(id(a), id(b))}
+        return all([self.is_alike(x, y, around) for x, y in zip(mine, theirs, strict=True)])
+
+    def _find(self, member: int, value: Any) -> str | None:
+        """Return the first path under which a module or tensor is registered in a member."""
+        if not self._paths:
+            for root in self._roots:
+                named = [*root.named_modules(), *root.named_parameters(), *root.named_buffers()]
+                self._paths.append({id(found): name for name, found in named})
+        return self._paths[member].get(id(value))
+
+
+def _are_plain(values: Iterable[Any]) -> bool:
+    """Return whether `marshal` writes everything about values: numbers, text, and built-in containers of these."""
+    kinds = set(map(type, values))
+    if kinds <= _ATOMS:
+        return True
+    if not kinds <= _ATOMS | _CONTAINERS:
+        return False
+    rows = [value for value in values if type(value) in _CONTAINERS]
+    return all(map(_are_plain, rows)) and all([_are_plain(row.values()) for row in rows if type(row) is dict])
+
+
+def _has_hooks(own: dict[str, Any]) -> bool:
     return bool(
         own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
     )
 
 
-def alike(a: Any, b: Any) -> bool:
-    """Whether two hyperparameters are the same, as far as can be told; weights are never compared."""
-    return _alike(a, b, frozenset())
+def _is_computed(a: Any, b: Any) -> bool:
+    """Return whether hooks before forward compute a weight anew (`weight_norm`, `prune`), so that it may differ."""
+    tensors = isinstance(a, Tensor) and isinstance(b, Tensor)
+    return tensors and not a.is_leaf and not b.is_leaf and a.shape == b.shape and a.dtype == b.dtype
 
 
-def _alike(a: Any, b: Any, around: frozenset[tuple[int, int]]) -> bool:
-    """Compare two values; `around` has the pairs that hold them, by identity."""
-    if a is b:
-        return True
-    if type(a) is not type(b):
+def _are_equal(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
         return False
-    if isinstance(a, _ATOMS):
-        return a == b or (a != a and b != b)
-    if isinstance(a, Tensor):
-        return _tensors_alike(a, b)
-    if isinstance(a, np.ndarray):
-        return np.array_equal(a, b)
-    if isinstance(a, (nn.Module, weakref.ref, torch.Generator, RemovableHandle)):
-        return True
-    if isinstance(a, types.FunctionType) and a.__code__ is not b.__code__:
+    try:
+        return a.is_meta or np.array_equal(raw_bytes(a), raw_bytes(b))
+    # Sparse and nested tensors have no rows of bytes.
+    except (RuntimeError, TypeError, NotImplementedError):
         return False
-    pair = id(a), id(b)
-    if pair in around or len(around) >= _MAX_DEPTH:
-        return True
-    around |= {pair}
-    if isinstance(a, (tuple, list)):
-        return len(a) == len(b) and all([_alike(x, y, around) for x, y in zip(a, b, strict=True)])
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all([_alike(value, b[key], around) for key, value in a.items()])
-    if type(a).__eq__ is not object.__eq__ and not isinstance(a, types.MethodType):
-        equal = _says_equal(a, b)
-        if equal is not None:
-            return equal
-    return all([_alike(x, y, around) for x, y in zip(_parts(a), _parts(b), strict=True)])
-
-
-def _tensors_alike(a: Tensor, b: Tensor) -> bool:
-    # Parameters and what is computed from them differ by design; RNNs list their weights in an attribute.
-    if isinstance(a, nn.Parameter) or a.requires_grad:
-        return True
-    return a.shape == b.shape and a.dtype == b.dtype and (a.is_meta or bool(torch.equal(a, b)))
 
 
 def _parts(value: Any) -> list[Any]:
-    """Return what makes an object: of two objects of one type as many parts."""
-    if isinstance(value, types.FunctionType):
-        cells = [_contents(cell) for cell in value.__closure__ or ()]
-        return [value.__defaults__, value.__kwdefaults__, cells]
-    if isinstance(value, types.MethodType):
-        return [value.__func__, value.__self__]
-    if isinstance(value, functools.partial):
-        return [value.func, value.args, value.keywords]
-    slots = [d for cls in type(value).__mro__ for d in vars(cls).values() if isinstance(d, types.MemberDescriptorType)]
-    return [getattr(value, "__dict__", None), *[getattr(value, slot.__name__, _MISSING) for slot in slots]]
-
-
-def _contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a variable that was never assigned
-        return None
-
-
-def _says_equal(a: Any, b: Any) -> bool | None:
-    try:
-        return bool(a == b)
-    # An object's own comparison may raise anything, or give no single truth value: it says nothing then.
-    except Exception:
-        return None
-
-
-def check_alike(first: nn.Module, other: nn.Module, who: str, at: Path = ()) -> None:
-    """Compare two modules and their children.
-
-    Raises:
-        TreeStructureError: Classes, slots, children, hooks, modes or hyperparameters differ; the message names the
-            first difference.
-    """
-    if other is first:
-        return
-    where = repr(dotted(at)) if at else "the root"
-    # By name: every parametrized module has a class of its own.
-    if type(first) is not type(other) and type(first).__qualname__ != type(other).__qualname__:
-        raise _unlike(who, where, "class", type(first).__qualname__, type(other).__qualname__)
-    mine, theirs = first.__dict__, other.__dict__
-    for table in _TABLES:
-        _check_table(mine[table], theirs[table], table[1:], who, where)
-    for table in _HOOKS:
-        if not alike(*[_calls(own, table) for own in (mine, theirs)]):
-            raise _unlike(who, where, table, *[repr(list(own[table].values())) for own in (mine, theirs)])
-    for name in [name for name in (*mine, *theirs) if name not in _BASE]:
-        if name not in mine or name not in theirs:
-            raise _unlike(
-                who, where, name, *[repr(d[name]) if name in d else "no such attribute" for d in (mine, theirs)]
-            )
-        if not alike(mine[name], theirs[name]):
-            raise _unlike(who, where, name, repr(mine[name]), repr(theirs[name]))
-    for name, child in mine["_modules"].items():
-        if child is not None:
-            pair = [unwrap(m, "stack_modules") for m in (child, theirs["_modules"][name])]
-            check_alike(pair[0], pair[1], who, (*at, name))
-
-
-def _calls(own: dict[str, Any], table: str) -> list[Any]:
-    """Return the hooks of a table, each with how it is called."""
-    return [(hook, *[key in own[flags] for flags in _HOW_CALLED]) for key, hook in own[table].items()]
-
-
-def _check_table(mine: dict[str, Any], theirs: dict[str, Any], table: str, who: str, where: str) -> None:
-    if list(mine) != list(theirs):
-        raise _unlike(who, where, table, list(mine), list(theirs))
-    for name, value in mine.items():
-        if (value is None) is not (theirs[name] is None):
-            state = ["None" if x is None else type(x).__name__ for x in (value, theirs[name])]
-            raise _unlike(who, where, f"{table}.{name}", *state)
-
-
-def _unlike(who: str, where: str, what: str, expected: object, got: object) -> TreeStructureError:
-    hint = "one forward runs all members, so their structure must agree; average the outputs of models that differ."
-    if what == "training":
-        hint = "call train() or eval() on all of them."
-    return TreeStructureError(
-        f"stack_modules: {who} differs from member 0 in {what!r} of {where}.",
-        expected=expected,
-        got=got,
-        hint=hint,
-    )
+    """Return everything that makes a value: its items, or the class and state that `copy` would take."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return value
+    if kind is dict:
+        return [*value, *value.values()]
+    if kind is weakref.ref:
+        return [value()]
+    if kind is types.FunctionType:
+        # Code objects are alike only if they are one: equal code may read other globals.
+        cells = map(contents, value.__closure__ or ())
+        return [value.__code__, value.__defaults__, value.__kwdefaults__, value.__dict__, *cells]
+    reduced = value.__reduce_ex__(4)
+    if isinstance(reduced, str):
+        raise TypeError("a global is alike only if it is the same object")
+    return [list(part) if hasattr(part, "__next__") else part for part in reduced]

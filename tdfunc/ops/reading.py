@@ -126,9 +126,9 @@ def refuse_options(entries: Mapping[str, Any], options: tuple[str, ...], call: s
             )
 
 
-def _holds_leaf(tree: TensorCollection) -> bool:
-    # By what is stored, so that keys which only some trees of a stack have count.
-    return any([not isinstance(n, TensorCollection) or _holds_leaf(n) for n in tree._data.values()])
+def holds_leaf(tree: TensorCollection) -> bool:
+    """Return whether a tree has a leaf or non-tensor data, of a lazy stack also in some trees only."""
+    return any([not isinstance(n, TensorCollection) or holds_leaf(n) for n in tree._data.values()])
 
 
 class KeysView(Set[Any]):
@@ -235,7 +235,7 @@ class ReadMethods(TensorCollection):
 
     def is_empty(self) -> bool:
         """Whether there are no leaves (tensors or non-tensor data), however deep."""
-        return not _holds_leaf(self)
+        return not holds_leaf(self)
 
     def __contains__(self, key: object) -> bool:
         return is_key(key) and has(self, key)  # pyright: ignore[reportArgumentType]

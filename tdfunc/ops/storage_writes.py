@@ -4,7 +4,7 @@ Structure never changes here. A leaf whose memory overlaps itself (an expanded o
 change many elements.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -168,31 +168,52 @@ def write_tree(tree: TensorCollection, other: Any, *, complete: bool) -> None:
     """Copy the values of `other` into the leaves of `tree`; all keys are checked before the first write."""
     call = "copy_" if complete else "update_"
     given = _beside(tree, other, call, ())
+    mine, theirs = _leaves_of_both(call, tree, given, complete)
+    _write(call, mine, theirs, lambda leaf: leaf.shape, lambda leaf, value: leaf.copy_(value))
+
+
+def _leaves_of_both(
+    call: str, tree: TensorCollection, given: TensorCollection, complete: bool
+) -> tuple[dict[Path, Any], dict[Path, Any]]:
+    """Return the leaves of both trees by path; raise unless the first has those of the second (and the same ones)."""
     mine, theirs = dict(iter_leaves(tree)), dict(iter_leaves(given))
-    extra = [path for path in theirs if path not in mine]
-    lacking = [path for path in mine if path not in theirs] if complete else []
-    if extra or lacking:
+    if theirs.keys() - mine.keys() or (complete and mine.keys() != theirs.keys()):
         check_kinds(call, tree, given)
         raise MissingKeyError(
-            "The trees have different keys; nothing was written.",
+            f"{call}: the trees have different keys{_NOTHING}.",
             expected=f"{sorted(map(dotted, mine))}",
             got=f"{sorted(map(dotted, theirs))}",
+            hint="rows that were written earlier would be zeros there: allocate all keys first, foo().new_zeros([N])."
+            if call.startswith("at")
+            else None,
         )
-    for path, value in theirs.items():
-        if value.shape != mine[path].shape:
+    return mine, theirs
+
+
+def _write(
+    call: str,
+    leaves: dict[Path, Any],
+    values: dict[Path, Any],
+    wanted: Callable[[Tensor], Size],
+    write: Callable[[Tensor, Tensor], object],
+) -> None:
+    """Write values of the wanted shapes into leaves, after all of them were checked."""
+    for path, value in values.items():
+        leaf, where = leaves[path], f"{call} {dotted(path)!r}"
+        check_writable(leaf, where)
+        if value.shape != wanted(leaf):
             raise LeafMismatchError(
-                f"leaf {dotted(path)!r} has another shape; nothing was written.",
-                expected=f"{list(mine[path].shape)}",
-                got=f"{list(value.shape)}",
+                f"{where}: the values do not fit{_NOTHING}.",
+                expected=f"shape {list(wanted(leaf))}",
+                got=f"shape {list(value.shape)}",
             )
-        check_writable(mine[path], repr(dotted(path)))
-        check_dtype(value, mine[path], repr(dotted(path)))
-    _check_one_value(mine, theirs)
-    places = Places(mine.values())
-    values = {path: _apart(value, places) for path, value in theirs.items() if value is not mine[path]}
+        check_dtype(value, leaf, where)
+    _check_one_value(leaves, values)
+    places = Places(leaves.values())
+    apart = {path: _apart(value, places) for path, value in values.items() if value is not leaves[path]}
     with torch.no_grad():
-        for path, value in values.items():
-            mine[path].copy_(value)
+        for path, value in apart.items():
+            write(leaves[path], value)
 
 
 def check_kinds(call: str, tree: TensorCollection, given: TensorCollection) -> None:
@@ -280,32 +301,14 @@ def write_row(tree: TensorCollection, index: Any, row: Any) -> TensorCollection:
         )
     if not has_leaf(tree):
         tree = _allocate(tree, row)
-    leaves, rows = dict(iter_leaves(tree)), dict(iter_leaves(row))
-    if leaves.keys() != rows.keys():
-        check_kinds(call, tree, row)
-        raise MissingKeyError(
-            f"{call}: the row has other keys than the tree; nothing was written.",
-            expected=f"{sorted(map(dotted, leaves))}",
-            got=f"{sorted(map(dotted, rows))}",
-            hint="earlier rows would be silent zeros: allocate all keys first, foo().new_zeros([N]).",
-        )
-    for path, leaf in leaves.items():
-        check_writable(leaf, f"{call} {dotted(path)!r}")
-        wanted = size + leaf.shape[len(tree._batch_size) :]
-        if rows[path].shape != wanted:
-            raise LeafMismatchError(
-                f"{call}: leaf {dotted(path)!r} does not fit; nothing was written.",
-                expected=f"shape {list(wanted)}",
-                got=f"shape {list(rows[path].shape)}",
-            )
-        check_dtype(rows[path], leaf, f"{call} {dotted(path)!r}")
-    _check_one_value(leaves, rows)
+    leaves, rows = _leaves_of_both(call, tree, row, True)
     _check_values(tree, parts, row)
-    places = Places(leaves.values())
-    rows = {path: _apart(x, places) for path, x in rows.items()}
-    with torch.no_grad():
-        for path, leaf in leaves.items():
-            leaf[parts] = rows[path].to(leaf.dtype)
+    n = len(tree._batch_size)
+
+    def write(leaf: Tensor, value: Tensor) -> None:
+        leaf[parts] = value.to(leaf.dtype)
+
+    _write(call, leaves, rows, lambda leaf: size + leaf.shape[n:], write)
     return tree
 
 

@@ -117,17 +117,6 @@ def _flatten_into(
     return None
 
 
-def check_separator(separator: str, call: str) -> None:
-    """Raise unless keys can be split there."""
-    if not separator:
-        raise error(
-            ValueError,
-            f"{call}: nothing separates keys by an empty text.",
-            expected="a separator of one character or more",
-            got=repr(separator),
-        )
-
-
 class _Branch(dict[str, Any]):
     """Entries on their way to becoming a tree: nodes with their kinds, and branches."""
 
@@ -138,7 +127,6 @@ class _Branch(dict[str, Any]):
 @per_tree()
 def unflatten_keys(tree: TensorCollection, separator: str) -> Any:
     """Split keys at the separator into nested trees."""
-    check_separator(separator, "unflatten_keys")
     root = _Branch()
     renamed: dict[str, Path] = {}
     for key in tree._keys():
@@ -355,48 +343,28 @@ def combine(*trees: T) -> T:
         *trees: Parts with no leaf in common, as `partition` and `split` return them.
 
     Raises:
-        ValueError: There are no trees, or two have the same leaf; the message names it.
+        ValueError: Two trees have the same leaf; the message names it.
         TreeStructureError: A leaf of one is a tree in another.
 
     Examples:
         >>> list(tdf.combine(TensorDict({"a": torch.zeros(1)}), TensorDict({"b": torch.zeros(2)})).keys())
         ['a', 'b']
     """
-    if not trees:
-        raise error(ValueError, "combine: no trees were given.", expected="one or more")
-    for tree in trees:
-        if not isinstance(tree, TensorCollection):
-            raise error(
-                TypeError,
-                "combine: not a tree.",
-                expected="trees",
-                got=type(tree).__name__,
-                hint="combine(a, b), combine(*parts).",
-            )
-    result = trees[0]
-    for other in trees[1:]:
-        both = {p for p, _ in iter_items(result, True, True)} & {p for p, _ in iter_items(other, True, True)}
-        # What only some trees of a stack have is not among the items.
-        both = both or _stored_paths(result) & _stored_paths(other)
-        if both:
-            raise error(
-                ValueError,
-                f"combine: two parts have the leaf {dotted(min(both))!r}.",
-                hint="use a.update(b) to write one over the other.",
-            )
+    if not all([isinstance(tree, TensorCollection) for tree in trees]):
+        raise error(TypeError, "combine: the arguments must be trees.", got=trees, hint="combine(*parts) for a list.")
+    result, *others = trees
+    for other in others:
         found = zip_trees(result, other, shared=True)
         if isinstance(found, Difference):
             raise found.error("combine")
+        if found:
+            raise error(
+                ValueError,
+                f"combine: two parts have the leaf {dotted(found[0][0])!r}.",
+                hint="use a.update(b) to write one over the other.",
+            )
         result = update(result, other)
     return result
-
-
-def _stored_paths(tree: TensorCollection, at: Path = ()) -> set[Path]:
-    """Return the paths of all leaves and values, those in the trees of a stack one by one."""
-    paths: set[Path] = set()
-    for key, node in tree._data.items():
-        paths |= _stored_paths(node, (*at, key)) if isinstance(node, TensorCollection) else {(*at, key)}
-    return paths
 
 
 def in_dims(tree: T, where: "dict[str | Filter, int | None] | int | None") -> T:

@@ -325,7 +325,7 @@ def test_special_files(tmp_path):
     os.mkfifo(tmp_path / "f.safetensors")
     assert stat.S_ISFIFO(os.stat(tmp_path / "f.safetensors").st_mode)
 
-    with pytest.raises(CorruptCheckpointError, match="no regular file"):
+    with pytest.raises(CorruptCheckpointError, match="must be a regular file"):
         load(tmp_path / "f.safetensors")
 
 

@@ -318,7 +318,7 @@ def forge(manager, step, fields):
     """Write a `checkpoint.json` whose digest is right."""
     text = json.dumps(fields)[1:]
     raw = f'{{"digest":"xxh3-64:{"0" * 16}",{text}'.encode()
-    digest = manager_module.xxhash.xxh3_64_hexdigest(raw).encode()
+    digest = steps_module.xxhash.xxh3_64_hexdigest(raw).encode()
     (manager.path(step) / "checkpoint.json").write_bytes(raw.replace(b"0" * 16, digest, 1))
 
 
@@ -372,7 +372,7 @@ def test_nothing_to_fall_back_to(tmp_path):
     path = manager.save(0, tree_of(0)).result() / "model.safetensors"
     path.write_bytes(b"")
 
-    with pytest.raises(CorruptCheckpointError, match=r"no step is whole(.|\n)*damaged: 0"):
+    with pytest.raises(CorruptCheckpointError, match=r"no step is whole(.|\n)*damaged: .0"):
         manager.load(fallback=True)
 
 
@@ -382,13 +382,13 @@ def test_nothing_to_fall_back_to(tmp_path):
 @pytest.fixture
 def gate(monkeypatch):
     """An event that saves wait for before they write."""
-    event, real = threading.Event(), manager_module._write_tree
+    event, real = threading.Event(), steps_module._write_tree
 
     def write(*args, **kwargs):
         assert event.wait(60)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(manager_module, "_write_tree", write)
+    monkeypatch.setattr(steps_module, "_write_tree", write)
     yield event
     event.set()
 
@@ -436,7 +436,7 @@ def test_errors_come_with_the_next_save_or_at_the_end_of_the_block(tmp_path, mon
         raise OSError(errno.ENOSPC, "No space left on device")
 
     manager = CheckpointManager(tmp_path, async_save=True)
-    monkeypatch.setattr(manager_module, "_write_tree", fail)
+    monkeypatch.setattr(steps_module, "_write_tree", fail)
     manager.save(0, tree_of(0))
     with pytest.raises(OSError, match="No space left on device; the step was not saved: .*step-0000000000"):
         manager.save(1, tree_of(1))

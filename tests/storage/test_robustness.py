@@ -12,6 +12,7 @@ from tdfunc import CheckpointManager, CorruptCheckpointError, TensorDict, load, 
 from tdfunc import open as open_file
 from tdfunc.storage.disk.remote import LocalFiles
 from tdfunc.storage.manager import manager as storage_manager
+from tdfunc.storage.manager import steps
 from tdfunc.storage.safetensors import files
 from tests.storage.trees import assert_same, entry, forge, same_bytes
 
@@ -189,15 +190,14 @@ def test_a_step_that_is_replaced_while_it_is_read(tmp_path, monkeypatch):
     """A load would read the description of one save and the tree of the next, and call the step damaged."""
     manager = CheckpointManager(tmp_path / "run")
     manager.save(3, TensorDict({"a": torch.zeros(4)}))
-    check, replaced = storage_manager.check_tree, []
+    check, replaced = steps.check_tree, []
 
     def replace_and_check(folder, about):
         if not replaced:
             replaced.append(manager.save(3, TensorDict({"a": torch.ones(4)}), overwrite=True))
         check(folder, about)
 
-    # The reader's own lock, which the writer waits for.
-    monkeypatch.setattr(storage_manager, "check_tree", replace_and_check)
+    monkeypatch.setattr(steps, "check_tree", replace_and_check)
 
     assert (manager.load(3)["a"] == 1).all()
     assert replaced
@@ -215,7 +215,6 @@ def test_metadata_of_a_step_that_is_replaced_meanwhile(tmp_path, monkeypatch):
             raise CorruptCheckpointError("half of the one, half of the other")
         return read_about(folder, step)
 
-    # The reader's own lock, which the writer waits for.
     monkeypatch.setattr(storage_manager, "read_about", replace_first)
 
     assert manager.metadata(3) == {"loss": 2.0}

@@ -7,11 +7,12 @@ name and then moves it, so a reader sees a whole file if the other side moves (o
 import errno
 import os
 import secrets
+import shutil
 import stat
 import tempfile
 import warnings
 from collections.abc import Callable
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError, error
 
@@ -106,26 +107,6 @@ class LocalBytes:
             warnings.warn(f"unclosed checkpoint {self._path}", ResourceWarning, source=self, stacklevel=1)
 
 
-class Files(Protocol):
-    """A file system, as far as reading a checkpoint needs one."""
-
-    def is_folder(self, path: str) -> bool:
-        """Whether there is a folder."""
-        ...
-
-    def exists(self, path: str) -> bool:
-        """Whether there is anything."""
-        ...
-
-    def names(self, folder: str) -> list[str]:
-        """List a folder."""
-        ...
-
-    def open(self, path: str) -> Bytes:
-        """Open a file."""
-        ...
-
-
 class LocalFiles:
     """The files of this machine."""
 
@@ -208,19 +189,16 @@ class RemoteFiles:
     def open(self, path: str) -> Bytes:
         """Open a file."""
         try:
-            return self._open(path)
+            if not self._fetch:
+                return RemoteBytes(self._system, path)
+            with tempfile.TemporaryDirectory(prefix="tdfunc-") as folder:
+                here = os.path.join(folder, "fetched")
+                self._system.get_file(path, here)
+                # It has no name any more once the folder is gone, and is gone itself once nobody maps it.
+                return LocalBytes(here)
         except FileNotFoundError as err:
             # fsspec names it as the other side does, without the protocol.
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from err
-
-    def _open(self, path: str) -> Bytes:
-        if not self._fetch:
-            return RemoteBytes(self._system, path)
-        with tempfile.TemporaryDirectory(prefix="tdfunc-") as folder:
-            here = os.path.join(folder, "fetched")
-            self._system.get_file(path, here)
-            # It has no name any more once the folder is gone, and is gone itself once nobody maps it.
-            return LocalBytes(here)
 
     def remove(self, path: str) -> None:
         """Delete a file."""
@@ -232,16 +210,15 @@ class RemoteFiles:
         temporary = f"{parent}/.tdfunc-{secrets.token_hex(8)}-{name}.tmp"
         with tempfile.TemporaryFile(prefix="tdfunc-") as file:
             write(file.fileno())
+            file.seek(0)
             try:
-                self._upload(file, temporary)
+                with self._system.open(temporary, "wb") as target:
+                    shutil.copyfileobj(file, target, 1 << 24)
                 self._system.mv(temporary, path)
             except BaseException:
                 if self._system.exists(temporary):
                     self._system.rm_file(temporary)
                 raise
 
-    def _upload(self, file: Any, path: str) -> None:
-        file.seek(0)
-        with self._system.open(path, "wb") as target:
-            while piece := file.read(1 << 24):
-                target.write(piece)
+
+Files: TypeAlias = LocalFiles | RemoteFiles

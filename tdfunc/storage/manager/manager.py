@@ -4,21 +4,18 @@ import json
 import os
 import pathlib
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
-import xxhash
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import ConcurrencyError, CorruptCheckpointError, UnsupportedError, error, explain
 from tdfunc.core.keys import FilterLike
 from tdfunc.core.types import Device
-from tdfunc.storage.api import load, outline_of
-from tdfunc.storage.disk.commit import replace_file, sweep
-from tdfunc.storage.disk.raw import write_all
+from tdfunc.storage.api import outline_of
+from tdfunc.storage.disk.commit import sweep
 from tdfunc.storage.disk.remote import anchored, local_folder
 from tdfunc.storage.manager.background import PendingSave, SaveQueue, Snapshot, WaitMethods, Write, take_snapshot
 from tdfunc.storage.manager.steps import (
@@ -27,33 +24,17 @@ from tdfunc.storage.manager.steps import (
     as_step,
     exists_error,
     list_steps,
+    load_step,
+    read_about,
     reading,
     remove_step,
     step_name,
     write_step,
 )
-from tdfunc.storage.safetensors.index import INDEX, SINGLE
-from tdfunc.storage.safetensors.shards import ShardPlan, as_bytes, write_plan, write_shards
-from tdfunc.storage.safetensors.write import plan_file
+from tdfunc.storage.safetensors.shards import as_bytes
 from tdfunc.storage.tree.build import Classes
-from tdfunc.storage.tree.specs import no_constant, unique
 
 T = TypeVar("T")
-ABOUT_FILE = "checkpoint.json"
-_VERSION = 1
-_START = '{"digest":"xxh3-64:'
-_DIGITS = 16
-
-
-class About(NamedTuple):
-    """What `checkpoint.json` says."""
-
-    step: int
-    # The name of the tree's file, or of the index of its shards.
-    file: str
-    # The digest of that file's header, which holds those of all leaves.
-    tree: str
-    metadata: dict[str, Any]
 
 
 class CheckpointManager(WaitMethods):
@@ -162,10 +143,26 @@ class CheckpointManager(WaitMethods):
         """
         number = as_step(step, "save")
         described = _check_metadata({} if metadata is None else metadata)
-        self._check_metric(described)
-        td = tree if isinstance(tree, TensorCollection) else _gather(tree)
+        metric = described.get(self._metric) if self._metric is not None else None
+        if metric is not None and not _is_number(metric):
+            raise error(
+                TypeError,
+                f"save: the metric {self._metric!r} must be a number.",
+                expected="an int or float, or None for a step that is never best",
+                got=repr(metric),
+            )
+        if not isinstance(tree, (TensorCollection, Mapping)):
+            raise error(
+                TypeError,
+                "save: this must be a tree.",
+                expected="a TensorDict, or trees by name",
+                got=type(tree).__name__,
+                hint='save(step, {"params": params, "state": state}).',
+            )
+        td = tree if isinstance(tree, TensorCollection) else TensorCollection._open(tree)
         path = self.path(number)
-        self._check_new(number, path, overwrite)
+        if not overwrite and (os.path.lexists(path) or any(save._path == path for save in self._queue.pending)):
+            raise exists_error(self._folder, number)
         if not self._async:
             save = PendingSave(path)
             save.set_result(self._commit(number, Snapshot(outline_of(td), {}), described, overwrite))
@@ -226,10 +223,7 @@ class CheckpointManager(WaitMethods):
             FileNotFoundError: There is no such step.
             CorruptCheckpointError: They are damaged; the message names the step.
         """
-        if step is None:
-            return self._newest(self.metadata, "metadata")
-        number = as_step(step, "metadata")
-        return self._read(number, lambda path: read_about(path, number).metadata, "metadata")
+        return self._use(step, "metadata", lambda path, number: read_about(path, number).metadata)
 
     def path(self, step: int) -> pathlib.Path:
         """Return the folder of a step, which need not be there; `load` and `open` take it.
@@ -275,13 +269,8 @@ class CheckpointManager(WaitMethods):
                 got=f"step {step}" if step is not None else "verify=False",
             )
 
-        def load_step(number: int) -> Any:
-            options = {"like": like, "keys": keys, "dtype": dtype, "device": device, "classes": classes}
-            return self._load(number, "load", verify=verify, **options)
-
-        if step is not None:
-            return load_step(as_step(step, "load"))
-        return self._newest(load_step, "load", fallback=fallback)
+        options = {"like": like, "keys": keys, "dtype": dtype, "device": device, "classes": classes}
+        return self._use(step, "load", partial(load_step, **options, verify=verify), fallback=fallback)
 
     def verify(self, step: int | None = None) -> int:
         """Read a step whole and compare all checksums.
@@ -296,11 +285,12 @@ class CheckpointManager(WaitMethods):
             FileNotFoundError: There is no such step.
             CorruptCheckpointError: It is damaged; the message names it and what is wrong.
         """
-        if step is None:
-            return self._newest(self.verify, "verify")
-        number = as_step(step, "verify")
-        self._load(number, "verify", classes=TensorCollection._open, device="cpu")
-        return number
+
+        def read(path: str, number: int) -> int:
+            load_step(path, number, classes=TensorCollection._open, device="cpu")
+            return number
+
+        return self._use(step, "verify", read)
 
     def __repr__(self) -> str:
         return f"CheckpointManager({self._folder!r}, {len(self.steps())} steps, {len(self._queue.pending)} pending)"
@@ -310,14 +300,16 @@ class CheckpointManager(WaitMethods):
     def _commit(self, step: int, snapshot: Snapshot, metadata: dict[str, Any], overwrite: bool) -> pathlib.Path:
         path = self.path(step)
 
-        def fill(folder: str) -> None:
-            file = _write_tree(snapshot, folder, self._max_bytes, fsync=self._fsync)
-            text = _describe(About(step, file, _header_digest(os.path.join(folder, file)), metadata))
-            about = os.path.join(folder, ABOUT_FILE)
-            replace_file(about, lambda fd: write_all(fd, text), size_bytes=len(text), fsync=self._fsync)
-
         try:
-            write_step(self._folder, step, fill, overwrite=overwrite, fsync=self._fsync)
+            write_step(
+                self._folder,
+                step,
+                snapshot,
+                metadata,
+                max_bytes=self._max_bytes,
+                overwrite=overwrite,
+                fsync=self._fsync,
+            )
         except ConcurrencyError as err:
             raise ConcurrencyError(f"save {path}: {err}") from err
         except OSError as err:
@@ -351,93 +343,49 @@ class CheckpointManager(WaitMethods):
                 value = self.metadata(step).get(self._metric or "")
             except FileNotFoundError:
                 continue
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
+            if _is_number(value):
                 found.append((value, step))
         # A stable sort: of equal ones the later stays first.
         return [step for _, step in sorted(reversed(found), key=lambda pair: pair[0], reverse=self._mode == "max")]
 
-    def _check_metric(self, metadata: dict[str, Any]) -> None:
-        value = metadata.get(self._metric) if self._metric is not None else None
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-            raise error(
-                TypeError,
-                f"save: the metric {self._metric!r} is no number.",
-                expected="an int or float, or None for a step that is never best",
-                got=f"{value!r} ({type(value).__name__})",
-            )
-
-    def _check_new(self, step: int, path: pathlib.Path, overwrite: bool) -> None:
-        if overwrite:
-            return
-        if os.path.lexists(path) or any(save._path == path for save in self._queue.pending):
-            raise exists_error(self._folder, step)
-
-    # Any: the options of `load`, and what it returns.
-    def _load(self, step: int, call: str, **options: Any) -> Any:
-        def read(path: str) -> Any:
-            with naming_step(path, step):
-                check_tree(path, read_about(path, step))
-                return load(path, **options)
-
-        return self._read(step, read, call)
-
-    def _read(self, step: int, use: Callable[[str], T], call: str) -> T:
-        """Call `use` with the folder of a step, again if another save replaces the step meanwhile."""
-        while True:
-            with suppress(StepReplacedError), reading(self._folder, step, call) as path:
-                return use(path)
-
-    def _newest(self, use: Any, call: str, *, fallback: bool = False) -> Any:
-        """Call `use` with the newest step; if that is removed meanwhile, a newer one is there."""
+    def _use(self, step: int | None, call: str, read: Callable[[str, int], T], *, fallback: bool = False) -> T:
+        """Call `read` with the folder and number of a step (the newest), again if another save replaces it."""
         damaged: set[int] = set()
         while True:
-            step = max((step for step in self.steps() if step not in damaged), default=None)
-            if step is None and not damaged:
+            number = max(set(self.steps()) - damaged, default=None) if step is None else as_step(step, call)
+            if number is None and damaged:
+                raise CorruptCheckpointError(
+                    f"{call} {self._folder}: no step is whole.",
+                    expected="a whole step",
+                    got=f"damaged: {sorted(damaged)}",
+                )
+            if number is None:
                 raise error(
                     FileNotFoundError,
                     f"{call} {self._folder}: there are no steps.",
                     hint="latest() is None where nothing was saved.",
                 )
-            if step is None:
-                shown = ", ".join(map(str, sorted(damaged)))
-                raise CorruptCheckpointError(
-                    f"{call} {self._folder}: no step is whole.", expected="a whole step", got=f"damaged: {shown}"
-                )
             try:
-                return use(step)
+                with reading(self._folder, number, call) as path:
+                    return read(path, number)
+            except StepReplacedError:
+                continue
             except StepRemovedError:
-                if step in self.steps():
+                # If the newest one is removed meanwhile, a newer one is there.
+                if step is not None or number in self.steps():
                     raise
             except CorruptCheckpointError as err:
                 if not fallback:
                     raise
-                damaged.add(step)
+                damaged.add(number)
                 warnings.warn(f"{err}\n  an older step is loaded instead.", RuntimeWarning, stacklevel=3)
-
-
-def _write_tree(snapshot: Snapshot, folder: str, max_bytes: int | None, *, fsync: bool) -> str:
-    """Write the tree into a new folder as Hugging Face does, so that its libraries read a step too."""
-    outline, digests = snapshot
-    if max_bytes is not None:
-        write_shards(ShardPlan(outline, max_bytes, digests), folder, fsync=fsync)
-        return INDEX
-    write_plan(plan_file(outline, digests), os.path.join(folder, SINGLE), fsync=fsync)
-    return SINGLE
 
 
 # -- arguments --------------------------------------------------------------------------------------------------
 
 
-def _gather(trees: Any) -> TensorCollection:
-    if not isinstance(trees, Mapping):
-        raise error(
-            TypeError,
-            "save: this must be a tree.",
-            expected="a TensorDict, or trees by name",
-            got=type(trees).__name__,
-            hint='save(step, {"params": params, "state": state}).',
-        )
-    return TensorCollection._open(trees)
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _check_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -460,96 +408,3 @@ def _check_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
             )
         plain.update(back)
     return plain
-
-
-# -- checkpoint.json --------------------------------------------------------------------------------------------
-
-
-def _describe(about: About) -> memoryview:
-    fields = {"format": "tdfunc checkpoint", "version": _VERSION, **about._asdict()}
-    text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
-    raw = f'{_START}{"0" * _DIGITS}",{text[1:]}\n'.encode()
-    return memoryview(raw.replace(b"0" * _DIGITS, xxhash.xxh3_64_hexdigest(raw).encode(), 1))
-
-
-def read_about(folder: str, step: int) -> About:
-    """Read the `checkpoint.json` of a step.
-
-    Raises:
-        CorruptCheckpointError: It is not what was saved, or of another step.
-        UnsupportedError: A later version of tdfunc wrote it.
-    """
-    path = os.path.join(folder, ABOUT_FILE)
-    with naming_step(folder, step):
-        with open(path, "rb") as file:
-            raw = file.read()
-        start, end = len(_START), len(_START) + _DIGITS
-        found = xxhash.xxh3_64_hexdigest(raw[:start] + b"0" * _DIGITS + raw[end:])
-        if raw[:start] != _START.encode() or raw[start:end] != found.encode():
-            raise CorruptCheckpointError(
-                f"{ABOUT_FILE} is not what was saved.", expected=f"{_START}{found}", got=repr(raw[:end])[2:-1]
-            )
-        try:
-            fields = json.loads(raw, object_pairs_hook=unique, parse_constant=no_constant)
-            version = fields["version"]
-            about = None
-            if version == _VERSION:
-                about = About(fields["step"], fields["file"], fields["tree"], dict(fields["metadata"]))
-        except (ValueError, KeyError, TypeError, RecursionError) as err:
-            raise CorruptCheckpointError(
-                f"{ABOUT_FILE} is malformed.", got=f"{type(err).__name__}: {err}"[:300]
-            ) from err
-        if about is None:
-            raise UnsupportedError(
-                f"load {path}: the format must be known.",
-                expected=f"version {_VERSION}",
-                got=repr(version)[:100],
-                hint="a later version of tdfunc wrote it.",
-            )
-        if about.step != step or about.file not in (SINGLE, INDEX):
-            raise CorruptCheckpointError(
-                "the folder must have the name of its step.",
-                expected=f"step {step} in {SINGLE} or {INDEX}",
-                got=f"step {about.step} in {about.file!r}"[:100],
-            )
-        return about
-
-
-def check_tree(folder: str, about: About) -> None:
-    """Raise unless the tree in a step's folder is the one that was saved with its `checkpoint.json`."""
-    found = _header_digest(os.path.join(folder, about.file))
-    if found != about.tree:
-        raise CorruptCheckpointError(
-            f"{about.file} is not the one that was saved with {ABOUT_FILE}.",
-            expected=f"a header with the digest {about.tree}",
-            got=found,
-        )
-
-
-def _header_digest(path: str) -> str:
-    """Return the digest of the header of a safetensors file, or of a whole index."""
-    with open(path, "rb") as file:
-        raw = file.read(-1 if path.endswith(INDEX) else 8)
-        if not path.endswith(INDEX):
-            left = os.fstat(file.fileno()).st_size - len(raw)
-            raw += file.read(min(int.from_bytes(raw, "little"), left))
-    return f"xxh3-64:{xxhash.xxh3_64_hexdigest(raw)}"
-
-
-@contextmanager
-def naming_step(folder: str, step: int) -> Generator[None, None, None]:
-    """Name the step in every sign of damage."""
-    what = f"step {step} in {os.path.dirname(folder)} is damaged:"
-    try:
-        yield
-    except CorruptCheckpointError as err:
-        raise CorruptCheckpointError(str(err) if str(err).startswith(what) else f"{what} {err}") from err
-    except FileNotFoundError as err:
-        # If the whole folder is gone, the step was removed.
-        if not os.path.isdir(folder):
-            raise
-        raise CorruptCheckpointError(
-            f"{what} a file is missing.",
-            expected=os.path.basename(os.fsdecode(err.filename or "")),
-            hint="load(fallback=True) loads the newest whole step; delete(step) removes this one.",
-        ) from err

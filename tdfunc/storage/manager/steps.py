@@ -1,15 +1,41 @@
-"""Step folders of a run, `step-0000000042`: named, listed, written in one step, held while they are read, removed."""
+"""The folder of one step, `step-0000000042`: its name, its files, held while it is read, written and removed whole."""
 
+import json
 import os
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
 
-from tdfunc.core.errors import CorruptCheckpointError, error
+import xxhash
+
+from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError, error
+from tdfunc.storage.api import load
 from tdfunc.storage.disk import commit
+from tdfunc.storage.disk.raw import write_all
+from tdfunc.storage.manager.background import Snapshot
+from tdfunc.storage.safetensors.index import INDEX, SINGLE
+from tdfunc.storage.safetensors.shards import ShardPlan, write_plan, write_shards
+from tdfunc.storage.safetensors.write import plan_file
+from tdfunc.storage.tree.specs import no_constant, unique
 
 _NAME = re.compile(r"step-([0-9]{10,200})")
 _MAX_DIGITS = 200
+ABOUT_FILE = "checkpoint.json"
+_VERSION = 1
+_START = '{"digest":"xxh3-64:'
+_DIGEST_DIGITS = 16
+
+
+class About(NamedTuple):
+    """What `checkpoint.json` says."""
+
+    step: int
+    # The name of the tree's file, or of the index of its shards.
+    file: str
+    # The digest of that file's header, which holds those of all leaves.
+    tree: str
+    metadata: dict[str, Any]
 
 
 class StepRemovedError(FileNotFoundError):
@@ -49,19 +75,45 @@ def list_steps(folder: str) -> list[int]:
     return sorted(found)
 
 
-def write_step(folder: str, step: int, fill: Callable[[str], None], *, overwrite: bool, fsync: bool) -> None:
-    """Fill a new folder and give it the name of the step.
+def write_step(
+    folder: str,
+    step: int,
+    snapshot: Snapshot,
+    metadata: dict[str, Any],
+    *,
+    max_bytes: int | None,
+    overwrite: bool,
+    fsync: bool,
+) -> None:
+    """Write a tree and its `checkpoint.json` into a new folder, and give it the name of the step.
 
     Raises:
         FileExistsError: There is such a step, and it is not to be replaced.
         OSError: The file system refused; nothing is left behind.
     """
+
+    def fill(place: str) -> None:
+        file = _write_tree(snapshot, place, max_bytes, fsync=fsync)
+        text = _describe(About(step, file, _header_digest(os.path.join(place, file)), metadata))
+        about = os.path.join(place, ABOUT_FILE)
+        commit.replace_file(about, lambda fd: write_all(fd, text), size_bytes=len(text), fsync=fsync)
+
     commit.make_folder(folder, fsync=fsync)
     commit.sweep(folder)
     try:
         commit.replace_folder(os.path.join(folder, step_name(step)), fill, overwrite=overwrite, fsync=fsync)
     except FileExistsError as err:
         raise exists_error(folder, step) from err
+
+
+def _write_tree(snapshot: Snapshot, folder: str, max_bytes: int | None, *, fsync: bool) -> str:
+    """Write the tree into a new folder as Hugging Face does, so that its libraries read a step too."""
+    outline, digests = snapshot
+    if max_bytes is not None:
+        write_shards(ShardPlan(outline, max_bytes, digests), folder, fsync=fsync)
+        return INDEX
+    write_plan(plan_file(outline, digests), os.path.join(folder, SINGLE), fsync=fsync)
+    return SINGLE
 
 
 def exists_error(folder: str, step: int) -> FileExistsError:
@@ -120,3 +172,104 @@ def _removed(folder: str, step: int, call: str) -> StepRemovedError:
 def remove_step(folder: str, step: int) -> bool:
     """Remove a step as a whole; False if it is being read (or is not there)."""
     return commit.remove_folder(os.path.join(folder, step_name(step)))
+
+
+# Any: the options of `load`, and what it returns.
+def load_step(path: str, step: int, **options: Any) -> Any:
+    """Load the tree of a step, which must be the one that its `checkpoint.json` describes."""
+    with naming_step(path, step):
+        check_tree(path, read_about(path, step))
+        return load(path, **options)
+
+
+# -- checkpoint.json --------------------------------------------------------------------------------------------
+
+
+def _describe(about: About) -> memoryview:
+    fields = {"format": "tdfunc checkpoint", "version": _VERSION, **about._asdict()}
+    text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
+    raw = f'{_START}{"0" * _DIGEST_DIGITS}",{text[1:]}\n'.encode()
+    return memoryview(raw.replace(b"0" * _DIGEST_DIGITS, xxhash.xxh3_64_hexdigest(raw).encode(), 1))
+
+
+def read_about(folder: str, step: int) -> About:
+    """Read the `checkpoint.json` of a step.
+
+    Raises:
+        CorruptCheckpointError: It is not what was saved, or of another step.
+        UnsupportedError: A later version of tdfunc wrote it.
+    """
+    path = os.path.join(folder, ABOUT_FILE)
+    with naming_step(folder, step):
+        with open(path, "rb") as file:
+            raw = file.read()
+        start, end = len(_START), len(_START) + _DIGEST_DIGITS
+        found = xxhash.xxh3_64_hexdigest(raw[:start] + b"0" * _DIGEST_DIGITS + raw[end:])
+        if raw[:start] != _START.encode() or raw[start:end] != found.encode():
+            raise CorruptCheckpointError(
+                f"{ABOUT_FILE} is not what was saved.", expected=f"{_START}{found}", got=repr(raw[:end])[2:-1]
+            )
+        try:
+            fields = json.loads(raw, object_pairs_hook=unique, parse_constant=no_constant)
+            version = fields["version"]
+            about = None
+            if version == _VERSION:
+                about = About(fields["step"], fields["file"], fields["tree"], dict(fields["metadata"]))
+        except (ValueError, KeyError, TypeError, RecursionError) as err:
+            raise CorruptCheckpointError(
+                f"{ABOUT_FILE} is malformed.", got=f"{type(err).__name__}: {err}"[:300]
+            ) from err
+        if about is None:
+            raise UnsupportedError(
+                f"load {path}: the format must be known.",
+                expected=f"version {_VERSION}",
+                got=repr(version)[:100],
+                hint="a later version of tdfunc wrote it.",
+            )
+        if about.step != step or about.file not in (SINGLE, INDEX):
+            raise CorruptCheckpointError(
+                "the folder must have the name of its step.",
+                expected=f"step {step} in {SINGLE} or {INDEX}",
+                got=f"step {about.step} in {about.file!r}"[:100],
+            )
+        return about
+
+
+def check_tree(folder: str, about: About) -> None:
+    """Raise unless the tree in a step's folder is the one that was saved with its `checkpoint.json`."""
+    found = _header_digest(os.path.join(folder, about.file))
+    if found != about.tree:
+        raise CorruptCheckpointError(
+            f"{about.file} is not the one that was saved with {ABOUT_FILE}.",
+            expected=f"a header with the digest {about.tree}",
+            got=found,
+        )
+
+
+def _header_digest(path: str) -> str:
+    """Return the digest of the header of a safetensors file, or of a whole index."""
+    with open(path, "rb") as file:
+        raw = file.read(-1 if path.endswith(INDEX) else 8)
+        if not path.endswith(INDEX):
+            left = os.fstat(file.fileno()).st_size - len(raw)
+            raw += file.read(min(int.from_bytes(raw, "little"), left))
+    return f"xxh3-64:{xxhash.xxh3_64_hexdigest(raw)}"
+
+
+@contextmanager
+def naming_step(folder: str, step: int) -> Generator[None, None, None]:
+    """Name the step in every sign of damage."""
+    what = f"step {step} in {os.path.dirname(folder)} is damaged:"
+    try:
+        yield
+    except CorruptCheckpointError as err:
+        raise CorruptCheckpointError(str(err) if str(err).startswith(what) else f"{what} {err}") from err
+    except FileNotFoundError as err:
+        # If the whole folder is gone, the step was removed.
+        if not os.path.isdir(folder):
+            raise
+        raise CorruptCheckpointError(
+            f"{what} a file is missing.",
+            expected=os.path.basename(os.fsdecode(err.filename or "")),
+            hint="load(fallback=True) loads the newest whole step; delete(step) removes this one.",
+        ) from err

@@ -1,6 +1,7 @@
 """Which files make up a checkpoint: one file, or a folder with an index and its shards, here or on another machine."""
 
 import os
+from contextlib import suppress
 
 from tdfunc.core.errors import CorruptCheckpointError, error
 from tdfunc.storage.disk.remote import Files, LocalFiles
@@ -11,7 +12,7 @@ from tdfunc.storage.safetensors.read import Source, naming, open_source, parsing
 
 _META = "meta.json"
 _INDEX_SUFFIX = ".safetensors.index.json"
-_TRIES = 20
+_TRIES = 10
 
 
 def open_contents(path: str, files: Files, *, verify: bool) -> Contents:
@@ -28,19 +29,18 @@ def open_contents(path: str, files: Files, *, verify: bool) -> Contents:
 
 
 def _open_folder(path: str, files: Files, *, verify: bool) -> Contents:
-    index, single = _join(path, INDEX), _join(path, SINGLE)
-    for attempt in range(_TRIES):
-        try:
-            if files.exists(index):
-                return _open_shards(index, files, verify=verify)
-            if files.exists(single):
-                return _open_single(single, files, verify=verify)
-            raise no_checkpoint(path, files)
-        except FileNotFoundError:
-            # Shards and one file may have taken each other's place between two looks.
-            if attempt == _TRIES - 1 or (attempt and not files.exists(index) and not files.exists(single)):
-                raise
-    raise AssertionError
+    # Again and again: shards and one file may take each other's place between two looks.
+    for name, open_one in ((INDEX, _open_shards), (SINGLE, _open_single)) * _TRIES:
+        with suppress(FileNotFoundError):
+            return open_one(_join(path, name), files, verify=verify)
+    found = sorted(files.names(path))
+    shown = ", ".join(found[:10]) + (", ..." if len(found) > 10 else "")
+    what, hint = f"load {path}: there is no checkpoint in this folder.", "load(path) of a file takes any name."
+    expected = f"{INDEX}, {SINGLE} or {_META}"
+    if _META in found:
+        what, expected = f"open {path}: this is a memmap folder.", f"{INDEX} or {SINGLE}: open reads safetensors"
+        hint = "tdfunc.load(path) and tdfunc.load_memmap(path) map its leaves, and read none before."
+    raise error(FileNotFoundError, what, expected=expected, got=shown or "nothing", hint=hint)
 
 
 def _open_single(path: str, files: Files, *, verify: bool) -> Contents:
@@ -53,18 +53,6 @@ def is_memmap(path: str, files: Files) -> bool:
     if not isinstance(files, LocalFiles) or not files.exists(_join(path, _META)):
         return False
     return not files.exists(_join(path, INDEX)) and not files.exists(_join(path, SINGLE))
-
-
-def no_checkpoint(path: str, files: Files) -> FileNotFoundError:
-    """Build the error for a folder in which nothing can be loaded."""
-    found = sorted(files.names(path))
-    shown = ", ".join(found[:10]) + (", ..." if len(found) > 10 else "")
-    what, hint = f"load {path}: there is no checkpoint in this folder.", "load(path) of a file takes any name."
-    expected = f"{INDEX}, {SINGLE} or {_META}"
-    if _META in found:
-        what, expected = f"open {path}: this is a memmap folder.", f"{INDEX} or {SINGLE}: open reads safetensors"
-        hint = "tdfunc.load(path) and tdfunc.load_memmap(path) map its leaves, and read none before."
-    return error(FileNotFoundError, what, expected=expected, got=shown or "nothing", hint=hint)
 
 
 def _join(folder: str, name: str) -> str:

@@ -1,4 +1,4 @@
-"""`python -m tdfunc.cli` is the command `tdfunc`."""
+"""`python -m tdfunc` is the command `tdfunc`."""
 
 from tdfunc.cli import main
 
