@@ -496,6 +496,7 @@ _UNMAPPED = (
     "`torch.vmap(lambda x: torch.ones(3), out_dims=1)` raises, too",
 )
 _MASK = "the number of rows depends on values: use `where`, or rows by number"
+_MADE = "torch does not tell where it puts the rows of values that the function made: `exclude` them before the end"
 _DATA = "dynamo cannot trace numpy's arrays of objects, which hold a value for each row: `exclude` the data first"
 # (row, name of the column): the error that is raised, a part of its message, and the reason.
 RAISES = {
@@ -508,6 +509,9 @@ RAISES = {
 for _name in ("compile", "compile with autograd", "inductor"):
     for _row in ("stack, with non-tensor data", "set, a value for each row"):
         RAISES[_row, _name] = (Exception, "as_proxy|numpy", _DATA)
+for _name in ("vmap", "in_dims and out_dims", "nested"):
+    for _row in ("stack, with non-tensor data", "set, a value for each row"):
+        RAISES[_row, _name] = (tdf.BatchSizeError, "exclude", _MADE)
 
 START, END = "<!-- Written by benchmarks/pages/transform_table.py. -->", "<!-- End of the table. -->"
 

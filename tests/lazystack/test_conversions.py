@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Size, nn
+from torch import Size
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils import _pytree as pytree
 
@@ -16,7 +16,6 @@ import tdfunc
 from tdfunc import NonTensorData, TensorDict
 from tdfunc._lazystack import LazyStack, lazy_stack
 from tdfunc.core.errors import (
-    BatchSizeError,
     ImmutableError,
     MissingKeyError,
 )
@@ -25,7 +24,6 @@ from tests.lazystack.trees import (
     Message,
     assert_stacks_equal,
     ragged,
-    tensors_only,
 )
 
 
@@ -106,14 +104,6 @@ def test_nested_tensors(layout):
     assert nested["s"] == lazy["s"]
 
 
-def test_jagged_leaves_can_be_combined():
-    """Leaves of equal lengths share their offsets, by which torch combines them."""
-    nested = lazy_stack(tensors_only(ragged())).nested()
-    both = nested["x"] * nested["n", "y"].unsqueeze(-1)
-
-    assert torch.equal(both.values(), torch.cat([t["x"] * t["n", "y"][:, None] for t in ragged()]))
-
-
 def test_tolist():
     """Lists are nested as the batch, with a dict for each element."""
     lazy = lazy_stack(ragged((1, 2)))
@@ -188,32 +178,6 @@ def test_numpy_of_each_tree():
 
     assert [type(x).__name__ for x in (*arrays["x"], *arrays["n"]["y"])] == ["ndarray"] * 6
     assert [len(x) for x in arrays["x"]] == [2, 4, 3]
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_strided_nested_leaves_in_a_tree():
-    """Edits, maps and printing work with a leaf to which torch gives no shape."""
-    ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    td = TensorDict({"x": ragged, "y": torch.zeros(2)}, [2])
-
-    assert td.set("z", ragged)["z"] is ragged
-    assert TensorDict({"x": ragged}, [2]).set("z", torch.ones(2)).batch_size == Size([2])
-    assert [t.tolist() for t in td.apply(lambda x: x * 2)["x"].unbind()] == [[2.0, 2.0], [2.0, 2.0, 2.0]]
-    assert pytree.tree_map(lambda x: x * 2, td).batch_size == Size([2])
-    assert (td * td)["x"].is_nested
-    assert td[1]["x"].tolist() == [1.0, 1.0, 1.0]
-    assert "x: Tensor(shape=torch.Size([2, -1])" in repr(td)
-    with pytest.raises(BatchSizeError, match=r"'x'(.|\n)*\[3\](.|\n)*\[2, -1\]"):
-        TensorDict({"x": ragged}, [3])
-    with pytest.raises(BatchSizeError, match=r"'z'(.|\n)*\[3\](.|\n)*\[2, -1\]"):
-        TensorDict({}, [3]).set("z", ragged)
-
-
-def test_maps_of_uninitialised_parameters():
-    """`apply` takes a parameter without a shape."""
-    leaf = nn.UninitializedParameter()
-
-    assert TensorDict({"w": leaf}).apply(lambda x: x)["w"] is leaf
 
 
 def assert_plain(values, expected):

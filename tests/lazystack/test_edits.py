@@ -1,6 +1,5 @@
 """Edits of lazy stacks: values are cut for each tree."""
 
-import numpy as np
 import pytest
 import torch
 from torch import Size
@@ -8,7 +7,7 @@ from torch import Size
 import tdfunc
 from tdfunc import TensorDict
 from tdfunc._lazystack import lazy_stack
-from tdfunc.core.errors import BatchSizeError, LeafMismatchError, MissingKeyError
+from tdfunc.core.errors import BatchSizeError, LeafMismatchError
 from tests.helpers import assert_pure, assert_trees_equal
 from tests.lazystack.trees import (
     assert_alike,
@@ -44,16 +43,6 @@ def test_set_takes_a_value_for_each_tree(wrap):
     assert lazy.set("w", lazy["x"])["w"] == lazy["x"]
     assert lazy.set("w", lazy["n"])["w", "y"] == lazy["n", "y"]
     assert lazy.set("words", lazy["s"])["words"] == lazy["s"]
-
-
-def test_set_of_arrays_and_nested_tensors():
-    """Arrays are cut as tensors are, and nested tensors unbound."""
-    lazy = lazy_stack(ragged())
-    nested = torch.nested.nested_tensor(list(lazy["x"]), layout=torch.jagged)
-    rows = lazy.with_batch_size([3]).set("a", np.arange(6.0).reshape(3, 2))["a"]
-
-    assert [row.tolist() for row in rows] == [[0, 1], [2, 3], [4, 5]]
-    assert all(torch.equal(a, b) for a, b in zip(lazy.set("w", nested)["w"], lazy["x"], strict=True))
 
 
 def test_update_delete_select_pop():
@@ -121,16 +110,6 @@ def test_empty_stacks_are_dropped():
         assert list(kept.keys()) == ["some"]
         assert [list(t.keys()) for t in kept["some"].trees] == [["x"], []]
     assert [len(part.trees) for part in bare.split_keys()] == [2]
-
-
-def test_at_broadcasts_tensors():
-    """A tensor over the rows is broadcast as against the dense tree."""
-    trees = tensors_only(uniform())
-    lazy, dense = lazy_stack(trees, 1), torch.stack(trees, 1)
-    value = torch.tensor([3, 4])
-
-    assert_trees_equal(lazy.at[1:3].set(value).dense(), dense.at[1:3].set(value))
-    assert_trees_equal(lazy.at[:, [0, 2]].set(value).dense(), dense.at[:, [0, 2]].set(value))
 
 
 def test_at_of_ragged_trees():
@@ -206,57 +185,15 @@ def test_child_follows_edits_and_values(around):
     assert (around == around).all()
 
 
-def two_levels():
-    """A ragged stack in a tree, and one of stacks."""
-    lazy = lazy_stack(
-        [TensorDict({"x": torch.arange(float(n)), "s": f"{n}", "n": {"y": torch.ones(n)}}) for n in (2, 3)]
-    )
-    return TensorDict({"l": lazy}), lazy_stack([lazy, lazy])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_changes_at_a_key(depth):
+    """`at[key]` adds to, multiplies, fills and maps the leaf of each tree, also through a tree around the stack."""
+    lazy = lazy_stack([TensorDict({"x": torch.arange(float(n)), "s": f"{n}"}) for n in (2, 3)])
+    tree, path = (lazy, "x") if depth == 1 else (TensorDict({"l": lazy}), ("l", "x"))
 
-
-@pytest.mark.parametrize("call", ["add", "mul"])
-def test_arithmetic_at_a_key(call):
-    """Arithmetic at a key is that of the tensor of each tree."""
-    around, deep = two_levels()
-    lazy, fn = around["l"], getattr(torch, call)
-    x, y = lazy["x"]
-
-    def at(tree, key, value):
-        return assert_pure(lambda t: getattr(t.at[key], call)(value), tree).get(key)
-
-    for value in (3, np.float32(3), torch.tensor(3.0)):
-        for mine, old in zip(at(lazy, "x", value), (x, y), strict=True):
-            assert torch.equal(mine, fn(old, 3.0))
-    assert torch.equal(at(around, ("l", "x"), (2, y))[1], fn(y, y))
-    assert torch.equal(at(lazy, "x", torch.tensor([2.0, 5.0]))[1], fn(y, 5.0))
-    assert torch.equal(at(lazy, "n", 4)["y"][0], fn(torch.ones(2), 4.0))
-    assert torch.equal(at(deep, "x", [[1, 2], [3, 4]])[1][0], fn(x, 3.0))
-    with pytest.raises(BatchSizeError, match=r"one for each tree.\n.*2 values\n.*1"):
-        getattr(lazy.at["x"], call)([1])
-    with pytest.raises(MissingKeyError, match="'z'"):
-        getattr(lazy.at["z"], call)(1)
-
-
-@pytest.mark.parametrize("call", ["add", "mul"])
-def test_arithmetic_of_values(call):
-    """Arithmetic of non-tensor data raises."""
-    around, _ = two_levels()
-    for td, key in ((around, ("l", "s")), (around["l"], "s"), (TensorDict({"s": "a"}), "s")):
-        what = rf"at\[...\].{call}: '(l.)?s' is no tensor.\n.*a tensor or tree\n.*str"
-        with pytest.raises(TypeError, match=what):
-            getattr(td.at[key], call)(2)
-
-
-def test_apply_and_numbers_at_a_key():
-    """`apply` at a key gets the leaf of each tree, and a number fills it."""
-    around, deep = two_levels()
-    cut = around.at["l", "x"].apply(lambda x: x[:1])
-
-    assert [x.tolist() for x in cut["l", "x"]] == [[0.0], [0.0]]
-    assert around.at["l", "s"].apply(lambda s: s * 2)["l", "s"] == ["22", "33"]
-    assert [x.shape for x in deep.at["x"].apply(lambda x: x[:, None])["x"][1]] == [Size([2, 1]), Size([3, 1])]
-    assert around.at["l", "n"].apply(lambda n: n.rename_key("y", "z"))["l", "n", "z"][0].shape == Size([2])
-    assert [x.tolist() for x in around.at["l", "x"].set(7)["l", "x"]] == [[7.0] * 2, [7.0] * 3]
-    assert around.at["l", "new"].set(1)["l", "new"][0].shape == Size([])
-    with pytest.raises(TypeError, match="'x': None cannot be a value"):
-        around["l"].at["x"].apply(lambda _: None)
+    assert [x.tolist() for x in tree.at[path].add(3)[path]] == [[3, 4], [3, 4, 5]]
+    assert [x.tolist() for x in tree.at[path].mul(torch.tensor([2.0, 5.0]))[path]] == [[0, 2], [0, 5, 10]]
+    assert [x.tolist() for x in tree.at[path].set(7)[path]] == [[7, 7], [7, 7, 7]]
+    assert [x.tolist() for x in tree.at[path].apply(lambda x: x[:1])[path]] == [[0], [0]]
+    with pytest.raises(TypeError, match=r"at\[...\].add: '(l.)?s'"):
+        tree.at[(*path[:-1], "s") if depth == 2 else "s"].add(2)

