@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection, check_one_shape, iter_leaves, per_tree
-from tdfunc.core.errors import ImmutableError, MissingKeyError, TieError, TreeStructureError, error
+from tdfunc.core.errors import ImmutableError, MissingKeyError, TieError, TreeStructureError
 from tdfunc.core.keys import dotted, unravel
 from tdfunc.core.shapes import starts_with
 from tdfunc.core.ties import by_first_key, drop, group_of, merge, under
@@ -204,19 +204,9 @@ def _merged(tree: T, other: Mapping[Any, Any] | TensorCollection, at: Path, give
 
 
 # Any: whatever the caller gave.
-def as_mapping(other: Any, call: str) -> Mapping[Any, Any] | TensorCollection:
+def as_mapping(other: Any) -> Mapping[Any, Any] | TensorCollection:
     """Return a dict or tree as it is, and pairs, as `dict.update` takes them, as a dict."""
-    if isinstance(other, (TensorCollection, Mapping)):
-        return other
-    try:
-        return dict(other)
-    except (TypeError, ValueError) as err:
-        raise error(
-            TypeError,
-            f"{call}: these are no entries.",
-            expected="a tree, a dict, or pairs of key and value",
-            got=f"{other!r:.80} ({type(other).__name__})",
-        ) from err
+    return other if isinstance(other, (TensorCollection, Mapping)) else dict(other)
 
 
 def _entries(other: Mapping[Any, Any] | TensorCollection) -> Iterable[tuple[Any, Any]]:
@@ -227,7 +217,7 @@ def replacements(changes: Mapping[Any, Any] | TensorCollection | None, entries: 
     """Return the arguments of `replace` as one dict."""
     if isinstance(changes, TensorCollection):
         check_one_shape(changes, "replace")
-    return {**dict(() if changes is None else _entries(as_mapping(changes, "replace"))), **entries}
+    return {**dict(() if changes is None else _entries(as_mapping(changes))), **entries}
 
 
 def delete(tree: T, key: NestedKey) -> T:
@@ -360,7 +350,7 @@ class EditMethods(TensorCollection):
         refuse_inplace(inplace, "update(other)")
         if entries and other is not None:
             refuse_options(entries, _UPDATE_OPTIONS, "update")
-        tree = update(self, as_mapping(other, "update")) if other is not None else self
+        tree = update(self, as_mapping(other)) if other is not None else self
         return update(tree, entries) if entries else tree
 
     def delete(self, key: NestedKey) -> "Self":

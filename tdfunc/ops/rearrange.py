@@ -90,13 +90,6 @@ def repeat_interleave(tree: T, repeats: "int | Tensor", dim: int | None, output_
         rows = torch.arange(total, device="cpu").repeat_interleave(repeats)
         return _take(tree, dim, rows, _repeater_of_rows(dim, repeats, rows))
     times = torch.as_tensor(repeats, device=None if isinstance(repeats, Tensor) else "cpu")
-    if times.dim() > 1 or (times.dim() == 1 and len(times) not in (1, total)):
-        raise error(
-            ValueError,
-            "repeat_interleave: repeats do not fit.",
-            expected=f"a number, or one for each of {total} rows",
-            got=f"shape {list(times.shape)}",
-        )
     counts = times.expand(total)
     rows = torch.repeat_interleave(torch.arange(total, device=counts.device), counts, output_size=output_size)
 
@@ -206,9 +199,6 @@ class RearrangeMethods(TensorCollection):
             repeats: How often: one number, or one for each row.
             dim: The batch dimension.
             output_size: The number of rows of the result, where it is known: saves a synchronisation.
-
-        Raises:
-            ValueError: The numbers do not fit the rows.
 
         Examples:
             >>> TensorDict({"a": torch.arange(2)}, [2]).repeat_interleave(2)["a"]

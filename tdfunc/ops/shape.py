@@ -221,8 +221,6 @@ def split(tree: T, sizes: "int | Sequence[int]", dim: int) -> tuple[T, ...]:
     given = int_or_ints(sizes)
     if not isinstance(given, list):
         sizes = given
-        if sizes <= 0:
-            raise error(ValueError, "split: the size must be positive.", expected="1 or more", got=str(sizes))
         parts = [min(sizes, total - i) for i in range(0, total, sizes)] or [0]
     else:
         parts = given
@@ -244,8 +242,6 @@ def split(tree: T, sizes: "int | Sequence[int]", dim: int) -> tuple[T, ...]:
 def chunk(tree: T, chunks: int, dim: int) -> tuple[T, ...]:
     """Cut the batch into at most this many parts of one size (the last may be smaller)."""
     chunks = as_int(chunks)
-    if chunks < 1:
-        raise error(ValueError, "chunk: the number of chunks must be positive.", expected="1 or more", got=str(chunks))
     dim = dim_index(dim, len(tree._batch_size), "chunk")
     total = dim_size(tree._batch_size, dim, "chunk")
     # As torch: nothing is cut into as many empty parts as were asked for.

@@ -494,17 +494,6 @@ def test_update_takes_pairs(make):
     assert_trees_equal(td.update(iter(())), td)
 
 
-@pytest.mark.parametrize("other", [3, "ab", [1, 2], [("a", 1, 2)], [([], 1)], torch.ones(2)], ids=repr)
-@pytest.mark.parametrize("call", ["update", "replace"])
-def test_update_needs_entries(call, other):
-    """What holds no entries would end in words about attributes of its type."""
-    td = TensorDict({"a": torch.zeros(2)}, [2])
-
-    with pytest.raises(TypeError, match=rf"{call}: these are no entries[\s\S]*pairs of key and value") as err:
-        getattr(td, call)(other)
-    assert repr(other)[:80] in str(err.value)
-
-
 @pytest.mark.parametrize("mask", [[0, 0, 0], [0, 1, 2]], ids=str)
 @pytest.mark.parametrize("call", ["add", "mul", "set"])
 def test_at_takes_masks_of_bytes(call, mask):

@@ -44,7 +44,6 @@ ONE = TensorDict({"a": torch.zeros(2, 3)}, [2, 3])
 ERRORS = [
     (lambda: ONE.repeat(2), ValueError, r"repeat: .*\n.*2 numbers.*\n.*\[2\]"),
     (lambda: ONE.repeat(2, -1), ValueError, r"repeat: .*\n.*0 or more.*\n.*\[2, -1\]"),
-    (lambda: ONE.repeat_interleave(torch.tensor([1, 2, 3]), 0), ValueError, r"interleave: .*\n.*2 rows\n.*\[3\]"),
     (lambda: pad(ONE, [1]), ValueError, r"pad: .*\n.*2 pairs.*\n.*\[1\]"),
     (lambda: pad(ONE, [1, -1]), ValueError, r"pad: .*\n.*\n.*\[1, -1\]"),
     (lambda: pad(ONE, [0, 0] * 3), ValueError, r"pad: .*\n.*2 pairs"),
