@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from tdfunc import NonTensorData, TensorDict, UnsupportedError
+from tdfunc import NonTensorData, TensorDict
 from tdfunc._jit import jit
 
 
@@ -54,14 +54,6 @@ def test_values_in_trees_that_compare_equal_are_told_apart(first, second):
 
     assert fn(make(first)).item() == 1
     assert fn(make(second)).item() == 2
-
-
-def test_values_in_trees_that_cannot_be_watched_are_refused():
-    """A value that may change unseen would be read once."""
-    tree = TensorDict({"a": torch.zeros(1)}).set("n", NonTensorData(np.zeros(1001)))
-
-    with pytest.raises(UnsupportedError, match=r"argument 0's non-tensor data[\s\S]*hashable[\s\S]*ndarray"):
-        jit(lambda t: t["a"])(tree)
 
 
 def test_arguments_that_are_one_object_are_in_the_key():

@@ -145,8 +145,8 @@ class Outline:
     def _compare(self, own: dict[str, Any], names: list[str], pair: "Pair") -> None:
         mine = self._module.__dict__
         for table in _HOOKS:
-            first, other = [[(hook, [k in d[f] for f in _FLAGS]) for k, hook in d[table].items()] for d in (mine, own)]
-            if not pair.is_alike(first, other):
+            calls = [[(hook, [k in d[f] for f in _FLAGS]) for k, hook in d[table].items()] for d in (mine, own)]
+            if not pair.is_alike(calls[0], calls[1]):
                 raise pair.differ(self._at, table, *[list(d[table].values()) for d in (mine, own)])
         for name in names:
             a, b = mine.get(name, _MISSING), own.get(name, _MISSING)
@@ -207,7 +207,7 @@ class Pair:
     # Any: attributes are of every type.
     def is_alike(self, a: Any, b: Any, around: frozenset[tuple[int, int]] = frozenset()) -> bool:
         """Return whether forward reads the same in both values; `around` has the pairs that hold them, by identity."""
-        kind = type(a)
+        kind: Any = type(a)
         if isinstance(a, (Tensor, nn.Module)):
             places = [self._find(i, value) for i, value in enumerate((a, b))]
             if places != [None, None]:
@@ -217,7 +217,8 @@ class Pair:
         if kind is not type(b):
             return False
         if kind in _ATOMS or kind is bytes:
-            return dumps(a, 2) == dumps(b, 2)  # pyright: ignore[reportArgumentType]: a kind that marshal writes
+            atoms: list[Any] = [a, b]
+            return dumps(atoms[0], 2) == dumps(atoms[1], 2)
         if kind in _SETS:
             return a == b
         if isinstance(a, _STATELESS):

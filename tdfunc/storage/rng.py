@@ -9,7 +9,7 @@ from torch import Generator
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import TreeStructureError, UnsupportedError, error
-from tdfunc.core.nontensor import NonTensorBase, NonTensorData
+from tdfunc.core.nontensor import NonTensorData
 
 AnyGenerator: TypeAlias = "Generator | np.random.Generator | random.Random"
 
@@ -25,7 +25,7 @@ def get_rng_state(**generators: AnyGenerator) -> TensorCollection:
         A tree with an entry for each generator.
 
     Raises:
-        TypeError: One of them is no generator.
+        TypeError: One of them is not a generator.
         UnsupportedError: A state that cannot be stored; the message names the generator.
 
     Examples:
@@ -49,39 +49,38 @@ def set_rng_state(state: TensorCollection, **generators: AnyGenerator) -> None:
         generators: The generators that were given to `get_rng_state`, by the same names; without any, the global ones.
 
     Raises:
-        TypeError: The state is no tree.
         TreeStructureError: The tree has other generators than those that are given.
         UnsupportedError: A generator of another kind or version than the one whose state this is, or more CUDA
             devices than there are here.
     """
-    if not isinstance(state, TensorCollection) or isinstance(state, NonTensorBase):
-        raise error(
-            TypeError,
-            "set_rng_state: the state is no tree.",
-            expected="what get_rng_state returned",
-            got=type(state).__name__,
-        )
     found, given = set(state._data), set(generators) or {"torch", "cuda", "python", "numpy"}
     if found != given:
         raise TreeStructureError(
-            "set_rng_state: the generators are not those of the state.",
+            "set_rng_state: the generators must be those of the state.",
             expected=", ".join(sorted(found)),
             got=", ".join(sorted(given)),
             hint="give the generators by the names that get_rng_state had.",
         )
-    if not generators:
-        try:
+    what = "global generators"
+    try:
+        if not generators:
             _write_global(state)
-        except UnsupportedError:
-            raise
-        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as err:
-            raise UnsupportedError(
-                "set_rng_state: the state does not fit the global generators.",
-                expected="the state that get_rng_state() read",
-                got=f"{type(err).__name__}: {err}"[:300],
-            ) from err
-    for name, generator in generators.items():
-        _write(name, generator, state._data[name])
+        for name, generator in generators.items():
+            what, own = f"generator {name}, a {type(generator).__name__}", state._data[name]
+            if isinstance(generator, Generator):
+                generator.set_state(_bytes(own))
+            elif isinstance(generator, np.random.Generator):
+                generator.bit_generator.state = own._data["numpy"].data
+            else:
+                generator.setstate(_python_state(own))
+    except UnsupportedError:
+        raise
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as err:
+        raise UnsupportedError(
+            f"set_rng_state: the state must fit the {what}.",
+            expected="the state that get_rng_state read of it",
+            got=f"{type(err).__name__}: {err}"[:300],
+        ) from err
 
 
 def _read_global() -> dict[str, Any]:
@@ -104,7 +103,9 @@ def _write_global(state: TensorCollection) -> None:
     devices = torch.cuda.device_count() if cuda else 0
     if len(cuda) > devices:
         raise UnsupportedError(
-            "set_rng_state: there are fewer CUDA devices.", expected=str(len(cuda)), got=str(devices)
+            "set_rng_state: there must be as many CUDA devices as in the state.",
+            expected=str(len(cuda)),
+            got=str(devices),
         )
     python, numpy = _python_state(state._data["python"]), state._data["numpy"]._data
     rest = numpy["rest"].data
@@ -125,30 +126,14 @@ def _read(name: str, generator: AnyGenerator) -> Any:
             return _describe_python(generator.getstate())
         except NotImplementedError as err:
             raise UnsupportedError(
-                f"get_rng_state: {name} has no state.", expected="random.Random", got=type(generator).__name__
+                f"get_rng_state: {name} must have a state.", expected="random.Random", got=type(generator).__name__
             ) from err
     raise error(
         TypeError,
-        f"get_rng_state: {name} is no generator.",
+        f"get_rng_state: {name} must be a generator.",
         expected="a torch.Generator, numpy.random.Generator or random.Random",
         got=type(generator).__name__,
     )
-
-
-def _write(name: str, generator: AnyGenerator, state: Any) -> None:
-    try:
-        if isinstance(generator, Generator):
-            generator.set_state(_bytes(state))
-        elif isinstance(generator, np.random.Generator):
-            generator.bit_generator.state = state._data["numpy"].data
-        else:
-            generator.setstate(_python_state(state))
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as err:
-        raise UnsupportedError(
-            f"set_rng_state: the state does not fit the generator {name}.",
-            expected=f"the state of a {type(generator).__name__}",
-            got=f"{type(err).__name__}: {err}"[:300],
-        ) from err
 
 
 def _describe_python(state: tuple[Any, ...]) -> dict[str, Any]:
@@ -166,7 +151,7 @@ def _python_state(state: TensorCollection) -> tuple[int, tuple[int, ...], float 
 
 
 def _bytes(state: torch.Tensor) -> torch.Tensor:
-    # Not the mapped bytes of a file: torch keeps what it is given.
+    # Not the bytes of a file: torch keeps the tensor that it is given.
     return state.detach().cpu().clone()
 
 

@@ -9,7 +9,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tdfunc import (
-    NonTensorData,
     TensorDict,
     TreeStructureError,
     UnsupportedError,
@@ -85,17 +84,10 @@ def test_own_generators(tmp_path):
 
 def test_what_is_no_generator():
     """A seed would be taken for a state."""
-    with pytest.raises(TypeError, match=r"get_rng_state: data is no generator(.|\n)*torch\.Generator(.|\n)*int"):
+    with pytest.raises(TypeError, match=r"get_rng_state: data must be a generator(.|\n)*torch\.Generator(.|\n)*int"):
         get_rng_state(data=3)
-    with pytest.raises(UnsupportedError, match=r"data has no state(.|\n)*random\.Random(.|\n)*SystemRandom"):
+    with pytest.raises(UnsupportedError, match=r"data must have a state(.|\n)*random\.Random(.|\n)*SystemRandom"):
         get_rng_state(data=random.SystemRandom())
-
-
-@pytest.mark.parametrize("state", [None, {"torch": torch.zeros(3)}, torch.zeros(3), NonTensorData(3)], ids=repr)
-def test_what_is_no_state(state):
-    """A state of torch alone would be an error about an attribute of our own."""
-    with pytest.raises(TypeError, match=rf"state is no tree(.|\n)*get_rng_state(.|\n)*got: +{type(state).__name__}"):
-        set_rng_state(state)
 
 
 def test_other_generators():
@@ -106,11 +98,9 @@ def test_other_generators():
     with pytest.raises(TreeStructureError, match=r"expected: data\n.*got: +other"):
         set_rng_state(state, other=np.random.default_rng(0))
     for other in (torch.Generator(), random.Random(), np.random.Generator(np.random.MT19937(0))):
-        with pytest.raises(
-            UnsupportedError, match=r"does not fit the generator data(.|\n)*the state of a (.|\n)*got: "
-        ):
+        with pytest.raises(UnsupportedError, match=r"must fit the generator data, a (.|\n)*got: "):
             set_rng_state(state, data=other)
-    with pytest.raises(UnsupportedError, match="does not fit the generator data"):
+    with pytest.raises(UnsupportedError, match="must fit the generator data"):
         set_rng_state(get_rng_state(data=torch.Generator()), data=np.random.default_rng(0))
 
 
@@ -118,7 +108,7 @@ def test_other_generators():
 def test_a_global_state_of_another_form(key):
     """A damaged state would be an error about an attribute of our own."""
     state, before = get_rng_state().set(key, torch.zeros(3)), draw_state()
-    with pytest.raises(UnsupportedError, match=r"global generators(.|\n)*get_rng_state\(\)(.|\n)*got: +\w+Error"):
+    with pytest.raises(UnsupportedError, match=r"global generators(.|\n)*get_rng_state(.|\n)*got: +\w+Error"):
         set_rng_state(state)
 
     assert draw_state() == before
@@ -135,7 +125,7 @@ def test_fewer_devices():
     if torch.cuda.device_count():
         pytest.skip("this machine has a CUDA device")
     before = torch.get_rng_state()
-    with pytest.raises(UnsupportedError, match=r"^set_rng_state: there are fewer CUDA devices(.|\n)*1(.|\n)*0"):
+    with pytest.raises(UnsupportedError, match=r"^set_rng_state: there must be as many CUDA devices(.|\n)*1(.|\n)*0"):
         set_rng_state(state)
 
     assert torch.equal(torch.get_rng_state(), before)

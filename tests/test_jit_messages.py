@@ -1,0 +1,108 @@
+"""What `jit` refuses: each call, the class of the error, and the parts of its message."""
+
+import functools
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tdfunc import CaptureError, ImmutableError, NonTensorData, TensorDict, UnsupportedError
+from tdfunc._jit import jit
+
+WEIGHT = torch.ones(3)
+LINE = "test_jit_messages.py"
+
+
+class Holder:
+    """An object with a tensor inside."""
+
+    def __init__(self):
+        self.inner = {"mask": torch.ones(3)}
+
+
+def make_captures():
+    """Functions that use a tensor from outside, each with the name that the message gives it."""
+    cell, params, holder, module = torch.ones(3), TensorDict({"a": {"w": torch.ones(3)}}), Holder(), nn.Linear(3, 3)
+    inner = lambda x: x * cell  # noqa: E731
+    return [
+        (lambda x: x + cell, "'cell'"),
+        (lambda x: x + WEIGHT, "'WEIGHT'"),
+        (lambda x: x + params["a", "w"], "params['a.w']"),
+        (lambda x: x + holder.inner["mask"], "holder.inner['mask']"),
+        (lambda x: module(x), "module.weight"),
+        (lambda x: inner(x), "'cell'"),
+        (functools.partial(lambda w, x: x + w, cell), "partial arguments"),
+        (lambda x: cell, "'cell'"),
+        (torch.vmap(lambda x: x + cell[0]), "cell'"),
+        (module, "self.weight"),
+    ]
+
+
+@pytest.mark.parametrize("i", range(len(make_captures())))
+def test_captured_tensors_are_named(i):
+    """A tensor that is not an argument is refused, by its name in the function."""
+    fn, name = make_captures()[i]
+
+    with pytest.raises(CaptureError, match=rf"(?s){re.escape(name)}.*argument"):
+        jit(fn)(torch.ones(3))
+
+
+def test_a_capture_in_vmap_of_grad_shows_the_users_line():
+    """The message shows the line of the user's function, not one of torch."""
+    hidden = torch.ones(3)
+
+    def loss(p):
+        return (p["w"] * hidden).sum()
+
+    with pytest.raises(CaptureError, match=rf"(?s)hidden.*{LINE}:\d+: return \(p\[\"w\"\] \* hidden\)"):
+        jit(torch.vmap(torch.func.grad(loss)))(TensorDict({"w": torch.ones(2, 3)}, [2]))
+
+
+X, TREE = torch.ones(3), TensorDict({"a": {"w": torch.ones(3)}})
+SPARSE = TensorDict({"a": torch.eye(3).to_sparse()})
+NESTED = torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)
+TRAINED = TensorDict({"w": nn.Parameter(torch.ones(3))})
+UNKEYED = [slice(1), object.__new__(type("L", (), {"__hash__": None}))]
+LARGE = TensorDict({"a": torch.zeros(1)}).set("n", NonTensorData(np.zeros(1001)))
+VALUES = ("value of a tensor", LINE, "torch.where")
+REFUSED = [
+    (lambda x: x.add_(1), (X,), ImmutableError, "argument 0", LINE),
+    (lambda t: t["a", "w"].mul_(2), (TREE,), ImmutableError, "argument 0['a']['w']", LINE),
+    (lambda x: x[0].zero_(), (X,), ImmutableError, "argument 0", LINE),
+    (lambda t, x: torch.add(x, 1, out=t["a", "w"]), (TREE, X), ImmutableError, "argument 0['a']['w']", LINE),
+    (lambda x: nn.functional.batch_norm(torch.ones(4, 3), x, torch.ones(3), training=True), (X,), ImmutableError,
+     "argument 0", LINE),
+    (lambda x: x * 2 if x.sum() > 0 else x, (X,), UnsupportedError, *VALUES),
+    (lambda x: x * x[0].item(), (X,), UnsupportedError, *VALUES),
+    (lambda x: x[x > 0], (X,), UnsupportedError, *VALUES),
+    (lambda x: x.nonzero(), (X,), UnsupportedError, *VALUES),
+    (lambda x: [float(x[0])], (X,), UnsupportedError, *VALUES),
+    (lambda x: x.tolist(), (X,), UnsupportedError, *VALUES),
+    (lambda t: t["w"] * 2, (TRAINED,), UnsupportedError, "argument 0['w'] requires grad", "torch.func.grad", "no_grad"),
+    (lambda o: X, (UNKEYED,), UnsupportedError, "argument 0[1]", "hashable", "L"),
+    (lambda t: t["a"], (LARGE,), UnsupportedError, "argument 0's non-tensor data", "hashable", "ndarray"),
+    (lambda t: t, (SPARSE,), UnsupportedError, "argument 0['a']", "torch.sparse_coo"),
+    (lambda x: x, (NESTED,), UnsupportedError, "argument 0", "subclass", "NestedTensor"),
+    (lambda x: Holder(), (X,), UnsupportedError, "the result", "Holder"),
+    (lambda x: {"a": [x, Holder()]}, (X,), UnsupportedError, "the result['a'][1]", "Holder"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("i", range(len(REFUSED)))
+def test_refusals_name_the_argument_or_the_line(i):
+    """A function that a replay could not repeat is refused, and nothing is written or kept."""
+    fn, args, error, *parts = REFUSED[i]
+    traced = jit(fn)
+
+    with pytest.raises(error, match="(?s)" + ".*".join(map(re.escape, parts))):
+        traced(*args)
+    assert traced.cache_info().currsize == 0
+    assert TREE["a", "w"].tolist() == X.tolist() == [1, 1, 1]
+
+
+def test_the_cache_holds_a_record():
+    """A cache for no records is refused."""
+    with pytest.raises(ValueError, match=r"(?s)cache_size must be at least 1.*0"):
+        jit(lambda x: x, cache_size=0)
