@@ -339,12 +339,13 @@ def test_average_of_different_integers(tmp_path):
 
 
 @pytest.mark.parametrize("format", WRITERS)
-def test_results_replace_their_source_only_when_told(format, tmp_path):
+def test_results_replace_their_source_only_when_told(format, tmp_path, monkeypatch):
     """A checkpoint would be overwritten by mistake, or damaged while it is read."""
     tree = make_tree()
     path = write_as(format, tree, tmp_path)
 
-    refused = run("cast", path, "-o", path, "--dtype", "bf16")
+    monkeypatch.chdir(tmp_path.parent)
+    refused = run("cast", path, "-o", path.relative_to(tmp_path.parent), "--dtype", "bf16")
     before = read_back(path)
     done = run("cast", path, "-o", path, "--dtype", "bf16", "--force")
 
