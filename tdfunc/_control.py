@@ -27,7 +27,6 @@ from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureE
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack
 from tdfunc.core.pytree import Context, _follow, flatten, rebuilt_size, unflatten
 from tdfunc.core.ties import Graft
-from tdfunc.core.vmapped import stacking
 
 # Any: operands and results are trees, tensors, and containers of these.
 Fn = Callable[..., Any]
@@ -52,8 +51,7 @@ def cond(pred: Any, true_fn: Fn, false_fn: Fn, operands: Sequence[Any] = ()) -> 
 
     Raises:
         UnsupportedError: `operands` is not a tuple or list.
-        ValueError: `pred` has more than one element.
-        TreeStructureError: The results differ in structure, where both branches run; a compiler says so itself.
+        TreeStructureError: The results differ in structure, where both branches run.
         LeafMismatchError: A leaf of the results differs in shape, dtype or device; the message names it.
         BatchSizeError: A tree of the results differs in batch size.
 
@@ -65,19 +63,12 @@ def cond(pred: Any, true_fn: Fn, false_fn: Fn, operands: Sequence[Any] = ()) -> 
     _check_operands("cond", operands)
     if not isinstance(pred, (Tensor, torch.SymBool)):
         return true_fn(*operands) if pred else false_fn(*operands)
-    if isinstance(pred, Tensor) and pred.numel() != 1:
-        raise error(
-            ValueError,
-            "cond: pred decides for all of the operands.",
-            expected="one element",
-            got=f"shape {list(pred.shape)}",
-        )
     if _is_captured():
         return _captured_cond(pred, true_fn, false_fn, operands)
     if not isinstance(pred, Tensor) or _is_known(pred):
         return true_fn(*operands) if pred else false_fn(*operands)
     yes, no = true_fn(*operands), false_fn(*operands)
-    _check_alike("cond: the branches return different results.", yes, no)
+    _check_alike("cond: both branches must return one structure", yes, no)
     flag = pred.reshape(()).to(torch.bool)
     leaves, spec = torch_pytree.tree_flatten(yes)
     pairs = zip(leaves, torch_pytree.tree_leaves(no), strict=True)
@@ -99,8 +90,7 @@ def while_loop(cond_fn: Fn, body_fn: Fn, carried: Sequence[Any]) -> tuple[Any, .
         carried: A tuple or list of trees, tensors, and containers of these.
 
     Raises:
-        UnsupportedError: `carried` or the result of `body_fn` is not a tuple or list, or the number of steps is not
-            known.
+        UnsupportedError: `carried` is not a tuple or list, or the number of steps is not known.
         TreeStructureError: The body changes the structure of what is carried.
         LeafMismatchError: The body changes the shape, dtype or device of a leaf; the message names it.
         BatchSizeError: The body changes the batch size of a tree.
@@ -116,9 +106,13 @@ def while_loop(cond_fn: Fn, body_fn: Fn, carried: Sequence[Any]) -> tuple[Any, .
     if torch.compiler.is_dynamo_compiling():
         raise _unknown_steps("a compiled vmap or grad")
     values = tuple(carried)
-    while _holds(cond_fn(*values)):
+    while True:
+        holds = cond_fn(*values)
+        if isinstance(holds, Tensor) and not _is_known(holds):
+            raise _unknown_steps("jit, vmap of what cond_fn reads, or meta tensors")
+        if not holds:
+            return values
         values = _next_carry(body_fn, values)
-    return values
 
 
 def map(fn: Fn, xs: Any, *args: Any) -> Any:
@@ -158,7 +152,7 @@ def map(fn: Fn, xs: Any, *args: Any) -> Any:
 
         return _unpack_only(_run_map(flat, leaves), known)
     rows = [fn(torch_pytree.tree_unflatten([leaf[i] for leaf in leaves], spec), *args) for i in range(length)]
-    return _stack_rows("map: the results of two rows differ.", rows, 0)
+    return _stack_rows("map: all rows must give one structure", rows, 0)
 
 
 def scan(combine_fn: Fn, init: Any, xs: Any, *, dim: int = 0, reverse: bool = False) -> tuple[Any, Any]:
@@ -181,7 +175,6 @@ def scan(combine_fn: Fn, init: Any, xs: Any, *, dim: int = 0, reverse: bool = Fa
 
     Raises:
         ValueError: `xs` has no leaves, no rows, or leaves of different lengths.
-        UnsupportedError: `combine_fn` does not return two values.
         TreeStructureError: A step changes the structure of the carry, or two results differ in structure.
         LeafMismatchError: A step changes the shape, dtype or device of a leaf; the message names it.
         BatchSizeError: A step changes the batch size of a tree.
@@ -193,16 +186,15 @@ def scan(combine_fn: Fn, init: Any, xs: Any, *, dim: int = 0, reverse: bool = Fa
         (tensor(6.), tensor([0., 1., 3., 6.]))
     """
     leaves, spec = torch_pytree.tree_flatten(xs)
-    dim = _check_dim("scan", leaves, dim)
     length = _check_rows("scan", leaves, dim)
     if _is_captured():
         return _captured_scan(combine_fn, init, leaves, spec, dim, reverse)
     carry, outs = init, []
     for i in reversed(range(length)) if reverse else range(length):
         row = torch_pytree.tree_unflatten([leaf.select(dim, i) for leaf in leaves], spec)
-        carry, out = _step(combine_fn, carry, row)
+        carry, out = _next_step(combine_fn, carry, row)
         outs.append(out)
-    return carry, _stack_rows("scan: the results of two steps differ.", outs[::-1] if reverse else outs, dim)
+    return carry, _stack_rows("scan: all steps must give one structure", outs[::-1] if reverse else outs, dim)
 
 
 def associative_scan(combine_fn: Fn, xs: Any, dim: int = 0, *, reverse: bool = False) -> Any:
@@ -231,15 +223,17 @@ def associative_scan(combine_fn: Fn, xs: Any, dim: int = 0, *, reverse: bool = F
         tensor([ 1.,  2.,  6., 24.])
     """
     leaves = torch_pytree.tree_leaves(xs)
-    dim = _check_dim("associative_scan", leaves, dim)
     _check_rows("associative_scan", leaves, dim)
 
     def combine(a: Any, b: Any) -> Any:
-        # Of 2, 4, 5, 8 rows and so on torch combines none at last, where vmap fails at a number: `a * 0.5`.
-        if _has_no_rows(a):
+        leaf = torch_pytree.tree_leaves(a)[0]
+        # Of 2, 4, 5, 8 rows and so on torch combines none at last, where vmap fails at a number: `a * 0.5`. Compiled
+        # code computes no value there.
+        batched = not torch.compiler.is_dynamo_compiling() and _functorch.is_batchedtensor(leaf)
+        if batched and _functorch.get_unwrapped(leaf).shape[_functorch.maybe_get_bdim(leaf)] == 0:
             return b
         out = combine_fn(a, b)
-        _check_alike("associative_scan: combine_fn changes the row.", a, out)
+        _check_alike("associative_scan: combine_fn must return a row of the same structure", a, out)
         return out
 
     return _torch_associative_scan(combine, xs, dim, reverse=reverse, combine_mode="generic")
@@ -280,31 +274,6 @@ def _is_known(pred: Tensor) -> bool:
     return not isinstance(pred, FakeTensor) and pred.device.type != "meta"
 
 
-def _has_no_rows(mapped: Any) -> bool:
-    """Whether the innermost vmap maps over no rows."""
-    # What is compiled computes no value, and so does not fail.
-    if torch.compiler.is_dynamo_compiling():
-        return False
-    leaf = torch_pytree.tree_leaves(mapped)[0]
-    return (
-        _functorch.is_batchedtensor(leaf) and _functorch.get_unwrapped(leaf).shape[_functorch.maybe_get_bdim(leaf)] == 0
-    )
-
-
-def _holds(pred: Any) -> bool:
-    if isinstance(pred, Tensor):
-        if pred.numel() != 1:
-            raise error(
-                ValueError,
-                "while_loop: cond_fn decides for all values.",
-                expected="one element",
-                got=f"shape {list(pred.shape)}",
-            )
-        if not _is_known(pred):
-            raise _unknown_steps("jit, vmap of what cond_fn reads, or meta tensors")
-    return bool(pred)
-
-
 def _unknown_steps(where: str) -> UnsupportedError:
     return UnsupportedError(
         "while_loop: the number of steps is not known.",
@@ -315,24 +284,15 @@ def _unknown_steps(where: str) -> UnsupportedError:
 
 
 def _next_carry(body_fn: Fn, values: tuple[Any, ...]) -> tuple[Any, ...]:
-    out = body_fn(*values)
-    if not isinstance(out, (tuple, list)):
-        raise UnsupportedError(
-            "while_loop: the body's result.",
-            expected="a tuple",
-            got=type(out).__name__,
-            hint="a body that carries one value returns (value,).",
-        )
-    _check_alike("while_loop: the body changes what is carried.", values, tuple(out))
-    return tuple(out)
+    out = tuple(body_fn(*values))
+    _check_alike("while_loop: body_fn must return a tuple of the structure that it is given", values, out)
+    return out
 
 
-def _step(combine_fn: Fn, carry: Any, row: Any) -> tuple[Any, Any]:
-    made = combine_fn(carry, row)
-    if not isinstance(made, (tuple, list)) or len(made) != 2:
-        raise UnsupportedError("scan: combine_fn's result.", expected="(carry, out)", got=type(made).__name__)
-    _check_alike("scan: a step changes the carry.", carry, made[0])
-    return made[0], made[1]
+def _next_step(combine_fn: Fn, carry: Any, row: Any) -> tuple[Any, Any]:
+    new, out = combine_fn(carry, row)
+    _check_alike("scan: combine_fn must return (carry, result), with a carry of the same structure", carry, new)
+    return new, out
 
 
 def _stack_rows(what: str, rows: Sequence[Any], dim: int) -> Any:
@@ -346,10 +306,7 @@ def _stack_rows(what: str, rows: Sequence[Any], dim: int) -> Any:
         for leaves in zip(*flat, strict=True)
     ]
     stacked = stacked if first else []
-    if torch.compiler.is_dynamo_compiling():
-        return torch_pytree.tree_unflatten(stacked, spec)
-    with stacking(dim):
-        return torch_pytree.tree_unflatten(stacked, spec)
+    return torch_pytree.tree_unflatten(stacked, spec)
 
 
 # -- checks -----------------------------------------------------------------------------------------------------
@@ -358,32 +315,18 @@ def _stack_rows(what: str, rows: Sequence[Any], dim: int) -> Any:
 def _check_operands(what: str, operands: Any) -> None:
     if not isinstance(operands, (tuple, list)):
         raise UnsupportedError(
-            f"{what}: the operands.",
+            f"{what}: the operands must be in a tuple or list.",
             expected="a tuple or list",
             got=type(operands).__name__,
             hint="put a single tree into a tuple: (tree,).",
         )
 
 
-def _check_dim(what: str, leaves: Sequence[Any], dim: int) -> int:
-    # Dynamo knows no default of `min`; xs without leaves is refused after this.
-    ndim = min([leaf.dim() for leaf in leaves if isinstance(leaf, Tensor)] or [0])
-    if not 0 <= dim < max(ndim, 1):
-        raise error(
-            ValueError,
-            f"{what}: dim.",
-            expected=f"0 to {ndim - 1}",
-            got=dim,
-            hint="dim counts from the front, and every leaf has it.",
-        )
-    return dim
-
-
 def _check_rows(what: str, leaves: Sequence[Any], dim: int) -> int:
-    if not leaves or not all([isinstance(leaf, Tensor) and leaf.dim() > dim for leaf in leaves]):
+    if not leaves or not all([isinstance(leaf, Tensor) and leaf.dim() > dim >= 0 for leaf in leaves]):
         raise error(
             ValueError,
-            f"{what}: xs has no rows.",
+            f"{what}: every leaf of xs must have rows along dim, counted from the front.",
             expected=f"tensors with dimension {dim}",
             got=[list(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves],
         )
@@ -391,77 +334,51 @@ def _check_rows(what: str, leaves: Sequence[Any], dim: int) -> int:
     if lengths[0] == 0 or any([length != lengths[0] for length in lengths]):
         raise error(
             ValueError,
-            f"{what}: the rows of xs.",
+            f"{what}: all leaves of xs must have the same number of rows.",
             expected="one length above 0",
             got=lengths,
-            hint="what every row shares is captured, or passed beside xs.",
+            hint="capture data that every row shares, or pass it besides xs.",
         )
     return lengths[0]
 
 
-def _check_alike(what: str, a: Any, b: Any) -> None:
+def _check_alike(what: str, a: Any, b: Any, path: str = "") -> None:
     """Raise unless two results have one structure, and leaves of the same shapes, dtypes and devices."""
-    found = _difference(a, b, "")
-    if found is not None:
-        kind, path, expected, got = found
-        raise kind(f"{what[:-1]} at {path!r}." if path else what, expected=expected, got=got)
-
-
-def _difference(a: Any, b: Any, path: str) -> tuple[Any, str, str, str] | None:
-    """Return (error, path, expected, got) of the first difference of two results, or None."""
+    at = f"{what}, at {path!r}." if path else f"{what}."
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        if a.shape == b.shape and a.dtype == b.dtype and a.device == b.device:
-            return None
-        return LeafMismatchError, path, _describe(a), _describe(b)
-    if type(a) is not type(b):
-        return TreeStructureError, path, type(a).__name__, type(b).__name__
-    if isinstance(a, TensorCollection):
-        return _tree_difference(a, b, path)
-    if isinstance(a, dict):
-        if list(a) != list(b):
-            return TreeStructureError, path, f"keys {list(a)}", f"keys {list(b)}"
-        return _first([_difference(a[key], b[key], _join(path, str(key))) for key in a])
-    if isinstance(a, (tuple, list)):
+        if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+            both = [f"shape {list(leaf.shape)}, {leaf.dtype}, {leaf.device}" for leaf in (a, b)]
+            raise LeafMismatchError(at, expected=both[0], got=both[1])
+    elif type(a) is not type(b):
+        raise TreeStructureError(at, expected=type(a).__name__, got=type(b).__name__)
+    elif isinstance(a, (TensorCollection, dict)):
+        mine, theirs = (a, b) if isinstance(a, dict) else (a._data, b._data)
+        # The leaves of a tree come in sorted order, those of a dict in its own.
+        keys = [list(x) if isinstance(a, dict) else sorted(x) for x in (mine, theirs)]
+        if keys[0] != keys[1]:
+            raise TreeStructureError(at, expected=f"keys {keys[0]}", got=f"keys {keys[1]}")
+        for key in mine:
+            _check_alike(what, mine[key], theirs[key], f"{path}.{key}" if path else str(key))
+        if isinstance(a, TensorCollection):
+            if a._ties != b._ties:
+                raise TreeStructureError(at, expected=f"ties {a._ties}", got=f"ties {b._ties}")
+            if a._batch_size != b._batch_size:
+                sizes = [f"batch size {list(tree._batch_size)}" for tree in (a, b)]
+                raise BatchSizeError(at, expected=sizes[0], got=sizes[1])
+    elif isinstance(a, (tuple, list)):
         if len(a) != len(b):
-            return TreeStructureError, path, f"{len(a)} values", f"{len(b)} values"
-        return _first([_difference(x, y, _join(path, str(i))) for i, (x, y) in enumerate(zip(a, b, strict=True))])
-    if isinstance(a, NonTensorBase):
-        return None if a is b or a == b else (TreeStructureError, path, f"{a!r}", f"{b!r}")
-    return None if a is b or a == b else (TreeStructureError, path, f"{a!r}", f"{b!r}")
-
-
-def _tree_difference(a: TensorCollection, b: TensorCollection, path: str) -> tuple[Any, str, str, str] | None:
-    # By keys, so that the order in which a branch set them does not matter.
-    if sorted(a._data) != sorted(b._data):
-        return TreeStructureError, path, f"keys {sorted(a._data)}", f"keys {sorted(b._data)}"
-    if a._ties != b._ties:
-        return TreeStructureError, path, f"ties {a._ties}", f"ties {b._ties}"
-    found = _first([_difference(a._data[key], b._data[key], _join(path, key)) for key in a._data])
-    if found is None and a._batch_size != b._batch_size:
-        return BatchSizeError, path, f"batch size {list(a._batch_size)}", f"batch size {list(b._batch_size)}"
-    return found
-
-
-def _first(found: list[Any]) -> Any:
-    for item in found:
-        if item is not None:
-            return item
-    return None
-
-
-def _join(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key
-
-
-def _describe(leaf: Tensor) -> str:
-    return f"shape {list(leaf.shape)}, {leaf.dtype}, {leaf.device}"
+            raise TreeStructureError(at, expected=f"{len(a)} values", got=f"{len(b)} values")
+        for i in range(len(a)):
+            _check_alike(what, a[i], b[i], f"{path}.{i}" if path else str(i))
+    elif a is not b and a != b:
+        raise TreeStructureError(at, expected=f"{a!r}", got=f"{b!r}")
 
 
 # -- captured ---------------------------------------------------------------------------------------------------
 
-# What torch's operators carry out of a body is tensors in built-in containers: neither a tree made inside, nor a note
-# of its structure, survives the tracing. So a body returns {code: leaves}, where the code is the structure in plain
-# tuples: keys of a dict are part of what torch compares between branches and gives back.
+# torch's operators carry tensors in built-in containers out of a body: neither a tree made inside, nor a note of its
+# structure, survives the tracing. So a body returns {code: leaves}, where the code is the structure in plain tuples:
+# torch compares the keys of a dict between branches, and gives them back.
 
 
 def _captured_cond(pred: Any, true_fn: Fn, false_fn: Fn, operands: Sequence[Any]) -> Any:
@@ -497,15 +414,15 @@ def _captured_scan(combine_fn: Fn, init: Any, leaves: list[Tensor], spec: Any, d
     # The first step is done outside of torch's scan: its result says what structure the others have.
     length = leaves[0].shape[dim]
     row = torch_pytree.tree_unflatten([leaf.select(dim, length - 1 if reverse else 0) for leaf in leaves], spec)
-    carry, made = _step(combine_fn, init, row)
+    carry, made = _next_step(combine_fn, init, row)
     if length == 1:
         return carry, _stack_rows("", [made], dim)
     (start, refill), (first, reshape) = _split(carry), _split(made)
 
     def step(given: list[Tensor], row: list[Tensor]) -> Any:
         old = refill(given) if start else carry
-        new, out = _step(combine_fn, old, torch_pytree.tree_unflatten(row, spec))
-        _check_alike("scan: the results of two steps differ.", made, out)
+        new, out = _next_step(combine_fn, old, torch_pytree.tree_unflatten(row, spec))
+        _check_alike("scan: all steps must give one structure", made, out)
         kept = [leaf.clone() for leaf in _split(new)[0]] if start else [given[0].clone()]
         return kept, [leaf.clone() for leaf in _split(out)[0]]
 
@@ -550,7 +467,7 @@ def _non_tensors(value: Any) -> list[Any]:
 def _pack(value: Any, leaves: list[Tensor], known: list[Any], batch_dims: int = 0) -> Any:
     """Append the tensors of a result to `leaves` and return its structure in hashable values.
 
-    The leaves say what a batch size is, as after any map of them: the code has -1 for sizes, which may be symbols of
+    The leaves determine batch sizes, as after any map of them: the code has -1 for sizes, which may be symbols of
     the body's graph. A tree without leaves has the sizes of its dimensions after the first `batch_dims`, its parent's.
     """
     if isinstance(value, Tensor):
@@ -558,7 +475,17 @@ def _pack(value: Any, leaves: list[Tensor], known: list[Any], batch_dims: int = 
         leaves.append(value.clone())
         return ("leaf", value.dtype, value.dim())
     if isinstance(value, TensorCollection):
-        return _pack_tree(value, leaves, known, batch_dims)
+        children, context = flatten(value)
+        size = context.batch_size
+        voting = any([isinstance(leaf, Tensor) for leaf in torch_pytree.tree_leaves(children)])
+        inner = len(size) if voting else batch_dims
+        parts = tuple([_pack(child, leaves, known, inner) for child in children])
+        own = None if context.static is None else (tuple(context.static.kinds.items()), context.static.own)
+        grafts = tuple([tuple(item) for item in context.grafts])
+        return (
+            "tree", type(value), parts, context.keys, context.ties, context.order, _sizes(size, inner), context.device,
+            context.names, context.features, own, grafts,
+        )  # fmt: skip
     if isinstance(value, NonTensorBase):
         for i, node in enumerate(known):
             if node is value:
@@ -574,26 +501,12 @@ def _pack(value: Any, leaves: list[Tensor], known: list[Any], batch_dims: int = 
     return ("value", value)
 
 
-def _pack_tree(tree: TensorCollection, leaves: list[Tensor], known: list[Any], batch_dims: int) -> Any:
-    children, context = flatten(tree)
-    size = context.batch_size
-    voting = any([isinstance(leaf, Tensor) for leaf in torch_pytree.tree_leaves(children)])
-    inner = len(size) if voting else batch_dims
-    parts = tuple([_pack(child, leaves, known, inner) for child in children])
-    own = None if context.static is None else (tuple(context.static.kinds.items()), context.static.own)
-    grafts = tuple([tuple(item) for item in context.grafts])
-    return (
-        "tree", type(tree), parts, context.keys, context.ties, context.order, _sizes(size, inner), context.device,
-        context.names, context.features, own, grafts,
-    )  # fmt: skip
-
-
 def _sizes(size: Size, unsaid: int) -> tuple[int, ...]:
     return (-1,) * unsaid + tuple(size[unsaid:])
 
 
 def _unpack_only(result: Any, known: list[Any]) -> Any:
-    """Return what a body meant by `{code: leaves}`."""
+    """Return the result that a body returned as `{code: leaves}`."""
     [(code, leaves)] = result.items()
     return _unpack(code, list(leaves), known)
 
@@ -603,7 +516,17 @@ def _unpack(code: Any, leaves: list[Tensor], known: list[Any]) -> Any:
     if kind == "leaf":
         return leaves.pop(0)
     if kind == "tree":
-        return _unpack_tree(code, leaves, known)
+        _, cls, parts, keys, ties, order, size, device, names, features, own, grafts = code
+        children = tuple([_unpack(part, leaves, known) for part in parts])
+        static = None if own is None else Static(dict(own[0]), ties, own[1])
+        made = tuple([Graft(*item) for item in grafts])
+        context = Context(keys, ties, order, Size(size), device, names, features, static, made)
+        voted = rebuilt_size(cls, children, context)[0]
+        if voted is not None:
+            # A stack of values keeps its length: dynamo cannot compare it.
+            children = tuple([c if isinstance(c, NonTensorStack) else _follow(c, Size(size), voted) for c in children])
+            context = context._replace(batch_size=voted)
+        return unflatten(cls, context, children)
     if kind == "known":
         return known[code[1]]
     if kind == "data":
@@ -616,18 +539,3 @@ def _unpack(code: Any, leaves: list[Tensor], known: list[Any]) -> Any:
         return code[1]
     items = [_unpack(item, leaves, known) for item in code[2]]
     return code[1](*items) if kind == "named" else code[1](items)
-
-
-def _unpack_tree(code: Any, leaves: list[Tensor], known: list[Any]) -> Any:
-    _, cls, parts, keys, ties, order, size, device, names, features, own, grafts = code
-    children = tuple([_unpack(part, leaves, known) for part in parts])
-    static = None if own is None else Static(dict(own[0]), ties, own[1])
-    made = tuple([Graft(*item) for item in grafts])
-    context = Context(keys, ties, order, Size(size), device, names, features, static, made)
-    voted = rebuilt_size(cls, children, context)[0]
-    if voted is not None:
-        ndim = len(size)
-        # A stack of values is as long as it was made; dynamo cannot ask.
-        children = tuple([c if isinstance(c, NonTensorStack) else _follow(c, ndim, voted) for c in children])
-        context = context._replace(batch_size=voted)
-    return unflatten(cls, context, children)

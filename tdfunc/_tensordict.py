@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
-from tdfunc.core.collection import Slots, TensorCollection
+from tdfunc.core.collection import Slots, TensorCollection, check_one_shape
 from tdfunc.core.context import is_compiling
 from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.pytree import register
@@ -151,13 +151,7 @@ def _mapping(source: Any, entries: dict[str, Any]) -> Mapping[Any, Any]:
 def _copy(tree: TensorCollection, batch_size: Any, device: Any) -> TensorDict:
     """Return any tree as a `TensorDict` that shares its leaves, kinds and ties."""
     source: Any = tree
-    if source._each(lambda t: t) is not None:
-        raise UnsupportedError(
-            "TensorDict: the entries of a lazy stack have no one shape.",
-            expected="a mapping or tree",
-            got=type(tree).__name__,
-            hint="lazy.dense(), or lazy.pad() where the trees differ.",
-        )
+    check_one_shape(tree, "TensorDict")
     nodes = {key: source._get(key) for key in source._keys()}
     made = TensorDict._make(nodes, source._batch_size, source._device, source._names, source._static)
     if device is not None:

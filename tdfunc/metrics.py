@@ -1,4 +1,4 @@
-"""What an ensemble's outputs say about their own uncertainty, and how good predicted probabilities are.
+"""The uncertainty of an ensemble's outputs, and scores of predicted probabilities.
 
 E is the number of members, B the batch (any dimensions), C the classes; entropies and log-likelihoods are in nats.
 Classification is computed from log-probabilities. Everything is in float32 at least, and works under `torch.vmap`,
@@ -6,7 +6,6 @@ Classification is computed from log-probabilities. Everything is in float32 at l
 """
 
 from collections.abc import Sequence
-from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -71,7 +70,6 @@ def uncertainty(
     Raises:
         ValueError: `kind` or `nan` is unknown, or weights are negative, not finite, or all 0.
         LeafMismatchError: `y` is not floating point or has too few dimensions, or `weights` is not of shape (E,).
-        TypeError: `y` or `weights` is no tensor, and none can be made of it.
 
     Source:
         Depeweg et al., "Decomposition of Uncertainty in Bayesian Deep Learning" (entropies); Gal, "Uncertainty in
@@ -87,31 +85,41 @@ def uncertainty(
         >>> u["mutual_information"].round(decimals=2)
         tensor([0.0000, 0.6000])
     """
-    _check_choice("kind", kind, tuple(_KINDS))
-    _check_choice("nan", nan, ("propagate", "omit"))
-    y = _as_tensor("uncertainty", "y", y)
+    for name, value, known in (("kind", kind, tuple(_KINDS)), ("nan", nan, ("propagate", "omit"))):
+        if value not in known:
+            what = f"uncertainty: {name} must be one of its names."
+            raise error(ValueError, what, expected=" or ".join(map(repr, known)), got=repr(value))
+    y = torch.as_tensor(y)
     _check_outputs("uncertainty", y, _KINDS[kind])
-    if kind == "classification" and y.shape[-1] == 0:
-        raise LeafMismatchError(
-            "uncertainty: there are no classes.", expected="shape (E, ..., C), C > 0", got=list(y.shape)
-        )
     if kind == "gaussian" and y.shape[-1] != 2:
         raise LeafMismatchError(
             "uncertainty: gaussian outputs are pairs of mean and log-variance.",
             expected="shape (E, ..., 2)",
             got=list(y.shape),
         )
-    y = _widened(y)
+    y = _widen(y)
     # The dimensions of one output, which is broken if one of its numbers is.
     own = {"classification": 1, "regression": max(y.dim() - 2, 0), "gaussian": 1}[kind]
-    w = _weights("uncertainty", y, weights)
-    y, w = _omit(y, w, own) if nan == "omit" else (y, w)
+    w = _weights(y, weights)
+    if nan == "omit":
+        # Members get the weight 0 where their output has a nan, and a harmless output.
+        bad = y.isnan()
+        for _ in range(own):
+            bad = bad.any(-1, keepdim=True) if bad.shape[-1] else bad
+            bad = bad.squeeze(-1)
+        bad = bad.reshape(*bad.shape, *[1] * own)
+        w = torch.where(bad, 0, w)
+        y, w = torch.where(bad, 0, y), w / w.sum(0)
     if kind == "classification":
         return _of_classes(y, w)
     if kind == "regression":
         mean = _average(w, y)
         return _tree({"mean": mean, "variance": _average(w, (y - mean).square())}, y.shape[1:2])
-    return _of_gaussians(y[..., 0], y[..., 1], w)
+    means = y[..., 0]
+    mean = _average(w, means)
+    aleatoric, epistemic = _average(w, y[..., 1].exp()), _average(w, (means - mean).square())
+    parts = {"mean": mean, "variance": aleatoric + epistemic, "aleatoric": aleatoric, "epistemic": epistemic}
+    return _tree(parts, means.shape[1:])
 
 
 def _of_classes(y: Tensor, w: Tensor) -> "TensorDict":
@@ -135,13 +143,6 @@ def _of_classes(y: Tensor, w: Tensor) -> "TensorDict":
     )
 
 
-def _of_gaussians(means: Tensor, log_variances: Tensor, w: Tensor) -> "TensorDict":
-    mean = _average(w, means)
-    aleatoric, epistemic = _average(w, log_variances.exp()), _average(w, (means - mean).square())
-    parts = {"mean": mean, "variance": aleatoric + epistemic, "aleatoric": aleatoric, "epistemic": epistemic}
-    return _tree(parts, means.shape[1:])
-
-
 # -- scores -----------------------------------------------------------------------------------------------------
 
 
@@ -159,7 +160,6 @@ def nll(y: Tensor, t: Tensor | Sequence[int], *, weights: Tensor | Sequence[floa
     Raises:
         LeafMismatchError: The shapes do not fit, `y` is not floating point, or `t` is not of integers.
         ValueError: `t` is empty or names a class that is not there, or weights are negative, not finite, or all 0.
-        TypeError: An argument is no tensor, and none can be made of it.
 
     Examples:
         >>> tdf.nll(torch.zeros(3, 2), torch.tensor([0, 1, 1]))
@@ -183,7 +183,6 @@ def brier(y: Tensor, t: Tensor | Sequence[int], *, weights: Tensor | Sequence[fl
     Raises:
         LeafMismatchError: The shapes do not fit, `y` is not floating point, or `t` is not of integers.
         ValueError: `t` is empty or names a class that is not there, or weights are negative, not finite, or all 0.
-        TypeError: An argument is no tensor, and none can be made of it.
 
     Source:
         Brier, "Verification of Forecasts Expressed in Terms of Probability": the sum over all classes.
@@ -215,7 +214,6 @@ def ece(
         LeafMismatchError: The shapes do not fit, `y` is not floating point, or `t` is not of integers.
         ValueError: `t` is empty or names a class that is not there, `bins` is below 1, or weights are negative, not
             finite, or all 0.
-        TypeError: `bins` is no integer, or another argument is no tensor, and none can be made of it.
 
     Source:
         Guo et al., "On Calibration of Modern Neural Networks", with bins (lower, upper].
@@ -251,7 +249,6 @@ def reliability_curve(
         LeafMismatchError: The shapes do not fit, `y` is not floating point, or `t` is not of integers.
         ValueError: `t` is empty or names a class that is not there, `bins` is below 1, or weights are negative, not
             finite, or all 0.
-        TypeError: `bins` is no integer, or another argument is no tensor, and none can be made of it.
 
     Examples:
         >>> curve = tdf.reliability_curve(torch.tensor([[0.0, 9.0], [0.0, 9.0]]), torch.tensor([1, 0]), bins=2)
@@ -276,27 +273,41 @@ def reliability_curve(
 # Any: tensors, or what they can be made of.
 def _predicted(call: str, y: Any, t: Any, weights: Any) -> tuple[Tensor, Tensor]:
     """Return log-probabilities, of the mixture if there are members, and the checked labels."""
-    y = _as_tensor(call, "y", y)
+    y = torch.as_tensor(y)
     _check_outputs(call, y, 1)
-    t = _as_tensor(call, "t", t, y.device)
-    _check_labels(call, y, t)
-    log_q = _widened(y).log_softmax(-1)
+    t = t if isinstance(t, Tensor) else torch.as_tensor(t, device=y.device)
+    fits = y.dim() - t.dim() in (1, 2) and y.shape[y.dim() - 1 - t.dim() : -1] == t.shape
+    if not fits or t.is_floating_point() or t.is_complex() or t.dtype is torch.bool:
+        raise LeafMismatchError(
+            f"{call}: the labels must fit the logits.",
+            expected=f"integers of shape (*B), for logits of shape (*B, C) or (E, *B, C): {list(y.shape)}",
+            got=f"shape {list(t.shape)}, {t.dtype}",
+        )
+    if t.numel() == 0:
+        raise error(ValueError, f"{call}: there must be labels to average over.", got=f"shape {list(t.shape)}")
+    # Narrow integers cannot be compared with the number of classes.
+    t = t.long()
+    if has_values() and not bool(((t >= 0) & (t < y.shape[-1])).all()):
+        raise error(
+            ValueError,
+            f"{call}: labels must name classes.",
+            expected=f"0 <= t < {y.shape[-1]}",
+            got=f"{int(t.min())} to {int(t.max())}",
+        )
+    log_q = _widen(y).log_softmax(-1)
     if y.dim() == t.dim() + 2:
-        return _log_mixture(log_q, _weights(call, y, weights)), t.long()
+        return _log_mixture(log_q, _weights(y, weights)), t
     if weights is not None:
         raise LeafMismatchError(
-            f"{call}: weights are for members.",
+            f"{call}: weights need members.",
             expected=f"logits of shape (E, *{list(t.shape)}, C)",
             got=f"shape {list(y.shape)}",
         )
-    return log_q, t.long()
+    return log_q, t
 
 
 def _binned(call: str, y: Any, t: Any, bins: int, weights: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return for all predictions the confidence, 1 if right, and 1 for the bin of the confidence."""
-    given: Any = bins
-    if not isinstance(given, (Integral, torch.SymInt)):
-        raise error(TypeError, f"{call}: bins is no integer.", expected="bins >= 1", got=repr(bins))
     if bins < 1:
         raise error(ValueError, f"{call}: there must be a bin.", expected="bins >= 1", got=bins)
     log_p, t = _predicted(call, y, t, weights)
@@ -310,34 +321,33 @@ def _binned(call: str, y: Any, t: Any, bins: int, weights: Any) -> tuple[Tensor,
 # -- arithmetic -------------------------------------------------------------------------------------------------
 
 
-def _widened(y: Tensor) -> Tensor:
+def _widen(y: Tensor) -> Tensor:
     return y.to(torch.promote_types(y.dtype, torch.float32))
 
 
 # Any: a tensor, or what one can be made of.
-def _weights(call: str, y: Tensor, weights: Any) -> Tensor:
+def _weights(y: Tensor, weights: Any) -> Tensor:
     """Return the members' weights, summing to 1, as a column over the members of y."""
     dtype = torch.promote_types(y.dtype, torch.float32)
     members = y.shape[0]
     if weights is None:
         w = torch.full((members,), 1 / members, dtype=dtype, device=y.device)
     else:
-        w = _as_tensor(call, "weights", weights, y.device)
-        _check_weights(w, members)
+        w = weights if isinstance(weights, Tensor) else torch.as_tensor(weights, device=y.device)
+        if w.shape != (members,):
+            raise LeafMismatchError(
+                "weights: there must be one for each member.",
+                expected=f"shape [{members}]",
+                got=f"shape {list(w.shape)}",
+            )
+        own = w.detach()
+        if has_values() and not (bool((own.isfinite() & (own >= 0)).all()) and bool((own > 0).any())):
+            raise error(
+                ValueError, "weights: must be in range.", expected="finite, >= 0, and not all 0", got=own.tolist()
+            )
         w = w.to(y.device, dtype)
         w = w / w.sum()
     return w.reshape(-1, *[1] * (y.dim() - 1))
-
-
-def _omit(y: Tensor, w: Tensor, own: int) -> tuple[Tensor, Tensor]:
-    """Give members the weight 0 where their output has a nan, and a harmless output."""
-    bad = y.isnan()
-    for _ in range(own):
-        bad = bad.any(-1, keepdim=True) if bad.shape[-1] else bad
-        bad = bad.squeeze(-1)
-    bad = bad.reshape(*bad.shape, *[1] * own)
-    w = torch.where(bad, 0, w)
-    return torch.where(bad, 0, y), w / w.sum(0)
 
 
 def _average(w: Tensor, x: Tensor) -> Tensor:
@@ -384,66 +394,11 @@ def _tree(data: dict[str, Tensor], size: torch.Size) -> Any:
 # -- checks -----------------------------------------------------------------------------------------------------
 
 
-def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise error(
-            ValueError, f"uncertainty: unknown {name}.", expected=" or ".join(map(repr, known)), got=repr(value)
-        )
-
-
-# Any: whatever the caller gave.
-def _as_tensor(call: str, name: str, value: Any, device: torch.device | None = None) -> Tensor:
-    """Return a tensor as it is, and a list or array as a tensor."""
-    if isinstance(value, Tensor):
-        return value
-    try:
-        return torch.as_tensor(value, device=device)
-    except (TypeError, ValueError, RuntimeError) as err:
-        raise error(
-            TypeError,
-            f"{call}: {name} is no tensor, and none can be made of it.",
-            expected="a tensor, or a list or array of numbers",
-            got=f"{value!r:.80}",
-        ) from err
-
-
 def _check_outputs(call: str, y: Tensor, dims: int) -> None:
     if not y.is_floating_point() or y.dim() < dims or y.shape[0] == 0:
         raise LeafMismatchError(
-            f"{call}: these are no outputs.",
+            f"{call}: y must be the outputs of members.",
             expected=f"a floating-point tensor of {dims} or more dimensions, not empty in the first",
             got=f"shape {list(y.shape)}, {y.dtype}",
             hint="give raw outputs of shape (members, batch, classes), as Ensemble returns them.",
         )
-
-
-def _check_labels(call: str, y: Tensor, t: Tensor) -> None:
-    fits = y.dim() - t.dim() in (1, 2) and y.shape[y.dim() - 1 - t.dim() : -1] == t.shape
-    if not fits or t.is_floating_point() or t.is_complex() or t.dtype is torch.bool:
-        raise LeafMismatchError(
-            f"{call}: the labels do not fit the logits.",
-            expected=f"integers of shape (*B), for logits of shape (*B, C) or (E, *B, C): {list(y.shape)}",
-            got=f"shape {list(t.shape)}, {t.dtype}",
-        )
-    if t.numel() == 0:
-        raise error(ValueError, f"{call}: there are no labels to average over.", got=f"shape {list(t.shape)}")
-    if has_values() and not bool(((t >= 0) & (t < y.shape[-1])).all()):
-        raise error(
-            ValueError,
-            f"{call}: a label names no class.",
-            expected=f"0 <= t < {y.shape[-1]}",
-            got=f"{int(t.min())} to {int(t.max())}",
-        )
-
-
-def _check_weights(weights: Tensor, members: int) -> None:
-    if weights.shape != (members,):
-        raise LeafMismatchError(
-            "weights: there must be one for each member.",
-            expected=f"shape [{members}]",
-            got=f"shape {list(weights.shape)}",
-        )
-    if has_values():
-        w = weights.detach()
-        if not bool((w.isfinite() & (w >= 0)).all()) or not bool((w > 0).any()):
-            raise error(ValueError, "weights: out of range.", expected="finite, >= 0, and not all 0", got=w.tolist())

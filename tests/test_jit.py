@@ -5,6 +5,8 @@ import gc
 import shutil
 import threading
 import weakref
+from collections import deque
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +25,17 @@ from tests.helpers import TiedLM, assert_pure, assert_trees_equal
 
 SCALE = 2.0
 WEIGHT = torch.ones(3)
+
+
+@dataclass(frozen=True)
+class Config:
+    scale: float
+
+
+@jit
+def inner(x):
+    """Scale by a global, in a jitted function."""
+    return x * SCALE
 
 
 def helper(x):
@@ -240,6 +253,24 @@ def test_writes_to_own_tensors():
     assert all(torch.equal(a, b) for a, b in zip(assert_pure(jit(fn), x), fn(x), strict=True))
 
 
+def test_ones_that_are_written_are_kept():
+    """A product with ones stays in the graph where the ones, or a view of them, are written."""
+
+    def fn(x):
+        mask = torch.ones_like(x)
+        mask[0] = 0
+        return x * mask
+
+    assert jit(fn)(torch.ones(3)).tolist() == [0, 1, 1]
+
+
+@pytest.mark.parametrize("fn", [torch.linalg.cholesky, lambda x: torch.linalg.solve(x * 0, x)])
+def test_checks_of_operations_are_replayed(fn):
+    """An operation that only checks its arguments stays in the graph, and raises in the replay."""
+    with pytest.raises(torch.linalg.LinAlgError):
+        jit(fn)(-torch.eye(2))
+
+
 def test_views_and_strides():
     """A trace of one layout would be replayed on another."""
     fn = jit(lambda x: (x.reshape(-1), x.t().contiguous(), x.flatten() + 1))
@@ -434,15 +465,20 @@ def test_tree_data_is_in_the_key(other):
         ((1,), [1]),
         ({"a": 1}, {"a": 2}),
         (torch.float32, torch.float64),
+        (np.float64(0.0), np.float64(-0.0)),
+        (range(0, 3, 2), range(0, 4, 2)),
+        (Config(1), Config(1.0)),
+        (deque([1]), deque([2])),
+        (bytearray([1]), bytearray([2])),
     ],
 )
 def test_static_arguments_are_in_the_key(first, second):
     """Arguments that compare equal, or are no tensors, would share a trace."""
-    fn = jit(lambda x, option: (x + 1, option))
+    fn = jit(lambda x, option: (x + 1, repr(option)))
     x = torch.ones(1)
 
-    assert repr(fn(x, first)[1]) == repr(first)
-    assert repr(fn(x, second)[1]) == repr(second)
+    assert fn(x, first)[1] == repr(first)
+    assert fn(x, second)[1] == repr(second)
     assert fn.cache_info().misses == 2
 
 
@@ -487,6 +523,15 @@ def test_closures_defaults_and_globals_are_in_the_key(monkeypatch):
     monkeypatch.setitem(globals(), "helper", lambda x: x)
     assert traced(x).item() == 10
     assert traced.cache_info().misses == 6
+
+
+def test_globals_of_an_inner_jitted_function_are_in_the_key(monkeypatch):
+    """A function that calls a jitted one is recorded anew when a global that the inner one reads changes."""
+    outer = jit(lambda x: inner(x) + 0)
+    assert outer(torch.ones(1)).item() == 2
+
+    monkeypatch.setitem(globals(), "SCALE", 4.0)
+    assert outer(torch.ones(1)).item() == 4
 
 
 def test_through_vmap_and_grad_closures():

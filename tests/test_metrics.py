@@ -313,11 +313,13 @@ def test_lists_are_tensors(make, generator):
     assert_trees_equal(whole, uncertainty(y, "classification", weights=torch.tensor([1.0, 2.0, 4.0])))
 
 
-def test_bins_of_numpy(generator):
-    """A number of bins that comes from numpy would be refused."""
-    y, t, _ = labelled(generator)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
+def test_labels_of_narrow_integers(dtype, generator):
+    """Labels of any integer dtype name the same classes, also where there are more classes than it can count."""
+    y, t, _ = labelled(generator, classes=300)
+    t = t.clamp(max=100)
 
-    torch.testing.assert_close(ece(y, t, bins=np.int64(7)), ece(y, t, bins=7))
+    torch.testing.assert_close(nll(y, t.to(dtype)), nll(y, t))
 
 
 @pytest.mark.parametrize("score", [nll, brier, ece])
@@ -362,7 +364,6 @@ T = torch.zeros(4, dtype=torch.int64)
         (lambda: uncertainty(Y.long(), kind="classification"), LeafMismatchError, ["floating", "int64"]),
         (lambda: uncertainty(Y[0, 0], kind="classification"), LeafMismatchError, ["2 or more", "[5]"]),
         (lambda: uncertainty(Y[:0], kind="classification"), LeafMismatchError, ["not empty", "[0, 4, 5]"]),
-        (lambda: uncertainty(Y[..., :0], kind="classification"), LeafMismatchError, ["C > 0", "[3, 4, 0]"]),
         (lambda: uncertainty(Y, kind="gaussian"), LeafMismatchError, ["(E, ..., 2)", "[3, 4, 5]"]),
         (lambda: uncertainty(Y, kind="regression", weights=torch.ones(4)), LeafMismatchError, ["[3]", "[4]"]),
         (
@@ -384,15 +385,9 @@ T = torch.zeros(4, dtype=torch.int64)
         (lambda: brier(Y, T.float()), LeafMismatchError, ["integers", "float32"]),
         (lambda: nll(Y[0], T, weights=torch.ones(3)), LeafMismatchError, ["(E, *[4], C)", "[4, 5]"]),
         (lambda: ece(Y, T + 5), ValueError, ["0 <= t < 5", "5 to 5"]),
-        (lambda: ece(Y[:, :0], T[:0]), ValueError, ["no labels", "[0]"]),
+        (lambda: ece(Y[:, :0], T[:0]), ValueError, ["labels to average", "[0]"]),
         (lambda: reliability_curve(Y, T, bins=0), ValueError, ["bins >= 1", "0"]),
-        (lambda: ece(Y, T, bins=2.5), TypeError, ["ece: bins is no integer", "bins >= 1", "2.5"]),
-        (lambda: reliability_curve(Y, T, bins="9"), TypeError, ["reliability_curve: bins", "bins >= 1", "'9'"]),
         (lambda: nll(Y, [0, 1, 2]), LeafMismatchError, ["nll: the labels", "[3, 4, 5]", "[3]"]),
-        (lambda: nll(Y, ["a", "b"]), TypeError, ["nll: t is no tensor", "list", "['a', 'b']"]),
-        (lambda: brier(None, T), TypeError, ["brier: y is no tensor", "list", "None"]),
-        (lambda: uncertainty({}, "regression"), TypeError, ["uncertainty: y is no tensor", "list", "{}"]),
-        (lambda: uncertainty(Y, "regression", weights="3"), TypeError, ["weights is no tensor", "list", "'3'"]),
         (lambda: uncertainty(Y, "regression", weights=[1, 2]), LeafMismatchError, ["weights", "[3]", "[2]"]),
     ],
 )

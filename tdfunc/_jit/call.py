@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, overload
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from tdfunc._jit.environment import Environment
 from tdfunc._jit.graph import clean, draws
@@ -68,7 +68,15 @@ class Jitted(Generic[P, R]):
             program = self._look_up(key, args, kwargs, given)
         else:
             self._hits += 1
-        return _replay(program, key, given)
+        if key[-1][-1] is None:
+            outputs = program.run(*given.leaves)
+        else:
+            # The casts are in the graph; a replay under autocast would make them twice.
+            with _suspend_autocast([device for device, _ in key[-1][-1]]):
+                outputs = program.run(*given.leaves)
+        for i in program.trained:
+            outputs[i].requires_grad_()
+        return program.build(outputs, given.nodes)
 
     def __deepcopy__(self, memo: Any) -> "Jitted[P, R]":
         """Return one without traces, of a copy of the function: itself, but for a method or module its copy."""
@@ -136,7 +144,21 @@ class Jitted(Generic[P, R]):
         return program
 
     def _trace(self, args: Any, kwargs: Any, given: Arguments) -> _Program:
-        _check_leaves(args, kwargs, given.leaves)
+        for leaf, name in zip(given.leaves, leaf_names(args, kwargs), strict=True):
+            if leaf.layout is not torch.strided:
+                raise UnsupportedError(
+                    f"jit: {name} must have a layout that can be traced.",
+                    expected=str(torch.strided),
+                    got=str(leaf.layout),
+                    hint="call the function without jit.",
+                )
+            if leaf.requires_grad and torch.is_grad_enabled():
+                raise UnsupportedError(
+                    f"jit: {name} requires grad, and autograd cannot look into a replay.",
+                    expected="gradients taken inside the function, by torch.func.grad",
+                    got=f"a tensor of shape {list(leaf.shape)} with requires_grad=True, with grad mode on",
+                    hint="detach the argument, or call under torch.no_grad().",
+                )
         recorded = trace(self._fn, args, kwargs, given.leaves, self._environment, deferred=self._backend is None)
         clean(recorded.graph, faster=self._backend is None)
         module = recorded.graph
@@ -146,55 +168,15 @@ class Jitted(Generic[P, R]):
         return _Program(run, recorded.build, recorded.trained, module)
 
 
-def _replay(program: _Program, key: tuple[Any, ...], given: Arguments) -> Any:
-    with _without_autocast(key[-1]):
-        outputs = program.run(*given.leaves)
-    for i in program.trained:
-        outputs[i].requires_grad_()
-    return program.build(outputs, given.nodes)
-
-
 @contextmanager
-def _suspended(devices: Any) -> Generator[None]:
-    enabled = [device for device, _ in devices]
-    for device in enabled:
+def _suspend_autocast(devices: list[str]) -> Generator[None]:
+    for device in devices:
         torch.set_autocast_enabled(device, False)
     try:
         yield
     finally:
-        for device in enabled:
+        for device in devices:
             torch.set_autocast_enabled(device, True)
-
-
-class _Nothing:
-    def __enter__(self) -> None: ...
-    def __exit__(self, *_: object) -> None: ...
-
-
-_NOTHING = _Nothing()
-
-
-def _without_autocast(settings: tuple[Any, ...]) -> Any:
-    # The casts are in the graph; to a replay under autocast they would be made twice.
-    return _NOTHING if settings[-1] is None else _suspended(settings[-1])
-
-
-def _check_leaves(args: Any, kwargs: Any, leaves: list[Tensor]) -> None:
-    for leaf, name in zip(leaves, leaf_names(args, kwargs), strict=True):
-        if leaf.layout is not torch.strided:
-            raise UnsupportedError(
-                f"jit: {name} has another layout than the tensors that can be traced.",
-                expected=str(torch.strided),
-                got=str(leaf.layout),
-                hint="call the function without jit.",
-            )
-        if leaf.requires_grad and torch.is_grad_enabled():
-            raise UnsupportedError(
-                f"jit: {name} requires grad, and autograd cannot look into a replay.",
-                expected="gradients taken inside the function, by torch.func.grad",
-                got=f"a tensor of shape {list(leaf.shape)} with requires_grad=True, with grad mode on",
-                hint="detach the argument, or call under torch.no_grad().",
-            )
 
 
 @overload
@@ -215,8 +197,8 @@ def jit(fn: Any = None, *, backend: str | Callable[..., Any] | None = None, cach
     shapes, strides, dtypes, devices and `requires_grad` of tensors, and which are one object; other arguments; Python
     values in closure cells, defaults and globals that the code of the function, or of its package's functions that it
     names, reads; the mode of modules among these; grad mode, autocast, default dtype and device, deterministic
-    algorithms. What the function reaches in another way (attributes of objects, containers and arrays of more than 1000
-    items, files, the clock), or changes itself, is read once, and its side effects happen once. Random numbers are
+    algorithms. State that the function reaches in another way (attributes of objects, containers and arrays of over
+    1000 items, files, the clock), or changes itself, is read once, and its side effects happen once. Random numbers are
     drawn at every replay.
 
     Gradients are taken inside the function: its results are not differentiable.
@@ -248,7 +230,7 @@ def jit(fn: Any = None, *, backend: str | Callable[..., Any] | None = None, cach
         (True, 1)
     """
     if cache_size < 1:
-        raise error(ValueError, "jit: no record could be kept.", expected="cache_size >= 1", got=cache_size)
+        raise error(ValueError, "jit: cache_size must be at least 1.", expected="cache_size >= 1", got=cache_size)
     if fn is None:
         return lambda wrapped: jit(wrapped, backend=backend, cache_size=cache_size)
     return Jitted(fn, backend, cache_size)

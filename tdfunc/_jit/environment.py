@@ -2,7 +2,9 @@
 
 import functools
 import types
+from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
@@ -13,9 +15,9 @@ from torch import Tensor, nn
 
 from tdfunc.core.errors import UnsupportedError
 
-_ATOMS = (bool, int, str, bytes, complex, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-_CONTAINERS = (tuple, list, dict, set, frozenset)
-_CHANGEABLE = (list, dict, set, np.ndarray, nn.Module)
+_ATOMS = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_CONTAINERS = (tuple, list, dict, set, frozenset, deque, bytearray)
+_CHANGEABLE = (list, dict, set, deque, bytearray, np.ndarray, nn.Module)
 _MAX_ITEMS, _MAX_DEPTH = 1000, 8
 _MISSING = object()
 _LIBRARIES = ("torch", "tdfunc", "optree", "numpy")
@@ -38,12 +40,12 @@ class Same:
 
 # Any: values of every type are frozen into hashable ones.
 def freeze(value: Any, depth: int = 0) -> Any:
-    """Return something hashable that differs when the value does: contents of containers, else the object itself.
+    """Return a hashable key that differs when the value does: contents of containers, else the object itself.
 
     Containers and arrays of more items than a configuration has, or nested deeper, count as objects.
     """
     kind = type(value)
-    if kind is float:
+    if isinstance(value, (float, complex)):
         # 0.0 == -0.0 and nan != nan: their text tells them apart, and finds them again.
         return kind, repr(value)
     if isinstance(value, _ATOMS):
@@ -54,18 +56,18 @@ def freeze(value: Any, depth: int = 0) -> Any:
         return kind, value.shape, value.dtype.str, value.tobytes()
     if isinstance(value, nn.Module):
         return Same(value), tuple([module.training for module in value.modules()])
-    if isinstance(value, slice):
+    if isinstance(value, (slice, range)):
         return kind, freeze((value.start, value.stop, value.step))
     if not isinstance(value, _CONTAINERS) or len(value) > _MAX_ITEMS or depth > _MAX_DEPTH:
         return Same(value)
     if isinstance(value, dict):
         return kind, tuple([(freeze(key, depth + 1), freeze(item, depth + 1)) for key, item in value.items()])
     frozen = [freeze(item, depth + 1) for item in value]
-    return kind, tuple(frozen) if isinstance(value, (tuple, list)) else frozenset(frozen)
+    return kind, frozenset(frozen) if isinstance(value, (set, frozenset)) else tuple(frozen)
 
 
 def can_change(value: Any) -> bool:
-    """Whether `is` says too little of a value: the same container with other contents, a module in another mode."""
+    """Return whether a value may change and stay the same object: a container, an array, a module with a mode."""
     return isinstance(value, _CHANGEABLE) or (isinstance(value, (tuple, frozenset)) and any(map(can_change, value)))
 
 
@@ -82,6 +84,8 @@ def static_part(value: Any, where: str) -> Any:
                 got=type(value).__name__,
                 hint="pass it as a tensor (torch.as_tensor), or close over it.",
             ) from None
+        if is_dataclass(value):
+            return type(value), tuple([static_part(getattr(value, field.name), where) for field in fields(value)])
         if type(value).__eq__ is not object.__eq__:
             return type(value), value
     return frozen
@@ -176,10 +180,15 @@ def _readers(fn: Any) -> Iterator[_Reader]:
         elif isinstance(function, types.FunctionType):
             if package is None and _package(function) not in _LIBRARIES:
                 package = _package(function)
-            # Of a library's functions (torch.vmap(fn), torch.func.grad(fn)) only what they were given is followed.
-            for reader in _readers_of(function, own=_package(function) == package):
+            readers = [_Reader(n, c, lambda c=c: contents(c)) for n, c in _cells(function)]
+            # Of a library's functions (torch.vmap(fn), torch.func.grad(fn)) only their arguments are followed.
+            if _package(function) == package:
+                readers += _names_read(function)
+            for reader in readers:
                 yield reader
                 todo.append(reader.read())
+        elif hasattr(function, "__wrapped__") and function is not fn:
+            todo.append(function.__wrapped__)
         elif function is fn:
             yield _Reader("self", fn, lambda: fn)
             todo.append(type(fn).__call__)
@@ -189,11 +198,11 @@ def _package(function: types.FunctionType) -> str:
     return str(function.__globals__.get("__name__", "")).partition(".")[0]
 
 
-def _readers_of(function: types.FunctionType, *, own: bool) -> Iterator[_Reader]:
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        yield _Reader(name, cell, lambda cell=cell: contents(cell))
-    if not own:
-        return
+def _cells(function: types.FunctionType) -> Iterator[tuple[str, types.CellType]]:
+    return zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+
+
+def _names_read(function: types.FunctionType) -> Iterator[_Reader]:
     if function.__defaults__:
         yield _Reader("defaults", function, lambda: function.__defaults__)
     if function.__kwdefaults__:

@@ -28,17 +28,16 @@ _SPELLED_ALIKE = """
 """
 
 
-def _bindings() -> dict[Any, Callable[..., Any]]:
-    names = [name.split(".") for name in _SPELLED_ALIKE.split()]
-    return {getattr(getattr(aten, name), kind): getattr(torch, name) for name, kind in names if hasattr(torch, name)}
-
-
-_FASTER = _bindings()
+_FASTER: dict[Any, Callable[..., Any]] = {
+    getattr(getattr(aten, name), kind): getattr(torch, name)
+    for name, kind in [spelling.split(".") for spelling in _SPELLED_ALIKE.split()]
+    if hasattr(torch, name)
+}
 _METHODS = {aten.view.default: "view", aten._unsafe_view.default: "view", aten.expand.default: "expand"}
 
 
 def clean(module: fx.GraphModule, *, faster: bool) -> None:
-    """Simplify the graph of a trace; what it computes and the tensors that it writes stay the same to the last bit.
+    """Simplify the graph of a trace; its results and the tensors that it writes stay the same to the last bit.
 
     Args:
         module: The recorded module.
@@ -88,7 +87,7 @@ def _drop_no_ops(graph: fx.Graph, fixed: set[int]) -> None:
             continue
         if node.target is aten.ones_like.default or (node.target in _VIEWS and node.args[0] in ones):
             ones.add(node)
-        source = _same_view(node) if node.target in _VIEWS else _same_value(node, ones, fixed)
+        source = _find_viewed(node) if node.target in _VIEWS else _find_equal(node, ones, fixed)
         # A result must be another object than an argument, which may require grad.
         if source is None or (source.op == "placeholder" and any(user.op == "output" for user in node.users)):
             continue
@@ -96,7 +95,7 @@ def _drop_no_ops(graph: fx.Graph, fixed: set[int]) -> None:
         graph.erase_node(node)
 
 
-def _same_view(node: fx.Node) -> fx.Node | None:
+def _find_viewed(node: fx.Node) -> fx.Node | None:
     """Return the node that a view, or a chain of views that ends in it, looks at unchanged."""
     source = node
     while source.target in _VIEWS and isinstance(source.args[0], fx.Node):
@@ -106,7 +105,7 @@ def _same_view(node: fx.Node) -> fx.Node | None:
     return None
 
 
-def _same_value(node: fx.Node, ones: set[fx.Node], fixed: set[int]) -> fx.Node | None:
+def _find_equal(node: fx.Node, ones: set[fx.Node], fixed: set[int]) -> fx.Node | None:
     """Return the operand that `x**1` (from the derivative of x**2), `x * 1` and `x * ones` are copies of."""
     if node.target is aten.pow.Tensor_Scalar or node.target in (aten.mul.Tensor, aten.mul.Scalar):
         x, y = node.args[:2]
@@ -114,7 +113,9 @@ def _same_value(node: fx.Node, ones: set[fx.Node], fixed: set[int]) -> fx.Node |
             x, y = y, x
         neutral = y in ones if isinstance(y, fx.Node) else y == 1
         if neutral and isinstance(x, fx.Node) and _same_layout(node, x):
-            free = not (_storages(node.meta["val"]) | _storages(x.meta["val"])) & fixed
+            # Ones that are written through a view are ones no more.
+            involved = [item for item in (node, x, y) if isinstance(item, fx.Node)]
+            free = not any([_storages(item.meta["val"]) & fixed for item in involved])
             return x if free else None
     return None
 
@@ -173,7 +174,9 @@ def _has_effect(node: fx.Node) -> bool:
     """Whether a node must stay although nothing uses its result, and must not be merged with another."""
     if node.op != "call_function":
         return node.op in ("placeholder", "output")
-    return bool(_writes(node)) or _is_random(node)
+    # An operation without results checks its arguments: `_assert_async`, `_linalg_check_errors`.
+    checks = isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.returns
+    return checks or bool(_writes(node)) or _is_random(node)
 
 
 def _is_random(node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""The key of a call: everything about its arguments but the values of their tensors."""
+"""The key of a call: everything about its arguments except the values of their tensors."""
 
 from collections.abc import Iterable, Iterator
 from itertools import count
@@ -51,30 +51,19 @@ class Contexts:
             return found[1]
         if len(self._known) >= _MAX_CONTEXTS:
             self.clear()
-        key = (cls, *_full(context))
+        # All that a context holds: its own == leaves most of it out.
+        parts: tuple[Any, ...] = (_hashable(context),)
+        if isinstance(context, Context):
+            static = context.static or Static()
+            own = (tuple(static.kinds.items()), static.ties, _hashable(static.own))
+            size = context.batch_size, context.device, context.names
+            parts = (context.keys, context.order, context.ties, *size, own, context.grafts)
+        key = (cls, *parts)
         number = self._numbers.get(key)
         if number is None:
             number = self._numbers.setdefault(key, next(self._next))
         self._known[id(context)] = (context, number)
         return number
-
-
-def _full(context: Any) -> tuple[Any, ...]:
-    """Return all that a context holds, hashable; its own == leaves most of it out."""
-    if not isinstance(context, Context):
-        return (_hashable(context),)
-    static = context.static or Static()
-    own = (tuple(static.kinds.items()), static.ties, _hashable(static.own))
-    return (
-        context.keys,
-        context.order,
-        context.ties,
-        context.batch_size,
-        context.device,
-        context.names,
-        own,
-        context.grafts,
-    )
 
 
 def _hashable(value: Any) -> Any:
@@ -90,7 +79,11 @@ def describe(contexts: Contexts, value: Any, out: Arguments, where: str = "") ->
     kind = type(value)
     if kind is Tensor or kind is Parameter:
         out.leaves.append(value)
-        out.parts.append((kind, *_kind_of(value)))
+        if value.layout is not torch.strided:
+            out.parts.append((kind, value.shape, value.layout))
+        else:
+            own = (value.shape, value.dtype, value.device, value.requires_grad, value.stride())
+            out.parts.append((kind, *own, value.is_conj(), value.is_neg()))
     elif isinstance(value, TensorCollection):
         children, context = flatten(value) if is_plain(kind) else children_of(value)
         out.nodes.append(value)
@@ -103,36 +96,7 @@ def describe(contexts: Contexts, value: Any, out: Arguments, where: str = "") ->
             got=kind.__name__,
             hint="call the function without jit, or hand it to torch.compile.",
         )
-    else:
-        _describe_other(contexts, value, out, where)
-
-
-def _describe_each(
-    contexts: Contexts, values: Iterable[Any], out: Arguments, where: str, *, numbered: bool = False
-) -> None:
-    leaves, parts = out.leaves, out.parts
-    for i, value in enumerate(values):
-        # This loop is most of what a call costs beyond its replay.
-        if type(value) is Tensor and value.layout is torch.strided:
-            leaves.append(value)
-            dtype = value.dtype
-            parts.append((value.shape, dtype, value.device, value.requires_grad, value.stride()))
-            if dtype.is_complex:
-                parts.append((value.is_conj(), value.is_neg()))
-        else:
-            describe(contexts, value, out, f"{where}[{i}]" if numbered else where)
-
-
-def _kind_of(tensor: Tensor) -> tuple[Any, ...]:
-    if tensor.layout is not torch.strided:
-        return tensor.shape, tensor.layout
-    kind = (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, tensor.stride())
-    return (*kind, tensor.is_conj(), tensor.is_neg()) if tensor.is_complex() else kind
-
-
-def _describe_other(contexts: Contexts, value: Any, out: Arguments, where: str) -> None:
-    kind = type(value)
-    if isinstance(value, (tuple, list)):
+    elif isinstance(value, (tuple, list)):
         out.parts.append((kind, len(value)))
         _describe_each(contexts, value, out, where, numbered=True)
     elif kind is dict:
@@ -151,6 +115,22 @@ def _describe_other(contexts: Contexts, value: Any, out: Arguments, where: str) 
         _describe_each(contexts, children, out, where, numbered=True)
     else:
         out.parts.append(static_part(value, where))
+
+
+def _describe_each(
+    contexts: Contexts, values: Iterable[Any], out: Arguments, where: str, *, numbered: bool = False
+) -> None:
+    leaves, parts = out.leaves, out.parts
+    for i, value in enumerate(values):
+        # This loop is most of what a call costs beyond its replay.
+        if type(value) is Tensor and value.layout is torch.strided:
+            leaves.append(value)
+            dtype = value.dtype
+            parts.append((value.shape, dtype, value.device, value.requires_grad, value.stride()))
+            if dtype.is_complex:
+                parts.append((value.is_conj(), value.is_neg()))
+        else:
+            describe(contexts, value, out, f"{where}[{i}]" if numbered else where)
 
 
 def aliases(leaves: list[Tensor]) -> tuple[int, ...] | None:
@@ -194,21 +174,18 @@ def refill(value: Any, leaves: Iterator[Any], nodes: list[Any]) -> Any:
 
 
 def in_function_mode() -> bool:
-    """Whether a torch function mode other than a default device sees what the caller calls."""
+    """Return whether a torch function mode other than a default device sees the calls of the caller."""
     return torch._C._len_torch_function_stack() > 0 and not all(
         isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()
     )
 
 
-def _default_devices() -> tuple[torch.device, ...]:
-    # torch.get_default_device makes a tensor to learn the index of a device without one.
-    if torch._C._len_torch_function_stack() == 0:
-        return ()
-    return tuple([mode.device for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)])
-
-
 def modes() -> tuple[Any, ...]:
-    """Return the thread's settings that decide what torch functions do."""
+    """Return the thread's settings that change the results of torch functions."""
+    # torch.get_default_device makes a tensor to find the index of a device without one.
+    devices: tuple[torch.device, ...] = ()
+    if torch._C._len_torch_function_stack():
+        devices = tuple([m.device for m in _get_current_function_mode_stack() if isinstance(m, DeviceContext)])
     autocast: Any = None
     if torch._C._is_any_autocast_enabled():  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
         autocast = tuple([(d, torch.get_autocast_dtype(d)) for d in _AUTOCAST_DEVICES if torch.is_autocast_enabled(d)])
@@ -216,8 +193,8 @@ def modes() -> tuple[Any, ...]:
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.get_default_dtype(),
-        _default_devices(),
-        # What torch.are_deterministic_algorithms_enabled() and its like call.
+        devices,
+        # Called by torch.are_deterministic_algorithms_enabled() and the like.
         torch._C._get_deterministic_algorithms(),
         torch._C._get_deterministic_algorithms_warn_only(),
         autocast,

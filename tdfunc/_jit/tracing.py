@@ -1,12 +1,13 @@
 """One run of a function on fake tensors, recorded as a graph of aten operations.
 
-Fake tensors have shapes and no data, so nothing is computed, drawn or written. What a replay could not repeat is
-refused while it happens, with the name of the tensor and the user's own line.
+Fake tensors have shapes and no data, so nothing is computed, drawn or written. Operations that a replay could not
+repeat are refused while they happen, with the name of the tensor and the user's own line.
 """
 
 import os
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -69,12 +70,17 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in _LIFTS:
-            for tensor in _tensors((args, kwargs)):
-                self._refuse_captured(tensor)
+            for leaf in torch_pytree.tree_leaves((args, kwargs)):
+                if isinstance(leaf, Tensor):
+                    self._refuse_captured(leaf)
         for tensor in written_by(func, args, kwargs):
             name = self._names.get(storage_of(tensor))
             if name is not None:
-                raise _write_error(name, func)
+                raise ImmutableError(
+                    f"jit: the function writes to {name} in place ({func}).",
+                    got=_user_line(),
+                    hint="return a new tensor, write to a clone, or use optim's update(..., donate=True).",
+                )
         return func(*args, **kwargs)
 
     def call(self, fn: Callable[[list[Tensor], list[Tensor]], None], writes: list[Tensor], reads: list[Tensor]) -> None:
@@ -89,7 +95,12 @@ class Recorder(TorchDispatchMode):
 
     def _refuse_captured(self, tensor: Tensor) -> None:
         if not isinstance(tensor, FakeTensor):
-            raise _capture_error(tensor, self._find(tensor))
+            raise CaptureError(
+                f"jit: the function uses {self._find(tensor)}, a tensor that is not one of its arguments.",
+                expected="every tensor among the arguments: a replay would keep using this one's present value",
+                got=f"shape {list(tensor.shape)}, {tensor.dtype} at {_user_line()}",
+                hint="pass it as an argument (a module's weights: apply, params, buffers = tdfunc.functional(module)).",
+            )
 
 
 class _Deferred:
@@ -129,7 +140,10 @@ def trace(
     tracer.root, tracer.graph, tracer.tensor_attrs = nn.Module(), fx.Graph(tracer_cls=proxy_tensor.PythonKeyTracer), {}
     fake_mode = FakeTensorMode(allow_fallback_kernels=True)
     # One for each object: the function may ask whether two arguments are the same, and the key says which are.
-    made = {id(leaf): _fake(fake_mode, leaf) for leaf in leaves}
+    made: dict[int, Tensor] = {}
+    for leaf in leaves:
+        kept = nn.Parameter(leaf.detach(), leaf.requires_grad) if type(leaf) is nn.Parameter else leaf.detach()
+        made[id(leaf)] = fake_mode.from_tensor(kept).requires_grad_(leaf.requires_grad)
     fakes = [made[id(leaf)] for leaf in leaves]
     names = dict(zip(map(storage_of, fakes), leaf_names(args, kwargs), strict=True))
     watch = Recorder(tracer, names, lambda tensor: _name_of(tensor, environment, args, kwargs), deferred=deferred)
@@ -144,17 +158,14 @@ def trace(
         with watch:
             out = _run(fn, fake_args, fake_kwargs)
         slots: list[Tensor] = []
-        build = _builder(out, slots, _identities(nodes), "the result")
+        # The place of each node by its id, and by ("data", id) that of each value held for a whole batch.
+        places: dict[Any, int] = {id(node): i for i, node in enumerate(nodes)}
+        places |= {("data", id(node.data)): i for i, node in enumerate(nodes) if isinstance(node, NonTensorData)}
+        build = _make_builder(out, slots, places, "the result")
         outputs = [watch._node(tensor) for tensor in slots]
         tracer.graph.output(outputs)
     trained = tuple(i for i, tensor in enumerate(slots) if tensor.requires_grad and tensor.is_leaf)
     return Trace(fx.GraphModule(tracer.root, tracer.graph), build, trained)
-
-
-def _fake(mode: FakeTensorMode, leaf: Tensor) -> Tensor:
-    if type(leaf) is nn.Parameter:
-        return mode.from_tensor(nn.Parameter(leaf.detach(), leaf.requires_grad))
-    return mode.from_tensor(leaf.detach()).requires_grad_(leaf.requires_grad)
 
 
 def _run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -186,13 +197,7 @@ _PLAIN_VALUES = (
 _Build = Callable[[Sequence[Any], Sequence[Any]], Any]
 
 
-def _identities(nodes: Sequence[Any]) -> dict[Any, int]:
-    """Return the place of each node by its id, and by ("data", id) that of each value held for a whole batch."""
-    places: dict[Any, int] = {id(node): i for i, node in enumerate(nodes)}
-    return places | {("data", id(node.data)): i for i, node in enumerate(nodes) if isinstance(node, NonTensorData)}
-
-
-def _builder(out: Any, slots: list[Tensor], nodes: dict[Any, int], where: str) -> _Build:
+def _make_builder(out: Any, slots: list[Tensor], nodes: dict[Any, int], where: str) -> _Build:
     """Return the function that makes a result like `out` of a replay's outputs and of the argument trees."""
     kind = type(out)
     if isinstance(out, Tensor):
@@ -204,7 +209,7 @@ def _builder(out: Any, slots: list[Tensor], nodes: dict[Any, int], where: str) -
         return lambda _, trees: trees[same]
     if isinstance(out, TensorCollection):
         children, context = children_of(out)
-        parts = [_builder(child, slots, nodes, f"{where}[{i}]") for i, child in enumerate(children)]
+        parts = [_make_builder(child, slots, nodes, f"{where}[{i}]") for i, child in enumerate(children)]
         return lambda values, trees: node_like(kind, context, tuple([part(values, trees) for part in parts]))
     if isinstance(out, NonTensorData) and ("data", id(out.data)) in nodes:
         # With another batch size: the value is that of the call, which may be a list that has changed since.
@@ -213,16 +218,16 @@ def _builder(out: Any, slots: list[Tensor], nodes: dict[Any, int], where: str) -
     if isinstance(out, _PLAIN_VALUES):
         return lambda *_: out
     if isinstance(out, (tuple, list)):
-        parts = [_builder(item, slots, nodes, f"{where}[{i}]") for i, item in enumerate(out)]
+        parts = [_make_builder(item, slots, nodes, f"{where}[{i}]") for i, item in enumerate(out)]
         make = kind._make if hasattr(kind, "_fields") else kind
         return lambda values, trees: make([part(values, trees) for part in parts])
     if kind is dict:
-        named = {key: _builder(item, slots, nodes, f"{where}[{key!r}]") for key, item in out.items()}
+        named = {key: _make_builder(item, slots, nodes, f"{where}[{key!r}]") for key, item in out.items()}
         return lambda values, trees: {key: part(values, trees) for key, part in named.items()}
     if kind in torch_pytree.SUPPORTED_NODES:
         node = torch_pytree.SUPPORTED_NODES[kind]
         children, context = node.flatten_fn(out)
-        parts = [_builder(child, slots, nodes, f"{where}[{i}]") for i, child in enumerate(children)]
+        parts = [_make_builder(child, slots, nodes, f"{where}[{i}]") for i, child in enumerate(children)]
         return lambda values, trees: node.unflatten_fn([part(values, trees) for part in parts], context)
     raise UnsupportedError(
         f"jit: {where} of the function is an object that a replay cannot make again.",
@@ -233,10 +238,6 @@ def _builder(out: Any, slots: list[Tensor], nodes: dict[Any, int], where: str) -
 
 
 # -- what operations read and write -----------------------------------------------------------------------------
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in torch_pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -291,23 +292,6 @@ def _data_error(err: BaseException) -> UnsupportedError:
     )
 
 
-def _write_error(name: str, func: Any) -> ImmutableError:
-    return ImmutableError(
-        f"jit: the function writes to {name} in place ({func}).",
-        got=_user_line(),
-        hint="return a new tensor, write to a clone, or use optim's update(..., donate=True).",
-    )
-
-
-def _capture_error(tensor: Tensor, name: str) -> CaptureError:
-    return CaptureError(
-        f"jit: the function uses {name}, a tensor that is not one of its arguments.",
-        expected="every tensor among the arguments: a replay would keep using this one's present value",
-        got=f"shape {list(tensor.shape)}, {tensor.dtype} at {_user_line()}",
-        hint="pass it as an argument (for a module's weights: apply, params, buffers = tdfunc.functional(module)).",
-    )
-
-
 _MAX_SEARCHED = 20_000
 
 
@@ -318,19 +302,14 @@ def _name_of(tensor: Tensor, environment: Environment, args: tuple[Any, ...], kw
     seen: set[int] = set()
     for name, value in todo:
         if isinstance(value, Tensor):
-            if value is tensor or _shares(value, tensor):
-                return repr(name)
+            with suppress(RuntimeError, NotImplementedError):
+                fake = isinstance(value, FakeTensor) or not value.numel()
+                if value is tensor or (not fake and storage_of(value) == storage_of(tensor)):
+                    return repr(name)
         elif id(value) not in seen and len(todo) < _MAX_SEARCHED:
             seen.add(id(value))
             todo += _reachable(name, value)
     return "a tensor whose name was not found"
-
-
-def _shares(a: Tensor, b: Tensor) -> bool:
-    try:
-        return a.numel() > 0 and not isinstance(a, FakeTensor) and storage_of(a) == storage_of(b)
-    except (RuntimeError, NotImplementedError):
-        return False
 
 
 def _reachable(name: str, value: Any) -> list[tuple[str, Any]]:

@@ -18,11 +18,11 @@ from tdfunc._tensorclass.fields import (
     resolve_again,
 )
 from tdfunc._tensordict import TreeMethods
-from tdfunc.core.collection import TensorCollection
+from tdfunc.core.collection import TensorCollection, per_tree
 from tdfunc.core.errors import ImmutableError, MissingKeyError, TreeStructureError, error
 from tdfunc.core.keys import did_you_mean
 from tdfunc.core.nontensor import NonTensorData
-from tdfunc.core.types import Device, Kind, Names, Node, Ties
+from tdfunc.core.types import Device, Kind, Node
 from tdfunc.ops.cast import all_shared, clone
 from tdfunc.ops.display.text import describe_leaf
 from tdfunc.ops.edit import replaced, replacements
@@ -105,11 +105,7 @@ class TensorClass(_Typed):
 
         def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
             """Refuse: a class defined with fields gets a constructor of its own."""
-            raise error(
-                TypeError,
-                f"{cls.__name__} is a base class and has no instances.",
-                hint=f"class Mine({cls.__name__}): with annotated fields.",
-            )
+            raise error(TypeError, f"{cls.__name__} is a base class; its subclasses have instances.")
 
     def __class_getitem__(cls, item: Any) -> Any:
         """Return the class with options; of a generic class, the class with type arguments."""
@@ -156,10 +152,9 @@ class TensorClass(_Typed):
             >>> Point(torch.zeros(2), batch_size=[2]).replace(y=torch.ones(2, 3)).y.shape
             torch.Size([2, 3])
         """
+        if self._is_lazy:
+            return TensorCollection._lazy.replace(self, changes, **entries)
         given = replacements(changes, entries)
-        done = self._each(lambda t, part: TensorClass.replace(t, part), given)
-        if done is not None:
-            return done
         self._check_names(given)
         nodes = {key: self._accept(key, value, f"{type(self).__name__}.{key}") for key, value in given.items()}
         return replaced(self, nodes) if self._ties else self._put(nodes)
@@ -186,9 +181,8 @@ class TensorClass(_Typed):
         """
         # The class of a lazy stack stands for that of its trees.
         cls = getattr(cls, "_stacked", cls)
-        done: Any = tensordict._each(lambda t, part: cls.from_tensordict(t, part, safe), non_tensordict)
-        if done is not None:
-            return done
+        if tensordict._is_lazy:
+            return tensordict._each(lambda t, part: cls.from_tensordict(t, part, safe), non_tensordict)
         given = list(dict.fromkeys([*tensordict._keys(), *(non_tensordict or {})]))
         unknown = [key for key in given if key not in cls._fields]
         lacking = [name for name in cls._required if safe and name not in given]
@@ -246,18 +240,11 @@ class TensorClass(_Typed):
             check_annotations(type(self), new._data, changes)
         return new
 
-    def _replace(
-        self,
-        data: dict[str, Node] | None = None,
-        *,
-        batch_size: Size | None = None,
-        names: Names | None = None,
-        kinds: dict[str, Kind] | None = None,
-        ties: Ties | None = None,
-    ) -> "Self":
+    # Any: the options of `TensorCollection._replace`.
+    def _replace(self, data: dict[str, Node] | None = None, **options: Any) -> "Self":
         if data is not None:
             self._check_names(data)
-        return super()._replace(data, batch_size=batch_size, names=names, kinds=kinds, ties=ties)
+        return super()._replace(data, **options)
 
     @classmethod
     def _check_names(cls, names: Any) -> None:
@@ -281,19 +268,11 @@ class TensorClass(_Typed):
             hint=f"new = old.replace({name}=value); in __post_init__: return self.replace({name}=value).",
         )
 
-    def __delattr__(self, name: str) -> None:
-        if name not in self._fields:
-            super().__delattr__(name)
-        raise ImmutableError(
-            f"{type(self).__name__} is immutable.",
-            got=f"del .{name}",
-            hint=f"new = old.replace({name}=None) empties the field.",
-        )
-
     def __repr__(self) -> str:
-        keys = list(self._keys())
-        parts = [f"    {key}={_shown(self._get(key))}" for key in sorted(keys)]
-        parts += [f"    {name}=None" for name in self._fields if name not in keys]
+        nodes = {key: self._get(key) for key in sorted(self._keys())}
+        texts = {key: repr(n) if isinstance(n, TensorCollection) else describe_leaf(n) for key, n in nodes.items()}
+        parts = [f"    {key}={text}".replace("\n", "\n    ") for key, text in texts.items()]
+        parts += [f"    {name}=None" for name in self._fields if name not in nodes]
         parts += [f"    batch_size={self._batch_size}", f"    device={self._device}"]
         parts += [f"    is_shared={all_shared(self)}"]
         if self._names is not None:
@@ -301,14 +280,8 @@ class TensorClass(_Typed):
         return f"{type(self).__name__}(\n" + ",\n".join(parts) + ")"
 
 
-def _shown(node: Any) -> str:
-    return (repr(node) if isinstance(node, TensorCollection) else describe_leaf(node)).replace("\n", "\n    ")
-
-
+@per_tree()
 def _plain(tree: TensorCollection, retain_none: bool) -> Any:
-    done = tree._each(lambda t: _plain(t, retain_none))
-    if done is not None:
-        return done
     data = {key: _plain(n, retain_none) if isinstance(n, TensorCollection) else n for key, n in tree._data.items()}
     if retain_none and isinstance(tree, TensorClass):
         data |= {name: NonTensorData(None, tree._batch_size) for name in tree._fields if name not in data}

@@ -23,7 +23,7 @@ from tdfunc.core.nontensor import NonTensorBase, NonTensorData
 from tdfunc.core.ties import groups_by_path
 from tdfunc.core.types import Kind, Path
 from tdfunc.storage.disk.mapped import open_inside
-from tdfunc.storage.disk.remote import Files, LocalFiles, RemoteFiles, is_remote, local_path
+from tdfunc.storage.disk.remote import Bytes, Files, LocalFiles, RemoteFiles, is_remote, local_path
 from tdfunc.storage.manager.steps import (
     ABOUT_FILE,
     StepRemovedError,
@@ -38,7 +38,7 @@ from tdfunc.storage.memmap.read import FolderReader, LeafFile, naming, opened
 from tdfunc.storage.safetensors.files import is_memmap, open_contents
 from tdfunc.storage.safetensors.header import check_digest
 from tdfunc.storage.safetensors.index import INDEX, SINGLE
-from tdfunc.storage.safetensors.read import Bytes, as_view, fill
+from tdfunc.storage.safetensors.read import as_view, fill
 from tdfunc.storage.safetensors.select import Choice, outline_tree
 
 # Elements of a piece: a few of them in float64 stay in the processor's cache.

@@ -1,4 +1,4 @@
-"""One call of an ensemble, prepared: which data is mapped, what a member gets, how the members' outputs join."""
+"""One call of an ensemble, prepared: the dimensions of the data, a member's arguments, the join of the outputs."""
 
 from collections.abc import Hashable, Sequence
 from enum import Enum
@@ -15,7 +15,7 @@ from tdfunc.core.context import in_transform, is_compiling
 from tdfunc.core.errors import BatchSizeError, UnsupportedError, error
 from tdfunc.modules.random import refuse_traced_members
 
-# What a forward may return beside tensors and containers: values that hold no tensor.
+# A forward may return these besides tensors and containers: values that hold no tensor.
 _PLAIN = (
     bool,
     int,
@@ -46,7 +46,7 @@ class Call(NamedTuple):
 
     # Any: the values are what the caller passed.
     def kind(self) -> Hashable:
-        """Return what decides whether a way can run this call: all but the shapes."""
+        """Return the parts of a call that decide whether a way can run it: all except the shapes."""
         return self.keep, self.dims, tuple([_static(x) for x in _data(self.args, self.kwargs)])
 
     def shapes(self) -> Hashable:
@@ -54,13 +54,13 @@ class Call(NamedTuple):
         return tuple([x.shape for x in _data(self.args, self.kwargs) if isinstance(x, Tensor)])
 
     def requires_grad(self) -> bool:
-        """Whether autograd would look into the call."""
+        """Return whether autograd would look into the call."""
         if any([x.requires_grad for x in self.leaves]):
             return True
         return any([isinstance(x, Tensor) and x.requires_grad for x in _data(self.args, self.kwargs)])
 
     def autocast(self) -> bool:
-        """Whether autocast is on for a device of the call."""
+        """Return whether autocast is on for a device of the call."""
         if not torch._C._is_any_autocast_enabled():  # pyright: ignore[reportAttributeAccessIssue]
             return False
         tensors = [x for x in (*self.leaves, *_data(self.args, self.kwargs)) if isinstance(x, Tensor)]
@@ -73,7 +73,7 @@ class Call(NamedTuple):
         return None if uncounted else found
 
     def shared(self) -> list[Tensor] | None:
-        """Return those that all members get, or None as `counted` does."""
+        """Return the tensors that all members get, or None as `counted` does."""
         found = self.counted()
         if found is None or not any([dim is not None for dim in self.dims]):
             return found
@@ -86,7 +86,7 @@ class Call(NamedTuple):
         return self._replace(args=copied[0], kwargs=copied[1])
 
     def args_of(self, member: int) -> tuple[Any, ...]:
-        """Return what one member's forward takes."""
+        """Return the arguments of one member's forward."""
         return self._mapped(lambda x, dim: x.select(dim, member))
 
     def rows(self, start: int, stop: int) -> "Call":
@@ -125,11 +125,7 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def check_unwritten(tensors: Sequence[Tensor], before: list[int], cause: Exception | None = None) -> None:
-    """Raise if forward has written to data that something else is still to read.
-
-    Raises:
-        UnsupportedError: It has.
-    """
+    """Raise if forward has written to data that another member is still to read."""
     now = versions(tensors)
     if now == before:
         return
@@ -164,7 +160,6 @@ def flat_dims(in_dims: Any, args: tuple[Any, ...], members: int) -> tuple[int | 
 
     Raises:
         ValueError: The structure does not fit, or a dimension does not have one entry for each member.
-        TypeError: An entry is neither a number nor None.
     """
     if in_dims is None:
         return (None,) * len(_data(args, {}))
@@ -180,39 +175,26 @@ def flat_dims(in_dims: Any, args: tuple[Any, ...], members: int) -> tuple[int | 
             got=repr(in_dims),
             hint="give each positional argument a dimension or None.",
         )
-    return tuple([_checked_dim(x, dim, members) for x, dim in zip(flat, dims, strict=True)])
-
-
-def _checked_dim(x: Any, dim: Any, members: int) -> int | None:
-    if dim is None or not isinstance(x, Tensor):
-        return None
-    if not isinstance(dim, int) or isinstance(dim, bool):
-        raise error(TypeError, "Ensemble: in_dims holds numbers and None.", expected="int or None", got=repr(dim))
-    if not -x.dim() <= dim < x.dim() or x.shape[dim] != members:
-        raise error(
-            ValueError,
-            f"Ensemble: an argument is mapped over dimension {dim}.",
-            expected=f"one entry for each of {members} members there",
-            got=f"shape {tuple(x.shape)}",
-            hint="use in_dims=None for data that all members share.",
-        )
-    return dim
+    found: list[int | None] = []
+    for x, dim in zip(flat, dims, strict=True):
+        found.append(dim if isinstance(x, Tensor) else None)
+        if found[-1] is not None and (not -x.dim() <= dim < x.dim() or x.shape[dim] != members):
+            raise error(
+                ValueError,
+                f"Ensemble: dimension {dim} of an argument must count the members.",
+                expected=f"one entry for each of {members} members there",
+                got=f"shape {tuple(x.shape)}",
+                hint="use in_dims=None for data that all members share.",
+            )
+    return tuple(found)
 
 
 def seed_of(rng: Any) -> int | None:
-    """Return the seed that a call's `rng` stands for; a generator gives another one each time.
-
-    Raises:
-        TypeError: It is neither a seed nor a generator.
-    """
-    if rng is None or (isinstance(rng, int) and not isinstance(rng, bool)):
+    """Return the seed that a call's `rng` stands for; a generator gives another one each time."""
+    if not isinstance(rng, torch.Generator):
         return rng
-    if isinstance(rng, torch.Generator):
-        refuse_traced_members()
-        return int(torch.randint(0, 1 << 62, (), generator=rng, device=rng.device))
-    raise error(
-        TypeError, "Ensemble: rng seeds the members.", expected="int, torch.Generator or None", got=type(rng).__name__
-    )
+    refuse_traced_members()
+    return int(torch.randint(0, 1 << 62, (), generator=rng, device=rng.device))
 
 
 def check_output(flat: list[Any]) -> None:
@@ -232,7 +214,7 @@ def check_output(flat: list[Any]) -> None:
 
 
 def stack_outputs(outputs: Sequence[Any]) -> Any:
-    """Stack what the members returned; values that are no tensors must agree.
+    """Stack the members' outputs; values other than tensors must agree.
 
     Raises:
         UnsupportedError: Structures or values differ, or an output cannot be stacked.
@@ -243,7 +225,9 @@ def stack_outputs(outputs: Sequence[Any]) -> Any:
         if spec != specs[0] or len(flat) != len(flats[0]):
             raise _unlike(i, "outputs of another structure than", specs[0], spec)
         for x, y in zip(flats[0], flat, strict=True):
-            if not isinstance(x, Tensor) and not _equal(x, y):
+            if isinstance(x, Tensor) or x is y:
+                continue
+            if type(x) is not type(y) or not np.array_equal(x, y, equal_nan=isinstance(x, float)):
                 raise _unlike(i, "another value than", repr(x), repr(y))
     leaves = [torch.stack(xs) if isinstance(xs[0], Tensor) else xs[0] for xs in zip(*flats, strict=True)]
     return tree_unflatten(leaves, specs[0])
@@ -256,10 +240,6 @@ def _unlike(member: int, what: str, expected: object, got: object) -> Unsupporte
         got=got,
         hint="return what differs between members as tensors of one shape.",
     )
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) and np.array_equal(a, b, equal_nan=isinstance(a, float)))
 
 
 def join_chunks(outputs: Sequence[Any]) -> Any:

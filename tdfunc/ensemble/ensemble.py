@@ -72,8 +72,8 @@ class Ensemble:
         chunk_size: At most this many members at a time under vmap, to bound memory.
 
     Raises:
-        TypeError: `apply` is not what `functional` returns, or `chunk_size` is no integer.
-        ValueError: `how` or `chunk_size` is out of range.
+        TypeError: `apply` does not come from `functional`.
+        ValueError: `how` names no way.
 
     Shapes:
         A forward that gives (B, *F) for one member gives (E, B, *F).
@@ -92,15 +92,13 @@ class Ensemble:
         if not isinstance(apply, Apply):
             raise error(
                 TypeError,
-                "Ensemble: not a pure function.",
+                "Ensemble: apply must be a pure function.",
                 expected="Apply",
                 got=type(apply).__name__,
                 hint="apply, params, buffers = tdfunc.functional(model).",
             )
         if how not in _HOWS:
-            raise error(ValueError, "Ensemble: no such way to run.", expected=" | ".join(_HOWS), got=repr(how))
-        if chunk_size is not None and chunk_size < 1:
-            raise error(ValueError, "Ensemble: chunk_size must be at least 1.", got=chunk_size)
+            raise error(ValueError, "Ensemble: how must name a way to run.", expected=" | ".join(_HOWS), got=repr(how))
         self.apply = apply
         self.how: How = how
         self.chunk_size = chunk_size
@@ -316,7 +314,14 @@ class Ensemble:
         except RuntimeError as err:
             if _RANDOM_IN_VMAP not in str(err):
                 raise
-            raise (_no_seed() if call.seed is None else _past_seed()) from err
+            if call.seed is None:
+                raise _no_seed() from err
+            raise UnsupportedError(
+                "Ensemble: forward drew random numbers past its member's generator (attention and LSTM dropout do).",
+                expected="draws by torch's Python functions: F.dropout, torch.rand, ...",
+                got="a draw from torch's default generator",
+                hint='use how="loop", where each member runs under its own seed.',
+            ) from err
         check_output(seen[0])
         mapped = iter(tensors)
         return tree_unflatten([next(mapped) if isinstance(x, Tensor) else x for x in seen[0]], seen[1]), new
@@ -368,13 +373,4 @@ def _no_seed() -> UnsupportedError:
         expected="rng=seed: member i then draws from a generator seeded by (seed, i)",
         got="rng=None",
         hint="pass rng, or use apply.eval().",
-    )
-
-
-def _past_seed() -> UnsupportedError:
-    return UnsupportedError(
-        "Ensemble: forward drew random numbers past its member's generator (attention and LSTM dropout do).",
-        expected="draws by torch's Python functions: F.dropout, torch.rand, ...",
-        got="a draw from torch's default generator",
-        hint='use how="loop", where each member runs under its own seed.',
     )

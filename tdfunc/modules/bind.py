@@ -17,7 +17,7 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.context import in_transform, is_compiling
 from tdfunc.core.errors import ConcurrencyError, LeafMismatchError, TreeStructureError
 from tdfunc.core.keys import dotted
-from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
+from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.types import Path
 from tdfunc.modules.extract import (
     EXTRA_STATE,
@@ -26,7 +26,6 @@ from tdfunc.modules.extract import (
     is_one_tensor,
     is_renormed,
     unwrap,
-    walk,
 )
 from tdfunc.modules.plan import tie_error
 from tdfunc.ops.reading import iter_items
@@ -47,27 +46,39 @@ class Match:
         UnsupportedError: The module's weights cannot be replaced.
     """
 
-    __slots__ = ("_absent", "_seen", "_tied", "entries", "modules", "states")
+    __slots__ = ("_absent", "_extra", "_seen", "_tied", "entries", "modules", "states")
 
     def __init__(self, tree: TensorCollection, module: nn.Module, strict: bool) -> None:
         self.entries: list[Entry] = []
         # (module, its extra state, that of the tree).
         self.states: list[tuple[nn.Module, Any, Any]] = []
         self._seen: dict[nn.Module, None] = {}
-        # Slots without a leaf, and whether they need one.
+        # Slots without a leaf, and whether they need one; paths of leaves without a slot.
         self._absent: list[tuple[Entry, bool]] = []
-        fits = self._pair(module, tree, (), strict)
+        self._extra: list[Path] = []
+        self._pair(module, tree, (), strict)
         self.modules = list(self._seen)
         self._tied = len({id(entry[2]) for entry in self.entries}) != len(self.entries)
-        if self._absent or self._tied:
-            fits = self._resolve_ties() and fits
-        if not fits:
-            raise _structure_error(tree, module, strict)
+        absent = self._resolve_ties() if self._absent or self._tied else []
+        if absent or self._extra:
+            extra = [dotted(path) for path in self._extra]
+            raise TreeStructureError(
+                f"to_module: the tree must fit {type(module).__name__}, which was not touched.",
+                expected=f"leaves {absent}" if absent else "no other leaves than the module's",
+                got=f"leaves that the module does not have: {extra}" if extra else "a tree without them",
+                hint="a part of a module binds with strict=False, a sub-tree to its submodule: "
+                "params['0'].to_module(m[0])."
+                if extra
+                else "pass strict=False to bind a part and leave the rest of the module as it is.",
+            )
 
-    def _pair(self, module: nn.Module, tree: Any, at: Path, strict: bool) -> bool:
-        """Collect the pairs of a module and its node; return whether each key of the node has a slot or submodule."""
+    def _pair(self, module: nn.Module, tree: Any, at: Path, strict: bool) -> None:
+        """Collect the pairs of a module and its node, and the slots and leaves without a partner."""
         module = unwrap(module, "to_module")
         self._seen[module] = None
+        if tree is not None and not isinstance(tree, TensorCollection):
+            self._extra.append(at)
+            tree = None
         data = tree._data if tree is not None else {}
         left = len(data)
         hidden = module._non_persistent_buffers_set
@@ -85,52 +96,44 @@ class Match:
                     raise _leaf_error(module, (*at, name), old, leaf)
                 self.entries.append(entry)
                 left -= 1
-        fits = True
         if has_extra_state(module):
-            left -= self._pair_state(module, data.get(EXTRA_STATE), at)
-            fits = EXTRA_STATE in data or not strict
+            state = data.get(EXTRA_STATE)
+            # A module may hand out, and update in place, the very object that it keeps.
+            old = copy.deepcopy(module.get_extra_state())
+            if state is None:
+                self._absent.append((({}, EXTRA_STATE, old, None, False, at), strict))
+            else:
+                self.states.append((module, old, state.value if isinstance(state, NonTensorBase) else state))
+                left -= 1
         for name, child in module._modules.items():
             if child is not None:
                 node = data.get(name)
-                if node is not None:
-                    left -= 1
-                    if not isinstance(node, TensorCollection):
-                        return False
-                fits = self._pair(child, node, (*at, name), strict) and fits
-        return fits and left == 0
+                left -= node is not None
+                self._pair(child, node, (*at, name), strict)
+        if left and tree is not None:
+            tables = (module._parameters, module._buffers, module._modules)
+            slots = {name for table in tables for name, value in table.items() if value is not None}
+            slots |= {EXTRA_STATE} if has_extra_state(module) else set()
+            self._extra += [(*at, *path) for path, _ in iter_items(tree, True, True) if path[0] not in slots]
 
-    def _pair_state(self, module: nn.Module, state: Any, at: Path) -> bool:
-        if isinstance(state, NonTensorStack):
-            raise LeafMismatchError(
-                f"to_module: leaf {dotted((*at, EXTRA_STATE))!r} does not fit {type(module).__name__}.{EXTRA_STATE}.",
-                expected="one value",
-                got=f"values of batch size {list(state.shape)}",
-                hint=_STACKED,
-            )
-        if state is not None:
-            # A module may hand out, and update in place, the very object that it keeps.
-            old = copy.deepcopy(module.get_extra_state())
-            self.states.append((module, old, state.value if isinstance(state, NonTensorBase) else state))
-        return state is not None
-
-    def _resolve_ties(self) -> bool:
+    def _resolve_ties(self) -> list[str]:
         """Check the leaves of tied slots, and give them to slots that the tree has under another path.
 
-        Files often keep one name of a tied weight. Returns whether every slot that needs a leaf has one.
+        Files often keep one name of a tied weight. Returns the slots that need a leaf and have none.
         """
         first: dict[int, Entry] = {}
         for entry in self.entries:
             known = first.setdefault(id(entry[2]), entry)
             if not is_one_tensor(known[3], entry[3]):
                 raise tie_error("to_module", (*known[5], known[1]), (*entry[5], entry[1]))
-        fits = True
+        absent: list[str] = []
         for (table, name, old, _, is_parameter, at), needed in self._absent:
             if id(old) in first:
                 self.entries.append((table, name, old, first[id(old)][3], is_parameter, at))
                 self._tied = True
             elif needed:
-                fits = False
-        return fits
+                absent.append(dotted((*at, name)))
+        return absent
 
     def write(self, *, permanent: bool) -> None:
         """Put the leaves in: as Parameters that share storage, or (in a block) as they are."""
@@ -149,7 +152,7 @@ class Match:
             table[name] = new
 
     def restore(self) -> None:
-        """Put back what was there when the match was made."""
+        """Put back the tensors and extra state that the module had when the match was made."""
         for owner, state, _ in self.states:
             owner.set_extra_state(state)
         for table, name, old, *_ in self.entries:
@@ -169,35 +172,12 @@ def _borrowed(old: Tensor, leaf: Tensor, is_parameter: bool) -> Tensor:
     return leaf if is_parameter else leaf.clone()
 
 
-_STACKED = "the tree is stacked: bind one member, stacked[i].to_module(m), or use Ensemble."
-
-
-def _structure_error(tree: TensorCollection, module: nn.Module, strict: bool) -> TreeStructureError:
-    paths = [path for path, _ in iter_items(tree, True, True)]
-    slots = {slot.path: slot for slot in walk(module, "to_module")}
-    given = {id(slots[path].value) for path in paths if path in slots}
-    extra = [dotted(path) for path in paths if path not in slots]
-    absent = [
-        dotted(path)
-        for path, slot in slots.items()
-        if strict and path not in paths and path[-1] not in slot.owner._non_persistent_buffers_set
-        if id(slot.value) not in given
-    ]
-    hint = "a part of a module binds with strict=False, a sub-tree to its submodule: params['0'].to_module(m[0])."
-    return TreeStructureError(
-        f"to_module: the tree must fit {type(module).__name__}, which was not touched.",
-        expected=f"leaves {absent}" if absent else "no other leaves than the module's",
-        got=f"leaves that the module does not have: {extra}" if extra else "a tree without them",
-        hint=hint if extra else "pass strict=False to bind a part and leave the rest of the module as it is.",
-    )
-
-
 def _leaf_error(owner: nn.Module, path: Path, old: Tensor, leaf: Any) -> LeafMismatchError:
     hint = "cast the tree (params.to(dtype)) or the module first."
     if not isinstance(leaf, Tensor):
         hint = "give it a tensor: params.set(path, tensor)."
     elif leaf.shape[1:] == old.shape:
-        hint = _STACKED
+        hint = "the tree is stacked: bind one member, stacked[i].to_module(m), or use Ensemble."
     elif leaf.dim() == 2 and leaf.shape == old.shape[::-1] != old.shape and isinstance(owner, nn.Linear):
         hint = "nn.Linear stores (out_features, in_features); transpose the leaf first."
     elif leaf.shape != old.shape:
@@ -230,7 +210,7 @@ _LOADED, _UNBOUND, _OPEN, _CLOSED = "loaded", "unbound", "open", "closed"
 
 
 class ModuleHandle:
-    """What `to_module` returns: a context manager that binds for a block and puts back what was there."""
+    """The result of `to_module`: a context manager that binds for a block and puts back the module's own tensors."""
 
     __slots__ = ("_match", "_module", "_serial", "_state")
 
@@ -312,7 +292,7 @@ class ModuleHandle:
             owner.blocks.append(self)
 
     def _leave(self) -> bool:
-        """Put back what was there and let go of the module; False where blocks are left out of order."""
+        """Put back the module's own tensors and release it; return False where blocks are left out of order."""
         if self._state is _CLOSED:
             return False
         if is_compiling():
@@ -368,7 +348,7 @@ class ModuleMethods(TensorCollection):
         The call loads at once and for good: a leaf that is a Parameter goes in as itself, another leaf of a
         parameter slot as a new Parameter that shares its storage and has the slot's `requires_grad`. As a context
         manager (`with params.to_module(m) as m:`) the leaves are bound as they are, so that gradients and
-        transforms reach them (buffers as clones), and on every exit what was there before is put back.
+        transforms reach them (buffers as clones), and on every exit the module's own tensors are put back.
 
         Everything is checked before the first write. Inside `vmap`, `grad`, a dual level or a compiled region
         only the `with` form binds.

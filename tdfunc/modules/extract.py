@@ -35,19 +35,9 @@ class Slot(NamedTuple):
     kind: Kind
 
     @property
-    def name(self) -> str:
-        """The last key of the path."""
-        return self.path[-1]
-
-    @property
     def value(self) -> Any:
         """The leaf that the slot holds now."""
-        return self.owner.get_extra_state() if self.store is None else self.store[self.name]
-
-    @property
-    def title(self) -> str:
-        """`Linear.weight`, for messages."""
-        return f"{type(self.owner).__name__}.{self.name}"
+        return self.owner.get_extra_state() if self.store is None else self.store[self.path[-1]]
 
 
 def unwrap(module: nn.Module, call: str) -> nn.Module:

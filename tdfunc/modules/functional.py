@@ -20,7 +20,7 @@ from tdfunc.core.types import Path
 from tdfunc.core.walk import replace
 from tdfunc.modules.extract import from_module, split, unwrap
 from tdfunc.modules.plan import Spec, Straight, extra_values
-from tdfunc.modules.poison import Originals, Watch
+from tdfunc.modules.poison import Originals, Watch, weak_weights
 from tdfunc.modules.random import Seed, seeded
 from tdfunc.modules.skeleton import Skeleton, duplicate, make_template
 from tdfunc.ops.foreach import can_foreach
@@ -28,7 +28,7 @@ from tdfunc.ops.reading import entries
 from tdfunc.ops.structure import keep_leaves
 
 _RESERVED = ("buffers", "rng")
-# Messages of torch for modules that cannot run in a transform, and what to do about them.
+# Messages of torch for modules that cannot run in a transform, and a hint for each.
 _LOOP = 'use tdfunc.Ensemble(apply, how="loop"), or call apply in a loop over the members.'
 _HINTS = {
     "Batch norm got a batched tensor as input while the running_mean or running_var": "give each member statistics of "
@@ -36,10 +36,6 @@ _HINTS = {
     "Batching rule not implemented for": _LOOP,
     "calling .item() on a Tensor": _LOOP,
     "data-dependent control flow": _LOOP,
-    "you can only change requires_grad flags of leaf variables": "use self.weight.detach() in forward; or give a tree "
-    "without requires_grad.",
-    "forward AD with _scaled_dot_product": 'load Hugging Face models with attn_implementation="eager", or use reverse '
-    "mode.",
 }
 
 
@@ -57,9 +53,7 @@ class Apply:
     transforms do not meet, and neither the module nor the trees are written. `params` may carry the buffers too.
     """
 
-    def __init__(
-        self, template: nn.Module, spec: Spec, reserved: Sequence[str], originals: Originals | None = None
-    ) -> None:
+    def __init__(self, template: nn.Module, spec: Spec, reserved: Sequence[str], originals: Originals = ()) -> None:
         self._template, self._spec, self._reserved = template, spec, tuple(reserved)
         # The weights that the first call is watched for.
         self._originals = originals
@@ -76,9 +70,6 @@ class Apply:
 
     def __reduce__(self) -> Any:
         return Apply, (self._template, self._spec, self._reserved)
-
-    def __copy__(self) -> "Apply":
-        return self
 
     def __deepcopy__(self, memo: Any) -> "Apply":
         return self
@@ -99,23 +90,22 @@ class Apply:
 
     def train(self, mode: bool = True) -> "Apply":
         """Return an apply in which every submodule is in training mode (or not)."""
-        template, _ = duplicate(self._template, {})
-        return Apply(template.train(mode), self._spec, self._reserved, self._originals)
+        return Apply(duplicate(self._template, {}).train(mode), self._spec, self._reserved, self._originals)
 
     def eval(self) -> "Apply":
         """Return an apply in which every submodule is in evaluation mode."""
         return self.train(False)
 
     def __call__(self, params: Any, /, *args: Any, buffers: Any = None, rng: Seed = None, **kwargs: Any) -> Any:
-        """Return what the module's forward returns with these parameters.
+        """Run the module's forward with these parameters, and return its output.
 
         Args:
             params: The tree of parameters, or of parameters and buffers.
-            *args: What forward takes.
+            *args: Arguments of forward.
             buffers: The tree of buffers, unless `params` holds them.
             rng: A seed or generator for the random functions that forward calls; without it torch's default
                 generator is drawn from, as the module would.
-            **kwargs: What forward takes by keyword.
+            **kwargs: Keyword arguments of forward.
 
         Raises:
             TreeStructureError: A leaf is missing or unknown; the message names it.
@@ -148,13 +138,13 @@ class Apply:
         Args:
             params: The tree of parameters, or of parameters and buffers.
             buffers: The tree of buffers, or None if `params` holds them; then that tree is returned with new buffers.
-            *args: What forward takes.
+            *args: Arguments of forward.
             rng: As for `apply`.
-            **kwargs: What forward takes by keyword.
+            **kwargs: Keyword arguments of forward.
 
         Returns:
-            The pair (output, buffers): those that were given. What forward registers anew, and a buffer that was None
-            and that it fills, are not among them.
+            The pair (output, buffers): those that were given. Buffers that forward adds, or that were None before, are
+            not among them.
 
         Raises:
             UnsupportedError: Forward deleted a buffer, or set it to None.
@@ -176,7 +166,7 @@ class Apply:
         return self._spec.rebuild_buffers(params, buffers, leaves)
 
     def leaves(self, params: Any, buffers: Any, lead: Size = EMPTY) -> list[Any]:
-        """Return the leaves that a call binds, in plan order; `lead` is what stacked trees have before each shape.
+        """Return the leaves that a call binds, in plan order; stacked trees have `lead` before each shape.
 
         Raises:
             UnsupportedError: The trees hold extra state that differs from the module's: leaves cannot carry it.
@@ -211,7 +201,7 @@ class Apply:
     def run_leaves(
         self, leaves: list[Any], args: Any, kwargs: Any, rng: Any = None, *, keep: bool = False
     ) -> tuple[Any, list[Any]]:
-        """Run on leaves in plan order (what `Ensemble` maps over); return the output and, if kept, the new buffers."""
+        """Run on leaves in plan order (`Ensemble` maps over them); return the output and, if kept, the new buffers."""
         owners = self._traced.owners if keep else {}
         states = {path: copying.deepcopy(owner.get_extra_state()) for path, owner in owners.items()}
         mode = seeded(rng) if rng is not None else None
@@ -287,8 +277,7 @@ class Apply:
         self, leaves: list[Any], bound: list[Any], skeleton: Skeleton, args: Any, kwargs: Any, rng: Any
     ) -> Any:
         """Run under a watch for the original weights and for writes to leaves; no later call pays for it."""
-        given = [*leaves, *bound, *tree_leaves((args, kwargs))]
-        watch = Watch({} if self._originals is None else self._originals.storages(given), bound)
+        watch = Watch(self._originals, [*leaves, *bound, *tree_leaves((args, kwargs))], bound)
         with watch:
             out = self._forward(skeleton.module, args, kwargs, rng)
         written = watch.written()
@@ -380,12 +369,7 @@ def functional(module: nn.Module, *, copy: bool = True, call_only: bool = False)
         torch.Size([5, 2])
     """
     module = unwrap(module, "functional")
-    try:
-        names = inspect.signature(module.forward).parameters
-    # A forward written in C, or with a signature that Python cannot read.
-    except (TypeError, ValueError):
-        names = {}
-    reserved = [name for name in _RESERVED if name in names]
+    reserved = [name for name in _RESERVED if name in inspect.signature(module.forward).parameters]
     if reserved and not call_only:
         raise UnsupportedError(
             f"functional: forward of {type(module).__name__} has an argument called {reserved[0]!r}, "
@@ -401,4 +385,4 @@ def functional(module: nn.Module, *, copy: bool = True, call_only: bool = False)
         tree = replace(tree, copies)
     params, rest = split(tree) if entries(tree) else (keep_leaves(tree, set()), tree)
     spec = Spec(type(module).__name__, params, rest, tree)
-    return Apply(make_template(module), spec, reserved, Originals(module)), params, rest
+    return Apply(make_template(module), spec, reserved, weak_weights(module)), params, rest

@@ -119,7 +119,7 @@ class Plan:
         """Return the shapes that leaves have when every one starts with `lead`."""
         if not lead:
             return self.shapes
-        # The compiler would guard on what is kept here, and compile again when it changes.
+        # The compiler would guard on the cached shapes, and compile again when they change.
         if is_compiling():
             return [lead + shape for shape in self.shapes]
         # One tuple, read once: another thread may replace it.
@@ -211,7 +211,7 @@ class Spec:
         self.buffer_places = [self.order[self.first[path]] for path in self.buffers.paths]
 
     def leaves(self, params: Any, buffers: Any, lead: Size = EMPTY) -> list[Any]:
-        """Return the leaves in order; `lead` is what stacked trees have before each shape.
+        """Return the leaves in order; stacked trees have `lead` before each shape.
 
         Raises:
             TypeError: `params` or `buffers` is another object than a tree.

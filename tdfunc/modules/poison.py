@@ -7,8 +7,8 @@ leaves forward writes, for which later calls need copies.
 """
 
 import weakref
-from collections.abc import Iterable
-from typing import Any, NoReturn
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Size, Tensor, nn
@@ -22,6 +22,7 @@ from tdfunc.core.keys import dotted
 from tdfunc.core.types import Path
 from tdfunc.modules.extract import walk
 
+Originals: TypeAlias = Sequence[tuple["weakref.ref[Tensor]", Path]]
 # `state_dict` detaches, and reads no values.
 _HARMLESS = {torch.ops.aten.detach.default}
 
@@ -86,24 +87,10 @@ def storage_of(tensor: Tensor) -> Any:
     return (pointer, tensor.device) if pointer else None
 
 
-class Originals:
-    """The weights that a module had when its function was made, held weakly."""
-
-    __slots__ = ("_refs",)
-
-    def __init__(self, module: nn.Module) -> None:
-        slots = [slot for slot in walk(module, "functional") if slot.store is not None]
-        self._refs: list[tuple[weakref.ref[Tensor], Path]] = [(weakref.ref(slot.value), slot.path) for slot in slots]
-
-    def storages(self, given: Iterable[Any]) -> dict[Any, Path]:
-        """Return the path of each original weight by its memory, except the memory of given leaves and inputs."""
-        alive = [(ref(), path) for ref, path in self._refs]
-        storages = {storage_of(weight): path for weight, path in reversed(alive) if weight is not None}
-        for value in given:
-            if isinstance(value, Tensor):
-                storages.pop(_memory(value), None)
-        storages.pop(None, None)
-        return storages
+def weak_weights(module: nn.Module) -> Originals:
+    """Return the weights that a module has now, held weakly, with their paths."""
+    slots = [slot for slot in walk(module, "functional") if slot.store is not None]
+    return [(weakref.ref(slot.value), slot.path) for slot in slots]
 
 
 class Watch(TorchDispatchMode):
@@ -112,9 +99,14 @@ class Watch(TorchDispatchMode):
     # Seen and passed on, like every other operation.
     supports_higher_order_operators = True
 
-    def __init__(self, originals: dict[Any, Path], bound: list[Tensor]) -> None:
+    def __init__(self, originals: Originals, given: Iterable[Any], bound: list[Tensor]) -> None:
         super().__init__()
-        self._originals, self._bound = originals, bound
+        alive = [(ref(), path) for ref, path in originals]
+        self._originals = {storage_of(weight): path for weight, path in reversed(alive) if weight is not None}
+        # The memory of leaves and inputs may be read; None stands for all tensors without memory of their own.
+        for memory in [None, *[_memory(value) for value in given if isinstance(value, Tensor)]]:
+            self._originals.pop(memory, None)
+        self._bound = bound
         self._before = list(map(_state, bound))
         self._writes: set[Any] = set()
 

@@ -81,24 +81,18 @@ def _generators(rng: Any) -> list[torch.Generator]:
     if isinstance(rng, (list, tuple)) and all(isinstance(g, torch.Generator) for g in rng):
         return list(rng)
     if isinstance(rng, int) and not isinstance(rng, bool):
-        refuse_traced_seed()
+        if get_proxy_mode() is not None:
+            raise UnsupportedError(
+                "rng: a seed inside a traced function would count for its first call only.",
+                expected="a generator that is an argument of the function",
+                hint="pass a torch.Generator to the traced function, and give it as rng=.",
+            )
         return [torch.Generator().manual_seed(rng)]
     raise error(TypeError, "rng must be a seed or a torch.Generator.", got=repr(rng))
 
 
-def refuse_traced_seed() -> None:
-    """Raise while `jit` or `make_fx` records: a replay would go on drawing from the generator made by the record."""
-    if get_proxy_mode() is not None:
-        raise UnsupportedError(
-            "rng: a seed inside a traced function would count for its first call only.",
-            expected="a generator that is an argument of the function",
-            got="a seed",
-            hint="pass a torch.Generator to the traced function, and give it as rng=.",
-        )
-
-
 def refuse_traced_members() -> None:
-    """Raise while `jit` or `make_fx` records: what is seeded for each member is made by Python, and so once."""
+    """Raise while `jit` or `make_fx` records: generators of members are made by Python, and so once."""
     if get_proxy_mode() is not None:
         raise UnsupportedError(
             "rng: the generators of the members cannot be made inside a traced function.",

@@ -44,8 +44,8 @@ _FOLLOWED = (dict, *_SEQUENCES, types.FunctionType, types.MethodType, functools.
 
 def duplicate(
     module: nn.Module, memo: dict[int, Any], stand_in: Callable[[Tensor, str], Tensor | None] = lambda *_: None
-) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
-    """Return a deep copy of a module, and the plain tensors in it as (copy, original).
+) -> nn.Module:
+    """Return a deep copy of a module.
 
     Unlike with `copy.deepcopy` alone, closures over parts of the module follow the copy, generators are shared, and
     submodules wrapped by `torch.compile` come out unwrapped.
@@ -96,7 +96,7 @@ def duplicate(
             got=f"{type(err).__name__}: {err}",
             hint="give that object's class a __deepcopy__, or make the object inside forward.",
         ) from err
-    return copied, [(memo[id(t)], t) for _, t in found if isinstance(t, Tensor) and memo.get(id(t), t) is not t]
+    return copied
 
 
 def _reachable(root: Any, known: set[int]) -> Iterator[tuple[str, Any]]:
@@ -197,7 +197,7 @@ def make_template(module: nn.Module) -> nn.Module:
         path = storages.get(storage_of(tensor), (name,) if tensor.grad_fn is not None else None)
         return Poison.of(tensor, path) if path is not None else None
 
-    template, _ = duplicate(module, memo, stand_in)
+    template = duplicate(module, memo, stand_in)
     now = [slot for slot in walk(template, "functional") if slot.store is not None]
     kept = [dotted(slot.path) for slot in now if not isinstance(slot.value, Poison)]
     if kept or [slot.path for slot in now] != [slot.path for slot in slots]:
@@ -212,8 +212,8 @@ def make_template(module: nn.Module) -> nn.Module:
 
 # -- one runnable copy --------------------------------------------------------------------------------------------
 
-# A container, a copy of it and its values as a list.
-Kept: TypeAlias = tuple[Any, Any, list[Any]]
+# A container and a copy of it.
+Kept: TypeAlias = tuple[Any, Any]
 
 
 class Skeleton:
@@ -226,7 +226,7 @@ class Skeleton:
     )  # fmt: skip
 
     def __init__(self, template: nn.Module, order: dict[Path, int], first: dict[Path, Path]) -> None:
-        self.module, pairs = duplicate(template, {})
+        self.module = duplicate(template, {})
         walked = walk(self.module, "functional")
         # Where extra state goes.
         self.owners = {slot.path: slot.owner for slot in walked if slot.store is None}
@@ -249,9 +249,9 @@ class Skeleton:
         norms = {id(m._buffers) for m in modules if type(m) in _NORMS and not m.training and _is_stateless(m)}
         self.renormed = {i for store, _, i in self.targets if id(store) in tables}
         self.lent = {i for store, _, i in self.targets if id(store) in norms}
-        self._remember(modules, {id(new): old for new, old in pairs})
+        self._remember(modules)
 
-    def _remember(self, modules: list[nn.Module], originals: dict[int, Tensor]) -> None:
+    def _remember(self, modules: list[nn.Module]) -> None:
         """Note everything that a forward may write, to put it back after each call."""
         both = [table for m in modules for table in (m._parameters, m._buffers)]
         # A slot that is None may be filled by forward: a cache registered in advance.
@@ -279,7 +279,7 @@ class Skeleton:
             for _, value in attributes:
                 _collect_writable(value, seen, containers, tensors)
         self._containers = [_keep(container) for container in containers]
-        self._tensors = [(tensor, tensor._version, originals[id(tensor)]) for tensor in tensors]
+        self._tensors = [(tensor, tensor._version, tensor.detach().clone()) for tensor in tensors]
         self._registered = [(table, set(table)) for table in both]
         self._traced = [
             (m, set(m.__dict__), m._modules, dict(m._modules), [("training", m.training), *own_names.get(id(m), [])])
@@ -313,7 +313,7 @@ class Skeleton:
             table[name] = None
 
     def reset(self) -> None:
-        """Empty the slots and put back what forward wrote on its modules and on the objects that they hold."""
+        """Empty the slots and undo the writes of forward to its modules and to the objects that they hold."""
         if self._filler is None:
             self._empty()
         else:
@@ -322,7 +322,7 @@ class Skeleton:
                 table[name] = None
         _restore(self._custom)
         if (
-            # One number for all: what was removed is put back above or below, so that additions cannot hide.
+            # One number for all tables: removed entries are put back above, so that additions cannot hide.
             sum(map(len, self._filled_tables)) != self._length
             or any(self._empty_tables)
             # A hook was registered somewhere since the last look: maybe here.
@@ -365,7 +365,7 @@ class Skeleton:
 
 def _collect_writable(value: Any, seen: set[int], containers: list[Any], tensors: list[Tensor]) -> None:
     """Collect the containers, attribute dicts and tensors that belong to a module, at any depth."""
-    # Closures are not entered: what they share with the rest of the program is not the module's.
+    # Closures are not entered: they share objects with the rest of the program.
     if id(value) in seen or isinstance(value, (nn.Module, types.FunctionType)):
         return
     seen.add(id(value))
@@ -387,7 +387,7 @@ def _submodules(parents: list[dict[str, Any]]) -> list[tuple[nn.Module, ...]]:
 
 
 def _keep(container: Any) -> Kept:
-    return container, dict(container) if isinstance(container, dict) else list(container), list(_values(container))
+    return container, dict(container) if isinstance(container, dict) else list(container)
 
 
 def _values(container: Any) -> Iterable[Any]:
@@ -396,8 +396,8 @@ def _values(container: Any) -> Iterable[Any]:
 
 def _restore(kept: list[Kept]) -> None:
     """Refill the containers that changed: by identity, since comparing tensors would compute."""
-    for container, before, values in kept:
-        if len(container) != len(values) or not all(map(is_, _values(container), values)):
+    for container, before in kept:
+        if len(container) != len(before) or not all(map(is_, _values(container), _values(before))):
             _refill(container, before)
 
 

@@ -28,12 +28,12 @@ BINARY = {
     "maximum": "larger value", "minimum": "smaller value", "clamp_min": "larger value", "clamp_max": "smaller value",
 }  # fmt: skip
 BINARY_LEAFWISE = {
-    "remainder": "remainder of the division, of the sign of the divisor", "floor_divide": "quotient, rounded down",
+    "remainder": "remainder of the division, signed as the divisor", "floor_divide": "quotient, rounded down",
     "eq": "True where equal", "ne": "True where different", "lt": "True where less", "le": "True where less or equal",
     "gt": "True where greater", "ge": "True where greater or equal", "logical_and": "logical and",
     "logical_or": "logical or", "logical_xor": "logical exclusive or", "bitwise_and": "bitwise and",
     "bitwise_or": "bitwise or", "bitwise_xor": "bitwise exclusive or",
-    "fmod": "remainder of the division, with the sign of the dividend", "atan2": "angle of (leaf, other) in radians",
+    "fmod": "remainder of the division, signed as the dividend", "atan2": "angle of (leaf, other) in radians",
 }  # fmt: skip
 # torch's operators: method -> function, and those with the tree on the right.
 OPERATORS = {

@@ -14,7 +14,7 @@ from tdfunc.core.keys import unravel
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack
 from tdfunc.core.shapes import as_names, check_lead, one_shape, shape_of
 from tdfunc.core.ties import lift, merge
-from tdfunc.core.types import Names, Node, Path
+from tdfunc.core.types import Node, Path
 from tdfunc.ops.cast import to
 
 T = TypeVar("T", bound=TensorCollection)
@@ -38,7 +38,8 @@ def convert(value: Any, size: Size, device: torch.device | None, where: str) -> 
     if isinstance(value, Tensor):
         return _tensor(value, size, device, where)
     if isinstance(value, TensorCollection):
-        return _tree(value, size, device, where)
+        tree = value if value._batch_size[: len(size)] == size else resize(value, size, where)
+        return tree if device is None else to(tree, device)
     if isinstance(value, NonTensorBase):
         return _nontensor(value, size, where)
     if isinstance(value, Mapping):
@@ -95,12 +96,6 @@ def _tensor(value: Tensor, size: Size, device: torch.device | None, where: str) 
     return value
 
 
-def _tree(value: TensorCollection, size: Size, device: torch.device | None, where: str) -> TensorCollection:
-    if value._batch_size[: len(size)] != size:
-        value = resize(value, size, where)
-    return value if device is None else to(value, device)
-
-
 def _nontensor(value: NonTensorBase, size: Size, where: str) -> NonTensorBase:
     if isinstance(value, NonTensorData):
         return value.rebatch(size) if value.shape[: len(size)] != size else value
@@ -119,14 +114,8 @@ def resize(tree: T, size: Size, where: str = "") -> T:
             data[key] = convert(node, size, None, path)
         else:
             data[key] = node
-    return tree._replace(data, batch_size=size, names=fit_names(tree._names, len(size)))
-
-
-def fit_names(names: Names | None, ndim: int) -> Names | None:
-    """Return the names of the leading dimensions, None for new ones."""
-    if names is None:
-        return None
-    return as_names([*names[:ndim], *[None] * (ndim - len(names))], ndim)
+    names = tree._names and as_names([*tree._names[: len(size)], *[None] * (len(size) - len(tree._names))], len(size))
+    return tree._replace(data, batch_size=size, names=names)
 
 
 def _sequence(value: Sequence[Any], size: Size, device: torch.device | None, where: str) -> Node:
@@ -180,7 +169,7 @@ def build(cls: type[T], source: Mapping[Any, Any], size: Size, device: torch.dev
 def read_mapping(
     source: Mapping[Any, Any], size: Size, device: torch.device | None, where: str = ""
 ) -> tuple[dict[str, Node], Static | None]:
-    """Return the validated data of a tree, and what ties its sub-trees bring."""
+    """Return the validated data of a tree, and the ties of its sub-trees."""
     if device is None and type(source) is dict and not is_compiling() and is_plain(source, size):
         return source.copy(), None
     ndim = len(size)
@@ -206,13 +195,16 @@ def read_mapping(
         data[key] = node
         trees = trees or isinstance(node, TensorCollection)
     for key, inner in nested.items():
-        data[key] = _grafted(data[key], inner, size, device, f"{where}.{key}" if where else key)
+        path, mine = f"{where}.{key}" if where else key, data[key]
+        inner_size = mine._batch_size if isinstance(mine, TensorCollection) else size
+        tree = build(TensorCollection._open, inner, inner_size, device, path)
+        data[key] = tree if mine is None else _join(mine, tree, path)
         trees = True
     return data, _lifted(data) if trees else None
 
 
 def is_plain(source: dict[Any, Any], size: Size) -> bool:
-    """Whether all are plain tensors of one shape that starts with the size, under str keys: the common case, in C."""
+    """Return whether all are plain tensors of one shape that starts with the size, under str keys: the common case."""
     if "" in source or not _STR.issuperset(map(type, source)) or not PLAIN.issuperset(map(type, source.values())):
         return False
     if not size or not source:
@@ -221,31 +213,13 @@ def is_plain(source: dict[Any, Any], size: Size) -> bool:
     return shape is not None and shape[: len(size)] == size
 
 
-def _grafted(node: Node, inner: dict[Path, Any], size: Size, device: torch.device | None, where: str) -> Node:
-    """Return the tree of entries given by nested keys, joined with what the key itself was given."""
-    if node is None:
-        return build(TensorCollection._open, inner, size, device, where)
-    if not isinstance(node, TensorCollection):
-        raise MissingKeyError(
-            f"{where!r} is given as a leaf and as a tree.", got=f"{type(node).__name__} and keys {list(inner)}"
-        )
-    return join(node, build(TensorCollection._open, inner, node._batch_size, device, where), where)
-
-
-def join(tree: T, other: TensorCollection, where: str) -> T:
-    """Return the tree with the nodes of another beside its own, sub-trees joined."""
-    changes: dict[str, Node] = {}
-    for key in other._keys():
-        new = other._get(key)
-        mine = tree._get(key) if key in tree._keys() else None
-        if mine is not None and not (isinstance(mine, TensorCollection) and isinstance(new, TensorCollection)):
-            raise MissingKeyError(
-                f"{where}.{key} is given twice.",
-                expected="one value for each key",
-                got=f"{type(mine).__name__} and {type(new).__name__}",
-            )
-        changes[key] = new if mine is None else join(mine, new, f"{where}.{key}")
-    return tree._put(changes)
+def _join(mine: Node, new: Node, where: str) -> TensorCollection:
+    """Return two trees that are given under one key as one."""
+    if not isinstance(mine, TensorCollection) or not isinstance(new, TensorCollection):
+        raise MissingKeyError(f"{where!r} must be given once.", got=f"{type(mine).__name__} and {type(new).__name__}")
+    nodes = {key: new._get(key) for key in new._keys()}
+    both = {key: _join(mine._get(key), nodes[key], f"{where}.{key}") for key in nodes if key in mine._keys()}
+    return mine._put(nodes | both)
 
 
 def _lifted(data: dict[str, Node]) -> Static | None:

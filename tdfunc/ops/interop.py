@@ -264,10 +264,11 @@ def tolist(tree: TensorCollection, convert: bool) -> Any:
     """Return nested lists over the batch dimensions, with a dict of the values of each element."""
     if tree._batch_size:
         return [tolist(row, convert) for row in unbind(tree, 0)]
-    return {key: _list_of(get_value(tree, key), convert) for key in tree._keys()}
+    return {key: list_of(get_value(tree, key), convert) for key in tree._keys()}
 
 
-def _list_of(value: Any, convert: bool) -> Any:
+def list_of(value: Any, convert: bool) -> Any:
+    """Return a value of a tree as `tolist` shows it."""
     if isinstance(value, TensorCollection):
         # A class of trees may have a form of its own, unless a field of it has that name.
         own = getattr(type(value), "tolist", None)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Size, Tensor
 
-from tdfunc.core.collection import LeafOp, TensorCollection
+from tdfunc.core.collection import LeafOp, TensorCollection, per_tree
 from tdfunc.core.keys import unravel
 from tdfunc.core.shapes import as_names, as_size, one_shape, put_first
 from tdfunc.core.types import LeafFn
@@ -25,10 +25,9 @@ T = TypeVar("T", bound=TensorCollection)
 
 def empty(tree: TensorCollection, recurse: bool, batch_size: Any, device: Any, names: Any) -> Any:
     """Return an open tree without entries, or with empty sub-trees only; of a lazy stack, a stack of such trees."""
-    if batch_size is None:
-        done: Any = tree._each(lambda t: empty(t, recurse, None, device, UNSET))
-        if done is not None:
-            return done if names is UNSET else done.with_names(names)
+    if batch_size is None and tree._is_lazy:
+        done = tree._each(lambda t: empty(t, recurse, None, device, UNSET))
+        return done if names is UNSET else done.with_names(names)
     size = tree._batch_size if batch_size is None else as_size(batch_size)
     place = tree._device if device is UNSET else as_device(device)
     same = names is UNSET and len(size) == len(tree._batch_size)
@@ -63,11 +62,9 @@ def filled(tree: T, call: str, size: Size, value: Any, dtype: torch.dtype | None
     return made if place is None else on_device(made, place)
 
 
+@per_tree()
 def opened(tree: TensorCollection) -> Any:
     """Return `TensorDict`s in place of trees of any class, sharing the leaves."""
-    done = tree._each(opened)
-    if done is not None:
-        return done
     data = {key: opened(node) if isinstance(node, TensorCollection) else node for key, node in tree._data.items()}
     return tree._open._make(data, tree._batch_size, tree._device, tree._names, tree._static)
 

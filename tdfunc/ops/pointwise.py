@@ -231,7 +231,7 @@ class PointwiseMethods(TensorCollection):
         return binary(self, other, "clamp_max", "_foreach_clamp_max", **kwargs)
 
     def remainder(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.remainder(leaf, other)`: remainder of the division, of the sign of the divisor."""
+        """Return the tree of `torch.remainder(leaf, other)`: remainder of the division, signed as the divisor."""
         return binary(self, other, "remainder", None, **kwargs)
 
     def floor_divide(self, other: Any, **kwargs: Any) -> "Self":
@@ -287,7 +287,7 @@ class PointwiseMethods(TensorCollection):
         return binary(self, other, "bitwise_xor", None, **kwargs)
 
     def fmod(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.fmod(leaf, other)`: remainder of the division, with the sign of the dividend."""
+        """Return the tree of `torch.fmod(leaf, other)`: remainder of the division, signed as the dividend."""
         return binary(self, other, "fmod", None, **kwargs)
 
     def atan2(self, other: Any, **kwargs: Any) -> "Self":

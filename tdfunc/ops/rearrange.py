@@ -14,7 +14,7 @@ from torch import Size, Tensor
 from tdfunc.core.collection import LeafOp, TensorCollection
 from tdfunc.core.errors import LeafMismatchError, error
 from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
-from tdfunc.core.shapes import as_ints, dim_index, dim_size, dims_of, put_first
+from tdfunc.core.shapes import dim_index, dim_size, dims_of, put_first
 from tdfunc.core.types import LeafFn, Names
 from tdfunc.ops.at import _keeps
 from tdfunc.ops.shape import reshape
@@ -42,7 +42,7 @@ def _take(tree: T, dim: int, rows: Tensor, leaf: LeafFn) -> T:
 
 def flip(tree: T, dims: "int | Sequence[int]") -> T:
     """Reverse the rows along dimensions."""
-    given = [dim_index(dim, len(tree._batch_size), "flip") for dim in dims_of(dims, "flip")]
+    given = [dim_index(dim, len(tree._batch_size), "flip") for dim in dims_of(dims)]
     for dim in sorted(set(given)):
         rows = torch.arange(dim_size(tree._batch_size, dim, "flip"), device="cpu").flip(0)
         tree = _take(tree, dim, rows, methodcaller("flip", dim))
@@ -139,7 +139,7 @@ def pad(tree: T, pad_size: Sequence[int], value: float = 0.0) -> T:
         tensor([0., 1., 1.])
     """
     size = tree._batch_size
-    sizes = as_ints(pad_size, "pad: rows before and after are ints.")
+    sizes = dims_of(pad_size)
     pairs = list(zip(sizes[::2], sizes[1::2], strict=False))
     if len(sizes) % 2 or len(pairs) > len(size) or any(count < 0 for count in sizes):
         raise error(

@@ -6,10 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tdfunc.core.errors import error
 from tdfunc.optim._base import Hyper, Optimizer
 from tdfunc.optim._checks import check_hyper
-from tdfunc.optim._lists import Coefficient, Lists
+from tdfunc.optim._lists import Lists
 from tdfunc.optim._run import Rule, Values, Work
 
 
@@ -63,11 +62,8 @@ def adamw(
 ) -> Optimizer:
     """Return the AdamW optimizer; weight decay shrinks the parameters, apart from the gradient.
 
-    `lr`, the betas and `weight_decay` are numbers, tensors with a value for each member of a stack, or functions of the
-    number of steps done so far (schedules); see `Optimizer`.
-
     Args:
-        lr: Step size.
+        lr: Step size; like the other arguments as in `adam`.
         betas: Decay of the running averages of the gradient and of its square.
         eps: Added to the denominator.
         weight_decay: Times `lr`, the part of the parameters that is taken away at each step.
@@ -86,23 +82,15 @@ def adamw(
 def _make(
     name: str, lr: Hyper, betas: tuple[Hyper, Hyper], eps: float, weight_decay: Hyper, amsgrad: bool, maximize: bool
 ) -> Optimizer:
-    if len(betas) != 2:
-        raise error(ValueError, f"{name}: betas are two numbers.", expected="(beta1, beta2)", got=repr(betas))
-    hyper: dict[str, Hyper] = {"lr": lr, "beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
+    beta1, beta2 = betas
+    hyper: dict[str, Hyper] = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
     for key, value in hyper.items():
         check_hyper(name, key, value, 0.0, 1.0 if key.startswith("beta") else torch.inf)
     flags = {"amsgrad": amsgrad, "maximize": maximize}
     decoupled = name == "adamw"
     slots = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ()))
-    return Optimizer(
-        Rule(
-            name,
-            slots,
-            partial(_step, decoupled=decoupled, **flags),
-            partial(_fused, decoupled=decoupled, **flags),
-        ),
-        hyper,
-    )
+    step = partial(_step, decoupled=decoupled, **flags)
+    return Optimizer(Rule(name, slots, step, partial(_fused, decoupled=decoupled, **flags)), hyper)
 
 
 def _step(ops: Lists, work: Work, values: Values, *, decoupled: bool, amsgrad: bool, maximize: bool) -> None:
@@ -111,7 +99,7 @@ def _step(ops: Lists, work: Work, values: Values, *, decoupled: bool, amsgrad: b
     params, grads, slots = work.params, work.grads, work.slots
     if maximize:
         grads = ops.neg(grads)
-    if _is_on(decay):
+    if isinstance(decay, Tensor) or decay != 0.0:
         if decoupled:
             params = ops.mul(params, 1 - lr * decay)
         else:
@@ -124,10 +112,6 @@ def _step(ops: Lists, work: Work, values: Values, *, decoupled: bool, amsgrad: b
     bias1, bias2 = 1 - beta1**work.step, 1 - beta2**work.step
     denominator = ops.shift(ops.div(ops.sqrt(average), bias2**0.5), values["eps"])
     work.params = ops.addcdiv(params, slots["exp_avg"], denominator, -lr / bias1)
-
-
-def _is_on(decay: Coefficient) -> bool:
-    return isinstance(decay, Tensor) or decay != 0.0
 
 
 # Any: every value is a float here.

@@ -1,6 +1,6 @@
 """`Optimizer`: a rule of list arithmetic and its hyperparameters, as two pure functions over trees.
 
-What one step computes stands in the rule's own file; how it is run, in `_run`.
+The arithmetic of one step is in the rule's own file; `_run` runs it.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.context import in_functorch, is_compiling
+from tdfunc.core.errors import BatchSizeError
 from tdfunc.core.keys import dotted
 from tdfunc.core.walk import list_paths, rebuild
-from tdfunc.optim._checks import check_active, check_members, check_state, matched, one_count, trainable
-from tdfunc.optim._lists import Leaves
+from tdfunc.optim._checks import check_dense, check_members, check_state, list_matching, list_trainable
 from tdfunc.optim._run import Rule, Run
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ Hyper: TypeAlias = float | Tensor | Schedule
 
 
 class AbstractOptimizer(Protocol):
-    """What every optimizer has, and those made of others."""
+    """The interface of every optimizer, those made of others included."""
 
     def init(self, params: TensorCollection) -> "TensorDict":
         """Return the state before the first step."""
@@ -75,10 +75,11 @@ class Optimizer:
             LeafMismatchError: A leaf is not floating point, or a hyperparameter has more or fewer values than it has
                 members; the message names it.
             BatchSizeError: A hyperparameter does not have the batch size of `params`.
-            UnsupportedError: A hyperparameter is a tensor, and members are rows of a lazy stack.
+            UnsupportedError: Members are rows of a lazy stack.
         """
         name = self.rule.name
-        leaves, size = trainable(name, params), params._batch_size
+        leaves, size = list_trainable(name, params), params._batch_size
+        check_dense(f"{name}.init", params)
         device = leaves[0].device if leaves else None
         # Expanded: the strides prove that all members have done as many steps.
         data: dict[str, Any] = {"step": torch.zeros((), dtype=torch.int64, device=device).expand(size)}
@@ -106,10 +107,10 @@ class Optimizer:
         Args:
             params: The tree to train.
             grads: A tree with the same leaves.
-            state: What `init` or the last `update` returned.
+            state: The result of `init`, or of the last `update`.
             active: Which members do the step; parameters and state of the others stay as they are.
             donate: Whether the leaves of `params` and `state` may be overwritten, which saves copies. From then on
-                use what is returned only, and mind that other trees may share the leaves. Leaves that share memory
+                use the returned trees only, and mind that other trees may share the leaves. Leaves that share memory
                 with each other or with a gradient, and expanded ones, are copied.
 
         Shapes:
@@ -119,48 +120,44 @@ class Optimizer:
             TreeStructureError: The trees have different leaves, or the state is another optimizer's.
             LeafMismatchError: A leaf is not floating point, a gradient or state differs from it in shape or dtype,
                 or a hyperparameter does not fit it; the message names the leaf.
-            BatchSizeError: `active`, the step count in the state, or what a schedule gave, does not have the batch size
-                of `params`.
-            TypeError: A schedule gave no number.
-            UnsupportedError: In a replay of `tdfunc.jit`, donated leaves share memory that did not in its trace; or
-                members are rows of a lazy stack and differ in a hyperparameter, `active` or their step counts.
+            BatchSizeError: `active`, the step count in the state, or the value of a schedule does not have the batch
+                size of `params`.
+            UnsupportedError: In a replay of `tdfunc.jit`, donated leaves share memory that did not in its trace.
         """
         name = self.rule.name
-        leaves, size = trainable(name, params), params._batch_size
+        leaves, size = list_trainable(name, params), params._batch_size
         tensors = self._tensors()
         check_state(name, state, {"step", *self.rule.slots, *tensors}, size)
-        gradients = matched(name, "gradient", params, leaves, grads)
-        slots = {slot: matched(name, slot, params, leaves, state._data[slot]) for slot in self.rule.slots}
+        gradients = list_matching(name, "gradient", params, leaves, grads)
+        slots = {slot: list_matching(name, slot, params, leaves, state._data[slot]) for slot in self.rule.slots}
         for key in tensors:
             tensors[key] = state._data[key]
             check_members(name, key, tensors[key], params, leaves)
-        if active is not None:
-            check_active(name, active, params)
+        if active is not None and active.shape != size:
+            raise BatchSizeError(
+                f"{name}.update: active must have the batch size of params.",
+                expected=f"shape {list(size)}",
+                got=f"shape {list(active.shape)}",
+                hint="params.with_batch_size([members]), if the leaves are stacked and the tree has no batch size.",
+            )
         step = state._data["step"]
-        count = one_count(name, step, params)
-        run = Run(self.rule, self.hyper, count, tensors, active, donate, lambda: list(map(dotted, list_paths(params))))
+        run = Run(self.rule, self.hyper, step, tensors, active, donate, lambda: list(map(dotted, list_paths(params))))
         new, new_slots = run.step(leaves, gradients, slots)
-        return rebuild(params, new), self._next(state, new_slots, _counted(step, active))
+        data = {key: rebuild(node, new_slots[key]) if key in new_slots else node for key, node in state._data.items()}
+        if active is not None:
+            data["step"] = step + active
+        # Kept expanded, under a compiler too: a state of other strides would be compiled for again.
+        elif step.dim() and (is_compiling() or not in_functorch()) and not any(step.stride()):
+            data["step"] = (step[(0,) * step.dim()] + 1).expand(step.shape)
+        else:
+            data["step"] = step + 1
+        return rebuild(params, new), state._make(data, size, state._device, state._names, state._static)
 
     def _tensors(self) -> dict[str, Tensor]:
         return {name: value for name, value in self.hyper.items() if isinstance(value, Tensor)}
-
-    def _next(self, state: "TensorDict", slots: dict[str, Leaves], step: Tensor) -> "TensorDict":
-        data = {key: rebuild(node, slots[key]) if key in slots else node for key, node in state._data.items()}
-        data["step"] = step
-        return state._make(data, state._batch_size, state._device, state._names, state._static)
 
 
 def _shown(value: Hyper) -> str:
     if isinstance(value, Tensor):
         return f"tensor of shape {list(value.shape)}" if value.dim() else f"{value.item():g}"
     return "<a function>" if callable(value) else f"{value:g}"
-
-
-def _counted(step: Tensor, active: Tensor | None) -> Tensor:
-    if active is not None:
-        return step + active
-    # Kept expanded, under a compiler too: a state of other strides would be compiled for again.
-    if step.dim() and (is_compiling() or not in_functorch()) and not any(step.stride()):
-        return (step[(0,) * step.dim()] + 1).expand(step.shape)
-    return step + 1

@@ -54,15 +54,7 @@ def clip_by_global_norm(max_norm: float) -> GradientMap:
         >>> tdf.optim.clip_by_global_norm(1.0)(grads)["b"]
         tensor([0.8000])
     """
-    return _clipper("clip_by_global_norm", _clip_all, max_norm)
-
-
-def _clip_all(max_norm: float | Tensor, _: TensorCollection, leaves: Leaves) -> Leaves:
-    if not leaves:
-        return []
-    norm = torch.linalg.vector_norm(torch.stack([_norm(leaf) for leaf in leaves]))
-    scale = _scale(norm, max_norm)
-    return [_times(leaf, scale) for leaf in leaves]
+    return _make("clip_by_global_norm", max_norm, members=False)
 
 
 def clip_by_member_norm(max_norm: float) -> GradientMap:
@@ -86,48 +78,38 @@ def clip_by_member_norm(max_norm: float) -> GradientMap:
         tensor([[0.6000, 0.8000],
                 [0.3000, 0.4000]])
     """
-    return _clipper("clip_by_member_norm", _clip_members, max_norm)
+    return _make("clip_by_member_norm", max_norm, members=True)
 
 
-def _clip_members(max_norm: float | Tensor, grads: TensorCollection, leaves: Leaves) -> Leaves:
-    if not leaves:
-        return []
-    check_dense("clip_by_member_norm", "each member has a norm", grads)
-    size = grads._batch_size
-    # Not reshape(*size, -1): of an empty leaf the last size would be anybody's guess.
-    norms = [_norm(leaf.flatten(len(size)) if leaf.dim() > len(size) else leaf.unsqueeze(-1), -1) for leaf in leaves]
-    scale = _scale(torch.linalg.vector_norm(torch.stack(norms), dim=0), max_norm)
-    return [_times(leaf, scale.reshape(*size, *[1] * (leaf.dim() - len(size)))) for leaf in leaves]
+def _make(name: str, max_norm: float | Tensor, *, members: bool) -> GradientMap:
+    if isinstance(max_norm, Tensor) or max_norm != math.inf:
+        check_hyper(name, "max_norm", max_norm, 0.0)
+    return GradientMap(name, partial(_clip, max_norm, members))
 
 
-def _clipper(
-    name: str, clip: Callable[[float | Tensor, TensorCollection, Leaves], Leaves], max_norm: float | Tensor
-) -> GradientMap:
-    if not isinstance(max_norm, Tensor) and max_norm == math.inf:
-        # A norm that is infinite too would have no ratio to it.
-        return GradientMap(name, _unclipped)
-    if callable(max_norm):
-        raise error(TypeError, f"{name}: max_norm is no number.", expected="a number", got=repr(max_norm))
-    check_hyper(name, "max_norm", max_norm, 0.0)
-    return GradientMap(name, partial(clip, max_norm))
+def _clip(max_norm: float | Tensor, members: bool, grads: TensorCollection, leaves: Leaves) -> Leaves:
+    # To an infinite norm an infinite gradient would have no ratio.
+    if not leaves or (not isinstance(max_norm, Tensor) and max_norm == math.inf):
+        return leaves
+    size = grads._batch_size if members else ()
+    if members:
+        check_dense("clip_by_member_norm", grads)
+    norms: Leaves = []
+    for leaf in leaves:
+        # One dimension for the elements of a member. Not reshape(*size, -1): an empty leaf has no last size.
+        rows = leaf.flatten(len(size)) if leaf.dim() > len(size) else leaf.unsqueeze(-1)
+        # In half precision the norm of ordinary gradients overflows, and they would come out as zeros.
+        norms.append(torch.linalg.vector_norm(rows, dim=-1, dtype=_wide(leaf)))
+    scale = (max_norm / (torch.linalg.vector_norm(torch.stack(norms), dim=0) + 1e-6)).clamp(max=1.0)
+    clipped: Leaves = []
+    for leaf in leaves:
+        factor = scale.reshape((*size, *[1] * (leaf.dim() - len(size)))).to(_wide(leaf))
+        clipped.append((leaf.to(_wide(leaf)) * factor).to(leaf.dtype))
+    return clipped
 
 
-def _unclipped(_: TensorCollection, leaves: Leaves) -> Leaves:
-    return leaves
-
-
-# In half precision the norm of ordinary gradients overflows, and they would come out as zeros.
-def _norm(leaf: Tensor, dim: int | None = None) -> Tensor:
-    return torch.linalg.vector_norm(leaf, dim=dim, dtype=torch.promote_types(leaf.dtype, torch.float32))
-
-
-def _times(leaf: Tensor, scale: Tensor) -> Tensor:
-    wide = torch.promote_types(leaf.dtype, torch.float32)
-    return (leaf.to(wide) * scale.to(wide)).to(leaf.dtype)
-
-
-def _scale(norm: Tensor, max_norm: float | Tensor) -> Tensor:
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+def _wide(leaf: Tensor) -> torch.dtype:
+    return torch.promote_types(leaf.dtype, torch.float32)
 
 
 def check_finite() -> GradientMap:
@@ -141,10 +123,10 @@ def check_finite() -> GradientMap:
     Examples:
         >>> opt = tdf.optim.chain(tdf.optim.check_finite(), tdf.optim.sgd(lr=0.1))
     """
-    return GradientMap("check_finite", _checked)
+    return GradientMap("check_finite", _check_values)
 
 
-def _checked(grads: TensorCollection, leaves: Leaves) -> Leaves:
+def _check_values(grads: TensorCollection, leaves: Leaves) -> Leaves:
     if not has_values():
         raise UnsupportedError(
             "check_finite: a transform or trace has no values to check.",

@@ -78,7 +78,6 @@ class Masked:
         part = structure.partition(params, self.where)[0]
         # A tied leaf under all of its names, so that the gradients keep the tie.
         chosen = {path for entry in entries(part) for path in entry.paths}
-        # What is no tree is named by the optimizer.
         given = structure.keep_leaves(grads, chosen) if isinstance(grads, TensorCollection) else grads
         new, state = self.optimizer.update(part, given, state, active=active, donate=donate)
         changed = dict(zip(list_paths(part), list_leaves(new), strict=True))

@@ -62,50 +62,28 @@ def sgd(
             got=f"momentum = {momentum}, dampening = {dampening}",
         )
     flags = {"nesterov": nesterov, "maximize": maximize}
-    if not moving:
-        return Optimizer(Rule("sgd", (), partial(_descend, maximize=maximize)), hyper)
-    return Optimizer(
-        Rule(
-            "sgd",
-            ("momentum_buffer",),
-            partial(_roll, **flags),
-            partial(_fused, **flags),
-        ),
-        hyper,
-    )
+    slots = ("momentum_buffer",) if moving else ()
+    return Optimizer(Rule("sgd", slots, partial(_step, **flags), partial(_fused, **flags) if moving else None), hyper)
 
 
-def _decayed(ops: Lists, work: Work, decay: Coefficient, *, maximize: bool) -> list[Tensor]:
-    grads = ops.neg(work.grads) if maximize else work.grads
-    if isinstance(decay, Tensor) or decay != 0.0:
-        return ops.add(grads, work.params, decay, keep=not maximize)
-    return grads
-
-
-def _descend(ops: Lists, work: Work, values: Values, *, maximize: bool) -> None:
-    grads = _decayed(ops, work, values["weight_decay"], maximize=maximize)
-    work.params = ops.add(work.params, grads, -values["lr"])
-
-
-def _roll(ops: Lists, work: Work, values: Values, *, nesterov: bool, maximize: bool) -> None:
+def _step(ops: Lists, work: Work, values: Values, *, nesterov: bool, maximize: bool) -> None:
     """The operations of torch's single-tensor SGD in their order, so that numbers agree to the last bit."""
-    momentum = values["momentum"]
-    grads = _decayed(ops, work, values["weight_decay"], maximize=maximize)
-    buffers = ops.mul(work.slots["momentum_buffer"], momentum)
-    buffers = ops.add(buffers, grads, _weight(work.step, values["dampening"]))
-    work.slots["momentum_buffer"] = buffers
-    if nesterov:
-        grads = ops.add(grads, buffers, momentum, keep=True)
-    work.params = ops.add(work.params, grads if nesterov else buffers, -values["lr"])
-
-
-def _weight(step: Coefficient, dampening: Coefficient) -> Coefficient:
-    """How much of the gradient is added: the first is not dampened."""
-    if isinstance(dampening, float) and dampening == 0.0:
-        return 1.0
-    if isinstance(step, Tensor):
-        return torch.where(step == 1, torch.ones_like(step), 1 - dampening)
-    return 1.0 if step == 1 else 1 - dampening
+    decay, grads = values["weight_decay"], ops.neg(work.grads) if maximize else work.grads
+    if isinstance(decay, Tensor) or decay != 0.0:
+        grads = ops.add(grads, work.params, decay, keep=not maximize)
+    if "momentum" in values:
+        momentum, dampening, step = values["momentum"], values["dampening"], work.step
+        weight: Coefficient = 1.0
+        # The first gradient is not dampened.
+        if isinstance(dampening, Tensor) or dampening != 0.0:
+            if isinstance(step, Tensor):
+                weight = torch.where(step == 1, torch.ones_like(step), 1 - dampening)
+            elif step != 1:
+                weight = 1 - dampening
+        buffers = ops.add(ops.mul(work.slots["momentum_buffer"], momentum), grads, weight)
+        work.slots["momentum_buffer"] = buffers
+        grads = ops.add(grads, buffers, momentum, keep=True) if nesterov else buffers
+    work.params = ops.add(work.params, grads, -values["lr"])
 
 
 # Any: every value is a float here.

@@ -11,7 +11,6 @@ from torch import nn
 from torch.testing import assert_close
 
 from tdfunc import (
-    BatchSizeError,
     Ensemble,
     TensorDict,
     UnsupportedError,
@@ -357,67 +356,6 @@ def test_meta(how):
 
 
 # -- errors -----------------------------------------------------------------------------------------------------
-
-
-def test_unknown_way():
-    """A typo would run something else."""
-    apply, _, _ = functional(nn.Linear(3, 2))
-
-    with pytest.raises(ValueError, match=r"(?s)loop \| vmap.*'vmapp'"):
-        Ensemble(apply, "vmapp")
-
-
-def test_empty_chunks():
-    """A chunk has at least one member."""
-    apply, _, _ = functional(nn.Linear(3, 2))
-
-    with pytest.raises(ValueError, match=r"(?s)chunk_size must be at least 1.*0"):
-        Ensemble(apply, chunk_size=0)
-
-
-def test_a_module_is_not_an_apply():
-    """A module given in place of its pure function would fail somewhere later."""
-    with pytest.raises(TypeError, match=r"(?s)Apply.*Linear.*functional\(model\)"):
-        Ensemble(nn.Linear(3, 2))
-
-
-@pytest.mark.parametrize(
-    ("params", "got"),
-    [(functional(nn.Linear(3, 2))[1], r"batch size \[\]"), ({"weight": 1}, "dict")],
-    ids=["one member", "no tree"],
-)
-def test_unstacked_params(params, got):
-    """One member's tree would be taken for an ensemble."""
-    apply, _, _ = functional(nn.Linear(3, 2))
-
-    with pytest.raises(BatchSizeError, match=rf"(?s)batch size \[E\].*{got}.*stack_modules"):
-        Ensemble(apply)(params, torch.ones(5, 3))
-
-
-def test_no_members():
-    """An empty ensemble has no output whose shape could be known."""
-    ensemble, tree = ensemble_of([nn.Linear(3, 2) for _ in range(3)])
-
-    with pytest.raises(BatchSizeError, match=r"(?s)E > 0.*batch size \[0\]"):
-        ensemble(tree[:0], torch.ones(5, 3))
-
-
-@pytest.mark.parametrize(
-    ("in_dims", "error", "expected"),
-    [
-        ((0, 0), ValueError, r"1 entries.*\(0, 0\)"),
-        ({"x": 0}, ValueError, r"a tuple of them.*'x'"),
-        ("x", TypeError, r"int or None.*'x'"),
-        (0, ValueError, r"dimension 0.*3 members there.*\(5, 3, 4\)"),
-        (7, ValueError, r"dimension 7.*3 members there.*\(5, 3, 4\)"),
-    ],
-)
-def test_in_dims_that_do_not_fit(in_dims, error, expected):
-    """Data would be mapped over a dimension that does not count members."""
-    ensemble, tree = ensemble_of([nn.Linear(4, 2) for _ in range(3)])
-
-    with pytest.raises(error, match=f"(?s){expected}"):
-        ensemble(tree, torch.ones(5, 3, 4), in_dims=in_dims)
 
 
 @pytest.mark.parametrize("how", WAYS)

@@ -5,7 +5,7 @@ import functools
 import random
 import threading
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 
 import numpy as np
 import pytest
@@ -18,13 +18,11 @@ from torch.nn.utils import parametrizations, prune
 from torch.testing import assert_close
 
 from tdfunc import (
-    BatchSizeError,
     Ensemble,
     Kind,
     LeafMismatchError,
     TieError,
     TreeStructureError,
-    UnsupportedError,
     combine,
     from_module,
     functional,
@@ -377,6 +375,15 @@ def test_hooks_made_apart_are_alike():
     assert stack_modules(models).batch_size == (3,)
 
 
+def make_local():
+    """A module of a class that is defined anew."""
+
+    class Net(nn.Module):
+        pass
+
+    return Net()
+
+
 DIFFERENT = {
     "dropout": (nn.Dropout(0.1), nn.Dropout(0.2), r"'p' of '1'.*expected: 0\.1.*got:      0\.2"),
     "class": (nn.ReLU(), nn.GELU(), r"'class' of '1'.*activation\.ReLU.*activation\.GELU"),
@@ -394,6 +401,15 @@ DIFFERENT = {
         nn.Sequential(nn.Sequential(nn.ELU(1.0))), nn.Sequential(nn.Sequential(nn.ELU(2.0))),
         r"'alpha' of '1\.0\.0'.*1\.0.*2\.0",
     ),
+    "order": (
+        nn.Sequential(OrderedDict(a=nn.ReLU(), b=nn.Tanh())), nn.Sequential(OrderedDict(b=nn.Tanh(), a=nn.ReLU())),
+        r"'modules' of '1'.*\['a', 'b'\].*\['b', 'a'\]",
+    ),
+    "activation": (
+        nn.TransformerEncoderLayer(4, 2, 8, activation="relu"), nn.TransformerEncoderLayer(4, 2, 8, activation="gelu"),
+        r"'activation.*' of '1'",
+    ),
+    "same name": (make_local(), make_local(), r"'class' of '1'.*Net.*Net \(another class\)"),
     "children": (
         nn.Sequential(nn.ReLU()), nn.Sequential(nn.ReLU(), nn.ReLU()),
         r"'modules' of '1'.*\['0'\].*\['0', '1'\]",
@@ -408,18 +424,6 @@ def test_modules_that_differ(name):
 
     with pytest.raises(TreeStructureError, match=f"(?s)member 1 differs from member 0 in {message}"):
         stack_modules([nn.Sequential(nn.ReLU(), module) for module in (first, second)])
-
-
-def test_children_in_another_order():
-    """Sequential runs its children in their order: it would be that of member 0."""
-    a, b = nn.Linear(2, 2), nn.Tanh()
-    models = [nn.Sequential(), nn.Sequential()]
-    for model, names in zip(models, ("ab", "ba"), strict=True):
-        for name in names:
-            model.add_module(name, {"a": a, "b": b}[name])
-
-    with pytest.raises(TreeStructureError, match=r"(?s)'modules'.*\['a', 'b'\].*\['b', 'a'\]"):
-        stack_modules(models)
 
 
 def test_a_child_that_is_none():
@@ -439,14 +443,6 @@ def test_an_attribute_of_one_member_only():
 
     with pytest.raises(TreeStructureError, match=r"(?s)'scale' of the root.*no such attribute.*2\.0"):
         stack_modules([first, second])
-
-
-def test_activation_functions_that_differ():
-    """The transformer layer of torch keeps its activation as a function: member 1 would run with member 0's."""
-    layers = [nn.TransformerEncoderLayer(4, 2, 8, activation=name) for name in ("relu", "gelu")]
-
-    with pytest.raises(TreeStructureError, match="activation"):
-        stack_modules(layers)
 
 
 class Reshaped(nn.Module):
@@ -481,24 +477,6 @@ def test_ties_that_differ():
 
     with pytest.raises(TieError, match=r"(?s)member 1.*expected: .*emb\.weight.*out\.weight.*got:      none"):
         stack_modules(models)
-
-
-def test_lazy_modules():
-    """A layer without a shape would be stacked as nothing."""
-    with pytest.raises(UnsupportedError, match=r"(?s)stack_modules: '0\.weight' of LazyLinear.*example input"):
-        stack_modules([nn.Sequential(nn.LazyLinear(2)) for _ in range(2)])
-
-
-def test_no_modules():
-    """An empty list has no structure to stack."""
-    with pytest.raises(ValueError, match=r"(?s)must be a module.*at least one.*\[\]"):
-        stack_modules([])
-
-
-def test_unstack_of_one_tree():
-    """A tree that is not stacked would be cut along a weight's first dimension."""
-    with pytest.raises(BatchSizeError, match=r"(?s)unstack.*\[E, \.\.\.\].*\[\]"):
-        unstack(from_module(nn.Linear(3, 2)))
 
 
 def test_a_stack_of_stacks():

@@ -128,9 +128,9 @@ def test_nested_keys(td):
     made = TensorDict({("p", "q"): torch.zeros(3), "p": {"r": torch.ones(3)}, ("p", "s", "t"): torch.ones(3)}, [3])
     assert set(made.keys(True, True)) == {("p", "q"), ("p", "r"), ("p", "s", "t")}
     for key in (("p", "q"), ("p", "q", "r")):
-        with pytest.raises(MissingKeyError, match="p.q is given twice"):
+        with pytest.raises(MissingKeyError, match="'p.q' must be given once"):
             TensorDict({"p": {"q": 1}, key: 2})
-    with pytest.raises(MissingKeyError, match="'p' is given as a leaf and as a tree"):
+    with pytest.raises(MissingKeyError, match="'p' must be given once"):
         TensorDict({("p", "q"): 1, "p": torch.zeros(())})
 
 
@@ -356,7 +356,11 @@ def test_rows_in_place():
     [
         ({"a": torch.zeros(2)}, MissingKeyError, r"nothing was written(.|\n)*\['a', 'n.b'\](.|\n)*\['a'\]"),
         ({"a": torch.zeros(2), "n": {"b": 1}, "z": 1}, MissingKeyError, r"'z'(.|\n)*new_zeros"),
-        ({"a": torch.zeros(3), "n": {"b": 1}}, LeafMismatchError, r"'a' does not fit(.|\n)*\[2\](.|\n)*\[3\]"),
+        (
+            {"a": torch.zeros(3), "n": {"b": 1}},
+            LeafMismatchError,
+            r"'a': the values do not fit(.|\n)*\[2\](.|\n)*\[3\]",
+        ),
         (
             {"a": torch.zeros(2), "n": {"b": 1}, "s": "y"},
             LeafMismatchError,

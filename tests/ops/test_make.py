@@ -1,4 +1,4 @@
-"""Trees made from a tree: empty ones, new leaves, replaced, split and joined entries; and the bytes of leaves."""
+"""Trees made from a tree: empty ones, new leaves, replaced and split entries; and the bytes of leaves."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""Messages of errors from values, conversions and joined entries: call, class, pattern."""
+"""Messages of errors from values and conversions: call, class, pattern."""
 
 import numpy as np
 import pandas as pd
@@ -69,7 +69,6 @@ ERRORS = [
     (lambda: ONE.unsqueeze(1).to_pandas(), BatchSizeError, r"rows are the batch.*\[2, 1\].*reshape"),
     (lambda: NESTED.to_pandas(), TreeStructureError, r"'n' must be a leaf.*TensorDict.*separator"),
     (lambda: ONE.to_pandas(), LeafMismatchError, r"'a' must have one value.*\[2, 3\]"),
-    # joined entries
     # state dicts
     (
         lambda: ONE.load_state_dict({"a": A, "c": B}), MissingKeyError,
@@ -78,7 +77,7 @@ ERRORS = [
     (lambda: ONE.load_state_dict({"a": B, "b": B}), LeafMismatchError, r"'a' must have the shape.*\[2, 3\].*\[2\]"),
     (lambda: ONE.load_state_dict({"a": 3, "b": B}), LeafMismatchError, r"'a' must have the shape.*\[2, 3\].*int"),
     (lambda: tied(1), TieError, r"'emb.weight' and 'out.weight' are one tensor"),
-    # sizes and batches
+    # batches
     (
         lambda: tdf.collate([TensorDict({"x": torch.ones(n)}) for n in (1, 2)]),
         LeafMismatchError, r"stack: leaf 'x' differs.*\[1\].*\[2\].*lazy_stack",

@@ -208,7 +208,7 @@ def test_gradients_of_ties_and_lazy_stacks():
     tied = TensorDict.from_module(_Twice(w))
     found = torch.autograd.grad((tied["a"] * tied["b"]).sum(), tied)
     rows = [TensorDict({"x": torch.ones(n, requires_grad=True)}, [n]) for n in (1, 2)]
-    ragged = torch.autograd.grad((lazy_stack(rows) * 3).sum()["x"], lazy_stack(rows))
+    ragged = torch.autograd.grad(torch.cat((lazy_stack(rows) * 3)["x"]).sum(), lazy_stack(rows))
 
     assert found.ties() == tied.ties() == [["a", "b"]]
     assert torch.equal(found["b"], 2 * tied["a"])
@@ -239,8 +239,6 @@ def test_errors():
         torch.clone(NUMBERS, memory_format=torch.contiguous_format)
     with pytest.raises(UnsupportedError, match=r"torch.nn.functional.dropout is not"):
         F.dropout(NUMBERS)
-    with pytest.raises(ValueError, match=r"all: without a dimension.*\n.*keepdim=False\n.*keepdim=True"):
-        NUMBERS.all(keepdim=True)
     with pytest.raises(TypeError, match=r"where: the condition must be a tensor.*\n.*a bool tensor.*\n.*TensorDict"):
         torch.where(NUMBERS > 0, NUMBERS, NUMBERS)
     with pytest.raises(TypeError, match="the condition must be a tensor"):

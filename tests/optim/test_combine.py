@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tdfunc import Filter, FilterError, TensorDict, TreeStructureError, UnsupportedError, lazy_stack, stack_modules
+from tdfunc import Filter, TensorDict, stack_modules
 from tdfunc._jit import jit
 from tdfunc.optim import adam, chain, check_finite, clip_by_global_norm, clip_by_member_norm, masked, sgd
 from tests.helpers import TiedLM, assert_pure, assert_trees_equal
@@ -58,6 +58,15 @@ def test_member_norm_equals_the_loop(wrap, generator):
     assert_trees_equal(torch.vmap(clip_by_global_norm(1.0))(grads), clipped, rtol=1e-6, atol=1e-6)
 
 
+def test_member_norm_of_leaves_without_dimensions():
+    """A leaf without dimensions is one element, in the tree of one model and inside vmap."""
+    grads = TensorDict({"w": torch.tensor([[3.0, 4.0], [0.3, 0.4]]), "temperature": torch.zeros(2)}, [2])
+    clip = clip_by_member_norm(1.0)
+
+    assert_trees_equal(torch.vmap(clip)(grads), clip(grads))
+    assert_trees_equal(clip(grads[0]), clip(grads)[0])
+
+
 def test_chain_maps_then_steps(generator):
     """A chain would step with the raw gradients, or keep its state elsewhere."""
     params, grads = make_tree(generator), make_tree(generator)
@@ -68,19 +77,6 @@ def test_chain_maps_then_steps(generator):
     expected = params["b"] - clip_by_global_norm(1.0)(clip_by_member_norm(0.1)(grads))["b"]
     torch.testing.assert_close(moved["b"], expected)
     assert list(state.keys()) == ["step"]
-
-
-@pytest.mark.parametrize("members", [(), (clip_by_global_norm(1.0),)])
-def test_chain_needs_an_optimizer(members):
-    """A chain without a rule would silently train nothing."""
-    with pytest.raises(TypeError, match="last member must be an optimizer"):
-        chain(*members)
-
-
-def test_chain_refuses_two_optimizers():
-    """Two rules would both write the parameters."""
-    with pytest.raises(TypeError, match="Optimizer, Optimizer"):
-        chain(sgd(), adam())
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jit], ids=["eager", "jit"])
@@ -132,52 +128,6 @@ def test_masked_ties(rule, where, moved, wrap):
     assert again["emb", "weight"] is again["out", "weight"]
 
 
-@pytest.mark.parametrize("where", ["lazy*", "b", "*w"])
-def test_masked_lazy_stacks(where):
-    """Rows of a lazy stack would be looked up by number among its keys, and nothing beside it could be trained."""
-    rows = lazy_stack([TensorDict({"w": torch.ones(i + 1), "v": torch.ones(2)}) for i in range(2)])
-    params = TensorDict({"lazy": rows, "b": torch.ones(2)}, [2])
-    opt, plain = masked(sgd(lr=0.5), where), sgd(lr=0.5)
-
-    new, _ = opt.update(params, params, opt.init(params))
-
-    full, _ = plain.update(params, params, plain.init(params))
-    chosen, rest = full.partition(where)[0], params.partition(where)[1]
-    assert_trees_equal(new.partition(where)[0], chosen)
-    assert_trees_equal(new.partition(where)[1], rest)
-
-
-def test_masked_names_what_is_missing(generator):
-    """A gradient that is not there, or trees that are dicts, would end in words about attributes or keys."""
-    params = make_tree(generator)
-    opt = masked(sgd(), "a*")
-
-    with pytest.raises(TypeError, match=r"masked: params must be a tree[\s\S]*TensorDict[\s\S]*dict"):
-        opt.init(params.to_dict())
-    with pytest.raises(TypeError, match=r"masked: params must be a tree[\s\S]*TensorDict[\s\S]*dict"):
-        opt.update(params.to_dict(), params, opt.init(params))
-    with pytest.raises(TreeStructureError, match=r"gradients must be a tree[\s\S]*TensorDict[\s\S]*dict"):
-        opt.update(params, params.to_dict(), opt.init(params))
-    with pytest.raises(TreeStructureError, match=r"a gradient for each of \['a\.w'\][\s\S]*none"):
-        opt.update(params, params.select("b"), opt.init(params))
-
-
-def test_masked_pattern_must_match(generator):
-    """A mistyped pattern would freeze the whole model."""
-    with pytest.raises(FilterError, match=r"'heads\.\*'"):
-        masked(sgd(), "heads.*").init(make_tree(generator))
-
-
-def test_check_finite_names_the_leaf(generator):
-    """A nan would spread through the weights without a word."""
-    grads = make_tree(generator)
-    assert_trees_equal(check_finite()(grads), grads)
-
-    bad = grads.set(("a", "w"), torch.full((3, 4, 2), torch.nan))
-    with pytest.raises(FloatingPointError, match=r"'a\.w'[\s\S]*24 nan, 0 inf of 24"):
-        check_finite()(bad)
-
-
 @pytest.mark.parametrize("make", [clip_by_global_norm, clip_by_member_norm])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_norms_in_half_precision(make, dtype):
@@ -199,25 +149,6 @@ def test_norms_of_nothing(make):
     assert_trees_equal(make(1.0)(nothing), nothing)
     assert make(1.0)(hollow)["a"].shape == (3, 0)
     assert make(9.0)(hollow)["b"].tolist() == [1.0, 1.0, 1.0]
-
-
-@pytest.mark.parametrize("wrap", [torch.vmap, jit])
-def test_check_finite_needs_values(wrap, generator):
-    """Inside a trace it would check nothing and pass."""
-    with pytest.raises(UnsupportedError, match="check_finite"):
-        wrap(check_finite())(make_tree(generator))
-
-
-@pytest.mark.parametrize("make", [clip_by_global_norm, clip_by_member_norm])
-def test_norm_out_of_range(make):
-    """A negative norm would turn gradients around."""
-    for value in ("-1.0", "nan", "-inf"):
-        with pytest.raises(ValueError, match=rf"max_norm[\s\S]*{value}"):
-            make(float(value))
-    for value in ("1.0", [1.0], None, abs):
-        with pytest.raises(TypeError, match=rf"{make.__name__}: max_norm is no[\s\S]*a number[\s\S]*") as err:
-            make(value)
-        assert repr(value) in str(err.value)
 
 
 @pytest.mark.parametrize("make", [clip_by_global_norm, clip_by_member_norm])

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from tdfunc import LeafMismatchError, TensorDict
+from tdfunc import TensorDict
 from tdfunc._jit import jit
 from tdfunc.optim import adam, adamw, sgd
 from tests.helpers import assert_pure, assert_trees_equal
@@ -182,12 +182,13 @@ def test_pure(name, generator):
 
 @each_rule
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_members_follow_float32(name, dtype, generator):
-    """A coefficient such as beta2 = 0.999 would be rounded to 1 in bfloat16."""
+@pytest.mark.parametrize("rates", [torch.ones(()), torch.ones(MEMBERS), 1.0], ids=["one", "each", "number"])
+def test_low_precision_follows_float32(name, dtype, rates, generator):
+    """A step in 16 bits computes in float32, whatever kernel runs: torch 2.13's fused SGD in bfloat16 is wrong."""
     make, _, options = RULES[name]
     params = random_tree(generator)
     grads = [random_tree(generator) for _ in range(STEPS)]
-    opt = make(**{**options, "lr": torch.full((MEMBERS,), options["lr"])})
+    opt = make(**{**options, "lr": options["lr"] * rates})
 
     low, _ = train(opt.update, opt.init(params.to(dtype)), params.to(dtype), [grad.to(dtype) for grad in grads])
 
@@ -274,15 +275,3 @@ def test_schedule_sees_steps_done(generator):
         trained, state = train(update, opt.init(params), params, [ones] * 3)
         torch.testing.assert_close(trained["out"], params["out"] - 1.75)
         assert state["step"].tolist() == [3] * MEMBERS
-
-
-@pytest.mark.parametrize("rule", [sgd, adam, adamw])
-def test_sparse_gradients_are_named(rule):
-    """The error would speak of a copy between tensors that the caller never made, and of no parameter."""
-    params = TensorDict({"e": {"w": torch.ones(4, 3)}})
-    sparse = TensorDict({"e": {"w": torch.ones(4, 3).to_sparse()}})
-    opt = rule(lr=0.1)
-
-    with pytest.raises(LeafMismatchError, match=r"'e.w'[\s\S]*torch.strided[\s\S]*torch.sparse_coo[\s\S]*to_dense"):
-        opt.update(params, sparse, opt.init(params))
-    opt.update(params, sparse.apply(lambda g: g.to_dense()), opt.init(params))

@@ -401,20 +401,6 @@ def test_the_length_of_the_header_is_known_before(tmp_path):
         assert path.stat().st_size == plan.size_bytes
 
 
-def test_fsync_of_file_and_folder(tmp_path, monkeypatch):
-    """A power failure could undo a save that has returned, or the rename could reach the disk before the data."""
-    calls = []
-    for name in ("fsync", "replace"):
-        real = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *a, _n=name, _r=real, **k: (calls.append((_n, a[0])), _r(*a, **k))[1])
-    save(TensorDict({"a": torch.ones(2)}), tmp_path / "t.safetensors")
-
-    assert [name for name, _ in calls] == ["fsync", "replace", "fsync"]
-    calls.clear()
-    save(TensorDict({"a": torch.ones(2)}), tmp_path / "t.safetensors", fsync=False)
-    assert [name for name, _ in calls] == ["replace"]
-
-
 def test_other_headers_are_the_limit_of_safetensors(tmp_path, monkeypatch):
     """A file would be written that no reader of the format opens."""
     monkeypatch.setattr(write, "MAX_HEADER_BYTES", 500)

@@ -1,13 +1,9 @@
 """A save replaces a file or folder as a whole: killed, interrupted, out of space, or beside other saves."""
 
 import errno
-import json
 import os
 import resource
 import stat
-import subprocess
-import sys
-import textwrap
 import threading
 from types import SimpleNamespace
 
@@ -18,64 +14,6 @@ from tdfunc import CheckpointManager, TensorDict
 from tdfunc.storage.api import load, save
 from tdfunc.storage.disk import commit
 from tdfunc.storage.safetensors import write
-
-# Imports once and forks a child for each kill. A child saves trees of equal values over and over; the values of what
-# is loaded after its death must be equal too.
-KILLS = """
-    import json, os, random, resource, signal, sys, time
-    import torch
-    from tdfunc import TensorDict
-    from tdfunc.storage.api import load, save
-
-    path, kills = sys.argv[1], int(sys.argv[2])
-    torch.set_num_threads(1)
-    random.seed(0)
-    trees = [TensorDict({str(k): torch.full((1 << 16,), float(i)) for k in range(20)}) for i in range(4)]
-    start = time.perf_counter()
-    save(trees[0], path)
-    span = time.perf_counter() - start
-    seen, left = set(), 0
-    for kill in range(kills):
-        child = os.fork()
-        if not child:
-            try:
-                while True:
-                    for tree in trees:
-                        save(tree, path, fsync=kill % 2 == 0)
-            finally:
-                os._exit(1)
-        time.sleep(random.uniform(0, 3 * span))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        values = {float(value) for leaf in load(path).values() for value in (leaf.min(), leaf.max())}
-        assert len(values) == 1, values
-        seen |= values
-        left += len(os.listdir(os.path.dirname(path))) - 1
-    save(trees[0], path)
-    print(json.dumps({"seen": sorted(seen), "left": left, "files": os.listdir(os.path.dirname(path))}))
-"""
-
-
-def run(code, *args, timeout=250):
-    """Run a script in a fresh interpreter and return what it prints as JSON."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *map(str, args)],
-        capture_output=True, text=True, timeout=timeout, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kills", [30, 400])
-def test_kills(kills, tmp_path):
-    """A killed save leaves the whole old or the whole new file, and the next save removes what it left."""
-    result = run(KILLS, tmp_path / "c.safetensors", kills)
-
-    assert result["files"] == ["c.safetensors"]
-    assert len(result["seen"]) > 1
-    assert result["left"] > 0
-
 
 BIG = TensorDict({"big": torch.ones(3_000_000), "small": torch.ones(3)})
 OLD = TensorDict({"old": torch.zeros(3)})

@@ -1,22 +1,16 @@
 """The checkpoints of a run when saves are killed, fail, or meet other saves and loads."""
 
 import errno
-import json
 import os
-import resource
-import shutil
 import signal
-import tempfile
 import threading
 import time
 from contextlib import suppress
 
 import pytest
-import torch
 
 from tdfunc import (
     CheckpointManager,
-    TensorDict,
 )
 from tdfunc.storage.disk import commit
 from tdfunc.storage.manager import manager as manager_module
@@ -53,45 +47,6 @@ def test_errors_in_the_middle(target, error, manager, monkeypatch):
     assert value_of(manager.load()) == 1
 
 
-def test_no_space(manager):
-    """A full disk leaves no part of a step, and the error names the step."""
-    manager.save(0, tree_of(0)).result()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        # Python ignores SIGXFSZ, so a write past the limit fails as on a full disk.
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
-        with pytest.raises(OSError, match=r"File too large; the step was not saved: .*step-0000000001"):
-            manager.save(1, TensorDict({"w": torch.ones(3_000_000)})).result()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-    assert os.listdir(manager._folder) == ["step-0000000000"]
-
-
-def test_a_folder_that_cannot_be_written(manager):
-    """Without permission a save names the step, changes nothing, and loads work."""
-    folder = tempfile.mkdtemp()
-    try:
-        CheckpointManager(folder).save(0, tree_of(0))
-        os.makedirs(f"{folder}/.tdfunc-left.tmp")
-        os.chmod(folder, 0o555)
-        user = os.geteuid()
-        try:
-            if user == 0:
-                # Nothing is forbidden to root.
-                os.seteuid(65534)
-            reader = CheckpointManager(folder, async_save=manager._async)
-            with pytest.raises(PermissionError, match="the step was not saved: .*step-0000000001"):
-                reader.save(1, tree_of(1)).result()
-            assert value_of(reader.load()) == 0
-        finally:
-            os.seteuid(user)
-            os.chmod(folder, 0o755)
-        assert sorted(os.listdir(folder)) == [".tdfunc-left.tmp", "step-0000000000"]
-    finally:
-        shutil.rmtree(folder)
-
-
 def test_leftovers_are_removed_unless_somebody_still_writes(tmp_path):
     """A new manager and the next save remove what killed saves left, and nothing of a save that runs."""
     manager = CheckpointManager(tmp_path)
@@ -111,98 +66,7 @@ def test_leftovers_are_removed_unless_somebody_still_writes(tmp_path):
     assert set(os.listdir(tmp_path)) == {"step-0000000000", "step-0000000001"}
 
 
-# Imports once and forks a child for each kill. A child saves steps of equal values over and over.
-KILLS = """
-    import json, os, random, signal, sys, time, warnings
-    import torch
-    from tdfunc import CheckpointManager, TensorDict
-
-    folder, kills = sys.argv[1], int(sys.argv[2])
-    torch.set_num_threads(1)
-    random.seed(0)
-
-    def tree(step):
-        return TensorDict({str(i): torch.full((1 << 15,), float(step)) for i in range(10)})
-
-    def values(tree):
-        return {float(value) for leaf in tree.values() for value in (leaf.min(), leaf.max())}
-
-    start = time.perf_counter()
-    CheckpointManager(folder).save(0, tree(0))
-    span = time.perf_counter() - start
-    left, last, seen = 0, 0, 0
-    for kill in range(kills):
-        child = os.fork()
-        if not child:
-            try:
-                manager = CheckpointManager(folder, keep_last=2, async_save=kill % 3 == 0, fsync=kill % 2 == 0)
-                step = manager.latest()
-                while True:
-                    step += 1
-                    # Every third save replaces a step.
-                    manager.save(step - (step % 3 == 0), tree(step), metadata={"step": step}, overwrite=True)
-            finally:
-                os._exit(1)
-        time.sleep(random.uniform(0, 4 * span))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        left += sum(name.startswith(".tdfunc-") for name in os.listdir(folder))
-        manager = CheckpointManager(folder)
-        latest = manager.latest()
-        assert latest >= last, (latest, last)
-        seen += latest > last
-        last = latest
-        for step in manager.steps():
-            found = values(manager.load(step))
-            assert found <= {step, step + 1} and len(found) == 1, (step, found)
-            assert manager.metadata(step) == {"step": found.pop()} or step == 0
-        assert not any(name.startswith(".tdfunc-") for name in os.listdir(folder))
-    print(json.dumps({"kills": kills, "left": left, "new": seen, "steps": last}))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kills", [24, 400])
-def test_kills(kills, tmp_path):
-    """A killed save leaves no torn step, loses none, and what it left goes with the next manager."""
-    result = json.loads(ended(run(KILLS, tmp_path / "run", kills)))
-
-    assert result["new"] > 1
-    assert result["left"] > 0
-
-
 # -- several processes ------------------------------------------------------------------------------------------
-
-
-# One interpreter that forks both, so that they start at the same time.
-WRITERS = """
-    import json, os, sys
-    import torch
-    from tdfunc import CheckpointManager, TensorDict
-
-    folder, steps = sys.argv[1], int(sys.argv[2])
-    torch.set_num_threads(1)
-    start, go = os.pipe()
-    children, results = [], []
-    for value in (1.0, 2.0):
-        out, into = os.pipe()
-        child = os.fork()
-        if not child:
-            manager, won = CheckpointManager(folder, fsync=False), []
-            os.read(start, 1)
-            for step in range(steps):
-                try:
-                    manager.save(step, TensorDict({str(i): torch.full((9999,), value) for i in range(5)}))
-                    won.append(step)
-                except FileExistsError as err:
-                    assert f"step {step} exists" in str(err)
-            os.write(into, json.dumps(won).encode())
-            os._exit(0)
-        os.close(into)
-        results.append(out)
-    os.write(go, b"..")
-    print(json.dumps([json.loads(b"".join(iter(lambda: os.read(out, 9999), b""))) for out in results]))
-"""
 
 
 def test_two_threads_that_save_the_same_steps(tmp_path):
@@ -226,52 +90,6 @@ def test_two_threads_that_save_the_same_steps(tmp_path):
     assert sorted(won[1.0] + won[2.0]) == list(range(40))
     assert [value_of(manager.load(step)) for step in range(40)] == [1 if s in won[1.0] else 2 for s in range(40)]
     assert len(os.listdir(tmp_path)) == 40
-
-
-@pytest.mark.slow
-def test_two_writers(tmp_path):
-    """Of two processes that save the same step, one gets FileExistsError, and the other's is there."""
-    won = json.loads(ended(run(WRITERS, tmp_path, 40)))
-
-    assert sorted(won[0] + won[1]) == list(range(40))
-    manager = CheckpointManager(tmp_path)
-    assert [value_of(manager.load(step)) for step in range(40)] == [1 if step in won[0] else 2 for step in range(40)]
-    assert len(os.listdir(tmp_path)) == 40
-
-
-@pytest.mark.slow
-def test_a_reader_during_writes_and_removals(tmp_path):
-    """A reader beside a writer sees whole steps only."""
-    code = """
-        import sys
-        import torch
-        from tdfunc import CheckpointManager, TensorDict
-
-        manager, step = CheckpointManager(sys.argv[1], keep_last=1, fsync=False), 0
-        while True:
-            tree = TensorDict({str(i): torch.full((9999,), float(step)) for i in range(5)})
-            manager.save(step, tree, metadata={"step": step}, overwrite=step % 3 == 0)
-            manager.save(step, tree, metadata={"step": step}, overwrite=True)
-            if step == 3:
-                print("ready", flush=True)
-            step += 1
-    """
-    writer = run(code, tmp_path)
-    assert writer.stdout.readline() == "ready\n"
-    reader, seen = CheckpointManager(tmp_path), []
-    end = time.monotonic() + 60
-    while len(set(seen)) < 10 and time.monotonic() < end:
-        seen.append(value_of(reader.load()))
-        assert reader.metadata()["step"] >= seen[-1]
-        for step in reader.steps():
-            with suppress(FileNotFoundError):
-                assert value_of(reader.load(step)) == step
-    assert writer.poll() is None
-    writer.kill()
-    writer.communicate()
-
-    assert seen == sorted(seen)
-    assert len(set(seen)) == 10
 
 
 def test_a_step_that_is_read_is_not_removed(tmp_path):

@@ -25,8 +25,6 @@ from tdfunc import (
 )
 from tdfunc.core.memory import mapped_file
 from tdfunc.parallel.parcel import is_in_file
-from tdfunc.storage.disk import mapped
-from tdfunc.storage.safetensors.stream import memmap_stream
 from tests.incumbent import Incumbent, IncumbentNonTensor, tensordict
 from tests.storage.trees import KEYS, assert_same, of_dtype, retie, same_bytes, tied_trees, trees, values_of
 from tests.storage.trees import small_tree as flat
@@ -611,61 +609,6 @@ def test_a_started_worker_maps_the_same_file(tmp_path):
     assert queue.get() == (True, True, True)
     worker.join()
     assert tree["a"].tolist() == [7, 0, 0]
-
-
-# -- how many files a process may map ---------------------------------------------------------------------------
-
-
-@pytest.fixture
-def few_mappings(monkeypatch, tmp_path):
-    """A system with a limit of 100,000 mappings, 99,998 of which are there, that is asked for every tree."""
-    (tmp_path / "limit").write_text("100000\n")
-    (tmp_path / "maps").write_text("a mapping\n" * 99_998)
-    monkeypatch.setattr(mapped, "_LIMIT", str(tmp_path / "limit"))
-    monkeypatch.setattr(mapped, "_MAPS", str(tmp_path / "maps"))
-    monkeypatch.setattr(mapped, "_MANY", 1)
-
-
-def many(count):
-    """A tree of so many leaves."""
-    return TensorDict({str(i): torch.ones(2) for i in range(count)})
-
-
-@pytest.mark.parametrize("call", ["memmap", "memmap_like", "memmap_"])
-@pytest.mark.parametrize("prefix", ["folder", None])
-def test_more_leaves_than_mappings_are_refused_first(call, prefix, few_mappings, tmp_path):
-    """A write of 70,000 leaves would fail when most of them were written."""
-    path = None if prefix is None else tmp_path / prefix
-    with pytest.raises(OSError, match=rf"{call}: each leaf(.|\n)*at most 2 leaves(.|\n)*got: +3 leaves"):
-        getattr(many(3), call)(path)
-    assert not (tmp_path / "folder").exists()
-    assert getattr(many(2), call)(path).is_memmap()
-
-
-def test_more_leaves_than_mappings_are_not_loaded(few_mappings, monkeypatch, tmp_path):
-    """A load of 70,000 leaves would fail after as many mappings as there may be."""
-    monkeypatch.setattr(mapped, "_MANY", 1000)
-    many(3).memmap(tmp_path / "folder")
-    monkeypatch.setattr(mapped, "_MANY", 1)
-
-    with pytest.raises(OSError, match=r"load_memmap: each leaf(.|\n)*at most 2 leaves(.|\n)*got: +3 leaves"):
-        TensorDict.load_memmap(tmp_path / "folder")
-    assert TensorDict.load_memmap(tmp_path / "folder", "meta")["2"].is_meta
-
-
-def test_a_stream_maps_nothing(few_mappings, tmp_path):
-    """A conversion of more leaves than a process may map would fail, though nobody looks at the mappings."""
-    memmap_stream(many(3).to("meta"), lambda leaf: [torch.ones(leaf.shape)], tmp_path / "folder")
-
-    assert len(list((tmp_path / "folder").glob("*.memmap"))) == 3
-
-
-def test_systems_without_a_limit(monkeypatch, tmp_path):
-    """Where the system does not say how many mappings there may be, every tree would be refused."""
-    monkeypatch.setattr(mapped, "_LIMIT", str(tmp_path / "none"))
-    monkeypatch.setattr(mapped, "_MANY", 1)
-
-    assert many(3).memmap(tmp_path / "folder").is_memmap()
 
 
 @pytest.mark.parametrize("move", [torch.Tensor.share_memory_, ForkingPickler.dumps])

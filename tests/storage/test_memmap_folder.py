@@ -1,8 +1,6 @@
 """Memmap folders that are damaged, hostile or half written: an error, never a wrong tree or a changed file."""
 
-import itertools
 import json
-import multiprocessing
 import os
 import shutil
 import socket
@@ -113,9 +111,9 @@ def _socket(path):
 @pytest.mark.parametrize(
     ("make", "got"),
     [
-        (lambda path: path.mkdir(), "a folder"),
-        (_fifo, "a pipe"),
-        (_socket, "a socket or pipe"),
+        (lambda path: path.mkdir(), "must be a regular file"),
+        (_fifo, "must be a regular file"),
+        (_socket, "must be a regular file"),
         (lambda path: path.symlink_to("/dev/zero"), "out of the folder"),
         (lambda path: path.symlink_to("nothing"), "leads to no file"),
         (lambda path: path.symlink_to(path), "leads to no file"),
@@ -637,34 +635,6 @@ def test_readers_and_writers_at_once(tmp_path):
     assert os.listdir(tmp_path) == ["d"]
 
 
-def _write_forever(folder, attempt):
-    for i in itertools.count(1000 * attempt + 1):
-        TensorDict({str(k): torch.full((1 << 16,), float(i)) for k in range(30)}).memmap(folder)
-
-
-@pytest.mark.slow
-def test_killed_writes_are_never_seen(tmp_path):
-    """A killed write would leave leaves of two trees, or none."""
-    folder = tmp_path / "d"
-    TensorDict({str(i): torch.zeros(1 << 16) for i in range(30)}).memmap(folder)
-    # Forked, since an import takes longer than many writes; the tests run torch on one thread.
-    context = multiprocessing.get_context("fork")
-    seen = set()
-    for attempt in range(40):
-        child = context.Process(target=_write_forever, args=(folder, attempt))
-        child.start()
-        time.sleep(0.003 * attempt)
-        child.kill()
-        child.join()
-        values = {float(x) for leaf in TensorDict.load_memmap(folder).leaves() for x in (leaf.min(), leaf.max())}
-        assert len(values) == 1
-        seen |= values
-
-    assert len(seen) > 2
-    TensorDict({"a": torch.zeros(1)}).memmap(folder)
-    assert os.listdir(tmp_path) == ["d"]
-
-
 # -- the same file in another process ---------------------------------------------------------------------------
 
 
@@ -679,8 +649,6 @@ def test_map_again(tmp_path):
 
     assert torch.equal(again, view)
     assert tree["a"][1, 0] == 100
-    with pytest.raises(ValueError, match="(?s)does not fit torch.int64.*multiple of 8.*got:      33"):
-        map_again(file._replace(offset=33), view.dtype, view.shape, view.stride())
     with pytest.raises(CorruptCheckpointError, match="(?s)cut short.*expected: 9999 bytes.*got:      96 bytes"):
         map_again(file._replace(size_bytes=9999), view.dtype, view.shape, view.stride())
     TensorDict({"a": torch.zeros(12)}).memmap(tmp_path / "d")

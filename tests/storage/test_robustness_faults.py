@@ -58,12 +58,12 @@ def test_a_few_kills(kind, tmp_path):
 
 
 @pytest.mark.slow
-def test_dozens_of_kills(kind, tmp_path):
-    """A rare moment in which a kill does harm would be missed by a few."""
-    counts = kill_saves(kind, 40, tmp_path)
+def test_many_kills(kind, tmp_path):
+    """The same of as many kills as are needed to meet rare moments."""
+    counts = kill_saves(kind, 100, tmp_path)
 
     assert parts(counts, NO_LOSS) == NO_LOSS
-    assert counts["during a save"] > 30
+    assert counts["during a save"] > 75
 
 
 def test_files_that_may_not_grow(kind, tmp_path):

@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -383,45 +381,3 @@ def test_two_writers(folder):
 
     assert len({float(leaf[0]) for leaf in load(folder).values()}) == 1
     assert listed(folder) == (["model.safetensors"], [])
-
-
-KILLS = """
-import os, signal, time
-import torch, tdfunc
-
-folder, kills = {folder!r}, 60
-torch.set_num_threads(1)
-trees = [tdfunc.TensorDict({{str(i): torch.full((1000,), float(v)) for i in range(200)}}) for v in range(3)]
-tdfunc.save(trees[0], folder, max_shard_size=40_000)
-start = time.perf_counter()
-tdfunc.save(trees[0], folder, max_shard_size=40_000)
-took = time.perf_counter() - start
-seen = set()
-for i in range(kills):
-    child = os.fork()
-    if not child:
-        while True:
-            for tree in trees[1:]:
-                tdfunc.save(tree, folder, max_shard_size=40_000)
-                tdfunc.save(tree, folder + "/model.safetensors")
-    time.sleep(took * 4 * i / kills)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    values = {{float(leaf[0]) for leaf in tdfunc.load(folder).values()}}
-    assert len(values) == 1, values
-    seen |= values
-tdfunc.save(trees[0], folder, max_shard_size=40_000)
-assert len(os.listdir(folder)) == 21, os.listdir(folder)
-print("done", len(seen))
-"""
-
-
-@pytest.mark.slow
-def test_kills(tmp_path):
-    """A save that is killed would lose the old checkpoint, mix it with the new one, or leave files for ever."""
-    code = KILLS.format(folder=str(tmp_path / "m"))
-
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
-
-    assert done.stdout.startswith("done"), done.stderr
-    assert int(done.stdout.split()[1]) > 1

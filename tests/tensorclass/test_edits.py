@@ -24,7 +24,6 @@ from tests.tensorclass.classes import Foo, Inner, foo
         (lambda t: setattr(t, "colour", 1), r"no field 'colour'.\n.*\['x', 'note', 'inner', 'extra'\]"),
         (lambda t: setattr(t, "batch_size", [2]), r"with_batch_size\(value\)"),
         (lambda t: setattr(t, "names", ["a"]), r"with_names\(value\)"),
-        (lambda t: delattr(t, "x"), r"new = old.replace\(x=None\)"),
         (lambda t: delattr(t, "device"), r"del \.device"),
         (lambda t: t.__setitem__(0, t[1]), r"td.at\[index\].set\(value\)"),
         (lambda t: t.update({"x": 1}, inplace=True), r"td = td.update\(other\)"),

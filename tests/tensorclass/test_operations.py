@@ -174,7 +174,10 @@ def test_shadowed_names_of_lazy_stacks():
     assert LazyStack.dense(outer).trees.shape == (2, 2, 2)
     assert LazyStack.pad(outer).stack_dim.shape == (2, 2, 2)
     grid = torch.stack([made, made])
-    assert LazyStack.dense(tdf.lazy_stack([grid, grid]) + outer).nested.tolist() == [[[2.0] * 2] * 2, [[3.0] * 2] * 2]
+    assert LazyStack.dense(tdf.lazy_stack([grid, grid]) + LazyStack.dense(outer)).nested.tolist() == [
+        [[2.0] * 2] * 2,
+        [[3.0] * 2] * 2,
+    ]
 
 
 def test_common_names_of_fields():

@@ -104,26 +104,22 @@ def _live_leaves(td: TensorCollection) -> set[int]:
 
 
 def _digests(leaves: Sequence[Tensor]) -> list[str]:
-    sizes = [leaf.numel() * leaf.element_size() for leaf in leaves]
     # When the interpreter ends, no threads can be started.
     threads = min(_MAX_THREADS, os.cpu_count() or 1) if main_thread().is_alive() else 1
-    # Small leaves keep the interpreter busy, so that threads would only be in each other's way.
-    large = [leaf for leaf, size in zip(leaves, sizes, strict=True) if size > _SMALL_BYTES]
-    if threads == 1 or sum(sizes) < _THREADS_FROM_BYTES or len(large) < 2:
+    if threads == 1 or sum([leaf.nbytes for leaf in leaves]) < _THREADS_FROM_BYTES:
         return [_digest(leaf) for leaf in leaves]
+    digests = [""] * len(leaves)
     with ThreadPoolExecutor(threads) as pool:
-        done = pool.map(lambda group: [_digest(leaf) for leaf in group], [large[i::threads] for i in range(threads)])
-        small = [None if size > _SMALL_BYTES else _digest(leaf) for leaf, size in zip(leaves, sizes, strict=True)]
-        groups = list(done)
-    rest = iter([groups[i % threads][i // threads] for i in range(len(large))])
-    return [digest if digest is not None else next(rest) for digest in small]
+        groups = [leaves[i::threads] for i in range(threads)]
+        for i, found in enumerate(pool.map(lambda group: [_digest(leaf) for leaf in group], groups)):
+            digests[i::threads] = found
+    return digests
 
 
 def _digest(leaf: Tensor) -> str:
-    size_bytes = leaf.numel() * leaf.element_size()
-    if size_bytes <= _SMALL_BYTES and leaf.is_contiguous() and not leaf.is_conj() and not leaf.is_neg():
+    if leaf.nbytes <= _SMALL_BYTES and leaf.is_contiguous() and not leaf.is_conj() and not leaf.is_neg():
         # A copy of so little costs less than describing its memory to Python.
-        return xxhash.xxh3_64_hexdigest(ctypes.string_at(leaf.data_ptr(), size_bytes))
+        return xxhash.xxh3_64_hexdigest(ctypes.string_at(leaf.data_ptr(), leaf.nbytes))
     state = xxhash.xxh3_64()
     with torch.no_grad():
         for piece in pieces(leaf):

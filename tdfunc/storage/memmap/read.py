@@ -23,7 +23,7 @@ from tdfunc.core.memory import MapMode
 from tdfunc.core.types import Device, Path, Ties
 from tdfunc.ops import storage_writes
 from tdfunc.storage.disk.commit import Descriptor, recover
-from tdfunc.storage.disk.mapped import check_maps, map_descriptor, open_inside
+from tdfunc.storage.disk.mapped import map_descriptor, open_inside
 from tdfunc.storage.disk.raw import outside_transforms
 from tdfunc.storage.disk.remote import local_folder
 from tdfunc.storage.memmap.layout import (
@@ -131,10 +131,7 @@ def read_tree(
         leaf = map_leaf(root, file, where, mode)
         return leaf if target is None else move_leaf(leaf, target, non_blocking=non_blocking)
 
-    if target is None and not is_fake(place):
-        check_maps(len(reader.files), "load_memmap")
-    leaves = map_each(one, reader.files, threads)
-    return reader.build(leaves, place)
+    return reader.build(map_each(one, reader.files, threads), place)
 
 
 def map_each(fn: Callable[[In], Out], items: Sequence[In], threads: int) -> list[Out]:

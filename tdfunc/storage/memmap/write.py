@@ -23,7 +23,6 @@ from tdfunc.core.keys import dotted
 from tdfunc.core.memory import MappedFile, mapped_file
 from tdfunc.core.types import Path
 from tdfunc.storage.disk.commit import Descriptor
-from tdfunc.storage.disk.mapped import check_maps
 from tdfunc.storage.disk.raw import outside_transforms, write_all
 from tdfunc.storage.disk.remote import local_folder
 from tdfunc.storage.memmap.folder_owned import replace_owned as replace_folder
@@ -210,7 +209,6 @@ def _commit(
     sync: bool,
 ) -> TensorCollection:
     """Write a folder, map it for writing, and put it in its place."""
-    check_maps(len(plan.files), call)
 
     def write(folder: str) -> TensorCollection:
         with outside_transforms():

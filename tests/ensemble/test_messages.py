@@ -1,0 +1,110 @@
+"""Errors of ensembles: each call, its class, and the parts of its message."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tdfunc import (
+    BatchSizeError,
+    Ensemble,
+    LeafMismatchError,
+    TensorDict,
+    TieError,
+    TreeStructureError,
+    UnsupportedError,
+    from_module,
+    functional,
+    init_ensemble,
+    stack_modules,
+    unstack,
+)
+from tests.ensemble.models import Attention, ensemble_of, make_mlp
+from tests.helpers import TiedLM
+
+LAYER, X = nn.Linear(4, 2), torch.ones(5, 3, 4)
+APPLY, PARAMS, _ = functional(LAYER)
+TREE = stack_modules([nn.Linear(4, 2) for _ in range(3)])
+
+
+def make_each(*makers):
+    """A function that builds another module at each call."""
+    left = iter(makers)
+    return lambda: next(left)()
+
+
+def untied():
+    """A TiedLM whose head has weights of its own."""
+    model = TiedLM()
+    model.out.weight = nn.Parameter(torch.randn(7, 4))
+    return model
+
+
+def drawn(dtype):
+    """A module of one parameter."""
+    model = nn.Module()
+    model.w = nn.Parameter(torch.randn(3, dtype=dtype))
+    return model
+
+
+def draw_inside():
+    """A layer that is initialised by an operation which takes no generator."""
+    layer = nn.Linear(3, 2)
+    with torch.no_grad():
+        layer.bias.copy_(F.scaled_dot_product_attention(*torch.ones(3, 1, 2, 2), dropout_p=0.5)[0, 0])
+    return layer
+
+
+def run(modules, how, **options):
+    """Call an ensemble of modules in training mode."""
+    ensemble, tree = ensemble_of([module.train() for module in modules], how)
+    return ensemble(tree, torch.ones(5, 3), **options)
+
+
+MESSAGES = [
+    # Stacking.
+    (lambda: stack_modules([]), ValueError, "there must be a module", "at least one", "[]"),
+    (lambda: stack_modules(LAYER), TypeError, "modules must be a list", "Linear", "init_ensemble"),
+    (lambda: stack_modules([TensorDict({}, [])]), TypeError, "torch.nn.Module", "TensorDict"),
+    (lambda: stack_modules([nn.Sequential(nn.LazyLinear(2)) for _ in range(2)]), UnsupportedError,
+     "stack_modules: '0.weight' of LazyLinear", "example input"),
+    (lambda: unstack(from_module(LAYER)), BatchSizeError, "unstack", "[E, ...]", "[]"),
+    (lambda: init_ensemble(nn.ReLU, 0), ValueError, "n >= 1", "0"),
+    (lambda: init_ensemble(lambda: LAYER, 3), ValueError, "members 0 and 1 are equal", "differ", "make() must build"),
+    (lambda: init_ensemble(lambda: nn.LayerNorm(3), 3), ValueError, "members 0 and 1 are equal"),
+    (lambda: init_ensemble(make_each(make_mlp, nn.ReLU), 2), TreeStructureError, "init_ensemble: member 1", "'class'"),
+    (lambda: init_ensemble(make_each(lambda: nn.Linear(3, 2), lambda: nn.Linear(3, 3)), 2), TreeStructureError,
+     "member 1", "'out_features' of the root", "2", "3"),
+    (lambda: init_ensemble(make_each(lambda: drawn(torch.float32), lambda: drawn(torch.float64)), 2),
+     LeafMismatchError, "'w' of member 1", "float32", "float64"),
+    (lambda: init_ensemble(make_each(lambda: drawn(torch.float32), lambda: drawn(torch.float32).to("meta")), 2),
+     LeafMismatchError, "'w' of member 1", "cpu", "meta"),
+    (lambda: init_ensemble(make_each(TiedLM, untied), 2), TieError,
+     "member 1", "emb.weight", "out.weight", "none"),
+    (lambda: init_ensemble(draw_inside, 2), UnsupportedError, "default generator", "torch.nn.init", "stack_modules"),
+    # Making an ensemble.
+    (lambda: Ensemble(APPLY, "vmapp"), ValueError, "loop | vmap", "'vmapp'"),
+    (lambda: Ensemble(LAYER), TypeError, "Apply", "Linear", "functional(model)"),
+    # Calling it.
+    (lambda: Ensemble(APPLY)(PARAMS, X), BatchSizeError, "batch size [E]", "batch size []", "stack_modules"),
+    (lambda: Ensemble(APPLY)({"weight": 1}, X), BatchSizeError, "batch size [E]", "dict", "stack_modules"),
+    (lambda: Ensemble(APPLY)(TREE[:0], X), BatchSizeError, "E > 0", "batch size [0]"),
+    (lambda: Ensemble(APPLY)(TREE, X, in_dims=(0, 0)), ValueError, "1 entries", "(0, 0)"),
+    (lambda: Ensemble(APPLY)(TREE, X, in_dims={"x": 0}), ValueError, "a tuple of them", "'x'"),
+    (lambda: Ensemble(APPLY)(TREE, X, in_dims=0), ValueError, "dimension 0", "3 members there", "(5, 3, 4)"),
+    (lambda: Ensemble(APPLY)(TREE, X, in_dims=7), ValueError, "dimension 7", "3 members there", "(5, 3, 4)"),
+    (lambda: run([make_mlp(0.5)], "auto"), UnsupportedError, "no rng was given", "rng=seed", "rng=None", "apply.eval"),
+    (lambda: run([Attention(), Attention()], "vmap", rng=0), UnsupportedError,
+     "past its member's generator", "default generator", 'how="loop"'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("i", range(len(MESSAGES)))
+def test_errors_say_what_must_hold(i):
+    """Each mistake raises the class that a caller would catch, with its parts in order."""
+    call, error, *parts = MESSAGES[i]
+
+    with pytest.raises(error, match="(?s)" + ".*".join(map(re.escape, parts))):
+        call()

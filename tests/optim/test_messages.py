@@ -1,0 +1,109 @@
+"""Errors of optimizers: each call, its class, and the parts of its message."""
+
+import math
+import re
+
+import pytest
+import torch
+
+from tdfunc import (
+    BatchSizeError,
+    FilterError,
+    LeafMismatchError,
+    TensorDict,
+    TreeStructureError,
+    UnsupportedError,
+    lazy_stack,
+)
+from tdfunc._jit import jit
+from tdfunc.optim import adam, adamw, chain, check_finite, clip_by_global_norm, clip_by_member_norm, masked, sgd
+
+RATES = torch.tensor([1.0, 2.0, 3.0])
+ROWS = lazy_stack([TensorDict({"w": torch.zeros(3)}) for _ in range(3)])
+NAN = float("nan")
+
+
+def make_tree(members=3):
+    """Return a tree of ones with two leaves."""
+    return TensorDict({"a": {"w": torch.ones(members, 2, 2)}, "b": torch.ones(members, 4)}, [members])
+
+
+def step(params=None, grads=None, state=None, opt=None, **options):
+    """Do one Adam step with the given trees, and fitting ones for the rest."""
+    opt = adam() if opt is None else opt
+    params = make_tree() if params is None else params
+    grads = make_tree() if grads is None else grads
+    return opt.update(params, grads, opt.init(make_tree()) if state is None else state, **options)
+
+
+def schedule(value, params, wrap=lambda f: f):
+    """Do one step with a schedule that gives a value."""
+    opt = adam(lr=lambda step: value)
+    return wrap(opt.update)(params, params + 1, opt.init(params))
+
+
+BAD = make_tree().set(("a", "w"), torch.full((3, 2, 2), NAN))
+SPARSE = make_tree().apply(lambda x: x.to_sparse())
+ONE = TensorDict({"w": torch.zeros(3)})
+MESSAGES = [
+    # Hyperparameters.
+    (lambda: adam(lr=-1.0), ValueError, "adam: lr", "0.0 <= lr", "-1.0"),
+    (lambda: adam(lr=NAN), ValueError, "lr", "nan"),
+    (lambda: adam(lr=math.inf), ValueError, "lr", "inf"),
+    (lambda: adam(lr=[0.1, 0.2]), TypeError, "list"),
+    (lambda: adam(betas=(0.9, 1.0)), ValueError, "beta2", "< 1.0", "1.0"),
+    (lambda: adamw(weight_decay=torch.tensor([0.1, -0.1])), ValueError, "adamw: weight_decay", "-0.1"),
+    (lambda: sgd(momentum=-0.1), ValueError, "momentum", "-0.1"),
+    (lambda: sgd(nesterov=True), ValueError, "nesterov", "momentum = 0.0"),
+    (lambda: sgd(nesterov=True, momentum=0.9, dampening=0.1), ValueError, "dampening = 0.1"),
+    (lambda: clip_by_global_norm(-1.0), ValueError, "max_norm", "-1.0"),
+    (lambda: clip_by_member_norm(NAN), ValueError, "max_norm", "nan"),
+    (lambda: clip_by_member_norm(-math.inf), ValueError, "max_norm", "-inf"),
+    (lambda: adam(lr=torch.ones(2)).init(make_tree()), BatchSizeError, "lr", "[3]", "[2]"),
+    (lambda: adam(lr=torch.ones(2)).init(ONE), LeafMismatchError, "lr", "'w'", "[2]", "[3]"),
+    (lambda: adam(lr=torch.ones(3, 1)).init(ONE), BatchSizeError, "[members]", "[3, 1]"),
+    # Schedules.
+    (lambda: schedule(RATES, TensorDict({"w": torch.zeros(3, 3)}, [3]), torch.vmap), BatchSizeError,
+     "the schedule of lr", "one number", "[3]", "give the tensor itself"),
+    (lambda: schedule(RATES, ONE), BatchSizeError, "the schedule of lr", "one number", "[3]", "with_batch_size"),
+    (lambda: schedule(torch.ones(1), make_tree(2), jit), BatchSizeError, "the schedule of lr", "shape [2]", "[1]"),
+    (lambda: schedule(torch.ones(2, 2), make_tree(2)), BatchSizeError, "the schedule of lr", "shape [2]", "[2, 2]"),
+    (lambda: schedule(None, ONE), TypeError, "NoneType"),
+    # Leaves, gradients and state.
+    (lambda: adam().init({"w": RATES}), TypeError, "TensorDict", "dict"),
+    (lambda: masked(sgd(), "a*").init({"a": RATES}), TypeError, "masked: params must be a tree", "dict"),
+    (lambda: adam().init(make_tree().set("n", RATES.long())), LeafMismatchError, "'n'", "torch.int64", "split"),
+    (lambda: step(make_tree().set(("a", "n"), RATES > 0)), LeafMismatchError, "'a.n'", "torch.bool"),
+    (lambda: step(grads=make_tree().delete("b")), TreeStructureError, "gradient", "['a', 'b']", "['a']", "partition"),
+    (lambda: step(grads=make_tree().set(("a", "c"), RATES)), TreeStructureError, "under 'a'", "['w']", "['c', 'w']"),
+    (lambda: step(grads={"b": RATES}), TreeStructureError, "the gradient must be a tree", "TensorDict", "dict"),
+    (lambda: step(grads=make_tree().set("b", torch.ones(3, 5))), LeafMismatchError, "'b'", "[3, 4]", "[3, 5]"),
+    (lambda: step(grads=make_tree().double()), LeafMismatchError, "'a.w'", "float32", "float64"),
+    (lambda: step(grads=SPARSE), LeafMismatchError, "'a.w'", "torch.strided", "torch.sparse_coo", "to_dense"),
+    (lambda: step(state=sgd().init(make_tree())), TreeStructureError, "exp_avg", "['step']", "opt.init"),
+    (lambda: step(state=adam().init(make_tree(2))), BatchSizeError, "[3]", "[2]"),
+    (lambda: step(state=adam().init(make_tree()).set(("exp_avg", "b"), torch.zeros(3, 1))), LeafMismatchError,
+     "exp_avg of 'b'", "[3, 4]", "[3, 1]"),
+    (lambda: step(active=torch.ones(2) > 0), BatchSizeError, "active", "[3]", "[2]"),
+    # Members that are rows of a lazy stack.
+    (lambda: adam().init(ROWS), UnsupportedError, "adam.init", "stacked along the batch", "a lazy stack"),
+    (lambda: sgd().init(TensorDict({"rows": ROWS}, [3])), UnsupportedError, "stacked along the batch", "dense()"),
+    (lambda: clip_by_member_norm(1.0)(ROWS), UnsupportedError, "clip_by_member_norm", "a lazy stack"),
+    # Optimizers made of others.
+    (lambda: chain(), TypeError, "last member must be an optimizer", "nothing"),
+    (lambda: chain(clip_by_global_norm(1.0)), TypeError, "last member must be an optimizer", "GradientMap"),
+    (lambda: chain(sgd(), adam()), TypeError, "Optimizer, Optimizer", "masked()"),
+    (lambda: masked(sgd(), "heads.*").init(make_tree()), FilterError, "'heads.*'"),
+    (lambda: check_finite()(BAD), FloatingPointError, "'a.w'", "12 nan, 0 inf of 12"),
+    (lambda: torch.vmap(check_finite())(make_tree()), UnsupportedError, "check_finite"),
+    (lambda: jit(check_finite())(make_tree()), UnsupportedError, "check_finite"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("i", range(len(MESSAGES)))
+def test_errors_name_the_leaf_and_both_values(i):
+    """Each mistake raises the class that a caller would catch, with its parts in order."""
+    call, error, *parts = MESSAGES[i]
+
+    with pytest.raises(error, match="(?s)" + ".*".join(map(re.escape, parts))):
+        call()
