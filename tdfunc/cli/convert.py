@@ -151,7 +151,7 @@ def _check_place(path: str, format: str, force: bool) -> None:
         )
     # Beside an index a model.safetensors would not be found.
     own = (INDEX,) if os.path.basename(path) == SINGLE else ()
-    names = [path, *own] if is_file else [INDEX, SINGLE, META]
+    names = [os.path.basename(path), *own] if is_file else [INDEX, SINGLE, META]
     taken = [place for place in (os.path.join(folder, name) for name in names) if os.path.lexists(place)]
     if taken and not force:
         raise error(FileExistsError, f"{taken[0]} exists.", expected="a new name", hint="--force replaces it.")
