@@ -122,9 +122,26 @@ def same_keys(a: TensorCollection, b: TensorCollection) -> bool:
 def gather(trees: Sequence[TensorCollection]) -> list[list[Tensor]] | None:
     """Return the leaves of each tree; None unless they are untied trees of plain tensors of one structure and order."""
     columns: list[list[Any]] = [[] for _ in trees]
+    if len(trees) == 1:
+        return columns if _extend_plain(trees[0], columns[0]) and columns[0] else None
     if not _gather(trees, columns):
         return None
     return columns if columns[0] and all([PLAIN.issuperset(map(type, column)) for column in columns]) else None
+
+
+def _extend_plain(tree: TensorCollection, leaves: list[Any]) -> bool:
+    if (tree._static is not None and tree._static.ties) or tree._is_lazy:
+        return False
+    values = tree._data.values()
+    if PLAIN.issuperset(map(type, values)):
+        leaves += values
+        return True
+    for node in values:
+        if type(node) in PLAIN:
+            leaves.append(node)
+        elif not isinstance(node, TensorCollection) or not _extend_plain(node, leaves):
+            return False
+    return True
 
 
 def _gather(nodes: Sequence[TensorCollection], columns: list[list[Any]]) -> bool:
@@ -236,11 +253,19 @@ def zip_trees(a: TensorCollection, b: TensorCollection, *, shared: bool = False,
             pairs += inner
         elif twin is pairs:
             continue
-        elif _kind(node) != _kind(twin):
+        elif _is_other_kind(node, twin):
             return Difference((*at, key), "kind", node, twin)
         else:
             pairs.append(((*at, key), node, twin))
     return pairs
+
+
+def _is_other_kind(a: Any, b: Any) -> bool:
+    return (
+        isinstance(a, TensorCollection)
+        or isinstance(b, TensorCollection)
+        or (isinstance(a, NonTensorBase) != isinstance(b, NonTensorBase))
+    )
 
 
 def _nodes(tree: TensorCollection) -> dict[str, Any]:
