@@ -45,8 +45,8 @@ from tdfunc.modules.extract import from_module as from_module
 from tdfunc.modules.extract import split as split
 from tdfunc.modules.functional import Apply as Apply
 from tdfunc.modules.functional import functional as functional
-from tdfunc.ops.collate import collate as collate
 from tdfunc.ops.compare import assert_close as assert_close
+from tdfunc.ops.interop import collate as collate
 from tdfunc.ops.join import cat as cat
 from tdfunc.ops.join import stack as stack
 from tdfunc.ops.rearrange import pad as pad
@@ -57,13 +57,13 @@ from tdfunc.parallel.pool import WorkerPool as WorkerPool
 from tdfunc.parallel.ray import RayExecutor as RayExecutor
 from tdfunc.storage.api import load as load
 from tdfunc.storage.api import save as save
-from tdfunc.storage.manager.async_save import AsyncSaver as AsyncSaver
+from tdfunc.storage.manager.background import AsyncSaver as AsyncSaver
 from tdfunc.storage.manager.background import PendingSave as PendingSave
 from tdfunc.storage.manager.manager import CheckpointManager as CheckpointManager
 from tdfunc.storage.rng import get_rng_state as get_rng_state
 from tdfunc.storage.rng import set_rng_state as set_rng_state
-from tdfunc.storage.safetensors.open import LazyTree as LazyTree
-from tdfunc.storage.safetensors.open import open as open
+from tdfunc.storage.safetensors.saved import SavedTree as SavedTree
+from tdfunc.storage.safetensors.saved import open as open
 
 __version__ = "0.1.0"
 

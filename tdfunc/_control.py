@@ -27,7 +27,6 @@ from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureE
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack
 from tdfunc.core.pytree import Context, _follow, flatten, rebuilt_size, unflatten
 from tdfunc.core.ties import Graft
-from tdfunc.core.vmapped import stacking
 
 # Any: operands and results are trees, tensors, and containers of these.
 Fn = Callable[..., Any]
@@ -307,10 +306,7 @@ def _stack_rows(what: str, rows: Sequence[Any], dim: int) -> Any:
         for leaves in zip(*flat, strict=True)
     ]
     stacked = stacked if first else []
-    if torch.compiler.is_dynamo_compiling():
-        return torch_pytree.tree_unflatten(stacked, spec)
-    with stacking(dim):
-        return torch_pytree.tree_unflatten(stacked, spec)
+    return torch_pytree.tree_unflatten(stacked, spec)
 
 
 # -- checks -----------------------------------------------------------------------------------------------------
@@ -527,9 +523,8 @@ def _unpack(code: Any, leaves: list[Tensor], known: list[Any]) -> Any:
         context = Context(keys, ties, order, Size(size), device, names, features, static, made)
         voted = rebuilt_size(cls, children, context)[0]
         if voted is not None:
-            ndim = len(size)
             # A stack of values keeps its length: dynamo cannot compare it.
-            children = tuple([c if isinstance(c, NonTensorStack) else _follow(c, ndim, voted) for c in children])
+            children = tuple([c if isinstance(c, NonTensorStack) else _follow(c, Size(size), voted) for c in children])
             context = context._replace(batch_size=voted)
         return unflatten(cls, context, children)
     if kind == "known":

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
-from tdfunc.core.collection import Slots, TensorCollection
+from tdfunc.core.collection import Slots, TensorCollection, check_one_shape
 from tdfunc.core.context import is_compiling
 from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.pytree import register
@@ -11,16 +11,15 @@ from tdfunc.core.shapes import as_names, as_size
 from tdfunc.core.types import NestedKey
 from tdfunc.modules.bind import ModuleMethods
 from tdfunc.ops.arithmetic import ArithmeticMethods
+from tdfunc.ops.autograd import MemoryMethods
 from tdfunc.ops.cast import CastMethods, as_device, to
 from tdfunc.ops.convert import is_plain, read_mapping, resize
 from tdfunc.ops.display.show import ShowMethods
 from tdfunc.ops.edit import EditMethods, update
-from tdfunc.ops.exchange import ExchangeMethods, FromMethods
-from tdfunc.ops.frames import FrameMethods, FromFrameMethods
 from tdfunc.ops.index import IndexMethods
+from tdfunc.ops.interop import FromMethods, InteropMethods
 from tdfunc.ops.make import MakeMethods
 from tdfunc.ops.maps import MapMethods
-from tdfunc.ops.memory import MemoryMethods
 from tdfunc.ops.pointwise import DtypeMethods, PointwiseMethods
 from tdfunc.ops.reading import ReadMethods
 from tdfunc.ops.rearrange import RearrangeMethods
@@ -35,7 +34,7 @@ from tdfunc.storage.memmap.methods import MemmapMethods
 class TreeMethods(
     IndexMethods, ShapeMethods, RearrangeMethods, ReadMethods, EditMethods, StructureMethods, MapMethods,
     PointwiseMethods, DtypeMethods, ArithmeticMethods, ReduceMethods, ExtremeMethods, CastMethods, MemoryMethods,
-    MakeMethods, ExchangeMethods, FrameMethods, ShowMethods, DispatchMethods, ModuleMethods, ParallelMethods,
+    MakeMethods, InteropMethods, ShowMethods, DispatchMethods, ModuleMethods, ParallelMethods,
     MemmapMethods,
 ):  # fmt: skip
     """All methods of a tree; what `TensorDict` and `TensorClass` share."""
@@ -45,7 +44,7 @@ class TreeMethods(
 
 
 @final
-class TensorDict(TreeMethods, FromMethods, FromFrameMethods):
+class TensorDict(TreeMethods, FromMethods):
     """An immutable tree of tensors under str keys, indexed along the batch dimensions that its leaves share.
 
     Dicts become nested trees with the same batch size; numbers become tensors expanded to it; other objects are
@@ -152,13 +151,7 @@ def _mapping(source: Any, entries: dict[str, Any]) -> Mapping[Any, Any]:
 def _copy(tree: TensorCollection, batch_size: Any, device: Any) -> TensorDict:
     """Return any tree as a `TensorDict` that shares its leaves, kinds and ties."""
     source: Any = tree
-    if source._each(lambda t: t) is not None:
-        raise UnsupportedError(
-            "TensorDict: the entries of a lazy stack have no one shape.",
-            expected="a mapping or tree",
-            got=type(tree).__name__,
-            hint="lazy.dense(), or lazy.pad() where the trees differ.",
-        )
+    check_one_shape(tree, "TensorDict")
     nodes = {key: source._get(key) for key in source._keys()}
     made = TensorDict._make(nodes, source._batch_size, source._device, source._names, source._static)
     if device is not None:

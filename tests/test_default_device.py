@@ -47,7 +47,6 @@ def test_lists_and_arrays_index(index, rows):
     ("call", "rows"),
     [
         (lambda t: t.flip(0), [2, 1, 0]),
-        (lambda t: t.roll(1, 0), [2, 0, 1]),
         (lambda t: t.repeat(2), [0, 1, 2, 0, 1, 2]),
         (lambda t: t.repeat_interleave(2, 0), [0, 0, 1, 1, 2, 2]),
         (lambda t: t.gather(0, torch.tensor([1, 1], device="cpu")), [1, 1]),

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-DEPENDENCIES = "import torch, numpy, optree, safetensors.torch, xxhash"
+DEPENDENCIES = "import torch, numpy, optree, xxhash"
 
 
 def run_fresh(code):

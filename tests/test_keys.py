@@ -61,7 +61,6 @@ TREE = TensorDict({"fc": {"weight": 1, "bias": 1}, "scale": 2.0, "a.b": 1})
         lambda t, k: t.at[k].add(1),
         lambda t, k: t.at[k].apply(torch.neg),
         lambda t, k: t.rename_key(k, "new"),
-        lambda t, k: t.get_at(k, 0),
         lambda t, k: t.untie(k),
         lambda t, k: t.kind(k),
         lambda t, k: t.set_(k, 1),

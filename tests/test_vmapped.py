@@ -1,10 +1,8 @@
-"""Values for each row under vmap: moved as the leaves are, repeated where they were made inside, or refused."""
+"""Values for each row under vmap: they come back with in_dims=0 and out_dims=0, and raise when read otherwise."""
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given
-from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
 import tdfunc as tdf
@@ -29,168 +27,78 @@ def assert_paired(tree):
     assert tree.batch_size == tree["n"].batch_size == tree["n", "m"].batch_size == tree["x"].shape
 
 
-DIMS = st.integers(-2, 1)
-
-
-@given(st.tuples(*[st.integers(1, 3)] * 3), DIMS, DIMS, st.sampled_from([None, 1, 2]))
-def test_words_move_with_leaves(size, taken, to, chunk):
-    """Words would stay where they were while the rows move: silently if sizes are equal."""
-    # A chunk of one row is no more than any other dimension of size 1.
-    assume(chunk is None or taken % 3 == to % 3 == 0 or 1 not in (*size[:2], chunk))
-    out = torch.vmap(lambda t: t * 1, taken, to, chunk_size=chunk)(grid(*size))
-
-    assert_paired(out)
-    assert torch.equal(out["x"], torch.vmap(lambda x: x, taken, to)(grid(*size)["x"]))
-
-
-@given(DIMS, DIMS, DIMS, DIMS)
-def test_words_move_through_two_levels(outer, back, inner, inner_back):
-    """Words would come back to the wrong one of two mapped dimensions."""
-    size = torch.Size((3, 3, 3))
-    inside = torch.vmap(lambda t: t * 1, inner, inner_back)
-
-    assert_paired(torch.vmap(inside, outer, back)(grid(*size)))
-
-
 @pytest.mark.parametrize("transform", [lambda fn: fn, tdf.jit, torch.func.functionalize])
-def test_words_move_in_other_transforms(transform):
-    """Words would stay where they were in a vmap that is traced, or inside another transform."""
-    assert_paired(transform(lambda t: torch.vmap(lambda row: row * 1, 0, 1)(t))(grid(3, 3)))
+@pytest.mark.parametrize("size", [(3,), (1,), (2, 3), (3, 2, 2)])
+@pytest.mark.parametrize("chunk", [None, 1])
+def test_values_come_back_to_their_rows(size, chunk, transform):
+    """With in_dims=0 and out_dims=0 each value is beside its row again."""
+    assert_paired(transform(lambda t: torch.vmap(lambda row: row * 1, chunk_size=chunk)(t))(grid(*size)))
 
 
-def test_words_of_lazy_stacks_move():
-    """Words inside the trees of a lazy stack would stay where they were."""
-    out = torch.vmap(lambda t: t * 1, 1, 0)(tdf.lazy_stack([grid(3, 3), grid(3, 3)], 2))
+def test_values_come_back_through_two_levels():
+    """Each of two vmaps with in_dims=0 and out_dims=0 gives the values back."""
+    assert_paired(torch.vmap(torch.vmap(lambda t: t * 1))(grid(3, 2)))
 
-    for tree in out.trees:
+
+def test_values_inside_vmap():
+    """One value for all rows reads inside; a value for each row raises when it is read, moved or stacked there."""
+    td = TensorDict({"a": torch.zeros(2, 3), "row": [["a", "b", "c"], ["d", "e", "f"]], "one": "x"}, [2, 3])
+
+    out = torch.vmap(lambda part: part.set("b", part["a"] + len(part["one"])))(td)
+    assert (out["row"], out["one"], out.batch_size) == (td["row"], "x", td.batch_size)
+    for touch in (
+        lambda p: p["row"] and p, lambda p: p[0], lambda p: p.reshape(3, 1), lambda p: torch.stack([p, p]),
+    ):  # fmt: skip
+        with pytest.raises(BatchSizeError, match=r"(.|\n)*\[2, 3\](.|\n)*in_dims=0 and out_dims=0 only: exclude"):
+            torch.vmap(touch)(td)
+
+
+NAMES = ["p", "q", "r"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.vmap(lambda t: t * 1, in_dims=1)(grid(2, 3)),
+        lambda: torch.vmap(lambda t: t * 1, out_dims=1)(grid(2, 3)),
+        lambda: torch.vmap(lambda t: t * 1, in_dims=1, out_dims=1)(grid(2, 3)),
+        # Equal sizes do not tell in_dims=0 and out_dims=0 from others.
+        lambda: torch.vmap(lambda t: t * 1, in_dims=0, out_dims=1)(grid(3, 3)),
+        lambda: torch.vmap(lambda t: t * 1, in_dims=1, out_dims=0)(grid(3, 3)),
+        lambda: torch.vmap(lambda x: TensorDict({"x": x, "s": NAMES}, [3]))(torch.ones(2, 3)),
+        lambda: tdf.scan(lambda c, row: (c, row.set("s", NAMES)), torch.ones(()), grid(2, 3).exclude("s", "n"))[1],
+        lambda: pytree.tree_map(lambda x: x[:, 0], grid(2, 3)),
+        lambda: pytree.tree_map(lambda x: x[None], grid(3)),
+    ],
+)
+def test_other_values_raise_when_they_are_read(make):
+    """Values whose place after the transform is not known are never read at a wrong one."""
+    out = make()
+
+    with pytest.raises(BatchSizeError, match="'s' holds one value for each element of another batch"):
+        out["s"]
+    assert out.exclude("s", "n")[0]["x"].shape == out["x"][0].shape
+
+
+def test_values_of_loops():
+    """`map` and `scan` along dimension 0 give the values back to their rows."""
+    assert_paired(tdf.map(lambda row: row * 1, grid(3, 2)))
+    assert_paired(tdf.scan(lambda carry, row: (carry, row * 1), torch.ones(()), grid(2, 3))[1])
+
+
+def test_values_in_lazy_stacks():
+    """Values inside the trees of a lazy stack come back to their rows."""
+    for tree in torch.vmap(lambda t: t * 1)(tdf.lazy_stack([grid(3, 2), grid(3, 2)], 2)).trees:
         assert_paired(tree)
 
 
-MADE = {
-    "stack": (lambda t: torch.stack([t.set("r", word) for word in ("p", "q")]), ["p", "q"]),
-    "set": (lambda t: TensorDict({"x": t["x"].expand(2)}, [2]).set("r", ["p", "q"]), ["p", "q"]),
-    "constant": (lambda t: TensorDict({"x": torch.ones(2), "r": ["p", "q"]}, [2]), ["p", "q"]),
-}
-
-
-@pytest.mark.parametrize("chunk", [None, 1, 3])
-@pytest.mark.parametrize("name", MADE)
-def test_words_made_inside(name, chunk, tmp_path):
-    """A tree with words made inside vmap could not be read, indexed, saved or written out."""
-    fn, words = MADE[name]
-    out = torch.vmap(fn, chunk_size=chunk)(TensorDict({"x": torch.arange(4.0)}, [4]))
-    tdf.save(out, tmp_path / "out.safetensors")
-
-    for tree in (out, tdf.load(tmp_path / "out.safetensors")):
-        assert tree["r"] == tree.to_dict()["r"] == [words] * 4
-        assert tree[0]["r"] == words
-        assert tree[:, 1]["r"] == ["q"] * 4
-
-
-@pytest.mark.parametrize(("place", "expected"), [(0, [["w", "w"]] * 4), (1, [["w"] * 4] * 2)])
-def test_stack_of_words_inside(place, expected):
-    """The stack of trees with one word could not be read outside of vmap."""
-    out = torch.vmap(lambda t: torch.stack([t, t * 2]), out_dims=place)(TensorDict({"x": torch.ones(4), "s": "w"}, [4]))
-
-    assert out["s"] == expected
-
-
-def test_words_made_inside_go_where_the_rows_go():
-    """Words made inside would be repeated along another dimension than the rows lie along."""
-    numbers = torch.arange(9.0).reshape(3, 3)
-    names = ["p", "q", "r"]
-
-    for place, expected in ((0, [names] * 3), (1, [[name] * 3 for name in names])):
-        out = torch.vmap(lambda x: TensorDict({"x": x, "s": names}, [3]), out_dims=place)(numbers)
-        assert out["s"] == expected
-    inner = torch.vmap(lambda x: TensorDict({"x": x * numbers[0], "s": names}, [3]), out_dims=1)
-    assert torch.vmap(inner, out_dims=1)(numbers)["s"] == [[[name] * 3] * 3 for name in names]
-
-
-def test_captured_words():
-    """The words of a tree that vmap did not map would be taken for values of its rows, or be lost."""
-    held = TensorDict({"x": torch.arange(3.0), "s": ["a", "b", "c"]}, [3])
-
-    assert torch.vmap(lambda x: held)(torch.ones(3))["s"] == [["a", "b", "c"]] * 3
-    assert torch.vmap(lambda x: held * x)(torch.ones(2))["s"] == [["a", "b", "c"]] * 2
-    out = torch.vmap(lambda row: torch.vmap(lambda x: row * x)(torch.ones(3)))(held)
-    assert out["s"] == [["a"] * 3, ["b"] * 3, ["c"] * 3]
-    assert (
-        torch.vmap(lambda row: torch.vmap(lambda x: row * x)(torch.ones(3)), out_dims=1)(held)["s"]
-        == [["a", "b", "c"]] * 3
-    )
-
-
-def test_words_beside_mapped_features():
-    """Words would be read beside features that vmap put where the rows were."""
-    tree = TensorDict({"x": torch.arange(9.0).reshape(3, 3), "s": ["a", "b", "c"]}, [3])
-
-    assert torch.vmap(lambda t: t * 2, 1, 1)(tree)["s"] == ["a", "b", "c"]
-    with pytest.raises(BatchSizeError, match=r"'s' holds(.|\n)*exclude\(\) it before vmap"):
-        torch.vmap(lambda t: t * 2, 1, 0)(tree)["s"]
-
-
-WORDS = [["a", "b"], ["c", "d"]]
-
-
-@pytest.mark.parametrize("taken", [0, 1])
-def test_refused_where_expanded_leaves_do_not_tell(taken):
-    """Words would be read at one of two places, by chance: a leaf that is the same everywhere does not say which."""
-    tree = TensorDict({"x": torch.ones(1).expand(2, 2), "s": WORDS}, [2, 2])
-    out = torch.vmap(lambda t: t, taken, 1)(tree)
-
-    with pytest.raises(BatchSizeError, match=r"'s' holds(.|\n)*shape \[2, 2\](.|\n)*clone\(\) expanded leaves"):
-        out["s"]
-    assert torch.vmap(lambda t: t, taken, 1)(tree.clone())["s"] is not None
-    same = TensorDict({"x": torch.ones(1).expand(2, 2), "s": [["a", "a"]] * 2}, [2, 2])
-    assert torch.vmap(lambda t: t, taken, 1)(same)["s"] == [["a", "a"]] * 2
-
-
-def test_refused_where_leaves_contradict():
-    """Words would follow one of two leaves whose different dimensions vmap took."""
-    tree = TensorDict({"x": torch.arange(4.0).reshape(2, 2), "y": torch.ones(2, 2), "s": WORDS}, [2, 2])
-    dims = tdf.in_dims(tree, {"x": 0, "y": 1})
-
-    with pytest.raises(BatchSizeError, match="'s' holds"):
-        torch.vmap(lambda t: t * 2, (dims,))(tree)["s"]
-
-
-def test_refused_to_stack_mapped_words():
-    """Words of a mapped row would be stacked with all others, as a value of the new batch."""
-    tree = TensorDict({"x": torch.ones(3), "s": ["a", "b", "c"]}, [3])
-    word = TensorDict({"x": torch.tensor(1.0), "s": "w"})
-
-    with pytest.raises(BatchSizeError, match=r"stack: non-tensor data(.|\n)*\[\](.|\n)*\[3\](.|\n)*exclude\(\) them"):
-        torch.vmap(lambda t: torch.stack([word, t]))(tree)
-
-
-def test_rows_of_loops():
-    """Words that every step of `map` or `scan` makes would be those of another batch in the result."""
-    tree = TensorDict({"x": torch.arange(9.0).reshape(3, 3)}, [3, 3])
-    names = ["p", "q", "r"]
-
-    assert tdf.map(lambda row: row.set("s", names), tree)["s"] == [names] * 3
-    for dim, expected in ((0, [names] * 3), (1, [[name] * 3 for name in names])):
-        out = tdf.scan(lambda carry, row: (carry, row.set("s", names)), torch.ones(()), tree, dim=dim)[1]
-        assert out["s"] == expected
-    assert_paired(tdf.map(lambda row: row * 1, grid(3, 3)))
-    assert_paired(tdf.scan(lambda carry, row: (carry, row * 1), torch.ones(()), grid(3, 3), dim=1)[1])
-
-
-def test_leaves_without_strides():
-    """A tree with words could not be rebuilt if a leaf has no sizes or no strides."""
-    sparse = torch.eye(2).to_sparse()
-    tree = TensorDict({"x": sparse, "s": ["a", "b"]}, [2])
-    assert pytree.tree_map(lambda x: x * 2, tree)["s"] == ["a", "b"]
-    with pytest.raises(BatchSizeError, match="'s' holds"):
-        pytree.tree_map(lambda x: x.to_dense()[None], tree)["s"]
-
-
-def test_words_that_no_vmap_moves_come_back():
-    """A change of leaves and the way back would lose words; half of the way would show words of other rows."""
-    tree = grid(3, 3)
+def test_values_come_back_after_half_of_the_way():
+    """A `tree_map` that takes the first dimension away hides the values, and one that gives it back shows them."""
+    tree = grid(3, 2)
     row = pytree.tree_map(lambda x: x[0], tree)
 
-    with pytest.raises(BatchSizeError, match=r"'s' holds(.|\n)*\[3\](.|\n)*\[3, 3\](.|\n)*tree_map"):
+    with pytest.raises(BatchSizeError, match=r"'s' holds(.|\n)*\[2\](.|\n)*\[3, 2\]"):
         row["s"]
-    assert pytree.tree_map(lambda x: x.expand(3, 3), row)["s"] == tree["s"]
+    assert pytree.tree_map(lambda x: x.expand(3, 2), row)["s"] == tree["s"]
+    sparse = TensorDict({"x": torch.eye(2).to_sparse(), "s": ["a", "b"]}, [2])
+    assert pytree.tree_map(lambda x: x * 2, sparse)["s"] == ["a", "b"]

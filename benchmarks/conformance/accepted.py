@@ -49,7 +49,7 @@ COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "xor")
 MADE = ("new_zeros", "new_ones", "new_full")
 REDUCTIONS = (
     "sum", "mean", "prod", "amax", "amin", "std", "var", "all", "any", "min", "max", "nansum", "nanmean", "logsumexp",
-    "quantile", "cummax", "cummin", "norm",
+    "quantile", "norm",
 )  # fmt: skip
 
 
@@ -125,16 +125,9 @@ OF_KINDS = (
     ),
     Accepted(ONE_SHAPE, has_lazy, only_ours_raises("a lazy stack has no one shape")),
     Accepted(
-        ONE_SHAPE,
-        has_lazy,
-        named("stack_tensors", "cat_tensors"),
-        only_ours_raises("dense() makes one tree of a lazy stack"),
-        rare=("program", 602, 3567),
-    ),
-    Accepted(
         REARRANGE,
         is_ragged,
-        named("swapaxes", "transpose", "torch.transpose"),
+        named("transpose", "torch.transpose"),
         is_swapped,
         rare=("program", 706, 3824),
     ),
@@ -227,13 +220,6 @@ OF_KINDS = (
         only_ours_raises("only support floating point", "could not infer output dtype"),
         rare=("program", 501, 5369),
     ),
-    Accepted(
-        SOME,
-        has_lazy,
-        named("stack_tensors", "cat_tensors"),
-        only_theirs_raises("different keys"),
-        rare=("program", 403, 1329),
-    ),
 )
 
 ACCEPTED = (
@@ -292,13 +278,14 @@ ACCEPTED = (
     ),
     Accepted(EMPTY, only_theirs_raises("at least one tensor", "call_on_nested=True", 'arguments: "dim"')),
     Accepted(CHECKED, named("index", "reshape", "view"), only_ours_raises(), torch_refuses),
-    Accepted(CHECKED, named("cat_tensors"), only_ours_raises("batch sizes differ"), rare=("case", 711, 21110)),
-    Accepted(CHECKED, named("narrow"), only_ours_raises("do not exist"), rare=("case", 201, 743)),
-    Accepted(CHECKED, named("rot90"), only_ours_raises("given twice"), rare=("case", 201, 929)),
     Accepted(
         WORDS,
         has_words,
-        named("narrow", "roll", "flip", "torch.flip", "torch.roll", "broadcast_to", "tensor_split", "repeat", "rot90"),
+        named(
+            "flip",
+            "torch.flip",
+            "repeat",
+        ),
         equal_without("words", "names"),
         rare=("case", 201, 5106),
     ),
@@ -317,31 +304,11 @@ ACCEPTED = (
     Accepted(
         WORDS, has_words, named("empty_recurse", *MADE), equal_without("words", "names"), rare=("case", 201, 3399)
     ),
-    Accepted(REARRANGE, named("atleast_3d"), differs_in("size", "shape", "names", "value")),
-    Accepted(REARRANGE, named("roll"), detail(lambda d: d[1] < 0), differs_in("value"), rare=("case", 201, 162)),
-    Accepted(
-        REARRANGE,
-        named("roll"),
-        detail(lambda d: d[1] < 0),
-        has_words,
-        differs_in("value", "class"),
-        rare=("case", 202, 7021),
-    ),
-    Accepted(
-        REARRANGE, named("tensor_split"), only_theirs_raises("non-negative", "split_sizes"), rare=("case", 201, 1542)
-    ),
-    Accepted(REARRANGE, named("tensor_split"), differs_in("size", "class"), rare=("case", 201, 1989)),
     Accepted(
         CHECKED, named("rename_key", "unflatten_keys"), only_ours_raises("leading dimensions"), rare=("case", 201, 5605)
     ),
     Accepted(CHECKED, named("split"), only_ours_raises("must add up"), rare=("program", 201, 522)),
     Accepted(NODE, named("get", "getitem", "pop", "items"), equal_without("names"), rare=("case", 201, 1113)),
-    Accepted(
-        NODE,
-        named("stack_tensors", "cat_tensors"),
-        only_theirs_raises("refine_names", "non-unique"),
-        rare=("kinds", 201, 3253),
-    ),
     Accepted(
         NAMES,
         named(
@@ -356,7 +323,7 @@ ACCEPTED = (
         ),
         equal_without("names"),
     ),
-    Accepted(NAMES, named("pad", "broadcast_to", "cummax", "cummin", "logsumexp", *MADE), equal_without("names")),
+    Accepted(NAMES, named("pad", "logsumexp", *MADE), equal_without("names")),
     Accepted(NAMES, named(*COMPARISONS), equal_without("names")),
     Accepted(NAMES, named(*REDUCTIONS), detail(lambda d: bool(d[1])), equal_without("names"), rare=("case", 201, 2765)),
     Accepted(NAMES, named("index"), takes_rows, equal_without("names")),
@@ -400,7 +367,10 @@ ACCEPTED = (
     Accepted(WORDS, has_words, only_ours_raises("has a value for each row"), rare=("case", 202, 8343)),
     Accepted(
         CAST,
-        named("stack", "cat", "stack_tensors", "cat_tensors"),
+        named(
+            "stack",
+            "cat",
+        ),
         only_ours_raises("torch."),
         rare=("case", 201, 1446),
     ),
@@ -410,15 +380,10 @@ ACCEPTED = (
         named(
             "cat",
             "flatten",
-            "roll",
-            "torch.roll",
             "torch.flip",
             "torch.flatten",
-            "rot90",
             "flip",
             "repeat_interleave",
-            "stack_tensors",
-            "cat_tensors",
         ),
         only_ours_raises("does not exist"),
     ),
@@ -460,7 +425,6 @@ ACCEPTED = (
         their_size(lambda size: 0 not in size),
         rare=("kinds", 202, 4883),
     ),
-    Accepted(REARRANGE, named("torch.roll"), detail(lambda d: d[0] < 0), differs_in("value"), rare=("case", 201, 5518)),
     Accepted(ROWS, named("at_number"), only_theirs_raises("indexed destination"), rare=("case", 201, 2197)),
     Accepted(WORDS, has_words, reads, equal_but_words, rare=("case", 201, 8446)),
     Accepted(
@@ -564,12 +528,4 @@ ACCEPTED = (
     Accepted(PAD, named("pad"), only_ours_raises("would be altered")),
     Accepted(ZERO, named("at_number"), has_no_elements, only_theirs_raises("tuple index"), rare=("program", 707, 2649)),
     Accepted(CHECKED, named("gather"), has_words, only_ours_raises("is empty"), rare=("kinds", 402, 9367)),
-    Accepted(
-        REARRANGE,
-        named("torch.roll"),
-        detail(lambda d: d[0] < 0),
-        has_words,
-        differs_in("value", "class"),
-        rare=("case", 402, 47693),
-    ),
 )

@@ -16,7 +16,18 @@ from tests.random_index import random_index
 
 def random_case(rng, given=None, kinds=False):
     """One random operation on a random tree, or on the given one."""
-    return MAKERS[rng.integers(len(MAKERS))](rng, given, kinds)
+    case = MAKERS[rng.integers(len(MAKERS))](rng, given, kinds)
+    # The seeds of rare differences count on the order of draws, so these keep their places in the tables below.
+    if case.name in LEFT_OUT:
+        raise UnfitError
+    return case
+
+
+# Methods of tensordict that tdfunc leaves out.
+LEFT_OUT = frozenset((
+    "narrow", "tensor_split", "roll", "torch.roll", "rot90", "movedim", "swapaxes", "broadcast_to", "atleast_2d",
+    "atleast_3d", "clear_device", "cummax", "cummin", "addcmul", "addcdiv", "cat_tensors", "stack_tensors",
+))  # fmt: skip
 
 
 def start(rng, given, kinds=False, **options):

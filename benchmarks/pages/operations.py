@@ -24,9 +24,19 @@ _QUANTIZED = "absent: torch has deprecated quantized dtypes"
 _STATE = "absent: no process-wide switches"
 _INTERNAL = "absent: not an operation, an internal of tensordict"
 _GATHERED = "`torch.stack(list(td.values()), dim)` or `torch.cat(...)`, in the order of the keys"
+_REARRANGE = "absent: `flip`, `permute`, `transpose`, `reshape`, `repeat`, `expand`, `split` and indexing do it"
+_ONE_LINE = "absent: one line of `set`, `get`, indexing, `apply` or arithmetic"
 
 # Names of TensorDict that are spelled otherwise here, or absent.
 METHODS = {
+    **dict.fromkeys(
+        ("roll", "rot90", "tile", "fliplr", "flipud", "movedim", "moveaxis", "swapaxes", "swapdims", "narrow",
+         "atleast_1d", "atleast_2d", "atleast_3d", "broadcast_to", "tensor_split"), _REARRANGE,
+    ),
+    **dict.fromkeys(("cat_tensors", "stack_tensors", "get_at", "setdefault", "new_tensor", "param_count"), _ONE_LINE),
+    "bytes": "`td.nbytes`", "cummax": "`td.apply(lambda x: x.cummax(0).values)`",
+    "cummin": "`td.apply(lambda x: x.cummin(0).values)`", "addcmul": _ONE_LINE, "addcdiv": _ONE_LINE,
+    "addcmul_": _ONE_LINE, "addcdiv_": _ONE_LINE,
     "all_gather": _DISTRIBUTED, "all_reduce": _DISTRIBUTED, "arecv": _DISTRIBUTED, "asend": _DISTRIBUTED,
     "broadcast": _DISTRIBUTED, "gather_and_stack": _DISTRIBUTED, "init_remote": _DISTRIBUTED,
     "from_remote_init": _DISTRIBUTED, "irecv": _DISTRIBUTED, "isend": _DISTRIBUTED, "recv": _DISTRIBUTED,
@@ -53,7 +63,7 @@ METHODS = {
     "requires_grad_": "`td = td.apply(lambda x: x.detach().requires_grad_())`",
     "detach_": "`td = td.detach()`", "pin_memory_": "`td = td.pin_memory()`", "record_stream":
     "`for x in td.leaves(): x.record_stream(stream)`",
-    "clear_device_": "`td = td.clear_device()`", "auto_device_": "`td = td.to(device)`",
+    "clear_device_": "`TensorDict(td, td.batch_size)`", "auto_device_": "`td = td.to(device)`",
     "auto_batch_size_": "`TensorDict.from_dict(td.to_dict(), auto_batch_size=True)`, or `td.with_batch_size(size)`",
     "filter_empty_": "`td = td.apply(lambda x: x, filter_empty=True)`",
     "filter_non_tensor_data": "`td.select(*td.paths())`", "non_tensor_items":
@@ -82,6 +92,8 @@ METHODS = {
     "from_dict_instance": "`TensorDict.from_dict(...)`",
     "from_list": "`tdfunc.lazy_stack(trees)`, or `torch.stack(trees)`",
     "from_tuple": "`TensorDict.from_any(tuple(values))`",
+    "from_struct_array": "absent: a dict of the fields of an array of records is a tree",
+    "to_struct_array": "absent: the frame of `to_pandas` makes records",
     "from_modules": "`tdfunc.stack_modules(modules)`", "from_pytree":
     "absent: a tree is a pytree itself, and nested dicts become trees",
     "to_pytree": "`td.to_dict()`; a tree is a pytree itself",
@@ -111,7 +123,7 @@ FUNCTIONS = {
     "dense_stack_tds": "`torch.stack(trees)`, or `lazy.dense()`", "maybe_dense_stack": METHODS["maybe_dense_stack"],
     "from_any": "`TensorDict.from_any(...)`", "from_dataclass": "`TensorDict.from_dataclass(...)`",
     "from_dict": "`TensorDict.from_dict(...)`", "from_namedtuple": "`TensorDict.from_namedtuple(...)`",
-    "from_struct_array": "`TensorDict.from_struct_array(...)`", "fromkeys": "`TensorDict.fromkeys(...)`",
+    "from_struct_array": METHODS["from_struct_array"], "fromkeys": "`TensorDict.fromkeys(...)`",
     "from_tuple": METHODS["from_tuple"], "from_pytree": METHODS["from_pytree"],
     "from_modules": METHODS["from_modules"], "from_pandas": "`TensorDict.from_pandas(...)`",
     "from_consolidated": METHODS["from_consolidated"], "from_csv": _FORMAT, "from_h5": _FORMAT, "from_json": _FORMAT,
@@ -144,8 +156,7 @@ LAZY = {
 # Names that a typed tree has, and not that a `TensorDict` has; the others are explained above.
 TYPED = {
     "extend": "`torch.cat([a, b])`", "from_dict": _TYPED.format("from_dict"), "from_any": _TYPED.format("from_any"),
-    "from_namedtuple": _TYPED.format("from_namedtuple"), "from_struct_array": _TYPED.format("from_struct_array"),
-    "fromkeys": _TYPED.format("fromkeys"),
+    "from_namedtuple": _TYPED.format("from_namedtuple"), "fromkeys": _TYPED.format("fromkeys"),
 }  # fmt: skip
 
 HEAD = """# Operations
@@ -212,15 +223,15 @@ _ONE_FORM = "one form: read `tolist()` or `to_dict()`, and convert its leaves"
 # Arguments that methods of the same name do not take here; `method.argument` goes before `argument`.
 ARGUMENTS = {
     "default": "both trees have the same keys: `a.select(*b.keys())` first, or `a.apply(fn, b, default=...)`",
-    "setdefault.default": _POSITION, "split_keys.default": "`strict=False` leaves out keys that do not exist",
+    "split_keys.default": "`strict=False` leaves out keys that do not exist",
     "out": _OUT, "lock": _NO_LOCK, "propagate_lock": _NO_LOCK, "ignore_lock": _NO_LOCK,
     "inplace": "a tree is never changed: `td = td.method(...)`",
     "call_on_nested": _PLAIN, "is_leaf": _PLAIN, "num_threads": "leaves are pinned one after another",
-    "key_transform": "`td.rename_key(old, new)` of the result", "reduce": "`td.cummax(dim)` works along a dimension",
+    "key_transform": "`td.rename_key(old, new)` of the result",
     "reproduce_struct": "each part has the nested trees of its keys",
     "canonical": "`td.contiguous()` is row by row in every leaf", "non_blocking": _BLOCKING,
-    "tensordict": _POSITION, "item": _POSITION, "input_dict_or_td": _POSITION, "axis0": _POSITION, "axis1": _POSITION,
-    "prefix": _POSITION, "size": _POSITION, "dims": _POSITION, "shape": _POSITION,
+    "tensordict": _POSITION, "item": _POSITION, "input_dict_or_td": _POSITION, 
+    "prefix": _POSITION, "size": _POSITION, 
     "auto_batch_size": "a frame has one dimension, its rows", "batch_dims": "a frame has one dimension, its rows",
     "batch_size": "`td.with_batch_size(size)` of the result",
     "clone": "`td.update(other.clone())`", "keys_to_update": "`td.update(other.select(*keys))`",
@@ -252,7 +263,7 @@ OPTIONS = {
     **dict.fromkeys(("add", "sub"), {"alpha"}),
     **dict.fromkeys(("dumps", "save"), {"num_threads", "return_early", "share_non_tensor", "existsok"}),
     **dict.fromkeys(
-        ("from_any", "from_dataclass", "from_namedtuple", "from_struct_array"),
+        ("from_any", "from_dataclass", "from_namedtuple"),
         {"auto_batch_size", "batch_dims", "batch_size", "device", "names"},
     ),
     "load": {"out", "num_threads", "mode"},

@@ -81,7 +81,7 @@ def main() -> None:
 
     target, corpus = sys.argv[1], Path(sys.argv[2])
     with atheris.instrument_imports(include=["tdfunc.storage", "tdfunc.core.nontensor", "tdfunc.core.shapes"]):
-        import tdfunc.storage.memmap  # noqa: F401
+        import tdfunc.storage.memmap.read  # noqa: F401
     from benchmarks.reliability import loads, targets
 
     root = Path(tempfile.mkdtemp(prefix="tdfunc-fuzz-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))

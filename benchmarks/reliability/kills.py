@@ -70,7 +70,7 @@ class AbstractKind:
 
 
 class OneFile(AbstractKind):
-    """One file, written without a name, as Linux can."""
+    """One file."""
 
     def save(self, value, *, fsync=True):
         save(self.trees[value], self.folder / "c.safetensors", fsync=fsync)
@@ -80,16 +80,6 @@ class OneFile(AbstractKind):
 
     def tidy(self):
         return os.listdir(self.folder) == ["c.safetensors"]
-
-
-class NamedFile(OneFile):
-    """One file, written under a temporary name, as on file systems that have no files without one."""
-
-    def __init__(self, folder):
-        from tdfunc.storage.disk import atomic
-
-        super().__init__(folder)
-        atomic._UNNAMED = 0
 
 
 class Shards(AbstractKind):
@@ -180,7 +170,6 @@ class AsyncManager(Manager):
 
 KINDS = {
     "one file": OneFile,
-    "one file, temporary name": NamedFile,
     "folder of shards": Shards,
     "shards and one file in turn": FileAndShards,
     "CheckpointManager": Manager,

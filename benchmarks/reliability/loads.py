@@ -27,8 +27,8 @@ from tdfunc import (
 )
 from tdfunc import open as open_file
 from tdfunc.core.collection import TensorCollection, iter_leaves
-from tdfunc.storage.safetensors.format import lay_out, render, seal
-from tdfunc.storage.tree.decode import Plan, parse_tree
+from tdfunc.storage.safetensors.header import lay_out, render, seal
+from tdfunc.storage.tree.decode import Description, parse_tree
 from tests.storage.trees import retie, same_bytes
 
 # The meta.json files of the memmap folder.
@@ -159,8 +159,8 @@ def check_tree(root: Path, raw: bytes) -> str:
     """Put text in the place of the description of a tree; the entries are what it implies, as far as it is one."""
     text = raw.decode("utf-8", "surrogateescape").encode("utf-8", "replace").decode()
     try:
-        plan = Plan(parse_tree(text), limit=100_000)
-        layout = lay_out(plan.names, plan.specs)
+        plan = Description(parse_tree(text))
+        layout = lay_out(plan.name_leaves(100_000), plan.specs)
         fits = layout.size_bytes < 1_000_000
         head = render(text, layout) if fits else None
     # Whatever is wrong with it: the load has to find it in a file without leaves.

@@ -1,4 +1,4 @@
-"""Trees of unequal shapes: what they must share, and making one tree of them, padded or of nested tensors."""
+"""Trees of unequal shapes: what they must share, and one tree of them, padded or of nested tensors."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -7,11 +7,12 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc.core.collection import PLAIN, Static, TensorCollection
+from tdfunc.core.collection import PLAIN, Static, TensorCollection, check_one_shape
 from tdfunc.core.context import is_compiling
-from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureError, UnsupportedError, error
+from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureError, error
 from tdfunc.core.keys import dotted, missing, unravel
 from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
+from tdfunc.core.shapes import stacked_size
 from tdfunc.core.types import NestedKey, Node, Path
 from tdfunc.ops.at import _keeps
 from tdfunc.ops.join import defined_twice
@@ -27,23 +28,33 @@ class Padding(NamedTuple):
     value: Callable[[Path], Any]
     left: bool
     masks: bool
+    # The only dimension of a leaf whose lengths may differ; None for all.
+    only: int | None
     # A tied leaf is padded once, so that it stays one. By identity, with the nodes, which keeps those alive.
     done: dict[tuple[int, ...] | Path, tuple[list[Node], Padded]]
 
 
-def common_size(sizes: Sequence[Size]) -> Size:
-    """Return the size that all share, -1 where they differ; of sizes of unequal length, their leading dimensions."""
-    return Size([each[0] if len(set(each)) == 1 else -1 for each in zip(*sizes, strict=False)])
-
-
-def stacked_size(size: Size, dim: int, count: int) -> Size:
-    """Return a batch size with the dimension of the stack in it."""
-    return size[:dim] + Size((count,)) + size[dim:]
-
-
-def without(items: Any, place: int) -> tuple[Any, ...]:
-    """Return a sequence without one item."""
-    return (*items[:place], *items[place + 1 :])
+def check_same_ndim(trees: Sequence[Any], call: str) -> None:
+    """Raise unless the trees have one class and one number of batch dimensions."""
+    for i, tree in enumerate(trees):
+        if not isinstance(tree, TensorCollection):
+            raise error(TypeError, f"{call}: all must be trees.", expected="trees", got=f"{type(tree).__name__} at {i}")
+    first = trees[0]
+    for i, tree in enumerate(trees):
+        if type(tree) is not type(first):
+            raise TreeStructureError(
+                f"{call}: trees 0 and {i} are of different classes.",
+                expected=type(first).__name__,
+                got=type(tree).__name__,
+                hint=defined_twice(type(first), type(tree)),
+            )
+        if len(tree._batch_size) != len(first._batch_size):
+            raise BatchSizeError(
+                f"{call}: trees 0 and {i} have different numbers of batch dimensions.",
+                expected=f"batch size {list(first._batch_size)}",
+                got=f"batch size {list(tree._batch_size)}",
+                hint="unsqueeze() says which one is new.",
+            )
 
 
 def check_alike(trees: Sequence[Any], at: Path) -> None:
@@ -111,35 +122,14 @@ def _check_leaves(leaves: Sequence[Tensor], call: str, at: Path) -> None:
             )
 
 
-def check_dense(trees: Sequence[Any], call: str, at: Path = ()) -> None:
-    """Raise unless trees can be stacked; the message names the first leaf that differs, and both shapes."""
-    for key, nodes in same_keys(trees, call, at):
-        path = (*at, key)
-        if isinstance(nodes[0], TensorCollection):
-            check_dense(nodes, call, path)
-            continue
-        if isinstance(nodes[0], Tensor):
-            _check_leaves(nodes, call, path)
-        if not isinstance(nodes[0], (Tensor, NonTensorBase)):
-            continue
-        for i, node in enumerate(nodes):
-            if node.shape != nodes[0].shape:
-                raise LeafMismatchError(
-                    f"{call}: leaf {dotted(path)!r} of trees 0 and {i} differs.",
-                    expected=f"shape {list(nodes[0].shape)}",
-                    got=f"shape {list(node.shape)}",
-                    hint="pad() makes them one tensor, nested() a nested tensor.",
-                )
-
-
 # -- padding ----------------------------------------------------------------------------------------------------
 
 
-def pad_trees(trees: Sequence[Any], dim: int, value: Any, side: str, masks: bool) -> Padded:
+def pad_trees(trees: Sequence[Any], dim: int, value: Any, side: str, masks: bool, *, only: int | None = None) -> Padded:
     """Return the stack of trees padded to the largest sizes, and its masks if they are asked for."""
     if side not in ("right", "left"):
-        raise error(ValueError, "pad: there are two sides.", expected="'right' or 'left'", got=repr(side))
-    padding = Padding(_values(trees, value), side == "left", masks, {})
+        raise error(ValueError, "pad: side must be 'right' or 'left'.", got=repr(side))
+    padding = Padding(_values(trees, value), side == "left", masks, only, {})
     return _pad([_dense_pair(tree, padding) for tree in trees], dim, (), padding)
 
 
@@ -157,7 +147,7 @@ def _values(trees: Sequence[Any], value: Any) -> Callable[[Path], Any]:
 
 def _dense_pair(tree: Any, padding: Padding) -> Padded:
     """Return a tree with no masks, or an inner stack padded."""
-    if not isinstance(tree, TensorCollection._lazy):
+    if not tree._is_lazy:
         return tree, None
     return _pad([_dense_pair(inner, padding) for inner in tree._trees], tree._dim, (), padding)
 
@@ -201,6 +191,17 @@ def _pad_leaves(pairs: Sequence[Padded], dim: int, ndim: int, at: Path, padding:
     _check_leaves(leaves, "pad", at)
     full = [max(sizes) for sizes in zip(*[leaf.shape for leaf in leaves], strict=True)]
     value = padding.value(at)
+    ragged = [i + 1 for i, length in enumerate(full) if any(leaf.shape[i] != length for leaf in leaves)]
+    if padding.only is not None:
+        place = padding.only % len(full) + 1 if -len(full) <= padding.only < len(full) else 0
+        if any([i != place for i in ragged]):
+            raise LeafMismatchError(
+                f"pad_sequence: leaf {dotted(at)!r} must differ in dimension {padding.only} only.",
+                got=f"shapes {[list(leaf.shape) for leaf in leaves]}",
+                hint="lazy_stack(trees).pad() pads all dimensions.",
+            )
+        # Also where the lengths happen to agree.
+        ragged = [place]
     if not _keeps(value, leaves[0].dtype):
         raise LeafMismatchError(
             f"pad: the value does not fit leaf {dotted(at)!r}.",
@@ -212,7 +213,6 @@ def _pad_leaves(pairs: Sequence[Padded], dim: int, ndim: int, at: Path, padding:
     if not padding.masks:
         return padded, None
     # The mask has the dimensions up to the last in which the lengths differ, and at least those of the batch.
-    ragged = [i + 1 for i, length in enumerate(full) if any(leaf.shape[i] != length for leaf in leaves)]
     n = max([ndim, *ragged, *[mask.dim() for _, mask in pairs if mask is not None]])
     masks = [_mask(leaf, mask, n) for leaf, mask in pairs]
     return padded, torch.stack([_grown(mask, full[:n], False, padding.left) for mask in masks], dim)
@@ -259,12 +259,7 @@ def nest_trees(trees: Sequence[Any], layout: torch.layout) -> Any:
 
 def _nest(trees: Sequence[Any], layout: torch.layout, offsets: dict[Any, Tensor], at: Path) -> Any:
     first = trees[0]
-    if isinstance(first, TensorCollection._lazy):
-        where = f" at {dotted(at)!r}" if at else ""
-        raise UnsupportedError(
-            f"nested: a nested tensor has one ragged level, and there is a lazy stack inside{where}.",
-            hint="pad() the inner ones: lazy_stack([inner.pad() for inner in lazy]).",
-        )
+    check_one_shape(first, "nested", f" at {dotted(at)!r}" if at else "")
     data: dict[str, Node] = {}
     for key, nodes in same_keys(trees, "nested", at):
         path = (*at, key)
@@ -299,26 +294,3 @@ def _nested_leaf(leaves: Sequence[Tensor], layout: torch.layout, offsets: dict[A
     return torch.nested.nested_tensor_from_jagged(
         torch.cat(list(leaves)), offsets[where], min_seqlen=low, max_seqlen=high
     )
-
-
-def check_same_ndim(trees: Sequence[Any], call: str) -> None:
-    """Raise unless the trees have one class and one number of batch dimensions."""
-    for i, tree in enumerate(trees):
-        if not isinstance(tree, TensorCollection):
-            raise error(TypeError, f"{call}: all must be trees.", expected="trees", got=f"{type(tree).__name__} at {i}")
-    first = trees[0]
-    for i, tree in enumerate(trees):
-        if type(tree) is not type(first):
-            raise TreeStructureError(
-                f"{call}: trees 0 and {i} are of different classes.",
-                expected=type(first).__name__,
-                got=type(tree).__name__,
-                hint=defined_twice(type(first), type(tree)),
-            )
-        if len(tree._batch_size) != len(first._batch_size):
-            raise BatchSizeError(
-                f"{call}: trees 0 and {i} have different numbers of batch dimensions.",
-                expected=f"batch size {list(first._batch_size)}",
-                got=f"batch size {list(tree._batch_size)}",
-                hint="unsqueeze() says which one is new.",
-            )

@@ -1,43 +1,109 @@
-"""Operations that move or join the trees of a lazy stack, reduce them, or would need one shape."""
+"""Indices and shape operations of a lazy stack: the part for its own dimension moves trees, the rest goes to each tree.
+
+docs/ragged.md lists what there is; everything else needs one tensor for each leaf, and raises.
+"""
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import product
 from math import prod
 from typing import Any
 
-import torch
 from torch import Size, Tensor
 
-from tdfunc._lazystack.pick import nest, pick, write
-from tdfunc._lazystack.ragged import check_alike, same_keys, without
-from tdfunc.core.collection import LeafOp, TensorCollection
-from tdfunc.core.errors import LeafMismatchError, TreeStructureError, error
-from tdfunc.core.keys import dotted, unravel
-from tdfunc.core.nontensor import NonTensorBase, NonTensorData, same_value
-from tdfunc.core.shapes import dim_index
-from tdfunc.core.types import Names, Node, Path
-from tdfunc.ops import index, join, make, shape
-from tdfunc.ops.reading import get
-from tdfunc.ops.reduce import reduced_size
-
-REDUCTIONS = frozenset(
-    ("sum", "mean", "prod", "amax", "amin", "std", "var", "nansum", "nanmean", "logsumexp", "norm", "quantile")
-)
+from tdfunc._lazystack.ragged import check_alike, same_keys
+from tdfunc.core.collection import LeafOp, TensorCollection, no_one_shape
+from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureError, error
+from tdfunc.ops import at, index, join, shape
 
 
-def one_shape(stack: Any, name: str) -> LeafMismatchError:
-    """Build the error of an operation for which the trees would have to be one tensor for each leaf."""
-    return LeafMismatchError(
-        f"{name}: a lazy stack has no one shape for each leaf.",
-        expected="an operation on each of its trees, or one that only moves them",
-        got=f"batch size {list(stack._batch_size)}, stacked along dimension {stack._dim}",
-        hint="write lazy.pad() first (lazy.dense() where the trees have one shape), or do it to each of .trees.",
-    )
+def _split_index(stack: Any, parts: Sequence[Any], call: str) -> tuple[Any, tuple[Any, ...], int]:
+    """Return the part of an index for the stack's own dimension, the parts for its trees, and the place of the rows."""
+    dim = stack._dim
+    named = sum([part is not None and not isinstance(part, bool) for part in parts])
+    parts = (*parts, *[slice(None)] * (len(stack._batch_size) - named))
+    place = [i for i, part in enumerate(parts) if part is not None and not isinstance(part, bool)][dim]
+    here = parts[place]
+    many = [i for i, part in enumerate(parts) if isinstance(part, bool) or (isinstance(part, Tensor) and part.dim())]
+    before = parts[:place]
+    if many:
+        # torch moves the rows of index tensors that stand apart to the front, and numbers them together.
+        alone = many == [place] or isinstance(here, int) or (isinstance(here, Tensor) and here.dim() == 0)
+        is_one_block = many == list(range(many[0], many[-1] + 1)) and not many[0] < place < many[-1]
+        if any([isinstance(part, bool) for part in parts]) or not (alone or (isinstance(here, slice) and is_one_block)):
+            raise no_one_shape(f"{call} with index tensors across the trees", stack)
+    rows = [part.dim() for part in before if isinstance(part, Tensor) and part.dim()]
+    kept = sum([part is None or isinstance(part, slice) for part in before])
+    rest = (*before, *parts[place + 1 :])
+    return here, rest, kept + max(rows, default=0)
 
 
-def _on_index(stack: Any, op: LeafOp, _: Sequence[Any]) -> Any:
-    return pick(stack, op.args[0])
+def _indexed(tree: Any, parts: tuple[Any, ...]) -> Any:
+    return tree if _is_whole(parts) else tree._index(parts)
+
+
+def _is_whole(parts: tuple[Any, ...]) -> bool:
+    return all([isinstance(part, slice) and part == slice(None) for part in parts])
+
+
+def pick(stack: Any, parts: Sequence[Any]) -> Any:
+    """Index a lazy stack."""
+    here, rest, dim = _split_index(stack, parts, "index")
+    trees = stack._trees
+    if isinstance(here, Tensor) and here.dim():
+        done = [_indexed(trees[number], rest) for number in here.flatten().tolist()]
+        return nest(stack, done, here.shape, dim)
+    if not isinstance(here, slice):
+        return _indexed(trees[int(here)], rest)
+    done = [_indexed(tree, rest) for tree in trees[here]]
+    return nest(stack, done, (len(done),), dim)
+
+
+def nest(stack: Any, trees: Sequence[Any], sizes: Sequence[int], dim: int) -> Any:
+    """Return trees in row-major order as a lazy stack (of lazy stacks), whose dimensions start at `dim`."""
+    if 0 in sizes:
+        raise error(IndexError, "index: a lazy stack must keep one tree at least.", got="an index of none")
+    if len(sizes) > 1:
+        step = prod(sizes[1:])
+        trees = [nest(stack, trees[i : i + step], sizes[1:], dim) for i in range(0, len(trees), step)]
+    return stack._of(trees, dim)
+
+
+def _on_write_rows(stack: Any, op: LeafOp, others: Sequence[Any]) -> Any:
+    """Write rows, given as a tree, into the trees that an index takes."""
+    (parts, call), (value,) = op.args, others
+    here, rest, dim = _split_index(stack, parts, f"at[...].{call}")
+    trees = stack._trees
+    numbers: list[Any] = list(range(len(trees)))
+    if isinstance(here, Tensor):
+        here = here.tolist()
+    if isinstance(here, int):
+        numbers, values = [here], [value]
+    else:
+        numbers = numbers[here] if isinstance(here, slice) else here
+        if any([isinstance(number, list) for number in numbers]):
+            raise no_one_shape(f"at[...].{call} with an index of several dimensions", stack)
+        if len(value._batch_size) <= dim or value._batch_size[dim] != len(numbers):
+            raise BatchSizeError(
+                f"at[...].{call}: the rows have another batch size.",
+                expected=f"{len(numbers)} at dimension {dim}",
+                got=f"batch size {list(value._batch_size)}",
+            )
+        values = index.unbind(value, dim)
+    for number, rows in zip(numbers, values, strict=True):
+        trees[number] = _written(trees[number], rest, rows, call)
+    return stack._of(trees, stack._dim)
+
+
+def _written(tree: Any, parts: tuple[Any, ...], rows: Any, call: str) -> Any:
+    if call != "set" or not _is_whole(parts) or rows._batch_size == tree._batch_size:
+        return at.write_rows(tree, parts, rows, call)
+    # A whole tree may give way to one of another length.
+    for key, (old, new) in same_keys([tree, rows], "at[...].set", ()):
+        if isinstance(old, Tensor) and old.dtype is not getattr(new, "dtype", None):
+            raise LeafMismatchError(f"at[...].set: the rows for {key!r} do not fit.", expected=str(old.dtype))
+    return rows
+
+
+# -- shapes -----------------------------------------------------------------------------------------------------
 
 
 def _on_stack(stack: Any, op: LeafOp, others: Sequence[Any]) -> Any:
@@ -49,33 +115,19 @@ def _on_cat(stack: Any, op: LeafOp, others: Sequence[Any]) -> Any:
     _check_joined(stack, others, "cat")
     dim, mine = op.args[0], stack._dim
     if dim == mine:
-        return stack._like([tree for part in (stack, *others) for tree in part._trees])
-    if any(len(other._data) != len(stack._data) for other in others):
-        raise LeafMismatchError(
-            "cat: the lazy stacks hold different numbers of trees.",
-            expected=f"{len(stack._data)} trees",
-            got=f"{[len(other._data) for other in others]}",
-        )
+        return stack._of([tree for part in (stack, *others) for tree in part._trees], mine)
     rows = zip(*[part._trees for part in (stack, *others)], strict=True)
-    return stack._like([join.cat(row, dim - (dim > mine)) for row in rows])
+    return stack._of([join.cat(row, dim - (dim > mine)) for row in rows], mine)
 
 
 def _check_joined(stack: Any, others: Sequence[Any], call: str) -> None:
     for other in others:
-        if type(other) is not type(stack) or other._dim != stack._dim:
-            got = f"a {type(other).__name__}"
-            got += f" along dimension {other._dim}" if isinstance(other, TensorCollection._lazy) else ""
+        if other._dim != stack._dim or len(other._batch_size) != len(stack._batch_size):
             raise TreeStructureError(
-                f"{call}: not lazy stacks of one kind.",
-                expected=f"a {type(stack).__name__} along dimension {stack._dim}",
-                got=got,
-                hint="lazy_stack(tree.unbind(dim), dim) makes one of a dense tree; permute() moves the dimension.",
-            )
-        if len(other._batch_size) != len(stack._batch_size):
-            raise LeafMismatchError(
-                f"{call}: the batch sizes have different numbers of dimensions.",
-                expected=str(list(stack._batch_size)),
-                got=str(list(other._batch_size)),
+                f"{call}: the trees of lazy stacks must lie along one dimension.",
+                expected=f"batch size {list(stack._batch_size)} along dimension {stack._dim}",
+                got=f"batch size {list(other._batch_size)} along dimension {other._dim}",
+                hint="permute() moves the dimension of a stack.",
             )
     check_alike([tree for part in (stack, *others) for tree in part._trees], ())
 
@@ -84,22 +136,20 @@ def _on_permute(stack: Any, op: LeafOp, _: Sequence[Any]) -> Any:
     order, dim, n = op.args[0], stack._dim, len(stack._batch_size)
     full = (*order, *range(len(order), n))
     inner = tuple([d - (d > dim) for d in full if d != dim])
-    return stack._like([shape.permute(tree, inner) for tree in stack._trees], full.index(dim))
+    return stack._of([shape.permute(tree, inner) for tree in stack._trees], full.index(dim))
 
 
 def _on_unsqueeze(stack: Any, op: LeafOp, _: Sequence[Any]) -> Any:
     new, dim = op.args[0], stack._dim
     before = new <= dim
-    trees = [shape.unsqueeze(tree, new if before else new - 1) for tree in stack._trees]
-    return stack._like(trees, dim + before)
+    return stack._of([shape.unsqueeze(tree, new - (not before)) for tree in stack._trees], dim + before)
 
 
 def _on_squeeze(stack: Any, op: LeafOp, _: Sequence[Any]) -> Any:
     gone, dim = op.args[0], stack._dim
     if gone == dim:
         return stack._trees[0]
-    before = gone < dim
-    return stack._like([shape.squeeze(tree, gone if before else gone - 1) for tree in stack._trees], dim - before)
+    return stack._of([shape.squeeze(tree, gone - (gone > dim)) for tree in stack._trees], dim - (gone < dim))
 
 
 def _on_expand(stack: Any, op: LeafOp, _: Sequence[Any]) -> Any:
@@ -107,201 +157,45 @@ def _on_expand(stack: Any, op: LeafOp, _: Sequence[Any]) -> Any:
     new, old = resize(stack._batch_size), stack._batch_size
     lead = len(new) - len(old)
     dim = stack._dim + lead
-    target = without(new, dim)
-
-    def grown(tree: Any) -> Any:
-        # A ragged dimension stays what it is in each tree.
-        sizes = [tree._batch_size[i - lead] if size < 0 else size for i, size in enumerate(target)]
-        return shape.expand(tree, tuple(sizes))
-
-    trees = [grown(tree) for tree in stack._trees]
-    return stack._like(trees * new[dim] if len(trees) == 1 else trees, dim)
+    target = (*new[:dim], *new[dim + 1 :])
+    # A ragged dimension stays what it is in each tree.
+    trees = [
+        shape.expand(tree, tuple([tree._batch_size[i - lead] if n < 0 else n for i, n in enumerate(target)]))
+        for tree in stack._trees
+    ]
+    return stack._of(trees * new[dim] if len(trees) == 1 else trees, dim)
 
 
 def _on_reshape(stack: Any, op: LeafOp, _: Sequence[Any]) -> Any:
-    """Reshape what leaves the trees whole: dimensions in front of them, or the one along which they lie."""
+    """Split the stack's dimension or merge it with those behind it, or reshape those of the trees on one side of it."""
     resize: Any = op.size
     old, dim, trees = stack._batch_size, stack._dim, stack._trees
     new = Size(resize(old))
-    n = len(old) - len(new) + len(op.args[0])
-    if dim >= n:
-        return stack._like([tree._shape(op) for tree in trees], dim + len(new) - len(old))
-    lead, tail = old[:dim], old[dim + 1 :]
-    middle = new[dim : len(new) - len(tail)]
-    keeps = new[:dim] == lead and len(new) >= dim + len(tail) and new[len(new) - len(tail) :] == tail
-    if keeps and middle and prod(middle) == len(trees) and min(middle) > 0:
-        return nest(stack, trees, tuple(middle), dim)
-    if all(isinstance(tree, TensorCollection._lazy) and tree._dim == dim for tree in trees):
-        inner = [each for tree in trees for each in tree._trees]
-        # The product of the sizes, also of a ragged one, which is what `flatten` asks for.
-        fits = len(new) > dim and new[:dim] == lead and new[dim + 1 :] == old[dim + 2 :]
-        if fits and new[dim] in (len(inner), old[dim] * old[dim + 1]):
-            return stack._of(inner, dim)
-    if -1 in old or 0 in old or not new:
-        raise one_shape(stack, op.name)
-    return _regroup(stack, new, op.args[1])
+    place = len(new) - len(old[dim:])
+    if place >= 0 and new[place:] == old[dim:]:
+        sizes = [(*new[:place], *tree._batch_size[dim:]) for tree in trees]
+        return stack._of([shape.reshape(t, size, op.args[1]) for t, size in zip(trees, sizes, strict=True)], place)
+    if new[: dim + 1] == old[: dim + 1]:
+        # `flatten` gives a ragged dimension the product of its sizes, one of which is -1.
+        size = tuple([max(n, -1) for n in (*new[:dim], *new[dim + 1 :])])
+        return stack._of([shape.reshape(tree, size, op.args[1]) for tree in trees], dim)
+    for merged in range(dim + 1, len(old) + 1):
+        tail = old[merged:]
+        end = len(new) - len(tail)
+        if dim < end and new[:dim] == old[:dim] and new[end:] == tail:
+            if new[dim:end] == (old[dim:merged].numel(),):
+                return nest(stack, trees, (len(trees),), dim)
+            if prod(new[dim:end]) == len(trees) and -1 not in new[dim:end]:
+                return nest(stack, trees, new[dim:end], dim)
+        is_nested = all([tree._is_lazy and tree._dim == dim for tree in trees])
+        if merged == len(old) or (old[merged] < 0 and not is_nested):
+            break
+        trees = [row for tree in trees for row in index.unbind(tree, dim)]
+    raise no_one_shape(op.name, stack)
 
 
-def _regroup(stack: Any, new: Size, method: str) -> Any:
-    """Reshape the rows along the stack's own dimension together with the dimensions that it merges with."""
-    old, dim = stack._batch_size, stack._dim
-    (start, stop), (begin, end) = _group(old, new, dim)
-    target = (*new[:begin], *new[end:])
-    rows: list[Any] = []
-    for at in product(*map(range, old[start:stop])):
-        inner = [number for i, number in enumerate(at, start) if i != dim]
-        row = stack._trees[at[dim - start]]
-        row = row._index((slice(None),) * start + tuple(inner)) if inner else row
-        rows.append(shape.reshape(row, target, method))
-    return nest(stack, rows, tuple(new[begin:end]), begin)
-
-
-def _group(old: Size, new: Size, dim: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the fewest old dimensions around one, and the new ones that hold the same elements."""
-    start = stop = begin = end = 0
-    while True:
-        before, after = old[stop], new[end]
-        stop, end = stop + 1, end + 1
-        while before != after:
-            if before < after:
-                before, stop = before * old[stop], stop + 1
-            else:
-                after, end = after * new[end], end + 1
-        # What is left on one side only has one element.
-        stop, end = (len(old) if end == len(new) else stop), (len(new) if stop == len(old) else end)
-        if dim < stop:
-            return (start, stop), (begin, end)
-        start, begin = stop, end
-
-
-def _on_gather(stack: Any, op: LeafOp, _: Sequence[Any]) -> Any:
-    along, rows = op.args
-    dim, size, trees = stack._dim, stack._batch_size, stack._trees
-    if dim >= rows.dim():
-        return stack._like([tree._shape(op) for tree in trees])
-    if any(0 <= size[i] < count for i, count in enumerate(rows.shape) if i != along):
-        raise error(
-            IndexError,
-            "gather: the index reaches further than the batch.",
-            expected=f"at most {list(size)}, but along dimension {along}",
-            got=f"shape {list(rows.shape)}",
-        )
-    if along != dim:
-        parts, inner = rows.unbind(dim), along - (along > dim)
-        done = [tree._shape(index.gather_op(inner, part)) for tree, part in zip(trees, parts, strict=False)]
-        return nest(stack, done, (len(done),), dim)
-    for number in rows.unique().tolist():
-        if not 0 <= number < len(trees):
-            raise error(
-                IndexError,
-                f"gather: {number} is out of range for batch dimension {dim}, along which the trees lie.",
-                expected=f"0 <= index < {len(trees)}",
-            )
-    grid = torch.meshgrid(*[torch.arange(count, device=rows.device) for count in rows.shape], indexing="ij")
-    return pick(stack, tuple([rows if i == dim else numbers for i, numbers in enumerate(grid)]))
-
-
-def reduce_dims(stack: Any, op: LeafOp) -> Any:
-    """Reduce batch dimensions of each tree."""
-    dims, keepdim = op.args
-    dim = stack._dim
-    if dim in dims or op.bind is None:
-        raise one_shape(stack, op.name)
-    inner = tuple([d - (d > dim) for d in dims])
-
-    def names(given: Names) -> Names:
-        return tuple([name for i, name in enumerate(given) if keepdim or i not in inner])
-
-    size = partial(reduced_size, dims=inner, keepdim=keepdim)
-    each = op._replace(leaf=op.bind(inner, keepdim), args=(inner, keepdim), size=size, names=names, plain=None)
-    gone = 0 if keepdim else sum(d < dim for d in inner)
-    return stack._like([tree._map(each) for tree in stack._trees], dim - gone)
-
-
-def run_along(stack: Any, op: LeafOp) -> Any:
-    """Apply an operation along a batch dimension of each tree, which keeps the shape."""
-    (along,) = op.args
-    dim = stack._dim
-    if along == dim or op.bind is None:
-        raise one_shape(stack, op.name)
-    inner = along - (along > dim)
-    each = op._replace(leaf=op.bind(inner), args=(inner,), plain=None)
-    return stack._like([tree._map(each) for tree in stack._trees])
-
-
-def reduce_all(stack: Any, op: LeafOp, at: Path) -> Any:
-    """Reduce each leaf to one value over all trees."""
-    size: Any = op.size
-    if size(Size((1,))):
-        raise one_shape(stack, f"{op.name}(keepdim=True)")
-    data: dict[str, Node] = {}
-    trees = _innermost(stack)
-    for key, nodes in same_keys(trees, op.name, at):
-        if isinstance(nodes[0], TensorCollection):
-            data[key] = reduce_all(stack._like(nodes), op, (*at, key))
-        elif isinstance(nodes[0], NonTensorBase):
-            data[key] = _shared_value(nodes, op.name, (*at, key))
-        else:
-            data[key] = op.leaf(torch.cat([_leaf_row(node) for node in nodes]))
-    return type(trees[0])._make(data, Size(()), stack._device)
-
-
-def _innermost(stack: Any) -> list[Any]:
-    """Return the trees of a stack, of stacks of stacks too, that hold leaves."""
-    if not isinstance(stack, TensorCollection._lazy):
-        return [stack]
-    return [tree for part in stack._trees for tree in _innermost(part)]
-
-
-def _shared_value(nodes: Sequence[Any], call: str, at: Path) -> NonTensorData:
-    first = nodes[0]
-    if all(isinstance(node, NonTensorData) and same_value(node.data, first.data) for node in nodes):
-        return NonTensorData(first.data)
-    raise LeafMismatchError(
-        f"{call}: {dotted(at)!r} has other values in other rows, which the reduction would merge.",
-        expected="one value for all",
-        got="several",
-        hint=f"leave it out first: lazy.exclude({at!r}).",
-    )
-
-
-def _leaf_row(leaf: Tensor) -> Tensor:
-    return leaf.reshape(-1)
-
-
-def _on_join_entries(stack: Any, op: LeafOp, _: Sequence[Any]) -> Any:
-    """Join entries of each tree along a dimension that is counted in the dense leaves."""
-    call, keys, out_key, dim, keep = op.args
-    counts = {dotted(path): _ndim(stack, path) for path in map(unravel, keys)}
-    ndim = next(iter(counts.values()), None)
-    # torch.cat passes over empty tensors of one dimension, which the rows of dense leaves of more may be.
-    if len(set(counts.values())) > 1 and None not in counts.values():
-        raise LeafMismatchError(
-            f"{call}: the entries have different numbers of dimensions.",
-            expected=f"{ndim} dimensions, as {next(iter(counts))!r}",
-            got=str(counts),
-        )
-    if ndim is not None:
-        dim = dim_index(dim, ndim + (call == "stack_tensors"), call)
-        if dim == stack._dim or (call == "stack_tensors" and dim < stack._dim):
-            raise one_shape(stack, call)
-        dim -= dim > stack._dim
-    return stack._like([make.join_entries(tree, call, keys, out_key, dim, keep) for tree in stack._trees])
-
-
-def _ndim(tree: Any, path: Path) -> int | None:
-    """Return the number of dimensions that an entry has in the dense tree, None if it has none."""
-    if isinstance(tree, TensorCollection._lazy):
-        inner = _ndim(tree._trees[0], path)
-        return None if inner is None else inner + 1
-    node = get(tree, path[:1])
-    if isinstance(node, TensorCollection):
-        return _ndim(node, path[1:]) if len(path) > 1 else len(node._batch_size)
-    return node.dim() if isinstance(node, Tensor) and len(path) == 1 else None
-
-
-HANDLERS: dict[str, Callable[[Any, LeafOp, Sequence[Any]], Any]] = {
-    "index": _on_index,
+HANDLERS: dict[str, Callable[[Any, LeafOp, Sequence[Any]], TensorCollection]] = {
+    "index": lambda stack, op, _: pick(stack, op.args[0]),
     "stack": _on_stack,
     "cat": _on_cat,
     "permute": _on_permute,
@@ -309,7 +203,5 @@ HANDLERS: dict[str, Callable[[Any, LeafOp, Sequence[Any]], Any]] = {
     "squeeze": _on_squeeze,
     "expand": _on_expand,
     "reshape": _on_reshape,
-    "gather": _on_gather,
-    "write_rows": write,
-    "join_entries": _on_join_entries,
+    "write_rows": _on_write_rows,
 }

@@ -1,6 +1,6 @@
-"""`LazyStack`: trees of possibly unequal shapes side by side, along a dimension that is never materialised.
+"""`LazyStack`: trees of unequal shapes side by side, along a dimension that is never made.
 
-The class answers the primitives of `TensorCollection` for its trees; what operations do to them is beside it.
+A small container, not a second `TensorDict`: docs/ragged.md is the list of what it can do.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,35 +12,22 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc._lazystack.mapped import check_mapped
-from tdfunc._lazystack.pick import pick
-from tdfunc._lazystack.ragged import (
-    check_alike,
-    check_dense,
-    check_same_ndim,
-    common_size,
-    nest_trees,
-    pad_trees,
-    stacked_size,
-    without,
-)
-from tdfunc._lazystack.shapes import HANDLERS, REDUCTIONS, one_shape, reduce_all, reduce_dims, run_along
-from tdfunc._lazystack.show import as_list, render
+from tdfunc._lazystack.ragged import check_alike, check_same_ndim, nest_trees, pad_trees
+from tdfunc._lazystack.shapes import HANDLERS, pick
 from tdfunc._tensordict import TreeMethods
-from tdfunc.core.collection import LeafOp, Static, TensorCollection, iter_leaves
-from tdfunc.core.context import in_functorch, is_compiling
-from tdfunc.core.errors import BatchSizeError, MissingKeyError, TreeStructureError, UnsupportedError, error
+from tdfunc.core.collection import LeafOp, Static, TensorCollection, no_one_shape
+from tdfunc.core.errors import BatchSizeError, error
 from tdfunc.core.keys import missing
 from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
-from tdfunc.core.pytree import _UNDECIDED, Context, register
-from tdfunc.core.shapes import as_names, as_size, dim_index, index_names, normalize_index
+from tdfunc.core.pytree import _UNDECIDED, register
+from tdfunc.core.shapes import as_names, as_size, common_size, dim_index, normalize_index, stacked_size
 from tdfunc.core.ties import lift, merge
-from tdfunc.core.types import Kind, Names, Node, Path, Ties
-from tdfunc.core.vmapped import layout_of
+from tdfunc.core.types import Kind, Names, NestedKey, Node, Ties
 from tdfunc.ops import index, join
-from tdfunc.ops.convert import accept, resize
-from tdfunc.ops.edit import replacements
-from tdfunc.ops.reading import has
+from tdfunc.ops.convert import accept
+from tdfunc.ops.display.text import printable, tree_repr
+from tdfunc.ops.edit import set_
+from tdfunc.ops.interop import list_of
 
 
 class LazyStack(TreeMethods):
@@ -49,14 +36,11 @@ class LazyStack(TreeMethods):
     Sizes that differ between the trees show as -1 in `batch_size`. The keys are those that all trees have; the others
     are in `trees`. A key reads as a tuple with the tensor of each tree, also when their shapes agree: the type of a
     result never depends on lengths. Non-tensor data read as a list with the value of each tree, sub-trees as a lazy
-    stack of them. `dense()`, `pad()` and `nested()` make one tree.
+    stack of them.
 
-    Indexing, edits, `apply`, arithmetic and moves work on each tree. A value that is set is a tuple or list with one
-    part for each tree, or a tensor or tree that is cut along `stack_dim`. What needs one shape (most reshapes,
-    reductions over the stack) raises and says so.
-
-    `torch.vmap` maps dimensions before `stack_dim`; others raise, because torch would map another dimension of the
-    leaves than the one that was asked for.
+    Edits, `apply`, arithmetic and moves work on each tree. A value that is set is a tuple or list with one part for
+    each tree, or a tensor or tree that is cut along `stack_dim`. Calls that need one tensor for each leaf raise: write
+    `dense()`, `pad()` or `nested()` first. `torch.vmap` takes dimensions before `stack_dim`.
 
     A stack of `TensorClass` values is an instance of their class, too.
 
@@ -69,29 +53,21 @@ class LazyStack(TreeMethods):
     """
 
     __slots__ = ()
+    _is_lazy = True
 
     def __new__(cls, trees: Sequence[TensorCollection], dim: int = 0) -> Any:
         """Return `lazy_stack(trees, dim)`; of typed trees, a stack of their class."""
         return lazy_stack(trees, dim)
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        if "_stacked" not in cls.__dict__:
-            raise UnsupportedError(
-                f"LazyStack is final, {cls.__name__} cannot subclass it.",
-                hint="write functions of a LazyStack; lazy_stack makes the classes for typed trees itself.",
-            )
-        super().__init_subclass__(**options)
-
     @classmethod
-    def _of(cls, trees: Sequence[Any], dim: int, name: str | None = None) -> Any:
-        """Stack without checks, in the class for these trees."""
+    def _of(cls, trees: Sequence[Any], dim: int) -> Any:
+        """Stack without checks, in the class for these trees; the names that all share are those of the stack."""
         first = trees[0]
         size = common_size([tree._batch_size for tree in trees])
-        lead = first._names if all([tree._names == first._names for tree in trees]) else None
-        names: Names | None = None
-        if lead is not None or name is not None:
-            lead = lead or (None,) * len(size)
-            names = as_names((*lead[:dim], name, *lead[dim:]), len(size) + 1)
+        names: Names | None = first._names
+        if names is not None:
+            same = all([tree._names == names for tree in trees])
+            names = (*names[:dim], None, *names[dim:]) if same else None
         device = first._device if all([tree._device == first._device for tree in trees]) else None
         ties = merge(*[lift(tree._ties, str(i)) for i, tree in enumerate(trees) if tree._ties])
         # Counted from the end, the place stays right when vmap takes dimensions in front of it away.
@@ -113,8 +89,8 @@ class LazyStack(TreeMethods):
             static = static._replace(own=-len(batch_size))
         return super()._make(data, batch_size, device, names, static)
 
-    def _like(self, trees: Sequence[Any], dim: int | None = None) -> Any:
-        return self._of(trees, self._dim if dim is None else dim, self._dim_name)
+    def _like(self, trees: Sequence[Any]) -> Any:
+        return self._of(trees, self._dim)
 
     if TYPE_CHECKING:
         # Rows along the stack's own dimension are trees.
@@ -126,10 +102,6 @@ class LazyStack(TreeMethods):
 
         def unbind(self, dim: int = 0) -> tuple[Any, ...]: ...
 
-        def argmax(self, dim: Any = None, keepdim: bool = False) -> Any: ...
-
-        def argmin(self, dim: Any = None, keepdim: bool = False) -> Any: ...
-
     # -- what it holds ------------------------------------------------------------------------------------------
 
     @property
@@ -138,16 +110,8 @@ class LazyStack(TreeMethods):
         return len(self._batch_size) + static.own
 
     @property
-    def _dim_name(self) -> str | None:
-        return self._names[self._dim] if self._names is not None else None
-
-    @property
     def _trees(self) -> list[Any]:
-        trees = list(self._data.values())
-        if self._names is None:
-            return trees
-        names = as_names(without(self._names, self._dim), len(self._names) - 1)
-        return [t if t._names == names else t._make(t._data, t._batch_size, t._device, names, t._static) for t in trees]
+        return list(self._data.values())
 
     @property
     def trees(self) -> tuple[Any, ...]:
@@ -177,9 +141,7 @@ class LazyStack(TreeMethods):
             torch.Size([2, 3])
         """
         trees = [LazyStack.dense(tree) if isinstance(tree, LazyStack) else tree for tree in self._trees]
-        check_dense(trees, "dense")
-        made = join.stack(trees, self._dim)
-        return made if self._names is None else made.with_names(self._names)
+        return join.stack(trees, self._dim)
 
     def pad(self, value: Any = 0, side: str = "right", return_mask: bool = False) -> Any:
         """Return one tree in which every leaf is padded to its largest sizes; gradients flow through it.
@@ -224,9 +186,9 @@ class LazyStack(TreeMethods):
 
         Raises:
             ValueError: There is no such layout, or the stack dimension is not the first.
-            LeafMismatchError: A leaf differs in more than its first dimension, and the layout is jagged.
+            LeafMismatchError: A leaf differs in more than its first dimension, and the layout is jagged; or the trees
+                are lazy stacks themselves.
             TreeStructureError: A key is not in all trees.
-            UnsupportedError: The trees are lazy stacks themselves.
 
         Examples:
             >>> tdf.lazy_stack([TensorDict({"x": torch.ones(n, 2)}, [n]) for n in (2, 4)]).nested()["x"].unbind()[
@@ -237,8 +199,7 @@ class LazyStack(TreeMethods):
         if self._dim:
             raise error(
                 ValueError,
-                "nested: the trees lie along another dimension.",
-                expected=0,
+                "nested: the trees must lie along dimension 0.",
                 got=f"stack_dim {self._dim}",
                 hint="permute() the batch dimensions first, which moves no data.",
             )
@@ -254,7 +215,7 @@ class LazyStack(TreeMethods):
             >>> tdf.lazy_stack([TensorDict({"n": torch.arange(n)}, [n]) for n in (1, 2)]).tolist(convert_tensors=True)
             [[{'n': 0}], [{'n': 0}, {'n': 1}]]
         """
-        return [as_list(row, convert_tensors) for row in self]
+        return [list_of(row, convert_tensors) for row in self]
 
     # -- metadata -----------------------------------------------------------------------------------------------
 
@@ -267,30 +228,41 @@ class LazyStack(TreeMethods):
         size, dim = as_size(batch_size), self._dim
         if len(size) <= dim or size[dim] != len(self._data):
             raise BatchSizeError(
-                "with_batch_size: the trees must stay.",
-                expected=f"{len(self._data)} at dimension {dim}",
+                f"with_batch_size: dimension {dim} must be the number of trees.",
+                expected=len(self._data),
                 got=str(list(size)),
             )
-        return self._like([tree.with_batch_size(without(size, dim)) for tree in self._trees])
+        return self._like([tree.with_batch_size((*size[:dim], *size[dim + 1 :])) for tree in self._trees])
 
     def with_names(self, names: Sequence[str | None] | None) -> Any:
-        """Return the stack with names for its batch dimensions, which its trees get too."""
-        given = as_names(names, len(self._batch_size))
-        if given is None:
-            return self._of([tree.with_names(None) for tree in self._trees], self._dim)
-        trees = [tree.with_names(without(given, self._dim)) for tree in self._trees]
-        return self._of(trees, self._dim, given[self._dim])
+        """Return the stack with names for the batch dimensions of its trees; its own dimension has none."""
+        given, dim = as_names(names, len(self._batch_size)), self._dim
+        if given is not None and given[dim] is not None:
+            raise error(
+                ValueError,
+                f"with_names: dimension {dim}, along which the trees lie, must have no name.",
+                got=repr(given[dim]),
+                hint="pad() or dense() first.",
+            )
+        return self._like(
+            [t.with_names(None if given is None else (*given[:dim], *given[dim + 1 :])) for t in self._trees]
+        )
 
     def replace(self, changes: Mapping[str, Any] | TensorCollection | None = None, /, **entries: Any) -> Any:
         """Return the stack with some entries of each tree replaced: values are cut as by `set`."""
-        return self._each(lambda tree, part: tree.replace(part), replacements(changes, entries))
+        new = self if changes is None else self._each(lambda tree, part: tree.replace(part), changes)
+        return new._each(lambda tree, part: tree.replace(part), entries) if entries else new
 
     def to_tensordict(self, **options: Any) -> Any:
         """Return a lazy stack of `TensorDict`s."""
         return self._each(lambda tree: tree.to_tensordict(**options))
 
     def __repr__(self) -> str:
-        return render(self)
+        rest = f",\n    stack_dim={self._dim}"
+        keys = [set(tree._keys()) for tree in self._data.values() if isinstance(tree, TensorCollection)]
+        for key in sorted(set[str]().union(*keys).difference(self._keys())):
+            rest += f",\n    {printable(key)}: in trees {[i for i, each in enumerate(keys) if key in each]}"
+        return f"{tree_repr(self)[:-1]}{rest})"
 
     def _show_heading(self) -> list[str]:
         return [f"stacked along dimension {self._dim}"]
@@ -305,32 +277,10 @@ class LazyStack(TreeMethods):
         shared = set(trees[0]._keys()).intersection(*[tree._keys() for tree in trees[1:]])
         return [key for key in trees[0]._keys() if key in shared]
 
-    def _some_keys(self) -> dict[str, list[int]]:
-        # Inside tree_map a child may be anything.
-        trees: list[Any] = [tree for tree in self._data.values() if isinstance(tree, TensorCollection)]
-        # What some trees of a stack inside have is in that stack.
-        sets = [{*tree._keys(), *tree._some_keys()} for tree in trees]
-        some = sorted(set().union(*sets).difference(self._keys()))
-        return {key: [i for i, keys in enumerate(sets) if key in keys] for key in some}
-
-    def _owner(self, path: Path) -> str | None:
-        number, rest = path[0], path[1:]
-        if not rest or number not in self._data or number in self._keys():
-            return None
-        # Only where there is something: a path that an edit begins is one of keys.
-        return number if has(self._data[number], rest) else None
-
     def _get(self, key: str) -> Node:
         trees = self._trees
-        having = [i for i, tree in enumerate(trees) if key in tree._keys()]
-        if len(having) < len(trees):
-            if not having:
-                raise missing((key,), self._keys(), node=self)
-            raise MissingKeyError(
-                f"get: the key {key!r} is not in all trees of the lazy stack.",
-                got=f"it is in trees {having}",
-                hint="read it from .trees, or set() it in the others.",
-            )
+        if key not in self._keys():
+            raise missing((key,), self._keys(), node=self)
         nodes = [tree._get(key) for tree in trees]
         if all([isinstance(node, TensorCollection) for node in nodes]) and len(set(map(type, nodes))) == 1:
             # Names are of one node: those of this one are not of the trees inside.
@@ -370,22 +320,14 @@ class LazyStack(TreeMethods):
     ) -> Any:
         mine = self._data
         data = mine if data is None else data
-        if not data.keys() <= mine.keys():
-            raise TreeStructureError(
-                "This cannot be done to a lazy stack, whose entries are in its trees.",
-                expected=f"the trees {list(mine)}",
-                got=f"{list(data)}",
-                hint="do it to each: lazy_stack([fn(tree) for tree in lazy.trees]).",
-            )
         # A tree of which nothing is left stays, as an empty one: the others keep their places.
         whole = [data[key] if key in data else mine[key]._replace({}, kinds={}, ties=()) for key in mine]
         if not all([isinstance(tree, TensorCollection) for tree in whole]):
             return self._make(dict(zip(mine, whole, strict=True)), self._batch_size, self._device, names, self._static)
-        # The names are the stack's: its trees may have been made before it was given them.
-        new = self._named(self._of(whole, self._dim), self._names)
+        new = self._like(whole)
         if batch_size is not None and batch_size != new._batch_size and self._cache is not _UNDECIDED:
             raise BatchSizeError(
-                "The batch size of a lazy stack is that of its trees.",
+                "The batch size of a lazy stack must be that of its trees.",
                 expected=str(list(new._batch_size)),
                 got=str(list(batch_size)),
                 hint="lazy.with_batch_size(...), or give the tree around it another batch size.",
@@ -407,33 +349,24 @@ class LazyStack(TreeMethods):
             items = cast("Sequence[Any]", value)
             if len(items) != count:
                 raise BatchSizeError(
-                    "A list or tuple of values for a lazy stack has one for each tree.",
+                    "A list or tuple of values for a lazy stack must have one for each tree.",
                     expected=f"{count} values",
                     got=f"{len(items)}",
                     hint="wrap one value for all as NonTensorData(value).",
                 )
             return list(items)
-        if isinstance(value, TensorCollection) and len(value._batch_size) <= self._dim:
-            value = self._grown(value)
         if isinstance(value, (TensorCollection, Tensor, np.ndarray, NonTensorStack)):
             return self._cut_along(value)
         return [value] * count
-
-    def _grown(self, value: TensorCollection) -> TensorCollection:
-        """Return a tree of too few batch dimensions with those of this one, as a dense tree would take it."""
-        lead = self._batch_size[: self._dim + 1]
-        return value if -1 in lead else resize(value, lead)
 
     def _cut_along(self, value: Any) -> list[Any]:
         dim, count = self._dim, len(self._data)
         if isinstance(value, LazyStack) and value._dim == dim and len(value._data) == count:
             return value._trees
-        if isinstance(value, Tensor) and value.is_nested and dim == 0 and value.size(0) == count:
-            return list(value.unbind())
         size = tuple(value._batch_size if isinstance(value, TensorCollection) else value.shape)
         if len(size) <= dim or size[dim] != count:
             raise BatchSizeError(
-                "The value does not have the dimension along which the trees of the lazy stack lie.",
+                "The value must have the dimension along which the trees of the lazy stack lie.",
                 expected=f"{count} at dimension {dim}",
                 got=f"{'batch size' if isinstance(value, TensorCollection) else 'shape'} {list(size)}",
                 hint="give one value for each tree, in a tuple.",
@@ -448,62 +381,28 @@ class LazyStack(TreeMethods):
         return self._run(op, others, "_map")
 
     def _index(self, index: Any) -> Any:
-        parts = normalize_index(index, self._batch_size)
-        names = None if self._names is None else index_names(parts, self._names)
-        return self._named(pick(self._unnamed(), parts), names)
+        return pick(self, normalize_index(index, self._batch_size))
 
     def _shape(self, op: LeafOp, *others: Any) -> Any:
         handler = HANDLERS.get(op.name)
-        if handler is None:
-            return self._run(op, others, "_shape")
-        names = self._names
-        if names is not None and op.size is not None:
-            names = op.names(names) if op.names is not None else None
-        return self._named(handler(self._unnamed(), op, others), names)
-
-    def _unnamed(self) -> Any:
-        """Return the stack without names for its dimensions, which need not be told apart while the trees move."""
-        return self if self._names is None else self.with_names(None)
-
-    def _named(self, done: Any, names: Names | None) -> Any:
-        """Return what trees of this stack have become with these names, as the dense tree has after the same."""
-        if done._names == names:
-            return done
-        if self._names is None:
-            # The names of each tree, which they did not share, stay with the trees.
-            return (
-                done._make(done._data, done._batch_size, done._device, None, done._static)
-                if isinstance(done, LazyStack)
-                else done
-            )
-        return done.with_names(names)
+        return self._run(op, others, "_shape") if handler is None else handler(self, op, others)
 
     def _run(self, op: LeafOp, others: Sequence[Any], primitive: str) -> Any:
-        """Apply an operation that treats every element alike, or that reduces dimensions of the trees."""
-        count = len(self._data)
-        if op.bind is not None and op.args and isinstance(op.args[0], (tuple, int)):
-            return reduce_dims(self, op) if isinstance(op.args[0], tuple) else run_along(self, op)
-        if op.size is not None:
-            if op.name in REDUCTIONS and not op.args and not others:
-                return reduce_all(self, op, ())
-            raise one_shape(self, op.name)
+        """Apply an operation that treats every element of the batch alike to each tree."""
+        if op.size is not None or (op.args and (op.bind is None or not isinstance(op.args[0], Tensor))):
+            raise no_one_shape(op.name, self)
+        ops = [op] * len(self._data)
         if op.bind is not None:
             rows = zip(*[self._cut_operand(arg) for arg in op.args], strict=True)
             ops = [op._replace(leaf=op.bind(*row), args=row, plain=None) for row in rows]
-        elif op.args:
-            raise one_shape(self, op.name)
-        else:
-            ops = [op] * count
-        twins = zip(*[self._twins(other) for other in others], strict=True) if others else [()] * count
-        done = [getattr(t, primitive)(o, *rest) for t, o, rest in zip(self._trees, ops, twins, strict=True)]
+        twins: list[list[Any]] = [self._cut_along(other) for other in others]
+        done: list[Any] = []
+        for i, (tree, each) in enumerate(zip(self._trees, ops, strict=True)):
+            rest = [twin[i] for twin in twins]
+            if any([twin._is_lazy != tree._is_lazy for twin in rest]):
+                raise no_one_shape(f"{op.name} of stacks along different dimensions", self)
+            done.append(getattr(tree, primitive)(each, *rest))
         return self._like(done)
-
-    def _twins(self, other: Any) -> list[Any]:
-        """Return the part of another tree for each tree, of one shape where the tree has one."""
-        parts = zip(self._data.values(), self._cut_along(other), strict=True)
-        return [
-            LazyStack.dense(p) if isinstance(p, LazyStack) and not isinstance(t, LazyStack) else p for t, p in parts
-        ]
 
     def _cut_operand(self, operand: Tensor) -> list[Tensor]:
         """Return the part for each tree of an operand that broadcasts to (leading) batch dimensions."""
@@ -514,34 +413,8 @@ class LazyStack(TreeMethods):
 
     # -- pytree and pickle --------------------------------------------------------------------------------------
 
-    @classmethod
-    def _rebuilt_size(cls, children: tuple[Any, ...], context: Context) -> tuple[Size | None, torch.device | None]:
-        if any([not isinstance(child, TensorCollection) or child._cache is _UNDECIDED for child in children]):
-            return None, context.device
-        static: Any = context.static
-        size = common_size([child._batch_size for child in children])
-        check_mapped(children, context, len(context.batch_size) + static.own, len(size) + 1)
-        device = children[0]._device
-        shared = device if all([child._device == device for child in children]) else None
-        return stacked_size(size, max(len(size) + 1 + static.own, 0), len(children)), shared
-
-    def _within(self, old_ndim: int, size: Size) -> tuple[int, Size] | None:
-        # The trees have all dimensions but that of the stack, which counts from the end.
-        static: Any = self._static
-        place = len(size) + len(self._batch_size) - old_ndim + static.own
-        if place >= len(size):
-            return old_ndim, size
-        return (old_ndim - 1, size[:place] + size[place + 1 :]) if place >= 0 else None
-
-    def _probe(self) -> Any:
-        """Return how vmap has wrapped each leaf: its level and its layout, from which `check_mapped` tells dims."""
-        # dynamo cannot ask how a tensor is wrapped.
-        if is_compiling() or not in_functorch():
-            return None
-        return [layout_of(leaf) for _, leaf in iter_leaves(self)]
-
     def __reduce__(self) -> Any:
-        return _restore, (self._trees, self._dim, self._dim_name)
+        return _restore, (self._trees, self._dim)
 
 
 def lazy_stack(trees: Sequence[Any], dim: int = 0) -> Any:
@@ -576,8 +449,46 @@ def lazy_stack(trees: Sequence[Any], dim: int = 0) -> Any:
     return LazyStack._of(given, dim_index(dim, len(given[0]._batch_size) + 1, "lazy_stack"))
 
 
-def _restore(trees: Sequence[Any], dim: int, name: str | None) -> Any:
-    return LazyStack._of(trees, dim, name)
+def pad_sequence(
+    trees: Sequence[Any], pad_dim: int = 0, padding_value: Any = 0, *, return_mask: "bool | NestedKey" = False
+) -> Any:
+    """Stack trees whose leaves differ in the length of one dimension, the shorter ones padded at its end.
+
+    `lazy_stack(trees).pad()` pads every dimension in which they differ, on either side.
+
+    Args:
+        trees: One or more trees of one class with the same keys.
+        pad_dim: The dimension of each leaf whose length may differ, batch dimensions counted; a negative one counts
+            from the last dimension of each leaf. A leaf without it is stacked as it is.
+        padding_value: A number for new elements, or a dict from (nested) keys to numbers. Non-tensor data are padded
+            with None.
+        return_mask: Add a tree of masks, True where the value is real, under the key "masks" or the given one.
+
+    Shapes:
+        Leaves (*B, T_i, *F) become one of (N, *B, max T_i, *F), and its mask is (N, *B, max T_i).
+
+    Raises:
+        ValueError: There are no trees.
+        LeafMismatchError: A leaf differs in another dimension or its dtype, or cannot hold the value; it is named.
+        TreeStructureError: The trees differ in keys or class.
+
+    Examples:
+        >>> trees = [TensorDict({"ids": torch.arange(n), "n": n}) for n in (1, 3)]
+        >>> batch = tdf.pad_sequence(trees, padding_value=-1, return_mask=True)
+        >>> batch["ids"], batch["masks", "ids"]
+        (tensor([[ 0, -1, -1],
+                [ 0,  1,  2]]), tensor([[ True, False, False],
+                [ True,  True,  True]]))
+    """
+    given = lazy_stack(trees)._trees
+    padded, masks = pad_trees(given, 0, padding_value, "right", return_mask is not False, only=pad_dim)
+    if return_mask is False:
+        return padded
+    return set_(padded, "masks" if return_mask is True else return_mask, masks, None)
+
+
+def _restore(trees: Sequence[Any], dim: int) -> Any:
+    return LazyStack._of(trees, dim)
 
 
 # -- the class for typed trees ----------------------------------------------------------------------------------
@@ -621,7 +532,7 @@ def _define(cls: Any) -> Any:
     namespace["__qualname__"] = name = f"LazyStack[{cls.__name__}]"
     made = type(cls)(name, (LazyStack, cls), namespace)
     # Not in the namespace, where it would replace the constructor of the fields.
-    made.__new__ = _stack_typed
+    made.__new__ = LazyStack.__new__
     for field in cls._fields:
         setattr(made, field, property(partial(_read_field, field)))
     register(made)
@@ -637,30 +548,12 @@ _DEFINING = RLock()
 _define_for._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def _stack_typed(cls: Any, *trees: Any, **fields: Any) -> Any:
-    """Return `LazyStack(trees, dim)`, and refuse fields, which `dataclasses.replace` gives."""
-    given = [name for name in fields if name not in ("trees", "dim")]
-    if given:
-        raise error(
-            TypeError,
-            f"{cls.__qualname__}: a lazy stack is made of trees.",
-            expected="one sequence of trees",
-            got=f"the fields {given}",
-            hint="stack.replace(field=value) replaces a field of each tree; dataclasses.replace calls a constructor.",
-        )
-    return LazyStack.__new__(cls, *trees, **fields)
-
-
 def _read_field(name: str, stack: Any) -> Any:
     """Return a field of each tree; None if it is empty in all, and in its place if it is in some."""
-    having = [name in tree._keys() for tree in stack._trees]
-    if all(having):
+    if name in stack._keys():
         return stack[name]
-    return (
-        tuple([tree[name] if has else None for tree, has in zip(stack._trees, having, strict=True)])
-        if any(having)
-        else None
-    )
+    values = [tree[name] if name in tree._keys() else None for tree in stack._trees]
+    return None if all([value is None for value in values]) else tuple(values)
 
 
 class _Values(NonTensorBase):
@@ -679,6 +572,9 @@ class _Values(NonTensorBase):
     @property
     def value(self) -> list[Any]:
         return [node.value for node in self.nodes]
+
+    def __repr__(self) -> str:
+        return repr(self.value)
 
 
 TensorCollection._lazy = LazyStack

@@ -1,4 +1,4 @@
 """`TensorClass`: a tree with named, typed fields."""
 
-from tdfunc._tensorclass.decorator import tensorclass as tensorclass
-from tdfunc._tensorclass.typed import TensorClass as TensorClass
+from tdfunc._tensorclass.instance import TensorClass as TensorClass
+from tdfunc._tensorclass.instance import tensorclass as tensorclass

@@ -1,30 +1,127 @@
-"""What happens when a typed class is defined: its options, its fields, and what it cannot have."""
+"""The definition of a typed class: its options, fields and constructor, and the names that it cannot use."""
 
 import dataclasses
 import inspect
-import keyword
 from abc import ABCMeta
-from collections.abc import Mapping
-from typing import Any, Generic, NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from tdfunc._tensorclass.build import build, make_with_dict
+import torch
+from torch import Size, Tensor
+
 from tdfunc._tensorclass.fields import (
     CONSTRUCTOR,
     OPTIONS,
-    Field,
     Options,
-    defining_scope,
-    has_default,
-    inherited_hints,
+    check_annotations,
     looks_up,
-    make_constructor,
+    make_node,
     merge_options,
-    own_annotations,
-    resolve_annotations,
+    read_annotations,
+    resolve_again,
 )
-from tdfunc.core.collection import Slots, TensorCollection
+from tdfunc.core.collection import Slots, Static, TensorCollection
 from tdfunc.core.errors import error
+from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.pytree import register
+from tdfunc.core.shapes import as_names, as_size
+from tdfunc.core.types import Names, Node
+from tdfunc.ops.cast import as_device
+from tdfunc.ops.convert import _lifted
+from tdfunc.ops.reading import value_of
+
+# -- instances from the values of their fields ------------------------------------------------------------------
+
+
+def unchanged(instance: Any) -> Any:
+    """Return the instance that the constructor gives: this one, or one made from it."""
+    return instance
+
+
+def build(cls: Any, values: dict[str, Any], batch_size: Any, device: Any, names: Any) -> Any:
+    """Make an instance: what every generated constructor calls."""
+    size = as_size(batch_size)
+    place = None if device is None else as_device(device)
+    static = None
+    if place is not None or cls._looks_up or not _are_tensors(values, size):
+        values, static = read_fields(cls, values, size, place)
+    new = cls._make(values, size, place, None if names is None else as_names(names, len(size)), static)
+    complete = cls.__post_init__
+    result = new if complete is unchanged else complete(new)
+    if result is None:
+        return new
+    if not isinstance(result, cls):
+        raise error(
+            TypeError,
+            f"{cls.__name__}.__post_init__ must return an instance.",
+            expected=f"a {cls.__name__}, or None for no change",
+            got=type(result).__name__,
+            hint="return self.replace(field=value).",
+        )
+    return result
+
+
+def _are_tensors(values: dict[str, Any], size: Size) -> bool:
+    """Return whether all values are plain tensors that start with the batch size: the common case."""
+    ndim, last = len(size), size
+    for value in values.values():
+        # A strided nested tensor has no shape to compare.
+        if type(value) is not Tensor or value.is_nested:
+            return False
+        # Leaves of a tree share shapes.
+        shape = value.shape
+        if shape != last:
+            if shape[:ndim] != size:
+                return False
+            last = shape
+    return True
+
+
+def read_fields(
+    cls: Any, values: Mapping[str, Any], size: Size, device: torch.device | None
+) -> tuple[dict[str, Node], Static | None]:
+    """Return the nodes of the fields that are not None, and the ties of the trees among them."""
+    if cls._looks_up:
+        resolve_again(cls)
+    plain = device is None and not cls._looks_up
+    ndim = len(size)
+    data: dict[str, Node] = {}
+    trees = False
+    for key, value in values.items():
+        if value is None:
+            continue
+        if plain and type(value) is Tensor and not value.is_nested and value.shape[:ndim] == size:
+            data[key] = value
+            continue
+        node = make_node(cls, key, value, size, device, f"{cls.__name__}.{key}")
+        if node is not None:
+            data[key] = node
+            trees = trees or isinstance(node, TensorCollection)
+    if cls._looks_up:
+        check_annotations(cls, data, data)
+    return data, _lifted(data) if trees else None
+
+
+def make_with_dict(
+    cls: Any,
+    data: dict[str, Node],
+    batch_size: Size,
+    device: torch.device | None = None,
+    names: Names | None = None,
+    static: Static | None = None,
+) -> Any:
+    """`_make` for a class whose instances have a dict, from a base without `__slots__`: none can be given it later."""
+    new = object.__new__(cls)
+    object.__setattr__(new, "_data", data)
+    object.__setattr__(new, "_batch_size", batch_size)
+    object.__setattr__(new, "_device", device)
+    object.__setattr__(new, "_names", names)
+    object.__setattr__(new, "_static", static)
+    object.__setattr__(new, "_cache", None)
+    return new
+
+
+# -- the class --------------------------------------------------------------------------------------------------
 
 
 class Meta(ABCMeta):
@@ -34,7 +131,13 @@ class Meta(ABCMeta):
 
     def __new__(mcls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **keywords: Any) -> "Meta":
         options = {option: bool(keywords.pop(option)) for option in OPTIONS if option in keywords}
-        _check_definition(name, bases, namespace, keywords)
+        constructor = {"__init__", "__new__"} & namespace.keys()
+        if constructor and "_is_base" not in namespace:
+            raise error(
+                TypeError,
+                f"{name}.{constructor.pop()} would replace the constructor of the fields.",
+                hint="complete an instance in __post_init__, or write a classmethod that returns cls(...).",
+            )
         # Before the class exists: instances have the slots of a tree, and no dict.
         namespace.setdefault("__slots__", ())
         # Any: the attributes of TensorClass, on a class that a type checker sees as its metaclass.
@@ -54,66 +157,6 @@ class Meta(ABCMeta):
         super().__init__(name, bases, namespace)
 
 
-def _check_definition(
-    name: str, bases: tuple[type, ...], namespace: Mapping[str, Any], keywords: Mapping[str, Any]
-) -> None:
-    """Raise for what a typed tree cannot have."""
-    hooked = any("__init_subclass__" in vars(c) for b in bases for c in b.__mro__ if c not in (object, Generic))
-    if keywords and not hooked:
-        raise error(TypeError, f"{name}: there is no option {next(iter(keywords))!r}.", expected=", ".join(OPTIONS))
-    if "_is_base" in namespace:
-        return
-    for method in ("__init__", "__new__"):
-        owner = next((c for c in bases if _own_constructor(c, method)), None)
-        if method in namespace or owner is not None:
-            where = f"{name}.{method}" if owner is None else f"{name} inherits {owner.__name__}.{method}, which"
-            raise error(
-                TypeError,
-                f"{where} would replace the constructor of the fields.",
-                hint="complete an instance in __post_init__, or write a classmethod that returns cls(...).",
-            )
-    if namespace.get("__slots__"):
-        got = repr(namespace["__slots__"])
-        raise error(TypeError, f"{name}: instances hold fields only.", got=f"__slots__ = {got}", hint="annotate them.")
-
-
-def _own_constructor(cls: type, method: str) -> bool:
-    """Whether a class that is no tree brings an `__init__` or `__new__` of its own."""
-    if issubclass(cls, TensorCollection):
-        return False
-    return getattr(cls, method) is not getattr(object, method) and cls is not Generic
-
-
-def _define_fields(cls: Any, namespace: dict[str, Any]) -> None:
-    annotations = own_annotations(cls)
-    _check_names_of(cls, annotations, namespace)
-    for name in annotations:
-        # What a base has under the name (its field's property, a shadowed method) is no default.
-        if name not in namespace and hasattr(cls, name):
-            setattr(cls, name, dataclasses.field())
-    doc, cls.__doc__ = cls.__doc__, cls.__doc__ or cls.__name__
-    dataclasses.dataclass(init=False, repr=False, eq=False)(cls)
-    _check_kinds(cls)
-    cls.__dataclass_fields__ |= _CONSTRUCTOR_FIELDS
-    # From Python 3.13 on `dataclass` puts its own there, which would lose the batch size.
-    if "__replace__" in vars(cls) and "__replace__" not in namespace:
-        del cls.__replace__
-    fields = dataclasses.fields(cls)
-    cls._fields = tuple(f.name for f in fields)
-    cls._known = frozenset(cls._fields)
-    cls._required = tuple(f.name for f in fields if not has_default(f))
-    for name in cls._fields:
-        setattr(cls, name, Field(name, cls._options.tensor_only))
-    scope, names = defining_scope(cls.__module__)
-    own = {key: annotation for key, annotation in annotations.items() if key in cls._fields}
-    known = resolve_annotations(own, scope, {**names, cls.__name__: cls})
-    cls._hints = inherited_hints(cls) | known
-    cls._looks_up = looks_up(cls)
-    cls.__new__ = make_constructor(cls, _abstract if cls.__abstractmethods__ else build)
-    cls.__doc__ = doc or f"{cls.__name__}{inspect.signature(cls.__new__)}".replace("(__cls__, ", "(")
-    register(cls)
-
-
 @dataclasses.dataclass
 class _Constructor:
     batch_size: dataclasses.InitVar[Any] = dataclasses.field(default=None, kw_only=True)
@@ -121,32 +164,43 @@ class _Constructor:
     names: dataclasses.InitVar[Any] = dataclasses.field(default=None, kw_only=True)
 
 
-# `dataclasses.replace` passes on what is declared like this, though it is no field; without it, a batch would be lost.
-_CONSTRUCTOR_FIELDS: dict[str, Any] = _Constructor.__dataclass_fields__
-
-
-def _abstract(cls: Any, *_: Any) -> NoReturn:
-    missing = ", ".join(sorted(cls.__abstractmethods__))
-    raise error(TypeError, f"{cls.__name__} is abstract.", expected=f"a class that defines {missing}")
+def _define_fields(cls: Any, namespace: dict[str, Any]) -> None:
+    hints = read_annotations(cls)
+    _check_names_of(cls, hints, namespace)
+    for name in hints:
+        # What a base has under the name (its field's property, a shadowed method) is no default.
+        if name not in namespace and hasattr(cls, name):
+            setattr(cls, name, dataclasses.field())
+    doc, cls.__doc__ = cls.__doc__, cls.__doc__ or cls.__name__
+    dataclasses.dataclass(init=False, repr=False, eq=False)(cls)
+    # `dataclasses.replace` passes on what is declared as an InitVar, though it is no field: the batch size is kept.
+    cls.__dataclass_fields__ |= _Constructor.__dataclass_fields__
+    # From Python 3.13 on `dataclass` puts its own there, which would lose the batch size.
+    if "__replace__" in vars(cls) and "__replace__" not in namespace:
+        del cls.__replace__
+    fields = dataclasses.fields(cls)
+    cls._fields = tuple(f.name for f in fields)
+    cls._known = frozenset(cls._fields)
+    cls._required = tuple(f.name for f in fields if not _has_default(f))
+    for name in cls._fields:
+        setattr(cls, name, Field(name, cls._options.tensor_only))
+    inherited = [vars(base).get("_hints", {}) for base in reversed(cls.__mro__[1:])]
+    cls._hints = {key: hint for each in (*inherited, hints) for key, hint in each.items() if key in cls._known}
+    cls._looks_up = looks_up(cls)
+    cls.__new__ = _make_constructor(cls)
+    cls.__doc__ = doc or f"{cls.__name__}{inspect.signature(cls.__new__)}".replace("(__cls__, ", "(")
+    register(cls)
 
 
 def _check_names_of(cls: Any, annotations: Mapping[str, Any], namespace: Mapping[str, Any]) -> None:
     """Raise for fields with the names of something else, and for names of fields that are given to something else."""
     base = next(each for each in cls.__mro__ if "_is_base" in vars(each))
-    # `data` and `nested` are fields of many classes; the one is only another name of `detach()`, the other a method of
-    # lazy stacks that `LazyStack.nested(stack)` calls.
-    # A lazy stack of instances has the fields, and names of its own.
+    # A lazy stack of instances has the fields, and names of its own. `data` and `nested` are fields of many classes;
+    # the one is another name of `detach()`, the other a method that `LazyStack.nested(stack)` calls.
     both = {*dir(base), *dir(TensorCollection._lazy)}
     public = {name for name in both if not name.startswith("_") and name not in ("data", "nested")}
     for name in annotations:
-        if not name.isidentifier() or keyword.iskeyword(name):
-            raise error(
-                TypeError,
-                f"{cls.__name__}: {name!r} is no name of a field.",
-                expected="an identifier that is no keyword",
-                hint="fields are attributes and arguments; a TensorDict takes any string as a key.",
-            )
-        # A tree's own slots and helpers; names of a user's with an underscore are free.
+        # A tree's own slots and helpers; other names with an underscore are free.
         hidden = name.startswith("_") and hasattr(base, name)
         always = name in CONSTRUCTOR or hidden or name in Slots.__slots__
         if always or (name in public and not cls._options.shadow):
@@ -165,12 +219,83 @@ def _check_names_of(cls: Any, annotations: Mapping[str, Any], namespace: Mapping
             )
 
 
-def _check_kinds(cls: Any) -> None:
-    for name, field in cls.__dataclass_fields__.items():
-        # The kind of a field is private to `dataclasses`, but its name has stood since Python 3.7.
-        if field._field_type.name == "_FIELD_INITVAR" and name not in CONSTRUCTOR:
-            raise error(
-                TypeError,
-                f"{cls.__name__}: {name!r} is an InitVar, which no other operation than the constructor would have.",
-                hint="write a classmethod that takes it and returns cls(...), or make it a field.",
-            )
+# -- what a class gets ------------------------------------------------------------------------------------------
+
+
+class Field(property):
+    """The property of a field; a class of its own, so that a field that is annotated again is known."""
+
+    def __init__(self, name: str, tensor_only: bool) -> None:
+        def read(instance: Any) -> Any:
+            try:
+                node = instance._data[name]
+            except KeyError:
+                # None, and for dynamo a guard that the field is empty: it sets none on a lookup that fails.
+                return instance._data.get(name)
+            if type(node) is Tensor or not isinstance(node, NonTensorBase):
+                return node
+            return value_of(instance, name, node)
+
+        # Nothing needs to be unwrapped.
+        def read_tensor(instance: Any) -> Any:
+            try:
+                return instance._data[name]
+            except KeyError:
+                return instance._data.get(name)
+
+        reader = read_tensor if tensor_only else read
+        reader.__name__ = reader.__qualname__ = name
+        super().__init__(reader)
+        self._made_from = name, tensor_only
+
+    def __reduce__(self) -> Any:
+        """Let cloudpickle (Ray, Dask) send a class by value, such as one that a script defines."""
+        return Field, self._made_from
+
+
+class _Factory:
+    def __repr__(self) -> str:
+        return "<factory>"
+
+
+_FACTORY: Any = _Factory()
+
+
+def _has_default(field: "dataclasses.Field[Any]") -> bool:
+    return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+
+
+def _make_constructor(cls: Any) -> Callable[..., Any]:
+    """Return `__new__` with the fields in its signature, which hands their values to `build`.
+
+    As `dataclasses` does, it is compiled for exactly these fields, so that Python itself checks the arguments.
+    """
+    # Python refuses to make an object of an abstract class.
+    make = (lambda cls, *_: object.__new__(cls)) if cls.__abstractmethods__ else build
+    scope: dict[str, Any] = {"__build__": make, "__factory__": _FACTORY}
+    by_place: list[str] = []
+    by_name: list[str] = []
+    given: list[str] = []
+    for field in dataclasses.fields(cls):
+        name, default, factory = field.name, f"__default_{field.name}__", f"__make_{field.name}__"
+        parameter = value = name
+        if field.default_factory is not dataclasses.MISSING:
+            scope[factory] = field.default_factory
+            parameter = f"{name}=__factory__"
+            value = f"{factory}() if {name} is __factory__ else {name}" if field.init else f"{factory}()"
+        elif field.default is not dataclasses.MISSING:
+            scope[default] = field.default
+            parameter = f"{name}={default}"
+            value = name if field.init else default
+        elif not field.init:
+            value = "None"
+        given.append(f"{name!r}: {value}")
+        if field.init:
+            (by_name if field.kw_only else by_place).append(parameter)
+    taken = ", ".join(["__cls__", *by_place, "*", *by_name, *(f"{name}=None" for name in CONSTRUCTOR)])
+    exec(f"def __new__({taken}):\n return __build__(__cls__, {{{', '.join(given)}}}, {', '.join(CONSTRUCTOR)})", scope)
+    new: Any = scope["__new__"]
+    new.__qualname__, new.__module__ = cls.__qualname__, cls.__module__
+    new.__annotations__ = {f.name: f.type for f in dataclasses.fields(cls) if f.init}
+    new.__doc__ = f"Make a {cls.__name__} from its fields."
+    return new

@@ -6,11 +6,10 @@ from typing import Annotated
 
 import typer
 
-from tdfunc.cli.diff import DiffOptions
+from tdfunc.cli.average import average_files
+from tdfunc.cli.convert import Part, Target, rewrite
 from tdfunc.cli.diff import diff as run_diff
 from tdfunc.cli.numbers import Tolerance
-from tdfunc.cli.rewrite import EditOptions, OutOptions, average_files, rewrite
-from tdfunc.cli.show import ShowOptions
 from tdfunc.cli.show import show as run_show
 from tdfunc.cli.verify import verify as run_verify
 
@@ -90,13 +89,13 @@ def show(
     json: Json = False,
 ) -> None:
     """Show the leaves of a checkpoint: path, dtype, shape, size, kind, ties, and totals."""
-    run_show(path, ShowOptions(include or (), exclude or (), tree, stats, json))
+    run_show(path, include or (), exclude or (), as_tree=tree, with_stats=stats, as_json=json)
 
 
 @app.command(epilog="Exit code: 0 no differences in what was compared, 1 differences, 2 trouble.")
 def diff(
-    a: Annotated[str, typer.Argument(help="A checkpoint.", metavar="A", show_default=False)],
-    b: Annotated[str, typer.Argument(help="Another one.", metavar="B", show_default=False)],
+    a: str,
+    b: str,
     values: Annotated[bool, typer.Option("--values", help="Read and compare all values.")] = False,
     tol: Annotated[
         str | None, typer.Option(help="Compare values up to |a - b| <= ATOL + RTOL |b|.", metavar="RTOL[/ATOL]")
@@ -105,21 +104,16 @@ def diff(
     json: Json = False,
 ) -> None:
     """Compare two checkpoints: structure, shapes, dtypes, metadata, and values (without --values by checksums)."""
-    raise typer.Exit(run_diff(a, b, DiffOptions(values or tol is not None, _read_tolerance(tol), metadata, json)))
-
-
-def _read_tolerance(text: str | None) -> Tolerance:
-    if text is None:
-        return Tolerance()
-    try:
-        found = [float(part) for part in text.split("/")]
-    except ValueError:
-        found = []
-    if not 1 <= len(found) <= 2 or not all(0 <= part < float("inf") for part in found):
-        raise typer.BadParameter(
-            f"{text!r} is neither RTOL nor RTOL/ATOL, such as 1e-5 or 1e-3/1e-5.", param_hint="--tol"
-        )
-    return Tolerance(found[0], found[-1])
+    tolerance = Tolerance() if values else None
+    if tol is not None:
+        try:
+            numbers = [float(part) for part in tol.split("/")]
+        except ValueError:
+            numbers = []
+        if not 1 <= len(numbers) <= 2 or not all(0 <= part < float("inf") for part in numbers):
+            raise typer.BadParameter(f"{tol!r} must be RTOL or RTOL/ATOL, such as 1e-3/1e-5.", param_hint="--tol")
+        tolerance = Tolerance(numbers[0], numbers[-1])
+    raise typer.Exit(run_diff(a, b, tolerance=tolerance, with_metadata=metadata, as_json=json))
 
 
 @app.command(epilog="Exit code: 0 whole, 1 damaged, 2 trouble, 3 whole as far as can be told: no checksums.")
@@ -130,15 +124,15 @@ def verify(path: Path, json: Json = False) -> None:
 
 @app.command()
 def convert(
-    src: Annotated[str, typer.Argument(help="The checkpoint.", metavar="SRC", show_default=False)],
-    dst: Annotated[str, typer.Argument(help="Where the result goes.", metavar="DST", show_default=False)],
+    src: str,
+    dst: str,
     to: To = None,
     max_shard_size: ShardSize = None,
     dtype: Dtype = None,
     force: Force = False,
 ) -> None:
     """Write a checkpoint in another format: safetensors, shards, a memmap folder, or a file of torch.save."""
-    rewrite(src, dst, EditOptions(dtype=dtype), _out(to, max_shard_size, force))
+    rewrite(src, _target(dst, to, max_shard_size, force), Part(), dtype_name=dtype)
 
 
 @app.command()
@@ -155,7 +149,8 @@ def extract(
     """Write the leaves that patterns choose."""
     if not include and not exclude:
         raise typer.BadParameter("say what to extract: --filter GLOB, --exclude GLOB.", param_hint="--filter")
-    rewrite(path, out, EditOptions(include or (), exclude or (), dtype), _out(to, max_shard_size, force))
+    part = Part(include or (), exclude or ())
+    rewrite(path, _target(out, to, max_shard_size, force), part, dtype_name=dtype)
 
 
 @app.command()
@@ -168,32 +163,31 @@ def cast(
     force: Force = False,
 ) -> None:
     """Write a checkpoint with its floating leaves in another dtype; integers, bools and complex leaves stay."""
-    rewrite(path, out, EditOptions(dtype=dtype), _out(to, max_shard_size, force))
+    rewrite(path, _target(out, to, max_shard_size, force), Part(), dtype_name=dtype)
 
 
 @app.command()
 def average(
-    paths: Annotated[list[str], typer.Argument(help="The checkpoints.", metavar="PATHS...", show_default=False)],
+    paths: list[str],
     out: Out,
     weights: Annotated[str | None, typer.Option(help="A weight for each, divided by their sum: 1,2,1.")] = None,
     unequal: Annotated[
         Unequal, typer.Option(help="What to do where integers, bools or non-tensor data differ.")
     ] = Unequal.error,
+    include: Include = None,
+    exclude: Exclude = None,
     to: To = None,
     max_shard_size: ShardSize = None,
     force: Force = False,
 ) -> None:
     """Average checkpoints leaf by leaf, computed in float64 and rounded once."""
-    numbers = _read_weights(weights) if weights is not None else None
-    average_files(paths, out, numbers, _out(to, max_shard_size, force), take_first=unequal is Unequal.first)
-
-
-def _read_weights(text: str) -> list[float]:
     try:
-        return [float(part) for part in text.split(",")]
+        numbers = [float(part) for part in weights.split(",")] if weights is not None else None
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is no list of numbers such as 1,2,1.", param_hint="--weights") from None
+        raise typer.BadParameter(f"{weights!r} must be numbers such as 1,2,1.", param_hint="--weights") from None
+    target, part = _target(out, to, max_shard_size, force), Part(include or (), exclude or ())
+    average_files(paths, target, part, weights=numbers, take_first=unequal is Unequal.first)
 
 
-def _out(to: Format | None, max_shard_size: str | None, force: bool) -> OutOptions:
-    return OutOptions(to.value if to is not None else None, max_shard_size, force)
+def _target(out: str, to: Format | None, max_shard_size: str | None, force: bool) -> Target:
+    return Target(out, to.value if to is not None else None, max_shard_size, force)

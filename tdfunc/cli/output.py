@@ -1,8 +1,9 @@
-"""What the commands print: tables and JSON, and bars on stderr; colours for terminals only."""
+"""Output of the commands: tables and JSON on stdout, notes and bars on stderr; colours for terminals only."""
 
 import io
 import json
 import math
+import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -11,14 +12,15 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table as RichTable
 from rich.text import Text
-from rich.tree import Tree as RichTree
+from rich.tree import Tree
 
-from tdfunc.cli.streams import is_terminal, takes_all_text
 from tdfunc.core.types import Path
 from tdfunc.ops.display.text import printable
 
 _NO_LIMIT = 1 << 30
 _MAX_CELL = 60
+# Of a pipe, whose columns are never cut.
+_WIDE = 100_000
 
 
 class Table(NamedTuple):
@@ -30,8 +32,13 @@ class Table(NamedTuple):
     numbers: frozenset[int] = frozenset()
 
 
+def note(text: str) -> None:
+    """Print a line to stderr."""
+    print(f"tdfunc: {text}", file=sys.stderr)
+
+
 def safe(text: str) -> str:
-    """Return text of a file as it can be shown: control characters would act on the terminal."""
+    """Return text of a file as it can be printed: control characters would act on the terminal."""
     return printable(text, _NO_LIMIT)
 
 
@@ -45,98 +52,42 @@ def shown(path: Path) -> str:
     return safe(".".join(path)) if path else "(the root)"
 
 
-def shown_lines(text: str) -> str:
-    """Return lines that are safe to print."""
-    return "\n".join(safe(line) for line in text.split("\n"))
-
-
-def render(table: Table) -> str:
-    """Return a table as text: as wide as the terminal, or in plain columns for whatever reads a pipe."""
-    if not is_terminal("stdout"):
-        return _plain(table)
+def print_table(table: Table) -> None:
+    """Print a table, as wide as the terminal, or in plain columns for a pipe."""
     made = RichTable(box=None, pad_edge=False, header_style="bold")
     for i, name in enumerate(table.header):
         made.add_column(name, justify="right" if i in table.numbers else "left", overflow="fold")
     for row in table.rows:
         # Text, because rich reads a str such as "[red]" as markup.
         made.add_row(*map(Text, row))
-    return _rich(made)
+    _print(made)
 
 
-def _plain(table: Table) -> str:
-    lines = [table.header, *table.rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(table.header))]
-    texts: list[str] = []
-    for line in lines:
-        cells = [
-            c.rjust(w) if i in table.numbers else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))
-        ]
-        texts.append("  ".join(cells).rstrip())
-    return "\n".join(texts)
+def print_tree(title: str, lines: Sequence[tuple[Path, str]]) -> None:
+    """Print paths as a tree, with a text behind each."""
+    nodes: dict[Path, Tree] = {(): Tree(Text(title))}
+    texts = dict(lines)
+    for path, _ in lines:
+        for depth in range(1, len(path) + 1):
+            at = path[:depth]
+            if at not in nodes:
+                label = Text(safe(at[-1]))
+                label.append(f"  {texts[at]}" if at in texts else "", style="dim")
+                nodes[at] = nodes[at[:-1]].add(label)
+    _print(nodes[()])
 
 
-class _Branch:
-    """A node of a tree that is shown: the text behind its name, and what is below it."""
-
-    def __init__(self) -> None:
-        self.text, self.inner = "", dict[str, _Branch]()
-
-
-def render_tree(title: str, lines: Sequence[tuple[Path, str]]) -> str:
-    """Return paths as a tree, with a text behind each."""
-    root = _Branch()
-    for path, text in lines:
-        at = root
-        for key in path:
-            at = at.inner.setdefault(key, _Branch())
-        at.text = text
-    return _rich(_rich_tree(title, root)) if is_terminal("stdout") else _plain_tree(title, root)
+# Any: an object that rich can render.
+def _print(what: Any) -> None:
+    file, is_terminal = io.StringIO(), sys.stdout.isatty()
+    width = None if is_terminal else _WIDE
+    Console(file=file, force_terminal=is_terminal, width=width, no_color=None if is_terminal else True).print(what)
+    print("\n".join(line.rstrip() for line in file.getvalue().rstrip("\n").split("\n")))
 
 
-def _plain_tree(title: str, root: _Branch) -> str:
-    texts = [title]
-    stack = _below("", root)
-    while stack:
-        before, is_last, key, branch = stack.pop()
-        tail = f"  {branch.text}" if branch.text else ""
-        texts.append(f"{before}{'└── ' if is_last else '├── '}{safe(key)}{tail}")
-        stack += _below(f"{before}{'    ' if is_last else '│   '}", branch)
-    return "\n".join(texts)
-
-
-def _below(before: str, branch: _Branch) -> list[tuple[str, bool, str, _Branch]]:
-    """Return what is below a node, the last first: what goes before it, whether it is the last, its key and itself."""
-    items = [(before, False, key, inner) for key, inner in branch.inner.items()]
-    return [(before, True, *items[-1][2:]), *reversed(items[:-1])] if items else []
-
-
-def _rich_tree(title: str, root: _Branch) -> RichTree:
-    made = RichTree(Text(title))
-    stack = [(made, root)]
-    while stack:
-        tree, branch = stack.pop()
-        for key, inner in branch.inner.items():
-            label = Text(safe(key))
-            label.append(f"  {inner.text}" if inner.text else "", style="dim")
-            stack.append((tree.add(label), inner))
-    return made
-
-
-# Any: what rich can render.
-def _rich(what: Any) -> str:
-    colours = is_terminal("stdout")
-    file = io.StringIO()
-    width = None if colours else 100_000
-    console = Console(file=file, force_terminal=colours, width=width, no_color=None if colours else True)
-    console.print(what)
-    return "\n".join(line.rstrip() for line in file.getvalue().rstrip("\n").split("\n"))
-
-
-def as_json(found: Any) -> str:
-    """Return JSON, in which numbers that are none (NaN, infinities) are texts."""
-    # Of a stream in another encoding: what it replaces characters by is no JSON.
-    escaped = not takes_all_text()
-    return json.dumps(_finite(found), indent=2, ensure_ascii=escaped, allow_nan=False, default=repr)
+def print_json(found: Any) -> None:
+    """Print JSON in ASCII, in which NaN and infinities are texts."""
+    print(json.dumps(_finite(found), indent=2, allow_nan=False, default=repr))
 
 
 def _finite(value: Any) -> Any:
@@ -149,8 +100,8 @@ def _finite(value: Any) -> Any:
 
 @contextmanager
 def progress(what: str, size_bytes: int) -> Generator[Callable[[int], object], None, None]:
-    """Show a bar on stderr, if that is a terminal; yield what counts bytes."""
-    if not is_terminal("stderr"):
+    """Show a bar on stderr, if that is a terminal; yield a function that counts bytes."""
+    if not sys.stderr.isatty():
         yield lambda _: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())

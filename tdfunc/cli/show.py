@@ -1,48 +1,43 @@
-"""`tdfunc show`: what is in a checkpoint."""
+"""`tdfunc show`: the leaves of a checkpoint."""
 
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from contextlib import suppress
+from typing import Any
 
-from tdfunc.cli.leaves import Stored, choose, make_filter, plain, plain_values, stored_leaves
 from tdfunc.cli.numbers import Stats, has_values
-from tdfunc.cli.output import Table, as_json, progress, render, render_tree, safe, short, shown
-from tdfunc.cli.sources import Source, open_source
-from tdfunc.cli.streams import emit
+from tdfunc.cli.output import Table, print_json, print_table, print_tree, progress, safe, short, shown
+from tdfunc.cli.sources import Source, Stored, choose, make_filter, open_source, plain, plain_values, stored_leaves
+from tdfunc.core.errors import CorruptCheckpointError
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
 from tdfunc.core.types import Path
 from tdfunc.ops.display.text import bytes_text, count_text, kind_text
+from tdfunc.storage.disk.remote import local_path
+from tdfunc.storage.manager.steps import read_about, step_name
 
 _STATS = ("min", "max", "mean", "std", "nan", "inf", "zero")
+Values = dict[Path, NonTensorBase]
 
 
-class ShowOptions(NamedTuple):
-    """What is shown, and how."""
-
-    include: Sequence[str] = ()
-    exclude: Sequence[str] = ()
-    tree: bool = False
-    stats: bool = False
-    json: bool = False
-
-
-def show(path: str, options: ShowOptions) -> None:
+def show(
+    path: str, include: Sequence[str], exclude: Sequence[str], *, as_tree: bool, with_stats: bool, as_json: bool
+) -> None:
     """Print the leaves of a checkpoint with their totals."""
     with open_source(path) as source:
-        where = make_filter(options.include, options.exclude)
+        where = make_filter(include, exclude)
         leaves = choose(stored_leaves(source.tree), where)
         values = plain_values(source.tree) if where is None else {}
-        stats = _compute_stats(source, leaves) if options.stats else {}
-        if options.json:
-            emit(as_json(_document(source, leaves, values, stats)))
+        stats = _compute_stats(source, leaves) if with_stats else {}
+        if as_json:
+            print_json(_document(source, leaves, values, stats))
             return
-        emit(_title(source))
-        if options.tree:
-            emit(render_tree(safe(os.path.basename(path.rstrip("/"))), _tree_lines(leaves, values, stats)))
+        _print_title(source)
+        if as_tree:
+            print_tree(safe(os.path.basename(path.rstrip("/"))), _tree_lines(leaves, values, stats))
         else:
-            emit(render(_table(leaves, values, stats)))
-        emit(_totals(leaves, values))
+            print_table(_table(leaves, values, stats))
+        _print_totals(leaves, values)
 
 
 def _compute_stats(source: Source, leaves: Sequence[Stored]) -> dict[int, Stats]:
@@ -56,153 +51,124 @@ def _compute_stats(source: Source, leaves: Sequence[Stored]) -> dict[int, Stats]
     return found
 
 
-def _title(source: Source) -> str:
-    size = bytes_text(source.size_bytes)
+def _print_title(source: Source) -> None:
     parts = [safe(source.path), source.format]
-    if len(source.files) > 1:
-        parts.append(count_text(len(source.files), "file"))
-    parts.append(f"{size} on disk")
+    parts += [count_text(len(source.files), "file")] if len(source.files) > 1 else []
+    parts.append(f"{bytes_text(source.size_bytes)} on disk")
     parts.append(f"checksums {safe(source.checksums)}" if source.checksums else "no checksums")
     if source.step is not None:
         parts.append(f"step {source.step}, the latest of {', '.join(map(str, source.steps))}")
-    lines = [", ".join(parts)]
-    lines += [f"{safe(key)}: {_value_text(value)}" for key, value in source.metadata.items()]
-    return "\n".join(lines)
+    print(", ".join(parts))
+    for key, value in source.metadata.items():
+        print(f"{safe(key)}: {_value_text(value)}")
+    if len(source.steps) > 1:
+        found: dict[int, dict[str, Any]] = {}
+        for step in source.steps:
+            # A run that goes on may have removed it by now.
+            with suppress(CorruptCheckpointError, FileNotFoundError):
+                found[step] = read_about(os.path.join(local_path(source.path), step_name(step)), step).metadata
+        keys = list(dict.fromkeys(key for metadata in found.values() for key in metadata))
+        rows = [(str(step), *(_value_text(found[step].get(key, "")) for key in keys)) for step in found]
+        print_table(Table(("step", *map(safe, keys)), rows))
 
 
-def _type_text(one: Stored) -> str:
-    return str(one.leaf.dtype).removeprefix("torch.")
+def _print_totals(leaves: Sequence[Stored], values: Values) -> None:
+    by_dtype: dict[str, int] = {}
+    for one in leaves:
+        by_dtype[one.dtype_name] = by_dtype.get(one.dtype_name, 0) + one.size_bytes
+    parts = [
+        count_text(len(leaves), "leaf"),
+        count_text(sum(one.leaf.numel() for one in leaves), "element"),
+        bytes_text(sum(by_dtype.values())),
+    ]
+    if len(by_dtype) > 1:
+        parts[-1] += f" ({', '.join(f'{name} {bytes_text(n)}' for name, n in by_dtype.items())})"
+    parts += [count_text(len(values), "non-tensor value")] if values else []
+    print(", ".join(parts))
 
 
 def _kind(one: Stored) -> str:
-    parts = [kind_text(one.kind) or ("non-tensor" if one.is_value else "tensor")]
-    if type(one.leaf).__name__ == "Parameter":
-        parts = [one.kind.value if one.kind else "Parameter"]
-    if one.leaf.requires_grad:
-        parts.append("requires grad")
-    return ", ".join(parts)
-
-
-def _ties_text(one: Stored) -> str:
-    return ", ".join(shown(path) for path in one.paths[1:])
+    kind = kind_text(one.kind) or ("non-tensor" if one.is_value else "tensor")
+    return f"{kind}, requires grad" if one.leaf.requires_grad else kind
 
 
 def _value_text(value: Any) -> str:
     return short(repr(plain(value) if isinstance(value, NonTensorBase) else value))
 
 
-def _table(leaves: Sequence[Stored], values: dict[Path, NonTensorBase], stats: dict[int, Stats]) -> Table:
-    header = ("path", "dtype", "shape", "size", "kind", "tied to")
-    rows = [
-        (
-            shown(one.path),
-            _type_text(one),
-            str(list(one.leaf.shape)),
-            bytes_text(one.size_bytes),
-            _kind(one),
-            _ties_text(one),
-        )
-        for one in leaves
-    ]
-    rows += [
-        (shown(path), "", str(list(value.shape)), "", f"value {_value_text(value)}", "")
-        for path, value in values.items()
-    ]
+def _table(leaves: Sequence[Stored], values: Values, stats: dict[int, Stats]) -> Table:
+    header: tuple[str, ...] = ("path", "dtype", "shape")
+    rows = [(shown(one.path), one.dtype_name, str(list(one.leaf.shape))) for one in leaves]
+    rows += [(shown(path), "", str(list(value.shape))) for path, value in values.items()]
     if stats:
+        header += _STATS
         # Of a value there is nothing to compute.
-        extra = [_stats_texts(stats.get(id(one.leaf))) for one in leaves] + [("",) * len(_STATS)] * len(values)
-        rows = [(*row[:3], *more) for row, more in zip(rows, extra, strict=True)]
-        return Table((*header[:3], *_STATS), rows, frozenset(range(3, 3 + len(_STATS))))
-    if not any(row[5] for row in rows):
-        return Table(header[:5], [row[:5] for row in rows], frozenset([3]))
-    return Table(header, rows, frozenset([3]))
+        more = [_stats_texts(stats.get(id(one.leaf))) for one in leaves] + [("",) * len(_STATS)] * len(values)
+        numbers = frozenset(range(3, len(header)))
+    else:
+        has_ties = any(len(one.paths) > 1 for one in leaves)
+        header += ("size", "kind", "tied to") if has_ties else ("size", "kind")
+        more = [(bytes_text(one.size_bytes), _kind(one), ", ".join(map(shown, one.paths[1:]))) for one in leaves]
+        more += [("", f"value {_value_text(value)}", "") for value in values.values()]
+        numbers = frozenset([3])
+    return Table(header, [(*row, *texts)[: len(header)] for row, texts in zip(rows, more, strict=True)], numbers)
 
 
 def _stats_texts(stats: Stats | None) -> tuple[str, ...]:
     if stats is None:
         return ("",) * len(_STATS)
-    found = stats.summary()
-    numbers = [_number(found[name]) for name in _STATS[:4]]
-    return (*numbers, *(_share(found[name]) for name in _STATS[4:]))
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.5g}"
-
-
-def _share(value: float | None) -> str:
-    if not value:
-        return "0"
+    found = [stats.summary()[name] for name in _STATS]
+    numbers = ["-" if value is None else f"{value:.5g}" for value in found[:4]]
     # So that a single NaN among billions is not shown as none.
-    return f"{100 * value:.3g}%"
+    return (*numbers, *(f"{100 * value:.3g}%" if value else "0" for value in found[4:]))
 
 
-def _tree_lines(
-    leaves: Sequence[Stored], values: dict[Path, NonTensorBase], stats: dict[int, Stats]
-) -> list[tuple[Path, str]]:
+def _tree_lines(leaves: Sequence[Stored], values: Values, stats: dict[int, Stats]) -> list[tuple[Path, str]]:
     lines: list[tuple[Path, str]] = []
     for one in leaves:
-        text = f"{_type_text(one)} {list(one.leaf.shape)} {bytes_text(one.size_bytes)}"
+        text = f"{one.spec} {bytes_text(one.size_bytes)}"
         if id(one.leaf) in stats:
-            text += " ".join(
-                ["", *(f"{n} {t}" for n, t in zip(_STATS, _stats_texts(stats[id(one.leaf)]), strict=True))]
-            )
+            texts = _stats_texts(stats[id(one.leaf)])
+            text += "".join(f" {name} {number}" for name, number in zip(_STATS, texts, strict=True))
         lines.append((one.path, text))
         lines += [(path, f"tied to {shown(one.path)}") for path in one.paths[1:]]
     return [*lines, *((path, _value_text(value)) for path, value in values.items())]
 
 
-def _totals(leaves: Sequence[Stored], values: dict[Path, NonTensorBase]) -> str:
-    elements = sum(one.leaf.numel() for one in leaves)
-    size = bytes_text(sum(one.size_bytes for one in leaves))
-    by_dtype: dict[str, int] = {}
-    for one in leaves:
-        by_dtype[_type_text(one)] = by_dtype.get(_type_text(one), 0) + one.size_bytes
-    text = f"{count_text(len(leaves), 'leaf')}, {count_text(elements, 'element')}, {size}"
-    if len(by_dtype) > 1:
-        text += f" ({', '.join(f'{name} {bytes_text(n)}' for name, n in by_dtype.items())})"
-    return text + (f", {count_text(len(values), 'non-tensor value')}" if values else "")
-
-
-def _document(
-    source: Source, leaves: Sequence[Stored], values: dict[Path, NonTensorBase], stats: dict[int, Stats]
-) -> dict[str, Any]:
+def _document(source: Source, leaves: Sequence[Stored], values: Values, stats: dict[int, Stats]) -> dict[str, Any]:
     entries: list[dict[str, Any]] = []
     for one in leaves:
         entry: dict[str, Any] = {
-            "path": list(one.path),
+            "path": one.path,
             "name": one.name,
-            "dtype": _type_text(one),
-            "shape": list(one.leaf.shape),
+            "dtype": one.dtype_name,
+            "shape": one.leaf.shape,
             "bytes": one.size_bytes,
             "kind": one.kind.value if one.kind is not None else None,
             "requires_grad": one.leaf.requires_grad,
-            "tied_to": [list(path) for path in one.paths[1:]],
+            "tied_to": one.paths[1:],
         }
-        if id(one.leaf) in stats:
-            entry["stats"] = stats[id(one.leaf)].summary()
-        entries.append(entry)
+        entries.append({**entry, **({"stats": stats[id(one.leaf)].summary()} if id(one.leaf) in stats else {})})
     return {
         "path": source.path,
         "format": source.format,
         "files": source.files,
         "checksums": source.checksums,
         "step": source.step,
-        "batch_size": list(source.tree._batch_size),
+        "batch_size": source.tree._batch_size,
         "metadata": source.metadata,
         "leaves": entries,
-        "values": [_entry_of(path, value) for path, value in values.items()],
+        # `per_element`: one value for each element of the shape, as nested lists; else one for all.
+        "values": [
+            {
+                "path": path,
+                "name": dotted(path),
+                "shape": value.shape,
+                "per_element": not isinstance(value, NonTensorData),
+                "value": plain(value),
+            }
+            for path, value in values.items()
+        ],
         "elements": sum(one.leaf.numel() for one in leaves),
         "bytes": sum(one.size_bytes for one in leaves),
-    }
-
-
-def _entry_of(path: Path, value: NonTensorBase) -> dict[str, Any]:
-    return {
-        "path": list(path),
-        "name": dotted(path),
-        "shape": list(value.shape),
-        # Whether there is one for each element of the shape, as nested lists; else it is one for all.
-        "per_element": not isinstance(value, NonTensorData),
-        "value": plain(value),
     }

@@ -1,105 +1,150 @@
 """Any checkpoint, leaf by leaf: its tree without values, and the values of a leaf in pieces.
 
-Nothing is mapped and nothing is read twice, so that the memory that a command needs does not grow with the file.
+Nothing but a file of torch.save is mapped and nothing is read twice, so that the memory that a command needs does not
+grow with the file.
 """
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
+import xxhash
 from torch import Tensor
 
-from tdfunc.cli.readers import FileLeaf, MemmapLeaf, Reader
 from tdfunc.cli.torch_files import TorchLeaf, is_torch_file, read_torch
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import UnsupportedError
-from tdfunc.core.nontensor import NonTensorData
-from tdfunc.core.types import Path
-from tdfunc.storage.disk.files import Files, LocalFiles, is_memmap, open_contents
-from tdfunc.storage.disk.remote import RemoteFiles, is_remote, local_path
-from tdfunc.storage.manager.manager import ABOUT_FILE, _read_about
-from tdfunc.storage.manager.steps import StepRemovedError, StepReplacedError, list_steps, reading, step_name
-from tdfunc.storage.memmap.folder_build import build_folder
-from tdfunc.storage.memmap.folder_plan import LAZY_TYPE
-from tdfunc.storage.memmap.folder_read import FolderReader
-from tdfunc.storage.memmap.memmap import _naming, _opened
-from tdfunc.storage.memmap.names import META
+from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError
+from tdfunc.core.keys import Entry, Filter, FilterLike, dotted
+from tdfunc.core.nontensor import NonTensorBase, NonTensorData
+from tdfunc.core.ties import groups_by_path
+from tdfunc.core.types import Kind, Path
+from tdfunc.storage.disk.mapped import open_inside
+from tdfunc.storage.disk.remote import Bytes, Files, LocalFiles, RemoteFiles, is_remote, local_path
+from tdfunc.storage.manager.steps import (
+    ABOUT_FILE,
+    StepRemovedError,
+    StepReplacedError,
+    list_steps,
+    read_about,
+    reading,
+    step_name,
+)
+from tdfunc.storage.memmap.layout import META
+from tdfunc.storage.memmap.read import FolderReader, LeafFile, naming, opened
+from tdfunc.storage.safetensors.contents import is_memmap, open_contents
+from tdfunc.storage.safetensors.header import check_digest
 from tdfunc.storage.safetensors.index import INDEX, SINGLE
+from tdfunc.storage.safetensors.read import as_view, fill
 from tdfunc.storage.safetensors.select import Choice, outline_tree
 
 # Elements of a piece: a few of them in float64 stay in the processor's cache.
 COUNT = 1 << 18
-_MAX_META_BYTES = 100_000_000
 # What safetensors' own writers put into every header.
 _USUAL = ("format", "pt")
 Tick = Callable[[int], object]
 
 
+class FileLeaf(NamedTuple):
+    """A leaf in a safetensors file."""
+
+    data: Bytes
+    begin: int
+    dtype: torch.dtype
+    elements: int
+    name: str
+    digest: str | None
+
+    def read(self, count: int) -> Iterator[Tensor]:
+        """Yield the values, and compare the checksum at their end."""
+        state = xxhash.xxh3_64()
+        for at in range(0, self.elements, count):
+            part = torch.empty(min(count, self.elements - at), dtype=self.dtype)
+            view = as_view(part)
+            fill(self.data, view, self.begin + at * self.dtype.itemsize)
+            state.update(view)
+            yield part
+        if self.digest is not None:
+            check_digest(f"leaf {self.name}", self.digest, state.hexdigest())
+
+
+class MemmapLeaf(NamedTuple):
+    """A leaf in a memmap folder: a file of its own, opened while it is read."""
+
+    root: int
+    file: LeafFile
+    digest: None = None
+
+    def read(self, count: int) -> Iterator[Tensor]:
+        """Check the size of the file, and yield the values."""
+        file, what = self.file, f"leaf {dotted(self.file.path)!r}"
+        if not file.size_bytes:
+            return
+        try:
+            leaf_file = open_inside(self.root, file.name, what)
+        except FileNotFoundError as err:
+            raise CorruptCheckpointError(f"{what}: its file is missing.", expected=file.name) from err
+        with leaf_file as fd:
+            found = os.fstat(fd).st_size
+            if found < file.size_bytes or (file.exact and found > file.size_bytes):
+                raise CorruptCheckpointError(
+                    f"{what}: its file has another size.", expected=f"{file.size_bytes} bytes", got=f"{found} bytes"
+                )
+            for at in range(0, file.shape.numel(), count):
+                part = torch.empty(min(count, file.shape.numel() - at), dtype=file.dtype)
+                if os.preadv(fd, [as_view(part)], at * file.dtype.itemsize) < part.numel() * file.dtype.itemsize:
+                    raise CorruptCheckpointError(f"{what}: its file was cut short while it was read.")
+                yield part
+
+
+Reader = FileLeaf | MemmapLeaf | TorchLeaf
+
+
+@dataclass
 class Source:
-    """An open checkpoint; `open_source` makes it.
+    """An open checkpoint; `open_source` makes it."""
 
-    Args:
-        path: As it was given.
-        format: `"safetensors"`, `"shards"`, `"memmap"` or `"torch"`.
-        tree: Everything but the values: the tree on the meta device.
-        readers: Where the values are, by the id of the leaf in `tree`.
-    """
-
-    def __init__(self, path: str, format: str, tree: TensorCollection, readers: dict[int, Any]) -> None:
-        self.path, self.format, self.tree, self._readers = path, format, tree, readers
-        # What was saved beside the tree: strings of the header, and the metadata of a step.
-        self.metadata: dict[str, Any] = {}
-        self.files: list[str] = []
-        # Of the files.
-        self.size_bytes = 0
-        # Of a folder of steps: the one that was opened, and all.
-        self.step: int | None = None
-        self.steps: list[int] = []
-        # The algorithm of the recorded checksums, which are compared when leaves are read.
-        self.checksums: str | None = None
-        # Whether it records kinds, batch sizes and all else that belongs to a tree.
-        self.is_described = False
-        # What has to be closed.
-        self.resources = ExitStack()
-
-    def reader(self, leaf: Tensor) -> Reader:
-        """Return where the values of a leaf of the tree are."""
-        return self._readers[id(leaf)]
+    path: str
+    # "safetensors", "shards", "memmap" or "torch".
+    format: str
+    # Everything but the values: the tree on the meta device.
+    tree: TensorCollection
+    # Where the values are, by the id of the leaf in `tree`.
+    readers: dict[int, Reader]
+    files: list[str]
+    # Of the files.
+    size_bytes: int
+    # Saved beside the tree: strings of the header, and the metadata of a step.
+    metadata: dict[str, Any] = field(default_factory=dict[str, Any])
+    # Of a folder of steps: the one that was opened, and all.
+    step: int | None = None
+    steps: Sequence[int] = ()
+    # The algorithm of the recorded checksums, which are compared when leaves are read.
+    checksums: str | None = None
+    # Whether kinds, batch sizes and all else that belongs to a tree are recorded.
+    is_described: bool = False
+    # What has to be closed.
+    resources: ExitStack = field(default_factory=ExitStack)
 
     def pieces(self, leaf: Tensor, tick: Tick | None = None) -> Iterator[Tensor]:
-        """Yield the values of a leaf in row-major order, in pieces of one dimension.
-
-        Raises:
-            CorruptCheckpointError: They are not what was saved, which shows at their end.
-        """
-        for part in self.reader(leaf).read(COUNT):
+        """Yield the values of a leaf in row-major order, in flat pieces; damage may be found only at their end."""
+        for part in self.readers[id(leaf)].read(COUNT):
             yield part
             if tick is not None:
                 tick(part.numel() * part.element_size())
-
-    def close(self) -> None:
-        """Close the files."""
-        self.resources.close()
 
     def __enter__(self) -> "Source":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self.resources.close()
 
 
 def open_source(path: str) -> Source:
-    """Open a checkpoint of any format by what it is, whatever its name; of a folder of steps the latest.
-
-    Raises:
-        FileNotFoundError: There is nothing, or nothing that is a checkpoint.
-        CorruptCheckpointError: It is damaged.
-        UnsupportedError: It holds what the format of the tree, or tdfunc, cannot express.
-    """
+    """Open a checkpoint of any format by what it is, whatever its name; of a folder of steps the latest."""
     name = local_path(path)
     if is_remote(name):
         source = _open_safetensors(name, RemoteFiles(name, fetch=False))
@@ -128,14 +173,15 @@ def _open_local(name: str) -> Source:
     if os.path.exists(name) and not os.path.isfile(name) and not os.path.isdir(name):
         raise UnsupportedError(f"{name}: this is no regular file.", expected="a file or a folder")
     if is_torch_file(name):
-        return _open_torch(name)
+        tree, leaves = read_torch(name)
+        return Source(name, "torch", tree, dict[int, Reader](leaves), [name], os.path.getsize(name))
     source = _open_memmap(name) if is_memmap(name, LocalFiles()) else _open_safetensors(name, LocalFiles())
     step = step_of(name)
     if step is not None:
         try:
-            source.metadata |= _read_about(name, step).metadata
+            source.metadata |= read_about(name, step).metadata
         except BaseException:
-            source.close()
+            source.resources.close()
             raise
     return source
 
@@ -155,60 +201,54 @@ def steps_in(name: str) -> list[int]:
     return list_steps(name)
 
 
-def _open_torch(name: str) -> Source:
-    tree, readers = read_torch(name)
-    source = Source(name, "torch", tree, dict[int, TorchLeaf](readers))
-    source.files, source.size_bytes = [name], os.path.getsize(name)
-    return source
-
-
 def _open_safetensors(name: str, files: Files) -> Source:
     contents = open_contents(name, files, verify=True)
     try:
-        outline, numbers = outline_tree(contents, Choice(classes=_stand_ins(_classes_in(contents.doc))))
+        outline, numbers = outline_tree(contents, Choice(classes=_stand_ins(_classes_in(contents.doc["nodes"]))))
         places, plan = contents.places, contents.plan
         readers: dict[int, Reader] = {}
         for key, i in numbers.items():
             spec = plan.specs[i]
             data = contents.sources[places.homes[i]].data
             readers[key] = FileLeaf(
-                data, places.begins[i], spec.dtype, spec.size.numel(), plan.names[i], places.digests[i]
+                data, places.begins[i], spec.dtype, spec.size.numel(), contents.names[i], places.digests[i]
             )
     except BaseException:
         contents.close()
         raise
-    source = Source(name, "safetensors" if contents.homes is None else "shards", outline, readers)
+    source = Source(
+        name,
+        "safetensors" if contents.homes is None else "shards",
+        outline,
+        readers,
+        [file.path for file in contents.sources],
+        sum(file.size_bytes for file in contents.sources),
+        checksums=contents.sources[0].header.algorithm if contents.is_ours and contents.sources else None,
+        is_described=contents.is_ours,
+    )
     source.metadata = {
         key: text for key, text in contents.metadata.items() if not key.startswith("tdfunc") and (key, text) != _USUAL
     }
-    source.files = [file.path for file in contents.sources]
-    source.size_bytes = sum(file.size_bytes for file in contents.sources)
-    source.checksums = contents.sources[0].header.algorithm if contents.is_ours and contents.sources else None
-    source.is_described = contents.is_ours
     source.resources.callback(contents.close)
     return source
 
 
 def _open_memmap(name: str) -> Source:
     with ExitStack() as stack:
-        root = stack.enter_context(_opened(name, "load_memmap"))
-        with _naming(name, "load_memmap"):
-            reader = FolderReader(root, _stand_ins(_classes_under(name)))
-            tree = build_folder(
-                reader, [torch.empty(f.shape, dtype=f.dtype, device="meta") for f in reader.leaves], None
-            )
+        root = stack.enter_context(opened(name, "load_memmap"))
+        with naming(name, "load_memmap"):
+            reader = FolderReader(root)
+            reader.classes = _stand_ins(_classes_in(reader.plan.nodes))
+            tree = reader.build([torch.empty(f.shape, dtype=f.dtype, device="meta") for f in reader.files], None)
         held = stack.pop_all()
     readers: dict[int, Reader] = {}
-    for file in reader.leaves:
+    for file in reader.files:
         # The first of tied paths comes first.
         readers.setdefault(id(_leaf_at(tree, file.path)), MemmapLeaf(root, file))
-    source = Source(name, "memmap", tree, readers)
-    aliases = reader.aliases()
-    own = [file for i, file in enumerate(reader.leaves) if i not in aliases and file.size_bytes]
-    source.files = [os.path.join(name, file.name) for file in own]
-    source.size_bytes = sum(file.size_bytes for file in own)
-    source.is_described = reader.leaves == [] or reader.leaves[0].exact
-    source.resources = held
+    own = [file for file in reader.files if file.size_bytes]
+    names = [os.path.join(name, file.name) for file in own]
+    source = Source(name, "memmap", tree, readers, names, sum(file.size_bytes for file in own), resources=held)
+    source.is_described = reader.files == [] or reader.files[0].exact
     return source
 
 
@@ -218,26 +258,107 @@ def _leaf_at(tree: Any, path: Path) -> Any:
     return tree.data if isinstance(tree, NonTensorData) else tree
 
 
+# -- leaves and values --------------------------------------------------------------------------------------------
+
+
+class Stored(NamedTuple):
+    """A leaf as a file stores it: once, with all its paths."""
+
+    paths: tuple[Path, ...]
+    leaf: Tensor
+    kind: Kind | None
+    # Whether it is non-tensor data that happens to be a tensor.
+    is_value: bool
+
+    @property
+    def path(self) -> Path:
+        """The first path."""
+        return self.paths[0]
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype as torch names it."""
+        return str(self.leaf.dtype).removeprefix("torch.")
+
+    @property
+    def spec(self) -> str:
+        """The dtype and shape."""
+        return f"{self.dtype_name} {list(self.leaf.shape)}"
+
+    @property
+    def name(self) -> str:
+        """The first path with dots."""
+        return dotted(self.paths[0])
+
+    @property
+    def size_bytes(self) -> int:
+        """What its values take."""
+        return self.leaf.numel() * self.leaf.element_size()
+
+
+def _walk(tree: TensorCollection) -> Iterator[tuple[Path, TensorCollection, Any]]:
+    """Yield every entry that is no tree: its path, the node that it is in, and its value."""
+    stack: list[tuple[Path, TensorCollection]] = [((), tree)]
+    while stack:
+        at, node = stack.pop()
+        items = [((*at, key), value) for key, value in node._data.items()]
+        yield from ((path, node, value) for path, value in items if not isinstance(value, TensorCollection))
+        stack += [(path, value) for path, value in reversed(items) if isinstance(value, TensorCollection)]
+
+
+def stored_leaves(tree: TensorCollection) -> list[Stored]:
+    """Return every stored tensor once, non-tensor data that are tensors included."""
+    groups = groups_by_path(tree._ties)
+    aliases = {path for group in tree._ties for path in group[1:]}
+    found: list[Stored] = []
+    for path, node, value in _walk(tree):
+        leaf = value.data if isinstance(value, NonTensorData) else value
+        if isinstance(leaf, Tensor) and path not in aliases:
+            found.append(Stored(groups.get(path, (path,)), leaf, node._kinds.get(path[-1]), leaf is not value))
+    return found
+
+
+def plain_values(tree: TensorCollection) -> dict[Path, NonTensorBase]:
+    """Return the non-tensor data that are no tensors."""
+    found = {path: value for path, _, value in _walk(tree) if isinstance(value, NonTensorBase)}
+    return {path: value for path, value in found.items() if not isinstance(getattr(value, "data", None), Tensor)}
+
+
+def plain(value: NonTensorBase) -> Any:
+    """Return non-tensor data as JSON has it: one value for a batch, which may be of any size, once."""
+    return value.data if isinstance(value, NonTensorData) else value.tolist()
+
+
+def described(value: NonTensorBase | None) -> Any:
+    """Return non-tensor data to compare and print: with its shape, in which alone two sides may differ."""
+    if value is None:
+        return "nothing"
+    return {"shape": list(value.shape), "value": plain(value)} if value.shape else plain(value)
+
+
+def make_filter(include: Sequence[str], exclude: Sequence[str]) -> "FilterLike | None":
+    """Return what matches any of some globs and none of others; None for everything."""
+    chosen: Filter | None = None
+    for pattern in include:
+        chosen = Filter(pattern) if chosen is None else chosen | pattern
+    for pattern in exclude:
+        chosen = ~Filter(pattern) if chosen is None else chosen & ~Filter(pattern)
+    return chosen
+
+
+def choose(found: Sequence[Stored], where: "FilterLike | None") -> list[Stored]:
+    """Return the leaves that a filter chooses; each pattern must match one."""
+    if where is None:
+        return list(found)
+    mask = Filter(where).mask([Entry(one.paths, one.leaf, one.kind) for one in found])
+    return [one for one, yes in zip(found, mask, strict=True) if yes]
+
+
 # -- classes ----------------------------------------------------------------------------------------------------
 
 
-def _classes_in(doc: dict[str, Any]) -> set[str]:
-    return {node["class"] for node in doc["nodes"] if type(node.get("class")) is str}
-
-
-def _classes_under(folder: str) -> set[str]:
-    """Return the names of classes in a memmap folder; what is malformed there is found when it is read."""
-    found: set[str] = set()
-    for place, _, names in os.walk(folder):
-        with suppress(OSError, ValueError, RecursionError, AttributeError):
-            path = os.path.join(place, META)
-            if META in names and os.path.getsize(path) <= _MAX_META_BYTES:
-                with open(path, "rb") as file:
-                    meta = json.load(file)
-                name = meta.get("", {}).get("class") if meta.get("_type") != LAZY_TYPE else None
-                if type(name) is str:
-                    found.add(name)
-    return found
+def _classes_in(nodes: Iterable[dict[str, Any]]) -> set[str]:
+    return {node["class"] for node in nodes if type(node.get("class")) is str}
 
 
 def _stand_ins(names: Iterable[str]) -> Sequence[type[TensorCollection]]:

@@ -1,20 +1,24 @@
 """`tdfunc verify`: whether a checkpoint is what was saved, with every leaf that is not."""
 
-from collections.abc import Callable, Iterator
+import zipfile
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from tdfunc.cli.leaves import stored_leaves
-from tdfunc.cli.output import as_json, progress, safe, shown_lines
-from tdfunc.cli.readers import MemmapLeaf
-from tdfunc.cli.sources import Source, open_source, step_of, steps_in
-from tdfunc.cli.streams import emit
-from tdfunc.cli.torch_files import damaged_entries
+from tdfunc.cli.output import print_json, progress, safe
+from tdfunc.cli.sources import Source, open_source, step_of, steps_in, stored_leaves
+from tdfunc.cli.torch_files import damaged_entry
 from tdfunc.core.errors import CorruptCheckpointError
 from tdfunc.ops.display.text import bytes_text, count_text
 from tdfunc.storage.disk.remote import local_path
-from tdfunc.storage.manager.manager import _check_tree, _naming, _read_about
-from tdfunc.storage.manager.steps import StepRemovedError, StepReplacedError, reading
+from tdfunc.storage.manager.steps import (
+    StepRemovedError,
+    StepReplacedError,
+    check_tree,
+    naming_step,
+    read_about,
+    reading,
+)
 
 OK, DAMAGED, UNPROTECTED = 0, 1, 3
 
@@ -41,11 +45,11 @@ def verify(path: str, *, json: bool) -> int:
     for verdict in _verify_all(local_path(path)):
         verdicts.append(verdict)
         if not json:
-            emit(_text(verdict))
+            print(_text(verdict))
     codes = {verdict.code for verdict in verdicts}
     code = DAMAGED if DAMAGED in codes else UNPROTECTED if UNPROTECTED in codes else OK
     if json:
-        emit(as_json({"code": code, "checkpoints": [{**v._asdict(), "code": v.code} for v in verdicts]}))
+        print_json({"code": code, "checkpoints": [{**v._asdict(), "code": v.code} for v in verdicts]})
     return code
 
 
@@ -53,7 +57,7 @@ def _text(verdict: Verdict) -> str:
     size = f"{count_text(verdict.leaves, 'leaf')}, {bytes_text(verdict.size_bytes)}"
     name = safe(verdict.path)
     if verdict.damage:
-        lines = [f"{name}: damaged", *(f"  {shown_lines(text)}" for text in verdict.damage)]
+        lines = [f"{name}: damaged", *(f"  {line}" for text in verdict.damage for line in map(safe, text.split("\n")))]
         return "\n".join(lines)
     if verdict.checksums is None:
         return f"{name}: no checksums to compare; the structure is whole ({size})"
@@ -63,34 +67,11 @@ def _text(verdict: Verdict) -> str:
 def _verify_all(path: str) -> Iterator[Verdict]:
     steps = steps_in(path)
     for step in steps:
-        # A run that goes on may have removed it by now.
-        with suppress(StepRemovedError):
-            yield _verify_step(path, step)
+        # A run that goes on may have removed or replaced it by now.
+        with suppress(StepRemovedError, StepReplacedError), reading(path, step) as folder:
+            yield _verify_one(folder)
     if not steps:
         yield _verify_one(path)
-
-
-class _Damaged(CorruptCheckpointError):
-    """Damage that was found in a step, if it is still the one that was read."""
-
-    verdict: Verdict
-
-
-def _verify_step(run: str, step: int) -> Verdict:
-    """Verify one step; one that another save replaces while it is read is read again."""
-    while True:
-        try:
-            with reading(run, step) as folder:
-                verdict = _verify_one(folder)
-                if verdict.damage:
-                    found = _Damaged()
-                    found.verdict = verdict
-                    raise found
-                return verdict
-        except StepReplacedError:
-            continue
-        except _Damaged as found:
-            return found.verdict
 
 
 def _verify_one(path: str) -> Verdict:
@@ -99,8 +80,8 @@ def _verify_one(path: str) -> Verdict:
         try:
             step = step_of(path)
             if step is not None:
-                with _naming(path, step):
-                    _check_tree(path, _read_about(path, step))
+                with naming_step(path, step):
+                    check_tree(path, read_about(path, step))
             source = stack.enter_context(open_source(path))
         except CorruptCheckpointError as err:
             return Verdict(path, 0, 0, None, [str(err)])
@@ -114,31 +95,14 @@ def _verify_leaves(path: str, source: Source) -> Verdict:
     checksums = source.checksums
     with progress("verify", size) as tick:
         if source.format == "torch":
-            checksums = _verify_archive(path, damage, tick)
+            if zipfile.is_zipfile(path):
+                checksums, found = "crc32", damaged_entry(path)
+                damage += [] if found is None else [found]
         elif checksums is not None or source.format == "memmap":
             for one in leaves:
                 try:
-                    _read(source, one.leaf, tick)
+                    for _ in source.pieces(one.leaf, tick):
+                        pass
                 except CorruptCheckpointError as err:
                     damage.append(str(err))
     return Verdict(path, len(leaves), size, checksums, damage)
-
-
-# Any: a leaf of the tree.
-def _read(source: Source, leaf: Any, tick: Callable[[int], object]) -> None:
-    reader = source.reader(leaf)
-    if isinstance(reader, MemmapLeaf):
-        # There is nothing to compare the values with.
-        reader.check()
-        return
-    for _ in source.pieces(leaf, tick):
-        pass
-
-
-def _verify_archive(path: str, damage: list[str], tick: Callable[[int], object]) -> str | None:
-    with open(path, "rb") as file:
-        is_archive = file.read(2) == b"PK"
-    if not is_archive:
-        return None
-    damage += damaged_entries(path, tick)
-    return "crc32"

@@ -6,7 +6,7 @@ a primitive. A class with another representation (a lazy stack) overrides primit
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import deepcopy
-from functools import partial
+from functools import partial, wraps
 from multiprocessing.context import get_spawning_popen
 from operator import attrgetter, itemgetter, methodcaller
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, TypeVar
@@ -16,8 +16,8 @@ from torch import Size, Tensor
 from torch.nn import Parameter
 
 from tdfunc.core.context import is_compiling
-from tdfunc.core.errors import ImmutableError, TreeStructureError
-from tdfunc.core.keys import is_key, missing, unravel
+from tdfunc.core.errors import ImmutableError, LeafMismatchError, TreeStructureError
+from tdfunc.core.keys import dotted, is_key, missing, unravel
 from tdfunc.core.memory import MIN_BYTES, read_rows_ahead
 from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.shapes import check_positions, index_names, index_size, normalize_index, put_first, slice_length
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T", bound="TensorCollection")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Static(NamedTuple):
@@ -88,6 +89,8 @@ class TensorCollection(Slots):
     # The class for open keys and the class for ragged stacks; the public modules set them, lower layers build by them.
     _open: ClassVar[Any] = None
     _lazy: ClassVar[Any] = None
+    # Whether the node is a lazy stack: its children are trees of unequal shapes, not leaves.
+    _is_lazy: ClassVar[bool] = False
     # How a class with typed fields makes a value a node, a method (key, value, where); others leave it to `convert`.
     _accept: ClassVar[Any] = None
     # What stands for a leaf in the pickle that starts a process; storage sets it.
@@ -150,6 +153,11 @@ class TensorCollection(Slots):
     @property
     def _kinds(self) -> dict[str, Kind]:
         return self._static.kinds if self._static is not None else {}
+
+    if TYPE_CHECKING:
+
+        def _each(self, fn: Callable[..., Any], *values: Any) -> Any:
+            """Return the stack of `fn(tree, *its part of each value)` for the trees of a lazy stack."""
 
     # -- primitives ---------------------------------------------------------------------------------------------
 
@@ -217,9 +225,9 @@ class TensorCollection(Slots):
         try:
             # As long as each other; saying so takes longer than all else here.
             done = dict(zip(keys, results))  # noqa: B905
-        except Exception:
-            # For the note that `apply` adds: zip had taken the key of the leaf that raised, and none after it.
-            key = list(data)[-1 - sum(1 for _ in keys)]  # noqa: F841 # pyright: ignore[reportUnusedVariable]
+        except Exception as err:
+            # zip had taken the key of the leaf that raised, and none after it.
+            _note_key(list(data)[-1 - sum(1 for _ in keys)], err)
             raise
         if op.drops and type(None) in map(type, done.values()):
             return {key: value for key, value in done.items() if value is not None}
@@ -228,20 +236,23 @@ class TensorCollection(Slots):
     def _map_children(self, op: LeafOp, others: Sequence["TensorCollection"]) -> dict[str, Node]:
         leaf = op.leaf if not op.packed else lambda *leaves: op.leaf(leaves)
         data: dict[str, Node] = {}
-        for key, node in self._data.items():
-            if isinstance(node, Tensor):
-                out = leaf(node, *[o._data[key] for o in others]) if others else leaf(node)
-            elif isinstance(node, TensorCollection):
+        key = ""
+        try:
+            for key, node in self._data.items():
                 twins = [o._data[key] for o in others]
-                out = node._shape(op, *twins) if op.batch else node._map(op, *twins)
-            elif isinstance(node, NonTensorBase) and not op.batch:
-                out = node if op.size is None else node.resized(op.size(node.shape), key)
-            else:
-                if isinstance(node, NonTensorBase):
-                    node.check_batch(self._batch_size, key)
-                out = leaf(node, *[o._data[key] for o in others])
-            if out is not None:
-                data[key] = out
+                if isinstance(node, TensorCollection):
+                    out = node._shape(op, *twins) if op.batch else node._map(op, *twins)
+                elif isinstance(node, NonTensorBase) and not op.batch:
+                    out = node if op.size is None else node.resized(op.size(node.shape), key)
+                else:
+                    if isinstance(node, NonTensorBase):
+                        node.check_batch(self._batch_size, key)
+                    out = leaf(node, *twins)
+                if out is not None:
+                    data[key] = out
+        except Exception as err:
+            _note_key(key, err)
+            raise
         return data
 
     def _map_tied(self, op: LeafOp, others: Sequence["TensorCollection"]) -> "Self":
@@ -275,37 +286,6 @@ class TensorCollection(Slots):
     def _shape(self, op: LeafOp, *others: "TensorCollection") -> "Self":
         """Apply an operation on batch dimensions (reshape, permute, stack, ...)."""
         return self._map(op, *others)
-
-    def _each(self, fn: Callable[..., Any], *values: Any) -> "Self | None":
-        """Return the stack of `fn(tree, *its part of each value)` where this node is a stack of trees, else None.
-
-        An edit of keys goes to each tree so: the keys of a stack are those that its trees share.
-        """
-        return None
-
-    def _some_keys(self) -> dict[str, list[int]]:
-        """Return the keys that only some trees of a stack have, each with the numbers of these trees."""
-        return {}
-
-    def _owner(self, path: Path) -> str | None:
-        """Return the number of the tree of a stack that a path, as `paths()` gives it, leads into by this number."""
-        return None
-
-    def _within(self, old_ndim: int, size: Size) -> tuple[int, Size] | None:
-        """Return what the nodes inside follow where this node follows its parent's new batch size; None for nothing."""
-        return old_ndim, size
-
-    def _probe(self) -> Any:
-        """Return what `_rebuilt_size` must know of the leaves as they were (classes with static data of their own)."""
-        return None
-
-    @classmethod
-    def _rebuilt_size(cls, children: tuple[Any, ...], context: Any) -> Any:
-        """Return the batch size (None if the children do not say) and device of a node that `tree_map` rebuilds.
-
-        None means: as the leading dimensions of the children say. A class with static data of its own knows better.
-        """
-        return None
 
     # -- immutability -------------------------------------------------------------------------------------------
 
@@ -344,6 +324,21 @@ class TensorCollection(Slots):
         return _remake, (type(self), data, self._batch_size, self._device, self._names, self._static)
 
     __hash__ = object.__hash__
+
+
+# The path of the leaf that raised: each node on the way out of a map puts its key in front.
+_ERROR_PATH = "_tdfunc_path"
+
+
+def _note_key(key: str, err: Exception) -> None:
+    setattr(err, _ERROR_PATH, (key, *getattr(err, _ERROR_PATH, ())))
+
+
+def note_leaf(err: Exception, call: str) -> None:
+    """Add the path of the leaf at which a map raised to the error."""
+    path = err.__dict__.pop(_ERROR_PATH, None)
+    if path is not None and hasattr(err, "add_note"):
+        err.add_note(f"{call}: raised at the leaf {dotted(path)!r}.")
 
 
 NO_STATIC = Static()
@@ -403,6 +398,47 @@ def check_keys(first: TensorCollection, others: Sequence[TensorCollection]) -> N
                 else f"a leaf of type {type(other).__name__}",
                 hint="select() the common keys, or set() the missing ones.",
             )
+
+
+# -- lazy stacks ------------------------------------------------------------------------------------------------
+
+
+def per_tree(cut: int = 0) -> Callable[[F], F]:
+    """Let a function of a tree run for each tree of a lazy stack, and stack the results.
+
+    Args:
+        cut: The place of the argument that is cut into a part for each tree, as `set` cuts values; 0 for none.
+    """
+
+    def decorate(fn: Any) -> Any:
+        @wraps(fn)
+        def run(tree: Any, *args: Any, **options: Any) -> Any:
+            if not tree._is_lazy:
+                return fn(tree, *args, **options)
+            if not cut:
+                return tree._each(lambda t: run(t, *args, **options))
+            before, after = args[: cut - 1], args[cut:]
+            return tree._each(lambda t, part: run(t, *before, part, *after, **options), args[cut - 1])
+
+        return run
+
+    return decorate
+
+
+def no_one_shape(call: str, stack: Any, where: str = "") -> LeafMismatchError:
+    """Return the error of a call that needs one tensor for each leaf, which a lazy stack does not have."""
+    return LeafMismatchError(
+        f"{call}: a lazy stack has no one tensor for each leaf{where}.",
+        expected="a tree whose leaves have one shape",
+        got=f"batch size {list(stack._batch_size)}, trees along dimension {stack._dim}",
+        hint="write lazy.pad() first, or lazy.dense() where the trees have one shape; lazy.trees are the trees.",
+    )
+
+
+def check_one_shape(tree: TensorCollection, call: str, where: str = "") -> None:
+    """Raise for a lazy stack."""
+    if tree._is_lazy:
+        raise no_one_shape(call, tree, where)
 
 
 def index_op(index: Any, size: Size) -> LeafOp:

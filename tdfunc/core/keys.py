@@ -90,10 +90,6 @@ def _missing_text(path: Path, known: Iterable[str], call: str, node: Any) -> str
 
 def did_you_mean(key: str, names: Sequence[str]) -> str | None:
     """Return a hint with up to three names that a key may be a misspelling of, or None."""
-    if len(names) > 200:
-        # Comparing takes long: of many names, those that a slip of the finger or two gives.
-        near = (n for n in names if abs(len(n) - len(key)) <= 2 and (n[:1] == key[:1] or n[-1:] == key[-1:]))
-        names = [name for name in near if len({*name} ^ {*key}) <= 3][:200]
     close = difflib.get_close_matches(key, names, n=3)
     return f"did you mean {' or '.join(map(repr, close))}?" if close else None
 
@@ -109,7 +105,7 @@ def _further_down(key: str, parent: Path, node: Any) -> str | None:
                 found.append((*parent, *at, name))
             if hasattr(child, "_keys"):
                 level.append(((*at, name), child))
-        # As many trees as take no time.
+        # A look at more trees takes too long for a message.
         if len(found) >= 3 or len(level) > 1000:
             break
     return f"did you mean {' or '.join(map(repr, found[:3]))}?" if found else None
@@ -224,20 +220,16 @@ def _others(chosen: Filter, entries: Sequence[Entry]) -> list[bool]:
     return [not a for a in chosen.mask(entries)]
 
 
-def _owned(owners: set[Path], entries: Sequence[Entry]) -> list[bool]:
-    return [any(path[:-1] in owners for path in e.paths) for e in entries]
-
-
 def _of_both(left: Filter, right: Filter, rule: Callable[[bool, bool], bool], entries: Sequence[Entry]) -> list[bool]:
     return [rule(a, b) for a, b in zip(left.mask(entries), right.mask(entries), strict=True)]
 
 
-def _of_kind(kind: Kind, entries: Sequence[Entry]) -> list[bool]:
-    return [e.kind is kind for e in entries]
+def _owned(owners: set[Path], entries: Sequence[Entry]) -> list[bool]:
+    return [any(path[:-1] in owners for path in e.paths) for e in entries]
 
 
-def _of_dtype(dtype: torch.dtype, entries: Sequence[Entry]) -> list[bool]:
-    return [getattr(e.leaf, "dtype", None) is dtype for e in entries]
+def _having(field: str, value: object, entries: Sequence[Entry]) -> list[bool]:
+    return [e.kind is value if field == "kind" else getattr(e.leaf, field, None) is value for e in entries]
 
 
 def _wanted(predicate: Callable[..., object], entries: Sequence[Entry]) -> list[bool]:
@@ -260,9 +252,9 @@ def _atom(spec: Any) -> tuple[Callable[[Sequence[Entry]], list[bool]], str]:
     if isinstance(spec, re.Pattern):
         return partial(_matching, spec, repr(spec.pattern)), repr(spec)
     if isinstance(spec, Kind):
-        return partial(_of_kind, spec), str(spec)
+        return partial(_having, "kind", spec), str(spec)
     if isinstance(spec, torch.dtype):
-        return partial(_of_dtype, spec), str(spec)
+        return partial(_having, "dtype", spec), str(spec)
     if callable(spec):
         return partial(_wanted, spec), getattr(spec, "__name__", "fn")
     raise FilterError(

@@ -154,12 +154,14 @@ class Places:
     def holds(self, tensor: Any) -> bool:
         """Return whether a tensor may share memory with one of these."""
         extent = extent_of(tensor) if self._known else None
-        if extent is None:
-            return True
+        return extent is None or self.find(extent) is not None
+
+    def find(self, extent: Extent) -> tuple[int, int] | None:
+        """Return the first byte, and the one after the last, of the memory here that an extent meets; None if none."""
         space, begin, end = extent
         runs = self._merged.get(space, ())
         at = bisect_left(runs, (end, 0)) - 1
-        return at >= 0 and begin < runs[at][1] and begin < end
+        return runs[at] if at >= 0 and begin < runs[at][1] and begin < end else None
 
 
 # -- read-ahead -------------------------------------------------------------------------------------------------

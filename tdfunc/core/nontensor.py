@@ -15,17 +15,15 @@ from torch.utils import _pytree as torch_pytree
 
 from tdfunc.core.errors import BatchSizeError, ImmutableError, LeafMismatchError, error
 from tdfunc.core.shapes import as_size, dim_index, index_size, normalize_index
-from tdfunc.core.vmapped import Mapped, Move, Rows, follow_rows, hidden_dims
 
 
 class NonTensorBase:
     """What `NonTensorData` and `NonTensorStack` share: values seen through tensor methods."""
 
     __slots__ = ()
-    # None, or for a stack that is not laid out along the batch its dimensions after it, were it so; -1 if it never is.
+    # Of a stack that is not laid out along the batch of its tree, the number of dimensions that its array has after a
+    # batch along which it is; `_LOST` if there is none. None for data that are laid out along the batch.
     _features: int | None = None
-    # The dimensions that vmap has taken; those of the values come first in the array.
-    _mapped: Mapped = ()
     # The values as an object array of the batch's size.
     _array: np.ndarray[Any, Any]
 
@@ -45,13 +43,12 @@ class NonTensorBase:
 
     def check_batch(self, size: Size, key: str) -> None:
         """Raise unless the values are laid out along this batch: inside vmap those of a stack are not."""
-        if self._mapped or self._features is not None or self.shape[: len(size)] != size:
-            got = Size(self._array.shape)
+        if self._features is not None or self.shape[: len(size)] != size:
             raise BatchSizeError(
                 f"{key!r} holds one value for each element of another batch.",
                 expected=f"shape {list(size)} + (...)",
-                got=f"shape {list(got)}" + (", with rows that are mapped" if self._mapped else ""),
-                hint=_hint(self),
+                got=f"shape {list(self.shape)}",
+                hint=_HINT,
             )
 
     def resized(self, size: Size, key: str) -> Any:
@@ -70,11 +67,8 @@ class NonTensorBase:
         """Return the data with another batch size, where they can have it; never raises."""
         raise NotImplementedError
 
-    def follow(self, old_ndim: int, size: Size, move: Move | None = None) -> Any:
-        """Return the data of a tree whose batch was `old_ndim` dimensions and is now `size`; never raises.
-
-        `move` is what is known of the dimension that came or went.
-        """
+    def follow(self, old: Size, size: Size) -> Any:
+        """Return the data of a tree whose batch size was `old` and is now `size`; never raises."""
         raise NotImplementedError
 
     @property
@@ -215,9 +209,9 @@ class NonTensorData(NonTensorBase):
         """Return the value seen with another batch size."""
         return NonTensorData(self._value, size)
 
-    def follow(self, old_ndim: int, size: Size, move: Move | None = None) -> Any:
+    def follow(self, old: Size, size: Size) -> Any:
         """Return the value seen with the new batch size, and with the dimensions it had after the old one."""
-        return NonTensorData(self._value, size + self._size[old_ndim:])
+        return NonTensorData(self._value, size + self._size[len(old) :])
 
     def __reduce__(self) -> Any:
         return NonTensorData, (self._value, tuple(self._size))
@@ -238,7 +232,7 @@ class NonTensorStack(NonTensorBase):
         (['b', 'c'], 'a')
     """
 
-    __slots__ = ("_array", "_features", "_mapped")
+    __slots__ = ("_array", "_features")
 
     def __init__(self, *values: Any) -> None:
         array = np.empty(len(values), dtype=object)
@@ -246,19 +240,17 @@ class NonTensorStack(NonTensorBase):
             array[i] = value.data if isinstance(value, NonTensorData) else value
         object.__setattr__(self, "_array", array)
         object.__setattr__(self, "_features", None)
-        object.__setattr__(self, "_mapped", ())
 
     @classmethod
-    def _wrap(cls, array: np.ndarray[Any, Any], features: int | None = None, mapped: Mapped = ()) -> "NonTensorStack":
+    def _wrap(cls, array: np.ndarray[Any, Any], features: int | None = None) -> "NonTensorStack":
         new = object.__new__(cls)
         object.__setattr__(new, "_array", array)
         object.__setattr__(new, "_features", features)
-        object.__setattr__(new, "_mapped", mapped)
         return new
 
     @property
     def shape(self) -> Size:
-        return Size(self._array.shape[hidden_dims(self._mapped) :]) if self._mapped else Size(self._array.shape)
+        return Size(self._array.shape)
 
     def reshape(self, *shape: Any) -> Any:
         return self._wrap(self._array.reshape(_sizes(shape)))
@@ -322,14 +314,13 @@ class NonTensorStack(NonTensorBase):
         """Keep the values; an operation along a dimension checks that they still fit."""
         return self
 
-    def follow(self, old_ndim: int, size: Size, move: Move | None = None) -> Any:
-        """Move the values with the leaves, or keep them, and whether they are laid out along the batch."""
-        features = self.dim() - old_ndim if self._features is None else self._features
-        rows = follow_rows(Rows(self._array, features, self._mapped), old_ndim, size, move)
-        if rows is None:
+    def follow(self, old: Size, size: Size) -> Any:
+        """Keep the values, and whether they are laid out along the batch: while vmap maps their rows they are not."""
+        features = self.dim() - len(old) if self._features is None else self._features
+        if features == _LOST or not _only_in_front(old, size):
             return self._wrap(self._array, _LOST)
-        whole = rows.shape == (*size, *rows.shape[len(rows.shape) - rows.features :])
-        return self._wrap(rows.array, None if whole else rows.features, rows.mapped)
+        is_whole = self._array.shape[: self.dim() - features] == size
+        return self._wrap(self._array, None if is_whole else features)
 
     def __getitem__(self, index: Any) -> Any:
         parts = normalize_index(index, self.shape)
@@ -351,14 +342,17 @@ class NonTensorStack(NonTensorBase):
 
 
 _LOST = -1
+_HINT = "vmap keeps the values of rows with in_dims=0 and out_dims=0 only: exclude() them before vmap or tree_map."
 
 
-def _hint(node: NonTensorBase) -> str:
-    if node._mapped:
-        return "non-tensor values cannot vary along a vmapped dimension: exclude() them before vmap."
-    if node._features == _LOST:
-        return "vmap moved the rows where the leaves do not tell: clone() expanded leaves, or exclude() it before vmap."
-    return "vmap, tree_map or another operation gave the leaves another batch: exclude() it before."
+def _only_in_front(old: Size, size: Size) -> bool:
+    """Return whether batch dimensions can have come or gone in front only, as with in_dims=0 and out_dims=0.
+
+    Where another dimension of the same size could be the one that moved, the answer is no.
+    """
+    short, long = sorted((old, size), key=len)
+    lead, rest = long[: len(long) - len(short)], long[len(long) - len(short) :]
+    return not lead or not short or (rest == short and short[0] not in lead)
 
 
 def _stack_of(values: list[Any], shape: tuple[int, ...]) -> NonTensorStack:
@@ -404,7 +398,7 @@ def _same_nodes(a: NonTensorBase, b: NonTensorBase) -> bool:
     # The batch of one broadcast value is not compared, as it is not for trees.
     if isinstance(a, NonTensorData) and isinstance(b, NonTensorData):
         return same_value(a.data, b.data)
-    same_type = type(a) is type(b) and a._array.shape == b._array.shape and a._mapped == b._mapped
+    same_type = type(a) is type(b) and a._array.shape == b._array.shape
     return same_type and all(same_value(x, y) for x, y in zip(a._array.flat, b._array.flat, strict=True))
 
 
@@ -427,12 +421,12 @@ def _stack(nodes: Sequence[Any], dim: int = 0) -> Any:
 def _check_shapes(call: str, nodes: Sequence[Any], kept: Sequence[Size]) -> None:
     """Raise unless what has to agree of the shapes does, as torch would: `join` adds the path."""
     for node, part in zip(nodes, kept, strict=True):
-        if node._mapped or node._features is not None:
+        if node._features is not None:
             raise BatchSizeError(
                 f"{call}: non-tensor data hold one value for each element of another batch.",
                 expected=f"shape {list(node.shape)}",
                 got=f"shape {list(node._array.shape)}",
-                hint=_hint(node),
+                hint=_HINT,
             )
         if part != kept[0]:
             raise error(

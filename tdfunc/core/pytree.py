@@ -6,19 +6,18 @@ from typing import Any, NamedTuple, TypeVar
 import optree
 import torch
 from torch import Size, Tensor
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.utils import _pytree as torch_pytree
 
 from tdfunc.core.collection import NO_STATIC, PLAIN, Static, TensorCollection, iter_leaves
 from tdfunc.core.context import is_compiling
-from tdfunc.core.nontensor import GLOBAL_NAMESPACE, NonTensorBase, NonTensorStack
-from tdfunc.core.shapes import common_prefix, shape_of
+from tdfunc.core.errors import BatchSizeError
+from tdfunc.core.nontensor import GLOBAL_NAMESPACE, NonTensorBase
+from tdfunc.core.shapes import common_prefix, common_size, shape_of, stacked_size
 from tdfunc.core.ties import Graft, graft, prune, spanning
 from tdfunc.core.types import Kind, Names, Ties
-from tdfunc.core.vmapped import Layout, Move, layout_of, read_move
 
 T = TypeVar("T", bound=TensorCollection)
-
-is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 
 class Context(NamedTuple):
@@ -36,9 +35,8 @@ class Context(NamedTuple):
     grafts: tuple[Graft, ...]
     # The children's shapes when all are plain tensors: unchanged ones need no vote.
     shapes: list[Size] | None = None
-    probe: Any = None
-    # How the leaves lie in memory, where values for each row follow them: empty if there are no leaves.
-    layouts: tuple[Layout, ...] | None = None
+    # Of a lazy stack, how many transforms of torch.func ran when it was flattened.
+    level: int | None = None
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Context) or self.keys != other.keys or self.ties != other.ties:
@@ -84,8 +82,7 @@ def flatten(tree: TensorCollection) -> tuple[tuple[Any, ...], Context]:
     context = Context(
         keys, tree._ties, order, tree._batch_size, tree._device, tree._names,
         tuple(features), tree._static, grafts, shapes,
-        None if tree._static is None or tree._static.own is None else tree._probe(),
-        None if shapes is not None or is_dynamo_compiling() else _layouts(children),
+        _functorch.maybe_current_level() if tree._is_lazy and not compiling else None,
     )  # fmt: skip
     flat = _Flat(children, context)
     if not compiling:
@@ -101,24 +98,6 @@ def plain_shapes(children: tuple[Any, ...]) -> list[Size] | None:
         return [child.shape for child in children]
     except RuntimeError:  # a strided nested tensor
         return None
-
-
-def _layouts(children: tuple[Any, ...]) -> tuple[Layout, ...] | None:
-    """Return the layouts of the leaves if a child, or a child without leaves, holds a value for each row."""
-    for child in children:
-        if isinstance(child, NonTensorStack) or (
-            isinstance(child, TensorCollection) and flatten(child)[1].layouts == ()
-        ):
-            return tuple([layout_of(leaf) for leaf in _leaves(children)])
-    return None
-
-
-def _leaves(children: tuple[Any, ...]) -> Iterable[Any]:
-    for child in children:
-        if isinstance(child, TensorCollection):
-            yield from [leaf for _, leaf in iter_leaves(child)]
-        elif not isinstance(child, NonTensorBase):
-            yield child
 
 
 def _features(child: Any, n: int) -> int | None:
@@ -145,12 +124,9 @@ def unflatten(cls: type[T], context: Context, children: Iterable[Any]) -> T:
     if size is None:
         size = old
     elif size != old:
-        move = read_move(context.layouts, _leaves(children)) if context.layouts else None
-        children = tuple([_follow(child, len(old), size, move) for child in children])
-    elif any(type(c) is not Tensor for c in children):
-        children = tuple(
-            [_follow(c, len(old), size) if getattr(c, "_cache", None) is _UNDECIDED else c for c in children]
-        )
+        children = tuple([_follow(child, old, size) for child in children])
+    elif not cls._is_lazy and any([type(c) is not Tensor for c in children]):
+        children = tuple([_follow(c, old, size) if getattr(c, "_cache", None) is _UNDECIDED else c for c in children])
     data = dict(zip(context.keys, children, strict=True))
     if context.order is not context.keys:
         data = {key: data[key] for key in context.order}
@@ -182,7 +158,41 @@ def rebuilt_size(
     cls: type[TensorCollection], children: tuple[Any, ...], context: Context
 ) -> tuple[Size | None, torch.device | None]:
     """Return the batch size that rebuilt children give their node, None if they do not say, and its device."""
-    return cls._rebuilt_size(children, context) or _vote(children, context)
+    return _vote_of_stack(children, context) if cls._is_lazy else _vote(children, context)
+
+
+def _vote_of_stack(children: tuple[Any, ...], context: Context) -> tuple[Size | None, torch.device | None]:
+    """Return the batch size of a lazy stack: that of its trees, with their number in its place."""
+    if any([not isinstance(child, TensorCollection) or child._cache is _UNDECIDED for child in children]):
+        return None, context.device
+    # The place of the stack counts from the end, so that dimensions may come and go in front.
+    own: Any = context.static and context.static.own
+    size = common_size([child._batch_size for child in children])
+    _check_vmap(children, context, len(context.batch_size) + own, len(size) + 1)
+    device = children[0]._device
+    shared = device if all([child._device == device for child in children]) else None
+    return stacked_size(size, max(len(size) + 1 + own, 0), len(children)), shared
+
+
+def _check_vmap(children: tuple[Any, ...], context: Context, dim: int, ndim: int) -> None:
+    """Raise if vmap has taken a dimension of the leaves that has another number in the lazy stack."""
+    taken: int | None = None
+    if is_compiling():
+        # dynamo cannot ask a tensor which dimension vmap took.
+        taken = None if ndim == len(context.batch_size) or dim >= len(context.batch_size) - 1 else dim
+    elif ndim < len(context.batch_size) and (level := _functorch.maybe_current_level()) != context.level:
+        leaves = [leaf for child in children for _, leaf in iter_leaves(child)]
+        mapped = [x for x in leaves if isinstance(x, Tensor) and _functorch.is_batchedtensor(x)]
+        dims = [_functorch.maybe_get_bdim(x) for x in mapped if _functorch.maybe_get_level(x) == level]
+        taken = next((each for each in dims if each >= dim), None)
+    if taken is not None:
+        raise BatchSizeError(
+            "vmap: in_dims must be in front of the dimension along which the trees of a lazy stack lie.",
+            expected=f"a dimension before {dim}",
+            got=f"in_dims={taken}",
+            hint="permute() the stack so that its own dimension comes last (no copy); to map over the trees, write "
+            "dense() or pad() first, or [fn(tree) for tree in lazy].",
+        )
 
 
 def _vote(children: tuple[Any, ...], context: Context) -> tuple[Size | None, torch.device | None]:
@@ -216,16 +226,13 @@ def _vote(children: tuple[Any, ...], context: Context) -> tuple[Size | None, tor
     return size, device
 
 
-def _follow(child: Any, old_ndim: int, size: Size, move: Move | None = None) -> Any:
-    """Give a child that has no say (non-tensor data, a tree without shapes) the new batch size of its parent."""
+def _follow(child: Any, old: Size, size: Size) -> Any:
+    """Give a child without a vote (non-tensor data, a tree without shapes) the new batch size of its parent."""
     if isinstance(child, NonTensorBase):
-        return child.follow(old_ndim, size, move)
-    if isinstance(child, TensorCollection) and child._cache is _UNDECIDED:
-        within = child._within(old_ndim, size)
-        if within is None:
-            return child
-        inner = {k: _follow(v, *within, move) for k, v in child._data.items()}
-        return child._replace(inner, batch_size=size + child._batch_size[old_ndim:])
+        return child.follow(old, size)
+    if isinstance(child, TensorCollection) and child._cache is _UNDECIDED and not child._is_lazy:
+        inner = {key: _follow(node, old, size) for key, node in child._data.items()}
+        return child._replace(inner, batch_size=size + child._batch_size[len(old) :])
     return child
 
 

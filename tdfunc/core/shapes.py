@@ -2,8 +2,8 @@
 
 import math
 import operator
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -91,6 +91,16 @@ def put_first(new: Size, n: int) -> Callable[[Size], Size]:
     return lambda old: new if len(old) == n else new + old[n:]
 
 
+def common_size(sizes: Sequence[Size]) -> Size:
+    """Return the size that all share, -1 where they differ; of sizes of unequal length, their leading dimensions."""
+    return Size([each[0] if len(set(each)) == 1 else -1 for each in zip(*sizes, strict=False)])
+
+
+def stacked_size(size: Size, dim: int, count: int) -> Size:
+    """Return a batch size with the dimension of a stack in it."""
+    return size[:dim] + Size((count,)) + size[dim:]
+
+
 def one_shape(tensors: Collection[Tensor]) -> Size | None:
     """Return the shape that all tensors have, or None if they differ, are none or have no shape."""
     try:
@@ -100,35 +110,19 @@ def one_shape(tensors: Collection[Tensor]) -> Size | None:
     return shapes[0] if shapes and shapes.count(shapes[0]) == len(shapes) else None
 
 
-def int_or_ints(value: Any, what: str) -> int | list[int]:
+def as_int(value: Any) -> int:
+    """Return an int that may be of another library, or symbolic."""
+    return value if isinstance(value, _INTS) else operator.index(value)  # pyright: ignore[reportReturnType]
+
+
+def int_or_ints(value: Any) -> int | list[int]:
     """Return an int, or the ints of a sequence, array or tensor."""
     given = value.tolist() if isinstance(value, (Tensor, np.ndarray, np.generic)) else value
-    if isinstance(given, _INTS):
-        return given  # pyright: ignore[reportReturnType]
-    try:
-        return [item if isinstance(item, _INTS) else operator.index(item) for item in given]  # pyright: ignore[reportReturnType]
-    except TypeError as err:
-        raise error(TypeError, what, expected="an int or several", got=repr(value)) from err
-
-
-def as_ints(value: Any, what: str) -> list[int]:
-    """Return the ints of a sequence, array or tensor."""
-    given = int_or_ints(value, what)
-    if not isinstance(given, list):
-        raise error(TypeError, what, expected="several ints", got=repr(value))
-    return given
-
-
-def as_int(value: Any, what: str) -> int:
-    """Return an int that may be of another library."""
-    try:
-        return value if isinstance(value, _INTS) else operator.index(value)  # pyright: ignore[reportReturnType]
-    except TypeError as err:
-        raise error(TypeError, what, expected="an int", got=repr(value)) from err
+    return [as_int(item) for item in given] if isinstance(given, Iterable) else as_int(given)
 
 
 def as_count(value: Any) -> Any:
-    """Return an int of another library as one of Python's; what is none (a bool is none) as it is."""
+    """Return an int of another library as one of Python's, and any other value (a bool, too) as it is."""
     if isinstance(value, (bool, np.bool_, Tensor)) or not hasattr(value, "__index__"):
         return value
     return operator.index(value)
@@ -136,8 +130,7 @@ def as_count(value: Any) -> Any:
 
 def dim_index(dim: int, ndim: int, call: str) -> int:
     """Return a non-negative batch dimension."""
-    if not isinstance(dim, int):
-        dim = as_int(dim, f"{call}: a batch dimension is an int.")
+    dim = as_int(dim)
     if not -ndim <= dim < ndim:
         raise error(
             IndexError,
@@ -148,9 +141,9 @@ def dim_index(dim: int, ndim: int, call: str) -> int:
     return dim % ndim
 
 
-def dims_of(dims: Any, call: str) -> list[int]:
+def dims_of(dims: Any) -> list[int]:
     """Return one batch dimension, or several, as a list."""
-    given = int_or_ints(dims, f"{call}: batch dimensions are ints.")
+    given = int_or_ints(dims)
     return given if isinstance(given, list) else [given]
 
 
@@ -223,23 +216,19 @@ def fits_into(shape: Size, size: Size) -> bool:
 # -- indexing ---------------------------------------------------------------------------------------------------
 
 
+_INDEX_DTYPES = (torch.int64, torch.int32)
+_MASK_DTYPES = (torch.bool, torch.uint8)
+# What torch takes from numpy, though not as tensors.
+_NARROW = (torch.int8, torch.int16, torch.uint16, torch.uint32, torch.uint64)
+
+
 def normalize_index(index: Any, size: Size) -> tuple[Any, ...]:
     """Return the index as a tuple of int, slice, None, bool and integer tensors, with no Ellipsis and no masks.
 
     Boolean masks become their nonzero positions once, for all leaves.
     """
-    items = index if isinstance(index, tuple) else (index,)
-    parts: list[Any] = []
-    used, ellipsis = 0, None
-    for item in items:  # pyright: ignore[reportUnknownVariableType]
-        if item is Ellipsis:
-            if ellipsis is not None:
-                raise error(IndexError, "index: more than one Ellipsis.", got=repr(index))
-            ellipsis = len(parts)
-            continue
-        new, taken = _index_item(item, size, used if ellipsis is None else None, index)
-        parts.extend(new)
-        used += taken
+    items = [_index_item(item, index) for item in (index if isinstance(index, tuple) else (index,))]  # pyright: ignore[reportUnknownVariableType]
+    used = sum([_count_dims(item) for item in items])
     if used > len(size):
         raise error(
             IndexError,
@@ -250,128 +239,89 @@ def normalize_index(index: Any, size: Size) -> tuple[Any, ...]:
             if size
             else "without a batch size there are no rows: TensorDict(..., batch_size=[n]). Keys are text: td['0'].",
         )
-    if ellipsis is not None:
-        parts[ellipsis:ellipsis] = [_ALL] * (len(size) - used)
-        # Masks after the Ellipsis could not be checked against their dimensions before its length was known.
-        _check_positions(tuple(items), size, used)  # pyright: ignore[reportUnknownArgumentType]
+    parts: list[Any] = []
+    dim, skipped = 0, len(size) - used
+    for item in items:
+        if item is Ellipsis:
+            if skipped < 0:
+                raise error(IndexError, "index: there must be one Ellipsis at most.", got=repr(index))
+            parts += [_ALL] * skipped
+            dim, skipped = dim + skipped, -1
+        elif isinstance(item, Tensor) and item.dtype is torch.bool:
+            covered = size[dim : dim + item.dim()]
+            if item.shape != covered:
+                raise error(
+                    IndexError,
+                    "index: the mask does not fit the batch dimensions that it covers.",
+                    expected=str(list(covered)),
+                    got=str(list(item.shape)),
+                )
+            parts += item.nonzero(as_tuple=True)
+            dim += item.dim()
+        else:
+            parts.append(item)
+            dim += _count_dims(item)
     return tuple(parts)
 
 
-def _index_item(item: Any, size: Size, position: int | None, whole: Any) -> tuple[list[Any], int]:
-    """Return the normal form of one item and the number of dimensions that it takes."""
-    if isinstance(item, np.generic):
-        # A number, also where an array of its type would be a mask.
-        item = _as_number(item, whole)
-    if item is None or isinstance(item, bool):
-        return [item], 0
-    if isinstance(item, int):
-        return [item], 1
+def _count_dims(item: Any) -> int:
+    """Return the number of batch dimensions that one item of an index takes."""
+    if item is None or item is Ellipsis or isinstance(item, bool):
+        return 0
+    return item.dim() if isinstance(item, Tensor) and item.dtype is torch.bool else 1
+
+
+def _index_item(item: Any, whole: Any) -> Any:
+    """Return one item as None, Ellipsis, bool, int, slice, or a tensor of positions or bools."""
     if isinstance(item, slice):
-        return [_checked_slice(item)], 1
-    if isinstance(item, Tensor):
-        tensor = item
-    elif isinstance(item, (list, range, np.ndarray)):
-        tensor = _as_index(item, whole)
-    else:
-        raise _no_index(item, whole)
-    if tensor.dtype in (torch.bool, torch.uint8):
-        return _mask_item(tensor, size, position)
-    if tensor.dtype not in _INDEX_DTYPES:
+        if item.step is not None and item.step <= 0:
+            raise error(
+                ValueError,
+                "index: the step of a slice must be positive.",
+                got=f"{item!r}",
+                hint="td.flip(0) reverses rows.",
+            )
+        return item
+    if item is None or item is Ellipsis or isinstance(item, _INTS):
+        return item
+    if isinstance(item, (np.integer, np.bool_)):
+        # A number, also where an array of its type would be a mask.
+        return item.item()
+    if isinstance(item, (list, range, np.ndarray)):
+        try:
+            item = torch.as_tensor(list(item) if isinstance(item, range) else item, device="cpu")  # pyright: ignore[reportUnknownArgumentType]
+        except (TypeError, ValueError, RuntimeError) as err:
+            raise _bad_index(item, whole) from err
+        # An empty list is of floats, and numpy's narrow integers are indices; uint8 is an old spelling of a mask.
+        item = item.long() if item.dtype in _NARROW or (not item.numel() and item.dtype is not torch.bool) else item
+    if not isinstance(item, Tensor):
+        raise _bad_index(item, whole)
+    if item.dtype in _MASK_DTYPES:
+        return item.bool() if item.dim() else bool(item)
+    if item.dtype not in _INDEX_DTYPES:
         raise error(
             IndexError,
             "index: a tensor must hold integers or bools.",
             expected="int64, int32 or bool",
-            got=str(tensor.dtype),
-        )
-    return [tensor], 1
-
-
-_INDEX_DTYPES = (torch.int64, torch.int32)
-# What torch takes from numpy, though not as tensors.
-_NARROW = (torch.int8, torch.int16, torch.uint16, torch.uint32, torch.uint64)
-
-
-def _checked_slice(item: slice) -> slice:
-    if item.step is not None and item.step <= 0:
-        raise error(
-            ValueError,
-            "index: the step of a slice must be positive.",
-            got=f"{item!r}",
-            hint="td.apply(lambda x: x.flip(0)) reverses rows.",
+            got=str(item.dtype),
         )
     return item
 
 
-def _as_number(item: "np.generic[Any]", whole: Any) -> int | bool:
-    if isinstance(item, (np.integer, np.bool_)):
-        return item.item()
-    raise _no_index(item, whole)
-
-
-def _as_index(item: Any, whole: Any) -> Tensor:
-    """Return a list, range or array as a tensor; an empty one has no dtype of its own and indexes nothing."""
-    try:
-        tensor = torch.as_tensor(list(item) if isinstance(item, range) else item, device="cpu")
-    except (TypeError, ValueError, RuntimeError) as err:
-        raise _no_index(item, whole) from err
-    # An empty list is of floats, and numpy's narrow integers are indices; uint8 is an old spelling of a mask.
-    empty = tensor.numel() == 0 and tensor.dtype is not torch.bool
-    return tensor.long() if empty or tensor.dtype in _NARROW else tensor
-
-
-def _no_index(item: Any, whole: Any) -> IndexError:
+def _bad_index(item: Any, whole: Any) -> IndexError:
+    items: list[Any] = list(whole) if isinstance(whole, (list, tuple)) else [whole]  # pyright: ignore[reportUnknownArgumentType]
+    hint = "a key and an index do not mix: td[key][index], or td[index][key]."
+    if isinstance(whole, list) and all([isinstance(each, str) for each in items]):
+        hint = f"several keys are chosen by td.select({', '.join(map(repr, items))})."
+    elif isinstance(whole, tuple) and all([isinstance(each, (str, int)) for each in items]):
+        hint += f" Keys are text: td[{', '.join(repr(str(each)) for each in items)}]."
     return error(
         IndexError,
-        "index: not an index.",
+        "index: each item must be an index.",
         expected="int, slice, Ellipsis, None, bool, or a tensor, list, range or array of ints or bools",
         got=f"{item!r} in {whole!r}",
-        hint=_key_hint(whole),
+        hint=hint,
     )
-
-
-def _key_hint(whole: Any) -> str:
-    """Return what to write instead of an index that holds text."""
-    items: list[Any] = list(whole) if isinstance(whole, (list, tuple)) else [whole]  # pyright: ignore[reportUnknownArgumentType]
-    if isinstance(whole, list) and all(isinstance(item, str) for item in items):
-        return f"several keys are chosen by td.select({', '.join(map(repr, items))})."
-    hint = "a key and an index do not mix: td[key][index], or td[index][key]."
-    if isinstance(whole, tuple) and all(isinstance(item, (str, int)) for item in items):
-        hint += f" Keys are text: td[{', '.join(repr(str(item)) for item in items)}]."
-    return hint
-
-
-def _mask_item(mask: Tensor, size: Size, position: int | None) -> tuple[list[Any], int]:
-    if mask.dim() == 0:
-        return [bool(mask)], 0
-    if position is not None:
-        _check_mask(mask, size[position : position + mask.dim()])
-    return list(mask.bool().nonzero(as_tuple=True)), mask.dim()
-
-
-def _check_mask(mask: Tensor, covered: Size) -> None:
-    if mask.shape != covered:
-        raise error(
-            IndexError,
-            "index: the mask does not fit the batch dimensions that it covers.",
-            expected=str(list(covered)),
-            got=str(list(mask.shape)),
-        )
-
-
-def _check_positions(items: tuple[Any, ...], size: Size, used: int) -> None:
-    position, seen = 0, False
-    for item in items:
-        if item is Ellipsis:
-            position, seen = position + len(size) - used, True
-            continue
-        if isinstance(item, (list, range, np.ndarray)):
-            item = _as_index(item, item)
-        if isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8) and item.dim():
-            if seen:
-                _check_mask(item, size[position : position + item.dim()])
-            position += item.dim()
-        elif item is not None and not isinstance(item, (bool, np.bool_)):
-            position += 1
 
 
 def slice_length(item: slice, length: int) -> int:
@@ -384,51 +334,77 @@ def slice_length(item: slice, length: int) -> int:
     return max(stop - start, 0)
 
 
+class _Layout(NamedTuple):
+    """The dimensions of a normalized index: where each one of the result comes from."""
+
+    # Slices with their dimensions, and None with None, in the order of the result.
+    kept: list[tuple[Any, int | None]]
+    # Tensors with their dimensions, and bools with None; their common dimensions go to `place` among those kept.
+    advanced: list[tuple[Any, int | None]]
+    place: int
+    # Ints and tensors without dimensions, with their dimensions, which the result lacks.
+    ints: list[tuple[Any, int]]
+    # How many dimensions the index takes.
+    used: int
+
+
+def _read_layout(index: tuple[Any, ...]) -> _Layout:
+    kept: list[Any] = []
+    advanced: list[Any] = []
+    ints: list[Any] = []
+    places: list[int] = []
+    dim = 0
+    for item in index:
+        if isinstance(item, _INTS) and not isinstance(item, bool) or isinstance(item, Tensor) and not item.dim():
+            ints.append((item, dim))
+        elif item is None or isinstance(item, slice):
+            kept.append((item, None if item is None else dim))
+        else:
+            places.append(len(kept) + len(advanced))
+            advanced.append((item, None if isinstance(item, bool) else dim))
+        dim += item is not None and not isinstance(item, bool)
+    # Advanced indices side by side leave their result in place, else it goes first.
+    together = bool(places) and places[-1] - places[0] == len(places) - 1
+    return _Layout(kept, advanced, places[0] if together else 0, ints, dim)
+
+
 def index_size(index: tuple[Any, ...], size: Size) -> Size:
     """Return the batch size after a normalized index, by torch's rules."""
-    result: list[int] = []
-    advanced: list[Size] = []
-    places: list[int] = []
-    dim = order = 0
-    empty = False
-    for item in index:
-        if item is None:
-            result.append(1)
-        elif isinstance(item, bool):
-            advanced.append(Size((int(item),)))
-            places.append(order)
-        elif isinstance(item, slice):
-            # A ragged dimension stays one.
-            result.append(slice_length(item, size[dim]) if size[dim] >= 0 else -1)
-            dim += 1
-        elif isinstance(item, int) or item.dim() == 0:
-            _check_int(item, dim, size)
-            dim += 1
-            continue
-        else:
-            advanced.append(item.shape)
-            places.append(order)
-            empty = empty or size[dim] == 0
-            dim += 1
-        order += 1
-    if advanced:
-        shape = advanced[0] if len(advanced) == 1 else broadcast_sizes(advanced)
-        if empty and shape.numel():
-            raise _no_rows(shape, size)
-        # Advanced indices side by side leave their result in place, else it goes first.
-        at = places[0] if places == list(range(places[0], places[0] + len(places))) else 0
-        result[at:at] = shape
-    return Size(result) + size[dim:]
+    layout = _read_layout(index)
+    for item, dim in layout.ints:
+        _check_int(item, dim, size)
+    # A ragged dimension stays one.
+    result = [
+        1 if dim is None else slice_length(item, size[dim]) if size[dim] >= 0 else -1 for item, dim in layout.kept
+    ]
+    if layout.advanced:
+        shapes = [Size((int(item),)) if dim is None else item.shape for item, dim in layout.advanced]
+        shape = shapes[0] if len(shapes) == 1 else broadcast_sizes(shapes)
+        # As torch: any position in an empty dimension is out of range, whatever it says.
+        if shape.numel() and any([dim is not None and size[dim] == 0 for _, dim in layout.advanced]):
+            raise error(
+                IndexError,
+                "index: a batch dimension that is indexed with integers is empty.",
+                expected="no positions, or a dimension with elements",
+                got=f"positions of shape {list(shape)}, batch size {list(size)}",
+            )
+        result[layout.place : layout.place] = shape
+    return Size(result) + size[layout.used :]
 
 
-def _no_rows(positions: Size, size: Size) -> IndexError:
-    """Torch's own rule: any position in an empty dimension is out of range, whatever it says."""
-    return error(
-        IndexError,
-        "index: a batch dimension that is indexed with integers is empty.",
-        expected="no positions, or a dimension with elements",
-        got=f"positions of shape {list(positions)}, batch size {list(size)}",
-    )
+def index_names(index: tuple[Any, ...], names: Names) -> Names | None:
+    """Return the names after a normalized index.
+
+    Slices and single lists of rows keep the name of their dimension; ints drop it, and new dimensions have none.
+    """
+    layout = _read_layout(index)
+    result = [None if dim is None else names[dim] for _, dim in layout.kept]
+    if layout.advanced:
+        rows = [None if dim is None else names[dim] for _, dim in layout.advanced]
+        ndim = max([1 if dim is None else item.dim() for item, dim in layout.advanced])
+        result[layout.place : layout.place] = rows if len(rows) == ndim == 1 else [None] * ndim
+    result.extend(names[layout.used :])
+    return as_names(result, len(result))
 
 
 def _check_int(item: Any, dim: int, size: Size) -> None:
@@ -456,39 +432,6 @@ def check_positions(index: tuple[Any, ...], size: Size) -> None:
             for end in item.aminmax():
                 _check_int(int(end), dim, size)
         dim += item is not None and not isinstance(item, bool)
-
-
-def index_names(index: tuple[Any, ...], names: Names) -> Names | None:
-    """Return the names after a normalized index.
-
-    Slices and single lists of rows keep the name of their dimension; ints drop it, and new dimensions have none.
-    """
-    result: list[str | None] = []
-    rows: list[str | None] = []
-    advanced: list[Size] = []
-    places: list[int] = []
-    dim = order = 0
-    for item in index:
-        if item is None:
-            result.append(None)
-        elif isinstance(item, slice):
-            result.append(names[dim])
-            dim += 1
-        elif not isinstance(item, bool) and (isinstance(item, int) or item.dim() == 0):
-            dim += 1
-            continue
-        else:
-            advanced.append(Size((1,)) if isinstance(item, bool) else item.shape)
-            places.append(order)
-            rows.append(None if isinstance(item, bool) else names[dim])
-            dim += not isinstance(item, bool)
-        order += 1
-    if advanced:
-        ndim = max(map(len, advanced))
-        at = places[0] if places == list(range(places[0], places[0] + len(places))) else 0
-        result[at:at] = rows if len(rows) == ndim == 1 else [None] * ndim
-    result.extend(names[dim:])
-    return as_names(result, len(result))
 
 
 def check_lead(shape: Size, size: Size, where: str) -> None:

@@ -220,7 +220,7 @@ def zip_trees(a: TensorCollection, b: TensorCollection, *, shared: bool = False,
     Classes, batch sizes, shapes and ties of nodes are not compared; `shared` leaves out keys that only one tree has.
     """
     # Two classes may store one tree in different ways: these are compared through their keys.
-    same = type(a) is type(b) and type(a)._each is TensorCollection._each
+    same = type(a) is type(b) and not a._is_lazy
     mine, theirs = (a._data, b._data) if same else (_nodes(a), _nodes(b))
     if mine.keys() != theirs.keys() and not shared:
         return Difference(at, "keys", a, b)

@@ -24,7 +24,7 @@ from tdfunc.core.collection import Static, TensorCollection
 from tdfunc.core.errors import TreeStructureError
 from tdfunc.core.keys import dotted
 from tdfunc.core.types import Kind, Path
-from tdfunc.modules.slots import EXTRA_STATE, unwrap
+from tdfunc.modules.extract import EXTRA_STATE, unwrap
 from tdfunc.storage.disk.raw import raw_bytes
 
 # The attributes that nn.Module itself keeps in every `__dict__`; only the mode is a property of the architecture.

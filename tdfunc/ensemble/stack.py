@@ -19,8 +19,8 @@ from tdfunc.core.nontensor import NonTensorStack
 from tdfunc.core.types import Path, Ties
 from tdfunc.ensemble._alike import ExtraState, Outline, Pair
 from tdfunc.ensemble._draws import default_generators, watch
+from tdfunc.modules.extract import unwrap, walk
 from tdfunc.modules.random import member_seed, seeded
-from tdfunc.modules.slots import unwrap, walk
 from tdfunc.ops.index import unbind
 from tdfunc.ops.structure import restore_ties
 from tdfunc.storage.disk.raw import raw_bytes

@@ -1,21 +1,193 @@
-"""A tree back into a module: `to_module`, for good or for the length of a `with` block."""
+"""A tree back into a module: `to_module`, for good or for the length of a `with` block.
 
+`Match` pairs each leaf with its slot and checks everything before the first write; `ModuleHandle` writes the leaves
+and puts back the module's own tensors.
+"""
+
+import copy
 import itertools
 import threading
 import warnings
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.context import in_transform, is_compiling
-from tdfunc.core.errors import ConcurrencyError
-from tdfunc.modules.extract import from_module
-from tdfunc.modules.match import Match, match
-from tdfunc.modules.slots import unwrap
+from tdfunc.core.errors import ConcurrencyError, LeafMismatchError, TreeStructureError
+from tdfunc.core.keys import dotted
+from tdfunc.core.nontensor import NonTensorBase
+from tdfunc.core.types import Path
+from tdfunc.modules.extract import (
+    EXTRA_STATE,
+    from_module,
+    has_extra_state,
+    is_one_tensor,
+    is_renormed,
+    unwrap,
+)
+from tdfunc.modules.plan import tie_error
+from tdfunc.ops.reading import iter_items
 
+# (table, name, the module's tensor, the leaf, whether it is a parameter, path of the module). A plain tuple: one is
+# made for each leaf.
+Entry: TypeAlias = tuple[dict[str, Any], str, Any, Any, bool, Path]
 _OWNER = "_tdfunc_owner"
+
+
+class Match:
+    """The leaves of a tree and the slots of a module, paired, with the module's own tensors.
+
+    Raises:
+        TreeStructureError: A path exists on one side only.
+        LeafMismatchError: A leaf's shape or dtype differs from its slot's.
+        TieError: Two paths of one tied slot have different leaves.
+        UnsupportedError: The module's weights cannot be replaced.
+    """
+
+    __slots__ = ("_absent", "_extra", "_seen", "_tied", "entries", "modules", "states")
+
+    def __init__(self, tree: TensorCollection, module: nn.Module, strict: bool) -> None:
+        self.entries: list[Entry] = []
+        # (module, its extra state, that of the tree).
+        self.states: list[tuple[nn.Module, Any, Any]] = []
+        self._seen: dict[nn.Module, None] = {}
+        # Slots without a leaf, and whether they need one; paths of leaves without a slot.
+        self._absent: list[tuple[Entry, bool]] = []
+        self._extra: list[Path] = []
+        self._pair(module, tree, (), strict)
+        self.modules = list(self._seen)
+        self._tied = len({id(entry[2]) for entry in self.entries}) != len(self.entries)
+        absent = self._resolve_ties() if self._absent or self._tied else []
+        if absent or self._extra:
+            extra = [dotted(path) for path in self._extra]
+            raise TreeStructureError(
+                f"to_module: the tree must fit {type(module).__name__}, which was not touched.",
+                expected=f"leaves {absent}" if absent else "no other leaves than the module's",
+                got=f"leaves that the module does not have: {extra}" if extra else "a tree without them",
+                hint="a part of a module binds with strict=False, a sub-tree to its submodule: "
+                "params['0'].to_module(m[0])."
+                if extra
+                else "pass strict=False to bind a part and leave the rest of the module as it is.",
+            )
+
+    def _pair(self, module: nn.Module, tree: Any, at: Path, strict: bool) -> None:
+        """Collect the pairs of a module and its node, and the slots and leaves without a partner."""
+        module = unwrap(module, "to_module")
+        self._seen[module] = None
+        if tree is not None and not isinstance(tree, TensorCollection):
+            self._extra.append(at)
+            tree = None
+        data = tree._data if tree is not None else {}
+        left = len(data)
+        hidden = module._non_persistent_buffers_set
+        for table, is_parameter in ((module._parameters, True), (module._buffers, False)):
+            for name, old in table.items():
+                if old is None:
+                    continue
+                leaf = data.get(name)
+                entry = (table, name, old, leaf, is_parameter, at)
+                if leaf is None:
+                    # A state dict has no non-persistent buffers, so a tree made from one has none either.
+                    self._absent.append((entry, strict and name not in hidden))
+                    continue
+                if not isinstance(leaf, Tensor) or leaf.shape != old.shape or leaf.dtype is not old.dtype:
+                    raise _leaf_error(module, (*at, name), old, leaf)
+                self.entries.append(entry)
+                left -= 1
+        if has_extra_state(module):
+            state = data.get(EXTRA_STATE)
+            # A module may hand out, and update in place, the very object that it keeps.
+            old = copy.deepcopy(module.get_extra_state())
+            if state is None:
+                self._absent.append((({}, EXTRA_STATE, old, None, False, at), strict))
+            else:
+                self.states.append((module, old, state.value if isinstance(state, NonTensorBase) else state))
+                left -= 1
+        for name, child in module._modules.items():
+            if child is not None:
+                node = data.get(name)
+                left -= node is not None
+                self._pair(child, node, (*at, name), strict)
+        if left and tree is not None:
+            tables = (module._parameters, module._buffers, module._modules)
+            slots = {name for table in tables for name, value in table.items() if value is not None}
+            slots |= {EXTRA_STATE} if has_extra_state(module) else set()
+            self._extra += [(*at, *path) for path, _ in iter_items(tree, True, True) if path[0] not in slots]
+
+    def _resolve_ties(self) -> list[str]:
+        """Check the leaves of tied slots, and give them to slots that the tree has under another path.
+
+        Files often keep one name of a tied weight. Returns the slots that need a leaf and have none.
+        """
+        first: dict[int, Entry] = {}
+        for entry in self.entries:
+            known = first.setdefault(id(entry[2]), entry)
+            if not is_one_tensor(known[3], entry[3]):
+                raise tie_error("to_module", (*known[5], known[1]), (*entry[5], entry[1]))
+        absent: list[str] = []
+        for (table, name, old, _, is_parameter, at), needed in self._absent:
+            if id(old) in first:
+                self.entries.append((table, name, old, first[id(old)][3], is_parameter, at))
+                self._tied = True
+            elif needed:
+                absent.append(dotted((*at, name)))
+        return absent
+
+    def write(self, *, permanent: bool) -> None:
+        """Put the leaves in: as Parameters that share storage, or (in a block) as they are."""
+        for owner, _, state in self.states:
+            owner.set_extra_state(state)
+        make = _stored if permanent else _borrowed
+        # A table with max_norm writes the rows that it looks up.
+        tables = () if permanent else {id(m._parameters) for m in self.modules if is_renormed(m)}
+        # One Parameter for each tied slot, or the tie would be broken.
+        made: dict[int, Any] = {}
+        for table, name, old, leaf, is_parameter, _ in self.entries:
+            new = made.get(id(old)) if self._tied else None
+            if new is None:
+                new = made[id(old)] = make(old, leaf, is_parameter and id(table) not in tables)
+            # Assigning to an existing key keeps the order of the slots.
+            table[name] = new
+
+    def restore(self) -> None:
+        """Put back the tensors and extra state that the module had when the match was made."""
+        for owner, state, _ in self.states:
+            owner.set_extra_state(state)
+        for table, name, old, *_ in self.entries:
+            table[name] = old
+
+
+def _stored(old: Tensor, leaf: Tensor, is_parameter: bool) -> Tensor:
+    if not is_parameter:
+        return leaf if type(leaf) is Tensor and not leaf.requires_grad else leaf.detach()
+    if isinstance(leaf, nn.Parameter):
+        return leaf
+    return nn.Parameter(leaf, requires_grad=old.requires_grad)
+
+
+def _borrowed(old: Tensor, leaf: Tensor, is_parameter: bool) -> Tensor:
+    # BatchNorm writes its buffers in place, tables their rows; a clone keeps those of the tree as they are.
+    return leaf if is_parameter else leaf.clone()
+
+
+def _leaf_error(owner: nn.Module, path: Path, old: Tensor, leaf: Any) -> LeafMismatchError:
+    hint = "cast the tree (params.to(dtype)) or the module first."
+    if not isinstance(leaf, Tensor):
+        hint = "give it a tensor: params.set(path, tensor)."
+    elif leaf.shape[1:] == old.shape:
+        hint = "the tree is stacked: bind one member, stacked[i].to_module(m), or use Ensemble."
+    elif leaf.dim() == 2 and leaf.shape == old.shape[::-1] != old.shape and isinstance(owner, nn.Linear):
+        hint = "nn.Linear stores (out_features, in_features); transpose the leaf first."
+    elif leaf.shape != old.shape:
+        hint = "the tree belongs to another architecture."
+    return LeafMismatchError(
+        f"to_module: leaf {dotted(path)!r} does not fit {type(owner).__name__}.{path[-1]}.",
+        expected=f"shape {tuple(old.shape)}, {old.dtype}",
+        got=f"shape {tuple(leaf.shape)}, {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__,
+        hint=hint,
+    )
 
 
 class _Owner:
@@ -27,9 +199,6 @@ class _Owner:
         self.thread, self.blocks = 0, list[ModuleHandle]()
 
     # A copy of the module, made or pickled inside a block, is not in that block.
-    def __deepcopy__(self, memo: Any) -> "_Owner":
-        return _Owner()
-
     def __reduce__(self) -> Any:
         return _Owner, ()
 
@@ -41,7 +210,7 @@ _LOADED, _UNBOUND, _OPEN, _CLOSED = "loaded", "unbound", "open", "closed"
 
 
 class ModuleHandle:
-    """What `to_module` returns: a context manager that binds for a block and puts back what was there."""
+    """The result of `to_module`: a context manager that binds for a block and puts back the module's own tensors."""
 
     __slots__ = ("_match", "_module", "_serial", "_state")
 
@@ -54,7 +223,7 @@ class ModuleHandle:
             return
         try:
             with _CLAIMS:
-                _refuse_other_thread(match.modules)
+                self._refuse_other_thread()
                 self._state = _LOADED
                 match.write(permanent=True)
         except BaseException:
@@ -65,13 +234,21 @@ class ModuleHandle:
     def __enter__(self) -> nn.Module:
         if self._state not in (_LOADED, _UNBOUND):
             raise ConcurrencyError(
-                f"to_module: this block on {type(self._module).__name__} was entered before.",
+                f"to_module: a block on {type(self._module).__name__} can be entered once.",
                 expected="one `with` for each call of to_module",
                 got=f"a handle that is {self._state}",
                 hint="call params.to_module(m) again for another block.",
             )
         try:
-            self._open()
+            if is_compiling():
+                self._state = _OPEN
+                self._match.write(permanent=False)
+            else:
+                with _CLAIMS:
+                    self._refuse_other_thread()
+                    self._state = _OPEN
+                    self._match.write(permanent=False)
+                    self._claim()
         except ConcurrencyError:
             raise
         except BaseException:
@@ -91,7 +268,13 @@ class ModuleHandle:
             raise
         # An error on its way through the block says more than the order of exits; closing a generator does not.
         if not in_order and (kind is None or issubclass(kind, GeneratorExit)):
-            raise _out_of_order(self._module)
+            raise ConcurrencyError(
+                f"to_module: blocks on {type(self._module).__name__} must be left in order; "
+                "its original weights are back.",
+                expected="the block entered last to be left first",
+                got="one left while a later one was open, or closed by such an exit",
+                hint="two generators cannot hold one module: use apply of tdfunc.functional(m).",
+            )
 
     def __del__(self) -> None:
         if getattr(self, "_state", None) is _UNBOUND:
@@ -101,17 +284,6 @@ class ModuleHandle:
                 stacklevel=2,
             )
 
-    def _open(self) -> None:
-        if is_compiling():
-            self._state = _OPEN
-            self._match.write(permanent=False)
-            return
-        with _CLAIMS:
-            _refuse_other_thread(self._match.modules)
-            self._state = _OPEN
-            self._match.write(permanent=False)
-            self._claim()
-
     def _claim(self) -> None:
         self._serial = next(_SERIAL)
         for sub in self._match.modules:
@@ -120,7 +292,7 @@ class ModuleHandle:
             owner.blocks.append(self)
 
     def _leave(self) -> bool:
-        """Put back what was there and let go of the module; False where blocks are left out of order."""
+        """Put back the module's own tensors and release it; return False where blocks are left out of order."""
         if self._state is _CLOSED:
             return False
         if is_compiling():
@@ -128,8 +300,11 @@ class ModuleHandle:
             self._state = _CLOSED
             return True
         with _CLAIMS:
-            in_order = all([blocks[-1] is self for blocks in _blocks(self._match.modules) if self in blocks])
-            for block in [self] if in_order else _entangled(self):
+            stacks = [sub.__dict__[_OWNER].blocks for sub in self._match.modules if _OWNER in sub.__dict__]
+            in_order = all([blocks[-1] is self for blocks in stacks if self in blocks])
+            # Else all blocks that are open on the same submodules end, the newest first.
+            found = {self} if in_order else {self}.union(*stacks)
+            for block in sorted(found, key=lambda block: -block._serial):
                 block._match.restore()
                 block._release()
         return in_order
@@ -144,44 +319,17 @@ class ModuleHandle:
                     sub.__dict__.pop(_OWNER, None)
         self._state = _CLOSED
 
-
-def _blocks(modules: list[nn.Module]) -> list[list[ModuleHandle]]:
-    """Return for each module that blocks are open on the blocks, the oldest first."""
-    return [sub.__dict__[_OWNER].blocks for sub in modules if _OWNER in sub.__dict__]
-
-
-def _refuse_other_thread(modules: list[nn.Module]) -> None:
-    thread = threading.get_ident()
-    for sub in modules:
-        owner = sub.__dict__.get(_OWNER)
-        if owner is not None and owner.blocks and owner.thread != thread:
-            raise ConcurrencyError(
-                f"to_module: another thread is inside a block on {type(modules[0]).__name__} (or a part of it).",
-                expected="one thread in a module at a time",
-                got=f"thread {thread}, while thread {owner.thread} holds {type(sub).__name__}",
-                hint="apply, params, buffers = tdfunc.functional(m): apply(params, x) is thread-safe.",
-            )
-
-
-def _entangled(block: ModuleHandle) -> list[ModuleHandle]:
-    """Return the block and all that are open on the same submodules, the newest first."""
-    found = {id(other): other for blocks in _blocks(block._match.modules) for other in blocks} | {id(block): block}
-    return sorted(found.values(), key=lambda other: -other._serial)
-
-
-def _out_of_order(module: nn.Module) -> ConcurrencyError:
-    return ConcurrencyError(
-        f"to_module: blocks on {type(module).__name__} were left out of order; its original weights are back.",
-        expected="the block entered last to be left first",
-        got="one left while a later one was open, or closed by such an exit",
-        hint="two generators cannot hold one module: use apply of tdfunc.functional(m).",
-    )
-
-
-def to_module(tree: TensorCollection, module: nn.Module, *, strict: bool = True) -> ModuleHandle:
-    """Load a tree into a module for good, or for the length of a `with` block; see `TensorDict.to_module`."""
-    module = unwrap(module, "to_module")
-    return ModuleHandle(module, match(tree, module, strict))
+    def _refuse_other_thread(self) -> None:
+        thread = threading.get_ident()
+        for sub in self._match.modules:
+            owner = sub.__dict__.get(_OWNER)
+            if owner is not None and owner.blocks and owner.thread != thread:
+                raise ConcurrencyError(
+                    f"to_module: another thread is inside a block on {type(self._module).__name__} (or a part of it).",
+                    expected="one thread in a module at a time",
+                    got=f"thread {thread}, while thread {owner.thread} holds {type(sub).__name__}",
+                    hint="apply, params, buffers = tdfunc.functional(m): apply(params, x) is thread-safe.",
+                )
 
 
 class ModuleMethods(TensorCollection):
@@ -200,10 +348,10 @@ class ModuleMethods(TensorCollection):
         The call loads at once and for good: a leaf that is a Parameter goes in as itself, another leaf of a
         parameter slot as a new Parameter that shares its storage and has the slot's `requires_grad`. As a context
         manager (`with params.to_module(m) as m:`) the leaves are bound as they are, so that gradients and
-        transforms reach them (buffers as clones), and on every exit what was there before is put back.
+        transforms reach them (buffers as clones), and on every exit the module's own tensors are put back.
 
         Everything is checked before the first write. Inside `vmap`, `grad`, a dual level or a compiled region
-        only the `with` form means anything.
+        only the `with` form binds.
 
         Args:
             module: The module; a sub-tree fits its submodule.
@@ -225,4 +373,5 @@ class ModuleMethods(TensorCollection):
             ...     model(torch.ones(3))
             tensor([0., 0.])
         """
-        return to_module(self, module, strict=strict)
+        module = unwrap(module, "to_module")
+        return ModuleHandle(module, Match(self, module, strict))

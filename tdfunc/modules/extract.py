@@ -1,24 +1,105 @@
-"""A module's parameters, buffers and extra state as a tree, and trees split by kind."""
+"""A module's parameters, buffers and extra state: the slots that hold them, their tree, and trees split by kind.
 
-from typing import Any, TypeVar
+`walk` lists the slots in the order of `state_dict`, with a shared submodule under each of its paths; `from_module`
+makes a tree of what they hold. Nothing is copied.
+"""
+
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Size, nn
+from torch import Size, Tensor, nn
 
 from tdfunc.core.collection import Static, TensorCollection
+from tdfunc.core.context import in_transform
 from tdfunc.core.errors import UnsupportedError
-from tdfunc.core.keys import Filter
+from tdfunc.core.keys import Filter, dotted
 from tdfunc.core.nontensor import NonTensorData
 from tdfunc.core.shapes import EMPTY
 from tdfunc.core.ties import by_identity
 from tdfunc.core.types import Kind, Path, Ties
-from tdfunc.modules.slots import LAZY, Slot, keeps_own_state, walk
-from tdfunc.ops.structure import entries, partition, restore_ties
+from tdfunc.ops.edit import restore_ties
+from tdfunc.ops.reading import entries
+from tdfunc.ops.structure import partition
 
 T = TypeVar("T", bound=TensorCollection)
-# The walk says what is wrong with them.
-_UNREADABLE = (torch.jit.ScriptModule, nn.DataParallel, nn.parallel.DistributedDataParallel)
-_DEEPEST = 100
+EXTRA_STATE = "_extra_state"
+_LAZY = (nn.UninitializedParameter, nn.UninitializedBuffer)
+
+
+class Slot(NamedTuple):
+    """One place in a module that holds a leaf; `store` is the dict to write to (None for extra state)."""
+
+    path: Path
+    owner: nn.Module
+    store: dict[str, Any] | None
+    kind: Kind
+
+    @property
+    def value(self) -> Any:
+        """The leaf that the slot holds now."""
+        return self.owner.get_extra_state() if self.store is None else self.store[self.path[-1]]
+
+
+def unwrap(module: nn.Module, call: str) -> nn.Module:
+    """Return the module under `torch.compile`'s wrapper; refuse modules whose weights cannot be replaced.
+
+    Raises:
+        UnsupportedError: It is a ScriptModule, or a quantized module of packed weights.
+    """
+    # By name: importing torch._dynamo for an isinstance test would cost a second.
+    while "_orig_mod" in module._modules and type(module).__name__ == "OptimizedModule":
+        module = module._modules["_orig_mod"]  # pyright: ignore[reportAssignmentType]
+    if isinstance(module, torch.jit.ScriptModule):
+        raise UnsupportedError(
+            f"{call}: the weights of a {type(module).__name__} lie in compiled code, where they cannot be replaced.",
+            hint="pass the nn.Module that it was scripted or traced from.",
+        )
+    if type(module)._save_to_state_dict is not nn.Module._save_to_state_dict and any(
+        isinstance(value, torch.ScriptObject) for value in module.__dict__.values()
+    ):
+        raise UnsupportedError(
+            f"{call}: {type(module).__name__} keeps its weights packed, where they cannot be read or replaced.",
+            expected="weights that are parameters or buffers",
+            got=f"{type(module).__module__}.{type(module).__qualname__}",
+            hint="use the module that it was quantized from, or take the other parts: from_module(model.head).",
+        )
+    return module
+
+
+def has_extra_state(module: nn.Module) -> bool:
+    """Return whether the module's class defines extra state."""
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+def is_renormed(module: nn.Module) -> bool:
+    """Return whether forward writes the module's parameters: an embedding with `max_norm` scales rows in place."""
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
+
+
+def walk(module: nn.Module, call: str, at: Path = ()) -> list[Slot]:
+    """Return the slots in the order of `state_dict`; a shared submodule is visited under each of its paths.
+
+    Raises:
+        UnsupportedError: A parameter is lazy and has no shape yet, or cannot be replaced.
+    """
+    module = unwrap(module, call)
+    slots: list[Slot] = []
+    hidden = module._non_persistent_buffers_set
+    for store, kind in ((module._parameters, Kind.PARAMETER), (module._buffers, Kind.BUFFER)):
+        for name, value in store.items():
+            if value is not None:
+                if type(value) in _LAZY:
+                    raise UnsupportedError(
+                        f"{call}: {dotted((*at, name))!r} of {type(module).__name__} is uninitialised.",
+                        hint="run the module once on an example input, so that lazy layers get their shapes.",
+                    )
+                slots.append(Slot((*at, name), module, store, Kind.NON_PERSISTENT if name in hidden else kind))
+    if has_extra_state(module):
+        slots.append(Slot((*at, EXTRA_STATE), module, None, Kind.EXTRA_STATE))
+    for name, child in module._modules.items():
+        if child is not None:
+            slots += walk(child, call, (*at, name))
+    return slots
 
 
 def from_module(module: nn.Module) -> Any:
@@ -34,49 +115,16 @@ def from_module(module: nn.Module) -> Any:
         A `TensorDict` of batch size [], in registration order; submodules without leaves are left out.
 
     Raises:
-        UnsupportedError: A ScriptModule, a data-parallel wrapper, packed weights of quantized layers, or a lazy module
-            that has not run yet.
+        UnsupportedError: A ScriptModule, packed weights of quantized layers, or a lazy module that has not run yet.
 
     Examples:
         >>> params = tdf.from_module(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)))
         >>> list(params.keys()), params["2", "weight"].shape
         (['0', '2'], torch.Size([2, 4]))
     """
-    leaves: list[Any] = []
-    tree = _read(module, leaves, 0) if isinstance(module, nn.Module) else None
-    if tree is not None and len({id(leaf) for leaf in leaves}) == len(leaves):
-        return tree
-    # Ties, extra state, wrappers, and what cannot be read at all.
     slots = walk(module, "from_module")
     pairs = [(slot, NonTensorData(slot.value) if slot.store is None else slot.value) for slot in slots]
     return tree_of(pairs, by_identity([(slot.path, leaf) for slot, leaf in pairs]))
-
-
-def _read(module: nn.Module, leaves: list[Any], depth: int) -> Any:
-    """Return the tree of an ordinary module in one walk, collecting its leaves; None where only `walk` will do."""
-    if keeps_own_state(module) or "_orig_mod" in module._modules:
-        return None
-    if isinstance(module, _UNREADABLE) or depth > _DEEPEST:
-        return None
-    data: dict[str, Any] = {}
-    kinds: dict[str, Kind] = {}
-    for table, hidden in ((module._parameters, None), (module._buffers, module._non_persistent_buffers_set)):
-        for name, value in table.items():
-            if value is None:
-                continue
-            if type(value) in LAZY:
-                return None
-            data[name] = value
-            leaves.append(value)
-            kinds[name] = Kind.PARAMETER if hidden is None else Kind.NON_PERSISTENT if name in hidden else Kind.BUFFER
-    for name, child in module._modules.items():
-        if child is not None:
-            node = _read(child, leaves, depth + 1)
-            if node is None:
-                return None
-            if node._data:
-                data[name] = node
-    return TensorCollection._open._make(data, EMPTY, None, None, Static(kinds) if kinds else None)
 
 
 def tree_of(pairs: list[tuple[Slot, Any]], ties: Ties, batch_size: Size = EMPTY) -> Any:
@@ -87,7 +135,9 @@ def tree_of(pairs: list[tuple[Slot, Any]], ties: Ties, batch_size: Size = EMPTY)
     for slot, leaf in pairs:
         parent = slot.path[:-1]
         if parent != last:
-            last, level = parent, root.descend(parent)
+            last, level = parent, root
+            for key in parent:
+                level = level.data.setdefault(key, _Level())
         level.data[slot.path[-1]] = leaf
         level.kinds[slot.path[-1]] = slot.kind
     tree = root.freeze(batch_size)
@@ -102,12 +152,6 @@ class _Level:
     def __init__(self) -> None:
         self.data: dict[str, Any] = {}
         self.kinds: dict[str, Kind] = {}
-
-    def descend(self, path: Path) -> "_Level":
-        level = self
-        for key in path:
-            level = level.data.setdefault(key, _Level())
-        return level
 
     def freeze(self, size: Size) -> Any:
         data = {key: value.freeze(size) if type(value) is _Level else value for key, value in self.data.items()}
@@ -124,7 +168,7 @@ def split(tree: T) -> tuple[T, T]:
         The parameters and the rest; `combine` puts them together again.
 
     Raises:
-        UnsupportedError: The tree does not know what its leaves are.
+        UnsupportedError: The tree does not record the kinds of its leaves.
 
     Examples:
         >>> params, buffers = tdf.split(tdf.from_module(nn.BatchNorm1d(3)))
@@ -134,8 +178,28 @@ def split(tree: T) -> tuple[T, T]:
     found = entries(tree)
     if found and all(entry.kind is None for entry in found):
         raise UnsupportedError(
-            "split: the tree does not record what its leaves are.",
+            "split: the tree does not record the kinds of its leaves.",
             expected="a tree of from_module, stack_modules or init_ensemble",
             hint="use partition(tree, filter), or td.set(key, leaf, kind=Kind.PARAMETER).",
         )
     return partition(tree, Filter(Kind.PARAMETER))
+
+
+def is_one_tensor(a: Any, b: Any) -> bool:
+    """Return whether two leaves may stand for one tensor.
+
+    They may if they view the same memory in the same way, or if they are equal and no gradient would be split.
+    """
+    if a is b:
+        return True
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    try:
+        if a.data_ptr() == b.data_ptr() != 0 and a.stride() == b.stride():
+            return True
+    # Tensors without memory of their own (batched, fake) are one only by identity.
+    except RuntimeError:
+        return False
+    if in_transform() or a.requires_grad or b.requires_grad or a.is_meta:
+        return False
+    return torch.equal(a, b)

@@ -1,9 +1,10 @@
-"""How a call reads its trees: which leaves a module takes, in which order, and what is wrong with a tree that differs.
+"""The order in which a module's leaves are read from trees, and the errors for trees that do not fit.
 
-A plan is made once for a module. It remembers structure, shapes and ties, never a weight.
+A plan is made once for a module. It holds structure, shapes and ties, never a weight. Reading a tree and filling
+slots are loops over leaves; both are written out as straight-line code, which takes a third of the loop's time.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -18,11 +19,65 @@ from tdfunc.core.shapes import EMPTY
 from tdfunc.core.ties import group_of
 from tdfunc.core.types import Path
 from tdfunc.core.walk import replace
-from tdfunc.modules.slots import EXTRA_STATE, is_one_tensor
-from tdfunc.modules.straight import make_reader
-from tdfunc.ops.structure import entries
+from tdfunc.modules.extract import EXTRA_STATE, is_one_tensor
+from tdfunc.ops.reading import entries, iter_items
 
 _SHAPE = attrgetter("shape")
+
+
+class Straight:
+    """A function given by its source, `def run(...)`, which is made of keys and numbers alone."""
+
+    __slots__ = ("_run", "_source")
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._run: Any = None
+
+    # Any: `make_reader` and `make_filler` give the signatures.
+    @property
+    def run(self) -> Any:
+        """The function; compiled on first use, since many structures are read once or never."""
+        if self._run is None:
+            scope: dict[str, Any] = {}
+            exec(self._source, scope)
+            self._run = scope["run"]
+        return self._run
+
+    def __reduce__(self) -> Any:
+        return Straight, (self._source,)
+
+
+def make_reader(nodes: Sequence[tuple[int, str]], counts: Sequence[int], places: Sequence[tuple[int, str]]) -> Straight:
+    """Return `run(data)`: the leaves in a tree's data, or None where a node has more entries than it should have.
+
+    It raises KeyError or AttributeError where a key or a node is missing.
+
+    Args:
+        nodes: For each node but the root, parents first, the number of its parent and its key there.
+        counts: How many entries each node has, the root first.
+        places: For each leaf the number of its node and its key there.
+    """
+    steps = [f" d{i} = d{parent}[{_literal(key)}]._data\n" for i, (parent, key) in enumerate(nodes, 1)]
+    fits = " and ".join(f"len(d{i}) == {count}" for i, count in enumerate(counts))
+    leaves = ", ".join(f"d{number}[{_literal(key)}]" for number, key in places)
+    return Straight(f"def run(d0):\n{''.join(steps)} return [{leaves}] if {fits} else None\n")
+
+
+def make_filler(slots: Sequence[tuple[int, str]]) -> Straight:
+    """Return `run(tables, values)`, which writes each value to its slot.
+
+    Args:
+        slots: For each value the number of its table and its key there.
+    """
+    tables = "".join(f"t{i}, " for i in range(1 + max([number for number, _ in slots], default=-1)))
+    written = "".join(f"t{number}[{_literal(name)}], " for number, name in slots)
+    return Straight(f"def run(tables, values):\n ({tables}) = tables\n ({written}) = values\n")
+
+
+def _literal(key: str) -> str:
+    # The repr of str itself: a subclass of str may have another.
+    return str.__repr__(key)
 
 
 class Plan:
@@ -64,7 +119,7 @@ class Plan:
         """Return the shapes that leaves have when every one starts with `lead`."""
         if not lead:
             return self.shapes
-        # The compiler would guard on what is kept here, and compile again when it changes.
+        # The compiler would guard on the cached shapes, and compile again when they change.
         if is_compiling():
             return [lead + shape for shape in self.shapes]
         # One tuple, read once: another thread may replace it.
@@ -156,25 +211,24 @@ class Spec:
         self.buffer_places = [self.order[self.first[path]] for path in self.buffers.paths]
 
     def leaves(self, params: Any, buffers: Any, lead: Size = EMPTY) -> list[Any]:
-        """Return the leaves in order; `lead` is what stacked trees have before each shape.
+        """Return the leaves in order; stacked trees have `lead` before each shape.
 
         Raises:
-            TypeError: Something is no tree.
+            TypeError: `params` or `buffers` is another object than a tree.
             TreeStructureError: A leaf is missing, unknown, or in both trees.
             LeafMismatchError: A leaf has another shape.
             TieError: Two paths of one tensor of the module have different leaves.
         """
         if not isinstance(params, TensorCollection) or not (buffers is None or isinstance(buffers, TensorCollection)):
             wrong = buffers if isinstance(params, TensorCollection) else params
-            hint = "apply(params, x, ..., buffers=buffers)."
-            if isinstance(wrong, Mapping):
-                hint = 'TensorDict(d) makes a tree of a nested dict, TensorDict(d).unflatten_keys(".") of a state dict.'
             raise error(
                 TypeError,
                 "apply: params and buffers must be trees.",
                 expected="TensorDict",
                 got=type(wrong).__name__,
-                hint=hint,
+                hint='TensorDict(d) makes a tree of a nested dict, TensorDict(d).unflatten_keys(".") of a state dict.'
+                if isinstance(wrong, Mapping)
+                else "apply(params, x, ..., buffers=buffers).",
             )
         first = self.params.checked(params, lead)
         if first is not None and (buffers is not None or not self.buffers.paths):
@@ -188,22 +242,31 @@ class Spec:
         return self._by_path(params, buffers, lead)
 
     def _by_path(self, params: Any, buffers: Any, lead: Size) -> list[Any]:
-        """Read trees in another arrangement, or raise the error that says what is wrong with them."""
+        """Read trees in another arrangement, or raise the error that names the leaf which does not fit."""
         found: dict[Path, Any] = {}
         for tree in (params, buffers):
             for entry in entries(tree) if tree is not None else []:
                 for path in entry.paths:
                     if found.setdefault(path, entry.leaf) is not entry.leaf:
-                        raise _twice(path)
+                        raise TreeStructureError(
+                            f"apply: {dotted(path)!r} is in params and in buffers.",
+                            expected="every leaf in one of the trees",
+                            got="two different leaves",
+                            hint="split(tree) gives parameters and buffers without an overlap.",
+                        )
                     if tree is buffers and self.order.get(path, self.n_params) < self.n_params:
-                        raise _misplaced(path)
+                        raise TreeStructureError(
+                            f"apply: the parameter {dotted(path)!r} is in buffers.",
+                            expected="parameters in the first tree (which may hold the buffers too)",
+                            hint="are the two trees swapped? apply(params, x, buffers=buffers).",
+                        )
         # Files often keep one name of a tied weight.
         known = {self.first[path]: leaf for path, leaf in found.items() if path in self.first}
         found |= {path: known[f] for path, f in self.first.items() if path not in found and f in known}
         missing = [path for path in self.order if path not in found]
         unknown = [path for path in found if path not in self.order]
         if missing or unknown:
-            raise self._structure_error(missing, unknown, found, buffers)
+            raise self._structure_error(missing, unknown, buffers)
         for path, shape in zip(self.whole.paths, self.whole.shapes_after(lead), strict=True):
             if not isinstance(found[path], Tensor) or found[path].shape != shape:
                 raise shape_error(path, found[path], shape)
@@ -212,19 +275,19 @@ class Spec:
                 raise tie_error("apply", first, path)
         return [found[path] for path in self.order]
 
-    def _structure_error(
-        self, missing: list[Path], unknown: list[Path], found: dict[Path, Any], buffers: Any
-    ) -> TreeStructureError:
+    def _structure_error(self, missing: list[Path], unknown: list[Path], buffers: Any) -> TreeStructureError:
         hint = None
         if missing and buffers is None and set(missing) <= set(self.buffers.paths):
             hint = "pass buffers=buffers; buffers are never taken from the module silently."
-        elif unknown and all(path[:-1] != () and "original" not in path[-1] for path in unknown) and missing:
+        elif missing and unknown:
             hint = "is the tree that of another module, or a sub-tree?"
-        what = f"{dotted(missing[0])!r} is missing" if missing else f"{dotted(unknown[0])!r} is not one of its leaves"
+        problem = (
+            f"{dotted(missing[0])!r} is missing" if missing else f"{dotted(unknown[0])!r} is not one of its leaves"
+        )
         return TreeStructureError(
-            f"apply: the trees do not fit {self.name}: {what}.",
-            expected=f"also {_names(missing)}" if missing else f"the {len(self.order)} leaves of {self.name}",
-            got=f"unknown leaves {_names(unknown)}" if unknown else f"{len(found)} of {len(self.order)} leaves",
+            f"apply: the trees do not fit {self.name}: {problem}.",
+            expected=f"{len(self.order)} leaves" + (f", also {_names(missing)}" if missing else ""),
+            got=f"unknown leaves {_names(unknown)}" if unknown else f"{len(self.order) - len(missing)} of them",
             hint=hint,
         )
 
@@ -234,52 +297,23 @@ class Spec:
             new = self.buffers.rebuild(buffers, leaves)
             if new is not None:
                 return new
-        found = dict(zip(self.buffers.paths, leaves, strict=True))
-        return replace(params if buffers is None else buffers, found)
-
-
-def extra_states(*trees: Any) -> dict[Path, Any]:
-    """Return the values of the extra state that trees of one module hold."""
-    return {path: values[0] for path, values in extra_values(*trees).items()}
+        tree = params if buffers is None else buffers
+        given = {path for path, _ in iter_items(tree, True, True)}
+        return replace(tree, {p: new for p, new in zip(self.buffers.paths, leaves, strict=True) if p in given})
 
 
 def extra_values(*trees: Any) -> dict[Path, list[Any]]:
     """Return, for each extra state in the trees, its values: one, or one for each member of a stacked tree."""
-    found: dict[Path, list[Any]] = {}
-    for tree in trees:
-        if isinstance(tree, TensorCollection):
-            _find_states(tree, (), found)
-    return found
-
-
-def _find_states(tree: TensorCollection, at: Path, found: dict[Path, list[Any]]) -> None:
-    for key, node in tree._data.items():
-        if isinstance(node, TensorCollection):
-            _find_states(node, (*at, key), found)
-        elif key == EXTRA_STATE and isinstance(node, NonTensorBase):
-            found[(*at, key)] = list(node._array.flat)
+    found = [item for tree in trees if isinstance(tree, TensorCollection) for item in iter_items(tree, True, True)]
+    return {
+        path: list(node._array.flat)
+        for path, node in found
+        if path[-1] == EXTRA_STATE and isinstance(node, NonTensorBase)
+    }
 
 
 def _names(paths: list[Path]) -> str:
     return str([dotted(path) for path in paths[:10]]) + (f" and {len(paths) - 10} more" if len(paths) > 10 else "")
-
-
-def _misplaced(path: Path) -> TreeStructureError:
-    return TreeStructureError(
-        f"apply: the parameter {dotted(path)!r} is in buffers.",
-        expected="parameters in the first tree (which may hold the buffers too)",
-        got="a parameter in buffers=",
-        hint="are the two trees swapped? apply(params, x, buffers=buffers).",
-    )
-
-
-def _twice(path: Path) -> TreeStructureError:
-    return TreeStructureError(
-        f"apply: {dotted(path)!r} is in params and in buffers.",
-        expected="every leaf in one of the trees",
-        got="two different leaves",
-        hint="split(tree) gives parameters and buffers without an overlap.",
-    )
 
 
 def tie_error(call: str, first: Path, path: Path) -> TieError:
@@ -288,19 +322,18 @@ def tie_error(call: str, first: Path, path: Path) -> TieError:
         f"{call}: {dotted(first)!r} and {dotted(path)!r} are one tensor in the module.",
         expected="one leaf for both",
         got="two tensors that differ, or whose gradients would be split",
-        hint="edit a tree that knows the tie, as from_module returns it: set() there writes both paths.",
+        hint="edit a tree that records the tie, as from_module returns it: set() there writes both paths.",
     )
 
 
 def shape_error(path: Path, leaf: Any, shape: Size) -> LeafMismatchError:
     """Return the error for a leaf that does not fit the module."""
-    got = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
-    hint = "the tree belongs to another architecture."
-    if isinstance(leaf, Tensor) and leaf.shape[1:] == shape:
-        hint = "the tree is stacked: use tdfunc.Ensemble(apply)(tree, x), torch.vmap, or one member, tree[i]."
+    is_stacked = isinstance(leaf, Tensor) and leaf.shape[1:] == shape
     return LeafMismatchError(
         f"apply: leaf {dotted(path)!r} does not fit the module.",
         expected=f"shape {tuple(shape)}",
-        got=got,
-        hint=hint,
+        got=f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__,
+        hint="the tree is stacked: use tdfunc.Ensemble(apply)(tree, x), torch.vmap, or one member, tree[i]."
+        if is_stacked
+        else "the tree belongs to another architecture.",
     )

@@ -1,7 +1,8 @@
 """Random numbers for one call: seeds and generators served to the random functions that a forward calls.
 
 A `TorchFunctionMode` is active for the call alone, so nothing process-wide changes. Numbers are drawn outside every
-transform: under `vmap` each member draws from its own generator, so that it equals a loop over the members.
+transform: under `vmap` each member draws from its own generator, so that it equals a loop over the members. Rare
+functions that draw are not served; `apply(..., rng=)` refuses them.
 """
 
 import inspect
@@ -18,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
-from tdfunc.core.context import in_functorch, is_compiling
+from tdfunc.core.context import is_compiling
 from tdfunc.core.errors import UnsupportedError, error
 
 Seed: TypeAlias = "int | torch.Generator | Sequence[torch.Generator] | None"
@@ -51,7 +52,11 @@ class seeded(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._strict and func in _UNSERVED and _UNSERVED[func](*args, **kwargs):
-            raise _past(func)
+            raise UnsupportedError(
+                f"apply: {func.__name__} draws random numbers and cannot be given a generator.",
+                expected="draws by F.dropout, torch.rand and the other functions that take one",
+                hint='leave rng= out (torch\'s default generator), or use tdfunc.Ensemble(apply, how="loop").',
+            )
         server = _SERVERS.get(func)
         if server is None or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
@@ -76,24 +81,18 @@ def _generators(rng: Any) -> list[torch.Generator]:
     if isinstance(rng, (list, tuple)) and all(isinstance(g, torch.Generator) for g in rng):
         return list(rng)
     if isinstance(rng, int) and not isinstance(rng, bool):
-        refuse_traced_seed()
+        if get_proxy_mode() is not None:
+            raise UnsupportedError(
+                "rng: a seed inside a traced function would count for its first call only.",
+                expected="a generator that is an argument of the function",
+                hint="pass a torch.Generator to the traced function, and give it as rng=.",
+            )
         return [torch.Generator().manual_seed(rng)]
-    raise error(TypeError, "rng: no source of random numbers.", expected="a seed or a torch.Generator", got=repr(rng))
-
-
-def refuse_traced_seed() -> None:
-    """Raise while `jit` or `make_fx` records: a replay would go on drawing from the generator made by the record."""
-    if get_proxy_mode() is not None:
-        raise UnsupportedError(
-            "rng: a seed inside a traced function would count for its first call only.",
-            expected="a generator that is an argument of the function",
-            got="a seed",
-            hint="pass a torch.Generator to the traced function, and give it as rng=.",
-        )
+    raise error(TypeError, "rng must be a seed or a torch.Generator.", got=repr(rng))
 
 
 def refuse_traced_members() -> None:
-    """Raise while `jit` or `make_fx` records: what is seeded for each member is made by Python, and so once."""
+    """Raise while `jit` or `make_fx` records: generators of members are made by Python, and so once."""
     if get_proxy_mode() is not None:
         raise UnsupportedError(
             "rng: the generators of the members cannot be made inside a traced function.",
@@ -102,15 +101,6 @@ def refuse_traced_members() -> None:
             hint='torch.vmap(fn, randomness="different") of the function of one model, without rng, draws anew in '
             "each replay; or leave tdfunc.jit out.",
         )
-
-
-def _past(func: Any) -> UnsupportedError:
-    return UnsupportedError(
-        f"apply: {func.__name__} draws random numbers and cannot be given a generator.",
-        expected="draws by F.dropout, torch.rand and the other functions that take one",
-        got=f"{func.__name__} with dropout in training mode",
-        hint='leave rng= out (torch\'s default generator), or use tdfunc.Ensemble(apply, how="loop").',
-    )
 
 
 def member_generators(seed: int, stop: int, start: int = 0) -> list[torch.Generator]:
@@ -137,75 +127,40 @@ def _uniform(mode: seeded, shape: Sequence[int], x: Tensor) -> Tensor:
 # -- dropout ----------------------------------------------------------------------------------------------------
 
 
-def _check_p(p: float) -> None:
-    # torch's own check lies behind the dispatch that brought us here.
-    if not 0.0 <= p <= 1.0:
-        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-
-
 def _dropout(
     mode: seeded, func: Any, /, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    return _masked(mode, input, tuple(input.shape), p, training, inplace)
-
-
-def _feature_dropout(
-    mode: seeded, func: Any, /, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
-    # Whole channels are dropped: one draw for each, broadcast over the trailing dimensions. Without a batch dimension
-    # the channels come first, but for dropout2d, which reads three dimensions as (N, C, L).
-    lead = 1 if (func, input.dim()) in _UNBATCHED else 2
-    return _masked(mode, input, _channels(input, lead), p, training, inplace)
+    # torch checks p only after the dispatch that leads here.
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+    if not training or p == 0.0:
+        return input
+    shape = tuple(input.shape)
+    if func is not F.dropout and func is not F.alpha_dropout:
+        # Whole channels are dropped: one draw for each, broadcast over the trailing dimensions. Without a batch
+        # dimension the channels come first, except for dropout2d, which reads three dimensions as (N, C, L).
+        lead = 1 if (func, input.dim()) in _UNBATCHED else 2
+        shape = (*shape[:lead], *[1] * (input.dim() - lead))
+    keep = _uniform(mode, shape, input) >= p
+    if func in _ALPHA and p < 1.0:
+        # Klambauer et al., Self-Normalizing Neural Networks (2017), section 3: dropped units take the value alpha'.
+        alpha = -1.7580993408473766
+        a = ((1 - p) * (1 + p * alpha**2)) ** -0.5
+        out = a * torch.where(keep, input, torch.full_like(input, alpha)) - a * alpha * p
+        return input.copy_(out) if inplace else out
+    # With p = 1 nothing is kept, whatever the scale.
+    scale = keep.to(input.dtype) / (1.0 - p or 1.0)
+    return input.mul_(scale) if inplace else input * scale
 
 
 _UNBATCHED = {(F.dropout1d, 2), (F.dropout3d, 4)}
-
-
-def _channels(input: Tensor, lead: int = 2) -> tuple[int, ...]:
-    return (*input.shape[:lead], *[1] * (input.dim() - lead))
-
-
-def _masked(mode: seeded, input: Tensor, shape: tuple[int, ...], p: float, training: bool, inplace: bool) -> Tensor:
-    _check_p(p)
-    if not training or p == 0.0:
-        return input
-    if p == 1.0:
-        return input.mul_(0.0) if inplace else input * 0.0
-    keep = (_uniform(mode, shape, input) >= p).to(input.dtype) / (1.0 - p)
-    return input.mul_(keep) if inplace else input * keep
+_ALPHA = {F.alpha_dropout, F.feature_alpha_dropout}
 
 
 def _alpha_dropout(
-    mode: seeded, func: Any, /, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
+    mode: seeded, func: Any, /, input: Tensor, p: float = 0.5, training: bool = False, *rest: Any, **kw: Any
 ) -> Tensor:
-    _check_p(p)
-    if not training or p == 0.0:
-        return input
-    if p == 1.0:
-        return input.mul_(0.0) if inplace else input * 0.0
-    # Klambauer et al., Self-Normalizing Neural Networks (2017), section 3: dropped units take the value alpha'.
-    alpha = -1.7580993408473766
-    shape = _channels(input) if "feature" in func.__name__ else tuple(input.shape)
-    a = ((1 - p) * (1 + p * alpha**2)) ** -0.5
-    keep = _uniform(mode, shape, input) >= p
-    out = a * torch.where(keep, input, torch.full_like(input, alpha)) - a * alpha * p
-    return input.copy_(out) if inplace else out
-
-
-def _native(server: Server, inplace: bool) -> Server:
-    """Serve `torch.dropout(input, p, train)` and its like, which have no default arguments."""
-    return lambda mode, func, input, p, train: server(mode, func, input, p, train, inplace)
-
-
-def _rrelu(
-    mode: seeded, func: Any, /, input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False,
-    inplace: bool = False,
-) -> Tensor:  # fmt: skip
-    if not training:
-        return func(input, lower, upper, False, inplace)
-    slope = lower + (upper - lower) * _uniform(mode, input.shape, input).to(input.dtype)
-    out = torch.where(input >= 0, input, input * slope)
-    return input.copy_(out) if inplace else out
+    return _dropout(mode, func, input, p, training, *rest, **kw)
 
 
 # -- draws ------------------------------------------------------------------------------------------------------
@@ -276,68 +231,14 @@ def _bernoulli_(mode: seeded, func: Any, /, self: Tensor, p: Any = 0.5) -> Tenso
     return self.copy_((_uniform(mode, self.shape, self) < level).to(self.dtype))
 
 
-def _given(mode: seeded, func: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Serve functions whose numbers depend on tensors: only outside transforms, which refuse them otherwise."""
-    if in_functorch():
-        return func(*args, **kwargs)
-    mode.draws += 1
-    return func(*args, generator=mode._generators[0], **kwargs)
-
-
-def _inside(mode: seeded, func: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Run a function of `torch.nn.functional` whose own dispatch would hide the draws inside it."""
-    with mode:
-        return _UNHIDDEN[func](*args, **kwargs)
-
-
-def _unhidden(func: types.FunctionType) -> types.FunctionType:
-    """Return a function that does not look for overrides, so that the calls in its body do."""
-    never = dict.fromkeys(
-        ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), lambda *_: False
-    )
-    new = types.FunctionType(
-        func.__code__, {**func.__globals__, **never}, func.__name__, func.__defaults__, func.__closure__
-    )
-    new.__kwdefaults__ = func.__kwdefaults__
-    return new
-
-
-def _fractional(mode: seeded, func: Any, /, input: Tensor, *args: Any, _random_samples: Any = None, **kw: Any) -> Any:
-    dims = _FRACTIONAL[func]
-    batch = input.shape[0] if input.dim() == dims + 2 else 1
-    if _random_samples is None:
-        _random_samples = _uniform(mode, (batch, input.shape[-dims - 1], dims), input).to(input.dtype)
-    return func(input, *args, _random_samples=_random_samples, **kw)
-
-
-_FRACTIONAL = {
-    F.fractional_max_pool2d: 2, F.fractional_max_pool2d_with_indices: 2,
-    F.fractional_max_pool3d: 3, F.fractional_max_pool3d_with_indices: 3,
-}  # fmt: skip
-# What torch.distributions draws from.
-_GAMMA = [getattr(torch, name) for name in ("_standard_gamma", "_sample_dirichlet")]
-_COMPOSITE = (F.multi_head_attention_forward, F.gumbel_softmax)
-_UNHIDDEN = {func: _unhidden(func) for func in _COMPOSITE}
 _INIT = [
     f
     for f in vars(init).values()
     if isinstance(f, types.FunctionType) and "generator" in inspect.signature(f).parameters
 ]
-_DROPOUTS: dict[Any, Server] = {
-    torch.dropout: _dropout,
-    torch.feature_dropout: _feature_dropout,
-    torch.alpha_dropout: _alpha_dropout,
-    torch.feature_alpha_dropout: _alpha_dropout,
-}
 _SERVERS: dict[Any, Server] = {
-    **{func: _native(server, False) for func, server in _DROPOUTS.items()},
-    **{getattr(torch, f"{func.__name__}_"): _native(server, True) for func, server in _DROPOUTS.items()},
-    F.dropout: _dropout,
-    **dict.fromkeys((F.dropout1d, F.dropout2d, F.dropout3d), _feature_dropout),
-    **dict.fromkeys((F.alpha_dropout, F.feature_alpha_dropout), _alpha_dropout),
-    F.rrelu: _rrelu,
-    **dict.fromkeys(_COMPOSITE, _inside),
-    **dict.fromkeys(_FRACTIONAL, _fractional),
+    **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d), _dropout),
+    **dict.fromkeys(_ALPHA, _alpha_dropout),
     **dict.fromkeys((torch.bernoulli, Tensor.bernoulli), _bernoulli),
     **dict.fromkeys((torch.multinomial, Tensor.multinomial), _multinomial),
     torch.normal: _normal,
@@ -348,21 +249,36 @@ _SERVERS: dict[Any, Server] = {
          Tensor.geometric_, *_INIT), _in_place,
     ),
     Tensor.bernoulli_: _bernoulli_,
-    **dict.fromkeys((torch.poisson, torch.binomial, *_GAMMA), _given),
 }  # fmt: skip
 
 
-def _attention_drops(*args: Any, **kwargs: Any) -> bool:
+def _attends(*args: Any, **kwargs: Any) -> bool:
     return (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)) > 0.0
 
 
-def _recurrent_drops(*args: Any, **_: Any) -> bool:
+def _attends_by_heads(*args: Any, training: bool = True, **kwargs: Any) -> bool:
+    return training and (args[10] if len(args) > 10 else kwargs["dropout_p"]) > 0.0
+
+
+def _recurs(*args: Any, **_: Any) -> bool:
     # (input, hx, weights, has_biases, num_layers, dropout, train, ...), or with batch_sizes before hx.
     numbers = [a for a in args if isinstance(a, (bool, int, float))]
     return len(numbers) > 3 and numbers[2] > 0.0 and bool(numbers[3])
 
 
+# Functions whose draws cannot be served, and whether a call of them draws.
 _UNSERVED: dict[Any, Callable[..., bool]] = {
-    F.scaled_dot_product_attention: _attention_drops,
-    **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurrent_drops),
-}
+    F.scaled_dot_product_attention: _attends,
+    F.multi_head_attention_forward: _attends_by_heads,
+    **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurs),
+    **dict.fromkeys((F.rrelu, torch.rrelu), lambda input, lower=0, upper=0, training=False, inplace=False: training),
+    **dict.fromkeys(
+        [getattr(torch, f"{name}dropout{end}") for name in ("", "feature_", "alpha_", "feature_alpha_")
+         for end in ("", "_")], lambda input, p, train: train and p > 0.0,
+    ),
+    **dict.fromkeys(
+        (F.gumbel_softmax, F.fractional_max_pool2d, F.fractional_max_pool2d_with_indices, F.fractional_max_pool3d,
+         F.fractional_max_pool3d_with_indices, torch.poisson, torch.binomial,
+         *[getattr(torch, name) for name in ("_standard_gamma", "_sample_dirichlet")]), lambda *_, **__: True,
+    ),
+}  # fmt: skip

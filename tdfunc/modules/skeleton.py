@@ -2,103 +2,182 @@
 
 A skeleton runs one call at a time. Between calls its slots are empty, so a forward that reaches an original weight
 in some other way (a closure, a cached reference) meets a poison tensor and raises instead of computing with it.
+`make_template` copies a module, `Skeleton` is one runnable copy of that template.
 """
 
-import operator
+import copy
+import functools
+import types
+import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
-from operator import itemgetter
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from operator import is_, itemgetter
+from typing import Any, TypeAlias
 
 import torch
-from torch import Size, Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tdfunc.core.errors import LeakError, UnsupportedError
+from tdfunc.core.errors import UnsupportedError
 from tdfunc.core.keys import dotted
 from tdfunc.core.types import Path
-from tdfunc.modules.duplicate import Copied, children_of, duplicate, is_plain
-from tdfunc.modules.slots import is_renormed, unwrap, walk
-from tdfunc.modules.straight import Straight, make_filler
+from tdfunc.modules.extract import is_renormed, unwrap, walk
+from tdfunc.modules.plan import Straight, make_filler
+from tdfunc.modules.poison import Poison, storage_of
 
-# What torch asks of a tensor that it only lists: `state_dict` detaches.
-HARMLESS = {torch.ops.aten.detach.default}
 # The tables of nn.Module itself; the rest of a module's `__dict__` is its own.
 _OWN_TABLES = frozenset(nn.Module().__dict__)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # They write their statistics in training mode only, and nothing else ever.
 _NORMS = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm} | {
     nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
 }  # fmt: skip
 _MODULES = itemgetter("_modules")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_ATOMS = (str, bytes, int, float, complex, type(None), type, range, torch.dtype, torch.device, torch.layout)
+_SEQUENCES = (list, tuple, set, frozenset, deque)
+# What a closure is followed through: an object of any other class may hold a whole program.
+_FOLLOWED = (dict, *_SEQUENCES, types.FunctionType, types.MethodType, functools.partial, nn.Module)
 
 
-class Poison(Tensor):
-    """A tensor with the shape, dtype and device of a weight, no storage, and no operation that does not raise."""
-
-    path: Path
-
-    # Reading metadata must not go through Python dispatch; every operation still reaches `__torch_dispatch__`.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
-
-    @staticmethod
-    def of(weight: Tensor, path: Path) -> "Poison":
-        """Return the poison for one weight."""
-        strides = weight.stride() if weight.layout is torch.strided and not weight.is_nested else None
-        return _poison(weight.shape, strides, weight.dtype, weight.device, path, isinstance(weight, nn.Parameter))
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in HARMLESS:
-            return args[0]
-        leaked = [a for a in tree_leaves((args, kwargs or {})) if isinstance(a, Poison)]
-        return leak(leaked[0].path, str(func))
-
-    def __deepcopy__(self, memo: Any) -> "Poison":
-        return self
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _poison, (self.shape, self.stride(), self.dtype, self.device, self.path, hasattr(self, "_is_param"))
-
-    def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return f"Poison({dotted(self.path)}, shape={tuple(self.shape)})"
+# -- copies -------------------------------------------------------------------------------------------------------
 
 
-def _poison(shape: Size, strides: Any, dtype: torch.dtype, device: torch.device, path: Path, is_param: bool) -> Poison:
-    make: Any = Tensor._make_wrapper_subclass  # pyright: ignore[reportAttributeAccessIssue]
-    poison = make(Poison, shape, strides, dtype=dtype, device=device, requires_grad=False)
-    poison.path = path
-    if is_param:
-        # nn.Module accepts it in a parameter slot.
-        poison._is_param = True
-    return poison
+def duplicate(
+    module: nn.Module, memo: dict[int, Any], stand_in: Callable[[Tensor, str], Tensor | None] = lambda *_: None
+) -> nn.Module:
+    """Return a deep copy of a module.
+
+    Unlike with `copy.deepcopy` alone, closures over parts of the module follow the copy, generators are shared, and
+    submodules wrapped by `torch.compile` come out unwrapped.
+
+    Args:
+        module: The module.
+        memo: As for `copy.deepcopy`: the replacement of each object by its id.
+        stand_in: Returns the replacement of a tensor found in an attribute of this name, None to copy the tensor.
+
+    Raises:
+        UnsupportedError: `copy.deepcopy` refuses an object in the module: a lock, a file, a Python generator.
+    """
+    memo = dict(memo)
+    # The list keeps everything alive, so that ids stay valid.
+    found = [item for item in _reachable(module, set(memo)) if id(item[1]) not in memo]
+    modules = list(module.modules())
+    tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values())]
+    own = {id(part) for part in (*modules, *tensors) if part is not None}
+    functions: list[tuple[types.FunctionType, types.FunctionType]] = []
+    for name, value in found:
+        replacement = None
+        if isinstance(value, Tensor):
+            replacement = stand_in(value, name)
+        elif isinstance(value, torch.Generator):
+            replacement = value
+        elif isinstance(value, types.FunctionType) and _reaches(value, own):
+            replacement = _with_new_cells(value, own)
+            functions.append((value, replacement))
+        if replacement is not None:
+            memo[id(value)] = replacement
+    try:
+        # The wrappers of torch.compile: the innermost first.
+        for _, value in reversed(found):
+            if isinstance(value, nn.Module) and unwrap(value, "functional") is not value:
+                memo[id(value)] = copy.deepcopy(unwrap(value, "functional"), memo)
+        copied = copy.deepcopy(module, memo)
+        for old, new in functions:
+            for cell, source in zip(new.__closure__ or (), old.__closure__ or (), strict=True):
+                if cell is not source:
+                    cell.cell_contents = copy.deepcopy(source.cell_contents, memo)
+            new.__defaults__ = copy.deepcopy(old.__defaults__, memo)
+            new.__kwdefaults__ = copy.deepcopy(old.__kwdefaults__, memo)
+    # A class's own __deepcopy__ or __reduce__ may raise anything.
+    except Exception as err:
+        raise UnsupportedError(
+            f"functional: {type(module).__name__} cannot be copied.",
+            expected="attributes that copy.deepcopy accepts",
+            got=f"{type(err).__name__}: {err}",
+            hint="give that object's class a __deepcopy__, or make the object inside forward.",
+        ) from err
+    return copied
 
 
-def leak(path: Path, func: str) -> NoReturn:
-    """Raise the error for an operation that used a weight which the call was not given."""
-    raise LeakError(
-        f"apply: forward used the weight {dotted(path)!r} that was not given to it ({func}).",
-        expected="weights read from their module at each call, as self.weight",
-        got="a reference kept elsewhere (a closure, a cache, another object), or a buffer that was not passed",
-        hint="read the weight inside forward, or register it as a buffer.",
-    )
+def _reachable(root: Any, known: set[int]) -> Iterator[tuple[str, Any]]:
+    """Yield (name, object), each object once, of all that a copy looks into; known objects are not entered."""
+    seen = {id(root)}
+    queue: deque[tuple[str, Any]] = deque([("", root)])
+    while queue:
+        name, value = queue.popleft()
+        yield name, value
+        for inner, child in [] if id(value) in known else _children_of(value):
+            if id(child) not in seen and not isinstance(child, _ATOMS):
+                seen.add(id(child))
+                queue.append((inner, child))
 
 
-class Template(NamedTuple):
-    """A module without weights, from which skeletons are made, and the objects that all of them share."""
+def _children_of(value: Any) -> list[tuple[str, Any]]:
+    """Return (name, value) of the parts of an object that a deep copy enters, and closures of functions."""
+    if isinstance(value, dict):
+        return [(str(key), item) for key, item in value.items()]
+    if isinstance(value, _SEQUENCES):
+        return [(str(i), item) for i, item in enumerate(value)]
+    if isinstance(value, types.FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        inner = [(name, cell.cell_contents) for name, cell in cells if _is_filled(cell)]
+        return [*inner, ("__defaults__", value.__defaults__), ("__kwdefaults__", value.__kwdefaults__)]
+    if isinstance(value, types.MethodType):
+        return [("__self__", value.__self__), ("__func__", value.__func__)]
+    if isinstance(value, functools.partial):
+        return [("func", value.func), ("args", value.args), ("keywords", value.keywords), *vars(value).items()]
+    if isinstance(value, (*_ATOMS, Tensor)) or not (isinstance(value, nn.Module) or _is_plain(value)):
+        return []
+    slots = [name for cls in type(value).__mro__ for name in _slots(cls)]
+    return [*getattr(value, "__dict__", {}).items(), *[(n, getattr(value, n)) for n in slots if hasattr(value, n)]]
 
-    module: nn.Module
-    shared: list[Any]
 
-    def in_mode(self, training: bool) -> "Template":
-        """Return a copy of the template in which every submodule is in the given mode."""
-        copied = duplicate(self.module, {}, self.shared)
-        copied.module.train(training)
-        return Template(copied.module, copied.shared)
+def _is_plain(value: Any) -> bool:
+    """Return whether an object is copied attribute by attribute, rather than in a way of its class's own."""
+    cls = type(value)
+    if isinstance(value, (types.ModuleType, weakref.ref)) or hasattr(cls, "__deepcopy__"):
+        return False
+    return cls.__reduce__ is object.__reduce__ and cls.__reduce_ex__ is object.__reduce_ex__
 
 
-def make_template(module: nn.Module) -> Template:
+def _slots(cls: type) -> list[str]:
+    names = cls.__dict__.get("__slots__", ())
+    return [name for name in ([names] if isinstance(names, str) else names) if name not in ("__dict__", "__weakref__")]
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:  # a variable that was never assigned
+        return False
+
+
+def _reaches(value: Any, targets: set[int]) -> bool:
+    """Return whether containers, closures, partials, methods and modules lead from an object to one of the targets."""
+    seen: set[int] = set()
+    stack = [value]
+    while stack:
+        value = stack.pop()
+        if id(value) in targets:
+            return True
+        if id(value) not in seen and isinstance(value, _FOLLOWED):
+            seen.add(id(value))
+            stack += [child for _, child in _children_of(value)]
+    return False
+
+
+def _with_new_cells(function: types.FunctionType, targets: set[int]) -> types.FunctionType:
+    """Return the function with empty cells in place of those that lead to the targets; the others stay shared."""
+    cells = [
+        types.CellType() if _is_filled(cell) and _reaches(cell.cell_contents, targets) else cell
+        for cell in function.__closure__ or ()
+    ]
+    new = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, tuple(cells) or None)
+    new.__dict__.update(function.__dict__)
+    return new
+
+
+def make_template(module: nn.Module) -> nn.Module:
     """Return a copy of a module in which every reference to one of its weights is poison.
 
     Raises:
@@ -118,125 +197,94 @@ def make_template(module: nn.Module) -> Template:
         path = storages.get(storage_of(tensor), (name,) if tensor.grad_fn is not None else None)
         return Poison.of(tensor, path) if path is not None else None
 
-    copied = duplicate(module, memo, [], stand_in)
-    now = [slot for slot in walk(copied.module, "functional") if slot.store is not None]
-    kept = [slot.path for slot in now if not isinstance(slot.value, Poison)]
+    template = duplicate(module, memo, stand_in)
+    now = [slot for slot in walk(template, "functional") if slot.store is not None]
+    kept = [dotted(slot.path) for slot in now if not isinstance(slot.value, Poison)]
     if kept or [slot.path for slot in now] != [slot.path for slot in slots]:
         raise UnsupportedError(
             f"functional: the copy of {type(module).__name__} is not independent of it.",
             expected="a copy with the same parameters and buffers, none of them shared",
-            got=f"its own weights at {[dotted(path) for path in kept]}" if kept else "other slots",
+            got=f"its own weights at {kept}" if kept else "other slots",
             hint="a __deepcopy__ must make a new module and pass its memo on to copy.deepcopy for every attribute.",
         )
-    return Template(copied.module, copied.shared)
+    return template
 
 
-def storage_of(tensor: Tensor) -> Any:
-    """Return what identifies a tensor's memory, None if it has none of its own."""
-    try:
-        pointer = tensor.untyped_storage().data_ptr()
-    # Wrapper subclasses, sparse and fake tensors.
-    except (RuntimeError, NotImplementedError):
-        return None
-    return (pointer, tensor.device) if pointer else None
+# -- one runnable copy --------------------------------------------------------------------------------------------
 
-
-# A slot of a skeleton, as (store, name), and the number of the leaf that goes into it.
-Target: TypeAlias = tuple[dict[str, Any], str, int]
-
-
-class _Tables:
-    """Dicts and sets with what was in them, noticed by their size."""
-
-    __slots__ = ("_before", "_tables", "empty", "filled", "length")
-
-    def __init__(self, tables: list[Any]) -> None:
-        self._tables = tables
-        self._before = list(map(_snapshot, tables))
-        # `any` asks an empty one in a third of the time that `len` takes.
-        self.filled, self.empty = [table for table in tables if table], [table for table in tables if not table]
-        self.length = sum(map(len, self.filled))
-
-    def restore(self) -> None:
-        for table, before in zip(self._tables, self._before, strict=True):
-            if len(table) != len(before):
-                _refill(table, before)
-
-
-def _order(places: list[int], n: int) -> Callable[[list[Any]], Sequence[Any]] | None:
-    """Return what picks some of n leaves by their places; None for all of them as they come."""
-    if places == list(range(n)):
-        return None
-    # Of one place itemgetter would return no tuple.
-    return itemgetter(*places) if len(places) > 1 else lambda leaves: [leaves[i] for i in places]
+# A container and a copy of it.
+Kept: TypeAlias = tuple[Any, Any]
 
 
 class Skeleton:
     """One runnable copy: where each leaf goes, and how to leave it as it was before the call."""
 
     __slots__ = (
-        "_attributes", "_children", "_containers", "_filler", "_handles", "_hooks", "_modes", "_order", "_own",
-        "_parents", "_poison", "_registered", "_seen", "_stores", "_tables", "_tensors", "_traced", "_vacant",
-        "module", "norms", "owners", "renormed", "targets",
+        "_containers", "_custom", "_empty_tables", "_everything", "_filled_tables", "_filler", "_handles", "_length",
+        "_modes", "_own", "_parents", "_places", "_poison", "_registered", "_seen", "_stores", "_tensors", "_traced",
+        "_vacant", "lent", "module", "owners", "renormed", "targets",
     )  # fmt: skip
 
-    def __init__(self, template: Template, order: dict[Path, int], first: dict[Path, Path]) -> None:
-        copied = duplicate(template.module, {}, template.shared)
-        self.module = copied.module
+    def __init__(self, template: nn.Module, order: dict[Path, int], first: dict[Path, Path]) -> None:
+        self.module = duplicate(template, {})
         walked = walk(self.module, "functional")
         # Where extra state goes.
         self.owners = {slot.path: slot.owner for slot in walked if slot.store is None}
         # Tied slots share a leaf, that of their first path; a shared submodule has its slots once.
-        targets: dict[tuple[int, str], Target] = {}
+        targets: dict[tuple[int, str], tuple[dict[str, Any], str, int]] = {}
         for path, owner, store, _ in walked:
             if store is not None:
                 targets.setdefault((id(owner), path[-1]), (store, path[-1], order[first.get(path, path)]))
-        # In the order of the leaves, so that they fill the slots as they come.
+        # (store, name, place of the leaf), in the order of the leaves, so that they fill the slots as they come.
         self.targets = sorted(targets.values(), key=itemgetter(2))
         self._stores = list({id(store): store for store, _, _ in self.targets}.values())
         self._poison = [store[name] for store, name, _ in self.targets]
-        self._order = _order([i for _, _, i in self.targets], len(order))
+        # None where the leaves fill the slots as they come, without ties.
+        places = [i for _, _, i in self.targets]
+        self._places = None if places == list(range(len(order))) else places
         self._filler: Straight | None = None
-        norms = {
-            id(m._buffers) for m in self.module.modules() if type(m) in _NORMS and not m.training and _stateless(m)
-        }
-        self.norms = [target for target in self.targets if id(target[0]) in norms]
-        # Embeddings with max_norm write the rows that they look up.
-        tables = {id(m._parameters) for m in self.module.modules() if is_renormed(m)}
-        self.renormed = tuple(sorted({i for store, _, i in self.targets if id(store) in tables}))
-        self._remember([unwrap(m, "functional") for m in self.module.modules()], copied)
+        modules = [unwrap(m, "functional") for m in self.module.modules()]
+        # Embeddings with max_norm write the rows that they look up; norms in evaluation mode write nothing.
+        tables = {id(m._parameters) for m in modules if is_renormed(m)}
+        norms = {id(m._buffers) for m in modules if type(m) in _NORMS and not m.training and _is_stateless(m)}
+        self.renormed = {i for store, _, i in self.targets if id(store) in tables}
+        self.lent = {i for store, _, i in self.targets if id(store) in norms}
+        self._remember(modules)
 
-    def _remember(self, modules: list[nn.Module], copied: Copied) -> None:
+    def _remember(self, modules: list[nn.Module]) -> None:
         """Note everything that a forward may write, to put it back after each call."""
         both = [table for m in modules for table in (m._parameters, m._buffers)]
         # A slot that is None may be filled by forward: a cache registered in advance.
         self._vacant = [(table, name) for table in both for name, value in table.items() if value is None]
         self._own = [m.__dict__ for m in modules]
         self._modes = [own["training"] for own in self._own]
-        custom = [m for m in modules if not _stateless(m)]
-        self._tables = _Tables([*self._own, *both, *[m._modules for m in modules if not m._modules]])
-        self._hooks = _Tables([m.__dict__[name] for m in modules for name in (*_HOOKS, "_non_persistent_buffers_set")])
         self._handles = RemovableHandle.next_id
         self._parents = [m.__dict__ for m in modules if m._modules]
-        self._children = [(own, own["_modules"], dict(own["_modules"])) for own in self._parents]
-        self._seen = _children(self._parents)
-        seen = {id(value) for value in copied.shared}
+        self._seen = _submodules(self._parents)
+        # Additions to torch's own modules show in the number of entries. `any` tests an empty table in a third of the
+        # time that `len` takes.
+        sized = [*self._own, *both, *[m._modules for m in modules if not m._modules]]
+        self._filled_tables, self._empty_tables = [t for t in sized if t], [t for t in sized if not t]
+        self._length = sum(map(len, self._filled_tables))
+        hooks = [m.__dict__[name] for m in modules for name in (*_HOOKS, "_non_persistent_buffers_set")]
+        self._everything = [_keep(table) for table in [*self._own, *both, *[m._modules for m in modules], *hooks]]
+        # Modules of other classes may write anything that they hold.
+        custom = [m for m in modules if not _is_stateless(m)]
+        self._custom = [_keep(m.__dict__) for m in custom]
+        seen: set[int] = set()
         containers: list[Any] = []
         tensors: list[Tensor] = []
-        for module in custom:
-            for name, value in module.__dict__.items():
-                if name not in _OWN_TABLES:
-                    _writable(value, seen, containers, tensors)
-        extra = [(m.__dict__, [(n, v) for n, v in m.__dict__.items() if n not in _OWN_TABLES]) for m in custom]
-        self._attributes = [(own, attributes, dict(own)) for own, attributes in extra if attributes]
-        self._containers = [(c, _snapshot(c), list(_values(c))) for c in containers]
-        own_names = {id(own): attributes for own, attributes, _ in self._attributes}
+        own_names = {id(m): [(n, v) for n, v in m.__dict__.items() if n not in _OWN_TABLES] for m in custom}
+        for attributes in own_names.values():
+            for _, value in attributes:
+                _collect_writable(value, seen, containers, tensors)
+        self._containers = [_keep(container) for container in containers]
+        self._tensors = [(tensor, tensor._version, tensor.detach().clone()) for tensor in tensors]
         self._registered = [(table, set(table)) for table in both]
         self._traced = [
-            (m, set(m.__dict__), [("training", m.training), *own_names.get(id(m.__dict__), [])]) for m in modules
+            (m, set(m.__dict__), m._modules, dict(m._modules), [("training", m.training), *own_names.get(id(m), [])])
+            for m in modules
         ]
-        originals = {id(new): old for new, old in copied.tensors}
-        self._tensors = [(tensor, tensor._version, originals[id(tensor)]) for tensor in tensors]
 
     def bind(self, leaves: list[Any], fillers: dict[Hashable, Straight]) -> None:
         """Put the leaves into their slots.
@@ -245,11 +293,13 @@ class Skeleton:
             leaves: The leaves in plan order.
             fillers: Code made for the slots of earlier skeletons.
         """
+        # An earlier call may have returned a constant of the module, and its caller have written to it.
+        self._restore_constants()
         if self._filler is None:
             numbers = {id(store): number for number, store in enumerate(self._stores)}
             slots = tuple([(numbers[id(store)], name) for store, name, _ in self.targets])
             self._filler = fillers.get(slots) or fillers.setdefault(slots, make_filler(slots))
-        self._filler.run(self._stores, leaves if self._order is None else self._order(leaves))
+        self._filler.run(self._stores, leaves if self._places is None else [leaves[i] for i in self._places])
 
     def bind_traced(self, leaves: list[Any]) -> None:
         """`bind` in a compiled region, which cannot compile code."""
@@ -263,38 +313,35 @@ class Skeleton:
             table[name] = None
 
     def reset(self) -> None:
-        """Empty the slots and put back what forward wrote on its modules and on what they hold."""
+        """Empty the slots and undo the writes of forward to its modules and to the objects that they hold."""
         if self._filler is None:
             self._empty()
         else:
             self._filler.run(self._stores, self._poison)
             for table, name in self._vacant:
                 table[name] = None
-        # One number for all: what was removed is put back above or below, so that additions cannot hide.
-        if sum(map(len, self._tables.filled)) != self._tables.length or any(self._tables.empty):
-            self._tables.restore()
-            self._hooks.restore()
-        if RemovableHandle.next_id != self._handles:
+        _restore(self._custom)
+        if (
+            # One number for all tables: removed entries are put back above, so that additions cannot hide.
+            sum(map(len, self._filled_tables)) != self._length
+            or any(self._empty_tables)
             # A hook was registered somewhere since the last look: maybe here.
+            or RemovableHandle.next_id != self._handles
+            or [own["training"] for own in self._own] != self._modes
+            or _submodules(self._parents) != self._seen
+        ):
             self._handles = RemovableHandle.next_id
-            self._hooks.restore()
-        if [own["training"] for own in self._own] != self._modes:
-            for own, mode in zip(self._own, self._modes, strict=True):
-                own["training"] = mode
-        for own, attributes, before in self._attributes:
-            # Identity, not equality: comparing tensors would compute.
-            for name, value in attributes:
-                if own.get(name) is not value:
-                    _refill(own, before)
-                    break
-        if _children(self._parents) != self._seen:
-            for own, table, before in self._children:
-                # nn.ModuleList makes another table when it gives up a child.
-                own["_modules"] = table
-                _refill(table, before)
-        self._restore_containers()
-        if self._tensors:
-            self._restore_tensors()
+            _restore(self._everything)
+        self._restore_constants()
+
+    def _restore_constants(self) -> None:
+        if self._containers:
+            _restore(self._containers)
+        for i, (tensor, version, original) in enumerate(self._tensors):
+            if tensor._version != version:
+                with torch.no_grad():
+                    tensor.copy_(original)
+                self._tensors[i] = (tensor, tensor._version, original)
 
     def reset_traced(self) -> None:
         """`reset` in a compiled region, where writes to a module show in `module.__dict__` alone."""
@@ -303,7 +350,7 @@ class Skeleton:
             for name in list(table):
                 if name not in names:
                     del table[name]
-        for module, names, attributes in self._traced:
+        for module, names, table, before, attributes in self._traced:
             own = module.__dict__
             for name in list(own):
                 if name not in names:
@@ -311,27 +358,15 @@ class Skeleton:
             for name, value in attributes:
                 if own.get(name) is not value:
                     own[name] = value
-        for _, table, before in self._children:
             if list(table.values()) != list(before.values()):
                 _refill(table, before)
-        self._restore_containers()
-
-    def _restore_containers(self) -> None:
-        for container, before, values in self._containers:
-            if len(container) != len(values) or not all(map(operator.is_, _values(container), values)):
-                _refill(container, before)
-
-    def _restore_tensors(self) -> None:
-        for i, (tensor, version, original) in enumerate(self._tensors):
-            if tensor._version != version:
-                with torch.no_grad():
-                    tensor.copy_(original)
-                self._tensors[i] = (tensor, tensor._version, original)
+        _restore(self._containers)
 
 
-def _writable(value: Any, seen: set[int], containers: list[Any], tensors: list[Tensor]) -> None:
+def _collect_writable(value: Any, seen: set[int], containers: list[Any], tensors: list[Tensor]) -> None:
     """Collect the containers, attribute dicts and tensors that belong to a module, at any depth."""
-    if id(value) in seen or isinstance(value, nn.Module):
+    # Closures are not entered: they share objects with the rest of the program.
+    if id(value) in seen or isinstance(value, (nn.Module, types.FunctionType)):
         return
     seen.add(id(value))
     if isinstance(value, Tensor):
@@ -340,23 +375,30 @@ def _writable(value: Any, seen: set[int], containers: list[Any], tensors: list[T
         return
     if isinstance(value, (dict, list, set, deque)):
         containers.append(value)
-    elif is_plain(value) and hasattr(value, "__dict__"):
+    elif _is_plain(value) and hasattr(value, "__dict__"):
         containers.append(value.__dict__)
-    for _, child in children_of(value):
-        _writable(child, seen, containers, tensors)
+    for _, child in _children_of(value):
+        _collect_writable(child, seen, containers, tensors)
 
 
-def _values(container: Any) -> Any:
-    return container.values() if isinstance(container, dict) else container
-
-
-def _children(parents: list[dict[str, Any]]) -> list[tuple[nn.Module, ...]]:
+def _submodules(parents: list[dict[str, Any]]) -> list[tuple[nn.Module, ...]]:
     """Return the submodules of modules that are given by their `__dict__`."""
     return list(map(tuple, map(dict.values, map(_MODULES, parents))))
 
 
-def _snapshot(container: Any) -> Any:
-    return dict(container) if isinstance(container, dict) else list(container)
+def _keep(container: Any) -> Kept:
+    return container, dict(container) if isinstance(container, dict) else list(container)
+
+
+def _values(container: Any) -> Iterable[Any]:
+    return container.values() if isinstance(container, dict) else container
+
+
+def _restore(kept: list[Kept]) -> None:
+    """Refill the containers that changed: by identity, since comparing tensors would compute."""
+    for container, before in kept:
+        if len(container) != len(before) or not all(map(is_, _values(container), _values(before))):
+            _refill(container, before)
 
 
 def _refill(container: Any, before: Any) -> None:
@@ -367,8 +409,11 @@ def _refill(container: Any, before: Any) -> None:
         container.extend(before)
 
 
-def _stateless(module: nn.Module) -> bool:
-    """Whether a module's class is torch's own and writes nothing on itself in forward (RNNs keep `_flat_weights`)."""
+def _is_stateless(module: nn.Module) -> bool:
+    """Return whether a module's class is torch's own and writes nothing on itself in forward.
+
+    Recurrent layers keep `_flat_weights`.
+    """
     if not type(module).__module__.startswith("torch.nn.modules") or isinstance(module, nn.RNNBase):
         return False
     return not any(module.__dict__[name] for name in _HOOKS)

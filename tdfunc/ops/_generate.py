@@ -28,12 +28,12 @@ BINARY = {
     "maximum": "larger value", "minimum": "smaller value", "clamp_min": "larger value", "clamp_max": "smaller value",
 }  # fmt: skip
 BINARY_LEAFWISE = {
-    "remainder": "remainder of the division, with the sign of the divisor", "floor_divide": "quotient, rounded down",
+    "remainder": "remainder of the division, signed as the divisor", "floor_divide": "quotient, rounded down",
     "eq": "True where equal", "ne": "True where different", "lt": "True where less", "le": "True where less or equal",
     "gt": "True where greater", "ge": "True where greater or equal", "logical_and": "logical and",
     "logical_or": "logical or", "logical_xor": "logical exclusive or", "bitwise_and": "bitwise and",
     "bitwise_or": "bitwise or", "bitwise_xor": "bitwise exclusive or",
-    "fmod": "remainder of the division, with the sign of the dividend", "atan2": "angle of (leaf, other) in radians",
+    "fmod": "remainder of the division, signed as the dividend", "atan2": "angle of (leaf, other) in radians",
 }  # fmt: skip
 # torch's operators: method -> function, and those with the tree on the right.
 OPERATORS = {
@@ -71,7 +71,10 @@ if TYPE_CHECKING:
 
 
 class PointwiseMethods(TensorCollection):
-    """Functions and operators on every leaf."""
+    """Functions and operators on every leaf.
+
+    The other operand is a number, a tensor that broadcasts to the batch size, or a tree with the same keys.
+    """
 
     __slots__ = ()
 
@@ -119,23 +122,14 @@ def source() -> str:
     for name, text in (BINARY | BINARY_LEAFWISE).items():
         parts.append(
             f'    def {name}(self, other: Any, **kwargs: Any) -> "Self":\n'
-            f'        """Return the tree of `torch.{name}(leaf, other)`: {text}.\n\n'
-            "        `other` is a number, a tensor that broadcasts to the batch size, or a tree with the same keys.\n"
-            '        """\n'
+            f'        """Return the tree of `torch.{name}(leaf, other)`: {text}."""\n'
             f'        return binary(self, other, "{name}", {_kernel(name, BINARY)}, **kwargs)\n'
         )
-    for method, name in (OPERATORS | COMMUTATIVE).items():
-        parts.append(
-            f'    def {method}(self, other: Any) -> "Self":\n'
-            f'        return binary(self, other, "{name}", {_kernel(name, BINARY)})\n'
-        )
+    aliases = OPERATORS | COMMUTATIVE | {"__neg__": "neg", "__abs__": "abs", "__invert__": "bitwise_not"}
+    parts.append("".join([f"    {method} = {name}\n" for method, name in aliases.items()]))
     for method, name in REVERSED.items():
         parts.append(
             f'    def {method}(self, other: Any) -> "Self":\n        return reversed_binary(self, other, "{name}")\n'
-        )
-    for method, name in {"__neg__": "neg", "__abs__": "abs", "__invert__": "bitwise_not"}.items():
-        parts.append(
-            f'    def {method}(self) -> "Self":\n        return unary(self, "{name}", {_kernel(name, UNARY)})\n'
         )
     parts.append(CAST_HEAD)
     for method, name in CASTS.items():

@@ -1,4 +1,4 @@
-"""Pointwise functions of several operands (clamp, lerp, addcmul, ...), and those along one batch dimension."""
+"""Pointwise functions of several operands (clamp, lerp, ...), and those along one batch dimension."""
 
 from collections.abc import Callable, Sequence
 from operator import methodcaller
@@ -64,10 +64,8 @@ def combined(tree: T, name: str, fn: Callable[..., Any], operands: Sequence[Any]
 
 def clamp(tree: T, low: Any, high: Any) -> T:
     """Bound every element; either bound may be missing."""
-    if low is None and high is None:
-        raise error(ValueError, "clamp: no bound is given.", expected="min, max or both", got="None and None")
     # torch takes two numbers or two tensors.
-    if low is not None and high is not None and isinstance(low, _NUMBERS) == isinstance(high, _NUMBERS):
+    if (low is None) == (high is None) and isinstance(low, _NUMBERS) == isinstance(high, _NUMBERS):
         return combined(tree, "clamp", torch.clamp, (low, high))
     if low is not None:
         tree = binary(tree, low, "clamp_min", "_foreach_clamp_min")
@@ -125,9 +123,6 @@ class ArithmeticMethods(TensorCollection):
             min: A number, a tensor over the batch, or a tree with the same keys.
             max: The same for the upper bound; it wins where it is below `min`.
 
-        Raises:
-            ValueError: There is no bound.
-
         Examples:
             >>> TensorDict({"a": torch.arange(4)}, [4]).clamp(1, max=2)["a"]
             tensor([1, 1, 2, 2])
@@ -149,14 +144,6 @@ class ArithmeticMethods(TensorCollection):
             tensor([0.1000, 0.1000])
         """
         return lerp(self, end, weight)
-
-    def addcmul(self, other1: Any, other2: Any, *, value: Any = 1) -> "Self":
-        """Return the tree of `leaf + value * other1 * other2`; both are tensors over the batch or trees."""
-        return combined(self, "addcmul", lambda x, a, b: torch.addcmul(x, a, b, value=value), (other1, other2))
-
-    def addcdiv(self, other1: Any, other2: Any, *, value: Any = 1) -> "Self":
-        """Return the tree of `leaf + value * other1 / other2`; both are tensors over the batch or trees."""
-        return combined(self, "addcdiv", lambda x, a, b: torch.addcdiv(x, a, b, value=value), (other1, other2))
 
     def nan_to_num(self, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None) -> "Self":
         """Return the tree with numbers for NaN and infinities; without ones for these, the largest of the dtype."""
@@ -182,23 +169,3 @@ class ArithmeticMethods(TensorCollection):
     def cumprod(self, dim: int, *, dtype: torch.dtype | None = None) -> "Self":
         """Return the tree of running products along a batch dimension."""
         return along(self, "cumprod", dim, dtype=dtype)
-
-    def cummax(self, dim: int, *, return_indices: bool = True) -> Any:
-        """Return the running largest values along a batch dimension, and where each of them was found.
-
-        Args:
-            dim: The batch dimension.
-            return_indices: Return `(values, indices)`, two trees; otherwise the values.
-        """
-        found = unzip(along(self, "cummax", dim))
-        return found if return_indices else found.values
-
-    def cummin(self, dim: int, *, return_indices: bool = True) -> Any:
-        """Return the running smallest values along a batch dimension, and where each of them was found.
-
-        Args:
-            dim: The batch dimension.
-            return_indices: Return `(values, indices)`, two trees; otherwise the values.
-        """
-        found = unzip(along(self, "cummin", dim))
-        return found if return_indices else found.values

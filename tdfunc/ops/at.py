@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection
+from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, check_one_shape
 from tdfunc.core.errors import BatchSizeError, LeafMismatchError, MissingKeyError, TieError, error
 from tdfunc.core.keys import dotted, is_key, unravel
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
@@ -163,12 +163,8 @@ def _in_stack(tree: Any, path: Path, fn: Callable[..., Any], *values: Any) -> An
 
     for i, key in enumerate(path):
         rest = path[i:]
-        owner = node._owner(rest)
-        if owner is not None:
-            node = node._data[owner]
-            continue
-        done = node._each(change, *whole)
-        if done is not None:
+        if node._is_lazy:
+            done = node._each(change, *whole)
             return tree.set(path[:i], done) if i else done
         node = node._get(key) if key in node._keys() else None
         if not isinstance(node, TensorCollection):
@@ -187,13 +183,13 @@ def _positions(size: Size, parts: tuple[Any, ...]) -> Tensor:
 def write_rows(tree: T, index: Any, value: Any, call: str) -> T:
     """Return a tree with rows replaced (or, for "add", added to) at an index of the batch."""
     parts = storage_writes.index_parts(index, tree._batch_size)
-    if tree._each(lambda t: t) is not None:
-        return tree._shape(LeafOp("write_rows", lambda old: old, batch=True, args=(parts, call)), value)
     rows = tree._index(index)
     if isinstance(value, Mapping):
         value = build(TensorCollection._open, value, rows._batch_size, tree._device)
     if not isinstance(value, TensorCollection):
         value = _spread(rows, value, call)
+    if tree._is_lazy:
+        return tree._shape(LeafOp("write_rows", lambda old: old, batch=True, args=(parts, call)), value)
     _check_rows(rows, value, f"at[...].{call}")
     taken = _positions(tree._batch_size, parts)
     count, n = tree._batch_size.numel(), len(tree._batch_size)
@@ -256,8 +252,8 @@ def _keeps(number: Any, dtype: torch.dtype) -> bool:
 
 
 def _check_rows(rows: TensorCollection, value: TensorCollection, call: str) -> None:
-    if value._each(lambda t: t) is not None:
-        raise storage_writes.lazy_source(call, ())
+    if not rows._is_lazy:
+        check_one_shape(value, call)
     mine, theirs = dict(iter_items(rows, True, True)), dict(iter_items(value, True, True))
     if mine.keys() != theirs.keys():
         storage_writes.check_kinds(call, rows, value)

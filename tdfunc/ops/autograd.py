@@ -1,14 +1,21 @@
-"""`torch.autograd.grad` with trees among its inputs and outputs."""
+"""What leaves are to autograd and in memory: gradients, layout, pinned and shared memory, sizes."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from operator import methodcaller
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Size, Tensor
 
-from tdfunc.core.collection import LeafOp, TensorCollection, iter_leaves, leaf_paths
+from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, iter_leaves, leaf_paths
 from tdfunc.core.errors import error
+from tdfunc.ops import storage_writes
+from tdfunc.ops.cast import detach
+from tdfunc.ops.display.text import stored_bytes
 from tdfunc.ops.foreach import check_same
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, **options: Any) -> Any:
@@ -63,3 +70,91 @@ def _around(item: Any, leaf: Callable[[Any], Any], lead: Size) -> Any:
     if not lead:
         return item._map(LeafOp("grad", leaf, drops=True))
     return item._map(LeafOp("grad", leaf, lambda old: lead + old, lambda names: (None, *names), drops=True))
+
+
+def tensors(tree: TensorCollection) -> list[Tensor]:
+    """Return the tensor at every path; a tied one as often as it has paths."""
+    return [leaf for _, leaf in iter_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def grad_of(tree: TensorCollection) -> Any:
+    """Return the tree of gradients; a leaf that has none is left out."""
+
+    def leaf(x: Any) -> Any:
+        # torch warns where it is asked for a gradient that cannot be there.
+        return x.grad if isinstance(x, Tensor) and (x.is_leaf or x.retains_grad) else None
+
+    return tree._map(LeafOp("grad", leaf, drops=True))
+
+
+def is_contiguous(tree: TensorCollection) -> bool:
+    """Whether every leaf is laid out row by row without gaps."""
+    leaves = tree._data.values()
+    if not PLAIN.issuperset(map(type, leaves)):
+        leaves = tensors(tree)
+    return all(map(Tensor.is_contiguous, leaves))
+
+
+class MemoryMethods(TensorCollection):
+    """Gradients, layout and memory of the leaves."""
+
+    __slots__ = ()
+
+    @property
+    def requires_grad(self) -> Any:
+        """Whether any leaf requires a gradient."""
+        return any(x.requires_grad for x in tensors(self))
+
+    @property
+    def grad(self) -> "Self":
+        """The tree of gradients that `backward` has left at the leaves; those without one are left out.
+
+        Examples:
+            >>> td = TensorDict({"w": torch.ones(2, requires_grad=True), "n": torch.arange(2)})
+            >>> (td["w"] * 3).sum().backward()
+            >>> list(td.grad.keys()), td.grad["w"]
+            (['w'], tensor([3., 3.]))
+        """
+        return grad_of(self)
+
+    @property
+    def data(self) -> "Self":
+        """The tree without its autograd history, which shares memory: what `detach` returns."""
+        return detach(self)
+
+    def contiguous(self) -> "Self":
+        """Return the tree with every leaf laid out row by row; itself where all are."""
+        return self if is_contiguous(self) else self._map(LeafOp("contiguous", methodcaller("contiguous")))
+
+    def is_contiguous(self) -> bool:
+        """Whether every leaf is laid out row by row without gaps."""
+        return is_contiguous(self)
+
+    def pin_memory(self) -> "Self":
+        """Return the tree in page-locked memory, from which copies to an accelerator do not block.
+
+        Raises:
+            RuntimeError: There is no accelerator, from torch.
+        """
+        return self._map(LeafOp("pin_memory", lambda x: x.pin_memory()))
+
+    def share_memory_(self) -> "Self":
+        """Move the storage of every leaf to memory that other processes see, as `Tensor.share_memory_`; this tree.
+
+        Raises:
+            UnsupportedError: A leaf is a DTensor.
+        """
+        storage_writes.share(self)
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that the elements of all leaves take, of a sparse leaf those that it stores.
+
+        A tied leaf counts once for each of its paths.
+
+        Examples:
+            >>> TensorDict({"a": torch.zeros(3), "b": torch.zeros(2, dtype=torch.int64)}).nbytes
+            28
+        """
+        return sum(map(stored_bytes, tensors(self)))

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from tdfunc.core.collection import LeafOp, TensorCollection, iter_leaves
-from tdfunc.core.errors import error
 from tdfunc.core.keys import assign
 from tdfunc.core.walk import replace
 from tdfunc.ops.foreach import foreach_leaves
@@ -64,18 +63,13 @@ def on_device(tree: T, device: torch.device | None) -> T:
     return tree._make(data, tree._batch_size, device, tree._names, tree._static)
 
 
-def to_each(tree: T, where: dict[Any, Any], options: dict[str, Any]) -> T:
+def to_each(tree: T, where: dict[Any, Any], *, non_blocking: bool = False) -> T:
     """Move or cast each leaf to what the first filter that matches it says; the tree itself when nothing changes."""
-    for place in where.values():
-        if not isinstance(place, (torch.dtype, torch.device, str)):
-            raise error(
-                TypeError,
-                "to: not a dtype or device.",
-                expected="a dtype or device for a filter",
-                got=f"{place!r} in {list(where.values())}",
-            )
     found = [entry for entry in entries(tree) if isinstance(entry.leaf, Tensor)]
-    moved = [entry.leaf.to(place, **options) for entry, place in zip(found, assign(found, where, "to"), strict=True)]
+    moved = [
+        entry.leaf.to(place, non_blocking=non_blocking)
+        for entry, place in zip(found, assign(found, where, "to"), strict=True)
+    ]
     changed = {path: x for entry, x in zip(found, moved, strict=True) if x is not entry.leaf for path in entry.paths}
     if not changed:
         return tree
@@ -85,24 +79,9 @@ def to_each(tree: T, where: dict[Any, Any], options: dict[str, Any]) -> T:
 
 def parse_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.device | None, torch.dtype | None, bool]:
     """Read the arguments of `Tensor.to`, or another tree whose device is taken."""
-    kwargs = dict(kwargs)
-    device, dtype = kwargs.pop("device", None), kwargs.pop("dtype", None)
-    non_blocking = bool(kwargs.pop("non_blocking", False))
-    if kwargs:
-        raise error(
-            TypeError, "to: unknown arguments.", expected="device, dtype, non_blocking", got=str(sorted(kwargs))
-        )
-    for arg in args:
-        if isinstance(arg, torch.dtype):
-            dtype = arg
-        elif isinstance(arg, bool):
-            non_blocking = arg
-        elif isinstance(arg, Tensor):
-            device, dtype = arg.device, arg.dtype
-        elif isinstance(arg, TensorCollection):
-            device = arg._device
-        elif arg is not None:
-            device = arg
+    if args and isinstance(args[0], TensorCollection):
+        return args[0]._device, kwargs.get("dtype"), bool(kwargs.get("non_blocking", False))
+    device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
     return as_device(device), dtype, non_blocking
 
 
@@ -169,14 +148,7 @@ class CastMethods(TensorCollection):
             (torch.float32, torch.bfloat16)
         """
         if args and isinstance(args[0], dict):
-            if args[1:] or kwargs.keys() - {"non_blocking"}:
-                raise error(
-                    TypeError,
-                    "to: a dict says it all.",
-                    expected="a dict, and non_blocking",
-                    got=f"{[*args[1:], *kwargs]}",
-                )
-            return to_each(self, args[0], kwargs)
+            return to_each(self, *args, **kwargs)
         return to(self, *parse_to(args, kwargs))
 
     def cpu(self) -> "Self":
@@ -198,10 +170,6 @@ class CastMethods(TensorCollection):
     def detach(self) -> "Self":
         """Return the tree of detached leaves, which share memory."""
         return detach(self)
-
-    def clear_device(self) -> "Self":
-        """Return the tree without a device of its own: leaves may be anywhere."""
-        return on_device(self, None)
 
     def is_shared(self) -> bool:
         """Whether there are leaves and all are in shared memory."""

@@ -53,7 +53,8 @@ def _compare(actual: Any, expected: Any, options: dict[str, Any], at: Path) -> N
         if actual._batch_size != expected._batch_size:
             raise _differ(at, "batch size", list(expected._batch_size), list(actual._batch_size))
         # A stack of trees is compared tree by tree.
-        if actual._each(lambda tree, other: _same(tree, other, options, at), expected) is not None:
+        if actual._is_lazy:
+            actual._each(lambda tree, other: _same(tree, other, options, at), expected)
             return
         for key in actual._keys():
             _compare(actual._get(key), expected._get(key), options, (*at, key))

@@ -14,7 +14,7 @@ from tdfunc.core.keys import unravel
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack
 from tdfunc.core.shapes import as_names, check_lead, one_shape, shape_of
 from tdfunc.core.ties import lift, merge
-from tdfunc.core.types import Names, Node, Path
+from tdfunc.core.types import Node, Path
 from tdfunc.ops.cast import to
 
 T = TypeVar("T", bound=TensorCollection)
@@ -38,7 +38,8 @@ def convert(value: Any, size: Size, device: torch.device | None, where: str) -> 
     if isinstance(value, Tensor):
         return _tensor(value, size, device, where)
     if isinstance(value, TensorCollection):
-        return _tree(value, size, device, where)
+        tree = value if value._batch_size[: len(size)] == size else resize(value, size, where)
+        return tree if device is None else to(tree, device)
     if isinstance(value, NonTensorBase):
         return _nontensor(value, size, where)
     if isinstance(value, Mapping):
@@ -48,13 +49,13 @@ def convert(value: Any, size: Size, device: torch.device | None, where: str) -> 
     if isinstance(value, np.ndarray):
         if value.dtype.kind in "OUS":
             return _nontensor(NonTensorStack._wrap(value.astype(object)), size, where)
-        return _tensor(_array(value, device, where), size, device, where)
+        return _tensor(as_tensor(value, f"{where!r}", device), size, device, where)
     if isinstance(value, (list, tuple)):
         return _sequence(value, size, device, where)
     if value is None:
         raise error(
             TypeError,
-            f"{where!r}: None is no value.",
+            f"{where!r}: None cannot be a value.",
             expected="a tensor, tree, dict, number or other object",
             hint="leave the key out, or wrap it: NonTensorData(None).",
         )
@@ -62,61 +63,27 @@ def convert(value: Any, size: Size, device: torch.device | None, where: str) -> 
 
 
 def as_tensor(value: Any, where: str, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a number (or what else torch takes) as a tensor; `where` is what the message of an error begins with."""
+    """Return a number or an array, whose memory is shared where torch can; `where` begins the message of an error."""
+    # torch reads numpy's unsigned numbers from arrays only.
+    source = np.asarray(value) if isinstance(value, np.number) else value
     try:
-        return torch.as_tensor(value, dtype=dtype, device=device)
-    except (OverflowError, ValueError, TypeError) as err:
-        if isinstance(value, np.number):
-            # torch reads numpy's unsigned numbers from arrays only.
-            try:
-                return torch.as_tensor(np.asarray(value), dtype=dtype, device=device)
-            except TypeError:
-                raise _no_dtype(where, "a number", value.dtype) from err
-        if not isinstance(value, int):
-            raise
-        raise _too_large(value, where) from err
+        return torch.as_tensor(source, dtype=dtype, device=device)
+    except (OverflowError, TypeError) as err:
+        raise _no_dtype(where, value, err) from err
+    except ValueError as err:
+        if not isinstance(source, np.ndarray):
+            raise _no_dtype(where, value, err) from err
+        # A copy has the strides and the byte order that torch requires.
+        native = np.array(source, source.dtype.newbyteorder("="), order="C")
+        return torch.as_tensor(native, dtype=dtype, device=device)
 
 
-def _too_large(value: int, where: str) -> LeafMismatchError:
-    bits = value.bit_length()
-    hint = "float(value) rounds it; NonTensorData(value) keeps it as it is"
-    hint += "; torch.tensor(value, dtype=torch.uint64) holds it." if bits == 64 and value > 0 else "."
-    # No digits: of thousands Python makes no text.
+def _no_dtype(where: str, value: Any, err: Exception) -> LeafMismatchError:
     return LeafMismatchError(
-        f"{where}: the number is too large for a tensor of integers.",
-        expected="-2**63 <= number < 2**63",
-        got=f"an integer of {bits} bits",
-        hint=hint,
+        f"{where}: numbers must have a dtype of torch.",
+        got=f"{type(value).__name__}: {err}",
+        hint="float(value) or value.astype(...) rounds; NonTensorData(value) keeps it as it is.",
     )
-
-
-def _array(value: np.ndarray[Any, Any], device: torch.device | None, where: str) -> Tensor:
-    """Return an array of numbers as a tensor, which shares its memory where torch can."""
-    if not is_compiling() and (not value.dtype.isnative or not _steps_fit(value)):
-        value = np.array(value, dtype=value.dtype.newbyteorder("="), order="C")
-    try:
-        return torch.as_tensor(value, device=device)
-    except TypeError as err:
-        raise _no_dtype(repr(where), "an array", value.dtype) from err
-
-
-def _no_dtype(where: str, what: str, dtype: np.dtype[Any]) -> TypeError:
-    wide = {"f": "float64", "c": "complex128"}.get(dtype.kind)
-    hint = f"value.astype(np.{wide}) rounds to what torch has" if wide else "value.astype(...) makes numbers of torch"
-    hint += "; NonTensorData(value) keeps the value as it is."
-    return error(
-        TypeError,
-        f"{where}: torch has no dtype for these numbers.",
-        expected="bools, integers, floats or complex numbers of torch",
-        got=f"{what} of {dtype}",
-        hint=hint,
-    )
-
-
-def _steps_fit(value: np.ndarray[Any, Any]) -> bool:
-    """Whether torch can take the array's memory: from element to element, forwards, in whole elements."""
-    # The fields of records may lie in steps that are none.
-    return all([step >= 0 and step % (value.itemsize or 1) == 0 for step in value.strides])
 
 
 def _tensor(value: Tensor, size: Size, device: torch.device | None, where: str) -> Tensor:
@@ -127,12 +94,6 @@ def _tensor(value: Tensor, size: Size, device: torch.device | None, where: str) 
     if device is not None and value.device != device:
         return value.to(device)
     return value
-
-
-def _tree(value: TensorCollection, size: Size, device: torch.device | None, where: str) -> TensorCollection:
-    if value._batch_size[: len(size)] != size:
-        value = resize(value, size, where)
-    return value if device is None else to(value, device)
 
 
 def _nontensor(value: NonTensorBase, size: Size, where: str) -> NonTensorBase:
@@ -153,14 +114,8 @@ def resize(tree: T, size: Size, where: str = "") -> T:
             data[key] = convert(node, size, None, path)
         else:
             data[key] = node
-    return tree._replace(data, batch_size=size, names=fit_names(tree._names, len(size)))
-
-
-def fit_names(names: Names | None, ndim: int) -> Names | None:
-    """Return the names of the leading dimensions, None for new ones."""
-    if names is None:
-        return None
-    return as_names([*names[:ndim], *[None] * (ndim - len(names))], ndim)
+    names = tree._names and as_names([*tree._names[: len(size)], *[None] * (len(size) - len(tree._names))], len(size))
+    return tree._replace(data, batch_size=size, names=names)
 
 
 def _sequence(value: Sequence[Any], size: Size, device: torch.device | None, where: str) -> Node:
@@ -175,14 +130,22 @@ def _sequence(value: Sequence[Any], size: Size, device: torch.device | None, whe
             hint="torch.stack(trees) makes one tree of them.",
         )
     if value and all(isinstance(item, Tensor) for item in value):
-        return _tensor(_stacked(value, where), size, device, where)
+        try:
+            stacked = torch.stack(list(value))
+        except RuntimeError as err:
+            raise LeafMismatchError(
+                f"{where!r}: the tensors of a list must have one shape.",
+                got=str(err),
+                hint="pad them, or keep them ragged: tdf.lazy_stack of a tree for each.",
+            ) from err
+        return _tensor(stacked, size, device, where)
     if isinstance(first, (*NUMBERS, list, tuple)):
         try:
             tensor = torch.as_tensor(value, device=device)
         except (OverflowError, ValueError, TypeError, RuntimeError) as err:
-            large = _first_too_large(value) if "large" in str(err) or "Overflow" in str(err) else None
-            if large is not None:
-                raise _too_large(large, repr(where)) from err
+            # Lists that torch cannot read are non-tensor data, except numbers that are too large for it.
+            if "Overflow" in str(err):
+                raise _no_dtype(repr(where), value, err) from err
         else:
             return _tensor(tensor, size, device, where)
     depth, level = 0, value
@@ -192,30 +155,9 @@ def _sequence(value: Sequence[Any], size: Size, device: torch.device | None, whe
         stack = NonTensorStack.from_nested(value, depth)
     except ValueError as err:
         raise BatchSizeError(
-            f"{where!r}: the list is ragged.", expected=f"lists of batch size {list(size)}", got=repr(value)
+            f"{where!r}: the list must not be ragged.", expected=f"lists of batch size {list(size)}", got=repr(value)
         ) from err
     return _nontensor(stack, size, where)
-
-
-def _first_too_large(value: Any) -> int | None:
-    if isinstance(value, (list, tuple)):
-        return next((large for item in value if (large := _first_too_large(item)) is not None), None)
-    return value if isinstance(value, int) and not -(2**63) <= value < 2**63 else None
-
-
-def _stacked(tensors: Sequence[Tensor], where: str) -> Tensor:
-    try:
-        return torch.stack(list(tensors))
-    except RuntimeError as err:
-        other = next((x for x in tensors if shape_of(x) != shape_of(tensors[0])), None)
-        if other is None:
-            raise
-        raise LeafMismatchError(
-            f"{where!r}: the tensors of the list have different shapes.",
-            expected=f"shape {list(tensors[0].shape)}",
-            got=f"shape {list(other.shape)}",
-            hint="pad them, or keep them ragged: tdf.lazy_stack of a tree for each.",
-        ) from err
 
 
 def build(cls: type[T], source: Mapping[Any, Any], size: Size, device: torch.device | None, where: str = "") -> T:
@@ -227,7 +169,7 @@ def build(cls: type[T], source: Mapping[Any, Any], size: Size, device: torch.dev
 def read_mapping(
     source: Mapping[Any, Any], size: Size, device: torch.device | None, where: str = ""
 ) -> tuple[dict[str, Node], Static | None]:
-    """Return the validated data of a tree, and what ties its sub-trees bring."""
+    """Return the validated data of a tree, and the ties of its sub-trees."""
     if device is None and type(source) is dict and not is_compiling() and is_plain(source, size):
         return source.copy(), None
     ndim = len(size)
@@ -253,13 +195,16 @@ def read_mapping(
         data[key] = node
         trees = trees or isinstance(node, TensorCollection)
     for key, inner in nested.items():
-        data[key] = _grafted(data[key], inner, size, device, f"{where}.{key}" if where else key)
+        path, mine = f"{where}.{key}" if where else key, data[key]
+        inner_size = mine._batch_size if isinstance(mine, TensorCollection) else size
+        tree = build(TensorCollection._open, inner, inner_size, device, path)
+        data[key] = tree if mine is None else _join(mine, tree, path)
         trees = True
     return data, _lifted(data) if trees else None
 
 
 def is_plain(source: dict[Any, Any], size: Size) -> bool:
-    """Whether all are plain tensors of one shape that starts with the size, under str keys: the common case, in C."""
+    """Return whether all are plain tensors of one shape that starts with the size, under str keys: the common case."""
     if "" in source or not _STR.issuperset(map(type, source)) or not PLAIN.issuperset(map(type, source.values())):
         return False
     if not size or not source:
@@ -268,31 +213,13 @@ def is_plain(source: dict[Any, Any], size: Size) -> bool:
     return shape is not None and shape[: len(size)] == size
 
 
-def _grafted(node: Node, inner: dict[Path, Any], size: Size, device: torch.device | None, where: str) -> Node:
-    """Return the tree of entries given by nested keys, joined with what the key itself was given."""
-    if node is None:
-        return build(TensorCollection._open, inner, size, device, where)
-    if not isinstance(node, TensorCollection):
-        raise MissingKeyError(
-            f"{where!r} is given as a leaf and as a tree.", got=f"{type(node).__name__} and keys {list(inner)}"
-        )
-    return join(node, build(TensorCollection._open, inner, node._batch_size, device, where), where)
-
-
-def join(tree: T, other: TensorCollection, where: str) -> T:
-    """Return the tree with the nodes of another beside its own, sub-trees joined."""
-    changes: dict[str, Node] = {}
-    for key in other._keys():
-        new = other._get(key)
-        mine = tree._get(key) if key in tree._keys() else None
-        if mine is not None and not (isinstance(mine, TensorCollection) and isinstance(new, TensorCollection)):
-            raise MissingKeyError(
-                f"{where}.{key} is given twice.",
-                expected="one value for each key",
-                got=f"{type(mine).__name__} and {type(new).__name__}",
-            )
-        changes[key] = new if mine is None else join(mine, new, f"{where}.{key}")
-    return tree._put(changes)
+def _join(mine: Node, new: Node, where: str) -> TensorCollection:
+    """Return two trees that are given under one key as one."""
+    if not isinstance(mine, TensorCollection) or not isinstance(new, TensorCollection):
+        raise MissingKeyError(f"{where!r} must be given once.", got=f"{type(mine).__name__} and {type(new).__name__}")
+    nodes = {key: new._get(key) for key in new._keys()}
+    both = {key: _join(mine._get(key), nodes[key], f"{where}.{key}") for key in nodes if key in mine._keys()}
+    return mine._put(nodes | both)
 
 
 def _lifted(data: dict[str, Node]) -> Static | None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from tdfunc.core.collection import TensorCollection, iter_leaves
+from tdfunc.core.collection import TensorCollection, check_one_shape, iter_leaves, per_tree
 from tdfunc.core.errors import ImmutableError, MissingKeyError, TieError, TreeStructureError, error
 from tdfunc.core.keys import dotted, unravel
 from tdfunc.core.shapes import starts_with
@@ -16,7 +16,7 @@ from tdfunc.ops import storage_writes
 from tdfunc.ops.at import At
 from tdfunc.ops.cast import to
 from tdfunc.ops.convert import accept
-from tdfunc.ops.reading import UNSET, check_keys_here, cut_paths, get, get_value, has, refuse_inplace, refuse_options
+from tdfunc.ops.reading import UNSET, get, get_value, has, refuse_inplace, refuse_options
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -26,12 +26,10 @@ T = TypeVar("T", bound=TensorCollection)
 _UPDATE_OPTIONS = ("clone", "keys_to_update", "non_blocking", "is_leaf", "ignore_lock", "update_batch_size")
 
 
+@per_tree(cut=2)
 def set_(tree: T, key: NestedKey, value: Any, kind: Kind | None = None) -> T:
     """Return a tree with one value replaced or added; every path of a tied leaf gets it."""
     path = unravel(key)
-    done = _set_in_stack(tree, path, value, kind)
-    if done is not None:
-        return done
     new = _set_path(tree, path, value, kind)
     # A typed tree takes None, which empties a field.
     if not new._ties or not has(new, path):
@@ -50,19 +48,9 @@ def _sent(value: Any, device: torch.device) -> Any:
     return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
 
 
-def _set_in_stack(tree: T, path: Path, value: Any, kind: Kind | None) -> T | None:
-    """Return a stack of trees with a value cut for all of them, or set in the one that the path names."""
-    owner = tree._owner(path)
-    if owner is None:
-        return tree._each(lambda t, part: set_(t, path, part, kind), value)
-    one: Any = tree._data[owner]
-    return tree._replace({**tree._data, owner: set_(one, path[1:], value, kind)})
-
-
 def _set_path(tree: T, path: Path, value: Any, kind: Kind | None, at: Path = ()) -> T:
-    done = _set_in_stack(tree, path, value, kind)
-    if done is not None:
-        return done
+    if tree._is_lazy:
+        return set_(tree, path, value, kind)
     key, rest = path[0], path[1:]
     if not rest:
         node = accept(tree, key, value, dotted((*at, key)))
@@ -108,16 +96,24 @@ def _settled(tree: T, ties: Ties) -> T:
         TieError: The edit gave two paths of one group different tensors.
     """
     for group in ties:
-        first = get(tree, group[0])
+        first = _stored(tree, group[0])
         for path in group[1:]:
-            if get(tree, path) is not first:
+            if _stored(tree, path) is not first:
                 raise TieError(
                     f"The edit gives the tied paths {dotted(group[0])!r} and {dotted(path)!r} different tensors.",
                     expected=f"one tensor for {' and '.join(repr(dotted(p)) for p in group)}",
-                    got=f"{_summary(first)} and {_summary(get(tree, path))}",
+                    got=f"{_summary(first)} and {_summary(_stored(tree, path))}",
                     hint=f"set one path (all are written), or separate them first: td.untie({dotted(path)!r}).",
                 )
     return restore_ties(tree, ties)
+
+
+def _stored(tree: TensorCollection, path: Path) -> Any:
+    """Return the leaf at a path of a group, which leads through the trees of a lazy stack by their numbers."""
+    node: Any = tree
+    for key in path:
+        node = node._data[key]
+    return node
 
 
 def _summary(leaf: Any) -> str:
@@ -141,11 +137,9 @@ def restore_ties(tree: T, ties: Ties) -> T:
     return tree._replace(data, ties=merge(tree._ties, ties))
 
 
+@per_tree(cut=1)
 def update(tree: T, other: Mapping[Any, Any] | TensorCollection) -> T:
     """Return a tree with the entries of `other` written over its own, nested trees merged."""
-    done = tree._each(update, other)
-    if done is not None:
-        return done
     if isinstance(other, TensorCollection) and tree._device is not None:
         # As one tree, so that a tied leaf is moved once.
         other = to(other, tree._device)
@@ -175,11 +169,10 @@ def replaced(tree: T, nodes: dict[str, Node]) -> T:
 
 def _merged(tree: T, other: Mapping[Any, Any] | TensorCollection, at: Path, given: list[Path]) -> T:
     """Return `update` without the ties of other paths; the paths of leaves that were written go to `given`."""
-    done = tree._each(update, other)
-    if done is not None:
-        return done
-    if isinstance(other, TensorCollection) and other._each(lambda t: t) is not None:
-        raise storage_writes.lazy_source("update", at)
+    if tree._is_lazy:
+        return update(tree, other)
+    if isinstance(other, TensorCollection):
+        check_one_shape(other, "update", f" at {dotted(at)!r}" if at else "")
     changes: dict[str, Node] = {}
     kinds: dict[str, Kind] = {}
     nested: dict[str, dict[Path, Any]] = {}
@@ -233,7 +226,7 @@ def _entries(other: Mapping[Any, Any] | TensorCollection) -> Iterable[tuple[Any,
 def replacements(changes: Mapping[Any, Any] | TensorCollection | None, entries: Mapping[str, Any]) -> dict[Any, Any]:
     """Return the arguments of `replace` as one dict."""
     if isinstance(changes, TensorCollection):
-        check_keys_here(changes, "replace")
+        check_one_shape(changes, "replace")
     return {**dict(() if changes is None else _entries(as_mapping(changes, "replace"))), **entries}
 
 
@@ -244,12 +237,9 @@ def delete(tree: T, key: NestedKey) -> T:
     return delete_paths(tree, [path])
 
 
+@per_tree()
 def delete_paths(tree: T, paths: Iterable[Path]) -> T:
     """Return a tree without the given paths; those that do not exist are no error."""
-    paths = list(paths)
-    done = tree._each(delete_paths, cut_paths(tree, paths))
-    if done is not None:
-        return done
     changes: dict[str, Node] = {}
     for key, inner in by_first_key(paths).items():
         if key not in tree._keys():
@@ -395,10 +385,6 @@ class EditMethods(TensorCollection):
         if has(self, key):
             return get_value(self, key), delete(self, key)
         return get_value(self, key, default), self
-
-    def setdefault(self, key: NestedKey, value: Any) -> Any:
-        """Return this tree if it has the entry, else one with it set."""
-        return self if has(self, key) else set_(self, key, value)
 
     def untie(self, key: NestedKey) -> "Self":
         """Return a tree in which one path of a tied leaf stands alone, with a copy of the tensor.

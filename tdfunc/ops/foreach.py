@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection
+from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, check_one_shape
 from tdfunc.core.context import in_functorch, is_compiling
-from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TieError, TreeStructureError, error
+from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TieError, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.shapes import broadcast, fits_into, shape_of
@@ -188,7 +188,8 @@ def _check_features(tree: TensorCollection, other: TensorCollection, dims: _Batc
             _check_not_grown(inner._batch_size, part._batch_size, call, at)
         return inner
 
-    if tree._each(check_tree, other) is not None:
+    if tree._is_lazy:
+        tree._each(check_tree, other)
         return False
     differ = False
     for key in tree._keys():
@@ -324,13 +325,8 @@ def check_same(tree: TensorCollection, other: TensorCollection, call: str) -> No
     """Raise unless two trees have the same paths and ties; the message lists the difference."""
     if _plain_twins(tree, other):
         return
-    if other._each(lambda t: t) is not None and tree._each(lambda t: t) is None:
-        raise TreeStructureError(
-            f"{call}: the second tree is a lazy stack, the first has one shape.",
-            expected=type(tree).__name__,
-            got=type(other).__name__,
-            hint="put the lazy stack first, or write lazy.dense().",
-        )
+    if not tree._is_lazy:
+        check_one_shape(other, call)
     check_keys(tree, other, call)
     if tree._ties and other._ties != tree._ties:
         raise TieError(

@@ -17,7 +17,7 @@ from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.shapes import dim_index, dim_size, one_shape, put_first
 from tdfunc.core.types import LeafFn, Names, NestedKey
 from tdfunc.ops.foreach import broadcast_size, broadcaster, check_same, over_batch_op
-from tdfunc.ops.reading import UNSET, get, get_value, value_of
+from tdfunc.ops.reading import get_value, value_of
 
 if TYPE_CHECKING:
     from types import EllipsisType
@@ -72,14 +72,10 @@ def masked_select(tree: T, mask: Any) -> T:
     """Return the rows where a mask over the leading batch dimensions is True, in one new dimension."""
     if isinstance(mask, (np.ndarray, list, tuple)):
         mask = torch.as_tensor(np.array(mask), device="cpu")
-    if not isinstance(mask, Tensor):
-        raise error(
-            TypeError, "masked_select: this is no mask.", expected="a bool tensor or array", got=type(mask).__name__
-        )
     if mask.dtype is not torch.bool:
         raise error(
             TypeError,
-            "masked_select: a mask holds bools.",
+            "masked_select: the mask must hold bools.",
             expected="bool",
             got=str(mask.dtype),
             hint="td[index] takes integers.",
@@ -92,14 +88,14 @@ def check_condition(tree: TensorCollection, condition: Any, call: str) -> None:
     if not isinstance(condition, Tensor):
         raise error(
             TypeError,
-            f"{call}: this is no condition.",
-            expected="a bool tensor over the batch",
+            f"{call}: the condition must be a tensor over the batch.",
+            expected="a bool tensor",
             got=type(condition).__name__,
         )
     if condition.dtype is not torch.bool or condition.dim() not in (0, len(tree._batch_size)):
         raise error(
             ValueError,
-            f"{call}: the condition has one bool for each element of the batch.",
+            f"{call}: the condition must have one bool for each element of the batch.",
             expected=f"bool of shape {list(tree._batch_size)} (sizes of 1 are expanded)",
             got=f"{condition.dtype} of shape {list(condition.shape)}",
             hint="unsqueeze() says which dimensions it lacks.",
@@ -183,7 +179,7 @@ def split_leaves(
 
 
 class IndexMethods(TensorCollection):
-    """`td[...]` and its named forms."""
+    """`td[...]`, and rows by index, mask or condition."""
 
     __slots__ = ()
 
@@ -212,13 +208,6 @@ class IndexMethods(TensorCollection):
         if not isinstance(indices, (Tensor, np.ndarray)):
             indices = list(indices)
             if indices and all(isinstance(each, tuple) for each in indices):
-                if len({len(each) for each in indices}) > 1:
-                    raise error(
-                        IndexError,
-                        "index: the places do not fit each other.",
-                        expected="as many positions in each",
-                        got=repr(indices)[:200],
-                    )
                 return self._index(tuple(map(list, zip(*indices, strict=True))))
         return self._index(indices)
 
@@ -278,17 +267,3 @@ class IndexMethods(TensorCollection):
     def unbind(self, dim: int = 0) -> "tuple[Self, ...]":
         """Return the slices along a batch dimension."""
         return unbind(self, dim)
-
-    def get_at(self, key: NestedKey, index: Any, default: Any = UNSET) -> Any:
-        """Return the rows of one entry, without indexing the others.
-
-        Raises:
-            MissingKeyError: There is no such entry and no default.
-        """
-        node = get(self, key, default)
-        if node is default:
-            return node
-        if isinstance(node, TensorCollection):
-            return node._index(index)
-        rows = node[index]
-        return rows.value if isinstance(rows, NonTensorBase) else rows

@@ -1,6 +1,6 @@
 """Several trees into one: `stack` and `cat`, which check keys, shapes, dtypes, kinds and ties and name what differs."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import repeat
 from operator import attrgetter
@@ -16,7 +16,7 @@ from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.shapes import dim_index, put_first
 from tdfunc.core.types import Names, Path
-from tdfunc.core.walk import Difference, gather, refill
+from tdfunc.core.walk import Difference, gather, refill, zip_trees
 
 T = TypeVar("T", bound=TensorCollection)
 _DTYPE = attrgetter("dtype")
@@ -175,9 +175,17 @@ def check_joinable(name: str, first: TensorCollection, others: Sequence[TensorCo
 
 def _check_nodes(name: str, first: TensorCollection, other: TensorCollection, at: Path) -> None:
     if type(other) is not type(first):
-        raise _other_class(name, first, other, at)
+        hint = defined_twice(type(first), type(other))
+        if first._is_lazy != other._is_lazy:
+            hint = "dense() makes one tree of a lazy stack, lazy_stack(tree.unbind(dim), dim) the other way round."
+        raise TreeStructureError(
+            f"{name}: the trees are of different classes{f' under {dotted(at)!r}' if at else ''}.",
+            expected=type(first).__name__,
+            got=type(other).__name__,
+            hint=hint,
+        )
     # A lazy stack may join others of another number of trees: its own `_shape` checks them.
-    if _is_lazy(first):
+    if first._is_lazy:
         return
     mine, theirs = first._data, other._data
     if mine.keys() != theirs.keys():
@@ -186,7 +194,12 @@ def _check_nodes(name: str, first: TensorCollection, other: TensorCollection, at
         twin = theirs[key]
         if isinstance(node, Tensor) and isinstance(twin, Tensor):
             if node.dtype is not twin.dtype:
-                raise _mismatch(name, (*at, key), node, twin)
+                raise LeafMismatchError(
+                    f"{name}: {dotted((*at, key))!r} differs.",
+                    expected=str(node.dtype),
+                    got=str(twin.dtype),
+                    hint="cast one of them first: td.apply(lambda x: x.to(dtype)).",
+                )
         elif isinstance(node, TensorCollection) and isinstance(twin, TensorCollection):
             _check_nodes(name, node, twin, (*at, key))
         elif not isinstance(node, NonTensorBase) or not isinstance(twin, NonTensorBase):
@@ -198,23 +211,6 @@ def _check_nodes(name: str, first: TensorCollection, other: TensorCollection, at
             expected=str(first._kinds.get(key)),
             got=str(other._kinds.get(key)),
         )
-
-
-def _is_lazy(tree: TensorCollection) -> bool:
-    return tree._each(lambda t: t) is not None
-
-
-def _other_class(name: str, first: TensorCollection, other: TensorCollection, at: Path) -> TreeStructureError:
-    where = f" under {dotted(at)!r}" if at else ""
-    hint = defined_twice(type(first), type(other))
-    if _is_lazy(first) != _is_lazy(other):
-        hint = "dense() makes one tree of a lazy stack, lazy_stack(tree.unbind(dim), dim) the other way round."
-    return TreeStructureError(
-        f"{name}: the trees are of different classes{where}.",
-        expected=type(first).__name__,
-        got=type(other).__name__,
-        hint=hint,
-    )
 
 
 # Any: the class of a lazy stack of typed trees knows theirs.
@@ -230,27 +226,17 @@ def defined_twice(first: Any, other: Any) -> str | None:
     return f"{name} was defined twice, as by a notebook cell that ran again; {convert} makes old instances new ones."
 
 
-def _mismatch(name: str, path: Path, node: Tensor, twin: Tensor) -> LeafMismatchError:
-    return LeafMismatchError(
-        f"{name}: {dotted(path)!r} differs.",
-        expected=str(node.dtype),
-        got=str(twin.dtype),
-        hint="cast one of them first: td.apply(lambda x: x.to(dtype)).",
-    )
-
-
 def _explain_join(op: LeafOp, first: TensorCollection, others: Sequence[TensorCollection], err: Exception) -> NoReturn:
     """Find the leaf that torch, or non-tensor data, refused to join, and name it with both shapes."""
     skip = op.args[0] if op.name == "cat" else None
-    mine = dict(_iter_shaped(first))
     for other in others:
-        for path, leaf in _iter_shaped(other):
-            # Keys that differ are what the error says already.
-            if path not in mine:
-                raise err
-            a, b = list(mine[path].shape), list(leaf.shape)
-            same = a == b if skip is None else a[:skip] + a[skip + 1 :] == b[:skip] + b[skip + 1 :]
-            if not same:
+        pairs = zip_trees(first, other) if type(first) is type(other) else []
+        # Keys and classes that differ are in the error already, and ragged leaves have no shape.
+        for path, x, y in [] if isinstance(pairs, Difference) else pairs:
+            if not isinstance(x, (Tensor, NonTensorBase)):
+                continue
+            a, b = list(x.shape), list(y.shape)
+            if a != b and (skip is None or a[:skip] + a[skip + 1 :] != b[:skip] + b[skip + 1 :]):
                 raise LeafMismatchError(
                     f"{op.name}: leaf {dotted(path)!r} differs.",
                     expected=f"shape {a}",
@@ -258,12 +244,3 @@ def _explain_join(op: LeafOp, first: TensorCollection, others: Sequence[TensorCo
                     hint="pad them to one shape, or keep them ragged with lazy_stack.",
                 ) from err
     raise err
-
-
-def _iter_shaped(tree: TensorCollection, at: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield (path, node) for tensors and non-tensor data."""
-    for key, node in tree._data.items():
-        if isinstance(node, TensorCollection):
-            yield from _iter_shaped(node, (*at, key))
-        elif isinstance(node, (Tensor, NonTensorBase)):
-            yield (*at, key), node

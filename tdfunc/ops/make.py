@@ -1,4 +1,4 @@
-"""Trees made from a tree: empty, of constants, with entries replaced, parted or joined."""
+"""Trees made from a tree: empty, of constants, with entries replaced or parted."""
 
 from collections.abc import Collection, Mapping, Sequence
 from operator import methodcaller
@@ -7,17 +7,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Size, Tensor
 
-from tdfunc.core.collection import LeafOp, TensorCollection
-from tdfunc.core.errors import LeafMismatchError, error
-from tdfunc.core.keys import dotted, unravel
+from tdfunc.core.collection import LeafOp, TensorCollection, per_tree
+from tdfunc.core.keys import unravel
 from tdfunc.core.shapes import as_names, as_size, one_shape, put_first
-from tdfunc.core.types import LeafFn, NestedKey, Path
-from tdfunc.ops import join
+from tdfunc.core.types import LeafFn
 from tdfunc.ops.cast import as_device, clone, on_device
 from tdfunc.ops.edit import delete_paths, replacements, set_
-from tdfunc.ops.foreach import check_same
 from tdfunc.ops.maps import drop_empty
-from tdfunc.ops.reading import UNSET, get, has
+from tdfunc.ops.reading import UNSET, has
 from tdfunc.ops.structure import rename_key, select
 
 if TYPE_CHECKING:
@@ -28,10 +25,9 @@ T = TypeVar("T", bound=TensorCollection)
 
 def empty(tree: TensorCollection, recurse: bool, batch_size: Any, device: Any, names: Any) -> Any:
     """Return an open tree without entries, or with empty sub-trees only; of a lazy stack, a stack of such trees."""
-    if batch_size is None:
-        done: Any = tree._each(lambda t: empty(t, recurse, None, device, UNSET))
-        if done is not None:
-            return done if names is UNSET else done.with_names(names)
+    if batch_size is None and tree._is_lazy:
+        done = tree._each(lambda t: empty(t, recurse, None, device, UNSET))
+        return done if names is UNSET else done.with_names(names)
     size = tree._batch_size if batch_size is None else as_size(batch_size)
     place = tree._device if device is UNSET else as_device(device)
     same = names is UNSET and len(size) == len(tree._batch_size)
@@ -66,29 +62,9 @@ def filled(tree: T, call: str, size: Size, value: Any, dtype: torch.dtype | None
     return made if place is None else on_device(made, place)
 
 
-def new_tensor(tree: T, data: Any, dtype: torch.dtype | None, device: Any, requires_grad: bool) -> T:
-    """Return copies of other values, each with the dtype and device of the leaf in its place."""
-    place = as_device(device)
-
-    def copy(x: Tensor, value: Tensor) -> Tensor:
-        made = value.detach().to(place or x.device, dtype or x.dtype, copy=True)
-        return made.requires_grad_() if requires_grad else made
-
-    made: Any
-    if isinstance(data, TensorCollection):
-        check_same(tree, data, "new_tensor")
-        made = data._map(LeafOp("new_tensor", lambda value, x: copy(x, value)), tree)
-    else:
-        values = torch.as_tensor(data)
-        made = tree._map(LeafOp("new_tensor", lambda x: copy(x, values), lambda _: values.shape))
-    return on_device(made, tree._device if place is None else place)
-
-
+@per_tree()
 def opened(tree: TensorCollection) -> Any:
     """Return `TensorDict`s in place of trees of any class, sharing the leaves."""
-    done = tree._each(opened)
-    if done is not None:
-        return done
     data = {key: opened(node) if isinstance(node, TensorCollection) else node for key, node in tree._data.items()}
     return tree._open._make(data, tree._batch_size, tree._device, tree._names, tree._static)
 
@@ -106,39 +82,6 @@ def split_keys(tree: T, key_sets: Sequence[Any], strict: bool) -> tuple[T, ...]:
         parts.append(drop_empty(part))
         rest = delete_paths(rest, [unravel(key) for key in names])
     return (*parts, drop_empty(rest))
-
-
-def join_entries(tree: T, call: str, keys: Sequence[NestedKey], out_key: NestedKey, dim: int, keep: bool) -> T:
-    """Return a tree with several entries put together into one."""
-    if tree._each(lambda t: t) is not None:
-        return tree._shape(LeafOp("join_entries", lambda x: x, batch=True, args=(call, keys, out_key, dim, keep)))
-    paths = [unravel(key) for key in keys]
-    nodes: list[Any] = [get(tree, path) for path in paths]
-    if not nodes:
-        raise error(ValueError, f"{call}: no keys were given.", expected="one or more", got="none")
-    if all(isinstance(node, TensorCollection) for node in nodes):
-        joined = join.cat(nodes, dim) if call == "cat_tensors" else join.stack(nodes, dim)
-    else:
-        joined = _joined_tensors(call, paths, nodes, dim)
-    return set_(tree if keep else delete_paths(tree, paths), out_key, joined)
-
-
-def _joined_tensors(call: str, paths: Sequence[Path], nodes: Sequence[Any], dim: int) -> Tensor:
-    for path, node in zip(paths, nodes, strict=True):
-        if not isinstance(node, Tensor) or node.dtype != getattr(nodes[0], "dtype", None):
-            raise LeafMismatchError(
-                f"{call}: {dotted(path)!r} differs.",
-                expected=str(getattr(nodes[0], "dtype", "tensors")),
-                got=str(node.dtype) if isinstance(node, Tensor) else type(node).__name__,
-            )
-    try:
-        return torch.cat(list(nodes), dim) if call == "cat_tensors" else torch.stack(list(nodes), dim)
-    except RuntimeError as err:
-        raise LeafMismatchError(
-            f"{call}: the entries do not fit together along dimension {dim}.",
-            expected="equal shapes",
-            got=str({dotted(path): list(node.shape) for path, node in zip(paths, nodes, strict=True)}),
-        ) from err
 
 
 def _size(size: tuple[Any, ...]) -> Size:
@@ -185,29 +128,6 @@ class MakeMethods(TensorCollection):
         """Return a tree of one value, as `new_zeros`."""
         return filled(self, "new_full", as_size(size), fill_value, dtype, device)
 
-    def new_tensor(
-        self, data: Any, *, dtype: torch.dtype | None = None, device: Any = None, requires_grad: bool = False
-    ) -> "Self":
-        """Return a tree of copies of other values, with the dtypes and devices of this tree's leaves.
-
-        Args:
-            data: A tree with the same keys, whose batch sizes and class the result has; or a tensor or nested list,
-                which becomes every leaf: its shape is then the batch size.
-            dtype: A dtype for every leaf, in place of its own.
-            device: A device for every leaf, in place of its own.
-            requires_grad: Record what is done to the new leaves.
-
-        Raises:
-            TreeStructureError: The keys of the other tree differ.
-            RuntimeError: `requires_grad`, and a leaf holds integers.
-
-        Examples:
-            >>> like = TensorDict({"a": torch.zeros(3, dtype=torch.int64)}, [3])
-            >>> like.new_tensor(TensorDict({"a": torch.tensor([1.0, 2.0])}, [2]))["a"]
-            tensor([1, 2])
-        """
-        return new_tensor(self, data, dtype, device, requires_grad)
-
     def replace(self, changes: Mapping[Any, Any] | TensorCollection | None = None, /, **entries: Any) -> "Self":
         """Return a tree with entries replaced (or added), each as a whole: `update` merges nested trees instead.
 
@@ -244,22 +164,3 @@ class MakeMethods(TensorCollection):
             [['obs'], ['action'], ['r']]
         """
         return split_keys(self, key_sets, strict)
-
-    def cat_tensors(self, *keys: NestedKey, out_key: NestedKey, dim: int = 0, keep_entries: bool = False) -> "Self":
-        """Return a tree in which one entry is several others put together with `torch.cat`.
-
-        Args:
-            *keys: Tensors of one dtype, or sub-trees.
-            out_key: The new entry.
-            dim: A dimension of the tensors (or of the batch of sub-trees).
-            keep_entries: Keep the others, too.
-
-        Raises:
-            LeafMismatchError: An entry differs in dtype or shape, or is non-tensor data.
-            BatchSizeError: The result does not start with the batch size.
-        """
-        return join_entries(self, "cat_tensors", keys, out_key, dim, keep_entries)
-
-    def stack_tensors(self, *keys: NestedKey, out_key: NestedKey, dim: int = 0, keep_entries: bool = False) -> "Self":
-        """Return a tree in which one entry is several others put together with `torch.stack`, as `cat_tensors`."""
-        return join_entries(self, "stack_tensors", keys, out_key, dim, keep_entries)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Size, Tensor
 
-from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection
+from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, note_leaf, per_tree
 from tdfunc.core.errors import BatchSizeError
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase
@@ -13,14 +13,12 @@ from tdfunc.core.shapes import as_names, as_size, one_shape, put_first, shape_of
 from tdfunc.core.types import Path
 from tdfunc.ops.cast import as_device
 from tdfunc.ops.foreach import check_same
-from tdfunc.ops.reading import UNSET, refuse_inplace
+from tdfunc.ops.reading import UNSET, holds_leaf, refuse_inplace
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T", bound=TensorCollection)
-# The frames whose local `key` names the leaf that an exception left.
-_KNOW_KEYS = (TensorCollection._map_plain.__code__, TensorCollection._map_children.__code__)
 
 
 def apply(
@@ -57,31 +55,15 @@ def _mapped(
     try:
         out = tree._map(LeafOp("apply", fn, size, None, False, (), True), *others)
     except Exception as err:
-        _note_leaf(err)
+        note_leaf(err, "apply")
         raise
     _check_results(out, ())
     return out
 
 
-def _note_leaf(err: Exception) -> None:
-    """Add the path of the leaf to an exception that the function raised."""
-    # The frames of the maps that were left know their keys; counting calls instead would cost every call.
-    path: list[str] = []
-    trace = err.__traceback__
-    while trace is not None:
-        frame = trace.tb_frame
-        if frame.f_code in _KNOW_KEYS and "key" in frame.f_locals:
-            path.append(frame.f_locals["key"])
-        trace = trace.tb_next
-    if path and hasattr(err, "add_note"):
-        err.add_note(f"apply: raised at the leaf {dotted(path)!r}.")
-
-
+@per_tree(cut=1)
 def _filled(tree: TensorCollection, other: TensorCollection, default: Any) -> TensorCollection:
     """Return `other` with exactly the keys of `tree`, missing leaves being the default."""
-    done = tree._each(lambda t, part: _filled(t, part, default), other)
-    if done is not None:
-        return done
     data: dict[str, Any] = {}
     for key, node in tree._data.items():
         mine = other._data.get(key)
@@ -94,10 +76,8 @@ def _filled(tree: TensorCollection, other: TensorCollection, default: Any) -> Te
 
 
 def _check_results(tree: TensorCollection, at: Path) -> None:
-    # Leaves share shapes: comparing with the last one that passed saves the slice.
-    size, last = tree._batch_size, None
+    size, leaves = tree._batch_size, tree._data.values()
     ndim = len(size)
-    leaves = tree._data.values()
     if PLAIN.issuperset(map(type, leaves)):
         shape = one_shape(leaves) if ndim else size
         if not leaves or (shape is not None and shape[:ndim] == size):
@@ -105,60 +85,33 @@ def _check_results(tree: TensorCollection, at: Path) -> None:
     for key, node in tree._data.items():
         if isinstance(node, Tensor):
             shape = shape_of(node)
-            if shape is not None and shape is not last and shape != last and shape[:ndim] != size:
+            if shape is not None and shape[:ndim] != size:
                 raise BatchSizeError(
                     f"apply: the result for {dotted((*at, key))!r} has lost the batch size.",
                     expected=f"shape {list(size)} + (...)",
                     got=f"shape {list(shape)}",
                     hint="pass batch_size= with the size that all results share.",
                 )
-            last = shape
         elif isinstance(node, TensorCollection):
             _check_results(node, (*at, key))
 
 
 def drop_empty(tree: T) -> T:
-    """Return the tree without sub-trees that hold no leaf; a lazy stack holds none if none of its trees does."""
-    return tree._replace(_not_empty(tree))
-
-
-def _not_empty(tree: TensorCollection) -> dict[str, Any]:
-    """Return the leaves of a node and what is left of those of its trees that hold any."""
-    data: dict[str, Any] = {}
-    for key, node in tree._data.items():
-        if isinstance(node, TensorCollection):
-            inner = _not_empty(node)
-            if not inner:
-                continue
-            # A lazy stack keeps the places of trees that are empty.
-            node = node._replace(inner)
-        data[key] = node
-    return data
-
-
-def named_apply(
-    tree: T,
-    fn: Callable[..., Any],
-    others: tuple[TensorCollection, ...],
-    nested_keys: bool,
-    options: dict[str, Any],
-) -> T:
-    """`apply` whose function gets the key (or, with nested_keys, the path) first."""
-    named = paths_tree(tree, nested_keys)
-    return apply(tree, lambda leaf, name, *rest: fn(name, leaf, *rest), (named, *others), **options)
+    """Return the tree without sub-trees that hold no leaf; a lazy stack keeps the places of trees that are empty."""
+    inner = {key: drop_empty(node) if isinstance(node, TensorCollection) else node for key, node in tree._data.items()}
+    return tree._replace({k: x for k, x in inner.items() if not isinstance(x, TensorCollection) or holds_leaf(x)})
 
 
 def paths_tree(tree: T, nested: bool, at: Path = ()) -> T:
-    """Return a tree whose leaves are their own names."""
+    """Return a tree whose leaves are their own names: the last key, or with `nested` the path where it has several."""
     data: dict[str, Any] = {}
     for key, node in tree._data.items():
-        path = (*at, key)
         if isinstance(node, TensorCollection):
-            data[key] = paths_tree(node, nested, path)
+            data[key] = paths_tree(node, nested, (*at, key))
         elif isinstance(node, NonTensorBase):
             data[key] = node
         else:
-            data[key] = path if nested and len(path) > 1 else key
+            data[key] = (*at, key) if nested and at else key
     return tree._replace(data)
 
 
@@ -209,4 +162,5 @@ class MapMethods(TensorCollection):
             **options: As for `apply`.
         """
         refuse_inplace(inplace, "named_apply(fn)")
-        return named_apply(self, fn, others, nested_keys, options)
+        names = paths_tree(self, nested_keys)
+        return apply(self, lambda leaf, name, *rest: fn(name, leaf, *rest), (names, *others), **options)

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 class PointwiseMethods(TensorCollection):
-    """Functions and operators on every leaf."""
+    """Functions and operators on every leaf.
+
+    The other operand is a number, a tensor that broadcasts to the batch size, or a tree with the same keys.
+    """
 
     __slots__ = ()
 
@@ -192,236 +195,127 @@ class PointwiseMethods(TensorCollection):
         return unary(self, "erfinv", None)
 
     def add(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.add(leaf, other)`: sum.
-
-        `other` is a number, a tensor that broadcasts to the batch size, or a tree with the same keys.
-        """
+        """Return the tree of `torch.add(leaf, other)`: sum."""
         return binary(self, other, "add", "_foreach_add", **kwargs)
 
     def sub(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.sub(leaf, other)`: difference.
-
-        `other` is a number, a tensor that broadcasts to the batch size, or a tree with the same keys.
-        """
+        """Return the tree of `torch.sub(leaf, other)`: difference."""
         return binary(self, other, "sub", "_foreach_sub", **kwargs)
 
     def mul(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.mul(leaf, other)`: product.
-
-        `other` is a number, a tensor that broadcasts to the batch size, or a tree with the same keys.
-        """
+        """Return the tree of `torch.mul(leaf, other)`: product."""
         return binary(self, other, "mul", "_foreach_mul", **kwargs)
 
     def div(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.div(leaf, other)`: quotient.
-
-        `other` is a number, a tensor that broadcasts to the batch size, or a tree with the same keys.
-        """
+        """Return the tree of `torch.div(leaf, other)`: quotient."""
         return binary(self, other, "div", "_foreach_div", **kwargs)
 
     def pow(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.pow(leaf, other)`: power.
-
-        `other` is a number, a tensor that broadcasts to the batch size, or a tree with the same keys.
-        """
+        """Return the tree of `torch.pow(leaf, other)`: power."""
         return binary(self, other, "pow", "_foreach_pow", **kwargs)
 
     def maximum(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.maximum(leaf, other)`: larger value.
-
-        `other` is a number, a tensor that broadcasts to the batch size, or a tree with the same keys.
-        """
+        """Return the tree of `torch.maximum(leaf, other)`: larger value."""
         return binary(self, other, "maximum", "_foreach_maximum", **kwargs)
 
     def minimum(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.minimum(leaf, other)`: smaller value.
-
-        `other` is a number, a tensor that broadcasts to the batch size, or a tree with the same keys.
-        """
+        """Return the tree of `torch.minimum(leaf, other)`: smaller value."""
         return binary(self, other, "minimum", "_foreach_minimum", **kwargs)
 
     def clamp_min(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.clamp_min(leaf, other)`: larger value.
-
-        `other` is a number, a tensor that broadcasts to the batch size, or a tree with the same keys.
-        """
+        """Return the tree of `torch.clamp_min(leaf, other)`: larger value."""
         return binary(self, other, "clamp_min", "_foreach_clamp_min", **kwargs)
 
     def clamp_max(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.clamp_max(leaf, other)`: smaller value.
-
-        `other` is a number, a tensor that broadcasts to the batch size, or a tree with the same keys.
-        """
+        """Return the tree of `torch.clamp_max(leaf, other)`: smaller value."""
         return binary(self, other, "clamp_max", "_foreach_clamp_max", **kwargs)
 
     def remainder(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.remainder(leaf, other)`: remainder of the division, with the sign of the divisor.
-
-        `other` is a number, a tensor that broadcasts to the batch size, or a tree with the same keys.
-        """
+        """Return the tree of `torch.remainder(leaf, other)`: remainder of the division, signed as the divisor."""
         return binary(self, other, "remainder", None, **kwargs)
 
     def floor_divide(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.floor_divide(leaf, other)`: quotient, rounded down.
-
-        `other` is a number, a tensor that broadcasts to the batch size, or a tree with the same keys.
-        """
+        """Return the tree of `torch.floor_divide(leaf, other)`: quotient, rounded down."""
         return binary(self, other, "floor_divide", None, **kwargs)
 
     def eq(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.eq(leaf, other)`: True where equal.
-
-        `other` is a number, a tensor that broadcasts to the batch size, or a tree with the same keys.
-        """
+        """Return the tree of `torch.eq(leaf, other)`: True where equal."""
         return binary(self, other, "eq", None, **kwargs)
 
     def ne(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.ne(leaf, other)`: True where different.
-
-        `other` is a number, a tensor that broadcasts to the batch size, or a tree with the same keys.
-        """
+        """Return the tree of `torch.ne(leaf, other)`: True where different."""
         return binary(self, other, "ne", None, **kwargs)
 
     def lt(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.lt(leaf, other)`: True where less.
-
-        `other` is a number, a tensor that broadcasts to the batch size, or a tree with the same keys.
-        """
+        """Return the tree of `torch.lt(leaf, other)`: True where less."""
         return binary(self, other, "lt", None, **kwargs)
 
     def le(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.le(leaf, other)`: True where less or equal.
-
-        `other` is a number, a tensor that broadcasts to the batch size, or a tree with the same keys.
-        """
+        """Return the tree of `torch.le(leaf, other)`: True where less or equal."""
         return binary(self, other, "le", None, **kwargs)
 
     def gt(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.gt(leaf, other)`: True where greater.
-
-        `other` is a number, a tensor that broadcasts to the batch size, or a tree with the same keys.
-        """
+        """Return the tree of `torch.gt(leaf, other)`: True where greater."""
         return binary(self, other, "gt", None, **kwargs)
 
     def ge(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.ge(leaf, other)`: True where greater or equal.
-
-        `other` is a number, a tensor that broadcasts to the batch size, or a tree with the same keys.
-        """
+        """Return the tree of `torch.ge(leaf, other)`: True where greater or equal."""
         return binary(self, other, "ge", None, **kwargs)
 
     def logical_and(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.logical_and(leaf, other)`: logical and.
-
-        `other` is a number, a tensor that broadcasts to the batch size, or a tree with the same keys.
-        """
+        """Return the tree of `torch.logical_and(leaf, other)`: logical and."""
         return binary(self, other, "logical_and", None, **kwargs)
 
     def logical_or(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.logical_or(leaf, other)`: logical or.
-
-        `other` is a number, a tensor that broadcasts to the batch size, or a tree with the same keys.
-        """
+        """Return the tree of `torch.logical_or(leaf, other)`: logical or."""
         return binary(self, other, "logical_or", None, **kwargs)
 
     def logical_xor(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.logical_xor(leaf, other)`: logical exclusive or.
-
-        `other` is a number, a tensor that broadcasts to the batch size, or a tree with the same keys.
-        """
+        """Return the tree of `torch.logical_xor(leaf, other)`: logical exclusive or."""
         return binary(self, other, "logical_xor", None, **kwargs)
 
     def bitwise_and(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.bitwise_and(leaf, other)`: bitwise and.
-
-        `other` is a number, a tensor that broadcasts to the batch size, or a tree with the same keys.
-        """
+        """Return the tree of `torch.bitwise_and(leaf, other)`: bitwise and."""
         return binary(self, other, "bitwise_and", None, **kwargs)
 
     def bitwise_or(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.bitwise_or(leaf, other)`: bitwise or.
-
-        `other` is a number, a tensor that broadcasts to the batch size, or a tree with the same keys.
-        """
+        """Return the tree of `torch.bitwise_or(leaf, other)`: bitwise or."""
         return binary(self, other, "bitwise_or", None, **kwargs)
 
     def bitwise_xor(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.bitwise_xor(leaf, other)`: bitwise exclusive or.
-
-        `other` is a number, a tensor that broadcasts to the batch size, or a tree with the same keys.
-        """
+        """Return the tree of `torch.bitwise_xor(leaf, other)`: bitwise exclusive or."""
         return binary(self, other, "bitwise_xor", None, **kwargs)
 
     def fmod(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.fmod(leaf, other)`: remainder of the division, with the sign of the dividend.
-
-        `other` is a number, a tensor that broadcasts to the batch size, or a tree with the same keys.
-        """
+        """Return the tree of `torch.fmod(leaf, other)`: remainder of the division, signed as the dividend."""
         return binary(self, other, "fmod", None, **kwargs)
 
     def atan2(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.atan2(leaf, other)`: angle of (leaf, other) in radians.
-
-        `other` is a number, a tensor that broadcasts to the batch size, or a tree with the same keys.
-        """
+        """Return the tree of `torch.atan2(leaf, other)`: angle of (leaf, other) in radians."""
         return binary(self, other, "atan2", None, **kwargs)
 
-    def __add__(self, other: Any) -> "Self":
-        return binary(self, other, "add", "_foreach_add")
-
-    def __sub__(self, other: Any) -> "Self":
-        return binary(self, other, "sub", "_foreach_sub")
-
-    def __mul__(self, other: Any) -> "Self":
-        return binary(self, other, "mul", "_foreach_mul")
-
-    def __truediv__(self, other: Any) -> "Self":
-        return binary(self, other, "div", "_foreach_div")
-
-    def __pow__(self, other: Any) -> "Self":
-        return binary(self, other, "pow", "_foreach_pow")
-
-    def __floordiv__(self, other: Any) -> "Self":
-        return binary(self, other, "floor_divide", None)
-
-    def __mod__(self, other: Any) -> "Self":
-        return binary(self, other, "remainder", None)
-
-    def __and__(self, other: Any) -> "Self":
-        return binary(self, other, "bitwise_and", None)
-
-    def __or__(self, other: Any) -> "Self":
-        return binary(self, other, "bitwise_or", None)
-
-    def __xor__(self, other: Any) -> "Self":
-        return binary(self, other, "bitwise_xor", None)
-
-    def __lt__(self, other: Any) -> "Self":
-        return binary(self, other, "lt", None)
-
-    def __le__(self, other: Any) -> "Self":
-        return binary(self, other, "le", None)
-
-    def __gt__(self, other: Any) -> "Self":
-        return binary(self, other, "gt", None)
-
-    def __ge__(self, other: Any) -> "Self":
-        return binary(self, other, "ge", None)
-
-    def __radd__(self, other: Any) -> "Self":
-        return binary(self, other, "add", "_foreach_add")
-
-    def __rmul__(self, other: Any) -> "Self":
-        return binary(self, other, "mul", "_foreach_mul")
-
-    def __rand__(self, other: Any) -> "Self":
-        return binary(self, other, "bitwise_and", None)
-
-    def __ror__(self, other: Any) -> "Self":
-        return binary(self, other, "bitwise_or", None)
-
-    def __rxor__(self, other: Any) -> "Self":
-        return binary(self, other, "bitwise_xor", None)
+    __add__ = add
+    __sub__ = sub
+    __mul__ = mul
+    __truediv__ = div
+    __pow__ = pow
+    __floordiv__ = floor_divide
+    __mod__ = remainder
+    __and__ = bitwise_and
+    __or__ = bitwise_or
+    __xor__ = bitwise_xor
+    __lt__ = lt
+    __le__ = le
+    __gt__ = gt
+    __ge__ = ge
+    __radd__ = add
+    __rmul__ = mul
+    __rand__ = bitwise_and
+    __ror__ = bitwise_or
+    __rxor__ = bitwise_xor
+    __neg__ = neg
+    __abs__ = abs
+    __invert__ = bitwise_not
 
     def __rsub__(self, other: Any) -> "Self":
         return reversed_binary(self, other, "sub")
@@ -437,15 +331,6 @@ class PointwiseMethods(TensorCollection):
 
     def __rmod__(self, other: Any) -> "Self":
         return reversed_binary(self, other, "remainder")
-
-    def __neg__(self) -> "Self":
-        return unary(self, "neg", "_foreach_neg")
-
-    def __abs__(self) -> "Self":
-        return unary(self, "abs", "_foreach_abs")
-
-    def __invert__(self) -> "Self":
-        return unary(self, "bitwise_not", None)
 
 
 class DtypeMethods(TensorCollection):

@@ -1,9 +1,9 @@
 """Reading a tree: nodes by path, keys, values, leaves, and what filters see of them."""
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from typing import Any, TypeVar, cast
 
-from tdfunc.core.collection import PLAIN, TensorCollection, iter_leaves, leaf_paths
+from tdfunc.core.collection import TensorCollection, iter_leaves, leaf_paths
 from tdfunc.core.errors import ImmutableError, TreeStructureError, error
 from tdfunc.core.keys import Entry, dotted, is_key, missing, unravel
 from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
@@ -21,30 +21,17 @@ def get(tree: TensorCollection, key: NestedKey, default: Any = UNSET) -> Node:
 
 
 def _find(tree: TensorCollection, path: Path, default: Any) -> tuple[TensorCollection, Node]:
-    """Return the node at a path and the tree that it is in; a path of `paths()` leads through one tree of a stack."""
+    """Return the node at a path and the tree that it is in."""
     parent, node = tree, cast("Any", tree)
     for i, part in enumerate(path):
         is_tree = isinstance(node, TensorCollection)
         if is_tree and part in node._keys():
             parent, node = node, node._get(part)
-        elif is_tree and (owner := node._owner(path[i:])) is not None:
-            parent, node = node, node._data[owner]
         elif default is not UNSET:
             return parent, default
         else:
             raise missing(path[: i + 1], list(node._keys()) if is_tree else [], node=node)
     return parent, node
-
-
-def cut_paths(tree: TensorCollection, paths: Iterable[Path]) -> list[list[Path]]:
-    """Return for each tree of a stack the paths in it: those of keys, and those of `paths()` that lead into it."""
-    if type(tree)._each is TensorCollection._each:
-        return []
-    owned = [(path, tree._owner(path)) for path in paths]
-    return [
-        [path if owner is None else path[1:] for path, owner in owned if owner in (None, number)]
-        for number in tree._data
-    ]
 
 
 def has(tree: TensorCollection, key: NestedKey) -> bool:
@@ -82,30 +69,28 @@ def iter_items(tree: TensorCollection, nested: bool, leaves_only: bool, at: Path
             yield from iter_items(node, nested, leaves_only, (*at, key))
 
 
-def check_same_keys(tree: TensorCollection, call: str, at: Path = ()) -> None:
-    """Raise where only some trees of a stack have a key: read as one node, the stack has no value for it.
+def check_same_keys(tree: TensorCollection, call: str) -> None:
+    """Raise where only some trees of a lazy stack have a key, which a conversion of the stack would lose.
 
     Raises:
-        TreeStructureError: There is such a key; the message names it and the trees that have it.
+        TreeStructureError: There is such a key; the message names it.
     """
-    if PLAIN.issuperset(map(type, tree._data.values())):
-        return
-    check_keys_here(tree, call, at)
-    for key in tree._keys():
-        node = tree._get(key)
+    nodes = [tree._get(key) for key in tree._keys()]
+    if tree._is_lazy:
+        trees: list[Any] = list(tree._data.values())
+        keys = [set(each._keys()) for each in trees]
+        some = set[str]().union(*keys) - set[str].intersection(*keys)
+        if some:
+            raise TreeStructureError(
+                f"{call}: the key {min(some)!r} is not in all trees of its lazy stack.",
+                expected="keys that all have",
+                got=f"it is in trees {[i for i, each in enumerate(keys) if min(some) in each]}",
+                hint="select() the keys that all have, set() the others, or do it to each of lazy.trees.",
+            )
+        nodes += trees
+    for node in nodes:
         if isinstance(node, TensorCollection):
-            check_same_keys(node, call, (*at, key))
-
-
-def check_keys_here(tree: TensorCollection, call: str, at: Path = ()) -> None:
-    """`check_same_keys` of this node, where stacks inside are taken as they are."""
-    for key, having in tree._some_keys().items():
-        raise TreeStructureError(
-            f"{call}: the key {dotted((*at, key))!r} is not in all trees of its lazy stack.",
-            expected="keys that all have",
-            got=f"it is in trees {having}",
-            hint="select() the keys that all have, set() the others, or do it to each of lazy.trees.",
-        )
+            check_same_keys(node, call)
 
 
 def entries(tree: TensorCollection) -> list[Entry]:
@@ -141,9 +126,9 @@ def refuse_options(entries: Mapping[str, Any], options: tuple[str, ...], call: s
             )
 
 
-def _holds_leaf(tree: TensorCollection) -> bool:
-    # By what is stored, so that keys which only some trees of a stack have count.
-    return any([not isinstance(n, TensorCollection) or _holds_leaf(n) for n in tree._data.values()])
+def holds_leaf(tree: TensorCollection) -> bool:
+    """Return whether a tree has a leaf or non-tensor data, of a lazy stack also in some trees only."""
+    return any([not isinstance(n, TensorCollection) or holds_leaf(n) for n in tree._data.values()])
 
 
 class KeysView(Set[Any]):
@@ -250,7 +235,7 @@ class ReadMethods(TensorCollection):
 
     def is_empty(self) -> bool:
         """Whether there are no leaves (tensors or non-tensor data), however deep."""
-        return not _holds_leaf(self)
+        return not holds_leaf(self)
 
     def __contains__(self, key: object) -> bool:
         return is_key(key) and has(self, key)  # pyright: ignore[reportArgumentType]

@@ -3,15 +3,14 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import Size, Tensor
 
-from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, iter_leaves, leaf_paths, with_leaves
+from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, iter_leaves, leaf_paths, note_leaf, with_leaves
 from tdfunc.core.context import is_compiling
 from tdfunc.core.errors import error
-from tdfunc.core.keys import dotted
 from tdfunc.core.shapes import EMPTY, dim_index, dims_of, one_shape, put_first
 from tdfunc.core.types import LeafFn, Names, Path
 from tdfunc.ops.arithmetic import unzip
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T", bound=TensorCollection)
+DType: TypeAlias = torch.dtype | None
 # Takes a leaf, the dimensions (never none) and keepdim.
 Kernel = Callable[[Tensor, tuple[int, ...], bool], Tensor]
 
@@ -50,7 +50,7 @@ def _reduce_leaves(
             expected="batch dimensions as ints, None for all, or 'feature'",
             got=repr(dim),
         )
-    given = (dim,) if isinstance(dim, int) else dims_of(dim, name)
+    given = (dim,) if isinstance(dim, int) else dims_of(dim)
     dims = tuple(sorted({dim_index(d, n, name) for d in given}))
 
     def names_after(names: Names) -> Names:
@@ -84,14 +84,6 @@ def truth(tree: TensorCollection, dim: Any, keepdim: bool, name: str) -> Any:
     """`all` and `any`: a bool for the whole tree, or a tree for a dimension."""
     fn: Callable[..., Tensor] = getattr(torch, name)
     if dim is None:
-        if keepdim:
-            raise error(
-                ValueError,
-                f"{name}: without a dimension the result is one bool.",
-                expected="a dimension, or keepdim=False",
-                got="dim None, keepdim=True",
-                hint=f"td.{name}(dim) keeps dimensions with keepdim=True.",
-            )
         joined = _small_bools(tree)
         results = [bool(fn(joined))] if joined is not None else (bool(fn(x)) for _, x in iter_leaves(tree))
         return all(results) if name == "all" else any(results)
@@ -139,22 +131,8 @@ def reduce(tree: TensorCollection, name: str, dim: Any, keepdim: bool, whole: bo
     try:
         return _reduce_leaves(tree, name, dim, keepdim, each, direct)
     except RuntimeError as err:
-        _name_refused(tree, name, err)
+        note_leaf(err, name)
         raise
-
-
-def _name_refused(tree: TensorCollection, name: str, err: RuntimeError) -> None:
-    """Raise again, with the path of the leaf, what torch says of integers that have no mean, say."""
-    refused = [(path, x.dtype) for path, x in iter_leaves(tree) if not (x.is_floating_point() or x.is_complex())]
-    if refused and "float" in str(err):
-        path, dtype = refused[0]
-        raise error(
-            RuntimeError,
-            f"{name}: torch refuses the leaf {dotted(path)!r}: {err}",
-            expected="a leaf of a floating-point or complex dtype",
-            got=str(dtype),
-            hint="cast the tree (td.float()), or tdfunc.partition such leaves off first.",
-        ) from err
 
 
 # Methods of a tensor that take dimensions or none, which is all of them.
@@ -250,14 +228,7 @@ class ReduceMethods(TensorCollection):
         """Return whether any element of any leaf is true; with `dim`, a tree of what torch gives for each leaf."""
         return truth(self, dim, keepdim, "any")
 
-    def sum(
-        self,
-        dim: Any = None,
-        keepdim: bool = False,
-        *,
-        dtype: torch.dtype | None = None,
-        reduce: bool | None = None,
-    ) -> Any:
+    def sum(self, dim: Any = None, keepdim: bool = False, *, dtype: DType = None, reduce: bool | None = None) -> Any:
         """Return the sum of each leaf.
 
         Raises:
@@ -271,25 +242,11 @@ class ReduceMethods(TensorCollection):
         """
         return reduce_tree(self, "sum", dim, keepdim, reduce, dtype=dtype)
 
-    def mean(
-        self,
-        dim: Any = None,
-        keepdim: bool = False,
-        *,
-        dtype: torch.dtype | None = None,
-        reduce: bool | None = None,
-    ) -> Any:
+    def mean(self, dim: Any = None, keepdim: bool = False, *, dtype: DType = None, reduce: bool | None = None) -> Any:
         """Return the mean of each leaf."""
         return reduce_tree(self, "mean", dim, keepdim, reduce, dtype=dtype)
 
-    def prod(
-        self,
-        dim: Any = None,
-        keepdim: bool = False,
-        *,
-        dtype: torch.dtype | None = None,
-        reduce: bool | None = None,
-    ) -> Any:
+    def prod(self, dim: Any = None, keepdim: bool = False, *, dtype: DType = None, reduce: bool | None = None) -> Any:
         """Return the product of each leaf."""
         return reduce_tree(self, "prod", dim, keepdim, reduce, dtype=dtype)
 
@@ -309,24 +266,12 @@ class ReduceMethods(TensorCollection):
         """Return the variance of each leaf."""
         return reduce_tree(self, "var", dim, keepdim, reduce, correction=correction)
 
-    def nansum(
-        self,
-        dim: Any = None,
-        keepdim: bool = False,
-        *,
-        dtype: torch.dtype | None = None,
-        reduce: bool | None = None,
-    ) -> Any:
+    def nansum(self, dim: Any = None, keepdim: bool = False, *, dtype: DType = None, reduce: bool | None = None) -> Any:
         """Return the sum of each leaf, NaN left out."""
         return reduce_tree(self, "nansum", dim, keepdim, reduce, dtype=dtype)
 
     def nanmean(
-        self,
-        dim: Any = None,
-        keepdim: bool = False,
-        *,
-        dtype: torch.dtype | None = None,
-        reduce: bool | None = None,
+        self, dim: Any = None, keepdim: bool = False, *, dtype: DType = None, reduce: bool | None = None
     ) -> Any:
         """Return the mean of each leaf, NaN left out."""
         return reduce_tree(self, "nanmean", dim, keepdim, reduce, dtype=dtype)
@@ -336,13 +281,7 @@ class ReduceMethods(TensorCollection):
         return reduce_tree(self, "logsumexp", dim, keepdim, reduce)
 
     def norm(
-        self,
-        p: float = 2,
-        dim: Any = None,
-        keepdim: bool = False,
-        *,
-        dtype: torch.dtype | None = None,
-        reduce: bool | None = None,
+        self, p: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: DType = None, reduce: bool | None = None
     ) -> Any:
         """Return the norm of order `p` of each leaf, seen as a vector.
 

@@ -26,7 +26,7 @@ T = TypeVar("T", bound=TensorCollection)
 def _ints(args: tuple[Any, ...]) -> tuple[int, ...]:
     if len(args) != 1 or isinstance(args[0], int):
         return args
-    given = int_or_ints(args[0], "reshape, view, permute, expand: sizes and dimensions are ints.")
+    given = int_or_ints(args[0])
     return tuple(given) if isinstance(given, list) else (given,)
 
 
@@ -168,7 +168,7 @@ def unsqueeze(tree: T, dim: int) -> T:
 def squeeze(tree: T, dim: "int | tuple[int, ...] | None") -> T:
     """Remove batch dimensions of size 1 (all, or the given ones that have it)."""
     size = tree._batch_size
-    asked = range(len(size)) if dim is None else dims_of(dim, "squeeze")
+    asked = range(len(size)) if dim is None else dims_of(dim)
     gone = {d for d in (dim_index(d, len(size), "squeeze") for d in asked) if size[d] == 1}
     for d in sorted(gone, reverse=True):
         tree = tree._shape(_squeeze_op(tree._batch_size, d))
@@ -218,7 +218,7 @@ def split(tree: T, sizes: "int | Sequence[int]", dim: int) -> tuple[T, ...]:
     size = tree._batch_size
     dim = dim_index(dim, len(size), "split")
     total = dim_size(size, dim, "split")
-    given = int_or_ints(sizes, "split: sizes are ints.")
+    given = int_or_ints(sizes)
     if not isinstance(given, list):
         sizes = given
         if sizes <= 0:
@@ -243,7 +243,7 @@ def split(tree: T, sizes: "int | Sequence[int]", dim: int) -> tuple[T, ...]:
 
 def chunk(tree: T, chunks: int, dim: int) -> tuple[T, ...]:
     """Cut the batch into at most this many parts of one size (the last may be smaller)."""
-    chunks = as_int(chunks, "chunk: the number of chunks is an int.")
+    chunks = as_int(chunks)
     if chunks < 1:
         raise error(ValueError, "chunk: the number of chunks must be positive.", expected="1 or more", got=str(chunks))
     dim = dim_index(dim, len(tree._batch_size), "chunk")

@@ -4,21 +4,20 @@ Structure never changes here. A leaf whose memory overlaps itself (an expanded o
 change many elements.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, iter_leaves
+from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, check_one_shape, has_leaf, iter_leaves, per_tree
 from tdfunc.core.context import is_compiling
 from tdfunc.core.errors import (
     BatchSizeError,
     LeafMismatchError,
     MissingKeyError,
     TieError,
-    TreeStructureError,
     UnsupportedError,
 )
 from tdfunc.core.keys import dotted, missing, unravel
@@ -28,7 +27,7 @@ from tdfunc.core.shapes import check_positions, fits_into, index_size, normalize
 from tdfunc.core.types import Path
 from tdfunc.core.walk import Difference, zip_trees
 from tdfunc.ops.convert import as_tensor
-from tdfunc.ops.reading import get, has, iter_items
+from tdfunc.ops.reading import get, iter_items
 
 _NOTHING = "; nothing was written"
 
@@ -132,7 +131,8 @@ def _leaf_writes(tree: TensorCollection, path: Path, value: Any) -> list[tuple[T
             to.extend(_leaf_writes(inner, rest, part))
             return inner
 
-        if node._each(add, value) is not None:
+        if node._is_lazy:
+            node._each(add, value)
             return writes
         node = node._get(key)
     return [(node, _fitted(node, value, f"set_ {dotted(path)!r}"))]
@@ -168,31 +168,52 @@ def write_tree(tree: TensorCollection, other: Any, *, complete: bool) -> None:
     """Copy the values of `other` into the leaves of `tree`; all keys are checked before the first write."""
     call = "copy_" if complete else "update_"
     given = _beside(tree, other, call, ())
+    mine, theirs = _leaves_of_both(call, tree, given, complete)
+    _write(call, mine, theirs, lambda leaf: leaf.shape, lambda leaf, value: leaf.copy_(value))
+
+
+def _leaves_of_both(
+    call: str, tree: TensorCollection, given: TensorCollection, complete: bool
+) -> tuple[dict[Path, Any], dict[Path, Any]]:
+    """Return the leaves of both trees by path; raise unless the first has those of the second (and the same ones)."""
     mine, theirs = dict(iter_leaves(tree)), dict(iter_leaves(given))
-    extra = [path for path in theirs if path not in mine]
-    lacking = [path for path in mine if path not in theirs] if complete else []
-    if extra or lacking:
+    if theirs.keys() - mine.keys() or (complete and mine.keys() != theirs.keys()):
         check_kinds(call, tree, given)
         raise MissingKeyError(
-            "The trees have different keys; nothing was written.",
+            f"{call}: the trees have different keys{_NOTHING}.",
             expected=f"{sorted(map(dotted, mine))}",
             got=f"{sorted(map(dotted, theirs))}",
+            hint="rows that were written earlier would be zeros there: allocate all keys first, foo().new_zeros([N])."
+            if call.startswith("at")
+            else None,
         )
-    for path, value in theirs.items():
-        if value.shape != mine[path].shape:
+    return mine, theirs
+
+
+def _write(
+    call: str,
+    leaves: dict[Path, Any],
+    values: dict[Path, Any],
+    wanted: Callable[[Tensor], Size],
+    write: Callable[[Tensor, Tensor], object],
+) -> None:
+    """Write values of the wanted shapes into leaves, after all of them were checked."""
+    for path, value in values.items():
+        leaf, where = leaves[path], f"{call} {dotted(path)!r}"
+        check_writable(leaf, where)
+        if value.shape != wanted(leaf):
             raise LeafMismatchError(
-                f"leaf {dotted(path)!r} has another shape; nothing was written.",
-                expected=f"{list(mine[path].shape)}",
-                got=f"{list(value.shape)}",
+                f"{where}: the values do not fit{_NOTHING}.",
+                expected=f"shape {list(wanted(leaf))}",
+                got=f"shape {list(value.shape)}",
             )
-        check_writable(mine[path], repr(dotted(path)))
-        check_dtype(value, mine[path], repr(dotted(path)))
-    _check_one_value(mine, theirs)
-    places = Places(mine.values())
-    values = {path: _apart(value, places) for path, value in theirs.items() if value is not mine[path]}
+        check_dtype(value, leaf, where)
+    _check_one_value(leaves, values)
+    places = Places(leaves.values())
+    apart = {path: _apart(value, places) for path, value in values.items() if value is not leaves[path]}
     with torch.no_grad():
-        for path, value in values.items():
-            mine[path].copy_(value)
+        for path, value in apart.items():
+            write(leaves[path], value)
 
 
 def check_kinds(call: str, tree: TensorCollection, given: TensorCollection) -> None:
@@ -202,14 +223,12 @@ def check_kinds(call: str, tree: TensorCollection, given: TensorCollection) -> N
         raise found.error(call, note=_NOTHING if call.endswith("_") else "")
 
 
+@per_tree(cut=1)
 def _beside(tree: TensorCollection, other: Any, call: str, at: Path) -> TensorCollection:
     """Return what is given to a tree as a tree, which is cut for the trees of a lazy stack where there is one."""
-    if tree._each(lambda t: t) is not None:
-        return tree._each(lambda t, part: _beside(t, part, call, at), other)  # pyright: ignore[reportReturnType]
     if not isinstance(other, TensorCollection):
         return TensorCollection._open(_by_key(tree, other, call, at) or other, tree._batch_size)
-    if other._each(lambda t: t) is not None:
-        raise lazy_source(call, at)
+    check_one_shape(other, call, f" at {dotted(at)!r}" if at else "")
     changes: dict[str, Any] = {}
     for key, node in tree._data.items():
         twin = other._data.get(key)
@@ -233,7 +252,7 @@ def _by_key(tree: TensorCollection, other: Any, call: str, at: Path) -> dict[Any
             entries[name] = value
         elif rest:
             nested.setdefault(key, {})[tuple(rest)] = value
-        elif isinstance(value, (TensorCollection, Mapping)) or node._each(lambda t: t) is not None:
+        elif isinstance(value, (TensorCollection, Mapping)) or node._is_lazy:
             entries[name] = _beside(node, value, call, (*at, key))
         else:
             entries[name] = value
@@ -243,17 +262,6 @@ def _by_key(tree: TensorCollection, other: Any, call: str, at: Path) -> dict[Any
         else:
             entries[key] = _beside(tree._get(key), inner, call, (*at, key))  # pyright: ignore[reportArgumentType]
     return entries
-
-
-def lazy_source(call: str, at: Path) -> TreeStructureError:
-    """Return the error for a lazy stack that is given to a tree whose leaves have one shape."""
-    where = f" at {dotted(at)!r}" if at else ""
-    return TreeStructureError(
-        f"{call}: the entries of a lazy stack have no one shape{where}.",
-        expected="a dict or a tree whose leaves have one shape",
-        got="a LazyStack",
-        hint=f"td.{call}(lazy.dense()), or lazy.pad() where the trees differ.",
-    )
 
 
 def _check_one_value(leaves: dict[Path, Any], values: dict[Path, Any]) -> None:
@@ -270,134 +278,52 @@ def _check_one_value(leaves: dict[Path, Any], values: dict[Path, Any]) -> None:
             )
 
 
-def _apart(value: Any, places: Places) -> Any:
+def _apart(value: Tensor, places: Places) -> Tensor:
     """Return what is to be written, copied where it lies in memory that is written to, as when leaves are swapped."""
-    if isinstance(value, TensorCollection):
-        return value._map(LeafOp("clone", lambda x: _apart(x, places)))
-    if isinstance(value, Mapping):
-        return {key: _apart(part, places) for key, part in value.items()}  # pyright: ignore[reportUnknownVariableType]
-    return value.clone() if isinstance(value, Tensor) and places.holds(value) else value
+    return value.clone() if places.holds(value) else value
 
 
 def write_row(tree: TensorCollection, index: Any, row: Any) -> TensorCollection:
     """Write one row (or rows) of a batch in place; a tree without leaves is allocated first, as zeros."""
+    call = "at[...].set_"
     parts = index_parts(index, tree._batch_size)
-    if tree._each(lambda t: t) is not None:
-        check_positions(parts, tree._batch_size)
-        check_row(tree, parts, row)
-        row = _apart(row, Places([leaf for _, leaf in iter_leaves(tree)]))
-        done = tree._shape(_row_op(parts, "set_"), row)
-        return tree if any(True for _ in iter_leaves(tree)) else done
-    tree, row = check_row(tree, parts, row)
-    stacks = _stacks(tree)
-    row = _apart(row, Places([leaf for _, leaf in iter_leaves(tree)]))
-    leaves, values = _outside(tree, stacks), dict(iter_leaves(row))
-    with torch.no_grad():
-        for path, leaf in leaves.items():
-            leaf[parts] = values[path].to(leaf.dtype)
-    for path, stack in stacks.items():
-        stack._shape(_row_op(parts, "set_"), get(row, path))  # pyright: ignore[reportArgumentType]
-    return tree
-
-
-def _row_op(parts: tuple[Any, ...], call: str) -> LeafOp:
-    return LeafOp("write_rows", lambda old: old, batch=True, args=(parts, call))
-
-
-def _stacks(tree: TensorCollection, at: Path = ()) -> dict[Path, TensorCollection]:
-    """Return the lazy stacks inside a tree, whose rows are in trees of their own."""
-    found: dict[Path, TensorCollection] = {}
-    for key, node in tree._data.items():
-        if isinstance(node, TensorCollection):
-            lazy = node._each(lambda t: t) is not None
-            found |= {(*at, key): node} if lazy else _stacks(node, (*at, key))
-    return found
-
-
-def _outside(tree: TensorCollection, stacks: Iterable[Path]) -> dict[Path, Any]:
-    """Return the leaves of a tree that are not under any of the given paths."""
-    found = dict(iter_leaves(tree))
-    if not stacks:
-        return found
-    return {path: leaf for path, leaf in found.items() if not any(path[: len(at)] == at for at in stacks)}
-
-
-def check_row(tree: TensorCollection, parts: tuple[Any, ...], row: Any) -> tuple[TensorCollection, Any]:
-    """Return the tree, allocated if it had no leaves, and the row as a tree; raise if it does not fit."""
-    if tree._each(lambda t: t) is not None:
-        # All trees of a stack are checked before the first is written to.
-        owners: dict[int, str] = {}
-        if any(owners.setdefault(id(leaf), path[0]) != path[0] for path, leaf in iter_leaves(tree)):
-            raise LeafMismatchError(
-                "at[...].set_: one write would change several rows of the lazy stack.",
-                got="a tensor that is in two of its trees",
-                hint="write stack = stack.clone() first.",
-            )
-        return tree._shape(_row_op(parts, "check_"), row), row
     size = index_size(parts, tree._batch_size)
     # torch would look at the positions of one leaf after another was written to.
     check_positions(parts, tree._batch_size)
     if not isinstance(row, TensorCollection):
         row = TensorCollection._open(row, size)
+    for node in (tree, row, *[node for _, node in iter_items(tree, True, False)]):
+        if isinstance(node, TensorCollection):
+            check_one_shape(node, call)
     if row._batch_size != size:
         raise BatchSizeError(
-            "at[...].set_: the rows have another batch size.", expected=str(list(size)), got=str(list(row._batch_size))
+            f"{call}: the rows have another batch size.", expected=str(list(size)), got=str(list(row._batch_size))
         )
-    if not any(True for _ in iter_leaves(tree)):
+    if not has_leaf(tree):
         tree = _allocate(tree, row)
-    stacks = _stacks(tree)
-    _check_row_keys(tree, row, stacks)
-    leaves, rows = _outside(tree, stacks), _outside(row, stacks)
-    for path, leaf in leaves.items():
-        check_writable(leaf, f"at[...].set_ {dotted(path)!r}")
-        wanted = size + leaf.shape[len(tree._batch_size) :]
-        if rows[path].shape != wanted:
-            raise LeafMismatchError(
-                f"at[...].set_: leaf {dotted(path)!r} does not fit; nothing was written.",
-                expected=f"shape {list(wanted)}",
-                got=f"shape {list(rows[path].shape)}",
-            )
-        check_dtype(rows[path], leaf, f"at[...].set_ {dotted(path)!r}")
-    _check_one_value(leaves, rows)
-    _check_values(tree, parts, row, stacks)
-    for path, stack in stacks.items():
-        check_row(stack, parts, get(row, path))
-    return tree, row
+    leaves, rows = _leaves_of_both(call, tree, row, True)
+    _check_values(tree, parts, row)
+    n = len(tree._batch_size)
+
+    def write(leaf: Tensor, value: Tensor) -> None:
+        leaf[parts] = value.to(leaf.dtype)
+
+    _write(call, leaves, rows, lambda leaf: size + leaf.shape[n:], write)
+    return tree
 
 
-def _check_row_keys(tree: TensorCollection, row: TensorCollection, stacks: Iterable[Path]) -> None:
-    """Raise unless the row has the leaves of the tree, and a tree in the place of each lazy stack."""
-    call = "at[...].set_"
-    if row._each(lambda t: t) is not None:
-        raise lazy_source(call, ())
-    mine = {*_outside(tree, stacks), *stacks}
-    theirs = {*_outside(row, stacks), *[path for path in stacks if has(row, path)]}
-    if mine != theirs or stacks:
-        check_kinds(call, tree, row)
-    if mine != theirs:
-        raise MissingKeyError(
-            f"{call}: the row has other keys than the tree; nothing was written.",
-            expected=f"{sorted(map(dotted, mine))}",
-            got=f"{sorted(map(dotted, theirs))}",
-            hint="earlier rows would be silent zeros: allocate all keys first, foo().new_zeros([N]).",
-        )
-
-
-def _check_values(
-    tree: TensorCollection, parts: tuple[Any, ...], row: TensorCollection, stacks: Iterable[Path]
-) -> None:
+def _check_values(tree: TensorCollection, parts: tuple[Any, ...], row: TensorCollection) -> None:
     """Raise for non-tensor data that differ: they have no storage to write into."""
     for path, node in iter_items(row, True, True):
-        if not isinstance(node, NonTensorBase) or any(path[: len(at)] == at for at in stacks):
-            continue
         mine = get(tree, path, None)
-        if not isinstance(mine, NonTensorBase) or not mine[parts].equal(node).all():
-            raise LeafMismatchError(
-                f"at[...].set_: {dotted(path)!r} is no tensor and cannot be written in place; nothing was written.",
-                expected=repr(mine),
-                got=repr(node),
-                hint="td.at[index].set(row) returns a tree that has it.",
-            )
+        if not isinstance(node, NonTensorBase) or (isinstance(mine, NonTensorBase) and mine[parts].equal(node).all()):
+            continue
+        raise LeafMismatchError(
+            f"at[...].set_: {dotted(path)!r} is no tensor and cannot be written in place; nothing was written.",
+            expected=repr(mine),
+            got=repr(node),
+            hint="td.at[index].set(row) returns a tree that has it.",
+        )
 
 
 def _allocate(tree: TensorCollection, row: TensorCollection) -> TensorCollection:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from tdfunc.core.collection import PLAIN, TensorCollection
-from tdfunc.core.errors import MissingKeyError, TreeStructureError, error
+from tdfunc.core.collection import PLAIN, TensorCollection, no_one_shape, per_tree
+from tdfunc.core.errors import MissingKeyError, error
 from tdfunc.core.keys import Filter, FilterLike, assign, dotted, unravel
 from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.shapes import as_names, as_size
@@ -16,17 +16,7 @@ from tdfunc.core.types import Kind, NestedKey, Node, Path
 from tdfunc.core.walk import Difference, replace, zip_trees
 from tdfunc.ops.convert import resize
 from tdfunc.ops.edit import delete_paths, restore_ties, set_, update
-from tdfunc.ops.reading import (
-    check_same_keys,
-    cut_paths,
-    entries,
-    get,
-    get_value,
-    has,
-    iter_items,
-    kind_of,
-    refuse_inplace,
-)
+from tdfunc.ops.reading import check_same_keys, entries, get, get_value, has, iter_items, kind_of, refuse_inplace
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -69,34 +59,29 @@ def exclude(tree: T, keys: Sequence[NestedKey]) -> T:
     return delete_paths(tree, [unravel(key) for key in keys])
 
 
+@per_tree()
 def _keep(tree: T, paths: Sequence[Path]) -> T:
-    done = tree._each(_keep, cut_paths(tree, paths))
-    if done is not None:
-        return done
     wanted = by_first_key(paths)
     # A class with another representation answers the primitives only.
     plain = type(tree)._get is TensorCollection._get
     data = tree._data if plain else {key: tree._get(key) for key in tree._keys()}
-    kept = {
-        key: data[key] if () in wanted[key] else _keep_part(data[key], wanted[key]) for key in data if key in wanted
-    }
+    kept: dict[str, Node] = {}
+    for key, node in data.items():
+        paths = wanted.get(key, [])
+        if () in paths:
+            kept[key] = node
+        # Only keys that do not exist may have been asked for.
+        elif isinstance(node, TensorCollection) and any([has(node, path) for path in paths]):
+            kept[key] = _keep(node, paths)
     if plain and tree._static is None and len(kept) < len(data) and all([node is not None for node in kept.values()]):
         return tree._replace(kept)
     changes = {key: kept.get(key) for key, node in data.items() if kept.get(key) is not node}
     return tree._put(changes) if changes else tree
 
 
-def _keep_part(node: Node, paths: Sequence[Path]) -> Node:
-    # Only keys that do not exist may have been asked for.
-    found = isinstance(node, TensorCollection) and any(has(node, path) for path in paths)
-    return _keep(node, paths) if found else None
-
-
+@per_tree()
 def flatten_keys(tree: TensorCollection, separator: str) -> Any:
     """Join nested keys; tie paths and kinds follow their leaves. A nested lazy stack is flattened inside."""
-    done = tree._each(lambda t: flatten_keys(t, separator))
-    if done is not None:
-        return done
     data: dict[str, Node] = {}
     kinds: dict[str, Kind] = {}
     clash = _flatten_into(data, kinds, tree, separator, "")
@@ -119,29 +104,17 @@ def _flatten_into(
     for key in tree._keys():
         node, name = tree._get(key), prefix + key
         if isinstance(node, TensorCollection):
-            stack = node._each(lambda t: flatten_keys(t, separator))
-            if stack is None:
+            if not node._is_lazy:
                 clash = _flatten_into(data, kinds, node, separator, name + separator)
                 if clash is not None:
                     return clash
                 continue
-            node = stack
+            node = flatten_keys(node, separator)
         if name in data:
             return name
         data[name] = node
     kinds.update({prefix + key: kind for key, kind in tree._kinds.items()})
     return None
-
-
-def check_separator(separator: str, call: str) -> None:
-    """Raise unless keys can be split there."""
-    if not separator:
-        raise error(
-            ValueError,
-            f"{call}: nothing separates keys by an empty text.",
-            expected="a separator of one character or more",
-            got=repr(separator),
-        )
 
 
 class _Branch(dict[str, Any]):
@@ -151,12 +124,9 @@ class _Branch(dict[str, Any]):
     base: TensorCollection | None = None
 
 
+@per_tree()
 def unflatten_keys(tree: TensorCollection, separator: str) -> Any:
     """Split keys at the separator into nested trees."""
-    check_separator(separator, "unflatten_keys")
-    done = tree._each(lambda t: unflatten_keys(t, separator))
-    if done is not None:
-        return done
     root = _Branch()
     renamed: dict[str, Path] = {}
     for key in tree._keys():
@@ -212,15 +182,13 @@ def _grown(branch: _Branch, like: TensorCollection, separator: str) -> Any:
     return update(branch.base, new) if data else branch.base
 
 
+@per_tree()
 def rename_key(tree: T, old: NestedKey, new: NestedKey, safe: bool) -> T:
     """Move an entry to another path, keeping its place among its siblings when the parent stays the same."""
     source, target = unravel(old), unravel(new)
     get(tree, source)
     if source == target:
         return tree
-    done = tree._each(lambda t: rename_key(t, source, target, safe))
-    if done is not None:
-        return done
     if safe and has(tree, target):
         raise MissingKeyError(
             f"rename_key: {dotted(target)!r} exists.",
@@ -237,12 +205,8 @@ def rename_key(tree: T, old: NestedKey, new: NestedKey, safe: bool) -> T:
     else:
         node, kind = get(bare, source), kind_of(tree, source)
         if isinstance(node, tuple) and source[0] != target[0]:
-            raise TreeStructureError(
-                f"rename_key: {dotted(source)!r} has no one shape outside its lazy stack.",
-                expected="one tensor",
-                got=f"{len(node)} tensors",
-                hint="pad() the lazy stack first.",
-            )
+            # A key under which the trees of a lazy stack have a tensor each.
+            raise no_one_shape(f"rename_key of {dotted(source)!r}", get(bare, source[:-1]))
         moved = set_(delete_paths(bare, [source]), target, node, kind)
     return restore_ties(moved, ties)
 
@@ -255,10 +219,8 @@ def _untied(tree: T) -> T:
     return tree._replace(data, ties=())
 
 
+@per_tree()
 def _rename_here(tree: T, path: Path, new: str) -> T:
-    done = tree._each(lambda t: _rename_here(t, path, new))
-    if done is not None:
-        return done
     old = path[0]
     if len(path) > 1:
         return tree._put({old: _rename_here(tree._get(old), path[1:], new)})
@@ -381,48 +343,28 @@ def combine(*trees: T) -> T:
         *trees: Parts with no leaf in common, as `partition` and `split` return them.
 
     Raises:
-        ValueError: There are no trees, or two have the same leaf; the message names it.
+        ValueError: Two trees have the same leaf; the message names it.
         TreeStructureError: A leaf of one is a tree in another.
 
     Examples:
         >>> list(tdf.combine(TensorDict({"a": torch.zeros(1)}), TensorDict({"b": torch.zeros(2)})).keys())
         ['a', 'b']
     """
-    if not trees:
-        raise error(ValueError, "combine: no trees were given.", expected="one or more")
-    for tree in trees:
-        if not isinstance(tree, TensorCollection):
-            raise error(
-                TypeError,
-                "combine: not a tree.",
-                expected="trees",
-                got=type(tree).__name__,
-                hint="combine(a, b), combine(*parts).",
-            )
-    result = trees[0]
-    for other in trees[1:]:
-        both = {p for p, _ in iter_items(result, True, True)} & {p for p, _ in iter_items(other, True, True)}
-        # What only some trees of a stack have is not among the items.
-        both = both or _stored_paths(result) & _stored_paths(other)
-        if both:
-            raise error(
-                ValueError,
-                f"combine: two parts have the leaf {dotted(min(both))!r}.",
-                hint="use a.update(b) to write one over the other.",
-            )
+    if not all([isinstance(tree, TensorCollection) for tree in trees]):
+        raise error(TypeError, "combine: the arguments must be trees.", got=trees, hint="combine(*parts) for a list.")
+    result, *others = trees
+    for other in others:
         found = zip_trees(result, other, shared=True)
         if isinstance(found, Difference):
             raise found.error("combine")
+        if found:
+            raise error(
+                ValueError,
+                f"combine: two parts have the leaf {dotted(found[0][0])!r}.",
+                hint="use a.update(b) to write one over the other.",
+            )
         result = update(result, other)
     return result
-
-
-def _stored_paths(tree: TensorCollection, at: Path = ()) -> set[Path]:
-    """Return the paths of all leaves and values, those in the trees of a stack one by one."""
-    paths: set[Path] = set()
-    for key, node in tree._data.items():
-        paths |= _stored_paths(node, (*at, key)) if isinstance(node, TensorCollection) else {(*at, key)}
-    return paths
 
 
 def in_dims(tree: T, where: "dict[str | Filter, int | None] | int | None") -> T:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from tdfunc.core.collection import LeafOp, TensorCollection
 from tdfunc.core.errors import BatchSizeError, ImmutableError, UnsupportedError, error
 from tdfunc.core.shapes import dim_index
-from tdfunc.ops import arithmetic, autograd, blocks, cast, compare, index, join, rearrange, shape
+from tdfunc.ops import arithmetic, autograd, cast, compare, index, join, rearrange, shape
 from tdfunc.ops._generate import (
     BINARY,
     BINARY_LEAFWISE,
@@ -23,7 +23,9 @@ from tdfunc.ops._generate import (
     UNARY_LEAFWISE,
 )
 from tdfunc.ops.foreach import binary, broadcast_size, check_same, reversed_binary, unary
+from tdfunc.ops.index import gather
 from tdfunc.ops.reduce import extreme, extremes, reduce, truth
+from tdfunc.ops.shape import reshape
 
 REDUCTIONS = ("sum", "mean", "prod", "amax", "amin", "nansum", "nanmean", "logsumexp")
 # What torch calls otherwise too.
@@ -60,14 +62,7 @@ Handler = Callable[..., Any]
 
 
 def _leafwise(fn: Handler) -> Handler:
-    def call(input: TensorCollection, *args: Any, **kwargs: Any) -> Any:
-        return input._map(LeafOp(fn.__name__, lambda x: fn(x, *args, **kwargs)))
-
-    return call
-
-
-def _activation(fn: Handler) -> Handler:
-    # `inplace` is for memory only: the result is what counts, and the tree is not written to.
+    # `inplace` of activations is for memory only: the result is what counts, and the tree is not written to.
     def call(input: TensorCollection, *args: Any, inplace: bool = False, **kwargs: Any) -> Any:
         return input._map(LeafOp(fn.__name__, lambda x: fn(x, *args, **kwargs)))
 
@@ -120,14 +115,6 @@ def _where(condition: Any, input: Any, other: Any) -> Any:
     return index.where(~condition, other, input)
 
 
-def _all(input: TensorCollection, dim: Any = None, keepdim: bool = False) -> Any:
-    return truth(input, dim, keepdim, "all")
-
-
-def _any(input: TensorCollection, dim: Any = None, keepdim: bool = False) -> Any:
-    return truth(input, dim, keepdim, "any")
-
-
 def _reduction(name: str) -> Handler:
     def call(input: TensorCollection, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
         return reduce(input, name, dim, keepdim, None, **kwargs)
@@ -167,16 +154,6 @@ def _norm(
     return reduce(input, "norm", dim, keepdim, None, p=2 if p in ("fro", None) else p, dtype=dtype)
 
 
-def _vector_norm(
-    x: TensorCollection, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
-) -> Any:
-    return reduce(x, "norm", dim, keepdim, None, p=ord, dtype=dtype)
-
-
-def _quantile(input: Any, q: Any, dim: Any = None, keepdim: bool = False, *, interpolation: str = "linear") -> Any:
-    return input.quantile(q, dim, keepdim, interpolation=interpolation)
-
-
 def _along(name: str) -> Handler:
     return lambda input, dim, **kwargs: arithmetic.along(input, name, dim, **kwargs)
 
@@ -187,18 +164,6 @@ def _softmax(name: str) -> Handler:
         if dim is None:
             raise error(TypeError, f"{name}: trees need a dimension.", hint="dim=-1 is the last one of the batch.")
         return arithmetic.along(input, name, dim, dtype=dtype)
-
-    return call
-
-
-def _cumulative(name: str) -> Handler:
-    return lambda input, dim: arithmetic.unzip(arithmetic.along(input, name, dim))
-
-
-def _combined(name: str) -> Handler:
-    def call(input: TensorCollection, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Any:
-        fn = getattr(torch, name)
-        return arithmetic.combined(input, name, lambda x, a, b: fn(x, a, b, value=value), (tensor1, tensor2))
 
     return call
 
@@ -242,83 +207,35 @@ def _isclose(input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equ
     return binary(input, other, "isclose", None, rtol=rtol, atol=atol, equal_nan=equal_nan)
 
 
-def _atleast(n: int) -> Handler:
-    def call(*tensors: Any) -> Any:
-        fn = getattr(torch, f"atleast_{n}d")
-        made = tuple([rearrange.atleast(x, n) if isinstance(x, TensorCollection) else fn(x) for x in tensors])
-        return made[0] if len(made) == 1 else made
-
-    return call
-
-
-def _joining(fn: Handler) -> Handler:
-    return lambda tensors: fn(tensors)
-
-
-def _splitting(name: str) -> Handler:
-    return lambda input, indices_or_sections: blocks.split_along(input, indices_or_sections, name)
-
-
-def _index_select(input: TensorCollection, dim: int, index: Any) -> Any:
-    return _at_index(input, dim, index, "index_select")
-
-
-def _select(input: TensorCollection, dim: int, index: int) -> Any:
-    return _at_index(input, dim, int(index), "select")
-
-
 def _at_index(tree: TensorCollection, dim: int, index: Any, call: str) -> Any:
     return tree._index((*[slice(None)] * dim_index(dim, len(tree._batch_size), call), index))
-
-
-def _split(tensor: Any, split_size_or_sections: Any, dim: int = 0) -> Any:
-    return shape.split(tensor, split_size_or_sections, dim)
-
-
-def _repeat_interleave(input: Any, repeats: Any, dim: Any = None, *, output_size: int | None = None) -> Any:
-    return rearrange.repeat_interleave(input, repeats, dim, output_size)
 
 
 def _shapes() -> dict[Any, Handler]:
     table: dict[Any, Handler] = {
         torch.stack: lambda tensors, dim=0: join.stack(tensors, dim),
         torch.unbind: lambda input, dim=0: index.unbind(input, dim),
-        torch.split: _split,
-        torch.split_with_sizes: _split,
+        torch.split: lambda tensor, split_size_or_sections, dim=0: shape.split(tensor, split_size_or_sections, dim),
+        torch.split_with_sizes: lambda input, split_sizes, dim=0: shape.split(input, split_sizes, dim),
         torch.chunk: lambda input, chunks, dim=0: shape.chunk(input, chunks, dim),
-        torch.gather: lambda input, dim, index: _gather(input, dim, index),
-        torch.index_select: _index_select,
-        torch.select: _select,
+        torch.gather: lambda input, dim, index: gather(input, dim, index),
+        torch.index_select: lambda input, dim, index: _at_index(input, dim, index, "index_select"),
+        torch.select: lambda input, dim, index: _at_index(input, dim, int(index), "select"),
         torch.masked_select: lambda input, mask: index.masked_select(input, mask),
         torch.where: _where,
-        torch.reshape: lambda input, shape: _reshape(input, shape),
-        torch.ravel: lambda input: shape.reshape(input, (-1,)),
+        torch.reshape: lambda input, shape: reshape(input, tuple(shape)),
         torch.permute: lambda input, dims: shape.permute(input, tuple(dims)),
         torch.squeeze: lambda input, dim=None: shape.squeeze(input, dim),
         torch.unsqueeze: lambda input, dim: shape.unsqueeze(input, dim),
         torch.flatten: lambda input, start_dim=0, end_dim=-1: shape.flatten(input, start_dim, end_dim),
         torch.unflatten: lambda input, dim, sizes: shape.unflatten(input, dim, sizes),
         torch.broadcast_to: lambda input, size: shape.expand(input, tuple(size)),
-        torch.narrow: lambda input, dim, start, length: rearrange.narrow(input, dim, start, length),
-        torch.tensor_split: lambda input, sections, dim=0: rearrange.tensor_split(input, sections, dim),
         torch.flip: lambda input, dims: rearrange.flip(input, dims),
-        torch.fliplr: lambda input: rearrange.flip(input, 1),
-        torch.flipud: lambda input: rearrange.flip(input, 0),
-        torch.roll: lambda input, shifts, dims=None: rearrange.roll(input, shifts, dims),
-        torch.rot90: lambda input, k=1, dims=(0, 1): rearrange.rot90(input, k, dims),
-        torch.tile: lambda input, dims: rearrange.tile(input, tuple(dims)),
-        torch.repeat_interleave: _repeat_interleave,
-        torch.movedim: lambda input, source, destination: rearrange.movedim(input, source, destination),
-        torch.moveaxis: lambda input, source, destination: rearrange.movedim(input, source, destination),
+        torch.repeat_interleave: lambda input, repeats, dim=None, *, output_size=None: rearrange.repeat_interleave(
+            input, repeats, dim, output_size
+        ),
         torch.transpose: lambda input, dim0, dim1: shape.transpose(input, dim0, dim1),
-        torch.swapaxes: lambda input, axis0, axis1: shape.transpose(input, axis0, axis1),
-        torch.swapdims: lambda input, dim0, dim1: shape.transpose(input, dim0, dim1),
     }
-    table |= {getattr(torch, f"atleast_{n}d"): _atleast(n) for n in (1, 2, 3)}
-    for name in ("vstack", "hstack", "dstack", "column_stack"):
-        table[getattr(torch, name)] = _joining(getattr(blocks, name))
-    table[torch.row_stack] = table[torch.vstack]
-    table |= {getattr(torch, name): _splitting(name) for name in ("vsplit", "hsplit", "dsplit")}
     return table | {
         fn: lambda tensors, dim=0: join.cat(tensors, dim) for fn in (torch.cat, torch.concat, torch.concatenate)
     }
@@ -328,24 +245,19 @@ def _pointwise() -> dict[Any, Handler]:
     table: dict[Any, Handler] = {
         torch.clamp: lambda input, min=None, max=None: arithmetic.clamp(input, min, max),
         torch.lerp: lambda input, end, weight: arithmetic.lerp(input, end, weight),
-        torch.addcmul: _combined("addcmul"),
-        torch.addcdiv: _combined("addcdiv"),
         torch.masked_fill: lambda input, mask, value: arithmetic.masked_fill(input, mask, value),
         torch.isclose: _isclose,
         torch.clone: lambda input: cast.clone(input, True),
         torch.detach: lambda input: cast.detach(input),
     }
-    for fn in (torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like):
-        table[fn] = _like(fn)
-    for fn in (torch.rand_like, torch.randn_like, torch.randint_like):
-        table[fn] = _like(fn)
+    for name in ("zeros", "ones", "empty", "full", "rand", "randn", "randint"):
+        table[getattr(torch, f"{name}_like")] = _like(getattr(torch, f"{name}_like"))
     table |= {getattr(torch, name): _leafwise(getattr(torch, name)) for name in LEAFWISE}
-    table |= {getattr(F, name): _activation(getattr(F, name)) for name in ACTIVATIONS}
+    table |= {getattr(F, name): _leafwise(getattr(F, name)) for name in ACTIVATIONS}
     table |= {getattr(torch.special, name): _leafwise(getattr(torch.special, name)) for name in SPECIAL}
     table |= {getattr(torch, name): _unary(name) for name in UNARY | UNARY_LEAFWISE}
     table |= {getattr(torch, name): _binary(name) for name in [*BINARY, *BINARY_LEAFWISE, *PAIRWISE]}
     table |= {getattr(torch, name): _along(name) for name in ("cumsum", "cumprod", "logcumsumexp")}
-    table |= {getattr(torch, name): _cumulative(name) for name in ("cummax", "cummin")}
     table |= {getattr(owner, name): _softmax(name) for name in ("softmax", "log_softmax") for owner in (torch, F)}
     table |= {fn: _loss(fn) for fn in (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)}
     table |= {getattr(torch.special, name): table[getattr(torch, same)] for name, same in SPECIAL_ALIASES.items()}
@@ -354,13 +266,19 @@ def _pointwise() -> dict[Any, Handler]:
 
 def _reductions() -> dict[Any, Handler]:
     table: dict[Any, Handler] = {
-        torch.all: _all,
-        torch.any: _any,
+        torch.all: lambda input, dim=None, keepdim=False: truth(input, dim, keepdim, "all"),
+        torch.any: lambda input, dim=None, keepdim=False: truth(input, dim, keepdim, "any"),
         torch.equal: lambda input, other: compare.equal(input, other),
-        torch.allclose: _allclose,
+        torch.allclose: lambda input, other, rtol=1e-5, atol=1e-8, equal_nan=False: compare.all_close(
+            input, other, rtol, atol, equal_nan
+        ),
         torch.norm: _norm,
-        torch.linalg.vector_norm: _vector_norm,
-        torch.quantile: _quantile,
+        torch.linalg.vector_norm: lambda x, ord=2, dim=None, keepdim=False, *, dtype=None: reduce(
+            x, "norm", dim, keepdim, None, p=ord, dtype=dtype
+        ),
+        torch.quantile: lambda input, q, dim=None, keepdim=False, *, interpolation="linear": input.quantile(
+            q, dim, keepdim, interpolation=interpolation
+        ),
         torch.std: _deviation("std"),
         torch.var: _deviation("var"),
         torch.max: _extreme("max", _binary("maximum")),
@@ -384,18 +302,6 @@ def _checkpoint(function: Handler, /, *args: Any, **kwargs: Any) -> Any:
     # Dynamo asks the arguments before it captures `torch.utils.checkpoint`, and lifts what a function closes over.
     options = {name: kwargs.pop(name) for name in _CHECKPOINT_OPTIONS if name in kwargs}
     return tag_activation_checkpoint(lambda: function(*args, **kwargs), **options)
-
-
-def _allclose(input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
-    return compare.all_close(input, other, rtol, atol, equal_nan)
-
-
-def _gather(tree: Any, dim: int, positions: Any) -> Any:
-    return index.gather(tree, dim, positions)
-
-
-def _reshape(tree: Any, size: Any) -> Any:
-    return shape.reshape(tree, tuple(size))
 
 
 def _methods() -> dict[str, Handler]:

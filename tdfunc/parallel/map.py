@@ -22,7 +22,7 @@ from tdfunc.ops import join
 from tdfunc.parallel.chunks import Job, Plan, current_modes, make_plan, take, takes_generator, write_result
 from tdfunc.parallel.parcel import Parcel, from_parcel, is_in_file, is_shared_file, to_parcel
 from tdfunc.parallel.pool import count_cpus, end_workers, pool_options, run_chunk
-from tdfunc.storage.disk.levels import is_wrapped
+from tdfunc.storage.disk.raw import is_wrapped
 
 # Chunks that wait or run for each worker: one waits, so that no worker does.
 _AHEAD = 2

@@ -18,9 +18,8 @@ from tdfunc.core.collection import TensorCollection, iter_leaves
 from tdfunc.core.errors import UnsupportedError, WorkerError
 from tdfunc.core.keys import dotted
 from tdfunc.core.memory import MappedFile, mapped_file
-from tdfunc.storage.disk.levels import is_wrapped
 from tdfunc.storage.disk.mapped import READ, map_descriptor
-from tdfunc.storage.disk.raw import raw_bytes
+from tdfunc.storage.disk.raw import is_wrapped, raw_bytes
 
 _ALIGN = 64
 _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096

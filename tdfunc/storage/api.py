@@ -1,7 +1,8 @@
 """`save` and `load`: a whole tree in one safetensors file, or in shards, that any reader of the format opens."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,23 +12,13 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.keys import FilterLike
 from tdfunc.core.types import Device
-from tdfunc.storage.disk.atomic import replace_file
-from tdfunc.storage.disk.files import LocalFiles, is_memmap, open_contents
-from tdfunc.storage.disk.levels import outside_transforms
-from tdfunc.storage.disk.progress import progress_bar
-from tdfunc.storage.disk.remote import RemoteFiles, is_remote, local_path, not_empty
-from tdfunc.storage.memmap.memmap import load_memmap
-from tdfunc.storage.safetensors.index import SINGLE
+from tdfunc.storage.disk.raw import outside_transforms
+from tdfunc.storage.disk.remote import LocalFiles, RemoteFiles, is_remote, local_path
+from tdfunc.storage.memmap.read import load_memmap
+from tdfunc.storage.safetensors.contents import is_memmap, open_contents
+from tdfunc.storage.safetensors.plan import Values, as_bytes, plan_save
 from tdfunc.storage.safetensors.select import Choice, narrow_tree, read_tree
-from tdfunc.storage.safetensors.shards import (
-    ShardPlan,
-    as_bytes,
-    save_remote_file,
-    save_remote_shards,
-    save_shards,
-    save_single,
-)
-from tdfunc.storage.safetensors.write import Values, plan_file, write_file
+from tdfunc.storage.safetensors.write import commit
 from tdfunc.storage.tree.build import Classes
 from tdfunc.storage.tree.encode import Outline, outline
 
@@ -76,12 +67,8 @@ def save(
         >>> bool((back == td).all()), back.names, back["note"]
         (True, ['row'], 'first')
     """
-    if max_shard_size is None:
-        target = check_target(path)
-        save_outline(outline_of(td), target, fsync=fsync, progress=progress)
-        return
-    folder = check_folder(path)
-    save_sharded(outline_of(td), folder, as_bytes(max_shard_size), fsync=fsync, progress=progress)
+    target, max_bytes = check_target(path, max_shard_size)
+    save_outline(outline_of(td), target, max_bytes, fsync=fsync, progress=progress)
 
 
 def outline_of(td: TensorCollection) -> Outline:
@@ -89,10 +76,10 @@ def outline_of(td: TensorCollection) -> Outline:
     if not isinstance(td, TensorCollection):
         raise error(
             TypeError,
-            "save: this is no tree.",
+            "save: this must be a tree.",
             expected="a TensorDict",
             got=type(td).__name__,
-            hint="save(TensorDict(mapping), path).",
+            hint="save(TensorDict(mapping), path), or TensorDict.from_module(model).",
         )
     if type(torch.empty(0, device="cpu")) is not Tensor:
         raise UnsupportedError(
@@ -106,47 +93,20 @@ def outline_of(td: TensorCollection) -> Outline:
 def save_outline(
     out: Outline,
     target: str,
+    max_bytes: int | None = None,
     *,
     fsync: bool = True,
     digests: Mapping[str, str] | None = None,
     values: Values | None = None,
     progress: bool = False,
 ) -> None:
-    """Write a tree that was outlined as one file; a leaf with a digest must still have it.
+    """Write a tree that was outlined, as one file or as shards of `max_bytes`; a leaf with a digest must still have it.
 
     With `values` the leaves need none: their bytes come from that.
     """
-    plan = plan_file(out, digests, values)
-    with progress_bar(progress, plan.size_bytes - len(plan.head), "save") as tick:
-
-        def write(fd: int) -> None:
-            write_file(fd, plan, tick)
-
-        if is_remote(target):
-            save_remote_file(target, write, RemoteFiles(target, fetch=False))
-        elif os.path.basename(target) == SINGLE:
-            save_single(target, write, size_bytes=plan.size_bytes, fsync=fsync)
-        else:
-            replace_file(target, write, size_bytes=plan.size_bytes, fsync=fsync)
-
-
-def save_sharded(
-    out: Outline,
-    folder: str,
-    max_bytes: int,
-    *,
-    fsync: bool = True,
-    digests: Mapping[str, str] | None = None,
-    values: Values | None = None,
-    progress: bool = False,
-) -> None:
-    """Write a tree that was outlined as shards, as `save_outline` writes one file."""
-    plan = ShardPlan(out, max_bytes, digests, values)
+    plan = plan_save(out, max_bytes, digests, values)
     with progress_bar(progress, plan.size_bytes, "save") as tick:
-        if is_remote(folder):
-            save_remote_shards(plan, folder, RemoteFiles(folder, fetch=False), tick=tick)
-        else:
-            save_shards(plan, folder, fsync=fsync, tick=tick)
+        commit(plan, target, fsync=fsync, tick=tick)
 
 
 def load(
@@ -198,7 +158,7 @@ def load(
         FilterError: A pattern in `keys` matches no leaf.
         FileNotFoundError: There is no such file, or the folder holds no checkpoint.
     """
-    name = local_path(as_name(path, "load"))
+    name = as_name(path)
     files = RemoteFiles(name, fetch=keys is None) if is_remote(name) else LocalFiles()
     place = torch.device(device) if device is not None else None
     choice = Choice(keys, like, dtype, place, classes)
@@ -216,22 +176,36 @@ def load(
         contents.close()
 
 
-def as_name(path: Any, call: str) -> str:
-    """Return a path as text."""
-    if not isinstance(path, (str, bytes, os.PathLike)):
-        raise error(
-            TypeError,
-            f"{call}: not a path.",
-            expected="a file name",
-            got=type(path).__name__,
-            hint="save(tree, path), in this order." if call == "save" else f"{call}(path).",
-        )
-    return os.fsdecode(path)
+@contextmanager
+def progress_bar(show: bool, size_bytes: int, what: str) -> Generator[Callable[[int], object] | None, None, None]:
+    """Yield a function to call with each number of bytes done; None where nothing is to be shown.
+
+    Raises:
+        UnsupportedError: tqdm is not installed.
+    """
+    if not show:
+        yield None
+        return
+    try:
+        from tqdm.auto import tqdm  # pyright: ignore[reportMissingModuleSource]
+    except ImportError as err:
+        raise UnsupportedError(
+            "progress=True needs tqdm, which is not installed.", hint='pip install "tdfunc[cli]", or pip install tqdm.'
+        ) from err
+    with tqdm(total=size_bytes, unit="B", unit_scale=True, unit_divisor=1000, desc=what) as bar:
+        yield bar.update
 
 
-def check_target(path: str | os.PathLike[str]) -> str:
-    """Return the name of a file that a tree can be saved as."""
-    target = local_path(as_name(path, "save"))
+def as_name(path: "str | bytes | os.PathLike[str]") -> str:
+    """Return a path as text, of a file of this machine without its protocol."""
+    return local_path(os.fsdecode(path))
+
+
+def check_target(path: str | os.PathLike[str], max_shard_size: int | str | None = None) -> tuple[str, int | None]:
+    """Return the name of a file or folder that a tree can be saved as, and the most bytes of a shard."""
+    target = as_name(path)
+    if max_shard_size is not None:
+        return _check_folder(target), as_bytes(max_shard_size)
     suffix = os.path.splitext(target)[1]
     if suffix != _SUFFIX:
         if suffix in _TORCH_SUFFIXES:
@@ -247,12 +221,10 @@ def check_target(path: str | os.PathLike[str]) -> str:
         )
     if not is_remote(target) and os.path.isdir(target):
         raise error(IsADirectoryError, f"save {target}: this is a folder.", expected="the name of a file")
-    return target
+    return target, None
 
 
-def check_folder(path: str | os.PathLike[str]) -> str:
-    """Return the name of a folder that shards can be saved in."""
-    folder = not_empty(local_path(as_name(path, "save")), "save")
+def _check_folder(folder: str) -> str:
     taken = not is_remote(folder) and os.path.lexists(folder) and not os.path.isdir(folder)
     if taken or folder.endswith((_SUFFIX, *_TORCH_SUFFIXES)):
         raise error(
@@ -262,4 +234,4 @@ def check_folder(path: str | os.PathLike[str]) -> str:
             got="that of a file",
             hint="name a folder, or leave out max_shard_size=.",
         )
-    return folder.rstrip("/") or "/"
+    return folder.rstrip("/") or folder

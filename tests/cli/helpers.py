@@ -81,4 +81,4 @@ def read_back(path):
 
 def child(*args):
     """The command line of a process of its own."""
-    return [sys.executable, "-m", "tdfunc.cli", *map(str, args)]
+    return [sys.executable, "-m", "tdfunc", *map(str, args)]

@@ -18,8 +18,8 @@ class Pair(NamedTuple):
 
     ours: Any
     oracle: Any
-    # Whether the dimension of the stack may be one of those that the operation would have to merge.
-    merges: bool = False
+    # Whether a lazy stack may refuse it: it needs one tensor for each leaf if the stack's dimension is concerned.
+    may_refuse: bool = False
 
 
 def rows_of(tree):
@@ -87,7 +87,8 @@ def index(rng, tree, rows, _):
             parts.append(slice(None))
     parts += [...] * (rng.random() < 0.2)
     arrays = tuple([part.numpy() if isinstance(part, torch.Tensor) else part for part in parts])
-    return Pair(lambda: [tree[tuple(parts)]], lambda: [as_array(rows[arrays])])
+    several = sum(isinstance(part, torch.Tensor) for part in parts) > 1
+    return Pair(lambda: [tree[tuple(parts)]], lambda: [as_array(rows[arrays])], several)
 
 
 def _index_part(rng, kind, size, has_rows):
@@ -116,18 +117,8 @@ def permute(rng, tree, rows, _):
     return Pair(lambda: [tree.permute(*order)], lambda: [rows.transpose(order)])
 
 
-def movedim(rng, tree, rows, dim):
-    other = rng.randint(-rows.ndim, rows.ndim - 1)
-    return Pair(lambda: [tree.movedim(dim, other)], lambda: [np.moveaxis(rows, dim, other)])
-
-
 def flip(_, tree, rows, dim):
     return Pair(lambda: [tree.flip(dim)], lambda: [np.flip(rows, dim)])
-
-
-def roll(rng, tree, rows, dim):
-    shift = rng.randint(-4, 4)
-    return Pair(lambda: [tree.roll(shift, dim)], lambda: [np.roll(rows, shift, dim)])
 
 
 def unsqueeze(_, tree, rows, dim):
@@ -158,21 +149,9 @@ def split(rng, tree, rows, dim):
     return Pair(lambda: tree.split(size, dim), lambda: np.split(rows, range(size, max(total, 1), size), dim))
 
 
-def tensor_split(rng, tree, rows, dim):
-    count = rng.randint(1, 4)
-    return Pair(lambda: tree.tensor_split(count, dim), lambda: np.array_split(rows, count, dim))
-
-
 def unbind(_, tree, rows, dim):
     count = rows.shape[dim]
     return Pair(lambda: tree.unbind(dim), lambda: [as_array(rows.take(i, dim)) for i in range(count)])
-
-
-def narrow(rng, tree, rows, dim):
-    start = rng.randint(0, rows.shape[dim])
-    length = rng.randint(0, rows.shape[dim] - start)
-    part = (slice(None),) * (dim % rows.ndim) + (slice(start, start + length),)
-    return Pair(lambda: [tree.narrow(dim, start, length)], lambda: [rows[part]])
 
 
 def reshape(rng, tree, rows, _):
@@ -180,14 +159,15 @@ def reshape(rng, tree, rows, _):
     sizes = [(total,), (1, total), (*rows.shape, 1), rows.shape[::-1], (total, 1, 1)]
     sizes += [(total // 2, 2), (2, total // 2)] if total % 2 == 0 else []
     size = rng.choice(sizes)
-    return Pair(lambda: [tree.reshape(*size)], lambda: [rows.reshape(size)])
+    return Pair(lambda: [tree.reshape(*size)], lambda: [rows.reshape(size)], may_refuse=True)
 
 
 def flatten(rng, tree, rows, _):
     start = rng.randint(0, rows.ndim - 1)
     end = rng.randint(start, rows.ndim - 1)
     size = (*rows.shape[:start], int(np.prod(rows.shape[start : end + 1])), *rows.shape[end + 1 :])
-    return Pair(lambda: [tree.flatten(start, end)], lambda: [rows.reshape(size)])
+    merges_front = isinstance(tree, LazyStack) and start < tree.stack_dim <= end
+    return Pair(lambda: [tree.flatten(start, end)], lambda: [rows.reshape(size)], merges_front)
 
 
 def unflatten(rng, tree, rows, dim):
@@ -207,20 +187,6 @@ def stack(_, tree, rows, dim):
 
 def stack_lazily(_, tree, rows, dim):
     return Pair(lambda: [lazy_stack([tree.flip(0), tree], dim)], lambda: [np.stack([np.flip(rows, 0), rows], dim)])
-
-
-def gather(rng, tree, rows, dim):
-    size = [rng.randint(min(count, 1), count) for count in rows.shape]
-    size[dim] = rng.randint(0, 4) if rows.shape[dim] else 0
-    where = torch.randint(max(rows.shape[dim], 1), size)
-    # numpy asks for all of the other dimensions.
-    part = tuple([slice(None) if i == dim % rows.ndim else slice(count) for i, count in enumerate(size)])
-    return Pair(lambda: [tree.gather(dim, where)], lambda: [np.take_along_axis(rows[part], where.numpy(), dim)])
-
-
-def masked_select(_, tree, rows, __):
-    mask = torch.rand(rows.shape) < 0.5
-    return Pair(lambda: [tree.masked_select(mask)], lambda: [rows[mask.numpy()]])
 
 
 def masked_fill(_, tree, rows, __):
@@ -253,38 +219,7 @@ def set_entry(_, tree, rows, __):
     )
 
 
-def reduce_rows(rng, tree, rows, dim):
-    name = rng.choice(["sum", "amax", "prod", "amin"])
-
-    def lane(at, _):
-        parts = [rows[(*at[:dim], i, *at[dim:])] for i in range(rows.shape[dim])]
-        return {path: getattr(torch.stack([part[path] for part in parts]), name)(dim=0) for path in parts[0]}
-
-    dim %= rows.ndim
-    size = rows.shape[:dim] + rows.shape[dim + 1 :]
-    return Pair(lambda: [getattr(tree, name)(dim=dim)], lambda: [cells(np.empty(size, object), lane)], merges=True)
-
-
-def accumulate(rng, tree, rows, dim):
-    name = rng.choice(["cumsum", "cumprod", "softmax", "cummax"])
-    dim %= rows.ndim
-
-    def ours():
-        floats = tree.float()
-        return [floats.cummax(dim).values if name == "cummax" else getattr(floats, name)(dim=dim)]
-
-    def lane(at, row):
-        parts = [rows[(*at[:dim], i, *at[dim + 1 :])] for i in range(rows.shape[dim])]
-        return {path: along(torch.stack([part[path] for part in parts]).float())[at[dim]] for path in row}
-
-    def along(x):
-        return torch.cummax(x, 0).values if name == "cummax" else getattr(torch, name)(x, 0)
-
-    return Pair(ours, lambda: [cells(rows, lane)], merges=True)
-
-
 OPERATIONS = (
-    index, permute, movedim, flip, roll, unsqueeze, squeeze, expand, repeat, repeat_interleave, split, tensor_split,
-    unbind, narrow, reshape, flatten, unflatten, cat, stack, stack_lazily, gather, masked_select, masked_fill, where,
-    rescale, set_entry, reduce_rows, accumulate,
+    index, permute, flip, unsqueeze, squeeze, expand, repeat, repeat_interleave, split, unbind, reshape, flatten,
+    unflatten, cat, stack, stack_lazily, masked_fill, where, rescale, set_entry,
 )  # fmt: skip

@@ -39,8 +39,8 @@ def uniform(count=3, size=(4, 2)):
     return [
         TensorDict(
             {
-                "x": torch.arange(10.0 * i, 10.0 * i + 24).reshape(*size, 3),
-                "n": {"y": torch.arange(8).reshape(size) + i},
+                "x": torch.arange(3.0 * size[0] * size[1]).reshape(*size, 3) + 10 * i,
+                "n": {"y": torch.arange(size[0] * size[1]).reshape(size) + i},
                 "s": [[f"{i}.{j}.{k}" for k in range(size[1])] for j in range(size[0])],
             },
             size,

@@ -40,7 +40,7 @@ def assert_one_graph(function, calls):
 
 @pytest.mark.parametrize(("make", "x"), MODELS)
 def test_apply(make, x):
-    """A step function with `apply` would break the graph, or be compiled again for each new tree."""
+    """A step function with `apply` is one graph for all trees."""
     apply, params, buffers = functional(make())
 
     assert_one_graph(
@@ -50,7 +50,7 @@ def test_apply(make, x):
 
 @pytest.mark.parametrize(("make", "x"), MODELS)
 def test_a_block(make, x):
-    """A compiled function with a block would break the graph, or leave the module with the tree's weights."""
+    """A compiled function with a block is one graph, and leaves the module as it was."""
     model = make()
     before = [*model.parameters(), *model.buffers()]
     tree = from_module(model).detach().clone()
@@ -66,7 +66,7 @@ def test_a_block(make, x):
 @pytest.mark.slow
 @pytest.mark.parametrize("transform", ["grad", "vmap", "vmap of grad", "jvp"])
 def test_transforms(transform):
-    """A transform inside a compiled region would break the graph."""
+    """A transform inside a compiled region does not break the graph."""
     apply, params, buffers = functional(Norm())
     trees = [torch.stack([scaled(params, f), params]) for f in (1.0, 2.0)]
     many = torch.stack([buffers, buffers])
@@ -82,15 +82,6 @@ def test_transforms(transform):
         "jvp": lambda p: torch.func.jvp(lambda p: loss(p, buffers)[0], (p[0],), (p[1],)),
     }[transform]
     assert_one_graph(function, [(tree,) for tree in trees])
-
-
-def test_skeletons_stay_empty():
-    """The weights of a compiled call would stay in the skeleton that compiled calls share."""
-    apply, params, buffers = functional(Norm())
-    torch.compile(lambda p: apply(p, X, buffers=buffers), backend="eager", fullgraph=True)(params)
-
-    assert repr(apply._traced.module.linear.weight).startswith("Poison")
-    assert repr(apply._traced.module.norm.running_mean).startswith("Poison")
 
 
 class Writer(nn.Module):
@@ -115,7 +106,7 @@ class Writer(nn.Module):
 
 @pytest.mark.slow
 def test_writes_are_put_back():
-    """What a forward writes on itself would go from one compiled call to the next."""
+    """Nothing that a forward writes on itself goes from one compiled call to the next."""
     apply, params, buffers = functional(Writer())
 
     assert_one_graph(lambda p: apply(p, X, buffers=buffers), [(scaled(params, f),) for f in (1.0, 2.0, 3.0)])
@@ -129,7 +120,7 @@ def test_writes_are_put_back():
 
 
 def test_plain_calls_between_compiled_ones():
-    """A plain call would change what the compiled one guards on, or fill its skeleton."""
+    """A plain call changes nothing that the compiled one guards on."""
     apply, params, buffers = functional(Norm())
     counter = CompileCounter()
     compiled = torch.compile(lambda p, b: apply.with_buffers(p, b, X), backend=counter, fullgraph=True)
@@ -144,23 +135,9 @@ def test_plain_calls_between_compiled_ones():
     assert counter.frame_count == 1
 
 
-def test_the_call_alone_binds_nothing():
-    """A compiled region would write its tensors into the module for good."""
-    model = make_mlp()
-    before = list(model.parameters())
-    tree = from_module(model).detach() * 2.0
-
-    def load(tree):
-        tree.to_module(model)
-        return tree["0", "bias"] + 1
-
-    torch.compile(load, backend="eager", fullgraph=True)(tree)
-    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
-
-
 @pytest.mark.parametrize("mode", ["real", "fake"])
 def test_make_fx(mode):
-    """A trace would hold the weights of the time when it was made, or tensors that were not given to it."""
+    """A trace takes the weights and buffers as arguments."""
     apply, params, buffers = functional(Norm())
     traced = make_fx(lambda p, b, x: apply.with_buffers(p, b, x), tracing_mode=mode)(params, buffers, X)
     out, new = traced(scaled(params, 2.0), buffers, X)
@@ -172,7 +149,7 @@ def test_make_fx(mode):
 
 
 def test_a_trace_binds_in_a_block_only():
-    """A load inside make_fx would leave fake tensors in the module."""
+    """A load inside make_fx leaves no fake tensor in the module."""
     model = make_mlp()
     before = list(model.parameters())
     tree = from_module(model).detach()
@@ -187,7 +164,7 @@ def test_a_trace_binds_in_a_block_only():
 
 
 def test_export():
-    """An exported program would hold the weights instead of taking them."""
+    """An exported program takes the weights as arguments."""
     apply, params, buffers = functional(Norm())
 
     class Program(nn.Module):

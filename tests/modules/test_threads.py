@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tdfunc import functional
-from tests.models import Norm, make_mlp
+from tests.models import Norm
 
 X = torch.linspace(-1, 1, 15).reshape(5, 3)
 THREADS = 4
@@ -24,26 +24,28 @@ def fast_switching():
     sys.setswitchinterval(before)
 
 
+BARRIER = threading.Barrier(THREADS)
+
+
 class Meeting(nn.Module):
     """Waits in the middle of forward until all threads are there."""
 
     def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
-        self.barrier = threading.Barrier(THREADS)
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x):
         y = self.first(x)
-        self.barrier.wait(10)
+        BARRIER.wait(10)
         self.calls += y.sum()
         self.last = y
-        self.barrier.wait(10)
+        BARRIER.wait(10)
         return self.second(self.last)
 
 
 def test_calls_meet_inside_forward():
-    """Calls that are all inside forward at once would run with each other's weights or buffers."""
+    """Calls that are all inside forward at once run with their own weights and buffers."""
     model = Meeting()
     apply, params, buffers = functional(model)
     trees = [params * float(i + 1) for i in range(THREADS)]
@@ -64,70 +66,39 @@ def test_calls_meet_inside_forward():
     assert not hasattr(apply._pool[0].module, "last")
 
 
-class Failing(nn.Module):
-    """Raises in the middle of forward when told to."""
+class Failing(Norm):
+    """Raises at the end of forward when told to."""
 
-    def __init__(self):
-        super().__init__()
-        self.body = make_mlp()
-
-    def forward(self, x, fail):
-        y = self.body(x)
+    def forward(self, x, fail=False):
+        y = super().forward(x)
         if fail:
             raise ValueError(f"{y.sum()}")
         return y
 
 
 @pytest.mark.usefixtures("fast_switching")
-def test_exceptions_in_half_of_the_calls():
-    """A call that raises would leave its weights in a skeleton that another thread then uses."""
-    apply, params, _ = functional(Failing())
+def test_modes_trees_and_exceptions_of_many_threads():
+    """Calls in two modes, on own and shared trees, half of which raise, read their own plans and weights."""
+    evaluated, params, buffers = functional(Failing().eval())
+    trained = evaluated.train()
     trees = [params * float(i + 1) for i in range(THREADS)]
-    expected = [apply(tree, X, False) for tree in trees]
+    stacked = torch.stack([params, params]), torch.stack([buffers, buffers])
+    expected = {apply: [apply(tree, X, buffers=buffers) for tree in trees] for apply in (evaluated, trained)}
     wrong = []
 
     def work(i):
-        for n in range(150):
-            try:
-                out = apply(trees[i], X, n % 2 == 0)
-            except ValueError as err:
-                if str(err) != f"{expected[i].sum()}":
-                    wrong.append(i)
-            else:
-                if not torch.equal(out, expected[i]):
-                    wrong.append(i)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-    assert not wrong
-    assert len(apply._pool) <= THREADS + 1
-
-
-@pytest.mark.usefixtures("fast_switching")
-def test_modes_and_trees_shared_by_threads():
-    """The caches that a tree and an apply keep would be mixed up by two functions on one tree."""
-    model = Norm()
-    apply, params, buffers = functional(model.eval())
-    other = apply.train()
-    expected = [apply(params, X, buffers=buffers), other.with_buffers(params, buffers, X)[0]]
-    stacked = torch.stack([params, params])
-    wrong = []
-
-    def work(i):
-        for _ in range(100):
-            if i % 3 == 0:
-                wrong.extend([] if torch.equal(apply(params, X, buffers=buffers), expected[0]) else [i])
-            elif i % 3 == 1:
-                wrong.extend([] if torch.equal(other(params, X, buffers=buffers), expected[1]) else [i])
-            else:
-                apply.leaves(stacked, torch.stack([buffers, buffers]), torch.Size([2]))
-                apply.leaves(params, buffers)
+        for n in range(100):
+            apply = (evaluated, trained)[n // 2 % 2]
+            for tree, right in ((trees[i], expected[apply][i]), (trees[0], expected[apply][0])):
+                try:
+                    same = torch.equal(apply(tree, X, n % 2 == 0, buffers=buffers), right)
+                except ValueError as err:
+                    same = str(err) == f"{right.sum()}"
+                wrong.extend([] if same else [i])
+            apply.leaves(*stacked, torch.Size([2]))
 
     with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(work, range(THREADS + 2)))
+        list(pool.map(work, range(THREADS)))
 
     assert not wrong
+    assert len(evaluated._pool) <= THREADS + 1

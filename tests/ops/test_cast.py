@@ -1,10 +1,9 @@
 """Casting and moving leaves each to their own."""
 
-import pytest
 import torch
 from torch import nn
 
-from tdfunc import FilterError, Kind, TensorDict, from_module, lazy_stack
+from tdfunc import Kind, TensorDict, from_module, lazy_stack
 
 
 class Tied(nn.Module):
@@ -53,19 +52,3 @@ def test_to_in_a_lazy_stack():
 
     assert [x.dtype for x in low["x"] + low["y"]] == [torch.float16] * 2 + [torch.float64] * 2
     assert low.batch_size == stack.batch_size
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda td: td.to({"a": torch.float16}), FilterError, r"to: no filter matches the leaf 'b'(.|\n)*\['a'\]"),
-        (lambda td: td.to({"z*": torch.float16, "*": torch.float32}), FilterError, r"z\*"),
-        (lambda td: td.to({"*": 16}), TypeError, r"to: not a dtype or device(.|\n)*dtype or device(.|\n)*16 in \[16\]"),
-        (lambda td: td.to({"*": torch.float16}, "cpu"), TypeError, r"a dict says it all(.|\n)*non_blocking(.|\n)*cpu"),
-        (lambda td: td.to({"*": torch.float16}, dtype=torch.int8), TypeError, r"a dict says it all(.|\n)*dtype"),
-    ],
-)
-def test_bad_dict(call, error, message):
-    """A leaf that was forgotten would stay what it is, in silence."""
-    with pytest.raises(error, match=message):
-        call(TensorDict({"a": torch.ones(2), "b": torch.ones(2)}))

@@ -81,7 +81,7 @@ def test_page_of_any_tree(tree):
         assert printable(path if isinstance(path, str) else path[-1], KEY) in page.words
     assert f"batch {list(tree.batch_size)}" in page.headings[0]
     assert f"{len(tree.leaves())} lea" in page.headings[0]
-    assert bytes_text(tree.bytes(count_duplicates=False)) in page.headings[0]
+    assert bytes_text(tree.summary().size_bytes) in page.headings[0]
     assert page.attributes <= {"class", "open", "colspan", "style"}
 
 

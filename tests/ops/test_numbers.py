@@ -160,8 +160,6 @@ def test_trees_that_meet():
         (lambda t: TensorDict().sum(reduce=True), ValueError, "sum: the tree has no leaves"),
         (lambda t: t.apply(lambda x: x[0]), BatchSizeError, r"apply: the result for 'a'(.|\n)*\[3\](.|\n)*\[2\]"),
         (lambda t: t.apply(lambda x, y: x, t.exclude("b")), TreeStructureError, r"apply(.|\n)*'b'\](.|\n)*\['a'\]"),
-        (lambda t: t.to("cpu", copy=True), TypeError, r"device, dtype, non_blocking(.|\n)*\['copy'\]"),
-        (lambda t: torch.fft.fft(t), UnsupportedError, r"torch.fft_fft is not defined(.|\n)*td.apply"),
         (lambda t: TensorDict([("a", 1)]), TypeError, "a mapping or a tree(.|\n)*list"),
     ],
 )  # fmt: skip
@@ -260,11 +258,10 @@ def test_to():
     assert tree.to("cpu").to("cpu", torch.float32).to(torch.float32)["n", "b"].dtype is torch.float32
     on_cpu = tree.cpu()
     assert on_cpu.to("cpu") is on_cpu
-    assert on_cpu.clear_device().device is None
     assert tree.to(on_cpu).device == torch.device("cpu")
     assert tree.to(torch.zeros(1, dtype=torch.float64, device="meta"))["a"].dtype is torch.float64
     assert tree.to("cpu", torch.float16, True)["a"].dtype is torch.float16
-    assert tree.to(tree.clear_device()) is tree
+    assert tree.to(tree) is tree
     assert tree.to("meta")["s"] == "x"
 
 
@@ -402,6 +399,7 @@ def test_a_reduction_names_the_leaf_that_has_no_mean():
     tree = TensorDict({"w": torch.ones(2, 3), "norm": {"count": torch.ones(2, dtype=torch.int64)}}, [2])
 
     for name, torch_text in (("mean", "infer output dtype"), ("std", "floating")):
-        with pytest.raises(RuntimeError, match=rf"{name}: (.|\n)*'norm.count': .*{torch_text}(.|\n)*got: +torch.int64"):
+        with pytest.raises(RuntimeError, match=torch_text) as caught:
             getattr(tree, name)(0)
+        assert caught.value.__notes__ == [f"{name}: raised at the leaf 'norm.count'."]
     assert tree.float().mean(0)["norm", "count"] == 1

@@ -1,8 +1,5 @@
 """Flat trees of plain tensors are mapped by calls from C: the same numbers, layouts and flags as torch on each leaf."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,88 +13,6 @@ def one_shape() -> dict[str, Tensor]:
     """Return leaves of one shape, one of them strided."""
     strided = torch.randn(COLUMNS, ROWS, 2).transpose(0, 1)
     return {"a": torch.randn(ROWS, COLUMNS, 2), "b": torch.randn(ROWS, COLUMNS, 2), "c": strided}
-
-
-def many_shapes() -> dict[str, Tensor]:
-    """Return leaves of several dtypes, numbers of dimensions and layouts."""
-    return {
-        "float": torch.randn(ROWS, COLUMNS, 2),
-        "bfloat16": torch.randn(ROWS, COLUMNS, 2).bfloat16(),
-        "int": torch.randint(-5, 5, (ROWS, COLUMNS)),
-        "bool": torch.rand(ROWS, COLUMNS, 2, 2) > 0.5,
-        "parameter": nn.Parameter(torch.randn(ROWS, COLUMNS)),
-        "expanded": torch.tensor(2.5).expand(ROWS, COLUMNS),
-        "channels_last": torch.randn(ROWS, COLUMNS, 2, 2).to(memory_format=torch.channels_last),
-    }
-
-
-TREES = {"one shape": one_shape, "many shapes": many_shapes, "no elements": lambda: {"a": torch.zeros(4, 3, 0)}}
-POSITIONS = torch.tensor([[3, 0, 1], [2, 2, 0]])
-MASK = torch.tensor([[True, False, True]]).expand(ROWS, COLUMNS)
-
-
-def _ones(x: Tensor) -> tuple[int, ...]:
-    return (1,) * (x.dim() - 2)
-
-
-def _gathered(x: Tensor) -> Tensor:
-    return torch.gather(x, 0, POSITIONS.reshape(2, 3, *_ones(x)).expand(2, 3, *x.shape[2:]))
-
-
-# What is done to the tree, and to each leaf.
-SAME: dict[str, tuple[Callable[[Any], Any], Callable[[Tensor], Any]]] = {
-    "flatten": (lambda t: t.flatten(0, 1), lambda x: x.flatten(0, 1)),
-    "reshape": (lambda t: t.reshape(2, 6), lambda x: x.reshape(2, 6, *x.shape[2:])),
-    "transpose": (lambda t: t.transpose(0, 1), lambda x: x.transpose(0, 1)),
-    "permute": (lambda t: t.permute(1, 0), lambda x: x.transpose(0, 1)),
-    "unsqueeze": (lambda t: t.unsqueeze(-1), lambda x: x.unsqueeze(2)),
-    "squeeze": (lambda t: t[:1].squeeze(0), lambda x: x[0]),
-    "expand": (lambda t: t.expand(2, ROWS, COLUMNS), lambda x: x.expand(2, *x.shape)),
-    "repeat": (lambda t: t.repeat(2, 3), lambda x: x.repeat(2, 3, *_ones(x))),
-    "repeat never": (lambda t: t.repeat(0, 3), lambda x: x.repeat(0, 3, *_ones(x))),
-    "repeat often": (lambda t: t.repeat(40, 1), lambda x: x.repeat(40, 1, *_ones(x))),
-    "repeat_interleave": (lambda t: t.repeat_interleave(2, dim=1), lambda x: x.repeat_interleave(2, 1)),
-    "gather": (lambda t: t.gather(0, POSITIONS), _gathered),
-    "where": (lambda t: t.where(MASK, t * 2), lambda x: torch.where(MASK.reshape(ROWS, COLUMNS, *_ones(x)), x, x * 2)),
-    "rows": (lambda t: t[torch.tensor([2, 0])], lambda x: x.index_select(0, torch.tensor([2, 0]))),
-    "rows from the end": (lambda t: t[torch.tensor([-1, 0])], lambda x: x[torch.tensor([-1, 0])]),
-    "two lists": (lambda t: t[[0, 1], [2, -1]], lambda x: x[[0, 1], [2, -1]]),
-    "isfinite": (lambda t: (t / 0).isfinite(), lambda x: torch.isfinite(x / 0)),
-    "to": (lambda t: t.to(torch.float16), lambda x: x.to(torch.float16)),
-    "sum": (lambda t: t.sum(), lambda x: x.sum()),
-    "sum over rows": (lambda t: t.sum(0), lambda x: x.sum(0)),
-    "sum over both": (lambda t: t.sum((0, 1), keepdim=True), lambda x: x.sum((0, 1), keepdim=True)),
-    "sum kept": (lambda t: t.sum(keepdim=True), lambda x: x.sum(tuple(range(x.dim())), keepdim=True)),
-    "zeros_like": (torch.zeros_like, torch.zeros_like),
-    "new_zeros": (lambda t: t.new_zeros(5), lambda x: x.new_zeros((5, *x.shape[2:]))),
-    "new_full": (
-        lambda t: t.new_full([5], 1, dtype=torch.int8),
-        lambda x: x.new_full((5, *x.shape[2:]), 1, dtype=torch.int8),
-    ),
-    "contiguous": (lambda t: t.contiguous(), lambda x: x.contiguous()),
-    "equal": (lambda t: t == t.clone(), lambda x: x == x),
-    "clamp": (lambda t: t.clamp(-1, 1), lambda x: x.clamp(-1, 1)),
-    "split": (lambda t: t.split([1, 3])[1], lambda x: x.split([1, 3])[1]),
-    "chunk": (lambda t: t.chunk(3)[-1], lambda x: x.chunk(3)[-1]),
-    "tensor_split": (lambda t: t.tensor_split([1, 9, -1])[0], lambda x: x.tensor_split([1, 9, -1])[0]),
-    "unbind": (lambda t: t.unbind(1)[2], lambda x: x.unbind(1)[2]),
-}
-
-
-@pytest.mark.parametrize("leaves", TREES.values(), ids=TREES)
-@pytest.mark.parametrize(("of_tree", "of_leaf"), SAME.values(), ids=SAME)
-def test_a_flat_tree_is_what_torch_makes_of_each_leaf(of_tree, of_leaf, leaves):
-    """A call that is made once for all leaves would fit some of them and not others."""
-    given = leaves()
-
-    done = of_tree(TensorDict(given, [ROWS, COLUMNS]))
-
-    for key, x in given.items():
-        want, got = of_leaf(x), done[key]
-        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
-        assert got.requires_grad == want.requires_grad
-        assert got.stride() == want.stride() or not want.numel()
-        assert got.shape[: len(done.batch_size)] == done.batch_size
 
 
 @pytest.mark.parametrize("dim", [None, 0, 1, -1, (0, 1)])
@@ -192,11 +107,3 @@ def test_rows_of_a_flat_tree_keep_names_and_kinds(index):
     assert done.names == (["columns"] if isinstance(index, int) else ["rows", "columns"])
     assert done.kind("w") is Kind.BUFFER
     assert torch.equal(done["a"], tree["a"][index])
-
-
-def test_an_int_past_the_batch_raises():
-    """The short way would leave the error to the leaf, which may have none."""
-    with pytest.raises(
-        IndexError, match=r"index: 4 is out of range for batch dimension 0\.\n  expected: -4 <= index < 4"
-    ):
-        TensorDict(one_shape(), [ROWS, COLUMNS])[4]

@@ -25,62 +25,6 @@ def td():
     return TensorDict(leaves | {"s": "x"}, [2, 3], names=["r", "c"])
 
 
-def keep_first(x):
-    """The tensor with zeros in all rows but the first."""
-    return torch.cat([x[:1], torch.zeros_like(x[1:])])
-
-
-CASES = {
-    "reshape": (lambda t: t.reshape(-1), lambda x: x.reshape(6, *x.shape[2:]), [None]),
-    "reshape a tuple": (lambda t: t.reshape((3, 2)), lambda x: x.reshape(3, 2, *x.shape[2:]), [None, None]),
-    "view": (lambda t: t.view(6), lambda x: x.view(6, *x.shape[2:]), [None]),
-    "flatten": (lambda t: t.flatten(), lambda x: x.flatten(0, 1), [None]),
-    "flatten one": (lambda t: t.flatten(1, 1), lambda x: x, ["r", "c"]),
-    "unflatten": (lambda t: t.unflatten(1, (3, -1)), lambda x: x.unflatten(1, (3, 1)), ["r", None, None]),
-    "permute": (lambda t: t.permute(1, 0), lambda x: x.transpose(0, 1), ["c", "r"]),
-    "permute from the end": (lambda t: t.permute((-1, -2)), lambda x: x.transpose(0, 1), ["c", "r"]),
-    "transpose": (lambda t: t.transpose(0, -1), lambda x: x.transpose(0, 1), ["c", "r"]),
-    "unsqueeze": (lambda t: t.unsqueeze(-1), lambda x: x.unsqueeze(2), ["r", "c", None]),
-    "unsqueeze first": (lambda t: t.unsqueeze(0), lambda x: x.unsqueeze(0), [None, "r", "c"]),
-    "squeeze nothing": (lambda t: t.squeeze(), lambda x: x, ["r", "c"]),
-    "squeeze": (lambda t: t[:1].squeeze(0), lambda x: x[0], ["c"]),
-    "squeeze several": (lambda t: t[:1, :1].squeeze((0, 1)), lambda x: x[0, 0], []),
-    "expand": (lambda t: t.expand(4, 2, -1), lambda x: x.expand(4, *x.shape), [None, "r", "c"]),
-    "expand_as": (lambda t: t.expand_as(torch.zeros(4, 2, 3)), lambda x: x.expand(4, *x.shape), [None, "r", "c"]),
-    "split": (lambda t: t.split(2, 1)[1], lambda x: x[:, 2:], ["r", "c"]),
-    "split sizes": (lambda t: t.split([0, 3], -1)[0], lambda x: x[:, :0], ["r", "c"]),
-    "chunk": (lambda t: t.chunk(2, 1)[0], lambda x: x[:, :2], ["r", "c"]),
-    "unbind": (lambda t: t.unbind(1)[2], lambda x: x[:, 2], ["r"]),
-    "rows": (lambda t: list(t)[1], lambda x: x[1], ["c"]),
-    "index": (lambda t: t[1, 0], lambda x: x[1, 0], []),
-    "slice": (lambda t: t[..., 1:], lambda x: x[:, 1:], ["r", "c"]),
-    "mask": (lambda t: t[torch.tensor([[True, False, True]] * 2)], lambda x: x[:, [0, 2]].flatten(0, 1), [None]),
-    "masked_select": (lambda t: t.masked_select(torch.tensor([False, True])), lambda x: x[1:], ["r", "c"]),
-    "list": (lambda t: t[:, [2, 0]], lambda x: x[:, [2, 0]], ["r", "c"]),
-    "tensors": (lambda t: t[torch.tensor([[0, 1]]), 2], lambda x: x[torch.tensor([[0, 1]]), 2], [None, None]),
-    "None": (lambda t: t[None, :, None], lambda x: x[None, :, None], [None, "r", None, "c"]),
-    "stack": (lambda t: stack([t, t], 1), lambda x: torch.stack([x, x], 1), ["r", None, "c"]),
-    "stack last": (lambda t: torch.stack([t, t], -1), lambda x: torch.stack([x, x], 2), ["r", "c", None]),
-    "cat": (lambda t: cat([t, t], -1), lambda x: torch.cat([x, x], 1), ["r", "c"]),
-    "gather": (lambda t: t.gather(1, torch.tensor([[0, 2]] * 2)), lambda x: x[:, [0, 2]], ["r", "c"]),
-    "where": (lambda t: t.where(torch.tensor([[True], [False]]), t * 0), lambda x: keep_first(x), ["r", "c"]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_equals_torch_on_every_leaf(td, name):
-    """A leaf, batch size, name or nested batch would be moved otherwise than torch moves the leaf."""
-    call, on_leaf, names = CASES[name]
-    result = call(td)
-    size = on_leaf(torch.zeros(2, 3)).shape
-
-    assert torch.equal(result["a"], on_leaf(td["a"]))
-    assert torch.equal(result["n", "b"], on_leaf(td["n", "b"]))
-    assert result.batch_size == result._get("s").shape == size
-    assert result["n"].batch_size == (*size, 4)
-    assert result.names == (names if any(names) else [None] * len(size))
-
-
 def test_sizes(td):
     """The size of the batch would be told otherwise than torch tells it."""
     assert td.shape == td.size() == td.batch_size == Size([2, 3])

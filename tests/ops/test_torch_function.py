@@ -87,11 +87,6 @@ Y = X.flip(0).nan_to_num()
 TREE, OTHER = tree_of(Y), tree_of(Y + 1)
 # name -> (call of torch on trees, the same on a leaf).
 SAME = {
-    "addcmul": (lambda: torch.addcmul(TREE, OTHER, TREE, value=2), torch.addcmul(Y, Y + 1, Y, value=2)),
-    "addcdiv": (lambda: torch.addcdiv(TREE, OTHER, OTHER), torch.addcdiv(Y, Y + 1, Y + 1)),
-    "cummax": (lambda: torch.cummax(TREE, 0).values, torch.cummax(Y, 0).values),
-    "cummax indices": (lambda: torch.cummax(TREE, 0)[1], torch.cummax(Y, 0).indices),
-    "cummin": (lambda: torch.cummin(TREE, dim=0)[0], torch.cummin(Y, 0).values),
     "logcumsumexp": (lambda: torch.logcumsumexp(TREE, 0), torch.logcumsumexp(Y, 0)),
     "log_softmax": (lambda: torch.log_softmax(TREE, 0), torch.log_softmax(Y, 0)),
     "F.softmax": (lambda: F.softmax(TREE, dim=-1), torch.softmax(Y, 0)),
@@ -106,7 +101,6 @@ SAME = {
     "zeros": (lambda: torch.zeros_like(TREE, dtype=torch.int), torch.zeros(2, 3, dtype=torch.int)),
     "full": (lambda: torch.full_like(TREE, 3.0), torch.full((2, 3), 3.0)),
     "randint": (lambda: torch.randint_like(TREE, 2, 3), torch.full((2, 3), 2.0)),
-    "atleast": (lambda: torch.atleast_1d(TREE), Y),
     "index_select": (lambda: torch.index_select(TREE, 0, torch.tensor([0, 1])), Y),
 }  # fmt: skip
 
@@ -134,11 +128,8 @@ REDUCED = {
     "var of all": (lambda: torch.var(NUMBERS), torch.var(Y), []),
     "mse": (lambda: F.mse_loss(NUMBERS, NUMBERS + 2), torch.tensor(4.0), []),
     "l1": (lambda: F.l1_loss(NUMBERS, NUMBERS + 2, reduction="sum"), torch.tensor(12.0), []),
-    "ravel": (lambda: torch.ravel(NUMBERS), Y, [2]),
     "select": (lambda: torch.select(NUMBERS, 0, 1), Y[1], []),
     "split": (lambda: torch.split_with_sizes(NUMBERS, [1, 1])[1], Y[1:], [1]),
-    "atleast": (lambda: torch.atleast_2d(NUMBERS), Y[None], [1, 2]),
-    "atleast two": (lambda: torch.atleast_2d(NUMBERS, NUMBERS[0])[1], Y[0][None, None], [1, 1]),
     "all": (lambda: torch.all(NUMBERS, 0, keepdim=True), Y.all(0, keepdim=True), [1]),
     "any": (lambda: torch.any(NUMBERS, 0, True), Y.any(0, True), [1]),
 }  # fmt: skip
@@ -217,7 +208,7 @@ def test_gradients_of_ties_and_lazy_stacks():
     tied = TensorDict.from_module(_Twice(w))
     found = torch.autograd.grad((tied["a"] * tied["b"]).sum(), tied)
     rows = [TensorDict({"x": torch.ones(n, requires_grad=True)}, [n]) for n in (1, 2)]
-    ragged = torch.autograd.grad((lazy_stack(rows) * 3).sum()["x"], lazy_stack(rows))
+    ragged = torch.autograd.grad(torch.cat((lazy_stack(rows) * 3)["x"]).sum(), lazy_stack(rows))
 
     assert found.ties() == tied.ties() == [["a", "b"]]
     assert torch.equal(found["b"], 2 * tied["a"])
@@ -248,11 +239,9 @@ def test_errors():
         torch.clone(NUMBERS, memory_format=torch.contiguous_format)
     with pytest.raises(UnsupportedError, match=r"torch.nn.functional.dropout is not"):
         F.dropout(NUMBERS)
-    with pytest.raises(ValueError, match=r"all: without a dimension.*\n.*keepdim=False\n.*keepdim=True"):
-        NUMBERS.all(keepdim=True)
-    with pytest.raises(TypeError, match=r"where: this is no condition.\n.*a bool tensor.*\n.*TensorDict"):
+    with pytest.raises(TypeError, match=r"where: the condition must be a tensor.*\n.*a bool tensor.*\n.*TensorDict"):
         torch.where(NUMBERS > 0, NUMBERS, NUMBERS)
-    with pytest.raises(TypeError, match="this is no condition"):
+    with pytest.raises(TypeError, match="the condition must be a tensor"):
         torch.where(NUMBERS > 0, Y, Y)
     with pytest.raises(IndexError, match="index_select: batch dimension 1"):
         torch.index_select(NUMBERS, 1, torch.tensor([0]))
@@ -269,11 +258,9 @@ def test_quantile_through_torch_refuses_several():
 TRANSFORMED = {
     "norm": lambda t: torch.norm(t, 2, 0),
     "std": lambda t: torch.std(t, 0, False),
-    "cummax": lambda t: torch.cummax(t, 0)[0],
     "mse": lambda t: F.mse_loss(t, t + 1),
     "zeros": torch.zeros_like,
     "index_select": lambda t: torch.index_select(t, 0, torch.tensor([0, 2])),
-    "addcmul": lambda t: torch.addcmul(t, t, t),
     "keyword": lambda t: torch.sum(t, dim=0),
     "keyword of numpy": lambda t: torch.sum(t, axis=0, keepdims=True),
 }
@@ -319,7 +306,5 @@ def test_masks_of_numpy():
 
     for mask in (np.array([True, False, True]), np.array([True, False, True])[::-1], [True, False, True]):
         assert td.masked_select(mask)["a"].tolist() == [0, 2]
-    with pytest.raises(TypeError, match=r"masked_select: this is no mask.\n.*array\n.*NoneType"):
-        td.masked_select(None)
-    with pytest.raises(TypeError, match=r"a mask holds bools.\n.*bool\n.*int64"):
+    with pytest.raises(TypeError, match=r"the mask must hold bools.\n.*bool\n.*int64"):
         td.masked_select(np.arange(3))

@@ -1,14 +1,12 @@
 """`map` over trees on disk: leaves cross by the names of their files, and results are written where they are made."""
 
 import shutil
-from functools import partial
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from tdfunc import LeafMismatchError, TensorDict, WorkerError, WorkerPool
-from tdfunc.parallel.parcel import from_parcel, is_changed, to_parcel
+from tdfunc.parallel.parcel import from_parcel, to_parcel
 from tests.helpers import assert_trees_equal
 from tests.parallel import functions as fns
 
@@ -88,20 +86,6 @@ def test_a_writable_mapping_is_the_file_in_workers_too(pool, tmp_path):
     assert private["x"].tolist() == list(range(1, 11))
 
 
-def test_changed_pages_are_seen(tmp_path):
-    """A page that was written to is no page of the file; the others are."""
-    TensorDict({"x": torch.zeros(100_000)}, [100_000]).memmap(tmp_path / "d")
-    x = TensorDict.load_memmap(tmp_path / "d")["x"]
-    assert x.sum() == 0
-    assert not is_changed(x)
-
-    x[60_000:60_001].data.fill_(1)
-
-    assert is_changed(x)
-    assert not is_changed(x[:50_000])
-    assert not is_changed(x[70_000:])
-
-
 def test_a_file_that_a_worker_does_not_find(tmp_path):
     """A worker on another machine, or one that comes late, does not map another file of that name."""
     td = TensorDict({"x": torch.zeros(100)}, [100]).memmap(tmp_path / "d")
@@ -127,23 +111,3 @@ def test_shuffled_rows_are_gathered_by_the_workers(pool, tmp_path):
     order = torch.cat([part["x"] for part in parts])
     assert sorted(order.tolist()) == list(range(1000))
     assert torch.equal(torch.cat([part["y"] for part in parts]), td["y"][order])
-
-
-def test_data_loader_workers_do_not_copy(tmp_path):
-    """A DataLoader over a data set on disk does not copy it to its workers."""
-    n = 250_000
-    td = TensorDict({"x": torch.ones(64, n)}, [64]).memmap(tmp_path / "d")
-    # Memory that the parent has is counted in a forked worker too.
-    collate = partial(_total_and_memory, fns.anonymous_bytes())
-    loader = DataLoader(td, batch_size=4, num_workers=2, collate_fn=collate, multiprocessing_context="fork")
-
-    batches = list(loader)
-
-    assert [batch[0] for batch in batches] == [4.0 * n] * 16
-    # The data set has 64 MB; the 8 batches of a worker, which malloc may keep, have 32.
-    assert all(batch[1] < 48_000_000 for batch in batches)
-
-
-def _total_and_memory(base, batch):
-    rows = batch if isinstance(batch, TensorDict) else torch.stack(batch)
-    return float(rows["x"].sum()), fns.anonymous_bytes() - base

@@ -1,6 +1,5 @@
 """`map` on a local Ray of two processors."""
 
-import signal
 import subprocess
 import sys
 import textwrap
@@ -20,15 +19,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 @pytest.fixture(scope="module")
 def cluster():
     """A Ray of two processors on this machine, and an executor on it."""
-    # Ray interrupts tasks by SIGINT, which the jobs that a shell runs in the background ignore, and what they start.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    ray.init(
-        num_cpus=2, include_dashboard=False, log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": environment()["PYTHONPATH"]}},
-    )  # fmt: skip
+    env = {"env_vars": {"PYTHONPATH": environment()["PYTHONPATH"]}}
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env=env)
     yield RayExecutor()
     ray.shutdown()
-    signal.signal(signal.SIGINT, before)
 
 
 SCRIPT = """
@@ -64,16 +58,10 @@ SCRIPT = """
         ragged = tdf.lazy_stack([Point(torch.ones(n), batch_size=[n]) for n in (1, 2, 3)])
         back = ragged.map(lambda rows: rows, executor=executor)
         assert type(back) is type(ragged) and [p.x.shape[0] for p in back.unbind(0)] == [1, 2, 3]
-        sent = ray.get(ray.remote(lambda p, r: (p + 1, r, type(r[0]) is type(p))).remote(points, ragged))
-        assert type(sent[0]) is Point and type(sent[1]) is type(ragged) and sent[2]
         try:
             points.map(fail, executor=executor, chunksize=4)
         except Strange as err:
             assert "of the script" in str(err)
-        try:
-            list(points.map_iter(lambda rows: (i for i in rows), executor=executor))
-        except tdf.UnsupportedError as err:
-            assert "the result cannot be sent" in str(err)
             print("done")
 """
 
@@ -123,16 +111,3 @@ def test_a_death_on_ray(cluster):
         td.map(fns.kill_at_five, executor=cluster, chunksize=2)
 
     assert_trees_equal(td.map(fns.double, executor=cluster, chunksize=3), fns.double(td))
-
-
-def test_a_ray_executor_that_was_shut_down(cluster):
-    """Tasks would run after the end of the executor, or it would end the cluster that others use."""
-    with RayExecutor(num_cpus=1) as executor:
-        assert executor.submit(pow, 2, 3).result() == 8
-
-    with pytest.raises(RuntimeError, match="submit after shutdown"):
-        executor.submit(pow, 2, 3)
-    assert ray.is_initialized()
-    assert RayExecutor().submit(pow, 2, 3).result() == 8
-    with pytest.raises(ZeroDivisionError):
-        RayExecutor().submit(pow, 0, -1).result()

@@ -93,28 +93,28 @@ def file_name(key):
 
 def read_folder(folder):
     """The tree in a memmap folder."""
-    meta = json.loads((folder / "meta.json").read_text())
-    if "LazyStackedTensorDict" in meta["_type"]:
-        return {str(i): read_folder(folder / str(i)) for i in range(meta[""]["count"])}
-    if "data" in meta and "tensorclass.NonTensor" in meta["_type"]:
-        return meta["data"]
-    own = meta[""]
-    special = own.get("special", {})
-    known = [key for key in meta if key not in ("shape", "device", "_type", "")]
-    return {key: _entry(folder, key, meta, special) for key in own.get("order", known)}
+    own = json.loads((folder / "meta.json").read_text())[""]
+    node = own["node"]
+    return {
+        key: _entry(folder, key, item, own["specs"], node.get("size", []))
+        for key, item in zip(node["keys"], node["items"], strict=True)
+    }
 
 
-def _entry(folder, key, meta, special):
+def _entry(folder, key, item, specs, size):
     """The value of one key of a folder."""
-    entry, name = meta.get(key), file_name(key)
-    if key in special:
-        entry, name = special[key], "%~" + hashlib.blake2b(key.encode(), digest_size=20).hexdigest()
-    if "value" in entry or "values" in entry:
-        shape = meta[""].get("shapes", {}).get(key, meta["shape"])
-        return entry["value"] if "value" in entry else nest(entry["values"], shape)
-    if "type" in entry:
+    is_leaf = not isinstance(item, dict)
+    name, name_taken = file_name(key), False
+    if not is_leaf:
+        name_taken = name.endswith(".memmap") or name in ("meta.json", "other.pickle", "pickle.pkl")
+    if key in ("shape", "device", "_type") or len(name.encode()) > 248 or name_taken:
+        name = "%~" + hashlib.blake2b(key.encode(), digest_size=20).hexdigest()
+    if is_leaf:
+        code, shape = specs[item if isinstance(item, int) else item[0]]
+        raw = (folder / f"{name}.memmap").read_bytes() if math.prod(shape) else b""
+        return np.frombuffer(raw, CODES.get(code, "u1")).reshape(shape)
+    if "tree" in item:
         return read_folder(folder / name)
-    dtype = entry["dtype"].removeprefix("torch.")
-    numpy = "<u2" if dtype == "bfloat16" else "u1" if dtype.startswith("float8") else dtype
-    raw = (folder / f"{name}.memmap").read_bytes() if math.prod(entry["shape"]) else b""
-    return np.frombuffer(raw, numpy).reshape(entry["shape"])
+    if "data" in item:
+        return json.loads((folder / name / "meta.json").read_text())["data"]
+    return item["value"] if "value" in item else nest(item["values"], item.get("shape", size))

@@ -18,10 +18,11 @@ from tdfunc import Kind, NonTensorData, NonTensorStack, TensorDict
 from tdfunc.core.collection import Static, TensorCollection
 from tdfunc.core.errors import UnsupportedError
 from tdfunc.storage.api import load, save
-from tdfunc.storage.safetensors import format, write
+from tdfunc.storage.safetensors import header
+from tdfunc.storage.safetensors import plan as plans
 from tdfunc.storage.tree import encode
 from tests.helpers import TiedLM, TinyMLP
-from tests.storage.trees import DTYPES, assert_same, of_dtype, retie, same_bytes, tied_trees, trees
+from tests.storage.trees import DTYPES, assert_same, of_dtype, same_bytes, tied_trees, trees
 
 
 def round_trip(tree, folder, **options):
@@ -167,18 +168,6 @@ def test_extra_state_that_is_a_tensor(tmp_path):
     assert_same(back, tree)
     assert isinstance(back._data["_extra_state"], NonTensorData)
     assert "_extra_state" in safetensors.torch.load_file(tmp_path / "t.safetensors")
-
-
-def test_a_group_ordered_otherwise_in_a_sub_tree(tmp_path):
-    """Structures would differ from those of the tree that was saved, where a node lists its ties in its own order."""
-    one, two = torch.zeros(2), torch.ones(3)
-    tree = TensorDict({"s": {"a": one, "b": one, "c": two, "d": two}})
-    tree = retie(tree, [[("s", "a"), ("s", "b")], [("s", "c"), ("s", "d")]])
-    inner = tree._data["s"]
-    inner = inner._replace(inner._data, ties=((("d",), ("c",)), (("a",), ("b",))))
-    tree = tree._replace({"s": inner}, ties=tree._ties)
-
-    assert_same(round_trip(tree, tmp_path), tree)
 
 
 def test_names_are_dotted_paths(tmp_path):
@@ -406,35 +395,21 @@ def test_the_length_of_the_header_is_known_before(tmp_path):
         path = tmp_path / "t.safetensors"
         save(tree, path)
         length = int.from_bytes(path.read_bytes()[:8], "little")
-        plan = write.plan_file(encode.outline(tree))
+        plan = plans.plan_save(encode.outline(tree)).files[0]
 
         assert 8 + length == len(plan.head)
         assert (8 + length) % 64 == 0
         assert path.stat().st_size == plan.size_bytes
 
 
-def test_fsync_of_file_and_folder(tmp_path, monkeypatch):
-    """A power failure could undo a save that has returned, or the rename could reach the disk before the data."""
-    calls = []
-    for name in ("fsync", "replace"):
-        real = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *a, _n=name, _r=real, **k: (calls.append((_n, a[0])), _r(*a, **k))[1])
-    save(TensorDict({"a": torch.ones(2)}), tmp_path / "t.safetensors")
-
-    assert [name for name, _ in calls] == ["fsync", "replace", "fsync"]
-    calls.clear()
-    save(TensorDict({"a": torch.ones(2)}), tmp_path / "t.safetensors", fsync=False)
-    assert [name for name, _ in calls] == ["replace"]
-
-
 def test_other_headers_are_the_limit_of_safetensors(tmp_path, monkeypatch):
     """A file would be written that no reader of the format opens."""
-    monkeypatch.setattr(write, "MAX_HEADER_BYTES", 500)
+    monkeypatch.setattr(plans, "MAX_HEADER_BYTES", 500)
 
     with pytest.raises(UnsupportedError, match=r"at most 500 bytes[\s\S]*\d{3} bytes"):
         save(TensorDict({str(i): torch.ones(1) for i in range(20)}), tmp_path / "t.safetensors")
     assert list(tmp_path.iterdir()) == []
-    assert format.MAX_HEADER_BYTES == 100_000_000
+    assert header.MAX_HEADER_BYTES == 100_000_000
 
 
 def test_a_value_seen_with_a_huge_batch_takes_no_memory(tmp_path):

@@ -206,9 +206,6 @@ TREES = {
     "a tie between values": tree(node("wst", [0, {"value": 1}, {"tie": 0}]), ties=[[[0, "s"], [0, "t"]]]),
     "a path in two ties": tree(node("wx", [0, {"tie": 0}]), ties=[[[0, "w"], [0, "x"]], [[0, "w"], [0, "x"]]]),
     "a tie of a number that is none": tree(node("wx", [0, {"tie": 0}]), ties=[[["0", "w"], [0, "x"]]]),
-    "ties in an order of nothing": tree(
-        node("t", [{"tree": 1}]), node("wx", [[0, "", "w"], {"tie": 0}], ties=[]), ties=[[[1, "w"], [1, "x"]]]
-    ),
     "flags of a number": tree(node("w", [[0, 5]])),
     "flags of two kinds": tree(node("w", [[0, "pb"]])),
     "flags of a value in a list": tree(node("ws", [0, {"value": 1, "flags": [0, "n"]}])),
@@ -328,7 +325,7 @@ def test_special_files(tmp_path):
     os.mkfifo(tmp_path / "f.safetensors")
     assert stat.S_ISFIFO(os.stat(tmp_path / "f.safetensors").st_mode)
 
-    with pytest.raises(CorruptCheckpointError, match="no regular file"):
+    with pytest.raises(CorruptCheckpointError, match="must be a regular file"):
         load(tmp_path / "f.safetensors")
 
 

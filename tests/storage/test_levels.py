@@ -8,8 +8,8 @@ from torch.func import grad, jvp, vmap
 import tdfunc
 from tdfunc import CorruptCheckpointError, TensorDict, load, save
 from tdfunc.storage import api as checkpoint
-from tdfunc.storage.disk.levels import is_wrapped
-from tdfunc.storage.safetensors import open as open_module
+from tdfunc.storage.disk.raw import is_wrapped
+from tdfunc.storage.safetensors import saved as open_module
 from tdfunc.storage.safetensors import select
 from tests.storage.trees import assert_same
 

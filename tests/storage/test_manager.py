@@ -44,7 +44,7 @@ def manager(request, tmp_path):
 @given(tree=trees() | tied_trees(), metadata=st.dictionaries(st.text("aé0", max_size=3), VALUES, max_size=3))
 @FAST
 def test_a_step_comes_back(tree, metadata, tmp_path):
-    """Something of a tree or its metadata would be lost."""
+    """A tree and its metadata come back as they were."""
     folder = tempfile.mkdtemp(dir=tmp_path)
     with CheckpointManager(folder, fsync=False, async_save=True) as manager:
         assert manager.save(3, tree, metadata=metadata).result() == manager.path(3)
@@ -56,7 +56,7 @@ def test_a_step_comes_back(tree, metadata, tmp_path):
 
 
 def test_named_trees(manager):
-    """Parameters and the state of an optimizer could not be saved as one step."""
+    """Several trees are one step, loaded as one tree."""
     params = TensorDict.from_module(nn.Linear(2, 3))
     manager.save(0, {"params": params, "state": {"step": torch.tensor(3)}, "note": "text"}).result()
     back = manager.load()
@@ -67,7 +67,7 @@ def test_named_trees(manager):
 
 
 def test_without_steps(tmp_path):
-    """A run that has not begun would be an error, or make a folder."""
+    """A run that has not begun has no steps and no folder."""
     manager = CheckpointManager(tmp_path / "a" / "b", metric="loss")
 
     assert (manager.steps(), manager.latest(), manager.best()) == ([], None, None)
@@ -80,7 +80,7 @@ def test_without_steps(tmp_path):
 
 
 def test_a_step_is_a_checkpoint_for_others(tmp_path):
-    """The file of a step could not be opened by itself."""
+    """The file of a step can be opened by itself."""
     manager = CheckpointManager(tmp_path)
     manager.save(5, tree_of(5))
 
@@ -93,7 +93,7 @@ def test_a_step_is_a_checkpoint_for_others(tmp_path):
 
 @pytest.mark.parametrize("background", [False, True])
 def test_a_step_in_several_files(background, tmp_path):
-    """A step larger than a file may be could not be saved, or its shards be mixed up unnoticed."""
+    """A step can have several files; a missing or foreign one is noticed."""
     tree = TensorDict({str(i): torch.randn(1000) for i in range(10)})
     manager = CheckpointManager(tmp_path, max_shard_size="8KB", async_save=background)
     path = manager.save(1, tree).result()
@@ -109,12 +109,10 @@ def test_a_step_in_several_files(background, tmp_path):
     shutil.copy(path / "model.safetensors.index.json", manager.path(2))
     with pytest.raises(CorruptCheckpointError, match=r"step 2(.|\n)*model\.safetensors\.index\.json is not the one"):
         manager.load()
-    with pytest.raises(ValueError, match="max_shard_size"):
-        CheckpointManager(tmp_path, max_shard_size=0)
 
 
 def test_options_of_load(manager):
-    """A part of a step, another dtype or a check of its structure could not be asked for."""
+    """`load` takes the options of `tdfunc.load`."""
     tree = tree_of(1.5)
     manager.save(0, tree).result()
 
@@ -128,39 +126,24 @@ def test_options_of_load(manager):
 
 @pytest.mark.parametrize("step", [0, 10**10, 10**150, np.int64(7), torch.tensor(7)], ids=str)
 def test_steps_of_any_size(step, manager):
-    """A step would be refused, or come back as another."""
+    """Any int of up to 200 digits is a step."""
     manager.save(step, tree_of(1)).result()
 
     assert manager.steps() == [int(step)]
     assert value_of(manager.load(step)) == 1
 
 
-@pytest.mark.parametrize(
-    ("step", "error", "got"),
-    [(-1, ValueError, "-1"), (True, ValueError, "True"), (10**200, ValueError, "665 bits"), (1.0, TypeError, "float"),
-     ("1", TypeError, "str"), (None, TypeError, "NoneType")],
-)  # fmt: skip
-def test_what_is_no_step(step, error, got, manager):
-    """A step would get a name that is not found again."""
-    with pytest.raises(error, match=rf"save(.|\n)*0 or more(.|\n)*{got}"):
-        manager.save(step, tree_of(1))
-    if step is not None:
-        with pytest.raises(error, match=rf"load(.|\n)*0 or more(.|\n)*{got}"):
-            manager.load(step)
-    assert manager.steps() == []
-
-
 def test_missing_steps(manager):
-    """A wrong number would not say which steps there are."""
+    """A wrong number is told by the call, with the steps that there are."""
     for step in range(12):
         manager.save(step, tree_of(step)).result()
-    for call in (manager.load, manager.metadata, manager.verify, manager.delete):
-        with pytest.raises(FileNotFoundError, match=r"step 77(.|\n)*step-0000000077(.|\n)*\.\.\. 2, 3, .*10, 11"):
-            call(77)
+    for name in ("load", "metadata", "verify", "delete"):
+        with pytest.raises(FileNotFoundError, match=rf"^{name} .*step 77 is not there(.|\n)*\.\.\. 2, 3, .*10, 11"):
+            getattr(manager, name)(77)
 
 
 def test_what_is_there_is_not_overwritten(manager):
-    """A second run in the same folder would destroy the checkpoints of the first."""
+    """A step is replaced only with `overwrite=True`, with its metadata."""
     manager.save(1, tree_of(1)).result()
     with pytest.raises(FileExistsError, match=r"step 1 exists(.|\n)*overwrite=True"):
         manager.save(1, tree_of(2))
@@ -172,19 +155,8 @@ def test_what_is_there_is_not_overwritten(manager):
     assert len(os.listdir(manager._folder)) == 1
 
 
-def test_overwriting_without_the_system_call(tmp_path, monkeypatch):
-    """A file system that cannot exchange two folders could not replace a step."""
-    monkeypatch.setattr(steps_module, "_renameat2", None)
-    manager = CheckpointManager(tmp_path)
-    for value in range(3):
-        manager.save(1, tree_of(value), overwrite=True)
-
-    assert value_of(manager.load()) == 2
-    assert os.listdir(tmp_path) == ["step-0000000001"]
-
-
 def test_other_files_do_not_count(tmp_path):
-    """Something else in the folder would be taken for a step, or removed."""
+    """Other files in the folder are no steps, and stay."""
     for name in ("step-1", "step-00000000001", "step-000000000x", "notes", "step-0000000003.bak"):
         (tmp_path / name).mkdir()
     (tmp_path / "step-0000000009").write_text("a file")
@@ -198,17 +170,8 @@ def test_other_files_do_not_count(tmp_path):
     assert set(os.listdir(tmp_path)) == before | {"step-0000000002"}
 
 
-@pytest.mark.parametrize(
-    ("tree", "got"), [([1], "list"), (torch.ones(1), "Tensor"), (None, "NoneType")], ids=["list", "tensor", "none"]
-)
-def test_what_is_no_tree(tree, got, manager):
-    """A value that is no tree would fail somewhere inside."""
-    with pytest.raises(TypeError, match=rf"save: this is no tree(.|\n)*{got}(.|\n)*params"):
-        manager.save(0, tree)
-
-
 def test_a_leaf_that_cannot_be_stored(manager):
-    """A step would be left half written."""
+    """A leaf that cannot be stored is refused before anything is written."""
     with pytest.raises(UnsupportedError, match='leaf "bad" cannot be stored'):
         manager.save(0, tree_of(1).set("bad", NonTensorData(object())))
     assert manager.steps() == []
@@ -216,40 +179,23 @@ def test_a_leaf_that_cannot_be_stored(manager):
 
 CYCLE = {}
 CYCLE["self"] = CYCLE
+ALTERED = {
+    "nan": float("nan"), "inf": float("inf"), "tuple": (1, 2), "int key": {1: 2}, "None key": {None: 1},
+    "tensor": torch.ones(()), "numpy": np.float32(1), "set": {1}, "surrogate": "\ud800", "cycle": CYCLE,
+    "bool key": {True: 1}, "deep": [0, {"b": (1,)}], "text": np.str_("x"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("metadata", "where", "got"),
-    [
-        ({"a": [0, {"b": float("nan")}]}, r"metadata\['a'\]\[1\]\['b'\]", r"nan \(float\)"),
-        ({"a": float("inf")}, r"metadata\['a'\]", r"inf \(float\)"),
-        ({"a": (1, 2)}, r"metadata\['a'\]", r"\(1, 2\) \(tuple\)"),
-        ({"a": {1: 2}}, r"metadata\['a'\]", r"the key 1 \(int\)"),
-        ({None: 2}, r"metadata", r"the key None \(NoneType\)"),
-        ({"a": torch.ones(())}, r"metadata\['a'\]", r"tensor\(1\.\) \(Tensor\)"),
-        ({"a": np.float64(1)}, r"metadata\['a'\]", r"1\.0.* \(float64\)"),
-        ({"a": 1 << 5000}, r"metadata\['a'\]", r"an int of 5001 bits"),
-        ({"a": {"b": {1, 2}}}, r"metadata\['a'\]\['b'\]", r"\{1, 2\} \(set\)"),
-        ({"a": "\ud800"}, r"metadata", r"'\\ud800'"),
-        (CYCLE, r"metadata", r"nested over 200 deep"),
-    ],
-    ids=["nan", "inf", "tuple", "int key", "none key", "tensor", "numpy", "huge", "set", "surrogate", "cycle"],
-)
-def test_metadata_that_json_would_alter(metadata, where, got, manager):
-    """Metadata would come back as something else, or the step not at all."""
-    with pytest.raises(UnsupportedError, match=rf"save: {where} cannot be stored(.|\n)*expected: str(.|\n)*{got}"):
-        manager.save(0, tree_of(1), metadata=metadata)
+@pytest.mark.parametrize("name", ALTERED)
+def test_metadata_that_json_would_alter_are_refused(name, manager):
+    """Metadata come back as they were, or the save names the entry and writes nothing."""
+    with pytest.raises(UnsupportedError, match=r"save: metadata\['a'\] cannot be stored"):
+        manager.save(0, tree_of(1), metadata={"fine": 1, "a": ALTERED[name]})
     assert manager.steps() == []
 
 
-def test_metadata_that_are_no_mapping(manager):
-    """A list would be saved as metadata without names."""
-    with pytest.raises(TypeError, match=r"no mapping(.|\n)*a dict(.|\n)*list"):
-        manager.save(0, tree_of(1), metadata=[1])
-
-
 def test_metadata_are_as_they_were(tmp_path):
-    """A list that the program goes on appending to would be saved later than its tree."""
+    """Metadata are saved as they were when `save` was called."""
     history = [1]
     manager = CheckpointManager(tmp_path, async_save=True)
     handle = manager.save(0, tree_of(1), metadata={"history": history})
@@ -275,7 +221,7 @@ STEPS = st.lists(
 )
 @FAST
 def test_the_last_and_the_best_are_kept(saves, keep_last, keep_best, mode, tmp_path):
-    """A step that should be kept would be removed, or one that should go stay."""
+    """The saved step, the last and the best are kept, and no others; held against sorting anew."""
     manager = CheckpointManager(
         tempfile.mkdtemp(dir=tmp_path), keep_last=keep_last, keep_best=keep_best, metric="m", mode=mode, fsync=False
     )
@@ -297,40 +243,8 @@ def test_the_last_and_the_best_are_kept(saves, keep_last, keep_best, mode, tmp_p
         assert manager.best() == (best[0] if best else None)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"keep_last": 0}, r"keep_last(.|\n)*1 or more, or None(.|\n)*0(.|\n)*always kept"),
-        ({"keep_last": True}, r"keep_last(.|\n)*True"),
-        ({"keep_best": -1, "metric": "m"}, r"keep_best(.|\n)*-1"),
-        ({"keep_best": 1}, r"keep_best needs a metric(.|\n)*metric="),
-        ({"mode": "low"}, r"'min' or 'max'(.|\n)*'low'"),
-        ({"max_pending": 0}, r"max_pending(.|\n)*0"),
-    ],
-    ids=["last", "bool", "best", "metric", "mode", "pending"],
-)
-def test_rules_that_make_no_sense(options, message, tmp_path):
-    """A typing error in the rules would remove checkpoints."""
-    with pytest.raises(ValueError, match=message):
-        CheckpointManager(tmp_path, **options)
-
-
-@pytest.mark.parametrize("value", ["low", True, [1.0]])
-def test_a_metric_that_is_no_number(value, tmp_path):
-    """A step would silently never be the best."""
-    manager = CheckpointManager(tmp_path, metric="loss")
-    with pytest.raises(TypeError, match=r"metric 'loss' is no number(.|\n)*int or float(.|\n)*(low|True|1\.0)"):
-        manager.save(0, tree_of(1), metadata={"loss": value})
-
-
-def test_best_without_a_metric(tmp_path):
-    """The best step would be any step."""
-    with pytest.raises(ValueError, match=r"best: the manager has no metric(.|\n)*metric="):
-        CheckpointManager(tmp_path).best()
-
-
 def test_a_step_that_cannot_be_removed(tmp_path, monkeypatch):
-    """A save that succeeded would fail because of an older step."""
+    """A save whose older step cannot be removed warns, and succeeds."""
     manager = CheckpointManager(tmp_path, keep_last=1)
     manager.save(0, tree_of(0))
 
@@ -344,7 +258,7 @@ def test_a_step_that_cannot_be_removed(tmp_path, monkeypatch):
 
 
 def test_delete(manager):
-    """A step could not be given up, such as those after the one to go back to."""
+    """`delete` removes a step, unless it is being loaded."""
     for step in range(3):
         manager.save(step, tree_of(step)).result()
     manager.delete(2)
@@ -361,7 +275,7 @@ def test_delete(manager):
 
 @pytest.mark.parametrize("name", ["checkpoint.json", "model.safetensors"])
 def test_every_changed_byte_is_noticed(name, tmp_path):
-    """A damaged step would be loaded as if it was whole."""
+    """Every changed, cut or missing byte of a step is noticed, and the error names the step."""
     manager = CheckpointManager(tmp_path)
     path = manager.save(4, TensorDict({"w": torch.ones(2)}), metadata={"loss": 0.5}).result() / name
     raw = path.read_bytes()
@@ -382,7 +296,7 @@ def test_every_changed_byte_is_noticed(name, tmp_path):
 
 
 def test_files_of_two_steps(tmp_path):
-    """A tree beside the metadata of another step would be loaded with them."""
+    """A tree beside the metadata of another step is damage."""
     manager = CheckpointManager(tmp_path)
     for step in (1, 2):
         manager.save(step, tree_of(step))
@@ -393,7 +307,7 @@ def test_files_of_two_steps(tmp_path):
         manager.load()
 
     os.rename(manager.path(1), manager.path(3))
-    with pytest.raises(CorruptCheckpointError, match=r"name of another step(.|\n)*step 3(.|\n)*step 1"):
+    with pytest.raises(CorruptCheckpointError, match=r"name of its step(.|\n)*step 3(.|\n)*step 1"):
         manager.load()
 
 
@@ -404,7 +318,7 @@ def forge(manager, step, fields):
     """Write a `checkpoint.json` whose digest is right."""
     text = json.dumps(fields)[1:]
     raw = f'{{"digest":"xxh3-64:{"0" * 16}",{text}'.encode()
-    digest = manager_module.xxhash.xxh3_64_hexdigest(raw).encode()
+    digest = steps_module.xxhash.xxh3_64_hexdigest(raw).encode()
     (manager.path(step) / "checkpoint.json").write_bytes(raw.replace(b"0" * 16, digest, 1))
 
 
@@ -412,16 +326,16 @@ def forge(manager, step, fields):
     ("fields", "error", "message"),
     [
         ({"version": 2}, UnsupportedError, r"checkpoint\.json: the format(.|\n)*version 1(.|\n)*2(.|\n)*later"),
-        ({"step": 1}, CorruptCheckpointError, r"malformed(.|\n)*KeyError"),
+        ({"version": 1, "step": 1}, CorruptCheckpointError, r"malformed(.|\n)*KeyError"),
         ({**ABOUT, "metadata": 3}, CorruptCheckpointError, r"malformed(.|\n)*TypeError"),
         ({**ABOUT, "metadata": {"a": float("nan")}}, CorruptCheckpointError, r"NaN"),
-        ({**ABOUT, "file": "../x.safetensors"}, CorruptCheckpointError, r"malformed(.|\n)*\.\./x"),
+        ({**ABOUT, "file": "../x.safetensors"}, CorruptCheckpointError, r"damaged(.|\n)*\.\./x"),
         ({**ABOUT, "tree": 3}, CorruptCheckpointError, r"digest 3"),
     ],
     ids=["version", "missing", "type", "nan", "file", "digest"],
 )
 def test_hostile_metadata(fields, error, message, tmp_path):
-    """A file made by another program would crash the loader."""
+    """A `checkpoint.json` of any contents gives one of our errors."""
     manager = CheckpointManager(tmp_path)
     manager.save(1, tree_of(1))
     forge(manager, 1, fields)
@@ -431,7 +345,7 @@ def test_hostile_metadata(fields, error, message, tmp_path):
 
 
 def test_falling_back_to_a_whole_step(tmp_path):
-    """One damaged step would make all others useless, or be passed over without a word."""
+    """With `fallback=True` the newest whole step is loaded, with a warning for each damaged one."""
     manager = CheckpointManager(tmp_path)
     for step in range(4):
         manager.save(step, tree_of(step))
@@ -453,12 +367,12 @@ def test_falling_back_to_a_whole_step(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:step 0")
 def test_nothing_to_fall_back_to(tmp_path):
-    """A run of damaged steps would look like a run without steps."""
+    """A run of damaged steps is damaged, also with `fallback=True`."""
     manager = CheckpointManager(tmp_path)
     path = manager.save(0, tree_of(0)).result() / "model.safetensors"
     path.write_bytes(b"")
 
-    with pytest.raises(CorruptCheckpointError, match=r"no step is whole(.|\n)*damaged: 0"):
+    with pytest.raises(CorruptCheckpointError, match=r"no step is whole(.|\n)*damaged: .0"):
         manager.load(fallback=True)
 
 
@@ -468,19 +382,19 @@ def test_nothing_to_fall_back_to(tmp_path):
 @pytest.fixture
 def gate(monkeypatch):
     """An event that saves wait for before they write."""
-    event, real = threading.Event(), manager_module._write_tree
+    event, real = threading.Event(), steps_module._write_tree
 
     def write(*args, **kwargs):
         assert event.wait(60)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(manager_module, "_write_tree", write)
+    monkeypatch.setattr(steps_module, "_write_tree", write)
     yield event
     event.set()
 
 
 def test_a_pending_step(gate, tmp_path):
-    """A step that is still being written would be offered for loading, or be saved twice."""
+    """A step that is still being written is not there, and cannot be saved twice."""
     manager = CheckpointManager(tmp_path, async_save=True, max_pending=2)
     handle = manager.save(0, tree_of(0))
 
@@ -497,7 +411,7 @@ def test_a_pending_step(gate, tmp_path):
 
 
 def test_a_leaf_that_changes_fails_the_step_by_name(gate, tmp_path):
-    """A step would hold values of two moments."""
+    """A leaf that changes during a save fails it by name and leaves nothing; `copy=True` saves it as it was."""
     manager = CheckpointManager(tmp_path, async_save=True)
     tree = tree_of(0)
     handle = manager.save(7, tree)
@@ -516,47 +430,15 @@ def test_a_leaf_that_changes_fails_the_step_by_name(gate, tmp_path):
 
 
 def test_errors_come_with_the_next_save_or_at_the_end_of_the_block(tmp_path, monkeypatch):
-    """A run would go on for days without noticing that no checkpoint is written."""
+    """The error of a save in the background comes with the next save, or at the end of the block."""
 
     def fail(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     manager = CheckpointManager(tmp_path, async_save=True)
-    monkeypatch.setattr(manager_module, "_write_tree", fail)
+    monkeypatch.setattr(steps_module, "_write_tree", fail)
     manager.save(0, tree_of(0))
     with pytest.raises(OSError, match="No space left on device; the step was not saved: .*step-0000000000"):
         manager.save(1, tree_of(1))
     with pytest.raises(OSError, match="the step was not saved: .*step-0000000002"), manager:
         manager.save(2, tree_of(2))
-
-
-def test_errors_name_the_call(tmp_path):
-    """Whoever deletes or verifies a step that is not there was told of a load."""
-    manager = CheckpointManager(tmp_path)
-    manager.save(1, TensorDict({"x": torch.ones(1)}))
-    calls = {"delete": manager.delete, "verify": manager.verify, "metadata": manager.metadata, "load": manager.load}
-
-    for name, call in calls.items():
-        with pytest.raises(
-            FileNotFoundError, match=rf"^{name} {tmp_path}: step 99 is not there(?s:.)*step-0+99.*\n.* 1$"
-        ):
-            call(99)
-
-
-def test_numbers_of_numpy(tmp_path):
-    """A number that was computed would be refused, or be kept as what JSON cannot hold."""
-    manager = CheckpointManager(
-        tmp_path, keep_last=np.int64(2), keep_best=np.uint8(1), metric="m", max_pending=np.int32(3), async_save=True
-    )
-
-    for step in range(4):
-        manager.save(np.int64(step), TensorDict({"x": torch.ones(1)}), metadata={"m": step})
-    manager.wait()
-
-    assert manager.steps() == [0, 2, 3]
-    assert manager.verify(np.int64(2)) == 2
-    for bad in (np.int64(0), np.float64(1), np.bool_(True), "2"):
-        with pytest.raises(ValueError, match=r"keep_last is no number of steps(?s:.)*1 or more"):
-            CheckpointManager(tmp_path, keep_last=bad)
-        with pytest.raises(ValueError, match=r"max_pending is no number of saves(?s:.)*1 or more"):
-            CheckpointManager(tmp_path, max_pending=bad)

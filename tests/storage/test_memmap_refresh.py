@@ -18,8 +18,7 @@ from tdfunc import (
 )
 from tdfunc.core.memory import mapped_file
 from tdfunc.parallel.parcel import from_parcel, to_parcel
-from tdfunc.storage.memmap import memmap
-from tdfunc.storage.memmap import writes as memmap_writes
+from tdfunc.storage.memmap import read, write
 from tests.storage.trees import small_tree as flat
 from tests.storage.trees import values_of
 
@@ -56,12 +55,12 @@ def test_a_folder_that_is_replaced_during_a_refresh(part, tmp_path, monkeypatch)
     values = iter(range(1, 4))
 
     def map_leaf(root, leaf, *args):
-        mapped = memmap.map_leaf(root, leaf, *args)
+        mapped = read.map_leaf(root, leaf, *args)
         if (value := next(values, None)) is not None:
             of_value(value).memmap(tmp_path / "d")
         return mapped
 
-    monkeypatch.setattr(memmap_writes, "map_leaf", map_leaf)
+    monkeypatch.setattr(write, "map_leaf", map_leaf)
     tree.memmap_refresh_()
 
     assert len(values_of(tree)) == 1
@@ -70,7 +69,7 @@ def test_a_folder_that_is_replaced_during_a_refresh(part, tmp_path, monkeypatch)
 
 def test_refresh_gives_up(tmp_path, monkeypatch):
     """A refresh beside a writer that is always faster would never return."""
-    monkeypatch.setattr(memmap, "_RETRIES", 3)
+    monkeypatch.setattr(read, "_RETRIES", 3)
     of_value(0).memmap(tmp_path / "d")
     tree = TensorDict.load_memmap(tmp_path / "d")
 
@@ -78,7 +77,7 @@ def test_refresh_gives_up(tmp_path, monkeypatch):
         of_value(1).memmap(tmp_path / "d")
         raise CorruptCheckpointError
 
-    monkeypatch.setattr(memmap_writes, "map_leaf", map_leaf)
+    monkeypatch.setattr(write, "map_leaf", map_leaf)
 
     with pytest.raises(OSError, match="memmap_refresh_: the folder was replaced again and again"):
         tree.memmap_refresh_()

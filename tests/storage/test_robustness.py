@@ -10,9 +10,10 @@ import torch
 
 from tdfunc import CheckpointManager, CorruptCheckpointError, TensorDict, load, save
 from tdfunc import open as open_file
-from tdfunc.storage.disk import files
+from tdfunc.storage.disk.remote import LocalFiles
 from tdfunc.storage.manager import manager as storage_manager
 from tdfunc.storage.manager import steps
+from tdfunc.storage.safetensors import contents
 from tests.storage.trees import assert_same, entry, forge, same_bytes
 
 WHOLE = entry("w", "I64", [1], 0, 8)
@@ -88,7 +89,7 @@ def test_keys_that_no_file_can_have(key, what, tmp_path):
     meta = {"shape": [], "device": "None", "_type": "<class 'tensordict._td.TensorDict'>", key: what}
     (tmp_path / "d" / "meta.json").write_text(json.dumps(meta))
 
-    with pytest.raises(CorruptCheckpointError, match=r"(?s)load_memmap .*(missing|whole characters)"):
+    with pytest.raises(CorruptCheckpointError, match=r"(?s)load_memmap .*(missing|malformed)"):
         TensorDict.load_memmap(tmp_path / "d")
 
 
@@ -96,14 +97,14 @@ def test_one_file_takes_the_place_of_shards_while_a_load_begins(tmp_path, monkey
     """A load that found an index, which is gone when it is opened, would raise though there is a checkpoint."""
     tree = TensorDict({"w": torch.arange(6.0)})
     save(tree, tmp_path, max_shard_size=100)
-    original = files.read_index
+    original = contents.read_index
 
     def late(path, where, **options):
-        monkeypatch.setattr(files, "read_index", original)
+        monkeypatch.setattr(contents, "read_index", original)
         save(tree, tmp_path / "model.safetensors")
         return original(path, where, **options)
 
-    monkeypatch.setattr(files, "read_index", late)
+    monkeypatch.setattr(contents, "read_index", late)
 
     assert_same(load(tmp_path), tree)
 
@@ -112,14 +113,14 @@ def test_shards_take_the_place_of_one_file_while_a_load_begins(tmp_path, monkeyp
     """A load that found one file, which is gone when it is opened, would raise though there is a checkpoint."""
     tree = TensorDict({"w": torch.arange(6.0)})
     save(tree, tmp_path / "model.safetensors")
-    original = files.LocalFiles.open
+    original = LocalFiles.open
 
     def late(self, path):
-        monkeypatch.setattr(files.LocalFiles, "open", original)
+        monkeypatch.setattr(LocalFiles, "open", original)
         save(tree, tmp_path, max_shard_size=100)
         return original(self, path)
 
-    monkeypatch.setattr(files.LocalFiles, "open", late)
+    monkeypatch.setattr(LocalFiles, "open", late)
 
     assert_same(load(tmp_path), tree)
 
@@ -133,7 +134,7 @@ def test_a_checkpoint_that_is_always_just_gone(tmp_path, monkeypatch):
         looks.append(path)
         raise FileNotFoundError(path)
 
-    monkeypatch.setattr(files, "read_index", gone)
+    monkeypatch.setattr(contents, "read_index", gone)
 
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors\.index\.json"):
         load(tmp_path)
@@ -189,16 +190,14 @@ def test_a_step_that_is_replaced_while_it_is_read(tmp_path, monkeypatch):
     """A load would read the description of one save and the tree of the next, and call the step damaged."""
     manager = CheckpointManager(tmp_path / "run")
     manager.save(3, TensorDict({"a": torch.zeros(4)}))
-    check, replaced = storage_manager._check_tree, []
+    check, replaced = steps.check_tree, []
 
     def replace_and_check(folder, about):
         if not replaced:
             replaced.append(manager.save(3, TensorDict({"a": torch.ones(4)}), overwrite=True))
         check(folder, about)
 
-    # The reader's own lock, which the writer waits for.
-    monkeypatch.setattr(steps, "_REPLACE_WAIT_S", 0.0)
-    monkeypatch.setattr(storage_manager, "_check_tree", replace_and_check)
+    monkeypatch.setattr(steps, "check_tree", replace_and_check)
 
     assert (manager.load(3)["a"] == 1).all()
     assert replaced
@@ -208,7 +207,7 @@ def test_metadata_of_a_step_that_is_replaced_meanwhile(tmp_path, monkeypatch):
     """Where folders cannot be exchanged, metadata that are read while a step is replaced would be called damaged."""
     manager = CheckpointManager(tmp_path, metric="loss")
     manager.save(3, TensorDict({"a": torch.zeros(4)}), metadata={"loss": 1.0})
-    read_about, replaced = storage_manager._read_about, []
+    read_about, replaced = storage_manager.read_about, []
 
     def replace_first(folder, step):
         if not replaced:
@@ -216,9 +215,7 @@ def test_metadata_of_a_step_that_is_replaced_meanwhile(tmp_path, monkeypatch):
             raise CorruptCheckpointError("half of the one, half of the other")
         return read_about(folder, step)
 
-    # The reader's own lock, which the writer waits for.
-    monkeypatch.setattr(steps, "_REPLACE_WAIT_S", 0.0)
-    monkeypatch.setattr(storage_manager, "_read_about", replace_first)
+    monkeypatch.setattr(storage_manager, "read_about", replace_first)
 
     assert manager.metadata(3) == {"loss": 2.0}
     assert manager.best() == 3

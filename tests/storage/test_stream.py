@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tdfunc import TensorDict, UnsupportedError, load, save
-from tdfunc.storage.memmap.memmap import memmap
 from tdfunc.storage.safetensors.stream import memmap_stream, save_stream
 from tests.storage.trees import assert_same, tied_trees, trees
 
@@ -40,7 +39,7 @@ def test_shards_load_as_the_tree(tmp_path_factory, tree, size):
 def test_memmap_is_that_of_memmap(tmp_path):
     """A memmap folder written leaf by leaf would hold other values, or lack ties."""
     tree = TensorDict({"a": torch.arange(7.0), "n": {"b": torch.ones(2, 3).T, "e": torch.empty(0)}, "v": "text"})
-    memmap(tree, tmp_path / "a")
+    tree.memmap(tmp_path / "a")
 
     memmap_stream(tree, in_pieces, tmp_path / "b")
 

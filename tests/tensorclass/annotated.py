@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import InitVar, field
+from dataclasses import field
 from typing import TYPE_CHECKING, ClassVar
 
 from jaxtyping import Float, Int
@@ -42,13 +42,3 @@ def make_local():
         inner: Inner
 
     return Outer, Inner
-
-
-def make_with_initvar():
-    """A class definition that is refused."""
-
-    class Bad(TensorClass):
-        x: Tensor
-        scale: InitVar[float] = 1.0
-
-    return Bad

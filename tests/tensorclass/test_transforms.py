@@ -62,7 +62,7 @@ class Decorated:
     x: Tensor
 
     def __post_init__(self):
-        return super().__post_init__().replace(x=self.x + 1)
+        return self.replace(x=self.x + 1)
 
 
 def foo(note=None):

@@ -21,25 +21,20 @@ ROWS = Rows(torch.rand(4, 1), torch.rand(4), batch_size=[4])
 MASK = torch.tensor([True, False, True, True])
 # method -> arguments; those that take none are not listed.
 ARGUMENTS = {
-    "__getitems__": [[0, 1]], "clamp": [0], "lerp": [ROWS, 0.5], "addcmul": [ROWS, ROWS], "addcdiv": [ROWS, ROWS],
+    "__getitems__": [[0, 1]], "clamp": [0], "lerp": [ROWS, 0.5],
     "masked_fill": [MASK, 0], "softmax": [0], "cumsum": [0], "cumprod": [0], "to": [torch.float64], "set": ["x", MASK],
     "update": [{"x": MASK}], "delete": ["y"], "set_": ["x", 0.0], "update_": [{"x": ROWS.x}],
     "copy_": [ROWS], "gather": [0, torch.tensor([1])], "masked_select": [MASK], "where": [MASK, ROWS],
-    "new_zeros": [2], "new_ones": [2], "new_empty": [2], "new_full": [[2], 1.0], "new_tensor": [ROWS],
-    "apply": [torch.abs], "named_apply": [lambda name, x: x], "narrow": [0, 1, 2], "flip": [0], "roll": [1, 0],
-    "repeat": [2], "tile": [2], "repeat_interleave": [2], "movedim": [0, 0], "moveaxis": [0, 0], "swapaxes": [0, 0],
-    "swapdims": [0, 0], "broadcast_to": [2, 4], "reshape": [-1], "view": [2, 2], "unflatten": [0, (2, 2)],
+    "new_zeros": [2], "new_ones": [2], "new_empty": [2], "new_full": [[2], 1.0],
+    "apply": [torch.abs], "named_apply": [lambda name, x: x], "flip": [0],
+    "repeat": [2], "repeat_interleave": [2], "reshape": [-1], "view": [2, 2], "unflatten": [0, (2, 2)],
     "permute": [0], "transpose": [0, 0], "unsqueeze": [0], "expand": [2, 4], "expand_as": [ROWS], "select": ["x", "y"],
     "exclude": ["y"], "rename_key": ["x", "y"], "with_batch_size": [[]], "with_names": [["row"]], "type": [torch.half],
-    "unbind": [], "tensor_split": [2], "split": [2], "chunk": [2], "__getitem__": [0], "__deepcopy__": [{}],
+    "unbind": [], "split": [2], "chunk": [2], "__getitem__": [0], "__deepcopy__": [{}],
     "load_state_dict": [ROWS.state_dict()],
     }  # fmt: skip
 # What takes another tree, or another machine.
 APART = {
-    "rot90": lambda: ROWS.view(2, 2).rot90(),
-    "fliplr": lambda: ROWS.view(2, 2).fliplr(),
-    "cat_tensors": lambda: ROWS.cat_tensors("x", out_key="y"),
-    "stack_tensors": lambda: ROWS.stack_tensors("y", out_key="x", dim=1, keep_entries=True),
     "share_memory_": lambda: ROWS.clone().share_memory_(),
     "grad": lambda: ROWS.apply(lambda x: x.detach().requires_grad_()),
     "bitwise_not": lambda: ~(ROWS > 0),
@@ -95,7 +90,7 @@ def test_parts_are_of_the_class(name):
 def test_annotations_are_found():
     """The tests above would look at nothing, or rows and parts not be checked."""
     assert {"reshape", "to", "set", "__add__", "float", "grad"} <= set(annotated("Self"))
-    assert set(annotated("tuple[Self, ...]")) == {"unbind", "split", "chunk", "tensor_split"}
+    assert set(annotated("tuple[Self, ...]")) == {"unbind", "split", "chunk"}
     assert type(ROWS[0]) is type(next(iter(ROWS))) is type(ROWS[None, MASK]) is Rows
 
 

@@ -86,7 +86,7 @@ def test_a_description_that_lies(tmp_path, facts, size):
 
     Incumbent.load_memmap(tmp_path / "theirs")
     assert (tmp_path / "theirs" / "w.memmap").stat().st_size == size
-    with pytest.raises(tdf.CorruptCheckpointError, match=rf"(?s)'w'.*{size}.*40"):
+    with pytest.raises(tdf.CorruptCheckpointError, match="(?s)'w'.*tensordict's|tensordict's fields"):
         TensorDict.load_memmap(tmp_path / "ours")
     assert (tmp_path / "ours" / "w.memmap").stat().st_size == 40
 

@@ -218,6 +218,9 @@ def aliases(tree: TensorCollection) -> dict[Path, list[Path]]:
 
 def describe_leaf(leaf: Any) -> str:
     """Return the one-line form of a leaf in the repr of a tree."""
+    if isinstance(leaf, tuple) and all([isinstance(part, Tensor) for part in flat(leaf)]):
+        facts = facts_of(leaf)
+        return f"{facts.type}({facts.shape}, {facts.dtype}, {facts.device})"
     if not isinstance(leaf, Tensor):
         return printable(repr_of(leaf), None)
     name, shape = type(leaf).__name__, shape_of(leaf)

@@ -1,7 +1,7 @@
 """One file as one tensor, mapped and never read: copy-on-write, or for writing.
 
-A file is opened once; that it is a regular file of the right size is asked of what was opened, and it is mapped by
-its descriptor, so that nothing can be put in its place in between. No descriptor stays open.
+A file is opened once, checked and mapped by its descriptor, so that nothing can be put in its place in between. No
+descriptor stays open.
 """
 
 import errno
@@ -9,7 +9,6 @@ import os
 import stat
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,16 +17,12 @@ from torch import Tensor, nn
 from tdfunc.core.collection import PLAIN, TensorCollection
 from tdfunc.core.errors import ConcurrencyError, CorruptCheckpointError, error, explain
 from tdfunc.core.memory import MapMode, MappedFile, mapped_file, mark_mapped
-from tdfunc.storage.disk.descriptor import Descriptor
-from tdfunc.storage.disk.levels import outside_transforms
+from tdfunc.storage.disk.commit import NO_LINK, Descriptor
+from tdfunc.storage.disk.raw import outside_transforms
 
-_LIMIT, _MAPS = "/proc/sys/vm/max_map_count", "/proc/self/maps"
-# For fewer files it is not worth the time to count what is mapped already.
-_MANY = 1000
 _DESCRIPTORS = {"linux": "/proc/self/fd", "darwin": "/dev/fd"}.get(sys.platform)
 # Without O_NONBLOCK opening a pipe waits for a writer, and a device may act.
 READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOCTTY", 0)
-_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 
 
 def open_inside(root: int, name: str, what: str, *, writable: bool = False) -> Descriptor:
@@ -39,21 +34,23 @@ def open_inside(root: int, name: str, what: str, *, writable: bool = False) -> D
     """
     flags = READ if not writable else READ | os.O_RDWR
     try:
-        file = Descriptor(name, flags | _NO_LINK, dir_fd=root)
+        file = Descriptor(name, flags | NO_LINK, dir_fd=root)
     except OSError as err:
-        if err.errno == errno.EISDIR:
-            raise _not_regular(what, stat.S_IFDIR) from err
-        if err.errno == errno.ENXIO:
-            raise _not_regular(what, stat.S_IFSOCK) from err
         if err.errno == errno.ENAMETOOLONG:
             raise FileNotFoundError(errno.ENOENT, err.strerror, name) from err
+        # A folder, and a socket.
+        if err.errno in (errno.EISDIR, errno.ENXIO):
+            raise CorruptCheckpointError(
+                f"{what} must be a regular file.", expected="a file", got=err.strerror
+            ) from err
         if err.errno != errno.ELOOP:
             raise
         file = _open_link(root, name, flags, what)
-    kind = os.fstat(file.fd).st_mode
-    if not stat.S_ISREG(kind):
+    if not stat.S_ISREG(os.fstat(file.fd).st_mode):
         file.close()
-        raise _not_regular(what, kind)
+        raise CorruptCheckpointError(
+            f"{what} must be a regular file.", expected="a file", got="a folder, pipe or device"
+        )
     return file
 
 
@@ -64,59 +61,17 @@ def _open_link(root: int, name: str, flags: int, what: str) -> Descriptor:
         raise CorruptCheckpointError(
             f"{what} is a link that leads to no file.", expected="a file", got=err.strerror
         ) from err
-    top, target = _where(root), _where(file.fd)
-    if top is None or target is None or not target.startswith(os.path.join(top, "")):
+    # The paths of what is open, by which only Linux names it; elsewhere every link is refused.
+    top, target = (os.path.realpath(f"/proc/self/fd/{fd}") for fd in (root, file.fd))
+    if sys.platform != "linux" or not target.startswith(os.path.join(top, "")):
         file.close()
         raise CorruptCheckpointError(
             f"{what} is a link out of the folder.",
             expected=f"a file inside {top}",
-            got=str(target),
+            got=target,
             hint="put the file there in place of the link.",
         )
     return file
-
-
-def _where(fd: int) -> str | None:
-    """Return the path of what is open, as the system knows it."""
-    if sys.platform == "linux":
-        with suppress(OSError):
-            return os.readlink(f"/proc/self/fd/{fd}")
-    return None
-
-
-def _not_regular(what: str, kind: int) -> CorruptCheckpointError:
-    names = {
-        stat.S_IFDIR: "a folder",
-        stat.S_IFIFO: "a pipe",
-        stat.S_IFCHR: "a device",
-        stat.S_IFBLK: "a device",
-        stat.S_IFSOCK: "a socket or pipe",
-    }
-    return CorruptCheckpointError(
-        f"{what} is no regular file.", expected="a file", got=names.get(stat.S_IFMT(kind), "something else")
-    )
-
-
-def check_maps(count: int, call: str) -> None:
-    """Raise if the system would not let this process map so many files more; where it does not say, it may.
-
-    Raises:
-        OSError: There would be too many mappings.
-    """
-    if count < _MANY:
-        return
-    try:
-        with open(_LIMIT, "rb") as file:
-            limit = int(file.read())
-        with open(_MAPS, "rb") as file:
-            used = sum(1 for _ in file)
-    except (OSError, ValueError):
-        return
-    if used + count > limit:
-        what = f"{call}: each leaf is a mapping, and a process may not have so many."
-        expected = f"at most {max(limit - used, 0)} leaves (vm.max_map_count is {limit}, and {used} mappings are there)"
-        hint = "stack small leaves; load a sub-folder; or raise the limit: sysctl vm.max_map_count=262144."
-        raise OSError(errno.ENOMEM, explain(what, expected=expected, got=f"{count} leaves", hint=hint))
 
 
 def map_descriptor(
@@ -135,24 +90,21 @@ def map_descriptor(
     name = f"{_DESCRIPTORS}/{fd}" if _DESCRIPTORS is not None else path
     assert name is not None
     with outside_transforms():
-        # Any: torch.from_file is untyped.
-        flat: Any = _map(name, mode, size_bytes, str(path))
+        try:
+            # Any: torch.from_file is untyped.
+            flat: Any = torch.from_file(name, shared=mode == "r+", size=size_bytes, dtype=torch.uint8, device="cpu")
+        except RuntimeError as err:
+            raise error(
+                OSError,
+                f"{path}: the file cannot be mapped: {err}",
+                hint="a process may have about 65,000 mappings (sysctl vm.max_map_count): stack small leaves.",
+            ) from err
+        # The storage of a private mapping claims to be in shared memory and cannot be sent to a process; through numpy
+        # it does not. A shared one must stay as it is: re-wrapped, multiprocessing would move it to a copy.
+        flat = torch.from_numpy(flat.numpy()) if mode == "c" else flat
         leaf = flat.view(dtype).view(shape).data
     mark_mapped(leaf, path, mode, (found.st_dev, found.st_ino), root)
     return leaf
-
-
-def _map(name: str, mode: MapMode, size_bytes: int, path: str) -> Any:
-    try:
-        flat = torch.from_file(name, shared=mode == "r+", size=size_bytes, dtype=torch.uint8, device="cpu")
-    except RuntimeError as err:
-        hint = None
-        if "Cannot allocate memory" in str(err) or "memory" in str(err):
-            hint = "a process has about 65,000 mappings (sysctl vm.max_map_count); load a part, or stack small leaves."
-        raise error(OSError, f"{path}: the file cannot be mapped: {err}", hint=hint) from err
-    # The storage of a private mapping claims to be in shared memory and cannot be sent to a process; through numpy
-    # it does not. A shared one must stay as it is: re-wrapped, multiprocessing would move it to a copy.
-    return torch.from_numpy(flat.numpy()) if mode == "c" else flat
 
 
 def map_again(file: MappedFile, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
@@ -180,18 +132,11 @@ def map_again(file: MappedFile, dtype: torch.dtype, shape: Sequence[int], stride
             )
         size = torch.Size((file.size_bytes,))
         whole = map_descriptor(fd, file.path, file.mode, torch.uint8, size, file.size_bytes, file.root)
-    if file.offset % dtype.itemsize:
-        raise error(
-            ValueError,
-            f"The offset does not fit {dtype}.",
-            expected=f"a multiple of {dtype.itemsize}",
-            got=str(file.offset),
-        )
     return whole.view(dtype).as_strided(tuple(shape), tuple(stride), file.offset // dtype.itemsize).data
 
 
 class _Sent:
-    """Stands for a mapped leaf in a pickle; unpickled it is the leaf, mapped again."""
+    """A leaf on a file, in a pickle; unpickled it is the leaf, mapped again."""
 
     def __init__(self, leaf: Tensor, file: MappedFile) -> None:
         geometry = leaf.dtype, tuple(leaf.shape), leaf.stride()

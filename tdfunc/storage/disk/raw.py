@@ -1,9 +1,28 @@
-"""The bytes of a tensor's elements, row by row, as an array that numpy, files and checksums take."""
+"""The bytes of elements: of a tensor in memory, row by row, and into a file.
 
+Inside of `torch.func` transforms new tensors are wrapped and have no memory; what is in a file is a constant there.
+"""
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+from tdfunc.core.context import in_functorch
+
+# torch has no public names for these.
+is_wrapped: Callable[[Any], bool] = _functorch.is_functorch_wrapped_tensor
+_NOTHING = nullcontext()
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Leave all transforms for a block."""
+    return temporarily_clear_interpreter_stack() if in_functorch() else _NOTHING
 
 
 # Any: numpy's arrays offer their bytes, which type checkers learn with Python 3.12.
@@ -17,3 +36,9 @@ def raw_view(leaf: Tensor) -> Any:
 def raw_bytes(leaf: Tensor) -> Any:
     """Return the bytes of any dense tensor with values: its memory where they lie so, else a copy."""
     return raw_view(leaf.detach().cpu().resolve_conj().resolve_neg().contiguous())
+
+
+def write_all(fd: int, data: memoryview) -> None:
+    """Write all bytes; the system may take fewer at a time."""
+    while len(data):
+        data = data[os.write(fd, data) :]

@@ -1,4 +1,4 @@
-"""Checkpoints on other machines, through fsspec: `s3://bucket/model.safetensors`, `memory://x.safetensors`.
+"""Where checkpoints lie: on this machine, or through fsspec on another one (`s3://bucket/model.safetensors`).
 
 A read takes byte ranges; a whole load fetches the file first. A save writes a file here, uploads it under another
 name and then moves it, so a reader sees a whole file if the other side moves (or copies) files as a whole.
@@ -7,14 +7,19 @@ name and then moves it, so a reader sees a whole file if the other side moves (o
 import errno
 import os
 import secrets
+import shutil
+import stat
 import tempfile
+import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn, Protocol, TypeAlias
 
-from tdfunc.core.errors import UnsupportedError, error
-from tdfunc.storage.safetensors.read import Bytes, LocalBytes
+from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError, error
 
 _LOCAL = "file://"
+
+
+# -- names ------------------------------------------------------------------------------------------------------
 
 
 def is_remote(path: str) -> bool:
@@ -24,22 +29,15 @@ def is_remote(path: str) -> bool:
 
 def local_path(path: str) -> str:
     """Return the path of a file of this machine."""
-    return path.removeprefix(_LOCAL) if path.startswith(_LOCAL) else path
+    return path.removeprefix(_LOCAL)
 
 
-_CURRENT = "the current folder is '.'."
-
-
-def local_folder(path: Any, call: str, hint: str = _CURRENT) -> str:
+def local_folder(path: "str | bytes | os.PathLike[str]", call: str) -> str:
     """Return the name of a folder of this machine.
 
     Raises:
-        TypeError: It is no path.
-        ValueError: It is empty.
         UnsupportedError: It is on another machine.
     """
-    if not isinstance(path, (str, bytes, os.PathLike)):
-        raise error(TypeError, f"{call}: not a path.", expected="the name of a folder", got=type(path).__name__)
     name = local_path(os.fsdecode(path))
     if is_remote(name):
         raise UnsupportedError(
@@ -47,26 +45,89 @@ def local_folder(path: Any, call: str, hint: str = _CURRENT) -> str:
             expected="a folder of this machine",
             hint="tdfunc.save(tree, url) writes to other machines.",
         )
-    return not_empty(name, call, hint)
-
-
-def not_empty(folder: str, call: str, hint: str = _CURRENT) -> str:
-    """Return the name of a folder; raise if it is empty, which may be a variable that was never set."""
-    if not folder:
-        raise error(
-            ValueError,
-            f"{call}: the name of the folder is empty.",
-            expected="the name of a folder",
-            got="''",
-            hint=hint,
-        )
-    return folder
+    return name
 
 
 def anchored(path: str) -> str:
     """Return a path that means the same file after the current folder has changed."""
     # Not abspath: it takes `link/..` for the folder of the link.
     return path if is_remote(path) or os.path.isabs(path) else os.path.join(os.getcwd(), path)
+
+
+# -- this machine -----------------------------------------------------------------------------------------------
+
+
+class Bytes(Protocol):
+    """Where the bytes of a file come from: a descriptor, or another machine."""
+
+    size_bytes: int
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Fill a part of `view` with the bytes from `offset` on; return how many, 0 at the end of the file."""
+        ...
+
+    def close(self) -> None:
+        """Give back what it holds."""
+        ...
+
+
+class LocalBytes:
+    """A file of this machine, by its descriptor."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self.fd = -1
+        # Without O_NONBLOCK opening a pipe waits for a writer.
+        self.fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        found = os.fstat(self.fd)
+        self.size_bytes = found.st_size
+        if not stat.S_ISREG(found.st_mode):
+            self.close()
+            if stat.S_ISDIR(found.st_mode):
+                raise error(IsADirectoryError, f"load {path}: this is a folder.", expected="one safetensors file")
+            raise CorruptCheckpointError(f"load {path}: this must be a regular file.", expected="a safetensors file")
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Read once; the system may return fewer bytes."""
+        return os.preadv(self.fd, [view], offset)
+
+    def close(self) -> None:
+        """Give the descriptor back; a second time nothing happens."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __reduce__(self) -> NoReturn:
+        # A copy would close the file of the original, and whatever has its number by then.
+        raise UnsupportedError(f"{self._path}: an open file cannot be copied or pickled.", hint="open it again.")
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            self.close()
+            warnings.warn(f"unclosed checkpoint {self._path}", ResourceWarning, source=self, stacklevel=1)
+
+
+class LocalFiles:
+    """The files of this machine."""
+
+    def is_folder(self, path: str) -> bool:
+        """Whether there is a folder (or a link to one)."""
+        return os.path.isdir(path)
+
+    def exists(self, path: str) -> bool:
+        """Whether there is anything."""
+        return os.path.exists(path)
+
+    def names(self, folder: str) -> list[str]:
+        """List a folder."""
+        return os.listdir(folder)
+
+    def open(self, path: str) -> Bytes:
+        """Open a file."""
+        return LocalBytes(path)
+
+
+# -- other machines ----------------------------------------------------------------------------------------------
 
 
 # Any: fsspec has no annotations.
@@ -128,19 +189,16 @@ class RemoteFiles:
     def open(self, path: str) -> Bytes:
         """Open a file."""
         try:
-            return self._open(path)
+            if not self._fetch:
+                return RemoteBytes(self._system, path)
+            with tempfile.TemporaryDirectory(prefix="tdfunc-") as folder:
+                here = os.path.join(folder, "fetched")
+                self._system.get_file(path, here)
+                # It has no name any more once the folder is gone, and is gone itself once nobody maps it.
+                return LocalBytes(here)
         except FileNotFoundError as err:
             # fsspec names it as the other side does, without the protocol.
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from err
-
-    def _open(self, path: str) -> Bytes:
-        if not self._fetch:
-            return RemoteBytes(self._system, path)
-        with tempfile.TemporaryDirectory(prefix="tdfunc-") as folder:
-            here = os.path.join(folder, "fetched")
-            self._system.get_file(path, here)
-            # It has no name any more once the folder is gone, and is gone itself once nobody maps it.
-            return LocalBytes(here)
 
     def remove(self, path: str) -> None:
         """Delete a file."""
@@ -152,16 +210,15 @@ class RemoteFiles:
         temporary = f"{parent}/.tdfunc-{secrets.token_hex(8)}-{name}.tmp"
         with tempfile.TemporaryFile(prefix="tdfunc-") as file:
             write(file.fileno())
+            file.seek(0)
             try:
-                self._upload(file, temporary)
+                with self._system.open(temporary, "wb") as target:
+                    shutil.copyfileobj(file, target, 1 << 24)
                 self._system.mv(temporary, path)
             except BaseException:
                 if self._system.exists(temporary):
                     self._system.rm_file(temporary)
                 raise
 
-    def _upload(self, file: Any, path: str) -> None:
-        file.seek(0)
-        with self._system.open(path, "wb") as target:
-            while piece := file.read(1 << 24):
-                target.write(piece)
+
+Files: TypeAlias = LocalFiles | RemoteFiles

@@ -1,27 +1,134 @@
-"""Saves that run in a thread of their own: a bounded queue, handles, and errors that cannot get lost."""
+"""`AsyncSaver`: saves that go on while the program does, in a bounded queue whose errors cannot get lost.
 
+A tree does not change, so it is its own snapshot, unless somebody writes into the memory of a leaf. Leaves that others
+are expected to write to are copied; every other one must have, when it is written, the digest that it had when the save
+was submitted.
+"""
+
+import ctypes
 import os
 import pathlib
-import threading
 import traceback
 import warnings
 import weakref
-from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future
-from time import monotonic
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from threading import BoundedSemaphore, main_thread
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import ConcurrencyError, error, explain
+from tdfunc.core.memory import mapped_file
+from tdfunc.core.nontensor import NonTensorData
+from tdfunc.core.types import Kind
+from tdfunc.storage.api import check_target, outline_of, save_outline
+from tdfunc.storage.disk.remote import anchored, is_remote
+from tdfunc.storage.safetensors.write import pieces
+from tdfunc.storage.tree.encode import Outline
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 # A path or, of a URL, its text. Any: whoever saves to a folder of this machine need not rule out the text.
 SavedPath: TypeAlias = pathlib.Path | Any
-# What a caller's thread prepares (and is blocked for), and what it leaves to the background.
 Write: TypeAlias = Callable[[], SavedPath]
-Prepare: TypeAlias = Callable[[], Write]
+# The kinds that a module writes to in its forward. A parameter is a new tensor after each functional update.
+_LIVE_KINDS = (Kind.BUFFER, Kind.NON_PERSISTENT, Kind.EXTRA_STATE)
+# Below this many bytes starting threads costs more than they save.
+_THREADS_FROM_BYTES = 16 << 20
+_SMALL_BYTES = 1 << 16
+_MAX_THREADS = 4
+# More than threads, so that one that has less to do takes another.
+_GROUPS = 16
+
+
+# -- snapshots --------------------------------------------------------------------------------------------------
+
+
+class Snapshot(NamedTuple):
+    """A tree as it was at one moment: its outline, with copies where needed, and the digests of all other leaves."""
+
+    outline: Outline
+    digests: dict[str, str]
+
+
+def take_snapshot(td: TensorCollection, copy: bool | None) -> Snapshot:
+    """Copy the leaves that may be written to (None), none or all; take the digests of the others.
+
+    Raises:
+        UnsupportedError: The tree cannot be stored unchanged.
+    """
+    out = outline_of(td)
+    live = _live_leaves(td) if copy is None else set[int]()
+    leaves = list(out.leaves)
+    kept: list[int] = []
+    with torch.no_grad():
+        for i, leaf in enumerate(leaves):
+            if copy or id(leaf) in live or (copy is None and is_live(leaf)):
+                leaves[i] = leaf.detach().clone()
+            if leaf.is_cpu:
+                if leaves[i] is leaf:
+                    kept.append(i)
+            else:
+                # Its bytes have to come here anyway, and then they are private.
+                leaves[i] = leaves[i].detach().cpu()
+        digests = _digests([leaves[i] for i in kept])
+    named = dict(zip([out.names[i] for i in kept], digests, strict=True))
+    return Snapshot(out._replace(leaves=leaves), named)
+
+
+def is_live(leaf: Tensor) -> bool:
+    """Whether others are expected to write to a leaf: optimizers to Parameters, anybody to a file that is mapped."""
+    file = mapped_file(leaf)
+    return type(leaf) is nn.Parameter or (file is not None and file.mode == "r+")
+
+
+def _live_leaves(td: TensorCollection) -> set[int]:
+    """Return the ids of leaves whose kind tells that a module may write to them."""
+    live: set[int] = set()
+    stack = [td]
+    while stack:
+        node = stack.pop()
+        kinds = node._kinds
+        for key, value in node._data.items():
+            if isinstance(value, TensorCollection):
+                stack.append(value)
+            elif kinds and kinds.get(key) in _LIVE_KINDS:
+                live.add(id(value.data if isinstance(value, NonTensorData) else value))
+    return live
+
+
+def _digests(leaves: Sequence[Tensor]) -> list[str]:
+    # When the interpreter ends, no threads can be started.
+    threads = min(_MAX_THREADS, os.cpu_count() or 1) if main_thread().is_alive() else 1
+    if threads == 1 or sum([leaf.nbytes for leaf in leaves]) < _THREADS_FROM_BYTES:
+        return [_digest(leaf) for leaf in leaves]
+    digests = [""] * len(leaves)
+    with ThreadPoolExecutor(threads) as pool:
+        groups = [leaves[i::_GROUPS] for i in range(_GROUPS)]
+        for i, found in enumerate(pool.map(lambda group: [_digest(leaf) for leaf in group], groups)):
+            digests[i::_GROUPS] = found
+    return digests
+
+
+def _digest(leaf: Tensor) -> str:
+    if leaf.nbytes <= _SMALL_BYTES and leaf.is_contiguous() and not leaf.is_conj() and not leaf.is_neg():
+        # A copy of so little costs less than describing its memory to Python.
+        return xxhash.xxh3_64_hexdigest(ctypes.string_at(leaf.data_ptr(), leaf.nbytes))
+    state = xxhash.xxh3_64()
+    with torch.no_grad():
+        for piece in pieces(leaf):
+            state.update(piece)
+    return state.hexdigest()
+
+
+# -- the queue --------------------------------------------------------------------------------------------------
 
 
 class PendingSave(Future[SavedPath]):
@@ -31,10 +138,11 @@ class PendingSave(Future[SavedPath]):
     succeeds while the save waits for another one, and `concurrent.futures.wait` takes several.
     """
 
-    def __init__(self, path: SavedPath) -> None:
+    def __init__(self, path: SavedPath, write: Write | None = None, queue: "SaveQueue | None" = None) -> None:
         super().__init__()
         self._path = path
-        self._process = os.getpid()
+        # The rest of the work until it begins, and the queue, which shows lost errors when it goes, until it has ended.
+        self._write, self._queue = write, queue
         # Whether anybody was told that it failed.
         self._is_seen = False
 
@@ -46,8 +154,7 @@ class PendingSave(Future[SavedPath]):
 
         Raises:
             OSError: The file system refused.
-            ConcurrencyError: A leaf changed while it was saved, or this is a forked process, which has no part in
-                the save.
+            ConcurrencyError: A leaf changed while it was saved.
             TimeoutError: The save still runs.
             CancelledError: The save was cancelled.
         """
@@ -61,134 +168,112 @@ class PendingSave(Future[SavedPath]):
             timeout: Seconds to wait at most.
 
         Raises:
-            ConcurrencyError: This is a forked process, which has no part in the save.
             TimeoutError: The save still runs.
             CancelledError: The save was cancelled.
         """
-        if self._process != os.getpid() and not self.done():
-            raise ConcurrencyError(
-                f"save {self._path}: the save runs in another process.",
-                expected=f"process {self._process}, which submitted it",
-                got=f"process {os.getpid()}, forked from it",
-                hint="wait for the save before the fork, or in the parent.",
-            )
         error = super().exception(timeout)
         self._is_seen = True
         return error
 
 
-class _Job(NamedTuple):
-    save: PendingSave
-    write: Write
-
-
-class _State:
-    """What the queue and its thread share. When both are gone, errors that nobody saw are shown."""
-
-    def __init__(self) -> None:
-        self.process = os.getpid()
-        # Taken as itself: Ctrl-C inside of Condition.__enter__, which is Python, would leave it locked.
-        self.lock = threading.RLock()
-        self.changed = threading.Condition(self.lock)
-        # Waiting or running, and those of callers who still prepare.
-        self.open: list[PendingSave] = []
-        self.promised: list[PendingSave] = []
-        self.jobs: deque[_Job] = deque()
-        self.is_running = False
-        self.failed: list[PendingSave] = []
-        weakref.finalize(self, _show_unseen, self.failed, self.process)
-
-
 class SaveQueue:
-    """At most so many saves at a time, in order, in one thread that lives while there is work.
-
-    The thread is no daemon: an interpreter that ends normally finishes the saves first.
-    """
+    """At most so many saves at a time, in order, in one thread; an interpreter that ends finishes them first."""
 
     def __init__(self, max_pending: int) -> None:
+        if max_pending < 1:
+            raise error(
+                ValueError, "max_pending must be a number of saves.", expected="1 or more", got=repr(max_pending)
+            )
         self._max_pending = max_pending
-        self._state = _State()
+        self._start()
 
-    def submit(self, path: SavedPath, prepare: Prepare, timeout_s: float | None) -> PendingSave:
+    def _start(self) -> None:
+        self._process = os.getpid()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="tdfunc-save")
+        self._places = BoundedSemaphore(self._max_pending)
+        # Those that have not ended, and those that have since the last call.
+        self._saves: list[PendingSave] = []
+        weakref.finalize(self, _show_unseen, self._saves, self._process)
+
+    def submit(self, path: SavedPath, prepare: Callable[[], Write], timeout_s: float | None = None) -> PendingSave:
         """Wait for a place, prepare in this thread, and leave the rest to the background."""
-        state = self._own()
         self.raise_failed()
-        save = PendingSave(path)
-        # Ctrl-C comes between any two lines: whatever was done of this is taken back, unless the save runs already.
+        places = self._places
+        if not places.acquire(timeout=timeout_s):
+            raise error(
+                TimeoutError,
+                f"save {path}: earlier saves are still running; nothing was submitted.",
+                expected=f"a free place of {self._max_pending} within {timeout_s} s",
+                got=_names(self.pending) or "a save that is being submitted",
+                hint="save less often, or raise max_pending, which costs memory.",
+            )
         try:
-            self._take_place(state, save, timeout_s)
             self.raise_failed()
-            self._enqueue(state, _Job(save, prepare()))
+            save = PendingSave(path, prepare(), self)
         except BaseException:
-            _withdraw(state, save)
+            places.release()
             raise
+        save.add_done_callback(lambda _: places.release())
+        self._saves.append(save)
+        try:
+            self._pool.submit(_run, save)
+        except RuntimeError:
+            # The interpreter is ending, or the system has no thread to spare.
+            _run(save)
         return save
 
     def wait(self, timeout_s: float | None) -> None:
         """Wait until nothing is pending; raise what failed."""
-        state = self._own()
-        with state.lock:
-            if not state.changed.wait_for(lambda: not state.open, timeout_s):
-                raise error(
-                    TimeoutError,
-                    "wait: saves are still running.",
-                    expected=f"{timeout_s} s",
-                    got=", ".join(str(save._path) for save in state.open),
-                )
+        pending = self.pending
+        futures.wait(pending, timeout_s)
+        if not all(save.done() for save in pending):
+            raise error(
+                TimeoutError, "wait: saves are still running.", expected=f"{timeout_s} s", got=_names(self.pending)
+            )
         self.raise_failed()
 
     def raise_failed(self) -> None:
         """Raise the first error that nobody was told of; those after it follow at the next calls."""
-        state = self._own()
-        for save in list(state.failed):
-            with state.lock:
-                if save in state.failed:
-                    state.failed.remove(save)
-            if not save._is_seen:
+        for save in [save for save in self._own() if save.done()]:
+            try:
+                self._saves.remove(save)
+            except ValueError:
+                # Another thread was here first.
+                continue
+            if not save._is_seen and not save.cancelled():
                 save.result()
 
     @property
-    def pending(self) -> tuple[PendingSave, ...]:
+    def pending(self) -> list[PendingSave]:
         """The saves that have not ended."""
-        return tuple(self._own().open)
+        return [save for save in self._own() if not save.done()]
 
-    def _enqueue(self, state: _State, job: _Job) -> None:
-        with state.lock:
-            state.open.append(job.save)
-            state.jobs.append(job)
-            state.promised.remove(job.save)
-            start = not state.is_running
-        if not threading.main_thread().is_alive():
-            # The interpreter is ending: a thread that starts now would be cut off.
-            _work(state)
-        elif start:
-            threading.Thread(target=_work_alone, args=(state,), name="tdfunc-save").start()
+    def _own(self) -> list[PendingSave]:
+        """Return the saves of this process: a forked one has no thread, and locks that may be taken for ever."""
+        if self._process != os.getpid():
+            self._start()
+        return self._saves
 
-    def _own(self) -> _State:
-        # The thread and the pending saves of a forked process stayed with its parent, locks maybe taken.
-        if self._state.process != os.getpid():
-            self._state = _State()
-        return self._state
 
-    def _take_place(self, state: _State, save: PendingSave, timeout_s: float | None) -> None:
-        end = None if timeout_s is None else monotonic() + timeout_s
-        with state.lock:
-            while len(state.open) + len(state.promised) >= self._max_pending:
-                left = None if end is None else end - monotonic()
-                if left is not None and left <= 0:
-                    raise error(
-                        TimeoutError,
-                        f"save {save._path}: earlier saves are still running; nothing was submitted.",
-                        expected=f"a free place of {self._max_pending} within {timeout_s} s",
-                        got=", ".join(str(save._path) for save in state.open) or "a save that is being submitted",
-                        hint="save less often, or raise max_pending, which costs memory.",
-                    )
-                state.changed.wait(left)
-            state.promised.append(save)
+def _run(save: PendingSave) -> None:
+    write, save._write = save._write, None
+    if write is not None and save.set_running_or_notify_cancel():
+        try:
+            path = write()
+        # Whatever it is, it must reach the caller, and the next save its turn.
+        except BaseException as err:
+            # Before the place is given away: the leaves are memory that the next save may need.
+            del write
+            _forget_leaves(err)
+            save.set_exception(err)
+        else:
+            del write
+            save.set_result(path)
+    save._queue = None
 
 
 class WaitMethods:
-    """What has a queue of saves can be waited for, and be used in a `with` statement."""
+    """The methods of an owner of a queue of saves, which can be used in a `with` statement."""
 
     __slots__ = ()
     if TYPE_CHECKING:
@@ -210,107 +295,121 @@ class WaitMethods:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # An error that is on its way goes first; saves that failed are shown as a warning when the queue is gone.
         if kind is None:
             self.wait()
-        # The error that is on its way goes first; saves that failed are shown as a warning when the queue is gone.
 
 
-def finished(path: pathlib.Path) -> PendingSave:
-    """Return the handle of a save that has happened."""
-    save = PendingSave(path)
-    save.set_result(path)
-    return save
+def _names(saves: Sequence[PendingSave]) -> str:
+    return ", ".join(str(save._path) for save in saves)
 
 
-def _withdraw(state: _State, save: PendingSave) -> None:
-    """Forget a save that was not submitted, or not as a whole; one that a thread has taken goes on."""
-    with state.lock:
-        waits = [job for job in state.jobs if job.save is save]
-        if waits or save in state.promised:
-            state.jobs = deque([job for job in state.jobs if job.save is not save])
-            state.open, state.promised = [[s for s in held if s is not save] for held in (state.open, state.promised)]
-        state.changed.notify_all()
-
-
-def _claimed(state: _State) -> bool:
-    """Whether this thread is the one that works: whoever started it may have been cut short, and not know."""
-    with state.lock:
-        first, state.is_running = not state.is_running, True
-    return first
-
-
-def _work_alone(state: _State) -> None:
-    if _claimed(state):
-        _work(state)
-    # An error that somebody holds refers to this frame, too.
-    del state
-
-
-def _work(state: _State) -> None:
-    while (job := _next_job(state)) is not None:
-        if job.save.set_running_or_notify_cancel():
-            path, error = _attempt(job.write)
-        else:
-            path, error = None, None
-        save = job.save
-        # Before the place is given away: what the save held is memory that the next one may need.
-        del job
-        _forget_locals(error)
-        _finish(state, save, path, error)
-        del save, error
-    # An error that somebody holds refers to this frame.
-    del state
-
-
-def _next_job(state: _State) -> _Job | None:
-    with state.lock:
-        if state.jobs:
-            return state.jobs.popleft()
-        state.is_running = False
-        return None
-
-
-def _attempt(write: Write) -> tuple[SavedPath | None, BaseException | None]:
-    try:
-        return write(), None
-    # Whatever it is, it must reach the caller, and the next save its turn.
-    except BaseException as err:
-        return None, err
-
-
-def _finish(state: _State, save: PendingSave, path: SavedPath | None, error: BaseException | None) -> None:
-    with state.lock:
-        if error is not None:
-            state.failed.append(save)
-    if error is not None:
-        save.set_exception(error)
-    elif path is not None:
-        save.set_result(path)
-    with state.lock:
-        state.open.remove(save)
-        state.changed.notify_all()
-
-
-def _forget_locals(error: BaseException | None) -> None:
+def _forget_leaves(error: BaseException | None) -> None:
     """Let go of the leaves that the frames of a failed save refer to."""
-    for _ in range(20):
-        if error is None:
-            return
+    while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
-def _show_unseen(failed: list[PendingSave], process: int) -> None:
-    unseen = [save for save in failed if not save._is_seen]
-    if unseen and process == os.getpid():
+def _show_unseen(saves: list[PendingSave], process: int) -> None:
+    # The saves of a forked process stayed with its parent.
+    ended = [save for save in saves if process == os.getpid() and save.done() and not save.cancelled()]
+    unseen = [save for save in ended if not save._is_seen]
+    shown = [f"{save._path}: {error!r}" for save in unseen if (error := Future.exception(save)) is not None]
+    if shown:
         # One warning: where warnings are errors, a second one would not be reached.
-        shown = "\n".join(f"{save._path}: {error!r}" for save in unseen if (error := Future.exception(save)))
         warnings.warn(
             explain(
-                f"{len(unseen)} save(s) in the background failed, and nobody looked.",
-                got=shown,
+                f"{len(shown)} save(s) in the background failed, and nobody looked.",
+                got="\n".join(shown),
                 hint="call .result() on what save returned, or .wait() at the end.",
             ),
             RuntimeWarning,
             stacklevel=2,
         )
+
+
+class AsyncSaver(WaitMethods):
+    """Saves trees in the background: `save` returns once nothing that the program does can change what is saved.
+
+    The caller is blocked for the digest of each leaf, and for copies of the leaves that are expected to be written to:
+    Parameters, the buffers of modules, and memmaps that can be written to. No other leaf is copied: trees do not
+    change. If somebody does write into the memory of a leaf (an optimizer with `donate=True`, say), the digest of
+    what is written differs and the save fails, naming the leaf; the old file stays.
+
+    An error is raised by `result()` of the handle, or else by the next `save` or `wait`; if there is none, a warning
+    names the file and the error at the latest when the interpreter ends. An interpreter that ends normally finishes
+    its saves first. A forked process starts with nothing pending.
+
+    Args:
+        max_pending: How many saves may be waiting or running. Another `save` waits for a place.
+
+    Raises:
+        ValueError: `max_pending` is less than 1.
+
+    Examples:
+        >>> import tempfile
+        >>> params = TensorDict({"w": torch.zeros(3)})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with tdf.AsyncSaver() as saver:
+        ...         for i in range(3):
+        ...             params = params + 1
+        ...             handle = saver.save(params, folder + "/params.safetensors")
+        ...     tdf.load(folder + "/params.safetensors")["w"], handle.done()
+        (tensor([3., 3., 3.]), True)
+    """
+
+    def __init__(self, *, max_pending: int = 1) -> None:
+        self._queue = SaveQueue(max_pending)
+
+    def save(
+        self,
+        td: TensorCollection,
+        path: str | os.PathLike[str],
+        *,
+        max_shard_size: int | str | None = None,
+        fsync: bool = True,
+        copy: bool | None = None,
+        timeout_s: float | None = None,
+    ) -> PendingSave:
+        """Save a tree as `tdfunc.save` does, in the background.
+
+        Args:
+            td: The tree.
+            path: The file, which must end in `.safetensors`, or for shards the folder; what it is in must exist.
+            max_shard_size: The most bytes of leaves in one shard, as in `tdfunc.save`.
+            fsync: Wait (in the background) until the disk has the file.
+            copy: True copies all leaves before the call returns, False none; without it those that are expected to be
+                written to (above).
+            timeout_s: How long to wait for a place if `max_pending` saves have not ended; 0 does not wait.
+
+        Returns:
+            A handle whose `result()` waits for the save and raises what went wrong.
+
+        Raises:
+            ValueError: The file name has another suffix, or `max_shard_size` holds no byte.
+            UnsupportedError: A leaf or value cannot be stored unchanged; the message names it.
+            TimeoutError: There was no place in time. Nothing was submitted.
+            Exception: An earlier save failed and nobody was told; this is its error. Nothing was submitted.
+        """
+        target, max_bytes = check_target(path, max_shard_size)
+        target = anchored(target)
+        # A path would make one slash of the two of a URL.
+        name: SavedPath = target if is_remote(target) else pathlib.Path(target)
+
+        def prepare() -> Write:
+            return partial(_save_snapshot, take_snapshot(td, copy), name, target, max_bytes, fsync)
+
+        return self._queue.submit(name, prepare, timeout_s)
+
+    def __repr__(self) -> str:
+        return f"AsyncSaver({len(self._queue.pending)} pending)"
+
+
+def _save_snapshot(snapshot: Snapshot, name: SavedPath, target: str, max_bytes: int | None, fsync: bool) -> SavedPath:
+    outline, digests = snapshot
+    try:
+        save_outline(outline, target, max_bytes, fsync=fsync, digests=digests)
+    except ConcurrencyError as err:
+        raise ConcurrencyError(f"save {target}: {err}") from err
+    return name

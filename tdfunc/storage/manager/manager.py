@@ -4,59 +4,37 @@ import json
 import os
 import pathlib
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
-import xxhash
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import ConcurrencyError, CorruptCheckpointError, UnsupportedError, error, explain
 from tdfunc.core.keys import FilterLike
 from tdfunc.core.types import Device
-from tdfunc.storage.api import load, outline_of
-from tdfunc.storage.disk.atomic import replace_file
+from tdfunc.storage.api import outline_of
+from tdfunc.storage.disk.commit import sweep
 from tdfunc.storage.disk.remote import anchored, local_folder
-from tdfunc.storage.manager.async_save import Snapshot, as_positive, check_max_pending, take_snapshot
-from tdfunc.storage.manager.background import PendingSave, SaveQueue, WaitMethods, finished
+from tdfunc.storage.manager.background import PendingSave, SaveQueue, Snapshot, WaitMethods, Write, take_snapshot
 from tdfunc.storage.manager.steps import (
     StepRemovedError,
     StepReplacedError,
-    check_step,
+    as_step,
     exists_error,
     list_steps,
-    make_folder,
-    make_step,
+    load_step,
+    read_about,
     reading,
-    remove_leftovers,
     remove_step,
     step_name,
+    write_step,
 )
-from tdfunc.storage.safetensors.format import no_constant, unique
-from tdfunc.storage.safetensors.index import INDEX, SINGLE
-from tdfunc.storage.safetensors.shards import ShardPlan, as_bytes, write_plan, write_shards
-from tdfunc.storage.safetensors.write import plan_file, write_all
+from tdfunc.storage.safetensors.plan import as_bytes
 from tdfunc.storage.tree.build import Classes
-from tdfunc.storage.tree.encode import _is_plain
 
 T = TypeVar("T")
-ABOUT_FILE = "checkpoint.json"
-_VERSION = 1
-_START = '{"digest":"xxh3-64:'
-_DIGITS = 16
-_MAX_METADATA_DEPTH = 200
-
-
-class About(NamedTuple):
-    """What `checkpoint.json` says."""
-
-    step: int
-    # The name of the tree's file, or of the index of its shards.
-    file: str
-    # The digest of that file's header, which holds those of all leaves.
-    tree: str
-    metadata: dict[str, Any]
 
 
 class CheckpointManager(WaitMethods):
@@ -106,10 +84,18 @@ class CheckpointManager(WaitMethods):
         max_shard_size: int | str | None = None,
         fsync: bool = True,
     ) -> None:
-        keep_last = _as_number("keep_last", keep_last, "the step that was saved last is always kept")
-        keep_best = _as_number("keep_best", keep_best, "leave it out to keep none for being best")
+        for name, count in (("keep_last", keep_last), ("keep_best", keep_best)):
+            if count is not None and count < 1:
+                raise error(
+                    ValueError,
+                    f"CheckpointManager: {name} must be a number of steps.",
+                    expected="1 or more, or None",
+                    got=repr(count),
+                )
         if mode not in ("min", "max"):
-            raise error(ValueError, "CheckpointManager: no such mode.", expected="'min' or 'max'", got=repr(mode))
+            raise error(
+                ValueError, "CheckpointManager: the mode must be known.", expected="'min' or 'max'", got=repr(mode)
+            )
         if keep_best is not None and metric is None:
             raise error(
                 ValueError,
@@ -121,8 +107,8 @@ class CheckpointManager(WaitMethods):
         self._keep_last, self._keep_best, self._metric, self._mode = keep_last, keep_best, metric, mode
         self._fsync, self._async = fsync, async_save
         self._max_bytes = as_bytes(max_shard_size) if max_shard_size is not None else None
-        self._queue = SaveQueue(check_max_pending(max_pending))
-        remove_leftovers(self._folder)
+        self._queue = SaveQueue(max_pending)
+        sweep(self._folder)
 
     # -- saving -------------------------------------------------------------------------------------------------
 
@@ -155,20 +141,37 @@ class CheckpointManager(WaitMethods):
             OSError: The file system refused; the other steps are as they were.
             Exception: An earlier save in the background failed, and this is its error. Nothing was submitted.
         """
-        number = check_step(step, "save")
+        number = as_step(step, "save")
         described = _check_metadata({} if metadata is None else metadata)
-        self._check_metric(described)
-        td = tree if isinstance(tree, TensorCollection) else _gather(tree)
+        metric = described.get(self._metric) if self._metric is not None else None
+        if metric is not None and not _is_number(metric):
+            raise error(
+                TypeError,
+                f"save: the metric {self._metric!r} must be a number.",
+                expected="an int or float, or None for a step that is never best",
+                got=repr(metric),
+            )
+        if not isinstance(tree, (TensorCollection, Mapping)):
+            raise error(
+                TypeError,
+                "save: this must be a tree.",
+                expected="a TensorDict, or trees by name",
+                got=type(tree).__name__,
+                hint='save(step, {"params": params, "state": state}).',
+            )
+        td = tree if isinstance(tree, TensorCollection) else TensorCollection._open(tree)
         path = self.path(number)
-        self._check_new(number, path, overwrite)
+        if not overwrite and (os.path.lexists(path) or any(save._path == path for save in self._queue.pending)):
+            raise exists_error(self._folder, number)
         if not self._async:
-            self._commit(number, Snapshot(outline_of(td), {}), described, overwrite)
-            return finished(path)
+            save = PendingSave(path)
+            save.set_result(self._commit(number, Snapshot(outline_of(td), {}), described, overwrite))
+            return save
 
-        def prepare() -> "_StepWrite":
-            return _StepWrite(self, number, take_snapshot(td, copy), described, overwrite)
+        def prepare() -> Write:
+            return partial(self._commit, number, take_snapshot(td, copy), described, overwrite)
 
-        return self._queue.submit(path, prepare, None)
+        return self._queue.submit(path, prepare)
 
     def delete(self, step: int) -> None:
         """Remove a step, also if it is the latest or the best.
@@ -180,7 +183,7 @@ class CheckpointManager(WaitMethods):
             FileNotFoundError: There is no such step.
             BlockingIOError: It is being loaded.
         """
-        number = check_step(step, "delete")
+        number = as_step(step, "delete")
         if not remove_step(self._folder, number):
             with reading(self._folder, number, "delete"):
                 raise error(
@@ -220,10 +223,7 @@ class CheckpointManager(WaitMethods):
             FileNotFoundError: There is no such step.
             CorruptCheckpointError: They are damaged; the message names the step.
         """
-        if step is None:
-            return self._newest(self.metadata, "metadata")
-        number = check_step(step, "metadata")
-        return self._read(number, lambda path: _read_about(path, number).metadata, "metadata")
+        return self._use(step, "metadata", lambda path, number: read_about(path, number).metadata)
 
     def path(self, step: int) -> pathlib.Path:
         """Return the folder of a step, which need not be there; `load` and `open` take it.
@@ -231,7 +231,7 @@ class CheckpointManager(WaitMethods):
         Args:
             step: Its number.
         """
-        return pathlib.Path(self._folder, step_name(check_step(step, "path")))
+        return pathlib.Path(self._folder, step_name(as_step(step, "path")))
 
     def load(
         self,
@@ -269,13 +269,8 @@ class CheckpointManager(WaitMethods):
                 got=f"step {step}" if step is not None else "verify=False",
             )
 
-        def load_step(number: int) -> Any:
-            options = {"like": like, "keys": keys, "dtype": dtype, "device": device, "classes": classes}
-            return self._load(number, "load", verify=verify, **options)
-
-        if step is not None:
-            return load_step(check_step(step, "load"))
-        return self._newest(load_step, "load", fallback=fallback)
+        options = {"like": like, "keys": keys, "dtype": dtype, "device": device, "classes": classes}
+        return self._use(step, "load", partial(load_step, **options, verify=verify), fallback=fallback)
 
     def verify(self, step: int | None = None) -> int:
         """Read a step whole and compare all checksums.
@@ -290,38 +285,39 @@ class CheckpointManager(WaitMethods):
             FileNotFoundError: There is no such step.
             CorruptCheckpointError: It is damaged; the message names it and what is wrong.
         """
-        if step is None:
-            return self._newest(self.verify, "verify")
-        number = check_step(step, "verify")
-        self._load(number, "verify", classes=TensorCollection._open, device="cpu")
-        return number
+
+        def read(path: str, number: int) -> int:
+            load_step(path, number, classes=TensorCollection._open, device="cpu")
+            return number
+
+        return self._use(step, "verify", read)
 
     def __repr__(self) -> str:
         return f"CheckpointManager({self._folder!r}, {len(self.steps())} steps, {len(self._queue.pending)} pending)"
 
     # -- parts --------------------------------------------------------------------------------------------------
 
-    def _commit(self, step: int, snapshot: Snapshot, metadata: dict[str, Any], overwrite: bool) -> None:
-        make_folder(self._folder, fsync=self._fsync)
-        remove_leftovers(self._folder)
-
-        def fill(folder: str) -> None:
-            file = _write_tree(snapshot, folder, self._max_bytes, fsync=self._fsync)
-            text = _describe(About(step, file, _header_digest(os.path.join(folder, file)), metadata))
-            about = os.path.join(folder, ABOUT_FILE)
-            replace_file(about, lambda fd: write_all(fd, text), size_bytes=len(text), fsync=self._fsync)
+    def _commit(self, step: int, snapshot: Snapshot, metadata: dict[str, Any], overwrite: bool) -> pathlib.Path:
+        path = self.path(step)
 
         try:
-            make_step(self._folder, step, fill, overwrite=overwrite, fsync=self._fsync)
+            write_step(
+                self._folder,
+                step,
+                snapshot,
+                metadata,
+                max_bytes=self._max_bytes,
+                overwrite=overwrite,
+                fsync=self._fsync,
+            )
         except ConcurrencyError as err:
-            raise ConcurrencyError(f"save {self.path(step)}: {err}") from err
+            raise ConcurrencyError(f"save {path}: {err}") from err
         except OSError as err:
             if err.errno is None:
                 raise
-            raise OSError(
-                err.errno, f"save: {os.strerror(err.errno)}; the step was not saved", str(self.path(step))
-            ) from err
+            raise OSError(err.errno, f"save: {os.strerror(err.errno)}; the step was not saved", str(path)) from err
         self._remove_old(step)
+        return path
 
     def _remove_old(self, saved: int) -> None:
         if self._keep_last is None and self._keep_best is None:
@@ -347,254 +343,68 @@ class CheckpointManager(WaitMethods):
                 value = self.metadata(step).get(self._metric or "")
             except FileNotFoundError:
                 continue
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
+            if _is_number(value):
                 found.append((value, step))
         # A stable sort: of equal ones the later stays first.
         return [step for _, step in sorted(reversed(found), key=lambda pair: pair[0], reverse=self._mode == "max")]
 
-    def _check_metric(self, metadata: dict[str, Any]) -> None:
-        value = metadata.get(self._metric) if self._metric is not None else None
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-            raise error(
-                TypeError,
-                f"save: the metric {self._metric!r} is no number.",
-                expected="an int or float, or None for a step that is never best",
-                got=f"{value!r} ({type(value).__name__})",
-            )
-
-    def _check_new(self, step: int, path: pathlib.Path, overwrite: bool) -> None:
-        if overwrite:
-            return
-        if os.path.lexists(path) or any(save._path == path for save in self._queue.pending):
-            raise exists_error(self._folder, step)
-
-    # Any: the options of `load`, and what it returns.
-    def _load(self, step: int, call: str, **options: Any) -> Any:
-        def read(path: str) -> Any:
-            with _naming(path, step):
-                _check_tree(path, _read_about(path, step))
-                return load(path, **options)
-
-        return self._read(step, read, call)
-
-    def _read(self, step: int, use: Callable[[str], T], call: str) -> T:
-        """Call `use` with the folder of a step, again if another save replaces the step meanwhile."""
-        while True:
-            with suppress(StepReplacedError), reading(self._folder, step, call) as path:
-                return use(path)
-
-    def _newest(self, use: Any, call: str, *, fallback: bool = False) -> Any:
-        """Call `use` with the newest step; if that is removed meanwhile, a newer one is there."""
+    def _use(self, step: int | None, call: str, read: Callable[[str, int], T], *, fallback: bool = False) -> T:
+        """Call `read` with the folder and number of a step (the newest), again if another save replaces it."""
         damaged: set[int] = set()
         while True:
-            step = max((step for step in self.steps() if step not in damaged), default=None)
-            if step is None and not damaged:
+            number = max(set(self.steps()) - damaged, default=None) if step is None else as_step(step, call)
+            if number is None and damaged:
+                raise CorruptCheckpointError(
+                    f"{call} {self._folder}: no step is whole.",
+                    expected="a whole step",
+                    got=f"damaged: {sorted(damaged)}",
+                )
+            if number is None:
                 raise error(
                     FileNotFoundError,
                     f"{call} {self._folder}: there are no steps.",
                     hint="latest() is None where nothing was saved.",
                 )
-            if step is None:
-                shown = ", ".join(map(str, sorted(damaged)))
-                raise CorruptCheckpointError(
-                    f"{call} {self._folder}: no step is whole.", expected="a whole step", got=f"damaged: {shown}"
-                )
             try:
-                return use(step)
+                with reading(self._folder, number, call) as path:
+                    return read(path, number)
+            except StepReplacedError:
+                continue
             except StepRemovedError:
-                if step in self.steps():
+                # If the newest one is removed meanwhile, a newer one is there.
+                if step is not None or number in self.steps():
                     raise
             except CorruptCheckpointError as err:
                 if not fallback:
                     raise
-                damaged.add(step)
+                damaged.add(number)
                 warnings.warn(f"{err}\n  an older step is loaded instead.", RuntimeWarning, stacklevel=3)
-
-
-class _StepWrite(NamedTuple):
-    """What is left to do when the tree was snapshotted."""
-
-    manager: CheckpointManager
-    step: int
-    snapshot: Snapshot
-    metadata: dict[str, Any]
-    overwrite: bool
-
-    def __call__(self) -> pathlib.Path:
-        self.manager._commit(self.step, self.snapshot, self.metadata, self.overwrite)
-        return self.manager.path(self.step)
-
-
-def _write_tree(snapshot: Snapshot, folder: str, max_bytes: int | None, *, fsync: bool) -> str:
-    """Write the tree into a new folder as Hugging Face does, so that its libraries read a step too."""
-    outline, digests = snapshot
-    if max_bytes is not None:
-        write_shards(ShardPlan(outline, max_bytes, digests), folder, fsync=fsync)
-        return INDEX
-    write_plan(plan_file(outline, digests), os.path.join(folder, SINGLE), fsync=fsync)
-    return SINGLE
 
 
 # -- arguments --------------------------------------------------------------------------------------------------
 
 
-def _as_number(name: str, value: int | None, hint: str) -> int | None:
-    """Return a number of steps as a plain int."""
-    number = None if value is None else as_positive(value)
-    if value is not None and number is None:
-        raise error(
-            ValueError,
-            f"CheckpointManager: {name} is no number of steps.",
-            expected="1 or more, or None",
-            got=repr(value),
-            hint=f"{hint}.",
-        )
-    return number
-
-
-def _gather(trees: Any) -> TensorCollection:
-    if not isinstance(trees, Mapping):
-        raise error(
-            TypeError,
-            "save: this is no tree.",
-            expected="a TensorDict, or trees by name",
-            got=type(trees).__name__,
-            hint='save(step, {"params": params, "state": state}).',
-        )
-    return TensorCollection._open(trees)
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _check_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy that nobody else can change; raise for what JSON would alter, naming where it is."""
-    if not isinstance(metadata, Mapping):
-        raise error(
-            TypeError,
-            "save: the metadata are no mapping.",
-            expected="a dict with str keys",
-            got=type(metadata).__name__,
-        )
-    plain = dict(metadata)
-    stack: list[tuple[str, Any, int]] = [("metadata", plain, 0)]
-    while stack:
-        place, value, depth = stack.pop()
-        if depth > _MAX_METADATA_DEPTH:
-            raise _refused(place.split("[")[0], f"lists and dicts nested over {_MAX_METADATA_DEPTH} deep")
-        if type(value) is list:
-            stack += [(f"{place}[{i}]", item, depth + 1) for i, item in enumerate(value)]
-        elif type(value) is dict:
-            for key in value:
-                if type(key) is not str:
-                    raise _refused(place, f"the key {key!r} ({type(key).__name__})")
-            stack += [(f"{place}[{key!r}]", item, depth + 1) for key, item in value.items()]
-        elif not _is_plain(value):
-            big = type(value) is int
-            raise _refused(
-                place, f"an int of {value.bit_length()} bits" if big else f"{value!r} ({type(value).__name__})"
-            )
-    text = json.dumps(plain, ensure_ascii=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError as err:
-        raise _refused("metadata", f"text that is no valid Unicode: {ascii(err.object[err.start : err.end])}") from err
-    return json.loads(text)
-
-
-def _refused(place: str, got: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"save: {place} cannot be stored; nothing was written.",
-        expected="str, bool, None, finite numbers, lists, and dicts with str keys: what JSON gives back as it was",
-        got=got,
-        hint="convert it: float(x), list(x), str(x); None where there is no value.",
-    )
-
-
-# -- checkpoint.json --------------------------------------------------------------------------------------------
-
-
-def _describe(about: About) -> memoryview:
-    fields = {"format": "tdfunc checkpoint", "version": _VERSION, **about._asdict()}
-    text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
-    raw = bytearray(f'{_START}{"0" * _DIGITS}",{text[1:]}\n'.encode())
-    raw[len(_START) : len(_START) + _DIGITS] = xxhash.xxh3_64_hexdigest(bytes(raw)).encode()
-    return memoryview(raw)
-
-
-def _read_about(folder: str, step: int) -> About:
-    path = os.path.join(folder, ABOUT_FILE)
-    with _naming(folder, step):
-        with open(path, "rb") as file:
-            raw = file.read()
-        start, end = len(_START), len(_START) + _DIGITS
-        found = xxhash.xxh3_64_hexdigest(raw[:start] + b"0" * _DIGITS + raw[end:])
-        if raw[:start] != _START.encode() or raw[start:end] != found.encode():
-            raise CorruptCheckpointError(
-                f"{ABOUT_FILE} is not what was saved.", expected=f"{_START}{found}", got=repr(raw[:end])[2:-1]
-            )
+    """Return a copy that nobody else can change; raise for an entry that JSON would alter."""
+    plain: dict[str, Any] = {}
+    for key, value in metadata.items():
+        entry = {key: value}
         try:
-            about = _parse_about(raw, path)
-        except UnsupportedError:
-            raise
-        except (ValueError, KeyError, TypeError, RecursionError) as err:
-            raise CorruptCheckpointError(
-                f"{ABOUT_FILE} is malformed.", got=f"{type(err).__name__}: {err}"[:300]
-            ) from err
-        if about.step != step:
-            raise CorruptCheckpointError(
-                "the folder has the name of another step.", expected=f"step {step}", got=f"step {about.step}"[:100]
+            text = json.dumps(entry, ensure_ascii=False, allow_nan=False)
+            back: Any = json.loads(text.encode())
+        except (TypeError, ValueError, RecursionError) as err:
+            back = f"{type(err).__name__}: {err}"
+        # Types too: JSON makes a list of a tuple, and text of a number that is a key.
+        if repr(back) != repr(entry):
+            raise UnsupportedError(
+                f"save: metadata[{key!r}] cannot be stored; nothing was written.",
+                expected="str, bool, None, finite numbers, lists, and dicts with str keys, which JSON gives back as is",
+                got=f"{type(value).__name__}, of which JSON makes {back!r}"[:300],
+                hint="convert it: float(x), list(x), str(x); None where there is no value.",
             )
-        return about
-
-
-def _parse_about(raw: bytes, path: str) -> About:
-    fields = json.loads(raw, object_pairs_hook=unique, parse_constant=no_constant)
-    if fields["version"] != _VERSION:
-        raise UnsupportedError(
-            f"load {path}: the format is not known.",
-            expected=f"version {_VERSION}",
-            got=repr(fields["version"])[:100],
-            hint="a later version of tdfunc wrote it.",
-        )
-    if fields["file"] not in (SINGLE, INDEX):
-        raise ValueError(f"file {fields['file']!r}")
-    return About(fields["step"], fields["file"], fields["tree"], dict(fields["metadata"]))
-
-
-def _check_tree(folder: str, about: About) -> None:
-    found = _header_digest(os.path.join(folder, about.file))
-    if found != about.tree:
-        raise CorruptCheckpointError(
-            f"{about.file} is not the one that was saved with {ABOUT_FILE}.",
-            expected=f"a header with the digest {about.tree}",
-            got=found,
-        )
-
-
-def _header_digest(path: str) -> str:
-    """Return the digest of the header of a safetensors file, or of a whole index."""
-    with open(path, "rb") as file:
-        if path.endswith(INDEX):
-            return f"xxh3-64:{xxhash.xxh3_64_hexdigest(file.read())}"
-        start = file.read(8)
-        left = os.fstat(file.fileno()).st_size - 8
-        return (
-            f"xxh3-64:{xxhash.xxh3_64_hexdigest(start + file.read(min(int.from_bytes(start, 'little'), max(left, 0))))}"
-        )
-
-
-@contextmanager
-def _naming(folder: str, step: int) -> Generator[None, None, None]:
-    """Name the step in every sign of damage."""
-    what = f"step {step} in {os.path.dirname(folder)} is damaged:"
-    try:
-        yield
-    except CorruptCheckpointError as err:
-        raise CorruptCheckpointError(str(err) if str(err).startswith(what) else f"{what} {err}") from err
-    except FileNotFoundError as err:
-        # If the whole folder is gone, the step was removed.
-        if not os.path.isdir(folder):
-            raise
-        raise CorruptCheckpointError(
-            f"{what} a file is missing.",
-            expected=os.path.basename(os.fsdecode(err.filename or "")),
-            hint="load(fallback=True) loads the newest whole step; delete(step) removes this one.",
-        ) from err
+        plain.update(back)
+    return plain

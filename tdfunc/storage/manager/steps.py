@@ -1,38 +1,49 @@
-"""Step folders: `step-0000000042`, made beside and renamed into place, read under a shared lock, removed as a whole.
+"""The folder of one step, `step-0000000042`: its name, its files, held while it is read, written and removed whole."""
 
-Folders that are being written or removed are called `.tmp-*` and hold a lock; what has no lock was left by a process
-that died.
-"""
-
-import ctypes
-import errno
+import json
 import os
 import re
-import secrets
-import shutil
-import sys
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
-from time import monotonic, sleep
-from typing import Any
+from typing import Any, NamedTuple
 
-from tdfunc.core.errors import CorruptCheckpointError, error
-from tdfunc.storage.disk.atomic import _fcntl, _lock
+import xxhash
+
+from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError, error
+from tdfunc.storage.api import load
+from tdfunc.storage.disk import commit
+from tdfunc.storage.disk.raw import write_all
+from tdfunc.storage.manager.background import Snapshot
+from tdfunc.storage.safetensors.index import INDEX, SINGLE
+from tdfunc.storage.safetensors.plan import plan_save
+from tdfunc.storage.safetensors.write import write_into
+from tdfunc.storage.tree.specs import no_constant, unique
 
 _NAME = re.compile(r"step-([0-9]{10,200})")
 _MAX_DIGITS = 200
-_TEMPORARY = ".tmp-"
-_FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
-_renameat2: Any = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
-_EXCHANGE, _AT_FDCWD = 2, -100
-_SHARED, _EXCLUSIVE = (_fcntl.LOCK_SH, _fcntl.LOCK_EX) if _fcntl is not None else (0, 0)
-# Locks are held for as long as a load takes; one that is held longer belongs to a process that forked and died.
-_READ_WAIT_S, _REPLACE_WAIT_S = 1.0, 30.0
-_EXISTS = {errno.EEXIST, errno.ENOTEMPTY}
+ABOUT_FILE = "checkpoint.json"
+_VERSION = 1
+_START = '{"digest":"xxh3-64:'
+_DIGEST_DIGITS = 16
+
+
+class About(NamedTuple):
+    """What `checkpoint.json` says."""
+
+    step: int
+    # The name of the tree's file, or of the index of its shards.
+    file: str
+    # The digest of that file's header, which holds those of all leaves.
+    tree: str
+    metadata: dict[str, Any]
 
 
 class StepRemovedError(FileNotFoundError):
     """The step was there when its folder was looked for, and is not any more."""
+
+
+class StepReplacedError(CorruptCheckpointError):
+    """Another save of the step took its place while it was read: what was read is of two saves."""
 
 
 def step_name(step: int) -> str:
@@ -40,20 +51,15 @@ def step_name(step: int) -> str:
     return f"step-{step:010d}"
 
 
-def check_step(step: int, call: str) -> int:
-    """Return a step as a plain int; raise for what is none."""
-    try:
-        number = step.__index__()
-    except AttributeError:
-        raise error(
-            TypeError, f"{call}: the step is no int.", expected="an int of 0 or more", got=type(step).__name__
-        ) from None
-    if isinstance(step, bool) or number < 0 or number >= 10**_MAX_DIGITS:
+def as_step(step: int, call: str) -> int:
+    """Return a step as a plain int; raise for a number that has no folder name."""
+    number = step.__index__()
+    if number < 0 or number >= 10**_MAX_DIGITS:
         raise error(
             ValueError,
-            f"{call}: this is no step.",
+            f"{call}: the step must be 0 or more.",
             expected=f"an int of 0 or more, of at most {_MAX_DIGITS} digits",
-            got=repr(step) if abs(number) < 10**_MAX_DIGITS else f"an int of {number.bit_length()} bits",
+            got=f"an int of {number.bit_length()} bits" if number > 0 else repr(number),
         )
     return number
 
@@ -69,47 +75,42 @@ def list_steps(folder: str) -> list[int]:
     return sorted(found)
 
 
-def make_folder(folder: str, *, fsync: bool) -> None:
-    """Make a folder and those that it is in, as far as they are missing."""
-    missing: list[str] = []
-    at = os.path.abspath(folder)
-    while not os.path.isdir(at):
-        missing.append(at)
-        at = os.path.dirname(at)
-    if missing:
-        os.makedirs(folder, exist_ok=True)
-    for made in missing if fsync else ():
-        _fsync_folder(os.path.dirname(made))
-
-
-def make_step(folder: str, step: int, fill: Callable[[str], None], *, overwrite: bool, fsync: bool) -> str:
-    """Fill a new folder and give it the name of the step in one move.
+def write_step(
+    folder: str,
+    step: int,
+    snapshot: Snapshot,
+    metadata: dict[str, Any],
+    *,
+    max_bytes: int | None,
+    overwrite: bool,
+    fsync: bool,
+) -> None:
+    """Write a tree and its `checkpoint.json` into a new folder, and give it the name of the step.
 
     Raises:
         FileExistsError: There is such a step, and it is not to be replaced.
         OSError: The file system refused; nothing is left behind.
     """
-    target = os.path.join(folder, step_name(step))
-    temporary, fd = _create(folder)
+
+    def fill(place: str) -> None:
+        file = _write_tree(snapshot, place, max_bytes, fsync=fsync)
+        text = _describe(About(step, file, _header_digest(os.path.join(place, file)), metadata))
+        about = os.path.join(place, ABOUT_FILE)
+        commit.replace_file(about, lambda fd: write_all(fd, text), size_bytes=len(text), fsync=fsync)
+
+    commit.make_folder(folder, fsync=fsync)
+    commit.sweep(folder)
     try:
-        fill(temporary)
-        if fsync:
-            os.fsync(fd)
-        try:
-            os.rename(temporary, target)
-        except OSError as err:
-            if err.errno not in _EXISTS:
-                raise
-            if not overwrite:
-                raise exists_error(folder, step) from None
-            _exchange(temporary, target)
-        if fsync:
-            _fsync_folder(folder)
-        return target
-    finally:
-        # What was replaced, or what was not finished; its lock is given up last.
-        shutil.rmtree(temporary, ignore_errors=True)
-        _close(fd)
+        commit.replace_folder(os.path.join(folder, step_name(step)), fill, overwrite=overwrite, fsync=fsync)
+    except FileExistsError as err:
+        raise exists_error(folder, step) from err
+
+
+def _write_tree(snapshot: Snapshot, folder: str, max_bytes: int | None, *, fsync: bool) -> str:
+    """Write the tree into a new folder as Hugging Face does, so that its libraries read a step too."""
+    outline, digests = snapshot
+    write_into(plan_save(outline, max_bytes, digests), folder, fsync=fsync)
+    return SINGLE if max_bytes is None else INDEX
 
 
 def exists_error(folder: str, step: int) -> FileExistsError:
@@ -123,10 +124,6 @@ def exists_error(folder: str, step: int) -> FileExistsError:
     )
 
 
-class StepReplacedError(CorruptCheckpointError):
-    """Another save of the step took its place while it was read: what was read is of two saves."""
-
-
 @contextmanager
 def reading(folder: str, step: int, call: str = "load") -> Generator[str, None, None]:
     """Hold a step so that nobody removes it, and give its path; errors name the call.
@@ -138,77 +135,24 @@ def reading(folder: str, step: int, call: str = "load") -> Generator[str, None, 
     path = os.path.join(folder, step_name(step))
     while True:
         try:
-            fd = os.open(path, _FOLDER)
+            held = commit.Descriptor(path, commit.FOLDER | commit.NO_LINK)
         except FileNotFoundError as err:
             raise _removed(folder, step, call) from err
-        # Without a lock (some network file systems have none) a reader may find that its step is gone.
-        _lock_within(fd, _SHARED, _READ_WAIT_S)
-        if _is_at(fd, path):
+        # Without the lock (its writer still has it, or the file system has none) a reader may find the step gone.
+        with suppress(OSError):
+            commit.lock(held.fd, shared=True)
+        if commit.is_at(held.fd, path):
             break
-        _close(fd)
-    try:
+        held.close()
+    with held as fd:
         try:
             yield path
-        except FileNotFoundError as err:
-            if _is_at(fd, path):
+        except (FileNotFoundError, CorruptCheckpointError) as err:
+            if commit.is_at(fd, path):
                 raise
             if os.path.isdir(path):
                 raise StepReplacedError(str(err)) from err
             raise _removed(folder, step, call) from err
-        except CorruptCheckpointError as err:
-            if _is_at(fd, path):
-                raise
-            raise StepReplacedError(str(err)) from err
-    finally:
-        _close(fd)
-
-
-def remove_step(folder: str, step: int) -> bool:
-    """Remove a step as a whole; False if it is being read (or is not there)."""
-    path = os.path.join(folder, step_name(step))
-    try:
-        fd = os.open(path, _FOLDER)
-    except FileNotFoundError:
-        return False
-    try:
-        if not _lock_within(fd, _EXCLUSIVE, 0) or not _is_at(fd, path):
-            return False
-        temporary = os.path.join(folder, _TEMPORARY + secrets.token_hex(8))
-        os.rename(path, temporary)
-        shutil.rmtree(temporary, ignore_errors=True)
-        return True
-    finally:
-        _close(fd)
-
-
-def remove_leftovers(folder: str) -> None:
-    """Remove the temporary folders whose processes are gone."""
-    if _fcntl is None:
-        return
-    with suppress(OSError), os.scandir(folder) as entries:
-        left = [entry.path for entry in entries if entry.name.startswith(_TEMPORARY)]
-        for path in left:
-            # What cannot be opened or locked is not ours to remove.
-            with suppress(OSError):
-                fd = os.open(path, _FOLDER)
-                try:
-                    _fcntl.flock(fd, _EXCLUSIVE | _fcntl.LOCK_NB)
-                    shutil.rmtree(path, ignore_errors=True)
-                finally:
-                    _close(fd)
-
-
-def _create(folder: str) -> tuple[str, int]:
-    while True:
-        path = os.path.join(folder, _TEMPORARY + secrets.token_hex(8))
-        os.mkdir(path)
-        # Another process may have taken it for a leftover before it was locked.
-        with suppress(FileNotFoundError):
-            fd = os.open(path, _FOLDER)
-            _lock(fd)
-            if _is_at(fd, path):
-                return path, fd
-            os.close(fd)
 
 
 def _removed(folder: str, step: int, call: str) -> StepRemovedError:
@@ -222,63 +166,107 @@ def _removed(folder: str, step: int, call: str) -> StepRemovedError:
     )
 
 
-def _is_at(fd: int, path: str) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
-    except FileNotFoundError:
-        return False
+def remove_step(folder: str, step: int) -> bool:
+    """Remove a step as a whole; False if it is being read (or is not there)."""
+    return commit.remove_folder(os.path.join(folder, step_name(step)))
 
 
-def _lock_within(fd: int, how: int, wait_s: float) -> bool:
-    """Lock a folder; False if somebody else holds it all that time. Where there are no locks, nobody does."""
-    end = monotonic() + wait_s
-    while _fcntl is not None:
+# Any: the options of `load`, and what it returns.
+def load_step(path: str, step: int, **options: Any) -> Any:
+    """Load the tree of a step, which must be the one that its `checkpoint.json` describes."""
+    with naming_step(path, step):
+        check_tree(path, read_about(path, step))
+        return load(path, **options)
+
+
+# -- checkpoint.json --------------------------------------------------------------------------------------------
+
+
+def _describe(about: About) -> memoryview:
+    fields = {"format": "tdfunc checkpoint", "version": _VERSION, **about._asdict()}
+    text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
+    raw = f'{_START}{"0" * _DIGEST_DIGITS}",{text[1:]}\n'.encode()
+    return memoryview(raw.replace(b"0" * _DIGEST_DIGITS, xxhash.xxh3_64_hexdigest(raw).encode(), 1))
+
+
+def read_about(folder: str, step: int) -> About:
+    """Read the `checkpoint.json` of a step.
+
+    Raises:
+        CorruptCheckpointError: It is not what was saved, or of another step.
+        UnsupportedError: A later version of tdfunc wrote it.
+    """
+    path = os.path.join(folder, ABOUT_FILE)
+    with naming_step(folder, step):
+        with open(path, "rb") as file:
+            raw = file.read()
+        start, end = len(_START), len(_START) + _DIGEST_DIGITS
+        found = xxhash.xxh3_64_hexdigest(raw[:start] + b"0" * _DIGEST_DIGITS + raw[end:])
+        if raw[:start] != _START.encode() or raw[start:end] != found.encode():
+            raise CorruptCheckpointError(
+                f"{ABOUT_FILE} is not what was saved.", expected=f"{_START}{found}", got=repr(raw[:end])[2:-1]
+            )
         try:
-            _fcntl.flock(fd, how | _fcntl.LOCK_NB)
-        except BlockingIOError:
-            if monotonic() >= end:
-                return False
-            sleep(0.005)
-        except OSError:
-            break
-        else:
-            break
-    return True
+            fields = json.loads(raw, object_pairs_hook=unique, parse_constant=no_constant)
+            version = fields["version"]
+            about = None
+            if version == _VERSION:
+                about = About(fields["step"], fields["file"], fields["tree"], dict(fields["metadata"]))
+        except (ValueError, KeyError, TypeError, RecursionError) as err:
+            raise CorruptCheckpointError(
+                f"{ABOUT_FILE} is malformed.", got=f"{type(err).__name__}: {err}"[:300]
+            ) from err
+        if about is None:
+            raise UnsupportedError(
+                f"load {path}: the format must be known.",
+                expected=f"version {_VERSION}",
+                got=repr(version)[:100],
+                hint="a later version of tdfunc wrote it.",
+            )
+        if about.step != step or about.file not in (SINGLE, INDEX):
+            raise CorruptCheckpointError(
+                "the folder must have the name of its step.",
+                expected=f"step {step} in {SINGLE} or {INDEX}",
+                got=f"step {about.step} in {about.file!r}"[:100],
+            )
+        return about
 
 
-def _close(fd: int) -> None:
-    # A process that was forked meanwhile has the descriptor too, and with it the lock, unless it is given up.
-    if _fcntl is not None:
-        with suppress(OSError):
-            _fcntl.flock(fd, _fcntl.LOCK_UN)
-    os.close(fd)
+def check_tree(folder: str, about: About) -> None:
+    """Raise unless the tree in a step's folder is the one that was saved with its `checkpoint.json`."""
+    found = _header_digest(os.path.join(folder, about.file))
+    if found != about.tree:
+        raise CorruptCheckpointError(
+            f"{about.file} is not the one that was saved with {ABOUT_FILE}.",
+            expected=f"a header with the digest {about.tree}",
+            got=found,
+        )
 
 
-def _exchange(temporary: str, target: str) -> None:
-    """Put a new folder in the place of an old one, which gets the temporary name."""
-    with suppress(FileNotFoundError):
-        old = os.open(target, _FOLDER)
-        try:
-            # Until those who read it are done; one that is not finds out that its step was replaced.
-            _lock_within(old, _EXCLUSIVE, _REPLACE_WAIT_S)
-            if _renameat2 is not None:
-                names = os.fsencode(temporary), os.fsencode(target)
-                if not _renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _EXCHANGE):
-                    return
-            # In two moves: if the process dies between them, the step is gone.
-            aside = f"{temporary}-old"
-            os.rename(target, aside)
-            os.rename(temporary, target)
-            shutil.rmtree(aside, ignore_errors=True)
-            return
-        finally:
-            _close(old)
-    os.rename(temporary, target)
+def _header_digest(path: str) -> str:
+    """Return the digest of the header of a safetensors file, or of a whole index."""
+    with open(path, "rb") as file:
+        raw = file.read(-1 if path.endswith(INDEX) else 8)
+        if not path.endswith(INDEX):
+            left = os.fstat(file.fileno()).st_size - len(raw)
+            raw += file.read(min(int.from_bytes(raw, "little"), left))
+    return f"xxh3-64:{xxhash.xxh3_64_hexdigest(raw)}"
 
 
-def _fsync_folder(folder: str) -> None:
-    fd = os.open(folder, _FOLDER & ~getattr(os, "O_NOFOLLOW", 0))
+@contextmanager
+def naming_step(folder: str, step: int) -> Generator[None, None, None]:
+    """Name the step in every sign of damage."""
+    what = f"step {step} in {os.path.dirname(folder)} is damaged:"
     try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        yield
+    except CorruptCheckpointError as err:
+        raise CorruptCheckpointError(str(err) if str(err).startswith(what) else f"{what} {err}") from err
+    except FileNotFoundError as err:
+        # If the whole folder is gone, the step was removed.
+        if not os.path.isdir(folder):
+            raise
+        raise CorruptCheckpointError(
+            f"{what} a file is missing.",
+            expected=os.path.basename(os.fsdecode(err.filename or "")),
+            hint="load(fallback=True) loads the newest whole step; delete(step) removes this one.",
+        ) from err

@@ -5,26 +5,91 @@ A folder is replaced as a whole, so whatever else somebody put into it would be 
 
 import os
 import re
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
-from tdfunc.core.errors import CorruptCheckpointError
-from tdfunc.storage.memmap.folder_meta import parse_meta
-from tdfunc.storage.memmap.folder_plan import LAZY_TYPE, VALUES_TYPE
-from tdfunc.storage.memmap.names import LEAF_SUFFIX, META, PICKLES, RESERVED, encoded, is_raw_name, special_name
+from tdfunc.core.errors import CorruptCheckpointError, error
+from tdfunc.storage.disk import commit
+from tdfunc.storage.memmap.layout import META, Owned, owned_names
+from tdfunc.storage.tree.decode import MALFORMED
+from tdfunc.storage.tree.specs import parse_json
 
+T = TypeVar("T")
 # What a write to a part of the folder left when it was killed.
 _LEFT = re.compile(r"\.tdfunc-[0-9a-f]{16}-[0-9a-f]{16}\.tmp")
 # Each takes about a millisecond; beside writers that never rest a reader may need some.
 _RETRIES = 100
 
 
-class _Owned(NamedTuple):
-    """The names that belong to a node's folder."""
+def replace_owned(path: str, write: Callable[[str], T], *, call: str, exist_ok: bool, sync: bool) -> T:
+    """Give `path` the contents that `write` puts into an empty folder; return what it returns.
 
-    files: set[str]
-    folders: set[str]
-    # Whether folders whose name is a number are its trees.
-    numbered: bool = False
+    Raises:
+        FileExistsError: There is something of this name that is no memmap folder, or (not `exist_ok`) there is one;
+            or the current folder is this one or inside of it.
+        OSError: The file system refused; the old folder is whole.
+    """
+    # A link stays, and the folder that it leads to is replaced.
+    path = os.path.realpath(path)
+    check = partial(check_target, path, call, exist_ok=exist_ok)
+    check()
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+
+    def fill(folder: str) -> T:
+        result = write(folder)
+        if sync:
+            commit.sync_files(folder)
+        return result
+
+    # Checked again: another process may have put something there since.
+    return commit.replace_folder(path, fill, check=check, fsync=sync)
+
+
+def check_target(path: str, call: str, *, exist_ok: bool) -> None:
+    """Raise unless a folder may be written at a path: nothing is there, an empty folder, or a memmap folder alone."""
+    here = _current()
+    if here is not None and os.path.join(here, "").startswith(os.path.join(path, "")):
+        raise error(
+            FileExistsError,
+            f"{call} {path}: a folder is replaced as a whole, and this process works inside of this one.",
+            expected="a folder that does not hold the current one",
+            got=f"the current folder {here}",
+            hint="name a folder in it, as in './tree', or os.chdir() elsewhere first.",
+        )
+    try:
+        if not os.listdir(path):
+            return
+    except FileNotFoundError:
+        return
+    except NotADirectoryError as err:
+        raise error(
+            FileExistsError, f"{call} {path}: this is a file.", expected="the name of a folder", got="a file"
+        ) from err
+    if not exist_ok:
+        raise error(
+            FileExistsError,
+            f"{call} {path}: the folder exists.",
+            expected="a new or empty one",
+            hint="existsok=True replaces it, as a whole.",
+        )
+    foreign = find_foreign(path)
+    if foreign is not None:
+        raise error(
+            FileExistsError,
+            f"{call} {path}: the folder holds files that are no part of a memmapped tree; they would be deleted.",
+            expected=f"a new or empty folder, or one that holds what its {META} names and nothing else",
+            got=foreign,
+            hint="choose another folder, or move what you want to keep and delete this one.",
+        )
+
+
+def _current() -> str | None:
+    try:
+        return os.path.realpath(os.getcwd())
+    # It was deleted.
+    except FileNotFoundError:
+        return None
 
 
 def find_foreign(folder: str) -> str | None:
@@ -60,7 +125,7 @@ def _search(folder: str) -> str | None:
     while waiting:
         place, is_named = waiting.pop()
         try:
-            owned = _owned(place) if is_named else _Owned(set(), set())
+            owned = _owned(place) if is_named else Owned(set(), set())
         except CorruptCheckpointError:
             # Nobody can tell what belongs to it.
             return os.path.join(place, META)
@@ -77,45 +142,12 @@ def _search(folder: str) -> str | None:
     return None
 
 
-def _owned(folder: str) -> _Owned:
-    """Return the names that a folder's meta.json speaks of."""
+def _owned(folder: str) -> Owned:
+    """Return the names that belong to a folder, by its meta.json."""
     try:
         with open(os.path.join(folder, META), "rb") as file:
-            meta = parse_meta(file.read(), META)
+            return owned_names(parse_json(file.read()))
     except (FileNotFoundError, IsADirectoryError):
-        return _Owned(set(), set())
-    own = meta.get("")
-    kind = meta.get("_type")
-    if type(own) is not dict:
-        # Of tensordict, which also writes pickles, and stores a tensorclass as a folder in a folder.
-        names = _named({key: entry for key, entry in meta.items() if key not in RESERVED}, raw=True)
-        names.files.update((META, *PICKLES))
-        if "shape" not in meta:
-            names.folders.add("_tensordict")
-        return names._replace(numbered=kind in (LAZY_TYPE, VALUES_TYPE))
-    names = _named({key: entry for key, entry in meta.items() if key not in RESERVED}, raw=False)
-    fields: dict[str, Any] = own
-    special = fields.get("special")
-    for key, entry in special.items() if type(special) is dict else ():
-        if type(entry) is dict and "type" in entry:
-            names.folders.add(special_name(key))
-        else:
-            names.files.add(special_name(key) + LEAF_SUFFIX)
-    names.files.add(META)
-    return names._replace(numbered=kind == LAZY_TYPE)
-
-
-def _named(entries: dict[str, Any], *, raw: bool) -> _Owned:
-    """Return the files and folders of entries; `raw`: also under the names that older folders have."""
-    owned = _Owned(set(), set())
-    for key, entry in entries.items():
-        if type(entry) is not dict:
-            continue
-        for name in {encoded(key), key if raw and is_raw_name(key) else encoded(key)}:
-            if "type" in entry:
-                owned.folders.add(name)
-                continue
-            owned.files.add(name + LEAF_SUFFIX)
-            if entry.get("is_nested"):
-                owned.files.add(f"{name}.shape{LEAF_SUFFIX}")
-    return owned
+        return Owned(set(), set())
+    except MALFORMED as err:
+        raise CorruptCheckpointError(f"{folder}: meta.json is malformed.", got=str(err)[:200]) from err

@@ -1,14 +1,16 @@
 """The methods of a tree that write it to a folder of mapped files, and open one."""
 
 import os
+from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.memory import MapMode
 from tdfunc.core.types import Device
+from tdfunc.ops import storage_writes
 from tdfunc.storage.api import load
-from tdfunc.storage.memmap import memmap
-from tdfunc.storage.memmap import writes as memmap_writes
+from tdfunc.storage.memmap import read, write
 from tdfunc.storage.tree.build import Classes
 
 if TYPE_CHECKING:
@@ -61,18 +63,16 @@ class MemmapMethods(TensorCollection):
             tensor([1., 1., 1.])
             tensor([1., 1., 1.])
         """
-        return memmap.memmap(
-            self, prefix, copy_existing, num_threads=num_threads, return_early=return_early,
-            share_non_tensor=share_non_tensor, existsok=existsok, sync=sync,
-        )  # fmt: skip
+        task = partial(write.write_folder, "memmap", self, prefix, copy_existing, num_threads, existsok, sync)
+        return write.start(task, "memmap", num_threads, return_early, share_non_tensor)
 
     def save(self, prefix: "PathLike", copy_existing: bool = False, **options: Any) -> Any:
         """Write the tree to a memmap folder, as `memmap`; `tdfunc.save` writes one safetensors file."""
-        return memmap.memmap(self, prefix, copy_existing, **options)
+        return self.memmap(prefix, copy_existing, **options)
 
     def dumps(self, prefix: "PathLike", copy_existing: bool = False, **options: Any) -> Any:
         """Write the tree to a memmap folder, as `memmap`."""
-        return memmap.memmap(self, prefix, copy_existing, **options)
+        return self.memmap(prefix, copy_existing, **options)
 
     def memmap_like(
         self, prefix: "PathLike | None" = None, copy_existing: bool = False, *, existsok: bool = True,
@@ -107,10 +107,9 @@ class MemmapMethods(TensorCollection):
             ...     data["image"].shape, TensorDict.load_memmap(folder)[7]["label"]
             (torch.Size([1000, 3, 4]), tensor(3))
         """
-        return memmap.memmap_like(
-            self, prefix, copy_existing, existsok=existsok, num_threads=num_threads, return_early=return_early,
-            share_non_tensor=share_non_tensor, sparse_ok=sparse_ok,
-        )  # fmt: skip
+        del copy_existing
+        task = partial(write.make_room, self, prefix, num_threads, existsok, sparse_ok)
+        return write.start(task, "memmap_like", num_threads, return_early, share_non_tensor)
 
     def memmap_(
         self, prefix: "PathLike | None" = None, copy_existing: bool = False, *, num_threads: int = 0,
@@ -134,10 +133,8 @@ class MemmapMethods(TensorCollection):
             UnsupportedError: A leaf is not in the memory of the CPU, or cannot be stored unchanged.
             FileExistsError: As for `memmap`.
         """
-        return memmap_writes.memmap_(
-            self, prefix, copy_existing, num_threads=num_threads, return_early=return_early,
-            share_non_tensor=share_non_tensor, existsok=existsok,
-        )  # fmt: skip
+        task = partial(write.move_onto_files, self, prefix, copy_existing, num_threads, existsok)
+        return write.start(task, "memmap_", num_threads, return_early, share_non_tensor)
 
     def memmap_refresh_(self) -> Any:
         """Map every leaf again from the name of its file, where another process may have written a new folder.
@@ -150,11 +147,11 @@ class MemmapMethods(TensorCollection):
             LeafMismatchError: A file has gone, or holds a leaf of another dtype or shape; nothing was changed.
             CorruptCheckpointError: The folder is damaged; nothing was changed.
         """
-        return memmap_writes.refresh_(self)
+        return write.refresh_(self)
 
     def is_memmap(self) -> bool:
         """Whether every leaf is on a file (those without elements have none)."""
-        return memmap.is_memmap(self)
+        return write.is_memmap(self)
 
     @classmethod
     def load_memmap(
@@ -192,7 +189,7 @@ class MemmapMethods(TensorCollection):
             (tensor([0., 0.]), device(type='meta'))
         """
         known = _and_own(classes, cls)
-        tree = memmap.load_memmap(
+        tree = read.load_memmap(
             prefix, device, non_blocking, out=out, num_threads=num_threads, mode=mode, classes=known
         )
         return tree if out is not None else _as_own(tree, cls)
@@ -238,7 +235,8 @@ class MemmapMethods(TensorCollection):
             MissingKeyError: The folder has other keys; nothing was written.
             LeafMismatchError: A leaf has another shape or dtype, or is mapped copy-on-write; nothing was written.
         """
-        return memmap_writes.load_(self, memmap.load_memmap(prefix, **options))
+        storage_writes.write_tree(self, read.load_memmap(prefix, **options), complete=True)
+        return self
 
     def load_(self, path: "PathLike", **options: Any) -> Any:
         """Copy the values in a file or folder of any kind into the leaves of this tree; this tree.
@@ -251,14 +249,15 @@ class MemmapMethods(TensorCollection):
             MissingKeyError: The file has other keys; nothing was written.
             LeafMismatchError: A leaf has another shape or dtype, or is mapped copy-on-write; nothing was written.
         """
-        return memmap_writes.load_(self, load(path, **options))
+        storage_writes.write_tree(self, load(path, **options), complete=True)
+        return self
 
 
 def _and_own(classes: Classes, cls: type[Any]) -> Classes:
     """Return the classes that a load may use: those given, and the one whose `load` was called."""
     if isinstance(classes, type) or cls is TensorCollection._open:
         return classes
-    return (*classes, cls)
+    return {**classes, f"{cls.__module__}:{cls.__qualname__}": cls} if isinstance(classes, Mapping) else (*classes, cls)
 
 
 def _as_own(tree: Any, cls: type[Any]) -> Any:

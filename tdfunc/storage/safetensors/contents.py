@@ -1,34 +1,41 @@
 """An open checkpoint: one safetensors file or the shards of an index, the tree in it, and where each leaf lies."""
 
 import json
+import math
+import os
 import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from json.encoder import encode_basestring as quote
 from typing import Any, NamedTuple
 
+import torch
+
 from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError, error
 from tdfunc.core.keys import missing
 from tdfunc.core.types import Path
-from tdfunc.storage.disk.levels import outside_transforms
-from tdfunc.storage.safetensors.format import (
+from tdfunc.storage.disk.raw import outside_transforms
+from tdfunc.storage.disk.remote import Files, LocalFiles
+from tdfunc.storage.safetensors.header import (
+    MAX_HEADER_BYTES,
     Entry,
-    Spec,
     as_entry,
     check_algorithm,
     check_size,
     check_version,
     lay_out,
     parse_entries,
-    spec_of,
     split_digests,
 )
-from tdfunc.storage.safetensors.read import Source, naming, parsing
-from tdfunc.storage.tree.decode import Plan, check_flags, check_unique, malformed, parse_tree
+from tdfunc.storage.safetensors.index import INDEX, SINGLE, Index, parse_index
+from tdfunc.storage.safetensors.read import Source, naming, open_source, parsing, read_bytes
+from tdfunc.storage.tree.decode import Description, check_flags, check_place, check_unique, malformed, parse_tree
+from tdfunc.storage.tree.specs import Spec, spec_of
 
+_META = "meta.json"
+_INDEX_SUFFIX = ".safetensors.index.json"
+_TRIES = 20
 _MAX_FOREIGN_DEPTH = 64
-# Looking a key up in a list of so many costs as much as making a dict of them.
-_MANY_KEYS = 32
 
 
 class Places(NamedTuple):
@@ -37,18 +44,20 @@ class Places(NamedTuple):
     # The number of the file; its bytes count from its beginning.
     homes: list[int]
     begins: list[int]
-    # None for what has no checksum.
+    # None for leaves without a checksum.
     digests: list[str | None]
 
 
-class Found(NamedTuple):
-    """What a path leads to: the item of a node, and for a tensor where it is."""
+class Leaf(NamedTuple):
+    """One leaf, and the bytes that it has."""
 
-    item: Any
-    device: str | None
+    source: Source
+    begin: int
+    spec: Spec
     name: str
-    # How many keys of the path were followed.
-    depth: int
+    flags: str
+    device: torch.device | None
+    digest: str | None
 
 
 class Contents:
@@ -57,7 +66,7 @@ class Contents:
     Args:
         path: The file or folder, for messages.
         sources: The files.
-        metadata: The strings that the file (or the index) says of itself.
+        metadata: The strings in the header or index.
         homes: For a folder: the number of the file of each leaf, by its name as JSON.
         verify: Whether what is read has to be what was saved.
     """
@@ -80,12 +89,11 @@ class Contents:
         self._idle = threading.Condition(self._lock)
         self._readers, self._closed = 0, False
         self._doc: Any = None
-        self._plan: Plan | None = None
+        self._names: list[str] = []
+        self._plan: Description | None = None
         self._places: Places | None = None
-        self._parents: dict[int, tuple[int, str]] | None = None
-        self._wide: dict[int, dict[str, int]] = {}
-        self._tables: dict[int, dict[str, tuple[int, str]] | None] = {}
-        self._parsed: dict[int, dict[str, Entry]] = {}
+        self._keys: dict[int, dict[str, int]] = {}
+        self._tables: dict[int, dict[str, tuple[int, str]]] = {}
 
     # -- open and closed --------------------------------------------------------------------------------------
 
@@ -116,7 +124,7 @@ class Contents:
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """Return whether it was closed."""
         return self._closed
 
     def check_open(self) -> None:
@@ -139,19 +147,26 @@ class Contents:
             return self._doc
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> Description:
         """The whole tree, checked."""
         if self._plan is not None:
             return self._plan
         with self._lock, parsing(self.path):
             if self._plan is None:
                 # The names are in the headers too, so together they are no longer than these.
-                limit = sum(source.begin for source in self.sources) if self.is_ours else None
-                plan = Plan(self.doc, limit)
+                limit = sum(source.begin for source in self.sources) if self.is_ours else math.inf
+                plan = Description(self.doc)
+                self._names = plan.name_leaves(limit)
                 if self.is_ours:
                     check_unique(self.metadata["tdfunc.tree"], plan)
                 self._plan = plan
             return self._plan
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the leaves, as they stand in the headers."""
+        assert self.plan
+        return self._names
 
     @property
     def places(self) -> Places:
@@ -195,9 +210,8 @@ class Contents:
         return parse_entries(source.raw, source.size_bytes)[1]
 
     def _place_all(self) -> Places:
-        plan = self.plan
-        count = len(plan.names)
-        homes = [0] * count if self.homes is None else self._homes_of(plan.names)
+        count = len(self.names)
+        homes = [0] * count if self.homes is None else self._homes_of(self.names)
         begins: list[int] = [0] * count
         digests: list[str | None] = [None] * count
         for number, source in enumerate(self.sources):
@@ -219,7 +233,7 @@ class Contents:
     def _place(self, source: Source, mine: Sequence[int], begins: list[int], digests: list[str | None]) -> None:
         """Find the leaves of one file; the header's own entries must agree with the tree."""
         plan, header = self.plan, source.header
-        names, specs = plan.names, plan.specs
+        names, specs = self.names, plan.specs
         if self.homes is not None:
             names, specs = [names[i] for i in mine], [specs[i] for i in mine]
         if header.entries is None and self.is_ours:
@@ -257,147 +271,112 @@ class Contents:
 
     # -- one path ---------------------------------------------------------------------------------------------
 
-    def find(self, path: Path) -> Found:
-        """Return what is at a path, reading no more of the tree than lies on the way.
+    def leaf_at(self, path: Path) -> Leaf | None:
+        """Return the leaf at a path; None where there is something else.
+
+        Raises:
+            MissingKeyError: There is nothing.
+        """
+        with parsing(self.path):
+            leaf = self._read_alone(path) if self._places is None and self.is_ours else None
+            if leaf is not None:
+                return leaf
+            _, depth, i = self.find(path)
+            if i is None or i < 0 or depth < len(path):
+                return None
+            plan, places = self.plan, self.places
+            place = plan.place(i)
+            check_place(place)
+            source = self.sources[places.homes[i]]
+            return Leaf(source, places.begins[i], plan.specs[i], self.names[i], plan.flags[i], place, places.digests[i])
+
+    def find(self, path: Path) -> tuple[int, int, int | None]:
+        """Return the deepest node on a path, how many keys lead there, and the leaf at its end (-1 for a value).
 
         A path ends early where it meets a lazy stack, whose keys are not those of its node.
 
         Raises:
             MissingKeyError: There is nothing.
         """
-        with parsing(self.path):
-            return self._find(path)
-
-    def _find(self, path: Path) -> Found:
-        nodes, number = self.doc["nodes"], 0
-        device = nodes[0].get("device")
-        item: Any = {"tree": 0}
+        plan, number = self.plan, 0
         for depth, key in enumerate(path):
-            if number >= 0 and "own" in nodes[number]:
-                return Found(item, device, "", depth)
-            at = self._index_of(number, key) if number >= 0 else None
-            if at is None:
-                known = nodes[number]["keys"] if number >= 0 else []
-                raise missing(path[: depth + 1], known, f"open({self.path!r})")
-            item = nodes[number]["items"][at]
-            number = self._child(item, number)
-            if number >= 0:
-                device = nodes[number].get("device", device)
-            elif type(item) is dict and "tie" in item:
-                if depth < len(path) - 1:
-                    continue
-                return self._find_tied(item, device)
-            elif depth == len(path) - 1:
-                # A value has no name in the file.
-                return Found(item, device, "" if type(item) is dict else self._name(item, path[:-1], key), len(path))
-        return Found(item, device, "", len(path))
+            if "own" in plan.nodes[number]:
+                return number, depth, None
+            at = self._index_of(number, key)
+            item = plan.items[number][at] if at is not None else None
+            if type(item) is dict and "tree" in item:
+                number = item["tree"]
+                continue
+            if at is None or depth < len(path) - 1:
+                known = plan.keys[number] if at is None else []
+                raise missing(path[: depth + 1 + (at is not None)], known, f"open({self.path!r})")
+            if type(item) is dict:
+                return number, len(path), plan.tied[item["tie"]] if "tie" in item else -1
+            before = sum([type(other) is not dict for other in plan.items[number][:at]])
+            return number, len(path), plan.starts[number] + before
+        return number, len(path), None
 
     def _index_of(self, number: int, key: str) -> int | None:
-        keys = self.doc["nodes"][number]["keys"]
-        if len(keys) < _MANY_KEYS:
-            return keys.index(key) if key in keys else None
         with self._lock:
-            if number not in self._wide:
-                self._wide[number] = {key: i for i, key in enumerate(keys)}
-            return self._wide[number].get(key)
+            if number not in self._keys:
+                self._keys[number] = {key: i for i, key in enumerate(self.doc["nodes"][number]["keys"])}
+            return self._keys[number].get(key)
 
-    def _child(self, item: Any, number: int) -> int:
-        """Return the number of a sub-tree, which lies after its parent; -1 for anything else."""
-        if type(item) is not dict or "tree" not in item:
-            return -1
-        child = item["tree"]
-        if type(child) is not int or child <= number:
-            raise malformed("each node once, after the node that it is in", repr(child))
-        return child
-
-    def _find_tied(self, item: dict[str, Any], device: str | None) -> Found:
-        number, key = self.doc["ties"][item["tie"]][0]
-        if self._parents is None:
-            # A child lies after its parent, so the way up ends.
-            self._parents = {
-                child: (i, key)
-                for i, node in enumerate(self.doc["nodes"])
-                for key, found in zip(node["keys"], node["items"], strict=True)
-                if (child := self._child(found, i)) >= 0
-            }
-        path: list[str] = []
-        above = number
-        while above:
-            above, part = self._parents[above]
-            path.append(part)
-        at = self._index_of(number, key)
-        if at is None:
-            raise malformed(f"a leaf {key!r} for the ties", "none")
-        first = self.doc["nodes"][number]["items"][at]
-        name = self._name(first, tuple(reversed(path)), key)
-        # The alias says which kind it is, the first path all else.
-        return Found(first, device, name, -1)
-
-    def _name(self, item: Any, parents: Path, key: str) -> str:
-        if type(item) is list:
-            check_flags(item[1], spec_of(*self.doc["specs"][item[0]]).dtype)
-        if type(item) is list and len(item) > 2 and item[2] is not None:
-            return quote(item[2])
-        return f'"{"".join([f"{quote(part)[1:-1]}." for part in parents])}{quote(key)[1:-1]}"'
-
-    def locate(self, name: str, spec: tuple[str, Sequence[int]]) -> tuple[Source, Entry, str | None]:
-        """Return the file, entry and checksum of one leaf, given its name as JSON and what the tree says of it."""
-        with parsing(self.path):
-            return self._locate(name, spec)
-
-    def _locate(self, name: str, spec: tuple[str, Sequence[int]]) -> tuple[Source, Entry, str | None]:
-        number = 0 if self.homes is None else self.homes.get(name, -1)
-        if number < 0:
-            raise CorruptCheckpointError("the index lacks a leaf of its tree.", expected=name)
-        source = self.sources[number]
-        table = self._table(number)
+    def _read_alone(self, path: Path) -> Leaf | None:
+        """Return a plain leaf, without checking more of the tree than lies on the way to it; None for all else."""
+        nodes, number, device, item = self.doc["nodes"], 0, None, None
+        for depth, key in enumerate(path):
+            node = nodes[number]
+            device = node.get("device", device)
+            at = self._index_of(number, key)
+            item = node["items"][at] if at is not None else None
+            if type(item) is dict and depth < len(path) - 1 and "tree" in item and "own" not in node:
+                child = item["tree"]
+                if type(child) is not int or child <= number:
+                    raise malformed("each node once, after the node that it is in", repr(child))
+                number = child
+            elif type(item) not in (int, list) or depth < len(path) - 1:
+                return None
+        if item is None:
+            return None
+        # Any: checked next.
+        described: list[Any] = [*item, None] if type(item) is list else [item, "", None]
+        place, flags, given = described[:3]
+        spec = spec_of(*self.doc["specs"][place])
+        check_flags(flags, spec.dtype)
+        name = quote(".".join(path) if given is None else given)
+        home = 0 if self.homes is None else self.homes[name]
+        source = self.sources[home]
+        found = self._table(home).get(name[1:-1])
+        if found is None:
+            return None
+        rank, text = found
+        entry = _same(as_entry(json.loads(name), json.loads(f'{{"dtype":"{text}]}}')), name, spec)
         digest = None
-        if table is None:
-            entry = self._by_name(number).get(json.loads(name))
-        elif (found := table.get(name[1:-1])) is not None:
-            place, text = found
-            entry = as_entry(json.loads(name), json.loads(f'{{"dtype":"{text}]}}'))
-            if self.verify:
-                check_algorithm(source.header.algorithm)
-                width = len(source.header.metadata["tdfunc.leaves"]) // len(table)
-                digest = source.header.metadata["tdfunc.leaves"][place * width : (place + 1) * width]
-        else:
-            entry = None
-        if entry is None or (entry.spec.code, list(entry.spec.shape)) != (spec[0], list(spec[1])):
-            raise CorruptCheckpointError(
-                f"leaf {name} is not what the tree says.",
-                expected=f"{spec[0]} {list(spec[1])}",
-                got=f"{entry.spec.code} {list(entry.spec.shape)}" if entry is not None else "nothing of this name",
-            )
-        return source, entry, digest
+        if self.verify:
+            check_algorithm(source.header.algorithm)
+            digests = source.header.metadata["tdfunc.leaves"]
+            width = len(digests) // len(self._table(home))
+            digest = digests[rank * width : (rank + 1) * width]
+        target = torch.device(device) if device is not None else None
+        check_place(target)
+        return Leaf(source, source.begin + entry.begin, spec, name, flags, target, digest)
 
-    def _by_name(self, number: int) -> dict[str, Entry]:
-        """Return the entries of a header that cannot be cut apart, which are looked up one by one."""
-        with self._lock:
-            if number not in self._parsed:
-                self._parsed[number] = {entry.name: entry for entry in self._entries(self.sources[number])}
-            return self._parsed[number]
+    def _table(self, number: int) -> dict[str, tuple[int, str]]:
+        """Return place and text of each entry of a header of ours by its name (JSON without quotes).
 
-    def _table(self, number: int) -> dict[str, tuple[int, str]] | None:
-        """Return place and text of each entry by its name (JSON without quotes); None for a header of others."""
+        The entries are cut apart without parsing them, which would take longer than all else in opening a file.
+        """
         with self._lock:
             if number not in self._tables:
-                header = self.sources[number].header
-                self._tables[number] = _split_entries(header.rest) if header.entries is None else None
+                rest = self.sources[number].header.rest.rstrip(" ")[2:-3]
+                # A name has no quote that is not escaped, so the first one ends it.
+                parts = [text.partition('":{"dtype":"') for text in rest.split(']},"')]
+                # A part without an end: some name ends like an entry. The whole tree is read then.
+                complete = all([end for _, end, _ in parts])
+                table = {name: (i, fields) for i, (name, _, fields) in enumerate(parts)} if complete else {}
+                self._tables[number] = table
             return self._tables[number]
-
-
-def _split_entries(rest: str) -> dict[str, tuple[int, str]] | None:
-    """Cut entries apart without parsing them, which would take longer than all else in opening a file."""
-    body = rest.rstrip(" ")[2:-3]
-    if not body:
-        return {}
-    # A name has no quote that is not escaped, so the first one ends it.
-    parts = [text.partition('":{"dtype":"') for text in body.split(']},"')]
-    # Else a name ends like an entry.
-    return (
-        {name: (i, fields) for i, (name, _, fields) in enumerate(parts)} if all([end for _, end, _ in parts]) else None
-    )
 
 
 def _same(entry: Entry | None, name: str, spec: Spec) -> Entry:
@@ -408,6 +387,155 @@ def _same(entry: Entry | None, name: str, spec: Spec) -> Entry:
             got=f"{entry.spec.code} {list(entry.spec.shape)}" if entry is not None else "nothing of this name",
         )
     return entry
+
+
+# -- files and folders -----------------------------------------------------------------------------------------
+
+
+def open_contents(path: str, files: Files, *, verify: bool) -> Contents:
+    """Open a safetensors file, or the shards (else the one file) in a folder.
+
+    Raises:
+        FileNotFoundError: There is nothing, or nothing that is a checkpoint; the message lists what was found.
+    """
+    if path.endswith(_INDEX_SUFFIX):
+        return _open_shards(path, files, verify=verify)
+    if files.is_folder(path):
+        return _open_folder(path, files, verify=verify)
+    return _open_single(path, files, verify=verify)
+
+
+def _open_folder(path: str, files: Files, *, verify: bool) -> Contents:
+    index, single = _join(path, INDEX), _join(path, SINGLE)
+    for attempt in range(_TRIES):
+        try:
+            if files.exists(index):
+                return _open_shards(index, files, verify=verify)
+            if files.exists(single):
+                return _open_single(single, files, verify=verify)
+            raise no_checkpoint(path, files)
+        except FileNotFoundError:
+            # Shards and one file may have taken each other's place between two looks.
+            if attempt == _TRIES - 1 or (attempt and not files.exists(index) and not files.exists(single)):
+                raise
+    raise AssertionError
+
+
+def _open_single(path: str, files: Files, *, verify: bool) -> Contents:
+    source = open_source(path, verify=verify, data=files.open(path))
+    return _contents(path, [source], source.header.metadata, None, verify)
+
+
+def is_memmap(path: str, files: Files) -> bool:
+    """Whether a path is a memmap folder of this machine, and no folder of safetensors."""
+    if not isinstance(files, LocalFiles) or not files.exists(_join(path, _META)):
+        return False
+    return not files.exists(_join(path, INDEX)) and not files.exists(_join(path, SINGLE))
+
+
+def no_checkpoint(path: str, files: Files) -> FileNotFoundError:
+    """Build the error for a folder in which nothing can be loaded."""
+    found = sorted(files.names(path))
+    shown = ", ".join(found[:10]) + (", ..." if len(found) > 10 else "")
+    what, hint = f"load {path}: there is no checkpoint in this folder.", "load(path) of a file takes any name."
+    expected = f"{INDEX}, {SINGLE} or {_META}"
+    if _META in found:
+        what, expected = f"open {path}: this is a memmap folder.", f"{INDEX} or {SINGLE}: open reads safetensors"
+        hint = "tdfunc.load(path) and tdfunc.load_memmap(path) map its leaves, and read none before."
+    return error(FileNotFoundError, what, expected=expected, got=shown or "nothing", hint=hint)
+
+
+def _join(folder: str, name: str) -> str:
+    return f"{folder.rstrip('/')}/{name}" if "://" in folder else os.path.join(folder, name)
+
+
+def _contents(
+    path: str, sources: list[Source], metadata: dict[str, str], homes: dict[str, int] | None, verify: bool
+) -> Contents:
+    try:
+        with parsing(path):
+            return Contents(path, sources, metadata, homes, verify)
+    except BaseException:
+        _close(sources)
+        raise
+
+
+def _close(sources: list[Source]) -> None:
+    for source in sources:
+        source.data.close()
+
+
+def read_index(path: str, files: Files, *, verify: bool) -> tuple[bytes, Index]:
+    """Read an index; errors name it."""
+    with naming(path):
+        data = files.open(path)
+        try:
+            if data.size_bytes > MAX_HEADER_BYTES:
+                raise CorruptCheckpointError(
+                    "the index is too long.",
+                    expected=f"at most {MAX_HEADER_BYTES} bytes",
+                    got=f"{data.size_bytes} bytes",
+                )
+            raw = read_bytes(data, 0, data.size_bytes)
+        finally:
+            data.close()
+    with parsing(path):
+        return raw, parse_index(raw, verify=verify)
+
+
+def _open_shards(path: str, files: Files, *, verify: bool) -> Contents:
+    raw, index = read_index(path, files, verify=verify)
+    while True:
+        try:
+            sources = _open_all(path, index, files, verify=verify)
+            return _contents(path, sources, index.metadata, index.homes, verify)
+        except FileNotFoundError as err:
+            # Another save may have replaced the index, and deleted the shards of the old one.
+            again, index = read_index(path, files, verify=verify)
+            if again == raw:
+                raise CorruptCheckpointError(
+                    f"load {path}: a shard that the index names is missing.",
+                    expected=", ".join(index.files),
+                    got=str(err),
+                    hint="restore it from a copy.",
+                ) from err
+            raw = again
+
+
+def _open_all(path: str, index: Index, files: Files, *, verify: bool) -> list[Source]:
+    folder = path[: max(path.rfind("/"), path.rfind(os.sep)) + 1]
+    sources: list[Source] = []
+    try:
+        for number, name in enumerate(index.files):
+            sources.append(open_source(folder + name, verify=verify, data=files.open(folder + name)))
+            if verify:
+                with naming(folder + name):
+                    _check_shard(sources[-1], index, number)
+    except BaseException:
+        _close(sources)
+        raise
+    return sources
+
+
+def _check_shard(source: Source, index: Index, number: int) -> None:
+    found = source.header.digest
+    recorded = None if index.digests is None else index.digests[number]
+    if recorded is None:
+        # One damaged letter makes an index of ours look like one of another program.
+        if found is not None and index.is_marked:
+            raise CorruptCheckpointError(
+                "this shard is of tdfunc, and the index is not.",
+                expected="an index with tdfunc's metadata, or one without a trace of them",
+                got="traces of them: the index is damaged",
+                hint="restore the index from a copy, or read what is there: load(path, verify=False).",
+            )
+    elif found != recorded:
+        raise CorruptCheckpointError(
+            "this shard is of another save than the index.",
+            expected=f"a header with the digest {recorded}",
+            got=str(found),
+            hint="restore all files of the folder from one copy.",
+        )
 
 
 # -- files of other programs ------------------------------------------------------------------------------------

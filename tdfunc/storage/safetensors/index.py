@@ -1,20 +1,17 @@
 """The bytes of `model.safetensors.index.json`: which shard holds which leaf, the tree, and what makes it one save."""
 
-import json
 import os
 import re
 from collections.abc import Sequence
 from json.encoder import encode_basestring as quote
 from typing import Any, NamedTuple
 
-import xxhash
-
 from tdfunc.core.errors import CorruptCheckpointError
-from tdfunc.storage.safetensors.format import ALGORITHM, VERSION, check_algorithm, find_surrogate, no_constant, unique
+from tdfunc.storage.safetensors.header import ALGORITHM, DIGITS, VERSION, check_algorithm, digest
+from tdfunc.storage.tree.specs import find_surrogate, parse_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_DIGITS = 16
 _MAX_NAME_BYTES = 255
 _START = '{"metadata":{"tdfunc.index":"'
 _OURS = re.compile(re.escape(_START.encode()) + rb'([^":]{1,40}):([0-9a-f]+)"')
@@ -40,10 +37,10 @@ def render_index(
     """Return the bytes of an index: names of leaves as JSON, the file of each, and each file's digest."""
     files = ",".join([f'"{name}":"{digest}"' for name, digest in shards.items()])
     weights = ",".join([f'{name}:"{home}"' for name, home in zip(names, homes, strict=True)])
-    text = f'{_START}{ALGORITHM}:{"0" * _DIGITS}","total_size":{size_bytes},"tdfunc.version":"{VERSION}",'
+    text = f'{_START}{ALGORITHM}:{"0" * DIGITS}","total_size":{size_bytes},"tdfunc.version":"{VERSION}",'
     text += f'"tdfunc.tree":{quote(tree)},"tdfunc.shards":{{{files}}}}},"weight_map":{{{weights}}}}}\n'
     raw = bytearray(text.encode())
-    raw[_DIGEST_AT : _DIGEST_AT + _DIGITS] = _digest(raw).encode()
+    raw[_DIGEST_AT : _DIGEST_AT + DIGITS] = digest(raw, _DIGEST_AT).encode()
     return bytes(raw)
 
 
@@ -56,7 +53,7 @@ def parse_index(raw: bytes, *, verify: bool) -> Index:
     found = _OURS.match(raw)
     if found is not None and verify:
         check_algorithm(found[1].decode("latin-1"))
-        recorded, computed = found[2].decode(), _digest(raw)
+        recorded, computed = found[2].decode(), digest(raw, _DIGEST_AT)
         if recorded != computed:
             raise CorruptCheckpointError(
                 "the index is damaged: its checksum does not match.",
@@ -64,7 +61,7 @@ def parse_index(raw: bytes, *, verify: bool) -> Index:
                 got=f"{ALGORITHM} {computed}",
                 hint="restore the folder from a copy, or read what is there: load(path, verify=False).",
             )
-    doc = json.loads(raw.decode(), object_pairs_hook=unique, parse_constant=no_constant)
+    doc = parse_json(raw)
     weights = doc.get("weight_map") if isinstance(doc, dict) else None
     if not isinstance(weights, dict) or any(type(home) is not str for home in weights.values()):
         raise CorruptCheckpointError(
@@ -100,12 +97,3 @@ def _check_files(files: Sequence[Any]) -> None:
                 expected="the name of a safetensors file",
                 got=repr(name)[:400],
             )
-
-
-def _digest(raw: bytes | bytearray) -> str:
-    """Return the digest of an index with its own field zeroed."""
-    view = memoryview(raw)
-    state = xxhash.xxh3_64(view[:_DIGEST_AT])
-    state.update(b"0" * _DIGITS)
-    state.update(view[_DIGEST_AT + _DIGITS :])
-    return state.hexdigest()

@@ -1,77 +1,25 @@
 """The values of leaves out of a file: mapped copy-on-write or read alone, checked against the recorded checksums."""
 
 import os
-import stat
 import sys
-import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from itertools import repeat
 from operator import mod
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
-from tdfunc.core.errors import CorruptCheckpointError, MissingKeyError, TreeStructureError, UnsupportedError, error
-from tdfunc.storage.disk.descriptor import Descriptor
-from tdfunc.storage.disk.raw import raw_view
-from tdfunc.storage.safetensors.format import MAX_HEADER_BYTES, Header, Spec, check_digest, check_size, parse
+from tdfunc.core.errors import CorruptCheckpointError, MissingKeyError, TreeStructureError, UnsupportedError
+from tdfunc.storage.disk.raw import is_wrapped, raw_view
+from tdfunc.storage.disk.remote import Bytes, LocalBytes
+from tdfunc.storage.safetensors.header import MAX_HEADER_BYTES, Header, check_digest, check_size, parse
+from tdfunc.storage.tree.specs import Spec
 
 _GUESS_BYTES = 1 << 16
-
-
-class Bytes(Protocol):
-    """Where the bytes of a file come from: a descriptor, or another machine."""
-
-    size_bytes: int
-
-    def read_into(self, view: memoryview, offset: int) -> int:
-        """Fill a part of `view` with the bytes from `offset` on; return how many, 0 at the end of the file."""
-        ...
-
-    def close(self) -> None:
-        """Give back what it holds."""
-        ...
-
-
-class LocalBytes:
-    """A file of this machine, by its descriptor."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        # Without O_NONBLOCK opening a pipe waits for a writer.
-        self._file = Descriptor(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-        self.fd = self._file.fd
-        mode = os.fstat(self.fd)
-        self.size_bytes = mode.st_size
-        if stat.S_ISREG(mode.st_mode):
-            return
-        self.close()
-        if stat.S_ISDIR(mode.st_mode):
-            raise error(IsADirectoryError, f"load {path}: this is a folder.", expected="one safetensors file")
-        raise CorruptCheckpointError(f"load {path}: this is no regular file.", expected="a safetensors file")
-
-    def read_into(self, view: memoryview, offset: int) -> int:
-        """Read once; the system may return fewer bytes."""
-        return os.preadv(self.fd, [view], offset)
-
-    def close(self) -> None:
-        """Give the descriptor back."""
-        self.fd = -1
-        self._file.close()
-
-    def __reduce__(self) -> NoReturn:
-        # A copy would close the file of the original, and whatever has its number by then.
-        raise UnsupportedError(f"{self._path}: an open file cannot be copied or pickled.", hint="open it again.")
-
-    def __del__(self) -> None:
-        # The last that a constructor sets, which may have been interrupted; the descriptor closes itself.
-        if getattr(self, "fd", -1) >= 0:
-            self.close()
-            warnings.warn(f"unclosed checkpoint {self._path}", ResourceWarning, source=self, stacklevel=1)
 
 
 class Source(NamedTuple):
@@ -278,3 +226,48 @@ def _view_bytes(data: Any, spec: Spec) -> Tensor:
         flat = flat.clone()
     # .data: the result is no view of the bytes, whose version and dtype would otherwise stay with it.
     return flat.view(spec.dtype).view(spec.size).data
+
+
+# -- rows -------------------------------------------------------------------------------------------------------
+
+
+def plan_rows(index: Any, size: torch.Size) -> tuple[list[tuple[int, int]], Any] | None:
+    """Return runs of rows (first, count), and the index that takes the result out of them; None for all rows."""
+    first, *rest = index if isinstance(index, tuple) and index else (index,)
+    if not size or first is None or first is Ellipsis or isinstance(first, (bool, np.bool_)):
+        return None
+    if isinstance(index, tuple) and not index:
+        return None
+    length = size[0]
+    if isinstance(first, slice):
+        rows = range(*first.indices(length))
+        if rows.step < 0:
+            raise ValueError("step must be greater than zero")
+        if rows.step == 1:
+            return ([(rows.start, len(rows))] if rows else []), (slice(None), *rest)
+        return [(row, 1) for row in rows], (slice(None), *rest)
+    try:
+        picked = torch.as_tensor(first, device="cpu")
+    except (RuntimeError, TypeError, ValueError):
+        # torch tells of the whole leaf what is wrong.
+        return None
+    # Inside of vmap an index has no values of its own; torch takes the rows out of the whole leaf.
+    if is_wrapped(picked) or (picked.dtype is torch.bool and picked.shape != (length,)):
+        return None
+    if picked.dtype is torch.bool:
+        picked = picked.nonzero()[:, 0]
+    # torch takes uint8 for a mask, and refuses floats.
+    if picked.dtype is torch.uint8 or picked.is_floating_point() or picked.is_complex():
+        return None
+    picked = picked.to(torch.int64)
+    wrong = picked[(picked < -length) | (picked >= length)]
+    if wrong.numel():
+        raise IndexError(f"index {int(wrong[0])} is out of bounds for dimension 0 with size {length}")
+    rows, where = torch.unique(picked % max(length, 1), return_inverse=True)
+    runs: list[tuple[int, int]] = []
+    for row in rows.tolist():
+        if runs and sum(runs[-1]) == row:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((row, 1))
+    return runs, (int(where) if isinstance(first, (int, np.integer)) else where, *rest)

@@ -6,20 +6,20 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tdfunc.core.collection import LeafOp, TensorCollection, iter_leaves, leaf_paths
 from tdfunc.core.context import is_fake
 from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.keys import FilterLike, dotted
 from tdfunc.ops.structure import partition
-from tdfunc.storage.disk.levels import outside_transforms
+from tdfunc.storage.disk.raw import outside_transforms
 from tdfunc.storage.safetensors.contents import Contents
 from tdfunc.storage.safetensors.like import check_like
 from tdfunc.storage.safetensors.read import Source, check_bytes, map_bytes, parsing, read_leaf, view_leaves
-from tdfunc.storage.tree.build import Classes, build_tree
-from tdfunc.storage.tree.decode import Plan
-from tdfunc.storage.tree.encode import IS_PARAMETER, IS_VALUE, REQUIRES_GRAD
+from tdfunc.storage.tree.build import Classes, build_tree, flag_leaf, move_leaf
+from tdfunc.storage.tree.decode import Description
+from tdfunc.storage.tree.encode import IS_VALUE
 
 _NO_VALUES = re.compile(r"\bmeta\b|register_meta")
 # By number; a list of all of them is the same and faster.
@@ -59,7 +59,7 @@ def read_tree(contents: Contents, choice: Choice, *, root: int = 0, mapped: bool
         LeafMismatchError: Shapes or dtypes differ.
     """
     plan = contents.plan
-    wanted: Sequence[int] = range(len(plan.names)) if not root else plan.leaves_below(root)
+    wanted: Sequence[int] = range(len(plan.specs)) if not root else plan.leaves_below(root)
     if choice.keys is None:
         if choice.like is not None:
             check_like(outline_tree(contents, choice, root)[0], choice.like, contents.path, is_ours=contents.is_ours)
@@ -107,7 +107,7 @@ def narrow_tree(tree: TensorCollection, choice: Choice, path: str) -> TensorColl
 def outline_tree(contents: Contents, choice: Choice, root: int = 0) -> tuple[TensorCollection, dict[int, int]]:
     """Return the tree on the meta device, cast as it will be, and the number of each leaf by its id."""
     plan = contents.plan
-    wanted = range(len(plan.names)) if not root else plan.leaves_below(root)
+    wanted = range(len(plan.specs)) if not root else plan.leaves_below(root)
     leaves: dict[int, Tensor] = {}
     with outside_transforms():
         for i in wanted:
@@ -125,30 +125,27 @@ def _build(contents: Contents, leaves: "Leaves", choice: Choice, root: int) -> T
 
 def read_leaves(contents: Contents, wanted: Sequence[int], choice: Choice, *, mapped: bool) -> "Leaves":
     """Return leaves by their number, checked, cast and on their devices."""
-    with contents.reading():
-        return _read_all(contents, wanted, choice, mapped=mapped)
-
-
-def _read_all(contents: Contents, wanted: Sequence[int], choice: Choice, *, mapped: bool) -> "Leaves":
     plan, device = contents.plan, choice.device
-    if is_fake(device):
-        leaves: Leaves = {
-            i: torch.empty(plan.specs[i].size, dtype=plan.specs[i].dtype, device=device or plan.place(i) or "cpu")
-            for i in wanted
-        }
-    else:
-        leaves = _read_files(contents, wanted, choice, mapped=mapped)
-    for i in wanted if choice.dtype is not None else ():
-        dtype = _dtype_of(plan, i, choice.dtype)
-        if dtype is not leaves[i].dtype:
-            leaves[i] = _cast(leaves[i], dtype, plan.names[i])
-    if not is_fake(device):
-        _move_all(leaves, wanted, plan, device)
-    if any(plan.flags):
-        for i in wanted:
+    with contents.reading():
+        if is_fake(device):
+            leaves: Leaves = {
+                i: torch.empty(plan.specs[i].size, dtype=plan.specs[i].dtype, device=device or plan.place(i) or "cpu")
+                for i in wanted
+            }
+        else:
+            leaves = _read_files(contents, wanted, choice, mapped=mapped)
+        for i in wanted if choice.dtype is not None else ():
+            dtype = _dtype_of(plan, i, choice.dtype)
+            if dtype is not leaves[i].dtype:
+                leaves[i] = _cast(leaves[i], dtype, contents.names[i])
+        for i in wanted if not is_fake(device) and (device is not None or any(plan.devices)) else ():
+            target = device or plan.place(i)
+            if target is not None and target.type != "cpu":
+                leaves[i] = move_leaf(leaves[i], target)
+        for i in wanted if any(plan.flags) else ():
             if plan.flags[i]:
                 leaves[i] = flag_leaf(leaves[i], plan.flags[i])
-    return leaves
+        return leaves
 
 
 def _read_files(contents: Contents, wanted: Sequence[int], choice: Choice, *, mapped: bool) -> "Leaves":
@@ -168,7 +165,7 @@ def _read_files(contents: Contents, wanted: Sequence[int], choice: Choice, *, ma
 def _read_file(
     contents: Contents, source: Source, mine: Sequence[int], choice: Choice, *, mapped: bool
 ) -> list[Tensor]:
-    plan, places = contents.plan, contents.places
+    plan, places, names = contents.plan, contents.places, contents.names
     specs, begins, digests = plan.specs, places.begins, places.digests
     tick = choice.tick
     # In the order of the file, which the disk reads ahead.
@@ -177,7 +174,7 @@ def _read_file(
     if not mapped:
         leaves: dict[int, Tensor] = {}
         for i in in_order:
-            leaves[i] = read_leaf(source, specs[i], begins[i], plan.names[i], digests[i])
+            leaves[i] = read_leaf(source, specs[i], begins[i], names[i], digests[i])
             if tick is not None:
                 tick(specs[i].size_bytes)
         return [leaves[i] for i in mine]
@@ -187,7 +184,7 @@ def _read_file(
         for i in in_order:
             begin, digest = begins[i], digests[i]
             if digest is not None:
-                check_bytes(plan.names[i], view[begin : begin + specs[i].size_bytes], digest)
+                check_bytes(names[i], view[begin : begin + specs[i].size_bytes], digest)
             if tick is not None:
                 tick(specs[i].size_bytes)
     if len(mine) == len(specs):
@@ -198,7 +195,7 @@ def _read_file(
 # -- one leaf ---------------------------------------------------------------------------------------------------
 
 
-def _dtype_of(plan: Plan, i: int, dtype: torch.dtype | None) -> torch.dtype:
+def _dtype_of(plan: Description, i: int, dtype: torch.dtype | None) -> torch.dtype:
     """Return the dtype that a leaf gets; a tensor that is non-tensor data keeps its own."""
     own = plan.specs[i].dtype
     return own if dtype is None or not own.is_floating_point or IS_VALUE in plan.flags[i] else dtype
@@ -215,34 +212,3 @@ def _cast(leaf: Tensor, dtype: torch.dtype, name: str) -> Tensor:
             got=str(err)[:200],
             hint="load it without dtype=, or leave it out by keys=.",
         ) from err
-
-
-def _move_all(leaves: "Leaves", wanted: Sequence[int], plan: Plan, device: torch.device | None) -> None:
-    """Put leaves on one device, or where each was."""
-    if device is None and not any(plan.devices):
-        return
-    for i in wanted:
-        target = device or plan.place(i)
-        if target is not None and target.type != "cpu":
-            leaves[i] = move_leaf(leaves[i], target)
-
-
-def move_leaf(leaf: Tensor, target: torch.device) -> Tensor:
-    """Return a leaf on a device."""
-    try:
-        return leaf.to(target)
-    # A torch without CUDA says so by an assertion.
-    except (AssertionError, NotImplementedError, RuntimeError) as err:
-        raise UnsupportedError(
-            "the leaves cannot be put on their device.",
-            expected=str(target),
-            got=f"{type(err).__name__}: {err}"[:200],
-            hint='load(path, device="cpu").',
-        ) from err
-
-
-def flag_leaf(leaf: Tensor, flags: str) -> Tensor:
-    """Make a leaf the Parameter that it was, or have it require grad."""
-    if IS_PARAMETER in flags:
-        return nn.Parameter(leaf, REQUIRES_GRAD in flags)
-    return leaf.requires_grad_() if REQUIRES_GRAD in flags else leaf

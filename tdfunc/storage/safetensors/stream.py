@@ -10,13 +10,12 @@ from typing import TypeAlias
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.storage.api import check_folder, check_target, save_outline, save_sharded
-from tdfunc.storage.disk.raw import raw_bytes
-from tdfunc.storage.memmap.folder_commit import replace_folder
-from tdfunc.storage.memmap.folder_plan import FileLeaf, plan_folder
-from tdfunc.storage.memmap.memmap import _target, create, write_files
-from tdfunc.storage.safetensors.shards import as_bytes
-from tdfunc.storage.safetensors.write import Values, write_all
+from tdfunc.storage.api import check_target, save_outline
+from tdfunc.storage.disk.raw import raw_bytes, write_all
+from tdfunc.storage.memmap.folder_owned import replace_owned as replace_folder
+from tdfunc.storage.memmap.layout import FileLeaf, plan_folder
+from tdfunc.storage.memmap.write import check_prefix, create, write_files
+from tdfunc.storage.safetensors.plan import Values
 from tdfunc.storage.tree.encode import outline
 
 # Called with a leaf of the tree: its values in row-major order, as tensors of any shape.
@@ -47,13 +46,8 @@ def save_stream(
         OSError: It could not be written; what was there is whole.
         Exception: What `values` raises; what was there is whole.
     """
-    source = _bytes_of(values)
-    if max_shard_size is not None:
-        folder, size = check_folder(path), as_bytes(max_shard_size)
-        save_sharded(outline(spec, values=False), folder, size, fsync=fsync, values=source)
-    else:
-        target = check_target(path)
-        save_outline(outline(spec, values=False), target, fsync=fsync, values=source)
+    target, max_bytes = check_target(path, max_shard_size)
+    save_outline(outline(spec, values=False), target, max_bytes, fsync=fsync, values=_bytes_of(values))
 
 
 def memmap_stream(
@@ -72,7 +66,7 @@ def memmap_stream(
         UnsupportedError: A leaf or value cannot be stored; the message names it. Nothing was written.
         Exception: What `values` raises; what was there is whole.
     """
-    target = _target(spec, prefix, "memmap")
+    target = check_prefix(spec, prefix, "memmap")
     plan = plan_folder(spec, "memmap", values=False)
     source = _bytes_of(values)
 

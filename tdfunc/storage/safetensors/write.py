@@ -1,89 +1,40 @@
-"""The values of leaves into a file: checksummed as they are written, small ones packed, large ones in pieces."""
+"""The bytes of a save: leaves checksummed as they are written, and one file or shards with an index, committed as one.
+
+Shards carry names that no other save uses. The index is replaced last, in one step, and only then the files go that
+no index names any more. Whoever reads meanwhile finds the whole old checkpoint or the whole new one.
+"""
 
 import ctypes
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeAlias
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
-from tdfunc.core.errors import ConcurrencyError, UnsupportedError
-from tdfunc.storage.disk.raw import raw_bytes, raw_view
-from tdfunc.storage.safetensors.format import MAX_HEADER_BYTES, lay_out, render, seal
-from tdfunc.storage.tree.encode import Outline
+from tdfunc.core.errors import ConcurrencyError
+from tdfunc.storage.disk.commit import locked, replace_file, sweep
+from tdfunc.storage.disk.raw import raw_bytes, raw_view, write_all
+from tdfunc.storage.disk.remote import Files, LocalFiles, RemoteFiles, is_remote
+from tdfunc.storage.safetensors.contents import read_index
+from tdfunc.storage.safetensors.header import seal
+from tdfunc.storage.safetensors.index import INDEX, SINGLE
+from tdfunc.storage.safetensors.plan import FilePlan, SavePlan, is_plain
 
 # A piece is still in the processor's cache when it is written after it was hashed.
 _PIECE_BYTES = 4 << 20
 # Up to this size a copy into the shared buffer costs less than a system call.
-_SMALL_BYTES = 1 << 16
+SMALL_BYTES = 1 << 16
 _BUFFER_BYTES = 1 << 20
-# No allocator hands out addresses below this one; a storage that was freed has the address 0.
-_LOW_ADDRESS = 1 << 20
+_SHARD = re.compile(r"model-[0-9a-f]{8}-\d{5,}-of-\d{5,}\.safetensors")
+Tick = Callable[[int], object] | None
 
 
-Values: TypeAlias = Callable[[Tensor], Iterable[memoryview]]
-
-
-class FilePlan(NamedTuple):
-    """What goes where in a file."""
-
-    # What goes before the data, still without checksums.
-    head: bytearray
-    # In file order: the address of a leaf whose bytes can be taken as they lie in memory (else 0), and its size.
-    work: list[tuple[int, int, Tensor]]
-    size_bytes: int
-    # In file order, by name: the digest that a leaf must have when it is written, or None.
-    expected: list[tuple[str, str | None]]
-    # Where the bytes of a leaf come from if it has none: called with it when its turn has come.
-    values: Values | None = None
-
-
-def plan_file(outline: Outline, digests: Mapping[str, str] | None = None, values: Values | None = None) -> FilePlan:
-    """Place the leaves, and check that they can be read; with digests by name, they must have these when written.
-
-    With `values` the leaves need no memory: their bytes come from that.
-
-    Raises:
-        UnsupportedError: A leaf has no memory to read, or the header is too long; nothing was written.
-    """
-    layout = lay_out(outline.names, outline.specs)
-    names, specs, leaves = outline.names, outline.specs, outline.leaves
-    work = [
-        (_address(names[i], leaves[i]) if values is None else 0, specs[i].size_bytes, leaves[i]) for i in layout.order
-    ]
-    head = render(outline.text, layout)
-    if len(head) - 8 > MAX_HEADER_BYTES:
-        raise UnsupportedError(
-            "save: the header would be too long; nothing was written.",
-            expected=f"at most {MAX_HEADER_BYTES} bytes",
-            got=f"{len(head) - 8} bytes",
-            hint="save parts of the tree in several files.",
-        )
-    expected = [(names[i], digests.get(names[i])) for i in layout.order] if digests else []
-    return FilePlan(head, work, len(head) + layout.size_bytes, expected, values)
-
-
-def _address(name: str, leaf: Tensor) -> int:
-    """Return where the bytes of a leaf lie in row-major order on the CPU; 0 where it has to be copied for that."""
-    try:
-        address = leaf.data_ptr()
-    except RuntimeError as err:
-        raise _no_memory(name, f"a tensor inside a transformation ({type(leaf).__name__})") from err
-    if address < _LOW_ADDRESS and leaf.numel():
-        raise _no_memory(name, f"{leaf.untyped_storage().nbytes()} bytes of storage")
-    return address if _is_plain(leaf) else 0
-
-
-def _no_memory(name: str, got: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"save: leaf {name} has no memory to read; nothing was written.",
-        expected="a tensor with values",
-        got=got,
-        hint="save outside of torch.func transformations, and before a storage is freed.",
-    )
+# -- one file ---------------------------------------------------------------------------------------------------
 
 
 def write_file(fd: int, plan: FilePlan, tick: Callable[[int], object] | None = None) -> str:
@@ -110,7 +61,7 @@ def write_file(fd: int, plan: FilePlan, tick: Callable[[int], object] | None = N
         for address, size_bytes, leaf in plan.work:
             if tick is not None:
                 tick(size_bytes)
-            if size_bytes > _SMALL_BYTES or plan.values is not None:
+            if size_bytes > SMALL_BYTES or plan.values is not None:
                 write_all(fd, view[:used])
                 used = 0
                 digests.append(_write_large(fd, (plan.values or pieces)(leaf), size_bytes, stage))
@@ -169,7 +120,7 @@ def _check_unchanged(plan: FilePlan, digests: list[str]) -> None:
 
 def pieces(leaf: Tensor) -> Iterator[memoryview]:
     """Yield the bytes of a leaf in row-major order, a few MB at a time; only leaves that need it are copied."""
-    if _is_plain(leaf):
+    if is_plain(leaf):
         data = memoryview(raw_view(leaf))
         for begin in range(0, len(data), _PIECE_BYTES):
             yield data[begin : begin + _PIECE_BYTES]
@@ -183,11 +134,98 @@ def pieces(leaf: Tensor) -> Iterator[memoryview]:
             yield from pieces(part.squeeze(0) if rows == 1 else part)
 
 
-def _is_plain(leaf: Tensor) -> bool:
-    return leaf.is_contiguous() and leaf.is_cpu and not leaf.is_conj() and not leaf.is_neg()
+# -- the files of a save ----------------------------------------------------------------------------------------
 
 
-def write_all(fd: int, data: memoryview) -> None:
-    """Write all bytes; the system may take fewer at a time."""
-    while len(data):
-        data = data[os.write(fd, data) :]
+def commit(plan: SavePlan, target: str, *, fsync: bool, tick: Tick = None) -> None:
+    """Write a plan to its place, a file or a folder of shards, which holds the old checkpoint or the new one."""
+    if is_remote(target):
+        _upload(plan, target, tick)
+    elif plan.render is None and os.path.basename(target) != SINGLE:
+        _replace(plan.files[0], target, fsync, tick)
+    else:
+        _commit_folder(plan, target if plan.render is not None else os.path.dirname(target), fsync, tick)
+
+
+def write_into(plan: SavePlan, folder: str, *, fsync: bool, tick: Tick = None) -> None:
+    """Write a plan into a folder that nobody else writes to; the index comes last."""
+    paths = [os.path.join(folder, name) for name in plan.names or [SINGLE]]
+    digests = [_replace(file, path, fsync, tick) for file, path in zip(plan.files, paths, strict=True)]
+    if plan.render is not None:
+        raw = plan.render(digests)
+        index = os.path.join(folder, INDEX)
+        replace_file(index, lambda fd: write_all(fd, memoryview(raw)), size_bytes=len(raw), fsync=fsync)
+
+
+def _replace(file: FilePlan, path: str, fsync: bool, tick: Tick) -> str:
+    """Write one file; return the digest of its header."""
+    digests: list[str] = []
+    replace_file(path, lambda fd: digests.append(write_file(fd, file, tick)), size_bytes=file.size_bytes, fsync=fsync)
+    return digests[-1]
+
+
+def _commit_folder(plan: SavePlan, folder: str, fsync: bool, tick: Tick) -> None:
+    """Replace the checkpoint in a folder; other files in it stay."""
+    if plan.render is not None:
+        with suppress(FileExistsError):
+            try:
+                os.mkdir(folder)
+            except FileNotFoundError as err:
+                raise OSError(err.errno, f"save: {err.strerror}; the folder above must exist", folder) from err
+    index = os.path.join(folder, INDEX)
+    with locked(folder) as fd:
+        old = _named_by(index, LocalFiles())
+        if plan.render is not None:
+            # Shards of a save that was killed take space.
+            _sweep(folder, old, set())
+        try:
+            write_into(plan, folder, fsync=fsync, tick=tick)
+        except BaseException:
+            # The index may have been replaced before the error.
+            if plan.names and not _named_by(index, LocalFiles()).intersection(plan.names):
+                _sweep(folder, old, set(plan.names))
+            raise
+        if plan.render is not None:
+            _sweep(folder, set(plan.names), old | {SINGLE})
+        elif os.path.lexists(index):
+            # Readers would prefer it to the one file.
+            os.unlink(index)
+            _sweep(folder, set(), old)
+        if fsync:
+            os.fsync(fd)
+
+
+def _named_by(index: str, files: Files) -> set[str]:
+    """Return the shards that an index names; none if it cannot be read, which no save may depend on."""
+    try:
+        return set(read_index(index, files, verify=False)[1].files)
+    except (OSError, TypeError, ValueError):
+        return set()
+
+
+def _sweep(folder: str, keep: set[str], old: set[str]) -> None:
+    """Remove shards of saves that were killed or replaced, and `old` files of other names."""
+    sweep(folder)
+    for name in os.listdir(folder or "."):
+        if name not in keep and (name in old or _SHARD.fullmatch(name)):
+            with suppress(OSError):
+                os.unlink(os.path.join(folder, name))
+
+
+def _upload(plan: SavePlan, target: str, tick: Tick) -> None:
+    """Upload all files, the index last; then remove what readers would prefer, or what no index names any more."""
+    files = RemoteFiles(target, fetch=False)
+    folder, _, name = target.rpartition("/") if plan.render is None else (target, "", "")
+    old = _named_by(f"{folder}/{INDEX}", files) if plan.render is not None or name == SINGLE else set[str]()
+    digests: list[str] = []
+    for file, own in zip(plan.files, plan.names or [name], strict=True):
+        files.replace(f"{folder}/{own}", lambda fd, file=file: digests.append(write_file(fd, file, tick)))
+    if plan.render is not None:
+        raw = plan.render(digests)
+        files.replace(f"{folder}/{INDEX}", lambda fd: write_all(fd, memoryview(raw)))
+        old.add(SINGLE)
+    elif name == SINGLE:
+        old.add(INDEX)
+    for name in sorted(old):
+        if files.exists(f"{folder}/{name}"):
+            files.remove(f"{folder}/{name}")

@@ -1,12 +1,12 @@
-"""A tree that was described and checked (`decode.py`), with its values put in."""
+"""A tree from its checked description (`decode.py`) and the values of its leaves."""
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from torch import Size
+from torch import Size, Tensor, nn
 
 from tdfunc.core.collection import Static, TensorCollection
 from tdfunc.core.errors import CorruptCheckpointError, TreeStructureError, UnsupportedError
@@ -14,17 +14,17 @@ from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack
 from tdfunc.core.shapes import as_names
 from tdfunc.core.types import Kind, Path, Ties
-from tdfunc.storage.tree.decode import Plan, _size, malformed
-from tdfunc.storage.tree.encode import IS_VALUE, KIND_FLAGS, check_tie_size, restrict
+from tdfunc.storage.tree.decode import Description, as_size, malformed
+from tdfunc.storage.tree.encode import IS_PARAMETER, IS_VALUE, KIND_FLAGS, REQUIRES_GRAD, check_tie_size, restrict
 
 _KINDS = {flag: kind for kind, flag in KIND_FLAGS.items()}
-Classes: TypeAlias = type[TensorCollection] | Sequence[type[TensorCollection]]
+Classes: TypeAlias = type[TensorCollection] | Sequence[type[TensorCollection]] | Mapping[str, type[TensorCollection]]
 
 
 class _Job(NamedTuple):
-    """What `build_tree` was asked for, and the nodes that it has made."""
+    """The arguments of `build_tree`, and the nodes that it has made."""
 
-    plan: Plan
+    plan: Description
     # By number: a list of all of them, or a dict.
     leaves: Any
     built: dict[int, Any]
@@ -34,13 +34,13 @@ class _Job(NamedTuple):
 
 
 def build_tree(
-    plan: Plan, leaves: Any, classes: Classes = (), device: torch.device | None = None, root: int = 0
+    plan: Description, leaves: Any, classes: Classes = (), device: torch.device | None = None, root: int = 0
 ) -> TensorCollection:
     """Return the tree (or a sub-tree) around values, `leaves[i]` being that of `plan.names[i]`.
 
     If `device` is given, all of them are on it.
     """
-    job = _Job(plan, leaves, {}, _ties(plan), classes, device)
+    job = _Job(plan, leaves, {}, ties_of(plan), classes, device)
     built, starts, sizes, special = job.built, plan.starts, plan.sizes, plan.rich | job.ties.keys()
     kinds = {flags: kind_of(flags) for flags in set(plan.flags)}
     has_kinds, listed, make = any(kinds.values()), type(leaves) is list, TensorCollection._open._make
@@ -74,6 +74,27 @@ def kind_of(flags: str) -> Kind | None:
     return next((_KINDS[flag] for flag in flags if flag in _KINDS), None)
 
 
+def flag_leaf(leaf: Tensor, flags: str) -> Tensor:
+    """Make a leaf the Parameter that it was, or have it require grad."""
+    if IS_PARAMETER in flags:
+        return nn.Parameter(leaf, REQUIRES_GRAD in flags)
+    return leaf.requires_grad_() if REQUIRES_GRAD in flags else leaf
+
+
+def move_leaf(leaf: Tensor, target: torch.device, *, non_blocking: bool = False) -> Tensor:
+    """Return a leaf on a device."""
+    try:
+        return leaf.to(target, non_blocking=non_blocking)
+    # A torch without CUDA says so by an assertion.
+    except (AssertionError, NotImplementedError, RuntimeError) as err:
+        raise UnsupportedError(
+            "the leaves cannot be put on their device.",
+            expected=str(target),
+            got=f"{type(err).__name__}: {err}"[:200],
+            hint='load(path, device="cpu").',
+        ) from err
+
+
 def _node(number: int, job: _Job) -> Any:
     """Build a node of any kind."""
     plan, leaves = job.plan, job.leaves
@@ -101,9 +122,9 @@ def _node(number: int, job: _Job) -> Any:
     device = plan.devices[number] if job.device is None else job.device
     names = as_names(node["names"], len(size)) if "names" in node else None
     static = Static(kinds, job.ties.get(number, ()), node.get("own"))
-    if "class" in node and node["class"] == _lazy_name():
+    if "class" in node and node["class"] == lazy_name():
         return _stack(data, size, device, names, static)
-    cls = resolve_class(node["class"], job.classes) if "class" in node else TensorCollection._open
+    cls = resolve_class(node["class"], job.classes, plan.keys[number]) if "class" in node else TensorCollection._open
     check_fields(cls, data, plan.path(number))
     return cls._make(data, size, device, names, static if static != Static() else None)
 
@@ -111,7 +132,7 @@ def _node(number: int, job: _Job) -> Any:
 # -- ties -------------------------------------------------------------------------------------------------------
 
 
-def _ties(plan: Plan) -> dict[int, Ties]:
+def ties_of(plan: Description) -> dict[int, Ties]:
     """Return the groups of every node that has any, relative to it."""
     if not plan.groups:
         return {}
@@ -124,26 +145,16 @@ def _ties(plan: Plan) -> dict[int, Ties]:
     inner: dict[int, dict[str, Ties]] = {0: restrict(result[0])}
     for number, above in enumerate(plan.parents):
         if above is not None and above[1] in inner.get(above[0], {}):
-            ties = inner[above[0]][above[1]]
-            if "ties" in plan.nodes[number]:
-                ties = _own_order(plan, number, paths, ties)
-            result[number], inner[number] = ties, restrict(ties)
+            result[number] = inner[above[0]][above[1]]
+            inner[number] = restrict(result[number])
     return result
-
-
-def _own_order(plan: Plan, number: int, paths: list[list[Path]], known: Ties) -> Ties:
-    depth = len(plan.path(number))
-    ties = tuple(tuple(paths[g][rank][depth:] for rank in ranks) for g, ranks in plan.nodes[number]["ties"])
-    if {frozenset(group) for group in ties} != {frozenset(group) for group in known}:
-        raise malformed(f"the groups of its parent in node {number}", repr(ties)[:200])
-    return ties
 
 
 # -- other nodes ------------------------------------------------------------------------------------------------
 
 
 def _batch(shape: Any, size: Size) -> Size:
-    shape = shape if isinstance(shape, Size) else _size(shape)
+    shape = shape if isinstance(shape, Size) else as_size(shape)
     if shape[: len(size)] != size:
         raise malformed(f"a shape that starts with the batch size {list(size)}", str(list(shape)))
     return shape
@@ -159,7 +170,8 @@ def _nontensor(what: dict[str, Any], size: Size) -> NonTensorBase:
     return NonTensorStack._wrap(array.reshape(shape))
 
 
-def _lazy_name() -> str:
+def lazy_name() -> str:
+    """Return the recorded name of the class of lazy stacks."""
     return f"{TensorCollection._lazy.__module__}:{TensorCollection._lazy.__qualname__}"
 
 
@@ -182,30 +194,34 @@ def _stack(
 
 # Any: the class may be a TensorClass, which is of a higher layer.
 def check_fields(cls: Any, keys: Collection[str], path: Path) -> None:
-    """Raise if a class of fixed fields has not those that were saved; fields may be empty, also those required."""
+    """Raise unless a class of fixed fields has all that were saved; fields may be empty, also those required."""
     if not hasattr(cls, "_fields") or cls._any_key:
         return
     unknown = [key for key in keys if key not in cls._fields]
     if unknown:
         lacking = [name for name in cls._required if name not in keys]
         raise TreeStructureError(
-            f"what was saved at {dotted(path) if path else 'the root'!r} is no {cls.__name__} of today.",
+            f"the fields saved at {dotted(path) if path else 'the root'!r} must be those of {cls.__name__}.",
             expected=f"the fields {list(cls._fields)}",
             got=f"{list(keys)}: unknown {unknown}, missing {lacking}",
             hint=f"load(path, classes=TensorDict) gives plain trees; {cls.__name__}.from_tensordict takes one.",
         )
 
 
-def resolve_class(name: Any, classes: Classes) -> type[TensorCollection]:
-    """Return a class by its recorded name, from the given ones or from a module that is imported already."""
+def resolve_class(name: Any, classes: Classes, keys: Sequence[str]) -> type[TensorCollection]:
+    """Return a class by its recorded name: a given one, or one of a module that is imported already.
+
+    A class that was moved, or defined in a script, is found among those given by its qualified name, else by the
+    keys of the node, if just one of them has these fields.
+    """
     if isinstance(classes, type):
         if classes is TensorCollection._open:
             return classes
         classes = (classes,)
+    given: Any = classes if isinstance(classes, Mapping) else {f"{c.__module__}:{c.__qualname__}": c for c in classes}
+    if name in given:
+        return given[name]
     module, _, path = name.partition(":")
-    for cls in classes:
-        if (cls.__module__, cls.__qualname__) == (module, path):
-            return cls
     found: Any = sys.modules.get(module)
     for part in path.split("."):
         # Not getattr: a module or class may run code to answer.
@@ -216,9 +232,13 @@ def resolve_class(name: Any, classes: Classes) -> type[TensorCollection]:
         and (found.__module__, found.__qualname__) == (module, path)
     ):
         return found
+    alike = [cls for other, cls in given.items() if other.partition(":")[2] == path]
+    alike = alike or [cls for cls in given.values() if set(getattr(cls, "_fields", ())) >= set(keys)]
+    if len(alike) == 1:
+        return alike[0]
     raise UnsupportedError(
-        f"the tree has nodes of the class {name!r}, which is not here.",
-        expected="a TensorCollection class that is imported",
+        f"the class {name!r} of a node must be imported or given.",
+        expected="a TensorCollection class of this name",
         got=type(found).__name__ if found is not None else "nothing of this name",
         hint="import its module, name it: load(path, classes=[...]), or take plain trees: classes=TensorDict.",
     )

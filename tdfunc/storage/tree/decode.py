@@ -1,7 +1,7 @@
-"""A tree from its JSON. What it says is checked before anything is built: the file may be damaged, or hostile.
+"""A tree from its JSON, which is checked before anything is built: the file may be damaged, or hostile.
 
-Most nodes hold plain tensors and trees, and there may be thousands: what can be checked of all nodes together is.
-`build.py` makes the tree.
+Most nodes hold plain tensors and trees, and there may be thousands, so all nodes are checked together where that is
+possible. `build.py` makes the tree.
 """
 
 import json
@@ -16,9 +16,10 @@ import torch
 from torch import Size
 
 from tdfunc.core.errors import CorruptCheckpointError
+from tdfunc.core.keys import dotted
 from tdfunc.core.types import Path
-from tdfunc.storage.safetensors.format import Spec, is_countable, no_constant, spec_of, unique
 from tdfunc.storage.tree.encode import IS_PARAMETER, IS_VALUE, KIND_FLAGS, REQUIRES_GRAD
+from tdfunc.storage.tree.specs import Spec, is_countable, no_constant, parse_json, spec_of
 
 _KINDS = frozenset(KIND_FLAGS.values())
 _FLAGS = frozenset((*_KINDS, IS_PARAMETER, REQUIRES_GRAD, IS_VALUE))
@@ -29,32 +30,33 @@ _MAX_KEPT_PREFIX = 256
 _INTS, _TEXTS, _LISTS, _TENSORS = frozenset([int]), frozenset([str]), frozenset([list]), frozenset([int, list])
 # A key that is not followed by its colon at once, which nobody writes.
 _LOOSE_KEYS = ('" ', '"\t', '"\n', '"\r')
-# What a node of plain tensors and trees may say besides.
+# All fields of a node of plain tensors and trees.
 _PLAIN_FIELDS = frozenset(["keys", "items", "size", "device"])
 _TOO_LARGE = 2**63
+# The errors of Python and torch for values in a file that are not of the types that they should have.
+MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError)
 
 
 def parse_tree(text: str) -> dict[str, Any]:
-    """Parse the description of a tree, of which `check_unique` has to see the plan before it is believed."""
+    """Parse the description of a tree; `check_unique` has to follow once it was checked otherwise."""
     return json.loads(text, parse_constant=no_constant)
 
 
-def check_unique(text: str, plan: "Plan") -> None:
+def check_unique(text: str, plan: "Description") -> None:
     """Raise if an object in the description has a key twice; readers disagree on which of them counts."""
     # As many colons after quotes as there are keys: then none was there twice. It takes a tenth of asking each object.
     if text.count('":') != plan.fields or any([loose in text for loose in _LOOSE_KEYS]):
-        json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
+        parse_json(text)
 
 
-class Plan:
-    """A tree that was read and checked, still without values.
+class Description:
+    """The description of a tree, checked.
 
     Args:
-        doc: The description of the tree.
-        limit: What all names together may be long, since the header that repeats them is no longer.
+        doc: Its JSON.
     """
 
-    def __init__(self, doc: dict[str, Any], limit: int | None) -> None:
+    def __init__(self, doc: dict[str, Any]) -> None:
         self._table = [spec_of(code, shape) for code, shape in doc["specs"]]
         self.nodes: list[dict[str, Any]] = doc["nodes"]
         self.keys: list[list[str]] = [node["keys"] for node in self.nodes]
@@ -75,7 +77,7 @@ class Plan:
         self._lengths = [0] * count
         self._quoted = self._check_keys()
         self._walk()
-        # The leaves: names as they stand in the header, dtype and shape, and flags.
+        # The leaves: dtype and shape, and flags.
         flat = [what for items in self.items for what in items if type(what) is not dict]
         types = set(map(type, flat))
         if not types <= _TENSORS:
@@ -85,7 +87,6 @@ class Plan:
             raise malformed("the numbers of specs", f"{_stray(numbers, _INTS)!r}")
         self.specs: list[Spec] = [self._table[number] for number in numbers]
         self.flags = [""] * len(flat) if list not in types else self._read_flags(flat, numbers)
-        self.names = self._name_all(flat, math.inf if limit is None else limit)
         self._check_leaves(numbers)
         # For each group of ties the leaf that all its paths read.
         self.tied = self._find_tied()
@@ -103,6 +104,12 @@ class Plan:
         """Return the node that a leaf is in."""
         # Of nodes that start at one leaf, all but the last have none.
         return bisect_right(self.starts, leaf, hi=len(self.nodes)) - 1
+
+    def path_of(self, leaf: int) -> Path:
+        """Return the path of a leaf."""
+        number = self.node_of(leaf)
+        own = [key for key, what in zip(self.keys[number], self.items[number], strict=True) if type(what) is not dict]
+        return (*self.path(number), own[leaf - self.starts[number]])
 
     def place(self, leaf: int) -> torch.device | None:
         """Return the recorded device of the node that a leaf is in."""
@@ -159,10 +166,10 @@ class Plan:
             raise malformed("every node inside an earlier one", f"node {self.parents.index(None, 1)} outside")
 
     def _read_fields(self, number: int, node: dict[str, Any]) -> None:
-        """Read what a node says of itself."""
+        """Read a node's fields."""
         outer, above = self.sizes[number], self.parents[number]
         if "size" in node:
-            size = self.sizes[number] = _size(node["size"], -1 if "own" in node else 0)
+            size = self.sizes[number] = as_size(node["size"], -1 if "own" in node else 0)
             free = above is not None and "own" in self.nodes[above[0]]
             if size[: len(outer)] != outer and not free:
                 raise malformed(f"a batch size that starts with {list(outer)}", f"{list(size)} in node {number}")
@@ -220,9 +227,15 @@ class Plan:
             self.rich.update([self.node_of(leaf) for leaf, flag in enumerate(flags) if flag in values])
         return flags
 
-    def _name_all(self, flat: list[Any], limit: float) -> list[str]:
+    def name_leaves(self, limit: float = math.inf) -> list[str]:
+        """Return the names of the leaves in one file, as they stand in its header.
+
+        Args:
+            limit: The most characters of all names together: those of the header, which repeats them.
+        """
         # Of each node, the leaves whose names are their paths: a small file could name a deep path for each of many.
         counts = [end - start for start, end in zip(self.starts, self.starts[1:], strict=False)]
+        flat = [what for items in self.items for what in items if type(what) is not dict]
         for leaf, what in enumerate(flat):
             if type(what) is list and _own_name(what) is not None:
                 counts[self.node_of(leaf)] -= 1
@@ -252,14 +265,14 @@ class Plan:
             if self.starts[number] != self.starts[number + 1]:
                 check_place(device)
         for number, size in enumerate(self.sizes) if any(self.sizes) else ():
-            # A class that stores its leaves in another form (a lazy stack) says itself what its batch size is.
+            # The batch size of a lazy stack follows from its trees.
             if not size or "own" in self.nodes[number]:
                 continue
             start, end = self.starts[number], self.starts[number + 1]
             bad = {i for i in set(numbers[start:end]) if self._table[i].size[: len(size)] != size}
             for leaf in range(start, end) if bad else ():
                 if numbers[leaf] in bad and IS_VALUE not in self.flags[leaf]:
-                    what = f"leaf {self.names[leaf][1:-1]} to start with the batch size {list(size)}"
+                    what = f"leaf {dotted(self.path_of(leaf))} to start with the batch size {list(size)}"
                     raise malformed(what, str(list(self.specs[leaf].size)))
 
     def _find_tied(self) -> dict[int, int]:
@@ -303,6 +316,11 @@ def are_flags(flags: Any, known: Set[str]) -> bool:
     return type(flags) is str and known >= set(flags) and len(_KINDS & set(flags)) < 2
 
 
+def kinds_in(flags: str) -> str:
+    """Return the flags that are kinds."""
+    return "".join([flag for flag in flags if flag in _KINDS])
+
+
 def malformed(expected: str, got: str) -> CorruptCheckpointError:
     """Build the error for JSON that describes no tree."""
     return CorruptCheckpointError("the description of the tree is malformed.", expected=expected[:400], got=got[:400])
@@ -329,7 +347,8 @@ def _stray(values: list[Any], types: frozenset[type]) -> Any:
     return next((value for value in values if type(value) not in types), None) or min(values)
 
 
-def _size(sizes: Any, least: int = 0) -> Size:
+def as_size(sizes: Any, least: int = 0) -> Size:
+    """Return a list of sizes as a Size."""
     if type(sizes) is not list or any(type(size) is not int or not least <= size < _TOO_LARGE for size in sizes):
         raise malformed("a list of sizes", repr(sizes))
     if 0 not in sizes and not is_countable(sizes):

@@ -1,6 +1,0 @@
-"""`python -m tdfunc.cli` is the command `tdfunc`."""
-
-from tdfunc.cli import main
-
-if __name__ == "__main__":
-    main()

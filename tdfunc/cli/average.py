@@ -1,0 +1,108 @@
+"""`average`: the weighted mean of checkpoints, leaf by leaf."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+
+from torch import Tensor
+
+from tdfunc.cli.convert import Part, Target, chosen_part, make_target, write
+from tdfunc.cli.numbers import Difference, average, count_lost, has_values
+from tdfunc.cli.output import progress, safe, shown
+from tdfunc.cli.sources import Source, Stored, described, open_source, plain_values, stored_leaves
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import LeafMismatchError, TreeStructureError, error
+from tdfunc.core.types import Path
+from tdfunc.ops.display.text import count_text
+
+Rows = Sequence[dict[tuple[Path, ...], Stored]]
+
+
+def average_files(
+    paths: Sequence[str], target: Target, part: Part, *, weights: Sequence[float] | None, take_first: bool
+) -> None:
+    """Write the weighted mean of checkpoints with the same leaves; all else is that of the first."""
+    factors = [1.0] * len(paths) if weights is None else list(weights)
+    if len(factors) != len(paths) or not math.isfinite(sum(factors)) or sum(factors) == 0:
+        raise error(
+            ValueError,
+            "--weights must have a finite number for each checkpoint, and a sum other than 0.",
+            expected=f"{len(paths)} numbers",
+            got=",".join(map(str, factors)),
+        )
+    with ExitStack() as stack:
+        sources = [stack.enter_context(open_source(path)) for path in paths]
+        target = make_target(target, sources[0])
+        trees = [chosen_part(source, part) for source in sources]
+        rows = [{one.paths: one for one in stored_leaves(tree)} for tree in trees]
+        _check_same(paths, rows)
+        if not take_first:
+            _check_unaveraged(sources, trees, rows)
+        leaves = list(rows[0].values())
+        others = {id(one.leaf): [row[one.paths].leaf for row in rows] for one in leaves if _is_averaged(one)}
+        lost: dict[int, int] = {}
+        with progress("average", len(paths) * sum(one.size_bytes for one in leaves)) as tick:
+
+            def values(leaf: Tensor) -> Iterator[Tensor]:
+                if id(leaf) not in others:
+                    yield from sources[0].pieces(leaf, tick)
+                    return
+                pieces = [source.pieces(own, tick) for source, own in zip(sources, others[id(leaf)], strict=True)]
+                for row in zip(*pieces, strict=True):
+                    mean = average(row, factors)
+                    made = mean.to(leaf.dtype)
+                    lost[id(leaf)] = lost.get(id(leaf), 0) + count_lost(mean, made)
+                    yield made
+
+            write(target, trees[0], values, sources[0], lost)
+
+
+def _is_averaged(one: Stored) -> bool:
+    is_number = one.leaf.is_floating_point() or one.leaf.is_complex()
+    return is_number and has_values(one.leaf.dtype) and not one.is_value
+
+
+def _check_same(paths: Sequence[str], rows: Rows) -> None:
+    """Raise unless all checkpoints have the same leaves; the message lists all differences."""
+    lines: list[str] = []
+    kind: type[TreeStructureError | LeafMismatchError] = LeafMismatchError
+    for path, row in zip(paths[1:], rows[1:], strict=True):
+        for key in dict.fromkeys([*rows[0], *row]):
+            one, other = rows[0].get(key), row.get(key)
+            if one is None or other is None:
+                kind = TreeStructureError
+                name = " tied to ".join(map(shown, key))
+                lines.append(f"{'missing' if other is None else 'unexpected'}: {name} in {safe(path)}")
+            elif (one.leaf.shape, one.leaf.dtype) != (other.leaf.shape, other.leaf.dtype):
+                lines.append(f"{shown(key[0])} in {safe(path)}: expected {one.spec}, got {other.spec}")
+    if lines:
+        what = f"average: the leaves must be those of {safe(paths[0])}; {count_text(len(lines), 'difference')}:"
+        hint = "--filter and --exclude choose the leaves that all have, cast --dtype makes one dtype."
+        raise kind("\n    ".join([what, *lines]), hint=hint)
+
+
+def _check_unaveraged(sources: Sequence[Source], trees: Sequence[TensorCollection], rows: Rows) -> None:
+    """Raise unless values without a mean (integers, bools, non-tensor data) are the same in all checkpoints."""
+    lines: list[str] = []
+    for source, tree, row in zip(sources[1:], trees[1:], rows[1:], strict=True):
+        for key, one in rows[0].items():
+            if not _is_averaged(one) and not _is_equal(sources[0], one, source, row[key]):
+                lines.append(f"{shown(key[0])} ({one.spec}) in {safe(source.path)}")
+        first, other = plain_values(trees[0]), plain_values(tree)
+        for path in dict.fromkeys([*first, *other]):
+            a, b = [safe(repr(described(side.get(path)))) for side in (first, other)]
+            if a != b:
+                lines.append(f"{shown(path)} in {safe(source.path)}: {b[:80]} instead of {a[:80]}")
+    if lines:
+        raise LeafMismatchError(
+            "\n    ".join(["average: values that are no floating numbers have no mean, and these differ:", *lines]),
+            expected="equal integers, bools and non-tensor data",
+            hint=f"--unequal first takes them from {safe(sources[0].path)}; --exclude leaves them out.",
+        )
+
+
+def _is_equal(a: Source, one: Stored, b: Source, other: Stored) -> bool:
+    unequal = Difference()
+    for x, y in zip(a.pieces(one.leaf), b.pieces(other.leaf), strict=True):
+        unequal.add(x, y)
+    return not unequal.differing

@@ -1,0 +1,202 @@
+"""`convert`, `extract` and `cast`: a checkpoint made of another, leaf by leaf."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tdfunc.cli.numbers import count_lost, has_values
+from tdfunc.cli.output import note, progress, safe
+from tdfunc.cli.sources import Source, choose, make_filter, open_source, plain_values, stored_leaves
+from tdfunc.cli.torch_files import without_values, write_torch
+from tdfunc.core.collection import LeafOp, TensorCollection, iter_leaves
+from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.core.keys import dotted
+from tdfunc.core.types import Kind
+from tdfunc.ops.display.text import bytes_text, count_text
+from tdfunc.ops.structure import keep_leaves
+from tdfunc.storage.disk.remote import is_remote, local_path
+from tdfunc.storage.manager.steps import ABOUT_FILE, list_steps
+from tdfunc.storage.memmap.folder_owned import check_target as check_memmap
+from tdfunc.storage.memmap.layout import META
+from tdfunc.storage.safetensors.index import INDEX, SINGLE
+from tdfunc.storage.safetensors.plan import as_bytes
+from tdfunc.storage.safetensors.stream import memmap_stream, save_stream
+from tdfunc.storage.tree.specs import DTYPES
+
+_TORCH = (".pt", ".pth", ".bin", ".ckpt")
+# What Hugging Face's tools take without being told.
+_SHARD_SIZE = "5GB"
+Values = Callable[[Tensor], Iterable[Tensor]]
+
+
+class Target(NamedTuple):
+    """Where and how the result is written, as the options say; `make_target` decides the rest."""
+
+    path: str
+    format: str | None = None
+    max_shard_size: str | None = None
+    force: bool = False
+
+
+class Part(NamedTuple):
+    """Globs of the leaves that are taken; without any, all."""
+
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+
+
+def rewrite(path: str, target: Target, part: Part, *, dtype_name: str | None = None) -> None:
+    """Write (a part of) a checkpoint in a format, cast on the way."""
+    dtype = _read_dtype(dtype_name) if dtype_name is not None else None
+    with open_source(path) as source:
+        target = make_target(target, source)
+        tree = chosen_part(source, part)
+        origins: dict[int, Tensor] = {}
+        made: dict[int, Tensor] = {}
+
+        def cast(leaf: Tensor) -> Tensor:
+            if dtype is None or not leaf.is_floating_point() or leaf.dtype == dtype or not has_values(leaf.dtype):
+                return leaf
+            if id(leaf) not in made:
+                new = made[id(leaf)] = without_values(leaf, dtype)
+                origins[id(new)] = leaf
+            return made[id(leaf)]
+
+        tree = tree._map(LeafOp("cast", cast)) if dtype is not None else tree
+        lost: dict[int, int] = {}
+        size = sum(one.leaf.numel() * origins.get(id(one.leaf), one.leaf).element_size() for one in stored_leaves(tree))
+        with progress("write", size) as tick:
+
+            def values(leaf: Tensor) -> Iterator[Tensor]:
+                for piece in source.pieces(origins.get(id(leaf), leaf), tick):
+                    made = piece.to(leaf.dtype)
+                    if made is not piece:
+                        lost[id(leaf)] = lost.get(id(leaf), 0) + count_lost(piece, made)
+                    yield made
+
+            write(target, tree, values, source, lost)
+
+
+def chosen_part(source: Source, part: Part) -> TensorCollection:
+    """Return the part of a tree that globs choose."""
+    where = make_filter(*part)
+    if where is None:
+        return source.tree
+    # As in `partition`: a pattern chooses leaves, and the rest has all else, also tensors that are non-tensor data
+    # (extra state, say).
+    leaves = [one for one in stored_leaves(source.tree) if not one.is_value]
+    paths = {at for one in choose(leaves, where) for at in one.paths}
+    return keep_leaves(source.tree, paths, nontensors=not part.include)
+
+
+def _read_dtype(name: str) -> torch.dtype:
+    """Return the floating dtype of a name: torch's or that of the file format."""
+    known = {code.lower(): dtype for code, dtype in DTYPES.items() if dtype.is_floating_point and has_values(dtype)}
+    text = name.lower().removeprefix("torch.").replace("fp", "f")
+    dtype = known.get(text, getattr(torch, text, None))
+    if dtype is None or dtype not in known.values():
+        names = sorted(str(dtype).removeprefix("torch.") for dtype in known.values())
+        raise error(ValueError, "--dtype must be a floating dtype.", expected=", ".join(names), got=repr(name))
+    return dtype
+
+
+# -- the place and the format -----------------------------------------------------------------------------------
+
+
+def make_target(options: Target, source: Source) -> Target:
+    """Return where and how to write, once it is known that nothing is overwritten unasked."""
+    path = local_path(options.path)
+    path = path.rstrip("/") or path
+    suffix = os.path.splitext(path)[1]
+    by_name = "safetensors" if suffix == ".safetensors" else "torch" if suffix in _TORCH else None
+    by_source = source.format if source.format in ("shards", "memmap") else None
+    format = options.format or ("shards" if options.max_shard_size is not None else by_name or by_source)
+    if format is None or by_name != (format if format in ("safetensors", "torch") else None):
+        raise error(
+            ValueError,
+            f"{path}: the name must fit the format that is written.",
+            expected=f"x.safetensors, {', '.join(_TORCH)}, or a folder with --to shards or --to memmap",
+            got=f"{path} as {format}" if format is not None else path,
+        )
+    if options.max_shard_size is not None:
+        as_bytes(options.max_shard_size)
+        if format != "shards":
+            raise error(ValueError, "--max-shard-size is for a folder of shards.", got=f"{path} as {format}")
+    if is_remote(path):
+        if format in ("memmap", "torch"):
+            raise UnsupportedError(f"{path}: {format} is written on this machine only.", expected="a local path")
+    else:
+        _check_place(path, format, options.force)
+    shard_size = (options.max_shard_size or _SHARD_SIZE) if format == "shards" else None
+    return Target(path, format, shard_size, options.force)
+
+
+def _check_place(path: str, format: str, force: bool) -> None:
+    """Raise where something would be overwritten unasked, or steps of a run be hidden or called damaged."""
+    is_file = format in ("safetensors", "torch")
+    folder = os.path.dirname(path) if is_file else path
+    if os.path.lexists(path) and os.path.isdir(path) is is_file:
+        raise error(FileExistsError, f"{path} must be {'a file' if is_file else 'a folder'}, and is not.")
+    is_step = os.path.isfile(os.path.join(folder, ABOUT_FILE)) and (os.path.basename(path) == SINGLE or not is_file)
+    has_memmap = format == "shards" and os.path.lexists(os.path.join(path, META))
+    if is_step or has_memmap or (not is_file and list_steps(path)):
+        raise error(
+            FileExistsError,
+            f"{path} belongs to a run of a CheckpointManager, or holds a memmapped tree.",
+            expected="a place without one",
+            hint="CheckpointManager.save(..., overwrite=True) replaces a step.",
+        )
+    # Beside an index a model.safetensors would not be found.
+    own = (INDEX,) if os.path.basename(path) == SINGLE else ()
+    names = [path, *own] if is_file else [INDEX, SINGLE, META]
+    taken = [place for place in (os.path.join(folder, name) for name in names) if os.path.lexists(place)]
+    if taken and not force:
+        raise error(FileExistsError, f"{taken[0]} exists.", expected="a new name", hint="--force replaces it.")
+    if format == "memmap":
+        check_memmap(os.path.realpath(path), "convert", exist_ok=True)
+
+
+# -- writing ----------------------------------------------------------------------------------------------------
+
+
+def write(target: Target, tree: TensorCollection, values: Values, source: Source, lost: dict[int, int]) -> None:
+    """Write a tree, asking for the values of each leaf when its turn comes; note what was lost on the way."""
+    leaves = stored_leaves(tree)
+    if source.metadata:
+        note(f"the metadata of {safe(source.path)} are not kept: {', '.join(map(safe, source.metadata))}")
+    if target.format == "torch":
+        state, hidden = _state_of(tree)
+        hidden += [dotted(path) for path in plain_values(tree)] + [one.name for one in leaves if one.is_value]
+        if hidden:
+            names = ", ".join(map(safe, hidden[:5])) + (", ..." if len(hidden) > 5 else "")
+            note(f"{target.path} is a state dict, which has no place for {count_text(len(hidden), 'entry')}: {names}")
+        write_torch(state, values, target.path)
+    elif target.format == "memmap":
+        memmap_stream(tree, values, target.path, existsok=True)
+    else:
+        save_stream(tree, values, target.path, max_shard_size=target.max_shard_size)
+    for one in leaves:
+        if count := lost.get(id(one.leaf)):
+            note(f"{safe(one.name)}: {count_text(count, 'value')} out of the range of {one.dtype_name}")
+    size = bytes_text(sum(one.size_bytes for one in leaves))
+    note(f"wrote {safe(target.path)} ({target.format}, {count_text(len(leaves), 'leaf')}, {size})")
+
+
+def _state_of(tree: TensorCollection) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the leaves by dotted name, and the names of buffers that are not persistent."""
+    hidden = {at for one in stored_leaves(tree) if one.kind is Kind.NON_PERSISTENT for at in one.paths}
+    state: dict[str, Tensor] = {}
+    for path, leaf in iter_leaves(tree):
+        name = dotted(path)
+        if name in state:
+            raise error(
+                ValueError,
+                f"two paths become the name {name!r} in a state dict.",
+                hint="extract one of them, or convert to another format.",
+            )
+        if path not in hidden:
+            state[name] = leaf
+    return state, [dotted(path) for path in sorted(hidden)]

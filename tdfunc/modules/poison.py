@@ -1,0 +1,151 @@
+"""Poison tensors, and the watch over a first call: how a weight that a call was not given is found.
+
+Every reference to a weight that lies in a module is replaced by poison where the module is copied: an operation on
+it raises. A global variable or another program's object is out of reach, so the first call of an `apply` runs under
+`Watch`, a dispatch mode that compares memory with that of the original weights. It also notes which of the bound
+leaves forward writes, for which later calls need copies.
+"""
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn, TypeAlias
+
+import torch
+from torch import Size, Tensor, nn
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tdfunc.core.errors import LeakError
+from tdfunc.core.keys import dotted
+from tdfunc.core.types import Path
+from tdfunc.modules.extract import walk
+
+Originals: TypeAlias = Sequence[tuple["weakref.ref[Tensor]", Path]]
+# `state_dict` detaches, and reads no values.
+_HARMLESS = {torch.ops.aten.detach.default}
+
+
+class Poison(Tensor):
+    """A tensor with the shape, dtype and device of a weight, no storage, and no operation that does not raise."""
+
+    path: Path
+
+    # Reading metadata must not go through Python dispatch; every operation still reaches `__torch_dispatch__`.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+
+    @staticmethod
+    def of(weight: Tensor, path: Path) -> "Poison":
+        """Return the poison for one weight."""
+        strides = weight.stride() if weight.layout is torch.strided and not weight.is_nested else None
+        return _poison(weight.shape, strides, weight.dtype, weight.device, path, isinstance(weight, nn.Parameter))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _HARMLESS:
+            return args[0]
+        leaked = [a for a in tree_leaves((args, kwargs or {})) if isinstance(a, Poison)]
+        return _leak(leaked[0].path, func)
+
+    def __deepcopy__(self, memo: Any) -> "Poison":
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _poison, (self.shape, self.stride(), self.dtype, self.device, self.path, hasattr(self, "_is_param"))
+
+    def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return f"Poison({dotted(self.path)}, shape={tuple(self.shape)})"
+
+
+def _poison(shape: Size, strides: Any, dtype: torch.dtype, device: torch.device, path: Path, is_param: bool) -> Poison:
+    make: Any = Tensor._make_wrapper_subclass  # pyright: ignore[reportAttributeAccessIssue]
+    poison = make(Poison, shape, strides, dtype=dtype, device=device, requires_grad=False)
+    poison.path = path
+    if is_param:
+        # nn.Module accepts it in a parameter slot.
+        poison._is_param = True
+    return poison
+
+
+def _leak(path: Path, func: Any) -> NoReturn:
+    raise LeakError(
+        f"apply: forward used the weight {dotted(path)!r} that was not given to it ({func}).",
+        expected="weights read from their module at each call, as self.weight",
+        got="a reference kept elsewhere (a closure, a cache, another object), or a buffer that was not passed",
+        hint="read the weight inside forward, or register it as a buffer.",
+    )
+
+
+def storage_of(tensor: Tensor) -> Any:
+    """Return a key that identifies a tensor's memory, None if it has none of its own."""
+    try:
+        pointer = tensor.untyped_storage().data_ptr()
+    # Wrapper subclasses, sparse and fake tensors.
+    except (RuntimeError, NotImplementedError):
+        return None
+    return (pointer, tensor.device) if pointer else None
+
+
+def weak_weights(module: nn.Module) -> Originals:
+    """Return the weights that a module has now, held weakly, with their paths."""
+    slots = [slot for slot in walk(module, "functional") if slot.store is not None]
+    return [(weakref.ref(slot.value), slot.path) for slot in slots]
+
+
+class Watch(TorchDispatchMode):
+    """Raises when an operation reads memory of an original weight; notes which bound tensors are written."""
+
+    # Seen and passed on, like every other operation.
+    supports_higher_order_operators = True
+
+    def __init__(self, originals: Originals, given: Iterable[Any], bound: list[Tensor]) -> None:
+        super().__init__()
+        alive = [(ref(), path) for ref, path in originals]
+        self._originals = {storage_of(weight): path for weight, path in reversed(alive) if weight is not None}
+        # The memory of leaves and inputs may be read; None stands for all tensors without memory of their own.
+        for memory in [None, *[_memory(value) for value in given if isinstance(value, Tensor)]]:
+            self._originals.pop(memory, None)
+        self._bound = bound
+        self._before = list(map(_state, bound))
+        self._writes: set[Any] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _HARMLESS and self._originals:
+            for value in tree_leaves((args, kwargs)):
+                if isinstance(value, Tensor):
+                    path = self._originals.get(storage_of(value))
+                    if path is not None:
+                        _leak(path, func)
+        if isinstance(func, OpOverload) and func._schema.is_mutable:
+            for i, argument in enumerate(func._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    written = tree_leaves(args[i] if i < len(args) else kwargs.get(argument.name))
+                    self._writes.update([storage_of(value) for value in written if isinstance(value, Tensor)])
+        return func(*args, **kwargs)
+
+    def written(self) -> set[int] | None:
+        """Return the places of the bound tensors that were written; None if that cannot be known.
+
+        Assigning `.data` or `requires_grad` is no operation: it shows on the tensor.
+        """
+        # None stands for all tensors without memory of their own.
+        self._writes.discard(None)
+        states = list(zip(self._before, self._bound, strict=True))
+        if any(t.is_meta or (before[0] is None and t.numel() and t.is_inference()) for before, t in states):
+            return None
+        return {i for i, (before, t) in enumerate(states) if before[0] in self._writes or _state(t) != before}
+
+
+def _state(tensor: Tensor) -> tuple[Any, bool, int]:
+    """Return the parts that show a write that is no operation, or to a tensor without memory of its own (sparse)."""
+    memory = _memory(tensor)
+    return memory, tensor.requires_grad, tensor._version if memory is None and not tensor.is_inference() else 0
+
+
+def _memory(tensor: Tensor) -> Any:
+    """Return `storage_of` the tensor inside those of grad, jvp and vmap levels."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return storage_of(tensor)

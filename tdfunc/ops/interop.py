@@ -1,0 +1,474 @@
+"""Trees from and to the containers of other libraries: dicts, dataclasses, tuples, numpy, pandas, state dicts, batches.
+
+torch's `default_collate` looks types up in a table that is open to other libraries, as its table of pytrees is: trees
+are entered in both.
+"""
+
+import dataclasses
+from collections import namedtuple
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import numpy as np
+import torch
+from torch import Size, Tensor
+from torch.utils.data._utils import collate as torch_collate
+
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import (
+    BatchSizeError,
+    LeafMismatchError,
+    MissingKeyError,
+    TieError,
+    TreeStructureError,
+    UnsupportedError,
+    error,
+)
+from tdfunc.core.keys import dotted
+from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
+from tdfunc.core.shapes import common_prefix
+from tdfunc.core.types import Kind, Path
+from tdfunc.ops.convert import as_tensor, resize
+from tdfunc.ops.edit import update
+from tdfunc.ops.index import unbind
+from tdfunc.ops.join import stack
+from tdfunc.ops.reading import get_value, iter_items, kind_of
+from tdfunc.ops.structure import flatten_keys, to_dict
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+T = TypeVar("T", bound=TensorCollection)
+
+
+# -- from ---------------------------------------------------------------------------------------------------------
+
+
+def fit_batch_sizes(tree: T, batch_dims: int | None) -> tuple[T, Size | None]:
+    """Return the tree with the longest batch size that its entries share, at every node, and that size.
+
+    A tree without anything that has a shape stays as it is, and its size is None.
+    """
+    data: dict[str, Any] = {}
+    votes: list[Size] = []
+    for key, node in tree._data.items():
+        vote = node.shape if isinstance(node, (Tensor, NonTensorStack)) else None
+        if isinstance(node, TensorCollection):
+            node, vote = fit_batch_sizes(node, batch_dims)
+        data[key] = node
+        if vote is not None:
+            votes.append(vote)
+    new = tree._replace(data)
+    size = reduce(common_prefix, votes)[:batch_dims] if votes else None
+    return (new if size is None else resize(new, size)), size
+
+
+def as_plain(value: Any) -> Any:
+    """Return nested dicts of dicts, dataclass instances and tuples, however nested."""
+    # A size is one value, of as many numbers.
+    if isinstance(value, (TensorCollection, Tensor, Size)):
+        return value
+    if isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value)
+    elif isinstance(value, tuple):
+        entries = cast("tuple[Any, ...]", value)
+        items = dict(zip(getattr(value, "_fields", map(str, range(len(entries)))), entries, strict=True))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        given = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        items = {key: item for key, item in given.items() if item is not None}
+    else:
+        return value
+    return {key: as_plain(item) for key, item in items.items()}
+
+
+class FromMethods(TensorCollection):
+    """Trees with open keys from other objects."""
+
+    __slots__ = ()
+
+    @classmethod
+    def from_dict(
+        cls,
+        input_dict: Mapping[Any, Any],
+        *,
+        auto_batch_size: bool = False,
+        batch_dims: int | None = None,
+        batch_size: Any = None,
+        device: Any = None,
+        names: Any = None,
+    ) -> "Self":
+        """Return a tree of nested dicts.
+
+        Args:
+            input_dict: Values by (nested) key.
+            auto_batch_size: Give every tree the longest batch size that its entries share.
+            batch_dims: The same, with at most this many dimensions.
+            batch_size: The batch size of all trees.
+            device: Where every leaf is put.
+            names: A name for each batch dimension.
+
+        Raises:
+            TypeError: Both a batch size and `auto_batch_size` or `batch_dims`.
+            BatchSizeError: A leaf does not start with the batch size; the message names it.
+
+        Examples:
+            >>> TensorDict.from_dict({"a": torch.ones(3, 4), "b": torch.ones(3)}, auto_batch_size=True).batch_size
+            torch.Size([3])
+        """
+        # Any: the constructor of a subclass.
+        made: Any = cls
+        if not auto_batch_size and batch_dims is None:
+            return made(input_dict, batch_size, device, names)
+        if batch_size is not None:
+            raise error(
+                TypeError,
+                "from_dict: a given batch size and one found from the entries exclude each other.",
+                expected="batch_size, or auto_batch_size and batch_dims",
+                got="both",
+            )
+        tree, size = fit_batch_sizes(made(input_dict, (), device), batch_dims)
+        return made(tree if size is not None else resize(tree, Size()), None, device, names)
+
+    @classmethod
+    def from_any(cls, obj: Any, **options: Any) -> "Self":
+        """Return a tree of a dict, dataclass instance, tuple or tree, however nested.
+
+        The items of a tuple have the keys "0", "1", ..., those of a named tuple its names. A list is a value, as in the
+        constructor, and so is a `torch.Size`.
+
+        Args:
+            obj: The object; fields of a dataclass that are None are left out.
+            **options: Those of `from_dict`.
+
+        Raises:
+            TypeError: The object is none of these.
+
+        Examples:
+            >>> list(TensorDict.from_any((torch.ones(2), {"a": 1})).keys(True, True))
+            ['0', ('1', 'a')]
+        """
+        plain = as_plain(obj)
+        if not isinstance(plain, (Mapping, TensorCollection)):
+            raise error(
+                TypeError,
+                "from_any: the object must have keys.",
+                expected="a dict, dataclass instance, tuple or tree",
+                got=type(obj).__name__,
+            )
+        return cls.from_dict(cast("Any", plain), **options)
+
+    @classmethod
+    def from_dataclass(cls, dataclass: Any, **options: Any) -> "Self":
+        """Return a tree of the fields of a dataclass instance; options are those of `from_dict`."""
+        return cls.from_any(dataclass, **options)
+
+    @classmethod
+    def from_namedtuple(cls, named_tuple: Any, **options: Any) -> "Self":
+        """Return a tree of the fields of a named tuple; options are those of `from_dict`."""
+        return cls.from_any(named_tuple, **options)
+
+    @classmethod
+    def from_pandas(
+        cls,
+        dataframe: Any,
+        *,
+        separator: str | None = None,
+        dtype: torch.dtype | None = None,
+        batch_size: Any = None,
+        device: Any = None,
+        names: Any = None,
+    ) -> "Self":
+        """Return a tree of the columns of a `pandas.DataFrame`; its index is left out.
+
+        Columns of numbers and bools become tensors, all others non-tensor data with a value for each row.
+
+        Args:
+            dataframe: The data frame; its values are copied.
+            separator: Splits names of columns into nested keys.
+            dtype: A dtype for all columns of numbers and bools.
+            batch_size: Another batch size than the number of rows: `[]`.
+            device: Where every leaf is put.
+            names: A name for each batch dimension.
+
+        Raises:
+            LeafMismatchError: A column of integers lacks values, or one that is asked for in a dtype of integers.
+            MissingKeyError: Two columns have one name.
+        """
+        if not dataframe.columns.is_unique:
+            raise MissingKeyError(
+                "from_pandas: the names of columns must differ.",
+                got=str(list(dataframe.columns)),
+                hint="rename one of them.",
+            )
+        values = {
+            name if separator is None else tuple(name.split(separator)): _column_values(name, column, dtype)
+            for name, column in dataframe.items()
+        }
+        # Any: the constructor of a subclass.
+        made: Any = cls
+        return made(values, (len(dataframe),) if batch_size is None else batch_size, device, names)
+
+
+def _column_values(name: str, column: Any, dtype: torch.dtype | None) -> Any:
+    """Return the values of a column: a tensor of numbers and bools, non-tensor data of all else."""
+    array = column.to_numpy()
+    if array.dtype.kind not in "biufc":
+        objects: Any = np.empty(len(column), dtype=object)
+        objects[:] = list(column)
+        return NonTensorStack._wrap(objects)
+    # A missing value is NaN, which makes other integers of the column floats that may not hold them.
+    is_integral = column.dtype.kind in "biu" if dtype is None else not (dtype.is_floating_point or dtype.is_complex)
+    if is_integral and column.isna().any():
+        raise LeafMismatchError(
+            f"from_pandas: {name!r} lacks values, which a dtype of integers does not have.",
+            got=str(column.dtype),
+            hint="fillna() or dropna() first, or give a dtype of floats.",
+        )
+    # A copy: the arrays of a frame are shared, and may not be written to.
+    return as_tensor(np.array(array), f"from_pandas: {name!r}", dtype=dtype)
+
+
+# -- to -----------------------------------------------------------------------------------------------------------
+
+
+def _as_array(leaf: Tensor, call: str, at: Path) -> Any:
+    try:
+        # Copies only what numpy cannot see: another device, a conjugate view.
+        return leaf.numpy(force=True)
+    except (TypeError, RuntimeError) as err:
+        raise UnsupportedError(
+            f"{call}: {dotted(at)!r} must have a dtype and layout of numpy.",
+            got=f"{leaf.dtype}, {leaf.layout}, on {leaf.device}",
+            hint="td.to(torch.float32) casts." if leaf.is_floating_point() and leaf.device.type != "meta" else None,
+        ) from err
+
+
+def _numpy_of(value: Any, at: Path) -> Any:
+    if isinstance(value, dict):
+        return {key: _numpy_of(item, (*at, key)) for key, item in cast("dict[str, Any]", value).items()}
+    # A key of a lazy stack has a tensor for each tree.
+    if isinstance(value, tuple):
+        return tuple([_numpy_of(item, at) for item in cast("tuple[Any, ...]", value)])
+    return _as_array(value, "numpy", at) if isinstance(value, Tensor) else value
+
+
+def _named(values: dict[str, Any], dest_cls: Any) -> Any:
+    made = {key: _named(item, None) if isinstance(item, dict) else item for key, item in values.items()}
+    # The fields are known only now.
+    cls = dest_cls or namedtuple("GenericDict", made)  # pyright: ignore[reportUntypedNamedTuple]
+    return cls(**made)
+
+
+def tolist(tree: TensorCollection, convert: bool) -> Any:
+    """Return nested lists over the batch dimensions, with a dict of the values of each element."""
+    if tree._batch_size:
+        return [tolist(row, convert) for row in unbind(tree, 0)]
+    return {key: list_of(get_value(tree, key), convert) for key in tree._keys()}
+
+
+def list_of(value: Any, convert: bool) -> Any:
+    """Return a value of a tree as `tolist` shows it."""
+    if isinstance(value, TensorCollection):
+        # A class of trees may have a form of its own, unless a field of it has that name.
+        own = getattr(type(value), "tolist", None)
+        return own(value, convert_tensors=convert) if callable(own) else tolist(value, convert)
+    return value.tolist() if convert and isinstance(value, Tensor) else value
+
+
+def _column(key: str, node: Any) -> Any:
+    """Return the column of a data frame for a leaf."""
+    if not isinstance(node, (Tensor, NonTensorBase)):
+        raise TreeStructureError(
+            f"to_pandas: {key!r} must be a leaf.",
+            got=type(node).__name__,
+            hint='td.to_pandas(separator=".") joins nested keys; pad() or dense() a lazy stack first.',
+        )
+    if node.dim() != 1:
+        raise LeafMismatchError(
+            f"to_pandas: {key!r} must have one value for each row.",
+            got=f"shape {list(node.shape)}",
+            hint="give each feature a key of its own, or leave it out.",
+        )
+    return node._array if isinstance(node, NonTensorBase) else _as_array(node, "to_pandas", (key,))
+
+
+# -- state dicts ----------------------------------------------------------------------------------------------------
+
+
+def load_state_dict(tree: T, given: Mapping[str, Any], strict: bool, assign: bool, flat: bool | None) -> T:
+    """Return the tree with the values of a state dict."""
+    flat = not any(isinstance(value, Mapping) for value in given.values()) if flat is None else flat
+    found = dict(given) if flat else dict(_flat(given, ""))
+    nodes = {dotted(path): (path, node) for path, node in iter_items(tree, True, True) if _is_state(tree, path, node)}
+    missing, unexpected = sorted(nodes.keys() - found), sorted(found.keys() - nodes)
+    if strict and (missing or unexpected):
+        raise MissingKeyError(
+            "load_state_dict: the keys must be those of the tree.",
+            expected=str(sorted(nodes)),
+            got=f"missing {missing}, unexpected {unexpected}",
+            hint="strict=False loads the keys that both have.",
+        )
+    values: dict[Any, Any] = {}
+    for name, (path, node) in nodes.items():
+        if name not in found:
+            continue
+        value = values[path] = found[name]
+        if assign or not isinstance(node, Tensor):
+            continue
+        if not isinstance(value, Tensor) or value.shape != node.shape:
+            raise LeafMismatchError(
+                f"load_state_dict: {name!r} must have the shape of the leaf.",
+                expected=f"shape {list(node.shape)}",
+                got=f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__,
+            )
+        values[path] = value.detach().to(node.device, node.dtype)
+    for group in tree._ties:
+        paths = [path for path in group if path in values]
+        for path in paths[1:]:
+            if not torch.equal(values[paths[0]], values[path]):
+                raise TieError(
+                    f"load_state_dict: {dotted(paths[0])!r} and {dotted(path)!r} are one tensor in the tree.",
+                    expected="equal values",
+                    got="values that differ",
+                    hint=f"untie({dotted(path)!r}) first, to load both.",
+                )
+            values[path] = values[paths[0]]
+    return update(tree, values)
+
+
+def _flat(given: Mapping[str, Any], prefix: str) -> "list[tuple[str, Any]]":
+    pairs: list[tuple[str, Any]] = []
+    for key, value in given.items():
+        if isinstance(value, Mapping):
+            pairs += _flat(cast("Mapping[str, Any]", value), f"{prefix}{key}.")
+        else:
+            pairs.append((prefix + key, value))
+    return pairs
+
+
+def _is_state(tree: TensorCollection, path: Path, node: Any) -> bool:
+    """Return whether a leaf is in the tree's `state_dict()`."""
+    kind = kind_of(tree, path)
+    return kind is not Kind.NON_PERSISTENT and (not isinstance(node, NonTensorBase) or kind is Kind.EXTRA_STATE)
+
+
+class InteropMethods(TensorCollection):
+    """Trees as the containers of other libraries."""
+
+    __slots__ = ()
+
+    def numpy(self) -> dict[str, Any]:
+        """Return nested dicts of numpy arrays and plain values; arrays of CPU tensors share their memory.
+
+        Raises:
+            UnsupportedError: numpy has no such dtype or layout, or a leaf has no values; the message names it.
+        """
+        return _numpy_of(to_dict(self, "numpy"), ())
+
+    def tolist(self, *, convert_tensors: bool = False) -> Any:
+        """Return nested lists over the batch dimensions, with a dict of the values of each element.
+
+        Args:
+            convert_tensors: Turn tensors into numbers and lists, too.
+
+        Examples:
+            >>> TensorDict({"n": torch.arange(2), "s": ["a", "b"]}, [2]).tolist(convert_tensors=True)
+            [{'n': 0, 's': 'a'}, {'n': 1, 's': 'b'}]
+        """
+        return tolist(self, convert_tensors)
+
+    def to_namedtuple(self, dest_cls: Any = None) -> Any:
+        """Return nested named tuples of the tensors and plain values.
+
+        Args:
+            dest_cls: The class of the outer one.
+        """
+        return _named(to_dict(self, "to_namedtuple"), dest_cls)
+
+    def to_pandas(self, *, separator: str | None = None) -> Any:
+        """Return a `pandas.DataFrame` with a column for each leaf and a row for each element of the batch.
+
+        Args:
+            separator: Joins nested keys to names of columns; without it nested trees are refused.
+
+        Raises:
+            BatchSizeError: There is not one batch dimension.
+            LeafMismatchError: A leaf has features; the message names it.
+            UnsupportedError: numpy has no such dtype or layout; the message names the leaf.
+            TreeStructureError: There are nested trees, and no separator.
+        """
+        # pandas is optional.
+        import pandas
+
+        if len(self._batch_size) != 1:
+            raise BatchSizeError(
+                "to_pandas: the rows are the batch, which must have one dimension.",
+                got=f"batch size {list(self._batch_size)}",
+                hint="td.reshape(-1) makes one of several, td.unsqueeze(0) of none.",
+            )
+        flat = self if separator is None else flatten_keys(self, separator)
+        return pandas.DataFrame(
+            {key: _column(key, flat._get(key)) for key in flat._keys()}, index=range(self._batch_size[0])
+        )
+
+    def load_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        assign: bool = False,
+        from_flatten: bool | None = None,
+    ) -> "Self":
+        """Return the tree with the values of a state dict, as `state_dict()` returns one; nothing is written.
+
+        Args:
+            state_dict: Values under dotted keys, or in nested dicts.
+            strict: Require exactly the keys that `state_dict()` has.
+            assign: Take the values as they are; otherwise they are cast to the dtype and device of the leaf.
+            from_flatten: Whether keys are dotted; without it they are unless there are nested dicts.
+
+        Raises:
+            MissingKeyError: The keys differ, and `strict`.
+            LeafMismatchError: A shape differs; the message names the key.
+            TieError: Paths of one tied leaf have different values.
+        """
+        return load_state_dict(self, state_dict, strict, assign, from_flatten)
+
+
+# -- batches ------------------------------------------------------------------------------------------------------
+
+
+def collate(batch: Any) -> Any:
+    """Return one batch of the rows of a data set: trees are stacked, all else is as `default_collate` makes it.
+
+    A data set that is itself a tree is indexed once for a whole batch, which is returned as it is. In rows that are
+    tuples, lists or dicts, trees may stand beside tensors, numbers and strings. A `DataLoader` without a `collate_fn`
+    does the same, since trees are in the table of torch's `default_collate`.
+
+    Args:
+        batch: A list of rows, or a tree.
+
+    Raises:
+        LeafMismatchError: The trees differ in a shape or dtype; the message names the leaf.
+        TreeStructureError: Their keys differ.
+        TypeError: torch cannot collate a row.
+
+    Examples:
+        >>> from torch.utils.data import DataLoader
+        >>> td = TensorDict({"x": torch.arange(5)}, [5])
+        >>> [batch["x"].tolist() for batch in DataLoader(td, batch_size=3)]
+        [[0, 1, 2], [3, 4]]
+        >>> rows = [(row, i) for i, row in enumerate(td)]
+        >>> tdf.collate(rows)[0].batch_size, tdf.collate(rows)[1]
+        (torch.Size([5]), tensor([0, 1, 2, 3, 4]))
+    """
+    # A tree without a batch has no first row for torch to look at.
+    return batch if isinstance(batch, TensorCollection) else torch_collate.default_collate(batch)
+
+
+def _rows(batch: TensorCollection | Sequence[Any], *, collate_fn_map: Any = None) -> Any:
+    return batch if isinstance(batch, TensorCollection) else stack(batch)
+
+
+# Only classes of ours are looked up here, so other code sees no difference.
+torch_collate.default_collate_fn_map.setdefault(TensorCollection, _rows)

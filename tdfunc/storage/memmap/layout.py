@@ -1,0 +1,287 @@
+"""The names in a memmap folder, and its `meta.json` files.
+
+The layout is tensordict's. The empty key of `meta.json`, which tensordict ignores, holds the node in the grammar of
+`tree/encode.py`, the same as in a safetensors header; tensordict's own fields follow from it. Nothing is written
+here. `docs/memmap.md` is the specification, `read.py` reads it.
+"""
+
+import json
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.types import Path, Ties
+from tdfunc.storage.safetensors.plan import address_of
+from tdfunc.storage.tree.build import ties_of
+from tdfunc.storage.tree.decode import Description, kinds_in
+from tdfunc.storage.tree.encode import IS_VALUE, outline
+from tdfunc.storage.tree.specs import FOLDER_CODES, Spec
+
+VERSION = 2
+META = "meta.json"
+LEAF_SUFFIX = ".memmap"
+PICKLES = ("other.pickle", "pickle.pkl")
+# The keys that tensordict keeps in meta.json beside the entries, and the key of the document.
+RESERVED = ("shape", "device", "_type", "")
+TREE_TYPE = "<class 'tensordict._td.TensorDict'>"
+LAZY_TYPE = "<class 'tensordict._lazy.LazyStackedTensorDict'>"
+VALUE_TYPE = "<class 'tensordict.tensorclass.NonTensorData'>"
+VALUES_TYPE = "<class 'tensordict.tensorclass.NonTensorStack'>"
+# tensordict's load of a whole folder fails at a leaf of any other dtype.
+_SHARED_DTYPES = (
+    "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "bfloat16",
+    "float32", "float64", "complex32", "complex64", "complex128",
+)  # fmt: skip
+SHARED_DTYPES = {f"torch.{name}": getattr(torch, name) for name in _SHARED_DTYPES if hasattr(torch, name)}
+# The characters that tensordict writes as `%XX`.
+_ENCODED = {ord(char): f"%{ord(char):02X}" for char in '/<>:"|?*\\ \x7f%' + "".join(map(chr, range(32)))}
+# A file name has 255 bytes, of which the suffix takes 7.
+_MAX_BYTES = 248
+
+
+# -- names ------------------------------------------------------------------------------------------------------
+
+
+def encoded(key: str) -> str:
+    """Return the name under which tensordict stores a key, without the suffix of leaves."""
+    if key in (".", ".."):
+        return "%2E" * len(key)
+    return key.translate(_ENCODED) if key else "%"
+
+
+def hashed(key: str) -> str:
+    """Return a name that any key can have: the encoding never gives it, and nobody can choose it."""
+    return f"%~{blake2b(key.encode(), digest_size=20).hexdigest()}"
+
+
+def stem_of(key: str, *, leaf: bool) -> str:
+    """Return the name of a key's folder, or of its file without the suffix: encoded if tensordict can hold that."""
+    name = encoded(key)
+    # A folder of such a name could stand where another key's leaf, or a node's own files, must be.
+    taken = not leaf and (name.endswith(LEAF_SUFFIX) or name == META or name in PICKLES)
+    return hashed(key) if taken or key in RESERVED or len(name.encode()) > _MAX_BYTES else name
+
+
+def is_raw_name(key: str) -> bool:
+    """Return whether a key can be the name of a file as it is, as in folders of old versions of tensordict."""
+    if key in ("", ".", "..") or "/" in key or "\\" in key or "\0" in key:
+        return False
+    return not (len(key) >= 2 and key[0].isalpha() and key[1] == ":")
+
+
+def join_name(folder: str, name: str) -> str:
+    """Return a name inside a folder; that of the root is empty."""
+    return f"{folder}/{name}" if folder else name
+
+
+class Owned(NamedTuple):
+    """The names that belong to a node's folder."""
+
+    files: set[str]
+    folders: set[str]
+    # Whether folders whose name is a number are its trees.
+    numbered: bool = False
+
+
+def owned_names(meta: dict[str, Any]) -> Owned:
+    """Return the names of the files and folders that a `meta.json`, of whatever version, describes."""
+    files, folders, own = {META}, set[str](), meta.get("")
+    fields: dict[str, Any] = own if type(own) is dict else {}
+    node = fields.get("node", {})
+    for key, item in zip(node.get("keys", ()), node.get("items", ()), strict=False):
+        is_leaf = type(item) is not dict
+        (files if is_leaf else folders).add(stem_of(key, leaf=is_leaf) + LEAF_SUFFIX * is_leaf)
+    special = fields.get("special", {})
+    entries = [(hashed(key), entry) for key, entry in special.items()]
+    for key, entry in meta.items() if not node else ():
+        # tensordict also writes names as they are, and several leaves for one nested tensor.
+        names = {encoded(key), key if own is None and is_raw_name(key) else encoded(key)}
+        entries += [(name, entry) for name in names if key not in RESERVED]
+    for name, entry in entries:
+        if type(entry) is dict and "type" in entry:
+            folders.add(name)
+        elif type(entry) is dict:
+            files.add(name + LEAF_SUFFIX)
+            files |= {f"{name}.shape{LEAF_SUFFIX}"} if entry.get("is_nested") else set()
+    if own is None:
+        files.update(PICKLES)
+        folders |= {"_tensordict"} if "shape" not in meta else set()
+    return Owned(files, folders, meta.get("_type") in (LAZY_TYPE, VALUES_TYPE))
+
+
+# -- writing ----------------------------------------------------------------------------------------------------
+
+
+class FileLeaf(NamedTuple):
+    """A leaf and the file that it goes to, relative to the folder."""
+
+    name: str
+    leaf: Tensor
+    path: Path
+    size_bytes: int
+    # Whether it is non-tensor data, which are no memory to be written to.
+    is_value: bool
+
+
+class FolderPlan(NamedTuple):
+    """The contents of a folder, by relative names; an outer folder comes before those in it."""
+
+    metas: list[tuple[str, str]]
+    files: list[FileLeaf]
+    # Second names of tied leaves: (name, the file that has the values).
+    links: list[tuple[str, str]]
+    # The same for tensors under several keys that are not tied: these must be one file.
+    same: list[tuple[str, str]]
+    # The classes in the tree, by which it is read back: a local class cannot be found by its name.
+    classes: list[type[TensorCollection]]
+    size_bytes: int
+
+
+def plan_folder(tree: TensorCollection, call: str, *, values: bool = True) -> FolderPlan:
+    """Lay out a tree; without `values` the leaves need not have any (they may be on the meta device).
+
+    Raises:
+        UnsupportedError: A leaf, value or key that a folder cannot hold unchanged; the message names it.
+        BatchSizeError: A leaf does not start with the batch size.
+        TieError: Tied paths hold different leaves.
+    """
+    out = outline(tree, call=call, values=values, codes=FOLDER_CODES, named=False)
+    for name, leaf in zip(out.names, out.leaves, strict=True) if values else ():
+        address_of(call, name, leaf)
+    assert out.text is not None
+    doc = json.loads(out.text)
+    for node in doc["nodes"]:
+        # The leaves will be on the CPU.
+        node |= {"device": "cpu"} if node.get("device") is not None else {}
+    plan = Description(doc)
+    folders = [""] * len(plan.nodes)
+    for number, above in enumerate(plan.parents):
+        if above is not None:
+            folders[number] = join_name(folders[above[0]], stem_of(above[1], leaf=False))
+    files = [
+        FileLeaf(name, leaf, path, spec.size_bytes, IS_VALUE in flags)
+        for (name, path), leaf, spec, flags in zip(
+            _leaf_names(plan, folders), out.leaves, plan.specs, plan.flags, strict=True
+        )
+    ]
+    links = [
+        (join_name(folders[number], stem_of(key, leaf=True) + LEAF_SUFFIX), files[plan.tied[group]].name)
+        for group, refs in enumerate(plan.groups)
+        for number, key in refs[1:]
+        if files[plan.tied[group]].size_bytes
+    ]
+    # tensordict keeps no file for a leaf without elements.
+    files = [file for file in files if file.size_bytes]
+    ties = ties_of(plan)
+    metas = [meta for number in range(len(folders)) for meta in _metas(plan, number, folders[number], ties)]
+    return FolderPlan(metas, files, links, [], _classes(tree), sum(file.size_bytes for file in files))
+
+
+def _classes(tree: TensorCollection) -> list[type[TensorCollection]]:
+    found: dict[type[TensorCollection], None] = {}
+    stack: list[Any] = [tree]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, TensorCollection):
+            found[type(node)] = None
+            stack.extend(node._data.values())
+    return list(found)
+
+
+def _leaf_names(plan: Description, folders: Sequence[str]) -> list[tuple[str, Path]]:
+    """Return the file and path of each leaf."""
+    names: list[tuple[str, Path]] = []
+    for number, folder in enumerate(folders):
+        path = plan.path(number)
+        for key, item in zip(plan.keys[number], plan.items[number], strict=True):
+            if type(item) is not dict:
+                names.append((join_name(folder, stem_of(key, leaf=True) + LEAF_SUFFIX), (*path, key)))
+    return names
+
+
+def _metas(plan: Description, number: int, folder: str, ties: dict[int, Ties]) -> list[tuple[str, str]]:
+    """Return the `meta.json` of a node, and those of its non-tensor data, by their names."""
+    node, size, leaf = plan.nodes[number], list(plan.sizes[number]), plan.starts[number]
+    specs: dict[Spec, int] = {}
+    items: list[Any] = []
+    metas: list[tuple[str, str]] = []
+
+    def tensor(at: int, flags: str, shape: Sequence[Any]) -> Any:
+        place = specs.setdefault(plan.specs[at], len(specs))
+        return [place, flags, *shape] if flags else place
+
+    for key, item in zip(plan.keys[number], plan.items[number], strict=True):
+        if type(item) is not dict:
+            items.append(tensor(leaf, plan.flags[leaf], item[2:] if type(item) is list else ()))
+            leaf += 1
+        elif "tie" in item:
+            first = plan.tied[item["tie"]]
+            flags = plan.flags[first]
+            items.append(tensor(first, item.get("flags", "") + flags.replace(kinds_in(flags), ""), ()))
+        elif "tree" in item:
+            items.append({"tree": None})
+        else:
+            data = _value_fields(item, item.get("shape", size)) if stem_of(key, leaf=False) == encoded(key) else None
+            if data is not None:
+                metas.append((join_name(join_name(folder, encoded(key)), META), _text(data)))
+                held = "value" if "value" in item else "values"
+                item = {"data": held, **{field: item[field] for field in ("flags", "shape") if field in item}}
+            items.append(item)
+    fields: dict[str, Any] = {field: node[field] for field in ("names", "class", "own") if field in node}
+    if size:
+        fields["size"] = size
+    if plan.devices[number] is not None:
+        fields["device"] = "cpu"
+    described = {**fields, "keys": plan.keys[number], "items": items}
+    document: dict[str, Any] = {"tdfunc": VERSION, "specs": [[s.code, list(s.shape)] for s in specs], "node": described}
+    if number in ties and ties[number]:
+        document["ties"] = ties[number]
+    meta = {**shared_fields(described, list(specs)), "": document}
+    return [(join_name(folder, META), _text(meta)), *metas]
+
+
+def _value_fields(item: dict[str, Any], shape: Sequence[int]) -> dict[str, Any] | None:
+    """Return non-tensor data as tensordict writes them; None where it would alter them."""
+    if "value" in item:
+        return {"_type": VALUE_TYPE, "data": item["value"], "_is_non_tensor": True, "_metadata": None}
+    flat = item["values"]
+    # tensordict takes lists inside for further batch dimensions, and keeps no empty stack.
+    if not shape or not flat or not all(type(value) in (str, bool, int, float) for value in flat):
+        return None
+    array = np.empty(len(flat), dtype=object)
+    array[:] = flat
+    return {"_type": VALUES_TYPE, "stack_dim": 0, "device": None, "data": array.reshape(tuple(shape)).tolist()}
+
+
+def _text(meta: dict[str, Any]) -> str:
+    return json.dumps(meta, ensure_ascii=False, separators=(",", ":"))
+
+
+def shared_fields(node: dict[str, Any], specs: Sequence[Spec]) -> dict[str, Any]:
+    """Return tensordict's fields of a `meta.json`, which follow from the node in tdfunc's document."""
+    size = node.get("size", [])
+    if "own" in node:
+        return {"_type": LAZY_TYPE, "stack_dim": len(size) + node["own"]}
+    entries: dict[str, Any] = {}
+    for key, item in zip(node["keys"], node["items"], strict=True):
+        is_leaf = type(item) is not dict
+        if stem_of(key, leaf=is_leaf) != encoded(key):
+            continue
+        if is_leaf:
+            place, flags = (item, "") if type(item) is int else item[:2]
+            spec = specs[place]
+            if IS_VALUE not in flags and str(spec.dtype) in SHARED_DTYPES:
+                entries[key] = {
+                    "device": "cpu", "shape": list(spec.size), "dtype": str(spec.dtype), "is_nested": False
+                }  # fmt: skip
+        elif "tree" in item:
+            entries[key] = {"type": "TensorDict"}
+        elif "data" in item:
+            entries[key] = {"type": "NonTensorData" if item["data"] == "value" else "NonTensorStack"}
+    place = "None" if node.get("device") is None else "cpu"
+    return {**entries, "shape": size, "device": place, "_type": TREE_TYPE}

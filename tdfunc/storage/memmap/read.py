@@ -1,0 +1,624 @@
+"""A memmap folder as a tree: all of its `meta.json` files are read and checked before a leaf is looked at.
+
+The files may be hostile: names come from keys by encoding only, links may not leave the folder, no pickle is read,
+and a leaf is mapped only where its file has the bytes that its shape needs.
+"""
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Size, Tensor
+
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.context import is_fake
+from tdfunc.core.errors import CorruptCheckpointError, TreeStructureError, UnsupportedError, error, explain
+from tdfunc.core.keys import dotted
+from tdfunc.core.memory import MapMode
+from tdfunc.core.types import Device, Path, Ties
+from tdfunc.ops import storage_writes
+from tdfunc.storage.disk.commit import Descriptor, recover
+from tdfunc.storage.disk.mapped import map_descriptor, open_inside
+from tdfunc.storage.disk.raw import outside_transforms
+from tdfunc.storage.disk.remote import local_folder
+from tdfunc.storage.memmap.layout import (
+    LAZY_TYPE,
+    LEAF_SUFFIX,
+    META,
+    PICKLES,
+    RESERVED,
+    SHARED_DTYPES,
+    VALUE_TYPE,
+    VALUES_TYPE,
+    VERSION,
+    encoded,
+    hashed,
+    is_raw_name,
+    join_name,
+    shared_fields,
+    stem_of,
+)
+from tdfunc.storage.tree.build import Classes, build_tree, flag_leaf, lazy_name, move_leaf
+from tdfunc.storage.tree.decode import MALFORMED, Description, kinds_in
+from tdfunc.storage.tree.encode import MAX_TIE_KEYS, restrict
+from tdfunc.storage.tree.specs import DTYPES, FOLDER_CODES, Spec, parse_json, spec_for, spec_of
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+# Each takes about a millisecond; beside writers that never rest a reader may need some.
+_RETRIES = 100
+_MAX_META_BYTES = 100_000_000
+_VERSIONS = (1, VERSION)
+
+
+def load_memmap(
+    prefix: "str | os.PathLike[str]",
+    device: "Device | None" = None,
+    non_blocking: bool = False,
+    *,
+    out: TensorCollection | None = None,
+    num_threads: int = 0,
+    mode: MapMode = "c",
+    classes: Classes = (),
+) -> Any:
+    """Open a memmap folder: no leaf is read before it is used."""
+    if mode not in ("c", "r+"):
+        raise error(
+            ValueError,
+            f"load_memmap: there is no mode {mode!r}.",
+            expected="'c' (copy-on-write) or 'r+' (writes reach the files)",
+        )
+    name = local_folder(prefix, "load_memmap")
+    place = torch.device(device) if device is not None else None
+    if out is not None and is_fake(place):
+        raise UnsupportedError(
+            "load_memmap: leaves without values have none for out.",
+            expected="a device that has values",
+            got=str(place) if place is not None else type(torch.empty(0, device="cpu")).__name__,
+            hint="leave out the device, or out.",
+        )
+
+    def read(root: int) -> TensorCollection:
+        return read_tree(root, os.path.realpath(name), mode, num_threads, classes, place, non_blocking)
+
+    tree = read_folder(name, "load_memmap", read)
+    if out is None:
+        return tree
+    storage_writes.write_tree(out, tree, complete=True)
+    return out
+
+
+def read_folder(name: str, call: str, read: Callable[[int], Out]) -> Out:
+    """Return the result of `read` on a descriptor of a folder: all of it of one writing, beside writers too.
+
+    Raises:
+        FileNotFoundError: There is no such folder.
+        NotADirectoryError: It is a file.
+        OSError: It was replaced again and again.
+    """
+    for _ in range(_RETRIES):
+        with opened(name, call) as root, naming(name, call), outside_transforms():
+            try:
+                return read(root)
+            except (CorruptCheckpointError, UnsupportedError, OSError):
+                # A writer may have put another folder here meanwhile, and deleted this one.
+                if not _was_replaced(root, name):
+                    raise
+    raise OSError(errno.EBUSY, f"{call}: the folder was replaced again and again while it was read", name)
+
+
+def read_tree(
+    root: int,
+    where: str | None,
+    mode: MapMode,
+    threads: int = 0,
+    classes: Classes = (),
+    place: torch.device | None = None,
+    non_blocking: bool = False,
+) -> TensorCollection:
+    """Read the folder behind a descriptor; `where` is the path that the leaves remember."""
+    reader = FolderReader(root, classes)
+    target = None if place is None or place.type == "cpu" else place
+
+    def one(file: LeafFile) -> Tensor:
+        if is_fake(place):
+            return torch.empty(file.shape, dtype=file.dtype, device=place or "cpu")
+        leaf = map_leaf(root, file, where, mode)
+        return leaf if target is None else move_leaf(leaf, target, non_blocking=non_blocking)
+
+    return reader.build(map_each(one, reader.files, threads), place)
+
+
+def map_each(fn: Callable[[In], Out], items: Sequence[In], threads: int) -> list[Out]:
+    """Return the results of a function, called by this thread or by several."""
+    if threads < 2 or len(items) < 2:
+        return [fn(item) for item in items]
+    with ThreadPoolExecutor(threads, thread_name_prefix="tdfunc-memmap") as pool:
+        return list(pool.map(fn, items))
+
+
+@contextmanager
+def opened(name: str, call: str) -> Generator[int, None, None]:
+    """Open a folder, or the old one of a writer that was killed between two steps."""
+    flags = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
+    try:
+        root = Descriptor(name, flags)
+    except FileNotFoundError:
+        old = recover(name)
+        if old is None:
+            raise FileNotFoundError(
+                errno.ENOENT, explain(f"{call}: there is no such folder.", expected="a folder with meta.json"), name
+            ) from None
+        root = Descriptor(old, flags)
+    except NotADirectoryError as err:
+        hint = "tdfunc.load reads a .safetensors file."
+        raise NotADirectoryError(
+            errno.ENOTDIR, explain(f"{call}: this is a file.", expected="a folder with meta.json", hint=hint), name
+        ) from err
+    with root as fd:
+        yield fd
+
+
+@contextmanager
+def naming(name: str, call: str) -> Generator[None, None, None]:
+    """Give errors inside the name of the folder."""
+    try:
+        yield
+    except (CorruptCheckpointError, TreeStructureError, UnsupportedError) as err:
+        raise type(err)(f"{call} {name}: {err}") from err
+    except FileNotFoundError as err:
+        what = explain(f"{call}: the folder has no meta.json.", expected="a memmap folder")
+        raise FileNotFoundError(errno.ENOENT, what, name) from err
+
+
+def _was_replaced(root: int, name: str) -> bool:
+    mine = os.fstat(root)
+    try:
+        now = os.stat(name)
+    except OSError:
+        return True
+    return (mine.st_dev, mine.st_ino) != (now.st_dev, now.st_ino)
+
+
+# -- leaves -----------------------------------------------------------------------------------------------------
+
+
+class LeafFile(NamedTuple):
+    """A leaf as meta.json states it."""
+
+    # Relative to the folder, without links.
+    name: str
+    path: Path
+    dtype: torch.dtype
+    shape: Size
+    size_bytes: int
+    # Whether the file has these bytes and no more: tensordict leaves files longer that an older tree needed.
+    exact: bool
+
+
+def map_leaf(root: int, leaf: LeafFile, where: str | None, mode: MapMode, top: str | None = None) -> Tensor:
+    """Map the file of one leaf in the folder behind a descriptor; the leaf remembers it as a file in `where`.
+
+    It also remembers the folder that was opened: `top` where that is not `where`, but one around it.
+    """
+    what = f"leaf {dotted(leaf.path)!r}"
+    try:
+        file = open_inside(root, leaf.name, what, writable=mode == "r+")
+    except FileNotFoundError as err:
+        if not leaf.size_bytes:
+            return torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
+        raise CorruptCheckpointError(
+            f"{what}: its file is missing.", expected=leaf.name, hint="restore it from a copy."
+        ) from err
+    with file as fd:
+        found = os.fstat(fd).st_size
+        if found < leaf.size_bytes or (leaf.exact and found > leaf.size_bytes):
+            raise CorruptCheckpointError(
+                f"{what}: its file {leaf.name} is {'cut short' if found < leaf.size_bytes else 'too long'}.",
+                expected=f"{leaf.size_bytes} bytes for {leaf.dtype} {list(leaf.shape)}",
+                got=f"{found} bytes",
+                hint="restore it from a copy.",
+            )
+        if not leaf.size_bytes:
+            return torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
+        path = None if where is None else os.path.join(where, leaf.name)
+        return map_descriptor(fd, path, mode, leaf.dtype, leaf.shape, leaf.size_bytes, top or where)
+
+
+# -- meta.json --------------------------------------------------------------------------------------------------
+
+
+class _Place(NamedTuple):
+    """A folder that is to be read, and where its number goes."""
+
+    folder: str
+    path: Path
+    # The number of the node that it is in, and the place of its item there.
+    parent: int = -1
+    at: int = 0
+    # Of the trees of tensordict's tensorclass: their class, and the fields that are no tensors.
+    cls: str | None = None
+    further: Mapping[str, Any] = {}
+
+
+class _Node(NamedTuple):
+    """A node as its `meta.json` describes it, in the grammar of `tree/encode.py`."""
+
+    fields: dict[str, Any]
+    specs: list[Spec]
+    # The name of each item's file or folder, without the suffix of leaves.
+    stems: list[str]
+    ties: Ties = ()
+    # The dimension of a lazy stack whose batch size follows from its trees.
+    stack_dim: int | None = None
+
+
+class FolderReader:
+    """The description of a tree in a folder, read and checked.
+
+    Args:
+        root: A descriptor of the folder, by which everything in it is opened: the name may come to mean another one.
+        classes: The classes of nodes, as `load` takes them.
+    """
+
+    def __init__(self, root: int, classes: Classes = ()) -> None:
+        self.root, self.classes = root, classes
+        self.files: list[LeafFile] = []
+        self._nodes: list[_Node] = []
+        self._places: list[_Place] = []
+        self._exact: list[bool] = []
+        specs: list[Spec] = []
+        stack = [_Place("", ())]
+        while stack:
+            place = stack.pop()
+            number = len(self._nodes)
+            if number:
+                self._nodes[place.parent].fields["items"][place.at] = {"tree": number}
+            with _checking(f"meta.json of {where(place.path)}"):
+                stack.extend(reversed(self._enter(number, place, specs)))
+        with _checking("the folder"):
+            self._measure()
+            doc = {"specs": [[s.code, s.shape] for s in specs], "nodes": [node.fields for node in self._nodes]}
+            self.plan = Description({**doc, "ties": self._tie(specs)})
+            for place, node, exact in zip(self._places, self._nodes, self._exact, strict=True):
+                for key, item, stem in zip(node.fields["keys"], node.fields["items"], node.stems, strict=True):
+                    if type(item) is not dict:
+                        spec = self.plan.specs[len(self.files)]
+                        name = join_name(place.folder, stem + LEAF_SUFFIX)
+                        path = (*place.path, key)
+                        self.files.append(LeafFile(name, path, spec.dtype, spec.size, spec.size_bytes, exact))
+
+    def build(self, leaves: Sequence[Tensor], device: torch.device | None) -> TensorCollection:
+        """Return the tree around leaves in the order of `files`, all on the device."""
+        with _checking("the folder"):
+            flagged = [flag_leaf(leaf, flags) for leaf, flags in zip(leaves, self.plan.flags, strict=True)]
+            return build_tree(self.plan, flagged, self.classes, device)
+
+    def _enter(self, number: int, place: _Place, specs: list[Spec]) -> list[_Place]:
+        """Read one node; return its sub-trees."""
+        meta = self._meta(place.folder, place.path)
+        own = meta.get("")
+        if own is not None and (type(own) is not dict or "tdfunc" not in own):
+            raise UnsupportedError(
+                f"{where(place.path)} has an entry with an empty key.",
+                expected="a key",
+                hint="load it with tensordict and rename the key.",
+            )
+        if own is not None and own["tdfunc"] not in _VERSIONS:
+            raise UnsupportedError(
+                f"{where(place.path)} has another format version.",
+                expected=str(VERSION),
+                got=repr(own["tdfunc"])[:100],
+                hint="install the tdfunc that wrote it, or a newer one.",
+            )
+        self._check_pickles(place)
+        inner = join_name(place.folder, "_tensordict")
+        if own is None and "shape" not in meta and self._is_folder(inner, place.path):
+            place, meta = self._tensorclass(place, meta)
+            own = meta.get("")
+        if own is not None and own["tdfunc"] == VERSION:
+            node = self._document(place, meta, own)
+        elif meta.get("_type") == LAZY_TYPE:
+            node = self._stack(place, meta, own)
+        else:
+            node = self._entries(place, meta, own)
+        self._nodes.append(node)
+        self._places.append(place)
+        self._exact.append(own is not None)
+        children: list[_Place] = []
+        keys, items = node.fields["keys"], node.fields["items"]
+        for at, (key, item, stem) in enumerate(zip(keys, items, node.stems, strict=True)):
+            if type(item) is dict and "tree" in item:
+                path, folder = (*place.path, key), join_name(place.folder, stem)
+                if not self._is_folder(folder, path):
+                    raise CorruptCheckpointError(
+                        f"the folder of {dotted(path)!r} is missing.", expected=folder, hint="restore it from a copy."
+                    )
+                # The trees of a stack are of the class that tensordict records for the stack.
+                cls, further = (place.cls, place.further) if node.stack_dim is not None else (None, {})
+                children.append(_Place(folder, path, number, at, cls, further))
+            elif type(item) is not dict:
+                place_in, *rest = item if type(item) is list else (item,)
+                if type(place_in) is not int or not 0 <= place_in < len(node.specs):
+                    raise malformed(f"the number of a spec at {key!r}", repr(item))
+                items[at] = [place_in + len(specs), *rest] if rest else place_in + len(specs)
+        specs.extend(node.specs)
+        return children
+
+    def _document(self, place: _Place, meta: dict[str, Any], own: dict[str, Any]) -> _Node:
+        """Read a node that this version wrote; tensordict's fields have to be those that follow from it."""
+        fields, specs = own["node"], [spec_of(code, shape) for code, shape in own["specs"]]
+        expected = shared_fields(fields, specs)
+        if {key: value for key, value in meta.items() if key} != expected:
+            raise CorruptCheckpointError(
+                f"meta.json of {where(place.path)}: tensordict's fields differ from tdfunc's.",
+                expected=repr(expected)[:300],
+                got=repr({key: value for key, value in meta.items() if key})[:300],
+                hint="another program changed them: restore the file from a copy.",
+            )
+        keys, items = fields["keys"], fields["items"]
+        stems = [stem_of(key, leaf=type(item) is not dict) for key, item in zip(keys, items, strict=True)]
+        size = fields.setdefault("size", [])
+        fields.setdefault("device", None)
+        for at, item in enumerate(items):
+            if type(item) is dict and "data" in item:
+                shape = item.get("shape", size)
+                more = {field: item[field] for field in ("flags", "shape") if field in item}
+                items[at] = {**self._value(place, keys[at], stems[at], len(shape), shape), **more}
+        ties = tuple(tuple(tuple(path) for path in group) for group in own.get("ties", ()))
+        return _Node(fields, specs, stems, ties)
+
+    def _stack(self, place: _Place, meta: dict[str, Any], own: dict[str, Any] | None) -> _Node:
+        """Read a lazy stack of tensordict, or of version 1."""
+        dim = meta.get("stack_dim")
+        with Descriptor(place.folder or ".", os.O_RDONLY | getattr(os, "O_DIRECTORY", 0), dir_fd=self.root) as fd:
+            found = {name for name in os.listdir(fd) if name.isascii() and name.isdigit()}
+        count = own["count"] if own is not None else len(found)
+        # The numbers are compared first: a small file may name a large one.
+        if type(count) is not int or count < 1 or count != len(found) or found != {str(i) for i in range(count)}:
+            raise malformed("the folders 0, 1, ... of a lazy stack", f"{sorted(found)}")
+        if type(dim) is not int or not 0 <= dim < 64:
+            raise malformed("the dimension of a lazy stack", repr(dim))
+        keys = [str(i) for i in range(count)]
+        fields: dict[str, Any] = {"class": lazy_name(), "keys": keys, "items": [{"tree": None} for _ in keys]}
+        fields["device"] = "cpu" if own is not None and own.get("device") == "cpu" else None
+        if own is not None and "names" in own:
+            fields["names"] = own["names"]
+        return _Node(fields, [], keys, _old_ties(own), dim)
+
+    def _tensorclass(self, place: _Place, meta: dict[str, Any]) -> tuple[_Place, dict[str, Any]]:
+        """Read a tensorclass of tensordict: fields that are no tensors, and the tree or stack of the others."""
+        kind = meta.pop("_type", None)
+        if type(kind) is not str:
+            raise _unknown(place.path, kind)
+        name = kind.removeprefix("<class '").removesuffix("'>")
+        classes: Any = (self.classes,) if isinstance(self.classes, type) else self.classes
+        classes = classes.values() if isinstance(classes, Mapping) else classes
+        named = {f"{cls.__module__}.{cls.__qualname__}": f"{cls.__module__}:{cls.__qualname__}" for cls in classes}
+        place = place._replace(folder=join_name(place.folder, "_tensordict"), cls=named.get(name), further=meta)
+        return place, self._meta(place.folder, place.path)
+
+    def _entries(self, place: _Place, meta: dict[str, Any], own: dict[str, Any] | None) -> _Node:
+        """Read a node of tensordict, or of version 1, which has what tensordict lacks beside its entries."""
+        if type(meta.get("_type")) is not str or "shape" not in meta or meta["_type"] in (VALUE_TYPE, VALUES_TYPE):
+            raise _unknown(place.path, meta.get("_type"))
+        size, fields = meta["shape"], own or {}
+        special, flags, shapes = fields.get("special", {}), fields.get("flags", {}), fields.get("shapes", {})
+        # tensordict has further fields of its own.
+        entries = {k: entry for k, entry in meta.items() if k not in RESERVED and (own or type(entry) is dict)}
+        if special and sorted(fields["order"]) != sorted([*entries, *special]):
+            raise malformed(f"the order of the keys {[*entries, *special]}", repr(fields["order"]))
+        specs: list[Spec] = []
+        items: dict[str, Any] = {}
+        stems: list[str] = []
+        for key in fields["order"] if special else entries:
+            entry = special[key] if key in special else entries[key]
+            is_leaf = "type" not in entry
+            stem = hashed(key) if key in special else encoded(key)
+            suffix = LEAF_SUFFIX if is_leaf else ""
+            if own is None and is_raw_name(key) and not self._exists(join_name(place.folder, stem + suffix)):
+                stem = key
+            stems.append(stem)
+            more = {"shape": shapes[key]} if key in shapes else {}
+            more |= {"flags": flags[key]} if key in flags else {}
+            if key in special and ("value" in entry or "values" in entry):
+                items[key] = {**{field: entry[field] for field in ("value", "values") if field in entry}, **more}
+            elif is_leaf:
+                specs.append(_spec_in(entry, (*place.path, key)))
+                shape = [None, shapes[key]] if key in shapes else []
+                items[key] = [len(specs) - 1, flags[key], *shape] if key in flags else len(specs) - 1
+            elif key not in special and entry["type"] in ("NonTensorData", "NonTensorStack"):
+                # Without a recorded shape: one value for each element of the batch, and at least one dimension.
+                shape = shapes.get(key, size)
+                items[key] = {
+                    **self._value(place, key, stem, len(shape) if more else max(len(shape), 1), shape),
+                    **more,
+                }
+            else:
+                items[key] = {"tree": None}
+        for key, value in place.further.items():
+            if value is not None and key and key not in items:
+                items[key] = {"value": value}
+                stems.append("")
+        device = "cpu" if meta.get("device", "None") not in ("None", None) else None
+        node = {"size": size, "device": device, "keys": list(items), "items": list(items.values())}
+        cls = place.cls if own is None else fields.get("class")
+        node |= {"class": cls} if cls is not None else {}
+        node |= {"names": fields["names"]} if "names" in fields else {}
+        return _Node(node, specs, stems, _old_ties(own))
+
+    def _value(self, place: _Place, key: str, stem: str, dims: int, shape: Sequence[int]) -> dict[str, Any]:
+        """Read non-tensor data, whose values are lists nested `dims` deep, as the item that they are."""
+        path, folder = (*place.path, key), join_name(place.folder, stem)
+        if not self._is_folder(folder, path):
+            raise CorruptCheckpointError(
+                f"the folder of {dotted(path)!r} is missing.", expected=folder, hint="restore it from a copy."
+            )
+        self._check_pickles(_Place(folder, path))
+        meta = self._meta(folder, path)
+        if meta.get("_type") == VALUE_TYPE:
+            return {"value": meta["data"]}
+        if meta.get("_type") != VALUES_TYPE:
+            raise malformed("non-tensor data", repr(meta.get("_type")))
+        flat: list[Any] = [meta["data"]]
+        found: list[int] = []
+        for _ in range(dims):
+            lengths = {len(part) if type(part) is list else -1 for part in flat}
+            if len(lengths) > 1 or -1 in lengths:
+                raise malformed(f"lists nested {dims} deep, of equal lengths", repr(meta["data"]))
+            found.append(lengths.pop() if lengths else 0)
+            flat = [value for part in flat for value in part]
+        return {"values": flat, "shape": found} if found != list(shape) else {"values": flat}
+
+    def _meta(self, folder: str, path: Path) -> dict[str, Any]:
+        what = f"meta.json of {where(path)}"
+        try:
+            file = open_inside(self.root, join_name(folder, META), what)
+        except (FileNotFoundError, NotADirectoryError) as err:
+            if not folder:
+                raise
+            raise CorruptCheckpointError(
+                f"{what} is missing.", expected=join_name(folder, META), hint="restore it from a copy."
+            ) from err
+        with file as fd:
+            size_bytes = os.fstat(fd).st_size
+            if size_bytes > _MAX_META_BYTES:
+                raise malformed(f"at most {_MAX_META_BYTES} bytes", f"{size_bytes} bytes")
+            with open(fd, "rb", closefd=False) as raw:
+                meta = parse_json(raw.read(_MAX_META_BYTES))
+        if type(meta) is not dict:
+            raise malformed("an object", repr(meta))
+        return meta
+
+    def _check_pickles(self, place: _Place) -> None:
+        for name in PICKLES:
+            if self._exists(join_name(place.folder, name)):
+                raise UnsupportedError(
+                    f"{where(place.path)} has pickled data, which can run any code when it is read.",
+                    expected="non-tensor data as JSON",
+                    got=join_name(place.folder, name),
+                    hint="tdfunc never reads pickles: delete the file, or write the folder again without that data.",
+                )
+
+    def _exists(self, name: str) -> bool:
+        try:
+            os.stat(name, dir_fd=self.root, follow_symlinks=False)
+        except OSError:
+            return False
+        return True
+
+    def _is_folder(self, folder: str, path: Path) -> bool:
+        try:
+            kind = os.stat(folder, dir_fd=self.root, follow_symlinks=False).st_mode
+        except OSError:
+            return False
+        if stat.S_ISLNK(kind):
+            raise CorruptCheckpointError(
+                f"{where(path)} is a link to a folder.", got=folder, hint="put the folder there in place of the link."
+            )
+        return stat.S_ISDIR(kind)
+
+    # -- the tree -----------------------------------------------------------------------------------------------
+
+    def _measure(self) -> None:
+        """Compute the batch sizes of lazy stacks that do not record theirs; a node comes after the one around it."""
+        for node in reversed(self._nodes):
+            if node.stack_dim is None:
+                continue
+            trees = [self._nodes[item["tree"]].fields["size"] for item in node.fields["items"]]
+            inner = [sizes[0] if len(set(sizes)) == 1 else -1 for sizes in zip(*trees, strict=True)]
+            if node.stack_dim > len(inner):
+                raise malformed(f"a dimension of at most {len(inner)}", str(node.stack_dim))
+            node.fields["size"] = [*inner[: node.stack_dim], len(trees), *inner[node.stack_dim :]]
+            node.fields["own"] = node.stack_dim - len(inner) - 1
+
+    def _tie(self, specs: Sequence[Spec]) -> list[list[tuple[int, str]]]:
+        """Make aliases of tied leaves and return their groups, which every sub-tree must record as its parent does."""
+        if sum(len(path) ** 2 for node in self._nodes for group in node.ties for path in group) > MAX_TIE_KEYS:
+            raise malformed(f"at most {MAX_TIE_KEYS} keys in ties", "more")
+        known: list[dict[str, Ties]] = []
+        for place, node in zip(self._places, self._nodes, strict=True):
+            expected = known[place.parent].get(place.path[-1], ()) if known else node.ties
+            if set(map(frozenset, expected)) != set(map(frozenset, node.ties)):
+                # A part of a larger folder that was replaced by itself has other ties; that is damage too.
+                raise CorruptCheckpointError(
+                    f"the ties of {where(place.path)} differ from those of the folder around it.",
+                    expected=repr(expected)[:300],
+                    got=repr(node.ties)[:300],
+                )
+            known.append(restrict(node.ties))
+        numbers = {place.path: number for number, place in enumerate(self._places)}
+        groups: list[list[tuple[int, str]]] = []
+        for number, group in enumerate(self._nodes[0].ties):
+            refs = [(numbers[path[:-1]], path[-1]) for path in group]
+            items: list[list[Any]] = [self._nodes[node].fields["items"] for node, _ in refs]
+            places: list[int] = [self._nodes[node].fields["keys"].index(key) for node, key in refs]
+            first: Spec | None = None
+            for own, at in zip(items, places, strict=True):
+                item: list[Any] = own[at] if type(own[at]) is list else [own[at], ""]
+                spec: Spec = specs[int(item[0])]
+                if first is not None and spec != first:
+                    raise malformed(f"leaves of one dtype and shape tied to {dotted(group[0])!r}", "others")
+                if first is not None:
+                    own[at] = {"tie": number, "flags": kinds_in(item[1])}
+                first = spec
+            groups.append(refs)
+        return groups
+
+
+def _spec_in(entry: dict[str, Any], path: Path) -> Spec:
+    """Return the spec of a leaf that an entry describes."""
+    if entry.get("is_nested"):
+        raise UnsupportedError(
+            f"leaf {dotted(path)!r} is a nested tensor.", hint="write padded tensors, or the parts as leaves."
+        )
+    # Names of torch, as version 1 writes those that tensordict does not have.
+    names = SHARED_DTYPES | {str(dtype): dtype for dtype in DTYPES.values()}
+    if entry["dtype"] not in names and str(entry["dtype"]).startswith("torch."):
+        raise UnsupportedError(
+            f"leaf {dotted(path)!r}: there is no such dtype.", expected=f"one of {', '.join(names)}", got=entry["dtype"]
+        )
+    spec = spec_for(names[entry["dtype"]], entry["shape"], FOLDER_CODES)
+    assert spec is not None
+    return spec
+
+
+def _old_ties(own: dict[str, Any] | None) -> Ties:
+    return tuple(tuple(tuple(path) for path in group) for group in (own or {}).get("ties", ()))
+
+
+def where(path: Path) -> str:
+    """Return how messages name a node."""
+    return repr(dotted(path)) if path else "the root"
+
+
+def malformed(expected: str, got: str) -> CorruptCheckpointError:
+    """Build the error for a folder that describes no tree."""
+    return CorruptCheckpointError("the description is malformed.", expected=expected[:400], got=got[:400])
+
+
+def _unknown(path: Path, kind: Any) -> UnsupportedError:
+    return UnsupportedError(
+        f"{where(path)} is of a type that is not read.",
+        expected="a TensorDict, lazy stack, tensorclass or non-tensor data",
+        got=repr(kind)[:200],
+        hint="one value is read with the folder above it.",
+    )
+
+
+@contextmanager
+def _checking(what: str) -> Generator[None, None, None]:
+    """Make errors of a malformed description ours."""
+    try:
+        yield
+    except (CorruptCheckpointError, TreeStructureError, UnsupportedError):
+        raise
+    except (AssertionError, *MALFORMED) as err:
+        raise CorruptCheckpointError(
+            f"{what} is malformed.", expected="the description of a tree", got=f"{type(err).__name__}: {err}"[:300]
+        ) from err

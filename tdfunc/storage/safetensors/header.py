@@ -1,0 +1,255 @@
+"""The header of a safetensors file: where the leaves lie, their digests, and the entries that other readers need.
+
+Pure functions on bytes. `docs/storage.md` is the specification; `tree/encode.py` writes the JSON of the tree inside.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from itertools import accumulate
+from json.encoder import encode_basestring as quote
+from typing import Any, NamedTuple
+
+import xxhash
+
+from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError
+from tdfunc.storage.tree.specs import BITS, Spec, no_constant, spec_of, unique
+
+VERSION = "1"
+ALGORITHM = "xxh3-64"
+# safetensors refuses longer headers.
+MAX_HEADER_BYTES = 100_000_000
+DIGITS = 16
+_ALIGN = 64
+_START = '{"__metadata__":{"tdfunc.header":"'
+_OURS = re.compile(re.escape(_START.encode()) + rb'([^":]{1,40}):([0-9a-f]+)"')
+_LEAVES = f'","format":"pt","tdfunc.version":"{VERSION}","tdfunc.leaves":"'
+_DIGEST_AT = 8 + len(_START) + len(ALGORITHM) + 1
+
+
+class Layout(NamedTuple):
+    """Where each leaf lies: positions in file order, and the first byte of each, counted from the end of the header."""
+
+    order: list[int]
+    begins: list[int]
+    size_bytes: int
+    # The safetensors entries, with a comma before each.
+    entries: str
+
+
+class Entry(NamedTuple):
+    """One leaf as a safetensors header that is not ours states it."""
+
+    name: str
+    spec: Spec
+    begin: int
+
+
+def lay_out(names: Sequence[str], specs: Sequence[Spec]) -> Layout:
+    """Place leaves (quoted names in tree order) by falling element size, then dtype, then tree order.
+
+    So every leaf is aligned, and leaves of one dtype are neighbours.
+    """
+    codes = [spec.code for spec in specs]
+    order = list(range(len(specs)))
+    if len(present := set(codes)) > 1:
+        rank = {code: i for i, code in enumerate(sorted(present, key=lambda code: (-BITS[code], code)))}
+        # Sorting keeps the order of equals.
+        order.sort(key=[rank[code] for code in codes].__getitem__)
+        names, specs = [names[i] for i in order], [specs[i] for i in order]
+    ends = list(accumulate([spec.size_bytes for spec in specs], initial=0))
+    # The end of one is the beginning of the next.
+    texts = list(map(str, ends))
+    parts = [
+        f",{name}{spec.middle}{begin},{end}]}}"
+        for name, spec, begin, end in zip(names, specs, texts, texts[1:], strict=False)
+    ]
+    begins = ends[:-1]
+    if len(present) > 1:
+        for i, begin in zip(order, ends, strict=False):
+            begins[i] = begin
+    return Layout(order, begins, ends[-1], "".join(parts))
+
+
+# -- writing ----------------------------------------------------------------------------------------------------
+
+
+def render(tree: str | None, layout: Layout) -> bytearray:
+    """Return the bytes before the data (length, header, padding), still without digests, which have a fixed width.
+
+    A shard has no tree; that is in the index.
+    """
+    digests = "0" * (DIGITS * len(layout.order))
+    described = "" if tree is None else f',"tdfunc.tree":{quote(tree)}'
+    header = f'{_START}{ALGORITHM}:{"0" * DIGITS}{_LEAVES}{digests}"{described}}}{layout.entries}}}'
+    text = header.encode()
+    text += b" " * (-(8 + len(text)) % _ALIGN)
+    return bytearray(len(text).to_bytes(8, "little") + text)
+
+
+def seal(head: bytearray, digests: Sequence[str]) -> str:
+    """Enter the digests of the leaves (in file order) and then that of the header itself, which is returned."""
+    begin = _DIGEST_AT + DIGITS + len(_LEAVES)
+    head[begin : begin + DIGITS * len(digests)] = "".join(digests).encode()
+    own = digest(head)
+    head[_DIGEST_AT : _DIGEST_AT + DIGITS] = own.encode()
+    return own
+
+
+# -- reading ----------------------------------------------------------------------------------------------------
+
+
+class Header(NamedTuple):
+    """A header that was parsed: in `entries`, or up to the `rest`, which must be what the tree implies."""
+
+    metadata: dict[str, str]
+    algorithm: str | None
+    rest: str
+    entries: list[Entry] | None
+    # The digest that the header states of itself.
+    digest: str | None = None
+
+
+def parse(raw: bytes, size_bytes: int, *, verify: bool) -> Header:
+    """Read the length and header of a file of `size_bytes`, its own digest included."""
+    found = _OURS.match(raw, 8)
+    if found is None:
+        metadata, entries = parse_entries(raw, size_bytes)
+        if verify and any(key.startswith("tdfunc") for key in metadata):
+            raise _altered(f"a header that starts with {_START}", repr(raw[8:60]))
+        return Header(metadata, None, "", entries)
+    algorithm, recorded = found[1].decode("latin-1"), found[2].decode()
+    if verify:
+        check_algorithm(algorithm)
+        if recorded != digest(raw):
+            raise _altered(f"{ALGORITHM} {recorded}", f"{ALGORITHM} {digest(raw)}")
+    text = raw[8:].decode()
+    metadata, end = json.JSONDecoder(object_pairs_hook=unique).raw_decode(text, len('{"__metadata__":'))
+    _check_text(metadata)
+    return Header(metadata, algorithm, text[end:], None, recorded)
+
+
+def _altered(expected: str, got: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        "the header is damaged, or another program wrote it again with the metadata of an older file.",
+        expected=expected,
+        got=got,
+        hint="restore the file from a copy, or read what is there: load(path, verify=False).",
+    )
+
+
+def check_version(metadata: dict[str, str]) -> None:
+    """Raise for a format that this version of tdfunc does not read."""
+    version = metadata.get("tdfunc.version")
+    if version != VERSION:
+        raise UnsupportedError(
+            "the file has another format version.",
+            expected=VERSION,
+            got=repr(version),
+            hint="install the tdfunc that wrote it, or a newer one.",
+        )
+
+
+def check_algorithm(algorithm: str | None) -> None:
+    """Raise for digests that this version of tdfunc cannot compute."""
+    if algorithm != ALGORITHM:
+        raise CorruptCheckpointError(
+            "the checksums are of an unknown algorithm.",
+            expected=ALGORITHM,
+            got=repr(algorithm),
+            hint="load(path, verify=False) reads the file unchecked.",
+        )
+
+
+def check_digest(what: str, recorded: str, computed: str) -> None:
+    """Raise where bytes are not those that were written."""
+    if recorded != computed:
+        raise CorruptCheckpointError(
+            f"{what} is damaged: its checksum does not match.",
+            expected=f"{ALGORITHM} {recorded}",
+            got=f"{ALGORITHM} {computed}",
+            hint="restore the file from a copy; load(path, verify=False) reads the damaged values.",
+        )
+
+
+def digest(raw: bytes | bytearray, at: int = _DIGEST_AT) -> str:
+    """Return the digest of a header (length included), or of an index, with its own field zeroed."""
+    view = memoryview(raw)
+    state = xxhash.xxh3_64(view[:at])
+    state.update(b"0" * DIGITS)
+    state.update(view[at + DIGITS :])
+    return state.hexdigest()
+
+
+def split_digests(text: str, count: int) -> list[str]:
+    """Return the digest of each leaf, in file order."""
+    width = len(text) // count if count else 0
+    if width * count != len(text) or (count and not width):
+        raise CorruptCheckpointError(
+            "the leaf checksums do not fit the leaves.", expected=f"{count} of one width", got=f"{len(text)} digits"
+        )
+    return [text[i : i + width] for i in range(0, len(text), width)] if count else []
+
+
+def parse_entries(raw: bytes, size_bytes: int) -> tuple[dict[str, str], list[Entry]]:
+    """Parse any safetensors header: metadata, and the leaves, which must cover the data exactly."""
+    decoder = json.JSONDecoder(object_pairs_hook=unique, parse_constant=no_constant, parse_float=no_constant)
+    header = decoder.decode(raw[8:].decode())
+    if not isinstance(header, dict):
+        raise CorruptCheckpointError("the header is no JSON object.", got=repr(header)[:200])
+    metadata = header.pop("__metadata__", {})
+    _check_text(metadata)
+    entries = [as_entry(name, fields) for name, fields in header.items()]
+    end = 0
+    for name, spec, begin in sorted(entries, key=lambda e: (e.begin, e.spec.size_bytes)):
+        if begin != end:
+            raise CorruptCheckpointError(
+                f"leaf {name!r} overlaps its neighbour or leaves a hole.",
+                expected=f"first byte {end}",
+                got=str(begin),
+            )
+        end += spec.size_bytes
+    check_size(len(raw) + end, size_bytes)
+    return metadata, entries
+
+
+def as_entry(name: str, fields: Any) -> Entry:
+    """Check one entry of a header."""
+    if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
+        raise CorruptCheckpointError(
+            f"leaf {name!r} is malformed.", expected="dtype, shape and data_offsets", got=repr(fields)[:200]
+        )
+    code, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    typed = isinstance(code, str) and isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2
+    if not typed or any(type(offset) is not int or offset < 0 for offset in offsets):
+        raise CorruptCheckpointError(
+            f"leaf {name!r} is malformed.", expected="a dtype, sizes and two offsets", got=repr(fields)[:200]
+        )
+    try:
+        spec = spec_of(code, shape)
+    except (CorruptCheckpointError, UnsupportedError) as err:
+        raise type(err)(f"leaf {name!r}: {err}") from err
+    if offsets[1] - offsets[0] != spec.size_bytes:
+        raise CorruptCheckpointError(
+            f"leaf {name!r} has not the bytes that its shape needs.",
+            expected=f"{spec.size_bytes} for {code} {shape}",
+            got=f"data_offsets {offsets}",
+        )
+    return Entry(name, spec, offsets[0])
+
+
+def check_size(expected: int, size_bytes: int) -> None:
+    """Raise for a file that is shorter or longer than its header says."""
+    if expected != size_bytes:
+        how = "cut short" if size_bytes < expected else "longer than its leaves"
+        raise CorruptCheckpointError(
+            f"the file is {how}.",
+            expected=f"{expected} bytes",
+            got=f"{size_bytes} bytes",
+            hint="restore it from a copy.",
+        )
+
+
+def _check_text(metadata: Any) -> None:
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CorruptCheckpointError("the metadata is no map of strings.", got=repr(metadata)[:200])

@@ -1,0 +1,160 @@
+"""The files that a save writes: their names, headers and the order of their leaves, checked before the first byte."""
+
+import re
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+from torch import Tensor
+
+from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.storage.safetensors.header import MAX_HEADER_BYTES, lay_out, render
+from tdfunc.storage.safetensors.index import render_index
+from tdfunc.storage.tree.encode import Outline
+
+# No allocator hands out addresses below this one; a storage that was freed has the address 0.
+_LOW_ADDRESS = 1 << 20
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\s*", re.IGNORECASE)
+_UNITS = {f"{unit}{i}": (1024 if i else 1000) ** power for power, unit in enumerate(" KMGT") for i in ("", "I")}
+# Called with a leaf when its turn has come: its bytes.
+Values: TypeAlias = Callable[[Tensor], Iterable[memoryview]]
+
+
+class FilePlan(NamedTuple):
+    """The contents of one file."""
+
+    # Length and header, still without checksums.
+    head: bytearray
+    # In file order: the address of a leaf whose bytes can be taken as they lie in memory (else 0), and its size.
+    work: list[tuple[int, int, Tensor]]
+    size_bytes: int
+    # In file order, by name: the digest that a leaf must have when it is written, or None.
+    expected: list[tuple[str, str | None]]
+    # Where the bytes of a leaf come from if it has none: called with it when its turn has come.
+    values: Values | None = None
+
+
+class SavePlan(NamedTuple):
+    """The files of one save: one of any name, or shards with their names and index."""
+
+    files: list[FilePlan]
+    names: list[str]
+    # Of the leaves.
+    size_bytes: int
+    # Returns the bytes of the index, given the digest of each shard's header.
+    render: Callable[[Sequence[str]], bytes] | None = None
+
+
+def plan_save(
+    outline: Outline,
+    max_bytes: int | None = None,
+    digests: Mapping[str, str] | None = None,
+    values: Values | None = None,
+) -> SavePlan:
+    """Place the leaves in files, and check that they can be read.
+
+    Args:
+        outline: The tree.
+        max_bytes: The most bytes of leaves in one shard; None for one file.
+        digests: By name, digests that leaves must have when they are written.
+        values: Where the bytes of leaves come from that have no memory of their own.
+
+    Raises:
+        UnsupportedError: A leaf has no memory to read, or a header is too long; nothing was written.
+    """
+    size_bytes = sum([spec.size_bytes for spec in outline.specs])
+    if max_bytes is None:
+        return SavePlan([_plan_file(outline, digests, values)], [], size_bytes)
+    # A leaf that is larger than a shard gets one of its own.
+    groups: list[list[int]] = [[]]
+    used = 0
+    for i, spec in enumerate(outline.specs):
+        if groups[-1] and used + spec.size_bytes > max_bytes:
+            groups.append([])
+            used = 0
+        groups[-1].append(i)
+        used += spec.size_bytes
+    # The names are those of no other save, so that the index alone decides which shards are read.
+    generation, count = secrets.token_hex(4), len(groups)
+    names = [f"model-{generation}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    homes = {i: name for name, group in zip(names, groups, strict=True) for i in group}
+
+    def index(headers: Sequence[str]) -> bytes:
+        shards = dict(zip(names, headers, strict=True))
+        assert outline.text is not None
+        return render_index(outline.text, outline.names, [homes[i] for i in range(len(homes))], shards, size_bytes)
+
+    _check_length("index", len(index(["0" * 16] * count)))
+    parts = [
+        Outline(
+            None,
+            [outline.names[i] for i in group],
+            [outline.specs[i] for i in group],
+            [outline.leaves[i] for i in group],
+        )
+        for group in groups
+    ]
+    return SavePlan([_plan_file(part, digests, values) for part in parts], names, size_bytes, index)
+
+
+def _plan_file(outline: Outline, digests: Mapping[str, str] | None, values: Values | None) -> FilePlan:
+    layout = lay_out(outline.names, outline.specs)
+    names, specs, leaves = outline.names, outline.specs, outline.leaves
+    work = [
+        (address_of("save", names[i], leaves[i]) if values is None else 0, specs[i].size_bytes, leaves[i])
+        for i in layout.order
+    ]
+    head = render(outline.text, layout)
+    _check_length("header", len(head) - 8)
+    expected = [(names[i], digests.get(names[i])) for i in layout.order] if digests else []
+    return FilePlan(head, work, len(head) + layout.size_bytes, expected, values)
+
+
+def _check_length(what: str, size_bytes: int) -> None:
+    if size_bytes > MAX_HEADER_BYTES:
+        raise UnsupportedError(
+            f"save: the {what} would be too long; nothing was written.",
+            expected=f"at most {MAX_HEADER_BYTES} bytes",
+            got=f"{size_bytes} bytes",
+            hint="save parts of the tree in several files.",
+        )
+
+
+def address_of(call: str, name: str, leaf: Tensor) -> int:
+    """Return where the bytes of a leaf lie in row-major order on the CPU; 0 where it has to be copied for that."""
+    hint = "save outside of torch.func transformations, and before a storage is freed."
+    what = f"{call}: leaf {name} has no memory to read; nothing was written."
+    try:
+        address = leaf.data_ptr()
+    except RuntimeError as err:
+        got = f"a tensor inside a transformation ({type(leaf).__name__})"
+        raise UnsupportedError(what, expected="a tensor with values", got=got, hint=hint) from err
+    if address < _LOW_ADDRESS and leaf.numel():
+        got = f"{leaf.untyped_storage().nbytes()} bytes of storage"
+        raise UnsupportedError(what, expected="a tensor with values", got=got, hint=hint)
+    return address if is_plain(leaf) else 0
+
+
+def is_plain(leaf: Tensor) -> bool:
+    """Return whether the bytes of a leaf lie in memory as they do in a file."""
+    return leaf.is_contiguous() and leaf.is_cpu and not leaf.is_conj() and not leaf.is_neg()
+
+
+def as_bytes(size: int | str) -> int:
+    """Return the number of bytes in `5_000_000_000`, `"5000000000"`, `"5GB"` or `"4.7 GiB"`.
+
+    Raises:
+        ValueError: It is no size, or none that can hold a byte.
+    """
+    if type(size) is int and size > 0:
+        return size
+    found = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    count = int(float(found[1]) * _UNITS[(found[2] or " ").upper()]) if found is not None else 0
+    if count <= 0:
+        raise error(
+            ValueError,
+            "save: max_shard_size is no size.",
+            expected='a number of bytes, or a text as "5GB" or "512MiB"',
+            got=repr(size),
+        )
+    return count

@@ -1,0 +1,265 @@
+"""`open`: a checkpoint whose leaves are read when they are asked for."""
+
+import os
+from collections.abc import Iterator
+from typing import Any, NoReturn, final
+
+import torch
+from torch import Tensor
+
+from tdfunc.core.collection import TensorCollection, leaf_paths
+from tdfunc.core.context import is_fake
+from tdfunc.core.errors import MissingKeyError, UnsupportedError, error
+from tdfunc.core.keys import FilterLike, dotted, unravel
+from tdfunc.core.types import Device, NestedKey, Path
+from tdfunc.ops.reading import get_value, has
+from tdfunc.storage.api import as_name, progress_bar
+from tdfunc.storage.disk.raw import outside_transforms
+from tdfunc.storage.disk.remote import LocalBytes, LocalFiles, RemoteFiles, is_remote
+from tdfunc.storage.safetensors.contents import Contents, Leaf, open_contents
+from tdfunc.storage.safetensors.read import parsing, plan_rows, read_leaf, read_rows
+from tdfunc.storage.safetensors.select import Choice, outline_tree, read_tree
+from tdfunc.storage.tree.build import Classes, flag_leaf, move_leaf
+from tdfunc.storage.tree.encode import IS_VALUE
+
+
+def open(
+    path: str | os.PathLike[str],
+    *,
+    device: "Device | None" = None,
+    classes: "Classes" = (),
+    verify: bool = True,
+) -> "SavedTree":
+    """Open a safetensors file or a folder of shards without reading its leaves.
+
+    Args:
+        path: The file or folder; with fsspec also a URL, of which only the ranges that are asked for are read.
+        device: Where leaves are put; without it, where the tree was.
+        classes: The classes of the tree's nodes, as in `load`.
+        verify: Compare the checksum of the header now, and that of each leaf when it is read.
+
+    Returns:
+        A handle that reads like a tree. It keeps the files open, so a save over them changes nothing that it reads;
+        close it, or use it in a `with` statement.
+
+    Raises:
+        CorruptCheckpointError: A header is not what was saved.
+        UnsupportedError: A format version that is not here.
+        FileNotFoundError: There is no such file, or the folder holds no checkpoint.
+
+    Examples:
+        >>> import tempfile
+        >>> td = TensorDict({"head": {"weight": torch.ones(2, 3)}, "body": {"weight": torch.zeros(1000, 3)}})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     tdf.save(td, folder + "/tree.safetensors")
+        ...     with tdf.open(folder + "/tree.safetensors") as f:
+        ...         head, rows = f["head"].load(), f.slice(("body", "weight"), slice(0, 2))
+        >>> head["weight"].shape, rows.shape
+        (torch.Size([2, 3]), torch.Size([2, 3]))
+    """
+    name = as_name(path)
+    files = RemoteFiles(name, fetch=False) if is_remote(name) else LocalFiles()
+    place = torch.device(device) if device is not None else None
+    return SavedTree(open_contents(name, files, verify=verify), Choice(device=place, classes=classes))
+
+
+@final
+class SavedTree:
+    """A tree (or a sub-tree) in an open checkpoint; `tdfunc.open` makes it.
+
+    It reads as a tree does: `f["head", "weight"]` is a leaf, `f["head"]` another such handle, `f["note"]` plain data.
+    Each read of a leaf takes new memory. Several threads may read; `close` waits for them.
+
+    Examples:
+        >>> import tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> tdf.save(TensorDict({"a": {"x": torch.ones(3), "s": "text"}}), folder.name + "/t.safetensors")
+        >>> f = tdf.open(folder.name + "/t.safetensors")
+        >>> list(f.keys()), f.paths(), len(f["a"]), ("a", "x") in f, f["a", "s"]
+        (['a'], [('a', 'x')], 2, True, 'text')
+        >>> f.close()
+        >>> folder.cleanup()
+    """
+
+    __slots__ = ("_at", "_choice", "_contents", "_outline", "_root")
+
+    def __init__(self, contents: Contents, choice: Choice, at: Path = (), root: int = 0) -> None:
+        self._contents, self._choice, self._at, self._root = contents, choice, at, root
+        self._outline: TensorCollection | None = None
+
+    # -- reading ----------------------------------------------------------------------------------------------
+
+    def __getitem__(self, key: NestedKey) -> Any:
+        """Return a leaf (which is read now), a handle of a sub-tree, or plain data.
+
+        Raises:
+            MissingKeyError: There is no such key.
+            CorruptCheckpointError: The leaf is not what was saved.
+        """
+        path = (*self._at, *unravel(key))
+        self._contents.check_open()
+        leaf = self._contents.leaf_at(path)
+        if leaf is not None:
+            return self._read(leaf)
+        with parsing(self._contents.path):
+            root, depth, found = self._contents.find(path)
+        if found is not None:
+            # Plain data: the spec holds it.
+            return get_value(self.spec(), path[len(self._at) :])
+        node = SavedTree(self._contents, self._choice, path[:depth], root)
+        return node if depth == len(path) else get_value(node.load(), path[depth:])
+
+    def slice(self, key: NestedKey, index: Any, *, verify: bool = False) -> Tensor:
+        """Return `leaf[index]` of a leaf, reading no more than the rows that the index names.
+
+        Args:
+            key: The path of a leaf.
+            index: What a tensor takes: ints, slices, masks, index tensors, or a tuple of them. The first of a tuple
+                chooses the rows; where it is an ellipsis, None or a mask of several dimensions, the whole leaf is
+                read.
+            verify: Read the whole leaf and compare its checksum; rows alone have none.
+
+        Raises:
+            MissingKeyError: There is no such leaf.
+            IndexError: The index does not fit the leaf.
+            TypeError: There is a sub-tree or plain data at this path.
+        """
+        path = unravel(key)
+        contents = self._contents
+        contents.check_open()
+        leaf = contents.leaf_at((*self._at, *path))
+        if leaf is None or IS_VALUE in leaf.flags:
+            raise error(
+                TypeError,
+                f"slice {dotted(path)!r}: there must be a leaf at this path.",
+                expected="the path of a leaf",
+                hint=f"f[{path!r}].",
+            )
+        target = self._choice.device or leaf.device
+        if verify or is_fake(target):
+            return self._read(leaf).detach()[index]
+        with outside_transforms():
+            plan = plan_rows(index, leaf.spec.size)
+        # An index that does not fit is no damage of the file, so it is applied outside of `reading`.
+        with contents.reading():
+            runs, rest = plan or ([], index)
+            values = (
+                read_leaf(leaf.source, leaf.spec, leaf.begin, leaf.name, None)
+                if plan is None
+                else read_rows(leaf.source, leaf.spec, leaf.begin, runs)
+            )
+        rows = values[rest]
+        if target is None or target.type == "cpu":
+            return rows
+        with outside_transforms():
+            return move_leaf(rows, target)
+
+    def load(
+        self,
+        *,
+        like: Any = None,  # a tree or spec, as in `tdfunc.load`
+        keys: "FilterLike | None" = None,
+        dtype: torch.dtype | None = None,
+        device: "Device | None" = None,
+        classes: "Classes | None" = None,
+        progress: bool = False,
+    ) -> Any:  # the class of the tree is what the file says
+        """Read the whole (sub-)tree, or the leaves that a filter chooses; the options are those of `tdfunc.load`."""
+        place = self._choice.device if device is None else torch.device(device)
+        classes = self._choice.classes if classes is None else classes
+        sources = self._contents.sources
+        # The whole file is mapped; of parts, no more than they are is read.
+        mapped = not self._at and keys is None and all(isinstance(source.data, LocalBytes) for source in sources)
+        plan = self._contents.plan
+        total = sum(plan.specs[i].size_bytes for i in plan.leaves_below(self._root)) if progress else 0
+        with progress_bar(progress, total, "load") as tick:
+            choice = Choice(keys, like, dtype, place, classes, tick)
+            return read_tree(self._contents, choice, root=self._root, mapped=mapped)
+
+    def spec(self) -> Any:  # the class of the tree is what the file says
+        """Return the (sub-)tree on the meta device: everything but the values."""
+        self._contents.check_open()
+        if self._outline is None:
+            self._outline = outline_tree(self._contents, Choice(classes=self._choice.classes), self._root)[0]
+        return self._outline
+
+    # -- as a mapping -----------------------------------------------------------------------------------------
+
+    def keys(self) -> list[str]:
+        """Return the keys at this level."""
+        return list(self.spec()._keys())
+
+    def paths(self) -> list[Path]:
+        """Return the paths of all leaves; a tied leaf once, under its first path."""
+        return leaf_paths(self.spec())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+    def __contains__(self, key: NestedKey) -> bool:
+        path = (*self._at, *unravel(key))
+        self._contents.check_open()
+        try:
+            with parsing(self._contents.path):
+                root, depth, _ = self._contents.find(path)
+        except MissingKeyError:
+            return False
+        inner = SavedTree(self._contents, self._choice, path[:depth], root)
+        return depth == len(path) or has(inner.spec(), path[depth:])
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The strings in the header (or the index), except those of tdfunc."""
+        return {key: text for key, text in self._contents.metadata.items() if not key.startswith("tdfunc")}
+
+    @property
+    def closed(self) -> bool:
+        """Whether the files are closed."""
+        return self._contents.closed
+
+    # -- open and closed --------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Close the files, for the sub-trees too."""
+        self._contents.close()
+
+    def __enter__(self) -> "SavedTree":
+        self._contents.check_open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse copies and pickles: the files would have two owners.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        raise UnsupportedError(
+            f"open {self._contents.path}: an open checkpoint cannot be copied or pickled.",
+            expected="one handle in each process; its threads may share it",
+            hint="open it in each process: tdfunc.open(path). f.load() is a tree, which can be copied and sent.",
+        )
+
+    def __repr__(self) -> str:
+        where = f" at {dotted(self._at)!r}" if self._at else ""
+        if self.closed:
+            return f"SavedTree({self._contents.path!r}{where}, closed)"
+        return f"SavedTree({self._contents.path!r}{where}, keys={self.keys()!r})"
+
+    def _read(self, leaf: Leaf) -> Tensor:
+        """Read a leaf, and check it if the checkpoint is verified."""
+        target = self._choice.device or leaf.device
+        flags = "" if IS_VALUE in leaf.flags else leaf.flags
+        with self._contents.reading():
+            if is_fake(target):
+                empty = torch.empty(leaf.spec.size, dtype=leaf.spec.dtype, device=target or "cpu")
+                return flag_leaf(empty, flags)
+            values = read_leaf(leaf.source, leaf.spec, leaf.begin, leaf.name, leaf.digest)
+            if target is not None and target.type != "cpu":
+                values = move_leaf(values, target)
+            return flag_leaf(values, flags)

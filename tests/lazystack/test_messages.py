@@ -1,0 +1,93 @@
+"""What lazy stacks refuse, and what the message says."""
+
+import pytest
+import torch
+
+import tdfunc as tdf
+from tdfunc import (
+    BatchSizeError,
+    LeafMismatchError,
+    MissingKeyError,
+    TensorDict,
+    TreeStructureError,
+    lazy_stack,
+)
+from tests.lazystack.trees import Message, ragged, tree
+
+NO_ONE_TENSOR = (
+    r"a lazy stack has no one tensor for each leaf(.|\n)*\[3, -1\], trees along dimension 0\n.*pad\(\) first"
+)
+
+ROWS = [
+    (lambda t: lazy_stack([]), ValueError, "no trees were given"),
+    (lambda t: lazy_stack([t, {}]), TypeError, r"all must be trees(.|\n)*dict at 1"),
+    (lambda t: lazy_stack([tree(2), Message("a", torch.zeros(2))]), TreeStructureError, "TensorDict\n.*Message"),
+    (lambda t: lazy_stack([tree(2), tree(2)[0]]), BatchSizeError, r"numbers of batch dimensions.*\n.*\[2\]\n.*\[\]"),
+    (lambda t: lazy_stack([tree(2)], 2), IndexError, "dimension 2 does not exist"),
+    (lambda t: torch.cat([t, t.set("x", {"a": 1.0})]), TreeStructureError, "'x' is not the same.*\n.*a tensor\n.*tree"),
+    (lambda t: torch.stack([t, t.permute(1, 0)]), TreeStructureError, "must lie along one dimension"),
+    (lambda t: torch.stack([t, t.pad()]), TreeStructureError, "LazyStack\n.*TensorDict\n.*dense"),
+    # One tensor for each leaf is needed.
+    (lambda t: TensorDict(t), LeafMismatchError, f"TensorDict: {NO_ONE_TENSOR}"),
+    (lambda t: tree(3).update(t), LeafMismatchError, f"update: {NO_ONE_TENSOR}"),
+    (lambda t: TensorDict({"l": t}, [3]).rename_key(("l", "x"), "x"), LeafMismatchError, NO_ONE_TENSOR),
+    (lambda t: t.sum(), LeafMismatchError, f"sum: {NO_ONE_TENSOR}"),
+    (lambda t: t.mean(1), LeafMismatchError, f"mean: {NO_ONE_TENSOR}"),
+    (lambda t: t.cumsum(0), LeafMismatchError, f"cumsum: {NO_ONE_TENSOR}"),
+    (lambda t: t.reshape(-1), LeafMismatchError, f"reshape: {NO_ONE_TENSOR}"),
+    (lambda t: t.gather(0, torch.tensor([[0]])), LeafMismatchError, f"gather: {NO_ONE_TENSOR}"),
+    (lambda t: t.new_zeros([2]), LeafMismatchError, f"new_zeros: {NO_ONE_TENSOR}"),
+    (lambda t: t[[0, 1], [0, 1]], LeafMismatchError, f"index with index tensors across the trees: {NO_ONE_TENSOR}"),
+    (lambda t: t.at[0].set_(t[0]), LeafMismatchError, rf"at\[...\].set_: {NO_ONE_TENSOR}"),
+    (lambda t: lazy_stack([t, t]).nested(), LeafMismatchError, f"nested: {NO_ONE_TENSOR}"),
+    (lambda t: t.split(2, 1), BatchSizeError, r"is ragged, it has no one size.*\n.*one size\n.*-1"),
+    # Indices and edits.
+    (lambda t: t[3], IndexError, "out of range"),
+    (lambda t: t[3:], IndexError, "must keep one tree at least"),
+    (lambda t: t[0, 0, 0], IndexError, "too many indices"),
+    (lambda t: t[[True, False]], IndexError, r"mask does not fit.*\n.*\[3\]\n.*\[2\]"),
+    (lambda t: t["nope"], MissingKeyError, "no key 'nope'"),
+    (lambda t: t["0", "x"], MissingKeyError, "no key '0'"),
+    (lambda t: t.delete("nope"), MissingKeyError, "no key 'nope'"),
+    (lambda t: t.select("nope"), MissingKeyError, "no key 'nope'"),
+    (lambda t: t.set("z", torch.zeros(4, 2)), BatchSizeError, r"dimension along which.*\n.*3 at.*\n.*shape \[4, 2\]"),
+    (lambda t: t.set("z", TensorDict({}, [4])), BatchSizeError, r"3 at dimension 0\n.*batch size \[4\]"),
+    (lambda t: t.set("z", (1.0, 2.0)), BatchSizeError, "must have one for each tree.*\n.*3 values\n.*2"),
+    (lambda t: t.set("z", torch.zeros(3, 2)), BatchSizeError, r"'z': the leading dim.*\n.*\[4\].*\n.*\[2\]"),
+    (lambda t: t.set(("x", "z"), 1), MissingKeyError, "'x' is a leaf"),
+    (lambda t: t.at[0].set(t[1].exclude("x")), TreeStructureError, r"different keys.*\n.*'x'\]\n.*\['n', 's'\]"),
+    (lambda t: t.at[:2].set(t), BatchSizeError, r"another batch size.*\n.*2 at dimension 0\n.*\[3, -1\]"),
+    (lambda t: t.with_batch_size([2]), BatchSizeError, r"dimension 0 must be the number of trees.*\n.*3\n.*\[2\]"),
+    # One tree of all.
+    (lambda t: t.pad(side="middle"), ValueError, "must be 'right' or 'left'.*\n.*'middle'"),
+    (lambda t: t.pad(1.5), LeafMismatchError, "does not fit leaf 'n.y'.*\n.*int64\n.*1.5"),
+    (lambda t: t.pad({"q": 1}), MissingKeyError, "pad: no key 'q'"),
+    (
+        lambda t: t.set("b", (torch.ones(2), torch.ones(4).double(), torch.ones(3))).pad(),
+        LeafMismatchError,
+        "'b' of trees 0 and 1 differs in more.*\n.*float32\n.*float64",
+    ),
+    (
+        lambda t: t.set("b", (torch.ones(2, 1), torch.ones(4, 2), torch.ones(3, 1))).nested(),
+        LeafMismatchError,
+        r"'b' of trees 0 and 1 differs after.*\n.*\[2, 1\]\n.*\[4, 2\]\n.*strided",
+    ),
+    (lambda t: t.dense(), LeafMismatchError, r"stack: the batch sizes differ.\n.*\[2\]\n.*\[4\]\n.*pad"),
+    (lambda t: lazy_stack([t[0].set("q", 1.0), t[0]]).dense(), TreeStructureError, r"different keys.*\n.*'q'"),
+    (lambda t: lazy_stack([t[0].set("q", 1.0), t[1]]).pad(), TreeStructureError, "pad: trees 0 and 1 have different"),
+    (lambda t: t.nested(torch.sparse_coo), ValueError, "no such layout"),
+    (lambda t: t.permute(1, 0).nested(), ValueError, "must lie along dimension 0.*\n.*stack_dim 1"),
+    (lambda t: tdf.pad_sequence([]), ValueError, "no trees were given"),
+    (
+        lambda t: tdf.pad_sequence([TensorDict({"n": {"x": torch.ones(2, n)}}) for n in (1, 3)]),
+        LeafMismatchError,
+        r"pad_sequence: leaf 'n.x' must differ in dimension 0 only.\n.*\[\[2, 1\], \[2, 3\]\]",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "pattern"), ROWS)
+def test_messages(call, error, pattern):
+    """A call that does not fit raises before anything is changed, and names the place."""
+    with pytest.raises(error, match=pattern):
+        call(lazy_stack(ragged()))

@@ -1,0 +1,352 @@
+"""Trees from and to dicts, dataclasses, tuples, numpy, pandas, state dicts, and as data sets of a `DataLoader`."""
+
+import dataclasses
+from collections import namedtuple
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Size, Tensor
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, default_collate
+
+import tdfunc as tdf
+from tdfunc import Kind, NonTensorData, TensorClass, TensorDict, lazy_stack
+from tests.helpers import TiedLM, TinyMLP, assert_pure, assert_trees_equal
+
+
+class Point(TensorClass):
+    x: Tensor
+    note: str | None = None
+
+
+@dataclasses.dataclass
+class Plain:
+    """A dataclass with a nested dict and an empty field."""
+
+    a: Tensor
+    inner: object
+    absent: int | None = None
+
+
+Pair = namedtuple("Pair", ["left", "right"])
+A, B = torch.arange(6.0).reshape(2, 3), torch.tensor([1, 2])
+
+
+@pytest.fixture
+def td():
+    """A batch of two with a nested tree, one string for each row, and names."""
+    return TensorDict({"a": A, "n": {"b": B, "s": ["p", "qq"]}}, [2], names=["rows"])
+
+
+# -- from -------------------------------------------------------------------------------------------------------
+
+
+def test_from_any():
+    """Dicts, dataclasses and tuples become trees at any depth; trees, sizes and lists stay."""
+    expected = TensorDict({"a": A, "inner": {"left": A, "right": {"b": B}}}, [2])
+    nested = Pair(A, {"b": B})
+    mixed = TensorDict.from_any((A, {"x": (1, {"y": 2}), "size": Size([3, 4]), "l": [1, 2]}, "text"))
+
+    assert_trees_equal(TensorDict.from_any(Plain(A, nested), batch_size=[2]), expected)
+    assert_trees_equal(TensorDict.from_dataclass(Plain(A, nested), auto_batch_size=True, batch_dims=1), expected)
+    assert_trees_equal(TensorDict.from_namedtuple(nested, batch_size=[2]), expected["inner"])
+    assert_trees_equal(TensorDict.from_any(expected), expected)
+    assert type(TensorDict.from_any({"p": Point(A, batch_size=[2])})["p"]) is Point
+    assert TensorDict.from_dataclass(Plain(A, (A, A)))["inner", "1"] is A
+    assert mixed["0"] is A
+    assert (mixed["1", "x", "1", "y"], mixed["2"], mixed["1", "size"].tolist()) == (2, "text", [3, 4])
+
+
+def test_from_dict():
+    """The options give the batch size, device and names."""
+    found = TensorDict.from_dict({("n", "b"): B}, batch_size=[2], device="cpu", names=["r"])
+
+    assert (found.batch_size, found.device, found.names) == ((2,), torch.device("cpu"), ["r"])
+    assert TensorDict.from_dict({"a": A}).batch_size == ()
+    assert TensorDict.from_dict({"a": A}, device="cpu", auto_batch_size=True).device == torch.device("cpu")
+
+
+def test_auto_batch_size():
+    """Every tree gets the longest batch size that its entries share."""
+    source = {"a": torch.zeros(2, 3, 4), "n": {"b": torch.zeros(2, 3, 5), "s": "x", "e": {}}, "w": ["p", "q"]}
+    found = TensorDict.from_dict(source, auto_batch_size=True)
+    no_words = TensorDict.from_dict({"a": source["a"], "n": source["n"]}, auto_batch_size=True, names=["r", "c"])
+    bare = TensorDict.from_dict({"s": "x", "e": {}}, auto_batch_size=True)
+
+    assert (found.batch_size, found["n"].batch_size) == ((2,), (2, 3, 5))
+    assert (no_words.batch_size, no_words.names) == ((2, 3), ["r", "c"])
+    assert found["n", "e"].batch_size == found["n"]._get("s").shape == (2, 3, 5)
+    assert (bare.batch_size, bare["e"].batch_size) == ((), ())
+    assert TensorDict.from_dict({"a": A}, batch_dims=1).batch_size == (2,)
+
+
+def test_arrays_share_memory_where_torch_can():
+    """An array that torch can take as it lies is not copied; strides and byte orders that it lacks are."""
+    array = np.arange(6.0)
+    packed = np.array([(1, 2.5), (3, 4.5)], dtype=[("a", "i1"), ("b", "f8")])["b"]
+
+    assert TensorDict({"a": array[::2]})["a"].data_ptr() == array.ctypes.data
+    for other in (array[::-2], packed, packed[:1], packed[:0], array.astype(">f8")):
+        assert TensorDict({"a": other})["a"].tolist() == other.tolist()
+    value = np.longdouble(1)
+    assert TensorDict({"k": NonTensorData(value)})["k"] is value
+
+
+# -- to ---------------------------------------------------------------------------------------------------------
+
+
+def test_to_numpy(td):
+    """Leaves become arrays, those that require gradients too, and share memory."""
+    found = assert_pure(lambda t: t.apply(lambda x: x.double().requires_grad_()).numpy(), td)
+
+    assert found["a"].tolist() == A.tolist()
+    assert isinstance(found["n"]["b"], np.ndarray)
+    assert found["n"]["s"] == ["p", "qq"]
+    assert np.shares_memory(td.numpy()["a"], td["a"].numpy())
+
+
+def test_to_lists(td):
+    """Each row is a dict of its values; a class with a `tolist` of its own keeps its form inside a tree."""
+
+    class Coded(TensorClass):
+        x: Tensor
+
+        def tolist(self, *, convert_tensors=False):
+            return f"code {self.x.item() if convert_tensors else self.x}"
+
+    found = td.tolist(convert_tensors=True)
+    ragged = lazy_stack([TensorDict({"x": torch.arange(n)}, [n]) for n in (1, 2)])
+    coded = TensorDict({"c": Coded(torch.tensor(3)), "p": Point(torch.tensor(2))})
+
+    assert found == [{"a": [0, 1, 2], "n": {"b": 1, "s": "p"}}, {"a": [3, 4, 5], "n": {"b": 2, "s": "qq"}}]
+    assert torch.equal(td.tolist()[1]["a"], A[1])
+    assert TensorDict({"r": ragged}, [2]).tolist(convert_tensors=True) == [
+        {"r": [{"x": 0}]}, {"r": [{"x": 0}, {"x": 1}]},
+    ]  # fmt: skip
+    assert coded.tolist(convert_tensors=True) == {"c": "code 3", "p": {"x": 2}}
+
+
+def test_to_namedtuple(td):
+    """Nested trees become named tuples, the outer one of the given class."""
+    found = td.to_namedtuple()
+
+    assert found.n.b is td["n", "b"]
+    assert found.n.s == ["p", "qq"]
+    assert isinstance(td.select("a").rename_key("a", "left").set("right", B).to_namedtuple(Pair), Pair)
+
+
+def test_to_tensordict(td):
+    """Typed trees inside become open ones, leaves are copies, and names and kinds are kept."""
+    leaf = torch.ones(2)
+    tree = TensorDict({"p": Point(A, batch_size=[2]), "a": leaf, "n": {"b": leaf}}, [2], names=["r"])
+    found = tree.set("k", B, kind=Kind.BUFFER).to_tensordict()
+
+    assert type(found["p"]) is TensorDict
+    assert found["p", "x"].data_ptr() != A.data_ptr()
+    assert found.names == ["r"]
+    assert found.kind("k") is Kind.BUFFER
+    assert_trees_equal(td.to_tensordict(), td)
+
+
+# -- state dicts ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flatten", [True, False])
+def test_state_dict_there_and_back(flatten):
+    """Every value goes to its leaf, which keeps its kind, and the tree stays as it was."""
+    module, other = TinyMLP(), TinyMLP()
+    tree = TensorDict.from_module(module)
+    state = TensorDict.from_module(other).state_dict(flatten=flatten)
+    found = assert_pure(lambda t: t.load_state_dict(state), tree)
+
+    for name, value in other.state_dict().items():
+        assert torch.equal(found[tuple(name.split("."))], value)
+    assert found.kind(("hidden", "weight")) is Kind.PARAMETER
+
+
+def test_tied_leaves_stay_tied():
+    """The paths of a tied leaf get one tensor from a state dict with equal values."""
+    tree, state = TensorDict.from_module(TiedLM()), TiedLM().state_dict()
+    found = tree.load_state_dict({key: value.clone() for key, value in state.items()})
+
+    assert found["emb", "weight"] is found["out", "weight"]
+    assert torch.equal(found["emb", "weight"], state["emb.weight"])
+
+
+def test_values_are_cast_or_assigned():
+    """Values are cast to the leaf unless assigned, and non-tensor data are not part of a state dict."""
+    tree = TensorDict({"a": A, "s": "x"}, [2])
+
+    assert tree.load_state_dict({"a": A.double()})["a"].dtype is torch.float32
+    assert tree.load_state_dict({"a": A.double()}, assign=True)["a"].dtype is torch.float64
+    assert tree.load_state_dict({"other": B}, strict=False)["a"] is tree["a"]
+    assert tree.load_state_dict({"a": A}, from_flatten=True)["s"] == "x"
+
+
+# -- pandas -----------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(-5, 5), st.floats(allow_nan=True, width=32), st.text()), max_size=5))
+def test_pandas_round_trip(rows):
+    """Values, dtypes, nested keys and rows come back from a data frame."""
+    ints, floats, texts = ([row[i] for row in rows] for i in range(3))
+    leaves = {"i": torch.tensor(ints, dtype=torch.int64), "n": {"f": torch.tensor(floats, dtype=torch.float32)}}
+    strings = tdf.NonTensorStack(*texts) if texts else torch.zeros(0)
+    tree = TensorDict({**leaves, ("n", "s"): strings}, [len(rows)])
+    frame = tree.to_pandas(separator="/")
+
+    assert list(frame.columns) == ["i", "n/f", "n/s"]
+    assert_trees_equal(TensorDict.from_pandas(frame, separator="/"), tree)
+
+
+def test_columns_of_a_frame():
+    """Numbers become tensors of their own memory, dates, categories and lists stay values, and dtypes are cast."""
+    frame = pd.DataFrame({"i": np.arange(2), "d": pd.to_datetime(["2020-01-01", "2021-01-01"]), "l": [[1, 2], [3]]})
+    frame["c"], frame["b"] = pd.Categorical(["u", "v"]), pd.array([True, None], dtype="boolean")
+    frame["f"] = pd.array([1.5, None], dtype="Float64")
+    tree = TensorDict.from_pandas(frame)
+    tree["i"].add_(1)
+
+    assert frame["i"].tolist() == [0, 1]
+    assert tree["d"] == [pd.Timestamp("2020-01-01"), pd.Timestamp("2021-01-01")]
+    assert (tree["c"], tree["l"], tree["b"]) == (["u", "v"], [[1, 2], [3]], [True, pd.NA])
+    assert str(tree["f"].tolist()) == "[1.5, nan]"
+    assert TensorDict.from_pandas(frame[["i"]], batch_size=[], device="cpu").batch_size == Size([])
+    assert TensorDict.from_pandas(frame[["i"]], dtype=torch.float32)["i"].dtype is torch.float32
+
+
+def test_typed_trees_and_empty_trees_as_frames():
+    """A typed tree, one value for all rows, a leaf with a history and a tree without leaves have frames."""
+    frame = Point(torch.ones(2, requires_grad=True), "all", batch_size=[2]).to_pandas()
+
+    assert frame["note"].tolist() == ["all", "all"]
+    assert frame["x"].tolist() == [1.0, 1.0]
+    assert len(TensorDict({}, [3]).to_pandas()) == 3
+
+
+# -- data sets --------------------------------------------------------------------------------------------------
+
+
+def plain(n):
+    """Rows with a nested tree, one string for each and one for all."""
+    names = [f"r{i}" for i in range(n)]
+    return TensorDict({"x": torch.arange(n), "n": {"y": torch.rand(n, 2)}, "s": names, "t": "all"}, [n])
+
+
+SETS = {
+    "TensorDict": plain(10),
+    "TensorClass": Point(torch.rand(10, 2), "all", batch_size=[10]),
+    "LazyStack": lazy_stack([TensorDict({"x": torch.arange(n)}, [n]) for n in range(1, 11)]),
+    "two dimensions": TensorDict({"x": torch.rand(10, 3, 2)}, [10, 3], names=["row", None]),
+}
+
+
+def identity(batch):
+    """The collate function of tensordict's users; a lambda cannot be pickled."""
+    return batch
+
+
+@pytest.mark.parametrize("collate", [None, tdf.collate, identity])
+@pytest.mark.parametrize("name", SETS)
+def test_a_tree_is_a_data_set(name, collate):
+    """A batch is the rows of the tree."""
+    data = SETS[name]
+    batches = list(DataLoader(data, batch_size=4, collate_fn=collate))
+
+    for batch, expected in zip(batches, [data[:4], data[4:8], data[8:]], strict=True):
+        assert_trees_equal(batch, expected)
+
+
+def test_rows_are_shuffled_and_dropped():
+    """A sampler's positions are those of the batch."""
+    rows = torch.cat(list(DataLoader(SETS["TensorDict"], batch_size=4, shuffle=True, drop_last=True)))
+
+    assert len(rows) == len(set(rows["x"].tolist())) == 8
+    assert rows["s"] == [f"r{i}" for i in rows["x"].tolist()]
+    assert torch.equal(rows["n", "y"], SETS["TensorDict"]["n", "y"][rows["x"]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("name", SETS)
+def test_workers(name, method):
+    """Batches come from workers however they start."""
+    data = SETS[name]
+    batches = list(DataLoader(data, batch_size=5, num_workers=1, multiprocessing_context=method))
+
+    assert_trees_equal(batches[0], data[:5])
+    assert_trees_equal(batches[1], data[5:])
+
+
+class Rows(Dataset):
+    """Rows with a tree among other things."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        return SETS["TensorDict"][i], {"weight": float(i), "more": [SETS["TensorClass"][i]]}, "text"
+
+
+@pytest.mark.parametrize("collate", [None, tdf.collate])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_trees_among_other_things(workers, collate):
+    """Trees in rows are stacked, and everything else is as torch collates it."""
+    (first, second) = DataLoader(Rows(), batch_size=2, num_workers=workers, collate_fn=collate)
+    tree, other, texts = first
+
+    # Rows with the same value are put together as rows with values of their own, as `torch.stack` does.
+    assert_trees_equal(tree.exclude("t"), SETS["TensorDict"][:2].exclude("t"))
+    assert tree["t"] == ["all", "all"]
+    assert torch.equal(other["weight"], torch.tensor([0.0, 1.0], dtype=torch.float64))
+    assert type(other["more"][0]) is Point
+    assert torch.equal(other["more"][0].x, SETS["TensorClass"].x[:2])
+    assert list(texts) == ["text", "text"]
+    assert second[0]["x"].tolist() == [2, 3]
+
+
+def test_torchs_table_has_one_entry_more():
+    """Rows without trees come out as from `default_collate`, which has an entry for trees alone."""
+    rows = [(torch.ones(2), 1, "a", {"k": [torch.zeros(1)]}), (torch.zeros(2), 3, "b", {"k": [torch.ones(1)]})]
+    table = torch.utils.data._utils.collate.default_collate_fn_map
+    tree = TensorDict({"x": torch.ones(2)})
+
+    assert str(tdf.collate(rows)) == str(default_collate(rows))
+    assert [cls.__name__ for cls, fn in table.items() if fn.__module__.startswith("tdfunc")] == ["TensorCollection"]
+    assert tdf.collate(tree) is tree
+
+
+@pytest.mark.parametrize("batch_size", [None, 4])
+def test_samplers_of_whole_batches(batch_size):
+    """A batch sampler, and a loader that takes rows one by one, give trees."""
+    data = SETS["TensorDict"]
+    sampler = BatchSampler(SequentialSampler(data), 4, drop_last=False) if batch_size is None else None
+    loader = DataLoader(data, batch_size=batch_size, sampler=sampler)
+
+    assert_trees_equal(next(iter(loader)), data[:4])
+    assert_trees_equal(next(iter(DataLoader(data, batch_size=None))), data[0])
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("indices", [(1, 2), range(3), [3, 1], np.array([2, 0]), torch.tensor([1, 2])], ids=repr)
+def test_positions_of_any_kind(name, indices):
+    """A batch sampler may yield tuples, ranges, lists, arrays or tensors."""
+    data = SETS[name]
+
+    (batch,) = DataLoader(data, batch_sampler=[indices], collate_fn=tdf.collate)
+
+    assert_trees_equal(batch, data[torch.tensor([int(i) for i in indices])])
+
+
+def test_empty_batches_and_positions_in_two_dimensions():
+    """No positions give no rows, and tuples of positions index several batch dimensions."""
+    data = SETS["two dimensions"]
+
+    (empty,) = DataLoader(data, batch_sampler=[[]], collate_fn=tdf.collate)
+    (batch,) = DataLoader(data, batch_sampler=[[(0, 1), (2, 2), (9, 0)]], collate_fn=tdf.collate)
+
+    assert_trees_equal(empty, data[:0])
+    assert torch.equal(batch["x"], torch.stack([data["x"][0, 1], data["x"][2, 2], data["x"][9, 0]]))

@@ -1,0 +1,91 @@
+"""Trees made from a tree: empty ones, new leaves, replaced and split entries; and the bytes of leaves."""
+
+import warnings
+
+import pytest
+import torch
+
+from tdfunc import MissingKeyError, TensorClass, TensorDict
+from tests.helpers import assert_pure, assert_trees_equal
+
+A, B = torch.arange(6.0).reshape(2, 3), torch.tensor([1, 2])
+
+
+class Point(TensorClass):
+    x: torch.Tensor
+
+
+@pytest.fixture
+def td():
+    """A batch of two with a nested tree, one string for each row, and names."""
+    return TensorDict({"a": A, "n": {"b": B, "s": ["p", "qq"]}}, [2], names=["rows"])
+
+
+def test_empty(td):
+    """An empty tree keeps the batch size, device and names."""
+    assert_trees_equal(td.empty(), TensorDict({}, [2], names=["rows"]))
+    assert_trees_equal(td.empty(recurse=True), TensorDict({"n": {}}, [2], names=["rows"]))
+    other = td.to("cpu").empty(True, batch_size=[5, 2], device=None, names=["u", "v"])
+    assert_trees_equal(other, TensorDict({"n": {}}, [5, 2], names=["u", "v"]))
+    assert td.to("cpu").empty().device == torch.device("cpu")
+    assert type(Point(A, batch_size=[2]).empty()) is TensorDict
+
+
+@pytest.mark.parametrize("name", ["new_zeros", "new_ones", "new_empty"])
+def test_new(name):
+    """New leaves have torch's values and keep their features, and sub-trees their further batch dimensions."""
+    tree = TensorDict({"a": A, "n": TensorDict({"b": A.long()}, [2, 3]), "s": "x"}, [2])
+    found = getattr(tree, name)(4, 1, dtype=torch.float64, device="cpu")
+
+    assert (found.batch_size, found["n"].batch_size, found["s"]) == ((4, 1), (4, 1, 3), "x")
+    assert (found["a"].shape, found["n", "b"].dtype) == ((4, 1, 3), torch.float64)
+    assert found.device == found["n"].device == torch.device("cpu")
+    assert getattr(tree, name)()["a"].shape == getattr(tree, name)([])["a"].shape == (3,)
+    assert name == "new_empty" or torch.equal(found["a"], getattr(A, name)(4, 1, 3, dtype=torch.float64))
+
+
+def test_new_full():
+    """Every leaf is filled with the value in its own dtype."""
+    found = TensorDict({"a": A, "b": B}, [2]).new_full((3,), 7)
+
+    assert found["a"].unique().tolist() == found["b"].unique().tolist() == [7]
+    assert found["b"].dtype is torch.int64
+    assert TensorDict({"a": A}, [2]).new_full(3, 7).batch_size == (3,)
+
+
+def test_replace(td):
+    """A replaced sub-tree is not merged with the old one, and the tree stays as it was."""
+    found = assert_pure(lambda t: t.replace({"n": {"c": B}}, a=B, new=1.0), td)
+
+    assert list(found.keys(True, True)) == ["a", ("n", "c"), "new"]
+    assert found["a"] is B
+    assert list(td.keys()) == ["a", "n"]
+    assert_trees_equal(td.replace(TensorDict({"n": {"c": B}, "a": B}, [2]), new=1.0), found)
+
+
+def test_split_keys(td):
+    """Each part has its keys under their new names, and the rest has the others."""
+    first, second, rest = td.split_keys([("n", "b")], {"a": "x", ("n", "s"): "words"})
+    loose = td.split_keys(["gone"], strict=False)
+
+    assert list(first.keys(True, True)) == [("n", "b")]
+    assert list(second.keys(True, True)) == ["x", "words"]
+    assert list(rest.keys(True)) == []
+    assert [part.batch_size for part in (first, second, rest)] == [(2,)] * 3
+    assert list(loose[0].keys()) == []
+    assert_trees_equal(loose[1], td)
+    with pytest.raises(MissingKeyError, match="no key 'a'"):
+        td.split_keys(["a"], ["a"])
+
+
+def test_bytes_of_sparse_leaves():
+    """A sparse leaf counts its stored values and indices."""
+    eye = torch.eye(100)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        leaves = {"coo": eye.to_sparse(), "csr": eye.to_sparse_csr(), "csc": eye.to_sparse_csc(), "dense": eye}
+    stored = {"coo": 100 * (4 + 2 * 8), "csr": 100 * 12 + 101 * 8, "csc": 100 * 12 + 101 * 8, "dense": 40_000}
+    tree = TensorDict(leaves)
+
+    assert {key: TensorDict({key: leaf}).nbytes for key, leaf in leaves.items()} == stored
+    assert tree.nbytes == tree.summary().size_bytes == sum(stored.values())

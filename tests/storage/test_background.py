@@ -1,0 +1,429 @@
+"""Saves in the background: the same files, no lost errors, no needless copies, and an exit that waits."""
+
+import gc
+import os
+import threading
+import time
+import warnings
+import weakref
+from concurrent import futures
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from torch import nn
+
+from tdfunc import AsyncSaver, ConcurrencyError, NonTensorData, TensorDict, UnsupportedError, load, save
+from tdfunc.storage.manager import background
+from tests.helpers import TiedLM
+from tests.storage.scripts import run
+from tests.storage.trees import tied_trees, trees
+
+TREE = TensorDict({"w": torch.arange(6.0), "n": {"b": torch.ones(2, 3)}})
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """An event that background saves wait for before they write."""
+    event, real = threading.Event(), background.save_outline
+
+    def write(*args, **kwargs):
+        assert event.wait(60)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(background, "save_outline", write)
+    yield event
+    event.set()
+
+
+@pytest.fixture
+def failing(gate, monkeypatch):
+    """Background saves fail, once this event is set, as it is at first."""
+
+    def write(*_, **__):
+        assert gate.wait(60)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(background, "save_outline", write)
+    gate.set()
+    return gate
+
+
+# -- what is written --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copy", [None, True, False])
+@given(tree=trees() | tied_trees())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
+def test_the_file_is_that_of_save(copy, tree, tmp_path):
+    """A tree saved in the background is the file of one saved at once, byte by byte."""
+    save(tree, tmp_path / "a.safetensors", fsync=False)
+    with AsyncSaver() as saver:
+        handle = saver.save(tree, tmp_path / "b.safetensors", fsync=False, copy=copy)
+
+    assert handle.result() == tmp_path / "b.safetensors"
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+
+
+def test_large_and_strided_leaves_and_modules(tmp_path):
+    """The same of leaves of many pieces, without one run of memory, and of modules."""
+    tree = TensorDict(
+        {
+            "large": torch.randn(5_000_001),
+            "strided": torch.randn(700, 3000).t(),
+            "expanded": torch.randn(3).expand(10_000, 3),
+            "conj": torch.randn(300_000, dtype=torch.complex64).conj(),
+            "computed": torch.randn(3, requires_grad=True) * 2,
+            "module": TensorDict.from_module(nn.Sequential(TiedLM(), nn.BatchNorm1d(3))),
+        }
+    )
+    save(tree, tmp_path / "a.safetensors")
+    AsyncSaver().save(tree, tmp_path / "b.safetensors").result()
+
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+
+
+def test_shards_are_of_one_moment(tmp_path, monkeypatch):
+    """A tree is saved in shards as it was; if a leaf changes meanwhile, the old shards stay."""
+    tree = TensorDict({str(i): torch.randn(1000) for i in range(10)})
+    saver, real, before = AsyncSaver(), background.save_outline, tree.clone()
+    saver.save(tree, tmp_path / "model", max_shard_size=8000).result()
+
+    def change(*args, **kwargs):
+        tree["7"][500] = 3
+        real(*args, **kwargs)
+
+    monkeypatch.setattr(background, "save_outline", change)
+    with pytest.raises(ConcurrencyError, match=r'model: leaf "7" changed'):
+        saver.save(tree, tmp_path / "model", max_shard_size=8000).result()
+
+    assert (load(tmp_path / "model") == before).all()
+    assert len(os.listdir(tmp_path / "model")) == 6
+
+
+def copied(tree, copy):
+    """Dotted names of the leaves that a snapshot does not share memory with."""
+    out = background.outline_of(tree)
+    snapshot = background.take_snapshot(tree, copy)
+    pairs = zip(out.names, out.leaves, snapshot.outline.leaves, strict=True)
+    names = {name.strip('"') for name, old, new in pairs if old.data_ptr() != new.data_ptr()}
+    assert names.isdisjoint(name.strip('"') for name in snapshot.digests)
+    return names
+
+
+def test_only_what_others_write_to_is_copied():
+    """Parameters and buffers of modules are copied, other leaves are not; `copy=` copies all or none."""
+    module = TensorDict.from_module(nn.BatchNorm1d(3))
+    tree = TensorDict({"m": module, "updated": module.apply(lambda x: x + 1), "plain": torch.ones(3)})
+    tree = tree.set("state", NonTensorData(torch.ones(2)))
+    live = {"m.weight", "m.bias"} | {
+        f"{node}.{key}" for node in ("m", "updated") for key in ("running_mean", "running_var", "num_batches_tracked")
+    }
+    everything = live | {"updated.weight", "updated.bias", "plain", "state"}
+
+    assert copied(tree, None) == live
+    assert copied(tree, True) == everything
+    assert copied(tree, False) == set()
+
+
+@pytest.mark.parametrize(
+    "leaf", [torch.zeros(4), torch.zeros(5_000_000), torch.zeros(40, 50).t()], ids=["small", "large", "strided"]
+)
+def test_a_leaf_that_changes_fails_the_save_by_name(leaf, gate, tmp_path):
+    """A leaf that changes before it is written fails the save, which names it; the old file stays."""
+    path = tmp_path / "t.safetensors"
+    save(TREE, path)
+    saver = AsyncSaver()
+    tree = TensorDict({"a": torch.ones(3), "b": {"c": leaf.clone()}})
+    handle = saver.save(tree, path)
+    tree["b", "c"][-1].add_(1)
+    gate.set()
+
+    with pytest.raises(
+        ConcurrencyError,
+        match=r't\.safetensors.*leaf "b\.c" changed.*\n.*the digest [0-9a-f]{16}\n.*[0-9a-f]{16}\n.*copy=True',
+    ):
+        handle.result()
+    assert (load(path) == TREE).all(), "the old file stays"
+
+
+def test_copies_do_not_change(gate, tmp_path):
+    """A model can go on training while it is saved as it was."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    tree = TensorDict.from_module(model)
+    before = tree.clone()
+    saver = AsyncSaver(max_pending=2)
+    saver.save(tree, tmp_path / "live.safetensors")
+    saver.save(tree.detach(), tmp_path / "all.safetensors", copy=True)
+    with torch.no_grad():
+        for leaf in tree.leaves():
+            leaf.add_(1)
+    gate.set()
+    saver.wait()
+
+    assert (load(tmp_path / "live.safetensors") == before).all()
+    assert (load(tmp_path / "all.safetensors") == before).all()
+
+
+# -- errors -----------------------------------------------------------------------------------------------------
+
+
+def interrupted(_):
+    """Ctrl-C in the middle of a snapshot."""
+    raise KeyboardInterrupt
+
+
+def test_refusals_and_interrupts_come_at_once_and_free_the_place(tmp_path, monkeypatch):
+    """What is refused, or interrupted while leaves are copied, is raised by `save` and uses up no place."""
+    saver = AsyncSaver()
+    for _ in range(3):
+        with pytest.raises(UnsupportedError, match=r'leaf "bad" cannot be stored'):
+            saver.save(TREE.set("bad", NonTensorData(object())), tmp_path / "t.safetensors")
+        with pytest.raises(TypeError, match="save: this must be a tree"):
+            saver.save({"w": torch.ones(1)}, tmp_path / "t.safetensors")
+        with monkeypatch.context() as patch:
+            patch.setattr(background, "outline_of", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                saver.save(TREE, tmp_path / "t.safetensors")
+    assert saver.save(TREE, tmp_path / "t.safetensors").result().exists()
+
+
+@pytest.mark.usefixtures("failing")
+def test_errors_come_from_the_handle_the_next_save_or_wait(tmp_path):
+    """An error is raised once: by the handle, else by the next save, `wait`, or the end of the block."""
+    saver = AsyncSaver()
+    with pytest.raises(OSError, match="No space left"):
+        saver.save(TREE, tmp_path / "a.safetensors").result()
+    handle = saver.save(TREE, tmp_path / "b.safetensors")
+    with pytest.raises(OSError, match="No space left"):
+        saver.save(TREE, tmp_path / "c.safetensors")
+    assert isinstance(handle.exception(), OSError)
+    assert saver._queue.pending == []
+    saver.save(TREE, tmp_path / "d.safetensors")
+    with pytest.raises(OSError, match="No space left"):
+        saver.wait()
+    saver.wait()
+    with pytest.raises(OSError, match="No space left"), saver:
+        saver.save(TREE, tmp_path / "e.safetensors")
+    assert "No space" in str(saver.save(TREE, tmp_path / "f.safetensors").exception())
+    saver.wait()
+
+
+def test_errors_of_saves_that_are_waited_for(failing, tmp_path):
+    """A save that waits for a failing one hears of it; whoever gives up waiting has not heard."""
+    failing.clear()
+    saver = AsyncSaver()
+    handle = saver.save(TREE, tmp_path / "a.safetensors")
+    with pytest.raises(TimeoutError):
+        handle.result(timeout=0.001)
+    with pytest.raises(TimeoutError, match=r"still running(.|\n)*0\.001 s(.|\n)*a\.safetensors"):
+        saver.wait(timeout_s=0.001)
+    threading.Timer(0.05, failing.set).start()
+
+    with pytest.raises(OSError, match="No space left"):
+        saver.save(TREE, tmp_path / "b.safetensors")
+    assert saver._queue.pending == []
+
+
+@pytest.mark.usefixtures("failing")
+@pytest.mark.parametrize("seen", [False, True])
+def test_errors_that_nobody_saw_are_shown(seen, tmp_path):
+    """A saver that goes warns of its failed saves, except those whose error was raised."""
+    saver = AsyncSaver()
+    handle = saver.save(TREE, tmp_path / "a.safetensors")
+    futures.wait([handle])
+    # The thread lets go of its work a moment later.
+    saver._queue._pool.shutdown()
+    if seen:
+        handle.exception()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        del saver
+        gc.collect()
+    assert len(caught) == (not seen)
+    assert all("1 save(s)" in str(w.message) and "a.safetensors: OSError(28" in str(w.message) for w in caught)
+
+
+@pytest.mark.usefixtures("failing")
+def test_an_error_in_the_block_is_not_hidden(tmp_path):
+    """The error that ends a block goes before that of a failed save, which the next `wait` raises."""
+    saver = AsyncSaver()
+    saver.save(TREE, tmp_path / "a.safetensors")
+    with pytest.raises(KeyError, match="mine"), saver:
+        raise KeyError("mine")
+    with pytest.raises(OSError, match="No space"):
+        saver.wait()
+
+
+# -- the queue --------------------------------------------------------------------------------------------------
+
+
+def test_a_full_queue_waits_or_refuses(gate, tmp_path):
+    """With all places taken a save waits, or refuses after its timeout."""
+    saver = AsyncSaver(max_pending=2)
+    for name in "ab":
+        saver.save(TREE, tmp_path / f"{name}.safetensors")
+    for timeout_s in (0, 0.01):
+        with pytest.raises(
+            TimeoutError, match=rf"c\.safetensors(.|\n)*of 2 within {timeout_s} s(.|\n)*a\.safe.*b\.saf"
+        ):
+            saver.save(TREE, tmp_path / "c.safetensors", timeout_s=timeout_s)
+    threading.Timer(0.05, gate.set).start()
+    saver.save(TREE, tmp_path / "d.safetensors").result()
+
+    assert sorted(os.listdir(tmp_path)) == ["a.safetensors", "b.safetensors", "d.safetensors"]
+
+
+def test_order_is_kept(tmp_path):
+    """The last of several saves to one path stays."""
+    with AsyncSaver(max_pending=8) as saver:
+        for i in range(20):
+            saver.save(TensorDict({"i": torch.tensor(i)}), tmp_path / "t.safetensors", fsync=False)
+
+    assert load(tmp_path / "t.safetensors")["i"] == 19
+
+
+def test_cancel(gate, tmp_path):
+    """A save that has not begun can be cancelled; the others are written."""
+    saver = AsyncSaver(max_pending=3)
+    first, second, third = (saver.save(TREE, tmp_path / f"{name}.safetensors") for name in "abc")
+    while not first.running():
+        time.sleep(0.001)
+    assert second.cancel()
+    assert not first.cancel()
+    gate.set()
+    third.result()
+    saver.wait()
+
+    with pytest.raises(futures.CancelledError):
+        second.result()
+    assert sorted(os.listdir(tmp_path)) == ["a.safetensors", "c.safetensors"]
+
+
+def test_many_threads(tmp_path):
+    """Several threads can submit; no save is lost, and the limit holds."""
+    saver = AsyncSaver(max_pending=2)
+    most = []
+
+    def submit(name):
+        for i in range(10):
+            saver.save(TREE, tmp_path / f"{name}{i}.safetensors", fsync=False)
+            most.append(len(saver._queue.pending))
+
+    threads = [threading.Thread(target=submit, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    saver.wait()
+
+    assert max(most) <= 2
+    assert all((load(path) == TREE).all() for path in tmp_path.iterdir())
+    assert len(os.listdir(tmp_path)) == 40
+
+
+def test_memory_is_let_go(tmp_path, monkeypatch):
+    """The tree of a save that has ended, well or not, is let go."""
+    saver, kept = AsyncSaver(), []
+    leaves = []
+    for fails in (False, True):
+        if fails:
+            real = background.save_outline
+            monkeypatch.setattr(background, "save_outline", lambda *args, real=real, **_: real(args[0], "/no/folder"))
+        leaf = torch.ones(3)
+        leaves.append(weakref.ref(leaf))
+        kept.append(saver.save(TensorDict({"w": leaf}), tmp_path / "t.safetensors"))
+        kept[-1].exception()
+        del leaf
+    gc.collect()
+
+    assert isinstance(kept[1].exception(), FileNotFoundError)
+    assert [leaf() for leaf in leaves] == [None, None]
+
+
+# -- processes --------------------------------------------------------------------------------------------------
+
+EXIT = """
+    import atexit, sys
+    import torch
+    from tdfunc import AsyncSaver, TensorDict
+
+    folder = sys.argv[1]
+    tree = TensorDict({str(i): torch.ones(300_000) for i in range(20)})
+    good, bad, late = AsyncSaver(max_pending=3), AsyncSaver(), AsyncSaver()
+    atexit.register(lambda: late.save(tree, f"{folder}/late.safetensors"))
+    good.save(tree, f"{folder}/a.safetensors")
+    good.save(tree, f"{folder}/b.safetensors")
+    good.save(tree, f"{folder}/shards", max_shard_size=1_200_000)
+    bad.save(tree, f"{folder}/missing/t.safetensors")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        ("", 0),
+        ("sys.exit(3)", 3),
+        ("raise ValueError", 1),
+    ],
+    ids=["end", "exit", "error"],
+)
+def test_an_interpreter_that_ends_finishes_its_saves(end, status, tmp_path):
+    """Saves are finished at the end, those of exit handlers too, and failed ones are shown."""
+    process = run(EXIT + f"    {end}\n", tmp_path)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == status, errors
+
+    for name in ("a.safetensors", "b.safetensors", "shards", "late.safetensors"):
+        assert sum(float(leaf.sum()) for leaf in load(tmp_path / name).leaves()) == 6e6, name
+    assert "1 save(s) in the background failed, and nobody looked" in errors
+    assert f"{tmp_path}/missing/t.safetensors: FileNotFoundError" in errors
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_fork_starts_with_nothing_pending(gate, tmp_path):
+    """A forked process can save and wait, and has no part in the saves of its parent."""
+    saver = AsyncSaver()
+    handle = saver.save(TREE, tmp_path / "parent.safetensors")
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            gate.set()
+            saver.wait()
+            saver.save(TREE, tmp_path / "child.safetensors").result(timeout=20)
+            code = 0
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    gate.set()
+    handle.result()
+
+    assert status == 0
+    assert sorted(os.listdir(tmp_path)) == ["child.safetensors", "parent.safetensors"]
+
+
+@pytest.mark.parametrize("view", [lambda x: x, lambda x: x[1:]], ids=["whole", "rows"])
+def test_leaves_in_writable_files_are_copied(view, gate, tmp_path):
+    """Leaves on files that can be written to are copied; private ones are checked."""
+    made = TREE.memmap(tmp_path / "m")
+    opened = TensorDict.load_memmap(tmp_path / "m", mode="r+")
+    private = TensorDict.load_memmap(tmp_path / "m")
+    with AsyncSaver(max_pending=3) as saver:
+        handles = [
+            saver.save(TensorDict({"w": view(tree["w"])}), tmp_path / f"{name}.safetensors")
+            for name, tree in (("made", made), ("opened", opened))
+        ]
+        lost = saver.save(TensorDict({"w": view(private["w"])}), tmp_path / "private.safetensors")
+        opened["w"].fill_(7)
+        private["w"].fill_(8)
+        gate.set()
+        for handle in handles:
+            handle.result()
+        with pytest.raises(ConcurrencyError, match=r'leaf "w" changed after the save was submitted'):
+            lost.result()
+
+    for name in ("made", "opened"):
+        assert torch.equal(load(tmp_path / f"{name}.safetensors")["w"], view(TREE["w"]))
