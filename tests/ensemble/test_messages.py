@@ -11,7 +11,6 @@ from tdfunc import (
     BatchSizeError,
     Ensemble,
     LeafMismatchError,
-    TensorDict,
     TieError,
     TreeStructureError,
     UnsupportedError,
@@ -67,7 +66,6 @@ MESSAGES = [
     # Stacking.
     (lambda: stack_modules([]), ValueError, "there must be a module", "at least one", "[]"),
     (lambda: stack_modules(LAYER), TypeError, "modules must be a list", "Linear", "init_ensemble"),
-    (lambda: stack_modules([TensorDict({}, [])]), TypeError, "torch.nn.Module", "TensorDict"),
     (lambda: stack_modules([nn.Sequential(nn.LazyLinear(2)) for _ in range(2)]), UnsupportedError,
      "stack_modules: '0.weight' of LazyLinear", "example input"),
     (lambda: unstack(from_module(LAYER)), BatchSizeError, "unstack", "[E, ...]", "[]"),
