@@ -11,7 +11,7 @@ from torch import Size, Tensor, nn
 
 from tdfunc.core.collection import Static, TensorCollection
 from tdfunc.core.context import in_transform
-from tdfunc.core.errors import UnsupportedError
+from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.keys import Filter, dotted
 from tdfunc.core.nontensor import NonTensorData
 from tdfunc.core.shapes import EMPTY
@@ -44,8 +44,11 @@ def unwrap(module: nn.Module, call: str) -> nn.Module:
     """Return the module under `torch.compile`'s wrapper; refuse modules whose weights cannot be replaced.
 
     Raises:
+        TypeError: It is not a module.
         UnsupportedError: It is a ScriptModule, or a quantized module of packed weights.
     """
+    if not isinstance(module, nn.Module):
+        raise error(TypeError, f"{call}: the module must be an nn.Module.", got=type(module).__name__)
     # By name: importing torch._dynamo for an isinstance test would cost a second.
     while "_orig_mod" in module._modules and type(module).__name__ == "OptimizedModule":
         module = module._modules["_orig_mod"]  # pyright: ignore[reportAssignmentType]

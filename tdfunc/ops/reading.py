@@ -205,13 +205,11 @@ class ReadMethods(TensorCollection):
     def paths(self) -> list[Path]:
         """Return the path of each of `leaves()`; a tied leaf has its first path.
 
-        In a lazy stack a path leads through the number of a tree. It is read, selected, set and deleted as any other,
-        unless the trees share a key of that name.
+        In a lazy stack each path begins with the number of a tree, as in the pytree; `lazy.trees` holds these.
 
         Examples:
-            >>> lazy = tdf.lazy_stack([TensorDict({"x": torch.ones(n)}) for n in (1, 2)])
-            >>> lazy.paths(), lazy["1", "x"]
-            ([('0', 'x'), ('1', 'x')], tensor([1., 1.]))
+            >>> TensorDict({"a": {"b": torch.ones(2)}, "c": torch.ones(1)}).paths()
+            [('a', 'b'), ('c',)]
         """
         return leaf_paths(self)
 
