@@ -139,7 +139,10 @@ def check_hyper(rule: str, name: str, value: Any, low: float, high: float = math
     """Raise unless every number in a hyperparameter lies in [low, high); schedules are not checked."""
     if callable(value):
         return
-    numbers = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64, device="cpu")
+    if isinstance(value, Tensor):
+        numbers = value.detach()
+    else:
+        numbers = torch.tensor(float(value), dtype=torch.float64, device="cpu")
     # Written so that nan fails.
     if not bool(((numbers >= low) & (numbers < high)).all()):
         raise error(
