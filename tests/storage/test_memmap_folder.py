@@ -219,8 +219,8 @@ def test_meta_json_that_lies(meta, tmp_path):
 @pytest.mark.parametrize(
     ("meta", "message"),
     [
-        (node({"a": {**LEAF, "dtype": "torch.qint8"}}), "(?s)'a'.*no such dtype.*torch.qint8"),
-        (node({"a": {**LEAF, "is_nested": True}}), "'a' is a nested tensor"),
+        (node({"a": {**LEAF, "dtype": "torch.qint8"}}), "(?s)'a'.*that torch has.*torch.qint8"),
+        (node({"a": {**LEAF, "is_nested": True}}), "(?s)'a'.*got: .*a nested tensor"),
         (node({"": LEAF}), "(?s)empty key.*rename the key"),
         (node({}, own={"tdfunc": 9}), "(?s)another format version.*got:      9"),
         ({"_type": "<class 'os.system'>"}, "(?s)a type that is not read.*os.system"),
@@ -539,7 +539,7 @@ def test_a_damaged_folder_is_not_replaced(tmp_path):
     """A folder whose meta.json cannot be read may hold anything."""
     write(tmp_path / "d", '{"x": {}', x=b"0000")
 
-    with pytest.raises(FileExistsError, match=r"would be deleted(.|\n)*got:      .*meta.json"):
+    with pytest.raises(FileExistsError, match=r"would be deleted(.|\n)*got:      .*d/(meta.json|x.memmap)"):
         TensorDict({"x": torch.zeros(1)}).memmap(tmp_path / "d")
 
     assert (tmp_path / "d" / "x.memmap").read_bytes() == b"0000"

@@ -190,14 +190,6 @@ def test_like_compares_what_dtype_gives(tmp_path):
         load(path, like=like)
 
 
-def test_casts_that_torch_lacks(tmp_path):
-    """A dtype without conversions would fail with an error that names no leaf."""
-    path = saved(TensorDict({"q": {"w": of_dtype("float4_e2m1fn_x2", (2, 4))}}), tmp_path)
-
-    with pytest.raises(UnsupportedError, match=r'leaf "q\.w" cannot be cast[\s\S]*float4_e2m1fn_x2 to torch\.float32'):
-        load(path, dtype=torch.float32)
-
-
 def test_files_of_other_programs(tmp_path):
     """The options would not work on a file that tdfunc did not write."""
     path = tmp_path / "o.safetensors"
@@ -287,10 +279,8 @@ def test_predicates_have_no_values(options, tmp_path):
     assert load(path, keys=lambda p, x: x.dim() == 2 and p[0] == "b").paths() == [("b", "c")]
     asks = (lambda x: (x > 0).any(), lambda x: x.sum().item(), torch.Tensor.tolist, torch.Tensor.numpy, torch.nonzero)
     for ask in asks:
-        with pytest.raises(UnsupportedError, match=r"keys= asks for the values of a leaf(?s:.)*tdfunc\.partition"):
+        with pytest.raises((RuntimeError, TypeError), match="meta"):
             load(path, keys=lambda _, x, ask=ask: ask(x))
-        with tdfunc.open(path) as f, pytest.raises(UnsupportedError, match="keys= asks for the values of a leaf"):
-            f.load(keys=lambda _, x, ask=ask: ask(x))
 
     def fail(*_):
         raise RuntimeError("mine")

@@ -163,12 +163,13 @@ def plan_folder(tree: TensorCollection, call: str, *, values: bool = True) -> Fo
     for number, above in enumerate(plan.parents):
         if above is not None:
             folders[number] = join_name(folders[above[0]], stem_of(above[1], leaf=False))
-    files = [
-        FileLeaf(name, leaf, path, spec.size_bytes, IS_VALUE in flags)
-        for (name, path), leaf, spec, flags in zip(
-            _leaf_names(plan, folders), out.leaves, plan.specs, plan.flags, strict=True
-        )
-    ]
+    files: list[FileLeaf] = []
+    for number, folder in enumerate(folders):
+        path = plan.path(number)
+        for key in [k for k, item in zip(plan.keys[number], plan.items[number], strict=True) if type(item) is not dict]:
+            at, name = len(files), join_name(folder, stem_of(key, leaf=True) + LEAF_SUFFIX)
+            size_bytes, is_value = plan.specs[at].size_bytes, IS_VALUE in plan.flags[at]
+            files.append(FileLeaf(name, out.leaves[at], (*path, key), size_bytes, is_value))
     links = [
         (join_name(folders[number], stem_of(key, leaf=True) + LEAF_SUFFIX), files[plan.tied[group]].name)
         for group, refs in enumerate(plan.groups)
@@ -179,29 +180,14 @@ def plan_folder(tree: TensorCollection, call: str, *, values: bool = True) -> Fo
     files = [file for file in files if file.size_bytes]
     ties = ties_of(plan)
     metas = [meta for number in range(len(folders)) for meta in _metas(plan, number, folders[number], ties)]
-    return FolderPlan(metas, files, links, [], _classes(tree), sum(file.size_bytes for file in files))
-
-
-def _classes(tree: TensorCollection) -> list[type[TensorCollection]]:
-    found: dict[type[TensorCollection], None] = {}
+    classes: dict[type[TensorCollection], None] = {}
     stack: list[Any] = [tree]
     while stack:
         node = stack.pop()
         if isinstance(node, TensorCollection):
-            found[type(node)] = None
+            classes[type(node)] = None
             stack.extend(node._data.values())
-    return list(found)
-
-
-def _leaf_names(plan: Description, folders: Sequence[str]) -> list[tuple[str, Path]]:
-    """Return the file and path of each leaf."""
-    names: list[tuple[str, Path]] = []
-    for number, folder in enumerate(folders):
-        path = plan.path(number)
-        for key, item in zip(plan.keys[number], plan.items[number], strict=True):
-            if type(item) is not dict:
-                names.append((join_name(folder, stem_of(key, leaf=True) + LEAF_SUFFIX), (*path, key)))
-    return names
+    return FolderPlan(metas, files, links, [], list(classes), sum(file.size_bytes for file in files))
 
 
 def _metas(plan: Description, number: int, folder: str, ties: dict[int, Ties]) -> list[tuple[str, str]]:

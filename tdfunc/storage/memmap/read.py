@@ -22,7 +22,7 @@ from tdfunc.core.keys import dotted
 from tdfunc.core.memory import MapMode
 from tdfunc.core.types import Device, Path, Ties
 from tdfunc.ops import storage_writes
-from tdfunc.storage.disk.commit import Descriptor, recover
+from tdfunc.storage.disk.commit import Descriptor, is_at, recover
 from tdfunc.storage.disk.mapped import map_descriptor, open_inside
 from tdfunc.storage.disk.raw import outside_transforms
 from tdfunc.storage.disk.remote import local_folder
@@ -44,7 +44,7 @@ from tdfunc.storage.memmap.layout import (
     stem_of,
 )
 from tdfunc.storage.tree.build import Classes, build_tree, flag_leaf, lazy_name, move_leaf
-from tdfunc.storage.tree.decode import MALFORMED, Description, kinds_in
+from tdfunc.storage.tree.decode import MALFORMED, Description, kinds_in, malformed
 from tdfunc.storage.tree.encode import MAX_TIE_KEYS, restrict
 from tdfunc.storage.tree.specs import DTYPES, FOLDER_CODES, Spec, parse_json, spec_for, spec_of
 
@@ -75,13 +75,6 @@ def load_memmap(
         )
     name = local_folder(prefix, "load_memmap")
     place = torch.device(device) if device is not None else None
-    if out is not None and is_fake(place):
-        raise UnsupportedError(
-            "load_memmap: leaves without values have none for out.",
-            expected="a device that has values",
-            got=str(place) if place is not None else type(torch.empty(0, device="cpu")).__name__,
-            hint="leave out the device, or out.",
-        )
 
     def read(root: int) -> TensorCollection:
         return read_tree(root, os.path.realpath(name), mode, num_threads, classes, place, non_blocking)
@@ -107,7 +100,7 @@ def read_folder(name: str, call: str, read: Callable[[int], Out]) -> Out:
                 return read(root)
             except (CorruptCheckpointError, UnsupportedError, OSError):
                 # A writer may have put another folder here meanwhile, and deleted this one.
-                if not _was_replaced(root, name):
+                if is_at(root, os.path.realpath(name)):
                     raise
     raise OSError(errno.EBUSY, f"{call}: the folder was replaced again and again while it was read", name)
 
@@ -174,15 +167,6 @@ def naming(name: str, call: str) -> Generator[None, None, None]:
     except FileNotFoundError as err:
         what = explain(f"{call}: the folder has no meta.json.", expected="a memmap folder")
         raise FileNotFoundError(errno.ENOENT, what, name) from err
-
-
-def _was_replaced(root: int, name: str) -> bool:
-    mine = os.fstat(root)
-    try:
-        now = os.stat(name)
-    except OSError:
-        return True
-    return (mine.st_dev, mine.st_ino) != (now.st_dev, now.st_ino)
 
 
 # -- leaves -----------------------------------------------------------------------------------------------------
@@ -335,10 +319,7 @@ class FolderReader:
         for at, (key, item, stem) in enumerate(zip(keys, items, node.stems, strict=True)):
             if type(item) is dict and "tree" in item:
                 path, folder = (*place.path, key), join_name(place.folder, stem)
-                if not self._is_folder(folder, path):
-                    raise CorruptCheckpointError(
-                        f"the folder of {dotted(path)!r} is missing.", expected=folder, hint="restore it from a copy."
-                    )
+                self._check_folder(folder, path)
                 # The trees of a stack are of the class that tensordict records for the stack.
                 cls, further = (place.cls, place.further) if node.stack_dim is not None else (None, {})
                 children.append(_Place(folder, path, number, at, cls, further))
@@ -370,8 +351,7 @@ class FolderReader:
                 shape = item.get("shape", size)
                 more = {field: item[field] for field in ("flags", "shape") if field in item}
                 items[at] = {**self._value(place, keys[at], stems[at], len(shape), shape), **more}
-        ties = tuple(tuple(tuple(path) for path in group) for group in own.get("ties", ()))
-        return _Node(fields, specs, stems, ties)
+        return _Node(fields, specs, stems, _ties_of(own))
 
     def _stack(self, place: _Place, meta: dict[str, Any], own: dict[str, Any] | None) -> _Node:
         """Read a lazy stack of tensordict, or of version 1."""
@@ -389,7 +369,7 @@ class FolderReader:
         fields["device"] = "cpu" if own is not None and own.get("device") == "cpu" else None
         if own is not None and "names" in own:
             fields["names"] = own["names"]
-        return _Node(fields, [], keys, _old_ties(own), dim)
+        return _Node(fields, [], keys, _ties_of(own), dim)
 
     def _tensorclass(self, place: _Place, meta: dict[str, Any]) -> tuple[_Place, dict[str, Any]]:
         """Read a tensorclass of tensordict: fields that are no tensors, and the tree or stack of the others."""
@@ -413,6 +393,8 @@ class FolderReader:
         entries = {k: entry for k, entry in meta.items() if k not in RESERVED and (own or type(entry) is dict)}
         if special and sorted(fields["order"]) != sorted([*entries, *special]):
             raise malformed(f"the order of the keys {[*entries, *special]}", repr(fields["order"]))
+        # Names of torch, as version 1 writes those that tensordict does not have.
+        dtypes = SHARED_DTYPES | {str(dtype): dtype for dtype in DTYPES.values()}
         specs: list[Spec] = []
         items: dict[str, Any] = {}
         stems: list[str] = []
@@ -429,7 +411,16 @@ class FolderReader:
             if key in special and ("value" in entry or "values" in entry):
                 items[key] = {**{field: entry[field] for field in ("value", "values") if field in entry}, **more}
             elif is_leaf:
-                specs.append(_spec_in(entry, (*place.path, key)))
+                is_nested, dtype = entry.get("is_nested"), entry["dtype"]
+                if is_nested or (dtype not in dtypes and str(dtype).startswith("torch.")):
+                    raise UnsupportedError(
+                        f"leaf {dotted((*place.path, key))!r} must be a dense tensor of a dtype that torch has.",
+                        expected=f"one of {', '.join(dtypes)}",
+                        got="a nested tensor" if is_nested else dtype,
+                    )
+                spec = spec_for(dtypes[dtype], entry["shape"], FOLDER_CODES)
+                assert spec is not None
+                specs.append(spec)
                 shape = [None, shapes[key]] if key in shapes else []
                 items[key] = [len(specs) - 1, flags[key], *shape] if key in flags else len(specs) - 1
             elif key not in special and entry["type"] in ("NonTensorData", "NonTensorStack"):
@@ -450,15 +441,12 @@ class FolderReader:
         cls = place.cls if own is None else fields.get("class")
         node |= {"class": cls} if cls is not None else {}
         node |= {"names": fields["names"]} if "names" in fields else {}
-        return _Node(node, specs, stems, _old_ties(own))
+        return _Node(node, specs, stems, _ties_of(own))
 
     def _value(self, place: _Place, key: str, stem: str, dims: int, shape: Sequence[int]) -> dict[str, Any]:
         """Read non-tensor data, whose values are lists nested `dims` deep, as the item that they are."""
         path, folder = (*place.path, key), join_name(place.folder, stem)
-        if not self._is_folder(folder, path):
-            raise CorruptCheckpointError(
-                f"the folder of {dotted(path)!r} is missing.", expected=folder, hint="restore it from a copy."
-            )
+        self._check_folder(folder, path)
         self._check_pickles(_Place(folder, path))
         meta = self._meta(folder, path)
         if meta.get("_type") == VALUE_TYPE:
@@ -523,6 +511,12 @@ class FolderReader:
             )
         return stat.S_ISDIR(kind)
 
+    def _check_folder(self, folder: str, path: Path) -> None:
+        if not self._is_folder(folder, path):
+            raise CorruptCheckpointError(
+                f"the folder of {dotted(path)!r} is missing.", expected=folder, hint="restore it from a copy."
+            )
+
     # -- the tree -----------------------------------------------------------------------------------------------
 
     def _measure(self) -> None:
@@ -571,35 +565,13 @@ class FolderReader:
         return groups
 
 
-def _spec_in(entry: dict[str, Any], path: Path) -> Spec:
-    """Return the spec of a leaf that an entry describes."""
-    if entry.get("is_nested"):
-        raise UnsupportedError(
-            f"leaf {dotted(path)!r} is a nested tensor.", hint="write padded tensors, or the parts as leaves."
-        )
-    # Names of torch, as version 1 writes those that tensordict does not have.
-    names = SHARED_DTYPES | {str(dtype): dtype for dtype in DTYPES.values()}
-    if entry["dtype"] not in names and str(entry["dtype"]).startswith("torch."):
-        raise UnsupportedError(
-            f"leaf {dotted(path)!r}: there is no such dtype.", expected=f"one of {', '.join(names)}", got=entry["dtype"]
-        )
-    spec = spec_for(names[entry["dtype"]], entry["shape"], FOLDER_CODES)
-    assert spec is not None
-    return spec
-
-
-def _old_ties(own: dict[str, Any] | None) -> Ties:
+def _ties_of(own: dict[str, Any] | None) -> Ties:
     return tuple(tuple(tuple(path) for path in group) for group in (own or {}).get("ties", ()))
 
 
 def where(path: Path) -> str:
     """Return how messages name a node."""
     return repr(dotted(path)) if path else "the root"
-
-
-def malformed(expected: str, got: str) -> CorruptCheckpointError:
-    """Build the error for a folder that describes no tree."""
-    return CorruptCheckpointError("the description is malformed.", expected=expected[:400], got=got[:400])
 
 
 def _unknown(path: Path, kind: Any) -> UnsupportedError:

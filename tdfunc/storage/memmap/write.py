@@ -5,13 +5,15 @@ The layout is tensordict's (`docs/memmap.md`), so that each library opens the fo
 
 import errno
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,13 +24,19 @@ from tdfunc.core.errors import LeafMismatchError, UnsupportedError, error, expla
 from tdfunc.core.keys import dotted
 from tdfunc.core.memory import MappedFile, mapped_file
 from tdfunc.core.types import Path
+from tdfunc.storage.disk import commit
 from tdfunc.storage.disk.commit import Descriptor
 from tdfunc.storage.disk.raw import outside_transforms, write_all
 from tdfunc.storage.disk.remote import local_folder
-from tdfunc.storage.memmap.folder_owned import replace_owned as replace_folder
-from tdfunc.storage.memmap.layout import FileLeaf, FolderPlan, plan_folder
-from tdfunc.storage.memmap.read import FolderReader, LeafFile, map_each, map_leaf, read_folder, read_tree
+from tdfunc.storage.memmap.layout import META, FileLeaf, FolderPlan, Owned, owned_names, plan_folder
+from tdfunc.storage.memmap.read import FolderReader, map_each, map_leaf, read_folder, read_tree
 from tdfunc.storage.safetensors.write import pieces
+from tdfunc.storage.tree.decode import MALFORMED
+from tdfunc.storage.tree.specs import parse_json
+
+T = TypeVar("T")
+# What a write to a part of the folder left when it was killed.
+_LEFT = re.compile(r"\.tdfunc-[0-9a-f]{16}-[0-9a-f]{16}\.tmp")
 
 
 def start(task: Callable[[], Any], call: str, num_threads: int, early: bool, share_non_tensor: bool) -> Any:
@@ -63,11 +71,25 @@ def write_folder(
 
     With `one_file` a tensor under two keys gets one file with two names, as declared ties do.
     """
-    target = check_prefix(td, prefix, call)
+    target = check_prefix(prefix, call)
     plan = plan_folder(td, call)
     if one_file:
-        plan = _with_one_file(plan)
-    _check_existing(plan, target, call, copy_existing)
+        # The name that the leaves remember is one of a leaf, not of non-tensor data that are the same tensor.
+        ranked = sorted(reversed(plan.files), key=attrgetter("is_value"), reverse=True)
+        first = {id(file.leaf): file for file in ranked}
+        same = [(file.name, first[id(file.leaf)].name) for file in plan.files if file is not first[id(file.leaf)]]
+        plan = plan._replace(files=list(first.values()), same=same)
+    for file in () if copy_existing else plan.files:
+        # Writing it would copy what may be a large data set.
+        found = mapped_file(file.leaf)
+        if found is not None and (target is None or found.path != os.path.join(target, file.name)):
+            raise error(
+                FileExistsError,
+                f"{call}: leaf {dotted(file.path)!r} is on another file already; nothing was written.",
+                expected="a leaf in memory" + (f", or on {os.path.join(target, file.name)}" if target else ""),
+                got=str(found.path or "a file without a name (memmap without a prefix)"),
+                hint="copy_existing=True copies it.",
+            )
 
     def fill(folder: str, file: FileLeaf) -> None:
         _write_leaf(os.path.join(folder, file.name), file, target)
@@ -75,20 +97,12 @@ def write_folder(
     return _commit(target, plan, fill, call, threads, existsok, sync)
 
 
-def _with_one_file(plan: FolderPlan) -> FolderPlan:
-    """Give each tensor one file; what else has it under its key is a second name of that."""
-    # The name that the leaves remember is one of a leaf, not of non-tensor data that are the same tensor.
-    first = {id(file.leaf): file for file in sorted(reversed(plan.files), key=attrgetter("is_value"), reverse=True)}
-    same = [(file.name, first[id(file.leaf)].name) for file in plan.files if file is not first[id(file.leaf)]]
-    return plan._replace(files=list(first.values()), same=same)
-
-
 def make_room(
     td: TensorCollection, prefix: "str | os.PathLike[str] | None", threads: int, existsok: bool, sparse_ok: bool
 ) -> Any:
     """Make files of zeros for every leaf, which take no space until they are written to."""
     call = "memmap_like"
-    target = check_prefix(td, prefix, call)
+    target = check_prefix(prefix, call)
     plan = plan_folder(td, call, values=False)
     for file in plan.files:
         if file.is_value and file.leaf.is_meta:
@@ -98,7 +112,21 @@ def make_room(
                 got="a tensor on the meta device",
             )
     if not sparse_ok:
-        _check_space(target, plan.size_bytes)
+        place = target or tempfile.gettempdir()
+        while not os.path.isdir(place):
+            place = os.path.dirname(place)
+        free = shutil.disk_usage(place).free
+        if free < plan.size_bytes:
+            raise OSError(
+                errno.ENOSPC,
+                explain(
+                    "memmap_like: the file system has less free space than the tree needs.",
+                    expected=f"{plan.size_bytes} bytes",
+                    got=f"{free} bytes",
+                    hint="sparse_ok=True makes the files anyway; a write then ends the process when the disk is full.",
+                ),
+                place,
+            )
 
     def fill(folder: str, file: FileLeaf) -> None:
         if file.is_value:
@@ -110,10 +138,8 @@ def make_room(
     return _commit(target, plan, fill, call, threads, existsok, sync=False)
 
 
-def check_prefix(td: Any, prefix: Any, call: str) -> str | None:
+def check_prefix(prefix: Any, call: str) -> str | None:
     """Return the name of a folder that a tree can be written to; None where none is given."""
-    if not isinstance(td, TensorCollection):
-        raise error(TypeError, f"{call}: this is no tree.", expected="a TensorDict", got=type(td).__name__)
     if is_fake(None):
         raise UnsupportedError(
             f"{call}: a mode is active under which tensors have no values.",
@@ -131,40 +157,6 @@ def check_prefix(td: Any, prefix: Any, call: str) -> str | None:
             hint="tdfunc.save(tree, path) writes one safetensors file; a memmap is a folder of any other name.",
         )
     return target
-
-
-def _check_existing(plan: FolderPlan, target: str | None, call: str, copy_existing: bool) -> None:
-    """Raise for a leaf that is on a file elsewhere: writing it would copy what may be a large data set."""
-    if copy_existing:
-        return
-    for file in plan.files:
-        found = mapped_file(file.leaf)
-        if found is not None and (target is None or found.path != os.path.join(target, file.name)):
-            raise error(
-                FileExistsError,
-                f"{call}: leaf {dotted(file.path)!r} is on another file already; nothing was written.",
-                expected="a leaf in memory" + (f", or on {os.path.join(target, file.name)}" if target else ""),
-                got=str(found.path or "a file without a name (memmap without a prefix)"),
-                hint="copy_existing=True copies it.",
-            )
-
-
-def _check_space(target: str | None, size_bytes: int) -> None:
-    folder = target or tempfile.gettempdir()
-    while not os.path.isdir(folder):
-        folder = os.path.dirname(folder)
-    free = shutil.disk_usage(folder).free
-    if free < size_bytes:
-        raise OSError(
-            errno.ENOSPC,
-            explain(
-                "memmap_like: the file system has less free space than the tree needs.",
-                expected=f"{size_bytes} bytes",
-                got=f"{free} bytes",
-                hint="sparse_ok=True makes the files anyway; a write then ends the process when the disk is full.",
-            ),
-            folder,
-        )
 
 
 def _commit(
@@ -207,6 +199,99 @@ def write_files(folder: str, plan: FolderPlan, fill: Callable[[str, FileLeaf], N
                 f"memmap_: {name} and {first} are one tensor, and the file system gives no file two names.",
                 hint="td.tie(...) says that they are one; or td.clone() first.",
             )
+
+
+# -- the folder -------------------------------------------------------------------------------------------------
+
+
+def replace_folder(path: str, write: Callable[[str], T], *, call: str, exist_ok: bool, sync: bool) -> T:
+    """Give `path` the contents that `write` puts into an empty folder; return the result of `write`.
+
+    Raises:
+        FileExistsError: The folder may not be replaced, see `check_target`.
+        OSError: The file system refused; the old folder is whole.
+    """
+    # A link stays, and the folder that it leads to is replaced.
+    path = os.path.realpath(path)
+    check = partial(check_target, path, call, exist_ok=exist_ok)
+    check()
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+
+    def fill(folder: str) -> T:
+        result = write(folder)
+        if sync:
+            commit.sync_files(folder)
+        return result
+
+    # Checked again: another process may have put something there since.
+    return commit.replace_folder(path, fill, check=check, fsync=sync)
+
+
+def check_target(path: str, call: str, *, exist_ok: bool) -> None:
+    """Raise unless a folder may be written at a path: nothing is there, an empty folder, or a memmap folder alone.
+
+    A folder is replaced as a whole, so other files in it would be deleted.
+    """
+    # A current folder that was deleted is not inside of this one.
+    with suppress(FileNotFoundError):
+        here = os.path.realpath(os.getcwd())
+        if os.path.join(here, "").startswith(os.path.join(path, "")):
+            raise error(
+                FileExistsError,
+                f"{call} {path}: a folder is replaced as a whole, and this process works inside of this one.",
+                expected="a folder that does not hold the current one",
+                got=f"the current folder {here}",
+                hint="name a folder in it, as in './tree', or os.chdir() elsewhere first.",
+            )
+    try:
+        if not os.listdir(path):
+            return
+    except FileNotFoundError:
+        return
+    except NotADirectoryError as err:
+        raise error(
+            FileExistsError, f"{call} {path}: this is a file.", expected="the name of a folder", got="a file"
+        ) from err
+    if not exist_ok:
+        raise error(
+            FileExistsError,
+            f"{call} {path}: the folder exists.",
+            expected="a new or empty one",
+            hint="existsok=True replaces it, as a whole.",
+        )
+    # Compared with one writing of the folder, while others may replace it.
+    read_folder(path, call, lambda _: _check_owned(path, call))
+
+
+def _check_owned(path: str, call: str) -> None:
+    """Raise for a file in a folder that its `meta.json` files do not name."""
+    waiting: list[tuple[str, bool]] = [(path, True)]
+    while waiting:
+        folder, is_named = waiting.pop()
+        # Of a folder whose meta.json is missing or malformed, no file is known to belong to a tree.
+        owned = Owned(set(), set())
+        with suppress(FileNotFoundError, IsADirectoryError, *MALFORMED):
+            if is_named:
+                with open(os.path.join(folder, META), "rb") as file:
+                    owned = owned_names(parse_json(file.read()))
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    is_named = entry.name in owned.folders or (owned.numbered and entry.name.isdigit())
+                    # Nothing is lost with a folder that has no files.
+                    if is_named or not _LEFT.fullmatch(entry.name):
+                        waiting.append((entry.path, is_named))
+                elif entry.name not in owned.files:
+                    raise error(
+                        FileExistsError,
+                        f"{call} {path}: it holds files that are no part of a memmapped tree; they would be deleted.",
+                        expected=f"a new or empty folder, or one that holds what its {META} names and nothing else",
+                        got=entry.path,
+                        hint="choose another folder, or move what you want to keep and delete this one.",
+                    )
+
+
+# -- files ---
 
 
 def create(path: str) -> Descriptor:
@@ -282,25 +367,13 @@ def move_onto_files(
     return td
 
 
-class _Place(NamedTuple):
-    """A leaf, and the file that it is mapped from."""
-
-    path: Path
-    leaf: Tensor
-    file: MappedFile
-    # Absolute, like the folder in which it was found.
-    name: str
-    top: str
-
-
 def refresh_(td: TensorCollection) -> Any:
     """Map every leaf again from the name of its file, which may be another file by now."""
-    folders: dict[str, list[_Place]] = {}
+    folders: dict[str, list[tuple[Path, Tensor, MappedFile]]] = {}
     for path, leaf in _tensors(td):
         file = mapped_file(leaf)
         if file is not None and file.path is not None:
-            top = file.root or os.path.dirname(file.path)
-            folders.setdefault(top, []).append(_Place(path, leaf, file, file.path, top))
+            folders.setdefault(file.root or os.path.dirname(file.path), []).append((path, leaf, file))
         elif leaf.numel():
             raise UnsupportedError(
                 f"memmap_refresh_: leaf {dotted(path)!r} is on no file; nothing was changed.",
@@ -309,50 +382,46 @@ def refresh_(td: TensorCollection) -> Any:
                 hint="td.memmap(prefix), or load_memmap.",
             )
     # All files were found to fit before the first leaf changes.
-    for places, mapped in [(places, _mapped_now(places)) for places in folders.values()]:
-        for place, new in zip(places, mapped, strict=True):
-            place.leaf.data = new
+    for places, mapped in [(places, _map_again(top, places)) for top, places in folders.items()]:
+        for (_, leaf, _), new in zip(places, mapped, strict=True):
+            leaf.data = new
     return td
 
 
-def _mapped_now(places: list[_Place]) -> list[Tensor]:
+def _map_again(top: str, places: list[tuple[Path, Tensor, MappedFile]]) -> list[Tensor]:
     """Map the leaves of one folder again, all from one writing of it."""
-    # What is in it is replaced with it; the rest of a large folder need not be looked at.
-    folder = os.path.commonpath([os.path.dirname(place.name) for place in places])
+    names = [str(file.path) for _, _, file in places]
+    # The folder of these leaves is replaced with the larger one around it, which need not be read.
+    folder = os.path.commonpath([os.path.dirname(name) for name in names])
 
     def read(root: int) -> list[Tensor]:
         files = {leaf.name: leaf for leaf in FolderReader(root, TensorCollection._open).files}
-        return [_map_again(root, folder, place, files.get(os.path.relpath(place.name, folder))) for place in places]
+        mapped: list[Tensor] = []
+        for (path, leaf, file), name in zip(places, names, strict=True):
+            now = files.get(os.path.relpath(name, folder))
+            # A view of some rows does not have the shape of the whole.
+            is_whole = leaf.numel() * leaf.element_size() == file.size_bytes
+            found = None if now is None else (now.dtype, now.size_bytes, now.shape if is_whole else None)
+            if now is None or found != (leaf.dtype, file.size_bytes, leaf.shape if is_whole else None):
+                shape = f", shape {list(leaf.shape)}" if is_whole else ""
+                raise LeafMismatchError(
+                    f"memmap_refresh_: leaf {dotted(path)!r} must be in its file still; nothing was changed.",
+                    expected=f"{leaf.dtype}, {file.size_bytes} bytes{shape} in {name}",
+                    got=f"{now.dtype}, {now.size_bytes} bytes, shape {list(now.shape)}" if now else "no such leaf",
+                    hint="load_memmap opens what the folder holds now.",
+                )
+            whole = map_leaf(root, now, folder, file.mode, top)
+            mapped.append(whole.view(-1).as_strided(leaf.shape, leaf.stride(), leaf.storage_offset()))
+        return mapped
 
     try:
         return read_folder(folder, "memmap_refresh_", read)
     except (FileNotFoundError, NotADirectoryError) as err:
-        raise _gone(places[0]) from err
-
-
-def _gone(place: _Place) -> LeafMismatchError:
-    return LeafMismatchError(
-        f"memmap_refresh_: leaf {dotted(place.path)!r} has no file any more; nothing was changed.",
-        expected=place.name,
-        hint="load_memmap opens what the folder holds now.",
-    )
-
-
-def _map_again(root: int, folder: str, place: _Place, now: LeafFile | None) -> Tensor:
-    path, leaf, file, _, top = place
-    if now is None:
-        raise _gone(place)
-    # A view of some rows does not say what the whole has for a shape.
-    is_whole = leaf.numel() * leaf.element_size() == file.size_bytes
-    if (now.dtype, now.size_bytes) != (leaf.dtype, file.size_bytes) or (is_whole and now.shape != leaf.shape):
         raise LeafMismatchError(
-            f"memmap_refresh_: leaf {dotted(path)!r}: its file holds another one by now; nothing was changed.",
-            expected=f"{leaf.dtype}, {file.size_bytes} bytes" + (f", shape {list(leaf.shape)}" if is_whole else ""),
-            got=f"{now.dtype}, {now.size_bytes} bytes, shape {list(now.shape)}",
-            hint="load_memmap opens what the folder holds now.",
-        )
-    whole = map_leaf(root, now, folder, file.mode, top)
-    return whole.view(-1).as_strided(leaf.shape, leaf.stride(), leaf.storage_offset())
+            f"memmap_refresh_: leaf {dotted(places[0][0])!r} must be in its file still; nothing was changed.",
+            expected=names[0],
+            got="no folder of this name",
+        ) from err
 
 
 def _tensors(td: TensorCollection) -> list[tuple[Path, Tensor]]:

@@ -18,11 +18,11 @@ from tdfunc.storage.disk.raw import outside_transforms
 from tdfunc.storage.disk.remote import Files, LocalFiles
 from tdfunc.storage.safetensors.header import (
     MAX_HEADER_BYTES,
+    VERSION,
     Entry,
     as_entry,
     check_algorithm,
     check_size,
-    check_version,
     lay_out,
     parse_entries,
     split_digests,
@@ -77,7 +77,13 @@ class Contents:
         self.path, self.sources, self.metadata, self.homes, self.verify = path, sources, metadata, homes, verify
         self.is_ours = any(key.startswith("tdfunc") for key in metadata)
         if self.is_ours:
-            check_version(metadata)
+            if metadata.get("tdfunc.version") != VERSION:
+                raise UnsupportedError(
+                    "the file has another format version.",
+                    expected=VERSION,
+                    got=repr(metadata.get("tdfunc.version")),
+                    hint="install the tdfunc that wrote it, or a newer one.",
+                )
             if "tdfunc.tree" not in metadata:
                 raise UnsupportedError(
                     "the file describes no tree: it is one shard of a larger save.",
@@ -181,7 +187,17 @@ class Contents:
     def _implied(self) -> dict[str, Any]:
         entries = [entry for source in self.sources for entry in self._entries(source)]
         if self.homes is not None:
-            entries = self._indexed(entries)
+            # In the order of the index, which has to name all of them.
+            found = {quote(entry.name): entry for entry in entries}
+            if len(found) != len(entries) or found.keys() != self.homes.keys():
+                lacking = [name for name in self.homes if name not in found]
+                stray = [name for name in found if name not in self.homes] or ["a name in two files"]
+                raise CorruptCheckpointError(
+                    "the index does not fit its files.",
+                    expected=f"{len(self.homes)} leaves",
+                    got=f"{len(entries)} leaves; missing {lacking[:5]}, not in the index {stray[:5]}",
+                )
+            entries = [found[name] for name in self.homes]
         names = [entry.name for entry in entries]
         if "" in names:
             raise UnsupportedError(
@@ -190,20 +206,6 @@ class Contents:
         paths = [tuple(name.split(".")) for name in names]
         return describe(paths if nests(paths) else [(name,) for name in names], entries)
 
-    def _indexed(self, entries: list[Entry]) -> list[Entry]:
-        """Return the entries in the order of the index, which has to name all of them."""
-        assert self.homes is not None
-        found = {quote(entry.name): entry for entry in entries}
-        if len(found) != len(entries) or found.keys() != self.homes.keys():
-            lacking = [name for name in self.homes if name not in found]
-            stray = [name for name in found if name not in self.homes] or ["a name in two files"]
-            raise CorruptCheckpointError(
-                "the index does not fit its files.",
-                expected=f"{len(self.homes)} leaves",
-                got=f"{len(entries)} leaves; missing {lacking[:5]}, not in the index {stray[:5]}",
-            )
-        return [found[name] for name in self.homes]
-
     def _entries(self, source: Source) -> list[Entry]:
         if source.header.entries is not None:
             return source.header.entries
@@ -211,24 +213,22 @@ class Contents:
 
     def _place_all(self) -> Places:
         count = len(self.names)
-        homes = [0] * count if self.homes is None else self._homes_of(self.names)
+        homes = [0] * count
+        if self.homes is not None:
+            lacking = [name for name in self.names if name not in self.homes]
+            if lacking or len(self.homes) != count:
+                raise CorruptCheckpointError(
+                    "the index does not name the tree's leaves.",
+                    expected=f"{count} names",
+                    got=f"{len(self.homes)}; missing: {lacking[:5]}",
+                )
+            homes = [self.homes[name] for name in self.names]
         begins: list[int] = [0] * count
         digests: list[str | None] = [None] * count
         for number, source in enumerate(self.sources):
             mine = range(count) if self.homes is None else [i for i in range(count) if homes[i] == number]
             self._place(source, mine, begins, digests)
         return Places(homes, begins, digests)
-
-    def _homes_of(self, names: Sequence[str]) -> list[int]:
-        assert self.homes is not None
-        if len(self.homes) != len(names) or any(name not in self.homes for name in names):
-            lacking = [name for name in names if name not in self.homes]
-            raise CorruptCheckpointError(
-                "the index does not name the tree's leaves.",
-                expected=f"{len(names)} names",
-                got=f"{len(self.homes)}; missing: {lacking[:5]}",
-            )
-        return [self.homes[name] for name in names]
 
     def _place(self, source: Source, mine: Sequence[int], begins: list[int], digests: list[str | None]) -> None:
         """Find the leaves of one file; the header's own entries must agree with the tree."""
@@ -495,34 +495,21 @@ def _open_all(path: str, index: Index, files: Files, *, verify: bool) -> list[So
     try:
         for number, name in enumerate(index.files):
             sources.append(open_source(folder + name, verify=verify, data=files.open(folder + name)))
-            if verify:
-                with naming(folder + name):
-                    _check_shard(sources[-1], index, number)
+            found = sources[-1].header.digest
+            recorded = None if index.digests is None else index.digests[number]
+            # One damaged letter makes an index of ours look like one of another program.
+            is_ours = recorded is None and found is not None and index.is_marked
+            if verify and (is_ours or recorded not in (None, found)):
+                raise CorruptCheckpointError(
+                    f"load {folder + name}: this shard is of another save than the index, or the index is damaged.",
+                    expected=f"a header with the digest {recorded}" if recorded else "an index with tdfunc's metadata",
+                    got=str(found),
+                    hint="restore all files of the folder from one copy, or read them: load(path, verify=False).",
+                )
     except BaseException:
         _close(sources)
         raise
     return sources
-
-
-def _check_shard(source: Source, index: Index, number: int) -> None:
-    found = source.header.digest
-    recorded = None if index.digests is None else index.digests[number]
-    if recorded is None:
-        # One damaged letter makes an index of ours look like one of another program.
-        if found is not None and index.is_marked:
-            raise CorruptCheckpointError(
-                "this shard is of tdfunc, and the index is not.",
-                expected="an index with tdfunc's metadata, or one without a trace of them",
-                got="traces of them: the index is damaged",
-                hint="restore the index from a copy, or read what is there: load(path, verify=False).",
-            )
-    elif found != recorded:
-        raise CorruptCheckpointError(
-            "this shard is of another save than the index.",
-            expected=f"a header with the digest {recorded}",
-            got=str(found),
-            hint="restore all files of the folder from one copy.",
-        )
 
 
 # -- files of other programs ------------------------------------------------------------------------------------
@@ -552,10 +539,6 @@ def describe(paths: Sequence[Path], entries: Sequence[Entry]) -> dict[str, Any]:
             trees[path[: i + 1]] = {}
         spec = specs.setdefault((entry.spec.code, entry.spec.shape), len(specs))
         trees[path[:-1]][path[-1]] = spec
-    return {"specs": [[code, list(shape)] for code, shape in specs], "nodes": _numbered(trees), "ties": []}
-
-
-def _numbered(trees: dict[Path, dict[str, Any]]) -> list[dict[str, Any]]:
     order: list[Path] = []
     stack: list[Path] = [()]
     while stack:
@@ -563,10 +546,8 @@ def _numbered(trees: dict[Path, dict[str, Any]]) -> list[dict[str, Any]]:
         order.append(path)
         stack.extend((*path, key) for key, item in reversed(trees[path].items()) if item is None)
     numbers = {path: i for i, path in enumerate(order)}
-    return [
-        {
-            "keys": list(trees[path]),
-            "items": [{"tree": numbers[(*path, k)]} if item is None else item for k, item in trees[path].items()],
-        }
-        for path in order
-    ]
+    nodes: list[dict[str, Any]] = []
+    for path in order:
+        items = [{"tree": numbers[(*path, key)]} if item is None else item for key, item in trees[path].items()]
+        nodes.append({"keys": list(trees[path]), "items": items})
+    return {"specs": [[code, list(shape)] for code, shape in specs], "nodes": nodes, "ties": []}

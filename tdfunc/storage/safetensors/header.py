@@ -138,18 +138,6 @@ def _altered(expected: str, got: str) -> CorruptCheckpointError:
     )
 
 
-def check_version(metadata: dict[str, str]) -> None:
-    """Raise for a format that this version of tdfunc does not read."""
-    version = metadata.get("tdfunc.version")
-    if version != VERSION:
-        raise UnsupportedError(
-            "the file has another format version.",
-            expected=VERSION,
-            got=repr(version),
-            hint="install the tdfunc that wrote it, or a newer one.",
-        )
-
-
 def check_algorithm(algorithm: str | None) -> None:
     """Raise for digests that this version of tdfunc cannot compute."""
     if algorithm != ALGORITHM:

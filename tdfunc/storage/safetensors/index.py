@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Sequence
 from json.encoder import encode_basestring as quote
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tdfunc.core.errors import CorruptCheckpointError
 from tdfunc.storage.safetensors.header import ALGORITHM, DIGITS, VERSION, check_algorithm, digest
@@ -71,7 +71,12 @@ def parse_index(raw: bytes, *, verify: bool) -> Index:
     metadata = metadata if isinstance(metadata, dict) else {}
     shards = metadata.get("tdfunc.shards")
     files = list(dict.fromkeys([*shards, *weights.values()] if isinstance(shards, dict) else weights.values()))
-    _check_files(files)
+    for name in files:
+        plain = bool(name) and "\0" not in name and not any(sep in name for sep in ("/", "\\", os.sep))
+        # No file can be called by more, or by half a character.
+        plain = plain and find_surrogate([name]) is None and len(name.encode()) <= _MAX_NAME_BYTES
+        if not plain or name in (".", "..") or not name.endswith(".safetensors"):
+            raise CorruptCheckpointError("the index must name safetensors files in its folder.", got=repr(name)[:400])
     numbers = {name: i for i, name in enumerate(files)}
     texts = {key: value for key, value in metadata.items() if isinstance(value, str)}
     ours = any(key.startswith("tdfunc") for key in metadata)
@@ -84,16 +89,3 @@ def parse_index(raw: bytes, *, verify: bool) -> Index:
     homes = {quote(name): numbers[home] for name, home in weights.items()}
     digests = [str(shards.get(name)) for name in files] if isinstance(shards, dict) else None
     return Index(texts, homes, files, digests, b'"tdfunc.' in raw)
-
-
-def _check_files(files: Sequence[Any]) -> None:
-    for name in files:
-        plain = bool(name) and "\0" not in name and not any(sep in name for sep in ("/", "\\", os.sep))
-        # No file can be called by more, or by half a character.
-        plain = plain and find_surrogate([name]) is None and len(name.encode()) <= _MAX_NAME_BYTES
-        if not plain or name in (".", "..") or not name.endswith(".safetensors"):
-            raise CorruptCheckpointError(
-                "the index names a file that is no shard.",
-                expected="the name of a safetensors file",
-                got=repr(name)[:400],
-            )

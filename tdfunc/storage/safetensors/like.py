@@ -1,9 +1,7 @@
 """Whether what a checkpoint holds is what was expected: keys, shapes and dtypes, with every difference in one error."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
-
-from torch import nn
 
 from tdfunc.core.collection import TensorCollection, iter_leaves
 from tdfunc.core.errors import LeafMismatchError, TreeStructureError, error
@@ -26,11 +24,26 @@ def check_like(tree: TensorCollection, like: Any, path: str, *, is_ours: bool = 
     found = {at: _spec_of(leaf, at) for at, leaf in iter_leaves(tree)}
     groups = like._ties if isinstance(like, TensorCollection) else ()
     held = {at for group in groups if any([path in found for path in group]) for at in group}
-    if not is_ours:
-        held |= _not_persistent(like)
+    # The buffers that a module computes itself, which no state dict has.
+    stack: list[tuple[Path, Any]] = [] if is_ours else [((), like)]
+    while stack:
+        at, node = stack.pop()
+        if isinstance(node, TensorCollection):
+            held.update((*at, key) for key, kind in node._kinds.items() if kind is Kind.NON_PERSISTENT)
+        if isinstance(node, (TensorCollection, Mapping)):
+            items: Mapping[Any, Any] = node._data if isinstance(node, TensorCollection) else node
+            stack.extend(((*at, *unravel(key)), child) for key, child in items.items())
     lacking = [at for at in expected if at not in found and at not in held]
     others = [at for at in found if at not in expected]
-    dots = _flat_hint(lacking, others)
+    names, dots = {dotted(at): at for at in others}, None
+    for at in lacking:
+        if dotted(at) in names and dots is None:
+            # Keys with dots on one side (those of a state dict) are paths on the other.
+            dots = "the checkpoint has keys with dots: load(path, like=like.flatten_keys('.')).unflatten_keys('.')."
+            if len(at) < len(names[dotted(at)]):
+                dots = (
+                    "like= has keys with dots: like=TensorDict(like).unflatten_keys('.') has those of the checkpoint."
+                )
     # Where dots are the difference, a name would not tell the two apart.
     name = dotted if dots is None else repr
     lines = [f"missing:    {name(at)} ({_shown(expected[at])})" for at in lacking]
@@ -52,32 +65,6 @@ def check_like(tree: TensorCollection, like: Any, path: str, *, is_ours: bool = 
         )
 
 
-def _not_persistent(like: Any) -> set[Path]:
-    """Return the paths of the buffers that a module computes itself, which no state dict has."""
-    found: set[Path] = set()
-    stack: list[tuple[Path, Any]] = [((), like)]
-    while stack:
-        at, node = stack.pop()
-        if isinstance(node, TensorCollection):
-            found.update((*at, key) for key, kind in node._kinds.items() if kind is Kind.NON_PERSISTENT)
-        if isinstance(node, (TensorCollection, Mapping)):
-            items: Mapping[Any, Any] = node._data if isinstance(node, TensorCollection) else node
-            stack.extend(((*at, *unravel(key)), child) for key, child in items.items())
-    return found
-
-
-def _flat_hint(lacking: Sequence[Path], others: Sequence[Path]) -> str | None:
-    """Return what to do if keys with dots on one side (those of a state dict) are paths on the other."""
-    names = {dotted(at): at for at in others}
-    for at in lacking:
-        other = names.get(dotted(at))
-        if other is not None and len(at) < len(other):
-            return "like= has keys with dots: like=TensorDict(like).unflatten_keys('.') has those of the checkpoint."
-        if other is not None:
-            return "the checkpoint has keys with dots: load(path, like=like.flatten_keys('.')).unflatten_keys('.')."
-    return None
-
-
 def read_specs(like: Any) -> dict[Path, tuple[tuple[int, ...] | None, str | None]]:
     """Return shape and dtype (by name, as numpy and torch call it) of every leaf that `like` describes.
 
@@ -91,13 +78,6 @@ def read_specs(like: Any) -> dict[Path, tuple[tuple[int, ...] | None, str | None
         if isinstance(node, TensorCollection):
             # Not by its keys: those of a lazy stack are what its trees share.
             stack.extend(((*at, key), child) for key, child in reversed(node._data.items()))
-        elif isinstance(node, nn.Module):
-            raise error(
-                TypeError,
-                "load: like= is a module.",
-                expected="a tree or spec",
-                hint="like=tdfunc.from_module(module).",
-            )
         elif isinstance(node, Mapping) or (hasattr(node, "items") and hasattr(node, "keys")):
             items: list[tuple[Any, Any]] = list(node.items())
             stack.extend(((*at, *unravel(key)), child) for key, child in reversed(items))
@@ -122,7 +102,7 @@ def _no_spec(at: Path, node: Any) -> TypeError:
     return error(
         TypeError,
         f"load: like= has no shape and dtype{where}.",
-        expected="a tree, a mapping, or anything with .shape and .dtype",
+        expected="a tree (tdfunc.from_module(module)), a mapping, or anything with .shape and .dtype",
         got=f"{type(node).__name__}",
     )
 

@@ -122,16 +122,17 @@ def _check_length(what: str, size_bytes: int) -> None:
 
 def address_of(call: str, name: str, leaf: Tensor) -> int:
     """Return where the bytes of a leaf lie in row-major order on the CPU; 0 where it has to be copied for that."""
-    hint = "save outside of torch.func transformations, and before a storage is freed."
-    what = f"{call}: leaf {name} has no memory to read; nothing was written."
     try:
-        address = leaf.data_ptr()
-    except RuntimeError as err:
-        got = f"a tensor inside a transformation ({type(leaf).__name__})"
-        raise UnsupportedError(what, expected="a tensor with values", got=got, hint=hint) from err
-    if address < _LOW_ADDRESS and leaf.numel():
-        got = f"{leaf.untyped_storage().nbytes()} bytes of storage"
-        raise UnsupportedError(what, expected="a tensor with values", got=got, hint=hint)
+        address, got = leaf.data_ptr(), f"{leaf.untyped_storage().nbytes()} bytes of storage"
+    except RuntimeError:
+        address, got = None, f"a tensor inside a transformation ({type(leaf).__name__})"
+    if address is None or (address < _LOW_ADDRESS and leaf.numel()):
+        raise UnsupportedError(
+            f"{call}: leaf {name} has no memory to read; nothing was written.",
+            expected="a tensor with values",
+            got=got,
+            hint="save outside of torch.func transformations, and before a storage is freed.",
+        )
     return address if is_plain(leaf) else 0
 
 

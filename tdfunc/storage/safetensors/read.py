@@ -17,6 +17,7 @@ from tdfunc.core.errors import CorruptCheckpointError, MissingKeyError, TreeStru
 from tdfunc.storage.disk.raw import is_wrapped, raw_view
 from tdfunc.storage.disk.remote import Bytes, LocalBytes
 from tdfunc.storage.safetensors.header import MAX_HEADER_BYTES, Header, check_digest, check_size, parse
+from tdfunc.storage.tree.decode import MALFORMED
 from tdfunc.storage.tree.specs import Spec
 
 _GUESS_BYTES = 1 << 16
@@ -43,7 +44,30 @@ def open_source(path: str, *, verify: bool, data: Bytes | None = None) -> Source
     data = LocalBytes(path) if data is None else data
     try:
         with naming(path):
-            raw = _read_header(data)
+            size_bytes = data.size_bytes
+            if size_bytes < 8:
+                raise CorruptCheckpointError(
+                    "the file is cut short.",
+                    expected="8 bytes or more",
+                    got=f"{size_bytes} bytes",
+                    hint="restore it from a copy.",
+                )
+            # Most headers come with the first read; reading what follows one costs less than a second read.
+            raw = read_bytes(data, 0, min(size_bytes, _GUESS_BYTES))
+            length, limit = int.from_bytes(raw[:8], "little"), min(size_bytes - 8, MAX_HEADER_BYTES)
+            if length > limit:
+                hint = "give the path of a .safetensors file; if this was one, restore it from a copy."
+                if raw.startswith((b"PK", b"\x80")):
+                    hint = "torch.load(path, weights_only=True) reads a file of torch.save, which tdfunc never reads."
+                raise CorruptCheckpointError(
+                    "the file must be a safetensors file.",
+                    expected=f"a header of at most {limit} bytes",
+                    got=f"{length} bytes",
+                    hint=hint,
+                )
+            raw = raw[: 8 + length]
+            if len(raw) < 8 + length:
+                raw += read_bytes(data, len(raw), 8 + length - len(raw))
         with parsing(path):
             return Source(path, data, len(raw), parse(raw, data.size_bytes, verify=verify), raw)
     except BaseException:
@@ -52,8 +76,6 @@ def open_source(path: str, *, verify: bool, data: Bytes | None = None) -> Source
 
 
 _OURS = (CorruptCheckpointError, TreeStructureError, UnsupportedError)
-# What Python and torch raise for values that are not of the types that they should have.
-_MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError)
 
 
 # A class: as a generator it would take a tenth of the time of reading a small leaf.
@@ -88,31 +110,7 @@ def naming(path: str) -> AbstractContextManager[None]:
 
 def parsing(path: str) -> AbstractContextManager[None]:
     """As `naming`, where headers are taken apart: whatever goes wrong with what they say is damage."""
-    return _Naming(path, _MALFORMED)
-
-
-def _read_header(data: Bytes) -> bytes:
-    size_bytes = data.size_bytes
-    if size_bytes < 8:
-        raise CorruptCheckpointError(
-            "the file is cut short.",
-            expected="8 bytes or more",
-            got=f"{size_bytes} bytes",
-            hint="restore it from a copy.",
-        )
-    # Most headers come with the first read; what follows one costs less than a second read.
-    start = read_bytes(data, 0, min(size_bytes, _GUESS_BYTES))
-    length = int.from_bytes(start[:8], "little")
-    if length > min(size_bytes - 8, MAX_HEADER_BYTES):
-        raise CorruptCheckpointError(
-            "this is no safetensors file.",
-            expected=f"a header of at most {min(size_bytes - 8, MAX_HEADER_BYTES)} bytes",
-            got=f"{length} bytes",
-            hint=_other_format(start),
-        )
-    if 8 + length <= len(start):
-        return start[: 8 + length]
-    return start + read_bytes(data, len(start), 8 + length - len(start))
+    return _Naming(path, MALFORMED)
 
 
 def read_bytes(data: Bytes, offset: int, count: int) -> bytes:
@@ -134,14 +132,6 @@ def fill(data: Bytes, view: memoryview, offset: int) -> None:
                 got=f"{offset + done} bytes",
             )
         done += count
-
-
-def _other_format(start: bytes) -> str:
-    if start.startswith(b"PK"):
-        return "a file of torch.save is read by torch.load(path, weights_only=True)."
-    if start.startswith(b"\x80"):
-        return "this looks like a pickle, which tdfunc never reads."
-    return "give the path of a .safetensors file; if this was one, restore it from a copy."
 
 
 def map_bytes(source: Source) -> Any:

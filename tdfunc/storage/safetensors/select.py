@@ -1,6 +1,5 @@
 """What is read of a checkpoint, and as what: leaves chosen by a filter, compared with a spec, cast to a dtype."""
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -8,10 +7,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from tdfunc.core.collection import LeafOp, TensorCollection, iter_leaves, leaf_paths
+from tdfunc.core.collection import LeafOp, TensorCollection, iter_leaves
 from tdfunc.core.context import is_fake
-from tdfunc.core.errors import UnsupportedError, error
-from tdfunc.core.keys import FilterLike, dotted
+from tdfunc.core.errors import error
+from tdfunc.core.keys import FilterLike
 from tdfunc.ops.structure import partition
 from tdfunc.storage.disk.raw import outside_transforms
 from tdfunc.storage.safetensors.contents import Contents
@@ -21,7 +20,6 @@ from tdfunc.storage.tree.build import Classes, build_tree, flag_leaf, move_leaf
 from tdfunc.storage.tree.decode import Description
 from tdfunc.storage.tree.encode import IS_VALUE
 
-_NO_VALUES = re.compile(r"\bmeta\b|register_meta")
 # By number; a list of all of them is the same and faster.
 Leaves: TypeAlias = "dict[int, Tensor] | list[Tensor]"
 
@@ -66,27 +64,12 @@ def read_tree(contents: Contents, choice: Choice, *, root: int = 0, mapped: bool
         leaves = read_leaves(contents, wanted, choice, mapped=mapped)
         return _build(contents, leaves, choice, root)
     outline, numbers = outline_tree(contents, choice, root)
-    outline = _choose(outline, choice.keys)
+    outline = partition(outline, choice.keys)[0]
     if choice.like is not None:
         check_like(outline, choice.like, contents.path, is_ours=contents.is_ours)
     wanted = sorted({numbers[id(leaf)] for _, leaf in iter_leaves(outline)})
     read = read_leaves(contents, wanted, choice, mapped=mapped)
     return outline._map(LeafOp("load", lambda leaf: read[numbers[id(leaf)]]))
-
-
-def _choose(outline: TensorCollection, keys: FilterLike) -> TensorCollection:
-    try:
-        return partition(outline, keys)[0]
-    except (RuntimeError, TypeError) as err:
-        # As torch says it of a tensor without values; anything else is the predicate's own.
-        if _NO_VALUES.search(str(err)) is None:
-            raise
-        raise UnsupportedError(
-            "load: keys= asks for the values of a leaf.",
-            expected="a choice by path, shape, dtype and kind",
-            got=str(err)[:200],
-            hint="leaves are chosen before they are read: load the tree, and use tdfunc.partition on it.",
-        ) from err
 
 
 def narrow_tree(tree: TensorCollection, choice: Choice, path: str) -> TensorCollection:
@@ -95,10 +78,7 @@ def narrow_tree(tree: TensorCollection, choice: Choice, path: str) -> TensorColl
         tree = partition(tree, choice.keys)[0]
     dtype = choice.dtype
     if dtype is not None:
-        names = iter([dotted(at) for at in leaf_paths(tree)])
-        tree = tree._map(
-            LeafOp("cast", lambda leaf: _cast(leaf, dtype, next(names)) if leaf.is_floating_point() else leaf)
-        )
+        tree = tree._map(LeafOp("cast", lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf))
     if choice.like is not None:
         check_like(tree, choice.like, path)
     return tree
@@ -132,12 +112,21 @@ def read_leaves(contents: Contents, wanted: Sequence[int], choice: Choice, *, ma
                 i: torch.empty(plan.specs[i].size, dtype=plan.specs[i].dtype, device=device or plan.place(i) or "cpu")
                 for i in wanted
             }
+        elif contents.homes is None:
+            read = _read_file(contents, contents.sources[0], wanted, choice, mapped=mapped)
+            # All of them are in order, and a list is faster to read and to make.
+            leaves = read if type(wanted) is range else dict(zip(wanted, read, strict=True))
         else:
-            leaves = _read_files(contents, wanted, choice, mapped=mapped)
+            leaves, homes = {}, contents.places.homes
+            for number, source in enumerate(contents.sources):
+                mine = [i for i in wanted if homes[i] == number]
+                if mine:
+                    read = _read_file(contents, source, mine, choice, mapped=mapped)
+                    leaves.update(zip(mine, read, strict=True))
         for i in wanted if choice.dtype is not None else ():
             dtype = _dtype_of(plan, i, choice.dtype)
             if dtype is not leaves[i].dtype:
-                leaves[i] = _cast(leaves[i], dtype, contents.names[i])
+                leaves[i] = leaves[i].to(dtype)
         for i in wanted if not is_fake(device) and (device is not None or any(plan.devices)) else ():
             target = device or plan.place(i)
             if target is not None and target.type != "cpu":
@@ -146,20 +135,6 @@ def read_leaves(contents: Contents, wanted: Sequence[int], choice: Choice, *, ma
             if plan.flags[i]:
                 leaves[i] = flag_leaf(leaves[i], plan.flags[i])
         return leaves
-
-
-def _read_files(contents: Contents, wanted: Sequence[int], choice: Choice, *, mapped: bool) -> "Leaves":
-    if contents.homes is None:
-        read = _read_file(contents, contents.sources[0], wanted, choice, mapped=mapped)
-        # All of them are in order, and a list is faster to read and to make.
-        return read if type(wanted) is range else dict(zip(wanted, read, strict=True))
-    leaves: dict[int, Tensor] = {}
-    homes = contents.places.homes
-    for number, source in enumerate(contents.sources):
-        mine = [i for i in wanted if homes[i] == number]
-        if mine:
-            leaves.update(zip(mine, _read_file(contents, source, mine, choice, mapped=mapped), strict=True))
-    return leaves
 
 
 def _read_file(
@@ -199,16 +174,3 @@ def _dtype_of(plan: Description, i: int, dtype: torch.dtype | None) -> torch.dty
     """Return the dtype that a leaf gets; a tensor that is non-tensor data keeps its own."""
     own = plan.specs[i].dtype
     return own if dtype is None or not own.is_floating_point or IS_VALUE in plan.flags[i] else dtype
-
-
-def _cast(leaf: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    try:
-        return leaf.to(dtype)
-    # torch has no conversions of float4, say.
-    except (NotImplementedError, RuntimeError) as err:
-        raise UnsupportedError(
-            f"leaf {name} cannot be cast.",
-            expected=f"{leaf.dtype} to {dtype}",
-            got=str(err)[:200],
-            hint="load it without dtype=, or leave it out by keys=.",
-        ) from err

@@ -12,9 +12,8 @@ from torch import Tensor
 from tdfunc.core.collection import TensorCollection
 from tdfunc.storage.api import check_target, save_outline
 from tdfunc.storage.disk.raw import raw_bytes, write_all
-from tdfunc.storage.memmap.folder_owned import replace_owned as replace_folder
 from tdfunc.storage.memmap.layout import FileLeaf, plan_folder
-from tdfunc.storage.memmap.write import check_prefix, create, write_files
+from tdfunc.storage.memmap.write import check_prefix, create, replace_folder, write_files
 from tdfunc.storage.safetensors.plan import Values
 from tdfunc.storage.tree.encode import outline
 
@@ -66,7 +65,7 @@ def memmap_stream(
         UnsupportedError: A leaf or value cannot be stored; the message names it. Nothing was written.
         Exception: What `values` raises; what was there is whole.
     """
-    target = check_prefix(spec, prefix, "memmap")
+    target = check_prefix(prefix, "memmap")
     plan = plan_folder(spec, "memmap", values=False)
     source = _bytes_of(values)
 
