@@ -28,7 +28,14 @@ def show(
         where = make_filter(include, exclude)
         leaves = choose(stored_leaves(source.tree), where)
         values = plain_values(source.tree) if where is None else {}
-        stats = _compute_stats(source, leaves) if with_stats else {}
+        stats: dict[int, Stats] = {}
+        if with_stats:
+            with progress("show", sum(one.size_bytes for one in leaves)) as tick:
+                for one in leaves:
+                    if has_values(one.leaf.dtype):
+                        found = stats[id(one.leaf)] = Stats()
+                        for piece in source.pieces(one.leaf, tick):
+                            found.add(piece)
         if as_json:
             print_json(_document(source, leaves, values, stats))
             return
@@ -37,18 +44,15 @@ def show(
             print_tree(safe(os.path.basename(path.rstrip("/"))), _tree_lines(leaves, values, stats))
         else:
             print_table(_table(leaves, values, stats))
-        _print_totals(leaves, values)
-
-
-def _compute_stats(source: Source, leaves: Sequence[Stored]) -> dict[int, Stats]:
-    found: dict[int, Stats] = {}
-    with progress("show", sum(one.size_bytes for one in leaves)) as tick:
+        by_dtype: dict[str, int] = {}
         for one in leaves:
-            if has_values(one.leaf.dtype):
-                stats = found[id(one.leaf)] = Stats()
-                for piece in source.pieces(one.leaf, tick):
-                    stats.add(piece)
-    return found
+            by_dtype[one.dtype_name] = by_dtype.get(one.dtype_name, 0) + one.size_bytes
+        size = bytes_text(sum(by_dtype.values()))
+        if len(by_dtype) > 1:
+            size += f" ({', '.join(f'{name} {bytes_text(n)}' for name, n in by_dtype.items())})"
+        elements = count_text(sum(one.leaf.numel() for one in leaves), "element")
+        more = [count_text(len(values), "non-tensor value")] if values else []
+        print(", ".join([count_text(len(leaves), "leaf"), elements, size, *more]))
 
 
 def _print_title(source: Source) -> None:
@@ -70,21 +74,6 @@ def _print_title(source: Source) -> None:
         keys = list(dict.fromkeys(key for metadata in found.values() for key in metadata))
         rows = [(str(step), *(_value_text(found[step].get(key, "")) for key in keys)) for step in found]
         print_table(Table(("step", *map(safe, keys)), rows))
-
-
-def _print_totals(leaves: Sequence[Stored], values: Values) -> None:
-    by_dtype: dict[str, int] = {}
-    for one in leaves:
-        by_dtype[one.dtype_name] = by_dtype.get(one.dtype_name, 0) + one.size_bytes
-    parts = [
-        count_text(len(leaves), "leaf"),
-        count_text(sum(one.leaf.numel() for one in leaves), "element"),
-        bytes_text(sum(by_dtype.values())),
-    ]
-    if len(by_dtype) > 1:
-        parts[-1] += f" ({', '.join(f'{name} {bytes_text(n)}' for name, n in by_dtype.items())})"
-    parts += [count_text(len(values), "non-tensor value")] if values else []
-    print(", ".join(parts))
 
 
 def _kind(one: Stored) -> str:

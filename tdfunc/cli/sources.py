@@ -175,14 +175,10 @@ def _open_local(name: str) -> Source:
     if is_torch_file(name):
         tree, leaves = read_torch(name)
         return Source(name, "torch", tree, dict[int, Reader](leaves), [name], os.path.getsize(name))
-    source = _open_memmap(name) if is_memmap(name, LocalFiles()) else _open_safetensors(name, LocalFiles())
     step = step_of(name)
-    if step is not None:
-        try:
-            source.metadata |= read_about(name, step).metadata
-        except BaseException:
-            source.resources.close()
-            raise
+    metadata = read_about(name, step).metadata if step is not None else {}
+    source = _open_memmap(name) if is_memmap(name, LocalFiles()) else _open_safetensors(name, LocalFiles())
+    source.metadata |= metadata
     return source
 
 
@@ -203,8 +199,9 @@ def steps_in(name: str) -> list[int]:
 
 def _open_safetensors(name: str, files: Files) -> Source:
     contents = open_contents(name, files, verify=True)
-    try:
-        outline, numbers = outline_tree(contents, Choice(classes=_stand_ins(_classes_in(contents.doc["nodes"]))))
+    with ExitStack() as stack:
+        stack.callback(contents.close)
+        outline, numbers = outline_tree(contents, Choice(classes=_stand_ins(contents.doc["nodes"])))
         places, plan = contents.places, contents.plan
         readers: dict[int, Reader] = {}
         for key, i in numbers.items():
@@ -213,9 +210,7 @@ def _open_safetensors(name: str, files: Files) -> Source:
             readers[key] = FileLeaf(
                 data, places.begins[i], spec.dtype, spec.size.numel(), contents.names[i], places.digests[i]
             )
-    except BaseException:
-        contents.close()
-        raise
+        held = stack.pop_all()
     source = Source(
         name,
         "safetensors" if contents.homes is None else "shards",
@@ -225,11 +220,11 @@ def _open_safetensors(name: str, files: Files) -> Source:
         sum(file.size_bytes for file in contents.sources),
         checksums=contents.sources[0].header.algorithm if contents.is_ours and contents.sources else None,
         is_described=contents.is_ours,
+        resources=held,
     )
     source.metadata = {
         key: text for key, text in contents.metadata.items() if not key.startswith("tdfunc") and (key, text) != _USUAL
     }
-    source.resources.callback(contents.close)
     return source
 
 
@@ -238,24 +233,21 @@ def _open_memmap(name: str) -> Source:
         root = stack.enter_context(opened(name, "load_memmap"))
         with naming(name, "load_memmap"):
             reader = FolderReader(root)
-            reader.classes = _stand_ins(_classes_in(reader.plan.nodes))
+            reader.classes = _stand_ins(reader.plan.nodes)
             tree = reader.build([torch.empty(f.shape, dtype=f.dtype, device="meta") for f in reader.files], None)
         held = stack.pop_all()
     readers: dict[int, Reader] = {}
     for file in reader.files:
+        leaf: Any = tree
+        for key in file.path:
+            leaf = leaf._data[key]
         # The first of tied paths comes first.
-        readers.setdefault(id(_leaf_at(tree, file.path)), MemmapLeaf(root, file))
+        readers.setdefault(id(leaf.data if isinstance(leaf, NonTensorData) else leaf), MemmapLeaf(root, file))
     own = [file for file in reader.files if file.size_bytes]
     names = [os.path.join(name, file.name) for file in own]
     source = Source(name, "memmap", tree, readers, names, sum(file.size_bytes for file in own), resources=held)
     source.is_described = reader.files == [] or reader.files[0].exact
     return source
-
-
-def _leaf_at(tree: Any, path: Path) -> Any:
-    for key in path:
-        tree = tree._data[key]
-    return tree.data if isinstance(tree, NonTensorData) else tree
 
 
 # -- leaves and values --------------------------------------------------------------------------------------------
@@ -354,17 +346,10 @@ def choose(found: Sequence[Stored], where: "FilterLike | None") -> list[Stored]:
     return [one for one, yes in zip(found, mask, strict=True) if yes]
 
 
-# -- classes ----------------------------------------------------------------------------------------------------
-
-
-def _classes_in(nodes: Iterable[dict[str, Any]]) -> set[str]:
-    return {node["class"] for node in nodes if type(node.get("class")) is str}
-
-
-def _stand_ins(names: Iterable[str]) -> Sequence[type[TensorCollection]]:
+def _stand_ins(nodes: Iterable[dict[str, Any]]) -> Sequence[type[TensorCollection]]:
     """Make an empty class for each recorded one: no code of it is needed to copy its leaves, and its name stays."""
     made: list[type[TensorCollection]] = []
-    for name in sorted(names):
+    for name in sorted({node["class"] for node in nodes if type(node.get("class")) is str}):
         module, _, path = name.partition(":")
         if re.fullmatch(r"tdfunc(\..*)?", module) is None:
             fields = {"__slots__": (), "__module__": module, "__qualname__": path}
