@@ -41,7 +41,16 @@ def show(
             return
         _print_title(source)
         if as_tree:
-            print_tree(safe(os.path.basename(path.rstrip("/"))), _tree_lines(leaves, values, stats))
+            lines: list[tuple[Path, str]] = []
+            for one in leaves:
+                text = f"{one.spec} {bytes_text(one.size_bytes)}"
+                if id(one.leaf) in stats:
+                    texts = _stats_texts(stats[id(one.leaf)])
+                    text += "".join(f" {name} {number}" for name, number in zip(_STATS, texts, strict=True))
+                lines.append((one.path, text))
+                lines += [(path, f"tied to {shown(one.path)}") for path in one.paths[1:]]
+            lines += [(path, _value_text(value)) for path, value in values.items()]
+            print_tree(safe(os.path.basename(path.rstrip("/"))), lines)
         else:
             print_table(_table(leaves, values, stats))
         by_dtype: dict[str, int] = {}
@@ -110,18 +119,6 @@ def _stats_texts(stats: Stats | None) -> tuple[str, ...]:
     numbers = ["-" if value is None else f"{value:.5g}" for value in found[:4]]
     # So that a single NaN among billions is not shown as none.
     return (*numbers, *(f"{100 * value:.3g}%" if value else "0" for value in found[4:]))
-
-
-def _tree_lines(leaves: Sequence[Stored], values: Values, stats: dict[int, Stats]) -> list[tuple[Path, str]]:
-    lines: list[tuple[Path, str]] = []
-    for one in leaves:
-        text = f"{one.spec} {bytes_text(one.size_bytes)}"
-        if id(one.leaf) in stats:
-            texts = _stats_texts(stats[id(one.leaf)])
-            text += "".join(f" {name} {number}" for name, number in zip(_STATS, texts, strict=True))
-        lines.append((one.path, text))
-        lines += [(path, f"tied to {shown(one.path)}") for path in one.paths[1:]]
-    return [*lines, *((path, _value_text(value)) for path, value in values.items())]
 
 
 def _document(source: Source, leaves: Sequence[Stored], values: Values, stats: dict[int, Stats]) -> dict[str, Any]:

@@ -146,27 +146,20 @@ class Source:
 def open_source(path: str) -> Source:
     """Open a checkpoint of any format by what it is, whatever its name; of a folder of steps the latest."""
     name = local_path(path)
+    source: Source | None = None
     if is_remote(name):
         source = _open_safetensors(name, RemoteFiles(name, fetch=False))
-    elif steps_in(name):
-        source = _open_latest(name)
-    else:
-        source = _open_local(name)
-    source.path = path
-    return source
-
-
-def _open_latest(name: str) -> Source:
-    """Open the latest step of a run, which may go on: as long as it is open, nobody removes it."""
-    while steps := steps_in(name):
+    # The latest step of a run, which may go on: as long as it is open, nobody removes it.
+    while source is None and (steps := steps_in(name)):
         with suppress(StepRemovedError, StepReplacedError), ExitStack() as stack:
             source = _open_local(stack.enter_context(reading(name, steps[-1])))
             source.steps, source.step = steps, steps[-1]
             # Whatever it holds itself is closed first.
             stack.push(source.resources)
             source.resources = stack.pop_all()
-            return source
-    return _open_local(name)
+    source = source or _open_local(name)
+    source.path = path
+    return source
 
 
 def _open_local(name: str) -> Source:
