@@ -44,17 +44,15 @@ def main(args: Sequence[str] | None = None) -> None:
         if isinstance(err, OSError) and err.errno is not None and err.filename is None:
             # Output that cannot be written: else the interpreter tries again when it ends.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        text = "".join(traceback.format_exception(err)).rstrip() if debug else _report(err)
+        if debug:
+            text = "".join(traceback.format_exception(err)).rstrip()
+        else:
+            text = str(err)
+            if isinstance(err, OSError) and err.filename is not None and err.strerror is not None:
+                text = f"{printable(os.fsdecode(err.filename), 1000) or repr('')}: {err.strerror}"
+            elif not type(err).__module__.startswith("tdfunc") and "\n  " not in text:
+                # An error of another library may not be clear without its name.
+                text = f"{type(err).__name__}: {text}"
+            text = "\n".join(printable(line, 1000) for line in text.split("\n"))
         print(f"tdfunc: {text}", file=sys.stderr)
         sys.exit(_TROUBLE)
-
-
-def _report(err: Exception) -> str:
-    """Return the message of an error, safe to print."""
-    text = str(err)
-    if isinstance(err, OSError) and err.filename is not None and err.strerror is not None:
-        text = f"{printable(os.fsdecode(err.filename), 1000) or repr('')}: {err.strerror}"
-    elif not type(err).__module__.startswith("tdfunc") and "\n  " not in text:
-        # An error of another library may not be clear without its name.
-        text = f"{type(err).__name__}: {text}"
-    return "\n".join(printable(line, 1000) for line in text.split("\n"))

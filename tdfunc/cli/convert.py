@@ -50,7 +50,14 @@ class Part(NamedTuple):
 
 def rewrite(path: str, target: Target, part: Part, *, dtype_name: str | None = None) -> None:
     """Write (a part of) a checkpoint in a format, cast on the way."""
-    dtype = _read_dtype(dtype_name) if dtype_name is not None else None
+    dtype = None
+    if dtype_name is not None:
+        known = {code.lower(): dtype for code, dtype in DTYPES.items() if dtype.is_floating_point and has_values(dtype)}
+        text = dtype_name.lower().removeprefix("torch.").replace("fp", "f")
+        dtype = known.get(text, getattr(torch, text, None))
+        if dtype is None or dtype not in known.values():
+            names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in known.values()))
+            raise error(ValueError, "--dtype must be a floating dtype.", expected=names, got=repr(dtype_name))
     with open_source(path) as source:
         target = make_target(target, source)
         tree = chosen_part(source, part)
@@ -92,20 +99,6 @@ def chosen_part(source: Source, part: Part) -> TensorCollection:
     return keep_leaves(source.tree, paths, nontensors=not part.include)
 
 
-def _read_dtype(name: str) -> torch.dtype:
-    """Return the floating dtype of a name: torch's or that of the file format."""
-    known = {code.lower(): dtype for code, dtype in DTYPES.items() if dtype.is_floating_point and has_values(dtype)}
-    text = name.lower().removeprefix("torch.").replace("fp", "f")
-    dtype = known.get(text, getattr(torch, text, None))
-    if dtype is None or dtype not in known.values():
-        names = sorted(str(dtype).removeprefix("torch.") for dtype in known.values())
-        raise error(ValueError, "--dtype must be a floating dtype.", expected=", ".join(names), got=repr(name))
-    return dtype
-
-
-# -- the place and the format -----------------------------------------------------------------------------------
-
-
 def make_target(options: Target, source: Source) -> Target:
     """Return where and how to write, once it is known that nothing is overwritten unasked."""
     path = local_path(options.path)
@@ -125,17 +118,12 @@ def make_target(options: Target, source: Source) -> Target:
         as_bytes(options.max_shard_size)
         if format != "shards":
             raise error(ValueError, "--max-shard-size is for a folder of shards.", got=f"{path} as {format}")
+    shard_size = (options.max_shard_size or _SHARD_SIZE) if format == "shards" else None
+    target = Target(path, format, shard_size, options.force)
     if is_remote(path):
         if format in ("memmap", "torch"):
             raise UnsupportedError(f"{path}: {format} is written on this machine only.", expected="a local path")
-    else:
-        _check_place(path, format, options.force)
-    shard_size = (options.max_shard_size or _SHARD_SIZE) if format == "shards" else None
-    return Target(path, format, shard_size, options.force)
-
-
-def _check_place(path: str, format: str, force: bool) -> None:
-    """Raise where something would be overwritten unasked, or steps of a run be hidden or called damaged."""
+        return target
     is_file = format in ("safetensors", "torch")
     folder = os.path.dirname(path) if is_file else path
     if os.path.lexists(path) and os.path.isdir(path) is is_file:
@@ -153,13 +141,11 @@ def _check_place(path: str, format: str, force: bool) -> None:
     own = (INDEX,) if os.path.basename(path) == SINGLE else ()
     names = [os.path.basename(path), *own] if is_file else [INDEX, SINGLE, META]
     taken = [place for place in (os.path.join(folder, name) for name in names) if os.path.lexists(place)]
-    if taken and not force:
+    if taken and not options.force:
         raise error(FileExistsError, f"{taken[0]} exists.", expected="a new name", hint="--force replaces it.")
     if format == "memmap":
         check_memmap(os.path.realpath(path), "convert", exist_ok=True)
-
-
-# -- writing ----------------------------------------------------------------------------------------------------
+    return target
 
 
 def write(target: Target, tree: TensorCollection, values: Values, source: Source, lost: dict[int, int]) -> None:
@@ -168,8 +154,19 @@ def write(target: Target, tree: TensorCollection, values: Values, source: Source
     if source.metadata:
         note(f"the metadata of {safe(source.path)} are not kept: {', '.join(map(safe, source.metadata))}")
     if target.format == "torch":
-        state, hidden = _state_of(tree)
-        hidden += [dotted(path) for path in plain_values(tree)] + [one.name for one in leaves if one.is_value]
+        skipped = {at for one in leaves if one.kind is Kind.NON_PERSISTENT for at in one.paths}
+        state: dict[str, Tensor] = {}
+        for path, leaf in iter_leaves(tree):
+            name = dotted(path)
+            if name in state:
+                raise error(
+                    ValueError,
+                    f"two paths become the name {name!r} in a state dict.",
+                    hint="extract one of them, or convert to another format.",
+                )
+            if path not in skipped:
+                state[name] = leaf
+        hidden = [*map(dotted, [*sorted(skipped), *plain_values(tree)]), *(one.name for one in leaves if one.is_value)]
         if hidden:
             names = ", ".join(map(safe, hidden[:5])) + (", ..." if len(hidden) > 5 else "")
             note(f"{target.path} is a state dict, which has no place for {count_text(len(hidden), 'entry')}: {names}")
@@ -183,20 +180,3 @@ def write(target: Target, tree: TensorCollection, values: Values, source: Source
             note(f"{safe(one.name)}: {count_text(count, 'value')} out of the range of {one.dtype_name}")
     size = bytes_text(sum(one.size_bytes for one in leaves))
     note(f"wrote {safe(target.path)} ({target.format}, {count_text(len(leaves), 'leaf')}, {size})")
-
-
-def _state_of(tree: TensorCollection) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the leaves by dotted name, and the names of buffers that are not persistent."""
-    hidden = {at for one in stored_leaves(tree) if one.kind is Kind.NON_PERSISTENT for at in one.paths}
-    state: dict[str, Tensor] = {}
-    for path, leaf in iter_leaves(tree):
-        name = dotted(path)
-        if name in state:
-            raise error(
-                ValueError,
-                f"two paths become the name {name!r} in a state dict.",
-                hint="extract one of them, or convert to another format.",
-            )
-        if path not in hidden:
-            state[name] = leaf
-    return state, [dotted(path) for path in sorted(hidden)]

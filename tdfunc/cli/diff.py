@@ -118,9 +118,6 @@ def _compare(key: tuple[str, Path], a: dict[str, Any] | None, b: dict[str, Any] 
             yield Found(name, path, x, y)
 
 
-# -- values -----------------------------------------------------------------------------------------------------
-
-
 def _compare_values(a: Source, b: Source, tolerance: Tolerance | None) -> tuple[list[ValueDifference], str]:
     """Compare the values of the leaves that both have in one shape; say how."""
     others = {path: one for one in stored_leaves(b.tree) for path in one.paths}

@@ -28,27 +28,40 @@ def show(
         where = make_filter(include, exclude)
         leaves = choose(stored_leaves(source.tree), where)
         values = plain_values(source.tree) if where is None else {}
-        stats = _compute_stats(source, leaves) if with_stats else {}
+        stats: dict[int, Stats] = {}
+        if with_stats:
+            with progress("show", sum(one.size_bytes for one in leaves)) as tick:
+                for one in leaves:
+                    if has_values(one.leaf.dtype):
+                        found = stats[id(one.leaf)] = Stats()
+                        for piece in source.pieces(one.leaf, tick):
+                            found.add(piece)
         if as_json:
             print_json(_document(source, leaves, values, stats))
             return
         _print_title(source)
         if as_tree:
-            print_tree(safe(os.path.basename(path.rstrip("/"))), _tree_lines(leaves, values, stats))
+            lines: list[tuple[Path, str]] = []
+            for one in leaves:
+                text = f"{one.spec} {bytes_text(one.size_bytes)}"
+                if id(one.leaf) in stats:
+                    texts = _stats_texts(stats[id(one.leaf)])
+                    text += "".join(f" {name} {number}" for name, number in zip(_STATS, texts, strict=True))
+                lines.append((one.path, text))
+                lines += [(path, f"tied to {shown(one.path)}") for path in one.paths[1:]]
+            lines += [(path, _value_text(value)) for path, value in values.items()]
+            print_tree(safe(os.path.basename(path.rstrip("/"))), lines)
         else:
             print_table(_table(leaves, values, stats))
-        _print_totals(leaves, values)
-
-
-def _compute_stats(source: Source, leaves: Sequence[Stored]) -> dict[int, Stats]:
-    found: dict[int, Stats] = {}
-    with progress("show", sum(one.size_bytes for one in leaves)) as tick:
+        by_dtype: dict[str, int] = {}
         for one in leaves:
-            if has_values(one.leaf.dtype):
-                stats = found[id(one.leaf)] = Stats()
-                for piece in source.pieces(one.leaf, tick):
-                    stats.add(piece)
-    return found
+            by_dtype[one.dtype_name] = by_dtype.get(one.dtype_name, 0) + one.size_bytes
+        size = bytes_text(sum(by_dtype.values()))
+        if len(by_dtype) > 1:
+            size += f" ({', '.join(f'{name} {bytes_text(n)}' for name, n in by_dtype.items())})"
+        elements = count_text(sum(one.leaf.numel() for one in leaves), "element")
+        more = [count_text(len(values), "non-tensor value")] if values else []
+        print(", ".join([count_text(len(leaves), "leaf"), elements, size, *more]))
 
 
 def _print_title(source: Source) -> None:
@@ -70,21 +83,6 @@ def _print_title(source: Source) -> None:
         keys = list(dict.fromkeys(key for metadata in found.values() for key in metadata))
         rows = [(str(step), *(_value_text(found[step].get(key, "")) for key in keys)) for step in found]
         print_table(Table(("step", *map(safe, keys)), rows))
-
-
-def _print_totals(leaves: Sequence[Stored], values: Values) -> None:
-    by_dtype: dict[str, int] = {}
-    for one in leaves:
-        by_dtype[one.dtype_name] = by_dtype.get(one.dtype_name, 0) + one.size_bytes
-    parts = [
-        count_text(len(leaves), "leaf"),
-        count_text(sum(one.leaf.numel() for one in leaves), "element"),
-        bytes_text(sum(by_dtype.values())),
-    ]
-    if len(by_dtype) > 1:
-        parts[-1] += f" ({', '.join(f'{name} {bytes_text(n)}' for name, n in by_dtype.items())})"
-    parts += [count_text(len(values), "non-tensor value")] if values else []
-    print(", ".join(parts))
 
 
 def _kind(one: Stored) -> str:
@@ -121,18 +119,6 @@ def _stats_texts(stats: Stats | None) -> tuple[str, ...]:
     numbers = ["-" if value is None else f"{value:.5g}" for value in found[:4]]
     # So that a single NaN among billions is not shown as none.
     return (*numbers, *(f"{100 * value:.3g}%" if value else "0" for value in found[4:]))
-
-
-def _tree_lines(leaves: Sequence[Stored], values: Values, stats: dict[int, Stats]) -> list[tuple[Path, str]]:
-    lines: list[tuple[Path, str]] = []
-    for one in leaves:
-        text = f"{one.spec} {bytes_text(one.size_bytes)}"
-        if id(one.leaf) in stats:
-            texts = _stats_texts(stats[id(one.leaf)])
-            text += "".join(f" {name} {number}" for name, number in zip(_STATS, texts, strict=True))
-        lines.append((one.path, text))
-        lines += [(path, f"tied to {shown(one.path)}") for path in one.paths[1:]]
-    return [*lines, *((path, _value_text(value)) for path, value in values.items())]
 
 
 def _document(source: Source, leaves: Sequence[Stored], values: Values, stats: dict[int, Stats]) -> dict[str, Any]:

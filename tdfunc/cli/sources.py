@@ -146,27 +146,20 @@ class Source:
 def open_source(path: str) -> Source:
     """Open a checkpoint of any format by what it is, whatever its name; of a folder of steps the latest."""
     name = local_path(path)
+    source: Source | None = None
     if is_remote(name):
         source = _open_safetensors(name, RemoteFiles(name, fetch=False))
-    elif steps_in(name):
-        source = _open_latest(name)
-    else:
-        source = _open_local(name)
-    source.path = path
-    return source
-
-
-def _open_latest(name: str) -> Source:
-    """Open the latest step of a run, which may go on: as long as it is open, nobody removes it."""
-    while steps := steps_in(name):
+    # The latest step of a run, which may go on: as long as it is open, nobody removes it.
+    while source is None and (steps := steps_in(name)):
         with suppress(StepRemovedError, StepReplacedError), ExitStack() as stack:
             source = _open_local(stack.enter_context(reading(name, steps[-1])))
             source.steps, source.step = steps, steps[-1]
             # Whatever it holds itself is closed first.
             stack.push(source.resources)
             source.resources = stack.pop_all()
-            return source
-    return _open_local(name)
+    source = source or _open_local(name)
+    source.path = path
+    return source
 
 
 def _open_local(name: str) -> Source:
@@ -175,14 +168,10 @@ def _open_local(name: str) -> Source:
     if is_torch_file(name):
         tree, leaves = read_torch(name)
         return Source(name, "torch", tree, dict[int, Reader](leaves), [name], os.path.getsize(name))
-    source = _open_memmap(name) if is_memmap(name, LocalFiles()) else _open_safetensors(name, LocalFiles())
     step = step_of(name)
-    if step is not None:
-        try:
-            source.metadata |= read_about(name, step).metadata
-        except BaseException:
-            source.resources.close()
-            raise
+    metadata = read_about(name, step).metadata if step is not None else {}
+    source = _open_memmap(name) if is_memmap(name, LocalFiles()) else _open_safetensors(name, LocalFiles())
+    source.metadata |= metadata
     return source
 
 
@@ -203,8 +192,9 @@ def steps_in(name: str) -> list[int]:
 
 def _open_safetensors(name: str, files: Files) -> Source:
     contents = open_contents(name, files, verify=True)
-    try:
-        outline, numbers = outline_tree(contents, Choice(classes=_stand_ins(_classes_in(contents.doc["nodes"]))))
+    with ExitStack() as stack:
+        stack.callback(contents.close)
+        outline, numbers = outline_tree(contents, Choice(classes=_stand_ins(contents.doc["nodes"])))
         places, plan = contents.places, contents.plan
         readers: dict[int, Reader] = {}
         for key, i in numbers.items():
@@ -213,9 +203,7 @@ def _open_safetensors(name: str, files: Files) -> Source:
             readers[key] = FileLeaf(
                 data, places.begins[i], spec.dtype, spec.size.numel(), contents.names[i], places.digests[i]
             )
-    except BaseException:
-        contents.close()
-        raise
+        held = stack.pop_all()
     source = Source(
         name,
         "safetensors" if contents.homes is None else "shards",
@@ -225,11 +213,11 @@ def _open_safetensors(name: str, files: Files) -> Source:
         sum(file.size_bytes for file in contents.sources),
         checksums=contents.sources[0].header.algorithm if contents.is_ours and contents.sources else None,
         is_described=contents.is_ours,
+        resources=held,
     )
     source.metadata = {
         key: text for key, text in contents.metadata.items() if not key.startswith("tdfunc") and (key, text) != _USUAL
     }
-    source.resources.callback(contents.close)
     return source
 
 
@@ -238,24 +226,21 @@ def _open_memmap(name: str) -> Source:
         root = stack.enter_context(opened(name, "load_memmap"))
         with naming(name, "load_memmap"):
             reader = FolderReader(root)
-            reader.classes = _stand_ins(_classes_in(reader.plan.nodes))
+            reader.classes = _stand_ins(reader.plan.nodes)
             tree = reader.build([torch.empty(f.shape, dtype=f.dtype, device="meta") for f in reader.files], None)
         held = stack.pop_all()
     readers: dict[int, Reader] = {}
     for file in reader.files:
+        leaf: Any = tree
+        for key in file.path:
+            leaf = leaf._data[key]
         # The first of tied paths comes first.
-        readers.setdefault(id(_leaf_at(tree, file.path)), MemmapLeaf(root, file))
+        readers.setdefault(id(leaf.data if isinstance(leaf, NonTensorData) else leaf), MemmapLeaf(root, file))
     own = [file for file in reader.files if file.size_bytes]
     names = [os.path.join(name, file.name) for file in own]
     source = Source(name, "memmap", tree, readers, names, sum(file.size_bytes for file in own), resources=held)
     source.is_described = reader.files == [] or reader.files[0].exact
     return source
-
-
-def _leaf_at(tree: Any, path: Path) -> Any:
-    for key in path:
-        tree = tree._data[key]
-    return tree.data if isinstance(tree, NonTensorData) else tree
 
 
 # -- leaves and values --------------------------------------------------------------------------------------------
@@ -354,17 +339,10 @@ def choose(found: Sequence[Stored], where: "FilterLike | None") -> list[Stored]:
     return [one for one, yes in zip(found, mask, strict=True) if yes]
 
 
-# -- classes ----------------------------------------------------------------------------------------------------
-
-
-def _classes_in(nodes: Iterable[dict[str, Any]]) -> set[str]:
-    return {node["class"] for node in nodes if type(node.get("class")) is str}
-
-
-def _stand_ins(names: Iterable[str]) -> Sequence[type[TensorCollection]]:
+def _stand_ins(nodes: Iterable[dict[str, Any]]) -> Sequence[type[TensorCollection]]:
     """Make an empty class for each recorded one: no code of it is needed to copy its leaves, and its name stays."""
     made: list[type[TensorCollection]] = []
-    for name in sorted(names):
+    for name in sorted({node["class"] for node in nodes if type(node.get("class")) is str}):
         module, _, path = name.partition(":")
         if re.fullmatch(r"tdfunc(\..*)?", module) is None:
             fields = {"__slots__": (), "__module__": module, "__qualname__": path}

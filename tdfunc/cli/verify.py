@@ -6,7 +6,7 @@ from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
 from tdfunc.cli.output import print_json, progress, safe
-from tdfunc.cli.sources import Source, open_source, step_of, steps_in, stored_leaves
+from tdfunc.cli.sources import open_source, step_of, steps_in, stored_leaves
 from tdfunc.cli.torch_files import damaged_entry
 from tdfunc.core.errors import CorruptCheckpointError
 from tdfunc.ops.display.text import bytes_text, count_text
@@ -85,15 +85,11 @@ def _verify_one(path: str) -> Verdict:
             source = stack.enter_context(open_source(path))
         except CorruptCheckpointError as err:
             return Verdict(path, 0, 0, None, [str(err)])
-        return _verify_leaves(path, source)
-
-
-def _verify_leaves(path: str, source: Source) -> Verdict:
-    leaves = stored_leaves(source.tree)
-    size = sum(one.size_bytes for one in leaves)
-    damage: list[str] = []
-    checksums = source.checksums
-    with progress("verify", size) as tick:
+        leaves = stored_leaves(source.tree)
+        size = sum(one.size_bytes for one in leaves)
+        damage: list[str] = []
+        checksums = source.checksums
+        tick = stack.enter_context(progress("verify", size))
         if source.format == "torch":
             if zipfile.is_zipfile(path):
                 checksums, found = "crc32", damaged_entry(path)
@@ -105,4 +101,4 @@ def _verify_leaves(path: str, source: Source) -> Verdict:
                         pass
                 except CorruptCheckpointError as err:
                     damage.append(str(err))
-    return Verdict(path, len(leaves), size, checksums, damage)
+        return Verdict(path, len(leaves), size, checksums, damage)

@@ -40,11 +40,8 @@ class Plan(NamedTuple):
 
 def make_plan(size: int, chunksize: int | None, num_chunks: int | None, workers: int) -> Plan:
     """Return the plan for the arguments of `map`; without any, one chunk for each worker."""
-    if (
-        (chunksize is not None and num_chunks is not None)
-        or (chunksize is not None and chunksize < 0)
-        or (num_chunks is not None and num_chunks < 1)
-    ):
+    has_both = chunksize is not None and num_chunks is not None
+    if has_both or (chunksize or 0) < 0 or (num_chunks is not None and num_chunks < 1):
         raise error(
             ValueError,
             "map: the batch is cut by one of two numbers.",

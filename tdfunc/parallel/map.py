@@ -5,7 +5,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -26,6 +26,8 @@ from tdfunc.storage.disk.raw import is_wrapped
 
 # Chunks that wait or run for each worker: one waits, so that no worker does.
 _AHEAD = 2
+# The names of executors that a call of `map` makes.
+_OWN = (None, "processes", "threads")
 
 
 class Options(NamedTuple):
@@ -71,15 +73,7 @@ def _prepare(
     tree: TensorCollection, fn: Any, dim: int, options: Options, *, out: Any = None, shuffle: bool = False
 ) -> _Work:
     """Check the arguments and draw the seed."""
-    executor, is_own = options.executor, options.executor in (None, "processes", "threads")
-    if not is_own and not isinstance(executor, Executor):
-        raise error(
-            TypeError,
-            "map: executor must run chunks and tell when a worker has died.",
-            expected="'processes', 'threads' or an Executor of concurrent.futures",
-            got=repr(executor),
-            hint="a multiprocessing.Pool hangs when a worker dies; tdf.WorkerPool(2) is an executor.",
-        )
+    executor, is_own = options.executor, options.executor in _OWN
     if any(isinstance(leaf, Tensor) and is_wrapped(leaf) for _, leaf in iter_leaves(tree)):
         raise UnsupportedError(
             "map: the leaves have no values of their own inside a torch.func transform.",
@@ -132,7 +126,8 @@ def _check_out(tree: TensorCollection, out: TensorCollection, dim: int, size: in
             hint="out=fn(td[:1]).new_zeros([len(td)]) has room for all keys of the result.",
         )
     known = {path: leaf for path, leaf in iter_leaves(tree) if extent_of(leaf) is not None}
-    in_place = {path for path, target in targets if path in known and _is_same_view(known[path], target)}
+    views = {path: (leaf.shape, leaf.stride(), leaf.dtype, extent_of(leaf)) for path, leaf in known.items()}
+    in_place = {path for path, x in targets if views.get(path) == (x.shape, x.stride(), x.dtype, extent_of(x))}
     apart = Places([leaf for path, leaf in known.items() if path not in in_place])
     kept = [(path, target) for path, target in targets if path in in_place]
     shared = {kept[i][0] for pair in find_overlaps([target for _, target in kept]) for i in pair}
@@ -145,10 +140,6 @@ def _check_out(tree: TensorCollection, out: TensorCollection, dim: int, size: in
                 got="a part of the tree's memory",
                 hint="out=td.clone(), or tree.clone().map(...); without out= the results are a new tree.",
             )
-
-
-def _is_same_view(a: Any, b: Any) -> bool:
-    return (a.shape, a.stride(), a.dtype, extent_of(a)) == (b.shape, b.stride(), b.dtype, extent_of(b))
 
 
 def _all_leaves(tree: TensorCollection, condition: Callable[[Any], bool]) -> bool:
@@ -175,7 +166,7 @@ class _Inline(Executor):
 def _executor(work: _Work) -> Generator[Executor, None, None]:
     """Give the executor of a call; when it is left no chunk runs any more."""
     options, count = work.options, work.workers
-    if isinstance(options.executor, Executor):
+    if options.executor not in _OWN:
         yield options.executor
         return
     if count == 0:
@@ -218,7 +209,12 @@ def _results(work: _Work) -> Iterator[tuple[int, Any]]:
     """Yield (number, result) of each chunk in order; few chunks are under way at a time."""
     plan, ahead = work.plan, max(1, _AHEAD * work.workers)
     numbers, pending = iter(range(plan.chunks)), deque[tuple[int, "Future[Any]"]]()
-    with _progress(plan.chunks, work.options.pbar) as step, _executor(work) as executor:
+    bar: Any = None
+    if work.options.pbar:
+        from tqdm.auto import tqdm
+
+        bar = tqdm(total=plan.chunks, unit="chunk")
+    with nullcontext() if bar is None else bar, _executor(work) as executor:
         try:
             while True:
                 for number in islice(numbers, ahead - len(pending)):
@@ -234,7 +230,8 @@ def _results(work: _Work) -> Iterator[tuple[int, Any]]:
                     raise
                 pending.popleft()
                 yield number, from_parcel(result) if isinstance(result, Parcel) else result
-                step()
+                if bar is not None:
+                    bar.update()
         except BrokenExecutor as err:
             raise _broken(work, pending, err) from err
         finally:
@@ -256,17 +253,6 @@ def _broken(work: _Work, pending: "deque[tuple[int, Future[Any]]]", err: BaseExc
         hint="smaller chunks need less memory; num_workers=0 runs the function here; a script calls map below "
         "`if __name__ == '__main__':`, since workers import it.",
     )
-
-
-@contextmanager
-def _progress(total: int, shown: bool) -> Generator[Callable[[], Any], None, None]:
-    if not shown:
-        yield lambda: None
-        return
-    from tqdm.auto import tqdm
-
-    with tqdm(total=total, unit="chunk") as bar:
-        yield bar.update
 
 
 # -- results into one -------------------------------------------------------------------------------------------
@@ -294,36 +280,6 @@ def _join(work: _Work, results: list[tuple[int, Any]]) -> Any:
         raise
 
 
-def _collect(work: _Work) -> list[tuple[int, Any]]:
-    """Return the results of all chunks except None."""
-    results: list[tuple[int, Any]] = []
-    for number, result in _results(work):
-        if result is None:
-            continue
-        if not isinstance(result, (TensorCollection, Tensor)) or isinstance(result, NonTensorBase):
-            raise UnsupportedError(
-                f"map: the result {work.plan.where(number)} cannot be joined.",
-                expected="a tree, a tensor, or None to leave the rows out",
-                got=type(result).__name__,
-                hint="map_iter yields results of any kind.",
-            )
-        mine, other = [_describe(part) for part in (results[0][1] if results else result, result)]
-        if mine != other:
-            raise LeafMismatchError(
-                f"map: the result {work.plan.where(number)} must be like that of the first chunk.",
-                expected=mine,
-                got=other,
-            )
-        results.append((number, result))
-    return results
-
-
-def _describe(result: Any) -> str:
-    if isinstance(result, TensorCollection):
-        return f"a {type(result).__name__}"
-    return f"a tensor of {result.dtype}"
-
-
 def map_chunks(tree: TensorCollection, fn: Callable[..., Any], dim: int, out: Any, options: Options) -> Any:
     """Return the joined results of `fn` on the chunks of a tree, or `out` with the results in it."""
     work = _prepare(tree, fn, dim, options, out=out)
@@ -340,7 +296,29 @@ def map_chunks(tree: TensorCollection, fn: Callable[..., Any], dim: int, out: An
             got="none",
             hint="chunksize=1 calls the function on the empty batch.",
         )
-    return _join(work, _collect(work))
+    results: list[tuple[int, Any]] = []
+    first = ""
+    for number, result in _results(work):
+        if result is None:
+            continue
+        if not isinstance(result, (TensorCollection, Tensor)) or isinstance(result, NonTensorBase):
+            raise UnsupportedError(
+                f"map: the result {work.plan.where(number)} cannot be joined.",
+                expected="a tree, a tensor, or None to leave the rows out",
+                got=type(result).__name__,
+                hint="map_iter yields results of any kind.",
+            )
+        is_tree = isinstance(result, TensorCollection)
+        kind = f"a {type(result).__name__}" if is_tree else f"a tensor of {result.dtype}"
+        first = first or kind
+        if kind != first:
+            raise LeafMismatchError(
+                f"map: the result {work.plan.where(number)} must be like that of the first chunk.",
+                expected=first,
+                got=kind,
+            )
+        results.append((number, result))
+    return _join(work, results)
 
 
 class ParallelMethods(TensorCollection):

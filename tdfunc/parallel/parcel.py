@@ -43,9 +43,6 @@ class Parcel(NamedTuple):
     by_value: bool = False
 
 
-# -- packing ----------------------------------------------------------------------------------------------------
-
-
 class _Refused(Exception):
     """A tensor that cannot cross; `to_parcel` knows its path."""
 
@@ -77,18 +74,7 @@ def _pickler(by_value: bool) -> Any:
 def to_parcel(
     value: Any, what: Literal["function", "chunk", "result"] = "chunk", *, fn: Any = None, by_value: bool = False
 ) -> Parcel:
-    """Return a picklable value as a parcel; a tensor that occurs twice is sent once and is one tensor again.
-
-    Args:
-        value: The value.
-        what: How a message names it.
-        fn: A function in it.
-        by_value: As the field of `Parcel`.
-
-    Raises:
-        UnsupportedError: A tensor is not in the memory of this machine, or gradients would have to follow it; or pickle
-            cannot copy something.
-    """
+    """Return a value (with a function `fn` in it) as a parcel; a tensor that occurs twice is one tensor again."""
     file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
     try:
         _pickler(by_value)(file, protocol=5, buffer_callback=buffers.append).dump(value)
@@ -218,9 +204,6 @@ def is_shared_file(x: Any) -> bool:
     """Whether what another process writes to the tensor's file is seen here."""
     found = mapped_file(x)
     return found is not None and found.mode == "r+" and _by_name(x) is not None
-
-
-# -- unpacking --------------------------------------------------------------------------------------------------
 
 
 def _flagged(x: Tensor, flags: tuple[bool, bool]) -> Tensor:

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from importlib.util import module_from_spec, spec_from_file_location
 from multiprocessing import connection, forkserver
 from types import ModuleType
@@ -87,15 +88,15 @@ def _begin(threads: int, job: "Job | Parcel | None") -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Before anything else: in a forked process OpenMP's threads are gone, and waiting for them would hang.
     torch.set_num_threads(threads)
+
+    def end_with_parent() -> None:
+        parent = multiprocessing.parent_process()
+        if parent is not None:
+            connection.wait([parent.sentinel])
+            os._exit(1)
+
     # A parent that is killed cannot end its workers, which would wait for tasks for ever.
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        connection.wait([parent.sentinel])
-        os._exit(1)
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def run_chunk(task: Parcel, key: str, job: Parcel | None = None, fn: Any = None) -> Parcel:
@@ -106,20 +107,16 @@ def run_chunk(task: Parcel, key: str, job: Parcel | None = None, fn: Any = None)
             found = found._replace(fn=fn)
         return to_parcel(found(*from_parcel(task)), "result", by_value=task.by_value)
     except BaseException as err:
-        if (task.by_value and isinstance(err, Exception)) or _is_copied(err):
-            raise
+        # SystemExit and KeyboardInterrupt would end the parent.
+        if isinstance(err, Exception):
+            is_copied = task.by_value
+            with suppress(Exception):
+                is_copied = is_copied or pickle.loads(pickle.dumps(err)) is not None
+            if is_copied:
+                raise
         raise WorkerError(
             "map: the function must raise an Exception that pickle can copy.", got=f"{type(err).__name__}: {err}"
         ) from err
-
-
-def _is_copied(err: BaseException) -> bool:
-    """Whether the parent can read an exception; SystemExit and KeyboardInterrupt would end it."""
-    try:
-        pickle.loads(pickle.dumps(err))
-    except Exception:
-        return False
-    return isinstance(err, Exception)
 
 
 def _read_job(key: str, parcel: Parcel | None) -> Job:
@@ -129,8 +126,9 @@ def _read_job(key: str, parcel: Parcel | None) -> Job:
     given = _given if parcel is None else parcel
     if isinstance(given, Parcel):
         name, file = given.origin
-        _ensure_module(name, file)
         try:
+            if name not in ("", "__main__", *sys.modules) and file is not None:
+                _import_module(name, file)
             given = from_parcel(given)
         except (AttributeError, ImportError) as err:
             raise WorkerError(
@@ -143,10 +141,8 @@ def _read_job(key: str, parcel: Parcel | None) -> Job:
     return given
 
 
-def _ensure_module(name: str, file: str | None) -> None:
+def _import_module(name: str, file: str) -> None:
     """Import a module from its file where its name is not found, as pytest imports test files."""
-    if name in sys.modules or name in ("", "__main__") or file is None:
-        return
     try:
         importlib.import_module(name)
     except ImportError:

@@ -73,14 +73,6 @@ def save(
 
 def outline_of(td: TensorCollection) -> Outline:
     """Describe a tree that is to be saved; what cannot be is refused here."""
-    if not isinstance(td, TensorCollection):
-        raise error(
-            TypeError,
-            "save: this must be a tree.",
-            expected="a TensorDict",
-            got=type(td).__name__,
-            hint="save(TensorDict(mapping), path), or TensorDict.from_module(model).",
-        )
     if type(torch.empty(0, device="cpu")) is not Tensor:
         raise UnsupportedError(
             "save: a mode is active under which tensors have no values.",
@@ -178,11 +170,7 @@ def load(
 
 @contextmanager
 def progress_bar(show: bool, size_bytes: int, what: str) -> Generator[Callable[[int], object] | None, None, None]:
-    """Yield a function to call with each number of bytes done; None where nothing is to be shown.
-
-    Raises:
-        UnsupportedError: tqdm is not installed.
-    """
+    """Yield a function to call with each number of bytes done; None where nothing is to be shown."""
     if not show:
         yield None
         return
@@ -205,33 +193,25 @@ def check_target(path: str | os.PathLike[str], max_shard_size: int | str | None 
     """Return the name of a file or folder that a tree can be saved as, and the most bytes of a shard."""
     target = as_name(path)
     if max_shard_size is not None:
-        return _check_folder(target), as_bytes(max_shard_size)
+        taken = not is_remote(target) and os.path.lexists(target) and not os.path.isdir(target)
+        if taken or target.endswith((_SUFFIX, *_TORCH_SUFFIXES)):
+            raise error(
+                ValueError,
+                f"save {target}: shards are saved in a folder.",
+                expected="the name of a folder",
+                got="that of a file",
+                hint="name a folder, or leave out max_shard_size=.",
+            )
+        return target.rstrip("/") or target, as_bytes(max_shard_size)
     suffix = os.path.splitext(target)[1]
     if suffix != _SUFFIX:
-        if suffix in _TORCH_SUFFIXES:
-            hint = "torch.save(td.state_dict(), path) writes such a file."
-        else:
-            hint = "this is the only format that it writes; max_shard_size= writes a folder of shards."
         raise error(
             ValueError,
-            f"save {target}: the file name has another suffix.",
+            f"save {target}: the file name must end in {_SUFFIX}.",
             expected=_SUFFIX,
             got=suffix or "none",
-            hint=hint,
+            hint="torch.save(td.state_dict(), path) writes .pt; max_shard_size= writes a folder of shards.",
         )
     if not is_remote(target) and os.path.isdir(target):
         raise error(IsADirectoryError, f"save {target}: this is a folder.", expected="the name of a file")
     return target, None
-
-
-def _check_folder(folder: str) -> str:
-    taken = not is_remote(folder) and os.path.lexists(folder) and not os.path.isdir(folder)
-    if taken or folder.endswith((_SUFFIX, *_TORCH_SUFFIXES)):
-        raise error(
-            ValueError,
-            f"save {folder}: shards are saved in a folder.",
-            expected="the name of a folder",
-            got="that of a file",
-            hint="name a folder, or leave out max_shard_size=.",
-        )
-    return folder.rstrip("/") or folder

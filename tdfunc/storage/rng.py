@@ -8,7 +8,7 @@ import torch
 from torch import Generator
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import TreeStructureError, UnsupportedError, error
+from tdfunc.core.errors import TreeStructureError, UnsupportedError
 from tdfunc.core.nontensor import NonTensorData
 
 AnyGenerator: TypeAlias = "Generator | np.random.Generator | random.Random"
@@ -24,10 +24,6 @@ def get_rng_state(**generators: AnyGenerator) -> TensorCollection:
     Returns:
         A tree with an entry for each generator.
 
-    Raises:
-        TypeError: One of them is not a generator.
-        UnsupportedError: A state that cannot be stored; the message names the generator.
-
     Examples:
         >>> generator = torch.Generator().manual_seed(0)
         >>> state = tdf.get_rng_state(data=generator)
@@ -37,8 +33,20 @@ def get_rng_state(**generators: AnyGenerator) -> TensorCollection:
         True
     """
     if not generators:
-        return TensorCollection._open(_read_global())
-    return TensorCollection._open({name: _read(name, generator) for name, generator in generators.items()})
+        devices = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+        kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+        found: dict[str, Any] = {
+            "torch": torch.get_rng_state(),
+            "cuda": {str(i): torch.cuda.get_rng_state(i) for i in range(devices)},
+            "python": _describe_python(random.getstate()),
+            "numpy": {
+                "kind": str(kind),
+                "keys": torch.from_numpy(np.array(keys, dtype=np.uint32)),
+                "rest": NonTensorData([int(position), int(has_gauss), float(gauss)]),
+            },
+        }
+        return TensorCollection._open(found)
+    return TensorCollection._open({name: _read(generator) for name, generator in generators.items()})
 
 
 def set_rng_state(state: TensorCollection, **generators: AnyGenerator) -> None:
@@ -64,7 +72,21 @@ def set_rng_state(state: TensorCollection, **generators: AnyGenerator) -> None:
     what = "global generators"
     try:
         if not generators:
-            _write_global(state)
+            cuda = state._data["cuda"]._data
+            devices = torch.cuda.device_count() if cuda else 0
+            if len(cuda) > devices:
+                raise UnsupportedError(
+                    "set_rng_state: there must be as many CUDA devices as in the state.",
+                    expected=str(len(cuda)),
+                    got=str(devices),
+                )
+            python, numpy = _python_state(state._data["python"]), state._data["numpy"]._data
+            rest = numpy["rest"].data
+            torch.set_rng_state(_bytes(state._data["torch"]))
+            for i, value in cuda.items():
+                torch.cuda.set_rng_state(_bytes(value), int(i))
+            random.setstate(python)
+            np.random.set_state((numpy["kind"].data, numpy["keys"].cpu().numpy(), *rest))
         for name, generator in generators.items():
             what, own = f"generator {name}, a {type(generator).__name__}", state._data[name]
             if isinstance(generator, Generator):
@@ -83,57 +105,12 @@ def set_rng_state(state: TensorCollection, **generators: AnyGenerator) -> None:
         ) from err
 
 
-def _read_global() -> dict[str, Any]:
-    devices = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
-    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": {str(i): torch.cuda.get_rng_state(i) for i in range(devices)},
-        "python": _describe_python(random.getstate()),
-        "numpy": {
-            "kind": str(name),
-            "keys": torch.from_numpy(np.array(keys, dtype=np.uint32)),
-            "rest": NonTensorData([int(position), int(has_gauss), float(gauss)]),
-        },
-    }
-
-
-def _write_global(state: TensorCollection) -> None:
-    cuda = state._data["cuda"]._data
-    devices = torch.cuda.device_count() if cuda else 0
-    if len(cuda) > devices:
-        raise UnsupportedError(
-            "set_rng_state: there must be as many CUDA devices as in the state.",
-            expected=str(len(cuda)),
-            got=str(devices),
-        )
-    python, numpy = _python_state(state._data["python"]), state._data["numpy"]._data
-    rest = numpy["rest"].data
-    torch.set_rng_state(_bytes(state._data["torch"]))
-    for i, value in cuda.items():
-        torch.cuda.set_rng_state(_bytes(value), int(i))
-    random.setstate(python)
-    np.random.set_state((numpy["kind"].data, numpy["keys"].cpu().numpy(), *rest))
-
-
-def _read(name: str, generator: AnyGenerator) -> Any:
+def _read(generator: AnyGenerator) -> Any:
     if isinstance(generator, Generator):
         return generator.get_state()
     if isinstance(generator, np.random.Generator):
         return {"numpy": NonTensorData(_plain(generator.bit_generator.state))}
-    if isinstance(generator, random.Random):
-        try:
-            return _describe_python(generator.getstate())
-        except NotImplementedError as err:
-            raise UnsupportedError(
-                f"get_rng_state: {name} must have a state.", expected="random.Random", got=type(generator).__name__
-            ) from err
-    raise error(
-        TypeError,
-        f"get_rng_state: {name} must be a generator.",
-        expected="a torch.Generator, numpy.random.Generator or random.Random",
-        got=type(generator).__name__,
-    )
+    return _describe_python(generator.getstate())
 
 
 def _describe_python(state: tuple[Any, ...]) -> dict[str, Any]:

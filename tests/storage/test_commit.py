@@ -76,9 +76,10 @@ def test_no_space(reserve, tmp_path, monkeypatch):
 def test_leftovers_go_with_the_next_save(tmp_path):
     """The next save to a path removes what killed saves left, but no file of a save that runs or of another path."""
     path = str(tmp_path / "c.safetensors")
-    with commit._staged(path, commit._create_file) as (running, _):
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+    with commit._staged(path, lambda name: commit.Descriptor(name, flags)) as (running, _):
         for name in (path, path, f"{tmp_path}/d.safetensors"):
-            commit._create_file(commit._temporary(name)).close()
+            commit.Descriptor(commit._temporary(name), flags).close()
         assert len(os.listdir(tmp_path)) == 4
         save(BIG, path)
         left = os.listdir(tmp_path)
@@ -240,7 +241,7 @@ def test_file_systems_that_can_do_less(name, missing, tmp_path, monkeypatch):
         no_locks = SimpleNamespace(LOCK_EX=0, LOCK_SH=0, LOCK_NB=0, LOCK_UN=0, flock=fail(OSError(errno.ENOLCK, "no")))
         monkeypatch.setattr(commit, "_fcntl", no_locks)
     else:
-        monkeypatch.setattr(commit, "_exchange", lambda a, b: False)
+        monkeypatch.setattr(commit, "_libc", None)
     for tree in (OLD, OLD + 1, OLD + 2):
         SAVES[name](tree, tmp_path)
     SAVES[name](OLD.clone(), tmp_path)

@@ -382,13 +382,13 @@ def test_nothing_to_fall_back_to(tmp_path):
 @pytest.fixture
 def gate(monkeypatch):
     """An event that saves wait for before they write."""
-    event, real = threading.Event(), steps_module._write_tree
+    event, real = threading.Event(), steps_module.write_into
 
     def write(*args, **kwargs):
         assert event.wait(60)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(steps_module, "_write_tree", write)
+    monkeypatch.setattr(steps_module, "write_into", write)
     yield event
     event.set()
 
@@ -436,7 +436,7 @@ def test_errors_come_with_the_next_save_or_at_the_end_of_the_block(tmp_path, mon
         raise OSError(errno.ENOSPC, "No space left on device")
 
     manager = CheckpointManager(tmp_path, async_save=True)
-    monkeypatch.setattr(steps_module, "_write_tree", fail)
+    monkeypatch.setattr(steps_module, "write_into", fail)
     manager.save(0, tree_of(0))
     with pytest.raises(OSError, match="No space left on device; the step was not saved: .*step-0000000000"):
         manager.save(1, tree_of(1))

@@ -28,7 +28,7 @@ def manager(request, tmp_path):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, OSError(errno.ENOSPC, "No space left on device")])
-@pytest.mark.parametrize("target", ["_write_tree", "_describe", "write_all"])
+@pytest.mark.parametrize("target", ["write_into", "_describe", "write_all"])
 def test_errors_in_the_middle(target, error, manager, monkeypatch):
     """A save that fails anywhere leaves the folder as it was, and the next one works."""
     manager.save(0, tree_of(0)).result()
@@ -51,7 +51,12 @@ def test_leftovers_are_removed_unless_somebody_still_writes(tmp_path):
     """A new manager and the next save remove what killed saves left, and nothing of a save that runs."""
     manager = CheckpointManager(tmp_path)
     manager.save(0, tree_of(0))
-    with commit._staged(f"{tmp_path}/{steps_module.step_name(7)}", commit._create_folder) as (running, _):
+
+    def create(path):
+        os.mkdir(path)
+        return commit.Descriptor(path, commit.FOLDER)
+
+    with commit._staged(f"{tmp_path}/{steps_module.step_name(7)}", create) as (running, _):
         for expected in ("made", "saved"):
             dead = tmp_path / os.path.basename(commit._temporary("step-0000000001"))
             dead.mkdir()

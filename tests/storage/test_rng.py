@@ -82,14 +82,6 @@ def test_own_generators(tmp_path):
     assert {name: draw(generator) for name, generator in others.items()} == expected
 
 
-def test_what_is_no_generator():
-    """A seed would be taken for a state."""
-    with pytest.raises(TypeError, match=r"get_rng_state: data must be a generator(.|\n)*torch\.Generator(.|\n)*int"):
-        get_rng_state(data=3)
-    with pytest.raises(UnsupportedError, match=r"data must have a state(.|\n)*random\.Random(.|\n)*SystemRandom"):
-        get_rng_state(data=random.SystemRandom())
-
-
 def test_other_generators():
     """A generator would keep its own state without a word, or get that of another kind."""
     state = get_rng_state(data=np.random.default_rng(0))

@@ -65,12 +65,7 @@ class Descriptor:
 
 
 def lock(fd: int, *, shared: bool = False, wait: bool = False) -> None:
-    """Lock an open file or folder; `shared` with others that do so.
-
-    Raises:
-        BlockingIOError: Somebody else holds it, and this call is not to wait.
-        OSError: The file system has no locks, as some network file systems.
-    """
+    """Lock an open file or folder; `shared` with others that do so."""
     if _fcntl is None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
     _fcntl.flock(fd, (_fcntl.LOCK_SH if shared else _fcntl.LOCK_EX) | (0 if wait else _fcntl.LOCK_NB))
@@ -97,16 +92,21 @@ def _open_folder(folder: str) -> Descriptor:
 
 
 def replace_file(path: str, write: Callable[[int], None], *, size_bytes: int, fsync: bool) -> None:
-    """Give `path` the contents that `write` puts into a descriptor; `size_bytes` of them.
-
-    Raises:
-        OSError: The file system refused; the old file is whole.
-    """
+    """Give `path` the contents that `write` puts into a descriptor; `size_bytes` of them."""
     with _open_folder(os.path.dirname(path)) as parent:
         try:
             sweep(os.path.dirname(path), _start(path))
-            with _staged(path, _create_file) as (temporary, fd):
-                _reserve(fd, size_bytes)
+            new = os.O_RDWR | os.O_CREAT | os.O_EXCL
+            with _staged(path, lambda name: Descriptor(name, new, 0o666)) as (temporary, fd):
+                # Take the space before the first byte is written, so that a full disk shows at once. It also speeds up
+                # a save without fsync: ext4 writes delayed blocks out when a file is renamed over another one (its
+                # mount option `auto_da_alloc`), and these are not delayed.
+                # Not os.posix_fallocate: where a file system cannot do this, it writes zeros instead.
+                fallocate, size = getattr(_libc, "fallocate64", None), ctypes.c_int64(size_bytes)
+                if fallocate is not None and size_bytes and fallocate(fd, 0, ctypes.c_int64(0), size):
+                    code = ctypes.get_errno()
+                    if code in _NO_SPACE:
+                        raise OSError(code, os.strerror(code))
                 write(fd)
                 _copy_mode(path, fd)
                 if fsync:
@@ -116,24 +116,6 @@ def replace_file(path: str, write: Callable[[int], None], *, size_bytes: int, fs
             raise OSError(err.errno, f"save: {err.strerror}; the file was not replaced", path) from err
         if fsync:
             os.fsync(parent)
-
-
-def _create_file(path: str) -> Descriptor:
-    return Descriptor(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-
-
-def _reserve(fd: int, size_bytes: int) -> None:
-    """Take the space before the first byte is written, so that a full disk shows at once.
-
-    It also speeds up a save without fsync: ext4 writes delayed blocks out when a file is renamed over another one (its
-    mount option `auto_da_alloc`), and these are not delayed.
-    """
-    fallocate = getattr(_libc, "fallocate64", None)
-    # Not os.posix_fallocate: where a file system cannot do this, it writes zeros instead.
-    if fallocate is not None and size_bytes and fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes)):
-        code = ctypes.get_errno()
-        if code in _NO_SPACE:
-            raise OSError(code, os.strerror(code))
 
 
 def _copy_mode(path: str, fd: int) -> None:
@@ -157,16 +139,7 @@ def replace_folder(
 ) -> T:
     """Give `path` the contents that `write` puts into an empty folder, and makes durable; return what it returns.
 
-    Args:
-        path: The folder; what it is in exists.
-        write: Called with the temporary folder.
-        check: Called before the folder takes its place; may raise.
-        overwrite: Replace a folder that is there.
-        fsync: Wait until the disk has the folder and its name.
-
-    Raises:
-        FileExistsError: There is such a folder, and it is not to be replaced.
-        OSError: The file system refused; the old folder is whole.
+    `check` is called before the folder takes its place, and may raise.
     """
     parent, start = os.path.dirname(path), _start(path)
     sweep(parent, start)
@@ -200,8 +173,14 @@ def _take_place(temporary: str, path: str, overwrite: bool) -> None:
             raise
         if not overwrite:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from err
-    if _exchange(temporary, path):
-        return
+    renameat2 = getattr(_libc, "renameat2", None)
+    if renameat2 is not None:
+        places = _AT_FDCWD, os.fsencode(temporary), _AT_FDCWD, os.fsencode(path)
+        if not renameat2(*places, ctypes.c_uint(_EXCHANGE)):
+            return
+        code = ctypes.get_errno()
+        if code not in _NO_EXCHANGE:
+            raise OSError(code, os.strerror(code), path)
     # In two steps, between which `recover` finds the old folder.
     old = temporary.removesuffix(_NEW) + _OLD
     os.rename(path, old)
@@ -210,19 +189,6 @@ def _take_place(temporary: str, path: str, overwrite: bool) -> None:
     except BaseException:
         os.rename(old, path)
         raise
-
-
-def _exchange(a: str, b: str) -> bool:
-    """Swap two folders in one step; False where the system cannot."""
-    renameat2 = getattr(_libc, "renameat2", None)
-    if renameat2 is None:
-        return False
-    if not renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), ctypes.c_uint(_EXCHANGE)):
-        return True
-    code = ctypes.get_errno()
-    if code in _NO_EXCHANGE:
-        return False
-    raise OSError(code, os.strerror(code), b)
 
 
 def recover(path: str) -> str | None:

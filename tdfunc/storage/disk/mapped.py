@@ -26,12 +26,7 @@ READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) 
 
 
 def open_inside(root: int, name: str, what: str, *, writable: bool = False) -> Descriptor:
-    """Open a regular file in a folder by its relative name; links must lead to a file inside the folder.
-
-    Raises:
-        FileNotFoundError: There is none.
-        CorruptCheckpointError: It is something else, or a link out of the folder.
-    """
+    """Open a regular file in a folder by its relative name; links must lead to a file inside the folder."""
     flags = READ if not writable else READ | os.O_RDWR
     try:
         file = Descriptor(name, flags | NO_LINK, dir_fd=root)
@@ -45,31 +40,26 @@ def open_inside(root: int, name: str, what: str, *, writable: bool = False) -> D
             ) from err
         if err.errno != errno.ELOOP:
             raise
-        file = _open_link(root, name, flags, what)
+        try:
+            file = Descriptor(name, flags, dir_fd=root)
+        except OSError as inner:
+            raise CorruptCheckpointError(
+                f"{what} is a link that leads to no file.", expected="a file", got=inner.strerror
+            ) from inner
+        # The paths of what is open, by which only Linux names it; elsewhere every link is refused.
+        top, target = (os.path.realpath(f"/proc/self/fd/{fd}") for fd in (root, file.fd))
+        if sys.platform != "linux" or not target.startswith(os.path.join(top, "")):
+            file.close()
+            raise CorruptCheckpointError(
+                f"{what} is a link out of the folder.",
+                expected=f"a file inside {top}",
+                got=target,
+                hint="put the file there in place of the link.",
+            ) from None
     if not stat.S_ISREG(os.fstat(file.fd).st_mode):
         file.close()
         raise CorruptCheckpointError(
             f"{what} must be a regular file.", expected="a file", got="a folder, pipe or device"
-        )
-    return file
-
-
-def _open_link(root: int, name: str, flags: int, what: str) -> Descriptor:
-    try:
-        file = Descriptor(name, flags, dir_fd=root)
-    except OSError as err:
-        raise CorruptCheckpointError(
-            f"{what} is a link that leads to no file.", expected="a file", got=err.strerror
-        ) from err
-    # The paths of what is open, by which only Linux names it; elsewhere every link is refused.
-    top, target = (os.path.realpath(f"/proc/self/fd/{fd}") for fd in (root, file.fd))
-    if sys.platform != "linux" or not target.startswith(os.path.join(top, "")):
-        file.close()
-        raise CorruptCheckpointError(
-            f"{what} is a link out of the folder.",
-            expected=f"a file inside {top}",
-            got=target,
-            hint="put the file there in place of the link.",
         )
     return file
 
@@ -108,13 +98,7 @@ def map_descriptor(
 
 
 def map_again(file: MappedFile, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
-    """Map what `mapped_file` described, maybe in another process: the same file, geometry and mode.
-
-    Raises:
-        FileNotFoundError: The file has no name, or has gone.
-        ConcurrencyError: Another file has its name by now: the folder was written again.
-        CorruptCheckpointError: The file is shorter than it was.
-    """
+    """Map what `mapped_file` described, maybe in another process: the same file, geometry and mode."""
     if file.path is None:
         raise FileNotFoundError(errno.ENOENT, explain("The memmap has no folder.", hint="td.memmap(prefix)."))
     with Descriptor(file.path, READ if file.mode == "c" else READ | os.O_RDWR) as fd:

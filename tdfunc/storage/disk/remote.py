@@ -19,9 +19,6 @@ from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError, error
 _LOCAL = "file://"
 
 
-# -- names ------------------------------------------------------------------------------------------------------
-
-
 def is_remote(path: str) -> bool:
     """Whether a path names a file system of its own."""
     return "://" in path and not path.startswith(_LOCAL)
@@ -33,11 +30,7 @@ def local_path(path: str) -> str:
 
 
 def local_folder(path: "str | bytes | os.PathLike[str]", call: str) -> str:
-    """Return the name of a folder of this machine.
-
-    Raises:
-        UnsupportedError: It is on another machine.
-    """
+    """Return the name of a folder of this machine."""
     name = local_path(os.fsdecode(path))
     if is_remote(name):
         raise UnsupportedError(
@@ -52,9 +45,6 @@ def anchored(path: str) -> str:
     """Return a path that means the same file after the current folder has changed."""
     # Not abspath: it takes `link/..` for the folder of the link.
     return path if is_remote(path) or os.path.isabs(path) else os.path.join(os.getcwd(), path)
-
-
-# -- this machine -----------------------------------------------------------------------------------------------
 
 
 class Bytes(Protocol):
@@ -127,29 +117,6 @@ class LocalFiles:
         return LocalBytes(path)
 
 
-# -- other machines ----------------------------------------------------------------------------------------------
-
-
-# Any: fsspec has no annotations.
-def _file_system(path: str) -> Any:
-    try:
-        import fsspec  # pyright: ignore[reportMissingTypeStubs]
-    except ImportError as err:
-        raise UnsupportedError(
-            f"{path}: paths on other machines need fsspec, which is not installed.",
-            hint='pip install "tdfunc[remote]".',
-        ) from err
-    try:
-        # Without a cache of listings, which would show folders as they were.
-        return fsspec.core.url_to_fs(path, use_listings_cache=False)[0]
-    except (ImportError, ValueError) as err:
-        raise UnsupportedError(
-            f"{path}: fsspec knows no such file system.",
-            got=f"{type(err).__name__}: {err}",
-            hint="install the package that it names.",
-        ) from err
-
-
 class RemoteBytes:
     """A file on another machine, read in ranges."""
 
@@ -172,7 +139,15 @@ class RemoteFiles:
     """The files of another machine; with `fetch` whole ones are copied here when they are opened."""
 
     def __init__(self, path: str, *, fetch: bool) -> None:
-        self._system, self._fetch = _file_system(path), fetch
+        try:
+            import fsspec  # pyright: ignore[reportMissingTypeStubs]
+        except ImportError as err:
+            raise UnsupportedError(
+                f"{path}: other machines need fsspec.", hint='pip install "tdfunc[remote]".'
+            ) from err
+        # Without a cache of listings, which would show folders as they were. Any: fsspec has no annotations.
+        self._system: Any = fsspec.core.url_to_fs(path, use_listings_cache=False)[0]
+        self._fetch = fetch
 
     def is_folder(self, path: str) -> bool:
         """Whether there is a folder, or anything whose name starts so."""

@@ -59,13 +59,18 @@ class Snapshot(NamedTuple):
 
 
 def take_snapshot(td: TensorCollection, copy: bool | None) -> Snapshot:
-    """Copy the leaves that may be written to (None), none or all; take the digests of the others.
-
-    Raises:
-        UnsupportedError: The tree cannot be stored unchanged.
-    """
+    """Copy the leaves that may be written to (None), none or all; take the digests of the others."""
     out = outline_of(td)
-    live = _live_leaves(td) if copy is None else set[int]()
+    # The ids of leaves whose kind tells that a module may write to them.
+    live: set[int] = set()
+    stack = [td] if copy is None else []
+    while stack:
+        node = stack.pop()
+        for key, value in node._data.items():
+            if isinstance(value, TensorCollection):
+                stack.append(value)
+            elif node._kinds and node._kinds.get(key) in _LIVE_KINDS:
+                live.add(id(value.data if isinstance(value, NonTensorData) else value))
     leaves = list(out.leaves)
     kept: list[int] = []
     with torch.no_grad():
@@ -87,21 +92,6 @@ def is_live(leaf: Tensor) -> bool:
     """Whether others are expected to write to a leaf: optimizers to Parameters, anybody to a file that is mapped."""
     file = mapped_file(leaf)
     return type(leaf) is nn.Parameter or (file is not None and file.mode == "r+")
-
-
-def _live_leaves(td: TensorCollection) -> set[int]:
-    """Return the ids of leaves whose kind tells that a module may write to them."""
-    live: set[int] = set()
-    stack = [td]
-    while stack:
-        node = stack.pop()
-        kinds = node._kinds
-        for key, value in node._data.items():
-            if isinstance(value, TensorCollection):
-                stack.append(value)
-            elif kinds and kinds.get(key) in _LIVE_KINDS:
-                live.add(id(value.data if isinstance(value, NonTensorData) else value))
-    return live
 
 
 def _digests(leaves: Sequence[Tensor]) -> list[str]:
@@ -181,9 +171,7 @@ class SaveQueue:
 
     def __init__(self, max_pending: int) -> None:
         if max_pending < 1:
-            raise error(
-                ValueError, "max_pending must be a number of saves.", expected="1 or more", got=repr(max_pending)
-            )
+            raise error(ValueError, "max_pending must be 1 or more.", got=repr(max_pending))
         self._max_pending = max_pending
         self._start()
 
@@ -264,7 +252,11 @@ def _run(save: PendingSave) -> None:
         except BaseException as err:
             # Before the place is given away: the leaves are memory that the next save may need.
             del write
-            _forget_leaves(err)
+            cause: BaseException | None = err
+            while cause is not None:
+                # The frames of a failed save refer to leaves.
+                traceback.clear_frames(cause.__traceback__)
+                cause = cause.__cause__ or cause.__context__
             save.set_exception(err)
         else:
             del write
@@ -302,13 +294,6 @@ class WaitMethods:
 
 def _names(saves: Sequence[PendingSave]) -> str:
     return ", ".join(str(save._path) for save in saves)
-
-
-def _forget_leaves(error: BaseException | None) -> None:
-    """Let go of the leaves that the frames of a failed save refer to."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
 
 
 def _show_unseen(saves: list[PendingSave], process: int) -> None:

@@ -84,18 +84,11 @@ class CheckpointManager(WaitMethods):
         max_shard_size: int | str | None = None,
         fsync: bool = True,
     ) -> None:
-        for name, count in (("keep_last", keep_last), ("keep_best", keep_best)):
-            if count is not None and count < 1:
-                raise error(
-                    ValueError,
-                    f"CheckpointManager: {name} must be a number of steps.",
-                    expected="1 or more, or None",
-                    got=repr(count),
-                )
+        if any(count is not None and count < 1 for count in (keep_last, keep_best)):
+            got = f"keep_last={keep_last}, keep_best={keep_best}"
+            raise error(ValueError, "CheckpointManager: the steps to keep must be 1 or more, or None.", got=got)
         if mode not in ("min", "max"):
-            raise error(
-                ValueError, "CheckpointManager: the mode must be known.", expected="'min' or 'max'", got=repr(mode)
-            )
+            raise error(ValueError, "CheckpointManager: the mode must be 'min' or 'max'.", got=repr(mode))
         if keep_best is not None and metric is None:
             raise error(
                 ValueError,
@@ -142,7 +135,22 @@ class CheckpointManager(WaitMethods):
             Exception: An earlier save in the background failed, and this is its error. Nothing was submitted.
         """
         number = as_step(step, "save")
-        described = _check_metadata({} if metadata is None else metadata)
+        described: dict[str, Any] = {}
+        for key, value in (metadata or {}).items():
+            entry = {key: value}
+            try:
+                back: Any = json.loads(json.dumps(entry, ensure_ascii=False, allow_nan=False).encode())
+            except (TypeError, ValueError, RecursionError) as err:
+                back = f"{type(err).__name__}: {err}"
+            # Types too: JSON makes a list of a tuple, and text of a number that is a key.
+            if repr(back) != repr(entry):
+                raise UnsupportedError(
+                    f"save: metadata[{key!r}] cannot be stored; nothing was written.",
+                    expected="str, bool, None, finite numbers, lists, and dicts with str keys",
+                    got=f"{type(value).__name__}, of which JSON makes {back!r}"[:300],
+                    hint="convert it: float(x), list(x), str(x); None where there is no value.",
+                )
+            described.update(back)
         metric = described.get(self._metric) if self._metric is not None else None
         if metric is not None and not _is_number(metric):
             raise error(
@@ -150,14 +158,6 @@ class CheckpointManager(WaitMethods):
                 f"save: the metric {self._metric!r} must be a number.",
                 expected="an int or float, or None for a step that is never best",
                 got=repr(metric),
-            )
-        if not isinstance(tree, (TensorCollection, Mapping)):
-            raise error(
-                TypeError,
-                "save: this must be a tree.",
-                expected="a TensorDict, or trees by name",
-                got=type(tree).__name__,
-                hint='save(step, {"params": params, "state": state}).',
             )
         td = tree if isinstance(tree, TensorCollection) else TensorCollection._open(tree)
         path = self.path(number)
@@ -299,17 +299,9 @@ class CheckpointManager(WaitMethods):
 
     def _commit(self, step: int, snapshot: Snapshot, metadata: dict[str, Any], overwrite: bool) -> pathlib.Path:
         path = self.path(step)
-
+        max_bytes, fsync = self._max_bytes, self._fsync
         try:
-            write_step(
-                self._folder,
-                step,
-                snapshot,
-                metadata,
-                max_bytes=self._max_bytes,
-                overwrite=overwrite,
-                fsync=self._fsync,
-            )
+            write_step(self._folder, step, snapshot, metadata, max_bytes=max_bytes, overwrite=overwrite, fsync=fsync)
         except ConcurrencyError as err:
             raise ConcurrencyError(f"save {path}: {err}") from err
         except OSError as err:
@@ -381,30 +373,5 @@ class CheckpointManager(WaitMethods):
                 warnings.warn(f"{err}\n  an older step is loaded instead.", RuntimeWarning, stacklevel=3)
 
 
-# -- arguments --------------------------------------------------------------------------------------------------
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _check_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy that nobody else can change; raise for an entry that JSON would alter."""
-    plain: dict[str, Any] = {}
-    for key, value in metadata.items():
-        entry = {key: value}
-        try:
-            text = json.dumps(entry, ensure_ascii=False, allow_nan=False)
-            back: Any = json.loads(text.encode())
-        except (TypeError, ValueError, RecursionError) as err:
-            back = f"{type(err).__name__}: {err}"
-        # Types too: JSON makes a list of a tuple, and text of a number that is a key.
-        if repr(back) != repr(entry):
-            raise UnsupportedError(
-                f"save: metadata[{key!r}] cannot be stored; nothing was written.",
-                expected="str, bool, None, finite numbers, lists, and dicts with str keys, which JSON gives back as is",
-                got=f"{type(value).__name__}, of which JSON makes {back!r}"[:300],
-                hint="convert it: float(x), list(x), str(x); None where there is no value.",
-            )
-        plain.update(back)
-    return plain

@@ -19,8 +19,8 @@ from tdfunc.storage.safetensors.plan import plan_save
 from tdfunc.storage.safetensors.write import write_into
 from tdfunc.storage.tree.specs import no_constant, unique
 
-_NAME = re.compile(r"step-([0-9]{10,200})")
-_MAX_DIGITS = 200
+# With more digits a name is longer than a file system takes.
+_NAME = re.compile(r"step-([0-9]{10,250})")
 ABOUT_FILE = "checkpoint.json"
 _VERSION = 1
 _START = '{"digest":"xxh3-64:'
@@ -54,13 +54,8 @@ def step_name(step: int) -> str:
 def as_step(step: int, call: str) -> int:
     """Return a step as a plain int; raise for a number that has no folder name."""
     number = step.__index__()
-    if number < 0 or number >= 10**_MAX_DIGITS:
-        raise error(
-            ValueError,
-            f"{call}: the step must be 0 or more.",
-            expected=f"an int of 0 or more, of at most {_MAX_DIGITS} digits",
-            got=f"an int of {number.bit_length()} bits" if number > 0 else repr(number),
-        )
+    if number < 0:
+        raise error(ValueError, f"{call}: the step must be 0 or more.", got=repr(number))
     return number
 
 
@@ -85,15 +80,13 @@ def write_step(
     overwrite: bool,
     fsync: bool,
 ) -> None:
-    """Write a tree and its `checkpoint.json` into a new folder, and give it the name of the step.
-
-    Raises:
-        FileExistsError: There is such a step, and it is not to be replaced.
-        OSError: The file system refused; nothing is left behind.
-    """
+    """Write a tree and its `checkpoint.json` into a new folder, and give it the name of the step."""
 
     def fill(place: str) -> None:
-        file = _write_tree(snapshot, place, max_bytes, fsync=fsync)
+        outline, digests = snapshot
+        # As Hugging Face does, so that its libraries read a step too.
+        write_into(plan_save(outline, max_bytes, digests), place, fsync=fsync)
+        file = SINGLE if max_bytes is None else INDEX
         text = _describe(About(step, file, _header_digest(os.path.join(place, file)), metadata))
         about = os.path.join(place, ABOUT_FILE)
         commit.replace_file(about, lambda fd: write_all(fd, text), size_bytes=len(text), fsync=fsync)
@@ -104,13 +97,6 @@ def write_step(
         commit.replace_folder(os.path.join(folder, step_name(step)), fill, overwrite=overwrite, fsync=fsync)
     except FileExistsError as err:
         raise exists_error(folder, step) from err
-
-
-def _write_tree(snapshot: Snapshot, folder: str, max_bytes: int | None, *, fsync: bool) -> str:
-    """Write the tree into a new folder as Hugging Face does, so that its libraries read a step too."""
-    outline, digests = snapshot
-    write_into(plan_save(outline, max_bytes, digests), folder, fsync=fsync)
-    return SINGLE if max_bytes is None else INDEX
 
 
 def exists_error(folder: str, step: int) -> FileExistsError:
@@ -126,12 +112,7 @@ def exists_error(folder: str, step: int) -> FileExistsError:
 
 @contextmanager
 def reading(folder: str, step: int, call: str = "load") -> Generator[str, None, None]:
-    """Hold a step so that nobody removes it, and give its path; errors name the call.
-
-    Raises:
-        StepRemovedError: It is not there.
-        StepReplacedError: Another one was there before the end.
-    """
+    """Hold a step so that nobody removes it, and give its path; errors name the call."""
     path = os.path.join(folder, step_name(step))
     while True:
         try:
@@ -179,9 +160,6 @@ def load_step(path: str, step: int, **options: Any) -> Any:
         return load(path, **options)
 
 
-# -- checkpoint.json --------------------------------------------------------------------------------------------
-
-
 def _describe(about: About) -> memoryview:
     fields = {"format": "tdfunc checkpoint", "version": _VERSION, **about._asdict()}
     text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
@@ -190,12 +168,7 @@ def _describe(about: About) -> memoryview:
 
 
 def read_about(folder: str, step: int) -> About:
-    """Read the `checkpoint.json` of a step.
-
-    Raises:
-        CorruptCheckpointError: It is not what was saved, or of another step.
-        UnsupportedError: A later version of tdfunc wrote it.
-    """
+    """Read the `checkpoint.json` of a step."""
     path = os.path.join(folder, ABOUT_FILE)
     with naming_step(folder, step):
         with open(path, "rb") as file:
