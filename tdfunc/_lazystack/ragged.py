@@ -166,7 +166,8 @@ def _pad(pairs: Sequence[Padded], dim: int, at: Path, padding: Padding) -> Padde
         if ids not in padding.done:
             both = list(zip(nodes, inner, strict=True))
             if isinstance(nodes[0], TensorCollection):
-                made = _pad([_inner_pair(pair, padding) for pair in both], dim, path, padding)
+                inner_pairs = [(t, mask) if mask is not None else _dense_pair(t, padding) for t, mask in both]
+                made = _pad(inner_pairs, dim, path, padding)
             elif isinstance(nodes[0], NonTensorBase):
                 made = _pad_values(both, dim, padding)
             else:
@@ -179,11 +180,6 @@ def _pad(pairs: Sequence[Padded], dim: int, at: Path, padding: Padding) -> Padde
     static = Static(first._kinds, ties) if first._static is not None else None
     whole = first._make(data, size, first._device, None, static)
     return whole, first._open._make(masks, size, first._device) if padding.masks else None
-
-
-def _inner_pair(pair: Padded, padding: Padding) -> Padded:
-    tree, mask = pair
-    return pair if mask is not None else _dense_pair(tree, padding)
 
 
 def _pad_leaves(pairs: Sequence[Padded], dim: int, ndim: int, at: Path, padding: Padding) -> Padded:

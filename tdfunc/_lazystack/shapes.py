@@ -106,30 +106,23 @@ def _written(tree: Any, parts: tuple[Any, ...], rows: Any, call: str) -> Any:
 # -- shapes -----------------------------------------------------------------------------------------------------
 
 
-def _on_stack(stack: Any, op: LeafOp, others: Sequence[Any]) -> Any:
-    _check_joined(stack, others, "stack")
-    return stack._of([stack, *others], op.args[0])
-
-
-def _on_cat(stack: Any, op: LeafOp, others: Sequence[Any]) -> Any:
-    _check_joined(stack, others, "cat")
-    dim, mine = op.args[0], stack._dim
-    if dim == mine:
-        return stack._of([tree for part in (stack, *others) for tree in part._trees], mine)
-    rows = zip(*[part._trees for part in (stack, *others)], strict=True)
-    return stack._of([join.cat(row, dim - (dim > mine)) for row in rows], mine)
-
-
-def _check_joined(stack: Any, others: Sequence[Any], call: str) -> None:
+def _on_join(stack: Any, op: LeafOp, others: Sequence[Any]) -> Any:
     for other in others:
         if other._dim != stack._dim or len(other._batch_size) != len(stack._batch_size):
             raise TreeStructureError(
-                f"{call}: the trees of lazy stacks must lie along one dimension.",
+                f"{op.name}: the trees of lazy stacks must lie along one dimension.",
                 expected=f"batch size {list(stack._batch_size)} along dimension {stack._dim}",
                 got=f"batch size {list(other._batch_size)} along dimension {other._dim}",
                 hint="permute() moves the dimension of a stack.",
             )
     check_alike([tree for part in (stack, *others) for tree in part._trees], ())
+    dim, mine = op.args[0], stack._dim
+    if op.name == "stack":
+        return stack._of([stack, *others], dim)
+    if dim == mine:
+        return stack._of([tree for part in (stack, *others) for tree in part._trees], mine)
+    rows = zip(*[part._trees for part in (stack, *others)], strict=True)
+    return stack._of([join.cat(row, dim - (dim > mine)) for row in rows], mine)
 
 
 def _on_permute(stack: Any, op: LeafOp, _: Sequence[Any]) -> Any:
@@ -196,8 +189,8 @@ def _on_reshape(stack: Any, op: LeafOp, _: Sequence[Any]) -> Any:
 
 HANDLERS: dict[str, Callable[[Any, LeafOp, Sequence[Any]], TensorCollection]] = {
     "index": lambda stack, op, _: pick(stack, op.args[0]),
-    "stack": _on_stack,
-    "cat": _on_cat,
+    "stack": _on_join,
+    "cat": _on_join,
     "permute": _on_permute,
     "unsqueeze": _on_unsqueeze,
     "squeeze": _on_squeeze,

@@ -519,24 +519,18 @@ def _kept(cls: Any) -> Any:
 
 
 def _define_for(cls: Any) -> None:
-    if _kept(cls).made is not None:
-        return
     with _DEFINING:
-        # Another thread may have been here first.
-        if _kept(cls).made is None:
-            cls._stack_class = _Kept(cls, _define(cls))
-
-
-def _define(cls: Any) -> Any:
-    namespace = {"__slots__": (), "__module__": cls.__module__, "_stacked": cls, "__doc__": LazyStack.__doc__}
-    namespace["__qualname__"] = name = f"LazyStack[{cls.__name__}]"
-    made = type(cls)(name, (LazyStack, cls), namespace)
-    # Not in the namespace, where it would replace the constructor of the fields.
-    made.__new__ = LazyStack.__new__
-    for field in cls._fields:
-        setattr(made, field, property(partial(_read_field, field)))
-    register(made)
-    return made
+        if _kept(cls).made is not None:
+            return
+        namespace = {"__slots__": (), "__module__": cls.__module__, "_stacked": cls, "__doc__": LazyStack.__doc__}
+        namespace["__qualname__"] = name = f"LazyStack[{cls.__name__}]"
+        made = type(cls)(name, (LazyStack, cls), namespace)
+        # Not in the namespace, where it would replace the constructor of the fields.
+        made.__new__ = LazyStack.__new__
+        for field in cls._fields:
+            setattr(made, field, property(partial(_read_field, field)))
+        register(made)
+        cls._stack_class = _Kept(cls, made)
 
 
 # A hook of the class, which runs when its stack is defined, may stack other classes.

@@ -181,7 +181,7 @@ def _define_fields(cls: Any, namespace: dict[str, Any]) -> None:
     fields = dataclasses.fields(cls)
     cls._fields = tuple(f.name for f in fields)
     cls._known = frozenset(cls._fields)
-    cls._required = tuple(f.name for f in fields if not _has_default(f))
+    cls._required = tuple(f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING)
     for name in cls._fields:
         setattr(cls, name, Field(name, cls._options.tensor_only))
     inherited = [vars(base).get("_hints", {}) for base in reversed(cls.__mro__[1:])]
@@ -259,10 +259,6 @@ class _Factory:
 
 
 _FACTORY: Any = _Factory()
-
-
-def _has_default(field: "dataclasses.Field[Any]") -> bool:
-    return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
 
 
 def _make_constructor(cls: Any) -> Callable[..., Any]:

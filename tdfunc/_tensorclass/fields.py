@@ -122,28 +122,25 @@ def typed_class(cls: Any, key: str, value: Any) -> Any:
     if isinstance(value, TensorCollection):
         convertible = type(value) in (TensorCollection._open, TensorCollection._lazy)
     else:
-        convertible = isinstance(value, Mapping) or _is_record(value)
+        is_record = dataclasses.is_dataclass(value) and not isinstance(value, type)
+        convertible = is_record or isinstance(value, Mapping)
     if not convertible:
         return None
     members = [get_origin(each) or each for each in _alternatives(cls._hints.get(key, Any))]
     typed = [each for each in members if _has_fields(each)]
     others = [each for each in members if not _has_fields(each)]
     # With two classes, or another member that takes the value, the annotation is ambiguous.
-    return typed[0] if len(typed) == 1 and not any(_takes(each, value) for each in others) else None
+    names = (Any, object, *type(value).__mro__)
+    taken = [
+        each
+        for each in others
+        if each in names or isinstance(each, type) and issubclass(each, (TensorCollection, Mapping))
+    ]
+    return typed[0] if len(typed) == 1 and not taken else None
 
 
 def _has_fields(member: Any) -> bool:
     return isinstance(member, type) and issubclass(member, TensorCollection) and bool(getattr(member, "_fields", None))
-
-
-def _takes(member: Any, value: Any) -> bool:
-    if member is Any or member is object or member in type(value).__mro__:
-        return True
-    return isinstance(member, type) and issubclass(member, (TensorCollection, Mapping))
-
-
-def _is_record(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 # -- values into nodes ------------------------------------------------------------------------------------------
@@ -230,9 +227,19 @@ def check_annotations(cls: Any, nodes: Mapping[str, Node], edited: Collection[st
     keys = [key for key in nodes if key not in edited and not in_functorch()] + [key for key in nodes if key in edited]
     hints = {key: _shape_annotations(cls._hints.get(key)) for key in keys if nodes[key] is not None}
     given = {key: (nodes[key], types) for key, types in hints.items() if types}
-    wrong = _first_misfit(given, edited) if given else None
-    if wrong is None:
+    if not given:
         return
+    import jaxtyping  # an annotation of its types exists, so it is installed
+
+    # A context of its own, whatever function with checks of its own is running.
+    with jaxtyping.jaxtyped("context"):
+        fits = {key: _fits(*each) for key, each in given.items()}
+        misfits = [key for key, fit in fits.items() if fit is False and key in edited]
+        # All fields have bound their axes: an axis such as `n+1` can be checked, unless no field gives `n`.
+        misfits += [key for key, fit in fits.items() if fit is None and _fits(*given[key]) is False]
+    if not misfits:
+        return
+    wrong = misfits[0]
     others = " and ".join(f"{key!r} has {_described(each[0])}" for key, each in given.items() if key != wrong)
     hint = f"an axis of one name has one size in all fields, and {others}; replace() takes several in one call."
     raise LeafMismatchError(
@@ -241,18 +248,6 @@ def check_annotations(cls: Any, nodes: Mapping[str, Node], edited: Collection[st
         got=_described(given[wrong][0]),
         hint=hint if others else None,
     )
-
-
-def _first_misfit(given: Mapping[str, tuple[Any, tuple[Any, ...]]], edited: Collection[str]) -> str | None:
-    import jaxtyping  # an annotation of its types exists, so it is installed
-
-    # A context of its own, whatever function with checks of its own is running.
-    with jaxtyping.jaxtyped("context"):
-        fits = {key: _fits(*each) for key, each in given.items()}
-        wrong = [key for key, fit in fits.items() if fit is False and key in edited]
-        # All fields have bound their axes: an axis such as `n+1` can be checked, unless no field gives `n`.
-        wrong += [key for key, fit in fits.items() if fit is None and _fits(*given[key]) is False]
-    return wrong[0] if wrong else None
 
 
 def _fits(node: Any, alternatives: Iterable[Any]) -> bool | None:

@@ -381,7 +381,8 @@ def index_size(index: tuple[Any, ...], size: Size) -> Size:
         shapes = [Size((int(item),)) if dim is None else item.shape for item, dim in layout.advanced]
         shape = shapes[0] if len(shapes) == 1 else broadcast_sizes(shapes)
         # As torch: any position in an empty dimension is out of range, whatever it says.
-        if shape.numel() and any([dim is not None and size[dim] == 0 for _, dim in layout.advanced]):
+        # The sizes first: a compiler may not know the number of elements that a mask takes.
+        if any([dim is not None and size[dim] == 0 for _, dim in layout.advanced]) and shape.numel():
             raise error(
                 IndexError,
                 "index: a batch dimension that is indexed with integers is empty.",

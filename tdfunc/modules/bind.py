@@ -139,15 +139,19 @@ class Match:
         """Put the leaves in: as Parameters that share storage, or (in a block) as they are."""
         for owner, _, state in self.states:
             owner.set_extra_state(state)
-        make = _stored if permanent else _borrowed
         # A table with max_norm writes the rows that it looks up.
-        tables = () if permanent else {id(m._parameters) for m in self.modules if is_renormed(m)}
+        tables = {id(m._parameters) for m in self.modules if is_renormed(m)}
         # One Parameter for each tied slot, or the tie would be broken.
         made: dict[int, Any] = {}
         for table, name, old, leaf, is_parameter, _ in self.entries:
             new = made.get(id(old)) if self._tied else None
             if new is None:
-                new = made[id(old)] = make(old, leaf, is_parameter and id(table) not in tables)
+                if permanent:
+                    new = _stored(old, leaf, is_parameter)
+                else:
+                    # BatchNorm writes its buffers in place, tables their rows; a clone keeps those of the tree.
+                    new = leaf if is_parameter and id(table) not in tables else leaf.clone()
+                made[id(old)] = new
             # Assigning to an existing key keeps the order of the slots.
             table[name] = new
 
@@ -165,11 +169,6 @@ def _stored(old: Tensor, leaf: Tensor, is_parameter: bool) -> Tensor:
     if isinstance(leaf, nn.Parameter):
         return leaf
     return nn.Parameter(leaf, requires_grad=old.requires_grad)
-
-
-def _borrowed(old: Tensor, leaf: Tensor, is_parameter: bool) -> Tensor:
-    # BatchNorm writes its buffers in place, tables their rows; a clone keeps those of the tree as they are.
-    return leaf if is_parameter else leaf.clone()
 
 
 def _leaf_error(owner: nn.Module, path: Path, old: Tensor, leaf: Any) -> LeafMismatchError:

@@ -252,14 +252,6 @@ _SERVERS: dict[Any, Server] = {
 }  # fmt: skip
 
 
-def _attends(*args: Any, **kwargs: Any) -> bool:
-    return (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)) > 0.0
-
-
-def _attends_by_heads(*args: Any, training: bool = True, **kwargs: Any) -> bool:
-    return training and (args[10] if len(args) > 10 else kwargs["dropout_p"]) > 0.0
-
-
 def _recurs(*args: Any, **_: Any) -> bool:
     # (input, hx, weights, has_biases, num_layers, dropout, train, ...), or with batch_sizes before hx.
     numbers = [a for a in args if isinstance(a, (bool, int, float))]
@@ -268,8 +260,9 @@ def _recurs(*args: Any, **_: Any) -> bool:
 
 # Functions whose draws cannot be served, and whether a call of them draws.
 _UNSERVED: dict[Any, Callable[..., bool]] = {
-    F.scaled_dot_product_attention: _attends,
-    F.multi_head_attention_forward: _attends_by_heads,
+    F.scaled_dot_product_attention: lambda *args, **kw: (args[4] if len(args) > 4 else kw.get("dropout_p", 0.0)) > 0.0,
+    F.multi_head_attention_forward: lambda *args, training=True, **kw: training
+    and (args[10] if len(args) > 10 else kw["dropout_p"]) > 0.0,
     **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurs),
     **dict.fromkeys((F.rrelu, torch.rrelu), lambda input, lower=0, upper=0, training=False, inplace=False: training),
     **dict.fromkeys(

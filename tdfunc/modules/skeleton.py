@@ -72,7 +72,15 @@ def duplicate(
         elif isinstance(value, torch.Generator):
             replacement = value
         elif isinstance(value, types.FunctionType) and _reaches(value, own):
-            replacement = _with_new_cells(value, own)
+            # Cells that lead to parts of the module are filled below; the others stay shared.
+            cells = [
+                types.CellType() if _is_filled(cell) and _reaches(cell.cell_contents, own) else cell
+                for cell in value.__closure__ or ()
+            ]
+            replacement = types.FunctionType(
+                value.__code__, value.__globals__, value.__name__, None, tuple(cells) or None
+            )
+            replacement.__dict__.update(value.__dict__)
             functions.append((value, replacement))
         if replacement is not None:
             memo[id(value)] = replacement
@@ -128,8 +136,13 @@ def _children_of(value: Any) -> list[tuple[str, Any]]:
         return [("func", value.func), ("args", value.args), ("keywords", value.keywords), *vars(value).items()]
     if isinstance(value, (*_ATOMS, Tensor)) or not (isinstance(value, nn.Module) or _is_plain(value)):
         return []
-    slots = [name for cls in type(value).__mro__ for name in _slots(cls)]
-    return [*getattr(value, "__dict__", {}).items(), *[(n, getattr(value, n)) for n in slots if hasattr(value, n)]]
+    parts = list(getattr(value, "__dict__", {}).items())
+    for cls in type(value).__mro__:
+        names = cls.__dict__.get("__slots__", ())
+        for name in [names] if isinstance(names, str) else names:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                parts.append((name, getattr(value, name)))
+    return parts
 
 
 def _is_plain(value: Any) -> bool:
@@ -138,11 +151,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (types.ModuleType, weakref.ref)) or hasattr(cls, "__deepcopy__"):
         return False
     return cls.__reduce__ is object.__reduce__ and cls.__reduce_ex__ is object.__reduce_ex__
-
-
-def _slots(cls: type) -> list[str]:
-    names = cls.__dict__.get("__slots__", ())
-    return [name for name in ([names] if isinstance(names, str) else names) if name not in ("__dict__", "__weakref__")]
 
 
 def _is_filled(cell: types.CellType) -> bool:
@@ -164,17 +172,6 @@ def _reaches(value: Any, targets: set[int]) -> bool:
             seen.add(id(value))
             stack += [child for _, child in _children_of(value)]
     return False
-
-
-def _with_new_cells(function: types.FunctionType, targets: set[int]) -> types.FunctionType:
-    """Return the function with empty cells in place of those that lead to the targets; the others stay shared."""
-    cells = [
-        types.CellType() if _is_filled(cell) and _reaches(cell.cell_contents, targets) else cell
-        for cell in function.__closure__ or ()
-    ]
-    new = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, tuple(cells) or None)
-    new.__dict__.update(function.__dict__)
-    return new
 
 
 def make_template(module: nn.Module) -> nn.Module:

@@ -300,7 +300,12 @@ def load_state_dict(tree: T, given: Mapping[str, Any], strict: bool, assign: boo
     """Return the tree with the values of a state dict."""
     flat = not any(isinstance(value, Mapping) for value in given.values()) if flat is None else flat
     found = dict(given) if flat else dict(_flat(given, ""))
-    nodes = {dotted(path): (path, node) for path, node in iter_items(tree, True, True) if _is_state(tree, path, node)}
+    # The leaves that are in the tree's `state_dict()`.
+    nodes: dict[str, tuple[Path, Any]] = {}
+    for path, node in iter_items(tree, True, True):
+        kind = kind_of(tree, path)
+        if kind is Kind.EXTRA_STATE if isinstance(node, NonTensorBase) else kind is not Kind.NON_PERSISTENT:
+            nodes[dotted(path)] = path, node
     missing, unexpected = sorted(nodes.keys() - found), sorted(found.keys() - nodes)
     if strict and (missing or unexpected):
         raise MissingKeyError(
@@ -345,12 +350,6 @@ def _flat(given: Mapping[str, Any], prefix: str) -> "list[tuple[str, Any]]":
         else:
             pairs.append((prefix + key, value))
     return pairs
-
-
-def _is_state(tree: TensorCollection, path: Path, node: Any) -> bool:
-    """Return whether a leaf is in the tree's `state_dict()`."""
-    kind = kind_of(tree, path)
-    return kind is not Kind.NON_PERSISTENT and (not isinstance(node, NonTensorBase) or kind is Kind.EXTRA_STATE)
 
 
 class InteropMethods(TensorCollection):

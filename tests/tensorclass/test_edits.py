@@ -251,12 +251,12 @@ def test_dataclass_protocol():
 
 
 def test_dataclass_replace_of_a_lazy_stack():
-    """A lazy stack has `replace`; `dataclasses.replace`, which needs a constructor of fields, names it."""
+    """A lazy stack has `replace`; `dataclasses.replace` needs a constructor of fields, which it has not."""
     stack = tdf.lazy_stack([foo(), foo()])
 
     assert type(type(stack)([foo()], dim=0)) is type(stack)
     assert stack.__replace__(note="new").note == ["new", "new"]
-    with pytest.raises(TypeError, match=r"(?s)LazyStack\[Foo\].*'note'.*stack.replace"):
+    with pytest.raises(TypeError, match="'note'"):
         dataclasses.replace(stack, note="new")
 
 

@@ -98,9 +98,14 @@ def summary(tree: TensorCollection, depth: int | None, where: "FilterLike | None
     if where is not None:
         tree = partition(tree, where)[0]
         title += f", where {where if isinstance(where, Filter) else repr(where)}"
-    rows = list(_rows(tree, (), aliases(tree), set()))
+    rows = shown = list(_rows(tree, (), aliases(tree), set()))
+    if depth is not None:
+        groups: dict[Path, list[Row]] = {}
+        for row in rows:
+            groups.setdefault(row.path[:depth], []).append(row)
+        shown = [group[0] if group[0].path == path else _fold(path, group) for path, group in groups.items()]
     found = Summary(rows, Table(title=printable(title), title_justify="left", show_footer=True))
-    _fill(found, rows if depth is None else _folded(rows, depth))
+    _fill(found, shown)
     return found
 
 
@@ -129,15 +134,9 @@ def _rows(tree: TensorCollection, at: Path, tied: dict[Path, list[Path]], seen: 
             yield Row(path, shape, facts.dtype, facts.device, kind, *totals)
 
 
-def _folded(rows: list[Row], depth: int) -> list[Row]:
-    """Put the leaves of each tree at a depth on one line."""
-    groups: dict[Path, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(row.path[:depth], []).append(row)
-    return [group[0] if group[0].path == path else _fold(path, group) for path, group in groups.items()]
-
-
 def _fold(path: Path, rows: list[Row]) -> Row:
+    """Put the leaves of a tree on one line."""
+
     def common(field: str) -> str:
         found = list(dict.fromkeys(getattr(row, field) for row in rows if row.leaves))
         return ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")

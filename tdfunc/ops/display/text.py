@@ -86,14 +86,17 @@ def facts_of(leaf: Any) -> Facts:
         return Facts(leaf_type(leaf))
     # The class of a tensor may raise from anything.
     try:
-        shape = _shape_text(parts)
+        shape, first = _shape_text(parts), parts[0]
+        layout = "" if first.layout is torch.strided else str(first.layout).removeprefix("torch.").replace("_", " ")
+        is_parameter = isinstance(first, Parameter)
+        grad = "" if first.requires_grad == is_parameter else "frozen" if is_parameter else "requires grad"
         return Facts(
-            type(parts[0]).__name__,
+            type(first).__name__,
             f"{len(parts):,} x {shape}" if isinstance(leaf, tuple) else shape,
             _agreed({str(part.dtype).removeprefix("torch.") for part in parts}),
             _agreed({str(part.device) for part in parts}),
             *_amount(parts),
-            _notes(parts[0]),
+            tuple(filter(None, (layout, grad))),
         )
     except Exception:
         return Facts(leaf_type(leaf))
@@ -151,13 +154,6 @@ def _amount(parts: list[Tensor]) -> tuple[int | None, int | None]:
         return (elements, size) if type(elements) is int else (None, None)
     except Exception:
         return None, None
-
-
-def _notes(leaf: Tensor) -> tuple[str, ...]:
-    layout = "" if leaf.layout is torch.strided else str(leaf.layout).removeprefix("torch.").replace("_", " ")
-    is_parameter = isinstance(leaf, Parameter)
-    grad = "" if leaf.requires_grad == is_parameter else "frozen" if is_parameter else "requires grad"
-    return tuple(filter(None, (layout, grad)))
 
 
 # -- non-tensor data --------------------------------------------------------------------------------------------
