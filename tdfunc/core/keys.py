@@ -61,8 +61,22 @@ class _Missing:
         self._given, self._text = (path, known, call, node), ""
 
     def __str__(self) -> str:
-        if not self._text:
-            self._text = _missing_text(*self._given)
+        if self._text:
+            return self._text
+        path, known, call, node = self._given
+        names, key, parent = list(known), path[-1], path[:-1]
+        parts = tuple(key.split("."))
+        # A file has no node to look into, only the names of one level.
+        nested = len(parts) > 1 and (parts[0] in names if node is None else _leads(node, parts))
+        if node is not None and not hasattr(node, "_keys"):
+            hint = f"{dotted(parent)!r} is a leaf: nothing lies under it."
+        elif nested:
+            hint = f"a nested key is a tuple: {(*parent, *parts)!r}."
+        else:
+            hint = did_you_mean(key, names) or _further_down(key, parent, node)
+        shown = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")
+        where = f" under {dotted(parent)!r}" if parent else ""
+        self._text = explain(f"{call}: no key {key!r}{where}.", expected=f"one of {shown or '(no keys)'}", hint=hint)
         return self._text
 
     def __repr__(self) -> str:
@@ -70,22 +84,6 @@ class _Missing:
 
     def __reduce__(self) -> Any:
         return str, (str(self),)
-
-
-def _missing_text(path: Path, known: Iterable[str], call: str, node: Any) -> str:
-    names, key, parent = list(known), path[-1], path[:-1]
-    parts = tuple(key.split("."))
-    # A file has no node to look into, only the names of one level.
-    nested = len(parts) > 1 and (parts[0] in names if node is None else _leads(node, parts))
-    if node is not None and not hasattr(node, "_keys"):
-        hint = f"{dotted(parent)!r} is a leaf: nothing lies under it."
-    elif nested:
-        hint = f"a nested key is a tuple: {(*parent, *parts)!r}."
-    else:
-        hint = did_you_mean(key, names) or _further_down(key, parent, node)
-    shown = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")
-    where = f" under {dotted(parent)!r}" if parent else ""
-    return explain(f"{call}: no key {key!r}{where}.", expected=f"one of {shown or '(no keys)'}", hint=hint)
 
 
 def did_you_mean(key: str, names: Sequence[str]) -> str | None:
@@ -162,10 +160,25 @@ class Filter:
     __slots__ = ("_mask", "_text")
 
     def __init__(self, spec: "FilterSpec") -> None:
+        self._mask: Callable[[Sequence[Entry]], list[bool]]
         if isinstance(spec, Filter):
             self._mask, self._text = spec._mask, spec._text
+        elif isinstance(spec, str):
+            self._mask, self._text = partial(_matching, re.compile(fnmatch.translate(spec)), repr(spec)), repr(spec)
+        elif isinstance(spec, re.Pattern):
+            self._mask, self._text = partial(_matching, spec, repr(spec.pattern)), repr(spec)
+        elif isinstance(spec, Kind):
+            self._mask, self._text = partial(_having, "kind", spec), str(spec)
+        elif isinstance(spec, torch.dtype):
+            self._mask, self._text = partial(_having, "dtype", spec), str(spec)
+        elif callable(spec):
+            self._mask, self._text = partial(_wanted, spec), getattr(spec, "__name__", "fn")
         else:
-            self._mask, self._text = _atom(spec)
+            raise FilterError(
+                "Filter: cannot be made from this.",
+                expected="a glob (str), compiled regex, Kind, torch.dtype, predicate(path, leaf) or Filter",
+                got=f"{spec!r} ({type(spec).__name__})",
+            )
 
     def mask(self, entries: Sequence[Entry]) -> list[bool]:
         """Return for each entry whether it is chosen.
@@ -244,24 +257,6 @@ def _combined(mask: Callable[[Sequence[Entry]], list[bool]], text: str) -> Filte
     new = object.__new__(Filter)
     new._mask, new._text = mask, text
     return new
-
-
-def _atom(spec: Any) -> tuple[Callable[[Sequence[Entry]], list[bool]], str]:
-    if isinstance(spec, str):
-        return partial(_matching, re.compile(fnmatch.translate(spec)), repr(spec)), repr(spec)
-    if isinstance(spec, re.Pattern):
-        return partial(_matching, spec, repr(spec.pattern)), repr(spec)
-    if isinstance(spec, Kind):
-        return partial(_having, "kind", spec), str(spec)
-    if isinstance(spec, torch.dtype):
-        return partial(_having, "dtype", spec), str(spec)
-    if callable(spec):
-        return partial(_wanted, spec), getattr(spec, "__name__", "fn")
-    raise FilterError(
-        "Filter: cannot be made from this.",
-        expected="a glob (str), compiled regex, Kind, torch.dtype, predicate(path, leaf) or Filter",
-        got=f"{spec!r} ({type(spec).__name__})",
-    )
 
 
 def _matching(regex: re.Pattern[str], text: str, entries: Sequence[Entry]) -> list[bool]:

@@ -329,7 +329,11 @@ class NonTensorStack(NonTensorBase):
         if size.numel() == 0:
             return self._wrap(np.empty(size, dtype=object))
         taken = tuple((i.cpu().numpy() if i.dim() else int(i)) if isinstance(i, torch.Tensor) else i for i in parts)
-        array = _numpy_index(self._array, taken)
+        # torch selects with ints first, numpy counts them among the advanced indices.
+        taking = [item for item in taken if item is not None and not isinstance(item, bool)]
+        # The Ellipsis keeps an array an array.
+        array = self._array[(*(item if isinstance(item, int) else slice(None) for item in taking), ...)]
+        array = array[(*(item for item in taken if not isinstance(item, int) or isinstance(item, bool)), ...)]
         # A full index leaves one value: it is data of an empty batch, not a stack.
         return NonTensorData(array[()]) if array.ndim == 0 else self._wrap(array)
 
@@ -404,13 +408,6 @@ def _same_nodes(a: NonTensorBase, b: NonTensorBase) -> bool:
 
 def _sizes(shape: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
-
-
-def _numpy_index(array: np.ndarray[Any, Any], index: tuple[Any, ...]) -> np.ndarray[Any, Any]:
-    # torch selects with ints first, numpy counts them among the advanced indices. The Ellipsis keeps an array an array.
-    taking = [item for item in index if item is not None and not isinstance(item, bool)]
-    array = array[(*(item if isinstance(item, int) else slice(None) for item in taking), ...)]
-    return array[(*(item for item in index if not isinstance(item, int) or isinstance(item, bool)), ...)]
 
 
 def _stack(nodes: Sequence[Any], dim: int = 0) -> Any:

@@ -158,11 +158,9 @@ def rebuilt_size(
     cls: type[TensorCollection], children: tuple[Any, ...], context: Context
 ) -> tuple[Size | None, torch.device | None]:
     """Return the batch size that rebuilt children give their node, None if they do not say, and its device."""
-    return _vote_of_stack(children, context) if cls._is_lazy else _vote(children, context)
-
-
-def _vote_of_stack(children: tuple[Any, ...], context: Context) -> tuple[Size | None, torch.device | None]:
-    """Return the batch size of a lazy stack: that of its trees, with their number in its place."""
+    if not cls._is_lazy:
+        return _vote(children, context)
+    # That of its trees, with their number in its place.
     if any([not isinstance(child, TensorCollection) or child._cache is _UNDECIDED for child in children]):
         return None, context.device
     # The place of the stack counts from the end, so that dimensions may come and go in front.

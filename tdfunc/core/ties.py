@@ -108,6 +108,10 @@ def prune(tree: Any, cuts: list[tuple[Path, Path]]) -> tuple[Any, tuple[Graft, .
     return _without(tree, [path for path, _ in cuts]), tuple(sorted(grafts, key=lambda g: (g.path[:-1], g.place)))
 
 
+# None is a value in trees that `tree_map` built.
+_GONE = object()
+
+
 def graft(data: dict[str, Any], grafts: tuple[Graft, ...], ties: Ties) -> dict[str, Any]:
     """Return a node's data with the pruned paths read from their first path and put in their place.
 
@@ -115,22 +119,13 @@ def graft(data: dict[str, Any], grafts: tuple[Graft, ...], ties: Ties) -> dict[s
     """
     values: dict[Path, Any] = {}
     for item in grafts:
-        value = _lookup(data, item.source)
+        value: Any = data.get(item.source[0], _GONE)
+        for key in item.source[1:]:
+            inner = getattr(value, "_data", None)
+            value = inner.get(key, _GONE) if inner is not None else _GONE
         if value is not _GONE:
             values[item.path] = (item.place, value)
     return _insert(data, values, ties)
-
-
-# None is a value in trees that `tree_map` built.
-_GONE = object()
-
-
-def _lookup(data: dict[str, Any], path: Path) -> Any:
-    node: Any = data.get(path[0], _GONE)
-    for key in path[1:]:
-        inner = getattr(node, "_data", None)
-        node = inner.get(key, _GONE) if inner is not None else _GONE
-    return node
 
 
 def _insert(data: dict[str, Any], values: dict[Path, Any], ties: Ties) -> dict[str, Any]:

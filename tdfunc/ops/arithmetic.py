@@ -1,6 +1,7 @@
 """Pointwise functions of several operands (clamp, lerp, ...), and those along one batch dimension."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -144,6 +145,14 @@ class ArithmeticMethods(TensorCollection):
             tensor([0.1000, 0.1000])
         """
         return lerp(self, end, weight)
+
+    def addcmul(self, other1: Any, other2: Any, *, value: Any = 1) -> "Self":
+        """Return the tree of `leaf + value * other1 * other2`; both are tensors over the batch or trees."""
+        return combined(self, "addcmul", partial(torch.addcmul, value=value), (other1, other2))
+
+    def addcdiv(self, other1: Any, other2: Any, *, value: Any = 1) -> "Self":
+        """Return the tree of `leaf + value * other1 / other2`; both are tensors over the batch or trees."""
+        return combined(self, "addcdiv", partial(torch.addcdiv, value=value), (other1, other2))
 
     def nan_to_num(self, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None) -> "Self":
         """Return the tree with numbers for NaN and infinities; without ones for these, the largest of the dtype."""

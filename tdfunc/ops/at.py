@@ -270,20 +270,17 @@ def _check_rows(rows: TensorCollection, value: TensorCollection, call: str) -> N
             got=str(list(value._batch_size)),
         )
     for path, old in mine.items():
-        if isinstance(old, Tensor):
-            _check_leaf(path, old, theirs[path], call)
+        new: Any = theirs[path]
+        if isinstance(old, Tensor) and not (
+            isinstance(new, Tensor) and new.shape == old.shape and storage_writes.keeps_values(new.dtype, old.dtype)
+        ):
+            raise LeafMismatchError(
+                f"{call}: the rows for {dotted(path)!r} do not fit.",
+                expected=f"shape {list(old.shape)}, {old.dtype}",
+                got=f"shape {list(new.shape)}, {new.dtype}" if isinstance(new, Tensor) else type(new).__name__,
+                hint="cast or reshape them first; a dtype that loses values is never cast to.",
+            )
     for group in rows._ties:
         if any(get(value, path) is not get(value, group[0]) for path in group[1:]):
             names = " and ".join(repr(dotted(path)) for path in group)
             raise TieError(f"{call}: the tied paths {names} are given different rows.", expected="one tensor")
-
-
-def _check_leaf(path: Path, old: Tensor, new: Any, call: str) -> None:
-    fits = isinstance(new, Tensor) and new.shape == old.shape and storage_writes.keeps_values(new.dtype, old.dtype)
-    if not fits:
-        raise LeafMismatchError(
-            f"{call}: the rows for {dotted(path)!r} do not fit.",
-            expected=f"shape {list(old.shape)}, {old.dtype}",
-            got=f"shape {list(new.shape)}, {new.dtype}" if isinstance(new, Tensor) else type(new).__name__,
-            hint="cast or reshape them first; a dtype that loses values is never cast to.",
-        )

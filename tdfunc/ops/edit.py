@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping, Set
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-import torch
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection, check_one_shape, iter_leaves, per_tree
@@ -39,13 +38,6 @@ def set_(tree: T, key: NestedKey, value: Any, kind: Kind | None = None) -> T:
         if other != path:
             new = _set_path(new, other, node, kind)
     return _settled(new, new._ties)
-
-
-def _sent(value: Any, device: torch.device) -> Any:
-    """Return a tensor or tree on a device, which it may still be on its way to."""
-    if isinstance(value, TensorCollection):
-        return to(value, device, non_blocking=True)
-    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
 
 
 def _set_path(tree: T, path: Path, value: Any, kind: Kind | None, at: Path = ()) -> T:
@@ -317,7 +309,10 @@ class EditMethods(TensorCollection):
             data[key] = value
             return self._make(data, self._batch_size, None, self._names)
         if non_blocking and self._device is not None:
-            value = _sent(value, self._device)
+            if isinstance(value, TensorCollection):
+                value = to(value, self._device, non_blocking=True)
+            elif isinstance(value, Tensor):
+                value = value.to(self._device, non_blocking=True)
         if inplace:
             storage_writes.write_leaf(self, unravel(key), value)
             return self

@@ -46,21 +46,16 @@ def foreach_leaves(tree: T, name: str, *args: Any) -> T | None:
     return None if columns is None else _run(tree, name, *columns, *args)
 
 
-def _learn_apart(leaves: list[Tensor], other: Any = None, *_: Any) -> bool:
-    """Whether some results require grad and some do not: one kernel call for all makes every one require it."""
-    flags = list(map(_requires_grad, leaves))
-    if isinstance(other, list):
-        theirs = list(map(_requires_grad, cast("list[Tensor]", other)))
-        if True in theirs:
-            flags = list(map(operator.or_, flags, theirs))
-    return True in flags and False in flags
-
-
-def _run(tree: T, name: str, *args: Any) -> T | None:
-    if torch.is_grad_enabled() and _learn_apart(*args):
-        return None
+def _run(tree: T, name: str, leaves: list[Tensor], *args: Any) -> T | None:
+    if torch.is_grad_enabled():
+        flags = list(map(_requires_grad, leaves))
+        if args and isinstance(args[0], list):
+            flags = list(map(operator.or_, flags, map(_requires_grad, cast("list[Tensor]", args[0]))))
+        # One kernel call for all would make every result require grad.
+        if True in flags and False in flags:
+            return None
     try:
-        return refill(tree, iter(getattr(torch, name)(*args)))
+        return refill(tree, iter(getattr(torch, name)(leaves, *args)))
     # A kernel that lacks a dtype, layout or class; the leaf-by-leaf path then says what torch says.
     except (RuntimeError, TypeError):
         return None
@@ -73,50 +68,44 @@ def unary(tree: T, name: str, foreach: str | None, *args: Any, **kwargs: Any) ->
         if done is not None:
             return done
     elif name == "isfinite":
-        done = _is_finite(tree)
-        if done is not None:
-            return done
+        columns = gather((tree,)) if can_foreach() else None
+        if columns is not None and all(map(Tensor.is_floating_point, columns[0])):
+            # What is not finite is NaN when it is taken from itself: faster than `torch.isfinite`.
+            with torch.no_grad():
+                zeros = _run(tree, "_foreach_sub", columns[0], columns[0])
+                if zeros is not None:
+                    return zeros._map(LeafOp("isfinite", lambda x: x == x))
     fn = getattr(torch, name)
     return tree._map(LeafOp(name, (lambda x: fn(x, *args, **kwargs)) if args or kwargs else fn))
-
-
-def _is_finite(tree: T) -> T | None:
-    """Return where the leaves are finite, three times as fast as `torch.isfinite`; None where it does not apply."""
-    columns = gather((tree,)) if can_foreach() else None
-    if columns is None or not all(map(Tensor.is_floating_point, columns[0])):
-        return None
-    (leaves,) = columns
-    # What is not finite is NaN when it is taken from itself.
-    with torch.no_grad():
-        zeros = _run(tree, "_foreach_sub", leaves, leaves)
-        return None if zeros is None else zeros._map(LeafOp("isfinite", lambda x: x == x))
 
 
 def binary(tree: T, other: Any, name: str, foreach: str | None, **kwargs: Any) -> T:
     """Apply `torch.<name>(leaf, other)`: other is a number, a tensor over the batch, or a tree with the same keys."""
     if kwargs:
         foreach = None
-    if isinstance(other, TensorCollection):
-        return _with_tree(tree, other, name, foreach, **kwargs)
     fn = getattr(torch, name)
+    if isinstance(other, TensorCollection):
+        done = foreach_pairs(tree, other, foreach) if foreach is not None else None
+        if done is not None:
+            return done
+        check_same(tree, other, name)
+        size = broadcast_size(tree, other, name)
+        if name not in ("eq", "ne"):
+            return tree._map(LeafOp(name, (lambda x, y: fn(x, y, **kwargs)) if kwargs else fn, size), other)
+
+        def compare(x: Any, y: Any) -> Any:
+            # Non-tensor data by value, so that `(a == b).all()` sees them.
+            if not isinstance(x, NonTensorBase):
+                return fn(x, y)
+            return x.equal(y) if name == "eq" else ~x.equal(y)
+
+        return tree._shape(LeafOp(name, compare, size, batch=True, plain=lambda _: fn), other)
     number = _as_number(other)
     if number is not None:
         done = foreach_leaves(tree, foreach, number) if foreach is not None else None
         call: Callable[..., Any] = _WITH_NUMBER.get(name) or fn
         return done if done is not None else tree._map(LeafOp(name, lambda x: call(x, number, **kwargs)))
     return tree._map(over_batch_op(tree, name, lambda x, y: fn(x, y, **kwargs), _as_tensor(other, name)))
-
-
-def _with_tree(tree: T, other: TensorCollection, name: str, foreach: str | None, **kwargs: Any) -> T:
-    done = foreach_pairs(tree, other, foreach) if foreach is not None else None
-    if done is not None:
-        return done
-    check_same(tree, other, name)
-    size = broadcast_size(tree, other, name)
-    fn = getattr(torch, name)
-    if name in ("eq", "ne"):
-        return tree._shape(LeafOp(name, _comparison(fn), size, batch=True, plain=lambda _: fn), other)
-    return tree._map(LeafOp(name, (lambda x, y: fn(x, y, **kwargs)) if kwargs else fn, size), other)
 
 
 def foreach_pairs(tree: T, other: TensorCollection, name: str, *args: Any) -> T | None:
@@ -185,7 +174,15 @@ def _check_features(tree: TensorCollection, other: TensorCollection, dims: _Batc
         # The keys of a stack are those that its trees share; a tree may lack another.
         check_keys(inner, part, call, at)
         if _check_features(inner, part, _Batches(dims.mine - 1, dims.theirs - 1, dims.aligned), call, at):
-            _check_not_grown(inner._batch_size, part._batch_size, call, at)
+            mine, theirs = inner._batch_size, part._batch_size
+            if mine != theirs and -1 not in (*mine, *theirs) and not fits_into(theirs, mine):
+                where = f" at {dotted(at)!r}" if at else ""
+                raise BatchSizeError(
+                    f"{call}: the operand of a tree of the lazy stack{where} does not fit the batch of the tree.",
+                    expected=str(list(mine)),
+                    got=str(list(theirs)),
+                    hint="expand() the lazy stack to the batch size of the other first.",
+                )
         return inner
 
     if tree._is_lazy:
@@ -206,29 +203,6 @@ def _check_features(tree: TensorCollection, other: TensorCollection, dims: _Batc
                     hint="give both the same dimensions after the batch; those of size 1 are expanded.",
                 )
     return differ
-
-
-def _check_not_grown(mine: Size, theirs: Size, call: str, at: Path) -> None:
-    """Raise if a tree of a lazy stack would have to take over the batch size of its operand."""
-    if mine != theirs and -1 not in (*mine, *theirs) and not fits_into(theirs, mine):
-        where = f" at {dotted(at)!r}" if at else ""
-        raise BatchSizeError(
-            f"{call}: the operand of a tree of the lazy stack{where} does not fit the batch of the tree.",
-            expected=str(list(mine)),
-            got=str(list(theirs)),
-            hint="expand() the lazy stack to the batch size of the other first.",
-        )
-
-
-def _comparison(fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return `eq` or `ne` for tensors, and for non-tensor data by value, so that `(a == b).all()` sees them."""
-
-    def compare(x: Any, y: Any) -> Any:
-        if not isinstance(x, NonTensorBase):
-            return fn(x, y)
-        return x.equal(y) if fn is torch.eq else ~x.equal(y)
-
-    return compare
 
 
 def reversed_binary(tree: T, other: Any, name: str) -> T:
@@ -272,7 +246,12 @@ def _as_tensor(other: Any, name: str) -> Tensor:
 
 def over_batch_op(tree: TensorCollection, name: str, fn: LeafFn, *others: Tensor) -> LeafOp:
     """Describe `fn(leaf, *operands)` for operands over the batch."""
-    leads = tuple(_lead(tree, other, name) for other in others)
+    n = len(tree._batch_size)
+    for other in others:
+        if other.dim():
+            check_operand(tree, other, name)
+    # With all batch dimensions of the tree; an operand without any stays as it is.
+    leads = tuple([x.reshape((1,) * (n - x.dim()) + x.shape) if 0 < x.dim() < n else x for x in others])
 
     def bind(*leads: Tensor) -> LeafFn:
         # A 0-d operand stays one (it does not promote); a part without batch dimensions of one that has them does not.
@@ -280,15 +259,6 @@ def over_batch_op(tree: TensorCollection, name: str, fn: LeafFn, *others: Tensor
         return lambda x, *rest: fn(x, *[operand(x.dim()) for operand in operands], *rest)
 
     return LeafOp(name, bind(*leads), args=leads, bind=bind)
-
-
-def _lead(tree: TensorCollection, other: Tensor, call: str) -> Tensor:
-    """Return the operand with all batch dimensions of the tree; one without any stays as it is."""
-    if other.dim() == 0:
-        return other
-    check_operand(tree, other, call)
-    missing = len(tree._batch_size) - other.dim()
-    return other.reshape((1,) * missing + other.shape) if missing else other
 
 
 def broadcaster(lead: Tensor, at_least: bool = False) -> Callable[[int], Tensor]:

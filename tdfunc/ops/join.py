@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import repeat
 from operator import attrgetter
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Size, Tensor
@@ -135,29 +135,34 @@ def as_trees(trees: Iterable[T], call: str) -> list[T]:
 
 def _joined(op: LeafOp, first: T, others: Sequence[T]) -> T:
     try:
-        done = None if is_compiling() else _join_alike(op, (first, *others))
-        if done is not None:
-            return done
+        # The leaves of all nodes together, so that checking and joining them is one call in C each.
+        columns = None if is_compiling() else gather((first, *others))
+        if columns is not None:
+            dtypes = list(map(_DTYPE, columns[0]))
+            if all([list(map(_DTYPE, column)) == dtypes for column in columns[1:]]):
+                (dim,) = op.args
+                fn = torch.stack if op.name == "stack" else torch.cat
+                rows = zip(*columns, strict=True)
+                return refill(first, map(fn, rows, repeat(dim)) if dim else map(fn, rows), op)
         check_joinable(op.name, first, others)
         return first._shape(op, *others)
     except (RuntimeError, TypeError, TreeStructureError) as err:
-        _explain_join(op, first, others, err)
-
-
-def _join_alike(op: LeafOp, trees: Sequence[T]) -> T | None:
-    """Join trees that differ in nothing but values, shapes and batch; None where it takes `check_joinable` to tell."""
-    # The leaves of all nodes together, so that checking and joining them is one call in C each.
-    columns = gather(trees)
-    if columns is None:
-        return None
-    dtypes = list(map(_DTYPE, columns[0]))
-    for column in columns[1:]:
-        if list(map(_DTYPE, column)) != dtypes:
-            return None
-    (dim,) = op.args
-    fn = torch.stack if op.name == "stack" else torch.cat
-    rows = zip(*columns, strict=True)
-    return refill(trees[0], map(fn, rows, repeat(dim)) if dim else map(fn, rows), op)
+        skip = op.args[0] if op.name == "cat" else None
+        for other in others:
+            pairs = zip_trees(first, other) if type(first) is type(other) else []
+            # Keys and classes that differ are in the error already, and ragged leaves have no shape.
+            for path, x, y in [] if isinstance(pairs, Difference) else pairs:
+                if not isinstance(x, (Tensor, NonTensorBase)):
+                    continue
+                a, b = list(x.shape), list(y.shape)
+                if a != b and (skip is None or a[:skip] + a[skip + 1 :] != b[:skip] + b[skip + 1 :]):
+                    raise LeafMismatchError(
+                        f"{op.name}: leaf {dotted(path)!r} differs.",
+                        expected=f"shape {a}",
+                        got=f"shape {b}",
+                        hint="pad them to one shape, or keep them ragged with lazy_stack.",
+                    ) from err
+        raise
 
 
 def check_joinable(name: str, first: TensorCollection, others: Sequence[TensorCollection]) -> None:
@@ -224,23 +229,3 @@ def defined_twice(first: Any, other: Any) -> str | None:
         return f"two classes are called {name}, one of {first.__module__} and one of {other.__module__}."
     convert = f"{name}.from_tensordict(old.to_tensordict())"
     return f"{name} was defined twice, as by a notebook cell that ran again; {convert} makes old instances new ones."
-
-
-def _explain_join(op: LeafOp, first: TensorCollection, others: Sequence[TensorCollection], err: Exception) -> NoReturn:
-    """Find the leaf that torch, or non-tensor data, refused to join, and name it with both shapes."""
-    skip = op.args[0] if op.name == "cat" else None
-    for other in others:
-        pairs = zip_trees(first, other) if type(first) is type(other) else []
-        # Keys and classes that differ are in the error already, and ragged leaves have no shape.
-        for path, x, y in [] if isinstance(pairs, Difference) else pairs:
-            if not isinstance(x, (Tensor, NonTensorBase)):
-                continue
-            a, b = list(x.shape), list(y.shape)
-            if a != b and (skip is None or a[:skip] + a[skip + 1 :] != b[:skip] + b[skip + 1 :]):
-                raise LeafMismatchError(
-                    f"{op.name}: leaf {dotted(path)!r} differs.",
-                    expected=f"shape {a}",
-                    got=f"shape {b}",
-                    hint="pad them to one shape, or keep them ragged with lazy_stack.",
-                ) from err
-    raise err

@@ -121,8 +121,6 @@ def reduce(tree: TensorCollection, name: str, dim: Any, keepdim: bool, whole: bo
         if not flat:
             raise error(ValueError, f"{name}: the tree has no leaves to reduce.", expected="one or more leaves")
         return fn(torch.cat(flat), **kwargs)
-    if name == "prod":
-        return _reduce_leaves(tree, name, dim, keepdim, lambda x, dims, keep: _prod(x, dims, keep, **kwargs))
     direct = partial(_method, name, keepdim, kwargs) if name in _METHODS else None
 
     def each(x: Tensor, dims: tuple[int, ...], keep: bool) -> Tensor:
@@ -149,18 +147,14 @@ def _method(name: str, keepdim: bool, options: dict[str, Any], dims: tuple[int, 
     return methodcaller(name, given, keepdim=keepdim, **options) if options else methodcaller(name, given, keepdim)
 
 
-def _prod(x: Tensor, dims: tuple[int, ...], keepdim: bool, **kwargs: Any) -> Tensor:
+def _prod(x: Tensor, dim: tuple[int, ...] | None = None, keepdim: bool = False, **kwargs: Any) -> Tensor:
     # torch.prod takes one dimension or all; all at once rounds once.
-    if len(dims) == x.dim():
+    if dim is None or len(dim) == x.dim():
         out = torch.prod(x, **kwargs)
         return out.reshape([1] * x.dim()) if keepdim else out
-    for d in sorted(dims, reverse=True):
+    for d in sorted(dim, reverse=True):
         x = torch.prod(x, d, keepdim=keepdim, **kwargs)
     return x
-
-
-def _logsumexp(x: Tensor, dim: tuple[int, ...] | None = None, keepdim: bool = False) -> Tensor:
-    return torch.logsumexp(x, tuple(range(x.dim())) if dim is None else dim, keepdim)
 
 
 def _norm(x: Tensor, dim: Any = None, keepdim: bool = False, *, p: float, dtype: torch.dtype | None) -> Tensor:
@@ -177,7 +171,14 @@ def _quantile(x: Tensor, dim: tuple[int, ...] | None = None, keepdim: bool = Fal
 
 
 # Spelled otherwise in torch, or with other arguments.
-_OWN: dict[str, Callable[..., Tensor]] = {"logsumexp": _logsumexp, "norm": _norm, "quantile": _quantile}
+_OWN: dict[str, Callable[..., Tensor]] = {
+    "logsumexp": lambda x, dim=None, keepdim=False: torch.logsumexp(
+        x, tuple(range(x.dim())) if dim is None else dim, keepdim
+    ),
+    "norm": _norm,
+    "prod": _prod,
+    "quantile": _quantile,
+}
 
 
 def extremes(tree: T, name: str, dim: Any, keepdim: bool) -> T:

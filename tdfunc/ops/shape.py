@@ -171,19 +171,11 @@ def squeeze(tree: T, dim: "int | tuple[int, ...] | None") -> T:
     asked = range(len(size)) if dim is None else dims_of(dim)
     gone = {d for d in (dim_index(d, len(size), "squeeze") for d in asked) if size[d] == 1}
     for d in sorted(gone, reverse=True):
-        tree = tree._shape(_squeeze_op(tree._batch_size, d))
+        size = tree._batch_size
+        new = put_first(size[:d] + size[d + 1 :], len(size))
+        leaf, names = methodcaller("squeeze", d), lambda names, d=d: names[:d] + names[d + 1 :]
+        tree = tree._shape(LeafOp("squeeze", leaf, new, names, True, (d,)))
     return tree
-
-
-def _squeeze_op(size: Size, dim: int) -> LeafOp:
-    return LeafOp(
-        "squeeze",
-        methodcaller("squeeze", dim),
-        put_first(size[:dim] + size[dim + 1 :], len(size)),
-        lambda names: names[:dim] + names[dim + 1 :],
-        True,
-        (dim,),
-    )
 
 
 def expand(tree: T, shape: tuple[int, ...]) -> T:

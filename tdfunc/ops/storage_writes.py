@@ -135,11 +135,7 @@ def _leaf_writes(tree: TensorCollection, path: Path, value: Any) -> list[tuple[T
             node._each(add, value)
             return writes
         node = node._get(key)
-    return [(node, _fitted(node, value, f"set_ {dotted(path)!r}"))]
-
-
-def _fitted(leaf: Any, value: Any, where: str) -> Tensor:
-    """Return a value as a tensor that can be copied into a leaf."""
+    leaf, where = node, f"set_ {dotted(path)!r}"
     if not isinstance(leaf, Tensor):
         raise LeafMismatchError(
             f"{where}: only tensors have storage to write into.",
@@ -161,7 +157,7 @@ def _fitted(leaf: Any, value: Any, where: str) -> Tensor:
             expected=f"shape {list(leaf.shape)}",
             got=f"shape {list(value.shape)}",
         )
-    return value
+    return [(leaf, value)]
 
 
 def write_tree(tree: TensorCollection, other: Any, *, complete: bool) -> None:
@@ -208,7 +204,17 @@ def _write(
                 got=f"shape {list(value.shape)}",
             )
         check_dtype(value, leaf, where)
-    _check_one_value(leaves, values)
+    # A tensor that stands at several paths, tied or not, is given one value.
+    first: dict[int, Path] = {}
+    for path, value in values.items():
+        other = first.setdefault(id(leaves[path]), path)
+        if other is not path and value is not values[other] and not torch.equal(value, values[other]):
+            both = f"{dotted(other)!r} and {dotted(path)!r}"
+            raise TieError(
+                f"the tied paths {both} are given different values; nothing was written.",
+                expected="one value for the one tensor at both",
+                got="two that differ",
+            )
     places = Places(leaves.values())
     apart = {path: _apart(value, places) for path, value in values.items() if value is not leaves[path]}
     with torch.no_grad():
@@ -264,20 +270,6 @@ def _by_key(tree: TensorCollection, other: Any, call: str, at: Path) -> dict[Any
     return entries
 
 
-def _check_one_value(leaves: dict[Path, Any], values: dict[Path, Any]) -> None:
-    """Raise for a tensor that stands at several paths, tied or not, and is given more than one value."""
-    first: dict[int, Path] = {}
-    for path, value in values.items():
-        other = first.setdefault(id(leaves[path]), path)
-        if other is not path and value is not values[other] and not torch.equal(value, values[other]):
-            both = f"{dotted(other)!r} and {dotted(path)!r}"
-            raise TieError(
-                f"the tied paths {both} are given different values; nothing was written.",
-                expected="one value for the one tensor at both",
-                got="two that differ",
-            )
-
-
 def _apart(value: Tensor, places: Places) -> Tensor:
     """Return what is to be written, copied where it lies in memory that is written to, as when leaves are swapped."""
     return value.clone() if places.holds(value) else value
@@ -300,7 +292,14 @@ def write_row(tree: TensorCollection, index: Any, row: Any) -> TensorCollection:
             f"{call}: the rows have another batch size.", expected=str(list(size)), got=str(list(row._batch_size))
         )
     if not has_leaf(tree):
-        tree = _allocate(tree, row)
+        full, k = tree._batch_size, len(size)
+        zeros = LeafOp(
+            "new_zeros",
+            lambda x: x.new_zeros((*full, *x.shape[k:])),
+            lambda old: full + old[k:],
+            lambda _: None,
+        )
+        tree = tree._put(row._map(zeros)._data)
     leaves, rows = _leaves_of_both(call, tree, row, True)
     _check_values(tree, parts, row)
     n = len(tree._batch_size)
@@ -324,15 +323,6 @@ def _check_values(tree: TensorCollection, parts: tuple[Any, ...], row: TensorCol
             got=repr(node),
             hint="td.at[index].set(row) returns a tree that has it.",
         )
-
-
-def _allocate(tree: TensorCollection, row: TensorCollection) -> TensorCollection:
-    n = len(row._batch_size)
-    size = tree._batch_size
-    zeros = row._map(
-        LeafOp("new_zeros", lambda x: x.new_zeros((*size, *x.shape[n:])), lambda old: size + old[n:], lambda _: None)
-    )
-    return tree._put(zeros._data)
 
 
 def nontensor_rows(node: NonTensorBase, parts: tuple[Any, ...], new: NonTensorBase) -> NonTensorBase:

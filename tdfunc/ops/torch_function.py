@@ -211,85 +211,6 @@ def _at_index(tree: TensorCollection, dim: int, index: Any, call: str) -> Any:
     return tree._index((*[slice(None)] * dim_index(dim, len(tree._batch_size), call), index))
 
 
-def _shapes() -> dict[Any, Handler]:
-    table: dict[Any, Handler] = {
-        torch.stack: lambda tensors, dim=0: join.stack(tensors, dim),
-        torch.unbind: lambda input, dim=0: index.unbind(input, dim),
-        torch.split: lambda tensor, split_size_or_sections, dim=0: shape.split(tensor, split_size_or_sections, dim),
-        torch.split_with_sizes: lambda input, split_sizes, dim=0: shape.split(input, split_sizes, dim),
-        torch.chunk: lambda input, chunks, dim=0: shape.chunk(input, chunks, dim),
-        torch.gather: lambda input, dim, index: gather(input, dim, index),
-        torch.index_select: lambda input, dim, index: _at_index(input, dim, index, "index_select"),
-        torch.select: lambda input, dim, index: _at_index(input, dim, int(index), "select"),
-        torch.masked_select: lambda input, mask: index.masked_select(input, mask),
-        torch.where: _where,
-        torch.reshape: lambda input, shape: reshape(input, tuple(shape)),
-        torch.permute: lambda input, dims: shape.permute(input, tuple(dims)),
-        torch.squeeze: lambda input, dim=None: shape.squeeze(input, dim),
-        torch.unsqueeze: lambda input, dim: shape.unsqueeze(input, dim),
-        torch.flatten: lambda input, start_dim=0, end_dim=-1: shape.flatten(input, start_dim, end_dim),
-        torch.unflatten: lambda input, dim, sizes: shape.unflatten(input, dim, sizes),
-        torch.broadcast_to: lambda input, size: shape.expand(input, tuple(size)),
-        torch.flip: lambda input, dims: rearrange.flip(input, dims),
-        torch.repeat_interleave: lambda input, repeats, dim=None, *, output_size=None: rearrange.repeat_interleave(
-            input, repeats, dim, output_size
-        ),
-        torch.transpose: lambda input, dim0, dim1: shape.transpose(input, dim0, dim1),
-    }
-    return table | {
-        fn: lambda tensors, dim=0: join.cat(tensors, dim) for fn in (torch.cat, torch.concat, torch.concatenate)
-    }
-
-
-def _pointwise() -> dict[Any, Handler]:
-    table: dict[Any, Handler] = {
-        torch.clamp: lambda input, min=None, max=None: arithmetic.clamp(input, min, max),
-        torch.lerp: lambda input, end, weight: arithmetic.lerp(input, end, weight),
-        torch.masked_fill: lambda input, mask, value: arithmetic.masked_fill(input, mask, value),
-        torch.isclose: _isclose,
-        torch.clone: lambda input: cast.clone(input, True),
-        torch.detach: lambda input: cast.detach(input),
-    }
-    for name in ("zeros", "ones", "empty", "full", "rand", "randn", "randint"):
-        table[getattr(torch, f"{name}_like")] = _like(getattr(torch, f"{name}_like"))
-    table |= {getattr(torch, name): _leafwise(getattr(torch, name)) for name in LEAFWISE}
-    table |= {getattr(F, name): _leafwise(getattr(F, name)) for name in ACTIVATIONS}
-    table |= {getattr(torch.special, name): _leafwise(getattr(torch.special, name)) for name in SPECIAL}
-    table |= {getattr(torch, name): _unary(name) for name in UNARY | UNARY_LEAFWISE}
-    table |= {getattr(torch, name): _binary(name) for name in [*BINARY, *BINARY_LEAFWISE, *PAIRWISE]}
-    table |= {getattr(torch, name): _along(name) for name in ("cumsum", "cumprod", "logcumsumexp")}
-    table |= {getattr(owner, name): _softmax(name) for name in ("softmax", "log_softmax") for owner in (torch, F)}
-    table |= {fn: _loss(fn) for fn in (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)}
-    table |= {getattr(torch.special, name): table[getattr(torch, same)] for name, same in SPECIAL_ALIASES.items()}
-    return table | {getattr(torch, name): table[getattr(torch, same)] for name, same in ALIASES.items()}
-
-
-def _reductions() -> dict[Any, Handler]:
-    table: dict[Any, Handler] = {
-        torch.all: lambda input, dim=None, keepdim=False: truth(input, dim, keepdim, "all"),
-        torch.any: lambda input, dim=None, keepdim=False: truth(input, dim, keepdim, "any"),
-        torch.equal: lambda input, other: compare.equal(input, other),
-        torch.allclose: lambda input, other, rtol=1e-5, atol=1e-8, equal_nan=False: compare.all_close(
-            input, other, rtol, atol, equal_nan
-        ),
-        torch.norm: _norm,
-        torch.linalg.vector_norm: lambda x, ord=2, dim=None, keepdim=False, *, dtype=None: reduce(
-            x, "norm", dim, keepdim, None, p=ord, dtype=dtype
-        ),
-        torch.quantile: lambda input, q, dim=None, keepdim=False, *, interpolation="linear": input.quantile(
-            q, dim, keepdim, interpolation=interpolation
-        ),
-        torch.std: _deviation("std"),
-        torch.var: _deviation("var"),
-        torch.max: _extreme("max", _binary("maximum")),
-        torch.min: _extreme("min", _binary("minimum")),
-        torch.argmax: lambda input, dim=None, keepdim=False: extremes(input, "argmax", dim, keepdim),
-        torch.argmin: lambda input, dim=None, keepdim=False: extremes(input, "argmin", dim, keepdim),
-        torch.autograd.grad: autograd.grad,
-    }
-    return table | {getattr(torch, name): _reduction(name) for name in REDUCTIONS}
-
-
 def _extreme(name: str, of_two: Handler) -> Handler:
     def call(input: Any, dim: Any = None, keepdim: bool = False, *, other: Any = None) -> Any:
         other = dim if isinstance(dim, (TensorCollection, torch.Tensor)) else other
@@ -304,20 +225,87 @@ def _checkpoint(function: Handler, /, *args: Any, **kwargs: Any) -> Any:
     return tag_activation_checkpoint(lambda: function(*args, **kwargs), **options)
 
 
-def _methods() -> dict[str, Handler]:
-    named = ("add", "sub", "mul", "div", "pow", "remainder", "eq", "ne", "lt", "le", "gt", "ge")
-    table = {name: _binary(name) for name in named} | {m: _binary(name) for m, name in OPERATORS.items()}
-    table |= {"__eq__": _binary("eq"), "__ne__": _binary("ne"), "__rdiv__": _swapped(_binary("div"))}
-    return table | {m: _swapped(_binary(name)) for m, name in (REVERSED | COMMUTATIVE).items()}
-
-
 _CHECKPOINT_OPTIONS = (
     "use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state",
 )  # fmt: skip
-FUNCTIONS = _shapes() | _pointwise() | _reductions()
+FUNCTIONS: dict[Any, Handler] = {
+    torch.stack: lambda tensors, dim=0: join.stack(tensors, dim),
+    torch.unbind: lambda input, dim=0: index.unbind(input, dim),
+    torch.split: lambda tensor, split_size_or_sections, dim=0: shape.split(tensor, split_size_or_sections, dim),
+    torch.split_with_sizes: lambda input, split_sizes, dim=0: shape.split(input, split_sizes, dim),
+    torch.chunk: lambda input, chunks, dim=0: shape.chunk(input, chunks, dim),
+    torch.gather: lambda input, dim, index: gather(input, dim, index),
+    torch.index_select: lambda input, dim, index: _at_index(input, dim, index, "index_select"),
+    torch.select: lambda input, dim, index: _at_index(input, dim, int(index), "select"),
+    torch.masked_select: lambda input, mask: index.masked_select(input, mask),
+    torch.where: _where,
+    torch.reshape: lambda input, shape: reshape(input, tuple(shape)),
+    torch.permute: lambda input, dims: shape.permute(input, tuple(dims)),
+    torch.squeeze: lambda input, dim=None: shape.squeeze(input, dim),
+    torch.unsqueeze: lambda input, dim: shape.unsqueeze(input, dim),
+    torch.flatten: lambda input, start_dim=0, end_dim=-1: shape.flatten(input, start_dim, end_dim),
+    torch.unflatten: lambda input, dim, sizes: shape.unflatten(input, dim, sizes),
+    torch.broadcast_to: lambda input, size: shape.expand(input, tuple(size)),
+    torch.flip: lambda input, dims: rearrange.flip(input, dims),
+    torch.repeat_interleave: lambda input, repeats, dim=None, *, output_size=None: rearrange.repeat_interleave(
+        input, repeats, dim, output_size
+    ),
+    torch.transpose: lambda input, dim0, dim1: shape.transpose(input, dim0, dim1),
+    torch.clamp: lambda input, min=None, max=None: arithmetic.clamp(input, min, max),
+    torch.lerp: lambda input, end, weight: arithmetic.lerp(input, end, weight),
+    torch.addcmul: lambda input, tensor1, tensor2, *, value=1: input.addcmul(tensor1, tensor2, value=value),
+    torch.addcdiv: lambda input, tensor1, tensor2, *, value=1: input.addcdiv(tensor1, tensor2, value=value),
+    torch.masked_fill: lambda input, mask, value: arithmetic.masked_fill(input, mask, value),
+    torch.isclose: _isclose,
+    torch.clone: lambda input: cast.clone(input, True),
+    torch.detach: lambda input: cast.detach(input),
+    torch.all: lambda input, dim=None, keepdim=False: truth(input, dim, keepdim, "all"),
+    torch.any: lambda input, dim=None, keepdim=False: truth(input, dim, keepdim, "any"),
+    torch.equal: lambda input, other: compare.equal(input, other),
+    torch.allclose: lambda input, other, rtol=1e-5, atol=1e-8, equal_nan=False: compare.all_close(
+        input, other, rtol, atol, equal_nan
+    ),
+    torch.norm: _norm,
+    torch.linalg.vector_norm: lambda x, ord=2, dim=None, keepdim=False, *, dtype=None: reduce(
+        x, "norm", dim, keepdim, None, p=ord, dtype=dtype
+    ),
+    torch.quantile: lambda input, q, dim=None, keepdim=False, *, interpolation="linear": input.quantile(
+        q, dim, keepdim, interpolation=interpolation
+    ),
+    torch.std: _deviation("std"),
+    torch.var: _deviation("var"),
+    torch.max: _extreme("max", _binary("maximum")),
+    torch.min: _extreme("min", _binary("minimum")),
+    torch.argmax: lambda input, dim=None, keepdim=False: extremes(input, "argmax", dim, keepdim),
+    torch.argmin: lambda input, dim=None, keepdim=False: extremes(input, "argmin", dim, keepdim),
+    torch.autograd.grad: autograd.grad,
+}
+FUNCTIONS.update(
+    {fn: lambda tensors, dim=0: join.cat(tensors, dim) for fn in (torch.cat, torch.concat, torch.concatenate)}
+)
+for name in ("zeros", "ones", "empty", "full", "rand", "randn", "randint"):
+    FUNCTIONS[getattr(torch, f"{name}_like")] = _like(getattr(torch, f"{name}_like"))
+FUNCTIONS.update({getattr(torch, name): _leafwise(getattr(torch, name)) for name in LEAFWISE})
+FUNCTIONS.update({getattr(F, name): _leafwise(getattr(F, name)) for name in ACTIVATIONS})
+FUNCTIONS.update({getattr(torch.special, name): _leafwise(getattr(torch.special, name)) for name in SPECIAL})
+FUNCTIONS.update({getattr(torch, name): _unary(name) for name in UNARY | UNARY_LEAFWISE})
+FUNCTIONS.update({getattr(torch, name): _binary(name) for name in [*BINARY, *BINARY_LEAFWISE, *PAIRWISE]})
+FUNCTIONS.update({getattr(torch, name): _along(name) for name in ("cumsum", "cumprod", "logcumsumexp")})
+FUNCTIONS.update({getattr(owner, name): _softmax(name) for name in ("softmax", "log_softmax") for owner in (torch, F)})
+FUNCTIONS.update({fn: _loss(fn) for fn in (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)})
+FUNCTIONS.update(
+    {getattr(torch.special, name): FUNCTIONS[getattr(torch, same)] for name, same in SPECIAL_ALIASES.items()}
+)
+FUNCTIONS.update({getattr(torch, name): FUNCTIONS[getattr(torch, same)] for name, same in ALIASES.items()})
+FUNCTIONS.update({getattr(torch, name): _reduction(name) for name in REDUCTIONS})
 # An operator with a tensor on one side arrives as the tensor's method. By name, as dynamo has objects of its own
 # for the methods that torch writes in Python.
-METHODS = _methods()
+_NAMED = ("add", "sub", "mul", "div", "pow", "remainder", "eq", "ne", "lt", "le", "gt", "ge")
+METHODS: dict[str, Handler] = {name: _binary(name) for name in _NAMED} | {
+    m: _binary(name) for m, name in OPERATORS.items()
+}
+METHODS.update({"__eq__": _binary("eq"), "__ne__": _binary("ne"), "__rdiv__": _swapped(_binary("div"))})
+METHODS.update({m: _swapped(_binary(name)) for m, name in (REVERSED | COMMUTATIVE).items()})
 # What torch's functions take as numpy's do.
 _NUMPY = {"axis": "dim", "keepdims": "keepdim"}
 
@@ -358,8 +346,16 @@ class DispatchMethods(TensorCollection):
         try:
             return handler(*args, **(kwargs or {}))
         except TypeError as err:
-            _explain_call(func, handler, err)
-            raise
+            # The handler was entered, so that the error is one of its own.
+            if err.__traceback__ is not None and err.__traceback__.tb_next is not None:
+                raise
+            # Python names the function of ours first: `f() got an unexpected keyword argument`.
+            raise error(
+                TypeError,
+                f"{_title(func)}: on trees it takes other arguments.",
+                expected=str(inspect.signature(handler)),
+                got=str(err).partition("() ")[2] or str(err),
+            ) from err
 
 
 def _title(func: Any) -> str:
@@ -367,16 +363,3 @@ def _title(func: Any) -> str:
     if name.startswith("special_"):
         return f"torch.special.{name.removeprefix('special_')}"
     return f"{'torch.nn.functional' if getattr(func, '__module__', '') == 'torch.nn.functional' else 'torch'}.{name}"
-
-
-def _explain_call(func: Any, handler: Handler, err: TypeError) -> None:
-    """Raise with the arguments that a function takes of a tree, if those that were given are why it was not entered."""
-    entered = err.__traceback__ is not None and err.__traceback__.tb_next is not None
-    if not entered:
-        # Python names the function of ours first: `f() got an unexpected keyword argument`.
-        raise error(
-            TypeError,
-            f"{_title(func)}: on trees it takes other arguments.",
-            expected=str(inspect.signature(handler)),
-            got=str(err).partition("() ")[2] or str(err),
-        ) from err

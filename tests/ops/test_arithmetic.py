@@ -42,6 +42,8 @@ OPERANDS = {
     "clamp rows and tree": (lambda: td.clamp(ROWS, other), A.clamp(WIDE, B)),
     "clamp number and tree": (lambda: td.clamp(-1, other), A.clamp(min=-1).clamp(max=B)),
     "lerp": (lambda: td.lerp(other, 0.25), A.lerp(B, 0.25)),
+    "addcmul": (lambda: td.addcmul(other, ROWS, value=2), A.addcmul(B, WIDE, value=2)),
+    "torch.addcdiv": (lambda: torch.addcdiv(td, other, ROWS, value=2), A.addcdiv(B, WIDE, value=2)),
     "lerp by rows": (lambda: torch.lerp(td, other, ROWS), A.lerp(B, WIDE)),
     "lerp by a tree to rows": (lambda: td.lerp(ROWS, other), A.lerp(WIDE.expand_as(A), B)),
     "fmod": (lambda: td.fmod(other), A.fmod(B)),
