@@ -64,7 +64,19 @@ def cond(pred: Any, true_fn: Fn, false_fn: Fn, operands: Sequence[Any] = ()) -> 
     if not isinstance(pred, (Tensor, torch.SymBool)):
         return true_fn(*operands) if pred else false_fn(*operands)
     if _is_captured():
-        return _captured_cond(pred, true_fn, false_fn, operands)
+        given, refill = _split(operands)
+        known = _non_tensors(operands)
+
+        def flat(fn: Fn) -> Fn:
+            def branch(*leaves: Tensor) -> Any:
+                out: list[Tensor] = []
+                code = _pack(fn(*refill(leaves)), out, known)
+                return {code: tuple(out)}
+
+            return branch
+
+        flag = pred.reshape(()).to(torch.bool) if isinstance(pred, Tensor) else pred
+        return _unpack_only(torch.cond(flag, flat(true_fn), flat(false_fn), tuple(given)), known)
     if not isinstance(pred, Tensor) or _is_known(pred):
         return true_fn(*operands) if pred else false_fn(*operands)
     yes, no = true_fn(*operands), false_fn(*operands)
@@ -102,7 +114,16 @@ def while_loop(cond_fn: Fn, body_fn: Fn, carried: Sequence[Any]) -> tuple[Any, .
     """
     _check_operands("while_loop", carried)
     if _is_captured():
-        return _captured_while(cond_fn, body_fn, tuple(carried))
+        leaves, refill = _split(tuple(carried))
+
+        def test(*given: Tensor) -> Any:
+            holds = cond_fn(*refill(given))
+            return holds.reshape(()).to(torch.bool) if isinstance(holds, Tensor) else holds
+
+        def body(*given: Tensor) -> Any:
+            return tuple([leaf.clone() for leaf in _split(_next_carry(body_fn, tuple(refill(given))))[0]])
+
+        return tuple(refill(_torch_while_loop(test, body, tuple(leaves))))
     if torch.compiler.is_dynamo_compiling():
         raise _unknown_steps("a compiled vmap or grad")
     values = tuple(carried)
@@ -200,7 +221,7 @@ def scan(combine_fn: Fn, init: Any, xs: Any, *, dim: int = 0, reverse: bool = Fa
 def associative_scan(combine_fn: Fn, xs: Any, dim: int = 0, *, reverse: bool = False) -> Any:
     """Return all partial results of an associative function over the rows of `xs`, in a logarithmic number of steps.
 
-    `combine_fn(a, b)` is called on many pairs of rows at once, under `torch.vmap`.
+    `combine_fn(a, b)` is called on many pairs of rows at once, under `torch.vmap`. The errors are those of `scan`.
 
     Args:
         combine_fn: A function of two rows that returns one like them, for which
@@ -208,12 +229,6 @@ def associative_scan(combine_fn: Fn, xs: Any, dim: int = 0, *, reverse: bool = F
         xs: A tree, a tensor, or a container of these.
         dim: The dimension of every leaf of `xs`, and of the batch of its trees, that the rows lie along.
         reverse: Combine from the last row to the first.
-
-    Raises:
-        ValueError: `xs` has no leaves, no rows, or leaves of different lengths.
-        TreeStructureError: `combine_fn` changes the structure of a row.
-        LeafMismatchError: `combine_fn` changes the shape, dtype or device of a leaf; the message names it.
-        BatchSizeError: `combine_fn` changes the batch size of a tree.
 
     Source:
         `torch._higher_order_ops.associative_scan` with `combine_mode="generic"`.
@@ -305,8 +320,7 @@ def _stack_rows(what: str, rows: Sequence[Any], dim: int) -> Any:
         torch.stack(leaves, dim if dim <= leaves[0].dim() else 0) if isinstance(leaves[0], Tensor) else leaves[0]
         for leaves in zip(*flat, strict=True)
     ]
-    stacked = stacked if first else []
-    return torch_pytree.tree_unflatten(stacked, spec)
+    return torch_pytree.tree_unflatten(stacked if first else [], spec)
 
 
 # -- checks -----------------------------------------------------------------------------------------------------
@@ -379,35 +393,6 @@ def _check_alike(what: str, a: Any, b: Any, path: str = "") -> None:
 # torch's operators carry tensors in built-in containers out of a body: neither a tree made inside, nor a note of its
 # structure, survives the tracing. So a body returns {code: leaves}, where the code is the structure in plain tuples:
 # torch compares the keys of a dict between branches, and gives them back.
-
-
-def _captured_cond(pred: Any, true_fn: Fn, false_fn: Fn, operands: Sequence[Any]) -> Any:
-    leaves, refill = _split(operands)
-    known = _non_tensors(operands)
-
-    def flat(fn: Fn) -> Fn:
-        def branch(*given: Tensor) -> Any:
-            out: list[Tensor] = []
-            code = _pack(fn(*refill(given)), out, known)
-            return {code: tuple(out)}
-
-        return branch
-
-    flag = pred.reshape(()).to(torch.bool) if isinstance(pred, Tensor) else pred
-    return _unpack_only(torch.cond(flag, flat(true_fn), flat(false_fn), tuple(leaves)), known)
-
-
-def _captured_while(cond_fn: Fn, body_fn: Fn, carried: tuple[Any, ...]) -> tuple[Any, ...]:
-    leaves, refill = _split(carried)
-
-    def test(*given: Tensor) -> Any:
-        holds = cond_fn(*refill(given))
-        return holds.reshape(()).to(torch.bool) if isinstance(holds, Tensor) else holds
-
-    def body(*given: Tensor) -> Any:
-        return tuple([leaf.clone() for leaf in _split(_next_carry(body_fn, tuple(refill(given))))[0]])
-
-    return tuple(refill(_torch_while_loop(test, body, tuple(leaves))))
 
 
 def _captured_scan(combine_fn: Fn, init: Any, leaves: list[Tensor], spec: Any, dim: int, reverse: bool) -> Any:

@@ -172,17 +172,7 @@ def nll(y: Tensor, t: Tensor | Sequence[int], *, weights: Tensor | Sequence[floa
 def brier(y: Tensor, t: Tensor | Sequence[int], *, weights: Tensor | Sequence[float] | None = None) -> Tensor:
     """Return the mean Brier score: the squared distance of the probabilities from the right answer, from 0 to 2.
 
-    Args:
-        y: Logits of one model, or of all members: then the probabilities are those of their mixture.
-        t: The right classes, a tensor or list.
-        weights: How much each member counts, in any scale; a tensor or list.
-
-    Shapes:
-        `y` is (*B, C) or (E, *B, C), `t` is (*B), `weights` is (E,); the result has no dimensions.
-
-    Raises:
-        LeafMismatchError: The shapes do not fit, `y` is not floating point, or `t` is not of integers.
-        ValueError: `t` is empty or names a class that is not there, or weights are negative, not finite, or all 0.
+    The arguments, shapes and errors are those of `nll`; the probabilities are those of the members' mixture.
 
     Source:
         Brier, "Verification of Forecasts Expressed in Terms of Probability": the sum over all classes.
@@ -201,19 +191,10 @@ def ece(
 ) -> Tensor:
     """Return the expected calibration error: how far confidence is from accuracy, averaged over bins of confidence.
 
+    The other arguments, shapes and errors are those of `nll`; the probabilities are those of the members' mixture.
+
     Args:
-        y: Logits of one model, or of all members: then the probabilities are those of their mixture.
-        t: The right classes, a tensor or list.
-        bins: How many bins of equal width the confidences from 0 to 1 are sorted into.
-        weights: How much each member counts, in any scale; a tensor or list.
-
-    Shapes:
-        `y` is (*B, C) or (E, *B, C), `t` is (*B), `weights` is (E,); the result has no dimensions.
-
-    Raises:
-        LeafMismatchError: The shapes do not fit, `y` is not floating point, or `t` is not of integers.
-        ValueError: `t` is empty or names a class that is not there, `bins` is below 1, or weights are negative, not
-            finite, or all 0.
+        bins: How many bins of equal width the confidences from 0 to 1 are sorted into; at least 1.
 
     Source:
         Guo et al., "On Calibration of Modern Neural Networks", with bins (lower, upper].
@@ -232,23 +213,14 @@ def reliability_curve(
 ) -> "TensorDict":
     """Return accuracy against confidence, the data of a reliability diagram.
 
-    Args:
-        y: Logits of one model, or of all members: then the probabilities are those of their mixture.
-        t: The right classes, a tensor or list.
-        bins: How many bins of equal width the confidences from 0 to 1 are sorted into.
-        weights: How much each member counts, in any scale; a tensor or list.
+    The arguments and errors are those of `ece`.
 
     Returns:
         For each bin its borders `lower` and `upper`, the `count` of predictions in (lower, upper], their mean
         `confidence` and their `accuracy` (nan in an empty bin).
 
     Shapes:
-        `y` is (*B, C) or (E, *B, C), `t` is (*B), `weights` is (E,); the result has the batch size (bins,).
-
-    Raises:
-        LeafMismatchError: The shapes do not fit, `y` is not floating point, or `t` is not of integers.
-        ValueError: `t` is empty or names a class that is not there, `bins` is below 1, or weights are negative, not
-            finite, or all 0.
+        The result has the batch size (bins,).
 
     Examples:
         >>> curve = tdf.reliability_curve(torch.tensor([[0.0, 9.0], [0.0, 9.0]]), torch.tensor([1, 0]), bins=2)

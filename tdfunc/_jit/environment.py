@@ -180,7 +180,8 @@ def _readers(fn: Any) -> Iterator[_Reader]:
         elif isinstance(function, types.FunctionType):
             if package is None and _package(function) not in _LIBRARIES:
                 package = _package(function)
-            readers = [_Reader(n, c, lambda c=c: contents(c)) for n, c in _cells(function)]
+            cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+            readers = [_Reader(n, c, lambda c=c: contents(c)) for n, c in cells]
             # Of a library's functions (torch.vmap(fn), torch.func.grad(fn)) only their arguments are followed.
             if _package(function) == package:
                 readers += _names_read(function)
@@ -196,10 +197,6 @@ def _readers(fn: Any) -> Iterator[_Reader]:
 
 def _package(function: types.FunctionType) -> str:
     return str(function.__globals__.get("__name__", "")).partition(".")[0]
-
-
-def _cells(function: types.FunctionType) -> Iterator[tuple[str, types.CellType]]:
-    return zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
 
 
 def _names_read(function: types.FunctionType) -> Iterator[_Reader]:

@@ -44,13 +44,30 @@ def clean(module: fx.GraphModule, *, faster: bool) -> None:
         faster: Call torch's bindings instead of aten overloads, where they are the same.
     """
     graph = module.graph
-    fixed = _fixed_storages(graph)
+    # Memory that is written or returned: two nodes of it are not the same value at all times.
+    fixed: set[int] = set()
+    for node in graph.nodes:
+        for target in [*_writes(node), *(node.all_input_nodes if node.op == "output" else [])]:
+            fixed |= _storages(target.meta.get("val"))
     _drop_no_ops(graph, fixed)
-    _fold_fills(graph)
+    # `ones_like(x)` and its kind of a shape alone, so that x need not be computed.
+    for node in list(graph.nodes):
+        value = node.meta.get("val")
+        if node.target in _FILLS and value.is_contiguous():
+            options = {"dtype": value.dtype, "device": value.device}
+            with graph.inserting_before(node):
+                new = graph.call_function(aten.full.default, (list(value.shape), _FILLS[node.target]), options)
+            new.meta["val"] = value
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)
     _merge_common(graph, fixed)
     graph.eliminate_dead_code(_has_effect)
     if faster:
-        _respell(graph)
+        for node in graph.nodes:
+            if node.op == "call_function" and node.target in _METHODS:
+                node.op, node.target = "call_method", _METHODS[node.target]
+            elif node.op == "call_function":
+                node.target = _FASTER.get(node.target, node.target)
     module.recompile()
 
 
@@ -68,15 +85,6 @@ def _writes(node: fx.Node) -> list[fx.Node]:
     if node.op != "call_function":
         return []
     return node.meta.get("writes", written_by(node.target, node.args, node.kwargs))
-
-
-def _fixed_storages(graph: fx.Graph) -> set[int]:
-    """Return the memory that is written or returned: two nodes of it are not the same value at all times."""
-    fixed: set[int] = set()
-    for node in graph.nodes:
-        for target in [*_writes(node), *(node.all_input_nodes if node.op == "output" else [])]:
-            fixed |= _storages(target.meta.get("val"))
-    return fixed
 
 
 def _drop_no_ops(graph: fx.Graph, fixed: set[int]) -> None:
@@ -132,20 +140,6 @@ def _same_layout(a: fx.Node, b: fx.Node) -> bool:
     )
 
 
-def _fold_fills(graph: fx.Graph) -> None:
-    """Make `ones_like(x)` and its kind of a shape alone, so that x need not be computed."""
-    for node in list(graph.nodes):
-        value = node.meta.get("val")
-        if node.target in _FILLS and value.is_contiguous():
-            fill = _FILLS[node.target]
-            options = {"dtype": value.dtype, "device": value.device}
-            with graph.inserting_before(node):
-                new = graph.call_function(aten.full.default, (list(value.shape), fill), options)
-            new.meta["val"] = value
-            node.replace_all_uses_with(new)
-            graph.erase_node(node)
-
-
 def _merge_common(graph: fx.Graph, fixed: set[int]) -> None:
     known: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
@@ -189,13 +183,3 @@ def _is_random(node: fx.Node) -> bool:
             given = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
             return not isinstance(given, float) or given != 0.0
     return True
-
-
-def _respell(graph: fx.Graph) -> None:
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        if node.target in _METHODS:
-            node.op, node.target = "call_method", _METHODS[node.target]
-        elif node.target in _FASTER:
-            node.target = _FASTER[node.target]

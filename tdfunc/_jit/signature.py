@@ -147,15 +147,6 @@ def refill(value: Any, leaves: Iterator[Any], nodes: list[Any]) -> Any:
     kind = type(value)
     if isinstance(value, Tensor):
         return next(leaves)
-    if isinstance(value, TensorCollection):
-        place = len(nodes)
-        nodes.append(None)
-        children, context = children_of(value)
-        new = torch_pytree.SUPPORTED_NODES[kind].unflatten_fn(
-            [refill(child, leaves, nodes) for child in children], context
-        )
-        nodes[place] = new
-        return new
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return kind(*[refill(item, leaves, nodes) for item in value])
     if isinstance(value, (tuple, list)):
@@ -165,12 +156,17 @@ def refill(value: Any, leaves: Iterator[Any], nodes: list[Any]) -> Any:
     if isinstance(value, NonTensorBase):
         nodes.append(value)
         return value
-    if kind in torch_pytree.SUPPORTED_NODES:
-        children, context = torch_pytree.SUPPORTED_NODES[kind].flatten_fn(value)
-        return torch_pytree.SUPPORTED_NODES[kind].unflatten_fn(
-            [refill(child, leaves, nodes) for child in children], context
-        )
-    return value
+    registered = torch_pytree.SUPPORTED_NODES.get(kind)
+    if registered is None:
+        return value
+    place, is_tree = len(nodes), isinstance(value, TensorCollection)
+    if is_tree:
+        nodes.append(value)
+    children, context = children_of(value) if is_tree else registered.flatten_fn(value)
+    new = registered.unflatten_fn([refill(child, leaves, nodes) for child in children], context)
+    if is_tree:
+        nodes[place] = new
+    return new
 
 
 def in_function_mode() -> bool:

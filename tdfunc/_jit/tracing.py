@@ -13,12 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException as ValueUsed
+from torch._subclasses.fake_tensor import DynamicOutputShapeException as ShapeUnknown
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -171,7 +168,7 @@ def trace(
 def _run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     try:
         return fn(*args, **kwargs)
-    except (DataDependentOutputException, DynamicOutputShapeException) as err:
+    except (ValueUsed, ShapeUnknown) as err:
         raise _data_error(err) from err
     except RuntimeError as err:
         if "get value out of a tracing tensor" in str(err):
@@ -181,19 +178,8 @@ def _run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 # -- results ----------------------------------------------------------------------------------------------------
 
-_PLAIN_VALUES = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    torch.dtype,
-    torch.device,
-    torch.Size,
-    NonTensorBase,
-)
+_ATOMS = (bool, int, float, complex, str, bytes, type(None))
+_PLAIN_VALUES = (*_ATOMS, torch.dtype, torch.device, torch.Size, NonTensorBase)
 _Build = Callable[[Sequence[Any], Sequence[Any]], Any]
 
 
@@ -270,8 +256,7 @@ def leaf_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     for entries, leaf in torch_pytree.tree_flatten_with_path((args, kwargs))[0]:
         if isinstance(leaf, Tensor):
             key = getattr(entries[1], "key", getattr(entries[1], "idx", ""))
-            start = f"argument {key}"
-            names.append(start + torch_pytree.keystr(entries[2:]))
+            names.append(f"argument {key}{torch_pytree.keystr(entries[2:])}")
     return names
 
 

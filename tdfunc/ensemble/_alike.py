@@ -17,6 +17,9 @@ from typing import Any
 import numpy as np
 from torch import Size, Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.hooks import RemovableHandle
 
 from tdfunc._jit.environment import contents
@@ -148,13 +151,10 @@ class Outline:
             calls = [[(hook, [k in d[f] for f in _FLAGS]) for k, hook in d[table].items()] for d in (mine, own)]
             if not pair.is_alike(calls[0], calls[1]):
                 raise pair.differ(self._at, table, *[list(d[table].values()) for d in (mine, own)])
+        recomputed = _BASE.union(map(_recomputed, mine["_forward_pre_hooks"].values()))
         for name in names:
             a, b = mine.get(name, _MISSING), own.get(name, _MISSING)
-            if (
-                name not in _BASE
-                and not (mine["_forward_pre_hooks"] and _is_computed(a, b))
-                and not pair.is_alike(a, b)
-            ):
+            if name not in recomputed and not pair.is_alike(a, b):
                 raise pair.differ(self._at, name, repr(a), repr(b))
 
     def build(self, leaves: Iterator[Any], size: Size) -> Any:
@@ -224,7 +224,13 @@ class Pair:
         if isinstance(a, _STATELESS):
             return True
         if isinstance(a, Tensor):
-            return _are_equal(a, b)
+            if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+                return False
+            try:
+                return a.is_meta or np.array_equal(raw_bytes(a), raw_bytes(b))
+            # Sparse and nested tensors have no rows of bytes.
+            except (RuntimeError, TypeError, NotImplementedError):
+                return False
         if (id(a), id(b)) in around:
             return True
         try:
@@ -263,20 +269,11 @@ def _has_hooks(own: dict[str, Any]) -> bool:
     )
 
 
-def _is_computed(a: Any, b: Any) -> bool:
-    """Return whether hooks before forward compute a weight anew (`weight_norm`, `prune`), so that it may differ."""
-    tensors = isinstance(a, Tensor) and isinstance(b, Tensor)
-    return tensors and not a.is_leaf and not b.is_leaf and a.shape == b.shape and a.dtype == b.dtype
-
-
-def _are_equal(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
-        return False
-    try:
-        return a.is_meta or np.array_equal(raw_bytes(a), raw_bytes(b))
-    # Sparse and nested tensors have no rows of bytes.
-    except (RuntimeError, TypeError, NotImplementedError):
-        return False
+def _recomputed(hook: object) -> str | None:
+    """Return the attribute that a hook of torch's before forward computes anew, so that it may differ."""
+    if isinstance(hook, (WeightNorm, SpectralNorm)):
+        return hook.name
+    return hook._tensor_name if isinstance(hook, BasePruningMethod) else None
 
 
 def _parts(value: Any) -> list[Any]:

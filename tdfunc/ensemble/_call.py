@@ -16,21 +16,8 @@ from tdfunc.core.errors import BatchSizeError, UnsupportedError, error
 from tdfunc.modules.random import refuse_traced_members
 
 # A forward may return these besides tensors and containers: values that hold no tensor.
-_PLAIN = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    Enum,
-    type,
-    np.ndarray,
-    np.generic,
-    torch.dtype,
-    torch.device,
-)
+_SCALARS = (bool, int, float, complex, str, bytes, type(None), Enum)
+_PLAIN = (*_SCALARS, type, np.ndarray, np.generic, torch.dtype, torch.device)
 
 
 class Call(NamedTuple):
@@ -48,10 +35,6 @@ class Call(NamedTuple):
     def kind(self) -> Hashable:
         """Return the parts of a call that decide whether a way can run it: all except the shapes."""
         return self.keep, self.dims, tuple([_static(x) for x in _data(self.args, self.kwargs)])
-
-    def shapes(self) -> Hashable:
-        """Return the shapes of the data."""
-        return tuple([x.shape for x in _data(self.args, self.kwargs) if isinstance(x, Tensor)])
 
     def requires_grad(self) -> bool:
         """Return whether autograd would look into the call."""

@@ -73,7 +73,7 @@ class Ensemble:
 
     Raises:
         TypeError: `apply` does not come from `functional`.
-        ValueError: `how` names no way.
+        ValueError: `how` names no way, or `chunk_size` is below 1.
 
     Shapes:
         A forward that gives (B, *F) for one member gives (E, B, *F).
@@ -99,6 +99,8 @@ class Ensemble:
             )
         if how not in _HOWS:
             raise error(ValueError, "Ensemble: how must name a way to run.", expected=" | ".join(_HOWS), got=repr(how))
+        if chunk_size is not None and chunk_size < 1:
+            raise error(ValueError, "Ensemble: chunk_size must be at least 1.", expected="None or >= 1", got=chunk_size)
         self.apply = apply
         self.how: How = how
         self.chunk_size = chunk_size
@@ -343,28 +345,26 @@ class Ensemble:
                 got=f"rng={call.seed}",
                 hint="use how='vmap' or how='auto'.",
             )
-        key = call.dims, call.keep, call.members
+        key = dims, keep, members = call.dims, call.keep, call.members
         jitted = self._jitted.get(key)
         if jitted is None:
             # The methods of the modules' own classes: a global that they read is part of the key.
             classes = dict.fromkeys(cls for module in self.apply.module.modules() for cls in type(module).__mro__)
             methods = [vars(cls).values() for cls in classes if cls.__module__.partition(".")[0] not in _NOT_FOLLOWED]
             reads = tuple([value for value in chain(*methods) if isinstance(value, FunctionType)])
-            jitted = self._jitted[key] = Jitted(self._recorded(*key), None, _MOST_TRACES, reads=reads)
+
+            def run(leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
+                inner = Call(leaves, members, args, dims, kwargs, None, keep)
+                # Of one member vmap's operations would be slower ones (grouped convolutions).
+                return self._loop(inner) if members == 1 else self._vmap(inner)
+
+            jitted = self._jitted[key] = Jitted(run, None, _MOST_TRACES, reads=reads)
         traces = jitted.cache_info().misses
         result = jitted(call.leaves, call.args, call.kwargs)
         if jitted.cache_info().misses != traces and jitted.draws(call.leaves, call.args, call.kwargs):
             del self._jitted[key]
             raise _no_seed()
         return result
-
-    def _recorded(self, dims: tuple[int | None, ...], keep: bool, members: int) -> Callable[..., Result]:
-        def run(leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
-            call = Call(leaves, members, args, dims, kwargs, None, keep)
-            # Of one member vmap's operations would be slower ones (grouped convolutions).
-            return self._loop(call) if members == 1 else self._vmap(call)
-
-        return run
 
 
 def _no_seed() -> UnsupportedError:

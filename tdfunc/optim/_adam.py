@@ -62,16 +62,8 @@ def adamw(
 ) -> Optimizer:
     """Return the AdamW optimizer; weight decay shrinks the parameters, apart from the gradient.
 
-    Args:
-        lr: Step size; like the other arguments as in `adam`.
-        betas: Decay of the running averages of the gradient and of its square.
-        eps: Added to the denominator.
-        weight_decay: Times `lr`, the part of the parameters that is taken away at each step.
-        amsgrad: Whether to divide by the largest running average of the square so far.
-        maximize: Whether to go up the gradient.
-
-    Raises:
-        ValueError: A hyperparameter is out of range or nan.
+    `weight_decay` times `lr` is the part of the parameters that is taken away at each step; the other arguments and
+    the errors are those of `adam`.
 
     Source:
         Loshchilov and Hutter, "Decoupled Weight Decay Regularization"; `torch.optim.AdamW`, whose kernels it calls.

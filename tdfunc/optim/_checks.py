@@ -139,12 +139,9 @@ def check_hyper(rule: str, name: str, value: Any, low: float, high: float = math
     """Raise unless every number in a hyperparameter lies in [low, high); schedules are not checked."""
     if callable(value):
         return
-    if isinstance(value, Tensor):
-        numbers = value.detach()
-    else:
-        numbers = torch.tensor(float(value), dtype=torch.float64, device="cpu")
     # Written so that nan fails.
-    if not bool(((numbers >= low) & (numbers < high)).all()):
+    fits = bool(((value >= low) & (value < high)).all()) if isinstance(value, Tensor) else low <= value < high
+    if not fits:
         raise error(
             ValueError,
             f"{rule}: {name} must be in range.",

@@ -55,12 +55,7 @@ class Masked:
     where: FilterLike
 
     def init(self, params: TensorCollection) -> "TensorDict":
-        """Return the state for the chosen leaves.
-
-        Raises:
-            FilterError: The filter matches no leaf.
-            TypeError: `params` is no tree.
-        """
+        """Return the state for the chosen leaves; raises FilterError if there are none."""
         check_tree("masked", params)
         return self.optimizer.init(structure.partition(params, self.where)[0])
 

@@ -74,7 +74,9 @@ class Run:
         if is_compiling() or in_functorch():
             return self._step_plain(params, grads, slots)
         trace = recorder()
-        if trace is None and not (has_values() and all(map(_is_real, [*params, *grads]))):
+        if trace is None and not (
+            has_values() and all(type(x) in (Tensor, Parameter) and x.device.type != "meta" for x in [*params, *grads])
+        ):
             return self._step_plain(params, grads, slots)
         old = [*params, *(leaf for slot in slots.values() for leaf in slot)]
         # To keep a member as it is, its old values must be there after the step.
@@ -159,7 +161,10 @@ def _kernel(rule: Rule, hyper: Mapping[str, Any], names: tuple[str, ...], writes
             targets = [work.params, *slots.values()]
             fits = not varies and dtype in _FUSED_DTYPES and device.type in _FUSED_DEVICES
             if fits and rule.fused is not None and all(map(_are_laid_out, *targets)):
-                aligned = list(map(_align, work.grads, work.params))
+                aligned = [
+                    grad if grad.stride() == param.stride() else torch.empty_like(param).copy_(grad)
+                    for grad, param in zip(work.grads, work.params, strict=True)
+                ]
                 if rule.fused(Work(work.params, aligned, slots, step), values):
                     continue
             work = _promote(work)
@@ -181,11 +186,6 @@ def _values(rule: str, hyper: Mapping[str, Any], count: Tensor, tensors: dict[st
     return values
 
 
-def _is_real(leaf: Tensor) -> bool:
-    """Return whether kernels may run on a leaf: a plain tensor with data."""
-    return type(leaf) in (Tensor, Parameter) and leaf.device.type != "meta"
-
-
 # torch 2.13's fused CPU kernels walk the memory of all arguments alike: with different strides, or gaps, they are
 # silently wrong.
 def _are_laid_out(param: Tensor, *slots: Tensor) -> bool:
@@ -193,12 +193,6 @@ def _are_laid_out(param: Tensor, *slots: Tensor) -> bool:
         return all(slot.is_contiguous() for slot in slots)
     dense = param.dim() == 4 and param.is_contiguous(memory_format=torch.channels_last)
     return dense and all(slot.stride() == param.stride() for slot in slots)
-
-
-def _align(grad: Tensor, param: Tensor) -> Tensor:
-    if grad.stride() == param.stride() or (grad.is_contiguous() and param.is_contiguous()):
-        return grad
-    return torch.empty_like(param).copy_(grad)
 
 
 def _number(value: Coefficient) -> Coefficient:

@@ -87,6 +87,7 @@ MESSAGES = [
     (lambda: Ensemble(LAYER), TypeError, "Apply", "Linear", "functional(model)"),
     # Calling it.
     (lambda: Ensemble(APPLY)(PARAMS, X), BatchSizeError, "batch size [E]", "batch size []", "stack_modules"),
+    (lambda: Ensemble(APPLY, chunk_size=0), ValueError, "chunk_size must be at least 1", "0"),
     (lambda: Ensemble(APPLY)({"weight": 1}, X), BatchSizeError, "batch size [E]", "dict", "stack_modules"),
     (lambda: Ensemble(APPLY)(TREE[:0], X), BatchSizeError, "E > 0", "batch size [0]"),
     (lambda: Ensemble(APPLY)(TREE, X, in_dims=(0, 0)), ValueError, "1 entries", "(0, 0)"),

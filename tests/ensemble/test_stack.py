@@ -327,8 +327,11 @@ def test_registered_modules_are_compared_by_their_paths():
         stack_modules([Refers(), Refers(swapped=True)])
 
 
-@pytest.mark.parametrize("change", [nn.utils.weight_norm, lambda m: prune.random_unstructured(m, "weight", 0.5)])
-@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize(
+    "change",
+    [nn.utils.weight_norm, nn.utils.spectral_norm, lambda m: prune.random_unstructured(m, "weight", 0.5)],
+)
+@pytest.mark.filterwarnings("ignore:.*_norm.*:FutureWarning")
 def test_weights_that_hooks_compute_may_differ(change):
     """A weight that a hook before forward computes anew is no hyperparameter."""
     models = [change(nn.Linear(3, 2)) for _ in range(2)]
@@ -336,6 +339,29 @@ def test_weights_that_hooks_compute_may_differ(change):
     x = torch.ones(5, 3)
 
     assert_close(ensemble(tree, x), torch.stack([model(x) for model in models]))
+
+
+class Scaled(nn.Linear):
+    """A layer whose scale is computed once, outside of any hook."""
+
+    def __init__(self, scale):
+        super().__init__(3, 2)
+        self.scale = torch.full((2,), scale, requires_grad=True) * 1
+        self.register_forward_pre_hook(leave)
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def leave(module, args):
+    """A hook that computes nothing."""
+
+
+def test_computed_tensors_that_no_hook_recomputes_must_agree():
+    """A module with a hook of another kind has no attribute that may differ: forward would read member 0's."""
+    assert stack_modules([Scaled(2.0), Scaled(2.0)]).batch_size == (2,)
+    with pytest.raises(TreeStructureError, match="'scale' of the root"):
+        stack_modules([Scaled(2.0), Scaled(3.0)])
 
 
 def times(scale):

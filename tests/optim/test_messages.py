@@ -51,6 +51,8 @@ MESSAGES = [
     (lambda: adam(lr=NAN), ValueError, "lr", "nan"),
     (lambda: adam(lr=math.inf), ValueError, "lr", "inf"),
     (lambda: adam(lr=[0.1, 0.2]), TypeError, "list"),
+    (lambda: adam(lr="0.1"), TypeError, "str"),
+    (lambda: clip_by_global_norm("1.0"), TypeError, "str"),
     (lambda: adam(betas=(0.9, 1.0)), ValueError, "beta2", "< 1.0", "1.0"),
     (lambda: adamw(weight_decay=torch.tensor([0.1, -0.1])), ValueError, "adamw: weight_decay", "-0.1"),
     (lambda: sgd(momentum=-0.1), ValueError, "momentum", "-0.1"),
