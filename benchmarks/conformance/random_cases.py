@@ -9,6 +9,7 @@ from benchmarks.conformance.differential import Case, UnfitError
 from benchmarks.conformance.random_trees import Branch, Lazy, like, parts, random_leaf, random_tree
 from benchmarks.conformance.recorder import written_down
 from tdfunc import TensorDict
+from tdfunc.ops.cast import on_device
 from tdfunc.ops.rearrange import pad as pad_tree
 from tests.incumbent import Incumbent
 from tests.random_index import random_index
@@ -369,9 +370,16 @@ def make_copy(rng, given=None, kinds=False):
     name = str(rng.choice([*calls, "to_device"]))
     if name == "to_device":
         # Other trees of a sequence have no device.
+        ours = lambda t: without_device(t.to("cpu"))  # noqa: E731
         theirs = lambda t: t.to("cpu").clear_device_()  # noqa: E731
-        return Case(name, dtype, [branch], lambda t: t.to("cpu").clear_device(), theirs, lambda x, n: x)
+        return Case(name, dtype, [branch], ours, theirs, lambda x, n: x)
     return _same(name, dtype, [branch], *calls[name])
+
+
+@written_down
+def without_device(tree):
+    """A tree that names no device."""
+    return on_device(tree, None)
 
 
 def double(x):
