@@ -420,11 +420,6 @@ def _open_folder(path: str, files: Files, *, verify: bool) -> Contents:
     raise error(FileNotFoundError, what, expected=expected, got=shown or "nothing", hint=hint)
 
 
-def _open_single(path: str, files: Files, *, verify: bool) -> Contents:
-    source = open_source(path, verify=verify, data=files.open(path))
-    return _contents(path, [source], source.header.metadata, None, verify)
-
-
 def is_memmap(path: str, files: Files) -> bool:
     """Whether a path is a memmap folder of this machine, and no folder of safetensors."""
     if not isinstance(files, LocalFiles) or not files.exists(_join(path, _META)):
@@ -434,22 +429,6 @@ def is_memmap(path: str, files: Files) -> bool:
 
 def _join(folder: str, name: str) -> str:
     return f"{folder.rstrip('/')}/{name}" if "://" in folder else os.path.join(folder, name)
-
-
-def _contents(
-    path: str, sources: list[Source], metadata: dict[str, str], homes: dict[str, int] | None, verify: bool
-) -> Contents:
-    try:
-        with parsing(path):
-            return Contents(path, sources, metadata, homes, verify)
-    except BaseException:
-        _close(sources)
-        raise
-
-
-def _close(sources: list[Source]) -> None:
-    for source in sources:
-        source.data.close()
 
 
 def read_index(path: str, files: Files, *, verify: bool) -> tuple[bytes, Index]:
@@ -472,10 +451,10 @@ def read_index(path: str, files: Files, *, verify: bool) -> tuple[bytes, Index]:
 
 def _open_shards(path: str, files: Files, *, verify: bool) -> Contents:
     raw, index = read_index(path, files, verify=verify)
+    folder = path[: max(path.rfind("/"), path.rfind(os.sep)) + 1]
     while True:
         try:
-            sources = _open_all(path, index, files, verify=verify)
-            return _contents(path, sources, index.metadata, index.homes, verify)
+            return _open_files(path, [folder + name for name in index.files], files, index, verify=verify)
         except FileNotFoundError as err:
             # Another save may have replaced the index, and deleted the shards of the old one.
             again, index = read_index(path, files, verify=verify)
@@ -489,27 +468,34 @@ def _open_shards(path: str, files: Files, *, verify: bool) -> Contents:
             raw = again
 
 
-def _open_all(path: str, index: Index, files: Files, *, verify: bool) -> list[Source]:
-    folder = path[: max(path.rfind("/"), path.rfind(os.sep)) + 1]
+def _open_single(path: str, files: Files, *, verify: bool) -> Contents:
+    return _open_files(path, [path], files, None, verify=verify)
+
+
+def _open_files(path: str, names: list[str], files: Files, index: Index | None, *, verify: bool) -> Contents:
+    """Open all files of a checkpoint; if one of them fails, all are closed."""
     sources: list[Source] = []
     try:
-        for number, name in enumerate(index.files):
-            sources.append(open_source(folder + name, verify=verify, data=files.open(folder + name)))
+        for number, name in enumerate(names):
+            sources.append(open_source(name, verify=verify, data=files.open(name)))
             found = sources[-1].header.digest
-            recorded = None if index.digests is None else index.digests[number]
+            recorded = None if index is None or index.digests is None else index.digests[number]
             # One damaged letter makes an index of ours look like one of another program.
-            is_ours = recorded is None and found is not None and index.is_marked
+            is_ours = index is not None and index.is_marked and recorded is None and found is not None
             if verify and (is_ours or recorded not in (None, found)):
                 raise CorruptCheckpointError(
-                    f"load {folder + name}: this shard is of another save than the index, or the index is damaged.",
+                    f"load {name}: this shard is of another save than the index, or the index is damaged.",
                     expected=f"a header with the digest {recorded}" if recorded else "an index with tdfunc's metadata",
                     got=str(found),
                     hint="restore all files of the folder from one copy, or read them: load(path, verify=False).",
                 )
+        metadata, homes = (sources[0].header.metadata, None) if index is None else (index.metadata, index.homes)
+        with parsing(path):
+            return Contents(path, sources, metadata, homes, verify)
     except BaseException:
-        _close(sources)
+        for source in sources:
+            source.data.close()
         raise
-    return sources
 
 
 # -- files of other programs ------------------------------------------------------------------------------------

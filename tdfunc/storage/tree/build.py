@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -21,52 +21,73 @@ _KINDS = {flag: kind for kind, flag in KIND_FLAGS.items()}
 Classes: TypeAlias = type[TensorCollection] | Sequence[type[TensorCollection]] | Mapping[str, type[TensorCollection]]
 
 
-class _Job(NamedTuple):
-    """The arguments of `build_tree`, and the nodes that it has made."""
-
-    plan: Description
-    # By number: a list of all of them, or a dict.
-    leaves: Any
-    built: dict[int, Any]
-    ties: dict[int, Ties]
-    classes: Classes
-    device: torch.device | None
-
-
 def build_tree(
     plan: Description, leaves: Any, classes: Classes = (), device: torch.device | None = None, root: int = 0
 ) -> TensorCollection:
-    """Return the tree (or a sub-tree) around values, `leaves[i]` being that of `plan.names[i]`.
+    """Return the tree (or a sub-tree) around values: `leaves`, a list or a dict, has that of `plan.names[i]` at `i`.
 
     If `device` is given, all of them are on it.
     """
-    job = _Job(plan, leaves, {}, ties_of(plan), classes, device)
-    built, starts, sizes, special = job.built, plan.starts, plan.sizes, plan.rich | job.ties.keys()
-    kinds = {flags: kind_of(flags) for flags in set(plan.flags)}
-    has_kinds, listed, make = any(kinds.values()), type(leaves) is list, TensorCollection._open._make
+    ties, marked = ties_of(plan), set(plan.flags)
+    built: dict[int, Any] = {}
+    kinds = {flags: kind_of(flags) for flags in {*marked, *_KINDS, ""}}
+    has_kinds = any(kinds[flags] for flags in marked)
+    listed, make = type(leaves) is list, TensorCollection._open._make
     # A node comes after the one that it is in, so going back its sub-trees are there.
     for number in reversed(plan.below(root) if root else range(len(plan.nodes))):
-        if number in special:
-            built[number] = _node(number, job)
-            continue
-        keys, start, end = plan.keys[number], starts[number], starts[number + 1]
-        values = leaves[start:end] if listed else [leaves[i] for i in range(start, end)]
-        named = keys
-        if end - start != len(keys):
-            items, rest = plan.items[number], iter(values)
-            values = [built[what["tree"]] if type(what) is dict else next(rest) for what in items]
-            named = [key for key, what in zip(keys, items, strict=True) if type(what) is not dict]
+        keys, items, size, is_rich = plan.keys[number], plan.items[number], plan.sizes[number], number in plan.rich
+        start, end = plan.starts[number], plan.starts[number + 1]
+        flags = plan.flags[start:end]
+        if is_rich:
+            values, flags = _read_items(plan, number, leaves, built)
+        else:
+            values = leaves[start:end] if listed else [leaves[i] for i in range(start, end)]
+            if len(values) != len(keys):
+                rest, further = iter(values), iter(flags)
+                values = [built[what["tree"]] if type(what) is dict else next(rest) for what in items]
+                flags = ["" if type(what) is dict else next(further) for what in items]
         data: dict[str, Any] = dict(zip(keys, values, strict=True))
         if len(data) != len(keys):
             raise malformed("distinct keys", f"a key twice in node {number}")
-        static = None
-        if has_kinds:
-            found = [kinds[flag] for flag in plan.flags[start:end]]
-            own = {key: kind for key, kind in zip(named, found, strict=True) if kind is not None}
-            static = Static(own) if own else None
+        own: dict[str, Kind] = {}
+        if has_kinds or is_rich:
+            found = [kinds[flag] for flag in flags]
+            own = {key: kind for key, kind in zip(keys, found, strict=True) if kind is not None}
         place = plan.devices[number] if device is None else device
-        built[number] = make(data, sizes[number], place, None, static)
+        if not is_rich and number not in ties:
+            built[number] = make(data, size, place, None, Static(own) if own else None)
+            continue
+        node = plan.nodes[number]
+        names = as_names(node["names"], len(size)) if "names" in node else None
+        static = Static(own, ties.get(number, ()), node.get("own"))
+        if "class" in node and node["class"] == lazy_name():
+            built[number] = _stack(data, size, place, names, static)
+            continue
+        cls = resolve_class(node["class"], classes, keys) if "class" in node else TensorCollection._open
+        check_fields(cls, data, plan.path(number))
+        built[number] = cls._make(data, size, place, names, static if static != Static() else None)
     return built[root]
+
+
+def _read_items(plan: Description, number: int, leaves: Any, built: dict[int, Any]) -> tuple[list[Any], list[str]]:
+    """Return the values and flags of the items of a node of any kind."""
+    leaf, outer = plan.starts[number], Size(()) if "own" in plan.nodes[number] else plan.sizes[number]
+    values: list[Any] = []
+    found: list[str] = []
+    for what in plan.items[number]:
+        if type(what) is not dict:
+            value, flags = leaves[leaf], plan.flags[leaf]
+            if IS_VALUE in flags:
+                value = NonTensorData(value, _batch(what[3] if len(what) > 3 else outer, outer))
+            leaf += 1
+        elif "tree" in what:
+            value, flags = built[what["tree"]], ""
+        else:
+            value = leaves[plan.tied[what["tie"]]] if "tie" in what else _nontensor(what, outer)
+            flags = what.get("flags", "")
+        values.append(value)
+        found.append(flags)
+    return values, found
 
 
 def kind_of(flags: str) -> Kind | None:
@@ -93,40 +114,6 @@ def move_leaf(leaf: Tensor, target: torch.device, *, non_blocking: bool = False)
             got=f"{type(err).__name__}: {err}"[:200],
             hint='load(path, device="cpu").',
         ) from err
-
-
-def _node(number: int, job: _Job) -> Any:
-    """Build a node of any kind."""
-    plan, leaves = job.plan, job.leaves
-    node, size, leaf = plan.nodes[number], plan.sizes[number], plan.starts[number]
-    outer = Size(()) if "own" in node else size
-    data: dict[str, Any] = {}
-    kinds: dict[str, Kind] = {}
-    for key, what in zip(plan.keys[number], plan.items[number], strict=True):
-        if type(what) is not dict:
-            flags = plan.flags[leaf]
-            data[key] = leaves[leaf]
-            if IS_VALUE in flags:
-                data[key] = NonTensorData(leaves[leaf], _batch(what[3] if len(what) > 3 else outer, outer))
-            leaf += 1
-        elif "tree" in what:
-            data[key], flags = job.built[what["tree"]], ""
-        else:
-            flags = what.get("flags", "")
-            data[key] = leaves[plan.tied[what["tie"]]] if "tie" in what else _nontensor(what, outer)
-        kind = kind_of(flags)
-        if kind is not None:
-            kinds[key] = kind
-    if len(data) != len(plan.keys[number]):
-        raise malformed("distinct keys", f"a key twice in node {number}")
-    device = plan.devices[number] if job.device is None else job.device
-    names = as_names(node["names"], len(size)) if "names" in node else None
-    static = Static(kinds, job.ties.get(number, ()), node.get("own"))
-    if "class" in node and node["class"] == lazy_name():
-        return _stack(data, size, device, names, static)
-    cls = resolve_class(node["class"], job.classes, plan.keys[number]) if "class" in node else TensorCollection._open
-    check_fields(cls, data, plan.path(number))
-    return cls._make(data, size, device, names, static if static != Static() else None)
 
 
 # -- ties -------------------------------------------------------------------------------------------------------

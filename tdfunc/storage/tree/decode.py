@@ -7,7 +7,7 @@ possible. `build.py` makes the tree.
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Set
+from collections.abc import Set
 from itertools import chain
 from json.encoder import encode_basestring as quote
 from typing import Any
@@ -195,7 +195,12 @@ class Description:
             count += 1
             fields += len(what)
             if len(what) > 1:
-                _check_fields_of(key, what)
+                # Two readers could take the item for different things.
+                if len(_MEANINGS & what.keys()) > 1 or ("tree" in what and "flags" in what):
+                    raise malformed(f"one meaning of {key!r}", ", ".join(map(repr, what)))
+                if not are_flags(what.get("flags", ""), _KINDS):
+                    expected = f"one of the flags {''.join(sorted(_KINDS))} at {key!r}"
+                    raise malformed(expected, repr(what["flags"]))
             if "tree" in what:
                 child = what["tree"]
                 if type(child) is not int or not number < child < len(parents) or parents[child] is not None:
@@ -241,9 +246,15 @@ class Description:
                 counts[self.node_of(leaf)] -= 1
         if sum([count * (length + 2) for count, length in zip(counts, self._lengths, strict=True)]) > limit:
             raise malformed("names that fit in the header", "longer ones")
+        prefixes = [
+            prefix
+            if prefix is not None or not count
+            else "".join([f"{quote(key)[1:-1]}." for key in self.path(number)])
+            for number, (prefix, count) in enumerate(zip(self._prefixes, counts, strict=True))
+        ]
         names = [
             f'"{prefix}{key}"' if type(what) is int or (own := _own_name(what)) is None else quote(own)
-            for prefix, keys, items in zip(self._prefixes_for(counts), self._quoted, self.items, strict=True)
+            for prefix, keys, items in zip(prefixes, self._quoted, self.items, strict=True)
             for key, what in zip(keys, items, strict=True)
             if type(what) is not dict
         ]
@@ -251,13 +262,6 @@ class Description:
         if len(distinct) != len(names) or '"__metadata__"' in distinct:
             raise malformed("leaves of distinct names, none of them __metadata__", "a name twice")
         return names
-
-    def _prefixes_for(self, counts: list[int]) -> Iterator[str]:
-        """Yield the dotted path of each node that needs it, as it stands in names, with the dot after it."""
-        for number, prefix in enumerate(self._prefixes):
-            if prefix is None:
-                prefix = "".join([f"{quote(key)[1:-1]}." for key in self.path(number)]) if counts[number] else ""
-            yield prefix
 
     def _check_leaves(self, numbers: list[int]) -> None:
         """Raise where leaves do not fit the nodes that they are in."""
@@ -324,17 +328,6 @@ def kinds_in(flags: str) -> str:
 def malformed(expected: str, got: str) -> CorruptCheckpointError:
     """Build the error for JSON that describes no tree."""
     return CorruptCheckpointError("the description of the tree is malformed.", expected=expected[:400], got=got[:400])
-
-
-def _check_fields_of(key: str, what: dict[str, Any]) -> None:
-    """Raise for an item that two readers could take for different things, and for flags that are no kinds."""
-    flags = what.get("flags", "")
-    if "tree" in what and "flags" in what:
-        raise malformed(f"a tree without flags at {key!r}", repr(flags))
-    if not are_flags(flags, _KINDS):
-        raise malformed(f"one of the flags {''.join(sorted(_KINDS))} at {key!r}", repr(flags))
-    if len(_MEANINGS & what.keys()) > 1:
-        raise malformed(f"one meaning of {key!r}", ", ".join(map(repr, what)))
 
 
 def _own_name(what: list[Any]) -> str | None:

@@ -101,8 +101,16 @@ class _Writer:
         ties = tree._ties
         check_tie_size(sum(len(path) ** 2 for group in ties for path in group), UnsupportedError)
         self.refs = [{} for _ in ties]
+        # The paths of all groups by key, so that a walk down the tree finds them.
+        marks: dict[str, Any] = {}
+        for group, paths in enumerate(ties):
+            for rank, path in enumerate(paths):
+                at = marks
+                for key in path[:-1]:
+                    at = at.setdefault(key, {})
+                at[path[-1]] = (group, rank)
         root: list[str] = [""]
-        stack = [_Pending(tree, "", None, ties, _marks(ties), root, 0)]
+        stack = [_Pending(tree, "", None, ties, marks, root, 0)]
         while stack:
             stack.extend(reversed(self._node(stack.pop())))
         self._check_tied(ties)
@@ -312,18 +320,6 @@ def _is_plain(item: Any) -> bool:
     if type(item) is float:
         return math.isfinite(item)
     return item is None or type(item) in (str, bool) or (type(item) is int and item.bit_length() <= _MAX_INT_BITS)
-
-
-def _marks(ties: Ties) -> Marks:
-    """Arrange the paths of all groups by key, so that a walk down the tree finds them."""
-    marks: dict[str, Any] = {}
-    for group, paths in enumerate(ties):
-        for rank, path in enumerate(paths):
-            at: Any = marks
-            for key in path[:-1]:
-                at = at.setdefault(key, {})
-            at[path[-1]] = (group, rank)
-    return marks or None
 
 
 def restrict(ties: Ties) -> dict[str, Ties]:
