@@ -166,7 +166,29 @@ class _Constructor:
 
 def _define_fields(cls: Any, namespace: dict[str, Any]) -> None:
     hints = read_annotations(cls)
-    _check_names_of(cls, hints, namespace)
+    base = next(each for each in cls.__mro__ if "_is_base" in vars(each))
+    # A lazy stack of instances has the fields, and names of its own. `data` and `nested` are fields of many classes;
+    # the one is another name of `detach()`, the other a method that `LazyStack.nested(stack)` calls.
+    both = {*dir(base), *dir(TensorCollection._lazy)}
+    public = {name for name in both if not name.startswith("_") and name not in ("data", "nested")}
+    for name in hints:
+        # A tree's own slots and helpers; other names with an underscore are free.
+        hidden = name.startswith("_") and hasattr(base, name)
+        always = name in CONSTRUCTOR or hidden or name in Slots.__slots__
+        if always or (name in public and not cls._options.shadow):
+            raise error(
+                AttributeError,
+                f"{cls.__name__}: the field {name!r} has the name of a method or property of trees.",
+                hint="rename it." if always else 'rename it, or derive from TensorClass["shadow"].',
+            )
+    for name in cls._fields:
+        if name in namespace and name not in hints:
+            raise error(
+                AttributeError,
+                f"{cls.__name__}: {name!r} is a field of a base class, and is given something else here.",
+                got=repr(namespace[name]),
+                hint=f"annotate it to give the field a default ({name}: type = value), or use another name.",
+            )
     for name in hints:
         # What a base has under the name (its field's property, a shadowed method) is no default.
         if name not in namespace and hasattr(cls, name):
@@ -190,33 +212,6 @@ def _define_fields(cls: Any, namespace: dict[str, Any]) -> None:
     cls.__new__ = _make_constructor(cls)
     cls.__doc__ = doc or f"{cls.__name__}{inspect.signature(cls.__new__)}".replace("(__cls__, ", "(")
     register(cls)
-
-
-def _check_names_of(cls: Any, annotations: Mapping[str, Any], namespace: Mapping[str, Any]) -> None:
-    """Raise for fields with the names of something else, and for names of fields that are given to something else."""
-    base = next(each for each in cls.__mro__ if "_is_base" in vars(each))
-    # A lazy stack of instances has the fields, and names of its own. `data` and `nested` are fields of many classes;
-    # the one is another name of `detach()`, the other a method that `LazyStack.nested(stack)` calls.
-    both = {*dir(base), *dir(TensorCollection._lazy)}
-    public = {name for name in both if not name.startswith("_") and name not in ("data", "nested")}
-    for name in annotations:
-        # A tree's own slots and helpers; other names with an underscore are free.
-        hidden = name.startswith("_") and hasattr(base, name)
-        always = name in CONSTRUCTOR or hidden or name in Slots.__slots__
-        if always or (name in public and not cls._options.shadow):
-            raise error(
-                AttributeError,
-                f"{cls.__name__}: the field {name!r} has the name of a method or property of trees.",
-                hint="rename it." if always else 'rename it, or derive from TensorClass["shadow"].',
-            )
-    for name in cls._fields:
-        if name in namespace and name not in annotations:
-            raise error(
-                AttributeError,
-                f"{cls.__name__}: {name!r} is a field of a base class, and is given something else here.",
-                got=repr(namespace[name]),
-                hint=f"annotate it to give the field a default ({name}: type = value), or use another name.",
-            )
 
 
 # -- what a class gets ------------------------------------------------------------------------------------------

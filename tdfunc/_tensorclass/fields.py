@@ -110,13 +110,6 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
     return (hint,)
 
 
-def _class_of(hint: Any) -> type | None:
-    """Return the one class that an annotation names, without type arguments and `| None`."""
-    given = _alternatives(hint)
-    found = (get_origin(given[0]) or given[0]) if len(given) == 1 else None
-    return found if isinstance(found, type) and found not in (object, Any) and not _is_shaped(found) else None
-
-
 def typed_class(cls: Any, key: str, value: Any) -> Any:
     """Return the class with fields that a value of a field is converted to; None to leave it as it is."""
     if isinstance(value, TensorCollection):
@@ -153,7 +146,10 @@ def make_node(
     if value is None or (isinstance(value, NonTensorData) and value.data is None):
         return None
     options = cls._options
-    wanted = _class_of(cls._hints.get(key, Any))
+    # The one class that the annotation names, without type arguments and `| None`.
+    named = _alternatives(cls._hints.get(key, Any))
+    found = (get_origin(named[0]) or named[0]) if len(named) == 1 else None
+    wanted = found if isinstance(found, type) and found not in (object, Any) and not _is_shaped(found) else None
     if options.nocast and not isinstance(value, (Tensor, TensorCollection, NonTensorBase)):
         value = NonTensorData(value, size)
     elif options.tensor_only and isinstance(value, NonTensorBase):

@@ -246,7 +246,14 @@ class Apply:
             if compiling or written is not None or is_tracing():
                 out = self._forward(skeleton.module, args, kwargs, rng)
             else:
-                out = self._first_forward(leaves, bound, skeleton, args, kwargs, rng)
+                # Under a watch for the original weights and for writes to leaves; no later call pays for it.
+                with Watch(self._originals, [*leaves, *bound, *tree_leaves((args, kwargs))], bound) as watch:
+                    out = self._forward(skeleton.module, args, kwargs, rng)
+                places = watch.written()
+                if places is not None:
+                    n = self._spec.n_params
+                    places |= skeleton.renormed | (set(range(n, len(leaves))) - skeleton.lent)
+                    self._written = _Written([i for i in places if i < n], sorted(i for i in places if i >= n))
             new = self._read_back(skeleton) if keep else []
             after = {
                 path: NonTensorData(copying.deepcopy(skeleton.owners[path].get_extra_state()))
@@ -272,20 +279,6 @@ class Apply:
             for i, clone in zip(written.buffers, _clones([leaves[i] for i in written.buffers]), strict=True):
                 bound[i] = clone
         return bound
-
-    def _first_forward(
-        self, leaves: list[Any], bound: list[Any], skeleton: Skeleton, args: Any, kwargs: Any, rng: Any
-    ) -> Any:
-        """Run under a watch for the original weights and for writes to leaves; no later call pays for it."""
-        watch = Watch(self._originals, [*leaves, *bound, *tree_leaves((args, kwargs))], bound)
-        with watch:
-            out = self._forward(skeleton.module, args, kwargs, rng)
-        written = watch.written()
-        if written is not None:
-            n = self._spec.n_params
-            written |= skeleton.renormed | (set(range(n, len(leaves))) - skeleton.lent)
-            self._written = _Written([i for i in written if i < n], sorted(i for i in written if i >= n))
-        return out
 
     def _forward(self, module: nn.Module, args: Any, kwargs: Any, rng: Any) -> Any:
         try:

@@ -266,7 +266,23 @@ class Spec:
         missing = [path for path in self.order if path not in found]
         unknown = [path for path in found if path not in self.order]
         if missing or unknown:
-            raise self._structure_error(missing, unknown, buffers)
+            hint = None
+            if missing and buffers is None and set(missing) <= set(self.buffers.paths):
+                hint = "pass buffers=buffers; buffers are never taken from the module silently."
+            elif missing and unknown:
+                hint = "is the tree that of another module, or a sub-tree?"
+            n = len(self.order)
+            raise TreeStructureError(
+                f"apply: the trees do not fit {self.name}: "
+                + (
+                    f"{dotted(missing[0])!r} is missing."
+                    if missing
+                    else f"{dotted(unknown[0])!r} is not one of its leaves."
+                ),
+                expected=f"{n} leaves" + (f", also {_names(missing)}" if missing else ""),
+                got=f"unknown leaves {_names(unknown)}" if unknown else f"{n - len(missing)} of them",
+                hint=hint,
+            )
         for path, shape in zip(self.whole.paths, self.whole.shapes_after(lead), strict=True):
             if not isinstance(found[path], Tensor) or found[path].shape != shape:
                 raise shape_error(path, found[path], shape)
@@ -274,22 +290,6 @@ class Spec:
             if path != first and not is_one_tensor(found[path], found[first]):
                 raise tie_error("apply", first, path)
         return [found[path] for path in self.order]
-
-    def _structure_error(self, missing: list[Path], unknown: list[Path], buffers: Any) -> TreeStructureError:
-        hint = None
-        if missing and buffers is None and set(missing) <= set(self.buffers.paths):
-            hint = "pass buffers=buffers; buffers are never taken from the module silently."
-        elif missing and unknown:
-            hint = "is the tree that of another module, or a sub-tree?"
-        problem = (
-            f"{dotted(missing[0])!r} is missing" if missing else f"{dotted(unknown[0])!r} is not one of its leaves"
-        )
-        return TreeStructureError(
-            f"apply: the trees do not fit {self.name}: {problem}.",
-            expected=f"{len(self.order)} leaves" + (f", also {_names(missing)}" if missing else ""),
-            got=f"unknown leaves {_names(unknown)}" if unknown else f"{len(self.order) - len(missing)} of them",
-            hint=hint,
-        )
 
     def rebuild_buffers(self, params: Any, buffers: Any, leaves: list[Any]) -> Any:
         """Return the tree that held the buffers, around new ones in plan order."""

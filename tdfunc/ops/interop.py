@@ -201,32 +201,29 @@ class FromMethods(TensorCollection):
                 got=str(list(dataframe.columns)),
                 hint="rename one of them.",
             )
-        values = {
-            name if separator is None else tuple(name.split(separator)): _column_values(name, column, dtype)
-            for name, column in dataframe.items()
-        }
+        values: dict[Any, Any] = {}
+        for name, column in dataframe.items():
+            key = name if separator is None else tuple(name.split(separator))
+            array = column.to_numpy()
+            if array.dtype.kind not in "biufc":
+                objects: Any = np.empty(len(column), dtype=object)
+                objects[:] = list(column)
+                values[key] = NonTensorStack._wrap(objects)
+                continue
+            # A missing value is NaN, which makes other integers of the column floats that may not hold them.
+            is_float = dtype is not None and (dtype.is_floating_point or dtype.is_complex)
+            is_integral = column.dtype.kind in "biu" if dtype is None else not is_float
+            if is_integral and column.isna().any():
+                raise LeafMismatchError(
+                    f"from_pandas: {name!r} lacks values, which a dtype of integers does not have.",
+                    got=str(column.dtype),
+                    hint="fillna() or dropna() first, or give a dtype of floats.",
+                )
+            # A copy: the arrays of a frame are shared, and may not be written to.
+            values[key] = as_tensor(np.array(array), f"from_pandas: {name!r}", dtype=dtype)
         # Any: the constructor of a subclass.
         made: Any = cls
         return made(values, (len(dataframe),) if batch_size is None else batch_size, device, names)
-
-
-def _column_values(name: str, column: Any, dtype: torch.dtype | None) -> Any:
-    """Return the values of a column: a tensor of numbers and bools, non-tensor data of all else."""
-    array = column.to_numpy()
-    if array.dtype.kind not in "biufc":
-        objects: Any = np.empty(len(column), dtype=object)
-        objects[:] = list(column)
-        return NonTensorStack._wrap(objects)
-    # A missing value is NaN, which makes other integers of the column floats that may not hold them.
-    is_integral = column.dtype.kind in "biu" if dtype is None else not (dtype.is_floating_point or dtype.is_complex)
-    if is_integral and column.isna().any():
-        raise LeafMismatchError(
-            f"from_pandas: {name!r} lacks values, which a dtype of integers does not have.",
-            got=str(column.dtype),
-            hint="fillna() or dropna() first, or give a dtype of floats.",
-        )
-    # A copy: the arrays of a frame are shared, and may not be written to.
-    return as_tensor(np.array(array), f"from_pandas: {name!r}", dtype=dtype)
 
 
 # -- to -----------------------------------------------------------------------------------------------------------
@@ -274,23 +271,6 @@ def list_of(value: Any, convert: bool) -> Any:
         own = getattr(type(value), "tolist", None)
         return own(value, convert_tensors=convert) if callable(own) else tolist(value, convert)
     return value.tolist() if convert and isinstance(value, Tensor) else value
-
-
-def _column(key: str, node: Any) -> Any:
-    """Return the column of a data frame for a leaf."""
-    if not isinstance(node, (Tensor, NonTensorBase)):
-        raise TreeStructureError(
-            f"to_pandas: {key!r} must be a leaf.",
-            got=type(node).__name__,
-            hint='td.to_pandas(separator=".") joins nested keys; pad() or dense() a lazy stack first.',
-        )
-    if node.dim() != 1:
-        raise LeafMismatchError(
-            f"to_pandas: {key!r} must have one value for each row.",
-            got=f"shape {list(node.shape)}",
-            hint="give each feature a key of its own, or leave it out.",
-        )
-    return node._array if isinstance(node, NonTensorBase) else _as_array(node, "to_pandas", (key,))
 
 
 # -- state dicts ----------------------------------------------------------------------------------------------------
@@ -407,9 +387,23 @@ class InteropMethods(TensorCollection):
                 hint="td.reshape(-1) makes one of several, td.unsqueeze(0) of none.",
             )
         flat = self if separator is None else flatten_keys(self, separator)
-        return pandas.DataFrame(
-            {key: _column(key, flat._get(key)) for key in flat._keys()}, index=range(self._batch_size[0])
-        )
+        columns: dict[str, Any] = {}
+        for key in flat._keys():
+            node: Any = flat._get(key)
+            if not isinstance(node, (Tensor, NonTensorBase)):
+                raise TreeStructureError(
+                    f"to_pandas: {key!r} must be a leaf.",
+                    got=type(node).__name__,
+                    hint='td.to_pandas(separator=".") joins nested keys; pad() or dense() a lazy stack first.',
+                )
+            if node.dim() != 1:
+                raise LeafMismatchError(
+                    f"to_pandas: {key!r} must have one value for each row.",
+                    got=f"shape {list(node.shape)}",
+                    hint="give each feature a key of its own, or leave it out.",
+                )
+            columns[key] = node._array if isinstance(node, NonTensorBase) else _as_array(node, "to_pandas", (key,))
+        return pandas.DataFrame(columns, index=range(self._batch_size[0]))
 
     def load_state_dict(
         self,

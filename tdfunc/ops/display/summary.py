@@ -88,6 +88,7 @@ def summary(tree: TensorCollection, depth: int | None, where: "FilterLike | None
     """Describe the leaves of a tree that a filter chooses, those below a depth as one."""
     try:
         from rich.table import Table
+        from rich.text import Text
     except ImportError as err:
         raise error(
             ImportError,
@@ -100,12 +101,30 @@ def summary(tree: TensorCollection, depth: int | None, where: "FilterLike | None
         title += f", where {where if isinstance(where, Filter) else repr(where)}"
     rows = shown = list(_rows(tree, (), aliases(tree), set()))
     if depth is not None:
-        groups: dict[Path, list[Row]] = {}
+        below: dict[Path, list[Row]] = {}
         for row in rows:
-            groups.setdefault(row.path[:depth], []).append(row)
-        shown = [group[0] if group[0].path == path else _fold(path, group) for path, group in groups.items()]
-    found = Summary(rows, Table(title=printable(title), title_justify="left", show_footer=True))
-    _fill(found, shown)
+            below.setdefault(row.path[:depth], []).append(row)
+        shown = [group[0] if group[0].path == path else _fold(path, group) for path, group in below.items()]
+    table = Table(title=printable(title), title_justify="left", show_footer=True)
+    found = Summary(rows, table)
+    table.add_column("path", Text(count_text(found.leaves, "leaf")), overflow="fold")
+    for name in ("shape", "dtype", "device", "kind"):
+        table.add_column(name, overflow="fold")
+    for name, total in (("elements", f"{found.elements:,}"), ("size", bytes_text(found.size_bytes))):
+        table.add_column(name, Text(total), justify="right", no_wrap=True)
+    for row in shown[:ROWS]:
+        # Text, because rich reads a str such as "[red]" as markup.
+        cells = [".".join(map(printable, row.path)), row.shape, row.dtype, row.device, row.kind]
+        numbers = [f"{row.elements:,}", bytes_text(row.size_bytes)] if row.leaves else ["", ""]
+        table.add_row(*map(Text, [*cells, *numbers]))
+    if len(shown) > ROWS:
+        table.add_row(Text(f"... {len(shown) - ROWS:,} more; depth= folds them"))
+    for groups in (found.by_dtype, found.by_kind):
+        if len(groups) > 1:
+            table.add_section()
+            for name, (leaves, elements, size) in groups.items():
+                cells = [f"of it {name}", count_text(leaves, "leaf"), "", "", "", f"{elements:,}", bytes_text(size)]
+                table.add_row(*map(Text, cells), style="dim")
     return found
 
 
@@ -145,27 +164,3 @@ def _fold(path: Path, rows: list[Row]) -> Row:
     sums = (sum(row.elements for row in rows), sum(row.size_bytes for row in rows))
     shape = count_text(leaves, "leaf")
     return Row((*path, "*"), shape, common("dtype"), common("device"), common("kind"), leaves, *sums)
-
-
-def _fill(found: Summary, rows: list[Row]) -> None:
-    from rich.text import Text
-
-    table = found.table
-    table.add_column("path", Text(count_text(found.leaves, "leaf")), overflow="fold")
-    for name in ("shape", "dtype", "device", "kind"):
-        table.add_column(name, overflow="fold")
-    for name, total in (("elements", f"{found.elements:,}"), ("size", bytes_text(found.size_bytes))):
-        table.add_column(name, Text(total), justify="right", no_wrap=True)
-    for row in rows[:ROWS]:
-        # Text, because rich reads a str such as "[red]" as markup.
-        cells = [".".join(map(printable, row.path)), row.shape, row.dtype, row.device, row.kind]
-        numbers = [f"{row.elements:,}", bytes_text(row.size_bytes)] if row.leaves else ["", ""]
-        table.add_row(*map(Text, [*cells, *numbers]))
-    if len(rows) > ROWS:
-        table.add_row(Text(f"... {len(rows) - ROWS:,} more; depth= folds them"))
-    for groups in (found.by_dtype, found.by_kind):
-        if len(groups) > 1:
-            table.add_section()
-            for name, (leaves, elements, size) in groups.items():
-                cells = [f"of it {name}", count_text(leaves, "leaf"), "", "", "", f"{elements:,}", bytes_text(size)]
-                table.add_row(*map(Text, cells), style="dim")
