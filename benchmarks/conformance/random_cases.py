@@ -27,7 +27,7 @@ def random_case(rng, given=None, kinds=False):
 # Methods of tensordict that tdfunc leaves out.
 LEFT_OUT = frozenset((
     "narrow", "tensor_split", "roll", "torch.roll", "rot90", "movedim", "swapaxes", "broadcast_to", "atleast_2d",
-    "atleast_3d", "clear_device", "cummax", "cummin", "addcmul", "addcdiv", "cat_tensors", "stack_tensors",
+    "atleast_3d", "clear_device", "cummax", "cummin", "cat_tensors", "stack_tensors",
 ))  # fmt: skip
 
 

@@ -35,7 +35,7 @@ METHODS = {
     ),
     **dict.fromkeys(("cat_tensors", "stack_tensors", "get_at", "setdefault", "new_tensor", "param_count"), _ONE_LINE),
     "bytes": "`td.nbytes`", "cummax": "`td.apply(lambda x: x.cummax(0).values)`",
-    "cummin": "`td.apply(lambda x: x.cummin(0).values)`", "addcmul": _ONE_LINE, "addcdiv": _ONE_LINE,
+    "cummin": "`td.apply(lambda x: x.cummin(0).values)`",
     "addcmul_": _ONE_LINE, "addcdiv_": _ONE_LINE,
     "all_gather": _DISTRIBUTED, "all_reduce": _DISTRIBUTED, "arecv": _DISTRIBUTED, "asend": _DISTRIBUTED,
     "broadcast": _DISTRIBUTED, "gather_and_stack": _DISTRIBUTED, "init_remote": _DISTRIBUTED,

@@ -1,6 +1,7 @@
 """Reductions: over whole leaves, batch dimensions or feature dimensions, leaf by leaf or to one tensor."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -80,32 +81,24 @@ def reduced_size(size: Size, dims: Sequence[int], keepdim: bool) -> Size:
     return Size([1 if i in dims else s for i, s in enumerate(size) if keepdim or i not in dims])
 
 
-def truth(tree: TensorCollection, dim: Any, keepdim: bool, name: str) -> Any:
-    """`all` and `any`: a bool for the whole tree, or a tree for a dimension."""
-    fn: Callable[..., Tensor] = getattr(torch, name)
-    if dim is None:
-        joined = _small_bools(tree)
-        results = [bool(fn(joined))] if joined is not None else (bool(fn(x)) for _, x in iter_leaves(tree))
-        return all(results) if name == "all" else any(results)
-    return _reduce_leaves(tree, name, dim, keepdim, lambda x, dims, keep: fn(x, dims, keepdim=keep))
-
-
 # A leaf of more elements takes longer to copy than its own reduction does to start.
 _SMALL = 4096
 
 
-def _small_bools(tree: TensorCollection) -> Tensor | None:
-    """Return the leaves of a flat tree of small masks as one tensor, which one call reduces; None for other trees."""
-    leaves = tree._data.values()
-    if len(leaves) < 2 or is_compiling() or not PLAIN.issuperset(map(type, leaves)):
-        return None
-    shape = one_shape(leaves)
-    if shape is None or shape.numel() > _SMALL or any([x.dtype is not torch.bool for x in leaves]):
-        return None
-    try:
-        return torch.stack(list(leaves))
-    except RuntimeError:  # on several devices
-        return None
+def truth(tree: TensorCollection, dim: Any, keepdim: bool, name: str) -> Any:
+    """`all` and `any`: a bool for the whole tree, or a tree for a dimension."""
+    fn: Callable[..., Tensor] = getattr(torch, name)
+    if dim is None:
+        leaves = tree._data.values()
+        # The leaves of a flat tree of small masks as one tensor, which one call reduces.
+        if len(leaves) > 1 and not is_compiling() and PLAIN.issuperset(map(type, leaves)):
+            shape = one_shape(leaves)
+            if shape is not None and shape.numel() <= _SMALL and all([x.dtype is torch.bool for x in leaves]):
+                with suppress(RuntimeError):  # on several devices
+                    return bool(fn(torch.stack(list(leaves))))
+        results = (bool(fn(x)) for _, x in iter_leaves(tree))
+        return all(results) if name == "all" else any(results)
+    return _reduce_leaves(tree, name, dim, keepdim, lambda x, dims, keep: fn(x, dims, keepdim=keep))
 
 
 def reduce(tree: TensorCollection, name: str, dim: Any, keepdim: bool, whole: bool | None, **kwargs: Any) -> Any:
