@@ -75,7 +75,7 @@ def cond(pred: Any, true_fn: Fn, false_fn: Fn, operands: Sequence[Any] = ()) -> 
 
             return branch
 
-        flag = pred.reshape(()).to(torch.bool) if isinstance(pred, Tensor) else pred
+        flag: Any = pred.reshape(()).to(torch.bool) if isinstance(pred, Tensor) else pred
         return _unpack_only(torch.cond(flag, flat(true_fn), flat(false_fn), tuple(given)), known)
     if not isinstance(pred, Tensor) or _is_known(pred):
         return true_fn(*operands) if pred else false_fn(*operands)
@@ -141,17 +141,12 @@ def map(fn: Fn, xs: Any, *args: Any) -> Any:
 
     `torch.vmap` does all rows at once; this takes the memory of one. Under `torch.compile`, `torch.export` and
     `make_fx` it is torch's `map`. `row` is what `vmap` would give: every leaf, and the batch of every tree, without its
-    first dimension.
+    first dimension. The errors are those of `scan`.
 
     Args:
         fn: A function of a row and of `args`.
         xs: A tree, a tensor, or a container of these.
         *args: Passed to every call as they are.
-
-    Raises:
-        ValueError: `xs` has no leaves, no rows, or leaves of different lengths.
-        TreeStructureError: The results of two rows differ in structure.
-        LeafMismatchError: A leaf of the results differs in shape, dtype or device; the message names it.
 
     Shapes:
         Leaves (N, *S) become rows (*S); results (*T) become (N, *T).

@@ -184,7 +184,14 @@ def _readers(fn: Any) -> Iterator[_Reader]:
             readers = [_Reader(n, c, lambda c=c: contents(c)) for n, c in cells]
             # Of a library's functions (torch.vmap(fn), torch.func.grad(fn)) only their arguments are followed.
             if _package(function) == package:
-                readers += _names_read(function)
+                if function.__defaults__:
+                    readers.append(_Reader("defaults", function, lambda f=function: f.__defaults__))
+                if function.__kwdefaults__:
+                    readers.append(_Reader("keyword defaults", function, lambda f=function: f.__kwdefaults__))
+                scope = function.__globals__
+                for name in sorted(_named(function.__code__)):
+                    if name in scope and not isinstance(scope[name], types.ModuleType):
+                        readers.append(_Reader(name, scope, lambda n=name, g=scope: g.get(n, _MISSING)))
             for reader in readers:
                 yield reader
                 todo.append(reader.read())
@@ -197,17 +204,6 @@ def _readers(fn: Any) -> Iterator[_Reader]:
 
 def _package(function: types.FunctionType) -> str:
     return str(function.__globals__.get("__name__", "")).partition(".")[0]
-
-
-def _names_read(function: types.FunctionType) -> Iterator[_Reader]:
-    if function.__defaults__:
-        yield _Reader("defaults", function, lambda: function.__defaults__)
-    if function.__kwdefaults__:
-        yield _Reader("keyword defaults", function, lambda: function.__kwdefaults__)
-    scope = function.__globals__
-    for name in sorted(_named(function.__code__)):
-        if name in scope and not isinstance(scope[name], types.ModuleType):
-            yield _Reader(name, scope, lambda name=name: scope.get(name, _MISSING))
 
 
 def contents(cell: types.CellType) -> Any:

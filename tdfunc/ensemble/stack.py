@@ -178,9 +178,7 @@ def init_ensemble(make: Callable[[], nn.Module], n: int, seed: int = 0) -> Any:
 
     Raises:
         ValueError: n is not positive, or two members came out equal.
-        TreeStructureError: `make` returned different architectures.
-        LeafMismatchError: A leaf differs in shape, dtype or device.
-        TieError: The members tie different weights.
+        TreeStructureError, LeafMismatchError, TieError: As in `stack_modules`.
         UnsupportedError: `make` drew from torch's default generator in a way that cannot be seeded.
 
     Examples:

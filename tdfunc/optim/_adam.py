@@ -90,19 +90,19 @@ def _step(ops: Lists, work: Work, values: Values, *, decoupled: bool, amsgrad: b
     lr, beta1, beta2, decay = values["lr"], values["beta1"], values["beta2"], values["weight_decay"]
     params, grads, slots = work.params, work.grads, work.slots
     if maximize:
-        grads = ops.neg(grads)
+        grads = ops.run("neg", grads, keep=True)
     if isinstance(decay, Tensor) or decay != 0.0:
         if decoupled:
-            params = ops.mul(params, 1 - lr * decay)
+            params = ops.run("mul", params, 1 - lr * decay)
         else:
             grads = ops.add(grads, params, decay, keep=not maximize)
-    slots["exp_avg"] = ops.lerp(slots["exp_avg"], grads, 1 - beta1)
-    average = ops.mul(slots["exp_avg_sq"], beta2)
+    slots["exp_avg"] = ops.run("lerp", slots["exp_avg"], grads, 1 - beta1)
+    average = ops.run("mul", slots["exp_avg_sq"], beta2)
     slots["exp_avg_sq"] = average = ops.addcmul(average, grads, grads, 1 - beta2)
     if amsgrad:
-        slots["max_exp_avg_sq"] = average = ops.maximum(slots["max_exp_avg_sq"], average)
+        slots["max_exp_avg_sq"] = average = ops.run("maximum", slots["max_exp_avg_sq"], average)
     bias1, bias2 = 1 - beta1**work.step, 1 - beta2**work.step
-    denominator = ops.shift(ops.div(ops.sqrt(average), bias2**0.5), values["eps"])
+    denominator = ops.run("add", ops.run("div", ops.run("sqrt", average, keep=True), bias2**0.5), values["eps"])
     work.params = ops.addcdiv(params, slots["exp_avg"], denominator, -lr / bias1)
 
 

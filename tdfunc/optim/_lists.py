@@ -32,51 +32,25 @@ class Lists:
     def add(self, xs: Leaves, ys: Leaves, scale: Coefficient, *, keep: bool = False) -> Leaves:
         """`x + scale * y`."""
         if isinstance(scale, Tensor):
-            return self._run("addcmul", xs, ys, spread(scale, xs), keep=keep)
-        return self._run("add", xs, ys, keep=keep, alpha=scale)
-
-    def shift(self, xs: Leaves, offset: Coefficient) -> Leaves:
-        """`x + offset`."""
-        return self._run("add", xs, spread(offset, xs))
-
-    def mul(self, xs: Leaves, factor: Coefficient, *, keep: bool = False) -> Leaves:
-        """`x * factor`."""
-        return self._run("mul", xs, spread(factor, xs), keep=keep)
-
-    def div(self, xs: Leaves, divisor: Coefficient) -> Leaves:
-        """`x / divisor`."""
-        return self._run("div", xs, spread(divisor, xs))
-
-    def lerp(self, xs: Leaves, ys: Leaves, weight: Coefficient) -> Leaves:
-        """`x + weight * (y - x)`."""
-        return self._run("lerp", xs, ys, spread(weight, xs))
+            return self.run("addcmul", xs, ys, scale, keep=keep)
+        return self.run("add", xs, ys, keep=keep, alpha=scale)
 
     def addcmul(self, xs: Leaves, ys: Leaves, zs: Leaves, scale: Coefficient) -> Leaves:
         """`x + scale * y * z`."""
         if isinstance(scale, Tensor):
-            return self._run("addcmul", xs, self.mul(ys, scale, keep=True), zs)
-        return self._run("addcmul", xs, ys, zs, value=scale)
+            return self.run("addcmul", xs, self.run("mul", ys, scale, keep=True), zs)
+        return self.run("addcmul", xs, ys, zs, value=scale)
 
     def addcdiv(self, xs: Leaves, ys: Leaves, zs: Leaves, scale: Coefficient) -> Leaves:
         """`x + scale * y / z`."""
         if isinstance(scale, Tensor):
-            return self._run("addcdiv", xs, self.mul(ys, scale, keep=True), zs)
-        return self._run("addcdiv", xs, ys, zs, value=scale)
+            return self.run("addcdiv", xs, self.run("mul", ys, scale, keep=True), zs)
+        return self.run("addcdiv", xs, ys, zs, value=scale)
 
-    def maximum(self, xs: Leaves, ys: Leaves) -> Leaves:
-        """The larger of each two elements."""
-        return self._run("maximum", xs, ys)
-
-    def sqrt(self, xs: Leaves) -> Leaves:
-        """The square root, in a new list."""
-        return self._run("sqrt", xs, keep=True)
-
-    def neg(self, xs: Leaves) -> Leaves:
-        """`-x`, in a new list."""
-        return self._run("neg", xs, keep=True)
-
-    # Any: operands are lists of tensors or numbers, options what the kernel takes.
-    def _run(self, name: str, xs: Leaves, *operands: Any, keep: bool = False, **options: Any) -> Leaves:
+    # Any: the options of the kernel.
+    def run(self, name: str, xs: Leaves, *others: Leaves | Coefficient, keep: bool = False, **options: Any) -> Leaves:
+        """Call the function of torch with this name on the lists, and on coefficients spread over them."""
+        operands = [spread(item, xs) if isinstance(item, Tensor) else item for item in others]
         if not self._inplace:
             columns = [item if isinstance(item, list) else [item] * len(xs) for item in operands]
             return [getattr(torch, name)(*row, **options) for row in zip(xs, *columns, strict=True)]
@@ -86,10 +60,8 @@ class Lists:
         return xs
 
 
-def spread(value: Coefficient, leaves: Leaves) -> float | Leaves:
-    """Return a number as it is, and a tensor as one broadcastable tensor for each leaf, in its dtype."""
-    if not isinstance(value, Tensor):
-        return value
+def spread(value: Tensor, leaves: Leaves) -> Leaves:
+    """Return a coefficient as one broadcastable tensor for each leaf, in its dtype."""
     known: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
     result: Leaves = []
     for leaf in leaves:

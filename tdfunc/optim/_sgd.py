@@ -68,7 +68,7 @@ def sgd(
 
 def _step(ops: Lists, work: Work, values: Values, *, nesterov: bool, maximize: bool) -> None:
     """The operations of torch's single-tensor SGD in their order, so that numbers agree to the last bit."""
-    decay, grads = values["weight_decay"], ops.neg(work.grads) if maximize else work.grads
+    decay, grads = values["weight_decay"], ops.run("neg", work.grads, keep=True) if maximize else work.grads
     if isinstance(decay, Tensor) or decay != 0.0:
         grads = ops.add(grads, work.params, decay, keep=not maximize)
     if "momentum" in values:
@@ -80,7 +80,7 @@ def _step(ops: Lists, work: Work, values: Values, *, nesterov: bool, maximize: b
                 weight = torch.where(step == 1, torch.ones_like(step), 1 - dampening)
             elif step != 1:
                 weight = 1 - dampening
-        buffers = ops.add(ops.mul(work.slots["momentum_buffer"], momentum), grads, weight)
+        buffers = ops.add(ops.run("mul", work.slots["momentum_buffer"], momentum), grads, weight)
         work.slots["momentum_buffer"] = buffers
         grads = ops.add(grads, buffers, momentum, keep=True) if nesterov else buffers
     work.params = ops.add(work.params, grads, -values["lr"])
