@@ -23,14 +23,10 @@ from benchmarks.conformance.conditions import (
     has_empty,
     has_lazy,
     has_no_elements,
-    has_scalar,
     has_typed,
     has_words,
-    indexed_as_torch,
-    is_bool,
     is_ragged,
     is_refused,
-    is_swapped,
     learns,
     named,
     names_do_not_fit,
@@ -40,7 +36,6 @@ from benchmarks.conformance.conditions import (
     returns_none,
     takes_rows,
     their_size,
-    their_trees_have_no_size,
     theirs_says,
     torch_refuses,
 )
@@ -87,11 +82,11 @@ FLATTEN = "The batch size after `flatten` and `unflatten`."
 
 PAD = "`pad` alters no value."
 TORCH = "Errors of torch are raised."
-REARRANGE = "Rearranging follows torch."
 
 # Not a condition but a check: `explain_kinds` compares with dense and open trees in both libraries instead.
 KINDS = Accepted("Lazy stacks and typed trees compute what dense and open ones do.")
 
+HELD = "A stack of lazy stacks holds them."
 TUPLE = "A key of a lazy stack is a tuple."
 ONE_SHAPE = "What needs one shape raises."
 NO_TREE = "An index that leaves no tree raises."
@@ -102,36 +97,21 @@ GRAD = "Each leaf requires grad as it would alone."
 
 STATE = "State dicts hold any key."
 SOME = "Keys that only some trees have."
-RAGGED = "Ragged trees."
 
 # How a tree with lazy stacks or typed trees may differ from the dense and open one; ragged ones from tensordict's.
 OF_KINDS = (
-    Accepted(ROWS, has_lazy, named("at_number"), only_theirs_raises("the rows for"), rare=("kinds", 100, 474)),
     Accepted(
-        RAGGED,
-        is_ragged,
-        named("at_mul", "at_add", "at_number"),
-        detail(is_bool),
-        differs_in("value"),
-        rare=("program", 201, 336),
+        ONE_SHAPE, has_lazy, named("stack", "cat"), only_theirs_raises("torch.", "shape"), rare=("kinds", 201, 2682)
     ),
-    Accepted(RAGGED, has_lazy, named("stack", "cat"), only_theirs_raises("torch.", "shape"), rare=("kinds", 201, 2682)),
-    Accepted(RAGGED, is_ragged, named("numel"), differs_in("value"), rare=("kinds", 202, 4528)),
+    Accepted(ONE_SHAPE, is_ragged, named("numel"), differs_in("value"), rare=("kinds", 202, 4528)),
     Accepted(
-        RAGGED,
+        ONE_SHAPE,
         is_ragged,
         named(*OPERATOR_NAMES),
         differs_in("names", "size", "shape", "dtype", "value", "class"),
         rare=("program", 202, 219),
     ),
     Accepted(ONE_SHAPE, has_lazy, is_refused),
-    Accepted(
-        REARRANGE,
-        is_ragged,
-        named("transpose", "torch.transpose"),
-        is_swapped,
-        rare=("program", 706, 3824),
-    ),
     Accepted(NO_TREE, has_lazy, only_ours_raises("must keep one tree at least")),
     Accepted(FIELDS, has_typed, only_ours_raises("has no field")),
     Accepted(FIELDS, has_typed, named("delete", "pop"), only_ours_raises("no key"), rare=("program", 201, 191)),
@@ -153,42 +133,19 @@ OF_KINDS = (
         rare=("kinds", 201, 3915),
     ),
     Accepted(TUPLE, has_lazy, named("flatten_keys"), differs_in("keys"), rare=("kinds", 201, 2878)),
+    Accepted(ONE_SHAPE, is_ragged, named("where"), differs_in("dtype", "shape"), rare=("kinds", 713, 26777)),
     Accepted(
-        RAGGED,
+        ONE_SHAPE,
         is_ragged,
-        only_ours_raises(
-            "is ragged",
-            "cannot be expanded",
-            "does not fit the batch of the tree",
-            "is broadcast against",
-            "does not fit the batch",
-            "one for each tree",
-        ),
-        rare=("kinds", 201, 5126),
+        named("index", "masked_select", "torch.masked_select", "where", "torch.where"),
+        only_ours_raises("does not fit the batch", "is broadcast against"),
+        rare=("kinds", 100, 214),
     ),
+    Accepted(HELD, is_ragged, named("stack"), elements_equal, rare=("kinds", 100, 3546)),
+    Accepted(ONE_SHAPE, is_ragged, only_theirs_raises()),
+    Accepted(ONE_SHAPE, is_ragged, both_raise, rare=("program", 201, 805)),
     Accepted(
-        RAGGED,
-        is_ragged,
-        named("index"),
-        detail(has_scalar),
-        differs_in("names", "size", "shape", "value", "class", "count"),
-        rare=("kinds", 202, 7617),
-    ),
-    Accepted(
-        RAGGED,
-        is_ragged,
-        named("index"),
-        takes_rows,
-        indexed_as_torch,
-        differs_in("names", "size", "shape", "value"),
-        rare=("kinds", 707, 10264),
-    ),
-    Accepted(RAGGED, is_ragged, named("where"), differs_in("dtype", "shape"), rare=("kinds", 713, 26777)),
-    Accepted(RAGGED, is_ragged, only_theirs_raises()),
-    Accepted(RAGGED, is_ragged, both_raise, rare=("program", 201, 805)),
-    Accepted(RAGGED, is_ragged, both_bare, rare=("kinds", 201, 5231)),
-    Accepted(
-        RAGGED,
+        ONE_SHAPE,
         is_ragged,
         named("set"),
         detail(lambda d: d[1] == "text"),
@@ -204,9 +161,7 @@ OF_KINDS = (
         equal_but_empty_fields,
         rare=("kinds", 401, 7819),
     ),
-    Accepted(RAGGED, is_ragged, their_trees_have_no_size, rare=("program", 707, 218)),
     Accepted(EMPTY, is_ragged, named("to_namedtuple"), equal_but_empty_fields, rare=("program", 5, 247)),
-    Accepted(RAGGED, is_ragged, elements_equal, rare=("program", 401, 1205)),
     Accepted(
         SOME,
         is_ragged,
@@ -215,7 +170,7 @@ OF_KINDS = (
         rare=("program", 402, 8795),
     ),
     Accepted(
-        RAGGED,
+        ONE_SHAPE,
         is_ragged,
         named("std", "var", "mean"),
         only_ours_raises("only support floating point", "could not infer output dtype"),
@@ -280,17 +235,6 @@ ACCEPTED = (
     Accepted(EMPTY, only_theirs_raises("at least one tensor", "call_on_nested=True", 'arguments: "dim"')),
     Accepted(CHECKED, named("index", "reshape", "view"), only_ours_raises(), torch_refuses),
     Accepted(
-        WORDS,
-        has_words,
-        named(
-            "flip",
-            "torch.flip",
-            "repeat",
-        ),
-        equal_without("words", "names"),
-        rare=("case", 201, 5106),
-    ),
-    Accepted(
         TORCH,
         named("clamp_min", "clamp_max"),
         only_ours_raises("must match", "not implemented for"),
@@ -308,7 +252,6 @@ ACCEPTED = (
     Accepted(
         CHECKED, named("rename_key", "unflatten_keys"), only_ours_raises("leading dimensions"), rare=("case", 201, 5605)
     ),
-    Accepted(CHECKED, named("split"), only_ours_raises("must add up"), rare=("program", 201, 522)),
     Accepted(NODE, named("get", "getitem", "pop", "items"), equal_without("names"), rare=("case", 201, 1113)),
     Accepted(
         NAMES,
@@ -447,7 +390,14 @@ ACCEPTED = (
             equal_without("words", "names", "sizes")(case, ours, theirs)
             or (case.detail[1] and differs_in("size", "shape", "names", "value")(case, ours, theirs))
         ),
-        rare=("case", 201, 1077),
+        rare=("case", 0, 0),
+    ),
+    Accepted(
+        WORDS,
+        has_words,
+        named("flip", "torch.flip", "repeat"),
+        equal_without("words", "names"),
+        rare=("program", 100, 45),
     ),
     Accepted(
         PROMOTE,

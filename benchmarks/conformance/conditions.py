@@ -111,9 +111,9 @@ def has_lazy(case, ours, theirs):
 # What docs/ragged.md lists for every lazy stack, whatever the arguments. Of the others (indices, rows, shapes, joins,
 # reductions over features) it lists some.
 LISTED = frozenset((
-    "get", "getitem", "delete", "pop", "select", "exclude", "flatten_keys", "unflatten_keys", "items", "leaves", "apply",
-    "named_apply", "clone", "detach", "to_dtype", "to_device", "cast", "type", "transpose", "permute", "unsqueeze",
-    "unbind", "zeros_like", "ones_like", "full_like",
+    "get", "getitem", "delete", "pop", "select", "exclude", "flatten_keys", "unflatten_keys", "items", "leaves",
+    "apply", "named_apply", "clone", "detach", "to_dtype", "to_device", "cast", "type", "transpose", "permute",
+    "unsqueeze", "unbind", "zeros_like", "ones_like", "full_like",
 ))  # fmt: skip
 
 
