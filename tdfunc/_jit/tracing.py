@@ -176,8 +176,6 @@ def _run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         raise
 
 
-# -- results ----------------------------------------------------------------------------------------------------
-
 _ATOMS = (bool, int, float, complex, str, bytes, type(None))
 _PLAIN_VALUES = (*_ATOMS, torch.dtype, torch.device, torch.Size, NonTensorBase)
 _Build = Callable[[Sequence[Any], Sequence[Any]], Any]
@@ -223,9 +221,6 @@ def _make_builder(out: Any, slots: list[Tensor], nodes: dict[Any, int], where: s
     )
 
 
-# -- what operations read and write -----------------------------------------------------------------------------
-
-
 def storage_of(tensor: Tensor) -> int:
     """Return the identity of the memory behind a tensor; its views have the same."""
     return tensor.untyped_storage()._cdata
@@ -245,9 +240,6 @@ def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[A
             value = args[i] if i < len(args) else kwargs.get(argument.name)
             found += [item for item in (value if isinstance(value, (list, tuple)) else [value]) if item is not None]
     return found
-
-
-# -- errors -----------------------------------------------------------------------------------------------------
 
 
 def leaf_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:

@@ -122,9 +122,6 @@ def _check_leaves(leaves: Sequence[Tensor], call: str, at: Path) -> None:
             )
 
 
-# -- padding ----------------------------------------------------------------------------------------------------
-
-
 def pad_trees(trees: Sequence[Any], dim: int, value: Any, side: str, masks: bool, *, only: int | None = None) -> Padded:
     """Return the stack of trees padded to the largest sizes, and its masks if they are asked for."""
     if side not in ("right", "left"):
@@ -241,9 +238,6 @@ def _pad_values(pairs: Sequence[Padded], dim: int, padding: Padding) -> Padded:
         filled.append(values)
         real.append(known)
     return NonTensorStack._wrap(np.stack(filled, dim)), torch.from_numpy(np.stack(real, dim))
-
-
-# -- nested tensors ---------------------------------------------------------------------------------------------
 
 
 def nest_trees(trees: Sequence[Any], layout: torch.layout) -> Any:

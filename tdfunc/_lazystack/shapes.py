@@ -103,9 +103,6 @@ def _written(tree: Any, parts: tuple[Any, ...], rows: Any, call: str) -> Any:
     return rows
 
 
-# -- shapes -----------------------------------------------------------------------------------------------------
-
-
 def _on_join(stack: Any, op: LeafOp, others: Sequence[Any]) -> Any:
     for other in others:
         if other._dim != stack._dim or len(other._batch_size) != len(stack._batch_size):

@@ -30,8 +30,6 @@ from tdfunc.ops.cast import as_device
 from tdfunc.ops.convert import _lifted
 from tdfunc.ops.reading import value_of
 
-# -- instances from the values of their fields ------------------------------------------------------------------
-
 
 def unchanged(instance: Any) -> Any:
     """Return the instance that the constructor gives: this one, or one made from it."""
@@ -119,9 +117,6 @@ def make_with_dict(
     object.__setattr__(new, "_static", static)
     object.__setattr__(new, "_cache", None)
     return new
-
-
-# -- the class --------------------------------------------------------------------------------------------------
 
 
 class Meta(ABCMeta):
@@ -212,9 +207,6 @@ def _define_fields(cls: Any, namespace: dict[str, Any]) -> None:
     cls.__new__ = _make_constructor(cls)
     cls.__doc__ = doc or f"{cls.__name__}{inspect.signature(cls.__new__)}".replace("(__cls__, ", "(")
     register(cls)
-
-
-# -- what a class gets ------------------------------------------------------------------------------------------
 
 
 class Field(property):

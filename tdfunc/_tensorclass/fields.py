@@ -50,9 +50,6 @@ def merge_options(name: str, inherited: Iterable[Options], given: Mapping[str, b
     return merged
 
 
-# -- annotations ------------------------------------------------------------------------------------------------
-
-
 class Unresolved(NamedTuple):
     """An annotation with a name that is not defined yet; it is read again at the first construction."""
 
@@ -136,9 +133,6 @@ def _has_fields(member: Any) -> bool:
     return isinstance(member, type) and issubclass(member, TensorCollection) and bool(getattr(member, "_fields", None))
 
 
-# -- values into nodes ------------------------------------------------------------------------------------------
-
-
 def make_node(
     cls: Any, key: str, value: Any, size: Size, device: torch.device | None, where: str
 ) -> Node:  # None where the field is left empty
@@ -195,9 +189,6 @@ def _cast(value: Any, wanted: type, size: Size, where: str) -> Any:
             got=_described(value) if isinstance(value, Tensor) else repr(value),
         ) from err
     return NonTensorData(value, size)
-
-
-# -- jaxtyping --------------------------------------------------------------------------------------------------
 
 
 def _is_shaped(hint: Any) -> bool:

@@ -127,8 +127,6 @@ class TensorClass(_Typed):
     # What the constructor gives: the instance, or one made from it.
     __post_init__ = unchanged
 
-    # -- making instances ---------------------------------------------------------------------------------------
-
     @classmethod
     def fields(cls) -> "tuple[dataclasses.Field[Any], ...]":
         """Return the fields, as `dataclasses.fields` does."""
@@ -218,8 +216,6 @@ class TensorClass(_Typed):
         cls = getattr(cls, "_stacked", cls)
         values: dict[str, Any] = {f.name: getattr(source, f.name) for f in dataclasses.fields(source)}
         return cls(**values, batch_size=batch_size, device=device, names=names)
-
-    # -- the primitives know the fields -------------------------------------------------------------------------
 
     def _accept(self, key: str, value: Any, where: str) -> Node:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Return a value of a field as a node, None where it empties the field."""

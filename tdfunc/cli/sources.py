@@ -243,9 +243,6 @@ def _open_memmap(name: str) -> Source:
     return source
 
 
-# -- leaves and values --------------------------------------------------------------------------------------------
-
-
 class Stored(NamedTuple):
     """A leaf as a file stores it: once, with all its paths."""
 

@@ -24,9 +24,6 @@ MapMode: TypeAlias = Literal["c", "r+"]
 _ATTRIBUTE = "_tdfunc_file"
 
 
-# -- files ------------------------------------------------------------------------------------------------------
-
-
 class MappedFile(NamedTuple):
     """The file under a tensor's storage, and where in it the tensor begins."""
 
@@ -69,8 +66,6 @@ def mapped_file(tensor: Any) -> MappedFile | None:
         return None
     return MappedFile(path, tensor.storage_offset() * tensor.element_size(), mode, file_id, storage.nbytes(), root)
 
-
-# -- overlap ----------------------------------------------------------------------------------------------------
 
 # Of a tensor: the space of its bytes (None for this process's memory, else a device, or a file's device and inode),
 # its first byte and the one after its last. A plain tuple: every write makes one for each leaf.
@@ -163,8 +158,6 @@ class Places:
         at = bisect_left(runs, (end, 0)) - 1
         return runs[at] if at >= 0 and begin < runs[at][1] and begin < end else None
 
-
-# -- read-ahead -------------------------------------------------------------------------------------------------
 
 # Smaller leaves are read whole by the system's own read-ahead.
 MIN_BYTES = 16 << 20

@@ -23,9 +23,6 @@ from tdfunc.core.types import Names, Path
 T = TypeVar("T", bound=TensorCollection)
 
 
-# -- in the order of the pytree registration ---------------------------------------------------------------------
-
-
 # Any: inside tree transformations a leaf may be anything.
 def list_leaves(tree: TensorCollection) -> list[Any]:
     """Return the leaves in sorted key order, a tied leaf once, without non-tensor data."""
@@ -116,9 +113,6 @@ def same_keys(a: TensorCollection, b: TensorCollection) -> bool:
     return True
 
 
-# -- in insertion order -------------------------------------------------------------------------------------------
-
-
 def gather(trees: Sequence[TensorCollection]) -> list[list[Tensor]] | None:
     """Return the leaves of each tree; None unless they are untied trees of plain tensors of one structure and order."""
     columns: list[list[Any]] = [[] for _ in trees]
@@ -182,9 +176,6 @@ def refill(tree: T, leaves: Iterator[Any], op: LeafOp | None = None) -> T:
         size = op.size(size)
         names = op.names(names) if names is not None and op.names is not None else None
     return tree._make(data, size, tree._device, names, tree._static)
-
-
-# -- replacing and comparing ---------------------------------------------------------------------------------------
 
 
 def replace(tree: T, nodes: Mapping[Path, Any]) -> T:

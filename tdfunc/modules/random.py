@@ -124,9 +124,6 @@ def _uniform(mode: seeded, shape: Sequence[int], x: Tensor) -> Tensor:
     return mode.draw(lambda g: torch.rand(size, generator=g, device=g.device, dtype=torch.float32).to(device))
 
 
-# -- dropout ----------------------------------------------------------------------------------------------------
-
-
 def _dropout(
     mode: seeded, func: Any, /, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
@@ -161,9 +158,6 @@ def _alpha_dropout(
     mode: seeded, func: Any, /, input: Tensor, p: float = 0.5, training: bool = False, *rest: Any, **kw: Any
 ) -> Tensor:
     return _dropout(mode, func, input, p, training, *rest, **kw)
-
-
-# -- draws ------------------------------------------------------------------------------------------------------
 
 
 def _factory(

@@ -73,8 +73,6 @@ def end_workers(pool: ProcessPoolExecutor) -> None:
         process.terminate()
 
 
-# -- in the worker ----------------------------------------------------------------------------------------------
-
 # The job with which the worker was started, and the one that it has read, from this or from a task.
 _given: "Job | Parcel | None" = None
 _job: "Job | None" = None

@@ -22,6 +22,7 @@ MASK = torch.tensor([True, False, True, True])
 # method -> arguments; those that take none are not listed.
 ARGUMENTS = {
     "__getitems__": [[0, 1]], "clamp": [0], "lerp": [ROWS, 0.5],
+    "addcmul": [ROWS, ROWS], "addcdiv": [ROWS, ROWS],
     "masked_fill": [MASK, 0], "softmax": [0], "cumsum": [0], "cumprod": [0], "to": [torch.float64], "set": ["x", MASK],
     "update": [{"x": MASK}], "delete": ["y"], "set_": ["x", 0.0], "update_": [{"x": ROWS.x}],
     "copy_": [ROWS], "gather": [0, torch.tensor([1])], "masked_select": [MASK], "where": [MASK, ROWS],

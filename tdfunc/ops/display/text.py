@@ -42,9 +42,6 @@ class Facts(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-# -- words and numbers ------------------------------------------------------------------------------------------
-
-
 def printable(text: str, limit: int | None = 120) -> str:
     """Return text on one line, with control characters escaped and no more than `limit` characters."""
     if limit is not None and len(text) > limit:
@@ -74,9 +71,6 @@ def bytes_text(size: int) -> str:
 def kind_text(kind: Kind | None) -> str:
     """Return a kind in words."""
     return "" if kind is None else kind.value.replace("_", " ").replace("non persistent", "buffer, not saved")
-
-
-# -- one leaf ---------------------------------------------------------------------------------------------------
 
 
 def facts_of(leaf: Any) -> Facts:
@@ -156,8 +150,6 @@ def _amount(parts: list[Tensor]) -> tuple[int | None, int | None]:
         return None, None
 
 
-# -- non-tensor data --------------------------------------------------------------------------------------------
-
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 100
 _short.maxlist = _short.maxtuple = _short.maxdict = _short.maxset = 6
@@ -183,9 +175,6 @@ def repr_of(value: Any, write: Callable[[Any], str] = repr) -> str:
 
 def _short_repr(value: Any) -> str:
     return printable(repr_of(value, _short.repr), 200)
-
-
-# -- trees ------------------------------------------------------------------------------------------------------
 
 
 def totals(tree: TensorCollection, limit: int) -> tuple[int, int, bool]:

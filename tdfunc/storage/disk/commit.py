@@ -88,9 +88,6 @@ def _open_folder(folder: str) -> Descriptor:
         raise OSError(err.errno, f"save: {err.strerror}; the folder must exist", folder) from err
 
 
-# -- files ------------------------------------------------------------------------------------------------------
-
-
 def replace_file(path: str, write: Callable[[int], None], *, size_bytes: int, fsync: bool) -> None:
     """Give `path` the contents that `write` puts into a descriptor; `size_bytes` of them."""
     with _open_folder(os.path.dirname(path)) as parent:
@@ -124,9 +121,6 @@ def _copy_mode(path: str, fd: int) -> None:
         old = os.stat(path, follow_symlinks=False)
         if not stat.S_ISLNK(old.st_mode):
             os.fchmod(fd, stat.S_IMODE(old.st_mode))
-
-
-# -- folders ----------------------------------------------------------------------------------------------------
 
 
 def replace_folder(
@@ -228,9 +222,6 @@ def make_folder(path: str, *, fsync: bool) -> None:
             os.mkdir(path)
         if fsync:
             sync_folder(os.path.dirname(path))
-
-
-# -- both -------------------------------------------------------------------------------------------------------
 
 
 def sweep(folder: str, start: str = _PREFIX, suffix: str = _NEW) -> None:

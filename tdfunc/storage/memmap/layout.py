@@ -44,9 +44,6 @@ _ENCODED = {ord(char): f"%{ord(char):02X}" for char in '/<>:"|?*\\ \x7f%' + "".j
 _MAX_BYTES = 248
 
 
-# -- names ------------------------------------------------------------------------------------------------------
-
-
 def encoded(key: str) -> str:
     """Return the name under which tensordict stores a key, without the suffix of leaves."""
     if key in (".", ".."):
@@ -112,9 +109,6 @@ def owned_names(meta: dict[str, Any]) -> Owned:
         files.update(PICKLES)
         folders |= {"_tensordict"} if "shape" not in meta else set()
     return Owned(files, folders, meta.get("_type") in (LAZY_TYPE, VALUES_TYPE))
-
-
-# -- writing ----------------------------------------------------------------------------------------------------
 
 
 class FileLeaf(NamedTuple):

@@ -71,9 +71,6 @@ def lay_out(names: Sequence[str], specs: Sequence[Spec]) -> Layout:
     return Layout(order, begins, ends[-1], "".join(parts))
 
 
-# -- writing ----------------------------------------------------------------------------------------------------
-
-
 def render(tree: str | None, layout: Layout) -> bytearray:
     """Return the bytes before the data (length, header, padding), still without digests, which have a fixed width.
 
@@ -94,9 +91,6 @@ def seal(head: bytearray, digests: Sequence[str]) -> str:
     own = digest(head)
     head[_DIGEST_AT : _DIGEST_AT + DIGITS] = own.encode()
     return own
-
-
-# -- reading ----------------------------------------------------------------------------------------------------
 
 
 class Header(NamedTuple):

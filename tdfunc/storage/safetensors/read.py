@@ -218,9 +218,6 @@ def _view_bytes(data: Any, spec: Spec) -> Tensor:
     return flat.view(spec.dtype).view(spec.size).data
 
 
-# -- rows -------------------------------------------------------------------------------------------------------
-
-
 def plan_rows(index: Any, size: torch.Size) -> tuple[list[tuple[int, int]], Any] | None:
     """Return runs of rows (first, count), and the index that takes the result out of them; None for all rows."""
     first, *rest = index if isinstance(index, tuple) and index else (index,)

@@ -87,8 +87,6 @@ class SavedTree:
         self._contents, self._choice, self._at, self._root = contents, choice, at, root
         self._outline: TensorCollection | None = None
 
-    # -- reading ----------------------------------------------------------------------------------------------
-
     def __getitem__(self, key: NestedKey) -> Any:
         """Return a leaf (which is read now), a handle of a sub-tree, or plain data.
 
@@ -183,8 +181,6 @@ class SavedTree:
             self._outline = outline_tree(self._contents, Choice(classes=self._choice.classes), self._root)[0]
         return self._outline
 
-    # -- as a mapping -----------------------------------------------------------------------------------------
-
     def keys(self) -> list[str]:
         """Return the keys at this level."""
         return list(self.spec()._keys())
@@ -219,8 +215,6 @@ class SavedTree:
     def closed(self) -> bool:
         """Whether the files are closed."""
         return self._contents.closed
-
-    # -- open and closed --------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Close the files, for the sub-trees too."""

@@ -167,9 +167,6 @@ def _read_file(
     return view_leaves(data, [specs[i] for i in mine], [begins[i] for i in mine])
 
 
-# -- one leaf ---------------------------------------------------------------------------------------------------
-
-
 def _dtype_of(plan: Description, i: int, dtype: torch.dtype | None) -> torch.dtype:
     """Return the dtype that a leaf gets; a tensor that is non-tensor data keeps its own."""
     own = plan.specs[i].dtype

@@ -34,9 +34,6 @@ _SHARD = re.compile(r"model-[0-9a-f]{8}-\d{5,}-of-\d{5,}\.safetensors")
 Tick = Callable[[int], object] | None
 
 
-# -- one file ---------------------------------------------------------------------------------------------------
-
-
 def write_file(fd: int, plan: FilePlan, tick: Callable[[int], object] | None = None) -> str:
     """Write everything: the data, then the header, which holds its checksums, in front of it.
 
@@ -132,9 +129,6 @@ def pieces(leaf: Tensor) -> Iterator[memoryview]:
         rows = max(1, _PIECE_BYTES * leaf.shape[0] // (leaf.numel() * leaf.element_size()))
         for part in leaf.split(rows):
             yield from pieces(part.squeeze(0) if rows == 1 else part)
-
-
-# -- the files of a save ----------------------------------------------------------------------------------------
 
 
 def commit(plan: SavePlan, target: str, *, fsync: bool, tick: Tick = None) -> None:

@@ -116,9 +116,6 @@ def move_leaf(leaf: Tensor, target: torch.device, *, non_blocking: bool = False)
         ) from err
 
 
-# -- ties -------------------------------------------------------------------------------------------------------
-
-
 def ties_of(plan: Description) -> dict[int, Ties]:
     """Return the groups of every node that has any, relative to it."""
     if not plan.groups:
@@ -135,9 +132,6 @@ def ties_of(plan: Description) -> dict[int, Ties]:
             result[number] = inner[above[0]][above[1]]
             inner[number] = restrict(result[number])
     return result
-
-
-# -- other nodes ------------------------------------------------------------------------------------------------
 
 
 def _batch(shape: Any, size: Size) -> Size:

@@ -134,8 +134,6 @@ class Description:
                 found.update({self.tied[tie]: None for tie in ties})
         return list(found)
 
-    # -- nodes ------------------------------------------------------------------------------------------------
-
     def _check_keys(self) -> list[list[str]]:
         """Return the keys of all nodes as they stand in names."""
         if not self.nodes or not _LISTS.issuperset(map(type, chain(self.keys, self.items))):
@@ -217,8 +215,6 @@ class Description:
                 raise malformed("a tensor, tree, tie or value", f"{what!r} at {key!r}")
         self.fields += fields
         return count
-
-    # -- leaves -----------------------------------------------------------------------------------------------
 
     def _read_flags(self, flat: list[Any], numbers: list[int]) -> list[str]:
         flags = ["" if type(what) is int else what[1] for what in flat]
