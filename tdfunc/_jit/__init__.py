@@ -1,4 +1,4 @@
-"""Trace once, replay: `jit`, and what optimizers need to take part in a trace."""
+"""`jit`: a function is traced once and replayed from then on."""
 
 from tdfunc._jit.call import CacheInfo as CacheInfo
 from tdfunc._jit.call import Jitted as Jitted

@@ -1,4 +1,7 @@
-"""The command line `tdfunc`; `app.py` has the commands, which need the packages of the extra `cli`."""
+"""The command line `tdfunc`: checkpoints shown, compared, verified, converted and averaged.
+
+`app.py` has the commands, which need the packages of the extra `cli`.
+"""
 
 import importlib
 import importlib.util

@@ -1,4 +1,4 @@
-"""`tdfunc diff`: what two checkpoints do not have in common."""
+"""`tdfunc diff`: the differences of two checkpoints."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""`tdfunc verify`: whether a checkpoint is what was saved, with every leaf that is not."""
+"""`tdfunc verify`: a check of every leaf of a checkpoint, and a list of the damaged ones."""
 
 import zipfile
 from collections.abc import Iterator

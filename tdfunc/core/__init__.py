@@ -1,1 +1,1 @@
-"""The base of every tree: errors, keys, shapes, ties, non-tensor data, the collection and its pytree registration."""
+"""The base of every tree: errors, keys, shapes, ties, context, memory, the collection, pytrees and walks."""

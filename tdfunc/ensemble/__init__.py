@@ -1,1 +1,1 @@
-"""Ensembles: stacked trees, one call for all members, and how sure they are."""
+"""Ensembles: many members in one stacked tree, and one call for all of them."""

@@ -1,4 +1,4 @@
-"""What leaves are to autograd and in memory: gradients, layout, pinned and shared memory, sizes."""
+"""Leaves in autograd and in memory: gradients, layout, pinned and shared memory, sizes."""
 
 from collections.abc import Callable, Sequence
 from operator import methodcaller

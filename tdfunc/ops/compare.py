@@ -1,4 +1,4 @@
-"""Whether two trees have the same structure and equal or close values: `assert_close`, `equal`, `all_close`."""
+"""Comparing the structure and values of two trees: `assert_close`, `equal`, `all_close`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Values into nodes: what the constructors and edits accept, checked against a batch size and device."""
+"""Values into nodes: conversions for constructors and edits, checked against a batch size and device."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar

@@ -1,4 +1,4 @@
-"""Immutable edits: `get`, `set`, `update`, `delete`, `pop`, `untie`; an edit keeps every tie or says that it cannot."""
+"""Immutable edits: `get`, `set`, `update`, `delete`, `pop`, `untie`; an edit keeps every tie or raises."""
 
 from collections.abc import Iterable, Mapping, Set
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar

@@ -1,4 +1,4 @@
-"""Several trees into one: `stack` and `cat`, which check keys, shapes, dtypes, kinds and ties and name what differs."""
+"""Several trees into one: `stack` and `cat`, which name the first difference in keys, shapes, dtypes, kinds or ties."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial

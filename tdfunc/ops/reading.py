@@ -1,4 +1,4 @@
-"""Reading a tree: nodes by path, keys, values, leaves, and what filters see of them."""
+"""Reading a tree: nodes by path, keys, values, leaves, and the entries that filters are given."""
 
 from collections.abc import Iterator, Mapping, Set
 from typing import Any, TypeVar, cast

@@ -1,4 +1,4 @@
-"""Worker processes: pools of `concurrent.futures` whose processes have torch, one torch thread, and end with us."""
+"""Worker processes: pools of `concurrent.futures` whose processes have torch, one torch thread, and end with their parent."""
 
 import importlib
 import multiprocessing

@@ -1,1 +1,1 @@
-"""Trees on disk: one safetensors file that holds a whole tree, written atomically and verified on load."""
+"""Trees on disk: safetensors files and shards, folders of mapped files, and the checkpoints of a run."""

@@ -1,4 +1,4 @@
-"""Whether what a checkpoint holds is what was expected: keys, shapes and dtypes, with every difference in one error."""
+"""Comparing a checkpoint with an expected spec: keys, shapes and dtypes, with every difference in one error."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is read of a checkpoint, and as what: leaves chosen by a filter, compared with a spec, cast to a dtype."""
+"""The part of a checkpoint that is read: leaves chosen by a filter, compared with a spec, cast to a dtype."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
