@@ -176,18 +176,6 @@ def has_dotted_key(case, ours, theirs):
     return any("." in key for tree in case.inputs for part in parts(tree) for key in part.entries)
 
 
-def has_scalar(index):
-    """An index has a bool, or a tensor without dimensions, among its items."""
-    items = index if isinstance(index, tuple) else ()
-    return any(isinstance(item, bool) or (isinstance(item, torch.Tensor) and item.dim() == 0) for item in items)
-
-
-def is_bool(detail):
-    """The index of some rows is a tensor of one bool."""
-    index = detail[0]
-    return isinstance(index, torch.Tensor) and index.dtype is torch.bool and index.dim() == 0
-
-
 def is_ragged(case, ours, theirs):
     """An input holds a lazy stack of trees that cannot be stacked."""
     return any(isinstance(part, Lazy) and part.is_ragged for tree in case.inputs for part in parts(tree))
@@ -269,29 +257,6 @@ def torch_refuses(case, ours, theirs):
     except (IndexError, RuntimeError, ValueError):
         return True
     return False
-
-
-def indexed_as_torch(case, ours, theirs):
-    """Both return, ours the batch size that torch gives a tensor of the batch size of the input."""
-    if ours.error is not None or theirs.error is not None:
-        return False
-    size = case.inputs[0].size
-    try:
-        wanted = case.oracle(torch.zeros(size), len(size)).shape
-    except (IndexError, RuntimeError):
-        return False
-    found = ours.value.size
-    return len(found) == len(wanted) and all(a in (-1, b) for a, b in zip(found, wanted, strict=True))
-
-
-def is_swapped(case, ours, theirs):
-    """Both return, ours the batch size of the input with two dimensions exchanged."""
-    if ours.error is not None or theirs.error is not None:
-        return False
-    first, second = case.detail if case.name != "torch.transpose" else (case.detail[0], 0)
-    size = list(case.inputs[0].size)
-    size[first], size[second] = size[second], size[first]
-    return all(found in (-1, wanted) for found, wanted in zip(ours.value.size, size, strict=True))
 
 
 def given_to_each(case, ours, theirs):
@@ -382,17 +347,6 @@ def _same_element(mine, other):
 def names_do_not_fit(case, ours, theirs):
     """Theirs has more or fewer names than dimensions."""
     return isinstance(theirs.value, Tree) and len(theirs.value.names) != len(theirs.value.size)
-
-
-def their_trees_have_no_size(case, ours, theirs):
-    """Theirs returns a tree of tensors whose batch size holds -1."""
-    return theirs.error is None and _has_no_size(theirs.value)
-
-
-def _has_no_size(value):
-    if isinstance(value, Stack):
-        return any(map(_has_no_size, value.trees))
-    return isinstance(value, Tree) and -1 in value.size
 
 
 def differs_bare_in(*kinds):
