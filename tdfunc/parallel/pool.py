@@ -1,4 +1,4 @@
-"""Worker processes: pools of `concurrent.futures` with torch loaded and one torch thread, which end with their parent."""
+"""Worker processes: pools of `concurrent.futures` with torch loaded, one torch thread, and an end with their parent."""
 
 import importlib
 import multiprocessing
