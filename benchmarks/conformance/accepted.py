@@ -137,7 +137,6 @@ OF_KINDS = (
     Accepted(
         ONE_SHAPE,
         is_ragged,
-        named("index", "masked_select", "torch.masked_select", "where", "torch.where"),
         only_ours_raises("does not fit the batch", "is broadcast against"),
         rare=("kinds", 100, 214),
     ),
@@ -233,7 +232,7 @@ ACCEPTED = (
         rare=("case", 201, 333),
     ),
     Accepted(EMPTY, only_theirs_raises("at least one tensor", "call_on_nested=True", 'arguments: "dim"')),
-    Accepted(CHECKED, named("index", "reshape", "view"), only_ours_raises(), torch_refuses),
+    Accepted(CHECKED, named("index", "reshape", "view", "split"), only_ours_raises(), torch_refuses),
     Accepted(
         TORCH,
         named("clamp_min", "clamp_max"),
