@@ -140,6 +140,13 @@ OF_KINDS = (
         only_ours_raises("does not fit the batch", "is broadcast against"),
         rare=("kinds", 100, 214),
     ),
+    Accepted(
+        KINDS.heading,
+        is_ragged,
+        named("masked_select", "torch.masked_select"),
+        elements_equal,
+        rare=("program", 301, 399),
+    ),
     Accepted(HELD, is_ragged, named("stack"), elements_equal, rare=("kinds", 100, 3546)),
     Accepted(ONE_SHAPE, is_ragged, only_theirs_raises()),
     Accepted(ONE_SHAPE, is_ragged, both_raise, rare=("program", 201, 805)),
