@@ -137,9 +137,15 @@ OF_KINDS = (
     Accepted(
         ONE_SHAPE,
         is_ragged,
-        named("index", "masked_select", "torch.masked_select", "where", "torch.where"),
         only_ours_raises("does not fit the batch", "is broadcast against"),
         rare=("kinds", 100, 214),
+    ),
+    Accepted(
+        KINDS.heading,
+        is_ragged,
+        named("masked_select", "torch.masked_select"),
+        elements_equal,
+        rare=("program", 301, 399),
     ),
     Accepted(HELD, is_ragged, named("stack"), elements_equal, rare=("kinds", 100, 3546)),
     Accepted(ONE_SHAPE, is_ragged, only_theirs_raises()),
@@ -233,7 +239,7 @@ ACCEPTED = (
         rare=("case", 201, 333),
     ),
     Accepted(EMPTY, only_theirs_raises("at least one tensor", "call_on_nested=True", 'arguments: "dim"')),
-    Accepted(CHECKED, named("index", "reshape", "view"), only_ours_raises(), torch_refuses),
+    Accepted(CHECKED, named("index", "reshape", "view", "split"), only_ours_raises(), torch_refuses),
     Accepted(
         TORCH,
         named("clamp_min", "clamp_max"),
