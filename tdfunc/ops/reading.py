@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Set
 from typing import Any, TypeVar, cast
 
-from tdfunc.core.collection import TensorCollection, iter_leaves, leaf_paths
+from tdfunc.core.collection import PLAIN, TensorCollection, iter_leaves, leaf_paths
 from tdfunc.core.errors import ImmutableError, TreeStructureError, error
 from tdfunc.core.keys import Entry, dotted, is_key, missing, unravel
 from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
@@ -75,6 +75,8 @@ def check_same_keys(tree: TensorCollection, call: str) -> None:
     Raises:
         TreeStructureError: There is such a key; the message names it.
     """
+    if PLAIN.issuperset(map(type, tree._data.values())):
+        return
     nodes = [tree._get(key) for key in tree._keys()]
     if tree._is_lazy:
         trees: list[Any] = list(tree._data.values())
