@@ -204,7 +204,7 @@ def test_finds_dropped_gradients(monkeypatch):
 
 def test_finds_gained_gradients(monkeypatch):
     """A leaf that begins to require grad beside another one that does would pass."""
-    monkeypatch.setattr(foreach, "_learn_apart", lambda *lists: False)
+    monkeypatch.setattr(foreach, "_requires_grad", lambda leaf: False)
 
     assert "grad" in _first_failure(run_cases, 0, 1500)
 
