@@ -253,7 +253,7 @@ def associative_scan(combine_fn: Fn, xs: Any, dim: int = 0, *, reverse: bool = F
 
 
 def _is_captured() -> bool:
-    """Whether a compiler records the program, by means of torch's operators.
+    """Return whether a compiler records the program, by means of torch's operators.
 
     They have no rules for transforms of torch.func, and `jit` records its own way: both run the Python statement.
     """
@@ -274,7 +274,7 @@ def _is_recorded() -> bool:
 
 
 def _is_known(pred: Tensor) -> bool:
-    """Whether Python may ask for the value."""
+    """Return whether Python may ask for the value."""
     if torch.compiler.is_dynamo_compiling() or _is_recorded():
         return False
     while _functorch.is_functorch_wrapped_tensor(pred):

@@ -72,7 +72,7 @@ def clean(module: fx.GraphModule, *, faster: bool) -> None:
 
 
 def draws(graph: fx.Graph) -> bool:
-    """Whether a replay draws random numbers."""
+    """Return whether a replay draws random numbers."""
     return any(_is_random(node) for node in graph.nodes)
 
 
@@ -165,7 +165,7 @@ def _frozen(value: Any) -> Any:
 
 
 def _has_effect(node: fx.Node) -> bool:
-    """Whether a node must stay although nothing uses its result, and must not be merged with another."""
+    """Return whether a node must stay although nothing uses its result, and must not be merged with another."""
     if node.op != "call_function":
         return node.op in ("placeholder", "output")
     # An operation without results checks its arguments: `_assert_async`, `_linalg_check_errors`.

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 class _Typed(TreeMethods, metaclass=Meta):
-    """What type checkers read: subclasses of its subclasses are frozen dataclasses."""
+    """The base for type checkers: subclasses of its subclasses are frozen dataclasses."""
 
     _is_base: ClassVar[bool] = True
     _options: ClassVar[Options] = Options()

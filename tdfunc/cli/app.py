@@ -24,7 +24,7 @@ app = typer.Typer(
 
 
 class Format(str, Enum):
-    """What can be written."""
+    """The formats that can be written."""
 
     safetensors = "safetensors"
     shards = "shards"
@@ -33,7 +33,7 @@ class Format(str, Enum):
 
 
 class Unequal(str, Enum):
-    """What becomes of values without a mean that differ."""
+    """The treatment of values that differ and have no mean."""
 
     error = "error"
     first = "first"

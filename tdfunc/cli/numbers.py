@@ -12,7 +12,7 @@ _FLOAT4 = getattr(torch, "float4_e2m1fn_x2", None)
 
 
 def has_values(dtype: torch.dtype) -> bool:
-    """Whether torch can compute with numbers of a dtype."""
+    """Return whether torch can compute with numbers of a dtype."""
     return dtype is not _FLOAT4
 
 

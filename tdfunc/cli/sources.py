@@ -274,7 +274,7 @@ class Stored(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """What its values take."""
+        """Return the bytes of its values."""
         return self.leaf.numel() * self.leaf.element_size()
 
 

@@ -39,7 +39,7 @@ class TorchLeaf(NamedTuple):
 
 
 def is_torch_file(path: str) -> bool:
-    """Whether a file is one of torch.save (a zip archive or, of old versions, a pickle) by its first bytes."""
+    """Return whether a file is one of torch.save (a zip archive or, of old versions, a pickle) by its first bytes."""
     if not os.path.isfile(path):
         return False
     with open(path, "rb") as file:

@@ -24,7 +24,7 @@ OK, DAMAGED, UNPROTECTED = 0, 1, 3
 
 
 class Verdict(NamedTuple):
-    """What was found of one tree."""
+    """The findings about one tree."""
 
     path: str
     leaves: int

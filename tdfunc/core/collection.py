@@ -32,7 +32,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Static(NamedTuple):
-    """What a node knows of its leaves besides their values."""
+    """A node's static data about its leaves: kinds, ties, and a subclass's own."""
 
     kinds: dict[str, Kind] = {}
     ties: Ties = ()
@@ -365,7 +365,7 @@ def _is_leaf(node: Node) -> bool:
 
 
 def _exists(data: dict[str, Node], path: Path) -> bool:
-    """Whether a path leads to a leaf, looking only into the given children."""
+    """Return whether a path leads to a leaf, looking only into the given children."""
     if path[0] not in data:
         return True
     node: Node = data[path[0]]
@@ -505,7 +505,7 @@ def iter_leaves(tree: TensorCollection, prefix: Path = ()) -> Iterable[tuple[Pat
 
 
 def has_leaf(tree: TensorCollection) -> bool:
-    """Whether the tree has a leaf, non-tensor data left out."""
+    """Return whether the tree has a leaf, non-tensor data left out."""
     first = next(iter(tree._data.values()), None)
     return isinstance(first, Tensor) or next(iter(iter_leaves(tree)), None) is not None
 

@@ -36,7 +36,7 @@ def unravel(key: NestedKey) -> Path:
 
 
 def is_key(key: object) -> bool:
-    """Whether `key` is a str or a (nested) non-empty tuple of str, rather than an index."""
+    """Return whether `key` is a str or a (nested) non-empty tuple of str, rather than an index."""
     if isinstance(key, str):
         return True
     return isinstance(key, tuple) and len(key) > 0 and all(map(is_key, key))

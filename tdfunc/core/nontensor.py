@@ -18,7 +18,7 @@ from tdfunc.core.shapes import as_size, dim_index, index_size, normalize_index
 
 
 class NonTensorBase:
-    """What `NonTensorData` and `NonTensorStack` share: values seen through tensor methods."""
+    """The base of `NonTensorData` and `NonTensorStack`: values behind tensor methods."""
 
     __slots__ = ()
     # Of a stack that is not laid out along the batch of its tree, the number of dimensions that its array has after a
@@ -73,7 +73,7 @@ class NonTensorBase:
 
     @property
     def value(self) -> Any:
-        """What `td[key]` returns."""
+        """Return the value of `td[key]`."""
         raise NotImplementedError
 
     def equal(self, other: Any) -> torch.Tensor:
@@ -163,7 +163,7 @@ class NonTensorData(NonTensorBase):
 
     @property
     def value(self) -> Any:
-        """What `td[key]` returns."""
+        """Return the value of `td[key]`."""
         return self._value
 
     @property
@@ -307,7 +307,7 @@ class NonTensorStack(NonTensorBase):
 
     @property
     def value(self) -> Any:
-        """What `td[key]` returns: always a nested list."""
+        """Return the value of `td[key]`: always a nested list."""
         return self.tolist()
 
     def rebatch(self, size: Size) -> Any:
@@ -388,7 +388,7 @@ class StaticValues(NamedTuple):
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Whether two values are equal; arrays are when all elements are, and what cannot be compared is not."""
+    """Return whether two values are equal; arrays are when all elements are, and what cannot be compared is not."""
     if a is b:
         return True
     try:

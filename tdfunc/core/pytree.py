@@ -21,7 +21,7 @@ T = TypeVar("T", bound=TensorCollection)
 
 
 class Context(NamedTuple):
-    """What a flattened node needs to be rebuilt. Only keys, ties and a class's own data are compared."""
+    """The data that rebuild a flattened node. Only keys, ties and a class's own data are compared."""
 
     keys: tuple[str, ...]
     ties: Ties

@@ -79,7 +79,7 @@ def common_prefix(first: Size, second: Size) -> Size:
 
 
 def starts_with(leaf: Tensor, size: Size) -> bool:
-    """Whether a leaf has a shape, and it starts with a batch size."""
+    """Return whether a leaf has a shape, and it starts with a batch size."""
     try:
         return leaf.shape[: len(size)] == size
     except RuntimeError:  # a strided nested tensor
@@ -208,7 +208,7 @@ def broadcast_sizes(sizes: Sequence[Size]) -> Size:
 
 
 def fits_into(shape: Size, size: Size) -> bool:
-    """Whether a shape broadcasts to this very size."""
+    """Return whether a shape broadcasts to this very size."""
     skipped = len(size) - len(shape)
     return skipped >= 0 and all([have in (1, want) for have, want in zip(shape, size[skipped:], strict=True)])
 

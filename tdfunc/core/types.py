@@ -18,7 +18,7 @@ LeafFn: TypeAlias = Callable[..., Any]
 
 
 class Kind(enum.Enum):
-    """What a leaf is in the module that it came from.
+    """The role of a leaf in the module that it came from.
 
     PARAMETER is trained; BUFFER is saved but not trained; NON_PERSISTENT is a buffer that a state dict leaves
     out; EXTRA_STATE is what `nn.Module.get_extra_state` returned.

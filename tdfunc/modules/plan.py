@@ -194,7 +194,7 @@ class _Checked:
 
 
 class Spec:
-    """What a module takes: the plans of its parameters, of the rest and of both in one tree, and their common order.
+    """The leaves of a module: the plans of its parameters, of the rest and of both in one tree, and their common order.
 
     The order has the parameters first, then the buffers.
     """

@@ -88,7 +88,7 @@ def grad_of(tree: TensorCollection) -> Any:
 
 
 def is_contiguous(tree: TensorCollection) -> bool:
-    """Whether every leaf is laid out row by row without gaps."""
+    """Return whether every leaf is laid out row by row without gaps."""
     leaves = tree._data.values()
     if not PLAIN.issuperset(map(type, leaves)):
         leaves = tensors(tree)
@@ -102,7 +102,7 @@ class MemoryMethods(TensorCollection):
 
     @property
     def requires_grad(self) -> Any:
-        """Whether any leaf requires a gradient."""
+        """Return whether any leaf requires a gradient."""
         return any(x.requires_grad for x in tensors(self))
 
     @property
@@ -127,7 +127,7 @@ class MemoryMethods(TensorCollection):
         return self if is_contiguous(self) else self._map(LeafOp("contiguous", methodcaller("contiguous")))
 
     def is_contiguous(self) -> bool:
-        """Whether every leaf is laid out row by row without gaps."""
+        """Return whether every leaf is laid out row by row without gaps."""
         return is_contiguous(self)
 
     def pin_memory(self) -> "Self":

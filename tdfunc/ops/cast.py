@@ -99,7 +99,7 @@ def detach(tree: T) -> T:
 
 
 def is_shared(leaf: Any) -> bool:
-    """Whether a leaf's memory is shared between processes."""
+    """Return whether a leaf's memory is shared between processes."""
     # A batched tensor (inside vmap), an uninitialised parameter and other wrappers cannot be asked.
     try:
         return isinstance(leaf, Tensor) and leaf.is_shared()
@@ -108,7 +108,7 @@ def is_shared(leaf: Any) -> bool:
 
 
 def all_shared(tree: TensorCollection) -> bool:
-    """Whether the tree has leaves and all are in shared memory."""
+    """Return whether the tree has leaves and all are in shared memory."""
     leaves = [leaf for _, leaf in iter_leaves(tree)]
     return bool(leaves) and all(is_shared(leaf) for leaf in leaves)
 
@@ -172,5 +172,5 @@ class CastMethods(TensorCollection):
         return detach(self)
 
     def is_shared(self) -> bool:
-        """Whether there are leaves and all are in shared memory."""
+        """Return whether there are leaves and all are in shared memory."""
         return all_shared(self)

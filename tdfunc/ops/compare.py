@@ -80,7 +80,7 @@ def _differ(at: Path, what: str, expected: Any, got: Any) -> AssertionError:
 
 
 def equal(first: Any, second: Any) -> bool:
-    """Whether two trees have equal keys, batch sizes, shapes and values, as `torch.equal` of their leaves."""
+    """Return whether two trees have equal keys, batch sizes, shapes and values, as `torch.equal` of their leaves."""
     for tree in (first, second):
         _check_tree(tree, "torch.equal")
     if first._batch_size != second._batch_size or isinstance(zip_trees(first, second), Difference):
@@ -93,7 +93,7 @@ def equal(first: Any, second: Any) -> bool:
 
 
 def all_close(first: Any, second: Any, rtol: float, atol: float, equal_nan: bool) -> bool:
-    """Whether two trees with the same keys have close leaves and equal non-tensor data."""
+    """Return whether two trees with the same keys have close leaves and equal non-tensor data."""
     for tree in (first, second):
         _check_tree(tree, "torch.allclose")
     check_same(first, second, "allclose")

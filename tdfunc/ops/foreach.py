@@ -34,7 +34,7 @@ _WITH_NUMBER: dict[str, Callable[..., Any]] = {"maximum": torch.clamp_min, "mini
 
 
 def can_foreach() -> bool:
-    """Whether `torch._foreach_*` may be called: it has no vmap rule, and a grad inside a vmap hides the vmap."""
+    """Return whether `torch._foreach_*` may be called: it has no vmap rule, and a grad inside a vmap hides the vmap."""
     return not is_compiling() and not in_functorch()
 
 
@@ -141,7 +141,7 @@ def broadcast_size(tree: TensorCollection, other: TensorCollection, call: str) -
 
 
 def _plain_twins(tree: TensorCollection, other: TensorCollection) -> bool:
-    """Whether both hold nothing but plain tensors, under the same keys in one order, and no ties."""
+    """Return whether both hold nothing but plain tensors, under the same keys in one order, and no ties."""
     if is_compiling() or type(tree) is not type(other) or tree._ties or other._ties:
         return False
     mine, theirs = tree._data, other._data
@@ -218,7 +218,7 @@ def reversed_binary(tree: T, other: Any, name: str) -> T:
 
 
 def is_operand(other: Any) -> bool:
-    """Whether a tree can be compared with it leaf by leaf."""
+    """Return whether a tree can be compared with it leaf by leaf."""
     return isinstance(other, (TensorCollection, Tensor, np.ndarray, np.generic, *_NUMBERS))
 
 

@@ -102,7 +102,7 @@ def _join_op(name: str, join: Callable[..., Any], dim: int, new: Size, n: int) -
 
 
 def _agree(first: Size, second: Size) -> bool:
-    """Whether two batch sizes are one; a ragged dimension agrees with any size."""
+    """Return whether two batch sizes are one; a ragged dimension agrees with any size."""
     if first == second:
         return True
     return len(first) == len(second) and all(a == b or -1 in (a, b) for a, b in zip(first, second, strict=True))

@@ -35,7 +35,7 @@ def _find(tree: TensorCollection, path: Path, default: Any) -> tuple[TensorColle
 
 
 def has(tree: TensorCollection, key: NestedKey) -> bool:
-    """Whether there is a node at a path; a tree made by `tree_map` may hold None there."""
+    """Return whether there is a node at a path; a tree made by `tree_map` may hold None there."""
     return get(tree, key, UNSET_NODE) is not UNSET_NODE
 
 
@@ -234,7 +234,7 @@ class ReadMethods(TensorCollection):
         return get_value(self, key, default)
 
     def is_empty(self) -> bool:
-        """Whether there are no leaves (tensors or non-tensor data), however deep."""
+        """Return whether there are no leaves (tensors or non-tensor data), however deep."""
         return not holds_leaf(self)
 
     def __contains__(self, key: object) -> bool:

@@ -226,7 +226,7 @@ def split(tree: T, sizes: "int | Sequence[int]", dim: int) -> tuple[T, ...]:
     ends = list(accumulate(parts))
     before = (slice(None),) * dim
     index = [(*before, slice(end - part, end)) for end, part in zip(ends, parts, strict=True)]
-    # As Tensor.split, less its Python part.
+    # Tensor.split without its Python part.
     cut = methodcaller("split_with_sizes", parts, dim)
     return split_leaves(tree, index, cut, [Size((*size[:dim], part, *size[dim + 1 :])) for part in parts])
 

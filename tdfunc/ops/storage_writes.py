@@ -40,7 +40,7 @@ def index_parts(index: Any, size: Size) -> tuple[Any, ...]:
 
 
 def keeps_values(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether a cast loses nothing but floating-point precision: no float becomes an int, no int a narrower one."""
+    """Return whether a cast loses only floating-point precision: no float becomes an int, no int a narrower one."""
     if source is target or source is torch.bool or target.is_complex:
         return True
     if source.is_complex or target is torch.bool:

@@ -44,7 +44,7 @@ def select(tree: T, keys: Sequence[NestedKey], strict: bool) -> T:
 
 
 def _is_flat(tree: TensorCollection, keys: Sequence[NestedKey]) -> bool:
-    """Whether the keys name entries of this very node, of which nothing else is recorded."""
+    """Return whether the keys name entries of this very node, of which nothing else is recorded."""
     # A class with another representation answers the primitives only.
     plain = tree._static is None and type(tree)._get is TensorCollection._get
     return plain and _STR.issuperset(map(type, keys)) and "" not in keys

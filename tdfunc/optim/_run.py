@@ -26,7 +26,7 @@ Slots: TypeAlias = dict[str, Leaves]
 
 @dataclass
 class Work:
-    """What a rule reads and assigns: lists of leaves, and the number of this step, counted from 1."""
+    """The lists of leaves that a rule reads and assigns, and the number of this step, counted from 1."""
 
     params: Leaves
     grads: Leaves

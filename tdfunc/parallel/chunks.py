@@ -70,7 +70,7 @@ def current_modes() -> Modes:
 
 
 def takes_generator(fn: Callable[..., Any]) -> bool:
-    """Whether a function has an argument called `generator`, for which `map` makes one of each chunk's seed."""
+    """Return whether a function has an argument called `generator`, for which `map` makes one of each chunk's seed."""
     try:
         found = inspect.signature(fn).parameters.get("generator")
     except (TypeError, ValueError):

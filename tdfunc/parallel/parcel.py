@@ -177,7 +177,7 @@ def _by_name(x: Tensor) -> tuple[MappedFile, str] | None:
 
 
 def is_changed(x: Tensor) -> bool:
-    """Whether pages of a copy-on-write mapping were written to; True where the system does not say."""
+    """Return whether pages of a copy-on-write mapping were written to; True where the system does not say."""
     # A version counter would miss writes of fused optimizers. The kernel keeps 64 bits for each page: present (63),
     # swapped out (62), still a page of the file (61). A page that was written to is no page of the file any more.
     span = sum([(size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)]) + 1
@@ -196,12 +196,12 @@ def is_changed(x: Tensor) -> bool:
 
 
 def is_in_file(x: Any) -> bool:
-    """Whether another process finds the tensor's values in its file."""
+    """Return whether another process finds the tensor's values in its file."""
     return type(x) is Tensor and _by_name(x) is not None
 
 
 def is_shared_file(x: Any) -> bool:
-    """Whether what another process writes to the tensor's file is seen here."""
+    """Return whether what another process writes to the tensor's file is seen here."""
     found = mapped_file(x)
     return found is not None and found.mode == "r+" and _by_name(x) is not None
 

@@ -40,7 +40,7 @@ class Row(NamedTuple):
 
 @final
 class Summary:
-    """What `td.summary()` returns: it prints as text, shows as a table in a notebook, and keeps the totals.
+    """The result of `td.summary()`: it prints as text, shows as a table in a notebook, and keeps the totals.
 
     Examples:
         >>> found = TensorDict({"w": torch.zeros(3, 4), "b": torch.zeros(4)}).summary()

@@ -273,7 +273,7 @@ def _start(path: str) -> str:
 
 
 def is_at(fd: int, path: str) -> bool:
-    """Whether what is open is what has a name."""
+    """Return whether what is open is what has a name."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
     except FileNotFoundError:

@@ -20,7 +20,7 @@ _LOCAL = "file://"
 
 
 def is_remote(path: str) -> bool:
-    """Whether a path names a file system of its own."""
+    """Return whether a path names a file system of its own."""
     return "://" in path and not path.startswith(_LOCAL)
 
 
@@ -101,11 +101,11 @@ class LocalFiles:
     """The files of this machine."""
 
     def is_folder(self, path: str) -> bool:
-        """Whether there is a folder (or a link to one)."""
+        """Return whether there is a folder (or a link to one)."""
         return os.path.isdir(path)
 
     def exists(self, path: str) -> bool:
-        """Whether there is anything."""
+        """Return whether there is anything."""
         return os.path.exists(path)
 
     def names(self, folder: str) -> list[str]:
@@ -150,11 +150,11 @@ class RemoteFiles:
         self._fetch = fetch
 
     def is_folder(self, path: str) -> bool:
-        """Whether there is a folder, or anything whose name starts so."""
+        """Return whether there is a folder, or anything whose name starts so."""
         return self._system.isdir(path)
 
     def exists(self, path: str) -> bool:
-        """Whether there is anything."""
+        """Return whether there is anything."""
         return self._system.exists(path)
 
     def names(self, folder: str) -> list[str]:

@@ -89,7 +89,7 @@ def take_snapshot(td: TensorCollection, copy: bool | None) -> Snapshot:
 
 
 def is_live(leaf: Tensor) -> bool:
-    """Whether others are expected to write to a leaf: optimizers to Parameters, anybody to a file that is mapped."""
+    """Return whether others may write to a leaf: optimizers to Parameters, any process to a mapped file."""
     file = mapped_file(leaf)
     return type(leaf) is nn.Parameter or (file is not None and file.mode == "r+")
 

@@ -28,7 +28,7 @@ _DIGEST_DIGITS = 16
 
 
 class About(NamedTuple):
-    """What `checkpoint.json` says."""
+    """The contents of `checkpoint.json`."""
 
     step: int
     # The name of the tree's file, or of the index of its shards.

@@ -150,7 +150,7 @@ class MemmapMethods(TensorCollection):
         return write.refresh_(self)
 
     def is_memmap(self) -> bool:
-        """Whether every leaf is on a file (those without elements have none)."""
+        """Return whether every leaf is on a file (those without elements have none)."""
         return write.is_memmap(self)
 
     @classmethod

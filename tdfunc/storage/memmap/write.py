@@ -333,7 +333,7 @@ def _link(source: str, path: str, *, copy: bool = True) -> bool:
 
 
 def is_memmap(tree: TensorCollection) -> bool:
-    """Whether every leaf with elements is on a mapped file."""
+    """Return whether every leaf with elements is on a mapped file."""
     leaves = [leaf for _, leaf in iter_leaves(tree) if not isinstance(leaf, Tensor) or leaf.numel()]
     return bool(leaves) and all(mapped_file(leaf) is not None for leaf in leaves)
 

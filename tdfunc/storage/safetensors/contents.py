@@ -421,7 +421,7 @@ def _open_folder(path: str, files: Files, *, verify: bool) -> Contents:
 
 
 def is_memmap(path: str, files: Files) -> bool:
-    """Whether a path is a memmap folder of this machine, and no folder of safetensors."""
+    """Return whether a path is a memmap folder of this machine, and no folder of safetensors."""
     if not isinstance(files, LocalFiles) or not files.exists(_join(path, _META)):
         return False
     return not files.exists(_join(path, INDEX)) and not files.exists(_join(path, SINGLE))
@@ -502,7 +502,7 @@ def _open_files(path: str, names: list[str], files: Files, index: Index | None, 
 
 
 def nests(paths: Sequence[Path]) -> bool:
-    """Whether dotted names can be read as paths in one way: no empty key, no leaf that is also a sub-tree."""
+    """Return whether dotted names can be read as paths in one way: no empty key, no leaf that is also a sub-tree."""
     if any("" in path or len(path) > _MAX_FOREIGN_DEPTH for path in paths):
         return False
     inner = {path[:i] for path in paths for i in range(1, len(path))}

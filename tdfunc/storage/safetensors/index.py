@@ -19,7 +19,7 @@ _DIGEST_AT = len(_START) + len(ALGORITHM) + 1
 
 
 class Index(NamedTuple):
-    """What an index says."""
+    """The contents of an index."""
 
     metadata: dict[str, str]
     # Name of a leaf as JSON -> number of its file.

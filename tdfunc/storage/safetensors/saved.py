@@ -213,7 +213,7 @@ class SavedTree:
 
     @property
     def closed(self) -> bool:
-        """Whether the files are closed."""
+        """Return whether the files are closed."""
         return self._contents.closed
 
     def close(self) -> None:

@@ -312,7 +312,7 @@ def check_flags(flags: Any, dtype: torch.dtype) -> None:
 
 
 def are_flags(flags: Any, known: Set[str]) -> bool:
-    """Whether something is flags out of known ones, with at most one kind: of two, readers could take either."""
+    """Return whether something is flags out of known ones, with at most one kind: of two, readers could take either."""
     return type(flags) is str and known >= set(flags) and len(_KINDS & set(flags)) < 2
 
 
