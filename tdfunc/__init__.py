@@ -2,11 +2,14 @@
 
 from tdfunc import metrics as metrics
 from tdfunc import optim as optim
+from tdfunc import random as random
 from tdfunc._control import associative_scan as associative_scan
 from tdfunc._control import cond as cond
 from tdfunc._control import map as map
 from tdfunc._control import scan as scan
 from tdfunc._control import while_loop as while_loop
+from tdfunc._gradient import grad as grad
+from tdfunc._gradient import value_and_grad as value_and_grad
 from tdfunc._jit import jit as jit
 from tdfunc._lazystack import LazyStack as LazyStack
 from tdfunc._lazystack import lazy_stack as lazy_stack
