@@ -274,9 +274,7 @@ def permutation(key: Tensor, x: int | Tensor, *, dim: int = 0) -> Tensor:
     return order if isinstance(x, int) else x.index_select(dim, order)
 
 
-def choice(
-    key: Tensor, a: int | Tensor, shape: Shape = (), *, replace: bool = True, p: Tensor | None = None
-) -> Tensor:
+def choice(key: Tensor, a: int | Tensor, shape: Shape = (), *, replace: bool = True, p: Tensor | None = None) -> Tensor:
     """Return random rows of a tensor, or random numbers below an int.
 
     Args:

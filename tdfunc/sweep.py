@@ -57,9 +57,7 @@ def random_search(key: Tensor, members: int, **spaces: Space) -> "TensorDict":
     keys = random.split(key, max(len(spaces), 1))
     drawn: dict[str, Tensor] = {}
     for name, space, own in zip(spaces, spaces.values(), keys, strict=False):
-        drawn[name] = (
-            space(own, members) if callable(space) else random.choice(own, torch.as_tensor(space), (members,))
-        )
+        drawn[name] = space(own, members) if callable(space) else random.choice(own, torch.as_tensor(space), (members,))
     return _tree(drawn)
 
 
@@ -157,7 +155,9 @@ class EarlyStopping:
         """Return the state before the first metric: `best`, `waited`, `improved` and `active`, of shape (E,)."""
         best = torch.full((members,), self.sign * math.inf, device=device)
         yes = torch.ones(members, dtype=torch.bool, device=device)
-        return _tree({"best": best, "waited": torch.zeros_like(yes, dtype=torch.int64), "improved": ~yes, "active": yes})
+        return _tree(
+            {"best": best, "waited": torch.zeros_like(yes, dtype=torch.int64), "improved": ~yes, "active": yes}
+        )
 
     def update(self, state: T, metric: Tensor) -> T:
         """Return the state after a metric of each member; a nan is no improvement.
@@ -221,7 +221,9 @@ def elites(tree: T, scores: Tensor, count: int, *, mode: Mode = "min") -> T:
             hint="tree.with_batch_size([E]), if its leaves are stacked.",
         )
     if not 1 <= count <= members:
-        raise error(ValueError, "elites: count must be one of the numbers of members.", expected=f"1 to {members}", got=count)
+        raise error(
+            ValueError, "elites: count must be one of the numbers of members.", expected=f"1 to {members}", got=count
+        )
     chosen: Any = rank(scores, mode=mode)[:count]
     return tree[chosen]  # pyright: ignore
 
