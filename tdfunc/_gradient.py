@@ -12,7 +12,7 @@ from tdfunc.core.errors import LeafMismatchError, error
 from tdfunc.core.keys import Filter, FilterLike, dotted
 from tdfunc.core.types import Kind, Path
 from tdfunc.core.walk import replace
-from tdfunc.ops.reading import entries
+from tdfunc.ops.reading import entries, get
 from tdfunc.ops.structure import keep_leaves
 
 # A filter for the tree, or one for each of several trees; None is all leaves with a gradient.
@@ -77,8 +77,7 @@ def value_and_grad(
         (tensor(6.), tensor([4., 4., 4.]))
     """
     places = (argnums,) if isinstance(argnums, int) else argnums
-    many = isinstance(wrt, Sequence) and not isinstance(wrt, str)
-    filters = tuple(wrt) if many else (wrt,) * len(places)
+    filters = (wrt,) * len(places) if wrt is None or isinstance(wrt, (str, Filter)) else tuple(wrt)
     if len(filters) != len(places):
         raise error(
             ValueError, "grad: wrt must have a filter for each of argnums.", expected=len(places), got=len(filters)
@@ -95,7 +94,7 @@ def value_and_grad(
                 given[place] = _put(tree, paths, leaves)
             return fn(*given, **kwargs)
 
-        leaves = [[tree[paths[0]] for paths in group] for tree, group in zip(trees, groups, strict=True)]
+        leaves = [[get(tree, paths[0]) for paths in group] for tree, group in zip(trees, groups, strict=True)]
         # torch.func returns the gradients first.
         columns, *value = torch.func.grad_and_value(inner, has_aux=has_aux)(leaves)
         grads = [

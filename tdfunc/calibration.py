@@ -97,8 +97,8 @@ def conformal_threshold(scores: Tensor, alpha: float) -> Tensor:
         (N) gives (), (*E, N) gives (*E).
 
     Source:
-        Vovk et al., "Algorithmic learning in a random world" (2005); Lei et al., "Distribution-free predictive inference
-        for regression" (2018).
+        Vovk et al., "Algorithmic learning in a random world" (2005); Lei et al., "Distribution-free predictive
+        inference for regression" (2018).
 
     Examples:
         >>> conformal_threshold(torch.arange(1.0, 11.0), 0.2)  # the 9th of 10

@@ -15,6 +15,7 @@ from tdfunc import random
 
 
 def outputs(seed, *shape):
+    """Normal numbers in float64."""
     return random.normal(random.key(seed), shape, dtype=torch.float64)
 
 

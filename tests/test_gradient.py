@@ -13,6 +13,7 @@ FILTERS = ["*", "0.*", "*.weight", tdf.Filter("*.bias") | "2.weight", tdf.Filter
 
 
 def make():
+    """A module with parameters and buffers."""
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
 
 
@@ -78,7 +79,8 @@ def test_several_trees_and_an_auxiliary_value():
 
     step = tdf.value_and_grad(loss, ["weight", None], argnums=(0, 1), has_aux=True)
     (value, out), (grads, scale_grads) = torch.vmap(step, (0, 0, None))(stacked, scales, x)
-    assert grads.paths() == [("weight",)] and scale_grads.paths() == [("s",)]
+    assert grads.paths() == [("weight",)]
+    assert scale_grads.paths() == [("s",)]
     for i in range(3):
         part, rest = tdf.partition(stacked[i], "weight")
         expected = torch.func.grad(lambda p, i=i, rest=rest: loss(tdf.combine(p, rest), scales[i], x)[0])(part)

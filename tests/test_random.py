@@ -43,10 +43,12 @@ def mix(z, first, second, shifts):
 
 
 def stafford(z):
+    """The hash of states and draws."""
     return mix(z & WORD, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, (30, 27, 31))
 
 
 def murmur(z):
+    """The hash of gammas."""
     return mix(z & WORD, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53, (33, 33, 33))
 
 
@@ -59,6 +61,7 @@ def derive(state, gamma, number, salt):
 
 
 def unsigned(x):
+    """Words as Python's integers."""
     return [n & WORD for n in x.flatten().tolist()]
 
 
@@ -123,7 +126,9 @@ def test_uniform_stays_in_its_interval(dtype):
     key, n = random.key(1), 200_000
     drawn = random.uniform(key, n, dtype=dtype)
 
-    assert drawn.dtype == dtype and drawn.min() >= 0 and drawn.max() < 1
+    assert drawn.dtype == dtype
+    assert drawn.min() >= 0
+    assert drawn.max() < 1
     for name in ("normal", "exponential", "gumbel"):
         values = getattr(random, name)(key, n, dtype=dtype)
         assert values.dtype == dtype and values.isfinite().all(), name
@@ -183,7 +188,8 @@ def test_bernoulli_of_a_number_and_of_a_tensor_agree():
 
     for p in (0.0, 2.0**-24, 0.25, 0.5, 1 - 2.0**-24, 1.0):
         assert torch.equal(random.bernoulli(key, p, 4001), random.bernoulli(key, torch.full((4001,), p))), p
-    assert random.bernoulli(key, 1.0, 100_000).all() and not random.bernoulli(key, 0.0, 100_000).any()
+    assert random.bernoulli(key, 1.0, 100_000).all()
+    assert not random.bernoulli(key, 0.0, 100_000).any()
 
 
 @given(low=st.integers(-(2**63), 2**63 - 2), span=st.integers(1, 2**64 - 1), seed=st.integers(0, 2**32))
@@ -235,7 +241,8 @@ def test_keys_are_leaves():
 
     assert torch.equal(tree["rng"], random.key(torch.tensor(0)))
     assert tdf.stack([tree, tree])["rng"].shape == (2, 2)
-    assert random.key(0, device="meta").is_meta and random.normal(random.key(0, device="meta"), (2,)).is_meta
+    assert random.key(0, device="meta").is_meta
+    assert random.normal(random.key(0, device="meta"), (2,)).is_meta
 
 
 def test_ten_million_keys_are_distinct():

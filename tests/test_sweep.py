@@ -40,7 +40,8 @@ def test_members_of_a_search_do_not_depend_on_their_number(seed, members, more):
 
     assert_trees_equal(many[:members], few)
     assert ((many["lr"] >= 0.99e-4) & (many["lr"] <= 1.01e-1)).all()
-    assert set(many["width"].tolist()) <= {16, 32} and many["decay"].dtype == torch.float32
+    assert set(many["width"].tolist()) <= {16, 32}
+    assert many["decay"].dtype == torch.float32
 
 
 def test_spaces_have_their_distribution():
