@@ -131,7 +131,8 @@ def test_uniform_stays_in_its_interval(dtype):
     assert drawn.max() < 1
     for name in ("normal", "exponential", "gumbel"):
         values = getattr(random, name)(key, n, dtype=dtype)
-        assert values.dtype == dtype and values.isfinite().all(), name
+        assert values.dtype == dtype, name
+        assert values.isfinite().all(), name
 
 
 CONTINUOUS = {
