@@ -19,7 +19,7 @@ from tdfunc.core.memory import Places, extent_of, find_overlaps
 from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.shapes import as_count, dim_index, dim_size
 from tdfunc.ops import join
-from tdfunc.parallel.chunks import Job, Plan, current_modes, make_plan, take, takes_generator, write_result
+from tdfunc.parallel.chunks import Job, Modes, Plan, make_plan, take, takes_generator, write_result
 from tdfunc.parallel.parcel import Parcel, from_parcel, is_in_file, is_shared_file, to_parcel
 from tdfunc.parallel.pool import count_cpus, end_workers, pool_options, run_chunk
 from tdfunc.storage.disk.raw import is_wrapped
@@ -76,9 +76,7 @@ def _prepare(
     executor, is_own = options.executor, options.executor in _OWN
     if any(isinstance(leaf, Tensor) and is_wrapped(leaf) for _, leaf in iter_leaves(tree)):
         raise UnsupportedError(
-            "map: the leaves have no values of their own inside a torch.func transform.",
-            expected="plain tensors",
-            got="wrapped ones",
+            "map: the leaves must be plain tensors, not those inside a torch.func transform.",
             hint="call map outside of vmap and grad, or vmap inside the function.",
         )
     dim = dim_index(dim, len(tree._batch_size), "map")
@@ -100,7 +98,7 @@ def _prepare(
         dim=dim,
         tree=tree if is_forked or (not is_direct and _all_leaves(tree, is_in_file)) else None,
         out=out if not is_direct and out is not None and _all_leaves(out, is_shared_file) else None,
-        modes=current_modes(),
+        modes=Modes(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()),
         seed=int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=options.generator)),
         generator=takes_generator(fn),
         parent=os.getpid(),
@@ -108,7 +106,7 @@ def _prepare(
     )
     parcel = None
     if not is_direct and not is_forked:
-        parcel = to_parcel(job, "function", fn=fn, by_value=getattr(executor, "_by_value", False))
+        parcel = to_parcel(job, "function", by_value=getattr(executor, "_by_value", False))
     order = torch.randperm(size, generator=options.generator, device="cpu") if shuffle else None
     count = 0 if is_here else min(workers, plan.chunks) if plan.chunks else 1
     job = job._replace(fn=fn)
@@ -164,7 +162,7 @@ class _Inline(Executor):
 
 @contextmanager
 def _executor(work: _Work) -> Generator[Executor, None, None]:
-    """Give the executor of a call; when it is left no chunk runs any more."""
+    """Give the executor of a call; when it is left, no chunk runs any more."""
     options, count = work.options, work.workers
     if options.executor not in _OWN:
         yield options.executor
@@ -291,9 +289,7 @@ def map_chunks(tree: TensorCollection, fn: Callable[..., Any], dim: int, out: An
     if work.plan.chunks == 0:
         raise error(
             ValueError,
-            "map: chunksize=0 needs a row.",
-            expected="one row or more",
-            got="none",
+            "map: for chunksize=0 there must be a row.",
             hint="chunksize=1 calls the function on the empty batch.",
         )
     results: list[tuple[int, Any]] = []
@@ -303,8 +299,7 @@ def map_chunks(tree: TensorCollection, fn: Callable[..., Any], dim: int, out: An
             continue
         if not isinstance(result, (TensorCollection, Tensor)) or isinstance(result, NonTensorBase):
             raise UnsupportedError(
-                f"map: the result {work.plan.where(number)} cannot be joined.",
-                expected="a tree, a tensor, or None to leave the rows out",
+                f"map: the result {work.plan.where(number)} must be a tree or tensor, or None to leave the rows out.",
                 got=type(result).__name__,
                 hint="map_iter yields results of any kind.",
             )
