@@ -21,7 +21,7 @@ class Lists:
     With `keep=True` it does not; gradients are always kept.
 
     Args:
-        inplace: Whether the lists are real tensors that may be overwritten.
+        inplace: Overwrite the lists, which must be real tensors; else every operation makes new ones.
     """
 
     __slots__ = ("_inplace",)

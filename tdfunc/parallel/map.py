@@ -347,14 +347,14 @@ class ParallelMethods(TensorCollection):
             fn: A function of a tree. The trees or tensors that it returns are concatenated along `dim` (stacked, with
                 a chunksize of 0); rows for which it returns None are left out.
             dim: The batch dimension that is cut.
-            num_workers: How many processes or threads; 0 runs the function here. Without it, one for each processor.
+            num_workers: The number of processes or threads; 0 runs the function here. By default that of processors.
             out: A tree to write the results to, with as many rows, which is returned. Where its leaves are mapped from
                 files for writing, the workers write them and nothing comes back. A leaf may be the tree's own under
                 the same path (each chunk is written over its own rows), but not share memory with it otherwise.
             chunksize: Rows in a chunk; 0 passes single rows without the dimension.
-            num_chunks: How many chunks, in place of their size. Without either, one for each worker.
+            num_chunks: The number of chunks, in place of their size. Without either, one for each worker.
             generator: Draws the base of the chunks' seeds; without it torch's default generator does.
-            worker_threads: How many threads torch uses in each process.
+            worker_threads: The number of torch's threads in each process.
             mp_start_method: "forkserver" where the system has it, else "spawn"; "fork" for functions that exist in
                 a notebook only.
             executor: "processes", "threads", or an executor: a `WorkerPool`, a `RayExecutor`, or one of
@@ -365,7 +365,7 @@ class ParallelMethods(TensorCollection):
             A tree or tensor of all results, or `out`; None where every result was None.
 
         Raises:
-            UnsupportedError: The function, a leaf or a result cannot cross to or from a process; the message says why.
+            UnsupportedError: The function, a leaf or a result cannot cross to or from a process, for the named reason.
             WorkerError: A worker died or could not start; the message names the chunks that were running. Other
                 exceptions are those of the function, with the chunk in a note and the worker's traceback as cause.
             LeafMismatchError: The results do not fit each other, or `out`; or `out` shares memory with the tree.

@@ -32,8 +32,8 @@ class WorkerPool(ProcessPoolExecutor):
     when a process dies.
 
     Args:
-        num_workers: How many processes; without it, one for each processor.
-        worker_threads: How many threads torch uses in each.
+        num_workers: The number of processes; without it, one for each processor.
+        worker_threads: The number of torch's threads in each.
         mp_start_method: "forkserver" where the system has it, else "spawn"; or "fork", whose workers have the modules
             and functions that existed when they started.
 
