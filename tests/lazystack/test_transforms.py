@@ -49,7 +49,7 @@ def test_vmap_over_dimensions_before_the_stack():
 
 @pytest.mark.parametrize(("dim", "in_dims"), [(0, 0), (0, 1), (1, 1), (2, 2)])
 def test_vmap_refuses_other_dimensions(dim, in_dims):
-    """A dimension at or behind the stack's has another number in the leaves: torch would take the wrong one."""
+    """A dimension at or behind the stack's, which has another number in the leaves, is refused."""
     # Sizes are equal, so that no shape gives it away.
     trees = [TensorDict({"x": torch.randn(3, 3, 3)}, [3, 3]) for _ in range(3)]
 
