@@ -13,6 +13,7 @@ import torch
 from torch import Size
 from torch.utils import _pytree as torch_pytree
 
+from tdfunc.core.context import has_values
 from tdfunc.core.errors import BatchSizeError, ImmutableError, LeafMismatchError, error
 from tdfunc.core.shapes import as_size, dim_index, index_size, normalize_index
 
@@ -89,7 +90,7 @@ class NonTensorBase:
         # The same on both sides: the condition may be a tensor without values (inside vmap, or a compiler).
         if self is other or self == other:
             return self
-        return NonTensorStack._wrap(np.where(condition.cpu().numpy(), self._array, other._array))
+        return NonTensorStack._wrap(np.where(as_array(condition), self._array, other._array))
 
     def index_select(self, dim: int, index: torch.Tensor) -> Any:
         return self[(slice(None),) * dim_index(dim, self.dim(), "index_select") + (index,)]
@@ -327,7 +328,7 @@ class NonTensorStack(NonTensorBase):
         # numpy checks positions that no element needs.
         if size.numel() == 0:
             return self._wrap(np.empty(size, dtype=object))
-        taken = tuple((i.cpu().numpy() if i.dim() else int(i)) if isinstance(i, torch.Tensor) else i for i in parts)
+        taken = tuple((as_array(i) if i.dim() else int(i)) if isinstance(i, torch.Tensor) else i for i in parts)
         # torch selects with ints first, numpy counts them among the advanced indices.
         taking = [item for item in taken if item is not None and not isinstance(item, bool)]
         # The Ellipsis keeps an array an array.
@@ -346,6 +347,15 @@ class NonTensorStack(NonTensorBase):
 
 _LOST = -1
 _HINT = "vmap keeps the values of rows with in_dims=0 and out_dims=0 only: exclude() them before vmap or tree_map."
+
+
+def as_array(index: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Return positions or a mask as an array; raise under vmap and in a trace, where they have no values."""
+    if has_values():
+        return index.cpu().numpy()
+    # One at a time torch reads them through derivatives, and raises in its own words elsewhere.
+    values = np.array([each.item() for each in index.reshape(-1)], dtype=bool if index.dtype is torch.bool else int)
+    return values.reshape(index.shape)
 
 
 def _only_in_front(old: Size, size: Size) -> bool:

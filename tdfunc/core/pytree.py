@@ -253,14 +253,32 @@ def register(cls: type[TensorCollection]) -> None:
         cls,
         _flatten_with_entries,
         lambda context, children: unflatten(cls, context, children),
-        path_entry_type=optree.MappingEntry,
+        path_entry_type=_TreeEntry if cls._is_lazy else optree.MappingEntry,
         namespace=GLOBAL_NAMESPACE,
     )
 
 
+class _TreeKey(torch_pytree.MappingKey[str, Any]):
+    """The number of a tree in a lazy stack, which is not one of its keys."""
+
+    def get(self, mapping: Any) -> Any:
+        return mapping._data[self.key]
+
+
+class _TreeEntry(optree.MappingEntry):
+    """The same for optree."""
+
+    def __call__(self, obj: Any) -> Any:
+        return obj._data[self.entry]
+
+    def codify(self, node: str = "") -> str:
+        return f"{node}.trees[{self.entry}]"
+
+
 def _flatten_with_keys(tree: TensorCollection) -> Any:
     children, context = flatten(tree)
-    return [(torch_pytree.MappingKey(key), child) for key, child in zip(context.keys, children, strict=True)], context
+    kind = _TreeKey if tree._is_lazy else torch_pytree.MappingKey
+    return [(kind(key), child) for key, child in zip(context.keys, children, strict=True)], context
 
 
 def _flatten_with_entries(tree: TensorCollection) -> Any:

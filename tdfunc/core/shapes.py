@@ -148,7 +148,7 @@ def dim_size(size: Size, dim: int, call: str) -> int:
     """Return the size of a batch dimension, which a ragged one (-1) does not have."""
     if size[dim] < 0:
         raise BatchSizeError(
-            f"{call}: batch dimension {dim} must have one size, and is ragged.",
+            f"{call}: batch dimension {dim} is ragged, and must have one size.",
             got=f"batch size {list(size)}",
             hint="pad() the lazy stack first, or call it on each of its trees.",
         )

@@ -177,6 +177,32 @@ def test_reductions_do_not_keep_merged_rows(call, of):
         call(tree)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda t: t[[2, 0]],
+        lambda t: t[[True, False, True]],
+        lambda t: t[torch.tensor([[2], [0]])],
+        lambda t: t.flip(0),
+        lambda t: t.repeat(2),
+        lambda t: t.repeat_interleave(2, 0),
+        lambda t: t.gather(0, torch.tensor([2, 0])),
+        lambda t: t.at[[0, 2]].set(t[:2]),
+        lambda t: t.where(torch.tensor([True, False, True]), t.flip(0)),
+    ],
+)
+def test_values_follow_rows_under_derivatives(call):
+    """Inside `torch.func.grad` the values of rows go where they go outside of it."""
+    tree, seen = TensorDict({"a": torch.ones(3, 2), "s": ["x", "y", "z"]}, [3]), []
+
+    def loss(t):
+        seen.append(call(t))
+        return seen[0]["a"].sum()
+
+    torch.func.grad(loss)(tree)
+    assert seen[0]["s"] == call(tree)["s"]
+
+
 @pytest.mark.parametrize("values", [["a", "b"], [["x", [1]], ["y", [2, 3]]], []])
 def test_stacks_load_with_weights_only(values):
     """`torch.load(weights_only=True)` takes a stack with the documented allow-list."""

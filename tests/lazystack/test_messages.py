@@ -40,7 +40,7 @@ ROWS = [
     (lambda t: t[[0, 1], [0, 1]], LeafMismatchError, f"index with index tensors across the trees: {NO_ONE_TENSOR}"),
     (lambda t: t.at[0].set_(t[0]), LeafMismatchError, rf"at\[...\].set_: {NO_ONE_TENSOR}"),
     (lambda t: lazy_stack([t, t]).nested(), LeafMismatchError, f"nested: {NO_ONE_TENSOR}"),
-    (lambda t: t.split(2, 1), BatchSizeError, r"must have one size, and is ragged.*\n.*-1"),
+    (lambda t: t.split(2, 1), BatchSizeError, r"is ragged, and must have one size.*\n.*-1"),
     # Indices and edits.
     (lambda t: t[3], IndexError, "out of range"),
     (lambda t: t[3:], IndexError, "must keep one tree at least"),
