@@ -459,26 +459,16 @@ def test_an_assignment_to_rows_does_not_print_them(index, shown):
         TensorDict({"a": torch.ones(2, 2)}, [2, 2])[index] = 1
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("lock", "never changes"),
-        ("non_blocking", r"\.to\(device, non_blocking=True\)"),
-        ("auto_batch_size", "from_dict"),
-    ],
-)
-def test_options_of_tensordict_are_no_entries(name, hint):
-    """`TensorDict(d, lock=True)` would hold an entry called lock, without a word."""
-    with pytest.raises(
-        TypeError, match=rf"'{name}' is no option(.|\n)*batch_size, device, names(.|\n)*{name}=(.|\n)*{hint}"
-    ):
+@pytest.mark.parametrize("name", ["lock", "non_blocking", "auto_batch_size"])
+def test_options_of_tensordict_are_no_entries(name):
+    """`TensorDict(d, lock=True)` raises instead of making an entry."""
+    with pytest.raises(TypeError, match=rf"TensorDict: '{name}' is no option(.|\n)*{name}=True(.|\n)*'{name}': value"):
         TensorDict({"a": torch.ones(2)}, [2], **{name: True})
     with pytest.raises(TypeError, match=f"'{name}' is no option"):
         TensorDict(TensorDict({"a": 1}), **{name: False})
 
     assert TensorDict(**{name: True})[name]
     assert TensorDict({name: True, "a": 1})[name]
-    assert TensorDict({"a": 1}, **{name: torch.ones(2)})[name].sum() == 2
 
 
 @pytest.mark.parametrize("make", [list, iter, lambda pairs: dict(pairs).items()], ids=["list", "iterator", "items"])

@@ -244,5 +244,5 @@ def test_combine_takes_trees():
     """A list would come back as it is."""
     with pytest.raises(TypeError, match=r"combine: the arguments must be trees(.|\n)*list"):
         combine([TensorDict({"a": torch.zeros(1)})])
-    with pytest.raises(TypeError, match=r"not a source(.|\n)*Tensor"):
+    with pytest.raises(TypeError, match=r"the source must be a mapping(.|\n)*Tensor"):
         TensorDict(torch.ones(2))
