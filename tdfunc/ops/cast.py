@@ -64,7 +64,7 @@ def on_device(tree: T, device: torch.device | None) -> T:
 
 
 def to_each(tree: T, where: dict[Any, Any], *, non_blocking: bool = False) -> T:
-    """Move or cast each leaf to what the first filter that matches it says; the tree itself when nothing changes."""
+    """Move or cast each leaf to the value of the first filter that matches it; the tree itself when nothing changes."""
     found = [entry for entry in entries(tree) if isinstance(entry.leaf, Tensor)]
     moved = [
         entry.leaf.to(place, non_blocking=non_blocking)
@@ -99,8 +99,8 @@ def detach(tree: T) -> T:
 
 
 def is_shared(leaf: Any) -> bool:
-    """Return whether a leaf's memory is shared between processes."""
-    # A batched tensor (inside vmap), an uninitialised parameter and other wrappers cannot be asked.
+    """Return True if a leaf's memory is shared between processes."""
+    # A batched tensor (inside vmap), an uninitialised parameter and other wrappers raise.
     try:
         return isinstance(leaf, Tensor) and leaf.is_shared()
     except (RuntimeError, ValueError, AttributeError):
@@ -108,7 +108,7 @@ def is_shared(leaf: Any) -> bool:
 
 
 def all_shared(tree: TensorCollection) -> bool:
-    """Return whether the tree has leaves and all are in shared memory."""
+    """Return True if the tree has leaves and all are in shared memory."""
     leaves = [leaf for _, leaf in iter_leaves(tree)]
     return bool(leaves) and all(is_shared(leaf) for leaf in leaves)
 
@@ -172,5 +172,5 @@ class CastMethods(TensorCollection):
         return detach(self)
 
     def is_shared(self) -> bool:
-        """Return whether there are leaves and all are in shared memory."""
+        """Return True if there are leaves and all are in shared memory."""
         return all_shared(self)

@@ -125,7 +125,7 @@ def _sequence(value: Sequence[Any], size: Size, device: torch.device | None, whe
     if isinstance(first, TensorCollection):
         raise error(
             TypeError,
-            f"{where!r}: a list of trees is not a value.",
+            f"{where!r}: trees must be stacked, not listed.",
             got=f"{len(value)} trees",
             hint="torch.stack(trees) makes one tree of them.",
         )
@@ -204,7 +204,7 @@ def read_mapping(
 
 
 def is_plain(source: dict[Any, Any], size: Size) -> bool:
-    """Return whether all are plain tensors of one shape that starts with the size, under str keys: the common case."""
+    """Return True if all are plain tensors of one shape that starts with the size, under str keys: the common case."""
     if "" in source or not _STR.issuperset(map(type, source)) or not PLAIN.issuperset(map(type, source.values())):
         return False
     if not size or not source:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T", bound=TensorCollection)
-# What tensordict's method takes besides; as entries they would be keys that nobody meant.
+# Options of tensordict's method; as entries by keyword they would become keys in silence.
 _UPDATE_OPTIONS = ("clone", "keys_to_update", "non_blocking", "is_leaf", "ignore_lock", "update_batch_size")
 
 
@@ -60,7 +60,7 @@ def _empty(tree: TensorCollection) -> TensorCollection:
 
 
 def _begun(tree: TensorCollection, key: str, new: TensorCollection, at: Path) -> Node:
-    """Return a tree that the path of an edit began as what the tree has under its key, which a typed one says."""
+    """Return the tree that the path of an edit began, as the class of its field if the field has one."""
     if tree._accept is None:
         return new
     try:
@@ -143,7 +143,7 @@ def update(tree: T, other: Mapping[Any, Any] | TensorCollection) -> T:
 
 
 def _carried(tree: T, ties: Ties, written: Set[Path]) -> T:
-    """Return an edited tree with what was written at some paths of a group at the others, too."""
+    """Return an edited tree in which all paths of a group have the value that was written at some of them."""
     for group in ties:
         sources = [path for path in group if path in written]
         for path in group:
@@ -247,7 +247,7 @@ def untie(tree: T, key: NestedKey) -> T:
 
 def _untied(tree: T, path: Path, leaf: Any) -> T:
     key, rest = path[0], path[1:]
-    # Groups of tied paths lead through what is stored, which of a stack are its trees.
+    # Groups of tied paths lead through the stored nodes: of a stack, its trees.
     inner: Any = tree._data[key]
     node = _untied(inner, rest, leaf) if rest else leaf
     return tree._replace(tree._data | {key: node}, ties=drop(tree._ties, path))
@@ -281,7 +281,7 @@ class EditMethods(TensorCollection):
             value: A tensor, tree, dict, number, list or any other object but None.
             inplace: Write the values into the storage that the entry has now, and return this tree.
             non_blocking: Move tensors to the device of the tree without waiting, as `Tensor.to`.
-            kind: What the leaf is, for trees of a module's parameters.
+            kind: The kind of the leaf, for trees of a module's parameters.
 
         Raises:
             BatchSizeError: The value does not start with the batch size; the message names the path.
@@ -293,7 +293,7 @@ class EditMethods(TensorCollection):
             >>> td.set(("b", "c"), torch.ones(3, 2))["b", "c"].shape, "b" in td
             (torch.Size([3, 2]), False)
         """
-        # What most calls are, without the walk; other classes store otherwise.
+        # The common call, without the walk; other classes store otherwise.
         if (
             type(key) is str
             and type(value) is Tensor
@@ -335,7 +335,7 @@ class EditMethods(TensorCollection):
             BatchSizeError: A value does not start with the batch size; the message names the path.
             MissingKeyError: A part of a path is a leaf.
             TieError: Two paths of one tied leaf are given different tensors.
-            TypeError: `other` is none of these, or beside it a keyword is an option of tensordict's `update`.
+            TypeError: `other` is none of these, or a keyword next to it is an option of tensordict's `update`.
 
         Examples:
             >>> td = TensorDict({"a": torch.zeros(3), "b": {"c": torch.zeros(3)}}, [3])

@@ -70,7 +70,7 @@ def opened(tree: TensorCollection) -> Any:
 
 
 def split_keys(tree: T, key_sets: Sequence[Any], strict: bool) -> tuple[T, ...]:
-    """Return a tree for each set of keys, and the rest; a dict renames what it takes."""
+    """Return a tree for each set of keys, and the rest; a dict renames its keys."""
     parts: list[T] = []
     rest = tree
     for keys in key_sets:

@@ -40,7 +40,7 @@ def index_parts(index: Any, size: Size) -> tuple[Any, ...]:
 
 
 def keeps_values(source: torch.dtype, target: torch.dtype) -> bool:
-    """Return whether a cast loses only floating-point precision: no float becomes an int, no int a narrower one."""
+    """Return True if a cast loses only floating-point precision: no float becomes an int, no int a narrower one."""
     if source is target or source is torch.bool or target.is_complex:
         return True
     if source.is_complex or target is torch.bool:
@@ -55,10 +55,8 @@ def check_dtype(value: Tensor, leaf: Tensor, where: str) -> None:
     """Raise if writing the value into the leaf's storage would change it, or if there is none."""
     if value.is_meta and not leaf.is_meta:
         raise LeafMismatchError(
-            f"{where}: there are no values to write; nothing was written.",
-            expected="values",
+            f"{where}: the value must have data{_NOTHING}.",
             got="a tensor on the meta device",
-            hint="leave out device='meta'.",
         )
     if not keeps_values(value.dtype, leaf.dtype):
         raise LeafMismatchError(
@@ -75,7 +73,6 @@ def check_writable(leaf: Tensor, where: str) -> None:
     if not is_compiling() and leaf.is_inference() and not torch.is_inference_mode_enabled():
         raise LeafMismatchError(
             f"{where}: the leaf was made in inference mode, torch writes to it nowhere else.",
-            expected="a tensor that is no inference tensor",
             hint="write inside torch.inference_mode(), or to td.clone().",
         )
     if repeats_itself(leaf):
@@ -87,12 +84,11 @@ def check_writable(leaf: Tensor, where: str) -> None:
 
 
 def check_reaches_file(leaf: Tensor, where: str) -> None:
-    """Raise for a leaf that is mapped copy-on-write: what is written to it would stay in this process."""
+    """Raise for a leaf that is mapped copy-on-write: a write to it would stay in this process."""
     file = None if is_compiling() else mapped_file(leaf)
     if file is not None and file.mode == "c":
         raise LeafMismatchError(
             f"{where}: the leaf is mapped copy-on-write, a write would not reach its file.",
-            expected="a leaf in memory, or one mapped for writing",
             got=f"a copy-on-write mapping of {file.path}",
             hint='load_memmap(prefix, mode="r+") writes to the files; td.clone() is in memory.',
         )
@@ -122,7 +118,7 @@ def write_leaf(tree: TensorCollection, path: Path, value: Any) -> None:
 
 
 def _leaf_writes(tree: TensorCollection, path: Path, value: Any) -> list[tuple[Tensor, Tensor]]:
-    """Return the leaf at a path with what is written to it, once for each tree of a lazy stack on the way."""
+    """Return the leaf at a path with the value for it, once for each tree of a lazy stack on the way."""
     node: Any = tree
     for i, key in enumerate(path):
         writes: list[tuple[Tensor, Tensor]] = []
@@ -139,7 +135,6 @@ def _leaf_writes(tree: TensorCollection, path: Path, value: Any) -> list[tuple[T
     if not isinstance(leaf, Tensor):
         raise LeafMismatchError(
             f"{where}: only tensors have storage to write into.",
-            expected="a tensor",
             got=type(leaf).__name__,
             hint="use td.set.",
         )
@@ -211,9 +206,8 @@ def _write(
         if other is not path and value is not values[other] and not torch.equal(value, values[other]):
             both = f"{dotted(other)!r} and {dotted(path)!r}"
             raise TieError(
-                f"the tied paths {both} are given different values; nothing was written.",
+                f"the tied paths {both} are given different values{_NOTHING}.",
                 expected="one value for the one tensor at both",
-                got="two that differ",
             )
     places = Places(leaves.values())
     apart = {path: _apart(value, places) for path, value in values.items() if value is not leaves[path]}
@@ -231,7 +225,7 @@ def check_kinds(call: str, tree: TensorCollection, given: TensorCollection) -> N
 
 @per_tree(cut=1)
 def _beside(tree: TensorCollection, other: Any, call: str, at: Path) -> TensorCollection:
-    """Return what is given to a tree as a tree, which is cut for the trees of a lazy stack where there is one."""
+    """Return the value for a tree as a tree, cut for the trees of a lazy stack where there is one."""
     if not isinstance(other, TensorCollection):
         return TensorCollection._open(_by_key(tree, other, call, at) or other, tree._batch_size)
     check_one_shape(other, call, f" at {dotted(at)!r}" if at else "")
@@ -246,7 +240,7 @@ def _beside(tree: TensorCollection, other: Any, call: str, at: Path) -> TensorCo
 
 
 def _by_key(tree: TensorCollection, other: Any, call: str, at: Path) -> dict[Any, Any] | None:
-    """Return a mapping with what is meant for sub-trees as trees; None if nothing is."""
+    """Return a mapping with the values for sub-trees as trees; None for another value."""
     if not isinstance(other, Mapping):
         return None
     entries: dict[Any, Any] = {}
@@ -271,7 +265,7 @@ def _by_key(tree: TensorCollection, other: Any, call: str, at: Path) -> dict[Any
 
 
 def _apart(value: Tensor, places: Places) -> Tensor:
-    """Return what is to be written, copied where it lies in memory that is written to, as when leaves are swapped."""
+    """Return the value, copied where it lies in memory that is written to, as when leaves are swapped."""
     return value.clone() if places.holds(value) else value
 
 
@@ -318,7 +312,7 @@ def _check_values(tree: TensorCollection, parts: tuple[Any, ...], row: TensorCol
         if not isinstance(node, NonTensorBase) or (isinstance(mine, NonTensorBase) and mine[parts].equal(node).all()):
             continue
         raise LeafMismatchError(
-            f"at[...].set_: {dotted(path)!r} is no tensor and cannot be written in place; nothing was written.",
+            f"at[...].set_: {dotted(path)!r} must be a tensor to be written in place{_NOTHING}.",
             expected=repr(mine),
             got=repr(node),
             hint="td.at[index].set(row) returns a tree that has it.",
@@ -345,9 +339,8 @@ def share(tree: TensorCollection) -> None:
             if type(leaf) not in PLAIN and hasattr(leaf, "to_local"):
                 raise UnsupportedError(
                     f"share_memory_: {dotted(path)!r} is spread over processes.",
-                    expected="a tensor with storage",
                     got=f"a {type(leaf).__name__}",
-                    hint="td.apply(lambda x: x.to_local()) has what lies in this one, x.full_tensor() all.",
+                    hint="td.apply(lambda x: x.to_local()) has the part of this one, x.full_tensor() all.",
                 )
     for _, leaf in iter_leaves(tree):
         if isinstance(leaf, Tensor):
