@@ -1,4 +1,4 @@
-"""Values into nodes: what numbers, lists, arrays, dicts and other objects become, in the constructor and in edits."""
+"""Values into nodes: numbers, lists, arrays, dicts and other objects, in the constructor and in edits."""
 
 import numpy as np
 import pytest

@@ -144,7 +144,7 @@ def test_to_tensordict(td):
 
 @pytest.mark.parametrize("flatten", [True, False])
 def test_state_dict_there_and_back(flatten):
-    """Every value goes to its leaf, which keeps its kind, and the tree stays as it was."""
+    """Every value goes to its leaf, a leaf keeps its kind, and the tree stays as it was."""
     module, other = TinyMLP(), TinyMLP()
     tree = TensorDict.from_module(module)
     state = TensorDict.from_module(other).state_dict(flatten=flatten)

@@ -176,7 +176,7 @@ EDITS = [
     (lambda: tdf.pad(BYTES, [1, 0], float("nan")), LeafMismatchError, "nan for torch.uint8"),
 ]
 
-# Every message of a write says that nothing was written, or comes before the first write.
+# Each of these is raised before the first write.
 WRITES = [
     (lambda t: t.set_("a", torch.zeros(2)), LeafMismatchError, r"'a'.*\[3\].*\[2\]"),
     (lambda t: t.set_("z", 1), MissingKeyError, "set_: no key 'z'"),

@@ -85,7 +85,7 @@ def test_swap_under_a_transformation():
 
 
 def test_windows_are_not_written():
-    """The windows of `unfold` share elements, and a write to one is refused, which would change the next."""
+    """The windows of `unfold` share elements, and a write to one, which changes the next, is refused."""
     series = torch.arange(6.0)
     td = TensorDict({"w": series.unfold(0, 3, 1)}, [4])
     calls = [

@@ -168,7 +168,7 @@ def test_leaves(leaf, cells):
     ],
 )
 def test_notes(leaf, note):
-    """Beside its key a leaf has its class, layout and whether it requires grad, where these are not the usual ones."""
+    """Next to its key a leaf has its class, layout and `requires grad`, where these are not the usual ones."""
     assert row(raw(x=leaf()))[0] == f"x {note}"
 
 
@@ -256,14 +256,14 @@ def test_ties_and_kinds():
 
 @pytest.mark.slow
 def test_many_entries():
-    """A tree of 100,000 leaves takes bounded time and text, and counts what is left out."""
+    """A tree of 100,000 leaves takes bounded time and text, and counts the rest."""
     flat = TensorDict({f"k{i}": torch.zeros(()) for i in range(100_000)})
     nested = TensorDict({f"a{i}": {f"b{j}": torch.zeros(()) for j in range(100)} for i in range(1000)})
     for tree, more in ((flat, "... 99,900 more"), (nested, "... 900 more")):
         start = time.process_time()
         text = tree._repr_html_()
 
-        # Far above the time it takes; without bounds it would be minutes.
+        # Far above the time that it takes; without bounds it takes minutes.
         assert time.process_time() - start < 5
         assert len(text) < 200_000
         page = Page(text)
