@@ -22,7 +22,7 @@ T = TypeVar("T", bound=TensorCollection)
 _NUMBERS = (bool, int, float)
 
 
-def combined(tree: T, name: str, fn: Callable[..., Any], operands: Sequence[Any]) -> T:
+def map_operands(tree: T, name: str, fn: Callable[..., Any], operands: Sequence[Any]) -> T:
     """Apply `fn(leaf, *operands)`: each operand is a number, a tensor over the batch, or a tree with the same keys."""
     tensors = [x for x in operands if isinstance(x, Tensor)]
     trees = [x for x in operands if isinstance(x, TensorCollection)]
@@ -60,7 +60,7 @@ def clamp(tree: T, low: Any, high: Any) -> T:
     """Bound every element; either bound may be missing."""
     # torch takes two numbers or two tensors.
     if (low is None) == (high is None) and isinstance(low, _NUMBERS) == isinstance(high, _NUMBERS):
-        return combined(tree, "clamp", torch.clamp, (low, high))
+        return map_operands(tree, "clamp", torch.clamp, (low, high))
     if low is not None:
         tree = binary(tree, low, "clamp_min", "_foreach_clamp_min")
     return tree if high is None else binary(tree, high, "clamp_max", "_foreach_clamp_max")
@@ -72,7 +72,7 @@ def lerp(tree: T, end: Any, weight: Any) -> T:
         done = foreach_pairs(tree, end, "_foreach_lerp", weight)
         if done is not None:
             return done
-    return combined(tree, "lerp", torch.lerp, (end, weight))
+    return map_operands(tree, "lerp", torch.lerp, (end, weight))
 
 
 def masked_fill(tree: T, mask: Tensor, value: Any) -> T:
@@ -128,11 +128,11 @@ class ArithmeticMethods(TensorCollection):
 
     def addcmul(self, other1: Any, other2: Any, *, value: Any = 1) -> "Self":
         """Return the tree of `leaf + value * other1 * other2`; both are tensors over the batch or trees."""
-        return combined(self, "addcmul", partial(torch.addcmul, value=value), (other1, other2))
+        return map_operands(self, "addcmul", partial(torch.addcmul, value=value), (other1, other2))
 
     def addcdiv(self, other1: Any, other2: Any, *, value: Any = 1) -> "Self":
         """Return the tree of `leaf + value * other1 / other2`; both are tensors over the batch or trees."""
-        return combined(self, "addcdiv", partial(torch.addcdiv, value=value), (other1, other2))
+        return map_operands(self, "addcdiv", partial(torch.addcdiv, value=value), (other1, other2))
 
     def nan_to_num(self, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None) -> "Self":
         """Return the tree with numbers for NaN and infinities; without ones for these, the largest of the dtype."""

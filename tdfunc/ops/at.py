@@ -15,6 +15,7 @@ from tdfunc.core.nontensor import NonTensorBase, NonTensorData
 from tdfunc.core.shapes import dim_size
 from tdfunc.core.types import Path
 from tdfunc.ops import storage_writes
+from tdfunc.ops.cast import keeps_number, keeps_values
 from tdfunc.ops.convert import NUMBERS, as_tensor, build
 from tdfunc.ops.foreach import binary, over_batch_op
 from tdfunc.ops.maps import apply
@@ -64,7 +65,7 @@ class At:
             return write_rows(self._tree, self._place, value, "set")
         path = unravel(self._place)
         if isinstance(value, NUMBERS):
-            done = _in_stack(self._tree, path, lambda tree, at: At(tree, at).set(value))
+            done = _change_in_stack(self._tree, path, lambda tree, at: At(tree, at).set(value))
             if done is not None:
                 return done
         old = get(self._tree, path, None)
@@ -138,7 +139,7 @@ class At:
 def _change_entry(tree: Any, path: Path, fn: Callable[..., Any], call: str, *values: Any) -> Any:
     """Return the tree with `fn(entry, *values)` at a path; in a stack, in each of its trees."""
     old = get_value(tree, path)
-    done = _in_stack(tree, path, lambda t, at, *parts: _change_entry(t, at, fn, call, *parts), *values)
+    done = _change_in_stack(tree, path, lambda t, at, *parts: _change_entry(t, at, fn, call, *parts), *values)
     if done is not None:
         return done
     if values and isinstance(get(tree, path), NonTensorBase):
@@ -151,7 +152,7 @@ def _change_entry(tree: Any, path: Path, fn: Callable[..., Any], call: str, *val
     return tree.set(path, fn(old, *values))
 
 
-def _in_stack(tree: Any, path: Path, fn: Callable[..., Any], *values: Any) -> Any:
+def _change_in_stack(tree: Any, path: Path, fn: Callable[..., Any], *values: Any) -> Any:
     """Return the tree with `fn(part, rest of the path, *values)` for each tree of a stack on the path, or None."""
     node: Any = tree
     # A tensor of no dimensions cannot be cut, and is for every tree.
@@ -221,7 +222,7 @@ def _spread(rows: T, value: Any, call: str) -> T:
 def _number(value: Any, leaf: Tensor, where: str) -> Tensor:
     """Return a number in the leaf's dtype if that keeps it, so that 0 fits a bool leaf and 1.5 no int leaf."""
     number = value.item() if isinstance(value, np.generic) else value
-    dtype = leaf.dtype if _keeps(number, leaf.dtype) else None
+    dtype = leaf.dtype if keeps_number(number, leaf.dtype) else None
     if isinstance(number, int) and leaf.dtype.is_floating_point and abs(number) < 2**1023:
         # torch cannot fill with an integer of more than 64 bits; a float of its size can.
         number = float(number)
@@ -235,17 +236,6 @@ def _as_leaf(made: Tensor, leaf: Any) -> Tensor:
         return made
     # A DTensor without dimensions is replicated, and so is the tensor.
     return type(leaf).from_local(made, leaf.device_mesh, leaf.new_empty(()).placements)
-
-
-def _keeps(number: Any, dtype: torch.dtype) -> bool:
-    if dtype.is_complex or isinstance(number, complex):
-        return dtype.is_complex
-    if dtype.is_floating_point:
-        return True
-    if dtype is torch.bool:
-        return number in (0, 1)
-    limits = torch.iinfo(dtype)
-    return number == number // 1 and limits.min <= number <= limits.max
 
 
 def _check_rows(rows: TensorCollection, value: TensorCollection, call: str) -> None:
@@ -269,7 +259,7 @@ def _check_rows(rows: TensorCollection, value: TensorCollection, call: str) -> N
     for path, old in mine.items():
         new: Any = theirs[path]
         if isinstance(old, Tensor) and not (
-            isinstance(new, Tensor) and new.shape == old.shape and storage_writes.keeps_values(new.dtype, old.dtype)
+            isinstance(new, Tensor) and new.shape == old.shape and keeps_values(new.dtype, old.dtype)
         ):
             raise LeafMismatchError(
                 f"{call}: the rows for {dotted(path)!r} do not fit.",

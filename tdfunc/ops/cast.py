@@ -85,6 +85,30 @@ def parse_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.devic
     return as_device(device), dtype, non_blocking
 
 
+def keeps_values(source: torch.dtype, target: torch.dtype) -> bool:
+    """Return True if a cast loses only floating-point precision: no float becomes an int, no int a narrower one."""
+    if source is target or source is torch.bool or target.is_complex:
+        return True
+    if source.is_complex or target is torch.bool:
+        return False
+    if source.is_floating_point or target.is_floating_point:
+        return target.is_floating_point
+    given, kept = torch.iinfo(source), torch.iinfo(target)
+    return kept.min <= given.min and given.max <= kept.max
+
+
+def keeps_number(number: Any, dtype: torch.dtype) -> bool:
+    """Return True if a dtype holds a Python number, up to floating-point precision."""
+    if dtype.is_complex or isinstance(number, complex):
+        return dtype.is_complex
+    if dtype.is_floating_point:
+        return True
+    if dtype is torch.bool:
+        return number in (0, 1)
+    limits = torch.iinfo(dtype)
+    return number == number // 1 and limits.min <= number <= limits.max
+
+
 def clone(tree: T, recurse: bool) -> T:
     """Copy every leaf (ties stay one tensor), or share them."""
     if not recurse:

@@ -200,7 +200,7 @@ def read_mapping(
         tree = build(TensorCollection._open, inner, inner_size, device, path)
         data[key] = tree if mine is None else _join(mine, tree, path)
         trees = True
-    return data, _lifted(data) if trees else None
+    return data, lift_ties(data) if trees else None
 
 
 def is_plain(source: dict[Any, Any], size: Size) -> bool:
@@ -222,6 +222,7 @@ def _join(mine: Node, new: Node, where: str) -> TensorCollection:
     return mine._put(nodes | both)
 
 
-def _lifted(data: dict[str, Node]) -> Static | None:
+def lift_ties(data: dict[str, Node]) -> Static | None:
+    """Return the ties of the sub-trees among the nodes of a tree, as its static data."""
     tied = [(key, node) for key, node in data.items() if isinstance(node, TensorCollection) and node._ties]
     return Static({}, merge(*[lift(node._ties, key) for key, node in tied])) if tied else None

@@ -241,8 +241,8 @@ def _numpy_of(value: Any, at: Path) -> Any:
     return _as_array(value, "numpy", at) if isinstance(value, Tensor) else value
 
 
-def _named(values: dict[str, Any], dest_cls: Any) -> Any:
-    made = {key: _named(item, None) if isinstance(item, dict) else item for key, item in values.items()}
+def _to_namedtuple(values: dict[str, Any], dest_cls: Any) -> Any:
+    made = {key: _to_namedtuple(item, None) if isinstance(item, dict) else item for key, item in values.items()}
     # The fields are known only now.
     cls = dest_cls or namedtuple("GenericDict", made)  # pyright: ignore[reportUntypedNamedTuple]
     return cls(**made)
@@ -354,7 +354,7 @@ class InteropMethods(TensorCollection):
         Args:
             dest_cls: The class of the outer one.
         """
-        return _named(to_dict(self, "to_namedtuple"), dest_cls)
+        return _to_namedtuple(to_dict(self, "to_namedtuple"), dest_cls)
 
     def to_pandas(self, *, separator: str | None = None) -> Any:
         """Return a `pandas.DataFrame` with a column for each leaf and a row for each element of the batch.

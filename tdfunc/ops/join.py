@@ -60,7 +60,7 @@ def stack(trees: Iterable[T], dim: int = 0) -> T:
                 hint="index or pad them to one size first.",
             )
     new = Size((*size[:dim], len(given), *size[dim:]))
-    return _joined(_join_op("stack", torch.stack, dim, new, len(size)), first, others)
+    return _join(_join_op("stack", torch.stack, dim, new, len(size)), first, others)
 
 
 def cat(trees: Iterable[T], dim: int = 0) -> T:
@@ -90,7 +90,7 @@ def cat(trees: Iterable[T], dim: int = 0) -> T:
             )
     total = sum([tree._batch_size[dim] for tree in given])
     new = Size((*size[:dim], total, *size[dim + 1 :]))
-    return _joined(_join_op("cat", torch.cat, dim, new, len(size)), first, others)
+    return _join(_join_op("cat", torch.cat, dim, new, len(size)), first, others)
 
 
 def _join_op(name: str, join: Callable[..., Any], dim: int, new: Size, n: int) -> LeafOp:
@@ -123,7 +123,7 @@ def as_trees(trees: Iterable[T], call: str) -> list[T]:
     return given
 
 
-def _joined(op: LeafOp, first: T, others: Sequence[T]) -> T:
+def _join(op: LeafOp, first: T, others: Sequence[T]) -> T:
     try:
         # The leaves of all nodes together, so that checking and joining them is one call in C each.
         columns = None if is_compiling() else gather((first, *others))

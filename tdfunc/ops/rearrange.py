@@ -16,7 +16,7 @@ from tdfunc.core.errors import LeafMismatchError, error
 from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
 from tdfunc.core.shapes import dim_index, dim_size, dims_of, put_first
 from tdfunc.core.types import LeafFn, Names
-from tdfunc.ops.at import _keeps
+from tdfunc.ops.cast import keeps_number
 from tdfunc.ops.shape import reshape
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def pad(tree: T, pad_size: Sequence[int], value: float = 0.0) -> T:
     def leaf(x: Any) -> Any:
         if isinstance(x, NonTensorBase):
             return _pad_values(x, pairs, grown(x.shape))
-        if not _keeps(value, x.dtype):
+        if not keeps_number(value, x.dtype):
             raise LeafMismatchError(
                 "pad: the value would be altered.",
                 got=f"{value!r} for {x.dtype}",

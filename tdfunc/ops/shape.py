@@ -82,7 +82,7 @@ def flatten(tree: T, start: int, end: int) -> T:
     op = _resized_op(ndim, Size((*size[:start], size[start : end + 1].numel(), *size[end + 1 :])), "reshape")
     # Unlike `reshape`, this method works without the other sizes of a leaf.
     new = tree._shape(op._replace(plain=lambda _: methodcaller("flatten", start, end)))
-    return _named(new, (*names[:start], None, *names[end + 1 :])) if names else new
+    return _name_dims(new, (*names[:start], None, *names[end + 1 :])) if names else new
 
 
 def unflatten(tree: T, dim: int, sizes: Sequence[int]) -> T:
@@ -92,10 +92,10 @@ def unflatten(tree: T, dim: int, sizes: Sequence[int]) -> T:
     full = fill_size(sizes, size[dim], "unflatten")
     names = tree._names
     new = reshape(tree, (*size[:dim], *full, *size[dim + 1 :]))
-    return _named(new, (*names[:dim], *[None] * len(full), *names[dim + 1 :]) if names else None)
+    return _name_dims(new, (*names[:dim], *[None] * len(full), *names[dim + 1 :]) if names else None)
 
 
-def _named(tree: T, names: Names | None) -> T:
+def _name_dims(tree: T, names: Names | None) -> T:
     if names is None or not any(names):
         return tree
     return tree._make(tree._data, tree._batch_size, tree._device, names, tree._static)

@@ -26,6 +26,7 @@ from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack, 
 from tdfunc.core.shapes import check_positions, fits_into, index_size, normalize_index
 from tdfunc.core.types import Path
 from tdfunc.core.walk import Difference, zip_trees
+from tdfunc.ops.cast import keeps_values
 from tdfunc.ops.convert import as_tensor
 from tdfunc.ops.reading import get, iter_items
 
@@ -37,18 +38,6 @@ def index_parts(index: Any, size: Size) -> tuple[Any, ...]:
     parts = normalize_index(index, size)
     index_size(parts, size)
     return parts
-
-
-def keeps_values(source: torch.dtype, target: torch.dtype) -> bool:
-    """Return True if a cast loses only floating-point precision: no float becomes an int, no int a narrower one."""
-    if source is target or source is torch.bool or target.is_complex:
-        return True
-    if source.is_complex or target is torch.bool:
-        return False
-    if source.is_floating_point or target.is_floating_point:
-        return target.is_floating_point
-    given, kept = torch.iinfo(source), torch.iinfo(target)
-    return kept.min <= given.min and given.max <= kept.max
 
 
 def check_dtype(value: Tensor, leaf: Tensor, where: str) -> None:
@@ -112,7 +101,7 @@ def write_leaf(tree: TensorCollection, path: Path, value: Any) -> None:
     # All are checked before the first is written to: in a lazy stack a leaf is one tensor of each tree.
     writes = _leaf_writes(tree, path, value)
     places = Places([leaf for leaf, _ in writes])
-    for leaf, new in [(leaf, _apart(new, places)) for leaf, new in writes]:
+    for leaf, new in [(leaf, _copy_overlap(new, places)) for leaf, new in writes]:
         with torch.no_grad():
             leaf.copy_(new)
 
@@ -158,7 +147,7 @@ def _leaf_writes(tree: TensorCollection, path: Path, value: Any) -> list[tuple[T
 def write_tree(tree: TensorCollection, other: Any, *, complete: bool) -> None:
     """Copy the values of `other` into the leaves of `tree`; all keys are checked before the first write."""
     call = "copy_" if complete else "update_"
-    given = _beside(tree, other, call, ())
+    given = _cut(tree, other, call, ())
     mine, theirs = _leaves_of_both(call, tree, given, complete)
     _write(call, mine, theirs, lambda leaf: leaf.shape, lambda leaf, value: leaf.copy_(value))
 
@@ -210,7 +199,7 @@ def _write(
                 expected="one value for the one tensor at both",
             )
     places = Places(leaves.values())
-    apart = {path: _apart(value, places) for path, value in values.items() if value is not leaves[path]}
+    apart = {path: _copy_overlap(value, places) for path, value in values.items() if value is not leaves[path]}
     with torch.no_grad():
         for path, value in apart.items():
             write(leaves[path], value)
@@ -224,22 +213,22 @@ def check_kinds(call: str, tree: TensorCollection, given: TensorCollection) -> N
 
 
 @per_tree(cut=1)
-def _beside(tree: TensorCollection, other: Any, call: str, at: Path) -> TensorCollection:
+def _cut(tree: TensorCollection, other: Any, call: str, at: Path) -> TensorCollection:
     """Return the value for a tree as a tree, cut for the trees of a lazy stack where there is one."""
     if not isinstance(other, TensorCollection):
-        return TensorCollection._open(_by_key(tree, other, call, at) or other, tree._batch_size)
+        return TensorCollection._open(_cut_mapping(tree, other, call, at) or other, tree._batch_size)
     check_one_shape(other, call, f" at {dotted(at)!r}" if at else "")
     changes: dict[str, Any] = {}
     for key, node in tree._data.items():
         twin = other._data.get(key)
         if isinstance(node, TensorCollection) and isinstance(twin, TensorCollection):
-            beside = _beside(node, twin, call, (*at, key))
+            beside = _cut(node, twin, call, (*at, key))
             if beside is not twin:
                 changes[key] = beside
     return other._replace({**other._data, **changes}) if changes else other
 
 
-def _by_key(tree: TensorCollection, other: Any, call: str, at: Path) -> dict[Any, Any] | None:
+def _cut_mapping(tree: TensorCollection, other: Any, call: str, at: Path) -> dict[Any, Any] | None:
     """Return a mapping with the values for sub-trees as trees; None for another value."""
     if not isinstance(other, Mapping):
         return None
@@ -253,18 +242,18 @@ def _by_key(tree: TensorCollection, other: Any, call: str, at: Path) -> dict[Any
         elif rest:
             nested.setdefault(key, {})[tuple(rest)] = value
         elif isinstance(value, (TensorCollection, Mapping)) or node._is_lazy:
-            entries[name] = _beside(node, value, call, (*at, key))
+            entries[name] = _cut(node, value, call, (*at, key))
         else:
             entries[name] = value
     for key, inner in nested.items():
         if key in entries:
             entries |= {(key, *rest): value for rest, value in inner.items()}
         else:
-            entries[key] = _beside(tree._get(key), inner, call, (*at, key))  # pyright: ignore[reportArgumentType]
+            entries[key] = _cut(tree._get(key), inner, call, (*at, key))  # pyright: ignore[reportArgumentType]
     return entries
 
 
-def _apart(value: Tensor, places: Places) -> Tensor:
+def _copy_overlap(value: Tensor, places: Places) -> Tensor:
     """Return the value, copied where it lies in memory that is written to, as when leaves are swapped."""
     return value.clone() if places.holds(value) else value
 

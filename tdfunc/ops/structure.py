@@ -148,7 +148,7 @@ def unflatten_keys(tree: TensorCollection, separator: str) -> Any:
         else:
             here[last] = (node, tree._kinds.get(key))
     ties = remap(tree._ties, lambda path: (*renamed[path[0]], *path[1:]))
-    new = _grown(root, tree, separator)
+    new = _grow(root, tree, separator)
     return restore_ties(new._replace(names=tree._names, batch_size=tree._batch_size), ties)
 
 
@@ -160,12 +160,12 @@ def _clash(key: str, path: Path, separator: str) -> MissingKeyError:
     )
 
 
-def _grown(branch: _Branch, like: TensorCollection, separator: str) -> Any:
+def _grow(branch: _Branch, like: TensorCollection, separator: str) -> Any:
     data: dict[str, Node] = {}
     kinds: dict[str, Kind] = {}
     for key, item in branch.items():
         if isinstance(item, _Branch):
-            data[key] = _grown(item, like, separator)
+            data[key] = _grow(item, like, separator)
         else:
             data[key], kind = item
             if kind is not None:
@@ -199,7 +199,7 @@ def rename_key(tree: T, old: NestedKey, new: NestedKey, safe: bool) -> T:
     # The leaf at the target is overwritten, and leaves its groups.
     kept = remap(tree._ties, lambda path: None if path[: len(target)] == target and path[:n] != source else path)
     ties = remap(kept, lambda path: target + path[n:] if path[:n] == source else path)
-    bare = _untied(tree)
+    bare = _drop_ties(tree)
     if source[:-1] == target[:-1]:
         moved = _rename_here(bare, source, target[-1])
     else:
@@ -211,11 +211,11 @@ def rename_key(tree: T, old: NestedKey, new: NestedKey, safe: bool) -> T:
     return restore_ties(moved, ties)
 
 
-def _untied(tree: T) -> T:
+def _drop_ties(tree: T) -> T:
     """Return the tree with no group recorded at any node."""
     if not tree._ties:
         return tree
-    data = {key: _untied(node) if isinstance(node, TensorCollection) else node for key, node in tree._data.items()}
+    data = {key: _drop_ties(node) if isinstance(node, TensorCollection) else node for key, node in tree._data.items()}
     return tree._replace(data, ties=())
 
 

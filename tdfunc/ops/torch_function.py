@@ -101,7 +101,7 @@ def _binary(name: str) -> Handler:
     return call
 
 
-def _swapped(handler: Handler) -> Handler:
+def _swap(handler: Handler) -> Handler:
     def call(input: Any, other: Any) -> Any:
         return handler(other, input)
 
@@ -294,8 +294,8 @@ _NAMED = ("add", "sub", "mul", "div", "pow", "remainder", "eq", "ne", "lt", "le"
 METHODS: dict[str, Handler] = {name: _binary(name) for name in _NAMED} | {
     m: _binary(name) for m, name in OPERATORS.items()
 }
-METHODS.update({"__eq__": _binary("eq"), "__ne__": _binary("ne"), "__rdiv__": _swapped(_binary("div"))})
-METHODS.update({m: _swapped(_binary(name)) for m, name in (REVERSED | COMMUTATIVE).items()})
+METHODS.update({"__eq__": _binary("eq"), "__ne__": _binary("ne"), "__rdiv__": _swap(_binary("div"))})
+METHODS.update({m: _swap(_binary(name)) for m, name in (REVERSED | COMMUTATIVE).items()})
 # numpy's names of arguments, which torch's functions take too.
 _NUMPY = {"axis": "dim", "keepdims": "keepdim"}
 
