@@ -21,7 +21,7 @@ Wider = version(x=torch.Tensor, y=torch.Tensor, z=torch.Tensor)
 
 @pytest.mark.parametrize(("inside", "place"), [(False, "'the root'"), (True, "'deep.t'")])
 def test_another_versions_fields_are_refused(tmp_path, inside, place):
-    """An instance with a key that is no field would be made, whose own fields cannot be read."""
+    """A saved field that the class does not have is refused with both lists of fields; plain trees load."""
     tree = Old(torch.ones(2), torch.zeros(2), batch_size=[2])
     save(TensorDict({"deep": {"t": tree}}) if inside else tree, tmp_path / "t.safetensors")
 
@@ -35,7 +35,7 @@ def test_another_versions_fields_are_refused(tmp_path, inside, place):
 
 
 def test_a_new_field_is_empty(tmp_path):
-    """A field that was added, or emptied before it was saved, would make the file unreadable."""
+    """A field that was added since, or emptied before the save, is None."""
     tree = Old(torch.ones(2), torch.zeros(2), batch_size=[2])
     save(tree, tmp_path / "t.safetensors")
     save(tree.replace(y=None), tmp_path / "emptied.safetensors")
@@ -45,7 +45,7 @@ def test_a_new_field_is_empty(tmp_path):
 
 
 def test_lazy_stacks_have_their_own_keys(tmp_path):
-    """A lazy stack of typed trees, which has places for keys, would be refused."""
+    """A lazy stack of typed trees loads, whose numbers are not fields of the class."""
     tree = lazy_stack([Old(torch.ones(n), torch.zeros(n), batch_size=[n]) for n in (1, 2)])
     save(tree, tmp_path / "t.safetensors")
 
