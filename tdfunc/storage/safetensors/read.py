@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from functools import partial
 from itertools import repeat
 from operator import mod
 from typing import Any, NamedTuple
@@ -79,12 +79,12 @@ _OURS = (CorruptCheckpointError, TreeStructureError, UnsupportedError)
 
 
 # A class: as a generator it would take a tenth of the time of reading a small leaf.
-class _Naming:
-    """A `with` block that gives our errors the name of the file, and makes those of a malformed header ours."""
+class naming:
+    """A `with` block that gives our errors the name of the file, and makes `malformed` ones ours."""
 
     __slots__ = ("_malformed", "_path")
 
-    def __init__(self, path: str, malformed: tuple[type[Exception], ...]) -> None:
+    def __init__(self, path: str, malformed: tuple[type[Exception], ...] = ()) -> None:
         self._path, self._malformed = path, malformed
 
     def __enter__(self) -> None:
@@ -103,14 +103,8 @@ class _Naming:
             ) from err
 
 
-def naming(path: str) -> AbstractContextManager[None]:
-    """Give our errors inside the name of the file."""
-    return _Naming(path, ())
-
-
-def parsing(path: str) -> AbstractContextManager[None]:
-    """As `naming`, where headers are taken apart: errors of Python are damage there."""
-    return _Naming(path, MALFORMED)
+# Where headers are taken apart, errors of Python are damage.
+parsing = partial(naming, malformed=MALFORMED)
 
 
 def read_bytes(data: Bytes, offset: int, count: int) -> bytes:
