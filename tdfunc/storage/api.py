@@ -121,7 +121,8 @@ def load(
         device: Where the leaves are put; without it, where the tree was (leaves of a tree without a device are on
             the CPU). `"meta"` reads the header only, as does `FakeTensorMode`.
         classes: The classes of the tree's nodes where they are not TensorDicts; those of imported modules are
-            found without it. `TensorDict` loads all nodes as that.
+            found without it. One that was defined in a script, moved or renamed is matched by its qualified name, else
+            by its fields, or named: `{"__main__:Batch": Batch}`. `TensorDict` loads all nodes as that.
         verify: Read everything once and compare the checksums. Files of other programs have none.
         progress: Show a bar of the bytes that are verified; needs tqdm.
 

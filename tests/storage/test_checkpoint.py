@@ -14,7 +14,6 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tdfunc import Kind, NonTensorData, TensorDict
-from tdfunc.core.collection import Static, TensorCollection
 from tdfunc.core.errors import UnsupportedError
 from tdfunc.storage.api import load, save
 from tdfunc.storage.safetensors import header
@@ -217,41 +216,6 @@ def test_another_device_that_is_not_here(tmp_path):
     with pytest.raises(UnsupportedError, match=r"cuda:7[\s\S]*device=\"cpu\""):
         load(path)
     assert load(path, device="cpu")["a"].tolist() == [1.0, 1.0]
-
-
-# -- classes ----------------------------------------------------------------------------------------------------
-
-
-class Typed(TensorCollection):
-    """A tree of another class, as TensorClass will be."""
-
-    __slots__ = ()
-
-
-def test_classes_are_found_by_name(tmp_path):
-    """A typed tree comes back as its class, which is found in an imported module."""
-    inner = Typed._make({"x": torch.ones(2)}, torch.Size([2]), static=Static(own={"dim": -1}))
-    tree = TensorDict({"plain": torch.zeros(2)}, [2])._put({"t": inner})
-
-    back = round_trip(tree, tmp_path, classes=[Typed])
-
-    assert_same(back, tree)
-    with mock.patch.dict(sys.modules, {Typed.__module__: sys.modules[__name__]}):
-        assert_same(load(tmp_path / "t.safetensors"), tree)
-    assert type(load(tmp_path / "t.safetensors", classes=TensorDict)["t"]) is TensorDict
-
-
-def test_unknown_classes_are_named(tmp_path):
-    """A class that is not here is named by the error, and never imported."""
-
-    class Local(TensorCollection):
-        __slots__ = ()
-
-    save(TensorDict({"a": torch.zeros(1)})._put({"t": Local._make({}, torch.Size(()))}), tmp_path / "t.safetensors")
-
-    with pytest.raises(UnsupportedError, match=r"Local[\s\S]*classes="):
-        load(tmp_path / "t.safetensors")
-    assert_same(load(tmp_path / "t.safetensors", classes=Local)._data["t"], Local._make({}, torch.Size(())))
 
 
 # -- files of other programs ------------------------------------------------------------------------------------

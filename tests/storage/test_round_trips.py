@@ -15,7 +15,6 @@ from tdfunc import (
     NonTensorStack,
     TensorClass,
     TensorDict,
-    UnsupportedError,
     lazy_stack,
 )
 from tdfunc.parallel.parcel import from_parcel, to_parcel
@@ -205,28 +204,6 @@ def test_stacks_without_their_class(tmp_path):
     assert type(plain["typed"]) is LazyStack
     assert [type(part) for part in plain["typed"].trees] == [TensorDict, TensorDict]
     assert plain["two"].batch_size == back["two"].batch_size
-
-
-@pytest.mark.parametrize("way", [single, memmap])
-def test_local_classes_are_given(way, tmp_path):
-    """A class that no module holds is written by its name, and read where it is given, under any name of its own."""
-
-    class Local(TensorClass):
-        x: torch.Tensor
-
-    tree = TensorDict({"p": Local(torch.ones(2))})
-    with pytest.raises(UnsupportedError, match="Local"):
-        way(tree, tmp_path)
-    path = tmp_path / ("x.safetensors" if way is single else "mm")
-
-    class Moved(TensorClass):
-        x: torch.Tensor
-
-    name = f"{Local.__module__}:{Local.__qualname__}"
-    assert_same(tdfunc.load(path, classes=[Local]), tree)
-    assert type(tdfunc.load(path, classes=[Moved])["p"]) is Moved
-    assert type(tdfunc.load(path, classes={name: Moved})["p"]) is Moved
-    assert type(tdfunc.load(path, classes=TensorDict)["p"]) is TensorDict
 
 
 @LAW

@@ -170,9 +170,8 @@ class MemmapMethods(TensorCollection):
             out: A tree whose leaves get the values; it is returned.
             num_threads: How many threads open files.
             mode: `"c"` for copy-on-write, `"r+"` for leaves whose in-place writes reach the files.
-            classes: The classes of the tree's nodes where they are not TensorDicts; those of imported modules are
-                found without it. `TensorDict` loads all nodes as that, as are tensordict's tensorclasses for which
-                no class of the same name is given.
+            classes: The classes of the tree's nodes, as for `tdfunc.load`. Tensordict's tensorclasses for which no
+                class of the same name is given are loaded as `TensorDict`s.
 
         Raises:
             FileNotFoundError: The folder does not exist, or is not a memmap.
@@ -235,7 +234,7 @@ class MemmapMethods(TensorCollection):
             MissingKeyError: The folder has other keys; nothing was written.
             LeafMismatchError: A leaf has another shape or dtype, or is mapped copy-on-write; nothing was written.
         """
-        storage_writes.write_tree(self, read.load_memmap(prefix, **options), complete=True)
+        read.load_memmap(prefix, out=self, **options)
         return self
 
     def load_(self, path: "PathLike", **options: Any) -> Any:
@@ -249,7 +248,9 @@ class MemmapMethods(TensorCollection):
             MissingKeyError: The file has other keys; nothing was written.
             LeafMismatchError: A leaf has another shape or dtype, or is mapped copy-on-write; nothing was written.
         """
-        storage_writes.write_tree(self, load(path, **options), complete=True)
+        # Only values are copied, so the classes of the nodes need not be here.
+        tree = load(path, **{"classes": TensorCollection._open, **options})
+        storage_writes.write_tree(self, tree, complete=True)
         return self
 
 
@@ -261,7 +262,7 @@ def _and_own(classes: Classes, cls: type[Any]) -> Classes:
 
 
 def _as_own(tree: Any, cls: type[Any]) -> Any:
-    """Return an open tree as an instance of the class whose `load` was called."""
+    """Return a tree as an instance of the class whose `load` was called; fields that it lacks are None."""
     if cls is TensorCollection._open or isinstance(tree, cls) or not hasattr(cls, "from_tensordict"):
         return tree
-    return cls.from_tensordict(tree)
+    return cls.from_tensordict(tree, safe=False)

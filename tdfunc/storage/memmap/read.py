@@ -74,6 +74,8 @@ def load_memmap(
             got=repr(mode),
         )
     name = local_folder(prefix, "load_memmap")
+    # Only values are copied to `out`, so the classes of the nodes need not be here.
+    classes = classes if out is None else TensorCollection._open
     place = torch.device(device) if device is not None else None
 
     def read(root: int) -> TensorCollection:
