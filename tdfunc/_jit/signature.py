@@ -16,7 +16,6 @@ from tdfunc.core.collection import Static, TensorCollection
 from tdfunc.core.errors import UnsupportedError
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
 from tdfunc.core.pytree import Context, flatten
-from tdfunc.core.walk import children_of, is_plain
 
 _MAX_CONTEXTS = 4096
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
@@ -85,7 +84,7 @@ def describe(contexts: Contexts, value: Any, out: Arguments, where: str = "") ->
             own = (value.shape, value.dtype, value.device, value.requires_grad, value.stride())
             out.parts.append((kind, *own, value.is_conj(), value.is_neg()))
     elif isinstance(value, TensorCollection):
-        children, context = flatten(value) if is_plain(kind) else children_of(value)
+        children, context = flatten(value)
         out.nodes.append(value)
         out.parts.append(contexts.number(kind, context))
         _describe_each(contexts, children, out, where)
@@ -162,7 +161,7 @@ def refill(value: Any, leaves: Iterator[Any], nodes: list[Any]) -> Any:
     place, is_tree = len(nodes), isinstance(value, TensorCollection)
     if is_tree:
         nodes.append(value)
-    children, context = children_of(value) if is_tree else registered.flatten_fn(value)
+    children, context = registered.flatten_fn(value)
     new = registered.unflatten_fn([refill(child, leaves, nodes) for child in children], context)
     if is_tree:
         nodes[place] = new

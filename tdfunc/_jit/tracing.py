@@ -26,7 +26,8 @@ from tdfunc.core.collection import TensorCollection, iter_leaves
 from tdfunc.core.context import is_tracing
 from tdfunc.core.errors import CaptureError, ImmutableError, UnsupportedError
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
-from tdfunc.core.walk import children_of, node_like
+from tdfunc.core.pytree import flatten
+from tdfunc.core.walk import node_like
 
 _OWN_FOLDERS = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__))
@@ -192,7 +193,7 @@ def _make_builder(out: Any, slots: list[Tensor], nodes: dict[Any, int], where: s
         same = nodes[id(out)]
         return lambda _, trees: trees[same]
     if isinstance(out, TensorCollection):
-        children, context = children_of(out)
+        children, context = flatten(out)
         parts = [_make_builder(child, slots, nodes, f"{where}[{i}]") for i, child in enumerate(children)]
         return lambda values, trees: node_like(kind, context, tuple([part(values, trees) for part in parts]))
     if isinstance(out, NonTensorData) and ("data", id(out.data)) in nodes:
