@@ -53,7 +53,8 @@ class Optimizer:
     Made by `sgd`, `adam` and `adamw`. A hyperparameter is a float, which is fixed; a tensor with a value for each
     member, which `init` puts into the state under its own name, where `state.set` changes it; or a function from
     the number of steps done so far (an integer tensor) to a float or tensor, of no dimensions or of the batch size of
-    the parameters.
+    the parameters. Tensors are differentiated where they require grad, and inside `torch.func.grad`, through `init` and
+    `update`.
 
     Args:
         rule: The arithmetic of one step.
@@ -84,7 +85,7 @@ class Optimizer:
         # Expanded: the strides prove that all members have done as many steps.
         data: dict[str, Any] = {"step": torch.zeros((), dtype=torch.int64, device=device).expand(size)}
         for key, value in self._tensors().items():
-            data[key] = value.detach().clone() if value.dim() else value.detach().clone().expand(size)
+            data[key] = value.clone() if value.dim() else value.clone().expand(size)
             check_members(name, key, data[key], params, leaves)
         for slot in self.rule.slots:
             data[slot] = rebuild(params, [torch.zeros_like(leaf) for leaf in leaves])
@@ -102,7 +103,8 @@ class Optimizer:
         """Return the parameters and the state after one step.
 
         It works under `torch.vmap`, `torch.func.grad`, `tdfunc.jit` and `torch.compile`. Outside of transforms a step
-        is not differentiated, and a leaf that requires grad becomes one that does.
+        is differentiated only if a hyperparameter in the state requires grad; else a leaf that requires grad becomes
+        one that does.
 
         Args:
             params: The tree to train.

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
+from tdfunc.core.context import has_values
 from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureError, UnsupportedError, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.walk import Difference, list_leaves, list_paths, same_keys, zip_trees
@@ -133,8 +134,8 @@ def check_scheduled(name: str, what: str, value: Any, size: torch.Size) -> Coeff
 
 
 def check_hyper(rule: str, name: str, value: Any, low: float, high: float = math.inf) -> None:
-    """Raise unless every number in a hyperparameter lies in [low, high); schedules are not checked."""
-    if callable(value):
+    """Raise unless every number in a hyperparameter lies in [low, high); schedules have no numbers yet."""
+    if callable(value) or (isinstance(value, Tensor) and not has_values()):
         return
     # Written so that nan fails.
     fits = bool(((value >= low) & (value < high)).all()) if isinstance(value, Tensor) else low <= value < high
