@@ -15,7 +15,7 @@ from tdfunc.core.context import in_functorch, is_compiling
 from tdfunc.core.errors import BatchSizeError
 from tdfunc.core.keys import dotted
 from tdfunc.core.walk import list_paths, rebuild
-from tdfunc.optim._checks import check_dense, check_members, check_state, list_matching, list_trainable
+from tdfunc.optim._checks import check_dense, check_members, check_state, check_step, list_matching, list_trainable
 from tdfunc.optim._run import Rule, Run
 
 if TYPE_CHECKING:
@@ -129,7 +129,9 @@ class Optimizer:
         name = self.rule.name
         leaves, size = list_trainable(name, params), params._batch_size
         tensors = self._tensors()
-        check_state(name, state, {"step", *self.rule.slots, *tensors}, size)
+        check_state(name, state, {"step", *self.rule.slots, *tensors})
+        step = state._data["step"]
+        check_step(name, step, size)
         gradients = list_matching(name, "gradient", params, leaves, grads)
         slots = {slot: list_matching(name, slot, params, leaves, state._data[slot]) for slot in self.rule.slots}
         for key in tensors:
@@ -142,14 +144,13 @@ class Optimizer:
                 got=f"shape {list(active.shape)}",
                 hint="params.with_batch_size([members]), if the leaves are stacked and the tree has no batch size.",
             )
-        step = state._data["step"]
         run = Run(self.rule, self.hyper, step, tensors, active, donate, lambda: list(map(dotted, list_paths(params))))
         new, new_slots = run.step(leaves, gradients, slots)
         data = {key: rebuild(node, new_slots[key]) if key in new_slots else node for key, node in state._data.items()}
         if active is not None:
             data["step"] = step + active
         # Kept expanded, under a compiler too: a state of other strides would be compiled for again.
-        elif step.dim() and (is_compiling() or not in_functorch()) and not any(step.stride()):
+        elif step.dim() and 0 not in size and (is_compiling() or not in_functorch()) and not any(step.stride()):
             data["step"] = (step[(0,) * step.dim()] + 1).expand(step.shape)
         else:
             data["step"] = step + 1

@@ -78,8 +78,8 @@ def list_matching(name: str, what: str, params: TensorCollection, leaves: Leaves
     return values
 
 
-def check_state(name: str, state: Any, wanted: set[str], size: torch.Size) -> None:
-    """Raise unless `state` has the entries of this optimizer and a step count for this batch size."""
+def check_state(name: str, state: Any, wanted: set[str]) -> None:
+    """Raise unless `state` has the entries of this optimizer."""
     if not isinstance(state, TensorCollection) or state._data.keys() != wanted:
         raise TreeStructureError(
             f"{name}.update: the state must be of this optimizer.",
@@ -87,7 +87,10 @@ def check_state(name: str, state: Any, wanted: set[str], size: torch.Size) -> No
             got=f"{sorted(state._data)}" if isinstance(state, TensorCollection) else type(state).__name__,
             hint="state = opt.init(params); the order is update(params, grads, state).",
         )
-    step = state._data["step"]
+
+
+def check_step(name: str, step: Tensor, size: torch.Size) -> None:
+    """Raise unless a step count is for this batch size."""
     if step.shape != size:
         raise BatchSizeError(
             f"{name}.update: the step count of the state must have the batch size of params.",

@@ -125,6 +125,20 @@ def takes_kernels(leaves: Leaves) -> bool:
     return has_values() and all([type(x) in (Tensor, Parameter) and x.device.type != "meta" for x in leaves])
 
 
+def may_donate(names: list[str], writes: Leaves, reads: Leaves) -> bool:
+    """Return whether no tensor of the first list shares memory with any other; a trace checks it at each replay."""
+    if not takes_kernels([*writes, *reads]) or any(find_overlaps([*writes, *reads])):
+        return False
+    trace = recorder()
+    if trace is not None:
+        trace.call(partial(_check_apart, _leave, names), writes, reads)
+    return True
+
+
+def _leave(writes: Leaves, reads: Leaves) -> None:
+    """Do nothing."""
+
+
 def _own(writes: Leaves, reads: Leaves) -> Leaves:
     """Return the leaves to write to: copies where memory is shared with another leaf or between elements."""
     shared = {i for pair in find_overlaps([*writes, *reads]) for i in pair}
