@@ -354,7 +354,8 @@ def functional(module: nn.Module, *, copy: bool = True, call_only: bool = False)
         module: Any module; one wrapped by `torch.compile` is unwrapped.
         copy: Whether the trees are copies, which training the module does not change; otherwise they share its
             storage. Either way they are detached.
-        call_only: Accept a forward with an argument called `buffers` or `rng`; then only `apply.call` works.
+        call_only: Accept a forward with an argument called `buffers` or `rng`; then only `apply.call` works. It is
+            also what passes these names to a forward that takes any keyword.
 
     Returns:
         The function, the parameters and the buffers (extra state among them).

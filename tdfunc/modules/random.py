@@ -26,7 +26,7 @@ from tdfunc.core.errors import UnsupportedError, error
 
 Seed: TypeAlias = "int | torch.Generator | Sequence[torch.Generator] | None"
 Server: TypeAlias = Callable[..., Any]
-_CHECKPOINT = vars(checkpoint)
+_CHECKPOINT: Any = vars(checkpoint)
 
 
 class seeded(TorchFunctionMode):
