@@ -185,7 +185,7 @@ def _put(x, row):
 
 
 def tensors(lead=()):
-    """The tensors of a row, with a batch in front if asked; every member differs."""
+    """The tensors of a row, with a batch in front on request; every member differs."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((*lead, 3, 2), (*lead, 3))
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
@@ -229,7 +229,7 @@ def compare(out, expected, batch):
 
 
 def stacked(row, a, b, dim=0):
-    """What a row gives for each member, stacked."""
+    """The results of a row for each member, stacked."""
     parts = [row.plain(x, y) for x, y in zip(a, b, strict=True)]
     return {path: torch.stack([part[path] for part in parts], dim) for path in parts[0]}
 
@@ -460,7 +460,7 @@ def inductor(row):
 
 
 class Column(NamedTuple):
-    """A transformation: its place on the page, its name, the check of a row, and whether that takes long."""
+    """A transformation: its place on the page, its name, the check of a row, and True if that takes long."""
 
     group: str
     name: str

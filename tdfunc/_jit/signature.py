@@ -105,7 +105,7 @@ def describe(contexts: Contexts, value: Any, out: Arguments, where: str = "") ->
     elif isinstance(value, NonTensorBase):
         out.nodes.append(value)
         values = [value.data] if isinstance(value, NonTensorData) else value._array.ravel().tolist()
-        # A copy of what they hold now: a list or array in a tree may change, and the key stays.
+        # A copy of their present contents: a list or array in a tree may change, and the key stays.
         frozen = tuple([static_part(item, f"{where}'s non-tensor data") for item in values])
         out.parts.append((kind, frozen, value.shape))
     elif kind in torch_pytree.SUPPORTED_NODES:
@@ -121,7 +121,7 @@ def _describe_each(
 ) -> None:
     leaves, parts = out.leaves, out.parts
     for i, value in enumerate(values):
-        # This loop is most of what a call costs beyond its replay.
+        # Spelled out: every call runs this loop over all leaves.
         if type(value) is Tensor and value.layout is torch.strided:
             leaves.append(value)
             dtype = value.dtype

@@ -14,7 +14,7 @@ from tdfunc.core.keys import dotted, missing, unravel
 from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
 from tdfunc.core.shapes import stacked_size
 from tdfunc.core.types import NestedKey, Node, Path
-from tdfunc.ops.at import _keeps
+from tdfunc.ops.cast import keeps_number
 from tdfunc.ops.join import defined_twice
 from tdfunc.ops.reading import has
 
@@ -198,7 +198,7 @@ def _pad_leaves(pairs: Sequence[Padded], dim: int, ndim: int, at: Path, padding:
             )
         # Also where the lengths happen to agree.
         ragged = [place]
-    if not _keeps(value, leaves[0].dtype):
+    if not keeps_number(value, leaves[0].dtype):
         raise LeafMismatchError(
             f"pad: the value must fit leaf {dotted(at)!r}.",
             expected=f"a value of {leaves[0].dtype}",

@@ -27,7 +27,7 @@ from tdfunc.core.pytree import register
 from tdfunc.core.shapes import as_names, as_size
 from tdfunc.core.types import Node
 from tdfunc.ops.cast import as_device
-from tdfunc.ops.convert import _lifted
+from tdfunc.ops.convert import lift_ties
 from tdfunc.ops.reading import value_of
 
 
@@ -97,7 +97,7 @@ def read_fields(
             trees = trees or isinstance(node, TensorCollection)
     if cls._looks_up:
         check_annotations(cls, data, data)
-    return data, _lifted(data) if trees else None
+    return data, lift_ties(data) if trees else None
 
 
 class Meta(ABCMeta):

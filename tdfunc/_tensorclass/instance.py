@@ -25,7 +25,7 @@ from tdfunc.core.nontensor import NonTensorData
 from tdfunc.core.types import Device, Kind, Node
 from tdfunc.ops.cast import all_shared, clone
 from tdfunc.ops.display.text import describe_leaf
-from tdfunc.ops.edit import replaced, replacements
+from tdfunc.ops.edit import replace_nodes, replacements
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -155,7 +155,7 @@ class TensorClass(_Typed):
         given = replacements(changes, entries)
         self._check_names(given)
         nodes = {key: self._accept(key, value, f"{type(self).__name__}.{key}") for key, value in given.items()}
-        return replaced(self, nodes) if self._ties else self._put(nodes)
+        return replace_nodes(self, nodes) if self._ties else self._put(nodes)
 
     def __replace__(self, **changes: Any) -> "Self":
         """`copy.replace` of Python 3.13."""

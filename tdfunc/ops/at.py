@@ -16,6 +16,7 @@ from tdfunc.core.shapes import EMPTY, dim_size
 from tdfunc.core.types import Path
 from tdfunc.core.walk import Difference, zip_trees
 from tdfunc.ops import storage_writes
+from tdfunc.ops.cast import keeps_number, keeps_values
 from tdfunc.ops.convert import NUMBERS, as_tensor, build
 from tdfunc.ops.foreach import binary, over_batch_op
 from tdfunc.ops.maps import apply
@@ -24,7 +25,7 @@ from tdfunc.ops.reading import get, get_value, iter_items
 T = TypeVar("T", bound=TensorCollection)
 
 
-# Types that torch puts nowhere by index, and those of as many bits that stand in for them.
+# Dtypes that `index_put` refuses, and those of as many bits that stand in for them.
 _WRITTEN_AS = {
     torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64, torch.float8_e8m0fnu: torch.uint8,
 }  # fmt: skip
@@ -76,7 +77,7 @@ class At:
             return write_rows(self._tree, self._place, value, "set")
         path = unravel(self._place)
         if isinstance(value, NUMBERS):
-            done = _in_stack(self._tree, path, lambda tree, at: At(tree, at).set(value))
+            done = _change_in_stack(self._tree, path, lambda tree, at: At(tree, at).set(value))
             if done is not None:
                 return done
         old, call = get(self._tree, path), f"at[{self._place!r}].set"
@@ -102,7 +103,7 @@ class At:
         return write_rows(self._tree, self._place, value, "add")
 
     def mul(self, value: Any) -> Any:
-        """Return a tree multiplied by the value there, as `add` adds it.
+        """Return a tree multiplied by the value there; the value is read as by `add`.
 
         Raises:
             ValueError: The index names a row twice.
@@ -180,23 +181,22 @@ def _check_shapes(old: Any, new: Any, path: Path, call: str) -> None:
 
 
 def _change_entry(tree: Any, path: Path, fn: Callable[..., Any], call: str, *values: Any) -> Any:
-    """Return the tree with `fn` of what is at a path (and of values) there; in a stack, in each of its trees."""
+    """Return the tree with `fn(entry, *values)` at a path; in a stack, in each of its trees."""
     old = get_value(tree, path)
-    done = _in_stack(tree, path, lambda t, at, *parts: _change_entry(t, at, fn, call, *parts), *values)
+    done = _change_in_stack(tree, path, lambda t, at, *parts: _change_entry(t, at, fn, call, *parts), *values)
     if done is not None:
         return done
     if values and isinstance(get(tree, path), NonTensorBase):
         raise error(
             TypeError,
-            f"at[...].{call}: {dotted(path)!r} is no tensor.",
-            expected="a tensor or tree",
+            f"at[...].{call}: {dotted(path)!r} must be a tensor or a tree.",
             got=type(old).__name__,
             hint="td.at[key].apply(fn) makes another value of it.",
         )
     return tree.set(path, fn(old, *values))
 
 
-def _in_stack(tree: Any, path: Path, fn: Callable[..., Any], *values: Any) -> Any:
+def _change_in_stack(tree: Any, path: Path, fn: Callable[..., Any], *values: Any) -> Any:
     """Return the tree with `fn(part, rest of the path, *values)` for each tree of a stack on the path, or None."""
     node: Any = tree
     # A tensor of no dimensions cannot be cut, and is for every tree.
@@ -271,17 +271,15 @@ def _spread(rows: T, value: Any, call: str) -> T:
         return rows._map(LeafOp("full", lambda x: _filled(x, value, f"at[...].{call}")))
     if isinstance(value, Tensor):
         return rows._map(over_batch_op(rows, f"at[...].{call}", lambda x, operand: operand.expand(x.shape), value))
-    raise error(
-        TypeError, f"at[...].{call}: not rows.", expected="a tree, dict, number or tensor", got=type(value).__name__
-    )
+    raise error(TypeError, f"at[...].{call}: rows must be a tree, dict, number or tensor.", got=type(value).__name__)
 
 
 def _filled(leaf: Tensor, value: Any, where: str) -> Tensor:
     """Return a number in the leaf's shape, and in its dtype if that keeps it: 0 fits a bool leaf, 1.5 no int leaf."""
     number = value.item() if isinstance(value, np.generic) else value
-    dtype = leaf.dtype if _keeps(number, leaf.dtype) else None
+    dtype = leaf.dtype if keeps_number(number, leaf.dtype) else None
     if isinstance(number, int) and leaf.dtype.is_floating_point and abs(number) < 2**1023:
-        # torch fills with no integer of more than 64 bits, which a float may well be near to.
+        # torch cannot fill with an integer of more than 64 bits; a float of its size can.
         number = float(number)
     made = as_tensor(number, where, leaf.device, dtype)
     return _as_leaf(made, leaf).expand(leaf.shape)
@@ -291,19 +289,8 @@ def _as_leaf(made: Tensor, leaf: Any) -> Tensor:
     """Return a tensor of ours for use with a leaf: a DTensor works with others of its kind only."""
     if type(leaf) in PLAIN or not hasattr(leaf, "device_mesh"):
         return made
-    # What is made without dimensions is whole in every process, and so is the tensor.
+    # A DTensor without dimensions is replicated, and so is the tensor.
     return type(leaf).from_local(made, leaf.device_mesh, leaf.new_empty(()).placements)
-
-
-def _keeps(number: Any, dtype: torch.dtype) -> bool:
-    if dtype.is_complex or isinstance(number, complex):
-        return dtype.is_complex
-    if dtype.is_floating_point:
-        return True
-    if dtype is torch.bool:
-        return number in (0, 1)
-    limits = torch.iinfo(dtype)
-    return number == number // 1 and limits.min <= number <= limits.max
 
 
 def _check_rows(rows: TensorCollection, value: TensorCollection, call: str) -> None:
@@ -327,7 +314,7 @@ def _check_rows(rows: TensorCollection, value: TensorCollection, call: str) -> N
     for path, old in mine.items():
         new: Any = theirs[path]
         if isinstance(old, Tensor) and not (
-            isinstance(new, Tensor) and new.shape == old.shape and storage_writes.keeps_values(new.dtype, old.dtype)
+            isinstance(new, Tensor) and new.shape == old.shape and keeps_values(new.dtype, old.dtype)
         ):
             raise LeafMismatchError(
                 f"{call}: the rows for {dotted(path)!r} do not fit.",
