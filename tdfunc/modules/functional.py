@@ -333,7 +333,9 @@ def _clone(leaf: Any) -> Any:
         return leaf.clone()
 
 
-def functional(module: nn.Module, *, copy: bool = True, call_only: bool = False) -> "tuple[Apply, TensorDict, TensorDict]":
+def functional(
+    module: nn.Module, *, copy: bool = True, call_only: bool = False
+) -> "tuple[Apply, TensorDict, TensorDict]":
     """Return a module as a pure function, with its parameters and buffers as trees.
 
     `apply(params, x)` runs forward with the given trees on a private copy of the module's structure (its hooks,

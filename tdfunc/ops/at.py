@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ _WRITTEN_AS = {
 }  # fmt: skip
 
 
-class At:
+class At(Generic[T]):
     """A place in a tree, and the pure ways to change it: `td.at[index]`, `td.at["a", "b"]`, `td.at[filter]`.
 
     An index takes rows of all leaves, a path one leaf or sub-tree, a `Filter` the leaves that it chooses. `set`
@@ -50,7 +50,7 @@ class At:
 
     __slots__ = ("_place", "_tree")
 
-    def __init__(self, tree: TensorCollection, place: Any) -> None:
+    def __init__(self, tree: T, place: Any) -> None:
         # `Any`: reading and writing at a path are methods of the public classes, a layer above.
         self._tree: Any = tree
         self._place = place
@@ -59,7 +59,7 @@ class At:
         """Return the rows, entry or part of the tree there."""
         return self._tree.partition(self._place)[0] if self._is_filter else self._tree[self._place]
 
-    def set(self, value: Any) -> Any:
+    def set(self, value: Any) -> T:
         """Return a tree with the value there.
 
         Args:
@@ -88,7 +88,7 @@ class At:
         _check_shapes(old, get(new, path, None), path, call)
         return new
 
-    def add(self, value: Any) -> Any:
+    def add(self, value: Any) -> T:
         """Return a tree with the value added there; rows that an index names twice are added to twice.
 
         At a key in a lazy stack the value is cut for the trees as by `set`, and one without dimensions is for all.
@@ -102,7 +102,7 @@ class At:
             return _change_entry(self._tree, unravel(self._place), operator.add, "add", value)
         return write_rows(self._tree, self._place, value, "add")
 
-    def mul(self, value: Any) -> Any:
+    def mul(self, value: Any) -> T:
         """Return a tree multiplied by the value there; the value is read as by `add`.
 
         Raises:
@@ -115,7 +115,7 @@ class At:
             return _change_entry(self._tree, unravel(self._place), operator.mul, "mul", value)
         return self._change(lambda rows: binary(rows, value, "mul", None), "mul")
 
-    def apply(self, fn: Callable[[Any], Any]) -> Any:
+    def apply(self, fn: Callable[[Any], Any]) -> T:
         """Return a tree with `fn` applied to each leaf's rows there, to the leaves of a filter, or to a path's entry.
 
         At a path in a lazy stack `fn` is applied to the leaf or sub-tree of each of its trees.

@@ -1,7 +1,7 @@
 """Immutable edits: `get`, `set`, `update`, `delete`, `pop`, `untie`; an edit keeps every tie or raises."""
 
 from collections.abc import Iterable, Mapping, Set
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from torch import Tensor
 
@@ -380,7 +380,7 @@ class EditMethods(TensorCollection):
         return untie(self, key)
 
     @property
-    def at(self) -> "_AtGetter":
+    def at(self) -> "_AtGetter[Self]":
         """The pure spelling of assignment: `td.at[index].set(value)`, `.add`, `.mul`, `.apply(fn)`, `.get()`."""
         return _AtGetter(self)
 
@@ -410,11 +410,11 @@ class EditMethods(TensorCollection):
         return self
 
 
-class _AtGetter:
+class _AtGetter(Generic[T]):
     __slots__ = ("_tree",)
 
-    def __init__(self, tree: TensorCollection) -> None:
+    def __init__(self, tree: T) -> None:
         self._tree = tree
 
-    def __getitem__(self, place: Any) -> At:
+    def __getitem__(self, place: Any) -> At[T]:
         return At(self._tree, place)
