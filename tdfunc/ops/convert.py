@@ -151,6 +151,11 @@ def _sequence(value: Sequence[Any], size: Size, device: torch.device | None, whe
     depth, level = 0, value
     while isinstance(level, (list, tuple)) and level and depth < max(len(size), 1):
         depth, level = depth + 1, level[0]
+    return as_rows(value, depth, size, where)
+
+
+def as_rows(value: Sequence[Any], depth: int, size: Size, where: str) -> NonTensorBase:
+    """Return the items of nested lists as non-tensor data, one for each row."""
     try:
         stack = NonTensorStack.from_nested(value, depth)
     except ValueError as err:
