@@ -17,7 +17,7 @@ from tdfunc.core.types import Path
 from tdfunc.core.walk import Difference, zip_trees
 from tdfunc.ops import storage_writes
 from tdfunc.ops.cast import keeps_number, keeps_values
-from tdfunc.ops.convert import NUMBERS, as_tensor, build
+from tdfunc.ops.convert import NUMBERS, adopt, as_tensor, build
 from tdfunc.ops.foreach import binary, over_batch_op
 from tdfunc.ops.maps import apply
 from tdfunc.ops.reading import get, get_value, iter_items
@@ -253,6 +253,7 @@ def write_rows(tree: T, index: Any, value: Any, call: str) -> T:
 
 def _as_tree(rows: TensorCollection, value: Any, call: str) -> TensorCollection:
     """Return rows that are given as a tree, dict, number or tensor as a tree."""
+    value = adopt(value)
     if isinstance(value, Mapping):
         return build(TensorCollection._open, value, rows._batch_size, rows._device)
     return value if isinstance(value, TensorCollection) else _spread(rows, value, call)

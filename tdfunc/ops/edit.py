@@ -14,7 +14,7 @@ from tdfunc.core.types import Kind, NestedKey, Node, Path, Ties
 from tdfunc.ops import storage_writes
 from tdfunc.ops.at import At
 from tdfunc.ops.cast import to
-from tdfunc.ops.convert import accept
+from tdfunc.ops.convert import accept, adopt
 from tdfunc.ops.reading import UNSET, get, get_value, has, refuse_inplace, refuse_options
 
 if TYPE_CHECKING:
@@ -198,7 +198,8 @@ def _merge(tree: T, other: Mapping[Any, Any] | TensorCollection, at: Path, given
 # Any: whatever the caller gave.
 def as_mapping(other: Any) -> Mapping[Any, Any] | TensorCollection:
     """Return a dict or tree as it is, and pairs, as `dict.update` takes them, as a dict."""
-    return other if isinstance(other, (TensorCollection, Mapping)) else dict(other)
+    given = adopt(other)
+    return given if isinstance(given, (TensorCollection, Mapping)) else dict(given)
 
 
 def _entries(other: Mapping[Any, Any] | TensorCollection) -> Iterable[tuple[Any, Any]]:
