@@ -47,6 +47,8 @@ class TreeMethods(
 class TensorDict(TreeMethods, FromMethods):
     """An immutable tree of tensors under str keys, indexed along the batch dimensions that its leaves share.
 
+    The pages Differences and Operations list the names of tensordict that are spelled otherwise here.
+
     Dicts become nested trees with the same batch size; numbers become tensors expanded to it; other objects are
     kept as non-tensor data. The tensors are not copied.
 
