@@ -6,7 +6,7 @@ Stacking checks that the modules differ in their weights alone, which a stacked 
 from collections.abc import Callable, Sequence
 from itertools import compress
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import xxhash
@@ -25,12 +25,14 @@ from tdfunc.ops.index import unbind
 from tdfunc.ops.structure import restore_ties
 from tdfunc.storage.disk.raw import raw_bytes
 
+if TYPE_CHECKING:
+    from tdfunc._tensordict import TensorDict
+
 _DTYPE = attrgetter("dtype")
 T = TypeVar("T", bound=TensorCollection)
 
 
-# Any: the tree is a `TensorDict`, which stands in a higher layer than annotations may name at run time.
-def stack_modules(modules: Sequence[nn.Module]) -> Any:
+def stack_modules(modules: Sequence[nn.Module]) -> "TensorDict":
     """Stack the parameters, buffers and extra state of several modules into one tree.
 
     The leaves are copies without gradient history. Tied weights stay one leaf. Which parameters require gradients is
@@ -163,7 +165,7 @@ def _find_places(values: list[Any]) -> Sequence[int]:
     return [first.setdefault(id(value), i) for i, value in enumerate(values)]
 
 
-def init_ensemble(make: Callable[[], nn.Module], n: int, seed: int = 0) -> Any:
+def init_ensemble(make: Callable[[], nn.Module], n: int, seed: int = 0) -> "TensorDict":
     """Return the stacked tree of `n` freshly initialised members, without keeping n modules alive.
 
     Member i draws from a generator seeded by (seed, i), so it does not change with n.

@@ -5,7 +5,7 @@ makes a tree of what they hold. Nothing is copied.
 """
 
 import weakref
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from tdfunc.core.types import Kind, Path
 from tdfunc.ops.edit import restore_ties
 from tdfunc.ops.reading import entries
 from tdfunc.ops.structure import partition
+
+if TYPE_CHECKING:
+    from tdfunc._tensordict import TensorDict
 
 T = TypeVar("T", bound=TensorCollection)
 EXTRA_STATE = "_extra_state"
@@ -113,7 +116,7 @@ def walk(module: nn.Module, call: str, at: Path = ()) -> list[Slot]:
     return slots
 
 
-def from_module(module: nn.Module) -> Any:
+def from_module(module: nn.Module) -> "TensorDict":
     """Return a module's live parameters, buffers and extra state as a tree nested by module path.
 
     Nothing is copied: the leaves are the module's own Parameters and buffers. Tied weights and the weights of a

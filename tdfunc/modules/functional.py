@@ -4,7 +4,7 @@ import copy as copying
 import inspect
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Size, nn
@@ -26,6 +26,9 @@ from tdfunc.modules.skeleton import Quiet, Skeleton, duplicate, make_template
 from tdfunc.ops.foreach import can_foreach
 from tdfunc.ops.reading import entries
 from tdfunc.ops.structure import keep_leaves
+
+if TYPE_CHECKING:
+    from tdfunc._tensordict import TensorDict
 
 _RESERVED = ("buffers", "rng")
 # Messages of torch for modules that cannot run in a transform, and a hint for each.
@@ -339,7 +342,9 @@ def _clone(leaf: Any) -> Any:
         return leaf.clone()
 
 
-def functional(module: nn.Module, *, copy: bool = True, call_only: bool = False) -> tuple[Apply, Any, Any]:
+def functional(
+    module: nn.Module, *, copy: bool = True, call_only: bool = False
+) -> "tuple[Apply, TensorDict, TensorDict]":
     """Return a module as a pure function, with its parameters and buffers as trees.
 
     `apply(params, x)` runs forward with the given trees on a private copy of the module's structure (its hooks,
