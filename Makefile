@@ -18,7 +18,7 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt | $(PY)
 $(PY):
 	$(PYTHON) -m venv $(VENV)
 
-# A complete environment serves the demo too; otherwise only what the demo needs is installed.
+# An environment with everything serves the demo too; without one, only the extra [demo] is installed.
 demo: $(if $(wildcard $(VENV)/.installed-dev),install,$(VENV)/.installed-demo)
 	$(PY) -m tdfunc.demo
 
@@ -29,7 +29,7 @@ test: install
 test-all: install
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -q -m ""
 
-# Runs beside tensordict, `torch.func` and `torch.optim`, and what tests the programs of benchmarks/.
+# Runs beside tensordict, `torch.func` and `torch.optim`, and the tests of the programs in benchmarks/.
 conformance: install
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -q -m "" benchmarks
 
@@ -41,7 +41,7 @@ reliability: install
 pages: install
 	$(PY) -m benchmarks.pages
 
-# The pinned tensordict is the one that the targets were set against; a newer one is measured beside it.
+# The targets are ratios to the pinned tensordict; a newer one is measured beside it.
 NEWER := tensordict==0.15.3
 
 bench: install $(VENV)/tensordict-newer/tensordict
@@ -59,7 +59,7 @@ lint: install
 types: install
 	$(PY) -m pyright --pythonpath $(PY)
 
-# Checks that the notebooks run; `make outputs` runs them and keeps what they print and draw.
+# Checks that the notebooks run; `make outputs` runs them and keeps their outputs.
 notebooks: install
 	$(PY) -m pytest --nbmake notebooks -q
 
