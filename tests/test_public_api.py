@@ -74,6 +74,14 @@ def test_one_screen_names_everything():
     assert [name for name in spelled.findall(methods) if not hasattr(tdfunc.TensorDict, name)] == []
 
 
+def test_a_star_import_gives_the_public_names():
+    """`from tdfunc import *` gives every public name, except those of Python's builtins, and nothing else."""
+    names = {}
+    exec("from tdfunc import *", names)
+
+    assert names.keys() - {"__builtins__"} == read_exports("tdfunc") - {"map", "open"}
+
+
 def test_symbols_and_exports_are_found():
     """Symbols of a page and exports of packages and modules are found."""
     package = "from tdfunc._a import x as x, _y as _y\nfrom tdfunc._b import Z as Z\n__all__ = ['x']\n"
