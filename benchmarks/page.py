@@ -178,8 +178,8 @@ def _cases(measured: Sequence[Measured], clock: Clock) -> str:
 
 def _newer(number: str, measured: list[Measured]) -> list[str]:
     text = _prose(f"""
-        The targets are ratios to the pinned tensordict, {_version("tensordict")}. Version {number} has much less overhead in
-        Python; these are the same rows against it, measured in a process of their own, without targets.
+        The targets are ratios to the pinned tensordict, {_version("tensordict")}. Version {number} has much less
+        overhead in Python; these are the same rows against it, measured in a process of their own, without targets.
     """)
     return [f"### Against tensordict {number}", text, _cases(_only_tensordict(measured), "cpu")]
 
@@ -204,8 +204,8 @@ def _growth(growths: Sequence[Growth], depths: Sequence[Depth]) -> list[str]:
     verdict = "All grow linearly" if not bent else "All but " + ", ".join(g.what for g in bent) + " grow linearly"
     text = _prose(f"""
         Time per leaf for flat trees of n leaves of shape (4, 2). {verdict}: the cost of 100 leaves and more fits a
-        power of n of at most {scaling.LINEAR}. (`set` copies the dict of one node, which takes nanoseconds for each leaf.) The line is a
-        fit of start + slope n. Swap: a new tree at each call is read, checked and put into the module.
+        power of n of at most {scaling.LINEAR}. (`set` copies the dict of one node, which takes nanoseconds for each leaf.)
+        The line is a fit of start + slope n. Swap: a new tree at each call is read, checked and put into the module.
         Code: {_links(SCALING_SOURCES)}.
     """)
     parts = ["## Cost against leaves", text]
@@ -244,8 +244,8 @@ def _ensembles(cells: Sequence[Cell]) -> list[str]:
     text = _prose(f"""
         `auto` is vmap, or the loop for one member and for what vmap cannot run; its target is
         {ensembles.WITHIN - 1:.0%} above the better of the two. {verdict} `how="traced"` replays a
-        trace, and only on request; the last column is its gain over `auto`. All in evaluation mode, without gradients, after
-        {ensembles.WARM_UP} calls. Code: {_links((ensembles.prepare_cell,))}.
+        trace, and only on request; the last column is its gain over `auto`. All in evaluation mode, without gradients,
+        after {ensembles.WARM_UP} calls. Code: {_links((ensembles.prepare_cell,))}.
     """)
     head = ("model", "members", *ensembles.WAYS, "auto chose", "auto", "auto / best", "traced, faster than auto")
     return ["## Ways to run an ensemble", text, table(head, rows)]
@@ -255,8 +255,8 @@ def _memory(peaks: Sequence[Peak]) -> list[str]:
     if not peaks:
         return []
     text = _prose(f"""
-        Resident memory at its peak, minus that of the process with the tree before the work. Pages of mapped files count,
-        though they do not belong to the process: the system takes them back when it needs them, and several
+        Resident memory at its peak, minus that of the process with the tree before the work. Pages of mapped files
+        count, though they do not belong to the process: the system takes them back when it needs them, and several
         processes share them. The last column has the bytes on such pages at the end of the work. Loading
         includes one use of every value, saving in the background ends when the file is there. Code:
         {_links(memory.SOURCES)}.
