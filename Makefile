@@ -18,7 +18,7 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt | $(PY)
 $(PY):
 	$(PYTHON) -m venv $(VENV)
 
-# A complete environment serves the demo too; otherwise only what the demo needs is installed.
+# An environment with everything serves the demo too; without one, only the extra [demo] is installed.
 demo: $(if $(wildcard $(VENV)/.installed-dev),install,$(VENV)/.installed-demo)
 	$(PY) -m tdfunc.demo
 
@@ -62,7 +62,7 @@ lint: install
 types: install
 	$(PY) -m pyright --pythonpath $(PY)
 
-# Checks that the notebooks run; `make outputs` runs them and keeps what they print and draw.
+# Checks that the notebooks run; `make outputs` runs them and keeps their outputs.
 notebooks: install
 	$(PY) -m pytest --nbmake notebooks -q
 
