@@ -14,7 +14,7 @@ PROGRAMS = sorted(EXAMPLES.glob("*.py"))
 
 def run_program(path, folder):
     """Run a program in a process of its own, which works in `folder`; return what it printed."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, str(path)], cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr == "", "a program that people copy runs without warnings"
