@@ -11,7 +11,7 @@ from tdfunc.core.collection import iter_leaves
 from tdfunc.core.ties import by_identity
 from tdfunc.ops.edit import restore_ties
 
-# Ordinary words, names of methods, separators, what a file system would mind, and no ASCII.
+# Ordinary words, names of methods, separators, keys that a file system refuses, other alphabets.
 KEYS = st.sampled_from(["a", "b", "weight", "keys", "shape", "device", "_type", "a.b", "a/b", "../x", "é", "x" * 300])
 PATHS = st.lists(KEYS, min_size=1, max_size=4).map(tuple)
 DTYPES = st.sampled_from(

@@ -36,7 +36,7 @@ def read_exports(package):
 
 
 def test_docs_list_every_public_name_once():
-    """A public name would have no documentation, or documentation would name something that is gone."""
+    """The pages of docs/api list every public name once, and nothing else."""
     symbols = [symbol for page in (ROOT / "docs/api").rglob("*.md") for symbol in listed_symbols(page.read_text())]
     listed = {"tdfunc": set()}
     for symbol in symbols:
@@ -63,8 +63,16 @@ def test_one_screen_names_everything():
     assert [name for name in spelled.findall(methods) if not hasattr(tdfunc.TensorDict, name)] == []
 
 
+def test_a_star_import_gives_the_public_names():
+    """`from tdfunc import *` gives every public name, except those of Python's builtins, and nothing else."""
+    names = {}
+    exec("from tdfunc import *", names)
+
+    assert names.keys() - {"__builtins__"} == read_exports("tdfunc") - {"map", "open"}
+
+
 def test_symbols_and_exports_are_found():
-    """The test above would compare nothing with nothing."""
+    """The readers of pages and of sources find names."""
     package = "from tdfunc._a import x as x, _y as _y\nfrom tdfunc._b import Z as Z\n__all__ = ['x']\n"
     module = "from torch import nn\nclass A: ...\ndef f(): ...\ndef _g(): ...\n"
 

@@ -50,7 +50,7 @@ REDUCTIONS = (
 
 
 class Accepted:
-    """A heading of the page, and the conditions under which a difference is the one that it explains.
+    """A heading of the page, and the conditions of the differences that it explains.
 
     `rare` is a program that meets it, for one that the slow test need not meet.
     """

@@ -48,7 +48,7 @@ def differs_in(*kinds):
 
 
 def equal_without(*parts):
-    """Both return, and are equal less their names, sizes, non-tensor data, or sub-trees without leaves."""
+    """Both return, and are equal except for names, sizes, non-tensor data, or sub-trees without leaves."""
 
     def holds(case, ours, theirs):
         returned = ours.error is None and theirs.error is None
@@ -109,8 +109,8 @@ def has_lazy(case, ours, theirs):
     return any(isinstance(part, Lazy) for tree in case.inputs for part in parts(tree))
 
 
-# What docs/ragged.md lists for every lazy stack, whatever the arguments. Of the others (indices, rows, shapes, joins,
-# reductions over features) it lists some.
+# The operations that docs/ragged.md lists for every lazy stack and all arguments. Of the others (indices, rows,
+# shapes, joins, reductions over features) it lists some.
 LISTED = frozenset((
     "get", "getitem", "delete", "pop", "select", "exclude", "flatten_keys", "unflatten_keys", "items", "leaves",
     "apply", "named_apply", "clone", "detach", "to_dtype", "to_device", "cast", "type", "transpose", "permute",
@@ -142,7 +142,7 @@ def _same_unstacked(a, b):
     if isinstance(a, tuple) and isinstance(b, torch.Tensor):
         dims = range(b.dim())
         if len(_dtypes(a)) > 1:
-            # What tensordict stacks it promotes.
+            # tensordict promotes when it stacks.
             a = _cast(a, b.dtype)
         return any(len(a) == b.shape[d] and all(map(_same_unstacked, a, b.unbind(d))) for d in dims)
     if isinstance(a, Tree | dict) and isinstance(b, Tree | dict):
@@ -299,7 +299,7 @@ def elements_equal(case, ours, theirs):
         return False
     try:
         return _same_elements(ours.value, theirs.value)
-    except (IndexError, TypeError):  # tensordict's results need not have the shape that their batch size says
+    except (IndexError, TypeError):  # tensordict's results need not have the shape of their batch size
         return False
 
 
@@ -333,7 +333,7 @@ def _row(value, i):
 
 
 def _same_element(mine, other):
-    """Whether an element has the entries of another, with its values; an empty tree stands for a lost one."""
+    """Return True if an element has the entries of another, with its values; an empty tree stands for a lost one."""
     if isinstance(other, Tree) and not other.entries:
         return True
     if isinstance(mine, Tree) and isinstance(other, Tree):

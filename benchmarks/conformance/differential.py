@@ -16,7 +16,7 @@ from tests.incumbent import IncumbentBase, IncumbentNonTensor, tensordict
 
 
 class UnfitError(Exception):
-    """An operation that says nothing about the tree at hand, or a tree that says nothing."""
+    """An operation that does not fit the tree at hand, or a tree that fits no operation."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What a call returned, as it is and in a form that both libraries share, or what it raised."""
+    """The result of a call, as it is and in a form that both libraries share, or its error."""
 
     value: Any = None
     error: Exception | None = None
@@ -105,7 +105,7 @@ def _names(names, tree):
 
 
 def has_deep_words(value):
-    """Whether a tree of tensordict holds non-tensor data that vary along several dimensions."""
+    """Return True if a tree of tensordict holds non-tensor data that vary along several dimensions."""
     if isinstance(value, tensordict.LazyStackedTensorDict):
         return any(map(has_deep_words, value.tensordicts))
     if tensordict.is_tensorclass(value):
@@ -232,7 +232,7 @@ def settled(value):
 
 
 def _fits(words, size):
-    """Whether nested lists have a size."""
+    """Return True if nested lists have a size."""
     return not size or (
         isinstance(words, list) and len(words) == size[0] and all(_fits(item, size[1:]) for item in words)
     )
@@ -252,7 +252,7 @@ def _stacked(nodes, stack):
         if len(set(map(type, values))) > 1:
             return stack
         if isinstance(values[0], torch.Tensor):
-            # tensordict's results need not have the shape that their batch size says.
+            # tensordict's results need not have the shape of their batch size.
             if len({(value.shape, value.dtype) for value in values}) > 1 or values[0].dim() < dim:
                 return stack
             entries[key] = torch.stack(values, dim)

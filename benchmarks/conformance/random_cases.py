@@ -41,12 +41,12 @@ def start(rng, given, kinds=False, **options):
 
 
 def has_kinds(tree):
-    """Whether there is a lazy stack or a typed tree in a tree."""
+    """Return True if there is a lazy stack or a typed tree in a tree."""
     return any(isinstance(part, Lazy) or part.typed for part in parts(tree))
 
 
 def holds_words(tree):
-    """Whether there is non-tensor data in a tree."""
+    """Return True if there is non-tensor data in a tree."""
     nodes = (torch.Tensor, Branch, Lazy)
     return any(
         not isinstance(value, nodes)
@@ -114,7 +114,7 @@ def make_get(rng, given=None, kinds=False):
 
 @written_down
 def unwrapped(tree, key):
-    """What tensordict holds under a key, without its wrapper; None where there is nothing."""
+    """The value of tensordict under a key, without its wrapper; None where there is none."""
     return None if tree.get(key, None) is None else tree[key]
 
 
@@ -577,7 +577,7 @@ def make_made(rng, given=None, kinds=False):
 
 
 def _check_open(name, branch):
-    """Typed trees and lazy stacks are not made of dicts here: docs/operations.md says what is written instead."""
+    """Typed trees and lazy stacks are not made of dicts here: docs/operations.md has the line to write instead."""
     if name in ("from_dict", "auto_batch_size", "auto_batch_dims") and has_kinds(branch):
         raise UnfitError
 
@@ -698,7 +698,7 @@ def resized(tree, size):
 
 @written_down
 def popped(tree):
-    """Tensordict's `tree.pop`, on a copy, and what is left."""
+    """Tensordict's `tree.pop`, on a copy, and the rest."""
     copy = tree.clone(recurse=False)
     return copy.pop("a"), copy
 

@@ -17,7 +17,7 @@ DTYPES = (
     torch.complex64,
 )  # fmt: skip
 KEYS = ("a", "b", "c", "keys", "shape", "x.y", "a/b")
-# What a typed tree may hold.
+# The fields of a typed tree.
 FIELDS = ("a", "b", "c")
 
 
@@ -99,7 +99,7 @@ class Lazy:
 
     @property
     def is_ragged(self):
-        """Whether the trees could not be stacked."""
+        """Return True if the trees could not be stacked."""
         return len({shape_of(branch) for branch in self.branches}) > 1
 
     def leaves(self):
@@ -113,7 +113,7 @@ class Lazy:
 
 
 def shape_of(node):
-    """What has to agree for trees to be stacked."""
+    """The properties that must agree for trees to be stacked."""
     if isinstance(node, Lazy):
         return ("lazy", node.dim, tuple(map(shape_of, node.branches)))
     if isinstance(node, Branch):

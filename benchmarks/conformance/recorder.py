@@ -1,4 +1,4 @@
-"""Writes down what a case does to its trees: the same calls, as text that runs in either library."""
+"""Writes the calls of a case on its trees as text that runs in either library."""
 
 from functools import wraps
 
@@ -14,7 +14,7 @@ _INFIX = {
 
 
 class Recorder:
-    """Stands for a tree: what is done to it is an expression of it."""
+    """Stands for a tree: an operation on it is an expression of it."""
 
     def __init__(self, text):
         self._text = text
@@ -97,7 +97,7 @@ def tree_source(tree):
 
 
 def written_down(fn):
-    """Let a function of the cases be recorded as a call of it, not as what it does."""
+    """Let a function of the cases be recorded as a call of it, not as its own calls."""
 
     @wraps(fn)
     def call(*args):
@@ -109,7 +109,7 @@ def written_down(fn):
 
 
 def recorded(fn, count):
-    """The text of a call on trees `tree`, `other1`, ...; for what reads a tree as it goes, that it does."""
+    """The text of a call on trees `tree`, `other1`, ...; of a function that reads a tree as it goes, its calls."""
     names = ["tree", *(f"other{i}" for i in range(1, count))]
     try:
         result = fn(*map(Recorder, names))

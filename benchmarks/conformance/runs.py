@@ -56,14 +56,14 @@ ERRORS = {
     "NotImplementedError": {"NotImplementedError", "RuntimeError", "TypeError", "AttributeError", "RecursionError"},
     "TypeError": {"TypeError", "AttributeError"},
 }
-# What gives an open tree, or an entry.
+# Operations that give an open tree, or an entry.
 OPENING = {"pop", "to_tensordict", "get", "getitem", "empty", "empty_recurse", "flatten_keys", "unflatten_keys"}
 # Beyond these a sequence ends: `repeat` and `stack` grow trees without bound.
 MOST_DIMS, MOST_ELEMENTS = 5, 400
 
 
 class MismatchError(AssertionError):
-    """The two libraries, or tdfunc and plain torch, differ in a way that nobody has accepted."""
+    """The two libraries, or tdfunc and plain torch, differ in a way that is not accepted."""
 
     def __init__(self, case, why):
         super().__init__(f"{case.name}({case.detail!r}): {why}")
@@ -115,7 +115,7 @@ def compare(case, ours_trees, theirs_trees):
 
 
 def _is_given_back(case):
-    """Whether tensordict returns its input, an error of torch being lost: equal, where no value is clamped."""
+    """Return True if tensordict returns its input, an error of torch being lost: equal, where no value is clamped."""
     return case.name in ("clamp_min", "clamp_max") and any(leaf.requires_grad for leaf in case.inputs[0].leaves())
 
 
@@ -125,7 +125,7 @@ def _layouts(leaves):
 
 
 def check_class(case, ours):
-    """Check that what is done to a typed tree gives an instance of its class, but for what is made to open it."""
+    """Check that an operation on a typed tree gives an instance of its class, except for those that open it."""
     if not case.inputs or not _is_typed(case.inputs[0]) or case.name in OPENING:
         return
     kept = [x for x in (ours.value if isinstance(ours.value, tuple) else (ours.value,)) if isinstance(x, Tree | Stack)]
@@ -133,7 +133,7 @@ def check_class(case, ours):
 
 
 def _is_typed(tree):
-    """Whether a tree, described or returned, is a typed one or a stack of such."""
+    """Return True if a tree, described or returned, is a typed one or a stack of such."""
     inner = tree.branches if isinstance(tree, Lazy) else tree.trees if isinstance(tree, Stack) else ()
     return all(map(_is_typed, inner)) if inner else tree.typed
 
@@ -177,7 +177,7 @@ def _holds_typed(tree):
 
 
 def _holds_exact_law(case, ours):
-    """Whether a result is that of the trees that `dense()` makes, with a non-tensor value for each row."""
+    """Return True if a result is that of the trees that `dense()` makes, with a non-tensor value for each row."""
     try:
         return holds_law(
             case, ours, outcome(case.ours, _built([dense(plain(t), False) for t in case.inputs], TensorDict))
@@ -187,13 +187,13 @@ def _holds_exact_law(case, ours):
 
 
 def _has_deep_words(tree):
-    """Whether non-tensor data are nested lists, which tensordict's constructor takes for something else."""
+    """Return True if non-tensor data are nested lists, which tensordict's constructor takes for something else."""
     values = [value for part in parts(tree) for value in part.entries.values() if isinstance(value, list)]
     return any(isinstance(value, list) for values_ in values for value in values_) or [] in values
 
 
 def holds_law(case, ours, expected):
-    """Whether a result is that of the dense and open trees, or both are errors."""
+    """Return True if a result is that of the dense and open trees, or both are errors."""
     if ours.error is not None and expected.error is not None:
         return True
     if ours.error is not None or expected.error is not None:
@@ -230,7 +230,7 @@ def _simple_tensors(value):
 
 
 def agree(ours, theirs):
-    """Whether both raised errors that correspond, or both returned the same."""
+    """Return True if both raised errors that correspond, or both returned the same."""
     if ours.error is not None and theirs.error is not None:
         return type(theirs.error).__name__ in ERRORS.get(_builtin_or_own(ours.error), ())
     return ours.error is None and theirs.error is None and not list(differences(ours.value, theirs.value))
@@ -320,7 +320,7 @@ def random_program(seed, kinds=True):
 
 
 def cases_of(program):
-    """Run a program; yield each case with what came of it: the trees of both libraries are those of the step before.
+    """Run a program; yield each case with its outcome: the trees of both libraries are those of the step before.
 
     Raises:
         MismatchError: As `compare`.
@@ -336,7 +336,7 @@ def cases_of(program):
             rest = [_built(case.inputs[1:], cls) for cls in (TensorDict, Incumbent)]
         except UnfitError:
             continue
-        # Whether a view is possible depends on strides, and equal trees need not lie alike in memory.
+        # Views depend on strides, and equal trees need not lie alike in memory.
         if case.name == "view" and _layouts(tensors_of(live[:1])) != _layouts(tensors_of(live[1:])):
             continue
         accepted, ours, theirs = compare(case, [live[0], *rest[0]], [live[1], *rest[1]])
@@ -351,7 +351,7 @@ def cases_of(program):
         if _is_large(branch):
             return
         # Theirs starts anew from ours after an accepted difference, and where non-tensor data lie in a stack of stacks:
-        # what tensordict does to one depends on the dimensions of the stacks, and not on the values.
+        # the result of tensordict depends on the dimensions of the stacks, and not on the values.
         keeps = accepted is None and not has_deep_words(found[1])
         live = list(found) if keeps else [found[0], _rebuilt(branch)]
         if live[1] is None:
@@ -493,7 +493,7 @@ from benchmarks.conformance.random_trees import LAZY, TYPED
 
 
 def step(tree, call):
-    # What is no tree, or raises, leaves the tree as it is.
+    # A result that is not a tree, or an error, leaves the tree as it is.
     try:
         result = call()
     except Exception as error:

@@ -46,25 +46,25 @@ SEED = int(os.environ.get("TDFUNC_TEST_SEED", 100))
 
 @pytest.mark.parametrize("seed", range(2))
 def test_agrees_with_tensordict(seed):
-    """An operation would differ from tensordict, or from torch, in a way that nobody has looked at."""
+    """An operation gives what tensordict and torch give, except in the accepted ways."""
     assert run_cases(seed, 600).total() > 500
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_lazy_and_typed_trees_agree(seed):
-    """A lazy stack or a typed tree would differ from tensordict's and from the dense and open tree."""
+    """A lazy stack or a typed tree gives what tensordict's gives, or the dense and open tree."""
     assert run_cases(seed, 300, kinds=True).total() > 200
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_sequences_agree(seed):
-    """What one operation leaves behind would make the next one differ."""
+    """Sequences of operations agree as single ones do."""
     assert run_sequences(seed, 40).total() > 80
 
 
 @pytest.mark.slow
 def test_agrees_with_tensordict_at_length():
-    """A rare difference would be missed, or an entry of ACCEPTED would explain nothing."""
+    """A long run finds no other difference, and meets every entry of ACCEPTED."""
     met = run_cases(SEED, 6000) + run_cases(SEED, 6000, kinds=True) + run_sequences(SEED, 1200)
 
     unmet = [(ENTRIES.index(entry), entry.heading) for entry in ENTRIES if entry.rare is None and entry not in met]
@@ -76,7 +76,7 @@ RARE = [entry for entry in ENTRIES if entry.rare is not None]
 
 @pytest.mark.parametrize("entry", RARE, ids=[f"{ENTRIES.index(entry)}-{entry.rare}" for entry in RARE])
 def test_rare_differences_are_met(entry):
-    """An entry that the long run need not meet would explain nothing."""
+    """Each entry that the long run need not meet is met by a case of its own."""
     kind, seed, i = entry.rare
     met = Counter()
     if kind == "program":
@@ -88,14 +88,14 @@ def test_rare_differences_are_met(entry):
 
 
 def test_every_difference_is_documented():
-    """A user of tensordict would meet a difference that the page does not tell, or read of one that is gone."""
+    """The page has a heading for each accepted difference, and for no other."""
     page = PAGE.read_text()
 
     for accepted in ENTRIES:
         assert f"\n**{accepted.heading}** " in page, accepted.heading
 
 
-# -- laws that tensordict has nothing to say to ------------------------------------------------------------------
+# -- laws without a counterpart in tensordict ------------------------------------------------------------------
 
 
 def _ours(case, trees):
@@ -114,12 +114,12 @@ def _fitting_cases(seed, count):
             yield case
 
 
-# What writes one path of a tie writes all of them, and what reduces a whole tree counts a tied leaf once.
+# A write to one path of a tie writes all of them, and a reduction of a whole tree counts a tied leaf once.
 APART = {"set", "at_key", "replace", "update", "rename_key", "sum_all"}
 
 
 def test_ties_change_no_value():
-    """An operation would treat a tied leaf otherwise than two leaves of equal values."""
+    """An operation treats a tied leaf as two leaves of equal values."""
     compared = 0
     for case in _fitting_cases(0, 500):
         tree = case.inputs[0].build(TensorDict)
@@ -138,12 +138,12 @@ def test_ties_change_no_value():
 
 
 def test_meta_trees_have_the_shapes_of_real_ones():
-    """An operation on a tree without data would give another structure, size or dtype."""
+    """An operation on a tree without data gives the structure, sizes and dtypes of one with data."""
     compared = 0
     for case in _fitting_cases(1, 500):
         meta = _on_meta(case.inputs[0])
         mine, other = _ours(case, [meta.build(TensorDict)]), _ours(case, [case.inputs[0].build(TensorDict)])
-        # What depends on values, or meets the operand of a case, has no result.
+        # An operation that depends on values, or meets the operand of a case, has no result.
         if mine.error is None and other.error is None:
             assert not {kind for kind, _ in differences(mine.value, other.value)} - {"value", "class"}, case
             compared += 1
@@ -169,7 +169,7 @@ def _first_failure(run, *args, **kwargs):
 
 
 def test_finds_an_axis_off_by_one(monkeypatch):
-    """Stacking along the wrong axis would pass."""
+    """Stacking along the wrong axis is found."""
     right = join.dim_index
     monkeypatch.setattr(join, "dim_index", lambda dim, ndim, call: max(right(dim, ndim, call) - 1, 0))
 
@@ -177,14 +177,14 @@ def test_finds_an_axis_off_by_one(monkeypatch):
 
 
 def test_finds_a_lost_name(monkeypatch):
-    """Indexing that drops the names of dimensions would pass."""
+    """Indexing that drops the names of dimensions is found."""
     monkeypatch.setattr(tdfunc.core.collection, "index_names", lambda index, names: None)
 
     assert "index(" in _first_failure(run_cases, 0, 400)
 
 
 def test_finds_an_aliased_output(monkeypatch):
-    """A clone that shares the memory of the original would pass."""
+    """A clone that shares the memory of the original is found."""
     monkeypatch.setattr(cast, "clone", lambda tree, recurse: tree)
 
     assert "shares memory" in _first_failure(run_cases, 0, 1000)
@@ -195,7 +195,7 @@ def _cut_off(leaf):
 
 
 def test_finds_dropped_gradients(monkeypatch):
-    """Rows that no longer require grad would pass."""
+    """Rows that no longer require grad are found."""
     right = tdfunc.core.collection._row_select
     monkeypatch.setattr(tdfunc.core.collection, "_row_select", lambda rows: lambda x: right(rows)(_cut_off(x)))
 
@@ -203,21 +203,21 @@ def test_finds_dropped_gradients(monkeypatch):
 
 
 def test_finds_gained_gradients(monkeypatch):
-    """A leaf that begins to require grad beside another one that does would pass."""
+    """A leaf that begins to require grad next to another one that does is found."""
     monkeypatch.setattr(foreach, "_requires_grad", lambda leaf: False)
 
     assert "grad" in _first_failure(run_cases, 0, 1500)
 
 
 def test_finds_a_wrong_batch_size_of_a_lazy_stack(monkeypatch):
-    """A stack that counts its trees at the wrong place would pass."""
+    """A stack that counts its trees at the wrong place is found."""
     monkeypatch.setattr(lazystack, "stacked_size", lambda size, dim, count: Size((*size, count)))
 
     assert "Lazy(" in _first_failure(run_cases, 0, 400, kinds=True)
 
 
 def test_finds_a_changed_input(monkeypatch):
-    """An operation that writes to the tree it was given would pass."""
+    """An operation that writes to the tree it was given is found."""
 
     def detach(tree):
         for leaf in tree.leaves():
@@ -231,7 +231,7 @@ def test_finds_a_changed_input(monkeypatch):
 
 
 def test_finds_what_only_a_sequence_shows(monkeypatch):
-    """An operation that spoils what the next one reads would pass."""
+    """An operation that spoils the input of the next one is found."""
     right = join.stack
 
     def stack(trees, dim):
@@ -248,7 +248,7 @@ def test_finds_what_only_a_sequence_shows(monkeypatch):
 
 
 def test_shrinks_to_the_one_operation_that_fails(monkeypatch):
-    """A failure would be reported as eight operations on a large tree, of which one matters."""
+    """A failure of eight operations is reduced to the one that matters."""
     right = join.dim_index
     monkeypatch.setattr(join, "dim_index", lambda dim, ndim, call: max(right(dim, ndim, call) - 1, 0))
     program = next(p for p in (random_program((0, i)) for i in range(300)) if len(p.seeds) > 3 and failure_of(p))
@@ -261,7 +261,7 @@ def test_shrinks_to_the_one_operation_that_fails(monkeypatch):
 
 
 def test_scripts_run(capsys):
-    """The script of a failure would not run, or not do what the program did."""
+    """The script of a failure runs and does what its program did."""
     for i in range(25):
         program = random_program((3, i))
         exec(compile(script(program), "script", "exec"), {})  # noqa: S102 - our own text
@@ -273,7 +273,7 @@ def test_scripts_run(capsys):
 
 
 def test_a_script_prints_what_the_program_does(capsys):
-    """A tree of a script would be another than that of its program."""
+    """A tree of a script is that of its program."""
     program = Program(random_tree(np.random.default_rng(5)), ((5, 0),))
     case, _ = next(cases_of(program))
     with warnings.catch_warnings():

@@ -1,7 +1,7 @@
 """The page docs/operations.md: every public name of tensordict and its counterpart here.
 
-What is supported under the same name is found in the classes; of every other name the table below says what to write
-instead, or why there is nothing. test_operations.py compares the tables with both libraries.
+Names supported under the same name are found in the classes; the tables below have the line to write for every other
+name, or the reason why there is none. test_operations.py compares the tables with both libraries.
 """
 
 import inspect
@@ -42,7 +42,7 @@ METHODS = {
     "from_remote_init": _DISTRIBUTED, "irecv": _DISTRIBUTED, "isend": _DISTRIBUTED, "recv": _DISTRIBUTED,
     "reduce": _DISTRIBUTED, "scatter": _DISTRIBUTED, "send": _DISTRIBUTED,
     "make_memmap": _WHOLE, "make_memmap_from_storage": _WHOLE, "make_memmap_from_tensor": _WHOLE,
-    "saved_path": "absent: each leaf knows its file; `td.is_memmap()` says whether all have one",
+    "saved_path": "absent: each leaf knows its file; `td.is_memmap()` is True if all have one",
     "consolidate": "absent: `tdfunc.save` writes one file, and leaves are plain tensors",
     "from_consolidated": "absent: `tdfunc.load` reads one file",
     "is_consolidated": "absent: there is one form of a tree",
@@ -78,7 +78,7 @@ METHODS = {
     "is_cpu": '`td.device == torch.device("cpu")`', "is_cuda": '`td.device.type == "cuda"`',
     "is_meta": '`td.device == torch.device("meta")`',
     "attrs": "`td.apply(fn)`, or `[fn(x) for x in td.leaves()]`", "entry_class":
-    "`type(td.get(key))`, which of non-tensor data is the class of the value",
+    "`type(td.get(key))`, for non-tensor data the class of the value",
     "get_item_shape":
     "`td.get(key).shape`; non-tensor data have a value for each element of `td.batch_size`, or one for all",
     "mod": "`td.remainder(other)`, or `td % other`", "rsub": "`other - td`",
@@ -116,7 +116,7 @@ FUNCTIONS = {
     "TensorClassModuleBase": "planned: comes with the modules of `tdfunc.nn`",
     "TensorClassModuleWrapper": "planned: comes with the modules of `tdfunc.nn`",
     "as_tensordict_module": "planned: comes with the modules of `tdfunc.nn`",
-    "TypedTensorDict": "`tdfunc.TensorClass`", "UnbatchedTensor": "absent: `in_dims` says what is shared",
+    "TypedTensorDict": "`tdfunc.TensorClass`", "UnbatchedTensor": "absent: `in_dims` of `vmap` marks shared leaves",
     "NonTensorDataBase": "`tdfunc.NonTensorData` and `tdfunc.NonTensorStack`", "TensorAttrs": "`td.apply(fn)`",
     "MetaData": "`tdfunc.NonTensorData`", "NestedKey": "a str or a tuple of str",
     "assert_allclose_td": "`tdfunc.assert_close(a, b)`",
@@ -146,7 +146,7 @@ FUNCTIONS = {
 }  # fmt: skip
 
 _TYPED = "`cls.from_tensordict(TensorDict.{}(...))`"
-# Names that a lazy stack has besides those of every tree.
+# Names of a lazy stack that other trees do not have.
 LAZY = {
     "append": "`tdfunc.lazy_stack([*lazy.trees, tree], lazy.stack_dim)`",
     "extend": "`tdfunc.lazy_stack([*lazy.trees, *trees], lazy.stack_dim)`",
@@ -170,7 +170,7 @@ Every public name of tensordict 0.14.3, and what it is here. *Same name* means w
 
 
 def public(owner):
-    """Public names of a class or module, modules and what it has only imported left out."""
+    """Public names of a class or module, without modules and imported names."""
     names = [name for name in dir(owner) if not name.startswith("_")]
     if inspect.isclass(owner):
         return names
@@ -192,18 +192,18 @@ def besides(owner, known):
 
 
 def typed(name):
-    """Whether a name of a typed tree is not explained by the page's part about `TensorDict`."""
+    """Return True if a name of a typed tree is not explained by the page's part about `TensorDict`."""
     return name not in public(Incumbent) or (name in public(TensorDict) and name not in public(TensorClass))
 
 
 def in_place(name, ours):
-    """What to write for a name that ends in `_` whose function is here, or None."""
+    """The line to write for a name that ends in `_` whose function is here, or None."""
     base = name.removesuffix("_")
     return f"`td = td.{base}(...)`" if name.endswith("_") and base in ours else None
 
 
 def explained(theirs, ours, table):
-    """What stands at each name that is not supported under the same name; a name nobody has explained is None."""
+    """The explanation of each name that is not here under the same name; None without one."""
     return {name: table.get(name) or in_place(name, ours) for name in theirs if name not in ours}
 
 
@@ -256,7 +256,7 @@ ARGUMENTS = {
     "as_linked_list": _ONE_FORM, "convert_nodes": _ONE_FORM,
 }  # fmt: skip
 
-# What a method takes among its `**options`.
+# Arguments that a method takes among its `**options`.
 OPTIONS = {
     "apply": {"batch_size", "default", "device", "filter_empty", "names"},
     "named_apply": {"batch_size", "default", "device", "filter_empty", "names"},
@@ -296,13 +296,13 @@ def absent_arguments():
 
 
 def argument_rows():
-    """A row for each argument that is not here: of which methods, and what to write instead."""
+    """A row for each argument that is not here: its methods, and the line to write instead."""
     for argument, methods in absent_arguments().items():
         yield f"| `{argument.split('.')[-1]}` | {', '.join(f'`{m}`' for m in methods)} | {ARGUMENTS[argument]} |"
 
 
 def section(title, theirs, ours, table):
-    """A part of the page: what is supported, then a row for each other name."""
+    """A part of the page: the supported names, then a row for each other name."""
     theirs = list(theirs)
     others = explained(theirs, ours, table)
     same = [name for name in theirs if name not in others]

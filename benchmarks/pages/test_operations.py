@@ -1,4 +1,4 @@
-"""The page of operations tells what both libraries have today."""
+"""The page of operations has the names and arguments of both libraries."""
 
 import re
 
@@ -26,7 +26,7 @@ from benchmarks.pages.operations import (
 from tdfunc import LazyStack, TensorClass, TensorDict
 from tests.incumbent import Incumbent, tensordict
 
-# Names of tensordict, names of ours, and what explains the rest.
+# Names of tensordict, names of ours, and the explanations of the rest.
 BOTH = {
     "methods": (public(Incumbent), public(TensorDict), METHODS),
     "functions": (public(tensordict), public(tdfunc), FUNCTIONS),
@@ -37,7 +37,7 @@ BOTH = {
 
 @pytest.mark.parametrize("name", BOTH)
 def test_every_name_is_explained(name):
-    """A user of tensordict would look for something in vain."""
+    """Every name of tensordict is here or explained."""
     theirs, ours, table = BOTH[name]
 
     assert [key for key, text in explained(theirs, ours, table).items() if text is None] == []
@@ -45,7 +45,7 @@ def test_every_name_is_explained(name):
 
 @pytest.mark.parametrize("name", BOTH)
 def test_no_explanation_is_stale(name):
-    """The page would call absent what is here by now, or explain what tensordict does not have."""
+    """The page explains only names that tensordict has and tdfunc lacks."""
     theirs, ours, table = BOTH[name]
 
     assert sorted(table.keys() & set(ours)) == []
@@ -53,12 +53,12 @@ def test_no_explanation_is_stale(name):
 
 
 def test_every_argument_is_explained():
-    """A user of tensordict would find that an argument is not taken, and not what to write; or read of one that is."""
+    """Every argument that is not taken is explained, and no other."""
     assert absent_arguments().keys() == ARGUMENTS.keys()
 
 
 def test_options_are_taken():
-    """The page would leave out an argument that a method does not take among its options after all."""
+    """The arguments that the page counts as options are taken."""
     td = TensorDict({"a": torch.ones(2)}, [2])
     calls = {
         "apply": lambda **kw: td.apply(torch.add, td, **kw),
@@ -80,7 +80,7 @@ def test_options_are_taken():
 
 
 def test_names_are_found():
-    """The tests above would compare nothing with nothing."""
+    """The names that the tests above compare are found."""
     assert {"reshape", "memmap_", "batch_size", "from_dict"} <= set(public(Incumbent))
     assert {"pad_sequence", "LazyStackedTensorDict", "stack"} <= set(public(tensordict))
     assert not {"Any", "defaultdict", "nn"} & set(public(tensordict))
@@ -97,7 +97,7 @@ def snippets():
     found = {
         (name, code) for table in tables for name, text in table.items() for code in re.findall(r"`([^`]+)`", text)
     }
-    # What takes another package or device, or is no code.
+    # Lines that take another package or device, and words.
     apart = (
         "...", "a str", "frame", "pandas", "record_stream", "path)", "grads", "isinstance", "tdfunc.nn", "complex32",
         "column", "pin_memory",
@@ -109,7 +109,7 @@ def snippets():
 
 @pytest.mark.parametrize(("name", "code"), snippets(), ids=lambda text: text)
 def test_what_to_write_instead_runs(name, code):
-    """The page would tell users to write something that raises."""
+    """Every line of the page runs."""
     td = TensorDict({"a": torch.ones(2, 3), "b": torch.zeros(2, 3)}, [2], device="cpu")
     lazy = tdfunc.lazy_stack([td, td])
     names = {

@@ -31,7 +31,7 @@ _DICTIONARY = (
 
 
 def mutate_json(raw: bytes, seed: int) -> bytes | None:
-    """Change values inside JSON, which keeps its form; None for what is no JSON."""
+    """Change values inside JSON, which keeps its form; None for other input."""
     random = Random(seed)
     try:
         doc = [json.loads(raw)]

@@ -59,7 +59,7 @@ class Jitted(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Replay the trace for these arguments, or make it."""
-        # Inside a transform, a compiler or another trace the function itself is what must be seen.
+        # Transforms, compilers and other traces must see the function itself.
         if not has_values() or in_function_mode():
             return self._fn(*args, **kwargs)
         key, given = self._key(args, kwargs)
@@ -81,7 +81,7 @@ class Jitted(Generic[P, R]):
     def __deepcopy__(self, memo: Any) -> "Jitted[P, R]":
         """Return one without traces, of a copy of the function: itself, but for a method or module its copy."""
         new: Jitted[P, R] = object.__new__(type(self))
-        # First, since a copy of the function may contain the function: a method of what holds this.
+        # First, since a copy of the function may lead back here: a method of the object that holds this one.
         memo[id(self)] = new
         Jitted.__init__(new, copy.deepcopy(self._fn, memo), self._backend, self._cache_size, self._reads)
         return new
@@ -194,12 +194,11 @@ def jit(fn: Any = None, *, backend: str | Callable[..., Any] | None = None, cach
     skips Python, `torch.vmap` and `torch.func.grad`, which cost more than the arithmetic of small models.
 
     Recorded anew when any of these change: the structure, batch sizes, devices, names, kinds and key order of trees;
-    shapes, strides, dtypes, devices and `requires_grad` of tensors, and which are one object; other arguments; Python
-    values in closure cells, defaults and globals that the code of the function, or of its package's functions that it
-    names, reads; the mode of modules among these; grad mode, autocast, default dtype and device, deterministic
-    algorithms. State that the function reaches in another way (attributes of objects, containers and arrays of over
-    1000 items, files, the clock), or changes itself, is read once, and its side effects happen once. Random numbers are
-    drawn at every replay.
+    shapes, strides, dtypes, devices, `requires_grad` and identity of tensors; other arguments; Python values in closure
+    cells, defaults and globals that the code of the function, or of its package's functions that it names, reads; the
+    mode of modules among these; grad mode, autocast, default dtype and device, deterministic algorithms. State that the
+    function reaches in another way (attributes of objects, containers and arrays of over 1000 items, files, the clock),
+    or changes itself, is X
 
     Gradients are taken inside the function: its results are not differentiable.
 

@@ -1,4 +1,4 @@
-"""The Python values that a function reads from around itself: closure cells, defaults and globals."""
+"""The values that a function reads from around itself: closure cells, defaults, globals, in keys that compare."""
 
 import functools
 import types
@@ -119,7 +119,7 @@ class Environment:
     def __init__(self, *functions: Callable[..., Any]) -> None:
         self._functions = functions
         self._ignored: set[tuple[int, str]] = set()
-        # Taken at the first call: while an object is copied, what it holds is not there yet.
+        # Taken at the first call: while an object is copied, its attributes are not there yet.
         self._last: Snapshot | None = None
 
     def _take(self) -> Snapshot:
@@ -207,7 +207,7 @@ def _package(function: types.FunctionType) -> str:
 
 
 def contents(cell: types.CellType) -> Any:
-    """Return what a closure cell holds, or a marker while it holds nothing."""
+    """Return the contents of a closure cell, or a marker while it is empty."""
     try:
         return cell.cell_contents
     except ValueError:  # not assigned yet

@@ -25,8 +25,10 @@ from tdfunc._jit.signature import refill
 from tdfunc.core.collection import TensorCollection, iter_leaves
 from tdfunc.core.context import is_tracing
 from tdfunc.core.errors import CaptureError, ImmutableError, UnsupportedError
+from tdfunc.core.memory import storage_id
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
-from tdfunc.core.walk import children_of, node_like
+from tdfunc.core.pytree import flatten
+from tdfunc.core.walk import node_like
 
 _OWN_FOLDERS = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__))
@@ -71,7 +73,7 @@ class Recorder(TorchDispatchMode):
                 if isinstance(leaf, Tensor):
                     self._refuse_captured(leaf)
         for tensor in written_by(func, args, kwargs):
-            name = self._names.get(storage_of(tensor))
+            name = self._names.get(storage_id(tensor))
             if name is not None:
                 raise ImmutableError(
                     f"jit: the function writes to {name} in place ({func}).",
@@ -132,17 +134,17 @@ def trace(
     *,
     deferred: bool,
 ) -> Trace:
-    """Run `fn` once on fake tensors and record what it does to them."""
+    """Run `fn` once on fake tensors and record its operations on them."""
     tracer: Any = proxy_tensor.PythonKeyTracer()
     tracer.root, tracer.graph, tracer.tensor_attrs = nn.Module(), fx.Graph(tracer_cls=proxy_tensor.PythonKeyTracer), {}
     fake_mode = FakeTensorMode(allow_fallback_kernels=True)
-    # One for each object: the function may ask whether two arguments are the same, and the key says which are.
+    # One for each object: the function may compare arguments by identity, and so does the key.
     made: dict[int, Tensor] = {}
     for leaf in leaves:
         kept = nn.Parameter(leaf.detach(), leaf.requires_grad) if type(leaf) is nn.Parameter else leaf.detach()
         made[id(leaf)] = fake_mode.from_tensor(kept).requires_grad_(leaf.requires_grad)
     fakes = [made[id(leaf)] for leaf in leaves]
-    names = dict(zip(map(storage_of, fakes), leaf_names(args, kwargs), strict=True))
+    names = dict(zip(map(storage_id, fakes), leaf_names(args, kwargs), strict=True))
     watch = Recorder(tracer, names, lambda tensor: _name_of(tensor, environment, args, kwargs), deferred=deferred)
     proxy_mode = proxy_tensor.ProxyTorchDispatchMode(tracer, "fake")
     nodes: list[Any] = []
@@ -192,7 +194,7 @@ def _make_builder(out: Any, slots: list[Tensor], nodes: dict[Any, int], where: s
         same = nodes[id(out)]
         return lambda _, trees: trees[same]
     if isinstance(out, TensorCollection):
-        children, context = children_of(out)
+        children, context = flatten(out)
         parts = [_make_builder(child, slots, nodes, f"{where}[{i}]") for i, child in enumerate(children)]
         return lambda values, trees: node_like(kind, context, tuple([part(values, trees) for part in parts]))
     if isinstance(out, NonTensorData) and ("data", id(out.data)) in nodes:
@@ -219,11 +221,6 @@ def _make_builder(out: Any, slots: list[Tensor], nodes: dict[Any, int], where: s
         got=kind.__name__,
         hint="return its tensors, or register its class as a pytree.",
     )
-
-
-def storage_of(tensor: Tensor) -> int:
-    """Return the identity of the memory behind a tensor; its views have the same."""
-    return tensor.untyped_storage()._cdata
 
 
 def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
@@ -273,7 +270,7 @@ _MAX_SEARCHED = 20_000
 
 
 def _name_of(tensor: Tensor, environment: Environment, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Search what the function can reach, breadth first, for a tensor and return how it is reached."""
+    """Search the values that the function can reach, breadth first, for a tensor and return how it is reached."""
     todo = [*environment.named_values(), *((f"argument {i}", value) for i, value in enumerate(args))]
     todo += [(f"argument {name}", value) for name, value in kwargs.items()]
     seen: set[int] = set()
@@ -281,7 +278,7 @@ def _name_of(tensor: Tensor, environment: Environment, args: tuple[Any, ...], kw
         if isinstance(value, Tensor):
             with suppress(RuntimeError, NotImplementedError):
                 fake = isinstance(value, FakeTensor) or not value.numel()
-                if value is tensor or (not fake and storage_of(value) == storage_of(tensor)):
+                if value is tensor or (not fake and storage_id(value) == storage_id(tensor)):
                     return repr(name)
         elif id(value) not in seen and len(todo) < _MAX_SEARCHED:
             seen.add(id(value))

@@ -85,7 +85,7 @@ class Call(NamedTuple):
 
 
 def _data(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
-    # torch's walk takes 3 us even where there is nothing to walk into, and each call would pay it three times.
+    # Plain tensors need no walk, which every call takes three times.
     if not kwargs and PLAIN.issuperset(map(type, args)):
         return args
     return tree_leaves((args, kwargs))
@@ -114,7 +114,7 @@ def check_unwritten(tensors: Sequence[Tensor], before: list[int], cause: Excepti
         return
     shape = next(list(x.shape) for x, old, new in zip(tensors, before, now, strict=True) if old != new)
     raise UnsupportedError(
-        "Ensemble: forward writes to its argument, which the other members would get changed.",
+        "Ensemble: forward writes to its argument, which other members share.",
         expected="arguments that forward only reads",
         got=f"a write to the argument of shape {shape}",
         hint="x = x - mean instead of x -= mean, inplace=False in the first layer; or x.clone() in forward.",
@@ -216,12 +216,12 @@ def stack_outputs(outputs: Sequence[Any]) -> Any:
     return tree_unflatten(leaves, specs[0])
 
 
-def _unlike(member: int, what: str, expected: object, got: object) -> UnsupportedError:
+def _unlike(member: int, difference: str, expected: object, got: object) -> UnsupportedError:
     return UnsupportedError(
-        f"Ensemble: member {member} returned {what} member 0.",
+        f"Ensemble: member {member} returned {difference} member 0.",
         expected=expected,
         got=got,
-        hint="return what differs between members as tensors of one shape.",
+        hint="return values that differ between members as tensors of one shape.",
     )
 
 

@@ -1,6 +1,6 @@
 """Modules into one stacked tree and back: `stack_modules`, `init_ensemble`, `unstack`.
 
-Stacking checks that the modules compute the same but for their weights, which a stacked tree cannot show.
+Stacking checks that the modules differ in their weights alone, which a stacked tree cannot show.
 """
 
 from collections.abc import Callable, Sequence
@@ -74,7 +74,7 @@ def stack_modules(modules: Sequence[nn.Module]) -> Any:
     members = _Members(given[0], "stack_modules")
     columns = [members.first, *[members.read(module, i) for i, module in enumerate(given[1:], 1)]]
     try:
-        # torch would promote other dtypes in silence; other shapes and devices it refuses itself.
+        # torch promotes other dtypes in silence; other shapes and devices it refuses itself.
         dtypes = list(map(_DTYPE, members.first))
         if any([list(map(_DTYPE, column)) != dtypes for column in columns[1:]]):
             raise TypeError("dtypes differ")
@@ -166,7 +166,7 @@ def _find_places(values: list[Any]) -> Sequence[int]:
 def init_ensemble(make: Callable[[], nn.Module], n: int, seed: int = 0) -> Any:
     """Return the stacked tree of `n` freshly initialised members, without keeping n modules alive.
 
-    Member i is what `make` draws from a generator seeded by (seed, i), so it does not change with n.
+    Member i draws from a generator seeded by (seed, i), so it does not change with n.
 
     Args:
         make: Returns a new module, initialised by the functions of `torch.nn.init` or other calls from Python.

@@ -262,10 +262,10 @@ class ModuleHandle:
         try:
             in_order = self._leave()
         except BaseException:
-            # What Ctrl-C cut short is done again: every step of it may be done twice.
+            # Ctrl-C may have cut it short, and every step of it may be done twice.
             self._leave()
             raise
-        # An error on its way through the block says more than the order of exits; closing a generator does not.
+        # An error on its way through the block matters more than the order of exits; closing a generator does not.
         if not in_order and (kind is None or issubclass(kind, GeneratorExit)):
             raise ConcurrencyError(
                 f"to_module: blocks on {type(self._module).__name__} must be left in order; "

@@ -227,7 +227,7 @@ class Apply:
                 got="a cache that returns those of an earlier one",
                 hint="leave the cached() block first.",
             )
-        # Inductor removes the clones that nothing writes; places learned by a call would be a guard.
+        # Inductor removes the clones that nothing writes; places learned by a call become a guard.
         written = None if compiling else self._written
         bound = self._with_clones(leaves, written)
         try:
@@ -339,7 +339,7 @@ def functional(module: nn.Module, *, copy: bool = True, call_only: bool = False)
     The first call runs on copies of all leaves, to learn which of them forward writes in place. Later calls copy
     those alone, all buffers except the statistics of norms in evaluation mode, and embeddings with `max_norm`. A
     forward that starts to write other leaves later, or takes another branch that does, writes into the given tree:
-    later calls are not watched, which would slow each one down.
+    later calls are not watched.
 
     Args:
         module: Any module; one wrapped by `torch.compile` is unwrapped.

@@ -83,7 +83,7 @@ def _generators(rng: Any) -> list[torch.Generator]:
     if isinstance(rng, int) and not isinstance(rng, bool):
         if get_proxy_mode() is not None:
             raise UnsupportedError(
-                "rng: a seed inside a traced function would count for its first call only.",
+                "rng: a seed inside a traced function counts for its first call only.",
                 expected="a generator that is an argument of the function",
                 hint="pass a torch.Generator to the traced function, and give it as rng=.",
             )
@@ -97,7 +97,7 @@ def refuse_traced_members() -> None:
         raise UnsupportedError(
             "rng: the generators of the members cannot be made inside a traced function.",
             expected="an ensemble outside of the trace, or no rng",
-            got="rng for members, which would be seeded at the first call only",
+            got="rng for members, which are seeded at the first call only",
             hint='torch.vmap(fn, randomness="different") of the function of one model, without rng, draws anew in '
             "each replay; or leave tdfunc.jit out.",
         )

@@ -7,6 +7,7 @@ in some other way (a closure, a cached reference) meets a poison tensor and rais
 
 import copy
 import functools
+import threading
 import types
 import weakref
 from collections import deque
@@ -35,7 +36,9 @@ _NORMS = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm} | {
 _MODULES = itemgetter("_modules")
 _ATOMS = (str, bytes, int, float, complex, type(None), type, range, torch.dtype, torch.device, torch.layout)
 _SEQUENCES = (list, tuple, set, frozenset, deque)
-# What a closure is followed through: an object of any other class may hold a whole program.
+# A copy shares them: generators move on from call to call, and a lock in several copies guards nothing.
+_SHARED = (torch.Generator, type(threading.Lock()), type(threading.RLock()))
+# Closures are followed through these: an object of any other class may hold a whole program.
 _FOLLOWED = (dict, *_SEQUENCES, types.FunctionType, types.MethodType, functools.partial, nn.Module)
 
 
@@ -47,8 +50,8 @@ def duplicate(
 ) -> nn.Module:
     """Return a deep copy of a module.
 
-    Unlike with `copy.deepcopy` alone, closures over parts of the module follow the copy, generators are shared, and
-    submodules wrapped by `torch.compile` come out unwrapped.
+    Unlike with `copy.deepcopy` alone, closures over parts of the module follow the copy, generators and locks are
+    shared, and submodules wrapped by `torch.compile` come out unwrapped.
 
     Args:
         module: The module.
@@ -56,7 +59,7 @@ def duplicate(
         stand_in: Returns the replacement of a tensor found in an attribute of this name, None to copy the tensor.
 
     Raises:
-        UnsupportedError: `copy.deepcopy` refuses an object in the module: a lock, a file, a Python generator.
+        UnsupportedError: `copy.deepcopy` refuses an object in the module, such as a file; the message names it.
     """
     memo = dict(memo)
     # The list keeps everything alive, so that ids stay valid.
@@ -69,7 +72,7 @@ def duplicate(
         replacement = None
         if isinstance(value, Tensor):
             replacement = stand_in(value, name)
-        elif isinstance(value, torch.Generator):
+        elif isinstance(value, _SHARED):
             replacement = value
         elif isinstance(value, types.FunctionType) and _reaches(value, own):
             # Cells that lead to parts of the module are filled below; the others stay shared.
@@ -98,10 +101,12 @@ def duplicate(
             new.__kwdefaults__ = copy.deepcopy(old.__kwdefaults__, memo)
     # A class's own __deepcopy__ or __reduce__ may raise anything.
     except Exception as err:
+        # The innermost of them, by the name of its attribute.
+        refused = next((name for name, value in reversed(found) if name and not _is_copied(value, memo)), "the module")
         raise UnsupportedError(
             f"functional: {type(module).__name__} cannot be copied.",
             expected="attributes that copy.deepcopy accepts",
-            got=f"{type(err).__name__}: {err}",
+            got=f"{refused!r}, which raises {type(err).__name__}: {err}",
             hint="give that object's class a __deepcopy__, or make the object inside forward.",
         ) from err
     return copied
@@ -153,6 +158,14 @@ def _is_plain(value: Any) -> bool:
     return cls.__reduce__ is object.__reduce__ and cls.__reduce_ex__ is object.__reduce_ex__
 
 
+def _is_copied(value: Any, memo: dict[int, Any]) -> bool:
+    try:
+        copy.deepcopy(value, dict(memo))
+    except Exception:
+        return False
+    return True
+
+
 def _is_filled(cell: types.CellType) -> bool:
     try:
         return cell.cell_contents is not cell
@@ -190,7 +203,7 @@ def make_template(module: nn.Module) -> nn.Module:
     storages.pop(None, None)
 
     def stand_in(tensor: Tensor, name: str) -> Tensor | None:
-        # A view of a weight, or a tensor computed from one, would be stale under other weights.
+        # A view of a weight, or a tensor computed from one, is stale under other weights.
         path = storages.get(storage_of(tensor), (name,) if tensor.grad_fn is not None else None)
         return Poison.of(tensor, path) if path is not None else None
 
@@ -258,8 +271,7 @@ class Skeleton:
         self._handles = RemovableHandle.next_id
         self._parents = [m.__dict__ for m in modules if m._modules]
         self._seen = _submodules(self._parents)
-        # Additions to torch's own modules show in the number of entries. `any` tests an empty table in a third of the
-        # time that `len` takes.
+        # Additions to torch's own modules show in the number of entries; `any` is the faster test of an empty table.
         sized = [*self._own, *both, *[m._modules for m in modules if not m._modules]]
         self._filled_tables, self._empty_tables = [t for t in sized if t], [t for t in sized if not t]
         self._length = sum(map(len, self._filled_tables))

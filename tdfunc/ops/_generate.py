@@ -5,7 +5,7 @@ A test regenerates the file and compares, so the table below is the only place t
 
 from pathlib import Path
 
-# name -> what it computes; the foreach kernel is named where torch has one.
+# name -> its result in words; the foreach kernel is named where torch has one.
 UNARY = {
     "abs": "absolute value", "acos": "inverse cosine (radians)", "asin": "inverse sine (radians)",
     "atan": "inverse tangent (radians)", "ceil": "smallest integer not below", "cos": "cosine",

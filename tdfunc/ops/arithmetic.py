@@ -1,15 +1,15 @@
-"""Pointwise functions of several operands (clamp, lerp, ...), and those along one batch dimension."""
+"""Pointwise functions of several operands (clamp, lerp, ...), and those along one batch dimension (softmax, cumsum)."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from tdfunc.core.collection import LeafOp, TensorCollection
-from tdfunc.core.errors import BatchSizeError, error
+from tdfunc.core.errors import BatchSizeError
 from tdfunc.core.shapes import dim_index
 from tdfunc.core.types import LeafFn
 from tdfunc.ops.foreach import binary, broadcast_size, check_same, foreach_pairs, over_batch_op
@@ -22,14 +22,7 @@ T = TypeVar("T", bound=TensorCollection)
 _NUMBERS = (bool, int, float)
 
 
-class Extremes(NamedTuple):
-    """Two trees: the extreme values, and where along the dimension each of them was found."""
-
-    values: Any
-    indices: Any
-
-
-def combined(tree: T, name: str, fn: Callable[..., Any], operands: Sequence[Any]) -> T:
+def map_operands(tree: T, name: str, fn: Callable[..., Any], operands: Sequence[Any]) -> T:
     """Apply `fn(leaf, *operands)`: each operand is a number, a tensor over the batch, or a tree with the same keys."""
     tensors = [x for x in operands if isinstance(x, Tensor)]
     trees = [x for x in operands if isinstance(x, TensorCollection)]
@@ -37,9 +30,9 @@ def combined(tree: T, name: str, fn: Callable[..., Any], operands: Sequence[Any]
         check_same(tree, other, name)
         if broadcast_size(tree, other, name) is not None:
             raise BatchSizeError(
-                f"{name}: an operand has a larger batch than the first tree.",
-                expected=str(list(tree._batch_size)),
-                got=str(list(other._batch_size)),
+                f"{name}: the first tree must have the largest batch.",
+                expected=list(tree._batch_size),
+                got=list(other._batch_size),
                 hint="expand() the first tree.",
             )
 
@@ -67,7 +60,7 @@ def clamp(tree: T, low: Any, high: Any) -> T:
     """Bound every element; either bound may be missing."""
     # torch takes two numbers or two tensors.
     if (low is None) == (high is None) and isinstance(low, _NUMBERS) == isinstance(high, _NUMBERS):
-        return combined(tree, "clamp", torch.clamp, (low, high))
+        return map_operands(tree, "clamp", torch.clamp, (low, high))
     if low is not None:
         tree = binary(tree, low, "clamp_min", "_foreach_clamp_min")
     return tree if high is None else binary(tree, high, "clamp_max", "_foreach_clamp_max")
@@ -79,25 +72,17 @@ def lerp(tree: T, end: Any, weight: Any) -> T:
         done = foreach_pairs(tree, end, "_foreach_lerp", weight)
         if done is not None:
             return done
-    return combined(tree, "lerp", torch.lerp, (end, weight))
+    return map_operands(tree, "lerp", torch.lerp, (end, weight))
 
 
 def masked_fill(tree: T, mask: Tensor, value: Any) -> T:
     """Put a number where the mask over the batch holds; every leaf keeps its dtype."""
     check_condition(tree, mask, "masked_fill")
-    if isinstance(value, TensorCollection):
-        raise error(
-            TypeError,
-            "masked_fill: one number fills all leaves.",
-            expected="a number",
-            got=type(value).__name__,
-            hint="td.where(~mask, other) takes the values of a tree.",
-        )
     return tree._map(over_batch_op(tree, "masked_fill", lambda x, holds: x.masked_fill(holds, value), mask))
 
 
 def along(tree: T, name: str, dim: int, **options: Any) -> T:
-    """Apply `torch.<name>(leaf, dim)`, which keeps the shape, along a batch dimension."""
+    """Apply `torch.<name>(leaf, dim)` along a batch dimension; the shape stays."""
     fn = getattr(torch, name)
     dim = dim_index(dim, len(tree._batch_size), name)
 
@@ -105,11 +90,6 @@ def along(tree: T, name: str, dim: int, **options: Any) -> T:
         return lambda x: fn(x, dim, **options)
 
     return tree._map(LeafOp(name, bind(dim), args=(dim,), bind=bind))
-
-
-def unzip(pairs: TensorCollection) -> Extremes:
-    """Return two trees, from one of pairs."""
-    return Extremes(*(pairs._map(LeafOp("item", lambda pair, i=i: pair[i])) for i in range(2)))
 
 
 class ArithmeticMethods(TensorCollection):
@@ -148,11 +128,11 @@ class ArithmeticMethods(TensorCollection):
 
     def addcmul(self, other1: Any, other2: Any, *, value: Any = 1) -> "Self":
         """Return the tree of `leaf + value * other1 * other2`; both are tensors over the batch or trees."""
-        return combined(self, "addcmul", partial(torch.addcmul, value=value), (other1, other2))
+        return map_operands(self, "addcmul", partial(torch.addcmul, value=value), (other1, other2))
 
     def addcdiv(self, other1: Any, other2: Any, *, value: Any = 1) -> "Self":
         """Return the tree of `leaf + value * other1 / other2`; both are tensors over the batch or trees."""
-        return combined(self, "addcdiv", partial(torch.addcdiv, value=value), (other1, other2))
+        return map_operands(self, "addcdiv", partial(torch.addcdiv, value=value), (other1, other2))
 
     def nan_to_num(self, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None) -> "Self":
         """Return the tree with numbers for NaN and infinities; without ones for these, the largest of the dtype."""
@@ -163,7 +143,6 @@ class ArithmeticMethods(TensorCollection):
 
         Raises:
             ValueError: The mask does not hold one bool for each element of the batch.
-            TypeError: The value is a tree.
         """
         return masked_fill(self, mask, value)
 

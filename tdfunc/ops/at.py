@@ -15,6 +15,7 @@ from tdfunc.core.nontensor import NonTensorBase, NonTensorData
 from tdfunc.core.shapes import dim_size
 from tdfunc.core.types import Path
 from tdfunc.ops import storage_writes
+from tdfunc.ops.cast import keeps_number, keeps_values
 from tdfunc.ops.convert import NUMBERS, as_tensor, build
 from tdfunc.ops.foreach import binary, over_batch_op
 from tdfunc.ops.maps import apply
@@ -23,14 +24,14 @@ from tdfunc.ops.reading import get, get_value, iter_items
 T = TypeVar("T", bound=TensorCollection)
 
 
-# Types that torch puts nowhere by index, and those of as many bits that stand in for them.
+# Dtypes that `index_put` refuses, and those of as many bits that stand in for them.
 _WRITTEN_AS = {
     torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64, torch.float8_e8m0fnu: torch.uint8,
 }  # fmt: skip
 
 
 class At:
-    """A place in a tree (`td.at[index]` or `td.at["a", "b"]`), and the pure ways to change what is there.
+    """A place in a tree (`td.at[index]` or `td.at["a", "b"]`), and the pure ways to change its values.
 
     Examples:
         >>> td = TensorDict({"a": torch.zeros(3), "b": torch.ones(3)}, [3])
@@ -49,7 +50,7 @@ class At:
         self._place = place
 
     def get(self) -> Any:
-        """Return what is there."""
+        """Return the value there."""
         return self._tree[self._place]
 
     def set(self, value: Any) -> Any:
@@ -64,7 +65,7 @@ class At:
             return write_rows(self._tree, self._place, value, "set")
         path = unravel(self._place)
         if isinstance(value, NUMBERS):
-            done = _in_stack(self._tree, path, lambda tree, at: At(tree, at).set(value))
+            done = _change_in_stack(self._tree, path, lambda tree, at: At(tree, at).set(value))
             if done is not None:
                 return done
         old = get(self._tree, path, None)
@@ -86,7 +87,7 @@ class At:
         return write_rows(self._tree, self._place, value, "add")
 
     def mul(self, value: Any) -> Any:
-        """Return a tree multiplied by the value there, which `add` says more of.
+        """Return a tree multiplied by the value there; the value is read as by `add`.
 
         Raises:
             ValueError: The index names a row twice.
@@ -136,23 +137,22 @@ class At:
 
 
 def _change_entry(tree: Any, path: Path, fn: Callable[..., Any], call: str, *values: Any) -> Any:
-    """Return the tree with `fn` of what is at a path (and of values) there; in a stack, in each of its trees."""
+    """Return the tree with `fn(entry, *values)` at a path; in a stack, in each of its trees."""
     old = get_value(tree, path)
-    done = _in_stack(tree, path, lambda t, at, *parts: _change_entry(t, at, fn, call, *parts), *values)
+    done = _change_in_stack(tree, path, lambda t, at, *parts: _change_entry(t, at, fn, call, *parts), *values)
     if done is not None:
         return done
     if values and isinstance(get(tree, path), NonTensorBase):
         raise error(
             TypeError,
-            f"at[...].{call}: {dotted(path)!r} is no tensor.",
-            expected="a tensor or tree",
+            f"at[...].{call}: {dotted(path)!r} must be a tensor or a tree.",
             got=type(old).__name__,
             hint="td.at[key].apply(fn) makes another value of it.",
         )
     return tree.set(path, fn(old, *values))
 
 
-def _in_stack(tree: Any, path: Path, fn: Callable[..., Any], *values: Any) -> Any:
+def _change_in_stack(tree: Any, path: Path, fn: Callable[..., Any], *values: Any) -> Any:
     """Return the tree with `fn(part, rest of the path, *values)` for each tree of a stack on the path, or None."""
     node: Any = tree
     # A tensor of no dimensions cannot be cut, and is for every tree.
@@ -216,17 +216,15 @@ def _spread(rows: T, value: Any, call: str) -> T:
         return rows._map(LeafOp("full", lambda x: _number(value, x, f"at[...].{call}").expand(x.shape)))
     if isinstance(value, Tensor):
         return rows._map(over_batch_op(rows, f"at[...].{call}", lambda x, operand: operand.expand(x.shape), value))
-    raise error(
-        TypeError, f"at[...].{call}: not rows.", expected="a tree, dict, number or tensor", got=type(value).__name__
-    )
+    raise error(TypeError, f"at[...].{call}: rows must be a tree, dict, number or tensor.", got=type(value).__name__)
 
 
 def _number(value: Any, leaf: Tensor, where: str) -> Tensor:
     """Return a number in the leaf's dtype if that keeps it, so that 0 fits a bool leaf and 1.5 no int leaf."""
     number = value.item() if isinstance(value, np.generic) else value
-    dtype = leaf.dtype if _keeps(number, leaf.dtype) else None
+    dtype = leaf.dtype if keeps_number(number, leaf.dtype) else None
     if isinstance(number, int) and leaf.dtype.is_floating_point and abs(number) < 2**1023:
-        # torch fills with no integer of more than 64 bits, which a float may well be near to.
+        # torch cannot fill with an integer of more than 64 bits; a float of its size can.
         number = float(number)
     made = as_tensor(number, where, leaf.device, dtype)
     return _as_leaf(made, leaf)
@@ -236,19 +234,8 @@ def _as_leaf(made: Tensor, leaf: Any) -> Tensor:
     """Return a tensor of ours for use with a leaf: a DTensor works with others of its kind only."""
     if type(leaf) in PLAIN or not hasattr(leaf, "device_mesh"):
         return made
-    # What is made without dimensions is whole in every process, and so is the tensor.
+    # A DTensor without dimensions is replicated, and so is the tensor.
     return type(leaf).from_local(made, leaf.device_mesh, leaf.new_empty(()).placements)
-
-
-def _keeps(number: Any, dtype: torch.dtype) -> bool:
-    if dtype.is_complex or isinstance(number, complex):
-        return dtype.is_complex
-    if dtype.is_floating_point:
-        return True
-    if dtype is torch.bool:
-        return number in (0, 1)
-    limits = torch.iinfo(dtype)
-    return number == number // 1 and limits.min <= number <= limits.max
 
 
 def _check_rows(rows: TensorCollection, value: TensorCollection, call: str) -> None:
@@ -272,7 +259,7 @@ def _check_rows(rows: TensorCollection, value: TensorCollection, call: str) -> N
     for path, old in mine.items():
         new: Any = theirs[path]
         if isinstance(old, Tensor) and not (
-            isinstance(new, Tensor) and new.shape == old.shape and storage_writes.keeps_values(new.dtype, old.dtype)
+            isinstance(new, Tensor) and new.shape == old.shape and keeps_values(new.dtype, old.dtype)
         ):
             raise LeafMismatchError(
                 f"{call}: the rows for {dotted(path)!r} do not fit.",

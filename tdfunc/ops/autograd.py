@@ -8,9 +8,9 @@ import torch
 from torch import Size, Tensor
 
 from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, iter_leaves, leaf_paths
-from tdfunc.core.errors import error
 from tdfunc.ops import storage_writes
 from tdfunc.ops.cast import detach
+from tdfunc.ops.compare import check_trees
 from tdfunc.ops.display.text import stored_bytes
 from tdfunc.ops.foreach import check_same
 
@@ -25,7 +25,7 @@ def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, **options: Any) ->
     """
     sources, targets = _items(outputs), _items(inputs)
     given = None if grad_outputs is None else _leaves_of(_weights(sources, _items(grad_outputs)))
-    # A leaf that is not used has None, which torch's annotations do not say.
+    # Any: torch's annotations leave out the None of an unused leaf.
     found: Any = torch.autograd.grad(_leaves_of(sources), _leaves_of(targets), given, **options)
     grads = iter(found)
     # Gradients of a batch of weights have its dimension in front.
@@ -51,13 +51,10 @@ def _leaves_of(items: Sequence[Any]) -> list[Any]:
 
 def _weights(sources: Sequence[Any], given: Sequence[Any]) -> Sequence[Any]:
     """Return `grad_outputs` laid out as the outputs: a tree for each tree, with the same keys in the same order."""
-    if [isinstance(x, TensorCollection) for x in sources] != [isinstance(x, TensorCollection) for x in given]:
-        what = "grad: grad_outputs has a tree for each tree of outputs, and a tensor for each tensor."
-        expected, got = (str([type(x).__name__ for x in items]) for items in (sources, given))
-        raise error(TypeError, what, expected=expected, got=got)
     made: list[Any] = []
     for source, item in zip(sources, given, strict=True):
         if isinstance(source, TensorCollection):
+            check_trees("grad: grad_outputs of a tree", item)
             check_same(source, item, "grad")
             item = source._map(LeafOp("grad", lambda _, weight: weight), item)
         made.append(item)
@@ -77,18 +74,13 @@ def tensors(tree: TensorCollection) -> list[Tensor]:
     return [leaf for _, leaf in iter_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def grad_of(tree: TensorCollection) -> Any:
-    """Return the tree of gradients; a leaf that has none is left out."""
-
-    def leaf(x: Any) -> Any:
-        # torch warns where it is asked for a gradient that cannot be there.
-        return x.grad if isinstance(x, Tensor) and (x.is_leaf or x.retains_grad) else None
-
-    return tree._map(LeafOp("grad", leaf, drops=True))
+def _grad_of(leaf: Any) -> Any:
+    # Reading the gradient of a tensor inside the graph warns.
+    return leaf.grad if isinstance(leaf, Tensor) and (leaf.is_leaf or leaf.retains_grad) else None
 
 
 def is_contiguous(tree: TensorCollection) -> bool:
-    """Return whether every leaf is laid out row by row without gaps."""
+    """Return True if every leaf is laid out row by row without gaps."""
     leaves = tree._data.values()
     if not PLAIN.issuperset(map(type, leaves)):
         leaves = tensors(tree)
@@ -102,7 +94,7 @@ class MemoryMethods(TensorCollection):
 
     @property
     def requires_grad(self) -> Any:
-        """Return whether any leaf requires a gradient."""
+        """Return True if any leaf requires a gradient."""
         return any(x.requires_grad for x in tensors(self))
 
     @property
@@ -115,11 +107,11 @@ class MemoryMethods(TensorCollection):
             >>> list(td.grad.keys()), td.grad["w"]
             (['w'], tensor([3., 3.]))
         """
-        return grad_of(self)
+        return self._map(LeafOp("grad", _grad_of, drops=True))
 
     @property
     def data(self) -> "Self":
-        """The tree without its autograd history, which shares memory: what `detach` returns."""
+        """The tree that `detach` returns: without autograd history, sharing memory."""
         return detach(self)
 
     def contiguous(self) -> "Self":
@@ -127,7 +119,7 @@ class MemoryMethods(TensorCollection):
         return self if is_contiguous(self) else self._map(LeafOp("contiguous", methodcaller("contiguous")))
 
     def is_contiguous(self) -> bool:
-        """Return whether every leaf is laid out row by row without gaps."""
+        """Return True if every leaf is laid out row by row without gaps."""
         return is_contiguous(self)
 
     def pin_memory(self) -> "Self":

@@ -64,7 +64,7 @@ def on_device(tree: T, device: torch.device | None) -> T:
 
 
 def to_each(tree: T, where: dict[Any, Any], *, non_blocking: bool = False) -> T:
-    """Move or cast each leaf to what the first filter that matches it says; the tree itself when nothing changes."""
+    """Move or cast each leaf to the value of the first filter that matches it; the tree itself when nothing changes."""
     found = [entry for entry in entries(tree) if isinstance(entry.leaf, Tensor)]
     moved = [
         entry.leaf.to(place, non_blocking=non_blocking)
@@ -85,6 +85,30 @@ def parse_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.devic
     return as_device(device), dtype, non_blocking
 
 
+def keeps_values(source: torch.dtype, target: torch.dtype) -> bool:
+    """Return True if a cast loses only floating-point precision: no float becomes an int, no int a narrower one."""
+    if source is target or source is torch.bool or target.is_complex:
+        return True
+    if source.is_complex or target is torch.bool:
+        return False
+    if source.is_floating_point or target.is_floating_point:
+        return target.is_floating_point
+    given, kept = torch.iinfo(source), torch.iinfo(target)
+    return kept.min <= given.min and given.max <= kept.max
+
+
+def keeps_number(number: Any, dtype: torch.dtype) -> bool:
+    """Return True if a dtype holds a Python number, up to floating-point precision."""
+    if dtype.is_complex or isinstance(number, complex):
+        return dtype.is_complex
+    if dtype.is_floating_point:
+        return True
+    if dtype is torch.bool:
+        return number in (0, 1)
+    limits = torch.iinfo(dtype)
+    return number == number // 1 and limits.min <= number <= limits.max
+
+
 def clone(tree: T, recurse: bool) -> T:
     """Copy every leaf (ties stay one tensor), or share them."""
     if not recurse:
@@ -99,8 +123,8 @@ def detach(tree: T) -> T:
 
 
 def is_shared(leaf: Any) -> bool:
-    """Return whether a leaf's memory is shared between processes."""
-    # A batched tensor (inside vmap), an uninitialised parameter and other wrappers cannot be asked.
+    """Return True if a leaf's memory is shared between processes."""
+    # A batched tensor (inside vmap), an uninitialised parameter and other wrappers raise.
     try:
         return isinstance(leaf, Tensor) and leaf.is_shared()
     except (RuntimeError, ValueError, AttributeError):
@@ -108,7 +132,7 @@ def is_shared(leaf: Any) -> bool:
 
 
 def all_shared(tree: TensorCollection) -> bool:
-    """Return whether the tree has leaves and all are in shared memory."""
+    """Return True if the tree has leaves and all are in shared memory."""
     leaves = [leaf for _, leaf in iter_leaves(tree)]
     return bool(leaves) and all(is_shared(leaf) for leaf in leaves)
 
@@ -172,5 +196,5 @@ class CastMethods(TensorCollection):
         return detach(self)
 
     def is_shared(self) -> bool:
-        """Return whether there are leaves and all are in shared memory."""
+        """Return True if there are leaves and all are in shared memory."""
         return all_shared(self)

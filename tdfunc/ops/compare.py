@@ -32,7 +32,7 @@ def assert_close(
         equal_nan: Take NaN as equal to NaN.
 
     Raises:
-        TypeError: One of the two is no tree.
+        TypeError: One of the two is not a tree.
         TreeStructureError: The keys differ.
         AssertionError: A batch size, leaf or value differs; the message names the first path that does.
 
@@ -42,8 +42,7 @@ def assert_close(
     Examples:
         >>> tdf.assert_close(TensorDict({"a": torch.ones(2)}), TensorDict({"a": torch.ones(2) + 1e-7}))
     """
-    for tree in (actual, expected):
-        _check_tree(tree, "assert_close")
+    check_trees("assert_close", actual, expected)
     check_same(actual, expected, "assert_close")
     _compare(actual, expected, {"rtol": rtol, "atol": atol, "equal_nan": equal_nan}, ())
 
@@ -74,15 +73,14 @@ def _same(actual: Any, expected: Any, options: dict[str, Any], at: Path) -> Any:
     return actual
 
 
-def _differ(at: Path, what: str, expected: Any, got: Any) -> AssertionError:
+def _differ(at: Path, part: str, expected: Any, got: Any) -> AssertionError:
     where = repr(dotted(at)) if at else "the tree"
-    return error(AssertionError, f"assert_close: {what} of {where} differ.", expected=str(expected), got=str(got))
+    return error(AssertionError, f"assert_close: {part} of {where} differ.", expected=expected, got=got)
 
 
 def equal(first: Any, second: Any) -> bool:
-    """Return whether two trees have equal keys, batch sizes, shapes and values, as `torch.equal` of their leaves."""
-    for tree in (first, second):
-        _check_tree(tree, "torch.equal")
+    """Return True if two trees have equal keys, batch sizes, shapes and values, as `torch.equal` of their leaves."""
+    check_trees("torch.equal", first, second)
     if first._batch_size != second._batch_size or isinstance(zip_trees(first, second), Difference):
         return False
     try:
@@ -93,22 +91,18 @@ def equal(first: Any, second: Any) -> bool:
 
 
 def all_close(first: Any, second: Any, rtol: float, atol: float, equal_nan: bool) -> bool:
-    """Return whether two trees with the same keys have close leaves and equal non-tensor data."""
-    for tree in (first, second):
-        _check_tree(tree, "torch.allclose")
+    """Return True if two trees with the same keys have close leaves and equal non-tensor data."""
+    check_trees("torch.allclose", first, second)
     check_same(first, second, "allclose")
     return _all_leaves("allclose", first, second, lambda x, y: torch.allclose(x, y, rtol, atol, equal_nan))
 
 
-def _check_tree(tree: Any, call: str) -> None:
-    if not isinstance(tree, TensorCollection):
-        raise error(
-            TypeError,
-            f"{call}: of two trees.",
-            expected="a tree",
-            got=type(tree).__name__,
-            hint="(td == value).all() compares with one value, TensorDict(value) makes a tree of a dict.",
-        )
+def check_trees(call: str, *given: Any) -> None:
+    """Raise unless all arguments are trees."""
+    for tree in given:
+        if not isinstance(tree, TensorCollection):
+            hint = "TensorDict(value) makes a tree of a dict; (td == value).all() compares with one value."
+            raise error(TypeError, f"{call}: each must be a tree.", got=type(tree).__name__, hint=hint)
 
 
 def _all_leaves(call: str, first: TensorCollection, second: TensorCollection, same: Any) -> bool:

@@ -125,7 +125,7 @@ def _sequence(value: Sequence[Any], size: Size, device: torch.device | None, whe
     if isinstance(first, TensorCollection):
         raise error(
             TypeError,
-            f"{where!r}: a list of trees is not a value.",
+            f"{where!r}: trees must be stacked, not listed.",
             got=f"{len(value)} trees",
             hint="torch.stack(trees) makes one tree of them.",
         )
@@ -200,11 +200,11 @@ def read_mapping(
         tree = build(TensorCollection._open, inner, inner_size, device, path)
         data[key] = tree if mine is None else _join(mine, tree, path)
         trees = True
-    return data, _lifted(data) if trees else None
+    return data, lift_ties(data) if trees else None
 
 
 def is_plain(source: dict[Any, Any], size: Size) -> bool:
-    """Return whether all are plain tensors of one shape that starts with the size, under str keys: the common case."""
+    """Return True if all are plain tensors of one shape that starts with the size, under str keys: the common case."""
     if "" in source or not _STR.issuperset(map(type, source)) or not PLAIN.issuperset(map(type, source.values())):
         return False
     if not size or not source:
@@ -222,6 +222,7 @@ def _join(mine: Node, new: Node, where: str) -> TensorCollection:
     return mine._put(nodes | both)
 
 
-def _lifted(data: dict[str, Node]) -> Static | None:
+def lift_ties(data: dict[str, Node]) -> Static | None:
+    """Return the ties of the sub-trees among the nodes of a tree, as its static data."""
     tied = [(key, node) for key, node in data.items() if isinstance(node, TensorCollection) and node._ties]
     return Static({}, merge(*[lift(node._ties, key) for key, node in tied])) if tied else None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T", bound=TensorCollection)
-# What tensordict's method takes besides; as entries they would be keys that nobody meant.
+# Options of tensordict's method; as entries by keyword they would become keys in silence.
 _UPDATE_OPTIONS = ("clone", "keys_to_update", "non_blocking", "is_leaf", "ignore_lock", "update_batch_size")
 
 
@@ -37,7 +37,7 @@ def set_(tree: T, key: NestedKey, value: Any, kind: Kind | None = None) -> T:
     for other in group_of(tree._ties, path):
         if other != path:
             new = _set_path(new, other, node, kind)
-    return _settled(new, new._ties)
+    return _record_ties(new, new._ties)
 
 
 def _set_path(tree: T, path: Path, value: Any, kind: Kind | None, at: Path = ()) -> T:
@@ -52,15 +52,15 @@ def _set_path(tree: T, path: Path, value: Any, kind: Kind | None, at: Path = ())
     if not isinstance(child, TensorCollection):
         raise _under_leaf("set", (*at, key), (*at, *path))
     new = _set_path(child, rest, value, kind, (*at, key))
-    return tree._put({key: new if has_key else _begun(tree, key, new, at)})
+    return tree._put({key: new if has_key else _as_field(tree, key, new, at)})
 
 
 def _empty(tree: TensorCollection) -> TensorCollection:
     return TensorCollection._open._make({}, tree._batch_size, tree._device)
 
 
-def _begun(tree: TensorCollection, key: str, new: TensorCollection, at: Path) -> Node:
-    """Return a tree that the path of an edit began as what the tree has under its key, which a typed one says."""
+def _as_field(tree: TensorCollection, key: str, new: TensorCollection, at: Path) -> Node:
+    """Return the tree that the path of an edit began, as the class of its field if the field has one."""
     if tree._accept is None:
         return new
     try:
@@ -81,7 +81,7 @@ def _under_leaf(call: str, leaf: Path, path: Path) -> MissingKeyError:
     )
 
 
-def _settled(tree: T, ties: Ties) -> T:
+def _record_ties(tree: T, ties: Ties) -> T:
     """Return an edited tree with its groups recorded at every node.
 
     Raises:
@@ -136,30 +136,30 @@ def update(tree: T, other: Mapping[Any, Any] | TensorCollection) -> T:
         # As one tree, so that a tied leaf is moved once.
         other = to(other, tree._device)
     given: list[Path] = []
-    new = _merged(tree, other, (), given)
+    new = _merge(tree, other, (), given)
     theirs = other._ties if isinstance(other, TensorCollection) else ()
     ties = merge(new._ties, theirs)
-    return _carried(new, ties, set(given)) if ties else new
+    return _write_groups(new, ties, set(given)) if ties else new
 
 
-def _carried(tree: T, ties: Ties, written: Set[Path]) -> T:
-    """Return an edited tree with what was written at some paths of a group at the others, too."""
+def _write_groups(tree: T, ties: Ties, written: Set[Path]) -> T:
+    """Return an edited tree in which all paths of a group have the value that was written at some of them."""
     for group in ties:
         sources = [path for path in group if path in written]
         for path in group:
             if sources and path not in written:
                 tree = _set_path(tree, path, get(tree, sources[0]), None)
-    return _settled(tree, ties)
+    return _record_ties(tree, ties)
 
 
-def replaced(tree: T, nodes: dict[str, Node]) -> T:
+def replace_nodes(tree: T, nodes: dict[str, Node]) -> T:
     """Return a tree with nodes under its keys, put there in one step; other paths of a tied leaf get it, too."""
     new = tree._put(nodes)
     written = {(key,) for key, node in nodes.items() if node is not None and not isinstance(node, TensorCollection)}
-    return _carried(new, new._ties, written)
+    return _write_groups(new, new._ties, written)
 
 
-def _merged(tree: T, other: Mapping[Any, Any] | TensorCollection, at: Path, given: list[Path]) -> T:
+def _merge(tree: T, other: Mapping[Any, Any] | TensorCollection, at: Path, given: list[Path]) -> T:
     """Return `update` without the ties of other paths; the paths of leaves that were written go to `given`."""
     if tree._is_lazy:
         return update(tree, other)
@@ -176,7 +176,7 @@ def _merged(tree: T, other: Mapping[Any, Any] | TensorCollection, at: Path, give
             continue
         mine = tree._get(key) if key in tree._keys() else None
         if isinstance(mine, TensorCollection) and isinstance(value, (TensorCollection, Mapping)):
-            changes[key] = _merged(mine, value, (*at, key), given)
+            changes[key] = _merge(mine, value, (*at, key), given)
             continue
         node = changes[key] = accept(tree, key, value, dotted((*at, key)))
         if isinstance(node, TensorCollection):
@@ -190,8 +190,8 @@ def _merged(tree: T, other: Mapping[Any, Any] | TensorCollection, at: Path, give
         child = changes.get(key) if key in changes else tree._get(key) if has_key else _empty(tree)
         if not isinstance(child, TensorCollection):
             raise _under_leaf("update", (*at, key), (*at, key, *next(iter(inner))))
-        changed = _merged(child, inner, (*at, key), given)
-        changes[key] = changed if has_key else _begun(tree, key, changed, at)
+        changed = _merge(child, inner, (*at, key), given)
+        changes[key] = changed if has_key else _as_field(tree, key, changed, at)
     return tree._put(changes, kinds or None)
 
 
@@ -242,14 +242,14 @@ def untie(tree: T, key: NestedKey) -> T:
     if len(group_of(tree._ties, path)) == 1:
         groups = [[dotted(p) for p in group] for group in tree._ties]
         raise TieError(f"untie: {dotted(path)!r} is not tied.", expected=f"a path of {groups}")
-    return _untied(tree, path, leaf.clone())
+    return _untie_path(tree, path, leaf.clone())
 
 
-def _untied(tree: T, path: Path, leaf: Any) -> T:
+def _untie_path(tree: T, path: Path, leaf: Any) -> T:
     key, rest = path[0], path[1:]
-    # Groups of tied paths lead through what is stored, which of a stack are its trees.
+    # Groups of tied paths lead through the stored nodes: of a stack, its trees.
     inner: Any = tree._data[key]
-    node = _untied(inner, rest, leaf) if rest else leaf
+    node = _untie_path(inner, rest, leaf) if rest else leaf
     return tree._replace(tree._data | {key: node}, ties=drop(tree._ties, path))
 
 
@@ -281,7 +281,7 @@ class EditMethods(TensorCollection):
             value: A tensor, tree, dict, number, list or any other object but None.
             inplace: Write the values into the storage that the entry has now, and return this tree.
             non_blocking: Move tensors to the device of the tree without waiting, as `Tensor.to`.
-            kind: What the leaf is, for trees of a module's parameters.
+            kind: The kind of the leaf, for trees of a module's parameters.
 
         Raises:
             BatchSizeError: The value does not start with the batch size; the message names the path.
@@ -293,7 +293,7 @@ class EditMethods(TensorCollection):
             >>> td.set(("b", "c"), torch.ones(3, 2))["b", "c"].shape, "b" in td
             (torch.Size([3, 2]), False)
         """
-        # What most calls are, without the walk; other classes store otherwise.
+        # The common call, without the walk; other classes store otherwise.
         if (
             type(key) is str
             and type(value) is Tensor
@@ -335,7 +335,7 @@ class EditMethods(TensorCollection):
             BatchSizeError: A value does not start with the batch size; the message names the path.
             MissingKeyError: A part of a path is a leaf.
             TieError: Two paths of one tied leaf are given different tensors.
-            TypeError: `other` is none of these, or beside it a keyword is an option of tensordict's `update`.
+            TypeError: `other` is none of these, or a keyword next to it is an option of tensordict's `update`.
 
         Examples:
             >>> td = TensorDict({"a": torch.zeros(3), "b": {"c": torch.zeros(3)}}, [3])

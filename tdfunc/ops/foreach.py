@@ -34,7 +34,7 @@ _WITH_NUMBER: dict[str, Callable[..., Any]] = {"maximum": torch.clamp_min, "mini
 
 
 def can_foreach() -> bool:
-    """Return whether `torch._foreach_*` may be called: it has no vmap rule, and a grad inside a vmap hides the vmap."""
+    """Return True if `torch._foreach_*` may be called: it has no vmap rule, and a grad inside a vmap hides the vmap."""
     return not is_compiling() and not in_functorch()
 
 
@@ -56,7 +56,7 @@ def _run(tree: T, name: str, leaves: list[Tensor], *args: Any) -> T | None:
             return None
     try:
         return refill(tree, iter(getattr(torch, name)(leaves, *args)))
-    # A kernel that lacks a dtype, layout or class; the leaf-by-leaf path then says what torch says.
+    # A kernel that lacks a dtype, layout or class; the leaf-by-leaf path then raises torch's error.
     except (RuntimeError, TypeError):
         return None
 
@@ -70,7 +70,7 @@ def unary(tree: T, name: str, foreach: str | None, *args: Any, **kwargs: Any) ->
     elif name == "isfinite":
         columns = gather((tree,)) if can_foreach() else None
         if columns is not None and all(map(Tensor.is_floating_point, columns[0])):
-            # What is not finite is NaN when it is taken from itself: faster than `torch.isfinite`.
+            # x - x is NaN where x is not finite: faster than `torch.isfinite`.
             with torch.no_grad():
                 zeros = _run(tree, "_foreach_sub", columns[0], columns[0])
                 if zeros is not None:
@@ -115,7 +115,7 @@ def foreach_pairs(tree: T, other: TensorCollection, name: str, *args: Any) -> T 
 
 
 def broadcast_size(tree: TensorCollection, other: TensorCollection, call: str) -> Callable[[Size], Size] | None:
-    """Return what leaf-by-leaf broadcasting makes of a batch size; None when it keeps the tree's.
+    """Return the function of a batch size that leaf-by-leaf broadcasting is; None when it keeps the tree's.
 
     torch aligns shapes at the right, so leaves with the same number of features align at their batch dimensions;
     without a batch there is nothing to align.
@@ -141,7 +141,7 @@ def broadcast_size(tree: TensorCollection, other: TensorCollection, call: str) -
 
 
 def _plain_twins(tree: TensorCollection, other: TensorCollection) -> bool:
-    """Return whether both hold nothing but plain tensors, under the same keys in one order, and no ties."""
+    """Return True if both hold nothing but plain tensors, under the same keys in one order, and no ties."""
     if is_compiling() or type(tree) is not type(other) or tree._ties or other._ties:
         return False
     mine, theirs = tree._data, other._data
@@ -160,7 +160,7 @@ def _same_shapes(mine: Iterable[Tensor], theirs: Iterable[Tensor]) -> bool:
 
 
 class _Batches(NamedTuple):
-    """How many dimensions the batches of two trees have, and whether there is any to align."""
+    """The numbers of batch dimensions of two trees, and True if there are any to align."""
 
     mine: int
     theirs: int
@@ -168,7 +168,7 @@ class _Batches(NamedTuple):
 
 
 def _check_features(tree: TensorCollection, other: TensorCollection, dims: _Batches, call: str, at: Path) -> bool:
-    """Return whether any two leaves differ in shape; those of a lazy stack, whose trees follow their own, do not."""
+    """Return True if any two leaves differ in shape; those of a lazy stack, whose trees follow their own, do not."""
 
     def check_tree(inner: TensorCollection, part: TensorCollection) -> TensorCollection:
         # The keys of a stack are those that its trees share; a tree may lack another.
@@ -218,7 +218,7 @@ def reversed_binary(tree: T, other: Any, name: str) -> T:
 
 
 def is_operand(other: Any) -> bool:
-    """Return whether a tree can be compared with it leaf by leaf."""
+    """Return True if a tree can be compared with it leaf by leaf."""
     return isinstance(other, (TensorCollection, Tensor, np.ndarray, np.generic, *_NUMBERS))
 
 
@@ -235,8 +235,7 @@ def _as_tensor(other: Any, name: str) -> Tensor:
         return torch.as_tensor(other)
     raise error(
         TypeError,
-        f"{name}: cannot combine a tree with this.",
-        expected="a tree, number or tensor",
+        f"{name}: an operand must be a tree, number or tensor.",
         got=type(other).__name__,
         hint="td.update(d) puts its entries into the tree; TensorDict(d) is a tree."
         if isinstance(other, Mapping)
@@ -262,7 +261,7 @@ def over_batch_op(tree: TensorCollection, name: str, fn: LeafFn, *others: Tensor
 
 
 def broadcaster(lead: Tensor, at_least: bool = False) -> Callable[[int], Tensor]:
-    """Return what gives an operand over the batch as it meets leaves of so many dimensions."""
+    """Return the function that gives an operand over the batch the number of dimensions of a leaf."""
     n = lead.dim()
     if n == 0 and not at_least:
         return lambda _: lead

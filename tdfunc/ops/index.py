@@ -76,8 +76,7 @@ def masked_select(tree: T, mask: Any) -> T:
         raise error(
             TypeError,
             "masked_select: the mask must hold bools.",
-            expected="bool",
-            got=str(mask.dtype),
+            got=mask.dtype,
             hint="td[index] takes integers.",
         )
     return tree._index(mask)
@@ -85,20 +84,14 @@ def masked_select(tree: T, mask: Any) -> T:
 
 def check_condition(tree: TensorCollection, condition: Any, call: str) -> None:
     """Raise unless a condition has one bool for each element of the batch, sizes of 1 expanded."""
-    if not isinstance(condition, Tensor):
-        raise error(
-            TypeError,
-            f"{call}: the condition must be a tensor over the batch.",
-            expected="a bool tensor",
-            got=type(condition).__name__,
-        )
-    if condition.dtype is not torch.bool or condition.dim() not in (0, len(tree._batch_size)):
+    is_tensor = isinstance(condition, Tensor)
+    if not is_tensor or condition.dtype is not torch.bool or condition.dim() not in (0, len(tree._batch_size)):
         raise error(
             ValueError,
-            f"{call}: the condition must have one bool for each element of the batch.",
+            f"{call}: the condition must be a tensor with one bool for each element of the batch.",
             expected=f"bool of shape {list(tree._batch_size)} (sizes of 1 are expanded)",
-            got=f"{condition.dtype} of shape {list(condition.shape)}",
-            hint="unsqueeze() says which dimensions it lacks.",
+            got=f"{condition.dtype} of shape {list(condition.shape)}" if is_tensor else type(condition).__name__,
+            hint="condition.unsqueeze(dim) adds a dimension.",
         )
 
 
@@ -183,7 +176,7 @@ class IndexMethods(TensorCollection):
 
     __slots__ = ()
 
-    # What is under a key may be anything; rows are a tree of this class.
+    # The value of a key may be anything; rows are a tree of this class.
     @overload
     def __getitem__(self, index: NestedKey) -> Any: ...
 

@@ -21,7 +21,6 @@ from tdfunc.core.errors import (
     LeafMismatchError,
     MissingKeyError,
     TieError,
-    TreeStructureError,
     UnsupportedError,
     error,
 )
@@ -148,15 +147,7 @@ class FromMethods(TensorCollection):
             >>> list(TensorDict.from_any((torch.ones(2), {"a": 1})).keys(True, True))
             ['0', ('1', 'a')]
         """
-        plain = as_plain(obj)
-        if not isinstance(plain, (Mapping, TensorCollection)):
-            raise error(
-                TypeError,
-                "from_any: the object must have keys.",
-                expected="a dict, dataclass instance, tuple or tree",
-                got=type(obj).__name__,
-            )
-        return cls.from_dict(cast("Any", plain), **options)
+        return cls.from_dict(as_plain(obj), **options)
 
     @classmethod
     def from_dataclass(cls, dataclass: Any, **options: Any) -> "Self":
@@ -231,7 +222,7 @@ class FromMethods(TensorCollection):
 
 def _as_array(leaf: Tensor, call: str, at: Path) -> Any:
     try:
-        # Copies only what numpy cannot see: another device, a conjugate view.
+        # Copies only a leaf that numpy cannot share: on another device, or a conjugate view.
         return leaf.numpy(force=True)
     except (TypeError, RuntimeError) as err:
         raise UnsupportedError(
@@ -250,8 +241,8 @@ def _numpy_of(value: Any, at: Path) -> Any:
     return _as_array(value, "numpy", at) if isinstance(value, Tensor) else value
 
 
-def _named(values: dict[str, Any], dest_cls: Any) -> Any:
-    made = {key: _named(item, None) if isinstance(item, dict) else item for key, item in values.items()}
+def _to_namedtuple(values: dict[str, Any], dest_cls: Any) -> Any:
+    made = {key: _to_namedtuple(item, None) if isinstance(item, dict) else item for key, item in values.items()}
     # The fields are known only now.
     cls = dest_cls or namedtuple("GenericDict", made)  # pyright: ignore[reportUntypedNamedTuple]
     return cls(**made)
@@ -363,7 +354,7 @@ class InteropMethods(TensorCollection):
         Args:
             dest_cls: The class of the outer one.
         """
-        return _named(to_dict(self, "to_namedtuple"), dest_cls)
+        return _to_namedtuple(to_dict(self, "to_namedtuple"), dest_cls)
 
     def to_pandas(self, *, separator: str | None = None) -> Any:
         """Return a `pandas.DataFrame` with a column for each leaf and a row for each element of the batch.
@@ -373,9 +364,8 @@ class InteropMethods(TensorCollection):
 
         Raises:
             BatchSizeError: There is not one batch dimension.
-            LeafMismatchError: A leaf has features; the message names it.
+            LeafMismatchError: An entry has features, or is a tree and there is no separator; the message names it.
             UnsupportedError: numpy has no such dtype or layout; the message names the leaf.
-            TreeStructureError: There are nested trees, and no separator.
         """
         # pandas is optional.
         import pandas
@@ -390,17 +380,11 @@ class InteropMethods(TensorCollection):
         columns: dict[str, Any] = {}
         for key in flat._keys():
             node: Any = flat._get(key)
-            if not isinstance(node, (Tensor, NonTensorBase)):
-                raise TreeStructureError(
-                    f"to_pandas: {key!r} must be a leaf.",
-                    got=type(node).__name__,
-                    hint='td.to_pandas(separator=".") joins nested keys; pad() or dense() a lazy stack first.',
-                )
-            if node.dim() != 1:
+            if not isinstance(node, (Tensor, NonTensorBase)) or node.dim() != 1:
                 raise LeafMismatchError(
-                    f"to_pandas: {key!r} must have one value for each row.",
-                    got=f"shape {list(node.shape)}",
-                    hint="give each feature a key of its own, or leave it out.",
+                    f"to_pandas: {key!r} must be a leaf with one value for each row.",
+                    got=f"a {type(node).__name__} of shape {list(node.shape)}",
+                    hint='separator="." joins nested keys; pad() or dense() a lazy stack; give each feature a key.',
                 )
             columns[key] = node._array if isinstance(node, NonTensorBase) else _as_array(node, "to_pandas", (key,))
         return pandas.DataFrame(columns, index=range(self._batch_size[0]))
@@ -418,7 +402,7 @@ class InteropMethods(TensorCollection):
             state_dict: Values under dotted keys, or in nested dicts.
             strict: Require exactly the keys that `state_dict()` has.
             assign: Take the values as they are; otherwise they are cast to the dtype and device of the leaf.
-            from_flatten: Whether keys are dotted; without it they are unless there are nested dicts.
+            from_flatten: True for dotted keys, False for nested dicts; without it the values decide.
 
         Raises:
             MissingKeyError: The keys differ, and `strict`.
@@ -434,7 +418,7 @@ class InteropMethods(TensorCollection):
 def collate(batch: Any) -> Any:
     """Return one batch of the rows of a data set: trees are stacked, all else is as `default_collate` makes it.
 
-    A data set that is itself a tree is indexed once for a whole batch, which is returned as it is. In rows that are
+    A data set that is itself a tree is indexed once for a whole batch, and that is returned as it is. In rows that are
     tuples, lists or dicts, trees may stand beside tensors, numbers and strings. A `DataLoader` without a `collate_fn`
     does the same, since trees are in the table of torch's `default_collate`.
 

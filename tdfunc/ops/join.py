@@ -38,7 +38,7 @@ def stack(trees: Iterable[T], dim: int = 0) -> T:
         E trees of batch size (*B) become one of (E, *B), for `dim` 0.
 
     Raises:
-        TypeError: Something else than trees was given.
+        TypeError: One of them is not a tree.
         ValueError: There are no trees.
         TreeStructureError: Key paths differ; the message lists the difference.
         LeafMismatchError: A leaf differs in shape or dtype; the message names it with both.
@@ -60,7 +60,7 @@ def stack(trees: Iterable[T], dim: int = 0) -> T:
                 hint="index or pad them to one size first.",
             )
     new = Size((*size[:dim], len(given), *size[dim:]))
-    return _joined(_join_op("stack", torch.stack, dim, new, len(size)), first, others)
+    return _join(_join_op("stack", torch.stack, dim, new, len(size)), first, others)
 
 
 def cat(trees: Iterable[T], dim: int = 0) -> T:
@@ -71,7 +71,7 @@ def cat(trees: Iterable[T], dim: int = 0) -> T:
         dim: The batch dimension.
 
     Raises:
-        TypeError: Something else than trees was given.
+        TypeError: One of them is not a tree.
         ValueError: There are no trees.
         TreeStructureError: Key paths differ.
         LeafMismatchError: A leaf differs in shape (but for `dim`) or dtype.
@@ -90,7 +90,7 @@ def cat(trees: Iterable[T], dim: int = 0) -> T:
             )
     total = sum([tree._batch_size[dim] for tree in given])
     new = Size((*size[:dim], total, *size[dim + 1 :]))
-    return _joined(_join_op("cat", torch.cat, dim, new, len(size)), first, others)
+    return _join(_join_op("cat", torch.cat, dim, new, len(size)), first, others)
 
 
 def _join_op(name: str, join: Callable[..., Any], dim: int, new: Size, n: int) -> LeafOp:
@@ -102,7 +102,7 @@ def _join_op(name: str, join: Callable[..., Any], dim: int, new: Size, n: int) -
 
 
 def _agree(first: Size, second: Size) -> bool:
-    """Return whether two batch sizes are one; a ragged dimension agrees with any size."""
+    """Return True if two batch sizes are one; a ragged dimension agrees with any size."""
     if first == second:
         return True
     return len(first) == len(second) and all(a == b or -1 in (a, b) for a, b in zip(first, second, strict=True))
@@ -113,27 +113,17 @@ def _without(size: Size, dim: int) -> Size:
 
 
 def as_trees(trees: Iterable[T], call: str) -> list[T]:
-    """Return the trees as a list, which an iterator is good for only once."""
-    # A tree is an iterable of its rows: `DataLoader(tree, collate_fn=torch.stack)` counts on it.
-    rowless = isinstance(trees, TensorCollection) and not trees._batch_size
-    if type(trees) is not list and (rowless or not isinstance(trees, Iterable)):
-        raise error(
-            TypeError,
-            f"{call}: trees come in one iterable.",
-            expected="a list of trees",
-            got=f"one {type(trees).__name__}",
-            hint=f"put them in a list: {call}([a, b]).",
-        )
+    """Return the trees as a list; an iterator can be read only once, and a tree is an iterable of its rows."""
     given = list(trees)
     if not given:
-        raise error(ValueError, f"{call}: no trees were given.", expected="one or more")
+        raise error(ValueError, f"{call}: there must be at least one tree.")
     for tree in given:
         if not isinstance(tree, TensorCollection):
             raise error(TypeError, f"{call}: all must be trees.", expected="trees", got=type(tree).__name__)
     return given
 
 
-def _joined(op: LeafOp, first: T, others: Sequence[T]) -> T:
+def _join(op: LeafOp, first: T, others: Sequence[T]) -> T:
     try:
         # The leaves of all nodes together, so that checking and joining them is one call in C each.
         columns = None if is_compiling() else gather((first, *others))
@@ -218,9 +208,9 @@ def _check_nodes(name: str, first: TensorCollection, other: TensorCollection, at
         )
 
 
-# Any: the class of a lazy stack of typed trees knows theirs.
+# Any: the class of a lazy stack of typed trees has the class of these.
 def defined_twice(first: Any, other: Any) -> str | None:
-    """Return what to do about two classes of trees with one name, which messages could not tell apart; else None."""
+    """Return the hint about two classes of trees with one name, which look alike in a message; else None."""
     first, other = getattr(first, "_stacked", first), getattr(other, "_stacked", other)
     if first is other or first.__name__ != other.__name__ or not issubclass(first, TensorCollection):
         return None

@@ -41,7 +41,7 @@ def empty(tree: TensorCollection, recurse: bool, batch_size: Any, device: Any, n
     return tree._open._make(data, size, place, given)
 
 
-def filled(tree: T, call: str, size: Size, value: Any, dtype: torch.dtype | None, device: Any) -> T:
+def fill_new(tree: T, call: str, size: Size, value: Any, dtype: torch.dtype | None, device: Any) -> T:
     """Return a tree of another batch size that `Tensor.new_*` has made of every leaf."""
     n = len(tree._batch_size)
     place = as_device(device)
@@ -63,14 +63,14 @@ def filled(tree: T, call: str, size: Size, value: Any, dtype: torch.dtype | None
 
 
 @per_tree()
-def opened(tree: TensorCollection) -> Any:
+def open_trees(tree: TensorCollection) -> Any:
     """Return `TensorDict`s in place of trees of any class, sharing the leaves."""
-    data = {key: opened(node) if isinstance(node, TensorCollection) else node for key, node in tree._data.items()}
+    data = {key: open_trees(node) if isinstance(node, TensorCollection) else node for key, node in tree._data.items()}
     return tree._open._make(data, tree._batch_size, tree._device, tree._names, tree._static)
 
 
 def split_keys(tree: T, key_sets: Sequence[Any], strict: bool) -> tuple[T, ...]:
-    """Return a tree for each set of keys, and the rest; a dict renames what it takes."""
+    """Return a tree for each set of keys, and the rest; a dict renames its keys."""
     parts: list[T] = []
     rest = tree
     for keys in key_sets:
@@ -114,19 +114,19 @@ class MakeMethods(TensorCollection):
             >>> TensorDict({"obs": torch.ones(3, 4)}, [3]).new_zeros(10)["obs"].shape
             torch.Size([10, 4])
         """
-        return filled(self, "new_zeros", _size(size), None, dtype, device)
+        return fill_new(self, "new_zeros", _size(size), None, dtype, device)
 
     def new_ones(self, *size: Any, dtype: torch.dtype | None = None, device: Any = None) -> "Self":
         """Return a tree of ones, as `new_zeros`."""
-        return filled(self, "new_ones", _size(size), None, dtype, device)
+        return fill_new(self, "new_ones", _size(size), None, dtype, device)
 
     def new_empty(self, *size: Any, dtype: torch.dtype | None = None, device: Any = None) -> "Self":
         """Return a tree of uninitialised memory, as `new_zeros`."""
-        return filled(self, "new_empty", _size(size), None, dtype, device)
+        return fill_new(self, "new_empty", _size(size), None, dtype, device)
 
     def new_full(self, size: Any, fill_value: Any, *, dtype: torch.dtype | None = None, device: Any = None) -> "Self":
         """Return a tree of one value, as `new_zeros`."""
-        return filled(self, "new_full", as_size(size), fill_value, dtype, device)
+        return fill_new(self, "new_full", as_size(size), fill_value, dtype, device)
 
     def replace(self, changes: Mapping[Any, Any] | TensorCollection | None = None, /, **entries: Any) -> "Self":
         """Return a tree with entries replaced (or added), each as a whole: `update` merges nested trees instead.
@@ -146,7 +146,7 @@ class MakeMethods(TensorCollection):
         Args:
             retain_none: For a typed tree: write empty fields as non-tensor None.
         """
-        return clone(opened(self), recurse=True)
+        return clone(open_trees(self), recurse=True)
 
     def split_keys(self, *key_sets: Any, strict: bool = True) -> tuple[Any, ...]:
         """Return a tree for each set of (nested) keys, and one of the rest; sub-trees left empty go.

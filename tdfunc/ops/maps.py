@@ -34,12 +34,12 @@ def apply(
 ) -> T:
     """Call `fn` on every leaf; None drops it. The results must have the batch size."""
     if default is not UNSET:
-        others = tuple(_filled(tree, other, default) for other in others)
+        others = tuple(_fill_missing(tree, other, default) for other in others)
     else:
         for other in others:
             check_same(tree, other, "apply")
     size = None if batch_size is None else put_first(as_size(batch_size), len(tree._batch_size))
-    out = _mapped(tree, fn, others, size)
+    out = _map_leaves(tree, fn, others, size)
     if filter_empty:
         out = drop_empty(out)
     if device is UNSET and names is UNSET:
@@ -49,7 +49,7 @@ def apply(
     return out._make(out._data, out._batch_size, place, given, out._static)
 
 
-def _mapped(
+def _map_leaves(
     tree: T, fn: Callable[..., Any], others: tuple[TensorCollection, ...], size: Callable[[Size], Size] | None
 ) -> T:
     try:
@@ -62,14 +62,14 @@ def _mapped(
 
 
 @per_tree(cut=1)
-def _filled(tree: TensorCollection, other: TensorCollection, default: Any) -> TensorCollection:
+def _fill_missing(tree: TensorCollection, other: TensorCollection, default: Any) -> TensorCollection:
     """Return `other` with exactly the keys of `tree`, missing leaves being the default."""
     data: dict[str, Any] = {}
     for key, node in tree._data.items():
         mine = other._data.get(key)
         if isinstance(node, TensorCollection):
             inner = mine if isinstance(mine, TensorCollection) else tree._open._make({}, node._batch_size)
-            data[key] = _filled(node, inner, default)
+            data[key] = _fill_missing(node, inner, default)
         else:
             data[key] = default if mine is None else mine
     return tree._open._make(data, other._batch_size, other._device)
@@ -142,7 +142,7 @@ class MapMethods(TensorCollection):
             ['a']
         """
         refuse_inplace(inplace, "apply(fn)")
-        return apply(self, fn, others, **options) if others or options else _mapped(self, fn, (), None)
+        return apply(self, fn, others, **options) if others or options else _map_leaves(self, fn, (), None)
 
     def named_apply(
         self,

@@ -35,7 +35,7 @@ def _find(tree: TensorCollection, path: Path, default: Any) -> tuple[TensorColle
 
 
 def has(tree: TensorCollection, key: NestedKey) -> bool:
-    """Return whether there is a node at a path; a tree made by `tree_map` may hold None there."""
+    """Return True if there is a node at a path; a tree made by `tree_map` may hold None there."""
     return get(tree, key, UNSET_NODE) is not UNSET_NODE
 
 
@@ -43,7 +43,7 @@ UNSET_NODE: Any = object()
 
 
 def get_value(tree: TensorCollection, key: NestedKey, default: Any = UNSET) -> Any:
-    """Return what `td[key]` returns: the node, or the plain value of non-tensor data."""
+    """Return the value of `td[key]`: the node, or the plain value of non-tensor data."""
     path = unravel(key)
     parent, node = _find(tree, path, default)
     if not isinstance(node, NonTensorBase) or node is default:
@@ -70,7 +70,7 @@ def iter_items(tree: TensorCollection, nested: bool, leaves_only: bool, at: Path
 
 
 def check_same_keys(tree: TensorCollection, call: str) -> None:
-    """Raise where only some trees of a lazy stack have a key, which a conversion of the stack would lose.
+    """Raise where only some trees of a lazy stack have a key: a conversion of the stack would lose it.
 
     Raises:
         TreeStructureError: There is such a key; the message names it.
@@ -96,7 +96,7 @@ def check_same_keys(tree: TensorCollection, call: str) -> None:
 
 
 def entries(tree: TensorCollection) -> list[Entry]:
-    """Return every leaf once, with all its tied paths and its kind: what filters look at."""
+    """Return every leaf once, with all its tied paths and its kind, as filters read them."""
     found = dict(iter_leaves(tree))
     groups = groups_by_path(tree._ties)
     return [Entry(groups.get(path, (path,)), found[path], kind_of(tree, path)) for path in leaf_paths(tree)]
@@ -121,15 +121,14 @@ def refuse_options(entries: Mapping[str, Any], options: tuple[str, ...], call: s
         if name in entries:
             raise error(
                 TypeError,
-                f"{call}: {name!r} is no option here.",
-                expected="entries by keyword",
+                f"{call}: keywords must be entries, and {name!r} is an option of tensordict.",
                 got=f"{name}={entries[name]!r}"[:80],
                 hint=f"leave it out; an entry of this name goes into the dict: {{..., {name!r}: value}}.",
             )
 
 
 def holds_leaf(tree: TensorCollection) -> bool:
-    """Return whether a tree has a leaf or non-tensor data, of a lazy stack also in some trees only."""
+    """Return True if a tree has a leaf or non-tensor data, of a lazy stack also in some trees only."""
     return any([not isinstance(n, TensorCollection) or holds_leaf(n) for n in tree._data.values()])
 
 
@@ -220,7 +219,7 @@ class ReadMethods(TensorCollection):
         return [[dotted(path) for path in group] for group in self._ties]
 
     def kind(self, key: NestedKey) -> Kind | None:
-        """Return what a leaf is in the module it came from, or None.
+        """Return the kind of a leaf in the module it came from, or None.
 
         Raises:
             MissingKeyError: There is no such entry.
@@ -234,7 +233,7 @@ class ReadMethods(TensorCollection):
         return get_value(self, key, default)
 
     def is_empty(self) -> bool:
-        """Return whether there are no leaves (tensors or non-tensor data), however deep."""
+        """Return True if there are no leaves (tensors or non-tensor data), however deep."""
         return not holds_leaf(self)
 
     def __contains__(self, key: object) -> bool:

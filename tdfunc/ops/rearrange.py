@@ -16,7 +16,7 @@ from tdfunc.core.errors import LeafMismatchError, error
 from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
 from tdfunc.core.shapes import dim_index, dim_size, dims_of, put_first
 from tdfunc.core.types import LeafFn, Names
-from tdfunc.ops.at import _keeps
+from tdfunc.ops.cast import keeps_number
 from tdfunc.ops.shape import reshape
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def repeat(tree: T, repeats: tuple[int, ...]) -> T:
             ValueError,
             "repeat: there must be one number for each batch dimension.",
             expected=f"{n} numbers of 0 or more, one for each dimension of {list(tree._batch_size)}",
-            got=str(list(repeats)),
+            got=list(repeats),
         )
     for dim, times in enumerate(repeats):
         if times != 1:
@@ -72,7 +72,7 @@ _FEW = 16
 
 def _repeater(dim: int, times: int) -> LeafFn:
     def repeat(x: Tensor) -> Tensor:
-        # Other layouts of memory stay with `cat`, which `repeat` does not.
+        # `cat` keeps the layout of memory, and `repeat` does not: only a contiguous leaf takes either.
         if 0 < times <= _FEW and type(x) is Tensor and x.is_contiguous():
             return torch.cat((x,) * times, dim)
         return x.repeat(*[times if i == dim else 1 for i in range(x.dim())])
@@ -90,7 +90,7 @@ def repeat_interleave(tree: T, repeats: "int | Tensor", dim: int | None, output_
         rows = torch.arange(total, device="cpu").repeat_interleave(repeats)
 
         def repeated(x: Tensor) -> Tensor:
-            # Faster than torch's own way, which other classes and devices are left to.
+            # Faster than torch's own way, and for plain tensors on this device only.
             same = type(x) is Tensor and x.device == rows.device
             return x.index_select(dim, rows) if same else x.repeat_interleave(repeats, dim)
 
@@ -114,7 +114,7 @@ def pad(tree: T, pad_size: Sequence[int], value: float = 0.0) -> T:
     Args:
         tree: A tree with batch dimensions.
         pad_size: Rows before and after, for the first batch dimension, then for the next.
-        value: What the new rows hold.
+        value: The value of the new rows.
 
     Shapes:
         (B, *S) becomes (before + B + after, *S), for a `pad_size` of two numbers.
@@ -133,9 +133,9 @@ def pad(tree: T, pad_size: Sequence[int], value: float = 0.0) -> T:
     if len(sizes) % 2 or len(pairs) > len(size) or any(count < 0 for count in sizes):
         raise error(
             ValueError,
-            "pad: two numbers for each padded batch dimension.",
+            "pad: each padded batch dimension must have two numbers.",
             expected=f"at most {len(size)} pairs of numbers of 0 or more",
-            got=str(sizes),
+            got=sizes,
         )
     for dim in range(len(pairs)):
         dim_size(size, dim, "pad")
@@ -146,7 +146,7 @@ def pad(tree: T, pad_size: Sequence[int], value: float = 0.0) -> T:
     def leaf(x: Any) -> Any:
         if isinstance(x, NonTensorBase):
             return _pad_values(x, pairs, grown(x.shape))
-        if not _keeps(value, x.dtype):
+        if not keeps_number(value, x.dtype):
             raise LeafMismatchError(
                 "pad: the value would be altered.",
                 got=f"{value!r} for {x.dtype}",

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from operator import methodcaller
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from operator import itemgetter, methodcaller
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Size, Tensor
@@ -14,15 +14,21 @@ from tdfunc.core.context import is_compiling
 from tdfunc.core.errors import error
 from tdfunc.core.shapes import EMPTY, dim_index, dims_of, one_shape, put_first
 from tdfunc.core.types import LeafFn, Names, Path
-from tdfunc.ops.arithmetic import unzip
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T", bound=TensorCollection)
 DType: TypeAlias = torch.dtype | None
-# Takes a leaf, the dimensions (never none) and keepdim.
+# Takes a leaf, the dimensions (at least one) and keepdim.
 Kernel = Callable[[Tensor, tuple[int, ...], bool], Tensor]
+
+
+class Extremes(NamedTuple):
+    """Two trees: the extreme values, and the position along the dimension of each."""
+
+    values: Any
+    indices: Any
 
 
 def _reduce_leaves(
@@ -47,8 +53,7 @@ def _reduce_leaves(
     if isinstance(dim, str):
         raise error(
             ValueError,
-            f"{name}: no such dimension.",
-            expected="batch dimensions as ints, None for all, or 'feature'",
+            f"{name}: dim must be a batch dimension (or several), None for all, or 'feature'.",
             got=repr(dim),
         )
     given = (dim,) if isinstance(dim, int) else dims_of(dim)
@@ -77,7 +82,7 @@ def _batch_dims(tree: TensorCollection, path: Path) -> int:
 
 
 def reduced_size(size: Size, dims: Sequence[int], keepdim: bool) -> Size:
-    """Return what is left of a batch size after a reduction."""
+    """Return the batch size after a reduction."""
     return Size([1 if i in dims else s for i, s in enumerate(size) if keepdim or i not in dims])
 
 
@@ -90,7 +95,7 @@ def truth(tree: TensorCollection, dim: Any, keepdim: bool, name: str) -> Any:
     fn: Callable[..., Tensor] = getattr(torch, name)
     if dim is None:
         leaves = tree._data.values()
-        # The leaves of a flat tree of small masks as one tensor, which one call reduces.
+        # One call reduces the leaves of a flat tree of small masks, stacked to one tensor.
         if len(leaves) > 1 and not is_compiling() and PLAIN.issuperset(map(type, leaves)):
             shape = one_shape(leaves)
             if shape is not None and shape.numel() <= _SMALL and all([x.dtype is torch.bool for x in leaves]):
@@ -126,7 +131,7 @@ def reduce(tree: TensorCollection, name: str, dim: Any, keepdim: bool, whole: bo
         raise
 
 
-# Methods of a tensor that take dimensions or none, which is all of them.
+# Methods of a tensor that take dimensions, or none for all of them.
 _METHODS = frozenset(("sum", "mean", "amax", "amin", "std", "var", "nansum", "nanmean"))
 
 
@@ -180,8 +185,7 @@ def extremes(tree: T, name: str, dim: Any, keepdim: bool) -> T:
     if dim not in (None, "feature") and not isinstance(dim, int):
         raise error(
             ValueError,
-            f"{name}: no such dimension.",
-            expected="one batch dimension, None for all, or 'feature'",
+            f"{name}: dim must be one batch dimension, None for all, or 'feature'.",
             got=repr(dim),
         )
 
@@ -202,7 +206,8 @@ def extreme(
     """`max` and `min`: values, and with a dimension where they were found."""
     if dim is None or whole:
         return reduce(tree, f"a{name}", dim, keepdim, whole)
-    found = unzip(extremes(tree, name, dim, keepdim))
+    pairs = extremes(tree, name, dim, keepdim)
+    found = Extremes(*[pairs._map(LeafOp("item", itemgetter(i))) for i in range(2)])
     return found if return_indices else found.values
 
 
@@ -215,11 +220,11 @@ class ReduceMethods(TensorCollection):
     __slots__ = ()
 
     def all(self, dim: Any = None, keepdim: bool = False) -> Any:
-        """Return whether every element of every leaf is true; with `dim`, a tree of what torch gives for each leaf."""
+        """Return True if every element of every leaf is true; with `dim`, the tree of `torch.all(leaf, dim)`."""
         return truth(self, dim, keepdim, "all")
 
     def any(self, dim: Any = None, keepdim: bool = False) -> Any:
-        """Return whether any element of any leaf is true; with `dim`, a tree of what torch gives for each leaf."""
+        """Return True if any element of any leaf is true; with `dim`, the tree of `torch.any(leaf, dim)`."""
         return truth(self, dim, keepdim, "any")
 
     def sum(self, dim: Any = None, keepdim: bool = False, *, dtype: DType = None, reduce: bool | None = None) -> Any:
@@ -303,8 +308,7 @@ class ReduceMethods(TensorCollection):
         if isinstance(q, Tensor) and q.dim():
             raise error(
                 ValueError,
-                "quantile: one quantile at a time.",
-                expected="a number",
+                "quantile: q must be a number.",
                 got=f"shape {list(q.shape)}",
                 hint="torch.stack([td.quantile(each, dim) for each in q]).",
             )

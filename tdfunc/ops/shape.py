@@ -75,16 +75,14 @@ def flatten(tree: T, start: int, end: int) -> T:
     if not size:
         return reshape(tree, (1,))
     if start > end:
-        raise error(
-            RuntimeError, "flatten: start_dim comes after end_dim.", expected="start <= end", got=f"{start} > {end}"
-        )
+        raise error(RuntimeError, "flatten: start_dim must not come after end_dim.", got=f"{start} > {end}")
     if start == end:
         return tree
     names = tree._names
     op = _resized_op(ndim, Size((*size[:start], size[start : end + 1].numel(), *size[end + 1 :])), "reshape")
-    # This method need not be told the other sizes of a leaf.
+    # Unlike `reshape`, this method works without the other sizes of a leaf.
     new = tree._shape(op._replace(plain=lambda _: methodcaller("flatten", start, end)))
-    return _named(new, (*names[:start], None, *names[end + 1 :])) if names else new
+    return _name_dims(new, (*names[:start], None, *names[end + 1 :])) if names else new
 
 
 def unflatten(tree: T, dim: int, sizes: Sequence[int]) -> T:
@@ -94,10 +92,10 @@ def unflatten(tree: T, dim: int, sizes: Sequence[int]) -> T:
     full = fill_size(sizes, size[dim], "unflatten")
     names = tree._names
     new = reshape(tree, (*size[:dim], *full, *size[dim + 1 :]))
-    return _named(new, (*names[:dim], *[None] * len(full), *names[dim + 1 :]) if names else None)
+    return _name_dims(new, (*names[:dim], *[None] * len(full), *names[dim + 1 :]) if names else None)
 
 
-def _named(tree: T, names: Names | None) -> T:
+def _name_dims(tree: T, names: Names | None) -> T:
     if names is None or not any(names):
         return tree
     return tree._make(tree._data, tree._batch_size, tree._device, names, tree._static)
@@ -109,9 +107,9 @@ def permute(tree: T, dims: tuple[int, ...]) -> T:
     if any(not -n <= d < n for d in dims) or sorted(d % n for d in dims) != list(range(n)):
         raise error(
             ValueError,
-            "permute: each batch dimension exactly once.",
+            "permute: there must be each batch dimension once.",
             expected=f"an order of {list(range(n))}",
-            got=str(list(dims)),
+            got=list(dims),
         )
     order = tuple([d % n for d in dims])
     return tree if order == tuple(range(n)) else tree._shape(_permute_op(tree._batch_size, order))
@@ -168,8 +166,8 @@ def unsqueeze(tree: T, dim: int) -> T:
 def squeeze(tree: T, dim: "int | tuple[int, ...] | None") -> T:
     """Remove batch dimensions of size 1 (all, or the given ones that have it)."""
     size = tree._batch_size
-    asked = range(len(size)) if dim is None else dims_of(dim)
-    gone = {d for d in (dim_index(d, len(size), "squeeze") for d in asked) if size[d] == 1}
+    given = range(len(size)) if dim is None else dims_of(dim)
+    gone = {d for d in (dim_index(d, len(size), "squeeze") for d in given) if size[d] == 1}
     for d in sorted(gone, reverse=True):
         size = tree._batch_size
         new = put_first(size[:d] + size[d + 1 :], len(size))
@@ -182,22 +180,17 @@ def expand(tree: T, shape: tuple[int, ...]) -> T:
     """Expand batch dimensions of size 1, and add new ones in front, without copying."""
     old, n = tree._batch_size, len(tree._batch_size)
     lead = len(shape) - n
-    if lead < 0:
-        raise error(
-            RuntimeError,
-            "expand: fewer dimensions than the batch has.",
-            expected=f"at least {n} for batch size {list(old)}",
-            got=str(list(shape)),
-        )
     full = tuple(old[i - lead] if s == -1 and i >= lead else s for i, s in enumerate(shape))
-    if any(s < 0 and (i < lead or s != old[i - lead]) for i, s in enumerate(full)) or any(
-        have not in (1, want) for have, want in zip(old, full[lead:], strict=True)
+    if (
+        lead < 0
+        or any(s < 0 and (i < lead or s != old[i - lead]) for i, s in enumerate(full))
+        or any(size not in (1, new) for size, new in zip(old, full[lead:], strict=True))
     ):
         raise error(
             RuntimeError,
-            "expand: the batch cannot be expanded to this shape.",
-            expected=f"sizes of 1 to grow in {list(old)}",
-            got=str(list(shape)),
+            "expand: only sizes of 1 can grow, and new dimensions come first.",
+            expected=f"a shape of at least {n} dimensions that fits batch size {list(old)}",
+            got=list(shape),
         )
     if full == tuple(old):
         return tree
@@ -236,7 +229,7 @@ def chunk(tree: T, chunks: int, dim: int) -> tuple[T, ...]:
     chunks = as_int(chunks)
     dim = dim_index(dim, len(tree._batch_size), "chunk")
     total = dim_size(tree._batch_size, dim, "chunk")
-    # As torch: nothing is cut into as many empty parts as were asked for.
+    # As torch: a dimension of size 0 is cut into so many empty parts.
     return split(tree, -(-total // chunks), dim) if total else split(tree, [0] * chunks, dim)
 
 

@@ -22,10 +22,11 @@ from tdfunc.core.errors import (
 )
 from tdfunc.core.keys import dotted, missing, unravel
 from tdfunc.core.memory import Places, mapped_file, repeats_itself
-from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack, same_value
+from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack, as_array, same_value
 from tdfunc.core.shapes import check_positions, fits_into, index_size, normalize_index
 from tdfunc.core.types import Path
 from tdfunc.core.walk import Difference, zip_trees
+from tdfunc.ops.cast import keeps_values
 from tdfunc.ops.convert import as_tensor
 from tdfunc.ops.reading import get, iter_items
 
@@ -39,26 +40,12 @@ def index_parts(index: Any, size: Size) -> tuple[Any, ...]:
     return parts
 
 
-def keeps_values(source: torch.dtype, target: torch.dtype) -> bool:
-    """Return whether a cast loses only floating-point precision: no float becomes an int, no int a narrower one."""
-    if source is target or source is torch.bool or target.is_complex:
-        return True
-    if source.is_complex or target is torch.bool:
-        return False
-    if source.is_floating_point or target.is_floating_point:
-        return target.is_floating_point
-    given, kept = torch.iinfo(source), torch.iinfo(target)
-    return kept.min <= given.min and given.max <= kept.max
-
-
 def check_dtype(value: Tensor, leaf: Tensor, where: str) -> None:
     """Raise if writing the value into the leaf's storage would change it, or if there is none."""
     if value.is_meta and not leaf.is_meta:
         raise LeafMismatchError(
-            f"{where}: there are no values to write; nothing was written.",
-            expected="values",
+            f"{where}: the value must have data{_NOTHING}.",
             got="a tensor on the meta device",
-            hint="leave out device='meta'.",
         )
     if not keeps_values(value.dtype, leaf.dtype):
         raise LeafMismatchError(
@@ -75,7 +62,6 @@ def check_writable(leaf: Tensor, where: str) -> None:
     if not is_compiling() and leaf.is_inference() and not torch.is_inference_mode_enabled():
         raise LeafMismatchError(
             f"{where}: the leaf was made in inference mode, torch writes to it nowhere else.",
-            expected="a tensor that is no inference tensor",
             hint="write inside torch.inference_mode(), or to td.clone().",
         )
     if repeats_itself(leaf):
@@ -87,12 +73,11 @@ def check_writable(leaf: Tensor, where: str) -> None:
 
 
 def check_reaches_file(leaf: Tensor, where: str) -> None:
-    """Raise for a leaf that is mapped copy-on-write: what is written to it would stay in this process."""
+    """Raise for a leaf that is mapped copy-on-write: a write to it would stay in this process."""
     file = None if is_compiling() else mapped_file(leaf)
     if file is not None and file.mode == "c":
         raise LeafMismatchError(
             f"{where}: the leaf is mapped copy-on-write, a write would not reach its file.",
-            expected="a leaf in memory, or one mapped for writing",
             got=f"a copy-on-write mapping of {file.path}",
             hint='load_memmap(prefix, mode="r+") writes to the files; td.clone() is in memory.',
         )
@@ -116,13 +101,13 @@ def write_leaf(tree: TensorCollection, path: Path, value: Any) -> None:
     # All are checked before the first is written to: in a lazy stack a leaf is one tensor of each tree.
     writes = _leaf_writes(tree, path, value)
     places = Places([leaf for leaf, _ in writes])
-    for leaf, new in [(leaf, _apart(new, places)) for leaf, new in writes]:
+    for leaf, new in [(leaf, _copy_overlap(new, places)) for leaf, new in writes]:
         with torch.no_grad():
             leaf.copy_(new)
 
 
 def _leaf_writes(tree: TensorCollection, path: Path, value: Any) -> list[tuple[Tensor, Tensor]]:
-    """Return the leaf at a path with what is written to it, once for each tree of a lazy stack on the way."""
+    """Return the leaf at a path with the value for it, once for each tree of a lazy stack on the way."""
     node: Any = tree
     for i, key in enumerate(path):
         writes: list[tuple[Tensor, Tensor]] = []
@@ -139,7 +124,6 @@ def _leaf_writes(tree: TensorCollection, path: Path, value: Any) -> list[tuple[T
     if not isinstance(leaf, Tensor):
         raise LeafMismatchError(
             f"{where}: only tensors have storage to write into.",
-            expected="a tensor",
             got=type(leaf).__name__,
             hint="use td.set.",
         )
@@ -163,7 +147,7 @@ def _leaf_writes(tree: TensorCollection, path: Path, value: Any) -> list[tuple[T
 def write_tree(tree: TensorCollection, other: Any, *, complete: bool) -> None:
     """Copy the values of `other` into the leaves of `tree`; all keys are checked before the first write."""
     call = "copy_" if complete else "update_"
-    given = _beside(tree, other, call, ())
+    given = _cut(tree, other, call, ())
     mine, theirs = _leaves_of_both(call, tree, given, complete)
     _write(call, mine, theirs, lambda leaf: leaf.shape, lambda leaf, value: leaf.copy_(value))
 
@@ -211,12 +195,11 @@ def _write(
         if other is not path and value is not values[other] and not torch.equal(value, values[other]):
             both = f"{dotted(other)!r} and {dotted(path)!r}"
             raise TieError(
-                f"the tied paths {both} are given different values; nothing was written.",
+                f"the tied paths {both} are given different values{_NOTHING}.",
                 expected="one value for the one tensor at both",
-                got="two that differ",
             )
     places = Places(leaves.values())
-    apart = {path: _apart(value, places) for path, value in values.items() if value is not leaves[path]}
+    apart = {path: _copy_overlap(value, places) for path, value in values.items() if value is not leaves[path]}
     with torch.no_grad():
         for path, value in apart.items():
             write(leaves[path], value)
@@ -230,23 +213,23 @@ def check_kinds(call: str, tree: TensorCollection, given: TensorCollection) -> N
 
 
 @per_tree(cut=1)
-def _beside(tree: TensorCollection, other: Any, call: str, at: Path) -> TensorCollection:
-    """Return what is given to a tree as a tree, which is cut for the trees of a lazy stack where there is one."""
+def _cut(tree: TensorCollection, other: Any, call: str, at: Path) -> TensorCollection:
+    """Return the value for a tree as a tree, cut for the trees of a lazy stack where there is one."""
     if not isinstance(other, TensorCollection):
-        return TensorCollection._open(_by_key(tree, other, call, at) or other, tree._batch_size)
+        return TensorCollection._open(_cut_mapping(tree, other, call, at) or other, tree._batch_size)
     check_one_shape(other, call, f" at {dotted(at)!r}" if at else "")
     changes: dict[str, Any] = {}
     for key, node in tree._data.items():
         twin = other._data.get(key)
         if isinstance(node, TensorCollection) and isinstance(twin, TensorCollection):
-            beside = _beside(node, twin, call, (*at, key))
+            beside = _cut(node, twin, call, (*at, key))
             if beside is not twin:
                 changes[key] = beside
     return other._replace({**other._data, **changes}) if changes else other
 
 
-def _by_key(tree: TensorCollection, other: Any, call: str, at: Path) -> dict[Any, Any] | None:
-    """Return a mapping with what is meant for sub-trees as trees; None if nothing is."""
+def _cut_mapping(tree: TensorCollection, other: Any, call: str, at: Path) -> dict[Any, Any] | None:
+    """Return a mapping with the values for sub-trees as trees; None for another value."""
     if not isinstance(other, Mapping):
         return None
     entries: dict[Any, Any] = {}
@@ -259,19 +242,19 @@ def _by_key(tree: TensorCollection, other: Any, call: str, at: Path) -> dict[Any
         elif rest:
             nested.setdefault(key, {})[tuple(rest)] = value
         elif isinstance(value, (TensorCollection, Mapping)) or node._is_lazy:
-            entries[name] = _beside(node, value, call, (*at, key))
+            entries[name] = _cut(node, value, call, (*at, key))
         else:
             entries[name] = value
     for key, inner in nested.items():
         if key in entries:
             entries |= {(key, *rest): value for rest, value in inner.items()}
         else:
-            entries[key] = _beside(tree._get(key), inner, call, (*at, key))  # pyright: ignore[reportArgumentType]
+            entries[key] = _cut(tree._get(key), inner, call, (*at, key))  # pyright: ignore[reportArgumentType]
     return entries
 
 
-def _apart(value: Tensor, places: Places) -> Tensor:
-    """Return what is to be written, copied where it lies in memory that is written to, as when leaves are swapped."""
+def _copy_overlap(value: Tensor, places: Places) -> Tensor:
+    """Return the value, copied where it lies in memory that is written to, as when leaves are swapped."""
     return value.clone() if places.holds(value) else value
 
 
@@ -318,7 +301,7 @@ def _check_values(tree: TensorCollection, parts: tuple[Any, ...], row: TensorCol
         if not isinstance(node, NonTensorBase) or (isinstance(mine, NonTensorBase) and mine[parts].equal(node).all()):
             continue
         raise LeafMismatchError(
-            f"at[...].set_: {dotted(path)!r} is no tensor and cannot be written in place; nothing was written.",
+            f"at[...].set_: {dotted(path)!r} must be a tensor to be written in place{_NOTHING}.",
             expected=repr(mine),
             got=repr(node),
             hint="td.at[index].set(row) returns a tree that has it.",
@@ -332,7 +315,7 @@ def nontensor_rows(node: NonTensorBase, parts: tuple[Any, ...], new: NonTensorBa
     array = np.array(node._array, dtype=object)
     # A 0-d object array assigned to one place would be put there itself.
     values = new._array if new._array.ndim else new._array[()]
-    array[tuple(p.cpu().numpy() if isinstance(p, Tensor) else p for p in parts)] = values
+    array[tuple(as_array(p) if isinstance(p, Tensor) else p for p in parts)] = values
     return NonTensorStack._wrap(array)
 
 
@@ -345,9 +328,8 @@ def share(tree: TensorCollection) -> None:
             if type(leaf) not in PLAIN and hasattr(leaf, "to_local"):
                 raise UnsupportedError(
                     f"share_memory_: {dotted(path)!r} is spread over processes.",
-                    expected="a tensor with storage",
                     got=f"a {type(leaf).__name__}",
-                    hint="td.apply(lambda x: x.to_local()) has what lies in this one, x.full_tensor() all.",
+                    hint="td.apply(lambda x: x.to_local()) has the part of this one, x.full_tensor() all.",
                 )
     for _, leaf in iter_leaves(tree):
         if isinstance(leaf, Tensor):

@@ -44,8 +44,8 @@ def select(tree: T, keys: Sequence[NestedKey], strict: bool) -> T:
 
 
 def _is_flat(tree: TensorCollection, keys: Sequence[NestedKey]) -> bool:
-    """Return whether the keys name entries of this very node, of which nothing else is recorded."""
-    # A class with another representation answers the primitives only.
+    """Return True if the keys name entries of this very node, and it has no kinds and ties."""
+    # A class with another representation has the primitives only.
     plain = tree._static is None and type(tree)._get is TensorCollection._get
     return plain and _STR.issuperset(map(type, keys)) and "" not in keys
 
@@ -62,7 +62,7 @@ def exclude(tree: T, keys: Sequence[NestedKey]) -> T:
 @per_tree()
 def _keep(tree: T, paths: Sequence[Path]) -> T:
     wanted = by_first_key(paths)
-    # A class with another representation answers the primitives only.
+    # A class with another representation has the primitives only.
     plain = type(tree)._get is TensorCollection._get
     data = tree._data if plain else {key: tree._get(key) for key in tree._keys()}
     kept: dict[str, Node] = {}
@@ -70,7 +70,7 @@ def _keep(tree: T, paths: Sequence[Path]) -> T:
         paths = wanted.get(key, [])
         if () in paths:
             kept[key] = node
-        # Only keys that do not exist may have been asked for.
+        # The paths below this tree may not exist.
         elif isinstance(node, TensorCollection) and any([has(node, path) for path in paths]):
             kept[key] = _keep(node, paths)
     if plain and tree._static is None and len(kept) < len(data) and all([node is not None for node in kept.values()]):
@@ -148,24 +148,24 @@ def unflatten_keys(tree: TensorCollection, separator: str) -> Any:
         else:
             here[last] = (node, tree._kinds.get(key))
     ties = remap(tree._ties, lambda path: (*renamed[path[0]], *path[1:]))
-    new = _grown(root, tree, separator)
+    new = _grow(root, tree, separator)
     return restore_ties(new._replace(names=tree._names, batch_size=tree._batch_size), ties)
 
 
 def _clash(key: str, path: Path, separator: str) -> MissingKeyError:
     return MissingKeyError(
-        f"unflatten_keys: the key {key!r} cannot become {dotted(path)!r}, which another key has taken.",
+        f"unflatten_keys: the key {key!r} cannot become {dotted(path)!r}: another key has taken it.",
         got=f"separator {separator!r}",
         hint="rename one of them first.",
     )
 
 
-def _grown(branch: _Branch, like: TensorCollection, separator: str) -> Any:
+def _grow(branch: _Branch, like: TensorCollection, separator: str) -> Any:
     data: dict[str, Node] = {}
     kinds: dict[str, Kind] = {}
     for key, item in branch.items():
         if isinstance(item, _Branch):
-            data[key] = _grown(item, like, separator)
+            data[key] = _grow(item, like, separator)
         else:
             data[key], kind = item
             if kind is not None:
@@ -196,26 +196,26 @@ def rename_key(tree: T, old: NestedKey, new: NestedKey, safe: bool) -> T:
             hint="delete it first, or pass safe=False.",
         )
     n = len(source)
-    # What stood at the target is overwritten, and leaves its groups.
+    # The leaf at the target is overwritten, and leaves its groups.
     kept = remap(tree._ties, lambda path: None if path[: len(target)] == target and path[:n] != source else path)
     ties = remap(kept, lambda path: target + path[n:] if path[:n] == source else path)
-    bare = _untied(tree)
+    bare = _drop_ties(tree)
     if source[:-1] == target[:-1]:
         moved = _rename_here(bare, source, target[-1])
     else:
         node, kind = get(bare, source), kind_of(tree, source)
         if isinstance(node, tuple) and source[0] != target[0]:
-            # A key under which the trees of a lazy stack have a tensor each.
+            # The key of a lazy stack: its trees have a tensor each.
             raise no_one_shape(f"rename_key of {dotted(source)!r}", get(bare, source[:-1]))
         moved = set_(delete_paths(bare, [source]), target, node, kind)
     return restore_ties(moved, ties)
 
 
-def _untied(tree: T) -> T:
+def _drop_ties(tree: T) -> T:
     """Return the tree with no group recorded at any node."""
     if not tree._ties:
         return tree
-    data = {key: _untied(node) if isinstance(node, TensorCollection) else node for key, node in tree._data.items()}
+    data = {key: _drop_ties(node) if isinstance(node, TensorCollection) else node for key, node in tree._data.items()}
     return tree._replace(data, ties=())
 
 
@@ -260,7 +260,7 @@ def _to_dict(tree: TensorCollection) -> dict[str, Any]:
 
 
 def state_dict(tree: TensorCollection, prefix: str, keep_vars: bool, flatten: bool) -> dict[str, Any]:
-    """Return what `nn.Module.state_dict` returns for the module that the tree came from."""
+    """Return the `state_dict` of the module that the tree came from."""
     check_same_keys(tree, "state_dict")
     result: dict[str, Any] = {}
     for path, node in iter_items(tree, True, True):
@@ -319,7 +319,7 @@ def partition(tree: T, where: FilterLike) -> tuple[T, T]:
 
 
 def keep_leaves(tree: T, paths: set[Path], nontensors: bool = False, at: Path = ()) -> T:
-    """Return a tree with exactly these leaves, and with `nontensors` all that is no leaf; trees left empty go."""
+    """Return a tree with exactly these leaves, and with `nontensors` all other nodes; trees left empty go."""
     data: dict[str, Node] = {}
     for key, node in tree._data.items():
         path = (*at, key)
@@ -470,11 +470,11 @@ class StructureMethods(TensorCollection):
         keep_vars: bool = False,
         flatten: bool = True,
     ) -> dict[str, Any]:
-        """Return what `module.state_dict()` would: every path of a tied leaf, no non-persistent buffers.
+        """Return the dict of `module.state_dict()`: every path of a tied leaf, without non-persistent buffers.
 
         Args:
             destination: A dict that the entries are put in.
-            prefix: What each key starts with.
+            prefix: The start of each key.
             keep_vars: Keep the leaves as they are; otherwise they are detached.
             flatten: Dotted keys, as a module has them; otherwise nested dicts.
         """

@@ -22,19 +22,20 @@ from tdfunc.ops._generate import (
     UNARY,
     UNARY_LEAFWISE,
 )
+from tdfunc.ops.compare import check_trees
 from tdfunc.ops.foreach import binary, broadcast_size, check_same, reversed_binary, unary
 from tdfunc.ops.index import gather
 from tdfunc.ops.reduce import extreme, extremes, reduce, truth
 from tdfunc.ops.shape import reshape
 
 REDUCTIONS = ("sum", "mean", "prod", "amax", "amin", "nansum", "nanmean", "logsumexp")
-# What torch calls otherwise too.
+# Second names of functions in torch.
 ALIASES = {
     "absolute": "abs", "negative": "neg", "arccos": "acos", "arcsin": "asin", "arctan": "atan", "fix": "trunc",
     "subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div", "arctan2": "atan2", "greater": "gt",
     "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne", "clip": "clamp",
 }  # fmt: skip
-# Functions of a leaf that keep its shape, and of two; they are no methods of trees.
+# Functions of a leaf that keep its shape, and of two, without methods of trees.
 LEAFWISE = (
     "acosh", "arccosh", "asinh", "arcsinh", "atanh", "arctanh", "angle", "conj", "resolve_conj", "resolve_neg",
     "deg2rad", "rad2deg", "digamma", "exp2", "i0", "imag", "logit", "nan_to_num", "positive", "real", "relu", "sgn",
@@ -62,7 +63,7 @@ Handler = Callable[..., Any]
 
 
 def _leafwise(fn: Handler) -> Handler:
-    # `inplace` of activations is for memory only: the result is what counts, and the tree is not written to.
+    # `inplace` of activations saves memory only: the tree is not written to.
     def call(input: TensorCollection, *args: Any, inplace: bool = False, **kwargs: Any) -> Any:
         return input._map(LeafOp(fn.__name__, lambda x: fn(x, *args, **kwargs)))
 
@@ -100,7 +101,7 @@ def _binary(name: str) -> Handler:
     return call
 
 
-def _swapped(handler: Handler) -> Handler:
+def _swap(handler: Handler) -> Handler:
     def call(input: Any, other: Any) -> Any:
         return handler(other, input)
 
@@ -146,8 +147,7 @@ def _norm(
     # Of a leaf as a vector, as which "fro" is the norm of order 2.
     if p != "fro" and isinstance(p, str):
         raise UnsupportedError(
-            "torch.norm: a leaf is a vector.",
-            expected="a number",
+            "torch.norm: p must be a number, since each leaf is a vector.",
             got=repr(p),
             hint="td.apply(lambda x: torch.linalg.matrix_norm(x, ...)) takes leaves as matrices.",
         )
@@ -160,9 +160,7 @@ def _along(name: str) -> Handler:
 
 def _softmax(name: str) -> Handler:
     # `torch.nn.functional` and `torch` have other positions after the dimension.
-    def call(input: TensorCollection, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
-        if dim is None:
-            raise error(TypeError, f"{name}: trees need a dimension.", hint="dim=-1 is the last one of the batch.")
+    def call(input: TensorCollection, dim: int, _stacklevel: int = 3, dtype: Any = None) -> Any:
         return arithmetic.along(input, name, dim, dtype=dtype)
 
     return call
@@ -180,19 +178,11 @@ def _loss(fn: Handler) -> Handler:
         reduction: str = "mean",
         **options: Any,
     ) -> Any:
-        if not isinstance(input, TensorCollection) or not isinstance(target, TensorCollection):
-            raise error(
-                TypeError,
-                f"torch.nn.functional.{name}: of trees.",
-                expected="two trees",
-                got=f"{type(input).__name__} and {type(target).__name__}",
-            )
+        check_trees(f"torch.nn.functional.{name}", input, target)
         check_same(input, target, name)
         if input._batch_size != target._batch_size or broadcast_size(input, target, name) is not None:
             raise BatchSizeError(
-                f"{name}: the batch sizes differ.",
-                expected=str(list(input._batch_size)),
-                got=str(list(target._batch_size)),
+                f"{name}: the batch sizes differ.", expected=list(input._batch_size), got=list(target._batch_size)
             )
         size = None if reduction == "none" else lambda _: Size()
         options = {key: value for key, value in options.items() if value is not None}
@@ -220,7 +210,7 @@ def _extreme(name: str, of_two: Handler) -> Handler:
 
 
 def _checkpoint(function: Handler, /, *args: Any, **kwargs: Any) -> Any:
-    # Dynamo asks the arguments before it captures `torch.utils.checkpoint`, and lifts what a function closes over.
+    # Dynamo calls the arguments' handler before it captures `torch.utils.checkpoint`, and lifts closed-over values.
     options = {name: kwargs.pop(name) for name in _CHECKPOINT_OPTIONS if name in kwargs}
     return tag_activation_checkpoint(lambda: function(*args, **kwargs), **options)
 
@@ -304,9 +294,9 @@ _NAMED = ("add", "sub", "mul", "div", "pow", "remainder", "eq", "ne", "lt", "le"
 METHODS: dict[str, Handler] = {name: _binary(name) for name in _NAMED} | {
     m: _binary(name) for m, name in OPERATORS.items()
 }
-METHODS.update({"__eq__": _binary("eq"), "__ne__": _binary("ne"), "__rdiv__": _swapped(_binary("div"))})
-METHODS.update({m: _swapped(_binary(name)) for m, name in (REVERSED | COMMUTATIVE).items()})
-# What torch's functions take as numpy's do.
+METHODS.update({"__eq__": _binary("eq"), "__ne__": _binary("ne"), "__rdiv__": _swap(_binary("div"))})
+METHODS.update({m: _swap(_binary(name)) for m, name in (REVERSED | COMMUTATIVE).items()})
+# numpy's names of arguments, which torch's functions take too.
 _NUMPY = {"axis": "dim", "keepdims": "keepdim"}
 
 
@@ -325,7 +315,7 @@ class DispatchMethods(TensorCollection):
             name = getattr(func, "__name__", "")
             if name and getattr(torch.Tensor, name, None) is func:
                 handler = METHODS.get(name)
-                # Python then asks the tree.
+                # Python then calls the tree's own method.
                 if handler is None:
                     return NotImplemented
         if handler is None:
@@ -338,9 +328,9 @@ class DispatchMethods(TensorCollection):
         if kwargs and kwargs.get("out") is not None:
             raise ImmutableError(
                 f"{_title(func)}: out= would write to a tree.",
-                hint="use what the function returns; td.update_(result) copies values into existing storage.",
+                hint="use the result of the function; td.update_(result) copies values into existing storage.",
             )
-        # Dynamo knows no `isdisjoint`.
+        # Dynamo cannot trace `isdisjoint`.
         if kwargs and any([name in _NUMPY for name in kwargs]):
             kwargs = {_NUMPY.get(name, name): value for name, value in kwargs.items()}
         try:

@@ -31,8 +31,8 @@ def adam(
         betas: Decay of the running averages of the gradient and of its square.
         eps: Added to the denominator.
         weight_decay: Factor of the parameters that are added to the gradient.
-        amsgrad: Whether to divide by the largest running average of the square so far.
-        maximize: Whether to go up the gradient.
+        amsgrad: Divide by the largest running average of the square so far.
+        maximize: Go up the gradient.
 
     Raises:
         ValueError: A hyperparameter is out of range or nan.

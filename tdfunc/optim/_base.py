@@ -56,7 +56,7 @@ class Optimizer:
     the parameters.
 
     Args:
-        rule: What one step computes.
+        rule: The arithmetic of one step.
         hyper: The hyperparameters of the rule.
     """
 
@@ -108,10 +108,10 @@ class Optimizer:
             params: The tree to train.
             grads: A tree with the same leaves.
             state: The result of `init`, or of the last `update`.
-            active: Which members do the step; parameters and state of the others stay as they are.
-            donate: Whether the leaves of `params` and `state` may be overwritten, which saves copies. From then on
-                use the returned trees only, and mind that other trees may share the leaves. Leaves that share memory
-                with each other or with a gradient, and expanded ones, are copied.
+            active: A bool for each member: where it is False, parameters and state stay as they are.
+            donate: Overwrite the leaves of `params` and `state`, which saves copies. From then on use the returned
+                trees only, and mind that other trees may share the leaves. Leaves that share memory with each other
+                or with a gradient, and expanded ones, are copied.
 
         Shapes:
             `active` has the batch size of `params`.

@@ -1,4 +1,4 @@
-"""Checks before a step: leaves, gradients, state, and hyperparameters that differ by member."""
+"""Checks of a step's arguments: leaves, gradients, state, and hyperparameters."""
 
 import math
 from typing import Any
@@ -13,14 +13,15 @@ from tdfunc.core.walk import Difference, list_leaves, list_paths, same_keys, zip
 from tdfunc.optim._lists import Coefficient, Leaves
 
 
-def check_tree(name: str, params: TensorCollection) -> None:
-    """Raise unless params are a tree."""
-    if not isinstance(params, TensorCollection):
+# Any: the check is for values of other types.
+def check_tree(call: str, what: str, value: Any) -> None:
+    """Raise unless a value is a tree."""
+    if not isinstance(value, TensorCollection):
         raise error(
             TypeError,
-            f"{name}: params must be a tree.",
+            f"{call}: {what} must be a tree.",
             expected="a TensorDict",
-            got=type(params).__name__,
+            got=type(value).__name__,
             hint="TensorDict(params) makes one of a dict; tdfunc.functional(module) gives a module's.",
         )
 
@@ -41,13 +42,12 @@ def check_dense(call: str, tree: TensorCollection) -> None:
 
 def list_trainable(name: str, params: TensorCollection) -> Leaves:
     """Return the leaves of params; each must be a floating-point tensor."""
-    check_tree(name, params)
+    check_tree(name, "params", params)
     leaves = list_leaves(params)
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             raise LeafMismatchError(
-                f"{name}: the leaf {_path(params, i)!r} of params cannot be trained.",
-                expected="a tensor of a floating-point dtype",
+                f"{name}: the leaf {_path(params, i)!r} of params must be a floating-point tensor.",
                 got=str(leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf),
                 hint="train a part of the tree: tdfunc.split separates buffers, tdfunc.partition any leaves.",
             )
@@ -56,14 +56,11 @@ def list_trainable(name: str, params: TensorCollection) -> Leaves:
 
 def list_matching(name: str, what: str, params: TensorCollection, leaves: Leaves, other: Any) -> Leaves:
     """Return the leaves of `other`, which must be a tree with the keys, ties, shapes and dtypes of params."""
-    if not isinstance(other, TensorCollection):
-        raise TreeStructureError(
-            f"{name}.update: the {what} must be a tree.", expected=type(params).__name__, got=type(other).__name__
-        )
+    check_tree(f"{name}.update", f"the {what}", other)
     if not same_keys(params, other):
         found = zip_trees(params, other)
         if isinstance(found, Difference):
-            hint = "leaves without a gradient are not trained: tdfunc.partition them off, or optim.masked."
+            hint = "optim.masked trains the leaves that have a gradient; tdfunc.partition takes them out of the tree."
             raise found.error(f"{name}.update", hint=hint, note=f", in params and in the {what}")
         raise TreeStructureError(
             f"{name}.update: the {what} must tie the leaves that params tie.", expected=params._ties, got=other._ties

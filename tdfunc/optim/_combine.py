@@ -56,7 +56,7 @@ class Masked:
 
     def init(self, params: TensorCollection) -> "TensorDict":
         """Return the state for the chosen leaves; raises FilterError if there are none."""
-        check_tree("masked", params)
+        check_tree("masked", "params", params)
         return self.optimizer.init(structure.partition(params, self.where)[0])
 
     def update(
@@ -69,7 +69,7 @@ class Masked:
         donate: bool = False,
     ) -> "tuple[T, TensorDict]":
         """Do a step of the chosen leaves; gradients of others may be missing. See `Optimizer.update`."""
-        check_tree("masked", params)
+        check_tree("masked", "params", params)
         part = structure.partition(params, self.where)[0]
         # A tied leaf under all of its names, so that the gradients keep the tie.
         chosen = {path for entry in entries(part) for path in entry.paths}
@@ -87,7 +87,7 @@ def chain(*members: GradientMap | AbstractOptimizer) -> Chain:
         *members: Any number of maps (`clip_by_global_norm`, ...), then one optimizer.
 
     Raises:
-        TypeError: The last member is no optimizer, or one before it is no map.
+        TypeError: The last member is not an optimizer, or one before it is not a map.
 
     Examples:
         >>> opt = tdf.optim.chain(tdf.optim.clip_by_member_norm(1.0), tdf.optim.adamw(lr=1e-3))
@@ -116,7 +116,7 @@ def masked(optimizer: AbstractOptimizer, where: FilterLike) -> Masked:
     """Return an optimizer of the leaves that a filter chooses; the others stay as they are.
 
     Args:
-        optimizer: What the chosen leaves are trained with.
+        optimizer: The optimizer of the chosen leaves.
         where: A glob on the dotted path, or a `Filter`.
 
     Examples:

@@ -1,4 +1,4 @@
-"""Arithmetic on lists of tensors: one foreach kernel for all leaves, or leaf by leaf with what transforms know.
+"""Arithmetic on lists of tensors: one foreach kernel for all leaves, or leaf by leaf with functions for transforms.
 
 A rule is written once, in these terms. Its coefficients are floats, or where members differ tensors over the leading
 dimensions of the leaves.
@@ -21,7 +21,7 @@ class Lists:
     With `keep=True` it does not; gradients are always kept.
 
     Args:
-        inplace: Whether the lists are real tensors that may be overwritten.
+        inplace: Overwrite the lists, which must be real tensors; else every operation makes new ones.
     """
 
     __slots__ = ("_inplace",)

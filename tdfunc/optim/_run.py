@@ -1,4 +1,4 @@
-"""How a step runs: torch's fused kernel or foreach on real tensors, leaf by leaf in transforms and compilers."""
+"""One step of a rule: torch's fused kernel or foreach on real tensors, leaf by leaf in transforms and compilers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -104,7 +104,7 @@ class Run:
         return new[:n], {slot: new[n * (i + 1) : n * (i + 2)] for i, slot in enumerate(slots)}
 
     def _step_plain(self, params: Leaves, grads: Leaves, slots: Slots) -> tuple[Leaves, Slots]:
-        """Step with functions that every transform knows, on values that it may follow."""
+        """Step with functions that every transform supports."""
         work = _promote(Work(params, grads, slots, self.count.double() + 1))
         values = _values(self.rule.name, self.hyper, self.count, self.tensors, self.count.shape)
         self.rule.lists(Lists(inplace=False), work, values)
@@ -117,7 +117,7 @@ class Run:
 
 
 def _own(writes: Leaves, reads: Leaves) -> Leaves:
-    """Return the leaves to write to: copies of those that share memory with another leaf or between their elements."""
+    """Return the leaves to write to: copies where memory is shared with another leaf or between elements."""
     shared = {i for pair in find_overlaps([*writes, *reads]) for i in pair}
     return [
         leaf.clone(memory_format=torch.contiguous_format) if i in shared or repeats_itself(leaf) else leaf

@@ -15,7 +15,7 @@ class _Task(Future[Any]):
         task.future().add_done_callback(self._settle)
 
     def cancel(self) -> bool:
-        """Ask Ray to leave or interrupt the task, and return whether it is cancelled already."""
+        """Make Ray leave out or interrupt the task; return whether it is cancelled already."""
         if self._task is not None:
             self._ray.cancel(self._task)
         return self.cancelled()

@@ -1,4 +1,4 @@
-"""The state of random generators as a tree, so that it can be saved with what they drew."""
+"""The state of random generators as a tree, so that it can be saved with the parameters that they drew."""
 
 import random
 from typing import Any, TypeAlias

@@ -55,7 +55,7 @@ def leaky():
     ],
 )
 def test_writes_to_shared_arguments_are_refused(make, how, chunk_size):
-    """A member would get the argument as the members before it, or a vmap that failed, left it."""
+    """An argument that forward writes, in one member or in a vmap that fails, is refused."""
     models = [make() for _ in range(3)]
     ensemble = Ensemble(functional(models[0])[0], how, chunk_size=chunk_size)
 
@@ -72,7 +72,7 @@ def test_writes_to_shared_arguments_are_refused(make, how, chunk_size):
     ],
 )
 def test_writes_that_no_other_member_sees(make, where):
-    """Members with data of their own would be refused, or get those of another."""
+    """Forward may write to data that only one member gets."""
     models = [make() for _ in range(1 if where == "one member" else 3)]
     tree, ensemble = stack_modules(models), Ensemble(functional(models[0])[0], "loop")
     x = -torch.ones(1, 2)
@@ -118,7 +118,7 @@ class Counting(nn.Module):
 
 @pytest.mark.parametrize("how", ["auto", "loop", "vmap", "traced"])
 def test_changed_extra_state_is_refused(how):
-    """The buffers that come back would hold the old state in silence."""
+    """Extra state that forward changes is refused, as the buffers that come back cannot hold it."""
     for step in (0, 1):
         models = [Counting(step) for _ in range(2)]
         ensemble = Ensemble(functional(models[0])[0], how)
@@ -143,7 +143,7 @@ ATTENTION = {
 # torch says so where its kernel has no batching rule.
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 def test_gradients_of_attention_in_evaluation_mode(name):
-    """Torch's fast kernels would be taken, which have no derivatives."""
+    """Gradients are the loop's where torch's fast kernels, which have no derivatives, are at hand."""
     make, n = ATTENTION[name]
     models = [make().eval() for _ in range(2)]
     apply, tree = functional(models[0])[0], stack_modules(models).detach()
@@ -164,7 +164,7 @@ def test_gradients_of_attention_in_evaluation_mode(name):
 
 
 def test_marks_of_the_compiler_are_no_hyperparameters():
-    """One member that was compiled would be refused as another architecture."""
+    """A compiled member is like one that was not compiled."""
     models = [nn.Linear(2, 2) for _ in range(3)]
     compiled = torch.compile(models[0], backend="eager")
     models[1].compile(backend="eager")

@@ -102,7 +102,7 @@ MESSAGES = [
 
 @pytest.mark.parametrize("i", range(len(MESSAGES)))
 def test_errors_say_what_must_hold(i):
-    """Each mistake raises the class that a caller would catch, with its parts in order."""
+    """Each mistake raises its class, with the parts of the message in order."""
     call, error, *parts = MESSAGES[i]
 
     with pytest.raises(error, match="(?s)" + ".*".join(map(re.escape, parts))):

@@ -4,6 +4,7 @@ import copy
 import functools
 import gc
 import pickle
+import threading
 import weakref
 from collections import OrderedDict, deque
 
@@ -116,14 +117,17 @@ def test_references_follow_the_copy(make):
 
 
 def test_what_leads_to_no_weight_stays_shared():
-    """A hook that collects into the user's list does so, and a module's own generator moves on from call to call."""
+    """A hook collects into the user's list, a module's generator moves on, and its lock is one for all copies."""
     seen = []
     model = Layer(lambda self, x: self.linear(x) + torch.rand(3, generator=self.generator), generator=torch.Generator())
+    model.lock, model.condition = threading.Lock(), threading.Condition()
     model.register_forward_hook(lambda module, args, out: seen.append((model.linear.weight.shape, out.shape)))
     apply, params, _ = functional(model)
 
     assert not torch.equal(apply(params, X), apply(params, X))
     assert seen == [((3, 3), (4, 3))] * 2
+    assert apply.module.lock is model.lock
+    assert apply.module.condition._lock is model.condition._lock
 
 
 # -- poison -------------------------------------------------------------------------------------------------------

@@ -1,11 +1,9 @@
-"""Trees made from a tree: empty ones, new leaves, replaced and split entries; and the bytes of leaves."""
-
-import warnings
+"""Trees made from a tree: empty ones, new leaves, replaced and split entries."""
 
 import pytest
 import torch
 
-from tdfunc import MissingKeyError, TensorClass, TensorDict
+from tdfunc import TensorClass, TensorDict
 from tests.helpers import assert_pure, assert_trees_equal
 
 A, B = torch.arange(6.0).reshape(2, 3), torch.tensor([1, 2])
@@ -74,18 +72,3 @@ def test_split_keys(td):
     assert [part.batch_size for part in (first, second, rest)] == [(2,)] * 3
     assert list(loose[0].keys()) == []
     assert_trees_equal(loose[1], td)
-    with pytest.raises(MissingKeyError, match="no key 'a'"):
-        td.split_keys(["a"], ["a"])
-
-
-def test_bytes_of_sparse_leaves():
-    """A sparse leaf counts its stored values and indices."""
-    eye = torch.eye(100)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        leaves = {"coo": eye.to_sparse(), "csr": eye.to_sparse_csr(), "csc": eye.to_sparse_csc(), "dense": eye}
-    stored = {"coo": 100 * (4 + 2 * 8), "csr": 100 * 12 + 101 * 8, "csc": 100 * 12 + 101 * 8, "dense": 40_000}
-    tree = TensorDict(leaves)
-
-    assert {key: TensorDict({key: leaf}).nbytes for key, leaf in leaves.items()} == stored
-    assert tree.nbytes == tree.summary().size_bytes == sum(stored.values())

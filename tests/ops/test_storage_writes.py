@@ -1,4 +1,4 @@
-"""Writes into existing storage: what shares memory, and lazy stacks."""
+"""Writes into existing storage: where they go, values that share memory with leaves, lazy stacks."""
 
 import numpy as np
 import pytest
@@ -13,6 +13,45 @@ def ragged():
     return lazy_stack([TensorDict({"x": torch.zeros(n), "n": {"y": torch.zeros(2)}}) for n in (1, 2)])
 
 
+def test_writes_reach_the_storage():
+    """A write goes into the memory of the leaf, in its dtype, and returns the tree."""
+    td = TensorDict(
+        {"a": torch.arange(3.0), "n": {"b": torch.zeros(3, 2)}, "i": torch.zeros(3, dtype=torch.uint8)}, [3]
+    )
+    a, b = td["a"], td["n", "b"]
+
+    assert td.set_("a", torch.tensor([5, 6, 7])) is td
+    assert a.tolist() == [5, 6, 7]
+    assert td.set("a", 1.0, inplace=True) is td
+    assert td.set_("i", 7)["i"].tolist() == [7, 7, 7]
+    assert td.update_({"n": {"b": torch.ones(3, 2)}}) is td
+    assert td.copy_(td.clone() * 2) is td
+    assert a.tolist() == [2, 2, 2]
+    assert (b == 2).all()
+    assert td.set_("n", {"b": torch.zeros(3, 2)}) is td
+    assert (b == 0).all()
+
+
+def test_writes_to_parameters():
+    """A leaf that requires grad is written to, and autograd does not record it."""
+    td = TensorDict({"w": nn.Parameter(torch.zeros(2))})
+    td.set_("w", torch.ones(2))
+
+    assert td["w"].tolist() == [1, 1]
+    assert td["w"].grad_fn is None
+
+
+def test_rows_in_place():
+    """A preallocated tree is written row by row in one memory."""
+    td = TensorDict({}, [4])
+    td = td.at[1].set_({"a": torch.ones(2), "n": {"b": 5}, "s": "x"})
+    leaf = td["a"]
+
+    assert td.at[2].set_({"a": torch.full((2,), 3.0), "n": {"b": 6}, "s": "x"}) is td
+    assert leaf.tolist() == [[0, 0], [1, 1], [3, 3], [0, 0]]
+    assert td["n", "b"].tolist() == [0, 5, 6, 0]
+
+
 @pytest.mark.parametrize(
     "write",
     [
@@ -24,7 +63,7 @@ def ragged():
 )
 @pytest.mark.parametrize("apart", [True, False])
 def test_two_leaves_can_be_swapped(write, apart):
-    """The second write would read what the first has written, and both leaves would hold one value."""
+    """Values are read before the first write."""
     both = torch.tensor([[1.0, 1.0], [2.0, 2.0]])
     td = TensorDict({"a": both[0], "b": both[1]}, [2])
     td = td.clone() if apart else td
@@ -36,7 +75,7 @@ def test_two_leaves_can_be_swapped(write, apart):
 
 
 def test_swap_under_a_transformation():
-    """Inside vmap nothing tells which tensors share memory."""
+    """Inside vmap the memory of tensors cannot be compared, and values are copied."""
     td = TensorDict({"a": torch.ones(3), "b": torch.zeros(3)}, [3])
 
     torch.vmap(lambda row: row.update_({"a": row["b"], "b": row["a"]}))(td)
@@ -46,7 +85,7 @@ def test_swap_under_a_transformation():
 
 
 def test_windows_are_not_written():
-    """The windows of `unfold` share elements: a write to one row would change the next."""
+    """The windows of `unfold` share elements, and a write to one, which changes the next, is refused."""
     series = torch.arange(6.0)
     td = TensorDict({"w": series.unfold(0, 3, 1)}, [4])
     calls = [
@@ -61,12 +100,14 @@ def test_windows_are_not_written():
     assert series.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
-def test_rows_of_tied_paths_take_one_value():
-    """The last of two rows would win in silence."""
+def test_tied_paths_take_one_value():
+    """Two values for one tensor are refused, and equal ones are written."""
     layer = nn.Linear(2, 2, bias=False)
     tree = from_module(nn.ModuleDict({"a": layer, "b": layer})).detach()
     stacked = torch.stack([tree, tree])
 
+    with pytest.raises(TieError, match=r"'a.weight' and 'b.weight' are given different values; nothing was written"):
+        tree.update_({"a": {"weight": torch.zeros(2, 2)}, "b": {"weight": torch.ones(2, 2)}})
     with pytest.raises(TieError, match=r"'a.weight' and 'b.weight' are given different values; nothing was written"):
         stacked.at[0].set_({"a": {"weight": torch.zeros(2, 2)}, "b": {"weight": torch.ones(2, 2)}})
     stacked.at[0].set_({"a": {"weight": torch.ones(2, 2)}, "b": {"weight": torch.ones(2, 2)}})
@@ -74,7 +115,7 @@ def test_rows_of_tied_paths_take_one_value():
 
 
 def test_one_tensor_under_two_keys_takes_one_value():
-    """Without a tie it is still one tensor, of which the last of two values would be left."""
+    """Without a tie it is still one tensor, and two values are refused."""
     leaf = torch.zeros(2)
 
     with pytest.raises(TieError, match=r"'a' and 'b' are given different values"):
@@ -88,7 +129,7 @@ def around(stack):
 
 
 def test_a_number_and_a_tensor_as_a_row():
-    """`at[i].set_(0)` would be refused where `at[i].set(0)` is not."""
+    """`at[i].set_` takes the rows that `at[i].set` takes."""
     assert TensorDict({"x": torch.zeros(2, 3)}, [2]).at[0].set_(5)["x"].tolist() == [[5.0] * 3, [0.0] * 3]
     assert TensorDict({"x": torch.zeros(2, 2)}, [2]).at[:].set_(torch.arange(2.0))["x"].tolist() == [[0, 0], [1, 1]]
     with pytest.raises(LeafMismatchError, match="altered(.|\n)*int64"):
@@ -96,11 +137,11 @@ def test_a_number_and_a_tensor_as_a_row():
 
 
 def test_rows_with_the_values_that_are_there():
-    """A row of a tree with a value for each row could not be written back, though no value changes."""
+    """A row with the non-tensor values that are there can be written back."""
     tree = TensorDict({"x": torch.zeros(2), "s": ["a", "b"], "t": "all"}, [2])
 
     assert tree.at[0].set_(tree[0] + 1)["x"].tolist() == [1.0, 0.0]
-    with pytest.raises(LeafMismatchError, match=r"'s' is no tensor(.|\n)*'a', 'b'(.|\n)*data=b"):
+    with pytest.raises(LeafMismatchError, match=r"'s' must be a tensor(.|\n)*'a', 'b'(.|\n)*data=b"):
         tree.at[0].set_(tree[1])
 
 
@@ -119,7 +160,7 @@ def test_rows_with_the_values_that_are_there():
     ],
 )
 def test_writes_to_every_tree_of_a_lazy_stack(write):
-    """A key of a lazy stack is a tuple of tensors, which a write would not reach."""
+    """A key of a lazy stack is a tuple of tensors, and a write reaches each of them."""
     tree = around(ragged())
     storage = tree["l", "x"]
 
@@ -130,14 +171,14 @@ def test_writes_to_every_tree_of_a_lazy_stack(write):
 
 
 def test_writes_to_a_lazy_stack_change_nothing_or_all():
-    """The first tree would be written before the value of the second is found not to fit."""
+    """The values for all trees are checked before the first write."""
     tree = around(ragged())
 
     with pytest.raises(LeafMismatchError, match=r"set_ 'x'(.|\n)*shape \[2\](.|\n)*shape \[7\]"):
         tree.set_(("l", "x"), [torch.ones(1), torch.ones(7)])
     with pytest.raises(LeafMismatchError, match=r"'l.1.x': the values do not fit(.|\n)*\[2\](.|\n)*\[7\]"):
         tree.update_({"l": {"x": [torch.ones(1), torch.ones(7)]}})
-    with pytest.raises(LeafMismatchError, match=r"only tensors have storage(.|\n)*a tensor(.|\n)*NonTensorData"):
+    with pytest.raises(LeafMismatchError, match=r"only tensors have storage(.|\n)*NonTensorData"):
         lazy_stack([TensorDict({"s": "a"}), TensorDict({"s": "b"})]).set_("s", "c")
     assert not tree["l", "x"][0].any()
 
@@ -161,7 +202,7 @@ def test_lazy_and_dense_trees_in_place(call):
 
 
 def test_one_sub_tree_given_in_two_ways():
-    """The values under the nested key would replace those of the dict, in silence."""
+    """The values of a dict and those under nested keys are all written."""
     tree = TensorDict({"n": {"a": torch.zeros(2), "b": torch.zeros(2)}})
 
     tree.update_({"n": {"a": torch.ones(2)}, ("n", "b"): torch.ones(2)})
@@ -191,7 +232,7 @@ def shift_tree(write):
     ],
 )
 def test_values_that_overlap_their_leaf(write):
-    """A value that lies partly in its leaf's own memory would raise inside torch with half of the tree written."""
+    """A value that lies partly in its leaf's own memory is copied before."""
     assert shift_tree(write) == ([1.0] * 4, [0.0, 0.0, 1.0, 2.0, 3.0])
 
 
@@ -206,7 +247,7 @@ def test_rows_can_be_moved_in_place(rows):
 
 
 def test_leaves_of_a_lazy_stack_can_be_swapped():
-    """The second tree would read what was written to the first."""
+    """All trees are read before the first write."""
     stack = lazy_stack([TensorDict({"x": torch.tensor(float(i))}) for i in range(3)])
     first, second, third = [tree["x"] for tree in stack.unbind(0)]
 
@@ -216,7 +257,7 @@ def test_leaves_of_a_lazy_stack_can_be_swapped():
 
 
 def test_one_memory_under_two_storages():
-    """Tensors made of one numpy array have storages of their own, and torch notices no overlap: wrong numbers."""
+    """Tensors made of one numpy array have storages of their own, and their overlap is found by address."""
     array = np.arange(100_000.0)
     td = TensorDict({"x": torch.from_numpy(array[1:])})
 
@@ -227,7 +268,7 @@ def test_one_memory_under_two_storages():
 
 
 def test_one_file_mapped_twice(tmp_path):
-    """Two mappings of one file are at two addresses, and what is written to one is read from the other."""
+    """Two mappings of one file are at two addresses, and their overlap is found by file."""
     td = TensorDict({"x": torch.arange(100_000.0)}, [100_000]).memmap(tmp_path / "d")
     again = TensorDict.load_memmap(tmp_path / "d", mode="r+")
 
@@ -239,7 +280,7 @@ def test_one_file_mapped_twice(tmp_path):
 
 @pytest.mark.parametrize("index", [torch.tensor([0, 7]), [0, -5], torch.tensor([[0], [4]], dtype=torch.int32)])
 def test_positions_are_checked_before_the_first_write(index):
-    """A position that is out of range would leave the first leaf written and the others not."""
+    """A position that is out of range is found before any leaf is written."""
     td = TensorDict({"a": torch.zeros(4), "n": {"b": torch.zeros(4)}}, [4])
     row = td[:1] + 1
     stacks = [lazy_stack([td, td.clone()], 1), lazy_stack([td, *[td.clone() for _ in range(3)]])]
@@ -264,7 +305,7 @@ def test_positions_are_checked_before_the_first_write(index):
     ],
 )
 def test_inference_tensors_are_found_before_the_first_write(write, where):
-    """A leaf that torch refuses to write to would leave the leaves before it written."""
+    """A leaf that torch refuses to write to is found before any leaf is written."""
     with torch.inference_mode():
         made = torch.zeros(4)
     td = TensorDict({"a": torch.zeros(4), "n": {"b": made}}, [4])

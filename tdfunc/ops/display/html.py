@@ -64,7 +64,7 @@ def render_html(tree: TensorCollection) -> str:
 
 
 class _Page:
-    """One page: the class of its root, the ties, whether sub-trees are open, the leaves that may still be counted."""
+    """One page: the class of its root, the ties, the state of its sub-trees, the leaves that may still be counted."""
 
     def __init__(self, tree: TensorCollection) -> None:
         self._class, self._tied = type(tree), aliases(tree)

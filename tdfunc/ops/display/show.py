@@ -1,4 +1,4 @@
-"""The methods by which a tree prints, shows in a notebook and completes at a prompt."""
+"""The methods that print a tree, show it in a notebook and complete its keys at a prompt."""
 
 from itertools import islice
 from typing import Any
@@ -15,7 +15,7 @@ COMPLETIONS = 10_000
 
 
 class ShowMethods(TensorCollection):
-    """How a tree looks: as text, in a notebook, as a table; and what a prompt completes."""
+    """How a tree looks: as text, in a notebook, as a table; and the completions of a prompt."""
 
     __slots__ = ()
 

@@ -141,7 +141,7 @@ def _agreed(values: set[str], other: str = "differ") -> str:
 
 
 def _amount(parts: list[Tensor]) -> tuple[int | None, int | None]:
-    """Return the number of elements and the bytes that they take; None where torch cannot tell."""
+    """Return the number of elements and the bytes that they take; None where torch has neither."""
     try:
         elements, size = sum([part.numel() for part in parts]), sum(map(stored_bytes, parts))
         # Traced sizes are symbols.

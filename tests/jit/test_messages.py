@@ -12,7 +12,7 @@ from tdfunc import CaptureError, ImmutableError, NonTensorData, TensorDict, Unsu
 from tdfunc._jit import jit
 
 WEIGHT = torch.ones(3)
-LINE = "test_jit_messages.py"
+LINE = "test_messages.py"
 
 
 class Holder:

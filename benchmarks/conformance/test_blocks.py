@@ -1,4 +1,4 @@
-"""The blocks of tensordict that undo an operation: they raise, and what the documents say instead does the same."""
+"""The blocks of tensordict that undo an operation: they raise, and the line of the documents does the same."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "differences.md"
 
 
 def pairs():
-    """The code of each row of the table: (block of tensordict, what to write)."""
+    """The code of each row of the table: (block of tensordict, line to write)."""
     section = PAGE.read_text().split("## Blocks that undo an operation")[1].split("## ")[0]
     rows = re.findall(r"^\| `(with [^`]+) as t:`.*\| `td = ([^`]+)`", section, re.M)
     assert len(rows) == 9
@@ -30,13 +30,13 @@ def tree_for(code, cls):
 
 
 def names(tree, fn):
-    """What the code of the table names."""
+    """The names in the code of the table."""
     return {"td": tree, "fn": fn, "dim": 1, "a": 0, "b": 1, "n": 2, "device": "cpu"}
 
 
 @pytest.mark.parametrize(("block", "code"), pairs(), ids=lambda text: text)
 def test_what_to_write_instead(block, code):
-    """The page would tell users to write what does not undo the operation."""
+    """The line of the page undoes the operation as the block of tensordict does."""
     tree = tree_for(block, TensorDict)
     done = eval(code, names(tree, lambda t: t + 1))
     theirs = tree_for(block, Incumbent)
@@ -49,6 +49,6 @@ def test_what_to_write_instead(block, code):
 
 @pytest.mark.parametrize(("block", "code"), pairs(), ids=lambda text: text)
 def test_blocks_raise(block, code):
-    """An edit in a block would be lost in silence."""
+    """A block raises, since an edit in it would be lost."""
     with pytest.raises(ImmutableError, match=r"with: a tree is never written to"):
         exec(f"{block} as t:\n    pass", names(tree_for(block, TensorDict), None))

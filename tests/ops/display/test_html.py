@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 import tdfunc as tdf
 from tdfunc import Kind, NonTensorData, TensorClass, TensorDict, lazy_stack
 from tdfunc.ops.display.html import KEY, _first
-from tdfunc.ops.display.text import bytes_text, count_text, kind_text, printable
+from tdfunc.ops.display.text import bytes_text, printable
 from tests.helpers import TiedLM, assert_pure
 from tests.strategies import trees
 
@@ -168,7 +168,7 @@ def test_leaves(leaf, cells):
     ],
 )
 def test_notes(leaf, note):
-    """Beside its key a leaf has its class, layout and whether it requires grad, where these are not the usual ones."""
+    """Next to its key a leaf has its class, layout and `requires grad`, where these are not the usual ones."""
     assert row(raw(x=leaf()))[0] == f"x {note}"
 
 
@@ -256,14 +256,14 @@ def test_ties_and_kinds():
 
 @pytest.mark.slow
 def test_many_entries():
-    """A tree of 100,000 leaves takes bounded time and text, and counts what is left out."""
+    """A tree of 100,000 leaves takes bounded time and text, and counts the rest."""
     flat = TensorDict({f"k{i}": torch.zeros(()) for i in range(100_000)})
     nested = TensorDict({f"a{i}": {f"b{j}": torch.zeros(()) for j in range(100)} for i in range(1000)})
     for tree, more in ((flat, "... 99,900 more"), (nested, "... 900 more")):
         start = time.process_time()
         text = tree._repr_html_()
 
-        # Far above the time it takes; without bounds it would be minutes.
+        # Far above the time that it takes; without bounds it takes minutes.
         assert time.process_time() - start < 5
         assert len(text) < 200_000
         page = Page(text)
@@ -304,25 +304,3 @@ def test_large_leaves_are_not_read_whole():
     ramp = torch.arange(1000.0)[:, None].expand(1000, 3_000_000)
 
     assert row(TensorDict({"x": ramp}))[4:] == ["12.0 GB", "all 0 (of the first 16,384)"]
-
-
-# -- words ------------------------------------------------------------------------------------------------------
-
-
-@given(st.integers(0, 10**18))
-def test_bytes_text(size):
-    """A size is given in the unit that gives it three digits."""
-    number, unit = bytes_text(size).split(" ")
-
-    power = ["B", "kB", "MB", "GB", "TB", "PB"].index(unit)
-    assert float(number) * 1000**power == pytest.approx(size, rel=0.006)
-    assert len(number.replace(".", "")) <= 3 or unit == "PB"
-
-
-def test_words():
-    """Counts, kinds and long texts."""
-    assert [count_text(n, "leaf") for n in (0, 1, 2000)] == ["0 leaves", "1 leaf", "2,000 leaves"]
-    assert [kind_text(kind) for kind in (None, *Kind)] == [
-        "", "parameter", "buffer", "buffer, not saved", "extra state"
-    ]  # fmt: skip
-    assert printable("a" * 300) == "a" * 60 + "..." + "a" * 30 + " (300 characters)"

@@ -1,4 +1,4 @@
-"""How trees print, and what a prompt completes."""
+"""How trees print, and the keys that a prompt completes."""
 
 import inspect
 from typing import Any

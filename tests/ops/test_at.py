@@ -1,0 +1,115 @@
+"""`at`: rows and entries changed in a new tree, against torch's assignment to a copy of each leaf."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from tdfunc import TensorDict
+from tests.helpers import assert_pure, assert_trees_equal
+from tests.random_index import random_index
+from tests.strategies import trees
+
+
+@pytest.fixture
+def td():
+    """Two leaves, one nested, in a batch of three."""
+    return TensorDict({"a": torch.arange(3.0), "n": {"b": torch.zeros(3, 2)}}, [3])
+
+
+FLOATS = trees(size=(3, 2), nontensor=False, dtypes=st.just(torch.float32))
+
+
+@given(FLOATS, st.integers(0, 2**32))
+def test_rows(tree, seed):
+    """Rows go where torch puts them, and `add` counts a row as often as the index names it."""
+    index = random_index(np.random.default_rng(seed), (3, 2))
+    try:
+        taken = torch.arange(6).reshape(3, 2)[index].reshape(-1)
+    except (IndexError, TypeError):
+        assume(False)
+    rows = tree[index]
+    changes = [(lambda t: t.at[index].add(5), lambda x: x.index_add(0, taken, torch.full_like(x[taken], 5)))]
+    if len(taken.unique()) == len(taken):
+        changes += [
+            (lambda t: t.at[index].set(rows + 10), lambda x: x.index_copy(0, taken, x[taken] + 10)),
+            (lambda t: t.at[index].set(7), lambda x: x.index_fill(0, taken, 7)),
+            (lambda t: t.at[index].mul(3), lambda x: x.index_copy(0, taken, x[taken] * 3)),
+            (lambda t: t.at[index].apply(torch.neg), lambda x: x.index_copy(0, taken, -x[taken])),
+        ]
+
+    for on_tree, on_leaf in changes:
+        new = assert_pure(on_tree, tree)
+        assert new._ties == tree._ties
+        for path in tree.paths():
+            assert torch.equal(new[path].flatten(0, 1), on_leaf(tree[path].flatten(0, 1)))
+    assert_trees_equal(tree.at[index].get(), rows)
+
+
+def test_paths(td):
+    """An entry is changed by its path, and a number fills it."""
+    assert td.at["a"].set(1)["a"].tolist() == [1, 1, 1]
+    assert td.at["n", "b"].add(1)["n", "b"].sum() == 6
+    assert td.at["n", "b"].set(1)["n", "b"].tolist() == [[1, 1]] * 3
+    assert td.at["a"].mul(2)["a"].tolist() == [0, 2, 4]
+    assert td.at["n"].apply(lambda t: t + 1)["n", "b"].sum() == 6
+    assert td.at["a"].get() is td["a"]
+    assert td.at["a"].set_(torch.ones(3)) is td
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.complex64])
+def test_numbers_that_keep_their_value(dtype):
+    """Zero fits rows of every dtype, and a float leaf takes an integer that a float is near to."""
+    td = TensorDict({"a": torch.ones(3).to(dtype)}, [3])
+    double = TensorDict({"x": torch.zeros(2, dtype=torch.float64)}, [2])
+
+    assert td.at[0].set(0)["a"].tolist() == [0, 1, 1]
+    assert td.at[0].set(0)["a"].dtype is dtype
+    assert double.at[0].set(2**80)["x"].tolist() == [2.0**80, 0.0]
+    assert double.at["x"].set(2**80)["x"].tolist() == [2.0**80] * 2
+
+
+def test_rows_in_transformations(td):
+    """Rows are written under vmap and grad."""
+
+    def loss(x):
+        return td.at[1].set(td[0].apply(lambda v: v * 0 + x))["a"].sum()
+
+    assert torch.func.grad(loss)(torch.tensor(2.0)) == 1
+    stacked = torch.stack([td, td + 1])
+    rows = torch.vmap(lambda t: t.at[0].set(t[2]))(stacked)
+    assert rows["a"][:, 0].tolist() == [2, 3]
+
+
+def test_rows_of_values():
+    """A row's string goes to its place as one value."""
+    td = TensorDict({"s": ["p", "q", "r"], "x": torch.ones(3, 2)}, [3])
+
+    assert td.at[0].set(td[1])["s"] == ["q", "q", "r"]
+    assert td.at[-1].set(td[0])["s"] == ["p", "q", "p"]
+
+
+@pytest.mark.parametrize("mask", [[0, 0, 0], [0, 1, 2]], ids=str)
+@pytest.mark.parametrize("call", ["add", "mul", "set"])
+def test_at_takes_masks_of_bytes(call, mask):
+    """A mask of uint8 is a mask, as in reading."""
+    td = TensorDict({"a": torch.arange(3.0), "b": torch.ones(3, 2)}, [3])
+    mask = torch.tensor(mask, dtype=torch.uint8)
+
+    assert_trees_equal(getattr(td.at[mask], call)(5), getattr(td.at[mask.bool()], call)(5))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.float8_e8m0fnu, torch.float8_e5m2])
+def test_rows_of_types_that_torch_puts_nowhere_by_index(dtype):
+    """Rows of dtypes without `index_put` are written bit by bit."""
+    leaf, row = torch.tensor([[1, 2], [4, 8], [16, 32]]).to(dtype), torch.tensor([64, 128]).to(dtype)
+    tree = TensorDict({"x": leaf}, [3])
+
+    by_row = tree.at[1].set(TensorDict({"x": row}, []))["x"]
+    by_mask = tree.at[torch.tensor([True, False, True])].apply(lambda x: x.flip(0))["x"]
+
+    assert by_row.dtype is dtype
+    assert by_row.float().tolist() == [[1, 2], [64, 128], [16, 32]]
+    assert by_mask.float().tolist() == [[16, 32], [4, 8], [1, 2]]
+    assert leaf.float().tolist() == [[1, 2], [4, 8], [16, 32]]

@@ -1,0 +1,131 @@
+"""Reductions of leaves, batch dimensions, features and whole trees, against torch on every leaf."""
+
+import pytest
+import torch
+from torch import Size
+
+from tdfunc import TensorDict
+from tests.helpers import assert_pure
+
+A = torch.tensor([[[1.0, -2.0], [3.0, 0.5], [-4.0, 2.0]], [[0.0, 5.0], [1.0, 1.0], [2.5, -1.0]]])
+NAN = A.masked_fill(A == 1, torch.nan)
+# A leaf in a tree, and in a nested one with a longer batch.
+TREE = TensorDict({"a": A, "n": TensorDict({"b": A}, [2, 3, 2])}, [2, 3], names=["r", "c"])
+# torch's function of (leaf, dims); those that torch has for one dimension only are applied to a flattened leaf.
+MANY = ("sum", "mean", "amax", "amin", "std", "var", "nansum", "nanmean", "logsumexp", "norm")
+ONE = ("prod", "all", "any", "quantile", "max", "min", "argmax", "argmin")
+BOTH = (*MANY, *ONE)
+
+
+def on_leaf(name, x, dims, keepdim=False):
+    """Reduce a leaf over adjacent dimensions, whose positions count through all of them."""
+    fn = torch.linalg.vector_norm if name == "norm" else getattr(torch, name)
+    if name in MANY:
+        return fn(x, dim=dims, keepdim=keepdim)
+    flat = x.flatten(dims[0], dims[-1])
+    out = fn(flat, 0.3, dims[0]) if name == "quantile" else fn(flat, dims[0])
+    sizes = [1 if i in dims else n for i, n in enumerate(x.shape) if keepdim or i not in dims]
+    return tuple(part.reshape(sizes) for part in out) if isinstance(out, tuple) else out.reshape(sizes)
+
+
+def on_tree(name, tree, dim=None, keepdim=False, **options):
+    """Call the method of a tree."""
+    return getattr(tree, name)(*[0.3] * (name == "quantile"), dim=dim, keepdim=keepdim, **options)
+
+
+def assert_leaf(found, path, expected):
+    """Check a leaf, of `max` and `min` the values and the positions."""
+    if isinstance(expected, tuple):
+        torch.testing.assert_close((found.values[path], found.indices[path]), expected)
+    else:
+        torch.testing.assert_close(found[path], expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("keepdim", [False, True])
+@pytest.mark.parametrize("dim", [0, -1, (0, 1)], ids=str)
+@pytest.mark.parametrize("name", BOTH)
+def test_batch_dimensions(name, dim, keepdim):
+    """Leaves, batch sizes and names are those that torch gives each leaf, in nested batches and in a flat tree."""
+    if isinstance(dim, tuple) and name in ("max", "min", "argmax", "argmin"):
+        return
+    dims = {0: (0,), -1: (1,)}.get(dim, dim)
+    found = assert_pure(lambda t: on_tree(name, t, dim, keepdim), TREE)
+    flat = on_tree(name, TREE.exclude("n"), dim, keepdim)
+
+    expected = on_leaf(name, A, dims, keepdim)
+    for tree, path in ((found, "a"), (found, ("n", "b")), (flat, "a")):
+        assert_leaf(tree, path, expected)
+    tree = found.values if name in ("max", "min") else found
+    size = torch.empty(2, 3).sum(dims, keepdim=keepdim).shape
+    assert (tree.batch_size, tree["n"].batch_size) == (size, (*size, 2))
+    assert tree.names == [n for i, n in enumerate("rc") if keepdim or i not in dims]
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_whole_leaves_and_features(name):
+    """Without `dim` a whole leaf is reduced; "feature" reduces what follows the batch of each node."""
+    leaf = NAN if name.startswith("nan") else A
+    tree = TensorDict({"a": leaf, "n": TensorDict({"b": leaf}, [2, 3])}, [2])
+
+    features = on_tree(name, tree, "feature")
+    kept = on_tree(name, tree, "feature", keepdim=True)
+    assert_leaf(features, "a", on_leaf(name, leaf, (1, 2)))
+    assert_leaf(features, ("n", "b"), on_leaf(name, leaf, (2,)))
+    assert_leaf(kept, "a", on_leaf(name, leaf, (1, 2), keepdim=True))
+    if name in ("all", "any"):
+        assert on_tree(name, tree) is bool(getattr(torch, name)(leaf))
+        return
+    whole = on_leaf(name, leaf.flatten(), (0,))
+    assert_leaf(on_tree(name, tree), "a", whole[0] if isinstance(whole, tuple) else whole)
+
+
+@pytest.mark.parametrize("name", [name for name in BOTH if name not in ("all", "any", "argmax", "argmin")])
+def test_all_leaves_together(name):
+    """`reduce=True` counts each leaf once."""
+    tree = TensorDict({"a": A, "n": {"b": A.flatten()[:3] + 7}})
+    expected = on_leaf(name, torch.cat([x.flatten() for x in tree.leaves()]), (0,))
+
+    found = on_tree(name, tree, reduce=True)
+
+    torch.testing.assert_close(found, expected[0] if isinstance(expected, tuple) else expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", ["sum", "mean", "amax"])
+def test_a_leaf_without_features(name):
+    """A leaf without features is its own reduction over them, not one over rows."""
+    found = on_tree(name, TREE, "feature")
+
+    assert torch.equal(found["n", "b"], A)
+    assert found["n"].batch_size == Size([2, 3, 2])
+
+
+def test_gradient_goes_to_one_of_equal_values():
+    """`max` over a dimension does not spread the gradient, as `amax` does."""
+    leaf = torch.tensor([1.0, 3.0, 3.0])
+    gradient = torch.func.grad(lambda t: t.max(0).values["a"])(TensorDict({"a": leaf}, [3]))
+
+    assert gradient["a"].tolist() == torch.func.grad(lambda x: x.max(0).values)(leaf).tolist()
+
+
+def test_small_masks_are_reduced_together():
+    """One mask of many that is not all true is found."""
+    masks = {f"k{i}": torch.ones(5, dtype=torch.bool) for i in range(20)}
+    one_false = TensorDict(masks | {"k7": torch.tensor([True, True, False, True, True])}, [5])
+    large = TensorDict({key: mask.repeat(1000) for key, mask in masks.items()})
+
+    assert TensorDict(masks, [5]).all() is True
+    assert one_false.all() is False
+    assert (~one_false).any() is True
+    assert (~TensorDict(masks, [5])).any() is False
+    assert large.all() is True
+
+
+def test_a_reduction_names_the_leaf_that_has_no_mean():
+    """The counters of BatchNorm make the mean of an ensemble fail, and the error has their path."""
+    tree = TensorDict({"w": torch.ones(2, 3), "norm": {"count": torch.ones(2, dtype=torch.int64)}}, [2])
+
+    for name, torch_text in (("mean", "infer output dtype"), ("std", "floating")):
+        with pytest.raises(RuntimeError, match=torch_text) as caught:
+            getattr(tree, name)(0)
+        assert caught.value.__notes__ == [f"{name}: raised at the leaf 'norm.count'."]
+    assert tree.float().mean(0)["norm", "count"] == 1
