@@ -166,9 +166,7 @@ def progress_bar(show: bool, size_bytes: int, what: str) -> Generator[Callable[[
     try:
         from tqdm.auto import tqdm  # pyright: ignore[reportMissingModuleSource]
     except ImportError as err:
-        raise UnsupportedError(
-            "progress=True needs tqdm, which is not installed.", hint='pip install "tdfunc[cli]", or pip install tqdm.'
-        ) from err
+        raise UnsupportedError("progress=True needs tqdm, which is not installed.", hint="pip install tqdm.") from err
     with tqdm(total=size_bytes, unit="B", unit_scale=True, unit_divisor=1000, desc=what) as bar:
         yield bar.update
 
