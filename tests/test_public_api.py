@@ -8,6 +8,7 @@ from pathlib import Path
 import tdfunc
 
 ROOT = Path(__file__).parent.parent
+METHODS = ROOT / "docs/api/methods.md"
 
 
 def listed_symbols(text):
@@ -36,8 +37,9 @@ def read_exports(package):
 
 
 def test_docs_list_every_public_name_once():
-    """The pages of docs/api list every public name once, and nothing else."""
-    symbols = [symbol for page in (ROOT / "docs/api").rglob("*.md") for symbol in listed_symbols(page.read_text())]
+    """Each public name is documented on one page, and the pages name nothing else."""
+    pages = {*(ROOT / "docs/api").rglob("*.md")} - {METHODS}
+    symbols = [symbol for page in pages for symbol in listed_symbols(page.read_text())]
     listed = {"tdfunc": set()}
     for symbol in symbols:
         package, _, name = symbol.rpartition(".")
@@ -50,6 +52,15 @@ def test_docs_list_every_public_name_once():
         aliases = set().union(*[listed[f"{package}.{module}"] for module in modules]) - names
         assert read_exports(package) - modules - aliases == names - modules, package
     assert [symbol for symbol, count in Counter(symbols).items() if count > 1] == []
+
+
+def test_docs_list_every_method_of_a_tree_once():
+    """The page of methods has each public method and property of `TensorDict` in one of its families."""
+    listed = Counter(symbol.removeprefix("tdfunc.TensorDict.") for symbol in listed_symbols(METHODS.read_text()))
+    classes = [cls for cls in tdfunc.TensorDict.__mro__ if cls is not object]
+
+    assert set(listed) == {name for cls in classes for name in vars(cls) if not name.startswith("_")}
+    assert [name for name, count in listed.items() if count > 1] == []
 
 
 def test_one_screen_names_everything():
@@ -72,7 +83,7 @@ def test_a_star_import_gives_the_public_names():
 
 
 def test_symbols_and_exports_are_found():
-    """The readers of pages and of sources find names."""
+    """Symbols of a page and exports of packages and modules are found."""
     package = "from tdfunc._a import x as x, _y as _y\nfrom tdfunc._b import Z as Z\n__all__ = ['x']\n"
     module = "from torch import nn\nclass A: ...\ndef f(): ...\ndef _g(): ...\n"
 

@@ -142,9 +142,7 @@ class RemoteFiles:
         try:
             import fsspec  # pyright: ignore[reportMissingTypeStubs]
         except ImportError as err:
-            raise UnsupportedError(
-                f"{path}: other machines need fsspec.", hint='pip install "tdfunc[remote]".'
-            ) from err
+            raise UnsupportedError(f"{path}: other machines need fsspec.", hint="pip install fsspec.") from err
         # Without a cache of listings, which would show folders as they were. Any: fsspec has no annotations.
         self._system: Any = fsspec.core.url_to_fs(path, use_listings_cache=False)[0]
         self._fetch = fetch
