@@ -234,13 +234,18 @@ OPERATIONS = [
     # reductions
     (lambda: FLAT.sum(1), IndexError, "sum: batch dimension 1"),
     (lambda: FLAT.sum("x"), ValueError, "sum: dim must be a batch dimension.*'feature'.*'x'"),
-    (lambda: FLAT.mean(0, reduce=True), ValueError, "mean: reduce=True.*None.*0"),
-    (lambda: FLAT.max(0, reduce=True), ValueError, "amax: reduce=True.*dim None.*0"),
-    (lambda: TensorDict().sum(reduce=True), ValueError, "sum: the tree has no leaves"),
+    (lambda: FLAT.mean(0, reduce=True), ValueError, "mean: with reduce=True dim must be None.*0"),
+    (lambda: FLAT.max(0, reduce=True), ValueError, "amax: with reduce=True dim must be None.*0"),
+    (lambda: TensorDict().sum(reduce=True), ValueError, "sum: the tree must have a leaf"),
     (lambda: FLAT.max((0, 1)), ValueError, r"max: dim must be one batch dim.*\(0, 1\)"),
     (lambda: FLAT.argmin("rows"), ValueError, "argmin: dim must be.*'feature'.*'rows'"),
     (lambda: FLAT.quantile(torch.ones(2)), ValueError, r"quantile: q must be a number.*\[2\].*torch.stack"),
     (lambda: torch.quantile(FLAT, torch.ones(2), 0), ValueError, r"quantile: q must be a number.*\[2\]"),
+    (lambda: ragged().sum(dim="feature", reduce=True), LeafMismatchError, "sum: a lazy stack has no one tensor"),
+    (
+        lambda: TensorDict({"l": ragged()}, [3]).mean(dim="feature", reduce=True),
+        LeafMismatchError, "mean: a lazy stack has no one tensor",
+    ),
     # shapes
     (lambda: WIDE.reshape(5), RuntimeError, r"reshape.*6 elements.*\(5,\)"),
     (lambda: WIDE.flatten(1, 0), RuntimeError, "start_dim must not come after.*1 > 0"),
