@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from torch import nn
 
 from tdfunc import (
     BatchSizeError,
@@ -87,6 +88,8 @@ MESSAGES = [
     (lambda: step(state=adam().init(make_tree(2))), BatchSizeError, "[3]", "[2]"),
     (lambda: step(state=adam().init(make_tree()).set(("exp_avg", "b"), torch.zeros(3, 1))), LeafMismatchError,
      "exp_avg of 'b'", "[3, 4]", "[3, 1]"),
+    (lambda: step(grads=make_tree().apply(nn.Parameter)), TypeError, "Parameters", "update(params, grads, state)",
+     "gradient of 'a.w'"),
     (lambda: step(active=torch.ones(2) > 0), BatchSizeError, "active", "[3]", "[2]"),
     # Members that are rows of a lazy stack.
     (lambda: adam().init(ROWS), UnsupportedError, "adam.init", "stacked along the batch", "a lazy stack"),
