@@ -68,7 +68,7 @@ def list_matching(name: str, what: str, params: TensorCollection, leaves: Leaves
             f"{name}.update: the {what} must tie the leaves that params tie.", expected=params._ties, got=other._ties
         )
     values = list_leaves(other)
-    if values and isinstance(values[0], Parameter) and not isinstance(leaves[0], Parameter):
+    if values and type(values[0]) is Parameter and type(leaves[0]) is not Parameter:
         raise error(
             TypeError,
             f"{name}.update: the {what} must not be made of Parameters, where params are not.",
