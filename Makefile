@@ -6,7 +6,7 @@ PY := $(VENV)/bin/python
 # One file pins the packages and, for pip's isolated builds, the build backend.
 PIP_ENV := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1
 
-.PHONY: install demo test test-all conformance reliability pages bench lint types docs notebooks clean
+.PHONY: install demo test test-all conformance reliability pages outputs bench lint types docs notebooks clean
 
 install: $(VENV)/.installed-dev
 
@@ -18,7 +18,7 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt | $(PY)
 $(PY):
 	$(PYTHON) -m venv $(VENV)
 
-# A complete environment serves the demo too; otherwise only what the demo needs is installed.
+# An environment with everything serves the demo too; without one, only the extra [demo] is installed.
 demo: $(if $(wildcard $(VENV)/.installed-dev),install,$(VENV)/.installed-demo)
 	$(PY) -m tdfunc.demo
 
@@ -62,8 +62,12 @@ lint: install
 types: install
 	$(PY) -m pyright --pythonpath $(PY)
 
+# Checks that the notebooks run; `make outputs` runs them and keeps their outputs.
 notebooks: install
 	$(PY) -m pytest --nbmake notebooks -q
+
+outputs: install
+	$(PY) -m benchmarks.pages.notebooks
 
 docs: install
 	$(PY) -m mkdocs build --strict

@@ -30,7 +30,7 @@ from benchmarks import (
     trees,
 )
 from benchmarks.measure import QUICK, Effort, Timing
-from benchmarks.page import Results, render
+from benchmarks.page import Results, write
 from benchmarks.rows import OURS, Measured, Suite, Verdict, judge, measure_cases, shown, time_shown
 
 ROOT = Path(__file__).parent.parent
@@ -140,13 +140,12 @@ def main() -> None:
         print_json(QUICK if options.quick else Effort())
         return
     results = run(options.only, options.quick, options.newer)
-    text = render(results)
     complete = options.only is None and not options.quick
     out = options.out or (ROOT / "docs" / "benchmarks.md" if complete else None)
     if out is None:
         say("\nnot written: only a full run replaces docs/benchmarks.md (or pass --out)")
         return
-    out.write_text(text)
+    write(results, out)
     say(f"\nwritten: {out}")
 
 

@@ -1,21 +1,25 @@
-"""The page: docs/benchmarks.md from what was measured. Nobody edits it by hand, and it bears no date."""
+"""The writer of docs/benchmarks.md, a page without a date that nobody edits by hand."""
 
 import inspect
 import os
 import platform
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import compiled, ensembles, memory, scaling
+from benchmarks.chart import draw, speedups
 from benchmarks.compiled import Compiled
 from benchmarks.ensembles import Cell
 from benchmarks.memory import Peak
 from benchmarks.rows import OURS, Clock, Measured, Suite, Verdict, shown, time_shown
 from benchmarks.scaling import Depth, Growth
 
-# A wall-time ratio this far from that of CPU times is worth saying.
+PICTURE = "assets/benchmarks.svg"
+# A wall-time ratio this far from that of CPU times gets a remark.
 APART = 0.15
 _CLOCKS: dict[Clock, str] = {"cpu": "CPU", "wall": "wall"}
 SCALING_SOURCES = (scaling.tree_ways, scaling.swap_way, scaling.growth, scaling.depth)
@@ -23,7 +27,7 @@ COMPILED_SOURCES = (compiled.step_functions, compiled.compile_counts)
 
 
 class Results(NamedTuple):
-    """All that the page shows; parts that were not measured are empty."""
+    """The measurements of a run; parts that were not measured are empty."""
 
     suites: list[tuple[Suite, list[Measured], list[Verdict]]]
     newer: tuple[str, list[Measured]] | None = None
@@ -48,27 +52,44 @@ def anchor(text: str) -> str:
 
 def render(results: Results) -> str:
     """Return the page."""
-    parts = ["# Benchmarks", _intro(), *machine(), *_summary(results)]
+    parts = ["# Benchmarks", _intro(), f"![Speed-ups of the main rows]({PICTURE}){{ .wide }}", _method(), *machine()]
     for suite, measured, _ in results.suites:
-        parts += [
-            f"## {suite.title}",
-            f"{suite.intro} What runs: {_links(suite.sources)}.",
-            _cases(measured, suite.clock),
-        ]
+        parts += [f"## {suite.title}", f"{suite.intro} Code: {_links(suite.sources)}.", _cases(measured, suite.clock)]
         if suite.name == "trees" and results.newer is not None:
             parts += _newer(*results.newer)
     parts += _memory(results.peaks)
     parts += _growth(results.growths, results.depths) + _ensembles(results.cells) + _compiled(results.compiled)
-    parts += _sources(results)
+    parts += _summary(results) + _sources(results)
     return "\n\n".join(parts) + "\n"
+
+
+def write(results: Results, path: Path) -> None:
+    """Write the page and the picture at its head."""
+    path.write_text(render(results))
+    # The sources on the page get the width of its column.
+    subprocess.run([sys.executable, "-m", "ruff", "format", "--quiet", str(path)], check=True)
+    measured = {suite.name: (cases, suite.clock) for suite, cases, _ in results.suites}
+    if results.newer is not None:
+        measured["newer"] = (results.newer[1], "cpu")
+    picture = path.parent / PICTURE
+    picture.parent.mkdir(exist_ok=True)
+    draw(speedups(measured), picture)
 
 
 def _intro() -> str:
     return _prose("""
-        `make bench` writes this page. All ways to do one thing run in one process, one after another in rounds of a few
-        milliseconds, on one torch thread with the garbage collector off. A time is the median over the rounds of this
-        thread's CPU time (wall time is named where its ratio is another), less the cost of calling an empty function.
-        *2x* in a column of speed-ups means that tdfunc takes half the time.
+        The picture shows how many times faster tdfunc does some common work than the way named beside each bar, on one
+        core of a CPU; in orange rows it is slower. All rows, against all rivals, are in the tables below; the
+        targets that the project has set itself, reached or not, are [at the end](#targets).
+    """)
+
+
+def _method() -> str:
+    return _prose("""
+        `make bench` measures and writes this page. All ways to do one thing run in one process, one after another in
+        rounds of a few milliseconds, on one torch thread with the garbage collector off. A time is the median over the
+        rounds of this thread's CPU time, minus the cost of calling an empty function. The last column gives the
+        speed-up by the other clock where the two differ. *2x* means that tdfunc takes half the time.
     """)
 
 
@@ -77,7 +98,7 @@ def _prose(text: str) -> str:
 
 
 def machine() -> list[str]:
-    """Return what the numbers depend on: processor, versions."""
+    """Return the table of the processor and the versions."""
     names = ("torch", "tensordict", "optree", "numpy")
     lines = [
         ("processor", f"{_processor()}, {os.cpu_count()} cores; one is used"),
@@ -104,7 +125,7 @@ def _version(name: str) -> str:
         return "?"
 
 
-# -- what was to be reached -------------------------------------------------------------------------------------
+# -- targets ----------------------------------------------------------------------------------------------------
 
 
 def _summary(results: Results) -> list[str]:
@@ -116,8 +137,8 @@ def _summary(results: Results) -> list[str]:
         for verdict in found:
             row = verdict.row
             aim = f"{row.reach:g}x faster" if row.sense == "faster" else f"at most {row.reach:g}x"
-            what = f"[{row.title}](#{anchor(suite.title)})"
-            rows.append([what, row.rival, aim, shown(verdict.value), "yes" if verdict.reached else "**no**"])
+            title = f"[{row.title}](#{anchor(suite.title)})"
+            rows.append([title, row.rival, aim, shown(verdict.value), "yes" if verdict.reached else "**no**"])
     short = [f"- **{v.row.title}**, against {v.row.rival}: {v.sentence}." for v in verdicts if not v.reached]
     count = len(verdicts) - len(short)
     head = (
@@ -126,7 +147,7 @@ def _summary(results: Results) -> list[str]:
     )
     parts = ["## Targets", f"{count} of {len(verdicts)} rows reach their target. {head}"]
     parts.append(table(("work", "against", "reach", "measured", "reached"), rows))
-    return [*parts, *(["What falls short, and why:", "\n".join(short)] if short else [])]
+    return [*parts, *(["Rows that fall short, with the reason:", "\n".join(short)] if short else [])]
 
 
 def _links(functions: Sequence[Callable[..., Any]]) -> str:
@@ -157,9 +178,8 @@ def _cases(measured: Sequence[Measured], clock: Clock) -> str:
 
 def _newer(number: str, measured: list[Measured]) -> list[str]:
     text = _prose(f"""
-        The targets were set against the tensordict that is pinned here, {_version("tensordict")}. Version {number} has
-        much less overhead in Python; these are the same rows against it, measured in a process of their own. They have
-        no targets.
+        The targets are ratios to the pinned tensordict, {_version("tensordict")}. Version {number} has much less
+        overhead in Python; these are the same rows against it, measured in a process of their own, without targets.
     """)
     return [f"### Against tensordict {number}", text, _cases(_only_tensordict(measured), "cpu")]
 
@@ -184,9 +204,9 @@ def _growth(growths: Sequence[Growth], depths: Sequence[Depth]) -> list[str]:
     verdict = "All grow linearly" if not bent else "All but " + ", ".join(g.what for g in bent) + " grow linearly"
     text = _prose(f"""
         Time per leaf for flat trees of n leaves of shape (4, 2). {verdict}: the cost of 100 leaves and more fits a
-        power of n of at most {scaling.LINEAR}. (`set` copies the dict of one node, nanoseconds a leaf.) The line is a
-        fit of start + slope n. Swap: a new tree at each call is read, checked and put into the module.
-        What runs: {_links(SCALING_SOURCES)}.
+        power of n of at most {scaling.LINEAR}. (`set` copies the dict of one node, which takes nanoseconds for each
+        leaf.) The line is a fit of start + slope n. Swap: a new tree at each call is read, checked and put into the
+        module. Code: {_links(SCALING_SOURCES)}.
     """)
     parts = ["## Cost against leaves", text]
     parts.append(table(("work", *[f"{n:,}" for n in leaves], "line", "power"), rows))
@@ -220,12 +240,12 @@ def _ensembles(cells: Sequence[Cell]) -> list[str]:
         f"{c.model}, {c.members} member{'s' * (c.members > 1)}: auto ({c.chosen}) takes {c.ratio:.2f} of {c.best}"
         for c in over
     )
-    verdict = "In every one of them it is." if not over else f"It falls short in {len(over)} of {len(cells)}: {words}."
+    verdict = "All of them reach it." if not over else f"It falls short in {len(over)} of {len(cells)}: {words}."
     text = _prose(f"""
-        `auto` is vmap, or the loop for one member and for what vmap cannot run; it is to be within
-        {ensembles.WITHIN - 1:.0%} of the better of the two. {verdict} `how="traced"` replays a trace, which is asked
-        for; the last column is its gain over `auto`. All in evaluation mode, without gradients, after
-        {ensembles.WARM_UP} calls. What runs: {_links((ensembles.prepare_cell,))}.
+        `auto` is vmap, or the loop for one member and for what vmap cannot run; its target is
+        {ensembles.WITHIN - 1:.0%} above the better of the two. {verdict} `how="traced"` replays a
+        trace, and only on request; the last column is its gain over `auto`. All in evaluation mode, without gradients,
+        after {ensembles.WARM_UP} calls. Code: {_links((ensembles.prepare_cell,))}.
     """)
     head = ("model", "members", *ensembles.WAYS, "auto chose", "auto", "auto / best", "traced, faster than auto")
     return ["## Ways to run an ensemble", text, table(head, rows)]
@@ -235,10 +255,10 @@ def _memory(peaks: Sequence[Peak]) -> list[str]:
     if not peaks:
         return []
     text = _prose(f"""
-        Resident memory at its peak, above what the process with the tree has before. Pages of mapped files count,
-        though they are no memory of the process's own: the system takes them back when it needs them, and several
-        processes share them. How many of the bytes are such pages when the work is done is in the last column. Loading
-        includes one use of every value, saving in the background ends when the file is there. What runs:
+        Resident memory at its peak, minus that of the process with the tree before the work. Pages of mapped files
+        count, though they do not belong to the process: the system takes them back when it needs them, and several
+        processes share them. The last column has the bytes on such pages at the end of the work. Loading
+        includes one use of every value, saving in the background ends when the file is there. Code:
         {_links(memory.SOURCES)}.
     """)
     rows = [[f"{p.what}: {p.way}", _megabytes(p.size_bytes), _megabytes(p.mapped_bytes)] for p in peaks]
@@ -257,7 +277,7 @@ def _compiled(found: Sequence[Compiled]) -> list[str]:
     text = _prose(f"""
         The step functions of the demo under `torch.compile(fullgraph=True, backend="aot_eager")`, called
         {compiled.CALLS} times with new trees and data of the same shapes. {verdict}
-        What runs: {_links(COMPILED_SOURCES)}.
+        Code: {_links(COMPILED_SOURCES)}.
     """)
     rows = [[c.what, str(c.graphs), str(c.graphs_after), str(c.breaks)] for c in found]
     return [
@@ -277,7 +297,7 @@ def _sources(results: Results) -> list[str]:
         shown_sources += COMPILED_SOURCES
     if results.peaks:
         shown_sources += memory.SOURCES
-    parts = ["## What runs", "The functions behind the rows, from `benchmarks/`."]
+    parts = ["## Sources", "The functions behind the rows, from `benchmarks/`."]
     for fn in shown_sources:
         # `py`, not `python`: these run as parts of their modules, the blocks of a page as pages.
         parts += [f"### {_name(fn)}", f"```py\n{inspect.getsource(fn).rstrip()}\n```"]

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from benchmarks import (
     __main__,
+    chart,
     compiled,
     ensembles,
     families,
@@ -268,7 +270,37 @@ def test_page_names_versions_and_no_date():
 
     assert f"torch {torch.__version__}" in text
     assert f"Python {sys.version.split()[0]}" in text
-    assert not re.search(r"\b20\d\d-\d\d", text.split("## What runs")[0])
+    assert not re.search(r"\b20\d\d-\d\d", text.split("## Sources")[0])
+
+
+def test_every_bar_of_the_picture_is_a_row_of_the_page():
+    """The committed page has the case and rival of each bar, so that a renamed row cannot leave the picture."""
+    text = (Path(__file__).parent.parent / "docs/benchmarks.md").read_text()
+
+    assert [bar for bar in chart.BARS if f"| {bar.case} | {bar.rival} |" not in text] == []
+
+
+def test_picture_draws_rows_where_we_are_slower(tmp_path):
+    """Bars are found by part, case and rival; equal numbers give an equal file, and a slower row another colour."""
+    cases = [measured("add, 100 leaves", tdfunc=2.0, tensordict=1.0), measured("another", tdfunc=1.0, tensordict=1.0)]
+    found = chart.speedups({"newer": (cases, "cpu")})
+    for name in ("a.svg", "b.svg"):
+        chart.draw(found, tmp_path / name)
+
+    assert [(bar.case, value) for bar, value in found] == [("add, 100 leaves", 0.5)]
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    assert "#e0591b" in (tmp_path / "a.svg").read_text()
+
+
+def test_page_and_picture_are_written(tmp_path):
+    """The picture lies at the place that the page names, and the targets stand after the rows."""
+    page.write(
+        page.Results([], newer=("9.9", [measured("add, 100 leaves", tdfunc=1.0, tensordict=2.0)])), tmp_path / "b.md"
+    )
+
+    assert f"]({page.PICTURE})" in (tmp_path / "b.md").read_text()
+    assert (tmp_path / page.PICTURE).exists()
+    assert a_page().index("## Tree operations") < a_page().index("## Targets")
 
 
 def test_page_has_no_code_that_the_docs_would_run():

@@ -1,5 +1,7 @@
 """tdfunc: immutable trees of tensors, and pure functions over them."""
 
+import builtins as _builtins
+
 from tdfunc import metrics as metrics
 from tdfunc import optim as optim
 from tdfunc._control import associative_scan as associative_scan
@@ -67,5 +69,10 @@ from tdfunc.storage.safetensors.saved import open as open
 
 __version__ = "0.1.0"
 
-# `from tdfunc import *` leaves Python's own `map` alone.
-__all__ = [name for name in globals() if not name.startswith("_") and name != "map"]  # pyright: ignore[reportUnsupportedDunderAll]
+# `from tdfunc import *` leaves Python's own `map` and `open` alone, and gives no packages but the public ones.
+__all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
+    name
+    for name, value in globals().items()
+    if not name.startswith("_") and not hasattr(_builtins, name)
+    if not isinstance(value, type(_builtins)) or name in ("metrics", "optim")
+]

@@ -14,15 +14,13 @@ from torch._higher_order_ops import associative_scan as _torch_associative_scan
 from torch._higher_order_ops import map as _torch_map
 from torch._higher_order_ops import scan as _torch_scan
 from torch._higher_order_ops import while_loop as _torch_while_loop
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
-from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from tdfunc._jit.tracing import Recorder
 from tdfunc.core.collection import Static, TensorCollection
-from tdfunc.core.context import in_functorch, is_tracing
+from tdfunc.core.context import in_functorch, is_known, is_recording, is_tracing
 from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureError, UnsupportedError, error
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack
 from tdfunc.core.pytree import Context, _follow, flatten, rebuilt_size, unflatten
@@ -31,7 +29,7 @@ from tdfunc.core.ties import Graft
 # Any: operands and results are trees, tensors, and containers of these.
 Fn = Callable[..., Any]
 
-# Its annotation asks for a function of two arguments, which it does not call with two.
+# Its annotation is of a function of two arguments, which it does not call with two.
 _run_map: Any = _torch_map
 _functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -77,7 +75,7 @@ def cond(pred: Any, true_fn: Fn, false_fn: Fn, operands: Sequence[Any] = ()) -> 
 
         flag: Any = pred.reshape(()).to(torch.bool) if isinstance(pred, Tensor) else pred
         return _unpack_only(torch.cond(flag, flat(true_fn), flat(false_fn), tuple(given)), known)
-    if not isinstance(pred, Tensor) or _is_known(pred):
+    if not isinstance(pred, Tensor) or is_known(pred):
         return true_fn(*operands) if pred else false_fn(*operands)
     yes, no = true_fn(*operands), false_fn(*operands)
     _check_alike("cond: both branches must return one structure", yes, no)
@@ -129,7 +127,7 @@ def while_loop(cond_fn: Fn, body_fn: Fn, carried: Sequence[Any]) -> tuple[Any, .
     values = tuple(carried)
     while True:
         holds = cond_fn(*values)
-        if isinstance(holds, Tensor) and not _is_known(holds):
+        if isinstance(holds, Tensor) and not is_known(holds):
             raise _unknown_steps("jit, vmap of what cond_fn reads, or meta tensors")
         if not holds:
             return values
@@ -171,7 +169,9 @@ def map(fn: Fn, xs: Any, *args: Any) -> Any:
     return _stack_rows("map: all rows must give one structure", rows, 0)
 
 
-def scan(combine_fn: Fn, init: Any, xs: Any, *, dim: int = 0, reverse: bool = False) -> tuple[Any, Any]:
+def scan(
+    combine_fn: Fn, init: Any, xs: Any = None, *, length: int | None = None, dim: int = 0, reverse: bool = False
+) -> tuple[Any, Any]:
     """Carry a value through the rows of `xs`: `carry, out = combine_fn(carry, row)`, one row after another.
 
     Run eagerly this is a loop; under `torch.compile`, `torch.export` and `make_fx` it is torch's `scan`, whose graph
@@ -181,7 +181,8 @@ def scan(combine_fn: Fn, init: Any, xs: Any, *, dim: int = 0, reverse: bool = Fa
         combine_fn: A function of the carry and a row that returns the new carry, with the structure, shapes and dtypes
             of the old, and a result.
         init: The first carry: a tree, a tensor, or a container of these.
-        xs: What the rows are taken from.
+        xs: A tree, a tensor, or a container of these, in which the rows lie. Without it, every row is None.
+        length: The number of steps, where there is no `xs`.
         dim: The dimension of every leaf of `xs`, and of the batch of its trees, that the rows lie along; the results
             are stacked along it.
         reverse: Start with the last row; results stay at the places of their rows.
@@ -190,7 +191,7 @@ def scan(combine_fn: Fn, init: Any, xs: Any, *, dim: int = 0, reverse: bool = Fa
         The last carry, and the stacked results.
 
     Raises:
-        ValueError: `xs` has no leaves, no rows, or leaves of different lengths.
+        ValueError: `xs` has no leaves, no rows, leaves of different lengths, or another number of rows than `length`.
         TreeStructureError: A step changes the structure of the carry, or two results differ in structure.
         LeafMismatchError: A step changes the shape, dtype or device of a leaf; the message names it.
         BatchSizeError: A step changes the batch size of a tree.
@@ -201,12 +202,17 @@ def scan(combine_fn: Fn, init: Any, xs: Any, *, dim: int = 0, reverse: bool = Fa
         >>> last["x"], sums["x"]
         (tensor(6.), tensor([0., 1., 3., 6.]))
     """
+    if xs is None and length is not None:
+        counter = torch.zeros((1,) * dim + (length,))
+        return scan(lambda carry, _: combine_fn(carry, None), init, counter, dim=dim, reverse=reverse)
     leaves, spec = torch_pytree.tree_flatten(xs)
-    length = _check_rows("scan", leaves, dim)
+    count = _check_rows("scan", leaves, dim)
+    if length not in (None, count):
+        raise error(ValueError, "scan: length must be the number of rows of xs.", expected=count, got=length)
     if _is_captured():
         return _captured_scan(combine_fn, init, leaves, spec, dim, reverse)
     carry, outs = init, []
-    for i in reversed(range(length)) if reverse else range(length):
+    for i in reversed(range(count)) if reverse else range(count):
         row = torch_pytree.tree_unflatten([leaf.select(dim, i) for leaf in leaves], spec)
         carry, out = _next_step(combine_fn, carry, row)
         outs.append(out)
@@ -264,24 +270,7 @@ def _is_captured() -> bool:
         return False
     if any([isinstance(mode, Recorder) for mode in _get_current_dispatch_mode_stack()]):
         return False
-    return torch.compiler.is_exporting() or _is_recorded()
-
-
-def _is_recorded() -> bool:
-    return is_tracing() and any(
-        [isinstance(mode, ProxyTorchDispatchMode) for mode in _get_current_dispatch_mode_stack()]
-    )
-
-
-def _is_known(pred: Tensor) -> bool:
-    """Return whether Python may ask for the value."""
-    if torch.compiler.is_dynamo_compiling() or _is_recorded():
-        return False
-    while _functorch.is_functorch_wrapped_tensor(pred):
-        if _functorch.is_batchedtensor(pred):
-            return False
-        pred = _functorch.get_unwrapped(pred)
-    return not isinstance(pred, FakeTensor) and pred.device.type != "meta"
+    return torch.compiler.is_exporting() or is_recording()
 
 
 def _unknown_steps(where: str) -> UnsupportedError:
@@ -305,9 +294,9 @@ def _next_step(combine_fn: Fn, carry: Any, row: Any) -> tuple[Any, Any]:
     return new, out
 
 
-def _stack_rows(what: str, rows: Sequence[Any], dim: int) -> Any:
+def _stack_rows(rule: str, rows: Sequence[Any], dim: int) -> Any:
     for row in rows[1:]:
-        _check_alike(what, rows[0], row)
+        _check_alike(rule, rows[0], row)
     flat = [torch_pytree.tree_leaves(row) for row in rows]
     first, spec = torch_pytree.tree_flatten(rows[0])
     # As torch does, results with fewer dimensions are stacked in front.
@@ -321,21 +310,21 @@ def _stack_rows(what: str, rows: Sequence[Any], dim: int) -> Any:
 # -- checks -----------------------------------------------------------------------------------------------------
 
 
-def _check_operands(what: str, operands: Any) -> None:
+def _check_operands(call: str, operands: Any) -> None:
     if not isinstance(operands, (tuple, list)):
         raise UnsupportedError(
-            f"{what}: the operands must be in a tuple or list.",
+            f"{call}: the operands must be in a tuple or list.",
             expected="a tuple or list",
             got=type(operands).__name__,
             hint="put a single tree into a tuple: (tree,).",
         )
 
 
-def _check_rows(what: str, leaves: Sequence[Any], dim: int) -> int:
+def _check_rows(call: str, leaves: Sequence[Any], dim: int) -> int:
     if not leaves or not all([isinstance(leaf, Tensor) and leaf.dim() > dim >= 0 for leaf in leaves]):
         raise error(
             ValueError,
-            f"{what}: every leaf of xs must have rows along dim, counted from the front.",
+            f"{call}: every leaf of xs must have rows along dim, counted from the front.",
             expected=f"tensors with dimension {dim}",
             got=[list(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves],
         )
@@ -343,17 +332,17 @@ def _check_rows(what: str, leaves: Sequence[Any], dim: int) -> int:
     if lengths[0] == 0 or any([length != lengths[0] for length in lengths]):
         raise error(
             ValueError,
-            f"{what}: all leaves of xs must have the same number of rows.",
+            f"{call}: all leaves of xs must have the same number of rows.",
             expected="one length above 0",
             got=lengths,
-            hint="capture data that every row shares, or pass it besides xs.",
+            hint="let the function capture data that every row shares.",
         )
     return lengths[0]
 
 
-def _check_alike(what: str, a: Any, b: Any, path: str = "") -> None:
+def _check_alike(rule: str, a: Any, b: Any, path: str = "") -> None:
     """Raise unless two results have one structure, and leaves of the same shapes, dtypes and devices."""
-    at = f"{what}, at {path!r}." if path else f"{what}."
+    at = f"{rule}, at {path!r}." if path else f"{rule}."
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
             both = [f"shape {list(leaf.shape)}, {leaf.dtype}, {leaf.device}" for leaf in (a, b)]
@@ -367,7 +356,7 @@ def _check_alike(what: str, a: Any, b: Any, path: str = "") -> None:
         if keys[0] != keys[1]:
             raise TreeStructureError(at, expected=f"keys {keys[0]}", got=f"keys {keys[1]}")
         for key in mine:
-            _check_alike(what, mine[key], theirs[key], f"{path}.{key}" if path else str(key))
+            _check_alike(rule, mine[key], theirs[key], f"{path}.{key}" if path else str(key))
         if isinstance(a, TensorCollection):
             if a._ties != b._ties:
                 raise TreeStructureError(at, expected=f"ties {a._ties}", got=f"ties {b._ties}")
@@ -378,7 +367,7 @@ def _check_alike(what: str, a: Any, b: Any, path: str = "") -> None:
         if len(a) != len(b):
             raise TreeStructureError(at, expected=f"{len(a)} values", got=f"{len(b)} values")
         for i in range(len(a)):
-            _check_alike(what, a[i], b[i], f"{path}.{i}" if path else str(i))
+            _check_alike(rule, a[i], b[i], f"{path}.{i}" if path else str(i))
     elif a is not b and a != b:
         raise TreeStructureError(at, expected=f"{a!r}", got=f"{b!r}")
 
@@ -391,7 +380,7 @@ def _check_alike(what: str, a: Any, b: Any, path: str = "") -> None:
 
 
 def _captured_scan(combine_fn: Fn, init: Any, leaves: list[Tensor], spec: Any, dim: int, reverse: bool) -> Any:
-    # The first step is done outside of torch's scan: its result says what structure the others have.
+    # The first step is done outside of torch's scan: its result gives the structure of the others.
     length = leaves[0].shape[dim]
     row = torch_pytree.tree_unflatten([leaf.select(dim, length - 1 if reverse else 0) for leaf in leaves], spec)
     carry, made = _next_step(combine_fn, init, row)

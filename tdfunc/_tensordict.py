@@ -13,7 +13,7 @@ from tdfunc.modules.bind import ModuleMethods
 from tdfunc.ops.arithmetic import ArithmeticMethods
 from tdfunc.ops.autograd import MemoryMethods
 from tdfunc.ops.cast import CastMethods, as_device, to
-from tdfunc.ops.convert import is_plain, read_mapping, resize
+from tdfunc.ops.convert import adopt, is_plain, read_mapping, resize
 from tdfunc.ops.display.show import ShowMethods
 from tdfunc.ops.edit import EditMethods, update
 from tdfunc.ops.index import IndexMethods
@@ -21,7 +21,7 @@ from tdfunc.ops.interop import FromMethods, InteropMethods
 from tdfunc.ops.make import MakeMethods
 from tdfunc.ops.maps import MapMethods
 from tdfunc.ops.pointwise import DtypeMethods, PointwiseMethods
-from tdfunc.ops.reading import ReadMethods
+from tdfunc.ops.reading import ReadMethods, refuse_options
 from tdfunc.ops.rearrange import RearrangeMethods
 from tdfunc.ops.reduce import ExtremeMethods, ReduceMethods
 from tdfunc.ops.shape import ShapeMethods
@@ -37,7 +37,7 @@ class TreeMethods(
     MakeMethods, InteropMethods, ShowMethods, DispatchMethods, ModuleMethods, ParallelMethods,
     MemmapMethods,
 ):  # fmt: skip
-    """All methods of a tree; what `TensorDict` and `TensorClass` share."""
+    """All methods of a tree, shared by `TensorDict`, `TensorClass` and `LazyStack`."""
 
     __slots__ = ()
     __hash__ = object.__hash__
@@ -47,11 +47,13 @@ class TreeMethods(
 class TensorDict(TreeMethods, FromMethods):
     """An immutable tree of tensors under str keys, indexed along the batch dimensions that its leaves share.
 
+    The pages Differences and Operations list the names of tensordict that are spelled otherwise here.
+
     Dicts become nested trees with the same batch size; numbers become tensors expanded to it; other objects are
     kept as non-tensor data. The tensors are not copied.
 
     Args:
-        source: A mapping from (nested) keys to values, or another tree.
+        source: A mapping from (nested) keys to values, or another tree, of tensordict's too.
         batch_size: The leading dimensions that every leaf has; without it none, or those of a tree given as source.
         device: Where every leaf is put; without it leaves stay where they are.
         names: A name for each batch dimension.
@@ -59,8 +61,8 @@ class TensorDict(TreeMethods, FromMethods):
 
     Raises:
         BatchSizeError: A leaf does not start with the batch size; the message names it.
-        TypeError: A key is no str, a value is None, the source is neither a mapping nor a tree, or an option of
-            tensordict's (`lock=True`) stands beside it.
+        TypeError: A key is not a str, a value is None, the source is neither a mapping nor a tree, or it comes with an
+            option of tensordict's (`lock=True`).
 
     Examples:
         >>> td = TensorDict({"a": torch.zeros(3, 4), "b": {"c": torch.ones(3)}}, batch_size=[3])
@@ -81,14 +83,17 @@ class TensorDict(TreeMethods, FromMethods):
         compiling, static, given = is_compiling(), None, None
         place = None if device is None else as_device(device)
         if entries and source is not None:
-            _refuse_options(entries)
+            # Arguments of tensordict's constructor, or of `from_dict`.
+            refuse_options(entries, ("lock", "non_blocking", "auto_batch_size"), "TensorDict")
+        if type(source) is not dict:
+            source = adopt(source)
         if isinstance(source, TensorCollection):
             tree = _copy(source, batch_size, place)
             tree = update(tree, entries) if entries else tree
             data, size, static, given = tree._data, tree._batch_size, tree._static, tree._names
         else:
             size = as_size(batch_size)
-            # What most calls are, without the walk.
+            # The common call, without the walk.
             if type(source) is dict and not entries and place is None and not compiling and is_plain(source, size):
                 data = source.copy()
             else:
@@ -96,12 +101,7 @@ class TensorDict(TreeMethods, FromMethods):
         if names is not None:
             given = as_names(names, len(size))
         if compiling:
-            object.__setattr__(self, "_data", data)
-            object.__setattr__(self, "_batch_size", size)
-            object.__setattr__(self, "_device", place)
-            object.__setattr__(self, "_names", given)
-            object.__setattr__(self, "_static", static)
-            object.__setattr__(self, "_cache", None)
+            self._fill(self, data, size, place, given, static)
             return
         # As in `_make`: plain stores while it is of the class that may be written.
         new: Any = self
@@ -122,30 +122,10 @@ class TensorDict(TreeMethods, FromMethods):
         return cls({key: value for key in keys})
 
 
-# Arguments of tensordict's constructor, or of `from_dict`; an entry of such a name is given in the mapping.
-_OPTIONS = {
-    "lock": "leave it out: a tree never changes.",
-    "non_blocking": "TensorDict(source, batch_size).to(device, non_blocking=True).",
-    "auto_batch_size": "TensorDict.from_dict(source, auto_batch_size=True).",
-}
-
-
-def _refuse_options(entries: dict[str, Any]) -> None:
-    for name, hint in _OPTIONS.items():
-        if isinstance(entries.get(name), bool):
-            raise error(
-                TypeError,
-                f"TensorDict: {name!r} is no option, and would become an entry.",
-                expected="batch_size, device, names",
-                got=f"{name}={entries[name]}",
-                hint=hint,
-            )
-
-
 def _mapping(source: Any, entries: dict[str, Any]) -> Mapping[Any, Any]:
     if source is not None and type(source) is not dict and not isinstance(source, Mapping):
-        raise error(TypeError, "TensorDict: not a source.", expected="a mapping or a tree", got=type(source).__name__)
-    return {**(source or {}), **entries} if entries else source or {}
+        raise error(TypeError, "TensorDict: the source must be a mapping or a tree.", got=type(source).__name__)
+    return {**(source or {}), **entries} if entries else {} if source is None else source
 
 
 def _copy(tree: TensorCollection, batch_size: Any, device: Any) -> TensorDict:

@@ -1,7 +1,8 @@
-"""The main job on real data: a deep ensemble on handwritten digits, trained in one vmapped step.
+"""A program that trains a deep ensemble on handwritten digits in one vmapped step, and reports on it.
 
-`python -m tdfunc.demo` trains, compares with a single model and with a Python loop over the members, looks at data
-that are not digits, saves, loads in a fresh process, and writes a report. E counts members, B a batch, N images.
+`python -m tdfunc.demo` compares the ensemble with a single model and its step with a Python loop over the members,
+measures doubt about images that are not digits, saves, loads in a fresh process, and writes a report with pictures.
+E counts members, B a batch, N images.
 """
 
 import importlib.util
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from tdfunc._jit import jit
 from tdfunc.ensemble.ensemble import Ensemble
 from tdfunc.ensemble.stack import init_ensemble, stack_modules, unstack
-from tdfunc.metrics import brier, ece, nll, reliability_curve, uncertainty
+from tdfunc.metrics import brier, ece, nll, uncertainty
 from tdfunc.modules.extract import split
 from tdfunc.modules.functional import Apply, functional
 from tdfunc.modules.random import member_generators
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
 
 BATCH, STEPS, CLASSES, LR = 64, 400, 10, 2e-3
+# The test NLL is computed after every so many steps.
+CURVE_EVERY = 10
+_BLUE, _ORANGE, _GREY = "#2c55b8", "#e0591b", "#9aa3b5"
 PACKAGES = ("sklearn", "matplotlib", "PIL", "tqdm", "rich", "typer")
 MEASURES = ("entropy", "expected_entropy", "mutual_information")
 
@@ -130,6 +134,22 @@ def loop_steps(data: Digits, rows: Tensor, seed: int) -> Iterator[list[nn.Module
         yield models
 
 
+def learn(data: Digits, members: int, seed: int) -> tuple[Any, Tensor]:
+    """Train all members, and return their parameters and test NLLs (points, E + 1), the ensemble's last."""
+    from tqdm import tqdm
+
+    rows = bootstrap(len(data.train_x), members, STEPS, seed)
+    curves: list[Tensor] = []
+    params: Any = None
+    for step, params in enumerate(
+        tqdm(stacked_steps(data, rows, seed), f"training {members} members", STEPS, disable=None), 1
+    ):
+        if step % CURVE_EVERY == 0:
+            logits = predict(params, data.test_x)
+            curves.append(torch.stack([nll(y, data.test_t) for y in (*logits, logits)]))
+    return params, torch.stack(curves)
+
+
 def predict(params: Any, x: Tensor) -> Tensor:
     """Return the members' logits (E, N, 10)."""
     apply, _, _ = functional(make_model().eval())
@@ -221,23 +241,28 @@ def race(data: Digits, members: int, seed: int, checks: list[str], rounds: int =
     return Table("Speed of training", ("", "a step", "ratio"), rows, note)
 
 
-def out_of_distribution(data: Digits, params: Any, seed: int) -> Table:
-    """Compare uncertainty on the test digits with that on images that are not digits or no longer."""
-    from sklearn.metrics import roc_auc_score
-
+def doubts(data: Digits, params: Any, seed: int) -> "dict[str, TensorDict]":
+    """Return the uncertainty on the test digits and on images that are not digits, or no longer."""
     count, device = len(data.test_x), data.test_x.device
     images = {
         "test digits": data.test_x,
         "photo patches": photo_patches(count, seed).to(device),
         "shuffled digits": corrupt(data.test_x, seed),
     }
-    found = {name: uncertainty(predict(params, x), kind="classification") for name, x in images.items()}
+    return {name: uncertainty(predict(params, x), kind="classification") for name, x in images.items()}
+
+
+def out_of_distribution(found: "dict[str, TensorDict]") -> Table:
+    """Compare uncertainty on the test digits with that on the other images."""
+    from sklearn.metrics import roc_auc_score
+
+    digits = found["test digits"]
     rows: list[tuple[str, ...]] = []
     for name, tree in found.items():
         areas = [""] * 2
-        if name != "test digits":
-            pairs = [torch.cat([found["test digits"][m], tree[m]]).cpu() for m in (MEASURES[0], MEASURES[2])]
-            areas = [f"{roc_auc_score([0] * count + [1] * count, pair):.3f}" for pair in pairs]
+        if tree is not digits:
+            pairs = [torch.cat([digits[m], tree[m]]).cpu() for m in (MEASURES[0], MEASURES[2])]
+            areas = [f"{roc_auc_score([0] * len(digits) + [1] * len(tree), pair):.3f}" for pair in pairs]
         rows.append((name, *[f"{float(tree[m].mean()):.3f}" for m in MEASURES], *areas))
     header = ("mean, in nats", "entropy", "expected entropy", "mutual information", "AUROC, entropy", "AUROC, m.i.")
     note = (
@@ -300,21 +325,29 @@ def save_and_reload(data: Digits, params: Any, out: Path, checks: list[str]) -> 
 # -- plots ------------------------------------------------------------------------------------------------------
 
 
-def plot_reliability(single: Tensor, logits: Tensor, t: Tensor, path: Path) -> None:
-    """Draw accuracy against confidence for the single model and for the ensemble, with the number of predictions."""
-    figure = _figure(5, 6)
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    top.plot([0, 1], [0, 1], color="0.6", lw=1, ls="--", label="calibrated")
-    for i, (name, y) in enumerate((("single model", single), ("ensemble", logits))):
-        curve = {key: value.cpu().numpy() for key, value in reliability_curve(y, t, bins=10).items()}
-        used = curve["count"] > 0
-        label = f"{name}, ECE {float(ece(y, t)):.3f}"
-        top.plot(curve["confidence"][used], curve["accuracy"][used], marker="o", label=label)
-        centres = (curve["lower"] + curve["upper"]) / 2
-        bottom.bar(centres + (i - 0.5) * 0.035, curve["count"], width=0.035)
-    top.set(ylabel="accuracy", title="Reliability on the test digits", ylim=(-0.03, 1.03))
-    bottom.set(xlabel="confidence", ylabel="images", yscale="log", xlim=(0, 1.02))
-    top.legend(frameon=False, loc="lower right")
+def plot_overview(curves: Tensor, speed: Table, found: "dict[str, TensorDict]", path: Path) -> None:
+    """Draw training, the time of a step, and doubt about images that are not digits, side by side."""
+    figure = _figure(12, 3.4)
+    left, middle, right = figure.subplots(1, 3, width_ratios=(1, 1, 1.15))
+    steps = range(CURVE_EVERY, STEPS + 1, CURVE_EVERY)
+    for i, member in enumerate(curves[:, :-1].T.tolist()):
+        left.plot(steps, member, color=_GREY, lw=0.8, label="" if i else "each member")
+    left.plot(steps, curves[:, -1].tolist(), color=_BLUE, lw=2.5, label="ensemble")
+    left.set(title="Better than each of its members", xlabel="training step", ylabel="test NLL (nats)", yscale="log")
+    left.legend(frameon=False)
+    times = [float(row[1].split()[0]) for row in speed.rows]
+    bars = middle.barh(["tdfunc", "loop over\nmodules"], times, color=(_BLUE, _GREY), height=0.55)
+    middle.bar_label(bars, [f" {times[0]:.1f} ms, {times[1] / times[0]:.1f}x faster", f" {times[1]:.1f} ms"])
+    middle.set(title=f"One training step of {curves.shape[1] - 1} networks", xlim=(0, 1.25 * times[1]))
+    middle.set(xlabel="milliseconds", ylim=(1.6, -0.6))
+    # One below the other, each scaled to its highest bin.
+    for i, (tree, color) in enumerate(zip(found.values(), (_BLUE, _ORANGE, _ORANGE), strict=True)):
+        counts = torch.histc(tree["mutual_information"].cpu().float(), 40, 0, 1.2)
+        right.fill_between(torch.linspace(0, 1.2, 40), -i, 0.8 * counts / counts.max() - i, color=color, step="post")
+    right.set(title="Doubt about images that are not digits", xlabel="mutual information (nats)")
+    right.set(yticks=[0, -1, -2], yticklabels=[name.replace(" ", "\n") for name in found])
+    for axes in (left, middle, right):
+        axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
 
 
@@ -363,32 +396,27 @@ def _figure(width: float, height: float) -> Any:
 
 def run(members: int, seed: int, out: Path, device: str) -> str:
     """Do the whole job, write the report, the plots and the checkpoint into a folder, and return the report."""
-    from tqdm import tqdm
-
     out.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
     checks: list[str] = []
     data = load_digits(seed, device)
-    images = len(data.train_x)
-    training = stacked_steps(data, bootstrap(images, members, STEPS, seed), seed)
-    *_, params = tqdm(training, f"training {members} members", STEPS, disable=None)
+    params, curves = learn(data, members, seed)
     # Without an ensemble one would train on all images.
-    everything = torch.randint(0, images, (STEPS, 1, BATCH), generator=torch.Generator().manual_seed(seed))
+    everything = torch.randint(0, len(data.train_x), (STEPS, 1, BATCH), generator=torch.Generator().manual_seed(seed))
     *_, (model,) = loop_steps(data, everything, seed)
     single, logits = model(data.test_x).detach(), predict(params, data.test_x)
-    rotation = under_rotation(data, params)
-    plot_reliability(single, logits, data.test_t, out / "reliability.png")
-    plot_digits(data.test_x, data.test_t, uncertainty(logits, kind="classification"), out / "digits.png")
-    plot_rotation(rotation, out / "rotation.png")
-    tables = [compare(data, logits, single), race(data, members, seed, checks)]
-    tables += [out_of_distribution(data, params, seed), rotation]
+    speed, found, rotation = race(data, members, seed, checks), doubts(data, params, seed), under_rotation(data, params)
+    plot_overview(curves, speed, found, out / "overview.svg")
+    plot_digits(data.test_x, data.test_t, found["test digits"], out / "digits.png")
+    plot_rotation(rotation, out / "rotation.svg")
     save_and_reload(data, params, out, checks)
     seconds = time.perf_counter() - started
     parts = [
         "# A deep ensemble on handwritten digits",
         f"{members} members, {STEPS} steps, seed {seed}: {seconds:.0f} s without imports. Written by `tdfunc.demo`.",
+        _OVERVIEW,
     ]
-    for table in tables:
+    for table in (compare(data, logits, single), speed, out_of_distribution(found), rotation):
         lines = [table.header, ("---",) * len(table.header), *table.rows]
         parts += [f"## {table.title}", "\n".join(f"| {' | '.join(line)} |" for line in lines), table.note]
     parts += ["## Checked", "\n".join(f"- {check}" for check in checks), _PLOTS]
@@ -397,11 +425,8 @@ def run(members: int, seed: int, out: Path, device: str) -> str:
     return report
 
 
+_OVERVIEW = "![Training curves, speed of a step, and doubt about images that are not digits](overview.svg)"
 _PLOTS = """## Plots
-
-How often predictions of a confidence are right; below, how many there are of each.
-
-![reliability](reliability.png)
 
 The test digits that the members agree on most and least; wrong predictions in red.
 
@@ -409,7 +434,7 @@ The test digits that the members agree on most and least; wrong predictions in r
 
 Uncertainty and accuracy as the test digits turn.
 
-![rotation](rotation.png)
+![rotation](rotation.svg)
 """
 
 
@@ -417,7 +442,7 @@ def main() -> None:
     """Run the demo from the command line."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        sys.exit(f"tdfunc.demo needs {', '.join(missing)}: pip install 'tdfunc[demo]'")
+        sys.exit(f"tdfunc.demo needs {', '.join(missing)}: pip install -e '.[demo]' in a clone of tdfunc")
     import typer
     from rich.console import Console
     from rich.markdown import Markdown
@@ -434,7 +459,7 @@ def main() -> None:
         device: str = typer.Option("cpu", help="cpu, cuda, ..."),
     ) -> None:
         """Train a deep ensemble on handwritten digits and report on it."""
-        report = run(members, seed, out, device).removesuffix(_PLOTS)
+        report = run(members, seed, out, device).replace(f"{_OVERVIEW}\n\n", "").removesuffix(_PLOTS)
         Console().print(Markdown(f"{report}\n\nReport, plots and checkpoint: {out / 'report.md'}"))
 
     typer.run(command)

@@ -29,7 +29,7 @@ def uncertainty(
     weights: Tensor | Sequence[float] | None = None,
     nan: Literal["propagate", "omit"] = "propagate",
 ) -> "TensorDict":
-    """Return the mean of an ensemble's outputs and how sure its members are and how far they agree.
+    """Return the mean of an ensemble's outputs, its uncertainty, and the disagreement of its members.
 
     The ensemble is the mixture of its members, each with its weight.
 
@@ -38,14 +38,14 @@ def uncertainty(
     - `mean` (B, C): p, the mean of q over the members.
     - `variance` (B, C): that of q over the members.
     - `entropy` (B): of p; the whole uncertainty.
-    - `expected_entropy` (B): the mean over the members of the entropy of q; what is left when the members agree
-      (aleatoric).
-    - `mutual_information` (B): between the class and the member; what the members do not agree on (epistemic). It
+    - `expected_entropy` (B): the mean over the members of the entropy of q; the part that is left when the members
+      agree (aleatoric).
+    - `mutual_information` (B): between the class and the member; the part that is their disagreement (epistemic). It
       equals entropy - expected_entropy, but is computed as the mean Kullback-Leibler divergence of q from p, a sum of
       terms that are never negative: it is exact, and at least 0, also where the members nearly agree.
     - `variation_ratio` (B): the weight of the members that do not vote for the class with the most votes.
-    - `disagreement` (B): how probable it is that two members, drawn by their weights with replacement, vote for
-      different classes.
+    - `disagreement` (B): the probability that two members, drawn by their weights with replacement, vote for different
+      classes.
 
     A member votes for its most probable class. A logit of -inf is a probability of 0.
 
@@ -58,10 +58,10 @@ def uncertainty(
 
     Args:
         y: The outputs of all members, as `Ensemble` returns them: logits, values, or means and log-variances.
-        kind: What the outputs are.
-        weights: How much each member counts, in any scale; a tensor or list.
-        nan: What a nan in a member's output does to the results for that input: it makes all of them nan, or they are
-            those of the other members (and nan if there are none).
+        kind: The meaning of the outputs.
+        weights: The share of each member, in any scale; a tensor or list.
+        nan: Where a member's output holds nan, the results of that input are nan (`"propagate"`) or those of the other
+            members (`"omit"`; nan if there are none).
 
     Shapes:
         `y` is (E, *B, C) for classification, (E, B, ...) for regression, (E, *B, 2) for gaussian; `weights` is (E,).
@@ -104,10 +104,8 @@ def uncertainty(
     if nan == "omit":
         # Members get the weight 0 where their output has a nan, and a harmless output.
         bad = y.isnan()
-        for _ in range(own):
-            bad = bad.any(-1, keepdim=True) if bad.shape[-1] else bad
-            bad = bad.squeeze(-1)
-        bad = bad.reshape(*bad.shape, *[1] * own)
+        if own:
+            bad = bad.any(tuple(range(-own, 0)), keepdim=True)
         w = torch.where(bad, 0, w)
         y, w = torch.where(bad, 0, y), w / w.sum(0)
     if kind == "classification":
@@ -152,14 +150,14 @@ def nll(y: Tensor, t: Tensor | Sequence[int], *, weights: Tensor | Sequence[floa
     Args:
         y: Logits of one model, or of all members: then the likelihood is that of their mixture.
         t: The right classes, a tensor or list.
-        weights: How much each member counts, in any scale; a tensor or list.
+        weights: The share of each member, in any scale; a tensor or list.
 
     Shapes:
         `y` is (*B, C) or (E, *B, C), `t` is (*B), `weights` is (E,); the result has no dimensions.
 
     Raises:
         LeafMismatchError: The shapes do not fit, `y` is not floating point, or `t` is not of integers.
-        ValueError: `t` is empty or names a class that is not there, or weights are negative, not finite, or all 0.
+        ValueError: `t` is empty or holds numbers of no class, or weights are negative, not finite, or all 0.
 
     Examples:
         >>> tdf.nll(torch.zeros(3, 2), torch.tensor([0, 1, 1]))
@@ -189,12 +187,12 @@ def brier(y: Tensor, t: Tensor | Sequence[int], *, weights: Tensor | Sequence[fl
 def ece(
     y: Tensor, t: Tensor | Sequence[int], *, bins: int = 15, weights: Tensor | Sequence[float] | None = None
 ) -> Tensor:
-    """Return the expected calibration error: how far confidence is from accuracy, averaged over bins of confidence.
+    """Return the expected calibration error: the gap between confidence and accuracy, averaged over bins.
 
     The other arguments, shapes and errors are those of `nll`; the probabilities are those of the members' mixture.
 
     Args:
-        bins: How many bins of equal width the confidences from 0 to 1 are sorted into; at least 1.
+        bins: The number of bins of equal width into which confidences from 0 to 1 are sorted; at least 1.
 
     Source:
         Guo et al., "On Calibration of Modern Neural Networks", with bins (lower, upper].
@@ -234,7 +232,7 @@ def reliability_curve(
         {
             "lower": borders[:-1],
             "upper": borders[1:],
-            "count": count.to(torch.int64),
+            "count": count,
             "confidence": (confidence.unsqueeze(-1) * inside).sum(0) / count,
             "accuracy": (right.unsqueeze(-1) * inside).sum(0) / count,
         },
@@ -242,7 +240,7 @@ def reliability_curve(
     )
 
 
-# Any: tensors, or what they can be made of.
+# Any: tensors, or lists and arrays of their values.
 def _predicted(call: str, y: Any, t: Any, weights: Any) -> tuple[Tensor, Tensor]:
     """Return log-probabilities, of the mixture if there are members, and the checked labels."""
     y = torch.as_tensor(y)
@@ -279,14 +277,14 @@ def _predicted(call: str, y: Any, t: Any, weights: Any) -> tuple[Tensor, Tensor]
 
 
 def _binned(call: str, y: Any, t: Any, bins: int, weights: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return for all predictions the confidence, 1 if right, and 1 for the bin of the confidence."""
+    """Return for all predictions the confidence, 1 if right, and True for the bin of the confidence."""
     if bins < 1:
         raise error(ValueError, f"{call}: there must be a bin.", expected="bins >= 1", got=bins)
     log_p, t = _predicted(call, y, t, weights)
     top, voted = log_p.max(-1)
     confidence = top.exp().reshape(-1)
     place = ((confidence * bins).ceil() - 1).clamp(0, bins - 1).unsqueeze(-1)
-    inside = (place == torch.arange(bins, device=confidence.device)).to(confidence.dtype)
+    inside = place == torch.arange(bins, device=confidence.device)
     return confidence, (voted == t).to(confidence.dtype).reshape(-1), inside
 
 
@@ -297,7 +295,7 @@ def _widen(y: Tensor) -> Tensor:
     return y.to(torch.promote_types(y.dtype, torch.float32))
 
 
-# Any: a tensor, or what one can be made of.
+# Any: a tensor, or a list or array of its values.
 def _weights(y: Tensor, weights: Any) -> Tensor:
     """Return the members' weights, summing to 1, as a column over the members of y."""
     dtype = torch.promote_types(y.dtype, torch.float32)
@@ -305,7 +303,7 @@ def _weights(y: Tensor, weights: Any) -> Tensor:
     if weights is None:
         w = torch.full((members,), 1 / members, dtype=dtype, device=y.device)
     else:
-        w = weights if isinstance(weights, Tensor) else torch.as_tensor(weights, device=y.device)
+        w = weights if isinstance(weights, Tensor) else torch.as_tensor(weights, dtype=torch.float64, device="cpu")
         if w.shape != (members,):
             raise LeafMismatchError(
                 "weights: there must be one for each member.",
@@ -317,8 +315,9 @@ def _weights(y: Tensor, weights: Any) -> Tensor:
             raise error(
                 ValueError, "weights: must be in range.", expected="finite, >= 0, and not all 0", got=own.tolist()
             )
-        w = w.to(y.device, dtype)
-        w = w / w.sum()
+        # Divided before the sum, which may overflow, and before the cast, which may round all to 0.
+        w = w.to(torch.promote_types(w.dtype, dtype)) / own.amax()
+        w = (w / w.sum()).to(y.device, dtype)
     return w.reshape(-1, *[1] * (y.dim() - 1))
 
 

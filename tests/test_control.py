@@ -78,6 +78,11 @@ def backward_sums(t):
     return tdf.scan(lambda c, row: (c + row, row * c), t[0], t, reverse=True)
 
 
+def countdown(t):
+    """Steps without rows."""
+    return tdf.scan(lambda c, _: (c * 2, c), t, length=3)
+
+
 def running(t):
     """A cumulative sum."""
     return tdf.associative_scan(lambda a, b: a + b, t)
@@ -90,7 +95,7 @@ FUNCTIONS = [double_or_next, add_until, rows, sums, backward_sums, running]
 
 @given(trees(nontensor=True))
 def test_cond_is_an_if(t):
-    """A branch would get, or return, other trees than Python's `if` gives."""
+    """A branch gets, and returns, the trees that Python's `if` gives."""
     for pred in (True, False):
         expected = (t, 1) if pred else t.empty()
 
@@ -100,7 +105,7 @@ def test_cond_is_an_if(t):
 
 @given(trees(), st.integers(0, 4))
 def test_while_loop_is_a_while(t, steps):
-    """The loop would do another number of steps, or change a tree that a step leaves alone."""
+    """The loop does the steps of Python's `while`, and a tree that a step leaves alone stays as it is."""
     count, same = tdf.while_loop(lambda i, t: i < steps, lambda i, t: (i + 1, t.clone()), (torch.tensor(0), t))
 
     assert count == steps
@@ -109,7 +114,7 @@ def test_while_loop_is_a_while(t, steps):
 
 @given(trees().filter(lambda t: t.ndim and t.batch_size[0] and t.leaves()))
 def test_map_is_a_loop(t):
-    """Mapped rows would not be those that vmap gives, or not come back as they were."""
+    """Rows are those that vmap gives, and come back as they were."""
     seen = []
     out = tdf.map(lambda row: seen.append(row) or row.clone(), t)
 
@@ -121,7 +126,7 @@ def test_map_is_a_loop(t):
 
 @given(st.integers(1, 5), st.booleans(), st.integers(0, 1))
 def test_scan_is_a_loop(length, reverse, dim):
-    """A scan would go through the rows in another order, or put results at the places of other rows."""
+    """A scan goes through the rows in order, and puts results at the places of their rows."""
     size = [length, 2] if dim == 0 else [2, length]
     t = TensorDict({"x": torch.arange(2.0 * length).reshape(size), "n": {"y": torch.ones(*size, 3)}}, size)
     last, out = tdf.scan(
@@ -136,9 +141,23 @@ def test_scan_is_a_loop(length, reverse, dim):
     assert_trees_equal(out, torch.stack(results[::-1] if reverse else results, dim))
 
 
+@given(st.integers(1, 4), st.booleans(), st.integers(0, 1))
+def test_scan_of_a_length_is_a_for(length, reverse, dim):
+    """Without rows the carry goes through as many steps; results are stacked along `dim`."""
+    carry = TensorDict({"x": torch.ones(2)}, [2])
+    step = lambda c, row: (c * 2, c if row is None else row)  # noqa: E731
+
+    last, out = tdf.scan(step, carry, length=length, dim=dim, reverse=reverse)
+
+    powers = [carry * 2**i for i in range(length)]
+    assert_trees_equal(last, carry * 2**length)
+    assert_trees_equal(out, torch.stack(powers[::-1] if reverse else powers, dim))
+    assert_trees_equal(tdf.jit(lambda c: tdf.scan(step, c, length=length))(carry)[0], last)
+
+
 @given(st.integers(1, 9), st.booleans())
 def test_associative_scan_is_a_scan(length, reverse):
-    """Partial results would differ from those of a step-by-step scan."""
+    """Partial results equal those of a step-by-step scan."""
     t = TensorDict({"x": torch.rand(length, 2) + 0.5, "n": {"y": torch.rand(length)}}, [length])
     first = t[-1] if reverse else t[0]
     rest = t[:-1] if reverse else t[1:]
@@ -155,7 +174,7 @@ def test_associative_scan_is_a_scan(length, reverse):
 
 @given(st.integers(1, 17), st.booleans())
 def test_associative_scan_with_a_number(length, reverse):
-    """A number in the function would fail where torch combines no rows: of 2, 4, 5, 8 rows and so on."""
+    """A number in the function works where torch combines no rows: of 2, 4, 5, 8 rows and so on."""
     t = TensorDict({"n": {"y": torch.ones(length, 3)}}, [length])
     counted = 1.5 * torch.arange(1, length + 1.0) - 0.5
 
@@ -172,12 +191,12 @@ def test_associative_scan_with_a_number(length, reverse):
 
 @pytest.mark.parametrize("fn", FUNCTIONS)
 def test_operands_are_not_written(fn):
-    """A call would write to what it was given."""
+    """A call writes to none of its operands."""
     assert_pure(fn, tree())
 
 
 def test_every_kind_of_node_comes_back():
-    """A typed tree, a lazy stack, ties, non-tensor data or a container would be lost on the way."""
+    """Typed trees, lazy stacks, ties, non-tensor data and containers come back."""
     state = State(torch.ones(3, 2), batch_size=[3])
     lazy = tdf.lazy_stack([TensorDict({"x": torch.ones(2, n)}, [2]) for n in (1, 2)], dim=1)
     words = TensorDict({"x": torch.ones(3), "w": ["a", "b", "c"]}, [3])
@@ -201,7 +220,7 @@ def test_every_kind_of_node_comes_back():
 
 
 def test_cond_under_vmap_selects():
-    """A condition that differs between members would raise, or choose one branch for all."""
+    """A condition that differs between members selects for each."""
     t = torch.stack([tree(), tree() - 100]).exclude("s")
 
     out = torch.vmap(double_or_next)(t)
@@ -210,7 +229,7 @@ def test_cond_under_vmap_selects():
 
 
 def test_gradients_are_those_of_the_statement():
-    """A gradient, alone or for each member, would not be that of the Python code."""
+    """Gradients, alone or for each member, are those of the Python code."""
     t = TensorDict({"a": torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])}, [3])
 
     def loss(fn):
@@ -241,7 +260,7 @@ def test_gradients_are_those_of_the_statement():
 
 
 def test_vmap_of_loops():
-    """Members would be mixed, or a loop over rows under vmap lose a batch dimension."""
+    """Members stay apart, and a loop over rows under vmap keeps the batch dimensions."""
     t = torch.stack([tree(), tree() + 1]).exclude("s")
 
     for fn in (add_until, rows, sums, backward_sums, running):
@@ -252,7 +271,7 @@ def test_vmap_of_loops():
 
 
 def test_jit():
-    """A branch would be fixed by the values of the first call, or a loop over rows not be recorded."""
+    """A branch follows the values of each call, and a loop over rows is recorded."""
     for fn in (double_or_next, rows, sums, backward_sums, running):
         step = tdf.jit(fn)
         for t in (tree(), tree() - 100):
@@ -275,7 +294,7 @@ def compiled(fn, *, backend="eager", dynamic=None):
     "fn", [double_or_next, *[pytest.param(fn, marks=pytest.mark.slow) for fn in (add_until, rows)]]
 )
 def test_compile(fn):
-    """`torch.compile` would break the graph, or give another tree, for either value of a condition."""
+    """`torch.compile` makes one graph that gives the same tree for either value of a condition."""
     run = compiled(fn)
 
     for t in (tree(), tree() - 100):
@@ -283,16 +302,16 @@ def test_compile(fn):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fn", [sums, backward_sums, running])
+@pytest.mark.parametrize("fn", [sums, backward_sums, countdown, running])
 def test_compile_scans(fn):
-    """`torch.compile` would break the graph of a scan, or give another tree."""
+    """`torch.compile` makes one graph of a scan that gives the same tree."""
     assert_same(compiled(fn)(tree()), fn(tree()))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fn", FUNCTIONS)
 def test_compile_dynamic(fn):
-    """Symbolic sizes would leak out of a body, or be taken for numbers."""
+    """Symbolic sizes stay symbols, inside a body and out of it."""
     assert_same(compiled(fn, dynamic=True)(tree()), fn(tree()))
 
 
@@ -300,7 +319,7 @@ def test_compile_dynamic(fn):
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("fn", FUNCTIONS)
 def test_compile_with_autograd(fn, backend):
-    """The compiled operator would lose gradients of a leaf."""
+    """The compiled operator has the gradients of every leaf."""
     t = tree()
     run = compiled(fn, backend=backend)
     grads = []
@@ -316,7 +335,7 @@ def test_compile_with_autograd(fn, backend):
 @pytest.mark.slow
 @pytest.mark.parametrize("fn", [double_or_next, rows, sums, running])
 def test_compile_of_transforms(fn):
-    """Torch has no rules for its operators in a compiled vmap or grad: what runs there instead would differ."""
+    """A compiled vmap or grad, for which torch's operators have no rules, gives the eager numbers."""
     both = torch.stack([tree(), tree() - 100]).exclude("s").with_names(None)
 
     def grad(t):
@@ -328,7 +347,7 @@ def test_compile_of_transforms(fn):
 
 @pytest.mark.slow
 def test_compile_keeps_what_is_not_a_tensor():
-    """Typed trees, ties, values for each row or numbers of a result would be lost when compiled."""
+    """Typed trees, ties, values for each row and numbers of a result are kept when compiled."""
     state = State(torch.ones(3, 2), "n", batch_size=[3])
     words = TensorDict({"x": torch.ones(3), "w": ["a", "b", "c"]}, [3])
 
@@ -384,7 +403,7 @@ def assert_words_follow(actual, expected):
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "slice")) for name in WORDS])
 def test_compiled_words(name):
-    """A compiler would refuse a word in the result of a body whose batch size is not that of its operand."""
+    """A compiled body may return a word whose batch size is not that of its operand."""
     fn, a = WORDS[name], torch.arange(12.0).reshape(4, 3)
     run = compiled(fn)
 
@@ -395,7 +414,7 @@ def test_compiled_words(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WORDS)
 def test_exported_words(name):
-    """An exported program would refuse a word in the result of a body, or give it another batch size."""
+    """An exported program gives a word in the result of a body its batch size."""
     fn, a = WORDS[name], torch.arange(12.0).reshape(4, 3)
     run = torch.export.export(Calls(fn), (wordy(a),)).module()
 
@@ -405,7 +424,7 @@ def test_exported_words(name):
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "slice")) for name in WORDS])
 def test_recorded_words(name):
-    """`make_fx` would refuse a word in the result of a body, or give it another batch size."""
+    """`make_fx` gives a word in the result of a body its batch size."""
     fn, a, made = WORDS[name], torch.arange(12.0).reshape(4, 3), []
 
     def leaves(a):
@@ -422,7 +441,7 @@ def test_recorded_words(name):
 
 @pytest.mark.slow
 def test_compiled_branches_may_return_operands():
-    """A branch that returns its operand, a view of it, or one leaf twice would be refused: torch allows no aliases."""
+    """A branch may return its operand, a view of it, or one leaf twice, though torch allows no aliases."""
 
     def same(t):
         return TensorDict({"x": t["a"], "y": t["a"][:, :1], "z": t["a"]}, [3])
@@ -435,7 +454,7 @@ def test_compiled_branches_may_return_operands():
 
 @pytest.mark.slow
 def test_recompiles():
-    """A step would be compiled again for another value of the condition or the leaves."""
+    """Another value of the condition or the leaves does not compile again."""
     torch.compiler.reset()
     counter = CompileCounter()
     run = torch.compile(double_or_next, fullgraph=True, backend=counter)
@@ -459,7 +478,7 @@ class Calls(torch.nn.Module):
     "fn", [double_or_next, *[pytest.param(fn, marks=pytest.mark.slow) for fn in (add_until, rows, sums)]]
 )
 def test_export(fn, strict):
-    """An exported program would hold one branch, a number of steps, or another tree."""
+    """An exported program holds both branches, the loop, and the tree."""
     t = tree().exclude("s")
     program = torch.export.export(Calls(fn), (t,), strict=strict)
     operators = {"double_or_next": "cond", "add_until": "while_loop", "rows": "map_impl", "sums": "scan"}
@@ -473,7 +492,7 @@ def test_export(fn, strict):
     "fn", [double_or_next, *[pytest.param(fn, marks=pytest.mark.slow) for fn in (add_until, rows)]]
 )
 def test_make_fx(fn):
-    """A graph of `make_fx` would hold one branch or a number of steps."""
+    """A graph of `make_fx` holds both branches, and the loop."""
 
     def flat(a):
         return pytree.tree_leaves(fn(TensorDict({"a": a, "n": a + 1}, [3])))
@@ -486,7 +505,7 @@ def test_make_fx(fn):
 
 
 def test_meta_and_fake_tensors():
-    """Shapes could not be found without values."""
+    """Shapes are found without values."""
     t = tree().exclude("s").to("meta")
 
     assert double_or_next(t)["a"].shape == Size([3, 2])
@@ -547,7 +566,7 @@ CONTAINERS = {
 
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_containers_that_differ(name):
-    """Containers, Python values or ties that depend on the branch would pass."""
+    """Containers, Python values and ties that depend on the branch are refused."""
     one, other, message = CONTAINERS[name]
 
     with pytest.raises(TreeStructureError, match=message):
@@ -556,7 +575,7 @@ def test_containers_that_differ(name):
 
 @pytest.mark.slow
 def test_compiled_branches_that_differ():
-    """A compiled program would keep branches of other structure, or of another dtype."""
+    """A compiled program refuses branches of other structure, or of another dtype."""
     for change in (lambda t: t.delete("a"), lambda t: t.to(torch.float64), lambda t: t.unsqueeze(0)):
         with pytest.raises(Exception, match="differing branch outputs"):
             compiled(lambda t, change=change: tdf.cond(t["a"].sum() > 0, lambda t: t, change, (t,)))(T)
@@ -577,6 +596,8 @@ REFUSED = [
     (lambda: tdf.map(len, (torch.ones(2), torch.ones(3))), ValueError, r"one length[\s\S]*\[2, 3\]"),
     (lambda: tdf.scan(len, T, T, dim=1), ValueError, r"scan: every leaf[\s\S]*dimension 1"),
     (lambda: tdf.scan(len, T, T, dim=-1), ValueError, r"scan: every leaf[\s\S]*from the front[\s\S]*-1"),
+    (lambda: tdf.scan(len, T, T, length=2), ValueError, r"scan: length must be the number of rows[\s\S]*3[\s\S]*2"),
+    (lambda: tdf.scan(len, T), ValueError, r"scan: every leaf[\s\S]*NoneType"),
     (lambda: tdf.associative_scan(max, T, 3), ValueError, r"associative_scan: every leaf[\s\S]*3"),
 ]
 
@@ -591,7 +612,7 @@ def test_refused(i):
 
 
 def test_star_import_leaves_map():
-    """`from tdfunc import *` would take Python's `map` from a notebook."""
+    """`from tdfunc import *` leaves Python's `map` in place."""
     names = {}
     exec("from tdfunc import *", names)
 

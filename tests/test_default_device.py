@@ -36,7 +36,7 @@ def make_tree():
     ],
 )
 def test_lists_and_arrays_index(index, rows):
-    """A list would become a tensor on the default device, and choose no rows on another."""
+    """A list or array indexes rows on the CPU."""
     found = make_tree()[index]
 
     assert found["a"].tolist() == [[2.0 * i, 2.0 * i + 1] for i in rows]
@@ -53,7 +53,7 @@ def test_lists_and_arrays_index(index, rows):
     ],
 )
 def test_rearrangements(call, rows):
-    """Rows of non-tensor data would be counted on the default device."""
+    """Rows of non-tensor data are counted on the CPU."""
     found = call(make_tree())
 
     assert found["a"][:, 0].tolist() == [2.0 * i for i in rows]
@@ -61,7 +61,7 @@ def test_rearrangements(call, rows):
 
 
 def test_a_step_of_an_optimizer():
-    """The step count of torch's kernel, or the check of a learning rate, would be on the default device."""
+    """The step count and the learning rate are where the parameters are."""
     params = make_tree().select("a")
     rule = chain(clip_by_global_norm(1.0), adam(lr=0.5))
     found, _ = rule.update(params, params, rule.init(params))
@@ -71,7 +71,7 @@ def test_a_step_of_an_optimizer():
 
 
 def test_states_of_generators_keep_their_numbers():
-    """The words of Python's generator would be tensors without numbers: a resumed run would draw others."""
+    """The state of Python's generator is saved and restored with its numbers."""
     source = random.Random(3)
     state = tdf.get_rng_state(mine=source)
     first = source.random()
@@ -81,7 +81,7 @@ def test_states_of_generators_keep_their_numbers():
 
 
 def test_empty_leaves_of_a_memmap(tmp_path):
-    """A leaf without bytes, which has no mapping, would be on the default device."""
+    """A leaf without bytes, which has no mapping, is on the CPU."""
     TensorDict({"a": torch.zeros(0, 2, device="cpu")}).memmap(tmp_path)
 
     assert TensorDict.load_memmap(tmp_path)["a"].device.type == "cpu"

@@ -1,4 +1,4 @@
-"""The main job: an ensemble on real digits, compared, saved, loaded, and less certain about images of other things."""
+"""The demo's ensemble equals a loop, beats its members, doubts other images, and survives a save and a load."""
 
 import subprocess
 import sys
@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from tdfunc import demo, functional, load, optim, split, stack_modules, uncertainty
 from tdfunc.ensemble.stack import init_ensemble
+from tdfunc.metrics import nll
 from tests.helpers import assert_pure, assert_trees_equal
 
 
@@ -43,9 +44,9 @@ def test_report(folder):
     for check in ("the loop has the same weights", "bit for bit", "member 2 is a plain nn.Module again"):
         assert check in text
     assert "3 members, 400 steps, seed 1" in text
-    for name in ("digits", "reliability", "rotation"):
-        assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-        assert f"({name}.png)" in text
+    for name, start in (("overview.svg", b"<?xml"), ("digits.png", b"\x89PNG"), ("rotation.svg", b"<?xml")):
+        assert (folder / name).read_bytes().startswith(start)
+        assert f"({name})" in text
     assert len(list(folder.iterdir())) == 5
 
 
@@ -110,6 +111,19 @@ def test_the_step_compiles_in_one_graph():
     assert counter.frame_count == 1
 
 
+def test_training_improves_every_member_and_the_ensemble_is_best(monkeypatch):
+    """The curves hold the NLL of each member and, last, of the ensemble, at every tenth step."""
+    monkeypatch.setattr(demo, "STEPS", 60)
+    data = demo.load_digits(0)
+    params, curves = demo.learn(data, 3, 0)
+    logits = demo.predict(params, data.test_x)
+
+    assert curves.shape == (6, 4)
+    assert (curves[-1] < curves[0]).all()
+    assert curves[-1, 3] < curves[-1, :3].mean()
+    assert_close(curves[-1], torch.stack([nll(y, data.test_t) for y in (*logits, logits)]))
+
+
 def test_data():
     """Training and test images are disjoint, in [0, 1], and split by the seed."""
     data, again, other = [demo.load_digits(seed) for seed in (0, 0, 1)]
@@ -165,7 +179,7 @@ def test_wrong_options_and_missing_packages(monkeypatch, capsys):
     monkeypatch.setattr(demo, "PACKAGES", ("sys", "no_such_package_a", "no_such_package_b"))
 
     assert call_main(monkeypatch) == (
-        "tdfunc.demo needs no_such_package_a, no_such_package_b: pip install 'tdfunc[demo]'"
+        "tdfunc.demo needs no_such_package_a, no_such_package_b: pip install -e '.[demo]' in a clone of tdfunc"
     )
 
 

@@ -1,5 +1,6 @@
-"""Every Python block of README.md and docs/ runs."""
+"""Every Python block of README.md and docs/ runs, and what the pages show is committed: pictures, notebook outputs."""
 
+import importlib.util
 import re
 import sys
 import textwrap
@@ -7,7 +8,9 @@ import types
 from pathlib import Path
 from typing import NamedTuple
 
+import nbformat
 import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 ROOT = Path(__file__).parent.parent
 
@@ -59,19 +62,23 @@ def page_module(tmp_path, monkeypatch):
     return module
 
 
-PAGES = [
-    path for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))] if python_blocks(path.read_text())
-]
+PAGES = [path for path in sorted((ROOT / "docs").rglob("*.md")) if python_blocks(path.read_text())]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_page_runs(path, page_module):
-    """A reader who copies the page's code would get an error."""
+    """The code of a page runs as it is copied, from its first block to its last."""
     run_blocks(path, page_module)
 
 
+def test_readme_runs_twice(page_module):
+    """The README runs, and runs again in the folder that holds the files of the first run."""
+    run_blocks(ROOT / "README.md", page_module)
+    run_blocks(ROOT / "README.md", page_module)
+
+
 def test_blocks_share_names_and_run_in_order(tmp_path, page_module):
-    """A block could not use what an earlier one of its page defined."""
+    """A block sees the names that earlier blocks of its page defined."""
     page = tmp_path / "page.md"
     page.write_text("```python\na = 1\n```\ntext\n\n- item\n\n  ```python\n  b = a + 1\n  ```\n")
 
@@ -81,7 +88,7 @@ def test_blocks_share_names_and_run_in_order(tmp_path, page_module):
 
 
 def test_a_failing_block_fails_at_its_line(tmp_path, page_module):
-    """A broken example would pass, or its traceback would not say where it is."""
+    """The traceback of a broken example points at its line of the page."""
     page = tmp_path / "page.md"
     page.write_text("# Title\n\n```python\na = 1\nraise KeyError(a)\n```\n")
 
@@ -93,14 +100,14 @@ def test_a_failing_block_fails_at_its_line(tmp_path, page_module):
 
 @pytest.mark.parametrize("comment", ["", "<!-- Needs a GPU. -->\n"], ids=["without reason", "with reason"])
 def test_no_run_needs_a_reason(comment):
-    """A block could be skipped without saying why."""
+    """A skipped block follows an HTML comment with the reason."""
     blocks = python_blocks(f"Text.\n\n{comment}```python no-run\nraise KeyError\n```\n")
 
     assert [(block.tag, block.has_reason) for block in blocks] == [("no-run", comment != "")]
 
 
 def test_no_run_without_a_reason_fails(tmp_path, page_module):
-    """The rule above would be written down and not enforced."""
+    """A skipped block without a reason fails."""
     page = tmp_path / "page.md"
     page.write_text("```python no-run\nraise KeyError\n```\n")
 
@@ -109,5 +116,43 @@ def test_no_run_without_a_reason_fails(tmp_path, page_module):
 
 
 def test_only_python_fences_count():
-    """Shell lines, or Python quoted inside a longer fence, would be executed."""
+    """Shell lines, and Python quoted inside a longer fence, are not executed."""
     assert python_blocks("```bash\nls\n```\n\n````text\n```python\nx\n```\n````\n") == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_notebooks_have_their_outputs(path):
+    """All cells of a notebook were executed, in order and without an error, and its outputs hold pictures."""
+    cells = [cell for cell in nbformat.read(path, 4).cells if cell.cell_type == "code"]
+    outputs = [output for cell in cells for output in cell.outputs]
+
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    assert {output.output_type for output in outputs} <= {"stream", "execute_result", "display_data"}
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+
+
+def test_notebook_pages_show_code_and_outputs():
+    """The page of a notebook has its text, its code, and each kind of output: text, a table and a picture."""
+    spec = importlib.util.spec_from_file_location("docs_notebooks", ROOT / "docs/notebooks.py")
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    outputs = [
+        new_output("stream", text="printed\n"),
+        new_output("execute_result", {"text/plain": "TensorDict(...)", "text/html": "<table></table>"}),
+        new_output("display_data", {"text/plain": "<Figure>", "image/png": "UE5H"}),
+    ]
+    cells = [new_markdown_cell("# Title"), new_code_cell("x = 1", outputs=outputs)]
+    text, pictures = hook.make_page(new_notebook(cells=cells), "name")
+
+    assert text.startswith("# Title\n\n````python\nx = 1\n````\n\n```` { .text .output .no-copy }\nprinted\n````\n")
+    assert '<div class="output" markdown="0">\n<table></table>\n</div>' in text
+    assert "(name-0.png)" in text
+    assert pictures == {"name-0.png": b"PNG"}
+
+
+def test_pictures_are_small():
+    """A picture of the docs takes less than 100 kB of the repository."""
+    pictures = [path for path in (ROOT / "docs/assets").iterdir() if path.suffix in (".svg", ".png")]
+
+    assert len(pictures) >= 4
+    assert [path.name for path in pictures if path.stat().st_size > 100_000] == []

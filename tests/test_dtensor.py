@@ -1,4 +1,4 @@
-"""Leaves that are spread over processes: what a tree does with them is what torch does with each DTensor.
+"""Leaves that are spread over processes: a tree does with them as torch does with each DTensor.
 
 One process with a mesh of one suffices to see whether leaves stay DTensors, keep their placements and are not mixed
 with plain tensors.
@@ -75,7 +75,7 @@ SAME = {
 
 @pytest.mark.parametrize("name", SAME)
 def test_operations(td, name):
-    """A leaf would become a plain tensor, or have other values than that of a tree of plain tensors."""
+    """Leaves stay DTensors, with the values that a tree of plain tensors has."""
     result, expected = SAME[name](td), SAME[name](whole(td))
 
     assert result.batch_size == expected.batch_size
@@ -83,14 +83,14 @@ def test_operations(td, name):
 
 
 def test_placements_stay(td):
-    """An operation that is elementwise would gather a sharded leaf."""
+    """An elementwise operation leaves a sharded leaf sharded."""
     for tree in (td + 1, td.apply(torch.exp), td.clone(), td.to(torch.float64), td.set("z", td["x"])):
         assert tree["x"].placements == (Shard(0),)
         assert tree["n", "y"].placements == (Replicate(),)
 
 
 def test_gradients(td):
-    """Gradients would be plain tensors, or missing."""
+    """Gradients are DTensors."""
     params = td.apply(lambda x: x.detach().requires_grad_())
     (params * params)["x"].sum().full_tensor().backward()
 
@@ -99,7 +99,7 @@ def test_gradients(td):
 
 
 def test_modules(mesh):
-    """A distributed module could not run as a pure function, in a block or after a step."""
+    """A distributed module runs as a pure function, in a block and after a step."""
     model = distribute_module(nn.Linear(2, 2), mesh)
     x = distribute_tensor(torch.ones(1, 2), mesh, [Replicate()])
     apply, params, _ = tdf.functional(model)
@@ -130,7 +130,7 @@ def test_repr_and_html(td):
     ],
 )
 def test_saving_is_refused(td, save, tmp_path):
-    """What lies in this process would be saved as if it were the whole."""
+    """A leaf of which this process holds a part is not saved as if it were whole."""
     with pytest.raises(UnsupportedError, match=r"(?s)x.*a plain tensor or Parameter.*a DTensor.*full_tensor\(\)"):
         save(td, tmp_path)
     assert not list(tmp_path.rglob("*.safetensors"))
@@ -139,7 +139,7 @@ def test_saving_is_refused(td, save, tmp_path):
 
 
 def test_sharing_is_refused(td):
-    """The process would end in a segmentation fault, as it does where torch is asked to share a DTensor."""
+    """Shared memory is refused, where torch ends the process with a segmentation fault."""
     with pytest.raises(UnsupportedError, match=r"(?s)share_memory_: 'x'.*a DTensor.*to_local"):
         td.share_memory_()
 

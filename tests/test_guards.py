@@ -109,7 +109,7 @@ CASES = {
 @pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 1, 0)], ids=["rising", "falling", "back"])
 @pytest.mark.parametrize("name", quick(CASES, "field", "field, tensor only", "field, non-tensor", "entry"))
 def test_other_structures(name, order):
-    """A compiled function would take an entry for absent, or for there, since it was so in an earlier call."""
+    """A compiled function sees the entries of each call's tree, whatever an earlier call had."""
     torch.compiler.reset()
     fn, *trees = CASES[name]
     compiled = torch.compile(fn, fullgraph=True, backend="eager")

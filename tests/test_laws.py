@@ -1,4 +1,4 @@
-"""Laws that hold for every tree: what a way there and back gives, and what equals plain torch leaf by leaf."""
+"""Laws that hold for every tree: ways there and back, and equality with plain torch leaf by leaf."""
 
 import copy
 import pickle
@@ -27,7 +27,7 @@ def tied_alike(tree, other):
 
 @given(trees())
 def test_flatten_and_unflatten(tree):
-    """A tree would not come back from either registry as it went in."""
+    """A tree comes back from both registries as it went in."""
     children, spec = pytree.tree_flatten(tree)
     back = pytree.tree_unflatten(children, spec)
     assert_trees_equal(back, tree)
@@ -39,7 +39,7 @@ def test_flatten_and_unflatten(tree):
 
 @given(trees(), st.randoms(use_true_random=False))
 def test_order_of_keys_is_no_structure(tree, random):
-    """Trees built in another order would have another structure."""
+    """Trees built in another order have one structure."""
     keys = list(tree.keys())
     random.shuffle(keys)
     other = TensorDict({key: tree._get(key) for key in keys}, tree.batch_size)
@@ -52,7 +52,7 @@ def test_order_of_keys_is_no_structure(tree, random):
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t)), lambda t: t.clone()])
 @given(tree=trees())
 def test_copies(copier, tree):
-    """A copy would lose values, ties, kinds or names, or share memory."""
+    """A copy keeps values, ties, kinds and names in memory of its own."""
     new = copier(tree)
 
     assert_trees_equal(new, tree)
@@ -64,7 +64,7 @@ def test_copies(copier, tree):
 
 @given(trees(), PATHS, st.data())
 def test_set_then_get(tree, path, data):
-    """What was set would not be what is got, or the tree itself would change."""
+    """`get` returns what was set, the rest of the tree stays, and the given tree does not change."""
     assume(not any(path[:i] in dict.fromkeys(p for p, _ in _nodes(tree)) for i in range(1, len(path))))
     value = data.draw(leaves(tree.batch_size))
     before = list(tree.keys(True, True))
@@ -89,7 +89,7 @@ def _tied(tree):
 
 @given(trees())
 def test_delete_then_set(tree):
-    """Deleting an entry and setting it again would change a value."""
+    """Deleting an entry and setting it again changes nothing."""
     for key in list(tree.keys()):
         node = tree._get(key)
         assert key not in tree.delete(key)
@@ -99,7 +99,7 @@ def test_delete_then_set(tree):
 
 @given(trees())
 def test_select_and_exclude_are_opposites(tree):
-    """What `select` keeps, `exclude` would not drop."""
+    """`exclude` drops exactly what `select` keeps."""
     keys = list(tree.keys())[::2]
     kept, rest = tree.select(*keys), tree.exclude(*keys)
 
@@ -110,7 +110,7 @@ def test_select_and_exclude_are_opposites(tree):
 
 @given(trees(), KEYS)
 def test_partition_and_combine(tree, key):
-    """Parts of a tree would not be the whole, or would overlap."""
+    """The parts of a partition combine to the tree."""
     assume(tree.paths())
     where = lambda path, leaf: path[-1] == key or leaf.is_floating_point()  # noqa: E731
     first, second = partition(tree, Filter(where))
@@ -124,7 +124,7 @@ def test_partition_and_combine(tree, key):
 
 @given(trees())
 def test_flatten_keys_and_back(tree):
-    """Flat keys would not split into the tree that they came from."""
+    """Flat keys split into the tree that they came from."""
     assume(not any("|" in key for path in tree.keys(True) for key in ([path] if isinstance(path, str) else path)))
     back = tree.flatten_keys("|").unflatten_keys("|")
 
@@ -138,7 +138,7 @@ def test_flatten_keys_and_back(tree):
 
 @given(trees(), KEYS)
 def test_rename_and_back(tree, key):
-    """Renaming would lose ties, kinds or the place of an entry."""
+    """Renaming keeps ties, kinds and the place of an entry."""
     assume(key not in tree and list(tree.keys()))
     old = next(iter(tree.keys()))
     there = tree.rename_key(old, key)
@@ -150,7 +150,7 @@ def test_rename_and_back(tree, key):
 
 @given(trees(size=(3,)))
 def test_stack_and_unbind(tree):
-    """Stacked trees would not come apart as they were."""
+    """Stacked trees come apart as they were."""
     other = tree.apply(lambda x: x.clone())
     stacked = torch.stack([tree, other], 1)
 
@@ -163,7 +163,7 @@ def test_stack_and_unbind(tree):
 
 @given(trees(size=(3,)))
 def test_cat_and_split(tree):
-    """Parts of a tree would not join to the whole."""
+    """The parts of a split join to the whole."""
     back = torch.cat(tree.split([1, 2]))
 
     assert back.batch_size == tree.batch_size
@@ -174,7 +174,7 @@ def test_cat_and_split(tree):
 
 @given(trees())
 def test_identities(tree):
-    """An operation that changes nothing would make a new tree."""
+    """An operation that changes nothing returns the tree itself."""
     assert tree.reshape(tree.batch_size) is tree
     assert tree.permute(*range(tree.ndim)) is tree
     assert tree.expand(*tree.batch_size) is tree
@@ -186,7 +186,7 @@ def test_identities(tree):
 
 @given(pairs())
 def test_equality_sees_one_leaf(pair):
-    """Two trees that differ in one value would be equal."""
+    """Two trees that differ in one value are not equal, there and only there."""
     tree, other, path = pair
 
     assert not (tree == other).all()
@@ -197,7 +197,7 @@ def test_equality_sees_one_leaf(pair):
 
 @given(trees(dtypes=FLOATS))
 def test_arithmetic_equals_torch(tree):
-    """Arithmetic would give another number than torch on a leaf, or write to it."""
+    """Arithmetic equals torch's on each leaf, and writes to none."""
     for fn in (
         lambda x: x + 1, lambda x: 2 - x, lambda x: x * x, lambda x: x / 3, lambda x: -x, lambda x: x > 0,
         lambda x: 2**x,
@@ -210,7 +210,7 @@ def test_arithmetic_equals_torch(tree):
 
 @given(trees(size=(2, 3), dtypes=FLOATS, nontensor=False))
 def test_vmap_equals_the_loop(tree):
-    """Inside vmap a tree would have the wrong batch size, or come back with another one."""
+    """Inside vmap a tree has the batch size of a row, outside it is the loop over the rows."""
     seen = []
 
     def fn(row):
@@ -227,7 +227,7 @@ def test_vmap_equals_the_loop(tree):
 
 @given(trees(), st.sampled_from(Kind))
 def test_kinds_follow(tree, kind):
-    """A map would forget what a leaf is."""
+    """A map keeps the kinds of leaves."""
     assume(tree.paths())
     path = tree.paths()[0]
     marked = tree.set(path, tree[path], kind=kind)
@@ -242,7 +242,7 @@ def test_kinds_follow(tree, kind):
 
 @given(any_trees())
 def test_flatten_and_unflatten_any_tree(tree):
-    """A typed tree, lazy stack, meta leaf or leaf that learns would not come back from a registry as it went in."""
+    """Both registries give back typed trees, lazy stacks, meta leaves and leaves that require gradients."""
     children, spec = pytree.tree_flatten(tree)
     assert_same(pytree.tree_unflatten(children, spec), tree)
 
@@ -253,13 +253,13 @@ def test_flatten_and_unflatten_any_tree(tree):
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t))])
 @given(tree=any_trees())
 def test_copies_of_any_tree(copier, tree):
-    """A copy would lose the class of a node, a requires_grad, a device or a value."""
+    """A copy keeps the class of each node, requires_grad, devices and values."""
     assert_same(copier(tree), tree)
 
 
 @given(any_trees(size=(3,)), st.integers(-3, 2))
 def test_a_row_is_the_row_of_each_leaf(tree, i):
-    """An index would reach another row of one leaf."""
+    """An index reaches the same row of every leaf."""
     row = tree[i]
 
     assert row.batch_size == ()
@@ -270,7 +270,7 @@ def test_a_row_is_the_row_of_each_leaf(tree, i):
 
 @given(any_trees(size=(2, 3)), st.integers(0, 1))
 def test_unbind_and_stack_any_tree(tree, dim):
-    """Rows of a tree would not stack to the tree, or one would be of another class."""
+    """The rows of a tree stack to the tree, in its classes."""
     parts = tree.unbind(dim)
     # A tree that is cut along its lazy stack is dense there, and stacks as such.
     tree, parts = tree.exclude("lazy"), [part.exclude("lazy") for part in parts]
@@ -284,7 +284,7 @@ def test_unbind_and_stack_any_tree(tree, dim):
 
 @given(any_trees())
 def test_dicts_and_back(tree):
-    """What `to_dict` writes, `from_dict` would read as something else."""
+    """`from_dict` reads what `to_dict` writes."""
     tree = tree.exclude("typed", "lazy")
     back = TensorDict.from_dict(tree.to_dict(), batch_size=tree.batch_size)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import tdfunc
 
 ROOT = Path(__file__).parent.parent
+METHODS = ROOT / "docs/api/methods.md"
 
 
 def listed_symbols(text):
@@ -36,8 +37,9 @@ def read_exports(package):
 
 
 def test_docs_list_every_public_name_once():
-    """A public name would have no documentation, or documentation would name something that is gone."""
-    symbols = [symbol for page in (ROOT / "docs/api").rglob("*.md") for symbol in listed_symbols(page.read_text())]
+    """Each public name is documented on one page, and the pages name nothing else."""
+    pages = {*(ROOT / "docs/api").rglob("*.md")} - {METHODS}
+    symbols = [symbol for page in pages for symbol in listed_symbols(page.read_text())]
     listed = {"tdfunc": set()}
     for symbol in symbols:
         package, _, name = symbol.rpartition(".")
@@ -52,6 +54,15 @@ def test_docs_list_every_public_name_once():
     assert [symbol for symbol, count in Counter(symbols).items() if count > 1] == []
 
 
+def test_docs_list_every_method_of_a_tree_once():
+    """The page of methods has each public method and property of `TensorDict` in one of its families."""
+    listed = Counter(symbol.removeprefix("tdfunc.TensorDict.") for symbol in listed_symbols(METHODS.read_text()))
+    classes = [cls for cls in tdfunc.TensorDict.__mro__ if cls is not object]
+
+    assert set(listed) == {name for cls in classes for name in vars(cls) if not name.startswith("_")}
+    assert [name for name, count in listed.items() if count > 1] == []
+
+
 def test_one_screen_names_everything():
     """The overview has every public name, and every method that it names exists."""
     text = (ROOT / "docs/api/index.md").read_text()
@@ -63,8 +74,16 @@ def test_one_screen_names_everything():
     assert [name for name in spelled.findall(methods) if not hasattr(tdfunc.TensorDict, name)] == []
 
 
+def test_a_star_import_gives_the_public_names():
+    """`from tdfunc import *` gives every public name, except those of Python's builtins, and nothing else."""
+    names = {}
+    exec("from tdfunc import *", names)
+
+    assert names.keys() - {"__builtins__"} == read_exports("tdfunc") - {"map", "open"}
+
+
 def test_symbols_and_exports_are_found():
-    """The test above would compare nothing with nothing."""
+    """Symbols of a page and exports of packages and modules are found."""
     package = "from tdfunc._a import x as x, _y as _y\nfrom tdfunc._b import Z as Z\n__all__ = ['x']\n"
     module = "from torch import nn\nclass A: ...\ndef f(): ...\ndef _g(): ...\n"
 

@@ -1,4 +1,4 @@
-"""What the documents that tdfunc was written from promise of trees, typed trees, folders, maps and parameters.
+"""The promises of the documents that tdfunc was written from: trees, typed trees, folders, maps and parameters.
 
 One test for each block or claim, in the immutable spelling. Language models, modules on trees and processes that send
 trees to each other have tests of their own.
@@ -42,7 +42,7 @@ def scored(**options):
 
 
 def test_a_tree_is_a_batch_size_and_keys():
-    """A tree could not say its batch size, or would take a tensor that does not begin with it."""
+    """A tree has a batch size, and refuses a tensor that does not begin with it."""
     data = two_keys()
 
     assert data.batch_size == data.shape == torch.Size([3, 4])
@@ -52,7 +52,7 @@ def test_a_tree_is_a_batch_size_and_keys():
 
 
 def test_a_tree_on_a_device_sends_there_what_is_set():
-    """A value that is written to a tree on a device would stay where it was."""
+    """A value that is set in a tree on a device moves there."""
     data = two_keys(device="meta")
 
     for inplace, non_blocking in ((False, False), (False, True)):
@@ -62,7 +62,7 @@ def test_a_tree_on_a_device_sends_there_what_is_set():
 
 
 def test_nested_keys_in_any_tuples():
-    """A nested tuple would be another key than the flat one, in reading, writing, or `in`."""
+    """A nested tuple is the flat key, in reading, writing and `in`."""
     data = two_keys().set(("nested", "key"), torch.zeros(3, 4))
     data = data.set(("nested", ("supernested", ("key",))), torch.zeros(3, 4))
 
@@ -73,14 +73,14 @@ def test_nested_keys_in_any_tuples():
 
 
 def test_non_tensor_data():
-    """A string would not come back as it was put in."""
+    """A string comes back as it was put in."""
     data = TensorDict({"a-tensor": torch.randn(1, 2)}, batch_size=[1, 2]).set("non-tensor", "a string!")
 
     assert data["non-tensor"] == "a string!"
 
 
 def test_indexing():
-    """An index would reach into the features, or not all leaves."""
+    """An index takes rows of all leaves, and no features."""
     sub = two_keys()[..., :2]
 
     assert sub.shape == torch.Size([3, 2])
@@ -88,7 +88,7 @@ def test_indexing():
 
 
 def test_stack_and_cat():
-    """torch.stack or torch.cat of trees would put the new dimension elsewhere in some leaf."""
+    """torch.stack and torch.cat of trees join every leaf along one batch dimension."""
     trees = [two_keys() for _ in range(2)]
     stacked, joined = torch.stack(trees, 1), torch.cat(trees, 0)
 
@@ -115,7 +115,7 @@ def test_stack_and_cat():
     ],
 )
 def test_shape_operations(reshape, shape):
-    """A tree would not have the shape that a tensor of its batch size would have, or lose a feature dimension."""
+    """A tree has the shape that a tensor of its batch size has, and keeps feature dimensions."""
     result = reshape(two_keys())
 
     assert list(result.shape) == shape
@@ -123,7 +123,7 @@ def test_shape_operations(reshape, shape):
 
 
 def test_shared_memory_and_updates():
-    """A tree could not go to shared memory, or an update would change the tree that it was called on."""
+    """A tree goes to shared memory; an update leaves the tree that it is called on alone."""
     data = two_keys()
     shared = data.clone().share_memory_()
     updated = data.update({"key 1": torch.zeros(3, 4, 5)})
@@ -137,7 +137,7 @@ def test_shared_memory_and_updates():
 
 
 def test_apply():
-    """A function of tensors could not be mapped over a tree, or the keys that it returns None for would stay."""
+    """A function of tensors maps over a tree, and drops the keys for which it returns None."""
     uniform = two_keys().select("key 1").apply(torch.rand_like)
     data = TensorDict({"a": torch.tensor(1.0), "b": torch.tensor(1)}, [])
     floats = data.apply(lambda x: x if x.dtype == torch.float else None)
@@ -148,7 +148,7 @@ def test_apply():
 
 
 def test_lazy_preallocation():
-    """Filling an empty tree row by row, in any order, would give something else than stacking the rows."""
+    """Filling an empty tree row by row, in any order, gives the stack of the rows."""
 
     def foo():
         return TensorDict({"a": torch.randn(3), "b": TensorDict({"c": torch.zeros(2)}, batch_size=[])}, batch_size=[])
@@ -163,7 +163,7 @@ def test_lazy_preallocation():
 
 
 def test_nesting():
-    """A nested tree with a longer batch size would be refused, one with another taken; a flat tree would lose it."""
+    """A nested tree may have a longer batch size, and keeps it in a flat tree; another one is refused."""
     inner = TensorDict({"sub-key": torch.randn(3, 4, 5, 6)}, batch_size=[3, 4, 5])
     data = TensorDict({"key 1": torch.ones(3, 4, 5), "key 2": inner}, batch_size=[3, 4])
     flat = data.flatten_keys(separator=".")
@@ -179,7 +179,7 @@ def test_nesting():
 
 
 def test_parameters_are_a_tree_and_stack_to_an_ensemble():
-    """A state dict and a module would give other trees, a block other weights, or vmap over a stack other results."""
+    """A state dict and a module give one tree, a block runs its weights, vmap over a stack runs each member's."""
     layers = nn.Linear(3, 4), nn.Linear(4, 4)
     model = nn.Sequential(*layers)
     params = TensorDict.from_module(model)
@@ -206,7 +206,7 @@ def test_parameters_are_a_tree_and_stack_to_an_ensemble():
 
 
 def test_clone_of_parameters_is_independent():
-    """The parameters that were kept to compare with would change with the module's."""
+    """A clone of the parameters does not change with the module's."""
     net = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
     old = TensorDict.from_module(net).clone(recurse=True)
     with torch.no_grad():
@@ -217,7 +217,7 @@ def test_clone_of_parameters_is_independent():
 
 
 def test_parameters_in_a_folder(tmp_path):
-    """A module, or a layer of it, could not be filled from a folder or from the part of it that is needed."""
+    """A module, or a layer of it, is filled from a folder or from a folder in it."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
     TensorDict.from_module(model).memmap(tmp_path / "saved", num_threads=16)
     others = [nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)) for _ in range(3)]
@@ -242,7 +242,7 @@ def keys_tree():
 
 
 def test_load_memmap_gives_what_memmap_wrote(tmp_path):
-    """A folder would hold other values, or a folder inside it could not be opened alone."""
+    """A folder holds the values that were written, and a folder inside it opens alone."""
     td = keys_tree()
     td.memmap(tmp_path / "saved_td")
 
@@ -251,7 +251,7 @@ def test_load_memmap_gives_what_memmap_wrote(tmp_path):
 
 
 def test_load_memmap_without_reading(tmp_path):
-    """The shapes in a folder could not be seen without opening its files, on meta or as fake tensors."""
+    """A folder loads on meta or as fake tensors without opening its files."""
     td = TensorDict({"a": torch.zeros(()), "b": {"c": torch.zeros(())}})
     td.save(tmp_path / "td")
     for file in (tmp_path / "td").rglob("*.memmap"):
@@ -275,7 +275,7 @@ def test_load_memmap_without_reading(tmp_path):
 
 @pytest.mark.parametrize("write", ["memmap", "save", "dumps", "memmap_"])
 def test_the_ways_to_write_a_folder_are_one(write, tmp_path):
-    """`save` or `dumps` would write something else than `memmap`, or not take its arguments."""
+    """`save`, `dumps` and `memmap_` write as `memmap` does, with its arguments."""
     td = keys_tree()
     written = getattr(td, write)(tmp_path / "td", False, num_threads=2, share_non_tensor=False, existsok=True)
 
@@ -287,7 +287,7 @@ def test_the_ways_to_write_a_folder_are_one(write, tmp_path):
 
 @pytest.mark.parametrize("write", ["memmap", "save", "memmap_", "memmap_like"])
 def test_return_early_gives_a_future(write, tmp_path):
-    """A write in the background would return no future, or one of something else than the tree."""
+    """A write in the background returns a future of the tree."""
     future = getattr(keys_tree(), write)(tmp_path / "td", num_threads=2, return_early=True)
 
     assert isinstance(future, Future)
@@ -296,7 +296,7 @@ def test_return_early_gives_a_future(write, tmp_path):
 
 
 def test_a_leaf_on_another_file_is_not_copied_unasked(tmp_path):
-    """Writing a tree that is on disk to another place would copy it in silence, or not when asked."""
+    """A tree that is on disk is written to another place only with `copy_existing=True`."""
     on_disk, nameless = keys_tree().memmap(tmp_path / "one"), keys_tree().memmap()
 
     with pytest.raises(FileExistsError, match=r"(?s)'a'.*two/a\.memmap.*one/a\.memmap.*copy_existing=True"):
@@ -309,13 +309,13 @@ def test_a_leaf_on_another_file_is_not_copied_unasked(tmp_path):
 
 
 def test_sharing_of_non_tensor_data_is_refused(tmp_path):
-    """A call that asks for values which other processes see change would be taken, though values do not change."""
+    """`share_non_tensor=True` is refused: values do not change."""
     with pytest.raises(ValueError, match=r"(?s)share_non_tensor=False.*True.*does not change"):
         keys_tree().memmap(tmp_path / "td", share_non_tensor=True)
 
 
 def test_memmap_like_of_an_expanded_tree(tmp_path):
-    """Buffers of a million rows could not be made from one, or would not read as zeros before they are filled."""
+    """Buffers of a million rows are made from one, and read as zeros until they are filled."""
     row = TensorDict({"a": torch.ones((3, 64, 64), dtype=torch.uint8), "b": torch.ones(1, dtype=torch.int64)})
     buffer = row.expand(1_000_000).memmap_like(tmp_path / "dataset", sparse_ok=True)
     buffer.at[999_999].set_(row)
@@ -325,7 +325,7 @@ def test_memmap_like_of_an_expanded_tree(tmp_path):
 
 
 def test_a_dataset_on_disk(tmp_path):
-    """Rows from all over a data set that is larger than memory could not be read by one index."""
+    """One index reads rows from all over a data set on disk."""
     data = TensorDict(
         {"images": torch.zeros((128, 128, 3), dtype=torch.uint8), "labels": torch.zeros((), dtype=torch.int)}, []
     )
@@ -338,7 +338,7 @@ def test_a_dataset_on_disk(tmp_path):
 
 
 def test_memmap_refresh(tmp_path):
-    """A tree would not see the folder that another process wrote in place of its own, or would say nothing."""
+    """`memmap_refresh_` opens the folder that was written in place of the tree's own."""
     keys_tree().memmap(tmp_path / "td")
     seen = TensorDict.load_memmap(tmp_path / "td")
     (keys_tree() + 1).memmap(tmp_path / "td")
@@ -350,7 +350,7 @@ def test_memmap_refresh(tmp_path):
 
 
 def test_load_takes_what_load_memmap_takes(tmp_path):
-    """`load` of a folder would not take a device by position, `out`, `non_blocking` or `num_threads`."""
+    """`load` of a folder takes a device by position, `out`, `non_blocking` and `num_threads`."""
     keys_tree().memmap(tmp_path / "td")
     out = keys_tree() + 1
 
@@ -362,7 +362,7 @@ def test_load_takes_what_load_memmap_takes(tmp_path):
 
 
 def test_options_of_folders_need_a_folder(tmp_path):
-    """An option that only a folder of mapped files has would be dropped in silence for a safetensors file."""
+    """An option that only a folder of mapped files has is refused for a safetensors file."""
     tdf.save(keys_tree(), tmp_path / "td.safetensors")
 
     with pytest.raises(NotADirectoryError, match=r"td\.safetensors"):
@@ -370,7 +370,7 @@ def test_options_of_folders_need_a_folder(tmp_path):
 
 
 def test_load_into_a_tree(tmp_path):
-    """`load_` and `load_memmap_` would return new leaves instead of filling those that are there."""
+    """`load_` and `load_memmap_` fill the leaves that are there."""
     (keys_tree() + 1).memmap(tmp_path / "td")
     one, two = keys_tree(), keys_tree()
 
@@ -389,7 +389,7 @@ def process_data(data):
 
 
 def test_map_over_processes(capfd):
-    """Rows would not be mapped one at a time by four workers, in order, with a progress bar when asked."""
+    """Four workers map rows one at a time, in order, with a progress bar when it is asked for."""
     data = TensorDict({"images": torch.rand(12, 4, 3), "labels": torch.arange(12)}, [12])
     done = data.map(process_data, num_workers=4, chunksize=0, pbar=True)
 
@@ -408,7 +408,7 @@ class Foo(TensorClass):
 
 
 def test_a_typed_tree_prints_its_fields():
-    """An instance would not show tensors, data and empty fields with the batch size."""
+    """An instance shows tensors, data and empty fields with the batch size."""
     foo = Foo(tensor=torch.randn(3), non_tensor="a string!", nested=None, batch_size=[3])
     lines = {line.strip().rstrip(",") for line in repr(foo).splitlines()}
 
@@ -447,7 +447,7 @@ def _decorated(*options):
 
 @pytest.mark.parametrize("spelling", [_bracket, _keyword, _decorated], ids=lambda f: f.__name__[1:])
 def test_options_in_each_spelling(spelling):
-    """An option in brackets, as a keyword, or of the decorator would mean something else, or two could not be given."""
+    """An option means the same in brackets, as a keyword and of the decorator, and several combine."""
     cast, kept, both = spelling("autocast"), spelling("nocast"), spelling("nocast", "frozen")
     only = spelling("tensor_only")
 
@@ -458,7 +458,7 @@ def test_options_in_each_spelling(spelling):
 
 
 def test_without_options_a_number_becomes_a_tensor():
-    """An int would stay one though nobody said `nocast`."""
+    """An int becomes a tensor without `nocast`."""
 
     class Made(TensorClass):
         integer: int
@@ -467,7 +467,7 @@ def test_without_options_a_number_becomes_a_tensor():
 
 
 def test_shadow_allows_names_of_methods():
-    """A field with the name of a method would be refused with `shadow`, or taken without it."""
+    """A field may have the name of a method with `shadow`, and not without it."""
 
     class Made(TensorClass["shadow"]):
         keys: torch.Tensor
@@ -478,7 +478,7 @@ def test_shadow_allows_names_of_methods():
 
 
 def test_a_subclass_of_a_frozen_class():
-    """A class could not be derived from a frozen one, or one of its instances could be changed."""
+    """A class derives from a frozen one, and its instances do not change."""
 
     class Parent(TensorClass, frozen=True):
         x: torch.Tensor
@@ -492,7 +492,7 @@ def test_a_subclass_of_a_frozen_class():
 
 
 def test_a_decorated_class_is_a_tree():
-    """Methods of a class, given fields by position and by name, would not survive indexing and reshaping."""
+    """A decorated class takes fields by position and by name, and its methods run on rows and other shapes."""
 
     @tensorclass
     class MyData:
@@ -521,7 +521,7 @@ def test_a_decorated_class_is_a_tree():
 
 
 def test_typed_trees_nest_and_do_what_trees_do():
-    """A class inside a class would lose its type in an index, a stack, or a map over the leaves."""
+    """A class inside a class keeps its type in an index, a stack and a map over the leaves."""
 
     class Outer(TensorClass):
         inner: Scored
@@ -539,7 +539,7 @@ def test_typed_trees_nest_and_do_what_trees_do():
 
 
 def test_construction_of_a_typed_tree():
-    """Fields by position with the batch size, device and names after them, and fields left out, would not be kept."""
+    """Fields are given by position, then batch size, device and names; fields left out have their defaults."""
     made = scored(rewards=torch.ones(2), device="cpu", names=["sample"])
 
     assert made.batch_size == (2,)
@@ -554,7 +554,7 @@ def test_construction_of_a_typed_tree():
 
 
 def test_get():
-    """`get` would not take a path, or would ignore what to return for an absent key."""
+    """`get` takes a path, and a value to return for an absent key."""
     made = scored()
 
     assert made.get("input_ids") is made.get(("input_ids",)) is made.input_ids
@@ -563,7 +563,7 @@ def test_get():
 
 
 def test_set():
-    """`set` would write into the old tensor, or not do so when asked."""
+    """`set` returns a new tree, or writes into the old tensor when it is asked to."""
     made = scored()
     ids = made.input_ids
     new, same = made.set("input_ids", ids + 1), made.set("input_ids", ids + 5, inplace=True, non_blocking=True)
@@ -577,7 +577,7 @@ def test_set():
 
 
 def test_from_tensordict_and_back():
-    """A class could not be made of a tree of tensors and a dict of the rest, or would not turn into a tree again."""
+    """A tree of tensors and a dict of the rest make an instance, which turns into a tree again."""
     leaves = TensorDict({"input_ids": torch.ones(2, 3), "attention_mask": torch.ones(2, 3)}, [2])
     made = Scored.from_tensordict(leaves, {"source": "web"}, safe=True)
     back = made.to_tensordict()
@@ -594,7 +594,7 @@ def test_from_tensordict_and_back():
 
 
 def test_to_tensordict_leaves_the_files(tmp_path):
-    """A tree that was made of mapped files would still be on them."""
+    """A tree that is made of mapped files is not on them."""
     mapped = scored().memmap(tmp_path / "scored")
 
     assert mapped.is_memmap()
@@ -602,7 +602,7 @@ def test_to_tensordict_leaves_the_files(tmp_path):
 
 
 def test_unbind_shares_memory():
-    """Rows would be copies."""
+    """Rows share memory with the tree."""
     made = scored()
     rows = made.unbind(0)
     rows[1].input_ids.fill_(9)
@@ -614,7 +614,7 @@ def test_unbind_shares_memory():
 @pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.parametrize("assign", [False, True])
 def test_state_dict_of_a_typed_tree(flatten, assign):
-    """A state dict, flat or nested, with a prefix or into a dict, could not be loaded into another instance."""
+    """A state dict, flat or nested, with a prefix or into a dict, loads into another instance."""
     made, other = scored(rewards=torch.ones(2)), scored(rewards=torch.zeros(2))
     destination: dict[str, Any] = {}
 
@@ -631,7 +631,7 @@ def test_state_dict_of_a_typed_tree(flatten, assign):
 
 @pytest.mark.parametrize("load", ["load", "load_memmap"])
 def test_folders_of_typed_trees(load, tmp_path):
-    """A class would be lost on disk, or a folder of an open tree could not be read as the class."""
+    """A class is kept on disk, and a folder of an open tree is read as the class that is asked for."""
     made = scored(source="web")
     made.save(tmp_path / "typed")
     made.to_tensordict().save(tmp_path / "open")
@@ -648,7 +648,7 @@ def test_folders_of_typed_trees(load, tmp_path):
 
 
 def test_files_of_typed_trees(tmp_path):
-    """`load` of a class would return an open tree for a file that was saved from one."""
+    """`load` of a class returns an instance for a file that was saved from an open tree."""
     tdf.save(scored().to_tensordict(), tmp_path / "open.safetensors")
 
     assert isinstance(Scored.load(tmp_path / "open.safetensors"), Scored)
@@ -656,7 +656,7 @@ def test_files_of_typed_trees(tmp_path):
 
 
 def test_typed_trees_on_the_meta_device(tmp_path):
-    """The shapes of a folder of a class could not be seen without reading it."""
+    """A folder of a class loads on meta."""
     scored().memmap(tmp_path / "scored")
 
     assert Scored.load_memmap(tmp_path / "scored", device="meta").input_ids.is_meta
@@ -664,7 +664,7 @@ def test_typed_trees_on_the_meta_device(tmp_path):
 
 
 def test_memmap_like_of_a_typed_tree(tmp_path):
-    """Buffers for rows of a class would not be of the class, or not hold its data that are no tensors."""
+    """Buffers for rows of a class are of the class and hold its non-tensor data."""
     row = Scored(torch.zeros(3, dtype=torch.long), torch.ones(3, dtype=torch.bool), source="web")
     buffer = row.expand(1000).memmap_like(tmp_path / "buffer")
     buffer.at[5].set_(row.replace(input_ids=torch.tensor([1, 2, 3])))
@@ -676,7 +676,7 @@ def test_memmap_like_of_a_typed_tree(tmp_path):
 
 
 def test_a_list_of_words_is_one_for_each_row():
-    """A list of strings would be one value for all rows, so that the example of a conversation would not work."""
+    """A list of strings is one value for each row."""
     chat = Foo(torch.zeros(2), ["a message", "another message"], batch_size=(2,))
 
     assert chat[1].non_tensor == "another message"

@@ -18,13 +18,13 @@ def cells(*, raising):
 
 @pytest.mark.parametrize(("row", "column"), cells(raising=False))
 def test_cell(row, column):
-    """An operation would give other values, keys or batch sizes under a transformation than plain tensors do."""
+    """An operation gives the values, keys and batch sizes under a transformation that plain tensors do."""
     column.check(ROWS[row])
 
 
 @pytest.mark.parametrize(("row", "column"), cells(raising=True))
 def test_cell_raises(row, column):
-    """A cell that the page says to raise would work, or raise something else."""
+    """A cell that the page says to raise raises its error."""
     error, message, _ = RAISES[row, column.name]
 
     with pytest.raises(error, match=message):
@@ -42,7 +42,7 @@ def test_cell_raises(row, column):
     ids=["value", "missing", "added", "batch size"],
 )
 def test_comparison_can_fail(wrong):
-    """A cell could not fail."""
+    """The comparison of a cell can fail."""
     row = ROWS["clone"]
     tensors = torch.ones(3, 2), torch.ones(3)
     out = row.fn(row.fn.__globals__["make"](*tensors))

@@ -61,7 +61,7 @@ COMPILED = {
 
 @pytest.mark.parametrize("name", quick(COMPILED, "constructor", "set", "int", "stack", "at", "grad"))
 def test_compile(name):
-    """An operation would break the graph, or give another tree when compiled."""
+    """An operation gives one graph and the same tree when compiled."""
     torch._dynamo.reset()
     x, y = torch.randn(3, 2), torch.randn(3)
     fn = COMPILED[name]
@@ -71,7 +71,7 @@ def test_compile(name):
 
 @pytest.mark.parametrize("name", quick(["constructor", "set", "int", "stack", "numbers", "at"], "set"))
 def test_compile_with_autograd(name):
-    """The graph could not be lowered, or its gradients be lost."""
+    """The graph is lowered, and its gradients are kept."""
     torch._dynamo.reset()
     x, y = torch.randn(3, 2, requires_grad=True), torch.randn(3)
     fn = COMPILED[name]
@@ -85,7 +85,7 @@ def test_compile_with_autograd(name):
 
 
 def test_nested_vmap():
-    """A tree would have the wrong batch size at some level of vmap, or for some in_dims and out_dims."""
+    """A tree has the right batch size at each level of vmap, for all in_dims and out_dims."""
     tree = TensorDict({"a": torch.randn(2, 3, 4, 5), "n": TensorDict({"b": torch.randn(2, 3, 4)}, [2, 3, 4])}, [2, 3])
     seen = []
 
@@ -106,7 +106,7 @@ def test_nested_vmap():
 
 
 def test_optree_paths_and_prefixes():
-    """Optree would name leaves otherwise, drop None as values, or not broadcast a prefix."""
+    """Optree gives leaves their paths, keeps None as values, and broadcasts a prefix."""
     tree = TensorDict({"b": torch.zeros(2), "a": {"c": torch.ones(2)}}, [2])
 
     assert optree.tree_paths(tree) == [("a", "c"), ("b",)]
@@ -118,7 +118,7 @@ def test_optree_paths_and_prefixes():
 
 
 def test_specs_of_anything():
-    """A map to ints, shapes or sentinels would not carry them, or lose the batch size on the way back."""
+    """A map to ints, shapes or sentinels carries them, and gives the batch size back."""
     tree = TensorDict({"a": torch.zeros(3, 2), "n": {"b": torch.ones(3)}, "e": {}}, [3])
     shapes = pytree.tree_map(lambda x: tuple(x.shape), tree)
 
@@ -133,7 +133,7 @@ def test_specs_of_anything():
 
 
 def test_threads():
-    """Two threads that use one tree would see each other's half-made state."""
+    """Threads that use one tree see whole trees only."""
     tree = TensorDict({f"k{i}": torch.full((4, 2), float(i)) for i in range(20)}, [4])
     errors = []
 
@@ -171,7 +171,7 @@ WIDE = {
 
 @pytest.mark.parametrize("name", WIDE)
 def test_cost_grows_linearly(name):
-    """A call on ten times the leaves would take far more than ten times as long."""
+    """A call on ten times the leaves takes about ten times as long."""
     best = {}
     for n in (500, 5000):
         source = {f"k{i}": torch.zeros(3) for i in range(n)}
@@ -214,7 +214,7 @@ DEEP = {
 
 @pytest.mark.parametrize("name", DEEP)
 def test_depth(name):
-    """A tree 300 levels deep would exhaust the stack."""
+    """A tree 300 levels deep does not exhaust the stack."""
     tree = TensorDict({"x": torch.zeros(2)}, [2])
     for _ in range(300):
         tree = TensorDict({"n": tree, "v": torch.zeros(2)}, [2])
@@ -233,7 +233,7 @@ def counted(fn, trees):
 
 
 def test_recompiles():
-    """Every new batch size would be compiled anew, until the compiler gives up."""
+    """A new batch size is compiled once more, and others after it not again."""
 
     def step(t):
         return t.set("c", t["a"] * 2)[1:]
@@ -259,7 +259,7 @@ assert out["n", "b"].tolist() == [0, 2, 4]
 
 @pytest.mark.slow
 def test_export_in_a_fresh_process(tmp_path):
-    """A program that another process saved would not load there, or lose what is not a tensor."""
+    """A program that another process saved loads, with its non-tensor data."""
 
     class Double(torch.nn.Module):
         def forward(self, tree):
@@ -279,7 +279,7 @@ def test_export_in_a_fresh_process(tmp_path):
 @pytest.mark.parametrize("send", [copy.deepcopy, lambda spec: pickle.loads(pickle.dumps(spec))], ids=["copy", "pickle"])
 @pytest.mark.parametrize("registry", [pytree, optree], ids=["torch", "optree"])
 def test_structures_are_sent(registry, send):
-    """A structure could not be copied, or not be sent to another process, and build the same tree there."""
+    """A structure that was copied, or sent to another process, builds the same tree."""
     tree = TensorDict({"a": torch.ones(3, 2), "n": {"b": torch.ones(3)}, "s": ["x", "y", "z"]}, [3], names=["t"])
     leaves, spec = registry.tree_flatten(tree)
     sent = send(spec)
@@ -290,7 +290,7 @@ def test_structures_are_sent(registry, send):
 
 
 def test_autocast_of_a_pure_function():
-    """Autocast would not reach the operations of a module that runs as a function of a tree."""
+    """Autocast reaches the operations of a module that runs as a function of a tree."""
     apply, params, _ = tdf.functional(torch.nn.Linear(2, 2))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = apply(params, torch.ones(3, 2))
@@ -316,7 +316,7 @@ CHECKPOINTED = {
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", CHECKPOINTED)
 def test_compiled_checkpoint(kind, backend):
-    """A checkpoint that is given trees would not compile, or lose options, keyword arguments or gradients."""
+    """A checkpoint that is given trees compiles with options, keyword arguments and gradients."""
     torch.compiler.reset()
     inputs = [torch.rand(3, requires_grad=True) for _ in range(3)]
     tree = CHECKPOINTED[kind](*inputs[:2])
@@ -332,7 +332,7 @@ def test_compiled_checkpoint(kind, backend):
 
 
 def test_reentrant_checkpoint_warns():
-    """The page would be wrong that the older kind of checkpoint has no gradient where no argument is such a tensor."""
+    """The older kind of checkpoint has no gradient where no argument is a tensor that requires grad."""
     for held in (TensorDict({"a": torch.ones(3, requires_grad=True)}), {"a": torch.ones(3, requires_grad=True)}):
         with pytest.warns(UserWarning, match="None of the inputs have requires_grad"):
             out = checkpoint(lambda t: t["a"].sum() * 2, held, use_reentrant=True)
@@ -340,7 +340,7 @@ def test_reentrant_checkpoint_warns():
 
 
 def test_reentrant_checkpoint_beside_a_tensor():
-    """The page would be wrong about the leaves of a tree beside a tensor that requires grad, and about results."""
+    """Beside a tensor that requires grad, the leaves of a tree have gradients, and results in trees have none."""
     leaf, x = torch.ones(3, requires_grad=True), torch.full((3,), 2.0, requires_grad=True)
     tree = TensorDict({"a": leaf})
 
@@ -353,7 +353,7 @@ def test_reentrant_checkpoint_beside_a_tensor():
 
 @pytest.mark.parametrize("held", [lambda w: TensorDict({"w": w}), lambda w: {"w": w}])
 def test_reentrant_checkpoint_frees_a_shared_graph(held):
-    """The page would be wrong that a computed leaf which is used elsewhere too raises, in a tree as in a dict."""
+    """A computed leaf that is used elsewhere too raises, in a tree as in a dict."""
     source, x = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
 
     def total(reentrant):
@@ -368,7 +368,7 @@ def test_reentrant_checkpoint_frees_a_shared_graph(held):
 
 
 def test_scatter_replicates():
-    """The page would be wrong about `DataParallel`: each device gets the whole tree, and a chunk where it is cut."""
+    """`DataParallel` gives each device the whole tree, and a chunk where it is cut."""
     tree = TensorDict({"a": torch.arange(8.0).reshape(4, 2), "s": ["a", "b", "c", "d"]}, [4])
 
     assert all(part is tree for part in scatter(tree, ["meta", "meta"]))
@@ -384,7 +384,7 @@ WRAPPED = {"plain": {}, "static graph": {"static_graph": True}}
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WRAPPED)
 def test_distributed_data_parallel(name, tmp_path):
-    """A module in `DistributedDataParallel` could not take and return trees."""
+    """A module in `DistributedDataParallel` takes and returns trees."""
 
     class Adds(torch.nn.Module):
         def __init__(self):

@@ -82,6 +82,9 @@ ROWS = {
     "index: slice": Row(lambda t: t[1:], lambda a, b: FLAT(a[1:], b[1:]), [2]),
     "index: mask": Row(lambda t: t.exclude("s")[torch.tensor(KEEP)], lambda a, b: FLAT(a[KEEP], b[KEEP]), [2]),
     "index: tensor": Row(lambda t: t[torch.tensor(ORDER)], lambda a, b: FLAT(a[ORDER], b[ORDER]), [2]),
+    "index: tensor, a value for each row": Row(
+        lambda t: t.set("r", ["word"] * 3)[torch.tensor(ORDER)], lambda a, b: FLAT(a[ORDER], b[ORDER]), [2]
+    ),
     "stack": Row(
         lambda t: torch.stack([t.exclude("s"), t.exclude("s") * 2], 1),
         lambda a, b: FLAT(*(torch.stack([x, x * 2], 1) for x in (a, b))),
@@ -498,19 +501,24 @@ _UNMAPPED = (
 _MASK = "the number of rows depends on values: use `where`, or rows by number"
 _MADE = "torch does not tell where it puts the rows of values that the function made: `exclude` them before the end"
 _DATA = "dynamo cannot trace numpy's arrays of objects, which hold a value for each row: `exclude` the data first"
+_TRACED = "a trace has no numbers for an index tensor, which values of rows need: index by slices, or `exclude` them"
+_BY_ROWS = "index: tensor, a value for each row"
 # (row, name of the column): the error that is raised, a part of its message, and the reason.
 RAISES = {
     ("constructor", "in_dims and out_dims"): _UNMAPPED,
     ("typed: constructor", "in_dims and out_dims"): _UNMAPPED,
     ("index: mask", "export"): (Exception, "data-dependent", _MASK),
     ("index: mask", "jit"): (tdf.UnsupportedError, "uses the value of a tensor", _MASK),
+    (_BY_ROWS, "jit"): (tdf.UnsupportedError, "uses the value of a tensor", _TRACED),
+    (_BY_ROWS, "make_fx"): (Exception, "data-dependent", _TRACED),
+    (_BY_ROWS, "export"): (Exception, "data-dependent", _TRACED),
 }
 
 for _name in ("compile", "compile with autograd", "inductor"):
-    for _row in ("stack, with non-tensor data", "set, a value for each row"):
+    for _row in ("stack, with non-tensor data", "set, a value for each row", _BY_ROWS):
         RAISES[_row, _name] = (Exception, "as_proxy|numpy", _DATA)
 for _name in ("vmap", "in_dims and out_dims", "nested"):
-    for _row in ("stack, with non-tensor data", "set, a value for each row"):
+    for _row in ("stack, with non-tensor data", "set, a value for each row", _BY_ROWS):
         RAISES[_row, _name] = (tdf.BatchSizeError, "exclude", _MADE)
 
 START, END = "<!-- Written by benchmarks/pages/transform_table.py. -->", "<!-- End of the table. -->"

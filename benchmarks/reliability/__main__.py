@@ -59,7 +59,7 @@ def _fuzz(target: str) -> dict[str, int]:
 
 
 def fuzz_counts(log: str) -> dict[str, int]:
-    """What libFuzzer says at its end."""
+    """The counts that libFuzzer prints at its end."""
     done = re.search(r"Done (\d+) runs in (\d+) second", log)
     inputs, seconds = (int(done[1]), int(done[2])) if done is not None else (0, 0)
     return {"inputs": inputs, "seconds": seconds, "findings": log.count("Uncaught Python exception")}
@@ -85,7 +85,7 @@ def _commit() -> str:
 
 
 def _count(part: str) -> None:
-    """Count one part, and keep what came of it and which code it was."""
+    """Count one part, and keep the result with the commit of the code."""
     commit, (name, _, target) = _commit(), part.partition(":")
     counted = PARTS[part]()
     _keep(name, {**_counted(name), target: counted} if target else counted)

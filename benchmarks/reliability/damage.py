@@ -135,7 +135,7 @@ DAMAGE = {"one bit flipped": flips, "cut short": cuts, "made longer": extensions
 
 
 def judge(library: Library, path: Path) -> str:
-    """Load what is there and say what came of it."""
+    """Load the damaged input and return the verdict."""
     folder = path if path.is_dir() else path.parent
     before = snapshot(folder)
     try:

@@ -37,7 +37,7 @@ def _save(target: AbstractKind, value: int) -> str:
 
 
 def limited_saves(kind: str, sizes: list[int], folder: Path) -> dict[str, int]:
-    """Save where no file may be larger than some bytes; count what happened."""
+    """Save where no file may be larger than some bytes; count the results."""
     target = KINDS[kind](folder)
     assert _save(target, 0) == "saved"
 

@@ -3,7 +3,7 @@
 `python -m benchmarks.reliability.fuzz TARGET CORPUS [libFuzzer options]`, such as `-max_total_time=600`. TARGET is one of
 `file` (a safetensors file), `tree` (the description of a tree, in an otherwise good file), `values` (non-tensor data,
 kinds, ties and classes, in a file and a memmap folder), `index` (of shards), and `memmap` (the meta.json files of a folder). CORPUS is a folder, which is filled with good inputs if it is empty.
-Needs `pip install "tdfunc[fuzz]"`. An input counts as a finding if a load raises an error that is not ours, gives
+Needs the extra `fuzz`. An input counts as a finding if a load raises an error that is not ours, gives
 other values than the files hold, or writes.
 """
 
@@ -31,7 +31,7 @@ _DICTIONARY = (
 
 
 def mutate_json(raw: bytes, seed: int) -> bytes | None:
-    """Change values inside JSON, which keeps its form; None for what is no JSON."""
+    """Change values inside JSON, which keeps its form; None for other input."""
     random = Random(seed)
     try:
         doc = [json.loads(raw)]

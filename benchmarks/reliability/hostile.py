@@ -38,7 +38,7 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
 class Payload:
-    """What a pickle may do: run a command."""
+    """An object whose pickle runs a command when it is read."""
 
     def __reduce__(self):
         return os.system, ("touch /tmp/tdfunc-payload-ran",)
@@ -246,7 +246,7 @@ def folder_cases() -> dict[str, Callable[[Path], None]]:
 
 
 def make_folder(root: Path) -> Path:
-    """Write the good folder and what lies beside it."""
+    """Write the good folder, and the files outside of it."""
     folder = root / "d"
     (folder / "n").mkdir(parents=True)
     for place, more in ((folder, {"n": {"type": "TensorDict"}}), (folder / "n", {})):
@@ -261,7 +261,7 @@ def make_folder(root: Path) -> Path:
 
 
 class Report(NamedTuple):
-    """What came of one load."""
+    """The result of one load."""
 
     # "refused", "loaded", "another error", "crashed"
     result: str

@@ -49,11 +49,11 @@ class AbstractKind:
         self.trees = [tree_of(value) for value in range(_VALUES)]
 
     def save(self, value: int, *, fsync: bool = True) -> None:
-        """Save over what is there."""
+        """Save over the old tree."""
         raise NotImplementedError
 
     def load(self):
-        """Load what is there."""
+        """Load the tree."""
         raise NotImplementedError
 
     def check(self) -> int:
@@ -65,7 +65,7 @@ class AbstractKind:
         return value_of(self.load())
 
     def tidy(self) -> bool:
-        """Whether nothing is there but what one save leaves."""
+        """Return whether the folder holds the files of one save and nothing else."""
         raise NotImplementedError
 
 
@@ -179,7 +179,7 @@ KINDS = {
 
 
 def kill_saves(kind: str, count: int, folder: Path) -> dict[str, int]:
-    """Kill `count` writers of a kind, one after the other, and count what the reader found."""
+    """Kill `count` writers of a kind, one after the other, and count the results of the reader."""
     torch.set_num_threads(1)
     folder.mkdir(parents=True, exist_ok=True)
     target = KINDS[kind](folder)

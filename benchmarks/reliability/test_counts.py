@@ -8,19 +8,19 @@ from benchmarks.reliability.__main__ import _RESULTS, fuzz_counts
 
 
 def counted(part):
-    """What was counted last."""
+    """The last counts."""
     return json.loads((_RESULTS / f"{part}.json").read_text())
 
 
 @pytest.mark.parametrize("key", ["lost", "not cleaned"])
 def test_no_kill_did_harm(key):
-    """The page would promise what its own numbers do not show."""
+    """The counted kills lost nothing and left nothing."""
     assert {kind: counts[key] for kind, counts in counted("kills").items() if counts[key]} == {}
     assert min(counts["kills"] for counts in counted("kills").values()) >= 300
 
 
 def test_no_full_disk_did_harm():
-    """The page would promise what its own numbers do not show."""
+    """The counted full disks, limits and shared folders lost nothing and left nothing."""
     for counts in counted("faults").values():
         assert counts["read-only"] == "OSError 13 0"
         assert counts["shared"]["not whole"] == counts["shared"]["left behind"] == 0
@@ -29,7 +29,7 @@ def test_no_full_disk_did_harm():
 
 
 def test_no_input_did_harm():
-    """The page would promise what its own numbers do not show."""
+    """The counted inputs did no harm."""
     for what, libraries in counted("damage").items():
         ours = [counts for name, counts in libraries.items() if "tensordict" not in name and "tdfunc" in name]
         checked = what.startswith(("file", "shards"))
@@ -41,6 +41,6 @@ def test_no_input_did_harm():
 
 
 def test_the_end_of_a_fuzzer_is_read():
-    """The page would count runs that never ended, or miss a finding."""
+    """A run that did not end, and a finding, are counted."""
     assert fuzz_counts("\nDone 12 runs in 34 second(s)\n") == {"inputs": 12, "seconds": 34, "findings": 0}
     assert fuzz_counts("=== Uncaught Python exception: ===") == {"inputs": 0, "seconds": 0, "findings": 1}

@@ -27,7 +27,7 @@ _DTYPES = {"F32": "torch.float32", "I64": "torch.int64"}
 
 
 class Sample(TensorClass):
-    """What a recorded class may be."""
+    """The classes that a file may record."""
 
     w: torch.Tensor
     i: torch.Tensor
@@ -36,7 +36,7 @@ class Sample(TensorClass):
 
 
 def check_values(root: Path, raw: bytes) -> str:
-    """Load what the JSON describes from a file and from a memmap folder."""
+    """Load the tree that the JSON describes from a file and from a memmap folder."""
     try:
         doc = json.loads(raw)
     except (RecursionError, ValueError):
@@ -143,7 +143,7 @@ def _write_folder(doc: dict[str, Any], folder: Path) -> None:
 
 
 def _compare(tree: Any, doc: dict[str, Any]) -> None:
-    """Check that a tree is what the JSON says."""
+    """Check that a tree is the one that the JSON describes."""
     size = tuple(doc.get("size", []))
     assert tree._batch_size == size
     assert tree._names == (as_names(doc["names"], len(size)) if doc.get("names") is not None else None)
@@ -183,7 +183,7 @@ def _kind(flags: str) -> Kind | None:
 
 
 def _save_again(tree: Any, root: Path) -> None:
-    """Check that what was loaded can be saved, and comes back as it was."""
+    """Check that a loaded tree can be saved, and comes back as it is."""
     path, folder = root / "again.safetensors", root / "again"
     shutil.rmtree(folder, ignore_errors=True)
     repr(tree)

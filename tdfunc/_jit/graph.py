@@ -5,8 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 
-from tdfunc._jit.tracing import storage_of, written_by
+from tdfunc._jit.tracing import written_by
+from tdfunc.core.memory import storage_id
 
 aten = torch.ops.aten
 
@@ -16,7 +18,7 @@ _VIEWS = {
     aten.reshape.default, aten.permute.default, aten.transpose.int, aten.slice.Tensor, aten.t.default,
 }  # fmt: skip
 _FILLS = {aten.ones_like.default: 1, aten.zeros_like.default: 0}
-# torch's own bindings of these take the same arguments and cost half of what an OpOverload does.
+# torch's own bindings of these take the same arguments and are called faster than an OpOverload.
 _SPELLED_ALIKE = """
     add.Tensor sub.Tensor mul.Tensor div.Tensor add.Scalar sub.Scalar mul.Scalar div.Scalar neg.default abs.default
     mm.default bmm.default addmm.default baddbmm.default t.default transpose.int permute.default unsqueeze.default
@@ -62,13 +64,24 @@ def clean(module: fx.GraphModule, *, faster: bool) -> None:
             graph.erase_node(node)
     _merge_common(graph, fixed)
     graph.eliminate_dead_code(_has_effect)
-    if faster:
-        for node in graph.nodes:
-            if node.op == "call_function" and node.target in _METHODS:
-                node.op, node.target = "call_method", _METHODS[node.target]
-            elif node.op == "call_function":
-                node.target = _FASTER.get(node.target, node.target)
+    for node in graph.nodes:
+        node.args, node.kwargs = map_aggregate((node.args, node.kwargs), _spell_exactly)
+        if faster and node.op == "call_function" and node.target in _METHODS:
+            node.op, node.target = "call_method", _METHODS[node.target]
+        elif faster and node.op == "call_function":
+            node.target = _FASTER.get(node.target, node.target)
     module.recompile()
+
+
+class _Exact(complex):
+    """A constant whose spelling in the graph's code keeps the signs of zeros: `(-1-0j)` is `-1 + 0j`."""
+
+    def __repr__(self) -> str:
+        return f"complex({self.real!r}, {self.imag!r})"
+
+
+def _spell_exactly(value: Any) -> Any:
+    return _Exact(value) if type(value) is complex else value
 
 
 def draws(graph: fx.Graph) -> bool:
@@ -78,7 +91,7 @@ def draws(graph: fx.Graph) -> bool:
 
 def _storages(value: Any) -> set[int]:
     values = value if isinstance(value, (list, tuple)) else [value]
-    return {storage_of(item) for item in values if isinstance(item, Tensor)}
+    return {storage_id(item) for item in values if isinstance(item, Tensor)}
 
 
 def _writes(node: fx.Node) -> list[fx.Node]:
@@ -88,7 +101,7 @@ def _writes(node: fx.Node) -> list[fx.Node]:
 
 
 def _drop_no_ops(graph: fx.Graph, fixed: set[int]) -> None:
-    """Replace each node that returns what an earlier one has by that one."""
+    """Replace each node that returns the value of an earlier one by that one."""
     ones: set[fx.Node] = set()
     for node in list(graph.nodes):
         if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
@@ -136,7 +149,7 @@ def _same_layout(a: fx.Node, b: fx.Node) -> bool:
         x.shape == y.shape
         and x.stride() == y.stride()
         and x.dtype == y.dtype
-        and (x.storage_offset() == y.storage_offset() or storage_of(x) != storage_of(y))
+        and (x.storage_offset() == y.storage_offset() or storage_id(x) != storage_id(y))
     )
 
 

@@ -16,7 +16,6 @@ from tdfunc.core.collection import Static, TensorCollection
 from tdfunc.core.errors import UnsupportedError
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
 from tdfunc.core.pytree import Context, flatten
-from tdfunc.core.walk import children_of, is_plain
 
 _MAX_CONTEXTS = 4096
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
@@ -85,7 +84,7 @@ def describe(contexts: Contexts, value: Any, out: Arguments, where: str = "") ->
             own = (value.shape, value.dtype, value.device, value.requires_grad, value.stride())
             out.parts.append((kind, *own, value.is_conj(), value.is_neg()))
     elif isinstance(value, TensorCollection):
-        children, context = flatten(value) if is_plain(kind) else children_of(value)
+        children, context = flatten(value)
         out.nodes.append(value)
         out.parts.append(contexts.number(kind, context))
         _describe_each(contexts, children, out, where)
@@ -106,7 +105,7 @@ def describe(contexts: Contexts, value: Any, out: Arguments, where: str = "") ->
     elif isinstance(value, NonTensorBase):
         out.nodes.append(value)
         values = [value.data] if isinstance(value, NonTensorData) else value._array.ravel().tolist()
-        # A copy of what they hold now: a list or array in a tree may change, and the key stays.
+        # A copy of their present contents: a list or array in a tree may change, and the key stays.
         frozen = tuple([static_part(item, f"{where}'s non-tensor data") for item in values])
         out.parts.append((kind, frozen, value.shape))
     elif kind in torch_pytree.SUPPORTED_NODES:
@@ -122,7 +121,7 @@ def _describe_each(
 ) -> None:
     leaves, parts = out.leaves, out.parts
     for i, value in enumerate(values):
-        # This loop is most of what a call costs beyond its replay.
+        # Spelled out: every call runs this loop over all leaves.
         if type(value) is Tensor and value.layout is torch.strided:
             leaves.append(value)
             dtype = value.dtype
@@ -162,7 +161,7 @@ def refill(value: Any, leaves: Iterator[Any], nodes: list[Any]) -> Any:
     place, is_tree = len(nodes), isinstance(value, TensorCollection)
     if is_tree:
         nodes.append(value)
-    children, context = children_of(value) if is_tree else registered.flatten_fn(value)
+    children, context = registered.flatten_fn(value)
     new = registered.unflatten_fn([refill(child, leaves, nodes) for child in children], context)
     if is_tree:
         nodes[place] = new

@@ -1,4 +1,4 @@
-"""Trees of unequal shapes: what they must share, and one tree of them, padded or of nested tensors."""
+"""One tree, padded or of nested tensors, made of trees of unequal shapes; and the checks that they fit each other."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -18,12 +18,12 @@ from tdfunc.ops.cast import keeps_number
 from tdfunc.ops.join import defined_twice
 from tdfunc.ops.reading import has
 
-# A tree, and the tree of masks of what in it is not padding; None where nothing is.
+# A tree, and a tree of masks, True where it is not padding; None without padding.
 Padded = tuple[Any, Any]
 
 
 class Padding(NamedTuple):
-    """How to pad: the value of each leaf by path, and on which side; and what is done."""
+    """The options of padding, and the nodes that are padded already."""
 
     value: Callable[[Path], Any]
     left: bool
@@ -43,17 +43,17 @@ def check_same_ndim(trees: Sequence[Any], call: str) -> None:
     for i, tree in enumerate(trees):
         if type(tree) is not type(first):
             raise TreeStructureError(
-                f"{call}: trees 0 and {i} are of different classes.",
+                f"{call}: trees 0 and {i} must be of one class.",
                 expected=type(first).__name__,
                 got=type(tree).__name__,
                 hint=defined_twice(type(first), type(tree)),
             )
         if len(tree._batch_size) != len(first._batch_size):
             raise BatchSizeError(
-                f"{call}: trees 0 and {i} have different numbers of batch dimensions.",
+                f"{call}: trees 0 and {i} must have one number of batch dimensions.",
                 expected=f"batch size {list(first._batch_size)}",
                 got=f"batch size {list(tree._batch_size)}",
-                hint="unsqueeze() says which one is new.",
+                hint="unsqueeze() adds the dimension that is missing.",
             )
 
 
@@ -98,7 +98,10 @@ def check_kinds(nodes: Sequence[Node], call: str, at: Path) -> None:
         hint = defined_twice(type(nodes[0]), type(nodes[i]))
         if kind != kinds[0] or hint is not None:
             raise TreeStructureError(
-                f"{call}: {dotted(at)!r} is not the same in trees 0 and {i}.", expected=kinds[0], got=kind, hint=hint
+                f"{call}: {dotted(at)!r} must be of one kind in trees 0 and {i}.",
+                expected=kinds[0],
+                got=kind,
+                hint=hint,
             )
 
 
@@ -115,7 +118,7 @@ def _check_leaves(leaves: Sequence[Tensor], call: str, at: Path) -> None:
     for i, leaf in enumerate(leaves):
         if leaf.dim() != leaves[0].dim() or leaf.dtype != leaves[0].dtype:
             raise LeafMismatchError(
-                f"{call}: leaf {dotted(at)!r} of trees 0 and {i} differs in more than lengths.",
+                f"{call}: leaf {dotted(at)!r} of trees 0 and {i} must differ in lengths only.",
                 expected=f"shape {list(leaves[0].shape)}, {leaves[0].dtype}",
                 got=f"shape {list(leaf.shape)}, {leaf.dtype}",
                 hint="cast or reshape it first: lazy_stack([fn(tree) for tree in lazy.trees]).",
@@ -123,7 +126,7 @@ def _check_leaves(leaves: Sequence[Tensor], call: str, at: Path) -> None:
 
 
 def pad_trees(trees: Sequence[Any], dim: int, value: Any, side: str, masks: bool, *, only: int | None = None) -> Padded:
-    """Return the stack of trees padded to the largest sizes, and its masks if they are asked for."""
+    """Return the stack of trees padded to the largest sizes, and its masks or None."""
     if side not in ("right", "left"):
         raise error(ValueError, "pad: side must be 'right' or 'left'.", got=repr(side))
     padding = Padding(_values(trees, value), side == "left", masks, only, {})
@@ -197,7 +200,7 @@ def _pad_leaves(pairs: Sequence[Padded], dim: int, ndim: int, at: Path, padding:
         ragged = [place]
     if not keeps_number(value, leaves[0].dtype):
         raise LeafMismatchError(
-            f"pad: the value does not fit leaf {dotted(at)!r}.",
+            f"pad: the value must fit leaf {dotted(at)!r}.",
             expected=f"a value of {leaves[0].dtype}",
             got=repr(value),
             hint="give a value for each leaf: pad({key: value}).",
@@ -231,7 +234,7 @@ def _pad_values(pairs: Sequence[Padded], dim: int, padding: Padding) -> Padded:
     filled, real = [], []
     for array, (_, mask) in zip(arrays, pairs, strict=True):
         spans = [slice(f - s, f) if padding.left else slice(s) for s, f in zip(array.shape, full, strict=True)]
-        # Without a dimension, the Ellipsis says that the one value is meant and not the array around it.
+        # Without a dimension, the Ellipsis assigns the array as it is, not the array as one value.
         place = (*spans, ...)
         values, known = np.full(full, None, dtype=object), np.zeros(full, dtype=bool)
         values[place], known[place] = array, True if mask is None else mask.numpy()
@@ -243,7 +246,7 @@ def _pad_values(pairs: Sequence[Padded], dim: int, padding: Padding) -> Padded:
 def nest_trees(trees: Sequence[Any], layout: torch.layout) -> Any:
     """Return a tree of nested tensors, batch size [number of trees]."""
     if layout not in (torch.jagged, torch.strided):
-        raise error(ValueError, "nested: no such layout.", expected="torch.jagged or torch.strided", got=str(layout))
+        raise error(ValueError, "nested: the layout must be torch.jagged or torch.strided.", got=str(layout))
     return _nest(trees, layout, {}, ())
 
 
@@ -270,14 +273,14 @@ def _nested_leaf(leaves: Sequence[Tensor], layout: torch.layout, offsets: dict[A
     for i, leaf in enumerate(leaves):
         if leaf.shape[1:] != leaves[0].shape[1:]:
             raise LeafMismatchError(
-                f"nested: leaf {dotted(at)!r} of trees 0 and {i} differs after its first dimension.",
+                f"nested: leaf {dotted(at)!r} of trees 0 and {i} must differ in its first dimension only.",
                 expected=f"shape {list(leaves[0].shape)}",
                 got=f"shape {list(leaf.shape)}",
                 hint="layout=torch.strided takes any shapes.",
             )
     lengths = tuple(leaf.shape[0] for leaf in leaves)
     where = (lengths, leaves[0].device)
-    # Leaves of equal lengths share one tensor of offsets: by it torch knows that they can be combined.
+    # Leaves of equal lengths share one tensor of offsets, by which torch finds that they can be combined.
     if where not in offsets:
         offsets[where] = torch.tensor([0, *np.cumsum(lengths).tolist()], device=leaves[0].device)
     low, high = min(lengths), max(lengths)

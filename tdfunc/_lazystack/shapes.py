@@ -1,6 +1,6 @@
 """Indices and shape operations of a lazy stack: the part for its own dimension moves trees, the rest goes to each tree.
 
-docs/ragged.md lists what there is; everything else needs one tensor for each leaf, and raises.
+docs/ragged.md lists the operations; all others need one tensor for each leaf, and raise.
 """
 
 from collections.abc import Callable, Sequence
@@ -83,7 +83,7 @@ def _on_write_rows(stack: Any, op: LeafOp, others: Sequence[Any]) -> Any:
             raise no_one_shape(f"at[...].{call} with an index of several dimensions", stack)
         if len(value._batch_size) <= dim or value._batch_size[dim] != len(numbers):
             raise BatchSizeError(
-                f"at[...].{call}: the rows have another batch size.",
+                f"at[...].{call}: the rows must have the batch size of the index.",
                 expected=f"{len(numbers)} at dimension {dim}",
                 got=f"batch size {list(value._batch_size)}",
             )
@@ -99,7 +99,7 @@ def _written(tree: Any, parts: tuple[Any, ...], rows: Any, call: str) -> Any:
     # A whole tree may give way to one of another length.
     for key, (old, new) in same_keys([tree, rows], "at[...].set", ()):
         if isinstance(old, Tensor) and old.dtype is not getattr(new, "dtype", None):
-            raise LeafMismatchError(f"at[...].set: the rows for {key!r} do not fit.", expected=str(old.dtype))
+            raise LeafMismatchError(f"at[...].set: the rows for {key!r} must have its dtype.", expected=str(old.dtype))
     return rows
 
 
@@ -148,7 +148,7 @@ def _on_expand(stack: Any, op: LeafOp, _: Sequence[Any]) -> Any:
     lead = len(new) - len(old)
     dim = stack._dim + lead
     target = (*new[:dim], *new[dim + 1 :])
-    # A ragged dimension stays what it is in each tree.
+    # A ragged dimension keeps its size in each tree.
     trees = [
         shape.expand(tree, tuple([tree._batch_size[i - lead] if n < 0 else n for i, n in enumerate(target)]))
         for tree in stack._trees

@@ -1,6 +1,6 @@
 """`LazyStack`: trees of unequal shapes side by side, along a dimension that is never made.
 
-A small container, not a second `TensorDict`: docs/ragged.md is the list of what it can do.
+A small container, not a second `TensorDict`: docs/ragged.md lists its operations.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -102,7 +102,7 @@ class LazyStack(TreeMethods):
 
         def unbind(self, dim: int = 0) -> tuple[Any, ...]: ...
 
-    # -- what it holds ------------------------------------------------------------------------------------------
+    # -- its trees ----------------------------------------------------------------------------------------------
 
     @property
     def _dim(self) -> int:
@@ -160,7 +160,7 @@ class LazyStack(TreeMethods):
             the batch, and further ones up to the last in which lengths differ.
 
         Raises:
-            ValueError: There is no such side.
+            ValueError: The side is neither "right" nor "left".
             LeafMismatchError: A leaf differs in dtype or number of dimensions, or cannot hold the value.
             TreeStructureError: A key is not in all trees.
             MissingKeyError: `value` names a key that does not exist.
@@ -185,7 +185,7 @@ class LazyStack(TreeMethods):
             layout: `torch.jagged` for leaves that differ in their first dimension only, `torch.strided` for any.
 
         Raises:
-            ValueError: There is no such layout, or the stack dimension is not the first.
+            ValueError: The layout is another one, or the stack dimension is not the first.
             LeafMismatchError: A leaf differs in more than its first dimension, and the layout is jagged; or the trees
                 are lazy stacks themselves.
             TreeStructureError: A key is not in all trees.
@@ -320,7 +320,7 @@ class LazyStack(TreeMethods):
     ) -> Any:
         mine = self._data
         data = mine if data is None else data
-        # A tree of which nothing is left stays, as an empty one: the others keep their places.
+        # A tree that loses all entries stays, as an empty one: the others keep their places.
         whole = [data[key] if key in data else mine[key]._replace({}, kinds={}, ties=()) for key in mine]
         if not all([isinstance(tree, TensorCollection) for tree in whole]):
             return self._make(dict(zip(mine, whole, strict=True)), self._batch_size, self._device, names, self._static)
@@ -434,7 +434,7 @@ def lazy_stack(trees: Sequence[Any], dim: int = 0) -> Any:
         ValueError: There are no trees.
         TreeStructureError: The trees differ in class, or a key is a tensor in one and a tree in another.
         BatchSizeError: The trees have different numbers of batch dimensions.
-        IndexError: There is no such dimension.
+        IndexError: The dimension does not exist.
 
     Examples:
         >>> ragged = tdf.lazy_stack([TensorDict({"x": torch.ones(n, 2)}, [n]) for n in (2, 4)])
@@ -537,8 +537,8 @@ def _define_for(cls: Any) -> None:
 _DEFINING = RLock()
 
 
-# Dynamo, which traces no definition of a class, calls it when it traces: what torch.compiler.assume_constant_result
-# sets, which would import all of dynamo.
+# Dynamo, which traces no definition of a class, calls it when it traces: the mark that
+# torch.compiler.assume_constant_result sets, without its import of all of dynamo.
 _define_for._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 

@@ -25,7 +25,7 @@ from tdfunc.core.errors import error
 from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.pytree import register
 from tdfunc.core.shapes import as_names, as_size
-from tdfunc.core.types import Names, Node
+from tdfunc.core.types import Node
 from tdfunc.ops.cast import as_device
 from tdfunc.ops.convert import lift_ties
 from tdfunc.ops.reading import value_of
@@ -37,7 +37,7 @@ def unchanged(instance: Any) -> Any:
 
 
 def build(cls: Any, values: dict[str, Any], batch_size: Any, device: Any, names: Any) -> Any:
-    """Make an instance: what every generated constructor calls."""
+    """Make an instance, for a generated constructor."""
     size = as_size(batch_size)
     place = None if device is None else as_device(device)
     static = None
@@ -100,25 +100,6 @@ def read_fields(
     return data, lift_ties(data) if trees else None
 
 
-def make_with_dict(
-    cls: Any,
-    data: dict[str, Node],
-    batch_size: Size,
-    device: torch.device | None = None,
-    names: Names | None = None,
-    static: Static | None = None,
-) -> Any:
-    """`_make` for a class whose instances have a dict, from a base without `__slots__`: none can be given it later."""
-    new = object.__new__(cls)
-    object.__setattr__(new, "_data", data)
-    object.__setattr__(new, "_batch_size", batch_size)
-    object.__setattr__(new, "_device", device)
-    object.__setattr__(new, "_names", names)
-    object.__setattr__(new, "_static", static)
-    object.__setattr__(new, "_cache", None)
-    return new
-
-
 class Meta(ABCMeta):
     """Gives a class its fields when it is defined."""
 
@@ -145,11 +126,18 @@ class Meta(ABCMeta):
         elif "_is_base" not in namespace:
             _define_fields(cls, namespace)
         if cls.__dictoffset__:
-            cls._make = classmethod(make_with_dict)
+            cls._make = classmethod(_make_with_dict)
         return cls
 
     def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **_: Any) -> None:
         super().__init__(name, bases, namespace)
+
+
+def _make_with_dict(
+    cls: Any, data: dict[str, Node], batch_size: Size, device: Any = None, names: Any = None, static: Any = None
+) -> Any:
+    """`_make` for a class whose instances have a dict, from a base without `__slots__`: none can be given it later."""
+    return cls._fill(object.__new__(cls), data, batch_size, device, names, static)
 
 
 @dataclasses.dataclass
@@ -159,13 +147,16 @@ class _Constructor:
     names: dataclasses.InitVar[Any] = dataclasses.field(default=None, kw_only=True)
 
 
+# Fields of many classes; the methods that they hide are seldom called, and `TensorClass.kind(instance)` calls them.
+_COMMON = ("data", "kind", "leaves", "nested", "paths", "summary")
+
+
 def _define_fields(cls: Any, namespace: dict[str, Any]) -> None:
     hints = read_annotations(cls)
     base = next(each for each in cls.__mro__ if "_is_base" in vars(each))
-    # A lazy stack of instances has the fields, and names of its own. `data` and `nested` are fields of many classes;
-    # the one is another name of `detach()`, the other a method that `LazyStack.nested(stack)` calls.
+    # A lazy stack of instances has the fields, and names of its own.
     both = {*dir(base), *dir(TensorCollection._lazy)}
-    public = {name for name in both if not name.startswith("_") and name not in ("data", "nested")}
+    public = {name for name in both if not name.startswith("_") and name not in _COMMON}
     for name in hints:
         # A tree's own slots and helpers; other names with an underscore are free.
         hidden = name.startswith("_") and hasattr(base, name)
@@ -174,7 +165,10 @@ def _define_fields(cls: Any, namespace: dict[str, Any]) -> None:
             raise error(
                 AttributeError,
                 f"{cls.__name__}: the field {name!r} has the name of a method or property of trees.",
-                hint="rename it." if always else 'rename it, or derive from TensorClass["shadow"].',
+                hint="rename it."
+                if always
+                else f'rename it, or write class {cls.__name__}(TensorClass["shadow"]): the method is then '
+                f"TensorClass.{name}(instance).",
             )
     for name in cls._fields:
         if name in namespace and name not in hints:
@@ -185,12 +179,12 @@ def _define_fields(cls: Any, namespace: dict[str, Any]) -> None:
                 hint=f"annotate it to give the field a default ({name}: type = value), or use another name.",
             )
     for name in hints:
-        # What a base has under the name (its field's property, a shadowed method) is no default.
+        # A base's attribute of this name (its field's property, a shadowed method) must not become the default.
         if name not in namespace and hasattr(cls, name):
             setattr(cls, name, dataclasses.field())
     doc, cls.__doc__ = cls.__doc__, cls.__doc__ or cls.__name__
     dataclasses.dataclass(init=False, repr=False, eq=False)(cls)
-    # `dataclasses.replace` passes on what is declared as an InitVar, though it is no field: the batch size is kept.
+    # `dataclasses.replace` passes on InitVars, which are not fields: so the batch size is kept.
     cls.__dataclass_fields__ |= _Constructor.__dataclass_fields__
     # From Python 3.13 on `dataclass` puts its own there, which would lose the batch size.
     if "__replace__" in vars(cls) and "__replace__" not in namespace:

@@ -60,13 +60,13 @@ class TensorClass(_Typed):
     immutable, it returns the completed one: `return self.replace(total=self.a + self.b)`.
 
     Options are given as `TensorClass["nocast"]` or `class A(TensorClass, nocast=True)`, and inherited:
-    `autocast` makes values what the annotation says (an `int` stays an int), `nocast` keeps Python values as they
-    are, `tensor_only` refuses what cannot be a tensor and reads faster, `shadow` allows fields with the names of
+    `autocast` makes values instances of their annotation (an `int` stays an int), `nocast` keeps Python values as they
+    are, `tensor_only` refuses values that cannot be tensors and reads faster, `shadow` allows fields with the names of
     methods, `frozen` changes nothing: instances always are.
 
     Annotations of jaxtyping (`Float[Tensor, "*batch n 3"]`) are checked on construction and by edits such as `set` and
     `replace`, an axis of one name having one size in all fields; `replace` changes several fields at once. Code that
-    `torch.compile` traces is not checked, and of an axis like `n+1` nothing is where no field gives `n`.
+    `torch.compile` traces is not checked, and an axis like `n+1` is checked only where a field gives `n`.
 
     Raises:
         AttributeError: A field has the name of a method or property of a tree or lazy stack.
@@ -124,7 +124,7 @@ class TensorClass(_Typed):
         namespace = {"_is_base": True, "__module__": cls.__module__, "__doc__": cls.__doc__}
         return Meta(name, (cls,), namespace, **dict.fromkeys(given, True))
 
-    # What the constructor gives: the instance, or one made from it.
+    # Returns the instance that the constructor gives: this one, or one made from it.
     __post_init__ = unchanged
 
     @classmethod
@@ -140,7 +140,7 @@ class TensorClass(_Typed):
             **entries: More of them, by keyword.
 
         Raises:
-            MissingKeyError: There is no such field.
+            MissingKeyError: A name is not that of a field.
             BatchSizeError: A value does not start with the batch size; the message names the field.
 
         Examples:
@@ -170,12 +170,12 @@ class TensorClass(_Typed):
         """Return an instance with the entries of a tree; `__post_init__` does not run, defaults are not filled in.
 
         Args:
-            tensordict: A tree whose keys are fields; trees in it become what the fields are annotated with.
+            tensordict: A tree whose keys are fields; trees in it become instances of the annotated classes.
             non_tensordict: Values of further fields, which win over those of the tree.
             safe: Require the fields that have no default; otherwise they may be empty.
 
         Raises:
-            TreeStructureError: A key is no field, or a field without a default is missing.
+            TreeStructureError: A key is not a field, or a field without a default is missing.
         """
         # The class of a lazy stack stands for that of its trees.
         cls = getattr(cls, "_stacked", cls)

@@ -51,11 +51,11 @@ Include = Annotated[
 Exclude = Annotated[
     list[str] | None, typer.Option("--exclude", "-x", help="A glob of leaves to leave out.", metavar="GLOB")
 ]
-To = Annotated[Format | None, typer.Option("--to", help="The format, where the name does not say it.")]
+To = Annotated[Format | None, typer.Option("--to", help="The format, where the name does not decide it.")]
 ShardSize = Annotated[
     str | None, typer.Option("--max-shard-size", help='Write shards of at most this size: "5GB", or bytes.')
 ]
-Force = Annotated[bool, typer.Option("--force", help="Replace what is there.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing file or folder.")]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="Cast floating leaves: bf16, float16, float8_e4m3fn, ...")]
 
 
@@ -92,7 +92,7 @@ def show(
     run_show(path, include or (), exclude or (), as_tree=tree, with_stats=stats, as_json=json)
 
 
-@app.command(epilog="Exit code: 0 no differences in what was compared, 1 differences, 2 trouble.")
+@app.command(epilog="Exit code: 0 no differences, 1 differences, 2 trouble.")
 def diff(
     a: str,
     b: str,
@@ -116,7 +116,7 @@ def diff(
     raise typer.Exit(run_diff(a, b, tolerance=tolerance, with_metadata=metadata, as_json=json))
 
 
-@app.command(epilog="Exit code: 0 whole, 1 damaged, 2 trouble, 3 whole as far as can be told: no checksums.")
+@app.command(epilog="Exit code: 0 whole, 1 damaged, 2 trouble, 3 the structure is whole and there are no checksums.")
 def verify(path: Path, json: Json = False) -> None:
     """Read everything and compare the checksums; of a folder of steps, those of all steps."""
     raise typer.Exit(run_verify(path, json=json))
@@ -148,7 +148,7 @@ def extract(
 ) -> None:
     """Write the leaves that patterns choose."""
     if not include and not exclude:
-        raise typer.BadParameter("say what to extract: --filter GLOB, --exclude GLOB.", param_hint="--filter")
+        raise typer.BadParameter("--filter GLOB or --exclude GLOB must choose leaves.", param_hint="--filter")
     part = Part(include or (), exclude or ())
     rewrite(path, _target(out, to, max_shard_size, force), part, dtype_name=dtype)
 
@@ -172,7 +172,7 @@ def average(
     out: Out,
     weights: Annotated[str | None, typer.Option(help="A weight for each, divided by their sum: 1,2,1.")] = None,
     unequal: Annotated[
-        Unequal, typer.Option(help="What to do where integers, bools or non-tensor data differ.")
+        Unequal, typer.Option(help="Where integers, bools or non-tensor data differ: an error, or the first's.")
     ] = Unequal.error,
     include: Include = None,
     exclude: Exclude = None,

@@ -99,7 +99,6 @@ def _check_unaveraged(sources: Sequence[Source], trees: Sequence[TensorCollectio
                 lines.append(f"{shown(path)} in {safe(source.path)}: {b[:80]} instead of {a[:80]}")
     if lines:
         raise LeafMismatchError(
-            "\n    ".join(["average: values that are no floating numbers have no mean, and these differ:", *lines]),
-            expected="equal integers, bools and non-tensor data",
+            "\n    ".join(["average: integers, bools and non-tensor data must be equal, and these differ:", *lines]),
             hint=f"--unequal first takes them from {safe(sources[0].path)}; --exclude leaves them out.",
         )

@@ -27,13 +27,13 @@ from tdfunc.storage.safetensors.stream import memmap_stream, save_stream
 from tdfunc.storage.tree.specs import DTYPES
 
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
-# What Hugging Face's tools take without being told.
+# The default of Hugging Face's tools.
 _SHARD_SIZE = "5GB"
 Values = Callable[[Tensor], Iterable[Tensor]]
 
 
 class Target(NamedTuple):
-    """Where and how the result is written, as the options say; `make_target` decides the rest."""
+    """The place and form of the result, as the options state them; `make_target` decides the rest."""
 
     path: str
     format: str | None = None
@@ -92,15 +92,14 @@ def chosen_part(source: Source, part: Part) -> TensorCollection:
     where = make_filter(*part)
     if where is None:
         return source.tree
-    # As in `partition`: a pattern chooses leaves, and the rest has all else, also tensors that are non-tensor data
-    # (extra state, say).
+    # As in `partition`: a pattern chooses leaves, and the rest has all else, also tensors that are non-tensor data.
     leaves = [one for one in stored_leaves(source.tree) if not one.is_value]
     paths = {at for one in choose(leaves, where) for at in one.paths}
     return keep_leaves(source.tree, paths, nontensors=not part.include)
 
 
 def make_target(options: Target, source: Source) -> Target:
-    """Return where and how to write, once it is known that nothing is overwritten unasked."""
+    """Return the place and form of the result, once it is sure that nothing is overwritten without `--force`."""
     path = local_path(options.path)
     path = path.rstrip("/") or path
     suffix = os.path.splitext(path)[1]
@@ -137,7 +136,7 @@ def make_target(options: Target, source: Source) -> Target:
             expected="a place without one",
             hint="CheckpointManager.save(..., overwrite=True) replaces a step.",
         )
-    # Beside an index a model.safetensors would not be found.
+    # In a folder with an index a model.safetensors would not be found.
     own = (INDEX,) if os.path.basename(path) == SINGLE else ()
     names = [os.path.basename(path), *own] if is_file else [INDEX, SINGLE, META]
     taken = [place for place in (os.path.join(folder, name) for name in names) if os.path.lexists(place)]
@@ -149,7 +148,7 @@ def make_target(options: Target, source: Source) -> Target:
 
 
 def write(target: Target, tree: TensorCollection, values: Values, source: Source, lost: dict[int, int]) -> None:
-    """Write a tree, asking for the values of each leaf when its turn comes; note what was lost on the way."""
+    """Write a tree leaf by leaf; note the values that were lost on the way."""
     leaves = stored_leaves(tree)
     if source.metadata:
         note(f"the metadata of {safe(source.path)} are not kept: {', '.join(map(safe, source.metadata))}")
@@ -169,7 +168,7 @@ def write(target: Target, tree: TensorCollection, values: Values, source: Source
         hidden = [*map(dotted, [*sorted(skipped), *plain_values(tree)]), *(one.name for one in leaves if one.is_value)]
         if hidden:
             names = ", ".join(map(safe, hidden[:5])) + (", ..." if len(hidden) > 5 else "")
-            note(f"{target.path} is a state dict, which has no place for {count_text(len(hidden), 'entry')}: {names}")
+            note(f"{target.path} is a state dict, which cannot hold {count_text(len(hidden), 'entry')}: {names}")
         write_torch(state, values, target.path)
     elif target.format == "memmap":
         memmap_stream(tree, values, target.path, existsok=True)

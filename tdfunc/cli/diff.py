@@ -15,7 +15,7 @@ EQUAL, DIFFERENT = 0, 1
 
 
 class Found(NamedTuple):
-    """One difference: in what, where, and what each side has."""
+    """One difference: the fact, the path, and the value on each side."""
 
     what: str
     path: Path
@@ -119,7 +119,7 @@ def _compare(key: tuple[str, Path], a: dict[str, Any] | None, b: dict[str, Any] 
 
 
 def _compare_values(a: Source, b: Source, tolerance: Tolerance | None) -> tuple[list[ValueDifference], str]:
-    """Compare the values of the leaves that both have in one shape; say how."""
+    """Compare the values of the leaves that both have in one shape; also return how they were compared."""
     others = {path: one for one in stored_leaves(b.tree) for path in one.paths}
     common = [(one, others[one.path]) for one in stored_leaves(a.tree) if one.path in others]
     pairs = [(one, other) for one, other in common if one.leaf.shape == other.leaf.shape]

@@ -43,7 +43,7 @@ from tdfunc.storage.safetensors.select import Choice, outline_tree
 
 # Elements of a piece: a few of them in float64 stay in the processor's cache.
 COUNT = 1 << 18
-# What safetensors' own writers put into every header.
+# The entry that safetensors' own writers put into every header.
 _USUAL = ("format", "pt")
 Tick = Callable[[int], object]
 
@@ -124,9 +124,9 @@ class Source:
     steps: Sequence[int] = ()
     # The algorithm of the recorded checksums, which are compared when leaves are read.
     checksums: str | None = None
-    # Whether kinds, batch sizes and all else that belongs to a tree are recorded.
+    # True where kinds, batch sizes and all else that belongs to a tree are recorded.
     is_described: bool = False
-    # What has to be closed.
+    # The open files.
     resources: ExitStack = field(default_factory=ExitStack)
 
     def pieces(self, leaf: Tensor, tick: Tick | None = None) -> Iterator[Tensor]:
@@ -144,17 +144,17 @@ class Source:
 
 
 def open_source(path: str) -> Source:
-    """Open a checkpoint of any format by what it is, whatever its name; of a folder of steps the latest."""
+    """Open a checkpoint of any format by its contents, not its name; of a folder of steps the latest."""
     name = local_path(path)
     source: Source | None = None
     if is_remote(name):
         source = _open_safetensors(name, RemoteFiles(name, fetch=False))
-    # The latest step of a run, which may go on: as long as it is open, nobody removes it.
+    # The latest step of a run, which may go on: as long as it is open, it is not removed.
     while source is None and (steps := steps_in(name)):
         with suppress(StepRemovedError, StepReplacedError), ExitStack() as stack:
             source = _open_local(stack.enter_context(reading(name, steps[-1])))
             source.steps, source.step = steps, steps[-1]
-            # Whatever it holds itself is closed first.
+            # Its own files are closed first.
             stack.push(source.resources)
             source.resources = stack.pop_all()
     source = source or _open_local(name)
@@ -164,7 +164,7 @@ def open_source(path: str) -> Source:
 
 def _open_local(name: str) -> Source:
     if os.path.exists(name) and not os.path.isfile(name) and not os.path.isdir(name):
-        raise UnsupportedError(f"{name}: this is no regular file.", expected="a file or a folder")
+        raise UnsupportedError(f"{name} must be a file or a folder.")
     if is_torch_file(name):
         tree, leaves = read_torch(name)
         return Source(name, "torch", tree, dict[int, Reader](leaves), [name], os.path.getsize(name))
@@ -249,7 +249,7 @@ class Stored(NamedTuple):
     paths: tuple[Path, ...]
     leaf: Tensor
     kind: Kind | None
-    # Whether it is non-tensor data that happens to be a tensor.
+    # True for non-tensor data that happen to be a tensor.
     is_value: bool
 
     @property
@@ -279,7 +279,7 @@ class Stored(NamedTuple):
 
 
 def _walk(tree: TensorCollection) -> Iterator[tuple[Path, TensorCollection, Any]]:
-    """Yield every entry that is no tree: its path, the node that it is in, and its value."""
+    """Yield every entry that is not a tree: its path, the node that it is in, and its value."""
     stack: list[tuple[Path, TensorCollection]] = [((), tree)]
     while stack:
         at, node = stack.pop()
@@ -301,7 +301,7 @@ def stored_leaves(tree: TensorCollection) -> list[Stored]:
 
 
 def plain_values(tree: TensorCollection) -> dict[Path, NonTensorBase]:
-    """Return the non-tensor data that are no tensors."""
+    """Return the non-tensor data that are not tensors."""
     found = {path: value for path, _, value in _walk(tree) if isinstance(value, NonTensorBase)}
     return {path: value for path, value in found.items() if not isinstance(getattr(value, "data", None), Tensor)}
 
@@ -319,7 +319,7 @@ def described(value: NonTensorBase | None) -> Any:
 
 
 def make_filter(include: Sequence[str], exclude: Sequence[str]) -> "FilterLike | None":
-    """Return what matches any of some globs and none of others; None for everything."""
+    """Return the filter for any of some globs and none of others; None for everything."""
     chosen: Filter | None = None
     for pattern in include:
         chosen = Filter(pattern) if chosen is None else chosen | pattern

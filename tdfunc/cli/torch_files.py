@@ -138,7 +138,7 @@ class _Builder:
 
     def _refusal(self, at: Path, expected: str, got: str) -> UnsupportedError:
         where = repr(dotted(at)) if at else "the root"
-        return UnsupportedError(f"{self.path}: no tree can hold the value at {where}.", expected=expected, got=got)
+        return UnsupportedError(f"{self.path}: a tree cannot hold the value at {where}.", expected=expected, got=got)
 
 
 class _Level(dict[str, Any]):
@@ -167,7 +167,7 @@ def _plain(value: Any) -> Any:
 
 
 def damaged_entry(path: str) -> str | None:
-    """Return what is wrong with the first damaged entry of a zip archive, by its checksums; None if nothing is."""
+    """Return the damage of the first damaged entry of a zip archive, by its checksums; None if all are whole."""
     with zipfile.ZipFile(path) as archive:
         try:
             name = archive.testzip()

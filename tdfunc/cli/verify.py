@@ -75,7 +75,7 @@ def _verify_all(path: str) -> Iterator[Verdict]:
 
 
 def _verify_one(path: str) -> Verdict:
-    """Verify one tree; what keeps it from being opened at all is damage too."""
+    """Verify one tree; an error that keeps it from being opened is damage too."""
     with ExitStack() as stack:
         try:
             step = step_of(path)

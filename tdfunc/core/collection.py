@@ -1,6 +1,6 @@
 """`TensorCollection`: the slots of every tree and the primitives that operations reach it by.
 
-Operations live in `ops/`; they describe what they do to one leaf and to a batch size as a `LeafOp` and hand it to
+Operations live in `ops/`; they describe their effect on one leaf and on a batch size as a `LeafOp` and hand it to
 a primitive. A class with another representation (a lazy stack) overrides primitives and nothing else.
 """
 
@@ -41,7 +41,7 @@ class Static(NamedTuple):
 
 
 class LeafOp(NamedTuple):
-    """An operation as a tree sees it: what happens to one leaf, to a batch size and to its names.
+    """An operation as a tree sees it: functions of one leaf, of a batch size and of its names.
 
     `name` and `args` describe it symbolically, for classes that cannot apply `leaf` to what they store. An operation
     without `args` and `size` treats every element of the batch alike.
@@ -91,9 +91,9 @@ class TensorCollection(Slots):
     _lazy: ClassVar[Any] = None
     # Whether the node is a lazy stack: its children are trees of unequal shapes, not leaves.
     _is_lazy: ClassVar[bool] = False
-    # How a class with typed fields makes a value a node, a method (key, value, where); others leave it to `convert`.
+    # The method (key, value, where) by which a class with typed fields makes a value a node; others use `convert`.
     _accept: ClassVar[Any] = None
-    # What stands for a leaf in the pickle that starts a process; storage sets it.
+    # The stand-in for a leaf in the pickle that starts a process, as a function of it; storage sets it.
     _send: ClassVar[Any] = None
 
     @classmethod
@@ -105,7 +105,7 @@ class TensorCollection(Slots):
         names: Names | None = None,
         static: Static | None = None,
     ) -> "Self":
-        """Build without checks; the caller vouches for the data."""
+        """Build a tree of checked data."""
         if not is_compiling():
             made: Any = Slots()
             made._data = data
@@ -116,8 +116,12 @@ class TensorCollection(Slots):
             made._cache = None
             made.__class__ = cls
             return made
-        # Literal calls: dynamo traces these, and neither an alias of them nor a change of class.
-        new = object.__new__(cls)
+        return cls._fill(object.__new__(cls), data, batch_size, device, names, static)
+
+    @staticmethod
+    def _fill(new: T, data: dict[str, Node], *rest: Any) -> T:
+        """Set the slots of a new tree, as dynamo can trace it: by literal calls, without a change of class."""
+        batch_size, device, names, static = rest
         object.__setattr__(new, "_data", data)
         object.__setattr__(new, "_batch_size", batch_size)
         object.__setattr__(new, "_device", device)
@@ -223,7 +227,7 @@ class TensorCollection(Slots):
         leaf = op.leaf if op.plain is None else op.plain(values)
         results = map(leaf, zip(*rows, strict=True)) if op.packed else map(leaf, *rows)
         try:
-            # As long as each other; saying so takes longer than all else here.
+            # As long as each other; `strict` takes longer than all else here.
             done = dict(zip(keys, results))  # noqa: B905
         except Exception as err:
             # zip had taken the key of the leaf that raised, and none after it.
@@ -267,7 +271,7 @@ class TensorCollection(Slots):
         head = _first_rows(index, self._batch_size)
         if head is not None and not is_compiling() and not self._ties:
             data, names = self._data, self._names
-            # What most indexing is, without describing it.
+            # The common index, without describing it.
             if PLAIN.issuperset(map(type, data.values())):
                 names = None if names is None else index_names((index,), names)
                 return self._make({k: x[index] for k, x in data.items()}, head, self._device, names, self._static)

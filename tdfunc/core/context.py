@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 # torch has no public names for these.
@@ -29,7 +30,7 @@ def in_functorch() -> bool:
     return _peek() is not None
 
 
-# Dynamo runs it while it traces: what torch.compiler.assume_constant_result sets, which would import all of dynamo.
+# Dynamo runs it while it traces. torch.compiler.assume_constant_result sets this mark too, and imports all of dynamo.
 in_functorch._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
@@ -41,6 +42,28 @@ def is_tracing() -> bool:
     return _count_modes() > 0
 
 
+def is_recording() -> bool:
+    """Return whether a graph of the caller's operations is made: make_fx, export or `jit`.
+
+    Use it before branching on a value: the graph would hold one branch.
+    """
+    return torch._C._get_dispatch_mode(_PROXY) is not None
+
+
+def is_known(tensor: Tensor) -> bool:
+    """Return whether Python may read the value of this tensor, which may come from outside of a `vmap` that runs.
+
+    Use it where a branch on one tensor is better than a rule for all.
+    """
+    if torch.compiler.is_dynamo_compiling() or is_recording():
+        return False
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        if _functorch.is_batchedtensor(tensor):
+            return False
+        tensor = _functorch.get_unwrapped(tensor)
+    return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+
+
 def in_transform() -> bool:
     """Return whether tensors made here cannot outlive the code that runs: a transform, dual level, trace or compiler.
 
@@ -48,7 +71,7 @@ def in_transform() -> bool:
     """
     if is_compiling() or in_functorch():
         return True
-    return forward_ad._current_level >= 0 or torch._C._get_dispatch_mode(_PROXY) is not None
+    return forward_ad._current_level >= 0 or is_recording()
 
 
 def has_values() -> bool:

@@ -1,4 +1,4 @@
-"""The exceptions of tdfunc. Each takes the four parts of a message: what must hold, expected, got and hint.
+"""The exceptions of tdfunc, and the four parts of their messages: what must hold, expected, got and hint.
 
 Each is a subclass of the builtin error that a caller would catch anyway; `error` builds plain builtin errors likewise.
 """
@@ -80,8 +80,8 @@ class CaptureError(_Explained, RuntimeError):
 
 
 class CorruptCheckpointError(_Explained, ValueError):
-    """A file that is not what was saved: torn, altered, or no checkpoint at all."""
+    """A file that differs from the one that was saved, torn or altered, or that is not a checkpoint."""
 
 
 class WorkerError(_Explained, RuntimeError):
-    """A worker process of `map` that died, could not start, or raised what cannot be sent back."""
+    """A worker process of `map` that died, could not start, or raised an error that cannot be sent back."""

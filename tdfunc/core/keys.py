@@ -53,7 +53,7 @@ def missing(path: Path, known: Iterable[str], call: str = "get", node: Any = Non
 
 
 class _Missing:
-    """The text of a missing key. It looks for what was meant when it is read: most such errors are caught unread."""
+    """The text of a missing key, made when it is read: most such errors are caught unread, and hints take a search."""
 
     __slots__ = ("_given", "_text")
 
@@ -175,13 +175,13 @@ class Filter:
             self._mask, self._text = partial(_wanted, spec), getattr(spec, "__name__", "fn")
         else:
             raise FilterError(
-                "Filter: cannot be made from this.",
+                "Filter: the choice must be of a kind that filters are made from.",
                 expected="a glob (str), compiled regex, Kind, torch.dtype, predicate(path, leaf) or Filter",
                 got=f"{spec!r} ({type(spec).__name__})",
             )
 
     def mask(self, entries: Sequence[Entry]) -> list[bool]:
-        """Return for each entry whether it is chosen.
+        """Return a bool for each entry, True where it is chosen.
 
         Raises:
             FilterError: A glob or regex inside the filter matches none of the entries.
@@ -222,7 +222,9 @@ def of_type(module: nn.Module, *types: type[nn.Module]) -> Filter:
     text = f"of_type({', '.join(t.__name__ for t in types)})"
     if not owners:
         kinds = sorted({type(sub).__name__ for sub in module.modules()})
-        raise FilterError(f"{text}: {type(module).__name__} has no such submodule.", got=f"{', '.join(kinds)}")
+        raise FilterError(
+            f"{text}: {type(module).__name__} must have a submodule of these types.", got=f"{', '.join(kinds)}"
+        )
     return _combined(partial(_owned, owners), text)
 
 

@@ -1,4 +1,4 @@
-"""Where tensors lie, in which file or memory, and whether two overlap; which rows of a file to read ahead.
+"""The places of tensors: the memory or file that they lie in, their overlaps, and rows of files read ahead.
 
 A tensor's place is a range of bytes: interleaved views of one storage, such as columns of a matrix, count as
 overlapping. The file is an attribute of the storage, which views share and copies lack.
@@ -14,6 +14,7 @@ from operator import itemgetter
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -93,6 +94,11 @@ def extent_of(tensor: Any) -> Extent | None:
     return space, begin, begin + size_bytes
 
 
+def storage_id(tensor: Tensor) -> int:
+    """Return a number that a tensor, fake or real, has in common with its views and with nothing else alive."""
+    return tensor.untyped_storage()._cdata
+
+
 def _count_steps(tensor: Tensor) -> int:
     """Return the number of elements from a tensor's first to its last, with those that it leaves out."""
     return 1 + sum([(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)])
@@ -105,7 +111,10 @@ def find_overlaps(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
     for i, tensor in enumerate(tensors):
         length = tensor.nbytes if tensor.is_contiguous() else _count_steps(tensor) * tensor.itemsize
         if isinstance(tensor, FakeTensor):
-            spans.append((tensor.untyped_storage()._cdata, int(tensor.storage_offset()) * tensor.itemsize, length, i))
+            # Inside `jit` a mode refuses this read to the function.
+            with torch._C.DisableTorchFunction():
+                begin = int(tensor.storage_offset()) * tensor.itemsize
+            spans.append((storage_id(tensor), begin, length, i))
         else:
             spans.append((0, tensor.data_ptr(), length, i))
     spans.sort()

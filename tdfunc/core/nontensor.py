@@ -1,6 +1,6 @@
 """Non-tensor data: one value for the whole batch, or a numpy object array with one value per element.
 
-Both answer to the tensor methods that shape and index operations call, so that those need not ask what they got.
+Both have the tensor methods that shape and index operations call, so that those treat them as tensors.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +13,7 @@ import torch
 from torch import Size
 from torch.utils import _pytree as torch_pytree
 
+from tdfunc.core.context import has_values
 from tdfunc.core.errors import BatchSizeError, ImmutableError, LeafMismatchError, error
 from tdfunc.core.shapes import as_size, dim_index, index_size, normalize_index
 
@@ -21,8 +22,8 @@ class NonTensorBase:
     """The base of `NonTensorData` and `NonTensorStack`: values behind tensor methods."""
 
     __slots__ = ()
-    # Of a stack that is not laid out along the batch of its tree, the number of dimensions that its array has after a
-    # batch along which it is; `_LOST` if there is none. None for data that are laid out along the batch.
+    # Of a stack that is not laid out along the batch of its tree, the number of dimensions that its array has after the
+    # batch along which it is; `_LOST` where that is not known. None for data that are laid out along the batch.
     _features: int | None = None
     # The values as an object array of the batch's size.
     _array: np.ndarray[Any, Any]
@@ -45,7 +46,7 @@ class NonTensorBase:
         """Raise unless the values are laid out along this batch: inside vmap those of a stack are not."""
         if self._features is not None or self.shape[: len(size)] != size:
             raise BatchSizeError(
-                f"{key!r} holds one value for each element of another batch.",
+                f"{key!r}: the values must be laid out along the batch of their tree.",
                 expected=f"shape {list(size)} + (...)",
                 got=f"shape {list(self.shape)}",
                 hint=_HINT,
@@ -89,7 +90,7 @@ class NonTensorBase:
         # The same on both sides: the condition may be a tensor without values (inside vmap, or a compiler).
         if self is other or self == other:
             return self
-        return NonTensorStack._wrap(np.where(condition.cpu().numpy(), self._array, other._array))
+        return NonTensorStack._wrap(np.where(as_array(condition), self._array, other._array))
 
     def index_select(self, dim: int, index: torch.Tensor) -> Any:
         return self[(slice(None),) * dim_index(dim, self.dim(), "index_select") + (index,)]
@@ -184,8 +185,7 @@ class NonTensorData(NonTensorBase):
     def reshape(self, *shape: Any) -> Any:
         return self._shaped("reshape", _sizes(shape))
 
-    def view(self, *shape: Any) -> Any:
-        return self._shaped("reshape", _sizes(shape))
+    view = reshape
 
     def expand(self, *shape: Any) -> Any:
         return self._shaped("expand", _sizes(shape))
@@ -259,7 +259,7 @@ class NonTensorStack(NonTensorBase):
 
     def expand(self, *shape: Any) -> Any:
         size = _sizes(shape)
-        # torch spells "keep this dimension" -1, numpy does not know it.
+        # -1 keeps a dimension in torch; numpy has no such size.
         full = torch.empty(self._array.shape, device="meta").expand(size).shape
         return self._wrap(np.broadcast_to(self._array, full))
 
@@ -279,7 +279,7 @@ class NonTensorStack(NonTensorBase):
 
     @classmethod
     def from_nested(cls, values: Any, ndim: int) -> "NonTensorStack":
-        """Read the outer `ndim` levels of nested lists as dimensions; what is inside them is a value.
+        """Read the outer `ndim` levels of nested lists as dimensions; the items inside them are values.
 
         Raises:
             ValueError: The lists of one level differ in length.
@@ -295,7 +295,7 @@ class NonTensorStack(NonTensorBase):
                 if not isinstance(part, (list, tuple)) or len(part) != length:
                     raise error(
                         ValueError,
-                        "NonTensorStack: the list is ragged.",
+                        "NonTensorStack: the list must not be ragged.",
                         expected=f"lists of {length}",
                         got=f"{part!r}",
                     )
@@ -315,7 +315,7 @@ class NonTensorStack(NonTensorBase):
         return self
 
     def follow(self, old: Size, size: Size) -> Any:
-        """Keep the values, and whether they are laid out along the batch: while vmap maps their rows they are not."""
+        """Keep the values, and mark them while vmap maps their rows: then they are not laid out along the batch."""
         features = self.dim() - len(old) if self._features is None else self._features
         if features == _LOST or not _only_in_front(old, size):
             return self._wrap(self._array, _LOST)
@@ -328,7 +328,7 @@ class NonTensorStack(NonTensorBase):
         # numpy checks positions that no element needs.
         if size.numel() == 0:
             return self._wrap(np.empty(size, dtype=object))
-        taken = tuple((i.cpu().numpy() if i.dim() else int(i)) if isinstance(i, torch.Tensor) else i for i in parts)
+        taken = tuple((as_array(i) if i.dim() else int(i)) if isinstance(i, torch.Tensor) else i for i in parts)
         # torch selects with ints first, numpy counts them among the advanced indices.
         taking = [item for item in taken if item is not None and not isinstance(item, bool)]
         # The Ellipsis keeps an array an array.
@@ -349,6 +349,15 @@ _LOST = -1
 _HINT = "vmap keeps the values of rows with in_dims=0 and out_dims=0 only: exclude() them before vmap or tree_map."
 
 
+def as_array(index: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Return positions or a mask as an array; raise under vmap and in a trace, where they have no values."""
+    if has_values():
+        return index.cpu().numpy()
+    # One at a time torch reads them through derivatives, and raises in its own words elsewhere.
+    values = np.array([each.item() for each in index.reshape(-1)], dtype=bool if index.dtype is torch.bool else int)
+    return values.reshape(index.shape)
+
+
 def _only_in_front(old: Size, size: Size) -> bool:
     """Return whether batch dimensions can have come or gone in front only, as with in_dims=0 and out_dims=0.
 
@@ -361,7 +370,7 @@ def _only_in_front(old: Size, size: Size) -> bool:
 
 def _stack_of(values: list[Any], shape: tuple[int, ...]) -> NonTensorStack:
     array = np.empty(len(values), dtype=object)
-    # Each by itself: numpy would take lists apart.
+    # One at a time: numpy would take lists apart.
     for i, value in enumerate(values):
         array[i] = value
     return NonTensorStack._wrap(array.reshape(shape))
@@ -383,12 +392,12 @@ class StaticValues(NamedTuple):
         try:
             return hash(tuple(values))
         except TypeError:
-            # Equal lists and dicts may print differently ({1.0} and {1}), so what cannot be hashed counts only.
+            # Equal lists and dicts may print differently ({1.0} and {1}), so only the number of values is hashed.
             return hash(len(values))
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Return whether two values are equal; arrays are when all elements are, and what cannot be compared is not."""
+    """Return whether two values are equal: arrays in all elements, and never values that cannot be compared."""
     if a is b:
         return True
     try:
@@ -416,11 +425,11 @@ def _stack(nodes: Sequence[Any], dim: int = 0) -> Any:
 
 
 def _check_shapes(call: str, nodes: Sequence[Any], kept: Sequence[Size]) -> None:
-    """Raise unless what has to agree of the shapes does, as torch would: `join` adds the path."""
+    """Raise unless the kept parts of the shapes agree, as torch would: `join` adds the path."""
     for node, part in zip(nodes, kept, strict=True):
         if node._features is not None:
             raise BatchSizeError(
-                f"{call}: non-tensor data hold one value for each element of another batch.",
+                f"{call}: non-tensor data must be laid out along the batch of their tree.",
                 expected=f"shape {list(node.shape)}",
                 got=f"shape {list(node._array.shape)}",
                 hint=_HINT,
@@ -428,7 +437,7 @@ def _check_shapes(call: str, nodes: Sequence[Any], kept: Sequence[Size]) -> None
         if part != kept[0]:
             raise error(
                 RuntimeError,
-                f"{call}: the non-tensor data have different shapes.",
+                f"{call}: the non-tensor data must have one shape.",
                 expected=str(list(nodes[0].shape)),
                 got=str(list(node.shape)),
             )

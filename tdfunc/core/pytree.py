@@ -57,7 +57,7 @@ class _Flat(NamedTuple):
     context: Context
 
 
-# Marks a rebuilt tree none of whose leaves said what its batch size is now: its parent decides.
+# Marks a rebuilt tree of which no leaf has a shape to vote with: its parent gives it a batch size.
 _UNDECIDED = "undecided"
 
 
@@ -73,7 +73,7 @@ def flatten(tree: TensorCollection) -> tuple[tuple[Any, ...], Context]:
     data = node._data
     order = tuple(data)
     keys = tuple(sorted(data))
-    # One object where they agree, which unflattening tells at once.
+    # One object where they agree, so that unflattening compares identities.
     keys = order if keys == order else keys
     n = len(tree._batch_size)
     children = tuple([data[key] for key in keys])
@@ -157,7 +157,7 @@ def _unflatten_same(cls: type[T], context: Context, children: tuple[Any, ...]) -
 def rebuilt_size(
     cls: type[TensorCollection], children: tuple[Any, ...], context: Context
 ) -> tuple[Size | None, torch.device | None]:
-    """Return the batch size that rebuilt children give their node, None if they do not say, and its device."""
+    """Return the batch size that rebuilt children give their node, None if none votes, and its device."""
     if not cls._is_lazy:
         return _vote(children, context)
     # That of its trees, with their number in its place.
@@ -176,7 +176,7 @@ def _check_vmap(children: tuple[Any, ...], context: Context, dim: int, ndim: int
     """Raise if vmap has taken a dimension of the leaves that has another number in the lazy stack."""
     taken: int | None = None
     if is_compiling():
-        # dynamo cannot ask a tensor which dimension vmap took.
+        # dynamo cannot read from a tensor the dimension that vmap took.
         taken = None if ndim == len(context.batch_size) or dim >= len(context.batch_size) - 1 else dim
     elif ndim < len(context.batch_size) and (level := _functorch.maybe_current_level()) != context.level:
         leaves = [leaf for child in children for _, leaf in iter_leaves(child)]
@@ -253,14 +253,32 @@ def register(cls: type[TensorCollection]) -> None:
         cls,
         _flatten_with_entries,
         lambda context, children: unflatten(cls, context, children),
-        path_entry_type=optree.MappingEntry,
+        path_entry_type=_TreeEntry if cls._is_lazy else optree.MappingEntry,
         namespace=GLOBAL_NAMESPACE,
     )
 
 
+class _TreeKey(torch_pytree.MappingKey[str, Any]):
+    """The number of a tree in a lazy stack, which is not one of its keys."""
+
+    def get(self, mapping: Any) -> Any:
+        return mapping._data[self.key]
+
+
+class _TreeEntry(optree.MappingEntry[str, Any]):
+    """The same for optree."""
+
+    def __call__(self, obj: Any) -> Any:
+        return obj._data[self.entry]
+
+    def codify(self, node: str = "") -> str:
+        return f"{node}.trees[{self.entry}]"
+
+
 def _flatten_with_keys(tree: TensorCollection) -> Any:
     children, context = flatten(tree)
-    return [(torch_pytree.MappingKey(key), child) for key, child in zip(context.keys, children, strict=True)], context
+    kind = _TreeKey if tree._is_lazy else torch_pytree.MappingKey
+    return [(kind(key), child) for key, child in zip(context.keys, children, strict=True)], context
 
 
 def _flatten_with_entries(tree: TensorCollection) -> Any:

@@ -1,4 +1,4 @@
-"""Batch-size arithmetic: what an index, a reshape or a set of leaves does to the leading dimensions."""
+"""Batch-size arithmetic: the leading dimensions after an index or a reshape, and of a set of leaves."""
 
 import math
 import operator
@@ -26,12 +26,9 @@ def as_size(value: Any, call: str = "batch_size") -> Size:
         return value
     if isinstance(value, (int, np.integer)):
         value = (value,)
-    try:
-        size = Size(tuple(value))
-    except TypeError as err:
-        raise error(TypeError, f"{call}: not a batch size.", expected="ints", got=repr(value)) from err
+    size = Size(tuple(value))
     if size and min(size) < 0:
-        raise error(ValueError, f"{call}: a size is negative.", expected="sizes of 0 or more", got=repr(value))
+        raise error(ValueError, f"{call}: sizes must be 0 or more.", got=repr(value))
     return size
 
 
@@ -43,7 +40,7 @@ def shape_of(leaf: Tensor) -> Size | None:
         rows: Any = leaf._nested_tensor_size() if leaf.is_nested else None
     if rows is None:
         return None
-    # Without rows there is no size to tell, and a nested tensor of no dimensions has no columns.
+    # Without rows a size is not known, and a nested tensor of no dimensions has no columns.
     columns = rows.t().tolist() if rows.dim() == 2 else []
     return Size([leaf.size(0), *[column[0] if len(set(column)) == 1 else -1 for column in columns]])
 
@@ -55,11 +52,11 @@ def as_names(names: Sequence[str | None] | None, ndim: int) -> Names | None:
     result = tuple(names)
     given = [name for name in result if name is not None]
     if not all(isinstance(name, str) for name in given):
-        raise error(TypeError, "names: a name is a str or None.", expected="str or None", got=repr(result))
+        raise error(TypeError, "names: a name must be a str or None.", got=repr(result))
     if len(result) != ndim or len(set(given)) != len(given):
         raise error(
             ValueError,
-            "names: one distinct name, or None, for each batch dimension.",
+            "names: there must be one distinct name, or None, for each batch dimension.",
             expected=f"{ndim} names",
             got=repr(result),
         )
@@ -87,7 +84,7 @@ def starts_with(leaf: Tensor, size: Size) -> bool:
 
 
 def put_first(new: Size, n: int) -> Callable[[Size], Size]:
-    """Return what gives a batch size `new` in place of its first n dimensions."""
+    """Return a function that puts `new` in place of the first n dimensions of a batch size."""
     return lambda old: new if len(old) == n else new + old[n:]
 
 
@@ -151,8 +148,7 @@ def dim_size(size: Size, dim: int, call: str) -> int:
     """Return the size of a batch dimension, which a ragged one (-1) does not have."""
     if size[dim] < 0:
         raise BatchSizeError(
-            f"{call}: batch dimension {dim} is ragged, it has no one size.",
-            expected="one size",
+            f"{call}: batch dimension {dim} is ragged, and must have one size.",
             got=f"batch size {list(size)}",
             hint="pad() the lazy stack first, or call it on each of its trees.",
         )
@@ -174,7 +170,7 @@ def fill_size(sizes: Sequence[int], numel: int, call: str) -> Size:
     if not good:
         raise error(
             RuntimeError,
-            f"{call}: the shape does not fit the batch.",
+            f"{call}: the shape must have the number of elements of the batch.",
             expected=f"{numel} elements",
             got=str(tuple(sizes)),
         )
@@ -198,19 +194,10 @@ def broadcast(*sizes: Size) -> Size | None:
     return result
 
 
-def broadcast_sizes(sizes: Sequence[Size]) -> Size:
-    """Broadcast the shapes of index tensors as torch does, without making tensors."""
-    size = broadcast(*sizes)
-    if size is None:
-        got = ", ".join(str(list(size)) for size in sizes)
-        raise error(IndexError, "index: the index tensors do not broadcast together.", got=f"shapes {got}")
-    return size
-
-
 def fits_into(shape: Size, size: Size) -> bool:
     """Return whether a shape broadcasts to this very size."""
     skipped = len(size) - len(shape)
-    return skipped >= 0 and all([have in (1, want) for have, want in zip(shape, size[skipped:], strict=True)])
+    return skipped >= 0 and all([a in (1, b) for a, b in zip(shape, size[skipped:], strict=True)])
 
 
 # -- indexing ---------------------------------------------------------------------------------------------------
@@ -218,7 +205,7 @@ def fits_into(shape: Size, size: Size) -> bool:
 
 _INDEX_DTYPES = (torch.int64, torch.int32)
 _MASK_DTYPES = (torch.bool, torch.uint8)
-# What torch takes from numpy, though not as tensors.
+# Torch takes these from numpy, but not as tensors.
 _NARROW = (torch.int8, torch.int16, torch.uint16, torch.uint32, torch.uint64)
 
 
@@ -232,7 +219,7 @@ def normalize_index(index: Any, size: Size) -> tuple[Any, ...]:
     if used > len(size):
         raise error(
             IndexError,
-            "index: too many indices for the batch.",
+            "index: there must be one index at most for each batch dimension.",
             expected=f"at most {len(size)} for batch size {list(size)}",
             got=f"{used} in {index!r}",
             hint="only batch dimensions can be indexed; for those of the leaves use td.apply(lambda x: x[...])."
@@ -252,7 +239,7 @@ def normalize_index(index: Any, size: Size) -> tuple[Any, ...]:
             if item.shape != covered:
                 raise error(
                     IndexError,
-                    "index: the mask does not fit the batch dimensions that it covers.",
+                    "index: the mask must have the shape of the batch dimensions that it covers.",
                     expected=str(list(covered)),
                     got=str(list(item.shape)),
                 )
@@ -379,13 +366,16 @@ def index_size(index: tuple[Any, ...], size: Size) -> Size:
     ]
     if layout.advanced:
         shapes = [Size((int(item),)) if dim is None else item.shape for item, dim in layout.advanced]
-        shape = shapes[0] if len(shapes) == 1 else broadcast_sizes(shapes)
-        # As torch: any position in an empty dimension is out of range, whatever it says.
-        # The sizes first: a compiler may not know the number of elements that a mask takes.
+        shape = broadcast(*shapes)
+        if shape is None:
+            got = ", ".join(str(list(each)) for each in shapes)
+            raise error(IndexError, "index: the index tensors must broadcast together.", got=f"shapes {got}")
+        # As torch: any position in an empty dimension is out of range.
+        # The sizes first: to a compiler the number of elements that a mask takes may be unknown.
         if any([dim is not None and size[dim] == 0 for _, dim in layout.advanced]) and shape.numel():
             raise error(
                 IndexError,
-                "index: a batch dimension that is indexed with integers is empty.",
+                "index: an empty batch dimension must not be indexed with integers.",
                 expected="no positions, or a dimension with elements",
                 got=f"positions of shape {list(shape)}, batch size {list(size)}",
             )
@@ -425,11 +415,11 @@ def check_positions(index: tuple[Any, ...], size: Size) -> None:
     if not has_values():
         return
     dim = 0
-    # As torch, which looks at no position of rows that hold nothing, unless there is no row at all.
+    # As torch, which reads no position of rows without elements, unless there is no row at all.
     is_read = index_size(index, size).numel() > 0
     for item in index:
-        asked = type(item) is Tensor and (is_read or item.dim() == 0 or size[dim] == 0)
-        if asked and item.device.type == "cpu" and item.numel():
+        is_checked = type(item) is Tensor and (is_read or item.dim() == 0 or size[dim] == 0)
+        if is_checked and item.device.type == "cpu" and item.numel():
             for end in item.aminmax():
                 _check_int(int(end), dim, size)
         dim += item is not None and not isinstance(item, bool)
@@ -439,7 +429,7 @@ def check_lead(shape: Size, size: Size, where: str) -> None:
     """Raise unless `shape` starts with the batch size."""
     if shape[: len(size)] != size:
         raise BatchSizeError(
-            f"{where!r}: the leading dimensions are not the batch size.",
+            f"{where!r}: the leading dimensions must be the batch size.",
             expected=f"shape {list(size)} + (...)" if size else "any shape",
             got=f"shape {list(shape)}",
             hint="give batch_size the leading dimensions that all entries share.",

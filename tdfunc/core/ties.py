@@ -1,7 +1,7 @@
 """Groups of paths that hold one tensor: restrict, lift, remap, merge; prune them from a tree and graft them back.
 
 A tree stores the same tensor at every path of a group (its data are complete) and, at each node, the groups that
-lie inside that node, first path first. Only flattening, maps and edits know of them: they prune the later paths,
+lie inside that node, first path first. Only flattening, maps and edits read them: they prune the later paths,
 run, and graft the result of the first path back.
 """
 
@@ -30,7 +30,7 @@ def lift(ties: Ties, key: str) -> Ties:
 
 
 def remap(ties: Ties, rename: Callable[[Path], Path | None]) -> Ties:
-    """Rename every path; None removes it, and a group of one path is no group."""
+    """Rename every path; None removes it, and a group that is left with one path."""
     groups = (tuple(new for path in group if (new := rename(path)) is not None) for group in ties)
     return tuple(group for group in groups if len(group) > 1)
 
@@ -81,7 +81,7 @@ def by_identity(leaves: Iterable[tuple[Path, Any]]) -> Ties:
 
 
 def spanning(ties: Ties) -> list[tuple[Path, Path]]:
-    """Return (path to prune, first path) for what a node must prune itself; the rest is its children's."""
+    """Return (path to prune, first path) for groups across children of a node; others are pruned in the child."""
     return [(path, group[0]) for group in ties for path in group[1:] if path[0] != group[0][0]]
 
 
@@ -97,7 +97,7 @@ def by_first_key(paths: Iterable[Path]) -> dict[str, list[Path]]:
 
 
 def prune(tree: Any, cuts: list[tuple[Path, Path]]) -> tuple[Any, tuple[Graft, ...]]:
-    """Return the tree without the cut paths, and what `graft` needs to put them back."""
+    """Return the tree without the cut paths, and the grafts that put them back."""
     places: dict[Path, dict[str, int]] = {}
     grafts: list[Graft] = []
     for path, source in cuts:

@@ -11,7 +11,7 @@ Group: TypeAlias = tuple[Path, ...]
 Ties: TypeAlias = tuple[Group, ...]
 Names: TypeAlias = tuple[str | None, ...]
 NestedKey: TypeAlias = "str | tuple[NestedKey, ...]"
-# What a tree can hold: tensors, trees, non-tensor data and, inside tree_map, anything.
+# A child of a tree: a tensor, tree, non-tensor data and, inside tree_map, anything.
 Node: TypeAlias = Any
 Device: TypeAlias = "torch.device | str | int"
 LeafFn: TypeAlias = Callable[..., Any]
@@ -21,7 +21,7 @@ class Kind(enum.Enum):
     """The role of a leaf in the module that it came from.
 
     PARAMETER is trained; BUFFER is saved but not trained; NON_PERSISTENT is a buffer that a state dict leaves
-    out; EXTRA_STATE is what `nn.Module.get_extra_state` returned.
+    out; EXTRA_STATE is the result of `nn.Module.get_extra_state`.
     """
 
     PARAMETER = "parameter"

@@ -34,7 +34,7 @@ def list_leaves(tree: TensorCollection) -> list[Any]:
 
 
 def _extend(tree: TensorCollection, leaves: list[Any]) -> None:
-    for child in children_of(tree)[0]:
+    for child in flatten(tree)[0]:
         if isinstance(child, TensorCollection):
             _extend(child, leaves)
         elif isinstance(child, Tensor) or type(child) not in torch_pytree.SUPPORTED_NODES:
@@ -55,7 +55,7 @@ def rebuild(tree: T, leaves: Sequence[Any]) -> T:
 
 
 def _rebuild(tree: Any, leaves: Iterator[Any]) -> Any:
-    old, context = children_of(tree)
+    old, context = flatten(tree)
     children: list[Any] = []
     same = True
     for child in old:
@@ -70,25 +70,9 @@ def _rebuild(tree: Any, leaves: Iterator[Any]) -> Any:
     return tree if same else node_like(type(tree), context, tuple(children))
 
 
-def children_of(tree: TensorCollection) -> tuple[tuple[Any, ...], Any]:
-    """Return the children and context of a node, as its class's pytree registration gives them."""
-    cls = type(tree)
-    if is_plain(cls):
-        return flatten(tree)
-    children, context = torch_pytree.SUPPORTED_NODES[cls].flatten_fn(tree)
-    return tuple(children), context
-
-
-def is_plain(cls: type[TensorCollection]) -> bool:
-    """Return whether trees of this class are flattened by `core.pytree.flatten` (a lazy stack is not)."""
-    return torch_pytree.SUPPORTED_NODES[cls].flatten_fn is flatten
-
-
-def node_like(cls: type[T], context: Any, children: tuple[Any, ...]) -> T:
+def node_like(cls: type[T], context: Context, children: tuple[Any, ...]) -> T:
     """Return a node with this context around children of the shapes it was made with."""
-    if not is_plain(cls):
-        return torch_pytree.SUPPORTED_NODES[cls].unflatten_fn(children, context)
-    if not isinstance(context, Context) or context.grafts:
+    if context.grafts:
         return unflatten(cls, context, children)
     data = dict(zip(context.keys, children, strict=True))
     if context.order != context.keys:
@@ -103,7 +87,7 @@ def same_keys(a: TensorCollection, b: TensorCollection) -> bool:
     """Return whether two trees have the same leaf paths and ties; fast for trees of one origin."""
     if is_compiling():
         return torch_pytree.tree_structure(a) == torch_pytree.tree_structure(b)
-    (mine, context), (theirs, other) = children_of(a), children_of(b)
+    (mine, context), (theirs, other) = flatten(a), flatten(b)
     if context is not other and context != other:
         return False
     for x, y in zip(mine, theirs, strict=True):
@@ -244,19 +228,11 @@ def zip_trees(a: TensorCollection, b: TensorCollection, *, shared: bool = False,
             pairs += inner
         elif twin is pairs:
             continue
-        elif _is_other_kind(node, twin):
+        elif any([isinstance(node, kind) != isinstance(twin, kind) for kind in (TensorCollection, NonTensorBase)]):
             return Difference((*at, key), "kind", node, twin)
         else:
             pairs.append(((*at, key), node, twin))
     return pairs
-
-
-def _is_other_kind(a: Any, b: Any) -> bool:
-    return (
-        isinstance(a, TensorCollection)
-        or isinstance(b, TensorCollection)
-        or (isinstance(a, NonTensorBase) != isinstance(b, NonTensorBase))
-    )
 
 
 def _nodes(tree: TensorCollection) -> dict[str, Any]:

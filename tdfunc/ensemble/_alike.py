@@ -1,7 +1,7 @@
 """Members are alike: one forward computes the same for all of them, given their weights.
 
 `Outline` compares the modules: classes, the names of their slots and submodules, hooks, modes and hyperparameters.
-Hyperparameters are the attributes in a module's `__dict__` besides its slots, compared by value through containers,
+Hyperparameters are the attributes in a module's `__dict__` except its slots, compared by value through containers,
 functions and objects, as far down as forward can read. A module or weight that is registered in its member is
 compared by its path; an object whose parts cannot be read is refused.
 """
@@ -72,7 +72,7 @@ class Outline:
         module: The first member.
         values: Its leaves are appended here.
         call: How messages name the call.
-        known: Classes that are known to be no wrappers.
+        plain: Classes of modules that are not wrappers; grows as they are met.
         at: The path of the module in its member.
     """
 
@@ -80,19 +80,19 @@ class Outline:
         "_at", "_children", "_count", "_dump", "_extra", "_get", "_hooked", "_module", "_names", "_others", "_type",
     )  # fmt: skip
 
-    def __init__(self, module: nn.Module, values: list[Any], call: str, known: set[type], at: Path = ()) -> None:
-        if type(module) not in known:
+    def __init__(self, module: nn.Module, values: list[Any], call: str, plain: set[type], at: Path = ()) -> None:
+        if type(module) not in plain:
             module = unwrap(module, call)
-            known.add(type(module))
+            plain.add(type(module))
         own = module.__dict__
         self._at, self._module, self._type = at, module, type(module)
         self._count, self._hooked = len(own), _has_hooks(own)
         names = list(own.keys() - _BASE)
-        plain = names
+        dumped = names
         if not _are_plain(list(map(own.__getitem__, names))):
-            plain = [name for name in names if _are_plain([own[name]])]
-        self._others = [name for name in names if name not in plain] if plain is not names else []
-        self._get: Callable[[dict[str, Any]], Any] = itemgetter(*plain) if plain else lambda _: None
+            dumped = [name for name in names if _are_plain([own[name]])]
+        self._others = [name for name in names if name not in dumped] if dumped is not names else []
+        self._get: Callable[[dict[str, Any]], Any] = itemgetter(*dumped) if dumped else lambda _: None
         # The bytes are equal only if types, signs of zeros and the order of keys are, too. Later versions of the format
         # depend on reference counts.
         self._dump = dumps(self._get(own), 2)
@@ -103,7 +103,7 @@ class Outline:
         if self._extra:
             values.append(ExtraState(module.get_extra_state()))
         self._children = [
-            None if child is None else Outline(child, values, call, known, (*at, name))
+            None if child is None else Outline(child, values, call, plain, (*at, name))
             for name, child in own["_modules"].items()
         ]
 
@@ -292,4 +292,4 @@ def _parts(value: Any) -> list[Any]:
     reduced = value.__reduce_ex__(4)
     if isinstance(reduced, str):
         raise TypeError("a global is alike only if it is the same object")
-    return [list(part) if hasattr(part, "__next__") else part for part in reduced]
+    return [list(part) if isinstance(part, Iterator) else part for part in reduced]

@@ -1,12 +1,13 @@
 """`Ensemble`: one pure function over all members of a stacked tree, by a loop, by vmap or by a replayed trace.
 
 E is the number of members. All three ways give the numbers of the loop (except under autocast: `Ensemble`). `auto` is
-vmap, and the loop where vmap cannot run the forward; a trace is asked for.
+vmap, and the loop where vmap cannot run the forward; a trace is made on request.
 """
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from inspect import signature
 from itertools import chain
 from types import FunctionType
 from typing import Any, Literal, TypeAlias
@@ -36,9 +37,10 @@ from tdfunc.modules.functional import Apply
 from tdfunc.modules.random import member_generators, member_seed, seeded
 
 How = Literal["auto", "loop", "vmap", "traced"]
-# Forward's output, and the buffers after it in plan order. Any: a forward returns what it likes.
+# Forward's output, and the buffers after it in plan order. Any: a forward returns any object.
 Result: TypeAlias = tuple[Any, list[Any]]
 _HOWS = ("auto", "loop", "vmap", "traced")
+_OWN_NAMES = ("buffers", "in_dims", "rng")
 # Kinds of calls that are remembered, and traces for each.
 _MOST_KINDS, _MOST_TRACES = 1024, 64
 _ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
@@ -50,7 +52,7 @@ RULE = """The rule of how="auto", by the first line that applies:
   loop    there is one member, or autocast is on for a device of the call (torch's vmap of a linear layer drops it).
   loop    vmap cannot run the forward (LSTM, .item(), data-dependent control flow): found by trying.
   vmap    otherwise.
-A trace is asked for: how="traced", or tdf.jit around the step."""
+A trace is made on request: how="traced", or tdf.jit around the step."""
 
 
 class _Watched(TorchFunctionMode):
@@ -66,14 +68,15 @@ class Ensemble:
     Args:
         apply: The pure function of one member, from `functional`.
         how: `loop`, `vmap`, `traced` (the first call's operations, replayed as by `tdf.jit`), or `auto`: vmap, and
-            the loop where vmap cannot run the forward; `plan()` tells which and why. Under autocast `vmap` and
-            `traced` may compute in the dtype of the weights: torch's vmap of a linear layer does not cast. A replay
-            calls no hooks.
+            the loop where vmap cannot run the forward; `plan()` returns the choice and its reason. Under autocast
+            `vmap` and `traced` may compute in the dtype of the weights: torch's vmap of a linear layer does not cast.
+            A replay calls no hooks.
         chunk_size: At most this many members at a time under vmap, to bound memory.
 
     Raises:
         TypeError: `apply` does not come from `functional`.
         ValueError: `how` names no way, or `chunk_size` is below 1.
+        UnsupportedError: Forward has an argument called `buffers`, `in_dims` or `rng`.
 
     Shapes:
         A forward that gives (B, *F) for one member gives (E, B, *F).
@@ -96,6 +99,14 @@ class Ensemble:
                 expected="Apply",
                 got=type(apply).__name__,
                 hint="apply, params, buffers = tdfunc.functional(model).",
+            )
+        taken = [name for name in _OWN_NAMES if name in signature(apply.module.forward).parameters]
+        if taken:
+            raise UnsupportedError(
+                f"Ensemble: forward has an argument called {taken[0]!r}, which Ensemble uses itself.",
+                expected=f"other names than {', '.join(map(repr, _OWN_NAMES))}",
+                got=f"forward{signature(apply.module.forward)}",
+                hint="wrap the module in one whose forward has another name for it.",
             )
         if how not in _HOWS:
             raise error(ValueError, "Ensemble: how must name a way to run.", expected=" | ".join(_HOWS), got=repr(how))
@@ -129,17 +140,18 @@ class Ensemble:
 
         Args:
             params: The stacked tree, whole (as `stack_modules` returns it) or its parameters.
-            *args: What forward takes; shared by the members unless `in_dims` maps it.
+            *args: Arguments of forward. Members share tensors unless `in_dims` maps them; containers and other
+                objects, which forward may fill, are copied for each.
             buffers: The stacked buffers, when `params` has none.
             in_dims: For each of `args` the dimension of the members, or None; or one for all, as in `torch.vmap`.
             rng: A seed or generator; member i draws from a generator seeded by (seed, i).
-            **kwargs: What forward takes by keyword, shared by the members.
+            **kwargs: Keyword arguments of forward, shared by the members.
 
         Raises:
             BatchSizeError: The tree is not stacked.
             ValueError: `in_dims` does not fit.
             UnsupportedError: Forward drew random numbers and no `rng` was given, or past the member's generator; it
-                returned what cannot be stacked; or members that run in turn share an argument that it writes to.
+                returned objects that cannot be stacked; or wrote to an argument that members run in turn share.
         """
         return self._run(params, buffers, args, in_dims, rng, kwargs, keep=False)[0]
 
@@ -188,12 +200,12 @@ class Ensemble:
         leaves = self.apply.leaves(params, buffers, Size((members,)))
         call = Call(leaves, members, args, flat_dims(in_dims, args, members), kwargs, seed_of(rng), keep)
         if is_compiling():
-            # The compiler would record the choice, and compile again when it changes.
+            # The compiler records the choice, and compiles again when it changes.
             looped = self.how == "loop" or (self.how == "auto" and (members == 1 or call.autocast()))
             return self._loop(call) if looped else self._vmap(call)
         if self.how == "auto":
             return self._auto(call)
-        self._last = (self.how, "as asked for.", members)
+        self._last = (self.how, "given as how=.", members)
         if self.how == "traced":
             return self._trace(call)
         return self._loop(call) if self.how == "loop" else self._vmap(call)
@@ -260,7 +272,7 @@ class Ensemble:
         results: list[Result] = []
         for start in starts:
             check_unwritten(shared, before)
-            results.append(run(call, start))
+            results.append(run(call.with_containers(), start))
         return results
 
     def _member(self, call: Call, i: int, leaves: list[Any]) -> Result:
@@ -284,7 +296,7 @@ class Ensemble:
     def _vmap(self, call: Call) -> Result:
         step = self.chunk_size or call.members
         if step >= call.members:
-            return self._map(call, 0)
+            return self._map(call.with_containers(), 0)
         starts = range(0, call.members, step)
         parts = self._in_turn(
             call, starts, lambda call, start: self._map(call.rows(start, min(start + step, call.members)), start)
@@ -331,7 +343,7 @@ class Ensemble:
     def _slow_attention(self, call: Call) -> AbstractContextManager[object]:
         """Keep torch's attention from its fast kernels, which have no derivatives, where gradients are wanted.
 
-        It looks for them itself, but under vmap no tensor says that it requires any.
+        It looks for them itself, but under vmap no tensor has `requires_grad`.
         """
         if not self._has_attention or is_compiling() or not torch.is_grad_enabled():
             return nullcontext()
@@ -355,7 +367,7 @@ class Ensemble:
 
             def run(leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
                 inner = Call(leaves, members, args, dims, kwargs, None, keep)
-                # Of one member vmap's operations would be slower ones (grouped convolutions).
+                # Of one member vmap's operations are slower ones (grouped convolutions).
                 return self._loop(inner) if members == 1 else self._vmap(inner)
 
             jitted = self._jitted[key] = Jitted(run, None, _MOST_TRACES, reads=reads)

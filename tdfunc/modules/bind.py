@@ -9,7 +9,7 @@ import itertools
 import threading
 import warnings
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor, nn
 
@@ -29,6 +29,9 @@ from tdfunc.modules.extract import (
 )
 from tdfunc.modules.plan import tie_error
 from tdfunc.ops.reading import iter_items
+
+if TYPE_CHECKING:
+    from tdfunc._tensordict import TensorDict
 
 # (table, name, the module's tensor, the leaf, whether it is a parameter, path of the module). A plain tuple: one is
 # made for each leaf.
@@ -262,10 +265,10 @@ class ModuleHandle:
         try:
             in_order = self._leave()
         except BaseException:
-            # What Ctrl-C cut short is done again: every step of it may be done twice.
+            # Ctrl-C may have cut it short, and every step of it may be done twice.
             self._leave()
             raise
-        # An error on its way through the block says more than the order of exits; closing a generator does not.
+        # An error on its way through the block matters more than the order of exits; closing a generator does not.
         if not in_order and (kind is None or issubclass(kind, GeneratorExit)):
             raise ConcurrencyError(
                 f"to_module: blocks on {type(self._module).__name__} must be left in order; "
@@ -337,7 +340,7 @@ class ModuleMethods(TensorCollection):
     __slots__ = ()
 
     @classmethod
-    def from_module(cls, module: nn.Module) -> Any:
+    def from_module(cls, module: nn.Module) -> "TensorDict":
         """Return a module's live parameters, buffers and extra state as a tree; see `tdfunc.from_module`."""
         return from_module(module)
 

@@ -4,10 +4,11 @@
 makes a tree of what they hold. Nothing is copied.
 """
 
-from typing import Any, NamedTuple, TypeVar
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
-from torch import Size, Tensor, nn
+from torch import Tensor, nn
 
 from tdfunc.core.collection import Static, TensorCollection
 from tdfunc.core.context import in_transform
@@ -16,10 +17,13 @@ from tdfunc.core.keys import Filter, dotted
 from tdfunc.core.nontensor import NonTensorData
 from tdfunc.core.shapes import EMPTY
 from tdfunc.core.ties import by_identity
-from tdfunc.core.types import Kind, Path, Ties
+from tdfunc.core.types import Kind, Path
 from tdfunc.ops.edit import restore_ties
 from tdfunc.ops.reading import entries
 from tdfunc.ops.structure import partition
+
+if TYPE_CHECKING:
+    from tdfunc._tensordict import TensorDict
 
 T = TypeVar("T", bound=TensorCollection)
 EXTRA_STATE = "_extra_state"
@@ -49,7 +53,7 @@ def unwrap(module: nn.Module, call: str) -> nn.Module:
     """
     if not isinstance(module, nn.Module):
         raise error(TypeError, f"{call}: the module must be an nn.Module.", got=type(module).__name__)
-    # By name: importing torch._dynamo for an isinstance test would cost a second.
+    # By name: an isinstance test would import torch._dynamo.
     while "_orig_mod" in module._modules and type(module).__name__ == "OptimizedModule":
         module = module._modules["_orig_mod"]  # pyright: ignore[reportAssignmentType]
     if isinstance(module, torch.jit.ScriptModule):
@@ -83,8 +87,15 @@ def walk(module: nn.Module, call: str, at: Path = ()) -> list[Slot]:
     """Return the slots in the order of `state_dict`; a shared submodule is visited under each of its paths.
 
     Raises:
-        UnsupportedError: A parameter is lazy and has no shape yet, or cannot be replaced.
+        UnsupportedError: A parameter is lazy and has no shape yet, or cannot be replaced; a submodule is a weak proxy.
     """
+    # nn.Module registers a proxy, which looks like its object.
+    if type(module) in weakref.ProxyTypes:
+        raise UnsupportedError(
+            f"{call}: the submodule {dotted(at)!r} is a weak proxy of a module.",
+            expected="modules, each registered under its own path",
+            hint=f"keep weakref.ref(module) in {at[-1]!r}, which nn.Module does not register.",
+        )
     module = unwrap(module, call)
     slots: list[Slot] = []
     hidden = module._non_persistent_buffers_set
@@ -105,11 +116,12 @@ def walk(module: nn.Module, call: str, at: Path = ()) -> list[Slot]:
     return slots
 
 
-def from_module(module: nn.Module) -> Any:
+def from_module(module: nn.Module) -> "TensorDict":
     """Return a module's live parameters, buffers and extra state as a tree nested by module path.
 
     Nothing is copied: the leaves are the module's own Parameters and buffers. Tied weights and the weights of a
-    shared submodule are one leaf, readable under every path; each leaf's kind is recorded.
+    shared submodule are one leaf, readable under every path; each leaf's kind is recorded. A `DataParallel` or
+    `DistributedDataParallel` has its model under the path `module`: pass `wrapper.module`.
 
     Args:
         module: Any module; one wrapped by `torch.compile` is unwrapped.
@@ -127,11 +139,6 @@ def from_module(module: nn.Module) -> Any:
     """
     slots = walk(module, "from_module")
     pairs = [(slot, NonTensorData(slot.value) if slot.store is None else slot.value) for slot in slots]
-    return tree_of(pairs, by_identity([(slot.path, leaf) for slot, leaf in pairs]))
-
-
-def tree_of(pairs: list[tuple[Slot, Any]], ties: Ties, batch_size: Size = EMPTY) -> Any:
-    """Build the tree of (slot, leaf) pairs, with their kinds and the given groups of tied paths."""
     root = _Level()
     # Slots of one submodule come one after another: its level is looked up once.
     last, level = None, root
@@ -143,8 +150,8 @@ def tree_of(pairs: list[tuple[Slot, Any]], ties: Ties, batch_size: Size = EMPTY)
                 level = level.data.setdefault(key, _Level())
         level.data[slot.path[-1]] = leaf
         level.kinds[slot.path[-1]] = slot.kind
-    tree = root.freeze(batch_size)
-    return restore_ties(tree, ties) if ties else tree
+    ties = by_identity([(slot.path, leaf) for slot, leaf in pairs])
+    return restore_ties(root.freeze(), ties) if ties else root.freeze()
 
 
 class _Level:
@@ -156,9 +163,9 @@ class _Level:
         self.data: dict[str, Any] = {}
         self.kinds: dict[str, Kind] = {}
 
-    def freeze(self, size: Size) -> Any:
-        data = {key: value.freeze(size) if type(value) is _Level else value for key, value in self.data.items()}
-        return TensorCollection._open._make(data, size, None, None, Static(self.kinds) if self.kinds else None)
+    def freeze(self) -> Any:
+        data = {key: value.freeze() if type(value) is _Level else value for key, value in self.data.items()}
+        return TensorCollection._open._make(data, EMPTY, None, None, Static(self.kinds) if self.kinds else None)
 
 
 def split(tree: T) -> tuple[T, T]:
@@ -191,7 +198,7 @@ def split(tree: T) -> tuple[T, T]:
 def is_one_tensor(a: Any, b: Any) -> bool:
     """Return whether two leaves may stand for one tensor.
 
-    They may if they view the same memory in the same way, or if they are equal and no gradient would be split.
+    They may if they view the same memory in the same way, or if they are equal and no gradient is split.
     """
     if a is b:
         return True

@@ -1,7 +1,7 @@
 """The order in which a module's leaves are read from trees, and the errors for trees that do not fit.
 
 A plan is made once for a module. It holds structure, shapes and ties, never a weight. Reading a tree and filling
-slots are loops over leaves; both are written out as straight-line code, which takes a third of the loop's time.
+slots are loops over leaves, written out as straight-line code.
 """
 
 from collections.abc import Mapping, Sequence
@@ -119,14 +119,14 @@ class Plan:
         """Return the shapes that leaves have when every one starts with `lead`."""
         if not lead:
             return self.shapes
-        # The compiler would guard on the cached shapes, and compile again when they change.
+        # The compiler guards on cached shapes, and compiles again when they change.
         if is_compiling():
             return [lead + shape for shape in self.shapes]
         # One tuple, read once: another thread may replace it.
-        known = self._stacked
-        if known[0] != lead:
-            known = self._stacked = (lead, [lead + shape for shape in self.shapes])
-        return known[1]
+        stacked = self._stacked
+        if stacked[0] != lead:
+            stacked = self._stacked = (lead, [lead + shape for shape in self.shapes])
+        return stacked[1]
 
     def read(self, tree: TensorCollection) -> list[Any] | None:
         """Return the leaves in the order of `paths`, or None if the tree's keys are not exactly these."""
@@ -164,7 +164,7 @@ class Plan:
         return leaves
 
     def rebuild(self, tree: Any, leaves: list[Any]) -> Any:
-        """Return a tree that fits, around new leaves in the order of `paths`; None if it is not known to fit."""
+        """Return a tree that fits, around new leaves in the order of `paths`; None if its keys are others."""
         bound = None if is_compiling() else getattr(tree, "_bound", None)
         if (bound is None or bound.plan is not self) and self.read(tree) is None:
             return None

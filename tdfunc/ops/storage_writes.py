@@ -22,7 +22,7 @@ from tdfunc.core.errors import (
 )
 from tdfunc.core.keys import dotted, missing, unravel
 from tdfunc.core.memory import Places, mapped_file, repeats_itself
-from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack, same_value
+from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack, as_array, same_value
 from tdfunc.core.shapes import check_positions, fits_into, index_size, normalize_index
 from tdfunc.core.types import Path
 from tdfunc.core.walk import Difference, zip_trees
@@ -314,7 +314,7 @@ def nontensor_rows(node: NonTensorBase, parts: tuple[Any, ...], new: NonTensorBa
     array = np.array(node._array, dtype=object)
     # A 0-d object array assigned to one place would be put there itself.
     values = new._array if new._array.ndim else new._array[()]
-    array[tuple(p.cpu().numpy() if isinstance(p, Tensor) else p for p in parts)] = values
+    array[tuple(as_array(p) if isinstance(p, Tensor) else p for p in parts)] = values
     return NonTensorStack._wrap(array)
 
 

@@ -1,4 +1,4 @@
-"""Checks before a step: leaves, gradients, state, and hyperparameters that differ by member."""
+"""Checks of a step's arguments: leaves, gradients, state, and hyperparameters."""
 
 import math
 from typing import Any
@@ -7,20 +7,22 @@ import torch
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
+from tdfunc.core.context import has_values
 from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureError, UnsupportedError, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.walk import Difference, list_leaves, list_paths, same_keys, zip_trees
 from tdfunc.optim._lists import Coefficient, Leaves
 
 
-def check_tree(name: str, params: TensorCollection) -> None:
-    """Raise unless params are a tree."""
-    if not isinstance(params, TensorCollection):
+# Any: the check is for values of other types.
+def check_tree(call: str, what: str, value: Any) -> None:
+    """Raise unless a value is a tree."""
+    if not isinstance(value, TensorCollection):
         raise error(
             TypeError,
-            f"{name}: params must be a tree.",
+            f"{call}: {what} must be a tree.",
             expected="a TensorDict",
-            got=type(params).__name__,
+            got=type(value).__name__,
             hint="TensorDict(params) makes one of a dict; tdfunc.functional(module) gives a module's.",
         )
 
@@ -41,13 +43,12 @@ def check_dense(call: str, tree: TensorCollection) -> None:
 
 def list_trainable(name: str, params: TensorCollection) -> Leaves:
     """Return the leaves of params; each must be a floating-point tensor."""
-    check_tree(name, params)
+    check_tree(name, "params", params)
     leaves = list_leaves(params)
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             raise LeafMismatchError(
-                f"{name}: the leaf {_path(params, i)!r} of params cannot be trained.",
-                expected="a tensor of a floating-point dtype",
+                f"{name}: the leaf {_path(params, i)!r} of params must be a floating-point tensor.",
                 got=str(leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf),
                 hint="train a part of the tree: tdfunc.split separates buffers, tdfunc.partition any leaves.",
             )
@@ -56,14 +57,11 @@ def list_trainable(name: str, params: TensorCollection) -> Leaves:
 
 def list_matching(name: str, what: str, params: TensorCollection, leaves: Leaves, other: Any) -> Leaves:
     """Return the leaves of `other`, which must be a tree with the keys, ties, shapes and dtypes of params."""
-    if not isinstance(other, TensorCollection):
-        raise TreeStructureError(
-            f"{name}.update: the {what} must be a tree.", expected=type(params).__name__, got=type(other).__name__
-        )
+    check_tree(f"{name}.update", f"the {what}", other)
     if not same_keys(params, other):
         found = zip_trees(params, other)
         if isinstance(found, Difference):
-            hint = "leaves without a gradient are not trained: tdfunc.partition them off, or optim.masked."
+            hint = "optim.masked trains the leaves that have a gradient; tdfunc.partition takes them out of the tree."
             raise found.error(f"{name}.update", hint=hint, note=f", in params and in the {what}")
         raise TreeStructureError(
             f"{name}.update: the {what} must tie the leaves that params tie.", expected=params._ties, got=other._ties
@@ -80,8 +78,8 @@ def list_matching(name: str, what: str, params: TensorCollection, leaves: Leaves
     return values
 
 
-def check_state(name: str, state: Any, wanted: set[str], size: torch.Size) -> None:
-    """Raise unless `state` has the entries of this optimizer and a step count for this batch size."""
+def check_state(name: str, state: Any, wanted: set[str]) -> None:
+    """Raise unless `state` has the entries of this optimizer."""
     if not isinstance(state, TensorCollection) or state._data.keys() != wanted:
         raise TreeStructureError(
             f"{name}.update: the state must be of this optimizer.",
@@ -89,7 +87,10 @@ def check_state(name: str, state: Any, wanted: set[str], size: torch.Size) -> No
             got=f"{sorted(state._data)}" if isinstance(state, TensorCollection) else type(state).__name__,
             hint="state = opt.init(params); the order is update(params, grads, state).",
         )
-    step = state._data["step"]
+
+
+def check_step(name: str, step: Tensor, size: torch.Size) -> None:
+    """Raise unless a step count is for this batch size."""
     if step.shape != size:
         raise BatchSizeError(
             f"{name}.update: the step count of the state must have the batch size of params.",
@@ -136,8 +137,8 @@ def check_scheduled(name: str, what: str, value: Any, size: torch.Size) -> Coeff
 
 
 def check_hyper(rule: str, name: str, value: Any, low: float, high: float = math.inf) -> None:
-    """Raise unless every number in a hyperparameter lies in [low, high); schedules are not checked."""
-    if callable(value):
+    """Raise unless every number in a hyperparameter lies in [low, high); schedules have no numbers yet."""
+    if callable(value) or (isinstance(value, Tensor) and not has_values()):
         return
     # Written so that nan fails.
     fits = bool(((value >= low) & (value < high)).all()) if isinstance(value, Tensor) else low <= value < high

@@ -129,15 +129,15 @@ def check_finite() -> GradientMap:
 def _check_values(grads: TensorCollection, leaves: Leaves) -> Leaves:
     if not has_values():
         raise UnsupportedError(
-            "check_finite: a transform or trace has no values to check.",
+            "check_finite: the values must be there to read.",
+            got="a transform or trace",
             hint="call it on the gradients outside.",
         )
     for path, leaf in zip(list_paths(grads), leaves, strict=True):
         if not bool(torch.isfinite(leaf).all()):
             raise error(
                 FloatingPointError,
-                f"check_finite: the gradient of {dotted(path)!r} is not finite.",
-                expected="numbers",
+                f"check_finite: the gradient of {dotted(path)!r} must be finite.",
                 got=f"{int(leaf.isnan().sum())} nan, {int(leaf.isinf().sum())} inf of {leaf.numel()}",
             )
     return leaves

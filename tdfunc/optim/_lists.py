@@ -1,4 +1,4 @@
-"""Arithmetic on lists of tensors: one foreach kernel for all leaves, or leaf by leaf with what transforms know.
+"""Arithmetic on lists of tensors: one foreach kernel for all leaves, or leaf by leaf with functions for transforms.
 
 A rule is written once, in these terms. Its coefficients are floats, or where members differ tensors over the leading
 dimensions of the leaves.
@@ -21,7 +21,7 @@ class Lists:
     With `keep=True` it does not; gradients are always kept.
 
     Args:
-        inplace: Whether the lists are real tensors that may be overwritten.
+        inplace: Overwrite the lists, which must be real tensors; else every operation makes new ones.
     """
 
     __slots__ = ("_inplace",)
@@ -46,6 +46,12 @@ class Lists:
         if isinstance(scale, Tensor):
             return self.run("addcdiv", xs, self.run("mul", ys, scale, keep=True), zs)
         return self.run("addcdiv", xs, ys, zs, value=scale)
+
+    def sqrt(self, xs: Leaves) -> Leaves:
+        """`sqrt(x)`, kept; where x is 0 its derivative is 0 too, for an infinite one times 0 would be nan."""
+        if self._inplace:
+            return self.run("sqrt", xs, keep=True)
+        return [torch.where(x == 0, 0.0, torch.where(x == 0, 1.0, x).sqrt()) for x in xs]
 
     # Any: the options of the kernel.
     def run(self, name: str, xs: Leaves, *others: Leaves | Coefficient, keep: bool = False, **options: Any) -> Leaves:

@@ -1,4 +1,4 @@
-"""How a step runs: torch's fused kernel or foreach on real tensors, leaf by leaf in transforms and compilers."""
+"""One step of a rule: torch's fused kernel or foreach on real tensors, leaf by leaf in transforms and compilers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -71,13 +71,9 @@ class Run:
 
     def step(self, params: Leaves, grads: Leaves, slots: Slots) -> tuple[Leaves, Slots]:
         """Return the leaves of the parameters and of the slots after the step."""
-        if is_compiling() or in_functorch():
+        if not takes_kernels([*params, *grads]) or self._is_followed():
             return self._step_plain(params, grads, slots)
         trace = recorder()
-        if trace is None and not (
-            has_values() and all(type(x) in (Tensor, Parameter) and x.device.type != "meta" for x in [*params, *grads])
-        ):
-            return self._step_plain(params, grads, slots)
         old = [*params, *(leaf for slot in slots.values() for leaf in slot)]
         # To keep a member as it is, its old values must be there after the step.
         donate = self.donate and self.active is None
@@ -103,8 +99,12 @@ class Run:
         n = len(params)
         return new[:n], {slot: new[n * (i + 1) : n * (i + 2)] for i, slot in enumerate(slots)}
 
+    def _is_followed(self) -> bool:
+        """Return whether autograd differentiates the step by a hyperparameter."""
+        return torch.is_grad_enabled() and any([value.requires_grad for value in self.tensors.values()])
+
     def _step_plain(self, params: Leaves, grads: Leaves, slots: Slots) -> tuple[Leaves, Slots]:
-        """Step with functions that every transform knows, on values that it may follow."""
+        """Step with functions that every transform supports."""
         work = _promote(Work(params, grads, slots, self.count.double() + 1))
         values = _values(self.rule.name, self.hyper, self.count, self.tensors, self.count.shape)
         self.rule.lists(Lists(inplace=False), work, values)
@@ -116,8 +116,31 @@ class Run:
         return new, new_slots
 
 
+def takes_kernels(leaves: Leaves) -> bool:
+    """Return whether kernels may write to copies of these: real tensors, or those of a trace, at each replay."""
+    if is_compiling() or in_functorch():
+        return False
+    if recorder() is not None:
+        return True
+    return has_values() and all([type(x) in (Tensor, Parameter) and x.device.type != "meta" for x in leaves])
+
+
+def may_donate(names: list[str], writes: Leaves, reads: Leaves) -> bool:
+    """Return whether no tensor of the first list shares memory with any other; a trace checks it at each replay."""
+    if not takes_kernels([*writes, *reads]) or any(find_overlaps([*writes, *reads])):
+        return False
+    trace = recorder()
+    if trace is not None:
+        trace.call(partial(_check_apart, _leave, names), writes, reads)
+    return True
+
+
+def _leave(writes: Leaves, reads: Leaves) -> None:
+    """Do nothing."""
+
+
 def _own(writes: Leaves, reads: Leaves) -> Leaves:
-    """Return the leaves to write to: copies of those that share memory with another leaf or between their elements."""
+    """Return the leaves to write to: copies where memory is shared with another leaf or between elements."""
     shared = {i for pair in find_overlaps([*writes, *reads]) for i in pair}
     return [
         leaf.clone(memory_format=torch.contiguous_format) if i in shared or repeats_itself(leaf) else leaf

@@ -32,8 +32,8 @@ def sgd(
         momentum: Decay of the sum of past gradients.
         dampening: Part of each gradient but the first that is not added to the sum.
         weight_decay: Factor of the parameters that are added to the gradient.
-        nesterov: Whether to look ahead along the sum.
-        maximize: Whether to go up the gradient.
+        nesterov: Look ahead along the sum.
+        maximize: Go up the gradient.
 
     Raises:
         ValueError: A hyperparameter is out of range or nan, or `nesterov` lacks momentum or has dampening.
@@ -57,7 +57,7 @@ def sgd(
     if nesterov and (not moving or dampening != 0.0):
         raise error(
             ValueError,
-            "sgd: nesterov needs momentum, and no dampening.",
+            "sgd: nesterov must have momentum and no dampening.",
             expected="momentum > 0, dampening = 0",
             got=f"momentum = {momentum}, dampening = {dampening}",
         )

@@ -1,1 +1,1 @@
-"""`td.map`: a function of the chunks of a tree, run by processes, threads or any executor."""
+"""Maps over chunks of a batch: the plan, the parcels that cross processes, pools of workers, `td.map`, Ray."""

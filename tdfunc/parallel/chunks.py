@@ -1,4 +1,4 @@
-"""How a batch dimension is cut into chunks, and how the function runs on one, in whatever process or thread."""
+"""Chunks of a batch dimension: the plan that cuts it, and the job that runs the function on one chunk."""
 
 import hashlib
 import inspect
@@ -33,7 +33,7 @@ class Plan(NamedTuple):
         return number * step, min((number + 1) * step, self.size)
 
     def where(self, number: int) -> str:
-        """Return how a message names a chunk."""
+        """Return the name of a chunk in messages."""
         begin, end = self.bounds(number)
         return f"on chunk {number} (row {begin})" if self.chunksize == 0 else f"on chunk {number} (rows {begin}:{end})"
 
@@ -44,8 +44,8 @@ def make_plan(size: int, chunksize: int | None, num_chunks: int | None, workers:
     if has_both or (chunksize or 0) < 0 or (num_chunks is not None and num_chunks < 1):
         raise error(
             ValueError,
-            "map: the batch is cut by one of two numbers.",
-            expected="chunksize of 0 or more, or num_chunks of 1 or more",
+            "map: the batch must be cut by one number in range.",
+            expected="chunksize >= 0, or num_chunks >= 1",
             got=f"chunksize={chunksize}, num_chunks={num_chunks}",
         )
     if chunksize is None:
@@ -64,11 +64,6 @@ class Modes(NamedTuple):
     dtype: torch.dtype
 
 
-def current_modes() -> Modes:
-    """Return the modes of this thread."""
-    return Modes(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype())
-
-
 def takes_generator(fn: Callable[..., Any]) -> bool:
     """Return whether a function has an argument called `generator`, for which `map` makes one of each chunk's seed."""
     try:
@@ -79,7 +74,7 @@ def takes_generator(fn: Callable[..., Any]) -> bool:
 
 
 class Job(NamedTuple):
-    """All chunks of one call share it; called with a chunk's number and rows and, unless `tree` has it, the chunk."""
+    """The part of a call that all chunks share; called with a chunk's number, its rows, and its tree or None."""
 
     # Workers keep the job of this key.
     key: str
@@ -128,7 +123,7 @@ def write_result(out: Any, dim: int, rows: Any, result: Any) -> None:
     """Write the result of one chunk to its rows of `out`."""
     if not isinstance(result, TensorCollection):
         raise UnsupportedError(
-            "map: with out= the function must return the tree that is written there.",
+            "map: with out= the function must return the tree to write.",
             expected="a tree",
             got=type(result).__name__,
         )

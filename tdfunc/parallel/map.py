@@ -19,7 +19,7 @@ from tdfunc.core.memory import Places, extent_of, find_overlaps
 from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.shapes import as_count, dim_index, dim_size
 from tdfunc.ops import join
-from tdfunc.parallel.chunks import Job, Plan, current_modes, make_plan, take, takes_generator, write_result
+from tdfunc.parallel.chunks import Job, Modes, Plan, make_plan, take, takes_generator, write_result
 from tdfunc.parallel.parcel import Parcel, from_parcel, is_in_file, is_shared_file, to_parcel
 from tdfunc.parallel.pool import count_cpus, end_workers, pool_options, run_chunk
 from tdfunc.storage.disk.raw import is_wrapped
@@ -76,9 +76,7 @@ def _prepare(
     executor, is_own = options.executor, options.executor in _OWN
     if any(isinstance(leaf, Tensor) and is_wrapped(leaf) for _, leaf in iter_leaves(tree)):
         raise UnsupportedError(
-            "map: the leaves have no values of their own inside a torch.func transform.",
-            expected="plain tensors",
-            got="wrapped ones",
+            "map: the leaves must be plain tensors, not those inside a torch.func transform.",
             hint="call map outside of vmap and grad, or vmap inside the function.",
         )
     dim = dim_index(dim, len(tree._batch_size), "map")
@@ -100,7 +98,7 @@ def _prepare(
         dim=dim,
         tree=tree if is_forked or (not is_direct and _all_leaves(tree, is_in_file)) else None,
         out=out if not is_direct and out is not None and _all_leaves(out, is_shared_file) else None,
-        modes=current_modes(),
+        modes=Modes(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()),
         seed=int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=options.generator)),
         generator=takes_generator(fn),
         parent=os.getpid(),
@@ -108,7 +106,7 @@ def _prepare(
     )
     parcel = None
     if not is_direct and not is_forked:
-        parcel = to_parcel(job, "function", fn=fn, by_value=getattr(executor, "_by_value", False))
+        parcel = to_parcel(job, "function", by_value=getattr(executor, "_by_value", False))
     order = torch.randperm(size, generator=options.generator, device="cpu") if shuffle else None
     count = 0 if is_here else min(workers, plan.chunks) if plan.chunks else 1
     job = job._replace(fn=fn)
@@ -164,7 +162,7 @@ class _Inline(Executor):
 
 @contextmanager
 def _executor(work: _Work) -> Generator[Executor, None, None]:
-    """Give the executor of a call; when it is left no chunk runs any more."""
+    """Give the executor of a call; when it is left, no chunk runs any more."""
     options, count = work.options, work.workers
     if options.executor not in _OWN:
         yield options.executor
@@ -291,9 +289,7 @@ def map_chunks(tree: TensorCollection, fn: Callable[..., Any], dim: int, out: An
     if work.plan.chunks == 0:
         raise error(
             ValueError,
-            "map: chunksize=0 needs a row.",
-            expected="one row or more",
-            got="none",
+            "map: for chunksize=0 there must be a row.",
             hint="chunksize=1 calls the function on the empty batch.",
         )
     results: list[tuple[int, Any]] = []
@@ -303,8 +299,7 @@ def map_chunks(tree: TensorCollection, fn: Callable[..., Any], dim: int, out: An
             continue
         if not isinstance(result, (TensorCollection, Tensor)) or isinstance(result, NonTensorBase):
             raise UnsupportedError(
-                f"map: the result {work.plan.where(number)} cannot be joined.",
-                expected="a tree, a tensor, or None to leave the rows out",
+                f"map: the result {work.plan.where(number)} must be a tree or tensor, or None to leave the rows out.",
                 got=type(result).__name__,
                 hint="map_iter yields results of any kind.",
             )
@@ -352,14 +347,14 @@ class ParallelMethods(TensorCollection):
             fn: A function of a tree. The trees or tensors that it returns are concatenated along `dim` (stacked, with
                 a chunksize of 0); rows for which it returns None are left out.
             dim: The batch dimension that is cut.
-            num_workers: How many processes or threads; 0 runs the function here. Without it, one for each processor.
+            num_workers: The number of processes or threads; 0 runs the function here. By default that of processors.
             out: A tree to write the results to, with as many rows, which is returned. Where its leaves are mapped from
                 files for writing, the workers write them and nothing comes back. A leaf may be the tree's own under
                 the same path (each chunk is written over its own rows), but not share memory with it otherwise.
             chunksize: Rows in a chunk; 0 passes single rows without the dimension.
-            num_chunks: How many chunks, in place of their size. Without either, one for each worker.
+            num_chunks: The number of chunks, in place of their size. Without either, one for each worker.
             generator: Draws the base of the chunks' seeds; without it torch's default generator does.
-            worker_threads: How many threads torch uses in each process.
+            worker_threads: The number of torch's threads in each process.
             mp_start_method: "forkserver" where the system has it, else "spawn"; "fork" for functions that exist in
                 a notebook only.
             executor: "processes", "threads", or an executor: a `WorkerPool`, a `RayExecutor`, or one of
@@ -370,7 +365,7 @@ class ParallelMethods(TensorCollection):
             A tree or tensor of all results, or `out`; None where every result was None.
 
         Raises:
-            UnsupportedError: The function, a leaf or a result cannot cross to or from a process; the message says why.
+            UnsupportedError: The function, a leaf or a result cannot cross to or from a process, for the named reason.
             WorkerError: A worker died or could not start; the message names the chunks that were running. Other
                 exceptions are those of the function, with the chunk in a note and the worker's traceback as cause.
             LeafMismatchError: The results do not fit each other, or `out`; or `out` shares memory with the tree.

@@ -6,7 +6,6 @@ A parcel never takes a descriptor for each leaf.
 import io
 import os
 import pickle
-import sys
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -37,14 +36,12 @@ class Parcel(NamedTuple):
     body: bytes
     sizes: tuple[int, ...]
     block: bytes
-    # The module of the function in it, and that module's file, for a process whose path does not lead there.
-    origin: tuple[str, str | None] = ("", None)
     # Whether Ray's cloudpickle made it, which copies classes and functions that no module has.
     by_value: bool = False
 
 
 class _Refused(Exception):
-    """A tensor that cannot cross; `to_parcel` knows its path."""
+    """A tensor that cannot cross; `to_parcel` adds its path."""
 
     def __init__(self, tensor: Tensor, why: str, got: str, hint: str) -> None:
         super().__init__(why)
@@ -71,10 +68,8 @@ def _pickler(by_value: bool) -> Any:
     return Pickler
 
 
-def to_parcel(
-    value: Any, what: Literal["function", "chunk", "result"] = "chunk", *, fn: Any = None, by_value: bool = False
-) -> Parcel:
-    """Return a value (with a function `fn` in it) as a parcel; a tensor that occurs twice is one tensor again."""
+def to_parcel(value: Any, what: Literal["function", "chunk", "result"] = "chunk", *, by_value: bool = False) -> Parcel:
+    """Return a value as a parcel; a tensor that occurs twice is one tensor again."""
     file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
     try:
         _pickler(by_value)(file, protocol=5, buffer_callback=buffers.append).dump(value)
@@ -90,18 +85,9 @@ def to_parcel(
             got=f"{type(err).__name__}: {err}",
             hint=_HINTS[what],
         ) from err
-    while hasattr(fn, "func"):
-        fn = fn.func
-    module = getattr(fn, "__module__", None) or ""
     views = [buffer.raw() for buffer in buffers]
     padded = [part for view in views for part in (view, bytes(-view.nbytes % _ALIGN))]
-    return Parcel(
-        file.getvalue(),
-        tuple([view.nbytes for view in views]),
-        b"".join(padded),
-        (module, getattr(sys.modules.get(module), "__file__", None)),
-        by_value,
-    )
+    return Parcel(file.getvalue(), tuple([view.nbytes for view in views]), b"".join(padded), by_value)
 
 
 def from_parcel(parcel: Parcel) -> Any:
@@ -134,7 +120,7 @@ def _reduce(x: Tensor) -> Any:
         hint = "td.cpu() first, or executor='threads'; the function may move its chunk to a device."
         raise _Refused(x, "is not in the memory that processes share.", str(x.device), hint)
     kind = type(x) if type(x) is nn.Parameter else Tensor
-    # Subclasses and other layouts (sparse, nested, quantized) know best how they are pickled.
+    # Subclasses and other layouts (sparse, nested, quantized) have pickling of their own.
     if type(x) is not kind or x.layout is not torch.strided or x.is_quantized or x.is_nested:
         return NotImplemented
     flags = (kind is nn.Parameter, x.requires_grad)
@@ -147,7 +133,7 @@ def _reduce(x: Tensor) -> Any:
 
 
 def _stored_shape(x: Tensor) -> tuple[int, ...]:
-    """Return the shape of what an expanded tensor holds in memory."""
+    """Return the shape of the memory under a tensor, which may be expanded."""
     return tuple([1 if stride == 0 and size else size for size, stride in zip(x.shape, x.stride(), strict=True)])
 
 
@@ -177,9 +163,9 @@ def _by_name(x: Tensor) -> tuple[MappedFile, str] | None:
 
 
 def is_changed(x: Tensor) -> bool:
-    """Return whether pages of a copy-on-write mapping were written to; True where the system does not say."""
+    """Return whether pages of a copy-on-write mapping were written to; True on systems without page flags."""
     # A version counter would miss writes of fused optimizers. The kernel keeps 64 bits for each page: present (63),
-    # swapped out (62), still a page of the file (61). A page that was written to is no page of the file any more.
+    # swapped out (62), still a page of the file (61). A page that was written to no longer belongs to the file.
     span = sum([(size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)]) + 1
     begin = x.data_ptr() // _PAGE
     end = (x.data_ptr() + span * x.element_size() - 1) // _PAGE + 1
@@ -201,7 +187,7 @@ def is_in_file(x: Any) -> bool:
 
 
 def is_shared_file(x: Any) -> bool:
-    """Return whether what another process writes to the tensor's file is seen here."""
+    """Return whether writes of another process to the tensor's file are seen here."""
     found = mapped_file(x)
     return found is not None and found.mode == "r+" and _by_name(x) is not None
 
@@ -231,16 +217,16 @@ def _open_view(file: MappedFile, path: str, dtype: torch.dtype, *rest: Any) -> T
         fd = os.open(path, READ | os.O_RDWR if file.mode == "r+" else READ)
     except OSError as err:
         raise WorkerError(
-            f"map: {path} cannot be opened by a worker.",
+            f"map: a worker must find {path}.",
             got=str(err),
             hint="workers on other machines need the folder under the same path; td.clone() sends the values.",
         ) from err
     try:
         found = os.fstat(fd)
-        # Another machine that mounts the folder knows the inode, and the device by another number.
+        # On another machine that mounts the folder, the inode is the same and the device has another number.
         if found.st_ino != file.file_id[1] or found.st_size < size_bytes:
             raise WorkerError(
-                f"map: {path} is not the file that the tree is mapped from.",
+                f"map: {path} must be the file that the tree is mapped from.",
                 expected=f"inode {file.file_id[1]}, {size_bytes} bytes",
                 got=f"inode {found.st_ino}, {found.st_size} bytes",
                 hint="load the tree again.",

@@ -15,7 +15,7 @@ class _Task(Future[Any]):
         task.future().add_done_callback(self._settle)
 
     def cancel(self) -> bool:
-        """Ask Ray to leave or interrupt the task, and return whether it is cancelled already."""
+        """Make Ray leave out or interrupt the task; return whether it is cancelled already."""
         if self._task is not None:
             self._ray.cancel(self._task)
         return self.cancelled()
@@ -39,7 +39,7 @@ class _Task(Future[Any]):
 class RayExecutor(Executor):
     """Runs each call as a task of a Ray cluster, which is started here if none is connected.
 
-    For `td.map(fn, executor=RayExecutor())`. Needs `pip install tdfunc[ray]`. Functions need not be importable:
+    For `td.map(fn, executor=RayExecutor())`. Needs the package ray. Functions need not be importable:
     Ray sends their code. A future that is cancelled is done when Ray has left its task out, or has interrupted
     it at its next line of Python. A process that dies is a `BrokenExecutor`; the executor goes on.
 

@@ -3,10 +3,9 @@
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import UnsupportedError, error
@@ -22,6 +21,9 @@ from tdfunc.storage.safetensors.write import commit
 from tdfunc.storage.tree.build import Classes
 from tdfunc.storage.tree.encode import Outline, outline
 
+if TYPE_CHECKING:
+    from tdfunc._tensordict import TensorDict
+
 _SUFFIX = ".safetensors"
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 
@@ -34,29 +36,29 @@ def save(
     fsync: bool = True,
     progress: bool = False,
 ) -> None:
-    """Save a tree as safetensors; the path holds the old tree or the new one whatever happens meanwhile.
+    """Save a tree as safetensors; at every moment the path holds the whole old tree or the whole new one.
 
     Everything is kept: batch sizes, devices, names, key order, empty sub-trees, ties (stored once, under the first
     path), kinds, Parameters, `requires_grad`, and non-tensor data that JSON holds unchanged. Each leaf and the
     header get a checksum. Memory layout is not kept: leaves are written row by row.
 
-    Without `max_shard_size` this writes one file. With it, it writes a folder as Hugging Face does: shards beside
+    Without `max_shard_size` this writes one file. With it, it writes a folder as Hugging Face does: shards next to
     `model.safetensors.index.json`, which replaces the checkpoint that was in the folder, one file or shards. A file
-    that is saved as `model.safetensors` replaces an index beside it too. Other files in the folder stay.
+    that is saved as `model.safetensors` also replaces an index in its folder. Other files in the folder stay.
 
     Args:
         td: The tree.
-        path: The file, which must end in `.safetensors`, or for shards the folder; what it is in must exist. With
-            fsspec also a URL such as `s3://bucket/model.safetensors`.
+        path: The file, which must end in `.safetensors`, or for shards the folder; the folder around it must
+            exist. With fsspec also a URL such as `s3://bucket/model.safetensors`.
         max_shard_size: The most bytes of leaves in one shard, as a number or as `"5GB"`; a larger leaf gets a shard
             of its own.
         fsync: Wait until the disk has it. Without it a power failure (not a crash of the program) may undo the save.
         progress: Show a bar; needs tqdm.
 
     Raises:
-        ValueError: The file name has another suffix, or the size of shards is none.
+        ValueError: The file name has another suffix, or `max_shard_size` is not a size.
         UnsupportedError: A leaf or value cannot be stored unchanged; the message names it. Nothing was written.
-        OSError: It could not be written; what was there is whole and nothing is left behind.
+        OSError: It could not be written; the old checkpoint is whole and nothing is left behind.
 
     Examples:
         >>> import tempfile
@@ -68,18 +70,7 @@ def save(
         (True, ['row'], 'first')
     """
     target, max_bytes = check_target(path, max_shard_size)
-    save_outline(outline_of(td), target, max_bytes, fsync=fsync, progress=progress)
-
-
-def outline_of(td: TensorCollection) -> Outline:
-    """Describe a tree that is to be saved; what cannot be is refused here."""
-    if type(torch.empty(0, device="cpu")) is not Tensor:
-        raise UnsupportedError(
-            "save: a mode is active under which tensors have no values.",
-            got=type(torch.empty(0)).__name__,
-            hint="save outside of FakeTensorMode.",
-        )
-    return outline(td)
+    save_outline(outline(td), target, max_bytes, fsync=fsync, progress=progress)
 
 
 def save_outline(
@@ -111,20 +102,20 @@ def load(
     classes: "Classes" = (),
     verify: bool = True,
     progress: bool = False,
-) -> Any:  # the class of the tree is what the file says
+) -> "TensorDict":
     """Load a tree from a safetensors file, from shards with an index, or from a memmap folder.
 
     Files are mapped copy-on-write: leaves are read when they are first used, in-place writes to them stay in
     memory, and the file does not change. A file of another program becomes a nested tree by its dotted names, or a
-    flat one where the names do not nest (`a` beside `a.b`).
+    flat one where the names do not nest (`a` and `a.b`).
 
     A folder with `model.safetensors.index.json` is shards, else with `model.safetensors` one file, else with
     `meta.json` a memmap folder.
 
     Args:
         path: The file or folder; with fsspec also a URL, whose files are fetched first.
-        like: What is expected, as a tree (on any device), a nested mapping, or a spec, of anything with a shape and a
-            dtype. Its keys, shapes and dtypes must be those of the result (of paths that it ties, one is enough, and
+        like: The expected leaves, as a tree (on any device), a nested mapping, or a spec, of anything with a shape and
+            a dtype. Its keys, shapes and dtypes must be those of the result (of paths that it ties, one is enough, and
             a file of another program may lack buffers that are not persistent, which the result then lacks too);
             values, batch sizes and non-tensor data are not compared, and nothing is tied that was not saved so.
         keys: A glob on dotted paths or a `Filter`, as in `partition`: only these leaves are read and verified. A
@@ -133,7 +124,8 @@ def load(
         device: Where the leaves are put; without it, where the tree was (leaves of a tree without a device are on
             the CPU). `"meta"` reads the header only, as does `FakeTensorMode`.
         classes: The classes of the tree's nodes where they are not TensorDicts; those of imported modules are
-            found without it. `TensorDict` loads all nodes as that.
+            found without it. One that was defined in a script, moved or renamed is matched by its qualified name, else
+            by its fields, or named: `{"__main__:Batch": Batch}`. `TensorDict` loads all nodes as that.
         verify: Read everything once and compare the checksums. Files of other programs have none.
         progress: Show a bar of the bytes that are verified; needs tqdm.
 
@@ -141,14 +133,14 @@ def load(
         The tree that was saved.
 
     Raises:
-        CorruptCheckpointError: The file is not what was saved; the message names the leaf and both values.
-        UnsupportedError: A class, dtype, device or format version that is not here, or a predicate in `keys` that asks
-            for values.
-        TreeStructureError: Keys are not those of `like`, or an entry is no field of the class that it was saved
-            from, which has changed since. The message lists every difference.
+        CorruptCheckpointError: The file was damaged or altered; the message names the leaf and both values.
+        UnsupportedError: A class, dtype, device or format version that is not here, or a predicate in `keys` that
+            reads values.
+        TreeStructureError: Keys are not those of `like`, or an entry is not a field of the class that it was
+            saved from, which has changed since. The message lists every difference.
         LeafMismatchError: Shapes or dtypes are not those of `like`; the message lists all of them.
         FilterError: A pattern in `keys` matches no leaf.
-        FileNotFoundError: There is no such file, or the folder holds no checkpoint.
+        FileNotFoundError: The file does not exist, or the folder is without a checkpoint.
     """
     name = as_name(path)
     files = RemoteFiles(name, fetch=keys is None) if is_remote(name) else LocalFiles()
@@ -156,16 +148,21 @@ def load(
     choice = Choice(keys, like, dtype, place, classes)
     if is_memmap(name, files):
         with outside_transforms():
-            return narrow_tree(load_memmap(name, place, classes=classes), choice, name)
+            return _typed(narrow_tree(load_memmap(name, place, classes=classes), choice, name))
     contents = open_contents(name, files, verify=verify)
     try:
         total = sum(source.size_bytes - source.begin for source in contents.sources)
         with progress_bar(progress, total, "load") as tick:
             choice = Choice(keys, like, dtype, place, classes, tick)
             mapped = not (is_remote(name) and keys is not None)
-            return read_tree(contents, choice, mapped=mapped)
+            return _typed(read_tree(contents, choice, mapped=mapped))
     finally:
         contents.close()
+
+
+def _typed(tree: Any) -> "TensorDict":
+    """Return a loaded tree as the class that type checkers read; of a typed one, `Class.load` has the class."""
+    return tree
 
 
 @contextmanager
@@ -177,9 +174,7 @@ def progress_bar(show: bool, size_bytes: int, what: str) -> Generator[Callable[[
     try:
         from tqdm.auto import tqdm  # pyright: ignore[reportMissingModuleSource]
     except ImportError as err:
-        raise UnsupportedError(
-            "progress=True needs tqdm, which is not installed.", hint='pip install "tdfunc[cli]", or pip install tqdm.'
-        ) from err
+        raise UnsupportedError("progress=True needs tqdm, which is not installed.", hint="pip install tqdm.") from err
     with tqdm(total=size_bytes, unit="B", unit_scale=True, unit_divisor=1000, desc=what) as bar:
         yield bar.update
 

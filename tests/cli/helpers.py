@@ -73,7 +73,7 @@ def write_as(format, tree, folder):
 
 
 def read_back(path):
-    """What is at a path, as dotted names and tensors, read by the library itself or torch."""
+    """The checkpoint at a path, as dotted names and tensors, read by the library itself or torch."""
     if path.is_file() and path.suffix == ".pt":
         return torch.load(path, weights_only=True)
     return load(path).state_dict()

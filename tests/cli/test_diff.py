@@ -16,7 +16,7 @@ from tests.storage.trees import DTYPES, of_dtype, tied_trees, trees
 @pytest.mark.slow
 @given(st.one_of(trees(), tied_trees()))
 def test_a_tree_equals_itself(tmp_path_factory, tree):
-    """A checkpoint would differ from itself: by NaN, a class, non-tensor data or the order of ties."""
+    """A checkpoint equals itself, with NaN, classes, non-tensor data and ties."""
     path = tmp_path_factory.mktemp("diff") / "t.safetensors"
     save(tree, path)
 
@@ -29,7 +29,7 @@ def test_a_tree_equals_itself(tmp_path_factory, tree):
 @pytest.mark.parametrize("a", WRITERS)
 @pytest.mark.parametrize("b", WRITERS)
 def test_formats_can_be_compared(a, b, tmp_path):
-    """One tree in two formats would differ."""
+    """One tree in two formats is equal."""
     tree = make_tree()
     for name in "ab":
         (tmp_path / name).mkdir()
@@ -62,7 +62,7 @@ BASE = {"w": torch.arange(4.0), "n": {"i": torch.arange(3)}, "note": "text"}
     ],
 )
 def test_every_difference_is_found(change, what, path, tmp_path):
-    """Two checkpoints would be called equal that are not, or the message would not say where."""
+    """Every difference is found, and its path is printed."""
     tree = TensorDict(BASE)
     save(tree, tmp_path / "a.safetensors")
     save(change(tree), tmp_path / "b.safetensors")
@@ -77,7 +77,7 @@ def test_every_difference_is_found(change, what, path, tmp_path):
 
 
 def test_metadata_can_be_left_out(tmp_path):
-    """A user who asks for leaves only would be told of kinds and notes."""
+    """`--no-metadata` leaves out kinds and notes."""
     tree = TensorDict(BASE)
     save(tree, tmp_path / "a.safetensors")
     save(tree._replace(tree._data, kinds={"w": Kind.BUFFER}).set("note", "x"), tmp_path / "b.safetensors")
@@ -86,7 +86,7 @@ def test_metadata_can_be_left_out(tmp_path):
 
 
 def test_metadata_of_steps(tmp_path):
-    """The metadata of a step would not be compared."""
+    """The metadata of steps are compared."""
     for name, loss in (("a", 1.0), ("b", 2.0)):
         CheckpointManager(tmp_path / name).save(1, TensorDict({"w": torch.ones(2)}), metadata={"loss": loss})
 
@@ -97,7 +97,7 @@ def test_metadata_of_steps(tmp_path):
 
 
 def test_checksums_tell_without_reading(tmp_path):
-    """Without --values different values would pass, or leaves without checksums be called equal."""
+    """Without --values different checksums are differences, and leaves without any are counted."""
     save(TensorDict({"w": torch.zeros(3), "same": torch.ones(2)}), tmp_path / "a.safetensors")
     save(TensorDict({"w": torch.ones(3), "same": torch.ones(2)}), tmp_path / "b.safetensors")
     torch.save({"w": torch.ones(3), "same": torch.ones(2)}, tmp_path / "c.pt")
@@ -113,7 +113,7 @@ def test_checksums_tell_without_reading(tmp_path):
 
 @pytest.mark.parametrize(("tol", "code"), [("1e-3", 0), ("1e-5", 1), ("0/1e-3", 0), ("1e-3/0", 0), ("0/1e-5", 1)])
 def test_tolerance(tol, code, tmp_path):
-    """RTOL and ATOL would be taken for each other, or not be used."""
+    """RTOL and ATOL are used as `torch.isclose` uses them."""
     save(TensorDict({"w": torch.tensor([1.0, 2.0])}), tmp_path / "a.safetensors")
     save(TensorDict({"w": torch.tensor([1.0, 2.0005])}), tmp_path / "b.safetensors")
 
@@ -126,7 +126,7 @@ def test_tolerance(tol, code, tmp_path):
     st.sampled_from([0.0, 1e-3, 10.0]),
 )
 def test_numbers_oracle(rows, rtol, atol):
-    """The counts would not be those of torch.isclose, or the largest differences be wrong."""
+    """Counts are those of torch.isclose, and the largest differences those of torch."""
     a = torch.tensor([x for x, _, _ in rows], dtype=torch.float32)
     b = torch.tensor([x if same else y for x, y, same in rows], dtype=torch.float32)
     found = Difference(Tolerance(rtol, atol))
@@ -144,7 +144,7 @@ def test_numbers_oracle(rows, rtol, atol):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_element_of_every_dtype(dtype, tmp_path):
-    """A difference in a dtype without arithmetic (float8, unsigned) would crash or be missed."""
+    """A difference in one element is found in every dtype."""
     a = of_dtype(dtype, (4, 6))
     b = a.clone()
     b.view(torch.uint8)[1, 0] ^= 1
@@ -158,7 +158,7 @@ def test_one_element_of_every_dtype(dtype, tmp_path):
 
 
 def test_large_integers(tmp_path):
-    """64-bit integers that float64 cannot tell apart differ."""
+    """64-bit integers that are equal in float64 differ."""
     for name, n in (("a", 2**60), ("b", 2**60 + 1)):
         save(TensorDict({"x": torch.tensor([n])}), tmp_path / f"{name}.safetensors")
 

@@ -24,7 +24,7 @@ def assert_same_state(actual, expected):
 @pytest.mark.parametrize("source", WRITERS)
 @pytest.mark.parametrize("target", WRITERS)
 def test_convert_every_pair(source, target, tmp_path):
-    """A format could not be read or written, or values, names or ties would be lost on the way."""
+    """Every format converts to every other one with its values, names and ties."""
     tree = make_tree()
     path = write_as(source, tree, tmp_path)
     out = tmp_path / ("out.pt" if target == "torch" else "out.safetensors" if target == "safetensors" else "out")
@@ -39,7 +39,7 @@ def test_convert_every_pair(source, target, tmp_path):
 @pytest.mark.parametrize("source", ["safetensors", "shards", "memmap"])
 @pytest.mark.parametrize("target", ["safetensors", "shards", "memmap"])
 def test_convert_keeps_the_tree(source, target, tmp_path):
-    """Batch sizes, names, non-tensor data, kinds, lazy stacks or ties would be lost."""
+    """Batch sizes, names, non-tensor data, kinds, lazy stacks and ties are kept."""
     rows = lazy_stack([TensorDict({"r": torch.ones(2)}), TensorDict({"r": torch.zeros(3)})])
     plain = {"text": "text", "list": NonTensorData([1, None, "x"]), "empty": TensorDict({})}
     more = {"named": TensorDict({"a": torch.ones(2, 3)}, [2], names=["row"]), "tensor": NonTensorData(torch.ones(2))}
@@ -54,7 +54,7 @@ def test_convert_keeps_the_tree(source, target, tmp_path):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_convert_every_dtype(dtype, tmp_path):
-    """A dtype would be refused or altered on the way to a file of torch.save and back."""
+    """Every dtype goes to a file of torch.save and back with its bits."""
     leaf = of_dtype(dtype, (3, 4))
     save(TensorDict({"x": leaf}), tmp_path / "a.safetensors")
 
@@ -66,19 +66,19 @@ def test_convert_every_dtype(dtype, tmp_path):
 
 
 def test_state_dict_says_what_it_leaves_out(tmp_path):
-    """Non-tensor data and buffers that are not persistent would vanish without a word."""
+    """The entries that a state dict cannot hold are named."""
     tree = TensorDict({"w": torch.ones(2), "b": torch.ones(1), "note": "text", "t": NonTensorData(torch.ones(1))})
     tree = tree._replace(tree._data, kinds={"b": Kind.NON_PERSISTENT})
     save(tree, tmp_path / "t.safetensors")
 
     result = run("convert", tmp_path / "t.safetensors", tmp_path / "t.pt")
 
-    assert "no place for 3 entries: b, note, t" in result.err
+    assert "cannot hold 3 entries: b, note, t" in result.err
     assert list(torch.load(tmp_path / "t.pt", weights_only=True)) == ["w"]
 
 
 def test_whole_training_state_converts(tmp_path):
-    """What torch users save (models, optimizers, counters) could not be converted."""
+    """A file of models, optimizers and counters converts."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(2)).sum().backward()
@@ -96,7 +96,7 @@ def test_whole_training_state_converts(tmp_path):
 
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
 def test_shapes_of_torch_files(legacy, tmp_path):
-    """A bare tensor, a list, a Parameter, a view, or a file of an old torch could not be read."""
+    """A bare tensor, a list, a Parameter, a view, and a file of an old torch are read."""
     base = torch.arange(12.0).reshape(3, 4)
     data = {"list": [base.T, {"a": base[1:]}], "tuple": (1, 2), "p": torch.nn.Parameter(base), "a.b": base, "a": 5}
     torch.save(data, tmp_path / "t.pt", _use_new_zipfile_serialization=not legacy)
@@ -115,7 +115,7 @@ def test_shapes_of_torch_files(legacy, tmp_path):
 
 
 def test_classes_that_are_not_here_keep_their_names(tmp_path):
-    """A checkpoint with typed nodes could be converted only where their code is, or would lose them."""
+    """A checkpoint with typed nodes converts without their code, and keeps their names."""
     fields = {"__slots__": (), "__module__": "nowhere.at_all", "__qualname__": "Outer.Typed"}
     typed = type("Typed", (TensorCollection,), fields)
     node = typed._make({"x": torch.ones(2)}, torch.Size(()))
@@ -129,7 +129,7 @@ def test_classes_that_are_not_here_keep_their_names(tmp_path):
 
 
 def test_metadata_that_is_not_kept_is_named(tmp_path):
-    """Strings in the header of another program's file would vanish without a word."""
+    """Strings in the header of another program's file that are not kept are named."""
     safetensors.torch.save_file({"a": torch.ones(2)}, tmp_path / "f.safetensors", metadata={"who": "me"})
 
     result = run("convert", tmp_path / "f.safetensors", tmp_path / "g.safetensors")
@@ -158,7 +158,7 @@ def norm_and_out(tree):
     ids=["filter", "both", "exclude"],
 )
 def test_extract(source, options, where, tmp_path):
-    """Other leaves than those of `partition` would be written, or a tie would be torn."""
+    """The leaves of `partition` are written, with their ties."""
     tree = make_tree().update({"note": "text"})
     path = write_as(source, tree, tmp_path)
 
@@ -169,7 +169,7 @@ def test_extract(source, options, where, tmp_path):
 
 @pytest.mark.parametrize("source", ["safetensors", "shards", "memmap"])
 def test_extract_of_tensors_that_are_data(source, tmp_path):
-    """Extra state would be taken for a leaf, which it is not where it is no tensor, and not in load(keys=)."""
+    """Extra state that is a tensor is not a leaf, as in load(keys=)."""
     tree = TensorDict({"0": {"weight": torch.ones(2), "_extra_state": NonTensorData(torch.arange(3))}})
     path, out = write_as(source, tree, tmp_path), tmp_path / "out.safetensors"
 
@@ -188,7 +188,7 @@ def test_extract_of_tensors_that_are_data(source, tmp_path):
     [("bf16", torch.bfloat16), ("F64", torch.float64), ("torch.float8_e4m3fn", torch.float8_e4m3fn)],
 )
 def test_cast_is_that_of_load(name, dtype, tmp_path):
-    """Values would be rounded otherwise than by load(dtype=), integers be cast, or Parameters and ties be lost."""
+    """Leaves are those of load(dtype=); integers, Parameters and ties are kept."""
     path = write_as("safetensors", make_tree(), tmp_path)
 
     assert run("cast", path, "-o", tmp_path / "out.safetensors", "--dtype", name).code == 0
@@ -222,7 +222,7 @@ def test_cast_counts_values_out_of_range(dtype, count, tmp_path):
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64]),
 )
 def test_average_oracle(tmp_path_factory, weights, dtype):
-    """The mean would be rounded more than once, or weighted wrongly."""
+    """The mean is that of float64, rounded once."""
     folder = tmp_path_factory.mktemp("average")
     leaves = [torch.randn(17, 3, dtype=torch.float64).to(dtype) for _ in weights]
     for i, leaf in enumerate(leaves):
@@ -240,7 +240,7 @@ def test_average_oracle(tmp_path_factory, weights, dtype):
 
 @pytest.mark.parametrize("format", WRITERS)
 def test_average_of_equals_is_the_same(format, tmp_path):
-    """Averaging a checkpoint with itself would change bits, ties or kinds."""
+    """The average of a checkpoint with itself has its bits, ties and kinds."""
     path = write_as(format, make_tree(), tmp_path)
 
     assert run("average", path, path, path, "-o", tmp_path / "out.safetensors").code == 0
@@ -249,7 +249,7 @@ def test_average_of_equals_is_the_same(format, tmp_path):
 
 
 def average(*values, weights=None, folder, dtype=torch.float64):
-    """Average checkpoints of one leaf each; return the leaf and what was said."""
+    """Average checkpoints of one leaf each; return the leaf and the notes."""
     paths = [folder / str(i) for i in range(len(values))]
     for path, value in zip(paths, values, strict=True):
         # Of all formats the one that also holds complex128.
@@ -262,7 +262,7 @@ def average(*values, weights=None, folder, dtype=torch.float64):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 def test_average_with_weights_of_zero(dtype, tmp_path):
-    """A checkpoint that does not count would make NaN of what is infinite in it."""
+    """A checkpoint of weight 0 does not count, infinities in it neither."""
     broken, whole, other = [INF, NAN, 1.0, -INF], [1.0, 2.0, 3.0, -0.0], [3.0, 2.0, 3.0, 0.0]
 
     assert average(broken, whole, weights="0,1", folder=tmp_path, dtype=dtype)[0] == whole
@@ -277,7 +277,7 @@ def test_average_of_large_values(tmp_path):
 
 
 def test_average_of_a_part(tmp_path):
-    """`--exclude` leaves out what two steps do not share, such as counters and states of generators."""
+    """`--exclude` leaves out entries that two steps do not share, such as counters and states of generators."""
     for i in range(2):
         tree = TensorDict({"w": torch.full((2,), float(i)), "rng": torch.full((2 + i,), i), "step": torch.tensor(i)})
         save(tree, tmp_path / f"{i}.safetensors")
@@ -294,7 +294,7 @@ def test_average_of_a_part(tmp_path):
 
 
 def test_average_of_different_integers(tmp_path):
-    """Counters would be averaged, or taken from one checkpoint silently."""
+    """Counters that differ are an error, or taken from the first when asked."""
     for i in range(2):
         save(
             TensorDict({"w": torch.full((2,), float(i)), "n": torch.tensor(i), "note": f"run {i}"}),
@@ -318,7 +318,7 @@ def test_average_of_different_integers(tmp_path):
 
 @pytest.mark.parametrize("format", WRITERS)
 def test_results_replace_their_source_only_when_told(format, tmp_path, monkeypatch):
-    """A checkpoint would be overwritten by mistake, or damaged while it is read."""
+    """A checkpoint is overwritten with --force only, and whole."""
     tree = make_tree()
     path = write_as(format, tree, tmp_path)
 
@@ -336,7 +336,7 @@ def test_results_replace_their_source_only_when_told(format, tmp_path, monkeypat
 
 
 def test_a_damaged_source_replaces_nothing(tmp_path):
-    """What was there would be lost to half of a damaged checkpoint."""
+    """A damaged source leaves the old target whole."""
     path, out = tmp_path / "t.safetensors", tmp_path / "o.safetensors"
     save(TensorDict({"a": torch.ones(100), "b": torch.ones(100)}), path)
     save(TensorDict({"old": torch.ones(1)}), out)
@@ -352,7 +352,7 @@ def test_a_damaged_source_replaces_nothing(tmp_path):
 
 
 def test_shards_beside_other_files(tmp_path):
-    """A folder with a config could not be given shards, or a memmap folder would be mixed with them."""
+    """Shards go next to other files of a folder, and never into a memmap folder."""
     save(TensorDict({"a": torch.ones(3)}), tmp_path / "t.safetensors")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({}))
@@ -369,7 +369,7 @@ def test_shards_beside_other_files(tmp_path):
     assert "model.safetensors.index.json exists" in again.err
     assert "model.safetensors.index.json exists" in single.err
     assert "holds a memmapped tree" in mixed.err
-    assert "no part of a memmapped tree" in over.err
+    assert "not part of a memmapped tree" in over.err
 
 
 @pytest.mark.parametrize(
@@ -382,7 +382,7 @@ def test_shards_beside_other_files(tmp_path):
     ],
 )
 def test_the_folder_of_a_run_is_left_alone(target, options, says, tmp_path):
-    """The steps of a run would be hidden by shards beside them, or a step be called damaged from then on."""
+    """Nothing is written into the folder of a run, or of a step."""
     CheckpointManager(tmp_path / "run").save(1, TensorDict({"w": torch.ones(3)}))
     save(TensorDict({"w": torch.zeros(3)}), tmp_path / "t.safetensors")
 
@@ -394,7 +394,7 @@ def test_the_folder_of_a_run_is_left_alone(target, options, says, tmp_path):
 
 
 def test_urls(tmp_path):
-    """Checkpoints on other machines could not be read, compared or written."""
+    """Checkpoints on other machines are read, compared and written."""
     tree = make_tree()
     path = write_as("safetensors", tree, tmp_path)
     url = f"memory://cli/{tmp_path.name}.safetensors"

@@ -16,7 +16,7 @@ from tests.storage.trees import DTYPES, of_dtype
 
 @pytest.mark.parametrize("format", WRITERS)
 def test_json_lists_every_leaf(format, tmp_path):
-    """A leaf would be missing, or its dtype, shape, size or ties be wrong."""
+    """The JSON has every leaf with its dtype, shape, size and ties."""
     tree = make_tree()
     path = write_as(format, tree, tmp_path)
 
@@ -36,7 +36,7 @@ def test_json_lists_every_leaf(format, tmp_path):
 
 
 def test_table(tmp_path):
-    """The plain table would be cut, coloured, or lack a column or the totals."""
+    """The plain table is whole, without colours, with all columns and the totals."""
     name = "a" * 200
     tree = TensorDict({name: torch.ones(3), "n": {"i": torch.arange(2)}, "note": "text"})
     save(tree._replace(tree._data, kinds={name: Kind.BUFFER}), tmp_path / "t.safetensors")
@@ -53,7 +53,7 @@ def test_table(tmp_path):
 
 
 def test_tree_and_filter(tmp_path):
-    """--tree would not show the nesting, or --filter and --exclude show other leaves."""
+    """--tree shows the nesting, --filter and --exclude choose leaves."""
     path = write_as("safetensors", make_tree(), tmp_path)
 
     lines = run("show", path, "--tree", "--filter", "norm.*", "-f", "emb*", "--exclude", "*running*").out.splitlines()
@@ -67,7 +67,7 @@ def test_tree_and_filter(tmp_path):
 
 @given(st.lists(st.floats(width=32), max_size=40), st.sampled_from([1, 7, 100]))
 def test_stats_oracle(values, count):
-    """Statistics of pieces would not be those of the whole, or NaN and infinities spoil them."""
+    """Statistics of pieces are those of the whole, over the finite values."""
     leaf = torch.tensor(values, dtype=torch.float32)
     stats = Stats()
     for piece in leaf.split(count) if values else ():
@@ -87,7 +87,7 @@ def test_stats_oracle(values, count):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_stats_of_every_dtype(dtype, tmp_path):
-    """A dtype would crash the statistics, or be counted as another one."""
+    """Statistics are those of the values, in every dtype."""
     leaf = of_dtype(dtype, (4, 6))
     save(TensorDict({"x": leaf}), tmp_path / "t.safetensors")
 
@@ -102,7 +102,7 @@ def test_stats_of_every_dtype(dtype, tmp_path):
 
 
 def test_stats_columns(tmp_path):
-    """The table of statistics would lack a number, or call a share of NaNs none."""
+    """The table of statistics has every number, and shows a single NaN among many values."""
     leaf = torch.tensor([1.0, 3.0, 0.0, math.nan, math.inf])
     safetensors.torch.save_file({"x": leaf, "e": torch.empty(0)}, tmp_path / "f.safetensors", metadata={"who": "me"})
 
@@ -116,7 +116,7 @@ def test_stats_columns(tmp_path):
 
 
 def test_steps_of_a_run(tmp_path):
-    """The folder of a CheckpointManager, or one step of it, could not be looked at."""
+    """The folder of a CheckpointManager, and one step of it, are shown."""
     manager = CheckpointManager(tmp_path / "run")
     for step in (3, 12):
         manager.save(step, TensorDict({"w": torch.full((2,), float(step))}), metadata={"loss": step / 2})
@@ -130,7 +130,7 @@ def test_steps_of_a_run(tmp_path):
 
 
 def test_hostile_names(tmp_path):
-    """A key with control characters would act on the terminal, or be read as rich's markup."""
+    """Control characters and rich's markup in a key are printed as text."""
     save(TensorDict({"\x1b[31mred\r": torch.ones(1), "[bold]x": torch.ones(1)}), tmp_path / "t.safetensors")
 
     for option in ("--no", "--tree"):
@@ -143,7 +143,7 @@ def test_hostile_names(tmp_path):
 
 
 def test_one_value_for_a_huge_batch(tmp_path):
-    """A small file would fill the memory: one value for a batch of 2**40 was written out for each element."""
+    """One value for a batch of 2**40 is shown once."""
     for name in "ab":
         path = tmp_path / f"{name}.safetensors"
         save(TensorDict({"v": NonTensorData(name, (2**40,)), "w": torch.empty(2**40, 0)}, [2**40]), path)

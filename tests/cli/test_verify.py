@@ -30,7 +30,7 @@ def position_of_leaf(path):
     ],
 )
 def test_whole(format, code, text, tmp_path):
-    """A whole checkpoint would be called damaged, or one without checksums verified."""
+    """A whole checkpoint is whole, and one without checksums is not called verified."""
     path = write_as(format, make_tree(), tmp_path)
 
     plain, found = run("verify", path), run("verify", path, "--json")
@@ -41,7 +41,7 @@ def test_whole(format, code, text, tmp_path):
 
 
 def test_every_damaged_leaf_is_named(tmp_path):
-    """Only the first damaged leaf would be named."""
+    """Every damaged leaf is named."""
     path = tmp_path / "t.safetensors"
     save(TensorDict({key: torch.ones(300_000) for key in "abc"}), path)
     flip(path, -1)
@@ -73,7 +73,7 @@ def test_every_damaged_leaf_is_named(tmp_path):
     ],
 )
 def test_damage(format, harm, text, tmp_path):
-    """Damage would pass, be called trouble, or not be named."""
+    """Damage is found and named, with the code of damage."""
     path = write_as(format, make_tree(), tmp_path)
     harm(path)
 
@@ -84,7 +84,7 @@ def test_damage(format, harm, text, tmp_path):
 
 
 def test_files_of_others_have_no_checksums(tmp_path):
-    """A file that nothing protects would be called verified; a torn one must still be called damaged."""
+    """A file without checksums is not called verified; a torn one is damaged."""
     safetensors.torch.save_file({"a": torch.ones(3)}, tmp_path / "f.safetensors")
     torch.save(torch.ones(2), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
 
@@ -95,7 +95,7 @@ def test_files_of_others_have_no_checksums(tmp_path):
 
 
 def test_all_steps_of_a_run(tmp_path):
-    """Only the latest step would be verified, or a step's own file be left out."""
+    """Every step is verified, with its own file."""
     manager = CheckpointManager(tmp_path / "run")
     for step in range(3):
         manager.save(step, TensorDict({"w": torch.ones(3)}), metadata={"loss": 1.0})
@@ -109,4 +109,4 @@ def test_all_steps_of_a_run(tmp_path):
     assert (result.code, one.code) == (1, 1)
     assert result.out.count(": damaged") == 2
     assert "step-0000000002: whole" in result.out
-    assert "checkpoint.json is not what was saved" in one.out
+    assert "checkpoint.json is damaged" in one.out

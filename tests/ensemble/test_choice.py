@@ -26,11 +26,11 @@ def test_plan_names_the_way_of_the_last_call():
 
 @pytest.mark.parametrize("how", ["loop", "vmap", "traced"])
 def test_a_way_that_was_asked_for(how):
-    """Another way than the one asked for would run."""
+    """The way that is asked for runs."""
     ensemble, tree = ensemble_of([make_mlp() for _ in range(4)], how)
     ensemble(tree, torch.ones(5, 3))
 
-    assert line(ensemble) == f"{how}, 4 members: as asked for."
+    assert line(ensemble) == f"{how}, 4 members: given as how=."
     assert repr(ensemble) == f"Ensemble(Sequential, how={how!r}, chunk_size=None)"
 
 
@@ -74,7 +74,7 @@ def test_the_next_call_may_take_other_arguments(how):
 
 @pytest.mark.parametrize("rng", [None, 0], ids=["plain", "rng"])
 def test_autocast_runs_the_loop(rng):
-    """The vmap of a linear layer loses autocast: outputs would have another dtype than those of the members."""
+    """Outputs have the dtype of the members' own, though torch's vmap of a linear layer loses autocast."""
     models = [make_mlp() for _ in range(3)]
     ensemble, tree = ensemble_of(models)
     x = torch.ones(5, 3)
@@ -91,7 +91,7 @@ def test_autocast_runs_the_loop(rng):
 
 
 def test_autocast_of_another_device():
-    """Autocast of a device that the call does not use would slow it down."""
+    """Autocast of a device that the call does not use leaves the choice as it is."""
     ensemble, tree = ensemble_of([make_mlp() for _ in range(3)])
     torch.set_autocast_enabled("cuda", True)
     try:
@@ -165,7 +165,7 @@ FALLBACKS = {
 
 @pytest.mark.parametrize("name", FALLBACKS)
 def test_falls_back_to_the_loop(name):
-    """A forward that vmap cannot run could not be an ensemble at all, or nobody would know why it is slow."""
+    """A forward that vmap cannot run goes to the loop, and the plan gives the reason."""
     make, reason = FALLBACKS[name]
     models = [make() for _ in range(3)]
     ensemble, tree = ensemble_of(models)
@@ -180,7 +180,7 @@ def test_falls_back_to_the_loop(name):
 
 
 def test_spectral_norm_in_training():
-    """Its power iteration, which updates buffers in place, would fail or be lost."""
+    """The power iteration, which updates buffers in place, is each member's own."""
     models = [nn.utils.parametrizations.spectral_norm(nn.Linear(3, 2)).train() for _ in range(3)]
     ensemble, tree = ensemble_of(models)
     params, buffers = split(tree)
@@ -195,7 +195,7 @@ def test_spectral_norm_in_training():
 
 
 def test_asked_for_ways_do_not_fall_back():
-    """how="traced" or "vmap" would run something else without saying so."""
+    """how="traced" and how="vmap" raise where they cannot run a forward."""
     constant = torch.ones(2)
     traced, tree = ensemble_of([Returns(lambda y: y + constant) for _ in range(3)], "traced")
     vmapped, lstms = ensemble_of([nn.LSTM(3, 4) for _ in range(3)], "vmap")
@@ -207,7 +207,7 @@ def test_asked_for_ways_do_not_fall_back():
 
 
 def test_traced_refuses_gradients_and_rng():
-    """A replay would give no gradients, or draw the same numbers for every seed."""
+    """A trace is refused where its replay gives no gradients or one set of draws for every seed."""
     ensemble, tree = ensemble_of([make_mlp() for _ in range(3)], "traced")
 
     with pytest.raises(UnsupportedError, match="requires grad"):
@@ -217,7 +217,7 @@ def test_traced_refuses_gradients_and_rng():
 
 
 def test_a_refusal_is_one_of_its_kind_of_call():
-    """One call that vmap cannot run would send all others to the loop."""
+    """A call that vmap cannot run sends only calls of its kind to the loop."""
     models = [Returns(lambda y, sync=False: y * y.sum().item() if sync else y) for _ in range(3)]
     ensemble, tree = ensemble_of(models)
     x = torch.ones(5, 3)
@@ -230,7 +230,7 @@ def test_a_refusal_is_one_of_its_kind_of_call():
 
 
 def test_unhashable_arguments():
-    """A keyword without a hash would be an error, though every way but the trace can run it."""
+    """A keyword without a hash is taken by every way but the trace."""
     models = [Returns(lambda y, scale: y * scale.value) for _ in range(3)]
     ensemble, tree = ensemble_of(models)
     x = torch.ones(5, 3)

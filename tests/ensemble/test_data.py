@@ -1,7 +1,9 @@
 """What forward does with the data: writes to arguments, changes extra state, asks for derivatives of attention."""
 
 from itertools import product
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -55,7 +57,7 @@ def leaky():
     ],
 )
 def test_writes_to_shared_arguments_are_refused(make, how, chunk_size):
-    """A member would get the argument as the members before it, or a vmap that failed, left it."""
+    """An argument that forward writes, in one member or in a vmap that fails, is refused."""
     models = [make() for _ in range(3)]
     ensemble = Ensemble(functional(models[0])[0], how, chunk_size=chunk_size)
 
@@ -72,7 +74,7 @@ def test_writes_to_shared_arguments_are_refused(make, how, chunk_size):
     ],
 )
 def test_writes_that_no_other_member_sees(make, where):
-    """Members with data of their own would be refused, or get those of another."""
+    """Forward may write to data that only one member gets."""
     models = [make() for _ in range(1 if where == "one member" else 3)]
     tree, ensemble = stack_modules(models), Ensemble(functional(models[0])[0], "loop")
     x = -torch.ones(1, 2)
@@ -93,6 +95,43 @@ def test_writes_that_no_other_member_sees(make, where):
         out = ensemble(tree, x)
 
     assert_close(out.detach(), expected)
+
+
+class Remembers(nn.Module):
+    """Adds to a list, dict, array or object among its arguments, and may do what vmap cannot."""
+
+    def __init__(self, is_plain):
+        super().__init__()
+        self.linear, self.is_plain = nn.Linear(3, 3), is_plain
+
+    def forward(self, x, memory):
+        """Sum up the outputs, or count the calls."""
+        y = self.linear(x)
+        if isinstance(memory, np.ndarray):
+            memory += 1
+            return y * memory[0]
+        held = vars(memory) if isinstance(memory, SimpleNamespace) else memory
+        if isinstance(held, list):
+            held.append(y)
+            y = torch.stack(held).sum(0)
+        else:
+            y = held["sum"] = held.get("sum", 0) + y
+        return y if self.is_plain or y.sum() > 0 else -y
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+@pytest.mark.parametrize("how", ["loop", "auto"])
+@pytest.mark.parametrize("by_keyword", [False, True])
+@pytest.mark.parametrize("make", [list, dict, lambda: np.ones(1), SimpleNamespace])
+def test_arguments_that_forward_fills(make, by_keyword, how, is_plain):
+    """Each member fills a container of its own, and the caller's stays as it was."""
+    models, x, given = [Remembers(is_plain) for _ in range(3)], torch.randn(2, 3), make()
+    ensemble = Ensemble(functional(models[0])[0], how)
+    args, kwargs = ((x,), {"memory": given}) if by_keyword else ((x, given), {})
+    out = ensemble(stack_modules(models), *args, **kwargs)
+
+    assert_close(out, torch.stack([model(x, make()) for model in models]))
+    assert given == make()
 
 
 class Counting(nn.Module):
@@ -118,7 +157,7 @@ class Counting(nn.Module):
 
 @pytest.mark.parametrize("how", ["auto", "loop", "vmap", "traced"])
 def test_changed_extra_state_is_refused(how):
-    """The buffers that come back would hold the old state in silence."""
+    """Extra state that forward changes is refused, as the buffers that come back cannot hold it."""
     for step in (0, 1):
         models = [Counting(step) for _ in range(2)]
         ensemble = Ensemble(functional(models[0])[0], how)
@@ -143,7 +182,7 @@ ATTENTION = {
 # torch says so where its kernel has no batching rule.
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 def test_gradients_of_attention_in_evaluation_mode(name):
-    """Torch's fast kernels would be taken, which have no derivatives."""
+    """Gradients are the loop's where torch's fast kernels, which have no derivatives, are at hand."""
     make, n = ATTENTION[name]
     models = [make().eval() for _ in range(2)]
     apply, tree = functional(models[0])[0], stack_modules(models).detach()
@@ -164,7 +203,7 @@ def test_gradients_of_attention_in_evaluation_mode(name):
 
 
 def test_marks_of_the_compiler_are_no_hyperparameters():
-    """One member that was compiled would be refused as another architecture."""
+    """A compiled member is like one that was not compiled."""
     models = [nn.Linear(2, 2) for _ in range(3)]
     compiled = torch.compile(models[0], backend="eager")
     models[1].compile(backend="eager")

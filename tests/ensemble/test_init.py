@@ -71,7 +71,7 @@ class Noise(nn.Module):
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_member_i_depends_on_its_seed_alone(name):
-    """Adding a member would change the others, or torch's default generator would be drawn from."""
+    """Member i is the same for any number of members, and torch's default generator is not drawn from."""
     make = MAKERS[name]
     before = torch.get_rng_state()
     few, many = init_ensemble(make, 2, seed=3), init_ensemble(make, 4, seed=3)
@@ -85,7 +85,7 @@ def test_member_i_depends_on_its_seed_alone(name):
 
 @given(seed=st.integers(-(2**62), 2**62), other=st.integers(-(2**62), 2**62))
 def test_law_seeds(seed, other):
-    """A seed would not repeat its members, or two seeds would share one."""
+    """A seed repeats its members, and two seeds share none."""
     trees = [init_ensemble(lambda: nn.Linear(3, 2), 2, seed=s)["weight"] for s in (seed, seed, other)]
 
     assert torch.equal(trees[0], trees[1])
@@ -94,7 +94,7 @@ def test_law_seeds(seed, other):
 
 @pytest.mark.slow
 def test_equal_across_processes():
-    """A run could not be repeated on another day."""
+    """Another process makes the same members."""
     code = (
         "import json, torch, tdfunc as tdf\n"
         "tree = tdf.init_ensemble(lambda: torch.nn.Linear(3, 2), 2, seed=7)\n"
@@ -107,7 +107,7 @@ def test_equal_across_processes():
 
 
 def test_initialisation_has_the_distribution_of_torch():
-    """Members would start outside the range that torch's initialisation promises."""
+    """Members start within the range that torch's initialisation promises."""
     tree = init_ensemble(lambda: nn.Linear(100, 50), 8)
     weight = tree["weight"]
 
@@ -116,7 +116,7 @@ def test_initialisation_has_the_distribution_of_torch():
 
 
 def test_ties_and_kinds():
-    """Tied weights would be two leaves, or buffers would be trained."""
+    """Ties and kinds are those of the modules."""
     tree = init_ensemble(TiedLM, 3)
 
     assert tree["emb", "weight"] is tree["out", "weight"]
@@ -133,12 +133,12 @@ def members(make, n):
 
 
 def test_a_module_without_numbers():
-    """An ensemble of modules without weights would be refused because its members are equal."""
+    """Modules without weights make an ensemble, though their members are equal."""
     assert init_ensemble(nn.ReLU, 5).batch_size == (5,)
 
 
 def test_another_threads_draws():
-    """A data loader that draws in another thread would make initialisation fail."""
+    """Draws in another thread, as of a data loader, are not the member's."""
 
     def make():
         thread = threading.Thread(target=torch.rand, args=(1,))

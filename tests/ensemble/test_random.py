@@ -26,7 +26,7 @@ def make_dropout():
 
 @given(seed=st.integers(-(2**40), 2**40), members=st.integers(1, 5), chunk=st.none() | st.integers(1, 3))
 def test_law_member_i_is_apply_with_its_own_seed(seed, members, chunk):
-    """Dropout under vmap would differ from the loop, or depend on the chunks."""
+    """Dropout under vmap equals the loop, whatever the chunks."""
     tree = init_ensemble(make_dropout, members)
     apply, _, _ = functional(make_dropout())
     x = torch.arange(12.0).sin().reshape(4, 3)
@@ -38,7 +38,7 @@ def test_law_member_i_is_apply_with_its_own_seed(seed, members, chunk):
 
 @pytest.mark.parametrize("how", ["loop", "vmap", "auto"])
 def test_member_i_does_not_change_with_the_number_of_members(how):
-    """Adding members would change what the first ones computed."""
+    """The first members compute the same when others are added."""
     tree = init_ensemble(make_dropout, 8)
     ensemble = Ensemble(functional(make_dropout())[0], how)
     x = torch.arange(12.0).sin().reshape(4, 3)
@@ -47,7 +47,7 @@ def test_member_i_does_not_change_with_the_number_of_members(how):
 
 
 def test_members_draw_different_masks():
-    """All members would drop the same units."""
+    """Each member drops units of its own."""
     ensemble, tree = ensemble_of([nn.Dropout(0.5) for _ in range(3)])
     a, b, c = ensemble(tree, torch.ones(64), rng=0)
 
@@ -57,7 +57,7 @@ def test_members_draw_different_masks():
 
 @pytest.mark.parametrize("how", ["loop", "vmap", "auto"])
 def test_training_draws_anew_for_each_seed_only(how):
-    """A seed would not repeat its numbers, or another would not change them."""
+    """A seed repeats its numbers, and another seed gives others."""
     ensemble, tree = ensemble_of([make_dropout() for _ in range(3)], how)
     params, buffers = split(tree)
     x = torch.arange(12.0).sin().reshape(4, 3)
@@ -68,7 +68,7 @@ def test_training_draws_anew_for_each_seed_only(how):
 
 
 def test_a_generator_gives_another_seed_each_call(generator):
-    """A generator would give the same masks at each step, or not those that its state decides."""
+    """A generator gives other masks at each step, decided by its state."""
     ensemble, tree = ensemble_of([make_dropout() for _ in range(3)])
     x = torch.ones(4, 3)
     state = generator.get_state()
@@ -81,7 +81,7 @@ def test_a_generator_gives_another_seed_each_call(generator):
 
 @pytest.mark.parametrize("how", ["loop", "vmap", "auto"])
 def test_transformer_dropout_equals_the_loop(how):
-    """Dropout inside torch's own layers would not be served."""
+    """Every kind of dropout is served from the member's generator."""
     models = [Returns(lambda y: F.feature_alpha_dropout(F.dropout(y, 0.3), 0.2, training=True)) for _ in range(3)]
     ensemble, tree = ensemble_of(models, how)
     x = torch.ones(6, 3)
@@ -90,7 +90,7 @@ def test_transformer_dropout_equals_the_loop(how):
 
 
 def test_under_grad():
-    """Training with dropout could not take its gradients inside torch.func.grad."""
+    """Gradients inside torch.func.grad are those of the loop with the same masks."""
     # In float64: in float32 the two ways of batch norm differ by up to 1e-4, with the members' weights.
     ensemble, tree = ensemble_of([make_dropout().double() for _ in range(3)])
     params, buffers = split(tree)
@@ -108,7 +108,7 @@ def test_under_grad():
 
 @pytest.mark.parametrize("how", ["loop", "vmap", "auto"])
 def test_evaluation_that_draws_without_rng(how):
-    """A forward that draws in evaluation mode too (MC dropout) would not be noticed."""
+    """A forward that draws in evaluation mode too (MC dropout) needs `rng=`."""
     models = [Returns(lambda y: F.dropout(y, 0.5)).eval() for _ in range(3)]
     ensemble, tree = ensemble_of(models, how)
 
@@ -136,7 +136,7 @@ def test_the_loop_seeds_what_takes_no_generator(make, how):
 
 
 def test_the_loop_restores_the_default_generator_after_an_error():
-    """An exception in forward would leave torch's default generator under the member's seed."""
+    """An exception in forward leaves torch's default generator as it was before the call."""
     ensemble, tree = ensemble_of([Attention() for _ in range(3)], "loop")
     before = torch.get_rng_state()
 
@@ -146,7 +146,7 @@ def test_the_loop_restores_the_default_generator_after_an_error():
 
 
 def test_ctrl_c_puts_the_default_generator_back():
-    """Ctrl-C while a member is seeded, or while the states are put back, would leave its seed behind."""
+    """Ctrl-C at any point of a seeded run leaves the default generator as it was."""
     before, generators = torch.get_rng_state(), default_generators([])
 
     def interrupt_at(count):
@@ -176,7 +176,7 @@ def test_ctrl_c_puts_the_default_generator_back():
 
 
 def test_loops_in_threads_do_not_meet():
-    """Two threads would seed and restore the one default generator in each other's forward."""
+    """Two threads that seed the one default generator wait for each other."""
     ensemble, tree = ensemble_of([Attention() for _ in range(3)], "loop")
     x = torch.ones(5, 3)
     expected = [ensemble(tree, x, rng=seed) for seed in range(4)]
@@ -199,7 +199,7 @@ def test_loops_in_threads_do_not_meet():
 
 
 def test_a_loop_inside_a_loop():
-    """A member that runs an ensemble itself would wait for its own lock for ever."""
+    """A member may run an ensemble itself."""
     inner, inner_tree = ensemble_of([Attention() for _ in range(2)], "loop")
     ensemble, tree = ensemble_of([Returns(lambda y: y + inner(inner_tree, torch.ones(2, 3), rng=1).sum())] * 2, "loop")
 
@@ -207,7 +207,7 @@ def test_a_loop_inside_a_loop():
 
 
 def test_another_threads_draws_are_not_the_members():
-    """A data loader that draws in another thread would make forward look random."""
+    """Draws in another thread, as of a data loader, are not those of forward."""
     models = [Returns(lambda y: (torch.rand(1), y)[1]).eval() for _ in range(2)]
     ensemble, tree = ensemble_of([Returns(draw_in_a_thread) for _ in range(2)], "loop")
 
@@ -225,7 +225,7 @@ def draw_in_a_thread(y):
 
 
 def test_a_generator_of_forwards_own_is_the_modules_affair():
-    """A forward that brings its own generator would be refused."""
+    """A forward that brings its own generator runs without `rng=`."""
     models = [Returns(lambda y: y + torch.rand(2, generator=torch.Generator().manual_seed(1))) for _ in range(3)]
     ensemble, tree = ensemble_of(models)
     x = torch.ones(5, 3)
@@ -237,7 +237,7 @@ def test_a_generator_of_forwards_own_is_the_modules_affair():
 @pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["python", "numpy"])
 @pytest.mark.parametrize("members", [1, 3])
 def test_draws_outside_torch_are_each_members_own(draw, members):
-    """A vmap would give all members one draw of Python's or numpy's, and a replay the same one at every call."""
+    """A forward that draws from Python or numpy goes to the loop, where each member draws its own numbers."""
     ensemble, tree = ensemble_of([Returns(lambda y: y * 0 + draw()) for _ in range(members)])
     outs = torch.stack([ensemble(tree, torch.ones(5, 3)) for _ in range(5)])[:, :, 0, 0]
 
@@ -247,7 +247,7 @@ def test_draws_outside_torch_are_each_members_own(draw, members):
 
 
 def test_transformer_trains_with_dropout_by_the_loop():
-    """Transformer layers, whose attention draws inside torch, could not be trained as an ensemble."""
+    """Transformer layers, whose attention draws inside torch, train by the loop with a seed."""
     ensemble, tree = ensemble_of([make_transformer(0.1).train() for _ in range(2)], "loop")
     x = torch.ones(2, 5, 8)
 

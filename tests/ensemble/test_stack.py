@@ -43,7 +43,7 @@ def detached(module):
 @pytest.mark.parametrize("make", [make_mlp, make_resnet, make_transformer, TiedLM, nn.ReLU], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("members", [1, 3])
 def test_equals_stacked_trees(make, members):
-    """Leaves, kinds, ties or their order would differ from the members' own trees."""
+    """Leaves, kinds, ties and their order are those of the members' own trees."""
     models = [make() for _ in range(members)]
 
     assert_trees_equal(stack_modules(models), stack([detached(model) for model in models]))
@@ -51,7 +51,7 @@ def test_equals_stacked_trees(make, members):
 
 @pytest.mark.parametrize("make", [make_mlp, make_resnet, make_transformer], ids=lambda f: f.__name__)
 def test_oracle_stack_module_state(make):
-    """Values would differ from those of torch's own function."""
+    """The values are those of torch's own function."""
     models = [make() for _ in range(3)]
     params, buffers = torch.func.stack_module_state(models)
     tree = stack_modules(models)
@@ -63,7 +63,7 @@ def test_oracle_stack_module_state(make):
 
 
 def test_copies_without_gradient_history():
-    """Training the tree would change the modules, or record their graph."""
+    """The tree's leaves share neither memory nor graph with the modules."""
     models = [make_mlp() for _ in range(2)]
     tree = stack_modules(models)
     before = tree["0", "weight"].clone()
@@ -75,7 +75,7 @@ def test_copies_without_gradient_history():
 
 
 def test_one_module_given_twice():
-    """Copies of one pretrained module could not start an ensemble."""
+    """One module given twice makes two equal members."""
     model = make_mlp()
 
     assert torch.equal(*stack_modules([model, model])["0", "weight"])
@@ -102,7 +102,7 @@ class Stateful(nn.Module):
 
 
 def test_extra_state_and_hidden_buffers():
-    """Extra state would be that of the first member, or a non-persistent buffer would lose its kind."""
+    """Each member keeps its extra state, and a non-persistent buffer its kind."""
     models = [Stateful("same") for _ in range(2)]
     tree = stack_modules(models)
 
@@ -114,7 +114,7 @@ def test_extra_state_and_hidden_buffers():
 
 
 def test_ties_stay_one_leaf():
-    """A tied Hugging Face model would be stacked with two copies of its embedding, and trained apart."""
+    """A tied Hugging Face model has one stacked leaf for both names of its embedding."""
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
         vocab_size=17, n_positions=8, n_embd=8, n_layer=2, n_head=2, attn_implementation="eager"
@@ -133,7 +133,7 @@ def test_ties_stay_one_leaf():
 
 
 def test_parametrized_members_built_apart():
-    """Each parametrization makes a class of its own, so members built one by one would be refused."""
+    """Members whose parametrizations made a class each are alike."""
     models = [parametrizations.weight_norm(nn.Linear(3, 2)) for _ in range(3)]
     ensemble, tree = ensemble_of(models)
     x = torch.ones(5, 3)
@@ -143,7 +143,7 @@ def test_parametrized_members_built_apart():
 
 
 def test_compiled_members_are_unwrapped():
-    """Leaves would be called _orig_mod.weight."""
+    """Members wrapped by torch.compile are unwrapped, the root and submodules."""
     models = [nn.Linear(3, 2) for _ in range(2)]
     wrapped = [torch.compile(model, backend="eager") for model in models]
     inside = [nn.Sequential(model) for model in wrapped]
@@ -157,7 +157,7 @@ def test_compiled_members_are_unwrapped():
 
 @given(members=st.integers(1, 5), make=st.sampled_from([make_mlp, make_resnet, TiedLM]))
 def test_law_unstack_undoes_stack(members, make):
-    """A member would come back with other leaves, ties or kinds."""
+    """A member comes back with its leaves, ties and kinds."""
     models = [make() for _ in range(members)]
     tree = stack_modules(models)
 
@@ -168,7 +168,7 @@ def test_law_unstack_undoes_stack(members, make):
 
 @pytest.mark.parametrize("make", [make_resnet, TiedLM], ids=lambda f: f.__name__)
 def test_law_combine_undoes_split(make):
-    """Parameters and buffers taken apart would not come together again."""
+    """Parameters and buffers taken apart come together again."""
     tree = stack_modules([make() for _ in range(3)])
     params, buffers = split(tree)
 
@@ -178,7 +178,7 @@ def test_law_combine_undoes_split(make):
 
 @pytest.mark.parametrize("make", [make_mlp, make_resnet, make_transformer], ids=lambda f: f.__name__)
 def test_members_become_plain_modules(make):
-    """A member could not leave the ensemble and be trained or served alone."""
+    """A member goes into a plain module, whose parameters learn."""
     models, other = [make() for _ in range(3)], make()
     stack_modules(models)[2].clone().to_module(other)
 
@@ -292,7 +292,7 @@ UNLIKE = [
 
 @pytest.mark.parametrize("i", range(len(HOLDERS) + len(UNLIKE)))
 def test_hyperparameters_that_differ_are_named(i):
-    """Whatever forward could read in an attribute is compared, at any depth; the message shows both values."""
+    """Everything that forward may read in an attribute is compared, at any depth; the message shows both values."""
     n = len(HOLDERS)
     values = (lambda: HOLDERS[i](1.0), lambda: HOLDERS[i](5.0)) if i < n else [lambda x=x: x for x in UNLIKE[i - n]]
     first, same, second = values[0](), values[0](), values[1]()
@@ -358,7 +358,7 @@ def leave(module, args):
 
 
 def test_computed_tensors_that_no_hook_recomputes_must_agree():
-    """A module with a hook of another kind has no attribute that may differ: forward would read member 0's."""
+    """A tensor that no hook recomputes is compared, in a module with other hooks too."""
     assert stack_modules([Scaled(2.0), Scaled(2.0)]).batch_size == (2,)
     with pytest.raises(TreeStructureError, match="'scale' of the root"):
         stack_modules([Scaled(2.0), Scaled(3.0)])
@@ -371,7 +371,7 @@ def times(scale):
 
 @pytest.mark.parametrize("scales", [(None, 5.0), (5.0, None), (1.0, 5.0)], ids=["second", "first", "closure"])
 def test_hooks_that_differ(scales):
-    """Members with other hooks, which compute something else, would be run with those of member 0."""
+    """Members with different hooks are refused."""
     models = [nn.Sequential(nn.ReLU(), nn.Linear(3, 2)) for _ in range(2)]
     for model, scale in zip(models, scales, strict=True):
         if scale is not None:
@@ -382,7 +382,7 @@ def test_hooks_that_differ(scales):
 
 
 def test_hooks_that_are_called_otherwise():
-    """A hook that takes keywords would be given none."""
+    """Hooks that take keywords in one member only are refused."""
     models = [nn.Linear(3, 2) for _ in range(2)]
     for model, with_kwargs in zip(models, (True, False), strict=True):
         model.register_forward_pre_hook(Plain.__init__, with_kwargs=with_kwargs)
@@ -392,7 +392,7 @@ def test_hooks_that_are_called_otherwise():
 
 
 def test_hooks_made_apart_are_alike():
-    """Members with the same hooks, functions or objects, would be refused."""
+    """Hooks made for each member, functions or objects, are alike."""
     models = [nn.Linear(3, 2) for _ in range(3)]
     for model in models:
         model.register_forward_pre_hook(Plain(1.0).__init__)
@@ -445,7 +445,7 @@ DIFFERENT = {
 
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_modules_that_differ(name):
-    """A module of another structure would be run as if it had that of the first."""
+    """A module of another structure is refused, with the first difference."""
     first, second, message = DIFFERENT[name]
 
     with pytest.raises(TreeStructureError, match=f"(?s)member 1 differs from member 0 in {message}"):
@@ -453,7 +453,7 @@ def test_modules_that_differ(name):
 
 
 def test_a_child_that_is_none():
-    """A module without an optional child would be run with that of the first, or the reverse."""
+    """An optional child that one member lacks is named."""
     with_child, without = Holds(1), Holds(1)
     without.linear = None
 
@@ -463,7 +463,7 @@ def test_a_child_that_is_none():
 
 
 def test_an_attribute_of_one_member_only():
-    """An attribute that member 0 lacks would be ignored."""
+    """An attribute that member 0 lacks is named."""
     first, second = nn.Linear(3, 2), nn.Linear(3, 2)
     second.scale = 2.0
 
@@ -489,7 +489,7 @@ class Reshaped(nn.Module):
     ids=["shape", "dtype", "device"],
 )
 def test_leaves_that_differ(other, got):
-    """A leaf would be broadcast or promoted, or torch's message would not name the leaf."""
+    """A leaf of another shape, dtype or device is named."""
     with pytest.raises(
         LeafMismatchError, match=rf"(?s)leaf 'w' of member 1.*shape \(2, 3\), torch\.float32 on cpu.*{got}"
     ):
@@ -497,7 +497,7 @@ def test_leaves_that_differ(other, got):
 
 
 def test_ties_that_differ():
-    """A member whose weights are not tied would lose one of them."""
+    """A member that ties other weights is refused."""
     models = [TiedLM(), TiedLM()]
     models[1].out.weight = nn.Parameter(torch.randn(7, 4))
 
@@ -506,7 +506,7 @@ def test_ties_that_differ():
 
 
 def test_a_stack_of_stacks():
-    """Ensembles of ensembles could not be made and run."""
+    """An ensemble of ensembles runs under vmap."""
     trees = [stack_modules([nn.Linear(3, 2) for _ in range(2)]) for _ in range(3)]
     apply, _, _ = functional(nn.Linear(3, 2))
     out = torch.vmap(lambda tree: Ensemble(apply)(tree, torch.ones(5, 3)))(stack(trees))

@@ -1,7 +1,7 @@
 """Files and folders without the faults of tensordict's: damage, hostile input, keys, and writes that stop.
 
 `benchmarks/conformance/faults/` shows each fault by a test of the same name. Kills at random moments are counted in
-tests/storage/test_robustness_faults.py.
+tests/storage/test_kills.py.
 """
 
 import json
@@ -15,6 +15,7 @@ import torch
 
 import tdfunc as tdf
 from tdfunc import CorruptCheckpointError, TensorDict, UnsupportedError
+from tests.faults.models import Payload
 from tests.incumbent import Incumbent, tensordict
 
 
@@ -36,7 +37,7 @@ def widen(folder):
 
 
 def change_meta(folder, facts):
-    """Change what a folder's meta.json says of the leaf `w`."""
+    """Change facts of the leaf `w` in a folder's meta.json."""
     meta = json.loads((folder / "meta.json").read_text())
     meta["w"] |= facts
     (folder / "meta.json").write_text(json.dumps(meta))
@@ -134,21 +135,11 @@ def test_a_write_that_stops_half_way(tmp_path, monkeypatch):
 
 
 def test_data_that_json_cannot_hold(tmp_path):
-    """Non-tensor data that would need a pickle are refused before anything is written."""
+    """Non-tensor data that need a pickle are refused before anything is written."""
     with pytest.raises(UnsupportedError, match='"data"'):
         TensorDict({"x": torch.ones(1), "data": print}).memmap(tmp_path / "d")
 
     assert os.listdir(tmp_path) == []
-
-
-class Payload:
-    """What a pickle may do: make a folder."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
 
 
 def test_loading_runs_no_code(tmp_path):
@@ -188,7 +179,7 @@ def test_keys_that_are_no_file_names(tmp_path, leaves):
 
 
 def test_a_smaller_tree_over_a_larger_one(folder):
-    """What a smaller tree does not need is gone."""
+    """The files of the larger tree are gone."""
     TensorDict({"w": torch.ones(2)}).memmap(folder)
 
     assert sorted(os.listdir(folder)) == ["meta.json", "w.memmap"]

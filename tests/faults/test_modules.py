@@ -28,28 +28,23 @@ from tdfunc import (
     stack_modules,
 )
 from tdfunc.optim import adam, clip_by_member_norm, sgd
+from tests.faults.models import (
+    Branches,
+    Cached,
+    Meeting,
+    UsesOldFunction,
+    constant,
+    fail_inside,
+    holding,
+    run_in_two_threads,
+    weight_of,
+)
 from tests.models import Norm, Shared, Tied, make_gpt2, make_mlp
 
 X = torch.linspace(-1, 1, 15).reshape(5, 3)
 
 
-def constant(tree, value):
-    """The tree with all leaves of one value, without gradients."""
-    return tree.apply(lambda p: torch.full_like(p, value)).detach()
-
-
-def weight_of(model):
-    """The first element of a layer's weight."""
-    return model.weight.detach().flatten()[0].item()
-
-
 # -- blocks with other weights: exceptions, nesting, generators, threads ------------------------------------------
-
-
-def fail_inside(tree, model, error):
-    """Raise inside a block."""
-    with tree.to_module(model):
-        raise error("inside")
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, GeneratorExit, SystemExit])
@@ -85,18 +80,11 @@ def test_exception_in_an_unlocked_block():
         from_module(nn.Linear(2, 2))["weight"] = torch.zeros(2, 2)
 
 
-def holding(tree, model):
-    """A generator that holds a block open over two values."""
-    with tree.to_module(model):
-        yield
-        yield
-
-
 def test_interleaved_generators():
     """Two generators that hold one module raise, and the module has its own weights in the end."""
     model = nn.Linear(2, 2)
     original, errors = model.weight, []
-    runs = [holding(constant(from_module(model), value), model) for value in (0.0, 1.0)]
+    runs = [holding(constant(from_module(model), value), model, []) for value in (0.0, 1.0)]
     for _ in range(3):
         for run in runs:
             try:
@@ -106,35 +94,6 @@ def test_interleaved_generators():
 
     assert len(errors) == 2
     assert model.weight is original
-
-
-class Meeting(nn.Module):
-    """A layer whose callers wait for each other before they use the weight."""
-
-    def __init__(self, meet):
-        super().__init__()
-        self.linear, self.meet = nn.Linear(3, 1, bias=False), meet
-
-    def forward(self, x):
-        self.meet()
-        y = self.linear(x)
-        self.meet()
-        return y
-
-
-def run_in_two_threads(call):
-    """Results of one call in each of two threads."""
-    results = [None, None]
-
-    def work(i):
-        results[i] = call(i)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
 
 
 def test_two_threads():
@@ -243,7 +202,7 @@ def test_reverse_mode_and_hessian():
 
 
 def test_gradients_to_what_a_leaf_was_computed_from():
-    """A block binds the leaves themselves, so gradients reach what they were computed from."""
+    """A block binds the leaves themselves, so gradients reach their sources."""
     model = nn.Linear(2, 1)
     source = torch.ones(1, 2, requires_grad=True)
     named = {"weight": source * 2, "bias": torch.zeros(1)}
@@ -468,18 +427,6 @@ def test_pickled_trees():
 # -- stale weights ------------------------------------------------------------------------------------------------
 
 
-class Cached(nn.Module):
-    """Keeps a reference to its own weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.cache = [self.linear.weight]
-
-    def forward(self, x):
-        return x @ self.cache[0]
-
-
 def test_a_cached_reference():
     """A weight that the module keeps elsewhere raises when it is used; so does the skeleton's."""
     apply, params, _ = functional(Cached())
@@ -545,37 +492,6 @@ def test_old_weight_norm():
 
     torch.testing.assert_close(apply(params, X), model(X))
     assert torch.func.grad(lambda p: apply(p, X).sum())(params)["weight_g"].any()
-
-
-class Branches(nn.Linear):
-    """Forward depends on a value, and writes in place to a tensor of its own."""
-
-    def forward(self, x):
-        y = super().forward(x)
-        if y.sum() > 0:
-            y = y * 2
-        out = torch.zeros(5, 4)
-        out += y
-        return out
-
-
-class OldFunction(torch.autograd.Function):
-    """An autograd function without setup_context."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2
-
-
-class UsesOldFunction(nn.Linear):
-    """A layer that ends in the old kind of function."""
-
-    def forward(self, x):
-        return OldFunction.apply(super().forward(x))
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

@@ -161,7 +161,7 @@ def test_keys_named_like_arguments():
 
 
 def test_flat_keys_that_collide():
-    """Two paths that would become one key raise, when they are joined and when they are split."""
+    """Two paths that become one key raise, when they are joined and when they are split."""
     with pytest.raises(MissingKeyError, match=r"'a.b'"):
         TensorDict({"a.b": A, "a": {"b": A + 1}}).flatten_keys(".")
     with pytest.raises(MissingKeyError, match=r"'a.b'.*'a'"):
@@ -250,7 +250,7 @@ def test_preallocation_has_no_silent_zeros():
 
 
 def test_missing_dimensions_of_reductions():
-    """A reduction over a name that is no dimension's says so; so does a loop over a tree without rows."""
+    """A reduction over a name that is not a dimension's raises, as does a loop over a tree without rows."""
     with pytest.raises(ValueError, match="'x'"):
         TensorDict({"a": B}, [3]).sum(dim="x")
     with pytest.raises(TypeError, match=r"\[\]"):
@@ -268,7 +268,7 @@ def test_lost_entry():
 
 
 def test_a_part_of_a_state_dict():
-    """`strict=False` loads what is there and keeps the rest."""
+    """`strict=False` loads the given entries and keeps the rest."""
     model = nn.ModuleDict({"p": nn.Linear(2, 2)})
 
     tree = from_module(model).load_state_dict({"p.bias": torch.ones(2)}, strict=False)

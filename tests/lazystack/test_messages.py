@@ -1,4 +1,4 @@
-"""What lazy stacks refuse, and what the message says."""
+"""The messages of mistakes with lazy stacks."""
 
 import pytest
 import torch
@@ -22,9 +22,9 @@ ROWS = [
     (lambda t: lazy_stack([]), ValueError, "no trees were given"),
     (lambda t: lazy_stack([t, {}]), TypeError, r"all must be trees(.|\n)*dict at 1"),
     (lambda t: lazy_stack([tree(2), Message("a", torch.zeros(2))]), TreeStructureError, "TensorDict\n.*Message"),
-    (lambda t: lazy_stack([tree(2), tree(2)[0]]), BatchSizeError, r"numbers of batch dimensions.*\n.*\[2\]\n.*\[\]"),
+    (lambda t: lazy_stack([tree(2), tree(2)[0]]), BatchSizeError, r"one number of batch dimensions.*\n.*\[2\]\n.*\[\]"),
     (lambda t: lazy_stack([tree(2)], 2), IndexError, "dimension 2 does not exist"),
-    (lambda t: torch.cat([t, t.set("x", {"a": 1.0})]), TreeStructureError, "'x' is not the same.*\n.*a tensor\n.*tree"),
+    (lambda t: torch.cat([t, t.set("x", {"a": 1.0})]), TreeStructureError, "'x' must be of one.*\n.*a tensor\n.*tree"),
     (lambda t: torch.stack([t, t.permute(1, 0)]), TreeStructureError, "must lie along one dimension"),
     (lambda t: torch.stack([t, t.pad()]), TreeStructureError, "LazyStack\n.*TensorDict\n.*dense"),
     # One tensor for each leaf is needed.
@@ -40,12 +40,12 @@ ROWS = [
     (lambda t: t[[0, 1], [0, 1]], LeafMismatchError, f"index with index tensors across the trees: {NO_ONE_TENSOR}"),
     (lambda t: t.at[0].set_(t[0]), LeafMismatchError, rf"at\[...\].set_: {NO_ONE_TENSOR}"),
     (lambda t: lazy_stack([t, t]).nested(), LeafMismatchError, f"nested: {NO_ONE_TENSOR}"),
-    (lambda t: t.split(2, 1), BatchSizeError, r"is ragged, it has no one size.*\n.*one size\n.*-1"),
+    (lambda t: t.split(2, 1), BatchSizeError, r"is ragged, and must have one size.*\n.*-1"),
     # Indices and edits.
     (lambda t: t[3], IndexError, "out of range"),
     (lambda t: t[3:], IndexError, "must keep one tree at least"),
-    (lambda t: t[0, 0, 0], IndexError, "too many indices"),
-    (lambda t: t[[True, False]], IndexError, r"mask does not fit.*\n.*\[3\]\n.*\[2\]"),
+    (lambda t: t[0, 0, 0], IndexError, "one index at most for each"),
+    (lambda t: t[[True, False]], IndexError, r"mask must have the shape.*\n.*\[3\]\n.*\[2\]"),
     (lambda t: t["nope"], MissingKeyError, "no key 'nope'"),
     (lambda t: t["0", "x"], MissingKeyError, "no key '0'"),
     (lambda t: t.delete("nope"), MissingKeyError, "no key 'nope'"),
@@ -56,26 +56,26 @@ ROWS = [
     (lambda t: t.set("z", torch.zeros(3, 2)), BatchSizeError, r"'z': the leading dim.*\n.*\[4\].*\n.*\[2\]"),
     (lambda t: t.set(("x", "z"), 1), MissingKeyError, "'x' is a leaf"),
     (lambda t: t.at[0].set(t[1].exclude("x")), TreeStructureError, r"different keys.*\n.*'x'\]\n.*\['n', 's'\]"),
-    (lambda t: t.at[:2].set(t), BatchSizeError, r"another batch size.*\n.*2 at dimension 0\n.*\[3, -1\]"),
+    (lambda t: t.at[:2].set(t), BatchSizeError, r"must have the batch size.*\n.*2 at dimension 0\n.*\[3, -1\]"),
     (lambda t: t.with_batch_size([2]), BatchSizeError, r"dimension 0 must be the number of trees.*\n.*3\n.*\[2\]"),
     # One tree of all.
     (lambda t: t.pad(side="middle"), ValueError, "must be 'right' or 'left'.*\n.*'middle'"),
-    (lambda t: t.pad(1.5), LeafMismatchError, "does not fit leaf 'n.y'.*\n.*int64\n.*1.5"),
+    (lambda t: t.pad(1.5), LeafMismatchError, "must fit leaf 'n.y'.*\n.*int64\n.*1.5"),
     (lambda t: t.pad({"q": 1}), MissingKeyError, "pad: no key 'q'"),
     (
         lambda t: t.set("b", (torch.ones(2), torch.ones(4).double(), torch.ones(3))).pad(),
         LeafMismatchError,
-        "'b' of trees 0 and 1 differs in more.*\n.*float32\n.*float64",
+        "'b' of trees 0 and 1 must differ in lengths only.*\n.*float32\n.*float64",
     ),
     (
         lambda t: t.set("b", (torch.ones(2, 1), torch.ones(4, 2), torch.ones(3, 1))).nested(),
         LeafMismatchError,
-        r"'b' of trees 0 and 1 differs after.*\n.*\[2, 1\]\n.*\[4, 2\]\n.*strided",
+        r"'b' of trees 0 and 1 must differ in its first dimension only.*\n.*\[2, 1\]\n.*\[4, 2\]\n.*strided",
     ),
     (lambda t: t.dense(), LeafMismatchError, r"stack: the batch sizes differ.\n.*\[2\]\n.*\[4\]\n.*pad"),
     (lambda t: lazy_stack([t[0].set("q", 1.0), t[0]]).dense(), TreeStructureError, r"different keys.*\n.*'q'"),
     (lambda t: lazy_stack([t[0].set("q", 1.0), t[1]]).pad(), TreeStructureError, "pad: trees 0 and 1 have different"),
-    (lambda t: t.nested(torch.sparse_coo), ValueError, "no such layout"),
+    (lambda t: t.nested(torch.sparse_coo), ValueError, "layout must be torch.jagged"),
     (lambda t: t.permute(1, 0).nested(), ValueError, "must lie along dimension 0.*\n.*stack_dim 1"),
     (lambda t: tdf.pad_sequence([]), ValueError, "no trees were given"),
     (

@@ -41,7 +41,7 @@ POINTWISE = [
 
 @pytest.mark.parametrize("fn", POINTWISE)
 def test_pointwise_is_a_loop_over_the_trees(fn):
-    """An operation on every leaf would treat some tree otherwise."""
+    """An operation on every leaf is a loop over the trees."""
     trees = tensors_only(ragged())
 
     assert_stacks_equal(assert_pure(fn, lazy_stack(trees)), lazy_stack([fn(t) for t in trees]))
@@ -49,7 +49,7 @@ def test_pointwise_is_a_loop_over_the_trees(fn):
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_tensor_operands_are_cut(dim):
-    """A tensor over the batch would meet another tree than in the dense tree, on either side of an operator."""
+    """A tensor over the batch meets the trees that it meets in the dense tree, on either side of an operator."""
     trees = tensors_only(uniform())
     lazy, dense = lazy_stack(trees, dim), torch.stack(trees, dim)
     shapes = [
@@ -66,7 +66,7 @@ def test_tensor_operands_are_cut(dim):
 
 
 def test_operands_of_other_dtypes_promote_alike():
-    """A part of an operand without dimensions would not promote a leaf as the whole operand does."""
+    """A part of an operand promotes a leaf as the whole operand does."""
     lazy = lazy_stack([TensorDict({"x": torch.ones(2)}), TensorDict({"x": torch.ones(3)})])
     uniform_ = torch.stack([TensorDict({"x": torch.ones(2)})] * 2)
     operand = torch.tensor([1.0, 2.0], dtype=torch.float64)
@@ -76,7 +76,7 @@ def test_operands_of_other_dtypes_promote_alike():
 
 
 def test_operands_over_ragged_trees():
-    """A weight for each tree would be refused, or one for each element of a ragged dimension be taken."""
+    """A weight for each tree is taken, one for each element of a ragged dimension refused."""
     lazy = lazy_stack([t.exclude("s", "n") for t in ragged()])
     weights = torch.tensor([[1.0], [10.0], [100.0]])
     first, *rest = lazy.trees
@@ -101,7 +101,7 @@ def test_dense_trees_and_stacks():
 
 
 def test_ragged_stacks_of_stacks():
-    """A stack of ragged stacks would lose a level, or need equal numbers of trees."""
+    """A stack of ragged stacks keeps both levels, of equal or unequal numbers of trees."""
     a, b = lazy_stack(ragged((2, 4))), lazy_stack(ragged((1, 3, 2)))
     both = lazy_stack([a, b])
 
@@ -140,7 +140,7 @@ def test_samples_of_conversations():
     ],
 )
 def test_features_do_not_meet_the_batch(fn):
-    """The batch of a leaf in one tree of a stack would be aligned with the features of another: wrong numbers."""
+    """The batch of a leaf in one tree is not aligned with the features of another."""
     square = TensorDict({"x": torch.zeros(3, 3)}, [3])
     row = TensorDict({"x": torch.arange(3.0)}, [3])
 
@@ -149,7 +149,7 @@ def test_features_do_not_meet_the_batch(fn):
 
 
 def test_trees_of_a_stack_do_not_grow():
-    """A tree of batch size 1 would hold leaves of three rows."""
+    """An operand does not make a tree of the stack larger."""
     one, three = (lazy_stack([TensorDict({"x": torch.ones(n, 2)}, [n])] * 2) for n in (1, 3))
 
     assert [x.shape for x in (three + one)["x"]] == [(3, 2), (3, 2)]
@@ -159,7 +159,7 @@ def test_trees_of_a_stack_do_not_grow():
 
 
 def test_empty_ragged_stacks():
-    """A tree without entries would have -1 in its batch size."""
+    """A tree without entries keeps its size."""
     lazy = lazy_stack(ragged())
     around = TensorDict({"lazy": lazy}).empty(recurse=True)
 

@@ -25,7 +25,7 @@ def attempt(call):
 
 
 def refuses(err, expected, may_refuse):
-    """Whether an error says that no tree would be left, or that one tensor for each leaf is needed."""
+    """Return whether an error is that of no tree left, or of a call that needs one tensor for each leaf."""
     if REFUSALS.get(type(err), "?") not in str(err):
         return False
     return any(0 in part.shape for part in expected) or (may_refuse and not isinstance(err, IndexError))

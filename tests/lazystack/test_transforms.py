@@ -17,9 +17,11 @@ from tdfunc.core.errors import BatchSizeError
 from tdfunc.modules.extract import from_module
 from tests.helpers import TiedLM, assert_trees_equal
 from tests.lazystack.trees import (
+    Message,
     assert_stacks_equal,
     ragged,
     tensors_only,
+    tree,
 )
 
 
@@ -49,7 +51,7 @@ def test_vmap_over_dimensions_before_the_stack():
 
 @pytest.mark.parametrize(("dim", "in_dims"), [(0, 0), (0, 1), (1, 1), (2, 2)])
 def test_vmap_refuses_other_dimensions(dim, in_dims):
-    """A dimension at or behind the stack's has another number in the leaves: torch would take the wrong one."""
+    """A dimension at or behind the stack's, which has another number in the leaves, is refused."""
     # Sizes are equal, so that no shape gives it away.
     trees = [TensorDict({"x": torch.randn(3, 3, 3)}, [3, 3]) for _ in range(3)]
 
@@ -104,6 +106,26 @@ def test_pytree():
     assert spec == pytree.tree_structure(lazy * 2)
     assert spec != pytree.tree_structure(lazy.permute(1, 0))
     assert len(pytree.tree_leaves(lazy)) == len(lazy.leaves()) == 6
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_key_paths_lead_to_leaves(dim):
+    """Key paths of torch and accessors of optree read the leaves; so does the code of an accessor."""
+    lazy = lazy_stack([tree(2), tree(4)], dim)
+
+    for path, leaf in pytree.tree_flatten_with_path(lazy)[0]:
+        assert pytree.key_get(lazy, path) is leaf
+    for accessor, leaf in zip(*optree.tree_flatten_with_accessor(lazy)[:2], strict=True):
+        assert accessor(lazy) is eval(accessor.codify("lazy")) is leaf
+
+
+def test_a_treespec_of_typed_trees_is_dumped():
+    """`treespec_dumps` writes the treespec of a typed stack, of which pickle finds no class."""
+    spec = pytree.tree_structure(lazy_stack([Message(None, torch.ones(n)) for n in (1, 2)]))
+
+    assert pytree.treespec_loads(pytree.treespec_dumps(spec)) == spec
+    with pytest.raises(pickle.PicklingError, match="LazyStack"):
+        pickle.dumps(spec)
 
 
 @pytest.mark.parametrize("backend", ["eager"])

@@ -16,7 +16,7 @@ MODELS = [(make_mlp, X), (Norm, X), (ResNet, IMAGES), (Tied, torch.arange(5)), (
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo():
-    """Graphs of other tests would count."""
+    """Each test counts its own graphs."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

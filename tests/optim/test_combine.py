@@ -3,15 +3,21 @@
 import copy
 import pickle
 import re
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
-from tdfunc import Filter, TensorDict, stack_modules
+from tdfunc import Filter, TensorDict
 from tdfunc._jit import jit
-from tdfunc.optim import adam, chain, check_finite, clip_by_global_norm, clip_by_member_norm, masked, sgd
-from tests.helpers import TiedLM, assert_pure, assert_trees_equal
+from tdfunc.ops.reading import entries
+from tdfunc.optim import adam, adamw, chain, check_finite, clip_by_global_norm, clip_by_member_norm, masked, multi, sgd
+from tests.helpers import assert_pure, assert_trees_equal
+from tests.strategies import trees
 
 
 def make_tree(generator, batch=(3,)):
@@ -22,53 +28,39 @@ def make_tree(generator, batch=(3,)):
     )
 
 
-def clip_by_torch(tree, max_norm):
-    """Return the two leaves after torch's own clipping."""
-    leaves = [nn.Parameter(tree["a", "w"]), nn.Parameter(tree["b"])]
-    for leaf in leaves:
-        leaf.grad = leaf.detach().clone()
-    nn.utils.clip_grad_norm_(leaves, max_norm)
-    return leaves[0].grad, leaves[1].grad
-
-
-@pytest.mark.parametrize("max_norm", [0.5, 1000.0])
-def test_global_norm_equals_torch(max_norm, generator):
-    """Gradients would be scaled by another norm than torch's clip_grad_norm_."""
-    grads = make_tree(generator)
+@given(trees(dtypes=st.sampled_from([torch.float32, torch.float64])), st.sampled_from([0.0, 0.5, 3.0, 1000.0]))
+def test_global_norm_equals_torch(grads, max_norm):
+    """Gradients are scaled as by torch's clip_grad_norm_, whatever the tree."""
+    parameters = grads.apply(lambda x: nn.Parameter(torch.zeros_like(x)))
+    for leaf, grad in zip(parameters.leaves(), grads.leaves(), strict=True):
+        leaf.grad = grad.clone()
+    nn.utils.clip_grad_norm_(parameters.leaves(), max_norm)
 
     clipped = assert_pure(clip_by_global_norm(max_norm), grads)
 
-    w, b = clip_by_torch(grads, max_norm)
-    torch.testing.assert_close(clipped["a", "w"], w)
-    torch.testing.assert_close(clipped["b"], b)
+    for leaf, expected in zip(clipped.leaves(), parameters.leaves(), strict=True):
+        torch.testing.assert_close(leaf, expected.grad)
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jit], ids=["eager", "jit"])
-def test_member_norm_equals_the_loop(wrap, generator):
-    """One member's large gradient would shrink those of the others."""
-    grads = make_tree(generator)
-    grads = grads.set("b", grads["b"] * torch.tensor([[0.01], [1.0], [1000.0]]))
+@given(
+    grads=trees(dtypes=st.just(torch.float64)).filter(lambda t: t.ndim), max_norm=st.sampled_from([0.0, 0.5, 1000.0])
+)
+def test_member_norm_equals_the_loop(wrap, grads, max_norm):
+    """Each member's gradients are clipped as if they were alone, in a loop and by vmap."""
+    clip = clip_by_member_norm(max_norm)
 
-    clipped = wrap(clip_by_member_norm(1.0))(grads)
+    clipped = wrap(clip)(grads)
 
-    for i in range(3):
-        w, b = clip_by_torch(grads[i], 1.0)
-        torch.testing.assert_close(clipped["a", "w"][i], w)
-        torch.testing.assert_close(clipped["b"][i], b)
-    assert_trees_equal(torch.vmap(clip_by_global_norm(1.0))(grads), clipped, rtol=1e-6, atol=1e-6)
-
-
-def test_member_norm_of_leaves_without_dimensions():
-    """A leaf without dimensions is one element, in the tree of one model and inside vmap."""
-    grads = TensorDict({"w": torch.tensor([[3.0, 4.0], [0.3, 0.4]]), "temperature": torch.zeros(2)}, [2])
-    clip = clip_by_member_norm(1.0)
-
-    assert_trees_equal(torch.vmap(clip)(grads), clip(grads))
-    assert_trees_equal(clip(grads[0]), clip(grads)[0])
+    for i in product(*map(range, grads.batch_size)):
+        assert_trees_equal(clipped[i], clip_by_global_norm(max_norm)(grads[i]), rtol=1e-12)
+    if grads.batch_size[0] and grads.leaves():
+        unnamed = clipped.with_names([None] * clipped.ndim)
+        assert_trees_equal(torch.vmap(clip)(grads), unnamed, rtol=1e-12)
 
 
 def test_chain_maps_then_steps(generator):
-    """A chain would step with the raw gradients, or keep its state elsewhere."""
+    """A chain steps with mapped gradients; its state is that of its optimizer."""
     params, grads = make_tree(generator), make_tree(generator)
     opt = chain(clip_by_member_norm(0.1), clip_by_global_norm(1.0), sgd(lr=1.0))
 
@@ -80,58 +72,77 @@ def test_chain_maps_then_steps(generator):
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jit], ids=["eager", "jit"])
-def test_masked_leaves_the_rest(wrap, generator):
-    """Leaves outside the mask would move, or need gradients, or change their order."""
+@given(params=trees(dtypes=st.sampled_from([torch.float32, torch.float64])), data=st.data())
+def test_parts_are_trained_by_their_optimizers(wrap, params, data):
+    """`masked` and `multi` train each part as if it were alone; a tied leaf is chosen by any path and stays tied."""
+    paths = [path for entry in entries(params) for path in entry.paths]
+    chosen = data.draw(st.sets(st.sampled_from(paths))) if paths else set()
+    where = Filter(lambda path, leaf: path in chosen)
+    grads = params.apply(lambda x: x * 0.5 + 1)
+    one, other = sgd(lr=0.5, momentum=0.9), adam(lr=0.1)
+    some, both = masked(one, where), multi({where: one, "*": other})
+    parts, parts_of_grads = params.partition(where), grads.partition(where)
+
+    new, state = wrap(some.update)(params, parts_of_grads[0], some.init(params))
+    whole, states = wrap(both.update)(params, grads, both.init(params))
+
+    flat = lambda tree: {path: tree[path] for path in tree.paths()}  # noqa: E731
+    equal = partial(torch.testing.assert_close, rtol=0, atol=0)
+    (first, slots), (second, other_slots) = [
+        o.update(p, g, o.init(p)) for o, p, g in zip((one, other), parts, parts_of_grads, strict=True)
+    ]
+    equal(flat(new), flat(first) | flat(parts[1]))
+    equal(flat(whole), flat(first) | flat(second))
+    for got, expected in ((state, slots), (states["0"], slots), (states["1"], other_slots)):
+        equal(flat(got), flat(expected))
+    for tree in (new, whole):
+        assert (tree.paths(), tree.ties(), tree.batch_size) == (params.paths(), params.ties(), params.batch_size)
+
+
+@pytest.mark.parametrize("members", [(), (3,)], ids=["one", "stacked"])
+def test_groups_equal_parameter_groups(members, generator):
+    """AdamW without decay of vectors, with one clip, trains as torch.optim's parameter groups do, member by member."""
+    of = lambda dims: Filter(lambda path, leaf: leaf.dim() < 2 + dims)  # noqa: E731
+    make_opt = lambda dims: chain(  # noqa: E731
+        clip_by_member_norm(1.0), multi({of(dims): adamw(0.01, weight_decay=0.0), "*": adamw(0.01)})
+    )
+    opt = make_opt(len(members))
+    make = lambda: make_tree(generator, members).double()  # noqa: E731
+    params, grads = make(), [make() for _ in range(200)]
+    new, state = params, opt.init(params)
+    mapped, mapped_state = params, state
+    for grad in grads:
+        new, state = opt.update(new, grad, state)
+        if members:
+            mapped, mapped_state = torch.vmap(make_opt(0).update)(mapped, grad, mapped_state)
+
+    for i in [(k,) for k in range(members[0])] if members else [()]:
+        w, b = [nn.Parameter(params[path][i].clone()) for path in (("a", "w"), "b")]
+        torchs = torch.optim.AdamW([{"params": [w]}, {"params": [b], "weight_decay": 0.0}], lr=0.01)
+        for grad in grads:
+            w.grad, b.grad = grad["a", "w"][i].clone(), grad["b"][i].clone()
+            nn.utils.clip_grad_norm_([w, b], 1.0)
+            torchs.step()
+        for got in (new, mapped) if members else (new,):
+            torch.testing.assert_close([got["a", "w"][i], got["b"][i]], [w.detach(), b.detach()], rtol=1e-10, atol=1e-9)
+
+
+def test_groups_compile_to_one_graph(generator):
+    """`torch.compile(fullgraph=True)` takes chains, masks and groups."""
     params, grads = make_tree(generator), make_tree(generator)
-    opt = masked(adam(lr=0.1), "a.*")
+    opt = chain(clip_by_member_norm(1.0), multi({"a*": sgd(0.1), "*": masked(adam(0.1), "b")}))
     state = opt.init(params)
 
-    moved, state = wrap(opt.update)(params, grads.delete("b"), state)
+    found = torch.compile(opt.update, backend="eager", fullgraph=True)(params, grads, state)
 
-    plain = adam(lr=0.1)
-    alone, _ = plain.update(params.select("a"), grads.select("a"), plain.init(params.select("a")))
-    assert_trees_equal(moved, params.set("a", alone["a"]))
-    assert list(state["exp_avg"].keys()) == ["a"]
-    assert torch.equal(moved["b"], params["b"])
-
-
-TIED_WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, jit, torch.vmap], ids=["eager", "jit", "vmap"])
-
-
-@TIED_WRAPS
-@pytest.mark.parametrize(
-    ("where", "moved"),
-    [
-        ("emb*", ("emb.weight", "out.weight")),
-        ("out*", ("emb.weight", "out.weight")),
-        ("*weight", ("emb.weight", "out.weight", "norm.weight")),
-        ("*", ("emb.weight", "out.weight", "norm.weight", "norm.bias")),
-        ("norm*", ("norm.weight", "norm.bias")),
-        (~Filter("out*"), ("norm.weight", "norm.bias")),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("rule", [sgd, adam])
-def test_masked_ties(rule, where, moved, wrap):
-    """A model whose head is its embedding could not be trained in part, or the two would come apart."""
-    params = stack_modules([TiedLM() for _ in range(3)])
-    grads = params.apply(lambda leaf: torch.full_like(leaf, 2.0))
-    opt, plain = masked(rule(lr=0.5), where), rule(lr=0.5)
-
-    new, state = wrap(opt.update)(params, grads, opt.init(params))
-
-    full, _ = plain.update(params, grads, plain.init(params))
-    for path in (("emb", "weight"), ("out", "weight"), ("norm", "weight"), ("norm", "bias")):
-        torch.testing.assert_close(new[path], (full if ".".join(path) in moved else params)[path])
-    assert new["emb", "weight"] is new["out", "weight"]
-    again, _ = wrap(opt.update)(new, grads, state)
-    assert again["emb", "weight"] is again["out", "weight"]
+    for got, expected in zip(found, opt.update(params, grads, state), strict=True):
+        assert_trees_equal(got, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("make", [clip_by_global_norm, clip_by_member_norm])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_norms_in_half_precision(make, dtype):
-    """A norm above 65504 would be infinite, and all gradients come out as zeros."""
+    """Norms of 16-bit gradients may exceed the range of their dtype."""
     grads = TensorDict({"a": torch.full((1, 64), 3e4), "b": torch.full((1,), 3e4)}, [1])
 
     clipped = make(1.0)(grads.to(dtype))
@@ -142,19 +153,9 @@ def test_norms_in_half_precision(make, dtype):
 
 
 @pytest.mark.parametrize("make", [clip_by_global_norm, clip_by_member_norm])
-def test_norms_of_nothing(make):
-    """A part of a tree without leaves, or a leaf without elements, would raise torch's words about lists of tensors."""
-    nothing, hollow = TensorDict({"a": {}}, [3]), TensorDict({"a": torch.zeros(3, 0), "b": torch.ones(3)}, [3])
-
-    assert_trees_equal(make(1.0)(nothing), nothing)
-    assert make(1.0)(hollow)["a"].shape == (3, 0)
-    assert make(9.0)(hollow)["b"].tolist() == [1.0, 1.0, 1.0]
-
-
-@pytest.mark.parametrize("make", [clip_by_global_norm, clip_by_member_norm])
 @pytest.mark.parametrize("wrap", [lambda f: f, jit], ids=["eager", "jit"])
 def test_an_infinite_norm_clips_nothing(make, wrap, generator):
-    """A sweep over norms could not end with none, or gradients that overflowed would turn to nan."""
+    """An infinite norm leaves all gradients as they are, infinite ones too."""
     grads = make_tree(generator)
     huge = grads.set("b", torch.full((3, 5), torch.inf))
 
@@ -173,6 +174,7 @@ OPTIMIZERS = {
     "adam": lambda: adam(lr=torch.tensor([0.1, 0.2, 0.3]), amsgrad=True),
     "chain": lambda: chain(check_finite(), clip_by_global_norm(1.0), clip_by_member_norm(torch.inf), adam(0.1)),
     "masked": lambda: masked(chain(clip_by_member_norm(0.5), sgd(0.1)), "a*"),
+    "multi": lambda: chain(clip_by_global_norm(1.0), multi({"a*": sgd(0.1), Filter("b"): adam(0.1)})),
     "filter": lambda: masked(sgd(0.1), (Filter(re.compile("a.*")) | torch.float64) & ~Filter("b")),
 }
 
@@ -180,7 +182,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("send", [lambda x: pickle.loads(pickle.dumps(x)), copy.deepcopy], ids=["pickle", "deepcopy"])
 def test_optimizers_travel(name, send, generator):
-    """An optimizer could not be sent to another process, or what arrives would train other weights."""
+    """A copied or unpickled optimizer trains the same weights."""
     params, grads, opt = make_tree(generator), make_tree(generator), OPTIMIZERS[name]()
     state = opt.init(params)
 

@@ -5,7 +5,7 @@ import torch
 
 from tdfunc import TensorDict, UnsupportedError
 from tdfunc._jit import jit
-from tdfunc.optim import adam, adamw, sgd
+from tdfunc.optim import adam, adamw, masked, multi, sgd
 from tests.helpers import assert_trees_equal
 
 SHARED = {
@@ -20,16 +20,24 @@ SHARED = {
 }
 
 
+OPTIMIZERS = {
+    "sgd": sgd(lr=0.1, momentum=0.9),
+    "adam": adam(lr=0.1),
+    "masked": masked(sgd(lr=0.1), "w"),
+    "multi": multi({"w": sgd(lr=0.1), "*": adam(lr=0.1)}),
+}
+
+
 def ones_like(tree):
     """Return gradients in memory of their own."""
     return tree.apply(lambda leaf: torch.ones(leaf.shape))
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("opt", [sgd(lr=0.1, momentum=0.9), adam(lr=0.1)], ids=["sgd", "adam"])
+@pytest.mark.parametrize("opt", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("make", SHARED.values(), ids=SHARED)
 def test_shared_memory_is_copied(make, opt, wrap):
-    """A weight would be stepped twice, or written over by another, or torch's raw error would come."""
+    """Leaves that share memory are stepped once each, as without `donate`."""
     given, kept = TensorDict(make(torch.arange(8.0))), TensorDict(make(torch.arange(8.0)))
     update = wrap(lambda p, g, s: opt.update(p, g, s, donate=True))
 
@@ -41,7 +49,7 @@ def test_shared_memory_is_copied(make, opt, wrap):
 
 
 def test_leaves_side_by_side_are_overwritten():
-    """Weights packed into one buffer would be copied at every step."""
+    """Weights packed into one buffer stay in it."""
     buffer = torch.zeros(8)
     params = TensorDict({"w": buffer[:4], "v": buffer[4:]})
     opt = sgd(lr=0.5)
@@ -54,7 +62,7 @@ def test_leaves_side_by_side_are_overwritten():
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jit], ids=["eager", "jit"])
 def test_state_that_shares_memory_is_copied(wrap):
-    """Adam's averages would overwrite each other, or the weights."""
+    """Averages that share memory do not overwrite each other."""
     opt = adam(lr=0.1)
     params = TensorDict({"w": torch.ones(4)})
     zeros = torch.zeros(4)
@@ -69,7 +77,7 @@ def test_state_that_shares_memory_is_copied(wrap):
 
 
 def test_gradients_that_are_the_weights_are_kept():
-    """Weight decay would change the gradient before it is used."""
+    """Gradients that are the weights keep their values for the whole step."""
     opt = adamw(lr=torch.tensor(0.1), weight_decay=0.5)
     params = TensorDict({"w": torch.ones(4)})
     expected = opt.update(params, params.clone(), opt.init(params))
@@ -82,7 +90,7 @@ def test_gradients_that_are_the_weights_are_kept():
 
 
 def test_a_copy_requires_grad_as_its_leaf():
-    """A trained weight would come back as one that is not."""
+    """A copied leaf requires grad if the given one does."""
     x = torch.zeros(4).requires_grad_()
     params = TensorDict({"w": x, "v": x})
     opt = sgd(lr=0.1)
@@ -92,9 +100,9 @@ def test_a_copy_requires_grad_as_its_leaf():
     assert got["w"].requires_grad
 
 
-def test_a_replay_refuses_memory_that_its_trace_did_not_share():
-    """A trace of weights that lie apart would be replayed on ones that overwrite each other."""
-    opt = sgd(lr=0.1)
+@pytest.mark.parametrize("opt", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_replay_refuses_memory_that_its_trace_did_not_share(opt):
+    """A trace of weights that lie apart refuses ones that would overwrite each other."""
     update = jit(lambda p, g, s: opt.update(p, g, s, donate=True))
     x = torch.zeros(6)
     apart, shared = TensorDict({"w": x[:2], "v": x[2:4]}), TensorDict({"w": x[:2], "v": x[1:3]})

@@ -1,4 +1,4 @@
-"""The state tree, members that stop, and what is refused."""
+"""The state tree, hyperparameters in it, and members that stop."""
 
 import math
 
@@ -19,7 +19,7 @@ def make_tree(fill=1.0, members=3):
 @pytest.mark.parametrize("wrap", [lambda f: f, jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("opt", [sgd(lr=0.1, momentum=0.9), adam(lr=0.1)], ids=["sgd", "adam"])
 def test_inactive_members_stay(opt, wrap):
-    """A finished member would go on training, or its step count would."""
+    """A finished member keeps its parameters, state and step count."""
     update = wrap(opt.update)
     params, state = update(make_tree(), make_tree(), opt.init(make_tree()))
     active = torch.tensor([True, False, True])
@@ -35,7 +35,7 @@ def test_inactive_members_stay(opt, wrap):
 
 
 def test_members_at_different_steps_equal_the_loop():
-    """Adam's bias correction would use one member's step count for all."""
+    """Each member has the bias correction of its own step count."""
     opt = adam(lr=0.1)
     params, state = make_tree(), opt.init(make_tree())
     for active in ([True, False, True], [True, False, False], [True, True, True]):
@@ -51,7 +51,7 @@ def test_members_at_different_steps_equal_the_loop():
 
 
 def test_active_ignores_donate():
-    """A frozen member's old values would be overwritten before they are put back."""
+    """A frozen member keeps its values also where memory is donated."""
     opt = adam(lr=0.1)
     active = torch.tensor([True, False, True])
     params = make_tree()
@@ -62,7 +62,7 @@ def test_active_ignores_donate():
 
 
 def test_state_rows_are_members_states():
-    """A member's state could not be taken out of the ensemble's, or put together again."""
+    """Row i of the state is the state of member i; rows stack to the state."""
     opt = adamw(lr=torch.tensor([0.1, 0.2, 0.3]))
     params, state = opt.update(make_tree(), make_tree(), opt.init(make_tree()))
 
@@ -74,7 +74,7 @@ def test_state_rows_are_members_states():
 
 
 def test_hyperparameters_live_in_the_state():
-    """A learning rate could not be changed without a new optimizer (or a new trace)."""
+    """A learning rate in the state changes without a new optimizer or trace."""
     opt = sgd(lr=torch.tensor([0.1, 0.2, 0.3]))
     update = jit(opt.update)
     state = opt.init(make_tree())
@@ -87,7 +87,7 @@ def test_hyperparameters_live_in_the_state():
 
 
 def test_one_tensor_for_all_members():
-    """A learning rate of no dimensions would not fit a stacked tree."""
+    """A tensor of no dimensions is the value of all members."""
     opt = adam(lr=torch.tensor(0.1), weight_decay=torch.tensor([0.0, 0.1, 0.2]))
 
     state = opt.init(make_tree())
@@ -97,7 +97,7 @@ def test_one_tensor_for_all_members():
 
 
 def test_stacked_leaves_without_batch_size():
-    """A tree that does not declare its members could not have one learning rate for each."""
+    """A tree without a batch size can have a learning rate for each member."""
     params = TensorDict({"w": torch.ones(3, 2)})
     opt = sgd(lr=torch.tensor([0.0, 0.5, 1.0]))
 
@@ -107,7 +107,7 @@ def test_stacked_leaves_without_batch_size():
 
 
 def test_tied_leaves_step_once():
-    """A tied weight would be stepped twice, or come apart."""
+    """A tied weight is stepped once and stays tied."""
     params = TensorDict.from_module(TiedLM()).detach()
     grads = params.apply(torch.ones_like)
     opt = adam(lr=0.1)
@@ -120,7 +120,7 @@ def test_tied_leaves_step_once():
 
 
 def test_empty_tree():
-    """A partition that chooses nothing would crash."""
+    """A tree without leaves is trained to one without leaves."""
     opt = adam()
     params, state = opt.update(TensorDict({}), TensorDict({}), opt.init(TensorDict({})))
 
@@ -134,7 +134,7 @@ RATES = torch.tensor([1.0, 2.0, 3.0])
 @pytest.mark.parametrize("wrap", [lambda f: f, jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("rule", [sgd, adam, adamw])
 def test_a_schedule_may_differ_by_member(rule, wrap):
-    """A schedule with a value for each member would be refused, or give other numbers than the constant tensor."""
+    """A schedule may give a value for each member."""
     params = TensorDict({"w": torch.zeros(3, 3)}, [3])
     scheduled, constant = rule(lr=lambda step: RATES), rule(lr=RATES)
 
@@ -144,7 +144,7 @@ def test_a_schedule_may_differ_by_member(rule, wrap):
 
 
 def test_optimizers_show_their_hyperparameters():
-    """A notebook would show the addresses of functions."""
+    """The repr of an optimizer shows its hyperparameters."""
     opt = adam(lr=lambda step: 0.1 / (step + 1), betas=(torch.tensor(0.5), torch.ones(3) / 2), weight_decay=1e-4)
     words = "adam(lr=<a function>, beta1=0.5, beta2=tensor of shape [3], eps=1e-08, weight_decay=0.0001)"
 

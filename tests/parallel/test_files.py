@@ -92,12 +92,12 @@ def test_a_file_that_a_worker_does_not_find(tmp_path):
     parcel = to_parcel(td)
     shutil.rmtree(tmp_path / "d")
 
-    with pytest.raises(WorkerError, match=r"x.memmap cannot be opened by a worker(.|\n)*got:(.|\n)*No such file"):
+    with pytest.raises(WorkerError, match=r"a worker must find \S*x.memmap(.|\n)*got:(.|\n)*No such file"):
         from_parcel(parcel)
     TensorDict({"x": torch.zeros(100)}, [100]).memmap(tmp_path / "d")
     file = next((tmp_path / "d").glob("*.memmap"))
     file.write_bytes(b"short")
-    with pytest.raises(WorkerError, match=r"is not the file(.|\n)*expected: inode \d+, 400 bytes(.|\n)*inode \d+, 5"):
+    with pytest.raises(WorkerError, match=r"must be the file(.|\n)*expected: inode \d+, 400 bytes(.|\n)*inode \d+, 5"):
         from_parcel(parcel)
 
 

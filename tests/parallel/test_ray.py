@@ -68,7 +68,7 @@ SCRIPT = """
 
 # The first in the file: two clusters at once would share the processors.
 def test_classes_of_a_script_on_ray(tmp_path):
-    """A typed class that a script or notebook defines could not be sent, or would come back as another class."""
+    """A typed class that a script or notebook defines comes back as itself."""
     path = tmp_path / "script.py"
     path.write_text(textwrap.dedent(SCRIPT))
 
@@ -78,7 +78,7 @@ def test_classes_of_a_script_on_ray(tmp_path):
 
 
 def test_map_on_ray(cluster, tmp_path):
-    """A cluster would give other results than one process."""
+    """A cluster gives the results of one process."""
     td = TensorDict({"x": torch.arange(10), "y": torch.rand(10, 3)}, [10])
 
     assert_trees_equal(td.map(fns.double, executor=cluster, chunksize=3), fns.double(td))
@@ -94,7 +94,7 @@ def test_map_on_ray(cluster, tmp_path):
 
 
 def test_an_error_on_ray(cluster):
-    """An error would come without its chunk, or the caller wait for ever for the chunks that it cancelled."""
+    """An error names its chunk, and the caller does not wait for the chunks that it cancelled."""
     td = TensorDict({"x": torch.arange(40)}, [40])
 
     with pytest.raises(ValueError, match="five") as caught:

@@ -76,7 +76,7 @@ def read_shards(folder):
 
 
 def read_step(folder):
-    """The tree of one step of a run, and what was written about it."""
+    """The tree of one step of a run, and its metadata."""
     about = json.loads((folder / "checkpoint.json").read_text())
     if about["file"].endswith(".index.json"):
         return about, read_shards(folder)

@@ -32,7 +32,7 @@ def run(code, *args, timeout=250):
 
 
 def ended(process, *, status=0):
-    """Wait for a script and return what it printed."""
+    """Wait for a script and return its output."""
     out, errors = process.communicate(timeout=250)
     assert process.returncode == status, errors
     return out

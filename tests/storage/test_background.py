@@ -103,7 +103,7 @@ def test_shards_are_of_one_moment(tmp_path, monkeypatch):
 
 def copied(tree, copy):
     """Dotted names of the leaves that a snapshot does not share memory with."""
-    out = background.outline_of(tree)
+    out = background.outline(tree)
     snapshot = background.take_snapshot(tree, copy)
     pairs = zip(out.names, out.leaves, snapshot.outline.leaves, strict=True)
     names = {name.strip('"') for name, old, new in pairs if old.data_ptr() != new.data_ptr()}
@@ -174,7 +174,7 @@ def interrupted(_):
 
 
 def test_refusals_and_interrupts_come_at_once_and_free_the_place(tmp_path, monkeypatch):
-    """What is refused, or interrupted while leaves are copied, is raised by `save` and uses up no place."""
+    """Refusals and interrupts are raised by `save` at once and use up no place."""
     saver = AsyncSaver()
     for _ in range(3):
         with pytest.raises(UnsupportedError, match=r'leaf "bad" cannot be stored'):
@@ -182,7 +182,7 @@ def test_refusals_and_interrupts_come_at_once_and_free_the_place(tmp_path, monke
         with pytest.raises(AttributeError, match="'dict' object"):
             saver.save({"w": torch.ones(1)}, tmp_path / "t.safetensors")
         with monkeypatch.context() as patch:
-            patch.setattr(background, "outline_of", interrupted)
+            patch.setattr(background, "outline", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 saver.save(TREE, tmp_path / "t.safetensors")
     assert saver.save(TREE, tmp_path / "t.safetensors").result().exists()
@@ -378,13 +378,13 @@ def test_an_interpreter_that_ends_finishes_its_saves(end, status, tmp_path):
 
     for name in ("a.safetensors", "b.safetensors", "shards", "late.safetensors"):
         assert sum(float(leaf.sum()) for leaf in load(tmp_path / name).leaves()) == 6e6, name
-    assert "1 save(s) in the background failed, and nobody looked" in errors
+    assert "1 save(s) in the background failed, and no call raised it" in errors
     assert f"{tmp_path}/missing/t.safetensors: FileNotFoundError" in errors
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_fork_starts_with_nothing_pending(gate, tmp_path):
-    """A forked process can save and wait, and has no part in the saves of its parent."""
+    """A forked process can save and wait; it is told that it cannot wait for a save of its parent."""
     saver = AsyncSaver()
     handle = saver.save(TREE, tmp_path / "parent.safetensors")
     child = os.fork()
@@ -392,6 +392,8 @@ def test_a_fork_starts_with_nothing_pending(gate, tmp_path):
         code = 1
         try:
             gate.set()
+            with pytest.raises(ConcurrencyError, match=r"(?s)parent\.safetensors: only the process.*a forked process"):
+                handle.result()
             saver.wait()
             saver.save(TREE, tmp_path / "child.safetensors").result(timeout=20)
             code = 0

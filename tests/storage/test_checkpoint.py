@@ -14,7 +14,6 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tdfunc import Kind, NonTensorData, TensorDict
-from tdfunc.core.collection import Static, TensorCollection
 from tdfunc.core.errors import UnsupportedError
 from tdfunc.storage.api import load, save
 from tdfunc.storage.safetensors import header
@@ -33,7 +32,7 @@ def round_trip(tree, folder, **options):
 
 @given(tree=trees())
 def test_safetensors_reads_every_file(tree, tmp_path_factory):
-    """Another program could not open the file, or would read other values."""
+    """The safetensors package opens every file and finds the same leaves in it."""
     path = tmp_path_factory.getbasetemp() / "o.safetensors"
     save(tree, path, fsync=False)
 
@@ -50,7 +49,7 @@ def described(leaf):
 
 
 def test_the_comparison_can_fail():
-    """The laws above would pass whatever a file loses."""
+    """The comparison of the laws above finds a difference in a sign, order, batch size, value or class."""
     tree = TensorDict({"a": torch.zeros(2), "s": "x"}, [2])
     for other in (
         TensorDict({"a": -torch.zeros(2), "s": "x"}, [2]),
@@ -64,7 +63,7 @@ def test_the_comparison_can_fail():
 
 
 def test_modules_come_back(tmp_path):
-    """Kinds, Parameters, requires_grad or ties of a module would be lost."""
+    """Kinds, Parameters, requires_grad and ties of a module come back."""
     torch.manual_seed(0)
     model = nn.Sequential(TiedLM(), nn.BatchNorm1d(3))
     model[0].norm.bias.requires_grad_(False)
@@ -79,7 +78,7 @@ def test_modules_come_back(tmp_path):
 
 
 def test_a_loaded_module_trains(tmp_path):
-    """Training on a loaded tree would fault, fail in autograd, or write to the file."""
+    """A module that holds a loaded tree trains, and the file does not change."""
     torch.manual_seed(0)
     model = TinyMLP()
     path = tmp_path / "t.safetensors"
@@ -98,7 +97,7 @@ def test_a_loaded_module_trains(tmp_path):
 
 
 def test_extra_state_that_is_a_tensor(tmp_path):
-    """The state that a module keeps in `get_extra_state` would be refused, or become a leaf."""
+    """The state that a module keeps in `get_extra_state` comes back as non-tensor data."""
     states = {"_extra_state": NonTensorData(torch.arange(3), [2]), "other": NonTensorData({"step": 3}, [2])}
     tree = TensorDict({"a": torch.zeros(2), **states}, [2])
     tree = tree._replace(tree._data, kinds=dict.fromkeys(states, Kind.EXTRA_STATE))
@@ -111,7 +110,7 @@ def test_extra_state_that_is_a_tensor(tmp_path):
 
 
 def test_names_are_dotted_paths(tmp_path):
-    """Other programs could not find a leaf, or two leaves would share a name."""
+    """Names in the file are dotted paths, with a suffix where two leaves would have one."""
     leaves = {"a.b": torch.full((1,), 1.0), "__metadata__": torch.full((1,), 2.0), "c": torch.full((1,), 3.0)}
     tree = TensorDict({**leaves, "a": {"b": torch.full((1,), 4.0)}})
 
@@ -122,7 +121,7 @@ def test_names_are_dotted_paths(tmp_path):
 
 
 def test_depth_meets_no_recursion_limit(tmp_path):
-    """A deep tree would raise RecursionError."""
+    """A tree of any depth comes back."""
     tree = TensorDict({"leaf": torch.ones(2)})
     for _ in range(3 * sys.getrecursionlimit()):
         tree = TensorDict._make({"k": tree, "x": torch.zeros(1)}, torch.Size(()))
@@ -134,7 +133,7 @@ def test_depth_meets_no_recursion_limit(tmp_path):
 
 
 def test_leaves_are_independent(tmp_path):
-    """An in-place write to one leaf would count as one to all, and pickling one would take the whole file along."""
+    """Each loaded leaf has a version and a storage of its own, and pickles alone."""
     back = round_trip(
         TensorDict({"a": torch.zeros(1000), "b": torch.zeros(1000), "h": torch.zeros(9).bfloat16()}), tmp_path
     )
@@ -151,7 +150,7 @@ def test_leaves_are_independent(tmp_path):
 
 
 def test_saving_over_the_file_that_a_tree_is_mapped_from(tmp_path):
-    """The loaded tree would change, or the new file would be torn, since its source is the old one."""
+    """A save over the file that a tree is mapped from changes the file and not the tree."""
     path = tmp_path / "t.safetensors"
     save(TensorDict({"a": torch.arange(100_000.0)}), path)
     back = load(path)
@@ -164,7 +163,7 @@ def test_saving_over_the_file_that_a_tree_is_mapped_from(tmp_path):
 
 
 def test_fake_mode_reads_the_header_only(tmp_path):
-    """Loading under FakeTensorMode would read the data, or mix real tensors in."""
+    """Under FakeTensorMode a load makes fake tensors from the header alone."""
     tree = TensorDict({"a": nn.Parameter(torch.ones(2, 3)), "b": {"c": torch.ones(2).bfloat16()}}, [2])
     save(tree, tmp_path / "t.safetensors")
 
@@ -179,7 +178,7 @@ def test_fake_mode_reads_the_header_only(tmp_path):
 
 
 def test_device(tmp_path):
-    """The given device would not reach the leaves, or the tree would not say where they are."""
+    """The given device is that of the leaves and of the tree."""
     tree = TensorDict({"a": torch.ones(2, 3), "b": {"c": torch.ones(2)}}, [2])
 
     meta = round_trip(tree, tmp_path, device="meta")
@@ -193,7 +192,7 @@ def test_device(tmp_path):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_cuda(tmp_path):
-    """Leaves on a GPU would be written wrongly, or come back elsewhere."""
+    """Leaves on a GPU are written and come back there."""
     torch.manual_seed(0)
     tree = TensorDict(
         {"a": torch.randn(3_000_000), "b": torch.randn(1500, 2000).t(), "c": torch.ones(3)}, device="cuda"
@@ -206,7 +205,7 @@ def test_cuda(tmp_path):
 
 
 def test_another_device_that_is_not_here(tmp_path):
-    """A tree saved on a GPU would fail on a CPU machine without saying how to load it."""
+    """A tree saved on a device that is not here is refused with the line that loads it on the CPU."""
     path = tmp_path / "t.safetensors"
     save(TensorDict({"a": torch.ones(2)}), path)
     plan = encode.outline(TensorDict({"a": torch.ones(2)}))
@@ -219,46 +218,11 @@ def test_another_device_that_is_not_here(tmp_path):
     assert load(path, device="cpu")["a"].tolist() == [1.0, 1.0]
 
 
-# -- classes ----------------------------------------------------------------------------------------------------
-
-
-class Typed(TensorCollection):
-    """A tree of another class, as TensorClass will be."""
-
-    __slots__ = ()
-
-
-def test_classes_are_found_by_name(tmp_path):
-    """A typed tree would come back as a plain one, or need its class to be given although it is imported."""
-    inner = Typed._make({"x": torch.ones(2)}, torch.Size([2]), static=Static(own={"dim": -1}))
-    tree = TensorDict({"plain": torch.zeros(2)}, [2])._put({"t": inner})
-
-    back = round_trip(tree, tmp_path, classes=[Typed])
-
-    assert_same(back, tree)
-    with mock.patch.dict(sys.modules, {Typed.__module__: sys.modules[__name__]}):
-        assert_same(load(tmp_path / "t.safetensors"), tree)
-    assert type(load(tmp_path / "t.safetensors", classes=TensorDict)["t"]) is TensorDict
-
-
-def test_unknown_classes_are_named(tmp_path):
-    """A class that is not here would be guessed, or imported by a file's wish."""
-
-    class Local(TensorCollection):
-        __slots__ = ()
-
-    save(TensorDict({"a": torch.zeros(1)})._put({"t": Local._make({}, torch.Size(()))}), tmp_path / "t.safetensors")
-
-    with pytest.raises(UnsupportedError, match=r"Local[\s\S]*classes="):
-        load(tmp_path / "t.safetensors")
-    assert_same(load(tmp_path / "t.safetensors", classes=Local)._data["t"], Local._make({}, torch.Size(())))
-
-
 # -- files of other programs ------------------------------------------------------------------------------------
 
 
 def test_files_of_other_programs_nest_by_dots(tmp_path):
-    """A file written by safetensors would not load, or its names would not become paths."""
+    """A file written by safetensors loads as a nested tree by its dotted names."""
     plain = {"a.b": torch.ones(2), "a.c": torch.zeros(1, 3).bfloat16(), "d": torch.tensor(3), "e": torch.zeros(0, 2)}
     safetensors.torch.save_file(plain, tmp_path / "t.safetensors", {"format": "pt", "made by": "another"})
 
@@ -272,14 +236,14 @@ def test_files_of_other_programs_nest_by_dots(tmp_path):
 
 @pytest.mark.parametrize("names", [["a", "a.b"], ["a..b"], ["a.b", ".c"], [".".join("k" * 100)]], ids=str)
 def test_ambiguous_names_stay_flat(names, tmp_path):
-    """A leaf would vanish under another one, or a key would be empty."""
+    """Names that do not nest load as keys with dots."""
     safetensors.torch.save_file({name: torch.ones(1) for name in names}, tmp_path / "t.safetensors")
 
     assert set(load(tmp_path / "t.safetensors").keys()) == set(names)
 
 
 def test_misaligned_leaves_are_copied(tmp_path):
-    """A file whose leaves do not lie on multiples of their element size would fault or be refused."""
+    """Leaves that do not lie on multiples of their element size load as aligned copies."""
     raw = b'{"a":{"dtype":"U8","shape":[3],"data_offsets":[0,3]},"b":{"dtype":"F32","shape":[2],"data_offsets":[3,11]},'
     raw += b'"c":{"dtype":"BF16","shape":[2],"data_offsets":[11,15]}}'
     data = torch.tensor([1.5, -2.0])
@@ -295,7 +259,7 @@ def test_misaligned_leaves_are_copied(tmp_path):
 
 
 def test_a_file_written_again_by_another_program(tmp_path):
-    """Checksums of the old values would pass for new ones, or the values could not be read at all."""
+    """A file with old metadata around new values is refused, and read without verifying."""
     path = tmp_path / "t.safetensors"
     save(TensorDict({"b": {"w": torch.ones(3)}, "s": "text", "a": torch.zeros(2)}, names=None), path)
     with safetensors.safe_open(path, "pt") as f:
@@ -313,7 +277,7 @@ def test_a_file_written_again_by_another_program(tmp_path):
 
 
 def test_the_length_of_the_header_is_known_before(tmp_path):
-    """Data would start where the header, once its checksums are in it, does not end."""
+    """The header is as long with its checksums as it was planned."""
     for count in range(12):
         tree = TensorDict({"k" * (i + 1): torch.full((i,), i) for i in range(count)})
         path = tmp_path / "t.safetensors"
@@ -327,7 +291,7 @@ def test_the_length_of_the_header_is_known_before(tmp_path):
 
 
 def test_other_headers_are_the_limit_of_safetensors(tmp_path, monkeypatch):
-    """A file would be written that no reader of the format opens."""
+    """A header that is too long for safetensors is refused before anything is written."""
     monkeypatch.setattr(plans, "MAX_HEADER_BYTES", 500)
 
     with pytest.raises(UnsupportedError, match=r"at most 500 bytes[\s\S]*\d{3} bytes"):
@@ -337,7 +301,7 @@ def test_other_headers_are_the_limit_of_safetensors(tmp_path, monkeypatch):
 
 
 def test_a_value_seen_with_a_huge_batch_takes_no_memory(tmp_path):
-    """One non-tensor value would be written, or allocated on load, for every element of its batch."""
+    """A value for a whole batch is written and loaded once, whatever the batch size."""
     td = TensorDict({"n": TensorDict({"s": "x"}, [2**40])})
     save(td, tmp_path / "f.safetensors")
 

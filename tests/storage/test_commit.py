@@ -4,7 +4,6 @@ import errno
 import os
 import resource
 import stat
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -56,7 +55,7 @@ def test_errors_close_what_they_opened(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("reserve", [True, False], ids=["reserved", "not reserved"])
 def test_no_space(reserve, tmp_path, monkeypatch):
-    """A full disk leaves the old file as it is, whether or not the space could be reserved."""
+    """A full disk leaves the old file as it is, with and without reserved space."""
     save(OLD, tmp_path / "c.safetensors")
     if not reserve:
         monkeypatch.setattr(commit, "_libc", None)
@@ -148,36 +147,6 @@ def test_the_disk_has_the_contents_before_the_name_and_the_name_at_the_end(name,
     ORDERS[name][0](tmp_path)
 
     assert calls == ORDERS[name][1]
-
-
-def test_threads_that_save_to_one_path(tmp_path):
-    """Several saves at once do not mix, fail or delete each other's temporary file; a reader sees one of them whole."""
-    path = tmp_path / "c.safetensors"
-    trees = [TensorDict({str(k): torch.full((20_000,), float(i)) for k in range(5)}) for i in range(3)]
-    save(trees[0], path)
-    errors, loads = [], []
-
-    def work(call):
-        try:
-            for _ in range(15):
-                call()
-        except BaseException as err:
-            errors.append(err)
-
-    def read():
-        loads.append({float(leaf.unique()) for leaf in load(path).values()})
-
-    calls = [lambda tree=tree: save(tree, path, fsync=False) for tree in trees]
-    threads = [threading.Thread(target=work, args=(call,)) for call in [*calls, read]]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-    assert errors == []
-    assert all(len(values) == 1 for values in loads)
-    assert len(loads) == 15
-    assert os.listdir(tmp_path) == ["c.safetensors"]
 
 
 def test_permissions(tmp_path):

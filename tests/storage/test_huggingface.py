@@ -34,7 +34,7 @@ def make_model(tied):
 
 
 def logits(model):
-    """What a model says to some tokens."""
+    """The logits of some tokens."""
     with torch.no_grad():
         return model(TOKENS).logits
 
@@ -48,7 +48,7 @@ def read(folder):
 @pytest.mark.parametrize("theirs", ["5GB", "10KB"])
 @pytest.mark.parametrize("ours", ["1GB", "8KB", None])
 def test_there_and_back(tied, theirs, ours, tmp_path):
-    """A model of transformers would not load, or transformers not read what was saved after an edit."""
+    """A model of transformers loads, and transformers reads the edited tree."""
     model = make_model(tied)
     folder = tmp_path / "hf"
     model.save_pretrained(folder, max_shard_size=theirs)
@@ -71,7 +71,7 @@ def test_there_and_back(tied, theirs, ours, tmp_path):
 
 @pytest.mark.parametrize("tied", [False, True], ids=["two heads", "tied"])
 def test_a_tree_from_a_module(tied, tmp_path):
-    """A tied head, which is stored once, would be missing for transformers."""
+    """Transformers reads the tree of a module, also one with a tied head."""
     model = make_model(tied)
     model.config.save_pretrained(tmp_path / "m")
     tree = TensorDict.from_module(model)
@@ -84,7 +84,7 @@ def test_a_tree_from_a_module(tied, tmp_path):
 
 
 def test_like_of_a_model_that_has_no_memory(tmp_path):
-    """A checkpoint could not be compared with the model that is to take it before memory is spent."""
+    """A checkpoint is compared with a model on the meta device before memory is spent."""
     model = make_model(False)
     model.save_pretrained(tmp_path / "m", max_shard_size="10KB")
     with torch.device("meta"):
@@ -110,7 +110,7 @@ def make_bert():
 
 
 def output(model):
-    """What a model says to some tokens."""
+    """The output for some tokens."""
     with torch.no_grad():
         return model(TOKENS)[0]
 
@@ -121,7 +121,7 @@ MODELS = {"llama": lambda: make_model(False), "tied llama": lambda: make_model(T
 @pytest.mark.parametrize("size", ["5GB", "10KB"])
 @pytest.mark.parametrize("name", MODELS)
 def test_like_of_the_model_itself(name, size, tmp_path):
-    """The buffers that a module computes itself would be missing in every file of transformers."""
+    """Buffers that a module computes itself need not be in a file of transformers."""
     model, other = MODELS[name](), MODELS[name]()
     model.save_pretrained(tmp_path / "m", max_shard_size=size)
     with torch.no_grad():
@@ -141,7 +141,7 @@ def test_like_of_the_model_itself(name, size, tmp_path):
 
 
 def test_like_lists_what_is_missing_nevertheless(tmp_path):
-    """A parameter that a file lacks would not be noticed, or a buffer of a wrong shape that it has."""
+    """A parameter that a file lacks is an error, and so is a buffer of another shape that it has."""
     model = make_model(False)
     state = {key: leaf for key, leaf in model.state_dict().items() if key != "model.norm.weight"}
     safetensors.torch.save_file({**state, "model.rotary_emb.inv_freq": torch.ones(5)}, tmp_path / "x.safetensors")
@@ -155,7 +155,7 @@ def test_like_lists_what_is_missing_nevertheless(tmp_path):
 
 
 def test_like_is_exact_for_our_files(tmp_path):
-    """A tree of ours that lost a buffer would pass for the whole one."""
+    """A tree of ours must have the buffers too."""
     tree = TensorDict.from_module(make_model(False))
     save(tree.delete(("model", "rotary_emb", "inv_freq")), tmp_path / "x.safetensors")
 

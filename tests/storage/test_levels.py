@@ -60,7 +60,7 @@ TRANSFORMS = {
 
 
 def transformed(transform, read):
-    """The gradient of a product with what is read, and whether torch had wrapped any of it."""
+    """The gradient of a product with the leaf that is read, and whether torch has wrapped it."""
     wrapped = []
 
     def product(z):
@@ -74,7 +74,7 @@ def transformed(transform, read):
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("way", WAYS)
 def test_loads(way, transform, saved):
-    """A good file was called damaged, since torch wraps what is made inside of a transform."""
+    """A load inside of a transform gives plain tensors, which are constants there."""
     assert transformed(transform, lambda: WAYS[way](saved[1])) == ([0.0, 1.0, 2.0, 3.0, 4.0], False)
 
 
@@ -82,14 +82,14 @@ def test_loads(way, transform, saved):
 @pytest.mark.parametrize("name", ["x.safetensors", "shards"])
 @pytest.mark.parametrize("part", PARTS)
 def test_reads_of_parts(part, name, transform, saved):
-    """The same for what is read of an open file."""
+    """A leaf or part of an open file that is read inside of a transform is a constant there."""
     with tdfunc.open(saved[1] / name) as f:
         assert transformed(transform, lambda: PARTS[part](f)) == ([0.0, 1.0, 2.0, 3.0, 4.0], False)
 
 
 @pytest.mark.parametrize("index", [slice(5), [0, 1, 2, 3, 4], torch.arange(5), torch.ones(5) > 0, ...], ids=str)
 def test_rows(index, saved):
-    """The rows that an index names would be other ones inside of a transform."""
+    """The rows that an index names are the same inside of a transform."""
     with tdfunc.open(saved[1] / "x.safetensors") as f:
         assert transformed("grad", lambda: f.slice("a", index))[0] == [0.0, 1.0, 2.0, 3.0, 4.0]
 
@@ -102,7 +102,7 @@ def test_rows_by_a_mapped_index(saved):
 
 
 def test_saves(saved, tmp_path):
-    """What is no value of the transform can be saved in it, and is the same as outside."""
+    """Constants of a transform can be saved in it, and are the same as outside."""
     tree, _ = saved
 
     def fn(z):
@@ -118,7 +118,7 @@ def test_saves(saved, tmp_path):
 
 @pytest.mark.parametrize("error", [RuntimeError("no memory"), TypeError("a bug"), ValueError("a bug"), KeyError("x")])
 def test_errors_of_reading_are_not_damage(error, saved, monkeypatch):
-    """Whoever believes that the file is damaged restores it from a copy, for a fault that is elsewhere."""
+    """An error of reading passes through as it is: it is not a sign of damage."""
 
     def fail(*_, **__):
         raise error
@@ -135,7 +135,7 @@ def test_errors_of_reading_are_not_damage(error, saved, monkeypatch):
 
 
 def test_errors_of_headers_are_damage(tmp_path):
-    """The same errors, where they come of what a header says."""
+    """Errors of Python in parsing a header are damage, and name the file."""
     (tmp_path / "x.safetensors").write_bytes(b"\0" * 8)
 
     with pytest.raises(CorruptCheckpointError, match=r"x\.safetensors: (?s:.)*malformed"):

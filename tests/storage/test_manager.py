@@ -72,7 +72,7 @@ def test_without_steps(tmp_path):
 
     assert (manager.steps(), manager.latest(), manager.best()) == ([], None, None)
     for call in (manager.load, manager.metadata, manager.verify):
-        with pytest.raises(FileNotFoundError, match=r"a/b: there are no steps(.|\n)*latest\(\) is None"):
+        with pytest.raises(FileNotFoundError, match=r"a/b: the folder must have a step(.|\n)*latest\(\) is None"):
             call()
     assert os.listdir(tmp_path) == []
     manager.save(0, tree_of(1))
@@ -188,7 +188,7 @@ ALTERED = {
 
 @pytest.mark.parametrize("name", ALTERED)
 def test_metadata_that_json_would_alter_are_refused(name, manager):
-    """Metadata come back as they were, or the save names the entry and writes nothing."""
+    """Metadata that JSON alters are refused by their name, and nothing is written."""
     with pytest.raises(UnsupportedError, match=r"save: metadata\['a'\] cannot be stored"):
         manager.save(0, tree_of(1), metadata={"fine": 1, "a": ALTERED[name]})
     assert manager.steps() == []

@@ -125,7 +125,7 @@ def test_the_latest_is_removed_before_it_is_opened(tmp_path, monkeypatch):
 
 
 def test_without_locks_a_step_that_goes_while_it_is_read_is_gone_and_not_damaged(tmp_path, monkeypatch):
-    """Nobody can hold a step on a file system without locks; a load of it says that it was removed."""
+    """On a file system without locks a step that is removed while it is read is gone, and not damaged."""
     monkeypatch.setattr(commit, "_fcntl", None)
     manager, real = CheckpointManager(tmp_path, keep_last=2), steps_module.load
     for step in range(3):

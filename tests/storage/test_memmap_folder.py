@@ -2,17 +2,11 @@
 
 import json
 import os
-import shutil
 import socket
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from tdfunc import (
     ConcurrencyError,
@@ -70,7 +64,7 @@ def snapshot(folder):
     [(4, "(?s)'n.w'.*cut short.*expected: 8 bytes.*got:      4 bytes"), (12, "(?s)'n.w'.*too long.*8 bytes.*12 bytes")],
 )
 def test_a_file_of_the_wrong_size(size_bytes, message, tmp_path):
-    """A torn file would be read past its end, or made longer."""
+    """A file of another size is refused with both sizes, and is not changed."""
     TensorDict({"n": {"w": torch.ones(2)}}).memmap(tmp_path / "d")
     leaf = tmp_path / "d" / "n" / "w.memmap"
     os.truncate(leaf, size_bytes)
@@ -83,7 +77,7 @@ def test_a_file_of_the_wrong_size(size_bytes, message, tmp_path):
 
 
 def test_missing_files(tmp_path):
-    """A leaf or sub-tree whose file has gone would be missing from the tree, without a word."""
+    """A missing file or folder is named by its path in the tree."""
     TensorDict({"n": {"w": torch.ones(2)}, "v": "x"}).memmap(tmp_path / "d")
     os.remove(tmp_path / "d" / "n" / "w.memmap")
     with pytest.raises(CorruptCheckpointError, match="(?s)'n.w'.*missing.*n/w.memmap"):
@@ -119,7 +113,7 @@ def _socket(path):
     ],
 )
 def test_something_else_in_place_of_a_file(name, make, got, tmp_path, monkeypatch):
-    """A pipe would hang the load, a device act, a link show another file."""
+    """A folder, pipe, socket, device or link out of the folder is refused at once."""
     (tmp_path / "secret").write_bytes(bytes(8))
     write(tmp_path / "d", node({"a": LEAF}), a=bytes(8))
     os.remove(tmp_path / "d" / name)
@@ -131,7 +125,7 @@ def test_something_else_in_place_of_a_file(name, make, got, tmp_path, monkeypatc
 
 
 def test_links_inside_the_folder_open(tmp_path):
-    """Two leaves on one file, as some tools make them, would be refused."""
+    """Links to files inside the folder open."""
     write(tmp_path / "d", node({"a": LEAF, "b": LEAF}), a=torch.ones(2).numpy().tobytes())
     (tmp_path / "d" / "b.memmap").symlink_to("a.memmap")
     (tmp_path / "link").symlink_to("d")
@@ -140,7 +134,7 @@ def test_links_inside_the_folder_open(tmp_path):
 
 
 def test_a_linked_folder_is_refused(tmp_path):
-    """A link to a folder could lead out, or around in circles for ever."""
+    """A link to a folder is refused."""
     write(tmp_path / "d", node({"n": {"type": "TensorDict"}}))
     (tmp_path / "d" / "n").symlink_to(".")
     with pytest.raises(CorruptCheckpointError, match="(?s)'n' is a link to a folder"):
@@ -183,6 +177,9 @@ def test_a_linked_folder_is_refused(tmp_path):
         node({}, size=[2], own={"names": []}),
         node({}, size=[2], own={"names": [None, None]}),
         node({"a": LEAF}, own={"flags": {"a": "pb"}}),
+        node({"a": {**LEAF, "dtype": "torch.int64"}}, own={"flags": {"a": "g"}}),
+        *[node({key: LEAF}) for key in ("\ud800", "x" * 300, "é" * 200)],
+        *[node({key: {"type": "TensorDict"}}) for key in ("\ud800", "x" * 300, "é" * 200)],
         node({"a": LEAF}, own={"special": {"b": {"value": 1, "values": [1]}}, "order": ["a", "b"]}),
         node({}, own={"names": ["x"]}),
         node({}, own={"names": "x"}),
@@ -206,7 +203,7 @@ def test_a_linked_folder_is_refused(tmp_path):
     ],
 )
 def test_meta_json_that_lies(meta, tmp_path):
-    """A damaged or hostile description would become a tree, or an error that names no file."""
+    """A description that does not fit is refused by an error that names the folder, and nothing is written."""
     write(tmp_path / "d", meta, a=bytes(8))
     before = snapshot(tmp_path)
 
@@ -229,7 +226,7 @@ def test_meta_json_that_lies(meta, tmp_path):
     ],
 )
 def test_what_is_not_read(meta, message, tmp_path):
-    """A folder of another kind would be read as a tree."""
+    """A folder of another kind is refused by name."""
     write(tmp_path / "d", meta, a=bytes(8))
 
     with pytest.raises(UnsupportedError, match=message):
@@ -237,7 +234,7 @@ def test_what_is_not_read(meta, message, tmp_path):
 
 
 def test_a_huge_meta_json_is_not_read(tmp_path):
-    """A file of holes would fill the memory."""
+    """A meta.json that is too large is refused before it is read."""
     write(tmp_path / "d", {})
     os.truncate(tmp_path / "d" / "meta.json", 1 << 40)
 
@@ -309,7 +306,7 @@ RAGGED = f"<class '{Ragged.__module__}.Ragged'>"
 
 @pytest.mark.parametrize("at", [(), ("l",), ("l", "0")])
 def test_a_lazy_stack_of_typed_trees_of_tensordict(at, tmp_path):
-    """The folder that tensordict writes for a lazy stack of typed trees would raise a KeyError."""
+    """The folder that tensordict writes for a lazy stack of typed trees opens, plain and as the given class."""
     folder = tmp_path / "d"
     for n, key in enumerate(at):
         write(tmp_path.joinpath("d", *at[:n]), node({key: {"type": "TensorDict"}}))
@@ -330,7 +327,7 @@ def test_a_lazy_stack_of_typed_trees_of_tensordict(at, tmp_path):
 
 
 def test_a_typed_tree_of_tensordict_around_something_else(tmp_path):
-    """A folder that claims to be a tensorclass around one value would raise a KeyError."""
+    """A folder that claims to be a tensorclass around one value is refused by name."""
     write(tmp_path / "d", {"_type": RAGGED})
     write(tmp_path / "d" / "_tensordict", {"_type": VALUES, "data": [1]})
 
@@ -341,7 +338,7 @@ def test_a_typed_tree_of_tensordict_around_something_else(tmp_path):
 
 
 def test_a_lazy_stack_of_tensordict_s_tensorclass(tmp_path):
-    """What tensordict writes for it would not be read."""
+    """A lazy stack of tensorclasses that tensordict wrote opens."""
     stack = Incumbent.lazy_stack([Theirs(x=torch.full((n,), float(n)), s=str(n), batch_size=[n]) for n in (1, 2)])
     stack.memmap(tmp_path / "d")
 
@@ -352,7 +349,7 @@ def test_a_lazy_stack_of_tensordict_s_tensorclass(tmp_path):
 
 
 def test_lazy_stacks_that_lie(tmp_path):
-    """Trees that cannot lie side by side would become a stack."""
+    """Folders of trees that cannot be stacked are refused."""
     write(tmp_path / "d", {"_type": LAZY, "stack_dim": 0})
     write(tmp_path / "d" / "0", node({}, size=[2]))
     write(tmp_path / "d" / "1", node({}, size=[]))
@@ -376,7 +373,7 @@ def test_lazy_stacks_that_lie(tmp_path):
 
 
 def test_ties_that_a_part_does_not_know(tmp_path):
-    """A tree whose parts disagree about ties would be edited wrongly later."""
+    """A part whose ties differ from those of the whole is refused."""
     shared = torch.ones(2)
     tree = TensorDict({"n": {"a": shared, "b": shared}})
     inner = tree["n"]._replace(ties=((("a",), ("b",)),))
@@ -388,17 +385,9 @@ def test_ties_that_a_part_does_not_know(tmp_path):
         TensorDict.load_memmap(tmp_path / "d")
 
 
-def test_a_gradient_that_cannot_be(tmp_path):
-    """An error of torch would come without the file's name."""
-    write(tmp_path / "d", node({"a": {**LEAF, "dtype": "torch.int64"}}, own={"flags": {"a": "g"}}), a=bytes(16))
-
-    with pytest.raises(CorruptCheckpointError, match="(?s)load_memmap .*requires grad|floating dtype"):
-        TensorDict.load_memmap(tmp_path / "d")
-
-
 @pytest.mark.parametrize("name", ["other.pickle", "pickle.pkl"])
 def test_pickles_are_never_read(name, tmp_path):
-    """A pickle would run its code."""
+    """A folder with a pickle is refused, and its code does not run."""
     marker = tmp_path / "ran"
     TensorDict({"n": {"s": "x"}}).memmap(tmp_path / "d")
     for folder in (tmp_path / "d" / "n" / "s", tmp_path / "d"):
@@ -412,7 +401,7 @@ def test_pickles_are_never_read(name, tmp_path):
 
 
 def test_a_class_that_changed(tmp_path):
-    """A field that no longer exists would be dropped."""
+    """A field that the class does not have any more is refused by name."""
 
     class Old(TensorClass):
         x: torch.Tensor
@@ -427,41 +416,11 @@ def test_a_class_that_changed(tmp_path):
         TensorDict.load_memmap(tmp_path / "d", classes=[New])
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_any_change_of_meta_json(data, tmp_path):
-    """Some damage would give another error, a file that grew, or leaves that do not fit their files."""
-    folder = tmp_path / "d"
-    tree = TensorDict(
-        {"a": torch.ones(2), "shape": torch.ones(2), "n": {"b": torch.ones(2, 3)}, "v": "x"}, [2], names=["r"]
-    )
-    # What an earlier example has damaged is not written over.
-    shutil.rmtree(folder, ignore_errors=True)
-    tree.memmap(folder)
-    target = folder / data.draw(st.sampled_from(["meta.json", "n/meta.json", "v/meta.json"]))
-    text = target.read_text()
-    at = data.draw(st.integers(0, len(text) - 1))
-    new = data.draw(
-        st.sampled_from(["", "0", "-", "9", '"', "[", "]", "{", "}", ",", "1e9", "null", "true", "\x00", "é"])
-    )
-    target.write_text(text[:at] + new + text[at + data.draw(st.integers(0, 6)) :])
-    before = snapshot(folder)
-
-    try:
-        back = TensorDict.load_memmap(folder)
-    except (CorruptCheckpointError, UnsupportedError, TreeStructureError):
-        back = TensorDict()
-    for leaf in back.leaves():
-        leaf.sum()
-
-    assert snapshot(folder) == before
-
-
 # -- a folder is replaced as a whole ----------------------------------------------------------------------------
 
 
 def test_writing_again_leaves_loaded_trees_as_they_are(tmp_path):
-    """A reader would see values of a later write, or of two at once."""
+    """A tree keeps its values when its folder is written again."""
     TensorDict({"a": torch.zeros(1000), "old": torch.zeros(1)}).memmap(tmp_path / "d")
     tree = TensorDict.load_memmap(tmp_path / "d")
 
@@ -473,14 +432,14 @@ def test_writing_again_leaves_loaded_trees_as_they_are(tmp_path):
 
 
 def test_other_files_are_not_deleted(tmp_path):
-    """`td.memmap(".")` would delete what is in the folder."""
+    """A folder with other files is not replaced."""
     (tmp_path / "d" / "inner").mkdir(parents=True)
     (tmp_path / "d" / "inner" / "thesis.tex").write_text("years")
-    with pytest.raises(FileExistsError, match="(?s)would be deleted.*thesis.tex"):
+    with pytest.raises(FileExistsError, match="(?s)must not be deleted.*thesis.tex"):
         TensorDict({"a": torch.zeros(1)}).memmap(tmp_path / "d")
     (tmp_path / "e").mkdir()
     (tmp_path / "e" / "x.memmap").write_text("data")
-    with pytest.raises(FileExistsError, match="(?s)would be deleted.*names and nothing else.*x.memmap"):
+    with pytest.raises(FileExistsError, match="(?s)must not be deleted.*that its meta.json names.*x.memmap"):
         TensorDict({"a": torch.zeros(1)}).memmap_like(tmp_path / "e")
     TensorDict({"a": torch.zeros(1)}).memmap(tmp_path / "f")
     with pytest.raises(FileExistsError, match="(?s)the folder exists.*a new or empty one"):
@@ -505,7 +464,7 @@ def test_other_files_are_not_deleted(tmp_path):
 )
 @pytest.mark.parametrize("call", ["memmap", "memmap_like", "memmap_"])
 def test_other_data_in_the_folder_of_a_tree(put, call, tmp_path):
-    """A data set that somebody put into the folder of another one, or an array, would be deleted with it."""
+    """A data set or array inside the folder of another one is not deleted with it."""
     stack = lazy_stack([TensorDict({"x": torch.zeros(n)}) for n in (1, 2)])
     td = TensorDict({"x": torch.zeros(3), "n": {"a b": torch.zeros(2)}, "l": stack, "s": "word"})
     td.memmap(tmp_path / "d")
@@ -514,7 +473,7 @@ def test_other_data_in_the_folder_of_a_tree(put, call, tmp_path):
     before = snapshot(tmp_path / "d")
 
     with pytest.raises(
-        FileExistsError, match=rf"{call} (.|\n)*would be deleted(.|\n)*expected: a new(.|\n)*got:      {tmp_path}"
+        FileExistsError, match=rf"{call} (.|\n)*must not be deleted(.|\n)*expected: a new(.|\n)*got:      {tmp_path}"
     ):
         getattr(td.clone(), call)(tmp_path / "d")
 
@@ -522,7 +481,7 @@ def test_other_data_in_the_folder_of_a_tree(put, call, tmp_path):
 
 
 def test_what_killed_writes_left_inside_goes(tmp_path):
-    """A part of a folder that was being written when its process died would keep the whole from being written again."""
+    """The rest of a killed write inside a folder goes with the folder."""
     td = TensorDict({"n": {"x": torch.zeros(3)}})
     td.memmap(tmp_path / "d")
     (tmp_path / "d" / "empty").mkdir()
@@ -539,7 +498,7 @@ def test_a_damaged_folder_is_not_replaced(tmp_path):
     """A folder whose meta.json cannot be read may hold anything."""
     write(tmp_path / "d", '{"x": {}', x=b"0000")
 
-    with pytest.raises(FileExistsError, match=r"would be deleted(.|\n)*got:      .*d/(meta.json|x.memmap)"):
+    with pytest.raises(FileExistsError, match=r"must not be deleted(.|\n)*got:      .*d/(meta.json|x.memmap)"):
         TensorDict({"x": torch.zeros(1)}).memmap(tmp_path / "d")
 
     assert (tmp_path / "d" / "x.memmap").read_bytes() == b"0000"
@@ -547,7 +506,7 @@ def test_a_damaged_folder_is_not_replaced(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_tensordict_s_folder_is_replaced(tmp_path):
-    """A data set could not be written over one that tensordict wrote."""
+    """A folder that tensordict wrote is replaced, pickles included."""
     theirs = Incumbent({"a": torch.zeros(1), "n": {"b": torch.zeros(2)}, "s": "x", "a b": torch.zeros(2)})
     theirs.set("nested", torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)]))
     theirs.set("lazy", Incumbent.lazy_stack([Incumbent({"a": torch.zeros(n)}) for n in (1, 2)]))
@@ -562,7 +521,7 @@ def test_tensordict_s_folder_is_replaced(tmp_path):
 
 
 def test_killed_between_the_two_steps(tmp_path):
-    """The old folder would be lost under a name that nobody knows."""
+    """The old folder of a writer that was killed between its two renames is found and loaded."""
     tree = TensorDict({"a": torch.ones(2)})
     tree.memmap(tmp_path / "d")
     # What `_take_place` leaves when it is killed after its first rename.
@@ -574,7 +533,7 @@ def test_killed_between_the_two_steps(tmp_path):
 
 
 def test_a_write_that_fails_leaves_the_old_folder(tmp_path, monkeypatch):
-    """A full disk would leave half a folder."""
+    """A failed write leaves the old folder and nothing else."""
     tree = TensorDict({"a": torch.ones(2)})
     tree.memmap(tmp_path / "d")
     monkeypatch.setattr("tdfunc.storage.memmap.write.write_all", _disk_full)
@@ -590,42 +549,11 @@ def _disk_full(fd, data):
     raise OSError(28, "No space left on device")
 
 
-def _write_again_and_again(folder, first, stop):
-    i = first
-    while not stop.is_set():
-        i += 2
-        TensorDict({str(k): torch.full((100,), float(i)) for k in range(20)}).memmap(folder)
-
-
-def test_readers_and_writers_at_once(tmp_path):
-    """A reader would get leaves of two writes, or an error, while others write."""
-    folder = tmp_path / "d"
-    TensorDict({str(k): torch.zeros(100) for k in range(20)}).memmap(folder)
-    stop = threading.Event()
-    seen = set()
-    with ThreadPoolExecutor(2) as pool:
-        writers = [pool.submit(_write_again_and_again, folder, first, stop) for first in (1, 2)]
-        try:
-            end = time.monotonic() + 60
-            while len(seen) < 20 and time.monotonic() < end:
-                values = {float(leaf[-1]) for leaf in TensorDict.load_memmap(folder).leaves()}
-                assert len(values) == 1
-                seen |= values
-        finally:
-            stop.set()
-    for writer in writers:
-        writer.result()
-
-    assert len(seen) >= 20
-    TensorDict({"a": torch.zeros(1)}).memmap(folder)
-    assert os.listdir(tmp_path) == ["d"]
-
-
 # -- the same file in another process ---------------------------------------------------------------------------
 
 
 def test_map_again(tmp_path):
-    """A worker would get other bytes than the tensor that was described to it."""
+    """A described leaf is mapped again with its geometry, unless its file was replaced, cut or has no name."""
     tree = TensorDict({"a": torch.arange(12).reshape(3, 4)}).memmap(tmp_path / "d")
     view = tree["a"][1:, ::2]
     file = mapped_file(view)
@@ -640,5 +568,5 @@ def test_map_again(tmp_path):
     TensorDict({"a": torch.zeros(12)}).memmap(tmp_path / "d")
     with pytest.raises(ConcurrencyError, match="another file by now"):
         map_again(file, view.dtype, view.shape, view.stride())
-    with pytest.raises(FileNotFoundError, match="no folder"):
+    with pytest.raises(FileNotFoundError, match="must have a folder"):
         map_again(file._replace(path=None), view.dtype, view.shape, view.stride())

@@ -24,7 +24,7 @@ from tests.storage.trees import values_of
 
 
 def test_refresh_sees_a_folder_that_was_written_again(tmp_path):
-    """A reader would keep the values of a folder that is gone."""
+    """After a refresh, leaves and views have the values of the folder that is there now."""
     for mode in ("c", "r+"):
         flat().memmap(tmp_path / "d")
         tree = TensorDict.load_memmap(tmp_path / "d", mode=mode)
@@ -49,7 +49,7 @@ def of_value(value, count=6):
 
 @pytest.mark.parametrize("part", [lambda t: t, lambda t: t["s"], lambda t: t.select("n", "s")])
 def test_a_folder_that_is_replaced_during_a_refresh(part, tmp_path, monkeypatch):
-    """Some leaves would come from the old folder and some from the new one."""
+    """All leaves of a refresh come from one writing of the folder."""
     of_value(0).memmap(tmp_path / "d")
     tree = part(TensorDict.load_memmap(tmp_path / "d"))
     values = iter(range(1, 4))
@@ -68,7 +68,7 @@ def test_a_folder_that_is_replaced_during_a_refresh(part, tmp_path, monkeypatch)
 
 
 def test_refresh_gives_up(tmp_path, monkeypatch):
-    """A refresh beside a writer that is always faster would never return."""
+    """A refresh ends when a writer is always faster."""
     monkeypatch.setattr(read, "_RETRIES", 3)
     of_value(0).memmap(tmp_path / "d")
     tree = TensorDict.load_memmap(tmp_path / "d")
@@ -91,7 +91,7 @@ def _replace_forever(folder):
 
 @pytest.mark.slow
 def test_refresh_beside_a_writer(tmp_path):
-    """A reader of a folder that another process replaces would see leaves of two trees, or an error."""
+    """A reader of a folder that another process replaces sees one tree after the other."""
     of_value(0).memmap(tmp_path / "d")
     tree = TensorDict.load_memmap(tmp_path / "d")
     # Forked, since an import takes longer than many writes; the tests run torch on one thread.
@@ -111,7 +111,7 @@ def test_refresh_beside_a_writer(tmp_path):
 
 
 def test_refresh_of_leaves_from_several_folders(tmp_path):
-    """Leaves that were put together from two loads would not be found, nor those that came from another process."""
+    """Leaves from two folders, and from another process, are found in their folders."""
     for name in "ab":
         TensorDict({"x": torch.zeros(2), "n": {"y": torch.zeros(2)}}).memmap(tmp_path / name)
     a, b = (TensorDict.load_memmap(tmp_path / name, mode="r+") for name in "ab")
@@ -128,7 +128,7 @@ def test_refresh_of_leaves_from_several_folders(tmp_path):
 
 
 def test_refresh_of_a_damaged_folder(tmp_path):
-    """A file that was cut short would end the process, or the error be one of load_memmap."""
+    """A file that was cut short is an error of the refresh."""
     tree = flat().memmap(tmp_path / "d")
     tree = TensorDict.load_memmap(tmp_path / "d")
     os.truncate(tmp_path / "d" / "a.memmap", 8)
@@ -138,7 +138,7 @@ def test_refresh_of_a_damaged_folder(tmp_path):
 
 
 def test_refresh_refusals(tmp_path):
-    """A leaf would get the bytes of another one, or one that is on no file would be passed over."""
+    """A leaf on no file, of another dtype or without its file is named, and no leaf changes."""
     with pytest.raises(UnsupportedError, match="(?s)'a' is on no file.*got:      a tensor in memory"):
         flat().memmap_refresh_()
     with pytest.raises(UnsupportedError, match="(?s)'a' is on no file.*got:      a memmap without a folder"):

@@ -1,103 +1,111 @@
 """Mistakes in the calls of storage: the class of the error, and the words that its message must have."""
 
+import os
+
 import pytest
 import torch
 from torch import nn
 
 import tdfunc as tdf
-from tdfunc import CorruptCheckpointError, MissingKeyError, TensorDict
+from tdfunc import AsyncSaver, CheckpointManager, CorruptCheckpointError, MissingKeyError, TensorDict
 from tests.storage.trees import small_tree
 
-# A call with an empty folder that holds `d`, a memmap of a small tree, and `t.safetensors`, the same as one file.
+# A call in a folder that holds `d`, a memmap of a small tree, and `t.safetensors`, the same as one file.
+RUN, FILE = "run", "t.safetensors"
 ROWS = {
-    "save: suffix": (lambda p: tdf.save(small_tree(), p / "t.npz"), ValueError, r"expected: \.safetensors[\s\S]*\.npz"),
-    "save: no suffix": (lambda p: tdf.save(small_tree(), p / "t"), ValueError, r"expected: \.safetensors[\s\S]*none"),
-    "save: torch's suffix": (
-        lambda p: tdf.save(small_tree(), p / "t.pt"),
-        ValueError,
-        r"torch\.save\(td\.state_dict\(\)",
-    ),
-    "save: a dict": (lambda p: tdf.save({"a": 1}, p / "t.safetensors"), AttributeError, "'dict' object"),
-    "save: order": (lambda p: tdf.save("x", small_tree()), TypeError, "TensorDict"),
-    "save: a folder": (lambda p: tdf.save(small_tree(), p / "f.safetensors"), IsADirectoryError, r"f\.safetensors"),
-    "save: no folder": (lambda p: tdf.save(small_tree(), p / "no" / "t.safetensors"), FileNotFoundError, "folder"),
-    "save: shard size": (lambda p: tdf.save(small_tree(), p / "s", max_shard_size="x"), ValueError, "5GB[\\s\\S]*'x'"),
-    "save: folder's name": (
-        lambda p: tdf.save(small_tree(), p / "x.pt", max_shard_size=9),
+    "save: suffix": (lambda: tdf.save(small_tree(), "t.npz"), ValueError, r"expected: \.safetensors[\s\S]*\.npz"),
+    "save: no suffix": (lambda: tdf.save(small_tree(), "t"), ValueError, r"expected: \.safetensors[\s\S]*none"),
+    "save: torch's suffix": (lambda: tdf.save(small_tree(), "t.pt"), ValueError, r"torch\.save\(td\.state_dict\(\)"),
+    "save: a dict": (lambda: tdf.save({"a": 1}, "n.safetensors"), AttributeError, "'dict' object"),
+    "save: a tensor": (lambda: tdf.save(torch.ones(1), "n.safetensors"), AttributeError, "'Tensor' object"),
+    "save: order": (lambda: tdf.save("x", small_tree()), TypeError, "TensorDict"),
+    "save: a folder": (lambda: tdf.save(small_tree(), "f.safetensors"), IsADirectoryError, r"f\.safetensors"),
+    "save: no folder": (lambda: tdf.save(small_tree(), "no/t.safetensors"), OSError, "the folder must exist"),
+    "save: shard size": (lambda: tdf.save(small_tree(), "s", max_shard_size="x"), ValueError, "5GB[\\s\\S]*'x'"),
+    "save: a file for a folder": (
+        lambda: tdf.save(small_tree(), "x.pt", max_shard_size=9),
         ValueError,
         r"shards are saved in a folder[\s\S]*name a folder",
     ),
-    "save: folder above": (
-        lambda p: tdf.save(small_tree(), p / "no" / "s", max_shard_size=9),
-        OSError,
-        "the folder above must exist",
-    ),
-    "load: like": (lambda p: tdf.load(p / "t.safetensors", like=3), TypeError, r"no shape and dtype\.[\s\S]*int"),
-    "load: like's leaf": (
-        lambda p: tdf.load(p / "t.safetensors", like={"a": {"b": 3}}),
-        TypeError,
-        r"at 'a\.b'[\s\S]*int",
-    ),
-    "load: like's module": (
-        lambda p: tdf.load(p / "t.safetensors", like=nn.Linear(1, 1)),
-        TypeError,
-        r"from_module[\s\S]*Linear",
-    ),
-    "load: dtype's name": (lambda p: tdf.load(p / "t.safetensors", dtype="float32"), ValueError, "a floating dtype"),
-    "load: other file": (
-        lambda p: tdf.load(p / "words"),
-        CorruptCheckpointError,
-        "give the path of a",
-    ),
+    "save: no name": (lambda: tdf.save(small_tree(), "", max_shard_size=9), OSError, "the folder above must exist"),
+    "save: folder above": (lambda: tdf.save(small_tree(), "no/s", max_shard_size=9), OSError, "the folder above must"),
+    "load: like": (lambda: tdf.load(FILE, like=3), TypeError, r"must have a shape and dtype\.[\s\S]*int"),
+    "load: like's leaf": (lambda: tdf.load(FILE, like={"a": {"b": 3}}), TypeError, r"at 'a\.b'[\s\S]*int"),
+    "load: like's module": (lambda: tdf.load(FILE, like=nn.Linear(1, 1)), TypeError, r"from_module[\s\S]*Linear"),
+    "load: dtype's name": (lambda: tdf.load(FILE, dtype="float32"), ValueError, "a floating dtype"),
+    "load: dtype": (lambda: tdf.load(FILE, dtype=torch.int8), ValueError, "floating"),
+    "load: other file": (lambda: tdf.load("words"), CorruptCheckpointError, "give the path of a"),
+    "load: nothing": (lambda: tdf.load("none.safetensors"), FileNotFoundError, "none"),
+    "load: no checkpoint": (lambda: tdf.load("f.safetensors"), FileNotFoundError, "index.json[\\s\\S]*other.txt"),
     "open: a dotted key": (
-        lambda p: tdf.open(p / "t.safetensors")["n.b"],
+        lambda: tdf.open(FILE)["n.b"],
         MissingKeyError,
         r"a nested key is a tuple: \('n', 'b'\)",
     ),
-    "load: nothing": (lambda p: tdf.load(p / "none.safetensors"), FileNotFoundError, "none"),
-    "load: no checkpoint": (lambda p: tdf.load(p / "f.safetensors"), FileNotFoundError, "index.json[\\s\\S]*other.txt"),
-    "load: dtype": (lambda p: tdf.load(p / "t.safetensors", dtype=torch.int8), ValueError, "floating"),
-    "open: a memmap": (lambda p: tdf.open(p / "d"), FileNotFoundError, "memmap folder"),
-    "memmap: shared": (
-        lambda p: small_tree().memmap(p / "e", share_non_tensor=True),
-        ValueError,
-        "share_non_tensor=False",
-    ),
-    "memmap: path": (lambda p: small_tree().memmap(3), TypeError, "int"),
-    "memmap: a file": (
-        lambda p: small_tree().memmap(p / "file"),
-        FileExistsError,
-        "(?s)this is a file.*name of a folder",
-    ),
-    "memmap: file name": (lambda p: small_tree().memmap(p / "x.safetensors"), ValueError, r"tdfunc\.save"),
-    "memmap: exists": (lambda p: small_tree().memmap(p / "d", existsok=False), FileExistsError, "existsok=True"),
+    "open: a memmap": (lambda: tdf.open("d"), FileNotFoundError, "memmap folder"),
+    "memmap: shared": (lambda: small_tree().memmap("e", share_non_tensor=True), ValueError, "share_non_tensor=False"),
+    "memmap: path": (lambda: small_tree().memmap(3), TypeError, "int"),
+    "memmap: a file": (lambda: small_tree().memmap("file"), FileExistsError, "(?s)this is a file.*name of a folder"),
+    "memmap: file name": (lambda: small_tree().memmap("x.safetensors"), ValueError, r"tdfunc\.save"),
+    "memmap: exists": (lambda: small_tree().memmap("d", existsok=False), FileExistsError, "existsok=True"),
     "memmap: other file": (
-        lambda p: TensorDict.load_memmap(p / "d").memmap(p / "e"),
+        lambda: TensorDict.load_memmap("d").memmap("e"),
         FileExistsError,
         r"(?s)'a'.*expected: .*e/a\.memmap.*got:.*d/a\.memmap.*copy_existing=True",
     ),
-    "load_memmap: mode": (lambda p: TensorDict.load_memmap(p / "d", mode="w"), ValueError, "(?s)'w'.*'c'.*'r\\+'"),
+    "load_memmap: mode": (lambda: TensorDict.load_memmap("d", mode="w"), ValueError, "(?s)'c'.*'r\\+'.*got:.*'w'"),
+    "load_memmap: path": (lambda: TensorDict.load_memmap(3), TypeError, "int"),
     "load_memmap: nothing": (
-        lambda p: TensorDict.load_memmap(p / "none"),
+        lambda: TensorDict.load_memmap("none"),
         FileNotFoundError,
-        "(?s)no such folder.*meta.json.*none",
+        "(?s)the folder must exist.*meta.json.*none",
     ),
-    "load_memmap: no meta": (lambda p: TensorDict.load_memmap(p), FileNotFoundError, "has no meta.json"),
-    "load_memmap: a file": (lambda p: TensorDict.load_memmap(p / "file"), NotADirectoryError, r"tdfunc\.load"),
+    "load_memmap: no meta": (lambda: TensorDict.load_memmap("."), FileNotFoundError, "must have a meta.json"),
+    "load_memmap: a file": (lambda: TensorDict.load_memmap("file"), NotADirectoryError, r"tdfunc\.load"),
+    "a step below 0": (lambda: CheckpointManager(RUN).save(-1, small_tree()), ValueError, r"(?s)save: .*0 or more.*-1"),
+    "a step that is text": (lambda: CheckpointManager(RUN).save("1", small_tree()), AttributeError, "__index__"),
+    "a list for a tree": (lambda: CheckpointManager(RUN).save(0, [1]), TypeError, "a mapping or a tree"),
+    "no step kept": (lambda: CheckpointManager(RUN, keep_last=0), ValueError, r"(?s)1 or more.*keep_last=0"),
+    "no best kept": (lambda: CheckpointManager(RUN, keep_best=0, metric="m"), ValueError, "(?s)more.*keep_best=0"),
+    "best without a metric": (lambda: CheckpointManager(RUN, keep_best=1), ValueError, "keep_best needs a metric"),
+    "another mode": (lambda: CheckpointManager(RUN, mode="low"), ValueError, "(?s)'min' or 'max'.*'low'"),
+    "best() without a metric": (lambda: CheckpointManager(RUN).best(), ValueError, "(?s)best: .*metric="),
+    "a metric that is text": (
+        lambda: CheckpointManager(RUN, metric="loss").save(0, small_tree(), metadata={"loss": "low"}),
+        TypeError,
+        r"(?s)metric 'loss'.*int or float.*'low'",
+    ),
+    "shards of a step": (lambda: CheckpointManager(RUN, max_shard_size=0), ValueError, "max_shard_size"),
+    "places of a manager": (
+        lambda: CheckpointManager(RUN, max_pending=0),
+        ValueError,
+        r"(?s)max_pending.*1 or more.*0",
+    ),
+    "places of a saver": (lambda: AsyncSaver(max_pending=0), ValueError, r"(?s)max_pending.*1 or more.*0"),
+    "saver: suffix": (lambda: AsyncSaver().save(small_tree(), "t.pt"), ValueError, r"expected: \.safetensors\n.*\.pt"),
+    "saver: shards": (lambda: AsyncSaver().save(small_tree(), "m", max_shard_size=0), ValueError, "max_shard_size"),
+    "saver: folder": (
+        lambda: AsyncSaver().save(small_tree(), "m.safetensors", max_shard_size=9),
+        ValueError,
+        "name of a folder",
+    ),
 }
 
 
 @pytest.mark.filterwarnings("ignore:unclosed checkpoint:ResourceWarning")
 @pytest.mark.parametrize("row", ROWS)
-def test_a_mistake_is_answered(row, tmp_path):
-    """A mistake in a call gives an error of this class with these words."""
+def test_messages(row, tmp_path, monkeypatch):
+    """A mistake in a call gives an error of this class with these words, and nothing is written."""
     call, kind, match = ROWS[row]
-    small_tree().memmap(tmp_path / "d")
-    tdf.save(small_tree(), tmp_path / "t.safetensors")
+    monkeypatch.chdir(tmp_path)
+    small_tree().memmap("d")
+    tdf.save(small_tree(), FILE)
     (tmp_path / "file").write_text("")
     (tmp_path / "words").write_text("nothing of the kind, in a few words more")
     (tmp_path / "f.safetensors").mkdir()
     (tmp_path / "f.safetensors" / "other.txt").touch()
+    before = sorted(os.listdir())
 
     with pytest.raises(kind, match=match):
-        call(tmp_path)
+        call()
+    assert sorted(os.listdir()) == before

@@ -102,7 +102,7 @@ def through_folder(tree, folder):
 
 @pytest.mark.parametrize("through", [through_file, through_shards, through_folder], ids=lambda f: f.__name__)
 def test_a_tree_with_everything(through, tmp_path):
-    """What is on disk would hold something that the documentation does not say."""
+    """A reader written from the documentation reads a tree with all that the formats have a place for."""
     tree = everything()
 
     assert_same(through(tree, tmp_path), expected(tree))
@@ -111,14 +111,14 @@ def test_a_tree_with_everything(through, tmp_path):
 @pytest.mark.parametrize("through", [through_file, through_folder], ids=lambda f: f.__name__)
 @given(tree=trees.trees() | trees.tied_trees())
 def test_any_tree(through, tree):
-    """Some tree, tied leaves and odd keys included, would be read otherwise than the documentation says."""
+    """A reader written from the documentation reads random trees."""
     with tempfile.TemporaryDirectory() as folder:
         assert_same(through(tree, Path(folder)), expected(tree))
 
 
 @pytest.mark.parametrize("max_shard_size", [None, 100])
 def test_a_step_of_a_run(max_shard_size, tmp_path):
-    """The folder of a run would hold something that the documentation does not say."""
+    """A reader written from the documentation reads a step of a run."""
     tree = TensorDict({"params": {"w": torch.randn(40), "b": torch.randn(40)}, "rng": tdf.get_rng_state()})
     manager = tdf.CheckpointManager(tmp_path / "run", max_shard_size=max_shard_size, fsync=False)
     manager.save(7, tree, metadata={"loss": 0.5})
@@ -130,14 +130,14 @@ def test_a_step_of_a_run(max_shard_size, tmp_path):
 
 
 def test_the_reader_knows_nothing_of_us():
-    """The reader would prove nothing, because it asks the library."""
+    """The reader does not import tdfunc."""
     imported = {name for name, value in vars(other_reader).items() if isinstance(value, types.ModuleType)}
 
     assert imported == {"hashlib", "json", "math", "struct", "np"}
 
 
 def test_the_comparison_can_fail():
-    """A value, dtype, key or order that differs would pass."""
+    """The comparison finds a difference in a value, dtype, key or order."""
     want = {"a": np.zeros(2), "b": "x"}
 
     for wrong in ({"a": np.ones(2), "b": "x"}, {"a": np.zeros(2, int), "b": "x"}, {"b": "x", "a": np.zeros(2)}):

@@ -20,13 +20,13 @@ def two_folders(tmp_path, monkeypatch):
 
 
 def read(path):
-    """Wait until somebody writes to a pipe."""
+    """Wait until a pipe is written to."""
     path.read_text()
     return path
 
 
 def test_a_background_save_stays_where_it_was_submitted(two_folders):
-    """A program that changes its folder would find its checkpoint in the new one, or over another file there."""
+    """A save goes to the folder that was current when it was submitted."""
     first, second = two_folders
     with AsyncSaver(max_pending=9) as saver:
         os.mkfifo("wait")
@@ -44,7 +44,7 @@ def test_a_background_save_stays_where_it_was_submitted(two_folders):
 
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_manager_stays_where_it_was_made(in_background, two_folders):
-    """A program that changes its folder would go on in another one, and find no steps there to resume from."""
+    """A manager stays in the folder that was current when it was made."""
     first, second = two_folders
     manager = CheckpointManager("run", keep_last=1, async_save=in_background)
     manager.save(1, tree_of(1))
@@ -61,7 +61,7 @@ def test_a_manager_stays_where_it_was_made(in_background, two_folders):
 
 
 def test_mapped_files_stay_where_they_are(two_folders):
-    """After a change of folder, leaves would be looked for in the new one."""
+    """Mapped files are found after a change of the current folder."""
     first, second = two_folders
     tree = tree_of(1).memmap("m")
     own = TensorDict.load_memmap("m", mode="r+")
@@ -89,7 +89,7 @@ def test_empty_names_write_nothing(name, two_folders):
 @pytest.mark.parametrize("name", [".", "./", "..", "../a", "here", "own"])
 @pytest.mark.parametrize("call", ["memmap", "memmap_", "memmap_like", "save"])
 def test_a_memmap_in_place_of_the_current_folder(name, call, two_folders):
-    """The folder that a program works in would be deleted under it, after which no relative path is found."""
+    """A folder that holds the current one is not replaced."""
     here = two_folders[0]
     TensorDict({"n": tree_of(0)}).memmap(here / "own")
     os.symlink(here, here / "here")
@@ -105,7 +105,7 @@ def test_a_memmap_in_place_of_the_current_folder(name, call, two_folders):
 
 
 def test_a_memmap_from_a_folder_that_is_gone(two_folders, tmp_path):
-    """A program whose folder was deleted could not even write to another one."""
+    """A program whose current folder was deleted writes to others."""
     os.mkdir(tmp_path / "gone")
     os.chdir(tmp_path / "gone")
     os.rmdir(tmp_path / "gone")
@@ -114,7 +114,7 @@ def test_a_memmap_from_a_folder_that_is_gone(two_folders, tmp_path):
 
 
 def test_urls_where_only_folders_can_be(two_folders):
-    """A run would be kept in a folder called `s3:` on this machine, which is gone with it."""
+    """URLs are refused where files are mapped or locked."""
     with pytest.raises(UnsupportedError, match=r"CheckpointManager s3://bucket/run(.|\n)*a folder of this machine"):
         CheckpointManager("s3://bucket/run")
     with pytest.raises(UnsupportedError, match=r"memmap s3://bucket/m(.|\n)*a folder of this machine"):
@@ -126,7 +126,7 @@ def test_urls_where_only_folders_can_be(two_folders):
 
 
 def test_paths_of_every_kind(two_folders):
-    """A name of bytes, or with letters that are no text, would be refused by one call and taken by another."""
+    """Every call takes names of bytes, and with letters that are not text."""
     for name in (b"bytes", "é中", os.fsdecode(b"\xff")):
         file = os.fsdecode(name) + ".safetensors"
         tdfunc.save(tree_of(1), file)

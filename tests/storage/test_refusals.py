@@ -21,7 +21,7 @@ WRITERS = {
 
 
 class Level(enum.IntEnum):
-    """An int that JSON would make a plain one."""
+    """An int that JSON makes a plain one."""
 
     LOW = 1
 
@@ -111,7 +111,7 @@ def refused(request, tmp_path):
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state", "ignore:The PyTorch API of nested")
 @pytest.mark.parametrize("case", LEAVES)
 def test_leaves_that_no_format_holds(case, refused):
-    """A leaf that would be lost or altered is refused by its path."""
+    """A leaf that a file cannot hold unchanged is refused by its path."""
     refused(nested("bad", LEAVES[case]()), match=r'leaf "n\.bad"[\s\S]*got: ')
 
 
@@ -126,12 +126,12 @@ def test_complex_leaves_that_a_file_cannot_hold(tmp_path):
 
 @pytest.mark.parametrize("case", VALUES)
 def test_values_that_json_would_alter(case, refused):
-    """A non-tensor value that would come back as another one is refused by its path."""
+    """A non-tensor value that comes back as another one is refused by its path."""
     refused(nested("bad", NonTensorData({"deep": [VALUES[case]]})), match=r'leaf "n\.bad"[\s\S]*expected: .*JSON')
 
 
 def test_values_nested_too_deep(refused, tmp_path):
-    """A value that the JSON reader could not load, or a cycle, is refused; 200 levels are kept."""
+    """A value that is too deep for a JSON reader, or a cycle, is refused; 200 levels are kept."""
     cycle = []
     cycle.append(cycle)
     refused(nested("bad", NonTensorData(cycle)), match=r'leaf "n\.bad"[\s\S]*200 deep')
@@ -145,7 +145,7 @@ def test_values_nested_too_deep(refused, tmp_path):
 
 @pytest.mark.parametrize("case", TREES)
 def test_trees_that_are_not_consistent(case, refused):
-    """A tree whose parts contradict each other is refused, since load would refuse it or lose a part."""
+    """A tree whose parts contradict each other is refused."""
     kind, match, make = TREES[case]
     refused(make(), kind, match)
 
@@ -154,7 +154,7 @@ def test_leaves_inside_a_transformation(refused):
     """Inside of vmap a leaf has no memory of its own to write."""
 
     def write(x):
-        refused(TensorDict({"x": x}), match=r'"x" has no memory[\s\S]*torch\.func')
+        refused(TensorDict({"x": x}), match=r'"x" must have memory[\s\S]*torch\.func')
         return x
 
     torch.vmap(write)(torch.ones(3))

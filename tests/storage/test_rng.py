@@ -29,7 +29,7 @@ def draw_global():
 @given(before=st.integers(0, 3), between=st.integers(0, 3))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=10)
 def test_the_global_generators_go_on_where_they_were(before, between, tmp_path):
-    """A resumed run would draw other numbers."""
+    """After a restore the global generators draw what they drew after the save."""
     for _ in range(before):
         draw_global()
     save(get_rng_state(), tmp_path / "rng.safetensors")
@@ -42,7 +42,7 @@ def test_the_global_generators_go_on_where_they_were(before, between, tmp_path):
 
 
 def test_reading_changes_nothing():
-    """Saving a checkpoint would change what is drawn next."""
+    """Reading the state does not advance a generator."""
     state = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
     get_rng_state()
 
@@ -51,12 +51,12 @@ def test_reading_changes_nothing():
 
 
 GENERATORS = {
-    "torch": lambda: torch.Generator().manual_seed(3),
+    "dropout": lambda: torch.Generator().manual_seed(3),
     "pcg": lambda: np.random.default_rng(3),
     "mt": lambda: np.random.Generator(np.random.MT19937(3)),
     "philox": lambda: np.random.Generator(np.random.Philox(3)),
     "sfc": lambda: np.random.Generator(np.random.SFC64(3)),
-    "python": lambda: random.Random(3),
+    "shuffle": lambda: random.Random(3),
 }
 
 
@@ -70,35 +70,40 @@ def draw(generator):
 
 
 def test_own_generators(tmp_path):
-    """A generator that a program passes around could not be resumed."""
+    """Generators of every kind, and the global ones with them, draw what they drew after the save."""
     generators = {name: make() for name, make in GENERATORS.items()}
     for generator in generators.values():
         draw(generator)
     save(get_rng_state(**generators), tmp_path / "rng.safetensors")
-    expected = {name: draw(generator) for name, generator in generators.items()}
+    expected = {name: draw(generator) for name, generator in generators.items()}, draw_global()
     others = {name: make() for name, make in GENERATORS.items()}
     set_rng_state(load(tmp_path / "rng.safetensors"), **others)
 
-    assert {name: draw(generator) for name, generator in others.items()} == expected
+    assert ({name: draw(generator) for name, generator in others.items()}, draw_global()) == expected
 
 
 def test_other_generators():
-    """A generator would keep its own state without a word, or get that of another kind."""
+    """Generators of other names or kinds are refused, and no generator changes."""
     state = get_rng_state(data=np.random.default_rng(0))
-    with pytest.raises(TreeStructureError, match=r"expected: data\n.*got: +cuda, numpy, python, torch"):
+    torch.rand(1)
+    with pytest.raises(TreeStructureError, match=r"expected: cuda, data, numpy.*\n.*got: +cuda, numpy, python, torch"):
         set_rng_state(state)
-    with pytest.raises(TreeStructureError, match=r"expected: data\n.*got: +other"):
+    with pytest.raises(TreeStructureError, match=r"expected: cuda, data, .*\n.*got: +cuda, numpy, other"):
         set_rng_state(state, other=np.random.default_rng(0))
     for other in (torch.Generator(), random.Random(), np.random.Generator(np.random.MT19937(0))):
+        before = draw_state()
         with pytest.raises(UnsupportedError, match=r"must fit the generator data, a (.|\n)*got: "):
             set_rng_state(state, data=other)
+        assert draw_state() == before
     with pytest.raises(UnsupportedError, match="must fit the generator data"):
         set_rng_state(get_rng_state(data=torch.Generator()), data=np.random.default_rng(0))
+    with pytest.raises(ValueError, match="must not have the name of a global one"):
+        get_rng_state(torch=torch.Generator())
 
 
 @pytest.mark.parametrize("key", ["torch", "cuda", "python", "numpy"])
 def test_a_global_state_of_another_form(key):
-    """A damaged state would be an error about an attribute of our own."""
+    """A damaged state is refused by name, and no generator changes."""
     state, before = get_rng_state().set(key, torch.zeros(3)), draw_state()
     with pytest.raises(UnsupportedError, match=r"global generators(.|\n)*get_rng_state(.|\n)*got: +\w+Error"):
         set_rng_state(state)
@@ -112,7 +117,7 @@ def draw_state():
 
 
 def test_fewer_devices():
-    """The state of a device that is not there would be dropped."""
+    """The state of a device that is not here is refused, and no generator changes."""
     state = get_rng_state().set(("cuda", "0"), torch.zeros(16, dtype=torch.uint8))
     if torch.cuda.device_count():
         pytest.skip("this machine has a CUDA device")

@@ -15,9 +15,10 @@ from tdfunc import (
     NonTensorStack,
     TensorClass,
     TensorDict,
-    UnsupportedError,
     lazy_stack,
 )
+from tdfunc.parallel.parcel import from_parcel, to_parcel
+from tests.storage.test_raw import ONES
 from tests.storage.trees import DTYPES, assert_same, of_dtype, same_bytes, tied_trees, trees
 
 LAW = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -122,6 +123,7 @@ def layouts():
         "conj, large": complex_.conj(),
         "negative": torch.randn(5, dtype=torch.complex64).conj().imag,
         "negative, large": torch.randn(1_500_000, dtype=torch.complex64).conj().imag,
+        **{f"one element: {name}": make() for name, make in ONES.items()},
         "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
         "40 dimensions": torch.randn([2, 3] + [1] * 38),
         "requires grad, computed": torch.randn(5, requires_grad=True) * 2,
@@ -141,13 +143,33 @@ EXAMPLES = {
 }
 
 
-@pytest.mark.parametrize("way", [single, shards, handle, manager, memmap])
+def in_place(tree, folder):
+    """Move the leaves of a copy onto the files of a memmap folder."""
+    return tree.clone().memmap_(folder / "mm")
+
+
+def worker(tree, _):
+    """Pack a tree for another process and unpack it."""
+    return from_parcel(to_parcel(tree))
+
+
+@pytest.mark.parametrize("way", [single, shards, handle, background, manager, memmap])
 @pytest.mark.parametrize("case", EXAMPLES)
 def test_examples_come_back(case, way, tmp_path):
     """Dtypes, layouts of memory, lazy stacks and empty trees come back."""
     tree = EXAMPLES[case]()
 
     assert_same(way(tree, tmp_path), tree)
+
+
+@pytest.mark.parametrize("way", [in_place, worker])
+def test_layouts_come_back(way, tmp_path):
+    """Leaves of every layout keep their values on the way to a file that they are moved onto, and to a worker."""
+    tree = TensorDict(layouts()).detach()
+
+    back = way(tree, tmp_path)
+
+    assert all(same_bytes(back[key], leaf) for key, leaf in tree.items())
 
 
 @pytest.mark.parametrize("case", ["dtypes", "layouts", "empty", "only text"])
@@ -174,26 +196,14 @@ def test_stacks_of_a_class_are_of_it(way, tmp_path):
     assert type(back["point"]) is Point
 
 
-@pytest.mark.parametrize("way", [single, memmap])
-def test_local_classes_are_given(way, tmp_path):
-    """A class that no module holds is written by its name, and read where it is given, under any name of its own."""
+def test_stacks_without_their_class(tmp_path):
+    """With `classes=TensorDict` a stack of typed trees is a stack of plain ones."""
+    back = single(ragged(), tmp_path)
+    plain = tdfunc.load(tmp_path / "x.safetensors", classes=TensorDict)
 
-    class Local(TensorClass):
-        x: torch.Tensor
-
-    tree = TensorDict({"p": Local(torch.ones(2))})
-    with pytest.raises(UnsupportedError, match="Local"):
-        way(tree, tmp_path)
-    path = tmp_path / ("x.safetensors" if way is single else "mm")
-
-    class Moved(TensorClass):
-        x: torch.Tensor
-
-    name = f"{Local.__module__}:{Local.__qualname__}"
-    assert_same(tdfunc.load(path, classes=[Local]), tree)
-    assert type(tdfunc.load(path, classes=[Moved])["p"]) is Moved
-    assert type(tdfunc.load(path, classes={name: Moved})["p"]) is Moved
-    assert type(tdfunc.load(path, classes=TensorDict)["p"]) is TensorDict
+    assert type(plain["typed"]) is LazyStack
+    assert [type(part) for part in plain["typed"].trees] == [TensorDict, TensorDict]
+    assert plain["two"].batch_size == back["two"].batch_size
 
 
 @LAW

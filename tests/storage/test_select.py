@@ -41,7 +41,7 @@ def saved(tree, folder, **options):
 @pytest.mark.parametrize("options", [{}, {"max_shard_size": 30}], ids=["file", "shards"])
 @given(tree=trees() | tied_trees(), choice=st.randoms(use_true_random=False))
 def test_keys_choose_as_partition_does(options, tree, choice, tmp_path_factory):
-    """Leaves that a filter does not choose would be there, a tie be halved, or non-tensor data be kept."""
+    """A filter chooses the leaves that `partition` chooses, with their ties, and no non-tensor data."""
     path = saved(tree, tmp_path_factory.getbasetemp(), **options)
     chosen = {at for at, _ in iter_leaves(tree) if choice.random() < 0.5}
     where = Filter(lambda at, leaf: at in chosen)
@@ -53,7 +53,7 @@ def test_keys_choose_as_partition_does(options, tree, choice, tmp_path_factory):
 
 @given(tree=trees() | tied_trees())
 def test_a_tree_is_like_itself(tree, tmp_path_factory):
-    """A tree would differ from itself, from its meta tree, or from a nested dict of specs."""
+    """A tree is like itself, its meta tree, and a nested dict of specs."""
     path = saved(tree, tmp_path_factory.getbasetemp())
     specs = {at: Spec(tuple(leaf.shape), leaf.dtype) for at, leaf in iter_leaves(tree)}
 
@@ -62,7 +62,7 @@ def test_a_tree_is_like_itself(tree, tmp_path_factory):
 
 
 def test_filters_read_and_verify_only_their_leaves(tmp_path):
-    """Damage in a leaf that is not asked for would keep the others from being read, or that of one go unseen."""
+    """A filter reads and verifies its own leaves; a pattern that matches none is an error."""
     tree = TensorDict({"a": torch.ones(100), "b": torch.zeros(100)})
     path = saved(tree, tmp_path)
     raw = bytearray(path.read_bytes())
@@ -77,7 +77,7 @@ def test_filters_read_and_verify_only_their_leaves(tmp_path):
 
 
 def test_filters_by_kind_and_dtype(tmp_path):
-    """A kind, dtype or combination would not choose from a file what it chooses from the tree."""
+    """Kinds, dtypes and combinations choose from a file as from the tree."""
     torch.manual_seed(0)
     tree = TensorDict.from_module(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     path = saved(tree, tmp_path)
@@ -89,7 +89,7 @@ def test_filters_by_kind_and_dtype(tmp_path):
 
 
 def test_every_difference_is_listed(tmp_path):
-    """A user would mend one difference after the other, or not learn what is expected."""
+    """One error lists all differences, each with both sides."""
     path = saved(TensorDict({"a": torch.ones(2), "b": {"c": torch.ones(3), "d": torch.zeros(1)}, "n": "x"}), tmp_path)
     like = {"a": Spec((4,), torch.float32), "b": {"c": Spec((3,), torch.int64)}, "e": Spec((1,), torch.bool)}
 
@@ -109,7 +109,7 @@ def test_every_difference_is_listed(tmp_path):
 
 
 def test_dots_in_keys(tmp_path):
-    """A state dict as like= would lack what the checkpoint has too much, under names that look the same."""
+    """Where dots in keys are the difference, the error shows both and gives the line that mends it."""
     tree = TensorDict.from_module(nn.Linear(3, 2)).detach()
     path = saved(TensorDict({"net": tree}), tmp_path)
     flat = {f"net.{name}": leaf for name, leaf in tree.items()}
@@ -126,7 +126,7 @@ def test_dots_in_keys(tmp_path):
 
 
 def test_differences_of_leaves_alone(tmp_path):
-    """Trees of equal keys would give the error for keys."""
+    """Differences of shapes and dtypes alone are a LeafMismatchError."""
     path = saved(TensorDict({"a": torch.ones(2)}), tmp_path)
 
     with pytest.raises(LeafMismatchError, match=r"1 difference:[\s\S]*a: expected \[3\], got \[2\]"):
@@ -136,7 +136,7 @@ def test_differences_of_leaves_alone(tmp_path):
 
 
 def test_what_may_be_like(tmp_path):
-    """A module's tree on the meta device, a numpy array or a spec without a dtype could not say what is expected."""
+    """A module's tree on the meta device, numpy arrays and specs without a shape or dtype can be `like`."""
     with torch.device("meta"):
         meta = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     real = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
@@ -150,7 +150,7 @@ def test_what_may_be_like(tmp_path):
 
 
 def test_like_of_a_lazy_stack(tmp_path):
-    """The trees of a lazy stack would not be compared one by one."""
+    """The trees of a lazy stack are compared one by one."""
     tree = TensorDict({"s": lazy_stack([TensorDict({"x": torch.ones(n)}) for n in (1, 2)])})
     path = saved(tree, tmp_path)
     other = TensorDict({"s": lazy_stack([TensorDict({"x": torch.ones(n)}) for n in (1, 3)])})
@@ -161,7 +161,7 @@ def test_like_of_a_lazy_stack(tmp_path):
 
 
 def test_dtype_casts_floating_leaves_and_no_others(tmp_path):
-    """An int, bool or complex leaf would change, a float not, or a Parameter be a tensor."""
+    """Floating leaves are cast, Parameters stay Parameters, and other leaves do not change."""
     tree = TensorDict({name: of_dtype(name, (2, 4)) for name in DTYPES[:-2]}, [2])
     tree = tree.set("p", nn.Parameter(torch.randn(2, 2), requires_grad=False))
     tree = tree.set("v", tdfunc.NonTensorData(torch.ones(2), [2]))
@@ -181,7 +181,7 @@ def test_dtype_casts_floating_leaves_and_no_others(tmp_path):
 
 
 def test_like_compares_what_dtype_gives(tmp_path):
-    """A spec of the cast tree would be refused because the file holds another dtype."""
+    """`like` is compared with the cast leaves."""
     path = saved(TensorDict({"a": torch.ones(2), "i": torch.arange(2)}), tmp_path)
     like = {"a": Spec((2,), torch.bfloat16), "i": Spec((2,), torch.int64)}
 
@@ -191,7 +191,7 @@ def test_like_compares_what_dtype_gives(tmp_path):
 
 
 def test_files_of_other_programs(tmp_path):
-    """The options would not work on a file that tdfunc did not write."""
+    """The options work on a file of another program."""
     path = tmp_path / "o.safetensors"
     safetensors.torch.save_file({"a.w": torch.ones(2), "a.i": torch.arange(3), "b": torch.ones(1)}, path)
 
@@ -204,7 +204,7 @@ def test_files_of_other_programs(tmp_path):
 
 
 def test_memmap_folders(tmp_path):
-    """A memmap folder would not load, or the options do nothing there."""
+    """The options work on a memmap folder."""
     tree = TensorDict({"a": torch.ones(2, 3), "b": {"i": torch.arange(2)}, "s": "text"}, [2])
     tree.memmap(tmp_path / "m")
 
@@ -216,7 +216,7 @@ def test_memmap_folders(tmp_path):
 
 
 def test_the_method(tmp_path):
-    """`TensorDict.load` would not be the function."""
+    """`TensorDict.load` takes the options of `load`."""
     tree = TensorDict({"a": torch.ones(2), "b": torch.ones(1)})
     path = saved(tree, tmp_path)
 
@@ -225,7 +225,7 @@ def test_the_method(tmp_path):
 
 
 def test_progress(tmp_path, capsys):
-    """The bar would not come, or not come to its end."""
+    """The bars of `save` and `load` come to their end."""
     tree = TensorDict({"a": torch.ones(1000), "b": torch.ones(30_000)})
     save(tree, tmp_path / "t.safetensors", progress=True)
     save(tree, tmp_path / "shards", max_shard_size=5000, progress=True)
@@ -236,7 +236,7 @@ def test_progress(tmp_path, capsys):
 
 
 def test_progress_without_tqdm(tmp_path, monkeypatch):
-    """A missing package would be an ImportError from inside."""
+    """A missing package is named, and nothing is written."""
     monkeypatch.setitem(__import__("sys").modules, "tqdm.auto", None)
 
     with pytest.raises(UnsupportedError, match=r"progress=True needs tqdm[\s\S]*pip install"):
@@ -246,7 +246,7 @@ def test_progress_without_tqdm(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("stored", [["a"], ["b"], ["a", "b"]])
 def test_like_of_a_model_that_ties(stored, tmp_path):
-    """A checkpoint that has a tied leaf under one of its names, as other programs save it, would be refused."""
+    """One name of a tied leaf is enough."""
     module = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
     module["b"].weight = module["a"].weight
     safetensors.torch.save_file({f"{name}.weight": torch.ones(2, 2) for name in stored}, tmp_path / "f.safetensors")
@@ -259,7 +259,7 @@ def test_like_of_a_model_that_ties(stored, tmp_path):
 
 
 def test_like_of_a_model_that_ties_and_is_not_there(tmp_path):
-    """A checkpoint that has a tied leaf under none of its names, or of another shape, would be taken."""
+    """A tied leaf under none of its names, or of another shape, is an error."""
     module = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
     module["b"].weight = module["a"].weight
     safetensors.torch.save_file({"c": torch.ones(1)}, tmp_path / "f.safetensors")
@@ -273,7 +273,7 @@ def test_like_of_a_model_that_ties_and_is_not_there(tmp_path):
 
 @pytest.mark.parametrize("options", [{}, {"max_shard_size": 40}], ids=["file", "shards"])
 def test_predicates_have_no_values(options, tmp_path):
-    """A predicate on values ended in an error of torch about meta tensors, or one of its own was hidden."""
+    """A predicate that reads values ends in torch's error about meta tensors, and its own errors pass."""
     path = saved(TensorDict({"a": torch.ones(3), "b": {"c": torch.zeros(2, 2)}}), tmp_path, **options)
 
     assert load(path, keys=lambda p, x: x.dim() == 2 and p[0] == "b").paths() == [("b", "c")]

@@ -32,7 +32,7 @@ def listed(folder):
 
 
 def test_the_layout(tmp_path):
-    """Another program would not find a leaf, or a shard would be larger than was asked for."""
+    """Each leaf is in the shard that the index names, and no shard is larger than it may be."""
     tree = TensorDict({"a": {"w": torch.ones(1000)}, "b": torch.ones(600), "big": torch.ones(5000), "c": torch.ones(1)})
     tree = tree.set("note", "text")
     save(tree, tmp_path / "m", max_shard_size=6400)
@@ -54,7 +54,7 @@ def test_the_layout(tmp_path):
 
 
 def test_the_index_is_as_documented(tmp_path):
-    """Another program could not check an index and its shards by docs/storage.md."""
+    """The digests of an index and its shards are those that docs/storage.md describes."""
     save(tree_of(1), tmp_path / "m", max_shard_size=10_000)
 
     raw = (tmp_path / "m" / INDEX).read_bytes()
@@ -88,7 +88,7 @@ def test_the_index_is_as_documented(tmp_path):
     ids=str,
 )
 def test_sizes(size, count, tmp_path):
-    """A size would be read as another one."""
+    """A size is read with its unit."""
     save(tree_of(1), tmp_path / "m", max_shard_size=size)
 
     assert len(listed(tmp_path / "m")[1]) == count
@@ -97,21 +97,21 @@ def test_sizes(size, count, tmp_path):
 
 @pytest.mark.parametrize("size", [0, -1, 2.5, True, "", "0", "-5", "5 0", "1e9", "GB", "5XB", "-1GB", "0.1B"], ids=str)
 def test_what_is_no_size(size, tmp_path):
-    """A size that means nothing would be taken for one."""
-    with pytest.raises(ValueError, match=r"max_shard_size is no size[\s\S]*5GB[\s\S]*got:"):
+    """A text or number that is not a size is refused, and nothing is written."""
+    with pytest.raises(ValueError, match=r"max_shard_size must be a size[\s\S]*5GB[\s\S]*got:"):
         save(tree_of(1), tmp_path / "m", max_shard_size=size)
     assert not (tmp_path / "m").exists()
 
 
 def test_empty_trees(tmp_path):
-    """A tree without leaves would have no shard to say what it is."""
+    """A tree without leaves has one shard."""
     save(TensorDict({"a": {}, "s": "x"}, [3]), tmp_path / "m", max_shard_size=10)
 
     assert_same(load(tmp_path / "m"), TensorDict({"a": {}, "s": "x"}, [3]))
 
 
 def test_nothing_of_the_old_checkpoint_stays(tmp_path):
-    """Transformers reads a model.safetensors that lies beside an index, so it would read the old one."""
+    """A save replaces the checkpoint of the folder, one file or shards, and no other file."""
     folder = tmp_path / "m"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -130,7 +130,7 @@ def test_nothing_of_the_old_checkpoint_stays(tmp_path):
 
 
 def test_shards_of_others_are_replaced(tmp_path):
-    """The shards that the replaced index named would fill the disk for ever."""
+    """Shards of another program that the replaced index named go with it."""
     names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     for i, name in enumerate(names):
         safetensors.torch.save_file({f"a.{i}": torch.ones(2)}, tmp_path / name)
@@ -144,7 +144,7 @@ def test_shards_of_others_are_replaced(tmp_path):
 
 
 def test_a_failed_save_changes_nothing(tmp_path, monkeypatch):
-    """An error between the shards and the index would leave shards behind, or lose the old checkpoint."""
+    """An error between the shards and the index leaves the old checkpoint and nothing else."""
     save(tree_of(1), tmp_path / "m", max_shard_size=10_000)
     before = sorted(os.listdir(tmp_path / "m"))
     plain = write.replace_file
@@ -163,7 +163,7 @@ def test_a_failed_save_changes_nothing(tmp_path, monkeypatch):
 
 
 def test_an_error_after_the_commit_keeps_the_new_one(tmp_path, monkeypatch):
-    """Shards that the index names already would be deleted because waiting for the disk failed."""
+    """An error after the index was replaced leaves the new checkpoint whole."""
     plain = write.replace_file
 
     def failing(path, write, **options):
@@ -179,7 +179,7 @@ def test_an_error_after_the_commit_keeps_the_new_one(tmp_path, monkeypatch):
 
 
 def test_refusals_come_before_the_first_byte(tmp_path):
-    """A leaf that cannot be stored would be found when other shards are written already."""
+    """A leaf that cannot be stored is found before a folder is made."""
     tree = tree_of(1).set("bad", torch.zeros(2, dtype=torch.complex128))
 
     with pytest.raises(UnsupportedError, match='leaf "bad" cannot be stored'):
@@ -198,7 +198,7 @@ def folder(tmp_path):
 
 
 def test_a_missing_shard(folder):
-    """A missing file would be an error that does not say which, or that no file is there at all."""
+    """A missing shard is named."""
     name = listed(folder)[1][2]
     (folder / name).unlink()
 
@@ -206,19 +206,8 @@ def test_a_missing_shard(folder):
         load(folder)
 
 
-def test_swapped_shards(folder):
-    """Two shards under each other's names would be read as if nothing had happened."""
-    first, second = listed(folder)[1][:2]
-    (folder / first).rename(folder / "x")
-    (folder / second).rename(folder / first)
-    (folder / "x").rename(folder / second)
-
-    with pytest.raises(CorruptCheckpointError, match=rf"{first}: this shard is of another save[\s\S]*digest"):
-        load(folder)
-
-
 def test_shards_of_two_saves(folder, tmp_path):
-    """A shard of another save of the same tree would mix two trees."""
+    """A shard of another save of the same tree is refused."""
     save(tree_of(2), tmp_path / "n", max_shard_size=10_000)
     mine, other = listed(folder)[1], listed(tmp_path / "n")[1]
     (folder / mine[1]).write_bytes((tmp_path / "n" / other[1]).read_bytes())
@@ -229,19 +218,8 @@ def test_shards_of_two_saves(folder, tmp_path):
         tdfunc.open(folder)
 
 
-@pytest.mark.parametrize("where", [40, 200, -60, -3])
-def test_a_damaged_index(folder, where):
-    """A flipped bit in the index would give another tree."""
-    raw = bytearray((folder / INDEX).read_bytes())
-    raw[where] ^= 1
-    (folder / INDEX).write_bytes(raw)
-
-    with pytest.raises(CorruptCheckpointError, match=rf"load .*{INDEX}: "):
-        load(folder)
-
-
 def test_a_damaged_leaf(folder):
-    """A flipped bit in a shard would be read as it is."""
+    """A damaged leaf in a shard is named; the others load."""
     path = folder / listed(folder)[1][3]
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 1
@@ -273,7 +251,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_indices(name, tmp_path):
-    """An index would make the load crash, or read a file outside of its folder."""
+    """An index that lies is refused by an error that names it."""
     (tmp_path / INDEX).write_text(HOSTILE[name])
 
     with pytest.raises((CorruptCheckpointError, UnsupportedError), match=f"load .*{INDEX}"):
@@ -281,7 +259,7 @@ def test_hostile_indices(name, tmp_path):
 
 
 def test_an_index_that_does_not_fit_its_files(tmp_path):
-    """A leaf of the index that is in no file, or one that is in two, would be left out silently."""
+    """An index that lacks a leaf, or has another one, is refused with both names."""
     safetensors.torch.save_file({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "x.safetensors")
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "x.safetensors", "c": "x.safetensors"}}))
 
@@ -290,7 +268,7 @@ def test_an_index_that_does_not_fit_its_files(tmp_path):
 
 
 def test_one_shard_alone(folder):
-    """A shard would load as if it were the tree."""
+    """One shard alone is refused with the hint to load the folder."""
     with pytest.raises(UnsupportedError, match=r"one shard of a larger save[\s\S]*load the folder"):
         load(folder / listed(folder)[1][0])
 
@@ -299,7 +277,7 @@ def test_one_shard_alone(folder):
 
 
 def test_a_reader_between_index_and_shards(folder, monkeypatch):
-    """A save that ends between a reader's look at the index and at the shards would look like a missing shard."""
+    """A load whose shards are replaced meanwhile gives the new checkpoint."""
     plain = contents.read_index
     saves = [2, 3]
 
@@ -317,30 +295,6 @@ def test_a_reader_between_index_and_shards(folder, monkeypatch):
     assert_same(load(folder), tree_of(3))
 
 
-def test_readers_during_saves(folder):
-    """A reader would see a mixture of two saves, or an error."""
-    stop = threading.Event()
-    seen, errors = set(), []
-
-    def read():
-        while not stop.is_set():
-            try:
-                values = {float(leaf[0]) for leaf in load(folder).values()}
-                seen.add(values.pop() if len(values) == 1 else None)
-            except Exception as err:
-                errors.append(err)
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    for value in range(30):
-        save(tree_of(value), folder, max_shard_size=10_000, fsync=False)
-    stop.set()
-    reader.join()
-
-    assert errors == []
-    assert None not in seen
-
-
 def _save_often(folder, value):
     for _ in range(15):
         save(tree_of(value), folder, max_shard_size=10_000, fsync=False)
@@ -348,7 +302,7 @@ def _save_often(folder, value):
 
 
 def test_two_writers(folder):
-    """Two savers would delete each other's shards, and neither checkpoint would be whole."""
+    """Two savers at once leave one whole checkpoint and nothing else."""
     workers = [threading.Thread(target=_save_often, args=(folder, value)) for value in (1, 2)]
     for worker in workers:
         worker.start()

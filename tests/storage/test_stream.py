@@ -17,7 +17,7 @@ def in_pieces(leaf):
 
 @given(st.one_of(trees(), tied_trees()))
 def test_file_is_that_of_save(tmp_path_factory, tree):
-    """A converted checkpoint would differ from a saved one: in layout, ties, kinds or checksums."""
+    """A file written leaf by leaf has the bytes of a saved one."""
     folder = tmp_path_factory.mktemp("stream")
     save(tree, folder / "a.safetensors")
 
@@ -28,7 +28,7 @@ def test_file_is_that_of_save(tmp_path_factory, tree):
 
 @given(trees(), st.sampled_from([1, 20, "1GB"]))
 def test_shards_load_as_the_tree(tmp_path_factory, tree, size):
-    """Shards written leaf by leaf would hold other values, or not fit their index."""
+    """Shards written leaf by leaf load as the tree."""
     folder = tmp_path_factory.mktemp("stream") / "shards"
 
     save_stream(tree, in_pieces, folder, max_shard_size=size, fsync=False)
@@ -37,7 +37,7 @@ def test_shards_load_as_the_tree(tmp_path_factory, tree, size):
 
 
 def test_memmap_is_that_of_memmap(tmp_path):
-    """A memmap folder written leaf by leaf would hold other values, or lack ties."""
+    """A memmap folder written leaf by leaf loads as a written one."""
     tree = TensorDict({"a": torch.arange(7.0), "n": {"b": torch.ones(2, 3).T, "e": torch.empty(0)}, "v": "text"})
     tree.memmap(tmp_path / "a")
 
@@ -47,7 +47,7 @@ def test_memmap_is_that_of_memmap(tmp_path):
 
 
 def test_each_leaf_has_one_turn_without_the_others(tmp_path):
-    """All leaves would be asked for at once, or one twice."""
+    """Each leaf is asked for once, in its turn."""
     spec = TensorDict({str(i): torch.empty(10, dtype=torch.float32, device="meta") for i in range(5)})
     turns = []
 
@@ -64,7 +64,7 @@ def test_each_leaf_has_one_turn_without_the_others(tmp_path):
 
 @pytest.mark.parametrize("how", ["file", "shards", "memmap"])
 def test_an_error_leaves_what_was_there(how, tmp_path):
-    """A source that turns out to be damaged half way would leave half a checkpoint."""
+    """An error of a source half way leaves the old checkpoint and nothing else."""
     old, new = (
         TensorDict({"a": torch.ones(3), "b": torch.ones(3)}),
         TensorDict({"a": torch.zeros(3), "b": torch.zeros(3)}),
@@ -90,7 +90,7 @@ def test_an_error_leaves_what_was_there(how, tmp_path):
 
 
 def test_refusals(tmp_path):
-    """A leaf that a file cannot hold would be found after everything else was written."""
+    """A leaf that a file cannot hold is refused before anything is written."""
     bad = TensorDict({"x": torch.zeros(2, dtype=torch.complex128, device="meta")})
 
     with pytest.raises(UnsupportedError, match=r'leaf "x"[\s\S]*got: .*complex128'):
@@ -101,7 +101,7 @@ def test_refusals(tmp_path):
 
 
 def test_remote_file_and_shards(tmp_path):
-    """A save leaf by leaf would write to this machine only."""
+    """A save leaf by leaf writes to other machines too."""
     tree = TensorDict({"a": torch.arange(4.0), "b": torch.ones(2)})
 
     save_stream(tree, in_pieces, "memory://stream/x.safetensors")

@@ -1,4 +1,4 @@
-"""What a type checker must know of typed trees; test_typing.py reads the expected errors from the comments."""
+"""Typed trees as a type checker must read them; test_typing.py reads the expected errors from the comments."""
 
 from dataclasses import field
 from typing import Any, ClassVar, Generic, TypeVar, assert_type
@@ -90,12 +90,12 @@ assert_type(batch.cumsum(0), Batch)
 assert_type(batch.where(torch.tensor(True), batch), Batch)
 assert_type(stack([batch, batch]), Batch)
 assert_type(TensorDict({"a": x}, [2]).flip(0)[0], TensorDict)
-# A checker cannot know that a decorator adds a base class, so it is told nothing.
+# A checker cannot infer that a decorator adds a base class, so it is given no type.
 assert_type(Decorated(x, batch_size=[2]).x, Any)
 
 
 def refused() -> None:
-    """What an editor marks."""
+    """Mistakes that an editor marks."""
     Batch()  # error: reportCallIssue
     Batch(x, colour=1)  # error: reportCallIssue
     Batch("text")  # error: reportArgumentType

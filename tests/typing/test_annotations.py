@@ -1,4 +1,4 @@
-"""Methods that say to a type checker that they return a tree of the same class do so."""
+"""Methods that are annotated as returning a tree of the same class do so."""
 
 import inspect
 
@@ -34,7 +34,7 @@ ARGUMENTS = {
     "unbind": [], "split": [2], "chunk": [2], "__getitem__": [0], "__deepcopy__": [{}],
     "load_state_dict": [ROWS.state_dict()],
     }  # fmt: skip
-# What takes another tree, or another machine.
+# Methods that need another tree.
 APART = {
     "share_memory_": lambda: ROWS.clone().share_memory_(),
     "grad": lambda: ROWS.apply(lambda x: x.detach().requires_grad_()),
@@ -43,8 +43,8 @@ APART = {
 }
 
 
-# These take an accelerator, or a module's tied parameters.
-ELSEWHERE = {"cuda", "pin_memory", "untie"}
+# These take an accelerator, a module's tied parameters, or files.
+ELSEWHERE = {"cuda", "pin_memory", "untie", "load_", "load_memmap_"}
 
 
 def annotated(kind):
@@ -60,7 +60,7 @@ def annotated(kind):
 
 
 def result(name):
-    """What a method gives for the typed tree."""
+    """The result of a method of the typed tree."""
     if name in APART:
         return APART[name]()
     member = inspect.getattr_static(TreeMethods, name)
@@ -78,25 +78,25 @@ def result(name):
 
 @pytest.mark.parametrize("name", annotated("Self"))
 def test_the_class_is_kept(name):
-    """An editor would offer fields that the result does not have."""
+    """Methods that return a tree of the class are annotated with it."""
     assert type(result(name)) is Rows
 
 
 @pytest.mark.parametrize("name", annotated("tuple[Self, ...]"))
 def test_parts_are_of_the_class(name):
-    """An editor would offer fields that the parts do not have."""
+    """Methods that return parts are annotated with the class of the parts."""
     assert {type(part) for part in result(name)} == {Rows}
 
 
 def test_annotations_are_found():
-    """The tests above would look at nothing, or rows and parts not be checked."""
+    """The tests above find methods, rows and parts to check."""
     assert {"reshape", "to", "set", "__add__", "float", "grad"} <= set(annotated("Self"))
     assert set(annotated("tuple[Self, ...]")) == {"unbind", "split", "chunk"}
     assert type(ROWS[0]) is type(next(iter(ROWS))) is type(ROWS[None, MASK]) is Rows
 
 
 def test_rows_of_a_lazy_stack_are_trees():
-    """A type checker would take a row of a lazy stack for one."""
+    """A row of a lazy stack is a tree to type checkers."""
     lazy = lazy_stack([TensorDict({"x": torch.ones(n)}, [n]) for n in (1, 2)])
 
     assert type(lazy[0]) is type(lazy.unbind()[0]) is TensorDict

@@ -20,7 +20,7 @@ def flip(path):
 
 
 def test_a_flipped_bit(tmp_path):
-    """The page would be wrong: tensordict returns another value, and a file of ours is refused by name."""
+    """Tensordict returns another value; a file of ours is refused by name."""
     Incumbent({"w": torch.ones(3)}, []).memmap(tmp_path / "theirs")
     tdf.save(TensorDict({"w": torch.ones(3)}), tmp_path / "ours.safetensors")
     flip(tmp_path / "theirs" / "w.memmap")
@@ -32,7 +32,7 @@ def test_a_flipped_bit(tmp_path):
 
 
 def test_a_file_that_is_cut_short(tmp_path):
-    """The page would be wrong: tensordict makes the file longer, and ours raises and leaves it alone."""
+    """Tensordict makes the file longer; ours raises and leaves it alone."""
     Incumbent({"w": torch.ones(1000)}, []).memmap(tmp_path / "theirs")
     TensorDict({"w": torch.ones(1000)}).memmap(tmp_path / "ours")
     for file in (tmp_path / "theirs" / "w.memmap", tmp_path / "ours" / "w.memmap"):
@@ -63,7 +63,7 @@ def stopping_at_the_second(write):
 
 
 def test_a_write_that_stops_half_way(tmp_path, monkeypatch):
-    """The page would be wrong: tensordict leaves new values beside old ones, ours the old folder."""
+    """Tensordict leaves new values next to old ones; ours leaves the old folder."""
     old, new = {"a": torch.zeros(2), "b": torch.zeros(2)}, {"a": torch.ones(2), "b": torch.ones(2)}
     Incumbent(old, []).memmap(tmp_path / "theirs")
     TensorDict(old).memmap(tmp_path / "ours")
@@ -80,7 +80,7 @@ def test_a_write_that_stops_half_way(tmp_path, monkeypatch):
 
 
 def test_data_that_json_cannot_hold(tmp_path):
-    """The page would be wrong: tensordict pickles it, ours refuses it by name before it writes anything."""
+    """Tensordict pickles it; ours refuses it by name before it writes anything."""
     Incumbent({"x": torch.ones(1), "data": tensordict.NonTensorData(print)}, []).memmap(tmp_path / "theirs")
 
     assert [file.suffix for file in (tmp_path / "theirs").rglob("*") if "pickle" in file.name or "pkl" in file.name]
@@ -90,13 +90,13 @@ def test_data_that_json_cannot_hold(tmp_path):
 
 
 def test_room_for_more_than_the_disk(tmp_path):
-    """The page would be wrong: tensordict makes room that the disk does not have, ours refuses unless it is told."""
+    """Tensordict makes room that the disk does not have; ours refuses unless it is asked to."""
     huge = [2 * shutil.disk_usage(tmp_path).free // 4000, 1000]
     made = Incumbent({"x": torch.zeros(1)}, []).expand(*huge).memmap_like(tmp_path / "theirs")
     tree = TensorDict({"x": torch.zeros(1)}).expand(*huge)
 
     assert made["x"].shape == (*huge, 1)
-    with pytest.raises(OSError, match="(?s)less free space.*sparse_ok=True"):
+    with pytest.raises(OSError, match="(?s)must have the free space.*sparse_ok=True"):
         tree.memmap_like(tmp_path / "ours")
 
 
@@ -105,7 +105,7 @@ def _from_the_third(chunk):
 
 
 def test_rows_that_are_left_out_of_a_map_with_out():
-    """The page would be wrong: tensordict writes results to the rows of others, ours raises."""
+    """Tensordict writes results to the rows of others; ours raises."""
     theirs = Incumbent({"a": torch.arange(6)}, [6]).map(
         _from_the_third, num_workers=1, chunksize=2, out=Incumbent({"a": torch.full((6,), -1)}, [6]),
         mp_start_method="fork",

@@ -14,6 +14,7 @@ import torch
 
 import tdfunc as tdf
 from tdfunc import TensorDict
+from tests.faults.models import Payload
 from tests.incumbent import Incumbent, tensordict
 
 # tensordict warns of the pickles that it runs, and of files that torch makes longer.
@@ -33,18 +34,8 @@ def change_meta(folder, **entries):
     file.write_text(json.dumps(meta))
 
 
-class Payload:
-    """What a pickle may do: make a folder."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
-
-
 def test_loading_runs_no_code(tmp_path):
-    """Theirs unpickles what lies in the folder, and so runs the code of whoever wrote it."""
+    """Theirs unpickles a file of the folder, and so runs the code of its writer."""
     Incumbent({"w": ones(1), "e": tensordict.NonTensorData(Payload(str(tmp_path / "ran")))}, []).memmap(tmp_path / "d")
 
     Incumbent.load_memmap(tmp_path / "d")
@@ -79,7 +70,7 @@ def test_a_leaf_or_sub_tree_that_is_missing(tmp_path, gone):
 
 @pytest.mark.parametrize(("facts", "size"), [({"shape": [1000]}, 4000), ({"dtype": "torch.int64"}, 80)])
 def test_a_description_that_lies(tmp_path, facts, size):
-    """Theirs makes the file longer, by loading it, and returns values that nobody saved."""
+    """Theirs makes the file longer, by loading it, and returns values that were never saved."""
     for cls, name in ((Incumbent, "theirs"), (TensorDict, "ours")):
         cls({"w": ones(10)}).memmap(tmp_path / name)
         change_meta(tmp_path / name, **facts)
@@ -105,7 +96,7 @@ def test_a_smaller_tree_over_a_larger_one(tmp_path):
 
 @pytest.mark.parametrize("linked", [False, True])
 def test_a_loaded_tree_is_written_to(tmp_path, linked):
-    """Theirs writes to the checkpoint on disk, or to what a link in it leads to."""
+    """Theirs writes to the checkpoint on disk, or to the target of a link in it."""
     files = {}
     for cls, name in ((Incumbent, "theirs"), (TensorDict, "ours")):
         cls({"w": ones(3)}).memmap(tmp_path / name)
@@ -181,7 +172,7 @@ def test_small_floats(tmp_path):
 
 @pytest.mark.parametrize("kept", [200, 396, 440])
 def test_one_file_that_is_cut_short(tmp_path, kept):
-    """Theirs ends in an error of the JSON or Unicode decoder, which names neither the file nor what is wrong."""
+    """Theirs ends in an error of the JSON or Unicode decoder without the name of the file."""
     Incumbent({"w": ones(100)}, []).consolidate(tmp_path / "theirs")
     tdf.save(TensorDict({"w": ones(100)}), tmp_path / "ours.safetensors")
     for file in (tmp_path / "theirs", tmp_path / "ours.safetensors"):
@@ -207,7 +198,7 @@ Point(x=torch.ones(2), y=torch.zeros(2), batch_size=[2]).memmap({folder!r})
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_typed_trees_of_another_program(tmp_path):
-    """Theirs cannot load what a script saved, as the class was the script's own; here `classes=` says what to use."""
+    """Theirs cannot load a tree of a script's own class; here `classes=` gives the class."""
     for library in ("tensordict", "tdfunc"):
         code = SAVE.format(library=library, folder=str(tmp_path / library))
         subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)

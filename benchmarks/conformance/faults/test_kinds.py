@@ -24,14 +24,10 @@ from tdfunc import (
     functional,
     stack_modules,
 )
+from tests.faults.models import Branches, Cached, UsesOldFunction, constant
 from tests.incumbent import Incumbent
 
 X = torch.linspace(-1, 1, 15).reshape(5, 3)
-
-
-def constant(tree, value):
-    """The tree with all leaves of one value, for either library."""
-    return tree.apply(lambda p: torch.full_like(p, value)).detach()
 
 
 def theirs_of(model):
@@ -40,18 +36,6 @@ def theirs_of(model):
 
 
 # -- stale weights ------------------------------------------------------------------------------------------------
-
-
-class Cached(nn.Module):
-    """Keeps a reference to its own weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.cache = [self.linear.weight]
-
-    def forward(self, x):
-        return x @ self.cache[0]
 
 
 def test_a_cached_reference():
@@ -153,7 +137,7 @@ def test_old_weight_norm():
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.LSTMCell])
 def test_recurrent_layers(kind):
-    """torch.vmap has no rule for them; the ensemble runs the loop and says so."""
+    """torch.vmap has no rule for them; the ensemble runs the loop and warns."""
     models = [kind(3, 4) for _ in range(2)]
     params, _ = stack_module_state(models)
     with pytest.raises(RuntimeError, match="Batching rule not implemented"):
@@ -193,7 +177,7 @@ def test_lazy_modules():
 
 
 def test_script_modules():
-    """torch.func refuses them too; theirs swaps what compiled code may not read."""
+    """torch.func refuses them too; theirs swaps attributes that compiled code may not read."""
     scripted = torch.jit.script(nn.Linear(3, 2))
     with pytest.raises(RuntimeError, match="Jitted modules"):
         functional_call(scripted, dict(scripted.named_parameters()), (X,))
@@ -214,25 +198,9 @@ def test_compiled_modules():
     from_module(model).to_module(nn.Linear(3, 2))
 
 
-class Branches(nn.Module):
-    """Forward depends on a value, and writes in place to a tensor of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 2)
-
-    def forward(self, x):
-        y = self.linear(x)
-        if y.sum() > 0:
-            y = y * 2
-        out = torch.zeros(5, 2)
-        out += y
-        return out
-
-
 def test_control_flow_and_in_place_writes():
     """A vmap cannot run them; the ensemble falls back to the loop."""
-    models = [Branches(), Branches()]
+    models = [Branches(3, 2), Branches(3, 2)]
     params, _ = stack_module_state(models)
     with pytest.raises(RuntimeError, match="vmap"):
         torch.vmap(lambda p: functional_call(models[0], p, (X,)))(params)
@@ -240,25 +208,6 @@ def test_control_flow_and_in_place_writes():
     ensemble = Ensemble(functional(models[0])[0])
     torch.testing.assert_close(ensemble(stack_modules(models), X), torch.stack([model(X) for model in models]))
     assert ensemble.plan().startswith("loop")
-
-
-class OldFunction(torch.autograd.Function):
-    """An autograd function without setup_context."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2
-
-
-class UsesOldFunction(nn.Linear):
-    """A layer that ends in the old kind of function."""
-
-    def forward(self, x):
-        return OldFunction.apply(super().forward(x))
 
 
 def test_old_autograd_functions():

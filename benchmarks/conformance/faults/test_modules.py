@@ -29,25 +29,16 @@ from tdfunc import (
     stack_modules,
 )
 from tdfunc.modules.random import member_generators
+from tests.faults.models import Meeting, constant, fail_inside, holding, run_in_two_threads, weight_of
 from tests.incumbent import Incumbent, tensordict
 from tests.models import Norm, Shared, Tied, make_gpt2, make_mlp
 
 X = torch.linspace(-1, 1, 15).reshape(5, 3)
 
 
-def constant(tree, value):
-    """The tree with all leaves of one value, for either library."""
-    return tree.apply(lambda p: torch.full_like(p, value)).detach()
-
-
 def theirs_of(model):
     """The incumbent's tree of a module, unconnected to it."""
     return Incumbent.from_module(model).detach().clone()
-
-
-def weight_of(model):
-    """The first element of a layer's weight."""
-    return model.weight.detach().flatten()[0].item()
 
 
 def flat(tree):
@@ -56,12 +47,6 @@ def flat(tree):
 
 
 # -- swapping: exceptions, nesting, generators, threads -----------------------------------------------------------
-
-
-def fail_inside(tree, model, error):
-    """Raise inside a block."""
-    with tree.to_module(model):
-        raise error("inside")
 
 
 def test_exception_in_the_body():
@@ -121,16 +106,8 @@ def test_nested_blocks():
         assert weight_of(model) == original
 
 
-def holding(tree, model, seen):
-    """A generator that holds a block open over two values."""
-    with tree.to_module(model):
-        for _ in range(2):
-            seen.append(weight_of(model))
-            yield
-
-
 def interleave(tree_type):
-    """Run two generators in turns on one module; return what they saw and the module's weight before and after."""
+    """Run two generators in turns on one module; return the weights that they met, and the module's at both ends."""
     model = nn.Linear(2, 2)
     before, seen, errors = weight_of(model), [], []
     runs = [holding(constant(tree_type.from_module(model), value), model, seen) for value in (0.0, 1.0)]
@@ -153,35 +130,6 @@ def test_interleaved_generators():
     _, errors, before, after = interleave(TensorDict)
     assert after == before
     assert len(errors) == 2
-
-
-class Meeting(nn.Module):
-    """A layer whose callers wait for each other before they use the weight."""
-
-    def __init__(self, meet):
-        super().__init__()
-        self.linear, self.meet = nn.Linear(3, 1, bias=False), meet
-
-    def forward(self, x):
-        self.meet()
-        y = self.linear(x)
-        self.meet()
-        return y
-
-
-def run_in_two_threads(call):
-    """Results of one call in each of two threads."""
-    results = [None, None]
-
-    def work(i):
-        results[i] = call(i)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
 
 
 def in_a_block(tree, model):
@@ -606,7 +554,7 @@ def test_the_classmethod_and_the_function_differ():
 
 
 def test_the_leaves_are_the_modules_own():
-    """Their docstring says that from_module copies; in both it takes the Parameters themselves, as ours says."""
+    """In both from_module takes the Parameters themselves; their docstring promises copies."""
     model = nn.Linear(2, 2)
 
     assert Incumbent.from_module(model)["weight"] is model.weight

@@ -28,7 +28,7 @@ def sources(file):
 
 @pytest.mark.parametrize("file", sorted({place.split("::")[0] for place in NAMED}))
 def test_rows_name_the_tests_of_a_file(file):
-    """A row would claim a test that is gone, or a fault be shown that no row tells of."""
+    """Every row names a test that is there, and every test has a row."""
     named = {place.split("::")[1] for place in NAMED if place.startswith(f"{file}::")}
     ours_only = {"test_two_threads_in_one_block"}
 
@@ -37,7 +37,7 @@ def test_rows_name_the_tests_of_a_file(file):
 
 @pytest.mark.parametrize("place", sorted(NAMED))
 def test_rows_run_theirs(place):
-    """A row would say of another library what nobody has seen."""
+    """Every test of a row runs the other library."""
     file, name = place.split("::")
     source = sources(file)[name]
 
@@ -55,7 +55,7 @@ def test_rows_have_tests_of_ours():
 
 
 def test_rows_that_run_nothing_say_why():
-    """A row without a test would be one that was forgotten."""
+    """A row without a test gives the reason."""
     reasons = [place for place in ROWS.values() if "::" not in place]
 
     assert all(len(reason.split()) > 2 or (ROOT / reason).is_file() for reason in reasons)

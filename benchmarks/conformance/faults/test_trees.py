@@ -44,7 +44,7 @@ except RuntimeError as err:
 
 @functools.cache
 def run_fresh(library):
-    """Run code in an interpreter of its own, where tensordict may replace parts of torch; return what it prints."""
+    """Run code in an interpreter of its own, where tensordict may replace parts of torch; return its output."""
     command = [sys.executable, "-W", "ignore", "-c", FRESH.format(library)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -55,7 +55,7 @@ def run_fresh(library):
 
 
 def test_order_of_keys_is_no_structure():
-    """Two trees with the same keys could not be mapped together."""
+    """Trees with the same keys in another order are mapped together."""
     ours = TensorDict({"a": A, "b": B}), TensorDict({"b": B, "a": A})
 
     assert torch.equal(pytree.tree_map(torch.add, *ours)["b"], 2 * B)
@@ -64,14 +64,14 @@ def test_order_of_keys_is_no_structure():
 
 
 def test_batch_size_is_no_structure():
-    """Two trees of one structure and other batch sizes could not be mapped together."""
+    """Trees of one structure and other batch sizes are mapped together."""
     assert pytree.tree_map(lambda x, _: x, TensorDict({"a": A}, [3]), TensorDict({"a": A})).batch_size == Size([3])
     with pytest.raises(ValueError, match="Node"):
         pytree.tree_map(lambda x, _: x, Incumbent({"a": A}, [3]), Incumbent({"a": A}))
 
 
 def test_batch_size_after_a_map():
-    """A map that drops the batch would guess the new batch size from the features."""
+    """A map that drops the batch leaves no batch size; theirs guesses one from the features."""
     both = [cls({"a": torch.zeros(3, 2, 2), "b": torch.zeros(3, 2)}, [3]) for cls in (TensorDict, Incumbent)]
     ours, theirs = (pytree.tree_map(lambda x: x[0], tree) for tree in both)
 
@@ -80,7 +80,7 @@ def test_batch_size_after_a_map():
 
 
 def test_names_after_a_map():
-    """One map would change the names that a later one gives."""
+    """A map does not change the names that a later one gives."""
     spec = pytree.tree_structure(TensorDict({"a": A}, [3], names=["t"]))
     their_spec = pytree.tree_structure(Incumbent({"a": A}, [3], names=["t"]))
     for structure in (spec, their_spec):
@@ -91,19 +91,19 @@ def test_names_after_a_map():
 
 
 def test_none_is_a_leaf():
-    """A map to None would lose the whole tree."""
+    """A map to None keeps the tree."""
     assert pytree.tree_map(lambda _: None, TensorDict({"a": A}))["a"] is None
     assert pytree.tree_map(lambda _: None, Incumbent({"a": A})) is None
 
 
 def test_leaves_that_are_no_tensors():
-    """A tree of strings could not be printed."""
+    """A tree of strings is printed."""
     assert "a: 'x'" in repr(pytree.tree_map(lambda _: "x", TensorDict({"a": A})))
     assert "x" not in repr(pytree.tree_map(lambda _: "x", Incumbent({"a": A})))
 
 
 def test_optree():
-    """Optree would see a tree as one leaf."""
+    """Optree sees the leaves of a tree."""
     theirs = Incumbent({"a": A})
 
     assert optree.tree_leaves(TensorDict({"a": A}))[0] is A
@@ -112,20 +112,20 @@ def test_optree():
 
 @pytest.mark.slow
 def test_import_leaves_torch_alone():
-    """Importing the library would replace parts of torch."""
+    """The import of the library replaces no part of torch."""
     assert run_fresh("tdfunc")[0] == " ".join(["torch._functorch.vmap"] * 3)
     assert "tensordict" in run_fresh("tensordict")[0]
 
 
 @pytest.mark.slow
 def test_arithmetic_in_vmap():
-    """`td + 1` would fail inside vmap."""
+    """`td + 1` works inside vmap."""
     assert run_fresh("tdfunc")[1] == "[1.0, 1.0, 1.0]"
     assert "Batching rule not implemented for aten::_foreach_add" in run_fresh("tensordict")[1]
 
 
 def test_paths_of_a_lazy_stack():
-    """A lazy stack could not be mapped with paths."""
+    """A lazy stack is mapped with paths."""
     ours = lazy_stack([TensorDict({"x": torch.zeros(n)}) for n in (1, 2)])
     theirs = tensordict.lazy_stack([Incumbent({"x": torch.zeros(n)}, []) for n in (1, 2)])
 
@@ -137,7 +137,7 @@ def test_paths_of_a_lazy_stack():
 
 
 def test_data_that_are_no_tensors_in_a_map():
-    """A string would be a leaf that a function of tensors is given; in both it is none, and survives."""
+    """A string is not given to a function of tensors, and survives; in both."""
     for cls in (TensorDict, Incumbent):
         tree = cls({"a": A, "s": "word"})
         assert len(pytree.tree_leaves(tree)) == 1
@@ -145,7 +145,7 @@ def test_data_that_are_no_tensors_in_a_map():
 
 
 def test_vmap_of_a_tree_without_a_batch():
-    """A tree of batch size [] could not be mapped over the first dimension of its leaves; both can."""
+    """A tree of batch size [] is mapped over the first dimension of its leaves; in both."""
     for cls in (TensorDict, Incumbent):
         assert torch.vmap(lambda t: t["a"] + 1)(cls({"a": A})).tolist() == [1, 2, 3]
     # The dimension that goes in front is one of the batch here; theirs guesses, and finds none.
@@ -153,7 +153,7 @@ def test_vmap_of_a_tree_without_a_batch():
 
 
 def test_chunks_of_a_vmap():
-    """A tree could not go through vmap in chunks; both can, where the body does no arithmetic on the tree."""
+    """A tree goes through vmap in chunks; in both, where the body does no arithmetic on the tree."""
     for cls in (TensorDict, Incumbent):
         out = torch.vmap(lambda t: t.apply(lambda x: x + 1), chunk_size=2)(cls({"a": A}, [3]))
         assert out["a"].tolist() == [1, 2, 3]
@@ -162,7 +162,7 @@ def test_chunks_of_a_vmap():
 
 @pytest.mark.parametrize("transform", ["grad", "jacrev", "jacfwd"])
 def test_derivatives_with_respect_to_a_tree(transform):
-    """A tree could not be what a derivative is taken of; in both it is, nested output by input."""
+    """A derivative is taken with respect to a tree, nested output by input; in both."""
     for cls in (TensorDict, Incumbent):
         tree = cls({"a": A})
         if transform == "grad":
@@ -182,7 +182,7 @@ def graph_breaks(fn, *args):
 
 @pytest.mark.slow
 def test_masks_under_the_compiler():
-    """`td[mask]` would break the graph, since the number of rows is a value; here it is one graph where torch's is."""
+    """`td[mask]` is one graph where torch's is."""
     mask = torch.tensor([True, False, True])
 
     # Without this setting of torch's, a plain tensor's `x[mask]` breaks the graph, too.
@@ -196,7 +196,7 @@ def test_masks_under_the_compiler():
 
 
 def test_iterating_without_a_batch():
-    """Iterating over a tree of batch size [] would not say why it cannot."""
+    """Iterating over a tree of batch size [] is an error that gives the reason."""
     with pytest.raises(TypeError, match=r"batch size \[\] has no rows"):
         list(TensorDict({"a": A}))
     with pytest.raises(RuntimeError, match="StopIteration"):
@@ -205,7 +205,7 @@ def test_iterating_without_a_batch():
 
 @pytest.mark.parametrize("key", [0, ()])
 def test_bad_keys(key):
-    """A key that is no str would raise about something else."""
+    """A key that is not a str is named."""
     with pytest.raises(TypeError, match="A key must be a str"):
         TensorDict({key: A})
     with pytest.raises((IndexError, TypeError, KeyError)) as caught:
@@ -214,7 +214,7 @@ def test_bad_keys(key):
 
 
 def test_keys_named_like_arguments():
-    """A key could not be called as an argument of the constructor: by keyword in both, in a dict in neither."""
+    """A key can be called as an argument of the constructor in a dict; by keyword in neither."""
     theirs = Incumbent(a=A, batch_size=[3])
     assert list(theirs.keys()) == ["a"]
     assert set(Incumbent({"batch_size": A, "keys": A}, [3]).keys()) == {"batch_size", "keys"}
@@ -236,7 +236,7 @@ def test_flat_keys_that_hold_the_separator(tree):
 
 
 def test_flat_keys_that_collide():
-    """Two paths would become one key, and one leaf be lost; both say so."""
+    """Two paths that become one key raise; in both."""
     tree = {"a.b": A, "a": {"b": A + 1}}
 
     with pytest.raises(MissingKeyError, match=r"two paths become the key 'a.b'(.|\n)*'a.b'(.|\n)*'a', 'b'"):
@@ -251,13 +251,13 @@ def test_flat_keys_that_collide():
 
 @pytest.mark.parametrize("key", ["a..b", ".a", "a."])
 def test_unflatten_makes_no_empty_keys(key):
-    """Splitting at a separator would make keys of no letters."""
+    """Splitting at a separator makes no empty keys."""
     assert list(TensorDict({key: A}).unflatten_keys(".").keys()) == [key]
     assert any("" in path for path in Incumbent({key: A}).unflatten_keys(".").keys(True, True))
 
 
 def test_set_in_place_keeps_values():
-    """A value that the dtype of the leaf cannot hold would be cut in silence."""
+    """A value that the dtype of the leaf cannot hold is refused."""
     theirs, ours = Incumbent({"a": torch.zeros(2).long()}), TensorDict({"a": torch.zeros(2).long()})
 
     assert theirs.set_("a", torch.tensor([1.7, 2.5]))["a"].tolist() == [1, 2]
@@ -268,7 +268,7 @@ def test_set_in_place_keeps_values():
 
 
 def test_index_assignment_is_refused():
-    """An assignment to rows would write into the caller's tensor."""
+    """An assignment to rows is refused, and the caller's tensor keeps its values."""
     mine, theirs = A.clone(), A.clone()
     with pytest.raises(ImmutableError, match=r"td.at\[index\].set"):
         TensorDict({"a": mine}, [3])[0] = TensorDict({"a": torch.tensor(9.0)})
@@ -279,7 +279,7 @@ def test_index_assignment_is_refused():
 
 
 def test_writing_to_a_row():
-    """A write to a row would be lost in silence, or reach the tree, by the spelling."""
+    """A write to a row that is lost there is refused here, and `at[0].set_` reaches the tree."""
     theirs = Incumbent({"a": A.clone()}, [3])
     theirs[0]["a"] = torch.tensor(9.0)
     assert theirs["a"][0] == 0
@@ -293,7 +293,7 @@ def test_writing_to_a_row():
 
 
 class TheirPoint(tensordict.TensorClass, frozen=True):
-    """A class that says it is frozen."""
+    """A class that is declared frozen."""
 
     x: Tensor
 
@@ -305,7 +305,7 @@ class OurPoint(TensorClass, frozen=True):
 
 
 def test_frozen_is_not_immutable():
-    """A value of a frozen class would change under an index, in place, and after one call."""
+    """A value of a frozen class of theirs changes under an index, in place, and after one call."""
     theirs = TheirPoint(x=A.clone(), batch_size=[3])
     with pytest.raises(FrozenInstanceError):
         theirs.x = A
@@ -332,7 +332,7 @@ def test_frozen_is_not_immutable():
 
 
 def test_locked_is_not_immutable():
-    """A tree that says it cannot change would change."""
+    """A locked tree of theirs changes."""
     theirs = Incumbent({"a": A.clone()}, [3]).lock_()
     theirs.batch_size = []
     theirs.zero_()
@@ -343,7 +343,7 @@ def test_locked_is_not_immutable():
 
 
 def test_tensor_operands_meet_the_batch():
-    """A tensor operand would meet the batch dimensions of one library and the features of the other."""
+    """A tensor operand meets the batch dimensions here, and the features there."""
     ours, theirs = (cls({"b": B}, [3]) + A for cls in (TensorDict, Incumbent))
 
     assert torch.equal(ours["b"], B + A[:, None])
@@ -353,7 +353,7 @@ def test_tensor_operands_meet_the_batch():
 
 
 def test_comparing_trees_with_other_keys():
-    """Comparing would not say which keys differ; and a tree could not be put in a set."""
+    """A comparison names the keys that differ, and a tree can be put in a set."""
     with pytest.raises(TreeStructureError, match=r"\['a'\](.|\n)*\['b'\]"):
         assert TensorDict({"a": A}) == TensorDict({"b": A})
     with pytest.raises(KeyError):
@@ -365,7 +365,7 @@ def test_comparing_trees_with_other_keys():
 
 
 def test_preallocation_has_no_silent_zeros():
-    """A key that first comes with a later row would be zero in the earlier ones."""
+    """A key that first comes with a later row is refused."""
     ours, theirs = TensorDict({}, [2]), Incumbent({}, [2])
     ours = ours.at[0].set_({"a": 1.0})
     theirs[0] = Incumbent({"a": torch.tensor(1.0)})
@@ -377,7 +377,7 @@ def test_preallocation_has_no_silent_zeros():
 
 
 def test_missing_dimensions_of_reductions():
-    """A reduction over a dimension that cannot be would raise about strings and ints."""
+    """A reduction over a dimension that is not there is named."""
     with pytest.raises(TypeError, match="'<' not supported"):
         Incumbent({"a": B}, [3]).sum(dim="x")
     with pytest.raises(ValueError, match="'feature'(.|\n)*'x'"):
@@ -385,7 +385,7 @@ def test_missing_dimensions_of_reductions():
 
 
 def test_lost_entry():
-    """Moving an entry under itself would lose it."""
+    """Moving an entry under itself is refused."""
     tree = {"a": {"b": A}}
 
     assert TensorDict(tree).rename_key("a", ("a", "in"))["a", "in", "b"] is A
@@ -393,7 +393,7 @@ def test_lost_entry():
 
 
 def test_silent_broadcast():
-    """Leaves of two trees would be aligned batch against features, and give numbers."""
+    """Leaves of two trees that align batch against features are refused."""
     square, row = torch.arange(9.0).reshape(3, 3), torch.arange(3.0)
 
     assert torch.equal((Incumbent({"a": square}, [3]) + Incumbent({"a": row}, [3]))["a"], square + row)
@@ -413,7 +413,7 @@ class Holder(nn.Module):
 
 
 def test_a_part_of_a_state_dict():
-    """`strict=False` would not be heard by a module that owns a tree of parameters."""
+    """A module that owns a tree of parameters takes `strict=False`."""
     with pytest.raises(RuntimeError, match="key sets don't match"):
         Holder().load_state_dict({"p.a": torch.ones(2)}, strict=False)
 
@@ -426,7 +426,7 @@ def test_a_part_of_a_state_dict():
 
 
 def test_a_state_dict_that_does_not_fit():
-    """A wrong shape would be reported without the shapes."""
+    """A wrong shape is reported with both shapes."""
     theirs = Incumbent({"a": torch.zeros(2)})
     with pytest.raises(ValueError, match="Failed to update 'a'") as caught:
         theirs.load_state_dict({**theirs.state_dict(), "a": torch.zeros(3)})
@@ -440,7 +440,7 @@ def test_a_state_dict_that_does_not_fit():
 
 
 def test_the_snippet_of_an_old_document():
-    """Users who follow what was published would find an import that is gone."""
+    """The import of an older published snippet is gone there."""
     with pytest.raises(ImportError, match="cannot import name 'tensorclass'"):
         exec("from tensordict.prototype import tensorclass")
     assert callable(tdfunc.tensorclass)
@@ -451,7 +451,7 @@ def test_the_snippet_of_an_old_document():
 
 @pytest.mark.parametrize("lengths", [(2, 2), (2, 3)])
 def test_a_ragged_field_reads_alike_whatever_the_lengths(lengths):
-    """Code that works on one batch would fail on the next, as in tensordict, where it is a tensor or an error."""
+    """A ragged field is read alike for all lengths; there it is a tensor or an error."""
     ours = lazy_stack([TensorDict({"x": torch.zeros(n)}) for n in lengths])
     theirs = tensordict.lazy_stack([Incumbent({"x": torch.zeros(n)}, []) for n in lengths])
 

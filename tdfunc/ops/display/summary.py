@@ -93,7 +93,7 @@ def summary(tree: TensorCollection, depth: int | None, where: "FilterLike | None
         raise error(
             ImportError,
             "summary: the package rich is not installed.",
-            hint="pip install 'tdfunc[cli]', or display the tree itself: it needs no other package.",
+            hint="pip install rich, or display the tree itself: it needs no other package.",
         ) from err
     title = f"{type(tree).__name__}, batch {list(tree._batch_size)}"
     if where is not None:

@@ -1,9 +1,9 @@
 """Replace a file or a folder as a whole: the one protocol that everything stored goes through.
 
-New contents are written under a temporary name beside their place, `.tdfunc-<name>-<random>.tmp`, whose lock the writer
-holds. They are made durable and take the place in one step, so a reader finds the whole old or the whole new contents,
-whatever happens meanwhile: an error, a kill, a full disk. A temporary name without a lock was left by a writer that
-died; the next write to the same place removes it.
+New contents are written under a temporary name next to their place, `.tdfunc-<name>-<random>.tmp`, whose lock the
+writer holds. They are made durable and take the place in one step, so a reader finds the whole old or the whole new
+contents, also after an error, a kill or a full disk. A temporary name without a lock was left by a writer that died;
+the next write to the same place removes it.
 """
 
 import ctypes
@@ -116,7 +116,7 @@ def replace_file(path: str, write: Callable[[int], None], *, size_bytes: int, fs
 
 
 def _copy_mode(path: str, fd: int) -> None:
-    """Keep the permissions of what is replaced, unless it is a link, which is not followed."""
+    """Keep the permissions of the old file or folder; a link is not followed."""
     with suppress(OSError):
         old = os.stat(path, follow_symlinks=False)
         if not stat.S_ISLNK(old.st_mode):
@@ -131,7 +131,7 @@ def replace_folder(
     overwrite: bool = True,
     fsync: bool,
 ) -> T:
-    """Give `path` the contents that `write` puts into an empty folder, and makes durable; return what it returns.
+    """Give `path` the contents that `write` puts into an empty folder, and makes durable; return its result.
 
     `check` is called before the folder takes its place, and may raise.
     """
@@ -197,7 +197,7 @@ def recover(path: str) -> str | None:
 
 
 def remove_folder(path: str) -> bool:
-    """Remove a folder as a whole; False if somebody holds its lock (or it is not there)."""
+    """Remove a folder as a whole; False if another reader or writer holds its lock (or it is not there)."""
     with suppress(FileNotFoundError), Descriptor(path, FOLDER | NO_LINK) as fd:
         try:
             lock(fd)
@@ -225,14 +225,14 @@ def make_folder(path: str, *, fsync: bool) -> None:
 
 
 def sweep(folder: str, start: str = _PREFIX, suffix: str = _NEW) -> None:
-    """Remove what writers left in a folder who are gone; `start` tells those of one place."""
+    """Remove the temporary files and folders of writers that are gone; `start` selects those of one place."""
     entries: list[str] = []
     with suppress(OSError):
         entries = os.listdir(folder or ".")
     for entry in entries:
         if entry.startswith(start) and entry.endswith(suffix):
             path = os.path.join(folder, entry)
-            # Two writers may sweep at once; what cannot be opened or locked is not ours to remove.
+            # Two writers may sweep at once; an entry that cannot be opened or locked belongs to another one.
             with suppress(OSError), Descriptor(path, _ANY) as fd:
                 lock(fd)
                 _remove(path)
@@ -240,7 +240,7 @@ def sweep(folder: str, start: str = _PREFIX, suffix: str = _NEW) -> None:
 
 @contextmanager
 def _staged(path: str, create: Callable[[str], Descriptor]) -> Generator[tuple[str, int], None, None]:
-    """Make a temporary file or folder and lock it; what has its name at the end goes: half of a write, or the old."""
+    """Make a temporary file or folder and lock it; at the end its name is removed, with half of a write or the old."""
     while True:
         temporary = _temporary(path)
         try:
@@ -273,7 +273,7 @@ def _start(path: str) -> str:
 
 
 def is_at(fd: int, path: str) -> bool:
-    """Return whether what is open is what has a name."""
+    """Return whether a descriptor and a name are of one file or folder."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
     except FileNotFoundError:

@@ -46,7 +46,7 @@ def open_inside(root: int, name: str, what: str, *, writable: bool = False) -> D
             raise CorruptCheckpointError(
                 f"{what} is a link that leads to no file.", expected="a file", got=inner.strerror
             ) from inner
-        # The paths of what is open, by which only Linux names it; elsewhere every link is refused.
+        # Only Linux has the path of an open file; elsewhere every link is refused.
         top, target = (os.path.realpath(f"/proc/self/fd/{fd}") for fd in (root, file.fd))
         if sys.platform != "linux" or not target.startswith(os.path.join(top, "")):
             file.close()
@@ -98,9 +98,9 @@ def map_descriptor(
 
 
 def map_again(file: MappedFile, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
-    """Map what `mapped_file` described, maybe in another process: the same file, geometry and mode."""
+    """Map a file that `mapped_file` described, maybe in another process: the same geometry and mode."""
     if file.path is None:
-        raise FileNotFoundError(errno.ENOENT, explain("The memmap has no folder.", hint="td.memmap(prefix)."))
+        raise FileNotFoundError(errno.ENOENT, explain("The memmap must have a folder.", hint="td.memmap(prefix)."))
     with Descriptor(file.path, READ if file.mode == "c" else READ | os.O_RDWR) as fd:
         found = os.fstat(fd)
         if (found.st_dev, found.st_ino) != file.file_id:
@@ -139,7 +139,7 @@ def _received(
 
 def _send(leaf: Any) -> Any:
     file = mapped_file(leaf)
-    # What was written to a copy-on-write leaf is in this process only: it goes as torch sends any tensor.
+    # Writes to a copy-on-write leaf are in this process only: it goes as torch sends any tensor.
     if file is None or file.path is None or file.mode != "r+" or type(leaf) not in PLAIN or not leaf.is_leaf:
         return leaf
     # One for each tensor, so that tied leaves are one tensor again: a pickle keeps identities.

@@ -1,6 +1,6 @@
 """The bytes of elements: of a tensor in memory, row by row, and into a file.
 
-Inside of `torch.func` transforms new tensors are wrapped and have no memory; what is in a file is a constant there.
+Inside of `torch.func` transforms new tensors are wrapped and have no memory; the contents of files are constants there.
 """
 
 import os
@@ -29,7 +29,7 @@ def outside_transforms() -> AbstractContextManager[Any]:
 def raw_view(leaf: Tensor) -> Any:
     """Return the memory of a tensor on the CPU that lies row by row; writing to it is writing to the tensor."""
     # `is_contiguous` ignores the stride of a dimension of one element, and `view` to bytes does not; with
-    # `as_strided` one that is 5, say, is 1.
+    # `as_strided` that stride becomes 1.
     return leaf.detach().as_strided((leaf.numel(),), (1,)).view(torch.uint8).numpy()
 
 

@@ -57,7 +57,7 @@ class Bytes(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Release the file."""
         ...
 
 
@@ -88,7 +88,7 @@ class LocalBytes:
             os.close(fd)
 
     def __reduce__(self) -> NoReturn:
-        # A copy would close the file of the original, and whatever has its number by then.
+        # A copy would close the file of the original, or another file that has its number by then.
         raise UnsupportedError(f"{self._path}: an open file cannot be copied or pickled.", hint="open it again.")
 
     def __del__(self) -> None:
@@ -142,9 +142,7 @@ class RemoteFiles:
         try:
             import fsspec  # pyright: ignore[reportMissingTypeStubs]
         except ImportError as err:
-            raise UnsupportedError(
-                f"{path}: other machines need fsspec.", hint='pip install "tdfunc[remote]".'
-            ) from err
+            raise UnsupportedError(f"{path}: other machines need fsspec.", hint="pip install fsspec.") from err
         # Without a cache of listings, which would show folders as they were. Any: fsspec has no annotations.
         self._system: Any = fsspec.core.url_to_fs(path, use_listings_cache=False)[0]
         self._fetch = fetch
@@ -169,7 +167,7 @@ class RemoteFiles:
             with tempfile.TemporaryDirectory(prefix="tdfunc-") as folder:
                 here = os.path.join(folder, "fetched")
                 self._system.get_file(path, here)
-                # It has no name any more once the folder is gone, and is gone itself once nobody maps it.
+                # With the folder its name goes, and with the last mapping the file itself.
                 return LocalBytes(here)
         except FileNotFoundError as err:
             # fsspec names it as the other side does, without the protocol.

@@ -1,8 +1,8 @@
 """`AsyncSaver`: saves that go on while the program does, in a bounded queue whose errors cannot get lost.
 
-A tree does not change, so it is its own snapshot, unless somebody writes into the memory of a leaf. Leaves that others
-are expected to write to are copied; every other one must have, when it is written, the digest that it had when the save
-was submitted.
+A tree does not change, so it is its own snapshot, unless the memory of a leaf is written to. Leaves that a module, an
+optimizer or another process may write to are copied; every other one must have, when it is written, the digest that it
+had when the save was submitted.
 """
 
 import ctypes
@@ -27,15 +27,15 @@ from tdfunc.core.errors import ConcurrencyError, error, explain
 from tdfunc.core.memory import mapped_file
 from tdfunc.core.nontensor import NonTensorData
 from tdfunc.core.types import Kind
-from tdfunc.storage.api import check_target, outline_of, save_outline
+from tdfunc.storage.api import check_target, save_outline
 from tdfunc.storage.disk.remote import anchored, is_remote
 from tdfunc.storage.safetensors.write import pieces
-from tdfunc.storage.tree.encode import Outline
+from tdfunc.storage.tree.encode import Outline, outline
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# A path or, of a URL, its text. Any: whoever saves to a folder of this machine need not rule out the text.
+# A path or, of a URL, its text. Any: saves to a folder of this machine need not rule out the text.
 SavedPath: TypeAlias = pathlib.Path | Any
 Write: TypeAlias = Callable[[], SavedPath]
 # The kinds that a module writes to in its forward. A parameter is a new tensor after each functional update.
@@ -44,7 +44,7 @@ _LIVE_KINDS = (Kind.BUFFER, Kind.NON_PERSISTENT, Kind.EXTRA_STATE)
 _THREADS_FROM_BYTES = 16 << 20
 _SMALL_BYTES = 1 << 16
 _MAX_THREADS = 4
-# More than threads, so that one that has less to do takes another.
+# More than threads, so that one that is done early takes another.
 _GROUPS = 16
 
 
@@ -60,10 +60,10 @@ class Snapshot(NamedTuple):
 
 def take_snapshot(td: TensorCollection, copy: bool | None) -> Snapshot:
     """Copy the leaves that may be written to (None), none or all; take the digests of the others."""
-    out = outline_of(td)
-    # The ids of leaves whose kind tells that a module may write to them.
+    out = outline(td)
+    # The ids of leaves of kinds that a module may write to.
     live: set[int] = set()
-    stack = [td] if copy is None else []
+    stack = [td]
     while stack:
         node = stack.pop()
         for key, value in node._data.items():
@@ -75,7 +75,10 @@ def take_snapshot(td: TensorCollection, copy: bool | None) -> Snapshot:
     kept: list[int] = []
     with torch.no_grad():
         for i, leaf in enumerate(leaves):
-            if copy or id(leaf) in live or (copy is None and is_live(leaf)):
+            # Optimizers write to Parameters, and any process to a file that is mapped for writing.
+            file = mapped_file(leaf)
+            is_live = type(leaf) is nn.Parameter or (file is not None and file.mode == "r+") or id(leaf) in live
+            if copy or (copy is None and is_live):
                 leaves[i] = leaf.detach().clone()
             if leaf.is_cpu:
                 if leaves[i] is leaf:
@@ -86,12 +89,6 @@ def take_snapshot(td: TensorCollection, copy: bool | None) -> Snapshot:
         digests = _digests([leaves[i] for i in kept])
     named = dict(zip([out.names[i] for i in kept], digests, strict=True))
     return Snapshot(out._replace(leaves=leaves), named)
-
-
-def is_live(leaf: Tensor) -> bool:
-    """Return whether others may write to a leaf: optimizers to Parameters, any process to a mapped file."""
-    file = mapped_file(leaf)
-    return type(leaf) is nn.Parameter or (file is not None and file.mode == "r+")
 
 
 def _digests(leaves: Sequence[Tensor]) -> list[str]:
@@ -109,7 +106,7 @@ def _digests(leaves: Sequence[Tensor]) -> list[str]:
 
 def _digest(leaf: Tensor) -> str:
     if leaf.nbytes <= _SMALL_BYTES and leaf.is_contiguous() and not leaf.is_conj() and not leaf.is_neg():
-        # A copy of so little costs less than describing its memory to Python.
+        # A copy of so few bytes is faster than describing its memory to Python.
         return xxhash.xxh3_64_hexdigest(ctypes.string_at(leaf.data_ptr(), leaf.nbytes))
     state = xxhash.xxh3_64()
     with torch.no_grad():
@@ -124,7 +121,7 @@ def _digest(leaf: Tensor) -> str:
 class PendingSave(Future[SavedPath]):
     """A save that may still run; its result is the path that was written, or the URL.
 
-    A `concurrent.futures.Future`: `result()` waits and raises what went wrong, `done()` does not wait, `cancel()`
+    A `concurrent.futures.Future`: `result()` waits and raises the error of the save, `done()` does not wait, `cancel()`
     succeeds while the save waits for another one, and `concurrent.futures.wait` takes several.
     """
 
@@ -133,8 +130,9 @@ class PendingSave(Future[SavedPath]):
         self._path = path
         # The rest of the work until it begins, and the queue, which shows lost errors when it goes, until it has ended.
         self._write, self._queue = write, queue
-        # Whether anybody was told that it failed.
+        # True once `result` or `exception` has returned or raised.
         self._is_seen = False
+        self._process = os.getpid()
 
     def result(self, timeout: float | None = None) -> SavedPath:
         """Wait for the save and return its path (of a URL, the text).
@@ -144,7 +142,7 @@ class PendingSave(Future[SavedPath]):
 
         Raises:
             OSError: The file system refused.
-            ConcurrencyError: A leaf changed while it was saved.
+            ConcurrencyError: A leaf changed while it was saved; or a forked process waits for its parent's save.
             TimeoutError: The save still runs.
             CancelledError: The save was cancelled.
         """
@@ -158,12 +156,19 @@ class PendingSave(Future[SavedPath]):
             timeout: Seconds to wait at most.
 
         Raises:
+            ConcurrencyError: A forked process waits for its parent's save.
             TimeoutError: The save still runs.
             CancelledError: The save was cancelled.
         """
-        error = super().exception(timeout)
+        if self._process != os.getpid() and not self.done():
+            raise ConcurrencyError(
+                f"save {self._path}: only the process that submitted a save can wait for it.",
+                got="a forked process, in which the save does not run",
+                hint="wait before os.fork(), or load the file once the parent has saved it.",
+            )
+        found = super().exception(timeout)
         self._is_seen = True
-        return error
+        return found
 
 
 class SaveQueue:
@@ -206,12 +211,12 @@ class SaveQueue:
         try:
             self._pool.submit(_run, save)
         except RuntimeError:
-            # The interpreter is ending, or the system has no thread to spare.
+            # The interpreter is ending, or the system is out of threads.
             _run(save)
         return save
 
     def wait(self, timeout_s: float | None) -> None:
-        """Wait until nothing is pending; raise what failed."""
+        """Wait until nothing is pending; raise the first error."""
         pending = self.pending
         futures.wait(pending, timeout_s)
         if not all(save.done() for save in pending):
@@ -221,7 +226,7 @@ class SaveQueue:
         self.raise_failed()
 
     def raise_failed(self) -> None:
-        """Raise the first error that nobody was told of; those after it follow at the next calls."""
+        """Raise the first error that no call has raised yet; those after it follow at the next calls."""
         for save in [save for save in self._own() if save.done()]:
             try:
                 self._saves.remove(save)
@@ -248,7 +253,7 @@ def _run(save: PendingSave) -> None:
     if write is not None and save.set_running_or_notify_cancel():
         try:
             path = write()
-        # Whatever it is, it must reach the caller, and the next save its turn.
+        # Every error must reach the caller, and the next save its turn.
         except BaseException as err:
             # Before the place is given away: the leaves are memory that the next save may need.
             del write
@@ -279,7 +284,7 @@ class WaitMethods:
 
         Raises:
             TimeoutError: Saves are still running.
-            Exception: What a save raised that nobody was told of.
+            Exception: The error of a save that no call has raised yet.
         """
         self._queue.wait(timeout_s)
 
@@ -305,9 +310,9 @@ def _show_unseen(saves: list[PendingSave], process: int) -> None:
         # One warning: where warnings are errors, a second one would not be reached.
         warnings.warn(
             explain(
-                f"{len(shown)} save(s) in the background failed, and nobody looked.",
+                f"{len(shown)} save(s) in the background failed, and no call raised it.",
                 got="\n".join(shown),
-                hint="call .result() on what save returned, or .wait() at the end.",
+                hint="call .result() of the handle that save returns, or .wait() at the end.",
             ),
             RuntimeWarning,
             stacklevel=2,
@@ -315,12 +320,12 @@ def _show_unseen(saves: list[PendingSave], process: int) -> None:
 
 
 class AsyncSaver(WaitMethods):
-    """Saves trees in the background: `save` returns once nothing that the program does can change what is saved.
+    """Saves trees in the background: once `save` returns, nothing that the program does changes the saved values.
 
     The caller is blocked for the digest of each leaf, and for copies of the leaves that are expected to be written to:
     Parameters, the buffers of modules, and memmaps that can be written to. No other leaf is copied: trees do not
-    change. If somebody does write into the memory of a leaf (an optimizer with `donate=True`, say), the digest of
-    what is written differs and the save fails, naming the leaf; the old file stays.
+    change. If the memory of a leaf is written to all the same (by an optimizer with `donate=True`), the digest of the
+    written bytes differs and the save fails, naming the leaf; the old file stays.
 
     An error is raised by `result()` of the handle, or else by the next `save` or `wait`; if there is none, a warning
     names the file and the error at the latest when the interpreter ends. An interpreter that ends normally finishes
@@ -330,7 +335,7 @@ class AsyncSaver(WaitMethods):
         max_pending: How many saves may be waiting or running. Another `save` waits for a place.
 
     Raises:
-        ValueError: `max_pending` is less than 1.
+        ValueError: `max_pending` is below 1.
 
     Examples:
         >>> import tempfile
@@ -361,7 +366,8 @@ class AsyncSaver(WaitMethods):
 
         Args:
             td: The tree.
-            path: The file, which must end in `.safetensors`, or for shards the folder; what it is in must exist.
+            path: The file, which must end in `.safetensors`, or for shards the folder; the folder around it must
+                exist.
             max_shard_size: The most bytes of leaves in one shard, as in `tdfunc.save`.
             fsync: Wait (in the background) until the disk has the file.
             copy: True copies all leaves before the call returns, False none; without it those that are expected to be
@@ -369,13 +375,13 @@ class AsyncSaver(WaitMethods):
             timeout_s: How long to wait for a place if `max_pending` saves have not ended; 0 does not wait.
 
         Returns:
-            A handle whose `result()` waits for the save and raises what went wrong.
+            A handle whose `result()` waits for the save and raises its error.
 
         Raises:
-            ValueError: The file name has another suffix, or `max_shard_size` holds no byte.
+            ValueError: The file name has another suffix, or `max_shard_size` is not a size.
             UnsupportedError: A leaf or value cannot be stored unchanged; the message names it.
-            TimeoutError: There was no place in time. Nothing was submitted.
-            Exception: An earlier save failed and nobody was told; this is its error. Nothing was submitted.
+            TimeoutError: No place was free in time. Nothing was submitted.
+            Exception: The error of an earlier save, which no call has raised yet. Nothing was submitted.
         """
         target, max_bytes = check_target(path, max_shard_size)
         target = anchored(target)
@@ -392,9 +398,8 @@ class AsyncSaver(WaitMethods):
 
 
 def _save_snapshot(snapshot: Snapshot, name: SavedPath, target: str, max_bytes: int | None, fsync: bool) -> SavedPath:
-    outline, digests = snapshot
     try:
-        save_outline(outline, target, max_bytes, fsync=fsync, digests=digests)
+        save_outline(snapshot.outline, target, max_bytes, fsync=fsync, digests=snapshot.digests)
     except ConcurrencyError as err:
         raise ConcurrencyError(f"save {target}: {err}") from err
     return name

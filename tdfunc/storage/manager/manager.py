@@ -14,7 +14,6 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import ConcurrencyError, CorruptCheckpointError, UnsupportedError, error, explain
 from tdfunc.core.keys import FilterLike
 from tdfunc.core.types import Device
-from tdfunc.storage.api import outline_of
 from tdfunc.storage.disk.commit import sweep
 from tdfunc.storage.disk.remote import anchored, local_folder
 from tdfunc.storage.manager.background import PendingSave, SaveQueue, Snapshot, WaitMethods, Write, take_snapshot
@@ -33,6 +32,7 @@ from tdfunc.storage.manager.steps import (
 )
 from tdfunc.storage.safetensors.plan import as_bytes
 from tdfunc.storage.tree.build import Classes
+from tdfunc.storage.tree.encode import outline
 
 T = TypeVar("T")
 
@@ -40,19 +40,19 @@ T = TypeVar("T")
 class CheckpointManager(WaitMethods):
     """The checkpoints of a run: one folder for each step, of which the last and the best are kept.
 
-    A step appears whole or not at all, whatever happens during the save. What a killed process left is invisible, and
-    removed by the next manager or save of the same folder. Several processes may save and load at the same time; a
-    step that is being loaded is not removed.
+    A step appears whole or not at all. The rest of a killed process's save is invisible, and removed by the next
+    manager or save of the same folder. Several processes may save and load at the same time; a step that is being
+    loaded is not removed.
 
     Args:
         folder: Where the steps are; it is made by the first save. A change of the current folder does not move it.
         keep_last: How many of the highest steps are kept; the step that was saved last is always kept. Without it and
             without `keep_best`, all are.
-        keep_best: How many steps are kept besides, by `metric`. Of equal ones the later is better.
-        metric: The entry of the metadata that says how good a step is. A step whose metadata lack it, or hold None
+        keep_best: How many steps are also kept, by `metric`. Of equal ones the later is better.
+        metric: The entry of the metadata by which steps are compared. A step whose metadata lack it, or hold None
             there, is never best.
-        mode: Whether the best has the lowest (`"min"`) or the highest (`"max"`) value.
-        async_save: Save in the background: `save` returns as soon as nothing can change what is saved.
+        mode: `"min"` where the lowest value is best, `"max"` where the highest is.
+        async_save: Save in the background: `save` returns as soon as nothing can change the saved values.
         max_pending: How many such saves may be waiting or running; another `save` waits for a place.
         max_shard_size: The most bytes of leaves in one file, as a number or as `"5GB"`; without it a step is one file.
         fsync: Wait until the disk has each step. Without it a power failure (not a crash of the program) may lose it.
@@ -148,7 +148,7 @@ class CheckpointManager(WaitMethods):
                     f"save: metadata[{key!r}] cannot be stored; nothing was written.",
                     expected="str, bool, None, finite numbers, lists, and dicts with str keys",
                     got=f"{type(value).__name__}, of which JSON makes {back!r}"[:300],
-                    hint="convert it: float(x), list(x), str(x); None where there is no value.",
+                    hint="convert it: float(x), list(x), str(x); None stands for a missing value.",
                 )
             described.update(back)
         metric = described.get(self._metric) if self._metric is not None else None
@@ -165,7 +165,7 @@ class CheckpointManager(WaitMethods):
             raise exists_error(self._folder, number)
         if not self._async:
             save = PendingSave(path)
-            save.set_result(self._commit(number, Snapshot(outline_of(td), {}), described, overwrite))
+            save.set_result(self._commit(number, Snapshot(outline(td), {}), described, overwrite))
             return save
 
         def prepare() -> Write:
@@ -180,7 +180,7 @@ class CheckpointManager(WaitMethods):
             step: Its number.
 
         Raises:
-            FileNotFoundError: There is no such step.
+            FileNotFoundError: The step does not exist.
             BlockingIOError: It is being loaded.
         """
         number = as_step(step, "delete")
@@ -197,19 +197,19 @@ class CheckpointManager(WaitMethods):
         return list_steps(self._folder)
 
     def latest(self) -> int | None:
-        """Return the highest step, or None if there is none."""
+        """Return the highest step, or None before the first save."""
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
         """Return the step with the best metric, or None if no step has it; of equal ones the later.
 
         Raises:
-            ValueError: The manager has no metric.
+            ValueError: The manager was made without a metric.
             CorruptCheckpointError: The metadata of a step are damaged; the message names it.
         """
         if self._metric is None:
             raise error(
-                ValueError, "best: the manager has no metric.", hint='CheckpointManager(folder, metric="loss").'
+                ValueError, "best: the manager must have a metric.", hint='CheckpointManager(folder, metric="loss").'
             )
         return next(iter(self._by_metric(self.steps())), None)
 
@@ -220,7 +220,7 @@ class CheckpointManager(WaitMethods):
             step: Its number; without it the latest.
 
         Raises:
-            FileNotFoundError: There is no such step.
+            FileNotFoundError: The step does not exist.
             CorruptCheckpointError: They are damaged; the message names the step.
         """
         return self._use(step, "metadata", lambda path, number: read_about(path, number).metadata)
@@ -244,13 +244,13 @@ class CheckpointManager(WaitMethods):
         device: "Device | None" = None,
         classes: Classes = (),
         verify: bool = True,
-    ) -> Any:  # the class of the tree is what was saved
+    ) -> Any:  # the checkpoint decides the class of the tree
         """Load the tree of a step.
 
         Args:
             step: Its number; without it the latest. If that is removed meanwhile, a newer one is loaded.
             fallback: Where the latest step is damaged, warn and load the newest one that is whole.
-            like: What is expected, as in `tdfunc.load`.
+            like: The expected leaves, as in `tdfunc.load`.
             keys: A glob on dotted paths or a `Filter`: only these leaves are read and verified.
             dtype: Cast leaves of floating dtypes.
             device: Where the leaves are put; without it, where they were.
@@ -258,8 +258,8 @@ class CheckpointManager(WaitMethods):
             verify: Read everything once and compare the checksums.
 
         Raises:
-            FileNotFoundError: There is no such step, or no step at all.
-            CorruptCheckpointError: The step is damaged; the message names it and what is wrong.
+            FileNotFoundError: The step does not exist.
+            CorruptCheckpointError: The step is damaged; the message names it and the damage.
             ValueError: `fallback` together with a step, or without `verify`.
         """
         if fallback and (step is not None or not verify):
@@ -282,8 +282,8 @@ class CheckpointManager(WaitMethods):
             The step.
 
         Raises:
-            FileNotFoundError: There is no such step.
-            CorruptCheckpointError: It is damaged; the message names it and what is wrong.
+            FileNotFoundError: The step does not exist.
+            CorruptCheckpointError: It is damaged; the message names it and the damage.
         """
 
         def read(path: str, number: int) -> int:
@@ -354,8 +354,8 @@ class CheckpointManager(WaitMethods):
             if number is None:
                 raise error(
                     FileNotFoundError,
-                    f"{call} {self._folder}: there are no steps.",
-                    hint="latest() is None where nothing was saved.",
+                    f"{call} {self._folder}: the folder must have a step.",
+                    hint="latest() is None before the first save.",
                 )
             try:
                 with reading(self._folder, number, call) as path:

@@ -43,7 +43,7 @@ class StepRemovedError(FileNotFoundError):
 
 
 class StepReplacedError(CorruptCheckpointError):
-    """Another save of the step took its place while it was read: what was read is of two saves."""
+    """Another save of the step took its place while it was read."""
 
 
 def step_name(step: int) -> str:
@@ -52,7 +52,7 @@ def step_name(step: int) -> str:
 
 
 def as_step(step: int, call: str) -> int:
-    """Return a step as a plain int; raise for a number that has no folder name."""
+    """Return a step as a plain int; raise for a negative number."""
     number = step.__index__()
     if number < 0:
         raise error(ValueError, f"{call}: the step must be 0 or more.", got=repr(number))
@@ -60,7 +60,7 @@ def as_step(step: int, call: str) -> int:
 
 
 def list_steps(folder: str) -> list[int]:
-    """Return the steps in a folder, in order; whatever else is there does not count."""
+    """Return the steps in a folder, in order; other entries do not count."""
     found: list[int] = []
     with suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
@@ -112,7 +112,7 @@ def exists_error(folder: str, step: int) -> FileExistsError:
 
 @contextmanager
 def reading(folder: str, step: int, call: str = "load") -> Generator[str, None, None]:
-    """Hold a step so that nobody removes it, and give its path; errors name the call."""
+    """Hold a step so that it is not removed, and yield its path; errors name the call."""
     path = os.path.join(folder, step_name(step))
     while True:
         try:
@@ -152,7 +152,7 @@ def remove_step(folder: str, step: int) -> bool:
     return commit.remove_folder(os.path.join(folder, step_name(step)))
 
 
-# Any: the options of `load`, and what it returns.
+# Any: the options and the result of `load`.
 def load_step(path: str, step: int, **options: Any) -> Any:
     """Load the tree of a step, which must be the one that its `checkpoint.json` describes."""
     with naming_step(path, step):
@@ -177,7 +177,7 @@ def read_about(folder: str, step: int) -> About:
         found = xxhash.xxh3_64_hexdigest(raw[:start] + b"0" * _DIGEST_DIGITS + raw[end:])
         if raw[:start] != _START.encode() or raw[start:end] != found.encode():
             raise CorruptCheckpointError(
-                f"{ABOUT_FILE} is not what was saved.", expected=f"{_START}{found}", got=repr(raw[:end])[2:-1]
+                f"{ABOUT_FILE} is damaged.", expected=f"{_START}{found}", got=repr(raw[:end])[2:-1]
             )
         try:
             fields = json.loads(raw, object_pairs_hook=unique, parse_constant=no_constant)

@@ -26,7 +26,7 @@ VERSION = 2
 META = "meta.json"
 LEAF_SUFFIX = ".memmap"
 PICKLES = ("other.pickle", "pickle.pkl")
-# The keys that tensordict keeps in meta.json beside the entries, and the key of the document.
+# The keys of meta.json that tensordict uses for other things than entries, and the key of the document.
 RESERVED = ("shape", "device", "_type", "")
 TREE_TYPE = "<class 'tensordict._td.TensorDict'>"
 LAZY_TYPE = "<class 'tensordict._lazy.LazyStackedTensorDict'>"
@@ -52,7 +52,7 @@ def encoded(key: str) -> str:
 
 
 def hashed(key: str) -> str:
-    """Return a name that any key can have: the encoding never gives it, and nobody can choose it."""
+    """Return a name that any key can have: the encoding never gives it, and no key can be made to have it."""
     return f"%~{blake2b(key.encode(), digest_size=20).hexdigest()}"
 
 
@@ -81,12 +81,12 @@ class Owned(NamedTuple):
 
     files: set[str]
     folders: set[str]
-    # Whether folders whose name is a number are its trees.
+    # True where folders whose name is a number are its trees.
     numbered: bool = False
 
 
 def owned_names(meta: dict[str, Any]) -> Owned:
-    """Return the names of the files and folders that a `meta.json`, of whatever version, describes."""
+    """Return the names of the files and folders that a `meta.json` of any version describes."""
     files, folders, own = {META}, set[str](), meta.get("")
     fields: dict[str, Any] = own if type(own) is dict else {}
     node = fields.get("node", {})
@@ -118,7 +118,7 @@ class FileLeaf(NamedTuple):
     leaf: Tensor
     path: Path
     size_bytes: int
-    # Whether it is non-tensor data, which are no memory to be written to.
+    # True for non-tensor data, whose memory is never written to.
     is_value: bool
 
 

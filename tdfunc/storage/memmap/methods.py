@@ -16,6 +16,8 @@ from tdfunc.storage.tree.build import Classes
 if TYPE_CHECKING:
     from typing import TypeAlias
 
+    from typing_extensions import Self
+
     PathLike: TypeAlias = str | os.PathLike[str]
 
 _FOLDER_OPTIONS = frozenset({"out", "num_threads", "mode"})
@@ -32,8 +34,8 @@ class MemmapMethods(TensorCollection):
     ) -> Any:  # fmt: skip
         """Write every leaf to a file of its own in a folder, and return the tree on these files.
 
-        The folder has tensordict's layout, and each library opens those of the other; what tensordict has no field
-        for (names, order, kinds, ties, classes, `requires_grad`) is kept beside it. The folder is replaced as a
+        The folder has tensordict's layout, and each library opens those of the other; tensordict ignores the
+        fields that only tdfunc has (names, order, kinds, ties, classes, `requires_grad`). The folder is replaced as a
         whole: a process that is killed leaves the old one, and trees that were loaded from it keep their values.
         In-place writes to the returned leaves reach the files.
 
@@ -90,8 +92,8 @@ class MemmapMethods(TensorCollection):
             num_threads: How many threads make files.
             return_early: With threads, return a `concurrent.futures.Future` of the tree at once.
             share_non_tensor: Only False, as for `memmap`.
-            sparse_ok: Also where the file system has less free space than the tree needs. A write for which there
-                is no space left ends the process.
+            sparse_ok: Also where the file system has not the free space that the tree needs. A write to a full disk
+                then ends the process.
 
         Raises:
             OSError: There is not enough free space.
@@ -117,7 +119,7 @@ class MemmapMethods(TensorCollection):
     ) -> Any:  # fmt: skip
         """Write the tree to a memmap folder and move the storage of every leaf onto its file; this tree.
 
-        As with `Tensor.share_memory_`, the tensors stay the same objects, so everybody who holds one sees the file.
+        As with `Tensor.share_memory_`, the tensors stay the same objects, so all references to one see the file.
         A view that was taken of a leaf before keeps the old memory. A tensor under two keys gets one file with two
         names.
 
@@ -139,8 +141,8 @@ class MemmapMethods(TensorCollection):
     def memmap_refresh_(self) -> Any:
         """Map every leaf again from the name of its file, where another process may have written a new folder.
 
-        All leaves of one folder come from one writing of it, also while another process replaces it. What was
-        written to leaves that are mapped copy-on-write is lost.
+        All leaves of one folder come from one writing of it, also while another process replaces it. Writes
+        to leaves that are mapped copy-on-write are lost.
 
         Raises:
             UnsupportedError: A leaf is on no file with a name; nothing was changed.
@@ -157,7 +159,7 @@ class MemmapMethods(TensorCollection):
     def load_memmap(
         cls, prefix: "PathLike", device: "Device | None" = None, non_blocking: bool = False, *,
         out: TensorCollection | None = None, num_threads: int = 0, mode: MapMode = "c", classes: Classes = (),
-    ) -> Any:  # fmt: skip
+    ) -> "Self":  # fmt: skip
         """Open a memmap folder, or one inside it, of tdfunc or tensordict; a leaf is read when it is first used.
 
         By default the leaves are mapped copy-on-write: they can be written to in place (a module that gets them
@@ -166,20 +168,19 @@ class MemmapMethods(TensorCollection):
         Args:
             prefix: The folder.
             device: Where the leaves are put, which reads them. `"meta"` reads no leaf, nor does `FakeTensorMode`.
-            non_blocking: Whether the copies to a device may be asynchronous.
+            non_blocking: Let the copies to a device be asynchronous.
             out: A tree whose leaves get the values; it is returned.
             num_threads: How many threads open files.
             mode: `"c"` for copy-on-write, `"r+"` for leaves whose in-place writes reach the files.
-            classes: The classes of the tree's nodes where they are not TensorDicts; those of imported modules are
-                found without it. `TensorDict` loads all nodes as that, as are tensordict's tensorclasses for which
-                no class of the same name is given.
+            classes: The classes of the tree's nodes, as for `tdfunc.load`. Tensordict's tensorclasses for which no
+                class of the same name is given are loaded as `TensorDict`s.
 
         Raises:
-            FileNotFoundError: There is no such folder, or it is no memmap.
+            FileNotFoundError: The folder does not exist, or is not a memmap.
             CorruptCheckpointError: A file is missing, has the wrong size, is malformed, or a link out of the folder.
             UnsupportedError: A class or dtype that is not here, or data that were pickled, which are never read.
             MissingKeyError: `out` has other keys.
-            ValueError: There is no such mode.
+            ValueError: Another mode.
 
         Examples:
             >>> import tempfile
@@ -198,7 +199,7 @@ class MemmapMethods(TensorCollection):
     def load(
         cls, path: "PathLike", device: "Device | None" = None, non_blocking: bool = False, *, classes: Classes = (),
         **options: Any,
-    ) -> Any:  # fmt: skip
+    ) -> "Self":  # fmt: skip
         """Load a tree from a file or folder of any kind, as `tdfunc.load`; of a memmap folder also as `load_memmap`.
 
         Args:
@@ -207,10 +208,10 @@ class MemmapMethods(TensorCollection):
             non_blocking: As for `load_memmap`, like `out=`, `num_threads=` and `mode=`: with any of these the path is
                 a memmap folder.
             classes: The classes of the tree's nodes, as for `tdfunc.load`.
-            **options: What else `tdfunc.load`, or `load_memmap`, takes.
+            **options: The other options of `tdfunc.load`, or of `load_memmap`.
 
         Raises:
-            FileNotFoundError: There is no such file, or an option of `load_memmap` is given for another folder.
+            FileNotFoundError: The file does not exist, or an option of `load_memmap` is given for another folder.
             NotADirectoryError: Such an option is given for a file.
 
         Examples:
@@ -224,32 +225,34 @@ class MemmapMethods(TensorCollection):
             return cls.load_memmap(path, device, non_blocking, classes=classes, **options)
         return _as_own(load(path, device=device, classes=_and_own(classes, cls), **options), cls)
 
-    def load_memmap_(self, prefix: "PathLike", **options: Any) -> Any:
+    def load_memmap_(self, prefix: "PathLike", **options: Any) -> "Self":
         """Copy the values in a memmap folder into the leaves of this tree; this tree.
 
         Args:
             prefix: The folder.
-            **options: What else `load_memmap` takes.
+            **options: The other options of `load_memmap`.
 
         Raises:
             MissingKeyError: The folder has other keys; nothing was written.
             LeafMismatchError: A leaf has another shape or dtype, or is mapped copy-on-write; nothing was written.
         """
-        storage_writes.write_tree(self, read.load_memmap(prefix, **options), complete=True)
+        read.load_memmap(prefix, out=self, **options)
         return self
 
-    def load_(self, path: "PathLike", **options: Any) -> Any:
+    def load_(self, path: "PathLike", **options: Any) -> "Self":
         """Copy the values in a file or folder of any kind into the leaves of this tree; this tree.
 
         Args:
-            path: What `tdfunc.load` opens.
-            **options: What else it takes.
+            path: The file or folder, as for `tdfunc.load`.
+            **options: Its other options.
 
         Raises:
             MissingKeyError: The file has other keys; nothing was written.
             LeafMismatchError: A leaf has another shape or dtype, or is mapped copy-on-write; nothing was written.
         """
-        storage_writes.write_tree(self, load(path, **options), complete=True)
+        # Only values are copied, so the classes of the nodes need not be here.
+        tree = load(path, **{"classes": TensorCollection._open, **options})
+        storage_writes.write_tree(self, tree, complete=True)
         return self
 
 
@@ -261,7 +264,7 @@ def _and_own(classes: Classes, cls: type[Any]) -> Classes:
 
 
 def _as_own(tree: Any, cls: type[Any]) -> Any:
-    """Return an open tree as an instance of the class whose `load` was called."""
+    """Return a tree as an instance of the class whose `load` was called; fields that it lacks are None."""
     if cls is TensorCollection._open or isinstance(tree, cls) or not hasattr(cls, "from_tensordict"):
         return tree
-    return cls.from_tensordict(tree)
+    return cls.from_tensordict(tree, safe=False)

@@ -22,7 +22,7 @@ from tdfunc.core.keys import dotted
 from tdfunc.core.memory import MapMode
 from tdfunc.core.types import Device, Path, Ties
 from tdfunc.ops import storage_writes
-from tdfunc.storage.disk.commit import Descriptor, is_at, recover
+from tdfunc.storage.disk.commit import FOLDER, Descriptor, is_at, recover
 from tdfunc.storage.disk.mapped import map_descriptor, open_inside
 from tdfunc.storage.disk.raw import outside_transforms
 from tdfunc.storage.disk.remote import local_folder
@@ -50,7 +50,7 @@ from tdfunc.storage.tree.specs import DTYPES, FOLDER_CODES, Spec, parse_json, sp
 
 In = TypeVar("In")
 Out = TypeVar("Out")
-# Each takes about a millisecond; beside writers that never rest a reader may need some.
+# Each takes about a millisecond; while writers never rest a reader may need some.
 _RETRIES = 100
 _MAX_META_BYTES = 100_000_000
 _VERSIONS = (1, VERSION)
@@ -70,10 +70,12 @@ def load_memmap(
     if mode not in ("c", "r+"):
         raise error(
             ValueError,
-            f"load_memmap: there is no mode {mode!r}.",
-            expected="'c' (copy-on-write) or 'r+' (writes reach the files)",
+            "load_memmap: the mode must be 'c' (copy-on-write) or 'r+' (writes reach the files).",
+            got=repr(mode),
         )
     name = local_folder(prefix, "load_memmap")
+    # Only values are copied to `out`, so the classes of the nodes need not be here.
+    classes = classes if out is None else TensorCollection._open
     place = torch.device(device) if device is not None else None
 
     def read(root: int) -> TensorCollection:
@@ -87,10 +89,10 @@ def load_memmap(
 
 
 def read_folder(name: str, call: str, read: Callable[[int], Out]) -> Out:
-    """Return the result of `read` on a descriptor of a folder: all of it of one writing, beside writers too.
+    """Return the result of `read` on a descriptor of a folder: all of it is of one writing, also while others write.
 
     Raises:
-        FileNotFoundError: There is no such folder.
+        FileNotFoundError: The folder does not exist.
         NotADirectoryError: It is a file.
         OSError: It was replaced again and again.
     """
@@ -138,16 +140,15 @@ def map_each(fn: Callable[[In], Out], items: Sequence[In], threads: int) -> list
 @contextmanager
 def opened(name: str, call: str) -> Generator[int, None, None]:
     """Open a folder, or the old one of a writer that was killed between two steps."""
-    flags = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
     try:
-        root = Descriptor(name, flags)
+        root = Descriptor(name, FOLDER)
     except FileNotFoundError:
         old = recover(name)
         if old is None:
             raise FileNotFoundError(
-                errno.ENOENT, explain(f"{call}: there is no such folder.", expected="a folder with meta.json"), name
+                errno.ENOENT, explain(f"{call}: the folder must exist.", expected="a folder with meta.json"), name
             ) from None
-        root = Descriptor(old, flags)
+        root = Descriptor(old, FOLDER)
     except NotADirectoryError as err:
         hint = "tdfunc.load reads a .safetensors file."
         raise NotADirectoryError(
@@ -165,7 +166,7 @@ def naming(name: str, call: str) -> Generator[None, None, None]:
     except (CorruptCheckpointError, TreeStructureError, UnsupportedError) as err:
         raise type(err)(f"{call} {name}: {err}") from err
     except FileNotFoundError as err:
-        what = explain(f"{call}: the folder has no meta.json.", expected="a memmap folder")
+        what = explain(f"{call}: the folder must have a meta.json.", expected="a memmap folder")
         raise FileNotFoundError(errno.ENOENT, what, name) from err
 
 
@@ -181,7 +182,7 @@ class LeafFile(NamedTuple):
     dtype: torch.dtype
     shape: Size
     size_bytes: int
-    # Whether the file has these bytes and no more: tensordict leaves files longer that an older tree needed.
+    # False where the file may be longer: tensordict leaves files longer that an older tree needed.
     exact: bool
 
 
@@ -225,7 +226,7 @@ class _Place(NamedTuple):
     # The number of the node that it is in, and the place of its item there.
     parent: int = -1
     at: int = 0
-    # Of the trees of tensordict's tensorclass: their class, and the fields that are no tensors.
+    # Of the trees of tensordict's tensorclass: their class, and the fields that are not tensors.
     cls: str | None = None
     further: Mapping[str, Any] = {}
 
@@ -356,7 +357,7 @@ class FolderReader:
     def _stack(self, place: _Place, meta: dict[str, Any], own: dict[str, Any] | None) -> _Node:
         """Read a lazy stack of tensordict, or of version 1."""
         dim = meta.get("stack_dim")
-        with Descriptor(place.folder or ".", os.O_RDONLY | getattr(os, "O_DIRECTORY", 0), dir_fd=self.root) as fd:
+        with Descriptor(place.folder or ".", FOLDER, dir_fd=self.root) as fd:
             found = {name for name in os.listdir(fd) if name.isascii() and name.isdigit()}
         count = own["count"] if own is not None else len(found)
         # The numbers are compared first: a small file may name a large one.
@@ -372,7 +373,7 @@ class FolderReader:
         return _Node(fields, [], keys, _ties_of(own), dim)
 
     def _tensorclass(self, place: _Place, meta: dict[str, Any]) -> tuple[_Place, dict[str, Any]]:
-        """Read a tensorclass of tensordict: fields that are no tensors, and the tree or stack of the others."""
+        """Read a tensorclass of tensordict: fields that are not tensors, and the tree or stack of the others."""
         kind = meta.pop("_type", None)
         if type(kind) is not str:
             raise _unknown(place.path, kind)
@@ -384,7 +385,7 @@ class FolderReader:
         return place, self._meta(place.folder, place.path)
 
     def _entries(self, place: _Place, meta: dict[str, Any], own: dict[str, Any] | None) -> _Node:
-        """Read a node of tensordict, or of version 1, which has what tensordict lacks beside its entries."""
+        """Read a node of tensordict, or of version 1, which has tdfunc's own fields next to the entries."""
         if type(meta.get("_type")) is not str or "shape" not in meta or meta["_type"] in (VALUE_TYPE, VALUES_TYPE):
             raise _unknown(place.path, meta.get("_type"))
         size, fields = meta["shape"], own or {}

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection, iter_leaves
-from tdfunc.core.context import is_fake
 from tdfunc.core.errors import LeafMismatchError, UnsupportedError, error, explain
 from tdfunc.core.keys import dotted
 from tdfunc.core.memory import MappedFile, mapped_file
@@ -35,7 +34,7 @@ from tdfunc.storage.tree.decode import MALFORMED
 from tdfunc.storage.tree.specs import parse_json
 
 T = TypeVar("T")
-# What a write to a part of the folder left when it was killed.
+# A temporary name that a killed write to a part of the folder left.
 _LEFT = re.compile(r"\.tdfunc-[0-9a-f]{16}-[0-9a-f]{16}\.tmp")
 
 
@@ -120,7 +119,7 @@ def make_room(
             raise OSError(
                 errno.ENOSPC,
                 explain(
-                    "memmap_like: the file system has less free space than the tree needs.",
+                    "memmap_like: the file system must have the free space that the tree needs.",
                     expected=f"{plan.size_bytes} bytes",
                     got=f"{free} bytes",
                     hint="sparse_ok=True makes the files anyway; a write then ends the process when the disk is full.",
@@ -140,12 +139,6 @@ def make_room(
 
 def check_prefix(prefix: Any, call: str) -> str | None:
     """Return the name of a folder that a tree can be written to; None where none is given."""
-    if is_fake(None):
-        raise UnsupportedError(
-            f"{call}: a mode is active under which tensors have no values.",
-            got=type(torch.empty(0, device="cpu")).__name__,
-            hint="write outside of FakeTensorMode.",
-        )
     if prefix is None:
         return None
     target = os.path.realpath(local_folder(prefix, call))
@@ -173,7 +166,7 @@ def _commit(
     def write(folder: str) -> TensorCollection:
         with outside_transforms():
             write_files(folder, plan, fill, threads)
-            with Descriptor(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)) as root:
+            with Descriptor(folder, commit.FOLDER) as root:
                 return read_tree(root, target, "r+", threads, plan.classes)
 
     if target is None:
@@ -197,7 +190,7 @@ def write_files(folder: str, plan: FolderPlan, fill: Callable[[str, FileLeaf], N
         if not _link(os.path.join(folder, first), os.path.join(folder, name), copy=False):
             raise UnsupportedError(
                 f"memmap_: {name} and {first} are one tensor, and the file system gives no file two names.",
-                hint="td.tie(...) says that they are one; or td.clone() first.",
+                hint="td.tie(...) makes them one; or td.clone() first.",
             )
 
 
@@ -278,16 +271,16 @@ def _check_owned(path: str, call: str) -> None:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
                     is_named = entry.name in owned.folders or (owned.numbered and entry.name.isdigit())
-                    # Nothing is lost with a folder that has no files.
+                    # Nothing is lost with a folder without files.
                     if is_named or not _LEFT.fullmatch(entry.name):
                         waiting.append((entry.path, is_named))
                 elif entry.name not in owned.files:
                     raise error(
                         FileExistsError,
-                        f"{call} {path}: it holds files that are no part of a memmapped tree; they would be deleted.",
-                        expected=f"a new or empty folder, or one that holds what its {META} names and nothing else",
+                        f"{call} {path}: files that are not part of a memmapped tree must not be deleted.",
+                        expected=f"a new or empty folder, or one that holds the files that its {META} names",
                         got=entry.path,
-                        hint="choose another folder, or move what you want to keep and delete this one.",
+                        hint="choose another folder, or move the files to keep and delete this one.",
                     )
 
 
@@ -308,7 +301,7 @@ def _write_leaf(path: str, file: FileLeaf, target: str | None) -> None:
 
 
 def _keep_file(path: str, file: FileLeaf, place: str) -> bool:
-    """Give a leaf that is on the file of this very place that file again, with everybody who has it mapped."""
+    """Give a leaf that is on the file of this very place that file again, as have all other mappings of it."""
     found, leaf = mapped_file(file.leaf), file.leaf
     if found is None or found.mode != "r+" or found.path != place or found.offset or not leaf.is_contiguous():
         return False
@@ -408,7 +401,7 @@ def _map_again(top: str, places: list[tuple[Path, Tensor, MappedFile]]) -> list[
                     f"memmap_refresh_: leaf {dotted(path)!r} must be in its file still; nothing was changed.",
                     expected=f"{leaf.dtype}, {file.size_bytes} bytes{shape} in {name}",
                     got=f"{now.dtype}, {now.size_bytes} bytes, shape {list(now.shape)}" if now else "no such leaf",
-                    hint="load_memmap opens what the folder holds now.",
+                    hint="load_memmap opens the folder as it is now.",
                 )
             whole = map_leaf(root, now, folder, file.mode, top)
             mapped.append(whole.view(-1).as_strided(leaf.shape, leaf.stride(), leaf.storage_offset()))

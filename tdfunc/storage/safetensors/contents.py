@@ -61,14 +61,14 @@ class Leaf(NamedTuple):
 
 
 class Contents:
-    """The open files of a checkpoint. Several threads may read; whoever closes waits for them.
+    """The open files of a checkpoint. Several threads may read; `close` waits for them.
 
     Args:
         path: The file or folder, for messages.
         sources: The files.
         metadata: The strings in the header or index.
         homes: For a folder: the number of the file of each leaf, by its name as JSON.
-        verify: Whether what is read has to be what was saved.
+        verify: Compare checksums.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Contents:
                 self._idle.notify_all()
 
     def close(self) -> None:
-        """Close the files, once nobody reads; a second call does nothing."""
+        """Close the files, once all reads have ended; a second call does nothing."""
         with self._lock:
             if self._closed:
                 return
@@ -146,7 +146,7 @@ class Contents:
 
     @property
     def doc(self) -> dict[str, Any]:
-        """The description of the tree: what was saved with it, or what dotted names imply."""
+        """The description of the tree: the saved one, or the one that dotted names imply."""
         with self._lock, parsing(self.path):
             if self._doc is None:
                 self._doc = parse_tree(self.metadata["tdfunc.tree"]) if self.is_ours else self._implied()
@@ -201,7 +201,7 @@ class Contents:
         names = [entry.name for entry in entries]
         if "" in names:
             raise UnsupportedError(
-                "a leaf has an empty name, which is no key.", hint="safetensors.torch.load_file reads it."
+                "a leaf must have a name: the empty one is not a key.", hint="safetensors.torch.load_file reads it."
             )
         paths = [tuple(name.split(".")) for name in names]
         return describe(paths if nests(paths) else [(name,) for name in names], entries)
@@ -254,7 +254,7 @@ class Contents:
                     expected=layout.entries[:200],
                     got=header.rest[:200],
                 )
-        # Another program wrote the header, or the index; the names still say which leaf is which.
+        # Another program wrote the header, or the index; leaves are found by their names.
         entries = self._entries(source)
         known: Sequence[str | None] = [None] * len(entries)
         if header.entries is None and self.verify:
@@ -382,7 +382,7 @@ class Contents:
 def _same(entry: Entry | None, name: str, spec: Spec) -> Entry:
     if entry is None or entry.spec != spec:
         raise CorruptCheckpointError(
-            f"leaf {name} is not what the tree says.",
+            f"leaf {name} must be as the tree describes it.",
             expected=f"{spec.code} {list(spec.shape)}",
             got=f"{entry.spec.code} {list(entry.spec.shape)}" if entry is not None else "nothing of this name",
         )
@@ -396,7 +396,7 @@ def open_contents(path: str, files: Files, *, verify: bool) -> Contents:
     """Open a safetensors file, or the shards (else the one file) in a folder.
 
     Raises:
-        FileNotFoundError: There is nothing, or nothing that is a checkpoint; the message lists what was found.
+        FileNotFoundError: The path does not exist, or the folder is without a checkpoint; the message lists its files.
     """
     if path.endswith(_INDEX_SUFFIX):
         return _open_shards(path, files, verify=verify)
@@ -412,7 +412,7 @@ def _open_folder(path: str, files: Files, *, verify: bool) -> Contents:
             return open_one(_join(path, name), files, verify=verify)
     found = sorted(files.names(path))
     shown = ", ".join(found[:10]) + (", ..." if len(found) > 10 else "")
-    what, hint = f"load {path}: there is no checkpoint in this folder.", "load(path) of a file takes any name."
+    what, hint = f"load {path}: the folder must hold a checkpoint.", "load(path) of a file takes any name."
     expected = f"{INDEX}, {SINGLE} or {_META}"
     if _META in found:
         what, expected = f"open {path}: this is a memmap folder.", f"{INDEX} or {SINGLE}: open reads safetensors"

@@ -94,7 +94,7 @@ def seal(head: bytearray, digests: Sequence[str]) -> str:
 
 
 class Header(NamedTuple):
-    """A header that was parsed: in `entries`, or up to the `rest`, which must be what the tree implies."""
+    """A header that was parsed: in `entries`, or up to the `rest`, which the tree must imply."""
 
     metadata: dict[str, str]
     algorithm: str | None
@@ -128,7 +128,7 @@ def _altered(expected: str, got: str) -> CorruptCheckpointError:
         "the header is damaged, or another program wrote it again with the metadata of an older file.",
         expected=expected,
         got=got,
-        hint="restore the file from a copy, or read what is there: load(path, verify=False).",
+        hint="restore the file from a copy, or read it unchecked: load(path, verify=False).",
     )
 
 
@@ -178,7 +178,7 @@ def parse_entries(raw: bytes, size_bytes: int) -> tuple[dict[str, str], list[Ent
     decoder = json.JSONDecoder(object_pairs_hook=unique, parse_constant=no_constant, parse_float=no_constant)
     header = decoder.decode(raw[8:].decode())
     if not isinstance(header, dict):
-        raise CorruptCheckpointError("the header is no JSON object.", got=repr(header)[:200])
+        raise CorruptCheckpointError("the header must be a JSON object.", got=repr(header)[:200])
     metadata = header.pop("__metadata__", {})
     _check_text(metadata)
     entries = [as_entry(name, fields) for name, fields in header.items()]
@@ -221,7 +221,7 @@ def as_entry(name: str, fields: Any) -> Entry:
 
 
 def check_size(expected: int, size_bytes: int) -> None:
-    """Raise for a file that is shorter or longer than its header says."""
+    """Raise for a file that is shorter or longer than its header states."""
     if expected != size_bytes:
         how = "cut short" if size_bytes < expected else "longer than its leaves"
         raise CorruptCheckpointError(
@@ -234,4 +234,4 @@ def check_size(expected: int, size_bytes: int) -> None:
 
 def _check_text(metadata: Any) -> None:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CorruptCheckpointError("the metadata is no map of strings.", got=repr(metadata)[:200])
+        raise CorruptCheckpointError("the metadata must be a map of strings.", got=repr(metadata)[:200])

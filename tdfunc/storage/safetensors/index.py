@@ -1,4 +1,4 @@
-"""The bytes of `model.safetensors.index.json`: which shard holds which leaf, the tree, and what makes it one save."""
+"""The bytes of `model.safetensors.index.json`: the shard of each leaf, the tree, and the digest of each shard."""
 
 import os
 import re
@@ -27,7 +27,7 @@ class Index(NamedTuple):
     files: list[str]
     # The digest of each file's header; None in an index of another program.
     digests: list[str] | None
-    # Whether its bytes have anything of tdfunc, which one flipped bit cannot take away and another program may.
+    # True where its bytes have a field of tdfunc, which one flipped bit cannot take away and another program may.
     is_marked: bool
 
 
@@ -59,7 +59,7 @@ def parse_index(raw: bytes, *, verify: bool) -> Index:
                 "the index is damaged: its checksum does not match.",
                 expected=f"{ALGORITHM} {recorded}",
                 got=f"{ALGORITHM} {computed}",
-                hint="restore the folder from a copy, or read what is there: load(path, verify=False).",
+                hint="restore the folder from a copy, or read it unchecked: load(path, verify=False).",
             )
     doc = parse_json(raw)
     weights = doc.get("weight_map") if isinstance(doc, dict) else None

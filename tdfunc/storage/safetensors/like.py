@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tdfunc.core.collection import TensorCollection, iter_leaves
+from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import LeafMismatchError, TreeStructureError, error
 from tdfunc.core.keys import dotted, unravel
 from tdfunc.core.nontensor import NonTensorBase
@@ -20,8 +20,7 @@ def check_like(tree: TensorCollection, like: Any, path: str, *, is_ours: bool = 
         TreeStructureError: Keys differ; the message lists all differences.
         LeafMismatchError: Only shapes or dtypes differ; the message lists all of them.
     """
-    expected = read_specs(like)
-    found = {at: _spec_of(leaf, at) for at, leaf in iter_leaves(tree)}
+    expected, found = read_specs(like), read_specs(tree)
     groups = like._ties if isinstance(like, TensorCollection) else ()
     held = {at for group in groups if any([path in found for path in group]) for at in group}
     # The buffers that a module computes itself, which no state dict has.
@@ -44,7 +43,7 @@ def check_like(tree: TensorCollection, like: Any, path: str, *, is_ours: bool = 
                 dots = (
                     "like= has keys with dots: like=TensorDict(like).unflatten_keys('.') has those of the checkpoint."
                 )
-    # Where dots are the difference, a name would not tell the two apart.
+    # Where dots are the difference, the two names are the same.
     name = dotted if dots is None else repr
     lines = [f"missing:    {name(at)} ({_shown(expected[at])})" for at in lacking]
     lines += [f"unexpected: {name(at)} ({_shown(found[at])})" for at in others]
@@ -69,14 +68,14 @@ def read_specs(like: Any) -> dict[Path, tuple[tuple[int, ...] | None, str | None
     """Return shape and dtype (by name, as numpy and torch call it) of every leaf that `like` describes.
 
     Raises:
-        TypeError: An entry has no shape and dtype, and is no mapping of others.
+        TypeError: An entry is neither a mapping nor has a shape and dtype.
     """
     found: dict[Path, tuple[tuple[int, ...] | None, str | None]] = {}
     stack: list[tuple[Path, Any]] = [((), like)]
     while stack:
         at, node = stack.pop()
         if isinstance(node, TensorCollection):
-            # Not by its keys: those of a lazy stack are what its trees share.
+            # Not by its keys: a lazy stack has only those that its trees share.
             stack.extend(((*at, key), child) for key, child in reversed(node._data.items()))
         elif isinstance(node, Mapping) or (hasattr(node, "items") and hasattr(node, "keys")):
             items: list[tuple[Any, Any]] = list(node.items())
@@ -101,7 +100,7 @@ def _no_spec(at: Path, node: Any) -> TypeError:
     where = f" at {dotted(at)!r}" if at else ""
     return error(
         TypeError,
-        f"load: like= has no shape and dtype{where}.",
+        f"load: like= must have a shape and dtype{where}.",
         expected="a tree (tdfunc.from_module(module)), a mapping, or anything with .shape and .dtype",
         got=f"{type(node).__name__}",
     )

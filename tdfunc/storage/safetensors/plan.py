@@ -60,7 +60,7 @@ def plan_save(
         values: Where the bytes of leaves come from that have no memory of their own.
 
     Raises:
-        UnsupportedError: A leaf has no memory to read, or a header is too long; nothing was written.
+        UnsupportedError: A leaf is without memory to read, or a header is too long; nothing was written.
     """
     size_bytes = sum([spec.size_bytes for spec in outline.specs])
     if max_bytes is None:
@@ -128,7 +128,7 @@ def address_of(call: str, name: str, leaf: Tensor) -> int:
         address, got = None, f"a tensor inside a transformation ({type(leaf).__name__})"
     if address is None or (address < _LOW_ADDRESS and leaf.numel()):
         raise UnsupportedError(
-            f"{call}: leaf {name} has no memory to read; nothing was written.",
+            f"{call}: leaf {name} must have memory to read; nothing was written.",
             expected="a tensor with values",
             got=got,
             hint="save outside of torch.func transformations, and before a storage is freed.",
@@ -145,7 +145,7 @@ def as_bytes(size: int | str) -> int:
     """Return the number of bytes in `5_000_000_000`, `"5000000000"`, `"5GB"` or `"4.7 GiB"`.
 
     Raises:
-        ValueError: It is no size, or none that can hold a byte.
+        ValueError: It is not a size of a byte or more.
     """
     if type(size) is int and size > 0:
         return size
@@ -154,7 +154,7 @@ def as_bytes(size: int | str) -> int:
     if count <= 0:
         raise error(
             ValueError,
-            "save: max_shard_size is no size.",
+            "save: max_shard_size must be a size.",
             expected='a number of bytes, or a text as "5GB" or "512MiB"',
             got=repr(size),
         )

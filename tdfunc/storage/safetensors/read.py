@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from functools import partial
 from itertools import repeat
 from operator import mod
 from typing import Any, NamedTuple
@@ -52,7 +52,7 @@ def open_source(path: str, *, verify: bool, data: Bytes | None = None) -> Source
                     got=f"{size_bytes} bytes",
                     hint="restore it from a copy.",
                 )
-            # Most headers come with the first read; reading what follows one costs less than a second read.
+            # Most headers come with the first read; the bytes after one are cheaper than a second read.
             raw = read_bytes(data, 0, min(size_bytes, _GUESS_BYTES))
             length, limit = int.from_bytes(raw[:8], "little"), min(size_bytes - 8, MAX_HEADER_BYTES)
             if length > limit:
@@ -79,12 +79,12 @@ _OURS = (CorruptCheckpointError, TreeStructureError, UnsupportedError)
 
 
 # A class: as a generator it would take a tenth of the time of reading a small leaf.
-class _Naming:
-    """A `with` block that gives our errors the name of the file, and makes those of a malformed header ours."""
+class naming:
+    """A `with` block that gives our errors the name of the file, and makes `malformed` ones ours."""
 
     __slots__ = ("_malformed", "_path")
 
-    def __init__(self, path: str, malformed: tuple[type[Exception], ...]) -> None:
+    def __init__(self, path: str, malformed: tuple[type[Exception], ...] = ()) -> None:
         self._path, self._malformed = path, malformed
 
     def __enter__(self) -> None:
@@ -103,14 +103,8 @@ class _Naming:
             ) from err
 
 
-def naming(path: str) -> AbstractContextManager[None]:
-    """Give our errors inside the name of the file."""
-    return _Naming(path, ())
-
-
-def parsing(path: str) -> AbstractContextManager[None]:
-    """As `naming`, where headers are taken apart: whatever goes wrong with what they say is damage."""
-    return _Naming(path, MALFORMED)
+# Where headers are taken apart, errors of Python are damage.
+parsing = partial(naming, malformed=MALFORMED)
 
 
 def read_bytes(data: Bytes, offset: int, count: int) -> bytes:
@@ -140,20 +134,17 @@ def map_bytes(source: Source) -> Any:
     # By descriptor where the system can, since another save may have replaced the path by now.
     fd, path = source.data.fd, source.path
     name = {"linux": f"/proc/self/fd/{fd}", "darwin": f"/dev/fd/{fd}"}.get(sys.platform, path)
+    # Any: torch.from_file is untyped.
+    options: dict[str, Any] = {"shared": False, "size": source.size_bytes, "dtype": torch.uint8, "device": "cpu"}
     try:
-        mapped = _map_private(name, source.size_bytes)
+        mapped: Any = torch.from_file(name, **options)
     except RuntimeError as err:
         if os.path.exists(name):
             raise OSError(f"load {path}: the file cannot be mapped: {err}") from err
         # A system without /proc.
-        mapped = _map_private(path, source.size_bytes)
+        mapped = torch.from_file(path, **options)
     # Through numpy: the tensor's own storage claims to be in shared memory and cannot be sent to a process.
     return mapped.numpy()
-
-
-# Any: torch.from_file is untyped.
-def _map_private(name: str, size_bytes: int) -> Any:
-    return torch.from_file(name, shared=False, size=size_bytes, dtype=torch.uint8, device="cpu")
 
 
 def check_bytes(name: str, view: memoryview, recorded: str) -> None:
@@ -214,7 +205,7 @@ def _view_bytes(data: Any, spec: Spec) -> Tensor:
     if flat.data_ptr() % spec.dtype.itemsize:
         # Another program's file need not be aligned.
         flat = flat.clone()
-    # .data: the result is no view of the bytes, whose version and dtype would otherwise stay with it.
+    # .data: the result is not a view of the bytes, whose version and dtype would otherwise stay with it.
     return flat.view(spec.dtype).view(spec.size).data
 
 
@@ -236,9 +227,9 @@ def plan_rows(index: Any, size: torch.Size) -> tuple[list[tuple[int, int]], Any]
     try:
         picked = torch.as_tensor(first, device="cpu")
     except (RuntimeError, TypeError, ValueError):
-        # torch tells of the whole leaf what is wrong.
+        # torch reports the mistake, of the whole leaf.
         return None
-    # Inside of vmap an index has no values of its own; torch takes the rows out of the whole leaf.
+    # Inside of vmap an index is without values of its own; torch takes the rows out of the whole leaf.
     if is_wrapped(picked) or (picked.dtype is torch.bool and picked.shape != (length,)):
         return None
     if picked.dtype is torch.bool:

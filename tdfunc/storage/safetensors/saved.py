@@ -1,4 +1,4 @@
-"""`open`: a checkpoint whose leaves are read when they are asked for."""
+"""`open`: a checkpoint of which each leaf is read by itself, when it is used."""
 
 import os
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def open(
     """Open a safetensors file or a folder of shards without reading its leaves.
 
     Args:
-        path: The file or folder; with fsspec also a URL, of which only the ranges that are asked for are read.
+        path: The file or folder; with fsspec also a URL, of which only the needed ranges are read.
         device: Where leaves are put; without it, where the tree was.
         classes: The classes of the tree's nodes, as in `load`.
         verify: Compare the checksum of the header now, and that of each leaf when it is read.
@@ -43,9 +43,9 @@ def open(
         close it, or use it in a `with` statement.
 
     Raises:
-        CorruptCheckpointError: A header is not what was saved.
+        CorruptCheckpointError: A header was damaged or altered.
         UnsupportedError: A format version that is not here.
-        FileNotFoundError: There is no such file, or the folder holds no checkpoint.
+        FileNotFoundError: The file does not exist, or the folder is without a checkpoint.
 
     Examples:
         >>> import tempfile
@@ -91,8 +91,8 @@ class SavedTree:
         """Return a leaf (which is read now), a handle of a sub-tree, or plain data.
 
         Raises:
-            MissingKeyError: There is no such key.
-            CorruptCheckpointError: The leaf is not what was saved.
+            MissingKeyError: The key does not exist.
+            CorruptCheckpointError: The leaf is damaged.
         """
         path = (*self._at, *unravel(key))
         self._contents.check_open()
@@ -112,13 +112,13 @@ class SavedTree:
 
         Args:
             key: The path of a leaf.
-            index: What a tensor takes: ints, slices, masks, index tensors, or a tuple of them. The first of a tuple
+            index: As for a tensor: ints, slices, masks, index tensors, or a tuple of them. The first of a tuple
                 chooses the rows; where it is an ellipsis, None or a mask of several dimensions, the whole leaf is
                 read.
             verify: Read the whole leaf and compare its checksum; rows alone have none.
 
         Raises:
-            MissingKeyError: There is no such leaf.
+            MissingKeyError: The path does not exist.
             IndexError: The index does not fit the leaf.
             TypeError: There is a sub-tree or plain data at this path.
         """
@@ -138,7 +138,7 @@ class SavedTree:
             return self._read(leaf).detach()[index]
         with outside_transforms():
             plan = plan_rows(index, leaf.spec.size)
-        # An index that does not fit is no damage of the file, so it is applied outside of `reading`.
+        # An index that does not fit is not damage of the file, so it is applied outside of `reading`.
         with contents.reading():
             runs, rest = plan or ([], index)
             values = (
@@ -161,7 +161,7 @@ class SavedTree:
         device: "Device | None" = None,
         classes: "Classes | None" = None,
         progress: bool = False,
-    ) -> Any:  # the class of the tree is what the file says
+    ) -> Any:  # the file decides the class of the tree
         """Read the whole (sub-)tree, or the leaves that a filter chooses; the options are those of `tdfunc.load`."""
         place = self._choice.device if device is None else torch.device(device)
         classes = self._choice.classes if classes is None else classes
@@ -174,7 +174,7 @@ class SavedTree:
             choice = Choice(keys, like, dtype, place, classes, tick)
             return read_tree(self._contents, choice, root=self._root, mapped=mapped)
 
-    def spec(self) -> Any:  # the class of the tree is what the file says
+    def spec(self) -> Any:  # the file decides the class of the tree
         """Return the (sub-)tree on the meta device: everything but the values."""
         self._contents.check_open()
         if self._outline is None:

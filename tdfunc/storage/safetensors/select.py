@@ -73,7 +73,7 @@ def read_tree(contents: Contents, choice: Choice, *, root: int = 0, mapped: bool
 
 
 def narrow_tree(tree: TensorCollection, choice: Choice, path: str) -> TensorCollection:
-    """Return what is chosen of a tree whose leaves are there already."""
+    """Return the chosen part of a tree whose leaves are there already."""
     if choice.keys is not None:
         tree = partition(tree, choice.keys)[0]
     dtype = choice.dtype

@@ -1,6 +1,6 @@
-"""Checkpoints written leaf by leaf: the tree has no values, and those of each leaf are asked for when its turn comes.
+"""Checkpoints written leaf by leaf: the tree is without values, and a function gives those of each leaf in its turn.
 
-What is written is what `save` and `memmap` write; in memory is no more than the pieces of one leaf.
+The bytes are those of `save` and `memmap`; memory holds the pieces of one leaf at a time.
 """
 
 import os
@@ -40,10 +40,10 @@ def save_stream(
         fsync: Wait until the disk has it.
 
     Raises:
-        ValueError: The file name has another suffix, or the size of shards is none.
+        ValueError: The file name has another suffix, or `max_shard_size` is not a size.
         UnsupportedError: A leaf or value cannot be stored; the message names it. Nothing was written.
-        OSError: It could not be written; what was there is whole.
-        Exception: What `values` raises; what was there is whole.
+        OSError: It could not be written; the old checkpoint is whole.
+        Exception: An error of `values`; the old checkpoint is whole.
     """
     target, max_bytes = check_target(path, max_shard_size)
     save_outline(outline(spec, values=False), target, max_bytes, fsync=fsync, values=_bytes_of(values))
@@ -61,9 +61,9 @@ def memmap_stream(
         existsok: Replace a memmap folder that is there.
 
     Raises:
-        FileExistsError: There is something of this name that is no memmap folder, or (not `existsok`) there is one.
+        FileExistsError: The name is taken by other files, or (without `existsok`) by a memmap folder.
         UnsupportedError: A leaf or value cannot be stored; the message names it. Nothing was written.
-        Exception: What `values` raises; what was there is whole.
+        Exception: An error of `values`; the old folder is whole.
     """
     target = check_prefix(prefix, "memmap")
     plan = plan_folder(spec, "memmap", values=False)

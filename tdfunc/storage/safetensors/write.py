@@ -1,7 +1,7 @@
 """The bytes of a save: leaves checksummed as they are written, and one file or shards with an index, committed as one.
 
 Shards carry names that no other save uses. The index is replaced last, in one step, and only then the files go that
-no index names any more. Whoever reads meanwhile finds the whole old checkpoint or the whole new one.
+no index names any more. A reader finds the whole old checkpoint or the whole new one.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ from tdfunc.storage.safetensors.plan import FilePlan, SavePlan, is_plain
 
 # A piece is still in the processor's cache when it is written after it was hashed.
 _PIECE_BYTES = 4 << 20
-# Up to this size a copy into the shared buffer costs less than a system call.
+# Up to this size a copy into the shared buffer is faster than a system call.
 SMALL_BYTES = 1 << 16
 _BUFFER_BYTES = 1 << 20
 _SHARD = re.compile(r"model-[0-9a-f]{8}-\d{5,}-of-\d{5,}\.safetensors")
@@ -39,7 +39,7 @@ def write_file(fd: int, plan: FilePlan, tick: Callable[[int], object] | None = N
 
     Args:
         fd: An empty file.
-        plan: What goes where.
+        plan: The places of the leaves.
         tick: Called with the bytes of each leaf that is written.
 
     Returns:
@@ -88,7 +88,7 @@ def _write_large(fd: int, parts: Iterable[memoryview], size_bytes: int, stage: A
     for piece in parts:
         size_bytes -= len(piece)
         if stage is not None:
-            # Another thread may write to the leaf now: what is hashed must be what the file gets.
+            # Another thread may write to the leaf now: the hashed bytes must be those that the file gets.
             copy = stage[: len(piece)]
             copy[:] = piece
             piece = copy.data
@@ -142,7 +142,7 @@ def commit(plan: SavePlan, target: str, *, fsync: bool, tick: Tick = None) -> No
 
 
 def write_into(plan: SavePlan, folder: str, *, fsync: bool, tick: Tick = None) -> None:
-    """Write a plan into a folder that nobody else writes to; the index comes last."""
+    """Write a plan into a folder without other writers; the index comes last."""
     paths = [os.path.join(folder, name) for name in plan.names or [SINGLE]]
     digests = [_replace(file, path, fsync, tick) for file, path in zip(plan.files, paths, strict=True)]
     if plan.render is not None:
@@ -207,7 +207,7 @@ def _sweep(folder: str, keep: set[str], old: set[str]) -> None:
 
 
 def _upload(plan: SavePlan, target: str, tick: Tick) -> None:
-    """Upload all files, the index last; then remove what readers would prefer, or what no index names any more."""
+    """Upload all files, the index last; then remove those that readers would prefer or that no index names any more."""
     files = RemoteFiles(target, fetch=False)
     folder, _, name = target.rpartition("/") if plan.render is None else (target, "", "")
     old = _named_by(f"{folder}/{INDEX}", files) if plan.render is not None or name == SINGLE else set[str]()

@@ -106,7 +106,7 @@ def move_leaf(leaf: Tensor, target: torch.device, *, non_blocking: bool = False)
     """Return a leaf on a device."""
     try:
         return leaf.to(target, non_blocking=non_blocking)
-    # A torch without CUDA says so by an assertion.
+    # A torch without CUDA raises an AssertionError.
     except (AssertionError, NotImplementedError, RuntimeError) as err:
         raise UnsupportedError(
             "the leaves cannot be put on their device.",
@@ -192,8 +192,8 @@ def check_fields(cls: Any, keys: Collection[str], path: Path) -> None:
 def resolve_class(name: Any, classes: Classes, keys: Sequence[str]) -> type[TensorCollection]:
     """Return a class by its recorded name: a given one, or one of a module that is imported already.
 
-    A class that was moved, or defined in a script, is found among those given by its qualified name, else by the
-    keys of the node, if just one of them has these fields.
+    A class that was moved, renamed, or defined in a script or function is found among those given: by its qualified
+    name, else by the keys of the node, if just one of them has these fields.
     """
     if isinstance(classes, type):
         if classes is TensorCollection._open:
@@ -203,23 +203,23 @@ def resolve_class(name: Any, classes: Classes, keys: Sequence[str]) -> type[Tens
     if name in given:
         return given[name]
     module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
-    for part in path.split("."):
-        # Not getattr: a module or class may run code to answer.
-        found = vars(found).get(part) if hasattr(found, "__dict__") else None
-    if (
-        isinstance(found, type)
-        and issubclass(found, TensorCollection)
-        and (found.__module__, found.__qualname__) == (module, path)
-    ):
-        return found
     alike = [cls for other, cls in given.items() if other.partition(":")[2] == path]
-    alike = alike or [cls for cls in given.values() if set(getattr(cls, "_fields", ())) >= set(keys)]
+    if not alike:
+        found: Any = sys.modules.get(module)
+        for part in path.split("."):
+            # Not getattr: a module or class may run code to answer.
+            found = vars(found).get(part) if hasattr(found, "__dict__") else None
+        is_tree = isinstance(found, type) and issubclass(found, TensorCollection)
+        if is_tree and (found.__module__, found.__qualname__) == (module, path):
+            return found
+        # Fields that are None are not among the keys.
+        alike = [cls for cls in given.values() if set(getattr(cls, "_fields", ())) >= set(keys)]
+        alike = [cls for cls in alike if len(cls._fields) == len(keys)] or alike
     if len(alike) == 1:
         return alike[0]
     raise UnsupportedError(
         f"the class {name!r} of a node must be imported or given.",
-        expected="a TensorCollection class of this name",
-        got=type(found).__name__ if found is not None else "nothing of this name",
-        hint="import its module, name it: load(path, classes=[...]), or take plain trees: classes=TensorDict.",
+        expected=f"classes={{{name!r}: its class}}, for a node with the keys {list(keys)}",
+        got=f"{'several that fit' if alike else 'none that fits'} of {list(given)}" if given else "no classes",
+        hint="the mapping takes any class; import its module; or take plain trees: load(path, classes=TensorDict).",
     )

@@ -23,12 +23,12 @@ from tdfunc.storage.tree.specs import Spec, is_countable, no_constant, parse_jso
 
 _KINDS = frozenset(KIND_FLAGS.values())
 _FLAGS = frozenset((*_KINDS, IS_PARAMETER, REQUIRES_GRAD, IS_VALUE))
-# What an item that is an object may be; it is one of them.
+# The meanings of an item that is an object; it has one of them.
 _MEANINGS = frozenset(("tree", "tie", "value", "values"))
 # Longer prefixes are put together again for each node: all of a deep tree would fill the memory.
 _MAX_KEPT_PREFIX = 256
 _INTS, _TEXTS, _LISTS, _TENSORS = frozenset([int]), frozenset([str]), frozenset([list]), frozenset([int, list])
-# A key that is not followed by its colon at once, which nobody writes.
+# A key that is not followed by its colon at once; a writer of tdfunc leaves no space there.
 _LOOSE_KEYS = ('" ', '"\t', '"\n', '"\r')
 # All fields of a node of plain tensors and trees.
 _PLAIN_FIELDS = frozenset(["keys", "items", "size", "device"])
@@ -70,7 +70,7 @@ class Description:
         self.starts: list[int] = [0]
         # How many keys the description has, but for those in values.
         self.fields = len(doc)
-        # Nodes with more than tensors, trees, and what both inherit.
+        # Nodes with more than tensors, trees, and the fields that both inherit.
         self.rich: set[int] = set()
         self._aliases: dict[tuple[int, str], Any] = {}
         self._prefixes: list[str | None] = ["", *[None] * (count - 1)]
@@ -177,12 +177,12 @@ class Description:
                 raise malformed("a device", repr(name))
             self.devices[number] = torch.device(name) if name is not None else None
         if "own" in node and "class" not in node:
-            raise malformed("a class beside what it records", f"{node['own']!r} in node {number}")
+            raise malformed("a class with a field of its own", f"{node['own']!r} in node {number}")
         if not _PLAIN_FIELDS.issuperset(node):
             self.rich.add(number)
 
     def _enter_objects(self, number: int) -> int:
-        """Enter what is no tensor in a node: sub-trees, aliases of tied leaves, other data; return how many."""
+        """Enter the sub-trees, aliases of tied leaves and other data of a node; return how many."""
         size, device, prefix = self.sizes[number], self.devices[number], self._prefixes[number]
         keep = prefix is not None and len(prefix) < _MAX_KEPT_PREFIX
         sizes, devices, lengths, prefixes = self.sizes, self.devices, self._lengths, self._prefixes

@@ -13,6 +13,7 @@ import torch
 from torch import Size, Tensor, nn
 
 from tdfunc.core.collection import TensorCollection
+from tdfunc.core.context import is_fake
 from tdfunc.core.errors import BatchSizeError, CorruptCheckpointError, TieError, UnsupportedError, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack
@@ -25,7 +26,7 @@ IS_PARAMETER, REQUIRES_GRAD, IS_VALUE = "P", "g", "v"
 MAX_TIE_KEYS = 4_000_000
 _MAX_VALUE_DEPTH = 200
 _STRIDED = torch.strided
-# Python may be told to read ints of no more than 640 digits.
+# Python can be set to read ints of at most 640 digits.
 _MAX_INT_BITS = 2048
 
 # The paths of tied leaves below a node: key -> deeper marks, or (group, rank in the group).
@@ -68,15 +69,19 @@ def outline(
     Args:
         tree: The tree.
         call: The function that errors name.
-        values: Whether the leaves need values; without, they may be on the meta device.
+        values: Require values of the leaves; otherwise they may be on the meta device.
         codes: The dtypes that the format can hold.
-        named: Whether each leaf needs a name of its own, as in one file.
+        named: Give each leaf a name of its own, as one file needs.
 
     Raises:
         UnsupportedError: A leaf, value or key that the format cannot hold unchanged; the message names it.
         BatchSizeError: A leaf does not start with the batch size.
         TieError: Tied paths hold different leaves.
     """
+    if is_fake(None):
+        raise UnsupportedError(
+            f"{call}: a mode is active under which tensors have no values.", hint=f"{call} outside of FakeTensorMode."
+        )
     return _Writer(call, values, codes, named).outline(tree)
 
 
@@ -122,7 +127,7 @@ class _Writer:
             text.encode()
         except UnicodeEncodeError as err:
             raise UnsupportedError(
-                f"{self.call}: a key or value is no valid Unicode; nothing was written.",
+                f"{self.call}: keys and values must be valid Unicode; nothing was written.",
                 expected="text that UTF-8 can encode",
                 got=ascii(find_surrogate(text.split('"'))),
                 hint="a lone surrogate is half of a character: rename the key, or repair the value.",
@@ -180,7 +185,7 @@ class _Writer:
         if tree._names is not None:
             fields["names"] = list(tree._names)
         if type(tree) is not TensorCollection._open:
-            # Whether a lazy stack is of typed trees follows from its trees.
+            # The trees of a lazy stack decide its class: typed or not.
             cls = TensorCollection._lazy if isinstance(tree, TensorCollection._lazy) else type(tree)
             fields["class"] = f"{cls.__module__}:{cls.__qualname__}"
         if tree._static is not None and tree._static.own is not None:
@@ -262,7 +267,7 @@ class _Writer:
 
     def _json(self, value: Any, name: str) -> str:
         """Write a value, which JSON must give back as it is: exact types, finite numbers, str keys."""
-        expected = "str, bool, None, finite numbers, lists, and dicts with str keys: what JSON gives back as it was"
+        expected = "str, bool, None, finite numbers, lists, and dicts with str keys, which JSON gives back as they were"
         hint = "convert it to these, or leave the key out: td.delete(key)."
         level = [value]
         for _ in range(_MAX_VALUE_DEPTH):

@@ -116,7 +116,7 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def no_constant(text: str) -> NoReturn:
     """Refuse NaN and infinities, which are not JSON, and (as `parse_float`) fractions where sizes belong."""
-    raise CorruptCheckpointError("the header has a number that is none.", expected="a whole number", got=text[:40])
+    raise CorruptCheckpointError("the header must have JSON's numbers.", expected="a whole number", got=text[:40])
 
 
 def find_surrogate(texts: Iterable[str]) -> str | None:

@@ -142,5 +142,5 @@ def test_without_rich(monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", fake)
 
-    with pytest.raises(ImportError, match=r"rich is not installed[\s\S]*pip install 'tdfunc\[cli\]'"):
+    with pytest.raises(ImportError, match=r"rich is not installed[\s\S]*pip install rich"):
         TensorDict({}).summary()

@@ -1,0 +1,334 @@
+"""`jit`: results of a replay, transforms around it, threads, backends, copies."""
+
+import copy
+import gc
+import shutil
+import threading
+import weakref
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from tdfunc import TensorDict
+from tdfunc._jit import jit
+from tdfunc.optim import adam
+from tests.helpers import TiedLM, assert_pure, assert_trees_equal
+
+
+def member_loss(p, x, t):
+    """Return the loss of a two-layer net of one member."""
+    hidden = torch.tanh(nn.functional.linear(x, p["hidden", "weight"], p["hidden", "bias"]))
+    return nn.functional.mse_loss(hidden @ p["out"], t)
+
+
+def make_params(generator, members=4):
+    """Return the stacked parameters of `member_loss`, with a name and keys out of order."""
+    make = lambda *shape: torch.randn(members, *shape, generator=generator)  # noqa: E731
+    return TensorDict(
+        {"out": make(8, 2), "hidden": {"weight": make(8, 3), "bias": make(8)}}, [members], names=["member"]
+    )
+
+
+member_grads = torch.vmap(torch.func.grad(member_loss), in_dims=(0, None, None))
+
+
+# -- results of a replay ----------------------------------------------------------------------------------------
+
+
+def test_vmap_of_grad_is_exact(generator):
+    """A replay gives the gradients of the function to the last bit, with names and batch sizes."""
+    params, x, t = (
+        make_params(generator),
+        torch.randn(5, 3, generator=generator),
+        torch.randn(5, 2, generator=generator),
+    )
+    traced = jit(member_grads)
+
+    for scale in (1.0, -2.0, 0.0):
+        other = params * scale
+        assert_trees_equal(assert_pure(lambda p: traced(p, x, t), other), member_grads(other, x, t))
+    assert traced.cache_info() == (2, 1, 64, 1)
+
+
+def test_training_step_is_exact(generator):
+    """A traced training loop stays equal to the plain one."""
+    x, t = torch.randn(5, 3, generator=generator), torch.randn(5, 2, generator=generator)
+    opt = adam(lr=torch.linspace(0.01, 0.1, 4))
+
+    def plain(params, state, x, t):
+        return opt.update(params, member_grads(params, x, t), state)
+
+    traced = jit(plain)
+    mine = theirs = (make_params(generator), opt.init(make_params(generator)))
+    for _ in range(5):
+        mine, theirs = traced(*mine, x, t), plain(*theirs, x, t)
+
+    for got, expected in zip(mine, theirs, strict=True):
+        assert_trees_equal(got, expected)
+    assert traced.cache_info().misses == 1
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    rest: dict
+
+
+def test_structures_come_back():
+    """Containers, plain values and argument objects come back as themselves."""
+
+    def fn(pair, tree, flag, *, scale=1.0):
+        return Pair(pair.rest["b"] * scale, {"tree": tree, "same": pair.first, "none": None}), [
+            flag,
+            "text",
+            (tree["n"],),
+        ]
+
+    tree = TensorDict({"a": torch.ones(2), "n": "word"}, [2])
+    pair = Pair(torch.ones(3), {"b": torch.arange(3.0)})
+    traced = jit(fn)
+
+    for _ in range(2):
+        out, extra = traced(pair, tree, True, scale=2.0)
+        assert type(out) is Pair
+        assert out.rest["tree"] is tree
+        assert out.rest["same"] is pair.first
+        assert extra == [True, "text", ("word",)]
+        torch.testing.assert_close(out.first, torch.tensor([0.0, 2.0, 4.0]))
+
+
+def test_ties_come_back():
+    """A tied weight comes back as one."""
+    params = TensorDict.from_module(TiedLM()).detach()
+
+    out = jit(lambda p: p * 2)(params)
+
+    assert_trees_equal(out, params * 2)
+    assert out["emb", "weight"] is out["out", "weight"]
+
+
+def test_random_numbers_are_drawn_again():
+    """Every replay draws anew, as often as the function does."""
+    fn = jit(lambda x: (x + torch.rand(3), x + torch.rand(3), nn.functional.dropout(x, 0.5)))
+    x = torch.ones(3)
+    fn(x)
+
+    torch.manual_seed(0)
+    traced = [fn(x) for _ in range(2)]
+    torch.manual_seed(0)
+    plain = [fn.__wrapped__(x) for _ in range(2)]
+
+    assert all(torch.equal(a, b) for t, p in zip(traced, plain, strict=True) for a, b in zip(t, p, strict=True))
+    assert not torch.equal(traced[0][0], traced[0][1])
+    assert fn.draws(x)
+    assert not jit(lambda x: x + 1).draws(x)
+
+
+def test_generators_are_drawn_from():
+    """A generator that the function is given, or closes over, moves at every replay."""
+    closed, given = torch.Generator().manual_seed(0), torch.Generator().manual_seed(0)
+    first, second = jit(lambda x: x + torch.rand(2, generator=closed)), jit(lambda x, g: x + torch.rand(2, generator=g))
+    expected = torch.rand(4, generator=torch.Generator().manual_seed(0)).reshape(2, 2)
+
+    for row in expected:
+        assert torch.equal(first(torch.zeros(2)), row)
+        assert torch.equal(second(torch.zeros(2), given), row)
+
+
+def test_arguments_are_let_go():
+    """A trace keeps none of the first call's tensors alive."""
+    fn = jit(lambda t: t.apply(lambda x: x * 2))
+    first = TensorDict({"a": torch.ones(3)})
+    alive = weakref.ref(first["a"])
+    fn(first)
+    del first
+    gc.collect()
+
+    assert alive() is None
+
+
+def test_tracing_draws_nothing():
+    """A trace leaves the random generator where it was."""
+    state = torch.get_rng_state()
+
+    jit(lambda x: x + torch.rand(3) * 0).graph(torch.ones(3))
+
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_side_effects_happen_once():
+    """The function's own prints and counters run once, at the trace."""
+    calls = []
+    fn = jit(lambda x: calls.append(1) or x + 1)
+
+    for _ in range(3):
+        fn(torch.ones(2))
+    assert len(calls) == 1
+
+
+def test_constants_are_fresh():
+    """A literal tensor is made at every call: writing to one result leaves the next as it is."""
+    fn = jit(lambda x: torch.tensor([1.0, 2.0]))
+    fn(torch.ones(1)).add_(5)
+
+    assert fn(torch.ones(1)).tolist() == [1, 2]
+
+
+def test_views_and_strides():
+    """A trace of one layout is not replayed on another."""
+    fn = jit(lambda x: (x.reshape(-1), x.t().contiguous(), x.flatten() + 1))
+    x = torch.arange(6.0).reshape(2, 3)
+
+    for other in (x, torch.arange(6.0).reshape(3, 2).t(), x[:, ::1], torch.arange(12.0).reshape(2, 6)[:, ::2]):
+        for got, expected in zip(fn(other), fn.__wrapped__(other), strict=True):
+            torch.testing.assert_close(got, expected, rtol=0, atol=0)
+            assert got.stride() == expected.stride()
+
+
+def test_one_tensor_given_twice():
+    """A trace of f(x, x) is not replayed for f(x, y)."""
+    fn = jit(lambda a, b: a - 2 * b)
+    x, y = torch.ones(2), torch.full((2,), 5.0)
+
+    assert [fn(x, x).tolist(), fn(x, y).tolist(), fn.cache_info().misses] == [[-1, -1], [-9, -9], 2]
+
+
+def test_grad_without_graph():
+    """Under no_grad an argument may require grad: it comes back as itself, its detached twin as another."""
+    w = nn.Parameter(torch.ones(3))
+
+    with torch.no_grad():
+        out, same, detached = jit(lambda w: (w * 2, w, w.detach()))(w)
+
+    assert not out.requires_grad
+    assert same is w
+    assert not detached.requires_grad
+
+
+def test_backward_inside(generator):
+    """`torch.autograd.grad` inside the function is recorded."""
+
+    def fn(x):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(x.pow(3).sum(), x)[0]
+
+    x = torch.randn(3, generator=generator)
+    torch.testing.assert_close(jit(fn)(x), 3 * x.square())
+
+
+def test_cache_is_bounded():
+    """The trace that was not used for longest is dropped first."""
+    fn = jit(lambda x: x + 1, cache_size=2)
+    for n in (1, 2, 1, 3, 1):
+        fn(torch.ones(n))
+
+    assert fn.cache_info() == (2, 3, 2, 2)
+    fn.cache_clear()
+    assert fn.cache_info() == (0, 0, 2, 0)
+
+
+# -- inside other things ----------------------------------------------------------------------------------------
+
+
+def test_errors_of_the_function_come_through():
+    """A mistake in the user's code raises torch's error and leaves no trace behind."""
+    fn = jit(lambda x, y: x @ y)
+
+    with pytest.raises(RuntimeError, match="reduction dim"):
+        fn(torch.ones(2, 3), torch.ones(2, 3))
+    assert fn(torch.ones(2, 3), torch.ones(3, 2)).shape == (2, 2)
+
+
+def test_inside_transforms_and_traces():
+    """A jitted function runs inside vmap, grad, another jit and torch.compile."""
+    fn = jit(lambda x: (x * 3).sin())
+    x = torch.randn(4)
+
+    torch.testing.assert_close(torch.vmap(fn)(x), fn(x))
+    torch.testing.assert_close(torch.func.grad(lambda y: fn(y).sum())(x), 3 * (3 * x).cos())
+    torch.testing.assert_close(jit(lambda y: fn(y) + 1)(x), fn(x) + 1)
+    torch.testing.assert_close(torch.compile(lambda y: fn(y) + 1, backend="eager", fullgraph=True)(x), fn(x) + 1)
+
+
+def test_threads_share_a_trace():
+    """Concurrent first calls make one trace for each shape, and each gets its own result."""
+    fn = jit(lambda x, t: (x * 2 + t["a"], t))
+    barrier, wrong = threading.Barrier(8), []
+
+    def work(i):
+        barrier.wait()
+        for n in range(1, 20):
+            x = torch.full((n % 3 + 1,), float(i))
+            out, same = fn(x, t := TensorDict({"a": x * n}))
+            if not torch.equal(out, x * 2 + x * n) or not torch.equal(same["a"], t["a"]):
+                wrong.append((i, n))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+
+    assert wrong == []
+    assert fn.cache_info().currsize == 3
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_backends(backend, generator):
+    """A backend of torch.compile gets a graph that it can run, and gives the same numbers."""
+    torch._dynamo.reset()
+    opt = adam(lr=0.1)
+    x, t = torch.randn(5, 3, generator=generator), torch.randn(5, 2, generator=generator)
+
+    def step(params, state, x, t):
+        return opt.update(params, member_grads(params, x, t), state, donate=True)
+
+    params = make_params(generator)
+    compiled, plain = jit(step, backend=backend), step
+    got, expected = (params, opt.init(params)), (params.clone(), opt.init(params))
+    for _ in range(3):
+        got, expected = compiled(*got, x, t), plain(*expected, x, t)
+
+    for mine, theirs in zip(got, expected, strict=True):
+        assert_trees_equal(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+# torch 2.13 warns about itself when inductor is imported.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++")
+def test_inductor(generator):
+    """`backend="inductor"` compiles a training step."""
+    x, t = torch.randn(5, 3, generator=generator), torch.randn(5, 2, generator=generator)
+    params = make_params(generator)
+
+    assert_trees_equal(
+        jit(member_grads, backend="inductor")(params, x, t), member_grads(params, x, t), rtol=1e-4, atol=1e-5
+    )
+
+
+class Scaling(nn.Module):
+    """A module that keeps a jitted method of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = 2
+        self.fast = jit(self.scaled)
+
+    def scaled(self, x):
+        """Scale by an attribute."""
+        return x * self.scale
+
+
+def test_deep_copies():
+    """A copied module has a jitted method of its own."""
+    held = Scaling()
+    x = torch.arange(3.0)
+    held.fast(x)
+
+    twin = copy.deepcopy(held)
+    twin.scale = 5
+
+    assert twin.fast(x).tolist() == [0.0, 5.0, 10.0]
+    assert held.fast(x).tolist() == [0.0, 2.0, 4.0]
+    plain = jit(torch.sin)
+    assert copy.deepcopy(plain)(x).tolist() == plain(x).tolist()

@@ -1,0 +1,190 @@
+"""Cleaning a recorded graph: a replay gives the values, views and errors of the function, with fewer operations."""
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F  # noqa: N812
+
+from tdfunc import CaptureError, ImmutableError, UnsupportedError
+from tdfunc._jit import jit
+from tdfunc._jit.graph import _FASTER, clean
+
+CAPTURED = torch.full((3,), 2.0)
+
+
+def write_row(a, b):
+    """Assign to an index."""
+    a[0] = b.sum()
+
+
+def update_statistics(a, b):
+    """Write to a tensor through an operation whose schema does not say so."""
+    F.batch_norm(b.reshape(1, -1).expand(2, -1), a, torch.ones(a.numel()), training=True)
+
+
+# Of two tensors of three numbers each; some write to the first, some only check, and some return None.
+STEPS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "sin": lambda a, b: a.sin(),
+    "add": lambda a, b: a + b,
+    "times": lambda a, b: a * b,
+    "times 1": lambda a, b: a * 1,
+    "power 1": lambda a, b: a**1,
+    "ones": lambda a, b: torch.ones_like(a),
+    "zeros": lambda a, b: torch.zeros_like(a),
+    "empty": lambda a, b: torch.empty_like(a).fill_(2),
+    "literal": lambda a, b: torch.tensor([1.0, 2.0, 3.0]),
+    "noise": lambda a, b: torch.rand(3),
+    "clone": lambda a, b: a.clone(),
+    "view": lambda a, b: a.view(3),
+    "detach": lambda a, b: a.detach(),
+    "data": lambda a, b: a.data,
+    "turned": lambda a, b: a.reshape(3, 1).t()[0],
+    "row": lambda a, b: torch.stack([a, b])[1],
+    "expanded": lambda a, b: a[:1].expand(3),
+    "add_": lambda a, b: a.add_(1),
+    "mul_": lambda a, b: a.mul_(b),
+    "out": lambda a, b: torch.add(a, 1, out=b),
+    "row_": write_row,
+    "copy_": lambda a, b: a[1:].copy_(b[:2]) and None,
+    "foreach_": lambda a, b: torch._foreach_mul_([a, b], 2),
+    "statistics": update_statistics,
+    "assert": lambda a, b: torch._assert_async((a < 100).all()),
+    "cholesky": lambda a, b: torch.linalg.cholesky(torch.diag(a))[0],
+    "solve": lambda a, b: torch.linalg.solve(torch.diag(a), b),
+    "one_hot": lambda a, b: F.one_hot(a.long(), 3).sum(0) + a,
+    "complex": lambda a, b: (a * complex(-1, -0.0)).sqrt().imag,
+    "select": lambda a, b: a[b.long() % 3],
+    "capture": lambda a, b: a + CAPTURED,
+    "read": lambda a, b: a * CAPTURED.tolist()[0],
+    "grad": lambda a, b: a if a.grad is None else b,
+    "branch": lambda a, b: a if a.sum() > 0 else b,
+}
+REFUSALS = (CaptureError, ImmutableError, UnsupportedError)
+NAMES = r"not one of its arguments|argument 0|value of a tensor"
+
+
+class Program(NamedTuple):
+    """Steps of (name, place of the first tensor, place of the second), and the places that are returned."""
+
+    steps: list[tuple[str, int, int]]
+    returned: list[int]
+
+    def __call__(self, x: Tensor) -> list[Tensor]:
+        """Run the steps on tensors that were made before, and on the argument."""
+        kept = [x * 2, x]
+        for name, first, second in self.steps:
+            out = STEPS[name](kept[first % len(kept)], kept[second % len(kept)])
+            if isinstance(out, Tensor):
+                kept.append(out)
+        return [kept[place % len(kept)] for place in self.returned]
+
+
+PLACES = st.integers(0, 5)
+PROGRAMS = st.builds(
+    Program,
+    st.lists(st.tuples(st.sampled_from(list(STEPS)), PLACES, PLACES), min_size=1, max_size=6),
+    st.lists(PLACES, min_size=1, max_size=2),
+)
+NUMBERS = st.lists(st.sampled_from([-1.0, 0.0, 0.5, 2.0, 60.0]), min_size=3, max_size=3)
+
+
+def outcome(fn, values):
+    """The results, and which of them share memory; "raises" for an error of torch; the name in a refusal."""
+    torch.manual_seed(0)
+    x = torch.tensor(values)
+    try:
+        out = [x, *fn(x)]
+    except REFUSALS as err:
+        return re.findall(NAMES, str(err))[0]
+    except (RuntimeError, IndexError):
+        return "raises"
+    return str([t.tolist() for t in out]), [[a.data_ptr() == b.data_ptr() for a in out] for b in out]
+
+
+@given(PROGRAMS, NUMBERS, NUMBERS)
+def test_replays_equal_the_function(program, first, second):
+    """A replay gives the values, shared memory and errors of the function, or the function is refused by name."""
+    traced = jit(program)
+    got = [outcome(traced, values) for values in (first, second, first)]
+
+    refused = got[0] in NAMES.split("|") and got.count(got[0]) == 3
+    assert refused or got == [outcome(program, values) for values in (first, second, first)]
+
+
+def sample_calls():
+    """Return for each fast spelling arguments that its aten overload takes."""
+    x, y = torch.rand(3, 4) + 0.5, torch.rand(3, 4) + 0.5
+    b = torch.rand(2, 3, 4)
+    one, two, i = (x,), (x, y), torch.tensor([2, 0])
+    aten = torch.ops.aten
+    unary = ("neg", "abs", "exp", "log", "sqrt", "rsqrt", "square", "reciprocal", "sign", "tanh", "sigmoid", "relu")
+    calls = {getattr(aten, name).default: one for name in (*unary, "sum", "mean", "clone", "t")}
+    calls |= {getattr(aten, name).default: two for name in ("maximum", "minimum")}
+    calls |= {getattr(aten, name).Tensor: two for name in ("add", "sub", "mul", "div", "eq")}
+    calls |= {
+        getattr(aten, name).Scalar: (x, 2.0) for name in ("add", "sub", "mul", "div", "eq", "gt", "ge", "lt", "le")
+    }
+    return calls | {
+        aten.mm.default: (x, y.t()),
+        aten.bmm.default: (b, b.mT),
+        aten.addmm.default: (torch.rand(3), x, y.t()),
+        aten.baddbmm.default: (torch.rand(2, 3, 3), b, b.mT),
+        aten.transpose.int: (b, 0, 2),
+        aten.permute.default: (b, [2, 0, 1]),
+        aten.unsqueeze.default: (x, 1),
+        aten.squeeze.dim: (x[:1], 0),
+        aten.select.int: (x, 0, 1),
+        aten.cat.default: ([x, y], 1),
+        aten.stack.default: ([x, y], 1),
+        aten.index_select.default: (x, 0, i),
+        aten.gather.default: (x, 1, i.reshape(2, 1)),
+        aten.where.self: (x > y, x, y),
+        aten.full.default: ([2, 3], 1.5),
+        aten.sum.dim_IntList: (x, [1], True),
+        aten.mean.dim: (x, [0], False),
+        aten.amax.default: (x, [1], True),
+        aten.pow.Tensor_Scalar: (x, 3),
+        aten.lerp.Scalar: (x, y, 0.3),
+        aten.addcmul.default: (x, y, y),
+        aten.addcdiv.default: (x, y, y),
+        aten.native_layer_norm.default: (x, [4], None, None, 1e-5),
+    }
+
+
+def test_fast_spellings_are_the_same():
+    """A binding of torch reads its arguments as the aten overload does that it stands for."""
+    calls = sample_calls()
+
+    assert set(_FASTER) <= set(calls)
+    for overload, binding in _FASTER.items():
+        got, expected = binding(*calls[overload]), overload(*calls[overload])
+        pairs = zip(got, expected, strict=True) if isinstance(got, tuple) else [(got, expected)]
+        assert all(torch.equal(a, b) for a, b in pairs), overload
+
+
+def test_graph_is_cleaned(generator):
+    """A replay has no views, copies and values that nothing uses."""
+    x = torch.randn(3, 3, generator=generator)
+
+    def fn(x):
+        torch.exp(x)
+        same = x.detach().view(3, 3).t().t() * 1
+        return (same @ same) + (x @ x)
+
+    code = jit(fn).graph(x).code
+    assert code.count("torch.mm") == 1
+    assert not any(word in code for word in ("detach", "view", "exp", "torch.t(", "mul"))
+
+
+def test_cleaning_keeps_aten_for_backends():
+    """A backend gets aten overloads, for which it has rules."""
+    module = make_fx(lambda x: (x + 1).relu(), tracing_mode="fake")(torch.ones(3))
+    clean(module, faster=False)
+
+    assert "torch.ops.aten.add.Tensor" in module.code

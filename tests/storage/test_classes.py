@@ -1,0 +1,169 @@
+"""The classes of typed trees: found by their names, given, or of other fields than when they were saved."""
+
+import sys
+import types
+from unittest import mock
+
+import pytest
+import torch
+
+import tdfunc as tdf
+from tdfunc import TensorClass, TensorDict, TreeStructureError, UnsupportedError, lazy_stack
+from tests.storage.scripts import ended, run
+from tests.storage.trees import assert_same
+
+WRITE = """
+    import sys, torch, tdfunc as tdf
+    from tdfunc import TensorClass, TensorDict
+
+    class Batch(TensorClass):
+        x: torch.Tensor
+        y: torch.Tensor
+
+    batch = Batch(torch.ones(2), torch.zeros(2), batch_size=[2])
+    for name, tree in (("alone", batch), ("inside", TensorDict({"in": {"b": batch}}))):
+        tdf.save(tree, f"{sys.argv[1]}/{name}.safetensors")
+        tree.memmap(f"{sys.argv[1]}/{name}")
+"""
+READ = """
+    import sys, torch, tdfunc as tdf
+    from tdfunc import TensorClass
+
+    class Batch(TensorClass):
+        x: torch.Tensor
+        y: torch.Tensor
+
+    for suffix in ("", ".safetensors"):
+        alone, inside = f"{sys.argv[1]}/alone{suffix}", f"{sys.argv[1]}/inside{suffix}"
+        trees = [tdf.load(alone), tdf.load(alone, classes=[Batch]), Batch.load(alone), tdf.load(inside)["in", "b"]]
+        print([type(tree) is Batch for tree in trees])
+"""
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Files and folders of trees whose class a script defined that has ended."""
+    folder = tmp_path_factory.mktemp("classes")
+    ended(run(WRITE, folder))
+    return folder
+
+
+def test_a_script_finds_its_own_classes(written):
+    """Another script that defines the class loads it, also without being told."""
+    assert ended(run(READ, written)).splitlines() == ["[True, True, True, True]"] * 2
+
+
+def define(name, **fields):
+    """Return a class of these fields, defined in a function."""
+    namespace = {"__annotations__": fields, "__module__": "written.elsewhere", "__qualname__": name}
+    return type(TensorClass)(name, (TensorClass,), namespace)
+
+
+X, XY, XYZ = ({name: torch.Tensor for name in names} for names in ("x", "xy", "xyz"))
+Batch, Renamed, Wider, Narrow = define("Batch", **XY), define("Renamed", **XY), define("Wider", **XYZ), define("N", **X)
+GIVEN = {
+    "of the same name": ([Batch], Batch),
+    "of the same name, of two": ((Renamed, Batch), Batch),
+    "renamed": ([Renamed], Renamed),
+    "of these fields, of two": ([Wider, Renamed], Renamed),
+    "of more fields": ([Wider], Wider),
+    "one class": (Renamed, Renamed),
+    "by the recorded name": ({"__main__:Batch": Wider, "other:Batch": Batch}, Wider),
+    "plain": (TensorDict, TensorDict),
+}
+
+
+@pytest.mark.parametrize("form", ["", ".safetensors"])
+@pytest.mark.parametrize("case", GIVEN)
+def test_given_classes(case, form, written):
+    """A class that is not here is found among those given: by its qualified name, then by the fields."""
+    given, expected = GIVEN[case]
+
+    alone, inside = (
+        tdf.load(written / f"alone{form}", classes=given),
+        tdf.load(written / f"inside{form}", classes=given),
+    )
+
+    assert type(alone) is type(inside["in", "b"]) is expected
+    assert alone.batch_size == (2,)
+    assert alone["x"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("form", ["", ".safetensors"])
+def test_a_class_loads_as_itself(form, written):
+    """`Class.load`, `load_` and `load_memmap_` need no name: they load as the class that they are called of."""
+    path, tree = written / f"alone{form}", Renamed(torch.zeros(2), torch.ones(2), batch_size=[2])
+
+    assert type(Renamed.load(path)) is Renamed
+    assert Wider.load(path).z is None
+    assert tree.load_(path).x.tolist() == [1, 1]
+    assert TensorDict({"in": {"b": tree * 0}}).load_(written / f"inside{form}")["in", "b"].x.tolist() == [1, 1]
+    if not form:
+        assert (tree * 0).load_memmap_(path).x.tolist() == [1, 1]
+        assert type(Renamed.load_memmap(path)) is Renamed
+        assert type(TensorDict.load_memmap(path, out=tree * 0)) is Renamed
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ((), ["no classes"]),
+        ([Narrow], ["none that fits", "written.elsewhere:N"]),
+        ([Renamed, define("Twin", **XY)], ["several that fit", "Renamed", "Twin"]),
+    ],
+)
+@pytest.mark.parametrize("form", ["", ".safetensors"])
+def test_classes_that_are_not_here(form, given, words, written):
+    """A class that is not found is named with the keys of its node, and the mapping that gives it."""
+    with pytest.raises(UnsupportedError) as err:
+        tdf.load(written / f"inside{form}", classes=given)
+
+    expected = [f"inside{form}: ", "classes={'__main__:Batch': its class}", "['x', 'y']", "classes=TensorDict", *words]
+    assert all(word in str(err.value) for word in expected), str(err.value)
+
+
+def test_nothing_is_imported_by_name(tmp_path):
+    """A class of a module that is imported is found; no module is imported for it, and no code of one runs."""
+    tree = TensorDict({"t": Batch(torch.ones(2), torch.zeros(2))})
+    tdf.save(tree, tmp_path / "t.safetensors")
+    module = types.ModuleType("written.elsewhere")
+
+    with mock.patch.dict(sys.modules, {"written.elsewhere": module}):
+        module.__getattr__ = lambda name: 1 / 0
+        with pytest.raises(UnsupportedError, match="'written.elsewhere:Batch'"):
+            tdf.load(tmp_path / "t.safetensors")
+        module.Batch = Batch
+        assert_same(tdf.load(tmp_path / "t.safetensors"), tree)
+
+
+@pytest.mark.parametrize(("inside", "place"), [(False, "'the root'"), (True, "'deep.t'")])
+def test_another_versions_fields_are_refused(tmp_path, inside, place):
+    """A saved field that the class does not have is refused with both lists of fields; plain trees load."""
+    tree, other = Batch(torch.ones(2), torch.zeros(2), batch_size=[2]), define("Batch", x=torch.Tensor, z=torch.Tensor)
+    tdf.save(TensorDict({"deep": {"t": tree}}) if inside else tree, tmp_path / "t.safetensors")
+
+    with pytest.raises(TreeStructureError) as err:
+        tdf.load(tmp_path / "t.safetensors", classes=[other])
+    words = ["Batch", place, "['x', 'z']", "['x', 'y']", "unknown ['y']", "missing ['z']", "classes=TensorDict"]
+    assert all(word in str(err.value) for word in words), str(err.value)
+    plain = tdf.load(tmp_path / "t.safetensors", classes=TensorDict)
+    plain = plain["deep", "t"] if inside else plain
+    assert sorted(plain.keys()) == ["x", "y"]
+
+
+def test_fields_that_are_none(tmp_path):
+    """A field that was emptied before the save is None."""
+    tree = Batch(torch.ones(2), torch.zeros(2), batch_size=[2]).replace(y=None)
+    tdf.save(tree, tmp_path / "emptied.safetensors")
+
+    assert_same(tdf.load(tmp_path / "emptied.safetensors", classes=[Batch]), tree)
+
+
+def test_lazy_stacks_have_their_own_keys(tmp_path):
+    """A lazy stack of typed trees loads, whose numbers are not fields of the class."""
+    tree = lazy_stack([Batch(torch.ones(n), torch.zeros(n), batch_size=[n]) for n in (1, 2)])
+    tdf.save(tree, tmp_path / "t.safetensors")
+
+    back = tdf.load(tmp_path / "t.safetensors", classes=[Batch, type(tree)])
+
+    assert [len(back[i].x) for i in range(2)] == [1, 2]
