@@ -39,7 +39,7 @@ def get_rng_state(**generators: AnyGenerator) -> TensorCollection:
         [True, True]
     """
     if taken := sorted(_GLOBAL & generators.keys()):
-        raise error(ValueError, f"get_rng_state: a generator must not have the name of a global one.", got=str(taken))
+        raise error(ValueError, "get_rng_state: a generator must not have the name of a global one.", got=str(taken))
     devices = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     found: dict[str, Any] = {

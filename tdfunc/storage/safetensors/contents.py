@@ -29,8 +29,9 @@ from tdfunc.storage.safetensors.header import (
 )
 from tdfunc.storage.safetensors.index import INDEX, SINGLE, Index, parse_index
 from tdfunc.storage.safetensors.read import Source, naming, open_source, parsing, read_bytes
-from tdfunc.storage.tree.decode import Description, check_flags, check_place, check_unique, malformed, parse_tree
-from tdfunc.storage.tree.specs import Spec, spec_of
+from tdfunc.storage.tree.decode import Description, check_flags, check_place, check_unique, parse_tree
+from tdfunc.storage.tree.objects import OBJECT
+from tdfunc.storage.tree.specs import Spec, malformed, spec_of
 
 _META = "meta.json"
 _INDEX_SUFFIX = ".safetensors.index.json"
@@ -301,6 +302,8 @@ class Contents:
         plan, number = self.plan, 0
         for depth, key in enumerate(path):
             if "own" in plan.nodes[number]:
+                if plan.nodes[number]["class"] == OBJECT:
+                    raise missing(path[: depth + 1], [], f"open({self.path!r})")
                 return number, depth, None
             at = self._index_of(number, key)
             item = plan.items[number][at] if at is not None else None
@@ -327,10 +330,12 @@ class Contents:
         nodes, number, device, item = self.doc["nodes"], 0, None, None
         for depth, key in enumerate(path):
             node = nodes[number]
+            if "own" in node:
+                return None
             device = node.get("device", device)
             at = self._index_of(number, key)
             item = node["items"][at] if at is not None else None
-            if type(item) is dict and depth < len(path) - 1 and "tree" in item and "own" not in node:
+            if type(item) is dict and depth < len(path) - 1 and "tree" in item:
                 child = item["tree"]
                 if type(child) is not int or child <= number:
                     raise malformed("each node once, after the node that it is in", repr(child))
