@@ -140,7 +140,7 @@ def make_target(options: Target, source: Source) -> Target:
             expected="a place without one",
             hint="CheckpointManager.save(..., overwrite=True) replaces a step.",
         )
-    # In a folder with an index a model.safetensors would not be found.
+    # A model.safetensors takes the place of an index and its shards.
     own = (INDEX,) if os.path.basename(path) == SINGLE else ()
     names = [os.path.basename(path), *own] if is_file else [INDEX, SINGLE, META]
     taken = [place for place in (os.path.join(folder, name) for name in names) if os.path.lexists(place)]

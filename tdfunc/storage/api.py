@@ -109,7 +109,7 @@ def load(
     memory, and the file does not change. A file of another program becomes a nested tree by its dotted names, or a
     flat one where the names do not nest (`a` and `a.b`).
 
-    A folder with `model.safetensors.index.json` is shards, else with `model.safetensors` one file, else with
+    A folder with `model.safetensors` is one file, else with `model.safetensors.index.json` shards, else with
     `meta.json` a memmap folder.
 
     Args:

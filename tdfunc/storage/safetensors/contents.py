@@ -411,16 +411,16 @@ def open_contents(path: str, files: Files, *, verify: bool) -> Contents:
 
 
 def _open_folder(path: str, files: Files, *, verify: bool) -> Contents:
-    # Again and again: shards and one file may take each other's place between two looks.
-    for name, open_one in ((INDEX, _open_shards), (SINGLE, _open_single)) * _TRIES:
+    # One file first, as in transformers. Again and again: shards and one file may take turns between two looks.
+    for name, open_one in ((SINGLE, _open_single), (INDEX, _open_shards)) * _TRIES:
         with suppress(FileNotFoundError):
             return open_one(_join(path, name), files, verify=verify)
     found = sorted(files.names(path))
     shown = ", ".join(found[:10]) + (", ..." if len(found) > 10 else "")
     what, hint = f"load {path}: the folder must hold a checkpoint.", "load(path) of a file takes any name."
-    expected = f"{INDEX}, {SINGLE} or {_META}"
+    expected = f"{SINGLE}, {INDEX} or {_META}"
     if _META in found:
-        what, expected = f"open {path}: this is a memmap folder.", f"{INDEX} or {SINGLE}: open reads safetensors"
+        what, expected = f"open {path}: this is a memmap folder.", f"{SINGLE} or {INDEX}: open reads safetensors"
         hint = "tdfunc.load(path) and tdfunc.load_memmap(path) map its leaves, and read none before."
     raise error(FileNotFoundError, what, expected=expected, got=shown or "nothing", hint=hint)
 
