@@ -1,4 +1,4 @@
-"""Every Python block of README.md and docs/ runs, and what the pages show is committed: pictures, notebook outputs."""
+"""Every Python block of README.md and docs/ runs; pictures and notebook outputs are committed."""
 
 import importlib.util
 import re
