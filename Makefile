@@ -29,19 +29,22 @@ test: install
 test-all: install
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -q -m ""
 
-# Runs beside tensordict, `torch.func` and `torch.optim`, and the tests of the programs in benchmarks/.
-conformance: install
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -q -m "" benchmarks
+# Runs next to tensordict, `torch.func` and `torch.optim`, and the tests of the programs of benchmarks/; random
+# operations and the page of names next to a newer tensordict, too.
+conformance: install $(VENV)/tensordict-newer/tensordict
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -q -m "" benchmarks --ignore=benchmarks/pages
+	PYTHONPATH=$(VENV)/tensordict-newer OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -q -m "" \
+		benchmarks/pages benchmarks/conformance/test_differential.py benchmarks/conformance/test_blocks.py
 
 # Kills, full disks, damage and fuzzing, counted: more than an hour. `make reliability PARTS="kills damage"` counts some.
 reliability: install
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.reliability $(PARTS)
 
 # The pages of docs/ that hold tables and lists of names.
-pages: install
-	$(PY) -m benchmarks.pages
+pages: install $(VENV)/tensordict-newer/tensordict
+	PYTHONPATH=$(VENV)/tensordict-newer $(PY) -m benchmarks.pages
 
-# The targets are ratios to the pinned tensordict; a newer one is measured beside it.
+# The pinned tensordict is the one that the targets were set against; a newer one is measured next to it.
 NEWER := tensordict==0.15.3
 
 bench: install $(VENV)/tensordict-newer/tensordict

@@ -205,8 +205,8 @@ def _growth(growths: Sequence[Growth], depths: Sequence[Depth]) -> list[str]:
     text = _prose(f"""
         Time per leaf for flat trees of n leaves of shape (4, 2). {verdict}: the cost of 100 leaves and more fits a
         power of n of at most {scaling.LINEAR}. (`set` copies the dict of one node, which takes nanoseconds for each
-        leaf.) The line is a fit of start + slope n. Swap: a new tree at each call is read, checked and put into
-        the module. Code: {_links(SCALING_SOURCES)}.
+        leaf.) The line is a fit of start + slope n. Swap: a new tree at each call is read, checked and put into the
+        module. Code: {_links(SCALING_SOURCES)}.
     """)
     parts = ["## Cost against leaves", text]
     parts.append(table(("work", *[f"{n:,}" for n in leaves], "line", "power"), rows))
