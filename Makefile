@@ -18,7 +18,7 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt | $(PY)
 $(PY):
 	$(PYTHON) -m venv $(VENV)
 
-# A complete environment serves the demo too; otherwise only what the demo needs is installed.
+# An environment with everything serves the demo too; without one, only the extra [demo] is installed.
 demo: $(if $(wildcard $(VENV)/.installed-dev),install,$(VENV)/.installed-demo)
 	$(PY) -m tdfunc.demo
 
@@ -29,19 +29,22 @@ test: install
 test-all: install
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -q -m ""
 
-# Runs beside tensordict, `torch.func` and `torch.optim`, and what tests the programs of benchmarks/.
-conformance: install
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -q -m "" benchmarks
+# Runs next to tensordict, `torch.func` and `torch.optim`, and the tests of the programs of benchmarks/; random
+# operations and the page of names next to a newer tensordict, too.
+conformance: install $(VENV)/tensordict-newer/tensordict
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -q -m "" benchmarks --ignore=benchmarks/pages
+	PYTHONPATH=$(VENV)/tensordict-newer OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -q -m "" \
+		benchmarks/pages benchmarks/conformance/test_differential.py benchmarks/conformance/test_blocks.py
 
 # Kills, full disks, damage and fuzzing, counted: more than an hour. `make reliability PARTS="kills damage"` counts some.
 reliability: install
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.reliability $(PARTS)
 
 # The pages of docs/ that hold tables and lists of names.
-pages: install
-	$(PY) -m benchmarks.pages
+pages: install $(VENV)/tensordict-newer/tensordict
+	PYTHONPATH=$(VENV)/tensordict-newer $(PY) -m benchmarks.pages
 
-# The pinned tensordict is the one that the targets were set against; a newer one is measured beside it.
+# The pinned tensordict is the one that the targets were set against; a newer one is measured next to it.
 NEWER := tensordict==0.15.3
 
 bench: install $(VENV)/tensordict-newer/tensordict
@@ -59,7 +62,7 @@ lint: install
 types: install
 	$(PY) -m pyright --pythonpath $(PY)
 
-# Checks that the notebooks run; `make outputs` runs them and keeps what they print and draw.
+# Checks that the notebooks run; `make outputs` runs them and keeps their outputs.
 notebooks: install
 	$(PY) -m pytest --nbmake notebooks -q
 

@@ -178,9 +178,8 @@ def _cases(measured: Sequence[Measured], clock: Clock) -> str:
 
 def _newer(number: str, measured: list[Measured]) -> list[str]:
     text = _prose(f"""
-        The targets were set against the tensordict that is pinned here, {_version("tensordict")}. Version {number} has
-        much less overhead in Python; these are the same rows against it, measured in a process of their own. They have
-        no targets.
+        The targets are ratios to the pinned tensordict, {_version("tensordict")}. Version {number} has much less
+        overhead in Python; these are the same rows against it, measured in a process of their own, without targets.
     """)
     return [f"### Against tensordict {number}", text, _cases(_only_tensordict(measured), "cpu")]
 
@@ -205,9 +204,9 @@ def _growth(growths: Sequence[Growth], depths: Sequence[Depth]) -> list[str]:
     verdict = "All grow linearly" if not bent else "All but " + ", ".join(g.what for g in bent) + " grow linearly"
     text = _prose(f"""
         Time per leaf for flat trees of n leaves of shape (4, 2). {verdict}: the cost of 100 leaves and more fits a
-        power of n of at most {scaling.LINEAR}. (`set` copies the dict of one node, nanoseconds a leaf.) The line is a
-        fit of start + slope n. Swap: a new tree at each call is read, checked and put into the module.
-        Code: {_links(SCALING_SOURCES)}.
+        power of n of at most {scaling.LINEAR}. (`set` copies the dict of one node, which takes nanoseconds for each
+        leaf.) The line is a fit of start + slope n. Swap: a new tree at each call is read, checked and put into the
+        module. Code: {_links(SCALING_SOURCES)}.
     """)
     parts = ["## Cost against leaves", text]
     parts.append(table(("work", *[f"{n:,}" for n in leaves], "line", "power"), rows))
@@ -241,12 +240,12 @@ def _ensembles(cells: Sequence[Cell]) -> list[str]:
         f"{c.model}, {c.members} member{'s' * (c.members > 1)}: auto ({c.chosen}) takes {c.ratio:.2f} of {c.best}"
         for c in over
     )
-    verdict = "In every one of them it is." if not over else f"It falls short in {len(over)} of {len(cells)}: {words}."
+    verdict = "All of them reach it." if not over else f"It falls short in {len(over)} of {len(cells)}: {words}."
     text = _prose(f"""
-        `auto` is vmap, or the loop for one member and for what vmap cannot run; it is to be within
-        {ensembles.WITHIN - 1:.0%} of the better of the two. {verdict} `how="traced"` replays a trace, which is asked
-        for; the last column is its gain over `auto`. All in evaluation mode, without gradients, after
-        {ensembles.WARM_UP} calls. Code: {_links((ensembles.prepare_cell,))}.
+        `auto` is vmap, or the loop for one member and for what vmap cannot run; its target is
+        {ensembles.WITHIN - 1:.0%} above the better of the two. {verdict} `how="traced"` replays a
+        trace, and only on request; the last column is its gain over `auto`. All in evaluation mode, without gradients,
+        after {ensembles.WARM_UP} calls. Code: {_links((ensembles.prepare_cell,))}.
     """)
     head = ("model", "members", *ensembles.WAYS, "auto chose", "auto", "auto / best", "traced, faster than auto")
     return ["## Ways to run an ensemble", text, table(head, rows)]
@@ -256,9 +255,9 @@ def _memory(peaks: Sequence[Peak]) -> list[str]:
     if not peaks:
         return []
     text = _prose(f"""
-        Resident memory at its peak, above what the process with the tree has before. Pages of mapped files count,
-        though they are no memory of the process's own: the system takes them back when it needs them, and several
-        processes share them. How many of the bytes are such pages when the work is done is in the last column. Loading
+        Resident memory at its peak, minus that of the process with the tree before the work. Pages of mapped files
+        count, though they do not belong to the process: the system takes them back when it needs them, and several
+        processes share them. The last column has the bytes on such pages at the end of the work. Loading
         includes one use of every value, saving in the background ends when the file is there. Code:
         {_links(memory.SOURCES)}.
     """)

@@ -169,7 +169,9 @@ def map(fn: Fn, xs: Any, *args: Any) -> Any:
     return _stack_rows("map: all rows must give one structure", rows, 0)
 
 
-def scan(combine_fn: Fn, init: Any, xs: Any, *, dim: int = 0, reverse: bool = False) -> tuple[Any, Any]:
+def scan(
+    combine_fn: Fn, init: Any, xs: Any = None, *, length: int | None = None, dim: int = 0, reverse: bool = False
+) -> tuple[Any, Any]:
     """Carry a value through the rows of `xs`: `carry, out = combine_fn(carry, row)`, one row after another.
 
     Run eagerly this is a loop; under `torch.compile`, `torch.export` and `make_fx` it is torch's `scan`, whose graph
@@ -179,7 +181,8 @@ def scan(combine_fn: Fn, init: Any, xs: Any, *, dim: int = 0, reverse: bool = Fa
         combine_fn: A function of the carry and a row that returns the new carry, with the structure, shapes and dtypes
             of the old, and a result.
         init: The first carry: a tree, a tensor, or a container of these.
-        xs: A tree, a tensor, or a container of these, in which the rows lie.
+        xs: A tree, a tensor, or a container of these, in which the rows lie. Without it, every row is None.
+        length: The number of steps, where there is no `xs`.
         dim: The dimension of every leaf of `xs`, and of the batch of its trees, that the rows lie along; the results
             are stacked along it.
         reverse: Start with the last row; results stay at the places of their rows.
@@ -188,7 +191,7 @@ def scan(combine_fn: Fn, init: Any, xs: Any, *, dim: int = 0, reverse: bool = Fa
         The last carry, and the stacked results.
 
     Raises:
-        ValueError: `xs` has no leaves, no rows, or leaves of different lengths.
+        ValueError: `xs` has no leaves, no rows, leaves of different lengths, or another number of rows than `length`.
         TreeStructureError: A step changes the structure of the carry, or two results differ in structure.
         LeafMismatchError: A step changes the shape, dtype or device of a leaf; the message names it.
         BatchSizeError: A step changes the batch size of a tree.
@@ -199,12 +202,17 @@ def scan(combine_fn: Fn, init: Any, xs: Any, *, dim: int = 0, reverse: bool = Fa
         >>> last["x"], sums["x"]
         (tensor(6.), tensor([0., 1., 3., 6.]))
     """
+    if xs is None and length is not None:
+        counter = torch.zeros((1,) * dim + (length,))
+        return scan(lambda carry, _: combine_fn(carry, None), init, counter, dim=dim, reverse=reverse)
     leaves, spec = torch_pytree.tree_flatten(xs)
-    length = _check_rows("scan", leaves, dim)
+    count = _check_rows("scan", leaves, dim)
+    if length not in (None, count):
+        raise error(ValueError, "scan: length must be the number of rows of xs.", expected=count, got=length)
     if _is_captured():
         return _captured_scan(combine_fn, init, leaves, spec, dim, reverse)
     carry, outs = init, []
-    for i in reversed(range(length)) if reverse else range(length):
+    for i in reversed(range(count)) if reverse else range(count):
         row = torch_pytree.tree_unflatten([leaf.select(dim, i) for leaf in leaves], spec)
         carry, out = _next_step(combine_fn, carry, row)
         outs.append(out)

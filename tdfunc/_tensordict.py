@@ -13,7 +13,7 @@ from tdfunc.modules.bind import ModuleMethods
 from tdfunc.ops.arithmetic import ArithmeticMethods
 from tdfunc.ops.autograd import MemoryMethods
 from tdfunc.ops.cast import CastMethods, as_device, to
-from tdfunc.ops.convert import is_plain, read_mapping, resize
+from tdfunc.ops.convert import adopt, is_plain, read_mapping, resize
 from tdfunc.ops.display.show import ShowMethods
 from tdfunc.ops.edit import EditMethods, update
 from tdfunc.ops.index import IndexMethods
@@ -47,11 +47,13 @@ class TreeMethods(
 class TensorDict(TreeMethods, FromMethods):
     """An immutable tree of tensors under str keys, indexed along the batch dimensions that its leaves share.
 
+    The pages Differences and Operations list the names of tensordict that are spelled otherwise here.
+
     Dicts become nested trees with the same batch size; numbers become tensors expanded to it; other objects are
     kept as non-tensor data. The tensors are not copied.
 
     Args:
-        source: A mapping from (nested) keys to values, or another tree.
+        source: A mapping from (nested) keys to values, or another tree, of tensordict's too.
         batch_size: The leading dimensions that every leaf has; without it none, or those of a tree given as source.
         device: Where every leaf is put; without it leaves stay where they are.
         names: A name for each batch dimension.
@@ -83,6 +85,8 @@ class TensorDict(TreeMethods, FromMethods):
         if entries and source is not None:
             # Arguments of tensordict's constructor, or of `from_dict`.
             refuse_options(entries, ("lock", "non_blocking", "auto_batch_size"), "TensorDict")
+        if type(source) is not dict:
+            source = adopt(source)
         if isinstance(source, TensorCollection):
             tree = _copy(source, batch_size, place)
             tree = update(tree, entries) if entries else tree
@@ -121,7 +125,7 @@ class TensorDict(TreeMethods, FromMethods):
 def _mapping(source: Any, entries: dict[str, Any]) -> Mapping[Any, Any]:
     if source is not None and type(source) is not dict and not isinstance(source, Mapping):
         raise error(TypeError, "TensorDict: the source must be a mapping or a tree.", got=type(source).__name__)
-    return {**(source or {}), **entries} if entries else source or {}
+    return {**(source or {}), **entries} if entries else {} if source is None else source
 
 
 def _copy(tree: TensorCollection, batch_size: Any, device: Any) -> TensorDict:

@@ -232,7 +232,7 @@ def reliability_curve(
         {
             "lower": borders[:-1],
             "upper": borders[1:],
-            "count": count.to(torch.int64),
+            "count": count,
             "confidence": (confidence.unsqueeze(-1) * inside).sum(0) / count,
             "accuracy": (right.unsqueeze(-1) * inside).sum(0) / count,
         },
@@ -277,14 +277,14 @@ def _predicted(call: str, y: Any, t: Any, weights: Any) -> tuple[Tensor, Tensor]
 
 
 def _binned(call: str, y: Any, t: Any, bins: int, weights: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return for all predictions the confidence, 1 if right, and 1 for the bin of the confidence."""
+    """Return for all predictions the confidence, 1 if right, and True for the bin of the confidence."""
     if bins < 1:
         raise error(ValueError, f"{call}: there must be a bin.", expected="bins >= 1", got=bins)
     log_p, t = _predicted(call, y, t, weights)
     top, voted = log_p.max(-1)
     confidence = top.exp().reshape(-1)
     place = ((confidence * bins).ceil() - 1).clamp(0, bins - 1).unsqueeze(-1)
-    inside = (place == torch.arange(bins, device=confidence.device)).to(confidence.dtype)
+    inside = place == torch.arange(bins, device=confidence.device)
     return confidence, (voted == t).to(confidence.dtype).reshape(-1), inside
 
 

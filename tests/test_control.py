@@ -78,6 +78,11 @@ def backward_sums(t):
     return tdf.scan(lambda c, row: (c + row, row * c), t[0], t, reverse=True)
 
 
+def countdown(t):
+    """Steps without rows."""
+    return tdf.scan(lambda c, _: (c * 2, c), t, length=3)
+
+
 def running(t):
     """A cumulative sum."""
     return tdf.associative_scan(lambda a, b: a + b, t)
@@ -134,6 +139,20 @@ def test_scan_is_a_loop(length, reverse, dim):
         carry = carry + row
     assert_trees_equal(last, carry)
     assert_trees_equal(out, torch.stack(results[::-1] if reverse else results, dim))
+
+
+@given(st.integers(1, 4), st.booleans(), st.integers(0, 1))
+def test_scan_of_a_length_is_a_for(length, reverse, dim):
+    """Without rows the carry goes through as many steps; results are stacked along `dim`."""
+    carry = TensorDict({"x": torch.ones(2)}, [2])
+    step = lambda c, row: (c * 2, c if row is None else row)  # noqa: E731
+
+    last, out = tdf.scan(step, carry, length=length, dim=dim, reverse=reverse)
+
+    powers = [carry * 2**i for i in range(length)]
+    assert_trees_equal(last, carry * 2**length)
+    assert_trees_equal(out, torch.stack(powers[::-1] if reverse else powers, dim))
+    assert_trees_equal(tdf.jit(lambda c: tdf.scan(step, c, length=length))(carry)[0], last)
 
 
 @given(st.integers(1, 9), st.booleans())
@@ -283,7 +302,7 @@ def test_compile(fn):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fn", [sums, backward_sums, running])
+@pytest.mark.parametrize("fn", [sums, backward_sums, countdown, running])
 def test_compile_scans(fn):
     """`torch.compile` makes one graph of a scan that gives the same tree."""
     assert_same(compiled(fn)(tree()), fn(tree()))
@@ -577,6 +596,8 @@ REFUSED = [
     (lambda: tdf.map(len, (torch.ones(2), torch.ones(3))), ValueError, r"one length[\s\S]*\[2, 3\]"),
     (lambda: tdf.scan(len, T, T, dim=1), ValueError, r"scan: every leaf[\s\S]*dimension 1"),
     (lambda: tdf.scan(len, T, T, dim=-1), ValueError, r"scan: every leaf[\s\S]*from the front[\s\S]*-1"),
+    (lambda: tdf.scan(len, T, T, length=2), ValueError, r"scan: length must be the number of rows[\s\S]*3[\s\S]*2"),
+    (lambda: tdf.scan(len, T), ValueError, r"scan: every leaf[\s\S]*NoneType"),
     (lambda: tdf.associative_scan(max, T, 3), ValueError, r"associative_scan: every leaf[\s\S]*3"),
 ]
 

@@ -309,6 +309,15 @@ def test_labels_of_narrow_integers(dtype, generator):
     torch.testing.assert_close(nll(y, t.to(dtype)), nll(y, t))
 
 
+@pytest.mark.slow
+def test_counts_are_whole_numbers():
+    """More predictions than float32 counts one by one fall into a bin, each of them counted."""
+    n = 2**24 + 3
+    curve = reliability_curve(torch.zeros(1, 1).expand(n, 1), torch.zeros(1, dtype=torch.int8).expand(n), bins=1)
+
+    assert (curve["count"].dtype, curve["count"].tolist()) == (torch.int64, [n])
+
+
 @pytest.mark.parametrize("score", [nll, brier, ece])
 def test_scores_in_transforms(score, generator):
     """A score by vmap or in a trace is that of each member."""

@@ -23,9 +23,10 @@ _DISTRIBUTED = "planned: comes with the distributed part"
 _QUANTIZED = "absent: torch has deprecated quantized dtypes"
 _STATE = "absent: no process-wide switches"
 _INTERNAL = "absent: not an operation, an internal of tensordict"
-_GATHERED = "`torch.stack(list(td.values()), dim)` or `torch.cat(...)`, in the order of the keys"
+_ARROW = "absent: a format of another library; `TensorDict.from_pandas(frame)` and `td.to_pandas()` go through pandas"
+_PREDICATE = "`tdfunc.Filter(lambda path, x: x.{}())`"
+_JOINED = "`td.exclude(*keys).set(new, torch.{}([td[k] for k in keys], dim))`"
 _REARRANGE = "absent: `flip`, `permute`, `transpose`, `reshape`, `repeat`, `expand`, `split` and indexing do it"
-_ONE_LINE = "absent: one line of `set`, `get`, indexing, `apply` or arithmetic"
 
 # Names of TensorDict that are spelled otherwise here, or absent.
 METHODS = {
@@ -33,10 +34,15 @@ METHODS = {
         ("roll", "rot90", "tile", "fliplr", "flipud", "movedim", "moveaxis", "swapaxes", "swapdims", "narrow",
          "atleast_1d", "atleast_2d", "atleast_3d", "broadcast_to", "tensor_split"), _REARRANGE,
     ),
-    **dict.fromkeys(("cat_tensors", "stack_tensors", "get_at", "setdefault", "new_tensor", "param_count"), _ONE_LINE),
+    "cat_tensors": _JOINED.format("cat"), "stack_tensors": _JOINED.format("stack"),
+    "get_at": "`td[index].get(key)`, None where the key is missing; `td[key][index]` raises",
+    "setdefault": "`td = td if key in td else td.set(key, value)`", "new_tensor":
+    "`td.apply(lambda x: x.new_tensor(values), batch_size=[len(values)])`",
+    "param_count": "`sum(x.numel() for x in td.leaves())`, a tied leaf once",
+    "pack": "`torch.cat([x.reshape(*td.batch_size, -1) for x in td.leaves()], -1)`, in the order of `td.paths()`",
+    "rename_keys": "`td = td.rename_key(old, new)` for each",
     "bytes": "`td.nbytes`", "cummax": "`td.apply(lambda x: x.cummax(0).values)`",
     "cummin": "`td.apply(lambda x: x.cummin(0).values)`",
-    "addcmul_": _ONE_LINE, "addcdiv_": _ONE_LINE,
     "all_gather": _DISTRIBUTED, "all_reduce": _DISTRIBUTED, "arecv": _DISTRIBUTED, "asend": _DISTRIBUTED,
     "broadcast": _DISTRIBUTED, "gather_and_stack": _DISTRIBUTED, "init_remote": _DISTRIBUTED,
     "from_remote_init": _DISTRIBUTED, "irecv": _DISTRIBUTED, "isend": _DISTRIBUTED, "recv": _DISTRIBUTED,
@@ -54,12 +60,14 @@ METHODS = {
     "clear": "`td.empty()`", "del_": "`td = td.delete(key)`", "popitem": "`key = list(td.keys())[-1]; td.pop(key)`",
     "create_nested": "`td = td.set(key, {})`", "set_non_tensor": "`td = td.set(key, tdfunc.NonTensorData(value))`",
     "get_non_tensor": "`td.get(key)`", "rename_key_": "`td = td.rename_key(old, new)`",
-    "set_at_": "`td = td.at[index].set(...)`; in place, `td.at[index].set_(...)`",
-    "update_at_": "`td = td.at[index].set(...)`; in place, `td.at[index].set_(...)`",
+    "set_at_": "`td = td.at[index].set(td[index].set(key, rows))`; in place, `td[key][index] = rows`",
+    "update_at_": "`td = td.at[index].set(td[index].update(rows))`; in place, `td[index].update_(rows)`",
     "copy_at_": "`td.at[index].set_(...)`", "apply_": "`td = td.apply(fn)`",
     "fill_": "`td = td.set(key, torch.full_like(td[key], value))`", "zero_": "`td = torch.zeros_like(td)`",
     "zero_grad": "absent: gradients are values, `torch.func.grad` returns them",
-    "backward": "`torch.autograd.backward(td.leaves(), grads.leaves())`, or `torch.func.vjp`",
+    "backward":
+    "`pairs = [(td[p], grads[p]) for p in td.paths() if td[p].requires_grad]; torch.autograd.backward(*zip(*pairs))`, "
+    "or `torch.func.vjp`",
     "requires_grad_": "`td = td.apply(lambda x: x.detach().requires_grad_())`",
     "detach_": "`td = td.detach()`", "pin_memory_": "`td = td.pin_memory()`", "record_stream":
     "`for x in td.leaves(): x.record_stream(stream)`",
@@ -68,14 +76,15 @@ METHODS = {
     "filter_empty_": "`td = td.apply(lambda x: x, filter_empty=True)`",
     "filter_non_tensor_data": "`td.select(*td.paths())`", "non_tensor_items":
     "`[(k, v) for k, v in td.items(True, True) if not isinstance(v, torch.Tensor)]`",
-    "is_non_tensor": "absent: a tree is none; `td.get(key)` gives the plain value of non-tensor data",
+    "is_non_tensor": "absent: False for every tree; `isinstance(td.get(key), torch.Tensor)` tells leaves from values",
     "rename": "`td = td.with_names(names)`", "rename_": "`td = td.with_names(names)`",
     "refine_names": "`td = td.with_names(names)`",
     "separates": "`part, rest = td.split_keys(keys)`", "sorted_keys": "`list(td.keys(sort=True))`",
-    "depth": "`max(map(len, td.paths()))`", "dtype": "`{x.dtype for x in td.leaves()}`",
+    "depth": "`max(map(len, td.paths()), default=1) - 1`", "dtype": "`{x.dtype for x in td.leaves()}`",
     "is_floating_point": "`all(x.is_floating_point() for x in td.leaves())`", "ndimension": "`td.ndim`",
     "data_ptr": "`[x.data_ptr() for x in td.leaves()]`, in the order of `td.paths()`",
-    "is_cpu": '`td.device == torch.device("cpu")`', "is_cuda": '`td.device.type == "cuda"`',
+    "is_cpu": '`td.device == torch.device("cpu")`', "is_cuda":
+    '`td.device is not None and td.device.type == "cuda"`',
     "is_meta": '`td.device == torch.device("meta")`',
     "attrs": "`td.apply(fn)`, or `[fn(x) for x in td.leaves()]`", "entry_class":
     "`type(td.get(key))`, for non-tensor data the class of the value",
@@ -84,7 +93,8 @@ METHODS = {
     "mod": "`td.remainder(other)`, or `td % other`", "rsub": "`other - td`",
     "as_tensor": "absent: leaves are plain tensors",
     "stack": "`torch.stack(trees, dim)`, or `tdfunc.stack`", "cat": "`torch.cat(trees, dim)`, or `tdfunc.cat`",
-    "stack_from_tensordict": _GATHERED, "cat_from_tensordict": _GATHERED,
+    "stack_from_tensordict": "`torch.stack(td.leaves(), dim)`, in the order of `td.paths()`",
+    "cat_from_tensordict": "`torch.cat(td.leaves(), dim)`, in the order of `td.paths()`",
     "lazy_stack": "`tdfunc.lazy_stack(trees, dim)`", "to_lazystack": "`tdfunc.lazy_stack(td.unbind(dim), dim)`",
     "maybe_dense_stack": "`tdfunc.lazy_stack(trees, dim)`; the kind of the result never depends on the shapes",
     "densify": "`lazy.dense()`", "to_padded_tensor": "`lazy.pad(value)`",
@@ -118,7 +128,9 @@ FUNCTIONS = {
     "as_tensordict_module": "planned: comes with the modules of `tdfunc.nn`",
     "TypedTensorDict": "`tdfunc.TensorClass`", "UnbatchedTensor": "absent: `in_dims` of `vmap` marks shared leaves",
     "NonTensorDataBase": "`tdfunc.NonTensorData` and `tdfunc.NonTensorStack`", "TensorAttrs": "`td.apply(fn)`",
-    "MetaData": "`tdfunc.NonTensorData`", "NestedKey": "a str or a tuple of str",
+    "MetaData":
+    "`tdfunc.NonTensorData(value)`; stacked it is a value for each tree: stack `td.exclude(key)`, then `set` it",
+    "NestedKey": "a str or a tuple of str",
     "assert_allclose_td": "`tdfunc.assert_close(a, b)`",
     "dense_stack_tds": "`torch.stack(trees)`, or `lazy.dense()`", "maybe_dense_stack": METHODS["maybe_dense_stack"],
     "from_any": "`TensorDict.from_any(...)`", "from_dataclass": "`TensorDict.from_dataclass(...)`",
@@ -128,14 +140,28 @@ FUNCTIONS = {
     "from_modules": METHODS["from_modules"], "from_pandas": "`TensorDict.from_pandas(...)`",
     "from_consolidated": METHODS["from_consolidated"], "from_csv": _FORMAT, "from_h5": _FORMAT, "from_json": _FORMAT,
     "from_parquet": _FORMAT, "from_zarr": _FORMAT,
-    "make_tensordict": "`TensorDict(...)`", "merge_tensordicts": "`tdfunc.combine(a, b)`, or `a.update(b)`",
+    "make_tensordict": "`TensorDict(...)`, or `TensorDict.from_dict(data, auto_batch_size=True)`",
+    "merge_tensordicts":
+    "`tdfunc.combine(a, b)` of trees without a common key, else `b.update(a)`: the first tree wins; for "
+    "`callback_exist=`, `b.update(a).update({p: fn(a[p], b[p]) for p in a.paths() if p in b})`",
     "parse_tensor_dict_string": "absent: a printed tree is not read back",
     "is_tensor_collection": "`isinstance(x, tdfunc.TensorDict | tdfunc.TensorClass | tdfunc.LazyStack)`",
     "is_tensorclass": "`isinstance(x, tdfunc.TensorClass)`", "is_non_tensor":
     "`isinstance(x, tdfunc.NonTensorData | tdfunc.NonTensorStack)`; `td.get(key)` gives the plain value of either",
     "is_leaf_nontensor": "absent: maps never see non-tensor data", "default_is_leaf":
     "absent: maps never see non-tensor data",
-    "is_batchedtensor": _INTERNAL, "cls": _INTERNAL,
+    "KEY_SEPARATOR": _INTERNAL, "PackLayout": "absent: the columns of a packed tensor; see `pack` above",
+    "TensorCollection": "`tdfunc.TensorDict | tdfunc.TensorClass | tdfunc.LazyStack`",
+    "append_memmap": _WHOLE, "from_arrow": _ARROW, "to_arrow": _ARROW, "from_safetensors": "`tdfunc.load(path)`",
+    "to_safetensors": "`tdfunc.save(td, path)`", "group_by":
+    "`[td[td[key] == value] for value in td[key].unique()]`",
+    "is_floating": _PREDICATE.format("is_floating_point"), "is_inexact":
+    "`tdfunc.Filter(lambda path, x: x.is_floating_point() or x.is_complex())`",
+    "is_bool": "`tdfunc.Filter(torch.bool)`",
+    "is_integer":
+    "`tdfunc.Filter(lambda path, x: not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool))`",
+    "unpad_sequence": "`tdfunc.lazy_stack([row[:n] for row, n in zip(td, lengths)])`",
+    "unravel_key_to_tuple": "absent: keys are str or tuples of str, which need no normal form",
     "unravel_key": "absent: keys are str or tuples of str, which need no normal form",
     "unravel_key_list": "absent: keys are str or tuples of str, which need no normal form",
     "load_memmap": "`TensorDict.load_memmap(path)`", "memmap": "`td.memmap(path)`", "pack_memmap": _ARCHIVE,
@@ -151,11 +177,12 @@ LAZY = {
     "append": "`tdfunc.lazy_stack([*lazy.trees, tree], lazy.stack_dim)`",
     "extend": "`tdfunc.lazy_stack([*lazy.trees, *trees], lazy.stack_dim)`",
     "insert": "`tdfunc.lazy_stack([*lazy.trees[:i], tree, *lazy.trees[i:]], lazy.stack_dim)`",
-    "get_nestedtensor": "`lazy.nested()[key]`", "valid_keys": "`lazy.keys()`", "lock": _LOCK, "unlock": _LOCK,
+    "get_nestedtensor": "`lazy.nested()[key]`", "valid_keys": "`lazy.keys()`", "hook_in": _INTERNAL,
+    "hook_out": _INTERNAL,
 }  # fmt: skip
 # Names that a typed tree has, and not that a `TensorDict` has; the others are explained above.
 TYPED = {
-    "extend": "`torch.cat([a, b])`", "from_dict": _TYPED.format("from_dict"), "from_any": _TYPED.format("from_any"),
+    "from_dict": _TYPED.format("from_dict"), "from_any": _TYPED.format("from_any"),
     "from_namedtuple": _TYPED.format("from_namedtuple"), "fromkeys": _TYPED.format("fromkeys"),
 }  # fmt: skip
 
@@ -163,9 +190,9 @@ HEAD = """# Operations
 
 <!-- Written by benchmarks/pages/operations.py; edit the tables there. -->
 
-Every public name of tensordict 0.14.3, and what it is here. *Same name* means what it says but for the
-[differences](differences.md): an operation that would write returns a new tree instead. *Absent* is on purpose;
-*planned* is not here yet.
+Every public name of tensordict {version}, and the name or line for it here. A name listed as the same does the same,
+except for the [differences](differences.md): an operation that would write returns a new tree instead. *Absent* is on
+purpose; *planned* is not here yet.
 """
 
 
@@ -215,7 +242,7 @@ def status(text):
 
 _POSITION = "the same argument under another name; give it by position"
 _BLOCKING = "only `to`, `set` and loads move tensors; there it is"
-_PLAIN = "a map sees tensors; a sub-tree is `td[key]`"
+_PLAIN = "leaves are tensors and non-tensor data; a sub-tree is `td[key]`, and `td.at[key].apply(fn)` maps it whole"
 _OUT = "a function returns what is new; `td.update_(result)` copies it into existing storage"
 _NO_LOCK = "a tree is never written to, so there is nothing to lock"
 _ONE_FORM = "one form: read `tolist()` or `to_dict()`, and convert its leaves"
@@ -229,7 +256,9 @@ ARGUMENTS = {
     "call_on_nested": _PLAIN, "is_leaf": _PLAIN, "num_threads": "leaves are pinned one after another",
     "key_transform": "`td.rename_key(old, new)` of the result",
     "reproduce_struct": "each part has the nested trees of its keys",
-    "canonical": "`td.contiguous()` is row by row in every leaf", "non_blocking": _BLOCKING,
+    "canonical": "`td.apply(lambda x: x.clone(memory_format=torch.contiguous_format))` has the strides of the shape",
+    "atomic": "every write to a folder is atomic", "cast_filter": '`td.to({"*.weight": dtype, "*": other})`',
+    "load_memmap_.mode": "`TensorDict.load_memmap(path, mode=...)`", "non_blocking": _BLOCKING,
     "tensordict": _POSITION, "item": _POSITION, "input_dict_or_td": _POSITION, 
     "prefix": _POSITION, "size": _POSITION, 
     "auto_batch_size": "a frame has one dimension, its rows", "batch_dims": "a frame has one dimension, its rows",
@@ -327,7 +356,7 @@ def page():
     ours, theirs = public(TensorDict), public(Incumbent)
     more = [name for name in ours if name not in theirs]
     lines = [
-        HEAD,
+        HEAD.format(version=tensordict.__version__),
         *section("Methods and properties of `TensorDict`", theirs, ours, METHODS),
         *section("Functions and classes", public(tensordict), public(tdfunc), FUNCTIONS),
         *section("Lazy stacks", besides(tensordict.LazyStackedTensorDict, theirs), public(LazyStack), LAZY),

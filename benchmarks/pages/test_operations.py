@@ -1,4 +1,4 @@
-"""The page of operations has the names and arguments of both libraries."""
+"""The page of operations has the names and arguments of both libraries: `make conformance` has the newer tensordict."""
 
 import re
 
@@ -13,11 +13,13 @@ from benchmarks.pages.operations import (
     LAZY,
     METHODS,
     OPTIONS,
+    PAGE,
     TYPED,
     absent_arguments,
     besides,
     explained,
     in_place,
+    page,
     public,
     section,
     status,
@@ -33,6 +35,11 @@ BOTH = {
     "lazy stacks": (besides(tensordict.LazyStackedTensorDict, public(Incumbent)), public(LazyStack), LAZY),
     "typed trees": (list(filter(typed, public(tensordict.TensorClass))), public(TensorClass), TYPED),
 }
+
+
+def test_the_page_is_current():
+    """The committed page is the one that its writer writes."""
+    assert PAGE.read_text() == page()
 
 
 @pytest.mark.parametrize("name", BOTH)
@@ -117,8 +124,64 @@ def test_what_to_write_instead_runs(name, code):
         "modules": [nn.Linear(2, 2), nn.Linear(2, 2)], "key": "a", "keys": ["a"], "index": 0, "fn": torch.abs,
         "value": 3, "values": [1, 2], "dim": 0, "size": [2], "device": "cpu", "old": "a", "new": "c", "other": td,
         "names": ["rows"], "i": 1, "tree": td, "pad_size": [1, 0], "a": td, "b": TensorDict({"c": torch.ones(2)}, [2]),
+        "data": td.to_dict(), "lengths": [1, 2],
     }  # fmt: skip
     if "assert_close" in code or "torch.cat" in code:
         names["b"] = td
+    if "unique()" in code:
+        names |= {"key": "row", "td": td.set("row", torch.tensor([0, 1]))}
+    if "lengths" in code or "torch.stack([" in code:
+        names |= {"td": td.with_batch_size([2, 3]), "dim": 2}
 
     exec(code, names)
+
+
+LEAVES = {"a": torch.ones(2, 3), "n": {"b": torch.zeros(2, 3), "m": {"c": torch.full((2, 3), 2.0)}}}
+# name -> its result in tensordict
+RESULTS = {
+    "depth": lambda td: td.depth,
+    "cat_from_tensordict": lambda td: td.cat_from_tensordict(0),
+    "stack_from_tensordict": lambda td: td.stack_from_tensordict(1),
+    "param_count": lambda td: td.param_count(),
+    "pack": lambda td: td.pack()[0],
+    "get_at": lambda td: td.get_at(("n", "b"), 1),
+    "cat_tensors": lambda td: td.cat_tensors("a", ("n", "b"), out_key="x", dim=1)["x"],
+    "bytes": lambda td: td.bytes(),
+    "is_cuda": lambda td: td.is_cuda,
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_line_gives_the_result_of_tensordict(name):
+    """The first line of the page for a name returns what the name returns."""
+    names = {
+        "td": TensorDict(LEAVES, [2]), "torch": torch, "dim": int(name != "cat_from_tensordict"),
+        "index": 1, "key": ("n", "b"), "keys": ["a", ("n", "b")], "new": "x",
+    }  # fmt: skip
+
+    found = eval(re.findall(r"`([^`]+)`", METHODS[name])[0], names)
+
+    found = found["x"] if name == "cat_tensors" else found
+    expected = RESULTS[name](Incumbent(LEAVES, [2]))
+    assert torch.equal(found, expected) if isinstance(expected, torch.Tensor) else found == expected
+
+
+def test_backward_and_merge():
+    """Gradients reach the leaves that require one, and the first tree wins where both have a key."""
+    w = torch.ones(2, requires_grad=True)
+    names = {
+        "td": TensorDict({"w": w * 2, "n": torch.ones(2)}),
+        "grads": TensorDict({"w": w.detach(), "n": w.detach()}),
+    }
+    exec(re.findall(r"`([^`]+)`", METHODS["backward"])[0], names | {"torch": torch})
+    a, b = {"x": torch.ones(1), "y": torch.ones(1)}, {"y": torch.zeros(1), "z": torch.zeros(1)}
+    _, first, _, called = re.findall(r"`([^`]+)`", FUNCTIONS["merge_tensordicts"])
+    trees = {"a": TensorDict(a), "b": TensorDict(b), "fn": lambda x, y: x + y + 5}
+    merge = tensordict.merge_tensordicts
+
+    assert w.grad.tolist() == [2.0, 2.0]
+    for code, theirs in (
+        (first, merge(Incumbent(a), Incumbent(b))),
+        (called, merge(Incumbent(a), Incumbent(b), callback_exist=lambda *v: sum(v) + 5)),
+    ):
+        assert {key: x.tolist() for key, x in eval(code, trees).items()} == {k: x.tolist() for k, x in theirs.items()}

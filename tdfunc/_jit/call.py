@@ -3,6 +3,7 @@
 import copy
 import functools
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -14,12 +15,13 @@ from torch import fx
 from tdfunc._jit.environment import Environment
 from tdfunc._jit.graph import clean, draws
 from tdfunc._jit.signature import Arguments, Contexts, aliases, describe, in_function_mode, modes
-from tdfunc._jit.tracing import leaf_names, trace
+from tdfunc._jit.tracing import named_leaves, trace
 from tdfunc.core.context import has_values
-from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.core.errors import UnsupportedError, error, explain
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_MANY_VALUES = 8
 
 
 class CacheInfo(NamedTuple):
@@ -109,6 +111,8 @@ class Jitted(Generic[P, R]):
             self._programs: OrderedDict[Any, _Program] = OrderedDict()
             self._contexts.clear()
             self._last: tuple[Any, Any] = (None, None)
+            # The recorded values of each number among the arguments.
+            self._numbers: dict[str, set[float]] = {}
             self._hits = self._misses = 0
 
     def __repr__(self) -> str:
@@ -133,6 +137,7 @@ class Jitted(Generic[P, R]):
                 before = self._environment.snapshot()
                 program = self._trace(args, kwargs, given)
                 self._misses += 1
+                self._warn_of_numbers(args, kwargs)
                 key = (*key[:2], self._environment.settle(before).token, key[3])
                 self._programs[(tuple(key[0]), *key[1:])] = program
                 if len(self._programs) > self._cache_size:
@@ -143,8 +148,17 @@ class Jitted(Generic[P, R]):
             self._last = (key, program)
         return program
 
+    def _warn_of_numbers(self, args: Any, kwargs: Any) -> None:
+        for name, number in named_leaves(args, kwargs, int, float):
+            values = self._numbers.setdefault(name, set())
+            if len(values) == _MANY_VALUES - 1 and number not in values:
+                message = f"{self}: {name} is a number that has had {_MANY_VALUES} values, and each is recorded anew."
+                hint = f"pass a tensor, which is recorded once: torch.tensor({number!r})."
+                warnings.warn(explain(message, hint=hint), stacklevel=4)
+            values.add(number)
+
     def _trace(self, args: Any, kwargs: Any, given: Arguments) -> _Program:
-        for leaf, name in zip(given.leaves, leaf_names(args, kwargs), strict=True):
+        for name, leaf in named_leaves(args, kwargs, torch.Tensor):
             if leaf.layout is not torch.strided:
                 raise UnsupportedError(
                     f"jit: {name} must have a layout that can be traced.",
@@ -160,8 +174,12 @@ class Jitted(Generic[P, R]):
                     hint="detach the argument, or call under torch.no_grad().",
                 )
         recorded = trace(self._fn, args, kwargs, given.leaves, self._environment, deferred=self._backend is None)
-        clean(recorded.graph, faster=self._backend is None)
         module = recorded.graph
+        clean(module, faster=self._backend is None)
+        # They hold the fake tensors.
+        for node in module.graph.nodes:
+            node.meta.clear()
+        recorded.refuse_kept()
         run: Callable[..., Any] = module.forward
         if self._backend is not None:
             run = torch.compile(module, backend=self._backend, fullgraph=True, dynamic=False)

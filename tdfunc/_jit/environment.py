@@ -1,5 +1,6 @@
 """The values that a function reads from around itself: closure cells, defaults, globals, in keys that compare."""
 
+import dis
 import functools
 import types
 from collections import deque
@@ -13,13 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tdfunc.core.errors import UnsupportedError
+from tdfunc.core.errors import ConcurrencyError, UnsupportedError
 
 _ATOMS = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _CONTAINERS = (tuple, list, dict, set, frozenset, deque, bytearray)
 _CHANGEABLE = (list, dict, set, deque, bytearray, np.ndarray, nn.Module)
 _MAX_ITEMS, _MAX_DEPTH = 1000, 8
 _MISSING = object()
+_SEEDERS = {"manual_seed", "fork_rng", "set_rng_state"}
 _LIBRARIES = ("torch", "tdfunc", "optree", "numpy")
 
 
@@ -145,14 +147,29 @@ class Environment:
     def settle(self, before: Snapshot) -> Snapshot:
         """Return the values after a trace, from then on without those that the function itself has changed."""
         now = self._take()
-        old = {reader.place: part for reader, part in zip(before.readers, before.token, strict=True)}
-        parts = zip(now.readers, now.token, strict=True)
-        changed = {reader.place for reader, part in parts if old.get(reader.place, part) != part}
+        old = {r.place: (v, part) for r, v, part in zip(before.readers, before.values, before.token, strict=True)}
+        changed: set[tuple[int, str]] = set()
+        for reader, value, part in zip(now.readers, now.values, now.token, strict=True):
+            was, key = old.get(reader.place, (value, part))
+            if key != part:
+                changed.add(reader.place)
+                if was is not value and reader.name not in self._stored():
+                    raise ConcurrencyError(
+                        f"jit: {reader.name!r} was assigned while the function was recorded, and not by its code.",
+                        expected="values of closures and globals that stay during the first call",
+                        got=f"{was!r}, then {value!r}"[:200],
+                        hint="call again; assign it in the thread that calls.",
+                    )
         if changed:
             self._ignored |= changed
             now = self._take()
         self._last = now
         return now
+
+    def _stored(self) -> set[str]:
+        """Return the names that the functions assign."""
+        functions = [reader.owner for reader in self._readers() if isinstance(reader.owner, types.FunctionType)]
+        return set().union(*[_names(function.__code__, "STORE_GLOBAL", "STORE_DEREF") for function in functions])
 
     def named_values(self) -> Iterator[tuple[str, Any]]:
         """Yield (how the code spells it, value)."""
@@ -173,7 +190,8 @@ def _readers(fn: Any) -> Iterator[_Reader]:
         seen.add(id(function))
         if isinstance(function, functools.partial):
             todo.append(function.func)
-            yield _Reader("partial arguments", function, lambda p=function: (p.args, p.keywords))
+            yield _Reader("partial arguments", function, lambda p=function: p.args)
+            yield _Reader("partial keywords", function, lambda p=function: p.keywords)
         elif isinstance(function, types.MethodType):
             todo.append(function.__func__)
             yield _Reader("self", function.__self__, lambda m=function: m.__self__)
@@ -188,10 +206,24 @@ def _readers(fn: Any) -> Iterator[_Reader]:
                     readers.append(_Reader("defaults", function, lambda f=function: f.__defaults__))
                 if function.__kwdefaults__:
                     readers.append(_Reader("keyword defaults", function, lambda f=function: f.__kwdefaults__))
+                if not _SEEDERS.isdisjoint(_names(function.__code__, "LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL")):
+                    raise UnsupportedError(
+                        f"jit: {function.__qualname__} seeds a generator, which a replay would not do again.",
+                        expected="functions that draw from the generators they are given",
+                        got=f"a call of {' or '.join(sorted(_SEEDERS))}",
+                        hint="make and seed the torch.Generator outside of the function and pass it as an argument.",
+                    )
                 scope = function.__globals__
-                for name in sorted(_named(function.__code__)):
-                    if name in scope and not isinstance(scope[name], types.ModuleType):
+                absent: list[str] = []
+                for name in sorted(_names(function.__code__, "LOAD_GLOBAL")):
+                    if name not in scope:
+                        absent.append(name)
+                    elif not isinstance(scope[name], types.ModuleType):
                         readers.append(_Reader(name, scope, lambda n=name, g=scope: g.get(n, _MISSING)))
+                if absent:
+                    # Builtins, which a global may hide, and names that are assigned later.
+                    found = lambda a=absent, g=scope: tuple(filter(g.__contains__, a))  # noqa: E731
+                    readers.append(_Reader("new globals", function, found))
             for reader in readers:
                 yield reader
                 todo.append(reader.read())
@@ -214,9 +246,9 @@ def contents(cell: types.CellType) -> Any:
         return _MISSING
 
 
-def _named(code: types.CodeType) -> set[str]:
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= _named(constant)
-    return names
+@functools.lru_cache(maxsize=1000)
+def _names(code: types.CodeType, *operations: str) -> frozenset[str]:
+    """Return the names that code, and that of the functions inside it, loads or stores in these ways."""
+    names = {step.argval for step in dis.get_instructions(code) if step.opname in operations}
+    inner = [_names(constant, *operations) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return frozenset(names.union(*inner))

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 
 from tdfunc._jit.tracing import written_by
 from tdfunc.core.memory import storage_id
@@ -63,13 +64,24 @@ def clean(module: fx.GraphModule, *, faster: bool) -> None:
             graph.erase_node(node)
     _merge_common(graph, fixed)
     graph.eliminate_dead_code(_has_effect)
-    if faster:
-        for node in graph.nodes:
-            if node.op == "call_function" and node.target in _METHODS:
-                node.op, node.target = "call_method", _METHODS[node.target]
-            elif node.op == "call_function":
-                node.target = _FASTER.get(node.target, node.target)
+    for node in graph.nodes:
+        node.args, node.kwargs = map_aggregate((node.args, node.kwargs), _spell_exactly)
+        if faster and node.op == "call_function" and node.target in _METHODS:
+            node.op, node.target = "call_method", _METHODS[node.target]
+        elif faster and node.op == "call_function":
+            node.target = _FASTER.get(node.target, node.target)
     module.recompile()
+
+
+class _Exact(complex):
+    """A constant whose spelling in the graph's code keeps the signs of zeros: `(-1-0j)` is `-1 + 0j`."""
+
+    def __repr__(self) -> str:
+        return f"complex({self.real!r}, {self.imag!r})"
+
+
+def _spell_exactly(value: Any) -> Any:
+    return _Exact(value) if type(value) is complex else value
 
 
 def draws(graph: fx.Graph) -> bool:

@@ -4,8 +4,10 @@ Fake tensors have shapes and no data, so nothing is computed, drawn or written. 
 repeat are refused while they happen, with the name of the tensor and the user's own line.
 """
 
+import gc
 import os
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FunctionType, ModuleType
@@ -13,12 +15,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._subclasses.fake_tensor import DataDependentOutputException as ValueUsed
 from torch._subclasses.fake_tensor import DynamicOutputShapeException as ShapeUnknown
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental import proxy_tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 from tdfunc._jit.environment import Environment, contents
 from tdfunc._jit.signature import refill
@@ -50,28 +58,43 @@ class Trace(NamedTuple):
     build: Callable[[Sequence[Any], Sequence[Any]], Any]
     # Outputs that the function made to require grad.
     trained: tuple[int, ...]
+    # Called when the graph has let go of its fake tensors: raises if one is alive.
+    refuse_kept: Callable[[], None]
 
 
 class Recorder(TorchDispatchMode):
-    """Sees every operation of a trace first: refuses captured tensors and writes to arguments.
+    """Sees every operation of a trace first: refuses captured tensors, writes to arguments and seeds.
 
     Args:
         tracer: Where operations are recorded.
         names: The argument that each storage belongs to.
-        find: Returns the name of a captured tensor, as far as it can be found.
+        find: Returns how the function reaches a captured object; None where that is not found.
         deferred: Whether `call` may be used; a compiler's backend could not look inside.
     """
 
-    def __init__(self, tracer: Any, names: dict[int, str], find: Callable[[Tensor], str], *, deferred: bool) -> None:
+    def __init__(
+        self, tracer: Any, names: dict[int, str], find: Callable[[object], str | None], *, deferred: bool
+    ) -> None:
         super().__init__()
         self._tracer, self._names, self._find, self.deferred = tracer, names, find, deferred
+        self._seed, self._state = torch.initial_seed(), torch.get_rng_state()
+        # The fake tensors so far, each with its origin: an argument or an operation.
+        self.made: list[tuple[weakref.ref[Tensor], object]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func not in _LIFTS:
-            for leaf in torch_pytree.tree_leaves((args, kwargs)):
-                if isinstance(leaf, Tensor):
-                    self._refuse_captured(leaf)
+        # `Guard` is there for the calls of the function, not for those that torch makes to run an operation.
+        with torch._C.DisableTorchFunction():
+            out = self._run(func, args, kwargs or {})
+        self.made += [(weakref.ref(leaf), func) for leaf in torch_pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+        return out
+
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        leaves = torch_pytree.tree_leaves((args, kwargs)) if func not in _LIFTS else []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                self.refuse_captured(leaf)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._refuse_seeds([leaf for leaf in leaves if isinstance(leaf, torch.Generator)])
         for tensor in written_by(func, args, kwargs):
             name = self._names.get(storage_id(tensor))
             if name is not None:
@@ -89,17 +112,83 @@ class Recorder(TorchDispatchMode):
         node.meta["writes"] = nodes[0]
 
     def _node(self, tensor: Tensor) -> fx.Node:
-        self._refuse_captured(tensor)
+        self.refuse_captured(tensor)
         return proxy_tensor.get_proxy_slot(tensor, self._tracer).proxy.node
 
-    def _refuse_captured(self, tensor: Tensor) -> None:
+    def refuse_captured(self, tensor: Tensor) -> None:
+        """Raise if a tensor comes from outside of the trace."""
         if not isinstance(tensor, FakeTensor):
+            name = self._find(tensor) or "a tensor whose name was not found"
             raise CaptureError(
-                f"jit: the function uses {self._find(tensor)}, a tensor that is not one of its arguments.",
+                f"jit: the function uses {name}, a tensor that is not one of its arguments.",
                 expected="every tensor among the arguments: a replay would keep using this one's present value",
                 got=f"shape {list(tensor.shape)}, {tensor.dtype} at {_user_line()}",
                 hint="pass it as an argument (a module's weights: apply, params, buffers = tdfunc.functional(module)).",
             )
+
+    def _refuse_seeds(self, generators: list[torch.Generator]) -> None:
+        """Raise if a draw is from a generator that the function makes, or from the default one after it was seeded."""
+        if torch.initial_seed() != self._seed or any([self._find(generator) is None for generator in generators]):
+            with _disable_current_modes():
+                torch.set_rng_state(self._state)
+            raise UnsupportedError(
+                "jit: the function seeds the generator that it draws from, which a replay would not do again.",
+                expected="a generator among the arguments, or torch's default one, as it is",
+                got=_user_line(),
+                hint="make and seed the torch.Generator outside of the function and pass it as an argument.",
+            )
+
+    def refuse_kept(self) -> None:
+        """Raise if a tensor of the trace is alive after it: it has no value that another reader could use."""
+        if not any([ref() is not None for ref, _ in self.made]):
+            return
+        gc.collect()
+        for ref, origin in self.made:
+            tensor = ref()
+            if tensor is not None:
+                raise UnsupportedError(
+                    "jit: the function keeps a tensor outside of its result, which has no values while it is recorded.",
+                    expected="no cache, global or attribute that holds tensors of the function",
+                    got=f"{self._find(tensor) or 'an unknown holder'}, of {origin}, shape {list(tensor.shape)}",
+                    hint="clear that cache; return the tensor, or pass it as an argument.",
+                )
+
+
+class Guard(TorchFunctionMode):
+    """Sees calls of a trace that are no operations, or not in every respect: reads of tensors, checks of values."""
+
+    def __init__(self, recorder: Recorder, arguments: dict[int, str]) -> None:
+        super().__init__()
+        # By the id of the fake tensor.
+        self._recorder, self._arguments = recorder, arguments
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _READS:
+            self._recorder.refuse_captured(args[0])
+        if func in _UNKEYED and id(args[0]) in self._arguments:
+            raise UnsupportedError(
+                f"jit: the function reads {_UNKEYED[func]} of {self._arguments[id(args[0])]}, which a replay does not.",
+                expected="shapes, strides, dtypes, devices and values of tensors",
+                got=_user_line(),
+                hint="pass the value as an argument of its own.",
+            )
+        out = func(*args, **kwargs)
+        if func is torch.nn.functional.one_hot:
+            # torch leaves its check out for tensors without values, and inside vmap.
+            classes = (*args, *kwargs.values())[0]
+            if not _functorch.is_functorch_wrapped_tensor(classes):
+                inside = ((classes >= 0) & (classes < out.shape[-1])).all()
+                torch.ops.aten._assert_async.msg(inside, "one_hot: classes must be at least 0 and below num_classes.")
+        return out
+
+
+# Readers of values that no dispatch mode sees.
+_READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
+_UNKEYED: dict[Any, str] = {
+    Tensor.grad.__get__: ".grad",  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+    Tensor.storage_offset: ".storage_offset()",
+}
 
 
 class _Deferred:
@@ -144,8 +233,11 @@ def trace(
         kept = nn.Parameter(leaf.detach(), leaf.requires_grad) if type(leaf) is nn.Parameter else leaf.detach()
         made[id(leaf)] = fake_mode.from_tensor(kept).requires_grad_(leaf.requires_grad)
     fakes = [made[id(leaf)] for leaf in leaves]
-    names = dict(zip(map(storage_id, fakes), leaf_names(args, kwargs), strict=True))
-    watch = Recorder(tracer, names, lambda tensor: _name_of(tensor, environment, args, kwargs), deferred=deferred)
+    names = [name for name, _ in named_leaves(args, kwargs, Tensor)]
+    storages = dict(zip(map(storage_id, fakes), names, strict=True))
+    watch = Recorder(tracer, storages, lambda value: _name_of(value, environment, args, kwargs), deferred=deferred)
+    watch.made += zip(map(weakref.ref, fakes), names, strict=True)
+    guard = Guard(watch, dict(zip(map(id, fakes), names, strict=True)))
     proxy_mode = proxy_tensor.ProxyTorchDispatchMode(tracer, "fake")
     nodes: list[Any] = []
     with fake_mode, proxy_mode, proxy_tensor.disable_autocast_cache():
@@ -154,7 +246,7 @@ def trace(
             if made.pop(id(leaves[i]), None) is not None:
                 proxy_tensor.track_tensor_tree(fake, proxy, constant=None, tracer=tracer)
         fake_args, fake_kwargs = refill((args, kwargs), iter(fakes), nodes)
-        with watch:
+        with watch, guard:
             out = _run(fn, fake_args, fake_kwargs)
         slots: list[Tensor] = []
         # The place of each node by its id, and by ("data", id) that of each value held for a whole batch.
@@ -164,7 +256,7 @@ def trace(
         outputs = [watch._node(tensor) for tensor in slots]
         tracer.graph.output(outputs)
     trained = tuple(i for i, tensor in enumerate(slots) if tensor.requires_grad and tensor.is_leaf)
-    return Trace(fx.GraphModule(tracer.root, tracer.graph), build, trained)
+    return Trace(fx.GraphModule(tracer.root, tracer.graph), build, trained, watch.refuse_kept)
 
 
 def _run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -239,14 +331,14 @@ def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[A
     return found
 
 
-def leaf_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """Return the names of the tensors among the arguments, in their order."""
-    names: list[str] = []
+def named_leaves(args: tuple[Any, ...], kwargs: dict[str, Any], *kinds: type) -> list[tuple[str, Any]]:
+    """Return (name, value) for the leaves of these classes among the arguments, in their order."""
+    found: list[tuple[str, Any]] = []
     for entries, leaf in torch_pytree.tree_flatten_with_path((args, kwargs))[0]:
-        if isinstance(leaf, Tensor):
+        if isinstance(leaf, kinds):
             key = getattr(entries[1], "key", getattr(entries[1], "idx", ""))
-            names.append(f"argument {key}{torch_pytree.keystr(entries[2:])}")
-    return names
+            found.append((f"argument {key}{torch_pytree.keystr(entries[2:])}", leaf))
+    return found
 
 
 def _user_line(err: BaseException | None = None) -> str:
@@ -269,21 +361,29 @@ def _data_error(err: BaseException) -> UnsupportedError:
 _MAX_SEARCHED = 20_000
 
 
-def _name_of(tensor: Tensor, environment: Environment, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Search the values that the function can reach, breadth first, for a tensor and return how it is reached."""
+def _name_of(target: object, environment: Environment, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Search the values that the function can reach, breadth first, for one and return how it is reached."""
     todo = [*environment.named_values(), *((f"argument {i}", value) for i, value in enumerate(args))]
     todo += [(f"argument {name}", value) for name, value in kwargs.items()]
     seen: set[int] = set()
     for name, value in todo:
-        if isinstance(value, Tensor):
-            with suppress(RuntimeError, NotImplementedError):
-                fake = isinstance(value, FakeTensor) or not value.numel()
-                if value is tensor or (not fake and storage_id(value) == storage_id(tensor)):
-                    return repr(name)
-        elif id(value) not in seen and len(todo) < _MAX_SEARCHED:
+        if _is_same(value, target):
+            return repr(name)
+        if id(value) not in seen and len(todo) < _MAX_SEARCHED:
             seen.add(id(value))
             todo += _reachable(name, value)
-    return "a tensor whose name was not found"
+    return None
+
+
+def _is_same(value: object, target: object) -> bool:
+    """Return whether a value is the target, or a tensor that shares its memory."""
+    if isinstance(value, torch.Generator) and isinstance(target, torch.Generator):
+        # An operation is given another Python object for it.
+        return value._cdata == target._cdata  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(value, Tensor) and isinstance(target, Tensor) and value is not target:
+        with suppress(RuntimeError, NotImplementedError):
+            return value.numel() > 0 and storage_id(value) == storage_id(target)
+    return value is target
 
 
 def _reachable(name: str, value: Any) -> list[tuple[str, Any]]:

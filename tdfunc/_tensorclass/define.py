@@ -147,13 +147,16 @@ class _Constructor:
     names: dataclasses.InitVar[Any] = dataclasses.field(default=None, kw_only=True)
 
 
+# Fields of many classes; the methods that they hide are seldom called, and `TensorClass.kind(instance)` calls them.
+_COMMON = ("data", "kind", "leaves", "nested", "paths", "summary")
+
+
 def _define_fields(cls: Any, namespace: dict[str, Any]) -> None:
     hints = read_annotations(cls)
     base = next(each for each in cls.__mro__ if "_is_base" in vars(each))
-    # A lazy stack of instances has the fields, and names of its own. `data` and `nested` are fields of many classes;
-    # the one is another name of `detach()`, the other a method that `LazyStack.nested(stack)` calls.
+    # A lazy stack of instances has the fields, and names of its own.
     both = {*dir(base), *dir(TensorCollection._lazy)}
-    public = {name for name in both if not name.startswith("_") and name not in ("data", "nested")}
+    public = {name for name in both if not name.startswith("_") and name not in _COMMON}
     for name in hints:
         # A tree's own slots and helpers; other names with an underscore are free.
         hidden = name.startswith("_") and hasattr(base, name)
@@ -162,7 +165,10 @@ def _define_fields(cls: Any, namespace: dict[str, Any]) -> None:
             raise error(
                 AttributeError,
                 f"{cls.__name__}: the field {name!r} has the name of a method or property of trees.",
-                hint="rename it." if always else 'rename it, or derive from TensorClass["shadow"].',
+                hint="rename it."
+                if always
+                else f'rename it, or write class {cls.__name__}(TensorClass["shadow"]): the method is then '
+                f"TensorClass.{name}(instance).",
             )
     for name in cls._fields:
         if name in namespace and name not in hints:

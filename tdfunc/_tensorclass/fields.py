@@ -17,7 +17,7 @@ from tdfunc.core.context import in_functorch, is_compiling
 from tdfunc.core.errors import LeafMismatchError, error
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
 from tdfunc.core.types import Node
-from tdfunc.ops.convert import convert
+from tdfunc.ops.convert import as_rows, convert
 
 # The arguments that every constructor takes: no option makes these fields.
 CONSTRUCTOR = ("batch_size", "device", "names")
@@ -107,6 +107,25 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
     return (hint,)
 
 
+def _members(hint: Any) -> list[Any]:
+    """Return the members of a union except None, or the one type, without type arguments."""
+    return [get_origin(each) or each for each in _alternatives(hint)]
+
+
+def _is_tree(member: Any) -> bool:
+    return isinstance(member, type) and issubclass(member, TensorCollection)
+
+
+def _holds_lists(member: Any) -> bool:
+    """Return whether a list may be a value of a member of an annotation."""
+    if not isinstance(member, type) or member is Any:
+        return member is not typing.Literal
+    try:
+        return issubclass(list, member)
+    except TypeError:  # a protocol or a TypedDict
+        return True
+
+
 def typed_class(cls: Any, key: str, value: Any) -> Any:
     """Return the class with fields that a value of a field is converted to; None to leave it as it is."""
     if isinstance(value, TensorCollection):
@@ -116,7 +135,7 @@ def typed_class(cls: Any, key: str, value: Any) -> Any:
         convertible = is_record or isinstance(value, Mapping)
     if not convertible:
         return None
-    members = [get_origin(each) or each for each in _alternatives(cls._hints.get(key, Any))]
+    members = _members(cls._hints.get(key, Any))
     typed = [each for each in members if _has_fields(each)]
     others = [each for each in members if not _has_fields(each)]
     # With two classes, or another member that takes the value, the annotation is ambiguous.
@@ -124,13 +143,13 @@ def typed_class(cls: Any, key: str, value: Any) -> Any:
     taken = [
         each
         for each in others
-        if each in names or isinstance(each, type) and issubclass(each, (TensorCollection, Mapping))
+        if each in names or _is_tree(each) or isinstance(each, type) and issubclass(each, Mapping)
     ]
     return typed[0] if len(typed) == 1 and not taken else None
 
 
 def _has_fields(member: Any) -> bool:
-    return isinstance(member, type) and issubclass(member, TensorCollection) and bool(getattr(member, "_fields", None))
+    return _is_tree(member) and bool(getattr(member, "_fields", None))
 
 
 def make_node(
@@ -139,13 +158,15 @@ def make_node(
     """Return the value of a field as a node, by the options and annotations of the class."""
     if value is None or (isinstance(value, NonTensorData) and value.data is None):
         return None
-    options = cls._options
+    options, hint = cls._options, cls._hints.get(key, Any)
     # The one class that the annotation names, without type arguments and `| None`.
-    named = _alternatives(cls._hints.get(key, Any))
-    found = (get_origin(named[0]) or named[0]) if len(named) == 1 else None
+    named = _members(hint)
+    found = named[0] if len(named) == 1 else None
     wanted = found if isinstance(found, type) and found not in (object, Any) and not _is_shaped(found) else None
     if options.nocast and not isinstance(value, (Tensor, TensorCollection, NonTensorBase)):
-        value = NonTensorData(value, size)
+        # A list in a field that holds no lists is a value for each row.
+        is_rows = isinstance(value, list) and size and not any(map(_holds_lists, named))
+        value = as_rows(value, len(size), size, where) if is_rows else NonTensorData(value, size)
     elif options.tensor_only and isinstance(value, NonTensorBase):
         value = value.value
     elif options.autocast and wanted is not None and not isinstance(value, (TensorCollection, NonTensorBase)):
@@ -159,6 +180,8 @@ def make_node(
         is_mapping = isinstance(value, Mapping)
         given = record if is_mapping else {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
         value = typed(**given, batch_size=size, device=device)
+    elif isinstance(value, Mapping) and not options.tensor_only and not any(map(_is_tree, named)):
+        value = NonTensorData(value, size)
     node = convert(value, size, device, where)
     if options.tensor_only and isinstance(node, NonTensorBase):
         raise LeafMismatchError(

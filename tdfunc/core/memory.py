@@ -14,6 +14,7 @@ from operator import itemgetter
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -110,7 +111,10 @@ def find_overlaps(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
     for i, tensor in enumerate(tensors):
         length = tensor.nbytes if tensor.is_contiguous() else _count_steps(tensor) * tensor.itemsize
         if isinstance(tensor, FakeTensor):
-            spans.append((storage_id(tensor), int(tensor.storage_offset()) * tensor.itemsize, length, i))
+            # Inside `jit` a mode refuses this read to the function.
+            with torch._C.DisableTorchFunction():
+                begin = int(tensor.storage_offset()) * tensor.itemsize
+            spans.append((storage_id(tensor), begin, length, i))
         else:
             spans.append((0, tensor.data_ptr(), length, i))
     spans.sort()

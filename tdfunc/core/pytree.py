@@ -265,7 +265,7 @@ class _TreeKey(torch_pytree.MappingKey[str, Any]):
         return mapping._data[self.key]
 
 
-class _TreeEntry(optree.MappingEntry):
+class _TreeEntry(optree.MappingEntry[str, Any]):
     """The same for optree."""
 
     def __call__(self, obj: Any) -> Any:

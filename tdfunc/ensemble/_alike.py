@@ -292,4 +292,4 @@ def _parts(value: Any) -> list[Any]:
     reduced = value.__reduce_ex__(4)
     if isinstance(reduced, str):
         raise TypeError("a global is alike only if it is the same object")
-    return [list(part) if hasattr(part, "__next__") else part for part in reduced]
+    return [list(part) if isinstance(part, Iterator) else part for part in reduced]

@@ -1,5 +1,6 @@
 """One call of an ensemble, prepared: the dimensions of the data, a member's arguments, the join of the outputs."""
 
+import copy
 from collections.abc import Hashable, Sequence
 from enum import Enum
 from itertools import zip_longest
@@ -65,8 +66,15 @@ class Call(NamedTuple):
 
     def with_copies(self) -> "Call":
         """Return the call with copies of its data, which a forward may write to."""
-        copied = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (self.args, self.kwargs))
-        return self._replace(args=copied[0], kwargs=copied[1])
+        args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else _copy(x), (self.args, self.kwargs))
+        return self._replace(args=args, kwargs=kwargs)
+
+    def with_containers(self) -> "Call":
+        """Return the call with containers and other objects of its own, which a forward may fill."""
+        if _is_plain(self.args, self.kwargs) or is_compiling():
+            return self
+        args, kwargs = tree_map(_copy, (self.args, self.kwargs))
+        return self._replace(args=args, kwargs=kwargs)
 
     def args_of(self, member: int) -> tuple[Any, ...]:
         """Return the arguments of one member's forward."""
@@ -84,11 +92,29 @@ class Call(NamedTuple):
         return tree_unflatten([x if dim is None else fn(x, dim) for x, dim in zip(flat, self.dims, strict=True)], spec)
 
 
+def _is_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether there are only plain tensors, which need no walk: every call takes several."""
+    return not kwargs and PLAIN.issuperset(map(type, args))
+
+
 def _data(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
-    # Plain tensors need no walk, which every call takes three times.
-    if not kwargs and PLAIN.issuperset(map(type, args)):
-        return args
-    return tree_leaves((args, kwargs))
+    return args if _is_plain(args, kwargs) else tree_leaves((args, kwargs))
+
+
+def _copy(x: Any) -> Any:
+    """Return a copy of an argument that forward may change, and others as they are."""
+    if isinstance(x, (Tensor, torch.Generator, *_SCALARS)) or callable(x):
+        return x
+    try:
+        return copy.deepcopy(x)
+    # A class's own way of copying may raise anything.
+    except Exception as err:
+        raise UnsupportedError(
+            f"Ensemble: an argument of class {type(x).__name__} cannot be copied for each member.",
+            expected="tensors, trees, plain values, and objects that copy.deepcopy accepts",
+            got=f"{type(err).__name__}: {err}",
+            hint="pass its tensors, or make it inside forward.",
+        ) from err
 
 
 def _static(x: Any) -> Hashable:

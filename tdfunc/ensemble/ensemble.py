@@ -7,6 +7,7 @@ vmap, and the loop where vmap cannot run the forward; a trace is made on request
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from inspect import signature
 from itertools import chain
 from types import FunctionType
 from typing import Any, Literal, TypeAlias
@@ -39,6 +40,7 @@ How = Literal["auto", "loop", "vmap", "traced"]
 # Forward's output, and the buffers after it in plan order. Any: a forward returns any object.
 Result: TypeAlias = tuple[Any, list[Any]]
 _HOWS = ("auto", "loop", "vmap", "traced")
+_OWN_NAMES = ("buffers", "in_dims", "rng")
 # Kinds of calls that are remembered, and traces for each.
 _MOST_KINDS, _MOST_TRACES = 1024, 64
 _ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
@@ -74,6 +76,7 @@ class Ensemble:
     Raises:
         TypeError: `apply` does not come from `functional`.
         ValueError: `how` names no way, or `chunk_size` is below 1.
+        UnsupportedError: Forward has an argument called `buffers`, `in_dims` or `rng`.
 
     Shapes:
         A forward that gives (B, *F) for one member gives (E, B, *F).
@@ -96,6 +99,14 @@ class Ensemble:
                 expected="Apply",
                 got=type(apply).__name__,
                 hint="apply, params, buffers = tdfunc.functional(model).",
+            )
+        taken = [name for name in _OWN_NAMES if name in signature(apply.module.forward).parameters]
+        if taken:
+            raise UnsupportedError(
+                f"Ensemble: forward has an argument called {taken[0]!r}, which Ensemble uses itself.",
+                expected=f"other names than {', '.join(map(repr, _OWN_NAMES))}",
+                got=f"forward{signature(apply.module.forward)}",
+                hint="wrap the module in one whose forward has another name for it.",
             )
         if how not in _HOWS:
             raise error(ValueError, "Ensemble: how must name a way to run.", expected=" | ".join(_HOWS), got=repr(how))
@@ -129,7 +140,8 @@ class Ensemble:
 
         Args:
             params: The stacked tree, whole (as `stack_modules` returns it) or its parameters.
-            *args: Arguments of forward; shared by the members unless `in_dims` maps it.
+            *args: Arguments of forward. Members share tensors unless `in_dims` maps them; containers and other
+                objects, which forward may fill, are copied for each.
             buffers: The stacked buffers, when `params` has none.
             in_dims: For each of `args` the dimension of the members, or None; or one for all, as in `torch.vmap`.
             rng: A seed or generator; member i draws from a generator seeded by (seed, i).
@@ -260,7 +272,7 @@ class Ensemble:
         results: list[Result] = []
         for start in starts:
             check_unwritten(shared, before)
-            results.append(run(call, start))
+            results.append(run(call.with_containers(), start))
         return results
 
     def _member(self, call: Call, i: int, leaves: list[Any]) -> Result:
@@ -284,7 +296,7 @@ class Ensemble:
     def _vmap(self, call: Call) -> Result:
         step = self.chunk_size or call.members
         if step >= call.members:
-            return self._map(call, 0)
+            return self._map(call.with_containers(), 0)
         starts = range(0, call.members, step)
         parts = self._in_turn(
             call, starts, lambda call, start: self._map(call.rows(start, min(start + step, call.members)), start)

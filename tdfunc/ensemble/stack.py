@@ -6,7 +6,7 @@ Stacking checks that the modules differ in their weights alone, which a stacked 
 from collections.abc import Callable, Sequence
 from itertools import compress
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import xxhash
@@ -18,19 +18,21 @@ from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorStack
 from tdfunc.core.types import Path, Ties
 from tdfunc.ensemble._alike import ExtraState, Outline, Pair
-from tdfunc.ensemble._draws import default_generators, watch
+from tdfunc.ensemble._draws import default_generators, foreign_states, watch
 from tdfunc.modules.extract import unwrap, walk
 from tdfunc.modules.random import member_seed, seeded
 from tdfunc.ops.index import unbind
 from tdfunc.ops.structure import restore_ties
 from tdfunc.storage.disk.raw import raw_bytes
 
+if TYPE_CHECKING:
+    from tdfunc._tensordict import TensorDict
+
 _DTYPE = attrgetter("dtype")
 T = TypeVar("T", bound=TensorCollection)
 
 
-# Any: the tree is a `TensorDict`, which stands in a higher layer than annotations may name at run time.
-def stack_modules(modules: Sequence[nn.Module]) -> Any:
+def stack_modules(modules: Sequence[nn.Module]) -> "TensorDict":
     """Stack the parameters, buffers and extra state of several modules into one tree.
 
     The leaves are copies without gradient history. Tied weights stay one leaf. Which parameters require gradients is
@@ -163,7 +165,7 @@ def _find_places(values: list[Any]) -> Sequence[int]:
     return [first.setdefault(id(value), i) for i, value in enumerate(values)]
 
 
-def init_ensemble(make: Callable[[], nn.Module], n: int, seed: int = 0) -> Any:
+def init_ensemble(make: Callable[[], nn.Module], n: int, seed: int = 0) -> "TensorDict":
     """Return the stacked tree of `n` freshly initialised members, without keeping n modules alive.
 
     Member i draws from a generator seeded by (seed, i), so it does not change with n.
@@ -179,7 +181,7 @@ def init_ensemble(make: Callable[[], nn.Module], n: int, seed: int = 0) -> Any:
     Raises:
         ValueError: n is not positive, or two members came out equal.
         TreeStructureError, LeafMismatchError, TieError: As in `stack_modules`.
-        UnsupportedError: `make` drew from torch's default generator in a way that cannot be seeded.
+        UnsupportedError: `make` drew in a way that cannot be seeded, or from Python's or numpy's generator.
 
     Examples:
         >>> tree = tdf.init_ensemble(lambda: nn.Linear(3, 2), 4, seed=1)
@@ -227,12 +229,19 @@ def _make(make: Callable[[], nn.Module], seed: int, member: int) -> nn.Module:
         with seeded(member_seed(seed, member)):
             return make()
 
+    before = foreign_states()
     module, drew = watch(default_generators([]), build)
-    if drew:
+    got = "a draw inside an operation that takes no generator" if drew else None
+    if foreign_states() != before:
+        # Another thread may have drawn meanwhile; it does not each time.
+        before = foreign_states()
+        module = build()
+        got = "a draw from Python's or numpy's global generator" if foreign_states() != before else got
+    if got is not None:
         raise UnsupportedError(
-            "init_ensemble: make() drew from torch's default generator, past the seed of its member.",
+            "init_ensemble: make() drew random numbers past the seed of its member.",
             expected="initialisation by torch.nn.init, torch.rand, ... and tensor methods, called from Python",
-            got="a draw inside an operation that takes no generator",
+            got=got,
             hint="build the modules yourself and use tdfunc.stack_modules(modules).",
         )
     return module

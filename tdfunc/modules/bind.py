@@ -9,7 +9,7 @@ import itertools
 import threading
 import warnings
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor, nn
 
@@ -29,6 +29,9 @@ from tdfunc.modules.extract import (
 )
 from tdfunc.modules.plan import tie_error
 from tdfunc.ops.reading import iter_items
+
+if TYPE_CHECKING:
+    from tdfunc._tensordict import TensorDict
 
 # (table, name, the module's tensor, the leaf, whether it is a parameter, path of the module). A plain tuple: one is
 # made for each leaf.
@@ -337,7 +340,7 @@ class ModuleMethods(TensorCollection):
     __slots__ = ()
 
     @classmethod
-    def from_module(cls, module: nn.Module) -> Any:
+    def from_module(cls, module: nn.Module) -> "TensorDict":
         """Return a module's live parameters, buffers and extra state as a tree; see `tdfunc.from_module`."""
         return from_module(module)
 

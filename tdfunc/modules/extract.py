@@ -4,7 +4,8 @@
 makes a tree of what they hold. Nothing is copied.
 """
 
-from typing import Any, NamedTuple, TypeVar
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,9 @@ from tdfunc.core.types import Kind, Path
 from tdfunc.ops.edit import restore_ties
 from tdfunc.ops.reading import entries
 from tdfunc.ops.structure import partition
+
+if TYPE_CHECKING:
+    from tdfunc._tensordict import TensorDict
 
 T = TypeVar("T", bound=TensorCollection)
 EXTRA_STATE = "_extra_state"
@@ -83,8 +87,15 @@ def walk(module: nn.Module, call: str, at: Path = ()) -> list[Slot]:
     """Return the slots in the order of `state_dict`; a shared submodule is visited under each of its paths.
 
     Raises:
-        UnsupportedError: A parameter is lazy and has no shape yet, or cannot be replaced.
+        UnsupportedError: A parameter is lazy and has no shape yet, or cannot be replaced; a submodule is a weak proxy.
     """
+    # nn.Module registers a proxy, which looks like its object.
+    if type(module) in weakref.ProxyTypes:
+        raise UnsupportedError(
+            f"{call}: the submodule {dotted(at)!r} is a weak proxy of a module.",
+            expected="modules, each registered under its own path",
+            hint=f"keep weakref.ref(module) in {at[-1]!r}, which nn.Module does not register.",
+        )
     module = unwrap(module, call)
     slots: list[Slot] = []
     hidden = module._non_persistent_buffers_set
@@ -105,7 +116,7 @@ def walk(module: nn.Module, call: str, at: Path = ()) -> list[Slot]:
     return slots
 
 
-def from_module(module: nn.Module) -> Any:
+def from_module(module: nn.Module) -> "TensorDict":
     """Return a module's live parameters, buffers and extra state as a tree nested by module path.
 
     Nothing is copied: the leaves are the module's own Parameters and buffers. Tied weights and the weights of a

@@ -4,7 +4,7 @@ import copy as copying
 import inspect
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Size, nn
@@ -22,10 +22,13 @@ from tdfunc.modules.extract import from_module, split, unwrap
 from tdfunc.modules.plan import Spec, Straight, extra_values
 from tdfunc.modules.poison import Originals, Watch, weak_weights
 from tdfunc.modules.random import Seed, seeded
-from tdfunc.modules.skeleton import Skeleton, duplicate, make_template
+from tdfunc.modules.skeleton import Quiet, Skeleton, duplicate, make_template
 from tdfunc.ops.foreach import can_foreach
 from tdfunc.ops.reading import entries
 from tdfunc.ops.structure import keep_leaves
+
+if TYPE_CHECKING:
+    from tdfunc._tensordict import TensorDict
 
 _RESERVED = ("buffers", "rng")
 # Messages of torch for modules that cannot run in a transform, and a hint for each.
@@ -39,11 +42,12 @@ _HINTS = {
 }
 
 
-class _Written(NamedTuple):
-    """Places of the leaves that forward may write."""
+class _Learned(NamedTuple):
+    """A forward's writes in its watched call: places of leaves, and changes that later calls do not look for."""
 
     params: list[int]
     buffers: list[int]
+    quiet: Quiet
 
 
 class Apply:
@@ -62,8 +66,8 @@ class Apply:
         self._traced = self._new_skeleton()
         # The code that puts leaves into the slots of skeletons, by those slots.
         self._fillers: dict[Hashable, Straight] = {}
-        # Places of the leaves that forward may write, which need a clone; None until a watched call has shown them.
-        self._written: _Written | None = None
+        # None until a watched call.
+        self._learned: _Learned | None = None
 
     def _new_skeleton(self) -> Skeleton:
         return Skeleton(self._template, self._spec.order, self._spec.first)
@@ -228,10 +232,12 @@ class Apply:
                 hint="leave the cached() block first.",
             )
         # Inductor removes the clones that nothing writes; places learned by a call become a guard.
-        written = None if compiling else self._written
-        bound = self._with_clones(leaves, written)
+        learned = None if compiling else self._learned
+        bound, quiet = self._with_clones(leaves, learned), learned.quiet if learned is not None else Quiet([], [])
         try:
             skeleton = self._traced if compiling else self._pool.pop()
+            while not compiling and not skeleton.is_ready(quiet):
+                skeleton = self._pool.pop()
         except IndexError:
             skeleton = self._new_skeleton()
         try:
@@ -243,17 +249,21 @@ class Apply:
                 # Forward may write to it; the tree keeps its own.
                 skeleton.owners[path].set_extra_state(copying.deepcopy(value))
             # Not watched in a trace or on fake tensors: the next call will do.
-            if compiling or written is not None or is_tracing():
+            if compiling or learned is not None or is_tracing():
                 out = self._forward(skeleton.module, args, kwargs, rng)
             else:
                 # Under a watch for the original weights and for writes to leaves; no later call pays for it.
-                with Watch(self._originals, [*leaves, *bound, *tree_leaves((args, kwargs))], bound) as watch:
-                    out = self._forward(skeleton.module, args, kwargs, rng)
+                try:
+                    with Watch(self._originals, tree_leaves((args, kwargs)), leaves, bound) as watch:
+                        out = self._forward(skeleton.module, args, kwargs, rng)
+                finally:
+                    quiet = skeleton.look()
                 places = watch.written()
                 if places is not None:
                     n = self._spec.n_params
                     places |= skeleton.renormed | (set(range(n, len(leaves))) - skeleton.lent)
-                    self._written = _Written([i for i in places if i < n], sorted(i for i in places if i >= n))
+                    params = [i for i in places if i < n]
+                    self._learned = _Learned(params, sorted(i for i in places if i >= n), quiet)
             new = self._read_back(skeleton) if keep else []
             after = {
                 path: NonTensorData(copying.deepcopy(skeleton.owners[path].get_extra_state()))
@@ -262,21 +272,23 @@ class Apply:
         finally:
             if compiling:
                 skeleton.reset_traced()
-            else:
-                skeleton.reset()
+            elif skeleton.reset(quiet):
                 self._pool.append(skeleton)
+            else:
+                # A function that forward returned, and a graph that runs it again, have the weights of this call.
+                skeleton.bind(bound, self._fillers)
         return out, new, after
 
-    def _with_clones(self, leaves: list[Any], written: _Written | None) -> list[Any]:
-        """Return the leaves, with clones of those that forward may write: of all while `written` is None."""
+    def _with_clones(self, leaves: list[Any], learned: _Learned | None) -> list[Any]:
+        """Return the leaves, with clones of those that forward may write: of all before the watched call."""
         n = self._spec.n_params
-        if written is None:
+        if learned is None:
             return list(map(_clone, leaves[:n])) + _clones(leaves[n:])
         bound = list(leaves)
-        for i in written.params:
+        for i in learned.params:
             bound[i] = _clone(leaves[i])
-        if written.buffers:
-            for i, clone in zip(written.buffers, _clones([leaves[i] for i in written.buffers]), strict=True):
+        if learned.buffers:
+            for i, clone in zip(learned.buffers, _clones([leaves[i] for i in learned.buffers]), strict=True):
                 bound[i] = clone
         return bound
 
@@ -330,7 +342,9 @@ def _clone(leaf: Any) -> Any:
         return leaf.clone()
 
 
-def functional(module: nn.Module, *, copy: bool = True, call_only: bool = False) -> tuple[Apply, Any, Any]:
+def functional(
+    module: nn.Module, *, copy: bool = True, call_only: bool = False
+) -> "tuple[Apply, TensorDict, TensorDict]":
     """Return a module as a pure function, with its parameters and buffers as trees.
 
     `apply(params, x)` runs forward with the given trees on a private copy of the module's structure (its hooks,
@@ -345,7 +359,8 @@ def functional(module: nn.Module, *, copy: bool = True, call_only: bool = False)
         module: Any module; one wrapped by `torch.compile` is unwrapped.
         copy: Whether the trees are copies, which training the module does not change; otherwise they share its
             storage. Either way they are detached.
-        call_only: Accept a forward with an argument called `buffers` or `rng`; then only `apply.call` works.
+        call_only: Accept a forward with an argument called `buffers` or `rng`; then only `apply.call` works. It is
+            also what passes these names to a forward that takes any keyword.
 
     Returns:
         The function, the parameters and the buffers (extra state among them).

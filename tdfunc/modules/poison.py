@@ -99,14 +99,14 @@ class Watch(TorchDispatchMode):
     # Seen and passed on, like every other operation.
     supports_higher_order_operators = True
 
-    def __init__(self, originals: Originals, given: Iterable[Any], bound: list[Tensor]) -> None:
+    def __init__(self, originals: Originals, given: Iterable[Any], leaves: list[Tensor], bound: list[Tensor]) -> None:
         super().__init__()
         alive = [(ref(), path) for ref, path in originals]
         self._originals = {storage_of(weight): path for weight, path in reversed(alive) if weight is not None}
         # The memory of leaves and inputs may be read; None stands for all tensors without memory of their own.
-        for memory in [None, *[_memory(value) for value in given if isinstance(value, Tensor)]]:
+        for memory in [None, *[_memory(value) for value in (*given, *leaves, *bound) if isinstance(value, Tensor)]]:
             self._originals.pop(memory, None)
-        self._bound = bound
+        self._leaves, self._bound = leaves, bound
         self._before = list(map(_state, bound))
         self._writes: set[Any] = set()
 
@@ -128,14 +128,17 @@ class Watch(TorchDispatchMode):
     def written(self) -> set[int] | None:
         """Return the places of the bound tensors that were written; None if that cannot be known.
 
-        Assigning `.data` or `requires_grad` is no operation: it shows on the tensor.
+        Assigning `.data` or `requires_grad` is not an operation: it shows on the tensor. Writes of other libraries
+        (numpy) show in the values.
         """
         # None stands for all tensors without memory of their own.
         self._writes.discard(None)
         states = list(zip(self._before, self._bound, strict=True))
         if any(t.is_meta or (before[0] is None and t.numel() and t.is_inference()) for before, t in states):
             return None
-        return {i for i, (before, t) in enumerate(states) if before[0] in self._writes or _state(t) != before}
+        places = {i for i, (before, t) in enumerate(states) if before[0] in self._writes or _state(t) != before}
+        pairs = enumerate(zip(self._leaves, self._bound, strict=True))
+        return places | {i for i, (leaf, t) in pairs if not is_equal(_unwrap(leaf), _unwrap(t))}
 
 
 def _state(tensor: Tensor) -> tuple[Any, bool, int]:
@@ -145,7 +148,19 @@ def _state(tensor: Tensor) -> tuple[Any, bool, int]:
 
 
 def _memory(tensor: Tensor) -> Any:
-    """Return `storage_of` the tensor inside those of grad, jvp and vmap levels."""
+    return storage_of(_unwrap(tensor))
+
+
+def _unwrap(tensor: Tensor) -> Tensor:
+    """Return the tensor inside those of grad, jvp and vmap levels."""
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
-    return storage_of(tensor)
+    return tensor
+
+
+def is_equal(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors have equal values; True where torch cannot compare them (sparse, nested, meta)."""
+    try:
+        return torch.equal(a, b)
+    except RuntimeError:
+        return True

@@ -6,6 +6,7 @@ functions that draw are not served; `apply(..., rng=)` refuses them.
 """
 
 import inspect
+import sys
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -18,12 +19,14 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
 from tdfunc.core.context import is_compiling
 from tdfunc.core.errors import UnsupportedError, error
 
 Seed: TypeAlias = "int | torch.Generator | Sequence[torch.Generator] | None"
 Server: TypeAlias = Callable[..., Any]
+_CHECKPOINT: Any = vars(checkpoint)
 
 
 class seeded(TorchFunctionMode):
@@ -47,6 +50,7 @@ class seeded(TorchFunctionMode):
                 hint="tdfunc.Ensemble(apply)(stacked, x, rng=seed) gives each member its own.",
             )
         self._level, self._strict = level, strict
+        self._checkpoints = 0 if is_compiling() else _count_checkpoints()
         self.draws = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -68,11 +72,27 @@ class seeded(TorchFunctionMode):
         self.draws += 1
         if is_compiling():
             return make(self._generators[0])
+        if _count_checkpoints() > self._checkpoints:
+            raise UnsupportedError(
+                "rng: a draw inside torch.utils.checkpoint cannot be repeated when backward runs it again.",
+                expected="draws outside of the checkpointed part",
+                got="a draw by a seed or a generator inside it",
+                hint="leave rng= out (torch's default generator, which checkpoint puts back), or the checkpoint.",
+            )
         with temporarily_clear_interpreter_stack(), torch.no_grad():
             if self._level is None:
                 return make(self._generators[0])
             stacked = torch.stack([make(generator) for generator in self._generators])
         return _functorch._add_batch_dim(stacked, 0, self._level)
+
+
+def _count_checkpoints() -> int:
+    """Return how many functions of `torch.utils.checkpoint` are being called: nothing else shows that one is."""
+    frame, count = sys._getframe(), 0
+    while frame is not None:
+        count += frame.f_globals is _CHECKPOINT
+        frame = frame.f_back
+    return count
 
 
 def _generators(rng: Any) -> list[torch.Generator]:

@@ -3,28 +3,36 @@
 A skeleton runs one call at a time. Between calls its slots are empty, so a forward that reaches an original weight
 in some other way (a closure, a cached reference) meets a poison tensor and raises instead of computing with it.
 `make_template` copies a module, `Skeleton` is one runnable copy of that template.
+
+One rule keeps calls apart: a skeleton runs another call only if nothing outside of it holds a part of it (a function
+that forward returned, a cache keyed by `self`), and if every change to its parts shows. Else the next call gets a new
+copy.
 """
 
 import copy
 import functools
+import gc
+import sys
 import threading
 import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from operator import is_, itemgetter
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tdfunc.core.errors import UnsupportedError
+from tdfunc.core.context import is_tracing
+from tdfunc.core.errors import LeakError, UnsupportedError
 from tdfunc.core.keys import dotted
 from tdfunc.core.types import Path
 from tdfunc.modules.extract import is_renormed, unwrap, walk
 from tdfunc.modules.plan import Straight, make_filler
-from tdfunc.modules.poison import Poison, storage_of
+from tdfunc.modules.poison import Poison, is_equal, storage_of
 
 # The tables of nn.Module itself; the rest of a module's `__dict__` is its own.
 _OWN_TABLES = frozenset(nn.Module().__dict__)
@@ -38,6 +46,8 @@ _ATOMS = (str, bytes, int, float, complex, type(None), type, range, torch.dtype,
 _SEQUENCES = (list, tuple, set, frozenset, deque)
 # A copy shares them: generators move on from call to call, and a lock in several copies guards nothing.
 _SHARED = (torch.Generator, type(threading.Lock()), type(threading.RLock()))
+# They cannot change themselves, whatever their parts do.
+_FROZEN = (tuple, frozenset, types.FunctionType, types.MethodType, functools.partial)
 # Closures are followed through these: an object of any other class may hold a whole program.
 _FOLLOWED = (dict, *_SEQUENCES, types.FunctionType, types.MethodType, functools.partial, nn.Module)
 
@@ -55,13 +65,12 @@ def duplicate(
 
     Args:
         module: The module.
-        memo: As for `copy.deepcopy`: the replacement of each object by its id.
+        memo: As for `copy.deepcopy`: the replacement of each object by its id. It is filled.
         stand_in: Returns the replacement of a tensor found in an attribute of this name, None to copy the tensor.
 
     Raises:
         UnsupportedError: `copy.deepcopy` refuses an object in the module, such as a file; the message names it.
     """
-    memo = dict(memo)
     # The list keeps everything alive, so that ids stay valid.
     found = [item for item in _reachable(module, set(memo)) if id(item[1]) not in memo]
     modules = list(module.modules())
@@ -141,13 +150,14 @@ def _children_of(value: Any) -> list[tuple[str, Any]]:
         return [("func", value.func), ("args", value.args), ("keywords", value.keywords), *vars(value).items()]
     if isinstance(value, (*_ATOMS, Tensor)) or not (isinstance(value, nn.Module) or _is_plain(value)):
         return []
-    parts = list(getattr(value, "__dict__", {}).items())
-    for cls in type(value).__mro__:
-        names = cls.__dict__.get("__slots__", ())
-        for name in [names] if isinstance(names, str) else names:
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                parts.append((name, getattr(value, name)))
-    return parts
+    slots = [(name, getattr(value, name)) for name in _slots_of(value) if hasattr(value, name)]
+    return [*getattr(value, "__dict__", {}).items(), *slots]
+
+
+def _slots_of(value: Any) -> list[str]:
+    slots = [cls.__dict__.get("__slots__", ()) for cls in type(value).__mro__]
+    names = [name for names in slots for name in ([names] if isinstance(names, str) else names)]
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
 def _is_plain(value: Any) -> bool:
@@ -207,6 +217,17 @@ def make_template(module: nn.Module) -> nn.Module:
         path = storages.get(storage_of(tensor), (name,) if tensor.grad_fn is not None else None)
         return Poison.of(tensor, path) if path is not None else None
 
+    for name, value in _reachable(module, set(memo)):
+        base = value
+        while isinstance(base, np.ndarray):
+            base = base.base
+        if base is not value and isinstance(base, Tensor) and storage_of(base) in storages:
+            raise LeakError(
+                f"functional: the numpy array {name!r} lies in the memory of a weight.",
+                expected="weights read from their module at each call",
+                got=f"a view of {dotted(storages[storage_of(base)])!r}, which is not that of a call",
+                hint="make it inside forward: self.weight.detach().numpy().",
+            )
     template = duplicate(module, memo, stand_in)
     now = [slot for slot in walk(template, "functional") if slot.store is not None]
     kept = [dotted(slot.path) for slot in now if not isinstance(slot.value, Poison)]
@@ -226,17 +247,73 @@ def make_template(module: nn.Module) -> nn.Module:
 Kept: TypeAlias = tuple[Any, Any]
 
 
+class Constant:
+    """A tensor or numpy array of a module that is not one of its leaves, and its state between calls."""
+
+    __slots__ = ("_original", "_state", "_uses", "_value")
+
+    # Any: a tensor or an array.
+    def __init__(self, value: Any) -> None:
+        self._value: Any = value
+        self._original: Any = value.detach().clone() if isinstance(value, Tensor) else value.copy()
+
+    def settle(self) -> None:
+        """Take the state as it is now for that between calls."""
+        self._state, self._uses = self._read(), self._count_uses()
+
+    def is_written(self) -> bool:
+        """Return whether the state is another than between calls."""
+        return self._read() != self._state
+
+    def is_quiet(self) -> bool:
+        """Return whether a write past the version counter (`.data`, numpy) changed the values."""
+        return isinstance(self._value, Tensor) and not is_equal(self._value, self._original)
+
+    def restore(self) -> bool:
+        """Put the values back, and return True, unless something else uses the memory."""
+        if self._count_uses() != self._uses:
+            return False
+        if isinstance(self._value, Tensor):
+            with torch.no_grad():
+                self._value.copy_(self._original)
+        else:
+            np.copyto(self._value, self._original)
+        self._state = self._read()
+        return True
+
+    def _read(self) -> Any:
+        return self._value._version if isinstance(self._value, Tensor) else self._value.tobytes()
+
+    def _count_uses(self) -> tuple[int, int]:
+        """Return how many references there are, and how many tensors and graphs that use the memory."""
+        try:
+            storage = self._value.untyped_storage()._cdata
+            uses = torch._C._storage_Use_Count(storage)  # pyright: ignore[reportAttributeAccessIssue]
+        # An array, or a tensor without memory of its own.
+        except (AttributeError, RuntimeError, NotImplementedError):
+            uses = 0
+        return sys.getrefcount(self._value), uses
+
+
+class Quiet(NamedTuple):
+    """Changes that show in the watched call alone: numbers of modules of torch's own, and of constants."""
+
+    modules: list[int]
+    constants: list[int]
+
+
 class Skeleton:
     """One runnable copy: where each leaf goes, and how to leave it as it was before the call."""
 
     __slots__ = (
-        "_containers", "_custom", "_empty_tables", "_everything", "_filled_tables", "_filler", "_handles", "_length",
-        "_modes", "_own", "_parents", "_places", "_poison", "_registered", "_seen", "_stores", "_tensors", "_traced",
-        "_vacant", "lent", "module", "owners", "renormed", "targets",
+        "_constants", "_containers", "_counts", "_custom", "_empty_tables", "_everything", "_filled_tables", "_filler",
+        "_handles", "_is_known", "_length", "_modes", "_own", "_parents", "_parts", "_places", "_plain", "_poison",
+        "_registered", "_seen", "_stores", "_traced", "_vacant", "lent", "module", "owners", "renormed", "targets",
     )  # fmt: skip
 
     def __init__(self, template: nn.Module, order: dict[Path, int], first: dict[Path, Path]) -> None:
-        self.module = duplicate(template, {})
+        memo: dict[int, Any] = {}
+        self.module = duplicate(template, memo)
         walked = walk(self.module, "functional")
         # Where extra state goes.
         self.owners = {slot.path: slot.owner for slot in walked if slot.store is None}
@@ -259,9 +336,9 @@ class Skeleton:
         norms = {id(m._buffers) for m in modules if type(m) in _NORMS and not m.training and _is_stateless(m)}
         self.renormed = {i for store, _, i in self.targets if id(store) in tables}
         self.lent = {i for store, _, i in self.targets if id(store) in norms}
-        self._remember(modules)
+        self._remember(modules, {id(new) for old, new in memo.items() if id(new) != old})
 
-    def _remember(self, modules: list[nn.Module]) -> None:
+    def _remember(self, modules: list[nn.Module], copied: set[int]) -> None:
         """Note everything that a forward may write, to put it back after each call."""
         both = [table for m in modules for table in (m._parameters, m._buffers)]
         # A slot that is None may be filled by forward: a cache registered in advance.
@@ -280,20 +357,52 @@ class Skeleton:
         # Modules of other classes may write anything that they hold.
         custom = [m for m in modules if not _is_stateless(m)]
         self._custom = [_keep(m.__dict__) for m in custom]
-        seen: set[int] = set()
-        containers: list[Any] = []
-        tensors: list[Tensor] = []
+        self._plain = [_keep(m.__dict__) for m in modules if _is_stateless(m)]
+        self._containers: list[Kept] = []
+        self._constants: list[Constant] = []
+        self._is_known = True
+        # The objects that nothing else may hold between calls, and how many references to each there are then.
+        self._parts: list[Any] = [*modules]
+        self._counts: list[int] | None = None
         own_names = {id(m): [(n, v) for n, v in m.__dict__.items() if n not in _OWN_TABLES] for m in custom}
+        left = copied - set(map(id, modules))
         for attributes in own_names.values():
             for _, value in attributes:
-                _collect_writable(value, seen, containers, tensors)
-        self._containers = [_keep(container) for container in containers]
-        self._tensors = [(tensor, tensor._version, tensor.detach().clone()) for tensor in tensors]
+                self._note(value, left)
         self._registered = [(table, set(table)) for table in both]
         self._traced = [
             (m, set(m.__dict__), m._modules, dict(m._modules), [("training", m.training), *own_names.get(id(m), [])])
             for m in modules
         ]
+
+    def _note(self, value: Any, left: set[int]) -> None:
+        """Note an object of the module and its parts, and how a change to it shows.
+
+        Args:
+            value: The object.
+            left: The ids of objects that are copies and not noted yet. Others are shared with the rest of the program.
+        """
+        if id(value) not in left or isinstance(value, Poison):
+            return
+        left.discard(id(value))
+        if isinstance(value, (Tensor, np.ndarray)):
+            if not (isinstance(value, Tensor) and value.is_inference()):
+                self._constants.append(Constant(value))
+            return
+        if isinstance(value, (dict, list, set, deque)):
+            self._containers.append(_keep(value))
+        elif _is_plain(value) and not _slots_of(value):
+            self._containers.append(_keep(getattr(value, "__dict__", {})))
+            # A module that is not registered has state in its tables.
+            self._is_known &= not isinstance(value, nn.Module)
+        elif not isinstance(value, _FROZEN):
+            # Objects that hash by their value do not change it.
+            if type(value).__hash__ not in (None, object.__hash__):
+                return
+            self._is_known = False
+        self._parts.append(value)
+        for _, child in _children_of(value):
+            self._note(child, left)
 
     def bind(self, leaves: list[Any], fillers: dict[Hashable, Straight]) -> None:
         """Put the leaves into their slots.
@@ -302,8 +411,10 @@ class Skeleton:
             leaves: The leaves in plan order.
             fillers: Code made for the slots of earlier skeletons.
         """
-        # An earlier call may have returned a constant of the module, and its caller have written to it.
-        self._restore_constants()
+        if self._counts is None:
+            self._counts = list(map(sys.getrefcount, self._parts))
+            for constant in self._constants:
+                constant.settle()
         if self._filler is None:
             numbers = {id(store): number for number, store in enumerate(self._stores)}
             slots = tuple([(numbers[id(store)], name) for store, name, _ in self.targets])
@@ -321,8 +432,31 @@ class Skeleton:
         for table, name in self._vacant:
             table[name] = None
 
-    def reset(self) -> None:
-        """Empty the slots and undo the writes of forward to its modules and to the objects that they hold."""
+    def look(self) -> Quiet:
+        """Return the changes of a call that later calls do not look for."""
+        return Quiet(
+            [i for i, kept in enumerate(self._plain) if not _is_unchanged(*kept)],
+            [i for i, constant in enumerate(self._constants) if constant.is_quiet()],
+        )
+
+    def is_ready(self, quiet: Quiet) -> bool:
+        """Put back the constants that a call, or a caller who got one, has written.
+
+        Returns:
+            Whether the skeleton can run: False where a graph or the caller still uses such a constant.
+        """
+        if self._counts is None:
+            return True
+        written = [c for i, c in enumerate(self._constants) if c.is_written() or i in quiet.constants]
+        # A trace records a write.
+        return not written or (not is_tracing() and all([constant.restore() for constant in written]))
+
+    def reset(self, quiet: Quiet) -> bool:
+        """Empty the slots and undo the writes of forward to its modules and to the objects that they hold.
+
+        Returns:
+            Whether the skeleton can run another call.
+        """
         if self._filler is None:
             self._empty()
         else:
@@ -341,16 +475,13 @@ class Skeleton:
         ):
             self._handles = RemovableHandle.next_id
             _restore(self._everything)
-        self._restore_constants()
-
-    def _restore_constants(self) -> None:
-        if self._containers:
-            _restore(self._containers)
-        for i, (tensor, version, original) in enumerate(self._tensors):
-            if tensor._version != version:
-                with torch.no_grad():
-                    tensor.copy_(original)
-                self._tensors[i] = (tensor, tensor._version, original)
+        _restore([self._plain[i] for i in quiet.modules])
+        _restore(self._containers)
+        if not self._is_known or list(map(sys.getrefcount, self._parts)) == self._counts:
+            return self._is_known
+        # A function that calls itself holds its variables until the collector runs.
+        gc.collect(0)
+        return list(map(sys.getrefcount, self._parts)) == self._counts
 
     def reset_traced(self) -> None:
         """`reset` in a compiled region, where writes to a module show in `module.__dict__` alone."""
@@ -372,24 +503,6 @@ class Skeleton:
         _restore(self._containers)
 
 
-def _collect_writable(value: Any, seen: set[int], containers: list[Any], tensors: list[Tensor]) -> None:
-    """Collect the containers, attribute dicts and tensors that belong to a module, at any depth."""
-    # Closures are not entered: they share objects with the rest of the program.
-    if id(value) in seen or isinstance(value, (nn.Module, types.FunctionType)):
-        return
-    seen.add(id(value))
-    if isinstance(value, Tensor):
-        if not isinstance(value, Poison) and not value.is_inference():
-            tensors.append(value)
-        return
-    if isinstance(value, (dict, list, set, deque)):
-        containers.append(value)
-    elif _is_plain(value) and hasattr(value, "__dict__"):
-        containers.append(value.__dict__)
-    for _, child in _children_of(value):
-        _collect_writable(child, seen, containers, tensors)
-
-
 def _submodules(parents: list[dict[str, Any]]) -> list[tuple[nn.Module, ...]]:
     """Return the submodules of modules that are given by their `__dict__`."""
     return list(map(tuple, map(dict.values, map(_MODULES, parents))))
@@ -404,10 +517,15 @@ def _values(container: Any) -> Iterable[Any]:
 
 
 def _restore(kept: list[Kept]) -> None:
-    """Refill the containers that changed: by identity, since comparing tensors would compute."""
+    """Refill the containers that changed."""
     for container, before in kept:
-        if len(container) != len(before) or not all(map(is_, _values(container), _values(before))):
+        if not _is_unchanged(container, before):
             _refill(container, before)
+
+
+def _is_unchanged(container: Any, before: Any) -> bool:
+    # By identity: comparing tensors computes.
+    return len(container) == len(before) and all(map(is_, _values(container), _values(before)))
 
 
 def _refill(container: Any, before: Any) -> None:

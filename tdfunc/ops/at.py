@@ -1,8 +1,8 @@
-"""The `at` handle: pure changes at an index of the batch, or at a path."""
+"""The `at` handle: pure changes at an index of the batch, at a path, or at the leaves that a filter chooses."""
 
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -10,13 +10,14 @@ from torch import Size, Tensor
 
 from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, check_one_shape
 from tdfunc.core.errors import BatchSizeError, LeafMismatchError, MissingKeyError, TieError, error
-from tdfunc.core.keys import dotted, is_key, unravel
+from tdfunc.core.keys import Filter, dotted, is_key, unravel
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
-from tdfunc.core.shapes import dim_size
+from tdfunc.core.shapes import EMPTY, dim_size
 from tdfunc.core.types import Path
+from tdfunc.core.walk import Difference, zip_trees
 from tdfunc.ops import storage_writes
 from tdfunc.ops.cast import keeps_number, keeps_values
-from tdfunc.ops.convert import NUMBERS, as_tensor, build
+from tdfunc.ops.convert import NUMBERS, adopt, as_tensor, build
 from tdfunc.ops.foreach import binary, over_batch_op
 from tdfunc.ops.maps import apply
 from tdfunc.ops.reading import get, get_value, iter_items
@@ -30,8 +31,11 @@ _WRITTEN_AS = {
 }  # fmt: skip
 
 
-class At:
-    """A place in a tree (`td.at[index]` or `td.at["a", "b"]`), and the pure ways to change its values.
+class At(Generic[T]):
+    """A place in a tree, and the pure ways to change it: `td.at[index]`, `td.at["a", "b"]`, `td.at[filter]`.
+
+    An index takes rows of all leaves, a path one leaf or sub-tree, a `Filter` the leaves that it chooses. `set`
+    requires that the place exists and keeps its keys and shapes; `td.set` adds entries and gives them other shapes.
 
     Examples:
         >>> td = TensorDict({"a": torch.zeros(3), "b": torch.ones(3)}, [3])
@@ -40,27 +44,35 @@ class At:
         (tensor([5., 0., 0.]), tensor([0., 0., 0.]))
         >>> td.at["b"].add(1)["b"]
         tensor([2., 2., 2.])
+        >>> td.at[tdf.Filter("b")].set(0)["b"]
+        tensor([0., 0., 0.])
     """
 
     __slots__ = ("_place", "_tree")
 
-    def __init__(self, tree: TensorCollection, place: Any) -> None:
+    def __init__(self, tree: T, place: Any) -> None:
         # `Any`: reading and writing at a path are methods of the public classes, a layer above.
         self._tree: Any = tree
         self._place = place
 
     def get(self) -> Any:
-        """Return the value there."""
-        return self._tree[self._place]
+        """Return the rows, entry or part of the tree there."""
+        return self._tree.partition(self._place)[0] if self._is_filter else self._tree[self._place]
 
-    def set(self, value: Any) -> Any:
-        """Return a tree with the value there; at an index, a tree of rows, or a number or tensor for all leaves.
+    def set(self, value: Any) -> T:
+        """Return a tree with the value there.
+
+        Args:
+            value: A number, which fills the leaves there; at an index or filter also a tree of the rows or leaves, or
+                a tensor over their batch; at a path also any value of the entry's shape.
 
         Raises:
-            MissingKeyError: The rows lack a key of the tree, or have one more.
+            MissingKeyError: The path does not exist, or the rows lack a key of the tree or have one more.
             BatchSizeError: The rows have another batch size.
-            LeafMismatchError: A leaf of the rows has another shape, or a dtype that would lose values.
+            LeafMismatchError: A leaf has another shape; or one of rows a dtype that would lose values.
         """
+        if self._is_filter:
+            return self._change_part(lambda part: _as_rows(part, value, "set"))
         if not is_key(self._place):
             return write_rows(self._tree, self._place, value, "set")
         path = unravel(self._place)
@@ -68,13 +80,15 @@ class At:
             done = _change_in_stack(self._tree, path, lambda tree, at: At(tree, at).set(value))
             if done is not None:
                 return done
-        old = get(self._tree, path, None)
-        # A number fills the leaf, as it fills rows; `td.set` makes a leaf of the batch size.
-        if isinstance(old, Tensor) and isinstance(value, NUMBERS):
-            value = _number(value, old, f"at[{self._place!r}].set").expand(old.shape)
-        return self._tree.set(self._place, value)
+        old, call = get(self._tree, path), f"at[{self._place!r}].set"
+        # A number fills the leaves, as it fills rows; `td.set` makes a leaf of the batch size.
+        if isinstance(old, (Tensor, TensorCollection)) and isinstance(value, NUMBERS):
+            value = _spread(old, value, "set") if isinstance(old, TensorCollection) else _filled(old, value, call)
+        new = self._tree.set(path, value)
+        _check_shapes(old, get(new, path, None), path, call)
+        return new
 
-    def add(self, value: Any) -> Any:
+    def add(self, value: Any) -> T:
         """Return a tree with the value added there; rows that an index names twice are added to twice.
 
         At a key in a lazy stack the value is cut for the trees as by `set`, and one without dimensions is for all.
@@ -82,29 +96,35 @@ class At:
         Raises:
             TypeError: Non-tensor data are at the path.
         """
+        if self._is_filter:
+            return self._change_part(lambda part: part + value)
         if is_key(self._place):
             return _change_entry(self._tree, unravel(self._place), operator.add, "add", value)
         return write_rows(self._tree, self._place, value, "add")
 
-    def mul(self, value: Any) -> Any:
+    def mul(self, value: Any) -> T:
         """Return a tree multiplied by the value there; the value is read as by `add`.
 
         Raises:
             ValueError: The index names a row twice.
             TypeError: Non-tensor data are at the path.
         """
+        if self._is_filter:
+            return self._change_part(lambda part: part * value)
         if is_key(self._place):
             return _change_entry(self._tree, unravel(self._place), operator.mul, "mul", value)
         return self._change(lambda rows: binary(rows, value, "mul", None), "mul")
 
-    def apply(self, fn: Callable[[Any], Any]) -> Any:
-        """Return a tree with `fn` applied to each leaf's rows there, or to the one leaf or sub-tree of a path.
+    def apply(self, fn: Callable[[Any], Any]) -> T:
+        """Return a tree with `fn` applied to each leaf's rows there, to the leaves of a filter, or to a path's entry.
 
         At a path in a lazy stack `fn` is applied to the leaf or sub-tree of each of its trees.
 
         Raises:
             ValueError: The index names a row twice.
         """
+        if self._is_filter:
+            return apply(self._tree, fn, (), where=self._place)
         if is_key(self._place):
             return _change_entry(self._tree, unravel(self._place), fn, "apply")
         return self._change(lambda rows: apply(rows, fn, ()), "apply")
@@ -120,6 +140,14 @@ class At:
             value = _spread(self._tree._index(self._place), value, "set_")
         return storage_writes.write_row(self._tree, self._place, value)
 
+    @property
+    def _is_filter(self) -> bool:
+        return isinstance(self._place, Filter)
+
+    def _change_part(self, fn: Callable[[Any], Any]) -> Any:
+        """Return the tree with its part there changed."""
+        return self._tree.update(fn(self._tree.partition(self._place)[0]))
+
     def _change(self, fn: Callable[[Any], Any], call: str) -> Any:
         size = self._tree._batch_size
         parts = storage_writes.index_parts(self._place, size)
@@ -134,6 +162,22 @@ class At:
                     hint="name each row once; at[index].add adds up.",
                 )
         return write_rows(self._tree, self._place, fn(self._tree._index(self._place)), call)
+
+
+def _check_shapes(old: Any, new: Any, path: Path, call: str) -> None:
+    """Raise unless an entry keeps its shape, and a sub-tree its keys; the parts of a lazy stack may change theirs."""
+    one = [TensorCollection._open._make({path[-1]: node}, EMPTY) for node in (old, new)]
+    pairs = zip_trees(*one, at=path[:-1])
+    if isinstance(pairs, Difference):
+        raise pairs.error(call, hint="td.set replaces an entry by one of another kind, or with other keys.")
+    for at, mine, twin in pairs:
+        if isinstance(mine, Tensor) and twin.shape != mine.shape:
+            raise LeafMismatchError(
+                f"{call}: the value for {dotted(at)!r} must have the shape of the leaf.",
+                expected=f"shape {list(mine.shape)}",
+                got=f"shape {list(twin.shape)}",
+                hint="td.set replaces a leaf by one of another shape.",
+            )
 
 
 def _change_entry(tree: Any, path: Path, fn: Callable[..., Any], call: str, *values: Any) -> Any:
@@ -184,13 +228,10 @@ def write_rows(tree: T, index: Any, value: Any, call: str) -> T:
     """Return a tree with rows replaced (or, for "add", added to) at an index of the batch."""
     parts = storage_writes.index_parts(index, tree._batch_size)
     rows = tree._index(index)
-    if isinstance(value, Mapping):
-        value = build(TensorCollection._open, value, rows._batch_size, tree._device)
-    if not isinstance(value, TensorCollection):
-        value = _spread(rows, value, call)
     if tree._is_lazy:
+        value = _as_tree(rows, value, call)
         return tree._shape(LeafOp("write_rows", lambda old: old, batch=True, args=(parts, call)), value)
-    _check_rows(rows, value, f"at[...].{call}")
+    value = _as_rows(rows, value, call)
     taken = _positions(tree._batch_size, parts)
     count, n = tree._batch_size.numel(), len(tree._batch_size)
 
@@ -210,24 +251,39 @@ def write_rows(tree: T, index: Any, value: Any, call: str) -> T:
     return tree._shape(LeafOp("write_rows", leaf, batch=True, args=(parts, call)), value)
 
 
+def _as_tree(rows: TensorCollection, value: Any, call: str) -> TensorCollection:
+    """Return rows that are given as a tree, dict, number or tensor as a tree."""
+    value = adopt(value)
+    if isinstance(value, Mapping):
+        return build(TensorCollection._open, value, rows._batch_size, rows._device)
+    return value if isinstance(value, TensorCollection) else _spread(rows, value, call)
+
+
+def _as_rows(rows: TensorCollection, value: Any, call: str) -> TensorCollection:
+    """Return a value as a tree that can stand in the place of these rows."""
+    tree = _as_tree(rows, value, call)
+    _check_rows(rows, tree, f"at[...].{call}")
+    return tree
+
+
 def _spread(rows: T, value: Any, call: str) -> T:
     """Return the tree of a number or of a tensor over the rows' batch, in the shape of the rows."""
     if isinstance(value, NUMBERS):
-        return rows._map(LeafOp("full", lambda x: _number(value, x, f"at[...].{call}").expand(x.shape)))
+        return rows._map(LeafOp("full", lambda x: _filled(x, value, f"at[...].{call}")))
     if isinstance(value, Tensor):
         return rows._map(over_batch_op(rows, f"at[...].{call}", lambda x, operand: operand.expand(x.shape), value))
     raise error(TypeError, f"at[...].{call}: rows must be a tree, dict, number or tensor.", got=type(value).__name__)
 
 
-def _number(value: Any, leaf: Tensor, where: str) -> Tensor:
-    """Return a number in the leaf's dtype if that keeps it, so that 0 fits a bool leaf and 1.5 no int leaf."""
+def _filled(leaf: Tensor, value: Any, where: str) -> Tensor:
+    """Return a number in the leaf's shape, and in its dtype if that keeps it: 0 fits a bool leaf, 1.5 no int leaf."""
     number = value.item() if isinstance(value, np.generic) else value
     dtype = leaf.dtype if keeps_number(number, leaf.dtype) else None
     if isinstance(number, int) and leaf.dtype.is_floating_point and abs(number) < 2**1023:
         # torch cannot fill with an integer of more than 64 bits; a float of its size can.
         number = float(number)
     made = as_tensor(number, where, leaf.device, dtype)
-    return _as_leaf(made, leaf)
+    return _as_leaf(made, leaf).expand(leaf.shape)
 
 
 def _as_leaf(made: Tensor, leaf: Any) -> Tensor:
@@ -248,7 +304,7 @@ def _check_rows(rows: TensorCollection, value: TensorCollection, call: str) -> N
             f"{call}: the rows have other keys than the tree.",
             expected=f"{sorted(map(dotted, mine))}",
             got=f"{sorted(map(dotted, theirs))}",
-            hint="a key of some rows only has no value in the others: set it on the whole tree.",
+            hint="td.at[i].set(td[i].update(rows)) writes some keys; a key for all rows is set on the whole tree.",
         )
     if value._batch_size != rows._batch_size:
         raise BatchSizeError(

@@ -43,7 +43,10 @@ def convert(value: Any, size: Size, device: torch.device | None, where: str) -> 
     if isinstance(value, NonTensorBase):
         return _nontensor(value, size, where)
     if isinstance(value, Mapping):
-        return build(TensorCollection._open, value, size, device, where)
+        tree = adopt(value)
+        if tree is not value:
+            return convert(tree, size, device, where)
+        return build(TensorCollection._open, tree, size, device, where)
     if isinstance(value, NUMBERS):
         return as_tensor(value, f"{where!r}", device).expand(size)
     if isinstance(value, np.ndarray):
@@ -151,6 +154,11 @@ def _sequence(value: Sequence[Any], size: Size, device: torch.device | None, whe
     depth, level = 0, value
     while isinstance(level, (list, tuple)) and level and depth < max(len(size), 1):
         depth, level = depth + 1, level[0]
+    return as_rows(value, depth, size, where)
+
+
+def as_rows(value: Sequence[Any], depth: int, size: Size, where: str) -> NonTensorBase:
+    """Return the items of nested lists as non-tensor data, one for each row."""
     try:
         stack = NonTensorStack.from_nested(value, depth)
     except ValueError as err:
@@ -158,6 +166,25 @@ def _sequence(value: Sequence[Any], size: Size, device: torch.device | None, whe
             f"{where!r}: the list must not be ragged.", expected=f"lists of batch size {list(size)}", got=repr(value)
         ) from err
     return _nontensor(stack, size, where)
+
+
+def adopt(source: Any) -> Any:
+    """Return a tree of tensordict's, which is read by its own methods, as one of ours; anything else as it is."""
+    if isinstance(source, TensorCollection) or not (hasattr(source, "batch_size") and hasattr(source, "to_dict")):
+        return source
+    if hasattr(source, "tensordicts"):
+        return TensorCollection._lazy([adopt(tree) for tree in source.tensordicts], source.stack_dim)
+    # `to_dict` has no batch sizes of nested trees; in `items` non-tensor data are wrapped.
+    nodes = {key: adopt(node) for key, node in source.items() if _is_their_tree(node)}
+    values = {key: value for key, value in source.to_dict().items() if value is not None}
+    size = Size(source.batch_size)
+    tree = build(TensorCollection._open, values | nodes, size, source.device)
+    return tree._replace(batch_size=size, names=as_names(source.names, len(size)))
+
+
+def _is_their_tree(node: Any) -> bool:
+    # As `tensordict.is_non_tensor` reads it: stacks of non-tensor data are mappings, too.
+    return isinstance(node, Mapping) and not getattr(node, "_is_non_tensor", False)
 
 
 def build(cls: type[T], source: Mapping[Any, Any], size: Size, device: torch.device | None, where: str = "") -> T:

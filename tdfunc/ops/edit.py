@@ -1,7 +1,7 @@
 """Immutable edits: `get`, `set`, `update`, `delete`, `pop`, `untie`; an edit keeps every tie or raises."""
 
 from collections.abc import Iterable, Mapping, Set
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from tdfunc.core.types import Kind, NestedKey, Node, Path, Ties
 from tdfunc.ops import storage_writes
 from tdfunc.ops.at import At
 from tdfunc.ops.cast import to
-from tdfunc.ops.convert import accept
+from tdfunc.ops.convert import accept, adopt
 from tdfunc.ops.reading import UNSET, get, get_value, has, refuse_inplace, refuse_options
 
 if TYPE_CHECKING:
@@ -198,7 +198,8 @@ def _merge(tree: T, other: Mapping[Any, Any] | TensorCollection, at: Path, given
 # Any: whatever the caller gave.
 def as_mapping(other: Any) -> Mapping[Any, Any] | TensorCollection:
     """Return a dict or tree as it is, and pairs, as `dict.update` takes them, as a dict."""
-    return other if isinstance(other, (TensorCollection, Mapping)) else dict(other)
+    given = adopt(other)
+    return given if isinstance(given, (TensorCollection, Mapping)) else dict(given)
 
 
 def _entries(other: Mapping[Any, Any] | TensorCollection) -> Iterable[tuple[Any, Any]]:
@@ -380,7 +381,7 @@ class EditMethods(TensorCollection):
         return untie(self, key)
 
     @property
-    def at(self) -> "_AtGetter":
+    def at(self) -> "_AtGetter[Self]":
         """The pure spelling of assignment: `td.at[index].set(value)`, `.add`, `.mul`, `.apply(fn)`, `.get()`."""
         return _AtGetter(self)
 
@@ -410,11 +411,11 @@ class EditMethods(TensorCollection):
         return self
 
 
-class _AtGetter:
+class _AtGetter(Generic[T]):
     __slots__ = ("_tree",)
 
-    def __init__(self, tree: TensorCollection) -> None:
+    def __init__(self, tree: T) -> None:
         self._tree = tree
 
-    def __getitem__(self, place: Any) -> At:
+    def __getitem__(self, place: Any) -> At[T]:
         return At(self._tree, place)

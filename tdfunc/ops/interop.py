@@ -28,7 +28,7 @@ from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
 from tdfunc.core.shapes import common_prefix
 from tdfunc.core.types import Kind, Path
-from tdfunc.ops.convert import as_tensor, resize
+from tdfunc.ops.convert import adopt, as_tensor, resize
 from tdfunc.ops.edit import update
 from tdfunc.ops.index import unbind
 from tdfunc.ops.join import stack
@@ -64,7 +64,8 @@ def fit_batch_sizes(tree: T, batch_dims: int | None) -> tuple[T, Size | None]:
 
 
 def as_plain(value: Any) -> Any:
-    """Return nested dicts of dicts, dataclass instances and tuples, however nested."""
+    """Return nested dicts of dicts, dataclass instances and tuples, and trees of tensordict's as ours."""
+    value = adopt(value)
     # A size is one value, of as many numbers.
     if isinstance(value, (TensorCollection, Tensor, Size)):
         return value

@@ -1,19 +1,20 @@
 """Functions over leaves: `apply` and `named_apply`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Size, Tensor
 
 from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, note_leaf, per_tree
 from tdfunc.core.errors import BatchSizeError
-from tdfunc.core.keys import dotted
+from tdfunc.core.keys import Filter, FilterLike, dotted
 from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.shapes import as_names, as_size, one_shape, put_first, shape_of
 from tdfunc.core.types import Path
 from tdfunc.ops.cast import as_device
 from tdfunc.ops.foreach import check_same
-from tdfunc.ops.reading import UNSET, holds_leaf, refuse_inplace
+from tdfunc.ops.reading import UNSET, entries, holds_leaf, refuse_inplace
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -31,8 +32,13 @@ def apply(
     names: Any = UNSET,
     default: Any = UNSET,
     filter_empty: bool = False,
+    where: "FilterLike | None" = None,
 ) -> T:
-    """Call `fn` on every leaf; None drops it. The results must have the batch size."""
+    """Call `fn` on every leaf, or those that a filter chooses; None drops it. The results must have the batch size."""
+    if where is not None:
+        # In the order of a map, which `with_leaves` relies on too.
+        marks = iter(Filter(where).mask(entries(tree)))
+        fn = partial(_where, fn, marks)
     if default is not UNSET:
         others = tuple(_fill_missing(tree, other, default) for other in others)
     else:
@@ -59,6 +65,10 @@ def _map_leaves(
         raise
     _check_results(out, ())
     return out
+
+
+def _where(fn: Callable[..., Any], marks: Iterator[bool], leaf: Any, *twins: Any) -> Any:
+    return fn(leaf, *twins) if next(marks) else leaf
 
 
 @per_tree(cut=1)
@@ -130,7 +140,8 @@ class MapMethods(TensorCollection):
             *others: Trees with the same keys.
             inplace: Only False: a tree is never changed.
             **options: `batch_size` that the results have when `fn` changes it; `device` and `names` of the result;
-                `default` for leaves that another tree lacks; `filter_empty` to drop sub-trees left without leaves.
+                `default` for leaves that another tree lacks; `filter_empty` to drop sub-trees left without leaves;
+                `where`, a filter: the leaves that it does not choose stay as they are.
 
         Raises:
             BatchSizeError: A result does not start with the batch size; the message names the leaf.

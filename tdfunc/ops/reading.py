@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Set
 from typing import Any, TypeVar, cast
 
-from tdfunc.core.collection import PLAIN, TensorCollection, iter_leaves, leaf_paths
+from tdfunc.core.collection import PLAIN, TensorCollection, check_one_shape, iter_leaves, leaf_paths
 from tdfunc.core.errors import ImmutableError, TreeStructureError, error
 from tdfunc.core.keys import Entry, dotted, is_key, missing, unravel
 from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
@@ -93,6 +93,14 @@ def check_same_keys(tree: TensorCollection, call: str) -> None:
     for node in nodes:
         if isinstance(node, TensorCollection):
             check_same_keys(node, call)
+
+
+def check_dense(tree: TensorCollection, call: str) -> None:
+    """Raise for a lazy stack, also inside the tree: its leaves do not start with the batch size."""
+    check_one_shape(tree, call)
+    for _, node in iter_items(tree, True, False):
+        if isinstance(node, TensorCollection):
+            check_one_shape(node, call)
 
 
 def entries(tree: TensorCollection) -> list[Entry]:

@@ -14,6 +14,7 @@ from tdfunc.core.context import is_compiling
 from tdfunc.core.errors import error
 from tdfunc.core.shapes import EMPTY, dim_index, dims_of, one_shape, put_first
 from tdfunc.core.types import LeafFn, Names, Path
+from tdfunc.ops.reading import check_dense
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -107,18 +108,20 @@ def truth(tree: TensorCollection, dim: Any, keepdim: bool, name: str) -> Any:
 
 
 def reduce(tree: TensorCollection, name: str, dim: Any, keepdim: bool, whole: bool | None, **kwargs: Any) -> Any:
-    """Reduce with `torch.<name>`; `whole` gives one tensor for all leaves, a tied one counted once."""
+    """Reduce with `torch.<name>`; `whole` gives one tensor for all leaves, or all features, a tied one counted once."""
     fn: Callable[..., Tensor] = _OWN.get(name) or getattr(torch, name)
     if whole:
         if dim not in (None, "feature"):
-            raise error(
-                ValueError, f"{name}: reduce=True reduces all leaves to one value.", expected="dim None", got=repr(dim)
-            )
+            raise error(ValueError, f"{name}: with reduce=True dim must be None or 'feature'.", got=repr(dim))
+        if dim == "feature":
+            check_dense(tree, name)
+        # The features of all leaves side by side; without `dim` all their elements.
+        size = tree._batch_size if dim == "feature" else EMPTY
         found = dict(iter_leaves(tree))
-        flat = [found[path].reshape(-1) for path in leaf_paths(tree)]
+        flat = [x.reshape(*size, x.shape[len(size) :].numel()) for x in map(found.__getitem__, leaf_paths(tree))]
         if not flat:
-            raise error(ValueError, f"{name}: the tree has no leaves to reduce.", expected="one or more leaves")
-        return fn(torch.cat(flat), **kwargs)
+            raise error(ValueError, f"{name}: the tree must have a leaf.")
+        return fn(torch.cat(flat, -1), (len(size),), **kwargs)
     direct = partial(_method, name, keepdim, kwargs) if name in _METHODS else None
 
     def each(x: Tensor, dims: tuple[int, ...], keep: bool) -> Tensor:
@@ -214,7 +217,8 @@ def extreme(
 class ReduceMethods(TensorCollection):
     """Reductions of every leaf: over all its elements, batch dimensions (`dim=0`) or features (`dim="feature"`).
 
-    With `reduce=True` all leaves together give one tensor.
+    With `reduce=True` all leaves together give one tensor: without `dim` one number, with `dim="feature"` one for each
+    element of the batch.
     """
 
     __slots__ = ()
@@ -238,6 +242,8 @@ class ReduceMethods(TensorCollection):
             >>> td = TensorDict({"a": torch.ones(3, 2)}, [3])
             >>> td.sum(0)["a"], td.sum(dim="feature")["a"], td.sum(reduce=True)
             (tensor([3., 3.]), tensor([2., 2., 2.]), tensor(6.))
+            >>> td.set("b", torch.arange(3)).sum(dim="feature", reduce=True)
+            tensor([2., 3., 4.])
         """
         return reduce_tree(self, "sum", dim, keepdim, reduce, dtype=dtype)
 
@@ -328,7 +334,7 @@ class ExtremeMethods(TensorCollection):
         Args:
             dim: A batch dimension, or "feature"; the indices count through all features.
             keepdim: Keep the dimension, with size 1.
-            reduce: Return the largest value of all leaves, as a tensor.
+            reduce: Return the largest value of all leaves, or of all their features, as a tensor.
             return_indices: With `dim` return `(values, indices)`, two trees; otherwise the values.
 
         Raises:

@@ -107,7 +107,7 @@ def permute(tree: T, dims: tuple[int, ...]) -> T:
     if any(not -n <= d < n for d in dims) or sorted(d % n for d in dims) != list(range(n)):
         raise error(
             ValueError,
-            "permute: there must be each batch dimension once.",
+            "permute: each batch dimension must be named exactly once.",
             expected=f"an order of {list(range(n))}",
             got=list(dims),
         )

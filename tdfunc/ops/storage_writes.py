@@ -28,7 +28,7 @@ from tdfunc.core.types import Path
 from tdfunc.core.walk import Difference, zip_trees
 from tdfunc.ops.cast import keeps_values
 from tdfunc.ops.convert import as_tensor
-from tdfunc.ops.reading import get, iter_items
+from tdfunc.ops.reading import check_dense, get, iter_items
 
 _NOTHING = "; nothing was written"
 
@@ -267,9 +267,8 @@ def write_row(tree: TensorCollection, index: Any, row: Any) -> TensorCollection:
     check_positions(parts, tree._batch_size)
     if not isinstance(row, TensorCollection):
         row = TensorCollection._open(row, size)
-    for node in (tree, row, *[node for _, node in iter_items(tree, True, False)]):
-        if isinstance(node, TensorCollection):
-            check_one_shape(node, call)
+    check_one_shape(row, call)
+    check_dense(tree, call)
     if row._batch_size != size:
         raise BatchSizeError(
             f"{call}: the rows have another batch size.", expected=str(list(size)), got=str(list(row._batch_size))

@@ -12,6 +12,8 @@ from tdfunc.optim._clip import clip_by_global_norm as clip_by_global_norm
 from tdfunc.optim._clip import clip_by_member_norm as clip_by_member_norm
 from tdfunc.optim._combine import Chain as Chain
 from tdfunc.optim._combine import Masked as Masked
+from tdfunc.optim._combine import Multi as Multi
 from tdfunc.optim._combine import chain as chain
 from tdfunc.optim._combine import masked as masked
+from tdfunc.optim._combine import multi as multi
 from tdfunc.optim._sgd import sgd as sgd

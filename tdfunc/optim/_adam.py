@@ -20,6 +20,7 @@ def adam(
     amsgrad: bool = False,
     *,
     maximize: bool = False,
+    eps_root: float = 0.0,
 ) -> Optimizer:
     """Return the Adam optimizer; weight decay is added to the gradient.
 
@@ -33,6 +34,8 @@ def adam(
         weight_decay: Factor of the parameters that are added to the gradient.
         amsgrad: Divide by the largest running average of the square so far.
         maximize: Go up the gradient.
+        eps_root: Added to the average square under the root. Derivatives of a step, as in meta-learning, grow as the
+            root gets small; where it is 0 its derivative counts as 0.
 
     Raises:
         ValueError: A hyperparameter is out of range or nan.
@@ -48,7 +51,7 @@ def adam(
         >>> params["w"][:, 0]
         tensor([0.9000, 0.8000, 0.7000, 0.6000])
     """
-    return _make("adam", lr, betas, eps, weight_decay, amsgrad, maximize)
+    return _make("adam", lr, betas, eps, weight_decay, amsgrad, maximize, eps_root)
 
 
 def adamw(
@@ -59,6 +62,7 @@ def adamw(
     amsgrad: bool = False,
     *,
     maximize: bool = False,
+    eps_root: float = 0.0,
 ) -> Optimizer:
     """Return the AdamW optimizer; weight decay shrinks the parameters, apart from the gradient.
 
@@ -68,21 +72,32 @@ def adamw(
     Source:
         Loshchilov and Hutter, "Decoupled Weight Decay Regularization"; `torch.optim.AdamW`, whose kernels it calls.
     """
-    return _make("adamw", lr, betas, eps, weight_decay, amsgrad, maximize)
+    return _make("adamw", lr, betas, eps, weight_decay, amsgrad, maximize, eps_root)
 
 
 def _make(
-    name: str, lr: Hyper, betas: tuple[Hyper, Hyper], eps: float, weight_decay: Hyper, amsgrad: bool, maximize: bool
+    name: str,
+    lr: Hyper,
+    betas: tuple[Hyper, Hyper],
+    eps: float,
+    weight_decay: Hyper,
+    amsgrad: bool,
+    maximize: bool,
+    eps_root: float,
 ) -> Optimizer:
     beta1, beta2 = betas
     hyper: dict[str, Hyper] = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+    if eps_root != 0.0:
+        hyper["eps_root"] = eps_root
     for key, value in hyper.items():
         check_hyper(name, key, value, 0.0, 1.0 if key.startswith("beta") else torch.inf)
     flags = {"amsgrad": amsgrad, "maximize": maximize}
     decoupled = name == "adamw"
     slots = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ()))
     step = partial(_step, decoupled=decoupled, **flags)
-    return Optimizer(Rule(name, slots, step, partial(_fused, decoupled=decoupled, **flags)), hyper)
+    # The kernel has no eps_root.
+    fused = partial(_fused, decoupled=decoupled, **flags) if eps_root == 0.0 else None
+    return Optimizer(Rule(name, slots, step, fused), hyper)
 
 
 def _step(ops: Lists, work: Work, values: Values, *, decoupled: bool, amsgrad: bool, maximize: bool) -> None:
@@ -102,8 +117,11 @@ def _step(ops: Lists, work: Work, values: Values, *, decoupled: bool, amsgrad: b
     if amsgrad:
         slots["max_exp_avg_sq"] = average = ops.run("maximum", slots["max_exp_avg_sq"], average)
     bias1, bias2 = 1 - beta1**work.step, 1 - beta2**work.step
-    denominator = ops.run("add", ops.run("div", ops.run("sqrt", average, keep=True), bias2**0.5), values["eps"])
-    work.params = ops.addcdiv(params, slots["exp_avg"], denominator, -lr / bias1)
+    if "eps_root" in values:
+        root = ops.sqrt(ops.run("add", ops.run("div", average, bias2, keep=True), values["eps_root"]))
+    else:
+        root = ops.run("div", ops.sqrt(average), bias2**0.5)
+    work.params = ops.addcdiv(params, slots["exp_avg"], ops.run("add", root, values["eps"]), -lr / bias1)
 
 
 # Any: every value is a float here.

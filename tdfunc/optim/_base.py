@@ -15,7 +15,7 @@ from tdfunc.core.context import in_functorch, is_compiling
 from tdfunc.core.errors import BatchSizeError
 from tdfunc.core.keys import dotted
 from tdfunc.core.walk import list_paths, rebuild
-from tdfunc.optim._checks import check_dense, check_members, check_state, list_matching, list_trainable
+from tdfunc.optim._checks import check_dense, check_members, check_state, check_step, list_matching, list_trainable
 from tdfunc.optim._run import Rule, Run
 
 if TYPE_CHECKING:
@@ -53,7 +53,8 @@ class Optimizer:
     Made by `sgd`, `adam` and `adamw`. A hyperparameter is a float, which is fixed; a tensor with a value for each
     member, which `init` puts into the state under its own name, where `state.set` changes it; or a function from
     the number of steps done so far (an integer tensor) to a float or tensor, of no dimensions or of the batch size of
-    the parameters.
+    the parameters. Tensors are differentiated where they require grad, and inside `torch.func.grad`, through `init` and
+    `update`.
 
     Args:
         rule: The arithmetic of one step.
@@ -84,7 +85,7 @@ class Optimizer:
         # Expanded: the strides prove that all members have done as many steps.
         data: dict[str, Any] = {"step": torch.zeros((), dtype=torch.int64, device=device).expand(size)}
         for key, value in self._tensors().items():
-            data[key] = value.detach().clone() if value.dim() else value.detach().clone().expand(size)
+            data[key] = value.clone() if value.dim() else value.clone().expand(size)
             check_members(name, key, data[key], params, leaves)
         for slot in self.rule.slots:
             data[slot] = rebuild(params, [torch.zeros_like(leaf) for leaf in leaves])
@@ -102,7 +103,8 @@ class Optimizer:
         """Return the parameters and the state after one step.
 
         It works under `torch.vmap`, `torch.func.grad`, `tdfunc.jit` and `torch.compile`. Outside of transforms a step
-        is not differentiated, and a leaf that requires grad becomes one that does.
+        is differentiated only if a hyperparameter in the state requires grad; else a leaf that requires grad becomes
+        one that does.
 
         Args:
             params: The tree to train.
@@ -127,7 +129,9 @@ class Optimizer:
         name = self.rule.name
         leaves, size = list_trainable(name, params), params._batch_size
         tensors = self._tensors()
-        check_state(name, state, {"step", *self.rule.slots, *tensors}, size)
+        check_state(name, state, {"step", *self.rule.slots, *tensors})
+        step = state._data["step"]
+        check_step(name, step, size)
         gradients = list_matching(name, "gradient", params, leaves, grads)
         slots = {slot: list_matching(name, slot, params, leaves, state._data[slot]) for slot in self.rule.slots}
         for key in tensors:
@@ -140,14 +144,13 @@ class Optimizer:
                 got=f"shape {list(active.shape)}",
                 hint="params.with_batch_size([members]), if the leaves are stacked and the tree has no batch size.",
             )
-        step = state._data["step"]
         run = Run(self.rule, self.hyper, step, tensors, active, donate, lambda: list(map(dotted, list_paths(params))))
         new, new_slots = run.step(leaves, gradients, slots)
         data = {key: rebuild(node, new_slots[key]) if key in new_slots else node for key, node in state._data.items()}
         if active is not None:
             data["step"] = step + active
         # Kept expanded, under a compiler too: a state of other strides would be compiled for again.
-        elif step.dim() and (is_compiling() or not in_functorch()) and not any(step.stride()):
+        elif step.dim() and 0 not in size and (is_compiling() or not in_functorch()) and not any(step.stride()):
             data["step"] = (step[(0,) * step.dim()] + 1).expand(step.shape)
         else:
             data["step"] = step + 1

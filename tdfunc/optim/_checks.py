@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
+from tdfunc.core.context import has_values
 from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureError, UnsupportedError, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.walk import Difference, list_leaves, list_paths, same_keys, zip_trees
@@ -77,8 +78,8 @@ def list_matching(name: str, what: str, params: TensorCollection, leaves: Leaves
     return values
 
 
-def check_state(name: str, state: Any, wanted: set[str], size: torch.Size) -> None:
-    """Raise unless `state` has the entries of this optimizer and a step count for this batch size."""
+def check_state(name: str, state: Any, wanted: set[str]) -> None:
+    """Raise unless `state` has the entries of this optimizer."""
     if not isinstance(state, TensorCollection) or state._data.keys() != wanted:
         raise TreeStructureError(
             f"{name}.update: the state must be of this optimizer.",
@@ -86,7 +87,10 @@ def check_state(name: str, state: Any, wanted: set[str], size: torch.Size) -> No
             got=f"{sorted(state._data)}" if isinstance(state, TensorCollection) else type(state).__name__,
             hint="state = opt.init(params); the order is update(params, grads, state).",
         )
-    step = state._data["step"]
+
+
+def check_step(name: str, step: Tensor, size: torch.Size) -> None:
+    """Raise unless a step count is for this batch size."""
     if step.shape != size:
         raise BatchSizeError(
             f"{name}.update: the step count of the state must have the batch size of params.",
@@ -133,8 +137,8 @@ def check_scheduled(name: str, what: str, value: Any, size: torch.Size) -> Coeff
 
 
 def check_hyper(rule: str, name: str, value: Any, low: float, high: float = math.inf) -> None:
-    """Raise unless every number in a hyperparameter lies in [low, high); schedules are not checked."""
-    if callable(value):
+    """Raise unless every number in a hyperparameter lies in [low, high); schedules have no numbers yet."""
+    if callable(value) or (isinstance(value, Tensor) and not has_values()):
         return
     # Written so that nan fails.
     fits = bool(((value >= low) & (value < high)).all()) if isinstance(value, Tensor) else low <= value < high

@@ -1,19 +1,22 @@
-"""Optimizers made of others: `chain` and `masked`."""
+"""Optimizers made of others: `chain`, `masked` and `multi`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import error
-from tdfunc.core.keys import FilterLike
+from tdfunc.core.keys import Entry, Filter, FilterLike, assign, dotted
+from tdfunc.core.types import Path
 from tdfunc.core.walk import list_leaves, list_paths, rebuild
-from tdfunc.ops import structure
 from tdfunc.ops.reading import entries
+from tdfunc.ops.structure import keep_leaves
 from tdfunc.optim._base import AbstractOptimizer
-from tdfunc.optim._checks import check_tree
+from tdfunc.optim._checks import check_state, check_tree, list_matching
 from tdfunc.optim._clip import GradientMap
+from tdfunc.optim._run import may_donate
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
@@ -52,12 +55,11 @@ class Masked:
     """An optimizer of a part of the tree; the other leaves stay as they are."""
 
     optimizer: AbstractOptimizer
-    where: FilterLike
+    where: Filter
 
     def init(self, params: TensorCollection) -> "TensorDict":
         """Return the state for the chosen leaves; raises FilterError if there are none."""
-        check_tree("masked", "params", params)
-        return self.optimizer.init(structure.partition(params, self.where)[0])
+        return self.optimizer.init(keep_leaves(params, self._choose(params)))
 
     def update(
         self,
@@ -69,15 +71,80 @@ class Masked:
         donate: bool = False,
     ) -> "tuple[T, TensorDict]":
         """Do a step of the chosen leaves; gradients of others may be missing. See `Optimizer.update`."""
+        steps = [(self.optimizer, self._choose(params), state)]
+        check_tree("masked.update", "the gradient", grads)
+        new, (state,) = _step_parts(params, grads, steps, active, donate)
+        return new, state
+
+    def _choose(self, params: TensorCollection) -> set[Path]:
+        """Return the paths of the chosen leaves."""
         check_tree("masked", "params", params)
-        part = structure.partition(params, self.where)[0]
-        # A tied leaf under all of its names, so that the gradients keep the tie.
-        chosen = {path for entry in entries(part) for path in entry.paths}
-        given = structure.keep_leaves(grads, chosen) if isinstance(grads, TensorCollection) else grads
-        new, state = self.optimizer.update(part, given, state, active=active, donate=donate)
-        changed = dict(zip(list_paths(part), list_leaves(new), strict=True))
-        leaves = [changed.get(path, leaf) for path, leaf in zip(list_paths(params), list_leaves(params), strict=True)]
-        return rebuild(params, leaves), state
+        found = entries(params)
+        return _paths_where(found, self.where.mask(found))
+
+
+@dataclass(frozen=True, eq=False)
+class Multi:
+    """An optimizer for each group of leaves; the state has an entry for each, "0" for the first."""
+
+    groups: Mapping[Filter, AbstractOptimizer]
+
+    def init(self, params: TensorCollection) -> "TensorDict":
+        """Return the state before the first step; raises FilterError if a filter or a leaf has no match."""
+        data: dict[str, Any] = {
+            str(i): optimizer.init(keep_leaves(params, paths))
+            for i, (optimizer, paths) in enumerate(zip(self.groups.values(), self._choose(params), strict=True))
+        }
+        return TensorCollection._open._make(data, params._batch_size, params._device, params._names)
+
+    def update(
+        self,
+        params: T,
+        grads: TensorCollection,
+        state: "TensorDict",
+        *,
+        active: Tensor | None = None,
+        donate: bool = False,
+    ) -> "tuple[T, TensorDict]":
+        """Do a step of each group by its optimizer; see `Optimizer.update`."""
+        chosen = self._choose(params)
+        list_matching("multi", "gradient", params, list_leaves(params), grads)
+        names = [str(i) for i in range(len(chosen))]
+        check_state("multi", state, set(names))
+        steps = list(zip(self.groups.values(), chosen, [state._data[name] for name in names], strict=True))
+        new, states = _step_parts(params, grads, steps, active, donate)
+        return new, state._replace(dict(zip(names, states, strict=True)))
+
+    def _choose(self, params: TensorCollection) -> list[set[Path]]:
+        """Return the paths of the leaves of each group."""
+        check_tree("multi", "params", params)
+        found = entries(params)
+        numbers = assign(found, {where: i for i, where in enumerate(self.groups)}, "multi")
+        return [_paths_where(found, [number == i for number in numbers]) for i in range(len(self.groups))]
+
+
+def _paths_where(found: list[Entry], mask: list[bool]) -> set[Path]:
+    """Return the paths of the chosen leaves: a tied leaf under all of its names, so that gradients keep the tie."""
+    return {path for entry, chosen in zip(found, mask, strict=True) if chosen for path in entry.paths}
+
+
+# Any: the states.
+def _step_parts(
+    params: T, grads: TensorCollection, steps: list[Any], active: Tensor | None, donate: bool
+) -> tuple[T, list[Any]]:
+    """Return the parameters and states after a step (optimizer, paths, state) of each part."""
+    leaves = dict(zip(list_paths(params), list_leaves(params), strict=True))
+    if donate:
+        # The optimizers look for shared memory in their own parts only.
+        names = [*map(dotted, leaves), *(f"gradient of {dotted(path)}" for path in list_paths(grads))]
+        donate = may_donate(names, list(leaves.values()), list_leaves(grads))
+    states: list[Any] = []
+    for optimizer, paths, state in steps:
+        part, given = keep_leaves(params, paths), keep_leaves(grads, paths)
+        new, state = optimizer.update(part, given, state, active=active, donate=donate)
+        leaves.update(zip(list_paths(part), list_leaves(new), strict=True))
+        states.append(state)
+    return rebuild(params, list(leaves.values())), states
 
 
 def chain(*members: GradientMap | AbstractOptimizer) -> Chain:
@@ -107,7 +174,7 @@ def chain(*members: GradientMap | AbstractOptimizer) -> Chain:
             "chain: members before the last must be maps of gradients.",
             expected="clip_by_global_norm(...), ..., then one optimizer",
             got=_names(members),
-            hint="give each optimizer its part of the tree with masked().",
+            hint="multi({filter: optimizer, ...}) gives each optimizer its part of the tree.",
         )
     return Chain(tuple(maps), members[-1])
 
@@ -126,7 +193,28 @@ def masked(optimizer: AbstractOptimizer, where: FilterLike) -> Masked:
         >>> params["head", "w"], params["trunk", "w"]
         (tensor([0.5000, 0.5000]), tensor([1., 1.]))
     """
-    return Masked(optimizer, where)
+    return Masked(optimizer, Filter(where))
+
+
+def multi(groups: Mapping[FilterLike, AbstractOptimizer]) -> Multi:
+    """Return an optimizer that gives each leaf to the optimizer of the first filter that matches it.
+
+    Args:
+        groups: Optimizers by glob on the dotted path, or by `Filter`; a function in a filter is given leaves with their
+            batch dimensions.
+
+    Source:
+        The parameter groups of `torch.optim`.
+
+    Examples:
+        >>> optim, is_vector = tdf.optim, tdf.Filter(lambda path, leaf: leaf.dim() < 2)
+        >>> groups = optim.multi({is_vector: optim.adamw(1e-3, weight_decay=0.0), "*": optim.adamw(1e-3)})
+        >>> opt = optim.chain(optim.clip_by_global_norm(1.0), groups)
+        >>> params = TensorDict({"weight": torch.ones(2, 3), "bias": torch.ones(3)})
+        >>> opt.init(params)["0", "exp_avg"].paths()
+        [('bias',)]
+    """
+    return Multi({Filter(where): optimizer for where, optimizer in groups.items()})
 
 
 def _names(members: tuple[object, ...]) -> str:

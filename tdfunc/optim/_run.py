@@ -71,13 +71,9 @@ class Run:
 
     def step(self, params: Leaves, grads: Leaves, slots: Slots) -> tuple[Leaves, Slots]:
         """Return the leaves of the parameters and of the slots after the step."""
-        if is_compiling() or in_functorch():
+        if not takes_kernels([*params, *grads]) or self._is_followed():
             return self._step_plain(params, grads, slots)
         trace = recorder()
-        if trace is None and not (
-            has_values() and all(type(x) in (Tensor, Parameter) and x.device.type != "meta" for x in [*params, *grads])
-        ):
-            return self._step_plain(params, grads, slots)
         old = [*params, *(leaf for slot in slots.values() for leaf in slot)]
         # To keep a member as it is, its old values must be there after the step.
         donate = self.donate and self.active is None
@@ -103,6 +99,10 @@ class Run:
         n = len(params)
         return new[:n], {slot: new[n * (i + 1) : n * (i + 2)] for i, slot in enumerate(slots)}
 
+    def _is_followed(self) -> bool:
+        """Return whether autograd differentiates the step by a hyperparameter."""
+        return torch.is_grad_enabled() and any([value.requires_grad for value in self.tensors.values()])
+
     def _step_plain(self, params: Leaves, grads: Leaves, slots: Slots) -> tuple[Leaves, Slots]:
         """Step with functions that every transform supports."""
         work = _promote(Work(params, grads, slots, self.count.double() + 1))
@@ -114,6 +114,29 @@ class Run:
             new = _choose(self.active, new, params)
             new_slots = {slot: _choose(self.active, leaves, slots[slot]) for slot, leaves in new_slots.items()}
         return new, new_slots
+
+
+def takes_kernels(leaves: Leaves) -> bool:
+    """Return whether kernels may write to copies of these: real tensors, or those of a trace, at each replay."""
+    if is_compiling() or in_functorch():
+        return False
+    if recorder() is not None:
+        return True
+    return has_values() and all([type(x) in (Tensor, Parameter) and x.device.type != "meta" for x in leaves])
+
+
+def may_donate(names: list[str], writes: Leaves, reads: Leaves) -> bool:
+    """Return whether no tensor of the first list shares memory with any other; a trace checks it at each replay."""
+    if not takes_kernels([*writes, *reads]) or any(find_overlaps([*writes, *reads])):
+        return False
+    trace = recorder()
+    if trace is not None:
+        trace.call(partial(_check_apart, _leave, names), writes, reads)
+    return True
+
+
+def _leave(writes: Leaves, reads: Leaves) -> None:
+    """Do nothing."""
 
 
 def _own(writes: Leaves, reads: Leaves) -> Leaves:

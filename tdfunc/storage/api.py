@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,9 @@ from tdfunc.storage.safetensors.select import Choice, narrow_tree, read_tree
 from tdfunc.storage.safetensors.write import commit
 from tdfunc.storage.tree.build import Classes
 from tdfunc.storage.tree.encode import Outline, outline
+
+if TYPE_CHECKING:
+    from tdfunc._tensordict import TensorDict
 
 _SUFFIX = ".safetensors"
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
@@ -99,7 +102,7 @@ def load(
     classes: "Classes" = (),
     verify: bool = True,
     progress: bool = False,
-) -> Any:  # the file decides the class of the tree
+) -> "TensorDict":
     """Load a tree from a safetensors file, from shards with an index, or from a memmap folder.
 
     Files are mapped copy-on-write: leaves are read when they are first used, in-place writes to them stay in
@@ -145,16 +148,21 @@ def load(
     choice = Choice(keys, like, dtype, place, classes)
     if is_memmap(name, files):
         with outside_transforms():
-            return narrow_tree(load_memmap(name, place, classes=classes), choice, name)
+            return _typed(narrow_tree(load_memmap(name, place, classes=classes), choice, name))
     contents = open_contents(name, files, verify=verify)
     try:
         total = sum(source.size_bytes - source.begin for source in contents.sources)
         with progress_bar(progress, total, "load") as tick:
             choice = Choice(keys, like, dtype, place, classes, tick)
             mapped = not (is_remote(name) and keys is not None)
-            return read_tree(contents, choice, mapped=mapped)
+            return _typed(read_tree(contents, choice, mapped=mapped))
     finally:
         contents.close()
+
+
+def _typed(tree: Any) -> "TensorDict":
+    """Return a loaded tree as the class that type checkers read; of a typed one, `Class.load` has the class."""
+    return tree
 
 
 @contextmanager

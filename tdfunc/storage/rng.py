@@ -1,6 +1,7 @@
 """The state of random generators as a tree, so that it can be saved with the parameters that they drew."""
 
 import random
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -8,60 +9,65 @@ import torch
 from torch import Generator
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import TreeStructureError, UnsupportedError
+from tdfunc.core.errors import TreeStructureError, UnsupportedError, error
 from tdfunc.core.nontensor import NonTensorData
 
 AnyGenerator: TypeAlias = "Generator | np.random.Generator | random.Random"
+_GLOBAL = frozenset(("torch", "cuda", "python", "numpy"))
 
 
 def get_rng_state(**generators: AnyGenerator) -> TensorCollection:
-    """Read the state of random generators, as a tree that can be saved.
+    """Read the state of the global random generators and of others, as a tree that can be saved.
+
+    The global ones are torch's for the CPU and for each CUDA device in use, Python's and numpy's.
 
     Args:
-        generators: Generators by name: `torch.Generator`, `numpy.random.Generator` or `random.Random`. Without any,
-            the global ones: torch's for the CPU and for each CUDA device in use, Python's and numpy's.
+        generators: Further generators by name: `torch.Generator`, `numpy.random.Generator` or `random.Random`.
 
     Returns:
-        A tree with an entry for each generator.
+        A tree with the entries `torch`, `cuda`, `python` and `numpy`, and one for each given generator.
+
+    Raises:
+        ValueError: A generator has the name of a global one.
 
     Examples:
         >>> generator = torch.Generator().manual_seed(0)
         >>> state = tdf.get_rng_state(data=generator)
-        >>> first = torch.rand(2, generator=generator)
+        >>> first = torch.rand(2), torch.rand(2, generator=generator)
         >>> tdf.set_rng_state(state, data=generator)
-        >>> bool((torch.rand(2, generator=generator) == first).all())
-        True
+        >>> [bool((a == b).all()) for a, b in zip(first, (torch.rand(2), torch.rand(2, generator=generator)))]
+        [True, True]
     """
-    if not generators:
-        devices = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
-        kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
-        found: dict[str, Any] = {
-            "torch": torch.get_rng_state(),
-            "cuda": {str(i): torch.cuda.get_rng_state(i) for i in range(devices)},
-            "python": _describe_python(random.getstate()),
-            "numpy": {
-                "kind": str(kind),
-                "keys": torch.from_numpy(np.array(keys, dtype=np.uint32)),
-                "rest": NonTensorData([int(position), int(has_gauss), float(gauss)]),
-            },
-        }
-        return TensorCollection._open(found)
-    return TensorCollection._open({name: _read(generator) for name, generator in generators.items()})
+    if taken := sorted(_GLOBAL & generators.keys()):
+        raise error(ValueError, "get_rng_state: a generator must not have the name of a global one.", got=str(taken))
+    devices = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    found: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "cuda": {str(i): torch.cuda.get_rng_state(i) for i in range(devices)},
+        "python": _describe_python(random.getstate()),
+        "numpy": {
+            "kind": str(kind),
+            "keys": torch.from_numpy(np.array(keys, dtype=np.uint32)),
+            "rest": NonTensorData([int(position), int(has_gauss), float(gauss)]),
+        },
+    }
+    return TensorCollection._open(found | {name: _read(generator) for name, generator in generators.items()})
 
 
 def set_rng_state(state: TensorCollection, **generators: AnyGenerator) -> None:
-    """Put generators into a state that `get_rng_state` read.
+    """Put the global generators, and others, into a state that `get_rng_state` read.
 
     Args:
         state: The tree.
-        generators: The generators that were given to `get_rng_state`, by the same names; without any, the global ones.
+        generators: The generators that were given to `get_rng_state`, by the same names.
 
     Raises:
         TreeStructureError: The tree has other generators than those that are given.
         UnsupportedError: A generator of another kind or version than the one whose state this is, or more CUDA
-            devices than there are here.
+            devices than there are here. No generator has changed.
     """
-    found, given = set(state._data), set(generators) or {"torch", "cuda", "python", "numpy"}
+    found, given = set(state._data), {*_GLOBAL, *generators}
     if found != given:
         raise TreeStructureError(
             "set_rng_state: the generators must be those of the state.",
@@ -69,24 +75,30 @@ def set_rng_state(state: TensorCollection, **generators: AnyGenerator) -> None:
             got=", ".join(sorted(given)),
             hint="give the generators by the names that get_rng_state had.",
         )
+    before = get_rng_state(**generators)
+    try:
+        _write(state, generators)
+    except BaseException:
+        _write(before, generators)
+        raise
+
+
+def _write(state: TensorCollection, generators: Mapping[str, AnyGenerator]) -> None:
     what = "global generators"
     try:
-        if not generators:
-            cuda = state._data["cuda"]._data
-            devices = torch.cuda.device_count() if cuda else 0
-            if len(cuda) > devices:
-                raise UnsupportedError(
-                    "set_rng_state: there must be as many CUDA devices as in the state.",
-                    expected=str(len(cuda)),
-                    got=str(devices),
-                )
-            python, numpy = _python_state(state._data["python"]), state._data["numpy"]._data
-            rest = numpy["rest"].data
-            torch.set_rng_state(_bytes(state._data["torch"]))
-            for i, value in cuda.items():
-                torch.cuda.set_rng_state(_bytes(value), int(i))
-            random.setstate(python)
-            np.random.set_state((numpy["kind"].data, numpy["keys"].cpu().numpy(), *rest))
+        cuda, numpy = state._data["cuda"]._data, state._data["numpy"]._data
+        devices = torch.cuda.device_count() if cuda else 0
+        if len(cuda) > devices:
+            raise UnsupportedError(
+                "set_rng_state: there must be as many CUDA devices as in the state.",
+                expected=str(len(cuda)),
+                got=str(devices),
+            )
+        torch.set_rng_state(_bytes(state._data["torch"]))
+        for i, value in cuda.items():
+            torch.cuda.set_rng_state(_bytes(value), int(i))
+        random.setstate(_python_state(state._data["python"]))
+        np.random.set_state((numpy["kind"].data, numpy["keys"].cpu().numpy(), *numpy["rest"].data))
         for name, generator in generators.items():
             what, own = f"generator {name}, a {type(generator).__name__}", state._data[name]
             if isinstance(generator, Generator):

@@ -1,7 +1,9 @@
 """What forward does with the data: writes to arguments, changes extra state, asks for derivatives of attention."""
 
 from itertools import product
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -93,6 +95,43 @@ def test_writes_that_no_other_member_sees(make, where):
         out = ensemble(tree, x)
 
     assert_close(out.detach(), expected)
+
+
+class Remembers(nn.Module):
+    """Adds to a list, dict, array or object among its arguments, and may do what vmap cannot."""
+
+    def __init__(self, is_plain):
+        super().__init__()
+        self.linear, self.is_plain = nn.Linear(3, 3), is_plain
+
+    def forward(self, x, memory):
+        """Sum up the outputs, or count the calls."""
+        y = self.linear(x)
+        if isinstance(memory, np.ndarray):
+            memory += 1
+            return y * memory[0]
+        held = vars(memory) if isinstance(memory, SimpleNamespace) else memory
+        if isinstance(held, list):
+            held.append(y)
+            y = torch.stack(held).sum(0)
+        else:
+            y = held["sum"] = held.get("sum", 0) + y
+        return y if self.is_plain or y.sum() > 0 else -y
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+@pytest.mark.parametrize("how", ["loop", "auto"])
+@pytest.mark.parametrize("by_keyword", [False, True])
+@pytest.mark.parametrize("make", [list, dict, lambda: np.ones(1), SimpleNamespace])
+def test_arguments_that_forward_fills(make, by_keyword, how, is_plain):
+    """Each member fills a container of its own, and the caller's stays as it was."""
+    models, x, given = [Remembers(is_plain) for _ in range(3)], torch.randn(2, 3), make()
+    ensemble = Ensemble(functional(models[0])[0], how)
+    args, kwargs = ((x,), {"memory": given}) if by_keyword else ((x, given), {})
+    out = ensemble(stack_modules(models), *args, **kwargs)
+
+    assert_close(out, torch.stack([model(x, make()) for model in models]))
+    assert given == make()
 
 
 class Counting(nn.Module):

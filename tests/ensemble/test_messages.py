@@ -1,7 +1,10 @@
 """Errors of ensembles: each call, its class, and the parts of its message."""
 
+import random
 import re
+import threading
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -48,6 +51,22 @@ def drawn(dtype):
     return model
 
 
+def drawn_outside(draw):
+    """A layer that is initialised by Python or numpy."""
+    layer = nn.Linear(3, 2)
+    with torch.no_grad():
+        layer.bias.fill_(draw())
+    return layer
+
+
+class Takes(nn.Module):
+    """A module whose forward has an argument of any name."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.forward = {"rng": lambda x, rng=1.0: x * rng, "in_dims": lambda x, in_dims=1.0: x * in_dims}[name]
+
+
 def draw_inside():
     """A layer that is initialised by an operation which takes no generator."""
     layer = nn.Linear(3, 2)
@@ -81,15 +100,21 @@ MESSAGES = [
      LeafMismatchError, "'w' of member 1", "cpu", "meta"),
     (lambda: init_ensemble(make_each(TiedLM, untied), 2), TieError,
      "member 1", "emb.weight", "out.weight", "none"),
-    (lambda: init_ensemble(draw_inside, 2), UnsupportedError, "default generator", "torch.nn.init", "stack_modules"),
+    (lambda: init_ensemble(draw_inside, 2), UnsupportedError, "past the seed", "torch.nn.init", "takes no generator",
+     "stack_modules"),
+    (lambda: init_ensemble(lambda: drawn_outside(np.random.rand), 2), UnsupportedError, "past the seed", "numpy's"),
+    (lambda: init_ensemble(lambda: drawn_outside(random.random), 2), UnsupportedError, "past the seed", "Python's"),
     # Making an ensemble.
     (lambda: Ensemble(APPLY, "vmapp"), ValueError, "loop | vmap", "'vmapp'"),
     (lambda: Ensemble(LAYER), TypeError, "Apply", "Linear", "functional(model)"),
+    (lambda: Ensemble(functional(Takes("in_dims"))[0]), UnsupportedError, "called 'in_dims'", "wrap the module"),
+    (lambda: Ensemble(functional(Takes("rng"), call_only=True)[0]), UnsupportedError, "called 'rng'", "'buffers'"),
     # Calling it.
     (lambda: Ensemble(APPLY)(PARAMS, X), BatchSizeError, "batch size [E]", "batch size []", "stack_modules"),
     (lambda: Ensemble(APPLY, chunk_size=0), ValueError, "chunk_size must be at least 1", "0"),
     (lambda: Ensemble(APPLY)({"weight": 1}, X), BatchSizeError, "batch size [E]", "dict", "stack_modules"),
     (lambda: Ensemble(APPLY)(TREE[:0], X), BatchSizeError, "E > 0", "batch size [0]"),
+    (lambda: Ensemble(APPLY)(TREE, threading.local()), UnsupportedError, "class _local cannot be copied", "tensors"),
     (lambda: Ensemble(APPLY)(TREE, X, in_dims=(0, 0)), ValueError, "1 entries", "(0, 0)"),
     (lambda: Ensemble(APPLY)(TREE, X, in_dims={"x": 0}), ValueError, "a tuple of them", "'x'"),
     (lambda: Ensemble(APPLY)(TREE, X, in_dims=0), ValueError, "dimension 0", "3 members there", "(5, 3, 4)"),

@@ -151,6 +151,23 @@ def test_globals_of_helpers_are_in_the_key(monkeypatch):
     assert traced.cache_info().misses == 3
 
 
+def test_globals_that_appear_are_in_the_key(monkeypatch):
+    """A global that is defined later, or that hides a builtin, is read from then on."""
+
+    def late(x):
+        try:
+            return x * LATER
+        except NameError:
+            return x * abs(-2.0)
+
+    traced = jit(late)
+    assert traced(X).item() == 2
+    monkeypatch.setitem(globals(), "abs", lambda value: 9.0)
+    assert traced(X).item() == 9
+    monkeypatch.setitem(globals(), "LATER", 3.0)
+    assert traced(X).item() == 3
+
+
 def test_globals_of_an_inner_jitted_function_are_in_the_key(monkeypatch):
     """A function that calls a jitted one is recorded anew when a global that the inner one reads changes."""
     outer = jit(lambda x: inner(x) + 0)

@@ -57,8 +57,12 @@ STEPS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "assert": lambda a, b: torch._assert_async((a < 100).all()),
     "cholesky": lambda a, b: torch.linalg.cholesky(torch.diag(a))[0],
     "solve": lambda a, b: torch.linalg.solve(torch.diag(a), b),
+    "one_hot": lambda a, b: F.one_hot(a.long(), 3).sum(0) + a,
+    "complex": lambda a, b: (a * complex(-1, -0.0)).sqrt().imag,
     "select": lambda a, b: a[b.long() % 3],
     "capture": lambda a, b: a + CAPTURED,
+    "read": lambda a, b: a * CAPTURED.tolist()[0],
+    "grad": lambda a, b: a if a.grad is None else b,
     "branch": lambda a, b: a if a.sum() > 0 else b,
 }
 REFUSALS = (CaptureError, ImmutableError, UnsupportedError)

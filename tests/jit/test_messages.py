@@ -2,13 +2,14 @@
 
 import functools
 import re
+import threading
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from tdfunc import CaptureError, ImmutableError, NonTensorData, TensorDict, UnsupportedError
+from tdfunc import CaptureError, ConcurrencyError, ImmutableError, NonTensorData, TensorDict, UnsupportedError
 from tdfunc._jit import jit
 
 WEIGHT = torch.ones(3)
@@ -20,6 +21,28 @@ class Holder:
 
     def __init__(self):
         self.inner = {"mask": torch.ones(3)}
+
+
+HOLDER = Holder()
+
+
+@functools.lru_cache
+def positions(n):
+    """A table that is made once."""
+    return torch.arange(n).sin()
+
+
+def seed_and_draw(x):
+    """Draw from the default generator after it was seeded."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return torch.rand(3)
+
+
+def seed_elsewhere(x):
+    """The same, by a name that the code does not spell."""
+    getattr(torch, "manual" + "_seed")(7)
+    return torch.rand(3)
 
 
 def make_captures():
@@ -85,6 +108,15 @@ REFUSED = [
     (lambda t: t["a"], (LARGE,), UnsupportedError, "argument 0's non-tensor data", "hashable", "ndarray"),
     (lambda t: t, (SPARSE,), UnsupportedError, "argument 0['a']", "torch.sparse_coo"),
     (lambda x: x, (NESTED,), UnsupportedError, "argument 0", "subclass", "NestedTensor"),
+    (lambda x: x * x.grad, (X,), UnsupportedError, "reads .grad of argument 0", LINE, "pass the value"),
+    (lambda x: x * x.storage_offset(), (X,), UnsupportedError, "reads .storage_offset() of argument 0", LINE),
+    (lambda x: x * X.tolist()[0], (X,), CaptureError, "'X'", LINE),
+    (lambda x: x * torch.from_numpy(X.numpy()), (X,), CaptureError, "'X'", LINE),
+    (lambda x: x + torch.rand(3, generator=torch.Generator()), (X,), UnsupportedError, "seeds the generator", LINE),
+    (seed_and_draw, (X,), UnsupportedError, "seed_and_draw seeds a generator", "torch.Generator outside"),
+    (seed_elsewhere, (X,), UnsupportedError, "seeds the generator", LINE, "torch.Generator outside"),
+    (lambda x: x * positions(3), (X,), UnsupportedError, "keeps a tensor", "sin", "[3]", "clear that cache"),
+    (lambda x: HOLDER.inner.update(last=x), (X,), UnsupportedError, "keeps", "HOLDER.inner['last']", "argument 0"),
     (lambda x: Holder(), (X,), UnsupportedError, "the result", "Holder"),
     (lambda x: {"a": [x, Holder()]}, (X,), UnsupportedError, "the result['a'][1]", "Holder"),
 ]  # fmt: skip
@@ -100,6 +132,35 @@ def test_refusals_name_the_argument_or_the_line(i):
         traced(*args)
     assert traced.cache_info().currsize == 0
     assert TREE["a", "w"].tolist() == X.tolist() == [1, 1, 1]
+    HOLDER.inner.pop("last", None)
+
+
+SCALE = 1.0
+
+
+def test_a_thread_that_assigns_a_global_is_named(monkeypatch):
+    """A global that is assigned during the first call, by other code than the function's, is refused by name."""
+
+    def fn(x):
+        thread = threading.Thread(target=lambda: monkeypatch.setitem(globals(), "SCALE", 2.0))
+        thread.start()
+        thread.join()
+        return x * SCALE
+
+    with pytest.raises(ConcurrencyError, match=r"(?s)'SCALE' was assigned while.*1.0, then 2.0.*call again"):
+        jit(fn)(X)
+    assert jit(fn)(X).tolist() == [2, 2, 2]
+
+
+def test_numbers_that_are_recorded_anew_are_named():
+    """The eighth value of a number among the arguments warns, once, with the cure; other numbers do not."""
+    fn = jit(lambda x, i, options: x * i * options["power"])
+    for i in range(7):
+        fn(X, i, {"power": 2})
+
+    with pytest.warns(UserWarning, match=r"(?s)argument 1 is a number that has had 8 values.*torch.tensor\(7\)"):
+        fn(X, 7, {"power": 2})
+    fn(X, 8, {"power": 2})
 
 
 def test_the_cache_holds_a_record():

@@ -1,12 +1,14 @@
 """The messages of modules/: each row is a call, the class that it raises, and a pattern of the message."""
 
 import warnings
+import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
 
 import tdfunc as tdf
 from tdfunc import (
@@ -271,6 +273,12 @@ CALLS = {
     "traced members": (lambda: trace_members(0), UnsupportedError, 'members cannot be made.*randomness="different"'),
     "traced generator": (lambda: trace_members(torch.Generator()), UnsupportedError, "members cannot be made inside"),
     "entered twice": (enter_twice, ConcurrencyError, r"entered once.*closed.*call params.to_module"),
+    "a numpy view": (lambda: functional(Calls(view=[MLP[0].weight.detach().numpy().T], layer=MLP[0])), LeakError,
+                     "numpy array '0' lies in the memory of a weight.*'layer.weight'.*inside forward"),
+    "a weak proxy": (lambda: from_module(Calls(parent=weakref.proxy(MLP))), UnsupportedError,
+                     "submodule 'parent' is a weak proxy.*weakref.ref"),
+    "drawing in a checkpoint": (lambda: draw(Calls(lambda y: checkpoint(F.dropout, y, use_reentrant=False))),
+                                UnsupportedError, "inside torch.utils.checkpoint.*leave rng= out"),
     "a kept weight": (lambda: run(lambda p, b: (p, b), keeping()), LeakError,
                       "used the weight 'weight'.*a reference kept elsewhere.*inside forward"),
 }  # fmt: skip

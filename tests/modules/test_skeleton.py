@@ -1,6 +1,7 @@
 """Private copies: what is copied, shared and poisoned; what a forward writes and what is left of it."""
 
 import copy
+import dataclasses
 import functools
 import gc
 import pickle
@@ -8,12 +9,13 @@ import threading
 import weakref
 from collections import OrderedDict, deque
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tdfunc import LeakError, combine, from_module, functional
+from tdfunc import Ensemble, LeakError, combine, from_module, functional, stack
 from tdfunc.modules.poison import Poison
 from tests.models import make_mlp
 
@@ -29,8 +31,8 @@ class Layer(nn.Module):
         for name, value in attributes.items():
             setattr(self, name, value)
 
-    def forward(self, x):
-        return self.fn(self, x)
+    def forward(self, *args):
+        return self.fn(self, *args)
 
 
 class Holder:
@@ -301,7 +303,8 @@ def test_a_call_leaves_nothing_behind():
 
 def look_and_change(self, x):
     """Return the children of modules that are torch's own, and change them."""
-    found = [list(m._modules.items()) for m in (self.layers, self.spare, self.named, *self.layers)]
+    found = [[(name, type(child)) for name, child in m._modules.items()] for m in (self.layers, self.spare, self.named)]
+    found += [list(m._modules) for m in self.layers]
     self.change(self)
     return found
 
@@ -335,17 +338,135 @@ def test_children_are_put_back(name):
 
 def test_a_call_that_raises_leaves_nothing_behind():
     """An exception does not skip the cleaning."""
-    model = Scribbler()
+    model, errors = Scribbler(), [KeyboardInterrupt, RuntimeError]
+    model.register_forward_hook(lambda *_: (_ for _ in ()).throw(errors.pop()("stop")) if errors else None)
     apply, params, buffers = functional(model)
     for error in (RuntimeError, KeyboardInterrupt):
-        handle = apply._pool[0].module.register_forward_hook(
-            lambda *_, error=error: (_ for _ in ()).throw(error("stop"))
-        )
         with pytest.raises(error, match="stop"):
             apply(params, X, buffers=buffers)
-        handle.remove()
 
     apply(params, X, buffers=buffers)
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    """State in a slot."""
+
+    n: float = 0.0
+
+
+class Reduced:
+    """State that is copied in a way of its class's own."""
+
+    def __init__(self, n=0.0):
+        self.n = n
+
+    def __reduce__(self):
+        return Reduced, (self.n,)
+
+
+def bump(holder, name):
+    """Count up in an attribute."""
+    setattr(holder, name, getattr(holder, name) + 1.0)
+    return getattr(holder, name)
+
+
+def add(array):
+    """Count up in place."""
+    array[0] += 1
+    return array[0]
+
+
+STATES = {
+    "an attribute": (lambda: 0.0, lambda m: bump(m, "state")),
+    "a layer of torch": (lambda: nn.LayerNorm(3), lambda m: bump(m.state, "eps")),
+    "a layer in a list": (lambda: [nn.LayerNorm(3)], lambda m: bump(m.state[0], "eps")),
+    "slots": (Slotted, lambda m: bump(m.state, "n")),
+    "__reduce__": (Reduced, lambda m: bump(m.state, "n")),
+    "a numpy array": (lambda: np.zeros(1), lambda m: add(m.state)),
+    "a bytearray": (lambda: bytearray(1), lambda m: add(m.state)),
+    "a tensor": (lambda: torch.zeros(1), lambda m: add(m.state)),
+    "its data": (lambda: torch.zeros(1), lambda m: add(m.state.data)),
+    "a view of it": (lambda: torch.zeros(1), lambda m: add(m.state)[None]),
+    "a generator of numpy": (lambda: np.random.default_rng(0), lambda m: m.state.normal()),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_state_is_not_carried(name):
+    """State of any kind that forward changes is as in the module at the next call, and in the next member of a loop."""
+    make, step = STATES[name]
+    models = [Layer(lambda self, x: (self.linear(x), step(self)), state=make()) for _ in range(2)]
+    apply, params, _ = functional(models[0])
+    members = Ensemble(functional(models[0])[0], how="loop")
+    (_, first), (_, second), (_, third) = [apply(params, X) for _ in range(3)]
+    expected = copy.deepcopy(models[0])(X)[1]
+
+    assert float(first) == float(second) == float(third) == float(expected)
+    _, steps = members(stack([from_module(model).detach() for model in models]), X)
+    assert not isinstance(steps, torch.Tensor) or steps.flatten().tolist() == [float(expected)] * 2
+
+
+class Memo(Layer):
+    """Keeps a product of its weight outside of the module."""
+
+    @functools.cache  # noqa: B019 - the cache holds the module, as a user's does
+    def doubled(self):
+        return self.linear.weight * 2
+
+
+OUTLIVES = {
+    "closure": lambda self, x, then=None: then(x) if then else lambda x: self.linear(x),
+    "method": lambda self, x, then=None: then(x) if then else self.linear.forward,
+    "module": lambda self, x, then=None: then(x) if then else self.linear,
+}
+
+
+@pytest.mark.parametrize("name", OUTLIVES)
+def test_what_forward_returns_keeps_its_weights(name):
+    """A function that forward returned has the weights of its call, also inside another call."""
+    apply, params, _ = functional(Layer(OUTLIVES[name]))
+    head = apply(params, X)
+    expected = F.linear(X, *params["linear"].leaves())
+
+    assert torch.equal(apply(params * 2.0, X, head), expected)
+    assert torch.equal(head(X), expected)
+
+
+def test_a_cache_outside_of_the_module():
+    """A method that caches a product of a weight computes it for each call."""
+    apply, params, _ = functional(Memo(lambda self, x: F.linear(x, self.doubled())))
+    for scale in (1.0, 2.0, 1.0):
+        assert torch.equal(apply(params * scale, X), F.linear(X, params["linear", "weight"] * scale * 2))
+
+
+def test_a_part_that_runs_again():
+    """A part under `torch.utils.checkpoint` runs again in backward with the weights and buffers of its call."""
+    model = Layer(lambda self, x: torch.utils.checkpoint.checkpoint(self.part, x, use_reentrant=False))
+    model.part = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh())
+    apply, params, buffers = functional(model)
+    trees = [params.apply(lambda p, s=s: (p * s).requires_grad_()) for s in (1.0, 2.0)]
+    losses = [apply(tree, X, buffers=buffers).square().sum() for tree in trees]
+    for tree, loss in zip(trees, losses, strict=True):
+        loss.backward()
+        with combine(tree.detach().apply(nn.Parameter), buffers).to_module(model):
+            model.part(X).square().sum().backward()
+            expected = [p.grad for p in model.part.parameters()]
+
+        assert torch.equal(tree["part", "0", "weight"].grad, expected[0])
+        assert torch.equal(tree["part", "1", "weight"].grad, expected[2])
+
+
+def test_skeletons_are_used_again():
+    """One skeleton runs all calls of a module whose changes show, also while graphs of earlier calls are alive."""
+    model = Layer(lambda self, x: self.rnn(self.linear(x)[None] * self.scale)[0], scale=torch.ones(3), kept={"a": [1]})
+    model.rnn, model.box, model.table = nn.LSTM(3, 3), Holder([object()]), np.ones(3)
+    apply, params, _ = functional(model)
+    skeleton, live = apply._pool[0], params.apply(lambda p: p.requires_grad_())
+    graphs = [apply(live, X) for _ in range(3)]
+
+    assert list(apply._pool) == [skeleton]
+    assert all(graph.requires_grad for graph in graphs)
 
 
 @pytest.mark.parametrize("make", [Scribbler, functools.partial(make_recurrent, nn.LSTM), make_mlp])

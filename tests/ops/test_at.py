@@ -6,10 +6,10 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tdfunc import TensorDict
+from tdfunc import Filter, TensorDict
 from tests.helpers import assert_pure, assert_trees_equal
 from tests.random_index import random_index
-from tests.strategies import trees
+from tests.strategies import KEYS, trees
 
 
 @pytest.fixture
@@ -56,6 +56,38 @@ def test_paths(td):
     assert td.at["n"].apply(lambda t: t + 1)["n", "b"].sum() == 6
     assert td.at["a"].get() is td["a"]
     assert td.at["a"].set_(torch.ones(3)) is td
+    assert td.at["n"].set({"b": torch.ones(3, 2)})["n", "b"].sum() == 6
+    assert td.at["n"].set(2)["n", "b"].sum() == 12
+
+
+@given(trees(size=(2,), dtypes=st.just(torch.float32)), KEYS)
+def test_a_filter_changes_the_leaves_that_it_chooses(tree, key):
+    """At a filter `at`, and `apply` with `where`, change the part that `partition` gives, and nothing else."""
+    where = Filter(lambda path, leaf: path[-1] >= key)
+    part, rest = tree.partition(where)
+
+    assert_trees_equal(tree.at[where].get(), part)
+    for new, fn in (
+        (tree.apply(torch.neg, where=where), torch.neg),
+        (tree.at[where].apply(torch.neg), torch.neg),
+        (tree.at[where].add(1), lambda x: x + 1),
+        (tree.at[where].mul(2), lambda x: x * 2),
+        (tree.at[where].set(0), torch.zeros_like),
+        (tree.at[where].set(part * 3), lambda x: x * 3),
+    ):
+        chosen, others = new.partition(where)
+        assert_trees_equal(chosen, part.apply(fn))
+        assert_trees_equal(others, rest)
+        assert (list(new.keys()), new.ties()) == (list(tree.keys()), tree.ties())
+
+
+def test_rows_of_some_keys():
+    """A row of some keys is written as the update of a row."""
+    td = TensorDict({"a": torch.zeros(3), "b": torch.zeros(3, 2)}, [3])
+    new = td.at[0].set(td[0].update({"b": torch.ones(2)}))
+
+    assert new["b"].tolist() == [[1, 1], [0, 0], [0, 0]]
+    assert new["a"] is not td["a"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.complex64])

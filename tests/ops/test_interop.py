@@ -15,6 +15,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSample
 import tdfunc as tdf
 from tdfunc import Kind, TensorClass, TensorDict, lazy_stack
 from tests.helpers import TiedLM, TinyMLP, assert_pure, assert_trees_equal
+from tests.incumbent import Incumbent, IncumbentNonTensor, incumbent_class, tensordict
+from tests.strategies import trees
 
 
 class Point(TensorClass):
@@ -338,3 +340,48 @@ def test_empty_batches_and_positions_in_two_dimensions():
 
     assert_trees_equal(empty, data[:0])
     assert torch.equal(batch["x"], torch.stack([data["x"][0, 1], data["x"][2, 2], data["x"][9, 0]]))
+
+
+# -- tensordict -------------------------------------------------------------------------------------------------
+
+
+def theirs(tree):
+    """The same tree in tensordict."""
+    nodes = {key: theirs(node) if isinstance(node, TensorDict) else tree[key] for key, node in tree._data.items()}
+    return Incumbent(nodes, batch_size=tree.batch_size)
+
+
+@given(trees(size=(2,), ties=False))
+def test_trees_of_tensordict(tree):
+    """A tree of tensordict's becomes one of ours with its batch sizes and names, wherever a dict is taken."""
+    given = theirs(tree)
+
+    for made in (
+        TensorDict(given),
+        TensorDict.from_any(given),
+        TensorDict({"k": given}, [2])["k"],
+        TensorDict({}, [2]).set("k", given)["k"],
+        TensorDict({}, [2]).update({"k": given})["k"],
+    ):
+        assert_trees_equal(made, tree.with_names(None))
+    assert all(TensorDict(given)[path] is tree[path] for path in tree.paths())
+
+
+def test_trees_of_tensordict_that_are_not_plain():
+    """Non-tensor data, longer batch sizes inside, tensorclasses and lazy stacks of tensordict's are taken."""
+    inner = Incumbent({"x": torch.ones(3, 4, 2)}, [3, 4])
+    rows = [Incumbent({"x": torch.ones(n)}, [n]) for n in (1, 2)]
+    typed = incumbent_class(type("Typed", (), {"__annotations__": {"x": Tensor, "note": str, "absent": Tensor}}))
+    given = Incumbent({"n": inner, "s": "word", "r": IncumbentNonTensor[1]("p", "q", "r")}, [3])
+    tree = TensorDict(given, device="meta")
+
+    assert tree["n"].batch_size == (3, 4)
+    assert TensorDict(Incumbent({"a": torch.ones(3)}, [3], names=["row"])).names == ["row"]
+    assert (tree["s"], tree["r"], tree[2]["r"]) == ("word", ["p", "q", "r"], "r")
+    assert tree.device.type == "meta"
+    made = TensorDict(typed(x=torch.ones(2), note="n", absent=None, batch_size=[2]))
+    assert (list(made.keys()), made.batch_size, made["note"]) == (["x", "note"], (2,), "n")
+    lazy = TensorDict({"l": tensordict.lazy_stack(rows, 0)})["l"]
+    assert isinstance(lazy, tdf.LazyStack)
+    assert lazy.batch_size == (2, -1)
+    assert TensorDict({"x": torch.zeros(2, 2)}, [2]).at[0].set(Incumbent({"x": torch.ones(2)}))["x"].sum() == 2

@@ -90,6 +90,22 @@ def test_all_leaves_together(name):
     torch.testing.assert_close(found, expected[0] if isinstance(expected, tuple) else expected, rtol=1e-6, atol=0)
 
 
+# torch has no vmap rule of quantile.
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", [name for name in BOTH if name not in ("all", "any", "argmax", "argmin")])
+def test_all_features_together(name):
+    """`dim="feature", reduce=True` gives one value for each element of the batch, a nested batch being features."""
+    tree = TensorDict({"a": A, "b": A[:, 0, 0], "n": TensorDict({"c": A[..., None] + 1}, [2, 3])}, [2])
+    expected = on_leaf(name, torch.cat([x.reshape(2, -1) for x in tree.leaves()], 1), (1,))
+
+    found = on_tree(name, tree, "feature", reduce=True)
+    mapped = torch.vmap(lambda t: on_tree(name, t, "feature", reduce=True))(tree)
+
+    expected = expected[0] if isinstance(expected, tuple) else expected
+    torch.testing.assert_close((found, mapped), (expected, expected))
+    assert tree[:0].sum(dim="feature", reduce=True).shape == (0,)
+
+
 @pytest.mark.parametrize("name", ["sum", "mean", "amax"])
 def test_a_leaf_without_features(name):
     """A leaf without features is its own reduction over them, not one over rows."""

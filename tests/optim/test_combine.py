@@ -3,6 +3,7 @@
 import copy
 import pickle
 import re
+from functools import partial
 from itertools import product
 
 import pytest
@@ -11,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from tdfunc import Filter, TensorDict, stack_modules
+from tdfunc import Filter, TensorDict
 from tdfunc._jit import jit
-from tdfunc.optim import adam, chain, check_finite, clip_by_global_norm, clip_by_member_norm, masked, sgd
-from tests.helpers import TiedLM, assert_pure, assert_trees_equal
+from tdfunc.ops.reading import entries
+from tdfunc.optim import adam, adamw, chain, check_finite, clip_by_global_norm, clip_by_member_norm, masked, multi, sgd
+from tests.helpers import assert_pure, assert_trees_equal
 from tests.strategies import trees
 
 
@@ -70,52 +72,71 @@ def test_chain_maps_then_steps(generator):
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jit], ids=["eager", "jit"])
-def test_masked_leaves_the_rest(wrap, generator):
-    """Leaves outside the mask stay, need no gradients, and keep their order."""
+@given(params=trees(dtypes=st.sampled_from([torch.float32, torch.float64])), data=st.data())
+def test_parts_are_trained_by_their_optimizers(wrap, params, data):
+    """`masked` and `multi` train each part as if it were alone; a tied leaf is chosen by any path and stays tied."""
+    paths = [path for entry in entries(params) for path in entry.paths]
+    chosen = data.draw(st.sets(st.sampled_from(paths))) if paths else set()
+    where = Filter(lambda path, leaf: path in chosen)
+    grads = params.apply(lambda x: x * 0.5 + 1)
+    one, other = sgd(lr=0.5, momentum=0.9), adam(lr=0.1)
+    some, both = masked(one, where), multi({where: one, "*": other})
+    parts, parts_of_grads = params.partition(where), grads.partition(where)
+
+    new, state = wrap(some.update)(params, parts_of_grads[0], some.init(params))
+    whole, states = wrap(both.update)(params, grads, both.init(params))
+
+    flat = lambda tree: {path: tree[path] for path in tree.paths()}  # noqa: E731
+    equal = partial(torch.testing.assert_close, rtol=0, atol=0)
+    (first, slots), (second, other_slots) = [
+        o.update(p, g, o.init(p)) for o, p, g in zip((one, other), parts, parts_of_grads, strict=True)
+    ]
+    equal(flat(new), flat(first) | flat(parts[1]))
+    equal(flat(whole), flat(first) | flat(second))
+    for got, expected in ((state, slots), (states["0"], slots), (states["1"], other_slots)):
+        equal(flat(got), flat(expected))
+    for tree in (new, whole):
+        assert (tree.paths(), tree.ties(), tree.batch_size) == (params.paths(), params.ties(), params.batch_size)
+
+
+@pytest.mark.parametrize("members", [(), (3,)], ids=["one", "stacked"])
+def test_groups_equal_parameter_groups(members, generator):
+    """AdamW without decay of vectors, with one clip, trains as torch.optim's parameter groups do, member by member."""
+    of = lambda dims: Filter(lambda path, leaf: leaf.dim() < 2 + dims)  # noqa: E731
+    make_opt = lambda dims: chain(  # noqa: E731
+        clip_by_member_norm(1.0), multi({of(dims): adamw(0.01, weight_decay=0.0), "*": adamw(0.01)})
+    )
+    opt = make_opt(len(members))
+    make = lambda: make_tree(generator, members).double()  # noqa: E731
+    params, grads = make(), [make() for _ in range(200)]
+    new, state = params, opt.init(params)
+    mapped, mapped_state = params, state
+    for grad in grads:
+        new, state = opt.update(new, grad, state)
+        if members:
+            mapped, mapped_state = torch.vmap(make_opt(0).update)(mapped, grad, mapped_state)
+
+    for i in [(k,) for k in range(members[0])] if members else [()]:
+        w, b = [nn.Parameter(params[path][i].clone()) for path in (("a", "w"), "b")]
+        torchs = torch.optim.AdamW([{"params": [w]}, {"params": [b], "weight_decay": 0.0}], lr=0.01)
+        for grad in grads:
+            w.grad, b.grad = grad["a", "w"][i].clone(), grad["b"][i].clone()
+            nn.utils.clip_grad_norm_([w, b], 1.0)
+            torchs.step()
+        for got in (new, mapped) if members else (new,):
+            torch.testing.assert_close([got["a", "w"][i], got["b"][i]], [w.detach(), b.detach()], rtol=1e-10, atol=1e-9)
+
+
+def test_groups_compile_to_one_graph(generator):
+    """`torch.compile(fullgraph=True)` takes chains, masks and groups."""
     params, grads = make_tree(generator), make_tree(generator)
-    opt = masked(adam(lr=0.1), "a.*")
+    opt = chain(clip_by_member_norm(1.0), multi({"a*": sgd(0.1), "*": masked(adam(0.1), "b")}))
     state = opt.init(params)
 
-    moved, state = wrap(opt.update)(params, grads.delete("b"), state)
+    found = torch.compile(opt.update, backend="eager", fullgraph=True)(params, grads, state)
 
-    plain = adam(lr=0.1)
-    alone, _ = plain.update(params.select("a"), grads.select("a"), plain.init(params.select("a")))
-    assert_trees_equal(moved, params.set("a", alone["a"]))
-    assert list(state["exp_avg"].keys()) == ["a"]
-    assert torch.equal(moved["b"], params["b"])
-
-
-TIED_WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, jit, torch.vmap], ids=["eager", "jit", "vmap"])
-
-
-@TIED_WRAPS
-@pytest.mark.parametrize(
-    ("where", "moved"),
-    [
-        ("emb*", ("emb.weight", "out.weight")),
-        ("out*", ("emb.weight", "out.weight")),
-        ("*weight", ("emb.weight", "out.weight", "norm.weight")),
-        ("*", ("emb.weight", "out.weight", "norm.weight", "norm.bias")),
-        ("norm*", ("norm.weight", "norm.bias")),
-        (~Filter("out*"), ("norm.weight", "norm.bias")),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("rule", [sgd, adam])
-def test_masked_ties(rule, where, moved, wrap):
-    """A tied leaf is trained if any of its paths is chosen, and stays tied."""
-    params = stack_modules([TiedLM() for _ in range(3)])
-    grads = params.apply(lambda leaf: torch.full_like(leaf, 2.0))
-    opt, plain = masked(rule(lr=0.5), where), rule(lr=0.5)
-
-    new, state = wrap(opt.update)(params, grads, opt.init(params))
-
-    full, _ = plain.update(params, grads, plain.init(params))
-    for path in (("emb", "weight"), ("out", "weight"), ("norm", "weight"), ("norm", "bias")):
-        torch.testing.assert_close(new[path], (full if ".".join(path) in moved else params)[path])
-    assert new["emb", "weight"] is new["out", "weight"]
-    again, _ = wrap(opt.update)(new, grads, state)
-    assert again["emb", "weight"] is again["out", "weight"]
+    for got, expected in zip(found, opt.update(params, grads, state), strict=True):
+        assert_trees_equal(got, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("make", [clip_by_global_norm, clip_by_member_norm])
@@ -153,6 +174,7 @@ OPTIMIZERS = {
     "adam": lambda: adam(lr=torch.tensor([0.1, 0.2, 0.3]), amsgrad=True),
     "chain": lambda: chain(check_finite(), clip_by_global_norm(1.0), clip_by_member_norm(torch.inf), adam(0.1)),
     "masked": lambda: masked(chain(clip_by_member_norm(0.5), sgd(0.1)), "a*"),
+    "multi": lambda: chain(clip_by_global_norm(1.0), multi({"a*": sgd(0.1), Filter("b"): adam(0.1)})),
     "filter": lambda: masked(sgd(0.1), (Filter(re.compile("a.*")) | torch.float64) & ~Filter("b")),
 }
 

@@ -5,7 +5,7 @@ import torch
 
 from tdfunc import TensorDict, UnsupportedError
 from tdfunc._jit import jit
-from tdfunc.optim import adam, adamw, sgd
+from tdfunc.optim import adam, adamw, masked, multi, sgd
 from tests.helpers import assert_trees_equal
 
 SHARED = {
@@ -20,13 +20,21 @@ SHARED = {
 }
 
 
+OPTIMIZERS = {
+    "sgd": sgd(lr=0.1, momentum=0.9),
+    "adam": adam(lr=0.1),
+    "masked": masked(sgd(lr=0.1), "w"),
+    "multi": multi({"w": sgd(lr=0.1), "*": adam(lr=0.1)}),
+}
+
+
 def ones_like(tree):
     """Return gradients in memory of their own."""
     return tree.apply(lambda leaf: torch.ones(leaf.shape))
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("opt", [sgd(lr=0.1, momentum=0.9), adam(lr=0.1)], ids=["sgd", "adam"])
+@pytest.mark.parametrize("opt", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("make", SHARED.values(), ids=SHARED)
 def test_shared_memory_is_copied(make, opt, wrap):
     """Leaves that share memory are stepped once each, as without `donate`."""
@@ -92,9 +100,9 @@ def test_a_copy_requires_grad_as_its_leaf():
     assert got["w"].requires_grad
 
 
-def test_a_replay_refuses_memory_that_its_trace_did_not_share():
+@pytest.mark.parametrize("opt", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_replay_refuses_memory_that_its_trace_did_not_share(opt):
     """A trace of weights that lie apart refuses ones that would overwrite each other."""
-    opt = sgd(lr=0.1)
     update = jit(lambda p, g, s: opt.update(p, g, s, donate=True))
     x = torch.zeros(6)
     apart, shared = TensorDict({"w": x[:2], "v": x[2:4]}), TensorDict({"w": x[:2], "v": x[1:3]})

@@ -16,11 +16,12 @@ from tdfunc import (
     lazy_stack,
 )
 from tdfunc._jit import jit
-from tdfunc.optim import adam, adamw, chain, check_finite, clip_by_global_norm, clip_by_member_norm, masked, sgd
+from tdfunc.optim import adam, adamw, chain, check_finite, clip_by_global_norm, clip_by_member_norm, masked, multi, sgd
 
 RATES = torch.tensor([1.0, 2.0, 3.0])
 ROWS = lazy_stack([TensorDict({"w": torch.zeros(3)}) for _ in range(3)])
 NAN = float("nan")
+GROUPS = multi({"a*": sgd(momentum=0.9), "*": adam()})
 
 
 def make_tree(members=3):
@@ -33,7 +34,7 @@ def step(params=None, grads=None, state=None, opt=None, **options):
     opt = adam() if opt is None else opt
     params = make_tree() if params is None else params
     grads = make_tree() if grads is None else grads
-    return opt.update(params, grads, opt.init(make_tree()) if state is None else state, **options)
+    return opt.update(params, grads, opt.init(params) if state is None else state, **options)
 
 
 def schedule(value, params, wrap=lambda f: f):
@@ -94,7 +95,12 @@ MESSAGES = [
     # Optimizers made of others.
     (lambda: chain(), TypeError, "last member must be an optimizer", "nothing"),
     (lambda: chain(clip_by_global_norm(1.0)), TypeError, "last member must be an optimizer", "GradientMap"),
-    (lambda: chain(sgd(), adam()), TypeError, "Optimizer, Optimizer", "masked()"),
+    (lambda: chain(sgd(), adam()), TypeError, "Optimizer, Optimizer", "multi({filter: optimizer, ...})"),
+    (lambda: step(opt=GROUPS, state=sgd().init(make_tree())), TreeStructureError, "['0', '1']", "['step']"),
+    (lambda: step(opt=GROUPS, grads=make_tree().delete("b")), TreeStructureError, "multi.update", "['a', 'b']"),
+    (lambda: step(opt=GROUPS, grads=make_tree().set("c", RATES)), TreeStructureError, "multi.update", "'c'"),
+    (lambda: step(opt=multi({"a*": sgd()})), FilterError, "multi: no filter matches the leaf 'b'"),
+    (lambda: masked(sgd(), "b").update(make_tree(), {"b": RATES}, None), TypeError, "masked.update: the gradient"),
     (lambda: masked(sgd(), "heads.*").init(make_tree()), FilterError, "'heads.*'"),
     (lambda: check_finite()(BAD), FloatingPointError, "'a.w'", "12 nan, 0 inf of 12"),
     (lambda: torch.vmap(check_finite())(make_tree()), UnsupportedError, "check_finite"),

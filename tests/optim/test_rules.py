@@ -193,21 +193,26 @@ def test_pure(name, generator):
     assert_pure(opt.update, params_after, grads, state_after)
 
 
+# Around the number of elements that a vector of a CPU holds, in every dtype.
+WIDTHS = [1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65]
+
+
 @each_rule
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rates", [torch.ones(()), torch.ones(MEMBERS), 1.0], ids=["one", "each", "number"])
-def test_low_precision_follows_float32(name, dtype, rates, generator):
-    """A step in 16 bits computes in float32, whatever kernel runs: torch 2.13's fused SGD in bfloat16 is wrong."""
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rates", [1.0, torch.ones(()), torch.ones(1)], ids=["number", "one", "each"])
+def test_kernels_equal_the_plain_step(name, dtype, rates, generator):
+    """A step by kernels is that of single operations, in any dtype: torch 2.13's fused SGD in 16 bits is wrong."""
     make, _, options = RULES[name]
-    params = random_tree(generator)
-    grads = [random_tree(generator) for _ in range(STEPS)]
     opt = make(**{**options, "lr": options["lr"] * rates})
+    values = [torch.randn(len(WIDTHS), 1, 65, generator=generator).to(dtype) for _ in range(4)]
+    params, *grads = [TensorDict({str(n): x[i, :, :n] for i, n in enumerate(WIDTHS)}, [1]) for x in values]
 
-    low, _ = train(opt.update, opt.init(params.to(dtype)), params.to(dtype), [grad.to(dtype) for grad in grads])
+    found = train(opt.update, opt.init(params), params, grads)
 
-    full, _ = train(opt.update, opt.init(params), params, grads)
-    assert low["out"].dtype is dtype
-    torch.testing.assert_close(low["out"].float(), full["out"], rtol=0.1, atol=0.1)
+    # Inside vmap there are no kernels.
+    plain, tight = train(torch.vmap(opt.update), opt.init(params), params, grads), 4 * torch.finfo(dtype).eps
+    for tree, expected in zip(found, plain, strict=True):
+        assert_trees_equal(tree, expected, rtol=tight, atol=tight)
 
 
 def test_other_strides_are_right(generator):
@@ -253,17 +258,81 @@ def test_mixed_dtypes_step_together(generator):
     )
 
 
-def test_gradient_through_a_step(generator):
-    """Gradients flow through an update, as in MAML."""
-    params, grads = random_tree(generator, torch.float64), random_tree(generator, torch.float64)
+TUNED = {
+    "sgd": (sgd, {"lr": 0.1, "weight_decay": 0.3}),
+    "momentum": (sgd, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.3, "nesterov": True}),
+    "adam": (adam, {"lr": 0.1, "weight_decay": 0.3, "eps": 0.1}),
+    "adamw": (adamw, {"lr": 0.1, "weight_decay": 0.3, "eps": 0.1, "amsgrad": True}),
+    "eps_root": (adam, {"lr": 0.1, "weight_decay": 0.3, "eps_root": 1e-3}),
+}
 
-    def inner(p, scale):
-        opt = sgd(lr=0.1)
-        return opt.update(p, grads.apply(lambda g: g * scale), opt.init(p))[0]["out"].sum()
 
-    scale = torch.tensor(2.0, dtype=torch.float64)
-    torch.testing.assert_close(torch.func.grad(inner, argnums=1)(params, scale), -0.1 * grads["out"].sum())
-    torch.testing.assert_close(torch.func.grad(inner)(params, scale)["out"], torch.ones_like(params["out"]))
+def tune(name):
+    """Return parameters after three steps as a function of parameters, gradients and hyperparameters; and arguments."""
+    make, options = TUNED[name]
+    keys = [key for key in ("lr", "weight_decay", "momentum") if key in options]
+
+    def run(w, g, *values):
+        opt = make(**{**options, **dict(zip(keys, values, strict=True))})
+        params, grads = TensorDict({"w": w}), TensorDict({"w": g})
+        return train(opt.update, opt.init(params), params, [grads * scale for scale in (1, 2, -0.5)])[0]["w"]
+
+    exact = lambda *x: torch.tensor(*x, dtype=torch.float64)  # noqa: E731
+    # An entry of both that is 0 has second moments of 0.
+    return run, [exact([1.0, 0.0, -2.0]), exact([0.3, 0.0, 2.0]), *[exact(options[key]) for key in keys]]
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", TUNED)
+def test_derivatives_of_steps(name, wrap):
+    """The derivatives by parameters, gradients and hyperparameters are those of finite differences."""
+    run, args = tune(name)
+
+    for i, x in enumerate(args):
+        found = wrap(torch.func.jacrev(run, argnums=i))(*args)
+        for k in range(x.numel()):
+            h = torch.zeros_like(x).reshape(-1).index_fill(0, torch.tensor(k), 1e-8).reshape(x.shape)
+            ends = [run(*args[:i], x + sign * h, *args[i + 1 :]) for sign in (1, -1)]
+            slope = (ends[0] - ends[1]) / 2e-8
+            torch.testing.assert_close(found.reshape(3, -1)[:, k], slope, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_hyperparameters_that_require_grad_are_differentiated(name):
+    """`backward()` reaches hyperparameters through all steps, as torch.func.grad does, but not under no_grad."""
+    run, (w, g, *values) = tune(name)
+    needing = [value.clone().requires_grad_() for value in values]
+
+    run(w, g, *needing).sum().backward()
+
+    expected = torch.func.grad(lambda values: run(w, g, *values).sum())(tuple(values))
+    torch.testing.assert_close([value.grad for value in needing], list(expected))
+    with torch.no_grad():
+        assert not run(w, g, *needing).requires_grad
+
+
+def test_a_sweep_of_hypergradients():
+    """`vmap` over learning rates gives the derivative by each."""
+    run, (w, g, *values) = tune("adam")
+    by_rate = torch.func.grad(lambda lr: run(w, g, lr, *values[1:]).sum())
+    rates = torch.tensor([0.1, 0.2, 0.7], dtype=torch.float64)
+
+    torch.testing.assert_close(torch.vmap(by_rate)(rates), torch.stack([by_rate(rate) for rate in rates]))
+
+
+@pytest.mark.parametrize("rule", [adam, adamw])
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_eps_root_is_added_under_the_root(rule, amsgrad, generator):
+    """A step divides by sqrt(v + eps_root) + eps, with v the average square without bias."""
+    params, grads = [random_tree(generator, torch.float64).select("out") for _ in range(2)]
+    opt = rule(lr=0.1, eps=0.01, eps_root=0.5, weight_decay=0.0, amsgrad=amsgrad)
+
+    trained, _ = train(opt.update, opt.init(params), params, [grads, grads * 0.5])
+
+    x, g = params["out"], grads["out"]
+    m, v = (0.9 * 0.1 + 0.1 * 0.5) * g / (1 - 0.9**2), (0.999 + 0.25) * 0.001 * g**2 / (1 - 0.999**2)
+    expected = x - 0.1 * g / ((g**2 + 0.5).sqrt() + 0.01) - 0.1 * m / ((v + 0.5).sqrt() + 0.01)
+    torch.testing.assert_close(trained["out"], expected, rtol=1e-12, atol=1e-12)
 
 
 def test_parameters_stay_trainable(generator):

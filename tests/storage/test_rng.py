@@ -51,12 +51,12 @@ def test_reading_changes_nothing():
 
 
 GENERATORS = {
-    "torch": lambda: torch.Generator().manual_seed(3),
+    "dropout": lambda: torch.Generator().manual_seed(3),
     "pcg": lambda: np.random.default_rng(3),
     "mt": lambda: np.random.Generator(np.random.MT19937(3)),
     "philox": lambda: np.random.Generator(np.random.Philox(3)),
     "sfc": lambda: np.random.Generator(np.random.SFC64(3)),
-    "python": lambda: random.Random(3),
+    "shuffle": lambda: random.Random(3),
 }
 
 
@@ -70,30 +70,35 @@ def draw(generator):
 
 
 def test_own_generators(tmp_path):
-    """Generators of every kind draw what they drew after the save."""
+    """Generators of every kind, and the global ones with them, draw what they drew after the save."""
     generators = {name: make() for name, make in GENERATORS.items()}
     for generator in generators.values():
         draw(generator)
     save(get_rng_state(**generators), tmp_path / "rng.safetensors")
-    expected = {name: draw(generator) for name, generator in generators.items()}
+    expected = {name: draw(generator) for name, generator in generators.items()}, draw_global()
     others = {name: make() for name, make in GENERATORS.items()}
     set_rng_state(load(tmp_path / "rng.safetensors"), **others)
 
-    assert {name: draw(generator) for name, generator in others.items()} == expected
+    assert ({name: draw(generator) for name, generator in others.items()}, draw_global()) == expected
 
 
 def test_other_generators():
-    """Generators of other names or kinds are refused."""
+    """Generators of other names or kinds are refused, and no generator changes."""
     state = get_rng_state(data=np.random.default_rng(0))
-    with pytest.raises(TreeStructureError, match=r"expected: data\n.*got: +cuda, numpy, python, torch"):
+    torch.rand(1)
+    with pytest.raises(TreeStructureError, match=r"expected: cuda, data, numpy.*\n.*got: +cuda, numpy, python, torch"):
         set_rng_state(state)
-    with pytest.raises(TreeStructureError, match=r"expected: data\n.*got: +other"):
+    with pytest.raises(TreeStructureError, match=r"expected: cuda, data, .*\n.*got: +cuda, numpy, other"):
         set_rng_state(state, other=np.random.default_rng(0))
     for other in (torch.Generator(), random.Random(), np.random.Generator(np.random.MT19937(0))):
+        before = draw_state()
         with pytest.raises(UnsupportedError, match=r"must fit the generator data, a (.|\n)*got: "):
             set_rng_state(state, data=other)
+        assert draw_state() == before
     with pytest.raises(UnsupportedError, match="must fit the generator data"):
         set_rng_state(get_rng_state(data=torch.Generator()), data=np.random.default_rng(0))
+    with pytest.raises(ValueError, match="must not have the name of a global one"):
+        get_rng_state(torch=torch.Generator())
 
 
 @pytest.mark.parametrize("key", ["torch", "cuda", "python", "numpy"])

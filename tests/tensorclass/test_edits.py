@@ -47,7 +47,6 @@ def test_immutable(change, message):
         lambda t: t.update({"colour": 1}),
         lambda t: t.replace(colour=1),
         lambda t: t.rename_key("x", "colour"),
-        lambda t: t.at["colour"].set(1),
         lambda t: TensorDict({"t": t}, [4]).set(("t", "colour"), 1),
         lambda t: TensorDict({"t": t}, [4]).rename_key(("t", "x"), ("t", "colour")),
         lambda t: TensorDict({"t": t}, [4]).update({"t": {"colour": 1}}),
@@ -119,7 +118,6 @@ ROWS = torch.ones(4)
     [
         lambda data: data.set(("inner", "y"), ROWS),
         lambda data: data.set(("inner", "y"), ROWS, kind=Kind.BUFFER),
-        lambda data: data.at["inner", "y"].set(ROWS),
         lambda data: data.update({("inner", "y"): ROWS}),
         lambda data: TensorDict({"t": data}, [4]).set(("t", "inner", "y"), ROWS)["t"],
         lambda data: TensorDict({"t": data}, [4]).update({("t", "inner", "y"): ROWS})["t"],

@@ -2,9 +2,11 @@
 
 import enum
 import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any, Literal, Optional
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from tdfunc import LeafMismatchError, NonTensorData, TensorClass, TensorDict, lazy_stack
 from tdfunc._tensorclass.define import Field
+from tests.strategies import SIZES
 from tests.tensorclass import annotated
 
 
@@ -113,6 +116,53 @@ def test_values_that_are_nodes():
     assert NoCast(x, batch_size=[3]).value is x
     assert NoCast(inner, batch_size=[3]).value is inner
     assert Default(["a", "b", "c"], batch_size=[3])[1].value == "b"
+
+
+class Chat(TensorClass["nocast"]):
+    role: str
+    content: "str | Colour" = ""
+    kind: Literal["a", "b"] = "a"
+    calls: list[dict] | None = None
+    parts: Sequence[str] | None = None
+
+
+@pytest.mark.parametrize("name", ["role", "content", "kind"])
+@hypothesis.given(SIZES.filter(lambda size: size and 0 not in size))
+def test_lists_of_rows_with_nocast(name, size):
+    """A list in a field whose annotation holds no lists is a value for each row."""
+    values = np.arange(torch.Size(size).numel()).astype(str).astype(object).reshape(size)
+    made = Chat(**{"role": "user", name: values.tolist()}, batch_size=size)
+
+    assert getattr(made, name) == values.tolist()
+    assert getattr(torch.cat([made, made]), name) == np.concatenate([values, values]).tolist()
+    assert np.array_equal(np.array(getattr(made[0], name), dtype=object), values[0])
+
+
+def test_lists_that_are_values():
+    """A list in a field that may hold one stays a value, and so does any list of an instance without a batch."""
+    calls, parts = [{"name": "f"}, {}], ["a", "b"]
+    made = Chat("user", calls=calls, parts=parts, batch_size=[2])
+
+    assert (made[1].calls, made[1].parts) == (calls, parts)
+    assert Chat(["system", "user"]).role == ["system", "user"]
+    assert NoCast([1, 2], batch_size=[2])[0].value == [1, 2]
+
+
+class Dicts(TensorClass):
+    meta: dict | None = None
+    anything: Any = None
+    tree: TensorDict | None = None
+
+
+def test_dicts():
+    """A dict stays a dict, except in a field that is annotated with a class of trees."""
+    given = {"a": 1, "b": torch.ones(2)}
+    made = Dicts(given, given, given, batch_size=[2])
+
+    for each in (made, made.set("anything", given), made.replace(anything=given), made.update({"anything": given})):
+        assert each.meta is each.anything is each[0].meta is given
+        assert type(each.tree) is TensorDict
+        assert each[0].tree["b"] == 1
 
 
 @pytest.mark.parametrize("cls", [Default, NoCast])

@@ -15,7 +15,7 @@ from tdfunc import (
     tensorclass,
 )
 from tests.tensorclass.classes import Foo
-from tests.tensorclass.test_fields import Auto, Deep, Default, Defaults, NoCast, Only
+from tests.tensorclass.test_fields import Auto, Chat, Deep, Default, Defaults, NoCast, Only
 
 
 def _define(body, bases=(TensorClass,), **options):
@@ -30,7 +30,7 @@ def fields(name, kind=Tensor, bases=(TensorClass,), **options):
 DEFINITIONS = [
     (_define({"__init__": lambda self: None}), TypeError, "Bad.__init__"),
     (_define({"__new__": lambda cls: None}), TypeError, "Bad.__new__"),
-    (fields("reshape"), AttributeError, "Bad.*'reshape'.*shadow"),
+    (fields("reshape"), AttributeError, r"Bad.*'reshape'.*Bad\(TensorClass\[.shadow.\].*TensorClass.reshape\("),
     (fields("pad"), AttributeError, "Bad.*'pad'.*shadow"),
     (fields("trees"), AttributeError, "Bad.*'trees'.*shadow"),
     (fields("_data"), AttributeError, "'_data'.*rename it.$"),
@@ -74,6 +74,8 @@ VALUES = [
         BatchSizeError,
         r"'Defaults.made'.*\[3\].*shape \[2\]",
     ),
+    (lambda: Chat(["a", "b", "c"], batch_size=[2]), BatchSizeError, r"'Chat.role'.*\[2\].*shape \[3\]"),
+    (lambda: Chat([["a"], ["b", "c"]], batch_size=[2, 1]), BatchSizeError, "'Chat.role': the list must not be ragged"),
     (lambda: NoCast(X, batch_size=[2], names=["a", "b"]), ValueError, r"1 name.*got: +\('a', 'b'\)"),
     (lambda: Only(X, {"z": 1}), TypeError, r"Inner\(\) got an unexpected keyword argument 'z'"),
     (lambda: Only(X, TensorDict({"z": 1})), ValueError, r"Inner.*\['y', 'note'\].*unknown \['z'\]"),

@@ -181,16 +181,22 @@ def test_shadowed_names_of_lazy_stacks():
 
 
 def test_common_names_of_fields():
-    """Fields may be called `data` and `nested` without `shadow`, and the methods stay in reach."""
+    """Fields may have some names of methods without `shadow`, and the methods stay in reach."""
 
     class Sample(TensorClass):
         data: Tensor
         nested: Tensor | None = None
+        kind: str = "a"
+        leaves: Tensor | None = None
+        paths: list | None = None
+        summary: str = ""
 
-    made = Sample(X, batch_size=[4, 3])
+    made = Sample(X, kind="b", batch_size=[4, 3])
     stack = tdf.lazy_stack([Sample(x, x, batch_size=[len(x)]) for x in (torch.ones(2), torch.zeros(3))])
 
     assert made.data is X
+    assert (made[0].kind, stack.kind) == ("b", ["a", "a"])
+    assert TensorClass.paths(made) == [("data",)]
     assert torch.equal(torch.stack([made, made]).flatten(0, 2).data, torch.cat([X.flatten(0, 1)] * 2))
     assert torch.equal((made * 2).detach().data, X * 2)
     assert [len(part) for part in stack.nested] == [2, 3]

@@ -43,8 +43,8 @@ APART = {
 }
 
 
-# These take an accelerator, or a module's tied parameters.
-ELSEWHERE = {"cuda", "pin_memory", "untie"}
+# These take an accelerator, a module's tied parameters, or files.
+ELSEWHERE = {"cuda", "pin_memory", "untie", "load_", "load_memmap_"}
 
 
 def annotated(kind):

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
-SAMPLE = Path(__file__).parent / "tensorclass_sample.py"
+FOLDER = Path(__file__).parent
+# A file with statements to check -> how many of them an editor marks.
+SAMPLES = {"tensorclass_sample.py": 8, "functions_sample.py": 1}
 
 
 def check(path):
     """(line, rule) of pyright's findings in a file."""
     command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=SAMPLE.parent.parent.parent, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=FOLDER.parent.parent, check=False)
     found = json.loads(done.stdout)["generalDiagnostics"]
     return {(each["range"]["start"]["line"] + 1, each.get("rule", each["message"])) for each in found}
 
@@ -26,9 +28,10 @@ def expected(path):
 
 
 @pytest.mark.slow
-def test_sample():
+@pytest.mark.parametrize("name", SAMPLES)
+def test_sample(name):
     """Pyright infers the types that the sample names, and reports the errors that it marks."""
     pytest.importorskip("pyright")
 
-    assert len(expected(SAMPLE)) == 8
-    assert check(SAMPLE) == expected(SAMPLE)
+    assert len(expected(FOLDER / name)) == SAMPLES[name]
+    assert check(FOLDER / name) == expected(FOLDER / name)
