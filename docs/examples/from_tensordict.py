@@ -67,7 +67,7 @@ def main(folder: Path) -> None:
         theirs, ours = collect_with_tensordict(net, start), collect(net, start)
 
     # Data passes both ways, and no tensor is copied.
-    tdf.assert_close(tdf.TensorDict(theirs.to_dict(), ours.batch_size), ours)
+    tdf.assert_close(tdf.TensorDict(theirs), ours)
     back = tensordict.TensorDict(ours.to_dict(), batch_size=ours.batch_size)
     assert (back == theirs).all()
     assert back["state"].data_ptr() == ours["state"].data_ptr()
