@@ -2,13 +2,18 @@
 
 import builtins as _builtins
 
+from tdfunc import calibration as calibration
 from tdfunc import metrics as metrics
 from tdfunc import optim as optim
+from tdfunc import random as random
+from tdfunc import sweep as sweep
 from tdfunc._control import associative_scan as associative_scan
 from tdfunc._control import cond as cond
 from tdfunc._control import map as map
 from tdfunc._control import scan as scan
 from tdfunc._control import while_loop as while_loop
+from tdfunc._gradient import grad as grad
+from tdfunc._gradient import value_and_grad as value_and_grad
 from tdfunc._jit import jit as jit
 from tdfunc._lazystack import LazyStack as LazyStack
 from tdfunc._lazystack import lazy_stack as lazy_stack
@@ -74,5 +79,5 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     name
     for name, value in globals().items()
     if not name.startswith("_") and not hasattr(_builtins, name)
-    if not isinstance(value, type(_builtins)) or name in ("metrics", "optim")
+    if not isinstance(value, type(_builtins)) or name in ("calibration", "metrics", "optim", "random", "sweep")
 ]

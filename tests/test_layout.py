@@ -16,12 +16,12 @@ ROOT = Path(__file__).parent.parent
 # docs/design.md, from the lowest layer up. A tuple is a layer, a string in it a line: a name on a line may import
 # names from lower layers and the names before it on its line.
 LAYERS = (
-    ("core",),
+    ("core random",),
     ("ops",),
     ("modules", "storage parallel", "distributed"),
     ("_tensordict _tensorclass _lazystack spec",),
-    ("_jit _control",),
-    ("ensemble optim weights metrics",),
+    ("_jit _control _gradient",),
+    ("ensemble optim weights metrics sweep calibration",),
     ("nn",),
     ("llm",),
     ("cli demo",),

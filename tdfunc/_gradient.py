@@ -1,0 +1,142 @@
+"""Gradients of functions of trees by the leaves that a filter chooses: `grad` and `value_and_grad`."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import LeafMismatchError, error
+from tdfunc.core.keys import Filter, FilterLike, dotted
+from tdfunc.core.types import Kind, Path
+from tdfunc.core.walk import replace
+from tdfunc.ops.reading import entries, get
+from tdfunc.ops.structure import keep_leaves
+
+# A filter for the tree, or one for each of several trees; None is all leaves with a gradient.
+Wrt: TypeAlias = "FilterLike | Sequence[FilterLike | None] | None"
+
+
+# Any: fn takes and returns what it likes.
+def grad(
+    fn: Callable[..., Any], wrt: "Wrt" = None, *, argnums: int | tuple[int, ...] = 0, has_aux: bool = False
+) -> Callable[..., Any]:
+    """Return a function for the gradients of a scalar by leaves of a tree.
+
+    Args:
+        fn: A function that returns a tensor of no dimensions, or with `has_aux` a pair of it and anything.
+        wrt: The leaves, by a filter; a sequence has one for each of `argnums`. By default those of floating-point and
+            complex dtypes, without the buffers of a module.
+        argnums: Which positional argument is the tree; a tuple for several.
+        has_aux: Whether `fn` returns a pair.
+
+    Returns:
+        A function with the arguments of `fn`, which returns a tree of gradients for the chosen leaves alone, as
+        `partition(tree, wrt)[0]`; a tuple of trees for a tuple of `argnums`; with `has_aux` a pair of them and the
+        second value.
+
+    Raises:
+        TypeError: An argument is not a tree.
+        FilterError: A pattern matches no leaf.
+        LeafMismatchError: A chosen leaf has no gradient, since its dtype is an integer or bool.
+
+    Source:
+        `jax.grad`, `equinox.filter_grad`.
+
+    Examples:
+        >>> params = TensorDict({"trunk": {"w": torch.ones(2)}, "head": {"w": torch.ones(2)}})
+        >>> loss = lambda p, x: (p["head", "w"] * p["trunk", "w"] * x).sum()
+        >>> grads = tdf.grad(loss, "head.*")(params, torch.arange(2.0))
+        >>> grads.paths(), grads["head", "w"]
+        ([('head', 'w')], tensor([0., 1.]))
+    """
+    both = value_and_grad(fn, wrt, argnums=argnums, has_aux=has_aux)
+
+    @functools.wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        value, grads = both(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return run
+
+
+def value_and_grad(
+    fn: Callable[..., Any], wrt: "Wrt" = None, *, argnums: int | tuple[int, ...] = 0, has_aux: bool = False
+) -> Callable[..., Any]:
+    """Return a function for the value of a scalar and its gradients by leaves of a tree; arguments as for `grad`.
+
+    Returns:
+        A function with the arguments of `fn`, which returns a pair of its result and the gradients.
+
+    Examples:
+        >>> params = TensorDict({"w": torch.ones(3), "steps": torch.tensor(2)})
+        >>> value, grads = tdf.value_and_grad(lambda p: (p["w"] ** 2).sum() * p["steps"])(params)
+        >>> value, grads["w"]
+        (tensor(6.), tensor([4., 4., 4.]))
+    """
+    places = (argnums,) if isinstance(argnums, int) else argnums
+    filters = (wrt,) * len(places) if wrt is None or isinstance(wrt, (str, Filter)) else tuple(wrt)
+    if len(filters) != len(places):
+        raise error(
+            ValueError, "grad: wrt must have a filter for each of argnums.", expected=len(places), got=len(filters)
+        )
+
+    @functools.wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        trees = [_tree(args, place) for place in places]
+        groups = [_choose(tree, where) for tree, where in zip(trees, filters, strict=True)]
+
+        def inner(columns: list[list[Tensor]]) -> Any:
+            given = list(args)
+            for place, tree, paths, leaves in zip(places, trees, groups, columns, strict=True):
+                given[place] = _put(tree, paths, leaves)
+            return fn(*given, **kwargs)
+
+        leaves = [[get(tree, paths[0]) for paths in group] for tree, group in zip(trees, groups, strict=True)]
+        # torch.func returns the gradients first.
+        columns, *value = torch.func.grad_and_value(inner, has_aux=has_aux)(leaves)
+        grads = [
+            _put(keep_leaves(tree, {path for paths in group for path in paths}), group, column)
+            for tree, group, column in zip(trees, groups, columns, strict=True)
+        ]
+        return value[0], grads[0] if isinstance(argnums, int) else tuple(grads)
+
+    return run
+
+
+def _tree(args: tuple[Any, ...], place: int) -> TensorCollection:
+    if isinstance(args[place], TensorCollection):
+        return args[place]
+    raise error(
+        TypeError,
+        f"grad: argument {place} must be a tree.",
+        got=type(args[place]).__name__,
+        hint="argnums= says which arguments are differentiated; torch.func.grad takes tensors and dicts.",
+    )
+
+
+def _choose(tree: TensorCollection, where: "FilterLike | None") -> list[tuple[Path, ...]]:
+    """Return the paths of each chosen leaf."""
+    found = entries(tree)
+    if where is None:
+        return [e.paths for e in found if e.kind in (None, Kind.PARAMETER) and _has_gradient(e.leaf)]
+    chosen = [entry for entry, yes in zip(found, Filter(where).mask(found), strict=True) if yes]
+    for entry in chosen:
+        if not _has_gradient(entry.leaf):
+            raise LeafMismatchError(
+                f"grad: leaf {dotted(entry.paths[0])!r} has no gradient.",
+                expected="a floating-point or complex dtype",
+                got=str(entry.leaf.dtype).removeprefix("torch."),
+                hint="leave it out of wrt=.",
+            )
+    return [entry.paths for entry in chosen]
+
+
+def _has_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def _put(tree: TensorCollection, groups: list[tuple[Path, ...]], leaves: list[Tensor]) -> TensorCollection:
+    return replace(tree, {path: leaf for paths, leaf in zip(groups, leaves, strict=True) for path in paths})

@@ -1,0 +1,225 @@
+"""Calibration after training: temperatures, conformal sets, and how well an uncertainty ranks the errors.
+
+B is the batch (any dimensions), C the classes, N the examples of a calibration set. Temperatures and thresholds are
+fitted on examples that the models were not trained on. Everything is pure and works under `torch.vmap`, so a function
+of one model serves each member of an ensemble.
+"""
+
+import math
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from tdfunc.core.errors import LeafMismatchError, error
+
+Method: TypeAlias = Literal["lac", "aps"]
+# Of the inverse temperature; beyond it float32 rounds the probabilities to 0 and 1, or to 1 / C.
+_LOG_RANGE, _STEPS = 12.0, 60
+
+
+def fit_temperature(y: Tensor, t: Tensor) -> Tensor:
+    """Return the temperature whose division of the logits makes the labels most likely.
+
+    The logits of one model, of each member (a temperature each), or of the ensemble: the log of the mean in
+    `tdf.uncertainty(y, "classification")`.
+
+    Args:
+        y: Logits.
+        t: The right classes.
+
+    Shapes:
+        `y` is (*E, N, C), `t` is (N); the result is (*E), positive, from e^-12 to e^12.
+
+    Raises:
+        LeafMismatchError: The shapes do not fit, or `y` is not floating point.
+
+    Source:
+        Guo et al., "On calibration of modern neural networks" (2017), section 4. The likelihood is concave in the
+        inverse temperature; its maximum is where the expected logit is the mean logit of the labels, found by
+        bisection.
+
+    Examples:
+        >>> logits = torch.tensor([[4.0, 0.0], [4.0, 0.0], [4.0, 0.0], [4.0, 0.0]])
+        >>> fit_temperature(logits, torch.tensor([0, 0, 0, 1]))  # right in 3 of 4: odds of 3
+        tensor(3.6410)
+    """
+    _check_labels("fit_temperature", y, t, y.shape[-2:-1])
+    wide = y.detach().to(torch.promote_types(y.dtype, torch.float32))
+    # A class that cannot be has no part in the expectation; the labels' logits must be finite.
+    wide = wide - wide.amax(-1, keepdim=True)
+    wanted = wide.gather(-1, t.long().expand(wide.shape[:-1]).unsqueeze(-1)).squeeze(-1).mean(-1)
+    finite = torch.where(wide == -math.inf, 0, wide)
+    low = torch.full_like(wanted, -_LOG_RANGE)
+    high = torch.full_like(wanted, _LOG_RANGE)
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        p = (wide * middle.exp()[..., None, None]).softmax(-1)
+        below = (p * finite).sum(-1).mean(-1) < wanted
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    return (-(low + high) / 2).exp()
+
+
+def conformal_scores(p: Tensor, t: Tensor, *, method: Method = "lac") -> Tensor:
+    """Return how badly probabilities fit labels, for `conformal_threshold`.
+
+    Args:
+        p: Probabilities, such as `mean` in `tdf.uncertainty(y, "classification")`.
+        t: The right classes.
+        method: `lac`, one minus the probability of the label (the smallest sets); or `aps`, the probability of the
+            label and all more probable classes (sets that adapt to how hard an input is).
+
+    Shapes:
+        `p` is (*B, C), `t` and the result are (*B).
+
+    Source:
+        Sadinle et al., "Least ambiguous set-valued classifiers with bounded error levels" (2019); Romano et al.,
+        "Classification with valid and adaptive coverage" (2020), without randomisation.
+    """
+    _check_labels("conformal_scores", p, t, p.shape[:-1])
+    return _class_scores(p, method).gather(-1, t.long().unsqueeze(-1)).squeeze(-1)
+
+
+def conformal_threshold(scores: Tensor, alpha: float) -> Tensor:
+    """Return the threshold under which sets hold the right answer with a probability of at least 1 - alpha.
+
+    It is the ceil((N + 1) (1 - alpha))-th smallest score, and infinite if there are too few for `alpha`. For regression
+    take the distances |y - t| as scores: y plus or minus the threshold is the interval.
+
+    Args:
+        scores: Of examples that are exchangeable with those to predict; NaN counts as the worst.
+        alpha: The share of answers that may be missed, in (0, 1).
+
+    Raises:
+        ValueError: `alpha` is not between 0 and 1.
+
+    Shapes:
+        (N) gives (), (*E, N) gives (*E).
+
+    Source:
+        Vovk et al., "Algorithmic learning in a random world" (2005); Lei et al., "Distribution-free predictive
+        inference for regression" (2018).
+
+    Examples:
+        >>> conformal_threshold(torch.arange(1.0, 11.0), 0.2)  # the 9th of 10
+        tensor(9.)
+    """
+    if not 0.0 < alpha < 1.0:
+        raise error(ValueError, "conformal_threshold: alpha must lie between 0 and 1.", got=alpha)
+    count = scores.shape[-1]
+    # Rounded, since (10 + 1) * (1 - 0.2) is a little more than 8.8, and so may be what should be whole.
+    place = math.ceil(round((count + 1) * (1 - alpha), 9))
+    if place > count:
+        return scores.new_full(scores.shape[:-1], math.inf)
+    # sort puts nan last.
+    return scores.sort(-1).values[..., place - 1]
+
+
+def conformal_sets(p: Tensor, threshold: Tensor | float, *, method: Method = "lac") -> Tensor:
+    """Return for each input the classes whose score is at most a threshold.
+
+    Shapes:
+        (*B, C), bool.
+
+    Examples:
+        >>> p = torch.tensor([[0.7, 0.2, 0.1], [0.4, 0.35, 0.25]])
+        >>> conformal_sets(p, 0.7)
+        tensor([[ True, False, False],
+                [ True,  True, False]])
+    """
+    return _class_scores(p, method) <= threshold
+
+
+def adaptive_ece(y: Tensor, t: Tensor, *, bins: int = 15) -> Tensor:
+    """Return the expected calibration error over bins that hold equally many predictions.
+
+    Args:
+        y: Logits.
+        t: The right classes.
+        bins: How many; the first ones hold one prediction more, if they do not divide evenly.
+
+    Shapes:
+        `y` is (*B, C), `t` is (*B); the result has no dimensions.
+
+    Source:
+        Nguyen and O'Connor, "Posterior calibration and exploratory analysis for natural language processing models"
+        (2015).
+    """
+    _check_labels("adaptive_ece", y, t, y.shape[:-1])
+    top, voted = y.to(torch.promote_types(y.dtype, torch.float32)).softmax(-1).max(-1)
+    order = top.flatten().argsort(stable=True)
+    gap = ((voted == t).to(top.dtype) - top).flatten()[order]
+    parts = gap.tensor_split(min(bins, len(gap)))
+    return torch.stack([part.sum().abs() for part in parts]).sum() / len(gap)
+
+
+def auroc(score: Tensor, positive: Tensor) -> Tensor:
+    """Return the probability that a positive example has a higher score than a negative one; ties count half.
+
+    With the entropy of the mean as score it tells how well an ensemble finds its errors, or inputs from elsewhere.
+
+    Args:
+        score: A number for each example.
+        positive: Which examples are positive, bool.
+
+    Shapes:
+        Both are (N); the result has no dimensions, and is nan if all are positive, or none.
+
+    Source:
+        Mann and Whitney (1947).
+
+    Examples:
+        >>> auroc(torch.tensor([0.1, 0.4, 0.35, 0.8]), torch.tensor([False, False, True, True]))
+        tensor(0.7500)
+    """
+    ordered = score.sort().values.contiguous()
+    below, upto = (torch.searchsorted(ordered, score.contiguous(), right=right) for right in (False, True))
+    rank = (below + upto + 1).to(torch.float64) / 2
+    hits = positive.to(torch.float64)
+    count, others = hits.sum(), (1 - hits).sum()
+    area = ((rank * hits).sum() - count * (count + 1) / 2) / (count * others)
+    return area.to(torch.promote_types(score.dtype, torch.float32))
+
+
+def aurc(doubt: Tensor, loss: Tensor) -> Tensor:
+    """Return the area under the risk-coverage curve: the mean loss of the surest k examples, averaged over k.
+
+    Args:
+        doubt: How unsure the model is of each example.
+        loss: The loss of each example, such as 0 where it is right and 1 where it is not.
+
+    Shapes:
+        Both are (N); the result has no dimensions. Examples of equal doubt share their mean loss.
+
+    Source:
+        Geifman and El-Yaniv, "Selective classification for deep neural networks" (2017).
+
+    Examples:
+        >>> aurc(torch.tensor([0.1, 0.2, 0.9]), torch.tensor([0.0, 0.0, 1.0]))
+        tensor(0.1111)
+    """
+    order = doubt.argsort(stable=True)
+    ordered, risk = doubt[order].contiguous(), loss[order].to(torch.promote_types(loss.dtype, torch.float32))
+    # The mean over ties makes the area independent of the order in which they came.
+    first, last = (torch.searchsorted(ordered, ordered, right=right) for right in (False, True))
+    sums = torch.cat([risk.new_zeros(1), risk.cumsum(0)])
+    shared = (sums[last] - sums[first]) / (last - first)
+    return (shared.cumsum(0) / torch.arange(1, len(risk) + 1, device=risk.device)).mean()
+
+
+def _class_scores(p: Tensor, method: Method) -> Tensor:
+    if method == "lac":
+        return 1 - p
+    if method == "aps":
+        ordered, order = torch.sort(p, dim=-1, descending=True, stable=True)
+        return torch.zeros_like(p).scatter(-1, order, ordered.cumsum(-1))
+    raise error(ValueError, "conformal: method must be lac or aps.", got=repr(method))
+
+
+def _check_labels(call: str, y: Tensor, t: Tensor, shape: torch.Size) -> None:
+    if not y.is_floating_point() or t.shape != shape or t.is_floating_point() or t.dtype is torch.bool:
+        raise LeafMismatchError(
+            f"{call}: labels must fit the outputs.",
+            expected=f"integers of shape {list(shape)}, for {list(y.shape)}",
+            got=f"{str(t.dtype).removeprefix('torch.')} of shape {list(t.shape)}, for {y.dtype}",
+        )

@@ -1,0 +1,110 @@
+"""`EnsembleModule`: an `nn.Module` that owns the stacked tree of an ensemble."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import UnsupportedError
+from tdfunc.core.keys import dotted
+from tdfunc.core.types import Kind
+from tdfunc.ensemble._call import members_of
+from tdfunc.ensemble.ensemble import Ensemble, How
+from tdfunc.modules.extract import from_module, split
+from tdfunc.modules.functional import Apply
+from tdfunc.ops.reading import entries, iter_items
+
+
+class EnsembleModule(nn.Module):
+    """All members of an ensemble as one module, for code that wants an `nn.Module`.
+
+    The leaves of the stacked tree are its parameters and buffers, under `members` and their own names: `.to`,
+    `state_dict`, torch's optimizers, DistributedDataParallel and Lightning find them there.
+
+    Args:
+        apply: The pure function of one member, from `functional`.
+        tree: The stacked tree, which is copied.
+        how: As in `Ensemble`.
+        chunk_size: As in `Ensemble`.
+
+    Raises:
+        BatchSizeError: The tree is not stacked.
+        UnsupportedError: The tree has extra state, or non-tensor data.
+
+    Shapes:
+        A forward that gives (B, *F) for one member gives (E, B, *F).
+
+    Examples:
+        >>> make = lambda: nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> apply, _, _ = tdf.functional(make())
+        >>> model = EnsembleModule(apply, tdf.init_ensemble(make, 4))
+        >>> model(torch.zeros(5, 3)).shape, [*dict(model.named_parameters())][:2]
+        (torch.Size([4, 5, 2]), ['members.0.weight', 'members.0.bias'])
+    """
+
+    def __init__(
+        self, apply: Apply, tree: TensorCollection, *, how: How = "auto", chunk_size: int | None = None
+    ) -> None:
+        super().__init__()
+        self._ensembles = {mode: Ensemble(apply.train(mode), how, chunk_size=chunk_size) for mode in (True, False)}
+        members_of(tree)
+        self.members = _module_of(tree)
+        self.train(apply.module.training)
+
+    @property
+    def tree(self) -> Any:
+        """The live parameters and buffers as a stacked tree."""
+        tree = from_module(self.members)
+        return tree.with_batch_size(next(iter(tree_leaves(tree))).shape[:1])
+
+    def forward(self, *args: Any, in_dims: Any = None, rng: Any = None, **kwargs: Any) -> Any:
+        """Return the members' outputs, stacked along a new first dimension.
+
+        In training mode new buffers are kept, and draws without `rng` take a seed from torch's default generator.
+
+        Args:
+            *args: What a member's forward takes; shared by the members unless `in_dims` maps it.
+            in_dims: As in `Ensemble`.
+            rng: As in `Ensemble`.
+            **kwargs: What forward takes by keyword, shared by the members.
+        """
+        ensemble = self._ensembles[self.training]
+        if not self.training:
+            return ensemble(self.tree, *args, in_dims=in_dims, rng=rng, **kwargs)
+        if rng is None:
+            rng = int(torch.randint(0, 1 << 62, ()))
+        params, buffers = split(self.tree)
+        out, new = ensemble.with_buffers(params, buffers, *args, in_dims=in_dims, rng=rng, **kwargs)
+        with torch.no_grad():
+            buffers.update_(new)
+        return out
+
+
+def _module_of(tree: TensorCollection) -> nn.Module:
+    """Return modules in modules whose slots hold copies of the leaves; tied leaves are one parameter."""
+    for path, node in iter_items(tree, nested=True, leaves_only=True):
+        if not isinstance(node, Tensor):
+            raise UnsupportedError(
+                f"EnsembleModule: leaf {dotted(path)!r} must be a tensor.",
+                expected="parameters and buffers",
+                got=type(node).__name__,
+            )
+    root = nn.Module()
+    for entry in entries(tree):
+        copied = entry.leaf.detach().clone()
+        learned = entry.kind in (None, Kind.PARAMETER) and copied.is_floating_point()
+        slot = nn.Parameter(copied) if learned else copied
+        for path in entry.paths:
+            at = root
+            for name in path[:-1]:
+                if name not in at._modules:
+                    at.add_module(name, nn.Module())
+                at = at._modules[name]
+                assert at is not None
+            if isinstance(slot, nn.Parameter):
+                at.register_parameter(path[-1], slot)
+            else:
+                at.register_buffer(path[-1], slot, persistent=entry.kind is not Kind.NON_PERSISTENT)
+    return root

@@ -1,0 +1,305 @@
+"""Schedules: functions from the number of steps done so far to a hyperparameter, under optax's names.
+
+The number is an integer tensor, of no dimensions or with an entry for each member, and so are the values: a peak of
+shape (E,) is a schedule for each member. Everything is arithmetic of tensors, which `torch.vmap` and `tdfunc.jit` run.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import error
+from tdfunc.optim._base import Schedule
+
+if TYPE_CHECKING:
+    from tdfunc._tensordict import TensorDict
+
+T = TypeVar("T", bound=TensorCollection)
+Value: TypeAlias = float | Tensor
+
+
+def constant(value: Value) -> Schedule:
+    """Return the schedule of one value."""
+    return lambda step: _at(step, value)
+
+
+def polynomial(
+    init_value: Value, end_value: Value, transition_steps: int, *, power: float = 1.0, transition_begin: int = 0
+) -> Schedule:
+    """Return the schedule from one value to another along a power of the steps that are left.
+
+    Args:
+        init_value: The value up to `transition_begin`.
+        end_value: The value from `transition_begin + transition_steps` on.
+        transition_steps: How many steps the way takes.
+        power: 1 is a straight line.
+        transition_begin: How many steps come before.
+
+    Source:
+        `optax.polynomial_schedule`, `torch.optim.lr_scheduler.PolynomialLR`.
+    """
+    _check_positive("polynomial", "transition_steps", transition_steps)
+
+    def value(step: Tensor) -> Tensor:
+        left = 1 - (_real(step) - transition_begin).clamp(0, transition_steps) / transition_steps
+        return (init_value - end_value) * left**power + end_value
+
+    return value
+
+
+def linear(init_value: Value, end_value: Value, transition_steps: int, *, transition_begin: int = 0) -> Schedule:
+    """Return the schedule along a straight line; see `polynomial`.
+
+    Examples:
+        >>> warmup = linear(0.0, 0.1, 100)
+        >>> warmup(torch.tensor(50))
+        tensor(0.0500)
+    """
+    return polynomial(init_value, end_value, transition_steps, transition_begin=transition_begin)
+
+
+def cosine_decay(init_value: Value, decay_steps: int, *, alpha: float = 0.0, exponent: float = 1.0) -> Schedule:
+    """Return the schedule along half a cosine, down to `alpha * init_value`.
+
+    Args:
+        init_value: The value at step 0.
+        decay_steps: How many steps the way takes.
+        alpha: The last value, as a share of the first.
+        exponent: A power of the cosine.
+
+    Source:
+        Loshchilov and Hutter, "SGDR: stochastic gradient descent with warm restarts" (2017);
+        `optax.cosine_decay_schedule`.
+    """
+    _check_positive("cosine_decay", "decay_steps", decay_steps)
+
+    def value(step: Tensor) -> Tensor:
+        share = _real(step).clamp(max=decay_steps) / decay_steps
+        return init_value * ((1 - alpha) * ((1 + torch.cos(math.pi * share)) / 2) ** exponent + alpha)
+
+    return value
+
+
+def warmup_cosine_decay(
+    init_value: Value,
+    peak_value: Value,
+    warmup_steps: int,
+    decay_steps: int,
+    *,
+    end_value: Value = 0.0,
+    exponent: float = 1.0,
+) -> Schedule:
+    """Return a straight line up to a peak, then half a cosine down.
+
+    Args:
+        init_value: The value at step 0.
+        peak_value: The value after the warm-up.
+        warmup_steps: How many steps the warm-up takes.
+        decay_steps: How many steps both take together.
+        end_value: The last value.
+        exponent: A power of the cosine.
+
+    Raises:
+        ValueError: `decay_steps` is not above `warmup_steps`.
+
+    Source:
+        `optax.warmup_cosine_decay_schedule`.
+    """
+    if decay_steps <= warmup_steps:
+        raise error(
+            ValueError,
+            "warmup_cosine_decay: decay_steps, which include the warm-up, must be above warmup_steps.",
+            expected=f"above {warmup_steps}",
+            got=decay_steps,
+        )
+    decay = cosine_decay(1.0, decay_steps - warmup_steps, exponent=exponent)
+
+    def cosine(step: Tensor) -> Any:
+        return (peak_value - end_value) * decay(step) + end_value
+
+    if not warmup_steps:
+        return cosine
+    return join_schedules([linear(init_value, peak_value, warmup_steps), cosine], [warmup_steps])
+
+
+def exponential_decay(
+    init_value: Value,
+    transition_steps: int,
+    decay_rate: float,
+    *,
+    transition_begin: int = 0,
+    staircase: bool = False,
+    end_value: Value | None = None,
+) -> Schedule:
+    """Return the schedule `init_value * decay_rate ** (step / transition_steps)`.
+
+    Args:
+        init_value: The value up to `transition_begin`.
+        transition_steps: After how many steps it has been multiplied once.
+        decay_rate: The factor.
+        transition_begin: How many steps come before.
+        staircase: Whether it is multiplied at once, not along the way (`torch.optim.lr_scheduler.StepLR`).
+        end_value: A bound; the least value if `decay_rate` is below 1, else the greatest.
+
+    Source:
+        `optax.exponential_decay`.
+    """
+    _check_positive("exponential_decay", "transition_steps", transition_steps)
+
+    def value(step: Tensor) -> Tensor:
+        share = (_real(step) - transition_begin).clamp(min=0) / transition_steps
+        decayed = init_value * torch.as_tensor(decay_rate) ** (share.floor() if staircase else share)
+        if end_value is None:
+            return decayed
+        bound = torch.as_tensor(end_value, dtype=decayed.dtype, device=decayed.device)
+        return torch.maximum(decayed, bound) if decay_rate < 1 else torch.minimum(decayed, bound)
+
+    return value
+
+
+def piecewise_constant(init_value: Value, boundaries_and_scales: Mapping[int, float]) -> Schedule:
+    """Return a value that is multiplied at some steps.
+
+    Args:
+        init_value: The value before the first of them.
+        boundaries_and_scales: By number of steps done the factor from then on.
+
+    Source:
+        `optax.piecewise_constant_schedule`, `torch.optim.lr_scheduler.MultiStepLR`.
+
+    Examples:
+        >>> schedule = piecewise_constant(1.0, {10: 0.5, 20: 0.1})
+        >>> [round(schedule(torch.tensor(step)).item(), 3) for step in (9, 10, 20)]
+        [1.0, 0.5, 0.05]
+    """
+
+    def value(step: Tensor) -> Tensor:
+        scaled = _at(step, init_value)
+        for boundary, scale in boundaries_and_scales.items():
+            scaled = torch.where(step >= boundary, scaled * scale, scaled)
+        return scaled
+
+    return value
+
+
+def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
+    """Return one schedule after the other; each counts from its own first step.
+
+    Args:
+        schedules: The schedules.
+        boundaries: At how many steps done the second, third, ... begins.
+
+    Raises:
+        ValueError: There is not one boundary between each two.
+
+    Source:
+        `optax.join_schedules`, `torch.optim.lr_scheduler.SequentialLR`.
+    """
+    if len(schedules) != len(boundaries) + 1:
+        raise error(
+            ValueError,
+            "join_schedules: there must be a boundary between each two schedules.",
+            expected=len(schedules) - 1,
+            got=len(boundaries),
+        )
+
+    def value(step: Tensor) -> Tensor:
+        joined = _at(step, schedules[0](step))
+        for boundary, schedule in zip(boundaries, schedules[1:], strict=True):
+            # Before its first step a schedule's value is not used, but its derivative must be finite.
+            joined = torch.where(step >= boundary, schedule((step - boundary).clamp(min=0)), joined)
+        return joined
+
+    return value
+
+
+class ReduceOnPlateau:
+    """Two pure functions: a scale of the learning rate, reduced where a member's metric stops improving.
+
+    Hold the learning rate as a tensor, which `init` puts into the optimizer's state:
+    `state = state.set("lr", lr * plateau["scale"])`.
+
+    Args:
+        factor: By how much the scale is multiplied.
+        patience: How many updates without an improvement are waited for.
+        threshold: How much better counts as an improvement, as a share of the best metric.
+        cooldown: How many updates after a reduction are not counted.
+        min_scale: The least scale.
+        mode: Whether small or large metrics are good.
+
+    Source:
+        `torch.optim.lr_scheduler.ReduceLROnPlateau`, with `threshold_mode="rel"`.
+
+    Examples:
+        >>> plateau = ReduceOnPlateau(factor=0.5, patience=0)
+        >>> state = plateau.init((2,))
+        >>> for loss in ([1.0, 1.0], [0.5, 1.0]):
+        ...     state = plateau.update(state, torch.tensor(loss))
+        >>> state["scale"]
+        tensor([1.0000, 0.5000])
+    """
+
+    def __init__(
+        self,
+        factor: float = 0.1,
+        patience: int = 10,
+        *,
+        threshold: float = 1e-4,
+        cooldown: int = 0,
+        min_scale: float = 0.0,
+        mode: Literal["min", "max"] = "min",
+    ) -> None:
+        if not 0.0 < factor < 1.0:
+            raise error(ValueError, "ReduceOnPlateau: factor must lie between 0 and 1.", got=factor)
+        self.factor, self.patience, self.threshold = factor, patience, threshold
+        self.cooldown, self.min_scale, self.mode = cooldown, min_scale, mode
+
+    def init(self, size: Sequence[int] = (), *, device: torch.device | str | None = None) -> "TensorDict":
+        """Return the state before the first metric, with the given batch size: (E,) for members."""
+        size = torch.Size(size)
+        zeros = torch.zeros(size, dtype=torch.int64, device=device)
+        worst = math.inf if self.mode == "min" else -math.inf
+        data = {
+            "scale": torch.ones(size, device=device),
+            "best": torch.full(size, worst, device=device),
+            "waited": zeros,
+            "cooldown": zeros.clone(),
+        }
+        return TensorCollection._open._make(data, size, None, None)
+
+    def update(self, state: T, metric: Tensor) -> T:
+        """Return the state after a metric, of the state's batch size; a nan is no improvement."""
+        data: Any = state._data
+        best, metric = data["best"], metric.detach().to(data["best"].dtype)
+        # inf * 0.9999 is inf: the first metric improves on it.
+        bound = best * (1 - self.threshold if self.mode == "min" else 1 + self.threshold)
+        better = metric < bound if self.mode == "min" else metric > bound
+        cooling = data["cooldown"] > 0
+        waited = torch.where(better | cooling, 0, data["waited"] + 1)
+        reduce = waited > self.patience
+        scale = torch.where(reduce, (data["scale"] * self.factor).clamp(min=self.min_scale), data["scale"])
+        new = {
+            "scale": scale,
+            "best": torch.where(better, metric, best),
+            "waited": torch.where(reduce, 0, waited),
+            "cooldown": torch.where(reduce, self.cooldown, (data["cooldown"] - 1).clamp(min=0)),
+        }
+        return state._make({**data, **new}, state._batch_size, state._device, state._names)
+
+
+def _real(step: Tensor) -> Tensor:
+    return step.to(torch.get_default_dtype())
+
+
+def _at(step: Tensor, value: Any) -> Tensor:
+    """Return a value with the dimensions of the step count."""
+    return torch.as_tensor(value, device=step.device) + torch.zeros_like(_real(step))
+
+
+def _check_positive(name: str, what: str, number: int) -> None:
+    if number < 1:
+        raise error(ValueError, f"{name}: {what} must be at least 1.", got=number)

@@ -1,0 +1,443 @@
+"""Random keys: a draw is a pure function of a key and a shape, as in JAX.
+
+A key is an int64 tensor of shape (2,), so it is a leaf of a tree like any other: mapped by `torch.vmap`, an argument
+under `tdfunc.jit`, saved in a checkpoint. Draw i of a key is a hash of (key, i) by plain tensor operations: it is the
+same in a loop, under vmap, grad, jit and `torch.compile`, in a recomputation, and on each device. A key that is used
+twice gives the same numbers twice: `split` it, or `fold_in` a step's number.
+
+SplitMix64 with a gamma for each key: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014).
+"""
+
+import math
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from tdfunc.core.errors import error
+
+Shape: TypeAlias = int | Sequence[int]
+
+
+def key(seed: int | Tensor, *, device: torch.device | str | None = None) -> Tensor:
+    """Return the key of a seed.
+
+    Args:
+        seed: An integer, of which 64 bits count, or an integer tensor.
+        device: Where the key, and what is drawn from it, lies; by default the device of `seed`.
+
+    Raises:
+        TypeError: `seed` is not an integer.
+
+    Shapes:
+        The key is (2,), int64; seeds of shape (*S) give keys (*S, 2).
+
+    Examples:
+        >>> params = normal(key(0), (3, 4))
+        >>> keys = key(torch.arange(16))  # a key for each member
+        >>> torch.vmap(lambda k: normal(k, (3,)))(keys).shape
+        torch.Size([16, 3])
+    """
+    number = _as_int64(seed, "key: seed")
+    number = number if device is None else number.to(device)
+    return _derive(torch.tensor(_signed(_SEED), device=number.device), torch.ones_like(number), number, _SEED)
+
+
+def split(key: Tensor, num: Shape = 2) -> Tensor:
+    """Return new keys, which share no draws with one another, with `key`, or with keys that are folded in.
+
+    Args:
+        key: The key, which must not be used again.
+        num: How many, or a shape of keys.
+
+    Shapes:
+        (2,) becomes (num, 2), or (*num, 2).
+
+    Examples:
+        >>> first, second = split(key(0))
+    """
+    _check_key(key, "split")
+    shape = _size(num)
+    number = torch.arange(math.prod(shape), device=key.device).reshape(shape)
+    return _derive(key[0], key[1], number, _SPLIT)
+
+
+def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
+    """Return the key of a key and a number: a step, a member, a layer.
+
+    Args:
+        key: The key; it can be folded with other numbers, too.
+        data: An integer, of which 64 bits count, or an integer tensor.
+
+    Raises:
+        TypeError: `data` is not an integer.
+
+    Shapes:
+        (2,) stays (2,); data of shape (*S) give keys (*S, 2).
+
+    Examples:
+        >>> run = key(0)
+        >>> step_keys = [fold_in(run, step) for step in range(3)]
+    """
+    _check_key(key, "fold_in")
+    return _derive(key[0], key[1], _as_int64(data, "fold_in: data").to(key.device), _FOLD)
+
+
+def bits(key: Tensor, shape: Shape = (), *, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Return integers all of whose bits are random.
+
+    Args:
+        key: The key.
+        shape: The shape of the result.
+        dtype: int64 or int32; the sign is one of the bits.
+
+    Raises:
+        TypeError: `dtype` is another one.
+    """
+    _check_key(key, "bits")
+    if dtype not in (torch.int64, torch.int32):
+        raise error(TypeError, "bits: dtype must be int64 or int32.", got=dtype)
+    size = _size(shape)
+    return _words(key, size) if dtype == torch.int64 else _half_words(key, size)
+
+
+def uniform(
+    key: Tensor,
+    shape: Shape = (),
+    *,
+    dtype: torch.dtype | None = None,
+    minval: float | Tensor = 0.0,
+    maxval: float | Tensor = 1.0,
+) -> Tensor:
+    """Return numbers that are uniform in [minval, maxval).
+
+    They are multiples of 2^-24 of the interval in float32, of 2^-53 in float64, 2^-11 in float16, 2^-8 in bfloat16.
+
+    Args:
+        key: The key.
+        shape: The shape of the result.
+        dtype: A floating-point dtype, by default torch's default one.
+        minval: The least value; a tensor broadcasts to `shape`.
+        maxval: The bound; rounding of `minval + u * (maxval - minval)` can reach it.
+
+    Examples:
+        >>> uniform(key(0), (2, 3)).shape
+        torch.Size([2, 3])
+    """
+    _check_key(key, "uniform")
+    drawn = _unit(key, shape, _floating(dtype, "uniform"))
+    if isinstance(minval, float) and isinstance(maxval, float) and (minval, maxval) == (0.0, 1.0):
+        return drawn
+    return drawn * (maxval - minval) + minval
+
+
+def normal(key: Tensor, shape: Shape = (), *, dtype: torch.dtype | None = None) -> Tensor:
+    """Return numbers of the standard normal distribution, by its inverse function.
+
+    Examples:
+        >>> keys = split(key(0), 4)
+        >>> torch.vmap(lambda k: normal(k, (3,)))(keys).shape
+        torch.Size([4, 3])
+    """
+    _check_key(key, "normal")
+    dtype, wide = _wide(dtype, "normal")
+    return _symmetric(key, shape, wide).erfinv_().mul_(math.sqrt(2.0)).to(dtype)
+
+
+def truncated_normal(
+    key: Tensor,
+    lower: float | Tensor,
+    upper: float | Tensor,
+    shape: Shape = (),
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return numbers of the standard normal distribution between two bounds.
+
+    Args:
+        key: The key.
+        lower: The least value; a tensor broadcasts to `shape`.
+        upper: The greatest value.
+        shape: The shape of the result.
+        dtype: A floating-point dtype, by default torch's default one.
+    """
+    _check_key(key, "truncated_normal")
+    dtype, wide = _wide(dtype, "truncated_normal")
+    low, high = (torch.as_tensor(x, dtype=wide, device=key.device) for x in (lower, upper))
+    start, stop = (torch.erf(x / math.sqrt(2.0)) for x in (low, high))
+    drawn = start + _open_unit(key, shape, wide) * (stop - start)
+    return torch.clamp(drawn.erfinv() * math.sqrt(2.0), low, high).to(dtype)
+
+
+def bernoulli(key: Tensor, p: float | Tensor = 0.5, shape: Shape | None = None) -> Tensor:
+    """Return bools that are True with a probability, to within 2^-24.
+
+    Args:
+        key: The key.
+        p: The probability; a tensor broadcasts to `shape`.
+        shape: The shape of the result, by default that of `p`.
+
+    Examples:
+        >>> keep = bernoulli(key(0), 0.9, (2, 3))
+    """
+    _check_key(key, "bernoulli")
+    if isinstance(p, Tensor):
+        return _unit(key, p.shape if shape is None else shape, torch.float32) < p
+    words = _half_words(key, () if shape is None else _size(shape))
+    # u < p for u a multiple of 2^-24, as `uniform` makes it from the same word, without making it.
+    bound = math.ceil(p * 2**24) - 2**23
+    return words < (bound << 8) if bound < 2**23 else torch.ones_like(words, dtype=torch.bool)
+
+
+def randint(
+    key: Tensor,
+    shape: Shape,
+    minval: int | Tensor,
+    maxval: int | Tensor,
+    *,
+    dtype: torch.dtype = torch.int64,
+) -> Tensor:
+    """Return integers that are uniform in [minval, maxval).
+
+    A number's probability differs from 1 / (maxval - minval) by at most 2^-64.
+
+    Args:
+        key: The key.
+        shape: The shape of the result.
+        minval: The least value; a tensor broadcasts to `shape`.
+        maxval: One more than the greatest value.
+        dtype: An integer dtype.
+
+    Raises:
+        ValueError: `maxval` is not above `minval`, both being ints.
+
+    Source:
+        Lemire, "Fast random integer generation in an interval" (2019), without the rejection.
+    """
+    _check_key(key, "randint")
+    if isinstance(minval, int) and isinstance(maxval, int) and maxval <= minval:
+        raise error(ValueError, "randint: maxval must be above minval.", expected=f"above {minval}", got=maxval)
+    span = maxval - minval
+    span = torch.as_tensor(_signed(span) if isinstance(span, int) else span, dtype=torch.int64, device=key.device)
+    return (_high_product(_words(key, _size(shape)), span) + minval).to(dtype)
+
+
+def exponential(key: Tensor, shape: Shape = (), *, dtype: torch.dtype | None = None) -> Tensor:
+    """Return numbers of the exponential distribution of rate 1."""
+    _check_key(key, "exponential")
+    dtype, wide = _wide(dtype, "exponential")
+    return _unit(key, shape, wide).neg_().log1p_().neg_().to(dtype)
+
+
+def gumbel(key: Tensor, shape: Shape = (), *, dtype: torch.dtype | None = None) -> Tensor:
+    """Return numbers of the standard Gumbel distribution."""
+    _check_key(key, "gumbel")
+    dtype, wide = _wide(dtype, "gumbel")
+    return _open_unit(key, shape, wide).log_().neg_().log_().neg_().to(dtype)
+
+
+def categorical(key: Tensor, logits: Tensor, *, dim: int = -1, shape: Shape | None = None) -> Tensor:
+    """Return indices, each with the probability softmax(logits).
+
+    Args:
+        key: The key.
+        logits: Log-probabilities, up to a constant; -inf is never drawn.
+        dim: The dimension of the classes.
+        shape: The shape of the result, whose last dimensions are those of `logits` without `dim`.
+
+    Shapes:
+        (*B, C) gives (*B), or `shape`, (*S, *B).
+
+    Source:
+        The Gumbel-max trick.
+
+    Examples:
+        >>> categorical(key(0), torch.zeros(4, 10), shape=(3, 4)).shape
+        torch.Size([3, 4])
+    """
+    rows = logits.movedim(dim, -1)
+    size = rows.shape[:-1] if shape is None else _size(shape)
+    dtype = rows.dtype if rows.is_floating_point() else None
+    return (gumbel(key, (*size, rows.shape[-1]), dtype=dtype) + rows).argmax(-1)
+
+
+def permutation(key: Tensor, x: int | Tensor, *, dim: int = 0) -> Tensor:
+    """Return a random order of the numbers below x, or of a tensor along a dimension.
+
+    Examples:
+        >>> permutation(key(0), 5).sort().values
+        tensor([0, 1, 2, 3, 4])
+    """
+    size = x if isinstance(x, int) else x.shape[dim]
+    order = bits(key, (size,)).argsort()
+    return order if isinstance(x, int) else x.index_select(dim, order)
+
+
+def choice(key: Tensor, a: int | Tensor, shape: Shape = (), *, replace: bool = True, p: Tensor | None = None) -> Tensor:
+    """Return random rows of a tensor, or random numbers below an int.
+
+    Args:
+        key: The key.
+        a: The tensor, whose first dimension is drawn from, or the number of choices.
+        shape: How many, in which shape.
+        replace: Whether a choice may be drawn twice.
+        p: How probable each choice is, in any scale; uniform without it.
+
+    Shapes:
+        `a` of shape (N, *F) gives (*shape, *F); `p` is (N,).
+
+    Raises:
+        ValueError: Without replacement more is asked for than there is.
+
+    Source:
+        Weighted draws without replacement are the largest log p + Gumbel noise (Kool et al., "Stochastic beams and
+        where to find them", 2019).
+    """
+    size, count = _size(shape), a if isinstance(a, int) else a.shape[0]
+    number = math.prod(size)
+    if not replace and number > count:
+        raise error(
+            ValueError,
+            "choice: without replacement at most all choices can be drawn.",
+            expected=f"at most {count}",
+            got=number,
+            hint="replace=True.",
+        )
+    if replace:
+        drawn = randint(key, size, 0, count) if p is None else categorical(key, p.log(), shape=size)
+    elif p is None:
+        drawn = permutation(key, count)[:number].reshape(size)
+    else:
+        drawn = (gumbel(key, (count,)) + p.log()).topk(number).indices.reshape(size)
+    return drawn if isinstance(a, int) else a[drawn]
+
+
+# -- words ----------------------------------------------------------------------------------------------------------
+
+
+def _signed(number: int) -> int:
+    """Return the int64 of the lowest 64 bits of an integer."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+# Different derivations of keys start from different constants, so that none gives the keys of another.
+_SEED, _SPLIT, _FOLD = (_signed(n) for n in (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0x8CB92BA72F3D8DD7))
+_STAFFORD = (30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)), (31, None)
+_MURMUR = (33, _signed(0xFF51AFD7ED558CCD)), (33, _signed(0xC4CEB9FE1A85EC53)), (33, None)
+_ODD_BITS = _signed(0xAAAAAAAAAAAAAAAA)
+_LOW = (1 << 32) - 1
+
+
+def _check_key(key: Tensor, call: str) -> None:
+    if key.dtype == torch.int64 and key.shape == (2,):
+        return
+    raise error(
+        TypeError,
+        f"{call}: key must be one random key.",
+        expected="int64 of shape (2,)",
+        got=f"{str(key.dtype).removeprefix('torch.')} of shape {tuple(key.shape)}",
+        hint="tdfunc.random.key(seed) makes one; torch.vmap maps a function of one key over many.",
+    )
+
+
+def _as_int64(number: int | Tensor, what: str) -> Tensor:
+    if isinstance(number, Tensor) and not number.is_floating_point() and not number.is_complex():
+        return number.to(torch.int64)
+    if isinstance(number, int):
+        return torch.tensor(_signed(number))
+    raise error(TypeError, f"{what} must be an integer.", got=repr(number), hint="torch.tensor(step) is one, too.")
+
+
+def _size(shape: Shape) -> tuple[int, ...]:
+    return (shape,) if isinstance(shape, int) else tuple(shape)
+
+
+def _shift(word: Tensor, count: int) -> Tensor:
+    """Shift right without the sign."""
+    return (word >> count).bitwise_and_((1 << (64 - count)) - 1)
+
+
+def _mix(word: Tensor, rounds: tuple[tuple[int, int | None], ...] = _STAFFORD) -> Tensor:
+    """Hash words one to one, in their own memory."""
+    for count, factor in rounds:
+        word = word.bitwise_xor_(_shift(word, count))
+        word = word if factor is None else word.mul_(factor)
+    return word
+
+
+def _derive(state: Tensor, gamma: Tensor, number: Tensor, salt: int) -> Tensor:
+    """Return the keys of a key and numbers: a state that differs for each number, and a gamma of its own."""
+    new_state = _mix(_mix(number * _SEED + (gamma ^ salt)) ^ state)
+    new_gamma = _mix(_mix(number * _SPLIT + (state ^ salt)) + gamma, _MURMUR) | 1
+    # A gamma of few changes between neighbouring bits hardly mixes (section 5 of the paper).
+    few = _count_bits(new_gamma ^ _shift(new_gamma, 1)) < 24
+    return torch.stack([new_state, torch.where(few, new_gamma ^ _ODD_BITS, new_gamma)], -1)
+
+
+def _count_bits(word: Tensor) -> Tensor:
+    """Count the bits of each word (Warren, "Hacker's delight", section 5-1)."""
+    word = word - (_shift(word, 1) & 0x5555555555555555)
+    word = (word & 0x3333333333333333) + (_shift(word, 2) & 0x3333333333333333)
+    word = (word + _shift(word, 4)) & 0x0F0F0F0F0F0F0F0F
+    return _shift(word * 0x0101010101010101, 56)
+
+
+def _words(key: Tensor, size: tuple[int, ...]) -> Tensor:
+    """Return 64 random bits for each number."""
+    index = torch.arange(1, math.prod(size) + 1, device=key.device)
+    return _mix((index * key[1]).add_(key[0])).reshape(size)
+
+
+def _half_words(key: Tensor, size: tuple[int, ...]) -> Tensor:
+    """Return 32 random bits for each number."""
+    count = math.prod(size)
+    return _words(key, ((count + 1) // 2,)).view(torch.int32)[:count].reshape(size)
+
+
+def _high_product(a: Tensor, b: Tensor) -> Tensor:
+    """Return the upper 64 bits of the 128-bit products of unsigned words (Warren, section 8-2)."""
+    a_high, a_low, b_high, b_low = _shift(a, 32), a & _LOW, _shift(b, 32), b & _LOW
+    middle = a_high * b_low + _shift(a_low * b_low, 32)
+    return a_high * b_high + _shift(middle, 32) + _shift(a_low * b_high + (middle & _LOW), 32)
+
+
+_PRECISION = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+
+
+def _integers(key: Tensor, shape: Shape, dtype: torch.dtype, count: int) -> Tensor:
+    """Return uniform integers in [-2^(count-1), 2^(count-1)) as floats that hold them exactly."""
+    size = _size(shape)
+    return (_words(key, size) >> (64 - count) if count > 32 else _half_words(key, size) >> (32 - count)).to(dtype)
+
+
+def _floating(dtype: torch.dtype | None, call: str) -> torch.dtype:
+    dtype = dtype or torch.get_default_dtype()
+    if dtype in _PRECISION:
+        return dtype
+    names = ", ".join(str(d).removeprefix("torch.") for d in _PRECISION)
+    raise error(TypeError, f"{call}: dtype must be a floating-point one.", expected=names, got=dtype)
+
+
+def _wide(dtype: torch.dtype | None, call: str) -> tuple[torch.dtype, torch.dtype]:
+    """Return a dtype and the one that functions of uniform numbers are computed in."""
+    dtype = _floating(dtype, call)
+    return dtype, torch.promote_types(dtype, torch.float32)
+
+
+def _unit(key: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
+    """Return uniform numbers in [0, 1)."""
+    count = _PRECISION[dtype]
+    return _integers(key, shape, dtype, count).add_(2.0 ** (count - 1)).mul_(2.0**-count)
+
+
+def _open_unit(key: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
+    """Return uniform numbers in (0, 1): odd multiples, so that neither bound is met by rounding."""
+    count = _PRECISION[dtype] - 1
+    return _integers(key, shape, dtype, count).add_(2.0 ** (count - 1) + 0.5).mul_(2.0**-count)
+
+
+def _symmetric(key: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
+    """Return uniform numbers in (-1, 1), with each number its negative."""
+    count = _PRECISION[dtype]
+    return _integers(key, shape, dtype, count).add_(0.5).mul_(2.0 ** (1 - count))

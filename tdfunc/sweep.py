@@ -1,0 +1,253 @@
+"""Sweeps: hyperparameters of many members as a tree, folds and bootstraps, early stopping, and the best members.
+
+E is the number of members, N that of examples. A member of a sweep is a row of stacked trees: parameters, optimizer
+state and hyperparameters are indexed alike, and a member equals its own separate run.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from tdfunc import random
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import BatchSizeError, error
+
+if TYPE_CHECKING:
+    from tdfunc._tensordict import TensorDict
+
+T = TypeVar("T", bound=TensorCollection)
+Mode: TypeAlias = Literal["min", "max"]
+Values: TypeAlias = "Tensor | Sequence[float] | Sequence[int] | Sequence[bool]"
+Space: TypeAlias = "Callable[[Tensor, int], Tensor] | Tensor | Sequence[Any]"
+
+
+def grid(**axes: Values) -> "TensorDict":
+    """Return every combination of values, one a member; the last name varies fastest.
+
+    Shapes:
+        Axes of n, m, ... values give leaves (n * m * ...), the batch size of the tree.
+
+    Examples:
+        >>> hyper = grid(lr=[0.1, 0.01], weight_decay=[0.0, 1e-4, 1e-2])
+        >>> hyper.batch_size, hyper["lr"].tolist()[:4]
+        (torch.Size([6]), [0.10000000149011612, 0.10000000149011612, 0.10000000149011612, 0.009999999776482582])
+    """
+    columns = [torch.as_tensor(values) for values in axes.values()]
+    mesh = torch.meshgrid(*columns, indexing="ij") if columns else []
+    return _tree(dict(zip(axes, [column.flatten() for column in mesh], strict=True)))
+
+
+def random_search(key: Tensor, members: int, **spaces: Space) -> "TensorDict":
+    """Return random hyperparameters; member i's do not change with the number of members.
+
+    Args:
+        key: A random key.
+        members: How many.
+        **spaces: For each name values to choose from, or a function of a key and a shape: `log_uniform(1e-4, 0.1)`,
+            `uniform(0.0, 1.0)`, `tdf.random.normal`.
+
+    Examples:
+        >>> hyper = random_search(tdf.random.key(0), 64, lr=log_uniform(1e-4, 1e-1), dropout=[0.0, 0.1, 0.5])
+        >>> hyper.batch_size
+        torch.Size([64])
+    """
+    keys = random.split(key, max(len(spaces), 1))
+    drawn: dict[str, Tensor] = {}
+    for name, space, own in zip(spaces, spaces.values(), keys, strict=False):
+        drawn[name] = space(own, members) if callable(space) else random.choice(own, torch.as_tensor(space), (members,))
+    return _tree(drawn)
+
+
+def uniform(low: float, high: float) -> Callable[[Tensor, int], Tensor]:
+    """Return the space of numbers uniform in [low, high)."""
+    return lambda key, shape: random.uniform(key, shape, minval=low, maxval=high)
+
+
+def log_uniform(low: float, high: float) -> Callable[[Tensor, int], Tensor]:
+    """Return the space of positive numbers whose logarithm is uniform."""
+    return lambda key, shape: random.uniform(key, shape, minval=math.log(low), maxval=math.log(high)).exp()
+
+
+def kfold(examples: int, folds: int, *, key: Tensor | None = None) -> Tensor:
+    """Return for each fold which examples it trains on; the others validate it.
+
+    Args:
+        examples: N.
+        folds: K; each example validates exactly one of them, and their sizes differ by at most one.
+        key: A random key that orders the examples; by default folds are runs of neighbours.
+
+    Shapes:
+        (K, N), bool. `mask.nonzero()` gives indices; as a weight of each example's loss it serves `torch.vmap`.
+
+    Raises:
+        ValueError: There are fewer than two folds, or more than examples.
+
+    Source:
+        `sklearn.model_selection.KFold`.
+
+    Examples:
+        >>> kfold(4, 2).int()
+        tensor([[0, 0, 1, 1],
+                [1, 1, 0, 0]], dtype=torch.int32)
+    """
+    if not 2 <= folds <= examples:
+        raise error(ValueError, "kfold: folds must be at least 2, and at most all examples.", got=(examples, folds))
+    sizes = torch.tensor([examples // folds + (i < examples % folds) for i in range(folds)])
+    fold_of = torch.arange(folds).repeat_interleave(sizes)
+    if key is not None:
+        fold_of = random.permutation(key, fold_of.to(key.device))
+    return fold_of != torch.arange(folds, device=fold_of.device).unsqueeze(1)
+
+
+def bootstrap(key: Tensor, examples: int, members: int) -> Tensor:
+    """Return for each member the indices of a sample with replacement; `weights_of` turns them into weights.
+
+    Member i's do not change with the number of members.
+
+    Shapes:
+        (E, N), int64.
+
+    Examples:
+        >>> bootstrap(tdf.random.key(0), 100, 16).shape
+        torch.Size([16, 100])
+    """
+    keys = random.fold_in(key, torch.arange(members, device=key.device))
+    return torch.vmap(lambda own: random.randint(own, (examples,), 0, examples))(keys)
+
+
+def weights_of(indices: Tensor, examples: int) -> Tensor:
+    """Return how often each example is among each member's indices.
+
+    Shapes:
+        Indices (E, M) become (E, N), float.
+    """
+    counts = torch.zeros(indices.shape[0], examples, device=indices.device)
+    return counts.scatter_add(1, indices, torch.ones_like(indices, dtype=counts.dtype))
+
+
+class EarlyStopping:
+    """Two pure functions: members whose metric has not improved for a while are no longer active.
+
+    `optimizer.update(..., active=state["active"])` keeps members that have stopped as they are; a member that has
+    stopped stays so.
+
+    Args:
+        patience: How many updates without an improvement stop a member.
+        min_delta: How much better counts as an improvement.
+        mode: Whether small or large metrics are good.
+
+    Examples:
+        >>> stopping = EarlyStopping(patience=2)
+        >>> state = stopping.init(2)
+        >>> for loss in ([1.0, 1.0], [0.9, 1.1], [0.8, 1.2]):
+        ...     state = stopping.update(state, torch.tensor(loss))
+        >>> state["active"].tolist(), state["best"].tolist()
+        ([True, False], [0.800000011920929, 1.0])
+    """
+
+    def __init__(self, patience: int, *, min_delta: float = 0.0, mode: Mode = "min") -> None:
+        self.patience, self.min_delta, self.sign = patience, min_delta, _sign(mode)
+
+    def init(self, members: int, *, device: torch.device | str | None = None) -> "TensorDict":
+        """Return the state before the first metric: `best`, `waited`, `improved` and `active`, of shape (E,)."""
+        best = torch.full((members,), self.sign * math.inf, device=device)
+        yes = torch.ones(members, dtype=torch.bool, device=device)
+        return _tree(
+            {"best": best, "waited": torch.zeros_like(yes, dtype=torch.int64), "improved": ~yes, "active": yes}
+        )
+
+    def update(self, state: T, metric: Tensor) -> T:
+        """Return the state after a metric of each member; a nan is no improvement.
+
+        Shapes:
+            `metric` is (E,).
+        """
+        data: Any = state._data
+        best, active = data["best"], data["active"]
+        metric = metric.detach().to(best.dtype)
+        improved = active & (self.sign * (best - metric) > self.min_delta)
+        waited = torch.where(improved, 0, data["waited"] + active)
+        new = {
+            "best": torch.where(improved, metric, best),
+            "waited": waited,
+            "improved": improved,
+            "active": active & (waited < self.patience),
+        }
+        return state._make({**data, **new}, state._batch_size, state._device, state._names)
+
+
+def rank(scores: Tensor, *, mode: Mode = "min") -> Tensor:
+    """Return the members from the best to the worst; equal ones by number, and those with a nan last.
+
+    Shapes:
+        (E,) gives (E,), int64.
+
+    Examples:
+        >>> rank(torch.tensor([3.0, float("nan"), 1.0]))
+        tensor([2, 0, 1])
+    """
+    # Sorted upwards, nan comes last.
+    return (_sign(mode) * scores).argsort(stable=True)
+
+
+def elites(tree: T, scores: Tensor, count: int, *, mode: Mode = "min") -> T:
+    """Return the best members of a stacked tree, the best first: a smaller stack.
+
+    With it a sweep goes on with the best (successive halving): what has stopped costs nothing.
+
+    Args:
+        tree: A tree whose first batch dimension is the members; a tuple is not needed, as trees nest:
+            `TensorDict({"params": params, "state": state, "hyper": hyper}, [E])`.
+        scores: A number for each member.
+        count: How many to keep.
+        mode: Whether small or large scores are good.
+
+    Raises:
+        BatchSizeError: The tree does not have a member for each score.
+        ValueError: `count` is below 1 or above E.
+
+    Source:
+        Jamieson and Talwalkar, "Non-stochastic best arm identification and hyperparameter optimization" (2016).
+    """
+    members = scores.shape[0]
+    if tree._batch_size[:1] != (members,):
+        raise BatchSizeError(
+            "elites: the tree must have a member for each score.",
+            expected=f"batch size [{members}, ...]",
+            got=f"batch size {list(tree._batch_size)}",
+            hint="tree.with_batch_size([E]), if its leaves are stacked.",
+        )
+    if not 1 <= count <= members:
+        raise error(
+            ValueError, "elites: count must be one of the numbers of members.", expected=f"1 to {members}", got=count
+        )
+    chosen: Any = rank(scores, mode=mode)[:count]
+    return tree[chosen]  # pyright: ignore
+
+
+def best(tree: T, scores: Tensor, *, mode: Mode = "min") -> T:
+    """Return the best member of a stacked tree; see `elites`."""
+    return elites(tree, scores, 1, mode=mode)[0]  # pyright: ignore
+
+
+def keep_best(kept: T, tree: T, improved: Tensor) -> T:
+    """Return for each member its row of `tree` where it has improved, else its row of `kept`.
+
+    Shapes:
+        `improved` is (E,), as in the state of `EarlyStopping`.
+    """
+    return torch.where(improved, tree, kept)  # pyright: ignore
+
+
+def _sign(mode: Mode) -> int:
+    if mode not in ("min", "max"):
+        raise error(ValueError, "mode must be min or max.", got=repr(mode))
+    return 1 if mode == "min" else -1
+
+
+def _tree(data: dict[str, Any]) -> "TensorDict":
+    size = next(iter(data.values())).shape[:1] if data else torch.Size()
+    return TensorCollection._open._make(data, size, None, None)

@@ -1,0 +1,144 @@
+"""Schedules against optax 0.2.8 and torch.optim.lr_scheduler, member by member and under transforms."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.optim import lr_scheduler
+
+import tdfunc as tdf
+from tdfunc.optim import schedules
+
+SCHEDULES = {
+    "constant": schedules.constant(0.3),
+    "linear": schedules.linear(0.1, 1.0, 7, transition_begin=3),
+    "polynomial": schedules.polynomial(1.0, 0.2, 9, power=2.5, transition_begin=2),
+    "cosine_decay": schedules.cosine_decay(0.5, 10, alpha=0.1, exponent=1.5),
+    "warmup_cosine_decay": schedules.warmup_cosine_decay(0.0, 1.0, 4, 14, end_value=0.1),
+    "no warmup": schedules.warmup_cosine_decay(0.0, 1.0, 0, 14, end_value=0.1, exponent=2.0),
+    "exponential_decay": schedules.exponential_decay(1.0, 5, 0.5, transition_begin=2, end_value=0.2),
+    "staircase": schedules.exponential_decay(1.0, 3, 0.5, transition_begin=1, staircase=True),
+    "growth": schedules.exponential_decay(1.0, 3, 2.0, end_value=4.0),
+    "piecewise_constant": schedules.piecewise_constant(2.0, {4: 0.5, 9: 0.1}),
+    "join_schedules": schedules.join_schedules(
+        [schedules.linear(0.0, 1.0, 5), schedules.cosine_decay(1.0, 6), schedules.constant(0.05)], [5, 11]
+    ),
+}
+# At steps 0, 3, 6, 9, 12, 15, by optax 0.2.8.
+OPTAX = {
+    "constant": [0.3, 0.3, 0.3, 0.3, 0.3, 0.3],
+    "linear": [0.1, 0.1, 0.485714, 0.871429, 1.0, 1.0],
+    "polynomial": [1.0, 0.795948, 0.384039, 0.218623, 0.2, 0.2],
+    "cosine_decay": [0.5, 0.368314, 0.141384, 0.051723, 0.05, 0.05],
+    "warmup_cosine_decay": [0.0, 0.75, 0.914058, 0.55, 0.185942, 0.1],
+    "no warmup": [1.0, 0.814358, 0.436275, 0.17211, 0.102207, 0.1],
+    "exponential_decay": [1.0, 0.870551, 0.574349, 0.378929, 0.25, 0.2],
+    "staircase": [1.0, 1.0, 0.5, 0.25, 0.125, 0.0625],
+    "growth": [1.0, 2.0, 4.0, 4.0, 4.0, 4.0],
+    "piecewise_constant": [2.0, 2.0, 1.0, 0.1, 0.1, 0.1],
+    "join_schedules": [0.0, 0.6, 0.933013, 0.25, 0.05, 0.05],
+}
+TORCH = {
+    "linear": (
+        lambda opt: lr_scheduler.LinearLR(opt, start_factor=0.25, total_iters=6),
+        schedules.linear(0.25, 1.0, 6),
+    ),
+    "polynomial": (
+        lambda opt: lr_scheduler.PolynomialLR(opt, total_iters=8, power=2.0),
+        schedules.polynomial(1.0, 0.0, 8, power=2.0),
+    ),
+    "cosine": (
+        lambda opt: lr_scheduler.CosineAnnealingLR(opt, T_max=20, eta_min=0.1),
+        schedules.cosine_decay(1.0, 20, alpha=0.1),
+    ),
+    "exponential": (lambda opt: lr_scheduler.ExponentialLR(opt, 0.9), schedules.exponential_decay(1.0, 1, 0.9)),
+    "steps": (
+        lambda opt: lr_scheduler.StepLR(opt, 5, 0.3),
+        schedules.exponential_decay(1.0, 5, 0.3, staircase=True),
+    ),
+    "milestones": (
+        lambda opt: lr_scheduler.MultiStepLR(opt, [3, 11], 0.2),
+        schedules.piecewise_constant(1.0, {3: 0.2, 11: 0.2}),
+    ),
+    "sequence": (
+        lambda opt: lr_scheduler.SequentialLR(
+            opt, [lr_scheduler.ConstantLR(opt, 0.1, 4), lr_scheduler.ExponentialLR(opt, 0.8)], [4]
+        ),
+        schedules.join_schedules([schedules.constant(0.1), schedules.exponential_decay(1.0, 1, 0.8)], [4]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_values_are_those_of_optax(name):
+    """One step at a time, all at once, under vmap and jit."""
+    schedule, steps = SCHEDULES[name], torch.arange(0, 16, 3)
+    expected = torch.tensor(OPTAX[name])
+
+    torch.testing.assert_close(torch.stack([schedule(step) for step in steps]), expected, atol=1e-6, rtol=0)
+    for fn in (schedule, torch.vmap(schedule), tdf.jit(schedule)):
+        torch.testing.assert_close(fn(steps), expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(("scheduler", "schedule"), TORCH.values(), ids=TORCH)
+def test_values_are_those_of_torch(scheduler, schedule):
+    """A step of the scheduler is a step of the count."""
+    opt = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    other = scheduler(opt)
+    for step in range(16):
+        assert schedule(torch.tensor(step)).item() == pytest.approx(opt.param_groups[0]["lr"], abs=1e-6)
+        opt.step()
+        other.step()
+
+
+def test_each_member_has_its_own():
+    """Peaks of shape (E,) with a state of E members train each as it would train alone."""
+    peaks = torch.logspace(-3, -1, 3)
+    params = tdf.TensorDict({"w": torch.ones(3, 2)}, [3])
+    opt = tdf.optim.adam(lr=schedules.warmup_cosine_decay(0.0, peaks, 2, 6))
+    state = opt.init(params)
+    alone = [tdf.optim.adam(lr=schedules.warmup_cosine_decay(0.0, float(peak), 2, 6)) for peak in peaks]
+    rows = [(params[i], one.init(params[i])) for i, one in enumerate(alone)]
+    for _ in range(5):
+        params, state = opt.update(params, params, state)
+        rows = [one.update(row, row, own) for one, (row, own) in zip(alone, rows, strict=True)]
+
+    torch.testing.assert_close(params["w"], torch.stack([row["w"] for row, _ in rows]))
+
+
+@given(
+    metrics=st.lists(st.floats(0.125, 4, width=16) | st.just(math.nan), max_size=25),
+    patience=st.integers(0, 3),
+    cooldown=st.integers(0, 2),
+    mode=st.sampled_from(["min", "max"]),
+)
+def test_reduce_on_plateau_is_that_of_torch(metrics, patience, cooldown, mode):
+    """The scale follows the learning rate of `ReduceLROnPlateau`, for each member."""
+    opt = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    other = lr_scheduler.ReduceLROnPlateau(
+        opt, mode, factor=0.5, patience=patience, cooldown=cooldown, min_lr=0.1, threshold=0.01, eps=0.0
+    )
+    plateau = schedules.ReduceOnPlateau(0.5, patience, cooldown=cooldown, min_scale=0.1, threshold=0.01, mode=mode)
+    state = plateau.init((2,))
+    for metric in metrics:
+        other.step(metric)
+        state = plateau.update(state, torch.tensor([metric, 1.0]))
+        assert state["scale"][0].item() == pytest.approx(opt.param_groups[0]["lr"])
+
+
+MESSAGES = [
+    (lambda: schedules.linear(0.0, 1.0, 0), "polynomial: transition_steps must be at least 1.*0"),
+    (lambda: schedules.cosine_decay(1.0, 0), "cosine_decay: decay_steps must be at least 1"),
+    (lambda: schedules.warmup_cosine_decay(0.0, 1.0, 5, 5), "include the warm-up.*above 5.*5"),
+    (lambda: schedules.join_schedules([schedules.constant(1.0)], [3]), "a boundary between each two.*0.*1"),
+    (lambda: schedules.ReduceOnPlateau(1.0), "factor must lie between 0 and 1.*1.0"),
+]
+
+
+@pytest.mark.parametrize(("call", "pattern"), MESSAGES)
+def test_messages(call, pattern):
+    """Each refusal names the call and both values."""
+    with pytest.raises(ValueError, match=f"(?s){pattern}"):
+        call()

@@ -1,0 +1,130 @@
+"""Gradients by filter equal `torch.func.grad` of the chosen part."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import tdfunc as tdf
+from tests.helpers import TiedLM, assert_trees_equal
+
+FILTERS = ["*", "0.*", "*.weight", tdf.Filter("*.bias") | "2.weight", tdf.Filter(lambda path, leaf: leaf.dim() == 2)]
+
+
+def make():
+    """A module with parameters and buffers."""
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+
+
+def reference(fn, tree, where):
+    """Gradients by partition, `torch.func.grad` and combine."""
+    part, rest = tdf.partition(tree, where)
+    return torch.func.grad(lambda part: fn(tdf.combine(part, rest)))(part)
+
+
+@given(where=st.sampled_from(FILTERS), seed=st.integers(0, 2**32))
+def test_a_filter_is_a_partition(where, seed):
+    """The gradients are those of the chosen part, with its keys and kinds; the others count as constants."""
+    torch.manual_seed(seed)
+    apply, params, buffers = tdf.functional(make())
+    x = torch.randn(5, 3, dtype=torch.float64)
+
+    def loss(params):
+        return apply(params, x, buffers=buffers).square().sum()
+
+    grads = tdf.grad(loss, where)(params)
+    value, again = tdf.value_and_grad(loss, where)(params)
+    assert_trees_equal(grads, reference(loss, params, where))
+    assert_trees_equal(again, grads)
+    assert torch.equal(value, loss(params))
+
+
+def test_buffers_and_integers_have_no_gradient():
+    """A module's whole tree: statistics and counts are left out unless they are named."""
+    model = make()
+    apply = tdf.functional(model)[0]
+    tree = tdf.from_module(model).detach()
+    x = torch.randn(5, 3, dtype=torch.float64)
+
+    grads = tdf.grad(lambda tree: apply(tree, x).square().sum())(tree)
+    assert grads.paths() == tdf.split(tree)[0].paths()
+    with pytest.raises(tdf.LeafMismatchError, match=r"grad: leaf '1.num_batches_tracked'(?s:.*)got:      int64"):
+        tdf.grad(lambda tree: apply(tree, x).sum(), "1.*")(tree)
+
+
+def test_a_tied_leaf_has_one_gradient():
+    """It sums the uses under both names, and keeps the tie."""
+    model = TiedLM()
+    apply, params, buffers = tdf.functional(model)
+    tokens = torch.randint(0, 5, (2, 3))
+    path = params.paths()[0]
+
+    grads = tdf.grad(lambda p: apply(p, tokens, buffers=buffers).square().sum(), ".".join(path))(params)
+    model.load_state_dict(params.state_dict())
+    model(tokens).square().sum().backward()
+    torch.testing.assert_close(grads[path], tdf.from_module(model)[path].grad)
+
+
+def test_several_trees_and_an_auxiliary_value():
+    """Adapters and a part of the parameters at once, under vmap and jit."""
+    apply, params, _ = tdf.functional(nn.Linear(3, 2))
+    stacked = tdf.stack([params, params * 2, params * 3])
+    scales = tdf.TensorDict({"s": torch.rand(3, 2), "n": torch.arange(3)}, [3])
+    x = torch.randn(5, 3)
+
+    def loss(params, scale, x):
+        out = apply(params, x) * scale["s"]
+        return (out * scale["n"]).square().sum(), out
+
+    step = tdf.value_and_grad(loss, ["weight", None], argnums=(0, 1), has_aux=True)
+    (value, out), (grads, scale_grads) = torch.vmap(step, (0, 0, None))(stacked, scales, x)
+    assert grads.paths() == [("weight",)]
+    assert scale_grads.paths() == [("s",)]
+    for i in range(3):
+        part, rest = tdf.partition(stacked[i], "weight")
+        expected = torch.func.grad(lambda p, i=i, rest=rest: loss(tdf.combine(p, rest), scales[i], x)[0])(part)
+        torch.testing.assert_close(grads[i]["weight"], expected["weight"])
+        torch.testing.assert_close(value[i], loss(stacked[i], scales[i], x)[0])
+    jitted = tdf.jit(torch.vmap(tdf.grad(loss, ["weight", None], argnums=(0, 1), has_aux=True), (0, 0, None)))
+    for _ in range(2):
+        (again, _), aux = jitted(stacked, scales, x)
+        torch.testing.assert_close(again["weight"], grads["weight"])
+        torch.testing.assert_close(aux, out)
+
+
+def test_second_derivatives():
+    """A gradient of a gradient is that of torch.func."""
+    tree = tdf.TensorDict({"a": torch.rand(3, dtype=torch.float64), "b": torch.rand(3, dtype=torch.float64)})
+
+    def fn(tree):
+        return (tree["a"] ** 3 * tree["b"]).sum()
+
+    inner = tdf.grad(lambda tree: tdf.grad(fn, "a")(tree)["a"].sum(), "b")(tree)
+    torch.testing.assert_close(inner["b"], 3 * tree["a"] ** 2)
+
+
+def test_training_a_part():
+    """Gradients of a part go to an optimizer of that part; the trunk stays."""
+    apply, params, buffers = tdf.functional(make().eval())
+    x = torch.randn(5, 3, dtype=torch.float64)
+    opt = tdf.optim.masked(tdf.optim.adam(lr=0.1), "2.*")
+    fn = tdf.grad(lambda p: apply(p, x, buffers=buffers).square().sum(), "2.*")
+
+    new, _ = opt.update(params, fn(params), opt.init(params))
+    assert new["0", "weight"] is params["0", "weight"]
+    assert not torch.equal(new["2", "weight"], params["2", "weight"])
+
+
+MESSAGES = [
+    (lambda t: tdf.grad(lambda p: p["w"].sum())({"w": torch.ones(1)}), TypeError, "argument 0 must be a tree.*dict"),
+    (lambda t: tdf.grad(lambda p: p["w"].sum(), "v")(t), tdf.FilterError, "'v'"),
+    (lambda t: tdf.grad(lambda p: p, ["w"], argnums=(0, 1)), ValueError, "a filter for each of argnums.*2.*1"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "pattern"), MESSAGES)
+def test_messages(call, error, pattern):
+    """Each refusal names the argument or filter."""
+    with pytest.raises(error, match=f"(?s){pattern}"):
+        call(tdf.TensorDict({"w": torch.ones(2)}))

@@ -1,0 +1,169 @@
+"""Sweeps: trees of hyperparameters, folds, early stopping and the choice of members."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+from sklearn.model_selection import KFold
+from torch import nn
+
+import tdfunc as tdf
+from tdfunc import random, sweep
+from tests.helpers import assert_trees_equal
+
+SCORES = st.lists(st.one_of(st.floats(-5, 5, width=32), st.just(math.nan)), min_size=1, max_size=8)
+MODES = st.sampled_from(["min", "max"])
+
+
+@given(st.lists(st.lists(st.integers(-9, 9), min_size=1, max_size=3), max_size=3))
+def test_grid_is_the_product(axes):
+    """Members are in the order of `itertools.product`."""
+    names = "abc"[: len(axes)]
+    tree = sweep.grid(**dict(zip(names, axes, strict=True)))
+
+    rows = list(zip(*[tree[name].tolist() for name in names], strict=True)) if axes else []
+    assert rows == (list(itertools.product(*axes)) if axes else [])
+    assert tree.batch_size == torch.Size([len(rows)] if axes else [])
+
+
+@given(seed=st.integers(0, 2**32), members=st.integers(1, 9), more=st.integers(0, 9))
+def test_members_of_a_search_do_not_depend_on_their_number(seed, members, more):
+    """The first members of a longer search are those of the shorter one; values lie in their spaces."""
+    spaces = {"lr": sweep.log_uniform(1e-4, 1e-1), "decay": [0.0, 0.1], "width": torch.tensor([16, 32])}
+    few = sweep.random_search(random.key(seed), members, **spaces)
+    many = sweep.random_search(random.key(seed), members + more, **spaces)
+
+    assert_trees_equal(many[:members], few)
+    assert ((many["lr"] >= 0.99e-4) & (many["lr"] <= 1.01e-1)).all()
+    assert set(many["width"].tolist()) <= {16, 32}
+    assert many["decay"].dtype == torch.float32
+
+
+def test_spaces_have_their_distribution():
+    """Log-uniform numbers have uniform logarithms; two names are independent."""
+    tree = sweep.random_search(random.key(0), 20_000, a=sweep.log_uniform(1e-3, 1e2), b=sweep.uniform(-1.0, 3.0))
+
+    assert stats.kstest(tree["a"].log().numpy(), stats.uniform(math.log(1e-3), math.log(1e5)).cdf).pvalue > 1e-4
+    assert stats.kstest(tree["b"].numpy(), stats.uniform(-1, 4).cdf).pvalue > 1e-4
+    assert abs(np.corrcoef(tree["a"].log(), tree["b"])[0, 1]) < 0.03
+
+
+@given(examples=st.integers(2, 30), folds=st.integers(2, 30), seed=st.none() | st.integers(0, 99))
+def test_kfold_is_that_of_sklearn(examples, folds, seed):
+    """Each example validates once; without a key the folds are those of scikit-learn."""
+    folds = min(folds, examples)
+    mask = sweep.kfold(examples, folds, key=None if seed is None else random.key(seed))
+
+    assert mask.shape == (folds, examples)
+    assert ((~mask).sum(0) == 1).all()
+    sizes = (~mask).sum(1)
+    assert sizes.max() - sizes.min() <= 1
+    if seed is None:
+        expected = [np.isin(np.arange(examples), train) for train, _ in KFold(folds).split(np.zeros(examples))]
+        assert mask.tolist() == np.stack(expected).tolist()
+
+
+@given(seed=st.integers(0, 2**32), examples=st.integers(1, 20), members=st.integers(1, 6))
+def test_bootstrap_indices_and_weights(seed, examples, members):
+    """Weights count the indices, and a member's sample does not change with the number of members."""
+    indices = sweep.bootstrap(random.key(seed), examples, members)
+    weights = sweep.weights_of(indices, examples)
+
+    assert indices.shape == (members, examples)
+    assert torch.equal(sweep.bootstrap(random.key(seed), examples, members + 2)[:members], indices)
+    expected = torch.stack([torch.bincount(row, minlength=examples) for row in indices])
+    assert torch.equal(weights, expected.float())
+
+
+@given(st.lists(st.lists(st.floats(-3, 3, width=16) | st.just(math.nan), min_size=3, max_size=3), max_size=12),
+       st.integers(1, 4), st.sampled_from([0.0, 0.5]), MODES)  # fmt: skip
+def test_early_stopping_is_the_loop_in_python(history, patience, min_delta, mode):
+    """Each member stops as a counter of its own would stop it, and never starts again."""
+    stopping = sweep.EarlyStopping(patience, min_delta=min_delta, mode=mode)
+    state = stopping.init(3)
+    sign = 1 if mode == "min" else -1
+    best, waited, active = [sign * math.inf] * 3, [0] * 3, [True] * 3
+    for row in history:
+        state = stopping.update(state, torch.tensor(row))
+        for i, metric in enumerate(row):
+            if active[i]:
+                improved = sign * (best[i] - metric) > min_delta
+                best[i], waited[i] = (metric, 0) if improved else (best[i], waited[i] + 1)
+                active[i] = waited[i] < patience
+
+    assert state["best"].tolist() == best
+    assert state["active"].tolist() == active
+    assert state["waited"].tolist() == waited
+
+
+@given(scores=SCORES, mode=MODES, data=st.data())
+def test_elites_are_the_sorted_members(scores, mode, data):
+    """As Python sorts them, nan last; `best` is the first."""
+    count = data.draw(st.integers(1, len(scores)))
+    tree = tdf.TensorDict({"i": torch.arange(len(scores))}, [len(scores)])
+    sign = 1 if mode == "min" else -1
+    order = sorted(range(len(scores)), key=lambda i: (math.isnan(scores[i]), sign * scores[i], i))
+
+    assert sweep.elites(tree, torch.tensor(scores), count, mode=mode)["i"].tolist() == order[:count]
+    assert sweep.best(tree, torch.tensor(scores), mode=mode)["i"].item() == order[0]
+    assert sweep.rank(torch.tensor(scores), mode=mode).tolist() == order
+
+
+def test_a_member_of_a_sweep_is_its_own_run():
+    """Eight learning rates, halved twice with early stopping: the best member equals the run of it alone."""
+    apply, params, _ = tdf.functional(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double())
+    x = random.normal(random.key(1), (64, 3), dtype=torch.float64)
+    y = x.sum(1, keepdim=True).sin()
+    hyper = sweep.grid(lr=torch.logspace(-4, -1, 8, dtype=torch.float64))
+
+    def loss(params):
+        return (apply(params, x) - y).square().mean()
+
+    def run(params, lr, halvings):
+        opt = tdf.optim.adam(lr=lr)
+        tree = tdf.TensorDict({"params": params, "state": opt.init(params), "lr": lr}, [len(lr)])
+        for halving in range(3):
+            for _ in range(10):
+                grads = torch.vmap(tdf.grad(loss))(tree["params"])
+                new, state = tdf.optim.adam(lr=tree["lr"]).update(tree["params"], grads, tree["state"])
+                tree = tree.update({"params": new, "state": state})
+            scores = torch.vmap(loss)(tree["params"])
+            if halvings and halving < 2:
+                tree = sweep.elites(tree, scores, len(scores) // 2)
+        return sweep.best(tree, torch.vmap(loss)(tree["params"]))
+
+    winner = run(params.expand(8).clone(), hyper["lr"], halvings=True)
+    alone = run(params.expand(1).clone(), winner["lr"].reshape(1), halvings=False)
+    torch.testing.assert_close(alone["params"]["0", "weight"], winner["params"]["0", "weight"])
+    assert winner["lr"] in hyper["lr"]
+
+
+def test_keep_best_takes_rows():
+    """Improved members come from the new tree, under jit as well."""
+    old = tdf.TensorDict({"w": torch.zeros(3, 2)}, [3])
+    new = tdf.TensorDict({"w": torch.ones(3, 2)}, [3])
+    improved = torch.tensor([True, False, True])
+
+    for fn in (sweep.keep_best, tdf.jit(sweep.keep_best)):
+        assert fn(old, new, improved)["w"][:, 0].tolist() == [1, 0, 1]
+
+
+TREE = tdf.TensorDict({"w": torch.zeros(3)}, [3])
+MESSAGES = [
+    (lambda: sweep.elites(TREE, torch.zeros(2), 1), tdf.BatchSizeError, r"a member for each score.*\[2, ...\].*\[3\]"),
+    (lambda: sweep.elites(TREE, torch.zeros(3), 4), ValueError, "count must be.*1 to 3.*4"),
+    (lambda: sweep.rank(torch.zeros(3), mode="up"), ValueError, "mode must be min or max.*'up'"),
+    (lambda: sweep.kfold(3, 4), ValueError, "folds must be at least 2"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "pattern"), MESSAGES)
+def test_messages(call, error, pattern):
+    """Each refusal names the call and both values."""
+    with pytest.raises(error, match=f"(?s){pattern}"):
+        call()
