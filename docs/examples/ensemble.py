@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import tdfunc as tdf
-from tdfunc import TensorDict
+from tdfunc import TensorDict, sweep
+from tdfunc.optim import schedules
 
-MEMBERS, EPOCHS, PATIENCE = 16, 24, 4
+MEMBERS, EPOCHS = 16, 24
 
 
 def load_data() -> tuple[TensorDict, TensorDict, TensorDict]:
@@ -36,14 +37,10 @@ def make() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 10))
 
 
-def schedule(step: Tensor) -> Tensor:
-    """Return the learning rate: half a cosine over 20 steps in each epoch."""
-    return 5e-3 * (1 + torch.cos(step / (20 * EPOCHS) * torch.pi))
-
-
 apply, _, _ = tdf.functional(make())
 clip = tdf.optim.clip_by_member_norm(1.0)  # each member by its own norm
-optimizer = tdf.optim.chain(clip, tdf.optim.adam(lr=schedule))
+adam = tdf.optim.adam(lr=schedules.cosine_decay(1e-2, EPOCHS * 20))
+optimizer, stopping = tdf.optim.chain(clip, adam), sweep.EarlyStopping(patience=4)
 
 
 def loss(params: TensorDict, batch: TensorDict) -> Tensor:
@@ -65,24 +62,22 @@ def start() -> TensorDict:
     torch.manual_seed(0)
     members = tdf.init_ensemble(make, MEMBERS)
     run = {"members": members, "state": optimizer.init(members)}
-    # Each member's best weights, their validation loss, and the epochs since then.
-    best, waited = torch.full((MEMBERS,), torch.inf), torch.zeros(MEMBERS)
-    run |= {"kept": members, "best": best, "waited": waited}
+    run |= {"kept": members, "stopping": stopping.init(MEMBERS)}
     return TensorDict(run | {"rng": tdf.get_rng_state()})
 
 
 def train_epoch(run: TensorDict, train: TensorDict, held: TensorDict) -> TensorDict:
     """Return the run after one more epoch."""
     tdf.set_rng_state(run["rng"])
-    members, state, waited = run["members"], run["state"], run["waited"]
+    members, state, active = run["members"], run["state"], run["stopping", "active"]
     for batch in DataLoader(train, 50, shuffle=True, collate_fn=tdf.collate):
-        members, state = train_step(members, state, batch, waited < PATIENCE)
+        members, state = train_step(members, state, batch, active)
 
-    now = torch.vmap(loss, in_dims=(0, None))(members, held)  # one loss for each member
-    better = now < run["best"]
-    kept = members.where(better, run["kept"])  # whole members, old or new
-    best, waited = now.minimum(run["best"]), torch.where(better, 0, waited + 1)
-    run = run.replace(members=members, state=state, kept=kept, best=best, waited=waited)
+    # Its validation loss decides whether a member goes on, and which weights it keeps.
+    losses = torch.vmap(loss, in_dims=(0, None))(members, held)
+    stops = stopping.update(run["stopping"], losses)
+    kept = sweep.keep_best(run["kept"], members, stops["improved"])
+    run = run.replace(members=members, state=state, kept=kept, stopping=stops)
     return run.replace(rng=tdf.get_rng_state())
 
 
@@ -91,10 +86,10 @@ def main(folder: Path) -> None:
     train, held, test = load_data()
     manager = tdf.CheckpointManager(folder / "run", keep_last=EPOCHS)
     run, epoch = start(), 0
-    while epoch < EPOCHS and (run["waited"] < PATIENCE).any():
+    while epoch < EPOCHS and run["stopping", "active"].any():
         run, epoch = train_epoch(run, train, held), epoch + 1
-        manager.save(epoch, run, metadata={"loss": run["best"].mean().item()})
-    stopped = (run["waited"] >= PATIENCE).sum()
+        manager.save(epoch, run)
+    stopped = (~run["stopping", "active"]).sum()
     print(f"{epoch} epochs, {stopped} of {MEMBERS} members stopped early")
 
     # Resume from the middle, as a new process would: the same weights, bit for bit.

@@ -7,8 +7,6 @@ average of the weights. The same recipe in torch.optim ends at the same weights.
 Run it with: python parameter_groups.py
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
@@ -16,8 +14,11 @@ from torch import Tensor, nn
 
 import tdfunc as tdf
 from tdfunc import TensorDict
+from tdfunc.optim import schedules
 
 STEPS, WARMUP, PEAK, DECAY = 120, 20, 1e-2, 0.1
+# A schedule is a function of the number of steps done, which is a tensor.
+schedule = schedules.warmup_cosine_decay(PEAK / WARMUP, PEAK, WARMUP, STEPS)
 
 
 def make() -> nn.Module:
@@ -26,26 +27,15 @@ def make() -> nn.Module:
     return nn.Sequential(*body, nn.Linear(64, 10))
 
 
-def schedule(step: Tensor) -> Tensor:
-    """Return the learning rate; `step` is a tensor, so `where` replaces `if`."""
-    progress = (step - WARMUP) / (STEPS - WARMUP)
-    cosine = 0.5 * PEAK * (1 + torch.cos(progress * torch.pi))
-    return torch.where(step < WARMUP, PEAK * (step + 1) / WARMUP, cosine)
-
-
 def train_with_torch(model: nn.Module, x: Tensor, y: Tensor, batches: Tensor) -> None:
     """Train a module by the same recipe in torch.optim."""
-
-    def scale(step: int) -> float:
-        progress = (step - WARMUP) / (STEPS - WARMUP)
-        cosine = 0.5 * (1 + math.cos(progress * math.pi))
-        return (step + 1) / WARMUP if step < WARMUP else cosine
-
     matrices = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": others}]
     optimizer = torch.optim.AdamW(groups, lr=PEAK, weight_decay=0.0)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, scale)
+    rates = [schedule(torch.tensor(step)).item() for step in range(STEPS + 1)]
+    scale = [rate / PEAK for rate in rates]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, scale.__getitem__)
     for rows in batches:
         optimizer.zero_grad()
         F.cross_entropy(model(x[rows]), y[rows]).backward()
