@@ -1,8 +1,8 @@
-"""Checkpoints in a shell: what is in a run, what changed, the average of its last steps, a file for torch.
+"""Checkpoints in a shell: what a run holds, what changed, averages, other formats.
 
-The program trains a small model with a CheckpointManager, then does what you would do in a shell with the command
-`tdfunc`, and checks its results. The command works on any safetensors file, on shards, on memory-mapped folders and on
-files of torch.save, and holds little of them in memory at a time.
+The program trains a small model with a CheckpointManager, then runs the command
+`tdfunc` as you would in a shell, and checks the results. The command also reads shards,
+memory-mapped folders and files of torch.save, and holds little of them in memory.
 
 Run it with: python command_line.py
 """
@@ -50,7 +50,12 @@ def train(folder: Path) -> None:
 def call(folder: Path, line: str, status: int = 0) -> str:
     """Run a line in a shell, check its exit status and return its output."""
     print(f"\n$ tdfunc {line}")
-    command = [sys.executable, "-c", "from tdfunc.cli import main; main()", *line.split()]
+    command = [
+        sys.executable,
+        "-c",
+        "from tdfunc.cli import main; main()",
+        *line.split(),
+    ]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == status, done.stderr
     return done.stdout
@@ -69,7 +74,7 @@ def main(folder: Path) -> None:
     steps = "run/step-0000000060 run/step-0000000090"
     print(call(folder, f"diff {steps} --values", status=1))
 
-    # The mean of two steps. Counters and generators have no mean, so the filter leaves them out.
+    # The mean of the weights of two steps; counters and generators have no mean.
     call(folder, f"average {steps} --filter params.* -o soup.safetensors")
     a, b = (tdf.load(folder / step, keys="params.*") for step in steps.split())
     tdf.assert_close(tdf.load(folder / "soup.safetensors"), (a + b) / 2)
@@ -77,8 +82,9 @@ def main(folder: Path) -> None:
     # A plain state dict for a program without tdfunc.
     call(folder, "convert soup.safetensors soup.pt")
     state_dict = torch.load(folder / "soup.pt", weights_only=True)
-    make().load_state_dict({name.removeprefix("params."): leaf for name, leaf in state_dict.items()})
     print(f"soup.pt is a plain state dict: {list(state_dict)}")
+    names = [name.removeprefix("params.") for name in state_dict]
+    make().load_state_dict(dict(zip(names, state_dict.values(), strict=True)))
 
     # Scripts read JSON. `verify` compares every checksum.
     print(json.loads(call(folder, "show soup.safetensors --json"))["leaves"][0])

@@ -1,7 +1,7 @@
-"""Surgery on a trained model: replace the head, freeze the body, add low-rank updates, keep the best weights.
+"""Surgery: replace a head, freeze a body, low-rank updates, best weights, pruning.
 
-Parameters are an immutable tree, so every edit is a new tree that shares what did not change. Nothing has to be copied
-"to be safe", and going back is keeping a name.
+Parameters are an immutable tree, so every edit is a new tree that shares what did not
+change. Nothing has to be copied to be safe, and going back is keeping a name.
 
 Run it with: python surgery.py
 """
@@ -17,59 +17,66 @@ import tdfunc as tdf
 from tdfunc import TensorDict
 
 
-def load_data() -> TensorDict:
-    """Return the digits in random order."""
+def load_data() -> tuple[TensorDict, TensorDict]:
+    """Return training and test digits."""
     pixels, labels = load_digits(return_X_y=True)
-    data = TensorDict({"x": torch.tensor(pixels, dtype=torch.float32) / 16, "y": torch.tensor(labels)}, [len(labels)])
-    return data[torch.randperm(len(data), generator=torch.Generator().manual_seed(0))]
+    x, y = torch.tensor(pixels, dtype=torch.float32) / 16, torch.tensor(labels)
+    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
+    data = TensorDict({"x": x, "y": y}, [len(y)])[order]
+    return data[:1300], data[1300:]
 
 
-def make(classes: int) -> nn.Module:
+def make(classes: int) -> nn.Sequential:
     """Return an untrained model."""
-    return nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, classes))
+    body = [nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU()]
+    return nn.Sequential(*body, nn.Linear(48, classes))
 
 
-Loss = Callable[[TensorDict, TensorDict], Tensor]
+def train(
+    logits: Callable[[TensorDict, Tensor], Tensor], params: TensorDict, data: TensorDict
+) -> TensorDict:
+    """Return parameters trained by adam, for a function of them and of the images."""
 
+    def loss(params: TensorDict, batch: TensorDict) -> Tensor:
+        return F.cross_entropy(logits(params, batch["x"]), batch["y"])
 
-def fit(loss: Loss, params: TensorDict, data: TensorDict, *, steps: int, lr: float) -> TensorDict:
-    """Return parameters trained by adam."""
-    optimizer = tdf.optim.adam(lr=lr)
+    optimizer = tdf.optim.adam(lr=1e-2)
     state = optimizer.init(params)
-    for _ in range(steps):
+    for _ in range(150):
         grads = torch.func.grad(loss)(params, data[torch.randint(len(data), (64,))])
         params, state = optimizer.update(params, grads, state)
     return params
 
 
-def accuracy(logits: Tensor, y: Tensor) -> float:
-    """Return the share of right answers."""
-    return (logits.argmax(-1) == y).float().mean().item()
-
-
 def main() -> None:
-    """Train on small digits, then move the model to all of them."""
+    """Train on five of the digits, then move the model to all ten."""
     torch.manual_seed(0)
-    data = load_data()
-    train, test = data[:1300], data[1300:]
-    small = train[train["y"] < 5]
-    apply_5, params, _ = tdf.functional(make(5))
+    data, test = load_data()
+    apply_five, params, _ = tdf.functional(make(5))
     apply, fresh, _ = tdf.functional(make(10))
-    old = fit(lambda p, b: F.cross_entropy(apply_5(p, b["x"]), b["y"]), params, small, steps=100, lr=1e-2)
+    old = train(apply_five, params, data[data["y"] < 5])
 
-    # Replace: a new head of another size. The body is shared, not copied.
+    def accuracy(params: TensorDict) -> float:
+        return (apply(params, test["x"]).argmax(-1) == test["y"]).float().mean().item()
+
+    # Replace: a head for ten digits, whose first rows are those of the old one. `set`
+    # replaces an entry; the body is shared, not copied.
     params = old.set("4", fresh["4"])
+    rows = torch.cat([old["4", "weight"], fresh["4", "weight"][5:]])
+    params = params.at["4", "weight"].set(rows)
     assert params["0", "weight"] is old["0", "weight"]
-    # Keep what the old head knows: its five rows become the first of the ten.
-    params = params.at["4", "weight"].apply(lambda w: torch.cat([old["4", "weight"], 0.1 * w[5:]]))
+
+    # `at` changes what is there: the path must exist, and a leaf keeps its shape.
+    try:
+        params.at["4", "wieght"].set(torch.zeros(10, 48))
+    except tdf.MissingKeyError as error:
+        print(f"a typo is found: {str(error).splitlines()[0]}")
 
     # Freeze: only a part of the tree is an argument of the gradient.
     head, body = tdf.partition(params, "4.*")
-    head = fit(
-        lambda h, b: F.cross_entropy(apply(tdf.combine(h, body), b["x"]), b["y"]), head, train, steps=100, lr=1e-2
-    )
+    head = train(lambda head, x: apply(tdf.combine(head, body), x), head, data)
     params = tdf.combine(head, body)
-    print(f"new head on a frozen body: accuracy {accuracy(apply(params, test['x']), test['y']):.3f}")
+    print(f"new head on a frozen body: accuracy {accuracy(params):.3f}")
     assert params["0", "weight"] is old["0", "weight"]
 
     # Low rank: train two thin factors for each matrix of the body, as LoRA does.
@@ -79,35 +86,34 @@ def main() -> None:
     factors = TensorDict({"up": up, "down": down})
 
     def merge(factors: TensorDict) -> TensorDict:
-        change = factors["up"].apply(lambda b, a: b @ a, factors["down"])
+        change = factors["up"].apply(lambda up, down: up @ down, factors["down"])
         return tdf.combine(weights + change, rest)
 
-    assert (merge(factors) == params).all()  # the factor `up` is zero at first, so nothing changes
-    factors = fit(lambda f, b: F.cross_entropy(apply(merge(f), b["x"]), b["y"]), factors, train, steps=300, lr=1e-2)
+    assert (merge(factors) == params).all()  # `up` is 0 at first, so nothing changes
+    factors = train(lambda factors, x: apply(merge(factors), x), factors, data)
     better = merge(factors)
-    size, whole = (sum(leaf.numel() for leaf in tree.leaves()) for tree in (factors, weights))
-    print(f"low-rank updates, {size} numbers for {whole}: {accuracy(apply(better, test['x']), test['y']):.3f}")
-    rank = torch.linalg.matrix_rank(better["0", "weight"] - params["0", "weight"], rtol=1e-4)
-    assert rank == 4
+    print(f"updates of rank 4 to the body: accuracy {accuracy(better):.3f}")
+    change = better["0", "weight"] - params["0", "weight"]
+    assert torch.linalg.matrix_rank(change, rtol=1e-4) == 4
+    assert accuracy(better) > accuracy(params)
 
-    # Best weights: a tree from `functional` or an optimizer never changes, so keeping it is keeping the name.
-    # `tdf.from_module` is different: it holds the module's own tensors, which training changes.
+    # Best weights: such a tree never changes, so keeping it is keeping the name. A tree
+    # of `from_module` holds the module's own tensors, which training changes: clone it.
     model = make(10)
     better.clone().to_module(model)
-    own = tdf.from_module(model)
-    best = own.detach().clone()
+    live, best = tdf.from_module(model), tdf.from_module(model).detach().clone()
     with torch.no_grad():
         model[0].weight.zero_()
-    assert own["0", "weight"].abs().sum() == 0
-    assert (best == better).all()
+    assert live["0", "weight"].abs().sum() == 0
     best.to_module(model)
-    print(f"after an accident, the best weights are back: {accuracy(model(test['x']), test['y']):.3f}")
+    assert torch.equal(model(test["x"]), apply(better, test["x"]))
 
     # Prune: one expression over the leaves that a filter chooses.
-    matrices, others = tdf.partition(better, "*.weight")
-    pruned = tdf.combine(matrices.apply(lambda w: w.where(w.abs() > w.abs().quantile(0.3), torch.zeros(()))), others)
-    print(f"without the smallest 30% of its weights: accuracy {accuracy(apply(pruned, test['x']), test['y']):.3f}")
-    assert accuracy(apply(pruned, test["x"]), test["y"]) > 0.85
+    matrices = better.at[tdf.Filter("*.weight")]
+    pruned = matrices.apply(lambda w: w * (w.abs() > w.abs().quantile(0.3)))
+    print(f"without the smallest 30% of its weights: {accuracy(pruned):.3f}")
+    assert pruned["0", "bias"] is better["0", "bias"]
+    assert accuracy(pruned) > 0.8
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Checkpoints for a training loop that you already have: nn.Module, torch.optim, lr_scheduler.
+"""Checkpoints for a loop that you already have: nn.Module, torch.optim, lr_scheduler.
 
-Nothing in the loop changes. The module's parameters, the optimizer and the schedule become one checkpoint, which is
-written whole or not at all and checked when it is read. The best step by validation loss is kept as well.
+Nothing in the loop changes. The module's parameters, the optimizer and the schedule
+become one checkpoint, which is written whole or not at all and checked when it is read.
+The best step by validation loss is kept as well.
 
 Run it with: python torch_optim.py
 """
@@ -13,15 +14,15 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_wine
-from torch import nn
+from torch import Tensor, nn
 
 import tdfunc as tdf
 
 EPOCHS = 60
 
 
-def load_data() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the features, standardized, and the classes of the wines, in random order."""
+def load_data() -> tuple[Tensor, Tensor]:
+    """Return standardized features and the classes of the wines, in random order."""
     features, classes = load_wine(return_X_y=True)
     x, y = torch.tensor(features, dtype=torch.float32), torch.tensor(classes)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
@@ -29,14 +30,16 @@ def load_data() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Trainer:
-    """An ordinary torch training loop, with two methods that save and load all of its state."""
+    """An ordinary training loop, with two methods that save and load its state."""
 
     def __init__(self, folder: Path) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(13, 32), nn.ReLU(), nn.Linear(32, 3))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
-        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, EPOCHS)
-        self.manager = tdf.CheckpointManager(folder, keep_last=2, keep_best=1, metric="loss")
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR
+        self.schedule = cosine(self.optimizer, EPOCHS)
+        keep = {"keep_last": 2, "keep_best": 1, "metric": "loss"}
+        self.manager = tdf.CheckpointManager(folder, **keep)
         self.x, self.y = load_data()
 
     def train(self, first: int, last: int) -> None:
@@ -48,14 +51,15 @@ class Trainer:
                 self.optimizer.step()
             self.schedule.step()
             with torch.no_grad():
-                self.save(epoch, F.cross_entropy(self.model(self.x[120:]), self.y[120:]).item())
+                loss = F.cross_entropy(self.model(self.x[120:]), self.y[120:])
+            self.save(epoch, loss.item())
 
     def save(self, epoch: int, loss: float) -> None:
         """Save model, optimizer, schedule and random generators as one step."""
         optimizer = self.optimizer.state_dict()
         tree = {
             "model": tdf.from_module(self.model),
-            "optimizer": {str(i): state for i, state in optimizer["state"].items()},
+            "optimizer": {str(i): s for i, s in optimizer["state"].items()},
             "groups": json.dumps(optimizer["param_groups"]),
             "schedule": json.dumps(self.schedule.state_dict()),
             "rng": tdf.get_rng_state(),
@@ -65,10 +69,11 @@ class Trainer:
     def load(self, epoch: int) -> None:
         """Put everything back as it was after an epoch."""
         tree = self.manager.load(epoch)
-        # load_state_dict copies into the parameters that the optimizer holds; `to_module` would put in new ones.
+        # The optimizer holds the model's parameters, so values are copied into these.
         self.model.load_state_dict(tree["model"].state_dict())
-        state = {int(i): dict(entry.items()) for i, entry in tree["optimizer"].items()}
-        self.optimizer.load_state_dict({"state": state, "param_groups": json.loads(tree["groups"])})
+        state = {int(i): dict(s.items()) for i, s in tree["optimizer"].items()}
+        groups = json.loads(tree["groups"])
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
         self.schedule.load_state_dict(json.loads(tree["schedule"]))
         tdf.set_rng_state(tree["rng"])
 
@@ -78,28 +83,27 @@ def main(folder: Path) -> None:
     whole = Trainer(folder / "whole")
     whole.train(0, EPOCHS)
 
-    first = Trainer(folder / "parts")
-    first.train(0, EPOCHS // 2)
-    second = Trainer(folder / "parts")  # a new process would do the same
-    second.load(second.manager.latest())
-    print(f"resumed after epoch {second.manager.latest()}, learning rate {second.schedule.get_last_lr()[0]:.2e}")
-    second.train(EPOCHS // 2, EPOCHS)
-
-    for a, b in zip(whole.model.parameters(), second.model.parameters(), strict=True):
+    Trainer(folder / "parts").train(0, EPOCHS // 2)
+    again = Trainer(folder / "parts")  # a new process would do the same
+    again.load(EPOCHS // 2 - 1)
+    print(f"resumed with learning rate {again.schedule.get_last_lr()[0]:.2e}")
+    again.train(EPOCHS // 2, EPOCHS)
+    for a, b in zip(whole.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(a, b)
     print("trained at once or in two parts: the same parameters, bit for bit")
 
     # The best step stays in the folder beside the last two.
-    manager = second.manager
-    best = manager.best()
-    print(f"steps on disk: {manager.steps()}, best is {best} with loss {manager.metadata(best)['loss']:.4f}")
-    assert len(manager.steps()) <= 3
+    steps, best = again.manager.steps(), again.manager.best()
+    print(f"steps on disk: {steps}, best is {best}: {again.manager.metadata(best)}")
+    assert best in steps
+    assert len(steps) <= 3
 
-    # A part of a step: only the leaves of the model are read. `to_module` without `with` is for good.
-    manager.load(best, keys="model.*")["model"].to_module(whole.model)
-    accuracy = (whole.model(whole.x[120:]).argmax(-1) == whole.y[120:]).float().mean().item()
-    print(f"accuracy of the best step: {accuracy:.3f}")
-    assert accuracy > 0.9
+    # A part of a step: only the leaves of the model are read.
+    model = again.manager.load(best, keys="model.*")["model"]
+    model.to_module(again.model)
+    right = again.model(again.x[120:]).argmax(-1) == again.y[120:]
+    print(f"accuracy of the best step: {right.float().mean():.3f}")
+    assert right.float().mean() > 0.9
 
 
 if __name__ == "__main__":

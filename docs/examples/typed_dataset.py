@@ -1,8 +1,9 @@
 """A typed data set: one process writes it, another process loads it as its class.
 
-A TensorClass is a dataclass whose instances are trees of tensors: its fields have names and types, and it is indexed,
-reshaped, stacked and saved like one tensor. Here a worker process writes handwritten digits to a folder, and the main
-process, which never had them in memory, filters them, reads single rows and feeds a training loop.
+A TensorClass is a dataclass whose instances are trees of tensors: its fields have names
+and types, and it is indexed, stacked and saved like one tensor. Here a worker process
+writes handwritten digits to a folder. The main process, which never had them in memory,
+reads single rows, filters them and feeds a data loader.
 
 Run it with: python typed_dataset.py
 """
@@ -50,10 +51,11 @@ def write(folder: str) -> None:
     """Write the data set; this runs in a process of its own."""
     pixels, labels = load_digits(return_X_y=True)
     images = torch.tensor(pixels, dtype=torch.float32).view(-1, 8, 8) / 16
+    boxes = tdf.stack([find_box(image) for image in images])
 
-    # Fields are checked against the batch size: each leaf begins with these dimensions.
-    boxes = torch.stack([find_box(image) for image in images])
-    digits = Digit(images, torch.tensor(labels), boxes, source="optdigits", batch_size=[len(labels)])
+    # Every field is checked against the batch size.
+    size = [len(images)]
+    digits = Digit(images, torch.tensor(labels), boxes, "optdigits", batch_size=size)
 
     # One file for each field. The folder appears whole or not at all.
     digits.memmap(folder)
@@ -61,29 +63,29 @@ def write(folder: str) -> None:
 
 def main(folder: Path) -> None:
     """Write in one process, then read in this one."""
-    # "spawn" starts a new Python, which imports this file under another module name. Loading still finds the class.
-    writer = multiprocessing.get_context("spawn").Process(target=write, args=(str(folder / "digits"),))
+    # "spawn" starts a new Python, which imports this file under another module name.
+    spawn, path = multiprocessing.get_context("spawn"), str(folder / "digits")
+    writer = spawn.Process(target=write, args=(path,))
     writer.start()
     writer.join()
     assert writer.exitcode == 0
 
-    # Loading maps the files and reads none of them yet.
-    digits = Digit.load(folder / "digits", classes=[Box])
+    # The files are mapped, and nothing is read yet.
+    digits = Digit.load(path, classes=[Box])
     assert isinstance(digits, Digit)
     assert isinstance(digits.box, Box)
-    print(f"loaded {len(digits)} digits from {digits.source!r}, fields {list(digits.keys())}")
+    print(f"loaded {len(digits)} digits from {digits.source!r}")
 
-    # An index applies to every field, nested ones too, and reads only these rows.
+    # An index applies to every field, nested ones too, and reads these rows only.
     one = digits[17]
-    print(f"digit 17 is a {one.label.item()}, its crop has shape {tuple(one.crop().shape)}")
+    print(f"digit 17 is a {one.label.item()}, cropped to {tuple(one.crop().shape)}")
     assert one.image.sum() == one.crop().sum()
 
-    # A mask is an index, and the result is a Digit again, so methods and field access keep working.
+    # A mask is an index, and the result is a Digit again.
     narrow = digits[digits.box.high[:, 1] - digits.box.low[:, 1] <= 4]
-    share_of_ones = (narrow.label == 1).float().mean().item()
-    print(f"{len(narrow)} digits are at most 4 pixels wide; {share_of_ones:.0%} of them are ones")
-    assert isinstance(narrow, Digit)
-    assert share_of_ones > 0.5
+    ones = (narrow.label == 1).float().mean().item()
+    print(f"{len(narrow)} are at most 4 pixels wide; {ones:.0%} of these are ones")
+    assert ones > 0.5
 
     # A DataLoader indexes the tree once for each batch, so a batch is a Digit as well.
     loader = DataLoader(digits, batch_size=256, shuffle=True, collate_fn=tdf.collate)
@@ -91,17 +93,17 @@ def main(folder: Path) -> None:
     torch.testing.assert_close(total, digits.image.sum(dtype=torch.float64))
 
     # A subset to hand on: one file with a checksum for each leaf.
-    tdf.save(narrow, folder / "narrow.safetensors")
-    again = tdf.load(folder / "narrow.safetensors", classes=[Digit, Box])
-    assert (again == narrow).all()
+    file = folder / "narrow.safetensors"
+    tdf.save(narrow, file)
+    assert (tdf.load(file, classes=[Digit, Box]) == narrow).all()
 
     # Someone without the classes takes plain trees.
-    plain = tdf.load(folder / "narrow.safetensors", classes=tdf.TensorDict)
-    print(f"without the class: a {type(plain).__name__} with {plain['image'].shape[0]} images")
+    plain = tdf.load(file, classes=tdf.TensorDict)
+    print(f"without the class: a {type(plain).__name__}, keys {list(plain.keys())}")
 
-    # Instances are immutable: a change is a new instance that shares all other fields.
-    named = narrow.replace(source="narrow optdigits")
-    assert named.image is narrow.image
+    # Instances are immutable: a change is a new one, which shares all other fields.
+    renamed = narrow.replace(source="narrow optdigits")
+    assert renamed.image is narrow.image
     assert narrow.source == "optdigits"
 
 
