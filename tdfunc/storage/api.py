@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +22,9 @@ from tdfunc.storage.safetensors.write import commit
 from tdfunc.storage.tree.build import Classes
 from tdfunc.storage.tree.encode import Outline, outline
 from tdfunc.storage.tree.objects import as_tree
+
+if TYPE_CHECKING:
+    from tdfunc._tensordict import TensorDict
 
 _SUFFIX = ".safetensors"
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
@@ -102,7 +105,7 @@ def load(
     classes: "Classes" = (),
     verify: bool = True,
     progress: bool = False,
-) -> Any:  # the file decides the class of the tree
+) -> "TensorDict":
     """Load a tree from a safetensors file, from shards with an index, or from a memmap folder.
 
     Files are mapped copy-on-write: leaves are read when they are first used, in-place writes to them stay in
@@ -130,7 +133,7 @@ def load(
         progress: Show a bar of the bytes that are verified; needs tqdm.
 
     Returns:
-        The tree that was saved.
+        The tree that was saved, in its own class, for which `Class.load` has the type.
 
     Raises:
         CorruptCheckpointError: The file was damaged or altered; the message names the leaf and both values.

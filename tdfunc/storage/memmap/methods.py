@@ -16,6 +16,8 @@ from tdfunc.storage.tree.build import Classes
 if TYPE_CHECKING:
     from typing import TypeAlias
 
+    from typing_extensions import Self
+
     PathLike: TypeAlias = str | os.PathLike[str]
 
 _FOLDER_OPTIONS = frozenset({"out", "num_threads", "mode"})
@@ -136,7 +138,7 @@ class MemmapMethods(TensorCollection):
         task = partial(write.move_onto_files, self, prefix, copy_existing, num_threads, existsok)
         return write.start(task, "memmap_", num_threads, return_early, share_non_tensor)
 
-    def memmap_refresh_(self) -> Any:
+    def memmap_refresh_(self) -> "Self":
         """Map every leaf again from the name of its file, where another process may have written a new folder.
 
         All leaves of one folder come from one writing of it, also while another process replaces it. Writes
@@ -157,7 +159,7 @@ class MemmapMethods(TensorCollection):
     def load_memmap(
         cls, prefix: "PathLike", device: "Device | None" = None, non_blocking: bool = False, *,
         out: TensorCollection | None = None, num_threads: int = 0, mode: MapMode = "c", classes: Classes = (),
-    ) -> Any:  # fmt: skip
+    ) -> "Self":  # fmt: skip
         """Open a memmap folder, or one inside it, of tdfunc or tensordict; a leaf is read when it is first used.
 
         By default the leaves are mapped copy-on-write: they can be written to in place (a module that gets them
@@ -197,7 +199,7 @@ class MemmapMethods(TensorCollection):
     def load(
         cls, path: "PathLike", device: "Device | None" = None, non_blocking: bool = False, *, classes: Classes = (),
         **options: Any,
-    ) -> Any:  # fmt: skip
+    ) -> "Self":  # fmt: skip
         """Load a tree from a file or folder of any kind, as `tdfunc.load`; of a memmap folder also as `load_memmap`.
 
         Args:
@@ -223,7 +225,7 @@ class MemmapMethods(TensorCollection):
             return cls.load_memmap(path, device, non_blocking, classes=classes, **options)
         return _as_own(load(path, device=device, classes=_and_own(classes, cls), **options), cls)
 
-    def load_memmap_(self, prefix: "PathLike", **options: Any) -> Any:
+    def load_memmap_(self, prefix: "PathLike", **options: Any) -> "Self":
         """Copy the values in a memmap folder into the leaves of this tree; this tree.
 
         Args:
@@ -237,7 +239,7 @@ class MemmapMethods(TensorCollection):
         read.load_memmap(prefix, out=self, **options)
         return self
 
-    def load_(self, path: "PathLike", **options: Any) -> Any:
+    def load_(self, path: "PathLike", **options: Any) -> "Self":
         """Copy the values in a file or folder of any kind into the leaves of this tree; this tree.
 
         Args:
