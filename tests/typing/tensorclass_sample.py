@@ -92,13 +92,17 @@ assert_type(batch.cumsum(0), Batch)
 assert_type(batch.where(torch.tensor(True), batch), Batch)
 assert_type(stack([batch, batch]), Batch)
 assert_type(TensorDict({"a": x}, [2]).flip(0)[0], TensorDict)
-assert_type(load("batch.safetensors"), TensorDict)
-assert_type(CheckpointManager("run").load(), TensorDict)
-assert_type(Batch.load("batch.safetensors"), Batch)
-assert_type(batch.load_("batch.safetensors"), Batch)
-assert_type(TensorDict.load_memmap("batch", mode="r+"), TensorDict)
 # A checker cannot know that a decorator adds a base class, so it is told nothing.
 assert_type(Decorated(x, batch_size=[2]).x, Any)
+
+
+def loaded() -> None:
+    """Trees out of files."""
+    assert_type(load("batch.safetensors"), TensorDict)
+    assert_type(CheckpointManager("run").load(), TensorDict)
+    assert_type(Batch.load("batch.safetensors"), Batch)
+    assert_type(batch.load_("batch.safetensors"), Batch)
+    assert_type(TensorDict.load_memmap("batch", mode="r+"), TensorDict)
 
 
 def refused() -> None:
