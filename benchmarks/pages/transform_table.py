@@ -510,6 +510,7 @@ RAISES = {
     ("index: mask", "export"): (Exception, "data-dependent", _MASK),
     ("index: mask", "jit"): (tdf.UnsupportedError, "uses the value of a tensor", _MASK),
     (_BY_ROWS, "jit"): (tdf.UnsupportedError, "uses the value of a tensor", _TRACED),
+    (_BY_ROWS, "functionalize"): (RuntimeError, "unallocated storage", _TRACED),
     (_BY_ROWS, "make_fx"): (Exception, "data-dependent", _TRACED),
     (_BY_ROWS, "export"): (Exception, "data-dependent", _TRACED),
 }

@@ -353,9 +353,8 @@ def as_array(index: torch.Tensor) -> np.ndarray[Any, Any]:
     """Return positions or a mask as an array; raise under vmap and in a trace, where they have no values."""
     if has_values():
         return index.cpu().numpy()
-    # One at a time torch reads them through derivatives, and raises in its own words elsewhere.
-    values = np.array([each.item() for each in index.reshape(-1)], dtype=bool if index.dtype is torch.bool else int)
-    return values.reshape(index.shape)
+    # Torch reads a list through derivatives, and raises in its own words elsewhere.
+    return np.array(index.tolist(), dtype=bool if index.dtype is torch.bool else int).reshape(index.shape)
 
 
 def _only_in_front(old: Size, size: Size) -> bool:
