@@ -34,7 +34,8 @@ test-all: install
 conformance: install $(VENV)/tensordict-newer/tensordict
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -q -m "" benchmarks --ignore=benchmarks/pages
 	PYTHONPATH=$(VENV)/tensordict-newer OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -q -m "" \
-		benchmarks/pages benchmarks/conformance/test_differential.py benchmarks/conformance/test_blocks.py
+		benchmarks/pages benchmarks/conformance/test_differential.py benchmarks/conformance/test_blocks.py \
+		benchmarks/conformance/test_documented.py
 
 # Kills, full disks, damage and fuzzing, counted: more than an hour. `make reliability PARTS="kills damage"` counts some.
 reliability: install

@@ -138,7 +138,7 @@ OF_KINDS = (
     Accepted(
         ONE_SHAPE,
         is_ragged,
-        only_ours_raises("does not fit the batch", "is broadcast against"),
+        only_ours_raises("does not fit the batch", "mask must have", "is broadcast against"),
         rare=("kinds", 100, 214),
     ),
     Accepted(
@@ -222,7 +222,7 @@ ACCEPTED = (
     Accepted(
         CHECKED,
         named("at_number", "at_mul", "at_add", "at_set"),
-        only_ours_raises("out of range", "too many"),
+        only_ours_raises("out of range", "one index at most"),
         rare=("case", 201, 2835),
     ),
     Accepted(GRAD, learns, grads_as_alone),
@@ -488,5 +488,5 @@ ACCEPTED = (
     ),
     Accepted(PAD, named("pad"), only_ours_raises("would be altered")),
     Accepted(ZERO, named("at_number"), has_no_elements, only_theirs_raises("tuple index"), rare=("program", 707, 2649)),
-    Accepted(CHECKED, named("gather"), has_words, only_ours_raises("is empty"), rare=("kinds", 402, 9367)),
+    Accepted(CHECKED, named("gather"), has_words, only_ours_raises("an empty batch"), rare=("kinds", 402, 9367)),
 )

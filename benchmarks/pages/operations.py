@@ -61,7 +61,8 @@ METHODS = {
     "create_nested": "`td = td.set(key, {})`", "set_non_tensor": "`td = td.set(key, tdfunc.NonTensorData(value))`",
     "get_non_tensor": "`td.get(key)`", "rename_key_": "`td = td.rename_key(old, new)`",
     "set_at_": "`td = td.at[index].set(td[index].set(key, rows))`; in place, `td[key][index] = rows`",
-    "update_at_": "`td = td.at[index].set(td[index].update(rows))`; in place, `td[index].update_(rows)`",
+    "update_at_":
+    "`td = td.at[index].set(td[index].update(rows))`; in place, for an int or a slice, `td[index].update_(rows)`",
     "copy_at_": "`td.at[index].set_(...)`", "apply_": "`td = td.apply(fn)`",
     "fill_": "`td = td.set(key, torch.full_like(td[key], value))`", "zero_": "`td = torch.zeros_like(td)`",
     "zero_grad": "absent: gradients are values, `torch.func.grad` returns them",

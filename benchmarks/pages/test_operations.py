@@ -124,10 +124,12 @@ def test_what_to_write_instead_runs(name, code):
         "modules": [nn.Linear(2, 2), nn.Linear(2, 2)], "key": "a", "keys": ["a"], "index": 0, "fn": torch.abs,
         "value": 3, "values": [1, 2], "dim": 0, "size": [2], "device": "cpu", "old": "a", "new": "c", "other": td,
         "names": ["rows"], "i": 1, "tree": td, "pad_size": [1, 0], "a": td, "b": TensorDict({"c": torch.ones(2)}, [2]),
-        "data": td.to_dict(), "lengths": [1, 2],
+        "data": td.to_dict(), "lengths": [1, 2], "rows": torch.ones(3),
     }  # fmt: skip
     if "assert_close" in code or "torch.cat" in code:
         names["b"] = td
+    if "update" in code:
+        names["rows"] = {"a": torch.ones(3)}
     if "unique()" in code:
         names |= {"key": "row", "td": td.set("row", torch.tensor([0, 1]))}
     if "lengths" in code or "torch.stack([" in code:
