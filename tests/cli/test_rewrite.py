@@ -39,10 +39,11 @@ def test_convert_every_pair(source, target, tmp_path):
 @pytest.mark.parametrize("source", ["safetensors", "shards", "memmap"])
 @pytest.mark.parametrize("target", ["safetensors", "shards", "memmap"])
 def test_convert_keeps_the_tree(source, target, tmp_path):
-    """Batch sizes, names, non-tensor data, kinds, lazy stacks and ties are kept."""
+    """Batch sizes, names, non-tensor data, plain objects, kinds, lazy stacks and ties are kept."""
     rows = lazy_stack([TensorDict({"r": torch.ones(2)}), TensorDict({"r": torch.zeros(3)})])
     plain = {"text": "text", "list": NonTensorData([1, None, "x"]), "empty": TensorDict({})}
     more = {"named": TensorDict({"a": torch.ones(2, 3)}, [2], names=["row"]), "tensor": NonTensorData(torch.ones(2))}
+    more["object"] = NonTensorData({"state": {0: {"m": torch.ones(2)}}, "pair": (1, torch.inf), "tree": make_tree()})
     tree = make_tree().update({"rows": rows, **plain, **more})
     path = write_as(source, tree, tmp_path)
     out = tmp_path / "out.safetensors" if target == "safetensors" else tmp_path / "out"
@@ -169,8 +170,12 @@ def test_extract(source, options, where, tmp_path):
 
 @pytest.mark.parametrize("source", ["safetensors", "shards", "memmap"])
 def test_extract_of_tensors_that_are_data(source, tmp_path):
-    """Extra state that is a tensor is not a leaf, as in load(keys=)."""
-    tree = TensorDict({"0": {"weight": torch.ones(2), "_extra_state": NonTensorData(torch.arange(3))}})
+    """Extra state that is a tensor, and tensors and trees in plain objects, are not leaves, as in load(keys=)."""
+    states = {
+        "_extra_state": NonTensorData(torch.arange(3)),
+        "optim": NonTensorData({0: torch.ones(2), "t": make_tree()}),
+    }
+    tree = TensorDict({"0": {"weight": torch.ones(2), **states}})
     path, out = write_as(source, tree, tmp_path), tmp_path / "out.safetensors"
 
     assert run("extract", path, "-o", out, "--filter", "*").code == 0

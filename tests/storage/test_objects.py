@@ -13,10 +13,12 @@ from torch import nn
 import tdfunc as tdf
 from tdfunc import AsyncSaver, CheckpointManager, CorruptCheckpointError, Kind, NonTensorData, TensorDict
 from tdfunc.storage.tree.objects import OBJECT
-from tests.storage.trees import assert_same, entry, forge, of_dtype, same_bytes
+from tests.storage.trees import assert_same, entry, forge, of_dtype, retie, same_bytes
 
 SCALARS = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text("aé.~", max_size=3)
-TENSORS = [of_dtype("float32", (2,)), of_dtype("int64", ()), torch.zeros(0, 3), TensorDict({"w": torch.ones(2)})]
+SHARED = torch.ones(2)
+TIED = retie(TensorDict({"a": SHARED, "n": {"b": SHARED}}), [[("a",), ("n", "b")]])
+TENSORS = [TIED, of_dtype("float32", (2,)), of_dtype("int64", ()), torch.zeros(0, 3), TensorDict({"w": torch.ones(2)})]
 LEAVES = SCALARS | st.sampled_from(TENSORS)
 KEYS = SCALARS.filter(lambda key: key == key) | st.tuples(st.integers(0, 3), st.text("ab", max_size=1))
 

@@ -30,12 +30,16 @@ def build_tree(
 
     If `device` is given, all of them are on it. Plain objects stay nodes if `classes` has `PlainObject`.
     """
+    objects = [i for i in plan.rich if plan.nodes[i].get("class") == OBJECT]
+    keeps_objects = not objects or (not isinstance(classes, (type, Mapping)) and PlainObject in classes)
     ties, marked = ties_of(plan), set(plan.flags)
+    if ties and not keeps_objects:
+        inside = {plan.path(i) for i in objects}
+        ties = {i: _outside(plan.path(i), groups, inside) for i, groups in ties.items()}
     built: dict[int, Any] = {}
     kinds = {flags: kind_of(flags) for flags in {*marked, *_KINDS, ""}}
     has_kinds = any(kinds[flags] for flags in marked)
     listed, make = type(leaves) is list, TensorCollection._open._make
-    keeps_objects = not isinstance(classes, (type, Mapping)) and PlainObject in classes
     # A node comes after the one that it is in, so going back its sub-trees are there.
     for number in reversed(plan.below(root) if root else range(len(plan.nodes))):
         keys, items, size, is_rich = plan.keys[number], plan.items[number], plan.sizes[number], number in plan.rich
@@ -67,8 +71,6 @@ def build_tree(
             built[number] = _stack(data, size, place, names, static)
             continue
         if "class" in node and node["class"] == OBJECT and not keeps_objects:
-            if number in ties:
-                raise malformed("ties between leaves of trees", f"one in the object {plan.path(number)}")
             built[number] = unpack(data, static.own, size)
             continue
         cls = TensorCollection._open
@@ -77,6 +79,12 @@ def build_tree(
         check_fields(cls, data, plan.path(number))
         built[number] = cls._make(data, size, place, names, static if static != Static() else None)
     return built[root]
+
+
+def _outside(at: Path, groups: Ties, objects: set[Path]) -> Ties:
+    """Return the groups of a node that have no path into a plain object, where trees have ties of their own."""
+    through = [[(*at, *path[:i]) for path in group for i in range(1, len(path))] for group in groups]
+    return tuple([group for group, paths in zip(groups, through, strict=True) if objects.isdisjoint(paths)])
 
 
 def _read_items(plan: Description, number: int, leaves: Any, built: dict[int, Any]) -> tuple[list[Any], list[str]]:

@@ -98,27 +98,17 @@ class _Writer:
         self.known: dict[tuple[torch.dtype, Size], int] = {}
         self.table: list[Spec] = []
         self.nodes: list[Callable[[], str]] = []
+        self.ties: list[tuple[Path, ...]] = []
         self.refs: list[dict[int, str]] = []
         self.first: dict[int, tuple[str, Any]] = {}
         self.tied: list[tuple[int, str, Any]] = []
 
     def outline(self, tree: TensorCollection) -> Outline:
-        ties = tree._ties
-        check_tie_size(sum(len(path) ** 2 for group in ties for path in group), UnsupportedError)
-        self.refs = [{} for _ in ties]
-        # The paths of all groups by key, so that a walk down the tree finds them.
-        marks: dict[str, Any] = {}
-        for group, paths in enumerate(ties):
-            for rank, path in enumerate(paths):
-                at = marks
-                for key in path[:-1]:
-                    at = at.setdefault(key, {})
-                at[path[-1]] = (group, rank)
         root: list[str] = [""]
-        stack = [_Pending(tree, "", None, ties, marks, root, 0)]
+        stack = [_Pending(tree, "", None, tree._ties, self._mark(tree._ties), root, 0)]
         while stack:
             stack.extend(reversed(self._node(stack.pop())))
-        self._check_tied(ties)
+        self._check_tied()
         specs = ",".join([f'["{s.code}",{_numbers(s.shape)}]' for s in self.table])
         nodes = ",".join([node() for node in self.nodes])
         groups = ",".join(["[" + ",".join([refs[i] for i in range(len(refs))]) + "]" for refs in self.refs])
@@ -133,6 +123,20 @@ class _Writer:
                 hint="a lone surrogate is half of a character: rename the key, or repair the value.",
             ) from err
         return Outline(text, self.names, self.specs, self.leaves)
+
+    def _mark(self, ties: Ties) -> Marks:
+        """Enter groups of tied paths; return the paths by key, so that a walk down the tree finds them."""
+        check_tie_size(sum(len(path) ** 2 for group in ties for path in group), UnsupportedError)
+        marks: dict[str, Any] = {}
+        for paths in ties:
+            for rank, path in enumerate(paths):
+                at = marks
+                for key in path[:-1]:
+                    at = at.setdefault(key, {})
+                at[path[-1]] = (len(self.ties), rank)
+            self.ties.append(paths)
+            self.refs.append({})
+        return marks
 
     def _node(self, node: _Pending) -> list[_Pending]:
         """Write one node with its own leaves; return its sub-trees."""
@@ -168,6 +172,9 @@ class _Writer:
             elif isinstance(value, TensorCollection):
                 deeper = mark if isinstance(mark, dict) else None
                 inner, flags = below.get(key, ()), flags if isinstance(value, PlainObject) else ""
+                if isinstance(tree, PlainObject) and not tree._ties:
+                    # Ties end at an object: the tree around it has none of a tree in it.
+                    inner, deeper = value._ties, self._mark(value._ties)
                 children.append(_Pending(value, f"{name[1:-1]}.", tree, inner, deeper, items, len(items), flags))
                 items.append("")
             elif isinstance(value, NonTensorBase):
@@ -280,10 +287,10 @@ class _Writer:
         hint = "convert it to these, or leave the key out: td.delete(key); tdfunc.from_module(module) is a tree."
         return self._refusal(name, f"{got} at {place}" if place else got, expected, hint)
 
-    def _check_tied(self, ties: Ties) -> None:
+    def _check_tied(self) -> None:
         """Raise if the leaves at the tied paths are not one: saving one of the leaves would lose the other."""
         hint = "td.untie(path) separates them."
-        for group, refs in zip(ties, self.refs, strict=True):
+        for group, refs in zip(self.ties, self.refs, strict=True):
             if len(refs) != len(group):
                 paths = ", ".join(map(dotted, group))
                 raise TieError(f"{self.call}: there must be a leaf at each of the tied paths {paths}.", hint=hint)
