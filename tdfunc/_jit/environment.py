@@ -93,6 +93,16 @@ def static_part(value: Any, where: str) -> Any:
     return frozen
 
 
+def seeds_error(function: str, where: str) -> UnsupportedError:
+    """Return the error of a function that seeds a generator."""
+    return UnsupportedError(
+        f"jit: {function} seeds or makes a generator that it draws from, which a replay would not do again.",
+        expected="draws from generators that are given, or from torch's default one as it is",
+        got=where,
+        hint="make and seed the torch.Generator outside of the function and pass it as an argument.",
+    )
+
+
 class _Reader(NamedTuple):
     """One place that code reads a value from."""
 
@@ -206,12 +216,7 @@ def _readers(fn: Any) -> Iterator[_Reader]:
                 if function.__kwdefaults__:
                     readers.append(_Reader("keyword defaults", function, lambda f=function: f.__kwdefaults__))
                 if not _SEEDERS.isdisjoint(_names(function.__code__, "LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL")):
-                    raise UnsupportedError(
-                        f"jit: {function.__qualname__} seeds a generator, which a replay would not do again.",
-                        expected="functions that draw from the generators they are given",
-                        got=f"a call of {' or '.join(sorted(_SEEDERS))}",
-                        hint="make and seed the torch.Generator outside of the function and pass it as an argument.",
-                    )
+                    raise seeds_error(function.__qualname__, " or ".join(sorted(_SEEDERS)))
                 scope = function.__globals__
                 names = _names(function.__code__, "LOAD_GLOBAL")
                 for name in sorted(names & scope.keys()):

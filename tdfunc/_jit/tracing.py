@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
-from tdfunc._jit.environment import Environment, contents
+from tdfunc._jit.environment import Environment, contents, seeds_error
 from tdfunc._jit.signature import refill
 from tdfunc.core.collection import TensorCollection, iter_leaves
 from tdfunc.core.context import is_tracing
@@ -82,28 +82,26 @@ class Recorder(TorchDispatchMode):
         self.made: list[tuple[weakref.ref[Tensor], object]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         # `Guard` is there for the calls of the function, not for those that torch makes to run an operation.
         with torch._C.DisableTorchFunction():
-            out = self._run(func, args, kwargs or {})
+            leaves = torch_pytree.tree_leaves((args, kwargs)) if func not in _LIFTS else []
+            for leaf in leaves:
+                if isinstance(leaf, Tensor):
+                    self.refuse_captured(leaf)
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                self._refuse_seeds([leaf for leaf in leaves if isinstance(leaf, torch.Generator)])
+            for tensor in written_by(func, args, kwargs):
+                name = self._names.get(storage_id(tensor))
+                if name is not None:
+                    raise ImmutableError(
+                        f"jit: the function writes to {name} in place ({func}).",
+                        got=_user_line(),
+                        hint="return a new tensor, write to a clone, or use optim's update(..., donate=True).",
+                    )
+            out = func(*args, **kwargs)
         self.made += [(weakref.ref(leaf), func) for leaf in torch_pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
         return out
-
-    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        leaves = torch_pytree.tree_leaves((args, kwargs)) if func not in _LIFTS else []
-        for leaf in leaves:
-            if isinstance(leaf, Tensor):
-                self.refuse_captured(leaf)
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self._refuse_seeds([leaf for leaf in leaves if isinstance(leaf, torch.Generator)])
-        for tensor in written_by(func, args, kwargs):
-            name = self._names.get(storage_id(tensor))
-            if name is not None:
-                raise ImmutableError(
-                    f"jit: the function writes to {name} in place ({func}).",
-                    got=_user_line(),
-                    hint="return a new tensor, write to a clone, or use optim's update(..., donate=True).",
-                )
-        return func(*args, **kwargs)
 
     def call(self, fn: Callable[[list[Tensor], list[Tensor]], None], writes: list[Tensor], reads: list[Tensor]) -> None:
         """Record a call of `fn(writes, reads)`, made at each replay on real tensors; `fn` writes to the first."""
@@ -128,15 +126,12 @@ class Recorder(TorchDispatchMode):
 
     def _refuse_seeds(self, generators: list[torch.Generator]) -> None:
         """Raise if a draw is from a generator that the function makes, or from the default one after it was seeded."""
-        if torch.initial_seed() != self._seed or any([self._find(generator) is None for generator in generators]):
+        seeded = torch.initial_seed() != self._seed
+        if seeded:
             with _disable_current_modes():
                 torch.set_rng_state(self._state)
-            raise UnsupportedError(
-                "jit: the function seeds the generator that it draws from, which a replay would not do again.",
-                expected="a generator among the arguments, or torch's default one, as it is",
-                got=_user_line(),
-                hint="make and seed the torch.Generator outside of the function and pass it as an argument.",
-            )
+        if seeded or any([self._find(generator) is None for generator in generators]):
+            raise seeds_error("the function", _user_line())
 
     def refuse_kept(self) -> None:
         """Raise if a tensor of the trace is alive after it: it has no value that another reader could use."""
