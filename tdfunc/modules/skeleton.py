@@ -40,7 +40,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _NORMS = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm} | {
     nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
 }  # fmt: skip
-_MODULES = itemgetter("_modules")
+_MODULES, _TRAINING = itemgetter("_modules"), itemgetter("training")
 _ATOMS = (str, bytes, int, float, complex, type(None), type, range, torch.dtype, torch.device, torch.layout)
 _SEQUENCES = (list, tuple, set, frozenset, deque)
 # A copy shares them: generators move on from call to call, and a lock in several copies guards nothing.
@@ -250,7 +250,7 @@ class Skeleton:
     """One runnable copy: where each leaf goes, and how to leave it as it was before the call."""
 
     __slots__ = (
-        "_constants", "_containers", "_counts", "_custom", "_empty_tables", "_everything", "_filled_tables", "_filler",
+        "_constants", "_containers", "_count", "_custom", "_empty_tables", "_everything", "_filled_tables", "_filler",
         "_handles", "_is_known", "_length", "_marks", "_modes", "_originals", "_own", "_parents", "_parts", "_places",
         "_plain", "_poison", "_registered", "_seen", "_stores", "_traced", "_vacant", "lent", "module", "owners",
         "renormed", "targets",
@@ -289,7 +289,7 @@ class Skeleton:
         # A slot that is None may be filled by forward: a cache registered in advance.
         self._vacant = [(table, name) for table in both for name, value in table.items() if value is None]
         self._own = [m.__dict__ for m in modules]
-        self._modes = [own["training"] for own in self._own]
+        self._modes = list(map(_TRAINING, self._own))
         self._handles = RemovableHandle.next_id
         self._parents = [m.__dict__ for m in modules if m._modules]
         self._seen = _submodules(self._parents)
@@ -311,7 +311,7 @@ class Skeleton:
         self._is_known = True
         # The objects that nothing else may hold between calls, and how many references to each there are then.
         self._parts: list[Any] = [*modules]
-        self._counts: list[int] | None = None
+        self._count = 0
         own_names = {id(m): [(n, v) for n, v in m.__dict__.items() if n not in _OWN_TABLES] for m in custom}
         left = copied - set(map(id, modules))
         for attributes in own_names.values():
@@ -362,8 +362,8 @@ class Skeleton:
             leaves: The leaves in plan order.
             fillers: Code made for the slots of earlier skeletons.
         """
-        if self._counts is None:
-            self._counts = list(map(sys.getrefcount, self._parts))
+        if not self._count:
+            self._count = sum(map(sys.getrefcount, self._parts))
             self._marks = self._read_constants()
         if self._filler is None:
             numbers = {id(store): number for number, store in enumerate(self._stores)}
@@ -384,7 +384,7 @@ class Skeleton:
 
     def is_ready(self) -> bool:
         """Return whether no call, and no caller who got a constant, has written one."""
-        return not self._constants or self._counts is None or self._read_constants() == self._marks
+        return not (self._constants and self._count) or self._read_constants() == self._marks
 
     def _read_constants(self) -> list[Any]:
         return [x._version if isinstance(x, Tensor) else x.tobytes() for x in self._constants]
@@ -414,7 +414,7 @@ class Skeleton:
             or any(self._empty_tables)
             # A hook was registered somewhere since the last look: maybe here.
             or RemovableHandle.next_id != self._handles
-            or [own["training"] for own in self._own] != self._modes
+            or list(map(_TRAINING, self._own)) != self._modes
             or _submodules(self._parents) != self._seen
         ):
             self._handles = RemovableHandle.next_id
@@ -423,11 +423,12 @@ class Skeleton:
             _restore(self._containers)
         if not self._is_known or not self.is_ready():
             return False
-        if list(map(sys.getrefcount, self._parts)) == self._counts:
+        # One number for all: no count can fall.
+        if sum(map(sys.getrefcount, self._parts)) == self._count:
             return True
         # A function that calls itself holds its variables until the collector runs.
         gc.collect(0)
-        return list(map(sys.getrefcount, self._parts)) == self._counts
+        return sum(map(sys.getrefcount, self._parts)) == self._count
 
     def reset_traced(self) -> None:
         """`reset` in a compiled region, where writes to a module show in `module.__dict__` alone."""
