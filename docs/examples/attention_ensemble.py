@@ -92,7 +92,7 @@ def main() -> None:
 
     # The trunk is member 0 without its head. The heads are new, and only they train.
     _, trunk = tdf.partition(members[0], "head.*")
-    heads, _ = tdf.partition(tdf.init_ensemble(Attention, HEADS), "head.*")
+    heads, _ = tdf.partition(tdf.init_ensemble(Attention, HEADS, seed=1), "head.*")
     frozen = apply.eval()
 
     def run(heads: TensorDict, trunk: TensorDict, x: Tensor) -> Tensor:
