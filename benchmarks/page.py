@@ -142,8 +142,8 @@ def _summary(results: Results) -> list[str]:
     short = [f"- **{v.row.title}**, against {v.row.rival}: {v.sentence}." for v in verdicts if not v.reached]
     count = len(verdicts) - len(short)
     head = (
-        "One value stands for several cases: the least favourable of them, or the geometric mean where the row says so "
-        "(the middle rows of the tree operations, and those against a raw dict)."
+        "One value stands for several cases: the least favourable of them, or the geometric mean in the middle rows of "
+        "the tree operations and in those against a raw dict."
     )
     parts = ["## Targets", f"{count} of {len(verdicts)} rows reach their target. {head}"]
     parts.append(table(("work", "against", "reach", "measured", "reached"), rows))

@@ -1,4 +1,4 @@
-"""Every Python block of README.md and docs/ runs, and what the pages show is committed: pictures, notebook outputs."""
+"""Every Python block of README.md and docs/ runs; pictures and notebook outputs are committed."""
 
 import importlib.util
 import re
@@ -156,3 +156,12 @@ def test_pictures_are_small():
 
     assert len(pictures) >= 4
     assert [path.name for path in pictures if path.stat().st_size > 100_000] == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_number_of_the_first_screen_is_measured(page):
+    """The speed-up that README and first page name stands in its row of the benchmark page."""
+    rows = (ROOT / "docs/benchmarks.md").read_text()
+    speedup = re.search(r"^\| Adam step, 64 members \| loop of torch.optim \|.* (\S+x) \|", rows, re.MULTILINE)[1]
+
+    assert f"**{speedup} faster**" in (ROOT / page).read_text()

@@ -233,6 +233,40 @@ def test_parameters_in_a_folder(tmp_path):
         assert not torch.equal(other[1].weight, model[1].weight)
 
 
+def test_a_training_loop():
+    """A model that reads and writes trees, and a loss of a tree, train with torch's optimizer."""
+    net = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    x = torch.randn(16, 3)
+    dataset = TensorDict({"x": x, "y": x.sum(1, keepdim=True)}, [16]).split(4)
+    losses = []
+    for data in dataset * 20:
+        data = data.set("prediction", net(data["x"]))
+        loss = nn.functional.mse_loss(data["prediction"], data["y"])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+
+    assert losses[-1] < 0.1 * losses[0]
+
+
+def test_compile_of_a_model_on_a_tree():
+    """`torch.compile` makes one graph of a function that runs a module with the parameters of a tree."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4))
+    data = TensorDict({"x": torch.randn(5, 3)}, [5])
+
+    def run(params, data):
+        with params.to_module(model):
+            return data.set("y", model(data["x"]))
+
+    params = TensorDict.from_module(model).detach() * 2
+    out = torch.compile(run, fullgraph=True, backend="eager")(params, data)
+
+    assert out.batch_size == (5,)
+    torch.testing.assert_close(out["y"], run(params, data)["y"])
+
+
 # -- folders ----------------------------------------------------------------------------------------------------
 
 
@@ -398,6 +432,25 @@ def test_map_over_processes(capfd):
     assert "12/12" in capfd.readouterr().err
 
 
+def preprocess(data):
+    """The function of the example: it writes to its rows and returns nothing."""
+    images = data.get("images").flip(-2).clone()
+    labels = data.get("labels") // 10
+    data.set_("images", images)
+    data.set_("labels", labels)
+
+
+def test_map_that_writes(tmp_path):
+    """A function that writes in place and returns nothing changes the files of a tree that is on disk."""
+    source = TensorDict({"images": torch.rand(6, 4, 3), "labels": torch.arange(6) * 10}, [6])
+    data = source.memmap(tmp_path / "dataset")
+    done = data.map(preprocess, num_workers=2, chunksize=0)
+
+    assert done is None
+    assert torch.equal(data["images"], source["images"].flip(-2))
+    assert TensorDict.load_memmap(tmp_path / "dataset")["labels"].tolist() == list(range(6))
+
+
 # -- typed trees ------------------------------------------------------------------------------------------------
 
 
@@ -559,6 +612,7 @@ def test_get():
 
     assert made.get("input_ids") is made.get(("input_ids",)) is made.input_ids
     assert made.get("unknown", 3) == made.get("unknown", default=3) == 3
+    assert made.get("unknown") is made.get("rewards") is two_keys().get("unknown") is None
     assert TensorDict({"n": made}).get(("n", "source")) == "none"
 
 
@@ -663,6 +717,17 @@ def test_typed_trees_on_the_meta_device(tmp_path):
     assert Scored.load(tmp_path / "scored", "meta").input_ids.is_meta
 
 
+def test_mapped_files_of_a_typed_tree_without_a_folder(tmp_path):
+    """`memmap()` takes no folder, and `load_memmap` fills an instance."""
+    made, out = scored(), scored().apply(torch.zeros_like)
+    made.memmap(tmp_path / "scored")
+
+    assert isinstance(made.memmap(), Scored)
+    assert made.memmap().is_memmap()
+    assert Scored.load_memmap(tmp_path / "scored", out=out) is out
+    assert torch.equal(out.input_ids, made.input_ids)
+
+
 def test_memmap_like_of_a_typed_tree(tmp_path):
     """Buffers for rows of a class are of the class and hold its non-tensor data."""
     row = Scored(torch.zeros(3, dtype=torch.long), torch.ones(3, dtype=torch.bool), source="web")
@@ -682,3 +747,26 @@ def test_a_list_of_words_is_one_for_each_row():
     assert chat[1].non_tensor == "another message"
     assert chat.non_tensor == ["a message", "another message"]
     assert NonTensorData("foo", [1])[0].data == "foo"
+
+
+class History(TensorClass["nocast"]):
+    """The conversation of the first document."""
+
+    role: str
+    content: str | Foo
+    is_complete: bool = True
+    tool_calls: list[dict] | None = None
+    tool_responses: list[str] | None = None
+
+
+def test_a_history_has_a_message_in_each_row():
+    """Roles of a conversation are one for each row, also after an index and a join; a list of calls is one value."""
+    history = History(role=["system", "user"], content=["a message", "another"], batch_size=(2,))
+    calls = [{"name": "search"}]
+    answer = History(role="assistant", content="an answer", tool_calls=calls)
+    joined = torch.cat([history, answer.replace(tool_calls=None).unsqueeze(0)])
+
+    assert (history[1].role, history[1].content, history[1].is_complete) == ("user", "another", True)
+    assert joined.role == ["system", "user", "assistant"]
+    assert answer.tool_calls is calls
+    assert answer.role == "assistant"

@@ -600,8 +600,10 @@ def make_at(rng, given=None, kinds=False):
     number = [0, 2, True][rng.integers(3)]
     if name == "at_key":
         key = _key(rng, branch)
-        value = random_leaf(rng, branch.size)
-        return Case(name, (key, value), [branch], lambda t: t.at[key].set(value), _edit(lambda t: t.set(key, value)))
+        return Case(
+            name, key, [branch],
+            lambda t: t.at[key].add(number), _edit(lambda t: t.set(key, t[key] + number)),
+        )  # fmt: skip
     if name == "at_set":
         other = like(rng, branch)
         return Case(

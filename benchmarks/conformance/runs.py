@@ -232,7 +232,8 @@ def _simple_tensors(value):
 def agree(ours, theirs):
     """Return True if both raised errors that correspond, or both returned the same."""
     if ours.error is not None and theirs.error is not None:
-        return type(theirs.error).__name__ in ERRORS.get(_builtin_or_own(ours.error), ())
+        classes = {cls.__name__ for cls in type(theirs.error).__mro__}
+        return bool(classes & ERRORS.get(_builtin_or_own(ours.error), set()))
     return ours.error is None and theirs.error is None and not list(differences(ours.value, theirs.value))
 
 

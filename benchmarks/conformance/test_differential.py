@@ -38,6 +38,7 @@ from tdfunc.core.collection import iter_leaves
 from tdfunc.core.ties import by_identity
 from tdfunc.ops import cast, foreach, join
 from tdfunc.ops.edit import restore_ties
+from tests.incumbent import tensordict
 
 PAGE = Path(__file__).parents[2] / "docs" / "differences.md"
 ENTRIES = (*ACCEPTED, *OF_KINDS, KINDS)
@@ -62,18 +63,24 @@ def test_sequences_agree(seed):
     assert run_sequences(seed, 40).total() > 80
 
 
+# The entries and their rare cases are those of the pinned version; a newer one has mended some.
+pinned = pytest.mark.skipif(tensordict.__version__ != "0.14.3", reason="entries of the pinned tensordict")
+
+
+@pinned
 @pytest.mark.slow
 def test_agrees_with_tensordict_at_length():
     """A long run finds no other difference, and meets every entry of ACCEPTED."""
     met = run_cases(SEED, 6000) + run_cases(SEED, 6000, kinds=True) + run_sequences(SEED, 1200)
 
-    unmet = [(ENTRIES.index(entry), entry.heading) for entry in ENTRIES if entry.rare is None and entry not in met]
-    assert not unmet
+    common = [entry for entry in ENTRIES if entry.rare is None and not entry.newer]
+    assert [(ENTRIES.index(entry), entry.heading) for entry in common if entry not in met] == []
 
 
 RARE = [entry for entry in ENTRIES if entry.rare is not None]
 
 
+@pinned
 @pytest.mark.parametrize("entry", RARE, ids=[f"{ENTRIES.index(entry)}-{entry.rare}" for entry in RARE])
 def test_rare_differences_are_met(entry):
     """Each entry that the long run need not meet is met by a case of its own."""

@@ -214,16 +214,14 @@ def _readers(fn: Any) -> Iterator[_Reader]:
                         hint="make and seed the torch.Generator outside of the function and pass it as an argument.",
                     )
                 scope = function.__globals__
-                absent: list[str] = []
-                for name in sorted(_names(function.__code__, "LOAD_GLOBAL")):
-                    if name not in scope:
-                        absent.append(name)
-                    elif not isinstance(scope[name], types.ModuleType):
+                names = _names(function.__code__, "LOAD_GLOBAL")
+                for name in sorted(names & scope.keys()):
+                    if not isinstance(scope[name], types.ModuleType):
                         readers.append(_Reader(name, scope, lambda n=name, g=scope: g.get(n, _MISSING)))
+                # Builtins, which a global may hide, and names that are assigned later.
+                absent = names - scope.keys()
                 if absent:
-                    # Builtins, which a global may hide, and names that are assigned later.
-                    found = lambda a=absent, g=scope: tuple(filter(g.__contains__, a))  # noqa: E731
-                    readers.append(_Reader("new globals", function, found))
+                    readers.append(_Reader("new globals", function, functools.partial(scope.keys().isdisjoint, absent)))
             for reader in readers:
                 yield reader
                 todo.append(reader.read())

@@ -100,5 +100,5 @@ def _check_unaveraged(sources: Sequence[Source], trees: Sequence[TensorCollectio
     if lines:
         raise LeafMismatchError(
             "\n    ".join(["average: integers, bools and non-tensor data must be equal, and these differ:", *lines]),
-            hint=f"--unequal first takes them from {safe(sources[0].path)}; --exclude leaves them out.",
+            hint=f"--filter 'params.*' averages that part; --unequal first takes them from {safe(sources[0].path)}.",
         )

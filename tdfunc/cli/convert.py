@@ -93,8 +93,12 @@ def chosen_part(source: Source, part: Part) -> TensorCollection:
     if where is None:
         return source.tree
     # As in `partition`: a pattern chooses leaves, and the rest has all else, also tensors that are non-tensor data.
-    leaves = [one for one in stored_leaves(source.tree) if not one.is_value]
-    paths = {at for one in choose(leaves, where) for at in one.paths}
+    # A plain object is whole: the leaves of a tree in it are not chosen either.
+    values = plain_values(source.tree)
+    inside = {one: any(one.path[:i] in values for i in range(1, len(one.path))) for one in stored_leaves(source.tree)}
+    chosen = choose([one for one in inside if not one.is_value and not inside[one]], where)
+    chosen += [one for one in inside if inside[one] and not part.include]
+    paths = {at for one in chosen for at in one.paths}
     return keep_leaves(source.tree, paths, nontensors=not part.include)
 
 
@@ -136,7 +140,7 @@ def make_target(options: Target, source: Source) -> Target:
             expected="a place without one",
             hint="CheckpointManager.save(..., overwrite=True) replaces a step.",
         )
-    # In a folder with an index a model.safetensors would not be found.
+    # A model.safetensors takes the place of an index and its shards.
     own = (INDEX,) if os.path.basename(path) == SINGLE else ()
     names = [os.path.basename(path), *own] if is_file else [INDEX, SINGLE, META]
     taken = [place for place in (os.path.join(folder, name) for name in names) if os.path.lexists(place)]

@@ -40,6 +40,7 @@ from tdfunc.storage.safetensors.header import check_digest
 from tdfunc.storage.safetensors.index import INDEX, SINGLE
 from tdfunc.storage.safetensors.read import as_view, fill
 from tdfunc.storage.safetensors.select import Choice, outline_tree
+from tdfunc.storage.tree.objects import OBJECT, PlainObject
 
 # Elements of a piece: a few of them in float64 stay in the processor's cache.
 COUNT = 1 << 18
@@ -279,12 +280,17 @@ class Stored(NamedTuple):
 
 
 def _walk(tree: TensorCollection) -> Iterator[tuple[Path, TensorCollection, Any]]:
-    """Yield every entry that is not a tree: its path, the node that it is in, and its value."""
+    """Yield every entry that is not a tree: its path, the node that it is in, and its value.
+
+    A plain object is a tree of its tensors, and a value with the rest.
+    """
     stack: list[tuple[Path, TensorCollection]] = [((), tree)]
     while stack:
         at, node = stack.pop()
         items = [((*at, key), value) for key, value in node._data.items()]
         yield from ((path, node, value) for path, value in items if not isinstance(value, TensorCollection))
+        objects = [(path, value) for path, value in items if isinstance(value, PlainObject)]
+        yield from ((path, node, NonTensorData(value._static and value._static.own)) for path, value in objects)
         stack += [(path, value) for path, value in reversed(items) if isinstance(value, TensorCollection)]
 
 
@@ -338,10 +344,10 @@ def choose(found: Sequence[Stored], where: "FilterLike | None") -> list[Stored]:
 
 def _stand_ins(nodes: Iterable[dict[str, Any]]) -> Sequence[type[TensorCollection]]:
     """Make an empty class for each recorded one: no code of it is needed to copy its leaves, and its name stays."""
-    made: list[type[TensorCollection]] = []
+    made: list[type[TensorCollection]] = [PlainObject]
     for name in sorted({node["class"] for node in nodes if type(node.get("class")) is str}):
         module, _, path = name.partition(":")
-        if re.fullmatch(r"tdfunc(\..*)?", module) is None:
+        if name != OBJECT and re.fullmatch(r"tdfunc(\..*)?", module) is None:
             fields = {"__slots__": (), "__module__": module, "__qualname__": path}
             made.append(type(path.rpartition(".")[2] or "_", (TensorCollection,), fields))
     return made

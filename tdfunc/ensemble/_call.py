@@ -1,7 +1,7 @@
 """One call of an ensemble, prepared: the dimensions of the data, a member's arguments, the join of the outputs."""
 
 import copy
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from enum import Enum
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -14,7 +14,10 @@ from torch.utils._pytree import _broadcast_to_and_flatten, tree_flatten, tree_le
 from tdfunc.core.collection import PLAIN, TensorCollection
 from tdfunc.core.context import in_transform, is_compiling
 from tdfunc.core.errors import BatchSizeError, UnsupportedError, error
+from tdfunc.core.keys import Filter
+from tdfunc.core.types import Path
 from tdfunc.modules.random import refuse_traced_members
+from tdfunc.ops.reading import entries
 
 # A forward may return these besides tensors and containers: values that hold no tensor.
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), Enum)
@@ -22,9 +25,14 @@ _PLAIN = (*_SCALARS, type, np.ndarray, np.generic, torch.dtype, torch.device)
 
 
 class Call(NamedTuple):
-    """Stacked leaves in plan order, and the data: `dims` has an entry for each leaf of `args`."""
+    """Leaves in plan order, and the data.
+
+    `lead` has 0 for each stacked leaf and None for each that the members share; `dims` has an entry for each leaf of
+    `args`.
+    """
 
     leaves: list[Any]
+    lead: list[int | None]
     members: int
     args: tuple[Any, ...]
     dims: tuple[int | None, ...]
@@ -83,7 +91,8 @@ class Call(NamedTuple):
     def rows(self, start: int, stop: int) -> "Call":
         """Return the call of some members alone."""
         args = self._mapped(lambda x, dim: x.narrow(dim, start, stop - start))
-        return self._replace(leaves=[leaf[start:stop] for leaf in self.leaves], members=stop - start, args=args)
+        leaves = [leaf if dim is None else leaf[start:stop] for leaf, dim in zip(self.leaves, self.lead, strict=True)]
+        return self._replace(leaves=leaves, members=stop - start, args=args)
 
     def _mapped(self, fn: Any) -> tuple[Any, ...]:
         if not any([dim is not None for dim in self.dims]):
@@ -160,8 +169,28 @@ def members_of(params: Any) -> int:
         "Ensemble: params must be a stacked tree.",
         expected="batch size [E], E > 0",
         got=f"batch size {list(size)}" if size is not None else type(params).__name__,
-        hint="tdfunc.stack_modules(modules), tdfunc.init_ensemble(make, n) or torch.stack(trees) make one.",
+        hint='TensorDict(d, [E]).unflatten_keys(".") makes one of the dict of torch.func.stack_module_state.'
+        if isinstance(params, Mapping)
+        else "tdfunc.stack_modules(modules), tdfunc.init_ensemble(make, n) or torch.stack(trees) make one.",
     )
+
+
+def find_shared(shared: Filter, params: Any, buffers: Any) -> tuple[int, set[Path]]:
+    """Return how many members the trees stack, and the paths of the leaves that they share.
+
+    Raises:
+        BatchSizeError: The members share all leaves.
+    """
+    found = [entry for tree in (params, buffers) if isinstance(tree, TensorCollection) for entry in entries(tree)]
+    pairs = list(zip(found, shared.mask(found), strict=True))
+    sizes = [entry.leaf.shape[0] for entry, is_shared in pairs if not is_shared and entry.leaf.dim()]
+    if not sizes:
+        raise BatchSizeError(
+            f"Ensemble: {shared} leaves no leaf to the members.",
+            expected="leaves of shape (E, ...) that it does not match",
+            got=f"{len(found)} shared leaves",
+        )
+    return sizes[0], {path for entry, is_shared in pairs if is_shared for path in entry.paths}
 
 
 def flat_dims(in_dims: Any, args: tuple[Any, ...], members: int) -> tuple[int | None, ...]:

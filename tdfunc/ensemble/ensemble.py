@@ -19,12 +19,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tdfunc._jit import Jitted
+from tdfunc.core.collection import TensorCollection
 from tdfunc.core.context import in_transform, is_compiling, is_tracing
 from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.core.keys import Filter, FilterLike
+from tdfunc.core.types import Path
 from tdfunc.ensemble._call import (
     Call,
     check_output,
     check_unwritten,
+    find_shared,
     flat_dims,
     join_chunks,
     members_of,
@@ -72,6 +76,8 @@ class Ensemble:
             `vmap` and `traced` may compute in the dtype of the weights: torch's vmap of a linear layer does not cast.
             A replay calls no hooks.
         chunk_size: At most this many members at a time under vmap, to bound memory.
+        shared: A filter for leaves that all members share, such as those of a trunk: they have no dimension of
+            members, and under vmap their part of the forward runs once. `combine(trunk, heads)` makes such a tree.
 
     Raises:
         TypeError: `apply` does not come from `functional`.
@@ -91,7 +97,9 @@ class Ensemble:
         vmap, 4 members: by the rule.
     """
 
-    def __init__(self, apply: Apply, how: How = "auto", *, chunk_size: int | None = None) -> None:
+    def __init__(
+        self, apply: Apply, how: How = "auto", *, chunk_size: int | None = None, shared: "FilterLike | None" = None
+    ) -> None:
         if not isinstance(apply, Apply):
             raise error(
                 TypeError,
@@ -115,6 +123,7 @@ class Ensemble:
         self.apply = apply
         self.how: How = how
         self.chunk_size = chunk_size
+        self.shared = None if shared is None else Filter(shared)
         # How the last call ran, why, and with how many members.
         self._last: tuple[str, str, int] | None = None
         # By kind of call: why vmap cannot run it, or None where it has.
@@ -124,7 +133,7 @@ class Ensemble:
 
     def __reduce__(self) -> Any:
         # Without its traces, which belong to this process.
-        return partial(Ensemble, chunk_size=self.chunk_size), (self.apply, self.how)
+        return partial(Ensemble, chunk_size=self.chunk_size, shared=self.shared), (self.apply, self.how)
 
     def __call__(
         self,
@@ -196,9 +205,23 @@ class Ensemble:
     def _run(
         self, params: Any, buffers: Any, args: tuple[Any, ...], in_dims: Any, rng: Any, kwargs: Any, *, keep: bool
     ) -> Result:
-        members = members_of(params)
-        leaves = self.apply.leaves(params, buffers, Size((members,)))
-        call = Call(leaves, members, args, flat_dims(in_dims, args, members), kwargs, seed_of(rng), keep)
+        shared: set[Path] = set()
+        if self.shared is None or not isinstance(params, TensorCollection):
+            members = members_of(params)
+        else:
+            members, shared = find_shared(self.shared, params, buffers)
+        leaves = self.apply.leaves(params, buffers, Size((members,)), shared)
+        lead: list[int | None] = [0] * len(leaves)
+        if shared:
+            lead = [None if path in shared else 0 for path in self.apply.paths]
+        if keep and None in lead[self.apply.n_params :]:
+            raise UnsupportedError(
+                "Ensemble.with_buffers: each member must have buffers of its own.",
+                expected="buffers that shared= does not match",
+                got=f"shared={self.shared}",
+                hint='stack them: shared=Filter("trunk.*") & Kind.PARAMETER.',
+            )
+        call = Call(leaves, lead, members, args, flat_dims(in_dims, args, members), kwargs, seed_of(rng), keep)
         if is_compiling():
             # The compiler records the choice, and compiles again when it changes.
             looped = self.how == "loop" or (self.how == "auto" and (members == 1 or call.autocast()))
@@ -256,7 +279,8 @@ class Ensemble:
     # -- the three ways -----------------------------------------------------------------------------------------
 
     def _loop(self, call: Call) -> Result:
-        columns = [leaf.unbind(0) for leaf in call.leaves]
+        pairs = zip(call.leaves, call.lead, strict=True)
+        columns = [[leaf] * call.members if dim is None else leaf.unbind(0) for leaf, dim in pairs]
         results = self._in_turn(
             call, range(call.members), lambda call, i: self._member(call, i, [column[i] for column in columns])
         )
@@ -321,7 +345,7 @@ class Ensemble:
             seen.extend(tree_flatten(out))
             return [x for x in seen[0] if isinstance(x, Tensor)], new
 
-        mapped_call = torch.vmap(member, in_dims=(0, list(call.dims)), randomness="error")
+        mapped_call = torch.vmap(member, in_dims=(call.lead, list(call.dims)), randomness="error")
         try:
             with self._slow_attention(call):
                 tensors, new = mapped_call(call.leaves, flat)
@@ -357,7 +381,8 @@ class Ensemble:
                 got=f"rng={call.seed}",
                 hint="use how='vmap' or how='auto'.",
             )
-        key = dims, keep, members = call.dims, call.keep, call.members
+        dims, keep, members, lead = call.dims, call.keep, call.members, call.lead
+        key = dims, keep, members, tuple(lead)
         jitted = self._jitted.get(key)
         if jitted is None:
             # The methods of the modules' own classes: a global that they read is part of the key.
@@ -366,7 +391,7 @@ class Ensemble:
             reads = tuple([value for value in chain(*methods) if isinstance(value, FunctionType)])
 
             def run(leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
-                inner = Call(leaves, members, args, dims, kwargs, None, keep)
+                inner = Call(leaves, lead, members, args, dims, kwargs, None, keep)
                 # Of one member vmap's operations are slower ones (grouped convolutions).
                 return self._loop(inner) if members == 1 else self._vmap(inner)
 

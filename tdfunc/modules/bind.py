@@ -27,7 +27,7 @@ from tdfunc.modules.extract import (
     is_renormed,
     unwrap,
 )
-from tdfunc.modules.plan import tie_error
+from tdfunc.modules.plan import FLAT, tie_error
 from tdfunc.ops.reading import iter_items
 
 if TYPE_CHECKING:
@@ -65,14 +65,15 @@ class Match:
         absent = self._resolve_ties() if self._absent or self._tied else []
         if absent or self._extra:
             extra = [dotted(path) for path in self._extra]
+            hint = "pass strict=False to bind a part and leave the rest of the module as it is."
+            if extra:
+                hint = "a part of a module binds with strict=False, a sub-tree to its submodule: "
+                hint += "params['0'].to_module(m[0])."
             raise TreeStructureError(
                 f"to_module: the tree must fit {type(module).__name__}, which was not touched.",
                 expected=f"leaves {absent}" if absent else "no other leaves than the module's",
                 got=f"leaves that the module does not have: {extra}" if extra else "a tree without them",
-                hint="a part of a module binds with strict=False, a sub-tree to its submodule: "
-                "params['0'].to_module(m[0])."
-                if extra
-                else "pass strict=False to bind a part and leave the rest of the module as it is.",
+                hint=FLAT if set(extra) & set(absent) else hint,
             )
 
     def _pair(self, module: nn.Module, tree: Any, at: Path, strict: bool) -> None:

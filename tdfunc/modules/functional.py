@@ -3,7 +3,7 @@
 import copy as copying
 import inspect
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -169,8 +169,20 @@ class Apply:
         """Return the tree that held the buffers, around new ones in plan order."""
         return self._spec.rebuild_buffers(params, buffers, leaves)
 
-    def leaves(self, params: Any, buffers: Any, lead: Size = EMPTY) -> list[Any]:
-        """Return the leaves that a call binds, in plan order; stacked trees have `lead` before each shape.
+    @property
+    def n_params(self) -> int:
+        """The number of parameters among the leaves, which come first."""
+        return self._spec.n_params
+
+    @property
+    def paths(self) -> list[Path]:
+        """The paths of the leaves in plan order: parameters, then buffers."""
+        return list(self._spec.order)
+
+    def leaves(self, params: Any, buffers: Any, lead: Size = EMPTY, shared: Set[Path] = frozenset()) -> list[Any]:
+        """Return the leaves that a call binds, in plan order.
+
+        Stacked trees have `lead` before each shape, except at the `shared` paths.
 
         Raises:
             UnsupportedError: The trees hold extra state that differs from the module's: leaves cannot carry it.
@@ -184,7 +196,7 @@ class Apply:
                     got=f"{values[:3]!r}",
                     hint="run the members one by one: apply(tree[i], x) sets each one's extra state.",
                 )
-        return self._spec.leaves(params, buffers, lead)
+        return self._spec.leaves(params, buffers, lead, shared)
 
     # -- one call -----------------------------------------------------------------------------------------------
 
@@ -359,8 +371,8 @@ def functional(
         module: Any module; one wrapped by `torch.compile` is unwrapped.
         copy: Whether the trees are copies, which training the module does not change; otherwise they share its
             storage. Either way they are detached.
-        call_only: Accept a forward with an argument called `buffers` or `rng`; then only `apply.call` works. It is
-            also what passes these names to a forward that takes any keyword.
+        call_only: Accept a forward with an argument called `buffers` or `rng`; then only `apply.call` works. It
+            also passes these names to a forward that takes any keyword.
 
     Returns:
         The function, the parameters and the buffers (extra state among them).

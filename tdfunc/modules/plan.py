@@ -4,7 +4,7 @@ A plan is made once for a module. It holds structure, shapes and ties, never a w
 slots are loops over leaves, written out as straight-line code.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from operator import attrgetter
 from typing import Any
 
@@ -23,6 +23,7 @@ from tdfunc.modules.extract import EXTRA_STATE, is_one_tensor
 from tdfunc.ops.reading import entries, iter_items
 
 _SHAPE = attrgetter("shape")
+FLAT = 'the keys are those of a state dict: tree.unflatten_keys(".") nests them.'
 
 
 class Straight:
@@ -210,8 +211,8 @@ class Spec:
         # For each buffer, where the leaf of its first path is.
         self.buffer_places = [self.order[self.first[path]] for path in self.buffers.paths]
 
-    def leaves(self, params: Any, buffers: Any, lead: Size = EMPTY) -> list[Any]:
-        """Return the leaves in order; stacked trees have `lead` before each shape.
+    def leaves(self, params: Any, buffers: Any, lead: Size = EMPTY, shared: Set[Path] = frozenset()) -> list[Any]:
+        """Return the leaves in order; stacked trees have `lead` before each shape, except at the `shared` paths.
 
         Raises:
             TypeError: `params` or `buffers` is another object than a tree.
@@ -230,6 +231,8 @@ class Spec:
                 if isinstance(wrong, Mapping)
                 else "apply(params, x, ..., buffers=buffers).",
             )
+        if shared:
+            return self._by_path(params, buffers, lead, shared)
         first = self.params.checked(params, lead)
         if first is not None and (buffers is not None or not self.buffers.paths):
             second = [] if buffers is None else self.buffers.checked(buffers, lead)
@@ -239,9 +242,9 @@ class Spec:
             both = self.whole.checked(params, lead)
             if both is not None:
                 return [both[i] for i in self._from_whole]
-        return self._by_path(params, buffers, lead)
+        return self._by_path(params, buffers, lead, shared)
 
-    def _by_path(self, params: Any, buffers: Any, lead: Size) -> list[Any]:
+    def _by_path(self, params: Any, buffers: Any, lead: Size, shared: Set[Path]) -> list[Any]:
         """Read trees in another arrangement, or raise the error that names the leaf which does not fit."""
         found: dict[Path, Any] = {}
         for tree in (params, buffers):
@@ -267,7 +270,9 @@ class Spec:
         unknown = [path for path in found if path not in self.order]
         if missing or unknown:
             hint = None
-            if missing and buffers is None and set(missing) <= set(self.buffers.paths):
+            if set(map(dotted, missing)) & set(map(dotted, unknown)):
+                hint = FLAT
+            elif missing and buffers is None and set(missing) <= set(self.buffers.paths):
                 hint = "pass buffers=buffers; buffers are never taken from the module silently."
             elif missing and unknown:
                 hint = "is the tree that of another module, or a sub-tree?"
@@ -283,7 +288,10 @@ class Spec:
                 got=f"unknown leaves {_names(unknown)}" if unknown else f"{n - len(missing)} of them",
                 hint=hint,
             )
-        for path, shape in zip(self.whole.paths, self.whole.shapes_after(lead), strict=True):
+        for path, plain, stacked in zip(
+            self.whole.paths, self.whole.shapes, self.whole.shapes_after(lead), strict=True
+        ):
+            shape = plain if path in shared else stacked
             if not isinstance(found[path], Tensor) or found[path].shape != shape:
                 raise shape_error(path, found[path], shape)
         for path, first in self.first.items():

@@ -218,8 +218,8 @@ def reversed_binary(tree: T, other: Any, name: str) -> T:
 
 
 def is_operand(other: Any) -> bool:
-    """Return True if a tree can be compared with it leaf by leaf."""
-    return isinstance(other, (TensorCollection, Tensor, np.ndarray, np.generic, *_NUMBERS))
+    """Return True if `==` is meant leaf by leaf; of a dict it is, and raises, where Python would return False."""
+    return isinstance(other, (TensorCollection, Tensor, np.ndarray, np.generic, Mapping, *_NUMBERS))
 
 
 def _as_number(other: Any) -> Any:

@@ -323,7 +323,10 @@ class ShapeMethods(TensorCollection):
         return expand(self, _ints(shape))
 
     def expand_as(self, other: "Tensor | TensorCollection") -> "Self":
-        """Return the tree expanded to the shape of another."""
+        """Return the tree with its batch expanded to the shape of a tensor or the batch size of a tree.
+
+        `td.apply(lambda x, y: x.expand_as(y), other)` expands features, too.
+        """
         return expand(self, tuple(other.shape))  # pyright: ignore[reportAttributeAccessIssue]
 
     def split(self, split_size: "int | Sequence[int]", dim: int = 0) -> "tuple[Self, ...]":

@@ -108,12 +108,13 @@ class Optimizer:
 
         Args:
             params: The tree to train.
-            grads: A tree with the same leaves.
+            grads: A tree with the same leaves. Given before `params`, it is trained in silence, unless `params` holds
+                Parameters, which gradients never are.
             state: The result of `init`, or of the last `update`.
             active: A bool for each member: where it is False, parameters and state stay as they are.
             donate: Overwrite the leaves of `params` and `state`, which saves copies. From then on use the returned
-                trees only, and mind that other trees may share the leaves. Leaves that share memory with each other
-                or with a gradient, and expanded ones, are copied.
+                trees only, and mind that other trees may share the leaves. All are copied if some share memory, with
+                each other or with a gradient, or are expanded.
 
         Shapes:
             `active` has the batch size of `params`.

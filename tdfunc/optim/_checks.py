@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.context import has_values
@@ -67,6 +68,14 @@ def list_matching(name: str, what: str, params: TensorCollection, leaves: Leaves
             f"{name}.update: the {what} must tie the leaves that params tie.", expected=params._ties, got=other._ties
         )
     values = list_leaves(other)
+    if values and type(values[0]) is Parameter and type(leaves[0]) is not Parameter:
+        raise error(
+            TypeError,
+            f"{name}.update: the {what} must not be made of Parameters, where params are not.",
+            expected="update(params, grads, state)",
+            got=f"a Parameter as {what} of {_path(params, 0)!r}",
+            hint="put the arguments in this order.",
+        )
     for i, (leaf, value) in enumerate(zip(leaves, values, strict=True)):
         if value.shape != leaf.shape or value.dtype != leaf.dtype or value.layout is not leaf.layout:
             raise LeafMismatchError(
@@ -140,6 +149,13 @@ def check_hyper(rule: str, name: str, value: Any, low: float, high: float = math
     """Raise unless every number in a hyperparameter lies in [low, high); schedules have no numbers yet."""
     if callable(value) or (isinstance(value, Tensor) and not has_values()):
         return
+    if isinstance(value, dict):
+        raise error(
+            TypeError,
+            f"{rule}: {name} must be one for all leaves.",
+            got="a dict",
+            hint=f'multi({{"*.bias": {rule}({name}=...), "*": {rule}(...)}}) has an optimizer for each filter.',
+        )
     # Written so that nan fails.
     fits = bool(((value >= low) & (value < high)).all()) if isinstance(value, Tensor) else low <= value < high
     if not fits:

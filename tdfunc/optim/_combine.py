@@ -16,7 +16,7 @@ from tdfunc.ops.structure import keep_leaves
 from tdfunc.optim._base import AbstractOptimizer
 from tdfunc.optim._checks import check_state, check_tree, list_matching
 from tdfunc.optim._clip import GradientMap
-from tdfunc.optim._run import may_donate
+from tdfunc.optim._run import lie_apart, takes_kernels
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
@@ -134,10 +134,13 @@ def _step_parts(
 ) -> tuple[T, list[Any]]:
     """Return the parameters and states after a step (optimizer, paths, state) of each part."""
     leaves = dict(zip(list_paths(params), list_leaves(params), strict=True))
-    if donate:
-        # The optimizers look for shared memory in their own parts only.
-        names = [*map(dotted, leaves), *(f"gradient of {dotted(path)}" for path in list_paths(grads))]
-        donate = may_donate(names, list(leaves.values()), list_leaves(grads))
+    writes, reads = list(leaves.values()), list_leaves(grads)
+
+    def names() -> list[str]:
+        return [*map(dotted, leaves), *(f"gradient of {dotted(path)}" for path in list_paths(grads))]
+
+    # The optimizers look for shared memory in their own parts only.
+    donate = donate and takes_kernels([*writes, *reads]) and lie_apart(names, writes, reads)
     states: list[Any] = []
     for optimizer, paths, state in steps:
         part, given = keep_leaves(params, paths), keep_leaves(grads, paths)

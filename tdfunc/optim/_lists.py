@@ -51,7 +51,7 @@ class Lists:
         """`sqrt(x)`, kept; where x is 0 its derivative is 0 too, for an infinite one times 0 would be nan."""
         if self._inplace:
             return self.run("sqrt", xs, keep=True)
-        return [torch.where(x == 0, 0.0, torch.where(x == 0, 1.0, x).sqrt()) for x in xs]
+        return [torch.threshold(x, 0.0, 1.0).sqrt() * x.sign() for x in xs]
 
     # Any: the options of the kernel.
     def run(self, name: str, xs: Leaves, *others: Leaves | Coefficient, keep: bool = False, **options: Any) -> Leaves:

@@ -1,6 +1,6 @@
 """One step of a rule: torch's fused kernel or foreach on real tensors, leaf by leaf in transforms and compilers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -75,20 +75,20 @@ class Run:
             return self._step_plain(params, grads, slots)
         trace = recorder()
         old = [*params, *(leaf for slot in slots.values() for leaf in slot)]
+        reads = [*grads, self.count, *self.tensors.values()]
+
+        def names() -> list[str]:
+            paths = self.names()
+            written = [*paths, *(f"{slot}.{name}" for slot in slots for name in paths)]
+            return [*written, *(f"gradient of {name}" for name in paths), "step", *self.tensors]
+
         # To keep a member as it is, its old values must be there after the step.
-        donate = self.donate and self.active is None
+        donate = self.donate and self.active is None and lie_apart(names, old, reads)
         with torch.no_grad():
-            reads = [*grads, self.count, *self.tensors.values()]
-            copied = not donate and bool(old)
-            new = list(torch._foreach_clone(old)) if copied else _own(old, reads)  # pyright: ignore[reportPrivateImportUsage]
+            new = old if donate or not old else list(torch._foreach_clone(old))  # pyright: ignore[reportPrivateImportUsage]
             kernel = partial(_kernel, self.rule, self.hyper, tuple(self.tensors))
             if trace is None:
                 kernel(new, reads)
-            elif donate:
-                names = self.names()
-                written = [*names, *(f"{slot}.{name}" for slot in slots for name in names)]
-                read = [*(f"gradient of {name}" for name in names), "step", *self.tensors]
-                trace.call(partial(_check_apart, kernel, [*written, *read]), new, reads)
             else:
                 trace.call(kernel, new, reads)
             if self.active is not None:
@@ -125,40 +125,30 @@ def takes_kernels(leaves: Leaves) -> bool:
     return has_values() and all([type(x) in (Tensor, Parameter) and x.device.type != "meta" for x in leaves])
 
 
-def may_donate(names: list[str], writes: Leaves, reads: Leaves) -> bool:
-    """Return whether no tensor of the first list shares memory with any other; a trace checks it at each replay."""
-    if not takes_kernels([*writes, *reads]) or any(find_overlaps([*writes, *reads])):
+def lie_apart(names: Callable[[], list[str]], writes: Leaves, reads: Leaves) -> bool:
+    """Return whether no memory of the first list is shared: it may be overwritten. A trace checks it at each replay."""
+    if any(map(repeats_itself, writes)) or any(_find_shared(writes, reads)):
         return False
     trace = recorder()
     if trace is not None:
-        trace.call(partial(_check_apart, _leave, names), writes, reads)
+        trace.call(partial(_check_apart, names()), writes, reads)
     return True
 
 
-def _leave(writes: Leaves, reads: Leaves) -> None:
-    """Do nothing."""
+def _check_apart(names: list[str], writes: Leaves, reads: Leaves) -> None:
+    """Raise if two leaves share memory that did not when they were traced."""
+    for i, j in _find_shared(writes, reads):
+        raise UnsupportedError(
+            f"update(donate=True): {names[i]!r} and {names[j]!r} share memory, which one would overwrite.",
+            expected="leaves apart in memory, as they were when the function was traced",
+            got=f"overlapping tensors of shapes {[list((*writes, *reads)[k].shape) for k in (i, j)]}",
+            hint="clone() the tree before the first step, or leave out donate.",
+        )
 
 
-def _own(writes: Leaves, reads: Leaves) -> Leaves:
-    """Return the leaves to write to: copies where memory is shared with another leaf or between elements."""
-    shared = {i for pair in find_overlaps([*writes, *reads]) for i in pair}
-    return [
-        leaf.clone(memory_format=torch.contiguous_format) if i in shared or repeats_itself(leaf) else leaf
-        for i, leaf in enumerate(writes)
-    ]
-
-
-def _check_apart(kernel: Callable[[Leaves, Leaves], None], names: list[str], writes: Leaves, reads: Leaves) -> None:
-    """Run a kernel; raise if two leaves share memory that did not when they were traced."""
-    for i, j in find_overlaps([*writes, *reads]):
-        if min(i, j) < len(writes):
-            raise UnsupportedError(
-                f"update(donate=True): {names[i]!r} and {names[j]!r} share memory, which one would overwrite.",
-                expected="leaves apart in memory, as they were when the function was traced",
-                got=f"overlapping tensors of shapes {[list((*writes, *reads)[k].shape) for k in (i, j)]}",
-                hint="clone() the tree before the first step, or leave out donate.",
-            )
-    kernel(writes, reads)
+def _find_shared(writes: Leaves, reads: Leaves) -> Iterator[tuple[int, int]]:
+    """Yield pairs of tensors that overlap, at least one of them of the first list."""
+    return (pair for pair in find_overlaps([*writes, *reads]) if min(pair) < len(writes))
 
 
 def _kernel(rule: Rule, hyper: Mapping[str, Any], names: tuple[str, ...], writes: Leaves, reads: Leaves) -> None:

@@ -5,13 +5,15 @@ import inspect
 import os
 import random
 from collections.abc import Callable
+from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from tdfunc.core.collection import TensorCollection
+from tdfunc.core.collection import TensorCollection, iter_leaves
 from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.core.memory import mapped_file
 from tdfunc.ops.storage_writes import write_row
 
 
@@ -73,6 +75,13 @@ def takes_generator(fn: Callable[..., Any]) -> bool:
     return found is not None and found.kind in (found.POSITIONAL_OR_KEYWORD, found.KEYWORD_ONLY)
 
 
+class Outcome(Enum):
+    """Results in place of None."""
+
+    # The function wrote to a copy of its rows, and returned nothing.
+    LOST = 1
+
+
 class Job(NamedTuple):
     """The part of a call that all chunks share; called with a chunk's number, its rows, and its tree or None."""
 
@@ -94,12 +103,14 @@ class Job(NamedTuple):
         """Run the function on one chunk and return its result, or None if it was written to `out`."""
         if chunk is None:
             chunk = take(self.tree, self.dim, rows)
+        is_away = os.getpid() != self.parent
+        versions = _versions(chunk) if is_away else []
         # Seeds of different chunks and different base seeds are unrelated; a generator on CUDA takes 63 bits.
         digest = hashlib.blake2b(f"{self.seed}:{number}".encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "little") >> 1
         options = {"generator": torch.Generator().manual_seed(seed)} if self.generator else {}
         # In the caller's process the default generators are the caller's.
-        if os.getpid() != self.parent:
+        if is_away:
             torch.manual_seed(seed)
             random.seed(seed)
             np.random.seed(seed % 2**32)
@@ -108,10 +119,19 @@ class Job(NamedTuple):
             torch.set_default_dtype(self.modes.dtype)
         with torch.inference_mode(self.modes.inference), torch.set_grad_enabled(self.modes.grad):
             result = self.fn(chunk, **options)
+        if result is None and self.out is None and versions and versions != _versions(chunk):
+            return Outcome.LOST
         if self.out is None:
             return result
         write_result(self.out, self.dim, rows, result)
         return None
+
+
+def _versions(chunk: Any) -> list[int]:
+    """Return the number of writes to each leaf of a chunk whose memory is not that of a file which others see."""
+    leaves = [leaf for _, leaf in iter_leaves(chunk) if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
+    files = [mapped_file(leaf) for leaf in leaves]
+    return [x._version for x, file in zip(leaves, files, strict=True) if file is None or file.mode != "r+"]
 
 
 def take(tree: Any, dim: int, rows: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import os
 import uuid
+import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
@@ -13,19 +14,25 @@ import torch
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection, iter_leaves
-from tdfunc.core.errors import LeafMismatchError, UnsupportedError, WorkerError, error
+from tdfunc.core.errors import LeafMismatchError, UnsupportedError, WorkerError, error, explain
 from tdfunc.core.keys import dotted
 from tdfunc.core.memory import Places, extent_of, find_overlaps
 from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.shapes import as_count, dim_index, dim_size
 from tdfunc.ops import join
-from tdfunc.parallel.chunks import Job, Modes, Plan, make_plan, take, takes_generator, write_result
+from tdfunc.parallel.chunks import Job, Modes, Outcome, Plan, make_plan, take, takes_generator, write_result
 from tdfunc.parallel.parcel import Parcel, from_parcel, is_in_file, is_shared_file, to_parcel
 from tdfunc.parallel.pool import count_cpus, end_workers, pool_options, run_chunk
 from tdfunc.storage.disk.raw import is_wrapped
 
 # Chunks that wait or run for each worker: one waits, so that no worker does.
 _AHEAD = 2
+_LOST = explain(
+    "map: the function wrote to its rows in place and returned None; the writes are lost.",
+    expected="a new tree as the result, or rows that workers share with the caller",
+    got="a copy of the rows, in another process",
+    hint="return the rows; or executor='threads', or a tree on files that are open for writing (memmap).",
+)
 # The names of executors that a call of `map` makes.
 _OWN = (None, "processes", "threads")
 
@@ -227,7 +234,12 @@ def _results(work: _Work) -> Iterator[tuple[int, Any]]:
                         err.add_note(f"map: raised {plan.where(number)}.")
                     raise
                 pending.popleft()
-                yield number, from_parcel(result) if isinstance(result, Parcel) else result
+                if isinstance(result, Parcel):
+                    result = from_parcel(result)
+                if result is Outcome.LOST:
+                    warnings.warn(_LOST, stacklevel=4)
+                    result = None
+                yield number, result
                 if bar is not None:
                     bar.update()
         except BrokenExecutor as err:
@@ -362,7 +374,9 @@ class ParallelMethods(TensorCollection):
             pbar: Show a progress bar (tqdm).
 
         Returns:
-            A tree or tensor of all results, or `out`; None where every result was None.
+            A tree or tensor of all results, or `out`. None where every result was None: a function that writes to its
+            rows in place and returns nothing changes the tree in threads, in this process, and on files that are open
+            for writing; in other processes it writes to copies, of which a warning tells.
 
         Raises:
             UnsupportedError: The function, a leaf or a result cannot cross to or from a process, for the named reason.

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from tdfunc.storage.safetensors.select import Choice, narrow_tree, read_tree
 from tdfunc.storage.safetensors.write import commit
 from tdfunc.storage.tree.build import Classes
 from tdfunc.storage.tree.encode import Outline, outline
+from tdfunc.storage.tree.objects import as_tree
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
@@ -29,7 +31,7 @@ _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 
 
 def save(
-    td: TensorCollection,
+    td: TensorCollection | Mapping[str, Any],
     path: str | os.PathLike[str],
     *,
     max_shard_size: int | str | None = None,
@@ -39,15 +41,16 @@ def save(
     """Save a tree as safetensors; at every moment the path holds the whole old tree or the whole new one.
 
     Everything is kept: batch sizes, devices, names, key order, empty sub-trees, ties (stored once, under the first
-    path), kinds, Parameters, `requires_grad`, and non-tensor data that JSON holds unchanged. Each leaf and the
-    header get a checksum. Memory layout is not kept: leaves are written row by row.
+    path), kinds, Parameters, `requires_grad`, and plain objects: None, numbers, texts, and lists, tuples and dicts
+    of these and of tensors and trees, such as the `state_dict()` of an optimizer. Each leaf and the header get a
+    checksum. Memory layout is not kept: leaves are written row by row.
 
     Without `max_shard_size` this writes one file. With it, it writes a folder as Hugging Face does: shards next to
     `model.safetensors.index.json`, which replaces the checkpoint that was in the folder, one file or shards. A file
     that is saved as `model.safetensors` also replaces an index in its folder. Other files in the folder stay.
 
     Args:
-        td: The tree.
+        td: The tree, or several trees, tensors and plain objects by name.
         path: The file, which must end in `.safetensors`, or for shards the folder; the folder around it must
             exist. With fsspec also a URL such as `s3://bucket/model.safetensors`.
         max_shard_size: The most bytes of leaves in one shard, as a number or as `"5GB"`; a larger leaf gets a shard
@@ -70,7 +73,7 @@ def save(
         (True, ['row'], 'first')
     """
     target, max_bytes = check_target(path, max_shard_size)
-    save_outline(outline(td), target, max_bytes, fsync=fsync, progress=progress)
+    save_outline(outline(as_tree(td, f"save {target}")), target, max_bytes, fsync=fsync, progress=progress)
 
 
 def save_outline(
@@ -109,7 +112,7 @@ def load(
     memory, and the file does not change. A file of another program becomes a nested tree by its dotted names, or a
     flat one where the names do not nest (`a` and `a.b`).
 
-    A folder with `model.safetensors.index.json` is shards, else with `model.safetensors` one file, else with
+    A folder with `model.safetensors` is one file, else with `model.safetensors.index.json` shards, else with
     `meta.json` a memmap folder.
 
     Args:
@@ -142,27 +145,24 @@ def load(
         FilterError: A pattern in `keys` matches no leaf.
         FileNotFoundError: The file does not exist, or the folder is without a checkpoint.
     """
-    name = as_name(path)
-    files = RemoteFiles(name, fetch=keys is None) if is_remote(name) else LocalFiles()
     place = torch.device(device) if device is not None else None
-    choice = Choice(keys, like, dtype, place, classes)
+    return load_choice(as_name(path), Choice(keys, like, dtype, place, classes), verify=verify, progress=progress)
+
+
+def load_choice(name: str, choice: Choice, *, verify: bool, progress: bool = False) -> Any:
+    """Load what was chosen from a file, shards or a memmap folder."""
+    files = RemoteFiles(name, fetch=choice.keys is None) if is_remote(name) else LocalFiles()
     if is_memmap(name, files):
         with outside_transforms():
-            return _typed(narrow_tree(load_memmap(name, place, classes=classes), choice, name))
+            return narrow_tree(load_memmap(name, choice.device, classes=choice.classes), choice, name)
     contents = open_contents(name, files, verify=verify)
     try:
         total = sum(source.size_bytes - source.begin for source in contents.sources)
         with progress_bar(progress, total, "load") as tick:
-            choice = Choice(keys, like, dtype, place, classes, tick)
-            mapped = not (is_remote(name) and keys is not None)
-            return _typed(read_tree(contents, choice, mapped=mapped))
+            mapped = not (is_remote(name) and choice.keys is not None)
+            return read_tree(contents, replace(choice, tick=tick), mapped=mapped)
     finally:
         contents.close()
-
-
-def _typed(tree: Any) -> "TensorDict":
-    """Return a loaded tree as the class that type checkers read; of a typed one, `Class.load` has the class."""
-    return tree
 
 
 @contextmanager

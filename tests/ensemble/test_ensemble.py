@@ -12,9 +12,14 @@ from torch.testing import assert_close
 
 from tdfunc import (
     Ensemble,
+    Filter,
+    Kind,
     TensorDict,
     UnsupportedError,
+    combine,
     functional,
+    init_ensemble,
+    partition,
     split,
     stack_modules,
 )
@@ -124,6 +129,52 @@ def test_law_an_ensemble_is_a_loop_over_its_members(maker, members, rows, chunk,
     # bfloat16 has 8 bits, and a batched product may round another way.
     tolerance = {"rtol": 2e-2, "atol": 5e-2} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
     assert_close(out, torch.stack(expected), **tolerance)
+
+
+class Branches(nn.Module):
+    """A trunk with batch norm, tied weights in trunk and head, and a head with dropout: (B, 3) to (B, 3)."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh())
+        self.head = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
+        self.head[0].bias = self.trunk[0].bias
+
+    def forward(self, x):
+        return self.head(self.trunk(x))
+
+
+@given(
+    members=st.integers(1, 4),
+    how=st.sampled_from(WAYS),
+    chunk=st.none() | st.integers(1, 4),
+    training=st.booleans(),
+    dim=st.sampled_from([None, 0, 1]),
+    where=st.sampled_from(["trunk*", "*.weight", "*0.bias", "trunk.1.*", lambda path, leaf: False]),
+)
+def test_law_shared_leaves_are_stacked_copies(members, how, chunk, training, dim, where):
+    """Members that share leaves compute what they compute with copies of them, and a shared leaf gets all gradients."""
+    seed = 7 if training and how != "traced" else None
+    apply = functional(Branches())[0].train(seed is not None)
+    x = torch.arange(members * 12.0).sin().reshape(members, 4, 3)
+    x = x[0] if dim is None else x.movedim(0, dim)
+    # In training mode each member has statistics of its own.
+    where = Filter(where) if seed is None else Filter(where) & Kind.PARAMETER
+    tree = init_ensemble(Branches, members)
+    (one, _), (_, own) = partition(tree[0], where), partition(tree, where)
+    ways = [
+        (Ensemble(apply, "loop"), combine(stack([one] * members), own)),
+        (Ensemble(apply, how, chunk_size=chunk, shared=where), combine(one, own)),
+    ]
+    expected, out = [run(tree, x, in_dims=dim, rng=seed) for run, tree in ways]
+    assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+    def gradient(run, tree):
+        params, buffers = split(tree)
+        return torch.func.grad(lambda p: run(combine(p, buffers), x, in_dims=dim, rng=seed).sin().sum())(params)
+
+    for each, ours in zip(*[gradient(*way).leaves() for way in ways], strict=True) if how != "traced" else ():
+        assert_close(ours, each if each.dim() == ours.dim() else each.sum(0), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("how", WAYS)

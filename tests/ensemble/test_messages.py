@@ -13,13 +13,16 @@ from torch import nn
 from tdfunc import (
     BatchSizeError,
     Ensemble,
+    FilterError,
     LeafMismatchError,
     TieError,
     TreeStructureError,
     UnsupportedError,
+    combine,
     from_module,
     functional,
     init_ensemble,
+    partition,
     stack_modules,
     unstack,
 )
@@ -81,6 +84,13 @@ def run(modules, how, **options):
     return ensemble(tree, torch.ones(5, 3), **options)
 
 
+def share_statistics():
+    """Train members with running statistics that they share."""
+    norms = stack_modules([nn.BatchNorm1d(4)] * 3)
+    tree = combine(partition(norms[0], "running_*")[0], partition(norms, "running_*")[1])
+    return Ensemble(functional(nn.BatchNorm1d(4))[0], shared="running_*").with_buffers(tree, None, X)
+
+
 MESSAGES = [
     # Stacking.
     (lambda: stack_modules([]), ValueError, "there must be a module", "at least one", "[]"),
@@ -112,13 +122,17 @@ MESSAGES = [
     # Calling it.
     (lambda: Ensemble(APPLY)(PARAMS, X), BatchSizeError, "batch size [E]", "batch size []", "stack_modules"),
     (lambda: Ensemble(APPLY, chunk_size=0), ValueError, "chunk_size must be at least 1", "0"),
-    (lambda: Ensemble(APPLY)({"weight": 1}, X), BatchSizeError, "batch size [E]", "dict", "stack_modules"),
     (lambda: Ensemble(APPLY)(TREE[:0], X), BatchSizeError, "E > 0", "batch size [0]"),
     (lambda: Ensemble(APPLY)(TREE, threading.local()), UnsupportedError, "class _local cannot be copied", "tensors"),
     (lambda: Ensemble(APPLY)(TREE, X, in_dims=(0, 0)), ValueError, "1 entries", "(0, 0)"),
     (lambda: Ensemble(APPLY)(TREE, X, in_dims={"x": 0}), ValueError, "a tuple of them", "'x'"),
     (lambda: Ensemble(APPLY)(TREE, X, in_dims=0), ValueError, "dimension 0", "3 members there", "(5, 3, 4)"),
     (lambda: Ensemble(APPLY)(TREE, X, in_dims=7), ValueError, "dimension 7", "3 members there", "(5, 3, 4)"),
+    (lambda: Ensemble(APPLY)({"weight": X}, X), BatchSizeError, "dict", 'unflatten_keys(".")'),
+    (lambda: Ensemble(APPLY, shared="*")(TREE, X), BatchSizeError, "leaves no leaf to the members", "2 shared leaves"),
+    (lambda: Ensemble(APPLY, shared="trunk.*")(TREE, X), FilterError, "'trunk.*' matches no leaf"),
+    (lambda: Ensemble(APPLY, shared="bias")(TREE, X), LeafMismatchError, "'bias'", "(2,)", "(3, 2)"),
+    (lambda: share_statistics(), UnsupportedError, "buffers of its own", "Filter('running_*')", "Kind.PARAMETER"),
     (lambda: run([make_mlp(0.5)], "auto"), UnsupportedError, "no rng was given", "rng=seed", "rng=None", "apply.eval"),
     (lambda: run([Attention(), Attention()], "vmap", rng=0), UnsupportedError,
      "past its member's generator", "default generator", 'how="loop"'),

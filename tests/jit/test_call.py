@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tdfunc import TensorDict
+from tdfunc import TensorDict, functional
 from tdfunc._jit import jit
 from tdfunc.optim import adam
 from tests.helpers import TiedLM, assert_pure, assert_trees_equal
@@ -215,6 +215,21 @@ def test_backward_inside(generator):
 
     x = torch.randn(3, generator=generator)
     torch.testing.assert_close(jit(fn)(x), 3 * x.square())
+
+
+# torch's own, of the fast path.
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_padded_encoders_differ_in_padded_rows_only():
+    """A replay of a `TransformerEncoder` has numbers where torch's fast path has zeros, and is equal elsewhere."""
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    apply, params, _ = functional(nn.TransformerEncoder(layer, 1).eval())
+    run = lambda params, x, pad: apply(params, x, src_key_padding_mask=pad)  # noqa: E731
+    args = (params.detach(), torch.ones(1, 3, 4), torch.tensor([[False, False, True]]))
+
+    fast, replayed = run(*args), jit(run)(*args)
+    torch.testing.assert_close(fast[:, :2], replayed[:, :2])
+    assert not fast[:, 2].any()
+    assert replayed[:, 2].any()
 
 
 def test_cache_is_bounded():

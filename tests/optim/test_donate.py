@@ -76,6 +76,18 @@ def test_state_that_shares_memory_is_copied(wrap):
     assert_trees_equal(got[1], expected[1])
 
 
+def test_gradients_that_share_memory_are_no_hindrance():
+    """Gradients that share memory with each other only are read, and the weights are overwritten."""
+    params = TensorDict({"w": torch.zeros(4), "v": torch.zeros(4)})
+    shared = torch.ones(4)
+    opt = sgd(lr=0.5)
+
+    got, _ = opt.update(params, TensorDict({"w": shared, "v": shared[:]}), opt.init(params), donate=True)
+
+    assert got["w"] is params["w"]
+    assert got["v"].tolist() == [-0.5] * 4
+
+
 def test_gradients_that_are_the_weights_are_kept():
     """Gradients that are the weights keep their values for the whole step."""
     opt = adamw(lr=torch.tensor(0.1), weight_decay=0.5)

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from torch import nn
 
 from tdfunc import (
     BatchSizeError,
@@ -54,6 +55,7 @@ MESSAGES = [
     (lambda: adam(lr=[0.1, 0.2]), TypeError, "list"),
     (lambda: adam(lr="0.1"), TypeError, "str"),
     (lambda: clip_by_global_norm("1.0"), TypeError, "str"),
+    (lambda: adamw(weight_decay={"*.bias": 0.0}), TypeError, "weight_decay", 'multi({"*.bias": adamw(weight_decay='),
     (lambda: adam(betas=(0.9, 1.0)), ValueError, "beta2", "< 1.0", "1.0"),
     (lambda: adamw(weight_decay=torch.tensor([0.1, -0.1])), ValueError, "adamw: weight_decay", "-0.1"),
     (lambda: sgd(momentum=-0.1), ValueError, "momentum", "-0.1"),
@@ -87,6 +89,8 @@ MESSAGES = [
     (lambda: step(state=adam().init(make_tree(2))), BatchSizeError, "[3]", "[2]"),
     (lambda: step(state=adam().init(make_tree()).set(("exp_avg", "b"), torch.zeros(3, 1))), LeafMismatchError,
      "exp_avg of 'b'", "[3, 4]", "[3, 1]"),
+    (lambda: step(grads=make_tree().apply(nn.Parameter)), TypeError, "Parameters", "update(params, grads, state)",
+     "gradient of 'a.w'"),
     (lambda: step(active=torch.ones(2) > 0), BatchSizeError, "active", "[3]", "[2]"),
     # Members that are rows of a lazy stack.
     (lambda: adam().init(ROWS), UnsupportedError, "adam.init", "stacked along the batch", "a lazy stack"),

@@ -132,6 +132,30 @@ def test_results(executor):
     assert_trees_equal(run(empty, fns.double, executor, chunksize=5), empty)
 
 
+@pytest.mark.parametrize("options", [{"executor": "threads"}, {"num_workers": 0}], ids=["threads", "here"])
+def test_writes_in_place_reach_the_tree(options):
+    """A function that writes to its rows and returns nothing changes the tree, in this process."""
+    td = rows()
+
+    assert td.map(fns.write_in_place, chunksize=3, **options) is None
+    assert td["x"].tolist() == list(range(1, 11))
+
+
+@pytest.mark.parametrize("kind", ["pool", "standard", "fork"])
+def test_lost_writes_are_warned_of(kind, pool, standard):
+    """In another process a function writes to a copy: what it does not return is lost, with a warning."""
+    executor = {"pool": pool, "standard": standard, "fork": None}[kind]
+    options = {"executor": executor} if executor else {"num_workers": 1, "mp_start_method": "fork"}
+    td = rows()
+
+    with pytest.warns(UserWarning, match="(?s)wrote to its rows in place and returned None.*return the rows") as caught:
+        assert td.map(fns.write_in_place, chunksize=3, **options) is None
+
+    assert {warning.filename for warning in caught} == {__file__}
+    assert td["x"].tolist() == list(range(10))
+    assert run(td, fns.nothing, executor) is None
+
+
 def test_gradients_flow_through_threads():
     """Threads share memory, so a loss on the result reaches the leaves."""
     x = torch.arange(6.0, requires_grad=True)

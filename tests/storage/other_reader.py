@@ -62,7 +62,27 @@ def read_tree(text, arrays):
             nodes[number][key] = value
     for number, key, (where, first) in tied:
         nodes[number][key] = nodes[where][first]
+    for node, own in zip(tree["nodes"], nodes, strict=True):
+        for item, key in zip(node["items"], node["keys"], strict=True):
+            if isinstance(item, dict) and tree["nodes"][item.get("tree", 0)].get("class") == "object":
+                own[key] = read_object(tree["nodes"][item["tree"]]["own"], own[key])
     return nodes[0]
+
+
+def read_object(own, parts):
+    """The plain object that the own data of a node describe around its tensors and trees."""
+    if isinstance(own, list):
+        return [read_object(item, parts) for item in own]
+    if not isinstance(own, dict):
+        return own
+    ((kind, content),) = own.items()
+    if kind == "at":
+        return parts[content]
+    if kind == "float":
+        return float(content)
+    if kind == "tuple":
+        return tuple(read_object(item, parts) for item in content)
+    return {read_object(key, parts): read_object(item, parts) for key, item in content}
 
 
 def read_shards(folder):
@@ -95,10 +115,11 @@ def read_folder(folder):
     """The tree in a memmap folder."""
     own = json.loads((folder / "meta.json").read_text())[""]
     node = own["node"]
-    return {
+    read = {
         key: _entry(folder, key, item, own["specs"], node.get("size", []))
         for key, item in zip(node["keys"], node["items"], strict=True)
     }
+    return read_object(node["own"], read) if node.get("class") == "object" else read
 
 
 def _entry(folder, key, item, specs, size):

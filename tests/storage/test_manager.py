@@ -58,7 +58,8 @@ def test_a_step_comes_back(tree, metadata, tmp_path):
 def test_named_trees(manager):
     """Several trees are one step, loaded as one tree."""
     params = TensorDict.from_module(nn.Linear(2, 3))
-    manager.save(0, {"params": params, "state": {"step": torch.tensor(3)}, "note": "text"}).result()
+    state = TensorDict({"step": torch.tensor(3)})
+    manager.save(0, {"params": params, "state": state, "note": "text"}).result()
     back = manager.load()
 
     assert_same(back["params"], params)

@@ -38,10 +38,19 @@ def expected(tree):
     for key, value in tree._data.items():
         if isinstance(value, NonTensorData | NonTensorStack):
             value = value.data if isinstance(value, NonTensorData) else value._array.tolist()
-        if isinstance(value, TensorCollection):
-            value = expected(value)
-        result[key] = bits(value) if isinstance(value, torch.Tensor) else value
+        result[key] = of_object(value)
     return result
+
+
+def of_object(value):
+    """A leaf, tree or plain object as the reader gives it."""
+    if isinstance(value, torch.Tensor):
+        return bits(value)
+    if isinstance(value, TensorCollection):
+        return expected(value)
+    if isinstance(value, dict):
+        return {key: of_object(item) for key, item in value.items()}
+    return type(value)(map(of_object, value)) if isinstance(value, list | tuple) else value
 
 
 def assert_same(read, want, path=()):
@@ -51,6 +60,9 @@ def assert_same(read, want, path=()):
         assert list(read) == list(want), path
         for key in want:
             assert_same(read[key], want[key], (*path, key))
+    elif isinstance(want, list | tuple):
+        for i, (one, other) in enumerate(zip(read, want, strict=True)):
+            assert_same(one, other, (*path, i))
     elif isinstance(want, np.ndarray):
         assert (read.dtype, read.shape, read.tobytes()) == (want.dtype, want.shape, want.tobytes()), path
     else:
@@ -73,6 +85,8 @@ def everything():
             "lazy": tdf.lazy_stack([TensorDict({"x": torch.arange(i + 1)}) for i in range(3)]),
             "named": Named(torch.ones(2), batch_size=[2]),
             "rows": TensorDict({"word": ["a", "b"], "x": torch.ones(2, 3)}, [2], names=["row"]),
+            "object": NonTensorData({"state": {0: {"m": torch.ones(2)}}, "betas": (0.9, float("inf"))}),
+            "tree in an object": NonTensorData([TensorDict({"x": torch.ones(1)}), None]),
             "data": {"text": "t", "none": NonTensorData(None), "dict": NonTensorData({"a": [1, 2.5]})},
             "shape": torch.ones(1), "device": {"_type": torch.zeros(2)}, "..": torch.ones(1), "a/b %": torch.ones(2),
             "x" * 300: torch.ones(3), "meta.json": {"y": torch.ones(1)}, "ключ": torch.ones(1), "void": {},

@@ -129,6 +129,17 @@ def test_nothing_of_the_old_checkpoint_stays(tmp_path):
     assert_same(load(folder), tree_of(4))
 
 
+def test_one_file_is_read_before_an_index(tmp_path):
+    """A model.safetensors that another program wrote over shards is read, and shards replace it."""
+    save(tree_of(1), tmp_path, max_shard_size=10_000)
+    safetensors.torch.save_file({"a.b": torch.ones(2)}, tmp_path / "model.safetensors")
+
+    assert_same(load(tmp_path), TensorDict({"a": {"b": torch.ones(2)}}))
+    save(tree_of(2), tmp_path, max_shard_size=10_000)
+    assert_same(load(tmp_path), tree_of(2))
+    assert listed(tmp_path)[0] == [INDEX]
+
+
 def test_shards_of_others_are_replaced(tmp_path):
     """Shards of another program that the replaced index named go with it."""
     names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]

@@ -11,7 +11,7 @@ import pathlib
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -31,6 +31,7 @@ from tdfunc.storage.api import check_target, save_outline
 from tdfunc.storage.disk.remote import anchored, is_remote
 from tdfunc.storage.safetensors.write import pieces
 from tdfunc.storage.tree.encode import Outline, outline
+from tdfunc.storage.tree.objects import as_tree, parts_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -61,7 +62,7 @@ class Snapshot(NamedTuple):
 def take_snapshot(td: TensorCollection, copy: bool | None) -> Snapshot:
     """Copy the leaves that may be written to (None), none or all; take the digests of the others."""
     out = outline(td)
-    # The ids of leaves of kinds that a module may write to.
+    # The ids of leaves of kinds that a module may write to, and of those in plain objects, such as optimizers' states.
     live: set[int] = set()
     stack = [td]
     while stack:
@@ -71,6 +72,9 @@ def take_snapshot(td: TensorCollection, copy: bool | None) -> Snapshot:
                 stack.append(value)
             elif node._kinds and node._kinds.get(key) in _LIVE_KINDS:
                 live.add(id(value.data if isinstance(value, NonTensorData) else value))
+            elif isinstance(value, NonTensorData) and not isinstance(value.data, Tensor):
+                for part in parts_of(value.data):
+                    stack.append(part) if isinstance(part, TensorCollection) else live.add(id(part))
     leaves = list(out.leaves)
     kept: list[int] = []
     with torch.no_grad():
@@ -354,7 +358,7 @@ class AsyncSaver(WaitMethods):
 
     def save(
         self,
-        td: TensorCollection,
+        td: TensorCollection | Mapping[str, Any],
         path: str | os.PathLike[str],
         *,
         max_shard_size: int | str | None = None,
@@ -365,7 +369,7 @@ class AsyncSaver(WaitMethods):
         """Save a tree as `tdfunc.save` does, in the background.
 
         Args:
-            td: The tree.
+            td: The tree, or several trees, tensors and plain objects by name.
             path: The file, which must end in `.safetensors`, or for shards the folder; the folder around it must
                 exist.
             max_shard_size: The most bytes of leaves in one shard, as in `tdfunc.save`.
@@ -384,12 +388,12 @@ class AsyncSaver(WaitMethods):
             Exception: The error of an earlier save, which no call has raised yet. Nothing was submitted.
         """
         target, max_bytes = check_target(path, max_shard_size)
-        target = anchored(target)
+        target, tree = anchored(target), as_tree(td, f"save {target}")
         # A path would make one slash of the two of a URL.
         name: SavedPath = target if is_remote(target) else pathlib.Path(target)
 
         def prepare() -> Write:
-            return partial(_save_snapshot, take_snapshot(td, copy), name, target, max_bytes, fsync)
+            return partial(_save_snapshot, take_snapshot(tree, copy), name, target, max_bytes, fsync)
 
         return self._queue.submit(name, prepare, timeout_s)
 

@@ -31,8 +31,10 @@ from tdfunc.storage.manager.steps import (
     write_step,
 )
 from tdfunc.storage.safetensors.plan import as_bytes
+from tdfunc.storage.safetensors.select import Choice
 from tdfunc.storage.tree.build import Classes
 from tdfunc.storage.tree.encode import outline
+from tdfunc.storage.tree.objects import as_tree
 
 T = TypeVar("T")
 
@@ -118,7 +120,9 @@ class CheckpointManager(WaitMethods):
 
         Args:
             step: Its number.
-            tree: A tree, or several by name: `{"params": params, "state": state}` is loaded as a tree with these keys.
+            tree: A tree, or several trees, tensors and plain objects by name: `{"params": params, "optim":
+                optim.state_dict(), "epoch": 3}` is loaded as a tree with these keys. Trees are trees again; dicts,
+                lists, tuples, numbers, None and texts are what they were, with the tensors and trees in them.
             metadata: Anything that JSON gives back as it was: numbers, text, lists, and dicts with `str` keys.
             overwrite: Replace a step of this number.
             copy: In the background, which leaves are copied first: all (True), none (False), or those that are
@@ -159,7 +163,7 @@ class CheckpointManager(WaitMethods):
                 expected="an int or float, or None for a step that is never best",
                 got=repr(metric),
             )
-        td = tree if isinstance(tree, TensorCollection) else TensorCollection._open(tree)
+        td = as_tree(tree, f"save {self._folder}")
         path = self.path(number)
         if not overwrite and (os.path.lexists(path) or any(save._path == path for save in self._queue.pending)):
             raise exists_error(self._folder, number)
@@ -269,8 +273,10 @@ class CheckpointManager(WaitMethods):
                 got=f"step {step}" if step is not None else "verify=False",
             )
 
-        options = {"like": like, "keys": keys, "dtype": dtype, "device": device, "classes": classes}
-        return self._use(step, "load", partial(load_step, **options, verify=verify), fallback=fallback)
+        place = torch.device(device) if device is not None else None
+        # A resumed run goes on bit for bit only with leaves that lie as those of the first one did.
+        choice = Choice(keys, like, dtype, place, classes, aligned=True)
+        return self._use(step, "load", partial(load_step, choice=choice, verify=verify), fallback=fallback)
 
     def verify(self, step: int | None = None) -> int:
         """Read a step whole and compare all checksums.
@@ -287,7 +293,7 @@ class CheckpointManager(WaitMethods):
         """
 
         def read(path: str, number: int) -> int:
-            load_step(path, number, classes=TensorCollection._open, device="cpu")
+            load_step(path, number, Choice(device=torch.device("cpu"), classes=TensorCollection._open))
             return number
 
         return self._use(step, "verify", read)

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import xxhash
 
 from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError, error
-from tdfunc.storage.api import load
+from tdfunc.storage.api import load_choice
 from tdfunc.storage.disk import commit
 from tdfunc.storage.disk.raw import write_all
 from tdfunc.storage.manager.background import Snapshot
 from tdfunc.storage.safetensors.index import INDEX, SINGLE
 from tdfunc.storage.safetensors.plan import plan_save
+from tdfunc.storage.safetensors.select import Choice
 from tdfunc.storage.safetensors.write import write_into
 from tdfunc.storage.tree.specs import no_constant, unique
 
@@ -152,12 +153,12 @@ def remove_step(folder: str, step: int) -> bool:
     return commit.remove_folder(os.path.join(folder, step_name(step)))
 
 
-# Any: the options and the result of `load`.
-def load_step(path: str, step: int, **options: Any) -> Any:
+# Any: the class of the tree is the one that was saved.
+def load_step(path: str, step: int, choice: Choice, *, verify: bool = True) -> Any:
     """Load the tree of a step, which must be the one that its `checkpoint.json` describes."""
     with naming_step(path, step):
         check_tree(path, read_about(path, step))
-        return load(path, **options)
+        return load_choice(path, choice, verify=verify)
 
 
 def _describe(about: About) -> memoryview:

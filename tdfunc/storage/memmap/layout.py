@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
+from tdfunc.core.nontensor import NonTensorData
 from tdfunc.core.types import Path, Ties
 from tdfunc.storage.safetensors.plan import address_of
 from tdfunc.storage.tree.build import ties_of
 from tdfunc.storage.tree.decode import Description, kinds_in
 from tdfunc.storage.tree.encode import IS_VALUE, outline
+from tdfunc.storage.tree.objects import OBJECT, parts_of
 from tdfunc.storage.tree.specs import FOLDER_CODES, Spec
 
 VERSION = 2
@@ -181,6 +183,8 @@ def plan_folder(tree: TensorCollection, call: str, *, values: bool = True) -> Fo
         if isinstance(node, TensorCollection):
             classes[type(node)] = None
             stack.extend(node._data.values())
+        elif isinstance(node, NonTensorData):
+            stack.extend(parts_of(node.data))
     return FolderPlan(metas, files, links, [], list(classes), sum(file.size_bytes for file in files))
 
 
@@ -204,7 +208,7 @@ def _metas(plan: Description, number: int, folder: str, ties: dict[int, Ties]) -
             flags = plan.flags[first]
             items.append(tensor(first, item.get("flags", "") + flags.replace(kinds_in(flags), ""), ()))
         elif "tree" in item:
-            items.append({"tree": None})
+            items.append({**item, "tree": None})
         else:
             data = _value_fields(item, item.get("shape", size)) if stem_of(key, leaf=False) == encoded(key) else None
             if data is not None:
@@ -245,7 +249,7 @@ def _text(meta: dict[str, Any]) -> str:
 def shared_fields(node: dict[str, Any], specs: Sequence[Spec]) -> dict[str, Any]:
     """Return tensordict's fields of a `meta.json`, which follow from the node in tdfunc's document."""
     size = node.get("size", [])
-    if "own" in node:
+    if "own" in node and node["class"] != OBJECT:
         return {"_type": LAZY_TYPE, "stack_dim": len(size) + node["own"]}
     entries: dict[str, Any] = {}
     for key, item in zip(node["keys"], node["items"], strict=True):

@@ -44,9 +44,9 @@ from tdfunc.storage.memmap.layout import (
     stem_of,
 )
 from tdfunc.storage.tree.build import Classes, build_tree, flag_leaf, lazy_name, move_leaf
-from tdfunc.storage.tree.decode import MALFORMED, Description, kinds_in, malformed
+from tdfunc.storage.tree.decode import MALFORMED, Description, kinds_in
 from tdfunc.storage.tree.encode import MAX_TIE_KEYS, restrict
-from tdfunc.storage.tree.specs import DTYPES, FOLDER_CODES, Spec, parse_json, spec_for, spec_of
+from tdfunc.storage.tree.specs import DTYPES, FOLDER_CODES, Spec, malformed, parse_json, spec_for, spec_of
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -263,7 +263,8 @@ class FolderReader:
             place = stack.pop()
             number = len(self._nodes)
             if number:
-                self._nodes[place.parent].fields["items"][place.at] = {"tree": number}
+                items = self._nodes[place.parent].fields["items"]
+                items[place.at] = {**items[place.at], "tree": number}
             with _checking(f"meta.json of {where(place.path)}"):
                 stack.extend(reversed(self._enter(number, place, specs)))
         with _checking("the folder"):

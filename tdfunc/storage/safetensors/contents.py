@@ -29,8 +29,9 @@ from tdfunc.storage.safetensors.header import (
 )
 from tdfunc.storage.safetensors.index import INDEX, SINGLE, Index, parse_index
 from tdfunc.storage.safetensors.read import Source, naming, open_source, parsing, read_bytes
-from tdfunc.storage.tree.decode import Description, check_flags, check_place, check_unique, malformed, parse_tree
-from tdfunc.storage.tree.specs import Spec, spec_of
+from tdfunc.storage.tree.decode import Description, check_flags, check_place, check_unique, parse_tree
+from tdfunc.storage.tree.objects import OBJECT
+from tdfunc.storage.tree.specs import Spec, malformed, spec_of
 
 _META = "meta.json"
 _INDEX_SUFFIX = ".safetensors.index.json"
@@ -301,6 +302,8 @@ class Contents:
         plan, number = self.plan, 0
         for depth, key in enumerate(path):
             if "own" in plan.nodes[number]:
+                if plan.nodes[number]["class"] == OBJECT:
+                    raise missing(path[: depth + 1], [], f"open({self.path!r})")
                 return number, depth, None
             at = self._index_of(number, key)
             item = plan.items[number][at] if at is not None else None
@@ -327,10 +330,12 @@ class Contents:
         nodes, number, device, item = self.doc["nodes"], 0, None, None
         for depth, key in enumerate(path):
             node = nodes[number]
+            if "own" in node:
+                return None
             device = node.get("device", device)
             at = self._index_of(number, key)
             item = node["items"][at] if at is not None else None
-            if type(item) is dict and depth < len(path) - 1 and "tree" in item and "own" not in node:
+            if type(item) is dict and depth < len(path) - 1 and "tree" in item:
                 child = item["tree"]
                 if type(child) is not int or child <= number:
                     raise malformed("each node once, after the node that it is in", repr(child))
@@ -406,16 +411,16 @@ def open_contents(path: str, files: Files, *, verify: bool) -> Contents:
 
 
 def _open_folder(path: str, files: Files, *, verify: bool) -> Contents:
-    # Again and again: shards and one file may take each other's place between two looks.
-    for name, open_one in ((INDEX, _open_shards), (SINGLE, _open_single)) * _TRIES:
+    # One file first, as in transformers. Again and again: shards and one file may take turns between two looks.
+    for name, open_one in ((SINGLE, _open_single), (INDEX, _open_shards)) * _TRIES:
         with suppress(FileNotFoundError):
             return open_one(_join(path, name), files, verify=verify)
     found = sorted(files.names(path))
     shown = ", ".join(found[:10]) + (", ..." if len(found) > 10 else "")
     what, hint = f"load {path}: the folder must hold a checkpoint.", "load(path) of a file takes any name."
-    expected = f"{INDEX}, {SINGLE} or {_META}"
+    expected = f"{SINGLE}, {INDEX} or {_META}"
     if _META in found:
-        what, expected = f"open {path}: this is a memmap folder.", f"{INDEX} or {SINGLE}: open reads safetensors"
+        what, expected = f"open {path}: this is a memmap folder.", f"{SINGLE} or {INDEX}: open reads safetensors"
         hint = "tdfunc.load(path) and tdfunc.load_memmap(path) map its leaves, and read none before."
     raise error(FileNotFoundError, what, expected=expected, got=shown or "nothing", hint=hint)
 

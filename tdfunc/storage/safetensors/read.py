@@ -59,10 +59,11 @@ def open_source(path: str, *, verify: bool, data: Bytes | None = None) -> Source
                 hint = "give the path of a .safetensors file; if this was one, restore it from a copy."
                 if raw.startswith((b"PK", b"\x80")):
                     hint = "torch.load(path, weights_only=True) reads a file of torch.save, which tdfunc never reads."
+                is_long = length > MAX_HEADER_BYTES
                 raise CorruptCheckpointError(
-                    "the file must be a safetensors file.",
-                    expected=f"a header of at most {limit} bytes",
-                    got=f"{length} bytes",
+                    "the file must be a safetensors file." if is_long else "the file is cut short.",
+                    expected=f"the length of a header, at most {limit}, in 8 bytes",
+                    got=f"the bytes {raw[:8]!r}" if is_long else f"the length {length}",
                     hint=hint,
                 )
             raw = raw[: 8 + length]

@@ -21,6 +21,7 @@ from tdfunc.storage.safetensors.read import parsing, plan_rows, read_leaf, read_
 from tdfunc.storage.safetensors.select import Choice, outline_tree, read_tree
 from tdfunc.storage.tree.build import Classes, flag_leaf, move_leaf
 from tdfunc.storage.tree.encode import IS_VALUE
+from tdfunc.storage.tree.objects import OBJECT
 
 
 def open(
@@ -105,6 +106,8 @@ class SavedTree:
             # Plain data: the spec holds it.
             return get_value(self.spec(), path[len(self._at) :])
         node = SavedTree(self._contents, self._choice, path[:depth], root)
+        if self._contents.plan.nodes[root].get("class") == OBJECT:
+            return node.load().data
         return node if depth == len(path) else get_value(node.load(), path[depth:])
 
     def slice(self, key: NestedKey, index: Any, *, verify: bool = False) -> Tensor:

@@ -20,6 +20,8 @@ from tdfunc.storage.tree.build import Classes, build_tree, flag_leaf, move_leaf
 from tdfunc.storage.tree.decode import Description
 from tdfunc.storage.tree.encode import IS_VALUE
 
+# Of memory that torch allocates on the CPU.
+_ALIGN_BYTES = 64
 # By number; a list of all of them is the same and faster.
 Leaves: TypeAlias = "dict[int, Tensor] | list[Tensor]"
 
@@ -36,6 +38,8 @@ class Choice:
     classes: Classes = ()
     # Called with the bytes of each leaf that was read.
     tick: Callable[[int], object] | None = None
+    # Copy leaves that do not lie as in memory of torch: there sums and products may be rounded otherwise.
+    aligned: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
@@ -163,8 +167,15 @@ def _read_file(
             if tick is not None:
                 tick(specs[i].size_bytes)
     if len(mine) == len(specs):
-        return view_leaves(data, specs, begins)
-    return view_leaves(data, [specs[i] for i in mine], [begins[i] for i in mine])
+        views = view_leaves(data, specs, begins)
+    else:
+        views = view_leaves(data, [specs[i] for i in mine], [begins[i] for i in mine])
+    # Tensors in plain objects are those of torch's own optimizers, which use them as they are.
+    values = {flags for flags in set(plan.flags) if IS_VALUE in flags}
+    for k, i in enumerate(mine) if choice.aligned or values else ():
+        if (choice.aligned or plan.flags[i] in values) and views[k].data_ptr() % _ALIGN_BYTES:
+            views[k] = views[k].clone()
+    return views
 
 
 def _dtype_of(plan: Description, i: int, dtype: torch.dtype | None) -> torch.dtype:

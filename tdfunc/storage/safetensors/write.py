@@ -1,7 +1,8 @@
 """The bytes of a save: leaves checksummed as they are written, and one file or shards with an index, committed as one.
 
 Shards carry names that no other save uses. The index is replaced last, in one step, and only then the files go that
-no index names any more. A reader finds the whole old checkpoint or the whole new one.
+no index names any more, the one file of an old save first, which readers prefer to an index. A reader finds the whole
+old checkpoint or the whole new one.
 """
 
 import ctypes
@@ -180,9 +181,10 @@ def _commit_folder(plan: SavePlan, folder: str, fsync: bool, tick: Tick) -> None
                 _sweep(folder, old, set(plan.names))
             raise
         if plan.render is not None:
-            _sweep(folder, set(plan.names), old | {SINGLE})
+            with suppress(FileNotFoundError):
+                os.unlink(os.path.join(folder, SINGLE))
+            _sweep(folder, set(plan.names), old)
         elif os.path.lexists(index):
-            # Readers would prefer it to the one file.
             os.unlink(index)
             _sweep(folder, set(), old)
         if fsync:

@@ -14,8 +14,10 @@ from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack
 from tdfunc.core.shapes import as_names
 from tdfunc.core.types import Kind, Path, Ties
-from tdfunc.storage.tree.decode import Description, as_size, malformed
+from tdfunc.storage.tree.decode import Description, as_size
 from tdfunc.storage.tree.encode import IS_PARAMETER, IS_VALUE, KIND_FLAGS, REQUIRES_GRAD, check_tie_size, restrict
+from tdfunc.storage.tree.objects import OBJECT, PlainObject, unpack
+from tdfunc.storage.tree.specs import malformed
 
 _KINDS = {flag: kind for kind, flag in KIND_FLAGS.items()}
 Classes: TypeAlias = type[TensorCollection] | Sequence[type[TensorCollection]] | Mapping[str, type[TensorCollection]]
@@ -26,13 +28,14 @@ def build_tree(
 ) -> TensorCollection:
     """Return the tree (or a sub-tree) around values: `leaves`, a list or a dict, has that of `plan.names[i]` at `i`.
 
-    If `device` is given, all of them are on it.
+    If `device` is given, all of them are on it. Plain objects stay nodes if `classes` has `PlainObject`.
     """
     ties, marked = ties_of(plan), set(plan.flags)
     built: dict[int, Any] = {}
     kinds = {flags: kind_of(flags) for flags in {*marked, *_KINDS, ""}}
     has_kinds = any(kinds[flags] for flags in marked)
     listed, make = type(leaves) is list, TensorCollection._open._make
+    keeps_objects = not isinstance(classes, (type, Mapping)) and PlainObject in classes
     # A node comes after the one that it is in, so going back its sub-trees are there.
     for number in reversed(plan.below(root) if root else range(len(plan.nodes))):
         keys, items, size, is_rich = plan.keys[number], plan.items[number], plan.sizes[number], number in plan.rich
@@ -63,7 +66,14 @@ def build_tree(
         if "class" in node and node["class"] == lazy_name():
             built[number] = _stack(data, size, place, names, static)
             continue
-        cls = resolve_class(node["class"], classes, keys) if "class" in node else TensorCollection._open
+        if "class" in node and node["class"] == OBJECT and not keeps_objects:
+            if number in ties:
+                raise malformed("ties between leaves of trees", f"one in the object {plan.path(number)}")
+            built[number] = unpack(data, static.own, size)
+            continue
+        cls = TensorCollection._open
+        if "class" in node:
+            cls = PlainObject if node["class"] == OBJECT else resolve_class(node["class"], classes, keys)
         check_fields(cls, data, plan.path(number))
         built[number] = cls._make(data, size, place, names, static if static != Static() else None)
     return built[root]
@@ -81,7 +91,7 @@ def _read_items(plan: Description, number: int, leaves: Any, built: dict[int, An
                 value = NonTensorData(value, _batch(what[3] if len(what) > 3 else outer, outer))
             leaf += 1
         elif "tree" in what:
-            value, flags = built[what["tree"]], ""
+            value, flags = built[what["tree"]], what.get("flags", "")
         else:
             value = leaves[plan.tied[what["tie"]]] if "tie" in what else _nontensor(what, outer)
             flags = what.get("flags", "")

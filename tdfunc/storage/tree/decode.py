@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Size
 
-from tdfunc.core.errors import CorruptCheckpointError
 from tdfunc.core.keys import dotted
 from tdfunc.core.types import Path
 from tdfunc.storage.tree.encode import IS_PARAMETER, IS_VALUE, KIND_FLAGS, REQUIRES_GRAD
-from tdfunc.storage.tree.specs import Spec, is_countable, no_constant, parse_json, spec_of
+from tdfunc.storage.tree.objects import OBJECT
+from tdfunc.storage.tree.specs import Spec, is_countable, malformed, no_constant, parse_json, spec_of
 
 _KINDS = frozenset(KIND_FLAGS.values())
 _FLAGS = frozenset((*_KINDS, IS_PARAMETER, REQUIRES_GRAD, IS_VALUE))
@@ -194,7 +194,7 @@ class Description:
             fields += len(what)
             if len(what) > 1:
                 # Two readers could take the item for different things.
-                if len(_MEANINGS & what.keys()) > 1 or ("tree" in what and "flags" in what):
+                if len(_MEANINGS & what.keys()) > 1:
                     raise malformed(f"one meaning of {key!r}", ", ".join(map(repr, what)))
                 if not are_flags(what.get("flags", ""), _KINDS):
                     expected = f"one of the flags {''.join(sorted(_KINDS))} at {key!r}"
@@ -203,6 +203,10 @@ class Description:
                 child = what["tree"]
                 if type(child) is not int or not number < child < len(parents) or parents[child] is not None:
                     raise malformed("each node once, after the node that it is in", repr(child))
+                if "flags" in what:
+                    self.rich.add(number)
+                    if self.nodes[child].get("class") != OBJECT:
+                        raise malformed(f"a tree without flags at {key!r}", repr(what["flags"]))
                 parents[child], sizes[child], devices[child] = (number, key), size, device
                 lengths[child] = length + len(quoted)
                 if keep:
@@ -319,11 +323,6 @@ def are_flags(flags: Any, known: Set[str]) -> bool:
 def kinds_in(flags: str) -> str:
     """Return the flags that are kinds."""
     return "".join([flag for flag in flags if flag in _KINDS])
-
-
-def malformed(expected: str, got: str) -> CorruptCheckpointError:
-    """Build the error for JSON that describes no tree."""
-    return CorruptCheckpointError("the description of the tree is malformed.", expected=expected[:400], got=got[:400])
 
 
 def _own_name(what: list[Any]) -> str | None:

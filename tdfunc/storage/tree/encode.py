@@ -4,8 +4,8 @@ The grammar is in `docs/storage.md`; `decode.py` reads it. A flat list, so that 
 """
 
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from json.encoder import encode_basestring as quote
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,16 +18,14 @@ from tdfunc.core.errors import BatchSizeError, CorruptCheckpointError, TieError,
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack
 from tdfunc.core.types import Kind, Path, Ties
+from tdfunc.storage.tree.objects import OBJECT, PlainObject, is_json, pack
 from tdfunc.storage.tree.specs import FILE_CODES, Spec, find_surrogate, spec_for
 
 KIND_FLAGS = {Kind.PARAMETER: "p", Kind.BUFFER: "b", Kind.NON_PERSISTENT: "n", Kind.EXTRA_STATE: "x"}
 IS_PARAMETER, REQUIRES_GRAD, IS_VALUE = "P", "g", "v"
 # Each node on the way to a tied leaf keeps the group's paths below it, so memory grows with the depth squared.
 MAX_TIE_KEYS = 4_000_000
-_MAX_VALUE_DEPTH = 200
 _STRIDED = torch.strided
-# Python can be set to read ints of at most 640 digits.
-_MAX_INT_BITS = 2048
 
 # The paths of tied leaves below a node: key -> deeper marks, or (group, rank in the group).
 Marks: TypeAlias = "dict[str, Marks | tuple[int, int]] | None"
@@ -54,6 +52,8 @@ class _Pending(NamedTuple):
     marks: Marks
     items: list[str]
     place: int
+    # Those of its item: the kind of a plain object.
+    flags: str = ""
 
 
 def outline(
@@ -142,7 +142,7 @@ class _Writer:
         children: list[_Pending] = []
         below = restrict(node.ties)
         if node.parent is not None:
-            node.items[node.place] = f'{{"tree":{number}}}'
+            node.items[node.place] = f'{{"tree":{number}{_flags_field(node.flags)}}}'
         fields = self._fields(node)
         self.nodes.append(lambda: f'{{{fields}"keys":[{",".join(keys)}],"items":[{",".join(items)}]}}')
         kinds = tree._kinds
@@ -161,11 +161,14 @@ class _Writer:
                     items.append(f'{{"tie":{mark[0]}{_flags_field(flags)}}}')
                     continue
                 self.first[mark[0]] = (name, value)
+            if isinstance(value, NonTensorData) and not isinstance(value.data, Tensor) and not is_json(value.data):
+                value = pack(value.data, value.shape, partial(self._no_value, name))
             if isinstance(value, Tensor):
                 items.append(self._tensor(name, value, size, flags))
             elif isinstance(value, TensorCollection):
                 deeper = mark if isinstance(mark, dict) else None
-                children.append(_Pending(value, f"{name[1:-1]}.", tree, below.get(key, ()), deeper, items, len(items)))
+                inner, flags = below.get(key, ()), flags if isinstance(value, PlainObject) else ""
+                children.append(_Pending(value, f"{name[1:-1]}.", tree, inner, deeper, items, len(items), flags))
                 items.append("")
             elif isinstance(value, NonTensorBase):
                 items.append(self._nontensor(name, value, size, flags))
@@ -187,7 +190,7 @@ class _Writer:
         if type(tree) is not TensorCollection._open:
             # The trees of a lazy stack decide its class: typed or not.
             cls = TensorCollection._lazy if isinstance(tree, TensorCollection._lazy) else type(tree)
-            fields["class"] = f"{cls.__module__}:{cls.__qualname__}"
+            fields["class"] = OBJECT if cls is PlainObject else f"{cls.__module__}:{cls.__qualname__}"
         if tree._static is not None and tree._static.own is not None:
             fields["own"] = tree._static.own
         if set(map(frozenset, tree._ties)) != set(map(frozenset, node.ties)):
@@ -266,27 +269,16 @@ class _Writer:
         return f'{{"values":{self._json(value._array.ravel().tolist(), name)}{tail}'
 
     def _json(self, value: Any, name: str) -> str:
-        """Write a value, which JSON must give back as it is: exact types, finite numbers, str keys."""
-        expected = "str, bool, None, finite numbers, lists, and dicts with str keys, which JSON gives back as they were"
-        hint = "convert it to these, or leave the key out: td.delete(key)."
-        level = [value]
-        for _ in range(_MAX_VALUE_DEPTH):
-            deeper: list[Any] = []
-            for item in level:
-                if type(item) is list:
-                    deeper.extend(item)
-                elif type(item) is dict and all(type(key) is str for key in item):
-                    deeper.extend(item.values())
-                elif not _is_plain(item):
-                    # Python refuses to print an int of thousands of digits.
-                    shown = f"an int of {item.bit_length()} bits" if type(item) is int else repr(item)
-                    raise self._refusal(name, f"{shown} ({type(item).__name__})", expected, hint)
-            if not deeper:
-                return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-            level = deeper
-        raise self._refusal(
-            name, f"lists and dicts nested over {_MAX_VALUE_DEPTH} deep", "a shallower value", "store it as a str."
-        )
+        """Write a value, which JSON must give back as it is."""
+        if not is_json(value):
+            raise self._no_value(name, "", f"{type(value).__name__} {value!r}")
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+    def _no_value(self, name: str, place: str, got: str) -> UnsupportedError:
+        """Build the error for a value, or the part of one at a place, that cannot be stored unchanged."""
+        expected = "None, bools, numbers and str, and lists, tuples and dicts of these, of tensors and of trees"
+        hint = "convert it to these, or leave the key out: td.delete(key); tdfunc.from_module(module) is a tree."
+        return self._refusal(name, f"{got} at {place}" if place else got, expected, hint)
 
     def _check_tied(self, ties: Ties) -> None:
         """Raise if the leaves at the tied paths are not one: saving one of the leaves would lose the other."""
@@ -319,12 +311,6 @@ def _flags_field(flags: str) -> str:
 
 def _numbers(values: Iterable[int]) -> str:
     return f"[{','.join(map(str, values))}]"
-
-
-def _is_plain(item: Any) -> bool:
-    if type(item) is float:
-        return math.isfinite(item)
-    return item is None or type(item) in (str, bool) or (type(item) is int and item.bit_length() <= _MAX_INT_BITS)
 
 
 def restrict(ties: Ties) -> dict[str, Ties]:

@@ -100,6 +100,11 @@ def spec_for(dtype: torch.dtype, size: Sequence[int], codes: Mapping[torch.dtype
     return spec_of(code, (*size[:-1], size[-1] * 2) if code == "F4" else size)
 
 
+def malformed(expected: str, got: str) -> CorruptCheckpointError:
+    """Build the error for JSON that describes no tree."""
+    return CorruptCheckpointError("the description of the tree is malformed.", expected=expected[:400], got=got[:400])
+
+
 def parse_json(raw: str | bytes) -> Any:
     """Parse JSON from a file, refusing an object with a key twice and numbers that JSON does not have."""
     return json.loads(raw, object_pairs_hook=unique, parse_constant=no_constant)

@@ -1,0 +1,153 @@
+"""Plain Python objects in a tree: dicts, lists, tuples, numbers and texts, with tensors and trees in them.
+
+The state of an optimizer or scheduler is such an object. Where JSON does not hold one as it is, it becomes a node of
+the tensors and trees in it, whose own data are the rest.
+"""
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from torch import Size, Tensor, nn
+
+from tdfunc.core.collection import Static, TensorCollection
+from tdfunc.core.errors import error
+from tdfunc.core.nontensor import NonTensorBase, NonTensorData
+from tdfunc.storage.tree.specs import malformed
+
+MAX_DEPTH = 200
+# Python can be set to read ints of at most 640 digits.
+_MAX_INT_BITS = 2048
+_DICTS: dict[str, type[Any]] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
+_NAMES = {cls: name for name, cls in _DICTS.items()}
+_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+class PlainObject(TensorCollection):
+    """The node of a plain object: its tensors (as non-tensor data) and trees by their places, and the rest as `own`."""
+
+    __slots__ = ()
+
+
+# The recorded name of this class, which is never one of a module.
+OBJECT = "object"
+
+
+def as_tree(value: Any, call: str) -> TensorCollection:
+    """Return a tree, or one with the entries of a mapping: tensors and trees as they are, other objects as values."""
+    if isinstance(value, TensorCollection):
+        return value
+    if not isinstance(value, Mapping) or not all(type(key) is str and key for key in value):
+        raise error(
+            TypeError,
+            f"{call}: there must be a tree, or a mapping of names.",
+            expected="a TensorDict, or a dict whose keys are str",
+            got=f"a dict with the keys {list(value)}"[:200] if isinstance(value, Mapping) else type(value).__name__,
+            hint="tdfunc.from_module(module) is the tree of a module; {'name': x} gives anything else a name.",
+        )
+    known = (Tensor, TensorCollection, NonTensorBase, np.ndarray)
+    return TensorCollection._open(
+        {key: node if isinstance(node, known) else NonTensorData(node) for key, node in value.items()}
+    )
+
+
+def parts_of(value: Any) -> Iterator[Any]:
+    """Yield the tensors and trees in a plain object that is in a tree."""
+    if isinstance(value, (Tensor, TensorCollection)):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from parts_of(part)
+
+
+def is_json(value: Any) -> bool:
+    """Return whether JSON gives a value back as it was: exact types, finite numbers, str keys."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        deeper: list[Any] = []
+        for item in level:
+            if type(item) is list:
+                deeper.extend(item)
+            elif type(item) is dict and all(type(key) is str for key in item):
+                deeper.extend(item.values())
+            elif not _is_scalar(item) or (type(item) is float and not math.isfinite(item)):
+                return False
+        if not deeper:
+            return True
+        level = deeper
+    return False
+
+
+def _is_scalar(item: Any) -> bool:
+    if type(item) is int:
+        return item.bit_length() <= _MAX_INT_BITS
+    return item is None or type(item) in (str, bool, float)
+
+
+def pack(value: Any, size: Size, refuse: Callable[[str, str], Exception]) -> PlainObject:
+    """Return the node of a plain object; `refuse` makes the error for a part, given its place and its description."""
+    data: dict[str, Any] = {}
+    places: dict[int, str] = {}
+
+    def describe(part: Any, place: tuple[str, ...]) -> Any:
+        if len(place) > MAX_DEPTH:
+            raise refuse("", f"containers nested over {MAX_DEPTH} deep")
+        if isinstance(part, (Tensor, TensorCollection)):
+            if id(part) not in places:
+                key = ".".join(place) or "value"
+                while key in data:
+                    key += "~"
+                data[key] = NonTensorData(part) if isinstance(part, Tensor) else part
+                places[id(part)] = key
+            return {"at": places[id(part)]}
+        kind = type(part)
+        if kind is float and not math.isfinite(part):
+            return {"float": str(part)}
+        if _is_scalar(part):
+            return part
+        if kind in (list, tuple):
+            items = [describe(item, (*place, str(i))) for i, item in enumerate(part)]
+            return items if kind is list else {"tuple": items}
+        if kind in _NAMES:
+            before = len(data)
+            keys = [describe(key, place) for key in part]
+            if len(data) == before:
+                items = [[key, describe(part[own], (*place, str(own)))] for key, own in zip(keys, part, strict=True)]
+                return {_NAMES[kind]: items}
+        # Python refuses to print an int of thousands of digits, and a module prints all of its own.
+        shown = f"of {part.bit_length()} bits" if kind is int else "" if isinstance(part, nn.Module) else repr(part)
+        raise refuse(".".join(place), f"{kind.__name__} {shown}".strip())
+
+    own = describe(value, ())
+    return PlainObject._make(data, size, static=Static(own=own))
+
+
+def unpack(data: Mapping[str, Any], own: Any, size: Size) -> NonTensorData:
+    """Return the plain object of a node, which may be out of a file."""
+    used: set[str] = set()
+
+    def read(part: Any) -> Any:
+        if type(part) is list:
+            return [read(item) for item in part]
+        if type(part) is not dict:
+            return part
+        ((kind, content),) = part.items()
+        if kind == "at":
+            used.add(content)
+            node = data[content]
+            return node.data if isinstance(node, NonTensorData) else node
+        if kind in ("float", "tuple"):
+            return _FLOATS[content] if kind == "float" else tuple([read(item) for item in content])
+        made = _DICTS[kind]()
+        for key, item in content:
+            made[read(key)] = read(item)
+        if len(made) != len(content):
+            raise malformed("distinct keys", "a key twice in a dict")
+        return made
+
+    value = read(own)
+    if used != set(data):
+        raise malformed("an object with each of its tensors", f"{sorted(set(data) - used)} in none")
+    return NonTensorData(value, size)

@@ -1,0 +1,286 @@
+"""Plain Python objects, such as the states of torch's optimizers, come back as they were."""
+
+import copy
+from collections import Counter, OrderedDict
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import tdfunc as tdf
+from tdfunc import AsyncSaver, CheckpointManager, CorruptCheckpointError, Kind, NonTensorData, TensorDict
+from tdfunc.storage.tree.objects import OBJECT
+from tests.storage.trees import assert_same, entry, forge, of_dtype, same_bytes
+
+SCALARS = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text("aé.~", max_size=3)
+TENSORS = [of_dtype("float32", (2,)), of_dtype("int64", ()), torch.zeros(0, 3), TensorDict({"w": torch.ones(2)})]
+LEAVES = SCALARS | st.sampled_from(TENSORS)
+KEYS = SCALARS.filter(lambda key: key == key) | st.tuples(st.integers(0, 3), st.text("ab", max_size=1))
+
+
+def containers(inner):
+    """Lists, tuples and dicts of every kind, with keys of every kind."""
+    dicts = st.dictionaries(KEYS, inner, max_size=3)
+    return st.one_of(
+        st.lists(inner, max_size=3), st.lists(inner, max_size=3).map(tuple), dicts, dicts.map(OrderedDict),
+        st.dictionaries(KEYS, st.integers(), max_size=3).map(Counter),
+    )  # fmt: skip
+
+
+OBJECTS = st.recursive(LEAVES, containers, max_leaves=8)
+
+
+def assert_equal(a, b):
+    """Check that two objects are of the same types, with the same keys in the same order, tensors bit by bit."""
+    assert type(a) is type(b)
+    if isinstance(a, TensorDict):
+        assert_same(a, b)
+    elif isinstance(a, torch.Tensor):
+        assert same_bytes(a, b)
+    elif isinstance(a, dict):
+        assert list(map(repr, a)) == list(map(repr, b))
+        assert_equal(list(a.values()), list(b.values()))
+    elif isinstance(a, (list, tuple)):
+        for x, y in zip(a, b, strict=True):
+            assert_equal(x, y)
+    else:
+        assert repr(a) == repr(b)
+
+
+def test_the_comparison_can_fail():
+    """The comparison finds another type, key, order, number and tensor."""
+    base = {"a": [1, torch.zeros(2)], "b": 2.0}
+    others = ({"a": (1, torch.zeros(2)), "b": 2.0}, {"b": 2.0, "a": [1, torch.zeros(2)]}, {**base, "b": 2})
+
+    for other in (*others, {**base, "a": [1, -torch.zeros(2)]}, {**base, "a": [True, torch.zeros(2)]}):
+        with pytest.raises(AssertionError):
+            assert_equal(base, other)
+
+
+def by_manager(tree, folder):
+    """Save a step and load it."""
+    manager = CheckpointManager(folder / "run", fsync=False)
+    manager.save(0, tree, overwrite=True)
+    return manager.load()
+
+
+def by_file(tree, folder):
+    """Save a file and load it."""
+    tdf.save(tree, folder / "x.safetensors", fsync=False)
+    return tdf.load(folder / "x.safetensors")
+
+
+def by_handle(tree, folder):
+    """Save shards and read them by a handle."""
+    tdf.save(tree, folder / "x", max_shard_size=8, fsync=False)
+    with tdf.open(folder / "x") as f:
+        assert f.keys() == list(tree)
+        return {key: f[key].load() if isinstance(f[key], tdf.SavedTree) else f[key] for key in tree}
+
+
+def by_saver(tree, folder):
+    """Save a file in the background and load it."""
+    with AsyncSaver() as saver:
+        saver.save(tree, folder / "x.safetensors", fsync=False)
+    return tdf.load(folder / "x.safetensors")
+
+
+def by_folder(tree, folder):
+    """Write a memmap folder and load it."""
+    TensorDict({key: NonTensorData(value) for key, value in tree.items()}).memmap(folder / "m")
+    return tdf.load(folder / "m")
+
+
+@pytest.mark.parametrize("way", [by_manager, by_file, by_handle, by_saver, by_folder])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(value=containers(OBJECTS), other=SCALARS)
+def test_objects_come_back(way, value, other, tmp_path):
+    """Types, keys of any kind, order, NaN and infinities, tensors and trees come back as they were."""
+    back = way({"a": value, "b": other}, tmp_path)
+
+    assert_equal(back["a"], value)
+    assert_equal(back["b"], other)
+
+
+def test_tensors_and_trees_by_name(tmp_path):
+    """In a mapping, tensors are leaves and trees are trees; one tensor at two places of an object is one again."""
+    weight = torch.ones(2)
+    tree = {
+        "w": weight,
+        "t": TensorDict({"x": torch.ones(2)}, [2]),
+        "o": {"one": weight, 2: weight},
+        "n": None,
+        "f": 0.1,
+    }
+
+    back = by_file(tree, tmp_path)
+
+    assert back.paths() == [("w",), ("t", "x")]
+    assert_same(back["t"], tree["t"])
+    assert back["o"]["one"] is back["o"][2]
+    assert (back["n"], back["f"]) == (None, 0.1)
+
+
+def test_extra_state_of_any_kind(tmp_path):
+    """Extra state that JSON does not hold keeps its kind and its batch size."""
+    tree = TensorDict({"a": torch.zeros(2), "_extra_state": NonTensorData((1, torch.ones(3)), [2])}, [2])
+    tree = tree._replace(tree._data, kinds={"_extra_state": Kind.EXTRA_STATE})
+    tdf.save(tree, tmp_path / "x.safetensors")
+    tree.memmap(tmp_path / "m")
+
+    for path in (tmp_path / "x.safetensors", tmp_path / "m"):
+        back = tdf.load(path)
+        assert back.kind("_extra_state") is Kind.EXTRA_STATE
+        assert back._data["_extra_state"].shape == (2,)
+        assert_equal(back["_extra_state"], tree["_extra_state"])
+
+
+X, Y = torch.randn(64, 3, generator=torch.Generator().manual_seed(0)), torch.ones(64, 1)
+OPTIMIZERS = {
+    "adam": lambda p: torch.optim.Adam(p, 0.1, amsgrad=True),
+    "adamw, tensor lr": lambda p: torch.optim.AdamW([{"params": p, "lr": torch.tensor(0.1)}]),
+    "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+    "lbfgs": lambda p: torch.optim.LBFGS(p, 0.1, max_iter=3),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 0.01, centered=True),
+}
+lr = torch.optim.lr_scheduler
+SCHEDULERS = {
+    "milestones": lambda o: lr.MultiStepLR(o, [2, 2, 4]),
+    "one cycle": lambda o: lr.OneCycleLR(o, 0.1, 20, cycle_momentum=False),
+    "plateau": lambda o: lr.ReduceLROnPlateau(o, patience=1),
+    "function": lambda o: lr.LambdaLR(o, lambda epoch: 0.9**epoch),
+    "sequence": lambda o: lr.SequentialLR(o, [lr.ConstantLR(o), lr.ExponentialLR(o, 0.9)], [3]),
+}
+
+
+class Run:
+    """A model, an optimizer, a schedule and a scaler of torch."""
+
+    def __init__(self, optimizer, scheduler):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        self.optim = OPTIMIZERS[optimizer](self.model.parameters())
+        self.schedule = SCHEDULERS[scheduler](self.optim)
+        self.scaler = torch.amp.GradScaler("cpu")
+
+    def train(self, steps):
+        """Some steps; return the last loss and all states."""
+        for _ in range(steps):
+            loss = self.optim.step(self.closure)
+            self.schedule.step(*[loss.item()] * isinstance(self.schedule, lr.ReduceLROnPlateau))
+        return loss.item(), self.states()
+
+    def closure(self):
+        """The loss, and its gradients."""
+        self.optim.zero_grad()
+        loss = (self.model(X) - Y).square().mean()
+        loss.backward()
+        return loss
+
+    def states(self):
+        """The state of each part, as torch gives it."""
+        return {name: part.state_dict() for name, part in vars(self).items()}
+
+    def restore(self, states):
+        """Give each part its state, by torch's own method."""
+        for name, part in vars(self).items():
+            part.load_state_dict(states[name])
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_resumed_run_of_torch(optimizer, scheduler, tmp_path):
+    """States of torch's objects come back equal, and a resumed run is bit for bit one that was not interrupted."""
+    whole, part = Run(optimizer, scheduler), Run(optimizer, scheduler)
+    expected = whole.train(6)
+    part.train(3)
+    manager = CheckpointManager(tmp_path, fsync=False)
+    manager.save(3, {**part.states(), "epoch": 3})
+    resumed, states = Run(optimizer, scheduler), manager.load()
+
+    for name, state in part.states().items():
+        assert_equal(states[name], state)
+    resumed.restore(states)
+    assert_equal(resumed.train(3), expected)
+
+
+def test_states_are_copied_in_the_background(tmp_path):
+    """The tensors of an optimizer, which its next step writes to, are saved in the background as they were."""
+    run = Run("adam", "milestones")
+    run.train(2)
+    manager = CheckpointManager(tmp_path, async_save=True, fsync=False)
+    before = copy.deepcopy(run.optim.state_dict())
+    handle = manager.save(0, {"optim": run.optim.state_dict(), "deep": {"tree": tdf.from_module(run.model)}})
+    run.train(2)
+    handle.result()
+
+    assert_equal(manager.load()["optim"], before)
+
+
+REFUSED = {
+    "a module": (nn.Linear(1, 1), "Linear$"),
+    "a class": (int, "type"),
+    "an object in a dict": ({"a": {3: object()}}, r"object <.* at a\.3"),
+    "a tensor as key": ({torch.ones(1): 1}, "dict"),
+    "a dict of its own class": (type("D", (dict,), {})(), "D {}"),
+    "a long int": ([10**5000], "int of 16610 bits at 0"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_other_objects_are_refused(case, tmp_path):
+    """Another object is refused with its type and its place, and nothing is written."""
+    value, shown = REFUSED[case]
+
+    for call in (partial(tdf.save, path=tmp_path / "x.safetensors"), partial(CheckpointManager(tmp_path).save, 0)):
+        with pytest.raises(tdf.UnsupportedError, match=rf'(?m)save.*leaf "it" cannot be stored[\s\S]*got: +{shown}'):
+            call({"it": value})
+    assert list(tmp_path.iterdir()) == []
+
+
+AT = {"at": "w"}
+HOSTILE = {
+    "no such tensor": {"at": "x"},
+    "a tensor in none": [],
+    "two meanings": {"at": "w", "float": "nan"},
+    "no meaning": [AT, {}],
+    "another kind": [AT, {"os:system": []}],
+    "another float": [AT, {"float": "1"}],
+    "a key twice": {"dict": [[1, AT], [1, 2]]},
+    "a list as key": {"dict": [[[], AT]]},
+    "a pair of one": [AT, {"dict": [[1]]}],
+    "a number of pairs": [AT, {"dict": 3}],
+    "a tuple of a number": [AT, {"tuple": 3}],
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_objects_that_lie(case, tmp_path):
+    """A description of an object that does not fit its tensors is refused by the name of the file."""
+    nodes = [
+        {"keys": ["o"], "items": [{"tree": 1}]},
+        {"class": OBJECT, "own": HOSTILE[case], "keys": ["w"], "items": [[0, "v"]]},
+    ]
+    raw = forge({"specs": [["F32", [2]]], "nodes": nodes, "ties": []}, [entry("o.w", "F32", [2], 0, 8)], bytes(8))
+    (tmp_path / "f.safetensors").write_bytes(raw)
+
+    with pytest.raises(CorruptCheckpointError, match=r"load .*f\.safetensors"):
+        tdf.load(tmp_path / "f.safetensors")
+
+
+def test_steps_lie_in_memory_as_torch_allocates_it(tmp_path):
+    """Leaves of a step, and tensors of objects, are aligned: products of others may be rounded in another way."""
+    tree = TensorDict({str(i): torch.ones(i) for i in range(1, 9)}).set(
+        "o", NonTensorData((torch.ones(3), torch.ones(2)))
+    )
+    manager = CheckpointManager(tmp_path, fsync=False)
+    manager.save(0, tree)
+
+    back = manager.load()
+
+    assert_same(back.delete("o"), tree.delete("o"))
+    places = [leaf.data_ptr() for leaf in (*back.leaves(), *back["o"], *tdf.load(manager.path(0))["o"])]
+    assert [place % 64 for place in places] == [0] * 12
