@@ -99,6 +99,8 @@ class _Reader(NamedTuple):
     name: str
     owner: Any
     read: Callable[[], Any]
+    # Whether the code assigns it.
+    own: bool = False
 
     @property
     def place(self) -> tuple[int, str]:
@@ -148,12 +150,13 @@ class Environment:
         """Return the values after a trace, from then on without those that the function itself has changed."""
         now = self._take()
         old = {r.place: (v, part) for r, v, part in zip(before.readers, before.values, before.token, strict=True)}
+        own = {reader.place for reader in now.readers if reader.own}
         changed: set[tuple[int, str]] = set()
         for reader, value, part in zip(now.readers, now.values, now.token, strict=True):
             was, key = old.get(reader.place, (value, part))
             if key != part:
                 changed.add(reader.place)
-                if was is not value and reader.name not in self._stored():
+                if was is not value and reader.place not in own:
                     raise ConcurrencyError(
                         f"jit: {reader.name!r} was assigned while the function was recorded, and not by its code.",
                         expected="values of closures and globals that stay during the first call",
@@ -165,11 +168,6 @@ class Environment:
             now = self._take()
         self._last = now
         return now
-
-    def _stored(self) -> set[str]:
-        """Return the names that the functions assign."""
-        functions = [reader.owner for reader in self._readers() if isinstance(reader.owner, types.FunctionType)]
-        return set().union(*[_names(function.__code__, "STORE_GLOBAL", "STORE_DEREF") for function in functions])
 
     def named_values(self) -> Iterator[tuple[str, Any]]:
         """Yield (how the code spells it, value)."""
@@ -199,7 +197,8 @@ def _readers(fn: Any) -> Iterator[_Reader]:
             if package is None and _package(function) not in _LIBRARIES:
                 package = _package(function)
             cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-            readers = [_Reader(n, c, lambda c=c: contents(c)) for n, c in cells]
+            stored = _names(function.__code__, "STORE_GLOBAL", "STORE_DEREF")
+            readers = [_Reader(n, c, lambda c=c: contents(c), n in stored) for n, c in cells]
             # Of a library's functions (torch.vmap(fn), torch.func.grad(fn)) only their arguments are followed.
             if _package(function) == package:
                 if function.__defaults__:
@@ -217,7 +216,8 @@ def _readers(fn: Any) -> Iterator[_Reader]:
                 names = _names(function.__code__, "LOAD_GLOBAL")
                 for name in sorted(names & scope.keys()):
                     if not isinstance(scope[name], types.ModuleType):
-                        readers.append(_Reader(name, scope, lambda n=name, g=scope: g.get(n, _MISSING)))
+                        read = lambda n=name, g=scope: g.get(n, _MISSING)  # noqa: E731
+                        readers.append(_Reader(name, scope, read, name in stored))
                 # Builtins, which a global may hide, and names that are assigned later.
                 absent = names - scope.keys()
                 if absent:

@@ -114,16 +114,7 @@ def _copy(x: Any) -> Any:
     """Return a copy of an argument that forward may change, and others as they are."""
     if isinstance(x, (Tensor, torch.Generator, *_SCALARS)) or callable(x):
         return x
-    try:
-        return copy.deepcopy(x)
-    # A class's own way of copying may raise anything.
-    except Exception as err:
-        raise UnsupportedError(
-            f"Ensemble: an argument of class {type(x).__name__} cannot be copied for each member.",
-            expected="tensors, trees, plain values, and objects that copy.deepcopy accepts",
-            got=f"{type(err).__name__}: {err}",
-            hint="pass its tensors, or make it inside forward.",
-        ) from err
+    return copy.deepcopy(x)
 
 
 def _static(x: Any) -> Hashable:

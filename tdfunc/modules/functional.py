@@ -22,7 +22,7 @@ from tdfunc.modules.extract import from_module, split, unwrap
 from tdfunc.modules.plan import Spec, Straight, extra_values
 from tdfunc.modules.poison import Originals, Watch, weak_weights
 from tdfunc.modules.random import Seed, seeded
-from tdfunc.modules.skeleton import Quiet, Skeleton, duplicate, make_template
+from tdfunc.modules.skeleton import Skeleton, duplicate, make_template
 from tdfunc.ops.foreach import can_foreach
 from tdfunc.ops.reading import entries
 from tdfunc.ops.structure import keep_leaves
@@ -43,11 +43,11 @@ _HINTS = {
 
 
 class _Learned(NamedTuple):
-    """A forward's writes in its watched call: places of leaves, and changes that later calls do not look for."""
+    """A forward's watched call: the places of the leaves that it may write, and whether it has hidden writes."""
 
     params: list[int]
     buffers: list[int]
-    quiet: Quiet
+    hidden: bool
 
 
 class Apply:
@@ -245,10 +245,10 @@ class Apply:
             )
         # Inductor removes the clones that nothing writes; places learned by a call become a guard.
         learned = None if compiling else self._learned
-        bound, quiet = self._with_clones(leaves, learned), learned.quiet if learned is not None else Quiet([], [])
+        bound, hidden = self._with_clones(leaves, learned), learned is not None and learned.hidden
         try:
             skeleton = self._traced if compiling else self._pool.pop()
-            while not compiling and not skeleton.is_ready(quiet):
+            while not compiling and not skeleton.is_ready():
                 skeleton = self._pool.pop()
         except IndexError:
             skeleton = self._new_skeleton()
@@ -269,13 +269,13 @@ class Apply:
                     with Watch(self._originals, tree_leaves((args, kwargs)), leaves, bound) as watch:
                         out = self._forward(skeleton.module, args, kwargs, rng)
                 finally:
-                    quiet = skeleton.look()
+                    hidden = skeleton.has_hidden_writes()
                 places = watch.written()
                 if places is not None:
                     n = self._spec.n_params
                     places |= skeleton.renormed | (set(range(n, len(leaves))) - skeleton.lent)
                     params = [i for i in places if i < n]
-                    self._learned = _Learned(params, sorted(i for i in places if i >= n), quiet)
+                    self._learned = _Learned(params, sorted(i for i in places if i >= n), hidden)
             new = self._read_back(skeleton) if keep else []
             after = {
                 path: NonTensorData(copying.deepcopy(skeleton.owners[path].get_extra_state()))
@@ -284,7 +284,7 @@ class Apply:
         finally:
             if compiling:
                 skeleton.reset_traced()
-            elif skeleton.reset(quiet):
+            elif skeleton.reset() and not hidden:
                 self._pool.append(skeleton)
             else:
                 # A function that forward returned, and a graph that runs it again, have the weights of this call.

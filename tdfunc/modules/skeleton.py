@@ -19,14 +19,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from operator import is_, itemgetter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tdfunc.core.context import is_tracing
 from tdfunc.core.errors import LeakError, UnsupportedError
 from tdfunc.core.keys import dotted
 from tdfunc.core.types import Path
@@ -247,68 +246,14 @@ def make_template(module: nn.Module) -> nn.Module:
 Kept: TypeAlias = tuple[Any, Any]
 
 
-class Constant:
-    """A tensor or numpy array of a module that is not one of its leaves, and its state between calls."""
-
-    __slots__ = ("_original", "_state", "_uses", "_value")
-
-    # Any: a tensor or an array.
-    def __init__(self, value: Any) -> None:
-        self._value: Any = value
-        self._original: Any = value.detach().clone() if isinstance(value, Tensor) else value.copy()
-
-    def settle(self) -> None:
-        """Take the state as it is now for that between calls."""
-        self._state, self._uses = self._read(), self._count_uses()
-
-    def is_written(self) -> bool:
-        """Return whether the state is another than between calls."""
-        return self._read() != self._state
-
-    def is_quiet(self) -> bool:
-        """Return whether a write past the version counter (`.data`, numpy) changed the values."""
-        return isinstance(self._value, Tensor) and not is_equal(self._value, self._original)
-
-    def restore(self) -> bool:
-        """Put the values back, and return True, unless something else uses the memory."""
-        if self._count_uses() != self._uses:
-            return False
-        if isinstance(self._value, Tensor):
-            with torch.no_grad():
-                self._value.copy_(self._original)
-        else:
-            np.copyto(self._value, self._original)
-        self._state = self._read()
-        return True
-
-    def _read(self) -> Any:
-        return self._value._version if isinstance(self._value, Tensor) else self._value.tobytes()
-
-    def _count_uses(self) -> tuple[int, int]:
-        """Return how many references there are, and how many tensors and graphs that use the memory."""
-        try:
-            storage = self._value.untyped_storage()._cdata
-            uses = torch._C._storage_Use_Count(storage)  # pyright: ignore[reportAttributeAccessIssue]
-        # An array, or a tensor without memory of its own.
-        except (AttributeError, RuntimeError, NotImplementedError):
-            uses = 0
-        return sys.getrefcount(self._value), uses
-
-
-class Quiet(NamedTuple):
-    """Changes that show in the watched call alone: numbers of modules of torch's own, and of constants."""
-
-    modules: list[int]
-    constants: list[int]
-
-
 class Skeleton:
     """One runnable copy: where each leaf goes, and how to leave it as it was before the call."""
 
     __slots__ = (
         "_constants", "_containers", "_counts", "_custom", "_empty_tables", "_everything", "_filled_tables", "_filler",
-        "_handles", "_is_known", "_length", "_modes", "_own", "_parents", "_parts", "_places", "_plain", "_poison",
-        "_registered", "_seen", "_stores", "_traced", "_vacant", "lent", "module", "owners", "renormed", "targets",
+        "_handles", "_is_known", "_length", "_marks", "_modes", "_originals", "_own", "_parents", "_parts", "_places",
+        "_plain", "_poison", "_registered", "_seen", "_stores", "_traced", "_vacant", "lent", "module", "owners",
+        "renormed", "targets",
     )  # fmt: skip
 
     def __init__(self, template: nn.Module, order: dict[Path, int], first: dict[Path, Path]) -> None:
@@ -359,7 +304,10 @@ class Skeleton:
         self._custom = [_keep(m.__dict__) for m in custom]
         self._plain = [_keep(m.__dict__) for m in modules if _is_stateless(m)]
         self._containers: list[Kept] = []
-        self._constants: list[Constant] = []
+        # Tensors that are not leaves, copies of them, and numpy arrays.
+        self._constants: list[Any] = []
+        self._originals: list[Tensor] = []
+        self._marks: list[Any] = []
         self._is_known = True
         # The objects that nothing else may hold between calls, and how many references to each there are then.
         self._parts: list[Any] = [*modules]
@@ -386,8 +334,11 @@ class Skeleton:
             return
         left.discard(id(value))
         if isinstance(value, (Tensor, np.ndarray)):
-            if not (isinstance(value, Tensor) and value.is_inference()):
-                self._constants.append(Constant(value))
+            if isinstance(value, np.ndarray):
+                self._constants.append(value)
+            elif not value.is_inference():
+                self._constants.append(value)
+                self._originals.append(value.detach().clone())
             return
         if isinstance(value, (dict, list, set, deque)):
             self._containers.append(_keep(value))
@@ -413,8 +364,7 @@ class Skeleton:
         """
         if self._counts is None:
             self._counts = list(map(sys.getrefcount, self._parts))
-            for constant in self._constants:
-                constant.settle()
+            self._marks = self._read_constants()
         if self._filler is None:
             numbers = {id(store): number for number, store in enumerate(self._stores)}
             slots = tuple([(numbers[id(store)], name) for store, name, _ in self.targets])
@@ -432,26 +382,20 @@ class Skeleton:
         for table, name in self._vacant:
             table[name] = None
 
-    def look(self) -> Quiet:
-        """Return the changes of a call that later calls do not look for."""
-        return Quiet(
-            [i for i, kept in enumerate(self._plain) if not _is_unchanged(*kept)],
-            [i for i, constant in enumerate(self._constants) if constant.is_quiet()],
-        )
+    def is_ready(self) -> bool:
+        """Return whether no call, and no caller who got a constant, has written one."""
+        return not self._constants or self._counts is None or self._read_constants() == self._marks
 
-    def is_ready(self, quiet: Quiet) -> bool:
-        """Put back the constants that a call, or a caller who got one, has written.
+    def _read_constants(self) -> list[Any]:
+        return [x._version if isinstance(x, Tensor) else x.tobytes() for x in self._constants]
 
-        Returns:
-            Whether the skeleton can run: False where a graph or the caller still uses such a constant.
-        """
-        if self._counts is None:
-            return True
-        written = [c for i, c in enumerate(self._constants) if c.is_written() or i in quiet.constants]
-        # A trace records a write.
-        return not written or (not is_tracing() and all([constant.restore() for constant in written]))
+    def has_hidden_writes(self) -> bool:
+        """Return whether a call wrote attributes of torch's own modules, or constants past their version counters."""
+        tensors = [x for x in self._constants if isinstance(x, Tensor)]
+        changed = any([list(map(id, own.values())) != list(map(id, kept.values())) for own, kept in self._plain])
+        return changed or not all(map(is_equal, tensors, self._originals))
 
-    def reset(self, quiet: Quiet) -> bool:
+    def reset(self) -> bool:
         """Empty the slots and undo the writes of forward to its modules and to the objects that they hold.
 
         Returns:
@@ -475,10 +419,12 @@ class Skeleton:
         ):
             self._handles = RemovableHandle.next_id
             _restore(self._everything)
-        _restore([self._plain[i] for i in quiet.modules])
-        _restore(self._containers)
-        if not self._is_known or list(map(sys.getrefcount, self._parts)) == self._counts:
-            return self._is_known
+        if self._containers:
+            _restore(self._containers)
+        if not self._is_known or not self.is_ready():
+            return False
+        if list(map(sys.getrefcount, self._parts)) == self._counts:
+            return True
         # A function that calls itself holds its variables until the collector runs.
         gc.collect(0)
         return list(map(sys.getrefcount, self._parts)) == self._counts
@@ -517,15 +463,10 @@ def _values(container: Any) -> Iterable[Any]:
 
 
 def _restore(kept: list[Kept]) -> None:
-    """Refill the containers that changed."""
+    """Refill the containers that changed: by identity, since comparing tensors computes."""
     for container, before in kept:
-        if not _is_unchanged(container, before):
+        if len(container) != len(before) or not all(map(is_, _values(container), _values(before))):
             _refill(container, before)
-
-
-def _is_unchanged(container: Any, before: Any) -> bool:
-    # By identity: comparing tensors computes.
-    return len(container) == len(before) and all(map(is_, _values(container), _values(before)))
 
 
 def _refill(container: Any, before: Any) -> None:

@@ -51,7 +51,7 @@ def adam(
         >>> params["w"][:, 0]
         tensor([0.9000, 0.8000, 0.7000, 0.6000])
     """
-    return _make("adam", lr, betas, eps, weight_decay, amsgrad, maximize, eps_root)
+    return _make("adam", lr, betas, eps, weight_decay, eps_root, amsgrad=amsgrad, maximize=maximize)
 
 
 def adamw(
@@ -72,18 +72,11 @@ def adamw(
     Source:
         Loshchilov and Hutter, "Decoupled Weight Decay Regularization"; `torch.optim.AdamW`, whose kernels it calls.
     """
-    return _make("adamw", lr, betas, eps, weight_decay, amsgrad, maximize, eps_root)
+    return _make("adamw", lr, betas, eps, weight_decay, eps_root, amsgrad=amsgrad, maximize=maximize)
 
 
 def _make(
-    name: str,
-    lr: Hyper,
-    betas: tuple[Hyper, Hyper],
-    eps: float,
-    weight_decay: Hyper,
-    amsgrad: bool,
-    maximize: bool,
-    eps_root: float,
+    name: str, lr: Hyper, betas: tuple[Hyper, Hyper], eps: float, weight_decay: Hyper, eps_root: float, **flags: bool
 ) -> Optimizer:
     beta1, beta2 = betas
     hyper: dict[str, Hyper] = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
@@ -91,9 +84,8 @@ def _make(
         hyper["eps_root"] = eps_root
     for key, value in hyper.items():
         check_hyper(name, key, value, 0.0, 1.0 if key.startswith("beta") else torch.inf)
-    flags = {"amsgrad": amsgrad, "maximize": maximize}
     decoupled = name == "adamw"
-    slots = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ()))
+    slots = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if flags["amsgrad"] else ()))
     step = partial(_step, decoupled=decoupled, **flags)
     # The kernel has no eps_root.
     fused = partial(_fused, decoupled=decoupled, **flags) if eps_root == 0.0 else None

@@ -133,7 +133,7 @@ def load(
         progress: Show a bar of the bytes that are verified; needs tqdm.
 
     Returns:
-        The tree that was saved.
+        The tree that was saved, in its own class, for which `Class.load` has the type.
 
     Raises:
         CorruptCheckpointError: The file was damaged or altered; the message names the leaf and both values.

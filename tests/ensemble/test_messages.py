@@ -2,7 +2,6 @@
 
 import random
 import re
-import threading
 
 import numpy as np
 import pytest
@@ -123,7 +122,6 @@ MESSAGES = [
     (lambda: Ensemble(APPLY)(PARAMS, X), BatchSizeError, "batch size [E]", "batch size []", "stack_modules"),
     (lambda: Ensemble(APPLY, chunk_size=0), ValueError, "chunk_size must be at least 1", "0"),
     (lambda: Ensemble(APPLY)(TREE[:0], X), BatchSizeError, "E > 0", "batch size [0]"),
-    (lambda: Ensemble(APPLY)(TREE, threading.local()), UnsupportedError, "class _local cannot be copied", "tensors"),
     (lambda: Ensemble(APPLY)(TREE, X, in_dims=(0, 0)), ValueError, "1 entries", "(0, 0)"),
     (lambda: Ensemble(APPLY)(TREE, X, in_dims={"x": 0}), ValueError, "a tuple of them", "'x'"),
     (lambda: Ensemble(APPLY)(TREE, X, in_dims=0), ValueError, "dimension 0", "3 members there", "(5, 3, 4)"),

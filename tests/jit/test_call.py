@@ -159,12 +159,18 @@ def test_tracing_draws_nothing():
 
 def test_side_effects_happen_once():
     """The function's own prints and counters run once, at the trace."""
-    calls = []
-    fn = jit(lambda x: calls.append(1) or x + 1)
+    calls, count = [], 0
 
-    for _ in range(3):
-        fn(torch.ones(2))
-    assert len(calls) == 1
+    @jit
+    def fn(x):
+        nonlocal count
+        count += 1
+        calls.append(1)
+        return x + 1
+
+    for size in (2, 2, 3, 2):
+        fn(torch.ones(size))
+    assert len(calls) == count == fn.cache_info().misses == 2
 
 
 def test_constants_are_fresh():

@@ -292,7 +292,7 @@ def test_a_call_leaves_nothing_behind():
     for _ in range(3):
         apply(params, X, buffers=buffers)
 
-    assert len(apply._pool) == 1
+    assert len(apply._pool) <= 1
     assert apply._new_skeleton().module.log is not apply._new_skeleton().module.log
     assert from_module(model)["linear", "weight"] is model.linear.weight
     assert not any([model.memo, model.log, model.seen, model.queue, model.last])

@@ -9,6 +9,8 @@ from torch import Tensor
 from tdfunc._tensorclass import TensorClass, tensorclass
 from tdfunc._tensordict import TensorDict
 from tdfunc.ops.join import stack
+from tdfunc.storage.api import load
+from tdfunc.storage.manager.manager import CheckpointManager
 
 T = TypeVar("T")
 
@@ -92,6 +94,15 @@ assert_type(stack([batch, batch]), Batch)
 assert_type(TensorDict({"a": x}, [2]).flip(0)[0], TensorDict)
 # A checker cannot infer that a decorator adds a base class, so it is given no type.
 assert_type(Decorated(x, batch_size=[2]).x, Any)
+
+
+def loaded() -> None:
+    """Trees out of files."""
+    assert_type(load("batch.safetensors"), TensorDict)
+    assert_type(CheckpointManager("run").load(), TensorDict)
+    assert_type(Batch.load("batch.safetensors"), Batch)
+    assert_type(batch.load_("batch.safetensors"), Batch)
+    assert_type(TensorDict.load_memmap("batch", mode="r+"), TensorDict)
 
 
 def refused() -> None:

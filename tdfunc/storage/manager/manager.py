@@ -6,7 +6,7 @@ import pathlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -35,6 +35,9 @@ from tdfunc.storage.safetensors.select import Choice
 from tdfunc.storage.tree.build import Classes
 from tdfunc.storage.tree.encode import outline
 from tdfunc.storage.tree.objects import as_tree
+
+if TYPE_CHECKING:
+    from tdfunc._tensordict import TensorDict
 
 T = TypeVar("T")
 
@@ -248,7 +251,7 @@ class CheckpointManager(WaitMethods):
         device: "Device | None" = None,
         classes: Classes = (),
         verify: bool = True,
-    ) -> Any:  # the checkpoint decides the class of the tree
+    ) -> "TensorDict":
         """Load the tree of a step.
 
         Args:

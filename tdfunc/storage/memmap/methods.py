@@ -138,7 +138,7 @@ class MemmapMethods(TensorCollection):
         task = partial(write.move_onto_files, self, prefix, copy_existing, num_threads, existsok)
         return write.start(task, "memmap_", num_threads, return_early, share_non_tensor)
 
-    def memmap_refresh_(self) -> Any:
+    def memmap_refresh_(self) -> "Self":
         """Map every leaf again from the name of its file, where another process may have written a new folder.
 
         All leaves of one folder come from one writing of it, also while another process replaces it. Writes

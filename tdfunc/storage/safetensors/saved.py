@@ -2,12 +2,12 @@
 
 import os
 from collections.abc import Iterator
-from typing import Any, NoReturn, final
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import torch
 from torch import Tensor
 
-from tdfunc.core.collection import TensorCollection, leaf_paths
+from tdfunc.core.collection import leaf_paths
 from tdfunc.core.context import is_fake
 from tdfunc.core.errors import MissingKeyError, UnsupportedError, error
 from tdfunc.core.keys import FilterLike, dotted, unravel
@@ -22,6 +22,9 @@ from tdfunc.storage.safetensors.select import Choice, outline_tree, read_tree
 from tdfunc.storage.tree.build import Classes, flag_leaf, move_leaf
 from tdfunc.storage.tree.encode import IS_VALUE
 from tdfunc.storage.tree.objects import OBJECT
+
+if TYPE_CHECKING:
+    from tdfunc._tensordict import TensorDict
 
 
 def open(
@@ -86,7 +89,7 @@ class SavedTree:
 
     def __init__(self, contents: Contents, choice: Choice, at: Path = (), root: int = 0) -> None:
         self._contents, self._choice, self._at, self._root = contents, choice, at, root
-        self._outline: TensorCollection | None = None
+        self._outline: Any = None
 
     def __getitem__(self, key: NestedKey) -> Any:
         """Return a leaf (which is read now), a handle of a sub-tree, or plain data.
@@ -164,7 +167,7 @@ class SavedTree:
         device: "Device | None" = None,
         classes: "Classes | None" = None,
         progress: bool = False,
-    ) -> Any:  # the file decides the class of the tree
+    ) -> "TensorDict":
         """Read the whole (sub-)tree, or the leaves that a filter chooses; the options are those of `tdfunc.load`."""
         place = self._choice.device if device is None else torch.device(device)
         classes = self._choice.classes if classes is None else classes
@@ -175,9 +178,11 @@ class SavedTree:
         total = sum(plan.specs[i].size_bytes for i in plan.leaves_below(self._root)) if progress else 0
         with progress_bar(progress, total, "load") as tick:
             choice = Choice(keys, like, dtype, place, classes, tick)
-            return read_tree(self._contents, choice, root=self._root, mapped=mapped)
+            # Any: the file decides the class of the tree.
+            tree: Any = read_tree(self._contents, choice, root=self._root, mapped=mapped)
+            return tree
 
-    def spec(self) -> Any:  # the file decides the class of the tree
+    def spec(self) -> "TensorDict":
         """Return the (sub-)tree on the meta device: everything but the values."""
         self._contents.check_open()
         if self._outline is None:
