@@ -92,15 +92,12 @@ def main() -> None:
 
     # The trunk is member 0 without its head. The heads are new, and only they train.
     _, trunk = tdf.partition(members[0], "head.*")
-    heads, _ = tdf.partition(tdf.init_ensemble(Attention, HEADS), "head.*")
-    frozen = apply.eval()
-
-    def run(heads: TensorDict, trunk: TensorDict, x: Tensor) -> Tensor:
-        # vmap maps the heads only, so the trunk is computed once for all of them.
-        return torch.vmap(lambda head: frozen(tdf.combine(head, trunk), x))(heads)
+    heads, _ = tdf.partition(tdf.init_ensemble(Attention, HEADS, seed=1), "head.*")
+    # Shared leaves have no dimension of members, and what they compute runs once.
+    run = tdf.Ensemble(apply.eval(), shared=~tdf.Filter("head.*"))
 
     def head_loss(heads: TensorDict, trunk: TensorDict, x: Tensor, y: Tensor) -> Tensor:
-        return sum_losses(run(heads, trunk, x), y)
+        return sum_losses(run(tdf.combine(trunk, heads), x), y)
 
     optimizer = tdf.optim.adam(lr=torch.logspace(-2.5, -1.5, HEADS))  # one for each
     state = optimizer.init(heads)
@@ -115,7 +112,8 @@ def main() -> None:
     for _ in range(STEPS):
         rows = torch.randint(len(x), (100,))
         heads, state = step(heads, state, trunk, x[rows], y[rows])
-    assert report(f"{HEADS} heads, one trunk", run(heads, trunk, x_test), y_test) > 0.85
+    logits = run(tdf.combine(trunk, heads), x_test)
+    assert report(f"{HEADS} heads, one trunk", logits, y_test) > 0.85
     shared, whole = count(heads) + count(trunk), HEADS * count(members[0])
     print(f"parameters: {shared}; of {HEADS} whole models {whole}")
 

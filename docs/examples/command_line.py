@@ -50,12 +50,7 @@ def train(folder: Path) -> None:
 def call(folder: Path, line: str, status: int = 0) -> str:
     """Run a line in a shell, check its exit status and return its output."""
     print(f"\n$ tdfunc {line}")
-    command = [
-        sys.executable,
-        "-c",
-        "from tdfunc.cli import main; main()",
-        *line.split(),
-    ]
+    command = [sys.executable, "-m", "tdfunc", *line.split()]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == status, done.stderr
     return done.stdout

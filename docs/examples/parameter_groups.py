@@ -33,8 +33,7 @@ def train_with_torch(model: nn.Module, x: Tensor, y: Tensor, batches: Tensor) ->
     others = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": others}]
     optimizer = torch.optim.AdamW(groups, lr=PEAK, weight_decay=0.0)
-    rates = [schedule(torch.tensor(step)).item() for step in range(STEPS + 1)]
-    scale = [rate / PEAK for rate in rates]
+    scale = [float(schedule(torch.tensor(step))) / PEAK for step in range(STEPS + 1)]
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, scale.__getitem__)
     for rows in batches:
         optimizer.zero_grad()

@@ -80,9 +80,8 @@ def differentiate_a_language_model(folder: Path) -> None:
     """Do the same with a folder that `save_pretrained` wrote."""
     logging.disable_progress_bar()
     torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "n_positions": 32, "n_embd": 32}
-    tokens = {"bos_token_id": 0, "eos_token_id": 0}
-    config = GPT2Config(**sizes, **tokens, n_layer=2, n_head=2)
+    tokens = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0}
+    config = GPT2Config(n_positions=32, n_embd=32, n_layer=2, n_head=2, **tokens)
     # vmap has a rule for each operation of eager attention, and none for the fused one.
     config._attn_implementation = "eager"
     GPT2LMHeadModel(config).save_pretrained(folder)

@@ -7,7 +7,6 @@ The best step by validation loss is kept as well.
 Run it with: python torch_optim.py
 """
 
-import json
 import tempfile
 from pathlib import Path
 
@@ -56,12 +55,10 @@ class Trainer:
 
     def save(self, epoch: int, loss: float) -> None:
         """Save model, optimizer, schedule and random generators as one step."""
-        optimizer = self.optimizer.state_dict()
         tree = {
             "model": tdf.from_module(self.model),
-            "optimizer": {str(i): s for i, s in optimizer["state"].items()},
-            "groups": json.dumps(optimizer["param_groups"]),
-            "schedule": json.dumps(self.schedule.state_dict()),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
             "rng": tdf.get_rng_state(),
         }
         self.manager.save(epoch, tree, metadata={"loss": loss})
@@ -71,10 +68,8 @@ class Trainer:
         tree = self.manager.load(epoch)
         # The optimizer holds the model's parameters, so values are copied into these.
         self.model.load_state_dict(tree["model"].state_dict())
-        state = {int(i): dict(s.items()) for i, s in tree["optimizer"].items()}
-        groups = json.loads(tree["groups"])
-        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
-        self.schedule.load_state_dict(json.loads(tree["schedule"]))
+        self.optimizer.load_state_dict(tree["optimizer"])
+        self.schedule.load_state_dict(tree["schedule"])
         tdf.set_rng_state(tree["rng"])
 
 
