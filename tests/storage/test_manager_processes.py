@@ -127,7 +127,7 @@ def test_the_latest_is_removed_before_it_is_opened(tmp_path, monkeypatch):
 def test_without_locks_a_step_that_goes_while_it_is_read_is_gone_and_not_damaged(tmp_path, monkeypatch):
     """On a file system without locks a step that is removed while it is read is gone, and not damaged."""
     monkeypatch.setattr(commit, "_fcntl", None)
-    manager, real = CheckpointManager(tmp_path, keep_last=2), steps_module.load
+    manager, real = CheckpointManager(tmp_path, keep_last=2), steps_module.load_choice
     for step in range(3):
         manager.save(step, tree_of(step))
     assert manager.steps() == [1, 2]
@@ -136,7 +136,7 @@ def test_without_locks_a_step_that_goes_while_it_is_read_is_gone_and_not_damaged
         steps_module.remove_step(str(tmp_path), 1)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(steps_module, "load", late)
+    monkeypatch.setattr(steps_module, "load_choice", late)
     with pytest.raises(FileNotFoundError, match="step 1 is not there; it was removed"):
         manager.load(1)
     assert value_of(manager.load()) == 2
