@@ -1,5 +1,6 @@
 """Optimizers as pairs of pure functions over trees, for one model or a stack of members."""
 
+from tdfunc.optim import schedules as schedules
 from tdfunc.optim._adam import adam as adam
 from tdfunc.optim._adam import adamw as adamw
 from tdfunc.optim._base import AbstractOptimizer as AbstractOptimizer

@@ -44,7 +44,7 @@ APART = {
 
 
 # These take an accelerator, a module's tied parameters, or files.
-ELSEWHERE = {"cuda", "pin_memory", "untie", "load_", "load_memmap_"}
+ELSEWHERE = {"cuda", "pin_memory", "untie", "load_", "load_memmap_", "memmap_refresh_"}
 
 
 def annotated(kind):
