@@ -71,7 +71,7 @@ def main(folder: Path) -> None:
     assert writer.exitcode == 0
 
     # The files are mapped, and nothing is read yet.
-    digits = Digit.load(path, classes=[Box])
+    digits = Digit.load(path)
     assert isinstance(digits, Digit)
     assert isinstance(digits.box, Box)
     print(f"loaded {len(digits)} digits from {digits.source!r}")

@@ -11,6 +11,7 @@ from tdfunc.cli.convert import Part, Target, rewrite
 from tdfunc.cli.diff import diff as run_diff
 from tdfunc.cli.numbers import Tolerance
 from tdfunc.cli.show import show as run_show
+from tdfunc.cli.sources import make_filter
 from tdfunc.cli.verify import verify as run_verify
 
 app = typer.Typer(
@@ -101,6 +102,8 @@ def diff(
         str | None, typer.Option(help="Compare values up to |a - b| <= ATOL + RTOL |b|.", metavar="RTOL[/ATOL]")
     ] = None,
     metadata: Annotated[bool, typer.Option("--metadata/--no-metadata", help="Compare more than leaves.")] = True,
+    include: Include = None,
+    exclude: Exclude = None,
     json: Json = False,
 ) -> None:
     """Compare two checkpoints: structure, shapes, dtypes, metadata, and values (without --values by checksums)."""
@@ -113,7 +116,8 @@ def diff(
         if not 1 <= len(numbers) <= 2 or not all(0 <= part < float("inf") for part in numbers):
             raise typer.BadParameter(f"{tol!r} must be RTOL or RTOL/ATOL, such as 1e-3/1e-5.", param_hint="--tol")
         tolerance = Tolerance(numbers[0], numbers[-1])
-    raise typer.Exit(run_diff(a, b, tolerance=tolerance, with_metadata=metadata, as_json=json))
+    where = make_filter(include or (), exclude or ())
+    raise typer.Exit(run_diff(a, b, where, tolerance=tolerance, with_metadata=metadata, as_json=json))
 
 
 @app.command(epilog="Exit code: 0 whole, 1 damaged, 2 trouble, 3 the structure is whole and there are no checksums.")

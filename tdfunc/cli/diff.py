@@ -1,13 +1,13 @@
 """`tdfunc diff`: the differences of two checkpoints."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from tdfunc.cli.numbers import Difference, Tolerance
 from tdfunc.cli.output import Table, print_json, print_table, progress, short, shown
-from tdfunc.cli.sources import Source, described, open_source, plain_values, stored_leaves
+from tdfunc.cli.sources import Source, Stored, choose, described, open_source, plain_values, stored_leaves
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.keys import dotted
+from tdfunc.core.keys import FilterLike, dotted
 from tdfunc.core.types import Path
 from tdfunc.ops.display.text import count_text
 
@@ -33,16 +33,22 @@ class ValueDifference(NamedTuple):
     max_rel: float | None
 
 
-def diff(a: str, b: str, *, tolerance: Tolerance | None, with_metadata: bool, as_json: bool) -> int:
-    """Compare two checkpoints, values where a tolerance is given; return the exit code."""
+def diff(
+    a: str, b: str, where: "FilterLike | None", *, tolerance: Tolerance | None, with_metadata: bool, as_json: bool
+) -> int:
+    """Compare two checkpoints, or chosen leaves of them, values where a tolerance is given; return the exit code."""
     with open_source(a) as first, open_source(b) as second:
         # A file of torch.save or of another program has no kinds, batch sizes and so on.
         is_described = with_metadata and first.is_described and second.is_described
-        one, other = [_facts(source, with_metadata, is_described) for source in (first, second)]
+        leaves = [choose(stored_leaves(source.tree), where) for source in (first, second)]
+        one, other = [_leaf_facts(found, is_described) for found in leaves]
+        if where is None:
+            one |= _tree_facts(first, with_metadata, is_described)
+            other |= _tree_facts(second, with_metadata, is_described)
         found = [
             entry for key in dict.fromkeys([*one, *other]) for entry in _compare(key, one.get(key), other.get(key))
         ]
-        values, compared = _compare_values(first, second, tolerance)
+        values, compared = _compare_values((first, second), leaves, tolerance)
     code = DIFFERENT if found or values else EQUAL
     if as_json:
         entries = [entry._asdict() for entry in found] + [{"what": "values", **entry._asdict()} for entry in values]
@@ -69,16 +75,22 @@ def diff(a: str, b: str, *, tolerance: Tolerance | None, with_metadata: bool, as
 Facts = dict[tuple[str, Path], dict[str, Any]]
 
 
-def _facts(source: Source, with_metadata: bool, is_described: bool) -> Facts:
-    """Return everything that is compared except values."""
+def _leaf_facts(leaves: Sequence[Stored], is_described: bool) -> Facts:
+    """Return everything about leaves that is compared except values."""
     found: Facts = {}
-    for one in stored_leaves(source.tree):
+    for one in leaves:
         facts: dict[str, Any] = {"shape": list(one.leaf.shape), "dtype": one.dtype_name}
         if is_described:
             kind = [one.kind.value if one.kind is not None else "none", type(one.leaf).__name__]
             facts["kind"] = ", ".join([*kind, *(["requires grad"] if one.leaf.requires_grad else [])])
             facts["tied"] = ", ".join(sorted(map(dotted, one.paths))) if len(one.paths) > 1 else "no"
         found |= {("leaf", path): facts for path in one.paths}
+    return found
+
+
+def _tree_facts(source: Source, with_metadata: bool, is_described: bool) -> Facts:
+    """Return everything about non-tensor data, metadata and sub-trees that is compared."""
+    found: Facts = {}
     if with_metadata:
         found |= {("value", path): {"value": described(value)} for path, value in plain_values(source.tree).items()}
         found["tree", ()] = {f"metadata {key}": value for key, value in source.metadata.items()}
@@ -118,10 +130,13 @@ def _compare(key: tuple[str, Path], a: dict[str, Any] | None, b: dict[str, Any] 
             yield Found(name, path, x, y)
 
 
-def _compare_values(a: Source, b: Source, tolerance: Tolerance | None) -> tuple[list[ValueDifference], str]:
+def _compare_values(
+    sources: tuple[Source, Source], leaves: Sequence[Sequence[Stored]], tolerance: Tolerance | None
+) -> tuple[list[ValueDifference], str]:
     """Compare the values of the leaves that both have in one shape; also return how they were compared."""
-    others = {path: one for one in stored_leaves(b.tree) for path in one.paths}
-    common = [(one, others[one.path]) for one in stored_leaves(a.tree) if one.path in others]
+    a, b = sources
+    others = {path: one for one in leaves[1] for path in one.paths}
+    common = [(one, others[one.path]) for one in leaves[0] if one.path in others]
     pairs = [(one, other) for one, other in common if one.leaf.shape == other.leaf.shape]
     found: list[ValueDifference] = []
     if tolerance is not None:

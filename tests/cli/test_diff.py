@@ -41,6 +41,21 @@ def test_formats_can_be_compared(a, b, tmp_path):
 BASE = {"w": torch.arange(4.0), "n": {"i": torch.arange(3)}, "note": "text"}
 
 
+def test_chosen_leaves_are_compared(tmp_path):
+    """Steps of a run differ in more than parameters: a filter leaves out the rest, of leaves and of metadata."""
+    for name, step in (("a", 1), ("b", 2)):
+        tree = TensorDict({"params": {"w": torch.ones(2)}, "state": {"step": torch.tensor(step)}})
+        save(tree.set("note", name), tmp_path / f"{name}.safetensors")
+    files = [tmp_path / f"{name}.safetensors" for name in "ab"]
+
+    assert run("diff", *files, "--values").code == 1
+    assert run("diff", *files, "--values", "--filter", "params.*").code == 0
+    assert run("diff", *files, "--exclude", "state.*").code == 0
+    chosen = run("diff", *files, "--filter", "state.*")
+    assert (chosen.code, "state.step" in chosen.out) == (1, True)
+    assert run("diff", *files, "--filter", "other.*").code == 2
+
+
 @pytest.mark.parametrize(
     ("change", "what", "path"),
     [
