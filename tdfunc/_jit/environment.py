@@ -109,7 +109,7 @@ class _Reader(NamedTuple):
     name: str
     owner: Any
     read: Callable[[], Any]
-    # Whether the code assigns it.
+    # True if the code assigns it.
     own: bool = False
 
     @property

@@ -90,7 +90,7 @@ class TensorClass(_Typed):
     # The fields without a default.
     _required: ClassVar[tuple[str, ...]] = ()
     _hints: ClassVar[dict[str, Any]] = {}
-    # Whether a constructor must compare values with annotations, also those that are tensors.
+    # True if a constructor must compare values with annotations, also those that are tensors.
     _looks_up: ClassVar[bool] = False
     # A lazy stack of instances has other keys than the fields.
     _any_key: ClassVar[bool] = False

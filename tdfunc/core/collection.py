@@ -51,12 +51,12 @@ class LeafOp(NamedTuple):
     leaf: LeafFn
     size: Callable[[Size], Size] | None = None
     names: Callable[[Names], Names | None] | None = None
-    # Whether it acts on batch dimensions: then nested trees get it through `_shape` and `leaf` sees non-tensor data.
+    # True if it acts on batch dimensions: then nested trees get it through `_shape` and `leaf` sees non-tensor data.
     batch: bool = False
     args: tuple[Any, ...] = ()
-    # Whether `leaf` may return None, which drops the leaf.
+    # True if `leaf` may return None, which drops the leaf.
     drops: bool = False
-    # Whether `leaf` takes the leaves of all trees as one sequence, as torch.stack does.
+    # True if `leaf` takes the leaves of all trees as one sequence, as torch.stack does.
     packed: bool = False
     # Makes a faster `leaf` for the leaves of one node, all plain tensors: most share a shape, which is then read here.
     plain: Callable[[Collection[Tensor]], LeafFn] | None = None
@@ -89,7 +89,7 @@ class TensorCollection(Slots):
     # The class for open keys and the class for ragged stacks; the public modules set them, lower layers build by them.
     _open: ClassVar[Any] = None
     _lazy: ClassVar[Any] = None
-    # Whether the node is a lazy stack: its children are trees of unequal shapes, not leaves.
+    # True if the node is a lazy stack: its children are trees of unequal shapes, not leaves.
     _is_lazy: ClassVar[bool] = False
     # The method (key, value, where) by which a class with typed fields makes a value a node; others use `convert`.
     _accept: ClassVar[Any] = None

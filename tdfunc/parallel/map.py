@@ -59,7 +59,7 @@ class _Work(NamedTuple):
     options: Options
     # How many workers there are, at most one for each chunk; 0 where the function runs in this thread.
     workers: int
-    # Whether chunks reach the function as they are, not as parcels.
+    # True if chunks reach the function as they are, not as parcels.
     is_direct: bool
     # The job for processes that do not have it.
     parcel: Parcel | None

@@ -36,7 +36,7 @@ class Parcel(NamedTuple):
     body: bytes
     sizes: tuple[int, ...]
     block: bytes
-    # Whether Ray's cloudpickle made it, which copies classes and functions that no module has.
+    # True if Ray's cloudpickle made it, which copies classes and functions that no module has.
     by_value: bool = False
 
 
