@@ -38,7 +38,12 @@ def test_index_equals_torch(size, seed):
     index = random_index(np.random.default_rng(seed), size)
     x = torch.arange(Size(size).numel()).reshape(size)
     try:
-        expected = x[index if isinstance(index, tuple) else (index,)]
+        # torch counts a mask of numpy's as one dimension where other parts follow.
+        given = [
+            torch.as_tensor(part) if isinstance(part, np.ndarray) else part
+            for part in (index if isinstance(index, tuple) else (index,))
+        ]
+        expected = x[tuple(given)]
     except (IndexError, TypeError):
         with pytest.raises(IndexError):
             _take(x, index)

@@ -121,12 +121,13 @@ WAYS = [make_argument, make_cell, make_global, make_contents, make_default, make
 @pytest.mark.parametrize("make", WAYS)
 @given(st.lists(VALUES, min_size=2, max_size=3))
 def test_values_are_those_of_the_call(make, values):
-    """A value read in any way is the present one, down to its type and sign, and an equal one is found again."""
+    """A value read in any way is the present one, down to its type and sign, and the same one is found again."""
     fn, call = make()
 
     for value in [*values, *values]:
         assert call(value) == repr(value)
-    assert fn.cache_info().misses == len({repr(value) for value in values})
+    # Another object of a class of one's own is read anew, although it is equal.
+    assert len({repr(value) for value in values}) <= fn.cache_info().misses <= len(values)
 
 
 def test_arrays_are_read_again():
