@@ -113,7 +113,7 @@ def _prepare(
     )
     parcel = None
     if not is_direct and not is_forked:
-        parcel = to_parcel(job, "function", by_value=getattr(executor, "_by_value", False))
+        parcel = to_parcel(job, "function", fn=fn, by_value=getattr(executor, "_by_value", False))
     order = torch.randperm(size, generator=options.generator, device="cpu") if shuffle else None
     count = 0 if is_here else min(workers, plan.chunks) if plan.chunks else 1
     job = job._replace(fn=fn)

@@ -6,6 +6,7 @@ A parcel never takes a descriptor for each leaf.
 import io
 import os
 import pickle
+import sys
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -36,6 +37,8 @@ class Parcel(NamedTuple):
     body: bytes
     sizes: tuple[int, ...]
     block: bytes
+    # The module of the function in it, and that module's file, for a process whose path does not lead there.
+    origin: tuple[str, str | None] = ("", None)
     # True if Ray's cloudpickle made it, which copies classes and functions that no module has.
     by_value: bool = False
 
@@ -68,8 +71,10 @@ def _pickler(by_value: bool) -> Any:
     return Pickler
 
 
-def to_parcel(value: Any, what: Literal["function", "chunk", "result"] = "chunk", *, by_value: bool = False) -> Parcel:
-    """Return a value as a parcel; a tensor that occurs twice is one tensor again."""
+def to_parcel(
+    value: Any, what: Literal["function", "chunk", "result"] = "chunk", *, fn: Any = None, by_value: bool = False
+) -> Parcel:
+    """Return a value (with a function `fn` in it) as a parcel; a tensor that occurs twice is one tensor again."""
     file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
     try:
         _pickler(by_value)(file, protocol=5, buffer_callback=buffers.append).dump(value)
@@ -85,9 +90,13 @@ def to_parcel(value: Any, what: Literal["function", "chunk", "result"] = "chunk"
             got=f"{type(err).__name__}: {err}",
             hint=_HINTS[what],
         ) from err
+    while hasattr(fn, "func"):
+        fn = fn.func
+    module = getattr(fn, "__module__", None) or ""
+    origin = module, getattr(sys.modules.get(module), "__file__", None)
     views = [buffer.raw() for buffer in buffers]
     padded = [part for view in views for part in (view, bytes(-view.nbytes % _ALIGN))]
-    return Parcel(file.getvalue(), tuple([view.nbytes for view in views]), b"".join(padded), by_value)
+    return Parcel(file.getvalue(), tuple([view.nbytes for view in views]), b"".join(padded), origin, by_value)
 
 
 def from_parcel(parcel: Parcel) -> Any:

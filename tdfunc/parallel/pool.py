@@ -1,13 +1,17 @@
 """Worker processes: pools of `concurrent.futures` with torch loaded, one torch thread, and an end with their parent."""
 
+import importlib
 import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
+from importlib.util import module_from_spec, spec_from_file_location
 from multiprocessing import connection, forkserver
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -119,7 +123,10 @@ def _read_job(key: str, parcel: Parcel | None) -> Job:
         return _job
     given = _given if parcel is None else parcel
     if isinstance(given, Parcel):
+        name, file = given.origin
         try:
+            if name not in ("", "__main__", *sys.modules) and file is not None:
+                _import_module(name, file)
             given = from_parcel(given)
         except (AttributeError, ImportError) as err:
             raise WorkerError(
@@ -130,3 +137,18 @@ def _read_job(key: str, parcel: Parcel | None) -> Job:
     assert isinstance(given, Job)
     _job = given
     return given
+
+
+def _import_module(name: str, file: str) -> None:
+    """Import a module from its file where its name is not found, as pytest imports test files."""
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        spec = spec_from_file_location(name, file)
+        if spec is None or spec.loader is None:
+            return
+        # Pickle looks a dotted name up through the first of its packages.
+        first = name.partition(".")[0]
+        sys.modules.setdefault(first, ModuleType(first))
+        module = sys.modules[name] = module_from_spec(spec)
+        spec.loader.exec_module(module)

@@ -1,8 +1,10 @@
 """`map` and `map_iter`: equal to the function on the whole, wherever the chunks run."""
 
 import multiprocessing
+import sys
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
 
 import numpy as np
 import pytest
@@ -362,3 +364,18 @@ def test_progress_is_shown(capfd):
     rows().map(fns.same, num_workers=0, chunksize=5, pbar=True)
 
     assert "2/2" in capfd.readouterr().err
+
+
+def test_a_function_of_a_file_off_the_path(tmp_path):
+    """A worker imports a module that was loaded from a file by its location, as pytest imports test files."""
+    file = tmp_path / "off_the_path.py"
+    file.write_text("def add_one(rows):\n    return rows + 1\n")
+    spec = spec_from_file_location("elsewhere.off_the_path", file)
+    module = sys.modules[spec.name] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    td = TensorDict({"x": torch.arange(4.0)}, [4])
+
+    try:
+        assert td.map(module.add_one, num_workers=1)["x"].tolist() == [1, 2, 3, 4]
+    finally:
+        del sys.modules[spec.name]
