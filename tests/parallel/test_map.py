@@ -370,7 +370,7 @@ def test_a_function_of_a_file_off_the_path(tmp_path):
     """A worker imports a module that was loaded from a file by its location, as pytest imports test files."""
     file = tmp_path / "off_the_path.py"
     file.write_text("def add_one(rows):\n    return rows + 1\n")
-    spec = spec_from_file_location("elsewhere.off_the_path", file)
+    spec = spec_from_file_location("off_the_path", file)
     module = sys.modules[spec.name] = module_from_spec(spec)
     spec.loader.exec_module(module)
     td = TensorDict({"x": torch.arange(4.0)}, [4])
