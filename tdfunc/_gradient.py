@@ -12,7 +12,7 @@ from tdfunc.core.errors import LeafMismatchError, error
 from tdfunc.core.keys import Filter, FilterLike, dotted
 from tdfunc.core.types import Kind, Path
 from tdfunc.core.walk import replace
-from tdfunc.ops.reading import entries, get
+from tdfunc.ops.reading import check_dense, entries, get
 from tdfunc.ops.structure import keep_leaves
 
 # A filter for the tree, or one for each of several trees; None is all leaves with a gradient.
@@ -40,7 +40,8 @@ def grad(
     Raises:
         TypeError: An argument is not a tree.
         FilterError: A pattern matches no leaf.
-        LeafMismatchError: A chosen leaf has no gradient, since its dtype is an integer or bool.
+        LeafMismatchError: A chosen leaf has no gradient, since its dtype is an integer or bool; or a tree is, or holds,
+            a lazy stack, which `torch.func.grad` takes.
 
     Source:
         `jax.grad`, `equinox.filter_grad`.
@@ -85,6 +86,8 @@ def value_and_grad(
 
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
+        if len({place % max(len(args), 1) for place in places}) < len(places):
+            raise error(ValueError, "grad: argnums must name different arguments.", got=argnums)
         trees = [_tree(args, place) for place in places]
         groups = [_choose(tree, where) for tree, where in zip(trees, filters, strict=True)]
 
@@ -92,7 +95,11 @@ def value_and_grad(
             given = list(args)
             for place, tree, paths, leaves in zip(places, trees, groups, columns, strict=True):
                 given[place] = _put(tree, paths, leaves)
-            return fn(*given, **kwargs)
+            out = fn(*given, **kwargs)
+            value = out[0] if has_aux else out
+            if isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex():
+                raise error(TypeError, "grad: the function must return a floating-point number.", got=value.dtype)
+            return out
 
         leaves = [[get(tree, paths[0]) for paths in group] for tree, group in zip(trees, groups, strict=True)]
         # torch.func returns the gradients first.
@@ -107,12 +114,14 @@ def value_and_grad(
 
 
 def _tree(args: tuple[Any, ...], place: int) -> TensorCollection:
-    if isinstance(args[place], TensorCollection):
-        return args[place]
+    given = args[place] if -len(args) <= place < len(args) else None
+    if isinstance(given, TensorCollection):
+        check_dense(given, "grad")
+        return given
     raise error(
         TypeError,
-        f"grad: argument {place} must be a tree.",
-        got=type(args[place]).__name__,
+        f"grad: positional argument {place} must be a tree.",
+        got=type(given).__name__ if given is not None else f"{len(args)} positional arguments",
         hint="argnums= says which arguments are differentiated; torch.func.grad takes tensors and dicts.",
     )
 

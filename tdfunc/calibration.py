@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from tdfunc.core.context import has_values
 from tdfunc.core.errors import LeafMismatchError, error
 
 Method: TypeAlias = Literal["lac", "aps"]
@@ -29,7 +30,7 @@ def fit_temperature(y: Tensor, t: Tensor) -> Tensor:
         t: The right classes.
 
     Shapes:
-        `y` is (*E, N, C), `t` is (N); the result is (*E), positive, from e^-12 to e^12.
+        `y` is (*E, N, C), `t` is (N); the result is (*E), positive, from e^-12 to e^12, and nan where a logit is nan.
 
     Raises:
         LeafMismatchError: The shapes do not fit, or `y` is not floating point.
@@ -57,7 +58,7 @@ def fit_temperature(y: Tensor, t: Tensor) -> Tensor:
         p = (wide * middle.exp()[..., None, None]).softmax(-1)
         below = (p * finite).sum(-1).mean(-1) < wanted
         low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-    return (-(low + high) / 2).exp()
+    return torch.where(wide.isnan().any(-1).any(-1), math.nan, (-(low + high) / 2).exp())
 
 
 def conformal_scores(p: Tensor, t: Tensor, *, method: Method = "lac") -> Tensor:
@@ -172,13 +173,19 @@ def auroc(score: Tensor, positive: Tensor) -> Tensor:
         >>> auroc(torch.tensor([0.1, 0.4, 0.35, 0.8]), torch.tensor([False, False, True, True]))
         tensor(0.7500)
     """
+    if score.dim() != 1 or score.shape != positive.shape or positive.is_floating_point():
+        raise LeafMismatchError(
+            "auroc: score and positive must have an entry for each example.",
+            expected="numbers of shape (N), and bools of shape (N)",
+            got=f"shape {list(score.shape)}, and {positive.dtype} of shape {list(positive.shape)}",
+        )
     ordered = score.sort().values.contiguous()
     below, upto = (torch.searchsorted(ordered, score.contiguous(), right=right) for right in (False, True))
     rank = (below + upto + 1).to(torch.float64) / 2
-    hits = positive.to(torch.float64)
+    hits = (positive != 0).to(torch.float64)
     count, others = hits.sum(), (1 - hits).sum()
     area = ((rank * hits).sum() - count * (count + 1) / 2) / (count * others)
-    return area.to(torch.promote_types(score.dtype, torch.float32))
+    return torch.where(score.isnan().any(), math.nan, area).to(torch.promote_types(score.dtype, torch.float32))
 
 
 def aurc(doubt: Tensor, loss: Tensor) -> Tensor:
@@ -223,3 +230,7 @@ def _check_labels(call: str, y: Tensor, t: Tensor, shape: torch.Size) -> None:
             expected=f"integers of shape {list(shape)}, for {list(y.shape)}",
             got=f"{str(t.dtype).removeprefix('torch.')} of shape {list(t.shape)}, for {y.dtype}",
         )
+    if not t.numel():
+        raise error(ValueError, f"{call}: there must be examples.", got=f"shape {list(t.shape)}")
+    if has_values() and not t.is_meta and not bool(((t >= 0) & (t < y.shape[-1])).all()):
+        raise error(ValueError, f"{call}: labels must name classes.", expected=f"0 <= t < {y.shape[-1]}")

@@ -9,12 +9,14 @@ SplitMix64 with a gamma for each key: Steele, Lea and Flood, "Fast splittable ps
 """
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from tdfunc.core.context import has_values
 from tdfunc.core.errors import error
 
 Shape: TypeAlias = int | Sequence[int]
@@ -126,6 +128,7 @@ def uniform(
         torch.Size([2, 3])
     """
     _check_key(key, "uniform")
+    _check_order("uniform", "maxval", minval, maxval)
     drawn = _unit(key, shape, _floating(dtype, "uniform"))
     if isinstance(minval, float) and isinstance(maxval, float) and (minval, maxval) == (0.0, 1.0):
         return drawn
@@ -163,11 +166,16 @@ def truncated_normal(
         dtype: A floating-point dtype, by default torch's default one.
     """
     _check_key(key, "truncated_normal")
-    dtype, wide = _wide(dtype, "truncated_normal")
-    low, high = (torch.as_tensor(x, dtype=wide, device=key.device) for x in (lower, upper))
-    start, stop = (torch.erf(x / math.sqrt(2.0)) for x in (low, high))
-    drawn = start + _open_unit(key, shape, wide) * (stop - start)
-    return torch.clamp(drawn.erfinv() * math.sqrt(2.0), low, high).to(dtype)
+    dtype = _floating(dtype, "truncated_normal")
+    _check_order("truncated_normal", "upper", lower, upper)
+    low, high = (torch.as_tensor(x, dtype=torch.float64, device=key.device) for x in (lower, upper))
+    # Probabilities are exact in the lower tail, so an interval above 0 is drawn from its mirror image.
+    sign = 1 - 2 * (low > 0).to(torch.float64)
+    ends = torch.minimum(sign * low, sign * high), torch.maximum(sign * low, sign * high)
+    # torch.special.ndtr loses the tail, where erfc is exact.
+    start, stop = (torch.erfc(-x / math.sqrt(2.0)) / 2 for x in ends)
+    drawn = sign * torch.special.ndtri(start + _open_unit(key, shape, torch.float64) * (stop - start))
+    return torch.clamp(drawn, low, high).to(dtype)
 
 
 def bernoulli(key: Tensor, p: float | Tensor = 0.5, shape: Shape | None = None) -> Tensor:
@@ -184,6 +192,8 @@ def bernoulli(key: Tensor, p: float | Tensor = 0.5, shape: Shape | None = None) 
     _check_key(key, "bernoulli")
     if isinstance(p, Tensor):
         return _unit(key, p.shape if shape is None else shape, torch.float32) < p
+    if not 0.0 <= p <= 1.0:
+        raise error(ValueError, "bernoulli: p must be a probability.", expected="0 <= p <= 1", got=p)
     words = _half_words(key, () if shape is None else _size(shape))
     # u < p for u a multiple of 2^-24, as `uniform` makes it from the same word, without making it.
     bound = math.ceil(p * 2**24) - 2**23
@@ -210,17 +220,33 @@ def randint(
         dtype: An integer dtype.
 
     Raises:
-        ValueError: `maxval` is not above `minval`, both being ints.
+        ValueError: `maxval` is not above `minval`, or the dtype does not hold the numbers.
+        TypeError: A bound is not an integer.
 
     Source:
         Lemire, "Fast random integer generation in an interval" (2019), without the rejection.
     """
     _check_key(key, "randint")
-    if isinstance(minval, int) and isinstance(maxval, int) and maxval <= minval:
-        raise error(ValueError, "randint: maxval must be above minval.", expected=f"above {minval}", got=maxval)
-    span = maxval - minval
-    span = torch.as_tensor(_signed(span) if isinstance(span, int) else span, dtype=torch.int64, device=key.device)
-    return (_high_product(_words(key, _size(shape)), span) + minval).to(dtype)
+    limits = torch.iinfo(dtype)
+    for bound in (minval, maxval):
+        if not isinstance(bound, int):
+            _as_int64(bound, "randint: a bound")
+    if isinstance(minval, int) and isinstance(maxval, int):
+        if not limits.min <= minval < maxval <= limits.max + 1 or dtype is torch.uint64:
+            raise error(
+                ValueError,
+                "randint: maxval must be above minval, and the numbers in the dtype.",
+                expected=f"above {minval}, from {limits.min} to {limits.max}",
+                got=maxval,
+            )
+        words, span = _words(key, _size(shape)), maxval - minval
+        # All numbers of int64: a span of 2^64 does not fit a word.
+        drawn = words + minval if span == 2**64 else _high_product(words, _span(span, key)) + minval
+        return drawn.to(dtype)
+    if has_values() and bool(torch.as_tensor(maxval <= minval).any()):
+        raise error(ValueError, "randint: maxval must be above minval.", got=f"{minval} and {maxval}")
+    words, span = _words(key, _size(shape)), torch.as_tensor(maxval - minval, device=key.device)
+    return (_high_product(words, span.to(torch.int64)) + minval).to(dtype)
 
 
 def exponential(key: Tensor, shape: Shape = (), *, dtype: torch.dtype | None = None) -> Tensor:
@@ -242,7 +268,7 @@ def categorical(key: Tensor, logits: Tensor, *, dim: int = -1, shape: Shape | No
 
     Args:
         key: The key.
-        logits: Log-probabilities, up to a constant; -inf is never drawn.
+        logits: Log-probabilities, up to a constant; -inf is never drawn, unless all of a row are.
         dim: The dimension of the classes.
         shape: The shape of the result, whose last dimensions are those of `logits` without `dim`.
 
@@ -288,7 +314,7 @@ def choice(key: Tensor, a: int | Tensor, shape: Shape = (), *, replace: bool = T
         `a` of shape (N, *F) gives (*shape, *F); `p` is (N,).
 
     Raises:
-        ValueError: Without replacement more is asked for than there is.
+        ValueError: Without replacement more is asked for than there is, or `p` holds no weights of the choices.
 
     Source:
         Weighted draws without replacement are the largest log p + Gumbel noise (Kool et al., "Stochastic beams and
@@ -304,6 +330,21 @@ def choice(key: Tensor, a: int | Tensor, shape: Shape = (), *, replace: bool = T
             got=number,
             hint="replace=True.",
         )
+    if p is not None:
+        if p.shape != (count,):
+            raise error(ValueError, "choice: p must have a weight for each choice.", expected=count, got=list(p.shape))
+        least = 1 if replace else number
+        if (
+            has_values()
+            and not p.is_meta
+            and not (bool((p >= 0).all()) and bool(p.isfinite().all()) and int((p > 0).sum()) >= least)
+        ):
+            raise error(
+                ValueError,
+                "choice: p must be finite and at least 0, and above 0 for as many choices as are drawn.",
+                expected=f"{least} or more above 0",
+                got=p.tolist(),
+            )
     if replace:
         drawn = randint(key, size, 0, count) if p is None else categorical(key, p.log(), shape=size)
     elif p is None:
@@ -341,11 +382,20 @@ def _check_key(key: Tensor, call: str) -> None:
     )
 
 
+def _span(span: int, key: Tensor) -> Tensor:
+    return torch.tensor(_signed(span), device=key.device)
+
+
+def _check_order(call: str, name: str, low: float | Tensor, high: float | Tensor) -> None:
+    if not isinstance(low, Tensor) and not isinstance(high, Tensor) and not low <= high:
+        raise error(ValueError, f"{call}: {name} must not be below the other bound.", expected=f">= {low}", got=high)
+
+
 def _as_int64(number: int | Tensor, what: str) -> Tensor:
     if isinstance(number, Tensor) and not number.is_floating_point() and not number.is_complex():
         return number.to(torch.int64)
-    if isinstance(number, int):
-        return torch.tensor(_signed(number))
+    if not isinstance(number, Tensor) and hasattr(number, "__index__"):
+        return torch.tensor(_signed(operator.index(number)))
     raise error(TypeError, f"{what} must be an integer.", got=repr(number), hint="torch.tensor(step) is one, too.")
 
 

@@ -63,11 +63,15 @@ def random_search(key: Tensor, members: int, **spaces: Space) -> "TensorDict":
 
 def uniform(low: float, high: float) -> Callable[[Tensor, int], Tensor]:
     """Return the space of numbers uniform in [low, high)."""
+    if not low <= high:
+        raise error(ValueError, "uniform: high must not be below low.", expected=f">= {low}", got=high)
     return lambda key, shape: random.uniform(key, shape, minval=low, maxval=high)
 
 
 def log_uniform(low: float, high: float) -> Callable[[Tensor, int], Tensor]:
     """Return the space of positive numbers whose logarithm is uniform."""
+    if not 0 < low <= high:
+        raise error(ValueError, "log_uniform: low must be above 0, and high not below it.", got=(low, high))
     return lambda key, shape: random.uniform(key, shape, minval=math.log(low), maxval=math.log(high)).exp()
 
 
@@ -153,7 +157,7 @@ class EarlyStopping:
 
     def init(self, members: int, *, device: torch.device | str | None = None) -> "TensorDict":
         """Return the state before the first metric: `best`, `waited`, `improved` and `active`, of shape (E,)."""
-        best = torch.full((members,), self.sign * math.inf, device=device)
+        best = torch.full((members,), self.sign * math.inf, dtype=torch.float64, device=device)
         yes = torch.ones(members, dtype=torch.bool, device=device)
         return _tree(
             {"best": best, "waited": torch.zeros_like(yes, dtype=torch.int64), "improved": ~yes, "active": yes}
@@ -167,6 +171,7 @@ class EarlyStopping:
         """
         data: Any = state._data
         best, active = data["best"], data["active"]
+        _check_members("EarlyStopping.update", "metric", metric, best.shape)
         metric = metric.detach().to(best.dtype)
         improved = active & (self.sign * (best - metric) > self.min_delta)
         waited = torch.where(improved, 0, data["waited"] + active)
@@ -239,7 +244,17 @@ def keep_best(kept: T, tree: T, improved: Tensor) -> T:
     Shapes:
         `improved` is (E,), as in the state of `EarlyStopping`.
     """
+    _check_members("keep_best", "improved", improved, kept._batch_size[:1])
     return torch.where(improved, tree, kept)  # pyright: ignore
+
+
+def _check_members(call: str, name: str, given: Tensor, shape: torch.Size) -> None:
+    if given.shape != shape:
+        raise BatchSizeError(
+            f"{call}: {name} must have an entry for each member.",
+            expected=f"shape {list(shape)}",
+            got=f"shape {list(given.shape)}",
+        )
 
 
 def _sign(mode: Mode) -> int:

@@ -105,9 +105,24 @@ def test_adaptive_ece_is_its_definition(seed, size, bins):
     assert cal.adaptive_ece(y, t, bins=bins).item() == pytest.approx(expected)
 
 
+def test_nan_is_not_hidden():
+    """A nan among logits or scores is one in the result."""
+    y = torch.tensor([[math.nan, 0.0], [1.0, 0.0]])
+
+    assert cal.fit_temperature(y, torch.tensor([0, 1])).isnan()
+    assert cal.auroc(y[:, 0], torch.tensor([True, False])).isnan()
+
+
 MESSAGES = [
     (lambda: cal.fit_temperature(torch.zeros(3, 2), torch.zeros(3)), tdf.LeafMismatchError, "fit_temperature.*float32"),
     (lambda: cal.conformal_scores(torch.zeros(3, 2), torch.zeros(2).long()), tdf.LeafMismatchError, r"\[3\].*\[2\]"),
+    (lambda: cal.auroc(torch.zeros(3), torch.ones(2).bool()), tdf.LeafMismatchError, r"auroc.*\[3\].*\[2\]"),
+    (
+        lambda: cal.adaptive_ece(torch.zeros(3, 2), torch.full((3,), 9)),
+        ValueError,
+        "labels must name classes.*0 <= t < 2",
+    ),
+    (lambda: cal.fit_temperature(torch.zeros(0, 2), torch.zeros(0).long()), ValueError, "there must be examples"),
     (lambda: cal.conformal_threshold(torch.zeros(3), 1.0), ValueError, "alpha must lie between 0 and 1.*1.0"),
     (lambda: cal.conformal_sets(torch.zeros(3, 2), 0.5, method="x"), ValueError, "method must be lac or aps.*'x'"),
 ]

@@ -119,6 +119,10 @@ def test_training_a_part():
 MESSAGES = [
     (lambda t: tdf.grad(lambda p: p["w"].sum())({"w": torch.ones(1)}), TypeError, "argument 0 must be a tree.*dict"),
     (lambda t: tdf.grad(lambda p: p["w"].sum(), "v")(t), tdf.FilterError, "'v'"),
+    (lambda t: tdf.grad(lambda a, b: a["w"].sum(), argnums=(0, -2))(t, t), ValueError, r"different arguments.*\(0, -2"),
+    (lambda t: tdf.grad(lambda p: (p["w"] > 0).sum())(t), TypeError, "a floating-point number.*int64"),
+    (lambda t: tdf.grad(lambda p: p["w"].sum())(p=t), TypeError, "positional argument 0.*0 positional arguments"),
+    (lambda t: tdf.grad(lambda p: p)(tdf.lazy_stack([t, t])), tdf.LeafMismatchError, "grad: a lazy stack.*pad"),
     (lambda t: tdf.grad(lambda p: p, ["w"], argnums=(0, 1)), ValueError, "a filter for each of argnums.*2.*1"),
 ]
 

@@ -141,6 +141,8 @@ CONTINUOUS = {
     "normal of float64": (lambda k, n: random.normal(k, n, dtype=torch.float64), stats.norm()),
     "truncated_normal": (lambda k, n: random.truncated_normal(k, -0.5, 2.0, n), stats.truncnorm(-0.5, 2.0)),
     "one-sided": (lambda k, n: random.truncated_normal(k, 1.0, math.inf, n), stats.truncnorm(1.0, math.inf)),
+    "upper tail": (lambda k, n: random.truncated_normal(k, 8.0, 9.0, n), stats.truncnorm(8.0, 9.0)),
+    "lower tail": (lambda k, n: random.truncated_normal(k, -math.inf, -12.0, n), stats.truncnorm(-math.inf, -12.0)),
     "exponential": (lambda k, n: random.exponential(k, n), stats.expon()),
     "gumbel": (lambda k, n: random.gumbel(k, n), stats.gumbel_r()),
 }
@@ -201,6 +203,18 @@ def test_randint_is_the_upper_half_of_a_product(low, span, seed):
 
     expected = [low + (word * (high - low) >> 64) for word in unsigned(random.bits(key, 5))]
     assert random.randint(key, 5, low, high).tolist() == expected
+
+
+def test_randint_of_all_integers():
+    """The whole range of int64, whose span does not fit a word, and of narrow dtypes."""
+    key = random.key(0)
+
+    assert torch.equal(random.randint(key, 9, -(2**63), 2**63), random.bits(key, 9) - 2**63)
+    for dtype in (torch.int8, torch.uint8):
+        limits = torch.iinfo(dtype)
+        drawn = random.randint(key, 20_000, limits.min, limits.max + 1, dtype=dtype)
+        assert (drawn.min(), drawn.max()) == (limits.min, limits.max)
+    assert torch.equal(random.key(np.int64(3)), random.key(3))
 
 
 @given(seed=st.integers(0, 2**32), shape=st.lists(st.integers(1, 4), min_size=1, max_size=3), data=st.data())
@@ -264,6 +278,16 @@ MESSAGES = [
     (lambda: random.normal(random.key(0), dtype=torch.int32), "normal: dtype must be a floating-point one"),
     (lambda: random.randint(random.key(0), (), 3, 3), "randint: maxval must be above minval.*above 3"),
     (lambda: random.choice(random.key(0), 3, 4, replace=False), "choice: without replacement.*at most 3.*4"),
+    (lambda: random.choice(random.key(0), 4, 3, p=torch.ones(5)), r"a weight for each choice.*4.*\[5\]"),
+    (lambda: random.choice(random.key(0), 3, 2, replace=False, p=torch.eye(3)[0]), "as many choices.*2 or more"),
+    (lambda: random.choice(random.key(0), 2, 3, p=torch.tensor([-1.0, 1.0])), "finite and at least 0.*-1.0"),
+    (lambda: random.randint(random.key(0), (), 0, 300, dtype=torch.uint8), "numbers in the dtype.*0 to 255.*300"),
+    (lambda: random.randint(random.key(0), (), 0, 2**64), "numbers in the dtype"),
+    (lambda: random.randint(random.key(0), (), 0.5, 3), "randint: a bound must be an integer.*0.5"),
+    (lambda: random.randint(random.key(0), (), torch.tensor(3), torch.tensor(1)), "maxval must be above minval"),
+    (lambda: random.bernoulli(random.key(0), math.nan), "p must be a probability.*nan"),
+    (lambda: random.uniform(random.key(0), minval=1.0, maxval=0.5), "uniform: maxval must not be below"),
+    (lambda: random.truncated_normal(random.key(0), 1.0, -1.0), "truncated_normal: upper must not be below"),
 ]
 
 

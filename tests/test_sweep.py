@@ -158,6 +158,9 @@ MESSAGES = [
     (lambda: sweep.elites(TREE, torch.zeros(2), 1), tdf.BatchSizeError, r"a member for each score.*\[2, ...\].*\[3\]"),
     (lambda: sweep.elites(TREE, torch.zeros(3), 4), ValueError, "count must be.*1 to 3.*4"),
     (lambda: sweep.rank(torch.zeros(3), mode="up"), ValueError, "mode must be min or max.*'up'"),
+    (lambda: sweep.keep_best(TREE, TREE, torch.ones(1).bool()), tdf.BatchSizeError, r"for each member.*\[3\].*\[1\]"),
+    (lambda: sweep.log_uniform(0.0, 1.0), ValueError, "low must be above 0"),
+    (lambda: sweep.uniform(2.0, 1.0), ValueError, "high must not be below low.*2.0.*1.0"),
     (lambda: sweep.kfold(3, 4), ValueError, "folds must be at least 2"),
 ]
 

@@ -1,6 +1,6 @@
 """`EnsembleModule`: an `nn.Module` that owns the stacked tree of an ensemble."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,16 @@ from tdfunc.modules.extract import from_module, split
 from tdfunc.modules.functional import Apply
 from tdfunc.ops.reading import entries, iter_items
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 
 class EnsembleModule(nn.Module):
     """All members of an ensemble as one module, for code that wants an `nn.Module`.
 
     The leaves of the stacked tree are its parameters and buffers, under `members` and their own names: `.to`,
-    `state_dict`, torch's optimizers, DistributedDataParallel and Lightning find them there.
+    `state_dict`, torch's optimizers, DistributedDataParallel and Lightning find them there. Freeze leaves with
+    `requires_grad_(False)`. Modes of layers are those of `apply` until `train()` or `eval()` sets all of them.
 
     Args:
         apply: The pure function of one member, from `functional`.
@@ -48,10 +52,16 @@ class EnsembleModule(nn.Module):
         self, apply: Apply, tree: TensorCollection, *, how: How = "auto", chunk_size: int | None = None
     ) -> None:
         super().__init__()
-        self._ensembles = {mode: Ensemble(apply.train(mode), how, chunk_size=chunk_size) for mode in (True, False)}
+        self._given, self._chosen = Ensemble(apply, how, chunk_size=chunk_size), None
         members_of(tree)
         self.members = _module_of(tree)
-        self.train(apply.module.training)
+        self.training = apply.module.training
+
+    def train(self, mode: bool = True) -> "Self":
+        """Set the mode of all layers; this module."""
+        given = self._given
+        self._chosen = Ensemble(given.apply.train(mode), given.how, chunk_size=given.chunk_size)
+        return super().train(mode)
 
     @property
     def tree(self) -> Any:
@@ -70,7 +80,7 @@ class EnsembleModule(nn.Module):
             rng: As in `Ensemble`.
             **kwargs: What forward takes by keyword, shared by the members.
         """
-        ensemble = self._ensembles[self.training]
+        ensemble = self._chosen or self._given
         if not self.training:
             return ensemble(self.tree, *args, in_dims=in_dims, rng=rng, **kwargs)
         if rng is None:

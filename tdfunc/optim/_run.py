@@ -71,9 +71,7 @@ class Run:
 
     def step(self, params: Leaves, grads: Leaves, slots: Slots) -> tuple[Leaves, Slots]:
         """Return the leaves of the parameters and of the slots after the step."""
-        # Autograd differentiates the step by a hyperparameter that requires grad.
-        followed = torch.is_grad_enabled() and any([value.requires_grad for value in self.tensors.values()])
-        if followed or not takes_kernels([*params, *grads]):
+        if self._is_followed() or not takes_kernels([*params, *grads]):
             return self._step_plain(params, grads, slots)
         trace = recorder()
         old = [*params, *(leaf for slot in slots.values() for leaf in slot)]
@@ -100,6 +98,14 @@ class Run:
                 leaf.requires_grad_(before.requires_grad)
         n = len(params)
         return new[:n], {slot: new[n * (i + 1) : n * (i + 2)] for i, slot in enumerate(slots)}
+
+    def _is_followed(self) -> bool:
+        """Return whether autograd differentiates the step by a hyperparameter, or by a value of a schedule."""
+        if not torch.is_grad_enabled():
+            return False
+        scheduled = [value(self.count) for value in self.hyper.values() if callable(value)]
+        values = [*self.tensors.values(), *scheduled]
+        return any([isinstance(value, Tensor) and value.requires_grad for value in values])
 
     def _step_plain(self, params: Leaves, grads: Leaves, slots: Slots) -> tuple[Leaves, Slots]:
         """Step with functions that every transform supports."""

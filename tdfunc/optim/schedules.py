@@ -206,6 +206,8 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
             expected=len(schedules) - 1,
             got=len(boundaries),
         )
+    if list(boundaries) != sorted(boundaries):
+        raise error(ValueError, "join_schedules: boundaries must ascend.", got=list(boundaries))
 
     def value(step: Tensor) -> Tensor:
         joined = _at(step, schedules[0](step))

@@ -96,6 +96,19 @@ def test_tied_weights_are_one_parameter():
     torch.testing.assert_close(model(tokens), torch.stack([m(tokens) for m in models]))
 
 
+def test_modes_of_layers_are_those_of_apply():
+    """A layer that was frozen in evaluation stays so, until train() or eval() sets all layers."""
+    models = [make() for _ in range(2)]
+    for model in models:
+        model[1].eval()
+        model[2].eval()
+    together, x = EnsembleModule(tdf.functional(models[0])[0], tdf.stack_modules(models)), torch.randn(5, 3)
+
+    torch.testing.assert_close(together(x), torch.stack([model(x) for model in models]))
+    assert together.train()(x).shape == (2, 5, 2)
+    assert together.tree["1", "num_batches_tracked"].tolist() == [1, 1]
+
+
 def test_distributed_data_parallel(apply, tree, tmp_path):
     """Its gradients are reduced as those of any module."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
