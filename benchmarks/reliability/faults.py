@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -144,7 +145,10 @@ def share(kind: str, reads: int, folder: Path, *, writers: int = 2) -> dict[str,
                 random.seed(number)
                 while True:
                     own.save(random.randrange(_VALUES), fsync=False)
+            except BaseException:
+                traceback.print_exc()
             finally:
+                sys.stderr.flush()
                 os._exit(1)
         children.append(child)
     counts = {"reads": 0, "not whole": 0, "trees seen": 0, "writers that failed": 0, "left behind": 0}

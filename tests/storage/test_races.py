@@ -4,11 +4,15 @@
 """
 
 import json
+import os
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
 from tdfunc import CheckpointManager, CorruptCheckpointError, TensorDict, load, save
+from tdfunc.storage.disk import commit
 from tdfunc.storage.disk.remote import LocalFiles
 from tdfunc.storage.manager import manager as storage_manager
 from tdfunc.storage.manager import steps
@@ -131,3 +135,23 @@ def test_metadata_of_a_step_that_is_replaced_meanwhile(tmp_path, monkeypatch):
 
     assert manager.metadata(3) == {"loss": 2.0}
     assert manager.best() == 3
+
+
+def test_a_folder_that_goes_while_it_is_replaced(tmp_path, monkeypatch):
+    """A writer whose step another one removes meanwhile writes it all the same, and leaves nothing else."""
+    place, original = tmp_path / "step", os.rename
+    place.mkdir()
+    (place / "old").touch()
+
+    def late(source, target):
+        try:
+            original(source, target)
+        except OSError:
+            shutil.rmtree(place)
+            raise
+
+    monkeypatch.setattr(os, "rename", late)
+    commit.replace_folder(str(place), lambda folder: Path(folder, "new").touch(), fsync=False)
+
+    assert os.listdir(place) == ["new"]
+    assert os.listdir(tmp_path) == ["step"]

@@ -173,6 +173,9 @@ def _take_place(temporary: str, path: str, overwrite: bool) -> None:
         if not renameat2(*places, ctypes.c_uint(_EXCHANGE)):
             return
         code = ctypes.get_errno()
+        # Another process removed the old folder since the first attempt; without the new one this raises there.
+        if code == errno.ENOENT:
+            return _take_place(temporary, path, overwrite)
         if code not in _NO_EXCHANGE:
             raise OSError(code, os.strerror(code), path)
     # In two steps, between which `recover` finds the old folder.
