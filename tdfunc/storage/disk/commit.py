@@ -175,7 +175,8 @@ def _take_place(temporary: str, path: str, overwrite: bool) -> None:
         code = ctypes.get_errno()
         # Another process removed the old folder since the first attempt; without the new one this raises there.
         if code == errno.ENOENT:
-            return _take_place(temporary, path, overwrite)
+            _take_place(temporary, path, overwrite)
+            return
         if code not in _NO_EXCHANGE:
             raise OSError(code, os.strerror(code), path)
     # In two steps, between which `recover` finds the old folder.
