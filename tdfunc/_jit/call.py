@@ -5,7 +5,7 @@ import functools
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, overload
 
@@ -74,7 +74,7 @@ class Jitted(Generic[P, R]):
             outputs = program.run(*given.leaves)
         else:
             # The casts are in the graph; a replay under autocast would make them twice.
-            with _suspend_autocast([device for device, _ in key[-1][-1]]):
+            with _suspend_autocast(key[-1][-1]):
                 outputs = program.run(*given.leaves)
         for i in program.trained:
             outputs[i].requires_grad_()
@@ -187,7 +187,7 @@ class Jitted(Generic[P, R]):
 
 
 @contextmanager
-def _suspend_autocast(devices: list[str]) -> Generator[None]:
+def _suspend_autocast(devices: Sequence[str]) -> Generator[None]:
     for device in devices:
         torch.set_autocast_enabled(device, False)
     try:
@@ -216,7 +216,7 @@ def jit(fn: Any = None, *, backend: str | Callable[..., Any] | None = None, cach
     cells, defaults and globals that the code of the function, or of its package's functions that it names, reads; the
     mode of modules among these; grad mode, autocast, default dtype and device, deterministic algorithms. State that the
     function reaches in another way (attributes of objects, containers and arrays of over 1000 items, files, the clock),
-    or changes itself, is X
+    or changes itself, is read once, and its side effects happen once. Random numbers are drawn at every replay.
 
     Gradients are taken inside the function: its results are not differentiable.
 

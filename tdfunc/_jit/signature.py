@@ -183,7 +183,7 @@ def modes() -> tuple[Any, ...]:
         devices = tuple([m.device for m in _get_current_function_mode_stack() if isinstance(m, DeviceContext)])
     autocast: Any = None
     if torch._C._is_any_autocast_enabled():  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-        autocast = tuple([(d, torch.get_autocast_dtype(d)) for d in _AUTOCAST_DEVICES if torch.is_autocast_enabled(d)])
+        autocast = tuple(filter(torch.is_autocast_enabled, _AUTOCAST_DEVICES))
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -192,5 +192,7 @@ def modes() -> tuple[Any, ...]:
         # Called by torch.are_deterministic_algorithms_enabled() and the like.
         torch._C._get_deterministic_algorithms(),
         torch._C._get_deterministic_algorithms_warn_only(),
+        # Without autocast, too: the function may enable it.
+        *[torch.get_autocast_dtype(device) for device in _AUTOCAST_DEVICES],
         autocast,
     )

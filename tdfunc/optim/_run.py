@@ -71,7 +71,7 @@ class Run:
 
     def step(self, params: Leaves, grads: Leaves, slots: Slots) -> tuple[Leaves, Slots]:
         """Return the leaves of the parameters and of the slots after the step."""
-        if self._is_followed() or not takes_kernels([*params, *grads]):
+        if not takes_kernels([*params, *grads]) or self._is_followed():
             return self._step_plain(params, grads, slots)
         trace = recorder()
         old = [*params, *(leaf for slot in slots.values() for leaf in slot)]

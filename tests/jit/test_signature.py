@@ -142,6 +142,25 @@ def test_autocast_inside_is_kept():
     assert all(torch.equal(a, b) for a, b in zip(jit(fn)(x), fn(x), strict=True))
 
 
+def test_a_new_dtype_of_autocast_is_traced_anew():
+    """A function that enables autocast follows `torch.set_autocast_dtype` between its calls."""
+
+    def fn(x):
+        with torch.autocast("cpu"):
+            return x @ x
+
+    traced, x, old = jit(fn), torch.randn(4, 4), torch.get_autocast_dtype("cpu")
+    try:
+        found = []
+        for dtype in (torch.bfloat16, torch.float16):
+            torch.set_autocast_dtype("cpu", dtype)
+            found.append(traced(x).dtype)
+    finally:
+        torch.set_autocast_dtype("cpu", old)
+
+    assert found == [torch.bfloat16, torch.float16]
+
+
 @pytest.fixture
 def torch_defaults():
     """Put the default device and algorithms back."""
