@@ -132,7 +132,7 @@ OWN_NET = {"make": make_net, "bootstrap": True, "max_iter": 60}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"batch_size": 32}, {"n_estimators": 1, "max_iter": 60}, OWN_NET])
+@pytest.mark.parametrize("options", [{"batch_size": 32, "max_iter": 30}, {"n_estimators": 1, "max_iter": 60}, OWN_NET])
 def test_options_train(options):
     """In batches, with one member, with a network of one's own; the same numbers for the same seed."""
     options = {**SMALL, **options}
