@@ -124,7 +124,8 @@ class _Chosen(torch.autograd.Function):
         ctx.save_for_backward(*flat)
 
     @staticmethod
-    def backward(ctx: Any, grad_NK: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
+        (grad_NK,) = grad_outputs
         hidden, weight, bias, ids, heat = ctx.saved_tensors
         head, needs = ctx.head, ctx.needs_input_grad
         of_hidden: list[Tensor] = []

@@ -22,10 +22,23 @@ if TYPE_CHECKING:
 
 # How each family separates rows that are packed into one: by positions that begin anew ("positions"), or by a mask of
 # pairs ("mask"). Families that are not here are scored in batches of rows of one length.
-_BY_POSITIONS = """
-    gemma2 gemma3_text glm4_moe gpt2 gpt_neox llama mistral olmo3 phi3 qwen2 qwen3 qwen3_moe smollm3
-""".split()
-PACKING = {**dict.fromkeys(_BY_POSITIONS, "positions"), "falcon": "mask", "opt": "mask"}
+PACKING = {
+    "falcon": "mask",
+    "gemma2": "positions",
+    "gemma3_text": "positions",
+    "glm4_moe": "positions",
+    "gpt2": "positions",
+    "gpt_neox": "positions",
+    "llama": "positions",
+    "mistral": "positions",
+    "olmo3": "positions",
+    "opt": "mask",
+    "phi3": "positions",
+    "qwen2": "positions",
+    "qwen3": "positions",
+    "qwen3_moe": "positions",
+    "smollm3": "positions",
+}
 
 
 @dataclass(frozen=True)
@@ -80,7 +93,8 @@ def causal_lm(model: nn.Module, *, copy: bool = True) -> "tuple[CausalLM, Tensor
         >>> lm.family, lm.head
         ('gpt2', Head(scale=1.0, softcap=None))
     """
-    config = getattr(model, "config", None)
+    # Any: transformers is optional.
+    config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
         raise error(
             TypeError,
@@ -154,7 +168,9 @@ def hidden_states(
 
 def own_logits(model: Any, ids_BT: Tensor, positions_BT: Tensor | None, mask: Any) -> Tensor:
     """Return the logits (B, T, V) as the family's own forward computes them."""
-    return super(type(model), model).forward(**_inputs(ids_BT, positions_BT, mask)).logits
+    # The class that `causal_lm` makes has another forward than its base.
+    base: Any = type(model).__base__
+    return base.forward(model, **_inputs(ids_BT, positions_BT, mask)).logits
 
 
 def _inputs(ids_BT: Tensor, positions_BT: Tensor | None, mask: Any) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Log-probs of given tokens, as pure functions of a model's tree and of the tokens.
 
-All layouts are scored in one form: rows compacted to the left without a mask, since a causal model computes nothing from
-later positions. The results are put back where the tokens were. `log_probs[i]` is log p(token i | tokens before it), so
-that a row's first token has none.
+All layouts are scored in one form: rows compacted to the left without a mask, since a causal model computes nothing
+from later positions. The results are put back where the tokens were. `log_probs[i]` is log p(token i | tokens before
+it), so that a row's first token has none.
 
 B rows, T positions, L positions of the longest row, D hidden size, V vocabulary, K candidates.
 """
@@ -10,6 +10,7 @@ B rows, T positions, L positions of the longest row, D hidden size, V vocabulary
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tdfunc.core.context import has_values
@@ -17,6 +18,7 @@ from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.llm.head import chosen_log_probs, log_probs_of
 from tdfunc.llm.layout import Rows, compact, equal_lengths, pack
 from tdfunc.llm.model import CausalLM, hidden_states, own_logits
+
 
 class Scores(NamedTuple):
     """Log-probs in nats, 0 where `mask` is False, with the shape of the tokens (and of the candidates)."""
@@ -63,6 +65,7 @@ def score_ids(
 
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from tdfunc.llm import causal_lm
         >>> config = GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=20)
         >>> lm, params, buffers = causal_lm(GPT2LMHeadModel(config))
         >>> ids, mask = torch.tensor([[3, 4, 5], [0, 6, 7]]), torch.tensor([[1, 1, 1], [0, 1, 1]]).bool()
@@ -94,7 +97,7 @@ def score_ids(
     if places is not None:
         found = found.new_zeros((scored[:, 1:].numel(), found.shape[-1])).index_copy(0, places, found)
     found = found.reshape(scored.shape[0], -1, found.shape[-1])
-    found = torch.where(scored.unsqueeze(-1), torch.nn.functional.pad(found, (0, 0, 1, 0)), 0)
+    found = torch.where(scored.unsqueeze(-1), F.pad(found, (0, 0, 1, 0)), 0)
     values, mask = rows.scatter(found), rows.scatter(scored.unsqueeze(-1)).squeeze(-1)
     return Scores(values.squeeze(-1) if at is None else values, mask)
 
@@ -130,7 +133,7 @@ def logits_of_ids(
     states, weight, bias = _states(lm, params, rows, packed=packed, buffers=buffers, rng=rng)
     logits = states if lm.head is None else lm.head.logits(states, weight, bias)
     scored = rows.mask & (torch.arange(rows.mask.shape[1], device=rows.mask.device) > 0)
-    shifted = torch.where(scored.unsqueeze(-1), torch.nn.functional.pad(logits[:, :-1], (0, 0, 1, 0)), 0)
+    shifted = torch.where(scored.unsqueeze(-1), F.pad(logits[:, :-1], (0, 0, 1, 0)), 0)
     return Scores(rows.scatter(shifted), rows.scatter(scored.unsqueeze(-1)).squeeze(-1))
 
 
@@ -151,9 +154,7 @@ def plan(lm: CausalLM, *, packed: bool = False) -> str:
 _APART = {"positions": "positions that begin anew", "mask": "a mask of pairs", "": ""}
 
 
-def _states(
-    lm: CausalLM, params: Any, rows: Rows, *, packed: bool, buffers: Any, rng: Any
-) -> tuple[Tensor, Any, Any]:
+def _states(lm: CausalLM, params: Any, rows: Rows, *, packed: bool, buffers: Any, rng: Any) -> tuple[Tensor, Any, Any]:
     """Return the last hidden states, or the logits where the head is not known, of compacted rows, and the head."""
 
     def run(ids: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> tuple[Tensor, Any, Any]:
@@ -175,17 +176,16 @@ def _states(
         dtype = next(leaf.dtype for leaf in params.leaves() if leaf.is_floating_point())
         states, weight, bias = run(bins.ids, bins.positions, bins.mask(dtype) if lm.packing == "mask" else None)
         return states.flatten(0, 1)[bins.place], weight, bias
-    size, parts, places = rows.ids.shape[1], [], []
-    for members in equal_lengths(rows.mask.sum(1).tolist()):
-        length = int(rows.mask[members[0]].sum())
-        states, weight, bias = run(rows.ids[members, :length])
-        parts.append(torch.nn.functional.pad(states, (0, 0, 0, size - length)))
-        places += members
-    if not parts:
+    lengths = rows.mask.sum(1).tolist()
+    groups = equal_lengths(lengths)
+    if not groups:
         return run(rows.ids)
-    joined = torch.cat(parts)
+    results = [run(rows.ids[members, : lengths[members[0]]]) for members in groups]
+    size = rows.ids.shape[1]
+    joined = torch.cat([F.pad(states, (0, 0, 0, size - states.shape[1])) for states, _, _ in results])
     whole = joined.new_zeros((rows.ids.shape[0], *joined.shape[1:]))
-    return whole.index_copy(0, torch.tensor(places, device=joined.device), joined), weight, bias  # pyright: ignore[reportPossiblyUnbound]
+    places = torch.tensor([row for members in groups for row in members], device=joined.device)
+    return whole.index_copy(0, places, joined), *results[0][1:]
 
 
 def _check_lengths(lm: CausalLM, rows: Rows, allow_long: bool) -> None:
