@@ -1,3 +1,12 @@
 """Modules on trees: `nn.Module`s that hold or run them."""
 
+from tdfunc.nn.base import TensorDictModuleBase as TensorDictModuleBase
+from tdfunc.nn.base import dispatch as dispatch
 from tdfunc.nn.ensemble import EnsembleModule as EnsembleModule
+from tdfunc.nn.interaction import InteractionType as InteractionType
+from tdfunc.nn.module import TensorDictModule as TensorDictModule
+from tdfunc.nn.module import as_tensordict_module as as_tensordict_module
+from tdfunc.nn.probabilistic import ProbabilisticTensorDictModule as ProbabilisticTensorDictModule
+from tdfunc.nn.probabilistic import ProbabilisticTensorDictSequential as ProbabilisticTensorDictSequential
+from tdfunc.nn.sequential import TensorDictSequential as TensorDictSequential
+from tdfunc.nn.typed import TensorClassModuleBase as TensorClassModuleBase
