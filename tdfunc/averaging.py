@@ -24,7 +24,7 @@ from tdfunc.modules.functional import Apply
 from tdfunc.ops import cast, maps
 from tdfunc.ops.foreach import check_keys
 from tdfunc.ops.reading import get, has
-from tdfunc.optim._base import Schedule
+from tdfunc.optim._optimizer import Schedule
 from tdfunc.optim._checks import check_tree, list_trainable
 
 if TYPE_CHECKING:
