@@ -31,3 +31,11 @@ from tdfunc.llm.templates.llama import Llama as Llama
 from tdfunc.llm.templates.llama import llama as llama
 from tdfunc.llm.templates.mistral import Mistral as Mistral
 from tdfunc.llm.templates.mistral import mistral as mistral
+from tdfunc.llm.tokens import Drift as Drift
+from tdfunc.llm.tokens import TokenRow as TokenRow
+from tdfunc.llm.tokens import TokenTemplate as TokenTemplate
+from tdfunc.llm.tokens import bridge as bridge
+from tdfunc.llm.tokens import chat_ids as chat_ids
+from tdfunc.llm.tokens import drift as drift
+from tdfunc.llm.tokens import extends as extends
+from tdfunc.llm.tokens import fork as fork
