@@ -41,6 +41,7 @@ from tdfunc.core.nontensor import NonTensorData as NonTensorData
 from tdfunc.core.nontensor import NonTensorStack as NonTensorStack
 from tdfunc.core.types import Kind as Kind
 from tdfunc.ensemble.ensemble import Ensemble as Ensemble
+from tdfunc.ensemble.mc_dropout import MCDropout as MCDropout
 from tdfunc.ensemble.stack import init_ensemble as init_ensemble
 from tdfunc.ensemble.stack import stack_modules as stack_modules
 from tdfunc.ensemble.stack import unstack as unstack
