@@ -54,6 +54,7 @@ from tdfunc.modules.functional import Apply as Apply
 from tdfunc.modules.functional import functional as functional
 from tdfunc.ops.compare import assert_close as assert_close
 from tdfunc.ops.interop import collate as collate
+from tdfunc.ops.interop import scalars as scalars
 from tdfunc.ops.join import cat as cat
 from tdfunc.ops.join import stack as stack
 from tdfunc.ops.rearrange import pad as pad
