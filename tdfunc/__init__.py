@@ -2,6 +2,7 @@
 
 import builtins as _builtins
 
+from tdfunc import averaging as averaging
 from tdfunc import calibration as calibration
 from tdfunc import metrics as metrics
 from tdfunc import optim as optim
@@ -80,5 +81,6 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     name
     for name, value in globals().items()
     if not name.startswith("_") and not hasattr(_builtins, name)
-    if not isinstance(value, type(_builtins)) or name in ("calibration", "metrics", "optim", "random", "sweep")
+    if not isinstance(value, type(_builtins))
+    or name in ("averaging", "calibration", "metrics", "optim", "random", "sweep")
 ]
