@@ -59,6 +59,7 @@ from tdfunc.ops.abstract import eval_shape as eval_shape
 from tdfunc.ops.compare import assert_close as assert_close
 from tdfunc.ops.compare import tree_equal as tree_equal
 from tdfunc.ops.interop import collate as collate
+from tdfunc.ops.interop import scalars as scalars
 from tdfunc.ops.join import cat as cat
 from tdfunc.ops.join import stack as stack
 from tdfunc.ops.rearrange import pad as pad
