@@ -26,8 +26,8 @@ from tdfunc.modules.random import Rng, key_of
 from tdfunc.ops import cast, maps
 from tdfunc.ops.foreach import check_keys
 from tdfunc.ops.reading import get, has
-from tdfunc.optim._base import Schedule
 from tdfunc.optim._checks import check_dense, check_tree, list_trainable
+from tdfunc.optim._optimizer import Schedule
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
