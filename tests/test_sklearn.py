@@ -253,6 +253,14 @@ def test_messages(options, pattern):
         EnsembleClassifier(**{**SMALL, **options}).fit(X, Y)
 
 
+def test_held_out_examples_have_weights():
+    """Without one above 0 no member could improve."""
+    model = EnsembleClassifier(**SMALL, early_stopping=True, validation_fraction=0.01)
+
+    with pytest.raises(ValueError, match="both parts must have an example with a weight"):
+        model.fit(X, Y, sample_weight=np.arange(150) == 3)
+
+
 def test_an_unknown_loss_is_refused():
     """The message has the names of both."""
     with pytest.raises(ValueError, match="(?s)loss must be squared_error or gaussian.*'x'"):
