@@ -21,11 +21,12 @@ from tdfunc.core.walk import list_leaves, list_paths, rebuild, replace
 from tdfunc.ensemble._variant import variant
 from tdfunc.ensemble.ensemble import Ensemble
 from tdfunc.modules.functional import Apply
+from tdfunc.modules.random import Rng, key_of
 from tdfunc.ops import cast, maps
 from tdfunc.ops.foreach import check_keys
 from tdfunc.ops.reading import get, has
-from tdfunc.optim._base import Schedule
 from tdfunc.optim._checks import check_tree, list_trainable
+from tdfunc.optim._optimizer import Schedule
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
@@ -271,7 +272,7 @@ def cosine_cycles(peak_value: float | Tensor, cycle_steps: int) -> Schedule:
     return value
 
 
-def update_bn(apply: Apply, params: TensorCollection, buffers: T, batches: Iterable[Any], *, rng: Any = None) -> T:
+def update_bn(apply: Apply, params: TensorCollection, buffers: T, batches: Iterable[Any], *, rng: Rng = None) -> T:
     """Return the buffers with the statistics that the BatchNorm layers have for these parameters.
 
     An average of models has the statistics of none of them. They are computed anew: the average over the batches, by
@@ -282,7 +283,7 @@ def update_bn(apply: Apply, params: TensorCollection, buffers: T, batches: Itera
         params: The parameters, or those of a stack.
         buffers: Its buffers; those that belong to no BatchNorm layer are as after the forwards.
         batches: Inputs; the first element of a tuple or list is the input.
-        rng: A random key for dropout; batch i draws from `fold_in(key, i)`.
+        rng: A random key, a seed or a generator for dropout; batch i draws from `fold_in(key, i)`.
 
     Raises:
         ValueError: There are no batches.
@@ -315,12 +316,13 @@ def update_bn(apply: Apply, params: TensorCollection, buffers: T, batches: Itera
     run = variant(apply, cumulative)
     # The share of a batch is a Python number in torch's BatchNorm, which vmap cannot read.
     run = Ensemble(run, "loop") if params._batch_size else run
+    key = None if rng is None else key_of(rng)
     buffers, seen = replace(buffers, fresh), 0
     with torch.no_grad():
         for batch in batches:
             x = batch[0] if isinstance(batch, (tuple, list)) else batch
-            seed = None if rng is None else random.fold_in(rng, seen)
-            _, buffers = run.with_buffers(params, buffers, x, rng=seed)
+            own = None if key is None else random.fold_in(key, seen)
+            _, buffers = run.with_buffers(params, buffers, x, rng=own)
             seen += 1
     if not seen:
         raise error(

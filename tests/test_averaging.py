@@ -209,6 +209,20 @@ def test_update_bn_is_torchs(make):
         assert_trees_equal(together[i], expected, atol=1e-12)
 
 
+def test_update_bn_draws_from_a_key():
+    """Batch i drops by `fold_in(key, i)`, in each member as it would alone."""
+    make = lambda: nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.BatchNorm1d(4))  # noqa: E731
+    apply, _, _ = tdf.functional(make())
+    params, buffers = tdf.split(tdf.init_ensemble(make, 3))
+    batches, key = [torch.randn(6, 3) for _ in range(3)], random.key(1)
+    found = averaging.update_bn(apply, params, buffers, batches, rng=1)
+    drops = tdf.Ensemble(tdf.functional(make()[:2])[0])
+    hidden = [drops(tdf.partition(params, "0.*")[0], x, rng=random.fold_in(key, i)) for i, x in enumerate(batches)]
+
+    expected = torch.stack([h.mean(1) for h in hidden]).mean(0)
+    torch.testing.assert_close(found["2", "running_mean"], expected)
+
+
 def test_update_bn_leaves_other_models_alone():
     """Without BatchNorm the buffers are the same ones."""
     apply, params, buffers = tdf.functional(nn.Linear(3, 2))

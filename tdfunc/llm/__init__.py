@@ -1,9 +1,22 @@
 """Conversations and language models: histories, chat templates, and token-exact conversations."""
 
 from tdfunc.llm.content import ContentBase as ContentBase
+from tdfunc.llm.functions import MaskedCategorical as MaskedCategorical
+from tdfunc.llm.functions import distribution as distribution
+from tdfunc.llm.functions import logits as logits
+from tdfunc.llm.functions import score as score
+from tdfunc.llm.head import Head as Head
 from tdfunc.llm.history import History as History
 from tdfunc.llm.jsonl import load_jsonl as load_jsonl
 from tdfunc.llm.jsonl import save_jsonl as save_jsonl
+from tdfunc.llm.model import CausalLM as CausalLM
+from tdfunc.llm.model import causal_lm as causal_lm
+from tdfunc.llm.records import LogProbs as LogProbs
+from tdfunc.llm.records import Masks as Masks
+from tdfunc.llm.records import Text as Text
+from tdfunc.llm.records import Tokens as Tokens
+from tdfunc.llm.scoring import plan as plan
+from tdfunc.llm.scoring import score_ids as score_ids
 from tdfunc.llm.templates.base import AbstractTemplate as AbstractTemplate
 from tdfunc.llm.templates.chatml import ChatML as ChatML
 from tdfunc.llm.templates.chatml import chatml as chatml
@@ -18,3 +31,11 @@ from tdfunc.llm.templates.llama import Llama as Llama
 from tdfunc.llm.templates.llama import llama as llama
 from tdfunc.llm.templates.mistral import Mistral as Mistral
 from tdfunc.llm.templates.mistral import mistral as mistral
+from tdfunc.llm.tokens import Drift as Drift
+from tdfunc.llm.tokens import TokenRow as TokenRow
+from tdfunc.llm.tokens import TokenTemplate as TokenTemplate
+from tdfunc.llm.tokens import bridge as bridge
+from tdfunc.llm.tokens import chat_ids as chat_ids
+from tdfunc.llm.tokens import drift as drift
+from tdfunc.llm.tokens import extends as extends
+from tdfunc.llm.tokens import fork as fork

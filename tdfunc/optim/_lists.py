@@ -4,6 +4,7 @@ A rule is written once, in these terms. Its coefficients are floats, or where me
 dimensions of the leaves.
 """
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -56,14 +57,39 @@ class Lists:
     # Any: the options of the kernel.
     def run(self, name: str, xs: Leaves, *others: Leaves | Coefficient, keep: bool = False, **options: Any) -> Leaves:
         """Call the function of torch with this name on the lists, and on coefficients spread over them."""
-        operands = [spread(item, xs) if isinstance(item, Tensor) else item for item in others]
         if not self._inplace:
-            columns = [item if isinstance(item, list) else [item] * len(xs) for item in operands]
-            return [getattr(torch, name)(*row, **options) for row in zip(xs, *columns, strict=True)]
+            return self.each(getattr(torch, name), xs, *others, **options)
+        operands = [spread(item, xs) if isinstance(item, Tensor) else item for item in others]
         if keep:
             return list(getattr(torch, f"_foreach_{name}")(xs, *operands, **options))
         getattr(torch, f"_foreach_{name}_")(xs, *operands, **options)
         return xs
+
+    # Any: what the function takes and returns.
+    def each(self, fn: Callable[..., Any], xs: Leaves, *others: Leaves | Coefficient, **options: Any) -> list[Any]:
+        """Call a function that writes to nothing on each leaf, the entries of other lists and coefficients."""
+        operands = [spread(item, xs) if isinstance(item, Tensor) else item for item in others]
+        columns = [item if isinstance(item, list) else [item] * len(xs) for item in operands]
+        return [fn(*row, **options) for row in zip(xs, *columns, strict=True)]
+
+
+def choose(mask: bool | Tensor, value: Coefficient, other: Coefficient) -> Coefficient:
+    """Return a coefficient where the mask is True, else the other."""
+    if not isinstance(mask, Tensor):
+        return value if mask else other
+    return torch.where(mask, value, other)
+
+
+def scalar_dtype() -> torch.dtype:
+    """Return the dtype in which torch.optim keeps numbers in the state."""
+    return torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32
+
+
+def rounded(value: Coefficient) -> Coefficient:
+    """Return a coefficient as torch.optim would read it back from the state."""
+    if isinstance(value, Tensor):
+        return value.to(scalar_dtype()).double()
+    return torch.tensor(value, dtype=scalar_dtype()).item()
 
 
 def spread(value: Tensor, leaves: Leaves) -> Leaves:

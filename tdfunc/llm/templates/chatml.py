@@ -103,7 +103,7 @@ class ChatML(AbstractPieceTemplate):
                 text = plain_text(conversation, i)
                 found.append(Piece(text, i, is_content=True))
                 if i == 0 and role == "system" and tools:
-                    found += [Piece("\n\n" if text else "", i), *_tool_pieces(tools, i)]
+                    found += [Piece("\n\n", i), *_tool_pieces(tools, i)]
             if not (is_last and open_end):
                 found += [Piece(_END, i, is_reply=is_reply), Piece("\n", i)]
         return [*found, Piece(f"{_START}assistant\n", len(messages))] if generation_prompt else found
@@ -175,7 +175,11 @@ class ChatML(AbstractPieceTemplate):
             before, closed, rest = text.partition("</think>")
             if not closed:
                 return unparsed(text, "the thinking is not closed")
-            thinking = before.partition("<think>")[2] if "<think>" in before else before
+            lead, started, inside = before.partition("<think>")
+            if started and lead.strip():
+                return unparsed(text, "text stands before the thinking")
+            # The prompt may have started it.
+            thinking = inside if started else before
             thinking, rest = thinking.strip("\n"), rest.lstrip("\n")
         content, opened, calls = rest.partition("<tool_call>")
         if opened:

@@ -84,14 +84,20 @@ class JinjaTemplate(AbstractTemplate):
         return eos if eos and eos in after else ""
 
     @cached_property
-    def _takes_text(self) -> bool:
-        """Whether the arguments of a call must be JSON text: the template adds them to a string."""
-        call = {"type": "function", "id": "a" * 9, "function": {"name": "f", "arguments": {"k": "v"}}}
+    def arguments(self) -> str:
+        """The form in which the template takes arguments of calls: "dict", "text" of JSON, or "any" of both."""
+        if not self._writes_call({"k": "v"}, "{'k': 'v'}"):
+            return "text"
+        return "any" if self._writes_call('{"k": "v"}', r"\"k\"") else "dict"
+
+    def _writes_call(self, arguments: Any, mistake: str) -> bool:
+        call = {"type": "function", "id": "a" * 9, "function": {"name": "f", "arguments": arguments}}
         chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
         try:
-            return "{'k': 'v'}" in self._render([chat], None)[0]
+            return mistake not in self._render([chat], None)[0]
+        # A template in Jinja raises what it likes.
         except Exception:
-            return True
+            return False
 
     @cached_property
     def alike(self) -> AbstractTemplate | None:
@@ -126,10 +132,11 @@ class JinjaTemplate(AbstractTemplate):
         return dicts
 
     def _as_call(self, call: dict[str, Any]) -> dict[str, Any]:
-        arguments = read_json(call["function"]["arguments"])
-        if self._takes_text:
-            given = call["function"]["arguments"]
-            arguments = given if isinstance(given, str) else to_json(given)
+        arguments = call["function"]["arguments"]
+        if self.arguments == "dict":
+            arguments = read_json(arguments)
+        elif self.arguments == "text" and not isinstance(arguments, str):
+            arguments = to_json(arguments)
         return {**call, "function": {**call["function"], "arguments": arguments}}
 
     def texts(  # noqa: D102 - as the interface
