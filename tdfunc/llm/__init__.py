@@ -4,6 +4,9 @@ from tdfunc.llm.content import ContentBase as ContentBase
 from tdfunc.llm.history import History as History
 from tdfunc.llm.jsonl import load_jsonl as load_jsonl
 from tdfunc.llm.jsonl import save_jsonl as save_jsonl
+from tdfunc.llm.report import Finding as Finding
+from tdfunc.llm.report import TemplateReport as TemplateReport
+from tdfunc.llm.report import template_report as template_report
 from tdfunc.llm.templates.base import AbstractTemplate as AbstractTemplate
 from tdfunc.llm.templates.chatml import ChatML as ChatML
 from tdfunc.llm.templates.chatml import chatml as chatml

@@ -59,6 +59,11 @@ class JinjaTemplate(AbstractTemplate):
         return tuple(dict.fromkeys([token.content for token in added if token.special and token.content.strip()]))
 
     @cached_property
+    def has_generation(self) -> bool:
+        """Whether its author drew spans with `{% generation %}`."""
+        return _GENERATION.search(self.source) is not None
+
+    @cached_property
     def header(self) -> str:
         """The text that asks for a reply; empty where the template has none."""
         chat = Conversation([{"role": "user", "content": "a"}])
@@ -169,16 +174,21 @@ class JinjaTemplate(AbstractTemplate):
         asks = [i for i, each in enumerate(conversations) if replies and has_reply(each)]
         if not asks:
             return found
-        if _GENERATION.search(self.source):
+        if self.has_generation:
             for i in asks:
                 spans = self._drawn(conversations[i], texts[i], generation_prompt, open_end)
                 found[i] = found[i]._replace(replies=spans)
             return found
-        search = ReplySearch(self.texts, self.end, self.header, generation_prompt, open_end)
-        spans_of = search.find([conversations[i] for i in asks], [texts[i] for i in asks])
+        spans_of = self.search(generation_prompt, open_end).find(
+            [conversations[i] for i in asks], [texts[i] for i in asks]
+        )
         for i, spans in zip(asks, spans_of, strict=True):
             found[i] = found[i]._replace(replies=spans)
         return found
+
+    def search(self, generation_prompt: bool = False, open_end: bool = False) -> ReplySearch:
+        """Return the search for replies that needs no `{% generation %}`."""
+        return ReplySearch(self.texts, self.end, self.header, generation_prompt, open_end)
 
     def _drawn(self, conversation: Conversation, text: str, prompt: bool, open_end: bool) -> list[Span]:
         """Return the spans that the author drew with `{% generation %}`, each with an end of turn."""
