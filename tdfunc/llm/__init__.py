@@ -16,11 +16,11 @@ from tdfunc.llm.records import LogProbs as LogProbs
 from tdfunc.llm.records import Masks as Masks
 from tdfunc.llm.records import Text as Text
 from tdfunc.llm.records import Tokens as Tokens
-from tdfunc.llm.scoring import plan as plan
-from tdfunc.llm.scoring import score_ids as score_ids
 from tdfunc.llm.report import Finding as Finding
 from tdfunc.llm.report import TemplateReport as TemplateReport
 from tdfunc.llm.report import template_report as template_report
+from tdfunc.llm.scoring import plan as plan
+from tdfunc.llm.scoring import score_ids as score_ids
 from tdfunc.llm.templates.base import AbstractTemplate as AbstractTemplate
 from tdfunc.llm.templates.chatml import ChatML as ChatML
 from tdfunc.llm.templates.chatml import chatml as chatml
