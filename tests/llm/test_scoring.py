@@ -1,6 +1,7 @@
 """Log-probs of tokens in any layout against each row alone, for each family; transforms, memory, options."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import tdfunc as tdf
 from tdfunc import LeafMismatchError, MissingKeyError, TensorDict, UnsupportedError
 from tdfunc.llm import LogProbs, Masks, Tokens, causal_lm, distribution, logits, plan, score, score_ids
 from tdfunc.llm.layout import bins, compact
+from tdfunc.llm.model import PACKING
 from tdfunc.llm.scoring import logits_of_ids
 from tests.llm.models import FAMILIES, VOCAB, make, row_log_probs
 
@@ -133,6 +135,20 @@ def test_compacted_rows_are_put_back(lengths, seed):
     ]
     back = found.scatter(torch.where(found.mask, found.ids, 0).unsqueeze(-1)).squeeze(-1)
     assert torch.equal(back, torch.where(mask, ids, 0))
+
+
+def test_the_page_has_the_table_of_packing():
+    """docs/llm.md names each family with its way."""
+    rows = [line.split("|")[1:3] for line in Path("docs/llm.md").read_text().splitlines() if line.startswith("| ")]
+    ways = {"positions that begin anew": "positions", "a mask of pairs": "mask"}
+    listed = {
+        name.removesuffix(" (rotary)").strip(): ways[way.strip()]
+        for names, way in rows
+        if way.strip() in ways
+        for name in names.strip().split(", ")
+    }
+
+    assert listed == PACKING
 
 
 def test_the_head_is_that_of_the_family():
