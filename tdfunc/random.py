@@ -317,8 +317,8 @@ def choice(key: Tensor, a: int | Tensor, shape: Shape = (), *, replace: bool = T
         ValueError: Without replacement more is asked for than there is, or `p` holds no weights of the choices.
 
     Source:
-        Weighted draws without replacement are the largest log p + Gumbel noise (Kool et al., "Stochastic beams and
-        where to find them", 2019).
+        With replacement, the inverse of the distribution function of `p`. Weighted draws without replacement are the
+        largest log p + Gumbel noise (Kool et al., "Stochastic beams and where to find them", 2019).
     """
     size, count = _size(shape), a if isinstance(a, int) else a.shape[0]
     number = math.prod(size)
@@ -345,10 +345,12 @@ def choice(key: Tensor, a: int | Tensor, shape: Shape = (), *, replace: bool = T
                 expected=f"{least} or more above 0",
                 got=p.tolist(),
             )
-    if replace:
-        drawn = randint(key, size, 0, count) if p is None else categorical(key, p.log(), shape=size)
-    elif p is None:
-        drawn = permutation(key, count)[:number].reshape(size)
+    if p is None:
+        drawn = randint(key, size, 0, count) if replace else permutation(key, count)[:number].reshape(size)
+    elif replace:
+        # A number of at most 1 - 2^-53 times the last sum stays below it, rounded too.
+        sums = p.to(torch.float64).cumsum(0)
+        drawn = torch.searchsorted(sums, _unit(key, size, torch.float64) * sums[-1], right=True)
     else:
         drawn = (gumbel(key, (count,)) + p.log()).topk(number).indices.reshape(size)
     return drawn if isinstance(a, int) else a[drawn]

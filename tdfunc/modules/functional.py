@@ -4,6 +4,7 @@ import copy as copying
 import inspect
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence, Set
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,18 +12,19 @@ from torch import Size, nn
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
-from tdfunc.core.context import is_compiling, is_tracing
+from tdfunc.core.context import in_functorch, is_compiling, is_tracing
 from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorData
 from tdfunc.core.shapes import EMPTY
 from tdfunc.core.types import Path
 from tdfunc.core.walk import replace
+from tdfunc.modules.checkpoint import Unmarked
 from tdfunc.modules.extract import from_module, split, unwrap
 from tdfunc.modules.plan import Spec, Straight, extra_values
 from tdfunc.modules.poison import Originals, Watch, weak_weights
 from tdfunc.modules.random import Rng, key_of, seeded
-from tdfunc.modules.skeleton import Skeleton, duplicate, make_template
+from tdfunc.modules.skeleton import Skeleton, duplicate, is_recomputing, make_template
 from tdfunc.ops.foreach import can_foreach
 from tdfunc.ops.reading import entries
 from tdfunc.ops.structure import keep_leaves
@@ -33,12 +35,15 @@ if TYPE_CHECKING:
 _RESERVED = ("buffers", "rng")
 # Messages of torch for modules that cannot run in a transform, and a hint for each.
 _LOOP = 'use tdfunc.Ensemble(apply, how="loop"), or call apply in a loop over the members.'
+_RECOMPUTE = "if forward calls torch.utils.checkpoint, it may call tdfunc.checkpoint(fn)(*args) instead, anywhere."
 _HINTS = {
     "Batch norm got a batched tensor as input while the running_mean or running_var": "give each member statistics of "
     "its own (vmap over params and buffers, in_dims 0), or use apply.eval().",
     "Batching rule not implemented for": _LOOP,
     "calling .item() on a Tensor": _LOOP,
     "data-dependent control flow": _LOOP,
+    "don't yet support saved tensor hooks": _RECOMPUTE,
+    "it must override the setup_context staticmethod": _RECOMPUTE,
 }
 
 
@@ -61,6 +66,7 @@ class Apply:
         self._template, self._spec, self._reserved = template, spec, tuple(reserved)
         # The weights that the first call is watched for.
         self._originals = originals
+        self._recomputes = is_recomputing(template)
         # Dynamo and make_fx cannot trace a deep copy: one skeleton stands ready, and compiled regions have their own.
         self._pool = deque([self._new_skeleton()])
         self._traced = self._new_skeleton()
@@ -251,6 +257,7 @@ class Apply:
                 skeleton = self._pool.pop()
         except IndexError:
             skeleton = self._new_skeleton()
+        new: list[Any] = []
         try:
             if compiling:
                 skeleton.bind_traced(bound)
@@ -275,7 +282,7 @@ class Apply:
                     places |= skeleton.renormed | (set(range(n, len(leaves))) - skeleton.lent)
                     params = [i for i in places if i < n]
                     self._learned = _Learned(params, sorted(i for i in places if i >= n), hidden)
-            new = self._read_back(skeleton) if keep else []
+            new = self._read_back(skeleton) if keep else new
             after = {
                 path: NonTensorData(copying.deepcopy(skeleton.owners[path].get_extra_state()))
                 for path in (states if keep else ())
@@ -288,6 +295,8 @@ class Apply:
             else:
                 # A function that forward returned, and a graph that runs it again, have the weights of this call.
                 skeleton.bind(bound, self._fillers)
+                # Where a part runs again it writes its buffers again.
+                new = _clones(new)
         return out, new, after
 
     def _with_clones(self, leaves: list[Any], learned: _Learned | None) -> list[Any]:
@@ -305,9 +314,9 @@ class Apply:
 
     def _forward(self, module: nn.Module, args: Any, kwargs: Any, mode: seeded | None) -> Any:
         try:
-            if mode is None:
+            if mode is None and not self._recomputes:
                 return module(*args, **kwargs)
-            with mode:
+            with mode or nullcontext(), Unmarked() if self._recomputes and in_functorch() else nullcontext():
                 return module(*args, **kwargs)
         except RuntimeError as err:
             # Of torch's own class: code that falls back to a loop catches RuntimeError.
