@@ -12,9 +12,10 @@ from torch.nn import Parameter
 from tdfunc._jit.tracing import recorder
 from tdfunc.core.context import has_values, in_functorch, is_compiling
 from tdfunc.core.errors import UnsupportedError
-from tdfunc.core.memory import find_overlaps, repeats_itself
+from tdfunc.core.memory import find_overlaps, repeats_itself, span_bytes
 from tdfunc.optim._checks import check_scheduled
 from tdfunc.optim._lists import Coefficient, Leaves, Lists
+from tdfunc.optim._replay import Replay, Short, are_apart, read_floats
 
 _FUSED_DEVICES = ("cpu", "cuda")
 # torch 2.13's fused SGD is wrong on the CPU for vectors of 16-bit numbers.
@@ -90,7 +91,7 @@ class Run:
             if trace is None:
                 kernel(new, reads)
             else:
-                trace.call(kernel, new, reads)
+                trace.call(Replay(kernel, partial(_shorten, self.rule, self.hyper)), new, reads)
             if self.active is not None:
                 new = _choose(self.active, new, old)
         for leaf, before in zip(new, params, strict=False):
@@ -135,12 +136,15 @@ def lie_apart(names: Callable[[], list[str]], writes: Leaves, reads: Leaves) -> 
         return False
     trace = recorder()
     if trace is not None:
-        trace.call(partial(_check_apart, names()), writes, reads)
+        lengths = [span_bytes(tensor) for tensor in (*writes, *reads)]
+        trace.call(partial(_check_apart, names(), lengths), writes, reads)
     return True
 
 
-def _check_apart(names: list[str], writes: Leaves, reads: Leaves) -> None:
+def _check_apart(names: list[str], lengths: list[int], writes: Leaves, reads: Leaves) -> None:
     """Raise if two leaves share memory that did not when they were traced."""
+    if are_apart(lengths, [*writes, *reads]):
+        return
     for i, j in _find_shared(writes, reads):
         raise UnsupportedError(
             f"update(donate=True): {names[i]!r} and {names[j]!r} share memory, which one would overwrite.",
@@ -189,6 +193,29 @@ def _kernel(rule: Rule, hyper: Mapping[str, Any], names: tuple[str, ...], writes
             for old, new in zip(targets, [work.params, *work.slots.values()], strict=True):
                 if new[0] is not old[0]:
                     torch._foreach_copy_(old, new)  # pyright: ignore[reportPrivateImportUsage]
+
+
+# Any: schedules and floats.
+def _shorten(rule: Rule, hyper: Mapping[str, Any], writes: Leaves, reads: Leaves) -> Short | None:
+    """Return the call of the fused kernel that `_kernel` comes to for tensors laid out like these; None for another."""
+    values, n = read_floats(hyper), len(writes) // (1 + len(rule.slots))
+    params, grads, count = writes[:n], reads[:n], reads[-1]
+    one_number = count.device.type == "cpu" and not any(count.stride())
+    if values is None or rule.fused is None or len(reads) != n + 1 or not one_number or not count.numel():
+        return None
+    kinds = {(leaf.dtype, leaf.device) for leaf in params}
+    if len(kinds) != 1 or params[0].dtype not in _FUSED_DTYPES or params[0].device.type not in _FUSED_DEVICES:
+        return None
+    rows = [writes[n * k : n * (k + 1)] for k in range(1 + len(rule.slots))]
+    if not all(map(_are_laid_out, *rows)) or [x.stride() for x in grads] != [x.stride() for x in params]:
+        return None
+    fused, first, slots = rule.fused, (0,) * count.dim(), list(enumerate(rule.slots, 1))
+
+    def run(writes: Leaves, reads: Leaves) -> bool:
+        kept = {slot: writes[n * k : n * (k + 1)] for k, slot in slots}
+        return fused(Work(writes[:n], reads[:n], kept, reads[n][first].item() + 1.0), values)
+
+    return run
 
 
 # Any: schedules and floats.
