@@ -56,7 +56,7 @@ STEPS: dict[str, Any] = {
     "where": lambda a, b, n: torch.where(b == b, a, b),
     "cast": lambda a, b, n: a.to(torch.promote_types(a.dtype, torch.float32)),
     "narrow": lambda a, b, n: torch.stack([a, b])[1],
-    "softmax": lambda a, b, n: a.softmax(0),
+    "softmax": lambda a, b, n: (a if a.is_floating_point() else a.abs().float()).softmax(0),
     "relu's derivative": lambda a, b, n: torch.func.grad(lambda x: (x.relu() * 2).sum())(a),
     "mapped": lambda a, b, n: torch.vmap(torch.mul, in_dims=(0, 1))(a, b),
     "add_": lambda a, b, n: a.add_(b),
