@@ -14,10 +14,11 @@ from tdfunc._jit.tracing import recorder
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.context import has_values, in_functorch, is_compiling
 from tdfunc.core.errors import UnsupportedError
-from tdfunc.core.memory import find_overlaps, repeats_itself
+from tdfunc.core.memory import find_overlaps, repeats_itself, span_bytes
 from tdfunc.optim._base import How
 from tdfunc.optim._checks import check_scheduled
 from tdfunc.optim._lists import Coefficient, Leaves, Lists, spread
+from tdfunc.optim._replay import Replay, Short, are_apart, read_floats
 
 _FUSED_DEVICES = ("cpu", "cuda")
 # torch 2.13's fused SGD is wrong on the CPU for vectors of 16-bit numbers.
@@ -108,7 +109,7 @@ class Run:
             if trace is None:
                 kernel(new, reads)
             else:
-                trace.call(kernel, new, reads)
+                trace.call(Replay(kernel, partial(_shorten, self.rule, self.hyper)), new, reads)
             if active is not None:
                 new = select_members(active, new, old)
         for leaf, before in zip(new, params, strict=False):
@@ -178,12 +179,15 @@ def lie_apart(names: Callable[[], list[str]], writes: Leaves, reads: Leaves) -> 
         return False
     trace = recorder()
     if trace is not None:
-        trace.call(partial(_check_apart, names()), writes, reads)
+        lengths = [span_bytes(tensor) for tensor in (*writes, *reads)]
+        trace.call(partial(_check_apart, names(), lengths), writes, reads)
     return True
 
 
-def _check_apart(names: list[str], writes: Leaves, reads: Leaves) -> None:
+def _check_apart(names: list[str], lengths: list[int], writes: Leaves, reads: Leaves) -> None:
     """Raise if two leaves share memory that did not when they were traced."""
+    if are_apart(lengths, [*writes, *reads]):
+        return
     for i, j in _find_shared(writes, reads):
         raise UnsupportedError(
             f"update(donate=True): {names[i]!r} and {names[j]!r} share memory, which one would overwrite.",
@@ -244,6 +248,36 @@ def _merge(value: Tensor) -> Tensor:
         if not any(value.stride()) or torch.equal(value, first.expand(value.shape)):
             return first
     return value
+
+
+# Any: schedules and floats.
+def _shorten(rule: Rule, hyper: Mapping[str, Any], writes: Leaves, reads: Leaves) -> Short | None:
+    """Return the call of the fused kernel that `_kernel` comes to for tensors laid out like these; None for another."""
+    values, n = read_floats(hyper), len(writes) // (1 + len(rule.slots))
+    params, grads, count = writes[:n], reads[:n], reads[-1]
+    one_number = count.device.type == "cpu" and not any(count.stride())
+    if (
+        values is None
+        or rule.fused is None
+        or rule.scalars
+        or len(reads) != n + 1
+        or not one_number
+        or not count.numel()
+    ):
+        return None
+    kinds = {(leaf.dtype, leaf.device) for leaf in params}
+    if len(kinds) != 1 or params[0].dtype not in _FUSED_DTYPES or params[0].device.type not in _FUSED_DEVICES:
+        return None
+    rows = [writes[n * k : n * (k + 1)] for k in range(1 + len(rule.slots))]
+    if not all(map(_are_laid_out, *rows)) or [x.stride() for x in grads] != [x.stride() for x in params]:
+        return None
+    fused, first, slots = rule.fused, (0,) * count.dim(), list(enumerate(rule.slots, 1))
+
+    def run(writes: Leaves, reads: Leaves) -> bool:
+        kept = {slot: writes[n * k : n * (k + 1)] for k, slot in slots}
+        return fused(Work(writes[:n], reads[:n], kept, {}, reads[n][first].item() + 1.0, len(first)), values)
+
+    return run
 
 
 # Any: schedules and floats.
