@@ -228,11 +228,14 @@ class _Outside(TorchFunctionMode):
 
 
 class _Swap(TorchFunctionMode):
-    """Gives operations other tensors in place of some, which are given by their ids."""
+    """Gives operations other tensors in place of some."""
 
-    def __init__(self, tensors: dict[int, Tensor]) -> None:
+    def __init__(self, old: Sequence["weakref.ref[Tensor]"], new: Sequence[Tensor]) -> None:
         super().__init__()
-        self._tensors = tensors
+        # The others are gone, and their ids may be those of new tensors.
+        alive = [(ref(), tensor) for ref, tensor in zip(old, new, strict=True)]
+        self._alive = [tensor for tensor, _ in alive if tensor is not None]
+        self._tensors = {id(tensor): other for tensor, other in alive if tensor is not None}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -315,15 +318,16 @@ def _in_transform(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     chosen = [i for i, x in enumerate(results) if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())]
     # The node holds them; nothing else does.
     static = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    names, count = list(outside.found), len(places)
+    # Weakly: results of transforms in the function are found, too, and nothing else holds them.
+    refs, count = [weakref.ref(found.tensor) for found in outside.found.values()], len(places)
 
     def again(*tensors: Tensor) -> tuple[Tensor, ...]:
         given = list(static)
         for place, tensor in zip(places, tensors, strict=False):
             given[place] = tensor
         args, kwargs = tree_unflatten(given, spec)
-        others = [t.clone() if i in written else t for i, t in enumerate(tensors[count : count + len(names)])]
-        with surroundings.restored(tensors[count + len(names) :]), _Swap(dict(zip(names, others, strict=True))):
+        others = [t.clone() if i in written else t for i, t in enumerate(tensors[count : count + len(refs)])]
+        with surroundings.restored(tensors[count + len(refs) :]), _Swap(refs, others):
             found = tree_leaves(fn(*args, **kwargs))
         return tuple([found[i] for i in chosen])
 
