@@ -55,8 +55,8 @@ def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     Raises:
         UnsupportedError: A variable of an enclosing function is another object at the second run; or in a transform
-            `fn` writes to an argument; or in a trace it draws from torch's default generator, which a replay would not
-            repeat.
+            `fn` writes to an argument, or gives a tensor from outside to a transform of its own; or in a trace it draws
+            from torch's default generator, which a replay would not repeat.
 
     Source:
         Chen et al., Training Deep Nets with Sublinear Memory Cost (2016); `jax.checkpoint`.
@@ -196,30 +196,46 @@ class _Outside(TorchFunctionMode):
     def __init__(self, given: Sequence[Tensor]) -> None:
         super().__init__()
         self.found: dict[int, _Found] = {}
+        # A tensor that cannot be given to the second run.
+        self.unseen: Tensor | None = None
         # The results of calls are held weakly: by identity, since comparing tensors computes.
         self._known = {id(tensor): weakref.ref(tensor) for tensor in given}
+        self._level = _functorch.maybe_current_level() or 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for value in _tensors((*args, *kwargs.values())):
-            if value.requires_grad or _functorch.is_functorch_wrapped_tensor(value):
-                known = self._known.get(id(value))
-                if (known is None or known() is not value) and id(value) not in self.found:
-                    copy = None if any([layer.requires_grad for layer in _layers(value)]) else value.clone()
-                    self.found[id(value)] = _Found(value, _version(value), copy)
+            if not self._is_known(value) and id(value) not in self.found:
+                self._add(value)
         out = func(*args, **kwargs)
         for value in _tensors((out,)):
             if id(value) not in self.found:
                 self._known[id(value)] = weakref.ref(value)
         return out
 
+    def _is_known(self, tensor: Tensor) -> bool:
+        known = self._known.get(id(tensor))
+        return known is not None and known() is tensor
+
+    def _add(self, tensor: Tensor) -> None:
+        # A transform in the function makes its tensors unseen.
+        inner = next(layer for layer in _layers(tensor) if _functorch.maybe_get_level(layer) <= self._level)
+        has_gradient = any([layer.requires_grad for layer in _layers(inner)])
+        if inner is tensor and (has_gradient or _functorch.is_functorch_wrapped_tensor(tensor)):
+            self.found[id(tensor)] = _Found(tensor, _version(tensor), None if has_gradient else tensor.clone())
+        elif inner is not tensor and has_gradient and not self._is_known(inner):
+            self.unseen = inner
+
 
 class _Swap(TorchFunctionMode):
-    """Gives operations other tensors in place of some, which are given by their ids."""
+    """Gives operations other tensors in place of some."""
 
-    def __init__(self, tensors: dict[int, Tensor]) -> None:
+    def __init__(self, old: Sequence["weakref.ref[Tensor]"], new: Sequence[Tensor]) -> None:
         super().__init__()
-        self._tensors = tensors
+        # The others are gone, and their ids may be those of new tensors.
+        alive = [(ref(), tensor) for ref, tensor in zip(old, new, strict=True)]
+        self._alive = [tensor for tensor, _ in alive if tensor is not None]
+        self._tensors = {id(tensor): other for tensor, other in alive if tensor is not None}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -277,6 +293,13 @@ def _in_transform(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     versions = list(map(_version, inputs))
     with torch.no_grad(), _Outside(inputs) as outside, _NoDraws() if _is_symbolic() else contextlib.nullcontext():
         out = fn(*args, **kwargs)
+    if outside.unseen is not None:
+        raise UnsupportedError(
+            "checkpoint: the function gives a tensor from outside to a transform of its own.",
+            expected="its arguments, or results in it",
+            got=f"a tensor with a gradient, shape {list(outside.unseen.shape)}, {outside.unseen.dtype}",
+            hint="pass it as an argument of the function.",
+        )
     written = [place for place, found in enumerate(outside.found.values()) if _version(found.tensor) != found.version]
     read = [found.tensor for found in outside.found.values()]
     copies = [found.copy for found in outside.found.values()]
@@ -295,15 +318,16 @@ def _in_transform(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     chosen = [i for i, x in enumerate(results) if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())]
     # The node holds them; nothing else does.
     static = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    names, count = list(outside.found), len(places)
+    # Weakly: results of transforms in the function are found, too, and nothing else holds them.
+    refs, count = [weakref.ref(found.tensor) for found in outside.found.values()], len(places)
 
     def again(*tensors: Tensor) -> tuple[Tensor, ...]:
         given = list(static)
         for place, tensor in zip(places, tensors, strict=False):
             given[place] = tensor
         args, kwargs = tree_unflatten(given, spec)
-        others = [t.clone() if i in written else t for i, t in enumerate(tensors[count : count + len(names)])]
-        with surroundings.restored(tensors[count + len(names) :]), _Swap(dict(zip(names, others, strict=True))):
+        others = [t.clone() if i in written else t for i, t in enumerate(tensors[count : count + len(refs)])]
+        with surroundings.restored(tensors[count + len(refs) :]), _Swap(refs, others):
             found = tree_leaves(fn(*args, **kwargs))
         return tuple([found[i] for i in chosen])
 
@@ -335,8 +359,7 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Any) -> Any:
         first = 2 + ctx.count
         needed = [i for i, yes in enumerate(ctx.needs_input_grad[first:]) if yes]
-        # Tensors of a level that is over cannot enter a new one.
-        operands = tuple(map(_functorch.unwrap_if_dead, (*cotangents, *ctx.saved_tensors)))
+        operands = tuple(map(_revive, (*cotangents, *ctx.saved_tensors)))
         pull = _pullback(ctx.function, ctx.count, needed)
         if not torch.is_grad_enabled() or _runs_plainly():
             found = pull(*operands)
@@ -348,6 +371,20 @@ class _Node(torch.autograd.Function):
         for place, grad in zip(needed, found, strict=True):
             grads[first + place] = grad
         return tuple(grads)
+
+
+def _revive(tensor: Tensor) -> Tensor:
+    """Return a tensor without the wrappers of levels that are over, which cannot enter a new level."""
+    inner = _functorch.unwrap_if_dead(tensor)
+    if inner is not tensor:
+        return _revive(inner)
+    if not _functorch.is_batchedtensor(tensor):
+        return tensor
+    inner = _functorch.get_unwrapped(tensor)
+    new = _revive(inner)
+    if new is inner:
+        return tensor
+    return _functorch._add_batch_dim(new, _functorch.maybe_get_bdim(tensor), _functorch.maybe_get_level(tensor))
 
 
 def _pullback(function: Flat, count: int, needed: Sequence[int]) -> Flat:

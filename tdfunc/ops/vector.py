@@ -87,5 +87,9 @@ class _Unravel(NamedTuple):
                 hint="torch.vmap(unravel)(matrix) makes a stacked tree of its rows." if vector.dim() == 2 else None,
             )
         parts = [vector[start:end] for start, end in pairwise(ends)]
-        leaves = [p.reshape(shape).to(d) for p, shape, d in zip(parts, self.shapes, self.dtypes, strict=True)]
+        leaves = [
+            # torch warns of a cast that drops imaginary parts.
+            (part if dtype.is_complex else part.real).reshape(shape).to(dtype)
+            for part, shape, dtype in zip(parts, self.shapes, self.dtypes, strict=True)
+        ]
         return tree_unflatten(leaves, self.spec)

@@ -56,12 +56,25 @@ def by_trees(wrap, w, x, depth):
     return tree["x"].square().sum() * tree["n"]
 
 
-FORMS = [by_arguments, by_closure, nested, by_trees]
+def with_transforms(wrap, w, x, depth):
+    """The function runs transforms of its own, one of them on the result of another, and reads a weight in them."""
+    shift = w.cos().sum()
+
+    def layer(w, x):
+        rows = vmap(lambda row: (row @ w).sin().add_(shift))(x)
+        return vmap(lambda row: row.mul_(2) + w[0])(rows * 1).tanh()
+
+    for _ in range(depth):
+        x = wrap(layer)(w, x)
+    return x.square().sum()
 
 
 def stacked(w):
     """Three different weights."""
     return torch.stack([w, w * 2, w * 0.3])
+
+
+FORMS = [by_arguments, by_closure, nested, by_trees, with_transforms]
 
 
 def leaf_grad(fn, w):
@@ -119,6 +132,18 @@ def test_the_numbers_of_the_plain_function(case, form):
     w, x = torch.randn(4, 4, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
     plain, thrifty = (functools.partial(form, wrap, depth=2) for wrap in (lambda fn: fn, checkpoint))
 
+    torch.testing.assert_close(CASES[case](thrifty, w, x), CASES[case](plain, w, x))
+
+
+@pytest.mark.parametrize("case", ["grad", "three times", "vmap of grad", "grad of vmap", "backward of vmap twice"])
+def test_a_gradient_inside(case):
+    """The function takes a gradient itself, in a transform."""
+    w, x = torch.randn(3, 3, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)
+
+    def fn(wrap, w, x):
+        return wrap(lambda w, x: grad(lambda z: (z @ w).sin().sum())(x).tanh())(w, x).square().sum()
+
+    plain, thrifty = (functools.partial(fn, wrap) for wrap in (lambda fn: fn, checkpoint))
     torch.testing.assert_close(CASES[case](thrifty, w, x), CASES[case](plain, w, x))
 
 
@@ -371,7 +396,15 @@ def trace(fn):
     return tdf.jit(grad(lambda x: checkpoint(fn)(x).sum()))(torch.ones(3))
 
 
+def inside(transform):
+    """A transform in the function, of a tensor that is not among its arguments."""
+    w = torch.randn(3, 3)
+    return grad(lambda w: checkpoint(lambda x: transform(lambda r: (x @ r).sin().sum())(w).sum())(w * 1).sum())(w)
+
+
 MESSAGES = {
+    "vmap over a tensor from outside": (lambda: inside(vmap), r"transform of its own.*shape \[3, 3\].*argument"),
+    "grad at a tensor from outside": (lambda: inside(grad), "transform of its own"),
     "another variable in grad": (lambda: late(lambda f: grad(f)(torch.ones(3))), "'layer' changed before.*lambda x, l"),
     "another variable in backward": (lambda: late(lambda f: leaf_grad(f, torch.ones(3))), "'layer' changed before"),
     "writing to an argument": (lambda: grad(lambda x: checkpoint(lambda x: x.mul_(2))(x * 1).sum())(torch.ones(3)),

@@ -69,6 +69,9 @@ def test_several_trees_at_once():
     assert vector.tolist() == [1.0] * 6 + [2.0]
     assert back[0]["a"].batch_size == (2,)
     assert back[1][0] == 4.0
+    vector, unravel = ravel({"a": torch.ones(2), "b": torch.ones(1, dtype=torch.complex64)})
+    assert unravel(vector * 1j)["b"] == 1j
+    assert unravel(vector)["a"].tolist() == [1.0, 1.0]
     empty, unravel = ravel(TensorDict({}, [3]))
     assert empty.shape == (0,)
     assert unravel(empty).batch_size == (3,)
