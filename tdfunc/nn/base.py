@@ -1,0 +1,274 @@
+"""`TensorDictModuleBase`: a module from trees to trees, the keys that it reads and writes, and `dispatch`."""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
+
+from torch import nn
+
+from tdfunc._tensordict import TensorDict, TreeMethods
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import MissingKeyError, error
+from tdfunc.core.keys import unravel
+from tdfunc.core.types import NestedKey
+from tdfunc.nn.reset import reset_module, reset_tree
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+T = TypeVar("T", bound=TensorCollection)
+# One key, or several; where each value goes to a keyword argument, a mapping from their names.
+Keys: TypeAlias = "NestedKey | Iterable[NestedKey]"
+InKeys: TypeAlias = "Keys | Mapping[str, NestedKey]"
+# The out key of a value that is thrown away.
+DISCARDED = "_"
+# What a bare module holds: its mode, its slots and its hooks.
+_TABLES = tuple(nn.Module().__dict__)
+
+
+def as_key(key: NestedKey) -> NestedKey:
+    """Return a key in its shortest form: a str where it has one part."""
+    path = unravel(key)
+    return path[0] if len(path) == 1 else path
+
+
+def split_keys(in_keys: InKeys) -> tuple[list[str] | None, list[NestedKey]]:
+    """Return the names of the keyword arguments, None where arguments go by position, and the keys of the values."""
+    if isinstance(in_keys, Mapping):
+        # A key is no mapping.
+        named: Mapping[str, NestedKey] = in_keys  # pyright: ignore[reportAssignmentType]
+        return list(named), as_keys(list(named.values()))
+    return None, as_keys(in_keys)
+
+
+def as_keys(keys: Keys) -> list[NestedKey]:
+    """Return one key (a str or tuple) or several (any other iterable) as a list."""
+    return [as_key(key) for key in ([keys] if isinstance(keys, (str, tuple)) else keys)]
+
+
+class TensorDictModuleBase(nn.Module):
+    """A module whose forward takes a tree and returns a new one.
+
+    Subclasses set `in_keys` and `out_keys`, on the class or in the constructor. Forward returns the given tree with
+    new entries (`tensordict.set(...)`, `tensordict.update(...)`); `dispatch` lets it take tensors as well.
+
+    Examples:
+        >>> class Shift(TensorDictModuleBase):
+        ...     in_keys = ["a"]
+        ...     out_keys = ["b", "c"]
+        ...
+        ...     @dispatch
+        ...     def forward(self, tensordict):
+        ...         return tensordict.update({"b": tensordict["a"] + 1, "c": tensordict["a"] + 2})
+        >>> module, td = Shift(), TensorDict({"a": torch.zeros(())})
+        >>> list(module(td).keys()), list(module.select_out_keys("c")(td).keys()), module(torch.zeros(()))
+        (['a', 'b', 'c'], ['a', 'c'], (tensor(1.), tensor(2.)))
+    """
+
+    in_keys: Sequence[NestedKey]
+    out_keys: Sequence[NestedKey]
+    # The out keys before any were selected; None where none are.
+    _source: Sequence[NestedKey] | None = None
+    # True if forward takes `interaction_type`.
+    _interacts: ClassVar[bool] = False
+
+    # Around forward and hooks, rather than a hook: torch.compile makes one graph of it.
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run forward and its hooks, and keep the selected outputs."""
+        out = super().__call__(*args, **kwargs)
+        tree = args[0] if args else kwargs.get("tensordict")
+        # `dispatch` returns selected values.
+        if self._source is None or not isinstance(tree, TreeMethods):
+            return out
+        keys = [key for key in self.out_keys if key != DISCARDED]
+        return tree.update(out.select(*keys, strict=not getattr(self, "partial_tolerant", False)))
+
+    @staticmethod
+    def is_tdmodule_compatible(module: Any) -> bool:
+        """Return True if a module has `in_keys` and `out_keys`, so that it can be part of a `TensorDictSequential`."""
+        return hasattr(module, "in_keys") and hasattr(module, "out_keys")
+
+    # torch.vmap names its function for each output; without a name it prints the module, which dynamo cannot trace.
+    @property
+    def __name__(self) -> str:
+        return self._get_name()
+
+    @property
+    def out_keys_source(self) -> Sequence[NestedKey]:
+        """The out keys of the module without any selection."""
+        return self.out_keys if self._source is None else self._source
+
+    def select_out_keys(self, *out_keys: NestedKey) -> "Self":
+        """Return a module over the same submodules that writes only some of its outputs.
+
+        Its result is the given tree and the selected outputs: an entry that another output would replace stays.
+
+        Args:
+            *out_keys: Keys of `out_keys`.
+
+        Raises:
+            MissingKeyError: A key is not among `out_keys`.
+
+        Examples:
+            >>> from tdfunc.nn import TensorDictModule, TensorDictSequential
+            >>> seq = TensorDictSequential(
+            ...     TensorDictModule(lambda x: x + 1, ["x"], ["y"]), TensorDictModule(lambda y: y + 1, ["y"], ["z"])
+            ... )
+            >>> list(seq.select_out_keys("z")(TensorDict({"x": torch.zeros(())})).keys())
+            ['x', 'z']
+        """
+        new = self._shell()
+        new._select(as_keys(list(out_keys)))
+        return new
+
+    def reset_out_keys(self) -> "Self":
+        """Return a module over the same submodules that writes all its outputs."""
+        new = self._shell()
+        if new._source is not None:
+            new.out_keys, new._source = new._source, None
+        return new
+
+    def reset_parameters_recursive(self, parameters: T | None = None) -> T | None:
+        """Draw new values for all parameters, in this module or in a tree of its parameters.
+
+        Each submodule's own `reset_parameters` draws them, from torch's default generator. Parameters of modules that
+        have no such method keep their values, with a warning that names them.
+
+        Args:
+            parameters: A tree of this module's parameters, or of a part of them; without it the module itself is
+                written.
+
+        Returns:
+            A new tree with the structure of `parameters`, or None without one.
+
+        Raises:
+            TreeStructureError: A leaf of the tree is not one of the module's.
+            LeafMismatchError: A leaf has another shape or dtype than the module's.
+
+        Examples:
+            >>> from tdfunc.nn import TensorDictModule
+            >>> module = TensorDictModule(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), ["x"], ["y"])
+            >>> old = tdf.from_module(module)
+            >>> new = module.reset_parameters_recursive(old)
+            >>> bool((new == old).any()), bool((tdf.from_module(module) == old).all())
+            (False, True)
+        """
+        if parameters is None:
+            reset_module(self)
+            return None
+        return reset_tree(self, parameters)
+
+    def extra_repr(self) -> str:
+        """Return the keys, as they show in the text of the module."""
+        return f"in_keys={list(self.in_keys)}, out_keys={list(self.out_keys)}"
+
+    def _shell(self) -> "Self":
+        """Return a module with tables of its own around the same submodules, parameters and buffers."""
+        new = copy.copy(self)
+        new.__dict__.update({name: copy.copy(self.__dict__[name]) for name in _TABLES})
+        return new
+
+    def _select(self, keys: list[NestedKey]) -> None:
+        """Select out keys of this very module: one that nobody else has yet."""
+        known = as_keys(list(self.out_keys))
+        for key in keys:
+            if key not in known:
+                raise MissingKeyError(
+                    f"select_out_keys: {key!r} is not an out key of {type(self).__name__}.",
+                    expected=f"keys of {known}",
+                    hint="reset_out_keys() first." if key in as_keys(list(self.out_keys_source)) else None,
+                )
+        self._source, self.out_keys = self.out_keys_source, keys
+
+
+def dispatch(
+    fn: Callable[..., Any] | None = None,
+    /,
+    *,
+    separator: str = "_",
+    source: str | Sequence[NestedKey] = "in_keys",
+    dest: str | Sequence[NestedKey] = "out_keys",
+) -> Any:
+    """Let a forward from trees to trees take the values of its in keys instead, and return those of its out keys.
+
+    Values are given by position, in the order of the keys, or by keyword, and make a tree of batch size []. A call with
+    a tree goes through unchanged. The result is a tuple, or one value where there is one out key.
+
+    Args:
+        fn: The method, whose first argument after `self` is called `tensordict`; without it, a decorator with these
+            options.
+        separator: Joins the parts of a nested key to the name of its keyword.
+        source: The keys to read, or the name of the attribute that holds them.
+        dest: The keys to return, or the name of the attribute that holds them.
+
+    Raises:
+        TypeError: A value is given by position and by keyword.
+
+    Examples:
+        >>> class Sum(nn.Module):
+        ...     @dispatch(source=["a", ("n", "b")], dest=["c"])
+        ...     def forward(self, tensordict):
+        ...         return tensordict.set("c", tensordict["a"] + tensordict["n", "b"])
+        >>> Sum()(torch.ones(2), n_b=torch.ones(2))
+        tensor([2., 2.])
+    """
+    if fn is None:
+        return lambda method: dispatch(method, separator=separator, source=source, dest=dest)
+    names = list(inspect.signature(fn).parameters)
+    if names[1:2] != ["tensordict"]:
+        raise error(
+            TypeError,
+            "dispatch: the method's first argument must be called 'tensordict'.",
+            got=f"{fn.__qualname__}({', '.join(names)})",
+        )
+
+    @wraps(fn)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(args[0] if args else kwargs.get("tensordict"), TreeMethods):
+            return fn(self, *args, **kwargs)
+        values: dict[NestedKey, Any] = {}
+        rest = list(args)
+        for key in getattr(self, source) if isinstance(source, str) else source:
+            name = separator.join(unravel(key))
+            if rest:
+                if name in kwargs:
+                    raise error(TypeError, f"{type(self).__name__}: {name!r} is given by position and by keyword.")
+                values[key] = rest.pop(0)
+            elif name in kwargs:
+                values[key] = kwargs.pop(name)
+        out = fn(self, TensorDict(values), *rest, **kwargs)
+        keys = getattr(self, dest) if isinstance(dest, str) else dest
+        found = tuple([out[key] for key in keys if key != DISCARDED])
+        return found[0] if len(found) == 1 else found
+
+    return forward
+
+
+def read_inputs(module: nn.Module, tensordict: Any, keys: Sequence[NestedKey]) -> list[Any]:
+    """Return the values of the in keys of a module.
+
+    Raises:
+        MissingKeyError: A key is not in the tree; the message has it, the module, and the keys that there are.
+    """
+    values: list[Any] = []
+    for key in keys:
+        try:
+            values.append(tensordict[key])
+        except MissingKeyError as err:
+            found = [repr(path) for path in tensordict.keys(True, True)]
+            raise MissingKeyError(
+                f"{type(module).__name__}{_wrapped_by(module)}: the tree has no {key!r}, which the module reads.",
+                expected=f"{list(keys)}",
+                got=", ".join(found[:20] + ["..."] * (len(found) > 20)) or "(no keys)",
+            ) from err
+    return values
+
+
+def _wrapped_by(module: Any) -> str:
+    inner = getattr(module, "module", None)
+    if inner is None:
+        return ""
+    name = type(inner).__name__ if isinstance(inner, nn.Module) else getattr(inner, "__name__", type(inner).__name__)
+    return f"({name})"

@@ -1,0 +1,137 @@
+"""`TensorDictModule`: a function or module of tensors as a module of trees."""
+
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import TreeStructureError
+from tdfunc.nn.base import (
+    DISCARDED,
+    InKeys,
+    Keys,
+    TensorDictModuleBase,
+    as_key,
+    as_keys,
+    dispatch,
+    read_inputs,
+    split_keys,
+)
+from tdfunc.ops.reading import get, has
+
+
+class TensorDictModule(TensorDictModuleBase):
+    """A function or module of tensors that reads its arguments from a tree and adds its outputs to it.
+
+    `td = module(td)` returns a new tree: the entries of `td`, which share memory with it, and the outputs. Called with
+    the arguments themselves, `module(x)`, it returns the outputs. On a lazy stack it runs for each tree.
+
+    Args:
+        module: The function. A module is registered as `module`, so that `state_dict` has its names after `module.`.
+        in_keys: The keys of the arguments, in order; a dict has the key for each keyword argument.
+        out_keys: A key for each output, `"_"` for one that is thrown away. A function that returns a dict or a tree
+            with these keys gives the entries under them.
+
+    Raises:
+        MissingKeyError: In a call: the tree has no such in key.
+        TreeStructureError: In a call: the number of outputs is not that of the out keys.
+
+    Examples:
+        >>> module = TensorDictModule(nn.Linear(3, 2), in_keys=["x"], out_keys=[("head", "logits")])
+        >>> td = module(TensorDict({"x": torch.zeros(5, 3)}, [5]))
+        >>> td["head", "logits"].shape, td["head"].batch_size
+        (torch.Size([5, 2]), torch.Size([5]))
+        >>> scale = TensorDictModule(lambda x, *, by: (x * by, x), {"x": "a", "by": "b"}, ["scaled", "_"])
+        >>> scale(a=torch.ones(2), b=torch.tensor(3.0))
+        tensor([3., 3.])
+    """
+
+    def __init__(
+        self,
+        module: Callable[..., Any],
+        in_keys: InKeys,
+        out_keys: Keys,
+    ) -> None:
+        super().__init__()
+        self._keywords, self.in_keys = split_keys(in_keys)
+        self.out_keys = as_keys(out_keys)
+        self.module = module
+
+    @dispatch
+    def forward(self, tensordict: Any) -> Any:
+        """Return the tree with the outputs.
+
+        Args:
+            tensordict: Any tree, or the arguments themselves.
+        """
+        if tensordict._is_lazy:
+            return tensordict._each(self.forward)
+        inputs = read_inputs(self, tensordict, self.in_keys)
+        if self._keywords is None:
+            out = self.module(*inputs)
+        else:
+            out = self.module(**dict(zip(self._keywords, inputs, strict=True)))
+        keys = self.out_keys_source
+        if isinstance(out, TensorCollection) and all([has(out, key) for key in keys]):
+            out = tuple([get(out, key) for key in keys])
+        elif isinstance(out, Mapping):
+            found = {as_key(key): value for key, value in out.items()}
+            if found.keys() >= set(keys):
+                out = tuple([found[key] for key in keys])
+        outputs = out if isinstance(out, tuple) else () if out is None else (out,)
+        if len(outputs) != len(keys):
+            raise TreeStructureError(
+                f"{type(self).__name__}: the function must return a value for each out key.",
+                expected=f"{len(keys)}: {list(keys)}",
+                got=f"{len(outputs)}: {[type(each).__name__ for each in outputs]}",
+                hint='"_" is the key of an output that is thrown away.',
+            )
+        for key, value in zip(keys, outputs, strict=True):
+            if key != DISCARDED:
+                tensordict = tensordict.set(key, value)
+        return tensordict
+
+    def extra_repr(self) -> str:
+        """Return the function, unless it is a module, and the keys."""
+        own = "" if isinstance(self.module, nn.Module) else f"module={self.module!r}, "
+        return own + super().extra_repr()
+
+
+class _Decorated(TensorDictModule):
+    """A decorated function: it is pickled by name, as functions are, and binds as a method."""
+
+    def __init__(self, module: Callable[..., Any], in_keys: InKeys, out_keys: Keys) -> None:
+        super().__init__(module, in_keys, out_keys)
+        self.__doc__, self.__module__ = module.__doc__, module.__module__
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        if instance is None:
+            return self
+        bound = TensorDictModule(MethodType(self.module, instance), self.in_keys, self.out_keys)
+        bound._keywords = self._keywords
+        return bound
+
+    def _get_name(self) -> str:
+        return "TensorDictModule"
+
+    def __reduce__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.module.__qualname__
+
+
+def as_tensordict_module(*, in_keys: InKeys, out_keys: Keys) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator that makes a function of tensors a `TensorDictModule`; methods are bound to their instance.
+
+    Args:
+        in_keys: As for `TensorDictModule`.
+        out_keys: As for `TensorDictModule`.
+
+    Examples:
+        >>> @as_tensordict_module(in_keys="c", out_keys="d")
+        ... def increment(c):
+        ...     return c + 1
+        >>> increment(TensorDict({"c": torch.zeros(())}))["d"]
+        tensor(1.)
+    """
+    return lambda function: _Decorated(function, in_keys, out_keys)

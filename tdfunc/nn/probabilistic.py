@@ -1,0 +1,204 @@
+"""Modules that choose a value from a distribution whose parameters are in the tree."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch.distributions import Distribution, Independent
+
+from tdfunc.core.errors import TreeStructureError, UnsupportedError
+from tdfunc.core.keys import unravel
+from tdfunc.core.types import NestedKey
+from tdfunc.nn.base import InKeys, Keys, TensorDictModuleBase, as_key, as_keys, dispatch, read_inputs, split_keys
+from tdfunc.nn.interaction import GIVEN, InteractionType
+from tdfunc.nn.sequential import TensorDictSequential
+
+
+class ProbabilisticTensorDictModule(TensorDictModuleBase):
+    """A distribution whose parameters are in the tree; calling it adds a value, and its log-probability if asked for.
+
+    Args:
+        in_keys: The keys of the parameters, the last part of each being the distribution's keyword; a dict has the
+            key for each keyword.
+        out_keys: The key of the value.
+        distribution_class: A class of `torch.distributions`, or a function that returns a distribution.
+        distribution_kwargs: Further arguments of the distribution.
+        default_interaction_type: How the value is chosen. RANDOM draws from torch's default generator; `functional`
+            makes that a function of `rng=`.
+        return_log_prob: Whether to add the log-probability of the value.
+        log_prob_key: Its key, in place of the out key with `_log_prob` after it.
+
+    Raises:
+        MissingKeyError: In a call: a parameter is not in the tree.
+        UnsupportedError: In a call: the distribution does not have the value that is asked for.
+
+    Examples:
+        >>> head = ProbabilisticTensorDictModule(
+        ...     ["loc", "scale"], ["action"], distribution_class=torch.distributions.Normal, return_log_prob=True
+        ... )
+        >>> td = head(TensorDict({"loc": torch.zeros(3), "scale": torch.ones(3)}, [3]))
+        >>> td["action"], td["action_log_prob"].shape, head.log_prob(td).shape
+        (tensor([0., 0., 0.]), torch.Size([3]), torch.Size([3]))
+    """
+
+    _interacts: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        in_keys: InKeys,
+        out_keys: Keys,
+        *,
+        distribution_class: Callable[..., Distribution],
+        distribution_kwargs: Mapping[str, Any] | None = None,
+        default_interaction_type: InteractionType | str = InteractionType.DETERMINISTIC,
+        return_log_prob: bool = False,
+        log_prob_key: "NestedKey | None" = None,
+    ) -> None:
+        super().__init__()
+        keywords, self.in_keys = split_keys(in_keys)
+        self._keywords = keywords or [unravel(key)[-1] for key in self.in_keys]
+        outputs = as_keys(out_keys)
+        if len(outputs) != 1:
+            raise TreeStructureError(
+                f"{type(self).__name__}: out_keys must be the key of the value.", expected="1", got=f"{outputs}"
+            )
+        path = unravel(outputs[0])
+        self.sample_key = outputs[0]
+        self.log_prob_key = as_key((*path[:-1], f"{path[-1]}_log_prob") if log_prob_key is None else log_prob_key)
+        self.out_keys = [*outputs, self.log_prob_key] if return_log_prob else outputs
+        self.return_log_prob = return_log_prob
+        self.distribution_class, self.distribution_kwargs = distribution_class, dict(distribution_kwargs or {})
+        self.default_interaction_type = InteractionType(default_interaction_type)
+
+    def get_dist(self, tensordict: Any) -> Distribution:
+        """Return the distribution with the parameters that are in a tree.
+
+        Raises:
+            MissingKeyError: A parameter is not in the tree.
+        """
+        values = read_inputs(self, tensordict, self.in_keys)
+        return self.distribution_class(**dict(zip(self._keywords, values, strict=True)), **self.distribution_kwargs)
+
+    def log_prob(self, tensordict: Any, *, dist: Distribution | None = None) -> Tensor:
+        """Return the log-probability, in nats, of the value that is in a tree.
+
+        Args:
+            tensordict: A tree with the value, and with the parameters unless `dist` is given.
+            dist: The distribution, in place of that of the parameters.
+        """
+        (value,) = read_inputs(self, tensordict, [self.sample_key])
+        return (self.get_dist(tensordict) if dist is None else dist).log_prob(value)
+
+    @dispatch
+    def forward(self, tensordict: Any, *, interaction_type: InteractionType | str | None = None) -> Any:
+        """Return the tree with a value of the distribution.
+
+        Args:
+            tensordict: Any tree, or the parameters.
+            interaction_type: How the value is chosen, in place of the default.
+        """
+        if tensordict._is_lazy:
+            return tensordict._each(lambda tree: self.forward(tree, interaction_type=interaction_type))
+        if interaction_type is GIVEN:
+            if self.sample_key in tensordict:
+                return tensordict
+            interaction_type = None
+        dist = self.get_dist(tensordict)
+        value = choose(dist, InteractionType(interaction_type or self.default_interaction_type))
+        out = tensordict.set(self.sample_key, value)
+        return out.set(self.log_prob_key, dist.log_prob(value)) if self.return_log_prob else out
+
+    def extra_repr(self) -> str:
+        """Return the keys and the distribution."""
+        name = getattr(self.distribution_class, "__name__", repr(self.distribution_class))
+        return f"{super().extra_repr()}, distribution_class={name}, {self.default_interaction_type.value}"
+
+
+def choose(dist: Distribution, kind: InteractionType) -> Tensor:
+    """Return a value of a distribution.
+
+    Raises:
+        UnsupportedError: The distribution does not have it.
+    """
+    if kind is InteractionType.RANDOM:
+        return dist.rsample() if dist.has_rsample else dist.sample()
+    name = "deterministic_sample" if kind is InteractionType.DETERMINISTIC else kind.value
+    if kind is InteractionType.DETERMINISTIC and not hasattr(dist, name):
+        base = dist.base_dist if isinstance(dist, Independent) else dist
+        found = "mode" if base.has_enumerate_support else "mean"
+    else:
+        found = name
+    try:
+        return getattr(dist, found)
+    except (AttributeError, NotImplementedError) as err:
+        raise UnsupportedError(
+            f"{type(dist).__name__} has no {found}.",
+            hint=f"choose another InteractionType, or give its class a property {name!r}.",
+        ) from err
+
+
+class ProbabilisticTensorDictSequential(TensorDictSequential):
+    """Modules that run one after another, the last of which chooses a value from a distribution.
+
+    Args:
+        *modules: As for `TensorDictSequential`; the last is a `ProbabilisticTensorDictModule`, or a sequence like this.
+        partial_tolerant: As for `TensorDictSequential`.
+        selected_out_keys: As for `select_out_keys`.
+
+    Raises:
+        UnsupportedError: The last module is not probabilistic.
+
+    Examples:
+        >>> from tdfunc.nn import TensorDictModule
+        >>> policy = ProbabilisticTensorDictSequential(
+        ...     TensorDictModule(nn.Linear(3, 4), ["observation"], ["logits"]),
+        ...     ProbabilisticTensorDictModule(
+        ...         ["logits"], ["action"], distribution_class=torch.distributions.Categorical
+        ...     ),
+        ... )
+        >>> td = TensorDict({"observation": torch.zeros(5, 3)}, [5])
+        >>> policy(td, interaction_type="random")["action"].shape, policy.get_dist(td)
+        (torch.Size([5]), Categorical(logits: torch.Size([5, 4])))
+    """
+
+    def __init__(
+        self, *modules: Any, partial_tolerant: bool = False, selected_out_keys: Iterable[NestedKey] | None = None
+    ) -> None:
+        super().__init__(*modules, partial_tolerant=partial_tolerant, selected_out_keys=selected_out_keys)
+        if not len(self) or not isinstance(self[-1], _PROBABILISTIC):
+            raise UnsupportedError(
+                f"{type(self).__name__}: the last module must be probabilistic.",
+                expected="a ProbabilisticTensorDictModule or ProbabilisticTensorDictSequential",
+                got=type(self[-1]).__name__ if len(self) else "no modules",
+                hint="TensorDictSequential takes any modules.",
+            )
+
+    def get_dist(self, tensordict: Any, *, interaction_type: InteractionType | str | None = None) -> Distribution:
+        """Return the distribution of the last module, after the others have run.
+
+        Args:
+            tensordict: Any tree with the in keys.
+            interaction_type: How probabilistic modules before the last choose their values.
+        """
+        *before, (_, last) = self._named()
+        options = {"interaction_type": interaction_type} if isinstance(last, ProbabilisticTensorDictSequential) else {}
+        return last.get_dist(self._run(before, tensordict, interaction_type), **options)
+
+    def log_prob(self, tensordict: Any, *, dist: Distribution | None = None) -> Tensor:
+        """Return the log-probability, in nats, of the last module's value that is in a tree.
+
+        Probabilistic modules before the last keep the values that the tree has for them.
+
+        Args:
+            tensordict: A tree with the value, and with the in keys unless `dist` is given.
+            dist: The distribution, in place of the one that the other modules lead to.
+        """
+        dist = self.get_dist(tensordict, interaction_type=GIVEN) if dist is None else dist
+        return self[-1].log_prob(tensordict, dist=dist)
+
+    def _of(self, named: list[tuple[str, Any]], cls: Any = None) -> Any:
+        is_probabilistic = bool(named) and isinstance(named[-1][1], _PROBABILISTIC)
+        return super()._of(named, ProbabilisticTensorDictSequential if is_probabilistic else TensorDictSequential)
+
+
+_PROBABILISTIC = (ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential)

@@ -1,0 +1,149 @@
+"""Keys, selected outputs and `dispatch`, of modules that tdfunc knows nothing else about."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from tdfunc import TensorDict
+from tdfunc.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequential, dispatch
+from tests.helpers import assert_trees_equal
+
+
+class Split(TensorDictModuleBase):
+    """Writes two outputs, and changes an entry that it reads."""
+
+    in_keys = ["a"]
+    out_keys = [("b",), ("n", "c"), "a"]
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.register_buffer("calls", torch.zeros(()))
+
+    @dispatch
+    def forward(self, tensordict):
+        a = tensordict["a"] * self.scale
+        return tensordict.update({"b": a, ("n", "c"): a + 1, "a": -a})
+
+
+def tree():
+    """A tree with an entry that modules do not read."""
+    return TensorDict({"a": torch.randn(3), "other": torch.randn(3)}, [3])
+
+
+def test_a_selection_is_the_input_and_the_selected_outputs():
+    """Unselected outputs are neither added nor do they replace entries; entries of the input stay."""
+    module, td = Split(), tree()
+    full = module(td)
+
+    for keys in ([], ["b"], [("n", "c")], ["b", "a"], ["a", "b", ("n", "c")]):
+        selected = module.select_out_keys(*keys)
+        assert_trees_equal(selected(td), td.update({key: full[key] for key in keys}))
+        assert selected.out_keys == keys
+        assert selected.out_keys_source == module.out_keys
+    assert_trees_equal(module(td), full)
+
+
+def test_a_selection_of_a_selection():
+    """Selections narrow; reset_out_keys writes everything again."""
+    module, td = Split(), tree()
+    twice = module.select_out_keys("b", "a").select_out_keys("a")
+
+    assert twice(td).paths() == [("a",), ("other",)]
+    assert twice.reset_out_keys().out_keys == module.out_keys
+    assert_trees_equal(twice.reset_out_keys()(td), module(td))
+    assert_trees_equal(module.reset_out_keys()(td), module(td))
+
+
+def test_a_selection_shares_submodules_and_nothing_else():
+    """The new shell has the same submodules and parameters; hooks and slots that one is given later are its own."""
+    module = TensorDictModule(nn.Linear(3, 3), ["a"], ["b"])
+    calls = []
+    module.register_forward_hook(lambda *_: calls.append("both"))
+    shell, own = module.select_out_keys("b"), Split()
+    module.register_forward_hook(lambda *_: calls.append("module"))
+    shell.register_forward_hook(lambda *_: calls.append("shell"))
+    shell.extra = nn.Linear(1, 1)
+    shell(tree())
+
+    assert calls == ["both", "shell"]
+    assert shell.module is module.module
+    assert own.select_out_keys("b").scale is own.scale
+    assert list(module.state_dict()) == ["module.weight", "module.bias"]
+    assert module.out_keys == ["b"]
+    assert module._forward_hooks.keys() < shell._forward_hooks.keys() | module._forward_hooks.keys()
+
+
+def test_a_compiled_module_is_not_called_by_its_selection():
+    """`module.compile()` compiles one shell."""
+    module = TensorDictModule(torch.exp, ["a"], ["b"])
+    module.compile(backend="eager")
+
+    assert module.select_out_keys()._compiled_call_impl is None
+
+
+@pytest.mark.parametrize("remake", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_selection_is_copied_and_pickled(remake):
+    """Copies select the same outputs, and can be reset."""
+    module, td = remake(Split().select_out_keys("b")), tree()
+
+    assert module(td).paths() == [("a",), ("other",), ("b",)]
+    assert "n" in module.reset_out_keys()(td)
+
+
+def test_hooks_see_all_outputs():
+    """A selection is made after the hooks, which may change what is selected from."""
+    module, seen = Split().select_out_keys("b"), []
+    module.register_forward_hook(lambda _, __, out: seen.append(len(out.paths())))
+    module.register_forward_hook(lambda _, __, out: out.set("b", out["b"] * 0))
+
+    assert module(tree()).paths() == [("a",), ("other",), ("b",)]
+    assert module(tree())["b"].sum() == 0
+    assert seen == [4, 4]
+
+
+def test_dispatch_by_position_and_by_keyword():
+    """Values in the order of the in keys, or by their names, give the values of the out keys; a tree gives a tree."""
+    module, a = Split(), torch.randn(3)
+    out = module(TensorDict({"a": a}))
+
+    for values in (module(a), module(a=a)):
+        assert all(map(torch.equal, values, (out["b"], out["n", "c"], out["a"])))
+    assert torch.equal(module.select_out_keys("b")(a), out["b"])
+    assert module.select_out_keys("b")(tensordict=tree()).paths() == [("a",), ("other",), ("b",)]
+    assert module(tensordict=tree()).batch_size == (3,)
+
+
+def test_dispatch_passes_other_arguments_on():
+    """What is no in key reaches forward."""
+
+    class Shift(TensorDictModuleBase):
+        in_keys, out_keys = [("n", "a")], ["b"]
+
+        @dispatch(separator=".")
+        def forward(self, tensordict, shift, *, scale=1.0):
+            return tensordict.set("b", tensordict["n", "a"] * scale + shift)
+
+    assert Shift()(torch.ones(2), 3, scale=2.0).tolist() == [5.0, 5.0]
+    assert Shift()(**{"n.a": torch.ones(2)}, shift=1).tolist() == [2.0, 2.0]
+    assert Shift()(TensorDict({"n": {"a": torch.ones(2)}}), 1)["b"].tolist() == [2.0, 2.0]
+
+
+def test_dispatch_on_other_attributes():
+    """The keys may have other names on the module, or be given."""
+
+    class Other(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.reads, self.writes = ["a"], ["b", "_"]
+
+        @dispatch(source="reads", dest="writes")
+        def forward(self, tensordict):
+            return tensordict.set("b", tensordict["a"] + 1)
+
+    assert Other()(torch.zeros(())) == 1
+    assert not TensorDictModuleBase.is_tdmodule_compatible(Other())
+    assert all(TensorDictModuleBase.is_tdmodule_compatible(m) for m in (Split(), TensorDictSequential()))

@@ -1,0 +1,274 @@
+"""`TensorDictModule`: reading, calling, writing, for every kind of input and output."""
+
+import copy
+import pickle
+from collections import OrderedDict, namedtuple
+
+import pytest
+import torch
+from torch import nn
+
+import tdfunc as tdf
+from tdfunc import NonTensorData, TensorClass, TensorDict
+from tdfunc.nn import TensorDictModule, TensorDictSequential, as_tensordict_module
+from tests.helpers import assert_pure, assert_trees_equal
+
+
+class Batch(TensorClass):
+    """Fields for an input and for an output."""
+
+    x: torch.Tensor
+    y: torch.Tensor | None = None
+    note: str = "plain"
+
+
+Pair = namedtuple("Pair", "first second")
+
+
+def test_the_result_shares_the_entries():
+    """The input is not written, entries are shared, and metadata stay."""
+    td = TensorDict({"x": torch.randn(4, 3), "n": {"z": torch.randn(4)}, "t": "text"}, [4], names=["rows"])
+    td = td.set("w", td["x"], kind=tdf.Kind.BUFFER)
+    out = assert_pure(TensorDictModule(nn.Linear(3, 2), ["x"], [("n", "y")]), td)
+
+    assert out.paths() == [("x",), ("n", "z"), ("n", "y"), ("w",)]
+    assert (out.batch_size, out.names, out["t"]) == (td.batch_size, ["rows"], "text")
+    assert out["x"] is td["x"]
+    assert out["n", "z"] is td["n", "z"]
+    assert out.kind("w") is tdf.Kind.BUFFER
+    assert ("n", "y") not in td
+
+
+def test_an_output_replaces_an_entry():
+    """An out key that exists gets the new value, in the result alone; so does every path of a tie."""
+    x = torch.zeros(2)
+    td = tdf.from_module(tied()).set("x", x)
+    out = TensorDictModule(lambda x, w: (x + 1, w + 1), ["x", ("a", "weight")], ["x", ("a", "weight")])(td)
+
+    assert out["x"].tolist() == [1.0, 1.0]
+    assert td["x"] is x
+    assert out["b", "weight"] is out["a", "weight"]
+    assert out.ties() == td.ties() != []
+
+
+def tied():
+    """Two layers of one weight."""
+    model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+    model["b"].weight = model["a"].weight
+    return model
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        lambda x: (x, x + 1),
+        lambda x: Pair(x, x + 1),
+        lambda x: {"y": x, ("n", "z"): x + 1, "more": 0},
+        lambda x: {"y": x, (("n",), "z"): x + 1},
+        lambda x: OrderedDict(y=x) | {("n", "z"): x + 1},
+        lambda x: TensorDict({"y": x, "n": {"z": x + 1, "w": x}}),
+    ],
+)
+def test_outputs_by_order_and_by_key(output):
+    """A tuple goes to the out keys in order, dicts and trees with all out keys by key."""
+    out = TensorDictModule(output, ["x"], ["y", ("n", "z")])(TensorDict({"x": torch.zeros(2)}))
+
+    assert out.paths() == [("x",), ("y",), ("n", "z")]
+    assert out["n", "z"].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        (lambda: {"p": 1.0}, {"p": torch.tensor(1.0)}),
+        (lambda: TensorDict({"p": torch.zeros(2)}), {"p": torch.zeros(2)}),
+        (lambda: Batch(torch.zeros(2)), {"x": torch.zeros(2), "note": "plain"}),
+    ],
+)
+def test_a_tree_as_one_output(output, expected):
+    """A dict or tree without the out keys is one value."""
+    out = TensorDictModule(output, [], ["y"])(TensorDict())
+
+    assert dict(out["y"].items()).keys() == expected.keys()
+    assert type(out["y"]) in (TensorDict, Batch)
+
+
+@pytest.mark.parametrize("value", ["text", b"bytes", {1, 2}, NonTensorData(3), 2.5, [1, 2], ["a", "b"]])
+def test_values_that_are_no_tensors(value):
+    """Non-tensor data reach the function as td[key] gives them, and an output is set as any value."""
+    td = TensorDict({"x": value})
+    seen = []
+    out = TensorDictModule(lambda x: (seen.append(x), x)[1], ["x"], ["y"])(td)
+
+    assert repr(seen) == repr([td["x"]])
+    assert repr(out["y"]) == repr(TensorDict({"y": td["x"]})["y"])
+
+
+def test_an_output_of_rows_stays_rows():
+    """Non-tensor data that come in a tree are not read as numbers."""
+    rows = tdf.NonTensorStack.from_nested([1, 2], 1)
+    out = TensorDictModule(lambda: TensorDict({"y": rows}, [2]), [], ["y"])(TensorDict({}, [2]))
+
+    assert isinstance(out.select("y").to_dict()["y"], list)
+    assert out["y"] == [1, 2]
+
+
+def test_no_inputs_and_no_outputs():
+    """A function may read nothing, write nothing, or return None."""
+    td = TensorDict({"x": torch.zeros(2)}, [2])
+
+    assert TensorDictModule(lambda: torch.ones(2), [], ["y"])(td)["y"].sum() == 2
+    assert TensorDictModule(lambda: torch.ones(()), [], ["y"])() == 1
+    assert TensorDictModule(lambda x: None, ["x"], [])(td) is td
+    assert TensorDictModule(lambda x: (x, None, x), ["x"], ["_", "_", "_"])(td) is td
+
+
+def test_keywords():
+    """A dict has the key of the tree for each keyword; one key may serve several."""
+    module = TensorDictModule(lambda *, x, by, to: x * by + to, {"x": "a", "by": ("n", "b"), "to": "a"}, "y")
+    td = TensorDict({"a": torch.tensor(2.0), "n": {"b": torch.tensor(3.0)}})
+
+    assert module.in_keys == ["a", ("n", "b"), "a"]
+    assert module(td)["y"] == 8
+
+
+def test_keys_in_short_and_long_forms():
+    """A str or tuple is one key; tuples are unravelled."""
+    assert TensorDictModule(torch.exp, ("a", "b"), "c").in_keys == [("a", "b")]
+    module = TensorDictModule(torch.exp, [("a", ("b",)), ("c",)], iter([(("d",),)]))
+
+    assert (module.in_keys, module.out_keys) == ([("a", "b"), "c"], ["d"])
+
+
+def test_typed_trees():
+    """An instance comes back as one, with the output in its field, cast as the field says."""
+    batch = Batch(torch.randn(4, 3), batch_size=[4])
+    out = TensorDictModule(nn.Linear(3, 2), ["x"], ["y"])(batch)
+    nested = TensorDictModule(torch.neg, [("b", "x")], [("b", "y")])(TensorDict({"b": batch}, [4]))
+
+    assert type(out) is type(nested["b"]) is Batch
+    assert out.y.shape == (4, 2)
+    assert batch.y is None
+    assert torch.equal(nested["b"].y, -batch.x)
+
+
+def test_lazy_stacks_run_tree_by_tree():
+    """Each tree of a lazy stack is run alone, and equals its own call."""
+    rows = [TensorDict({"x": torch.randn(n, 3), "s": str(n)}, [n]) for n in (1, 4)]
+    module = TensorDictModule(nn.Linear(3, 2), ["x"], [("n", "y")])
+    out = module(tdf.lazy_stack(rows))
+
+    assert isinstance(out, tdf.LazyStack)
+    for tree, row in zip(out.trees, rows, strict=True):
+        assert_trees_equal(tree, module(row))
+    typed = TensorDictModule(torch.neg, ["x"], ["y"])(
+        tdf.lazy_stack([Batch(torch.ones(n), batch_size=[n]) for n in (1, 2)])
+    )
+    assert isinstance(typed, Batch)
+    assert [y.shape for y in typed.y] == [(1,), (2,)]
+
+
+@pytest.mark.parametrize("size", [(), (0,), (1,), (2, 3)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool])
+def test_batch_sizes_and_dtypes(size, dtype):
+    """Any batch, an empty one too, and any dtype passes through."""
+    td = TensorDict({"x": torch.zeros(*size, 4, dtype=dtype)}, size)
+    out = TensorDictModule(lambda x: x.logical_not(), ["x"], ["y"])(td)
+
+    assert out["y"].shape == (*size, 4)
+    assert out.batch_size == size
+
+
+def test_gradients_and_inference():
+    """Gradients flow to parameters and inputs; inference mode and meta tensors work."""
+    module = TensorDictModule(nn.Linear(3, 2), ["x"], ["y"])
+    td = TensorDict({"x": torch.randn(4, 3, requires_grad=True)}, [4])
+    module(td)["y"].sum().backward()
+
+    assert td["x"].grad is not None
+    assert module.module.weight.grad is not None
+    with torch.inference_mode():
+        assert module(td)["y"].is_inference()
+    assert copy.deepcopy(module).to("meta")(td.to("meta"))["y"].is_meta
+
+
+def test_state_dicts_are_those_of_the_function():
+    """The names are those of the wrapped module after `module.`."""
+    net, other = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    module = TensorDictModule(net, ["x"], ["y"])
+    state = module.state_dict()
+    other.load_state_dict({key.removeprefix("module."): value for key, value in state.items()})
+
+    assert list(state) == [f"module.{key}" for key in net.state_dict()]
+    assert torch.equal(other[0].weight, net[0].weight)
+    with pytest.raises(AttributeError):
+        TensorDictModule(torch.exp, ["x"], ["y"]).weight  # noqa: B018
+
+
+@pytest.mark.parametrize("remake", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_and_pickles(remake):
+    """Copies compute the same with parameters of their own."""
+    module, td = TensorDictModule(nn.Linear(3, 2), ["x"], ["y"]), TensorDict({"x": torch.randn(4, 3)}, [4])
+    again = remake(module)
+
+    assert_trees_equal(again(td), module(td))
+    assert again.module.weight is not module.module.weight
+
+
+def test_hooks_and_modes():
+    """Forward hooks see the trees; modes reach the function."""
+    module = TensorDictModule(nn.Dropout(0.5), ["x"], ["y"])
+    td = TensorDict({"x": torch.ones(100)})
+    module.register_forward_pre_hook(lambda _, args: (args[0].set("x", args[0]["x"] * 3),))
+
+    assert module.eval()(td)["y"].mean() == 3
+    assert module.train()(td)["y"].max() == 6
+
+
+def test_the_text_names_function_and_keys():
+    """The repr shows the keys, and a function by its own repr."""
+    assert "in_keys=['x'], out_keys=[('n', 'y')]" in repr(TensorDictModule(nn.Linear(1, 1), ["x"], [("n", "y")]))
+    assert "Linear(in_features=1" in repr(TensorDictModule(nn.Linear(1, 1), ["x"], ["y"]))
+    assert "module=<built-in method exp" in repr(TensorDictModule(torch.exp, ["x"], ["y"]))
+    assert repr(increment).startswith("TensorDictModule(module=<function increment")
+
+
+# -- decorated functions ----------------------------------------------------------------------------------------
+
+
+@as_tensordict_module(in_keys="c", out_keys=["d"])
+def increment(c):
+    """Return c + 1."""
+    return c + 1
+
+
+class Counter:
+    """A method on trees."""
+
+    def __init__(self, step):
+        self.step = step
+
+    @as_tensordict_module(in_keys={"c": "x"}, out_keys="d")
+    def add(self, c):
+        return c + self.step
+
+
+def test_decorated_functions():
+    """A decorated function is a module, documented and pickled as a function is."""
+    td = TensorDict({"c": torch.zeros(())})
+
+    assert increment(td)["d"] == 1
+    assert increment(torch.ones(())) == 2
+    assert TensorDictSequential(increment)(td)["d"] == 1
+    assert increment.__doc__ == "Return c + 1."
+    assert pickle.loads(pickle.dumps(increment)) is increment
+    assert copy.deepcopy(TensorDictSequential(increment))[0] is increment
+
+
+def test_decorated_methods():
+    """A decorated method is that of each instance."""
+    td = TensorDict({"x": torch.zeros(())})
+    one, five = Counter(1), Counter(5)
+
+    assert [counter.add(td)["d"] for counter in (one, five, one)] == [1, 5, 1]
+    assert Counter.add.in_keys == ["x"]

@@ -1,0 +1,244 @@
+"""Distributions in trees: values, log-probabilities, and what is chosen."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import distributions as D
+from torch import nn
+
+import tdfunc as tdf
+import tdfunc.nn as ours
+from tdfunc import TensorDict
+from tdfunc.nn import (
+    InteractionType,
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+    TensorDictSequential,
+)
+from tests.helpers import assert_pure, assert_trees_equal
+from tests.incumbent import Incumbent, tensordict
+
+theirs = tensordict.nn
+
+
+def independent(**parameters):
+    """A normal distribution of vectors."""
+    return D.Independent(D.Normal(**parameters), 1)
+
+
+def squashed(**parameters):
+    """A distribution without a mean."""
+    return D.TransformedDistribution(D.Normal(**parameters), D.TanhTransform())
+
+
+# (distribution, its parameters as functions of numbers above 0)
+DISTRIBUTIONS = [
+    (D.Normal, {"loc": torch.log, "scale": torch.abs}),
+    (independent, {"loc": torch.log, "scale": torch.abs}),
+    (D.Categorical, {"logits": torch.log}),
+    (D.OneHotCategorical, {"probs": torch.abs}),
+    (D.Bernoulli, {"logits": torch.log}),
+    (D.Gamma, {"concentration": torch.abs, "rate": torch.abs}),
+    (D.LogNormal, {"loc": torch.log, "scale": torch.abs}),
+    (D.Poisson, {"rate": torch.abs}),
+    (squashed, {"loc": torch.log, "scale": torch.abs}),
+]
+KINDS = list(InteractionType)
+
+
+def tree_of(parameters, size=(4,)):
+    """A tree of random parameters."""
+    return {key: make(torch.rand(*size, 3, dtype=torch.float64) + 0.1) for key, make in parameters.items()}
+
+
+# torch has NaN for the mean of categories, which has no probability.
+@pytest.mark.parametrize(
+    ("distribution", "parameters", "kind"),
+    [(*each, kind) for each in DISTRIBUTIONS for kind in KINDS if (each[0], kind) != (D.Categorical, "mean")],
+)
+def test_values_are_those_of_tensordict(distribution, parameters, kind, seed):
+    """Each interaction gives the incumbent's value and log-probability, or raises where there is none."""
+    data = tree_of(parameters)
+    options = {
+        "distribution_class": distribution, "distribution_kwargs": {"validate_args": False},
+        "return_log_prob": True, "default_interaction_type": kind.value,
+    }  # fmt: skip
+    mine = ProbabilisticTensorDictModule(list(parameters), ["a"], **options)
+    other = theirs.ProbabilisticTensorDictModule(list(parameters), ["a"], **options)
+    try:
+        torch.manual_seed(seed)
+        expected = other(Incumbent(data, [4]))
+    except NotImplementedError:
+        expected = None
+    # tensordict draws a mean that there is not.
+    if distribution is squashed and kind in ("mean", "deterministic"):
+        expected = None
+
+    if expected is None:
+        with pytest.raises(tdf.UnsupportedError, match="InteractionType"):
+            mine(TensorDict(data, [4]))
+        return
+    torch.manual_seed(seed)
+    out = mine(TensorDict(data, [4]))
+    assert mine.out_keys == other.out_keys == ["a", "a_log_prob"]
+    for key in mine.out_keys:
+        torch.testing.assert_close(out[key], expected[key], rtol=0, atol=0, equal_nan=True)
+
+
+@given(st.sampled_from(["random", "mean", "mode", "deterministic"]), st.sampled_from([(), (1,), (0,), (2, 3)]))
+def test_log_prob_is_that_of_the_distribution(kind, size):
+    """The written log-probability, `log_prob` and torch's own agree."""
+    head = ProbabilisticTensorDictModule(
+        {"loc": ("p", "m"), "scale": ("p", "s")}, ("out", "a"), distribution_class=D.Normal, return_log_prob=True
+    )
+    data = tree_of({"m": torch.log, "s": torch.abs}, size)
+    td = assert_pure(lambda td: head(td, interaction_type=kind), TensorDict({"p": data}, size))
+    expected = D.Normal(data["m"], data["s"]).log_prob(td["out", "a"])
+
+    assert head.out_keys == [("out", "a"), ("out", "a_log_prob")]
+    for value in (td["out", "a_log_prob"], head.log_prob(td), head.log_prob(td, dist=head.get_dist(td))):
+        torch.testing.assert_close(value, expected, rtol=0, atol=0)
+
+
+def test_keys_keywords_and_arguments():
+    """Keywords are the last parts of keys, or given; further arguments reach the distribution; keys may be chosen."""
+    head = ProbabilisticTensorDictModule(
+        [("n", "loc"), ("n", "scale")], "a", distribution_class=D.Normal, distribution_kwargs={"validate_args": False},
+        return_log_prob=True, log_prob_key=("lp", "a"),
+    )  # fmt: skip
+    out = head(TensorDict({"n": {"loc": torch.zeros(2), "scale": torch.ones(2)}}))
+
+    assert out.paths() == [("n", "loc"), ("n", "scale"), ("a",), ("lp", "a")]
+    assert not head.get_dist(out)._validate_args
+    assert head(torch.zeros(2), n_scale=torch.ones(2))[0].shape == (2,)
+    assert head.select_out_keys("a")(torch.zeros(2), torch.ones(2)).shape == (2,)
+
+
+def test_gradients_flow_through_samples():
+    """RANDOM takes `rsample` where there is one."""
+    loc = torch.zeros(3, requires_grad=True)
+    head = ProbabilisticTensorDictModule(["loc", "scale"], "a", distribution_class=D.Normal)
+    head(TensorDict({"loc": loc, "scale": torch.ones(3)}), interaction_type="random")["a"].sum().backward()
+
+    assert loc.grad.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_deterministic_sample_of_the_distribution():
+    """DETERMINISTIC is the distribution's own, if it has one."""
+
+    class Delta(D.Normal):
+        deterministic_sample = property(lambda self: self.loc + 100)
+
+    head = ProbabilisticTensorDictModule(["loc", "scale"], "a", distribution_class=Delta)
+
+    assert head(torch.zeros(()), torch.ones(())) == 100
+
+
+def make_policy(nn_of, layers, **options):
+    """A network, a sampled hidden value, and a categorical action."""
+    return nn_of.ProbabilisticTensorDictSequential(
+        nn_of.TensorDictModule(layers[0], ["x"], ["loc"]),
+        nn_of.TensorDictModule(torch.exp, ["loc"], ["scale"]),
+        nn_of.ProbabilisticTensorDictModule(["loc", "scale"], ["hidden"], distribution_class=D.Normal),
+        nn_of.TensorDictModule(layers[1], ["hidden"], ["logits"]),
+        nn_of.ProbabilisticTensorDictModule(
+            ["logits"], ["action"], distribution_class=D.Categorical, return_log_prob=True, **options
+        ),
+    )
+
+
+@pytest.mark.parametrize("kind", ["random", "deterministic", "mode"])
+def test_a_sequence(kind, seed):
+    """A sequence chooses as tensordict's does under its global switch, and scores what it chose."""
+    layers, x = [nn.Linear(3, 4), nn.Linear(4, 5)], torch.randn(6, 3)
+    mine, other = make_policy(ours, layers), make_policy(theirs, layers)
+    with theirs.set_interaction_type(kind):
+        torch.manual_seed(seed)
+        expected = other(Incumbent({"x": x}, [6]))
+    torch.manual_seed(seed)
+    out = mine(TensorDict({"x": x}, [6]), interaction_type=kind)
+
+    assert (mine.in_keys, mine.out_keys) == (other.in_keys, other.out_keys)
+    assert list(mine.state_dict()) == list(other.state_dict())
+    assert {*out.keys()} == {*expected.keys()}
+    for key, value in out.items():
+        torch.testing.assert_close(value, expected[key], rtol=0, atol=0)
+    dist = mine[-1].get_dist(out)
+    for score in (mine.log_prob(out), mine.log_prob(out, dist=dist), mine[:].log_prob(out)):
+        torch.testing.assert_close(score, expected["action_log_prob"], rtol=0, atol=0)
+
+
+def test_get_dist_chooses_values_before_the_last():
+    """The distribution is that after the earlier modules, whose values are chosen anew."""
+    layers, td = [nn.Linear(3, 4), nn.Linear(4, 5)], TensorDict({"x": torch.randn(6, 3)}, [6])
+    policy = make_policy(ours, layers)
+    known = policy(td.set("hidden", torch.zeros(6, 4)), interaction_type="random")
+
+    torch.testing.assert_close(policy.get_dist(td).logits, D.Categorical(logits=layers[1](layers[0](td["x"]))).logits)
+    assert not torch.equal(policy.get_dist(known, interaction_type="random").logits, policy[-1].get_dist(known).logits)
+
+
+def test_each_module_has_its_own_default():
+    """Without an argument each module chooses by its own default; with one, all do, however deep."""
+    draw = ProbabilisticTensorDictModule(
+        ["loc", "scale"], ["a"], distribution_class=D.Normal, default_interaction_type="random"
+    )
+    mean = ProbabilisticTensorDictModule({"loc": "a", "scale": "scale"}, ["b"], distribution_class=D.Normal)
+    seq = TensorDictSequential(TensorDictSequential(draw), {"mean": mean}["mean"])
+    td = TensorDict({"loc": torch.zeros(50), "scale": torch.ones(50)})
+    out, fixed = seq(td), seq(td, interaction_type=InteractionType.MEAN)
+
+    assert out["a"].std() > 0.1
+    assert torch.equal(out["b"], out["a"])
+    assert fixed["a"].sum() == 0
+    assert torch.equal(seq.select_out_keys("b")(td, interaction_type="mean")["b"], fixed["b"])
+
+
+def test_nested_sequences_and_parts():
+    """The last module may be such a sequence; a part without a distribution at its end is a plain sequence."""
+    policy = make_policy(ours, [nn.Linear(3, 4), nn.Linear(4, 5)])
+    outer = ProbabilisticTensorDictSequential(TensorDictModule(torch.neg, ["y"], ["x"]), policy, partial_tolerant=True)
+    td = TensorDict({"y": torch.randn(6, 3)}, [6])
+
+    torch.testing.assert_close(outer.get_dist(td).probs, policy.get_dist(outer[0](td)).probs)
+    torch.testing.assert_close(outer.log_prob(outer(td)), outer(td)["action_log_prob"])
+    assert type(policy[:-1]) is type(policy.select_subsequence(out_keys=["loc"])) is TensorDictSequential
+    assert type(policy[2:]) is type(policy.select_subsequence(in_keys=["logits"])) is ProbabilisticTensorDictSequential
+    assert outer[1:].partial_tolerant
+
+
+def test_lazy_stacks():
+    """Each tree of a lazy stack gets its values."""
+    policy = make_policy(ours, [nn.Linear(3, 4), nn.Linear(4, 5)])
+    rows = [TensorDict({"x": torch.randn(n, 3)}, [n]) for n in (1, 4)]
+    out = policy(tdf.lazy_stack(rows))
+
+    for tree, row in zip(out.trees, rows, strict=True):
+        assert_trees_equal(tree, policy(row))
+
+
+def test_draws_of_a_pure_function():
+    """`rng` makes a sample a function: the same for one seed, another for each member."""
+    apply, params, _ = tdf.functional(make_policy(ours, [nn.Linear(3, 4), nn.Linear(4, 5)]))
+    td = TensorDict({"x": torch.zeros(64, 3)}, [64])
+    one, same, other = (apply(params, td, rng=seed, interaction_type="random") for seed in (0, 0, 1))
+    both = tdf.Ensemble(apply)(torch.stack([params, params]), td, rng=0, interaction_type="random")
+
+    assert_trees_equal(one, same)
+    assert not torch.equal(one["hidden"], other["hidden"])
+    assert both.batch_size == (2, 64)
+    assert not torch.equal(both["hidden"][0], both["hidden"][1])
+
+
+@pytest.mark.parametrize("remake", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_and_pickles(remake):
+    """Copies choose the same."""
+    policy, td = make_policy(ours, [nn.Linear(3, 4), nn.Linear(4, 5)]), TensorDict({"x": torch.randn(6, 3)}, [6])
+
+    assert_trees_equal(remake(policy)(td), policy(td))
+    assert "Categorical, deterministic" in repr(policy)

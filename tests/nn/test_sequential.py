@@ -1,0 +1,160 @@
+"""`TensorDictSequential`: order, names, parts, missing inputs."""
+
+import copy
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+import tdfunc as tdf
+from tdfunc import TensorDict
+from tdfunc.nn import TensorDictModule, TensorDictSequential
+from tests.helpers import assert_pure, assert_trees_equal
+
+
+def shift(source, target, by=1.0):
+    """A module that adds a number."""
+    return TensorDictModule(lambda x: x + by, [source], [target])
+
+
+@pytest.mark.parametrize("given", [lambda *m: m, lambda *m: [list(m)], lambda *m: [dict(zip("pq", m, strict=True))]])
+def test_modules_run_one_after_another(given):
+    """As arguments, a list or a dict, modules run on the result of the one before."""
+    td = TensorDict({"a": torch.zeros(2), "z": torch.ones(2)}, [2])
+    seq = TensorDictSequential(*given(shift("a", "b"), shift("b", "a", 5.0)))
+    out = assert_pure(seq, td)
+
+    assert out.paths() == [("a",), ("z",), ("b",)]
+    assert out["a"].tolist() == [6.0, 6.0]
+    assert (seq.in_keys, seq.out_keys, len(seq)) == (["a"], ["b", "a"], 2)
+
+
+def test_a_module_may_run_twice():
+    """One module at two places, named or not, runs at both."""
+    module, td = shift("a", "a"), TensorDict({"a": torch.zeros(())})
+
+    assert TensorDictSequential(module, module)(td)["a"] == 2
+    assert TensorDictSequential({"first": module, "second": module})(td)["a"] == 2
+
+
+def test_an_empty_sequence():
+    """No modules, no change."""
+    td = TensorDict({"a": torch.zeros(2)})
+
+    assert TensorDictSequential()(td) is td
+    assert TensorDictSequential([]).out_keys == []
+
+
+def test_parts_by_number_name_and_slice():
+    """Parts are the same modules."""
+    first, second = shift("a", "b"), shift("b", "c")
+    seq, named = TensorDictSequential(first, second), TensorDictSequential({"p": first, "q": second})
+
+    assert seq[0] is named["p"] is named[0] is first
+    assert seq[-1] is second
+    assert seq[1:].in_keys == ["b"]
+    assert list(named[1:].module) == ["q"]
+
+
+def test_names_of_a_subsequence_and_its_tolerance_stay():
+    """The part keeps names and options, of nested sequences too."""
+    seq = TensorDictSequential(
+        {"outer": TensorDictSequential({"p": shift("a", "b"), "q": shift("b", "c")}), "last": shift("c", "d")},
+        partial_tolerant=True,
+    )
+    part = seq.select_subsequence(in_keys=["b"])
+
+    assert list(part.module) == ["outer", "last"]
+    assert list(part["outer"].module) == ["q"]
+    assert part.partial_tolerant
+    assert part["outer"]["q"] is seq["outer"]["q"]
+
+
+def test_a_selection_inside_stays():
+    """A nested sequence with selected outputs is kept whole."""
+    inner = TensorDictSequential(shift("a", "b"), shift("b", "c")).select_out_keys("c")
+    seq = TensorDictSequential(inner, shift("c", "d"))
+
+    assert seq.out_keys == ["c", "d"]
+    assert seq.select_subsequence(out_keys=["d"])[0] is inner
+    assert seq(TensorDict({"a": torch.zeros(())})).paths() == [("a",), ("c",), ("d",)]
+
+
+def test_missing_inputs_leave_modules_out():
+    """A tolerant sequence runs what it can; another raises."""
+    parts = shift("a", "b"), shift("missing", "c"), shift("b", "d"), shift("c", "e")
+    td = TensorDict({"a": torch.zeros(2)})
+
+    assert TensorDictSequential(*parts, partial_tolerant=True)(td).paths() == [("a",), ("b",), ("d",)]
+    selected = TensorDictSequential(*parts, partial_tolerant=True, selected_out_keys=["d", "e"])
+    assert selected(td).paths() == [("a",), ("d",)]
+    with pytest.raises(tdf.MissingKeyError):
+        TensorDictSequential(*parts)(td)
+
+
+def test_missing_inputs_in_a_lazy_stack():
+    """Each tree of a lazy stack is run by the modules whose inputs it has."""
+    rows = [TensorDict({"a": torch.zeros(2)}, [2]), TensorDict({"a": torch.zeros(3), "x": torch.ones(3)}, [3])]
+    seq = TensorDictSequential(shift("a", "b"), shift("x", "y"), partial_tolerant=True)
+    out = seq(tdf.lazy_stack(rows))
+
+    assert [list(tree.keys()) for tree in out.trees] == [["a", "b"], ["a", "x", "b", "y"]]
+    for tree, row in zip(out.trees, rows, strict=True):
+        assert_trees_equal(tree, seq(row))
+
+
+def test_selected_outputs_of_a_lazy_stack():
+    """The trees of a lazy stack get the selected outputs."""
+    seq = TensorDictSequential(shift("a", ("n", "b")), shift(("n", "b"), "c")).select_out_keys("c")
+    out = seq(tdf.lazy_stack([TensorDict({"a": torch.zeros(n)}, [n]) for n in (1, 2)]))
+
+    assert [tree.paths() for tree in out.trees] == [[("a",), ("c",)]] * 2
+
+
+def test_state_dicts_have_the_names_of_modules():
+    """Names are those of the parts; they load into the same structure of plain modules."""
+    net = nn.Linear(3, 2), nn.BatchNorm1d(2)
+    seq = TensorDictSequential(
+        {"p": TensorDictModule(net[0], ["x"], ["y"]), "q": TensorDictModule(net[1], ["y"], ["z"])}
+    )
+    tree = tdf.from_module(seq)
+    plain = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    tree["module", "p", "module"].to_module(plain[0])
+    tree["module", "q", "module"].to_module(plain[1])
+
+    assert list(seq.state_dict())[:2] == ["module.p.module.weight", "module.p.module.bias"]
+    x = torch.randn(5, 3)
+    torch.testing.assert_close(seq(x)[1], plain(x))
+
+
+@pytest.mark.parametrize("remake", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_and_pickles(remake):
+    """Copies compute the same, also with a selection."""
+    seq = TensorDictSequential(
+        TensorDictModule(nn.Linear(3, 2), ["x"], ["y"]), TensorDictModule(torch.exp, ["y"], ["z"])
+    )
+    td = TensorDict({"x": torch.randn(4, 3)}, [4])
+
+    for module in (seq, seq.select_out_keys("z"), seq.select_subsequence(out_keys=["y"])):
+        assert_trees_equal(remake(module)(td), module(td))
+
+
+def test_an_error_names_the_module():
+    """An error of a part has a note with its place."""
+    seq = TensorDictSequential({"good": shift("a", "b"), "bad": TensorDictModule(nn.Linear(3, 2), ["b"], ["c"])})
+
+    with pytest.raises(RuntimeError) as caught:
+        seq(TensorDict({"a": torch.zeros(5)}))
+    assert caught.value.__notes__ == ["In module 'bad' of the TensorDictSequential."]
+
+
+def test_threads_share_a_module():
+    """A module holds nothing of a call: threads may call it at once."""
+    seq = TensorDictSequential(shift("a", "b"), shift("b", "c")).select_out_keys("c")
+    trees = [TensorDict({"a": torch.full((50,), float(i))}) for i in range(64)]
+    with ThreadPoolExecutor(8) as pool:
+        outs = list(pool.map(seq, trees))
+
+    assert [float(out["c"][0]) for out in outs] == [i + 2.0 for i in range(64)]
