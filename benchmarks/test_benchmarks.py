@@ -20,6 +20,7 @@ from benchmarks import (
     measure,
     memory,
     modules,
+    optimizers,
     page,
     rows,
     scaling,
@@ -418,6 +419,7 @@ CONTRACT = [
     ("Adam step of 16 to 64 small members", "loop of torch.optim", 10),
     ("Adam step of 16 to 64 small members", "vmap(grad(functional_call))", 1.8),
     ("jit(vmap(grad(loss))), 4 to 16 members", "not traced", 2.5),
+    ("a step of any rule with a state, 16 members", "loop of torch.optim", 3),
     ("save 262 MB, checksums included, no fsync", "os.write", 1.25),
     ("save 262 MB, checksums included, fsync", "os.write", 1.05),
     ("save 3000 small tensors", "save_file", 3), ("save 3000 small tensors", "torch.save", 4),
@@ -595,6 +597,22 @@ def test_training_ways_do_the_same():
     for mine, theirs, expected in zip(ours["now"][0].leaves(), stacked["now"][0], reference, strict=True):
         assert torch.allclose(mine, expected, atol=1e-5)
         assert torch.allclose(theirs, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", optimizers.RULES)
+def test_optimizer_ways_do_the_same(name):
+    """The rows of rules would compare different steps."""
+    torch.manual_seed(0)
+    models = [optimizers.mlp(16, 64, 64, 1) for _ in range(2)]
+    ways = [way(name, models, [0.1, 0.01]) for way in (optimizers.ours, optimizers.loop)]
+    for way in ways:
+        for _ in range(3):
+            way()
+    trained, members = _closure(ways[0])["now"][0], _closure(ways[1])["optimizers"]
+    expected = [torch.stack(leaves) for leaves in zip(*[m.param_groups[0]["params"] for m in members], strict=True)]
+
+    for mine, theirs in zip(trained.leaves(), expected, strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-5)
 
 
 def _closure(fn):

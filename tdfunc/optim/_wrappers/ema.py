@@ -54,7 +54,8 @@ class Ema(AbstractOptimizer):
             count = state._data["count"].double()
             # Before the first step the average is not used.
             average = Lists(inplace=False).run("div", average, 1 - self.decay ** count.clamp(min=1))
-            average = select_members(count > 0, average, widen(leaves))
+            with grads_of(leaves):
+                average = select_members(count > 0, average, widen(leaves))
         return rebuild(params, restore(average, leaves))
 
 

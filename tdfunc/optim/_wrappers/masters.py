@@ -56,7 +56,9 @@ class Masters(AbstractOptimizer):
 
     def eval_params(self, params: T, state: "TensorDict") -> T:
         """Return the parameters that the optimizer evaluates, in float32."""
-        wide = rebuild(params, _add_rest(params, list_leaves(params), state._data["rest"]))
+        leaves = list_leaves(params)
+        with grads_of(leaves):
+            wide = rebuild(params, _add_rest(params, leaves, state._data["rest"]))
         return self.optimizer.eval_params(wide, state._data["optimizer"])
 
 
@@ -78,6 +80,7 @@ def masters(optimizer: AbstractOptimizer) -> Masters:
     Steps smaller than a rounding of the parameters add up. The state keeps the differences between the float32
     parameters and the 16-bit ones, from which each step begins: parameters that you change in between stay changed.
     `opt.eval_params(params, state)` returns the float32 ones. Leaves of other dtypes are trained as they are.
+    A float16 parameter past the range of its dtype is infinite from then on.
 
     Args:
         optimizer: The optimizer of the float32 parameters; its state is of float32, too.

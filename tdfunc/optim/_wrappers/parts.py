@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.context import has_values, in_functorch
+from tdfunc.core.context import in_functorch, is_known
 from tdfunc.core.errors import error
 from tdfunc.core.keys import dotted
 from tdfunc.core.memory import repeats_itself
@@ -69,8 +69,8 @@ def step_some(
     chosen: Tensor,
     how: How,
 ) -> "tuple[T, TensorDict]":
-    """Do a step of the chosen members; of none outside of transforms nothing is computed."""
-    if has_values():
+    """Do a step of the chosen members; where none is chosen, and this is known, nothing is computed."""
+    if is_known(chosen):
         if not bool(chosen.any()):
             return params, state
         if bool(chosen.all()):
