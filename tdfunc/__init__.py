@@ -2,6 +2,7 @@
 
 import builtins as _builtins
 
+from tdfunc import averaging as averaging
 from tdfunc import calibration as calibration
 from tdfunc import metrics as metrics
 from tdfunc import optim as optim
@@ -40,6 +41,7 @@ from tdfunc.core.nontensor import NonTensorData as NonTensorData
 from tdfunc.core.nontensor import NonTensorStack as NonTensorStack
 from tdfunc.core.types import Kind as Kind
 from tdfunc.ensemble.ensemble import Ensemble as Ensemble
+from tdfunc.ensemble.mc_dropout import MCDropout as MCDropout
 from tdfunc.ensemble.stack import init_ensemble as init_ensemble
 from tdfunc.ensemble.stack import stack_modules as stack_modules
 from tdfunc.ensemble.stack import unstack as unstack
@@ -48,18 +50,23 @@ from tdfunc.metrics import ece as ece
 from tdfunc.metrics import nll as nll
 from tdfunc.metrics import reliability_curve as reliability_curve
 from tdfunc.metrics import uncertainty as uncertainty
+from tdfunc.modules.checkpoint import checkpoint as checkpoint
 from tdfunc.modules.extract import from_module as from_module
 from tdfunc.modules.extract import split as split
 from tdfunc.modules.functional import Apply as Apply
 from tdfunc.modules.functional import functional as functional
+from tdfunc.ops.abstract import eval_shape as eval_shape
 from tdfunc.ops.compare import assert_close as assert_close
+from tdfunc.ops.compare import tree_equal as tree_equal
 from tdfunc.ops.interop import collate as collate
+from tdfunc.ops.interop import scalars as scalars
 from tdfunc.ops.join import cat as cat
 from tdfunc.ops.join import stack as stack
 from tdfunc.ops.rearrange import pad as pad
 from tdfunc.ops.structure import combine as combine
 from tdfunc.ops.structure import in_dims as in_dims
 from tdfunc.ops.structure import partition as partition
+from tdfunc.ops.vector import ravel as ravel
 from tdfunc.parallel.pool import WorkerPool as WorkerPool
 from tdfunc.parallel.ray import RayExecutor as RayExecutor
 from tdfunc.storage.api import load as load
@@ -79,5 +86,6 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     name
     for name, value in globals().items()
     if not name.startswith("_") and not hasattr(_builtins, name)
-    if not isinstance(value, type(_builtins)) or name in ("calibration", "metrics", "optim", "random", "sweep")
+    if not isinstance(value, type(_builtins))
+    or name in ("averaging", "calibration", "metrics", "optim", "random", "sweep")
 ]

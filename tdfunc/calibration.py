@@ -6,11 +6,13 @@ of one model serves each member of an ensemble.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
+from tdfunc._mixture import check_outputs, log_mixture, member_weights, predicted, widen
 from tdfunc.core.context import has_values
 from tdfunc.core.errors import LeafMismatchError, error
 
@@ -22,8 +24,8 @@ _LOG_RANGE, _STEPS = 12.0, 60
 def fit_temperature(y: Tensor, t: Tensor) -> Tensor:
     """Return the temperature whose division of the logits makes the labels most likely.
 
-    The logits of one model, of each member (a temperature each), or of the ensemble: the log of the mean in
-    `tdf.uncertainty(y, "classification")`.
+    The logits of one model, of each member (a temperature each), or of the ensemble: `ensemble_logits(y)`, which may
+    be taken of members that were scaled each by its own.
 
     Args:
         y: Logits.
@@ -46,7 +48,7 @@ def fit_temperature(y: Tensor, t: Tensor) -> Tensor:
         tensor(3.6410)
     """
     _check_labels("fit_temperature", y, t, y.shape[-2:-1])
-    wide = y.detach().to(torch.promote_types(y.dtype, torch.float32))
+    wide = widen(y.detach())
     # A class that cannot be has no part in the expectation; the labels' logits must be finite.
     wide = wide - wide.amax(-1, keepdim=True)
     wanted = wide.gather(-1, t.long().expand(wide.shape[:-1]).unsqueeze(-1)).squeeze(-1).mean(-1)
@@ -59,6 +61,32 @@ def fit_temperature(y: Tensor, t: Tensor) -> Tensor:
         below = (p * finite).sum(-1).mean(-1) < wanted
         low, high = torch.where(below, middle, low), torch.where(below, high, middle)
     return torch.where(wide.isnan().any(-1).any(-1), math.nan, (-(low + high) / 2).exp())
+
+
+def ensemble_logits(y: Tensor, *, weights: Tensor | Sequence[float] | None = None) -> Tensor:
+    """Return the log-probabilities of the mixture of the members: the logits of the ensemble as one model.
+
+    Args:
+        y: The members' logits.
+        weights: The share of each member, in any scale.
+
+    Shapes:
+        (E, *B, C) gives (*B, C); `weights` is (E,).
+
+    Raises:
+        LeafMismatchError: `y` is not floating point, or `weights` is not of shape (E,).
+
+    Source:
+        Rahaman and Thiery, "Uncertainty quantification and deep ensembles" (2021): members are averaged first, and
+        one temperature is fitted to the average.
+
+    Examples:
+        >>> logits = torch.tensor([[[0.0, 0.0]], [[9.0, -9.0]]])
+        >>> ensemble_logits(logits).exp()
+        tensor([[0.7500, 0.2500]])
+    """
+    check_outputs("ensemble_logits", y, 2)
+    return log_mixture(widen(y).log_softmax(-1), member_weights(y, weights))
 
 
 def conformal_scores(p: Tensor, t: Tensor, *, method: Method = "lac") -> Tensor:
@@ -84,8 +112,8 @@ def conformal_scores(p: Tensor, t: Tensor, *, method: Method = "lac") -> Tensor:
 def conformal_threshold(scores: Tensor, alpha: float) -> Tensor:
     """Return the threshold under which sets hold the right answer with a probability of at least 1 - alpha.
 
-    It is the ceil((N + 1) (1 - alpha))-th smallest score, and infinite if there are too few for `alpha`. For regression
-    take the distances |y - t| as scores: y plus or minus the threshold is the interval.
+    It is the ceil((N + 1) (1 - alpha))-th smallest score, and infinite if there are too few for `alpha`. The scores are
+    those of `conformal_scores` for classes, or of `regression_scores`.
 
     Args:
         scores: Of examples that are exchangeable with those to predict; NaN counts as the worst.
@@ -131,23 +159,77 @@ def conformal_sets(p: Tensor, threshold: Tensor | float, *, method: Method = "la
     return _class_scores(p, method) <= threshold
 
 
-def adaptive_ece(y: Tensor, t: Tensor, *, bins: int = 15) -> Tensor:
+def regression_scores(y: Tensor, t: Tensor, *, scale: Tensor | None = None) -> Tensor:
+    """Return how far predictions are from the truth, for `conformal_threshold`.
+
+    Args:
+        y: Predictions of a model, of each member, or of the ensemble: `mean` in `tdf.uncertainty(y, "regression")`.
+        t: The true values.
+        scale: How far off each prediction may be, such as the root of `variance` there; intervals are then wide where
+            it is large. By default all intervals have one width.
+
+    Shapes:
+        `y` is (*E, N), `t` is (N), `scale` is (*E, N) or (N); the result is (*E, N).
+
+    Raises:
+        LeafMismatchError: The shapes do not fit.
+
+    Source:
+        Lei et al., "Distribution-free predictive inference for regression" (2018), sections 2.2 and 5.2.
+    """
+    if y.shape[-1:] != t.shape or (scale is not None and scale.shape not in (y.shape, t.shape)):
+        raise LeafMismatchError(
+            "regression_scores: there must be a true value, and a scale, for each prediction.",
+            expected=f"values of shape {list(y.shape[-1:])}, for {list(y.shape)}",
+            got=f"values of shape {list(t.shape)}"
+            + ("" if scale is None else f", scales of shape {list(scale.shape)}"),
+        )
+    return (y - t).abs() if scale is None else (y - t).abs() / scale
+
+
+def regression_intervals(y: Tensor, threshold: Tensor | float, *, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the bounds between which each true value lies with a probability of at least 1 - alpha.
+
+    Args:
+        y: Predictions, as in `regression_scores`.
+        threshold: The result of `conformal_threshold`.
+        scale: As in `regression_scores`, and given if it was given there.
+
+    Shapes:
+        `y`, the lower and the upper bounds are (*E, N); a threshold of shape (*E) is one for each member.
+
+    Examples:
+        >>> threshold = conformal_threshold(regression_scores(torch.zeros(9), torch.arange(9.0)), 0.2)
+        >>> regression_intervals(torch.tensor([3.0, 5.0]), threshold)
+        (tensor([-4., -2.]), tensor([10., 12.]))
+    """
+    width = torch.as_tensor(threshold, dtype=y.dtype, device=y.device).unsqueeze(-1)
+    width = width if scale is None else width * scale
+    return y - width, y + width
+
+
+def adaptive_ece(y: Tensor, t: Tensor, *, bins: int = 15, weights: Tensor | Sequence[float] | None = None) -> Tensor:
     """Return the expected calibration error over bins that hold equally many predictions.
 
     Args:
-        y: Logits.
+        y: Logits of one model or of members, whose mixture predicts.
         t: The right classes.
         bins: How many; the first ones hold one prediction more, if they do not divide evenly.
+        weights: The share of each member, in any scale.
 
     Shapes:
-        `y` is (*B, C), `t` is (*B); the result has no dimensions.
+        `y` is (*B, C) or (E, *B, C), `t` is (*B); the result has no dimensions.
+
+    Raises:
+        LeafMismatchError: The shapes do not fit, `y` is not floating point, or `t` is not of integers.
+        ValueError: `t` is empty or holds numbers of no class.
 
     Source:
         Nguyen and O'Connor, "Posterior calibration and exploratory analysis for natural language processing models"
         (2015).
     """
-    _check_labels("adaptive_ece", y, t, y.shape[:-1])
-    top, voted = y.to(torch.promote_types(y.dtype, torch.float32)).softmax(-1).max(-1)
+    log_p, t = predicted("adaptive_ece", y, t, weights)
+    top, voted = log_p.exp().max(-1)
     order = top.flatten().argsort(stable=True)
     gap = ((voted == t).to(top.dtype) - top).flatten()[order]
     parts = gap.tensor_split(min(bins, len(gap)))
@@ -164,7 +246,10 @@ def auroc(score: Tensor, positive: Tensor) -> Tensor:
         positive: Which examples are positive, bool.
 
     Shapes:
-        Both are (N); the result has no dimensions, and is nan if all are positive, or none.
+        `score` is (*E, N), `positive` is (N) or (*E, N); the result is (*E), and nan if all are positive, or none.
+
+    Raises:
+        LeafMismatchError: The shapes do not fit, or `positive` is not of bools or integers.
 
     Source:
         Mann and Whitney (1947).
@@ -173,19 +258,14 @@ def auroc(score: Tensor, positive: Tensor) -> Tensor:
         >>> auroc(torch.tensor([0.1, 0.4, 0.35, 0.8]), torch.tensor([False, False, True, True]))
         tensor(0.7500)
     """
-    if score.dim() != 1 or score.shape != positive.shape or positive.is_floating_point():
-        raise LeafMismatchError(
-            "auroc: score and positive must have an entry for each example.",
-            expected="numbers of shape (N), and bools of shape (N)",
-            got=f"shape {list(score.shape)}, and {positive.dtype} of shape {list(positive.shape)}",
-        )
-    ordered = score.sort().values.contiguous()
+    _check_pairs("auroc", score, positive, bools=True)
+    ordered = score.sort(-1).values.contiguous()
     below, upto = (torch.searchsorted(ordered, score.contiguous(), right=right) for right in (False, True))
     rank = (below + upto + 1).to(torch.float64) / 2
     hits = (positive != 0).to(torch.float64)
-    count, others = hits.sum(), (1 - hits).sum()
-    area = ((rank * hits).sum() - count * (count + 1) / 2) / (count * others)
-    return torch.where(score.isnan().any(), math.nan, area).to(torch.promote_types(score.dtype, torch.float32))
+    count, others = hits.sum(-1), (1 - hits).sum(-1)
+    area = ((rank * hits).sum(-1) - count * (count + 1) / 2) / (count * others)
+    return torch.where(score.isnan().any(-1), math.nan, area).to(torch.promote_types(score.dtype, torch.float32))
 
 
 def aurc(doubt: Tensor, loss: Tensor) -> Tensor:
@@ -196,7 +276,10 @@ def aurc(doubt: Tensor, loss: Tensor) -> Tensor:
         loss: The loss of each example, such as 0 where it is right and 1 where it is not.
 
     Shapes:
-        Both are (N); the result has no dimensions. Examples of equal doubt share their mean loss.
+        `doubt` is (*E, N), `loss` is (N) or (*E, N); the result is (*E).
+
+    Raises:
+        LeafMismatchError: The shapes do not fit.
 
     Source:
         Geifman and El-Yaniv, "Selective classification for deep neural networks" (2017).
@@ -205,13 +288,31 @@ def aurc(doubt: Tensor, loss: Tensor) -> Tensor:
         >>> aurc(torch.tensor([0.1, 0.2, 0.9]), torch.tensor([0.0, 0.0, 1.0]))
         tensor(0.1111)
     """
-    order = doubt.argsort(stable=True)
-    ordered, risk = doubt[order].contiguous(), loss[order].to(torch.promote_types(loss.dtype, torch.float32))
-    # The mean over ties makes the area independent of the order in which they came.
+    return risk_coverage(doubt, loss).mean(-1)
+
+
+def risk_coverage(doubt: Tensor, loss: Tensor) -> Tensor:
+    """Return the mean loss of the surest k examples, for k from 1 to N: the risk at the coverages k / N.
+
+    The arguments and errors are those of `aurc`. Examples of equal doubt share their mean loss.
+
+    Shapes:
+        `doubt` is (*E, N), `loss` is (N) or (*E, N); the result is (*E, N).
+
+    Examples:
+        >>> risk_coverage(torch.tensor([0.9, 0.1, 0.2, 0.3]), torch.tensor([1.0, 0.0, 0.0, 1.0]))
+        tensor([0.0000, 0.0000, 0.3333, 0.5000])
+    """
+    _check_pairs("risk_coverage", doubt, loss, bools=False)
+    order = doubt.argsort(dim=-1, stable=True)
+    ordered = doubt.gather(-1, order).contiguous()
+    loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
+    risk = loss.expand(order.shape).gather(-1, order)
+    # The mean over ties makes the curve independent of the order in which they came.
     first, last = (torch.searchsorted(ordered, ordered, right=right) for right in (False, True))
-    sums = torch.cat([risk.new_zeros(1), risk.cumsum(0)])
-    shared = (sums[last] - sums[first]) / (last - first)
-    return (shared.cumsum(0) / torch.arange(1, len(risk) + 1, device=risk.device)).mean()
+    sums = torch.nn.functional.pad(risk.cumsum(-1), (1, 0))
+    shared = (sums.gather(-1, last) - sums.gather(-1, first)) / (last - first)
+    return shared.cumsum(-1) / torch.arange(1, risk.shape[-1] + 1, device=risk.device)
 
 
 def _class_scores(p: Tensor, method: Method) -> Tensor:
@@ -221,6 +322,16 @@ def _class_scores(p: Tensor, method: Method) -> Tensor:
         ordered, order = torch.sort(p, dim=-1, descending=True, stable=True)
         return torch.zeros_like(p).scatter(-1, order, ordered.cumsum(-1))
     raise error(ValueError, "conformal: method must be lac or aps.", got=repr(method))
+
+
+def _check_pairs(call: str, score: Tensor, other: Tensor, *, bools: bool) -> None:
+    fits = score.dim() > 0 and other.shape in (score.shape, score.shape[-1:]) and score.shape[-1] > 0
+    if not fits or (bools and other.is_floating_point()):
+        raise LeafMismatchError(
+            f"{call}: both arguments must have an entry for each example.",
+            expected=f"numbers of shape (*E, N), and {'bools' if bools else 'numbers'} of shape (N) or (*E, N)",
+            got=f"shape {list(score.shape)}, and {other.dtype} of shape {list(other.shape)}",
+        )
 
 
 def _check_labels(call: str, y: Tensor, t: Tensor, shape: torch.Size) -> None:

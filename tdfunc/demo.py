@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tdfunc import random
 from tdfunc._jit import jit
 from tdfunc.ensemble.ensemble import Ensemble
 from tdfunc.ensemble.stack import init_ensemble, stack_modules, unstack
 from tdfunc.metrics import brier, ece, nll, uncertainty
 from tdfunc.modules.extract import split
 from tdfunc.modules.functional import Apply, functional
-from tdfunc.modules.random import member_generators
 from tdfunc.optim import Optimizer, adam
 from tdfunc.storage.api import save
 
@@ -83,11 +83,14 @@ def bootstrap(images: int, members: int, steps: int, seed: int) -> Tensor:
     Source:
         Breiman, Bagging Predictors (1996): each member's data are drawn with replacement.
     """
-    columns: list[Tensor] = []
-    for generator in member_generators(seed, members):
-        sample = torch.randint(0, images, (images,), generator=generator)
-        columns.append(sample[torch.randint(0, images, (steps, BATCH), generator=generator)])
-    return torch.stack(columns, 1)
+
+    def draw(key: Tensor) -> Tensor:
+        own, order = random.split(key)
+        sample = random.randint(own, (images,), 0, images)
+        return sample[random.randint(order, (steps, BATCH), 0, images)]
+
+    keys = random.fold_in(random.key(seed), torch.arange(members))
+    return torch.vmap(draw, out_dims=1)(keys)
 
 
 # Any, here and below: trees are `TensorDict`s, and a step returns a pair of them.

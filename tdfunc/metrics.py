@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from tdfunc._mixture import check_outputs, log_mixture, member_weights, predicted, widen
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.context import has_values
 from tdfunc.core.errors import LeafMismatchError, error
 
 if TYPE_CHECKING:
@@ -90,17 +90,17 @@ def uncertainty(
             what = f"uncertainty: {name} must be one of its names."
             raise error(ValueError, what, expected=" or ".join(map(repr, known)), got=repr(value))
     y = torch.as_tensor(y)
-    _check_outputs("uncertainty", y, _KINDS[kind])
+    check_outputs("uncertainty", y, _KINDS[kind])
     if kind == "gaussian" and y.shape[-1] != 2:
         raise LeafMismatchError(
             "uncertainty: gaussian outputs are pairs of mean and log-variance.",
             expected="shape (E, ..., 2)",
             got=list(y.shape),
         )
-    y = _widen(y)
+    y = widen(y)
     # The dimensions of one output, which is broken if one of its numbers is.
     own = {"classification": 1, "regression": max(y.dim() - 2, 0), "gaussian": 1}[kind]
-    w = _weights(y, weights)
+    w = member_weights(y, weights)
     if nan == "omit":
         # Members get the weight 0 where their output has a nan, and a harmless output.
         bad = y.isnan()
@@ -122,7 +122,7 @@ def uncertainty(
 
 def _of_classes(y: Tensor, w: Tensor) -> "TensorDict":
     log_q = y.log_softmax(-1)
-    log_p = _log_mixture(log_q, w)
+    log_p = log_mixture(log_q, w)
     q, p = log_q.exp(), log_p.exp()
     votes = _average(w, (y.argmax(-1, keepdim=True) == torch.arange(y.shape[-1], device=y.device)).to(y.dtype))
     # A vote cannot be nan, an output can.
@@ -163,7 +163,7 @@ def nll(y: Tensor, t: Tensor | Sequence[int], *, weights: Tensor | Sequence[floa
         >>> tdf.nll(torch.zeros(3, 2), torch.tensor([0, 1, 1]))
         tensor(0.6931)
     """
-    log_p, t = _predicted("nll", y, t, weights)
+    log_p, t = predicted("nll", y, t, weights)
     return -log_p.gather(-1, t.unsqueeze(-1)).mean()
 
 
@@ -179,7 +179,7 @@ def brier(y: Tensor, t: Tensor | Sequence[int], *, weights: Tensor | Sequence[fl
         >>> tdf.brier(torch.zeros(3, 2), torch.tensor([0, 1, 1]))
         tensor(0.5000)
     """
-    log_p, t = _predicted("brier", y, t, weights)
+    log_p, t = predicted("brier", y, t, weights)
     right = (t.unsqueeze(-1) == torch.arange(log_p.shape[-1], device=log_p.device)).to(log_p.dtype)
     return (log_p.exp() - right).square().sum(-1).mean()
 
@@ -240,47 +240,11 @@ def reliability_curve(
     )
 
 
-# Any: tensors, or lists and arrays of their values.
-def _predicted(call: str, y: Any, t: Any, weights: Any) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities, of the mixture if there are members, and the checked labels."""
-    y = torch.as_tensor(y)
-    _check_outputs(call, y, 1)
-    t = t if isinstance(t, Tensor) else torch.as_tensor(t, device=y.device)
-    fits = y.dim() - t.dim() in (1, 2) and y.shape[y.dim() - 1 - t.dim() : -1] == t.shape
-    if not fits or t.is_floating_point() or t.is_complex() or t.dtype is torch.bool:
-        raise LeafMismatchError(
-            f"{call}: the labels must fit the logits.",
-            expected=f"integers of shape (*B), for logits of shape (*B, C) or (E, *B, C): {list(y.shape)}",
-            got=f"shape {list(t.shape)}, {t.dtype}",
-        )
-    if t.numel() == 0:
-        raise error(ValueError, f"{call}: there must be labels to average over.", got=f"shape {list(t.shape)}")
-    # Narrow integers cannot be compared with the number of classes.
-    t = t.long()
-    if has_values() and not bool(((t >= 0) & (t < y.shape[-1])).all()):
-        raise error(
-            ValueError,
-            f"{call}: labels must name classes.",
-            expected=f"0 <= t < {y.shape[-1]}",
-            got=f"{int(t.min())} to {int(t.max())}",
-        )
-    log_q = _widen(y).log_softmax(-1)
-    if y.dim() == t.dim() + 2:
-        return _log_mixture(log_q, _weights(y, weights)), t
-    if weights is not None:
-        raise LeafMismatchError(
-            f"{call}: weights need members.",
-            expected=f"logits of shape (E, *{list(t.shape)}, C)",
-            got=f"shape {list(y.shape)}",
-        )
-    return log_q, t
-
-
 def _binned(call: str, y: Any, t: Any, bins: int, weights: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return for all predictions the confidence, 1 if right, and True for the bin of the confidence."""
     if bins < 1:
         raise error(ValueError, f"{call}: there must be a bin.", expected="bins >= 1", got=bins)
-    log_p, t = _predicted(call, y, t, weights)
+    log_p, t = predicted(call, y, t, weights)
     top, voted = log_p.max(-1)
     confidence = top.exp().reshape(-1)
     place = ((confidence * bins).ceil() - 1).clamp(0, bins - 1).unsqueeze(-1)
@@ -291,49 +255,9 @@ def _binned(call: str, y: Any, t: Any, bins: int, weights: Any) -> tuple[Tensor,
 # -- arithmetic -------------------------------------------------------------------------------------------------
 
 
-def _widen(y: Tensor) -> Tensor:
-    return y.to(torch.promote_types(y.dtype, torch.float32))
-
-
-# Any: a tensor, or a list or array of its values.
-def _weights(y: Tensor, weights: Any) -> Tensor:
-    """Return the members' weights, summing to 1, as a column over the members of y."""
-    dtype = torch.promote_types(y.dtype, torch.float32)
-    members = y.shape[0]
-    if weights is None:
-        w = torch.full((members,), 1 / members, dtype=dtype, device=y.device)
-    else:
-        w = weights if isinstance(weights, Tensor) else torch.as_tensor(weights, dtype=torch.float64, device="cpu")
-        if w.shape != (members,):
-            raise LeafMismatchError(
-                "weights: there must be one for each member.",
-                expected=f"shape [{members}]",
-                got=f"shape {list(w.shape)}",
-            )
-        own = w.detach()
-        if has_values() and not (bool((own.isfinite() & (own >= 0)).all()) and bool((own > 0).any())):
-            raise error(
-                ValueError, "weights: must be in range.", expected="finite, >= 0, and not all 0", got=own.tolist()
-            )
-        # Divided before the sum, which may overflow, and before the cast, which may round all to 0.
-        w = w.to(torch.promote_types(w.dtype, dtype)) / own.amax()
-        w = (w / w.sum()).to(y.device, dtype)
-    return w.reshape(-1, *[1] * (y.dim() - 1))
-
-
 def _average(w: Tensor, x: Tensor) -> Tensor:
     """Average over members; w has the dimensions of the outputs, x those or some of the first."""
     return (w.reshape(w.shape[: x.dim()]) * x).sum(0)
-
-
-def _log_mixture(log_q: Tensor, w: Tensor) -> Tensor:
-    """Return the log of the average of exp(log_q): logsumexp, but with a gradient where all members have -inf."""
-    z = log_q + w.log()
-    top = z.detach().amax(0)
-    top = torch.where(top == -torch.inf, 0, top)
-    total = (z - top).exp().sum(0)
-    nothing = total == 0
-    return torch.where(nothing, -torch.inf, torch.where(nothing, 1, total).log() + top)
 
 
 def _divergence(log_q: Tensor, log_p: Tensor, w: Tensor) -> Tensor:
@@ -360,16 +284,3 @@ def _expected(p: Tensor, x: Tensor) -> Tensor:
 
 def _tree(data: dict[str, Tensor], size: torch.Size) -> Any:
     return TensorCollection._open._make(data, torch.Size(size))
-
-
-# -- checks -----------------------------------------------------------------------------------------------------
-
-
-def _check_outputs(call: str, y: Tensor, dims: int) -> None:
-    if not y.is_floating_point() or y.dim() < dims or y.shape[0] == 0:
-        raise LeafMismatchError(
-            f"{call}: y must be the outputs of members.",
-            expected=f"a floating-point tensor of {dims} or more dimensions, not empty in the first",
-            got=f"shape {list(y.shape)}, {y.dtype}",
-            hint="give raw outputs of shape (members, batch, classes), as Ensemble returns them.",
-        )

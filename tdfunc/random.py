@@ -41,7 +41,7 @@ def key(seed: int | Tensor, *, device: torch.device | str | None = None) -> Tens
         >>> torch.vmap(lambda k: normal(k, (3,)))(keys).shape
         torch.Size([16, 3])
     """
-    number = _as_int64(seed, "key: seed")
+    number = _as_int64(seed, "key: seed", device)
     number = number if device is None else number.to(device)
     return _derive(torch.tensor(_signed(_SEED), device=number.device), torch.ones_like(number), number, _SEED)
 
@@ -83,7 +83,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
         >>> step_keys = [fold_in(run, step) for step in range(3)]
     """
     _check_key(key, "fold_in")
-    return _derive(key[0], key[1], _as_int64(data, "fold_in: data").to(key.device), _FOLD)
+    return _derive(key[0], key[1], _as_int64(data, "fold_in: data", key.device).to(key.device), _FOLD)
 
 
 def bits(key: Tensor, shape: Shape = (), *, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -250,10 +250,10 @@ def randint(
 
 
 def exponential(key: Tensor, shape: Shape = (), *, dtype: torch.dtype | None = None) -> Tensor:
-    """Return numbers of the exponential distribution of rate 1."""
+    """Return numbers of the exponential distribution of rate 1, none of which is 0."""
     _check_key(key, "exponential")
     dtype, wide = _wide(dtype, "exponential")
-    return _unit(key, shape, wide).neg_().log1p_().neg_().to(dtype)
+    return _open_unit(key, shape, wide).log_().neg_().to(dtype)
 
 
 def gumbel(key: Tensor, shape: Shape = (), *, dtype: torch.dtype | None = None) -> Tensor:
@@ -317,8 +317,8 @@ def choice(key: Tensor, a: int | Tensor, shape: Shape = (), *, replace: bool = T
         ValueError: Without replacement more is asked for than there is, or `p` holds no weights of the choices.
 
     Source:
-        Weighted draws without replacement are the largest log p + Gumbel noise (Kool et al., "Stochastic beams and
-        where to find them", 2019).
+        With replacement, the inverse of the distribution function of `p`. Weighted draws without replacement are the
+        largest log p + Gumbel noise (Kool et al., "Stochastic beams and where to find them", 2019).
     """
     size, count = _size(shape), a if isinstance(a, int) else a.shape[0]
     number = math.prod(size)
@@ -345,10 +345,12 @@ def choice(key: Tensor, a: int | Tensor, shape: Shape = (), *, replace: bool = T
                 expected=f"{least} or more above 0",
                 got=p.tolist(),
             )
-    if replace:
-        drawn = randint(key, size, 0, count) if p is None else categorical(key, p.log(), shape=size)
-    elif p is None:
-        drawn = permutation(key, count)[:number].reshape(size)
+    if p is None:
+        drawn = randint(key, size, 0, count) if replace else permutation(key, count)[:number].reshape(size)
+    elif replace:
+        # A number of at most 1 - 2^-53 times the last sum stays below it, rounded too.
+        sums = p.to(torch.float64).cumsum(0)
+        drawn = torch.searchsorted(sums, _unit(key, size, torch.float64) * sums[-1], right=True)
     else:
         drawn = (gumbel(key, (count,)) + p.log()).topk(number).indices.reshape(size)
     return drawn if isinstance(a, int) else a[drawn]
@@ -391,11 +393,11 @@ def _check_order(call: str, name: str, low: float | Tensor, high: float | Tensor
         raise error(ValueError, f"{call}: {name} must not be below the other bound.", expected=f">= {low}", got=high)
 
 
-def _as_int64(number: int | Tensor, what: str) -> Tensor:
+def _as_int64(number: int | Tensor, what: str, device: torch.device | str | None = None) -> Tensor:
     if isinstance(number, Tensor) and not number.is_floating_point() and not number.is_complex():
         return number.to(torch.int64)
     if not isinstance(number, Tensor) and hasattr(number, "__index__"):
-        return torch.tensor(_signed(operator.index(number)))
+        return torch.tensor(_signed(operator.index(number)), device=device)
     raise error(TypeError, f"{what} must be an integer.", got=repr(number), hint="torch.tensor(step) is one, too.")
 
 

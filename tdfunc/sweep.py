@@ -9,10 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import torch
+import xxhash
 from torch import Tensor
 
 from tdfunc import random
 from tdfunc.core.collection import TensorCollection
+from tdfunc.core.context import has_values
 from tdfunc.core.errors import BatchSizeError, error
 
 if TYPE_CHECKING:
@@ -35,13 +37,14 @@ def grid(**axes: Values) -> "TensorDict":
         >>> hyper.batch_size, hyper["lr"].tolist()[:4]
         (torch.Size([6]), [0.10000000149011612, 0.10000000149011612, 0.10000000149011612, 0.009999999776482582])
     """
-    columns = [torch.as_tensor(values) for values in axes.values()]
-    mesh = torch.meshgrid(*columns, indexing="ij") if columns else []
-    return _tree(dict(zip(axes, [column.flatten() for column in mesh], strict=True)))
+    columns = [torch.atleast_1d(torch.as_tensor(values)) for values in axes.values()]
+    # Of indices, as the mesh of columns of unequal dtypes is refused.
+    rows = torch.meshgrid(*(torch.arange(len(column)) for column in columns), indexing="ij") if columns else []
+    return _tree({name: column[row.flatten()] for name, column, row in zip(axes, columns, rows, strict=True)})
 
 
 def random_search(key: Tensor, members: int, **spaces: Space) -> "TensorDict":
-    """Return random hyperparameters; member i's do not change with the number of members.
+    """Return random hyperparameters; a member's do not change with the number of members, or of other names.
 
     Args:
         key: A random key.
@@ -54,9 +57,9 @@ def random_search(key: Tensor, members: int, **spaces: Space) -> "TensorDict":
         >>> hyper.batch_size
         torch.Size([64])
     """
-    keys = random.split(key, max(len(spaces), 1))
     drawn: dict[str, Tensor] = {}
-    for name, space, own in zip(spaces, spaces.values(), keys, strict=False):
+    for name, space in spaces.items():
+        own = random.fold_in(key, xxhash.xxh64_intdigest(name.encode()))
         drawn[name] = space(own, members) if callable(space) else random.choice(own, torch.as_tensor(space), (members,))
     return _tree(drawn)
 
@@ -187,6 +190,10 @@ class EarlyStopping:
 def rank(scores: Tensor, *, mode: Mode = "min") -> Tensor:
     """Return the members from the best to the worst; equal ones by number, and those with a nan last.
 
+    Args:
+        scores: A number for each member.
+        mode: Whether small or large scores are good.
+
     Shapes:
         (E,) gives (E,), int64.
 
@@ -194,48 +201,103 @@ def rank(scores: Tensor, *, mode: Mode = "min") -> Tensor:
         >>> rank(torch.tensor([3.0, float("nan"), 1.0]))
         tensor([2, 0, 1])
     """
-    # Sorted upwards, nan comes last.
-    return (_sign(mode) * scores).argsort(stable=True)
+    order = scores.argsort(descending=_sign(mode) < 0, stable=True)
+    return order[scores[order].isnan().argsort(stable=True)]
 
 
 def elites(tree: T, scores: Tensor, count: int, *, mode: Mode = "min") -> T:
     """Return the best members of a stacked tree, the best first: a smaller stack.
 
-    With it a sweep goes on with the best (successive halving): what has stopped costs nothing.
-
     Args:
         tree: A tree whose first batch dimension is the members; a tuple is not needed, as trees nest:
             `TensorDict({"params": params, "state": state, "hyper": hyper}, [E])`.
-        scores: A number for each member.
+        scores: A number for each member. Those with a nan are kept only where there are too few others.
         count: How many to keep.
         mode: Whether small or large scores are good.
 
+    Shapes:
+        `scores` is (E,); a tree of batch size (E, *S) gives one of (count, *S).
+
     Raises:
         BatchSizeError: The tree does not have a member for each score.
-        ValueError: `count` is below 1 or above E.
+        ValueError: `count` is below 1 or above E, or all scores are nan (under a transform or `jit` these are not
+            looked at).
 
-    Source:
-        Jamieson and Talwalkar, "Non-stochastic best arm identification and hyperparameter optimization" (2016).
+    Examples:
+        >>> run = TensorDict({"lr": torch.tensor([0.1, 0.2, 0.3])}, [3])
+        >>> elites(run, torch.tensor([5.0, 1.0, 2.0]), 2)["lr"]
+        tensor([0.2000, 0.3000])
     """
-    members = scores.shape[0]
-    if tree._batch_size[:1] != (members,):
+    if scores.dim() != 1 or tree._batch_size[:1] != scores.shape:
         raise BatchSizeError(
             "elites: the tree must have a member for each score.",
-            expected=f"batch size [{members}, ...]",
-            got=f"batch size {list(tree._batch_size)}",
+            expected=f"batch size [{', '.join(map(str, [*scores.shape, '...']))}], for scores of one dimension",
+            got=f"batch size {list(tree._batch_size)}, scores of shape {list(scores.shape)}",
             hint="tree.with_batch_size([E]), if its leaves are stacked.",
         )
+    members = scores.shape[0]
     if not 1 <= count <= members:
         raise error(
             ValueError, "elites: count must be one of the numbers of members.", expected=f"1 to {members}", got=count
         )
+    if has_values() and not scores.is_meta and bool(scores.isnan().all()):
+        raise error(ValueError, "elites: one of the scores must be a number.", got=f"{members} times nan")
     chosen: Any = rank(scores, mode=mode)[:count]
     return tree[chosen]  # pyright: ignore
 
 
 def best(tree: T, scores: Tensor, *, mode: Mode = "min") -> T:
-    """Return the best member of a stacked tree; see `elites`."""
+    """Return the best member of a stacked tree; see `elites`.
+
+    Examples:
+        >>> run = TensorDict({"lr": torch.tensor([0.1, 0.2, 0.3])}, [3])
+        >>> best(run, torch.tensor([0.7, 0.9, float("nan")]), mode="max")["lr"]
+        tensor(0.2000)
+    """
     return elites(tree, scores, 1, mode=mode)[0]  # pyright: ignore
+
+
+def successive_halving(
+    run: T, train: Callable[[T, int], tuple[T, Tensor]], rungs: int, *, factor: float = 2, mode: Mode = "min"
+) -> T:
+    """Train a stack in rungs, after each of which it goes on with the best of its members: a smaller stack.
+
+    Args:
+        run: Everything of the members: parameters, optimizer state and hyperparameters in one tree, as in `elites`.
+        train: A function of the run and the number of the rung, which trains all members for as long as that rung
+            lasts, and returns the run and a score for each member.
+        rungs: How many times to train.
+        factor: One of so many members is kept after each rung but the last, rounded up.
+        mode: Whether small or large scores are good.
+
+    Returns:
+        The members of the last rung, the best first.
+
+    Raises:
+        ValueError: `rungs` or `factor` is below 1, or all scores of a rung are nan.
+        BatchSizeError: `train` returns more or fewer scores than it got members.
+
+    Source:
+        Jamieson and Talwalkar, "Non-stochastic best arm identification and hyperparameter optimization" (2016).
+
+    Examples:
+        >>> def train(run, rung):
+        ...     run = run.set("trained", run["trained"] + 10 * 2**rung)
+        ...     return run, (run["lr"] - 0.3).abs()
+        >>> run = TensorDict({"lr": torch.linspace(0, 1, 8), "trained": torch.zeros(8)}, [8])
+        >>> successive_halving(run, train, rungs=3)["trained"]  # 8, 4 and 2 members were trained
+        tensor([70., 70.])
+    """
+    for name, number in (("rungs", rungs), ("factor", factor)):
+        if not number >= 1:
+            raise error(ValueError, f"successive_halving: {name} must be at least 1.", got=number)
+    scores = None
+    for rung in range(rungs):
+        if scores is not None:
+            run = elites(run, scores, math.ceil(scores.shape[0] / factor), mode=mode)
+        run, scores = train(run, rung)
+    assert scores is not None
+    return elites(run, scores, scores.shape[0], mode=mode)
 
 
 def keep_best(kept: T, tree: T, improved: Tensor) -> T:

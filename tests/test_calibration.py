@@ -93,6 +93,95 @@ def test_aurc_is_the_mean_risk(seed, size):
     torch.testing.assert_close(cal.aurc(doubt, loss), cal.aurc(doubt[order], loss[order]))
 
 
+def risks_by_hand(doubt, error):
+    """The mean error of the surest k, for each k, in numpy."""
+    return np.cumsum(error[np.argsort(doubt, kind="stable")]) / np.arange(1, len(error) + 1)
+
+
+@given(seed=st.integers(0, 2**32), size=st.integers(2, 30))
+def test_curve_gives_the_area_of_torch_uncertainty(seed, size):
+    """Its AURC: the trapezoids under the errors at the coverages 1 / N to 1, over the width 1 - 1 / N."""
+    doubt = random.uniform(random.key(seed), (size,), dtype=torch.float64)
+    wrong = random.bernoulli(random.key(seed + 1), 0.3, (size,)).double()
+    risks = risks_by_hand(doubt.numpy(), wrong.numpy())
+    area = np.sum((risks[1:] + risks[:-1]) / 2) / size / (1 - 1 / size)
+
+    curve = cal.risk_coverage(doubt, wrong)
+    np.testing.assert_allclose(curve.numpy(), risks)
+    assert torch.trapezoid(curve).item() / (size - 1) == pytest.approx(area)
+
+
+@given(seed=st.integers(0, 2**32), members=st.integers(1, 4), size=st.integers(1, 20))
+def test_members_are_measured_each_by_itself(seed, members, size):
+    """A result for each member, as in a loop and under vmap; labels are shared or their own."""
+    score = outputs(seed, members, size)
+    truth = random.bernoulli(random.key(seed + 1), 0.4, (members, size))
+    for measure in (cal.auroc, cal.aurc, cal.risk_coverage):
+        for own in (truth, truth[0]):
+            loop = [measure(s, own[i] if own.dim() == 2 else own) for i, s in enumerate(score)]
+            torch.testing.assert_close(measure(score, own), torch.stack(loop), equal_nan=True)
+    torch.testing.assert_close(torch.vmap(cal.aurc)(score, truth), cal.aurc(score, truth))
+
+
+@given(seed=st.integers(0, 2**32), scale=st.floats(0.1, 20), weighted=st.booleans())
+def test_ensemble_is_one_model(seed, scale, weighted):
+    """Its probabilities are the mean of the members', and measures of it are those of the members together."""
+    y, t = outputs(seed, 3, 20, 4) * scale, random.randint(random.key(seed + 1), (20,), 0, 4)
+    weights = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64) if weighted else None
+    together = cal.ensemble_logits(y, weights=weights)
+    share = (torch.ones(3, dtype=torch.float64) if weights is None else weights).reshape(3, 1, 1)
+
+    torch.testing.assert_close(together.exp(), (share * y.softmax(-1)).sum(0) / share.sum())
+    torch.testing.assert_close(cal.adaptive_ece(y, t, weights=weights), cal.adaptive_ece(together, t))
+    torch.testing.assert_close(tdf.nll(y, t, weights=weights), tdf.nll(together, t))
+
+
+def test_temperature_of_the_ensemble():
+    """Calibrated members are overcautious together: the ensemble's temperature is below 1, and lowers its loss."""
+    truth = outputs(0, 1000, 3)
+    t = random.categorical(random.key(1), truth)
+    y = truth + outputs(2, 8, 1000, 3)
+    y = y / cal.fit_temperature(y, t)[:, None, None]
+    together = cal.ensemble_logits(y)
+    fitted = cal.fit_temperature(together, t)
+
+    assert torch.allclose(cal.fit_temperature(y, t), torch.ones(8, dtype=torch.float64))
+    assert fitted < 0.95
+    assert tdf.nll(together / fitted, t) < tdf.nll(together, t)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_regression_intervals_cover(scaled):
+    """Over many calibration sets the share of covered values is 1 - alpha; scaled ones are narrow where noise is."""
+    n, repeats = 99, 400
+    spread = random.uniform(random.key(1), (repeats, n + 50), minval=0.1, maxval=3.0, dtype=torch.float64)
+    t = outputs(2, repeats, n + 50) * spread
+    y, scale = torch.zeros_like(t), spread if scaled else None
+    parts = (scale[:, :n], scale[:, n:]) if scaled else (None, None)
+    scores = torch.vmap(lambda y, t, scale: cal.regression_scores(y, t, scale=scale), (0, 0, 0 if scaled else None))(
+        y[:, :n], t[:, :n], parts[0]
+    )
+    low, high = cal.regression_intervals(y[:, n:], cal.conformal_threshold(scores, 0.2), scale=parts[1])
+    inside = (low <= t[:, n:]) & (t[:, n:] <= high)
+
+    assert inside.double().mean().item() == pytest.approx(0.8, abs=0.012)
+    assert (high - low).std(1).gt(0.1).all().item() is scaled
+
+
+def test_members_have_intervals_of_their_own():
+    """A threshold for each member; a scale that all share."""
+    y, t, scale = outputs(0, 3, 50), outputs(1, 50), outputs(2, 50).abs()
+    scores = cal.regression_scores(y, t, scale=scale)
+    low, high = cal.regression_intervals(y, cal.conformal_threshold(scores, 0.1), scale=scale)
+
+    for i in range(3):
+        threshold = cal.conformal_threshold(cal.regression_scores(y[i], t, scale=scale), 0.1)
+        expected = cal.regression_intervals(y[i], threshold, scale=scale)
+        torch.testing.assert_close((low[i], high[i]), expected)
+        covered = (low[i] <= t + 1e-12) & (t - 1e-12 <= high[i])
+        assert covered.sum() == 46
+
+
 @given(seed=st.integers(0, 2**32), size=st.integers(1, 50), bins=st.integers(1, 20))
 def test_adaptive_ece_is_its_definition(seed, size, bins):
     """Equal-mass bins of sorted confidences, weighted by their sizes."""
@@ -111,6 +200,7 @@ def test_nan_is_not_hidden():
 
     assert cal.fit_temperature(y, torch.tensor([0, 1])).isnan()
     assert cal.auroc(y[:, 0], torch.tensor([True, False])).isnan()
+    assert cal.aurc(y[:, 0], torch.tensor([0.0, 1.0])).isnan()
 
 
 MESSAGES = [
@@ -122,6 +212,14 @@ MESSAGES = [
         ValueError,
         "labels must name classes.*0 <= t < 2",
     ),
+    (lambda: cal.aurc(torch.zeros(2, 3), torch.ones(2)), tdf.LeafMismatchError, r"risk_coverage.*\[2, 3\].*\[2\]"),
+    (lambda: cal.auroc(torch.zeros(3), torch.ones(3)), tdf.LeafMismatchError, "auroc.*bools.*float32"),
+    (
+        lambda: cal.regression_scores(torch.zeros(2, 3), torch.zeros(2)),
+        tdf.LeafMismatchError,
+        r"regression_scores.*\[3\], for \[2, 3\].*\[2\]",
+    ),
+    (lambda: cal.ensemble_logits(torch.zeros(3).long()), tdf.LeafMismatchError, "ensemble_logits.*int64"),
     (lambda: cal.fit_temperature(torch.zeros(0, 2), torch.zeros(0).long()), ValueError, "there must be examples"),
     (lambda: cal.conformal_threshold(torch.zeros(3), 1.0), ValueError, "alpha must lie between 0 and 1.*1.0"),
     (lambda: cal.conformal_sets(torch.zeros(3, 2), 0.5, method="x"), ValueError, "method must be lac or aps.*'x'"),

@@ -29,6 +29,7 @@ DRAWS = {
     "categorical": lambda k: random.categorical(k, torch.arange(12.0).reshape(3, 4)),
     "permutation": lambda k: random.permutation(k, torch.arange(15.0)),
     "choice": lambda k: random.choice(k, 9, (4,), replace=False, p=torch.arange(1.0, 10.0)),
+    "choice of a choice": lambda k: random.choice(k, 9, (4,), p=torch.arange(1.0, 10.0)),
     "split": lambda k: random.split(k, (2, 3)),
     "fold_in": lambda k: random.fold_in(k, 7),
 }
@@ -229,6 +230,31 @@ def test_permutation_and_choice_keep_the_rows(seed, shape, data):
     assert torch.equal(random.permutation(key, x, dim=dim), x.index_select(dim, order))
     rows = random.choice(key, x, (x.shape[0],), replace=False)
     assert torch.equal(rows.reshape(len(x), -1).sort(0).values, x.reshape(len(x), -1))
+
+
+WEIGHTS = st.lists(st.sampled_from([0.0, 0.5, 1.0, 1e-9, 3e4]), min_size=1, max_size=6).filter(any)
+
+
+@given(seed=st.integers(0, 2**32), weights=WEIGHTS)
+def test_weighted_choice_inverts_the_sums(seed, weights):
+    """A choice is where a uniform number falls among numpy's sums of the weights; one without weight is never drawn."""
+    key, p = random.key(seed), torch.tensor(weights, dtype=torch.float64)
+    drawn = random.choice(key, len(weights), (50,), p=p)
+
+    numbers = random.uniform(key, 50, dtype=torch.float64).numpy() * np.cumsum(weights)[-1]
+    assert drawn.tolist() == np.searchsorted(np.cumsum(weights), numbers, side="right").tolist()
+    assert (p[drawn] > 0).all()
+
+
+def test_weighted_choice_takes_memory_of_its_arguments():
+    """A million of a million choices; and under vmap over weights, members equal the loop."""
+    count, key = 10**6, random.key(0)
+    drawn = random.choice(key, count, (count,), p=torch.arange(count))
+    assert stats.kstest((drawn.double() / count).numpy(), stats.beta(2, 1).cdf).pvalue > 1e-4
+
+    p = torch.rand(5, 6)
+    many = torch.vmap(lambda p: random.choice(key, 6, (7,), p=p))(p)
+    assert torch.equal(many, torch.stack([random.choice(key, 6, (7,), p=row) for row in p]))
 
 
 def test_categorical_broadcasts_and_skips_impossible_classes():

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy import stats
 from sklearn.model_selection import KFold
@@ -31,14 +31,25 @@ def test_grid_is_the_product(axes):
     assert tree.batch_size == torch.Size([len(rows)] if axes else [])
 
 
+def test_grid_keeps_dtypes():
+    """Axes of unequal dtypes, a number among them."""
+    tree = sweep.grid(lr=torch.tensor([0.1, 0.2], dtype=torch.float64), width=[16, 32], norm=True)
+
+    assert [tree[name].dtype for name in ("lr", "width", "norm")] == [torch.float64, torch.int64, torch.bool]
+    assert tree["width"].tolist() == [16, 32, 16, 32]
+
+
 @given(seed=st.integers(0, 2**32), members=st.integers(1, 9), more=st.integers(0, 9))
-def test_members_of_a_search_do_not_depend_on_their_number(seed, members, more):
-    """The first members of a longer search are those of the shorter one; values lie in their spaces."""
+def test_members_of_a_search_depend_on_nothing_else(seed, members, more):
+    """The first members of a longer search are those of the shorter one, in any order of names, and without others."""
     spaces = {"lr": sweep.log_uniform(1e-4, 1e-1), "decay": [0.0, 0.1], "width": torch.tensor([16, 32])}
     few = sweep.random_search(random.key(seed), members, **spaces)
     many = sweep.random_search(random.key(seed), members + more, **spaces)
 
     assert_trees_equal(many[:members], few)
+    reverse = sweep.random_search(random.key(seed), members, **dict(reversed(spaces.items())))
+    assert_trees_equal(reverse.select(*spaces), few)
+    assert_trees_equal(sweep.random_search(random.key(seed), members, lr=spaces["lr"]), few.select("lr"))
     assert ((many["lr"] >= 0.99e-4) & (many["lr"] <= 1.01e-1)).all()
     assert set(many["width"].tolist()) <= {16, 32}
     assert many["decay"].dtype == torch.float32
@@ -109,38 +120,79 @@ def test_elites_are_the_sorted_members(scores, mode, data):
     sign = 1 if mode == "min" else -1
     order = sorted(range(len(scores)), key=lambda i: (math.isnan(scores[i]), sign * scores[i], i))
 
-    assert sweep.elites(tree, torch.tensor(scores), count, mode=mode)["i"].tolist() == order[:count]
-    assert sweep.best(tree, torch.tensor(scores), mode=mode)["i"].item() == order[0]
     assert sweep.rank(torch.tensor(scores), mode=mode).tolist() == order
+    # Without one score that is a number there is no best member.
+    assume(not all(map(math.isnan, scores)))
+    for take in (sweep.elites, tdf.jit(sweep.elites)):
+        assert take(tree, torch.tensor(scores), count, mode=mode)["i"].tolist() == order[:count]
+    assert sweep.best(tree, torch.tensor(scores), mode=mode)["i"].item() == order[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bfloat16, torch.float64, torch.bool])
+def test_scores_of_any_dtype(dtype):
+    """Ranks are those of numpy, for integers without a sign too."""
+    scores = torch.tensor([3, 0, 1, 0]).to(dtype)
+
+    assert sweep.rank(scores).tolist() == np.argsort(scores.float().numpy(), stable=True).tolist()
+    assert sweep.rank(scores, mode="max").tolist() == np.argsort(-scores.float().numpy(), stable=True).tolist()
+
+
+@given(members=st.integers(1, 40), rungs=st.integers(1, 4), factor=st.sampled_from([1, 1.5, 2, 3, 10]), mode=MODES)
+def test_halving_trains_the_best_of_each_rung(members, rungs, factor, mode):
+    """Each rung gets the members that a loop in Python keeps, and no others; sizes are those of scikit-learn."""
+    seen = []
+
+    def train(run, rung):
+        seen.append(run["i"].tolist())
+        run = run.set("trained", run["trained"] + 1)
+        return run, torch.sin(run["i"] * (rung + 1.0))
+
+    run = tdf.TensorDict({"i": torch.arange(members), "trained": torch.zeros(members)}, [members])
+    last = sweep.successive_halving(run, train, rungs, factor=factor, mode=mode)
+
+    sign = 1 if mode == "min" else -1
+    alive = list(range(members))
+    for rung in range(rungs):
+        assert sorted(seen[rung]) == sorted(alive)
+        alive.sort(key=lambda i: sign * math.sin(i * (rung + 1.0)))
+        ranked, alive = alive, alive[: math.ceil(len(alive) / factor)]
+    assert last["i"].tolist() == ranked
+    assert (last["trained"] == rungs).all()
+    assert len(seen) == rungs
 
 
 def test_a_member_of_a_sweep_is_its_own_run():
-    """Eight learning rates, halved twice with early stopping: the best member equals the run of it alone."""
+    """Eight learning rates, halved twice: the best member equals the run of it alone."""
     apply, params, _ = tdf.functional(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double())
     x = random.normal(random.key(1), (64, 3), dtype=torch.float64)
     y = x.sum(1, keepdim=True).sin()
     hyper = sweep.grid(lr=torch.logspace(-4, -1, 8, dtype=torch.float64))
+    optimizer = tdf.optim.adam(lr=hyper["lr"])
+    rows = []
 
     def loss(params):
         return (apply(params, x) - y).square().mean()
 
-    def run(params, lr, halvings):
-        opt = tdf.optim.adam(lr=lr)
-        tree = tdf.TensorDict({"params": params, "state": opt.init(params), "lr": lr}, [len(lr)])
-        for halving in range(3):
-            for _ in range(10):
-                grads = torch.vmap(tdf.grad(loss))(tree["params"])
-                new, state = tdf.optim.adam(lr=tree["lr"]).update(tree["params"], grads, tree["state"])
-                tree = tree.update({"params": new, "state": state})
-            scores = torch.vmap(loss)(tree["params"])
-            if halvings and halving < 2:
-                tree = sweep.elites(tree, scores, len(scores) // 2)
-        return sweep.best(tree, torch.vmap(loss)(tree["params"]))
+    def train(run, rung):
+        rows.append(len(run))
+        params, state = run["params"], run["state"]
+        for _ in range(10):
+            # The learning rates are in the state, so that those of the members that are left are used.
+            params, state = optimizer.update(params, torch.vmap(tdf.grad(loss))(params), state)
+        return run.update({"params": params, "state": state}), torch.vmap(loss)(params)
 
-    winner = run(params.expand(8).clone(), hyper["lr"], halvings=True)
-    alone = run(params.expand(1).clone(), winner["lr"].reshape(1), halvings=False)
-    torch.testing.assert_close(alone["params"]["0", "weight"], winner["params"]["0", "weight"])
-    assert winner["lr"] in hyper["lr"]
+    start = params.expand(8).clone()
+    sweep_of_8 = tdf.TensorDict({"params": start, "state": optimizer.init(start), "hyper": hyper}, [8])
+    winner = sweep.successive_halving(sweep_of_8, train, rungs=3)[0]
+
+    assert rows == [8, 4, 2]
+    alone = tdf.optim.adam(lr=winner["hyper", "lr"].item())
+    state = alone.init(params)
+    for _ in range(30):
+        params, state = alone.update(params, tdf.grad(loss)(params), state)
+    tdf.assert_close(winner["params"], params)
+    assert loss(params) < loss(start[0])
+    assert winner["hyper", "lr"] in hyper["lr"]
 
 
 def test_keep_best_takes_rows():
@@ -156,7 +208,13 @@ def test_keep_best_takes_rows():
 TREE = tdf.TensorDict({"w": torch.zeros(3)}, [3])
 MESSAGES = [
     (lambda: sweep.elites(TREE, torch.zeros(2), 1), tdf.BatchSizeError, r"a member for each score.*\[2, ...\].*\[3\]"),
+    (lambda: sweep.elites(TREE, torch.zeros(3, 2), 1), tdf.BatchSizeError, r"for each score.*\[3, 2, ...\].*\[3, 2\]"),
+    (lambda: sweep.elites(TREE, torch.tensor(0.0), 1), tdf.BatchSizeError, r"for each score.*\[3\].*shape \[\]"),
     (lambda: sweep.elites(TREE, torch.zeros(3), 4), ValueError, "count must be.*1 to 3.*4"),
+    (lambda: sweep.best(TREE, torch.full((3,), math.nan)), ValueError, "scores must be a number.*3 times nan"),
+    (lambda: sweep.successive_halving(TREE, lambda r, _: (r, torch.zeros(3)), 0), ValueError, "rungs must be at.*0"),
+    (lambda: sweep.successive_halving(TREE, lambda r, _: (r, r["w"]), 2, factor=0), ValueError, "factor must be.*0"),
+    (lambda: sweep.successive_halving(TREE, lambda r, _: (r, torch.zeros(2)), 2), tdf.BatchSizeError, "each score"),
     (lambda: sweep.rank(torch.zeros(3), mode="up"), ValueError, "mode must be min or max.*'up'"),
     (lambda: sweep.keep_best(TREE, TREE, torch.ones(1).bool()), tdf.BatchSizeError, r"for each member.*\[3\].*\[1\]"),
     (lambda: sweep.log_uniform(0.0, 1.0), ValueError, "low must be above 0"),

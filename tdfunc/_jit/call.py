@@ -12,9 +12,10 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, overload
 import torch
 from torch import fx
 
+from tdfunc._jit.code import compile_graph
 from tdfunc._jit.environment import Environment
 from tdfunc._jit.graph import clean, draws
-from tdfunc._jit.signature import Arguments, Contexts, aliases, describe, in_function_mode, modes
+from tdfunc._jit.signature import Arguments, Contexts, aliases, describe, in_function_mode, layouts, make_guard, modes
 from tdfunc._jit.tracing import named_leaves, trace
 from tdfunc.core.context import has_values
 from tdfunc.core.errors import UnsupportedError, error, explain
@@ -65,11 +66,11 @@ class Jitted(Generic[P, R]):
         if not has_values() or in_function_mode():
             return self._fn(*args, **kwargs)
         key, given = self._key(args, kwargs)
-        last_key, program = self._last
-        if last_key != key:
-            program = self._look_up(key, args, kwargs, given)
-        else:
+        last_key, guard, program = self._last
+        if last_key == key and guard(*given.leaves):
             self._hits += 1
+        else:
+            program = self._look_up(key, args, kwargs, given)
         if key[-1][-1] is None:
             outputs = program.run(*given.leaves)
         else:
@@ -110,7 +111,8 @@ class Jitted(Generic[P, R]):
         with self._lock:
             self._programs: OrderedDict[Any, _Program] = OrderedDict()
             self._contexts.clear()
-            self._last: tuple[Any, Any] = (None, None)
+            # Its key without the tensors, their check, the record.
+            self._last: tuple[Any, ...] = (None, None, None)
             # The recorded values of each number among the arguments.
             self._numbers: dict[str, set[float]] = {}
             self._hits = self._misses = 0
@@ -130,7 +132,8 @@ class Jitted(Generic[P, R]):
 
     def _look_up(self, key: tuple[Any, ...], args: Any, kwargs: Any, given: Arguments) -> _Program:
         # Lists compare without being copied, a dict needs a tuple.
-        hashable = (tuple(key[0]), *key[1:])
+        tensors = layouts(given.leaves)
+        hashable = (tuple(key[0]), *key[1:], tensors)
         with self._lock:
             program = self._programs.get(hashable)
             if program is None:
@@ -139,13 +142,13 @@ class Jitted(Generic[P, R]):
                 self._misses += 1
                 self._warn_of_numbers(args, kwargs)
                 key = (*key[:2], self._environment.settle(before).token, key[3])
-                self._programs[(tuple(key[0]), *key[1:])] = program
+                self._programs[(tuple(key[0]), *key[1:], tensors)] = program
                 if len(self._programs) > self._cache_size:
                     self._programs.popitem(last=False)
             else:
                 self._hits += 1
                 self._programs.move_to_end(hashable)
-            self._last = (key, program)
+            self._last = (key, make_guard(given.leaves), program)
         return program
 
     def _warn_of_numbers(self, args: Any, kwargs: Any) -> None:
@@ -175,14 +178,15 @@ class Jitted(Generic[P, R]):
                 )
         recorded = trace(self._fn, args, kwargs, given.leaves, self._environment, deferred=self._backend is None)
         module = recorded.graph
-        clean(module, faster=self._backend is None)
+        memory = clean(module)
+        if self._backend is None:
+            run = compile_graph(module, memory)
+        else:
+            run = torch.compile(module, backend=self._backend, fullgraph=True, dynamic=False)
         # They hold the fake tensors.
         for node in module.graph.nodes:
             node.meta.clear()
         recorded.refuse_kept()
-        run: Callable[..., Any] = module.forward
-        if self._backend is not None:
-            run = torch.compile(module, backend=self._backend, fullgraph=True, dynamic=False)
         return _Program(run, recorded.build, recorded.trained, module)
 
 

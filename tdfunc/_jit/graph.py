@@ -1,13 +1,15 @@
-"""Cleaning a recorded graph: operations without effect, common subexpressions, dead code, faster spellings."""
+"""Cleaning a recorded graph: operations without effect, common subexpressions, dead code.
 
-from collections.abc import Callable
+Each pass keeps the results, and the tensors that the graph writes, the same to the last bit.
+"""
+
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
-from tdfunc._jit.tracing import written_by
+from tdfunc._jit.memory import Memory, writes_of
 from tdfunc.core.memory import storage_id
 
 aten = torch.ops.aten
@@ -18,59 +20,24 @@ _VIEWS = {
     aten.reshape.default, aten.permute.default, aten.transpose.int, aten.slice.Tensor, aten.t.default,
 }  # fmt: skip
 _FILLS = {aten.ones_like.default: 1, aten.zeros_like.default: 0}
-# torch's own bindings of these take the same arguments and are called faster than an OpOverload.
-_SPELLED_ALIKE = """
-    add.Tensor sub.Tensor mul.Tensor div.Tensor add.Scalar sub.Scalar mul.Scalar div.Scalar neg.default abs.default
-    mm.default bmm.default addmm.default baddbmm.default t.default transpose.int permute.default unsqueeze.default
-    squeeze.dim select.int cat.default stack.default index_select.default gather.default where.self full.default
-    clone.default sum.default sum.dim_IntList mean.default mean.dim amax.default exp.default log.default sqrt.default
-    rsqrt.default square.default reciprocal.default sign.default pow.Tensor_Scalar tanh.default sigmoid.default
-    relu.default maximum.default minimum.default eq.Tensor eq.Scalar gt.Scalar ge.Scalar lt.Scalar le.Scalar
-    lerp.Scalar addcmul.default addcdiv.default native_layer_norm.default
-"""
+_PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar)
 
 
-_FASTER: dict[Any, Callable[..., Any]] = {
-    getattr(getattr(aten, name), kind): getattr(torch, name)
-    for name, kind in [spelling.split(".") for spelling in _SPELLED_ALIKE.split()]
-    if hasattr(torch, name)
-}
-_METHODS = {aten.view.default: "view", aten._unsafe_view.default: "view", aten.expand.default: "expand"}
-
-
-def clean(module: fx.GraphModule, *, faster: bool) -> None:
-    """Simplify the graph of a trace; its results and the tensors that it writes stay the same to the last bit.
-
-    Args:
-        module: The recorded module.
-        faster: Call torch's bindings instead of aten overloads, where they are the same.
-    """
+def clean(module: fx.GraphModule) -> Memory:
+    """Simplify the graph of a trace, and return its memory."""
     graph = module.graph
-    # Memory that is written or returned: two nodes of it are not the same value at all times.
-    fixed: set[int] = set()
-    for node in graph.nodes:
-        for target in [*_writes(node), *(node.all_input_nodes if node.op == "output" else [])]:
-            fixed |= _storages(target.meta.get("val"))
-    _drop_no_ops(graph, fixed)
-    # `ones_like(x)` and its kind of a shape alone, so that x need not be computed.
-    for node in list(graph.nodes):
-        value = node.meta.get("val")
-        if node.target in _FILLS and value.is_contiguous():
-            options = {"dtype": value.dtype, "device": value.device}
-            with graph.inserting_before(node):
-                new = graph.call_function(aten.full.default, (list(value.shape), _FILLS[node.target]), options)
-            new.meta["val"] = value
-            node.replace_all_uses_with(new)
-            graph.erase_node(node)
-    _merge_common(graph, fixed)
+    memory = Memory(graph)
+    _drop_no_ops(graph, memory)
+    _fill_shapes(graph)
+    memory.read(graph)
+    _merge_common(graph, memory)
     graph.eliminate_dead_code(_has_effect)
+    _drop_kept_dimensions(graph)
     for node in graph.nodes:
         node.args, node.kwargs = map_aggregate((node.args, node.kwargs), _spell_exactly)
-        if faster and node.op == "call_function" and node.target in _METHODS:
-            node.op, node.target = "call_method", _METHODS[node.target]
-        elif faster and node.op == "call_function":
-            node.target = _FASTER.get(node.target, node.target)
     module.recompile()
+    memory.read(graph)
+    return memory
 
 
 class _Exact(complex):
@@ -89,18 +56,7 @@ def draws(graph: fx.Graph) -> bool:
     return any(_is_random(node) for node in graph.nodes)
 
 
-def _storages(value: Any) -> set[int]:
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return {storage_id(item) for item in values if isinstance(item, Tensor)}
-
-
-def _writes(node: fx.Node) -> list[fx.Node]:
-    if node.op != "call_function":
-        return []
-    return node.meta.get("writes", written_by(node.target, node.args, node.kwargs))
-
-
-def _drop_no_ops(graph: fx.Graph, fixed: set[int]) -> None:
+def _drop_no_ops(graph: fx.Graph, memory: Memory) -> None:
     """Replace each node that returns the value of an earlier one by that one."""
     ones: set[fx.Node] = set()
     for node in list(graph.nodes):
@@ -108,12 +64,17 @@ def _drop_no_ops(graph: fx.Graph, fixed: set[int]) -> None:
             continue
         if node.target is aten.ones_like.default or (node.target in _VIEWS and node.args[0] in ones):
             ones.add(node)
-        source = _find_viewed(node) if node.target in _VIEWS else _find_equal(node, ones, fixed)
-        # A result must be another object than an argument, which may require grad.
-        if source is None or (source.op == "placeholder" and any(user.op == "output" for user in node.users)):
+        source = _find_viewed(node) if node.target in _VIEWS else _find_copied(node, ones, memory)
+        # A result must be another object than an argument, and than other results, which may require grad.
+        if source is None or (_is_returned(node) and (source.op == "placeholder" or _is_returned(source))):
             continue
+        memory.merge(node, source)
         node.replace_all_uses_with(source)
         graph.erase_node(node)
+
+
+def _is_returned(node: fx.Node) -> bool:
+    return any(user.op == "output" for user in node.users)
 
 
 def _find_viewed(node: fx.Node) -> fx.Node | None:
@@ -126,19 +87,24 @@ def _find_viewed(node: fx.Node) -> fx.Node | None:
     return None
 
 
-def _find_equal(node: fx.Node, ones: set[fx.Node], fixed: set[int]) -> fx.Node | None:
-    """Return the operand that `x**1` (from the derivative of x**2), `x * 1` and `x * ones` are copies of."""
-    if node.target is aten.pow.Tensor_Scalar or node.target in (aten.mul.Tensor, aten.mul.Scalar):
+def _find_copied(node: fx.Node, ones: set[fx.Node], memory: Memory) -> fx.Node | None:
+    """Return the operand that a clone, `x * 1`, `x * ones` or `x**1` (from the derivative of x**2) is a copy of."""
+    x = node.args[0]
+    if node.target in _PRODUCTS or node.target is aten.pow.Tensor_Scalar:
         x, y = node.args[:2]
         if x in ones and node.target is aten.mul.Tensor:
             x, y = y, x
-        neutral = y in ones if isinstance(y, fx.Node) else y == 1
-        if neutral and isinstance(x, fx.Node) and _same_layout(node, x):
-            # Ones that are written through a view are ones no more.
-            involved = [item for item in (node, x, y) if isinstance(item, fx.Node)]
-            free = not any([_storages(item.meta["val"]) & fixed for item in involved])
-            return x if free else None
-    return None
+        if isinstance(y, fx.Node):
+            # Ones that were written through a view are ones no more.
+            if y not in ones or memory.version(y, node):
+                return None
+        elif y != 1:
+            return None
+    elif node.target is not aten.clone.default:
+        return None
+    if not isinstance(x, fx.Node) or not _same_layout(node, x):
+        return None
+    return x if memory.is_private(node) and memory.stays(x, node) else None
 
 
 def _same_layout(a: fx.Node, b: fx.Node) -> bool:
@@ -153,17 +119,35 @@ def _same_layout(a: fx.Node, b: fx.Node) -> bool:
     )
 
 
-def _merge_common(graph: fx.Graph, fixed: set[int]) -> None:
+def _fill_shapes(graph: fx.Graph) -> None:
+    """Make `ones_like(x)` and its kind from a shape alone, so that x need not be computed."""
+    for node in list(graph.nodes):
+        value = node.meta.get("val")
+        if node.target in _FILLS and value.is_contiguous():
+            options = {"dtype": value.dtype, "device": value.device}
+            with graph.inserting_before(node):
+                new = graph.call_function(aten.full.default, (list(value.shape), _FILLS[node.target]), options)
+            new.meta["val"] = value
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)
+
+
+def _merge_common(graph: fx.Graph, memory: Memory) -> None:
+    """Compute once what is computed twice from the same values."""
     known: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
-        if node.op != "call_function" or _has_effect(node) or "empty" in str(node.target):
+        if node.op != "call_function" or _has_effect(node) or "empty" in str(node.target) or _is_returned(node):
             continue
-        involved = [node, *node.all_input_nodes]
-        if any(_storages(item.meta.get("val")) & fixed for item in involved):
+        inputs = node.all_input_nodes
+        is_view = memory.of(node) <= set().union(*map(memory.of, inputs))
+        # Memory that is written, or read by the caller, must be a node's own.
+        if not is_view and not memory.is_private(node):
             continue
-        key = (node.target, _frozen(node.args), _frozen(node.kwargs))
+        versions = tuple([memory.version(item, node) for item in inputs])
+        key = (node.target, _frozen(node.args), _frozen(node.kwargs), versions)
         twin = known.setdefault(key, node)
         if twin is not node:
+            memory.merge(node, twin)
             node.replace_all_uses_with(twin)
             graph.erase_node(node)
 
@@ -177,13 +161,34 @@ def _frozen(value: Any) -> Any:
     return value if isinstance(value, fx.Node) else (type(value), repr(value))
 
 
+def _drop_kept_dimensions(graph: fx.Graph) -> None:
+    """Sum without `keepdim` where a view takes the kept dimensions away."""
+    for node in list(graph.nodes):
+        total = node.args[0] if node.target is aten.view.default else None
+        if not isinstance(total, fx.Node) or total.target is not aten.sum.dim_IntList or len(total.users) > 1:
+            continue
+        # Any: arguments of aten.sum.
+        operands: Any = total.args
+        (x, dims), value = operands[:2], node.meta["val"]
+        if len(total.args) != 3 or total.kwargs or not dims or not value.is_contiguous():
+            continue
+        reduced = {dim % x.meta["val"].dim() for dim in dims}
+        if list(value.shape) == [size for i, size in enumerate(x.meta["val"].shape) if i not in reduced]:
+            with graph.inserting_before(total):
+                new = graph.call_function(aten.sum.dim_IntList, (x, dims))
+            new.meta["val"] = value
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)
+            graph.erase_node(total)
+
+
 def _has_effect(node: fx.Node) -> bool:
     """Return whether a node must stay although nothing uses its result, and must not be merged with another."""
     if node.op != "call_function":
         return node.op in ("placeholder", "output")
     # An operation without results checks its arguments: `_assert_async`, `_linalg_check_errors`.
     checks = isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.returns
-    return checks or bool(_writes(node)) or _is_random(node)
+    return checks or bool(writes_of(node)) or _is_random(node)
 
 
 def _is_random(node: fx.Node) -> bool:

@@ -1,11 +1,12 @@
 """The key of a call: everything about its arguments except the values of their tensors."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import guards  # pyright: ignore[reportMissingModuleSource]
 from torch.nn import Parameter
 from torch.overrides import _get_current_function_mode_stack  # pyright: ignore[reportPrivateUsage]
 from torch.utils import _pytree as torch_pytree
@@ -22,10 +23,11 @@ _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
 class Arguments(NamedTuple):
-    """Flattened arguments: the tensors, the trees and non-tensor data among them, and the parts of the key."""
+    """Flattened arguments: the tensors, the trees and non-tensor data among them, and the rest, which keys compare."""
 
     leaves: list[Tensor]
     nodes: list[TensorCollection | NonTensorBase]
+    # With `None` in the place of each tensor.
     parts: list[Any]
 
 
@@ -78,11 +80,7 @@ def describe(contexts: Contexts, value: Any, out: Arguments, where: str = "") ->
     kind = type(value)
     if kind is Tensor or kind is Parameter:
         out.leaves.append(value)
-        if value.layout is not torch.strided:
-            out.parts.append((kind, value.shape, value.layout))
-        else:
-            own = (value.shape, value.dtype, value.device, value.requires_grad, value.stride())
-            out.parts.append((kind, *own, value.is_conj(), value.is_neg()))
+        out.parts.append(None)
     elif isinstance(value, TensorCollection):
         children, context = flatten(value)
         out.nodes.append(value)
@@ -122,14 +120,35 @@ def _describe_each(
     leaves, parts = out.leaves, out.parts
     for i, value in enumerate(values):
         # Spelled out: every call runs this loop over all leaves.
-        if type(value) is Tensor and value.layout is torch.strided:
+        if type(value) is Tensor:
             leaves.append(value)
-            dtype = value.dtype
-            parts.append((value.shape, dtype, value.device, value.requires_grad, value.stride()))
-            if dtype.is_complex:
-                parts.append((value.is_conj(), value.is_neg()))
+            parts.append(None)
         else:
             describe(contexts, value, out, f"{where}[{i}]" if numbered else where)
+
+
+def layouts(leaves: list[Tensor]) -> tuple[Any, ...]:
+    """Return everything about tensors that a key compares."""
+    return tuple([_layout(leaf) for leaf in leaves])
+
+
+def _layout(leaf: Tensor) -> tuple[Any, ...]:
+    if leaf.layout is not torch.strided:
+        return type(leaf), leaf.shape, leaf.layout
+    own = (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad, leaf.stride())
+    return type(leaf), *own, leaf.is_conj(), leaf.is_neg()
+
+
+def make_guard(leaves: list[Tensor]) -> Callable[..., bool]:
+    """Return the check that as many tensors have the layouts of these; what it passes has equal `layouts`."""
+    if not leaves:
+        return _is_true
+    # The check of torch.compile's guards, in C++; it keeps no tensor.
+    return guards.TensorGuards(*leaves, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+
+
+def _is_true() -> bool:
+    return True
 
 
 def aliases(leaves: list[Tensor]) -> tuple[int, ...] | None:

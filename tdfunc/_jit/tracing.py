@@ -161,6 +161,7 @@ class Guard(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _READS:
             self._recorder.refuse_captured(args[0])
+            raise ValueUsed(func)
         if func in _UNKEYED and id(args[0]) in self._arguments:
             raise UnsupportedError(
                 f"jit: the function reads {_UNKEYED[func]} of {self._arguments[id(args[0])]}, which a replay does not.",

@@ -104,12 +104,17 @@ def _count_steps(tensor: Tensor) -> int:
     return 1 + sum([(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)])
 
 
+def span_bytes(tensor: Tensor) -> int:
+    """Return the number of bytes from a tensor's first to its last, with those that it leaves out."""
+    return tensor.nbytes if tensor.is_contiguous() else _count_steps(tensor) * tensor.itemsize
+
+
 def find_overlaps(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
     """Yield pairs of indices of tensors that overlap; each tensor that overlaps another is in some pair."""
     # Files and devices are told apart by their addresses here: optimizers do this at every step.
     spans: list[tuple[int, int, int, int]] = []
     for i, tensor in enumerate(tensors):
-        length = tensor.nbytes if tensor.is_contiguous() else _count_steps(tensor) * tensor.itemsize
+        length = span_bytes(tensor)
         if isinstance(tensor, FakeTensor):
             # Inside `jit` a mode refuses this read to the function.
             with torch._C.DisableTorchFunction():

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import _broadcast_to_and_flatten, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from tdfunc import random
 from tdfunc.core.collection import PLAIN, TensorCollection
 from tdfunc.core.context import in_transform, is_compiling
 from tdfunc.core.errors import BatchSizeError, UnsupportedError, error
 from tdfunc.core.keys import Filter
 from tdfunc.core.types import Path
-from tdfunc.modules.random import refuse_traced_members
+from tdfunc.modules.random import key_of
 from tdfunc.ops.reading import entries
 
 # A forward may return these besides tensors and containers: values that hold no tensor.
@@ -25,10 +26,10 @@ _PLAIN = (*_SCALARS, type, np.ndarray, np.generic, torch.dtype, torch.device)
 
 
 class Call(NamedTuple):
-    """Leaves in plan order, and the data.
+    """Leaves in plan order, the data, and the members' keys.
 
     `lead` has 0 for each stacked leaf and None for each that the members share; `dims` has an entry for each leaf of
-    `args`.
+    `args`; `keys` is (E, 2).
     """
 
     leaves: list[Any]
@@ -37,7 +38,7 @@ class Call(NamedTuple):
     args: tuple[Any, ...]
     dims: tuple[int | None, ...]
     kwargs: dict[str, Any]
-    seed: int | None
+    keys: Tensor | None
     keep: bool
 
     # Any: the values are what the caller passed.
@@ -92,7 +93,8 @@ class Call(NamedTuple):
         """Return the call of some members alone."""
         args = self._mapped(lambda x, dim: x.narrow(dim, start, stop - start))
         leaves = [leaf if dim is None else leaf[start:stop] for leaf, dim in zip(self.leaves, self.lead, strict=True)]
-        return self._replace(leaves=leaves, members=stop - start, args=args)
+        keys = None if self.keys is None else self.keys[start:stop]
+        return self._replace(leaves=leaves, members=stop - start, args=args, keys=keys)
 
     def _mapped(self, fn: Any) -> tuple[Any, ...]:
         if not any([dim is not None for dim in self.dims]):
@@ -218,12 +220,12 @@ def flat_dims(in_dims: Any, args: tuple[Any, ...], members: int) -> tuple[int | 
     return tuple(found)
 
 
-def seed_of(rng: Any) -> int | None:
-    """Return the seed that a call's `rng` stands for; a generator gives another one each time."""
-    if not isinstance(rng, torch.Generator):
-        return rng
-    refuse_traced_members()
-    return int(torch.randint(0, 1 << 62, (), generator=rng, device=rng.device))
+def member_keys(rng: Any, members: int) -> Tensor | None:
+    """Return the keys of the members, (E, 2): how many there are changes none."""
+    if rng is None:
+        return None
+    key = key_of(rng)
+    return random.fold_in(key, torch.arange(members, device=key.device))
 
 
 def check_output(flat: list[Any]) -> None:

@@ -13,14 +13,14 @@ from types import FunctionType
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Generator, Size, Tensor, nn
-from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch import Size, Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from tdfunc import random
 from tdfunc._jit import Jitted
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.context import in_transform, is_compiling, is_tracing
+from tdfunc.core.context import in_transform, is_compiling, is_known, is_tracing
 from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.keys import Filter, FilterLike
 from tdfunc.core.types import Path
@@ -31,14 +31,14 @@ from tdfunc.ensemble._call import (
     find_shared,
     flat_dims,
     join_chunks,
+    member_keys,
     members_of,
-    seed_of,
     stack_outputs,
     versions,
 )
 from tdfunc.ensemble._draws import default_generators, foreign_states, run_seeded, watch
 from tdfunc.modules.functional import Apply
-from tdfunc.modules.random import member_generators, member_seed, seeded
+from tdfunc.modules.random import Rng, seeded
 
 How = Literal["auto", "loop", "vmap", "traced"]
 # Forward's output, and the buffers after it in plan order. Any: a forward returns any object.
@@ -142,7 +142,7 @@ class Ensemble:
         *args: Any,
         buffers: Any = None,
         in_dims: Any = None,
-        rng: int | Generator | None = None,
+        rng: Rng = None,
         **kwargs: Any,
     ) -> Any:
         """Return the members' outputs, stacked along a new first dimension.
@@ -153,13 +153,14 @@ class Ensemble:
                 objects, which forward may fill, are copied for each.
             buffers: The stacked buffers, when `params` has none.
             in_dims: For each of `args` the dimension of the members, or None; or one for all, as in `torch.vmap`.
-            rng: A seed or generator; member i draws from a generator seeded by (seed, i).
+            rng: A random key, a seed of one, or a generator, which gives another key at each call; member i draws
+                from `fold_in(key, i)`.
             **kwargs: Keyword arguments of forward, shared by the members.
 
         Raises:
             BatchSizeError: The tree is not stacked.
             ValueError: `in_dims` does not fit.
-            UnsupportedError: Forward drew random numbers and no `rng` was given, or past the member's generator; it
+            UnsupportedError: Forward drew random numbers and no `rng` was given, or past the member's key; it
                 returned objects that cannot be stacked; or wrote to an argument that members run in turn share.
         """
         return self._run(params, buffers, args, in_dims, rng, kwargs, keep=False)[0]
@@ -171,7 +172,7 @@ class Ensemble:
         /,
         *args: Any,
         in_dims: Any = None,
-        rng: int | Generator | None = None,
+        rng: Rng = None,
         **kwargs: Any,
     ) -> tuple[Any, Any]:
         """Return the stacked outputs and the stacked buffers after the call; the given ones are not written.
@@ -221,7 +222,9 @@ class Ensemble:
                 got=f"shared={self.shared}",
                 hint='stack them: shared=Filter("trunk.*") & Kind.PARAMETER.',
             )
-        call = Call(leaves, lead, members, args, flat_dims(in_dims, args, members), kwargs, seed_of(rng), keep)
+        call = Call(
+            leaves, lead, members, args, flat_dims(in_dims, args, members), kwargs, member_keys(rng, members), keep
+        )
         if is_compiling():
             # The compiler records the choice, and compiles again when it changes.
             looped = self.how == "loop" or (self.how == "auto" and (members == 1 or call.autocast()))
@@ -300,66 +303,57 @@ class Ensemble:
         return results
 
     def _member(self, call: Call, i: int, leaves: list[Any]) -> Result:
-        args, seed = call.args_of(i), call.seed
+        args, key = call.args_of(i), None if call.keys is None else call.keys[i]
+        readable = key is None or is_known(key)
 
         def run() -> Result:
-            rng = None if seed is None else member_generators(seed, i + 1, i)
-            return self.apply.run_leaves(leaves, args, call.kwargs, rng, keep=call.keep)
+            # Where the default generator cannot be seeded, no draw may come from it.
+            mode = None if key is None else seeded(key, strict=not readable)
+            return self.apply.run_leaves(leaves, args, call.kwargs, mode, keep=call.keep)
 
-        if is_compiling() or is_tracing():
+        if is_compiling() or is_tracing() or not readable:
             return run()
         generators = default_generators(leaves)
-        if seed is not None:
+        if key is not None:
             # Draws inside fused kernels come from the default generator, which has the member's seed meanwhile.
-            return run_seeded(generators, member_seed(seed, i), run)
+            return run_seeded(generators, int(random.bits(key)), run)
         result, drew = watch(generators, run)
         if drew:
-            raise _no_seed()
+            raise _no_key()
         return result
 
     def _vmap(self, call: Call) -> Result:
         step = self.chunk_size or call.members
         if step >= call.members:
-            return self._map(call.with_containers(), 0)
+            return self._map(call.with_containers())
         starts = range(0, call.members, step)
         parts = self._in_turn(
-            call, starts, lambda call, start: self._map(call.rows(start, min(start + step, call.members)), start)
+            call, starts, lambda call, start: self._map(call.rows(start, min(start + step, call.members)))
         )
         outputs, kept = zip(*parts, strict=True)
         return join_chunks(outputs), [torch.cat(new) for new in zip(*kept, strict=True)]
 
-    def _map(self, call: Call, first: int) -> Result:
-        """One vmap over the members of the call, the first of which has this number."""
+    def _map(self, call: Call) -> Result:
+        """One vmap over the members of the call."""
         flat, spec = tree_flatten(call.args)
         seen: list[Any] = []
 
-        def member(leaves: list[Any], data: list[Any]) -> tuple[list[Tensor], list[Any]]:
-            args = tree_unflatten(data, spec)
-            if call.seed is None:
-                out, new = self.apply.run_leaves(leaves, args, call.kwargs, keep=call.keep)
-            else:
-                level = _functorch.maybe_current_level()
-                with seeded(member_generators(call.seed, first + call.members, first), level):
-                    out, new = self.apply.run_leaves(leaves, args, call.kwargs, keep=call.keep)
+        def member(leaves: list[Any], data: list[Any], key: Tensor | None) -> tuple[list[Tensor], list[Any]]:
+            args, mode = tree_unflatten(data, spec), None if key is None else seeded(key)
+            out, new = self.apply.run_leaves(leaves, args, call.kwargs, mode, keep=call.keep)
             # Outputs may hold anything: only their tensors go through the vmap.
             seen.extend(tree_flatten(out))
             return [x for x in seen[0] if isinstance(x, Tensor)], new
 
-        mapped_call = torch.vmap(member, in_dims=(call.lead, list(call.dims)), randomness="error")
+        in_dims = call.lead, list(call.dims), None if call.keys is None else 0
+        mapped_call = torch.vmap(member, in_dims=in_dims, randomness="error")
         try:
             with self._slow_attention(call):
-                tensors, new = mapped_call(call.leaves, flat)
+                tensors, new = mapped_call(call.leaves, flat, call.keys)
         except RuntimeError as err:
             if _RANDOM_IN_VMAP not in str(err):
                 raise
-            if call.seed is None:
-                raise _no_seed() from err
-            raise UnsupportedError(
-                "Ensemble: forward drew random numbers past its member's generator (attention and LSTM dropout do).",
-                expected="draws by torch's Python functions: F.dropout, torch.rand, ...",
-                got="a draw from torch's default generator",
-                hint='use how="loop", where each member runs under its own seed.',
-            ) from err
+            raise (_no_key() if call.keys is None else _past_key()) from err
         check_output(seen[0])
         mapped = iter(tensors)
         return tree_unflatten([next(mapped) if isinstance(x, Tensor) else x for x in seen[0]], seen[1]), new
@@ -374,13 +368,6 @@ class Ensemble:
         return _Watched() if in_transform() or call.requires_grad() else nullcontext()
 
     def _trace(self, call: Call) -> Result:
-        if call.seed is not None:
-            raise UnsupportedError(
-                "Ensemble: how='traced' replays fixed operations.",
-                expected="rng=None",
-                got=f"rng={call.seed}",
-                hint="use how='vmap' or how='auto'.",
-            )
         dims, keep, members, lead = call.dims, call.keep, call.members, call.lead
         key = dims, keep, members, tuple(lead)
         jitted = self._jitted.get(key)
@@ -390,24 +377,34 @@ class Ensemble:
             methods = [vars(cls).values() for cls in classes if cls.__module__.partition(".")[0] not in _NOT_FOLLOWED]
             reads = tuple([value for value in chain(*methods) if isinstance(value, FunctionType)])
 
-            def run(leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
-                inner = Call(leaves, lead, members, args, dims, kwargs, None, keep)
+            def run(leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any], keys: Tensor | None) -> Result:
+                inner = Call(leaves, lead, members, args, dims, kwargs, keys, keep)
                 # Of one member vmap's operations are slower ones (grouped convolutions).
                 return self._loop(inner) if members == 1 else self._vmap(inner)
 
             jitted = self._jitted[key] = Jitted(run, None, _MOST_TRACES, reads=reads)
         traces = jitted.cache_info().misses
-        result = jitted(call.leaves, call.args, call.kwargs)
-        if jitted.cache_info().misses != traces and jitted.draws(call.leaves, call.args, call.kwargs):
+        given = call.leaves, call.args, call.kwargs, call.keys
+        result = jitted(*given)
+        if jitted.cache_info().misses != traces and jitted.draws(*given):
             del self._jitted[key]
-            raise _no_seed()
+            raise _no_key() if call.keys is None else _past_key()
         return result
 
 
-def _no_seed() -> UnsupportedError:
+def _no_key() -> UnsupportedError:
     return UnsupportedError(
         "Ensemble: forward drew random numbers and no rng was given.",
-        expected="rng=seed: member i then draws from a generator seeded by (seed, i)",
+        expected="rng=key: member i then draws from tdfunc.random.fold_in(key, i)",
         got="rng=None",
         hint="pass rng, or use apply.eval().",
+    )
+
+
+def _past_key() -> UnsupportedError:
+    return UnsupportedError(
+        "Ensemble: forward drew random numbers past its member's key (dropout inside an LSTM does).",
+        expected="draws by torch's Python functions: F.dropout, torch.rand, ...",
+        got="a draw from torch's default generator",
+        hint='use how="loop", where each member runs under its own seed.',
     )

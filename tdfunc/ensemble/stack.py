@@ -12,6 +12,7 @@ import torch
 import xxhash
 from torch import Size, Tensor, nn
 
+from tdfunc import random
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TieError, UnsupportedError, error
 from tdfunc.core.keys import dotted
@@ -20,7 +21,7 @@ from tdfunc.core.types import Path, Ties
 from tdfunc.ensemble._alike import ExtraState, Outline, Pair
 from tdfunc.ensemble._draws import default_generators, foreign_states, watch
 from tdfunc.modules.extract import unwrap, walk
-from tdfunc.modules.random import member_seed, seeded
+from tdfunc.modules.random import seeded
 from tdfunc.ops.index import unbind
 from tdfunc.ops.structure import restore_ties
 from tdfunc.storage.disk.raw import raw_bytes
@@ -168,7 +169,7 @@ def _find_places(values: list[Any]) -> Sequence[int]:
 def init_ensemble(make: Callable[[], nn.Module], n: int, seed: int = 0) -> "TensorDict":
     """Return the stacked tree of `n` freshly initialised members, without keeping n modules alive.
 
-    Member i draws from a generator seeded by (seed, i), so it does not change with n.
+    Member i draws from the key `fold_in(key(seed), i)`, so it does not change with n.
 
     Args:
         make: Returns a new module, initialised by the functions of `torch.nn.init` or other calls from Python.
@@ -226,12 +227,12 @@ def init_ensemble(make: Callable[[], nn.Module], n: int, seed: int = 0) -> "Tens
 
 def _make(make: Callable[[], nn.Module], seed: int, member: int) -> nn.Module:
     def build() -> nn.Module:
-        with seeded(member_seed(seed, member)):
+        with seeded(random.fold_in(random.key(seed), member)):
             return make()
 
     before = foreign_states()
     module, drew = watch(default_generators([]), build)
-    got = "a draw inside an operation that takes no generator" if drew else None
+    got = "a draw inside an operation that takes no key" if drew else None
     if foreign_states() != before:
         # Another thread may have drawn meanwhile; it does not each time.
         before = foreign_states()
@@ -239,7 +240,7 @@ def _make(make: Callable[[], nn.Module], seed: int, member: int) -> nn.Module:
         got = "a draw from Python's or numpy's global generator" if foreign_states() != before else got
     if got is not None:
         raise UnsupportedError(
-            "init_ensemble: make() drew random numbers past the seed of its member.",
+            "init_ensemble: make() drew random numbers past the key of its member.",
             expected="initialisation by torch.nn.init, torch.rand, ... and tensor methods, called from Python",
             got=got,
             hint="build the modules yourself and use tdfunc.stack_modules(modules).",

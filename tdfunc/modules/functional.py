@@ -4,6 +4,7 @@ import copy as copying
 import inspect
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence, Set
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,18 +12,19 @@ from torch import Size, nn
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
-from tdfunc.core.context import is_compiling, is_tracing
+from tdfunc.core.context import in_functorch, is_compiling, is_tracing
 from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorData
 from tdfunc.core.shapes import EMPTY
 from tdfunc.core.types import Path
 from tdfunc.core.walk import replace
+from tdfunc.modules.checkpoint import Unmarked
 from tdfunc.modules.extract import from_module, split, unwrap
 from tdfunc.modules.plan import Spec, Straight, extra_values
 from tdfunc.modules.poison import Originals, Watch, weak_weights
-from tdfunc.modules.random import Seed, seeded
-from tdfunc.modules.skeleton import Skeleton, duplicate, make_template
+from tdfunc.modules.random import Rng, key_of, seeded
+from tdfunc.modules.skeleton import Skeleton, duplicate, is_recomputing, make_template
 from tdfunc.ops.foreach import can_foreach
 from tdfunc.ops.reading import entries
 from tdfunc.ops.structure import keep_leaves
@@ -33,12 +35,15 @@ if TYPE_CHECKING:
 _RESERVED = ("buffers", "rng")
 # Messages of torch for modules that cannot run in a transform, and a hint for each.
 _LOOP = 'use tdfunc.Ensemble(apply, how="loop"), or call apply in a loop over the members.'
+_RECOMPUTE = "if forward calls torch.utils.checkpoint, it may call tdfunc.checkpoint(fn)(*args) instead, anywhere."
 _HINTS = {
     "Batch norm got a batched tensor as input while the running_mean or running_var": "give each member statistics of "
     "its own (vmap over params and buffers, in_dims 0), or use apply.eval().",
     "Batching rule not implemented for": _LOOP,
     "calling .item() on a Tensor": _LOOP,
     "data-dependent control flow": _LOOP,
+    "don't yet support saved tensor hooks": _RECOMPUTE,
+    "it must override the setup_context staticmethod": _RECOMPUTE,
 }
 
 
@@ -61,6 +66,7 @@ class Apply:
         self._template, self._spec, self._reserved = template, spec, tuple(reserved)
         # The weights that the first call is watched for.
         self._originals = originals
+        self._recomputes = is_recomputing(template)
         # Dynamo and make_fx cannot trace a deep copy: one skeleton stands ready, and compiled regions have their own.
         self._pool = deque([self._new_skeleton()])
         self._traced = self._new_skeleton()
@@ -100,15 +106,15 @@ class Apply:
         """Return an apply in which every submodule is in evaluation mode."""
         return self.train(False)
 
-    def __call__(self, params: Any, /, *args: Any, buffers: Any = None, rng: Seed = None, **kwargs: Any) -> Any:
+    def __call__(self, params: Any, /, *args: Any, buffers: Any = None, rng: Rng = None, **kwargs: Any) -> Any:
         """Run the module's forward with these parameters, and return its output.
 
         Args:
             params: The tree of parameters, or of parameters and buffers.
             *args: Arguments of forward.
             buffers: The tree of buffers, unless `params` holds them.
-            rng: A seed or generator for the random functions that forward calls; without it torch's default
-                generator is drawn from, as the module would.
+            rng: A random key for the random functions that forward calls, or a seed of one; a generator gives another
+                key at each call. Without it torch's default generator is drawn from, as the module would.
             **kwargs: Keyword arguments of forward.
 
         Raises:
@@ -129,12 +135,12 @@ class Apply:
         kwargs: Mapping[str, Any] | None = None,
         *,
         buffers: Any = None,
-        rng: Seed = None,
+        rng: Rng = None,
     ) -> Any:
         """`apply` with forward's arguments as a tuple and a dict, whatever they are called."""
         return self._run(params, buffers, tuple(args), dict(kwargs or {}), rng)[0]
 
-    def with_buffers(self, params: Any, buffers: Any, /, *args: Any, rng: Seed = None, **kwargs: Any) -> Any:
+    def with_buffers(self, params: Any, buffers: Any, /, *args: Any, rng: Rng = None, **kwargs: Any) -> Any:
         """Return forward's output and the buffers after it; the given ones are not written.
 
         This is how BatchNorm trains under `vmap` and `grad`: the statistics are an output.
@@ -207,20 +213,19 @@ class Apply:
             hint="use apply.call(params, args, kwargs, buffers=, rng=).",
         )
 
-    def _run(self, params: Any, buffers: Any, args: Any, kwargs: Any, rng: Seed, keep: bool = False) -> Any:
+    def _run(self, params: Any, buffers: Any, args: Any, kwargs: Any, rng: Rng, keep: bool = False) -> Any:
         leaves = self._spec.leaves(params, buffers)
-        mode = seeded(rng, strict=True) if rng is not None else None
+        mode = seeded(key_of(rng), strict=True) if rng is not None else None
         found = extra_values(params, buffers) if self._traced.owners else {}
         states = {path: values[0] for path, values in found.items()}
         return self._bind_and_run(leaves, states, args, kwargs, mode, keep)
 
     def run_leaves(
-        self, leaves: list[Any], args: Any, kwargs: Any, rng: Any = None, *, keep: bool = False
+        self, leaves: list[Any], args: Any, kwargs: Any, mode: seeded | None = None, *, keep: bool = False
     ) -> tuple[Any, list[Any]]:
         """Run on leaves in plan order (`Ensemble` maps over them); return the output and, if kept, the new buffers."""
         owners = self._traced.owners if keep else {}
         states = {path: copying.deepcopy(owner.get_extra_state()) for path, owner in owners.items()}
-        mode = seeded(rng) if rng is not None else None
         out, new, after = self._bind_and_run(leaves, states, args, kwargs, mode, keep)
         for path, state in after.items():
             if not _same(state.value, states[path]):
@@ -233,7 +238,7 @@ class Apply:
         return out, new
 
     def _bind_and_run(
-        self, leaves: list[Any], states: dict[Path, Any], args: Any, kwargs: Any, rng: Any, keep: bool
+        self, leaves: list[Any], states: dict[Path, Any], args: Any, kwargs: Any, mode: seeded | None, keep: bool
     ) -> tuple[Any, list[Any], dict[Path, Any]]:
         compiling = is_compiling()
         if not compiling and parametrize._cache_enabled:
@@ -252,6 +257,7 @@ class Apply:
                 skeleton = self._pool.pop()
         except IndexError:
             skeleton = self._new_skeleton()
+        new: list[Any] = []
         try:
             if compiling:
                 skeleton.bind_traced(bound)
@@ -262,12 +268,12 @@ class Apply:
                 skeleton.owners[path].set_extra_state(copying.deepcopy(value))
             # Not watched in a trace or on fake tensors: the next call will do.
             if compiling or learned is not None or is_tracing():
-                out = self._forward(skeleton.module, args, kwargs, rng)
+                out = self._forward(skeleton.module, args, kwargs, mode)
             else:
                 # Under a watch for the original weights and for writes to leaves; no later call pays for it.
                 try:
                     with Watch(self._originals, tree_leaves((args, kwargs)), leaves, bound) as watch:
-                        out = self._forward(skeleton.module, args, kwargs, rng)
+                        out = self._forward(skeleton.module, args, kwargs, mode)
                 finally:
                     hidden = skeleton.has_hidden_writes()
                 places = watch.written()
@@ -276,7 +282,7 @@ class Apply:
                     places |= skeleton.renormed | (set(range(n, len(leaves))) - skeleton.lent)
                     params = [i for i in places if i < n]
                     self._learned = _Learned(params, sorted(i for i in places if i >= n), hidden)
-            new = self._read_back(skeleton) if keep else []
+            new = self._read_back(skeleton) if keep else new
             after = {
                 path: NonTensorData(copying.deepcopy(skeleton.owners[path].get_extra_state()))
                 for path in (states if keep else ())
@@ -289,6 +295,8 @@ class Apply:
             else:
                 # A function that forward returned, and a graph that runs it again, have the weights of this call.
                 skeleton.bind(bound, self._fillers)
+                # Where a part runs again it writes its buffers again.
+                new = _clones(new)
         return out, new, after
 
     def _with_clones(self, leaves: list[Any], learned: _Learned | None) -> list[Any]:
@@ -304,11 +312,11 @@ class Apply:
                 bound[i] = clone
         return bound
 
-    def _forward(self, module: nn.Module, args: Any, kwargs: Any, rng: Any) -> Any:
+    def _forward(self, module: nn.Module, args: Any, kwargs: Any, mode: seeded | None) -> Any:
         try:
-            if rng is None:
+            if mode is None and not self._recomputes:
                 return module(*args, **kwargs)
-            with rng:
+            with mode or nullcontext(), Unmarked() if self._recomputes and in_functorch() else nullcontext():
                 return module(*args, **kwargs)
         except RuntimeError as err:
             # Of torch's own class: code that falls back to a loop catches RuntimeError.

@@ -1,147 +1,202 @@
-"""Random numbers for one call: seeds and generators served to the random functions that a forward calls.
+"""Random numbers for one call: every draw of a forward is served from a key.
 
-A `TorchFunctionMode` is active for the call alone, so nothing process-wide changes. Numbers are drawn outside every
-transform: under `vmap` each member draws from its own generator, so that it equals a loop over the members. Rare
-functions that draw are not served; `apply(..., rng=)` refuses them.
+A `TorchFunctionMode` is active for the call alone, so nothing process-wide changes. Draw n of a forward is a function
+of `fold_in(key, n)` by plain tensor operations: the same in a loop, under `vmap` and `grad`, in a replay, when
+compiled, and when `torch.utils.checkpoint` runs a part of forward again. Functions that draw inside torch are not
+served; `apply(..., rng=)` refuses them.
 """
 
-import inspect
+import math
+import operator
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from tdfunc.core.context import is_compiling
+from tdfunc import random
+from tdfunc.core.context import has_values, is_compiling
 from tdfunc.core.errors import UnsupportedError, error
 
-Seed: TypeAlias = "int | torch.Generator | Sequence[torch.Generator] | None"
+Rng: TypeAlias = Tensor | int | torch.Generator | None
 Server: TypeAlias = Callable[..., Any]
+Size: TypeAlias = tuple[int, ...]
 _CHECKPOINT: Any = vars(checkpoint)
+# The keys of so many draws are made together: one costs as much.
+_BLOCK = 16
+
+
+def key_of(rng: Any) -> Tensor:
+    """Return the key that `rng=` stands for; a generator gives another one each time.
+
+    Raises:
+        TypeError: `rng` is not a key, an integer or a generator.
+        UnsupportedError: A generator is drawn from inside a transform, a trace or a compiled region.
+    """
+    if isinstance(rng, torch.Generator):
+        if not has_values():
+            raise UnsupportedError(
+                "rng: a torch.Generator cannot be drawn from inside a transform, a trace or a compiled function.",
+                expected="a key",
+                got="a torch.Generator",
+                hint="pass key = tdfunc.random.key(seed) to the function as an argument, and give it as rng=; "
+                "tdfunc.random.fold_in(key, step) is the key of a step.",
+            )
+        return random.key(torch.randint(-(2**63), 2**63 - 1, (), generator=rng, device=rng.device))
+    if isinstance(rng, Tensor) and rng.dtype == torch.int64 and rng.shape == (2,):
+        return rng
+    if isinstance(rng, (bool, Tensor)) or not hasattr(rng, "__index__"):
+        raise error(
+            TypeError,
+            "rng must be a random key, a seed or a torch.Generator.",
+            expected="one key: int64 of shape (2,)",
+            got=f"{rng.dtype} of shape {tuple(rng.shape)}" if isinstance(rng, Tensor) else repr(rng),
+            hint="tdfunc.random.key(seed) makes a key; tdfunc.Ensemble gives each member its own of one key.",
+        )
+    return random.key(operator.index(rng))
 
 
 class seeded(TorchFunctionMode):
-    """Serve the random functions called inside from one generator, or from one for each member of a vmap.
+    """Serve the random functions called inside from a key.
+
+    `seeded(mode.key, mode.count)` continues where another one stands: whoever computes a part of forward again enters
+    it there.
 
     Args:
-        rng: A seed, a generator, or a generator for each member.
-        level: The vmap level over the members, when there are several generators.
-        strict: Whether functions that cannot be given a generator raise, rather than draw from the default one.
+        key: The key.
+        count: How many draws were made before.
+        strict: Whether functions that cannot be served raise, rather than draw from torch's default generator.
     """
 
-    def __init__(self, rng: Any, level: int | None = None, *, strict: bool = False) -> None:
+    def __init__(self, key: Tensor, count: int = 0, *, strict: bool = False) -> None:
         super().__init__()
-        self._generators = _generators(rng)
-        if level is None and len(self._generators) != 1:
-            raise error(
-                TypeError,
-                "rng: one call draws from one generator.",
-                expected="a seed or a torch.Generator",
-                got=f"{len(self._generators)} generators",
-                hint="tdfunc.Ensemble(apply)(stacked, x, rng=seed) gives each member its own.",
-            )
-        self._level, self._strict = level, strict
-        self._checkpoints = 0 if is_compiling() else _count_checkpoints()
-        self.draws = 0
+        self.key, self.count, self._strict = key, count, strict
+        self._keys: Tensor | None = None
+        self._checkpoints = 0 if is_compiling() else len(_checkpoint_frames())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._strict and func in _UNSERVED and _UNSERVED[func](*args, **kwargs):
             raise UnsupportedError(
-                f"apply: {func.__name__} draws random numbers and cannot be given a generator.",
-                expected="draws by F.dropout, torch.rand and the other functions that take one",
+                f"apply: {func.__name__} draws random numbers inside torch, where no key can be given to it.",
+                expected="draws by F.dropout, torch.rand, attention and other functions that a key serves",
                 hint='leave rng= out (torch\'s default generator), or use tdfunc.Ensemble(apply, how="loop").',
             )
+        if func in _BODIES:
+            # torch calls no mode for what its function calls in turn.
+            with self:
+                return _BODIES[func](*args, **kwargs)
         server = _SERVERS.get(func)
         if server is None or kwargs.get("generator") is not None:
+            # Dynamo of torch 2.13 cannot call the method for a mode, since it uses `super()`; attention calls it.
+            func = torch.unflatten if func is Tensor.unflatten else func
             return func(*args, **kwargs)
-        kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
+        kwargs.pop("generator", None)
         return server(self, func, *args, **kwargs)
 
-    def draw(self, make: Callable[[torch.Generator], Tensor]) -> Tensor:
-        """Return one draw for a call, or one for each member as a batched tensor."""
-        self.draws += 1
-        if is_compiling():
-            return make(self._generators[0])
-        if _count_checkpoints() > self._checkpoints:
-            raise UnsupportedError(
-                "rng: a draw inside torch.utils.checkpoint cannot be repeated when backward runs it again.",
-                expected="draws outside of the checkpointed part",
-                got="a draw by a seed or a generator inside it",
-                hint="leave rng= out (torch's default generator, which checkpoint puts back), or the checkpoint.",
-            )
-        with temporarily_clear_interpreter_stack(), torch.no_grad():
-            if self._level is None:
-                return make(self._generators[0])
-            stacked = torch.stack([make(generator) for generator in self._generators])
-        return _functorch._add_batch_dim(stacked, 0, self._level)
+    def draw_key(self, device: torch.device) -> Tensor:
+        """Return the key of the next draw."""
+        if not is_compiling():
+            self._follow_checkpoints()
+        place = self.count % _BLOCK
+        if place == 0 or self._keys is None:
+            numbers = torch.arange(self.count - place, self.count - place + _BLOCK, device=self.key.device)
+            self._keys = random.fold_in(self.key, numbers)
+        self.count += 1
+        return self._keys[place].to(device)
+
+    def _follow_checkpoints(self) -> None:
+        """Have the checkpoints that are being called repeat their draws when backward runs them again.
+
+        Nothing else shows that torch.utils.checkpoint is being called. Each is found at its first draw, so the count is
+        that of its entry.
+        """
+        frames = _checkpoint_frames()
+        for frame in frames[: len(frames) - self._checkpoints]:
+            if "gen" in frame.f_locals:
+                holder, name = frame.f_locals["gen"].gi_frame.f_locals.get("new_frame"), "recompute_fn"
+            else:
+                holder, name = frame.f_locals.get("ctx"), "run_function"
+            run = getattr(holder, name, None)
+            if run is not None and not isinstance(run, _Resumed):
+                setattr(holder, name, _Resumed(run, self.key, self.count, self._strict))
 
 
-def _count_checkpoints() -> int:
-    """Return how many functions of `torch.utils.checkpoint` are being called: nothing else shows that one is."""
-    frame, count = sys._getframe(), 0
+class _Resumed:
+    """A function that runs under a key, from one count of draws on."""
+
+    def __init__(self, run: Callable[..., Any], key: Tensor, count: int, strict: bool) -> None:
+        self._run, self._key, self._count, self._strict = run, key, count, strict
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with seeded(self._key, self._count, strict=self._strict):
+            return self._run(*args, **kwargs)
+
+
+def _checkpoint_frames() -> list[types.FrameType]:
+    """Return the frames of functions of `torch.utils.checkpoint`, the innermost first."""
+    frame, found = sys._getframe(), []
     while frame is not None:
-        count += frame.f_globals is _CHECKPOINT
+        if frame.f_globals is _CHECKPOINT:
+            found.append(frame)
         frame = frame.f_back
-    return count
+    return found
 
 
-def _generators(rng: Any) -> list[torch.Generator]:
-    if isinstance(rng, torch.Generator):
-        return [rng]
-    if isinstance(rng, (list, tuple)) and all(isinstance(g, torch.Generator) for g in rng):
-        return list(rng)
-    if isinstance(rng, int) and not isinstance(rng, bool):
-        if get_proxy_mode() is not None:
-            raise UnsupportedError(
-                "rng: a seed inside a traced function counts for its first call only.",
-                expected="a generator that is an argument of the function",
-                hint="pass a torch.Generator to the traced function, and give it as rng=.",
-            )
-        return [torch.Generator().manual_seed(rng)]
-    raise error(TypeError, "rng must be a seed or a torch.Generator.", got=repr(rng))
+def _compiled_checkpoint(mode: seeded, func: Any, /, run: Any, *args: Any, **kwargs: Any) -> Any:
+    """Serve a checkpoint that dynamo captures: eagerly the function is not handed to modes.
+
+    The captured part may not write to objects outside of it, so it has a mode of its own, whose count is a result.
+    """
+    key, count, strict = mode.key, mode.count, mode._strict
+
+    def counted(*args: Any, **kwargs: Any) -> tuple[Any, int]:
+        inner = seeded(key, count, strict=strict)
+        with inner:
+            out = run(*args, **kwargs)
+        return out, inner.count
+
+    out, mode.count = func(counted, *args, **kwargs)
+    mode._keys = None
+    return out
 
 
-def refuse_traced_members() -> None:
-    """Raise while `jit` or `make_fx` records: generators of members are made by Python, and so once."""
-    if get_proxy_mode() is not None:
-        raise UnsupportedError(
-            "rng: the generators of the members cannot be made inside a traced function.",
-            expected="an ensemble outside of the trace, or no rng",
-            got="rng for members, which are seeded at the first call only",
-            hint='torch.vmap(fn, randomness="different") of the function of one model, without rng, draws anew in '
-            "each replay; or leave tdfunc.jit out.",
-        )
+# -- draws of a shape, dtype and device -----------------------------------------------------------------------------
 
 
-def member_generators(seed: int, stop: int, start: int = 0) -> list[torch.Generator]:
-    """Return generators for members start to stop, each seeded by (seed, i) alone: how many there are changes none."""
-    refuse_traced_members()
-    return [torch.Generator().manual_seed(member_seed(seed, i)) for i in range(start, stop)]
+def _uniform(mode: seeded, shape: Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if dtype.is_complex:
+        return torch.view_as_complex(_uniform(mode, (*shape, 2), dtype.to_real(), device))
+    return random.uniform(mode.draw_key(device), shape, dtype=dtype)
 
 
-def member_seed(seed: int, member: int) -> int:
-    """Mix a seed and a member's number into one 63-bit seed (splitmix64 of Steele, Lea and Flood, 2014)."""
-    mask = (1 << 64) - 1
-    z = ((seed & mask) * 0x9E3779B97F4A7C15 + (member + 1) * 0xD1B54A32D192ED03) & mask
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-    return (z ^ (z >> 31)) >> 1
+def _normal(mode: seeded, shape: Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if dtype.is_complex:
+        # A variance of 1, half of it in each part.
+        return torch.view_as_complex(_normal(mode, (*shape, 2), dtype.to_real(), device) * math.sqrt(0.5))
+    return random.normal(mode.draw_key(device), shape, dtype=dtype)
 
 
-def _uniform(mode: seeded, shape: Sequence[int], x: Tensor) -> Tensor:
-    """Draw uniform float32 numbers of a shape on the device of x; generators are on the CPU unless given otherwise."""
-    size, device = tuple(shape), x.device
-    return mode.draw(lambda g: torch.rand(size, generator=g, device=g.device, dtype=torch.float32).to(device))
+def _exponential(mode: seeded, shape: Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return random.exponential(mode.draw_key(device), shape, dtype=dtype)
+
+
+def _keep(mode: seeded, shape: Size, p: float, device: torch.device) -> Tensor:
+    """Draw which elements a dropout of rate p keeps."""
+    return random.bernoulli(mode.draw_key(device), 1.0 - p, shape)
+
+
+def _out(drawn: Tensor, out: Any) -> Tensor:
+    return drawn if out is None else out.copy_(drawn)
+
+
+# -- dropout and attention ------------------------------------------------------------------------------------------
 
 
 def _dropout(
@@ -158,7 +213,7 @@ def _dropout(
         # dimension the channels come first, except for dropout2d, which reads three dimensions as (N, C, L).
         lead = 1 if (func, input.dim()) in _UNBATCHED else 2
         shape = (*shape[:lead], *[1] * (input.dim() - lead))
-    keep = _uniform(mode, shape, input) >= p
+    keep = _keep(mode, shape, p, input.device)
     if func in _ALPHA and p < 1.0:
         # Klambauer et al., Self-Normalizing Neural Networks (2017), section 3: dropped units take the value alpha'.
         alpha = -1.7580993408473766
@@ -166,7 +221,7 @@ def _dropout(
         out = a * torch.where(keep, input, torch.full_like(input, alpha)) - a * alpha * p
         return input.copy_(out) if inplace else out
     # With p = 1 nothing is kept, whatever the scale.
-    scale = keep.to(input.dtype) / (1.0 - p or 1.0)
+    scale = keep.to(input.dtype).div_(1.0 - p or 1.0)
     return input.mul_(scale) if inplace else input * scale
 
 
@@ -180,90 +235,222 @@ def _alpha_dropout(
     return _dropout(mode, func, input, p, training, *rest, **kw)
 
 
-def _factory(
-    mode: seeded, func: Any, /, *args: Any, device: Any = None, requires_grad: bool = False, **kw: Any
-) -> Tensor:
-    device = torch.get_default_device() if device is None else device
-    out = mode.draw(lambda g: func(*args, generator=g, device=g.device, **kw)).to(device)
-    return out.requires_grad_() if requires_grad else out
-
-
-def _like(
-    mode: seeded, func: Any, /, input: Tensor, *args: Any, dtype: Any = None, device: Any = None, layout: Any = None,
-    requires_grad: bool = False, pin_memory: bool = False, memory_format: Any = None, **kw: Any,
+def _attention(
+    mode: seeded, func: Any, /, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, **options: Any,
 ) -> Tensor:  # fmt: skip
-    base, size = getattr(torch, func.__name__.removesuffix("_like")), tuple(input.shape)
-    dtype, device = dtype or input.dtype, device or input.device
-    out = mode.draw(lambda g: base(*args, size=size, generator=g, device=g.device, dtype=dtype, **kw).to(device))
-    return out.requires_grad_() if requires_grad else out
+    if dropout_p == 0.0:
+        return func(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -math.inf)
+    # No fused kernel takes a key: the weights come from torch's own unfused attention to values without features.
+    unfused = torch.ops.aten._scaled_dot_product_attention_math
+    weights = unfused(query, key, value[..., :0], attn_mask, 0.0, is_causal, **options)[1]
+    if options.get("enable_gqa"):
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    return _dropout(mode, F.dropout, weights, dropout_p) @ value
+
+
+# -- factories ------------------------------------------------------------------------------------------------------
+
+
+def _factory(draw: Callable[..., Tensor]) -> Server:
+    """Return the server of `torch.rand` or `torch.randn`."""
+
+    def serve(
+        mode: seeded, func: Any, /, *size: Any, dtype: Any = None, device: Any = None, requires_grad: bool = False,
+        out: Any = None, **kw: Any,
+    ) -> Tensor:  # fmt: skip
+        shape = kw["size"] if "size" in kw else size[0] if size and not isinstance(size[0], int) else size
+        return _finish(
+            draw(mode, tuple(shape), dtype or torch.get_default_dtype(), _device(device)), requires_grad, out
+        )
+
+    return serve
+
+
+def _like(draw: Callable[..., Tensor]) -> Server:
+    """Return the server of `torch.rand_like` or `torch.randn_like`."""
+
+    def serve(
+        mode: seeded, func: Any, /, input: Tensor, *, dtype: Any = None, device: Any = None,
+        requires_grad: bool = False, **kw: Any,
+    ) -> Tensor:  # fmt: skip
+        device = input.device if device is None else _device(device)
+        return _finish(draw(mode, tuple(input.shape), dtype or input.dtype, device), requires_grad)
+
+    return serve
+
+
+def _device(device: Any) -> torch.device:
+    # Dynamo cannot call torch.get_default_device.
+    return torch.empty(0).device if device is None else torch.device(device)
+
+
+def _finish(drawn: Tensor, requires_grad: bool, out: Any = None) -> Tensor:
+    drawn = _out(drawn, out)
+    return drawn.requires_grad_() if requires_grad else drawn
+
+
+def _bounds(bounds: tuple[int, ...], low: int | None, high: int | None) -> tuple[int, int]:
+    if high is not None:
+        bounds = (*bounds, high)
+    return (low or 0, bounds[0]) if len(bounds) == 1 else (bounds[0], bounds[1])
+
+
+def _randint(
+    mode: seeded, func: Any, /, *args: Any, low: Any = None, high: Any = None, size: Any = None,
+    dtype: Any = torch.int64, device: Any = None, requires_grad: bool = False, out: Any = None, **kw: Any,
+) -> Tensor:  # fmt: skip
+    *bounds, size = args if size is None else (*args, size)
+    low, high = _bounds(tuple(bounds), low, high)
+    drawn = random.randint(mode.draw_key(_device(device)), tuple(size), low, high)
+    return _finish(drawn.to(dtype or torch.int64), requires_grad, out)
+
+
+def _randint_like(
+    mode: seeded, func: Any, /, input: Tensor, *bounds: int, low: Any = None, high: Any = None,
+    dtype: Any = None, device: Any = None, requires_grad: bool = False, **kw: Any,
+) -> Tensor:  # fmt: skip
+    low, high = _bounds(bounds, low, high)
+    device = input.device if device is None else _device(device)
+    drawn = random.randint(mode.draw_key(device), tuple(input.shape), low, high)
+    return _finish(drawn.to(dtype or input.dtype), requires_grad)
+
+
+def _randperm(
+    mode: seeded, func: Any, /, n: int, *, dtype: Any = torch.int64, device: Any = None, requires_grad: bool = False,
+    out: Any = None, **kw: Any,
+) -> Tensor:  # fmt: skip
+    drawn = random.permutation(mode.draw_key(_device(device)), n)
+    return _finish(drawn.to(dtype or torch.int64), requires_grad, out)
+
+
+# -- draws by tensors of parameters ---------------------------------------------------------------------------------
 
 
 def _bernoulli(mode: seeded, func: Any, /, input: Tensor, p: float | None = None, *, out: Any = None) -> Tensor:
-    level = input if p is None else torch.full_like(input, p)
-    drawn = (_uniform(mode, input.shape, input) < level).to(input.dtype)
-    return drawn if out is None else out.copy_(drawn)
+    key = mode.draw_key(input.device)
+    drawn = random.bernoulli(key, input) if p is None else random.bernoulli(key, p, tuple(input.shape))
+    return _out(drawn.to(input.dtype), out)
 
 
 def _multinomial(
     mode: seeded, func: Any, /, input: Tensor, num_samples: int, replacement: bool = False, *, out: Any = None
 ) -> Tensor:
-    shape = (*input.shape[:-1], num_samples, input.shape[-1]) if replacement else input.shape
-    noise = _uniform(mode, shape, input).clamp_min(1e-38)
-    weights = input.unsqueeze(-2) if replacement else input
-    # The largest of log w + Gumbel noise has the probability w; the k largest are k draws without replacement
-    # (Kool et al., Stochastic Beams and Where to Find Them, 2019).
-    scores = weights.log() - noise.log().neg().log()
-    drawn = scores.argmax(-1) if replacement else scores.topk(num_samples, -1).indices
-    return drawn if out is None else out.copy_(drawn)
+    logits, key = input.to(torch.promote_types(input.dtype, torch.float32)).log(), mode.draw_key(input.device)
+    if replacement:
+        drawn = random.categorical(key, logits, shape=(num_samples, *input.shape[:-1])).movedim(0, -1)
+    else:
+        # The k largest of log w + Gumbel noise (Kool et al., Stochastic Beams and Where to Find Them, 2019).
+        noise = random.gumbel(key, tuple(input.shape), dtype=logits.dtype)
+        drawn = (logits + noise).topk(num_samples, -1).indices
+    return _out(drawn, out)
 
 
-def _normal(mode: seeded, func: Any, /, mean: Any, std: Any = 1.0, size: Any = None, **kwargs: Any) -> Tensor:
-    if size is not None:
-        return mean + std * _factory(mode, torch.randn, size, **kwargs)
-    like: Tensor = mean if isinstance(mean, Tensor) else std
-    shape = torch.broadcast_shapes(getattr(mean, "shape", ()), getattr(std, "shape", ()))
-    dtype, device = like.dtype, like.device
-    noise = mode.draw(lambda g: torch.randn(tuple(shape), generator=g, device=g.device, dtype=dtype).to(device))
-    return mean + std * noise
+def _normal_of(
+    mode: seeded, func: Any, /, mean: Any, std: Any = 1.0, size: Any = None, *, dtype: Any = None, device: Any = None,
+    requires_grad: bool = False, out: Any = None, **kw: Any,
+) -> Tensor:  # fmt: skip
+    like = mean if isinstance(mean, Tensor) else std
+    if isinstance(like, Tensor):
+        size = torch.broadcast_shapes(getattr(mean, "shape", ()), getattr(std, "shape", ()))
+        dtype, device = like.dtype, like.device
+    noise = _normal(mode, tuple(size), dtype or torch.get_default_dtype(), _device(device))
+    return _finish(mean + std * noise, requires_grad, out)
 
 
-def _in_place(mode: seeded, func: Any, /, *args: Any, **kwargs: Any) -> Tensor:
-    """Serve `x.normal_()` and `nn.init.normal_(x)`: draw into an empty tensor, and copy."""
-    name = "tensor" if "tensor" in kwargs else "self"
-    target: Tensor = args[0] if args else kwargs[name]
-    rest = {key: value for key, value in kwargs.items() if key != name}
-    shape, dtype = tuple(target.shape), target.dtype
-    drawn = mode.draw(lambda g: func(torch.empty(shape, dtype=dtype, device=g.device), *args[1:], generator=g, **rest))
-    if isinstance(func, types.FunctionType):
-        with torch.no_grad():
-            return target.copy_(drawn)
-    return target.copy_(drawn)
+# -- in place -------------------------------------------------------------------------------------------------------
+
+
+def _uniform_(mode: seeded, func: Any, /, self: Tensor, a: float = 0, b: float = 1, **kw: float) -> Tensor:
+    low, high = kw.get("from", a), kw.get("to", b)
+    return self.copy_(_uniform(mode, tuple(self.shape), self.dtype, self.device) * (high - low) + low)
+
+
+def _normal_(mode: seeded, func: Any, /, self: Tensor, mean: float = 0, std: float = 1) -> Tensor:
+    return self.copy_(_normal(mode, tuple(self.shape), self.dtype, self.device) * std + mean)
+
+
+def _log_normal_(mode: seeded, func: Any, /, self: Tensor, mean: float = 1, std: float = 2) -> Tensor:
+    return self.copy_((_normal(mode, tuple(self.shape), self.dtype, self.device) * std + mean).exp())
+
+
+def _exponential_(mode: seeded, func: Any, /, self: Tensor, lambd: float = 1) -> Tensor:
+    return self.copy_(_exponential(mode, tuple(self.shape), self.dtype, self.device) / lambd)
+
+
+def _cauchy_(mode: seeded, func: Any, /, self: Tensor, median: float = 0, sigma: float = 1) -> Tensor:
+    # The quotient of two normal variables.
+    above, below = _normal(mode, (2, *self.shape), self.dtype, self.device)
+    return self.copy_(above / below * sigma + median)
+
+
+def _geometric_(mode: seeded, func: Any, /, self: Tensor, p: float) -> Tensor:
+    # The first success, in whole trials, of a process whose waiting time is exponential.
+    waits = _exponential(mode, tuple(self.shape), torch.float64, self.device) / -math.log1p(-p)
+    return self.copy_(waits.ceil())
+
+
+def _random_(mode: seeded, func: Any, /, self: Tensor, *bounds: int, **kw: int) -> Tensor:
+    if bounds or kw:
+        low, high = _bounds(bounds, kw.get("from"), kw.get("to"))
+    elif self.is_floating_point():
+        # All integers up to the largest from which on some are left out.
+        low, high = 0, int(2 / torch.finfo(self.dtype).eps) + 1
+    else:
+        low, high = 0, 2 if self.dtype == torch.bool else torch.iinfo(self.dtype).max + 1
+    return self.copy_(random.randint(mode.draw_key(self.device), tuple(self.shape), low, high))
 
 
 def _bernoulli_(mode: seeded, func: Any, /, self: Tensor, p: Any = 0.5) -> Tensor:
-    level = p if isinstance(p, Tensor) else torch.full((), p, device=self.device)
-    return self.copy_((_uniform(mode, self.shape, self) < level).to(self.dtype))
+    p = p.expand(self.shape) if isinstance(p, Tensor) else p
+    return self.copy_(random.bernoulli(mode.draw_key(self.device), p, tuple(self.shape)))
 
 
-_INIT = [
-    f
-    for f in vars(init).values()
-    if isinstance(f, types.FunctionType) and "generator" in inspect.signature(f).parameters
-]
 _SERVERS: dict[Any, Server] = {
+    checkpoint.checkpoint: _compiled_checkpoint,
     **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d), _dropout),
     **dict.fromkeys(_ALPHA, _alpha_dropout),
+    F.scaled_dot_product_attention: _attention,
+    torch.rand: _factory(_uniform),
+    torch.randn: _factory(_normal),
+    torch.rand_like: _like(_uniform),
+    torch.randn_like: _like(_normal),
+    torch.randint: _randint,
+    torch.randint_like: _randint_like,
+    torch.randperm: _randperm,
     **dict.fromkeys((torch.bernoulli, Tensor.bernoulli), _bernoulli),
     **dict.fromkeys((torch.multinomial, Tensor.multinomial), _multinomial),
-    torch.normal: _normal,
-    **dict.fromkeys((torch.rand, torch.randn, torch.randint, torch.randperm), _factory),
-    **dict.fromkeys((torch.rand_like, torch.randn_like, torch.randint_like), _like),
-    **dict.fromkeys(
-        (Tensor.uniform_, Tensor.normal_, Tensor.exponential_, Tensor.random_, Tensor.cauchy_, Tensor.log_normal_,
-         Tensor.geometric_, *_INIT), _in_place,
-    ),
+    torch.normal: _normal_of,
+    Tensor.uniform_: _uniform_,
+    Tensor.normal_: _normal_,
+    Tensor.log_normal_: _log_normal_,
+    Tensor.exponential_: _exponential_,
+    Tensor.cauchy_: _cauchy_,
+    Tensor.geometric_: _geometric_,
+    Tensor.random_: _random_,
     Tensor.bernoulli_: _bernoulli_,
-}  # fmt: skip
+}
+
+
+def _body(func: types.FunctionType) -> Server:
+    """Return a Python function of torch that does not hand itself to modes, so that they see the calls it makes."""
+    names = [name for name in (*vars(torch.overrides), *func.__globals__) if name.startswith("has_torch_function")]
+    no_checks = dict.fromkeys(names, lambda *_: False)
+    overrides = types.SimpleNamespace(**{**vars(torch.overrides), **no_checks})
+    # Without the module's name, by which dynamo would look these up in the module.
+    own = {name: value for name, value in func.__globals__.items() if name != "__name__"}
+    own |= {"torch": types.SimpleNamespace(**{**vars(torch), "overrides": overrides}), **no_checks}
+    body = types.FunctionType(func.__code__, own, func.__name__, func.__defaults__)
+    body.__kwdefaults__ = func.__kwdefaults__
+    return body
+
+
+_BODIES: dict[Any, Server] = {
+    func: _body(func)
+    for func in (F.multi_head_attention_forward, F.gumbel_softmax, init.uniform_, init.normal_, init.kaiming_uniform_)
+}
 
 
 def _recurs(*args: Any, **_: Any) -> bool:
@@ -274,9 +461,6 @@ def _recurs(*args: Any, **_: Any) -> bool:
 
 # Functions whose draws cannot be served, and whether a call of them draws.
 _UNSERVED: dict[Any, Callable[..., bool]] = {
-    F.scaled_dot_product_attention: lambda *args, **kw: (args[4] if len(args) > 4 else kw.get("dropout_p", 0.0)) > 0.0,
-    F.multi_head_attention_forward: lambda *args, training=True, **kw: training
-    and (args[10] if len(args) > 10 else kw["dropout_p"]) > 0.0,
     **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurs),
     **dict.fromkeys((F.rrelu, torch.rrelu), lambda input, lower=0, upper=0, training=False, inplace=False: training),
     **dict.fromkeys(
@@ -284,7 +468,7 @@ _UNSERVED: dict[Any, Callable[..., bool]] = {
          for end in ("", "_")], lambda input, p, train: train and p > 0.0,
     ),
     **dict.fromkeys(
-        (F.gumbel_softmax, F.fractional_max_pool2d, F.fractional_max_pool2d_with_indices, F.fractional_max_pool3d,
+        (F.fractional_max_pool2d, F.fractional_max_pool2d_with_indices, F.fractional_max_pool3d,
          F.fractional_max_pool3d_with_indices, torch.poisson, torch.binomial,
          *[getattr(torch, name) for name in ("_standard_gamma", "_sample_dirichlet")]), lambda *_, **__: True,
     ),

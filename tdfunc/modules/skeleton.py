@@ -24,11 +24,13 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from tdfunc.core.errors import LeakError, UnsupportedError
 from tdfunc.core.keys import dotted
 from tdfunc.core.types import Path
+from tdfunc.modules.checkpoint import stand_in as checkpoint
 from tdfunc.modules.extract import is_renormed, unwrap, walk
 from tdfunc.modules.plan import Straight, make_filler
 from tdfunc.modules.poison import Poison, is_equal, storage_of
@@ -199,11 +201,13 @@ def _reaches(value: Any, targets: set[int]) -> bool:
 def make_template(module: nn.Module) -> nn.Module:
     """Return a copy of a module in which every reference to one of its weights is poison.
 
+    Attributes that hold `torch.utils.checkpoint.checkpoint` hold one that works in transforms too.
+
     Raises:
         UnsupportedError: It cannot be copied, or its copy keeps a weight of the original.
     """
     slots = [slot for slot in walk(module, "functional") if slot.store is not None]
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {id(torch_checkpoint.checkpoint): checkpoint}
     storages: dict[Any, Path] = {}
     for slot in slots:
         if id(slot.value) not in memo:
@@ -238,6 +242,11 @@ def make_template(module: nn.Module) -> nn.Module:
             hint="a __deepcopy__ must make a new module and pass its memo on to copy.deepcopy for every attribute.",
         )
     return template
+
+
+def is_recomputing(template: nn.Module) -> bool:
+    """Return whether a template has an attribute that recomputes a part."""
+    return any(value is checkpoint for _, value in _reachable(template, set()))
 
 
 # -- one runnable copy --------------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ from torch.utils._pytree import tree_leaves
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import UnsupportedError
-from tdfunc.core.keys import dotted
+from tdfunc.core.keys import FilterLike, dotted
 from tdfunc.core.types import Kind
-from tdfunc.ensemble._call import members_of
+from tdfunc.ensemble._call import find_shared, members_of
 from tdfunc.ensemble.ensemble import Ensemble, How
 from tdfunc.modules.extract import from_module, split
 from tdfunc.modules.functional import Apply
@@ -32,6 +32,7 @@ class EnsembleModule(nn.Module):
         tree: The stacked tree, which is copied.
         how: As in `Ensemble`.
         chunk_size: As in `Ensemble`.
+        shared: As in `Ensemble`: leaves without a dimension of members. Buffers that change in training are not shared.
 
     Raises:
         BatchSizeError: The tree is not stacked.
@@ -49,24 +50,35 @@ class EnsembleModule(nn.Module):
     """
 
     def __init__(
-        self, apply: Apply, tree: TensorCollection, *, how: How = "auto", chunk_size: int | None = None
+        self,
+        apply: Apply,
+        tree: TensorCollection,
+        *,
+        how: How = "auto",
+        chunk_size: int | None = None,
+        shared: "FilterLike | None" = None,
     ) -> None:
         super().__init__()
-        self._given, self._chosen = Ensemble(apply, how, chunk_size=chunk_size), None
-        members_of(tree)
+        self._given, self._chosen = Ensemble(apply, how, chunk_size=chunk_size, shared=shared), None
+        if self._given.shared is None:
+            members_of(tree)
+        else:
+            find_shared(self._given.shared, tree, None)
         self.members = _module_of(tree)
         self.training = apply.module.training
 
     def train(self, mode: bool = True) -> "Self":
         """Set the mode of all layers; this module."""
         given = self._given
-        self._chosen = Ensemble(given.apply.train(mode), given.how, chunk_size=given.chunk_size)
+        self._chosen = Ensemble(given.apply.train(mode), given.how, chunk_size=given.chunk_size, shared=given.shared)
         return super().train(mode)
 
     @property
     def tree(self) -> Any:
-        """The live parameters and buffers as a stacked tree."""
+        """The live parameters and buffers as a stacked tree; without a batch size, if members share some."""
         tree = from_module(self.members)
+        if self._given.shared is not None:
+            return tree
         return tree.with_batch_size(next(iter(tree_leaves(tree))).shape[:1])
 
     def forward(self, *args: Any, in_dims: Any = None, rng: Any = None, **kwargs: Any) -> Any:

@@ -1,14 +1,16 @@
-"""Comparing the structure and values of two trees: `assert_close`, `equal`, `all_close`."""
+"""Comparing the structure and values of two trees: `assert_close`, `tree_equal`, `equal`, `all_close`."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 from tdfunc.core.collection import LeafOp, TensorCollection
 from tdfunc.core.errors import TreeStructureError, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase
+from tdfunc.core.pytree import flatten
 from tdfunc.core.types import Path
 from tdfunc.core.walk import Difference, zip_trees
 from tdfunc.ops.foreach import check_same
@@ -76,6 +78,55 @@ def _same(actual: Any, expected: Any, options: dict[str, Any], at: Path) -> Any:
 def _differ(at: Path, part: str, expected: Any, got: Any) -> AssertionError:
     where = repr(dotted(at)) if at else "the tree"
     return error(AssertionError, f"assert_close: {part} of {where} differ.", expected=expected, got=got)
+
+
+# Any: trees, and the built-in containers that hold them.
+def tree_equal(first: Any, second: Any, *, rtol: float = 0.0, atol: float = 0.0, equal_nan: bool = False) -> bool:
+    """Return True if two trees have one structure, and leaves of equal dtypes, devices, shapes and values.
+
+    Args:
+        first: A tree, or a tuple, list or dict of trees, tensors and other values.
+        second: Another one. Its structure is that of `first` if classes, keys, ties, batch sizes and non-tensor data
+            agree; the order of keys does not count.
+        rtol: Relative tolerance, with `atol`, for tensors of floating-point and complex dtypes.
+        atol: Absolute tolerance.
+        equal_nan: Take NaN as equal to NaN.
+
+    Source:
+        `equinox.tree_equal`.
+
+    Examples:
+        >>> a = TensorDict({"w": torch.ones(2)})
+        >>> tdf.tree_equal(a, a.clone()), tdf.tree_equal(a, a.double()), tdf.tree_equal((a, 1), (a, 2))
+        (True, False, False)
+    """
+    (leaves, spec), (others, other_spec) = tree_flatten(first), tree_flatten(second)
+    if spec != other_spec or _batch_sizes(first) != _batch_sizes(second):
+        return False
+    for x, y in zip(leaves, others, strict=True):
+        if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+            if type(x) is not type(y) or not bool(x == y):
+                return False
+        elif x.dtype != y.dtype or x.device != y.device or x.shape != y.shape:
+            return False
+        elif (rtol or atol or equal_nan) and (x.is_floating_point() or x.is_complex()):
+            if not torch.allclose(x, y, rtol, atol, equal_nan):
+                return False
+        elif not torch.equal(x, y):
+            return False
+    return True
+
+
+def _batch_sizes(value: Any) -> list[Any]:
+    """Return the batch size of each tree in a value, in the order of its leaves."""
+    tops = tree_flatten(value, is_leaf=lambda node: isinstance(node, TensorCollection))[0]
+    found: list[Any] = []
+    while tops:
+        node = tops.pop()
+        if isinstance(node, TensorCollection):
+            found.append(node._batch_size)
+            tops += flatten(node)[0]
+    return found
 
 
 def equal(first: Any, second: Any) -> bool:

@@ -413,6 +413,47 @@ class InteropMethods(TensorCollection):
         return load_state_dict(self, state_dict, strict, assign, from_flatten)
 
 
+# -- loggers ------------------------------------------------------------------------------------------------------
+
+
+def scalars(tree: TensorCollection) -> dict[str, float]:
+    """Return the numbers of a tree by path, as loggers take them: wandb, mlflow, tensorboard.
+
+    A number for each member of a stack becomes a number under each member's index. Anything larger is refused: reduce
+    it first, so that weights do not become millions of curves.
+
+    Shapes:
+        A leaf `a` of shape () gives `a`; one of shape (E,) gives `a/0`, ..., `a/{E - 1}`.
+
+    Raises:
+        LeafMismatchError: A leaf has more dimensions, or is not of real numbers; the message names it.
+        MissingKeyError: Two numbers would have one name.
+
+    Examples:
+        >>> metrics = TensorDict({"loss": torch.tensor(0.5), "valid": {"accuracy": torch.tensor([0.75, 1.0])}})
+        >>> tdf.scalars(metrics)
+        {'loss': 0.5, 'valid/accuracy/0': 0.75, 'valid/accuracy/1': 1.0}
+    """
+    found: dict[str, float] = {}
+    for path, node in iter_items(tree, True, True):
+        if not isinstance(node, Tensor) or node.dim() > 1 or node.is_complex():
+            raise LeafMismatchError(
+                f"scalars: {dotted(path)!r} must be a real number, or one for each member.",
+                expected="a tensor of shape () or (E,)",
+                got=f"{node.dtype} of shape {list(node.shape)}" if isinstance(node, Tensor) else type(node).__name__,
+                hint="reduce it first, tree.apply(lambda leaf: leaf.flatten(1).mean(1)), or exclude() it.",
+            )
+        name, values = "/".join(path), node.tolist()
+        named = {f"{name}/{i}": value for i, value in enumerate(values)} if node.dim() else {name: values}
+        clash = found.keys() & named.keys()
+        if clash:
+            raise MissingKeyError(
+                f"scalars: two numbers have the name {min(clash)!r}.", hint="rename_key() one of them."
+            )
+        found |= {name: float(value) for name, value in named.items()}
+    return found
+
+
 # -- batches ------------------------------------------------------------------------------------------------------
 
 

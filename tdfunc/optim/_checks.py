@@ -1,6 +1,7 @@
 """Checks of a step's arguments: leaves, gradients, state, and hyperparameters."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,15 +50,15 @@ def list_trainable(name: str, params: TensorCollection) -> Leaves:
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             raise LeafMismatchError(
-                f"{name}: the leaf {_path(params, i)!r} of params must be a floating-point tensor.",
+                f"{name}: the leaf {path_of(params, i)!r} of params must be a floating-point tensor.",
                 got=str(leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf),
                 hint="train a part of the tree: tdfunc.split separates buffers, tdfunc.partition any leaves.",
             )
     return leaves
 
 
-def list_matching(name: str, what: str, params: TensorCollection, leaves: Leaves, other: Any) -> Leaves:
-    """Return the leaves of `other`, which must be a tree with the keys, ties, shapes and dtypes of params."""
+def check_keys(name: str, what: str, params: TensorCollection, other: Any) -> None:
+    """Raise unless `other` is a tree with the keys and ties of params."""
     check_tree(f"{name}.update", f"the {what}", other)
     if not same_keys(params, other):
         found = zip_trees(params, other)
@@ -67,22 +68,41 @@ def list_matching(name: str, what: str, params: TensorCollection, leaves: Leaves
         raise TreeStructureError(
             f"{name}.update: the {what} must tie the leaves that params tie.", expected=params._ties, got=other._ties
         )
+
+
+def list_matching(
+    name: str,
+    what: str,
+    params: TensorCollection,
+    leaves: Leaves,
+    other: Any,
+    *,
+    layout: torch.layout | None = None,
+    shapes: Sequence[torch.Size] | None = None,
+) -> Leaves:
+    """Return the leaves of `other`, which must be a tree with the keys, ties, shapes and dtypes of params.
+
+    Shapes, and the layout of all leaves, may be given where they are others.
+    """
+    check_keys(name, what, params, other)
     values = list_leaves(other)
     if values and type(values[0]) is Parameter and type(leaves[0]) is not Parameter:
         raise error(
             TypeError,
             f"{name}.update: the {what} must not be made of Parameters, where params are not.",
             expected="update(params, grads, state)",
-            got=f"a Parameter as {what} of {_path(params, 0)!r}",
+            got=f"a Parameter as {what} of {path_of(params, 0)!r}",
             hint="put the arguments in this order.",
         )
     for i, (leaf, value) in enumerate(zip(leaves, values, strict=True)):
-        if value.shape != leaf.shape or value.dtype != leaf.dtype or value.layout is not leaf.layout:
+        shape, kind = leaf.shape if shapes is None else shapes[i], leaf.layout if layout is None else layout
+        if value.shape != shape or value.dtype != leaf.dtype or value.layout is not kind:
+            dense = "grads.apply(lambda g: g.to_dense())" if layout is None else "adam takes dense gradients."
             raise LeafMismatchError(
-                f"{name}.update: the {what} of {_path(params, i)!r} must fit its parameter.",
-                expected=f"shape {list(leaf.shape)}, {leaf.dtype}, {leaf.layout}",
+                f"{name}.update: the {what} of {path_of(params, i)!r} must fit its parameter.",
+                expected=f"shape {list(shape)}, {leaf.dtype}, {kind}",
                 got=f"shape {list(value.shape)}, {value.dtype}, {value.layout}",
-                hint="grads.apply(lambda g: g.to_dense())" if value.layout is not leaf.layout else None,
+                hint=dense if value.layout is not kind else None,
             )
     return values
 
@@ -109,19 +129,33 @@ def check_step(name: str, step: Tensor, size: torch.Size) -> None:
         )
 
 
-def check_members(name: str, what: str, value: Tensor, params: TensorCollection, leaves: Leaves) -> None:
+def check_active(name: str, active: Tensor | None, size: torch.Size) -> None:
+    """Raise unless there is one bool for each member."""
+    if active is not None and active.shape != size:
+        raise BatchSizeError(
+            f"{name}.update: active must have the batch size of params.",
+            expected=f"shape {list(size)}",
+            got=f"shape {list(active.shape)}",
+            hint="params.with_batch_size([members]), if the leaves are stacked and the tree has no batch size.",
+        )
+
+
+def check_members(
+    name: str, what: str, value: Tensor, params: TensorCollection, leaves: Leaves, *, only_batch: bool = False
+) -> None:
     """Raise unless a tensor of one value per member fits the batch size and the leading dimensions of all leaves."""
     size = params._batch_size
-    if value.shape != size and (size or value.dim() > 1):
+    if value.shape != size and (size or only_batch or value.dim() > 1):
         raise BatchSizeError(
             f"{name}: {what} must have one value for each member.",
             expected=f"shape {list(size)}, the batch size of params" if size else "a number or shape [members]",
             got=f"shape {list(value.shape)}",
+            hint="params.with_batch_size([members]), if the leaves are stacked." if only_batch and not size else None,
         )
     for i, leaf in enumerate(leaves):
         if leaf.shape[: value.dim()] != value.shape:
             raise LeafMismatchError(
-                f"{name}: {what} must fit the leading dimensions of the leaf {_path(params, i)!r}.",
+                f"{name}: {what} must fit the leading dimensions of the leaf {path_of(params, i)!r}.",
                 expected=f"a leaf of shape {list(value.shape)} + (...)",
                 got=f"shape {list(leaf.shape)}",
                 hint="stack the members (tdfunc.stack_modules), or give one number.",
@@ -167,5 +201,6 @@ def check_hyper(rule: str, name: str, value: Any, low: float, high: float = math
         )
 
 
-def _path(tree: TensorCollection, i: int) -> str:
+def path_of(tree: TensorCollection, i: int) -> str:
+    """Return the path of the leaf with this number as it stands in messages."""
     return dotted(list_paths(tree)[i])

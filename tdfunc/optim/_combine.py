@@ -4,18 +4,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch import Tensor
-
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import error
+from tdfunc.core.errors import FilterError, error
 from tdfunc.core.keys import Entry, Filter, FilterLike, assign, dotted
 from tdfunc.core.types import Path
 from tdfunc.core.walk import list_leaves, list_paths, rebuild
 from tdfunc.ops.reading import entries
 from tdfunc.ops.structure import keep_leaves
-from tdfunc.optim._base import AbstractOptimizer
-from tdfunc.optim._checks import check_state, check_tree, list_matching
-from tdfunc.optim._clip import GradientMap
+from tdfunc.optim._base import AbstractOptimizer, How
+from tdfunc.optim._checks import check_keys, check_state, check_tree
+from tdfunc.optim._maps import GradientMap
 from tdfunc.optim._run import lie_apart, takes_kernels
 
 if TYPE_CHECKING:
@@ -25,7 +23,7 @@ T = TypeVar("T", bound=TensorCollection)
 
 
 @dataclass(frozen=True, eq=False)
-class Chain:
+class Chain(AbstractOptimizer):
     """An optimizer that sees gradients through maps; its state is that of the optimizer."""
 
     maps: tuple[GradientMap, ...]
@@ -35,23 +33,18 @@ class Chain:
         """Return the state before the first step."""
         return self.last.init(params)
 
-    def update(
-        self,
-        params: T,
-        grads: TensorCollection,
-        state: "TensorDict",
-        *,
-        active: Tensor | None = None,
-        donate: bool = False,
-    ) -> "tuple[T, TensorDict]":
-        """Map the gradients, then do the step of the last member; see `Optimizer.update`."""
+    def _step(self, params: T, grads: TensorCollection, state: "TensorDict", how: How) -> "tuple[T, TensorDict]":
         for item in self.maps:
-            grads = item(grads)
-        return self.last.update(params, grads, state, active=active, donate=donate)
+            grads = item(grads, params)
+        return how.step(self.last, params, grads, state)
+
+    def eval_params(self, params: T, state: "TensorDict") -> T:
+        """Return the parameters that the last member evaluates."""
+        return self.last.eval_params(params, state)
 
 
 @dataclass(frozen=True, eq=False)
-class Masked:
+class Masked(AbstractOptimizer):
     """An optimizer of a part of the tree; the other leaves stay as they are."""
 
     optimizer: AbstractOptimizer
@@ -61,20 +54,15 @@ class Masked:
         """Return the state for the chosen leaves; raises FilterError if there are none."""
         return self.optimizer.init(keep_leaves(params, self._choose(params)))
 
-    def update(
-        self,
-        params: T,
-        grads: TensorCollection,
-        state: "TensorDict",
-        *,
-        active: Tensor | None = None,
-        donate: bool = False,
-    ) -> "tuple[T, TensorDict]":
-        """Do a step of the chosen leaves; gradients of others may be missing. See `Optimizer.update`."""
+    def _step(self, params: T, grads: TensorCollection, state: "TensorDict", how: How) -> "tuple[T, TensorDict]":
         steps = [(self.optimizer, self._choose(params), state)]
         check_tree("masked.update", "the gradient", grads)
-        new, (state,) = _step_parts(params, grads, steps, active, donate)
+        new, (state,) = _step_parts(params, grads, steps, how)
         return new, state
+
+    def eval_params(self, params: T, state: "TensorDict") -> T:
+        """Return the parameters that the optimizer evaluates, and the other leaves as they are."""
+        return _eval_parts(params, [(self.optimizer, self._choose(params), state)])
 
     def _choose(self, params: TensorCollection) -> set[Path]:
         """Return the paths of the chosen leaves."""
@@ -84,7 +72,7 @@ class Masked:
 
 
 @dataclass(frozen=True, eq=False)
-class Multi:
+class Multi(AbstractOptimizer):
     """An optimizer for each group of leaves; the state has an entry for each, "0" for the first."""
 
     groups: Mapping[Filter, AbstractOptimizer]
@@ -97,29 +85,35 @@ class Multi:
         }
         return TensorCollection._open._make(data, params._batch_size, params._device, params._names)
 
-    def update(
-        self,
-        params: T,
-        grads: TensorCollection,
-        state: "TensorDict",
-        *,
-        active: Tensor | None = None,
-        donate: bool = False,
-    ) -> "tuple[T, TensorDict]":
-        """Do a step of each group by its optimizer; see `Optimizer.update`."""
+    def _step(self, params: T, grads: TensorCollection, state: "TensorDict", how: How) -> "tuple[T, TensorDict]":
         chosen = self._choose(params)
-        list_matching("multi", "gradient", params, list_leaves(params), grads)
+        check_keys("multi", "gradient", params, grads)
         names = [str(i) for i in range(len(chosen))]
         check_state("multi", state, set(names))
         steps = list(zip(self.groups.values(), chosen, [state._data[name] for name in names], strict=True))
-        new, states = _step_parts(params, grads, steps, active, donate)
+        new, states = _step_parts(params, grads, steps, how)
         return new, state._replace(dict(zip(names, states, strict=True)))
+
+    def eval_params(self, params: T, state: "TensorDict") -> T:
+        """Return the parameters that the optimizer of each group evaluates."""
+        states = [state._data[str(i)] for i in range(len(self.groups))]
+        return _eval_parts(params, list(zip(self.groups.values(), self._choose(params), states, strict=True)))
 
     def _choose(self, params: TensorCollection) -> list[set[Path]]:
         """Return the paths of the leaves of each group."""
         check_tree("multi", "params", params)
         found = entries(params)
         numbers = assign(found, {where: i for i, where in enumerate(self.groups)}, "multi")
+        for i, where in enumerate(self.groups):
+            matches = sum(where.mask(found)) if found and i not in numbers else 0
+            # A filter for all leaves that are left may find none; one for some leaves stands too late.
+            if 0 < matches < len(found):
+                raise FilterError(
+                    f"multi: the group {where} must have leaves.",
+                    expected="a leaf that no group before it has",
+                    got=f"{matches} matches, all in groups before it",
+                    hint="put this group first: a leaf goes to the first filter that matches it.",
+                )
         return [_paths_where(found, [number == i for number in numbers]) for i in range(len(self.groups))]
 
 
@@ -129,9 +123,7 @@ def _paths_where(found: list[Entry], mask: list[bool]) -> set[Path]:
 
 
 # Any: the states.
-def _step_parts(
-    params: T, grads: TensorCollection, steps: list[Any], active: Tensor | None, donate: bool
-) -> tuple[T, list[Any]]:
+def _step_parts(params: T, grads: TensorCollection, steps: list[Any], how: How) -> tuple[T, list[Any]]:
     """Return the parameters and states after a step (optimizer, paths, state) of each part."""
     leaves = dict(zip(list_paths(params), list_leaves(params), strict=True))
     writes, reads = list(leaves.values()), list_leaves(grads)
@@ -140,14 +132,23 @@ def _step_parts(
         return [*map(dotted, leaves), *(f"gradient of {dotted(path)}" for path in list_paths(grads))]
 
     # The optimizers look for shared memory in their own parts only.
-    donate = donate and takes_kernels([*writes, *reads]) and lie_apart(names, writes, reads)
+    apart = how.donate and takes_kernels([*writes, *reads]) and lie_apart(names, writes, reads)
     states: list[Any] = []
     for optimizer, paths, state in steps:
         part, given = keep_leaves(params, paths), keep_leaves(grads, paths)
-        new, state = optimizer.update(part, given, state, active=active, donate=donate)
+        new, state = optimizer.update(part, given, state, active=how.active, donate=apart)
         leaves.update(zip(list_paths(part), list_leaves(new), strict=True))
         states.append(state)
     return rebuild(params, list(leaves.values())), states
+
+
+# Any: the states.
+def _eval_parts(params: T, steps: list[Any]) -> T:
+    leaves = dict(zip(list_paths(params), list_leaves(params), strict=True))
+    for optimizer, paths, state in steps:
+        part = keep_leaves(params, paths)
+        leaves.update(zip(list_paths(part), list_leaves(optimizer.eval_params(part, state)), strict=True))
+    return rebuild(params, list(leaves.values()))
 
 
 def chain(*members: GradientMap | AbstractOptimizer) -> Chain:

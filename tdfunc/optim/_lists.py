@@ -4,10 +4,13 @@ A rule is written once, in these terms. Its coefficients are floats, or where me
 dimensions of the leaves.
 """
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+
+from tdfunc.ops.at import as_leaf
 
 # A number, or a float64 tensor over the leading dimensions of the leaves.
 Coefficient: TypeAlias = float | Tensor
@@ -56,27 +59,51 @@ class Lists:
     # Any: the options of the kernel.
     def run(self, name: str, xs: Leaves, *others: Leaves | Coefficient, keep: bool = False, **options: Any) -> Leaves:
         """Call the function of torch with this name on the lists, and on coefficients spread over them."""
-        operands = [spread(item, xs) if isinstance(item, Tensor) else item for item in others]
         if not self._inplace:
-            columns = [item if isinstance(item, list) else [item] * len(xs) for item in operands]
-            return [getattr(torch, name)(*row, **options) for row in zip(xs, *columns, strict=True)]
+            return self.each(getattr(torch, name), xs, *others, **options)
+        operands = [spread(item, xs) if isinstance(item, Tensor) else item for item in others]
         if keep:
             return list(getattr(torch, f"_foreach_{name}")(xs, *operands, **options))
         getattr(torch, f"_foreach_{name}_")(xs, *operands, **options)
         return xs
 
+    # Any: what the function takes and returns.
+    def each(self, fn: Callable[..., Any], xs: Leaves, *others: Leaves | Coefficient, **options: Any) -> list[Any]:
+        """Call a function that writes to nothing on each leaf, the entries of other lists and coefficients."""
+        operands = [spread(item, xs) if isinstance(item, Tensor) else item for item in others]
+        columns = [item if isinstance(item, list) else [item] * len(xs) for item in operands]
+        return [fn(*row, **options) for row in zip(xs, *columns, strict=True)]
 
-def spread(value: Tensor, leaves: Leaves) -> Leaves:
-    """Return a coefficient as one broadcastable tensor for each leaf, in its dtype."""
-    known: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+
+def choose(mask: bool | Tensor, value: Coefficient, other: Coefficient) -> Coefficient:
+    """Return a coefficient where the mask is True, else the other."""
+    if not isinstance(mask, Tensor):
+        return value if mask else other
+    return torch.where(mask, value, other)
+
+
+def scalar_dtype() -> torch.dtype:
+    """Return the dtype in which torch.optim keeps numbers in the state."""
+    return torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32
+
+
+def rounded(value: Coefficient) -> Coefficient:
+    """Return a coefficient as torch.optim would read it back from the state."""
+    if isinstance(value, Tensor):
+        return value.to(scalar_dtype()).double()
+    return torch.tensor(value, dtype=scalar_dtype()).item()
+
+
+def spread(value: Tensor, leaves: Leaves, *, dtype: torch.dtype | None = None) -> Leaves:
+    """Return a coefficient as one broadcastable tensor for each leaf, in its dtype if no other is given."""
+    known: dict[tuple[int, torch.dtype, torch.device, Any], Tensor] = {}
     result: Leaves = []
     for leaf in leaves:
-        kind = (leaf.dim(), leaf.dtype, leaf.device)
+        mesh = getattr(leaf, "device_mesh", None)
+        kind = (leaf.dim(), leaf.dtype, leaf.device, mesh)
         if kind not in known:
-            shape = (*value.shape, *[1] * (leaf.dim() - value.dim()))
-            if not value.dim() and hasattr(leaf, "device_mesh"):
-                # DTensors take plain tensors for numbers only where they have no dimensions.
-                shape = ()
-            known[kind] = value.to(leaf.device, leaf.dtype).reshape(shape)
+            row = value.to(leaf.device, leaf.dtype if dtype is None else dtype)
+            row = row.reshape((*value.shape, *[1] * (leaf.dim() - value.dim())))
+            known[kind] = as_leaf(row, leaf)
         result.append(known[kind])
     return result

@@ -1,8 +1,9 @@
 """One step of a rule: torch's fused kernel or foreach on real tensors, leaf by leaf in transforms and compilers."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import is_not
 from typing import Any, TypeAlias
 
 import torch
@@ -10,28 +11,34 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tdfunc._jit.tracing import recorder
+from tdfunc.core.collection import TensorCollection
 from tdfunc.core.context import has_values, in_functorch, is_compiling
 from tdfunc.core.errors import UnsupportedError
-from tdfunc.core.memory import find_overlaps, repeats_itself
+from tdfunc.core.memory import find_overlaps, repeats_itself, span_bytes
+from tdfunc.optim._base import How
 from tdfunc.optim._checks import check_scheduled
-from tdfunc.optim._lists import Coefficient, Leaves, Lists
+from tdfunc.optim._lists import Coefficient, Leaves, Lists, spread
+from tdfunc.optim._replay import Replay, Short, are_apart, read_floats
 
 _FUSED_DEVICES = ("cpu", "cuda")
 # torch 2.13's fused SGD is wrong on the CPU for vectors of 16-bit numbers.
 _FUSED_DTYPES = (torch.float32, torch.float64)
-_LOW_PRECISION = (torch.float16, torch.bfloat16)
+LOW_PRECISION = (torch.float16, torch.bfloat16)
 Values: TypeAlias = dict[str, Coefficient]
 Slots: TypeAlias = dict[str, Leaves]
 
 
 @dataclass
 class Work:
-    """The lists of leaves that a rule reads and assigns, and the number of this step, counted from 1."""
+    """The lists of leaves that a rule reads and assigns, its scalars, and the number of this step, counted from 1."""
 
     params: Leaves
     grads: Leaves
     slots: Slots
+    scalars: Values
     step: Coefficient
+    # How many leading dimensions of the leaves are the batch.
+    dims: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,17 +49,28 @@ class Rule:
 
     Args:
         name: Its name in messages.
-        slots: The trees that it keeps in the state, shaped like the parameters.
+        slots: The trees that it keeps in the state, of zeros shaped like the parameters.
         lists: Assigns the lists after the step to its `Work`.
         fused: Overwrites the tensors of its `Work`, or returns False where it does not apply. Called only when all
             values are floats, all members have done as many steps, and the tensors are of float32 or float64, on one
             device and in one layout.
+        scalars: The numbers of each member that it keeps in the state; they begin as 1.
+        fill: By slot the hyperparameter that it is filled with before the first step.
+        shape: The shape of a slot for a parameter of some shape with so many batch dimensions, in rules whose elements
+            depend on each other; there hyperparameters must have the batch size.
+        layout: The layout of gradients, if it is not that of the parameters.
+        check: Raises if the rule does not take such parameters.
     """
 
     name: str
     slots: tuple[str, ...]
     lists: Callable[[Lists, Work, Values], None]
     fused: Callable[[Work, Any], bool] | None = None
+    scalars: tuple[str, ...] = ()
+    fill: Mapping[str, str] = field(default_factory=dict[str, str])
+    shape: Callable[[str, torch.Size, int], torch.Size] | None = None
+    layout: torch.layout | None = None
+    check: Callable[[TensorCollection, Leaves], None] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,40 +82,42 @@ class Run:
     hyper: Mapping[str, Any]
     count: Tensor
     tensors: dict[str, Tensor]
-    active: Tensor | None
-    donate: bool
+    how: How
     # Of the leaves, for messages.
     names: Callable[[], list[str]]
 
-    def step(self, params: Leaves, grads: Leaves, slots: Slots) -> tuple[Leaves, Slots]:
-        """Return the leaves of the parameters and of the slots after the step."""
+    def step(
+        self, params: Leaves, grads: Leaves, slots: Slots, scalars: dict[str, Tensor]
+    ) -> tuple[Leaves, Slots, dict[str, Tensor]]:
+        """Return the leaves of the parameters and of the slots, and the scalars, after the step."""
         if not takes_kernels([*params, *grads]) or self._is_followed():
-            return self._step_plain(params, grads, slots)
-        trace = recorder()
-        old = [*params, *(leaf for slot in slots.values() for leaf in slot)]
+            return self._step_plain(params, grads, slots, scalars)
+        trace, active = recorder(), self.how.active
+        old = [*params, *(leaf for slot in slots.values() for leaf in slot), *scalars.values()]
         reads = [*grads, self.count, *self.tensors.values()]
 
         def names() -> list[str]:
             paths = self.names()
-            written = [*paths, *(f"{slot}.{name}" for slot in slots for name in paths)]
+            written = [*paths, *(f"{slot}.{name}" for slot in slots for name in paths), *scalars]
             return [*written, *(f"gradient of {name}" for name in paths), "step", *self.tensors]
 
         # To keep a member as it is, its old values must be there after the step.
-        donate = self.donate and self.active is None and lie_apart(names, old, reads)
+        donate = self.how.donate and active is None and lie_apart(names, old, reads)
         with torch.no_grad():
             new = old if donate or not old else list(torch._foreach_clone(old))  # pyright: ignore[reportPrivateImportUsage]
             kernel = partial(_kernel, self.rule, self.hyper, tuple(self.tensors))
             if trace is None:
                 kernel(new, reads)
             else:
-                trace.call(kernel, new, reads)
-            if self.active is not None:
-                new = _choose(self.active, new, old)
+                trace.call(Replay(kernel, partial(_shorten, self.rule, self.hyper)), new, reads)
+            if active is not None:
+                new = select_members(active, new, old)
         for leaf, before in zip(new, params, strict=False):
             if leaf is not before:
                 leaf.requires_grad_(before.requires_grad)
         n = len(params)
-        return new[:n], {slot: new[n * (i + 1) : n * (i + 2)] for i, slot in enumerate(slots)}
+        rows = {slot: new[n * (i + 1) : n * (i + 2)] for i, slot in enumerate(slots)}
+        return new[:n], rows, dict(zip(scalars, new[n * (len(slots) + 1) :], strict=True))
 
     def _is_followed(self) -> bool:
         """Return whether autograd differentiates the step by a hyperparameter, or by a value of a schedule."""
@@ -107,17 +127,40 @@ class Run:
         values = [*self.tensors.values(), *scheduled]
         return any([isinstance(value, Tensor) and value.requires_grad for value in values])
 
-    def _step_plain(self, params: Leaves, grads: Leaves, slots: Slots) -> tuple[Leaves, Slots]:
+    def _step_plain(
+        self, params: Leaves, grads: Leaves, slots: Slots, scalars: dict[str, Tensor]
+    ) -> tuple[Leaves, Slots, dict[str, Tensor]]:
         """Step with functions that every transform supports."""
-        work = _promote(Work(params, grads, slots, self.count.double() + 1))
-        values = _values(self.rule.name, self.hyper, self.count, self.tensors, self.count.shape)
+        numbers: Values = {name: value.double() for name, value in scalars.items()}
+        work = _promote(Work(params, grads, slots, numbers, self.count.double() + 1, self.count.dim()))
+        values = read_values(self.rule.name, self.hyper, self.count, self.tensors, self.count.shape)
         self.rule.lists(Lists(inplace=False), work, values)
-        new = _restore(work.params, params)
-        new_slots = {slot: _restore(work.slots[slot], old) for slot, old in slots.items()}
-        if self.active is not None:
-            new = _choose(self.active, new, params)
-            new_slots = {slot: _choose(self.active, leaves, slots[slot]) for slot, leaves in new_slots.items()}
-        return new, new_slots
+        new = restore(work.params, params)
+        new_slots = {slot: restore(work.slots[slot], old) for slot, old in slots.items()}
+        new_scalars = {
+            name: torch.as_tensor(work.scalars[name], device=old.device).to(old.dtype).expand(old.shape)
+            for name, old in scalars.items()
+        }
+        if (active := self.how.active) is not None:
+            new = select_members(active, new, params)
+            new_slots = {slot: select_members(active, leaves, slots[slot]) for slot, leaves in new_slots.items()}
+            new_scalars = {name: torch.where(active, value, scalars[name]) for name, value in new_scalars.items()}
+        return new, new_slots, new_scalars
+
+
+def decay(
+    ops: Lists, work: Work, values: Values, *, decoupled: bool = False, maximize: bool = False
+) -> tuple[Leaves, Leaves]:
+    """Return the parameters and gradients with weight decay, which shrinks parameters or is added to gradients."""
+    factor, params, grads = values["weight_decay"], work.params, work.grads
+    if maximize:
+        grads = ops.run("neg", grads, keep=True)
+    if isinstance(factor, Tensor) or factor != 0.0:
+        if decoupled:
+            params = ops.run("mul", params, 1 - values["lr"] * factor)
+        else:
+            grads = ops.add(grads, params, factor, keep=not maximize)
+    return params, grads
 
 
 def takes_kernels(leaves: Leaves) -> bool:
@@ -131,16 +174,20 @@ def takes_kernels(leaves: Leaves) -> bool:
 
 def lie_apart(names: Callable[[], list[str]], writes: Leaves, reads: Leaves) -> bool:
     """Return whether no memory of the first list is shared: it may be overwritten. A trace checks it at each replay."""
+    reads = [read._values() if read.is_sparse else read for read in reads]
     if any(map(repeats_itself, writes)) or any(_find_shared(writes, reads)):
         return False
     trace = recorder()
     if trace is not None:
-        trace.call(partial(_check_apart, names()), writes, reads)
+        lengths = [span_bytes(tensor) for tensor in (*writes, *reads)]
+        trace.call(partial(_check_apart, names(), lengths), writes, reads)
     return True
 
 
-def _check_apart(names: list[str], writes: Leaves, reads: Leaves) -> None:
+def _check_apart(names: list[str], lengths: list[int], writes: Leaves, reads: Leaves) -> None:
     """Raise if two leaves share memory that did not when they were traced."""
+    if are_apart(lengths, [*writes, *reads]):
+        return
     for i, j in _find_shared(writes, reads):
         raise UnsupportedError(
             f"update(donate=True): {names[i]!r} and {names[j]!r} share memory, which one would overwrite.",
@@ -159,40 +206,84 @@ def _kernel(rule: Rule, hyper: Mapping[str, Any], names: tuple[str, ...], writes
     """Step in place on real tensors, a group of one dtype and device at a time; a trace calls this at every replay."""
     n = len(reads) - 1 - len(names)
     grads, count, tensors = reads[:n], reads[n], dict(zip(names, reads[n + 1 :], strict=True))
-    size = count.shape
-    if count.numel() and count.dim():
-        first = count[(0,) * count.dim()]
-        # One number expanded to all members needs no look at the values.
-        if not any(count.stride()) or torch.equal(count, first.expand(size)):
-            count = first
+    stored = dict(zip(rule.scalars, writes[n * (len(rule.slots) + 1) :], strict=True))
     with torch.no_grad():
-        values = {name: _number(value) for name, value in _values(rule.name, hyper, count, tensors, size).items()}
-        step = _number(count.double()) + 1
+        merged = _merge(count)
+        values = read_values(rule.name, hyper, merged, tensors, count.shape)
+        values = {name: _number(value) for name, value in values.items()}
+        step = _number(merged.double()) + 1
+        scalars: Values = {name: _number(_merge(value).double()) for name, value in stored.items()}
         varies = (isinstance(step, Tensor) and step.dim()) or any([isinstance(x, Tensor) for x in values.values()])
         groups: dict[Any, list[int]] = {}
         for i, leaf in enumerate(writes[:n]):
             groups.setdefault((leaf.dtype, leaf.device), []).append(i)
         for (dtype, device), group in groups.items():
             slots = {slot: [writes[n * (k + 1) + i] for i in group] for k, slot in enumerate(rule.slots)}
-            work = Work([writes[i] for i in group], [grads[i] for i in group], slots, step)
+            params = [writes[i] for i in group]
+            work = Work(params, [grads[i] for i in group], slots, dict(scalars), step, count.dim())
             targets = [work.params, *slots.values()]
             fits = not varies and dtype in _FUSED_DTYPES and device.type in _FUSED_DEVICES
             if fits and rule.fused is not None and all(map(_are_laid_out, *targets)):
                 aligned = [
                     grad if grad.stride() == param.stride() else torch.empty_like(param).copy_(grad)
-                    for grad, param in zip(work.grads, work.params, strict=True)
+                    for grad, param in zip(work.grads, params, strict=True)
                 ]
-                if rule.fused(Work(work.params, aligned, slots, step), values):
+                if rule.fused(replace(work, grads=aligned), values):
                     continue
             work = _promote(work)
             rule.lists(Lists(inplace=True), work, values)
             for old, new in zip(targets, [work.params, *work.slots.values()], strict=True):
-                if new[0] is not old[0]:
+                if any(map(is_not, old, new)):
                     torch._foreach_copy_(old, new)  # pyright: ignore[reportPrivateImportUsage]
+            # Every group computes the same.
+            for name, value in stored.items():
+                value.copy_(torch.as_tensor(work.scalars[name]))
+
+
+def _merge(value: Tensor) -> Tensor:
+    """Return one number where all members have the same."""
+    if value.numel() and value.dim():
+        first = value[(0,) * value.dim()]
+        # One number expanded to all members needs no look at the values.
+        if not any(value.stride()) or torch.equal(value, first.expand(value.shape)):
+            return first
+    return value
 
 
 # Any: schedules and floats.
-def _values(rule: str, hyper: Mapping[str, Any], count: Tensor, tensors: dict[str, Tensor], size: torch.Size) -> Values:
+def _shorten(rule: Rule, hyper: Mapping[str, Any], writes: Leaves, reads: Leaves) -> Short | None:
+    """Return the call of the fused kernel that `_kernel` comes to for tensors laid out like these; None for another."""
+    values, n = read_floats(hyper), len(writes) // (1 + len(rule.slots))
+    params, grads, count = writes[:n], reads[:n], reads[-1]
+    one_number = count.device.type == "cpu" and not any(count.stride())
+    if (
+        values is None
+        or rule.fused is None
+        or rule.scalars
+        or len(reads) != n + 1
+        or not one_number
+        or not count.numel()
+    ):
+        return None
+    kinds = {(leaf.dtype, leaf.device) for leaf in params}
+    if len(kinds) != 1 or params[0].dtype not in _FUSED_DTYPES or params[0].device.type not in _FUSED_DEVICES:
+        return None
+    rows = [writes[n * k : n * (k + 1)] for k in range(1 + len(rule.slots))]
+    if not all(map(_are_laid_out, *rows)) or [x.stride() for x in grads] != [x.stride() for x in params]:
+        return None
+    fused, first, slots = rule.fused, (0,) * count.dim(), list(enumerate(rule.slots, 1))
+
+    def run(writes: Leaves, reads: Leaves) -> bool:
+        kept = {slot: writes[n * k : n * (k + 1)] for k, slot in slots}
+        return fused(Work(writes[:n], reads[:n], kept, {}, reads[n][first].item() + 1.0, len(first)), values)
+
+    return run
+
+
+# Any: schedules and floats.
+def read_values(
+    rule: str, hyper: Mapping[str, Any], count: Tensor, tensors: dict[str, Tensor], size: torch.Size
+) -> Values:
     """Return the hyperparameters at this step: floats, or float64 tensors."""
     values: Values = {}
     for name, value in hyper.items():
@@ -217,22 +308,34 @@ def _number(value: Coefficient) -> Coefficient:
     return value.item() if isinstance(value, Tensor) and value.dim() == 0 and value.device.type == "cpu" else value
 
 
+def free_lists(leaves: Leaves) -> Lists:
+    """Return list arithmetic for these leaves, of which every operation must be called with `keep=True`."""
+    return Lists(inplace=bool(leaves) and takes_kernels(leaves) and recorder() is None)
+
+
+def grads_of(leaves: Leaves) -> "torch.set_grad_enabled":
+    """Return a context that records derivatives where a transform takes them, or a step that was followed has them."""
+    followed = is_compiling() or in_functorch() or any([x.requires_grad and not x.is_leaf for x in leaves])
+    return torch.set_grad_enabled(torch.is_grad_enabled() and followed)
+
+
 def _promote(work: Work) -> Work:
     """Compute in float32 where coefficients such as 0.999 would be rounded to 1."""
-    slots = {name: _widen(slot) for name, slot in work.slots.items()}
-    return Work(_widen(work.params), _widen(work.grads), slots, work.step)
+    slots = {name: widen(slot) for name, slot in work.slots.items()}
+    return replace(work, params=widen(work.params), grads=widen(work.grads), slots=slots)
 
 
-def _widen(leaves: Leaves) -> Leaves:
-    return [leaf.float() if leaf.dtype in _LOW_PRECISION else leaf for leaf in leaves]
+def widen(leaves: Leaves) -> Leaves:
+    """Return 16-bit leaves as float32."""
+    return [leaf.float() if leaf.dtype in LOW_PRECISION else leaf for leaf in leaves]
 
 
-def _restore(leaves: Leaves, like: Leaves) -> Leaves:
+def restore(leaves: Leaves, like: Leaves) -> Leaves:
+    """Return leaves in the dtypes of others."""
     return [leaf.to(old.dtype) for leaf, old in zip(leaves, like, strict=True)]
 
 
-def _choose(active: Tensor, new: Leaves, old: Leaves) -> Leaves:
-    return [
-        torch.where(active.reshape(*active.shape, *[1] * (x.dim() - active.dim())), x, y)
-        for x, y in zip(new, old, strict=True)
-    ]
+def select_members(active: Tensor, new: Leaves, old: Leaves) -> Leaves:
+    """Return the new leaves where a member is active, else the old ones."""
+    masks = spread(active, new, dtype=torch.bool)
+    return [torch.where(mask, x, y) for mask, x, y in zip(masks, new, old, strict=True)]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import error
-from tdfunc.optim._base import Schedule
+from tdfunc.optim._optimizer import Schedule
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from tdfunc import init_ensemble, stack_modules
-from tdfunc.modules.random import member_seed, seeded
+from tdfunc import init_ensemble, random, stack_modules
+from tdfunc.modules.random import seeded
 from tests.ensemble.models import make_mlp, make_resnet, make_transformer
 from tests.helpers import TiedLM, assert_trees_equal
 
@@ -78,7 +78,7 @@ def test_member_i_depends_on_its_seed_alone(name):
     assert torch.equal(before, torch.get_rng_state())
 
     assert_trees_equal(many[:2], few)
-    with seeded(member_seed(3, 1)):
+    with seeded(random.fold_in(random.key(3), 1)):
         alone = make()
     assert_trees_equal(stack_modules([alone]), many[1:2])
 
@@ -127,7 +127,7 @@ def members(make, n):
     """The modules that init_ensemble builds with seed 0."""
     built = []
     for i in range(n):
-        with seeded(member_seed(0, i)):
+        with seeded(random.fold_in(random.key(0), i)):
             built.append(make())
     return built
 

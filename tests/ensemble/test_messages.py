@@ -25,7 +25,7 @@ from tdfunc import (
     stack_modules,
     unstack,
 )
-from tests.ensemble.models import Attention, ensemble_of, make_mlp
+from tests.ensemble.models import Returns, ensemble_of, make_mlp
 from tests.helpers import TiedLM
 
 LAYER, X = nn.Linear(4, 2), torch.ones(5, 3, 4)
@@ -70,10 +70,10 @@ class Takes(nn.Module):
 
 
 def draw_inside():
-    """A layer that is initialised by an operation which takes no generator."""
+    """A layer that is initialised by an operation which takes no key."""
     layer = nn.Linear(3, 2)
     with torch.no_grad():
-        layer.bias.copy_(F.scaled_dot_product_attention(*torch.ones(3, 1, 2, 2), dropout_p=0.5)[0, 0])
+        layer.bias.copy_(F.rrelu(-torch.ones(2), training=True))
     return layer
 
 
@@ -109,10 +109,10 @@ MESSAGES = [
      LeafMismatchError, "'w' of member 1", "cpu", "meta"),
     (lambda: init_ensemble(make_each(TiedLM, untied), 2), TieError,
      "member 1", "emb.weight", "out.weight", "none"),
-    (lambda: init_ensemble(draw_inside, 2), UnsupportedError, "past the seed", "torch.nn.init", "takes no generator",
+    (lambda: init_ensemble(draw_inside, 2), UnsupportedError, "past the key", "torch.nn.init", "takes no key",
      "stack_modules"),
-    (lambda: init_ensemble(lambda: drawn_outside(np.random.rand), 2), UnsupportedError, "past the seed", "numpy's"),
-    (lambda: init_ensemble(lambda: drawn_outside(random.random), 2), UnsupportedError, "past the seed", "Python's"),
+    (lambda: init_ensemble(lambda: drawn_outside(np.random.rand), 2), UnsupportedError, "past the key", "numpy's"),
+    (lambda: init_ensemble(lambda: drawn_outside(random.random), 2), UnsupportedError, "past the key", "Python's"),
     # Making an ensemble.
     (lambda: Ensemble(APPLY, "vmapp"), ValueError, "loop | vmap", "'vmapp'"),
     (lambda: Ensemble(LAYER), TypeError, "Apply", "Linear", "functional(model)"),
@@ -131,9 +131,11 @@ MESSAGES = [
     (lambda: Ensemble(APPLY, shared="trunk.*")(TREE, X), FilterError, "'trunk.*' matches no leaf"),
     (lambda: Ensemble(APPLY, shared="bias")(TREE, X), LeafMismatchError, "'bias'", "(2,)", "(3, 2)"),
     (lambda: share_statistics(), UnsupportedError, "buffers of its own", "Filter('running_*')", "Kind.PARAMETER"),
-    (lambda: run([make_mlp(0.5)], "auto"), UnsupportedError, "no rng was given", "rng=seed", "rng=None", "apply.eval"),
-    (lambda: run([Attention(), Attention()], "vmap", rng=0), UnsupportedError,
-     "past its member's generator", "default generator", 'how="loop"'),
+    (lambda: run([make_mlp(0.5)], "auto"), UnsupportedError, "no rng was given", "rng=key", "rng=None", "apply.eval"),
+    (lambda: run([Returns(lambda y: torch.poisson(y.exp())) for _ in range(2)], "vmap", rng=0), UnsupportedError,
+     "past its member's key", "default generator", 'how="loop"'),
+    (lambda: run([nn.Sequential(nn.Linear(3, 4), nn.RReLU())], "traced", rng=0), UnsupportedError,
+     "rrelu draws", 'how="loop"'),
 ]  # fmt: skip
 
 

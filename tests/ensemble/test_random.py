@@ -1,4 +1,4 @@
-"""Each member draws from a generator seeded by (seed, i): in every way, for any number of members."""
+"""Member i draws from `fold_in(key, i)`: in every way, for any number of members."""
 
 import random
 import sys

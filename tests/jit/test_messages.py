@@ -135,6 +135,69 @@ def test_refusals_name_the_argument_or_the_line(i):
     HOLDER.inner.pop("last", None)
 
 
+class Gate(nn.Module):
+    """A module whose forward branches."""
+
+    def forward(self, x):
+        """Pass what is positive in sum."""
+        return x if x.sum() > 0 else -x  # read here
+
+
+def repeat(x):
+    """Loop as often as a tensor says."""
+    for _ in range(int(x[0])):  # read here
+        x = x * 2
+    return x
+
+
+def halve(x):
+    """Loop until a tensor is small."""
+    while x.norm() > 1:  # read here
+        x = x / 2
+    return x
+
+
+def collect(x):
+    """Loop over the values of a tensor."""
+    return [x * 2 for value in x if value > 0]  # read here
+
+
+def write_masked(x):
+    """Write where a mask is true."""
+    return (x * 1).masked_scatter(x > 0, x[x > 0])  # read here
+
+
+# Each reads a value in the line that ends with a comment that says so, and in none of torch's or ours.
+READERS = [
+    Gate(),
+    repeat,
+    halve,
+    collect,
+    write_masked,
+    lambda x: x * bool(x[0]),  # read here
+    lambda x: x[: int(x[0])],  # read here
+    lambda x: torch.masked_select(x, x > 0),  # read here
+    lambda x: torch.unique(x),  # read here
+    lambda x: torch.where(x > 0),  # read here
+    lambda x: torch.repeat_interleave(x, x.long()),  # read here
+    lambda x: torch.arange(x[0]),  # read here
+    lambda x: np.square(x),  # read here
+    lambda x: x.numpy().sum(),  # read here
+    torch.func.grad(lambda x: (x[0] if x[0] > 0 else x[1]).sum()),  # read here
+]
+
+
+@pytest.mark.parametrize("i", range(len(READERS)))
+def test_a_value_that_is_read_is_named_by_its_line(i):
+    """The message shows file, number and code of the user's line that reads the value of a tensor."""
+    with pytest.raises(UnsupportedError, match=rf"(?s)value of a tensor.*{LINE}:(\d+): [^\n]*# read here") as caught:
+        jit(READERS[i])(X)
+
+    number = int(re.search(rf"{LINE}:(\d+):", str(caught.value))[1])
+    code = READERS[i].forward.__code__ if i == 0 else getattr(READERS[i], "__wrapped__", READERS[i]).__code__
+    assert code.co_firstlineno <= number <= code.co_firstlineno + 3
+
+
 SCALE = 1.0
 
 

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map
-from torch.utils.checkpoint import checkpoint
 
 import tdfunc as tdf
 from tdfunc import (
@@ -24,7 +23,6 @@ from tdfunc import (
     functional,
     stack,
 )
-from tdfunc.modules.random import member_generators
 from tests.models import Norm, Tied, WithState, make_mlp
 
 X = torch.linspace(-1, 1, 15).reshape(5, 3)
@@ -192,17 +190,10 @@ def draw(model, rng=0):
     return functional(model)[0](functional(model)[1], X, rng=rng)
 
 
-def trace(seed):
-    """Use a seed in a traced function."""
+def trace(rng):
+    """Draw from a generator in a traced function."""
     apply, params, _ = functional(nn.Dropout(0.5).train())
-    return tdf.jit(lambda x: apply(params, x, rng=seed))(X)
-
-
-def trace_members(rng):
-    """Draw for members in a traced function."""
-    members = tdf.Ensemble(functional(nn.Linear(3, 2))[0])
-    stacked = tdf.stack_modules([nn.Linear(3, 2), nn.Linear(3, 2)])
-    return tdf.jit(lambda t, x, rng: members(t, x, rng=rng))(stacked, X, rng)
+    return tdf.jit(lambda x, rng: apply(params, x, rng=rng))(X, rng)
 
 
 def enter_twice():
@@ -262,26 +253,22 @@ CALLS = {
     "probability": (lambda: draw(Calls(lambda y: F.dropout(y, 1.5))), ValueError, "between 0 and 1, but got 1.5"),
     "rng, bool": (lambda: draw(MLP, True), TypeError, "a seed or a torch.Generator.*True"),
     "rng, text": (lambda: draw(MLP, "0"), TypeError, "a seed or a torch.Generator.*'0'"),
-    "rng, several": (lambda: draw(MLP, member_generators(0, 2)), TypeError, "one generator.*2 generators.*Ensemble"),
-    "drawing attention": (lambda: draw(Calls(lambda y: F.scaled_dot_product_attention(*[y[None]] * 3, dropout_p=0.5))),
-                          UnsupportedError, f"scaled_dot_product_attention draws.*{LOOP}"),
-    "drawing heads": (lambda: draw(Calls(lambda y: nn.MultiheadAttention(4, 2, 0.5)(y, y, y)[0])), UnsupportedError,
-                      "multi_head_attention_forward draws"),
-    "drawing LSTM": (lambda: draw(nn.LSTM(3, 4, 2, dropout=0.5)), UnsupportedError, "lstm draws.*leave rng= out"),
+    "rng, several": (lambda: draw(MLP, tdf.random.split(tdf.random.key(0), 3)), TypeError,
+                     r"one key.*int64 of shape \(3, 2\).*Ensemble"),
+    "drawing LSTM": (lambda: draw(nn.LSTM(3, 4, 2, dropout=0.5)), UnsupportedError,
+                     f"lstm draws.*leave rng= out.*{LOOP}"),
     "drawing rrelu": (lambda: draw(nn.Sequential(nn.Linear(3, 4), nn.RReLU())), UnsupportedError, "rrelu draws"),
     "drawing torch.dropout": (lambda: draw(Calls(lambda y: torch.dropout(y, 0.5, True))), UnsupportedError, "dropout"),
     "drawing poisson": (lambda: draw(Calls(lambda y: torch.poisson(y.exp()))), UnsupportedError, "poisson draws"),
-    "drawing gumbel": (lambda: draw(Calls(F.gumbel_softmax)), UnsupportedError, "gumbel_softmax draws"),
-    "a traced seed": (lambda: trace(0), UnsupportedError, "a seed inside a traced function"),
-    "traced members": (lambda: trace_members(0), UnsupportedError, 'members cannot be made.*randomness="different"'),
-    "traced generator": (lambda: trace_members(torch.Generator()), UnsupportedError, "members cannot be made inside"),
+    "traced generator": (lambda: trace(torch.Generator()), UnsupportedError,
+                         r"Generator cannot be drawn from inside.*tdfunc.random.key\(seed\).*as an argument"),
+    "mapped generator": (lambda: torch.vmap(lambda p: functional(MLP)[0](p, X, rng=torch.Generator()))(
+                            torch.stack([functional(MLP)[1]] * 2)), UnsupportedError, "inside a transform"),
     "entered twice": (enter_twice, ConcurrencyError, r"entered once.*closed.*call params.to_module"),
     "a numpy view": (lambda: functional(Calls(view=[MLP[0].weight.detach().numpy().T], layer=MLP[0])), LeakError,
                      "numpy array '0' lies in the memory of a weight.*'layer.weight'.*inside forward"),
     "a weak proxy": (lambda: from_module(Calls(parent=weakref.proxy(MLP))), UnsupportedError,
                      "submodule 'parent' is a weak proxy.*weakref.ref"),
-    "drawing in a checkpoint": (lambda: draw(Calls(lambda y: checkpoint(F.dropout, y, use_reentrant=False))),
-                                UnsupportedError, "inside torch.utils.checkpoint.*leave rng= out"),
     "a kept weight": (lambda: run(lambda p, b: (p, b), keeping()), LeakError,
                       "used the weight 'weight'.*a reference kept elsewhere.*inside forward"),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""`rng=`: one seed, one result; torch's distributions; nothing from the default generator; members are the loop."""
+"""`rng=`: one key, one result, however it runs; torch's distributions; nothing from the default generator."""
 
 import math
 
@@ -6,13 +6,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from tdfunc import functional
-from tdfunc.modules.random import member_generators, member_seed, seeded
+import tdfunc as tdf
+from tdfunc import functional, random
+from tdfunc.modules.random import seeded
+from tests.helpers import assert_trees_equal
 from tests.models import make_mlp
 
 ONES = torch.ones(6, 5)
 IMAGE = torch.ones(3, 4, 2, 2)
+MHA = nn.MultiheadAttention(5, 5, dropout=0.5)
 
 
 DRAWS = {
@@ -27,7 +31,12 @@ DRAWS = {
     "torch.rand": lambda: torch.rand(3, 2),
     "torch.randn": lambda: torch.randn((4,), requires_grad=True),
     "torch.randint": lambda: torch.randint(3, 9, (20,)),
-    "torch.randperm": lambda: torch.randperm(9),
+    "torch.rand sizes": lambda: torch.rand(size=(3, 2), dtype=torch.float64),
+    "torch.randn complex": lambda: torch.randn(3, dtype=torch.complex64),
+    "torch.rand half": lambda: torch.rand(30, dtype=torch.bfloat16),
+    "torch.randint high": lambda: torch.randint(9, size=(20,), dtype=torch.float32),
+    "torch.randint named": lambda: torch.randint(low=-5, high=9, size=(20,)),
+    "torch.randperm": lambda: torch.randperm(9, dtype=torch.int32),
     "torch.rand_like": lambda: torch.rand_like(ONES),
     "torch.randn_like": lambda: torch.randn_like(ONES, dtype=torch.float64),
     "torch.randint_like": lambda: torch.randint_like(ONES, 2, 90),
@@ -43,11 +52,22 @@ DRAWS = {
     "bernoulli_": lambda: torch.empty(40).bernoulli_(0.5),
     "bernoulli_ tensor": lambda: torch.empty(6, 5).bernoulli_(ONES / 2),
     "exponential_": lambda: torch.empty(7).exponential_(2.0),
+    "uniform_ named": lambda: torch.empty(7, dtype=torch.float16).uniform_(to=3),
+    "log_normal_": lambda: torch.empty(7).log_normal_(0.5, 0.1),
+    "cauchy_": lambda: torch.empty(7).cauchy_(sigma=2.0),
     "random_": lambda: torch.empty(7).random_(0, 99),
+    "random_ of all": lambda: torch.empty(7, dtype=torch.int32).random_(),
+    "random_ of floats": lambda: torch.empty(7, dtype=torch.float64).random_(to=2**40),
     "geometric_": lambda: torch.empty(40).geometric_(0.2),
     "init.kaiming_uniform_": lambda: nn.init.kaiming_uniform_(torch.empty(4, 5)),
     "init.orthogonal_": lambda: nn.init.orthogonal_(torch.empty(4, 5)),
     "init.sparse_": lambda: nn.init.sparse_(torch.empty(4, 5), 0.5),
+    "init.uniform_": lambda: nn.init.uniform_(torch.empty(4, 5), b=2.0),
+    "init.normal_": lambda: nn.init.normal_(tensor=torch.empty(4, 5)),
+    "init.trunc_normal_": lambda: nn.init.trunc_normal_(torch.empty(4, 5)),
+    "F.gumbel_softmax": lambda: F.gumbel_softmax(ONES),
+    "attention": lambda: F.scaled_dot_product_attention(*torch.ones(3, 6, 5), dropout_p=0.5),
+    "nn.MultiheadAttention": lambda: MHA(ONES, ONES, ONES)[0].detach(),
     "nn.Linear": lambda: nn.Linear(3, 4).weight,
     "nn.LSTM": lambda: nn.LSTM(3, 4).weight_hh_l0,
     "distributions.Normal": lambda: torch.distributions.Normal(0.0, 1.0).rsample((3,)),
@@ -56,13 +76,13 @@ DRAWS = {
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_one_seed_one_draw(name):
-    """A seed determines the numbers, which look like torch's, and the default generator does not move."""
+def test_one_key_one_draw(name):
+    """A key determines the numbers, which look like torch's, and the default generator does not move."""
     theirs, before, draws = DRAWS[name](), torch.get_rng_state(), []
     for seed in (0, 0, 1, 2):
-        with seeded(seed) as mode:
+        with seeded(random.key(seed)) as mode:
             draws.append(DRAWS[name]())
-        assert mode.draws > 0
+        assert mode.count > 0
 
     ours = draws[0]
     assert torch.equal(ours, draws[1])
@@ -85,6 +105,17 @@ SAMPLES = {
     "rand_like": lambda: torch.rand_like(BIG),
     "randint_like": lambda: torch.randint_like(BIG, 2, 7),
     "exponential_": lambda: torch.empty(N).exponential_(3.0),
+    "log_normal_": lambda: torch.empty(N).log_normal_(0.5, 0.3),
+    "cauchy_": lambda: torch.empty(N).cauchy_(1.0, 2.0),
+    "geometric_": lambda: torch.empty(N).geometric_(0.2),
+    "random_": lambda: torch.empty(N).random_(3, 9),
+    "randn": lambda: torch.randn(N),
+    "randn complex": lambda: torch.randn(N, dtype=torch.complex64).abs(),
+    "gumbel_softmax": lambda: F.gumbel_softmax(torch.tensor([0.0, 1.0]).expand(N, 2))[:, 0],
+    "attention": lambda: F.scaled_dot_product_attention(BIG[:, None, None], *torch.ones(2, N, 4, 1), dropout_p=0.3)[
+        :, 0, 0
+    ],
+    "orthogonal_": lambda: nn.init.orthogonal_(torch.empty(200, 200)).flatten() * 14,
 }
 
 
@@ -93,7 +124,7 @@ def test_distributions_are_torchs(name):
     """A served function draws from torch's distribution."""
     torch.manual_seed(0)
     theirs = SAMPLES[name]()
-    with seeded(1):
+    with seeded(random.key(1)):
         ours = SAMPLES[name]()
 
     # Rounded, since equal values may differ in their last bit.
@@ -109,7 +140,7 @@ def test_distributions_are_torchs(name):
 @pytest.mark.parametrize("drop", [F.dropout, F.dropout1d, F.alpha_dropout])
 def test_dropout_at_its_ends(drop, p):
     """Dropping nothing or everything gives finite numbers; evaluation mode drops nothing."""
-    with seeded(0):
+    with seeded(random.key(0)):
         out = drop(ONES, p, training=True)
         assert torch.equal(drop(ONES, p, training=False), ONES)
 
@@ -132,7 +163,7 @@ def test_whole_channels_are_dropped(drop, shape):
         flat = out.flatten(1) if out.dim() == len(shape) and shape[0] == 6 else out.flatten(0, 1).flatten(1)
         return all(len(row.unique()) == 1 for row in flat), len(flat)
 
-    with seeded(0):
+    with seeded(random.key(0)):
         ours = drop(torch.ones(shape), 0.5, training=True)
     theirs = drop(torch.ones(shape), 0.5, training=True)
 
@@ -142,16 +173,16 @@ def test_whole_channels_are_dropped(drop, shape):
 
 def test_a_generator_of_ones_own_is_kept():
     """A call that names its generator draws from it."""
-    with seeded(0) as mode:
+    with seeded(random.key(0)) as mode:
         drawn = torch.rand(3, generator=torch.Generator().manual_seed(7))
 
     assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(7)))
-    assert mode.draws == 0
+    assert mode.count == 0
 
 
 def test_a_default_device_is_followed():
     """Numbers are made on the default device."""
-    with torch.device("meta"), seeded(0):
+    with torch.device("meta"), seeded(random.key(0, device="cpu")):
         assert torch.rand(3).is_meta
 
 
@@ -160,20 +191,21 @@ def test_a_default_device_is_followed():
 X = torch.linspace(-1, 1, 15).reshape(5, 3)
 
 
-def test_rng_of_apply():
+def test_rng_of_apply(generator):
     """`rng=` determines the result and a generator moves on; without it a call is the module's."""
     apply, params, _ = functional(make_mlp(dropout=0.5))
     before = torch.get_rng_state()
-    first, again, other = (apply(params, X, rng=seed) for seed in (0, 0, 1))
-    by_generator = apply(params, X, rng=torch.Generator().manual_seed(0))
+    first, by_key, other = (apply(params, X, rng=rng) for rng in (0, random.key(0), 1))
+    state = generator.get_state()
+    drawn = [apply(params, X, rng=generator) for _ in range(2)]
+    generator.set_state(state)
 
-    assert torch.equal(first, again)
-    assert torch.equal(first, by_generator)
+    assert torch.equal(first, by_key)
     assert not torch.equal(first, other)
+    assert not torch.equal(*drawn)
+    assert torch.equal(drawn[0], apply(params, X, rng=generator))
     assert torch.equal(torch.get_rng_state(), before)
     assert not torch.equal(apply(params, X), apply(params, X))
-    generator = torch.Generator().manual_seed(0)
-    assert not torch.equal(apply(params, X, rng=generator), apply(params, X, rng=generator))
 
 
 def test_rng_in_transforms_is_the_loop():
@@ -219,44 +251,205 @@ class Ends(nn.Module):
         return self.fn(self.linear(x))
 
 
+class Calls(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, fn):
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, *args):
+        return self.fn(*args)
+
+
+def make_member(name):
+    """The output of one member by parameters, data and a key; and the parameters of three."""
+    apply, params, _ = functional(Ends(FORWARDS[name]).double())
+    return lambda params, x, key: apply(params, x, rng=key), torch.stack([params, params, params * 2.0])
+
+
+def gradient_of(member):
+    """Gradients and output of a member."""
+
+    def loss(params, x, key):
+        out = member(params, x, key)
+        return out.square().sum(), out
+
+    return torch.func.grad(loss, has_aux=True)
+
+
 @pytest.mark.parametrize("name", FORWARDS)
-def test_members_under_vmap_are_the_loop(name):
-    """Member i draws the same numbers under vmap and grad, alone, and among more members."""
-    apply, params, _ = functional(Ends(FORWARDS[name]))
-    stacked = torch.stack([params, params, params * 2.0])
+def test_a_draw_is_the_same_however_it_runs(name):
+    """A loop, vmap, vmap in vmap, a trace, and fewer members give a member the same numbers."""
+    member, params = make_member(name)
+    step = gradient_of(member)
+    keys, x = random.split(random.key(5), 3), X.double()
+    loop = [step(params[i], x, keys[i]) for i in range(3)]
+    grads, out = torch.stack([grads for grads, _ in loop]), torch.stack([out for _, out in loop])
+    mapped = torch.vmap(step, in_dims=(0, None, 0))
+    twice = torch.vmap(mapped, in_dims=(0, None, 0))
 
-    def run(p, call):
-        def loss(p):
-            out = call(p)
-            return out.square().sum(), out
-
-        return torch.func.grad(loss, has_aux=True)(p)
-
-    def member(p):
-        level = torch._C._functorch.maybe_current_level()
-
-        def call(p):
-            with seeded(generators, level):
-                return apply(p, X)
-
-        return run(p, call)
-
-    loop = [run(stacked[i], lambda p, i=i: apply(p, X, rng=member_generators(5, i + 1, i))) for i in range(3)]
-    for n in (3, 2):
-        generators = member_generators(5, n)
-        grads, out = torch.vmap(member)(stacked[:n])
-        torch.testing.assert_close(out, torch.stack([out for _, out in loop[:n]]))
-        expected = torch.stack([grads["linear", "weight"] for grads, _ in loop[:n]])
-        torch.testing.assert_close(grads["linear", "weight"], expected, rtol=1e-4, atol=1e-5)
-    assert not torch.equal(loop[0][1], loop[1][1])
+    for way in (mapped, tdf.jit(mapped), lambda p, x, k: [y[0] for y in twice(p[None], x, k[None])]):
+        found = way(params, x, keys)
+        torch.testing.assert_close(found[1], out)
+        assert_trees_equal(found[0], grads, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(mapped(params[:2], x, keys[:2])[1], out[:2])
+    assert not torch.equal(out[0], out[1])
 
 
-def test_member_seeds():
-    """Members and neighbouring seeds share no numbers."""
-    seeds = {member_seed(seed, i) for seed in range(-3, 60) for i in range(60)}
+# Dynamo of torch 2.13 shows a mode no torch.normal and no torch.rand*_like.
+UNSEEN = {"randn_like", "normal", "normal std"}
 
-    assert len(seeds) == 63 * 60
-    assert all(0 <= s < 1 << 63 for s in seeds)
-    first, second = (torch.rand(4, generator=g) for g in member_generators(0, 2))
-    assert not torch.equal(first, second)
-    assert torch.equal(torch.rand(4, generator=member_generators(0, 9, 1)[0]), second)
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in FORWARDS if name not in UNSEEN])
+def test_a_compiled_or_exported_draw_is_the_same(name):
+    """`torch.compile(fullgraph=True)` of mapped gradients, and a program of torch.export, take any key."""
+    member, params = make_member(name)
+    mapped = torch.vmap(gradient_of(member), in_dims=(0, None, 0))
+    # torch.export cannot take a gradient.
+    forward = Calls(torch.vmap(member, in_dims=(0, None, 0)))
+    keys = [random.split(random.key(seed), 3) for seed in range(2)]
+    torch.compiler.reset()
+    compiled = torch.compile(mapped, fullgraph=True)
+    program = torch.export.export(forward, (params, X.double(), keys[0]), strict=False).module()
+
+    for k in keys:
+        grads, out = mapped(params, X.double(), k)
+        found = compiled(params, X.double(), k)
+        torch.testing.assert_close(found[1], out)
+        torch.testing.assert_close(program(params, X.double(), k), out)
+        assert_trees_equal(found[0], grads, rtol=1e-10, atol=1e-10)
+
+
+class Recomputes(nn.Module):
+    """Dropout before, in, and after two segments that backward computes again; mode None computes them once."""
+
+    def __init__(self, mode):
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(3, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+        self.mode = mode
+
+    def inner(self, x):
+        return F.dropout(torch.relu(self.middle(F.dropout(x))))
+
+    def segment(self, x):
+        y = F.dropout(x)
+        return self.inner(y) if self.mode is None else checkpoint(self.inner, y, use_reentrant=self.mode)
+
+    def forward(self, x):
+        x = F.dropout(self.first(x))
+        for _ in range(2):
+            x = self.segment(x) if self.mode is None else checkpoint(self.segment, x, use_reentrant=self.mode)
+        return self.last(F.dropout(x))
+
+
+def backward_of(mode, seed, compiled=False):
+    """Output and gradients of one call."""
+    model = Recomputes(mode)
+    torch.manual_seed(0)
+    for p in model.parameters():
+        nn.init.normal_(p)
+    apply, params, _ = functional(model)
+    live = params.apply(lambda p: p.requires_grad_())
+    run = torch.compile(apply, fullgraph=True, backend="aot_eager") if compiled else apply
+    for _ in range(2):
+        out = run(live, X, rng=random.key(seed))
+    out.square().sum().backward()
+    return [out, *[p.grad for p in live.leaves()]]
+
+
+# Torch's own warning of a reentrant checkpoint inside of another.
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("mode", [False, True])
+def test_a_recomputation_repeats_its_draws(mode):
+    """Segments of torch.utils.checkpoint, nested ones too, draw the same numbers when backward runs them again."""
+    expected, found, other = backward_of(None, 3), backward_of(mode, 3), backward_of(mode, 4)
+
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert not torch.equal(other[0], expected[0])
+
+
+@pytest.mark.slow
+def test_a_compiled_recomputation_repeats_its_draws():
+    """The compiler's own checkpoints, too, and draws after them go on where they end."""
+    torch.compiler.reset()
+
+    torch.testing.assert_close(backward_of(False, 3, compiled=True), backward_of(None, 3))
+
+
+def test_a_transform_inside_forward():
+    """Draws inside a gradient that forward takes, and after it."""
+    forward = Ends(lambda y: F.dropout(torch.func.grad(lambda z: (F.dropout(z) ** 2).sum())(y)) + torch.rand(4))
+    apply, params, _ = functional(forward)
+    with seeded(random.key(0)):
+        expected = forward.linear(X)
+        masks = [F.dropout(torch.ones_like(expected)) for _ in range(2)]
+        expected = 2 * expected * masks[0] ** 2 * masks[1] + torch.rand(4)
+
+    torch.testing.assert_close(apply(params, X, rng=0), expected)
+
+
+# -- attention ----------------------------------------------------------------------------------------------------
+
+
+ATTENTION = {
+    "plain": ((2, 4, 5, 8), (2, 4, 7, 8), {}),
+    "bool mask": ((2, 4, 5, 8), (2, 4, 7, 8), {"attn_mask": torch.rand(5, 7) > 0.3}),
+    "float mask": ((2, 4, 5, 8), (2, 4, 7, 8), {"attn_mask": torch.randn(2, 1, 5, 7, dtype=torch.float64)}),
+    "causal": ((2, 4, 5, 8), (2, 4, 5, 8), {"is_causal": True}),
+    "scale": ((5, 8), (7, 8), {"scale": 0.3}),
+    "groups": ((2, 4, 5, 8), (2, 2, 7, 8), {"enable_gqa": True}),
+    "no rows left": ((5, 8), (7, 8), {"attn_mask": torch.zeros(5, 7, dtype=torch.bool)}),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_drops_its_weights(name):
+    """Attention with dropout is softmax(q k^T) with dropped weights, times v; without, it is torch's."""
+    query_shape, key_shape, options = ATTENTION[name]
+    q, (k, v) = torch.randn(query_shape).double(), torch.randn(2, *key_shape).double()
+    # Values that pick out the weights: the product is then the matrix of weights itself.
+    weights = F.scaled_dot_product_attention(q, k, torch.eye(k.shape[-2]).double().expand(*k.shape[:-1], -1), **options)
+    with seeded(random.key(0)):
+        mask = F.dropout(torch.ones_like(weights), 0.3)
+    values = v.repeat_interleave(q.shape[-3] // v.shape[-3], -3) if v.dim() > 2 else v
+    with seeded(random.key(0), strict=True):
+        ours = F.scaled_dot_product_attention(q, k, v, dropout_p=0.3, **options)
+        plain = F.scaled_dot_product_attention(q, k, v, **options)
+
+    torch.testing.assert_close(ours, (weights * mask) @ values)
+    assert torch.equal(plain, F.scaled_dot_product_attention(q, k, v, **options))
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_heads_of_members_are_the_loop(need_weights):
+    """Multi-head attention in training mode draws the same under vmap, in a loop and in a trace, and gradients flow."""
+    model = nn.MultiheadAttention(8, 2, dropout=0.4, batch_first=True).double()
+    apply, params, _ = functional(model)
+    stacked, x = torch.stack([params, params * 2.0]), torch.randn(3, 5, 8).double()
+    ways = [tdf.Ensemble(apply, how) for how in ("loop", "vmap", "traced")]
+    outs = [way(stacked, x, x, x, need_weights=need_weights, rng=2)[0] for way in ways]
+
+    def grads(way):
+        total = lambda p: way(p, x, x, x, need_weights=need_weights, rng=2)[0].square().sum()  # noqa: E731
+        return torch.func.grad(total)(stacked)
+
+    torch.testing.assert_close(outs[1:], outs[:1] * 2)
+    assert not torch.allclose(outs[0][0], apply.eval()(params, x, x, x)[0])
+    assert_trees_equal(grads(ways[1]), grads(ways[0]), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_dropout_in_low_precision(dtype):
+    """Kept units are scaled in the dtype of the input, by masks that do not depend on it."""
+    x = torch.ones(500, dtype=dtype, requires_grad=True)
+    with seeded(random.key(0)):
+        out = F.dropout(x, 0.2)
+    with seeded(random.key(0)):
+        expected = F.dropout(torch.ones(500), 0.2)
+    out.sum().backward()
+
+    assert out.dtype == x.grad.dtype == dtype
+    torch.testing.assert_close(out.float(), expected, rtol=1e-2, atol=0)
+    assert torch.equal(out.detach(), x.grad)

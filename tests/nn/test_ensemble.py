@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -120,7 +122,121 @@ def test_distributed_data_parallel(apply, tree, tmp_path):
         torch.distributed.destroy_process_group()
 
 
+TRAINING = """
+import sys, torch
+from torch import nn
+import tdfunc as tdf
+from tdfunc.nn import EnsembleModule
+
+def train(model, x, y):
+    opt = torch.optim.Adam(model.parameters(), lr=0.05)
+    for _ in range(4):
+        opt.zero_grad()
+        (model(x) - y).square().mean((1, 2)).sum().backward()
+        opt.step()
+
+def make():
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+x = torch.randn(2, 8, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+y = x.sum(-1, keepdim=True).sin()
+model = EnsembleModule(tdf.functional(make())[0], tdf.init_ensemble(make, 3))
+"""
+WORKER = """
+rank, store, out = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+parallel = nn.parallel.DistributedDataParallel(model)
+train(parallel, x[rank], y[rank])
+tdf.save(model.tree.detach(), f"{out}/{rank}.safetensors")
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one(tmp_path):
+    """Gradients are averaged: members are those of one process on the joint batch, and equal on both."""
+    script = tmp_path / "worker.py"
+    script.write_text(TRAINING + WORKER)
+    command = [sys.executable, str(script)]
+    workers = [subprocess.Popen([*command, str(i), str(tmp_path / "store"), str(tmp_path)]) for i in range(2)]
+    assert [worker.wait(120) for worker in workers] == [0, 0]
+    space = {}
+    exec(TRAINING, space)
+    before = space["model"].tree.detach().clone()
+    space["train"](space["model"], space["x"].flatten(0, 1), space["y"].flatten(0, 1))
+
+    trees = [tdf.load(tmp_path / f"{i}.safetensors") for i in range(2)]
+    assert_trees_equal(trees[0], trees[1])
+    assert_trees_equal(trees[0], space["model"].tree.detach(), rtol=1e-9, atol=1e-9)
+    assert not torch.allclose(trees[0]["0", "weight"], before["0", "weight"], atol=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_trains_and_restores_it(tmp_path):
+    """A Trainer's fit is the loop of torch.optim, and its checkpoint gives the members back."""
+    import lightning
+
+    class Lit(lightning.LightningModule):
+        def __init__(self, net):
+            super().__init__()
+            self.net = net
+
+        def training_step(self, batch, index):
+            x, y = batch
+            return (self.net(x) - y).square().mean((1, 2)).sum()
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    def plain():
+        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
+
+    apply, data = tdf.functional(plain())[0], (torch.randn(32, 3), torch.randn(32, 1))
+    module, alone = (EnsembleModule(apply, tdf.init_ensemble(plain, 3)) for _ in range(2))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*data), batch_size=8)
+    options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False}
+    trainer = lightning.Trainer(max_epochs=2, default_root_dir=tmp_path, enable_model_summary=False, **options)
+    trainer.fit(Lit(module), loader)
+    opt = torch.optim.Adam(alone.parameters(), lr=0.01)
+    for _ in range(2):
+        for x, y in loader:
+            opt.zero_grad()
+            (alone(x) - y).square().mean((1, 2)).sum().backward()
+            opt.step()
+
+    assert_trees_equal(module.tree, alone.tree, rtol=1e-5, atol=1e-6)
+    assert module.tree["1", "num_batches_tracked"].tolist() == [8, 8, 8]
+    fresh = EnsembleModule(apply, tdf.init_ensemble(plain, 3, seed=1))
+    restored = Lit.load_from_checkpoint(trainer.checkpoint_callback.best_model_path, net=fresh)
+    assert_trees_equal(restored.net.tree, module.tree)
+
+
+def test_members_share_a_trunk():
+    """With `shared=` the trunk is one parameter; outputs and gradients are those of `Ensemble`."""
+    make = lambda: nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))  # noqa: E731
+    heads, x = tdf.init_ensemble(make, 4), torch.randn(5, 3)
+    trunk, heads = tdf.partition(heads[0], "0.*")[0], tdf.partition(heads, "2.*")[0]
+    tree, apply = tdf.combine(trunk, heads), tdf.functional(make())[0]
+    model = EnsembleModule(apply, tree, shared="0.*")
+
+    def total(tree):
+        return tdf.Ensemble(apply, shared="0.*")(tree, x).square().sum()
+
+    model(x).square().sum().backward()
+    grads = torch.func.grad(total)(tree)
+    assert model.members.get_parameter("0.weight").shape == (8, 3)
+    torch.testing.assert_close(model.eval()(x), tdf.Ensemble(apply, shared="0.*")(tree, x))
+    for name, parameter in model.members.named_parameters():
+        torch.testing.assert_close(parameter.grad, grads[tuple(name.split("."))])
+
+
 MESSAGES = [
+    (
+        lambda apply, tree: EnsembleModule(apply, tree, shared="*"),
+        tdf.BatchSizeError,
+        "leaves no leaf to the members",
+    ),
     (lambda apply, tree: EnsembleModule(apply, tree[0]), tdf.BatchSizeError, r"params must be a stacked tree.*\[\]"),
     (
         lambda apply, tree: EnsembleModule(apply, tree.set("s", "text")),

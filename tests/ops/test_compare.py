@@ -4,7 +4,9 @@ import pytest
 import torch
 from hypothesis import given
 
-from tdfunc import TensorDict, assert_close, lazy_stack
+import tdfunc as tdf
+from tdfunc import TensorDict, assert_close, lazy_stack, tree_equal
+from tests.helpers import TiedLM
 from tests.strategies import pairs
 
 ONE = TensorDict({"a": torch.ones(2, 3), "n": {"b": torch.tensor([1.0, torch.nan])}, "s": ["p", "q"]}, [2])
@@ -72,3 +74,47 @@ def test_other_differences():
     assert not torch.allclose(ragged(1.0), ragged(2.0))
     assert not torch.equal(ONE, ONE.exclude("s"))
     assert not torch.equal(ONE, ONE)
+
+
+@given(pairs())
+def test_tree_equal(found):
+    """A tree equals its copy and its other order, and no tree with another value in one leaf; so do tuples of trees."""
+    tree, other, _ = found
+
+    assert tree_equal(tree, tree.clone(), equal_nan=True)
+    assert tree_equal((tree, [1, None]), (tree.clone(), [1, None]), equal_nan=True)
+    assert not tree_equal(tree, other, equal_nan=True)
+    assert not tree_equal((tree, 1), (tree, 1.0), equal_nan=True)
+    assert not tree_equal((tree, 1), [tree, 1], equal_nan=True)
+
+
+@pytest.mark.parametrize("other", [case[0] for case in WORSE])
+def test_every_difference_counts(other):
+    """Values, dtype, shape, data and batch size, as for `assert_close`; the order of keys does not."""
+    assert not tree_equal(ONE, other, equal_nan=True)
+    assert tree_equal(ONE, ONE.select("s", "n", "a"), equal_nan=True)
+
+
+def test_tolerances():
+    """NaN and rounding count unless they are named; whole numbers have no rounding."""
+    near = ONE.set("a", ONE["a"] + 1e-4)
+    counts = TensorDict({"n": torch.tensor([10**6])})
+
+    assert not tree_equal(ONE, ONE)
+    assert not tree_equal(ONE, near, equal_nan=True)
+    assert tree_equal(ONE, near, atol=1e-3, equal_nan=True)
+    assert tree_equal(ONE, near, rtol=1e-3, equal_nan=True)
+    assert not tree_equal(counts, counts + 1, rtol=0.1, atol=10)
+
+
+def test_batch_sizes_inside():
+    """A nested batch size, a tie, a class and a row of a ragged stack are part of the structure."""
+    inner = TensorDict({"x": torch.ones(2, 3)}, [2])
+    tied = tdf.from_module(TiedLM())
+
+    assert not tree_equal(TensorDict({"n": inner}), TensorDict({"n": inner.with_batch_size([2, 3])}))
+    assert not tree_equal(tied, tied.untie(("out", "weight")))
+    assert tree_equal(ragged(1.0), ragged(1.0))
+    assert not tree_equal(ragged(1.0), ragged(2.0))
+    assert not tree_equal(inner, {"x": inner["x"]})
+    assert not tree_equal(inner, inner.to("meta"))

@@ -342,6 +342,42 @@ def test_empty_batches_and_positions_in_two_dimensions():
     assert torch.equal(batch["x"], torch.stack([data["x"][0, 1], data["x"][2, 2], data["x"][9, 0]]))
 
 
+# -- loggers ----------------------------------------------------------------------------------------------------
+
+NUMBERS = st.recursive(
+    st.floats(width=32) | st.integers(-(2**53), 2**53) | st.booleans() | st.lists(st.floats(width=32), min_size=1),
+    lambda nodes: st.dictionaries(st.sampled_from("abc"), nodes, max_size=3),
+    max_leaves=6,
+).filter(lambda node: isinstance(node, dict))
+
+
+def walk(node, path=()):
+    """The numbers of nested dicts and lists by the joined path, in Python."""
+    if isinstance(node, (dict, list)):
+        for key, item in node.items() if isinstance(node, dict) else enumerate(node):
+            yield from walk(item, (*path, str(key)))
+    else:
+        yield "/".join(path), float(node)
+
+
+@given(NUMBERS)
+def test_scalars_are_the_numbers_by_path(nodes):
+    """All numbers of a tree as Python floats, bit for bit, in the order of the tree."""
+    found = tdf.scalars(TensorDict(nodes))
+
+    assert list(map(repr, found.items())) == list(map(repr, walk(nodes)))
+    assert all(type(value) is float for value in found.values())
+
+
+def test_scalars_of_members_that_train():
+    """Leaves that require grad, bfloat16, ties and typed trees."""
+    assert tdf.scalars(TensorDict({"a": torch.ones((), requires_grad=True)})) == {"a": 1.0}
+    assert tdf.scalars(TensorDict({"a": torch.tensor([0.5, 2], dtype=torch.bfloat16)}, [2])) == {"a/0": 0.5, "a/1": 2.0}
+    assert tdf.scalars(Point(torch.tensor(3), batch_size=[])) == {"x": 3.0}
+    leaf = torch.tensor(2.0)
+    assert tdf.scalars(TensorDict({"a": leaf, "b": leaf})) == {"a": 2.0, "b": 2.0}
+
+
 # -- tensordict -------------------------------------------------------------------------------------------------
 
 

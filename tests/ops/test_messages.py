@@ -98,6 +98,17 @@ VALUES = [
     (lambda: MIXED.unsqueeze(1).to_pandas(), BatchSizeError, r"rows are the batch.*\[2, 1\].*reshape"),
     (lambda: TD.exclude("a").to_pandas(), LeafMismatchError, "'n' must be a leaf.*TensorDict.*separator"),
     (lambda: MIXED.to_pandas(), LeafMismatchError, r"'a' must be a leaf with one value.*\[2, 3\]"),
+    (lambda: tdf.scalars(TD), LeafMismatchError, r"'n.b' must be a real number.*float32 of shape \[3, 2\]"),
+    (lambda: tdf.scalars(MIXED.exclude("a")), LeafMismatchError, "'s' must be a real number.*NonTensorData"),
+    (lambda: tdf.scalars(TensorDict({"a": 1j})), LeafMismatchError, "'a' must be a real number.*complex"),
+    (
+        lambda: tdf.scalars(TensorDict({"a/b": 1.0, "a": {"b": 2.0}})),
+        MissingKeyError, "two numbers have the name 'a/b'.*rename_key",
+    ),
+    (
+        lambda: tdf.scalars(TensorDict({"a": torch.ones(2), "a/1": 2.0})),
+        MissingKeyError, "two numbers have the name 'a/1'",
+    ),
     (
         lambda: MIXED.load_state_dict({"a": A, "c": B}), MissingKeyError,
         r"load_state_dict: .*\['a', 'b'\].*missing \['b'\], unexpected \['c'\]",

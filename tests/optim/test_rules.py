@@ -4,30 +4,24 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from tdfunc import TensorDict
 from tdfunc._jit import jit
 from tdfunc.optim import adam, adamw, sgd
 from tests.helpers import assert_pure, assert_trees_equal
+from tests.optim.table import (
+    MEMBERS,
+    RULES,
+    assert_leaves,
+    each_rule,
+    random_tree,
+    train,
+    train_torch,
+)
 
-MEMBERS, STEPS = 3, 12
-RULES = {
-    "sgd": (sgd, torch.optim.SGD, {"lr": 0.1}),
-    "sgd decay": (sgd, torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.1, "maximize": True}),
-    "momentum": (sgd, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
-    "nesterov": (sgd, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
-    "dampening": (sgd, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "maximize": True}),
-    "adam": (adam, torch.optim.Adam, {"lr": 0.01}),
-    "adam decay": (adam, torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.1, "betas": (0.8, 0.99), "eps": 1e-4}),
-    "amsgrad": (adam, torch.optim.Adam, {"lr": 0.01, "amsgrad": True, "maximize": True, "weight_decay": 0.1}),
-    "adamw": (adamw, torch.optim.AdamW, {"lr": 0.01}),
-    "adamw amsgrad": (adamw, torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.2, "amsgrad": True, "maximize": True}),
-}
+STEPS = 12
 FLAGS, BETAS = st.booleans(), st.sampled_from([0.0, 0.9, 0.999])
-PATHS = [("block", "bias"), ("block", "weight"), ("out",)]
-each_rule = pytest.mark.parametrize("name", RULES)
 DTYPES = st.sampled_from([torch.float32, torch.float64])
 SEEDS = st.integers(0, 2**31).map(lambda seed: torch.Generator().manual_seed(seed))
 
@@ -43,36 +37,6 @@ def rules(draw):
         return sgd, torch.optim.SGD, options
     options |= {"betas": (draw(BETAS), draw(BETAS)), "eps": draw(st.sampled_from([1e-8, 0.1])), "amsgrad": draw(FLAGS)}
     return draw(st.sampled_from([(adam, torch.optim.Adam, options), (adamw, torch.optim.AdamW, options)]))
-
-
-def random_tree(generator, dtype=torch.float32, batch=(MEMBERS,)):
-    """Return a tree of an awkward number of elements, keys not in sorted order."""
-    make = lambda *shape: torch.randn(*batch, *shape, generator=generator, dtype=dtype)  # noqa: E731
-    return TensorDict({"out": make(7), "block": {"weight": make(5, 3), "bias": make(5)}}, batch)
-
-
-def train(update, state, params, grads):
-    """Return params and state after one step for each gradient."""
-    for grad in grads:
-        params, state = update(params, grad, state)
-    return params, state
-
-
-def train_torch(cls, options, params, grads, fused):
-    """Train plain Parameters with torch.optim and return them by path."""
-    leaves = [nn.Parameter(params[path].clone()) for path in PATHS]
-    optimizer = cls(leaves, foreach=False, fused=fused, **options)
-    for grad in grads:
-        for leaf, path in zip(leaves, PATHS, strict=True):
-            leaf.grad = grad[path].clone()
-        optimizer.step()
-    return {path: leaf.detach() for path, leaf in zip(PATHS, leaves, strict=True)}
-
-
-def assert_leaves(tree, expected, **tolerance):
-    """Check each leaf, to the last bit unless a tolerance is given."""
-    for path in PATHS:
-        torch.testing.assert_close(tree[path], expected[path], **(tolerance or {"rtol": 0, "atol": 0}))
 
 
 @given(rules(), DTYPES, st.sampled_from([(), (MEMBERS,)]), SEEDS)
@@ -129,8 +93,8 @@ def test_vmap_equals_stacked(rule, dtype, generator):
 def test_jit_equals_eager_to_the_last_bit(name, generator):
     """A trace trains the weights that the function trains."""
     make, _, options = RULES[name]
-    params = random_tree(generator)
-    grads = [random_tree(generator) for _ in range(STEPS)]
+    params = random_tree(generator, name=name)
+    grads = [random_tree(generator, name=name) for _ in range(STEPS)]
     opt = make(**options)
     update = jit(opt.update)
 
@@ -146,8 +110,8 @@ def test_jit_equals_eager_to_the_last_bit(name, generator):
 def test_donate_equals_pure_and_reuses_memory(name, wrap, generator):
     """`donate=True` trains the same weights, in the memory that was given."""
     make, _, options = RULES[name]
-    params = random_tree(generator)
-    grads = [random_tree(generator) for _ in range(STEPS)]
+    params = random_tree(generator, name=name)
+    grads = [random_tree(generator, name=name) for _ in range(STEPS)]
     opt = make(**options)
     donated = params.clone()
     memory = donated["out"].data_ptr()
@@ -166,7 +130,7 @@ def test_donate_equals_pure_and_reuses_memory(name, wrap, generator):
 def test_compile_is_one_graph(name, generator):
     """`torch.compile(fullgraph=True)` compiles one graph, for any values."""
     make, _, options = RULES[name]
-    params, grad = random_tree(generator), random_tree(generator)
+    params, grad = random_tree(generator, name=name), random_tree(generator, name=name)
     opt = make(**options)
     # All optimizers share the code of `update`, and dynamo keeps only a few versions of one.
     torch._dynamo.reset()
@@ -185,7 +149,7 @@ def test_compile_is_one_graph(name, generator):
 def test_pure(name, generator):
     """A step writes to none of its arguments."""
     make, _, options = RULES[name]
-    params, grads = random_tree(generator), random_tree(generator)
+    params, grads = random_tree(generator, name=name), random_tree(generator, name=name)
     opt = make(**options)
     state = assert_pure(opt.init, params)
     params_after, state_after = assert_pure(opt.update, params, grads, state)
@@ -197,7 +161,8 @@ def test_pure(name, generator):
 WIDTHS = [1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65]
 
 
-@each_rule
+# Muon takes matrices only, and computes in bfloat16.
+@pytest.mark.parametrize("name", [name for name in RULES if not name.startswith("muon")])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rates", [1.0, torch.ones(()), torch.ones(1)], ids=["number", "one", "each"])
 def test_kernels_equal_the_plain_step(name, dtype, rates, generator):

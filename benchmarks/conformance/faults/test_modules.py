@@ -28,7 +28,6 @@ from tdfunc import (
     functional,
     stack_modules,
 )
-from tdfunc.modules.random import member_generators
 from tests.faults.models import Meeting, constant, fail_inside, holding, run_in_two_threads, weight_of
 from tests.incumbent import Incumbent, tensordict
 from tests.models import Norm, Shared, Tied, make_gpt2, make_mlp
@@ -433,7 +432,7 @@ def test_dropout_of_members():
     apply, _, _ = functional(models[0])
     tree, before = stack_modules(models), torch.get_rng_state()
     ours = Ensemble(apply, "vmap")(tree, X, rng=0)
-    loop = torch.stack([apply(tree[i], X, rng=member_generators(0, i + 1, i)) for i in range(4)])
+    loop = torch.stack([apply(tree[i], X, rng=tdfunc.random.fold_in(tdfunc.random.key(0), i)) for i in range(4)])
     torch.testing.assert_close(ours, loop)
     torch.testing.assert_close(Ensemble(apply, "vmap")(tree[:2], X, rng=0), loop[:2])
     assert torch.equal(torch.get_rng_state(), before)

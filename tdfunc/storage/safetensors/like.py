@@ -52,7 +52,9 @@ def check_like(tree: TensorCollection, like: Any, path: str, *, is_ours: bool = 
         if at not in found:
             continue
         own_shape, own_dtype = found[at]
-        if shape is not None and shape != own_shape:
+        # -1 is any length, in a spec.
+        fits = [n in (-1, own) for n, own in zip(shape or (), own_shape or (), strict=False)]
+        if shape is not None and not (all(fits) and len(shape) == len(own_shape or ())):
             lines.append(f"shape:      {dotted(at)}: expected {list(shape)}, got {list(own_shape or ())}")
         if dtype is not None and dtype != own_dtype:
             lines.append(f"dtype:      {dotted(at)}: expected {dtype}, got {own_dtype}")
@@ -80,7 +82,7 @@ def read_specs(like: Any) -> dict[Path, tuple[tuple[int, ...] | None, str | None
         elif isinstance(node, Mapping) or (hasattr(node, "items") and hasattr(node, "keys")):
             items: list[tuple[Any, Any]] = list(node.items())
             stack.extend(((*at, *unravel(key)), child) for key, child in reversed(items))
-        elif not isinstance(node, NonTensorBase) and at:
+        elif not isinstance(node, NonTensorBase) and not getattr(node, "_is_non_tensor", False) and at:
             found[at] = _spec_of(node, at)
         elif not at:
             raise _no_spec(at, node)

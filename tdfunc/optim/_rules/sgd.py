@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from tdfunc.core.errors import error
-from tdfunc.optim._base import Hyper, Optimizer
-from tdfunc.optim._checks import check_hyper
 from tdfunc.optim._lists import Coefficient, Lists
-from tdfunc.optim._run import Rule, Values, Work
+from tdfunc.optim._optimizer import Hyper, Optimizer, make_optimizer
+from tdfunc.optim._run import Rule, Values, Work, decay
 
 
 def sgd(
@@ -52,8 +51,6 @@ def sgd(
     moving = not isinstance(momentum, float | int) or momentum != 0.0
     if moving:
         hyper |= {"momentum": momentum, "dampening": dampening}
-    for name, value in hyper.items():
-        check_hyper("sgd", name, value, -torch.inf if name == "dampening" else 0.0)
     if nesterov and (not moving or dampening != 0.0):
         raise error(
             ValueError,
@@ -63,14 +60,13 @@ def sgd(
         )
     flags = {"nesterov": nesterov, "maximize": maximize}
     slots = ("momentum_buffer",) if moving else ()
-    return Optimizer(Rule("sgd", slots, partial(_step, **flags), partial(_fused, **flags) if moving else None), hyper)
+    rule = Rule("sgd", slots, partial(_step, **flags), partial(_fused, **flags) if moving else None)
+    return make_optimizer(rule, hyper, dampening=(-torch.inf, torch.inf))
 
 
 def _step(ops: Lists, work: Work, values: Values, *, nesterov: bool, maximize: bool) -> None:
     """The operations of torch's single-tensor SGD in their order, so that numbers agree to the last bit."""
-    decay, grads = values["weight_decay"], ops.run("neg", work.grads, keep=True) if maximize else work.grads
-    if isinstance(decay, Tensor) or decay != 0.0:
-        grads = ops.add(grads, work.params, decay, keep=not maximize)
+    params, grads = decay(ops, work, values, maximize=maximize)
     if "momentum" in values:
         momentum, dampening, step = values["momentum"], values["dampening"], work.step
         weight: Coefficient = 1.0
@@ -83,7 +79,7 @@ def _step(ops: Lists, work: Work, values: Values, *, nesterov: bool, maximize: b
         buffers = ops.add(ops.run("mul", work.slots["momentum_buffer"], momentum), grads, weight)
         work.slots["momentum_buffer"] = buffers
         grads = ops.add(grads, buffers, momentum, keep=True) if nesterov else buffers
-    work.params = ops.add(work.params, grads, -values["lr"])
+    work.params = ops.add(params, grads, -values["lr"])
 
 
 # Any: every value is a float here.

@@ -4,12 +4,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from tdfunc.optim._base import Hyper, Optimizer
-from tdfunc.optim._checks import check_hyper
 from tdfunc.optim._lists import Lists
-from tdfunc.optim._run import Rule, Values, Work
+from tdfunc.optim._optimizer import Hyper, Optimizer, make_optimizer
+from tdfunc.optim._run import Rule, Values, Work, decay
 
 
 def adam(
@@ -82,27 +80,18 @@ def _make(
     hyper: dict[str, Hyper] = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
     if eps_root != 0.0:
         hyper["eps_root"] = eps_root
-    for key, value in hyper.items():
-        check_hyper(name, key, value, 0.0, 1.0 if key.startswith("beta") else torch.inf)
     decoupled = name == "adamw"
     slots = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if flags["amsgrad"] else ()))
     step = partial(_step, decoupled=decoupled, **flags)
     # The kernel has no eps_root.
     fused = partial(_fused, decoupled=decoupled, **flags) if eps_root == 0.0 else None
-    return Optimizer(Rule(name, slots, step, fused), hyper)
+    return make_optimizer(Rule(name, slots, step, fused), hyper)
 
 
 def _step(ops: Lists, work: Work, values: Values, *, decoupled: bool, amsgrad: bool, maximize: bool) -> None:
     """The operations of torch's single-tensor Adam in their order, so that numbers agree to the last bit."""
-    lr, beta1, beta2, decay = values["lr"], values["beta1"], values["beta2"], values["weight_decay"]
-    params, grads, slots = work.params, work.grads, work.slots
-    if maximize:
-        grads = ops.run("neg", grads, keep=True)
-    if isinstance(decay, Tensor) or decay != 0.0:
-        if decoupled:
-            params = ops.run("mul", params, 1 - lr * decay)
-        else:
-            grads = ops.add(grads, params, decay, keep=not maximize)
+    lr, beta1, beta2, slots = values["lr"], values["beta1"], values["beta2"], work.slots
+    params, grads = decay(ops, work, values, decoupled=decoupled, maximize=maximize)
     slots["exp_avg"] = ops.run("lerp", slots["exp_avg"], grads, 1 - beta1)
     average = ops.run("mul", slots["exp_avg_sq"], beta2)
     slots["exp_avg_sq"] = average = ops.addcmul(average, grads, grads, 1 - beta2)

@@ -1,0 +1,166 @@
+"""The Python code of a recorded graph: straight-line calls of torch's bindings, in place where memory is free.
+
+The code computes the same to the last bit as the graph does. Overhead for each call is what it saves: bindings read
+arguments faster than overloads of `torch.ops`, numbers are tensors already, and an operation whose operand nothing
+uses any more writes into that operand.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tdfunc._jit.memory import Memory
+
+aten = torch.ops.aten
+_PACKETS = """
+    add.Tensor sub.Tensor mul.Tensor div.Tensor add.Scalar sub.Scalar mul.Scalar div.Scalar neg.default abs.default
+    mm.default bmm.default addmm.default baddbmm.default t.default transpose.int permute.default unsqueeze.default
+    squeeze.dim select.int cat.default stack.default index_select.default gather.default where.self full.default
+    clone.default sum.default sum.dim_IntList mean.default mean.dim amax.default exp.default log.default sqrt.default
+    rsqrt.default square.default reciprocal.default sign.default pow.Tensor_Scalar tanh.default sigmoid.default
+    relu.default maximum.default minimum.default eq.Tensor eq.Scalar gt.Scalar ge.Scalar lt.Scalar le.Scalar
+    lerp.Scalar addcmul.default addcdiv.default native_layer_norm.default
+"""
+# torch's own bindings of these take the same arguments and are called faster than an OpOverload.
+BINDINGS: dict[Any, str] = {
+    getattr(getattr(aten, name), kind): name
+    for name, kind in [spelling.split(".") for spelling in _PACKETS.split()]
+    if hasattr(torch, name)
+}
+# Methods that take sizes or dimensions one by one.
+_SPREAD: dict[Any, str] = {aten.view.default: "view", aten._unsafe_view.default: "view", aten.expand.default: "expand"}
+# With a method of this name and a "_" that overwrites the first operand.
+_UNARY = ("neg", "abs", "exp", "log", "sqrt", "rsqrt", "square", "reciprocal", "tanh", "sigmoid", "relu")
+_IN_PLACE: dict[Any, str] = {
+    **{getattr(aten, name).default: f"{name}_" for name in _UNARY},
+    **{getattr(aten, name).Tensor: f"{name}_" for name in ("add", "sub", "mul", "div")},
+}
+_COMMUTE = (aten.add.Tensor, aten.mul.Tensor)
+_ARITHMETIC = tuple(
+    getattr(getattr(aten, name), kind) for name in ("add", "sub", "mul", "div") for kind in ("Tensor", "Scalar")
+)
+# Their results are new memory, all of it in use.
+_MAKERS = {
+    *_IN_PLACE, aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default, aten.where.self,
+    aten.threshold_backward.default, aten.clone.default, aten.sum.dim_IntList, aten.mean.dim, aten.full.default,
+    aten.mul.Scalar, aten.add.Scalar, aten.sub.Scalar, aten.div.Scalar, aten.convolution.default,
+    aten._softmax.default, aten._log_softmax.default, aten._softmax_backward_data.default,
+    aten.max_pool2d_with_indices_backward.default,
+}  # fmt: skip
+_EXACT_DTYPES = (torch.float32, torch.float64)
+
+
+def compile_graph(module: fx.GraphModule, memory: Memory) -> Callable[..., list[Any]]:
+    """Return the function of the graph's placeholders that returns a list of its outputs."""
+    writer = _Writer(module, memory)
+    lines: list[str] = []
+    names: list[str] = []
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            names.append(node.name)
+        elif node.op == "output":
+            lines.append(f"return [{', '.join(map(writer.spell, node.args[0]))}]")
+        elif node.op != "get_attr":
+            lines.append(f"{node.name} = {writer.call(node)}")
+            if dead := writer.dead.get(node):
+                lines.append(" = ".join([*dead, "None"]))
+    source = "\n    ".join([f"def replay({', '.join(names)}):", *lines])
+    exec(compile(source, "<jit>", "exec"), writer.scope)
+    return writer.scope["replay"]
+
+
+class _Writer:
+    """Spells nodes, and binds what has no spelling to names of the code's scope."""
+
+    def __init__(self, module: fx.GraphModule, memory: Memory) -> None:
+        self.scope: dict[str, Any] = {}
+        self._module, self._memory = module, memory
+        self._bound: dict[Any, str] = {}
+        self._makers: dict[int, fx.Node] = {}
+        self.dead: dict[fx.Node, list[str]] = {}
+        last: dict[fx.Node, fx.Node] = {}
+        for node in module.graph.nodes:
+            for storage in self._memory.of(node):
+                self._makers.setdefault(storage, node)
+            if node.op not in ("placeholder", "get_attr"):
+                last |= dict.fromkeys([node, *node.all_input_nodes], node)
+        for node, user in last.items():
+            if user.op != "output" and node.op not in ("placeholder", "get_attr"):
+                self.dead.setdefault(user, []).append(node.name)
+
+    def bind(self, value: Any, key: Any = None) -> str:
+        key = ("id", id(value)) if key is None else key
+        if key not in self._bound:
+            self._bound[key] = name = f"_{len(self._bound)}"
+            self.scope[name] = value
+        return self._bound[key]
+
+    def spell(self, value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return (
+                self.bind(operator.attrgetter(str(value.target))(self._module))
+                if value.op == "get_attr"
+                else value.name
+            )
+        if value is None or isinstance(value, (bool, str)) or type(value) is int:
+            return repr(value)
+        if isinstance(value, (list, tuple)) and any(isinstance(item, fx.Node) for item in value):
+            return f"[{', '.join(map(self.spell, value))}]"
+        return self.bind(value)
+
+    def call(self, node: fx.Node) -> str:
+        target: Any = node.target
+        args = [self.spell(arg) for arg in node.args]
+        if target is operator.getitem:
+            return f"{args[0]}[{args[1]}]"
+        if target in _SPREAD:
+            sizes: Any = node.args[1]
+            return f"{args[0]}.{_SPREAD[target]}({', '.join(map(repr, sizes))})"
+        if target in _ARITHMETIC and (number := self._number(node)) is not None:
+            args[1] = number
+        overwritten = self._find_overwritten(node)
+        if overwritten is not None:
+            others = [arg for i, arg in enumerate(args) if i != overwritten]
+            return f"{args[overwritten]}.{_IN_PLACE[target]}({', '.join(others)})"
+        args += [f"{name}={self.spell(value)}" for name, value in node.kwargs.items()]
+        if target in BINDINGS:
+            call = self.bind(getattr(torch, BINDINGS[target]))
+        else:
+            # Without the frame of OpOverload.__call__.
+            call = self.bind(getattr(target, "_op", target))
+        return f"{call}({', '.join(args)})"
+
+    def _number(self, node: fx.Node) -> str | None:
+        """Bind the number of `x + number` and its kind as a tensor, which torch would make at each call."""
+        x, number, value = node.args[0], node.args[1], node.meta["val"]
+        if not isinstance(x, fx.Node) or type(number) not in (int, float) or len(node.args) > 2 or node.kwargs:
+            return None
+        # Of narrower dtypes, kernels compute with the number as it is.
+        if value.dtype not in _EXACT_DTYPES or x.meta["val"].dtype != value.dtype or value.device.type != "cpu":
+            return None
+        return self.bind(torch.tensor(number, dtype=value.dtype, device="cpu"), ("number", repr(number), value.dtype))
+
+    def _find_overwritten(self, node: fx.Node) -> int | None:
+        """Return the place of an operand that the result can overwrite."""
+        if node.target not in _IN_PLACE or node.kwargs or len(node.args) > 2:
+            return None
+        operands = node.args[: 2 if node.target in _COMMUTE else 1]
+        for i, operand in enumerate(operands):
+            if isinstance(operand, fx.Node) and self._is_free(operand, node):
+                return i
+        return None
+
+    def _is_free(self, operand: fx.Node, node: fx.Node) -> bool:
+        own, memory = self._memory.of(operand), self._memory
+        maker = self._makers[next(iter(own))]
+        if maker.target not in _MAKERS or not memory.dies_at(operand, node):
+            return False
+        x, y = operand.meta["val"], node.meta["val"]
+        if not isinstance(y, Tensor) or (x.shape, x.stride(), x.dtype) != (y.shape, y.stride(), y.dtype):
+            return False
+        if x.numel() != maker.meta["val"].numel():
+            return False
+        return all(other is operand or own.isdisjoint(memory.of(other)) for other in node.all_input_nodes)

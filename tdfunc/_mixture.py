@@ -1,0 +1,95 @@
+"""The mixture of an ensemble's members, and checks of logits and labels, for `metrics` and `calibration`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tdfunc.core.context import has_values
+from tdfunc.core.errors import LeafMismatchError, error
+
+
+# Any: tensors, or lists and arrays of their values.
+def predicted(call: str, y: Any, t: Any, weights: Any) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities, of the mixture if there are members, and the checked labels."""
+    y = torch.as_tensor(y)
+    check_outputs(call, y, 1)
+    t = t if isinstance(t, Tensor) else torch.as_tensor(t, device=y.device)
+    fits = y.dim() - t.dim() in (1, 2) and y.shape[y.dim() - 1 - t.dim() : -1] == t.shape
+    if not fits or t.is_floating_point() or t.is_complex() or t.dtype is torch.bool:
+        raise LeafMismatchError(
+            f"{call}: the labels must fit the logits.",
+            expected=f"integers of shape (*B), for logits of shape (*B, C) or (E, *B, C): {list(y.shape)}",
+            got=f"shape {list(t.shape)}, {t.dtype}",
+        )
+    if t.numel() == 0:
+        raise error(ValueError, f"{call}: there must be labels to average over.", got=f"shape {list(t.shape)}")
+    # Narrow integers cannot be compared with the number of classes.
+    t = t.long()
+    if has_values() and not bool(((t >= 0) & (t < y.shape[-1])).all()):
+        raise error(
+            ValueError,
+            f"{call}: labels must name classes.",
+            expected=f"0 <= t < {y.shape[-1]}",
+            got=f"{int(t.min())} to {int(t.max())}",
+        )
+    log_q = widen(y).log_softmax(-1)
+    if y.dim() == t.dim() + 2:
+        return log_mixture(log_q, member_weights(y, weights)), t
+    if weights is not None:
+        raise LeafMismatchError(
+            f"{call}: weights need members.",
+            expected=f"logits of shape (E, *{list(t.shape)}, C)",
+            got=f"shape {list(y.shape)}",
+        )
+    return log_q, t
+
+
+def widen(y: Tensor) -> Tensor:
+    return y.to(torch.promote_types(y.dtype, torch.float32))
+
+
+# Any: a tensor, or a list or array of its values.
+def member_weights(y: Tensor, weights: Any) -> Tensor:
+    """Return the members' weights, summing to 1, as a column over the members of y."""
+    dtype = torch.promote_types(y.dtype, torch.float32)
+    members = y.shape[0]
+    if weights is None:
+        w = torch.full((members,), 1 / members, dtype=dtype, device=y.device)
+    else:
+        w = weights if isinstance(weights, Tensor) else torch.as_tensor(weights, dtype=torch.float64, device="cpu")
+        if w.shape != (members,):
+            raise LeafMismatchError(
+                "weights: there must be one for each member.",
+                expected=f"shape [{members}]",
+                got=f"shape {list(w.shape)}",
+            )
+        own = w.detach()
+        if has_values() and not (bool((own.isfinite() & (own >= 0)).all()) and bool((own > 0).any())):
+            raise error(
+                ValueError, "weights: must be in range.", expected="finite, >= 0, and not all 0", got=own.tolist()
+            )
+        # Divided before the sum, which may overflow, and before the cast, which may round all to 0.
+        w = w.to(torch.promote_types(w.dtype, dtype)) / own.amax()
+        w = (w / w.sum()).to(y.device, dtype)
+    return w.reshape(-1, *[1] * (y.dim() - 1))
+
+
+def log_mixture(log_q: Tensor, w: Tensor) -> Tensor:
+    """Return the log of the average of exp(log_q): logsumexp, but with a gradient where all members have -inf."""
+    z = log_q + w.log()
+    top = z.detach().amax(0)
+    top = torch.where(top == -torch.inf, 0, top)
+    total = (z - top).exp().sum(0)
+    nothing = total == 0
+    return torch.where(nothing, -torch.inf, torch.where(nothing, 1, total).log() + top)
+
+
+def check_outputs(call: str, y: Tensor, dims: int) -> None:
+    if not y.is_floating_point() or y.dim() < dims or y.shape[0] == 0:
+        raise LeafMismatchError(
+            f"{call}: y must be the outputs of members.",
+            expected=f"a floating-point tensor of {dims} or more dimensions, not empty in the first",
+            got=f"shape {list(y.shape)}, {y.dtype}",
+            hint="give raw outputs of shape (members, batch, classes), as Ensemble returns them.",
+        )

@@ -1,0 +1,455 @@
+"""Models along one run: their average (SWA), a Gaussian around it (SWAG), the last of them (snapshots), `update_bn`.
+
+Each is a pair of pure functions over a state that is a tree: `init(params)` and `update(state, params)`. They take one
+model or a stacked tree, whose members are averaged each by itself, and work under `torch.vmap`, `tdfunc.jit` and
+`torch.compile`. K is the number of models that are kept, E that of members.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from tdfunc import random
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.context import has_values
+from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureError, error
+from tdfunc.core.keys import dotted
+from tdfunc.core.walk import list_leaves, list_paths, rebuild, replace
+from tdfunc.ensemble._variant import variant
+from tdfunc.ensemble.ensemble import Ensemble
+from tdfunc.modules.functional import Apply
+from tdfunc.modules.random import Rng, key_of
+from tdfunc.ops import cast, maps
+from tdfunc.ops.foreach import check_keys
+from tdfunc.ops.reading import get, has
+from tdfunc.optim._checks import check_dense, check_tree, list_trainable
+from tdfunc.optim._optimizer import Schedule
+
+if TYPE_CHECKING:
+    from tdfunc._tensordict import TensorDict
+
+T = TypeVar("T", bound=TensorCollection)
+
+
+class SWA:
+    """The running average of the parameters along a run.
+
+    The state has `mean`, a tree like the parameters, and `count`. Numbers of 16 bits are averaged in float32;
+    leaves that are not floating point, such as counters among buffers, are those of the last update.
+
+    Source:
+        Izmailov et al., "Averaging weights leads to wider optima and better generalization" (2018);
+        `torch.optim.swa_utils.AveragedModel`.
+
+    Examples:
+        >>> swa = SWA()
+        >>> state = swa.init(TensorDict({"w": torch.zeros(2)}))
+        >>> for value in (1.0, 2.0, 6.0):
+        ...     state = swa.update(state, TensorDict({"w": torch.full((2,), value)}))
+        >>> state["mean", "w"]
+        tensor([3., 3.])
+    """
+
+    def init(self, params: TensorCollection) -> "TensorDict":
+        """Return the state before the first update, which reads only the shapes of `params`."""
+        _check_params("SWA.init", params)
+        return _state(params, {"mean": maps.apply(params, lambda x: torch.zeros_like(x, dtype=_wide(x)), ())})
+
+    def update(self, state: T, params: TensorCollection, *, active: Tensor | bool = True) -> T:
+        """Return the state with one more model in the average.
+
+        Args:
+            state: The result of `init`, or of the last `update`.
+            params: The model, or the stacked members.
+            active: Whether the model counts, for all members or for each: `active=(step + 1) % 100 == 0`.
+
+        Raises:
+            TreeStructureError: The state is of another class, or `params` has other leaves than in `init`.
+            LeafMismatchError: A leaf has another shape.
+            BatchSizeError: `params` has another batch size, or `active` does not fit it.
+
+        Shapes:
+            `active` is (), or has the batch size of `params`.
+        """
+        old = _parts("SWA.update", state, {"mean"})
+        count = _next_count("SWA.update", old, params, old["mean"])
+        mean = old["mean"].apply(lambda mean, x: _moved(mean, x.detach(), count), params)
+        return _advance("SWA.update", state, {"count": count, "mean": mean}, active)
+
+
+class SWAG:
+    """A Gaussian over the parameters: the average along a run, the variances, and the last K deviations.
+
+    The state has `mean`, `variance` and `count`, and `deviations` of shape (K, *S) for a leaf of shape (*S), the
+    oldest first.
+
+    Args:
+        rank: K, the deviations that give the covariance its part of low rank; 0 keeps the variances alone.
+
+    Raises:
+        ValueError: `rank` is 1, which has no covariance, or negative.
+
+    Source:
+        Maddox et al., "A simple baseline for Bayesian uncertainty in deep learning" (2019), algorithm 1. The variance
+        is updated by the difference of mean of squares and squared mean, without computing either (Welford, 1962).
+
+    Examples:
+        >>> swag = SWAG(rank=3)
+        >>> state = swag.init(TensorDict({"w": torch.zeros(2)}))
+        >>> for i in range(5):
+        ...     state = swag.update(state, TensorDict({"w": tdf.random.normal(tdf.random.key(i), (2,))}))
+        >>> swag.sample(state, tdf.random.key(9), 16)["w"].shape
+        torch.Size([16, 2])
+    """
+
+    def __init__(self, rank: int = 20) -> None:
+        if rank < 0 or rank == 1:
+            raise error(ValueError, "SWAG: rank must be 0, or at least 2.", got=rank)
+        self.rank = rank
+
+    def init(self, params: TensorCollection) -> "TensorDict":
+        """Return the state before the first update, which reads only the shapes of `params`.
+
+        Raises:
+            LeafMismatchError: A leaf is not floating point.
+        """
+        _check_params("SWAG.init", params)
+        list_trainable("SWAG.init", params)
+        zeros = maps.apply(params, lambda x: torch.zeros_like(x, dtype=_wide(x)), ())
+        parts = {"mean": zeros, "variance": cast.clone(zeros, recurse=True)}
+        if self.rank:
+            parts["deviations"] = _rows(zeros, self.rank)
+        return _state(params, parts)
+
+    def update(self, state: T, params: TensorCollection, *, active: Tensor | bool = True) -> T:
+        """Return the state with one more model, which replaces the oldest deviation; arguments as in `SWA.update`."""
+        old = self._parts("SWAG.update", state)
+        count = _next_count("SWAG.update", old, params, old["mean"])
+        new: dict[str, Any] = {"count": count}
+        new["mean"] = mean = old["mean"].apply(lambda mean, x: _moved(mean, x.detach(), count), params)
+        new["variance"] = old["variance"].apply(
+            lambda variance, before, after, x: _moved(variance, (x.detach() - before) * (x.detach() - after), count),
+            old["mean"],
+            mean,
+            params,
+        )
+        if self.rank:
+            away = mean.apply(lambda mean, x: x.detach() - mean, params)
+            new["deviations"] = _pushed(old["deviations"], away)
+        return _advance("SWAG.update", state, new, active)
+
+    def sample(self, state: TensorCollection, key: Tensor, n: int, *, scale: float = 1.0) -> "TensorDict":
+        """Return n draws from the Gaussian, stacked; draw i does not change with n.
+
+        With deviations, half of the covariance is that of the variances and half that of the deviations.
+
+        Args:
+            state: The state of this class, after at least two updates.
+            key: A random key.
+            n: How many draws.
+            scale: A factor of the covariance.
+
+        Returns:
+            A tree like the parameters with the batch size (n, *batch): the members of an `Ensemble`.
+
+        Shapes:
+            A leaf of shape (*S) becomes (n, *S), in float32 at least. A stack of E members gives (n, E, *S), which
+            `flatten(0, 1)` makes one stack.
+
+        Raises:
+            ValueError: The state is of fewer than two models.
+            TreeStructureError: The state is of another class, or of another rank.
+        """
+        parts = self._parts("SWAG.sample", state)
+        mean, variance, count = parts["mean"], parts["variance"], parts["count"]
+        if has_values() and count.numel() and int(count.min()) < 2:
+            raise error(
+                ValueError, "SWAG.sample: there must be two models or more.", expected="count >= 2", got=count.tolist()
+            )
+        size, means = mean._batch_size, list_leaves(mean)
+        spread = [x.clamp(min=0).sqrt() for x in list_leaves(variance)]
+        columns = list_leaves(parts["deviations"]) if self.rank else []
+        # Deviations that are not there yet are zeros.
+        kept = (count.clamp(max=self.rank) - 1).clamp(min=1)
+        root, half = math.sqrt(scale), math.sqrt(0.5) if self.rank else 1.0
+
+        def draw(i: Tensor) -> Any:
+            own = random.fold_in(key, i)
+            z = random.normal(random.fold_in(own, 0), (*size, self.rank), dtype=torch.float64)
+            z = z / kept.unsqueeze(-1).sqrt()
+            leaves: list[Tensor] = []
+            for place, (x, s) in enumerate(zip(means, spread, strict=True)):
+                noise = s * random.normal(random.fold_in(own, place + 1), tuple(x.shape), dtype=x.dtype)
+                if self.rank:
+                    weights = z.reshape((*z.shape, *[1] * (x.dim() - len(size)))).to(x.dtype)
+                    noise = noise + (weights * columns[place]).sum(len(size))
+                leaves.append(x + root * half * noise)
+            return rebuild(mean, leaves)
+
+        return torch.vmap(draw)(torch.arange(n, device=key.device))
+
+    def _parts(self, call: str, state: Any) -> dict[str, Any]:
+        parts = _parts(call, state, {"mean", "variance", "deviations"} if self.rank else {"mean", "variance"})
+        if self.rank and parts["deviations"]._batch_size[-1] != self.rank:
+            raise TreeStructureError(
+                f"{call}: the state must be of this rank.", expected=self.rank, got=parts["deviations"]._batch_size[-1]
+            )
+        return parts
+
+
+class Snapshots:
+    """The last K models of a run, as the members of an ensemble: one at the end of each cycle of the learning rate.
+
+    The state has `members`, the oldest first, and `count`.
+
+    Args:
+        members: K.
+
+    Raises:
+        ValueError: `members` is below 1.
+
+    Source:
+        Huang et al., "Snapshot ensembles: train 1, get M for free" (2017).
+
+    Examples:
+        >>> snapshots, rate = Snapshots(2), cosine_cycles(0.1, 10)
+        >>> state = snapshots.init(TensorDict({"w": torch.zeros(3)}))
+        >>> for step in range(30):
+        ...     params = TensorDict({"w": torch.full((3,), float(step))})
+        ...     state = snapshots.update(state, params, active=(step + 1) % 10 == 0)
+        >>> snapshots.stack(state)["w"][:, 0]
+        tensor([19., 29.])
+    """
+
+    def __init__(self, members: int) -> None:
+        if members < 1:
+            raise error(ValueError, "Snapshots: there must be a member.", expected="members >= 1", got=members)
+        self.members = members
+
+    def init(self, params: TensorCollection) -> "TensorDict":
+        """Return the state before the first update, which reads only the shapes of `params`."""
+        _check_params("Snapshots.init", params)
+        return _state(params, {"members": _rows(params, self.members)})
+
+    def update(self, state: T, params: TensorCollection, *, active: Tensor | bool = True) -> T:
+        """Return the state with this model as the newest member; arguments as in `SWA.update`."""
+        old = _parts("Snapshots.update", state, {"members"})
+        count = _next_count("Snapshots.update", old, params, old["members"])
+        members = _pushed(old["members"], maps.apply(params, lambda x: x.detach(), ()))
+        return _advance("Snapshots.update", state, {"count": count, "members": members}, active)
+
+    def stack(self, state: TensorCollection) -> "TensorDict":
+        """Return the models collected so far as one stacked tree, the oldest first.
+
+        Shapes:
+            Leaves (*S) of one model give (K, *S); those (E, *S) of a stack (E * K, *S), the models of member 0 first.
+
+        Raises:
+            ValueError: There are none, or the members of a stack have collected different numbers of models.
+        """
+        parts = _parts("Snapshots.stack", state, {"members"})
+        counts = parts["count"].clamp(max=self.members)
+        kept = int(counts.min())
+        if kept == 0 or kept != int(counts.max()):
+            raise error(
+                ValueError,
+                "Snapshots.stack: each member must have collected equally many models, and at least one.",
+                got=counts.tolist(),
+                hint="state[i] is the state of member i.",
+            )
+        dims = len(state._batch_size)
+        members = parts["members"][(slice(None),) * dims + (slice(self.members - kept, None),)]
+        return members.flatten(0, dims) if dims else members
+
+
+def cosine_cycles(peak_value: float | Tensor, cycle_steps: int) -> Schedule:
+    """Return the schedule that falls from a peak towards 0 along half a cosine, again and again.
+
+    Args:
+        peak_value: The value at the start of each cycle; a tensor of shape (E,) has one for each member.
+        cycle_steps: The number of steps in a cycle.
+
+    Raises:
+        ValueError: `cycle_steps` is below 1.
+
+    Source:
+        Huang et al., "Snapshot ensembles" (2017), equation 2.
+
+    Examples:
+        >>> rate = cosine_cycles(0.1, 10)
+        >>> [round(float(rate(torch.tensor(step))), 4) for step in (0, 5, 9, 10)]
+        [0.1, 0.05, 0.0024, 0.1]
+    """
+    if cycle_steps < 1:
+        raise error(
+            ValueError, "cosine_cycles: a cycle must have a step.", expected="cycle_steps >= 1", got=cycle_steps
+        )
+
+    def value(step: Tensor) -> Tensor:
+        share = (step % cycle_steps).to(torch.float64) / cycle_steps
+        return peak_value * (1 + torch.cos(math.pi * share)) / 2
+
+    return value
+
+
+def update_bn(apply: Apply, params: TensorCollection, buffers: T, batches: Iterable[Any], *, rng: Rng = None) -> T:
+    """Return the buffers with the statistics that the BatchNorm layers have for these parameters.
+
+    An average of models has the statistics of none of them. They are computed anew: the average over the batches, by
+    forwards in training mode.
+
+    Args:
+        apply: The pure function of the model, or of one member.
+        params: The parameters, or those of a stack.
+        buffers: Its buffers; those that belong to no BatchNorm layer are as after the forwards.
+        batches: Inputs; the first element of a tuple or list is the input.
+        rng: A random key, a seed or a generator for dropout; batch i draws from `fold_in(key, i)`.
+
+    Raises:
+        ValueError: There are no batches.
+
+    Source:
+        `torch.optim.swa_utils.update_bn`.
+
+    Examples:
+        >>> apply, params, buffers = tdf.functional(nn.BatchNorm1d(1))
+        >>> batches = [torch.tensor([[1.0], [3.0]]), torch.tensor([[5.0], [7.0]])]
+        >>> update_bn(apply, params, buffers, batches)["running_mean"]
+        tensor([4.])
+    """
+
+    def cumulative(module: nn.Module) -> None:
+        module.train()
+        for part in module.modules():
+            if isinstance(part, _BatchNorm):
+                part.momentum = None
+
+    norms = [name for name, part in apply.module.named_modules() if isinstance(part, _BatchNorm)]
+    fresh: dict[Any, Any] = {}
+    for name in norms:
+        for buffer, value in (("running_mean", 0), ("running_var", 1), ("num_batches_tracked", 0)):
+            path = (*name.split("."), buffer) if name else (buffer,)
+            if has(buffers, path):
+                fresh[path] = torch.full_like(get(buffers, path), value)
+    if not fresh:
+        return buffers
+    run = variant(apply, cumulative)
+    # The share of a batch is a Python number in torch's BatchNorm, which vmap cannot read.
+    run = Ensemble(run, "loop") if params._batch_size else run
+    key = None if rng is None else key_of(rng)
+    buffers, seen = replace(buffers, fresh), 0
+    with torch.no_grad():
+        for batch in batches:
+            x = batch[0] if isinstance(batch, (tuple, list)) else batch
+            own = None if key is None else random.fold_in(key, seen)
+            _, buffers = run.with_buffers(params, buffers, x, rng=own)
+            seen += 1
+    if not seen:
+        raise error(
+            ValueError, "update_bn: there must be a batch.", got="no batches", hint="an iterator can be used up."
+        )
+    return buffers
+
+
+# -- states -----------------------------------------------------------------------------------------------------
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
+
+
+def _check_params(call: str, params: TensorCollection) -> None:
+    check_tree(call, "params", params)
+    check_dense(call, params)
+
+
+# Any: the nodes are tensors and trees.
+def _parts(call: str, state: Any, names: set[str]) -> dict[str, Any]:
+    """Return the entries of a state, which must be those of this class."""
+    if not isinstance(state, TensorCollection) or state._data.keys() != {"count", *names}:
+        raise TreeStructureError(
+            f"{call}: the state must be of this class.",
+            expected=f"a tree with the entries {sorted({'count', *names})}",
+            got=f"{sorted(state._data)}" if isinstance(state, TensorCollection) else type(state).__name__,
+            hint="state = init(params); the order is (state, params).",
+        )
+    return state._data
+
+
+def _state(params: TensorCollection, parts: dict[str, Any]) -> Any:
+    size = params._batch_size
+    device = next((x.device for x in list_leaves(params)), None)
+    count = torch.zeros(size, dtype=torch.int64, device=device)
+    return TensorCollection._open._make({"count": count, **parts}, size, params._device, params._names)
+
+
+def _rows(tree: T, n: int) -> T:
+    """Return zeros for n models, along a new dimension after the members."""
+    dims = len(tree._batch_size)
+    return maps.apply(
+        tree,
+        lambda x: x.new_zeros((*x.shape[:dims], n, *x.shape[dims:])),
+        (),
+        batch_size=[*tree._batch_size, n],
+    )
+
+
+def _pushed(rows: T, tree: TensorCollection) -> T:
+    """Return the rows without the oldest one, and with a new one at the end."""
+    dims = len(tree._batch_size)
+    leaves = [
+        torch.cat([old.narrow(dims, 1, old.shape[dims] - 1), new.to(old.dtype).unsqueeze(dims)], dims)
+        for old, new in zip(list_leaves(rows), list_leaves(tree), strict=True)
+    ]
+    return rebuild(rows, leaves)
+
+
+def _moved(mean: Tensor, x: Tensor, count: Tensor) -> Tensor:
+    """Return the average of `count` values, given that of the others and the last."""
+    if not mean.is_floating_point():
+        return x
+    share = count.reshape((*count.shape, *[1] * (mean.dim() - count.dim()))).to(mean.dtype)
+    return mean + (x.to(mean.dtype) - mean) / share
+
+
+def _next_count(call: str, state: dict[str, Any], params: TensorCollection, kept: TensorCollection) -> Tensor:
+    """Return the number of models with this one, whose leaves must be like those that the state keeps."""
+    check_tree(call, "params", params)
+    count: Tensor = state["count"]
+    if count.shape != params._batch_size:
+        raise BatchSizeError(
+            f"{call}: params must have the batch size of the state.",
+            expected=list(count.shape),
+            got=list(params._batch_size),
+        )
+    check_keys(kept, params, call)
+    # The rows of `Snapshots` have a dimension of their own.
+    dims, extra = len(params._batch_size), len(kept._batch_size) - len(params._batch_size)
+    for path, old, new in zip(list_paths(params), list_leaves(kept), list_leaves(params), strict=True):
+        if (*old.shape[:dims], *old.shape[dims + extra :]) != new.shape:
+            raise LeafMismatchError(
+                f"{call}: the leaf {dotted(path)!r} must have its shape in the state.",
+                expected=[*old.shape[:dims], *old.shape[dims + extra :]],
+                got=list(new.shape),
+            )
+    return count + 1
+
+
+def _advance(call: str, state: T, new: dict[str, Any], active: Tensor | bool) -> T:
+    """Return the new state, or for members that are not active the old one."""
+    changed = state._replace(new)
+    if active is True:
+        return changed
+    size = state._batch_size
+    chosen = torch.as_tensor(active, device=new["count"].device)
+    if chosen.shape not in ((), size):
+        raise BatchSizeError(
+            f"{call}: active must be one bool, or have the batch size of params.",
+            expected=f"shape [] or {list(size)}",
+            got=f"shape {list(chosen.shape)}",
+        )
+    return torch.where(chosen.expand(size), changed, state)  # pyright: ignore

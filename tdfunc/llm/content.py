@@ -1,0 +1,123 @@
+"""`ContentBase`: one part of a multimodal message, as a typed value.
+
+A message keeps its parts as the dicts that templates and servers take; this class makes and reads them.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tdfunc._tensorclass import TensorClass
+from tdfunc.core.errors import error
+
+# The types of parts that hold their values in a dict of their own, and where they are in it.
+_NESTED: dict[str, dict[str, str]] = {
+    "image_url": {"url": "url"},
+    "video_url": {"url": "url"},
+    "audio_url": {"url": "url"},
+    "input_audio": {"data": "data", "mime_type": "format"},
+    "file": {"data": "file_data", "name": "filename"},
+}
+
+
+class ContentBase(TensorClass["nocast", "shadow"]):  # pyright: ignore[reportInvalidTypeArguments, reportUntypedBaseClass]
+    """One part of a message: text, an image, audio, a file, or a call.
+
+    `History(content=...)` takes one (or several, along a batch dimension) and keeps it as OpenAI's dicts.
+
+    Args:
+        type: The kind of the part: "text", "image", "image_url", "input_audio", ...
+        text: The text of a part of type "text".
+        url: Where the data are.
+        data: The data themselves, such as base64 text.
+        mime_type: Their format; "wav" or "mp3" of an "input_audio".
+        name: The name of a file.
+        size: Its size, bytes.
+        function_name: The function of a call.
+        function_args: Its arguments.
+
+    Examples:
+        >>> image = ContentBase(type="image_url", url="https://example.com/cat.png")
+        >>> image.to_parts()
+        [{'type': 'image_url', 'image_url': {'url': 'https://example.com/cat.png'}}]
+        >>> ContentBase.from_parts(image.to_parts())[0].url
+        'https://example.com/cat.png'
+    """
+
+    # With the option "shadow", methods of these names are called through the class.
+    type: str  # pyright: ignore[reportIncompatibleMethodOverride]
+    text: str | None = None
+    url: str | None = None
+    data: Any = None
+    mime_type: str | None = None
+    name: str | None = None
+    size: int | None = None  # pyright: ignore[reportIncompatibleMethodOverride]
+    function_name: str | None = None
+    function_args: dict[str, Any] | None = None
+
+    def to_parts(self) -> list[dict[str, Any]]:
+        """Return the part, or those along the batch, as OpenAI's dicts."""
+        if self._batch_size:
+            return [part for row in self.unbind(0) for part in row.to_parts()]
+        values = {name: self._get(name).value for name in self._fields if name in self._keys()}
+        values = {name: value for name, value in values.items() if value is not None}
+        kind = values.pop("type")
+        inside = _NESTED.get(kind, {})
+        nested = {inside[name]: values.pop(name) for name in tuple(values) if name in inside}
+        return [{"type": kind, **({kind: nested} if nested else {}), **values}]
+
+    @classmethod
+    def from_parts(cls, parts: Iterable[Mapping[str, Any]]) -> "list[ContentBase]":
+        """Return a value for each of OpenAI's dicts.
+
+        Raises:
+            TypeError: A part is not a dict with a type, or has an entry that is not a field.
+        """
+        return [cls(**_read_part(part)) for part in parts]
+
+
+def _read_part(part: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
+        raise error(TypeError, "A part of a content must be a dict with a type.", got=repr(part))
+    kind: str = part["type"]
+    inside = _NESTED.get(kind, {})
+    back: dict[str, str] = {theirs: ours for ours, theirs in inside.items()}
+    entries: dict[str, Any] = dict(part)
+    nested = entries.pop(kind) if kind in _NESTED and kind in entries else None
+    if isinstance(nested, Mapping):
+        inner: Mapping[str, Any] = nested
+        entries |= {back.get(key, key): value for key, value in inner.items()}
+    elif nested is not None:
+        entries[kind] = nested
+    unknown = sorted(entries.keys() - set(ContentBase._fields))
+    if unknown:
+        raise error(
+            TypeError,
+            f"ContentBase has no field {unknown[0]!r}.",
+            expected=str(list(ContentBase._fields)),
+            got=str(part),
+        )
+    return entries
+
+
+# Any: a str, parts, or an instance (or list of them) of the class above.
+def as_content(value: Any) -> Any:
+    """Return the content of a message as text, a list of dicts, or None."""
+    if isinstance(value, ContentBase):
+        return value.to_parts()
+    if isinstance(value, Mapping):
+        return [dict(value)]
+    if isinstance(value, (list, tuple)):
+        parts: list[Any] = []
+        for item in value:
+            parts += item.to_parts() if isinstance(item, ContentBase) else [item]
+        return parts
+    return value
+
+
+def text_of(content: Any) -> str | None:
+    """Return the text of a content; None if a part is something else than text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = [part if isinstance(part, str) else part.get("text") for part in content]
+    texts = [part for part in parts if isinstance(part, str)]
+    return "".join(texts) if len(texts) == len(parts) else None

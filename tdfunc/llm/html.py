@@ -1,0 +1,86 @@
+"""The HTML of conversations in a notebook: a readable chat, without scripts; every text is escaped."""
+
+import json
+from html import escape
+from typing import Any
+
+# Conversations, messages of one, and characters of a text that are shown.
+CHATS, MESSAGES, CHARACTERS = 20, 200, 4000
+
+_STYLE = (
+    "<style>"
+    "@{font-size:13px;line-height:1.45;max-width:60em}@ details{margin:.3em 0}@ summary{cursor:pointer}"
+    "@ .tdf-msg{margin:.35em 0;padding:.3em .7em;border-left:3px solid rgba(128,128,128,.4);white-space:pre-wrap;"
+    "overflow-wrap:anywhere}"
+    "@ .tdf-user{border-color:#3b82f6}@ .tdf-assistant{border-color:#16a34a}@ .tdf-tool{border-color:#d97706}"
+    "@ .tdf-system{border-color:#9333ea}@ small{opacity:.65}@ i{opacity:.75}"
+    "@ code{font-family:ui-monospace,Menlo,Consolas,monospace;font-size:12px;background:none}"
+    "</style>"
+).replace("@", ".tdf-chat")
+
+
+def chat_html(chats: Any) -> str:
+    """Return the HTML of conversations, as `History.to_chats` gives them."""
+    flat: list[Any] = []
+    _collect(chats, flat)
+    shown = flat[:CHATS]
+    body = [_chat(chat, i, len(flat)) for i, chat in enumerate(shown)]
+    if len(flat) > len(shown):
+        body.append(f"<small>{len(flat) - len(shown)} more conversations</small>")
+    return f'{_STYLE}<div class="tdf-chat">{"".join(body)}</div>'
+
+
+def _collect(chats: Any, found: list[Any]) -> None:
+    if isinstance(chats, dict) or not chats or (isinstance(chats[0], dict) and "messages" not in chats[0]):
+        found.append(chats)
+        return
+    for chat in chats:
+        _collect(chat, found)
+
+
+def _chat(chat: Any, i: int, count: int) -> str:
+    messages, tools = (chat["messages"], chat.get("tools")) if isinstance(chat, dict) else (chat, None)
+    body = "".join([_message(message) for message in messages[:MESSAGES]])
+    if len(messages) > MESSAGES:
+        body += f"<small>{len(messages) - MESSAGES} more messages</small>"
+    if tools:
+        body = f"<details><summary><small>{len(tools)} tools</small></summary>{_code(tools)}</details>{body}"
+    if count == 1:
+        return body
+    return f"<details open><summary>conversation {i}, {len(messages)} messages</summary>{body}</details>"
+
+
+def _message(message: dict[str, Any]) -> str:
+    role = str(message.get("role"))
+    known = role if role in ("system", "user", "assistant", "tool") else "other"
+    notes = [str(message[key]) for key in ("name", "tool_call_id", "finish_reason") if message.get(key)]
+    notes += ["cut off"] if message.get("is_complete") is False else []
+    head = f"<b>{escape(role)}</b>" + "".join([f" <small>{escape(note)}</small>" for note in notes])
+    parts: list[str] = []
+    if message.get("reasoning_content"):
+        parts.append(f"<i>{_text(message['reasoning_content'])}</i>\n")
+    content = message.get("content")
+    for part in content if isinstance(content, list) else [content]:
+        text = part.get("text") if isinstance(part, dict) else part
+        parts.append(_text(text) if isinstance(text, str) else _code(part))
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        parts.append(f"\n<code>{escape(str(function['name']))}({_text(_json(function['arguments']))})</code>")
+    if message.get("tool_responses"):
+        parts.append(_code(message["tool_responses"]))
+    if message.get("parse_error"):
+        parts.append(f"\n<small>not parsed: {_text(message['parse_error'])}</small>")
+    return f'<div class="tdf-msg tdf-{known}">{head}\n{"".join(parts)}</div>'
+
+
+def _text(value: Any) -> str:
+    text = str(value)
+    return escape(text if len(text) <= CHARACTERS else f"{text[:CHARACTERS]}... ({len(text)} characters)")
+
+
+def _code(value: Any) -> str:
+    return "" if value is None else f"<code>{_text(_json(value))}</code>"
+
+
+def _json(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=repr)

@@ -1,0 +1,1 @@
+"""Chat templates as values: rendering, parsing, and the spans of contents and replies."""

@@ -1,0 +1,395 @@
+"""The interface of a chat template: a value that turns messages into the text of a model and back.
+
+A template gives pieces of text, each with the message it belongs to, so that the text of messages and the text of the
+template are never mixed up: masks, safe encoding and token-exact conversations are made from pieces.
+"""
+
+import functools
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.llm.content import text_of
+from tdfunc.llm.message import UNCOMPARED, Message, as_compared
+from tdfunc.llm.rows import messages_of, per_conversation, tools_of
+
+
+class Conversation(NamedTuple):
+    """The messages of one conversation, and the schemas of its tools."""
+
+    messages: list[Message]
+    tools: list[Any] | None = None
+
+
+class Piece(NamedTuple):
+    """A stretch of a rendered conversation."""
+
+    text: str
+    # The place of the message; None for text before the first.
+    message: int | None = None
+    # Text of a message or tool: control strings in it are ordinary text.
+    is_content: bool = False
+    # Written by the assistant: its content, calls and end of turn.
+    is_reply: bool = False
+
+
+class Span(NamedTuple):
+    """Characters `start` to `stop` of a rendered conversation, and the message that they belong to."""
+
+    start: int
+    stop: int
+    message: int | None = None
+
+
+class Marked(NamedTuple):
+    """A rendered conversation, the spans of its contents, and those that assistants wrote, in order."""
+
+    text: str
+    contents: list[Span]
+    replies: list[Span]
+
+
+class AbstractTemplate(ABC):
+    """A chat template: rendering, parsing, and the spans that masks and encoding are made of."""
+
+    # The class that `parse` makes; `history.py`, which stands above, sets it once.
+    _history: ClassVar[Any] = None
+
+    @property
+    @abstractmethod
+    def control(self) -> tuple[str, ...]:
+        """Return the strings by which the template marks turns."""
+
+    @property
+    @abstractmethod
+    def end(self) -> str:
+        """Return the end of an assistant's turn."""
+
+    @abstractmethod
+    def texts(
+        self, conversations: Sequence[Conversation], *, generation_prompt: bool = False, open_end: bool = False
+    ) -> list[str]:
+        """Return the texts of conversations.
+
+        Args:
+            conversations: Their messages and tools.
+            generation_prompt: End with the header of a reply.
+            open_end: Leave the last message without its end.
+
+        Raises:
+            UnsupportedError: The template has no form for a message; the error names it.
+        """
+
+    @abstractmethod
+    def marked_all(
+        self,
+        conversations: Sequence[Conversation],
+        *,
+        generation_prompt: bool = False,
+        open_end: bool = False,
+        replies: bool = True,
+    ) -> list[Marked]:
+        """Return the texts of conversations with the spans of contents and (with `replies`) of replies.
+
+        Of contents those are given that have a control string, at least.
+
+        Raises:
+            ValueError: The spans cannot be found: the template edits or drops a content.
+        """
+
+    def marked(
+        self,
+        conversation: Conversation,
+        *,
+        generation_prompt: bool = False,
+        open_end: bool = False,
+        replies: bool = True,
+    ) -> Marked:
+        """Return `marked_all` of one conversation."""
+        options = {"generation_prompt": generation_prompt, "open_end": open_end, "replies": replies}
+        return self.marked_all([conversation], **options)[0]
+
+    @abstractmethod
+    def parse_chat(self, text: str) -> Conversation:
+        """Return the conversation of a rendered text; its last message may be cut off.
+
+        Raises:
+            ValueError: The template does not render such a text.
+        """
+
+    @abstractmethod
+    def parse_reply(self, text: str) -> Message:
+        """Return the message of a reply, given without its end of turn.
+
+        It never raises: a reply with a part that cannot be parsed is kept whole as `content`, and `parse_error` says
+        why.
+        """
+
+    def render(
+        self,
+        history: Any,
+        *,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        reversible: bool = False,
+        unsafe: bool = False,
+    ) -> Any:
+        r"""Return the text of each conversation, as the model reads it.
+
+        Args:
+            history: A `History`.
+            add_generation_prompt: End with the header of a reply.
+            continue_final_message: Leave the last message open.
+            reversible: Raise where `parse` would not give the history back.
+            unsafe: Allow control strings in contents: whoever wrote one can forge messages.
+
+        Returns:
+            A text, or lists of texts nested as the batch before the messages.
+
+        Raises:
+            ValueError: A content has a control string, or the text would not parse back; the error names the message.
+            UnsupportedError: The template has no form for a message.
+
+        Examples:
+            >>> from tdfunc.llm import History, chatml
+            >>> chatml.render(History.from_chats([{"role": "user", "content": "hi"}]))
+            '<|im_start|>user\nhi<|im_end|>\n'
+        """
+
+        def one(chat: Any) -> str:
+            conversation = conversation_in(chat)
+            options = {"generation_prompt": add_generation_prompt, "open_end": continue_final_message}
+            text = self.texts([conversation], **options)[0]
+            if not unsafe:
+                check_safe(conversation, self.control)
+            if reversible:
+                self._check_reversible(text, conversation)
+            return text
+
+        return per_conversation(one, history)
+
+    def parse(self, text: Any) -> Any:
+        r"""Return the `History` of a rendered conversation, or a ragged one of (nested) lists of them.
+
+        Raises:
+            ValueError: The template does not render such a text.
+
+        Examples:
+            >>> from tdfunc.llm import chatml
+            >>> chatml.parse("<|im_start|>user\nhi<|im_end|>\n").content
+            ['hi']
+        """
+        return self._history.from_text(text, chat_template=self)
+
+    def _check_reversible(self, text: str, conversation: Conversation) -> None:
+        try:
+            back = self.parse_chat(text)
+        except ValueError as err:
+            raise error(ValueError, f"render: the text would not parse back: {err}") from err
+        if as_compared({"tools": back.tools}) != as_compared({"tools": conversation.tools}):
+            raise error(ValueError, "render: the tools would not parse back.", got=repr(back.tools)[:200])
+        given = [as_compared(message) for message in conversation.messages]
+        found = [as_compared(message) for message in back.messages]
+        for i, (message, other) in enumerate(zip(given, found)):  # noqa: B905 - the count is compared below
+            lost = [key for key in {**message, **other} if message.get(key) != other.get(key)]
+            if lost:
+                raise error(
+                    ValueError,
+                    f"render: {describe(conversation, i)} would not parse back: {lost[0]!r} would differ.",
+                    expected=repr(message.get(lost[0]))[:200],
+                    got=repr(other.get(lost[0]))[:200],
+                    hint="render(h) without reversible= gives the text all the same.",
+                )
+        if len(given) != len(found):
+            i = min(len(given), len(found))
+            raise error(
+                ValueError,
+                f"render: {describe(conversation, min(i, len(given) - 1))} would not parse back.",
+                expected=f"{len(given)} messages",
+                got=f"{len(found)} messages",
+            )
+
+
+# Any: a History of one dimension, which stands above.
+def conversation_in(history: Any) -> Conversation:
+    """Return the messages and tools of a history of one dimension (or of one message)."""
+    messages = messages_of(history)
+    tools = tools_of(messages)
+    return Conversation(
+        [{k: v for k, v in each.items() if k != "tools"} for each in messages] if tools else messages, tools
+    )
+
+
+def describe(conversation: Conversation, i: int) -> str:
+    """Return the place and role of a message, for errors."""
+    return f"message {i} ({conversation.messages[i].get('role')})"
+
+
+@functools.lru_cache(maxsize=64)
+def _pattern(control: tuple[str, ...]) -> "re.Pattern[str]":
+    """Return the pattern of control strings, the longest first where several start at one place."""
+    return re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))))
+
+
+def controls_in(text: str, control: tuple[str, ...]) -> "Iterator[re.Match[str]]":
+    """Yield the control strings in a text."""
+    return _pattern(control).finditer(text) if control and text else iter(())
+
+
+def check_safe(conversation: Conversation, control: tuple[str, ...]) -> None:
+    """Raise if a text of a message or tool has a control string."""
+    if not is_forged(conversation, control):
+        return
+    for i, message in enumerate([*conversation.messages, {"tools": conversation.tools}]):
+        for text in (*strings_in(message), text_of(message.get("content")) or ""):
+            match = next(controls_in(text, control), None)
+            if match is not None:
+                where = describe(conversation, i) if i < len(conversation.messages) else "the tools"
+                raise error(
+                    ValueError,
+                    f"{where} has the control string {match[0]!r} in its text, by which it could forge a message.",
+                    expected="contents without control strings",
+                    got=repr(text[max(0, match.start() - 20) : match.end() + 20]),
+                    hint="tokenize=True encodes it as ordinary text; unsafe=True renders it all the same.",
+                )
+
+
+def is_forged(conversation: Conversation, control: tuple[str, ...]) -> bool:
+    """Return whether a text of a message or tool has a control string, its parts taken together."""
+    if not control:
+        return False
+    texts: list[str] = [*strings_in(conversation.tools)] if conversation.tools else []
+    for message in conversation.messages:
+        content = message.get("content")
+        if isinstance(content, str) and len(message) == 2:
+            texts += (content, message["role"])
+        else:
+            texts += (*strings_in(message), text_of(content) or "")
+    # No control string spans the null between two texts.
+    return _pattern(control).search("\0".join(texts)) is not None
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    """Yield the strings in a message, keys of dicts included, except those of fields that are not rendered."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if key not in UNCOMPARED:
+                yield from strings_in(key)
+                yield from strings_in(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from strings_in(item)
+
+
+class AbstractPieceTemplate(AbstractTemplate):
+    """A template that gives the pieces of a conversation, each with the message that it belongs to."""
+
+    @abstractmethod
+    def pieces(
+        self, conversation: Conversation, *, generation_prompt: bool = False, open_end: bool = False
+    ) -> list[Piece]:
+        """Return the pieces of a rendered conversation; the options are those of `texts`."""
+
+    def texts(  # noqa: D102 - as the interface
+        self, conversations: Sequence[Conversation], *, generation_prompt: bool = False, open_end: bool = False
+    ) -> list[str]:
+        all_pieces = [
+            self.pieces(each, generation_prompt=generation_prompt, open_end=open_end) for each in conversations
+        ]
+        return ["".join([piece.text for piece in pieces]) for pieces in all_pieces]
+
+    def marked_all(  # noqa: D102 - as the interface
+        self,
+        conversations: Sequence[Conversation],
+        *,
+        generation_prompt: bool = False,
+        open_end: bool = False,
+        replies: bool = True,
+    ) -> list[Marked]:
+        return [
+            _marked(self.pieces(each, generation_prompt=generation_prompt, open_end=open_end)) for each in conversations
+        ]
+
+
+def _marked(pieces: Sequence[Piece]) -> Marked:
+    at, contents, found = 0, list[Span](), list[Span]()
+    for piece in pieces:
+        start, at = at, at + len(piece.text)
+        if piece.is_content and piece.text:
+            contents.append(Span(start, at, piece.message))
+        if piece.is_reply and found and found[-1].stop == start and found[-1].message == piece.message:
+            found[-1] = found[-1]._replace(stop=at)
+        elif piece.is_reply and piece.text:
+            found.append(Span(start, at, piece.message))
+    return Marked("".join([piece.text for piece in pieces]), contents, found)
+
+
+# -- parts that several templates share ---------------------------------------------------------------------------
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """Return JSON as `tojson` of transformers' templates writes it."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def plain_text(conversation: Conversation, i: int) -> str:
+    """Return the content of a message, which must be text.
+
+    Raises:
+        UnsupportedError: It has a part that is not text.
+    """
+    text = text_of(conversation.messages[i].get("content"))
+    if text is None:
+        raise UnsupportedError(
+            f"{describe(conversation, i)} has parts that are not text.",
+            got=repr(conversation.messages[i]["content"])[:200],
+            hint="the template of the model's own processor renders images and audio: chat_template=None.",
+        )
+    return text
+
+
+def refuse(conversation: Conversation, i: int, *fields: str) -> None:
+    """Raise if a message has a field for which a template has no form."""
+    for name in fields:
+        if conversation.messages[i].get(name):
+            raise UnsupportedError(
+                f"{describe(conversation, i)}: this template has no form for {name!r}, which would be lost.",
+                hint="history.set(field, None) leaves it out.",
+            )
+
+
+def arguments_text(call: dict[str, Any]) -> str:
+    """Return the arguments of a call as JSON text; text stays as it is."""
+    arguments = call["function"]["arguments"]
+    return arguments if isinstance(arguments, str) else to_json(arguments)
+
+
+def make_call(name: Any, arguments: Any) -> dict[str, Any]:
+    """Return a call in OpenAI's form.
+
+    Raises:
+        ValueError: The name is not text.
+    """
+    if not isinstance(name, str):
+        raise ValueError(f"the name of the function must be text, got {name!r}")
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def unparsed(text: str, reason: object) -> Message:
+    """Return a reply as raw text with the reason."""
+    return {"role": "assistant", "content": text, "parse_error": str(reason)}
+
+
+def not_rendered(text: str, at: int, expected: str) -> ValueError:
+    """Return the error for a text that a template does not render."""
+    return error(
+        ValueError,
+        f"parse: the text at character {at} is not what the template renders.",
+        expected=expected,
+        got=repr(text[at : at + 40]),
+    )

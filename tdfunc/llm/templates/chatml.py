@@ -1,0 +1,227 @@
+"""ChatML, with the tool calls of Hermes and the thinking of Qwen: the templates `chatml` and `qwen`."""
+
+import json
+import re
+from dataclasses import dataclass
+from typing import final
+
+from tdfunc.core.errors import error
+from tdfunc.llm.message import Message
+from tdfunc.llm.templates.base import (
+    AbstractPieceTemplate,
+    Conversation,
+    Piece,
+    arguments_text,
+    make_call,
+    not_rendered,
+    plain_text,
+    refuse,
+    to_json,
+    unparsed,
+)
+
+_TOOLS = (
+    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>"
+)
+_CALLS = (
+    "\n</tools>\n\nFor each function call, return a json object with function name and arguments within "
+    '<tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n'
+    "</tool_call>"
+)
+_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>\s*", re.DOTALL)
+_RESPONSE = re.compile(r"<tool_response>\n(.*?)\n</tool_response>(?:\n|$)", re.DOTALL)
+_START, _END = "<|im_start|>", "<|im_end|>"
+
+
+@final
+@dataclass(frozen=True)
+class ChatML(AbstractPieceTemplate):
+    """ChatML: `<|im_start|>role`, a line break, the content, `<|im_end|>`.
+
+    Thinking stands in `<think>`, calls in `<tool_call>` and their results in `<tool_response>` of a user's turn.
+
+    Args:
+        drop_thinking: As Qwen3 does, leave thinking out of turns before the last query of the user, and write an empty
+            one in a last reply without. Conversations then do not extend each other: see `extends`.
+
+    Source:
+        The template of Qwen3, whose tool calls are those of Hermes 2 Pro.
+
+    Examples:
+        >>> from tdfunc.llm import History, qwen
+        >>> chat = [
+        ...     {"role": "user", "content": "2+2?"},
+        ...     {"role": "assistant", "reasoning_content": "4", "content": "4"},
+        ... ]
+        >>> print(qwen.render(History.from_chats(chat)))
+        <|im_start|>user
+        2+2?<|im_end|>
+        <|im_start|>assistant
+        <think>
+        4
+        </think>
+        <BLANKLINE>
+        4<|im_end|>
+        <BLANKLINE>
+    """
+
+    drop_thinking: bool = False
+
+    @property
+    def control(self) -> tuple[str, ...]:  # noqa: D102 - as the interface
+        return _START, _END
+
+    @property
+    def end(self) -> str:  # noqa: D102 - as the interface
+        return _END
+
+    def pieces(  # noqa: D102 - as the interface
+        self, conversation: Conversation, *, generation_prompt: bool = False, open_end: bool = False
+    ) -> list[Piece]:
+        messages, tools = conversation
+        found: list[Piece] = []
+        last_query = max([i for i, each in enumerate(messages) if _is_query(each)], default=len(messages) - 1)
+        if tools and (not messages or messages[0]["role"] != "system"):
+            found += [Piece(f"{_START}system\n"), *_tool_pieces(tools, None), Piece(f"{_END}\n")]
+        for i, message in enumerate(messages):
+            role, is_last = message["role"], i == len(messages) - 1
+            if role == "tool":
+                follows = i > 0 and messages[i - 1]["role"] == "tool"
+                text = plain_text(conversation, i)
+                found += [Piece("" if follows else f"{_START}user", i), Piece("\n<tool_response>\n", i)]
+                found += [Piece(text, i, is_content=True), Piece("\n</tool_response>", i)]
+                if (is_last and not open_end) or (not is_last and messages[i + 1]["role"] != "tool"):
+                    found.append(Piece(f"{_END}\n", i))
+                continue
+            is_reply = role == "assistant"
+            found += [Piece(_START, i), Piece(role, i, is_content=True), Piece("\n", i)]
+            if is_reply:
+                found += self._reply(conversation, i, after_query=i > last_query)
+            else:
+                refuse(conversation, i, "tool_calls", "reasoning_content")
+                text = plain_text(conversation, i)
+                found.append(Piece(text, i, is_content=True))
+                if i == 0 and role == "system" and tools:
+                    found += [Piece("\n\n", i), *_tool_pieces(tools, i)]
+            if not (is_last and open_end):
+                found += [Piece(_END, i, is_reply=is_reply), Piece("\n", i)]
+        return [*found, Piece(f"{_START}assistant\n", len(messages))] if generation_prompt else found
+
+    def _reply(self, conversation: Conversation, i: int, *, after_query: bool) -> list[Piece]:
+        message, is_last = conversation.messages[i], i == len(conversation.messages) - 1
+        text, thinking = plain_text(conversation, i), message.get("reasoning_content") or ""
+        if self.drop_thinking:
+            if not thinking and "</think>" in text:
+                thinking = text.split("</think>")[0].rstrip("\n").split("<think>")[-1].lstrip("\n")
+                text = text.split("</think>")[-1].lstrip("\n")
+            thinking, shows = thinking.strip("\n"), after_query and (is_last or bool(thinking))
+            text = text.lstrip("\n") if shows else text
+        else:
+            shows = bool(thinking)
+        found: list[Piece] = []
+        if shows:
+            found += [Piece("<think>\n", i, is_reply=True), Piece(thinking, i, is_content=True, is_reply=True)]
+            found.append(Piece("\n</think>\n\n", i, is_reply=True))
+        found.append(Piece(text, i, is_content=True, is_reply=True))
+        for n, call in enumerate(message.get("tool_calls") or ()):
+            lead = "\n" if n or text else ""
+            found += [Piece(f'{lead}<tool_call>\n{{"name": "', i, is_reply=True)]
+            found += [Piece(call["function"]["name"], i, is_content=True, is_reply=True)]
+            found += [Piece('", "arguments": ', i, is_reply=True)]
+            found += [Piece(arguments_text(call), i, is_content=True, is_reply=True)]
+            found += [Piece("}\n</tool_call>", i, is_reply=True)]
+        return found
+
+    def parse_chat(self, text: str) -> Conversation:  # noqa: D102 - as the interface
+        messages: list[Message] = []
+        tools, at = None, 0
+        while at < len(text):
+            header = re.compile(rf"{re.escape(_START)}([^\n]*)\n").match(text, at)
+            if header is None:
+                raise not_rendered(text, at, f"{_START}role and a line break")
+            stop = text.find(_END, header.end())
+            role, body = header[1], text[header.end() : None if stop < 0 else stop]
+            after = len(text) if stop < 0 else stop + len(_END)
+            at = after + text.startswith("\n", after)
+            if stop < 0 and role == "assistant" and not body:
+                break
+            if role == "system" and not messages and _TOOLS in body and body.endswith(_CALLS):
+                body, _, listed = body.partition(_TOOLS)
+                try:
+                    tools = [json.loads(line) for line in listed[: -len(_CALLS)].split("\n")[1:]]
+                except ValueError as err:
+                    raise error(ValueError, f"parse: the tools must be JSON: {err}.", got=repr(listed[:200])) from err
+                if not body:
+                    continue
+                body = body.removesuffix("\n\n")
+            found = self._read_turn(role, body)
+            messages += [{**each, "is_complete": False} for each in found] if stop < 0 else found
+        return Conversation(messages, tools)
+
+    def _read_turn(self, role: str, body: str) -> list[Message]:
+        if role == "assistant":
+            return [self.parse_reply(body)]
+        responses = [match[1] for match in _RESPONSE.finditer(body)]
+        joined = "\n".join(f"<tool_response>\n{each}\n</tool_response>" for each in responses)
+        if role == "user" and responses and joined == body:
+            return [{"role": "tool", "content": each} for each in responses]
+        return [{"role": role, "content": body}]
+
+    def parse_reply(self, text: str) -> Message:  # noqa: D102 - as the interface
+        message: Message = {"role": "assistant"}
+        rest, thinking = text, None
+        if text.lstrip().startswith("<think>") or "</think>" in text:
+            before, closed, rest = text.partition("</think>")
+            if not closed:
+                return unparsed(text, "the thinking is not closed")
+            lead, started, inside = before.partition("<think>")
+            if started and lead.strip():
+                return unparsed(text, "text stands before the thinking")
+            # The prompt may have started it.
+            thinking = inside if started else before
+            thinking, rest = thinking.strip("\n"), rest.lstrip("\n")
+        content, opened, calls = rest.partition("<tool_call>")
+        if opened:
+            try:
+                message["tool_calls"] = _read_calls(opened + calls)
+            except ValueError as err:
+                return unparsed(text, err)
+            content = content.removesuffix("\n")
+        message |= {"reasoning_content": thinking} if thinking else {}
+        return message | ({"content": content} if content or not opened else {})
+
+
+def _is_query(message: Message) -> bool:
+    content = message.get("content")
+    if message["role"] != "user":
+        return False
+    return not (
+        isinstance(content, str) and content.startswith("<tool_response>") and content.endswith("</tool_response>")
+    )
+
+
+def _tool_pieces(tools: list[object], i: int | None) -> list[Piece]:
+    lines = [piece for tool in tools for piece in (Piece("\n", i), Piece(to_json(tool), i, is_content=True))]
+    return [Piece(_TOOLS, i), *lines, Piece(_CALLS, i)]
+
+
+def _read_calls(text: str) -> "list[dict[str, object]]":
+    calls: list[dict[str, object]] = []
+    at = 0
+    while at < len(text):
+        match = _CALL.match(text, at)
+        if match is None:
+            raise ValueError(f"tool call {len(calls)} is not closed, or text follows it: {text[at : at + 40]!r}")
+        try:
+            given = json.loads(match[1])
+        except ValueError as err:
+            raise ValueError(f"tool call {len(calls)}: {err}") from err
+        if not isinstance(given, dict) or not given.keys() <= {"name", "arguments"} or "name" not in given:
+            raise ValueError(f"tool call {len(calls)} must be an object with a name and arguments")
+        calls.append(make_call(given["name"], given.get("arguments", {})))
+        at = match.end()
+    return calls
+
+
+chatml, qwen = ChatML(), ChatML(drop_thinking=True)

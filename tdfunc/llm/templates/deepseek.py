@@ -1,0 +1,166 @@
+"""The template of DeepSeek-V3."""
+
+import json
+import re
+from dataclasses import dataclass
+from typing import final
+
+from tdfunc.core.errors import UnsupportedError
+from tdfunc.llm.message import Message
+from tdfunc.llm.templates.base import (
+    AbstractPieceTemplate,
+    Conversation,
+    Piece,
+    arguments_text,
+    make_call,
+    not_rendered,
+    plain_text,
+    refuse,
+    unparsed,
+)
+
+_BEGIN, _END = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
+_USER, _ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
+_CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_CALL, _NAME, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+_OUTPUTS, _OUTPUTS_END = "<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>"
+_OUTPUT, _OUTPUT_END = "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"
+_ONE_CALL = re.compile(rf"\n?{_CALL}function{_NAME}([^\n]*)\n```json\n(.*?)\n```{_CALL_END}", re.DOTALL)
+_TURN = re.compile(f"{_USER}|{_ASSISTANT}|{_OUTPUTS}|{_END}")
+
+
+@final
+@dataclass(frozen=True)
+class DeepSeek(AbstractPieceTemplate):
+    """DeepSeek-V3: all system messages first, `<｜User｜>`, `<｜Assistant｜>`, and an end after each reply.
+
+    A reply to the results of tools follows them without a header. The schemas of tools have no form.
+
+    Source:
+        The template of DeepSeek-V3, with the brackets around results closed wherever they end.
+
+    Examples:
+        >>> from tdfunc.llm import History, deepseek
+        >>> deepseek.render(History.from_chats([{"role": "user", "content": "hi"}]), add_generation_prompt=True)
+        '<｜begin▁of▁sentence｜><｜User｜>hi<｜Assistant｜>'
+    """
+
+    @property
+    def control(self) -> tuple[str, ...]:  # noqa: D102 - as the interface
+        marks = (_CALLS, _CALLS_END, _CALL, _NAME, _CALL_END, _OUTPUTS, _OUTPUTS_END, _OUTPUT, _OUTPUT_END)
+        return (_BEGIN, _END, _USER, _ASSISTANT, *marks)
+
+    @property
+    def end(self) -> str:  # noqa: D102 - as the interface
+        return _END
+
+    def pieces(  # noqa: D102 - as the interface
+        self, conversation: Conversation, *, generation_prompt: bool = False, open_end: bool = False
+    ) -> list[Piece]:
+        messages, tools = conversation
+        if tools:
+            raise UnsupportedError(
+                "deepseek: the template has no form for tools.", hint="describe them in a system message."
+            )
+        found = [Piece(_BEGIN)]
+        systems = [i for i, message in enumerate(messages) if message["role"] == "system"]
+        for i in systems:
+            refuse(conversation, i, "tool_calls", "reasoning_content")
+            found += [
+                Piece("\n\n" if i != systems[0] else "", i),
+                Piece(plain_text(conversation, i), i, is_content=True),
+            ]
+        others = [i for i in range(len(messages)) if i not in systems]
+        for place, i in enumerate(others):
+            role, last = messages[i]["role"], i == others[-1]
+            before = messages[others[place - 1]]["role"] if place else None
+            text = plain_text(conversation, i)
+            refuse(conversation, i, "reasoning_content", *(() if role == "assistant" else ("tool_calls",)))
+            if role == "assistant":
+                found.append(Piece("" if before == "tool" else _ASSISTANT, i))
+                found += [Piece(text, i, is_content=True, is_reply=True), *_call_pieces(messages[i], i)]
+                if not (open_end and last):
+                    found.append(Piece(_END, i, is_reply=True))
+            elif role == "tool":
+                found.append(Piece(_OUTPUT if before == "tool" else _OUTPUTS + _OUTPUT, i))
+                found += [Piece(text, i, is_content=True), Piece("" if open_end and last else _OUTPUT_END, i)]
+                if (last and not open_end) or (not last and messages[others[place + 1]]["role"] != "tool"):
+                    found.append(Piece(_OUTPUTS_END, i))
+            elif role == "user":
+                found += [Piece(_USER, i), Piece(text, i, is_content=True)]
+            else:
+                raise UnsupportedError(f"message {i}: the template has no form for the role {role!r}.")
+        if generation_prompt and not (others and messages[others[-1]]["role"] == "tool"):
+            found.append(Piece(_ASSISTANT, len(messages)))
+        return found
+
+    def parse_chat(self, text: str) -> Conversation:  # noqa: D102 - as the interface
+        messages: list[Message] = []
+        at = len(_BEGIN) if text.startswith(_BEGIN) else 0
+        turn = _TURN.search(text, at)
+        start = len(text) if turn is None else turn.start()
+        if start > at:
+            messages.append({"role": "system", "content": text[at:start]})
+        at = start
+        while at < len(text):
+            if text.startswith(_USER, at):
+                turn = _TURN.search(text, at + len(_USER))
+                stop = len(text) if turn is None else turn.start()
+                messages.append({"role": "user", "content": text[at + len(_USER) : stop]})
+                at = stop
+            elif text.startswith(_OUTPUTS, at):
+                stop = text.find(_OUTPUTS_END, at)
+                body = text[at + len(_OUTPUTS) : None if stop < 0 else stop]
+                if not body.startswith(_OUTPUT) or not body.endswith(_OUTPUT_END):
+                    raise not_rendered(text, at, f"results in {_OUTPUT} and {_OUTPUT_END}")
+                results = body[len(_OUTPUT) : -len(_OUTPUT_END)].split(_OUTPUT_END + _OUTPUT)
+                messages += [{"role": "tool", "content": result} for result in results]
+                at = len(text) if stop < 0 else stop + len(_OUTPUTS_END)
+            elif text.startswith(_ASSISTANT, at) or (messages and messages[-1]["role"] == "tool"):
+                begin = at + len(_ASSISTANT) * text.startswith(_ASSISTANT, at)
+                stop = text.find(_END, begin)
+                body = text[begin : None if stop < 0 else stop]
+                at = len(text) if stop < 0 else stop + len(_END)
+                if stop < 0 and not body:
+                    break
+                reply = self.parse_reply(body)
+                messages.append({**reply, "is_complete": False} if stop < 0 else reply)
+            else:
+                raise not_rendered(text, at, f"{_USER} or {_ASSISTANT}")
+        return Conversation(messages)
+
+    def parse_reply(self, text: str) -> Message:  # noqa: D102 - as the interface
+        content, opened, calls = text.partition(_CALLS)
+        if not opened:
+            return {"role": "assistant", "content": text}
+        body, closed, after = calls.partition(_CALLS_END)
+        if not closed or after:
+            return unparsed(text, "the calls are not closed" if not closed else "text follows the calls")
+        found: list[dict[str, object]] = []
+        at = 0
+        while at < len(body):
+            match = _ONE_CALL.match(body, at)
+            if match is None:
+                return unparsed(text, f"tool call {len(found)} is not closed: {body[at : at + 40]!r}")
+            try:
+                found.append(make_call(match[1], json.loads(match[2])))
+            except ValueError as err:
+                return unparsed(text, f"tool call {len(found)}: {err}")
+            at = match.end()
+        return {"role": "assistant", "tool_calls": found} | ({"content": content} if content else {})
+
+
+def _call_pieces(message: Message, i: int) -> list[Piece]:
+    found: list[Piece] = []
+    for n, call in enumerate(message.get("tool_calls") or ()):
+        found.append(Piece(f"{_CALL}function{_NAME}" if not n else f"\n{_CALL}function{_NAME}", i, is_reply=True))
+        found.append(Piece(call["function"]["name"], i, is_content=True, is_reply=True))
+        found.append(Piece("\n```json\n", i, is_reply=True))
+        found.append(Piece(arguments_text(call), i, is_content=True, is_reply=True))
+        found.append(Piece(f"\n```{_CALL_END}", i, is_reply=True))
+    if found:
+        found = [Piece(_CALLS, i, is_reply=True), *found, Piece(_CALLS_END, i, is_reply=True)]
+    return found
+
+
+deepseek = DeepSeek()

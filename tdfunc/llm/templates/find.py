@@ -1,0 +1,67 @@
+"""The templates by name, and the choice of one for a call."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from tdfunc.core.errors import error
+from tdfunc.core.keys import did_you_mean
+from tdfunc.llm.templates.base import AbstractTemplate
+from tdfunc.llm.templates.chatml import chatml, qwen
+from tdfunc.llm.templates.deepseek import deepseek
+from tdfunc.llm.templates.gemma import gemma
+from tdfunc.llm.templates.jinja import JinjaTemplate
+from tdfunc.llm.templates.llama import llama
+from tdfunc.llm.templates.mistral import mistral
+
+TEMPLATES: Mapping[str, AbstractTemplate] = MappingProxyType(
+    {
+        "chatml": chatml,
+        "chatml_format": chatml,
+        "qwen": qwen,
+        "llama": llama,
+        "deepseek": deepseek,
+        "mistral": mistral,
+        "gemma": gemma,
+    }
+)
+"""The templates that need no tokenizer, by name; `chatml_format` is torchrl's name of `chatml`."""
+
+
+# Any: a tokenizer or processor of transformers.
+def find_template(
+    template: "AbstractTemplate | str | None", tokenizer: Any = None, options: Mapping[str, Any] | None = None
+) -> AbstractTemplate:
+    """Return a template: itself, the one with a name, one in Jinja, or the tokenizer's own.
+
+    Raises:
+        ValueError: No template has the name, or `options` are given for one that takes none.
+        TypeError: There is neither a template nor a tokenizer.
+    """
+    if isinstance(template, str) and template in TEMPLATES:
+        template = TEMPLATES[template]
+    if isinstance(template, AbstractTemplate):
+        if options:
+            raise error(
+                ValueError,
+                f"apply_chat_template: {next(iter(options))!r} is not an option of {type(template).__name__}.",
+                hint="options of a template in Python are arguments of its class, as in ChatML(drop_thinking=True).",
+            )
+        return template
+    if tokenizer is None:
+        raise error(
+            TypeError,
+            "A template or a tokenizer must be given.",
+            expected=f"one of {list(TEMPLATES)}, a template, or tokenizer=",
+            got=repr(template),
+            hint=did_you_mean(template, list(TEMPLATES)) if isinstance(template, str) else None,
+        )
+    own = getattr(tokenizer, "chat_template", None)
+    if template is not None and "{" not in template and not (isinstance(own, dict) and template in own):
+        raise error(
+            ValueError,
+            f"There is no template {template!r}.",
+            expected=f"one of {list(TEMPLATES)}, or a text in Jinja",
+            hint=did_you_mean(template, list(TEMPLATES)),
+        )
+    return JinjaTemplate(tokenizer, template, dict(options or {}))

@@ -1,0 +1,245 @@
+"""The template that a tokenizer brings: Jinja, rendered by transformers.
+
+Jinja gives no pieces, so that the places of contents and replies are found from renders (`markers.py`), and parsing is
+done by the template of ours that renders the same text, where there is one.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, final
+
+from tdfunc.core.errors import error
+from tdfunc.llm.message import Message, read_json, read_message
+from tdfunc.llm.templates.base import AbstractTemplate, Conversation, Marked, Span, is_forged, to_json, unparsed
+from tdfunc.llm.templates.chatml import chatml, qwen
+from tdfunc.llm.templates.deepseek import deepseek
+from tdfunc.llm.templates.gemma import gemma
+from tdfunc.llm.templates.llama import llama
+from tdfunc.llm.templates.markers import MARKS, Alignment, ReplySearch, find_contents, has_reply
+from tdfunc.llm.templates.mistral import mistral
+
+# Conversations by which a template of ours is recognised: one that renders all of them alike parses the rest, too.
+_PROBES = (
+    [{"role": "user", "content": "a"}],
+    [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}],
+    [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+)
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# Fields that a template may read.
+_RENDERED = ("role", "content", "tool_calls", "tool_responses", "name", "tool_call_id", "reasoning_content")
+
+
+@final
+@dataclass(frozen=True)
+class JinjaTemplate(AbstractTemplate):
+    """The template of a tokenizer of transformers, or another one in Jinja.
+
+    Args:
+        tokenizer: The tokenizer or processor; it is not changed.
+        chat_template: A Jinja text, or the name of one of the tokenizer's; without it the tokenizer's default.
+        options: Variables of the template, such as `enable_thinking`.
+    """
+
+    tokenizer: Any
+    chat_template: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @cached_property
+    def source(self) -> str:
+        """The Jinja text."""
+        return self.tokenizer.get_chat_template(self.chat_template)
+
+    @cached_property
+    def control(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The special tokens of the tokenizer; `added_tokens_decoder` has more of them than `all_special_tokens`."""
+        text_tokenizer = getattr(self.tokenizer, "tokenizer", self.tokenizer)
+        added = text_tokenizer.added_tokens_decoder.values()
+        return tuple(dict.fromkeys([token.content for token in added if token.special and token.content.strip()]))
+
+    @cached_property
+    def has_generation(self) -> bool:
+        """Whether its author drew spans with `{% generation %}`."""
+        return _GENERATION.search(self.source) is not None
+
+    @cached_property
+    def header(self) -> str:
+        """The text that asks for a reply; empty where the template has none."""
+        chat = Conversation([{"role": "user", "content": "a"}])
+        without, with_prompt = self.texts([chat])[0], self.texts([chat], generation_prompt=True)[0]
+        return with_prompt[len(without) :] if with_prompt.startswith(without) else ""
+
+    @cached_property
+    def end(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The first control string after a reply; empty where there is none."""
+        mark = MARKS[0]
+        try:
+            chat = Conversation([{"role": "user", "content": "a"}, {"role": "assistant", "content": mark}])
+            after = self.texts([chat])[0].rpartition(mark)[2]
+        # A template in Jinja raises what it likes.
+        except Exception:
+            after = ""
+        tokenizer = getattr(self.tokenizer, "tokenizer", self.tokenizer)
+        found = [after.find(each) for each in self.control if each in after]
+        if found:
+            first = min(found)
+            return max([each for each in self.control if after.startswith(each, first)], key=len)
+        eos = tokenizer.eos_token
+        return eos if eos and eos in after else ""
+
+    @cached_property
+    def arguments(self) -> str:
+        """The form in which the template takes arguments of calls: "dict", "text" of JSON, or "any" of both."""
+        if not self._writes_call({"k": "v"}, "{'k': 'v'}"):
+            return "text"
+        return "any" if self._writes_call('{"k": "v"}', r"\"k\"") else "dict"
+
+    def _writes_call(self, arguments: Any, mistake: str) -> bool:
+        call = {"type": "function", "id": "a" * 9, "function": {"name": "f", "arguments": arguments}}
+        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        try:
+            return mistake not in self._render([chat], None)[0]
+        # A template in Jinja raises what it likes.
+        except Exception:
+            return False
+
+    @cached_property
+    def alike(self) -> AbstractTemplate | None:
+        """The template of ours that renders probes as this one does; None where there is none."""
+        expected: list[str | None] = []
+        for probe in _PROBES:
+            try:
+                expected.append(self._render([probe], None)[0])
+            except Exception:
+                expected.append(None)
+        if all([text is None for text in expected]):
+            return None
+        begins = ("", getattr(getattr(self.tokenizer, "tokenizer", self.tokenizer), "bos_token", None) or "")
+        for template in (chatml, qwen, llama, deepseek, mistral, gemma):
+            if all([_alike(template, probe, text, begins) for probe, text in zip(_PROBES, expected, strict=True)]):
+                return template
+        return None
+
+    def _render(self, chats: list[list[Message]], tools: list[Any] | None, **options: Any) -> list[str]:
+        given = {**self.options, **options}
+        return self.tokenizer.apply_chat_template(
+            chats, tools=tools, chat_template=self.chat_template, tokenize=False, **given
+        )
+
+    def _as_dicts(self, conversation: Conversation) -> list[Message]:
+        dicts: list[Message] = []
+        for message in conversation.messages:
+            shown = {name: message[name] for name in _RENDERED if message.get(name) is not None}
+            if "tool_calls" in shown:
+                shown["tool_calls"] = [self._as_call(call) for call in shown["tool_calls"]]
+            dicts.append(shown)
+        return dicts
+
+    def _as_call(self, call: dict[str, Any]) -> dict[str, Any]:
+        arguments = call["function"]["arguments"]
+        if self.arguments == "dict":
+            arguments = read_json(arguments)
+        elif self.arguments == "text" and not isinstance(arguments, str):
+            arguments = to_json(arguments)
+        return {**call, "function": {**call["function"], "arguments": arguments}}
+
+    def texts(  # noqa: D102 - as the interface
+        self, conversations: Sequence[Conversation], *, generation_prompt: bool = False, open_end: bool = False
+    ) -> list[str]:
+        options = {"add_generation_prompt": generation_prompt, "continue_final_message": open_end}
+        chats = [self._as_dicts(each) for each in conversations]
+        if all([not each.tools for each in conversations]):
+            return self._render(chats, None, **options) if chats else []
+        return [self._render([chat], each.tools, **options)[0] for chat, each in zip(chats, conversations, strict=True)]
+
+    def marked_all(  # noqa: D102 - as the interface
+        self,
+        conversations: Sequence[Conversation],
+        *,
+        generation_prompt: bool = False,
+        open_end: bool = False,
+        replies: bool = True,
+    ) -> list[Marked]:
+        def render_all(chats: Sequence[Conversation]) -> list[str]:
+            return self.texts(chats, generation_prompt=generation_prompt, open_end=open_end)
+
+        texts = render_all(conversations)
+        found = [Marked(text, [], []) for text in texts]
+        forged = [i for i, each in enumerate(conversations) if is_forged(each, self.control)]
+        if forged:
+            alignments = [Alignment(conversations[i], self.control, everything=True) for i in forged]
+            for i, alignment, text in zip(forged, alignments, render_all([a.marked for a in alignments]), strict=True):
+                found[i] = found[i]._replace(contents=find_contents(texts[i], text, alignment))
+        asks = [i for i, each in enumerate(conversations) if replies and has_reply(each)]
+        if not asks:
+            return found
+        if self.has_generation:
+            for i in asks:
+                spans = self._drawn(conversations[i], texts[i], generation_prompt, open_end)
+                found[i] = found[i]._replace(replies=spans)
+            return found
+        spans_of = self.search(generation_prompt, open_end).find(
+            [conversations[i] for i in asks], [texts[i] for i in asks]
+        )
+        for i, spans in zip(asks, spans_of, strict=True):
+            found[i] = found[i]._replace(replies=spans)
+        return found
+
+    def search(self, generation_prompt: bool = False, open_end: bool = False) -> ReplySearch:
+        """Return the search for replies that needs no `{% generation %}`."""
+        return ReplySearch(self.texts, self.end, self.header, generation_prompt, open_end)
+
+    def _drawn(self, conversation: Conversation, text: str, prompt: bool, open_end: bool) -> list[Span]:
+        """Return the spans that the author drew with `{% generation %}`, each with an end of turn."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        tokenizer = getattr(self.tokenizer, "tokenizer", self.tokenizer)
+        # Annotated as a str there; it returns both.
+        rendered: Any = render_jinja_template(
+            conversations=[self._as_dicts(conversation)],
+            tools=conversation.tools or None,
+            chat_template=self.source,
+            return_assistant_tokens_mask=True,
+            add_generation_prompt=prompt,
+            continue_final_message=open_end,
+            **{**tokenizer.special_tokens_map, **self.options},
+        )
+        texts, indices = rendered
+        if texts[0] != text:
+            raise error(
+                ValueError,
+                "apply_chat_template: the render with {% generation %} must be the render without its spans.",
+                expected=repr(text[:200]),
+                got=repr(texts[0][:200]),
+            )
+        end = self.end
+        stops = [stop + len(end) if end and text.startswith(end, stop) else stop for _, stop in indices[0]]
+        return [Span(start, stop) for (start, _), stop in zip(indices[0], stops, strict=True) if stop > start]
+
+    def parse_chat(self, text: str) -> Conversation:  # noqa: D102 - as the interface
+        if self.alike is None:
+            raise error(
+                ValueError,
+                "parse: no template of tdfunc renders as this tokenizer's does.",
+                hint="keep the messages: from_chats; or parse with a template of your own: chat_template=.",
+            )
+        bos = getattr(getattr(self.tokenizer, "tokenizer", self.tokenizer), "bos_token", None)
+        return self.alike.parse_chat(text.removeprefix(bos) if bos else text)
+
+    def parse_reply(self, text: str) -> Message:  # noqa: D102 - as the interface
+        if getattr(self.tokenizer, "response_template", None) is not None:
+            try:
+                given = self.tokenizer.parse_response(text, prefix=self.header)
+                return {"role": "assistant"} | read_message({"role": "assistant", **given}, "parse_reply")
+            # Whatever another library finds wrong with a reply, the reply is kept.
+            except Exception as err:
+                return unparsed(text, f"{type(err).__name__}: {err}")
+        return {"role": "assistant", "content": text} if self.alike is None else self.alike.parse_reply(text)
+
+
+def _alike(template: AbstractTemplate, probe: list[Message], text: str | None, begins: Sequence[str]) -> bool:
+    if text is None:
+        return True
+    own = template.texts([Conversation(probe)])[0]
+    return any([begin + own == text for begin in begins])

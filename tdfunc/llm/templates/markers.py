@@ -1,0 +1,215 @@
+"""The places of contents and replies in a text that an opaque template rendered, found from further renders.
+
+A conversation is rendered a second time with a marker in the place of each content. Where the markers lie between the
+same texts as the contents, they show where each content is, and that the template neither edits nor drops it.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from tdfunc.core.errors import error
+from tdfunc.llm.message import Message, read_json
+from tdfunc.llm.templates.base import Conversation, Span, describe, strings_in, to_json
+
+# First characters of markers: of the private use areas, which no tokenizer or template gives a meaning.
+MARKS = ("\ue0b7", "\uf2a1", "\U000f3c09")
+_OPEN = "\ue0b8"
+
+
+class Alignment:
+    """A conversation with markers in the place of contents, and what each stands for.
+
+    Args:
+        conversation: The messages.
+        control: Control strings.
+        everything: Mark all texts with a control string, of tools too; else the texts of assistants only.
+    """
+
+    def __init__(self, conversation: Conversation, control: tuple[str, ...] = (), *, everything: bool = False) -> None:
+        texts = "".join(strings_in(conversation._asdict()))
+        self.mark = next((mark for mark in MARKS if mark not in texts), None)
+        if self.mark is None:
+            raise error(ValueError, "A content has every character by which contents are found.", got=str(MARKS))
+        self.originals: list[str] = []
+        self.owners: list[int | None] = []
+        self._control = control if everything else None
+        messages = [self._marked_message(i, message) for i, message in enumerate(conversation.messages)]
+        tools = conversation.tools and [self._deep(tool, None, False) for tool in conversation.tools]
+        self.marked = Conversation(messages, tools)
+
+    def _marker(self, text: str, owner: int | None) -> str:
+        self.originals.append(text)
+        self.owners.append(owner)
+        return f"{self.mark}{len(self.originals) - 1}{_OPEN}"
+
+    # Any: a value of a message, which keeps its structure.
+    def _deep(self, value: Any, owner: int | None, is_marked: bool) -> Any:
+        if isinstance(value, str):
+            forged = self._control is not None and any([mark in value for mark in self._control])
+            return self._marker(value, owner) if is_marked or forged else value
+        if isinstance(value, list):
+            return [self._deep(item, owner, is_marked) for item in value]
+        if isinstance(value, dict):
+            return {key: self._deep(item, owner, is_marked) for key, item in value.items()}
+        return value
+
+    def _marked_message(self, i: int, message: Message) -> Message:
+        is_reply = message["role"] == "assistant" and self._control is None
+        marked: Message = dict(message)
+        for name, value in message.items():
+            if name == "tool_calls":
+                marked[name] = [self._marked_call(i, call, is_reply) for call in value]
+            elif name == "content" and isinstance(value, list):
+                marked[name] = [
+                    # Several parts may make a control string together.
+                    {**part, "text": self._deep(part["text"], i, is_reply or self._control is not None)}
+                    if isinstance(part.get("text"), str)
+                    else part
+                    for part in value
+                ]
+            elif name in ("content", "reasoning_content"):
+                marked[name] = self._deep(value, i, is_reply)
+            elif name in ("name", "tool_call_id", "tool_responses"):
+                marked[name] = self._deep(value, i, False)
+        return marked
+
+    def _marked_call(self, i: int, call: dict[str, Any], is_reply: bool) -> dict[str, Any]:
+        function = call["function"]
+        arguments = function["arguments"]
+        values = self._deep(read_json(arguments), i, is_reply)
+        name = self._deep(function["name"], i, is_reply)
+        given = to_json(values) if isinstance(arguments, str) and not isinstance(values, str) else values
+        return {**call, "function": {**function, "name": name, "arguments": given}}
+
+
+def find_contents(text: str, marked: str, alignment: Alignment) -> list[Span]:
+    """Return the span of each marker's content in the real text, in the order of the text.
+
+    Raises:
+        ValueError: The texts between the markers differ from those between the contents.
+    """
+    places = list(re.finditer(rf"{alignment.mark}(\d+){_OPEN}", marked))
+    pattern, at = "", 0
+    for place in places:
+        choices = "|".join(map(re.escape, _forms(alignment.originals[int(place[1])])))
+        pattern += f"{re.escape(marked[at : place.start()])}({choices})"
+        at = place.end()
+    match = re.compile(pattern + re.escape(marked[at:]), re.DOTALL).fullmatch(text)
+    missing = sorted(set(range(len(alignment.originals))) - {int(place[1]) for place in places})
+    if match is None:
+        raise error(
+            ValueError,
+            "The template edits a content, so that its place in the text cannot be found.",
+            expected=repr(marked[:300]),
+            got=repr(text[:300]),
+            hint="take one of tdfunc.llm.TEMPLATES, or a template with {% generation %} for masks.",
+        )
+    dropped = [i for i in missing if alignment.originals[i].strip() and alignment.owners[i] is None]
+    if dropped:
+        raise error(
+            ValueError, "The template drops a text of the tools.", got=repr(alignment.originals[dropped[0]])[:200]
+        )
+    return [Span(*match.span(n + 1), alignment.owners[int(place[1])]) for n, place in enumerate(places)]
+
+
+def _forms(text: str) -> list[str]:
+    """Return the forms in which a template may write a text: as it is, trimmed, or inside JSON."""
+    trimmed = [text, text.strip(), text.strip("\n"), text.lstrip("\n"), text.rstrip("\n"), text.lstrip(), text.rstrip()]
+    return list(dict.fromkeys([*trimmed, *[to_json(each)[1:-1] for each in trimmed]]))
+
+
+def has_reply(conversation: Conversation) -> bool:
+    """Return whether an assistant speaks in a conversation."""
+    return any([message["role"] == "assistant" for message in conversation.messages])
+
+
+class ReplySearch(NamedTuple):
+    """The search for replies: from the header that asks for one to the end of turn, which is included."""
+
+    # Any: the method `texts` of a template.
+    render: Callable[..., list[str]]
+    end: str
+    header: str
+    generation_prompt: bool
+    open_end: bool
+
+    def find(self, conversations: Sequence[Conversation], texts: Sequence[str]) -> list[list[Span]]:
+        """Return the spans of the replies of each conversation.
+
+        Raises:
+            ValueError: A reply cannot be found.
+        """
+        alignments = [Alignment(each) for each in conversations]
+        options = {"generation_prompt": self.generation_prompt, "open_end": self.open_end}
+        try:
+            marked: Sequence[str | None] = self.render([each.marked for each in alignments], **options)
+        # A template in Jinja raises what it likes.
+        except Exception:
+            marked = [None] * len(texts)
+        found: list[list[Span]] = []
+        for conversation, text, alignment, other in zip(conversations, texts, alignments, marked, strict=True):
+            headed = None if other is None else self._by_markers(conversation, text, other, alignment, strict=True)
+            spans = self._by_prefixes(conversation, text) if headed is None else headed
+            if spans is None:
+                other = self.render([alignment.marked], **options)[0] if other is None else other
+                spans = self._by_markers(conversation, text, other, alignment, strict=False)
+                assert spans is not None
+            found.append(spans)
+        return found
+
+    def _by_markers(
+        self, conversation: Conversation, text: str, marked: str, alignment: Alignment, *, strict: bool
+    ) -> list[Span] | None:
+        """Return the spans around the contents of replies; if `strict`, None where a header or content is not found."""
+        try:
+            contents = find_contents(text, marked, alignment)
+        except ValueError:
+            if strict:
+                return None
+            raise
+        replies: list[Span] = []
+        for i, message in enumerate(conversation.messages):
+            if message["role"] != "assistant":
+                continue
+            own = [n for n, span in enumerate(contents) if span.message == i]
+            if not own and strict:
+                return None
+            if not own:
+                raise error(
+                    ValueError,
+                    f"{describe(conversation, i)} has no place in the text: the template drops it.",
+                    got=repr(text[:300]),
+                )
+            before = contents[own[0] - 1].stop if own[0] else 0
+            after = contents[own[-1] + 1].start if own[-1] + 1 < len(contents) else len(text)
+            start, stop = contents[own[0]].start, contents[own[-1]].stop
+            at = text.rfind(self.header, before, start) if self.header else -1
+            if at < 0 and strict:
+                return None
+            ended = text.find(self.end, stop, after) if self.end else -1
+            first = at + len(self.header) if at >= 0 else start
+            replies.append(Span(first, ended + len(self.end) if ended >= 0 else stop, i))
+        return replies
+
+    def _by_prefixes(self, conversation: Conversation, text: str) -> list[Span] | None:
+        """Return the spans where each render is a prefix of the next; None where one is not."""
+        messages, tools = conversation
+        replies: list[Span] = []
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            if i == 0:
+                return None
+            is_open = self.open_end and i == len(messages) - 1
+            try:
+                prompt = self.render([Conversation(messages[:i], tools)], generation_prompt=True)[0]
+                turn = self.render([Conversation(messages[: i + 1], tools)], open_end=is_open)[0]
+            # For example for a conversation that ends with a tool call.
+            except Exception:
+                return None
+            if len(turn) == len(prompt) or not (turn.startswith(prompt) and text.startswith(turn)):
+                return None
+            ended = turn.rfind(self.end, len(prompt)) if self.end else -1
+            replies.append(Span(len(prompt), ended + len(self.end) if ended >= 0 else len(turn), i))
+        return replies

@@ -1,0 +1,156 @@
+"""The template of Mistral's instruct models since November 2024 (their seventh tokenizer)."""
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, final
+
+from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.llm.message import Message, read_json
+from tdfunc.llm.templates.base import (
+    AbstractPieceTemplate,
+    Conversation,
+    Piece,
+    describe,
+    make_call,
+    not_rendered,
+    plain_text,
+    refuse,
+    to_json,
+    unparsed,
+)
+
+_BEGIN, _END = "<s>", "</s>"
+_SYSTEM, _SYSTEM_END = "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"
+_TOOLS, _TOOLS_END = "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"
+_USER, _USER_END = "[INST]", "[/INST]"
+_RESULT, _RESULT_TEXT, _RESULT_END = "[TOOL_RESULTS]", "[TOOL_CONTENT]", "[/TOOL_RESULTS]"
+_CALLS = "[TOOL_CALLS]"
+_BRACKETS = {_SYSTEM: _SYSTEM_END, _TOOLS: _TOOLS_END, _USER: _USER_END, _RESULT: _RESULT_END}
+_OPEN = re.compile("|".join(re.escape(each) for each in _BRACKETS))
+
+
+@final
+@dataclass(frozen=True)
+class Mistral(AbstractPieceTemplate):
+    """Mistral: `[INST]`, the user's text, `[/INST]`, the reply, `</s>`.
+
+    The tools stand before the last message of the user, so a conversation with tools and a further one does not extend
+    the earlier: see `extends`.
+
+    Source:
+        `InstructTokenizerV7` of mistral-common.
+
+    Examples:
+        >>> from tdfunc.llm import History, mistral
+        >>> chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+        >>> mistral.render(History.from_chats(chat))
+        '<s>[INST]hi[/INST]hello</s>'
+    """
+
+    @property
+    def control(self) -> tuple[str, ...]:  # noqa: D102 - as the interface
+        return (_BEGIN, _END, _CALLS, _RESULT_TEXT, *_BRACKETS, *_BRACKETS.values())
+
+    @property
+    def end(self) -> str:  # noqa: D102 - as the interface
+        return _END
+
+    def pieces(  # noqa: D102 - as the interface
+        self, conversation: Conversation, *, generation_prompt: bool = False, open_end: bool = False
+    ) -> list[Piece]:
+        messages, tools = conversation
+        found = [Piece(_BEGIN)]
+        last_user = max([i for i, message in enumerate(messages) if message["role"] == "user"], default=-1)
+        if tools and last_user < 0:
+            raise UnsupportedError("mistral: the tools stand before a message of the user, which there must be.")
+        for i, message in enumerate(messages):
+            role, text = message["role"], plain_text(conversation, i)
+            refuse(conversation, i, "reasoning_content", *(() if role == "assistant" else ("tool_calls",)))
+            close = not (open_end and i == len(messages) - 1)
+            if role == "assistant":
+                found.append(Piece(text, i, is_content=True, is_reply=True))
+                found += _call_pieces(conversation, i)
+                found.append(Piece(_END if close else "", i, is_reply=True))
+            elif role == "tool":
+                found += [Piece(_RESULT, i), Piece(message.get("tool_call_id") or "", i, is_content=True)]
+                found += [
+                    Piece(_RESULT_TEXT, i),
+                    Piece(text, i, is_content=True),
+                    Piece(_RESULT_END if close else "", i),
+                ]
+            elif role in ("user", "system"):
+                if tools and i == last_user:
+                    found += [Piece(_TOOLS, i), Piece(to_json(tools), i, is_content=True), Piece(_TOOLS_END, i)]
+                start = _USER if role == "user" else _SYSTEM
+                found += [Piece(start, i), Piece(text, i, is_content=True), Piece(_BRACKETS[start] if close else "", i)]
+            else:
+                raise UnsupportedError(f"message {i}: the template has no form for the role {role!r}.")
+        # A reply follows without a header.
+        return found
+
+    def parse_chat(self, text: str) -> Conversation:  # noqa: D102 - as the interface
+        messages: list[Message] = []
+        tools: list[Any] | None = None
+        at = len(_BEGIN) if text.startswith(_BEGIN) else 0
+        while at < len(text):
+            start = _OPEN.match(text, at)
+            if start is None:
+                stop = text.find(_END, at)
+                reply = self.parse_reply(text[at : None if stop < 0 else stop])
+                messages.append({**reply, "is_complete": False} if stop < 0 else reply)
+                at = len(text) if stop < 0 else stop + len(_END)
+                continue
+            close = _BRACKETS[start[0]]
+            stop = text.find(close, start.end())
+            body = text[start.end() : None if stop < 0 else stop]
+            at = len(text) if stop < 0 else stop + len(close)
+            message: Message = {} if stop >= 0 else {"is_complete": False}
+            if start[0] == _TOOLS:
+                tools = read_json(body)
+                if not isinstance(tools, list):
+                    raise error(ValueError, "parse: the tools must be a list in JSON.", got=repr(body[:200]))
+                continue
+            if start[0] == _RESULT:
+                call, found, content = body.partition(_RESULT_TEXT)
+                if not found:
+                    raise not_rendered(text, start.start(), f"{_RESULT}, an id, {_RESULT_TEXT}")
+                message |= {"role": "tool", "content": content, **({"tool_call_id": call} if call else {})}
+            else:
+                message |= {"role": "user" if start[0] == _USER else "system", "content": body}
+            messages.append(message)
+        return Conversation(messages, tools)
+
+    def parse_reply(self, text: str) -> Message:  # noqa: D102 - as the interface
+        content, opened, body = text.partition(_CALLS)
+        if not opened:
+            return {"role": "assistant", "content": text}
+        try:
+            calls = [_read_call(call) for call in json.loads(body)]
+        except (ValueError, TypeError) as err:
+            return unparsed(text, f"the calls must be a list of objects in JSON: {err}")
+        return {"role": "assistant", "tool_calls": calls} | ({"content": content} if content else {})
+
+
+def _call_pieces(conversation: Conversation, i: int) -> list[Piece]:
+    calls = conversation.messages[i].get("tool_calls")
+    if not calls:
+        return []
+    if conversation.messages[i]["role"] != "assistant":
+        raise UnsupportedError(f"{describe(conversation, i)}: only an assistant calls tools.")
+    given: list[dict[str, Any]] = []
+    for call in calls:
+        function = call["function"]
+        one = {"name": function["name"], "arguments": read_json(function["arguments"])}
+        given.append(one | ({"id": call["id"]} if call.get("id") else {}))
+    return [Piece(_CALLS, i, is_reply=True), Piece(to_json(given), i, is_content=True, is_reply=True)]
+
+
+def _read_call(given: Any) -> dict[str, Any]:
+    if not isinstance(given, dict) or not {"name", "arguments"} <= given.keys() <= {"name", "arguments", "id"}:
+        raise ValueError(f"a call has a name, arguments and an id, got {given!r}")
+    call = make_call(given["name"], given["arguments"])
+    return {"id": given["id"], **call} if "id" in given else call
+
+
+mistral = Mistral()

@@ -1,0 +1,367 @@
+"""Recomputation: `checkpoint` makes a function keep its inputs for the derivative, and run again there.
+
+Outside of transforms that is `torch.utils.checkpoint`, which works by hooks on saved tensors. Inside `torch.func` there
+are no such hooks. There the function runs once without any graph, under a mode that finds the tensors it reads besides
+its arguments; one node of autograd then holds the inputs. The node's derivative is a function of the same kind, so
+derivatives of any order keep inputs alone.
+"""
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import torch
+from torch import Tensor
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch.autograd import forward_ad
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,  # pyright: ignore[reportPrivateUsage]
+)
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from tdfunc.core.context import in_functorch, is_compiling, is_fake, is_recording
+from tdfunc.core.errors import UnsupportedError
+from tdfunc.modules.random import seeded
+
+# Tensors to tensors.
+Flat: TypeAlias = Callable[..., tuple[Tensor, ...]]
+# Arguments of torch.utils.checkpoint.checkpoint, besides those of the function.
+_OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+# They hold no tensors.
+_ATOMS = (int, float, str, torch.dtype, torch.device, torch.Size, type(None))
+
+
+# Any: fn takes and returns what it likes.
+def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function with its intermediate results computed again for the derivative, not kept.
+
+    It works where `torch.utils.checkpoint` does, and inside `torch.func` transforms: `grad`, `vjp`, `jacrev`, `vmap`,
+    nested, and under `jit`. Tensors that the function reads besides its arguments get their gradients too. Where
+    derivatives are taken forward (`jvp`, `jacfwd`, `hessian`) and in transforms inside `torch.compile`, the function
+    runs as it is: nothing is saved, the numbers are the same.
+
+    Args:
+        fn: A function that runs alike a second time. Its draws, from torch's default generators or by `rng=`, and the
+            settings of autocast are those of the first.
+
+    Returns:
+        A function with the arguments and results of `fn`: trees, tensors and anything else.
+
+    Raises:
+        UnsupportedError: A variable of an enclosing function is another object at the second run; or in a transform
+            `fn` writes to an argument; or in a trace it draws from torch's default generator, which a replay would not
+            repeat.
+
+    Source:
+        Chen et al., Training Deep Nets with Sublinear Memory Cost (2016); `jax.checkpoint`.
+
+    Examples:
+        >>> block = tdf.checkpoint(lambda p, x: torch.tanh(x @ p["w"]))
+        >>> params, x = TensorDict({"w": torch.eye(2)}), torch.zeros(3, 2)
+        >>> torch.func.grad(lambda p: block(p, x + 1).sum())(params)["w"].shape
+        torch.Size([2, 2])
+    """
+
+    @functools.wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or (in_functorch() and _runs_plainly()):
+            return fn(*args, **kwargs)
+        if is_compiling():
+            return torch_checkpoint.checkpoint(fn, *args, use_reentrant=False, **kwargs)
+        again = _with_same_variables(fn)
+        if in_functorch():
+            return _in_transform(again, args, kwargs)
+
+        # Options of torch's have names that keywords of fn may have.
+        def bound(*args: Any) -> Any:
+            with _NoDraws() if _is_symbolic() else contextlib.nullcontext():
+                return again(*args, **kwargs)
+
+        return torch_checkpoint.checkpoint(bound, *args, use_reentrant=False)
+
+    return run
+
+
+def stand_in(function: Callable[..., Any], *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
+    """`torch.utils.checkpoint.checkpoint` as private copies of modules call it, which works inside transforms too."""
+    if not in_functorch():
+        return torch_checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
+    return checkpoint(function)(*args, **{key: value for key, value in kwargs.items() if key not in _OPTIONS})
+
+
+class Unmarked(TorchFunctionMode):
+    """Inside transforms, `x.requires_grad_()` does nothing.
+
+    Models that checkpoint mark the output of their embeddings so, for the reentrant kind. torch refuses to do it there.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.requires_grad_ and in_functorch():
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _runs_plainly() -> bool:
+    # Tangents of what the function computes without a graph would lack theirs.
+    return is_compiling() or forward_ad._current_level >= 0
+
+
+def _is_symbolic() -> bool:
+    return is_recording() or is_fake(None)
+
+
+def _with_same_variables(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function with a check, at each run, that variables of enclosing functions are as they are now."""
+    cells = getattr(fn, "__closure__", None) or ()
+    now = [_read(cell) for cell in cells]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        for place, (cell, value) in enumerate(zip(cells, now, strict=True)):
+            if _read(cell) is not value:
+                raise UnsupportedError(
+                    f"checkpoint: the variable {fn.__code__.co_freevars[place]!r} changed before the second run.",
+                    expected="the object that it was at the call",
+                    got=type(_read(cell)).__name__,
+                    hint="pass it as an argument, or bind it: lambda x, layer=layer: layer(x).",
+                )
+        return fn(*args, **kwargs)
+
+    return run
+
+
+def _read(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    # A variable that is assigned later.
+    except ValueError:
+        return None
+
+
+class _NoDraws(TorchDispatchMode):
+    """Raises at a draw from a default generator."""
+
+    # Seen and passed on, like every other operation.
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+            raise UnsupportedError(
+                f"checkpoint: the function draws random numbers in a trace ({func}).",
+                expected="draws by a key, which are the same when the function runs again",
+                got="a draw from torch's default generator, which each replay would do twice",
+                hint="tdf.random, or rng=key.",
+            )
+        return func(*args, **kwargs)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif not isinstance(value, _ATOMS):
+            yield from [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _layers(tensor: Tensor) -> list[Tensor]:
+    """Return a tensor and those inside it, of one transform after the other."""
+    found = [tensor]
+    while _functorch.is_functorch_wrapped_tensor(found[-1]):
+        found.append(_functorch.get_unwrapped(found[-1]))
+    return found
+
+
+def _version(tensor: Tensor) -> list[int]:
+    return [0 if layer.is_inference() else layer._version for layer in _layers(tensor)]
+
+
+class _Found(NamedTuple):
+    """A tensor that a function reads besides its arguments, and how it was before that."""
+
+    tensor: Tensor
+    version: list[int]
+    # None of a tensor with a gradient.
+    copy: Tensor | None
+
+
+class _Outside(TorchFunctionMode):
+    """Finds the tensors of outer transforms and graphs that a function reads besides its arguments."""
+
+    def __init__(self, given: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.found: dict[int, _Found] = {}
+        # The results of calls are held weakly: by identity, since comparing tensors computes.
+        self._known = {id(tensor): weakref.ref(tensor) for tensor in given}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for value in _tensors((*args, *kwargs.values())):
+            if value.requires_grad or _functorch.is_functorch_wrapped_tensor(value):
+                known = self._known.get(id(value))
+                if (known is None or known() is not value) and id(value) not in self.found:
+                    copy = None if any([layer.requires_grad for layer in _layers(value)]) else value.clone()
+                    self.found[id(value)] = _Found(value, _version(value), copy)
+        out = func(*args, **kwargs)
+        for value in _tensors((out,)):
+            if id(value) not in self.found:
+                self._known[id(value)] = weakref.ref(value)
+        return out
+
+
+class _Swap(TorchFunctionMode):
+    """Gives operations other tensors in place of some, which are given by their ids."""
+
+    def __init__(self, tensors: dict[int, Tensor]) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any([id(value) in self._tensors for value in _tensors((*args, *kwargs.values()))]):
+            args, kwargs = tree_map_only(Tensor, lambda t: self._tensors.get(id(t), t), (args, kwargs))
+        return func(*args, **kwargs)
+
+
+class _Surroundings:
+    """The generators, autocast, default device and key that a function runs under, to put them back for another run."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        kinds = {"cpu", *[t.device.type for t in tensors]} - {"meta"}
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in sorted(kinds)
+            if torch.amp.is_autocast_available(kind)
+        ]
+        self._cache = torch.is_autocast_cache_enabled()
+        modes = _get_current_function_mode_stack()
+        self._default_device = [mode for mode in modes if isinstance(mode, DeviceContext)][-1:]
+        # The key may be of a transform: it is among the inputs of the second run.
+        mode = next((mode for mode in reversed(modes) if isinstance(mode, seeded)), None)
+        self.keys = [] if mode is None else [mode.key]
+        self._draws = None if mode is None else (mode.count, mode._strict)
+        self._symbolic = _is_symbolic()
+        self._kind = next(iter(kinds - {"cpu"}), "cpu")
+        if not self._symbolic:
+            self._state = torch.get_rng_state()
+            self._devices, self._states = torch_checkpoint.get_device_states(*tensors)
+
+    @contextlib.contextmanager
+    def restored(self, keys: Sequence[Tensor]) -> Generator[None]:
+        with contextlib.ExitStack() as stack:
+            if self._symbolic:
+                stack.enter_context(_NoDraws())
+            else:
+                stack.enter_context(torch.random.fork_rng(self._devices, device_type=self._kind))
+                torch.set_rng_state(self._state)
+                torch_checkpoint.set_device_states(self._devices, self._states, device_type=self._kind)
+            for kind, dtype, enabled in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype, enabled, self._cache))
+            for mode in self._default_device:
+                stack.enter_context(mode)
+            if self._draws is not None:
+                stack.enter_context(seeded(keys[0], self._draws[0], strict=self._draws[1]))
+            yield
+
+
+def _in_transform(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    leaves, spec = tree_flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    inputs = [leaves[i] for i in places]
+    surroundings = _Surroundings(inputs)
+    versions = list(map(_version, inputs))
+    with torch.no_grad(), _Outside(inputs) as outside, _NoDraws() if _is_symbolic() else contextlib.nullcontext():
+        out = fn(*args, **kwargs)
+    written = [place for place, found in enumerate(outside.found.values()) if _version(found.tensor) != found.version]
+    read = [found.tensor for found in outside.found.values()]
+    copies = [found.copy for found in outside.found.values()]
+    if list(map(_version, inputs)) != versions or any([copies[place] is None for place in written]):
+        raise UnsupportedError(
+            "checkpoint: the function writes to one of its arguments, or to a tensor with a gradient.",
+            expected="inputs that are the same when the function runs again",
+            hint="clone what is written: x.clone().add_(1), or x + 1.",
+        )
+    # Buffers: the second run begins with what the first one did, and writes to a copy.
+    for place in written:
+        read[place] = cast("Tensor", copies[place])
+    del copies
+    results, out_spec = tree_flatten(out)
+    # Others have no derivative.
+    chosen = [i for i, x in enumerate(results) if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())]
+    # The node holds them; nothing else does.
+    static = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    names, count = list(outside.found), len(places)
+
+    def again(*tensors: Tensor) -> tuple[Tensor, ...]:
+        given = list(static)
+        for place, tensor in zip(places, tensors, strict=False):
+            given[place] = tensor
+        args, kwargs = tree_unflatten(given, spec)
+        others = [t.clone() if i in written else t for i, t in enumerate(tensors[count : count + len(names)])]
+        with surroundings.restored(tensors[count + len(names) :]), _Swap(dict(zip(names, others, strict=True))):
+            found = tree_leaves(fn(*args, **kwargs))
+        return tuple([found[i] for i in chosen])
+
+    new = _attach(again, [results[i] for i in chosen], [*inputs, *read, *surroundings.keys])
+    for place, tensor in zip(chosen, new, strict=True):
+        results[place] = tensor
+    return tree_unflatten(results, out_spec)
+
+
+def _attach(function: Flat, results: Sequence[Tensor], operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return results of a function, computed without a graph, as results of a node that runs it again."""
+    return _Node.apply(function, len(results), *results, *operands) if results else ()  # pyright: ignore[reportReturnType]
+
+
+# Any: the signatures of autograd.Function.
+class _Node(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(function: Flat, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return tuple([tensor.detach() for tensor in tensors[:count]])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.function, ctx.count, *tensors = inputs
+        ctx.save_for_backward(*tensors[ctx.count :])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        first = 2 + ctx.count
+        needed = [i for i, yes in enumerate(ctx.needs_input_grad[first:]) if yes]
+        # Tensors of a level that is over cannot enter a new one.
+        operands = tuple(map(_functorch.unwrap_if_dead, (*cotangents, *ctx.saved_tensors)))
+        pull = _pullback(ctx.function, ctx.count, needed)
+        if not torch.is_grad_enabled() or _runs_plainly():
+            found = pull(*operands)
+        else:
+            with torch.no_grad():
+                found = pull(*operands)
+            found = _attach(pull, found, operands)
+        grads: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        for place, grad in zip(needed, found, strict=True):
+            grads[first + place] = grad
+        return tuple(grads)
+
+
+def _pullback(function: Flat, count: int, needed: Sequence[int]) -> Flat:
+    """Return the function of cotangents and operands for the gradients by the operands at the places needed."""
+
+    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+        cotangents, operands = tensors[:count], list(tensors[count:])
+
+        def part(*primals: Tensor) -> tuple[Tensor, ...]:
+            given = list(operands)
+            for place, primal in zip(needed, primals, strict=True):
+                given[place] = primal
+            return function(*given)
+
+        return torch.func.vjp(part, *[operands[i] for i in needed])[1](cotangents)
+
+    return run

@@ -1,0 +1,91 @@
+"""A tree as one vector, and back: `ravel`."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Size, Tensor
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_unflatten
+
+from tdfunc.core.errors import LeafMismatchError, error
+
+
+def ravel(tree: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    """Return the leaves of a tree as one vector, and a function that makes such a tree of such a vector.
+
+    Args:
+        tree: A tree, or a tuple, list or dict of trees and tensors.
+
+    Returns:
+        The vector, which holds a tied leaf once, in the order of `torch.utils._pytree`; its dtype is the one to which
+        those of the leaves promote. And the function, which gives each leaf its shape and dtype, and takes vectors of
+        that length and dtype; `torch.vmap` of it takes a matrix.
+
+    Raises:
+        TypeError: A leaf is no tensor.
+        LeafMismatchError: The common dtype does not hold every value of a leaf's, as float32 those of int64; or the
+            function was given another vector.
+
+    Source:
+        `jax.flatten_util.ravel_pytree`.
+
+    Examples:
+        >>> vector, unravel = tdf.ravel(TensorDict({"a": torch.zeros(2, 2), "b": torch.ones(1)}))
+        >>> vector, unravel(vector + 1)["b"]
+        (tensor([0., 0., 0., 0., 1.]), tensor([2.]))
+    """
+    found, spec = tree_flatten_with_path(tree)
+    leaves: list[Tensor] = []
+    dtype: torch.dtype | None = None
+    for path, leaf in found:
+        if not isinstance(leaf, Tensor):
+            raise error(TypeError, f"ravel: the leaf {keystr(path)} must be a tensor.", got=type(leaf).__name__)
+        leaves.append(leaf)
+        dtype = leaf.dtype if dtype is None else torch.promote_types(dtype, leaf.dtype)
+    dtype = dtype or torch.get_default_dtype()
+    for path, leaf in found:
+        if not _is_exact(leaf.dtype, dtype):
+            raise LeafMismatchError(
+                f"ravel: the vector would round the leaf {keystr(path)}.",
+                expected=f"a dtype whose values {dtype} holds",
+                got=str(leaf.dtype),
+                hint="leave it out (partition(tree, dtype), split(tree)), or cast the others: td.double().",
+            )
+    # Of no leaves torch makes no vector.
+    vector = torch.cat([leaf.reshape(-1).to(dtype) for leaf in leaves]) if leaves else torch.zeros(0, dtype=dtype)
+    return vector, _Unravel(spec, [leaf.shape for leaf in leaves], [leaf.dtype for leaf in leaves], dtype)
+
+
+def _is_exact(source: torch.dtype, target: torch.dtype) -> bool:
+    """Return whether a dtype holds every value of one that promotes to it."""
+    if source.is_floating_point or source.is_complex or source is torch.bool:
+        return True
+    if not target.is_floating_point and not target.is_complex:
+        return True
+    # Whole numbers up to 2 / eps.
+    return torch.iinfo(source).max <= 2 / torch.finfo(target).eps
+
+
+class _Unravel(NamedTuple):
+    """The function that makes a tree of a vector."""
+
+    spec: TreeSpec
+    shapes: list[Size]
+    dtypes: list[torch.dtype]
+    dtype: torch.dtype
+
+    def __call__(self, vector: Tensor) -> Any:
+        ends = [0]
+        for shape in self.shapes:
+            ends.append(ends[-1] + shape.numel())
+        if vector.shape != (ends[-1],) or vector.dtype != self.dtype:
+            raise LeafMismatchError(
+                "unravel: the vector does not fit the tree.",
+                expected=f"shape ({ends[-1]},), {self.dtype}",
+                got=f"shape {tuple(vector.shape)}, {vector.dtype}",
+                hint="torch.vmap(unravel)(matrix) makes a stacked tree of its rows." if vector.dim() == 2 else None,
+            )
+        parts = [vector[start:end] for start, end in pairwise(ends)]
+        leaves = [p.reshape(shape).to(d) for p, shape, d in zip(parts, self.shapes, self.dtypes, strict=True)]
+        return tree_unflatten(leaves, self.spec)

@@ -1,0 +1,244 @@
+"""Functions of gradient trees for `chain`: clipping by norm, weight decay, and a check for nan."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.context import has_values
+from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.core.keys import Filter, FilterLike, dotted
+from tdfunc.core.types import Path
+from tdfunc.core.walk import list_leaves, list_paths, rebuild
+from tdfunc.ops.reading import entries
+from tdfunc.optim._checks import check_dense, check_hyper, check_tree, list_matching
+from tdfunc.optim._lists import Leaves
+
+T = TypeVar("T", bound=TensorCollection)
+
+
+@dataclass(frozen=True, eq=False)
+class GradientMap:
+    """A function from a tree of gradients to another, which `chain` puts before an optimizer."""
+
+    name: str
+    leaves: Callable[[TensorCollection, Leaves], Leaves] | None = None
+    # Of the gradients and the parameters.
+    pairs: Callable[[TensorCollection, Leaves, Leaves], Leaves] | None = None
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def __call__(self, grads: T, params: TensorCollection | None = None) -> T:
+        """Return the new gradients, given the parameters if the map reads them."""
+        if self.leaves is not None:
+            return rebuild(grads, self.leaves(grads, list_leaves(grads)))
+        assert self.pairs is not None
+        check_tree(self.name, "params", params)
+        assert params is not None
+        leaves = list_leaves(params)
+        given = list_matching(self.name, "gradient", params, leaves, grads)
+        return rebuild(grads, self.pairs(grads, given, leaves))
+
+
+def clip_by_global_norm(max_norm: float) -> GradientMap:
+    """Return a map that scales gradients so that the norm of all of them together is at most `max_norm`.
+
+    In a stacked tree this couples the members; `clip_by_member_norm` does not.
+
+    Args:
+        max_norm: The largest Euclidean norm over all elements of all leaves; infinity clips nothing.
+
+    Raises:
+        ValueError: `max_norm` is negative or nan.
+
+    Source:
+        `torch.nn.utils.clip_grad_norm_`, whose numbers it gives.
+
+    Examples:
+        >>> grads = TensorDict({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
+        >>> tdf.optim.clip_by_global_norm(1.0)(grads)["b"]
+        tensor([0.8000])
+    """
+    return _make("clip_by_global_norm", max_norm, members=False)
+
+
+def clip_by_member_norm(max_norm: float) -> GradientMap:
+    """Return a map that scales each member's gradients so that their norm is at most `max_norm`.
+
+    A member is an entry of the batch; its result is what `clip_by_global_norm` would give it alone.
+
+    Args:
+        max_norm: The largest Euclidean norm over all elements of one member; infinity clips nothing.
+
+    Raises:
+        ValueError: `max_norm` is negative or nan.
+        UnsupportedError: Called on gradients whose members are rows of a lazy stack.
+
+    Source:
+        `torch.nn.utils.clip_grad_norm_` for each member.
+
+    Examples:
+        >>> grads = TensorDict({"a": torch.tensor([[3.0, 4.0], [0.3, 0.4]])}, [2])
+        >>> tdf.optim.clip_by_member_norm(1.0)(grads)["a"]
+        tensor([[0.6000, 0.8000],
+                [0.3000, 0.4000]])
+    """
+    return _make("clip_by_member_norm", max_norm, members=True)
+
+
+def _make(name: str, max_norm: float | Tensor, *, members: bool) -> GradientMap:
+    if isinstance(max_norm, Tensor) or max_norm != math.inf:
+        check_hyper(name, "max_norm", max_norm, 0.0)
+    return GradientMap(name, partial(_clip, max_norm, members))
+
+
+def _clip(max_norm: float | Tensor, members: bool, grads: TensorCollection, leaves: Leaves) -> Leaves:
+    # To an infinite norm an infinite gradient would have no ratio.
+    if not leaves or (not isinstance(max_norm, Tensor) and max_norm == math.inf):
+        return leaves
+    size = grads._batch_size if members else ()
+    if members:
+        check_dense("clip_by_member_norm", grads)
+    scale = (max_norm / (member_norm(leaves, len(size)) + 1e-6)).clamp(max=1.0)
+    clipped: Leaves = []
+    for leaf in leaves:
+        factor = scale.reshape((*size, *[1] * (leaf.dim() - len(size)))).to(_wide(leaf))
+        clipped.append((leaf.to(_wide(leaf)) * factor).to(leaf.dtype))
+    return clipped
+
+
+def member_norm(leaves: Leaves, dims: int) -> Tensor:
+    """Return the norm of all leaves together for each entry of their leading dimensions."""
+    norms: Leaves = []
+    for leaf in leaves:
+        # One dimension for the elements of a member. Not reshape(*size, -1): an empty leaf has no last size.
+        rows = leaf.flatten(dims) if leaf.dim() > dims else leaf.unsqueeze(-1)
+        # In half precision the norm of ordinary gradients overflows, and they would come out as zeros.
+        norms.append(torch.linalg.vector_norm(rows, dim=-1, dtype=_wide(leaf)))
+    return torch.linalg.vector_norm(torch.stack(norms), dim=0)
+
+
+def _wide(leaf: Tensor) -> torch.dtype:
+    return torch.promote_types(leaf.dtype, torch.float32)
+
+
+def adaptive_grad_clip(clipping: float, *, eps: float = 1e-3) -> GradientMap:
+    """Return a map that scales gradients so that their norm is at most a part of the norm of their parameters.
+
+    Norms are those of a unit: of the weights into one output (a row of a matrix, a filter of a convolution), and of
+    the whole leaf where it is a vector or a number. Members are clipped each by itself.
+
+    Args:
+        clipping: The largest norm of a gradient, as a part of the norm of its parameters.
+        eps: The least norm of parameters that is counted with, so that zeros can be trained.
+
+    Raises:
+        ValueError: `clipping` or `eps` is negative or nan.
+        UnsupportedError: Members are rows of a lazy stack.
+
+    Source:
+        Brock et al., "High-Performance Large-Scale Image Recognition Without Normalization" (2021), equation 3;
+        `optax.adaptive_grad_clip`, in which outputs are the last dimension.
+
+    Examples:
+        >>> params = TensorDict({"w": torch.ones(2, 1)})
+        >>> grads = TensorDict({"w": torch.tensor([[1.0], [0.01]])})
+        >>> tdf.optim.adaptive_grad_clip(0.1)(grads, params)["w"].flatten()
+        tensor([0.1000, 0.0100])
+    """
+    check_hyper("adaptive_grad_clip", "clipping", clipping, 0.0)
+    check_hyper("adaptive_grad_clip", "eps", eps, 0.0)
+    return GradientMap("adaptive_grad_clip", pairs=partial(_clip_units, clipping, eps))
+
+
+def _clip_units(clipping: float, eps: float, grads: TensorCollection, leaves: Leaves, params: Leaves) -> Leaves:
+    check_dense("adaptive_grad_clip", grads)
+    size, clipped = len(grads._batch_size), list[Tensor]()
+    for grad, param in zip(leaves, params, strict=True):
+        largest = clipping * _unit_norm(param, size).clamp(min=eps)
+        norm = _unit_norm(grad, size)
+        # An empty unit, or one of zeros, is not divided by.
+        scaled = grad.to(_wide(grad)) * (largest / norm.clamp(min=1e-6))
+        clipped.append(torch.where(norm > largest, scaled.to(grad.dtype), grad))
+    return clipped
+
+
+def _unit_norm(leaf: Tensor, size: int) -> Tensor:
+    inner = leaf.dim() - size
+    dims = list(range(size if inner < 2 else size + 1, leaf.dim()))
+    # A list of no dimensions would mean all of them.
+    return torch.linalg.vector_norm(leaf, dim=dims, keepdim=True, dtype=_wide(leaf)) if dims else leaf.abs()
+
+
+def add_decayed_weights(weight_decay: float, where: "FilterLike | None" = None) -> GradientMap:
+    """Return a map that adds a multiple of the parameters to their gradients.
+
+    In `chain(add_decayed_weights(0.1), sgd())` it is the `weight_decay` of `sgd`, for the leaves of a filter. After a
+    clip in a chain, the decay is not clipped.
+
+    Args:
+        weight_decay: The multiple.
+        where: The leaves that decay: a glob on the dotted path, or a `Filter`. By default all.
+
+    Raises:
+        ValueError: `weight_decay` is negative or nan.
+        FilterError: A pattern matches no leaf of the gradients.
+
+    Source:
+        `optax.add_decayed_weights`.
+
+    Examples:
+        >>> params = TensorDict({"weight": torch.ones(2), "bias": torch.ones(2)})
+        >>> grads = tdf.optim.add_decayed_weights(0.1, "*weight")(params, params)
+        >>> grads["weight"], grads["bias"]
+        (tensor([1.1000, 1.1000]), tensor([1., 1.]))
+    """
+    check_hyper("add_decayed_weights", "weight_decay", weight_decay, 0.0)
+    chosen = None if where is None else Filter(where)
+    return GradientMap("add_decayed_weights", pairs=partial(_add_decay, weight_decay, chosen))
+
+
+def _add_decay(factor: float, where: Filter | None, grads: TensorCollection, leaves: Leaves, params: Leaves) -> Leaves:
+    chosen: set[Path] | None = None
+    if where is not None:
+        found = entries(grads)
+        chosen = {path for entry, kept in zip(found, where.mask(found), strict=True) if kept for path in entry.paths}
+    rows = zip(list_paths(grads), leaves, params, strict=True)
+    return [grad.add(param, alpha=factor) if chosen is None or path in chosen else grad for path, grad, param in rows]
+
+
+def check_finite() -> GradientMap:
+    """Return a map that leaves gradients as they are and raises when one holds nan or an infinity.
+
+    It reads the values, which waits for a GPU and which no trace or transform can do.
+
+    Raises:
+        UnsupportedError: Called inside a transform or a trace.
+
+    Examples:
+        >>> opt = tdf.optim.chain(tdf.optim.check_finite(), tdf.optim.sgd(lr=0.1))
+    """
+    return GradientMap("check_finite", _check_values)
+
+
+def _check_values(grads: TensorCollection, leaves: Leaves) -> Leaves:
+    if not has_values():
+        raise UnsupportedError(
+            "check_finite: the values must be there to read.",
+            got="a transform or trace",
+            hint="call it on the gradients outside.",
+        )
+    for path, leaf in zip(list_paths(grads), leaves, strict=True):
+        if not bool(torch.isfinite(leaf).all()):
+            raise error(
+                FloatingPointError,
+                f"check_finite: the gradient of {dotted(path)!r} must be finite.",
+                got=f"{int(leaf.isnan().sum())} nan, {int(leaf.isinf().sum())} inf of {leaf.numel()}",
+            )
+    return leaves

@@ -1,0 +1,137 @@
+"""`Optimizer`: a rule of list arithmetic and its hyperparameters, as two pure functions over trees.
+
+The arithmetic of one step is in the rule's own file; `_run` runs it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.context import in_functorch, is_compiling
+from tdfunc.core.keys import dotted
+from tdfunc.core.walk import list_paths, rebuild
+from tdfunc.optim._base import AbstractOptimizer, How
+from tdfunc.optim._checks import (
+    check_active,
+    check_dense,
+    check_hyper,
+    check_members,
+    check_state,
+    check_step,
+    list_matching,
+    list_trainable,
+)
+from tdfunc.optim._lists import Leaves, scalar_dtype, spread
+from tdfunc.optim._run import Rule, Run, read_values
+
+if TYPE_CHECKING:
+    from tdfunc._tensordict import TensorDict
+
+T = TypeVar("T", bound=TensorCollection)
+Schedule: TypeAlias = Callable[[Tensor], "Tensor | float"]
+Hyper: TypeAlias = float | Tensor | Schedule
+
+
+@dataclass(frozen=True, eq=False)
+class Optimizer(AbstractOptimizer):
+    """A rule and its hyperparameters: made by `sgd`, `adam` and all others that train by one rule.
+
+    A hyperparameter is a float, which is fixed; a tensor with a value for each member, which `init` puts into the state
+    under its own name, where `state.set` changes it; or a function from the number of steps done so far (an integer
+    tensor) to a float or tensor, of no dimensions or of the batch size of the parameters. Tensors are differentiated
+    where they require grad, and inside `torch.func.grad`, through `init` and `update`.
+
+    Args:
+        rule: The arithmetic of one step.
+        hyper: The hyperparameters of the rule.
+    """
+
+    rule: Rule
+    hyper: Mapping[str, Hyper]
+
+    def __repr__(self) -> str:
+        return f"{self.rule.name}({', '.join(f'{name}={_shown(value)}' for name, value in self.hyper.items())})"
+
+    def init(self, params: TensorCollection) -> "TensorDict":
+        """Return the state before the first step; see `AbstractOptimizer.init`."""
+        rule, leaves, size = self.rule, list_trainable(self.rule.name, params), params._batch_size
+        check_dense(f"{rule.name}.init", params)
+        if rule.check is not None:
+            rule.check(params, leaves)
+        device = leaves[0].device if leaves else None
+        # Expanded: the strides prove that all members have done as many steps.
+        data: dict[str, Any] = {"step": torch.zeros((), dtype=torch.int64, device=device).expand(size)}
+        for key, value in self._tensors().items():
+            data[key] = value.clone() if value.dim() else value.clone().expand(size)
+            check_members(rule.name, key, data[key], params, leaves, only_batch=rule.shape is not None)
+        for name in rule.scalars:
+            data[name] = torch.ones(size, dtype=scalar_dtype(), device=device)
+        for slot in rule.slots:
+            data[slot] = rebuild(params, self._start(slot, leaves, size, data))
+        return TensorCollection._open._make(data, size, params._device, params._names)
+
+    def _start(self, slot: str, leaves: Leaves, size: torch.Size, data: dict[str, Any]) -> Leaves:
+        """Return the leaves of a slot before the first step."""
+        if self.rule.shape is not None:
+            return [leaf.new_zeros(self.rule.shape(slot, leaf.shape, len(size))) for leaf in leaves]
+        zeros = [torch.zeros_like(leaf) for leaf in leaves]
+        fill = self.rule.fill.get(slot)
+        if fill is None:
+            return zeros
+        tensors = {key: data[key] for key in self._tensors()}
+        value = read_values(self.rule.name, {fill: self.hyper[fill]}, data["step"], tensors, size)[fill]
+        rows = spread(value, leaves) if isinstance(value, Tensor) else [value] * len(leaves)
+        return [zero + row for zero, row in zip(zeros, rows, strict=True)]
+
+    def _step(self, params: T, grads: TensorCollection, state: "TensorDict", how: How) -> "tuple[T, TensorDict]":
+        rule, name = self.rule, self.rule.name
+        leaves, size = list_trainable(name, params), params._batch_size
+        tensors = self._tensors()
+        check_state(name, state, {"step", *rule.slots, *rule.scalars, *tensors})
+        step = state._data["step"]
+        check_step(name, step, size)
+        gradients = list_matching(name, "gradient", params, leaves, grads, layout=rule.layout)
+        slots = {slot: self._list_slot(slot, params, leaves, state._data[slot]) for slot in rule.slots}
+        for key in tensors:
+            tensors[key] = state._data[key]
+            check_members(name, key, tensors[key], params, leaves, only_batch=rule.shape is not None)
+        check_active(name, how.active, size)
+        scalars = {key: state._data[key] for key in rule.scalars}
+        run = Run(rule, self.hyper, step, tensors, how, lambda: list(map(dotted, list_paths(params))))
+        new, new_slots, scalars = run.step(leaves, gradients, slots, scalars)
+        data = {key: rebuild(node, new_slots[key]) if key in new_slots else node for key, node in state._data.items()}
+        data |= scalars
+        if how.active is not None:
+            data["step"] = step + how.active
+        # Kept expanded, under a compiler too: a state of other strides would be compiled for again.
+        elif step.dim() and 0 not in size and (is_compiling() or not in_functorch()) and not any(step.stride()):
+            data["step"] = (step[(0,) * step.dim()] + 1).expand(step.shape)
+        else:
+            data["step"] = step + 1
+        return rebuild(params, new), state._make(data, size, state._device, state._names, state._static)
+
+    def _list_slot(self, slot: str, params: TensorCollection, leaves: Leaves, values: Any) -> Leaves:
+        shape, dims = self.rule.shape, len(params._batch_size)
+        shapes = None if shape is None else [shape(slot, leaf.shape, dims) for leaf in leaves]
+        return list_matching(self.rule.name, slot, params, leaves, values, shapes=shapes)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {name: value for name, value in self.hyper.items() if isinstance(value, Tensor)}
+
+
+def make_optimizer(rule: Rule, hyper: Mapping[str, Hyper], **limits: tuple[float, float]) -> Optimizer:
+    """Return an optimizer whose hyperparameters lie in [0, inf), betas in [0, 1), others in their own `limits`."""
+    for name, value in hyper.items():
+        low, high = limits.get(name, (0.0, 1.0 if name.startswith("beta") else torch.inf))
+        check_hyper(rule.name, name, value, low, high)
+    return Optimizer(rule, hyper)
+
+
+def _shown(value: Hyper) -> str:
+    if isinstance(value, Tensor):
+        return f"tensor of shape {list(value.shape)}" if value.dim() else f"{value.item():g}"
+    return "<a function>" if callable(value) else f"{value:g}"

@@ -1,0 +1,50 @@
+"""Steps of a trace: on tensors of one layout, again and again, so that what the layout decides is decided once."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from tdfunc.optim._lists import Leaves
+
+# Writes to tensors of the first list.
+Kernel: TypeAlias = Callable[[Leaves, Leaves], None]
+# As well, or returns False and leaves them as they are.
+Short: TypeAlias = Callable[[Leaves, Leaves], bool]
+
+
+class Replay:
+    """A kernel that looks at the layout of its tensors once: that of a later call is the same.
+
+    Args:
+        kernel: For tensors of any layout.
+        shorten: Returns a shorter way for tensors laid out like these, or None where there is none.
+    """
+
+    def __init__(self, kernel: Kernel, shorten: Callable[[Leaves, Leaves], Short | None]) -> None:
+        self._kernel, self._shorten = kernel, shorten
+        self._looked = False
+        self._short: Short | None = None
+
+    def __call__(self, writes: Leaves, reads: Leaves) -> None:
+        if not self._looked:
+            self._short, self._looked = self._shorten(writes, reads), True
+        if self._short is None or not self._short(writes, reads):
+            self._kernel(writes, reads)
+
+
+def read_floats(hyper: Mapping[str, Any]) -> dict[str, float] | None:
+    """Return hyperparameters that are numbers at every step; None if one is a tensor or a schedule."""
+    if any([isinstance(value, Tensor) or callable(value) for value in hyper.values()]):
+        return None
+    return {name: float(value) for name, value in hyper.items()}
+
+
+def are_apart(lengths: list[int], tensors: Leaves) -> bool:
+    """Return whether tensors that are so many bytes long are certain not to overlap."""
+    end = 0
+    for begin, length in sorted(zip([tensor.data_ptr() for tensor in tensors], lengths, strict=True)):
+        if begin < end:
+            return False
+        end = begin + length
+    return True

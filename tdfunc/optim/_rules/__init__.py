@@ -1,0 +1,1 @@
+"""Optimizers, one rule a file: hyperparameters and the arithmetic of a step."""

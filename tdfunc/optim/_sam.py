@@ -1,0 +1,65 @@
+"""Sharpness-aware minimization: a gradient taken uphill from the parameters."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.walk import list_leaves, list_paths, rebuild
+from tdfunc.optim._checks import check_dense, check_hyper, check_tree
+from tdfunc.optim._maps import member_norm
+
+
+# Any: functions of any arguments, which may return more than gradients.
+def sam(grad_fn: Callable[..., Any], rho: float = 0.05, *, adaptive: bool = False) -> Callable[..., Any]:
+    """Return a function for the gradient at the worst point near the parameters, for any optimizer.
+
+    It takes the gradient twice: at the parameters, and again a step of length `rho` up along it. It has no state, and
+    works wherever `grad_fn` does. The members of a stack take steps of that length each.
+
+    Args:
+        grad_fn: A function of the parameters and other arguments that returns the gradients, as `torch.func.grad` and
+            `tdfunc.grad` make, or a tuple that begins with them. Leaves without a gradient stay as they are.
+        rho: The length of the step uphill.
+        adaptive: Measure the step by the size of each element.
+
+    Returns:
+        A function with the arguments of `grad_fn`. Of a tuple the other entries are those at the parameters.
+
+    Raises:
+        ValueError: `rho` is negative or nan.
+
+    Source:
+        Foret et al., "Sharpness-Aware Minimization for Efficiently Improving Generalization"; Kwon et al., "ASAM" for
+        `adaptive`; `optax.contrib.sam`.
+
+    Examples:
+        >>> params = TensorDict({"w": torch.tensor([3.0, 4.0])})
+        >>> grad = tdf.grad(lambda p: p["w"].square().sum() / 2)
+        >>> tdf.optim.sam(grad, rho=0.5)(params)["w"]
+        tensor([3.3000, 4.4000])
+    """
+    check_hyper("sam", "rho", rho, 0.0)
+
+    @functools.wraps(grad_fn)
+    def run(params: TensorCollection, *args: Any, **kwargs: Any) -> Any:
+        check_tree("sam", "params", params)
+        first = grad_fn(params, *args, **kwargs)
+        grads = first[0] if isinstance(first, tuple) else first
+        second = grad_fn(_ascend(params, grads, rho, adaptive), *args, **kwargs)
+        return (second[0], *first[1:]) if isinstance(first, tuple) else second
+
+    return run
+
+
+def _ascend(params: TensorCollection, grads: TensorCollection, rho: float, adaptive: bool) -> TensorCollection:
+    """Return the parameters a step up along the gradients."""
+    check_dense("sam", grads)
+    leaves = dict(zip(list_paths(params), list_leaves(params), strict=True))
+    paths, slopes, dims = list_paths(grads), list_leaves(grads), len(grads._batch_size)
+    sizes = [leaves[path].abs() if adaptive else 1.0 for path in paths]
+    norm = member_norm([slope * size for slope, size in zip(slopes, sizes, strict=True)], dims)
+    for path, slope, size in zip(paths, slopes, sizes, strict=True):
+        scale = (rho / (norm + 1e-12)).reshape((*norm.shape, *[1] * (slope.dim() - dims)))
+        leaves[path] = leaves[path] + slope * size**2 * scale.to(slope.dtype)
+    return rebuild(params, list(leaves.values()))

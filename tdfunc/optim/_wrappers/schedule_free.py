@@ -1,0 +1,122 @@
+"""`schedule_free`: averaging in place of a schedule."""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import error
+from tdfunc.core.walk import list_leaves, rebuild
+from tdfunc.optim._base import AbstractOptimizer, How
+from tdfunc.optim._checks import list_trainable
+from tdfunc.optim._lists import Lists
+from tdfunc.optim._optimizer import Optimizer
+from tdfunc.optim._run import grads_of, read_values, select_members
+from tdfunc.optim._wrappers.parts import begin_step, make_state, rebuild_params, select
+
+if TYPE_CHECKING:
+    from tdfunc._tensordict import TensorDict
+
+T = TypeVar("T", bound=TensorCollection)
+
+
+@dataclass(frozen=True, eq=False)
+class ScheduleFree(AbstractOptimizer):
+    """An optimizer that trains points between an average and the steps of a rule; made by `schedule_free`."""
+
+    optimizer: Optimizer
+    beta: float
+    lr_power: float
+
+    def init(self, params: TensorCollection) -> "TensorDict":
+        """Return the state before the first step."""
+        z = rebuild(params, [leaf.detach().clone() for leaf in list_trainable("schedule_free", params)])
+        zeros = torch.zeros(params._batch_size, dtype=torch.float64, device=_device(params))
+        data = {"z": z, "lr_max": zeros, "weight_sum": zeros.clone()}
+        return make_state("schedule_free", self.optimizer, params, data)
+
+    def _step(self, params: T, grads: TensorCollection, state: "TensorDict", how: How) -> "tuple[T, TensorDict]":
+        data, active = state._data, how.active
+        wanted = {"z", "lr_max", "weight_sum"}
+        leaves, _, how = begin_step("schedule_free", params, grads, state, wanted, how)
+        largest = torch.maximum(data["lr_max"], self._rate(data["optimizer"]))
+        weight = largest**self.lr_power
+        total = data["weight_sum"] + weight
+        # The share of this step in the average; without a learning rate so far there is none.
+        share = torch.where(total > 0, weight / torch.where(total > 0, total, 1.0), 0.0)
+        # The step of the rule is taken at the parameters, and added to z.
+        moved, inner = replace(how, donate=False).step(self.optimizer, params, grads, data["optimizer"])
+        old, after, lists = list_leaves(data["z"]), list_leaves(moved), Lists(inplace=False)
+        with grads_of([*after, share]):
+            steps = lists.run("sub", after, leaves)
+            new = lists.add(lists.run("lerp", leaves, old, share), steps, 1 - self.beta * (1 - share))
+            z = lists.run("add", old, steps)
+            if active is not None:
+                new, z = select_members(active, new, leaves), select_members(active, z, old)
+        entries = {"lr_max": select(active, largest, data["lr_max"])}
+        entries["weight_sum"] = select(active, total, data["weight_sum"])
+        state = state._replace({**data, **entries, "optimizer": inner, "z": rebuild(data["z"], z)})
+        return rebuild_params(params, new, leaves), state
+
+    def eval_params(self, params: T, state: "TensorDict") -> T:
+        """Return the average."""
+        rows = zip(list_leaves(params), list_leaves(state._data["z"]), strict=True)
+        with grads_of(list_leaves(params)):
+            return rebuild(params, [leaf.lerp(z, 1 - 1 / self.beta) for leaf, z in rows])
+
+    # Any: the state of a rule.
+    def _rate(self, state: Any) -> Tensor:
+        """Return the learning rate of this step."""
+        count, lr = state._data["step"], self.optimizer.hyper["lr"]
+        tensors = {"lr": state._data["lr"]} if isinstance(lr, Tensor) else {}
+        value = read_values(self.optimizer.rule.name, {"lr": lr}, count, tensors, count.shape)["lr"]
+        return torch.as_tensor(value, dtype=torch.float64, device=count.device).expand(count.shape)
+
+
+def _device(params: TensorCollection) -> torch.device | None:
+    leaves = list_leaves(params)
+    return leaves[0].device if leaves else None
+
+
+def schedule_free(optimizer: Optimizer, beta: float = 0.9, *, lr_power: float = 2.0) -> ScheduleFree:
+    """Return an optimizer that needs no schedule: it trains points between the steps of a rule and their average.
+
+    `params` are the points at which gradients are taken; `opt.eval_params(params, state)` returns the average, to
+    evaluate and to save. `schedule_free(sgd(lr))` is the first form of the paper, and
+    `schedule_free(adamw(lr, betas=(0.0, 0.999)))` the other: `beta` stands for the momentum. A warm-up is a schedule of
+    `lr`.
+
+    Args:
+        optimizer: The rule, with no momentum of its own.
+        beta: The weight of the average in the points.
+        lr_power: The power of the largest learning rate so far that is the weight of a step in the average.
+
+    Raises:
+        TypeError: `optimizer` is not a single rule.
+        ValueError: `beta` is not in (0, 1).
+
+    Source:
+        Defazio et al., "The Road Less Scheduled", algorithm 1; `optax.contrib.schedule_free`.
+
+    Examples:
+        >>> opt = tdf.optim.schedule_free(tdf.optim.sgd(lr=1.0), beta=0.5)
+        >>> params = TensorDict({"w": torch.tensor([0.0])})
+        >>> state = opt.init(params)
+        >>> for _ in range(2):
+        ...     params, state = opt.update(params, TensorDict({"w": torch.tensor([-1.0])}), state)
+        >>> opt.eval_params(params, state)["w"]
+        tensor([1.5000])
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise error(
+            TypeError,
+            "schedule_free: the optimizer must be a single rule.",
+            expected="sgd(...), adamw(...), ...",
+            got=type(optimizer).__name__,
+            hint="the others go around it: chain(clip_by_global_norm(1.0), schedule_free(sgd())).",
+        )
+    if not 0.0 < beta < 1.0:
+        raise error(ValueError, "schedule_free: beta must lie between 0 and 1.", got=beta)
+    return ScheduleFree(optimizer, beta, lr_power)

@@ -1,0 +1,454 @@
+"""Ensembles of neural networks as scikit-learn estimators: all members train in one vmapped, jitted run.
+
+`import tdfunc` does not import this module, which needs scikit-learn. E is the number of members, N of examples, K of
+targets.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.utils import check_random_state
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
+from torch import Tensor, nn
+
+from tdfunc import optim, random, sweep
+from tdfunc._jit import jit
+from tdfunc.core.errors import error
+from tdfunc.ensemble.ensemble import Ensemble
+from tdfunc.ensemble.stack import init_ensemble
+from tdfunc.metrics import uncertainty
+from tdfunc.modules.extract import split
+from tdfunc.modules.functional import Apply, functional
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+# Any: whatever scikit-learn takes as an array, and numbers of any dtype.
+Array: TypeAlias = NDArray[Any]
+Make: TypeAlias = Callable[[int, int], nn.Module]
+Losses: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+_FLOATS = [np.float64, np.float32]
+# Examples that are predicted at once.
+_CHUNK = 4096
+
+
+class _Rows(NamedTuple):
+    """Examples: inputs (N, F), targets (N) or (N, K), and weights (N)."""
+
+    x: Tensor
+    t: Tensor
+    w: Tensor
+
+    def take(self, index: Tensor) -> "_Rows":
+        return _Rows(self.x[index], self.t[index], self.w[index])
+
+
+class _Ensemble(BaseEstimator):
+    """The options of the two estimators, and their training."""
+
+    def __init__(
+        self,
+        hidden_sizes: Sequence[int] = (64,),
+        *,
+        make: Make | None = None,
+        n_estimators: int = 8,
+        learning_rate: float | Sequence[float] = 0.01,
+        weight_decay: float | Sequence[float] = 0.0,
+        max_iter: int = 100,
+        batch_size: int = 256,
+        bootstrap: bool = False,
+        early_stopping: bool = False,
+        validation_fraction: float = 0.1,
+        n_iter_no_change: int = 10,
+        tol: float = 1e-4,
+        device: str = "cpu",
+        random_state: Any = None,
+    ) -> None:
+        self.hidden_sizes = hidden_sizes
+        self.make = make
+        self.n_estimators = n_estimators
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+        self.max_iter = max_iter
+        self.batch_size = batch_size
+        self.bootstrap = bootstrap
+        self.early_stopping = early_stopping
+        self.validation_fraction = validation_fraction
+        self.n_iter_no_change = n_iter_no_change
+        self.tol = tol
+        self.device = device
+        self.random_state = random_state
+
+    def _outputs(self, X: Any) -> Tensor:
+        """Return the members' raw outputs, (E, N, outputs)."""
+        check_is_fitted(self)
+        checked = validate_data(self, X, reset=False, dtype=_FLOATS)
+        x = torch.tensor(checked, device=self.center_.device).to(self.center_.dtype)
+        with torch.no_grad():
+            chunks = ((x - self.center_) / self.scale_).split(_CHUNK)
+            return torch.cat([self.ensemble_(self.params_, chunk, buffers=self.buffers_) for chunk in chunks], 1)
+
+    def _train(self, data: Array, t: Tensor, weights: Array, outputs: int, losses: Losses) -> None:
+        """Train all members on checked data, and keep them."""
+        for name, least in (("n_estimators", 1), ("max_iter", 1), ("batch_size", 1), ("n_iter_no_change", 1)):
+            if getattr(self, name) < least:
+                raise error(ValueError, f"{name} must be at least {least}.", got=getattr(self, name))
+        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        key = random.key(seed, device=self.device)
+        rows = _Rows(torch.tensor(data, device=self.device), t, torch.tensor(weights, device=self.device))
+        self.center_, self.scale_ = _moments(rows.x, rows.w)
+        rows = rows._replace(x=(rows.x - self.center_) / self.scale_)
+
+        def make() -> nn.Module:
+            if self.make is None:
+                model = _perceptron(data.shape[1], self.hidden_sizes, outputs)
+            else:
+                model = self.make(data.shape[1], outputs)
+            return model.to(device=self.device, dtype=rows.x.dtype)
+
+        apply, _, _ = functional(make())
+        self.params_, self.buffers_ = split(init_ensemble(make, self.n_estimators, seed=seed))
+        held = None
+        if self.early_stopping:
+            rows, held = self._hold_out(rows, random.fold_in(key, 0))
+        self._run(apply, rows, held, losses, random.fold_in(key, 1))
+        self.ensemble_ = Ensemble(apply.eval())
+
+    def _hold_out(self, rows: _Rows, key: Tensor) -> tuple[_Rows, _Rows]:
+        """Return the examples to train on, and those that tell when to stop."""
+        count = len(rows.x)
+        held = max(round(self.validation_fraction * count), 1)
+        if not 0 < self.validation_fraction < 1 or held >= count:
+            raise error(
+                ValueError,
+                "early_stopping: both parts must have an example; set validation_fraction, or leave it out.",
+                got=f"n_samples = {count}, validation_fraction = {self.validation_fraction}",
+            )
+        order = random.permutation(key, count)
+        train, test = rows.take(order[held:]), rows.take(order[:held])
+        if not bool(train.w.sum() > 0) or not bool(test.w.sum() > 0):
+            raise error(ValueError, "early_stopping: both parts must have an example with a weight above 0.")
+        return train, test
+
+    def _run(self, apply: Apply, rows: _Rows, held: _Rows | None, losses: Losses, key: Tensor) -> None:
+        """Train until the last epoch, or until no member improves."""
+        members, count, device = self.n_estimators, len(rows.x), rows.x.device
+        rate, decay = self._rate("learning_rate"), self._rate("weight_decay")
+        optimizer = optim.adamw(lr=rate, weight_decay=decay)
+        step = _step(apply.train(), optimizer, losses)
+        measure = None if held is None else jit(_measure(apply.eval(), losses))
+        own = torch.arange(count, device=device).expand(members, count)
+        if self.bootstrap:
+            own = sweep.bootstrap(random.fold_in(key, 0), count, members)
+        batches = math.ceil(count / self.batch_size)
+        size = math.ceil(count / batches)
+        # The last batch is filled up with examples that count nothing.
+        counts = (torch.arange(batches * size, device=device) < count).to(rows.w.dtype).reshape(batches, size)
+        params, buffers, state = self.params_, self.buffers_, optimizer.init(self.params_)
+        patience = sweep.EarlyStopping(self.n_iter_no_change, min_delta=self.tol)
+        stopping, active = patience.init(members, device=device), None
+
+        def keys_of(key: Tensor, i: int) -> Tensor:
+            return random.fold_in(random.fold_in(key, i), torch.arange(members, device=device))
+
+        for epoch in range(1, self.max_iter + 1):
+            epoch_key, index = random.fold_in(key, epoch), own
+            if batches > 1:
+                index = own.gather(1, torch.vmap(lambda k: random.permutation(k, count))(keys_of(epoch_key, 0)))
+                index = torch.cat([index, index[:, : batches * size - count]], 1)
+            for i, part in enumerate(index.reshape(members, batches, size).unbind(1)):
+                batch = rows.take(part)
+                batch = batch._replace(w=batch.w * counts[i])
+                params, buffers, state = step(params, buffers, state, tuple(batch), keys_of(epoch_key, i + 1), active)
+            self.n_iter_ = epoch
+            if held is None or measure is None:
+                continue
+            stopping = patience.update(stopping, measure(params, buffers, tuple(held)))
+            active = stopping["active"]
+            self.params_ = sweep.keep_best(self.params_, params, stopping["improved"])
+            self.buffers_ = sweep.keep_best(self.buffers_, buffers, stopping["improved"])
+            if not bool(active.any()):
+                break
+        if held is None:
+            self.params_, self.buffers_ = params, buffers
+        else:
+            self.validation_loss_: Array = stopping["best"].numpy(force=True)
+
+    def _rate(self, name: str) -> float | Tensor:
+        """Return an option that may have a value for each member."""
+        value = getattr(self, name)
+        if np.ndim(value) == 0:
+            return float(value)
+        if np.shape(value) != (self.n_estimators,):
+            raise error(
+                ValueError,
+                f"{name} must be one number, or one for each member.",
+                expected=f"{self.n_estimators} numbers",
+                got=f"shape {list(np.shape(value))}",
+            )
+        return torch.as_tensor(value, dtype=torch.float64, device=self.device)
+
+
+class EnsembleClassifier(ClassifierMixin, _Ensemble):
+    """An ensemble of networks that predicts the mean of its members' probabilities.
+
+    The members train at once, each by its own AdamW. Inputs are standardised.
+
+    Args:
+        hidden_sizes: The hidden layers of a perceptron with ReLU.
+        make: Makes another network from the numbers of features and of outputs; dropout and BatchNorm are served.
+        n_estimators: E.
+        learning_rate: Of all members, or a list with one for each.
+        weight_decay: Likewise.
+        max_iter: Epochs.
+        batch_size: The most examples in a step; each member shuffles by itself.
+        bootstrap: Whether each member trains on a sample with replacement.
+        early_stopping: Whether a member stops when its loss on held-out examples no longer improves, and is then as it
+            was at its best.
+        validation_fraction: The share of held-out examples.
+        n_iter_no_change: The epochs without an improvement that stop a member.
+        tol: The least improvement.
+        device: Where to train and predict.
+        random_state: As in scikit-learn; with an int, fits repeat.
+
+    Attributes:
+        classes_: The labels, sorted.
+        n_features_in_: The number of features; `feature_names_in_` are their names, if they were strings.
+        n_iter_: The epochs that were run.
+        validation_loss_: Each member's best loss on the held-out examples, with `early_stopping`.
+        params_: The members' parameters, a stacked tree, and `buffers_` their buffers.
+        ensemble_: The `Ensemble` that runs them.
+
+    Examples:
+        >>> from sklearn.datasets import load_iris
+        >>> X, y = load_iris(return_X_y=True)
+        >>> model = EnsembleClassifier(learning_rate=[0.003, 0.01, 0.03, 0.1], n_estimators=4, random_state=0)
+        >>> model.fit(X, y).score(X, y) > 0.9
+        True
+        >>> model.predict_uncertainty(X[:3])["mutual_information"].shape
+        (3,)
+    """
+
+    if TYPE_CHECKING:
+        classes_: Array
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> "Self":
+        """Train the members, from new ones each time.
+
+        Args:
+            X: Features of shape (N, F).
+            y: Labels of shape (N).
+            sample_weight: The weight of each example's loss.
+        """
+        # Any: scikit-learn's types allow for no check at all.
+        checked: Any = validate_data(self, X, y, dtype=_FLOATS)
+        data, labels = checked
+        check_classification_targets(labels)
+        weights = _check_sample_weight(sample_weight, data, dtype=data.dtype, ensure_non_negative=True)
+        self.classes_, t = np.unique(labels, return_inverse=True)
+        self._train(data, torch.tensor(t, device=self.device), weights, len(self.classes_), _cross_entropies)
+        return self
+
+    def predict_proba(self, X: Any) -> Array:
+        """Return the probability of each class, (N, classes)."""
+        return uncertainty(self._outputs(X), "classification")["mean"].numpy(force=True)
+
+    def predict(self, X: Any) -> Array:
+        """Return the most probable labels, (N)."""
+        # Outside of the index, since `classes_` is missing before `fit`.
+        best = self.predict_proba(X).argmax(1)
+        return self.classes_[best]
+
+    def predict_uncertainty(self, X: Any) -> dict[str, Array]:
+        """Return the measures of `tdf.uncertainty` by name, `mean` (the probabilities) among them."""
+        return _arrays(uncertainty(self._outputs(X), "classification"))
+
+
+class EnsembleRegressor(RegressorMixin, _Ensemble):
+    """An ensemble of networks that predicts the mean of its members.
+
+    The members train at once, each by its own AdamW. Inputs and targets are standardised.
+
+    Args:
+        hidden_sizes: As in `EnsembleClassifier`, and so are the arguments that are not listed here.
+        loss: `squared_error`; or `gaussian`, where members also predict the variance of the noise.
+        make: Makes another network from the numbers of features and of outputs, which are K, and 2 K for `gaussian`:
+            a mean and a log-variance for each target.
+
+    Attributes:
+        n_features_in_: The number of features, and so on, as in `EnsembleClassifier`.
+
+    Source:
+        Lakshminarayanan et al., "Simple and scalable predictive uncertainty estimation using deep ensembles" (2017).
+
+    Examples:
+        >>> X = np.linspace(-1, 1, 64)[:, None]
+        >>> model = EnsembleRegressor(loss="gaussian", random_state=0).fit(X, np.sin(3 * X[:, 0]))
+        >>> sorted(model.predict_uncertainty(X))
+        ['aleatoric', 'epistemic', 'mean', 'variance']
+    """
+
+    def __init__(
+        self,
+        hidden_sizes: Sequence[int] = (64,),
+        *,
+        loss: Literal["squared_error", "gaussian"] = "squared_error",
+        make: Make | None = None,
+        n_estimators: int = 8,
+        learning_rate: float | Sequence[float] = 0.01,
+        weight_decay: float | Sequence[float] = 0.0,
+        max_iter: int = 100,
+        batch_size: int = 256,
+        bootstrap: bool = False,
+        early_stopping: bool = False,
+        validation_fraction: float = 0.1,
+        n_iter_no_change: int = 10,
+        tol: float = 1e-4,
+        device: str = "cpu",
+        random_state: Any = None,
+    ) -> None:
+        super().__init__(
+            hidden_sizes,
+            make=make,
+            n_estimators=n_estimators,
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            max_iter=max_iter,
+            batch_size=batch_size,
+            bootstrap=bootstrap,
+            early_stopping=early_stopping,
+            validation_fraction=validation_fraction,
+            n_iter_no_change=n_iter_no_change,
+            tol=tol,
+            device=device,
+            random_state=random_state,
+        )
+        self.loss = loss
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        return tags
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> "Self":
+        """Train the members, from new ones each time.
+
+        Args:
+            X: Features of shape (N, F).
+            y: Values of shape (N), or (N, K).
+            sample_weight: The weight of each example's loss.
+        """
+        losses = {"squared_error": _squared_errors, "gaussian": _gaussian_losses}.get(self.loss)
+        if losses is None:
+            raise error(ValueError, "loss must be squared_error or gaussian.", got=repr(self.loss))
+        checked: Any = validate_data(self, X, y, dtype=_FLOATS, multi_output=True, y_numeric=True)
+        data, values = checked
+        weights = _check_sample_weight(sample_weight, data, dtype=data.dtype, ensure_non_negative=True)
+        t = torch.tensor(values, device=self.device).to(torch.float32 if data.dtype == np.float32 else torch.float64)
+        self._is_flat = t.dim() == 1
+        t = t.unsqueeze(1) if self._is_flat else t
+        self.target_center_, self.target_scale_ = _moments(t, torch.tensor(weights, device=self.device))
+        t = (t - self.target_center_) / self.target_scale_
+        outputs = t.shape[1] * (1 + (self.loss == "gaussian"))
+        self._train(data, t, weights, outputs, losses)
+        return self
+
+    def predict(self, X: Any) -> Array:
+        """Return the mean prediction of the members, (N) or (N, K) as in `fit`."""
+        return self.predict_uncertainty(X)["mean"]
+
+    def predict_uncertainty(self, X: Any) -> dict[str, Array]:
+        """Return the `mean` and `variance` of the members' mixture, in the units of `y`.
+
+        With `loss="gaussian"` the parts of the variance, too: `aleatoric`, the noise, and `epistemic`, the
+        disagreement.
+        """
+        out = self._outputs(X)
+        if self.loss == "gaussian":
+            found = uncertainty(out.unflatten(-1, (-1, 2)), "gaussian")
+        else:
+            found = uncertainty(out, "regression")
+        parts: dict[str, Tensor] = {
+            name: self.target_center_ + self.target_scale_ * x if name == "mean" else self.target_scale_**2 * x
+            for name, x in found.items()
+        }
+        return _arrays({name: x.squeeze(1) if self._is_flat else x for name, x in parts.items()})
+
+
+# -- training -----------------------------------------------------------------------------------------------------
+
+# Any: trees, which jit and vmap pass through, and the optimizer's state.
+Step: TypeAlias = Callable[..., tuple[Any, Any, Any]]
+
+
+def _step(apply: Apply, optimizer: Any, losses: Losses) -> Step:
+    """Return one jitted step of all members, each on its own batch and with its own key."""
+
+    def member(params: Any, buffers: Any, batch: tuple[Tensor, Tensor, Tensor], key: Tensor) -> tuple[Tensor, Any]:
+        x, t, w = batch
+        out, buffers = apply.with_buffers(params, buffers, x, rng=key)
+        return (losses(out, t) * w).sum() / w.sum().clamp(min=torch.finfo(w.dtype).tiny), buffers
+
+    def step(
+        params: Any, buffers: Any, state: Any, batch: Any, keys: Tensor, active: Tensor | None
+    ) -> tuple[Any, Any, Any]:
+        grads, new = torch.vmap(torch.func.grad(member, has_aux=True))(params, buffers, batch, keys)
+        params, state = optimizer.update(params, grads, state, active=active)
+        return params, new if active is None else torch.where(active, new, buffers), state
+
+    return jit(step)
+
+
+def _measure(apply: Apply, losses: Losses) -> Callable[..., Tensor]:
+    """Return a function for each member's mean loss on examples that all share."""
+
+    def measure(params: Any, buffers: Any, rows: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        x, t, w = rows
+
+        def member(params: Any, buffers: Any) -> Tensor:
+            return (losses(apply(params, x, buffers=buffers), t) * w).sum() / w.sum()
+
+        return torch.vmap(member)(params, buffers)
+
+    return measure
+
+
+def _perceptron(features: int, hidden: Sequence[int], outputs: int) -> nn.Module:
+    sizes = [features, *hidden]
+    pairs = zip(sizes[:-1], sizes[1:], strict=True)
+    layers = [layer for below, above in pairs for layer in (nn.Linear(below, above), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(sizes[-1], outputs))
+
+
+def _moments(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the weighted mean and deviation of each column; 1 for the deviation of a constant."""
+    share = (w / w.sum()).unsqueeze(1)
+    center = (share * x).sum(0)
+    scale = (share * (x - center).square()).sum(0).sqrt()
+    # Rounding leaves a constant column a little deviation.
+    constant = scale <= 10 * torch.finfo(x.dtype).eps * center.abs()
+    return center, torch.where(constant, 1, scale)
+
+
+def _cross_entropies(out: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(out, t, reduction="none")
+
+
+def _squared_errors(out: Tensor, t: Tensor) -> Tensor:
+    return (out - t).square().mean(-1)
+
+
+def _gaussian_losses(out: Tensor, t: Tensor) -> Tensor:
+    mean, log_variance = out.unflatten(-1, (-1, 2)).unbind(-1)
+    return 0.5 * (log_variance + (t - mean).square() * torch.exp(-log_variance)).mean(-1)
+
+
+def _arrays(found: Any) -> dict[str, Array]:
+    return {name: x.numpy(force=True) for name, x in found.items()}

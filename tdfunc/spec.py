@@ -1,0 +1,256 @@
+"""Specs: the keys, shapes and dtypes that a tree is to have, without its values.
+
+`-1` is a dimension of any length. `tdfunc.load(like=)` takes a spec, `default_spec` of the classes in `tdfunc.llm`
+gives one.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Size, Tensor
+
+from tdfunc._tensordict import TensorDict
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import BatchSizeError, error
+from tdfunc.core.keys import missing, unravel
+from tdfunc.core.nontensor import NonTensorBase, NonTensorData
+from tdfunc.core.types import NestedKey
+from tdfunc.ops.cast import as_device
+
+
+def _size(shape: Any) -> Size:
+    return Size((shape,) if isinstance(shape, int) else tuple(shape))
+
+
+def _fits(shape: Any, expected: Size) -> bool:
+    return len(shape) == len(expected) and all([e < 0 or n < 0 or n == e for n, e in zip(shape, expected, strict=True)])
+
+
+def _filled(shape: Size) -> Size:
+    return Size([1 if n < 0 else n for n in shape])
+
+
+@final
+class Unbounded:
+    """The spec of a tensor of any values.
+
+    Args:
+        shape: Its shape.
+        device: Its device; None for any.
+        dtype: Its dtype; None for any.
+
+    Examples:
+        >>> from tdfunc.spec import Unbounded
+        >>> spec = Unbounded((-1, 2), dtype=torch.float32)
+        >>> spec.is_in(torch.zeros(5, 2)), spec.is_in(torch.zeros(5, 3)), spec.zero().shape
+        (True, False, torch.Size([1, 2]))
+    """
+
+    __slots__ = ("device", "dtype", "shape")
+
+    def __init__(self, shape: Any = (), device: Any = None, dtype: torch.dtype | None = None) -> None:
+        self.shape = _size(shape)
+        self.device = None if device is None else as_device(device)
+        self.dtype = dtype
+
+    def zero(self) -> Tensor:
+        """Return a tensor of zeros, of size 1 where any is allowed."""
+        return torch.zeros(_filled(self.shape), dtype=self.dtype, device=self.device)
+
+    def is_in(self, value: Any) -> bool:
+        """Return whether a value is a tensor of this shape, dtype and device."""
+        if not isinstance(value, Tensor) or not _fits(value.shape, self.shape):
+            return False
+        return self.dtype in (None, value.dtype) and self.device in (None, value.device)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Unbounded) and _parts(self) == _parts(other)
+
+    def __hash__(self) -> int:
+        return hash(_parts(self))
+
+    def __repr__(self) -> str:
+        return _text("Unbounded", {"shape": self.shape, "device": self.device, "dtype": self.dtype})
+
+
+@final
+class NonTensor:
+    """The spec of non-tensor data.
+
+    Args:
+        shape: Their shape.
+        example_data: The value that `zero` gives.
+        device: Not used: the data have no device.
+        dtype: Not used: the data have no dtype.
+
+    Examples:
+        >>> from tdfunc.spec import NonTensor
+        >>> spec = NonTensor((2,), example_data="foo")
+        >>> spec.is_in(NonTensorData("bar", [2])), spec.zero().data
+        (True, 'foo')
+    """
+
+    __slots__ = ("device", "dtype", "example_data", "shape")
+    # As tensordict marks it; `load(like=)` compares no shape of such data.
+    _is_non_tensor: ClassVar[bool] = True
+
+    def __init__(self, shape: Any = (), example_data: Any = None, device: Any = None, dtype: Any = None) -> None:
+        self.shape = _size(shape)
+        self.example_data = example_data
+        self.device = None if device is None else as_device(device)
+        self.dtype = dtype
+
+    def zero(self) -> NonTensorData:
+        """Return the example, of size 1 where any is allowed."""
+        return NonTensorData(self.example_data, _filled(self.shape))
+
+    def is_in(self, value: Any) -> bool:
+        """Return whether a value is non-tensor data of this shape."""
+        return isinstance(value, NonTensorBase) and _fits(value.shape, self.shape)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, NonTensor) and self.shape == other.shape
+
+    def __hash__(self) -> int:
+        return hash(self.shape)
+
+    def __repr__(self) -> str:
+        texts = {"shape": self.shape, "space": None, "device": self.device, "dtype": self.dtype, "domain": None}
+        return _text("NonTensor", {**texts, "example_data": self.example_data})
+
+
+Spec = Any  # an Unbounded, a NonTensor or a Composite
+
+
+@final
+class Composite:
+    """The spec of a tree: a spec for each key.
+
+    Args:
+        specs: Specs by key; a nested key makes composites.
+        shape: The batch size.
+        device: The tree's device.
+        data_cls: The class of the tree, `TensorDict` without it.
+
+    Raises:
+        BatchSizeError: A spec does not start with the batch size.
+        TypeError: An entry is not a spec.
+
+    Examples:
+        >>> from tdfunc.spec import Composite, Unbounded
+        >>> spec = Composite({"obs": Unbounded((-1, 3))}, shape=(-1,))
+        >>> spec.is_in(TensorDict({"obs": torch.zeros(4, 3)}, [4])), spec.zero()["obs"].shape
+        (True, torch.Size([1, 3]))
+    """
+
+    __slots__ = ("_specs", "data_cls", "device", "shape")
+
+    def __init__(
+        self, specs: Mapping[Any, Spec] | None = None, shape: Any = (), device: Any = None, *, data_cls: Any = None
+    ) -> None:
+        self.shape = size = _size(shape)
+        self.device = None if device is None else as_device(device)
+        self.data_cls = data_cls
+        nested: dict[str, Any] = {}
+        for key, spec in (specs or {}).items():
+            first, *rest = unravel(key)
+            if rest:
+                inner = nested.get(first)
+                entries = {**(inner._specs if isinstance(inner, Composite) else inner or {}), tuple(rest): spec}
+                nested[first] = entries
+            else:
+                nested[first] = spec
+        self._specs: dict[str, Spec] = {
+            key: Composite(spec, size, device) if isinstance(spec, Mapping) else spec for key, spec in nested.items()
+        }
+        for key, spec in self._specs.items():
+            if not isinstance(spec, (Unbounded, NonTensor, Composite)):
+                raise error(TypeError, f"Composite: {key!r} must be a spec.", got=repr(spec))
+            if spec.shape[: len(size)] != size:
+                raise BatchSizeError(
+                    f"Composite: the spec of {key!r} must start with the batch size.",
+                    expected=str(list(size)),
+                    got=str(list(spec.shape)),
+                )
+
+    def keys(self) -> list[str]:
+        """Return the keys."""
+        return list(self._specs)
+
+    def items(self) -> Iterator[tuple[str, Spec]]:
+        """Return pairs of key and spec."""
+        return iter(self._specs.items())
+
+    def __getitem__(self, key: NestedKey) -> Spec:
+        """Return the spec of a (nested) key."""
+        path = unravel(key)
+        node: Any = self
+        for part in path:
+            if not isinstance(node, Composite) or part not in node._specs:
+                raise missing(path, self.keys(), "Composite")
+            node = node._specs[part]
+        return node
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._specs
+
+    def zero(self) -> Any:
+        """Return a tree of zeros and examples, of size 1 where any is allowed."""
+        values = {key: spec.zero() for key, spec in self._specs.items()}
+        if self.data_cls is None:
+            return TensorDict(values, _filled(self.shape), self.device)
+        return self.data_cls(**values, batch_size=_filled(self.shape), device=self.device)
+
+    def is_in(self, value: Any) -> bool:
+        """Return whether a value is a tree with these keys, of this class, batch size and device; it may have more."""
+        if not isinstance(value, self.data_cls or TensorCollection) or not _fits(value._batch_size, self.shape):
+            return False
+        if self.device not in (None, value._device):
+            return False
+        if value._is_lazy:
+            dim = value._dim
+            rest = Composite(
+                {key: _without(spec, dim) for key, spec in self._specs.items()},
+                _drop(self.shape, dim),
+                self.device,
+                data_cls=self.data_cls,
+            )
+            return all([rest.is_in(tree) for tree in value._trees])
+        keys = value._keys()
+        return all([key in keys and spec.is_in(value._get(key)) for key, spec in self._specs.items()])
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Composite) or self.data_cls is not other.data_cls:
+            return False
+        return (self.shape, self.device, self._specs) == (other.shape, other.device, other._specs)
+
+    def __hash__(self) -> int:
+        return hash((self.shape, tuple(sorted(self._specs))))
+
+    def __repr__(self) -> str:
+        return _text("Composite", {**self._specs, "device": self.device, "shape": self.shape}, keys=self.keys())
+
+
+def _parts(spec: Any) -> tuple[Any, ...]:
+    return spec.shape, spec.device, spec.dtype
+
+
+def _drop(shape: Size, dim: int) -> Size:
+    return Size((*shape[:dim], *shape[dim + 1 :]))
+
+
+def _without(spec: Any, dim: int) -> Any:
+    """Return a spec without a batch dimension."""
+    shape = _drop(spec.shape, dim)
+    if isinstance(spec, Composite):
+        inner = {key: _without(each, dim) for key, each in spec.items()}
+        return Composite(inner, shape, spec.device, data_cls=spec.data_cls)
+    return NonTensor(shape, spec.example_data) if isinstance(spec, NonTensor) else Unbounded(shape, *_parts(spec)[1:])
+
+
+def _text(name: str, entries: Mapping[str, Any], keys: Any = ()) -> str:
+    lines = [
+        f"    {key}{': ' if key in keys else '='}{value}".replace("\n", "\n    ") for key, value in entries.items()
+    ]
+    return f"{name}(\n" + ",\n".join(lines) + ")"

@@ -1,0 +1,282 @@
+"""`History`: making, appending and extending, dense and ragged; shapes, storage and lists."""
+
+import copy
+import json
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tdfunc as tdf
+from tdfunc import LazyStack, TensorDict, lazy_stack
+from tdfunc.llm import ContentBase, History, load_jsonl, save_jsonl
+from tests.helpers import assert_trees_equal
+from tests.llm.tokens import messages
+
+RAGGED = [[{"role": "system", "content": "s"}, {"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]]
+CALL = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+TOOLS = [{"type": "function", "function": {"name": "now", "parameters": {}}}]
+
+
+def drop_empty(chat):
+    """The messages as `tolist` gives them: without entries that are None."""
+    return [{key: value for key, value in message.items() if value is not None} for message in chat]
+
+
+@given(st.lists(messages(), max_size=4))
+def test_from_chats_and_tolist_are_inverse(chats):
+    """Dicts come back as they were, arguments in the form in which they came; a list of chats is always ragged."""
+    history = History.from_chats(chats)
+
+    if chats:
+        assert isinstance(history, History)
+        assert isinstance(history, LazyStack)
+    assert history.tolist() == [drop_empty(chat) for chat in chats]
+    assert (History.from_chats(history.to_chats()) == history).all()
+
+
+@given(messages(), messages())
+def test_extend_is_concatenation_of_lists(a, b):
+    """Of one conversation and of ragged ones; neither history changes."""
+    one, other = History.from_chats(a), History.from_chats(b)
+    batch, others = History.from_chats([a, b]), History.from_chats([b, a])
+
+    assert one.extend(other).tolist() == one.tolist() + other.tolist()
+    assert batch.extend(others).tolist() == [drop_empty(a + b), drop_empty(b + a)]
+    assert batch.extend(others, dim=0).tolist() == batch.tolist() + others.tolist()
+    assert batch.tolist() == [drop_empty(a), drop_empty(b)]
+
+
+@given(st.lists(messages(), min_size=1, max_size=3))
+def test_append_adds_a_message_to_each(chats):
+    """Each conversation gets its own reply, which may be one text for all."""
+    history = History.from_chats(chats)
+    replies = [f"r{i}" for i in range(len(chats))]
+
+    longer = history.append(History(role="assistant", content=replies, batch_size=[len(chats)]))
+
+    assert isinstance(longer, LazyStack)
+    for chat, reply, new in zip(chats, replies, longer.tolist(), strict=True):
+        assert new == [*drop_empty(chat), {"role": "assistant", "content": reply}]
+    same = history.append(History(role="assistant", content="r", batch_size=[len(chats)]))
+    assert [chat[-1]["content"] for chat in same.tolist()] == ["r"] * len(chats)
+
+
+def test_append_of_a_conversation():
+    """Along the batch, the element is a conversation."""
+    history = History.from_chats(RAGGED)
+
+    longer = history.append(History.from_chats(RAGGED[0]), dim=0)
+
+    assert longer.tolist() == [*RAGGED, RAGGED[0]]
+
+
+def test_dense_histories_stay_dense():
+    """What was one tree is one tree, whether or not fields are in both parts."""
+    history = History(role=[["user"], ["user"]], content=[["a"], ["b"]], batch_size=[2, 1])
+    replies = History(role="assistant", tool_calls=[[CALL], None], content=[None, "b"], batch_size=[2])
+
+    longer = history.append(replies)
+
+    assert not isinstance(longer, LazyStack)
+    assert longer.batch_size == torch.Size([2, 2])
+    assert longer.tolist()[0][1] == {"role": "assistant", "tool_calls": [CALL]}
+    assert longer.tolist()[1] == [{"role": "user", "content": "b"}, {"role": "assistant", "content": "b"}]
+    assert history.extend(history, dim=0).batch_size == torch.Size([4, 1])
+
+
+def test_stack_of_messages_is_a_conversation():
+    """A lazy stack of single messages, whose fields differ, counts as one."""
+    parts = [History(role="user", content="a"), History(role="assistant", tool_calls=[CALL])]
+    history = lazy_stack(parts)
+
+    assert history.tolist() == [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [CALL]}]
+    assert len(history.append(History(role="tool", content="1")).tolist()) == 3
+
+
+def test_lists_are_values_of_messages_or_rows():
+    """A list of lists (or None) is a value for each message; a list of calls is one value."""
+    assert History(role="assistant", tool_calls=[CALL]).tool_calls == [CALL]
+    rows = History(role=["user", "assistant"], tool_calls=[None, [CALL]], token_ids=[[1], [2, 3]], batch_size=[2])
+    assert rows.tool_calls == [None, [CALL]]
+    assert rows[1].token_ids == [2, 3]
+    assert History(role="user", token_ids=[5, 6]).token_ids == [5, 6]
+
+
+def test_content_base_becomes_parts():
+    """Typed parts, alone, in lists and along a batch, are kept as OpenAI's dicts."""
+    text, image = ContentBase(type="text", text="x"), ContentBase(type="image_url", url="u")
+    parts = [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "u"}}]
+
+    assert History(role="user", content=text).content == parts[:1]
+    assert History(role="user", content=[text, image]).content == parts
+    assert History(role="user", content=torch.stack([text, text])).content == parts[:1] * 2
+    mixed = History(role="user", content=["plain", [text, image]], batch_size=[2])
+    assert mixed.content == ["plain", parts]
+    assert History.from_chats([{"role": "user", "content": parts}]).content == [parts]
+    assert (History.from_chats(mixed.tolist()) == mixed).all()
+
+
+def test_tools_belong_to_the_conversation():
+    """They stay when it grows, and are written by `to_chats`, not with messages."""
+    history = History.from_chats([{"messages": RAGGED[0], "tools": TOOLS}, {"messages": RAGGED[1]}])
+
+    longer = history.append(History(role="assistant", content="r", batch_size=[2]))
+
+    assert longer[0].tools == TOOLS
+    assert longer[1].tools is None
+    assert longer.to_chats()[0]["tools"] == TOOLS
+    assert "tools" not in longer.tolist()[0][0]
+
+
+def test_empty_chats():
+    """No chats are an empty history; so are chats without messages."""
+    assert History.from_chats([]).batch_size == torch.Size([0])
+    history = History.from_chats([[], [{"role": "user", "content": "a"}]])
+    assert history.tolist() == [[], [{"role": "user", "content": "a"}]]
+    assert len(history.append(History(role="user", content="x", batch_size=[2])).tolist()[0]) == 1
+
+
+def test_nested_lists_are_more_dimensions():
+    """Several chats of each prompt: ragged in both."""
+    history = History.from_chats([[RAGGED[0], RAGGED[1]], [RAGGED[1]]])
+
+    assert history.batch_size == torch.Size([2, -1, -1])
+    assert history.extend(history).tolist()[1][0] == RAGGED[1] * 2
+
+
+def test_shapes_of_ragged_histories():
+    """Flattening gives all messages in order; other shapes move conversations."""
+    history = History.from_chats(RAGGED)
+
+    flat = [message for chat in RAGGED for message in chat]
+    assert history.reshape(-1).tolist() == flat
+    assert history.flatten().tolist() == flat
+    assert history.flatten(0, 1).batch_size == torch.Size([3])
+    assert history.reshape(2, 1, -1).tolist() == [[RAGGED[0]], [RAGGED[1]]]
+    assert history[1].tolist() == RAGGED[1]
+    assert history[:, :1].dense().batch_size == torch.Size([2, 1])
+    assert [part.tolist() for part in history.unbind(0)] == RAGGED
+
+
+def test_shapes_of_dense_histories_are_numpys():
+    """reshape, permute and indexing, against an object array."""
+    roles = np.array([["a", "b", "c"], ["d", "e", "f"]], dtype=object)
+    history = History(role=roles.tolist(), content="x", batch_size=[2, 3])
+
+    assert history.reshape(3, 2).role == roles.reshape(3, 2).tolist()
+    assert history.permute(1, 0).role == roles.T.tolist()
+    assert history.flatten().role == roles.reshape(-1).tolist()
+    assert history[:, 1:].role == roles[:, 1:].tolist()
+
+
+def test_equality_is_of_messages():
+    """Ids, completeness and reasons do not count, nor the form of a content or of arguments."""
+    plain = History(role="assistant", content="x", tool_calls=[CALL])
+    other = plain.replace(
+        token_ids=[1], is_complete=False, finish_reason="length", content=[{"type": "text", "text": "x"}]
+    )
+    other = other.replace(tool_calls=[{**CALL, "function": {"name": "now", "arguments": {}}}])
+
+    assert (plain == other).all()
+    assert (History(role="a") == History(role="a", content="")).all()
+    assert not (plain == plain.replace(name="n")).all()
+    assert (History.from_chats(RAGGED) == History.from_chats(RAGGED)).all()
+    assert not (History.from_chats(RAGGED) == History.from_chats([RAGGED[0], [{"role": "user", "content": "c"}]])).all()
+    assert len({plain, plain}) == 1
+
+
+@pytest.mark.parametrize("chats", [RAGGED, RAGGED[0], [{"messages": RAGGED[0], "tools": TOOLS}]])
+def test_round_trips(chats, tmp_path):
+    """Files of every format, pickle and copies give the history back."""
+    history = History.from_chats(chats)
+    if history.batch_dims > 1:
+        reply = History(role="assistant", tool_calls=[CALL], token_ids=[1, 2], is_complete=False)
+        history = history.append(lazy_stack([reply] * len(chats)))
+
+    tdf.save(history, tmp_path / "h.safetensors")
+    history.memmap(tmp_path / "mapped")
+
+    for back in (
+        tdf.load(tmp_path / "h.safetensors"),
+        tdf.load(tmp_path / "mapped"),
+        History.load_memmap(tmp_path / "mapped"),
+        pickle.loads(pickle.dumps(history)),
+        copy.deepcopy(history),
+        History.from_chats(json.loads(json.dumps(history.to_chats()))),
+    ):
+        assert isinstance(back, History)
+        assert back.to_chats() == history.to_chats()
+        assert_trees_equal(back, history)
+
+
+@given(st.lists(messages(), min_size=1, max_size=3))
+def test_json_lines(chats):
+    """A line a conversation, in the form of data sets of chats; every field comes back."""
+    import tempfile
+
+    history = History.from_chats(chats)
+    history = history.append(
+        History(role="assistant", content="x", token_ids=[3], finish_reason="length", is_complete=False).expand(
+            len(chats)
+        )
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/chats.jsonl"
+        save_jsonl(history, path)
+        back = load_jsonl(path)
+        with open(path) as file:
+            lines = [json.loads(line) for line in file]
+
+    assert back.to_chats() == history.to_chats()
+    assert [list(line) for line in lines] == [["messages"]] * len(chats)
+
+
+def test_json_lines_reads_lists_and_skips_empty_lines(tmp_path):
+    """A line may be the list of messages."""
+    path = tmp_path / "chats.jsonl"
+    path.write_text(f"{json.dumps(RAGGED[0])}\n\n{json.dumps({'messages': RAGGED[1]})}\n")
+
+    assert load_jsonl(path).tolist() == RAGGED
+    path.write_text("")
+    assert load_jsonl(path).tolist() == []
+
+
+def test_default_spec():
+    """The spec of a history has its fields, and takes histories, ragged ones too."""
+    history = History.from_chats(RAGGED)
+    spec = history.default_spec()
+
+    assert spec.zero().tolist() == [{"role": "foo", "content": "foo"}]
+    assert spec.is_in(history[0])
+    assert not spec.is_in(history)
+    assert History.default_spec((2, -1)).is_in(history)
+    assert not spec.is_in(TensorDict({}, [3]))
+    assert str(spec).startswith(
+        "Composite(\n    role: NonTensor(\n        shape=torch.Size([-1]),\n        space=None,"
+    )
+    assert "example_data=foo)" in str(spec)
+
+
+def test_names_and_device_stay():
+    """Appending keeps the names of dimensions and the device."""
+    history = History(role=["user"], content=["a"], batch_size=[1], names=["message"], device="cpu")
+
+    longer = history.append(History(role="user", content="b"))
+
+    assert longer.names == ["message"]
+    assert longer.device == torch.device("cpu")
+
+
+def test_a_history_is_a_pytree_through_vmap():
+    """A history beside tensors passes through vmap and apply."""
+    history = History(role=["user", "user"], content=["a", "b"], batch_size=[2])
+    td = TensorDict({"h": history, "x": torch.zeros(2, 3)}, [2])
+
+    out = torch.vmap(lambda t: t.set("x", t["x"] + 1))(td)
+
+    assert out["h"].tolist() == history.tolist()
+    assert isinstance(out["h"], History)

@@ -1,0 +1,388 @@
+"""`checkpoint` gives the numbers of the plain function under every transform, and keeps inputs alone."""
+
+import functools
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import tdfunc as tdf
+from tdfunc import TensorDict, UnsupportedError, checkpoint
+
+
+def by_arguments(wrap, w, x, depth):
+    """All tensors are arguments."""
+    block = wrap(lambda w, x: torch.tanh(x @ w) * 1.3)
+    for _ in range(depth):
+        x = block(w, x)
+    return x.square().sum()
+
+
+def by_closure(wrap, w, x, depth):
+    """The weight and an earlier result are read from outside."""
+    for _ in range(depth):
+        earlier = x.sin()
+        x = wrap(lambda x, earlier=earlier: torch.tanh(x @ w) + earlier)(x)
+    return x.square().sum()
+
+
+def nested(wrap, w, x, depth):
+    """A recomputed function inside of one."""
+    block = wrap(lambda w, x: wrap(lambda x: torch.tanh(x @ w))(x) * w.sum())
+    for _ in range(depth):
+        x = block(w, x)
+    return x.square().sum()
+
+
+def by_trees(wrap, w, x, depth):
+    """Trees, numbers and text go in and out."""
+
+    def layer(tree, scale, *, name):
+        out = torch.tanh(tree["x"] @ tree["p", "w"]) * scale
+        return {"state": tree.set("x", out), "count": tree["n"] + 1, name: [scale, None]}
+
+    tree, layer = TensorDict({"p": {"w": w}, "x": x, "n": 3, "text": "a"}), wrap(layer)
+    for _ in range(depth):
+        out = layer(tree, 1.3, name="more")
+        tree = out["state"].set("n", out["count"])
+    return tree["x"].square().sum() * tree["n"]
+
+
+FORMS = [by_arguments, by_closure, nested, by_trees]
+
+
+def stacked(w):
+    """Three different weights."""
+    return torch.stack([w, w * 2, w * 0.3])
+
+
+def leaf_grad(fn, w):
+    """The gradient by plain autograd."""
+    w = w.clone().requires_grad_()
+    return torch.autograd.grad(fn(w), w)[0]
+
+
+def leaf_grad_twice(fn, w):
+    """A second derivative by plain autograd."""
+    w = w.clone().requires_grad_()
+    inner = torch.autograd.grad(fn(w), w, create_graph=True)[0]
+    return torch.autograd.grad(inner.square().sum(), w)[0]
+
+
+def pull_tangent(fn, w):
+    """The tangent of a pullback that was made outside."""
+    value, pull = vjp(fn, w)
+    one = torch.ones_like(value)
+    return jvp(lambda c: pull(c)[0], (one,), (one,))
+
+
+CASES = {
+    "grad": lambda f, w, x: grad(f, argnums=(0, 1))(w, x),
+    "grad of grad": lambda f, w, x: grad(lambda w: grad(f, argnums=1)(w, x).square().sum())(w),
+    "three times": lambda f, w, x: grad(lambda w: grad(lambda w: grad(f)(w, x).square().sum())(w).square().sum())(w),
+    "vmap of grad": lambda f, w, x: vmap(grad(f), (0, None))(stacked(w), x),
+    "grad of vmap": lambda f, w, x: grad(lambda w: vmap(f, (0, None))(w, x).square().sum())(stacked(w)),
+    "gradients of rows": lambda f, w, x: vmap(grad(f), (None, 0))(w, x[:, None]),
+    "vmap of vmap": lambda f, w, x: vmap(vmap(grad(f), (None, 0)), (0, None))(stacked(w), x[:, None]),
+    "jacrev": lambda f, w, x: jacrev(lambda w: grad(f)(w, x))(w),
+    "jacrev twice": lambda f, w, x: jacrev(jacrev(lambda w: f(w, x)))(w),
+    "hessian": lambda f, w, x: hessian(lambda w: f(w, x))(w),
+    "reverse over forward": lambda f, w, x: jacrev(jacfwd(lambda w: f(w, x)))(w),
+    "jvp": lambda f, w, x: jvp(lambda w: f(w, x), (w,), (w.cos(),)),
+    "jvp of a pullback": lambda f, w, x: pull_tangent(lambda w: f(w, x), w),
+    "backward": lambda f, w, x: leaf_grad(lambda w: f(w, x), w),
+    "backward twice": lambda f, w, x: leaf_grad_twice(lambda w: f(w, x), w),
+    "backward of vmap": lambda f, w, x: leaf_grad(lambda w: vmap(f, (0, None))(w, x).square().sum(), stacked(w)),
+    "backward of vmap twice": lambda f, w, x: leaf_grad_twice(
+        lambda w: vmap(f, (0, None))(w, x).square().sum(), stacked(w)
+    ),
+    "backward of grad": lambda f, w, x: leaf_grad(lambda w: grad(f)(w, x).square().sum(), w),
+    "autograd.grad in grad": lambda f, w, x: grad(
+        lambda w: torch.autograd.grad(f(w, x), w, create_graph=True)[0].square().sum()
+    )(w),
+    "jit of vmap": lambda f, w, x: tdf.jit(vmap(grad(f), (0, None)))(stacked(w), x),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", CASES)
+def test_the_numbers_of_the_plain_function(case, form):
+    """Derivatives of every order and kind are those of the function as it is."""
+    w, x = torch.randn(4, 4, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
+    plain, thrifty = (functools.partial(form, wrap, depth=2) for wrap in (lambda fn: fn, checkpoint))
+
+    torch.testing.assert_close(CASES[case](thrifty, w, x), CASES[case](plain, w, x))
+
+
+@given(
+    depth=st.integers(0, 4), form=st.sampled_from(FORMS), case=st.sampled_from(["grad", "vmap of grad", "backward"]),
+    seed=st.integers(0, 2**32),
+)  # fmt: skip
+def test_any_depth(depth, form, case, seed):
+    """Chains of any length, none included, have the gradients of the plain ones."""
+    torch.manual_seed(seed)
+    w, x = torch.randn(3, 3, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)
+    plain, thrifty = (lambda w, x, wrap=wrap: form(wrap, w, x, depth) + w.sum() for wrap in (lambda fn: fn, checkpoint))
+
+    torch.testing.assert_close(CASES[case](thrifty, w, x), CASES[case](plain, w, x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS[:3])
+def test_compiled(form):
+    """The compiler takes it whole, plainly and inside a transform."""
+    w, x = torch.randn(4, 4, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
+    plain, thrifty = (functools.partial(form, wrap, depth=2) for wrap in (lambda fn: fn, checkpoint))
+    expected = grad(plain)(w, x)
+
+    torch.testing.assert_close(torch.compile(grad(thrifty), backend="eager", fullgraph=True)(w, x), expected)
+    compiled = torch.compile(thrifty, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(leaf_grad(lambda w: compiled(w, x), w), expected)
+
+
+class Memory(TorchDispatchMode):
+    """The largest number of bytes that results of operations held at one time."""
+
+    def __init__(self):
+        super().__init__()
+        self.live, self.peak = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for value in tree_leaves(out):
+            if isinstance(value, torch.Tensor):
+                storage = value.untyped_storage()
+                self.live[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
+        self.live = {key: pair for key, pair in self.live.items() if not pair[0].expired()}
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self.live.values()))
+        return out
+
+
+def deep(wrap, params, x):
+    """32 layers, eight to a segment; each keeps two results."""
+
+    def segment(p, x):
+        for _ in range(8):
+            x = torch.tanh(x @ p["w"]).sin()
+        return x
+
+    for _ in range(4):
+        x = wrap(segment)(params, x)
+    return x.square().sum()
+
+
+TRANSFORMS = {
+    "grad": lambda f, p, x: grad(f)(p, x),
+    "tdf.grad of grad": lambda f, p, x: tdf.grad(lambda p: grad(f, argnums=1)(p, x).square().sum())(p),
+    "vmap of grad": lambda f, p, x: vmap(grad(f), (0, None))(tdf.stack([p] * 3), x),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
+def test_memory(transform):
+    """The peak is that of the inputs of segments and of one segment, not of all results."""
+    params, x = TensorDict({"w": torch.randn(8, 8) / 3}), torch.randn(1000, 8)
+    peaks = []
+    for wrap in (checkpoint, lambda fn: fn):
+        with Memory() as memory:
+            transform(functools.partial(deep, wrap), params, x)
+        peaks.append(memory.peak)
+
+    assert peaks[0] < 0.25 * peaks[1]
+
+
+def test_it_runs_again():
+    """Once without derivatives, and once more for each."""
+    runs = []
+    fn = checkpoint(lambda x: (runs.append(1), x.sin())[1])
+    x = torch.randn(3)
+
+    fn(x)
+    assert len(runs) == 1
+    grad(lambda x: fn(x).sum())(x)
+    assert len(runs) == 3
+    with torch.no_grad():
+        fn(x.requires_grad_())
+    assert len(runs) == 4
+    fn(x).sum().backward()
+    assert len(runs) == 6
+
+
+def test_what_has_no_derivative():
+    """Whole numbers, None and tensors that depend on no argument come out as they are."""
+
+    def fn(x, index, *, use_reentrant, none=None):
+        return x[index] * use_reentrant, index + 1, none, torch.ones(2), "text"
+
+    x, index = torch.randn(3), torch.tensor([0, 2])
+
+    def loss(x, wrap):
+        out, index2, none, ones, text = wrap(fn)(x, index, use_reentrant=2.0)
+        assert (none, text, index2.tolist(), ones.tolist()) == (None, "text", [1, 3], [1.0, 1.0])
+        return out.sum()
+
+    expected = torch.tensor([2.0, 0.0, 2.0])
+    assert torch.equal(grad(loss)(x, checkpoint), expected)
+    assert torch.equal(leaf_grad(lambda x: loss(x, checkpoint), x), expected)
+    assert grad(lambda x: x.sum() + checkpoint(lambda: 3)())(x).tolist() == [1.0, 1.0, 1.0]
+
+
+def test_results_may_be_written():
+    """An operation in place on a result is differentiated."""
+
+    def loss(x, wrap):
+        y, z = wrap(lambda x: (x.sin(), x.cos()))(x)
+        return (y.mul_(2) * z.add_(1)).sum()
+
+    x = torch.randn(3)
+    torch.testing.assert_close(grad(loss)(x, checkpoint), grad(loss)(x, lambda fn: fn))
+
+
+DRAWING = {
+    "grad": lambda f, x: grad(lambda x: f(x).square().sum())(x),
+    "vmap": lambda f, x: vmap(grad(lambda x: f(x).square().sum()), randomness="different")(x),
+    "backward of vmap": lambda f, x: leaf_grad(lambda x: vmap(f, randomness="different")(x).square().sum(), x),
+    "backward": lambda f, x: leaf_grad(lambda x: f(x).square().sum(), x),
+}
+
+
+@pytest.mark.parametrize("transform", DRAWING.values(), ids=DRAWING.keys())
+def test_draws_are_repeated(transform):
+    """The second run draws what the first one did, and later draws go on from there."""
+    x, found = torch.randn(4, 64), []
+    for wrap in (checkpoint, lambda fn: fn):
+        torch.manual_seed(0)
+        fn = wrap(lambda x: F.dropout(x.sin(), 0.5) * torch.rand_like(x))
+        found.append((transform(lambda x, fn=fn: fn(fn(x)), x), torch.rand(3)))
+
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_keys():
+    """Draws by keys are the same in the second run, in a trace too."""
+    fn = checkpoint(lambda key, x: x.sin() * tdf.random.uniform(key, (4,)))
+    key, x = tdf.random.key(0), torch.randn(4)
+    expected = x.cos() * tdf.random.uniform(key, (4,))
+
+    step = tdf.jit(lambda key, x: grad(lambda x: fn(key, x).sum())(x))
+    torch.testing.assert_close(step(key, x), expected)
+    torch.testing.assert_close(step(key, x), expected)
+
+
+def test_autocast():
+    """The second run has the autocast of the first, not that of the derivative."""
+    w, x = torch.randn(8, 8), torch.randn(4, 8)
+    seen = []
+
+    def loss(w, wrap):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = wrap(lambda w, x: (seen.append(torch.is_autocast_enabled("cpu")), (x @ w).sin())[1])(w, x)
+        return out.float().square().sum()
+
+    expected = grad(loss)(w, lambda fn: fn)
+    seen.clear()
+    torch.testing.assert_close(grad(loss)(w, checkpoint), expected)
+    assert seen == [True, True]
+
+
+def test_the_default_device():
+    """The second run makes its tensors where the first one did."""
+    seen = []
+    fn = checkpoint(lambda x: (seen.append(torch.ones(()).device.type), x.sin())[1])
+
+    def loss(x):
+        with torch.device("meta"):
+            out = fn(x)
+        return out.sum()
+
+    grad(loss)(torch.ones(2))
+    assert seen == ["meta", "meta"]
+
+
+def test_modules_that_call_it():
+    """A module may checkpoint its parts; as pure functions they train in every way."""
+
+    class Thrifty(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Dropout(0.5)) for _ in range(3)])
+
+        def forward(self, x):
+            for part in self.parts:
+                x = checkpoint(part)(x)
+            return x
+
+    model = Thrifty().double().eval()
+    apply, params, _ = tdf.functional(model)
+    x = torch.randn(5, 3, dtype=torch.float64)
+    model(x).square().sum().backward()
+    expected = tdf.from_module(model).apply(lambda p: p.grad)
+
+    def loss(params):
+        return apply(params, x).square().sum()
+
+    for _ in range(3):
+        tdf.assert_close(grad(loss)(params), expected.detach())
+        live = params.apply(lambda p: p.clone().requires_grad_())
+        loss(live).backward()
+        tdf.assert_close(live.apply(lambda p: p.grad), expected.detach())
+        tdf.assert_close(vmap(grad(loss))(tdf.stack([params, params * 2]))[0], expected.detach())
+
+
+def test_threads():
+    """Calls in several threads at once do not meet."""
+    fn = checkpoint(lambda w, x: torch.tanh(x @ w))
+    ws, x, found = [torch.randn(4, 4) for _ in range(4)], torch.randn(2, 4), {}
+
+    def work(i):
+        for _ in range(20):
+            found[i] = grad(lambda w: fn(w, fn(w, x)).sum())(ws[i])
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, w in enumerate(ws):
+        torch.testing.assert_close(found[i], grad(lambda w: torch.tanh(torch.tanh(x @ w) @ w).sum())(w))
+
+
+def late(transform):
+    """A variable that changes between the two runs."""
+
+    def loss(x):
+        for layer in (torch.sin, torch.cos):
+            x = checkpoint(lambda x: layer(x))(x)  # noqa: B023
+        return x.sum()
+
+    return transform(loss)
+
+
+def trace(fn):
+    """A recorded gradient."""
+    return tdf.jit(grad(lambda x: checkpoint(fn)(x).sum()))(torch.ones(3))
+
+
+MESSAGES = {
+    "another variable in grad": (lambda: late(lambda f: grad(f)(torch.ones(3))), "'layer' changed before.*lambda x, l"),
+    "another variable in backward": (lambda: late(lambda f: leaf_grad(f, torch.ones(3))), "'layer' changed before"),
+    "writing to an argument": (lambda: grad(lambda x: checkpoint(lambda x: x.mul_(2))(x * 1).sum())(torch.ones(3)),
+                               "writes to one of its arguments.*clone"),
+    "drawing in a trace": (lambda: trace(lambda x: x * torch.rand(3)), "draws random numbers in a trace.*rng=key"),
+    "dropout in a trace": (lambda: trace(F.dropout), "draws random numbers in a trace"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "pattern"), MESSAGES.values(), ids=MESSAGES.keys())
+def test_messages(call, pattern):
+    """What would give wrong numbers is refused."""
+    with pytest.raises(UnsupportedError, match=f"(?s)checkpoint: .*{pattern}"):
+        call()

@@ -1,0 +1,102 @@
+"""`ravel`: a tree as one vector and back."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+import tdfunc as tdf
+from tdfunc import LeafMismatchError, TensorDict, ravel
+from tests.helpers import TiedLM, assert_pure, assert_trees_equal
+from tests.strategies import trees
+
+DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.bool])
+
+
+@given(trees(dtypes=DTYPES))
+def test_there_and_back(tree):
+    """The vector holds the leaves in order, and gives the tree with its dtypes, batch sizes, ties and data."""
+    vector, unravel = assert_pure(ravel, tree)
+    leaves = [leaf.reshape(-1) for leaf in tree_leaves(tree)]
+
+    torch.testing.assert_close(vector, torch.cat(leaves) if leaves else torch.zeros(0), rtol=0, atol=0, equal_nan=True)
+    assert_trees_equal(unravel(vector), tree)
+    assert unravel(vector).ties() == tree.ties()
+
+
+def test_parameters_of_a_module():
+    """It is the vector of `nn.utils.parameters_to_vector`, in the order of pytrees, with a tied weight once."""
+    model = TiedLM()
+    params = tdf.split(tdf.from_module(model))[0]
+    vector, unravel = ravel(params)
+
+    assert vector.numel() == sum(p.numel() for p in model.parameters())
+    torch.testing.assert_close(vector.sum(), nn.utils.parameters_to_vector(model.parameters()).sum())
+    assert vector.requires_grad
+    assert_trees_equal(unravel(vector.detach()), params.detach())
+
+
+def test_under_transforms():
+    """Gradients, hessians, stacked trees and traces of functions of the vector."""
+    apply, params, _ = tdf.functional(nn.Linear(3, 2).double())
+    x = torch.randn(5, 3, dtype=torch.float64)
+    vector, unravel = ravel(params)
+
+    def loss(params, x):
+        return apply(params, x).square().sum()
+
+    def on_vector(vector, x):
+        return loss(unravel(vector), x)
+
+    expected = ravel(torch.func.grad(loss)(params, x))[0]
+    torch.testing.assert_close(torch.func.grad(on_vector)(vector, x), expected)
+    torch.testing.assert_close(tdf.jit(torch.func.grad(on_vector))(vector, x), expected)
+    assert torch.func.hessian(on_vector)(vector, x).shape == (8, 8)
+    many = tdf.stack([params, params * 2])
+    matrix = torch.vmap(lambda tree: ravel(tree)[0])(many)
+    torch.testing.assert_close(matrix[1], vector * 2)
+    assert_trees_equal(torch.vmap(unravel)(matrix), many)
+
+
+def test_several_trees_at_once():
+    """Tuples and dicts of trees and tensors; no leaves are a vector of none."""
+    value = ({"a": TensorDict({"w": torch.ones(2, 3)}, [2])}, [torch.tensor(2.0)])
+    vector, unravel = ravel(value)
+    back = unravel(vector * 2)
+
+    assert vector.tolist() == [1.0] * 6 + [2.0]
+    assert back[0]["a"].batch_size == (2,)
+    assert back[1][0] == 4.0
+    empty, unravel = ravel(TensorDict({}, [3]))
+    assert empty.shape == (0,)
+    assert unravel(empty).batch_size == (3,)
+
+
+LONG = TensorDict({"w": torch.ones(2), "n": torch.tensor([2**40])})
+PLAIN = TensorDict({"w": torch.ones(2)})
+MESSAGES = [
+    (lambda: ravel(LONG), LeafMismatchError, r"round the leaf \['n'\](.|\n)*torch.int64(.|\n)*partition"),
+    (lambda: ravel(TensorDict({"w": torch.ones(2).half(), "n": torch.ones(1).short()})), LeafMismatchError, "round"),
+    (lambda: ravel((PLAIN, 3)), TypeError, r"the leaf \[1\] must be a tensor(.|\n)*int"),
+    (lambda: ravel(PLAIN)[1](torch.ones(3)), LeafMismatchError, r"shape \(2,\), torch.float32(.|\n)*shape \(3,\)"),
+    (lambda: ravel(PLAIN)[1](torch.ones(2).double()), LeafMismatchError, "does not fit(.|\n)*float64"),
+    (lambda: ravel(PLAIN)[1](torch.ones(3, 2)), LeafMismatchError, r"torch.vmap\(unravel\)"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "pattern"), MESSAGES)
+def test_messages(call, error, pattern):
+    """Rounding and vectors of another tree are refused."""
+    with pytest.raises(error, match=pattern):
+        call()
+
+
+def test_whole_numbers_that_fit():
+    """A count that the dtype of the others holds exactly is among the numbers."""
+    tree = TensorDict({"w": torch.ones(1, dtype=torch.float64), "n": torch.tensor([2**31 - 1], dtype=torch.int32)})
+    vector, unravel = ravel(tree)
+
+    assert vector.dtype == torch.float64
+    assert_trees_equal(unravel(vector), tree)

@@ -1,0 +1,282 @@
+"""Laws of all rules: torch.optim over 200 steps, members, transforms, files, and odd trees."""
+
+import pytest
+import torch
+
+import tdfunc as tdf
+from tdfunc import TensorDict
+from tdfunc.optim import adagrad, asgd, sparse_adam
+from tests.helpers import assert_trees_equal
+from tests.optim.table import (
+    MEMBERS,
+    PATHS,
+    RULES,
+    assert_leaves,
+    each_rule,
+    random_tree,
+    train,
+    train_torch,
+)
+
+RATES = [0.1, 0.03, 0.01]
+# Per member, and where norms of members are sums, the order of operations is another.
+LOOSE = {"rtol": 1e-9, "atol": 1e-9}
+
+
+def is_exact(name):
+    """Whether a step of one tree does what torch's does, operation by operation."""
+    return not name.startswith(("adafactor", "lion"))
+
+
+def tolerance(name):
+    """Differences of a run of members: Muon rounds to bfloat16, and other sums may round the other way."""
+    return {"rtol": 0.1, "atol": 0.1} if name.startswith("muon") else LOOSE
+
+
+@pytest.mark.slow
+@each_rule
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_200_steps_are_those_of_torch(name, dtype, generator):
+    """A run of one tree is that of torch.optim, to the last bit where the operations are the same."""
+    make, cls, options = RULES[name]
+    params = random_tree(generator, dtype, (), name=name)
+    grads = [random_tree(generator, dtype, (), name=name) for _ in range(200)]
+    opt = make(**options)
+
+    trained, _ = train(opt.update, opt.init(params), params, grads)
+
+    expected = train_torch(cls, options, params, grads, fused=True)
+    if is_exact(name):
+        assert_leaves(trained, expected)
+    else:
+        single = {"rtol": 1e-4, "atol": 1e-4}
+        assert_leaves(trained, expected, **(single if dtype is torch.float32 else LOOSE))
+
+
+@each_rule
+@pytest.mark.parametrize("steps", [5, pytest.param(200, marks=pytest.mark.slow)])
+def test_members_are_those_of_torch(name, steps, generator):
+    """Each member with a learning rate of its own is trained as by a torch.optim of its own; by vmap too."""
+    make, cls, options = RULES[name]
+    params = random_tree(generator, torch.float64, name=name)
+    grads = [random_tree(generator, torch.float64, name=name) for _ in range(steps)]
+    opt = make(**{**options, "lr": torch.tensor(RATES, dtype=torch.float64)})
+    one = make(**{**options, "lr": torch.tensor(0.1, dtype=torch.float64)})
+    starts = torch.stack([make(**{**options, "lr": torch.tensor(r, dtype=torch.float64)}).init(params[i])
+                          for i, r in enumerate(RATES)])  # fmt: skip
+
+    stacked, _ = train(opt.update, opt.init(params), params, grads)
+    mapped, _ = train(torch.vmap(one.update), starts, params, grads)
+
+    for i, rate in enumerate(RATES):
+        alone = train_torch(cls, {**options, "lr": rate}, params[i], [grad[i] for grad in grads], fused=False)
+        for trained in (stacked, mapped):
+            assert_leaves(trained[i], alone, **tolerance(name))
+
+
+@each_rule
+def test_a_saved_run_continues_to_the_last_bit(name, generator, tmp_path):
+    """A run that is saved, loaded and continued is the run that was not interrupted."""
+    make, _, options = RULES[name]
+    params = random_tree(generator, name=name)
+    grads = [random_tree(generator, name=name) for _ in range(6)]
+    opt = make(**{**options, "lr": torch.tensor(RATES)})
+    half, state = train(opt.update, opt.init(params), params, grads[:3])
+
+    tdf.save(TensorDict({"params": half, "state": state}), tmp_path / "run.safetensors")
+    back = tdf.load(tmp_path / "run.safetensors")
+
+    assert_trees_equal(back["state"], state)
+    resumed = train(opt.update, back["state"], back["params"], grads[3:])
+    for got, expected in zip(resumed, train(opt.update, opt.init(params), params, grads), strict=True):
+        assert_trees_equal(got, expected)
+
+
+@each_rule
+def test_inactive_members_stay(name, generator):
+    """A finished member keeps parameters and state, and the others go on as without it."""
+    make, _, options = RULES[name]
+    params, grads = random_tree(generator, name=name), random_tree(generator, name=name)
+    opt = make(**options)
+    params, state = opt.update(params, grads, opt.init(params))
+
+    for update in (opt.update, tdf.jit(opt.update)):
+        new, after = update(params, grads, state, active=torch.tensor([True, False, True]))
+        both, both_after = opt.update(params, grads, state)
+        assert_trees_equal(new[1], params[1])
+        assert_trees_equal(after[1], state[1])
+        assert_trees_equal(new[::2], both[::2])
+        assert_trees_equal(after[::2], both_after[::2])
+
+
+@each_rule
+def test_members_at_different_steps_equal_the_loop(name, generator):
+    """A member that joined later is trained as if it were alone."""
+    make, _, options = RULES[name]
+    params = random_tree(generator, torch.float64, name=name)
+    grads = [random_tree(generator, torch.float64, name=name) for _ in range(8)]
+    opt = make(**options)
+    late, state = params, opt.init(params)
+    for i, grad in enumerate(grads):
+        late, state = opt.update(late, grad, state, active=torch.tensor([True, i % 2 == 0, i > 4]))
+
+    for k, own in enumerate([grads, grads[::2], grads[5:]]):
+        alone, _ = train(opt.update, opt.init(params[k]), params[k], [grad[k] for grad in own])
+        assert_trees_equal(late[k], alone, **LOOSE)
+
+
+@each_rule
+def test_gradients_reach_through_a_step(name, generator):
+    """A step is differentiated by parameters, gradients and the learning rate, in a loop and under vmap."""
+    make, _, options = RULES[name]
+    params = random_tree(generator, torch.float64, name=name)
+    grads = random_tree(generator, torch.float64, name=name)
+
+    def after(rate, params, grads):
+        opt = make(**{**options, "lr": rate})
+        new, state = opt.update(params, grads, opt.init(params))
+        new, _ = opt.update(new, grads * 0.5, state)
+        return sum(leaf.square().sum() for leaf in new.leaves())
+
+    rates, every = torch.tensor(RATES, dtype=torch.float64), (0, 1, 2)
+    found = torch.vmap(torch.func.grad(after, argnums=every))(rates, params, grads)
+    for i, rate in enumerate(rates):
+        own = torch.func.grad(after, argnums=every)(rate, params[i], grads[i])
+        assert all(leaf.isfinite().all() for tree in own[1:] for leaf in tree.leaves())
+        # Derivatives through products of bfloat16 differ.
+        if not name.startswith("muon"):
+            torch.testing.assert_close(found[0][i], own[0], rtol=1e-6, atol=1e-6)
+            ends = [after(rate + h, params[i], grads[i]) for h in (1e-3, -1e-3)]
+            torch.testing.assert_close(own[0], (ends[0] - ends[1]) / 2e-3, rtol=2e-2, atol=1e-2)
+
+
+@each_rule
+def test_odd_trees(name):
+    """No leaves, no members, leaves of no dimensions or elements, and gradients of zeros."""
+    make, _, options = RULES[name]
+    opt = make(**options)
+    ends = ([(2, 3), (0, 3)], [(), (4,), (0,), (2, 3, 2)])[not name.startswith("muon")]
+    for batch in ((), (2,), (0,)):
+        trees = [
+            TensorDict({}, batch),
+            TensorDict({str(i): torch.ones((*batch, *e)) for i, e in enumerate(ends)}, batch),
+        ]
+        for tree in trees:
+            for update in (opt.update, tdf.jit(opt.update)):
+                new, state = update(tree, tree * 0, opt.init(tree))
+                assert [leaf.shape for leaf in new.leaves()] == [leaf.shape for leaf in tree.leaves()]
+                assert all(leaf.isfinite().all() for leaf in new.leaves())
+                assert state["step"].tolist() == torch.ones(batch, dtype=torch.long).tolist()
+
+
+@each_rule
+def test_a_nan_stays_in_its_member(name, generator):
+    """A gradient of nan changes the numbers of its own member alone, as torch changes them."""
+    make, cls, options = RULES[name]
+    params, grads = random_tree(generator, name=name), random_tree(generator, name=name)
+    broken = grads.at[1].set(float("nan"))
+    opt = make(**options)
+
+    trained, _ = train(opt.update, opt.init(params), params, [broken, grads])
+
+    sound, _ = train(opt.update, opt.init(params), params, [grads, grads])
+    assert_trees_equal(trained[::2], sound[::2])
+    alone = train_torch(cls, options, params[1], [broken[1], grads[1]], fused=False)
+    for path in PATHS:
+        torch.testing.assert_close(trained[1][path], alone[path], equal_nan=True, rtol=1e-5, atol=1e-5)
+
+
+@each_rule
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_are_computed_in_32(name, dtype, generator):
+    """A step of 16-bit leaves is that of float32, rounded."""
+    make, _, options = RULES[name]
+    params, grads = [random_tree(generator, name=name).to(dtype) for _ in range(2)]
+    opt = make(**options)
+
+    trained, state = opt.update(params, grads, opt.init(params))
+
+    start = opt.init(params)
+    wide = start.update({slot: start[slot].float() for slot in opt.rule.slots})
+    expected, _ = opt.update(params.float(), grads.float(), wide)
+    assert_trees_equal(trained, expected.to(dtype))
+    assert all(leaf.dtype is dtype for slot in opt.rule.slots for leaf in state[slot].leaves())
+
+
+def test_muon_of_stacks_of_stacks(generator):
+    """Matrices of any number of batch dimensions are orthogonalized each by itself."""
+    make, _, options = RULES["muon"]
+    params, *grads = [random_tree(generator, torch.float64, (2, 3), name="muon") for _ in range(21)]
+    opt = make(**options)
+
+    trained, _ = train(opt.update, opt.init(params), params, grads)
+
+    for i, j in ((0, 0), (1, 2)):
+        alone, _ = train(opt.update, opt.init(params[i, j]), params[i, j], [grad[i, j] for grad in grads])
+        assert_trees_equal(trained[i, j], alone)
+
+
+def sparse(generator, members=None):
+    """Return a gradient of some rows of a table of 6 x 2, one of them twice."""
+    rows = torch.tensor([0, 3, 3, 5]) if members is None else torch.tensor([[0, 0, 1, 2, 2], [1, 1, 5, 0, 4]])
+    shape = (6, 2) if members is None else (members, 6, 2)
+    values = torch.randn(rows.shape[-1], 2, generator=generator, dtype=torch.float64)
+    return torch.sparse_coo_tensor(rows.reshape(-1, rows.shape[-1]), values, shape, check_invariants=True)
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+def test_sparse_adam_is_that_of_torch(maximize, generator):
+    """200 steps of sparse gradients, to the last bit; memory is reused where it is donated."""
+    x = torch.randn(6, 2, generator=generator, dtype=torch.float64)
+    grads = [sparse(generator) for _ in range(200)]
+    leaf = torch.nn.Parameter(x.clone())
+    other = torch.optim.SparseAdam([leaf], lr=0.1, betas=(0.8, 0.99), maximize=maximize)
+    for grad in grads:
+        leaf.grad = grad
+        other.step()
+    opt = sparse_adam(lr=0.1, betas=(0.8, 0.99), maximize=maximize)
+    params = TensorDict({"w": x.clone()})
+
+    trained, _ = train(opt.update, opt.init(params), params, [TensorDict({"w": grad}) for grad in grads])
+
+    torch.testing.assert_close(trained["w"], leaf.detach(), rtol=0, atol=0)
+    state = opt.init(params)
+    for grad in grads:
+        donated, state = opt.update(params, TensorDict({"w": grad}), state, donate=True)
+    assert donated["w"] is params["w"]
+    torch.testing.assert_close(donated["w"], leaf.detach(), rtol=0, atol=0)
+
+
+def test_sparse_members_have_rates_of_their_own(generator):
+    """A sparse gradient of a stack trains each member as if it were alone."""
+    params = TensorDict({"w": torch.randn(3, 6, 2, generator=generator, dtype=torch.float64)}, [3])
+    grads = [TensorDict({"w": sparse(generator, 3)}, [3]) for _ in range(5)]
+    opt = sparse_adam(lr=torch.tensor(RATES, dtype=torch.float64))
+
+    trained, _ = train(opt.update, opt.init(params), params, grads)
+
+    for i, rate in enumerate(RATES):
+        one = sparse_adam(lr=rate)
+        own = [TensorDict({"w": grad["w"].to_dense()[i].to_sparse(1)}) for grad in grads]
+        alone, _ = train(one.update, one.init(params[i]), params[i], own)
+        torch.testing.assert_close(trained["w"][i], alone["w"], rtol=1e-12, atol=1e-12)
+
+
+def test_a_schedule_of_asgd_acts_at_its_own_step():
+    """The step size follows the schedule, where torch's is one step late."""
+    params = TensorDict({"w": torch.zeros(2, dtype=torch.float64)})
+    opt = asgd(lr=lambda step: torch.where(step < 1, 1.0, 0.5), lambd=0.0)
+
+    trained, _ = train(opt.update, opt.init(params), params, [params + 1] * 2)
+
+    assert trained["w"].tolist() == [-1.5, -1.5]
+
+
+def test_adagrad_begins_with_its_members_sums():
+    """The first sums may differ by member."""
+    params = TensorDict({"w": torch.zeros(3, 2)}, [3])
+
+    state = adagrad(initial_accumulator_value=torch.tensor([0.0, 1.0, 2.0])).init(params)
+
+    assert state["sum", "w"][:, 0].tolist() == [0.0, 1.0, 2.0]
+    assert len(state["sum"]) == MEMBERS

@@ -1,0 +1,298 @@
+"""Averages of weights against torch.optim.swa_utils, and against the formulas of the SWAG paper in numpy."""
+
+import copy
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import update_bn as torch_update_bn
+
+import tdfunc as tdf
+from tdfunc import TensorDict, averaging, random
+from tests.helpers import TiedLM, assert_pure, assert_trees_equal
+from tests.models import Norm, ResNet
+
+RULES = {
+    "swa": averaging.SWA(),
+    "swag": averaging.SWAG(3),
+    "diagonal": averaging.SWAG(0),
+    "snapshots": averaging.Snapshots(2),
+}
+
+
+def run_of(seed, steps, batch=()):
+    """Trees along a run: two leaves of normal numbers, in float64."""
+    keys = random.split(random.key(seed), 2 * steps)
+    draw = partial(random.normal, dtype=torch.float64)
+    return [
+        TensorDict({"a": {"w": draw(keys[2 * i], (*batch, 2, 3))}, "b": draw(keys[2 * i + 1], (*batch, 4))}, batch)
+        for i in range(steps)
+    ]
+
+
+def collect(rule, trees):
+    """The state after all trees."""
+    state = rule.init(trees[0])
+    for tree in trees:
+        state = assert_pure(rule.update, state, tree)
+    return state
+
+
+def flat(tree):
+    """The leaves of one model as a vector of numpy."""
+    return torch.cat([tree["a", "w"].flatten(), tree["b"].flatten()]).numpy()
+
+
+@given(seed=st.integers(0, 2**32), steps=st.integers(1, 6))
+def test_swa_is_torchs_averaged_model(seed, steps):
+    """The average of torch.optim.swa_utils, and the mean of the models."""
+    trees = run_of(seed, steps)
+    model = nn.Module()
+    model.a, model.b = nn.Linear(3, 2, bias=False).double(), nn.Parameter(torch.zeros(4, dtype=torch.float64))
+    averaged = AveragedModel(model)
+    for tree in trees:
+        with torch.no_grad():
+            model.a.weight.copy_(tree["a", "w"])
+            model.b.copy_(tree["b"])
+        averaged.update_parameters(model)
+    state = collect(averaging.SWA(), trees)
+
+    assert state["count"] == steps
+    torch.testing.assert_close(state["mean", "a", "w"], averaged.module.a.weight.detach())
+    torch.testing.assert_close(state["mean", "b"], averaged.module.b.detach())
+    np.testing.assert_allclose(flat(state["mean"]), np.mean([flat(tree) for tree in trees], 0), atol=1e-12)
+
+
+@given(seed=st.integers(0, 2**32), steps=st.integers(2, 9), rank=st.sampled_from([0, 2, 3, 5]))
+def test_swag_is_the_papers(seed, steps, rank):
+    """Mean, mean of squares less squared mean, and the deviations from the running mean, the newest last."""
+    trees = run_of(seed, steps)
+    state = collect(averaging.SWAG(rank), trees)
+    thetas = np.stack([flat(tree) for tree in trees])
+    mean, square, columns = np.zeros(10), np.zeros(10), []
+    for n, theta in enumerate(thetas):
+        mean, square = (n * mean + theta) / (n + 1), (n * square + theta**2) / (n + 1)
+        columns = [*columns, theta - mean][-rank:]
+
+    np.testing.assert_allclose(flat(state["mean"]), mean, atol=1e-12)
+    np.testing.assert_allclose(flat(state["variance"]), square - mean**2, atol=1e-10)
+    if rank:
+        deviations = state["deviations"]
+        assert deviations.batch_size == (rank,)
+        for row, column in zip(deviations[-len(columns) :], columns, strict=True):
+            np.testing.assert_allclose(flat(row), column, atol=1e-12)
+        assert not np.any(flat(deviations[: rank - len(columns)]))
+
+
+@pytest.mark.parametrize(("rank", "scale"), [(0, 1.0), (0, 0.5), (4, 1.0), (4, 0.25), (12, 1.0)])
+def test_samples_have_the_papers_moments(rank, scale):
+    """N(mean, (diagonal + D D^T / (K - 1)) / 2), or with the diagonal alone; K is the number of deviations kept."""
+    trees, n = run_of(1, 6), 200_000
+    rule = averaging.SWAG(rank)
+    state = collect(rule, trees)
+    drawn = rule.sample(state, random.key(3), n, scale=scale)
+    vectors = torch.cat([drawn["a", "w"].flatten(1), drawn["b"]], 1).numpy()
+    covariance = np.diag(flat(state["variance"]))
+    if rank:
+        kept = min(rank, 6)
+        columns = np.stack([flat(row) for row in state["deviations"][-kept:]], 1)
+        covariance = covariance / 2 + columns @ columns.T / (2 * (kept - 1))
+
+    np.testing.assert_allclose(vectors.mean(0), flat(state["mean"]), atol=0.02)
+    np.testing.assert_allclose(np.cov(vectors.T), scale * covariance, atol=0.03)
+
+
+def test_a_sample_does_not_depend_on_the_number():
+    """Nor on vmap over keys; other keys give others."""
+    rule, key = averaging.SWAG(3), random.key(0)
+    state = collect(rule, run_of(0, 5))
+    many = rule.sample(state, key, 6)
+
+    assert_trees_equal(rule.sample(state, key, 2), many[:2])
+    assert_trees_equal(torch.vmap(lambda k: rule.sample(state, k, 6))(key.expand(3, 2))[1], many)
+    assert not torch.equal(rule.sample(state, random.key(1), 2)["b"], many[:2]["b"])
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_members_are_averaged_each_by_itself(name):
+    """A row of a stacked state is the state of that member, also under vmap and jit; inactive members stay."""
+    rule, trees = RULES[name], run_of(2, 5, (3,))
+    state = collect(rule, trees)
+    jitted, mapped = rule.init(trees[0]), torch.vmap(rule.init)(trees[0])
+    update, partly = tdf.jit(rule.update), rule.init(trees[0])
+    for tree in trees:
+        jitted, mapped = update(jitted, tree), torch.vmap(rule.update)(mapped, tree)
+        partly = rule.update(partly, tree, active=torch.tensor([True, False, True]))
+
+    assert_trees_equal(jitted, state)
+    assert_trees_equal(mapped, state)
+    for i in range(3):
+        assert_trees_equal(state[i], collect(rule, [tree[i] for tree in trees]))
+    assert_trees_equal(partly[0], state[0])
+    assert_trees_equal(partly[1], rule.init(trees[0])[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RULES)
+def test_updates_compile(name):
+    """In one graph, with the numbers of an eager call."""
+    rule, trees = RULES[name], run_of(2, 4, (3,))
+    compiled, state = torch.compile(rule.update, fullgraph=True, backend="aot_eager"), rule.init(trees[0])
+    for tree in trees:
+        state = compiled(state, tree)
+
+    assert_trees_equal(state, collect(rule, trees), atol=1e-12)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_leaves_without_dimensions(name):
+    """A model of one number, as it stands in a stack of one."""
+    rule, values = RULES[name], [1.0, 5.0, 3.0]
+    state = collect(rule, [TensorDict({"w": torch.tensor(value)}) for value in values])
+    stacked = collect(rule, [TensorDict({"w": torch.tensor([value])}, [1]) for value in values])
+
+    assert_trees_equal(stacked[0], state)
+
+
+def test_snapshots_are_the_last_models():
+    """The oldest first; members of a stack follow one another."""
+    trees, rule = run_of(3, 5, (2,)), averaging.Snapshots(3)
+    stacked = rule.stack(collect(rule, trees))
+    early = rule.stack(collect(rule, trees[:2]))
+
+    expected = torch.stack(trees[2:], 1).flatten(0, 1)
+    assert_trees_equal(stacked, expected)
+    assert_trees_equal(early, torch.stack(trees[:2], 1).flatten(0, 1))
+    assert_trees_equal(rule.stack(collect(rule, [t[0] for t in trees])), torch.stack([t[0] for t in trees[2:]]))
+
+
+def test_cycles_are_those_of_warm_restarts():
+    """As in torch's CosineAnnealingWarmRestarts; a peak for each member."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.3)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 7)
+    rate, rates = averaging.cosine_cycles(0.3, 7), averaging.cosine_cycles(torch.tensor([0.3, 0.6]), 7)
+    for step in range(20):
+        assert float(rate(torch.tensor(step))) == pytest.approx(scheduler.get_last_lr()[0], abs=1e-9)
+        assert rates(torch.full((2,), step))[1].item() == pytest.approx(2 * scheduler.get_last_lr()[0], abs=1e-7)
+        optimizer.step()
+        scheduler.step()
+
+
+def test_trees_of_modules_keep_their_kinds_and_ties():
+    """The average of a tied model is a tied model; counters are the last ones, and 16 bits are averaged in 32."""
+    tree, rule = tdf.from_module(TiedLM()), averaging.SWA()
+    mean = rule.update(rule.init(tree), tree)["mean"]
+    assert mean["emb", "weight"] is mean["out", "weight"]
+    assert not mean["emb", "weight"].requires_grad
+
+    first, second = (
+        TensorDict({"w": torch.tensor([1.0]), "n": torch.tensor(3)}),
+        TensorDict({"w": torch.tensor([2.0]), "n": torch.tensor(4)}),
+    )
+    halves = [t.set("w", t["w"].bfloat16()) for t in (first, second)]
+    mean = collect(rule, halves)["mean"]
+    assert (mean["w"].dtype, mean["w"].item(), mean["n"].item()) == (torch.float32, 1.5, 4)
+
+
+@pytest.mark.parametrize("make", [Norm, ResNet, lambda: nn.Sequential(Norm(None), nn.BatchNorm1d(4, affine=False))])
+def test_update_bn_is_torchs(make):
+    """Statistics, and the number of batches, of each BatchNorm layer; for members of a stack as well."""
+    models = [make().double() for _ in range(2)]
+    shape = (6, 3, 5, 5) if isinstance(models[0], ResNet) else (6, 3)
+    batches = [torch.randn(shape, dtype=torch.float64) + i for i in range(3)]
+    apply, _, _ = tdf.functional(models[0])
+    params, buffers = tdf.split(tdf.stack_modules(models))
+    _, buffers = tdf.Ensemble(apply.train()).with_buffers(params, buffers, batches[0])
+    together = averaging.update_bn(apply, params, buffers, [(x, None) for x in batches])
+
+    for i, model in enumerate(models):
+        alone = averaging.update_bn(apply, params[i], buffers[i], batches)
+        expected = copy.deepcopy(model)
+        torch_update_bn(batches, expected)
+        expected = tdf.split(tdf.from_module(expected).detach())[1]
+        assert_trees_equal(alone, expected, atol=1e-12)
+        assert_trees_equal(together[i], expected, atol=1e-12)
+
+
+def test_update_bn_draws_from_a_key():
+    """Batch i drops by `fold_in(key, i)`, in each member as it would alone."""
+    make = lambda: nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.BatchNorm1d(4))  # noqa: E731
+    apply, _, _ = tdf.functional(make())
+    params, buffers = tdf.split(tdf.init_ensemble(make, 3))
+    batches, key = [torch.randn(6, 3) for _ in range(3)], random.key(1)
+    found = averaging.update_bn(apply, params, buffers, batches, rng=1)
+    drops = tdf.Ensemble(tdf.functional(make()[:2])[0])
+    hidden = [drops(tdf.partition(params, "0.*")[0], x, rng=random.fold_in(key, i)) for i, x in enumerate(batches)]
+
+    expected = torch.stack([h.mean(1) for h in hidden]).mean(0)
+    torch.testing.assert_close(found["2", "running_mean"], expected)
+
+
+def test_update_bn_leaves_other_models_alone():
+    """Without BatchNorm the buffers are the same ones."""
+    apply, params, buffers = tdf.functional(nn.Linear(3, 2))
+
+    assert averaging.update_bn(apply, params, buffers, []) is buffers
+
+
+NORM = tdf.functional(nn.BatchNorm1d(2))
+STACK = TensorDict({"w": torch.zeros(2, 3)}, [2])
+SNAPSHOTS = averaging.Snapshots(2)
+MESSAGES = [
+    (lambda: averaging.update_bn(*NORM, []), ValueError, "there must be a batch.*used up"),
+    (lambda: averaging.SWAG(1), ValueError, "rank must be 0, or at least 2.*1"),
+    (lambda: averaging.SWAG().init(TensorDict({"n": torch.ones(2).long()})), tdf.LeafMismatchError, "SWAG.init.*'n'"),
+    (lambda: averaging.SWA().init({}), TypeError, "SWA.init: params must be a tree.*dict"),
+    (lambda: averaging.Snapshots(0), ValueError, "there must be a member.*0"),
+    (lambda: averaging.cosine_cycles(0.1, 0), ValueError, "a cycle must have a step.*0"),
+    (lambda: averaging.SWA().update(STACK, averaging.SWA().init(STACK)), tdf.TreeStructureError, "of this class.*'w'"),
+    (
+        lambda: averaging.SWAG(0).update(averaging.SWAG(2).init(STACK), STACK),
+        tdf.TreeStructureError,
+        "SWAG.update: the state must be of this class.*'deviations'",
+    ),
+    (
+        lambda: averaging.SWAG(3).sample(averaging.SWAG(2).init(STACK), random.key(0), 2),
+        tdf.TreeStructureError,
+        "SWAG.sample: the state must be of this rank.*3.*2",
+    ),
+    (
+        lambda: averaging.SWAG(2).sample(averaging.SWAG(2).init(STACK), random.key(0), 2),
+        ValueError,
+        r"two models or more.*\[0, 0\]",
+    ),
+    (lambda: averaging.SWA().init(tdf.lazy_stack([STACK, STACK])), tdf.UnsupportedError, "SWA.init: members must be"),
+    (lambda: SNAPSHOTS.stack(SNAPSHOTS.init(STACK)), ValueError, r"equally many models, and at least one.*\[0, 0\]"),
+    (
+        lambda: SNAPSHOTS.update(SNAPSHOTS.init(STACK), STACK[0]),
+        tdf.BatchSizeError,
+        r"Snapshots.update.*batch size of the state.*\[2\].*\[\]",
+    ),
+    (
+        lambda: SNAPSHOTS.update(SNAPSHOTS.init(STACK), STACK.apply(lambda x: x[:, :2])),
+        tdf.LeafMismatchError,
+        r"Snapshots.update: the leaf 'w'.*\[2, 3\].*\[2, 2\]",
+    ),
+    (
+        lambda: averaging.SWA().update(averaging.SWA().init(STACK), STACK.rename_key("w", "v")),
+        tdf.TreeStructureError,
+        "SWA.update.*'v'",
+    ),
+    (
+        lambda: SNAPSHOTS.update(SNAPSHOTS.init(STACK), STACK, active=torch.ones(3).bool()),
+        tdf.BatchSizeError,
+        r"active must be one bool.*\[2\].*\[3\]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "pattern"), MESSAGES)
+def test_messages(call, error, pattern):
+    """Each refusal names the call and both values."""
+    with pytest.raises(error, match=f"(?s){pattern}"):
+        call()

@@ -1,0 +1,107 @@
+"""Specs: `zero` is in them, they print as torchrl's, and `load(like=)` takes them."""
+
+import pytest
+import torch
+from hypothesis import given
+
+import tdfunc as tdf
+from tdfunc import NonTensorStack, TensorDict, lazy_stack
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.nontensor import NonTensorBase
+from tdfunc.spec import Composite, NonTensor, Unbounded
+from tests.strategies import trees
+
+
+def spec_of(tree):
+    """The spec of a tree, node by node."""
+    made = {}
+    for key in tree.keys():  # noqa: SIM118 - iterating a tree gives rows
+        node = tree._get(key)
+        if isinstance(node, TensorCollection):
+            made[(key,)] = spec_of(node)
+        elif isinstance(node, NonTensorBase):
+            made[(key,)] = NonTensor(node.shape, example_data=node.value)
+        else:
+            made[(key,)] = Unbounded(node.shape, dtype=node.dtype)
+    return Composite(made, tree.batch_size)
+
+
+@given(trees(ties=False))
+def test_a_tree_is_in_its_spec(tree):
+    """So is the tree of zeros, which has its keys, shapes and dtypes."""
+    spec = spec_of(tree)
+    zero = spec.zero()
+
+    assert spec.is_in(tree)
+    assert spec.is_in(zero)
+    assert set(zero.paths()) == set(tree.paths())
+    assert all(not leaf.any() for leaf in zero.leaves() if isinstance(leaf, torch.Tensor))
+    assert not Composite({**dict(spec.items()), "no such key": Unbounded(tree.batch_size)}, tree.batch_size).is_in(tree)
+
+
+def test_sizes_of_any_length():
+    """-1 takes every length, and is 1 in zero."""
+    spec = Composite({"x": Unbounded((-1, 3)), ("n", "y"): Unbounded((-1,), dtype=torch.int64)}, (-1,))
+
+    assert spec.is_in(TensorDict({"x": torch.zeros(5, 3), "n": {"y": torch.arange(5)}}, [5]))
+    assert not spec.is_in(TensorDict({"x": torch.zeros(5, 4), "n": {"y": torch.arange(5)}}, [5]))
+    assert not spec.is_in(TensorDict({"x": torch.zeros(5, 3), "n": {"y": torch.zeros(5)}}, [5]))
+    assert not spec.is_in(TensorDict({"x": torch.zeros(5, 3)}, [5]))
+    assert spec.zero()["n", "y"].shape == torch.Size([1])
+    assert spec["n", "y"] == Unbounded(-1, dtype=torch.int64)
+
+
+def test_ragged_trees():
+    """A lazy stack is in a spec when each of its trees is in the rest."""
+    ragged = lazy_stack([TensorDict({"x": torch.zeros(n), "s": NonTensorStack(*"ab"[:n])}, [n]) for n in (1, 2)])
+
+    assert Composite({"x": Unbounded((2, -1)), "s": NonTensor((2, -1))}, (2, -1)).is_in(ragged)
+    assert Composite({"x": Unbounded((-1, -1))}, (-1, -1)).is_in(ragged)
+    assert not Composite({"x": Unbounded((3, -1))}, (3, -1)).is_in(ragged)
+    assert not Composite({"x": Unbounded((-1, -1, -1))}, (-1, -1)).is_in(ragged)
+
+
+def test_devices_and_classes():
+    """A device or class that is given is compared."""
+    td = TensorDict({"x": torch.zeros(2)}, [2], device="cpu")
+
+    assert Composite({"x": Unbounded(2, "cpu")}, 2, "cpu").is_in(td)
+    assert not Composite({"x": Unbounded(2, "meta")}, 2).is_in(td)
+    assert not Composite({}, 2, "meta").is_in(td)
+    assert Composite({}, 2, data_cls=TensorDict).is_in(td)
+    assert not Composite({}, 2, data_cls=tdf.TensorClass).is_in(td)
+
+
+def test_equality_and_hash():
+    """Specs compare by their parts; examples do not count."""
+    one, other = (Composite({"x": Unbounded(3), "s": NonTensor(3, example_data=e)}, 3) for e in "ab")
+
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one != Composite({"x": Unbounded(3)}, 3)
+    assert "x" in one
+    assert one.keys() == ["x", "s"]
+
+
+def test_like(tmp_path):
+    """A spec with dimensions of any length is what a file is compared with."""
+    tdf.save(TensorDict({"x": torch.zeros(4, 2), "s": "text"}, [4]), tmp_path / "x.safetensors")
+
+    spec = Composite({"x": Unbounded((-1, 2), dtype=torch.float32), "s": NonTensor(-1)}, -1)
+    assert tdf.load(tmp_path / "x.safetensors", like=spec)["x"].shape == torch.Size([4, 2])
+    with pytest.raises(tdf.LeafMismatchError, match=r"x: expected \[-1, 3\], got \[4, 2\]"):
+        tdf.load(tmp_path / "x.safetensors", like=Composite({"x": Unbounded((-1, 3))}, -1))
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "pattern"),
+    [
+        (lambda: Composite({"x": 3}), TypeError, "'x' must be a spec.*got: +3"),
+        (lambda: Composite({"x": Unbounded(3)}, 2), tdf.BatchSizeError, r"'x'.*\[2\].*\[3\]"),
+        (lambda: Composite({"x": Unbounded(3)})["y"], tdf.MissingKeyError, "y"),
+    ],
+)
+def test_mistakes_are_explained(call, kind, pattern):
+    """The error is of this class and names what is wrong."""
+    with pytest.raises(kind, match=f"(?s){pattern}"):
+        call()
