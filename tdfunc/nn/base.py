@@ -14,6 +14,7 @@ from tdfunc.core.errors import MissingKeyError, error
 from tdfunc.core.keys import unravel
 from tdfunc.core.types import NestedKey
 from tdfunc.nn.reset import reset_module, reset_tree
+from tdfunc.ops.reading import get, has
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -82,8 +83,7 @@ class TensorDictModuleBase(nn.Module):
         # `dispatch` returns selected values.
         if self._source is None or not isinstance(tree, TreeMethods):
             return out
-        keys = [key for key in self.out_keys if key != DISCARDED]
-        return tree.update(out.select(*keys, strict=not getattr(self, "partial_tolerant", False)))
+        return self._keep_selected(tree, out)
 
     @staticmethod
     def is_tdmodule_compatible(module: Any) -> bool:
@@ -164,10 +164,23 @@ class TensorDictModuleBase(nn.Module):
         """Return the keys, as they show in the text of the module."""
         return f"in_keys={list(self.in_keys)}, out_keys={list(self.out_keys)}"
 
+    def _keep_selected(self, tree: Any, out: Any) -> Any:
+        """Return a tree with the selected entries of the result of a call on it."""
+        if tree._is_lazy:
+            return tree._each(self._keep_selected, out)
+        tolerant = getattr(self, "partial_tolerant", False)
+        for key in self.out_keys:
+            if key != DISCARDED and not (tolerant and not has(out, key)):
+                tree = tree.set(key, get(out, key))
+        return tree
+
     def _shell(self) -> "Self":
         """Return a module with tables of its own around the same submodules, parameters and buffers."""
-        new = copy.copy(self)
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
         new.__dict__.update({name: copy.copy(self.__dict__[name]) for name in _TABLES})
+        # What `compile()` made calls the other one.
+        new.__dict__.pop("_compiled_call_impl", None)
         return new
 
     def _select(self, keys: list[NestedKey]) -> None:

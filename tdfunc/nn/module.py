@@ -48,12 +48,7 @@ class TensorDictModule(TensorDictModuleBase):
         tensor([3., 3.])
     """
 
-    def __init__(
-        self,
-        module: Callable[..., Any],
-        in_keys: InKeys,
-        out_keys: Keys,
-    ) -> None:
+    def __init__(self, module: Callable[..., Any], in_keys: InKeys, out_keys: Keys) -> None:
         super().__init__()
         self._keywords, self.in_keys = split_keys(in_keys)
         self.out_keys = as_keys(out_keys)
@@ -115,6 +110,12 @@ class _Decorated(TensorDictModule):
 
     def _get_name(self) -> str:
         return "TensorDictModule"
+
+    def _shell(self) -> Any:
+        new: Any = super()._shell()
+        # A pickle by name would be the function without the selection.
+        new.__class__ = TensorDictModule
+        return new
 
     def __reduce__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.module.__qualname__

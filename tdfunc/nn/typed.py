@@ -75,6 +75,8 @@ class _OnTrees(TensorDictModuleBase):
     @dispatch
     def forward(self, tensordict: Any) -> Any:
         """Return the tree with the fields of the module's result."""
+        if tensordict._is_lazy:
+            return tensordict._each(self.forward)
         fields = [field.name for field in self.tc_module.input_type.fields()]
         given = self.tc_module.input_type.from_tensordict(tensordict.select(*fields, strict=False))
         return tensordict.update(self.tc_module(given))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tdfunc import TensorDict
+from tdfunc import TensorDict, from_module
 from tdfunc.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequential, dispatch
 from tests.helpers import assert_trees_equal
 
@@ -56,6 +56,20 @@ def test_a_selection_of_a_selection():
     assert twice.reset_out_keys().out_keys == module.out_keys
     assert_trees_equal(twice.reset_out_keys()(td), module(td))
     assert_trees_equal(module.reset_out_keys()(td), module(td))
+
+
+def test_a_selected_tree_replaces_a_tree():
+    """A selected output is the module's, not merged with the entry that it replaces; ties get it, too."""
+    td = TensorDict({"n": {"old": torch.ones(2)}})
+    module = TensorDictModule(lambda: ({"new": torch.zeros(2)}, 1.0), [], ["n", "b"])
+    model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+    model["b"].weight = model["a"].weight
+    tied, double = from_module(model), TensorDictModule(lambda w: (w * 2, w), ("a", "weight"), [("a", "weight"), "c"])
+
+    assert module.select_out_keys("n")(td).paths() == [("n", "new")]
+    out = double.select_out_keys(("a", "weight"))(tied)
+    assert torch.equal(out["b", "weight"], 2 * tied["a", "weight"])
+    assert "c" not in out
 
 
 def test_a_selection_shares_submodules_and_nothing_else():

@@ -265,6 +265,17 @@ def test_decorated_functions():
     assert copy.deepcopy(TensorDictSequential(increment))[0] is increment
 
 
+def test_a_selection_of_a_decorated_function():
+    """The function itself writes everything, also where a selection of it was copied."""
+    td = TensorDict({"c": torch.zeros(())})
+    selected = increment.select_out_keys()
+
+    assert selected(td) is copy.deepcopy(selected)(td) is td
+    assert "d" in increment(td)
+    with pytest.raises(pickle.PicklingError):
+        pickle.dumps(selected)
+
+
 def test_decorated_methods():
     """A decorated method is that of each instance."""
     td = TensorDict({"x": torch.zeros(())})

@@ -85,6 +85,22 @@ def test_parameters_of_functional():
     assert torch.equal(apply(params, x)["y"], module(x)["y"])
 
 
+def test_a_shared_module_is_reset_once():
+    """Values of a submodule under two paths are drawn once."""
+    counts = []
+
+    class Counted(nn.Linear):
+        def reset_parameters(self):
+            counts.append(1)
+
+    layer = Counted(2, 2)
+    module = TensorDictSequential(TensorDictModule(layer, ["x"], ["y"]), TensorDictModule(layer, ["y"], ["z"]))
+    counts.clear()
+    module.reset_parameters_recursive()
+
+    assert len(counts) == 1
+
+
 class Scale(nn.Module):
     """A parameter that no method resets."""
 

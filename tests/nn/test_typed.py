@@ -75,6 +75,16 @@ def test_a_typed_module_on_open_trees():
     assert module.select_out_keys("y")(td)["inner", "a"].sum() == 0
 
 
+def test_a_typed_module_on_a_lazy_stack():
+    """It runs for each tree."""
+    module = Layer().as_td_module()
+    rows = [TensorDict({"x": torch.randn(n, 3), "inner": {"a": torch.zeros(n)}}, [n]) for n in (1, 3)]
+    out = module(tdf.lazy_stack(rows))
+
+    for tree, row in zip(out.trees, rows, strict=True):
+        assert_trees_equal(tree, module(row))
+
+
 def test_tensors_in_place_of_a_class():
     """A module may go from or to tensors."""
 
