@@ -46,6 +46,10 @@ def rows_of(history: Any) -> list[Message]:
     if history._is_lazy:
         return [message for tree in history._trees for message in rows_of(tree)]
     names = [name for name in FIELDS if name in history._keys()]
+    complete = history._data.get("is_complete")
+    if isinstance(complete, NonTensorData) and complete.data is True:
+        # The default.
+        names.remove("is_complete")
     columns = [column(history, name).reshape(-1).tolist() for name in names]
     rows = zip(*columns, strict=True)
     return [{name: value for name, value in zip(names, row, strict=True) if value is not None} for row in rows]
