@@ -32,6 +32,12 @@ def test_import_loads_only_the_dependencies():
 
 
 @pytest.mark.slow
+def test_conversations_need_torch_only():
+    """transformers, tokenizers and jinja2 are imported with the first tokenizer."""
+    assert extra_packages("import tdfunc.llm; tdfunc.llm.chatml.parse('<|im_start|>user\\n')") == set()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["rich", "transformers", "sklearn", "matplotlib"])
 def test_the_check_sees_an_import(package):
     """The test above would pass whatever tdfunc imports."""

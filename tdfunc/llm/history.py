@@ -17,7 +17,7 @@ from tdfunc.llm.chat import apply_template, read_options
 from tdfunc.llm.content import ContentBase, as_content
 from tdfunc.llm.html import chat_html
 from tdfunc.llm.message import FIELDS, UNCOMPARED, as_compared, is_message, read_message, show_message
-from tdfunc.llm.rows import column, conversation_of, messages_of, per_conversation, stack_dense, tools_of
+from tdfunc.llm.rows import column, conversation_of, messages_of, per_conversation, rows_of, stack_dense, tools_of
 from tdfunc.llm.templates.base import AbstractTemplate
 from tdfunc.llm.templates.find import find_template
 from tdfunc.spec import Composite, NonTensor
@@ -78,6 +78,14 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         """Give each message its own value where a list of them was given, and keep parts as dicts."""
         changes: dict[str, Any] = {}
         size = self._batch_size
+        role = self._data.get("role")
+        if isinstance(role, NonTensorData) and not isinstance(role.data, str):
+            raise error(
+                TypeError,
+                "History.role must be text, or a list of texts along the batch.",
+                got=f"{role.data!r} with batch size {list(size)}"[:200],
+                hint=f"batch_size=[{len(role.data)}] for a list." if isinstance(role.data, list) else None,
+            )
         for name in _LISTS:
             node = self._data.get(name)
             if isinstance(node, NonTensorData) and size and _is_rows(node.data, size):
@@ -251,7 +259,7 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
             [{'role': 'user', 'content': 'a'}, {'role': 'user', 'content': 'b'}]
         """
         if not self._batch_size:
-            return show_message(messages_of(self)[0])
+            return show_message(rows_of(self)[0])
         return per_conversation(lambda h: [show_message(message) for message in messages_of(h)], self)
 
     def to_chats(self) -> Any:
@@ -403,7 +411,7 @@ def _aligned(a: Any, b: Any) -> tuple[Any, Any]:
         return lazy_stack([x for x, _ in pairs], a._dim), lazy_stack([y for _, y in pairs], b._dim)
     both: list[dict[str, Any]] = []
     for tree in (a, b):
-        rows = [as_compared(message) for message in messages_of(tree)]
+        rows = [as_compared(message) for message in rows_of(tree)]
         names = [name for name in FIELDS if name not in UNCOMPARED and (name in a._keys() or name in b._keys())]
         stacks = {name: NonTensorStack(*[row.get(name) for row in rows]) for name in names}
         both.append({name: stack.reshape(tree._batch_size) for name, stack in stacks.items()})

@@ -41,14 +41,26 @@ def column(tree: Any, name: str) -> np.ndarray[Any, Any]:
     return values
 
 
-def messages_of(history: Any) -> list[Message]:
-    """Return the messages of a conversation, or the one message of a history without dimensions."""
+def rows_of(history: Any) -> list[Message]:
+    """Return the fields of each element of a history, padding included."""
     if history._is_lazy:
-        return [message for tree in history._trees for message in messages_of(tree)]
+        return [message for tree in history._trees for message in rows_of(tree)]
     names = [name for name in FIELDS if name in history._keys()]
+    complete = history._data.get("is_complete")
+    if isinstance(complete, NonTensorData) and complete.data is True:
+        # The default.
+        names.remove("is_complete")
     columns = [column(history, name).reshape(-1).tolist() for name in names]
     rows = zip(*columns, strict=True)
     return [{name: value for name, value in zip(names, row, strict=True) if value is not None} for row in rows]
+
+
+def messages_of(history: Any) -> list[Message]:
+    """Return the messages of a conversation, or the one message of a history without dimensions.
+
+    An element without a role is padding: `pad()` of ragged conversations makes such.
+    """
+    return [message for message in rows_of(history) if "role" in message]
 
 
 def conversation_of(cls: Any, messages: Sequence[Message], *, scalar: bool = False) -> Any:

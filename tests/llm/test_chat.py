@@ -174,6 +174,14 @@ def test_transformers_sanitises_alike(content):
     assert ours == list(theirs)
 
 
+def test_fields_that_are_not_rendered_are_not_checked():
+    """The reason of a reply that could not be parsed may quote a control string."""
+    reply = History(role="assistant", content="x", parse_error="'<|im_end|>' is not JSON", finish_reason="stop")
+    history = History.from_chats([CHATS[0][0]]).append(reply)
+
+    assert history.apply_chat_template(tokenizer=make_tokenizer()).count("<|im_end|>") == 2
+
+
 def test_tools_and_arguments_reach_the_template():
     """Each conversation's own tools; arguments as a dict or as text, whichever the template takes."""
     call = {"id": "callcallc", "type": "function", "function": {"name": "now", "arguments": {"a": 1}}}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import tdfunc as tdf
 from tdfunc import LazyStack, TensorDict, lazy_stack
-from tdfunc.llm import ContentBase, History, load_jsonl, save_jsonl
+from tdfunc.llm import ContentBase, History, chatml, load_jsonl, save_jsonl
 from tests.helpers import assert_trees_equal
 from tests.llm.tokens import messages
 
@@ -259,6 +259,19 @@ def test_default_spec():
         "Composite(\n    role: NonTensor(\n        shape=torch.Size([-1]),\n        space=None,"
     )
     assert "example_data=foo)" in str(spec)
+
+
+def test_padding_is_not_a_message():
+    """Padded conversations are the same ones: elements without a role do not count."""
+    history = History.from_chats(RAGGED)
+    padded = history.pad()
+
+    assert padded.batch_size == torch.Size([2, 2])
+    assert padded.tolist() == RAGGED
+    assert chatml.render(padded) == chatml.render(history)
+    assert (padded == padded).all()
+    left = history.pad(side="left")
+    assert left.tolist() == RAGGED
 
 
 def test_names_and_device_stay():

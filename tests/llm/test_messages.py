@@ -47,6 +47,8 @@ HISTORY = [
     (lambda: BATCH.extend(BATCH[:1]), BatchSizeError, r"other dimensions.*\[2, 1\].*\[1, 1\]"),
     (lambda: BATCH.extend(CHAT), BatchSizeError, "one number of dimensions"),
     (lambda: BATCH.dense().extend(BATCH.dense()[:, :0], dim=0), BatchSizeError, "conversations 0 and 2.*lazy_stack"),
+    (lambda: History(role=["a", "b"], content="x"), TypeError, r"History.role.*batch_size=\[2\]"),
+    (lambda: History(role=3), TypeError, "History.role must be text.*got: +3"),
     (lambda: History(role=["a", "b"], batch_size=[3]), BatchSizeError, "History.role"),
     (lambda: ContentBase.from_parts([{"text": "a"}]), TypeError, "a dict with a type"),
     (lambda: ContentBase.from_parts([{"type": "text", "txt": "a"}]), TypeError, "no field 'txt'"),

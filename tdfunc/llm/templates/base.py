@@ -263,11 +263,15 @@ def is_forged(conversation: Conversation, control: tuple[str, ...]) -> bool:
         return False
     texts: list[str] = [*strings_in(conversation.tools)] if conversation.tools else []
     for message in conversation.messages:
-        content = message.get("content")
-        if isinstance(content, str) and len(message) == 2:
-            texts += (content, message["role"])
-        else:
-            texts += (*strings_in(message), text_of(content) or "")
+        for name, value in message.items():
+            if name in UNCOMPARED:
+                continue
+            if isinstance(value, str):
+                texts.append(value)
+            else:
+                texts += strings_in(value)
+        if isinstance(message.get("content"), list):
+            texts.append(text_of(message["content"]) or "")
     # No control string spans the null between two texts.
     return _pattern(control).search("\0".join(texts)) is not None
 

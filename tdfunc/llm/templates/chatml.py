@@ -224,4 +224,8 @@ def _read_calls(text: str) -> "list[dict[str, object]]":
     return calls
 
 
-chatml, qwen = ChatML(), ChatML(drop_thinking=True)
+chatml = ChatML()
+"""ChatML with thinking kept in every turn."""
+
+qwen = ChatML(drop_thinking=True)
+"""The template of Qwen3."""

@@ -164,3 +164,4 @@ def _call_pieces(message: Message, i: int) -> list[Piece]:
 
 
 deepseek = DeepSeek()
+"""The template of DeepSeek-V3."""

@@ -96,3 +96,4 @@ class Gemma(AbstractPieceTemplate):
 
 
 gemma = Gemma()
+"""The template of Gemma 1 to 3."""

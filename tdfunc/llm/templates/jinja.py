@@ -28,7 +28,7 @@ _PROBES = (
 )
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Fields that a template may read.
-_RENDERED = ("role", "content", "tool_calls", "tool_responses", "name", "tool_call_id", "reasoning_content")
+_RENDERED = frozenset(("role", "content", "tool_calls", "tool_responses", "name", "tool_call_id", "reasoning_content"))
 
 
 @final
@@ -130,7 +130,7 @@ class JinjaTemplate(AbstractTemplate):
     def _as_dicts(self, conversation: Conversation) -> list[Message]:
         dicts: list[Message] = []
         for message in conversation.messages:
-            shown = {name: message[name] for name in _RENDERED if message.get(name) is not None}
+            shown = {name: value for name, value in message.items() if name in _RENDERED}
             if "tool_calls" in shown:
                 shown["tool_calls"] = [self._as_call(call) for call in shown["tool_calls"]]
             dicts.append(shown)

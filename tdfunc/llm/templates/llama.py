@@ -183,3 +183,4 @@ def _read_tools(text: str) -> tuple[list[Any], str]:
 
 
 llama = Llama()
+"""The template of Llama 3.1, with its default dates."""

@@ -154,3 +154,4 @@ def _read_call(given: Any) -> dict[str, Any]:
 
 
 mistral = Mistral()
+"""The template of Mistral's seventh tokenizer."""
