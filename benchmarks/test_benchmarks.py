@@ -414,6 +414,7 @@ CONTRACT = [
     ("torch.stack of 4 extracted trees", "TensorDict.from_modules", 7),
     ("stack_modules of 4 modules", "stack_module_state", 1.3),
     ("stack_modules of 4 modules", "TensorDict.from_modules", 4),
+    ("call a module on a tree", "tensordict", 1.6), ("call TensorDictModule(nn.Linear)", "tensordict", 1.6),
     ("Adam step of 16 to 64 small members", "loop of torch.optim", 10),
     ("Adam step of 16 to 64 small members", "vmap(grad(functional_call))", 1.8),
     ("jit(vmap(grad(loss))), 4 to 16 members", "not traced", 2.5),

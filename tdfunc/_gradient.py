@@ -9,10 +9,10 @@ from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import LeafMismatchError, error
-from tdfunc.core.keys import Filter, FilterLike, dotted
+from tdfunc.core.keys import Entry, Filter, FilterLike, dotted
 from tdfunc.core.types import Kind, Path
 from tdfunc.core.walk import replace
-from tdfunc.ops.reading import check_dense, entries, get
+from tdfunc.ops.reading import check_dense, entries
 from tdfunc.ops.structure import keep_leaves
 
 # A filter for the tree, or one for each of several trees; None is all leaves with a gradient.
@@ -78,7 +78,8 @@ def value_and_grad(
         (tensor(6.), tensor([4., 4., 4.]))
     """
     places = (argnums,) if isinstance(argnums, int) else argnums
-    filters = (wrt,) * len(places) if wrt is None or isinstance(wrt, (str, Filter)) else tuple(wrt)
+    # Any: what a Filter is made from.
+    filters: tuple[Any, ...] = tuple(wrt) if isinstance(wrt, (list, tuple)) else (wrt,) * len(places)
     if len(filters) != len(places):
         raise error(
             ValueError, "grad: wrt must have a filter for each of argnums.", expected=len(places), got=len(filters)
@@ -89,7 +90,8 @@ def value_and_grad(
         if len({place % max(len(args), 1) for place in places}) < len(places):
             raise error(ValueError, "grad: argnums must name different arguments.", got=argnums)
         trees = [_tree(args, place) for place in places]
-        groups = [_choose(tree, where) for tree, where in zip(trees, filters, strict=True)]
+        chosen = [_choose(tree, where) for tree, where in zip(trees, filters, strict=True)]
+        groups = [[entry.paths for entry in column] for column in chosen]
 
         def inner(columns: list[list[Tensor]]) -> Any:
             given = list(args)
@@ -101,7 +103,7 @@ def value_and_grad(
                 raise error(TypeError, "grad: the function must return a floating-point number.", got=value.dtype)
             return out
 
-        leaves = [[get(tree, paths[0]) for paths in group] for tree, group in zip(trees, groups, strict=True)]
+        leaves = [[entry.leaf for entry in column] for column in chosen]
         # torch.func returns the gradients first.
         columns, *value = torch.func.grad_and_value(inner, has_aux=has_aux)(leaves)
         grads = [
@@ -126,11 +128,10 @@ def _tree(args: tuple[Any, ...], place: int) -> TensorCollection:
     )
 
 
-def _choose(tree: TensorCollection, where: "FilterLike | None") -> list[tuple[Path, ...]]:
-    """Return the paths of each chosen leaf."""
+def _choose(tree: TensorCollection, where: Any) -> list[Entry]:
     found = entries(tree)
     if where is None:
-        return [e.paths for e in found if e.kind in (None, Kind.PARAMETER) and _has_gradient(e.leaf)]
+        return [entry for entry in found if entry.kind in (None, Kind.PARAMETER) and _has_gradient(entry.leaf)]
     chosen = [entry for entry, yes in zip(found, Filter(where).mask(found), strict=True) if yes]
     for entry in chosen:
         if not _has_gradient(entry.leaf):
@@ -140,7 +141,7 @@ def _choose(tree: TensorCollection, where: "FilterLike | None") -> list[tuple[Pa
                 got=str(entry.leaf.dtype).removeprefix("torch."),
                 hint="leave it out of wrt=.",
             )
-    return [entry.paths for entry in chosen]
+    return chosen
 
 
 def _has_gradient(leaf: Any) -> bool:

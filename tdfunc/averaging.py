@@ -15,7 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from tdfunc import random
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import BatchSizeError, LeafMismatchError, error
+from tdfunc.core.context import has_values
+from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureError, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.walk import list_leaves, list_paths, rebuild, replace
 from tdfunc.ensemble._variant import variant
@@ -25,7 +26,7 @@ from tdfunc.modules.random import Rng, key_of
 from tdfunc.ops import cast, maps
 from tdfunc.ops.foreach import check_keys
 from tdfunc.ops.reading import get, has
-from tdfunc.optim._checks import check_tree, list_trainable
+from tdfunc.optim._checks import check_dense, check_tree, list_trainable
 from tdfunc.optim._optimizer import Schedule
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class SWA:
 
     def init(self, params: TensorCollection) -> "TensorDict":
         """Return the state before the first update, which reads only the shapes of `params`."""
-        check_tree("SWA.init", "params", params)
+        _check_params("SWA.init", params)
         return _state(params, {"mean": maps.apply(params, lambda x: torch.zeros_like(x, dtype=_wide(x)), ())})
 
     def update(self, state: T, params: TensorCollection, *, active: Tensor | bool = True) -> T:
@@ -67,13 +68,16 @@ class SWA:
             active: Whether the model counts, for all members or for each: `active=(step + 1) % 100 == 0`.
 
         Raises:
-            BatchSizeError: `params` has another batch size than in `init`, or `active` does not fit it.
+            TreeStructureError: The state is of another class, or `params` has other leaves than in `init`.
+            LeafMismatchError: A leaf has another shape.
+            BatchSizeError: `params` has another batch size, or `active` does not fit it.
 
         Shapes:
             `active` is (), or has the batch size of `params`.
         """
-        count = _next_count("SWA.update", state, params, state._data["mean"])
-        mean = state._data["mean"].apply(lambda mean, x: _moved(mean, x.detach(), count), params)
+        old = _parts("SWA.update", state, {"mean"})
+        count = _next_count("SWA.update", old, params, old["mean"])
+        mean = old["mean"].apply(lambda mean, x: _moved(mean, x.detach(), count), params)
         return _advance("SWA.update", state, {"count": count, "mean": mean}, active)
 
 
@@ -113,6 +117,7 @@ class SWAG:
         Raises:
             LeafMismatchError: A leaf is not floating point.
         """
+        _check_params("SWAG.init", params)
         list_trainable("SWAG.init", params)
         zeros = maps.apply(params, lambda x: torch.zeros_like(x, dtype=_wide(x)), ())
         parts = {"mean": zeros, "variance": cast.clone(zeros, recurse=True)}
@@ -122,8 +127,8 @@ class SWAG:
 
     def update(self, state: T, params: TensorCollection, *, active: Tensor | bool = True) -> T:
         """Return the state with one more model, which replaces the oldest deviation; arguments as in `SWA.update`."""
-        count = _next_count("SWAG.update", state, params, state._data["mean"])
-        old = state._data
+        old = self._parts("SWAG.update", state)
+        count = _next_count("SWAG.update", old, params, old["mean"])
         new: dict[str, Any] = {"count": count}
         new["mean"] = mean = old["mean"].apply(lambda mean, x: _moved(mean, x.detach(), count), params)
         new["variance"] = old["variance"].apply(
@@ -154,13 +159,22 @@ class SWAG:
         Shapes:
             A leaf of shape (*S) becomes (n, *S), in float32 at least. A stack of E members gives (n, E, *S), which
             `flatten(0, 1)` makes one stack.
+
+        Raises:
+            ValueError: The state is of fewer than two models.
+            TreeStructureError: The state is of another class, or of another rank.
         """
-        mean, variance = state._data["mean"], state._data["variance"]
+        parts = self._parts("SWAG.sample", state)
+        mean, variance, count = parts["mean"], parts["variance"], parts["count"]
+        if has_values() and count.numel() and int(count.min()) < 2:
+            raise error(
+                ValueError, "SWAG.sample: there must be two models or more.", expected="count >= 2", got=count.tolist()
+            )
         size, means = mean._batch_size, list_leaves(mean)
         spread = [x.clamp(min=0).sqrt() for x in list_leaves(variance)]
-        columns = list_leaves(state._data["deviations"]) if self.rank else []
+        columns = list_leaves(parts["deviations"]) if self.rank else []
         # Deviations that are not there yet are zeros.
-        kept = (state._data["count"].clamp(max=self.rank) - 1).clamp(min=1)
+        kept = (count.clamp(max=self.rank) - 1).clamp(min=1)
         root, half = math.sqrt(scale), math.sqrt(0.5) if self.rank else 1.0
 
         def draw(i: Tensor) -> Any:
@@ -171,12 +185,20 @@ class SWAG:
             for place, (x, s) in enumerate(zip(means, spread, strict=True)):
                 noise = s * random.normal(random.fold_in(own, place + 1), tuple(x.shape), dtype=x.dtype)
                 if self.rank:
-                    weights = z.reshape(*z.shape, *[1] * (x.dim() - len(size))).to(x.dtype)
+                    weights = z.reshape((*z.shape, *[1] * (x.dim() - len(size)))).to(x.dtype)
                     noise = noise + (weights * columns[place]).sum(len(size))
                 leaves.append(x + root * half * noise)
             return rebuild(mean, leaves)
 
         return torch.vmap(draw)(torch.arange(n, device=key.device))
+
+    def _parts(self, call: str, state: Any) -> dict[str, Any]:
+        parts = _parts(call, state, {"mean", "variance", "deviations"} if self.rank else {"mean", "variance"})
+        if self.rank and parts["deviations"]._batch_size[-1] != self.rank:
+            raise TreeStructureError(
+                f"{call}: the state must be of this rank.", expected=self.rank, got=parts["deviations"]._batch_size[-1]
+            )
+        return parts
 
 
 class Snapshots:
@@ -210,13 +232,14 @@ class Snapshots:
 
     def init(self, params: TensorCollection) -> "TensorDict":
         """Return the state before the first update, which reads only the shapes of `params`."""
-        check_tree("Snapshots.init", "params", params)
+        _check_params("Snapshots.init", params)
         return _state(params, {"members": _rows(params, self.members)})
 
     def update(self, state: T, params: TensorCollection, *, active: Tensor | bool = True) -> T:
         """Return the state with this model as the newest member; arguments as in `SWA.update`."""
-        count = _next_count("Snapshots.update", state, params, state._data["members"])
-        members = _pushed(state._data["members"], maps.apply(params, lambda x: x.detach(), ()))
+        old = _parts("Snapshots.update", state, {"members"})
+        count = _next_count("Snapshots.update", old, params, old["members"])
+        members = _pushed(old["members"], maps.apply(params, lambda x: x.detach(), ()))
         return _advance("Snapshots.update", state, {"count": count, "members": members}, active)
 
     def stack(self, state: TensorCollection) -> "TensorDict":
@@ -228,7 +251,8 @@ class Snapshots:
         Raises:
             ValueError: There are none, or the members of a stack have collected different numbers of models.
         """
-        counts = state._data["count"].clamp(max=self.members)
+        parts = _parts("Snapshots.stack", state, {"members"})
+        counts = parts["count"].clamp(max=self.members)
         kept = int(counts.min())
         if kept == 0 or kept != int(counts.max()):
             raise error(
@@ -238,7 +262,7 @@ class Snapshots:
                 hint="state[i] is the state of member i.",
             )
         dims = len(state._batch_size)
-        members = state._data["members"][(slice(None),) * dims + (slice(self.members - kept, None),)]
+        members = parts["members"][(slice(None),) * dims + (slice(self.members - kept, None),)]
         return members.flatten(0, dims) if dims else members
 
 
@@ -338,6 +362,24 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
 
 
+def _check_params(call: str, params: TensorCollection) -> None:
+    check_tree(call, "params", params)
+    check_dense(call, params)
+
+
+# Any: the nodes are tensors and trees.
+def _parts(call: str, state: Any, names: set[str]) -> dict[str, Any]:
+    """Return the entries of a state, which must be those of this class."""
+    if not isinstance(state, TensorCollection) or state._data.keys() != {"count", *names}:
+        raise TreeStructureError(
+            f"{call}: the state must be of this class.",
+            expected=f"a tree with the entries {sorted({'count', *names})}",
+            got=f"{sorted(state._data)}" if isinstance(state, TensorCollection) else type(state).__name__,
+            hint="state = init(params); the order is (state, params).",
+        )
+    return state._data
+
+
 def _state(params: TensorCollection, parts: dict[str, Any]) -> Any:
     size = params._batch_size
     device = next((x.device for x in list_leaves(params)), None)
@@ -370,19 +412,19 @@ def _moved(mean: Tensor, x: Tensor, count: Tensor) -> Tensor:
     """Return the average of `count` values, given that of the others and the last."""
     if not mean.is_floating_point():
         return x
-    share = count.reshape(*count.shape, *[1] * (mean.dim() - count.dim())).to(mean.dtype)
+    share = count.reshape((*count.shape, *[1] * (mean.dim() - count.dim()))).to(mean.dtype)
     return mean + (x.to(mean.dtype) - mean) / share
 
 
-def _next_count(call: str, state: TensorCollection, params: TensorCollection, kept: TensorCollection) -> Tensor:
+def _next_count(call: str, state: dict[str, Any], params: TensorCollection, kept: TensorCollection) -> Tensor:
     """Return the number of models with this one, whose leaves must be like those that the state keeps."""
     check_tree(call, "params", params)
-    if state._batch_size != params._batch_size:
+    count: Tensor = state["count"]
+    if count.shape != params._batch_size:
         raise BatchSizeError(
             f"{call}: params must have the batch size of the state.",
-            expected=list(state._batch_size),
+            expected=list(count.shape),
             got=list(params._batch_size),
-            hint="the order is update(state, params).",
         )
     check_keys(kept, params, call)
     # The rows of `Snapshots` have a dimension of their own.
@@ -394,7 +436,7 @@ def _next_count(call: str, state: TensorCollection, params: TensorCollection, ke
                 expected=[*old.shape[:dims], *old.shape[dims + extra :]],
                 got=list(new.shape),
             )
-    return state._data["count"] + 1
+    return count + 1
 
 
 def _advance(call: str, state: T, new: dict[str, Any], active: Tensor | bool) -> T:

@@ -132,7 +132,10 @@ class _Ensemble(BaseEstimator):
                 got=f"n_samples = {count}, validation_fraction = {self.validation_fraction}",
             )
         order = random.permutation(key, count)
-        return rows.take(order[held:]), rows.take(order[:held])
+        train, test = rows.take(order[held:]), rows.take(order[:held])
+        if not bool(train.w.sum() > 0) or not bool(test.w.sum() > 0):
+            raise error(ValueError, "early_stopping: both parts must have an example with a weight above 0.")
+        return train, test
 
     def _run(self, apply: Apply, rows: _Rows, held: _Rows | None, losses: Losses, key: Tensor) -> None:
         """Train until the last epoch, or until no member improves."""

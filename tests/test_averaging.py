@@ -149,6 +149,16 @@ def test_updates_compile(name):
     assert_trees_equal(state, collect(rule, trees), atol=1e-12)
 
 
+@pytest.mark.parametrize("name", RULES)
+def test_leaves_without_dimensions(name):
+    """A model of one number, as it stands in a stack of one."""
+    rule, values = RULES[name], [1.0, 5.0, 3.0]
+    state = collect(rule, [TensorDict({"w": torch.tensor(value)}) for value in values])
+    stacked = collect(rule, [TensorDict({"w": torch.tensor([value])}, [1]) for value in values])
+
+    assert_trees_equal(stacked[0], state)
+
+
 def test_snapshots_are_the_last_models():
     """The oldest first; members of a stack follow one another."""
     trees, rule = run_of(3, 5, (2,)), averaging.Snapshots(3)
@@ -240,6 +250,23 @@ MESSAGES = [
     (lambda: averaging.SWA().init({}), TypeError, "SWA.init: params must be a tree.*dict"),
     (lambda: averaging.Snapshots(0), ValueError, "there must be a member.*0"),
     (lambda: averaging.cosine_cycles(0.1, 0), ValueError, "a cycle must have a step.*0"),
+    (lambda: averaging.SWA().update(STACK, averaging.SWA().init(STACK)), tdf.TreeStructureError, "of this class.*'w'"),
+    (
+        lambda: averaging.SWAG(0).update(averaging.SWAG(2).init(STACK), STACK),
+        tdf.TreeStructureError,
+        "SWAG.update: the state must be of this class.*'deviations'",
+    ),
+    (
+        lambda: averaging.SWAG(3).sample(averaging.SWAG(2).init(STACK), random.key(0), 2),
+        tdf.TreeStructureError,
+        "SWAG.sample: the state must be of this rank.*3.*2",
+    ),
+    (
+        lambda: averaging.SWAG(2).sample(averaging.SWAG(2).init(STACK), random.key(0), 2),
+        ValueError,
+        r"two models or more.*\[0, 0\]",
+    ),
+    (lambda: averaging.SWA().init(tdf.lazy_stack([STACK, STACK])), tdf.UnsupportedError, "SWA.init: members must be"),
     (lambda: SNAPSHOTS.stack(SNAPSHOTS.init(STACK)), ValueError, r"equally many models, and at least one.*\[0, 0\]"),
     (
         lambda: SNAPSHOTS.update(SNAPSHOTS.init(STACK), STACK[0]),

@@ -132,7 +132,7 @@ OWN_NET = {"make": make_net, "bootstrap": True, "max_iter": 60}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"batch_size": 32}, {"n_estimators": 1, "max_iter": 60}, OWN_NET])
+@pytest.mark.parametrize("options", [{"batch_size": 32, "max_iter": 30}, {"n_estimators": 1, "max_iter": 60}, OWN_NET])
 def test_options_train(options):
     """In batches, with one member, with a network of one's own; the same numbers for the same seed."""
     options = {**SMALL, **options}
@@ -251,6 +251,14 @@ def test_messages(options, pattern):
     """Each refusal names the option."""
     with pytest.raises(ValueError, match=f"(?s){pattern}"):
         EnsembleClassifier(**{**SMALL, **options}).fit(X, Y)
+
+
+def test_held_out_examples_have_weights():
+    """Without one above 0 no member could improve."""
+    model = EnsembleClassifier(**SMALL, early_stopping=True, validation_fraction=0.01)
+
+    with pytest.raises(ValueError, match="both parts must have an example with a weight"):
+        model.fit(X, Y, sample_weight=np.arange(150) == 3)
 
 
 def test_an_unknown_loss_is_refused():

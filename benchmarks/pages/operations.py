@@ -124,9 +124,9 @@ FUNCTIONS = {
     "PersistentTensorDict": _FORMAT, "MemoryMappedTensor":
     "absent: leaves on files are plain tensors; `td.memmap(path)`", "TensorDictBase": "`tdfunc.TensorDict`",
     "TensorDictParams": "planned: parameters as a module; `tdfunc.from_module` returns them as a tree",
-    "TensorClassModuleBase": "planned: comes with the modules of `tdfunc.nn`",
-    "TensorClassModuleWrapper": "planned: comes with the modules of `tdfunc.nn`",
-    "as_tensordict_module": "planned: comes with the modules of `tdfunc.nn`",
+    "TensorClassModuleBase": "`tdfunc.nn.TensorClassModuleBase`",
+    "TensorClassModuleWrapper": "`tdfunc.nn.TensorClassModuleBase.as_td_module`",
+    "as_tensordict_module": "`tdfunc.nn.as_tensordict_module`",
     "TypedTensorDict": "`tdfunc.TensorClass`", "UnbatchedTensor": "absent: `in_dims` of `vmap` marks shared leaves",
     "NonTensorDataBase": "`tdfunc.NonTensorData` and `tdfunc.NonTensorStack`", "TensorAttrs": "`td.apply(fn)`",
     "MetaData":
@@ -272,7 +272,7 @@ ARGUMENTS = {
     "empty_lazy": "`lazy.dense()` first", "as_tensordict": "the result is a tree of the same class",
     "use_state_dict": "`TensorDict(module.state_dict())`, and `module.load_state_dict(td.state_dict())`",
     "filter_empty": "sub-modules without parameters are left out; `td.apply(fn, filter_empty=True)` for other trees",
-    "as_module": "planned with the modules of `tdfunc.nn`", "memo": "an internal of tensordict",
+    "as_module": "`TensorDictParams` is planned", "memo": "an internal of tensordict",
     "swap_dest": "an internal of tensordict", "return_swap": "the handle puts back the module's own weights",
     "preserve_module_state": "a block binds leaves as they are, a load makes Parameters",
     "subpath": "`load_memmap(path / key)` loads a folder inside", "allow_pickle": "pickles are never read",

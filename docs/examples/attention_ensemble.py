@@ -1,8 +1,8 @@
 """An ensemble of attention models with dropout, and many heads on one shared trunk.
 
 Digits are read as eight tokens, one for each row of pixels. The first part trains whole
-models; member i draws its dropout masks from a generator of its own, so it does not
-change when there are more members. The second part keeps one trunk and stacks only the
+models; member i draws its dropout masks from a key of its own, so it does not change
+when there are more members. The second part keeps one trunk and stacks only the
 heads, as is common where a whole ensemble would be too large.
 
 Run it with: python attention_ensemble.py
@@ -68,22 +68,23 @@ def main() -> None:
 
     torch.manual_seed(0)
     apply, _, _ = tdf.functional(Attention())
-    # vmap cannot run dropout inside of attention: the ensemble finds out, and loops.
     # Evaluation could use vmap, which has no rule for torch's fused kernel.
     training, evaluation = tdf.Ensemble(apply), tdf.Ensemble(apply.eval(), how="loop")
     members = tdf.init_ensemble(Attention, MEMBERS)
 
-    # A number as `rng` gives the same masks in every call; a generator gives others.
-    four, two = training(members, x[:5], rng=0), training(members[:2], x[:5], rng=0)
+    # A key gives the same masks in every call, so each step has its own.
+    key = tdf.random.key(0)
+    four, two = training(members, x[:5], rng=key), training(members[:2], x[:5], rng=key)
     torch.testing.assert_close(four[:2], two)
     print(training.plan().splitlines()[0])
 
-    def loss(members: TensorDict, rows: Tensor, rng: torch.Generator) -> Tensor:
+    def loss(members: TensorDict, rows: Tensor, rng: Tensor) -> Tensor:
         return sum_losses(training(members, x[rows], rng=rng), y[rows])
 
-    optimizer, rng = tdf.optim.adam(lr=1e-2), torch.Generator().manual_seed(0)
+    optimizer = tdf.optim.adam(lr=1e-2)
     state = optimizer.init(members)
-    for _ in range(STEPS):
+    for number in range(STEPS):
+        rng = tdf.random.fold_in(key, number)
         grads = torch.func.grad(loss)(members, torch.randint(len(x), (100,)), rng)
         members, state = optimizer.update(members, grads, state)
     with torch.no_grad():

@@ -34,28 +34,27 @@ def train(folder: Path, pause_s: float = 0.0) -> tdf.TensorDict:
     apply, params, _ = tdf.functional(nn.Sequential(*net))
     optimizer = tdf.optim.adam(lr=3e-3)
     state = optimizer.init(params)
-    dropout = torch.Generator().manual_seed(1)
+    key = tdf.random.key(1)
 
     manager = tdf.CheckpointManager(folder, keep_last=2)
     start, latest = 0, manager.latest()
     if latest is not None:
         run = manager.load()
         params, state, start = run["params"], run["state"], latest + 1
-        tdf.set_rng_state(run["rng"], dropout=dropout)
+        tdf.set_rng_state(run["rng"])
         print(f"  resumed after step {latest}")
 
-    def loss(params: tdf.TensorDict, x: Tensor, y: Tensor) -> Tensor:
-        # A generator as `rng` gives other dropout masks in each call.
-        return F.cross_entropy(apply(params, x, rng=dropout), y)
+    def loss(params: tdf.TensorDict, x: Tensor, y: Tensor, rng: Tensor) -> Tensor:
+        return F.cross_entropy(apply(params, x, rng=rng), y)
 
     for step in range(start, STEPS):
         rows = torch.randint(len(x), (64,))  # from torch's global generator
-        grads, value = torch.func.grad_and_value(loss)(params, x[rows], y[rows])
+        rng = tdf.random.fold_in(key, step)  # dropout masks of its own for each step
+        grads, value = torch.func.grad_and_value(loss)(params, x[rows], y[rows], rng)
         params, state = optimizer.update(params, grads, state)
 
-        # The global generators of torch, numpy and Python, and the one that is named.
-        rng = tdf.get_rng_state(dropout=dropout)
-        run = {"params": params, "state": state, "rng": rng}
+        # The global generators of torch, numpy and Python; the keys need no state.
+        run = {"params": params, "state": state, "rng": tdf.get_rng_state()}
         manager.save(step, run, metadata={"loss": value.item()})
         time.sleep(pause_s)
 

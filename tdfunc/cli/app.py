@@ -12,6 +12,7 @@ from tdfunc.cli.diff import diff as run_diff
 from tdfunc.cli.numbers import Tolerance
 from tdfunc.cli.show import show as run_show
 from tdfunc.cli.sources import make_filter
+from tdfunc.cli.template import check as check_template
 from tdfunc.cli.verify import verify as run_verify
 
 app = typer.Typer(
@@ -22,6 +23,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+template = typer.Typer(no_args_is_help=True, help="Look at chat templates.")
+app.add_typer(template, name="template")
 
 
 class Format(str, Enum):
@@ -124,6 +129,15 @@ def diff(
 def verify(path: Path, json: Json = False) -> None:
     """Read everything and compare the checksums; of a folder of steps, those of all steps."""
     raise typer.Exit(run_verify(path, json=json))
+
+
+@template.command("check", epilog="Exit code: 0 nothing to note, 1 a property may go wrong, 2 trouble.")
+def check(
+    folder: Annotated[str, typer.Argument(help="The folder of a tokenizer.", metavar="FOLDER", show_default=False)],
+    json: Json = False,
+) -> None:
+    """Report on a tokenizer's chat template: turns, masks, thinking, tools, control strings."""
+    raise typer.Exit(check_template(folder, as_json=json))
 
 
 @app.command()

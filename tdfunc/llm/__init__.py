@@ -1,5 +1,6 @@
 """Conversations and language models: histories, chat templates, and token-exact conversations."""
 
+from tdfunc.llm.compare import compare as compare
 from tdfunc.llm.content import ContentBase as ContentBase
 from tdfunc.llm.functions import MaskedCategorical as MaskedCategorical
 from tdfunc.llm.functions import distribution as distribution
@@ -15,6 +16,9 @@ from tdfunc.llm.records import LogProbs as LogProbs
 from tdfunc.llm.records import Masks as Masks
 from tdfunc.llm.records import Text as Text
 from tdfunc.llm.records import Tokens as Tokens
+from tdfunc.llm.report import Finding as Finding
+from tdfunc.llm.report import TemplateReport as TemplateReport
+from tdfunc.llm.report import template_report as template_report
 from tdfunc.llm.scoring import plan as plan
 from tdfunc.llm.scoring import score_ids as score_ids
 from tdfunc.llm.templates.base import AbstractTemplate as AbstractTemplate

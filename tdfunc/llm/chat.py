@@ -14,7 +14,6 @@ from tdfunc.llm.rows import per_conversation
 from tdfunc.llm.templates.base import (
     AbstractTemplate,
     Conversation,
-    Marked,
     check_safe,
     conversation_in,
     describe,
@@ -94,13 +93,14 @@ def _rows(options: ChatOptions, conversations: list[Conversation]) -> list[Row]:
     tokenizer, template = options.tokenizer, options.template
     control = control_strings(tokenizer, template)
     forged = [is_forged(each, control) for each in conversations]
-    marked: dict[int, Marked] = {
-        i: template.marked(
-            each, generation_prompt=options.generation_prompt, open_end=options.open_end, replies=options.masks
-        )
-        for i, each in enumerate(conversations)
-        if forged[i] or options.masks
-    }
+    places = [i for i in range(len(conversations)) if forged[i] or options.masks]
+    found = template.marked_all(
+        [conversations[i] for i in places],
+        generation_prompt=options.generation_prompt,
+        open_end=options.open_end,
+        replies=options.masks,
+    )
+    marked = dict(zip(places, found, strict=True))
     plain = [i for i in range(len(conversations)) if not forged[i]]
     rest = iter(_texts(options, [conversations[i] for i in plain if i not in marked]))
     texts = [marked[i].text if i in marked else next(rest) for i in plain]

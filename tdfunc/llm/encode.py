@@ -9,6 +9,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.llm.templates.base import AbstractTemplate, Marked, Span, controls_in
 
@@ -45,7 +47,7 @@ def encode_texts(tokenizer: Any, texts: Sequence[str], *, offsets: bool = False)
     return [Encoded(ids, place) for ids, place in zip(made["input_ids"], places, strict=True)]
 
 
-def encode_marked(tokenizer: Any, marked: Marked, control: Sequence[str]) -> Encoded:
+def encode_marked(tokenizer: Any, marked: Marked, control: tuple[str, ...]) -> Encoded:
     """Return the ids of a text whose contents may have control strings: they are encoded as ordinary text.
 
     Raises:
@@ -100,7 +102,7 @@ def encode_marked(tokenizer: Any, marked: Marked, control: Sequence[str]) -> Enc
     return Encoded([ids.get(each, each) for each in found], places)
 
 
-def _private_copy(tokenizer: Any, control: Sequence[str], text: str) -> tuple[Any, dict[str, str], dict[int, int]]:
+def _private_copy(tokenizer: Any, control: tuple[str, ...], text: str) -> tuple[Any, dict[str, str], dict[int, int]]:
     """Return a copy with other names for control tokens, these names, and the ids that they stand for."""
     from tokenizers import Tokenizer
 
@@ -138,13 +140,14 @@ def _private_copy(tokenizer: Any, control: Sequence[str], text: str) -> tuple[An
 
 def mask_of(encoded: Encoded, spans: Sequence[Span]) -> list[bool]:
     """Return for each token if its last character is in a span."""
-    starts = [span.start for span in spans]
-    mask: list[bool] = []
-    for start, stop in encoded.offsets:
-        last = max(stop - 1, start)
-        n = bisect_right(starts, last) - 1
-        mask.append(n >= 0 and last < spans[n].stop)
-    return mask
+    if not spans or not encoded.offsets:
+        return [False] * len(encoded.ids)
+    places = np.array(encoded.offsets)
+    last = np.maximum(places[:, 1] - 1, places[:, 0])
+    starts, stops = np.array([(span.start, span.stop) for span in spans]).T
+    n = np.searchsorted(starts, last, side="right") - 1
+    inside: list[bool] = ((n >= 0) & (last < stops[n])).tolist()
+    return inside
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tdfunc.core.context import is_compiling
@@ -35,7 +36,7 @@ class Head(NamedTuple):
         Shapes:
             `hidden` (..., D), `weight` (V, D), `bias` (V,); the logits are (..., V).
         """
-        found = torch.nn.functional.linear(hidden, weight, bias)
+        found = F.linear(hidden, weight, bias)
         if self.scale != 1.0:
             found = found * self.scale
         return found if self.softcap is None else torch.tanh(found / self.softcap) * self.softcap
@@ -70,9 +71,14 @@ def chosen_log_probs(
     weight, bias = output
     flat = hidden_ND, weight, bias, ids_NK, heat
     if is_compiling():
-        size = -(-hidden_ND.shape[0] // _COMPILED_CHUNKS)
+        # Slices that end with the last position would be compiled for totals that divide like this one.
+        total = hidden_ND.shape[0]
+        size = -(-total // _COMPILED_CHUNKS)
+        end = (0, 0, 0, _COMPILED_CHUNKS * size - total)
+        heat = F.pad(heat, end, value=1.0) if isinstance(temperature, Tensor) and heat is not None else heat
+        flat = F.pad(hidden_ND, end), weight, bias, F.pad(ids_NK, end), heat
         rows = [slice(i * size, (i + 1) * size) for i in range(_COMPILED_CHUNKS)]
-        return torch.cat([_log_probs(head, *_cut(flat, part)) for part in rows])
+        return torch.cat([_log_probs(head, *_cut(flat, part)) for part in rows])[:total]
     size = chunk_size or max(1, _CHUNK // weight.shape[-2])
     return _Chosen.apply(*flat, head, size)  # pyright: ignore[reportReturnType]
 

@@ -262,14 +262,14 @@ def extends(template: "TokenTemplate | AbstractTemplate", history: Any) -> Any:
         >>> extends(chatml, history), extends(qwen, history)
         (True, False)
     """
-    return per_conversation(lambda chat: len(_breaks(_text_template(template), conversation_in(chat))) <= 1, history)
+    return per_conversation(lambda chat: len(breaks(_text_template(template), conversation_in(chat))) <= 1, history)
 
 
 def _text_template(template: "TokenTemplate | AbstractTemplate") -> AbstractTemplate:
     return template.template if isinstance(template, TokenTemplate) else template
 
 
-def _breaks(template: AbstractTemplate, conversation: Conversation) -> list[int]:
+def breaks(template: AbstractTemplate, conversation: Conversation) -> list[int]:
     """Return the places of the first reply, and of each reply whose prompt does not start with the turns before."""
     messages, tools = conversation
     replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -309,7 +309,7 @@ def fork(template: TokenTemplate, history: Any) -> Any:
         conversation = conversation_in(chat)
         messages, tools = conversation
         count = len(messages)
-        starts = [i for i in _breaks(template.template, conversation) if i < count] or [count]
+        starts = [i for i in breaks(template.template, conversation) if i < count] or [count]
         rows: list[TokenRow] = []
         for start, stop in zip(starts, [*starts[1:], count], strict=True):
             replies = [i for i in range(start, stop) if messages[i]["role"] == "assistant"]

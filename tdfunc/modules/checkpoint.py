@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from tdfunc.core.context import in_functorch, is_compiling, is_fake, is_recording
 from tdfunc.core.errors import UnsupportedError
+from tdfunc.modules.random import seeded
 
 # Tensors to tensors.
 Flat: TypeAlias = Callable[..., tuple[Tensor, ...]]
@@ -46,15 +47,16 @@ def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
     runs as it is: nothing is saved, the numbers are the same.
 
     Args:
-        fn: A function that runs alike a second time. Draws from torch's default generators and the settings of autocast
-            are those of the first.
+        fn: A function that runs alike a second time. Its draws, from torch's default generators or by `rng=`, and the
+            settings of autocast are those of the first.
 
     Returns:
         A function with the arguments and results of `fn`: trees, tensors and anything else.
 
     Raises:
-        UnsupportedError: In a transform `fn` writes to an argument; or, in a trace, it draws from torch's default
-            generator, which a replay would not repeat.
+        UnsupportedError: A variable of an enclosing function is another object at the second run; or in a transform
+            `fn` writes to an argument; or in a trace it draws from torch's default generator, which a replay would not
+            repeat.
 
     Source:
         Chen et al., Training Deep Nets with Sublinear Memory Cost (2016); `jax.checkpoint`.
@@ -227,7 +229,7 @@ class _Swap(TorchFunctionMode):
 
 
 class _Surroundings:
-    """The generators, autocast and default device that a function runs under, to put them back for another run."""
+    """The generators, autocast, default device and key that a function runs under, to put them back for another run."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         kinds = {"cpu", *[t.device.type for t in tensors]} - {"meta"}
@@ -237,7 +239,12 @@ class _Surroundings:
             if torch.amp.is_autocast_available(kind)
         ]
         self._cache = torch.is_autocast_cache_enabled()
-        self._modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)][-1:]
+        modes = _get_current_function_mode_stack()
+        self._default_device = [mode for mode in modes if isinstance(mode, DeviceContext)][-1:]
+        # The key may be of a transform: it is among the inputs of the second run.
+        mode = next((mode for mode in reversed(modes) if isinstance(mode, seeded)), None)
+        self.keys = [] if mode is None else [mode.key]
+        self._draws = None if mode is None else (mode.count, mode._strict)
         self._symbolic = _is_symbolic()
         self._kind = next(iter(kinds - {"cpu"}), "cpu")
         if not self._symbolic:
@@ -245,7 +252,7 @@ class _Surroundings:
             self._devices, self._states = torch_checkpoint.get_device_states(*tensors)
 
     @contextlib.contextmanager
-    def restored(self) -> Generator[None]:
+    def restored(self, keys: Sequence[Tensor]) -> Generator[None]:
         with contextlib.ExitStack() as stack:
             if self._symbolic:
                 stack.enter_context(_NoDraws())
@@ -255,8 +262,10 @@ class _Surroundings:
                 torch_checkpoint.set_device_states(self._devices, self._states, device_type=self._kind)
             for kind, dtype, enabled in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype, enabled, self._cache))
-            for mode in self._modes:
+            for mode in self._default_device:
                 stack.enter_context(mode)
+            if self._draws is not None:
+                stack.enter_context(seeded(keys[0], self._draws[0], strict=self._draws[1]))
             yield
 
 
@@ -286,19 +295,19 @@ def _in_transform(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     chosen = [i for i, x in enumerate(results) if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())]
     # The node holds them; nothing else does.
     static = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    names = list(outside.found)
+    names, count = list(outside.found), len(places)
 
     def again(*tensors: Tensor) -> tuple[Tensor, ...]:
         given = list(static)
         for place, tensor in zip(places, tensors, strict=False):
             given[place] = tensor
         args, kwargs = tree_unflatten(given, spec)
-        others = [t.clone() if i in written else t for i, t in enumerate(tensors[len(places) :])]
-        with surroundings.restored(), _Swap(dict(zip(names, others, strict=True))):
+        others = [t.clone() if i in written else t for i, t in enumerate(tensors[count : count + len(names)])]
+        with surroundings.restored(tensors[count + len(names) :]), _Swap(dict(zip(names, others, strict=True))):
             found = tree_leaves(fn(*args, **kwargs))
         return tuple([found[i] for i in chosen])
 
-    new = _attach(again, [results[i] for i in chosen], [*inputs, *read])
+    new = _attach(again, [results[i] for i in chosen], [*inputs, *read, *surroundings.keys])
     for place, tensor in zip(chosen, new, strict=True):
         results[place] = tensor
     return tree_unflatten(results, out_spec)

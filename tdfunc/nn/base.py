@@ -90,6 +90,11 @@ class TensorDictModuleBase(nn.Module):
         """Return True if a module has `in_keys` and `out_keys`, so that it can be part of a `TensorDictSequential`."""
         return hasattr(module, "in_keys") and hasattr(module, "out_keys")
 
+    # torch.vmap names its function for each output; without a name it prints the module, which dynamo cannot trace.
+    @property
+    def __name__(self) -> str:
+        return self._get_name()
+
     @property
     def out_keys_source(self) -> Sequence[NestedKey]:
         """The out keys of the module without any selection."""

@@ -113,6 +113,9 @@ class _Decorated(TensorDictModule):
         bound._keywords = self._keywords
         return bound
 
+    def _get_name(self) -> str:
+        return "TensorDictModule"
+
     def __reduce__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.module.__qualname__
 

@@ -86,7 +86,8 @@ class ProbabilisticTensorDictModule(TensorDictModuleBase):
             tensordict: A tree with the value, and with the parameters unless `dist` is given.
             dist: The distribution, in place of that of the parameters.
         """
-        return (dist or self.get_dist(tensordict)).log_prob(read_inputs(self, tensordict, [self.sample_key])[0])
+        (value,) = read_inputs(self, tensordict, [self.sample_key])
+        return (self.get_dist(tensordict) if dist is None else dist).log_prob(value)
 
     @dispatch
     def forward(self, tensordict: Any, *, interaction_type: InteractionType | str | None = None) -> Any:

@@ -1,6 +1,5 @@
 """New values for the parameters of a module, by the `reset_parameters` of its submodules, in place or in a tree."""
 
-import copy
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.keys import dotted
 from tdfunc.modules.extract import from_module, walk
+from tdfunc.modules.skeleton import duplicate
 
 T = TypeVar("T", bound=TensorCollection)
 
@@ -63,7 +63,7 @@ def reset_tree(module: nn.Module, parameters: T) -> T:
     for slot in walk(module, "reset_parameters_recursive"):
         if slot.store is not None and id(slot.value) not in memo:
             memo[id(slot.value)] = _hollow(slot.value)
-    private = copy.deepcopy(module, memo)
+    private = duplicate(module, memo)
     tree: Any = parameters
     fresh = tree.apply(lambda leaf: leaf.detach().clone())
     fresh.to_module(private, strict=False)

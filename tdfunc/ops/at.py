@@ -242,7 +242,7 @@ def write_rows(tree: T, index: Any, value: Any, call: str) -> T:
         # index_put works inside vmap and grad, where writing to a copy of the leaf may not be legal.
         flat = old.reshape(count, *features)
         new = new.reshape(taken.numel(), *features).to(old.dtype)
-        rows = _as_leaf(taken.reshape(-1), flat)
+        rows = as_leaf(taken.reshape(-1), flat)
         bits = _WRITTEN_AS.get(old.dtype) if call != "add" else None
         if bits is not None:
             return flat.view(bits).index_put((rows,), new.view(bits)).view(old.dtype).reshape(old.shape)
@@ -283,10 +283,10 @@ def _filled(leaf: Tensor, value: Any, where: str) -> Tensor:
         # torch cannot fill with an integer of more than 64 bits; a float of its size can.
         number = float(number)
     made = as_tensor(number, where, leaf.device, dtype)
-    return _as_leaf(made, leaf).expand(leaf.shape)
+    return as_leaf(made, leaf).expand(leaf.shape)
 
 
-def _as_leaf(made: Tensor, leaf: Any) -> Tensor:
+def as_leaf(made: Tensor, leaf: Any) -> Tensor:
     """Return a tensor of ours for use with a leaf: a DTensor works with others of its kind only."""
     if type(leaf) in PLAIN or not hasattr(leaf, "device_mesh"):
         return made

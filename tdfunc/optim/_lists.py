@@ -10,6 +10,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from tdfunc.ops.at import as_leaf
+
 # A number, or a float64 tensor over the leading dimensions of the leaves.
 Coefficient: TypeAlias = float | Tensor
 Leaves: TypeAlias = list[Tensor]
@@ -92,17 +94,16 @@ def rounded(value: Coefficient) -> Coefficient:
     return torch.tensor(value, dtype=scalar_dtype()).item()
 
 
-def spread(value: Tensor, leaves: Leaves) -> Leaves:
-    """Return a coefficient as one broadcastable tensor for each leaf, in its dtype."""
-    known: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+def spread(value: Tensor, leaves: Leaves, *, dtype: torch.dtype | None = None) -> Leaves:
+    """Return a coefficient as one broadcastable tensor for each leaf, in its dtype if no other is given."""
+    known: dict[tuple[int, torch.dtype, torch.device, Any], Tensor] = {}
     result: Leaves = []
     for leaf in leaves:
-        kind = (leaf.dim(), leaf.dtype, leaf.device)
+        mesh = getattr(leaf, "device_mesh", None)
+        kind = (leaf.dim(), leaf.dtype, leaf.device, mesh)
         if kind not in known:
-            shape = (*value.shape, *[1] * (leaf.dim() - value.dim()))
-            if not value.dim() and hasattr(leaf, "device_mesh"):
-                # DTensors take plain tensors for numbers only where they have no dimensions.
-                shape = ()
-            known[kind] = value.to(leaf.device, leaf.dtype).reshape(shape)
+            row = value.to(leaf.device, leaf.dtype if dtype is None else dtype)
+            row = row.reshape((*value.shape, *[1] * (leaf.dim() - value.dim())))
+            known[kind] = as_leaf(row, leaf)
         result.append(known[kind])
     return result

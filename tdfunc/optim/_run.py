@@ -17,7 +17,7 @@ from tdfunc.core.errors import UnsupportedError
 from tdfunc.core.memory import find_overlaps, repeats_itself
 from tdfunc.optim._base import How
 from tdfunc.optim._checks import check_scheduled
-from tdfunc.optim._lists import Coefficient, Leaves, Lists
+from tdfunc.optim._lists import Coefficient, Leaves, Lists, spread
 
 _FUSED_DEVICES = ("cpu", "cuda")
 # torch 2.13's fused SGD is wrong on the CPU for vectors of 16-bit numbers.
@@ -276,7 +276,7 @@ def _number(value: Coefficient) -> Coefficient:
 
 def free_lists(leaves: Leaves) -> Lists:
     """Return list arithmetic for these leaves, of which every operation must be called with `keep=True`."""
-    return Lists(inplace=recorder() is None and takes_kernels(leaves))
+    return Lists(inplace=bool(leaves) and takes_kernels(leaves) and recorder() is None)
 
 
 def grads_of(leaves: Leaves) -> "torch.set_grad_enabled":
@@ -303,7 +303,5 @@ def restore(leaves: Leaves, like: Leaves) -> Leaves:
 
 def select_members(active: Tensor, new: Leaves, old: Leaves) -> Leaves:
     """Return the new leaves where a member is active, else the old ones."""
-    return [
-        torch.where(active.reshape(*active.shape, *[1] * (x.dim() - active.dim())), x, y)
-        for x, y in zip(new, old, strict=True)
-    ]
+    masks = spread(active, new, dtype=torch.bool)
+    return [torch.where(mask, x, y) for mask, x, y in zip(masks, new, old, strict=True)]

@@ -44,7 +44,9 @@ def check_rows(model, found, ids, mask, temperature=1.0):
         assert int(found.mask[row].sum()) == max(len(alone) - 1, 0)
         if len(alone) > 1:
             expected = row_log_probs(model, alone, temperature)
-            tolerance = torch.where(expected < -20, 1e-4, 2e-5)
+            # The chunks of gated delta nets sum in another order for rows of another length.
+            fine = 5e-5 if hasattr(model.config, "linear_num_key_heads") else 1e-5
+            tolerance = torch.where(expected < -20, 1e-4, fine)
             assert ((found.log_probs[row][found.mask[row]] - expected).abs() <= tolerance).all()
     assert (found.log_probs[~found.mask] == 0).all()
 
@@ -224,7 +226,7 @@ def test_compiled():
         return graph.forward
 
     run = torch.compile(lambda p, b, i, m: score_ids(lm, p, i, m, buffers=b), fullgraph=True, backend=backend)
-    for shape in ((3, 9), (3, 11), (4, 12), (5, 13)):
+    for shape in ((3, 9), (4, 11), (5, 12), (6, 14)):
         ids, mask = rows([3] * shape[0], shape[1], seed=5)
         torch.testing.assert_close(
             run(params, buffers, ids, mask).log_probs, score_ids(lm, params, ids, mask, buffers=buffers).log_probs

@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.func import grad, vmap
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -247,3 +248,63 @@ def test_a_forward_that_fails():
         with pytest.raises(RuntimeError, match="shape"):
             way(lambda p: apply(p, X[:, :2], buffers=buffers), params)
         tdf.assert_close(way(lambda p: apply(p, X, buffers=buffers), params).detach(), reference(model))
+
+
+class Dropping(nn.Module):
+    """Layers with dropout, three draws a layer, run by a function."""
+
+    def __init__(self, run):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+        self.run = run
+        self.again = functools.partial(checkpoint, use_reentrant=False)
+
+    def forward(self, x):
+        def part(layer, x):
+            return F.dropout(torch.tanh(layer(F.dropout(x, 0.3))), 0.2) + torch.randn_like(x)
+
+        for layer in self.layers:
+            x = self.run(self, functools.partial(part, layer), F.dropout(x, 0.1))
+        return x.square().sum()
+
+
+RUNS_OF_PARTS = {
+    "tdf.checkpoint": lambda m, f, x: tdf.checkpoint(f)(x),
+    "nested": lambda m, f, x: tdf.checkpoint(lambda x: tdf.checkpoint(f)(F.dropout(x, 0.2)))(x),
+    "held": lambda m, f, x: m.again(f, x),
+}
+DRAWN = {
+    "backward": lambda loss, p, key: by_backward(lambda p: loss(p, key), p),
+    "grad": lambda loss, p, key: grad(loss)(p, key),
+    "grad of grad": lambda loss, p, key: grad(lambda p: tdf.ravel(grad(loss)(p, key))[0].square().sum())(p),
+    "vmap over keys": lambda loss, p, key: vmap(grad(loss), (None, 0))(p, tdf.random.split(key, 3)),
+    "vmap over members": lambda loss, p, key: vmap(grad(loss), (0, None))(tdf.stack([p, p * 2]), key),
+    "backward of vmap": lambda loss, p, key: by_backward(
+        lambda p: vmap(loss)(p, tdf.random.split(key, 2)).sum(), tdf.stack([p, p * 2])
+    ),
+    "jit": lambda loss, p, key: tdf.jit(vmap(grad(loss), (None, 0)))(p, tdf.random.split(key, 3)),
+    "Ensemble": lambda loss, p, key: loss.members(tdf.stack([p, p * 2]), key),
+}
+
+
+@pytest.mark.parametrize("way", DRAWN.values(), ids=DRAWN)
+@pytest.mark.parametrize("run", RUNS_OF_PARTS.values(), ids=RUNS_OF_PARTS)
+def test_draws_by_a_key_are_repeated(run, way):
+    """The second run drops what the first one did: the gradients are those without a checkpoint."""
+    found = []
+    nested = run is RUNS_OF_PARTS["nested"]
+    for part in (run, lambda m, f, x: f(F.dropout(x, 0.2) if nested else x)):
+        torch.manual_seed(0)
+        apply, params, _ = tdf.functional(Dropping(part).double())
+
+        def loss(params, key, apply=apply):
+            return apply(params, torch.ones(5, 8, dtype=torch.float64), rng=key)
+
+        def members(tree, key, apply=apply):
+            x = torch.ones(5, 8, dtype=torch.float64)
+            return grad(lambda tree: tdf.Ensemble(apply)(tree, x, rng=key).sum())(tree)
+
+        loss.members = members
+        found.append(way(loss, params, tdf.random.key(3)).detach())
+
+    tdf.assert_close(*found)

@@ -128,6 +128,19 @@ def test_tabm_begins_as_the_papers():
     assert not torch.equal(*model(torch.randn(1, 7).expand(2, 7)).unbind(1))  # dropout
 
 
+def test_tabm_is_the_loop():
+    """Each member is a plain perceptron with its own scaled weights."""
+    model = TabM(4, 2, 3, hidden_sizes=(6, 5), dtype=torch.float64).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(7, 4, dtype=torch.float64)
+    heads = [nn.Linear(5, 2).double() for _ in range(3)]
+    for i, head in enumerate(heads):
+        head.weight.data, head.bias.data = model.heads.weight[i], model.heads.bias[i]
+        plain = nn.Sequential(member_of(model.body[0], i), nn.ReLU(), member_of(model.body[3], i), nn.ReLU(), head)
+        torch.testing.assert_close(model(x)[i], plain(x))
+
+
 def test_tabm_trains_jitted():
     """By the mean of the members' losses, as a pure function; the replay gives the eager numbers."""
     apply, params, _ = tdf.functional(TabM(2, 1, 4, hidden_sizes=(16,), dropout=0.0))

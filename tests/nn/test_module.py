@@ -230,6 +230,7 @@ def test_the_text_names_function_and_keys():
     assert "in_keys=['x'], out_keys=[('n', 'y')]" in repr(TensorDictModule(nn.Linear(1, 1), ["x"], [("n", "y")]))
     assert "Linear(in_features=1" in repr(TensorDictModule(nn.Linear(1, 1), ["x"], ["y"]))
     assert "module=<built-in method exp" in repr(TensorDictModule(torch.exp, ["x"], ["y"]))
+    assert repr(increment).startswith("TensorDictModule(module=<function increment")
 
 
 # -- decorated functions ----------------------------------------------------------------------------------------

@@ -160,6 +160,7 @@ def test_compile(name):
         td = tree()
         tdf.assert_close(compiled(td), module(td))
     assert counter.frame_count == 1
+    tdf.assert_close(torch.compile(torch.vmap(module), backend="aot_eager", fullgraph=True)(td), module(td))
     values = torch.compile(module, backend="aot_eager", fullgraph=True)(td["x"])
     torch.testing.assert_close(values, module(td["x"]))
 

@@ -15,8 +15,28 @@ from torch import nn
 from tdfunc import Filter, TensorDict
 from tdfunc._jit import jit
 from tdfunc.ops.reading import entries
-from tdfunc.optim import adam, adamw, chain, check_finite, clip_by_global_norm, clip_by_member_norm, masked, multi, sgd
+from tdfunc.optim import (
+    accumulate,
+    adam,
+    adamw,
+    adaptive_grad_clip,
+    add_decayed_weights,
+    apply_if_finite,
+    chain,
+    check_finite,
+    clip_by_global_norm,
+    clip_by_member_norm,
+    ema,
+    lookahead,
+    masked,
+    masters,
+    multi,
+    muon,
+    schedule_free,
+    sgd,
+)
 from tests.helpers import assert_pure, assert_trees_equal
+from tests.optim.table import RULES
 from tests.strategies import trees
 
 
@@ -175,6 +195,9 @@ OPTIMIZERS = {
     "chain": lambda: chain(check_finite(), clip_by_global_norm(1.0), clip_by_member_norm(torch.inf), adam(0.1)),
     "masked": lambda: masked(chain(clip_by_member_norm(0.5), sgd(0.1)), "a*"),
     "multi": lambda: chain(clip_by_global_norm(1.0), multi({"a*": sgd(0.1), Filter("b"): adam(0.1)})),
+    "maps": lambda: chain(adaptive_grad_clip(0.1), add_decayed_weights(0.1, "a*"), schedule_free(adam(halved))),
+    "nest": lambda: ema(lookahead(masters(apply_if_finite(accumulate(sgd(0.1), 1), 2)), 1), 0.9),
+    **{name: partial(rule, **options) for name, (rule, _, options) in RULES.items() if rule is not muon},
     "filter": lambda: masked(sgd(0.1), (Filter(re.compile("a.*")) | torch.float64) & ~Filter("b")),
 }
 

@@ -5,7 +5,7 @@ import torch
 
 from tdfunc import TensorDict, UnsupportedError
 from tdfunc._jit import jit
-from tdfunc.optim import adam, adamw, masked, multi, sgd
+from tdfunc.optim import accumulate, adam, adamw, masked, masters, multi, nadam, sgd
 from tests.helpers import assert_trees_equal
 
 SHARED = {
@@ -24,6 +24,9 @@ OPTIMIZERS = {
     "sgd": sgd(lr=0.1, momentum=0.9),
     "adam": adam(lr=0.1),
     "masked": masked(sgd(lr=0.1), "w"),
+    "nadam": nadam(lr=0.1),
+    "masters": masters(sgd(lr=0.1)),
+    "accumulate": accumulate(sgd(lr=0.1), 1),
     "multi": multi({"w": sgd(lr=0.1), "*": adam(lr=0.1)}),
 }
 

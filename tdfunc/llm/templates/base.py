@@ -4,6 +4,7 @@ A template gives pieces of text, each with the message it belongs to, so that th
 template are never mixed up: masks, safe encoding and token-exact conversations are made from pieces.
 """
 
+import functools
 import json
 import re
 from abc import ABC, abstractmethod
@@ -83,6 +84,22 @@ class AbstractTemplate(ABC):
         """
 
     @abstractmethod
+    def marked_all(
+        self,
+        conversations: Sequence[Conversation],
+        *,
+        generation_prompt: bool = False,
+        open_end: bool = False,
+        replies: bool = True,
+    ) -> list[Marked]:
+        """Return the texts of conversations with the spans of contents and (with `replies`) of replies.
+
+        Of contents those are given that have a control string, at least.
+
+        Raises:
+            ValueError: The spans cannot be found: the template edits or drops a content.
+        """
+
     def marked(
         self,
         conversation: Conversation,
@@ -91,11 +108,9 @@ class AbstractTemplate(ABC):
         open_end: bool = False,
         replies: bool = True,
     ) -> Marked:
-        """Return the text of a conversation with the spans of its contents and (with `replies`) of its replies.
-
-        Raises:
-            ValueError: The spans cannot be found: the template edits or drops a content.
-        """
+        """Return `marked_all` of one conversation."""
+        options = {"generation_prompt": generation_prompt, "open_end": open_end, "replies": replies}
+        return self.marked_all([conversation], **options)[0]
 
     @abstractmethod
     def parse_chat(self, text: str) -> Conversation:
@@ -213,15 +228,21 @@ def describe(conversation: Conversation, i: int) -> str:
     return f"message {i} ({conversation.messages[i].get('role')})"
 
 
-def controls_in(text: str, control: Sequence[str]) -> "Iterator[re.Match[str]]":
-    """Yield the control strings in a text, the longest where several start at one place."""
-    if not control or not text:
-        return iter(())
-    return re.finditer("|".join(map(re.escape, sorted(control, key=len, reverse=True))), text)
+@functools.lru_cache(maxsize=64)
+def _pattern(control: tuple[str, ...]) -> "re.Pattern[str]":
+    """Return the pattern of control strings, the longest first where several start at one place."""
+    return re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))))
 
 
-def check_safe(conversation: Conversation, control: Sequence[str]) -> None:
+def controls_in(text: str, control: tuple[str, ...]) -> "Iterator[re.Match[str]]":
+    """Yield the control strings in a text."""
+    return _pattern(control).finditer(text) if control and text else iter(())
+
+
+def check_safe(conversation: Conversation, control: tuple[str, ...]) -> None:
     """Raise if a text of a message or tool has a control string."""
+    if not is_forged(conversation, control):
+        return
     for i, message in enumerate([*conversation.messages, {"tools": conversation.tools}]):
         for text in (*strings_in(message), text_of(message.get("content")) or ""):
             match = next(controls_in(text, control), None)
@@ -236,11 +257,19 @@ def check_safe(conversation: Conversation, control: Sequence[str]) -> None:
                 )
 
 
-def is_forged(conversation: Conversation, control: Sequence[str]) -> bool:
+def is_forged(conversation: Conversation, control: tuple[str, ...]) -> bool:
     """Return whether a text of a message or tool has a control string, its parts taken together."""
-    joined = [text_of(message.get("content")) or "" for message in conversation.messages]
-    texts = [*strings_in(conversation.messages), *strings_in(conversation.tools), *joined]
-    return any([mark in text for text in texts for mark in control])
+    if not control:
+        return False
+    texts: list[str] = [*strings_in(conversation.tools)] if conversation.tools else []
+    for message in conversation.messages:
+        content = message.get("content")
+        if isinstance(content, str) and len(message) == 2:
+            texts += (content, message["role"])
+        else:
+            texts += (*strings_in(message), text_of(content) or "")
+    # No control string spans the null between two texts.
+    return _pattern(control).search("\0".join(texts)) is not None
 
 
 def strings_in(value: Any) -> Iterator[str]:
@@ -274,24 +303,30 @@ class AbstractPieceTemplate(AbstractTemplate):
         ]
         return ["".join([piece.text for piece in pieces]) for pieces in all_pieces]
 
-    def marked(  # noqa: D102 - as the interface
+    def marked_all(  # noqa: D102 - as the interface
         self,
-        conversation: Conversation,
+        conversations: Sequence[Conversation],
         *,
         generation_prompt: bool = False,
         open_end: bool = False,
         replies: bool = True,
-    ) -> Marked:
-        text, contents, found = "", list[Span](), list[Span]()
-        for piece in self.pieces(conversation, generation_prompt=generation_prompt, open_end=open_end):
-            start, text = len(text), text + piece.text
-            if piece.is_content and piece.text:
-                contents.append(Span(start, len(text), piece.message))
-            if piece.is_reply and found and found[-1].stop == start and found[-1].message == piece.message:
-                found[-1] = found[-1]._replace(stop=len(text))
-            elif piece.is_reply and piece.text:
-                found.append(Span(start, len(text), piece.message))
-        return Marked(text, contents, found)
+    ) -> list[Marked]:
+        return [
+            _marked(self.pieces(each, generation_prompt=generation_prompt, open_end=open_end)) for each in conversations
+        ]
+
+
+def _marked(pieces: Sequence[Piece]) -> Marked:
+    at, contents, found = 0, list[Span](), list[Span]()
+    for piece in pieces:
+        start, at = at, at + len(piece.text)
+        if piece.is_content and piece.text:
+            contents.append(Span(start, at, piece.message))
+        if piece.is_reply and found and found[-1].stop == start and found[-1].message == piece.message:
+            found[-1] = found[-1]._replace(stop=at)
+        elif piece.is_reply and piece.text:
+            found.append(Span(start, at, piece.message))
+    return Marked("".join([piece.text for piece in pieces]), contents, found)
 
 
 # -- parts that several templates share ---------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from tdfunc.llm.templates.chatml import chatml, qwen
 from tdfunc.llm.templates.deepseek import deepseek
 from tdfunc.llm.templates.gemma import gemma
 from tdfunc.llm.templates.llama import llama
-from tdfunc.llm.templates.markers import MARKS, Alignment, find_contents, find_replies
+from tdfunc.llm.templates.markers import MARKS, Alignment, ReplySearch, find_contents, has_reply
 from tdfunc.llm.templates.mistral import mistral
 
 # Conversations by which a template of ours is recognised: one that renders all of them alike parses the rest, too.
@@ -57,6 +57,11 @@ class JinjaTemplate(AbstractTemplate):
         text_tokenizer = getattr(self.tokenizer, "tokenizer", self.tokenizer)
         added = text_tokenizer.added_tokens_decoder.values()
         return tuple(dict.fromkeys([token.content for token in added if token.special and token.content.strip()]))
+
+    @cached_property
+    def has_generation(self) -> bool:
+        """Whether its author drew spans with `{% generation %}`."""
+        return _GENERATION.search(self.source) is not None
 
     @cached_property
     def header(self) -> str:
@@ -148,35 +153,45 @@ class JinjaTemplate(AbstractTemplate):
             return self._render(chats, None, **options) if chats else []
         return [self._render([chat], each.tools, **options)[0] for chat, each in zip(chats, conversations, strict=True)]
 
-    def marked(  # noqa: D102 - as the interface
+    def marked_all(  # noqa: D102 - as the interface
         self,
-        conversation: Conversation,
+        conversations: Sequence[Conversation],
         *,
         generation_prompt: bool = False,
         open_end: bool = False,
         replies: bool = True,
-    ) -> Marked:
-        def render(chat: Conversation, prompt: bool = False, unfinished: bool = False) -> str:
-            return self.texts([chat], generation_prompt=prompt, open_end=unfinished)[0]
+    ) -> list[Marked]:
+        def render_all(chats: Sequence[Conversation]) -> list[str]:
+            return self.texts(chats, generation_prompt=generation_prompt, open_end=open_end)
 
-        text = render(conversation, generation_prompt, open_end)
-        contents: list[Span] = []
-        if is_forged(conversation, self.control):
-            alignment = Alignment(conversation, self.control, everything=True)
-            contents = find_contents(text, render(alignment.marked, generation_prompt, open_end), alignment)
-        if not replies or all([message["role"] != "assistant" for message in conversation.messages]):
-            return Marked(text, contents, [])
-        drawn = self._drawn(conversation, text, generation_prompt, open_end)
-        if drawn is None:
-            found = find_replies(conversation, text, render, self.end, self.header, generation_prompt, open_end)
-        else:
-            found = drawn
-        return Marked(text, contents, found)
+        texts = render_all(conversations)
+        found = [Marked(text, [], []) for text in texts]
+        forged = [i for i, each in enumerate(conversations) if is_forged(each, self.control)]
+        if forged:
+            alignments = [Alignment(conversations[i], self.control, everything=True) for i in forged]
+            for i, alignment, text in zip(forged, alignments, render_all([a.marked for a in alignments]), strict=True):
+                found[i] = found[i]._replace(contents=find_contents(texts[i], text, alignment))
+        asks = [i for i, each in enumerate(conversations) if replies and has_reply(each)]
+        if not asks:
+            return found
+        if self.has_generation:
+            for i in asks:
+                spans = self._drawn(conversations[i], texts[i], generation_prompt, open_end)
+                found[i] = found[i]._replace(replies=spans)
+            return found
+        spans_of = self.search(generation_prompt, open_end).find(
+            [conversations[i] for i in asks], [texts[i] for i in asks]
+        )
+        for i, spans in zip(asks, spans_of, strict=True):
+            found[i] = found[i]._replace(replies=spans)
+        return found
 
-    def _drawn(self, conversation: Conversation, text: str, prompt: bool, open_end: bool) -> list[Span] | None:
-        """Return the spans that the author drew with `{% generation %}`, each with an end of turn; None if none."""
-        if not _GENERATION.search(self.source):
-            return None
+    def search(self, generation_prompt: bool = False, open_end: bool = False) -> ReplySearch:
+        """Return the search for replies that needs no `{% generation %}`."""
+        return ReplySearch(self.texts, self.end, self.header, generation_prompt, open_end)
+
+    def _drawn(self, conversation: Conversation, text: str, prompt: bool, open_end: bool) -> list[Span]:
+        """Return the spans that the author drew with `{% generation %}`, each with an end of turn."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         tokenizer = getattr(self.tokenizer, "tokenizer", self.tokenizer)

@@ -6,7 +6,7 @@ same texts as the contents, they show where each content is, and that the templa
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tdfunc.core.errors import error
 from tdfunc.llm.message import Message, read_json
@@ -15,8 +15,6 @@ from tdfunc.llm.templates.base import Conversation, Span, describe, strings_in, 
 # First characters of markers: of the private use areas, which no tokenizer or template gives a meaning.
 MARKS = ("\ue0b7", "\uf2a1", "\U000f3c09")
 _OPEN = "\ue0b8"
-
-Render = Callable[..., str]
 
 
 class Alignment:
@@ -28,7 +26,7 @@ class Alignment:
         everything: Mark all texts with a control string, of tools too; else the texts of assistants only.
     """
 
-    def __init__(self, conversation: Conversation, control: Sequence[str] = (), *, everything: bool = False) -> None:
+    def __init__(self, conversation: Conversation, control: tuple[str, ...] = (), *, everything: bool = False) -> None:
         texts = "".join(strings_in(conversation._asdict()))
         self.mark = next((mark for mark in MARKS if mark not in texts), None)
         if self.mark is None:
@@ -121,62 +119,97 @@ def _forms(text: str) -> list[str]:
     return list(dict.fromkeys([*trimmed, *[to_json(each)[1:-1] for each in trimmed]]))
 
 
-def find_replies(
-    conversation: Conversation,
-    text: str,
-    render: Render,
-    end: str,
-    header: str,
-    generation_prompt: bool,
-    open_end: bool,
-) -> list[Span]:
-    """Return the spans of replies: from the header that asks for one to the end of turn, which is included.
-
-    Raises:
-        ValueError: A reply cannot be found.
-    """
-    found = _by_prefixes(conversation, text, render, end, open_end)
-    if found is not None:
-        return found
-    alignment = Alignment(conversation)
-    contents = find_contents(text, render(alignment.marked, generation_prompt, open_end), alignment)
-    replies: list[Span] = []
-    for i, message in enumerate(conversation.messages):
-        if message["role"] != "assistant":
-            continue
-        own = [n for n, span in enumerate(contents) if span.message == i]
-        if not own:
-            raise error(
-                ValueError,
-                f"{describe(conversation, i)} has no place in the text: the template drops it.",
-                got=repr(text[:300]),
-            )
-        before = contents[own[0] - 1].stop if own[0] else 0
-        after = contents[own[-1] + 1].start if own[-1] + 1 < len(contents) else len(text)
-        start, stop = contents[own[0]].start, contents[own[-1]].stop
-        at = text.rfind(header, before, start) if header else -1
-        ended = text.find(end, stop, after) if end else -1
-        replies.append(Span(at + len(header) if at >= 0 else start, ended + len(end) if ended >= 0 else stop, i))
-    return replies
+def has_reply(conversation: Conversation) -> bool:
+    """Return whether an assistant speaks in a conversation."""
+    return any([message["role"] == "assistant" for message in conversation.messages])
 
 
-def _by_prefixes(conversation: Conversation, text: str, render: Render, end: str, open_end: bool) -> list[Span] | None:
-    """Return the spans where each render is a prefix of the next; None where one is not."""
-    messages, tools = conversation
-    replies: list[Span] = []
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        if i == 0:
-            return None
+class ReplySearch(NamedTuple):
+    """The search for replies: from the header that asks for one to the end of turn, which is included."""
+
+    # Any: the method `texts` of a template.
+    render: Callable[..., list[str]]
+    end: str
+    header: str
+    generation_prompt: bool
+    open_end: bool
+
+    def find(self, conversations: Sequence[Conversation], texts: Sequence[str]) -> list[list[Span]]:
+        """Return the spans of the replies of each conversation.
+
+        Raises:
+            ValueError: A reply cannot be found.
+        """
+        alignments = [Alignment(each) for each in conversations]
+        options = {"generation_prompt": self.generation_prompt, "open_end": self.open_end}
         try:
-            prompt = render(Conversation(messages[:i], tools), True)
-            turn = render(Conversation(messages[: i + 1], tools), False, open_end and i == len(messages) - 1)
-        # A template in Jinja raises what it likes, for example for a conversation that ends with a tool call.
+            marked: Sequence[str | None] = self.render([each.marked for each in alignments], **options)
+        # A template in Jinja raises what it likes.
         except Exception:
-            return None
-        if len(turn) == len(prompt) or not (turn.startswith(prompt) and text.startswith(turn)):
-            return None
-        ended = turn.rfind(end, len(prompt)) if end else -1
-        replies.append(Span(len(prompt), ended + len(end) if ended >= 0 else len(turn), i))
-    return replies
+            marked = [None] * len(texts)
+        found: list[list[Span]] = []
+        for conversation, text, alignment, other in zip(conversations, texts, alignments, marked, strict=True):
+            headed = None if other is None else self._by_markers(conversation, text, other, alignment, strict=True)
+            spans = self._by_prefixes(conversation, text) if headed is None else headed
+            if spans is None:
+                other = self.render([alignment.marked], **options)[0] if other is None else other
+                spans = self._by_markers(conversation, text, other, alignment, strict=False)
+                assert spans is not None
+            found.append(spans)
+        return found
+
+    def _by_markers(
+        self, conversation: Conversation, text: str, marked: str, alignment: Alignment, *, strict: bool
+    ) -> list[Span] | None:
+        """Return the spans around the contents of replies; if `strict`, None where a header or content is not found."""
+        try:
+            contents = find_contents(text, marked, alignment)
+        except ValueError:
+            if strict:
+                return None
+            raise
+        replies: list[Span] = []
+        for i, message in enumerate(conversation.messages):
+            if message["role"] != "assistant":
+                continue
+            own = [n for n, span in enumerate(contents) if span.message == i]
+            if not own and strict:
+                return None
+            if not own:
+                raise error(
+                    ValueError,
+                    f"{describe(conversation, i)} has no place in the text: the template drops it.",
+                    got=repr(text[:300]),
+                )
+            before = contents[own[0] - 1].stop if own[0] else 0
+            after = contents[own[-1] + 1].start if own[-1] + 1 < len(contents) else len(text)
+            start, stop = contents[own[0]].start, contents[own[-1]].stop
+            at = text.rfind(self.header, before, start) if self.header else -1
+            if at < 0 and strict:
+                return None
+            ended = text.find(self.end, stop, after) if self.end else -1
+            first = at + len(self.header) if at >= 0 else start
+            replies.append(Span(first, ended + len(self.end) if ended >= 0 else stop, i))
+        return replies
+
+    def _by_prefixes(self, conversation: Conversation, text: str) -> list[Span] | None:
+        """Return the spans where each render is a prefix of the next; None where one is not."""
+        messages, tools = conversation
+        replies: list[Span] = []
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            if i == 0:
+                return None
+            is_open = self.open_end and i == len(messages) - 1
+            try:
+                prompt = self.render([Conversation(messages[:i], tools)], generation_prompt=True)[0]
+                turn = self.render([Conversation(messages[: i + 1], tools)], open_end=is_open)[0]
+            # For example for a conversation that ends with a tool call.
+            except Exception:
+                return None
+            if len(turn) == len(prompt) or not (turn.startswith(prompt) and text.startswith(turn)):
+                return None
+            ended = turn.rfind(self.end, len(prompt)) if self.end else -1
+            replies.append(Span(len(prompt), ended + len(self.end) if ended >= 0 else len(turn), i))
+        return replies

@@ -43,7 +43,7 @@ def adafactor(
     hyper: dict[str, Hyper] = {"lr": lr, "beta2_decay": beta2_decay, "eps2": eps[1], "d": d}
     hyper |= {"weight_decay": weight_decay} | ({} if eps[0] is None else {"eps1": eps[0]})
     rule = Rule("adafactor", ("row_var", "col_var", "variance"), partial(_step, maximize=maximize), shape=_shape)
-    return make_optimizer(rule, hyper, beta2_decay=(-torch.inf, 2**-1074), d=(1.0, torch.inf))
+    return make_optimizer(rule, hyper, beta2_decay=(-torch.inf, 2.0**-1074), d=(1.0, torch.inf))
 
 
 def _shape(slot: str, shape: torch.Size, dims: int) -> torch.Size:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import LeafMismatchError
+from tdfunc.core.errors import LeafMismatchError, error
 from tdfunc.optim._checks import path_of
 from tdfunc.optim._lists import Leaves, Lists
 from tdfunc.optim._optimizer import Hyper, Optimizer, make_optimizer
@@ -41,7 +41,8 @@ def muon(
             steps are of the size that `adamw` gives them.
 
     Raises:
-        ValueError: A hyperparameter is out of range or nan.
+        ValueError: A hyperparameter is out of range or nan, or `adjust_lr_fn` is another.
+        LeafMismatchError: In `init`, a member's leaf is not a matrix; the message names it.
 
     Source:
         Jordan et al., "Muon: An optimizer for hidden layers in neural networks"; Liu et al., "Muon is Scalable for LLM
@@ -54,6 +55,13 @@ def muon(
         >>> opt.init(params)["0", "momentum_buffer"].paths()
         [('weight',)]
     """
+    if adjust_lr_fn not in ("original", "match_rms_adamw"):
+        raise error(
+            ValueError,
+            "muon: adjust_lr_fn must be one of two.",
+            expected="'original' or 'match_rms_adamw'",
+            got=repr(adjust_lr_fn),
+        )
     hyper: dict[str, Hyper] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "eps": eps}
     options = {"nesterov": nesterov, "coefficients": ns_coefficients, "steps": ns_steps, "adjust": adjust_lr_fn}
     rule = Rule("muon", ("momentum_buffer",), partial(_step, **options), shape=_shape, check=_check_matrices)

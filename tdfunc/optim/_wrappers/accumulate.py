@@ -8,6 +8,7 @@ import torch
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.walk import list_leaves, rebuild
 from tdfunc.optim._base import AbstractOptimizer, How
+from tdfunc.optim._checks import list_trainable
 from tdfunc.optim._run import free_lists, grads_of, restore, select_members, widen
 from tdfunc.optim._wrappers.parts import begin_step, check_count, make_state, select, step_some
 
@@ -26,7 +27,7 @@ class Accumulate(AbstractOptimizer):
 
     def init(self, params: TensorCollection) -> "TensorDict":
         """Return the state before the first gradient."""
-        zeros = [torch.zeros_like(leaf) for leaf in widen(list_leaves(params))]
+        zeros = [torch.zeros_like(leaf) for leaf in widen(list_trainable("accumulate", params))]
         return make_state("accumulate", self.optimizer, params, {"sum": rebuild(params, zeros)}, "count")
 
     def _step(self, params: T, grads: TensorCollection, state: "TensorDict", how: How) -> "tuple[T, TensorDict]":

@@ -8,7 +8,7 @@ import torch
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.walk import list_leaves, rebuild
 from tdfunc.optim._base import AbstractOptimizer, How
-from tdfunc.optim._checks import check_hyper
+from tdfunc.optim._checks import check_hyper, list_trainable
 from tdfunc.optim._lists import Lists
 from tdfunc.optim._run import free_lists, grads_of, restore, select_members, widen
 from tdfunc.optim._wrappers.parts import begin_step, make_state
@@ -29,7 +29,7 @@ class Ema(AbstractOptimizer):
 
     def init(self, params: TensorCollection) -> "TensorDict":
         """Return the state before the first step."""
-        leaves = widen(list_leaves(params))
+        leaves = widen(list_trainable("ema", params))
         start = [torch.zeros_like(leaf) if self.debias else leaf.detach().clone() for leaf in leaves]
         return make_state("ema", self.optimizer, params, {"average": rebuild(params, start)}, "count")
 

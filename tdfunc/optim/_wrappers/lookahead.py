@@ -8,7 +8,7 @@ import torch
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.walk import list_leaves, rebuild
 from tdfunc.optim._base import AbstractOptimizer, How
-from tdfunc.optim._checks import check_hyper
+from tdfunc.optim._checks import check_hyper, list_trainable
 from tdfunc.optim._run import free_lists, grads_of, restore, select_members, widen
 from tdfunc.optim._wrappers.parts import begin_step, check_count, make_state, rebuild_params, select
 
@@ -28,7 +28,7 @@ class Lookahead(AbstractOptimizer):
 
     def init(self, params: TensorCollection) -> "TensorDict":
         """Return the state before the first step."""
-        slow = [leaf.detach().clone() for leaf in widen(list_leaves(params))]
+        slow = [leaf.detach().clone() for leaf in widen(list_trainable("lookahead", params))]
         return make_state("lookahead", self.optimizer, params, {"slow": rebuild(params, slow)}, "count")
 
     def _step(self, params: T, grads: TensorCollection, state: "TensorDict", how: How) -> "tuple[T, TensorDict]":

@@ -11,6 +11,7 @@ from tdfunc.core.walk import list_leaves, list_paths, rebuild
 from tdfunc.ops.reading import entries
 from tdfunc.ops.structure import keep_leaves
 from tdfunc.optim._base import AbstractOptimizer, How
+from tdfunc.optim._checks import list_trainable
 from tdfunc.optim._lists import Leaves
 from tdfunc.optim._run import LOW_PRECISION, grads_of, restore, select_members, widen
 from tdfunc.optim._wrappers.parts import begin_step, make_state, rebuild_params
@@ -29,7 +30,7 @@ class Masters(AbstractOptimizer):
 
     def init(self, params: TensorCollection) -> "TensorDict":
         """Return the state before the first step, that of the optimizer in float32."""
-        leaves = list_leaves(params)
+        leaves = list_trainable("masters", params)
         rest = keep_leaves(params, _low_paths(params))
         zeros = rebuild(rest, [torch.zeros_like(leaf) for leaf in widen(list_leaves(rest))])
         return make_state("masters", self.optimizer, rebuild(params, widen(leaves)), {"rest": zeros})

@@ -10,6 +10,7 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import error
 from tdfunc.core.walk import list_leaves, rebuild
 from tdfunc.optim._base import AbstractOptimizer, How
+from tdfunc.optim._checks import list_trainable
 from tdfunc.optim._lists import Lists
 from tdfunc.optim._optimizer import Optimizer
 from tdfunc.optim._run import grads_of, read_values, select_members
@@ -31,7 +32,7 @@ class ScheduleFree(AbstractOptimizer):
 
     def init(self, params: TensorCollection) -> "TensorDict":
         """Return the state before the first step."""
-        z = rebuild(params, [leaf.detach().clone() for leaf in list_leaves(params)])
+        z = rebuild(params, [leaf.detach().clone() for leaf in list_trainable("schedule_free", params)])
         zeros = torch.zeros(params._batch_size, dtype=torch.float64, device=_device(params))
         data = {"z": z, "lr_max": zeros, "weight_sum": zeros.clone()}
         return make_state("schedule_free", self.optimizer, params, data)

@@ -1,0 +1,32 @@
+"""`tdfunc template check`: the report on the chat template of a tokenizer in a folder."""
+
+from typing import Any
+
+from tdfunc.cli.output import Table, print_json, print_table, safe
+from tdfunc.core.errors import error
+from tdfunc.llm.report import template_report
+
+_MARKS = {True: "ok", False: "!!", None: "--"}
+
+
+def check(folder: str, *, as_json: bool) -> int:
+    """Print the report; return 1 if a property may go wrong.
+
+    Raises:
+        ValueError: The tokenizer has no chat template.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as err:
+        raise error(ImportError, "template check needs transformers.", hint="pip install transformers.") from err
+    # Any: without stubs. Nothing is downloaded, and no code of the folder runs.
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if tokenizer.chat_template is None:
+        raise error(ValueError, f"{folder}: the tokenizer has no chat template.")
+    report = template_report(tokenizer)
+    if as_json:
+        print_json({each.name: {"good": each.good, "detail": each.detail} for each in report.findings})
+    else:
+        rows = [(_MARKS[each.good], each.name, safe(each.detail)) for each in report.findings]
+        print_table(Table(("", "property", "finding"), rows))
+    return int(any([each.good is False for each in report.findings]))

@@ -1,0 +1,99 @@
+"""`compare`: two log-probs of the same tokens, as of an engine and of a trainer, and the cause of their difference."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import LeafMismatchError, error
+from tdfunc.ops.reading import get_value
+
+if TYPE_CHECKING:
+    from tdfunc._tensordict import TensorDict
+
+# Largest differences in nats: of one computation in float32, and of logits in 16 bits.
+_EXACT, _ROUNDED = 1e-3, 0.5
+
+
+def compare(a: Any, b: Any, mask: Tensor | None = None, *, worst: int = 5) -> "TensorDict":
+    """Return how much the log-probs `b` differ from those that the tokens were drawn under, `a`, and the likely cause.
+
+    Args:
+        a: `LogProbs`, of which `full` is read, or a tensor (*B, T).
+        b: The other ones.
+        mask: Where both are compared; without it where the masks of both are True.
+        worst: How many of the most different tokens are named.
+
+    Returns:
+        A tree with `ratio` (the mean of exp |b - a|), `k1` and `k3` (estimates of the divergence of `b` from `a`, in
+        nats), `ess` (the effective part of the sample, in (0, 1]), `largest` (of |b - a|), `worst` (indices into `a`,
+        the most different token first), and `cause`: "none", "shift by one", "dtype", "truncation", "temperature" or
+        "unknown".
+
+    Raises:
+        LeafMismatchError: The shapes differ.
+        ValueError: No token is compared.
+
+    Source:
+        Schulman, "Approximating KL divergence" (2020), for k1 and k3; Kish (1965) for the effective sample size.
+
+    Examples:
+        >>> a = torch.tensor([[0.0, -1.0, -2.0, -0.5]])
+        >>> report = compare(a, a.roll(1, -1))
+        >>> report["cause"], report["worst"][0].tolist()
+        ('shift by one', [0, 3])
+    """
+    first, second = (_values(x) for x in (a, b))
+    if first.shape != second.shape:
+        raise LeafMismatchError(
+            "compare: both log-probs must have one shape.",
+            expected=f"{tuple(first.shape)}",
+            got=f"{tuple(second.shape)}",
+        )
+    both = torch.ones_like(first, dtype=torch.bool) if mask is None else mask
+    for x in (a, b) if mask is None else ():
+        own = get_value(x, "mask", None) if isinstance(x, TensorCollection) else None
+        both = both if own is None else both & own
+    if not both.any():
+        raise error(ValueError, "compare: at least one token must have both log-probs.", got="an empty mask")
+    gap = torch.where(both, second - first, 0)
+    chosen = gap[both]
+    weights = (chosen - chosen.max()).exp()
+    order = gap.abs().flatten().argsort(descending=True)[: min(worst, int(both.sum()))]
+    return TensorCollection._open(
+        {
+            "ratio": chosen.abs().exp().mean(),
+            "k1": -chosen.mean(),
+            "k3": (chosen.exp() - 1 - chosen).mean(),
+            "ess": weights.sum().square() / (weights.square().sum() * len(weights)),
+            "largest": chosen.abs().max(),
+            "worst": torch.stack(torch.unravel_index(order, gap.shape), -1),
+            "cause": _find_cause(first, second, both),
+        }
+    )  # pyright: ignore[reportReturnType]
+
+
+def _values(x: Any) -> Tensor:
+    values = get_value(x, "full") if isinstance(x, TensorCollection) else x
+    return values.detach().double()
+
+
+def _find_cause(a: Tensor, b: Tensor, mask: Tensor) -> str:
+    """Return the first cause that explains the difference of all tokens."""
+    gap = (b - a)[mask]
+    if gap.abs().max() < _EXACT:
+        return "none"
+    for early, late in ((slice(None, -1), slice(1, None)), (slice(1, None), slice(None, -1))):
+        both = mask[..., early] & mask[..., late]
+        if both.any() and (a[..., early] - b[..., late])[both].abs().max() < _EXACT:
+            return "shift by one"
+    # Renormalized over fewer tokens, each of those that are left is likelier.
+    if gap.min() > -_EXACT:
+        return "truncation"
+    # Rounding goes both ways, whatever the log-prob.
+    if gap.abs().max() < _ROUNDED and gap.mean().abs() < 3 * gap.std() / len(gap) ** 0.5:
+        return "dtype"
+    # A lower temperature makes likely tokens likelier and others less likely; a higher one does the opposite.
+    among = torch.corrcoef(torch.stack([a[mask], b[mask], gap]))
+    return "temperature" if among[0, 1] > 0.8 and among[0, 2].abs() > 0.4 else "unknown"

@@ -1,0 +1,70 @@
+"""`compare` against formulas written out, and the causes that it names, made on random distributions."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tdfunc import LeafMismatchError
+from tdfunc.llm import LogProbs, compare
+
+V = 50
+
+
+def drawn(seed, rows=8, length=64):
+    """Logits and tokens drawn from them."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(rows, length, V, generator=generator, dtype=torch.float64)
+    ids = torch.multinomial(logits.flatten(0, 1).softmax(-1), 1, generator=generator).view(rows, length, 1)
+    return logits, ids
+
+
+def log_probs(logits, ids):
+    """The log-probs of tokens."""
+    return logits.log_softmax(-1).gather(-1, ids).squeeze(-1)
+
+
+@given(seed=st.integers(0, 2**16))
+def test_the_numbers_are_the_formulas(seed):
+    """Divergences, the effective sample size and the worst tokens, over the tokens of the mask alone."""
+    generator = torch.Generator().manual_seed(seed)
+    a, b = -3 * torch.rand(2, 4, 6, generator=generator, dtype=torch.float64)
+    mask = torch.rand(4, 6, generator=generator) < 0.7
+    mask[0, 0] = True
+    report = compare(LogProbs(full=a, mask=mask, batch_size=[4]), b, worst=3)
+    gap = (b - a)[mask]
+    ratio = gap.exp()
+
+    torch.testing.assert_close(report["ratio"], gap.abs().exp().mean())
+    torch.testing.assert_close(report["k1"], (a - b)[mask].mean())
+    torch.testing.assert_close(report["k3"], (ratio - 1 - ratio.log()).mean())
+    torch.testing.assert_close(report["ess"], ratio.sum() ** 2 / (ratio**2).sum() / len(ratio))
+    row, column = report["worst"][0].tolist()
+    assert mask[row, column]
+    torch.testing.assert_close((b - a)[row, column].abs(), report["largest"])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_causes(seed):
+    """Each cause is named on data that have it."""
+    logits, ids = drawn(seed)
+    a = log_probs(logits, ids)
+    kept = torch.where(logits >= logits.topk(10, -1).values[..., -1:], logits, -torch.inf)
+    inside = kept.gather(-1, ids).squeeze(-1).isfinite()
+
+    assert compare(a, a + 1e-5)["cause"] == "none"
+    assert compare(a, a.roll(1, -1))["cause"] == "shift by one"
+    assert compare(a, a.roll(-1, -1))["cause"] == "shift by one"
+    assert compare(a, log_probs(logits.bfloat16(), ids))["cause"] == "dtype"
+    assert compare(a, log_probs(logits / 0.5, ids))["cause"] == "temperature"
+    assert compare(a, log_probs(logits / 1.7, ids))["cause"] == "temperature"
+    assert compare(a, log_probs(kept, ids).nan_to_num(), inside)["cause"] == "truncation"
+    assert compare(a, log_probs(drawn(seed + 10)[0], ids))["cause"] == "unknown"
+
+
+def test_messages():
+    """Other shapes, and no tokens, are refused."""
+    with pytest.raises(LeafMismatchError, match="one shape"):
+        compare(torch.zeros(2, 3), torch.zeros(2, 4))
+    with pytest.raises(ValueError, match="at least one token"):
+        compare(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bool))

@@ -1,0 +1,77 @@
+"""Optimizers of trees whose leaves are spread over processes."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from tdfunc import TensorDict
+from tdfunc.optim import adafactor, adamw, chain, clip_by_global_norm, clip_by_member_norm, ema, lookahead, muon
+from tests.helpers import assert_trees_equal
+from tests.optim.table import RULES, train
+
+ELEMENTWISE = [name for name, (make, *_) in RULES.items() if make not in (adafactor, muon)]
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    """A mesh of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def spread(tree, mesh):
+    """Return a tree of one sharded and one replicated leaf."""
+    places = {"x": [Shard(0)], "y": [Replicate()]}
+    return TensorDict({key: distribute_tensor(tree[key], mesh, places[key]) for key in places}, tree.batch_size)
+
+
+def assert_trained_alike(opt, mesh, generator, tolerance=1e-6):
+    """Train a tree and its spread twin."""
+    plain = [
+        TensorDict({"x": torch.randn(3, 2, generator=generator), "y": torch.randn(3, generator=generator)}, [3])
+        for _ in range(4)
+    ]
+    params, *grads = [spread(tree, mesh) for tree in plain]
+
+    got, state = train(opt.update, opt.init(params), params, grads)
+
+    expected, _ = train(opt.update, opt.init(plain[0]), plain[0], plain[1:])
+    whole = got.apply(lambda leaf: leaf.full_tensor())
+    assert_trees_equal(whole, expected, rtol=tolerance, atol=tolerance)
+    return got, state
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_rules(name, mesh, generator):
+    """Sharded leaves are trained as whole ones, and the slots are sharded alike."""
+    make, _, options = RULES[name]
+    opt = make(**options)
+
+    got, state = assert_trained_alike(opt, mesh, generator)
+
+    assert [leaf.placements for leaf in got.leaves()] == [(Shard(0),), (Replicate(),)]
+    assert all(type(leaf) is DTensor for slot in opt.rule.slots for leaf in state[slot].leaves())
+
+
+@pytest.mark.parametrize("name", ["adamw", "nadam"])
+def test_members_with_rates_of_their_own(name, mesh, generator):
+    """A learning rate for each member reaches its rows."""
+    make, _, options = RULES[name]
+    assert_trained_alike(make(**{**options, "lr": torch.tensor([0.1, 0.2, 0.3])}), mesh, generator)
+
+
+@pytest.mark.parametrize(
+    "opt",
+    [
+        ema(adamw(0.1), 0.9),
+        lookahead(adamw(0.1), 2),
+        chain(clip_by_global_norm(0.1), clip_by_member_norm(0.1), adamw()),
+    ],
+    ids=["ema", "lookahead", "chain"],
+)
+def test_around_rules(opt, mesh, generator):
+    """Averages and clips take them, too."""
+    assert_trained_alike(opt, mesh, generator)

@@ -1,0 +1,460 @@
+"""Optimizers around others, and maps of gradients: optax 0.2.8, plain loops, members, transforms and files."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tdfunc as tdf
+from tdfunc import TensorDict
+from tdfunc.optim import (
+    accumulate,
+    adam,
+    adamw,
+    adaptive_grad_clip,
+    add_decayed_weights,
+    apply_if_finite,
+    chain,
+    clip_by_global_norm,
+    clip_by_member_norm,
+    ema,
+    lion,
+    lookahead,
+    masked,
+    masters,
+    multi,
+    sam,
+    schedule_free,
+    schedules,
+    sgd,
+)
+from tests.helpers import assert_pure, assert_trees_equal, quick
+from tests.optim.table import random_tree, train
+
+START = TensorDict(
+    {
+        "b": torch.tensor([1.0, -2.0], dtype=torch.float64),
+        "w": torch.tensor([[0.5, -1.0, 2.0], [1.5, 0.3, -0.7]], dtype=torch.float64),
+    }
+)
+
+
+def gradient(params, i):
+    """A gradient that is no constant."""
+    return TensorDict({"b": torch.cos(params["b"] * (i + 1)), "w": torch.sin(3 * params["w"] + i)})
+
+
+def flat(params):
+    """The elements of all leaves."""
+    return torch.cat([params["b"], params["w"].flatten()]).tolist()
+
+
+WARM = schedules.linear(0.01, 0.1, 5)
+OPTAX = {
+    "lion": (
+        lion(0.05, (0.8, 0.95), 0.1),
+        [0.80589955, -1.86274705, 0.33088789, -0.90783517, 1.76425423, 1.48385402, 0.04218509, -0.5220658],
+    ),
+    "schedule_free sgd": (
+        schedule_free(sgd(0.1)),
+        [1.01878721, -1.9351807, 0.37124256, -0.91759029, 1.91294805, 1.55531909, 0.14249467, -0.62425236],
+    ),
+    "schedule_free adamw": (
+        schedule_free(adamw(0.05, (0.0, 0.99), weight_decay=0.1), 0.8),
+        [0.98134904, -1.86577104, 0.42693235, -0.87039676, 1.90105202, 1.49232623, 0.20081255, -0.6288421],
+    ),
+    "accumulate": (
+        accumulate(adam(0.1), 3),
+        [1.09794981, -1.71822768, 0.39659962, -0.87728016, 1.83772112, 1.64483719, 0.17557867, -0.56280292],
+    ),
+    "decay": (
+        chain(clip_by_global_norm(0.5), add_decayed_weights(0.1, "w"), sgd(0.1, momentum=0.9)),
+        [1.03623976, -1.96071828, 0.23172326, -0.5410518, 1.24252766, 1.07106677, 0.07022804, -0.33125048],
+    ),
+}
+# Of the last state.
+EVALUATED = {
+    "schedule_free sgd": (
+        schedule_free(sgd(0.1)),
+        [1.01575523, -1.93769011, 0.38006065, -0.9255684, 1.91617762, 1.54948592, 0.15166546, -0.63153469],
+    ),
+    "schedule_free adamw": (
+        schedule_free(adamw(0.05, (0.0, 0.99), weight_decay=0.1), 0.8),
+        [0.98539552, -1.88071933, 0.44001487, -0.885581, 1.9135116, 1.48883172, 0.21471425, -0.64146707],
+    ),
+    "ema": (
+        ema(sgd(0.1), 0.9),
+        [0.89790623, -1.90787358, 0.33965236, -0.98007172, 1.87167069, 1.50383579, 0.11017484, -0.67967782],
+    ),
+}
+LOOKAHEAD = (
+    [0.83524101, -1.90072179, 0.27559335, -0.97475081, 1.97190439, 1.59436097, 0.1157744, -0.60639189],
+    [0.98102138, -1.95082045, 0.46132359, -1.02128598, 1.95435677, 1.43157202, 0.26158482, -0.75965618],
+)
+SAM = [0.86363346, -1.9413884, 0.23501626, -0.94836245, 1.81723953, 1.53401012, 0.00013232, -0.63300891]
+
+
+def run(opt, steps=9):
+    """Train for some steps and return params and state."""
+    params, state = START, opt.init(START)
+    for i in range(steps):
+        params, state = opt.update(params, gradient(params, i), state)
+    return params, state
+
+
+@pytest.mark.parametrize(("opt", "expected"), OPTAX.values(), ids=OPTAX)
+def test_parameters_are_those_of_optax(opt, expected):
+    """Nine steps give optax's numbers."""
+    assert flat(run(opt)[0]) == pytest.approx(expected, abs=1e-7)
+
+
+@pytest.mark.parametrize(("opt", "expected"), EVALUATED.values(), ids=EVALUATED)
+def test_parameters_to_evaluate_are_those_of_optax(opt, expected):
+    """So do the parameters to evaluate, through a chain too."""
+    assert flat(opt.eval_params(*run(opt))) == pytest.approx(expected, abs=1e-7)
+    outer = chain(clip_by_global_norm(math.inf), opt)
+    assert flat(outer.eval_params(*run(outer))) == pytest.approx(expected, abs=1e-7)
+
+
+def test_lookahead_is_that_of_optax():
+    """Fast parameters are trained, slow ones evaluated."""
+    opt = lookahead(sgd(0.1), 3, 0.5)
+    params, state = run(opt, 8)
+
+    assert flat(params) == pytest.approx(LOOKAHEAD[0], abs=1e-7)
+    assert flat(opt.eval_params(params, state)) == pytest.approx(LOOKAHEAD[1], abs=1e-7)
+
+
+def test_sam_is_that_of_optax():
+    """The gradient is taken a step uphill."""
+    params, opt = START, sgd(0.1)
+    state = opt.init(params)
+    for i in range(9):
+        params, state = opt.update(params, sam(gradient, 0.2)(params, i), state)
+
+    assert flat(params) == pytest.approx(SAM, abs=1e-7)
+
+
+def test_schedule_free_is_its_paper():
+    """The average is a mean of z, gradients are taken in between, and squares of the largest rate are the weights."""
+    rates, beta = [0.3, 0.1, 0.4, 0.2, 0.2], 0.7
+    opt = schedule_free(sgd(lambda step: torch.tensor(rates, dtype=torch.float64)[step]), beta)
+    params, state = START, opt.init(START)
+    x = y = z = START["w"]
+    total = top = 0.0
+    for i, rate in enumerate(rates):
+        params, state = opt.update(params, gradient(params, i), state)
+        z = z - rate * torch.sin(3 * y + i)
+        top = max(top, rate)
+        total += top**2
+        x = x + top**2 / total * (z - x)
+        y = (1 - beta) * z + beta * x
+
+    torch.testing.assert_close(params["w"], y, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(opt.eval_params(params, state)["w"], x, rtol=1e-12, atol=1e-12)
+
+
+@given(clipping=st.sampled_from([0.0, 0.05, 1.0, 100.0]), seed=st.integers(0, 99))
+def test_adaptive_clip_is_that_of_a_loop(clipping, seed):
+    """Each unit's gradient is clipped by the norm of its weights, each member's by itself."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"bias": (4,), "conv": (3, 2, 2, 2), "one": (), "weight": (4, 3)}
+    make = lambda: TensorDict(  # noqa: E731
+        {key: torch.randn(2, *s, generator=generator, dtype=torch.float64) for key, s in shapes.items()}, [2]
+    )
+    params, grads = make(), make()
+
+    clipped = adaptive_grad_clip(clipping)(grads, params)
+
+    for i in range(2):
+        for key, shape in shapes.items():
+            units = range(shape[0]) if len(shape) > 1 else [...]
+            for unit in units:
+                g, w, out = grads[key][i][unit], params[key][i][unit], clipped[key][i][unit]
+                most = clipping * max(w.norm().item(), 1e-3)
+                torch.testing.assert_close(out, g * min(1.0, most / g.norm().item()), rtol=1e-12, atol=1e-12)
+    mapped = torch.vmap(lambda g, p: adaptive_grad_clip(clipping)(g, p))(grads, params)
+    assert_trees_equal(mapped, clipped, rtol=1e-12, atol=1e-12)
+
+
+def test_added_decay_is_that_of_the_rule(generator):
+    """`chain(add_decayed_weights(d), sgd())` is `sgd(weight_decay=d)`."""
+    params, *grads = [random_tree(generator) for _ in range(4)]
+    opt, other = chain(add_decayed_weights(0.1), sgd(0.1, 0.9)), sgd(0.1, 0.9, weight_decay=0.1)
+
+    found, _ = train(opt.update, opt.init(params), params, grads)
+
+    assert_trees_equal(found, train(other.update, other.init(params), params, grads)[0], rtol=1e-6, atol=1e-6)
+
+
+WRAPPERS = {
+    "accumulate": lambda: accumulate(adam(0.1), 3),
+    "apply_if_finite": lambda: apply_if_finite(adam(0.1), 2),
+    "ema": lambda: ema(sgd(0.1, 0.9), 0.9),
+    "ema biased": lambda: ema(sgd(0.1, 0.9), 0.9, debias=False),
+    "lookahead": lambda: lookahead(adam(0.1), 2),
+    "masters": lambda: masters(adam(0.1)),
+    "schedule_free": lambda: schedule_free(adamw(WARM, (0.0, 0.99))),
+    "nest": lambda: chain(clip_by_member_norm(1.0), ema(masters(apply_if_finite(accumulate(adam(0.1), 2), 1)), 0.9)),
+    "parts": lambda: multi({"out": ema(sgd(0.1), 0.5), "*": masked(lookahead(adam(0.1), 2), "block.weight")}),
+}
+each_wrapper = pytest.mark.parametrize("name", WRAPPERS)
+
+
+@each_wrapper
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_members_jit_and_vmap_equal_the_loop(name, dtype, generator):
+    """A stack, a trace of it, a donated run and a run by vmap train each member as if it were alone."""
+    opt = WRAPPERS[name]()
+    params, *grads = [random_tree(generator).to(dtype) for _ in range(8)]
+    close = {"rtol": 1e-4, "atol": 1e-4} if dtype is torch.float32 else {"rtol": 0.05, "atol": 0.05}
+    donating = lambda p, g, s: opt.update(p, g, s, donate=True)  # noqa: E731
+    start = opt.init(params)
+
+    stacked, state = train(opt.update, start, params, grads)
+    traced = train(tdf.jit(opt.update), start, params, grads)
+    donated = [train(wrap(donating), start.clone(), params.clone(), grads) for wrap in (lambda f: f, tdf.jit)]
+    mapped, mapped_state = train(torch.vmap(opt.update), torch.vmap(opt.init)(params), params, grads)
+
+    for other in (traced, *donated):
+        assert_trees_equal(other[0], stacked)
+        assert_trees_equal(other[1], state)
+    for i in range(3):
+        alone, own = train(opt.update, opt.init(params[i]), params[i], [grad[i] for grad in grads])
+        for trained, rows in ((stacked, state), (mapped, mapped_state)):
+            assert_trees_equal(trained[i], alone, **close)
+            assert_trees_equal(opt.eval_params(trained, rows)[i], opt.eval_params(alone, own), **close)
+
+
+@each_wrapper
+def test_a_saved_run_continues_to_the_last_bit(name, generator, tmp_path):
+    """A run that is saved, loaded and continued is the run that was not interrupted."""
+    opt = WRAPPERS[name]()
+    params, *grads = [random_tree(generator).to(torch.bfloat16) for _ in range(8)]
+    half, state = train(opt.update, opt.init(params), params, grads[:3])
+
+    tdf.save(TensorDict({"params": half, "state": state}), tmp_path / "run.safetensors")
+    back = tdf.load(tmp_path / "run.safetensors")
+
+    resumed = train(opt.update, back["state"], back["params"], grads[3:])
+    for got, expected in zip(resumed, train(opt.update, opt.init(params), params, grads), strict=True):
+        assert_trees_equal(got, expected)
+
+
+@each_wrapper
+def test_inactive_members_stay(name, generator):
+    """A finished member keeps parameters and state; the others go on; nothing is written to."""
+    opt = WRAPPERS[name]()
+    params, *grads = [random_tree(generator) for _ in range(4)]
+    params, state = train(opt.update, assert_pure(opt.init, params), params, grads[:2])
+    active = torch.tensor([True, False, True])
+
+    for update in (opt.update, tdf.jit(opt.update)):
+        new, after = assert_pure(lambda *x, update=update: update(*x, active=active), params, grads[2], state)
+        both, both_after = opt.update(params, grads[2], state)
+        assert_trees_equal(new[1], params[1])
+        assert_trees_equal(after[1], state[1])
+        assert_trees_equal(new[::2], both[::2])
+        assert_trees_equal(after[::2], both_after[::2])
+
+
+@pytest.mark.parametrize("name", quick(WRAPPERS, "ema"))
+def test_compile_is_one_graph(name, generator):
+    """`torch.compile(fullgraph=True)` takes each of them."""
+    opt = WRAPPERS[name]()
+    params, grads = random_tree(generator), random_tree(generator)
+    state = opt.init(params)
+    torch._dynamo.reset()
+
+    found = torch.compile(opt.update, backend="eager", fullgraph=True)(params, grads, state)
+
+    for got, expected in zip(found, opt.update(params, grads, state), strict=True):
+        assert_trees_equal(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@each_wrapper
+def test_leaves_that_require_grad_stay_leaves(name, generator):
+    """Steps of live parameters grow no graph."""
+    opt = WRAPPERS[name]()
+    params = random_tree(generator).apply(lambda x: x.requires_grad_())
+
+    trained, state = train(opt.update, opt.init(params), params, [random_tree(generator) for _ in range(3)])
+
+    assert all(leaf.requires_grad and leaf.is_leaf for leaf in trained.leaves())
+    assert not any(leaf.requires_grad for leaf in torch.utils._pytree.tree_leaves(state))
+
+
+@each_wrapper
+def test_a_learning_rate_is_learned_through_it(name, generator):
+    """`torch.func.grad` and `backward()` reach hyperparameters through several steps."""
+    params, *grads = [random_tree(generator, torch.float64) for _ in range(7)]
+    make = {
+        "accumulate": lambda lr: accumulate(sgd(lr), 3),
+        "apply_if_finite": lambda lr: apply_if_finite(sgd(lr), 2),
+        "lookahead": lambda lr: lookahead(sgd(lr), 2),
+        "schedule_free": lambda lr: schedule_free(sgd(lr)),
+    }.get(name, lambda lr: ema(masters(sgd(lr)), 0.9))
+
+    def after(lr):
+        opt = make(lr)
+        trained, state = train(opt.update, opt.init(params), params, grads)
+        return sum(leaf.square().sum() for leaf in opt.eval_params(trained, state).leaves())
+
+    rate, h = torch.tensor(0.1, dtype=torch.float64), 1e-6
+    slope = (after(rate + h) - after(rate - h)) / (2 * h)
+    torch.testing.assert_close(torch.func.grad(after)(rate), slope, rtol=1e-6, atol=1e-6)
+    live = rate.clone().requires_grad_()
+    after(live).backward()
+    torch.testing.assert_close(live.grad, slope, rtol=1e-6, atol=1e-6)
+
+
+def test_means_of_gradients_make_a_step(generator):
+    """Between steps nothing moves; the step is that of the mean."""
+    params, *grads = [random_tree(generator, torch.float64) for _ in range(5)]
+    opt = accumulate(sgd(1.0), 4)
+    state = opt.init(params)
+    for grad in grads[:3]:
+        new, state = opt.update(params, grad, state)
+        assert_trees_equal(new, params)
+
+    new, state = opt.update(params, grads[3], state)
+
+    mean = (grads[0] + grads[1] + grads[2] + grads[3]) / 4
+    assert_trees_equal(new, params - mean, rtol=1e-12, atol=1e-12)
+    assert state["count"].tolist() == [0, 0, 0]
+    assert not state["sum", "out"].any()
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, tdf.jit, torch.vmap], ids=["eager", "jit", "vmap"])
+def test_steps_of_nan_are_skipped_by_member(wrap):
+    """A member with a nan or infinity stays; after too many in a row they are applied."""
+    opt = apply_if_finite(sgd(1.0), 2)
+    update = wrap(opt.update)
+    params = TensorDict({"w": torch.zeros(3, 2), "v": torch.zeros(3)}, [3])
+    state = opt.init(params) if wrap is not torch.vmap else torch.vmap(opt.init)(params)
+    bad = TensorDict({"w": torch.ones(3, 2), "v": torch.tensor([1.0, math.nan, math.inf])}, [3])
+
+    for steps in (1, 2):
+        params, state = update(params, bad, state)
+        assert params["w"][:, 0].tolist() == [-steps, 0, 0]
+        assert state["total"].tolist() == [0, steps, steps]
+        assert state["optimizer", "step"].tolist() == [steps, 0, 0]
+    params, state = update(params, bad, state)
+
+    assert params["w"][:, 0].tolist() == [-3, -1, -1]
+    assert state["consecutive"].tolist() == [0, 3, 3]
+    assert update(params, torch.zeros_like(bad), state)[1]["consecutive"].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_masters_are_a_run_in_float32(dtype, generator):
+    """Their float32 parameters are those of a run in float32 by the same gradients, to the last bit."""
+    start, *grads = [random_tree(generator).to(dtype) for _ in range(200)]
+    opt, wide = masters(adamw(1e-4)), adamw(1e-4)
+
+    trained, state = train(opt.update, opt.init(start), start, grads)
+    expected, _ = train(wide.update, wide.init(start.float()), start.float(), [grad.float() for grad in grads])
+
+    assert_trees_equal(opt.eval_params(trained, state), expected)
+    assert_trees_equal(trained, expected.to(dtype))
+    # 16 bits alone lose such steps.
+    assert not torch.equal(train(wide.update, wide.init(start), start, grads)[0]["out"], trained["out"])
+
+
+def test_masters_of_mixed_leaves(generator):
+    """Leaves of 32 and 64 bits are trained as without masters; ties stay; a change in between is kept."""
+    shared = torch.randn(4, generator=generator).to(torch.bfloat16)
+    params = TensorDict({"a": torch.randn(3, generator=generator), "d": torch.randn(2, dtype=torch.float64)})
+    params = params.set("t", shared)
+    opt, plain = masters(adam(0.1)), adam(0.1)
+
+    new, state = opt.update(params, params, opt.init(params))
+    again, _ = opt.update(new.set("t", new["t"] + 8), params, state)
+
+    expected = plain.update(params, params, plain.init(params))[0]
+    torch.testing.assert_close((new["a"], new["d"]), (expected["a"], expected["d"]), rtol=0, atol=0)
+    assert state["rest"].paths() == [("t",)]
+    assert (again["t"] > 6).all()
+
+
+def test_ema_is_that_of_torch(generator):
+    """Without debias it is torch's AveragedModel; the first average with it is the parameters themselves."""
+    model = torch.nn.Linear(3, 2)
+    params = tdf.from_module(model).detach().clone()
+    other = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    other.update_parameters(model)
+    opt, debiased = ema(sgd(0.1), 0.9, debias=False), ema(sgd(0.1), 0.9)
+    state, own = opt.init(params), debiased.init(params)
+    assert_trees_equal(debiased.eval_params(params, own), params)
+    first, one = debiased.update(params, params, own)
+    torch.testing.assert_close(debiased.eval_params(first, one)["weight"], first["weight"])
+    for _ in range(5):
+        params, state = opt.update(params, params, state)
+        params.to_module(model)
+        other.update_parameters(model)
+
+    torch.testing.assert_close(opt.eval_params(params, state)["weight"], other.module.weight.detach())
+
+
+def test_sam_of_members_and_auxiliary_values(generator):
+    """Members take steps uphill of one length each; a tuple's other entries are those at the parameters."""
+    params = random_tree(generator, torch.float64)
+    x = torch.randn(3, 7, generator=generator, dtype=torch.float64)
+
+    def loss(params, x):
+        return (params["out"] * x).sin().sum() + params["block", "weight"].square().sum(), params["out"] * 2
+
+    grad = torch.func.grad(loss, has_aux=True)
+    found, aux = torch.vmap(sam(grad, 0.3))(params, x)
+    stacked, _ = tdf.jit(sam(torch.vmap(grad), 0.3))(params, x)
+
+    torch.testing.assert_close(aux, params["out"] * 2)
+    assert_trees_equal(stacked, found, rtol=1e-12, atol=1e-12)
+    for i in range(3):
+        g, _ = grad(params[i], x[i])
+        norm = torch.cat([leaf.flatten() for leaf in g.leaves()]).norm()
+        assert_trees_equal(found[i], grad(params[i] + g * (0.3 / norm), x[i])[0], rtol=1e-9, atol=1e-9)
+
+
+def test_sam_of_a_part(generator):
+    """Leaves without a gradient stay where they are; adaptive steps are measured by the elements."""
+    params = random_tree(generator, torch.float64, ())
+    grad = tdf.grad(lambda p: (p["out"] ** 3).sum() * p["block", "bias"].sum(), "out")
+
+    found = sam(grad, 0.1, adaptive=True)(params)
+
+    w, s = params["out"], params["block", "bias"].sum()
+    g = 3 * w**2 * s
+    up = w + 0.1 * w**2 * g / (w * g).norm()
+    torch.testing.assert_close(found["out"], 3 * up**2 * s, rtol=1e-9, atol=1e-9)
+    assert found.paths() == [("out",)]
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, tdf.jit], ids=["eager", "jit"])
+def test_an_average_that_shares_memory_is_copied(wrap):
+    """Parameters in the state are not overwritten with those that are donated."""
+    opt = ema(sgd(0.5), 0.5, debias=False)
+    params = TensorDict({"w": torch.ones(4)})
+    state = opt.init(params).set("average", params)
+    expected = opt.update(params, params.clone(), opt.init(params))
+    update = wrap(lambda p, g, s: opt.update(p, g, s, donate=True))
+
+    got = update(params, TensorDict({"w": torch.ones(4)}), state)
+
+    assert_trees_equal(got[0], expected[0])
+    assert_trees_equal(got[1], expected[1])
+    assert params["w"].tolist() == [1, 1, 1, 1]
+
+
+# The patterns of parts need their leaves.
+@pytest.mark.parametrize("name", [name for name in WRAPPERS if name != "parts"])
+def test_trees_without_leaves_or_members(name):
+    """No leaves, no members, and leaves of no elements are trained to the same."""
+    opt = WRAPPERS[name]()
+    for params in (TensorDict({}), TensorDict({"w": torch.ones(0, 2), "v": torch.ones(0)}, [0]),
+                   TensorDict({"w": torch.ones(())})):  # fmt: skip
+        new, state = opt.update(params, params, opt.init(params))
+        assert [leaf.shape for leaf in new.leaves()] == [leaf.shape for leaf in params.leaves()]
+        assert [leaf.shape for leaf in opt.eval_params(new, state).leaves()] == [leaf.shape for leaf in params.leaves()]
