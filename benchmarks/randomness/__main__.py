@@ -20,7 +20,7 @@ from benchmarks.randomness import streams
 
 PAGE = Path(__file__).parents[2] / "docs" / "random.md"
 _RESULTS = Path(__file__).with_name("results.json")
-_PLACE = re.compile(r"(<!-- dieharder -->\n).*?(\n<!-- end of dieharder -->)", re.DOTALL)
+_PLACE = re.compile(r"(<!-- dieharder -->\n\n).*?(\n\n<!-- end of dieharder -->)", re.DOTALL)
 _SEED = 0
 STREAMS = {
     streams.one_key: "the draws of one key",
