@@ -6,7 +6,7 @@ PY := $(VENV)/bin/python
 # One file pins the packages and, for pip's isolated builds, the build backend.
 PIP_ENV := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1
 
-.PHONY: install demo test test-all conformance reliability pages outputs bench lint types docs notebooks clean
+.PHONY: install demo test test-all conformance reliability randomness pages outputs bench lint types docs notebooks clean
 
 install: $(VENV)/.installed-dev
 
@@ -40,6 +40,10 @@ conformance: install $(VENV)/tensordict-newer/tensordict
 # Kills, full disks, damage and fuzzing, counted: more than an hour. `make reliability PARTS="kills damage"` counts some.
 reliability: install
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.reliability $(PARTS)
+
+# Streams of random keys in dieharder, counted: half an hour. `make randomness STREAMS="one_key weyl"` counts some.
+randomness: install
+	OMP_NUM_THREADS=1 $(PY) -m benchmarks.randomness $(STREAMS)
 
 # The pages of docs/ that hold tables and lists of names.
 pages: install $(VENV)/tensordict-newer/tensordict

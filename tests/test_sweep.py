@@ -137,6 +137,30 @@ def test_scores_of_any_dtype(dtype):
     assert sweep.rank(scores, mode="max").tolist() == np.argsort(-scores.float().numpy(), stable=True).tolist()
 
 
+def test_choices_under_transforms():
+    """Under vmap and jit members are ranked and taken as in a loop, nans last."""
+    scores = torch.tensor([[3.0, math.nan, 1.0], [1.0, 2.0, 0.0]])
+    tree = tdf.TensorDict({"a": torch.arange(6).reshape(2, 3)}, [2, 3])
+
+    for fn in (lambda tree, row: sweep.elites(tree, row, 2), sweep.best):
+        loop = torch.stack([fn(part, row) for part, row in zip(tree, scores, strict=True)])
+        assert_trees_equal(torch.vmap(fn)(tree, scores), loop)
+        assert_trees_equal(tdf.jit(fn)(tree[0], scores[0]), loop[0])
+    assert torch.vmap(sweep.rank)(scores).tolist() == [[2, 0, 1], [2, 0, 1]]
+    stopping = sweep.EarlyStopping(2)
+    assert_trees_equal(
+        tdf.jit(stopping.update)(stopping.init(3), scores[0]), stopping.update(stopping.init(3), scores[0])
+    )
+
+
+@pytest.mark.slow
+def test_ranks_under_compile():
+    """torch.compile gives the ranks in one graph."""
+    scores = torch.tensor([3.0, math.nan, 1.0])
+
+    assert torch.compile(sweep.rank, fullgraph=True)(scores).tolist() == [2, 0, 1]
+
+
 @given(members=st.integers(1, 40), rungs=st.integers(1, 4), factor=st.sampled_from([1, 1.5, 2, 3, 10]), mode=MODES)
 def test_halving_trains_the_best_of_each_rung(members, rungs, factor, mode):
     """Each rung gets the members that a loop in Python keeps, and no others; sizes are those of scikit-learn."""

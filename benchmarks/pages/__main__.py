@@ -1,9 +1,10 @@
-"""Writes docs/operations.md, the table of docs/transforms.md and docs/reliability.md."""
+"""Writes docs/operations.md, docs/reliability.md, and the tables of docs/transforms.md and docs/random.md."""
 
 from benchmarks.pages import operations, transform_table
+from benchmarks.randomness import __main__ as randomness
 from benchmarks.reliability import __main__ as reliability
 
-WRITERS = (operations, transform_table, reliability)
+WRITERS = (operations, transform_table, reliability, randomness)
 
 if __name__ == "__main__":
     for writer in WRITERS:
