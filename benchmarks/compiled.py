@@ -33,7 +33,7 @@ class Compiled(NamedTuple):
 def step_functions() -> dict[str, tuple[Callable[..., Any], Callable[[int], tuple[Any, ...]]]]:
     """Return the functions, each with its arguments for call i: the same shapes, other values."""
     apply, _, _ = tdf.functional(demo.make_model())
-    optimizer = adam(lr=demo.LR)
+    optimizer = adam(lr=demo.learning_rates(MEMBERS))
     run = Ensemble(apply.eval())
 
     @torch.no_grad()
@@ -41,18 +41,18 @@ def step_functions() -> dict[str, tuple[Callable[..., Any], Callable[[int], tupl
         return run(params, x)
 
     def training(i: int) -> tuple[Any, ...]:
-        params = ensemble(i)
+        params, buffers = tdf.split(ensemble(i))
         x, t = torch.rand(MEMBERS, demo.BATCH, 64), torch.randint(0, demo.CLASSES, (MEMBERS, demo.BATCH))
-        return params, optimizer.init(params), x, t
+        return params, buffers, optimizer.init(params), x, t, tdf.random.key(i)
 
     return {
-        "training step: vmap(grad(loss)) and Adam": (demo.make_step(apply, optimizer), training),
+        "training step: BatchNorm, dropout by keys and Adam": (demo.make_step(Ensemble(apply), optimizer), training),
         "prediction: Ensemble": (predict, lambda i: (ensemble(i), torch.rand(demo.BATCH, 64))),
     }
 
 
 def ensemble(i: int) -> Any:
-    return tdf.split(init_ensemble(demo.make_model, MEMBERS, seed=i))[0]
+    return init_ensemble(demo.make_model, MEMBERS, seed=i)
 
 
 def compile_counts(say: Callable[[str], None]) -> list[Compiled]:

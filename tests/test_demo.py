@@ -9,7 +9,7 @@ import torch._dynamo.testing
 from sklearn.metrics import roc_auc_score
 from torch.testing import assert_close
 
-from tdfunc import demo, functional, load, optim, split, stack_modules, uncertainty
+from tdfunc import Ensemble, demo, functional, load, optim, random, split, stack_modules, uncertainty
 from tdfunc.ensemble.stack import init_ensemble
 from tdfunc.metrics import nll
 from tests.helpers import assert_pure, assert_trees_equal
@@ -82,7 +82,7 @@ def test_the_vmapped_step_equals_the_loop():
     """Training all members at once gives the weights of training them one by one, and of fewer members."""
     data, rows = demo.load_digits(0), demo.bootstrap(1200, 4, 10, 7)
     *_, params = demo.stacked_steps(data, rows, 7)
-    *_, models = demo.loop_steps(data, rows, 7)
+    *_, models = demo.loop_steps(data, rows, 7, keys=True)
     *_, few = demo.stacked_steps(data, rows[:, :2], 7)
 
     assert_trees_equal(params.cpu(), stack_modules(models).cpu(), rtol=1e-4, atol=1e-5)
@@ -94,20 +94,22 @@ def test_the_step_compiles_in_one_graph():
     """torch.compile meets no graph break, and does not compile again when only values change."""
     torch._dynamo.reset()
     apply, _, _ = functional(demo.make_model())
-    params, _ = split(init_ensemble(demo.make_model, 3))
-    optimizer = optim.adam(lr=1e-3)
-    step = demo.make_step(apply, optimizer)
+    params, buffers = split(init_ensemble(demo.make_model, 3))
+    optimizer = optim.adam(lr=demo.learning_rates(3))
+    step = demo.make_step(Ensemble(apply), optimizer)
     counter = torch._dynamo.testing.CompileCounter()
     compiled = torch.compile(step, fullgraph=True, backend=counter)
     # `init` gives a step count expanded to all members, `update` need not: the first step is not counted.
-    params, state = step(params, optimizer.init(params), torch.ones(3, 5, 64), torch.zeros(3, 5, dtype=torch.int64))
+    batch = torch.ones(3, 5, 64), torch.zeros(3, 5, dtype=torch.int64), random.key(0)
+    params, buffers, state = step(params, buffers, optimizer.init(params), *batch)
     state = state.set("step", state["step"].contiguous())
     for i in range(3):
-        x, t = torch.full((3, 5, 64), float(i)), torch.full((3, 5), i)
-        expected = step(params, state, x, t)
-        params, state = compiled(params, state, x, t)
+        batch = torch.rand(3, 5, 64), torch.full((3, 5), i), random.key(i)
+        expected = step(params, buffers, state, *batch)
+        params, buffers, state = compiled(params, buffers, state, *batch)
 
-        assert_trees_equal(params, expected[0], rtol=1e-5, atol=1e-6)
+        assert_trees_equal(params, expected[0], rtol=1e-4, atol=1e-5)
+        assert_trees_equal(buffers, expected[1], rtol=1e-4, atol=1e-5)
     assert counter.frame_count == 1
 
 
@@ -186,7 +188,7 @@ def test_wrong_options_and_missing_packages(monkeypatch, capsys):
 def test_other_weights_in_the_loop_are_noticed(monkeypatch):
     """The check that the step and the loop agree can fail."""
     honest = demo.loop_steps
-    monkeypatch.setattr(demo, "loop_steps", lambda data, rows, seed: honest(data, rows, seed + 1))
+    monkeypatch.setattr(demo, "loop_steps", lambda data, rows, seed, **keys: honest(data, rows, seed + 1, **keys))
 
     with pytest.raises(RuntimeError, match=r"different weights: they differ by"):
         demo.race(demo.load_digits(0), 2, 0, [], rounds=1, steps=1)
@@ -195,7 +197,7 @@ def test_other_weights_in_the_loop_are_noticed(monkeypatch):
 @pytest.mark.slow
 def test_other_predictions_in_the_fresh_process_are_noticed(monkeypatch, tmp_path):
     """The check of the fresh process can fail."""
-    params, _ = split(init_ensemble(demo.make_model, 2))
+    params = init_ensemble(demo.make_model, 2)
     honest = demo.predict
     monkeypatch.setattr(demo, "predict", lambda params, x: honest(params, x) + 1)
 
