@@ -51,9 +51,17 @@ pages: install $(VENV)/tensordict-newer/tensordict
 
 # The pinned tensordict is the one that the targets were set against; a newer one is measured next to it.
 NEWER := tensordict==0.15.3
+# Rivals of the training steps, in an environment of their own.
+JAX := jax==0.10.2 equinox==0.13.8 optax==0.2.8
 
-bench: install $(VENV)/tensordict-newer/tensordict
+bench: install $(VENV)/tensordict-newer/tensordict $(VENV)/jax/.installed
 	$(PY) -m benchmarks
+
+$(VENV)/jax/.installed: Makefile | install
+	rm -rf $(VENV)/jax
+	$(PYTHON) -m venv $(VENV)/jax
+	PIP_DISABLE_PIP_VERSION_CHECK=1 $(VENV)/jax/bin/python -m pip install -q $(JAX)
+	@touch $@
 
 $(VENV)/tensordict-newer/tensordict: Makefile | install
 	rm -rf $(VENV)/tensordict-newer

@@ -21,12 +21,12 @@ class Bar(NamedTuple):
 BARS = (
     Bar(
         "training",
-        "Adam step, 64 members",
+        "MLP 16-64-64-1, 64 members",
         "loop of torch.optim",
         "training step of 64 small networks",
         "loop of torch.optim",
     ),
-    Bar("training", "Adam step, 64 members", "vmap(grad(functional_call))", "", "vmap(grad(functional_call))"),
+    Bar("training", "MLP 16-64-64-1, 64 members", "vmap(grad(functional_call))", "", "vmap(grad(functional_call))"),
     Bar("training", "jit(vmap(grad(loss))), 16 members", "not traced", "gradients of 16 networks", "not traced"),
     Bar(
         "modules", "swap, 122 parameters, the same tree", "functional_call", "weights into a module", "functional_call"

@@ -4,10 +4,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def mlp(*sizes: int) -> nn.Module:
+def mlp(*sizes: int, dropout: float = 0.0) -> nn.Module:
     layers: list[nn.Module] = []
     for i, (a, b) in enumerate(zip(sizes, sizes[1:], strict=False)):
         layers += [nn.Linear(a, b)] if i == len(sizes) - 2 else [nn.Linear(a, b), nn.ReLU()]
+        layers += [nn.Dropout(dropout)] if dropout and i < len(sizes) - 2 else []
     return nn.Sequential(*layers)
 
 
@@ -65,12 +66,21 @@ def cnn() -> nn.Module:
     )  # fmt: skip
 
 
+def norm_cnn(dropout: float) -> nn.Module:
+    """Return two convolutions of 8x8 images with BatchNorm."""
+    layers: list[nn.Module] = []
+    for inputs, outputs in ((1, 8), (8, 16)):
+        layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(), nn.MaxPool2d(2)]
+        layers += [nn.Dropout(dropout)] if dropout else []
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(64, 10))
+
+
 class Encoder(nn.Module):
     """A transformer encoder of two layers, 32 wide."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=dropout, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(32, 10)
 

@@ -1,6 +1,13 @@
-"""Training small members: the Adam step under `jit`, what tracing gains, and dropout by keys."""
+"""Training steps of small members: `jit` against loops, `functional_call`, compilers, JAX; and the gain of tracing."""
 
 import copy
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,81 +16,154 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
 import tdfunc as tdf
-from benchmarks.models import mlp
-from benchmarks.rows import Case, Row, Suite, Way
+from benchmarks.measure import Remote
+from benchmarks.models import Encoder, mlp, norm_cnn
+from benchmarks.rows import OURS, Case, Row, Suite, Way
+from tdfunc import random
 from tdfunc._jit import jit
 from tdfunc.ensemble.stack import stack_modules
 from tdfunc.optim import adam
 
 LOOP, FOREACH, UNTRACED = "loop of torch.optim", "vmap(grad(functional_call))", "not traced"
 DEFAULT = "torch.vmap(randomness='different')"
-MEMBERS, TRACED = (16, 64), (4, 16)
+DRAWS, DRAWS_COMPILED = "dropout of 16 members by keys", "dropout of 16 members by keys, compiled"
+COMPILED, INDUCTOR, JAX, EQUINOX = "torch.compile", "jit(backend='inductor')", "jax.jit", "equinox"
+MEMBERS, COMPILED_MEMBERS, TRACED = (1, 4, 16, 64, 256), (1, 16), (4, 16)
+# Seconds a step, not milliseconds, and gigabytes of memory.
+SKIPPED = {("transformer", 256), ("transformer", 64)}
+DROPOUT, LR = 0.1, 1e-3
+# The Python of an environment with jax, equinox and optax.
+JAX_PYTHON = Path(os.environ.get("TDFUNC_JAX_PYTHON", Path(sys.prefix) / "jax" / "bin" / "python"))
+TITLES = {"mlp": "MLP 16-64-64-1", "cnn": "CNN with BatchNorm", "transformer": "transformer"}
 
 
-def adam_ways(members: int) -> dict[str, Way]:
-    models = [mlp(16, 64, 64, 1) for _ in range(members)]
-    x, t = torch.randn(32, 16), torch.randn(32, 1)
-    return {"tdfunc": ours(models, x, t), LOOP: loop(models, x, t), FOREACH: stacked(models, x, t)}
+def make_model(model: str, dropout: float = 0.0) -> nn.Module:
+    if model == "mlp":
+        return mlp(16, 64, 64, 1, dropout=dropout)
+    return norm_cnn(dropout) if model == "cnn" else Encoder(dropout)
 
 
-def ours(models: list[nn.Module], x: Tensor, t: Tensor) -> Way:
+def make_data(model: str) -> tuple[Tensor, Tensor]:
+    if model == "mlp":
+        return torch.randn(32, 16), torch.randn(32, 1)
+    return torch.randn(32, 1, 8, 8) if model == "cnn" else torch.randn(32, 16, 32), torch.randint(10, (32,))
+
+
+def loss_of(y: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(y, t) if t.dtype == torch.int64 else F.mse_loss(y, t)
+
+
+def step_ways(model: str, members: int, dropout: float = 0.0) -> dict[str, Way]:
+    models = [make_model(model, dropout) for _ in range(members)]
+    x, t = make_data(model)
+    ways: dict[str, Way] = {OURS: ours(models, x, t, dropout), LOOP: loop(models, x, t)}
+    ways[FOREACH] = stacked(models, x, t)
+    if members in COMPILED_MEMBERS and not dropout:
+        ways[COMPILED] = stacked(models, x, t, torch.compile)
+        ways[INDUCTOR] = ours(models, x, t, dropout, backend="inductor")
+    if JAX_PYTHON.exists():
+        ways |= {way: in_jax(way, model, members, dropout) for way in (JAX, EQUINOX)}
+    return ways
+
+
+def ours(models: list[nn.Module], x: Tensor, t: Tensor, dropout: float = 0.0, backend: str | None = None) -> Way:
     apply, _, _ = tdf.functional(models[0])
-    params, _ = tdf.split(stack_modules(models))
-    optimizer = adam(lr=1e-3)
+    params, buffers = tdf.split(stack_modules(models))
+    optimizer, members = adam(lr=LR), len(models)
 
-    @jit
-    def step(params: Any, state: Any, x: Tensor, t: Tensor) -> Any:
-        grads = vmap(grad(lambda p: F.mse_loss(apply(p, x), t)))(params)
-        return optimizer.update(params, grads, state, donate=True)
+    @jit(backend=backend)
+    def step(params: Any, buffers: Any, state: Any, key: Tensor, x: Tensor, t: Tensor) -> Any:
+        keys = random.split(key, members + 1) if dropout else None
 
-    now = [params, optimizer.init(params)]
+        def loss(p: Any, b: Any, one: Tensor | None) -> Any:
+            y, new = apply.with_buffers(p, b, x, rng=one)
+            return loss_of(y, t), new
+
+        in_dims = (0, 0, 0 if dropout else None)
+        grads, buffers = vmap(grad(loss, has_aux=True), in_dims)(params, buffers, None if keys is None else keys[1:])
+        return *optimizer.update(params, grads, state, donate=True), buffers, key if keys is None else keys[0]
+
+    now: list[Any] = [params, optimizer.init(params), buffers, random.key(0)]
 
     def call() -> None:
-        now[:] = step(now[0], now[1], x, t)
+        params, state, buffers, key = now
+        now[:] = step(params, buffers, state, key, x, t)
 
     return call
 
 
 def loop(models: list[nn.Module], x: Tensor, t: Tensor) -> Way:
     members = [copy.deepcopy(model) for model in models]
-    optimizers = [torch.optim.Adam(member.parameters(), lr=1e-3) for member in members]
+    optimizers = [torch.optim.Adam(member.parameters(), lr=LR) for member in members]
 
     def call() -> None:
         for member, optimizer in zip(members, optimizers, strict=True):
             optimizer.zero_grad()
-            F.mse_loss(member(x), t).backward()
+            loss_of(member(x), t).backward()
             optimizer.step()
 
     return call
 
 
-def stacked(models: list[nn.Module], x: Tensor, t: Tensor) -> Way:
+def stacked(models: list[nn.Module], x: Tensor, t: Tensor, compiled: Callable[..., Any] | None = None) -> Way:
     """Return the usual functional step: out of place, with `torch._foreach_*`, as an ensemble is written by hand."""
     skeleton = copy.deepcopy(models[0]).to("meta")
-    params = {name: leaf.detach() for name, leaf in stack_module_state(models)[0].items()}
-    names = list(params)
-    grads_of = vmap(grad(lambda p: F.mse_loss(functional_call(skeleton, p, (x,)), t)))
-    now: list[Any] = [
-        list(params.values()),
-        [torch.zeros_like(p) for p in params.values()],
-        [torch.zeros_like(p) for p in params.values()],
-        0,
-    ]
+    leaves, buffers = stack_module_state(models)
+    # BatchNorm writes these in place.
+    buffers = {name: leaf.clone() for name, leaf in buffers.items()}
+    names = list(leaves)
 
-    def call() -> None:
-        p, mean, square, count = now
-        found = grads_of(dict(zip(names, p, strict=True)))
-        grads = [found[name] for name in names]
-        count += 1
+    def loss(p: Any, b: Any) -> Tensor:
+        return loss_of(functional_call(skeleton, (p, b), (x,)), t)
+
+    def step(p: Any, mean: Any, square: Any, count: Tensor) -> Any:
+        found = vmap(grad(loss), randomness="different")(dict(zip(names, p, strict=True)), buffers)
+        grads, count = [found[name] for name in names], count + 1
         mean = torch._foreach_lerp(mean, grads, 0.1)
         square = torch._foreach_add(
             torch._foreach_mul(square, 0.999), torch._foreach_mul(torch._foreach_mul(grads, grads), 0.001)
         )
         scale = torch._foreach_add(torch._foreach_sqrt(torch._foreach_div(square, 1 - 0.999**count)), 1e-8)
-        step = torch._foreach_div(torch._foreach_div(mean, 1 - 0.9**count), scale)
-        now[:] = [torch._foreach_add(p, step, alpha=-1e-3), mean, square, count]
+        change = torch._foreach_div(torch._foreach_div(mean, 1 - 0.9**count), scale)
+        return torch._foreach_add(p, change, alpha=-LR), mean, square, count
+
+    run = step if compiled is None else compiled(step)
+    zeros = [torch.zeros_like(leaf) for leaf in leaves.values()]
+    now: list[Any] = [[leaf.detach() for leaf in leaves.values()], zeros, [*zeros], torch.tensor(0.0)]
+
+    def call() -> None:
+        now[:] = run(*now)
 
     return call
+
+
+class Server:
+    """The process that runs `benchmarks/jax_steps.py`."""
+
+    def __init__(self) -> None:
+        command = [str(JAX_PYTHON), str(Path(__file__).with_name("jax_steps.py"))]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def send(self, **request: Any) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+
+server = cache(Server)
+
+
+def in_jax(way: str, model: str, members: int, dropout: float) -> Way:
+    name = f"{way} {model} {members} {dropout}"
+    server().send(do="prepare", name=name, way=way, model=model, members=members, dropout=dropout)
+
+    def run(calls: int) -> tuple[float, float]:
+        cpu, wall = server().send(do="run", name=name, calls=calls)
+        return cpu, wall
+
+    return Remote(run)
 
 
 def jit_ways(members: int) -> dict[str, Way]:
@@ -96,7 +176,20 @@ def jit_ways(members: int) -> dict[str, Way]:
         return vmap(grad(lambda p: F.mse_loss(apply(p, x), t)))(params)
 
     traced = jit(grads)
-    return {"tdfunc": lambda: traced(params, x, t), UNTRACED: lambda: grads(params, x, t)}
+    return {OURS: lambda: traced(params, x, t), UNTRACED: lambda: grads(params, x, t)}
+
+
+def title_of(model: str, members: int, dropout: float = 0.0) -> str:
+    return f"{TITLES[model]}{', dropout' if dropout else ''}, {members} member{'s' * (members > 1)}"
+
+
+SETTINGS = [
+    (model, members, dropout)
+    for model in TITLES
+    for dropout in (0.0, DROPOUT)
+    for members in MEMBERS
+    if (model, members) not in SKIPPED
+]
 
 
 def dropout_ways(*, compiled: bool) -> dict[str, Way]:
@@ -112,29 +205,43 @@ def dropout_ways(*, compiled: bool) -> dict[str, Way]:
 
 
 def training_cases() -> list[Case]:
-    dropouts = [Case(what, dropout_ways(compiled=what == COMPILED)) for what in (KEYS, COMPILED)]
-    steps = [Case(f"Adam step, {members} members", adam_ways(members)) for members in MEMBERS]
-    return [
-        *dropouts,
-        *steps,
-        *[Case(f"jit(vmap(grad(loss))), {members} members", jit_ways(members)) for members in TRACED],
-    ]
+    steps = [Case(title_of(*setting), step_ways(*setting)) for setting in SETTINGS]
+    draws = [Case(what, dropout_ways(compiled=what == DRAWS_COMPILED)) for what in (DRAWS, DRAWS_COMPILED)]
+    return [*draws, *steps, *[Case(f"jit(vmap(grad(loss))), {members} members", jit_ways(members)) for members in TRACED]]
 
 
-KEYS, COMPILED = "dropout of 16 members by keys", "dropout of 16 members by keys, compiled"
-STEPS = tuple(f"Adam step, {members} members" for members in MEMBERS)
+def rows_against(rival: str, why: str = "") -> list[Row]:
+    """Return a row for each model: never slower than the rival, however many members."""
+    rows: list[Row] = []
+    for model in TITLES:
+        cases = tuple(title_of(*setting) for setting in SETTINGS if setting[0] == model)
+        rows.append(Row(f"training step, {TITLES[model]}", rival, 1, "faster", cases, why=why))
+    return rows
+
+
+DISPATCH = (
+    "for few members a step is many calls of small kernels, and torch takes microseconds for each that a compiled "
+    "program does not; for convolutions and attention the kernels themselves are torch's"
+)
+MANY = tuple(title_of("mlp", members) for members in (16, 64))
 SUITE = Suite(
     "training",
     "Training steps",
-    "Adam: members of 16-64-64-1, 32 rows; ours under `jit` with `donate=True`, the loop with a `torch.optim.Adam` for "
-    "each member, the third way out of place with `torch._foreach_*`. jit: members of 8-32-32-4, 16 rows. Tracing "
-    "itself is not part of the time. Dropout: 128 x 1024 numbers a member, compiled by inductor.",
+    "One step of Adam for all members, 32 rows: an MLP, a CNN with BatchNorm on 8x8 images, a transformer encoder of "
+    f"two layers, 32 wide, on 16 tokens; each also with dropout of {DROPOUT}, ours and JAX's by keys. Ours under `jit` "
+    "with `donate=True`, the loop with a `torch.optim.Adam` for each member, `vmap(grad(functional_call))` out of "
+    "place with `torch._foreach_*`, also under `torch.compile`. `jax.jit` is a bare function of arrays and equinox its "
+    "modules under `filter_jit`, both with optax and donation, in a process of their own on one core whose CPU time "
+    "counts; rounds alternate with ours. jit: members of 8-32-32-4, 16 rows. Dropout alone: 128 x 1024 numbers a member, "
+    "compiled by inductor. Tracing and compiling are not part of the time.",
     training_cases,
     (
-        Row("dropout by keys under vmap", DEFAULT, 1.5, "at most", (KEYS,)),
-        Row("dropout by keys under vmap, compiled", DEFAULT, 3, "faster", (COMPILED,)),
-        Row("Adam step of 16 to 64 small members", LOOP, 10, "faster", STEPS),
-        Row("Adam step of 16 to 64 small members", FOREACH, 1.8, "faster", STEPS),
+        Row("dropout by keys under vmap", DEFAULT, 1.5, "at most", (DRAWS,)),
+        Row("dropout by keys under vmap, compiled", DEFAULT, 3, "faster", (DRAWS_COMPILED,)),
+        Row("Adam step of 16 to 64 small members", LOOP, 10, "faster", MANY),
+        Row("Adam step of 16 to 64 small members", FOREACH, 1.8, "faster", MANY),
+        *rows_against(LOOP),
+        *(rows_against(JAX, DISPATCH) + rows_against(EQUINOX, DISPATCH) if JAX_PYTHON.exists() else ()),
         Row(
             "jit(vmap(grad(loss))), 4 to 16 members",
             UNTRACED,
@@ -143,5 +250,5 @@ SUITE = Suite(
             tuple(f"jit(vmap(grad(loss))), {m} members" for m in TRACED),
         ),
     ),
-    (adam_ways, ours, loop, stacked, jit_ways, dropout_ways),
+    (step_ways, ours, loop, stacked, jit_ways, dropout_ways),
 )

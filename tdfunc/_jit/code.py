@@ -109,7 +109,8 @@ class _Writer:
             return repr(value)
         if isinstance(value, (list, tuple)) and any(isinstance(item, fx.Node) for item in value):
             return f"[{', '.join(map(self.spell, value))}]"
-        return self.bind(value)
+        # Kernels take no subclass of complex.
+        return self.bind(complex(value) if isinstance(value, complex) else value)
 
     def call(self, node: fx.Node) -> str:
         target: Any = node.target

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.profiler import ProfilerActivity, profile
 
 from tdfunc import TensorDict, functional
 from tdfunc._jit import jit
@@ -146,6 +147,52 @@ def test_arguments_are_let_go():
     gc.collect()
 
     assert alive() is None
+
+
+@pytest.mark.parametrize("shapes", [20, pytest.param(1000, marks=pytest.mark.slow)])
+def test_records_of_many_shapes_take_bounded_memory(shapes):
+    """The last records stay, and neither graphs, fake tensors nor arguments of the others."""
+    fn = jit(lambda x: x * 2, cache_size=4)
+    first = torch.ones(shapes + 1)
+    alive = weakref.ref(first)
+    fn(first)
+    del first
+
+    counts = []
+    for n in range(1, shapes + 1):
+        fn(torch.ones(n))
+        if n in (shapes // 2, shapes):
+            gc.collect()
+            counts.append(sum([issubclass(type(item), (torch.Tensor, fx.GraphModule)) for item in gc.get_objects()]))
+
+    assert alive() is None
+    assert fn.cache_info().currsize == 4
+    assert counts[1] <= counts[0]
+
+
+def test_a_replay_frees_what_is_used_up():
+    """The peak of a replay is not above that of the function: a chain needs two tensors at a time."""
+
+    def fn(x):
+        for _ in range(20):
+            x = (x * 0.5).sin() @ x
+        return x
+
+    x = torch.zeros(64, 64)
+    traced = jit(fn)
+    traced(x)
+
+    def peak(call):
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            call(x)
+        held = highest = 0
+        for event in profiler.profiler.kineto_results.events():
+            if event.name() == "[memory]":
+                held += event.nbytes()
+                highest = max(highest, held)
+        return highest
+
+    assert 0 < peak(traced) <= peak(fn)
 
 
 def test_tracing_draws_nothing():
