@@ -416,6 +416,8 @@ CONTRACT = [
     ("stack_modules of 4 modules", "stack_module_state", 1.3),
     ("stack_modules of 4 modules", "TensorDict.from_modules", 4),
     ("call a module on a tree", "tensordict", 1.6), ("call TensorDictModule(nn.Linear)", "tensordict", 1.6),
+    ("dropout by keys under vmap", "torch.vmap(randomness='different')", 1.5),
+    ("dropout by keys under vmap, compiled", "torch.vmap(randomness='different')", 3),
     ("Adam step of 16 to 64 small members", "loop of torch.optim", 10),
     ("Adam step of 16 to 64 small members", "vmap(grad(functional_call))", 1.8),
     *((f"training step, {model}", rival, 1) for rival in ("loop of torch.optim", "jax.jit", "equinox")

@@ -207,7 +207,11 @@ def dropout_ways(*, compiled: bool) -> dict[str, Way]:
 def training_cases() -> list[Case]:
     steps = [Case(title_of(*setting), step_ways(*setting)) for setting in SETTINGS]
     draws = [Case(what, dropout_ways(compiled=what == DRAWS_COMPILED)) for what in (DRAWS, DRAWS_COMPILED)]
-    return [*draws, *steps, *[Case(f"jit(vmap(grad(loss))), {members} members", jit_ways(members)) for members in TRACED]]
+    return [
+        *draws,
+        *steps,
+        *[Case(f"jit(vmap(grad(loss))), {members} members", jit_ways(members)) for members in TRACED],
+    ]
 
 
 def rows_against(rival: str, why: str = "") -> list[Row]:
@@ -232,8 +236,8 @@ SUITE = Suite(
     "with `donate=True`, the loop with a `torch.optim.Adam` for each member, `vmap(grad(functional_call))` out of "
     "place with `torch._foreach_*`, also under `torch.compile`. `jax.jit` is a bare function of arrays and equinox its "
     "modules under `filter_jit`, both with optax and donation, in a process of their own on one core whose CPU time "
-    "counts; rounds alternate with ours. jit: members of 8-32-32-4, 16 rows. Dropout alone: 128 x 1024 numbers a member, "
-    "compiled by inductor. Tracing and compiling are not part of the time.",
+    "counts; rounds alternate with ours. jit: members of 8-32-32-4, 16 rows. Dropout alone: 128 x 1024 numbers a "
+    "member, compiled by inductor. Tracing and compiling are not part of the time.",
     training_cases,
     (
         Row("dropout by keys under vmap", DEFAULT, 1.5, "at most", (DRAWS,)),
