@@ -443,7 +443,9 @@ def scalars(tree: TensorCollection) -> dict[str, float]:
                 got=f"{node.dtype} of shape {list(node.shape)}" if isinstance(node, Tensor) else type(node).__name__,
                 hint="reduce it first, tree.apply(lambda leaf: leaf.flatten(1).mean(1)), or exclude() it.",
             )
-        name, values = "/".join(path), node.tolist()
+        name = "/".join(path)
+        # Any: a number, or a list of numbers.
+        values: Any = node.tolist()
         named = {f"{name}/{i}": value for i, value in enumerate(values)} if node.dim() else {name: values}
         clash = found.keys() & named.keys()
         if clash:
