@@ -65,7 +65,8 @@ def bytes_text(size: int) -> str:
         value /= 1000
         if value < 999.5 or unit == "PB":
             break
-    return f"{value:.{max(0, 3 - len(str(int(value))))}f} {unit}"
+    digits = f"{value:.0f}" if value >= 999.5 else f"{value:#.3g}".removesuffix(".")
+    return f"{digits} {unit}"
 
 
 def kind_text(kind: Kind | None) -> str:
