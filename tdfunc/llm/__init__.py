@@ -12,6 +12,7 @@ from tdfunc.llm.jsonl import load_jsonl as load_jsonl
 from tdfunc.llm.jsonl import save_jsonl as save_jsonl
 from tdfunc.llm.model import CausalLM as CausalLM
 from tdfunc.llm.model import causal_lm as causal_lm
+from tdfunc.llm.prompts import PromptData as PromptData
 from tdfunc.llm.records import LogProbs as LogProbs
 from tdfunc.llm.records import Masks as Masks
 from tdfunc.llm.records import Text as Text
@@ -19,8 +20,13 @@ from tdfunc.llm.records import Tokens as Tokens
 from tdfunc.llm.report import Finding as Finding
 from tdfunc.llm.report import TemplateReport as TemplateReport
 from tdfunc.llm.report import template_report as template_report
+from tdfunc.llm.rewards import RewardData as RewardData
 from tdfunc.llm.scoring import plan as plan
 from tdfunc.llm.scoring import score_ids as score_ids
+from tdfunc.llm.selection import AdaptiveKLController as AdaptiveKLController
+from tdfunc.llm.selection import ConstantKLController as ConstantKLController
+from tdfunc.llm.selection import TopK as TopK
+from tdfunc.llm.selection import topk_rewards as topk_rewards
 from tdfunc.llm.templates.base import AbstractTemplate as AbstractTemplate
 from tdfunc.llm.templates.chatml import ChatML as ChatML
 from tdfunc.llm.templates.chatml import chatml as chatml

@@ -1,0 +1,149 @@
+"""The best responses to each prompt, and coefficients of a KL penalty that follow a target."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tdfunc._tensordict import TensorDict
+from tdfunc.core.errors import error
+
+
+class TopK(NamedTuple):
+    """Numbers of rows.
+
+    Attributes:
+        chosen: The rows to train on: group by group as these became full, each with its highest reward first.
+        pending: The rows of groups that are not full, in order.
+    """
+
+    chosen: Tensor
+    pending: Tensor
+
+
+def topk_rewards(prompts: Sequence[str], rewards: Tensor, *, group_size: int, k: int) -> TopK:
+    """Choose, in each group of rows with one prompt, those with the `k` highest rewards above the group's median.
+
+    The first `group_size` rows of a prompt are a group, the next ones another. The median of an even number is the
+    lower of the two in the middle. A group of equal rewards has none above it, and gives no rows. To go on with later
+    rows, put them behind the pending ones.
+
+    Args:
+        prompts: The prompt of each row.
+        rewards: The reward of each row; of several for one row the mean.
+        group_size: The number of rows in a group.
+        k: The most rows to choose of a group.
+
+    Shapes:
+        Rewards are (N, ...) for N prompts.
+
+    Raises:
+        ValueError: There is not one reward for each prompt, `k` is not in 1 to `group_size`, or a reward is NaN.
+
+    Source:
+        `torchrl.data.llm.TopKRewardSelector`.
+
+    Examples:
+        >>> rewards = torch.tensor([1.0, 5.0, 2.0, 3.0, 9.0])
+        >>> topk_rewards(["a", "a", "a", "a", "b"], rewards, group_size=4, k=1)
+        TopK(chosen=tensor([1]), pending=tensor([4]))
+    """
+    if len(prompts) != rewards.shape[0]:
+        raise error(
+            ValueError,
+            "topk_rewards: there must be one reward for each prompt.",
+            expected=f"{len(prompts)} rewards",
+            got=f"shape {list(rewards.shape)}",
+        )
+    if not 1 <= k <= group_size:
+        raise error(ValueError, "topk_rewards: k must be in 1 to group_size.", got=f"k={k}, group_size={group_size}")
+    per_row = rewards if rewards.ndim == 1 else rewards.flatten(1).double().mean(1)
+    if bool(per_row.isnan().any()):
+        raise error(
+            ValueError, "topk_rewards: rewards must not be NaN.", got=f"row {int(per_row.isnan().nonzero()[0, 0])}"
+        )
+    chosen: list[int] = []
+    open_groups: dict[str, list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        group = open_groups.setdefault(prompt, [])
+        group.append(row)
+        if len(group) == group_size:
+            del open_groups[prompt]
+            values = per_row[group]
+            order = values.argsort(descending=True, stable=True)[: min(k, int((values > values.median()).sum()))]
+            chosen += [group[i] for i in order.tolist()]
+    pending = sorted(row for group in open_groups.values() for row in group)
+    return TopK(*[torch.tensor(rows, dtype=torch.int64, device=rewards.device) for rows in (chosen, pending)])
+
+
+@dataclass(frozen=True, eq=False)
+class ConstantKLController:
+    """A coefficient of a KL penalty that stays as it is.
+
+    Args:
+        kl_coef: The coefficient, or one for each member (E,).
+
+    Examples:
+        >>> controller = ConstantKLController(0.1)
+        >>> state = controller.init()
+        >>> controller.update(state, torch.tensor(3.0), n_steps=4)["kl_coef"]
+        tensor(0.1000)
+    """
+
+    kl_coef: float | Tensor
+
+    def init(self) -> TensorDict:
+        """Return the state: a tree with `kl_coef`."""
+        return _kl_state(self.kl_coef)
+
+    def update(self, state: TensorDict, kl: Tensor, *, n_steps: int | Tensor) -> TensorDict:
+        """Return the state as it is."""
+        return state
+
+
+@dataclass(frozen=True, eq=False)
+class AdaptiveKLController:
+    """A coefficient of a KL penalty that rises where the divergence is above a target, and falls where it is below.
+
+    An update multiplies it by 1 + clip(kl / target - 1, -0.2, 0.2) * n_steps / horizon.
+
+    Args:
+        init_kl_coef: The first coefficient, or one for each member (E,).
+        target: The divergence to reach, in nats.
+        horizon: The number of steps in which the coefficient changes by at most a fifth.
+
+    Source:
+        Ziegler et al. 2019, Fine-Tuning Language Models from Human Preferences, section 2.2.
+
+    Examples:
+        >>> controller = AdaptiveKLController(init_kl_coef=0.1, target=6.0, horizon=100)
+        >>> controller.update(controller.init(), torch.tensor(60.0), n_steps=50)["kl_coef"]
+        tensor(0.1100)
+    """
+
+    init_kl_coef: float | Tensor
+    target: float | Tensor
+    horizon: int
+
+    def init(self) -> TensorDict:
+        """Return the state: a tree with `kl_coef`."""
+        return _kl_state(self.init_kl_coef)
+
+    def update(self, state: TensorDict, kl: Tensor, *, n_steps: int | Tensor) -> TensorDict:
+        """Return the state after steps with a mean divergence.
+
+        Args:
+            state: The state so far.
+            kl: The divergence of the policy from its reference, in nats.
+            n_steps: The number of steps, or samples, that it is the mean of.
+        """
+        deviation = (kl.detach() / self.target - 1).clamp(-0.2, 0.2)
+        coef = state["kl_coef"]
+        return state.set("kl_coef", (coef * (1 + deviation * n_steps / self.horizon)).to(coef.dtype))
+
+
+def _kl_state(coef: float | Tensor) -> TensorDict:
+    value = coef.detach() if isinstance(coef, Tensor) else torch.tensor(coef, dtype=torch.get_default_dtype())
+    return TensorDict({"kl_coef": value})

@@ -1,0 +1,71 @@
+"""`PromptData.mask_label`: prompts stay, the rest becomes pads."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tdfunc as tdf
+from tdfunc.llm import PromptData
+from tests.helpers import assert_pure, assert_trees_equal
+
+
+def make_prompts(rows, width, seed=0, dtype=torch.bool):
+    """Random rows, some positions pads, with labels, logits and a loss."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(9, (rows, width), generator=generator)
+    return PromptData(
+        input_ids=ids,
+        attention_mask=(torch.rand(rows, width, generator=generator) < 0.7).to(dtype),
+        prompt_rindex=torch.randint(width, (rows,), generator=generator),
+        labels=ids,
+        logits=torch.randn(rows, width, 3, generator=generator),
+        loss=torch.randn(rows, generator=generator),
+        batch_size=[rows],
+    )
+
+
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(0, 999), st.sampled_from([torch.bool, torch.int64]))
+def test_mask_label_is_a_loop_over_positions(rows, width, seed, dtype):
+    """Oracle: lists. Batch size, dtypes, ends of prompts and losses stay; nothing is written; twice is once."""
+    data = make_prompts(rows, width, seed, dtype)
+    ends = data.prompt_rindex.tolist()
+
+    out = assert_pure(lambda tree: tree.mask_label(pad_token_id=50), data)
+
+    for i, end in enumerate(ends):
+        ids, mask = data.input_ids[i].tolist(), data.attention_mask[i].tolist()
+        assert out.input_ids[i].tolist() == ids[: end + 1] + [50] * (width - end - 1)
+        assert out.attention_mask[i].tolist() == mask[: end + 1] + [0] * (width - end - 1)
+    assert out.batch_size == data.batch_size
+    assert out.attention_mask.dtype == dtype
+    assert torch.equal(out.prompt_rindex, data.prompt_rindex)
+    assert torch.equal(out.loss, data.loss)
+    assert out.labels is None
+    assert out.logits is None
+    assert_trees_equal(out.mask_label(pad_token_id=50), out)
+
+
+def test_mask_label_under_vmap_and_jit_and_of_one_row():
+    """One row without batch, rows under vmap, and a traced call give the rows of the batch."""
+    data = make_prompts(3, 5)
+    expected = data.mask_label(pad_token_id=7)
+
+    def mask(tree):
+        return tree.mask_label(pad_token_id=7)
+
+    assert_trees_equal(torch.stack([mask(row) for row in data.unbind(0)]), expected)
+    assert torch.equal(torch.vmap(lambda row: mask(row).input_ids)(data), expected.input_ids)
+    assert_trees_equal(tdf.jit(mask)(data), expected)
+
+
+def test_the_pad_id_must_be_given():
+    """There is no id that is the pad of every tokenizer."""
+    with pytest.raises(TypeError, match="pad_token_id"):
+        make_prompts(1, 2).mask_label()
+
+
+def test_required_fields_are_required():
+    """As of any dataclass: a TypeError that names the field."""
+    with pytest.raises(TypeError, match="prompt_rindex"):
+        PromptData(torch.ones(2, 4), torch.ones(2, 4), batch_size=[2])
