@@ -119,7 +119,8 @@ class _Writer:
             return f"{args[0]}[{args[1]}]"
         if target in _SPREAD:
             sizes: Any = node.args[1]
-            return f"{args[0]}.{_SPREAD[target]}({', '.join(map(repr, sizes))})"
+            # Without sizes these are other methods.
+            return f"{args[0]}.{_SPREAD[target]}({', '.join(map(repr, sizes)) or '()'})"
         if target in _ARITHMETIC and (number := self._number(node)) is not None:
             args[1] = number
         overwritten = self._find_overwritten(node)
