@@ -38,6 +38,7 @@ def assert_one_graph(function, calls):
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "x"), MODELS)
 def test_apply(make, x):
     """A step function with `apply` is one graph for all trees."""

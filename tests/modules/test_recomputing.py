@@ -287,7 +287,12 @@ DRAWN = {
 }
 
 
-@pytest.mark.parametrize("way", DRAWN.values(), ids=DRAWN)
+# Making a trace takes seconds.
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, marks=pytest.mark.slow if name == "jit" else ()) for name, way in DRAWN.items()],
+    ids=DRAWN,
+)
 @pytest.mark.parametrize("run", RUNS_OF_PARTS.values(), ids=RUNS_OF_PARTS)
 def test_draws_by_a_key_are_repeated(run, way):
     """The second run drops what the first one did: the gradients are those without a checkpoint."""

@@ -147,6 +147,7 @@ def test_groups_equal_parameter_groups(members, generator):
             torch.testing.assert_close([got["a", "w"][i], got["b"][i]], [w.detach(), b.detach()], rtol=1e-10, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_groups_compile_to_one_graph(generator):
     """`torch.compile(fullgraph=True)` takes chains, masks and groups."""
     params, grads = make_tree(generator), make_tree(generator)

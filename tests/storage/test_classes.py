@@ -48,6 +48,7 @@ def written(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_script_finds_its_own_classes(written):
     """Another script that defines the class loads it, also without being told."""
     assert ended(run(READ, written)).splitlines() == ["[True, True, True, True]"] * 2
