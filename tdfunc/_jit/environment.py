@@ -221,8 +221,7 @@ def _readers(fn: Any) -> Iterator[_Reader]:
                 names = _names(function.__code__, "LOAD_GLOBAL")
                 for name in sorted(names & scope.keys()):
                     if not isinstance(scope[name], types.ModuleType):
-                        read = lambda n=name, g=scope: g.get(n, _MISSING)  # noqa: E731
-                        readers.append(_Reader(name, scope, read, name in stored))
+                        readers.append(_Reader(name, scope, lambda n=name, g=scope: g.get(n, _MISSING), name in stored))
                 # Builtins, which a global may hide, and names that are assigned later.
                 absent = names - scope.keys()
                 if absent:
