@@ -1,5 +1,6 @@
 """Conversations and language models: histories, chat templates, and token-exact conversations."""
 
+from tdfunc.llm.batching import Batcher as Batcher
 from tdfunc.llm.compare import compare as compare
 from tdfunc.llm.content import ContentBase as ContentBase
 from tdfunc.llm.functions import MaskedCategorical as MaskedCategorical
