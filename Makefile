@@ -6,7 +6,7 @@ PY := $(VENV)/bin/python
 # One file pins the packages and, for pip's isolated builds, the build backend.
 PIP_ENV := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1
 
-.PHONY: install demo test test-all conformance reliability randomness pages outputs bench lint types docs notebooks clean
+.PHONY: install demo test test-all test-vllm conformance reliability randomness pages outputs bench lint types docs notebooks clean
 
 install: $(VENV)/.installed-dev
 
@@ -66,6 +66,17 @@ $(VENV)/jax/.installed: Makefile | install
 $(VENV)/tensordict-newer/tensordict: Makefile | install
 	rm -rf $(VENV)/tensordict-newer
 	PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip install -q --no-deps --target $(VENV)/tensordict-newer $(NEWER)
+	@touch $@
+
+# vLLM itself on the CPU, in an environment of its own (2.5 GB), next to transformers and over HTTP.
+test-vllm: $(VENV)/vllm/.installed
+	OMP_NUM_THREADS=1 $(VENV)/vllm/bin/python -m pytest -q tests/engines -W default
+
+$(VENV)/vllm/.installed: Makefile tests/engines/requirements.txt
+	rm -rf $(VENV)/vllm
+	$(PYTHON) -m venv $(VENV)/vllm
+	$(PIP_ENV) $(VENV)/vllm/bin/python -m pip install -q torch
+	PIP_DISABLE_PIP_VERSION_CHECK=1 $(VENV)/vllm/bin/python -m pip install -q --no-deps -r tests/engines/requirements.txt
 	@touch $@
 
 lint: install

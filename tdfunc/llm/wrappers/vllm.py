@@ -132,11 +132,10 @@ class vLLMWrapper(LLMWrapperBase):  # noqa: N801
             ConcurrencyError: The engine did not take all leaves, or kept its cache; likewise.
         """
         lm, own_buffers, shapes, tied = self._model()
-        flat: dict[str, Tensor] = {
-            ".".join(key) if isinstance(key, tuple) else key: leaf for key, leaf in tree.items(True, True)
-        }
-        # A tree may have buffers that checkpoints do not hold.
-        extra = {".".join(path) for path in lm.apply.paths} - set(shapes)
+        flat, own = _named(tree), _named(own_buffers)
+        # A tree may have the buffers, too, of which checkpoints hold some.
+        held = all([name in flat for name in own])
+        extra = set(own) - set(shapes)
         return push_weights(
             self.engine,
             lm,
@@ -145,7 +144,7 @@ class vLLMWrapper(LLMWrapperBase):  # noqa: N801
             tied,
             self.engine.probe_ids(),
             tree=tree,
-            buffers=own_buffers if buffers is None else buffers,
+            buffers=own_buffers if buffers is None and not held else buffers,
             version=str(version),
             tolerance=tolerance,
         )
@@ -212,6 +211,12 @@ class vLLMWrapper(LLMWrapperBase):  # noqa: N801
         for i, out in zip(filled, made, strict=True):
             found[i] = _prompt_log_probs(out)
         return [each.to(row.device) for each, row in zip(found, rows, strict=True)]
+
+
+# Any: a tree.
+def _named(tree: Any) -> dict[str, Tensor]:
+    """Return the leaves of a tree by the names of a state_dict."""
+    return {".".join(key) if isinstance(key, tuple) else key: leaf for key, leaf in tree.items(True, True)}
 
 
 def _sampling_params(options: GenerationOptions) -> dict[str, Any]:
