@@ -1,5 +1,9 @@
 """Conversations and language models: histories, chat templates, and token-exact conversations."""
 
+from tdfunc.llm import advantages as advantages
+from tdfunc.llm import corrections as corrections
+from tdfunc.llm import divergences as divergences
+from tdfunc.llm import losses as losses
 from tdfunc.llm.compare import compare as compare
 from tdfunc.llm.content import ContentBase as ContentBase
 from tdfunc.llm.functions import MaskedCategorical as MaskedCategorical
