@@ -68,6 +68,6 @@ from tdfunc.llm.tokens import extends as extends
 from tdfunc.llm.tokens import fork as fork
 from tdfunc.llm.wrappers.backend import AbstractBackend as AbstractBackend
 from tdfunc.llm.wrappers.base import LLMWrapperBase as LLMWrapperBase
+from tdfunc.llm.wrappers.engine import vLLMWrapper as vLLMWrapper
 from tdfunc.llm.wrappers.push import Push as Push
 from tdfunc.llm.wrappers.transformers import TransformersWrapper as TransformersWrapper
-from tdfunc.llm.wrappers.vllm import vLLMWrapper as vLLMWrapper

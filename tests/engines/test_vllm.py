@@ -8,7 +8,7 @@ import tdfunc as tdf
 from tdfunc import ConcurrencyError, TensorDict, TreeStructureError, UnsupportedError
 from tdfunc.llm import Tokens, causal_lm, compare, vLLMWrapper
 from tdfunc.llm.generation.options import GenerationOptions
-from tdfunc.llm.wrappers.vllm import Engine
+from tdfunc.llm.wrappers.engine import Engine
 from tests.engines.tiny import make_model, make_tokenizer
 
 LENGTHS = [1, 7, 20, 150]

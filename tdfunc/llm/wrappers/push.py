@@ -15,6 +15,7 @@ from torch import Tensor
 from tdfunc.core.errors import ConcurrencyError, TreeStructureError, error
 from tdfunc.llm.model import CausalLM
 from tdfunc.llm.scoring import logits_of_ids
+from tdfunc.storage.disk.raw import raw_bytes
 
 # The label of weights that were sent and not proven.
 _UNPROVEN = "unproven: "
@@ -178,7 +179,7 @@ def _digested(leaves: Mapping[str, Tensor], digests: dict[str, str]) -> Iterator
     for name, leaf in leaves.items():
         whole = leaf.detach().cpu().contiguous()
         yield name, whole
-        digests[name] = xxhash.xxh3_128_hexdigest(whole.flatten().view(torch.uint8).numpy())
+        digests[name] = xxhash.xxh3_128_hexdigest(raw_bytes(whole).data)
 
 
 # Any: trees.

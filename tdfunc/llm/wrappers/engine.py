@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +15,6 @@ from tdfunc.llm.wrappers.base import LLMWrapperBase
 from tdfunc.llm.wrappers.push import AbstractEngine, Probe, Push, proven_label, push_weights
 from tdfunc.storage.api import save
 
-if TYPE_CHECKING:
-    from vllm import LLM
-
 # How many candidates of the next token a proof compares.
 _CANDIDATES = 5
 
@@ -25,9 +22,10 @@ _CANDIDATES = 5
 class Engine(AbstractEngine):
     """An `LLM` of vLLM, in this process or with workers."""
 
-    def __init__(self, llm: "LLM") -> None:
-        self.llm: Any = llm
-        self._engine: Any = self.llm.llm_engine
+    # Any: vLLM is optional.
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self._engine = llm.llm_engine
 
     @property
     def _in_process(self) -> bool:
@@ -70,11 +68,12 @@ class Engine(AbstractEngine):
 
     def run(self, prompts: Sequence[Tensor], params: list[dict[str, Any]]) -> list[Any]:
         """Return the outputs of requests, in order."""
-        from vllm import SamplingParams
+        from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
         rows = [{"prompt_token_ids": row.tolist()} for row in prompts]
         # Ids are decoded by the wrapper, and only where a stop sequence is given by the engine.
-        made = [SamplingParams(detokenize=bool(each.get("stop")), **each) for each in params]
+        # Any: vLLM is optional.
+        made: list[Any] = [SamplingParams(detokenize=bool(each.get("stop")), **each) for each in params]
         return self.llm.generate(rows, made, use_tqdm=False)
 
 
@@ -99,7 +98,8 @@ class vLLMWrapper(LLMWrapperBase):  # noqa: N801
         `torchrl.modules.llm.vLLMWrapper`.
     """
 
-    def __init__(self, model: "LLM", **options: Any) -> None:
+    # Any: a `vllm.LLM`, and the options of the base.
+    def __init__(self, model: Any, **options: Any) -> None:
         engine = Engine(model)
         mode = engine.llm.llm_engine.vllm_config.model_config.logprobs_mode
         if mode != "raw_logprobs":
