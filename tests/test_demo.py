@@ -185,6 +185,7 @@ def test_wrong_options_and_missing_packages(monkeypatch, capsys):
     )
 
 
+@pytest.mark.slow
 def test_other_weights_in_the_loop_are_noticed(monkeypatch):
     """The check that the step and the loop agree can fail."""
     honest = demo.loop_steps
