@@ -14,6 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 from tdfunc import CaptureError, ImmutableError, UnsupportedError
 from tdfunc._jit import jit
 from tdfunc._jit.code import BINDINGS
+from tests.helpers import examples
 
 CAPTURED = torch.full((3,), 2.0)
 
@@ -107,6 +108,7 @@ def outcome(fn, values):
     return str([t.tolist() for t in out]), [[a.data_ptr() == b.data_ptr() for a in out] for b in out]
 
 
+@examples(0.6)
 @given(PROGRAMS, NUMBERS, NUMBERS)
 def test_replays_equal_the_function(program, first, second):
     """A replay gives the values, shared memory and errors of the function, or the function is refused by name."""

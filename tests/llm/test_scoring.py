@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tdfunc as tdf
@@ -15,6 +15,7 @@ from tdfunc.llm import LogProbs, Masks, Tokens, causal_lm, distribution, logits,
 from tdfunc.llm.layout import bins, compact
 from tdfunc.llm.model import PACKING
 from tdfunc.llm.scoring import logits_of_ids
+from tests.helpers import examples
 from tests.llm.models import FAMILIES, VOCAB, make, row_log_probs
 
 pytestmark = [
@@ -99,7 +100,7 @@ def test_the_table_of_packing_is_what_packing_does(name):
     assert (lm.packing == "mask") == (name in MASKED)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(0.2)
 @given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=5), seed=st.integers(0, 2**16), data=st.data())
 def test_random_rows(lengths, seed, data):
     """Any lengths, temperatures and chunks."""
