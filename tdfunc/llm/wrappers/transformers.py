@@ -43,12 +43,14 @@ class TransformersWrapper(LLMWrapperBase):
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
-        self._lm: CausalLM = causal_lm(model, copy=False)[0]
+        self._engine = causal_lm(model, copy=False)[0]
 
     @property
     def lm(self) -> CausalLM:
         """The specification of the model, for the pure functions of this package."""
-        return self._lm
+        if self._engine is None:
+            self._engine = causal_lm(self.model, copy=False)[0]
+        return self._engine
 
     def generate_tokens(
         self,
@@ -63,20 +65,21 @@ class TransformersWrapper(LLMWrapperBase):
 
     def score_tokens(self, rows: Sequence[Tensor], *, training: bool = False, rng: Any = None) -> list[Tensor]:
         """Return the log-probs of rows, as `AbstractBackend` describes."""
-        if not rows:
-            return []
         params = from_module(self.model)
+        device = next(iter(params.leaves())).device
         lengths = [len(row) for row in rows]
-        ids = pad_sequence(list(rows), batch_first=True).to(next(iter(params.leaves())).device)
+        if not any(lengths):
+            return [torch.zeros(0, device=device) for _ in rows]
+        ids = pad_sequence(list(rows), batch_first=True).to(device)
         mask = torch.arange(ids.shape[1], device=ids.device) < torch.tensor(lengths, device=ids.device).unsqueeze(-1)
         packed = self.pad_model_input is False
-        lm = self._lm.train() if training else self._lm
+        lm = self.lm.train() if training else self.lm
         found = score_ids(lm, params, ids, mask, packed=packed, rng=rng).log_probs
         return [found[i, :length] for i, length in enumerate(lengths)]
 
     def _logits(self, ids_NT: Tensor, mask_NT: Tensor, training: bool = False, rng: Any = None) -> Tensor:
         params = from_module(self.model)
         device = next(iter(params.leaves())).device
-        lm = self._lm.train() if training else self._lm
+        lm = self.lm.train() if training else self.lm
         packed = self.pad_model_input is False
         return logits_of_ids(lm, params, ids_NT.to(device), mask_NT.to(device), packed=packed, rng=rng).log_probs
