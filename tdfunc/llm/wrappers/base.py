@@ -102,6 +102,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         masks_key: The place of the `Masks`.
         log_probs_key: The place of the `LogProbs`.
         prompt_log_probs: Score the prompts of generated responses, too.
+        allow_long: Run rows that are longer than the model was trained for, if it can.
         batching: Run the rows of several threads together; batch sizes turn it on.
         min_batch_size: The rows that a batch waits for.
         max_batch_size: The most rows of a batch.
@@ -177,6 +178,8 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         if logits_only:
             return out.set("logits", self._padded_logits(tensordict, training, key).logits)
         if self.generate:
+            if training:
+                raise error(ValueError, f"{type(self).__name__}: training=True must come with generate=False.")
             found = self._generated(tensordict, key)
             if self._samples and tensordict_out is None:
                 dims = len(tensordict._batch_size)
@@ -272,7 +275,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
 
     def _score_rows(self, td: Any, inputs: Inputs, training: bool, key: Any) -> list[Row]:
         """Return the rows of the input with their log-probs."""
-        found = self.score_tokens([row.ids for row in inputs.rows], training=training, key=key)
+        found = self.score_tokens([row.ids for row in inputs.rows], training=training, rng=key)
         device = self._device_of(td, inputs, found)
         return [
             replace(row, log_probs=values, scored=torch.arange(len(row.ids)) > 0).to(device)

@@ -48,6 +48,7 @@ class WrapperOptions:
     masks_key: "NestedKey | None" = "masks"
     log_probs_key: "NestedKey | None" = "log_probs"
     prompt_log_probs: bool = False
+    allow_long: bool = False
     batching: bool | None = None
     min_batch_size: int | None = None
     max_batch_size: int | None = None

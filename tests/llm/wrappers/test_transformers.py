@@ -198,6 +198,7 @@ def test_options_of_templates_and_of_truncation():
         assert [row.tolist() for row in cut["tokens"].full] == [row[part].tolist() for row in whole]
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_gradients_are_those_of_score():
     """Backward through the module, and grad and vmap over its parameters, agree with the pure function."""
     model, td = copy.deepcopy(make("llama")), tokens_td([4, 2], 0)
