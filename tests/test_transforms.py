@@ -383,7 +383,7 @@ WRAPPED = {"plain": {}, "static graph": {"static_graph": True}}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WRAPPED)
-def test_distributed_data_parallel(name, tmp_path):
+def test_distributed_data_parallel(name, process_group):
     """A module in `DistributedDataParallel` takes and returns trees."""
 
     class Adds(torch.nn.Module):
@@ -394,11 +394,7 @@ def test_distributed_data_parallel(name, tmp_path):
         def forward(self, t):
             return t.set("out", self.layer(t["a"]))
 
-    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        module = torch.nn.parallel.DistributedDataParallel(Adds(), **WRAPPED[name])
-        module(TensorDict({"a": torch.ones(4, 2)}, [4]))["out"].sum().backward()
-    finally:
-        torch.distributed.destroy_process_group()
+    module = torch.nn.parallel.DistributedDataParallel(Adds(), **WRAPPED[name])
+    module(TensorDict({"a": torch.ones(4, 2)}, [4]))["out"].sum().backward()
 
     assert module.module.layer.weight.grad.tolist() == [[4, 4]]

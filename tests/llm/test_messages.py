@@ -4,7 +4,7 @@ import pytest
 
 from tdfunc import ImmutableError, MissingKeyError, UnsupportedError
 from tdfunc.core.errors import BatchSizeError
-from tdfunc.llm import ContentBase, History, chatml, deepseek, gemma, llama, load_jsonl, mistral
+from tdfunc.llm import Batcher, ContentBase, History, chatml, deepseek, gemma, llama, load_jsonl, mistral
 from tests.llm.tokens import make_tokenizer
 
 ONE = History(role="user", content="a")
@@ -129,13 +129,32 @@ APPLY = [
     ),
 ]  # fmt: skip
 
+BATCHING = [
+    (
+        lambda: Batcher(list, min_batch_size=0),
+        ValueError,
+        "expected: 1 <= min_batch_size <= max.*got: +min_batch_size 0",
+    ),
+    (lambda: Batcher(list, min_batch_size=4, max_batch_size=2), ValueError, "sizes must be in order.*max_batch_size 2"),
+    (lambda: Batcher(list, max_batch_size=0), ValueError, "sizes must be in order.*max_batch_size 0"),
+    (lambda: Batcher(list, timeout_s=-1.0), ValueError, "timeout_s must be 0 or more seconds.*-1.0"),
+    (lambda: Batcher(list, timeout_s=float("nan")), ValueError, "timeout_s.*nan"),
+    (lambda: closed().submit(1), RuntimeError, "Batcher.submit: the batcher is closed"),
+]
+
+
+def closed():
+    """A batcher that takes no more requests."""
+    with Batcher(list) as batcher:
+        return batcher
+
 
 def apply(history=CHAT, tokenizer=None, **options):
     """Call apply_chat_template with a tokenizer."""
     return history.apply_chat_template(tokenizer=tokenizer or make_tokenizer(), **options)
 
 
-@pytest.mark.parametrize(("call", "kind", "pattern"), [*HISTORY, *TEMPLATES, *APPLY])
+@pytest.mark.parametrize(("call", "kind", "pattern"), [*HISTORY, *TEMPLATES, *APPLY, *BATCHING])
 def test_mistakes_are_explained(call, kind, pattern):
     """The error is of this class and names what is wrong."""
     with pytest.raises(kind, match=f"(?s){pattern}"):
