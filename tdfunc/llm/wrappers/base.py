@@ -5,6 +5,7 @@ It reads conversations, texts or tokens as rows of ids, and makes the typed tree
 """
 
 import weakref
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -12,8 +13,10 @@ import torch
 from torch import Size, Tensor
 
 from tdfunc import random
+from tdfunc.core.context import has_values
 from tdfunc.core.errors import ImmutableError, LeafMismatchError, UnsupportedError, error
 from tdfunc.core.types import NestedKey
+from tdfunc.llm.batching import Batcher
 from tdfunc.llm.chat_history import ChatHistory
 from tdfunc.llm.encode import text_tokenizer
 from tdfunc.llm.functions import MaskedCategorical
@@ -62,6 +65,16 @@ class _Option:
             f"{type(wrapper).__name__}.{self._name} must not be assigned.",
             hint=f"wrapper = wrapper.get_new_version({self._name}={value!r})",
         )
+
+
+# Any: the results of rows.
+def _answers(futures: "list[Future[Any]]") -> list[Any]:
+    """Return the results of futures; if one fails, the others' rows are not waited for."""
+    try:
+        return [future.result() for future in futures]
+    finally:
+        for future in futures:
+            future.cancel()
 
 
 class _Logits(NamedTuple):
@@ -133,6 +146,14 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         """Put options into this very module: one that nobody else has yet."""
         self._options = options
         self._generation = GenerationOptions.parse(options.generate_kwargs, num_samples=options.num_samples)
+        self._batcher: Batcher[Any, Any] | None = None
+        if options.batches:
+            self._batcher = Batcher(
+                self._run_batch,
+                min_batch_size=1 if options.min_batch_size is None else options.min_batch_size,
+                max_batch_size=options.max_batch_size,
+                timeout_s=options.batching_timeout,
+            )
         self._template = None
         if options.input_mode == "history":
             extra = dict(options.tokenizer_kwargs or {})
@@ -275,7 +296,13 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
 
     def _score_rows(self, td: Any, inputs: Inputs, training: bool, key: Any) -> list[Row]:
         """Return the rows of the input with their log-probs."""
-        found = self.score_tokens([row.ids for row in inputs.rows], training=training, rng=key)
+        ids = [row.ids for row in inputs.rows]
+        # Dropout is drawn for a call as a whole; threads of the batcher are outside of transforms.
+        if self._batcher is None or training or not has_values():
+            found = self.score_tokens(ids, training=training, rng=key)
+        else:
+            group = ("score", torch.is_grad_enabled())
+            found = _answers([self._batcher.submit((group, row, None), group=group) for row in ids])
         device = self._device_of(td, inputs, found)
         return [
             replace(row, log_probs=values, scored=torch.arange(len(row.ids)) > 0).to(device)
@@ -396,12 +423,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         check_prompts(inputs.rows, td._batch_size)
         options, count = self._generation, self._generation.num_return_sequences
         lead = Size((*td._batch_size, self._samples)) if self._samples else td._batch_size
-        responses = self.generate_tokens(
-            [row.ids for row in inputs.rows],
-            options,
-            keys=self._keys(len(inputs.rows) * count, key),
-            prompt_log_probs=self._options.prompt_log_probs,
-        )
+        responses = self._respond([row.ids for row in inputs.rows], self._keys(len(inputs.rows) * count, key))
         prompts = [row for row in inputs.rows for _ in range(count)]
         values: dict[str, Any] = {"tokens": None, "masks": None, "log_probs": None}
         # A server may give texts alone.
@@ -417,7 +439,11 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
                 values |= ragged_records(rows, lead, self.layout)._asdict()
         if self.input_mode == "tokens":
             return values
-        texts = reply_texts(self.tokenizer, prompts, responses, skip_special_tokens=options.skip_special_tokens)
+        whole = reply_texts(self.tokenizer, prompts, responses)
+        if inputs.chats is not None:
+            values["history"] = self._replied(inputs.chats, responses, whole, lead)
+        skips = options.skip_special_tokens
+        texts = reply_texts(self.tokenizer, prompts, responses, skip_special_tokens=True) if skips else whole
         before = inputs.texts
         if before is None:
             before = decode_all(self.tokenizer, [row.ids for row in inputs.rows])
@@ -428,17 +454,26 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
             full=shaped_list([a + b for a, b in zip(before, texts, strict=True)], lead),
             batch_size=lead,
         )
-        if inputs.chats is not None:
-            values["history"] = self._replied(inputs.chats, prompts, responses, lead)
         return values
 
+    def _respond(self, prompts: list[Tensor], keys: Tensor | None) -> list[Response]:
+        """Return the responses of the backend to prompts, together with those to other threads' prompts."""
+        options, scored = self._generation, self._options.prompt_log_probs
+        if self._batcher is None:
+            return self.generate_tokens(prompts, options, keys=keys, prompt_log_probs=scored)
+        group = ("generate", options, scored)
+        count = options.num_return_sequences
+        own = [None] * len(prompts) if keys is None else keys.split(count)
+        requests = [(group, prompt, each) for prompt, each in zip(prompts, own, strict=True)]
+        found = _answers([self._batcher.submit(request, group=group) for request in requests])
+        return [response for responses in found for response in responses]
+
     # Any: conversations.
-    def _replied(self, chats: list[Any], prompts: list[Row], responses: list[Response], lead: Size) -> ChatHistory:
+    def _replied(self, chats: list[Any], responses: list[Response], texts: list[str], lead: Size) -> ChatHistory:
         """Return the conversations with their replies."""
         assert self._template is not None
         count = self._generation.num_return_sequences
         given = [chat for chat in chats for _ in range(count)]
-        texts = reply_texts(self.tokenizer, prompts, responses, skip_special_tokens=False)
         stops = self._generation.stop_sequences
         replies = [
             History.from_chats([reply_of(self._template, response, text, stops)])
@@ -464,6 +499,39 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
                 expected="wrapper(td, key=tdfunc.random.key(0)), another key for each call",
             )
         return random.fold_in(key_of(key), torch.arange(count))
+
+    # -- batching -----------------------------------------------------------------------------------------------
+
+    # Any: requests and results of either kind.
+    def _run_batch(self, requests: list[Any]) -> list[Any]:
+        """Return the results of requests of one group: scores, or the responses to each prompt."""
+        kind, *how = requests[0][0]
+        rows = [row for _, row, _ in requests]
+        if kind == "score":
+            with torch.set_grad_enabled(how[0]):
+                return self.score_tokens(rows)
+        options, scored = how
+        keys = None if requests[0][2] is None else torch.cat([each for _, _, each in requests])
+        found = self.generate_tokens(rows, options, keys=keys, prompt_log_probs=scored)
+        count = options.num_return_sequences
+        return [found[i * count : (i + 1) * count] for i in range(len(rows))]
+
+    @property
+    def batching(self) -> bool:
+        """Whether rows of several threads run together."""
+        return self._batcher is not None
+
+    def get_batching_state(self) -> dict[str, Any]:
+        """Return the counts and options of `Batcher.state`, and `batching`."""
+        return {"batching": self.batching, **({} if self._batcher is None else self._batcher.state())}
+
+    def cleanup_batching(self, *, flush: bool = False) -> "list[Future[Any]]":
+        """Empty the queue, and return the futures of the rows that were in it, all done.
+
+        Args:
+            flush: Run these rows first, so that their callers get results; else the calls are cancelled.
+        """
+        return [] if self._batcher is None else self._batcher.cleanup(flush=flush)
 
     # -- versions -----------------------------------------------------------------------------------------------
 

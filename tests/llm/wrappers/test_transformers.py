@@ -37,14 +37,17 @@ CHATS = [
 
 
 def model_for(tokenizer=TOKENIZER, family="llama"):
+    """A model with the tokens of a tokenizer."""
     return make(family, vocab_size=len(tokenizer))
 
 
 def chats_td(chats=CHATS):
+    """A tree with whole conversations."""
     return TensorDict({"history": ChatHistory(full=History.from_chats(chats), batch_size=[len(chats)])}, [len(chats)])
 
 
 def tokens_td(lengths, seed, width=6):
+    """A tree with random rows, padded at the left."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(VOCAB, (len(lengths), width), generator=generator)
     mask = torch.arange(width) >= width - torch.tensor(lengths).unsqueeze(-1)
@@ -88,7 +91,8 @@ def test_all_modes_score_each_row_alone(options):
 
     out = assert_pure(wrapper, td)
     check_rows(model, out, rows)
-    assert out["text"].full == texts and (out["history"].full == td["history"].full).all()
+    assert out["text"].full == texts
+    assert (out["history"].full == td["history"].full).all()
     said = [TOKENIZER.decode(ids[wrote]) for ids, _, _, wrote in rows_in(out)]
     assert said == ["the fox<|im_end|>", "<|im_end|>", ""]
     in_text = assert_pure(
@@ -125,7 +129,7 @@ def test_get_dist_and_log_prob_agree_with_the_scores(lengths, seed):
             torch.testing.assert_close(row, full[valid], atol=1e-5, rtol=1e-5)
     assert [len(row) for row in nested.entropy().unbind()] == lengths
     wide = wrapper(td, logits_only=True)
-    assert "log_probs" not in wide.keys()
+    assert "log_probs" not in wide
     again = wrapper.get_dist(wide, logits_key="logits", mask_key="attention_mask")
     torch.testing.assert_close(again.log_prob(ids), lp.full, atol=1e-5, rtol=1e-5)
     assert (wrapper.get_dist(td.set("none", lp.mask & False), mask_key="none").log_prob(ids) == 0).all()
