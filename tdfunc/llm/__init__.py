@@ -1,6 +1,7 @@
 """Conversations and language models: histories, chat templates, and token-exact conversations."""
 
 from tdfunc.llm.batching import Batcher as Batcher
+from tdfunc.llm.chat_history import ChatHistory as ChatHistory
 from tdfunc.llm.compare import compare as compare
 from tdfunc.llm.content import ContentBase as ContentBase
 from tdfunc.llm.functions import MaskedCategorical as MaskedCategorical
@@ -50,3 +51,6 @@ from tdfunc.llm.tokens import chat_ids as chat_ids
 from tdfunc.llm.tokens import drift as drift
 from tdfunc.llm.tokens import extends as extends
 from tdfunc.llm.tokens import fork as fork
+from tdfunc.llm.wrappers.backend import AbstractBackend as AbstractBackend
+from tdfunc.llm.wrappers.base import LLMWrapperBase as LLMWrapperBase
+from tdfunc.llm.wrappers.transformers import TransformersWrapper as TransformersWrapper

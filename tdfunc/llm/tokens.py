@@ -182,12 +182,12 @@ def chat_ids(
 
     def one(chat: Any) -> list[int]:
         conversation = conversation_in(chat)
-        return _grown(template, conversation, 0, add_generation_prompt, retokenize)[0]
+        return grown_ids(template, conversation, 0, add_generation_prompt, retokenize)[0]
 
     return per_conversation(one, history)
 
 
-def _grown(
+def grown_ids(
     template: TokenTemplate, conversation: Conversation, first: int, prompt: bool, retokenize: bool
 ) -> tuple[list[int], list[bool]]:
     """Return ids and generated tokens; messages before `first` are rendered, replies from there on are kept."""
@@ -316,7 +316,7 @@ def fork(template: TokenTemplate, history: Any) -> Any:
             # The last row goes on to the end; others end with their last reply.
             last = count if stop == count else replies[-1] + 1
             part = Conversation(messages[:last], tools)
-            ids, generated = _grown(template, part, start, False, False)
+            ids, generated = grown_ids(template, part, start, False, False)
             cls = getattr(type(chat), "_stacked", type(chat))
             kept = [{**message, "tools": tools} for message in part.messages] if tools else part.messages
             rows.append(TokenRow(ids, generated, tuple(replies), conversation_of(cls, kept)))
@@ -338,7 +338,7 @@ def drift(template: TokenTemplate, history: Any) -> Any:
 
     def one(chat: Any) -> Drift | None:
         conversation = conversation_in(chat)
-        kept = _grown(template, conversation, 0, False, False)[0]
+        kept = grown_ids(template, conversation, 0, False, False)[0]
         marked = template.template.marked(conversation, replies=False)
         rendered = template.encode(marked)
         shared = min(len(kept), len(rendered))
