@@ -53,4 +53,5 @@ from tdfunc.llm.tokens import extends as extends
 from tdfunc.llm.tokens import fork as fork
 from tdfunc.llm.wrappers.backend import AbstractBackend as AbstractBackend
 from tdfunc.llm.wrappers.base import LLMWrapperBase as LLMWrapperBase
+from tdfunc.llm.wrappers.remote import RemoteWrapper as RemoteWrapper
 from tdfunc.llm.wrappers.transformers import TransformersWrapper as TransformersWrapper
