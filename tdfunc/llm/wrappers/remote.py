@@ -19,8 +19,8 @@ from tdfunc.llm.wrappers.base import LLMWrapperBase
 from tdfunc.llm.wrappers.server import Server, ServerOptions
 
 _IDS, _COMPLETIONS = "/inference/v1/generate", "/v1/completions"
-# The answers to the first by servers that do not have it.
-_ABSENT = (404, 405, 501)
+# The answers to the first by servers that do not have it; vLLM's is 403, without `--enable-scale-out`.
+_ABSENT = (403, 404, 405, 501)
 # The value of servers for a log-prob of minus infinity, which JSON does not have.
 _LOWEST = -9999.0
 

@@ -224,7 +224,7 @@ def test_another_refusal_is_not_retried(serve):
     """It raises with the server's explanation and names the response."""
     service = serve()
     wrapper = connect(service)
-    for status in (400, 401, 403, 422):
+    for status in (400, 401, 422):
         service.requests.clear()
         service.faults = [refuse(status)]
         with pytest.raises(RemoteError, match=f"response 0: .*must accept(?s:.)*{status} .*refused") as found:
@@ -235,19 +235,22 @@ def test_another_refusal_is_not_retried(serve):
 
 
 def test_a_missing_model_is_refused_by_both_endpoints(serve):
-    """404 may mean the endpoint, so that the other one is tried; its answer counts."""
+    """404 and 403 may mean the endpoint, so that the other one is tried; its answer counts."""
     service = serve()
-    service.faults = [refuse(404), refuse(404)]
-    with pytest.raises(RemoteError, match="refused 404"):
-        connect(service).generate_tokens(PROMPTS[:1], parse())
-    assert service.paths == [IDS, COMPLETIONS]
-
     wrapper = connect(service)
+    for status in (403, 404, 405, 501):
+        service.requests.clear()
+        service.faults = [refuse(status), refuse(status)]
+        with pytest.raises(RemoteError, match=f"completions must(?s:.)*refused {status}"):
+            wrapper.generate_tokens(PROMPTS[:1], parse())
+        assert service.paths == [IDS, COMPLETIONS]
+
+    service.requests.clear()
     check(wrapper.generate_tokens(PROMPTS[:1], parse()), PROMPTS[:1])
     service.faults = [refuse(404)]
     with pytest.raises(RemoteError, match="refused 404"):
         wrapper.generate_tokens(PROMPTS[:1], parse())
-    assert service.paths[2:] == [IDS, IDS]
+    assert service.paths == [IDS, IDS]
 
 
 def test_the_time_that_a_server_gives_is_waited_for(serve):
