@@ -70,4 +70,5 @@ from tdfunc.llm.wrappers.backend import AbstractBackend as AbstractBackend
 from tdfunc.llm.wrappers.base import LLMWrapperBase as LLMWrapperBase
 from tdfunc.llm.wrappers.engine import vLLMWrapper as vLLMWrapper
 from tdfunc.llm.wrappers.push import Push as Push
+from tdfunc.llm.wrappers.remote import RemoteWrapper as RemoteWrapper
 from tdfunc.llm.wrappers.transformers import TransformersWrapper as TransformersWrapper
