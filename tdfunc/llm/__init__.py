@@ -1,5 +1,7 @@
 """Conversations and language models: histories, chat templates, and token-exact conversations."""
 
+from types import ModuleType as _ModuleType
+
 from tdfunc.llm.compare import compare as compare
 from tdfunc.llm.content import ContentBase as ContentBase
 from tdfunc.llm.datasets import TokenDataset as TokenDataset
@@ -57,3 +59,8 @@ from tdfunc.llm.tokens import chat_ids as chat_ids
 from tdfunc.llm.tokens import drift as drift
 from tdfunc.llm.tokens import extends as extends
 from tdfunc.llm.tokens import fork as fork
+
+# `from tdfunc.llm import *` gives no submodules.
+__all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
+    name for name, value in globals().items() if not name.startswith("_") and not isinstance(value, _ModuleType)
+]
