@@ -6,6 +6,8 @@ from tdfunc.llm import divergences as divergences
 from tdfunc.llm import losses as losses
 from tdfunc.llm.batching import Batcher as Batcher
 from tdfunc.llm.chat_history import ChatHistory as ChatHistory
+from types import ModuleType as _ModuleType
+
 from tdfunc.llm.compare import compare as compare
 from tdfunc.llm.content import ContentBase as ContentBase
 from tdfunc.llm.datasets import TokenDataset as TokenDataset
@@ -72,3 +74,8 @@ from tdfunc.llm.wrappers.engine import vLLMWrapper as vLLMWrapper
 from tdfunc.llm.wrappers.push import Push as Push
 from tdfunc.llm.wrappers.remote import RemoteWrapper as RemoteWrapper
 from tdfunc.llm.wrappers.transformers import TransformersWrapper as TransformersWrapper
+
+# `from tdfunc.llm import *` gives no submodules.
+__all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
+    name for name, value in globals().items() if not name.startswith("_") and not isinstance(value, _ModuleType)
+]

@@ -208,6 +208,49 @@ def test_gradients(name, tolerance):
     torch.testing.assert_close(members[1], single, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
+def test_adapters_under_vmap():
+    """Gradients over low-rank adapters, a tree of their own: of all at once, and of each sample, those of a loop."""
+    lm, params, buffers = causal_lm(make("llama").double())
+    ids, mask = rows([7, 5], 8, seed=4)
+    td = TensorDict({"tokens": Tokens(full=ids, batch_size=[2]), "attention_mask": mask}, [2])
+    draw, paths = torch.Generator().manual_seed(0), [path for path in params.paths() if "q_proj" in path]
+    adapters = TensorDict(
+        {
+            ".".join(path): TensorDict(
+                {
+                    "a": torch.randn(3, 2, params[path].shape[1], generator=draw, dtype=torch.float64),
+                    "b": torch.randn(3, params[path].shape[0], 2, generator=draw, dtype=torch.float64) / 10,
+                },
+                [3],
+            )
+            for path in paths
+        },
+        [3],
+    )
+
+    def loss(adapter, td):
+        whole = params
+        for path in paths:
+            part = adapter[".".join(path)]
+            whole = whole.set(path, params[path] + part["b"] @ part["a"])
+        found = score(lm, whole, td, buffers=buffers)["log_probs"]
+        return -found.full.sum()
+
+    alone = []
+    for adapter in adapters.unbind(0):
+        live = adapter.apply(lambda x: x.clone().requires_grad_())
+        loss(live, td).backward()
+        alone.append(live.apply(lambda x: x.grad))
+
+    found = torch.vmap(torch.func.grad(loss), (0, None))(adapters, td)
+    each = torch.vmap(torch.func.grad(lambda a, row: loss(a, row.unsqueeze(0))), (None, 0))(adapters[0], td)
+    assert len(paths) == 2
+    assert all([float(leaf.abs().max()) > 1e-3 for leaf in found.leaves()])
+    tdf.assert_close(found, torch.stack(alone), rtol=1e-4, atol=1e-4)
+    tdf.assert_close(each.apply(lambda x: x.sum(0), batch_size=[]), alone[0], rtol=1e-4, atol=1e-4)
+
+
 def test_second_derivatives():
     """The derivative of a gradient is that of whole logits."""
     lm, params, buffers = causal_lm(make("gpt2", attn_implementation="eager").double())
