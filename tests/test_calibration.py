@@ -205,6 +205,16 @@ def test_nan_is_not_hidden():
     assert cal.aurc(y[:, 0], torch.tensor([0.0, 1.0])).isnan()
 
 
+@pytest.mark.parametrize("alpha", [0.2, 0.4, 0.6])
+def test_a_score_of_nan_is_the_worst(alpha):
+    """The threshold is that of the same scores with infinity in its place, under which sets hold all classes."""
+    scores = torch.tensor([[2.0, math.nan, 1.0, math.nan], [math.nan, 3.0, -math.inf, 4.0]])
+    threshold = cal.conformal_threshold(scores, alpha)
+
+    assert torch.equal(threshold, cal.conformal_threshold(scores.nan_to_num(math.inf, math.inf, -math.inf), alpha))
+    assert cal.conformal_sets(torch.tensor([0.7, 0.3]), cal.conformal_threshold(scores[0], 0.2)).all()
+
+
 MESSAGES = [
     (lambda: cal.fit_temperature(torch.zeros(3, 2), torch.zeros(3)), tdf.LeafMismatchError, "fit_temperature.*float32"),
     (lambda: cal.conformal_scores(torch.zeros(3, 2), torch.zeros(2).long()), tdf.LeafMismatchError, r"\[3\].*\[2\]"),

@@ -237,6 +237,7 @@ MESSAGES = [
     (lambda: sweep.elites(TREE, torch.tensor(0.0), 1), tdf.BatchSizeError, r"for each score.*\[3\].*shape \[\]"),
     (lambda: sweep.elites(TREE, torch.zeros(3), 4), ValueError, "count must be.*1 to 3.*4"),
     (lambda: sweep.best(TREE, torch.full((3,), math.nan)), ValueError, "scores must be a number.*3 times nan"),
+    (lambda: sweep.EarlyStopping(0), ValueError, "patience must be at least 1.*0"),
     (lambda: sweep.successive_halving(TREE, lambda r, _: (r, torch.zeros(3)), 0), ValueError, "rungs must be at.*0"),
     (lambda: sweep.successive_halving(TREE, lambda r, _: (r, r["w"]), 2, factor=0), ValueError, "factor must be.*0"),
     (lambda: sweep.successive_halving(TREE, lambda r, _: (r, torch.zeros(2)), 2), tdf.BatchSizeError, "each score"),
