@@ -54,8 +54,9 @@ NEWER := tensordict==0.15.3
 # Rivals of the training steps, in an environment of their own.
 JAX := jax==0.10.2 equinox==0.13.8 optax==0.2.8
 
+# `make bench PARTS="training nn"` measures some parts again; the page has the kept numbers of the others.
 bench: install $(VENV)/tensordict-newer/tensordict $(VENV)/jax/.installed
-	$(PY) -m benchmarks
+	$(PY) -m benchmarks $(if $(PARTS),--only $(PARTS))
 
 $(VENV)/jax/.installed: Makefile | install
 	rm -rf $(VENV)/jax
