@@ -60,8 +60,9 @@ TRL := trl==1.16.0 datasets==5.2.0 pyarrow==26.0.1 dill==0.4.1 multiprocess==0.7
 # Rivals of the training steps, in an environment of their own.
 JAX := jax==0.10.2 equinox==0.13.8 optax==0.2.8
 
+# `make bench PARTS="training nn"` measures some parts again; the page has the kept numbers of the others.
 bench: install $(VENV)/tensordict-newer/tensordict $(VENV)/jax/.installed
-	$(PY) -m benchmarks
+	$(PY) -m benchmarks $(if $(PARTS),--only $(PARTS))
 
 $(VENV)/jax/.installed: Makefile | install
 	rm -rf $(VENV)/jax
