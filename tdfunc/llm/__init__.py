@@ -1,13 +1,13 @@
 """Conversations and language models: histories, chat templates, and token-exact conversations."""
 
+from types import ModuleType as _ModuleType
+
 from tdfunc.llm import advantages as advantages
 from tdfunc.llm import corrections as corrections
 from tdfunc.llm import divergences as divergences
 from tdfunc.llm import losses as losses
 from tdfunc.llm.batching import Batcher as Batcher
 from tdfunc.llm.chat_history import ChatHistory as ChatHistory
-from types import ModuleType as _ModuleType
-
 from tdfunc.llm.compare import compare as compare
 from tdfunc.llm.content import ContentBase as ContentBase
 from tdfunc.llm.datasets import TokenDataset as TokenDataset
