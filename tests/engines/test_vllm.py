@@ -97,7 +97,7 @@ def test_results_are_trees(wrapper, model):
     sampler = wrapper.get_new_version(
         attention_mask_key="m", prompt_log_probs=True, generate_kwargs={"max_new_tokens": 16, "temperature": 1.0}
     )
-    out = sampler(td, rng=5)
+    out = sampler(td, key=5)
 
     full, valid = out["tokens"].full, out["masks"].all_attention_mask
     own = tdf.llm.score_ids(lm, params, full, valid, buffers=buffers)
