@@ -109,7 +109,7 @@ def test_all_modes_draw_one_response(samples):
         assert (values[len(row) :] == 0).all()
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     seed=st.integers(0, 2**16),
     cuts=st.fixed_dictionaries(
