@@ -1,5 +1,7 @@
 """Conversations and language models: histories, chat templates, and token-exact conversations."""
 
+from types import ModuleType as _ModuleType
+
 from tdfunc.llm import advantages as advantages
 from tdfunc.llm import corrections as corrections
 from tdfunc.llm import divergences as divergences
@@ -68,4 +70,12 @@ from tdfunc.llm.tokens import extends as extends
 from tdfunc.llm.tokens import fork as fork
 from tdfunc.llm.wrappers.backend import AbstractBackend as AbstractBackend
 from tdfunc.llm.wrappers.base import LLMWrapperBase as LLMWrapperBase
+from tdfunc.llm.wrappers.engine import vLLMWrapper as vLLMWrapper
+from tdfunc.llm.wrappers.push import Push as Push
+from tdfunc.llm.wrappers.remote import RemoteWrapper as RemoteWrapper
 from tdfunc.llm.wrappers.transformers import TransformersWrapper as TransformersWrapper
+
+# `from tdfunc.llm import *` gives no submodules.
+__all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
+    name for name, value in globals().items() if not name.startswith("_") and not isinstance(value, _ModuleType)
+]
