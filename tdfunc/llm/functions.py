@@ -4,6 +4,7 @@ A tree has its tokens under `tokens` and its mask under `attention_mask` or `mas
 tree had, and the new entry. The rows may be padded on any side, or be a ragged stack, and the result is laid out alike.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from tdfunc.ops.edit import EditMethods
 from tdfunc.ops.reading import get_value
 
 T = TypeVar("T", bound=EditMethods)
+_MASKS = ("masks", "all_attention_mask")
 
 
 def score(
@@ -249,16 +251,28 @@ def _read(td: TensorCollection, tokens_path: Path, mask_path: Path, call: str) -
         mask = torch.arange(ids.shape[1], device=ids.device) < torch.tensor(lengths, device=ids.device).unsqueeze(-1)
         return _Rows(ids, mask, Size((len(full),)), None if prompt is None else [len(row) for row in prompt], lengths)
     lead, rows = full.shape[:-1], full.reshape(-1, full.shape[-1])
-    mask = get_value(td, mask_path, None)
-    mask = get_value(td, ("masks", "all_attention_mask"), None) if mask is None else mask
-    if mask is not None and mask.shape != full.shape:
-        raise LeafMismatchError(
-            f"{call}: the mask must have the shape of the tokens.",
-            expected=f"shape {tuple(full.shape)}",
-            got=f"shape {tuple(mask.shape)}",
-        )
+    mask = read_mask(td, full, (mask_path, _MASKS), call)
     prompts = None if prompt is None else [prompt.shape[-1]] * rows.shape[0]
     return _Rows(rows, None if mask is None else mask.reshape(rows.shape), lead, prompts, None)
+
+
+def read_mask(td: TensorCollection, ids: Tensor, paths: Sequence[NestedKey], call: str) -> Tensor | None:
+    """Return the first mask of a tree that has the shape of tokens; None if the tree has no masks.
+
+    After a generation there are two: that of the prompts, and that of prompts and responses.
+
+    Raises:
+        LeafMismatchError: There are masks, and none has the shape.
+    """
+    found = [mask for mask in (get_value(td, path, None) for path in paths) if isinstance(mask, Tensor)]
+    fits = [mask for mask in found if mask.shape == ids.shape]
+    if found and not fits:
+        raise LeafMismatchError(
+            f"{call}: the mask must have the shape of the tokens.",
+            expected=f"shape {tuple(ids.shape)}",
+            got=", ".join([f"shape {tuple(mask.shape)}" for mask in found]),
+        )
+    return fits[0] if fits else None
 
 
 def _read_support(td: TensorCollection, rows: _Rows, path: Path) -> Tensor | None:

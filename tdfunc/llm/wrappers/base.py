@@ -423,7 +423,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         check_prompts(inputs.rows, td._batch_size)
         options, count = self._generation, self._generation.num_return_sequences
         lead = Size((*td._batch_size, self._samples)) if self._samples else td._batch_size
-        responses = self._respond([row.ids for row in inputs.rows], self._keys(len(inputs.rows) * count, key))
+        responses = self._draw_rows([row.ids for row in inputs.rows], self._keys(len(inputs.rows) * count, key))
         prompts = [row for row in inputs.rows for _ in range(count)]
         values: dict[str, Any] = {"tokens": None, "masks": None, "log_probs": None}
         # A server may give texts alone.
@@ -456,7 +456,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         )
         return values
 
-    def _respond(self, prompts: list[Tensor], keys: Tensor | None) -> list[Response]:
+    def _draw_rows(self, prompts: list[Tensor], keys: Tensor | None) -> list[Response]:
         """Return the responses of the backend to prompts, together with those to other threads' prompts."""
         options, scored = self._generation, self._options.prompt_log_probs
         if self._batcher is None:

@@ -16,6 +16,7 @@ from tdfunc.core.errors import LeafMismatchError, MissingKeyError, error
 from tdfunc.core.keys import dotted, unravel
 from tdfunc.core.types import NestedKey
 from tdfunc.llm.encode import text_tokenizer
+from tdfunc.llm.functions import read_mask
 from tdfunc.llm.history import History
 from tdfunc.llm.rows import messages_of
 from tdfunc.llm.templates.base import conversation_in
@@ -131,24 +132,14 @@ def _read_mask(td: TensorCollection, keys: TokenKeys, ids: Tensor, full: Tensor 
     Raises:
         LeafMismatchError: There are masks, and none has the shape of the tokens.
     """
-    own = get_value(td, keys.mask, None)
-    if isinstance(own, Tensor) and own.shape == ids.shape:
-        return own.bool()
-    of_full = get_value(td, (*unravel(keys.masks), "all_attention_mask"), None)
-    if isinstance(of_full, Tensor):
-        if of_full.shape == ids.shape:
-            return of_full.bool()
+    of_full = (*unravel(keys.masks), "all_attention_mask")
+    wide, n = get_value(td, of_full, None), ids.shape[-1]
+    alone = get_value(td, keys.mask, None) is None
+    if alone and full is not None and isinstance(wide, Tensor) and wide.shape == full.shape and n < full.shape[-1]:
         # The prompt comes first.
-        if full is not None and of_full.shape == full.shape and ids.shape[-1] < full.shape[-1]:
-            return of_full[..., : ids.shape[-1]].bool()
-    given = [mask.shape for mask in (own, of_full) if isinstance(mask, Tensor)]
-    if given:
-        raise LeafMismatchError(
-            f"{call}: a mask must have the shape of the tokens.",
-            expected=f"shape {tuple(ids.shape)}",
-            got=", ".join([f"shape {tuple(shape)}" for shape in given]),
-        )
-    return torch.ones_like(ids, dtype=torch.bool)
+        return wide[..., :n].bool()
+    found = read_mask(td, ids, (keys.mask, of_full), call)
+    return torch.ones_like(ids, dtype=torch.bool) if found is None else found.bool()
 
 
 def read_texts(td: TensorCollection, source: NestedKey, field: str, call: str) -> list[str]:

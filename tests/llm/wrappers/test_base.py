@@ -30,7 +30,7 @@ def padded_tokens(draw, least=1):
     return ids, mask
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=padded_tokens(), samples=st.sampled_from([None, 1, 2]), scored=st.booleans())
 def test_padded_outputs_hold_each_row(data, samples, scored):
     """Prompts end and responses begin at one position; masks, log-probs, behaviour and support lie as the tokens."""
@@ -71,7 +71,7 @@ def test_padded_outputs_hold_each_row(data, samples, scored):
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(data=padded_tokens(least=0), layout=st.sampled_from([None, torch.jagged, torch.strided]))
 def test_scores_lie_as_the_tokens(data, layout):
     """Padded scores lie where the tokens lie, ragged ones are the rows."""

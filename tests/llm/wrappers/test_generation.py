@@ -109,7 +109,7 @@ def test_all_modes_draw_one_response(samples):
         assert (values[len(row) :] == 0).all()
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     seed=st.integers(0, 2**16),
     cuts=st.fixed_dictionaries(
@@ -165,9 +165,7 @@ def test_replies_are_parsed_and_keep_their_ids():
     out = wrapper(TensorDict({"history": ChatHistory(prompt=prompts, batch_size=[4])}, [4]))
 
     messages = [chat[0] for chat in out["history"].response.tolist()]
-    assert [each.get("content") for each in messages] == ["yes", "", "the fox ju", "one stop two"] or messages[1].get(
-        "content"
-    ) is None
+    assert [each.get("content") or "" for each in messages] == ["yes", "", "the fox ju", "one stop two"]
     assert messages[0]["reasoning_content"] == "hm"
     assert messages[1]["tool_calls"][0]["function"] == {"name": "now", "arguments": {"zone": "utc"}}
     assert [each["finish_reason"] for each in messages] == ["stop", "tool_calls", "length", "stop_string"]

@@ -106,7 +106,7 @@ def test_all_modes_score_each_row_alone(options):
     assert out["tokens"].padded == ([False] * 3 if options["pad_output"] is False else True)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(lengths=st.lists(st.integers(0, 6), min_size=1, max_size=4), seed=st.integers(0, 2**16))
 def test_get_dist_and_log_prob_agree_with_the_scores(lengths, seed):
     """Distributions, their nested form, and `log_prob` have the numbers of the scores and of `distribution`."""

@@ -1,0 +1,93 @@
+"""The errors of wrappers, one line each."""
+
+import pytest
+import torch
+
+from tdfunc import ImmutableError, LeafMismatchError, MissingKeyError, TensorDict, UnsupportedError
+from tdfunc.llm import History, Text, Tokens, TransformersWrapper
+from tests.llm.models import make
+from tests.llm.tokens import make_tokenizer
+from tests.llm.wrappers.fake import FakeWrapper
+
+TOKENIZER = make_tokenizer()
+IDS = torch.ones(2, 3, dtype=torch.int64)
+TOKENS = TensorDict({"tokens": Tokens(prompt=IDS, full=IDS, batch_size=[2])}, [2])
+LONG = TensorDict({"tokens": torch.ones(6, dtype=torch.int64)})
+TEXTS = TensorDict({"text": Text(prompt=["a", ""], batch_size=[2])}, [2])
+CHAT = History.from_chats([{"role": "user", "content": "a"}])
+
+
+def made(mode="tokens", **options):
+    """A wrapper that scores."""
+    return FakeWrapper(tokenizer=TOKENIZER, input_mode=mode, **{"generate": False} | options)
+
+
+CASES = [
+    (lambda: made("words"), ValueError, "input_mode must be one of"),
+    (lambda: made(inplace=True), ImmutableError, "trees are never written"),
+    (lambda: made(inplace="empty"), ImmutableError, "tensordict_out="),
+    (lambda: FakeWrapper(input_mode="text"), TypeError, "takes a tokenizer"),
+    (lambda: made(no_such=1), TypeError, "no_such"),
+    (lambda: made().get_new_version(no_such=1), TypeError, "no_such"),
+    (lambda: made(generate_kwargs={"no_such": 1}), TypeError, "no_such"),
+    (lambda: made(layout=torch.sparse_coo), ValueError, "layout must be"),
+    (lambda: made("text", tokenizer_kwargs={"padding": True}), ValueError, "the form of ids"),
+    (lambda: made("text", tokenizer_kwargs={"no_such": 1}), ValueError, "not an option of texts"),
+    (lambda: made(tokenizer_kwargs={"no_such": 1}), ValueError, "no effect on tokens"),
+    (lambda: made("text", tokenizer_kwargs={"truncation": True}), ValueError, "takes a max_length"),
+    (lambda: made("history", chat_template_name="no such"), ValueError, "There is no template"),
+    (lambda: made(batching=False, max_batch_size=2), ValueError, "takes no batch sizes"),
+    (lambda: made(min_batch_size=3, max_batch_size=2), ValueError, "sizes must be in order"),
+    (lambda: made(num_samples=2, generate_kwargs={"n": 3, "temperature": 1.0}), ValueError, "num_samples"),
+    (lambda: setattr(made(), "pad_output", True), ImmutableError, "get_new_version"),
+    (lambda: made().select_out_keys("text"), MissingKeyError, "not an out key"),
+    (lambda: made()(TEXTS), MissingKeyError, "tokens.full"),
+    (lambda: made()(TOKENS.set("attention_mask", IDS[:, :2] > 0)), LeafMismatchError, "shape of the tokens"),
+    (lambda: made()(TensorDict({"tokens": IDS[0]}, [3])), LeafMismatchError, "rows of the batch"),
+    (lambda: made("text")(TensorDict({"text": IDS}, [2])), LeafMismatchError, "a text for each element"),
+    (lambda: made("history")(TensorDict({"history": CHAT}, [1])), LeafMismatchError, "dimension of"),
+    (lambda: made("text", generate=True)(TEXTS), ValueError, "row 1 must have tokens"),
+    (lambda: made(generate=True)(TOKENS, training=True), ValueError, "generate=False"),
+    (
+        lambda: made(generate=True, generate_kwargs={"temperature": 1.0})(TOKENS),
+        ValueError,
+        "sampling takes a random key",
+    ),
+    (lambda: made()(TOKENS, logits_only=True), UnsupportedError, "gives no logits"),
+    (lambda: made().get_dist(TOKENS), UnsupportedError, "gives no logits"),
+    (lambda: made().get_dist(TOKENS, TOKENS), ImmutableError, "left out"),
+    (lambda: made().get_dist(TOKENS, as_nested_tensor=True, as_padded_tensor=True), ValueError, "padded or nested"),
+    (lambda: made().get_dist(TOKENS, padding_side="up"), ValueError, "'left' or 'right'"),
+    (
+        lambda: made().get_dist(TOKENS.set("logits", torch.zeros(2, 2, 5)), logits_key="logits"),
+        LeafMismatchError,
+        "the logits must have",
+    ),
+    (lambda: TransformersWrapper(torch.nn.Linear(1, 1), input_mode="tokens"), TypeError, "language model of transform"),
+    (
+        lambda: TransformersWrapper(make("gpt2", n_positions=5), input_mode="tokens", generate=False)(LONG),
+        ValueError,
+        "longer than the positions",
+    ),
+    (
+        lambda: torch.func.grad(
+            lambda x: (
+                TransformersWrapper(make("llama"), input_mode="tokens", generate_kwargs={"n": 1, "max_tokens": 1})(
+                    TOKENS
+                )
+                and x
+            )
+        )(torch.tensor(0.0)),
+        UnsupportedError,
+        "inside a transform",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=[pattern for *_, pattern in CASES])
+def test_messages(case):
+    """Each mistake raises its class, and names what is wrong."""
+    call, kind, pattern = case
+
+    with pytest.raises(kind, match=pattern):
+        call()
