@@ -80,12 +80,24 @@ def _list_moved(graph: fx.Graph) -> set[Any]:
     """Return the nodes whose tensors get another shape or memory in place: each must be an object of its own."""
     moved: set[Any] = set()
     for node in graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload):
-            if torch.Tag.inplace_view in node.target.tags:
-                moved.add(node.args[0])
-            # `out=` of another shape is resized.
-            moved.update(node.kwargs.get(item.name) for item in node.target._schema.arguments if item.is_out)
+        target = _written(node)
+        # `out=` of another shape is resized.
+        if target is None or not (torch.Tag.inplace_view in node.target.tags or target in node.kwargs.values()):
+            continue
+        # The result of a write in place is the object that was written.
+        while isinstance(target, fx.Node):
+            moved.add(target)
+            target = _written(target)
     return moved
+
+
+def _written(node: fx.Node) -> Any:
+    """Return the tensor that a node writes first."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        for place, item in enumerate(node.target._schema.arguments):
+            if item.is_write:
+                return node.kwargs.get(item.name) if item.kwarg_only else node.args[place]
+    return None
 
 
 def _is_returned(node: fx.Node) -> bool:

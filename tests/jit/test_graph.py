@@ -138,6 +138,7 @@ def test_a_view_keeps_its_shape_when_its_base_gets_another_in_place(move, look):
     def run(a):
         v = a.sin().view(2, 2)
         views = [look(v) for _ in range(2)]
+        v.mul_(2)
         MOVES[move](v)
         MOVES[move](views[0])
         return [v * 1, *(view * 1 for view in views)]
