@@ -5,6 +5,7 @@ import zlib
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import settings
 
 torch.set_num_threads(1)
@@ -29,3 +30,13 @@ def seed(request):
 def generator(seed):
     """A generator with the test's own seed."""
     return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture(scope="module")
+def process_group():
+    """The default process group, of this process alone: without files and without the machine's name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -1,7 +1,7 @@
 """The ids of rendered conversations: a control string is its control id where the template wrote it, and only there.
 
-The user's tokenizer is called without padding and truncation, and never changed. A text whose contents have control
-strings is encoded by a private copy, in which control tokens have other names than the strings in the contents.
+The user's tokenizer is read and never changed. A text whose contents have control strings is encoded by a private copy,
+in which control tokens have other names than the strings in the contents.
 """
 
 import json
@@ -19,7 +19,7 @@ _GUARDS = ("\ue0d1", "\uf0d3", "\U000f1c05")
 
 
 class Encoded(NamedTuple):
-    """The ids of a text, and for each the characters that it stands for."""
+    """The ids of a text, and for each the characters that it stands for, where these are known."""
 
     ids: list[int]
     offsets: list[tuple[int, int]]
@@ -37,14 +37,52 @@ def control_strings(tokenizer: Any, template: AbstractTemplate) -> tuple[str, ..
     return tuple(dict.fromkeys([*template.control, *special]))
 
 
-def encode_texts(tokenizer: Any, texts: Sequence[str], *, offsets: bool = False) -> list[Encoded]:
-    """Return the ids of texts without control strings in their contents."""
+def encode_texts(
+    tokenizer: Any, texts: Sequence[str], *, offsets: bool = False, special: bool = False
+) -> list[Encoded]:
+    """Return the ids of texts, whole and without pads, whatever calls with other options left in the tokenizer.
+
+    Args:
+        tokenizer: It is read only: a call of it would reset the truncation and padding of its backend.
+        texts: Texts without control strings in their contents.
+        offsets: Find the characters of tokens.
+        special: Add the tokens that the tokenizer puts around a text.
+    """
     if not texts:
         return []
-    call = text_tokenizer(tokenizer)
-    made = call(list(texts), add_special_tokens=False, return_attention_mask=False, return_offsets_mapping=offsets)
-    places = made["offset_mapping"] if offsets else [[] for _ in texts]
-    return [Encoded(ids, place) for ids, place in zip(made["input_ids"], places, strict=True)]
+    own = text_tokenizer(tokenizer)
+    backend = getattr(own, "backend_tokenizer", None)
+    if backend is None:
+        # Written in Python: a call has no state to reset.
+        made = own(list(texts), add_special_tokens=special, return_attention_mask=False)
+        return [Encoded(ids, []) for ids in made["input_ids"]]
+    found = None
+    if backend.encode_special_tokens == own.split_special_tokens:
+        found = backend.encode_batch(list(texts), add_special_tokens=special)
+    if found is None or any([each.overflowing for each in found]):
+        found = _whole(own).encode_batch(list(texts), add_special_tokens=special)
+    return [_without_pads(each, offsets) for each in found]
+
+
+def _whole(tokenizer: Any) -> Any:
+    """Return a copy of the backend that cuts and pads nothing."""
+    from tokenizers import Tokenizer
+
+    # Any: without stubs.
+    copy: Any = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    copy.no_truncation()
+    copy.no_padding()
+    copy.encode_special_tokens = tokenizer.split_special_tokens
+    return copy
+
+
+# Any: an Encoding of tokenizers, without stubs.
+def _without_pads(made: Any, offsets: bool) -> Encoded:
+    mask = made.attention_mask
+    if 0 not in mask:
+        return Encoded(made.ids, made.offsets if offsets else [])
+    real = slice(mask.index(1), mask.index(1) + sum(mask)) if 1 in mask else slice(0)
+    return Encoded(made.ids[real], made.offsets[real] if offsets else [])
 
 
 def encode_marked(tokenizer: Any, marked: Marked, control: tuple[str, ...]) -> Encoded:
@@ -139,9 +177,18 @@ def _private_copy(tokenizer: Any, control: tuple[str, ...], text: str) -> tuple[
 
 
 def mask_of(encoded: Encoded, spans: Sequence[Span]) -> list[bool]:
-    """Return for each token if its last character is in a span."""
-    if not spans or not encoded.offsets:
+    """Return for each token if its last character is in a span.
+
+    Raises:
+        UnsupportedError: The characters of tokens are not known.
+    """
+    if not spans or not encoded.ids:
         return [False] * len(encoded.ids)
+    if not encoded.offsets:
+        raise UnsupportedError(
+            "apply_chat_template: masks need the characters of each token, which this tokenizer does not give.",
+            expected="a tokenizer of the package tokenizers (PreTrainedTokenizerFast)",
+        )
     places = np.array(encoded.offsets)
     last = np.maximum(places[:, 1] - 1, places[:, 0])
     starts, stops = np.array([(span.start, span.stop) for span in spans]).T

@@ -5,6 +5,8 @@ tensors. Only this module reads the attributes of the models.
 """
 
 import copy as copying
+import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -53,6 +55,7 @@ class CausalLM:
         max_length: The length up to which positions were trained, or None.
         extendable: Longer rows run (rotary positions), with results that nobody trained.
         by_length: Rows of different lengths change each other's results, so that they are scored apart.
+        eos_ids: The tokens that end a response, of the model's `generation_config`.
     """
 
     apply: Apply
@@ -62,6 +65,7 @@ class CausalLM:
     max_length: int | None
     extendable: bool
     by_length: bool
+    eos_ids: tuple[int, ...] = ()
 
     def train(self, mode: bool = True) -> "CausalLM":
         """Return the specification in training mode: dropout draws, by `rng=`."""
@@ -119,8 +123,16 @@ def causal_lm(model: nn.Module, *, copy: bool = True) -> "tuple[CausalLM, Tensor
         max_length=max_length,
         extendable=bool(rope),
         by_length=any([part.get("rope_type") in ("dynamic", "longrope") for part in scaled]),
+        eos_ids=_eos_ids(model),
     )
     return replace(lm, head=_find_head(lm, params, buffers, config)), params, buffers
+
+
+# Any: transformers is optional.
+def _eos_ids(model: Any) -> tuple[int, ...]:
+    """Return the tokens that end a response, of which a model may have none, one or several."""
+    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return () if found is None else tuple(found) if isinstance(found, list) else (found,)
 
 
 # Any: the arguments of a function of the model.
@@ -168,9 +180,45 @@ def hidden_states(
 
 def own_logits(model: Any, ids_BT: Tensor, positions_BT: Tensor | None, mask: Any) -> Tensor:
     """Return the logits (B, T, V) as the family's own forward computes them."""
-    # The class that `causal_lm` makes has another forward than its base.
+    return _forward(model)(model, **_inputs(ids_BT, positions_BT, mask)).logits
+
+
+def new_cache(model: Any) -> Any:
+    """Return an empty cache of keys and values, as the family's layers need it."""
+    from transformers import DynamicCache
+
+    return DynamicCache(config=model.config)
+
+
+def next_logits(model: Any, ids_BT: Tensor, mask_BT: Tensor | None, positions_BT: Tensor | None, cache: Any) -> Tensor:
+    """Return the logits (B, V) that follow the last position, and extend the cache by the positions.
+
+    The mask is of all positions, those in the cache included. Without a mask rows have no pads; without a cache the
+    positions are all there are.
+    """
+    forward = _forward(model)
+    names = _parameters(forward)
+    inputs: dict[str, Any] = {"input_ids": ids_BT, "use_cache": cache is not None}
+    if cache is not None:
+        inputs["past_key_values"] = cache
+    if mask_BT is not None:
+        inputs["attention_mask"] = mask_BT
+        if "position_ids" in names:
+            inputs["position_ids"] = positions_BT
+    if "logits_to_keep" in names:
+        inputs["logits_to_keep"] = 1
+    return forward(model, **inputs).logits[:, -1]
+
+
+def _forward(model: Any) -> Callable[..., Any]:
+    """Return the family's own forward: the class that `causal_lm` makes has another one."""
     base: Any = type(model).__base__
-    return base.forward(model, **_inputs(ids_BT, positions_BT, mask)).logits
+    return base.forward
+
+
+@functools.lru_cache(maxsize=64)
+def _parameters(forward: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(forward).parameters)
 
 
 def _inputs(ids_BT: Tensor, positions_BT: Tensor | None, mask: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tdfunc._tensorclass import TensorClass
+from tdfunc._tensordict import TensorDict
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -38,6 +39,27 @@ class PromptData(TensorClass):
     labels: Tensor | None = None
     logits: Tensor | None = None
     loss: Tensor | None = None
+
+    @classmethod
+    def from_rows(cls, rows: TensorDict) -> "Self":
+        """Return padded rows of prompts and responses, with their ids as labels.
+
+        Args:
+            rows: `input_ids`, `attention_mask`, and `assistant_masks`, which is True on the responses.
+
+        Shapes:
+            Entries are (B, T), `prompt_rindex` is (B,): -1, or the position before the first, where a prompt is empty.
+
+        Examples:
+            >>> rows = tdf.TensorDict({"input_ids": torch.tensor([[0, 5, 6, 7]])}, [1])
+            >>> rows = rows.set("attention_mask", rows["input_ids"] > 0)
+            >>> PromptData.from_rows(rows.set("assistant_masks", rows["input_ids"] > 5)).prompt_rindex
+            tensor([1])
+        """
+        real = rows["attention_mask"]
+        ids, pads = rows["input_ids"], (real.cumsum(-1) == 0).sum(-1)
+        size = (real & ~rows["assistant_masks"]).sum(-1)
+        return cls(ids, real, pads + size - 1, labels=ids, batch_size=rows.batch_size)
 
     def mask_label(self, pad_token_id: int) -> "Self":
         """Return the rows with everything after their prompts as pads, without labels and logits.

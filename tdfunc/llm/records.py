@@ -77,4 +77,5 @@ class LogProbs(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgum
     mask: Tensor | None = None
     behaviour: Tensor | None = None
     support: Tensor | None = None
+    version: str | int | None = None
     padded: bool | None = None

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, final
 
 from tdfunc.core.errors import UnsupportedError, error
-from tdfunc.llm.encode import control_strings, decode, encode_marked, encode_texts
+from tdfunc.llm.encode import control_strings, decode, encode_marked, encode_texts, text_tokenizer
 from tdfunc.llm.message import Message, as_compared
 from tdfunc.llm.rows import conversation_of, per_conversation
 from tdfunc.llm.templates.base import (
@@ -182,12 +182,12 @@ def chat_ids(
 
     def one(chat: Any) -> list[int]:
         conversation = conversation_in(chat)
-        return _grown(template, conversation, 0, add_generation_prompt, retokenize)[0]
+        return grown_ids(template, conversation, 0, add_generation_prompt, retokenize)[0]
 
     return per_conversation(one, history)
 
 
-def _grown(
+def grown_ids(
     template: TokenTemplate, conversation: Conversation, first: int, prompt: bool, retokenize: bool
 ) -> tuple[list[int], list[bool]]:
     """Return ids and generated tokens; messages before `first` are rendered, replies from there on are kept."""
@@ -232,10 +232,20 @@ def _reply_ids(template: TokenTemplate, messages: Sequence[Message], tools: list
     )
 
 
+def without_end(template: TokenTemplate, ids: Sequence[int], text: str) -> str:
+    """Return the text of a reply without its end of turn: that of the template, or another special token."""
+    end = template.template.end
+    if end and text.endswith(end):
+        return text[: -len(end)]
+    last = text_tokenizer(template.tokenizer).added_tokens_decoder.get(ids[-1]) if ids else None
+    return text.removesuffix(last.content) if last is not None and last.special else text
+
+
 def _fits(template: TokenTemplate, message: Message, ids: Sequence[int]) -> bool:
     """Return whether ids may be those of a message: they parse to it, or its texts are in theirs."""
-    text = decode(template.tokenizer, ids).removesuffix(template.template.end)
-    shown = [as_compared({**each, "role": "assistant"}) for each in (message, template.template.parse_reply(text))]
+    text = decode(template.tokenizer, ids)
+    parsed = template.template.parse_reply(without_end(template, ids, text))
+    shown = [as_compared({**each, "role": "assistant"}) for each in (message, parsed)]
     for each in shown:
         each["tool_calls"] = [call["function"] for call in each.get("tool_calls", ())]
     if shown[0] == shown[1]:
@@ -316,7 +326,7 @@ def fork(template: TokenTemplate, history: Any) -> Any:
             # The last row goes on to the end; others end with their last reply.
             last = count if stop == count else replies[-1] + 1
             part = Conversation(messages[:last], tools)
-            ids, generated = _grown(template, part, start, False, False)
+            ids, generated = grown_ids(template, part, start, False, False)
             cls = getattr(type(chat), "_stacked", type(chat))
             kept = [{**message, "tools": tools} for message in part.messages] if tools else part.messages
             rows.append(TokenRow(ids, generated, tuple(replies), conversation_of(cls, kept)))
@@ -338,7 +348,7 @@ def drift(template: TokenTemplate, history: Any) -> Any:
 
     def one(chat: Any) -> Drift | None:
         conversation = conversation_in(chat)
-        kept = _grown(template, conversation, 0, False, False)[0]
+        kept = grown_ids(template, conversation, 0, False, False)[0]
         marked = template.template.marked(conversation, replies=False)
         rendered = template.encode(marked)
         shared = min(len(kept), len(rendered))

@@ -1,7 +1,9 @@
 """`EnsembleModule` trains, moves and saves as a module does, and computes as `Ensemble` does."""
 
 import copy
+import os
 import pickle
+import socket
 import subprocess
 import sys
 
@@ -111,15 +113,11 @@ def test_modes_of_layers_are_those_of_apply():
     assert together.tree["1", "num_batches_tracked"].tolist() == [1, 1]
 
 
-def test_distributed_data_parallel(apply, tree, tmp_path):
+def test_distributed_data_parallel(apply, tree, process_group):
     """Its gradients are reduced as those of any module."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        model = DistributedDataParallel(EnsembleModule(apply, tree))
-        model(torch.randn(5, 3)).square().sum().backward()
-        assert all(p.grad is not None for p in model.parameters())
-    finally:
-        torch.distributed.destroy_process_group()
+    model = DistributedDataParallel(EnsembleModule(apply, tree))
+    model(torch.randn(5, 3)).square().sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
 
 
 TRAINING = """
@@ -143,8 +141,8 @@ y = x.sum(-1, keepdim=True).sin()
 model = EnsembleModule(tdf.functional(make())[0], tdf.init_ensemble(make, 3))
 """
 WORKER = """
-rank, store, out = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+rank, address, out = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
 parallel = nn.parallel.DistributedDataParallel(model)
 train(parallel, x[rank], y[rank])
 tdf.save(model.tree.detach(), f"{out}/{rank}.safetensors")
@@ -157,9 +155,16 @@ def test_two_processes_train_as_one(tmp_path):
     """Gradients are averaged: members are those of one process on the joint batch, and equal on both."""
     script = tmp_path / "worker.py"
     script.write_text(TRAINING + WORKER)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+    env = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, str(script)]
-    workers = [subprocess.Popen([*command, str(i), str(tmp_path / "store"), str(tmp_path)]) for i in range(2)]
-    assert [worker.wait(120) for worker in workers] == [0, 0]
+    workers = [subprocess.Popen([*command, str(i), address, str(tmp_path)], env=env) for i in range(2)]
+    try:
+        assert [worker.wait(120) for worker in workers] == [0, 0]
+    finally:
+        for worker in workers:
+            worker.kill()
     space = {}
     exec(TRAINING, space)
     before = space["model"].tree.detach().clone()

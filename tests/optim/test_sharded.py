@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -15,11 +14,9 @@ ELEMENTWISE = [name for name, (make, *_) in RULES.items() if make not in (adafac
 
 
 @pytest.fixture(scope="module")
-def mesh():
+def mesh(process_group):
     """A mesh of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
+    return init_device_mesh("cpu", (1,))
 
 
 def spread(tree, mesh):

@@ -1,0 +1,329 @@
+"""`Batcher`: single requests from any thread, run together in batches.
+
+It owns the waiting, the order of answers and the isolation of failures. The requests and their results are opaque to
+it; a wrapper submits one row of tokens at a time and runs its engine on a list of them.
+"""
+
+import atexit
+import itertools
+import math
+import os
+import threading
+import time
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+from tdfunc.core.errors import error
+
+Q = TypeVar("Q")
+R = TypeVar("R")
+
+
+class Batcher(Generic[Q, R]):
+    """Answers requests from many threads by calling a function on batches of them, one batch at a time.
+
+    A batch starts when `min_batch_size` requests of a group wait, or when one of them has waited for `timeout_s`. It
+    takes all that wait in the group, oldest first, up to `max_batch_size`. A batch that fails is split and run again,
+    so that a request which cannot be answered fails alone, with its own error: `run` may see a request several times.
+
+    `run` is called in a thread of the batcher, which has torch's own defaults (gradients are on, for example). The
+    thread ends with the batcher. A program that ends cancels the requests that still wait, and gives the batch in work
+    ten seconds. A copy, from pickle, `copy` or a fork, has the same function and options, and no requests.
+
+    Args:
+        run: The function from a list of requests to their results, in the same order.
+        min_batch_size: How many requests a batch waits for.
+        max_batch_size: How many requests a batch may have; without it, all that wait.
+        timeout_s: How long a request waits for others, in seconds.
+
+    Raises:
+        ValueError: The sizes or the timeout are out of range.
+
+    Examples:
+        >>> with Batcher(lambda rows: [sum(row) for row in rows], max_batch_size=8) as batcher:
+        ...     futures = [batcher.submit([i, i]) for i in range(3)]
+        >>> [future.result() for future in futures]
+        [0, 2, 4]
+    """
+
+    def __init__(
+        self,
+        run: Callable[[list[Q]], Iterable[R]],
+        *,
+        min_batch_size: int = 1,
+        max_batch_size: int | None = None,
+        timeout_s: float = 10.0,
+    ) -> None:
+        if not 1 <= min_batch_size <= (min_batch_size if max_batch_size is None else max_batch_size):
+            raise error(
+                ValueError,
+                "Batcher: the sizes must be in order.",
+                expected="1 <= min_batch_size <= max_batch_size",
+                got=f"min_batch_size {min_batch_size}, max_batch_size {max_batch_size}",
+            )
+        if not timeout_s >= 0:
+            raise error(ValueError, "Batcher: timeout_s must be 0 or more seconds.", got=timeout_s)
+        self._run = run
+        self._options = (min_batch_size, max_batch_size, timeout_s)
+        self._closed = False
+        self._start_empty()
+        _LIVE.add(self)
+
+    def submit(self, request: Q, *, group: Hashable = None) -> "Future[R]":
+        """Return the future of a request's result.
+
+        Args:
+            request: What `run` gets, as an element of its list.
+            group: Requests of different groups are never in one batch; options that hold for a whole call belong here.
+
+        Raises:
+            RuntimeError: The batcher is closed.
+        """
+        future: Future[R] = Future()
+        queue = self._queue
+        with queue.changed:
+            if self._closed:
+                raise RuntimeError("Batcher.submit: the batcher is closed.")
+            if self._thread is None:
+                self._thread = threading.Thread(target=_serve, args=(queue,), name="tdfunc-batcher", daemon=True)
+                self._thread.start()
+            queue.put(_Entry(future, request, group, time.monotonic(), self))
+        future.add_done_callback(queue.forget)
+        return future
+
+    def state(self) -> dict[str, Any]:
+        """Return the counts of this moment, and the options.
+
+        `queue_size` counts the requests that wait, `pending_futures` those and the ones of the batch that runs.
+        """
+        with self._queue.changed:
+            waiting, running = len(self._queue.waiting), len(self._queue.running)
+        return {
+            "queue_size": waiting,
+            "pending_futures": waiting + running,
+            "processing": running > 0,
+            "min_batch_size": self._options[0],
+            "max_batch_size": self._options[1],
+            "timeout_s": self._options[2],
+        }
+
+    def cleanup(self, *, flush: bool = False) -> "list[Future[R]]":
+        """Empty the queue, and return the futures that were in it, all done, in the order of their submission.
+
+        Args:
+            flush: Run the requests now, and wait for them and for the batch that runs, whose futures are returned too;
+                else cancel them.
+        """
+        if not flush:
+            return self._queue.cancel()
+        futures = self._queue.hurry()
+        wait(futures)
+        return futures
+
+    def close(self, *, flush: bool = False) -> "list[Future[R]]":
+        """Refuse further requests, and return those of `cleanup`."""
+        with self._queue.changed:
+            self._closed = True
+        futures = self.cleanup(flush=flush)
+        self._queue.close()
+        return futures
+
+    def __enter__(self) -> "Batcher[Q, R]":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
+        self.close(flush=kind is None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_run": self._run, "_options": self._options, "_closed": self._closed}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start_empty()
+        _LIVE.add(self)
+
+    def _start_empty(self) -> None:
+        """Begin without requests and without a thread."""
+        self._queue: _Queue = _Queue(*self._options)
+        self._thread: threading.Thread | None = None
+        self._end = weakref.finalize(self, self._queue.close)
+        self._end.atexit = False
+
+    def _after_fork(self) -> None:
+        """Begin anew in a child process, where the thread is missing and the lock may be held for ever."""
+        self._end.detach()
+        self._start_empty()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Entry:
+    """A request that waits; it keeps its batcher alive."""
+
+    future: "Future[Any]"
+    request: Any
+    group: Hashable
+    arrived_s: float
+    owner: "Batcher[Any, Any]"
+
+
+class _Queue:
+    """The requests that wait, oldest first; it has no reference to the batcher other than by them."""
+
+    def __init__(self, min_size: int, max_size: int | None, timeout_s: float) -> None:
+        self.min_size, self.max_size, self.timeout_s = min_size, max_size, timeout_s
+        self.changed = threading.Condition()
+        # An OrderedDict, since the first key of a dict is slow to find after many others were removed before it.
+        self.waiting: OrderedDict[Future[Any], _Entry] = OrderedDict()
+        self.sizes: Counter[Hashable] = Counter()
+        self.running: list[Future[Any]] = []
+        self.hurried_s = -math.inf
+        self.closed = False
+
+    def put(self, entry: _Entry) -> None:
+        """Add a request."""
+        with self.changed:
+            self.sizes[entry.group] += 1
+            self.waiting[entry.future] = entry
+            self.changed.notify()
+
+    def forget(self, future: "Future[Any]") -> None:
+        """Remove the request of a future that was cancelled."""
+        with self.changed:
+            removed = self._pop(future)
+        if removed:
+            # `wait` and `as_completed` see the cancellation only then.
+            future.set_running_or_notify_cancel()
+
+    def hurry(self) -> "list[Future[Any]]":
+        """Make all that wait due at once; return their futures, after those that run."""
+        with self.changed:
+            self.hurried_s = time.monotonic()
+            self.changed.notify()
+            return [*self.running, *self.waiting]
+
+    def cancel(self) -> "list[Future[Any]]":
+        """Cancel all that wait, and return their futures."""
+        with self.changed:
+            futures = list(self.waiting)
+            self.waiting.clear()
+            self.sizes.clear()
+        for future in futures:
+            future.cancel()
+            future.set_running_or_notify_cancel()
+        return futures
+
+    def close(self) -> None:
+        """End the thread, and cancel all that wait."""
+        with self.changed:
+            self.closed = True
+            self.changed.notify()
+        self.cancel()
+
+    def take(self) -> list[_Entry]:
+        """Wait for a batch, and return its requests as running; none when the queue is closed."""
+        with self.changed:
+            self.running = []
+            while not self.closed:
+                entries = self._next_batch()
+                self.running = [entry.future for entry in entries]
+                if entries:
+                    return entries
+            return []
+
+    def _next_batch(self) -> list[_Entry]:
+        """Return the requests of a batch that may start; else wait for a change, and return none."""
+        if not self.waiting:
+            self.changed.wait()
+            return []
+        oldest = next(iter(self.waiting.values()))
+        due_s = oldest.arrived_s + self.timeout_s
+        if oldest.arrived_s <= self.hurried_s or due_s <= time.monotonic():
+            group = oldest.group
+        else:
+            full = [group for group, size in self.sizes.items() if size >= self.min_size]
+            if not full:
+                self.changed.wait(min(due_s - time.monotonic(), threading.TIMEOUT_MAX))
+                return []
+            group = full[0]
+        members = (future for future, entry in self.waiting.items() if entry.group == group)
+        entries = [self.waiting[future] for future in itertools.islice(members, self.max_size)]
+        for entry in entries:
+            self._pop(entry.future)
+        return [entry for entry in entries if entry.future.set_running_or_notify_cancel()]
+
+    def _pop(self, future: "Future[Any]") -> bool:
+        """Remove a request, and return True if it waited."""
+        entry = self.waiting.pop(future, None)
+        if entry is not None:
+            self.sizes[entry.group] -= 1
+            if not self.sizes[entry.group]:
+                del self.sizes[entry.group]
+        return entry is not None
+
+
+def _serve(queue: _Queue) -> None:
+    """Answer the requests of a queue until it is closed."""
+    while _serve_batch(queue):
+        pass
+
+
+def _serve_batch(queue: _Queue) -> bool:
+    """Answer one batch; a function of its own, so that no local variable keeps the batcher alive between batches."""
+    entries = queue.take()
+    parts = [entries] if entries else []
+    while parts:
+        part = parts.pop()
+        outcome = _attempt(part[0].owner._run, [entry.request for entry in part])
+        if not isinstance(outcome, BaseException):
+            for entry, result in zip(part, outcome, strict=True):
+                entry.future.set_result(result)
+        elif len(part) == 1:
+            part[0].future.set_exception(outcome)
+        else:
+            middle = len(part) // 2
+            parts += [part[middle:], part[:middle]]
+    return bool(entries)
+
+
+def _attempt(run: Callable[[list[Any]], Iterable[Any]], requests: list[Any]) -> list[Any] | BaseException:
+    """Return the results of requests, or the error of their run."""
+    expected = len(requests)
+    try:
+        results = list(run(requests))
+        if len(results) != expected:
+            raise error(
+                ValueError, "Batcher: `run` must return a result for each request.", expected=expected, got=len(results)
+            )
+    # The thread must outlive every error, SystemExit included.
+    except BaseException as err:
+        return err
+    return results
+
+
+# The batchers that a fork and the end of the program find.
+_LIVE: "weakref.WeakSet[Batcher[Any, Any]]" = weakref.WeakSet()
+
+
+def _start_all_empty() -> None:
+    for batcher in list(_LIVE):
+        batcher._after_fork()
+
+
+def _end_all() -> None:
+    """Close all batchers, and wait for the batches that run: torch aborts a program that ends inside its own code."""
+    threads = [batcher._thread for batcher in _LIVE if batcher._thread is not None]
+    for batcher in list(_LIVE):
+        batcher.close()
+    end_s = time.monotonic() + 10
+    for thread in threads:
+        thread.join(max(end_s - time.monotonic(), 0))
+
+
+atexit.register(_end_all)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_all_empty)

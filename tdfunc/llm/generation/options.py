@@ -1,0 +1,219 @@
+"""`GenerationOptions`: the options of generation under one meaning for every engine, and their rules."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from tdfunc.core.errors import error
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+# Where both are given the legacy name prevails.
+_LEGACY = {"max_tokens": "max_new_tokens", "n": "num_return_sequences"}
+# The names of a GenerationConfig, and those of ours.
+_CONFIG = {"stop_strings": "stop_sequences", "eos_token_id": "eos_token_ids"}
+# Entries of a GenerationConfig that concern the form of its results, which is another one here.
+_IGNORED = frozenset(
+    {
+        "_from_model_config", "bos_token_id", "decoder_start_token_id", "output_attentions", "output_hidden_states",
+        "output_logits", "output_scores", "pad_token_id", "return_dict_in_generate", "transformers_version",
+        "use_cache",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """How responses are drawn; made by `GenerationOptions.parse`, which checks the rules.
+
+    Attributes:
+        max_new_tokens: The most tokens of a response; None where it was not given.
+        min_new_tokens: No end-of-sequence or stop token comes before this many tokens.
+        num_return_sequences: How many responses to each prompt.
+        temperature: The divisor of the logits; 0 takes the most probable token.
+        top_k: How many of the most probable tokens are left, or None for all.
+        top_p: The most probable tokens that hold this probability are left, or None for all.
+        min_p: Tokens at least this times as probable as the most probable are left, or None for all.
+        repetition_penalty: The divisor of the positive logits, and factor of the negative ones, of tokens of the row.
+        num_beams: The beams of beam search; 1 for none.
+        length_penalty: The exponent of the length by which the score of a beam is divided.
+        early_stopping: When a beam search ends: True, False or "never", as in transformers.
+        stop_sequences: Texts, each of which ends a response that contains it.
+        stop_token_ids: Tokens, each of which ends a response.
+        eos_token_ids: The tokens that end a response in place of the model's own, or None for these.
+        skip_special_tokens: Whether the texts of responses are decoded without special tokens.
+        logprobs: Whether the log-probs of the responses are computed.
+    """
+
+    max_new_tokens: int | None = None
+    min_new_tokens: int = 0
+    num_return_sequences: int = 1
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+    stop_sequences: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    eos_token_ids: tuple[int, ...] | None = None
+    skip_special_tokens: bool = False
+    logprobs: bool = True
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are drawn at random."""
+        return self.temperature > 0
+
+    @property
+    def cuts(self) -> bool:
+        """Whether top-k, top-p or min-p may take tokens away."""
+        return self.top_k is not None or self.top_p is not None or self.min_p is not None
+
+    @classmethod
+    def parse(
+        cls, kwargs: "Mapping[str, Any] | GenerationConfig | None" = None, *, num_samples: int | None = None
+    ) -> "GenerationOptions":
+        """Return checked options.
+
+        Without `do_sample`, tokens are sampled if a temperature above 0 is given. An option that is None counts as not
+        given. Of a `GenerationConfig` the entries that are set are read, under the same rules.
+
+        Args:
+            kwargs: Options by name: the attributes of this class, `do_sample`, and the legacy names `max_tokens` and
+                `n`, which prevail over `max_new_tokens` and `num_return_sequences`.
+            num_samples: How many responses to each prompt, as `num_return_sequences`.
+
+        Raises:
+            TypeError: An option is unknown; the message names it.
+            ValueError: An option is out of range, or two contradict each other.
+
+        Examples:
+            >>> GenerationOptions.parse({"max_tokens": 8, "temperature": 0.7, "top_p": 1}).top_p is None
+            True
+        """
+        given = dict(kwargs) if isinstance(kwargs, Mapping) else _of_config(kwargs)
+        for old, new in _LEGACY.items():
+            if old in given:
+                given[new] = given.pop(old)
+        names = {field.name for field in fields(cls)} | {"do_sample"}
+        unknown = sorted(set(given) - names)
+        if unknown:
+            raise error(
+                TypeError,
+                f"generate: {unknown[0]!r} must be one of the options.",
+                expected=", ".join(sorted({*names, *_LEGACY})),
+                got=", ".join(map(repr, unknown)),
+            )
+        given = {name: value for name, value in given.items() if value is not None}
+        if num_samples is not None and given.setdefault("num_return_sequences", num_samples) != num_samples:
+            raise error(
+                ValueError,
+                "generate: num_samples must be num_return_sequences where both are given.",
+                expected=num_samples,
+                got=given["num_return_sequences"],
+            )
+        given["temperature"] = _temperature(given.pop("do_sample", None), given.get("temperature"))
+        for name in ("stop_sequences", "stop_token_ids", "eos_token_ids"):
+            if name in given:
+                given[name] = _as_tuple(given[name])
+        # With these values nothing is cut.
+        for name, off in (("top_p", 1), ("min_p", 0)):
+            if given.get(name) == off:
+                del given[name]
+        options = cls(**given)
+        options._check()
+        return options
+
+    def _check(self) -> None:
+        """Raise for options out of range, and for those that contradict each other."""
+        least: dict[str, int] = {"max_new_tokens": 0, "min_new_tokens": 0, "num_return_sequences": 1, "num_beams": 1}
+        for name, bound in (least | {"top_k": 1}).items():
+            value = getattr(self, name)
+            if value is not None and not value >= bound:
+                raise error(ValueError, f"generate: {name} must be at least {bound}.", got=value)
+        for name in ("top_p", "min_p"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1:
+                raise error(ValueError, f"generate: {name} must be above 0 and at most 1.", got=value)
+        if not 0 < self.repetition_penalty < math.inf:
+            raise error(ValueError, "generate: repetition_penalty must be above 0.", got=self.repetition_penalty)
+        if self.early_stopping not in (True, False, "never"):
+            raise error(
+                ValueError,
+                "generate: early_stopping must be one of three.",
+                expected="True, False or 'never'",
+                got=self.early_stopping,
+            )
+        if "" in self.stop_sequences:
+            raise error(ValueError, "generate: a stop sequence must not be empty.", got=self.stop_sequences)
+        cut = next((name for name in ("top_k", "top_p", "min_p") if getattr(self, name) is not None), None)
+        if cut and not self.samples:
+            raise error(
+                ValueError,
+                f"generate: {cut} must come with sampling.",
+                got=f"{cut}={getattr(self, cut)}, temperature 0",
+                hint="temperature=1.0 or do_sample=True.",
+            )
+        if self.num_beams > 1 and self.samples:
+            raise error(
+                ValueError,
+                "generate: beams must come without sampling.",
+                got=f"num_beams={self.num_beams}, temperature {self.temperature}",
+            )
+        if self.num_beams == 1 and (self.length_penalty != 1.0 or self.early_stopping is not False):
+            raise error(
+                ValueError,
+                "generate: length_penalty and early_stopping must come with beams.",
+                got=f"num_beams=1, length_penalty={self.length_penalty}, early_stopping={self.early_stopping}",
+            )
+        if not self.samples and self.num_return_sequences > self.num_beams:
+            raise error(
+                ValueError,
+                "generate: several responses to a prompt must come from sampling, or from as many beams.",
+                expected=f"at most {self.num_beams}" if self.num_beams > 1 else "temperature above 0, or num_beams",
+                got=f"{self.num_return_sequences} responses at temperature 0, num_beams={self.num_beams}",
+            )
+
+
+def _temperature(do_sample: bool | None, temperature: float | None) -> float:
+    """Return the temperature that do_sample and temperature mean, 0 for greedy."""
+    if temperature is not None and not 0 <= temperature < math.inf:
+        raise error(ValueError, "generate: temperature must be finite and at least 0.", got=temperature)
+    if do_sample is None:
+        return float(temperature or 0.0)
+    if do_sample and temperature == 0:
+        raise error(ValueError, "generate: do_sample=True must come with a temperature above 0.", got="temperature=0")
+    if not do_sample and temperature:
+        raise error(
+            ValueError, "generate: do_sample=False must come with temperature 0.", got=f"temperature={temperature}"
+        )
+    return float(1.0 if temperature is None else temperature) if do_sample else 0.0
+
+
+# Any: a token, or tokens, or a text or texts.
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
+
+
+def _of_config(config: "GenerationConfig | None") -> dict[str, Any]:
+    """Return the entries of a GenerationConfig that are set, under our names.
+
+    Raises:
+        ValueError: It limits the total length, which is another one for each row.
+    """
+    if config is None:
+        return {}
+    entries = {name: value for name, value in config.to_dict().items() if value is not None and name not in _IGNORED}
+    limit = entries.pop("max_length", None)
+    if limit is not None and "max_new_tokens" not in entries:
+        raise error(
+            ValueError,
+            "generate: a GenerationConfig must have max_new_tokens in place of max_length.",
+            got=f"max_length={limit}",
+        )
+    return {_CONFIG.get(name, name): value for name, value in entries.items()}

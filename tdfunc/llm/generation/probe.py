@@ -1,0 +1,106 @@
+"""The proof that a model's cache and left padding change no result, taken once for each specification.
+
+Attention can leave pads out; a state that runs over all positions, as of gated delta nets, reads them. So that no list
+of families is needed, the model itself runs on random weights: rows with pads and a cache against each row alone.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from tdfunc.llm.generation.decode import pad_left, read_prompts, read_tokens
+from tdfunc.llm.model import CausalLM, own_logits
+from tdfunc.modules.extract import split
+from tdfunc.modules.functional import Apply
+
+# The lengths of the rows, of which each begins with a prompt and is then read token by token.
+_ROWS, _STEPS = (8, 15), 3
+
+
+class Way(NamedTuple):
+    """How prompts are read.
+
+    Attributes:
+        padded: Those of different lengths together, with pads at the left; otherwise those of one length at a time.
+        cached: The model's cache holds the earlier tokens; otherwise all tokens are read at each step.
+    """
+
+    padded: bool
+    cached: bool
+
+
+_FOUND: WeakKeyDictionary[Apply, Way] = WeakKeyDictionary()
+
+
+def find_way(lm: CausalLM, params: Any, buffers: Any) -> Way:
+    """Return the fastest way that gives each row the results of the row alone."""
+    found = _FOUND.get(lm.apply)
+    if found is None:
+        found = _FOUND[lm.apply] = _measure(lm, params, buffers)
+    return found
+
+
+def _measure(lm: CausalLM, params: Any, buffers: Any) -> Way:
+    weights, rest = split(params)
+    weights, rest = _random_weights(weights), rest if buffers is None else buffers
+    leaf = next(leaf for leaf in weights.leaves() if leaf.is_floating_point())
+    vocabulary = lm.apply.module.get_input_embeddings().weight.shape[0]  # pyright: ignore
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(vocabulary, (length,), generator=generator).to(leaf.device) for length in _ROWS]
+    own = [lm.run(weights, own_logits, row.unsqueeze(0), None, None, buffers=rest)[0] for row in rows]
+    expected = [logits[-_STEPS - 1 :] for logits in own]
+    # The rounding of 16 bits; pads that are read change the logits by their own size.
+    tolerance = max(1e-3, math.sqrt(torch.finfo(leaf.dtype).eps))
+
+    def is_exact(parts: Sequence[Sequence[Tensor]]) -> bool:
+        try:
+            found = [row for part in parts for row in lm.run(weights, _read, part, buffers=rest)]
+        # A family that has no such cache may raise anything.
+        except Exception:
+            return False
+        return all([bool((a - b).abs().mean() <= tolerance * b.std()) for a, b in zip(found, expected, strict=True)])
+
+    if is_exact([rows]):
+        return Way(padded=True, cached=True)
+    return Way(padded=False, cached=is_exact([[row] for row in rows]))
+
+
+def _read(model: Any, rows: Sequence[Tensor]) -> list[Tensor]:
+    """Return the logits of the last positions of each row, as generation computes them."""
+    ids, mask = pad_left([row[:-_STEPS] for row in rows])
+    logits, context = read_prompts(model, ids, mask, cached=True)
+    found = [logits]
+    for step in range(_STEPS, 0, -1):
+        logits, context = read_tokens(context, torch.stack([row[-step] for row in rows]))
+        found.append(logits)
+    return list(torch.stack(found, 1))
+
+
+def _random_weights(params: Any) -> Any:
+    """Return parameters with random matrices, views of one row of numbers as long as the largest, and other vectors.
+
+    Biases are zero at first, and then hide pads.
+    """
+    matrices = [leaf for leaf in params.leaves() if leaf.is_floating_point() and leaf.dim() > 1]
+    largest = max(matrices, key=Tensor.numel)
+    # Logits and attention scores of a few nats, whatever the width.
+    scale = 1.7 / math.sqrt(largest.shape[-1])
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(largest.numel() + len(matrices), generator=generator) * scale
+    noise = noise.to(largest)
+    starts = iter(range(len(matrices)))
+
+    def draw(leaf: Tensor) -> Tensor:
+        if not leaf.is_floating_point():
+            return leaf
+        if leaf.dim() < 2:
+            spread = torch.randn(leaf.shape, generator=generator) * 0.3
+            return leaf + spread.to(leaf)
+        start = next(starts)
+        return noise[start : start + leaf.numel()].view(leaf.shape)
+
+    return params.apply(draw)

@@ -1,0 +1,220 @@
+"""`generate_tokens`: responses to rows of tokens, each of which depends on its key and its tokens alone."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tdfunc.core.context import has_values
+from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.llm.generation.decode import BLOCK, Decoded, Stop, decode, pad_left
+from tdfunc.llm.generation.options import GenerationOptions
+from tdfunc.llm.generation.probe import find_way
+from tdfunc.llm.generation.response import Response
+from tdfunc.llm.layout import equal_lengths
+from tdfunc.llm.model import CausalLM
+from tdfunc.llm.scoring import score_ids
+from tdfunc.random import fold_in, uniform
+
+
+def generate_tokens(
+    lm: CausalLM,
+    params: Any,
+    prompts: Sequence[Tensor],
+    options: GenerationOptions,
+    *,
+    keys: Tensor | None = None,
+    buffers: Any = None,
+    # Any: a tokenizer of transformers.
+    tokenizer: Any = None,
+    prompt_log_probs: bool = False,
+    allow_long: bool = False,
+) -> list[Response]:
+    """Return responses to rows of tokens.
+
+    A response depends on its key and the tokens of its prompt, and not on the other rows.
+
+    Args:
+        lm: The model, from `causal_lm`.
+        params: Its parameters, or the whole tree.
+        prompts: Rows of tokens of any lengths.
+        options: From `GenerationOptions.parse`.
+        keys: A random key for each response (B * N, 2), in their order; None for greedy and beam search.
+        buffers: The buffers of the model, unless `params` has them.
+        tokenizer: Decodes the responses in which stop sequences are looked for.
+        prompt_log_probs: Score the prompts, too.
+        allow_long: Generate beyond the positions that the model was trained for, if it can.
+
+    Shapes:
+        B prompts give B * N responses, those to one prompt next to each other.
+
+    Raises:
+        ValueError: A prompt is empty, or too long for its response; or sampling without keys, or stop sequences
+            without a tokenizer, or no `max_new_tokens`; or the logits of a row are NaN.
+        UnsupportedError: Inside a transform, where the tokens cannot be read.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from tdfunc.llm import GenerationOptions, causal_lm
+        >>> config = GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=20)
+        >>> lm, params, buffers = causal_lm(GPT2LMHeadModel(config))
+        >>> options = GenerationOptions.parse({"max_new_tokens": 4, "temperature": 1.0})
+        >>> prompts, keys = [torch.tensor([1, 2]), torch.tensor([3])], tdf.random.split(tdf.random.key(0), 2)
+        >>> [row.tokens.shape for row in generate_tokens(lm, params, prompts, options, keys=keys, buffers=buffers)]
+        [torch.Size([4]), torch.Size([4])]
+    """
+    _check(lm, prompts, options, keys, tokenizer, allow_long)
+    if not prompts:
+        return []
+    with torch.no_grad():
+        device = prompts[0].device
+        prompts = [row.to(torch.int64) for row in prompts]
+        scores = _score_prompts(lm, params, prompts, buffers, allow_long) if prompt_log_probs else [None] * len(prompts)
+        count = options.num_return_sequences
+        rows = [row for row in prompts for _ in range(count)]
+        if not options.max_new_tokens:
+            none = prompts[0].new_zeros(0, dtype=torch.float32)
+            empty = Response(
+                prompts[0].new_zeros(0),
+                "length",
+                log_probs=none if options.logprobs else None,
+                behaviour=none if options.samples else None,
+            )
+            found = [empty] * len(rows)
+        else:
+            stop = _stop(lm, options, tokenizer, device)
+            found = _generate(lm, params, rows, options, stop, keys if options.samples else None, buffers)
+        return [row._replace(prompt_log_probs=scores[i // count]) for i, row in enumerate(found)]
+
+
+def _generate(
+    lm: CausalLM,
+    params: Any,
+    rows: Sequence[Tensor],
+    options: GenerationOptions,
+    stop: Stop,
+    keys: Tensor | None,
+    buffers: Any,
+) -> list[Response]:
+    """Return a response to each row, in batches of rows that can be read together."""
+    lengths = [len(row) for row in rows]
+    way = find_way(lm, params, buffers)
+    groups = [list(range(len(rows)))] if way.padded and not lm.by_length else equal_lengths(lengths)
+    found: dict[int, Response] = {}
+    for members in groups:
+        ids, mask = pad_left([rows[i] for i in members])
+        own = None if keys is None else keys[members]
+        fn = functools.partial(decode, uniforms=_uniforms(own), cached=way.cached)
+        decoded = lm.run(params, fn, ids, mask, options, stop, buffers=buffers)
+        for i, response in zip(members, _responses(decoded), strict=True):
+            if response.log_probs is not None and bool(response.log_probs.isnan().any()):
+                raise error(ValueError, f"generate: the logits of row {i} must be numbers.", got="NaN")
+            found[i] = response
+    return [found[i] for i in range(len(rows))]
+
+
+def _uniforms(keys_B2: Tensor | None) -> Callable[[int], Tensor] | None:
+    """Return the function of uniform numbers of blocks of steps: a row's depend on its key and the step alone."""
+    if keys_B2 is None:
+        return None
+
+    def block(number: int) -> Tensor:
+        return torch.vmap(lambda key: uniform(fold_in(key, number), (BLOCK,), dtype=torch.float64))(keys_B2)
+
+    return block
+
+
+def _responses(decoded: Decoded) -> list[Response]:
+    """Return the steps of rows as a response for each."""
+    steps = decoded.steps
+    ids, log_probs, behaviour = (
+        None if getattr(steps[0], name) is None else torch.stack([getattr(step, name) for step in steps], 1)
+        for name in ("ids", "log_probs", "behaviour")
+    )
+    assert ids is not None
+    found: list[Response] = []
+    for row, (length, stopped) in enumerate(zip(decoded.lengths, decoded.stopped, strict=True)):
+        support = None
+        if steps[0].support is not None:
+            parts = [step.support[row] for step in steps[:length] if step.support is not None]
+            parts = [part[part >= 0] for part in parts]
+            if any([len(part) for part in parts]):
+                support = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=-1)
+        found.append(
+            Response(
+                ids[row, :length].clone(),
+                "stop" if stopped else "length",
+                None if log_probs is None else log_probs[row, :length].clone(),
+                None if behaviour is None else behaviour[row, :length].clone(),
+                support,
+            )
+        )
+    return found
+
+
+def _stop(lm: CausalLM, options: GenerationOptions, tokenizer: Any, device: torch.device) -> Stop:
+    """Return the ends of the responses of a model."""
+    ids = sorted({*(lm.eos_ids if options.eos_token_ids is None else options.eos_token_ids), *options.stop_token_ids})
+
+    def decode_ids(tokens: list[int]) -> str:
+        return tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    return Stop(
+        torch.tensor(ids, dtype=torch.int64, device=device),
+        options.stop_sequences,
+        decode_ids if options.stop_sequences else None,
+    )
+
+
+def _score_prompts(lm: CausalLM, params: Any, prompts: list[Tensor], buffers: Any, allow_long: bool) -> list[Tensor]:
+    """Return the log-probs of prompts."""
+    ids, mask = pad_left(prompts)
+    valid = None if mask is None else mask.bool()
+    found, _ = score_ids(lm, params, ids, valid, buffers=buffers, allow_long=allow_long)
+    return [row[ids.shape[1] - len(prompt) :].clone() for row, prompt in zip(found, prompts, strict=True)]
+
+
+def _check(
+    lm: CausalLM,
+    prompts: Sequence[Tensor],
+    options: GenerationOptions,
+    keys: Tensor | None,
+    tokenizer: Any,
+    allow_long: bool,
+) -> None:
+    """Raise for what cannot be generated."""
+    if not has_values():
+        raise UnsupportedError(
+            "generate: tokens cannot be drawn inside a transform.",
+            expected="tensors with values",
+            hint="call it for each member: generate(lm, params[i], td, ...).",
+        )
+    if lm.apply.training:
+        raise error(ValueError, "generate: the model must be in evaluation mode.", hint="lm.train(False)")
+    if options.max_new_tokens is None:
+        raise error(ValueError, "generate: max_new_tokens must be given.")
+    count = len(prompts) * options.num_return_sequences
+    if options.samples and (keys is None or keys.shape != (count, 2)):
+        raise error(
+            ValueError,
+            "generate: sampling must have a random key for each response.",
+            expected=f"shape {(count, 2)}",
+            got=None if keys is None else f"shape {tuple(keys.shape)}",
+            hint="key=tdfunc.random.key(0), or seed=0." if keys is None else None,
+        )
+    if options.stop_sequences and tokenizer is None:
+        raise error(ValueError, "generate: stop sequences must come with a tokenizer.", got=options.stop_sequences)
+    for row, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise error(ValueError, f"generate: row {row} must have tokens.", got="an empty prompt")
+        total = len(prompt) + options.max_new_tokens
+        if lm.max_length is not None and total > lm.max_length and not (allow_long and lm.extendable):
+            raise error(
+                ValueError,
+                f"generate: row {row} and its response must not be longer than the positions of {lm.family}.",
+                expected=f"at most {lm.max_length} tokens",
+                got=f"{len(prompt)} and {options.max_new_tokens}",
+                hint="fewer max_new_tokens" + ("; allow_long=True runs it all the same." if lm.extendable else "."),
+            )

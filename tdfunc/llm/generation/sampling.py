@@ -1,0 +1,117 @@
+"""One step of a generation as a function of logits and of a uniform number for each row.
+
+The cuts of top-k, top-p and min-p are one threshold for each row: the tokens at or above it are left. A token is drawn
+by the inverse of the distribution function in the order of the ids, so that a row draws the same token whatever order
+equal logits are sorted in.
+
+B rows, V vocabulary, K tokens that are left in a row.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tdfunc.llm.generation.options import GenerationOptions
+
+
+class Choice(NamedTuple):
+    """The tokens of one step.
+
+    Attributes:
+        ids: (B,).
+        log_probs: The raw log-probs (B,), or None.
+        behaviour: The log-probs under the distribution that was drawn from (B,), or None where nothing was drawn.
+        support: The ids that were left, then -1 (B, K); None where nothing was cut.
+    """
+
+    ids: Tensor
+    log_probs: Tensor | None
+    behaviour: Tensor | None
+    support: Tensor | None
+
+
+def choose(raw_BV: Tensor, scores_BV: Tensor, options: GenerationOptions, uniform_B1: Tensor | None) -> Choice:
+    """Return the next token of each row.
+
+    Args:
+        raw_BV: The model's logits, in float32 or wider.
+        scores_BV: The logits to choose from: those of the model, or with penalties.
+        options: The options.
+        uniform_B1: A number in [0, 1) for each row, in float64; None for the most probable token.
+    """
+    if uniform_B1 is None:
+        ids = scores_BV.argmax(-1)
+        return Choice(ids, _chosen(raw_BV, ids) if options.logprobs else None, None, None)
+    heated = scores_BV if options.temperature == 1.0 else scores_BV / options.temperature
+    if not options.cuts:
+        found = heated.log_softmax(-1)
+        ids = _draw(found, uniform_B1)
+        behaviour = found.gather(-1, ids).squeeze(-1)
+        ids = ids.squeeze(-1)
+        raw = behaviour if heated is raw_BV else _chosen(raw_BV, ids) if options.logprobs else None
+        return Choice(ids, raw if options.logprobs else None, behaviour, None)
+    support = _left(heated, threshold(heated, options))
+    values = torch.where(support < 0, -math.inf, heated.gather(-1, support.clamp(min=0)))
+    found = values.log_softmax(-1)
+    place = _draw(found, uniform_B1)
+    ids, behaviour = support.gather(-1, place).squeeze(-1), found.gather(-1, place).squeeze(-1)
+    # A row of which nothing was cut has no entries.
+    support = torch.where((support[:, -1:] >= 0) & (support.shape[1] == raw_BV.shape[1]), -1, support)
+    return Choice(ids, _chosen(raw_BV, ids) if options.logprobs else None, behaviour, support)
+
+
+def threshold(heated_BV: Tensor, options: GenerationOptions) -> Tensor:
+    """Return the least logit (B, 1) that top-k, then top-p, then min-p leave; equal logits are left together."""
+    ordered, size = heated_BV, heated_BV.shape[-1]
+    least = heated_BV.new_full((heated_BV.shape[0], 1), -math.inf)
+    if options.top_k is not None:
+        ordered = heated_BV.topk(min(options.top_k, size)).values
+        least = ordered[:, -1:] if options.top_k < size else least
+    elif options.top_p is not None:
+        ordered = heated_BV.sort(-1, descending=True).values
+    if options.top_p is not None:
+        probs = ordered.softmax(-1)
+        # A token stays if those before it hold less than top_p.
+        count = (probs.cumsum(-1) - probs < options.top_p).sum(-1, keepdim=True)
+        least = torch.where(count < size, ordered.gather(-1, count - 1), least)
+    if options.min_p is not None:
+        least = torch.maximum(least, heated_BV.amax(-1, keepdim=True) + math.log(options.min_p))
+    return least
+
+
+def penalize(scores_BV: Tensor, seen_BV: Tensor | None, penalty: float, banned: Tensor | None) -> Tensor:
+    """Return the logits with the tokens of the rows made less probable, and the banned ids impossible.
+
+    Source:
+        Keskar et al., "CTRL: a conditional transformer language model for controllable generation" (2019), section 4.1,
+        as in transformers.
+    """
+    if seen_BV is not None:
+        lower = torch.where(scores_BV < 0, scores_BV * penalty, scores_BV / penalty)
+        scores_BV = torch.where(seen_BV, lower, scores_BV)
+    return scores_BV if banned is None else scores_BV.index_fill(-1, banned, -math.inf)
+
+
+def _chosen(raw_BV: Tensor, ids_B: Tensor) -> Tensor:
+    return raw_BV.gather(-1, ids_B.unsqueeze(-1)).squeeze(-1) - raw_BV.logsumexp(-1)
+
+
+def _draw(log_probs_BK: Tensor, uniform_B1: Tensor) -> Tensor:
+    """Return a place (B, 1) in each row, with the probability that the row gives it."""
+    sums = log_probs_BK.exp().cumsum(-1, dtype=torch.float64)
+    # Beyond the last place only where a probability is NaN.
+    return torch.searchsorted(sums, uniform_B1 * sums[:, -1:], right=True).clamp(max=sums.shape[-1] - 1)
+
+
+def _left(heated_BV: Tensor, least_B1: Tensor) -> Tensor:
+    """Return the ids at or above the threshold of each row in ascending order, then -1 (B, K)."""
+    # Also where NaN: the log-probs show it.
+    kept = ~(heated_BV < least_B1)
+    counts = kept.sum(-1)
+    rows, ids = kept.nonzero(as_tuple=True)
+    place = torch.arange(len(ids), device=ids.device) - (counts.cumsum(0) - counts)[rows]
+    table = ids.new_full((kept.shape[0], int(counts.max())), -1)
+    table[rows, place] = ids
+    return table

@@ -1,0 +1,133 @@
+"""Records: the dicts that a file of a data set holds, or an iterable gives, and a digest of them."""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import xxhash
+
+from tdfunc.core.errors import ConcurrencyError, MissingKeyError, UnsupportedError, error
+
+_PIECE_BYTES = 4 << 20
+_ROWS = 1024
+
+
+def read_records(path: "str | os.PathLike[str]") -> Iterator[dict[str, Any]]:
+    """Yield the records of a file: `.jsonl` has one a line, `.txt` a `text` a line, `.parquet` (by pyarrow) rows.
+
+    Raises:
+        ValueError: The file has another suffix, or a line is not a JSON object; the error names it.
+        UnsupportedError: pyarrow is not installed.
+    """
+    name = os.fspath(path)
+    suffix = os.path.splitext(name)[1]
+    if suffix not in (".jsonl", ".txt", ".parquet"):
+        raise error(
+            ValueError,
+            f"read_records {name}: the file must end in .jsonl, .txt or .parquet.",
+            got=suffix or "none",
+            hint="give an iterable of dicts in its place.",
+        )
+    return {".jsonl": _json_lines, ".txt": _text_lines, ".parquet": _parquet}[suffix](name)
+
+
+def _json_lines(name: str) -> Iterator[dict[str, Any]]:
+    with open(name, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError as err:
+                raise error(ValueError, f"{name}: line {number} must be JSON: {err}.", got=line[:100]) from err
+            if not isinstance(record, dict):
+                raise error(ValueError, f"{name}: line {number} must be a JSON object.", got=line[:100])
+            yield record
+
+
+def _text_lines(name: str) -> Iterator[dict[str, Any]]:
+    # Only ends of lines separate records, not the other characters of str.splitlines.
+    with open(name, encoding="utf-8") as file:
+        for line in file:
+            yield {"text": line.removesuffix("\n")}
+
+
+def _parquet(name: str) -> Iterator[dict[str, Any]]:
+    try:
+        from pyarrow import parquet  # pyright: ignore[reportMissingImports]
+    except ImportError as err:
+        raise UnsupportedError(f"{name}: parquet files need pyarrow.", hint="pip install pyarrow.") from err
+    # Any: without stubs.
+    file: Any = parquet.ParquetFile(name)
+    for batch in file.iter_batches(_ROWS):
+        yield from batch.to_pylist()
+
+
+class Records:
+    """The records of a source, with the entries that are read.
+
+    Args:
+        source: A file, which is read at each iteration, or an iterable of dicts or texts, which is read now.
+        entries: The entries that each record must have.
+        optional: Further entries, which are kept where a record has them.
+
+    Raises:
+        TypeError: The source has columns instead of records, or a record is neither a dict nor a text.
+        MissingKeyError: A record lacks an entry.
+    """
+
+    def __init__(self, source: Any, entries: Sequence[str], optional: Sequence[str] = ()) -> None:
+        self._entries, self._optional = entries, optional
+        self._path = os.fspath(source) if isinstance(source, (str, os.PathLike)) else ""
+        # Data frames, too, are iterables of the names of their columns.
+        if isinstance(source, Mapping) or hasattr(source, "iterrows"):
+            raise error(
+                TypeError,
+                "The source must be an iterable of records.",
+                got=f"a {type(source).__name__} of columns",
+                hint='frame.to_dict("records").',
+            )
+        given: Any = source
+        self._records = None if self._path else [*self._select(given)]
+        self._digest: str | None = None
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yield each record."""
+        return iter(self._records) if self._records is not None else self._select(read_records(self._path))
+
+    def _select(self, records: Iterable[Any]) -> Iterator[dict[str, Any]]:
+        for i, given in enumerate(records):
+            record = {"text": given} if isinstance(given, str) else given
+            if not isinstance(record, Mapping):
+                raise error(TypeError, f"Record {i} must be a dict or a text.", got=repr(record)[:200])
+            missing = next((name for name in self._entries if name not in record), None)
+            if missing is not None:
+                raise MissingKeyError(f"Record {i} has no {missing!r}.", got=str(list(record))[:200])
+            yield {name: record[name] for name in (*self._entries, *self._optional) if name in record}
+
+    def digest(self) -> str:
+        """Return a digest of the bytes of the file, or of all records."""
+        if self._digest is None:
+            self._digest = self._current()
+        return self._digest
+
+    def _current(self) -> str:
+        state = xxhash.xxh3_128()
+        if self._records is not None:
+            for record in self._records:
+                state.update(json.dumps(record, sort_keys=True).encode() + b"\n")
+        else:
+            with open(self._path, "rb") as file:
+                while piece := file.read(_PIECE_BYTES):
+                    state.update(piece)
+        return state.hexdigest()
+
+    def check_unchanged(self) -> None:
+        """Raise if the file has changed since its digest was taken.
+
+        Raises:
+            ConcurrencyError: It has.
+        """
+        if self._records is None and self._current() != self._digest:
+            raise ConcurrencyError(f"{self._path} changed while it was read.", hint="load it again.")

@@ -1,0 +1,567 @@
+"""`LLMWrapperBase`: a language model as a module of trees, over the two calls of a backend.
+
+It reads conversations, texts or tokens as rows of ids, and makes the typed trees of the results. A subclass gives
+`generate_tokens` and `score_tokens`.
+"""
+
+import weakref
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Size, Tensor
+
+from tdfunc import random
+from tdfunc.core.context import has_values
+from tdfunc.core.errors import ImmutableError, LeafMismatchError, UnsupportedError, error
+from tdfunc.core.types import NestedKey
+from tdfunc.llm.batching import Batcher
+from tdfunc.llm.chat_history import ChatHistory
+from tdfunc.llm.encode import text_tokenizer
+from tdfunc.llm.functions import MaskedCategorical
+from tdfunc.llm.generation.options import GenerationOptions
+from tdfunc.llm.generation.response import Response
+from tdfunc.llm.history import History
+from tdfunc.llm.records import Text
+from tdfunc.llm.templates.find import find_template
+from tdfunc.llm.tokens import TokenTemplate
+from tdfunc.llm.wrappers.backend import AbstractBackend
+from tdfunc.llm.wrappers.inputs import (
+    Inputs,
+    TokenKeys,
+    check_prompts,
+    cut,
+    encode_chats,
+    encode_plain,
+    read_chats,
+    read_texts,
+    read_tokens,
+)
+from tdfunc.llm.wrappers.nested import NestedCategorical
+from tdfunc.llm.wrappers.options import WrapperOptions
+from tdfunc.llm.wrappers.replies import decode_all, reply_of, reply_texts, row_of
+from tdfunc.llm.wrappers.rows import Layout, Row, assembled, nest, padded_records, ragged_records, shaped_list
+from tdfunc.modules.random import key_of
+from tdfunc.nn.base import TensorDictModuleBase, as_key
+from tdfunc.ops.reading import has
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class _Option:
+    """An option of a wrapper as its attribute; `get_new_version` changes it."""
+
+    def __set_name__(self, owner: Any, name: str) -> None:
+        self._name = name
+
+    # Any: the option's own type.
+    def __get__(self, wrapper: Any, owner: Any = None) -> Any:
+        return self if wrapper is None else getattr(wrapper._options, self._name)
+
+    def __set__(self, wrapper: Any, value: Any) -> None:
+        raise ImmutableError(
+            f"{type(wrapper).__name__}.{self._name} must not be assigned.",
+            hint=f"wrapper = wrapper.get_new_version({self._name}={value!r})",
+        )
+
+
+# Any: the results of rows.
+def _answers(futures: "list[Future[Any]]") -> list[Any]:
+    """Return the results of futures; if one fails, the others' rows are not waited for."""
+    try:
+        return [future.result() for future in futures]
+    finally:
+        for future in futures:
+            future.cancel()
+
+
+class _Logits(NamedTuple):
+    """Logits from which tokens are drawn (*B, T, V), and the mask of the tokens (*B, T)."""
+
+    logits: Tensor
+    mask: Tensor
+
+
+class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
+    """A language model as a module of trees: it generates responses, or scores conversations.
+
+    Args:
+        model: The model.
+        tokenizer: A tokenizer or processor of transformers, which is not changed; optional for tokens.
+        input_mode: "history", "text" or "tokens".
+        input_key: The place of the input: a `ChatHistory`, `Text` or `Tokens` of which `prompt` is read to generate
+            and `full` to score, or such an entry itself; by default the key of the output of the same kind.
+        attention_mask_key: The place of the mask of tokens, of the shape of what is read; without it the masks at
+            `masks_key`, else all are tokens.
+        generate: Generate responses; otherwise compute log-probs.
+        generate_kwargs: The options of `GenerationOptions`, or a `GenerationConfig` of transformers.
+        tokenizer_kwargs: `add_special_tokens` for texts, options of the template for histories, and for both
+            `truncation`, `max_length` and `truncation_side`.
+        pad_output: Rows of one length, prompts padded at the left and responses at the right; scored tokens stay as
+            they lie. Otherwise ragged ones.
+        pad_model_input: Score padded rows; False packs them, where the family can.
+        inplace: None or False; nothing else, since trees are not written.
+        device: The device of the results; by default that of the input.
+        layout: `torch.jagged` or `torch.strided` for ragged results as nested tensors; None for lazy stacks.
+        num_samples: Responses to each prompt, in a further batch dimension: the result's batch size is [B, N], and the
+            input's entries are expanded to it.
+        chat_template_name: The name of one of `tdfunc.llm.TEMPLATES`.
+        chat_template: A template of `tdfunc.llm` or a Jinja text; by default the tokenizer's own.
+        history_key: The place of the `ChatHistory`; None leaves it out, as for the other outputs.
+        text_key: The place of the `Text`.
+        tokens_key: The place of the `Tokens`.
+        masks_key: The place of the `Masks`.
+        log_probs_key: The place of the `LogProbs`.
+        prompt_log_probs: Score the prompts of generated responses, too.
+        allow_long: Run rows that are longer than the model was trained for, if it can.
+        batching: Run the rows of several threads together; batch sizes turn it on.
+        min_batch_size: The rows that a batch waits for.
+        max_batch_size: The most rows of a batch.
+        batching_timeout: How long a row waits for others, in seconds.
+
+    Raises:
+        TypeError: An option is not known.
+        ValueError: An option has a value that is not allowed, or two contradict each other.
+        ImmutableError: `inplace` would write to the given tree.
+
+    Source:
+        `torchrl.modules.llm.LLMWrapperBase`.
+    """
+
+    generate, input_mode, pad_output, pad_model_input = _Option(), _Option(), _Option(), _Option()
+    tokenizer, device, layout, num_samples, inplace = _Option(), _Option(), _Option(), _Option(), _Option()
+
+    # Any: what a backend runs, and the options of `WrapperOptions`.
+    def __init__(self, model: Any, **options: Any) -> None:
+        super().__init__()
+        self._collector: weakref.ref[Any] | None = None
+        # What the backend made of the model; made again where it is missing.
+        self._engine: Any = None
+        self._set_options(WrapperOptions(**options))
+        self.model = model
+
+    def _set_options(self, options: WrapperOptions) -> None:
+        """Put options into this very module: one that nobody else has yet."""
+        self._options = options
+        self._generation = GenerationOptions.parse(options.generate_kwargs, num_samples=options.num_samples)
+        self._batcher: Batcher[Any, Any] | None = None
+        if options.batches:
+            self._batcher = Batcher(
+                self._run_batch,
+                min_batch_size=1 if options.min_batch_size is None else options.min_batch_size,
+                max_batch_size=options.max_batch_size,
+                timeout_s=options.batching_timeout,
+            )
+        self._template = None
+        if options.input_mode == "history":
+            extra = dict(options.tokenizer_kwargs or {})
+            for name in ("truncation", "max_length", "truncation_side"):
+                extra.pop(name, None)
+            chosen = options.chat_template_name or options.chat_template
+            template = find_template(chosen, options.tokenizer, extra)
+            self._template = TokenTemplate(options.tokenizer, template)
+        self.in_keys = [as_key(options.source)]
+        selected = None if self._source is None else [key for key in self.out_keys]
+        self.out_keys, self._source = [as_key(key) for key in options.outputs.values()], None
+        if selected is not None:
+            self._select(selected)
+
+    # -- calls --------------------------------------------------------------------------------------------------
+
+    # Any: trees, and random keys.
+    def forward(
+        self,
+        tensordict: Any,
+        *,
+        tensordict_out: Any = None,
+        logits_only: bool = False,
+        training: bool = False,
+        key: Any = None,
+    ) -> Any:
+        """Return the tree with the outputs.
+
+        Args:
+            tensordict: A tree with the input.
+            tensordict_out: Another tree to add the outputs to.
+            logits_only: Add the logits of each token, as `tdfunc.llm.logits`, instead of the outputs.
+            training: Score with dropout, drawn by `key`; by default the model is in evaluation mode.
+            key: A random key, or a seed of one: for sampling. Response i is drawn by its fold with i.
+
+        Raises:
+            MissingKeyError: The tree has no input.
+            LeafMismatchError: The input has another shape than the batch, or a mask another than the tokens.
+            ValueError: Responses are to be sampled without a key, or a prompt has no tokens.
+            UnsupportedError: Logits are to be given by a wrapper that generates, or that has none.
+        """
+        out = tensordict if tensordict_out is None else tensordict_out
+        if logits_only:
+            return out.set("logits", self._padded_logits(tensordict, training, key).logits)
+        if self.generate:
+            if training:
+                raise error(ValueError, f"{type(self).__name__}: training=True must come with generate=False.")
+            found = self._generated(tensordict, key)
+            if self._samples and tensordict_out is None:
+                dims = len(tensordict._batch_size)
+                out = tensordict.unsqueeze(dims).expand(*tensordict._batch_size, self._samples)
+        else:
+            found = self._scored(tensordict, out, training, key)
+        for kind, key in self._options.outputs.items():
+            if as_key(key) not in self.out_keys:
+                continue
+            value = found.get(kind)
+            if value is not None:
+                out = out.set(key, value)
+            elif kind in found and has(out, key):
+                # That of other tokens.
+                out = out.delete(key)
+        return out
+
+    # The outputs are selected where they are added: those of several samples do not fit the given tree.
+    def _keep_selected(self, tree: Any, out: Any) -> Any:
+        return out
+
+    @property
+    def _samples(self) -> int | None:
+        """The size of the dimension of responses to one prompt; None where there is no such dimension."""
+        count = self._generation.num_return_sequences
+        return count if self.num_samples is not None or count > 1 else None
+
+    def _token_keys(self) -> TokenKeys:
+        options = self._options
+        masks = "masks" if options.masks_key is None else options.masks_key
+        return TokenKeys(options.source, options.attention_mask_key, masks)
+
+    def _read(self, td: Any, field: str) -> Inputs:
+        """Return the rows of a field of the input."""
+        call, options, source = type(self).__name__, self._options, self._options.source
+        if options.input_mode == "tokens":
+            return read_tokens(td, self._token_keys(), field, call)
+        kwargs = options.tokenizer_kwargs or {}
+        side = getattr(text_tokenizer(options.tokenizer), "truncation_side", "right")
+        if options.input_mode == "text":
+            texts = read_texts(td, source, field, call)
+            return Inputs(cut(encode_plain(options.tokenizer, texts, kwargs), kwargs, side), texts=texts)
+        assert self._template is not None
+        chats = read_chats(td, source, field, call)
+        return Inputs(cut(encode_chats(self._template, chats, prompts=field == "prompt"), kwargs, side), chats=chats)
+
+    @property
+    def _pad(self) -> int:
+        """The id of pads: any will do, since masks tell them apart."""
+        own = text_tokenizer(self.tokenizer)
+        ids = (getattr(own, name, None) for name in ("pad_token_id", "eos_token_id"))
+        return next((each for each in ids if each is not None), 0)
+
+    @property
+    def _source_key(self) -> NestedKey:
+        return as_key(self._options.source)
+
+    def _key_of(self, kind: str) -> "NestedKey | None":
+        key = self._options.outputs.get(kind)
+        return None if key is None else as_key(key)
+
+    def _device_of(self, td: Any, inputs: Inputs, results: list[Tensor]) -> torch.device:
+        if self.device is not None:
+            return torch.device(self.device)
+        if td._device is not None:
+            return td._device
+        near = inputs.rows[:1] if self.input_mode == "tokens" else []
+        return next((each.device for each in [*[row.ids for row in near], *results]), torch.device("cpu"))
+
+    # -- scoring ------------------------------------------------------------------------------------------------
+
+    def _scored(self, td: Any, out: Any, training: bool, key: Any) -> dict[str, Any]:
+        """Return the outputs of scoring, by their kinds: the record that was read stays as it is."""
+        inputs = self._read(td, "full")
+        lead = td._batch_size
+        rows = self._score_rows(td, inputs, training, key)
+        padded = self.pad_output or not rows
+        values: dict[str, Any] = (
+            padded_records(rows, self._layout(rows, inputs), lead)
+            if padded
+            else ragged_records(rows, lead, self.layout)
+        )._asdict()
+        if self.input_mode != "tokens" and (out is not td or self._source_key != self._key_of(self.input_mode)):
+            values[self.input_mode] = (
+                Text(full=shaped_list(inputs.texts, lead), batch_size=lead)
+                if inputs.texts is not None
+                else ChatHistory(full=nest(inputs.chats or [], lead), batch_size=lead)
+            )
+        if self.input_mode == "history":
+            texts = decode_all(self.tokenizer, [row.ids for row in inputs.rows])
+            values["text"] = Text(full=shaped_list(texts, lead), batch_size=lead)
+        return values
+
+    def _score_rows(self, td: Any, inputs: Inputs, training: bool, key: Any) -> list[Row]:
+        """Return the rows of the input with their log-probs."""
+        ids = [row.ids for row in inputs.rows]
+        # Dropout is drawn for a call as a whole; threads of the batcher are outside of transforms.
+        if self._batcher is None or training or not has_values():
+            found = self.score_tokens(ids, training=training, rng=key)
+        else:
+            group = ("score", torch.is_grad_enabled())
+            found = _answers([self._batcher.submit((group, row, None), group=group) for row in ids])
+        device = self._device_of(td, inputs, found)
+        return [
+            replace(row, log_probs=values, scored=torch.arange(len(row.ids)) > 0).to(device)
+            for row, values in zip(inputs.rows, found, strict=True)
+        ]
+
+    def _layout(self, rows: list[Row], inputs: Inputs, side: str = "left") -> Layout:
+        """Return the layout that tokens came in; of others, padded at a side."""
+        if inputs.layout is not None:
+            return inputs.layout if not rows else inputs.layout.to(rows[0].ids.device)
+        layout = assembled(rows, pad=self._pad)
+        # Of parts that are not known, so that each row is in one piece.
+        return layout if side == "left" else layout._replace(mask=layout.mask.sort(1, descending=True).values)
+
+    def log_prob(self, tensordict: Any, *, training: bool = False, key: Any = None) -> Tensor:
+        """Return the log-prob of each token of the input's `full`, 0 at pads and at a row's first token.
+
+        Args:
+            tensordict: A tree with the input.
+            training: As for `forward`.
+            key: As for `forward`.
+
+        Shapes:
+            (*B, T), laid out as the tokens are; texts, histories and ragged tokens are padded at the left.
+        """
+        inputs = self._read(tensordict, "full")
+        rows = self._score_rows(tensordict, inputs, training, key)
+        return padded_records(rows, self._layout(rows, inputs), tensordict._batch_size).log_probs.full
+
+    # Any: backends differ.
+    def _logits(self, ids_NT: Tensor, mask_NT: Tensor, training: bool = False, key: Any = None) -> Tensor:
+        """Return the logits from which each token is drawn (N, T, V)."""
+        raise UnsupportedError(
+            f"{type(self).__name__}: the backend gives no logits.", hint="TransformersWrapper, with the same weights."
+        )
+
+    def _padded_logits(self, td: Any, training: bool = False, key: Any = None, side: str = "left") -> "_Logits":
+        inputs = self._read(td, "full")
+        device = self._device_of(td, inputs, [])
+        rows = [row.to(device) for row in inputs.rows]
+        layout, lead = self._layout(rows, inputs, side), td._batch_size
+        ids = layout.place([row.ids for row in rows], layout.pad) if layout.ids is None else layout.ids
+        found = self._logits(ids, layout.mask, training, key)
+        return _Logits(*[x.reshape(*lead, *x.shape[1:]) for x in (found, layout.mask)])
+
+    def get_dist(
+        self,
+        tensordict: Any,
+        tensordict_out: None = None,
+        logits_key: "NestedKey | None" = None,
+        mask_key: "NestedKey | None" = None,
+        *,
+        as_padded_tensor: bool | None = None,
+        as_nested_tensor: bool | None = None,
+        padding_side: Literal["left", "right"] = "left",
+        layout: torch.layout | None = None,
+        training: bool = False,
+        key: Any = None,
+    ) -> MaskedCategorical:
+        """Return the distribution from which each token of the input's `full` is drawn.
+
+        Its log-probs and entropies are 0 at pads and at a row's first token. Padded tokens stay as they lie.
+
+        Args:
+            tensordict: A tree with the input.
+            tensordict_out: Nothing: a tree is not written to.
+            logits_key: The place of logits that `logits_only=True` has given; without it they are computed.
+            mask_key: The place of a mask (*B, T) of the tokens that count, such as those of the assistant.
+            as_padded_tensor: The results are padded, which is the default.
+            as_nested_tensor: The results are nested tensors.
+            padding_side: Where ragged tokens, texts and histories are padded.
+            layout: The layout of nested results.
+            training: As for `forward`.
+            key: As for `forward`.
+
+        Raises:
+            UnsupportedError: The backend gives no logits.
+            LeafMismatchError: The mask or the logits have another shape than the tokens.
+            ValueError: Both forms are asked for at once.
+            ImmutableError: `tensordict_out` is given.
+
+        Shapes:
+            Logits are (*B, T, V), log-probs and entropies (*B, T).
+        """
+        if tensordict_out is not None:
+            raise ImmutableError(
+                "get_dist: tensordict_out must be left out: a distribution is no entry of a tree.",
+                hint="wrapper(td, logits_only=True) adds the logits.",
+            )
+        if as_nested_tensor and as_padded_tensor:
+            raise error(ValueError, "get_dist: results must be padded or nested.", got="both")
+        if padding_side not in ("left", "right"):
+            raise error(ValueError, "get_dist: padding_side must be 'left' or 'right'.", got=repr(padding_side))
+        if logits_key is None:
+            logits, tokens = self._padded_logits(tensordict, training, key, padding_side)
+        else:
+            inputs = self._read(tensordict, "full")
+            found = self._layout(inputs.rows, inputs, padding_side).mask
+            logits, tokens = tensordict[logits_key], found.reshape(*tensordict._batch_size, *found.shape[1:])
+        drawn = tokens & (tokens.cumsum(-1) > 1)
+        own = drawn if mask_key is None else tensordict[mask_key].bool()
+        for name, shape in (("the logits", logits.shape[:-1]), ("the mask", own.shape)):
+            if shape != tokens.shape:
+                raise LeafMismatchError(
+                    f"get_dist: {name} must have the shape of the tokens.",
+                    expected=f"shape {tuple(tokens.shape)}",
+                    got=f"shape {tuple(shape)}",
+                )
+        if as_nested_tensor or (layout is not None and not as_padded_tensor):
+            return NestedCategorical(logits, drawn & own, tokens, layout or torch.jagged)
+        return MaskedCategorical(logits, drawn & own)
+
+    # -- generation ---------------------------------------------------------------------------------------------
+
+    def _generated(self, td: Any, key: Any) -> dict[str, Any]:
+        """Return the outputs of generation, by their kinds."""
+        inputs = self._read(td, "prompt")
+        check_prompts(inputs.rows, td._batch_size)
+        options, count = self._generation, self._generation.num_return_sequences
+        lead = Size((*td._batch_size, self._samples)) if self._samples else td._batch_size
+        responses = self._respond([row.ids for row in inputs.rows], self._keys(len(inputs.rows) * count, key))
+        prompts = [row for row in inputs.rows for _ in range(count)]
+        values: dict[str, Any] = {"tokens": None, "masks": None, "log_probs": None}
+        # A server may give texts alone.
+        if all([each.tokens is not None for each in responses]):
+            log_probs = [each.log_probs for each in responses if each.log_probs is not None]
+            device = self._device_of(td, inputs, log_probs)
+            rows = [row_of(*pair).to(device) for pair in zip(prompts, responses, strict=True)]
+            if self.pad_output or not rows:
+                # As wide as the given prompts, whose masks stay in the tree.
+                least = 0 if inputs.layout is None else inputs.layout.mask.shape[1]
+                values |= padded_records(rows, assembled(rows, pad=self._pad, least=least), lead)._asdict()
+            else:
+                values |= ragged_records(rows, lead, self.layout)._asdict()
+        if self.input_mode == "tokens":
+            return values
+        whole = reply_texts(self.tokenizer, prompts, responses)
+        if inputs.chats is not None:
+            values["history"] = self._replied(inputs.chats, responses, whole, lead)
+        skips = options.skip_special_tokens
+        texts = reply_texts(self.tokenizer, prompts, responses, skip_special_tokens=True) if skips else whole
+        before = inputs.texts
+        if before is None:
+            before = decode_all(self.tokenizer, [row.ids for row in inputs.rows])
+        before = [text for text in before for _ in range(count)]
+        values["text"] = Text(
+            prompt=shaped_list(before, lead),
+            response=shaped_list(texts, lead),
+            full=shaped_list([a + b for a, b in zip(before, texts, strict=True)], lead),
+            batch_size=lead,
+        )
+        return values
+
+    def _respond(self, prompts: list[Tensor], keys: Tensor | None) -> list[Response]:
+        """Return the responses of the backend to prompts, together with those to other threads' prompts."""
+        options, scored = self._generation, self._options.prompt_log_probs
+        if self._batcher is None:
+            return self.generate_tokens(prompts, options, keys=keys, prompt_log_probs=scored)
+        group = ("generate", options, scored)
+        count = options.num_return_sequences
+        own = [None] * len(prompts) if keys is None else keys.split(count)
+        requests = [(group, prompt, each) for prompt, each in zip(prompts, own, strict=True)]
+        found = _answers([self._batcher.submit(request, group=group) for request in requests])
+        return [response for responses in found for response in responses]
+
+    # Any: conversations.
+    def _replied(self, chats: list[Any], responses: list[Response], texts: list[str], lead: Size) -> ChatHistory:
+        """Return the conversations with their replies."""
+        assert self._template is not None
+        count = self._generation.num_return_sequences
+        given = [chat for chat in chats for _ in range(count)]
+        stops = self._generation.stop_sequences
+        replies = [
+            History.from_chats([reply_of(self._template, response, text, stops)])
+            for response, text in zip(responses, texts, strict=True)
+        ]
+        full = [chat.extend(reply) for chat, reply in zip(given, replies, strict=True)]
+        return ChatHistory(
+            prompt=nest(given, lead), response=nest(replies, lead), full=nest(full, lead), batch_size=lead
+        )
+
+    def _keys(self, count: int, key: Any) -> Tensor | None:
+        """Return a key for each response, or None where nothing is drawn.
+
+        Raises:
+            ValueError: Tokens are sampled, and there is no key.
+        """
+        if not self._generation.samples:
+            return None
+        if key is None:
+            raise error(
+                ValueError,
+                f"{type(self).__name__}: sampling takes a random key: there is no hidden state to draw from.",
+                expected="wrapper(td, key=tdfunc.random.key(0)), another key for each call",
+            )
+        return random.fold_in(key_of(key), torch.arange(count))
+
+    # -- batching -----------------------------------------------------------------------------------------------
+
+    # Any: requests and results of either kind.
+    def _run_batch(self, requests: list[Any]) -> list[Any]:
+        """Return the results of requests of one group: scores, or the responses to each prompt."""
+        kind, *how = requests[0][0]
+        rows = [row for _, row, _ in requests]
+        if kind == "score":
+            with torch.set_grad_enabled(how[0]):
+                return self.score_tokens(rows)
+        options, scored = how
+        keys = None if requests[0][2] is None else torch.cat([each for _, _, each in requests])
+        found = self.generate_tokens(rows, options, keys=keys, prompt_log_probs=scored)
+        count = options.num_return_sequences
+        return [found[i * count : (i + 1) * count] for i in range(len(rows))]
+
+    @property
+    def batching(self) -> bool:
+        """Whether rows of several threads run together."""
+        return self._batcher is not None
+
+    def get_batching_state(self) -> dict[str, Any]:
+        """Return the counts and options of `Batcher.state`, and `batching`."""
+        return {"batching": self.batching, **({} if self._batcher is None else self._batcher.state())}
+
+    def cleanup_batching(self, *, flush: bool = False) -> "list[Future[Any]]":
+        """Empty the queue, and return the futures of the rows that were in it, all done.
+
+        Args:
+            flush: Run these rows first, so that their callers get results; else the calls are cancelled.
+        """
+        return [] if self._batcher is None else self._batcher.cleanup(flush=flush)
+
+    # -- versions -----------------------------------------------------------------------------------------------
+
+    def get_new_version(self, **changes: Any) -> "Self":
+        """Return a wrapper of the same model with other options; all that are not given stay.
+
+        Args:
+            **changes: Arguments of the constructor.
+
+        Raises:
+            TypeError: An option is not known.
+            MissingKeyError: A selected out key is not one of the new wrapper.
+        """
+        new = self._shell()
+        new._set_options(replace(self._options, **changes))
+        return new
+
+    def register_collector(self, collector: Any) -> None:
+        """Keep a weak reference to the collector that runs this wrapper.
+
+        Args:
+            collector: Any object.
+        """
+        self._collector = weakref.ref(collector)
+
+    @property
+    def collector(self) -> Any:
+        """The collector that was registered, or None."""
+        return None if self._collector is None else self._collector()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Neither has a meaning in another process.
+        return {**self.__dict__, "_collector": None, "_engine": None}

@@ -1,0 +1,112 @@
+"""The rules of generation options: one table of what is accepted and its meaning, one of what is refused."""
+
+import pytest
+from transformers import GenerationConfig
+
+from tdfunc.llm.generation.options import GenerationOptions
+
+# options -> the attributes that differ from the defaults
+ACCEPTED = [
+    (None, {}),
+    ({}, {}),
+    ({"temperature": 0.0}, {}),
+    ({"temperature": 0}, {}),
+    ({"temperature": None}, {}),
+    ({"temperature": 0.7}, {"temperature": 0.7}),
+    ({"do_sample": True}, {"temperature": 1.0}),
+    ({"do_sample": True, "temperature": None}, {"temperature": 1.0}),
+    ({"do_sample": True, "temperature": 0.3}, {"temperature": 0.3}),
+    ({"do_sample": False}, {}),
+    ({"do_sample": False, "temperature": 0.0}, {}),
+    ({"do_sample": None, "temperature": 0.5}, {"temperature": 0.5}),
+    ({"max_new_tokens": 5}, {"max_new_tokens": 5}),
+    ({"max_new_tokens": 0}, {"max_new_tokens": 0}),
+    ({"max_tokens": 3, "max_new_tokens": 5}, {"max_new_tokens": 3}),
+    ({"n": 2, "num_return_sequences": 3, "do_sample": True}, {"num_return_sequences": 2, "temperature": 1.0}),
+    ({"do_sample": True, "top_k": 1}, {"temperature": 1.0, "top_k": 1}),
+    ({"do_sample": True, "top_p": 0.5}, {"temperature": 1.0, "top_p": 0.5}),
+    ({"do_sample": True, "min_p": 1.0}, {"temperature": 1.0, "min_p": 1.0}),
+    ({"top_k": None, "top_p": None, "min_p": None}, {}),
+    ({"top_p": 1, "min_p": 0}, {}),
+    ({"top_p": 1.0, "temperature": 0.5}, {"temperature": 0.5}),
+    ({"repetition_penalty": 1.3}, {"repetition_penalty": 1.3}),
+    ({"min_new_tokens": 2}, {"min_new_tokens": 2}),
+    ({"num_beams": 3, "num_return_sequences": 3}, {"num_beams": 3, "num_return_sequences": 3}),
+    (
+        {"num_beams": 2, "length_penalty": 0.5, "early_stopping": "never"},
+        {"num_beams": 2, "length_penalty": 0.5, "early_stopping": "never"},
+    ),
+    ({"stop_sequences": "\n\n"}, {"stop_sequences": ("\n\n",)}),
+    ({"stop_sequences": ["a", "b"]}, {"stop_sequences": ("a", "b")}),
+    ({"stop_sequences": None}, {}),
+    ({"stop_token_ids": 5}, {"stop_token_ids": (5,)}),
+    ({"stop_token_ids": [5, 6]}, {"stop_token_ids": (5, 6)}),
+    ({"eos_token_ids": []}, {"eos_token_ids": ()}),
+    ({"eos_token_ids": None, "num_return_sequences": None, "repetition_penalty": None}, {}),
+    ({"skip_special_tokens": True, "logprobs": False}, {"skip_special_tokens": True, "logprobs": False}),
+    (GenerationConfig(), {}),
+    (
+        GenerationConfig(max_new_tokens=4, do_sample=True, top_k=3),
+        {"max_new_tokens": 4, "temperature": 1.0, "top_k": 3},
+    ),
+    (GenerationConfig(max_new_tokens=4, max_length=9, pad_token_id=0), {"max_new_tokens": 4}),
+    (GenerationConfig(eos_token_id=[1, 2], stop_strings="x"), {"eos_token_ids": (1, 2), "stop_sequences": ("x",)}),
+    (GenerationConfig(eos_token_id=7), {"eos_token_ids": (7,)}),
+]
+REFUSED = [
+    ({"no_such_option": 1}, TypeError, "'no_such_option' must be one of the options"),
+    ({"typical_p": 0.5}, TypeError, "'typical_p'"),
+    (GenerationConfig(typical_p=0.5), TypeError, "'typical_p'"),
+    (GenerationConfig(max_length=9), ValueError, "max_new_tokens in place of max_length"),
+    ({"temperature": -1.0}, ValueError, "temperature must be finite and at least 0"),
+    ({"temperature": float("nan")}, ValueError, "temperature must be finite"),
+    ({"temperature": float("inf")}, ValueError, "temperature must be finite"),
+    ({"do_sample": True, "temperature": 0.0}, ValueError, "do_sample=True must come with a temperature above 0"),
+    ({"do_sample": False, "temperature": 0.5}, ValueError, "do_sample=False must come with temperature 0"),
+    ({"do_sample": True, "top_p": 0.0}, ValueError, "top_p must be above 0"),
+    ({"do_sample": True, "top_p": 1.1}, ValueError, "top_p must be above 0 and at most 1"),
+    ({"do_sample": True, "min_p": -0.1}, ValueError, "min_p must be above 0"),
+    ({"do_sample": True, "top_k": 0}, ValueError, "top_k must be at least 1"),
+    ({"do_sample": True, "top_k": -1}, ValueError, "top_k must be at least 1"),
+    ({"top_k": 5}, ValueError, "top_k must come with sampling"),
+    ({"top_p": 0.9}, ValueError, "top_p must come with sampling"),
+    ({"min_p": 0.1, "temperature": 0.0}, ValueError, "min_p must come with sampling"),
+    ({"repetition_penalty": 0.0}, ValueError, "repetition_penalty must be above 0"),
+    ({"max_new_tokens": -1}, ValueError, "max_new_tokens must be at least 0"),
+    ({"max_tokens": -1, "max_new_tokens": 4}, ValueError, "max_new_tokens must be at least 0"),
+    ({"num_beams": 0}, ValueError, "num_beams must be at least 1"),
+    ({"num_beams": 2, "do_sample": True}, ValueError, "beams must come without sampling"),
+    ({"length_penalty": 2.0}, ValueError, "must come with beams"),
+    ({"early_stopping": True}, ValueError, "must come with beams"),
+    ({"num_beams": 2, "early_stopping": "soon"}, ValueError, "early_stopping must be one of three"),
+    ({"n": 2}, ValueError, "several responses to a prompt must come from sampling"),
+    ({"num_beams": 2, "n": 3}, ValueError, "several responses to a prompt must come from sampling"),
+    ({"do_sample": True, "n": 0}, ValueError, "num_return_sequences must be at least 1"),
+    ({"stop_sequences": ["a", ""]}, ValueError, "a stop sequence must not be empty"),
+]
+
+
+@pytest.mark.parametrize(("kwargs", "changed"), ACCEPTED, ids=str)
+def test_options_have_one_meaning(kwargs, changed):
+    """Options that are left out, or that turn nothing on, give the defaults; legacy names prevail."""
+    assert GenerationOptions.parse(kwargs) == GenerationOptions(**changed)
+
+
+@pytest.mark.parametrize(("kwargs", "kind", "pattern"), REFUSED, ids=str)
+def test_contradictions_and_unknown_options_are_errors(kwargs, kind, pattern):
+    """Each raises, and names the option."""
+    with pytest.raises(kind, match=pattern):
+        GenerationOptions.parse(kwargs)
+
+
+def test_num_samples_is_num_return_sequences():
+    """Either may be given, or both if they agree; a mapping that was given keeps its entries."""
+    kwargs = {"do_sample": True, "num_return_sequences": 4}
+
+    assert GenerationOptions.parse({"do_sample": True}, num_samples=4) == GenerationOptions.parse(kwargs)
+    assert GenerationOptions.parse(kwargs, num_samples=4).num_return_sequences == 4
+    assert kwargs == {"do_sample": True, "num_return_sequences": 4}
+    with pytest.raises(ValueError, match="num_samples must be num_return_sequences"):
+        GenerationOptions.parse(kwargs, num_samples=2)
+    with pytest.raises(ValueError, match="several responses"):
+        GenerationOptions.parse({}, num_samples=2)

@@ -1,0 +1,190 @@
+"""Texts to tokens and back: the numbers of transformers' own calls, without a write to the tokenizer."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tdfunc as tdf
+from tdfunc.llm import PromptData, detokenize, tokenize_prompts, tokenize_text, tokenizer_digest
+from tests.llm.tokens import make_tokenizer, tokenizers
+
+TEXTS = st.text(st.sampled_from("the quick brown\n<|im_end|>ü "), max_size=40)
+
+
+def make_adding():
+    """A tokenizer that puts one token before a text and two behind it."""
+    made = make_tokenizer()
+    made.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A </s> <|im_end|>",
+        special_tokens=[(each, made.convert_tokens_to_ids(each)) for each in ("<s>", "</s>", "<|im_end|>")],
+    )
+    return made
+
+
+PLAIN, ADDING = make_tokenizer(), make_adding()
+
+
+def state_of(tokenizer):
+    """Everything in a tokenizer that a call could write."""
+    return tokenizer.backend_tokenizer.to_str(), dict(tokenizer.special_tokens_map), len(tokenizer)
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(TEXTS, min_size=1, max_size=4),
+    st.sampled_from([PLAIN, ADDING]),
+    st.sampled_from(["left", "right"]),
+    st.sampled_from(["left", "right"]),
+    st.sampled_from([None, 4, 9]),
+    st.sampled_from([True, "max_length"]),
+    st.booleans(),
+)
+def test_padded_texts_are_those_of_transformers(texts, tokenizer, side, cut_side, length, padding, special):
+    """Oracle: the tokenizer's own call on a copy of it, with the same options."""
+    other, before = copy.deepcopy(tokenizer), state_of(tokenizer)
+    other.padding_side, other.truncation_side = side, cut_side
+    padding = padding if length else True
+    options = {"padding": padding, "truncation": length is not None, "max_length": length}
+    expected = other(texts, add_special_tokens=special, return_tensors="pt", **options)
+
+    out = tokenize_text(
+        tokenizer, texts, add_special_tokens=special, padding_side=side, truncation_side=cut_side, **options
+    )
+
+    assert out.batch_size == (len(texts),)
+    assert out["attention_mask"].dtype == torch.bool
+    assert torch.equal(out["input_ids"], expected["input_ids"].long())
+    assert torch.equal(out["attention_mask"], expected["attention_mask"].bool())
+    assert state_of(tokenizer) == before
+
+
+@settings(max_examples=20)
+@given(st.lists(st.lists(TEXTS, min_size=1, max_size=3), max_size=3), st.booleans())
+def test_texts_come_back(nested, padded):
+    """`detokenize` of `tokenize_text` is the text, in lists nested as they were, ragged or padded."""
+    if padded:
+        nested = [each[:1] for each in nested if each]
+
+    tree = tokenize_text(PLAIN, nested, padding=padded)
+
+    assert detokenize(PLAIN, tree, skip_special_tokens=False) == nested
+    assert isinstance(tree, tdf.LazyStack) == (bool(nested) and not padded)
+
+
+def test_one_text_and_other_forms_of_ids():
+    """A text has no batch; ids may be tensors with masks, lists, and lists of tensors."""
+    tree = tokenize_text(PLAIN, "the fox")
+    ids = tree["input_ids"]
+
+    assert tree.batch_size == ()
+    assert detokenize(PLAIN, tree) == detokenize(PLAIN, ids) == detokenize(PLAIN, ids.tolist()) == "the fox"
+    assert detokenize(PLAIN, [ids, ids[:0]]) == ["the fox", ""]
+    assert detokenize(PLAIN, torch.stack([ids, ids]), torch.stack([ids > 0, ids < 0])) == ["the fox", ""]
+    assert detokenize(PLAIN, [PLAIN.eos_token_id]) == ""
+    assert detokenize(PLAIN, [PLAIN.eos_token_id], skip_special_tokens=False) == "<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    "options", [{"truncation": True, "max_length": 3}, {"padding": True}, {"split_special_tokens": True}]
+)
+def test_states_that_calls_left_in_the_tokenizer_change_nothing(options):
+    """Calls of transformers leave their options in the backend; ids are whole, and the options stay there."""
+    tokenizer = make_adding()
+    texts = ["the quick brown fox<|im_end|>", "", "a"]
+    expected = [tokenizer(text)["input_ids"] for text in texts]
+    tokenizer(texts, **options)
+    before = state_of(tokenizer), tokenizer.backend_tokenizer.encode_special_tokens
+
+    out = tokenize_text(tokenizer, texts)
+
+    assert [row["input_ids"].tolist() for row in out.unbind(0)] == expected
+    assert (state_of(tokenizer), tokenizer.backend_tokenizer.encode_special_tokens) == before
+
+
+def test_threads_share_a_tokenizer():
+    """Threads with different options get the rows that each gets alone."""
+    tokenizer, texts = make_adding(), ["the quick brown fox " * n for n in range(1, 6)]
+    options = [{"padding": True}, {}, {"truncation": True, "max_length": 7, "padding": "max_length"}]
+    expected = [tokenize_text(tokenizer, texts, **each) for each in options]
+    wrong = []
+
+    def work(each, tree):
+        for _ in range(20):
+            out = tokenize_text(tokenizer, texts, **each)
+            same = [
+                torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(out.unbind(0), tree.unbind(0), strict=True)
+            ]
+            wrong.extend(each for same in same if not same)
+
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(options, expected, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+
+    assert not wrong
+    assert not any(thread.is_alive() for thread in threads)
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=3),
+    st.sampled_from([PLAIN, ADDING]),
+    st.sampled_from(["left", "right"]),
+    st.sampled_from([None, 5]),
+)
+def test_prompts_end_where_their_positions_say(pairs, tokenizer, side, length):
+    """Oracle: lists. No token is of a prompt and its response; added tokens stand around both."""
+    prompts, responses = [list(each) for each in zip(*pairs, strict=True)]
+    options = {"truncation": length is not None, "max_length": length}
+
+    out = tokenize_prompts(tokenizer, prompts, responses, padding_side=side, **options)
+
+    assert type(out) is PromptData
+    assert out.batch_size == (len(pairs),)
+    assert torch.equal(out.labels, out.input_ids)
+    for i, (prompt, response) in enumerate(pairs):
+        first, last = ([3], [4, 2]) if tokenizer is ADDING else ([], [])
+        before = first + tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        whole = (before + tokenizer(response, add_special_tokens=False)["input_ids"] + last)[:length]
+        real = out.input_ids[i][out.attention_mask[i]].tolist()
+        end = int(out.prompt_rindex[i]) + 1
+        assert real == whole
+        assert out.input_ids[i][:end][out.attention_mask[i][:end]].tolist() == before[:length]
+
+
+def test_the_digest_is_of_what_ids_depend_on():
+    """Calls with other options do not change it; a token, a template and a special token do."""
+    tokenizer = make_tokenizer()
+    digest = tokenizer_digest(tokenizer)
+    tokenizer(["a", "b c"], padding=True, truncation=True, max_length=1)
+    assert tokenizer_digest(tokenizer) == digest == tokenizer_digest(make_tokenizer())
+    others = [
+        make_adding(),
+        make_tokenizer(template="{{ messages }}"),
+        make_tokenizer(eos_token="</s>"),
+        make_tokenizer(),
+    ]
+    others[-1].add_tokens(["zz"])
+
+    assert len({digest, *[tokenizer_digest(each) for each in others]}) == 5
+
+
+ERRORS = [
+    (lambda: tokenize_text(PLAIN, 3), TypeError, "lists of texts"),
+    (lambda: tokenize_text(PLAIN, ["a"], padding="longer"), ValueError, "padding must be one of"),
+    (lambda: tokenize_text(PLAIN, ["a"], padding_side="up"), ValueError, "padding_side must be one of"),
+    (lambda: tokenize_text(PLAIN, ["a"], truncation=True), ValueError, "max_length must be given"),
+    (lambda: tokenize_prompts(PLAIN, ["a"], []), ValueError, "one response for each prompt"),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "pattern"), ERRORS)
+def test_errors(call, kind, pattern):
+    """Each mistake has a class and a message."""
+    with pytest.raises(kind, match=pattern):
+        call()

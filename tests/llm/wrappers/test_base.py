@@ -1,0 +1,101 @@
+"""The layout of inputs and outputs, on a backend whose numbers are known."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tdfunc import TensorDict
+from tdfunc.llm import Tokens
+from tests.llm.wrappers.fake import FakeWrapper
+
+
+def rows_of(prompts, mask):
+    """The tokens of each row."""
+    return [
+        row[valid]
+        for row, valid in zip(prompts.reshape(-1, prompts.shape[-1]), mask.reshape(-1, mask.shape[-1]), strict=True)
+    ]
+
+
+@st.composite
+def padded_tokens(draw, least=1):
+    """A batch of rows with pads anywhere."""
+    lead = draw(st.sampled_from([(), (1,), (3,), (2, 2)]))
+    width = draw(st.integers(max(least, 1), 5))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    ids = torch.randint(1, 90, (*lead, width), generator=generator)
+    mask = torch.rand(ids.shape, generator=generator) < 0.6
+    mask[..., -1] |= least > 0
+    return ids, mask
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=padded_tokens(), samples=st.sampled_from([None, 1, 2]), scored=st.booleans())
+def test_padded_outputs_hold_each_row(data, samples, scored):
+    """Prompts end and responses begin at one position; masks, log-probs, behaviour and support lie as the tokens."""
+    ids, mask = data
+    lead = ids.shape[:-1]
+    kwargs = {"temperature": 1.0}
+    td = TensorDict(
+        {"tokens": Tokens(prompt=ids, batch_size=lead), "attention_mask": mask, "x": torch.ones(lead)}, lead
+    )
+    wrapper = FakeWrapper(
+        input_mode="tokens", pad_output=True, num_samples=samples, generate_kwargs=kwargs, prompt_log_probs=scored
+    )
+    out = wrapper(td, key=0)
+
+    size = torch.Size([*lead, *([] if samples is None else [samples])])
+    tokens, masks, lp = out["tokens"], out["masks"], out["log_probs"]
+    assert out.batch_size == tokens.batch_size == masks.batch_size == lp.batch_size == size
+    assert out["x"].shape == size
+    assert td.keys() == {"tokens", "attention_mask", "x"}
+    assert torch.equal(tokens.full, torch.cat([tokens.prompt, tokens.response], -1))
+    width = ids.shape[-1]
+    assert tokens.prompt.shape[-1] == width
+    expected = [row for row in rows_of(ids, mask) for _ in range(samples or 1)]
+    flat = [x.reshape(-1, *x.shape[len(size) :]) for x in (tokens.full, masks.all_attention_mask, lp.full, lp.mask)]
+    for k, (prompt, full, valid, values, known) in enumerate(zip(expected, *flat, strict=True)):
+        answer = prompt[-1] + 1 + torch.arange(1 + k % 3)
+        assert full[valid].tolist() == [*prompt.tolist(), *answer.tolist()]
+        assert valid[width - 1 : width + 1].all()
+        assert not valid[: width - len(prompt)].any()
+        start = width - len(prompt) + 1 if scored else width
+        assert known.nonzero().flatten().tolist() == list(range(start, width + len(answer)))
+        assert values[known].tolist() == [-float(token) for token in full[known]]
+        assert (values[~known] == 0).all()
+        each = {name: lp.get(name).reshape(len(expected), -1) for name in ("behaviour", "response")}
+        assert each["behaviour"][k].tolist() == [2 * value for value in each["response"][k].tolist()]
+    versions = lp.version if size else [lp.version]
+    assert torch.tensor(versions).flatten().tolist() == list(range(len(expected)))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@settings(max_examples=20, deadline=None)
+@given(data=padded_tokens(least=0), layout=st.sampled_from([None, torch.jagged, torch.strided]))
+def test_scores_lie_as_the_tokens(data, layout):
+    """Padded scores lie where the tokens lie, ragged ones are the rows."""
+    ids, mask = data
+    lead = ids.shape[:-1]
+    td = TensorDict({"tokens": Tokens(full=ids, batch_size=lead), "attention_mask": mask}, lead)
+    wrapper = FakeWrapper(input_mode="tokens", generate=False, pad_output=True)
+    out = wrapper(td)
+
+    lp, first = out["log_probs"], mask.cumsum(-1) == 1
+    assert torch.equal(lp.mask, mask & ~first)
+    assert torch.equal(lp.full, torch.where(lp.mask, -ids.float(), 0.0))
+    assert torch.equal(out["tokens"].full, ids)
+    assert torch.equal(out["masks"].all_attention_mask, mask)
+    assert torch.equal(wrapper.log_prob(td), lp.full)
+    if layout is not None and len(lead) != 1:
+        return
+    ragged = wrapper.get_new_version(pad_output=False, layout=layout)(td)
+    rows = ragged["log_probs"].full
+    rows = rows.unbind() if layout is not None else rows
+    for _ in lead[1:]:
+        rows = [row for part in rows for row in part]
+    rows = [rows] if not lead else list(rows)
+    assert [row.tolist() for row in rows] == [
+        each[valid].tolist()
+        for each, valid in zip(lp.full.reshape(-1, ids.shape[-1]), mask.reshape(-1, ids.shape[-1]), strict=True)
+    ]
