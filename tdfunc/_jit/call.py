@@ -182,7 +182,9 @@ class Jitted(Generic[P, R]):
         if self._backend is None:
             run = compile_graph(module, memory)
         else:
-            run = torch.compile(module, backend=self._backend, fullgraph=True, dynamic=False)
+            # Not through torch.compile, which would look at the guards of a trace of the trace at each call.
+            with _suspend_autocast(modes()[-1] or ()):
+                run = torch._dynamo.lookup_backend(self._backend)(module, given.leaves)
         # They hold the fake tensors.
         for node in module.graph.nodes:
             node.meta.clear()

@@ -360,6 +360,37 @@ def test_backends(backend, generator):
         assert_trees_equal(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
+def test_a_backend_gets_the_record(generator):
+    """A backend of one's own is called once for each record, with operations of aten and the tensors of the call."""
+    seen = []
+
+    def backend(module, inputs):
+        seen.append(([node.target for node in module.graph.nodes if node.op == "call_function"], inputs))
+        return module.forward
+
+    fn, x = jit(lambda x: x.sin() + 1, backend=backend), torch.randn(3, generator=generator)
+
+    assert torch.equal(fn(x), x.sin() + 1)
+    assert torch.equal(fn(x.neg()), x.neg().sin() + 1)
+    assert [targets for targets, _ in seen] == [[torch.ops.aten.sin.default, torch.ops.aten.add.Tensor]]
+    assert torch.equal(seen[0][1][0], x)
+
+
+def test_backends_cast_once(generator):
+    """The casts of autocast are in the record; a backend that traced it under autocast would cast again."""
+    x, w = torch.randn(4, 8, generator=generator), torch.randn(8, 8, generator=generator)
+
+    def fn(x, w):
+        # Outside of autocast, so in float32.
+        with torch.autocast("cpu", enabled=False):
+            return x @ w
+
+    with torch.autocast("cpu", torch.bfloat16):
+        found = jit(fn, backend="aot_eager")(x, w)
+
+    assert torch.equal(found, x @ w)
+
+
 @pytest.mark.slow
 # torch 2.13 warns about itself when inductor is imported.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
