@@ -6,7 +6,7 @@ PY := $(VENV)/bin/python
 # One file pins the packages and, for pip's isolated builds, the build backend.
 PIP_ENV := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1
 
-.PHONY: install demo test test-all conformance reliability randomness pages outputs bench lint types docs notebooks clean
+.PHONY: install demo test test-all conformance test-trl test-vllm reliability randomness pages outputs bench lint types docs notebooks clean
 
 install: $(VENV)/.installed-dev
 
@@ -28,6 +28,10 @@ test: install
 
 test-all: install
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -q -m ""
+
+# Losses of language models next to TRL's.
+test-trl: $(VENV)/trl/.installed
+	PYTHONPATH=$(VENV)/trl OMP_NUM_THREADS=1 $(PY) -m pytest -q -m slow tests/llm/losses/test_trl.py
 
 # Runs next to tensordict, `torch.func` and `torch.optim`, and the tests of the programs of benchmarks/; random
 # operations and the page of names next to a newer tensordict, too.
@@ -51,11 +55,14 @@ pages: install $(VENV)/tensordict-newer/tensordict
 
 # The pinned tensordict is the one that the targets were set against; a newer one is measured next to it.
 NEWER := tensordict==0.15.3
+# TRL and the packages that it imports, next to those of this environment.
+TRL := trl==1.16.0 datasets==5.2.0 pyarrow==26.0.1 dill==0.4.1 multiprocess==0.70.19
 # Rivals of the training steps, in an environment of their own.
 JAX := jax==0.10.2 equinox==0.13.8 optax==0.2.8
 
+# `make bench PARTS="training nn"` measures some parts again; the page has the kept numbers of the others.
 bench: install $(VENV)/tensordict-newer/tensordict $(VENV)/jax/.installed
-	$(PY) -m benchmarks
+	$(PY) -m benchmarks $(if $(PARTS),--only $(PARTS))
 
 $(VENV)/jax/.installed: Makefile | install
 	rm -rf $(VENV)/jax
@@ -63,9 +70,25 @@ $(VENV)/jax/.installed: Makefile | install
 	PIP_DISABLE_PIP_VERSION_CHECK=1 $(VENV)/jax/bin/python -m pip install -q $(JAX)
 	@touch $@
 
+$(VENV)/trl/.installed: Makefile | install
+	rm -rf $(VENV)/trl
+	PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip install -q --no-deps --target $(VENV)/trl $(TRL)
+	@touch $@
+
 $(VENV)/tensordict-newer/tensordict: Makefile | install
 	rm -rf $(VENV)/tensordict-newer
 	PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip install -q --no-deps --target $(VENV)/tensordict-newer $(NEWER)
+	@touch $@
+
+# vLLM itself on the CPU, in an environment of its own (2.5 GB), next to transformers and over HTTP.
+test-vllm: $(VENV)/vllm/.installed
+	OMP_NUM_THREADS=1 $(VENV)/vllm/bin/python -m pytest -q tests/engines -W default
+
+$(VENV)/vllm/.installed: Makefile tests/engines/requirements.txt
+	rm -rf $(VENV)/vllm
+	$(PYTHON) -m venv $(VENV)/vllm
+	$(PIP_ENV) $(VENV)/vllm/bin/python -m pip install -q torch
+	PIP_DISABLE_PIP_VERSION_CHECK=1 $(VENV)/vllm/bin/python -m pip install -q --no-deps -r tests/engines/requirements.txt
 	@touch $@
 
 lint: install

@@ -1,11 +1,23 @@
-"""Names that the doctests of tdfunc may use without importing them."""
+"""Names that the doctests of tdfunc may use without importing them; and garbage collection of new objects alone."""
+
+import gc
 
 import pytest
-import torch
+
+# The modules and tests of a run live until its end: a collection that walks over them all takes most of a second.
+gc.disable()
+
+
+def pytest_collection_finish():
+    """Leave out of later collections all that there is now."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
 def _names_of_doctests(doctest_namespace):
+    import torch
+
     import tdfunc
 
     # Classes only: a module's own functions, and builtins such as `map`, keep their meaning.

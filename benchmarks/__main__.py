@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: measure everything, print it, write docs/benchmarks.md."""
+"""`python -m benchmarks`: measure all parts, or some, keep the numbers in `results/`, write docs/benchmarks.md."""
 
 import argparse
 import json
@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 # Before torch starts its pools.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -20,28 +21,31 @@ from benchmarks import (
     ensembles,
     families,
     gather,
+    llm,
     mapping,
     memory,
     modules,
     nn,
     optimizers,
+    results,
     scaling,
     storage,
     tensorclass,
     training,
     trees,
 )
-from benchmarks.measure import QUICK, Effort, Timing
-from benchmarks.page import Results, write
-from benchmarks.rows import OURS, Measured, Suite, Verdict, judge, measure_cases, shown, time_shown
+from benchmarks.measure import QUICK, Effort
+from benchmarks.page import write
+from benchmarks.rows import OURS, Measured, Suite, judge_suite, measure_suite, shown, time_shown
 
-ROOT = Path(__file__).parent.parent
+PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 ALL = (
     trees.SUITE,
     families.SUITE,
     tensorclass.SUITE,
     modules.SUITE,
     nn.SUITE,
+    llm.SUITE,
     training.SUITE,
     optimizers.SUITE,
     storage.SUITE,
@@ -59,14 +63,18 @@ def say(text: str) -> None:
 
 def run_suite(suite: Suite, effort: Effort) -> list[Measured]:
     say(f"\n{suite.title}")
-    found = measure_cases(suite.cases(), effort)
-    for m in found:
+    found: list[Measured] = []
+    for m in measure_suite(suite, effort):
         times = "".join(
             f"  {rival} {time_shown(m.time_us(rival, suite.clock))} ({shown(m.ratio_to(rival, suite.clock))})"
             for rival in m.timings
             if rival != OURS
         )
-        say(f"  {m.what:48} {time_shown(m.time_us(OURS, suite.clock)):>9}{times}")
+        left_out = "".join(f"  {rival} over {time_shown(us)}" for rival, us in m.over_us.items())
+        say(f"  {m.what:48} {time_shown(m.time_us(OURS, suite.clock)):>9}{times}{left_out}")
+        found.append(m)
+    for verdict in judge_suite(suite, found):
+        say(f"  {verdict.row.title}, against {verdict.row.rival}: {shown(verdict.value)}; {verdict.sentence}")
     return found
 
 
@@ -87,9 +95,7 @@ def run_newer(folder: Path, quick: bool) -> tuple[str, list[Measured]] | None:
     if done.returncode:
         raise RuntimeError(f"the process for the newer tensordict failed:\n{done.stderr}")
     found = json.loads(done.stdout.splitlines()[-1])
-    measured = [
-        Measured(what, {k: Timing(*t) for k, t in timings.items()}, per) for what, timings, per in found["measured"]
-    ]
+    measured = results.read_measured(found["measured"])
     say(f"\nTree operations against tensordict {found['version']}")
     for m in measured:
         say(f"  {m.what:48} {shown(m.ratio_to(trees.OTHER))}")
@@ -97,42 +103,30 @@ def run_newer(folder: Path, quick: bool) -> tuple[str, list[Measured]] | None:
 
 
 def print_json(effort: Effort) -> None:
-    measured = measure_cases(trees.SUITE.cases(), effort)
+    measured = list(measure_suite(trees.SUITE, effort))
     print(json.dumps({"version": version("tensordict"), "measured": measured}))
 
 
-def run(only: str | None, quick: bool, newer: Path) -> Results:
-    effort = QUICK if quick else Effort()
-
-    def wanted(name: str) -> bool:
-        return only in (None, name)
-
-    suites: list[tuple[Suite, list[Measured], list[Verdict]]] = []
-    for name, suite in SUITES.items():
-        if not wanted(name):
-            continue
-        measured = run_suite(suite, effort)
-        verdicts = [judge(row, measured, suite.clock) for row in suite.rows]
-        for verdict in verdicts:
-            say(f"  {verdict.row.title}, against {verdict.row.rival}: {shown(verdict.value)}; {verdict.sentence}")
-        suites.append((suite, measured, verdicts))
-    leaves = scaling.QUICK_LEAVES if quick else scaling.LEAVES
-    return Results(
-        suites,
-        run_newer(newer, quick) if wanted("newer") else None,
-        scaling.growth(leaves, effort, say) if wanted("scaling") else [],
-        scaling.depth(effort) if wanted("scaling") else [],
-        ensembles.cells(effort, say) if wanted("ensembles") else [],
-        compiled.compile_counts(say) if wanted("compiled") else [],
-        memory.peaks(say) if wanted("memory") else [],
-    )
+def measure_part(part: str, effort: Effort, newer: Path) -> Any:
+    """Return the measurements of a part: what `results` stores and reads again."""
+    if part in SUITES:
+        return run_suite(SUITES[part], effort)
+    if part == "newer":
+        return run_newer(newer, effort == QUICK)
+    if part == "scaling":
+        leaves = scaling.QUICK_LEAVES if effort == QUICK else scaling.LEAVES
+        return scaling.growth(leaves, effort, say), scaling.depth(effort)
+    if part == "ensembles":
+        return ensembles.cells(effort, say)
+    return compiled.compile_counts(say) if part == "compiled" else memory.peaks(say)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--only", choices=[*SUITES, *OTHERS], help="measure one part and print it; no page is written")
-    parser.add_argument("--quick", action="store_true", help="few and short rounds: shows that it runs, not how fast")
-    parser.add_argument("--out", type=Path, help="the page to write (default: docs/benchmarks.md, if all is measured)")
+    parser.add_argument(
+        "--only", choices=[*SUITES, *OTHERS], nargs="*", metavar="PART", help="measure these parts again, or none"
+    )
+    parser.add_argument("--quick", action="store_true", help="few and short rounds, only printed: shows that it runs")
     parser.add_argument(
         "--newer", type=Path, default=Path(sys.prefix) / "tensordict-newer", help="a folder with a newer tensordict"
     )
@@ -140,17 +134,17 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    effort = QUICK if options.quick else Effort()
     if options.json:
-        print_json(QUICK if options.quick else Effort())
+        print_json(effort)
         return
-    results = run(options.only, options.quick, options.newer)
-    complete = options.only is None and not options.quick
-    out = options.out or (ROOT / "docs" / "benchmarks.md" if complete else None)
-    if out is None:
-        say("\nnot written: only a full run replaces docs/benchmarks.md (or pass --out)")
-        return
-    write(results, out)
-    say(f"\nwritten: {out}")
+    for part in (*SUITES, *OTHERS) if options.only is None else options.only:
+        found = measure_part(part, effort, options.newer)
+        if not options.quick:
+            results.store(part, found)
+    if not options.quick:
+        write(results.load(ALL), PAGE)
+        say(f"\nwritten: {PAGE}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Training steps in JAX, in a process of their own: `benchmarks.training` starts it in an environment that has JAX.
 
-It reads requests from standard input, a line of JSON each, and answers each with a line. `prepare` makes and compiles a
-step; `run` calls it some times and answers how long that took, in nanoseconds of CPU time (of all threads of this
-process, which has one core) and of the clock on the wall.
+It reads requests from standard input, a line of JSON each, calls a step some times and answers how long that took, in
+nanoseconds of CPU time (of all threads of this process, which has one core) and of the clock on the wall. The first
+call of a step compiles it; steps of another setting are dropped.
 """
 
 import json
@@ -301,22 +301,20 @@ MAKERS = {"jax.jit": make_bare, "equinox": make_equinox}
 def serve() -> None:
     """Answer requests until standard input ends."""
     steps: dict[str, Step] = {}
+    setting: Any = None
     for line in sys.stdin:
         request = json.loads(line)
-        if request["do"] == "prepare":
-            step = MAKERS[request["way"]](request["model"], request["members"], request["dropout"])
-            jax.block_until_ready(eqx.filter(step(), eqx.is_array))
-            steps[request["name"]] = step
-            answer: Any = True
-        else:
-            step, calls = steps[request["name"]], range(request["calls"])
-            wall, cpu = time.perf_counter_ns(), time.process_time_ns()
-            out: Any = None
-            for _ in calls:
-                out = step()
-            jax.block_until_ready(eqx.filter(out, eqx.is_array))
-            answer = [time.process_time_ns() - cpu, time.perf_counter_ns() - wall]
-        print(json.dumps(answer), flush=True)
+        if request["setting"] != setting:
+            setting = request["setting"]
+            steps.clear()
+        if (way := request["way"]) not in steps:
+            steps[way] = MAKERS[way](*setting)
+        step, out = steps[way], None
+        wall, cpu = time.perf_counter_ns(), time.process_time_ns()
+        for _ in range(request["calls"]):
+            out = step()
+        jax.block_until_ready(eqx.filter(out, eqx.is_array))
+        print(json.dumps([time.process_time_ns() - cpu, time.perf_counter_ns() - wall]), flush=True)
 
 
 if __name__ == "__main__":

@@ -35,25 +35,29 @@ Way = Callable[[], Any] | Fresh | Remote
 class Timing(NamedTuple):
     """Microseconds a call over the rounds: the median of CPU time, the lower quartile of wall time; and the rounds.
 
-    Other processes only ever add to wall time, so on a busy machine its median is theirs.
+    Other processes only ever add to wall time, so on a busy machine its median is theirs. `first_s` is the wall time of
+    the first two calls, which compile where a way does.
     """
 
     cpu_us: float
     wall_us: float
     rounds: int
+    first_s: float = 0.0
 
 
 class Effort(NamedTuple):
     """How long to measure: rounds in each pass over all cases, how many passes, and how long one way's round is.
 
     Passes come minutes or seconds apart, so that a bad moment of the machine, which may be longer than all the rounds
-    of one case together, spoils one pass and not the median of all.
+    of one case together, spoils one pass and not the median of all. A way is slow if a call takes more than `slow_s`
+    of CPU time: one call after the first two is all of its rounds.
     """
 
     rounds: int = 15
     passes: int = 3
     round_s: float = 0.003
     longest_s: float = 2.0
+    slow_s: float = math.inf
 
     def rounds_within(self, seconds_a_round: float) -> int:
         """Return the rounds of a pass that fit into the longest time; at least 3."""
@@ -68,29 +72,46 @@ class Sampler:
 
     def __init__(self, ways: dict[str, Way]) -> None:
         self._ways = ways
+        self._first_s: dict[str, float] = {}
         self._cpu_us: dict[str, list[float]] = {name: [] for name in ways}
         self._wall_us: dict[str, list[float]] = {name: [] for name in ways}
+        self.slow: set[str] = set()
 
     def run(self, effort: Effort) -> None:
         """Add the rounds of one pass."""
         with _no_garbage_collection():
-            calls = {name: _calls_for(way, effort.round_s) for name, way in self._ways.items()}
+            for name in self._ways.keys() - self._first_s.keys():
+                self._begin(name, effort.slow_s)
+            ways = {name: way for name, way in self._ways.items() if name not in self.slow}
+            calls = {name: _calls_for(way, effort.round_s) for name, way in ways.items()}
             empty = median([_round(_nothing, 1000)[0] for _ in range(20)])
-            seconds = sum(_round(way, calls[name])[1] * calls[name] for name, way in self._ways.items()) * 1e-6
-            names = list(self._ways)
+            seconds = sum(_round(way, calls[name])[1] * calls[name] for name, way in ways.items()) * 1e-6
+            names = list(ways)
             for i in range(effort.rounds_within(seconds)):
                 # Who goes first changes, so that nobody always runs on caches that the same neighbour left.
-                for name in [*names[i % len(names) :], *names[: i % len(names)]]:
-                    cpu, wall = _round(self._ways[name], calls[name])
+                start = i % max(len(names), 1)
+                for name in [*names[start:], *names[:start]]:
+                    cpu, wall = _round(ways[name], calls[name])
                     self._cpu_us[name].append(cpu - empty)
                     self._wall_us[name].append(wall - empty)
                 gc.collect(0)
 
+    def _begin(self, name: str, slow_s: float) -> None:
+        """Make the first two calls of a way, the second perhaps with other kinds of arguments, and one more."""
+        self._first_s[name] = sum(_round(self._ways[name], 1)[1] for _ in range(2)) * 1e-6
+        cpu, wall = _round(self._ways[name], 1)
+        if cpu > slow_s * 1e6:
+            self.slow.add(name)
+            self._cpu_us[name], self._wall_us[name] = [cpu], [wall]
+
     def timings(self) -> dict[str, Timing]:
         """Return what the rounds so far come to."""
-        return {
-            name: Timing(median(cpu), quantiles(self._wall_us[name])[0], len(cpu)) for name, cpu in self._cpu_us.items()
-        }
+        found: dict[str, Timing] = {}
+        for name, cpu in self._cpu_us.items():
+            wall = self._wall_us[name]
+            lower = quantiles(wall)[0] if len(wall) > 1 else wall[0]
+            found[name] = Timing(median(cpu), lower, len(cpu), self._first_s[name])
+        return found
 
 
 def measure(ways: dict[str, Way], effort: Effort | None = None) -> dict[str, Timing]:

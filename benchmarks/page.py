@@ -1,41 +1,29 @@
 """The writer of docs/benchmarks.md, a page without a date that nobody edits by hand."""
 
 import inspect
-import os
-import platform
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks import compiled, ensembles, memory, scaling
 from benchmarks.chart import draw, speedups
 from benchmarks.compiled import Compiled
 from benchmarks.ensembles import Cell
 from benchmarks.memory import Peak
-from benchmarks.rows import OURS, Clock, Measured, Suite, Verdict, shown, time_shown
+from benchmarks.results import Results, describe_machine, version_of
+from benchmarks.rows import OURS, SLOW_S, Clock, Measured, Suite, judge_suite, shown, time_shown
 from benchmarks.scaling import Depth, Growth
 
 PICTURE = "assets/benchmarks.svg"
 # A wall-time ratio this far from that of CPU times gets a remark.
 APART = 0.15
+# Seconds of a first call that get a remark.
+COMPILES_S = 1.0
 _CLOCKS: dict[Clock, str] = {"cpu": "CPU", "wall": "wall"}
 SCALING_SOURCES = (scaling.tree_ways, scaling.swap_way, scaling.growth, scaling.depth)
 COMPILED_SOURCES = (compiled.step_functions, compiled.compile_counts)
-
-
-class Results(NamedTuple):
-    """The measurements of a run; parts that were not measured are empty."""
-
-    suites: list[tuple[Suite, list[Measured], list[Verdict]]]
-    newer: tuple[str, list[Measured]] | None = None
-    growths: list[Growth] = []
-    depths: list[Depth] = []
-    cells: list[Cell] = []
-    compiled: list[Compiled] = []
-    peaks: list[Peak] = []
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -52,9 +40,16 @@ def anchor(text: str) -> str:
 
 def render(results: Results) -> str:
     """Return the page."""
-    parts = ["# Benchmarks", _intro(), f"![Speed-ups of the main rows]({PICTURE}){{ .wide }}", _method(), *machine()]
-    for suite, measured, _ in results.suites:
-        parts += [f"## {suite.title}", f"{suite.intro} Code: {_links(suite.sources)}.", _cases(measured, suite.clock)]
+    parts = [
+        "# Benchmarks",
+        _intro(),
+        f"![Speed-ups of the main rows]({PICTURE}){{ .wide }}",
+        _method(),
+        _machines(results),
+    ]
+    for suite, measured in results.suites:
+        parts += [f"## {suite.title}", f"{suite.intro}{_slow(suite)} Code: {_links(suite.sources)}."]
+        parts.append(_cases(measured, suite.clock, compiles=suite.compiles))
         if suite.name == "trees" and results.newer is not None:
             parts += _newer(*results.newer)
     parts += _memory(results.peaks)
@@ -68,7 +63,7 @@ def write(results: Results, path: Path) -> None:
     path.write_text(render(results))
     # The sources on the page get the width of its column.
     subprocess.run([sys.executable, "-m", "ruff", "format", "--quiet", str(path)], check=True)
-    measured = {suite.name: (cases, suite.clock) for suite, cases, _ in results.suites}
+    measured = {suite.name: (cases, suite.clock) for suite, cases in results.suites}
     if results.newer is not None:
         measured["newer"] = (results.newer[1], "cpu")
     picture = path.parent / PICTURE
@@ -86,10 +81,11 @@ def _intro() -> str:
 
 def _method() -> str:
     return _prose("""
-        `make bench` measures and writes this page. All ways to do one thing run in one process, one after another in
-        rounds of a few milliseconds, on one torch thread with the garbage collector off. A time is the median over the
-        rounds of this thread's CPU time, minus the cost of calling an empty function. The last column gives the
-        speed-up by the other clock where the two differ. *2x* means that tdfunc takes half the time.
+        `make bench` measures and writes this page, `make bench PARTS="training nn"` parts of it. All ways to do
+        one thing run in one process, one after another in rounds of a few milliseconds, on one torch thread
+        with the garbage collector off. A time is the median over the rounds of this thread's CPU time, minus
+        the cost of calling an empty function. The last column gives the speed-up by the other clock where the
+        two differ. *2x* means that tdfunc takes half the time.
     """)
 
 
@@ -97,44 +93,37 @@ def _prose(text: str) -> str:
     return " ".join(text.split())
 
 
-def machine() -> list[str]:
-    """Return the table of the processor and the versions."""
-    names = ("torch", "tensordict", "optree", "numpy")
-    lines = [
-        ("processor", f"{_processor()}, {os.cpu_count()} cores; one is used"),
-        ("system", f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"),
-        ("versions", ", ".join(f"{name} {_version(name)}" for name in ("tdfunc", *names))),
-    ]
-    return [table(("", "measured on"), lines)]
+def _slow(suite: Suite) -> str:
+    if not suite.compiles:
+        return ""
+    return " " + _prose(f"""
+        A way whose call takes more than {SLOW_S:g} s is timed once, and left out of the rows for more members, which
+        have a bound from the last one measured. Tracing and compiling are not part of the time: the last column has the
+        seconds of the first two calls, ours and then theirs, where either takes more than {COMPILES_S:g} s.
+    """)
 
 
-def _processor() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.processor() or "unknown"
-    return next(
-        (line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name")), "unknown"
-    )
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "?"
+def _machines(results: Results) -> str:
+    """Return the table of the processors and the versions, a column for all parts that were measured alike."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for part, machine in (results.machines or {"": describe_machine()}).items():
+        found.setdefault(tuple(machine.values()), []).append(part)
+    labels = describe_machine().keys()
+    heads = ["measured on"] if len(found) == 1 else [f"measured: {', '.join(parts)}" for parts in found.values()]
+    return table(("", *heads), [[label, *values] for label, *values in zip(labels, *found, strict=True)])
 
 
 # -- targets ----------------------------------------------------------------------------------------------------
 
 
 def _summary(results: Results) -> list[str]:
-    verdicts = [verdict for _, _, found in results.suites for verdict in found]
+    found = [(suite, judge_suite(suite, measured)) for suite, measured in results.suites]
+    verdicts = [verdict for _, judged in found for verdict in judged]
     if not verdicts:
         return []
     rows: list[list[str]] = []
-    for suite, _, found in results.suites:
-        for verdict in found:
+    for suite, judged in found:
+        for verdict in judged:
             row = verdict.row
             aim = f"{row.reach:g}x faster" if row.sense == "faster" else f"at most {row.reach:g}x"
             title = f"[{row.title}](#{anchor(suite.title)})"
@@ -161,24 +150,38 @@ def _name(fn: Callable[..., Any]) -> str:
 # -- tables -----------------------------------------------------------------------------------------------------
 
 
-def _cases(measured: Sequence[Measured], clock: Clock) -> str:
-    """Return one line for each case and rival: both times, the ratio, a remark where the other clock differs."""
-    other: Clock = "cpu" if clock == "wall" else "wall"
+def _cases(measured: Sequence[Measured], clock: Clock, *, compiles: bool = False) -> str:
+    """Return one line for each case and rival: both times, the ratio, remarks."""
     rows: list[list[str]] = []
     for m in measured:
+        ours = m.time_us(OURS, clock)
         for rival in m.timings:
             if rival == OURS:
                 continue
-            speedup, elsewhere = m.ratio_to(rival, clock), m.ratio_to(rival, other)
-            remark = f"{_CLOCKS[other]} {shown(elsewhere)}" if abs(elsewhere / speedup - 1) > APART else ""
-            ours, theirs = time_shown(m.time_us(OURS, clock)), time_shown(m.time_us(rival, clock))
-            rows.append([m.what, rival, ours, theirs, shown(speedup), remark])
+            remarks = _clocks(m, rival, clock) + (_first_calls(m, rival) if compiles else [])
+            speedup, theirs = m.ratio_to(rival, clock), m.time_us(rival, clock)
+            rows.append([m.what, rival, time_shown(ours), time_shown(theirs), shown(speedup), ", ".join(remarks)])
+        for rival, over in m.over_us.items():
+            bounds = [f"over {time_shown(over)}", f"over {shown(over / ours)}" if over > ours else ""]
+            rows.append([m.what, rival, time_shown(ours), *bounds, ""])
     return table(("work", "against", "tdfunc", "theirs", "speed-up", ""), rows)
+
+
+def _clocks(m: Measured, rival: str, clock: Clock) -> list[str]:
+    """Return the speed-up by the other clock where it differs."""
+    other: Clock = "cpu" if clock == "wall" else "wall"
+    speedup, elsewhere = m.ratio_to(rival, clock), m.ratio_to(rival, other)
+    return [f"{_CLOCKS[other]} {shown(elsewhere)}"] if abs(elsewhere / speedup - 1) > APART else []
+
+
+def _first_calls(m: Measured, rival: str) -> list[str]:
+    seconds = [m.timings[way].first_s for way in (OURS, rival)]
+    return ["first calls {:.1f} s, {:.1f} s".format(*seconds)] if max(seconds) > COMPILES_S else []
 
 
 def _newer(number: str, measured: list[Measured]) -> list[str]:
     text = _prose(f"""
-        The targets are ratios to the pinned tensordict, {_version("tensordict")}. Version {number} has much less
+        The targets are ratios to the pinned tensordict, {version_of("tensordict")}. Version {number} has much less
         overhead in Python; these are the same rows against it, measured in a process of their own, without targets.
     """)
     return [f"### Against tensordict {number}", text, _cases(_only_tensordict(measured), "cpu")]
@@ -288,7 +291,7 @@ def _compiled(found: Sequence[Compiled]) -> list[str]:
 
 
 def _sources(results: Results) -> list[str]:
-    shown_sources: list[Callable[..., Any]] = [fn for suite, _, _ in results.suites for fn in suite.sources]
+    shown_sources: list[Callable[..., Any]] = [fn for suite, _ in results.suites for fn in suite.sources]
     if results.growths:
         shown_sources += SCALING_SOURCES
     if results.cells:

@@ -1,28 +1,35 @@
 """Rows of the page: what was measured, against what, what was to be reached, and the verdict in words."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from benchmarks.measure import Effort, Sampler, Timing, Way, geometric_mean, ratio
 
 OURS = "tdfunc"
 Clock = Literal["cpu", "wall"]
+# CPU seconds of a call above which a way is left out of the larger cases of its series.
+SLOW_S = 0.5
 
 
 class Case(NamedTuple):
-    """One thing to do, in several ways; `per` divides the times shown (by leaves, say)."""
+    """One thing to do, in several ways; `per` divides the times shown (by leaves, say).
+
+    Each case of a series does more than the one before: a way that was slow there is left out.
+    """
 
     what: str
     ways: dict[str, Way]
     per: int = 1
+    series: str = ""
 
 
 class Measured(NamedTuple):
-    """A case with its timings."""
+    """A case with its timings, and for each way that is left out the CPU microseconds that it takes more than."""
 
     what: str
     timings: dict[str, Timing]
     per: int = 1
+    over_us: dict[str, float] = {}
 
     def time_us(self, way: str, clock: Clock = "cpu") -> float:
         """Return how long a way takes, each of what the case counts."""
@@ -65,25 +72,57 @@ class Verdict(NamedTuple):
 class Suite(NamedTuple):
     """Cases measured together, the rows that judge them, and the functions that define what runs.
 
-    What waits for a disk or for other processes is judged by the clock on the wall.
+    What waits for a disk or for other processes is judged by the clock on the wall. Where ways compile, a case is made,
+    measured and dropped before the next one, and the page shows how long first calls take.
     """
 
     name: str
     title: str
     intro: str
-    cases: Callable[[], Sequence[Case]]
+    cases: Callable[[], Iterable[Case]]
     rows: tuple[Row, ...]
     sources: tuple[Callable[..., object], ...]
     clock: Clock = "cpu"
+    compiles: bool = False
 
 
-def measure_cases(cases: Sequence[Case], effort: Effort) -> list[Measured]:
-    """Measure cases in passes over all of them."""
+def measure_suite(suite: Suite, effort: Effort) -> Iterator[Measured]:
+    """Yield cases as soon as they are measured."""
+    if suite.compiles:
+        yield from _measure_in_turn(suite.cases(), effort)
+    else:
+        yield from _measure_in_passes(list(suite.cases()), effort)
+
+
+def _measure_in_turn(cases: Iterable[Case], effort: Effort) -> Iterator[Measured]:
+    passes = effort.passes
+    effort = Effort(effort.rounds * passes, 1, effort.round_s, effort.longest_s * passes, SLOW_S)
+    slow: dict[str, dict[str, float]] = {}
+    for case in cases:
+        over = dict(slow.setdefault(case.series, {}))
+        # More of a series would only show how slow the others are.
+        if OURS in over:
+            continue
+        sampler = Sampler({name: way for name, way in case.ways.items() if name not in over})
+        sampler.run(effort)
+        timings = sampler.timings()
+        if case.series:
+            slow[case.series] |= {name: timings[name].cpu_us for name in sampler.slow}
+        yield Measured(case.what, timings, case.per, {name: us for name, us in over.items() if name in case.ways})
+
+
+def _measure_in_passes(cases: Sequence[Case], effort: Effort) -> list[Measured]:
     samplers = [Sampler(case.ways) for case in cases]
     for _ in range(effort.passes):
         for sampler in samplers:
             sampler.run(effort)
     return [Measured(case.what, sampler.timings(), case.per) for case, sampler in zip(cases, samplers, strict=True)]
+
+
+def judge_suite(suite: Suite, measured: Sequence[Measured]) -> list[Verdict]:
+    """Return what the rows came to, without those against a rival that is not installed where this was measured."""
+    ways = {way for m in measured for way in m.timings}
+    return [judge(row, measured, suite.clock) for row in suite.rows if row.rival in ways]
 
 
 def judge(row: Row, measured: Sequence[Measured], clock: Clock = "cpu") -> Verdict:
@@ -132,6 +171,8 @@ def shown(value: float) -> str:
 
 def time_shown(us: float) -> str:
     """Return microseconds with three significant digits and a fitting unit."""
+    if us >= 1e6:
+        return f"{us / 1e6:.2f} s"
     if us >= 100_000:
         return f"{us / 1000:.0f} ms"
     if us >= 10_000:

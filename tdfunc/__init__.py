@@ -31,6 +31,7 @@ from tdfunc.core.errors import ImmutableError as ImmutableError
 from tdfunc.core.errors import LeafMismatchError as LeafMismatchError
 from tdfunc.core.errors import LeakError as LeakError
 from tdfunc.core.errors import MissingKeyError as MissingKeyError
+from tdfunc.core.errors import RemoteError as RemoteError
 from tdfunc.core.errors import TieError as TieError
 from tdfunc.core.errors import TreeStructureError as TreeStructureError
 from tdfunc.core.errors import UnsupportedError as UnsupportedError

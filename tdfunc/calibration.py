@@ -140,8 +140,8 @@ def conformal_threshold(scores: Tensor, alpha: float) -> Tensor:
     place = math.ceil(round((count + 1) * (1 - alpha), 9))
     if place > count:
         return scores.new_full(scores.shape[:-1], math.inf)
-    # sort puts nan last.
-    return scores.sort(-1).values[..., place - 1]
+    # Sorted last; every comparison with a threshold of nan would be False, and every set empty.
+    return scores.nan_to_num(math.inf, math.inf, -math.inf).sort(-1).values[..., place - 1]
 
 
 def conformal_sets(p: Tensor, threshold: Tensor | float, *, method: Method = "lac") -> Tensor:

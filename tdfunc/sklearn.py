@@ -26,6 +26,7 @@ from tdfunc.ensemble.stack import init_ensemble
 from tdfunc.metrics import uncertainty
 from tdfunc.modules.extract import split
 from tdfunc.modules.functional import Apply, functional
+from tdfunc.modules.random import seeded
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -113,7 +114,9 @@ class _Ensemble(BaseEstimator):
                 model = self.make(data.shape[1], outputs)
             return model.to(device=self.device, dtype=rows.x.dtype)
 
-        apply, _, _ = functional(make())
+        # A template of the structure, whose numbers are not used: torch's default generator stays as it is.
+        with seeded(random.key(seed)):
+            apply, _, _ = functional(make())
         self.params_, self.buffers_ = split(init_ensemble(make, self.n_estimators, seed=seed))
         held = None
         if self.early_stopping:

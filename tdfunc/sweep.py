@@ -146,6 +146,9 @@ class EarlyStopping:
         min_delta: How much better counts as an improvement.
         mode: Whether small or large metrics are good.
 
+    Raises:
+        ValueError: `patience` is below 1.
+
     Examples:
         >>> stopping = EarlyStopping(patience=2)
         >>> state = stopping.init(2)
@@ -156,6 +159,8 @@ class EarlyStopping:
     """
 
     def __init__(self, patience: int, *, min_delta: float = 0.0, mode: Mode = "min") -> None:
+        if patience < 1:
+            raise error(ValueError, "EarlyStopping: patience must be at least 1.", got=patience)
         self.patience, self.min_delta, self.sign = patience, min_delta, _sign(mode)
 
     def init(self, members: int, *, device: torch.device | str | None = None) -> "TensorDict":

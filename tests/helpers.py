@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from hypothesis import settings
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import tree_leaves
@@ -69,6 +70,11 @@ class TiedLM(nn.Module):
 
     def forward(self, ids):
         return self.out(self.norm(self.emb(ids)))
+
+
+def examples(share):
+    """A share of the profile's examples, for a test each of whose examples takes long."""
+    return settings(max_examples=round(settings.default.max_examples * share))
 
 
 def quick(names, *kept):

@@ -401,7 +401,8 @@ def assert_words_follow(actual, expected):
         assert {key: node.shape for key, node in one._data.items()} == {k: n.shape for k, n in other._data.items()}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "slice")) for name in WORDS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WORDS)
 def test_compiled_words(name):
     """A compiled body may return a word whose batch size is not that of its operand."""
     fn, a = WORDS[name], torch.arange(12.0).reshape(4, 3)
@@ -473,10 +474,9 @@ class Calls(torch.nn.Module):
         return self.fn(t)
 
 
-@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "fn", [double_or_next, *[pytest.param(fn, marks=pytest.mark.slow) for fn in (add_until, rows, sums)]]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("fn", [double_or_next, add_until, rows, sums])
 def test_export(fn, strict):
     """An exported program holds both branches, the loop, and the tree."""
     t = tree().exclude("s")

@@ -12,6 +12,8 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
+from tests.helpers import quick
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -62,10 +64,12 @@ def page_module(tmp_path, monkeypatch):
     return module
 
 
+# Their blocks train, and compile.
+LONG = {ROOT / "docs" / f"{name}.md" for name in ("training", "transforms")}
 PAGES = [path for path in sorted((ROOT / "docs").rglob("*.md")) if python_blocks(path.read_text())]
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", quick(PAGES, *{*PAGES} - LONG), ids=lambda path: str(path.relative_to(ROOT)))
 def test_page_runs(path, page_module):
     """The code of a page runs as it is copied, from its first block to its last."""
     run_blocks(path, page_module)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import tdfunc as tdf
-from tests.helpers import TiedLM, assert_trees_equal
+from tests.helpers import TiedLM, assert_trees_equal, examples
 
 FILTERS = ["*", "0.*", "*.weight", tdf.Filter("*.bias") | "2.weight", tdf.Filter(lambda path, leaf: leaf.dim() == 2)]
 
@@ -25,6 +25,7 @@ def reference(fn, tree, where):
     return torch.func.grad(lambda part: fn(tdf.combine(part, rest)))(part)
 
 
+@examples(0.6)
 @given(where=st.sampled_from(FILTERS), seed=st.integers(0, 2**32))
 def test_a_filter_is_a_partition(where, seed):
     """The gradients are those of the chosen part, with its keys and kinds; the others count as constants."""

@@ -38,12 +38,6 @@ ALWAYS_INSTALLED = {"torch", "numpy", "optree", "xxhash"}
 MAX_FILE_LINES, MAX_PUBLIC_METHODS, MAX_BODY_LINES = 800, 20, 60
 
 
-@functools.cache
-def parse(source):
-    """The syntax tree of a source, for all checks."""
-    return ast.parse(source)
-
-
 def read_sources(*folders):
     """Sources by dotted name; a package is named by its `__init__`: `tdfunc.ops.__init__`."""
     paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
@@ -64,6 +58,14 @@ def imported_modules(node, sources):
 def _as_module(name, sources):
     package = f"{name}.__init__"
     return package if package in sources else name
+
+
+@functools.cache
+def imports_in(source):
+    """The relative imports of a source, and the imports of `runtime_imports`; syntax trees are large, and not kept."""
+    tree = ast.parse(source)
+    relative = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level]
+    return relative, list(runtime_imports(tree))
 
 
 def runtime_imports(tree):
@@ -104,10 +106,9 @@ def check_import_style(sources):
     """Imports are absolute, at the top unless optional, and never of the public root."""
     found = []
     for name, source in sources.items():
-        tree = parse(source)
-        relative = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level]
+        relative, at_run_time = imports_in(source)
         found += [f"{name}:{node.lineno}: relative import" for node in relative]
-        for node, top in runtime_imports(tree):
+        for node, top in at_run_time:
             if node in relative:
                 continue
             for target in imported_modules(node, sources):
@@ -123,7 +124,7 @@ def import_graph(sources):
     return {
         name: {
             target
-            for node, _ in runtime_imports(parse(source))
+            for node, _ in imports_in(source)[1]
             if not getattr(node, "level", 0)
             for target in imported_modules(node, sources)
             if target.startswith("tdfunc.") and target != "tdfunc.__init__"
@@ -173,7 +174,7 @@ def check_sizes(sources):
         lines = len(source.splitlines())
         if lines > MAX_FILE_LINES:
             found.append(f"{name}: {lines} lines, the limit is {MAX_FILE_LINES}")
-        for node in ast.walk(parse(source)):
+        for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.ClassDef) and (count := _count_public_methods(node)) > MAX_PUBLIC_METHODS:
                 found.append(
                     f"{name}:{node.lineno}: {node.name} has {count} methods, the limit is {MAX_PUBLIC_METHODS}"

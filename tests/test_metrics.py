@@ -225,7 +225,8 @@ def test_in_transforms(wrap, kind, generator):
     y = torch.randn(6, 3, 4, 2, generator=generator)
     one = lambda x: uncertainty(x, kind, weights=torch.arange(1, 4).to(x))  # noqa: E731
 
-    found = wrap(one)(y) if wrap is torch.vmap else torch.stack([wrap(one)(x) for x in y])
+    run = wrap(one)
+    found = run(y) if wrap is torch.vmap else torch.stack([run(x) for x in y])
 
     assert_trees_equal(found, torch.stack([assert_pure(one, x) for x in y]), rtol=1e-5, atol=1e-6)
 

@@ -91,3 +91,13 @@ def test_symbols_and_exports_are_found():
     assert listed_symbols("# Title\n\n::: tdfunc.x\n    options: {}\n\n::: tdfunc.Z\n") == ["tdfunc.x", "tdfunc.Z"]
     assert exported_names(package, is_package=True) == {"x", "Z"}
     assert exported_names(module, is_package=False) == {"A", "f"}
+
+
+def test_star_imports_of_llm_have_no_submodules():
+    """`from tdfunc.llm import *` gives the exports of the package, and no module among them."""
+    names = {}
+    exec("from tdfunc.llm import *", names)
+    source = (ROOT / "tdfunc" / "llm" / "__init__.py").read_text()
+
+    assert names.keys() - {"__builtins__"} == exported_names(source, is_package=True)
+    assert not [name for name, value in names.items() if isinstance(value, type(ast))]

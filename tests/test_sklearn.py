@@ -143,6 +143,15 @@ def test_options_train(options):
     assert not np.allclose(model.predict_proba(X), model.set_params(random_state=1).fit(X, Y).predict_proba(X))
 
 
+def test_fit_draws_from_its_own_seed_alone():
+    """The default generator of torch is where it was, whatever the network draws when it is made."""
+    before = torch.get_rng_state()
+    EnsembleClassifier(**{**SMALL, "max_iter": 1}).fit(X, Y)
+    EnsembleRegressor(make=make_net, n_estimators=2, max_iter=1, random_state=0).fit(X, X[:, 0])
+
+    assert torch.equal(before, torch.get_rng_state())
+
+
 class Constant(nn.Module):
     """The same value for all inputs."""
 

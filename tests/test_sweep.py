@@ -14,7 +14,7 @@ from torch import nn
 
 import tdfunc as tdf
 from tdfunc import random, sweep
-from tests.helpers import assert_trees_equal
+from tests.helpers import assert_trees_equal, examples
 
 SCORES = st.lists(st.one_of(st.floats(-5, 5, width=32), st.just(math.nan)), min_size=1, max_size=8)
 MODES = st.sampled_from(["min", "max"])
@@ -112,6 +112,7 @@ def test_early_stopping_is_the_loop_in_python(history, patience, min_delta, mode
     assert state["waited"].tolist() == waited
 
 
+@examples(0.4)
 @given(scores=SCORES, mode=MODES, data=st.data())
 def test_elites_are_the_sorted_members(scores, mode, data):
     """As Python sorts them, nan last; `best` is the first."""
@@ -236,6 +237,7 @@ MESSAGES = [
     (lambda: sweep.elites(TREE, torch.tensor(0.0), 1), tdf.BatchSizeError, r"for each score.*\[3\].*shape \[\]"),
     (lambda: sweep.elites(TREE, torch.zeros(3), 4), ValueError, "count must be.*1 to 3.*4"),
     (lambda: sweep.best(TREE, torch.full((3,), math.nan)), ValueError, "scores must be a number.*3 times nan"),
+    (lambda: sweep.EarlyStopping(0), ValueError, "patience must be at least 1.*0"),
     (lambda: sweep.successive_halving(TREE, lambda r, _: (r, torch.zeros(3)), 0), ValueError, "rungs must be at.*0"),
     (lambda: sweep.successive_halving(TREE, lambda r, _: (r, r["w"]), 2, factor=0), ValueError, "factor must be.*0"),
     (lambda: sweep.successive_halving(TREE, lambda r, _: (r, torch.zeros(2)), 2), tdf.BatchSizeError, "each score"),

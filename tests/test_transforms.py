@@ -59,7 +59,7 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("name", quick(COMPILED, "constructor", "set", "int", "stack", "at", "grad"))
+@pytest.mark.parametrize("name", quick(COMPILED, "constructor", "stack", "grad"))
 def test_compile(name):
     """An operation gives one graph and the same tree when compiled."""
     torch._dynamo.reset()
@@ -173,7 +173,7 @@ WIDE = {
 def test_cost_grows_linearly(name):
     """A call on ten times the leaves takes about ten times as long."""
     best = {}
-    for n in (500, 5000):
+    for n in (200, 2000):
         source = {f"k{i}": torch.zeros(3) for i in range(n)}
         tree = TensorDict(source, [3])
         times = []
@@ -184,7 +184,7 @@ def test_cost_grows_linearly(name):
         best[n] = min(times)
 
     # Quadratic would be 100; caches make ten times the leaves up to 40 times as slow.
-    assert best[5000] < 60 * best[500] + 0.05
+    assert best[2000] < 60 * best[200] + 0.02
 
 
 DEEP = {
@@ -232,6 +232,7 @@ def counted(fn, trees):
     return counter.frame_count
 
 
+@pytest.mark.slow
 def test_recompiles():
     """A new batch size is compiled once more, and others after it not again."""
 
@@ -314,7 +315,7 @@ CHECKPOINTED = {
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", CHECKPOINTED)
+@pytest.mark.parametrize("kind", quick(CHECKPOINTED, "typed"))
 def test_compiled_checkpoint(kind, backend):
     """A checkpoint that is given trees compiles with options, keyword arguments and gradients."""
     torch.compiler.reset()

@@ -237,8 +237,8 @@ def jit(fn: Any = None, *, backend: str | Callable[..., Any] | None = None, cach
         CaptureError: The function uses a tensor that is not one of its arguments; the message names it.
         ImmutableError: The function writes to an argument in place, other than through `donate=True`.
         UnsupportedError: An argument requires grad while grad mode is on; the function uses the value of a tensor, or
-            reads `.grad` or `.storage_offset()` of an argument; it seeds a generator; it keeps a tensor outside of its
-            result; an argument cannot be part of the key; a result cannot be made again.
+            reads `.grad` or `.storage_offset()` of an argument; it assigns to `.data`; it seeds a generator; it keeps
+            a tensor outside of its result; an argument cannot be part of the key; a result cannot be made again.
         ConcurrencyError: Another thread assigned a closure's variable or a global during the first call.
 
     Examples:

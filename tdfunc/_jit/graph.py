@@ -59,6 +59,7 @@ def draws(graph: fx.Graph) -> bool:
 def _drop_no_ops(graph: fx.Graph, memory: Memory) -> None:
     """Replace each node that returns the value of an earlier one by that one."""
     ones: set[fx.Node] = set()
+    moved = _list_moved(graph)
     for node in list(graph.nodes):
         if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
             continue
@@ -68,9 +69,23 @@ def _drop_no_ops(graph: fx.Graph, memory: Memory) -> None:
         # A result must be another object than an argument, and than other results, which may require grad.
         if source is None or (_is_returned(node) and (source.op == "placeholder" or _is_returned(source))):
             continue
+        if node in moved or source in moved:
+            continue
         memory.merge(node, source)
         node.replace_all_uses_with(source)
         graph.erase_node(node)
+
+
+def _list_moved(graph: fx.Graph) -> set[Any]:
+    """Return the nodes whose tensors get another shape or memory in place: each must be an object of its own."""
+    moved: set[Any] = set()
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload):
+            if torch.Tag.inplace_view in node.target.tags:
+                moved.add(node.args[0])
+            # `out=` of another shape is resized.
+            moved.update(node.kwargs.get(item.name) for item in node.target._schema.arguments if item.is_out)
+    return moved
 
 
 def _is_returned(node: fx.Node) -> bool:
@@ -135,8 +150,11 @@ def _fill_shapes(graph: fx.Graph) -> None:
 def _merge_common(graph: fx.Graph, memory: Memory) -> None:
     """Compute once what is computed twice from the same values."""
     known: dict[Any, fx.Node] = {}
+    moved = _list_moved(graph)
     for node in list(graph.nodes):
         if node.op != "call_function" or _has_effect(node) or "empty" in str(node.target) or _is_returned(node):
+            continue
+        if node in moved:
             continue
         inputs = node.all_input_nodes
         is_view = memory.of(node) <= set().union(*map(memory.of, inputs))

@@ -162,6 +162,12 @@ class Guard(TorchFunctionMode):
         if func in _READS:
             self._recorder.refuse_captured(args[0])
             raise ValueUsed(func)
+        if func == _SET_DATA:
+            raise UnsupportedError(
+                "jit: the function assigns to .data, which a replay does not.",
+                got=_user_line(),
+                hint="write values by copy_(), or give the new tensor a name of its own.",
+            )
         if func in _UNKEYED and id(args[0]) in self._arguments:
             raise UnsupportedError(
                 f"jit: the function reads {_UNKEYED[func]} of {self._arguments[id(args[0])]}, which a replay does not.",
@@ -181,6 +187,7 @@ class Guard(TorchFunctionMode):
 
 # Readers of values that no dispatch mode sees.
 _READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
+_SET_DATA: Any = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
 _UNKEYED: dict[Any, str] = {
     Tensor.grad.__get__: ".grad",  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
     Tensor.storage_offset: ".storage_offset()",

@@ -85,3 +85,15 @@ class CorruptCheckpointError(_Explained, ValueError):
 
 class WorkerError(_Explained, RuntimeError):
     """A worker process of `map` that died, could not start, or raised an error that cannot be sent back."""
+
+
+class RemoteError(_Explained, RuntimeError):
+    """A server that could not be reached, refused a request, or cut or garbled its answer.
+
+    Attributes:
+        status: The HTTP status of the answer; None where there was none, or where it cannot be read.
+        retry_after_s: The seconds after which the server takes another request, where it gave them.
+    """
+
+    status: "int | None" = None
+    retry_after_s: "float | None" = None

@@ -1,5 +1,11 @@
 """Conversations and language models: histories, chat templates, and token-exact conversations."""
 
+from types import ModuleType as _ModuleType
+
+from tdfunc.llm import advantages as advantages
+from tdfunc.llm import corrections as corrections
+from tdfunc.llm import divergences as divergences
+from tdfunc.llm import losses as losses
 from tdfunc.llm.batching import Batcher as Batcher
 from tdfunc.llm.chat_history import ChatHistory as ChatHistory
 from tdfunc.llm.compare import compare as compare
@@ -10,7 +16,6 @@ from tdfunc.llm.functions import MaskedCategorical as MaskedCategorical
 from tdfunc.llm.functions import distribution as distribution
 from tdfunc.llm.functions import logits as logits
 from tdfunc.llm.functions import score as score
-from tdfunc.llm.generation.functions import generate as generate
 from tdfunc.llm.generation.options import GenerationOptions as GenerationOptions
 from tdfunc.llm.generation.response import Response as Response
 from tdfunc.llm.generation.rows import generate_tokens as generate_tokens
@@ -65,4 +70,12 @@ from tdfunc.llm.tokens import extends as extends
 from tdfunc.llm.tokens import fork as fork
 from tdfunc.llm.wrappers.backend import AbstractBackend as AbstractBackend
 from tdfunc.llm.wrappers.base import LLMWrapperBase as LLMWrapperBase
+from tdfunc.llm.wrappers.engine import vLLMWrapper as vLLMWrapper
+from tdfunc.llm.wrappers.push import Push as Push
+from tdfunc.llm.wrappers.remote import RemoteWrapper as RemoteWrapper
 from tdfunc.llm.wrappers.transformers import TransformersWrapper as TransformersWrapper
+
+# `from tdfunc.llm import *` gives no submodules.
+__all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
+    name for name, value in globals().items() if not name.startswith("_") and not isinstance(value, _ModuleType)
+]

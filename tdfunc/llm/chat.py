@@ -41,8 +41,8 @@ def apply_template(history: Any, options: ChatOptions, tools: Sequence[Any] | No
     flat: list[Conversation] = []
 
     def number(chat: Any) -> int:
-        conversation = conversation_in(chat)
-        flat.append(conversation._replace(tools=conversation.tools or (list(tools) if tools else None)))
+        messages, own = conversation_in(chat)
+        flat.append(Conversation(messages, own or (list(tools) if tools else None)))
         return len(flat) - 1
 
     nested = per_conversation(number, history)

@@ -17,7 +17,7 @@ FIELDS = (
     "tools", "finish_reason", "token_ids", "parse_error",
 )  # fmt: skip
 # How a message came about, which `==` leaves out.
-UNCOMPARED = ("is_complete", "token_ids", "finish_reason", "parse_error")
+UNCOMPARED = frozenset(("is_complete", "token_ids", "finish_reason", "parse_error"))
 # Other names of a field: OpenRouter and newer vLLM servers.
 _ALIASES = {"reasoning": "reasoning_content"}
 

@@ -4,6 +4,7 @@ A conversation is a history of one dimension. Its messages may lie in one tree, 
 """
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ def column(tree: Any, name: str) -> np.ndarray[Any, Any]:
         return node._array
     if isinstance(node, NonTensorStack):
         array = node._array
-        if name == "content" and any([not isinstance(value, str) for value in array.flat]):
+        if name == "content" and not {str}.issuperset(map(type, array.flat)):
             array = array.copy()
             for at in np.ndindex(*size):
                 array[at] = as_content(array[at])
@@ -45,14 +46,18 @@ def rows_of(history: Any) -> list[Message]:
     """Return the fields of each element of a history, padding included."""
     if history._is_lazy:
         return [message for tree in history._trees for message in rows_of(tree)]
-    names = [name for name in FIELDS if name in history._keys()]
-    complete = history._data.get("is_complete")
+    data = history._data
+    names = [name for name in FIELDS if name in data]
+    complete = data.get("is_complete")
     if isinstance(complete, NonTensorData) and complete.data is True:
         # The default.
         names.remove("is_complete")
-    columns = [column(history, name).reshape(-1).tolist() for name in names]
-    rows = zip(*columns, strict=True)
-    return [{name: value for name, value in zip(names, row, strict=True) if value is not None} for row in rows]
+    rows: list[Message] = [{} for _ in range(prod(history._batch_size))]
+    for name in names:
+        for row, value in zip(rows, column(history, name).ravel().tolist(), strict=True):
+            if value is not None:
+                row[name] = value
+    return rows
 
 
 def messages_of(history: Any) -> list[Message]:
@@ -87,14 +92,20 @@ def conversation_of(cls: Any, messages: Sequence[Message], *, scalar: bool = Fal
 
 def tools_of(messages: Sequence[Message]) -> list[dict[str, Any]] | None:
     """Return the tools of a conversation: those of its last message that has any."""
-    return next((message["tools"] for message in reversed(messages) if message.get("tools")), None)
+    found = [message["tools"] for message in messages if message.get("tools")]
+    return found[-1] if found else None
 
 
 def per_conversation(fn: Callable[..., Any], history: Any, *others: Any) -> Any:
     """Return the results for each conversation, in lists nested as the dimensions before the messages."""
-    if len(history._batch_size) <= 1:
+    # The batch size of a lazy stack is made from all of its trees.
+    if history._is_lazy and not history._dim and history._trees[0]._batch_size:
+        parts = [each._trees if each._is_lazy and not each._dim else each.unbind(0) for each in (history, *others)]
+    elif len(history._batch_size) <= 1:
         return fn(history, *others)
-    return [per_conversation(fn, *row) for row in zip(*[h.unbind(0) for h in (history, *others)], strict=True)]
+    else:
+        parts = [each.unbind(0) for each in (history, *others)]
+    return [per_conversation(fn, *row) for row in zip(*parts, strict=True)]
 
 
 def stack_dense(parts: Sequence[Any]) -> Any:

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, final
 
 from tdfunc.core.errors import UnsupportedError, error
-from tdfunc.llm.encode import control_strings, decode, encode_marked, encode_texts
+from tdfunc.llm.encode import control_strings, decode, encode_marked, encode_texts, text_tokenizer
 from tdfunc.llm.message import Message, as_compared
 from tdfunc.llm.rows import conversation_of, per_conversation
 from tdfunc.llm.templates.base import (
@@ -232,10 +232,20 @@ def _reply_ids(template: TokenTemplate, messages: Sequence[Message], tools: list
     )
 
 
+def without_end(template: TokenTemplate, ids: Sequence[int], text: str) -> str:
+    """Return the text of a reply without its end of turn: that of the template, or another special token."""
+    end = template.template.end
+    if end and text.endswith(end):
+        return text[: -len(end)]
+    last = text_tokenizer(template.tokenizer).added_tokens_decoder.get(ids[-1]) if ids else None
+    return text.removesuffix(last.content) if last is not None and last.special else text
+
+
 def _fits(template: TokenTemplate, message: Message, ids: Sequence[int]) -> bool:
     """Return whether ids may be those of a message: they parse to it, or its texts are in theirs."""
-    text = decode(template.tokenizer, ids).removesuffix(template.template.end)
-    shown = [as_compared({**each, "role": "assistant"}) for each in (message, template.template.parse_reply(text))]
+    text = decode(template.tokenizer, ids)
+    parsed = template.template.parse_reply(without_end(template, ids, text))
+    shown = [as_compared({**each, "role": "assistant"}) for each in (message, parsed)]
     for each in shown:
         each["tool_calls"] = [call["function"] for call in each.get("tool_calls", ())]
     if shown[0] == shown[1]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tdfunc import CheckpointManager, Filter, Kind, NonTensorData, TensorDict, lazy_stack, load, partition, save
 from tdfunc.core.collection import TensorCollection
 from tests.cli.helpers import WRITERS, make_tree, read_back, run, write_as
+from tests.helpers import examples
 from tests.storage.trees import DTYPES, assert_same, of_dtype, same_bytes
 
 
@@ -222,6 +223,7 @@ def test_cast_counts_values_out_of_range(dtype, count, tmp_path):
 # -- average ----------------------------------------------------------------------------------------------------
 
 
+@examples(0.4)
 @given(
     st.lists(st.integers(1, 5), min_size=1, max_size=4),
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64]),

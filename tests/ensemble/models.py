@@ -42,6 +42,11 @@ def make_resnet():
     )  # fmt: skip
 
 
+def make_cnn():
+    """A convolution with its batch norm: images (B, 3, 8, 8) to logits (B, 4)."""
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4))
+
+
 def make_transformer(dropout=0.0):
     """A transformer encoder of two layers: (B, T, 8) to (B, T, 8)."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=dropout, batch_first=True)

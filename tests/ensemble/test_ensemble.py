@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch._dynamo.testing
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.testing import assert_close
@@ -24,8 +24,8 @@ from tdfunc import (
     stack_modules,
 )
 from tdfunc.ops.join import stack
-from tests.ensemble.models import Returns, ensemble_of, make_mlp, make_resnet, make_transformer
-from tests.helpers import TiedLM, assert_pure, assert_trees_equal
+from tests.ensemble.models import Returns, ensemble_of, make_cnn, make_mlp, make_resnet, make_transformer
+from tests.helpers import TiedLM, assert_pure, assert_trees_equal, examples, quick
 
 WAYS = ("loop", "vmap", "traced", "auto")
 
@@ -62,7 +62,7 @@ def test_equals_the_loop_of_plain_modules(name, how, generator):
     assert_close(out, torch.stack([model(x) for model in models]))
 
 
-@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("how", quick(WAYS, "loop", "vmap", "auto"))
 def test_hugging_face_model(how, generator):
     """A tied Hugging Face model runs and returns its ModelOutput."""
     models, ids = [gpt2() for _ in range(3)], torch.randint(0, 17, (2, 6), generator=generator)
@@ -103,7 +103,7 @@ def makers(draw):
     return make, dtype
 
 
-@settings(max_examples=60)
+@examples(0.6)
 @given(
     maker=makers(),
     members=st.integers(1, 5),
@@ -144,6 +144,7 @@ class Branches(nn.Module):
         return self.head(self.trunk(x))
 
 
+@examples(0.4)
 @given(
     members=st.integers(1, 4),
     how=st.sampled_from(WAYS),
@@ -180,7 +181,7 @@ def test_law_shared_leaves_are_stacked_copies(members, how, chunk, training, dim
 @pytest.mark.parametrize("how", WAYS)
 def test_nothing_given_is_written(how, generator):
     """BatchNorm leaves the caller's stacked statistics as they are."""
-    ensemble, tree = ensemble_of([make_resnet() for _ in range(3)], how)
+    ensemble, tree = ensemble_of([make_cnn() for _ in range(3)], how)
     x = torch.randn(2, 3, 8, 8, generator=generator)
 
     assert_pure(lambda *_: ensemble(tree, x), tree, x)
@@ -299,10 +300,10 @@ class Both(nn.Module):
 @pytest.mark.parametrize("chunk", [None, 2])
 def test_batch_norm_trains_like_the_modules(how, chunk, generator):
     """Each member's statistics are those of its module after the same steps."""
-    models = [make_resnet().train() for _ in range(3)]
+    models = [make_cnn().train() for _ in range(3)]
     ensemble, tree = ensemble_of(models, how, chunk_size=chunk)
     params, buffers = split(tree)
-    for _ in range(4):
+    for _ in range(3):
         x = torch.randn(4, 3, 8, 8, generator=generator)
         out, buffers = ensemble.with_buffers(params, buffers, x)
 
@@ -374,7 +375,7 @@ def test_compile_in_one_graph(how, members, generator):
 @pytest.mark.parametrize("how", WAYS)
 def test_inference_mode(how, generator):
     """A call in inference mode gives the same outputs, and later calls are not affected."""
-    ensemble, tree = ensemble_of([make_resnet() for _ in range(2)], how)
+    ensemble, tree = ensemble_of([make_cnn() for _ in range(2)], how)
     x = torch.randn(2, 3, 8, 8, generator=generator)
     with torch.inference_mode():
         out = ensemble(tree, x)

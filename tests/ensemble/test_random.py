@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from tdfunc import Ensemble, UnsupportedError, functional, init_ensemble, split, stack_modules
 from tdfunc.ensemble._draws import default_generators, run_seeded
 from tests.ensemble.models import Attention, Returns, ensemble_of, line, make_transformer
-from tests.helpers import assert_trees_equal
+from tests.helpers import assert_trees_equal, examples
 
 
 def make_dropout():
@@ -24,6 +24,7 @@ def make_dropout():
     return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
 
 
+@examples(0.4)
 @given(seed=st.integers(-(2**40), 2**40), members=st.integers(1, 5), chunk=st.none() | st.integers(1, 3))
 def test_law_member_i_is_apply_with_its_own_seed(seed, members, chunk):
     """Dropout under vmap equals the loop, whatever the chunks."""

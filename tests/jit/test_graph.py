@@ -14,6 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 from tdfunc import CaptureError, ImmutableError, UnsupportedError
 from tdfunc._jit import jit
 from tdfunc._jit.code import BINDINGS
+from tests.helpers import examples
 
 CAPTURED = torch.full((3,), 2.0)
 
@@ -52,6 +53,8 @@ STEPS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "out": lambda a, b: torch.add(a, 1, out=b),
     "row_": write_row,
     "copy_": lambda a, b: a[1:].copy_(b[:2]) and None,
+    "spread_": lambda a, b: a.as_strided_((3,), (0,)) and None,
+    "set_": lambda a, b: a.set_(b * 2) and None,
     "foreach_": lambda a, b: torch._foreach_mul_([a, b], 2),
     "statistics": update_statistics,
     "assert": lambda a, b: torch._assert_async((a < 100).all()),
@@ -107,6 +110,7 @@ def outcome(fn, values):
     return str([t.tolist() for t in out]), [[a.data_ptr() == b.data_ptr() for a in out] for b in out]
 
 
+@examples(0.6)
 @given(PROGRAMS, NUMBERS, NUMBERS)
 def test_replays_equal_the_function(program, first, second):
     """A replay gives the values, shared memory and errors of the function, or the function is refused by name."""
@@ -115,6 +119,34 @@ def test_replays_equal_the_function(program, first, second):
 
     refused = got[0] in NAMES.split("|") and got.count(got[0]) == 3
     assert refused or got == [outcome(program, values) for values in (first, second, first)]
+
+
+MOVES = {
+    "unsqueeze_": lambda v: v.unsqueeze_(0),
+    "t_": lambda v: v.t_(),
+    "as_strided_": lambda v: v.as_strided_((3,), (1,)),
+    "resize_": lambda v: v.resize_(2),
+    "set_": lambda v: v.set_(torch.ones(2, 2)),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("look", [Tensor.detach, lambda v: v.view(2, 2), lambda v: v.t().t()])
+def test_a_view_keeps_its_shape_when_its_base_gets_another_in_place(move, look):
+    """Two tensors of one memory are two objects in a replay, and equal views of one tensor, too."""
+
+    def run(a):
+        v = a.sin().view(2, 2)
+        views = [look(v) for _ in range(2)]
+        MOVES[move](v)
+        MOVES[move](views[0])
+        return [v * 1, *(view * 1 for view in views)]
+
+    traced = jit(run)
+    for value in (1.0, 2.0):
+        a = torch.arange(4.0) * value
+        for got, expected in zip(traced(a), run(a), strict=True):
+            torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
 def sample_calls():

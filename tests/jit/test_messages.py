@@ -110,6 +110,7 @@ REFUSED = [
     (lambda x: x, (NESTED,), UnsupportedError, "argument 0", "subclass", "NestedTensor"),
     (lambda x: x * x.grad, (X,), UnsupportedError, "reads .grad of argument 0", LINE, "pass the value"),
     (lambda x: x * x.storage_offset(), (X,), UnsupportedError, "reads .storage_offset() of argument 0", LINE),
+    (lambda x: setattr(x, "data", x * 2), (X,), UnsupportedError, "assigns to .data", LINE, "copy_()"),
     (lambda x: x * X.tolist()[0], (X,), CaptureError, "'X'", LINE),
     (lambda x: x * torch.from_numpy(X.numpy()), (X,), CaptureError, "'X'", LINE),
     (lambda x: x + torch.rand(3, generator=torch.Generator()), (X,), UnsupportedError, "function seeds or makes", LINE),

@@ -3,12 +3,13 @@
 from typing import Any, NamedTuple
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tdfunc import UnsupportedError
 from tdfunc._jit import jit
+from tests.helpers import examples
 
 # Around the widths of vectors, where kernels treat the rest apart.
 SIZES = (1, 2, 3, 7, 8, 9, 16, 17, 33)
@@ -157,7 +158,7 @@ def dense(x):
     return torch.where(x == x, x, torch.full_like(x, float("nan"))) if x.is_floating_point() else x
 
 
-@settings(max_examples=60)
+@examples(0.6)
 @given(
     st.lists(STEP, min_size=3, max_size=12),
     st.lists(PLACES, min_size=2, max_size=5),

@@ -147,6 +147,7 @@ def test_compile(backend):
     assert_trees_equal(padded, expected.pad())
 
 
+@pytest.mark.slow
 def test_compile_typed():
     """A compiled function stacks instances of a class that was never stacked before, and compiles once."""
 

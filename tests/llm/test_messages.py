@@ -1,10 +1,12 @@
 """The messages of mistakes with conversations and templates. Each row is a call, its error and its message."""
 
 import pytest
+import torch
 
-from tdfunc import ImmutableError, MissingKeyError, UnsupportedError
+from tdfunc import ImmutableError, MissingKeyError, RemoteError, UnsupportedError
 from tdfunc.core.errors import BatchSizeError
-from tdfunc.llm import Batcher, ContentBase, History, chatml, deepseek, gemma, llama, load_jsonl, mistral
+from tdfunc.llm import Batcher, ContentBase, History, RemoteWrapper, chatml, deepseek, gemma, llama, load_jsonl, mistral
+from tdfunc.llm.generation.options import GenerationOptions
 from tests.llm.tokens import make_tokenizer
 
 ONE = History(role="user", content="a")
@@ -141,6 +143,23 @@ BATCHING = [
     (lambda: Batcher(list, timeout_s=float("nan")), ValueError, "timeout_s.*nan"),
     (lambda: closed().submit(1), RuntimeError, "Batcher.submit: the batcher is closed"),
 ]
+REMOTE = [
+    (lambda: remote(timeout_s=0.0), ValueError, "RemoteWrapper: timeout_s is out of range"),
+    (lambda: remote(max_retries=-1), ValueError, "max_retries is out of range.*-1"),
+    (lambda: remote(backoff_s=float("nan")), ValueError, "backoff_s is out of range.*nan"),
+    (lambda: remote(max_concurrency=0), ValueError, "max_concurrency is out of range"),
+    (lambda: remote(base_url="x"), RemoteError, "response 0: x/inference.* must answer.*UnsupportedProtocol"),
+    (lambda: remote(generation={"num_beams": 2}), UnsupportedError, "beams of other scores.*num_beams=2"),
+    (lambda: remote(generation={}), ValueError, "max_new_tokens must be given"),
+]
+
+
+def remote(generation=None, **options):
+    """Generate by a server that is never reached."""
+    wrapper = RemoteWrapper("m", **{"base_url": "http://x", "input_mode": "tokens", **options})
+    wrapper.generate_tokens(
+        [torch.tensor([1])], GenerationOptions.parse({"max_new_tokens": 2} if generation is None else generation)
+    )
 
 
 def closed():
@@ -154,7 +173,7 @@ def apply(history=CHAT, tokenizer=None, **options):
     return history.apply_chat_template(tokenizer=tokenizer or make_tokenizer(), **options)
 
 
-@pytest.mark.parametrize(("call", "kind", "pattern"), [*HISTORY, *TEMPLATES, *APPLY, *BATCHING])
+@pytest.mark.parametrize(("call", "kind", "pattern"), [*HISTORY, *TEMPLATES, *APPLY, *BATCHING, *REMOTE])
 def test_mistakes_are_explained(call, kind, pattern):
     """The error is of this class and names what is wrong."""
     with pytest.raises(kind, match=f"(?s){pattern}"):

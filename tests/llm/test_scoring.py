@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tdfunc as tdf
@@ -15,6 +15,7 @@ from tdfunc.llm import LogProbs, Masks, Tokens, causal_lm, distribution, logits,
 from tdfunc.llm.layout import bins, compact
 from tdfunc.llm.model import PACKING
 from tdfunc.llm.scoring import logits_of_ids
+from tests.helpers import examples
 from tests.llm.models import FAMILIES, VOCAB, make, row_log_probs
 
 pytestmark = [
@@ -99,7 +100,7 @@ def test_the_table_of_packing_is_what_packing_does(name):
     assert (lm.packing == "mask") == (name in MASKED)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(0.2)
 @given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=5), seed=st.integers(0, 2**16), data=st.data())
 def test_random_rows(lengths, seed, data):
     """Any lengths, temperatures and chunks."""
@@ -205,6 +206,49 @@ def test_gradients(name, tolerance):
     members = torch.vmap(lambda p: score_ids(lm, p, ids, mask, buffers=buffers).log_probs)(stacked)
     single = score_ids(lm, stacked[1], ids, mask, buffers=buffers).log_probs
     torch.testing.assert_close(members[1], single, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_adapters_under_vmap():
+    """Gradients over low-rank adapters, a tree of their own: of all at once, and of each sample, those of a loop."""
+    lm, params, buffers = causal_lm(make("llama").double())
+    ids, mask = rows([7, 5], 8, seed=4)
+    td = TensorDict({"tokens": Tokens(full=ids, batch_size=[2]), "attention_mask": mask}, [2])
+    draw, paths = torch.Generator().manual_seed(0), [path for path in params.paths() if "q_proj" in path]
+    adapters = TensorDict(
+        {
+            ".".join(path): TensorDict(
+                {
+                    "a": torch.randn(3, 2, params[path].shape[1], generator=draw, dtype=torch.float64),
+                    "b": torch.randn(3, params[path].shape[0], 2, generator=draw, dtype=torch.float64) / 10,
+                },
+                [3],
+            )
+            for path in paths
+        },
+        [3],
+    )
+
+    def loss(adapter, td):
+        whole = params
+        for path in paths:
+            part = adapter[".".join(path)]
+            whole = whole.set(path, params[path] + part["b"] @ part["a"])
+        found = score(lm, whole, td, buffers=buffers)["log_probs"]
+        return -found.full.sum()
+
+    alone = []
+    for adapter in adapters.unbind(0):
+        live = adapter.apply(lambda x: x.clone().requires_grad_())
+        loss(live, td).backward()
+        alone.append(live.apply(lambda x: x.grad))
+
+    found = torch.vmap(torch.func.grad(loss), (0, None))(adapters, td)
+    each = torch.vmap(torch.func.grad(lambda a, row: loss(a, row.unsqueeze(0))), (None, 0))(adapters[0], td)
+    assert len(paths) == 2
+    assert all([float(leaf.abs().max()) > 1e-3 for leaf in found.leaves()])
+    tdf.assert_close(found, torch.stack(alone), rtol=1e-4, atol=1e-4)
+    tdf.assert_close(each.apply(lambda x: x.sum(0), batch_size=[]), alone[0], rtol=1e-4, atol=1e-4)
 
 
 def test_second_derivatives():

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import tdfunc as tdf
 from tdfunc import TensorDict, UnsupportedError, checkpoint
+from tests.helpers import quick
 
 
 def by_arguments(wrap, w, x, depth):
@@ -121,7 +122,6 @@ CASES = {
     "autograd.grad in grad": lambda f, w, x: grad(
         lambda w: torch.autograd.grad(f(w, x), w, create_graph=True)[0].square().sum()
     )(w),
-    "jit of vmap": lambda f, w, x: tdf.jit(vmap(grad(f), (0, None)))(stacked(w), x),
 }
 
 
@@ -133,6 +133,17 @@ def test_the_numbers_of_the_plain_function(case, form):
     plain, thrifty = (functools.partial(form, wrap, depth=2) for wrap in (lambda fn: fn, checkpoint))
 
     torch.testing.assert_close(CASES[case](thrifty, w, x), CASES[case](plain, w, x))
+
+
+@pytest.mark.parametrize("form", quick(FORMS, by_trees))
+def test_a_trace_has_the_numbers_of_the_plain_function(form):
+    """A trace of mapped gradients replays the recomputation."""
+    w, x = torch.randn(4, 4, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
+    plain, thrifty = (
+        vmap(grad(functools.partial(form, wrap, depth=2)), (0, None)) for wrap in (lambda fn: fn, checkpoint)
+    )
+
+    torch.testing.assert_close(tdf.jit(thrifty)(stacked(w), x), plain(stacked(w), x))
 
 
 @pytest.mark.parametrize("case", ["grad", "three times", "vmap of grad", "grad of vmap", "backward of vmap twice"])

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import tdfunc as tdf
 from tdfunc import functional, random
 from tdfunc.modules.random import seeded
-from tests.helpers import assert_trees_equal
+from tests.helpers import assert_trees_equal, quick
 from tests.models import make_mlp
 
 ONES = torch.ones(6, 5)
@@ -280,7 +280,7 @@ def gradient_of(member):
 
 @pytest.mark.parametrize("name", FORWARDS)
 def test_a_draw_is_the_same_however_it_runs(name):
-    """A loop, vmap, vmap in vmap, a trace, and fewer members give a member the same numbers."""
+    """A loop, vmap, vmap in vmap, and fewer members give a member the same numbers."""
     member, params = make_member(name)
     step = gradient_of(member)
     keys, x = random.split(random.key(5), 3), X.double()
@@ -289,12 +289,26 @@ def test_a_draw_is_the_same_however_it_runs(name):
     mapped = torch.vmap(step, in_dims=(0, None, 0))
     twice = torch.vmap(mapped, in_dims=(0, None, 0))
 
-    for way in (mapped, tdf.jit(mapped), lambda p, x, k: [y[0] for y in twice(p[None], x, k[None])]):
+    for way in (mapped, lambda p, x, k: [y[0] for y in twice(p[None], x, k[None])]):
         found = way(params, x, keys)
         torch.testing.assert_close(found[1], out)
         assert_trees_equal(found[0], grads, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(mapped(params[:2], x, keys[:2])[1], out[:2])
     assert not torch.equal(out[0], out[1])
+
+
+@pytest.mark.parametrize("name", quick(FORWARDS, "dropout", "multinomial"))
+def test_a_trace_draws_by_the_keys_of_each_call(name):
+    """A trace gives a member the numbers of the function, by any keys."""
+    member, params = make_member(name)
+    mapped = torch.vmap(gradient_of(member), in_dims=(0, None, 0))
+    traced = tdf.jit(mapped)
+
+    for seed in (5, 6):
+        given = params, X.double(), random.split(random.key(seed), 3)
+        (grads, out), (expected, drawn) = traced(*given), mapped(*given)
+        torch.testing.assert_close(out, drawn)
+        assert_trees_equal(grads, expected, rtol=1e-10, atol=1e-10)
 
 
 # Dynamo of torch 2.13 shows a mode no torch.normal and no torch.rand*_like.

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Size
 from torch.nn.functional import pad as pad_leaf
@@ -12,7 +12,7 @@ from tdfunc import NonTensorStack, TensorDict, cat, stack
 from tdfunc.core.collection import iter_leaves
 from tdfunc.core.ties import by_identity
 from tdfunc.ops.rearrange import pad
-from tests.helpers import assert_pure
+from tests.helpers import assert_pure, examples
 from tests.strategies import DTYPES, trees
 
 COUNTS = torch.tensor([1, 0, 2])
@@ -84,7 +84,7 @@ FIXED = {"contiguous", "clone", "zeros_like", "sum", "sum kept"}
 
 
 @pytest.mark.parametrize("name", CASES)
-@settings(max_examples=20)
+@examples(0.3)
 @given(tree=trees(size=(2, 3), dtypes=DTYPES.filter(lambda dtype: not dtype.is_complex)), flat=st.booleans())
 def test_each_leaf_is_what_torch_makes_of_it(name, tree, flat):
     """Values, dtypes, batch sizes, names, nested batches, ties and rows of values follow torch on a leaf."""
@@ -113,7 +113,7 @@ def test_each_leaf_is_what_torch_makes_of_it(name, tree, flat):
 
 
 @pytest.mark.parametrize("name", ["flip", "repeat", "split", "stack", "where", "sum"])
-@settings(max_examples=20)
+@examples(0.3)
 @given(tree=trees(size=(4, 2, 3), nontensor=False, ties=False, dtypes=st.just(torch.float32)))
 def test_each_leaf_is_the_same_under_vmap(name, tree):
     """Batch dimensions inside vmap are those that it leaves."""

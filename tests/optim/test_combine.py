@@ -35,7 +35,7 @@ from tdfunc.optim import (
     schedule_free,
     sgd,
 )
-from tests.helpers import assert_pure, assert_trees_equal
+from tests.helpers import assert_pure, assert_trees_equal, examples
 from tests.optim.table import RULES
 from tests.strategies import trees
 
@@ -63,6 +63,7 @@ def test_global_norm_equals_torch(grads, max_norm):
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jit], ids=["eager", "jit"])
+@examples(0.4)
 @given(
     grads=trees(dtypes=st.just(torch.float64)).filter(lambda t: t.ndim), max_norm=st.sampled_from([0.0, 0.5, 1000.0])
 )
@@ -92,6 +93,7 @@ def test_chain_maps_then_steps(generator):
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jit], ids=["eager", "jit"])
+@examples(0.4)
 @given(params=trees(dtypes=st.sampled_from([torch.float32, torch.float64])), data=st.data())
 def test_parts_are_trained_by_their_optimizers(wrap, params, data):
     """`masked` and `multi` train each part as if it were alone; a tied leaf is chosen by any path and stays tied."""
@@ -128,7 +130,7 @@ def test_groups_equal_parameter_groups(members, generator):
     )
     opt = make_opt(len(members))
     make = lambda: make_tree(generator, members).double()  # noqa: E731
-    params, grads = make(), [make() for _ in range(200)]
+    params, grads = make(), [make() for _ in range(60)]
     new, state = params, opt.init(params)
     mapped, mapped_state = params, state
     for grad in grads:

@@ -9,8 +9,9 @@ from torch._dynamo.testing import CompileCounter
 from tdfunc import TensorDict
 from tdfunc._jit import jit
 from tdfunc.optim import adam, adamw, sgd
-from tests.helpers import assert_pure, assert_trees_equal
+from tests.helpers import assert_pure, assert_trees_equal, examples, quick
 from tests.optim.table import (
+    FIRST,
     MEMBERS,
     RULES,
     assert_leaves,
@@ -52,6 +53,7 @@ def test_equals_torch_to_the_last_bit(rule, dtype, batch, generator):
     assert_leaves(trained, train_torch(cls, options, params, grads, fused=True))
 
 
+@examples(0.6)
 @given(rules(), DTYPES, SEEDS)
 def test_per_member_values_equal_the_loop(rule, dtype, generator):
     """A member with a learning rate of its own is trained as if it were alone."""
@@ -69,10 +71,11 @@ def test_per_member_values_equal_the_loop(rule, dtype, generator):
             trained[i],
             alone,
             rtol=1e-14 if dtype is torch.float64 else 1e-6,
-            atol=1e-14 if dtype is torch.float64 else 1e-7,
+            atol=1e-14 if dtype is torch.float64 else 1e-6,
         )
 
 
+@examples(0.6)
 @given(rules(), DTYPES, SEEDS)
 def test_vmap_equals_stacked(rule, dtype, generator):
     """`torch.vmap(opt.update)` gives the numbers of the stacked call."""
@@ -157,19 +160,23 @@ def test_pure(name, generator):
     assert_pure(opt.update, params_after, grads, state_after)
 
 
-# Around the number of elements that a vector of a CPU holds, in every dtype.
-WIDTHS = [1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65]
+# A part of a vector of a CPU, whole ones, and both, in every dtype.
+WIDTHS = [1, 4, 5, 8, 15, 16, 33, 64]
 
 
 # Muon takes matrices only, and computes in bfloat16.
-@pytest.mark.parametrize("name", [name for name in RULES if not name.startswith("muon")])
+@pytest.mark.parametrize(
+    "name", quick([name for name in RULES if not name.startswith("muon")], *FIRST.values(), "momentum", "amsgrad")
+)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rates", [1.0, torch.ones(()), torch.ones(1)], ids=["number", "one", "each"])
+@pytest.mark.parametrize(
+    "rates", [1.0, pytest.param(torch.ones(()), marks=pytest.mark.slow), torch.ones(1)], ids=["number", "one", "each"]
+)
 def test_kernels_equal_the_plain_step(name, dtype, rates, generator):
     """A step by kernels is that of single operations, in any dtype: torch 2.13's fused SGD in 16 bits is wrong."""
     make, _, options = RULES[name]
     opt = make(**{**options, "lr": options["lr"] * rates})
-    values = [torch.randn(len(WIDTHS), 1, 65, generator=generator).to(dtype) for _ in range(4)]
+    values = [torch.randn(len(WIDTHS), 1, 64, generator=generator).to(dtype) for _ in range(4)]
     params, *grads = [TensorDict({str(n): x[i, :, :n] for i, n in enumerate(WIDTHS)}, [1]) for x in values]
 
     found = train(opt.update, opt.init(params), params, grads)
@@ -253,8 +260,9 @@ def test_derivatives_of_steps(name, wrap):
     """The derivatives by parameters, gradients and hyperparameters are those of finite differences."""
     run, args = tune(name)
 
-    for i, x in enumerate(args):
-        found = wrap(torch.func.jacrev(run, argnums=i))(*args)
+    jacobians = wrap(torch.func.jacrev(run, argnums=tuple(range(len(args)))))(*args)
+
+    for i, (x, found) in enumerate(zip(args, jacobians, strict=True)):
         for k in range(x.numel()):
             h = torch.zeros_like(x).reshape(-1).index_fill(0, torch.tensor(k), 1e-8).reshape(x.shape)
             ends = [run(*args[:i], x + sign * h, *args[i + 1 :]) for sign in (1, -1)]

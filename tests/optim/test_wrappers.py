@@ -30,7 +30,7 @@ from tdfunc.optim import (
     schedules,
     sgd,
 )
-from tests.helpers import assert_pure, assert_trees_equal, quick
+from tests.helpers import assert_pure, assert_trees_equal
 from tests.optim.table import random_tree, train
 
 START = TensorDict(
@@ -204,11 +204,11 @@ each_wrapper = pytest.mark.parametrize("name", WRAPPERS)
 
 
 @each_wrapper
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_members_jit_and_vmap_equal_the_loop(name, dtype, generator):
     """A stack, a trace of it, a donated run and a run by vmap train each member as if it were alone."""
     opt = WRAPPERS[name]()
-    params, *grads = [random_tree(generator).to(dtype) for _ in range(8)]
+    params, *grads = [random_tree(generator).to(dtype) for _ in range(6)]
     close = {"rtol": 1e-4, "atol": 1e-4} if dtype is torch.float32 else {"rtol": 0.05, "atol": 0.05}
     donating = lambda p, g, s: opt.update(p, g, s, donate=True)  # noqa: E731
     start = opt.init(params)
@@ -260,7 +260,8 @@ def test_inactive_members_stay(name, generator):
         assert_trees_equal(after[::2], both_after[::2])
 
 
-@pytest.mark.parametrize("name", quick(WRAPPERS, "ema"))
+@pytest.mark.slow
+@each_wrapper
 def test_compile_is_one_graph(name, generator):
     """`torch.compile(fullgraph=True)` takes each of them."""
     opt = WRAPPERS[name]()
@@ -351,7 +352,7 @@ def test_steps_of_nan_are_skipped_by_member(wrap):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_masters_are_a_run_in_float32(dtype, generator):
     """Their float32 parameters are those of a run in float32 by the same gradients, to the last bit."""
-    start, *grads = [random_tree(generator).to(dtype) for _ in range(200)]
+    start, *grads = [random_tree(generator).to(dtype) for _ in range(50)]
     opt, wide = masters(adamw(1e-4)), adamw(1e-4)
 
     trained, state = train(opt.update, opt.init(start), start, grads)

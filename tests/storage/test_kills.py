@@ -13,12 +13,17 @@ from benchmarks.reliability.children import in_child
 from benchmarks.reliability.faults import full_disk_saves, limited_saves, read_only_save, share, small_disk
 from benchmarks.reliability.kills import KINDS, kill_saves
 from tdfunc import TensorDict, load, save
+from tests.helpers import quick
 
 NO_LOSS = {"lost": 0, "not cleaned": 0}
 HARMLESS = {"killed by a signal": 0, "old tree lost": 0, "left behind": 0}
 
 
-@pytest.fixture(params=KINDS)
+# The others save by the same steps: their tests of many kills, reads and sizes are slow ones.
+OFTEN = ("one file", "folder of shards", "memmap folder")
+
+
+@pytest.fixture(params=quick(KINDS, *OFTEN))
 def kind(request):
     """Each way of saving."""
     return request.param
@@ -107,7 +112,7 @@ def test_forks_while_threads_save(tmp_path):
     trees = [TensorDict({"a": torch.full((100_000,), float(i))}) for i in range(4)]
 
     def work(number):
-        for _ in range(15):
+        for _ in range(8):
             save(trees[number], tmp_path / f"{number % 2}.safetensors", fsync=False)
             trees[number].memmap(tmp_path / f"d{number % 2}")
 
@@ -119,11 +124,11 @@ def test_forks_while_threads_save(tmp_path):
 
     with ThreadPoolExecutor(4) as pool:
         jobs = [pool.submit(work, number) for number in range(4)]
-        said = [in_child(child) for _ in range(10)]
+        said = [in_child(child) for _ in range(5)]
         for job in jobs:
             job.result()
     save(trees[0], tmp_path / "0.safetensors")
     trees[0].memmap(tmp_path / "d0")
 
-    assert said == [(0, "[True, True]")] * 10
+    assert said == [(0, "[True, True]")] * 5
     assert sorted(os.listdir(tmp_path)) == ["0.safetensors", "1.safetensors", "d0", "d1"]

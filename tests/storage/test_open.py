@@ -18,6 +18,7 @@ import tdfunc
 from tdfunc import CorruptCheckpointError, MissingKeyError, NonTensorData, TensorClass, TensorDict, lazy_stack
 from tdfunc.storage.api import load, save
 from tdfunc.storage.safetensors import contents, read
+from tests.helpers import examples
 from tests.storage.trees import assert_same, of_dtype, same_bytes, tied_trees, trees
 
 
@@ -36,6 +37,7 @@ def layers(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{}, {"max_shard_size": 40}], ids=["file", "shards"])
+@examples(0.4)
 @given(tree=trees() | tied_trees())
 def test_every_part_is_that_of_the_whole(options, tree, tmp_path_factory):
     """A leaf, value or sub-tree that is read alone is the one that `load` gives."""

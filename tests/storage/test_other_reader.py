@@ -13,6 +13,7 @@ from torch import nn
 import tdfunc as tdf
 from tdfunc import LazyStack, NonTensorData, NonTensorStack, TensorClass, TensorDict
 from tdfunc.core.collection import TensorCollection
+from tests.helpers import examples
 from tests.storage import other_reader, trees
 
 
@@ -123,6 +124,7 @@ def test_a_tree_with_everything(through, tmp_path):
 
 
 @pytest.mark.parametrize("through", [through_file, through_folder], ids=lambda f: f.__name__)
+@examples(0.6)
 @given(tree=trees.trees() | trees.tied_trees())
 def test_any_tree(through, tree):
     """A reader written from the documentation reads random trees."""

@@ -26,6 +26,7 @@ from tdfunc import (
 )
 from tdfunc.core.collection import iter_leaves
 from tdfunc.storage.api import load, save
+from tests.helpers import examples
 from tests.storage.trees import DTYPES, assert_same, of_dtype, tied_trees, trees
 
 Spec = namedtuple("Spec", ["shape", "dtype"])
@@ -39,6 +40,7 @@ def saved(tree, folder, **options):
 
 
 @pytest.mark.parametrize("options", [{}, {"max_shard_size": 30}], ids=["file", "shards"])
+@examples(0.4)
 @given(tree=trees() | tied_trees(), choice=st.randoms(use_true_random=False))
 def test_keys_choose_as_partition_does(options, tree, choice, tmp_path_factory):
     """A filter chooses the leaves that `partition` chooses, with their ties, and no non-tensor data."""
@@ -51,6 +53,7 @@ def test_keys_choose_as_partition_does(options, tree, choice, tmp_path_factory):
         assert_same(f.load(keys=where), partition(load(path), where)[0])
 
 
+@examples(0.4)
 @given(tree=trees() | tied_trees())
 def test_a_tree_is_like_itself(tree, tmp_path_factory):
     """A tree is like itself, its meta tree, and a nested dict of specs."""

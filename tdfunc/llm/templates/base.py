@@ -218,9 +218,9 @@ def conversation_in(history: Any) -> Conversation:
     """Return the messages and tools of a history of one dimension (or of one message)."""
     messages = messages_of(history)
     tools = tools_of(messages)
-    return Conversation(
-        [{k: v for k, v in each.items() if k != "tools"} for each in messages] if tools else messages, tools
-    )
+    if tools:
+        messages = [{k: v for k, v in each.items() if k != "tools"} for each in messages]
+    return Conversation(messages, tools)
 
 
 def describe(conversation: Conversation, i: int) -> str:
@@ -261,17 +261,12 @@ def is_forged(conversation: Conversation, control: tuple[str, ...]) -> bool:
     """Return whether a text of a message or tool has a control string, its parts taken together."""
     if not control:
         return False
-    texts: list[str] = [*strings_in(conversation.tools)] if conversation.tools else []
-    for message in conversation.messages:
-        for name, value in message.items():
-            if name in UNCOMPARED:
-                continue
-            if isinstance(value, str):
-                texts.append(value)
-            else:
-                texts += strings_in(value)
-        if isinstance(message.get("content"), list):
-            texts.append(text_of(message["content"]) or "")
+    messages = conversation.messages
+    values = [value for message in messages for name, value in message.items() if name not in UNCOMPARED]
+    texts = [value for value in values if isinstance(value, str)]
+    if conversation.tools or len(texts) < len(values):
+        texts += strings_in([conversation.tools, *[value for value in values if not isinstance(value, str)]])
+        texts += [text_of(message["content"]) or "" for message in messages if isinstance(message.get("content"), list)]
     # No control string spans the null between two texts.
     return _pattern(control).search("\0".join(texts)) is not None
 

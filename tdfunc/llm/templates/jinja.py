@@ -122,19 +122,36 @@ class JinjaTemplate(AbstractTemplate):
         return None
 
     def _render(self, chats: list[list[Message]], tools: list[Any] | None, **options: Any) -> list[str]:
-        given = {**self.options, **options}
+        from transformers import PreTrainedTokenizerBase
+
+        if type(self.tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template:
+            return self._render_jinja(chats, tools, **options)[0]
+        # A processor, or a tokenizer that renders in another way.
         return self.tokenizer.apply_chat_template(
-            chats, tools=tools, chat_template=self.chat_template, tokenize=False, **given
+            chats, tools=tools, chat_template=self.chat_template, tokenize=False, **{**self.options, **options}
+        )
+
+    def _render_jinja(self, chats: list[list[Message]], tools: list[Any] | None, **options: Any) -> Any:
+        """Return texts, and for each the characters of `{% generation %}`."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        tokenizer = getattr(self.tokenizer, "tokenizer", self.tokenizer)
+        return render_jinja_template(
+            conversations=chats,
+            tools=tools,
+            chat_template=self.tokenizer.get_chat_template(self.chat_template, tools),
+            **{**tokenizer.special_tokens_map, **self.options, **options},
         )
 
     def _as_dicts(self, conversation: Conversation) -> list[Message]:
-        dicts: list[Message] = []
-        for message in conversation.messages:
-            shown = {name: value for name, value in message.items() if name in _RENDERED}
-            if "tool_calls" in shown:
-                shown["tool_calls"] = [self._as_call(call) for call in shown["tool_calls"]]
-            dicts.append(shown)
-        return dicts
+        messages = conversation.messages
+        names = set[str]().union(*messages)
+        if not names <= _RENDERED:
+            messages = [{name: each[name] for name in each if name in _RENDERED} for each in messages]
+        if "tool_calls" not in names:
+            return messages
+        calls = [[self._as_call(call) for call in each.get("tool_calls", [])] for each in messages]
+        return [{**each, "tool_calls": own} if own else each for each, own in zip(messages, calls, strict=True)]
 
     def _as_call(self, call: dict[str, Any]) -> dict[str, Any]:
         arguments = call["function"]["arguments"]
@@ -192,20 +209,13 @@ class JinjaTemplate(AbstractTemplate):
 
     def _drawn(self, conversation: Conversation, text: str, prompt: bool, open_end: bool) -> list[Span]:
         """Return the spans that the author drew with `{% generation %}`, each with an end of turn."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        tokenizer = getattr(self.tokenizer, "tokenizer", self.tokenizer)
-        # Annotated as a str there; it returns both.
-        rendered: Any = render_jinja_template(
-            conversations=[self._as_dicts(conversation)],
-            tools=conversation.tools or None,
-            chat_template=self.source,
+        texts, indices = self._render_jinja(
+            [self._as_dicts(conversation)],
+            conversation.tools or None,
             return_assistant_tokens_mask=True,
             add_generation_prompt=prompt,
             continue_final_message=open_end,
-            **{**tokenizer.special_tokens_map, **self.options},
         )
-        texts, indices = rendered
         if texts[0] != text:
             raise error(
                 ValueError,

@@ -5,17 +5,21 @@ It reads conversations, texts or tokens as rows of ids, and makes the typed tree
 """
 
 import weakref
+from concurrent.futures import Future
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Size, Tensor
 
 from tdfunc import random
-from tdfunc.core.errors import ImmutableError, UnsupportedError, error
+from tdfunc.core.context import has_values
+from tdfunc.core.errors import ImmutableError, LeafMismatchError, UnsupportedError, error
 from tdfunc.core.types import NestedKey
+from tdfunc.llm.batching import Batcher
 from tdfunc.llm.chat_history import ChatHistory
 from tdfunc.llm.encode import text_tokenizer
+from tdfunc.llm.functions import MaskedCategorical
 from tdfunc.llm.generation.options import GenerationOptions
 from tdfunc.llm.generation.response import Response
 from tdfunc.llm.history import History
@@ -34,6 +38,7 @@ from tdfunc.llm.wrappers.inputs import (
     read_texts,
     read_tokens,
 )
+from tdfunc.llm.wrappers.nested import NestedCategorical
 from tdfunc.llm.wrappers.options import WrapperOptions
 from tdfunc.llm.wrappers.replies import decode_all, reply_of, reply_texts, row_of
 from tdfunc.llm.wrappers.rows import Layout, Row, assembled, nest, padded_records, ragged_records, shaped_list
@@ -60,6 +65,23 @@ class _Option:
             f"{type(wrapper).__name__}.{self._name} must not be assigned.",
             hint=f"wrapper = wrapper.get_new_version({self._name}={value!r})",
         )
+
+
+# Any: the results of rows.
+def _answers(futures: "list[Future[Any]]") -> list[Any]:
+    """Return the results of futures; if one fails, the others' rows are not waited for."""
+    try:
+        return [future.result() for future in futures]
+    finally:
+        for future in futures:
+            future.cancel()
+
+
+class _Logits(NamedTuple):
+    """Logits from which tokens are drawn (*B, T, V), and the mask of the tokens (*B, T)."""
+
+    logits: Tensor
+    mask: Tensor
 
 
 class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
@@ -93,6 +115,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         masks_key: The place of the `Masks`.
         log_probs_key: The place of the `LogProbs`.
         prompt_log_probs: Score the prompts of generated responses, too.
+        allow_long: Run rows that are longer than the model was trained for, if it can.
         batching: Run the rows of several threads together; batch sizes turn it on.
         min_batch_size: The rows that a batch waits for.
         max_batch_size: The most rows of a batch.
@@ -114,6 +137,8 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__()
         self._collector: weakref.ref[Any] | None = None
+        # What the backend made of the model; made again where it is missing.
+        self._engine: Any = None
         self._set_options(WrapperOptions(**options))
         self.model = model
 
@@ -121,6 +146,14 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         """Put options into this very module: one that nobody else has yet."""
         self._options = options
         self._generation = GenerationOptions.parse(options.generate_kwargs, num_samples=options.num_samples)
+        self._batcher: Batcher[Any, Any] | None = None
+        if options.batches:
+            self._batcher = Batcher(
+                self._run_batch,
+                min_batch_size=1 if options.min_batch_size is None else options.min_batch_size,
+                max_batch_size=options.max_batch_size,
+                timeout_s=options.batching_timeout,
+            )
         self._template = None
         if options.input_mode == "history":
             extra = dict(options.tokenizer_kwargs or {})
@@ -145,7 +178,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         tensordict_out: Any = None,
         logits_only: bool = False,
         training: bool = False,
-        rng: Any = None,
+        key: Any = None,
     ) -> Any:
         """Return the tree with the outputs.
 
@@ -153,8 +186,8 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
             tensordict: A tree with the input.
             tensordict_out: Another tree to add the outputs to.
             logits_only: Add the logits of each token, as `tdfunc.llm.logits`, instead of the outputs.
-            training: Score with dropout, drawn by `rng`; by default the model is in evaluation mode.
-            rng: A random key, or a seed of one: for sampling. Response i is drawn by its fold with i.
+            training: Score with dropout, drawn by `key`; by default the model is in evaluation mode.
+            key: A random key, or a seed of one: for sampling. Response i is drawn by its fold with i.
 
         Raises:
             MissingKeyError: The tree has no input.
@@ -164,14 +197,16 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         """
         out = tensordict if tensordict_out is None else tensordict_out
         if logits_only:
-            return out.set("logits", self._padded_logits(tensordict, training, rng)[0])
+            return out.set("logits", self._padded_logits(tensordict, training, key).logits)
         if self.generate:
-            found = self._generated(tensordict, rng)
+            if training:
+                raise error(ValueError, f"{type(self).__name__}: training=True must come with generate=False.")
+            found = self._generated(tensordict, key)
             if self._samples and tensordict_out is None:
                 dims = len(tensordict._batch_size)
                 out = tensordict.unsqueeze(dims).expand(*tensordict._batch_size, self._samples)
         else:
-            found = self._scored(tensordict, out, training, rng)
+            found = self._scored(tensordict, out, training, key)
         for kind, key in self._options.outputs.items():
             if as_key(key) not in self.out_keys:
                 continue
@@ -237,11 +272,11 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
 
     # -- scoring ------------------------------------------------------------------------------------------------
 
-    def _scored(self, td: Any, out: Any, training: bool, rng: Any) -> dict[str, Any]:
+    def _scored(self, td: Any, out: Any, training: bool, key: Any) -> dict[str, Any]:
         """Return the outputs of scoring, by their kinds: the record that was read stays as it is."""
         inputs = self._read(td, "full")
         lead = td._batch_size
-        rows = self._score_rows(td, inputs, training, rng)
+        rows = self._score_rows(td, inputs, training, key)
         padded = self.pad_output or not rows
         values: dict[str, Any] = (
             padded_records(rows, self._layout(rows, inputs), lead)
@@ -259,71 +294,136 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
             values["text"] = Text(full=shaped_list(texts, lead), batch_size=lead)
         return values
 
-    def _score_rows(self, td: Any, inputs: Inputs, training: bool, rng: Any) -> list[Row]:
+    def _score_rows(self, td: Any, inputs: Inputs, training: bool, key: Any) -> list[Row]:
         """Return the rows of the input with their log-probs."""
-        found = self.score_tokens([row.ids for row in inputs.rows], training=training, rng=rng)
+        ids = [row.ids for row in inputs.rows]
+        # Dropout is drawn for a call as a whole; threads of the batcher are outside of transforms.
+        if self._batcher is None or training or not has_values():
+            found = self.score_tokens(ids, training=training, rng=key)
+        else:
+            group = ("score", torch.is_grad_enabled())
+            found = _answers([self._batcher.submit((group, row, None), group=group) for row in ids])
         device = self._device_of(td, inputs, found)
         return [
             replace(row, log_probs=values, scored=torch.arange(len(row.ids)) > 0).to(device)
             for row, values in zip(inputs.rows, found, strict=True)
         ]
 
-    def _layout(self, rows: list[Row], inputs: Inputs) -> Layout:
-        """Return the layout that tokens came in; of others, padded at the left."""
+    def _layout(self, rows: list[Row], inputs: Inputs, side: str = "left") -> Layout:
+        """Return the layout that tokens came in; of others, padded at a side."""
         if inputs.layout is not None:
             return inputs.layout if not rows else inputs.layout.to(rows[0].ids.device)
-        return assembled(rows, pad=self._pad)
+        layout = assembled(rows, pad=self._pad)
+        # Of parts that are not known, so that each row is in one piece.
+        return layout if side == "left" else layout._replace(mask=layout.mask.sort(1, descending=True).values)
 
-    def log_prob(self, tensordict: Any, *, training: bool = False, rng: Any = None) -> Tensor:
+    def log_prob(self, tensordict: Any, *, training: bool = False, key: Any = None) -> Tensor:
         """Return the log-prob of each token of the input's `full`, 0 at pads and at a row's first token.
 
         Args:
             tensordict: A tree with the input.
             training: As for `forward`.
-            rng: As for `forward`.
+            key: As for `forward`.
 
         Shapes:
             (*B, T), laid out as the tokens are; texts, histories and ragged tokens are padded at the left.
         """
         inputs = self._read(tensordict, "full")
-        rows = self._score_rows(tensordict, inputs, training, rng)
+        rows = self._score_rows(tensordict, inputs, training, key)
         return padded_records(rows, self._layout(rows, inputs), tensordict._batch_size).log_probs.full
 
     # Any: backends differ.
-    def _logits(self, ids_NT: Tensor, mask_NT: Tensor, training: bool = False, rng: Any = None) -> Tensor:
+    def _logits(self, ids_NT: Tensor, mask_NT: Tensor, training: bool = False, key: Any = None) -> Tensor:
         """Return the logits from which each token is drawn (N, T, V)."""
         raise UnsupportedError(
             f"{type(self).__name__}: the backend gives no logits.", hint="TransformersWrapper, with the same weights."
         )
 
-    def _padded_logits(self, td: Any, training: bool = False, rng: Any = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the logits (*B, T, V) of the input's `full`, the mask of its tokens, and the tokens."""
+    def _padded_logits(self, td: Any, training: bool = False, key: Any = None, side: str = "left") -> "_Logits":
         inputs = self._read(td, "full")
         device = self._device_of(td, inputs, [])
         rows = [row.to(device) for row in inputs.rows]
-        layout, lead = self._layout(rows, inputs), td._batch_size
+        layout, lead = self._layout(rows, inputs, side), td._batch_size
         ids = layout.place([row.ids for row in rows], layout.pad) if layout.ids is None else layout.ids
-        found = self._logits(ids, layout.mask, training, rng)
-        return (
-            found.reshape(*lead, *found.shape[1:]),
-            layout.mask.reshape(*lead, -1),
-            ids.reshape(*lead, -1),
-        )
+        found = self._logits(ids, layout.mask, training, key)
+        return _Logits(*[x.reshape(*lead, *x.shape[1:]) for x in (found, layout.mask)])
+
+    def get_dist(
+        self,
+        tensordict: Any,
+        tensordict_out: None = None,
+        logits_key: "NestedKey | None" = None,
+        mask_key: "NestedKey | None" = None,
+        *,
+        as_padded_tensor: bool | None = None,
+        as_nested_tensor: bool | None = None,
+        padding_side: Literal["left", "right"] = "left",
+        layout: torch.layout | None = None,
+        training: bool = False,
+        key: Any = None,
+    ) -> MaskedCategorical:
+        """Return the distribution from which each token of the input's `full` is drawn.
+
+        Its log-probs and entropies are 0 at pads and at a row's first token. Padded tokens stay as they lie.
+
+        Args:
+            tensordict: A tree with the input.
+            tensordict_out: Nothing: a tree is not written to.
+            logits_key: The place of logits that `logits_only=True` has given; without it they are computed.
+            mask_key: The place of a mask (*B, T) of the tokens that count, such as those of the assistant.
+            as_padded_tensor: The results are padded, which is the default.
+            as_nested_tensor: The results are nested tensors.
+            padding_side: Where ragged tokens, texts and histories are padded.
+            layout: The layout of nested results.
+            training: As for `forward`.
+            key: As for `forward`.
+
+        Raises:
+            UnsupportedError: The backend gives no logits.
+            LeafMismatchError: The mask or the logits have another shape than the tokens.
+            ValueError: Both forms are asked for at once.
+            ImmutableError: `tensordict_out` is given.
+
+        Shapes:
+            Logits are (*B, T, V), log-probs and entropies (*B, T).
+        """
+        if tensordict_out is not None:
+            raise ImmutableError(
+                "get_dist: tensordict_out must be left out: a distribution is no entry of a tree.",
+                hint="wrapper(td, logits_only=True) adds the logits.",
+            )
+        if as_nested_tensor and as_padded_tensor:
+            raise error(ValueError, "get_dist: results must be padded or nested.", got="both")
+        if padding_side not in ("left", "right"):
+            raise error(ValueError, "get_dist: padding_side must be 'left' or 'right'.", got=repr(padding_side))
+        if logits_key is None:
+            logits, tokens = self._padded_logits(tensordict, training, key, padding_side)
+        else:
+            inputs = self._read(tensordict, "full")
+            found = self._layout(inputs.rows, inputs, padding_side).mask
+            logits, tokens = tensordict[logits_key], found.reshape(*tensordict._batch_size, *found.shape[1:])
+        drawn = tokens & (tokens.cumsum(-1) > 1)
+        own = drawn if mask_key is None else tensordict[mask_key].bool()
+        for name, shape in (("the logits", logits.shape[:-1]), ("the mask", own.shape)):
+            if shape != tokens.shape:
+                raise LeafMismatchError(
+                    f"get_dist: {name} must have the shape of the tokens.",
+                    expected=f"shape {tuple(tokens.shape)}",
+                    got=f"shape {tuple(shape)}",
+                )
+        if as_nested_tensor or (layout is not None and not as_padded_tensor):
+            return NestedCategorical(logits, drawn & own, tokens, layout or torch.jagged)
+        return MaskedCategorical(logits, drawn & own)
 
     # -- generation ---------------------------------------------------------------------------------------------
 
-    def _generated(self, td: Any, rng: Any) -> dict[str, Any]:
+    def _generated(self, td: Any, key: Any) -> dict[str, Any]:
         """Return the outputs of generation, by their kinds."""
         inputs = self._read(td, "prompt")
         check_prompts(inputs.rows, td._batch_size)
         options, count = self._generation, self._generation.num_return_sequences
         lead = Size((*td._batch_size, self._samples)) if self._samples else td._batch_size
-        responses = self.generate_tokens(
-            [row.ids for row in inputs.rows],
-            options,
-            keys=self._keys(len(inputs.rows) * count, rng),
-            prompt_log_probs=self._options.prompt_log_probs,
-        )
+        responses = self._respond([row.ids for row in inputs.rows], self._keys(len(inputs.rows) * count, key))
         prompts = [row for row in inputs.rows for _ in range(count)]
         values: dict[str, Any] = {"tokens": None, "masks": None, "log_probs": None}
         # A server may give texts alone.
@@ -339,7 +439,11 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
                 values |= ragged_records(rows, lead, self.layout)._asdict()
         if self.input_mode == "tokens":
             return values
-        texts = reply_texts(self.tokenizer, prompts, responses, skip_special_tokens=options.skip_special_tokens)
+        whole = reply_texts(self.tokenizer, prompts, responses)
+        if inputs.chats is not None:
+            values["history"] = self._replied(inputs.chats, responses, whole, lead)
+        skips = options.skip_special_tokens
+        texts = reply_texts(self.tokenizer, prompts, responses, skip_special_tokens=True) if skips else whole
         before = inputs.texts
         if before is None:
             before = decode_all(self.tokenizer, [row.ids for row in inputs.rows])
@@ -350,17 +454,26 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
             full=shaped_list([a + b for a, b in zip(before, texts, strict=True)], lead),
             batch_size=lead,
         )
-        if inputs.chats is not None:
-            values["history"] = self._replied(inputs.chats, prompts, responses, lead)
         return values
 
+    def _respond(self, prompts: list[Tensor], keys: Tensor | None) -> list[Response]:
+        """Return the responses of the backend to prompts, together with those to other threads' prompts."""
+        options, scored = self._generation, self._options.prompt_log_probs
+        if self._batcher is None:
+            return self.generate_tokens(prompts, options, keys=keys, prompt_log_probs=scored)
+        group = ("generate", options, scored)
+        count = options.num_return_sequences
+        own = [None] * len(prompts) if keys is None else keys.split(count)
+        requests = [(group, prompt, each) for prompt, each in zip(prompts, own, strict=True)]
+        found = _answers([self._batcher.submit(request, group=group) for request in requests])
+        return [response for responses in found for response in responses]
+
     # Any: conversations.
-    def _replied(self, chats: list[Any], prompts: list[Row], responses: list[Response], lead: Size) -> ChatHistory:
+    def _replied(self, chats: list[Any], responses: list[Response], texts: list[str], lead: Size) -> ChatHistory:
         """Return the conversations with their replies."""
         assert self._template is not None
         count = self._generation.num_return_sequences
         given = [chat for chat in chats for _ in range(count)]
-        texts = reply_texts(self.tokenizer, prompts, responses, skip_special_tokens=False)
         stops = self._generation.stop_sequences
         replies = [
             History.from_chats([reply_of(self._template, response, text, stops)])
@@ -371,7 +484,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
             prompt=nest(given, lead), response=nest(replies, lead), full=nest(full, lead), batch_size=lead
         )
 
-    def _keys(self, count: int, rng: Any) -> Tensor | None:
+    def _keys(self, count: int, key: Any) -> Tensor | None:
         """Return a key for each response, or None where nothing is drawn.
 
         Raises:
@@ -379,13 +492,46 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         """
         if not self._generation.samples:
             return None
-        if rng is None:
+        if key is None:
             raise error(
                 ValueError,
                 f"{type(self).__name__}: sampling takes a random key: there is no hidden state to draw from.",
-                expected="wrapper(td, rng=tdfunc.random.key(0)), another key for each call",
+                expected="wrapper(td, key=tdfunc.random.key(0)), another key for each call",
             )
-        return random.fold_in(key_of(rng), torch.arange(count))
+        return random.fold_in(key_of(key), torch.arange(count))
+
+    # -- batching -----------------------------------------------------------------------------------------------
+
+    # Any: requests and results of either kind.
+    def _run_batch(self, requests: list[Any]) -> list[Any]:
+        """Return the results of requests of one group: scores, or the responses to each prompt."""
+        kind, *how = requests[0][0]
+        rows = [row for _, row, _ in requests]
+        if kind == "score":
+            with torch.set_grad_enabled(how[0]):
+                return self.score_tokens(rows)
+        options, scored = how
+        keys = None if requests[0][2] is None else torch.cat([each for _, _, each in requests])
+        found = self.generate_tokens(rows, options, keys=keys, prompt_log_probs=scored)
+        count = options.num_return_sequences
+        return [found[i * count : (i + 1) * count] for i in range(len(rows))]
+
+    @property
+    def batching(self) -> bool:
+        """Whether rows of several threads run together."""
+        return self._batcher is not None
+
+    def get_batching_state(self) -> dict[str, Any]:
+        """Return the counts and options of `Batcher.state`, and `batching`."""
+        return {"batching": self.batching, **({} if self._batcher is None else self._batcher.state())}
+
+    def cleanup_batching(self, *, flush: bool = False) -> "list[Future[Any]]":
+        """Empty the queue, and return the futures of the rows that were in it, all done.
+
+        Args:
+            flush: Run these rows first, so that their callers get results; else the calls are cancelled.
+        """
+        return [] if self._batcher is None else self._batcher.cleanup(flush=flush)
 
     # -- versions -----------------------------------------------------------------------------------------------
 
@@ -417,5 +563,5 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         return None if self._collector is None else self._collector()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A weak reference has no meaning in another process.
-        return {**self.__dict__, "_collector": None}
+        # Neither has a meaning in another process.
+        return {**self.__dict__, "_collector": None, "_engine": None}

@@ -48,6 +48,7 @@ class WrapperOptions:
     masks_key: "NestedKey | None" = "masks"
     log_probs_key: "NestedKey | None" = "log_probs"
     prompt_log_probs: bool = False
+    allow_long: bool = False
     batching: bool | None = None
     min_batch_size: int | None = None
     max_batch_size: int | None = None
@@ -82,8 +83,14 @@ class WrapperOptions:
             raise error(
                 ValueError, "LLMWrapper: layout must be None, torch.jagged or torch.strided.", got=str(self.layout)
             )
+        sizes = (self.min_batch_size, self.max_batch_size)
+        if self.batching is False and sizes != (None, None):
+            raise error(
+                ValueError,
+                "LLMWrapper: batching=False takes no batch sizes.",
+                got=f"min_batch_size={sizes[0]}, max_batch_size={sizes[1]}",
+            )
         self._check_tokenizer_kwargs()
-        self._check_batching()
 
     def _check_tokenizer_kwargs(self) -> None:
         for name in self.tokenizer_kwargs or ():
@@ -104,15 +111,6 @@ class WrapperOptions:
         given = dict(self.tokenizer_kwargs or {})
         if given.get("truncation") and given.get("max_length") is None:
             raise error(ValueError, "LLMWrapper: truncation takes a max_length.", got="tokenizer_kwargs without it")
-
-    def _check_batching(self) -> None:
-        sizes = (self.min_batch_size, self.max_batch_size)
-        if self.batching is False and sizes != (None, None):
-            raise error(
-                ValueError,
-                "LLMWrapper: batching=False takes no batch sizes.",
-                got=f"min_batch_size={sizes[0]}, max_batch_size={sizes[1]}",
-            )
 
     @property
     def batches(self) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 from tdfunc.llm.encode import text_tokenizer
 from tdfunc.llm.generation.response import Response
 from tdfunc.llm.message import Message
-from tdfunc.llm.tokens import TokenTemplate
+from tdfunc.llm.tokens import TokenTemplate, without_end
 from tdfunc.llm.wrappers.rows import Row
 
 # The tokens of the prompt that the text of a response is decoded with: some tokenizers drop the space in front of the
@@ -48,7 +48,7 @@ def decode_all(tokenizer: Any, rows: Sequence[Tensor], *, skip_special_tokens: b
 
 
 def reply_texts(
-    tokenizer: Any, prompts: Sequence[Row], responses: Sequence[Response], *, skip_special_tokens: bool
+    tokenizer: Any, prompts: Sequence[Row], responses: Sequence[Response], *, skip_special_tokens: bool = False
 ) -> list[str]:
     """Return the texts of responses as they follow their prompts; a backend's own where it gave no tokens."""
     with_ids = [i for i, each in enumerate(responses) if each.tokens is not None]
@@ -75,19 +75,13 @@ def reply_of(template: TokenTemplate, response: Response, text: str, stops: Sequ
         text: Its text, control tokens included.
         stops: The stop sequences.
     """
-    end = template.template.end
-    own = text_tokenizer(template.tokenizer)
     ids = [] if response.tokens is None else response.tokens.tolist()
-    reason = response.finish_reason
-    content = text
-    if end and text.endswith(end):
-        content = text[: -len(end)]
-    elif reason == "stop" and ids and ids[-1] in own.all_special_ids:
-        content = text.removesuffix(own.decode(ids[-1:]))
-    elif reason == "stop" and any([stop in text for stop in stops]):
+    reason: str = response.finish_reason
+    content = without_end(template, ids, text) if reason == "stop" else text
+    if reason == "stop" and content == text and any([stop in text for stop in stops]):
         reason = "stop_string"
     message = template.template.parse_reply(content)
     if message.get("tool_calls") and reason == "stop":
         reason = "tool_calls"
-    message |= {"finish_reason": reason, "is_complete": reason not in ("length", "abort")}
+    message |= {"finish_reason": reason, "is_complete": reason != "length"}
     return message | {"token_ids": ids} if ids else message

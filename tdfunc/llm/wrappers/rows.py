@@ -63,9 +63,9 @@ class Layout(NamedTuple):
         """Return the layout on a device."""
         return self._replace(mask=self.mask.to(device), ids=None if self.ids is None else self.ids.to(device))
 
-    def place(self, rows: Sequence[Tensor], fill: Any = 0) -> Tensor:
-        """Return values of the tokens (L,) at their places (N, T)."""
-        return _place(self.mask, rows, fill)
+    def place(self, rows: Sequence[Tensor], fill: Any = 0, *, dtype: torch.dtype = torch.int64) -> Tensor:
+        """Return values of the tokens (L,) at their places (N, T); of a type where there are no rows."""
+        return _place(self.mask, rows or [torch.zeros(0, dtype=dtype, device=self.mask.device)], fill)
 
     def place_responses(self, rows: Sequence[Tensor], fill: Any = 0) -> Tensor:
         """Return values of the responses (R, *K) at their places; K is that of the widest row."""
@@ -78,7 +78,7 @@ class Layout(NamedTuple):
 
 
 def _place(mask: Tensor, rows: Sequence[Tensor], fill: Any) -> Tensor:
-    flat = torch.cat(list(rows)) if rows else torch.zeros(0, device=mask.device)
+    flat = torch.cat(list(rows))
     shape = (*mask.shape, *flat.shape[1:])
     if not flat.shape[0]:
         return flat.new_full(shape, fill)
@@ -123,17 +123,16 @@ def padded_records(rows: Sequence[Row], layout: Layout, lead: Size) -> Records:
             return None, None
         return value[:, : layout.prompt], value[:, layout.prompt :]
 
-    def placed(name: str) -> Tensor | None:
+    def placed(name: str, dtype: torch.dtype) -> Tensor | None:
         found = [getattr(row, name) for row in rows]
-        return layout.place(found) if found and all([each is not None for each in found]) else None
+        return None if any([each is None for each in found]) else layout.place(found, dtype=dtype)
 
     full = layout.place([row.ids for row in rows], layout.pad) if layout.ids is None else layout.ids
     prompt, response = cut(full)
-    mask, assistant = layout.mask, placed("assistant")
+    mask, assistant = layout.mask, placed("assistant", torch.bool) if rows else None
     tokens = Tokens(prompt=shaped(prompt), response=shaped(response), full=shaped(full), padded=True, batch_size=lead)
     masks = Masks(all_attention_mask=shaped(mask), all_assistant_mask=shaped(assistant), padded=True, batch_size=lead)
-    values = placed("log_probs")
-    scored = placed("scored")
+    values, scored = placed("log_probs", torch.float32), placed("scored", torch.bool)
     before, after = cut(values)
     log_probs = None
     if values is not None:

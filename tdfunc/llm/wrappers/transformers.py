@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from tdfunc.llm.encode import text_tokenizer
 from tdfunc.llm.generation.options import GenerationOptions
 from tdfunc.llm.generation.response import Response
+from tdfunc.llm.generation.rows import generate_tokens
 from tdfunc.llm.model import CausalLM, causal_lm
 from tdfunc.llm.scoring import logits_of_ids, score_ids
 from tdfunc.llm.wrappers.base import LLMWrapperBase
@@ -43,12 +45,14 @@ class TransformersWrapper(LLMWrapperBase):
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
-        self._lm: CausalLM = causal_lm(model, copy=False)[0]
+        self._engine = causal_lm(model, copy=False)[0]
 
     @property
     def lm(self) -> CausalLM:
         """The specification of the model, for the pure functions of this package."""
-        return self._lm
+        if self._engine is None:
+            self._engine = causal_lm(self.model, copy=False)[0]
+        return self._engine
 
     def generate_tokens(
         self,
@@ -59,24 +63,38 @@ class TransformersWrapper(LLMWrapperBase):
         prompt_log_probs: bool = False,
     ) -> list[Response]:
         """Return the responses of the model, as `AbstractBackend` describes."""
-        raise NotImplementedError
+        params = from_module(self.model)
+        device = next(iter(params.leaves())).device
+        return generate_tokens(
+            self.lm,
+            params,
+            [row.to(device) for row in prompts],
+            options,
+            keys=None if keys is None else keys.to(device),
+            tokenizer=text_tokenizer(self.tokenizer),
+            prompt_log_probs=prompt_log_probs,
+            allow_long=self._options.allow_long,
+        )
 
     def score_tokens(self, rows: Sequence[Tensor], *, training: bool = False, rng: Any = None) -> list[Tensor]:
         """Return the log-probs of rows, as `AbstractBackend` describes."""
-        if not rows:
-            return []
-        params = from_module(self.model)
-        lengths = [len(row) for row in rows]
-        ids = pad_sequence(list(rows), batch_first=True).to(next(iter(params.leaves())).device)
-        mask = torch.arange(ids.shape[1], device=ids.device) < torch.tensor(lengths, device=ids.device).unsqueeze(-1)
-        packed = self.pad_model_input is False
-        lm = self._lm.train() if training else self._lm
-        found = score_ids(lm, params, ids, mask, packed=packed, rng=rng).log_probs
-        return [found[i, :length] for i, length in enumerate(lengths)]
-
-    def _logits(self, ids_NT: Tensor, mask_NT: Tensor, training: bool = False, rng: Any = None) -> Tensor:
         params = from_module(self.model)
         device = next(iter(params.leaves())).device
-        lm = self._lm.train() if training else self._lm
-        packed = self.pad_model_input is False
-        return logits_of_ids(lm, params, ids_NT.to(device), mask_NT.to(device), packed=packed, rng=rng).log_probs
+        lengths = [len(row) for row in rows]
+        if not any(lengths):
+            return [torch.zeros(0, device=device) for _ in rows]
+        ids = pad_sequence(list(rows), batch_first=True).to(device)
+        mask = torch.arange(ids.shape[1], device=ids.device) < torch.tensor(lengths, device=ids.device).unsqueeze(-1)
+        lm = self.lm.train() if training else self.lm
+        found = score_ids(lm, params, ids, mask, rng=rng, **self._ways).log_probs
+        return [found[i, :length] for i, length in enumerate(lengths)]
+
+    def _logits(self, ids_NT: Tensor, mask_NT: Tensor, training: bool = False, key: Any = None) -> Tensor:
+        params = from_module(self.model)
+        device = next(iter(params.leaves())).device
+        lm = self.lm.train() if training else self.lm
+        return logits_of_ids(lm, params, ids_NT.to(device), mask_NT.to(device), rng=key, **self._ways).log_probs
+
+    @property
+    def _ways(self) -> dict[str, Any]:
+        return {"packed": self.pad_model_input is False, "allow_long": self._options.allow_long}

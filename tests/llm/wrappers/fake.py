@@ -21,11 +21,11 @@ class FakeWrapper(LLMWrapperBase):
         self.calls.append((prompts, options, keys))
         count = options.num_return_sequences
         return [
-            self._respond(k, prompt, prompt_log_probs)
+            self._speak(k, prompt, prompt_log_probs)
             for k, prompt in enumerate(p for p in prompts for _ in range(count))
         ]
 
-    def _respond(self, k, prompt, prompt_log_probs):
+    def _speak(self, k, prompt, prompt_log_probs):
         tokens = prompt[-1] + 1 + torch.arange(1 + k % 3)
         return Response(
             tokens,

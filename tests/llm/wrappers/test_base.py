@@ -43,7 +43,7 @@ def test_padded_outputs_hold_each_row(data, samples, scored):
     wrapper = FakeWrapper(
         input_mode="tokens", pad_output=True, num_samples=samples, generate_kwargs=kwargs, prompt_log_probs=scored
     )
-    out = wrapper(td, rng=0)
+    out = wrapper(td, key=0)
 
     size = torch.Size([*lead, *([] if samples is None else [samples])])
     tokens, masks, lp = out["tokens"], out["masks"], out["log_probs"]

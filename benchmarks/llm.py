@@ -1,0 +1,163 @@
+"""Language models: log-probs against the model's own call, and chat templates against the tokenizer's."""
+
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor, nn
+
+import tdfunc as tdf
+from benchmarks.rows import OURS, Case, Row, Suite
+from tdfunc.llm import History, Tokens, causal_lm, score
+
+MODEL, PADDED, TOKENIZER = "model and log_softmax", "padded", "tokenizer"
+LENGTHS, UNEVEN = (256, 241, 250, 233), (400, 30, 40, 20, 60, 10, 80, 25)
+TURNS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+DRAWN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CALLS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content and loop.last %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ (m.content or '') | trim }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEMPLATES = {"turns only": TURNS, "with calls and thinking": CALLS, "with {% generation %}": DRAWN}
+
+
+def make_model() -> nn.Module:
+    """Return a Llama of four layers with a vocabulary of 32,000."""
+    config = transformers.LlamaConfig(
+        vocab_size=32_000,
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        max_position_embeddings=512,
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def make_rows(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Return random ids, padded at the right, and their mask."""
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
+    return torch.randint(32_000, mask.shape) * mask, mask
+
+
+def score_ways(lengths: tuple[int, ...]) -> dict[str, Callable[[], Any]]:
+    model = make_model()
+    lm, params, buffers = causal_lm(model)
+    ids, mask = make_rows(lengths)
+    td = tdf.TensorDict({"tokens": Tokens(full=ids, batch_size=[len(ids)]), "attention_mask": mask}, [len(ids)])
+
+    def ours(**options: Any) -> Tensor:
+        with torch.no_grad():
+            return score(lm, params, td, buffers=buffers, **options)["log_probs"].full
+
+    def theirs() -> Tensor:
+        with torch.no_grad():
+            logits = model(ids, attention_mask=mask.long(), use_cache=False).logits[:, :-1]
+            return logits.float().log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1) * mask[:, 1:]
+
+    torch.testing.assert_close(ours()[:, 1:], theirs(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(ours(packed=True), ours(), atol=1e-4, rtol=1e-4)
+    return {OURS: ours, f"{OURS}, packed": lambda: ours(packed=True), MODEL: theirs}
+
+
+def score_cases() -> list[Case]:
+    ways, uneven = score_ways(LENGTHS), score_ways(UNEVEN)
+    return [
+        Case("score 4 rows of about 256 tokens", {name: ways[name] for name in (OURS, MODEL)}),
+        Case(
+            "score 8 rows of 10 to 400 tokens, packed",
+            {OURS: uneven[f"{OURS}, packed"], PADDED: uneven[OURS], MODEL: uneven[MODEL]},
+        ),
+    ]
+
+
+def make_chats() -> list[list[dict[str, str]]]:
+    """Return 64 conversations of 8 messages of 5 to 40 words."""
+    draw = random.Random(0)
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "user", "assistant", "yes"]
+
+    def text() -> str:
+        return " ".join(draw.choices(words, k=draw.randint(5, 40)))
+
+    return [[{"role": ("user", "assistant")[i % 2], "content": text()} for i in range(8)] for _ in range(64)]
+
+
+def make_tokenizer(texts: list[str], template: str) -> Any:
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<|pad|>", "<|im_start|>", "<|im_end|>"]
+    backend.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=special, show_progress=False),
+    )
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=special[0], eos_token=special[2])
+    made.chat_template = template
+    return made
+
+
+def chat_cases() -> list[Case]:
+    # The CPU time of this thread counts.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    # The templates without {% generation %} give masks of zeros there, with a warning.
+    transformers.logging.set_verbosity_error()
+    chats = make_chats()
+    history, texts = History.from_chats(chats), [message["content"] for chat in chats for message in chat]
+    cases: list[Case] = []
+    for name, template in TEMPLATES.items():
+        tokenizer = make_tokenizer(texts, template)
+        forms = {
+            "text": {"tokenize": False},
+            "ids": {"tokenize": True, "padding": True, "return_tensors": "pt", "return_dict": True},
+        }
+        forms["masks"] = {**forms["ids"], "return_assistant_tokens_mask": True}
+        for form, options in forms.items():
+
+            def ours(tokenizer: Any = tokenizer, options: dict[str, Any] = options) -> Any:
+                return history.apply_chat_template(tokenizer=tokenizer, add_generation_prompt=False, **options)
+
+            def theirs(tokenizer: Any = tokenizer, options: dict[str, Any] = options) -> Any:
+                return tokenizer.apply_chat_template(chats, **options)
+
+            cases.append(Case(f"chat template {name}, {form}", {OURS: ours, TOKENIZER: theirs}))
+    return cases
+
+
+def llm_cases() -> list[Case]:
+    return score_cases() + chat_cases()
+
+
+def _of(form: str) -> tuple[str, ...]:
+    return tuple(f"chat template {name}, {form}" for name in TEMPLATES)
+
+
+SUITE = Suite(
+    "llm",
+    "Language models",
+    "A Llama of 4 layers, 256 wide, with a vocabulary of 32,000, in float32 and without gradients; `packed` lets short "
+    "rows share one row of the batch. Chat templates: 64 conversations of 8 messages, against the tokenizer's own call "
+    "with the same arguments on lists of dicts. A template without `{% generation %}` gives no masks there.",
+    llm_cases,
+    (
+        Row("log-probs of tokens", MODEL, 1.0, "at most", ("score 4 rows of about 256 tokens",)),
+        Row("packed rows", PADDED, 1.5, "faster", ("score 8 rows of 10 to 400 tokens, packed",)),
+        Row("conversations as text", TOKENIZER, 1.2, "at most", _of("text")),
+        Row("conversations as ids", TOKENIZER, 1.2, "at most", _of("ids")),
+        Row("conversations as ids with masks", TOKENIZER, 2.0, "at most", _of("masks")),
+    ),
+    (score_ways, score_cases, chat_cases),
+)

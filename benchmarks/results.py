@@ -1,0 +1,95 @@
+"""Measurements by part, kept as JSON in `benchmarks/results/`, so that one part of the page can be measured again."""
+
+import json
+import os
+import platform
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.compiled import Compiled
+from benchmarks.ensembles import Cell
+from benchmarks.measure import Line, Timing
+from benchmarks.memory import Peak
+from benchmarks.rows import Measured, Suite
+from benchmarks.scaling import Depth, Growth
+
+FOLDER = Path(__file__).with_name("results")
+
+
+class Results(NamedTuple):
+    """Measurements; parts that were not measured are empty. Machines, as `describe_machine` does, by part."""
+
+    suites: Sequence[tuple[Suite, list[Measured]]] = ()
+    newer: tuple[str, list[Measured]] | None = None
+    growths: Sequence[Growth] = ()
+    depths: Sequence[Depth] = ()
+    cells: Sequence[Cell] = ()
+    compiled: Sequence[Compiled] = ()
+    peaks: Sequence[Peak] = ()
+    machines: dict[str, dict[str, str]] = {}
+
+
+def store(part: str, found: Any, folder: Path = FOLDER) -> None:
+    """Replace the measurements of a part by tuples, lists and dicts that were just measured on this machine."""
+    folder.mkdir(exist_ok=True)
+    text = json.dumps({"machine": describe_machine(), "found": found}, indent=1)
+    (folder / f"{part}.json").write_text(text + "\n")
+
+
+def load(suites: Sequence[Suite], folder: Path = FOLDER) -> Results:
+    """Return the measurements that are kept."""
+    kept = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    found = {part: content["found"] for part, content in kept.items()}
+    growths, depths = found.get("scaling", ((), ()))
+    return Results(
+        [(suite, read_measured(found[suite.name])) for suite in suites if suite.name in found],
+        (found["newer"][0], read_measured(found["newer"][1])) if found.get("newer") else None,
+        [Growth(what, {int(n): us for n, us in costs.items()}, Line(*line)) for what, costs, line in growths],
+        [Depth(*depth) for depth in depths],
+        [
+            Cell(model, members, chosen, _read_timings(timings))
+            for model, members, chosen, timings in found.get("ensembles", ())
+        ],
+        [Compiled(*row) for row in found.get("compiled", ())],
+        [Peak(*row) for row in found.get("memory", ())],
+        {part: content["machine"] for part, content in kept.items()},
+    )
+
+
+def read_measured(rows: Sequence[Any]) -> list[Measured]:
+    """Return the cases that were written as JSON."""
+    return [Measured(what, _read_timings(timings), *rest) for what, timings, *rest in rows]
+
+
+def _read_timings(timings: dict[str, Any]) -> dict[str, Timing]:
+    return {way: Timing(*timing) for way, timing in timings.items()}
+
+
+def describe_machine() -> dict[str, str]:
+    """Return the processor, the system and the versions."""
+    names = ("torch", "tensordict", "optree", "numpy")
+    return {
+        "processor": f"{_processor()}, {os.cpu_count()} cores; one is used",
+        "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+        "versions": ", ".join(f"{name} {version_of(name)}" for name in ("tdfunc", *names)),
+    }
+
+
+def _processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or "unknown"
+    return next(
+        (line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name")), "unknown"
+    )
+
+
+def version_of(name: str) -> str:
+    """Return the version of a distribution, "?" if it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "?"

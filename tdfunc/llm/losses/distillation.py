@@ -1,0 +1,157 @@
+"""Distillation: a student learns the distributions of a teacher, over all tokens or over a few candidates of each.
+
+`tdfunc.llm.score(..., at=ids)` gives the log-probs of candidates, of both models at the same ids. *B any batch
+dimensions, T positions, K candidates.
+"""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tdfunc._mixture import widen
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import LeafMismatchError, error
+from tdfunc.llm.losses.output import Loss
+from tdfunc.llm.losses.policy import policy_gradient
+from tdfunc.llm.streams import Normalize, clean, log1mexp, mean, spread
+
+# A log-prob whose exponential is 0.
+_NONE = -1e4
+
+
+def distill(
+    student: Tensor,
+    teacher: Tensor,
+    mask: Tensor,
+    *,
+    beta: float = 0.0,
+    tail: Literal["bucket", "renormalize"] | None = None,
+    weights: Tensor | None = None,
+    normalize: Normalize = "token",
+) -> Loss:
+    """Return the divergence of a student's distributions from a teacher's, in nats a token.
+
+    The forward divergence, KL(teacher || student), spreads the student over all that the teacher may write; the reverse
+    one concentrates it on a part.
+
+    Args:
+        student: The log-probs of the candidates under the student.
+        teacher: Those under the teacher; constant. -inf is a probability of 0.
+        mask: True at the tokens that count.
+        beta: 0 for the forward divergence, 1 for the reverse one; between them the generalized Jensen-Shannon
+            divergence, beta KL(teacher || m) + (1 - beta) KL(student || m) with m = beta teacher + (1 - beta) student.
+        tail: What becomes of the tokens that are not among the candidates: one candidate more, "bucket", which gives a
+            lower bound of the whole divergence; or "renormalize" over the candidates. None if these are the whole
+            vocabulary.
+        weights: A factor of each token or row; constant.
+        normalize: The mean over the tokens of the batch, or over its rows of each row's mean; a number divides the sum.
+
+    Returns:
+        The loss and its metrics: `divergence`, the mean over tokens without weights, and `tokens`.
+
+    Shapes:
+        Log-probs (*B, T, K), a mask (*B, T) and weights (*B) or (*B, T) give ().
+
+    Raises:
+        LeafMismatchError: Shapes differ.
+        ValueError: `beta` is not in [0, 1], or `tail` or `normalize` is unknown.
+
+    Source:
+        Hinton et al., "Distilling the Knowledge in a Neural Network" (2015); Agarwal et al., "On-Policy Distillation of
+        Language Models" (2023) for `beta`.
+
+    Examples:
+        >>> student = torch.tensor([[[0.5, 0.5]]]).log()
+        >>> teacher = torch.tensor([[[0.75, 0.25]]]).log()
+        >>> distill(student, teacher, torch.ones(1, 1)).loss
+        tensor(0.1308)
+    """
+    if not 0 <= beta <= 1:
+        raise error(ValueError, "distill: beta must be in [0, 1].", got=beta)
+    if tail not in (None, "bucket", "renormalize"):
+        what = "distill: tail must be one of its names."
+        raise error(ValueError, what, expected="'bucket', 'renormalize' or None", got=repr(tail))
+    for name, values in (("student", student), ("teacher", teacher)):
+        if values.shape[:-1] != mask.shape or values.shape != student.shape:
+            raise LeafMismatchError(
+                f"distill: {name} must have candidates at each position of the mask.",
+                expected=[*mask.shape, student.shape[-1]],
+                got=list(values.shape),
+            )
+    p, q = widen(student), widen(teacher).detach()
+    # Where nothing counts stands a uniform distribution over the candidates and the rest; a candidate that neither
+    # model has adds nothing, to gradients either.
+    absent = (p == -torch.inf) & (q == -torch.inf)
+    masked = ~mask.bool().unsqueeze(-1)
+    p, q = (torch.where(masked, -math.log(student.shape[-1] + 1), torch.where(absent, _NONE, x)) for x in (p, q))
+    if tail == "bucket":
+        p, q = (torch.cat([x, log1mexp(x.logsumexp(-1, keepdim=True))], -1) for x in (p, q))
+    elif tail == "renormalize":
+        p, q = (x.log_softmax(-1) for x in (p, q))
+    if beta == 0:
+        values = _divergence(q, p)
+    elif beta == 1:
+        values = _divergence(p, q)
+    else:
+        middle = torch.logaddexp(p + math.log1p(-beta), q + math.log(beta))
+        values = beta * _divergence(q, middle) + (1 - beta) * _divergence(p, middle)
+    values = torch.where(mask.bool(), values, 0)
+    metrics = {"divergence": mean(values.detach(), mask), "tokens": mask.bool().sum()}
+    if weights is not None:
+        values = values * spread("distill: weights", weights, mask).detach()
+    return Loss(mean(values, mask, normalize), TensorCollection._open(metrics))  # pyright: ignore[reportArgumentType]
+
+
+def distill_on_policy(
+    log_probs: Tensor,
+    teacher_log_probs: Tensor,
+    mask: Tensor,
+    old_log_probs: Tensor | None = None,
+    *,
+    clip: tuple[float, float] | None = None,
+    weights: Tensor | None = None,
+    normalize: Normalize = "token",
+) -> Loss:
+    """Return a policy gradient whose advantage of a token is the teacher's log-prob of it minus the student's.
+
+    On tokens that the student drew its gradient is, on average, that of the reverse divergence at each token: it takes
+    the teacher's log-probs of the drawn tokens alone.
+
+    Args:
+        log_probs: The student's log-prob of each token.
+        teacher_log_probs: The teacher's log-prob of each token.
+        mask: True at the tokens that count.
+        old_log_probs: The student's log-probs when the tokens were drawn.
+        clip: How far below and above 1 the ratio counts; None for any.
+        weights: A factor of each token or row.
+        normalize: As for `policy_gradient`.
+
+    Returns:
+        The loss and the metrics of `policy_gradient` with `divergence`, the mean of student minus teacher.
+
+    Shapes:
+        (*B, T) gives ().
+
+    Raises:
+        LeafMismatchError: Shapes differ.
+
+    Source:
+        Lu et al., "On-Policy Distillation" (Thinking Machines, 2025); Gu et al., "MiniLLM" (2023).
+
+    Examples:
+        >>> log_probs = torch.tensor([[-1.0, -2.0]])
+        >>> distill_on_policy(log_probs, log_probs - 0.5, torch.ones(1, 2)).metrics["divergence"]
+        tensor(0.5000)
+    """
+    student = clean("distill_on_policy: log_probs", log_probs, mask).detach()
+    gain = clean("distill_on_policy: teacher_log_probs", teacher_log_probs, mask) - student
+    found = policy_gradient(log_probs, gain, mask, old_log_probs, clip=clip, weights=weights, normalize=normalize)
+    return Loss(found.loss, found.metrics.update({"divergence": -mean(gain.detach(), mask)}))
+
+
+def _divergence(p: Tensor, q: Tensor) -> Tensor:
+    """Return KL(p || q) of log-probs along the last dimension; a p of 0 adds nothing."""
+    gap = torch.where(p == -torch.inf, 0, p - q)
+    return (p.exp() * gap).sum(-1)

@@ -1,0 +1,381 @@
+"""Policy gradients from tokens' log-probs: one core, and the losses of the literature as calls of it.
+
+*B any batch dimensions, T positions.
+"""
+
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+import torch
+from torch import Tensor
+
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import error
+from tdfunc.llm.divergences import k1, k2, k3
+from tdfunc.llm.losses.output import Loss
+from tdfunc.llm.streams import Level, Normalize, clean, effective_share, log_ratio, mean, spread
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+
+
+class PolicyOptions(TypedDict, total=False):
+    """The options of `policy_gradient` that every loss of this file takes."""
+
+    dual_clip: float | None
+    weights: Tensor | None
+    ref_log_probs: Tensor | None
+    kl_coef: float | Tensor
+    kl: Literal["k1", "k2", "k3"]
+    kl_weighted: bool
+    entropy: Tensor | None
+    entropy_coef: float | Tensor
+
+
+def policy_gradient(
+    log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    old_log_probs: Tensor | None = None,
+    *,
+    ratio: Level = "token",
+    clip: tuple[float | Tensor, float | Tensor] | None = (0.2, 0.2),
+    surrogate: Literal["clipped", "weighted"] = "clipped",
+    normalize: Normalize = "token",
+    dual_clip: float | None = None,
+    weights: Tensor | None = None,
+    ref_log_probs: Tensor | None = None,
+    kl_coef: float | Tensor = 0.0,
+    kl: Literal["k1", "k2", "k3"] = "k3",
+    kl_weighted: bool = False,
+    entropy: Tensor | None = None,
+    entropy_coef: float | Tensor = 0.0,
+) -> Loss:
+    """Return the loss of a policy on responses that were drawn from an older one.
+
+    With r the ratio exp(log_probs - old_log_probs) and A the advantage, the surrogate of a token is
+    min(r A, clip(r) A), or clip(r) A log_probs with a constant clip(r). The loss is minus its mean, plus `kl_coef`
+    times the mean divergence from the reference, minus `entropy_coef` times the mean entropy. Its gradient flows
+    through `log_probs` and `entropy` alone. A row without tokens counts as 0.
+
+    Args:
+        log_probs: The log-prob of each token under the policy.
+        advantages: How much better than expected each row was, or each token.
+        mask: True at the tokens that count.
+        old_log_probs: The log-probs under the policy that the tokens were drawn from; without them it is this one, and
+            the ratio is 1.
+        ratio: Of a token, of a whole row (the product over its tokens), or the geometric mean over a row.
+        clip: How far below and above 1 the ratio counts; None for any.
+        surrogate: "clipped" as in PPO, or "weighted" as in CISPO, where clipped tokens still have a gradient.
+        normalize: The mean over the tokens of the batch, or over its rows of each row's mean; a number divides the sum,
+            such as the count of tokens in all micro-batches of a step.
+        dual_clip: The most that a ratio counts where the advantage is negative, above 1.
+        weights: A factor of each token's or row's surrogate, such as from `corrections.truncated_is`.
+        ref_log_probs: The log-probs under a reference, whose divergence is measured.
+        kl_coef: The weight of the divergence.
+        kl: Its estimate, from `tdfunc.llm.divergences`.
+        kl_weighted: Multiply the estimate by the ratio, so that its gradient is that of the divergence.
+        entropy: The entropy of each token's distribution, which is measured.
+        entropy_coef: The weight of the entropy.
+
+    Returns:
+        The loss and its metrics: `policy_loss` (the part of the surrogate), `clip_ratio` (the share of tokens whose
+        ratio is clipped: `low_mean`, `high_mean`, `region_mean`), `kl_approx` (from the older policy, by k3), `ess`
+        (the effective part of the tokens under the ratios), `tokens`, and `kl` and `entropy` if they are measured.
+
+    Shapes:
+        Log-probs, `mask` and `entropy` are (*B, T), `advantages` and `weights` (*B) or (*B, T); the loss is ().
+
+    Raises:
+        LeafMismatchError: Shapes differ.
+        ValueError: An option is unknown, a coefficient has nothing to weigh, or `dual_clip` is not above 1.
+
+    Source:
+        Schulman et al., "Proximal Policy Optimization" (2017); Ye et al., "Mastering Complex Control in MOBA Games"
+        (2020) for `dual_clip`.
+
+    Examples:
+        >>> log_probs = torch.tensor([[-1.0, -2.0], [-1.0, 0.0]])
+        >>> mask = torch.tensor([[True, True], [True, False]])
+        >>> loss, metrics = policy_gradient(log_probs, torch.tensor([1.0, -1.0]), mask)
+        >>> loss, metrics["ess"]
+        (tensor(-0.3333), tensor(1.))
+    """
+    _check(
+        surrogate, kl, dual_clip, kl_missing=_idle(kl_coef, ref_log_probs), entropy_missing=_idle(entropy_coef, entropy)
+    )
+    new = clean("policy_gradient: log_probs", log_probs, mask)
+    old = new if old_log_probs is None else clean("policy_gradient: old_log_probs", old_log_probs, mask)
+    gain = spread("policy_gradient: advantages", advantages, mask).detach()
+    share = log_ratio(new, old.detach(), mask, ratio).exp()
+    limited = share if clip is None else share.clamp(min=1 - clip[0]).clamp(max=1 + clip[1])
+    if surrogate == "weighted":
+        value = limited.detach() * gain * new
+    else:
+        value = torch.minimum(share * gain, limited * gain)
+        if dual_clip is not None:
+            value = torch.where(gain < 0, torch.maximum(value, dual_clip * gain), value)
+    if weights is not None:
+        value = value * spread("policy_gradient: weights", weights, mask).detach()
+    policy_loss = mean(-value, mask, normalize)
+    loss = policy_loss
+    # Any: tensors and trees of these.
+    metrics: dict[str, Any] = {"policy_loss": policy_loss.detach()}
+    if ref_log_probs is not None:
+        divergence = ESTIMATORS[kl](new, clean("policy_gradient: ref_log_probs", ref_log_probs, mask).detach())
+        metrics["kl"] = mean(divergence.detach(), mask)
+        loss = loss + kl_coef * mean(divergence * share if kl_weighted else divergence, mask, normalize)
+    if entropy is not None:
+        disorder = mean(clean("policy_gradient: entropy", entropy, mask), mask)
+        metrics["entropy"] = disorder.detach()
+        loss = loss - entropy_coef * disorder
+    metrics |= _describe(share.detach(), gain, mask.bool(), clip, either_sign=surrogate == "weighted")
+    metrics["kl_approx"] = mean(k3(old.detach(), new.detach()), mask)
+    return Loss(loss, TensorCollection._open(metrics))  # pyright: ignore[reportArgumentType]
+
+
+def grpo(
+    log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    old_log_probs: Tensor | None = None,
+    *,
+    clip: tuple[float | Tensor, float | Tensor] | None = (0.2, 0.2),
+    **options: "Unpack[PolicyOptions]",
+) -> Loss:
+    """Return GRPO's loss: ratios of tokens, the mean over rows of each row's mean.
+
+    A token of a long response counts less than one of a short response; `dr_grpo` and `dapo` weigh tokens alike.
+
+    Args:
+        log_probs: The log-prob of each token under the policy.
+        advantages: Such as from `advantages.group_normalized`, flat.
+        mask: True at the tokens that count.
+        old_log_probs: The log-probs when the tokens were drawn.
+        clip: How far below and above 1 the ratio counts.
+        options: As for `policy_gradient`.
+
+    Source:
+        Shao et al., "DeepSeekMath" (2024).
+
+    Examples:
+        >>> log_probs, mask = torch.full((4, 3), -1.0), torch.ones(4, 3)
+        >>> grpo(log_probs, torch.tensor([1.0, -1.0, 0.5, -0.5]), mask).loss
+        tensor(0.)
+    """
+    return policy_gradient(log_probs, advantages, mask, old_log_probs, clip=clip, normalize="sequence", **options)
+
+
+def dr_grpo(
+    log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    old_log_probs: Tensor | None = None,
+    *,
+    max_length: float,
+    clip: tuple[float | Tensor, float | Tensor] | None = (0.2, 0.2),
+    **options: "Unpack[PolicyOptions]",
+) -> Loss:
+    """Return Dr. GRPO's loss: ratios of tokens, the sum divided by the number of rows times a constant length.
+
+    Args:
+        log_probs: The log-prob of each token under the policy.
+        advantages: Such as from `advantages.group_normalized(..., scale=None)`, flat.
+        mask: True at the tokens that count.
+        old_log_probs: The log-probs when the tokens were drawn.
+        max_length: The most tokens that a response may have, the same in every batch, whatever its padding.
+        clip: How far below and above 1 the ratio counts.
+        options: As for `policy_gradient`.
+
+    Source:
+        Liu et al., "Understanding R1-Zero-Like Training" (2025).
+    """
+    # A batch without rows has the sum 0.
+    divisor = max(mask.shape[:-1].numel(), 1) * max_length
+    return policy_gradient(log_probs, advantages, mask, old_log_probs, clip=clip, normalize=divisor, **options)
+
+
+def dapo(
+    log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    old_log_probs: Tensor | None = None,
+    *,
+    clip: tuple[float | Tensor, float | Tensor] | None = (0.2, 0.28),
+    normalize: Normalize = "token",
+    **options: "Unpack[PolicyOptions]",
+) -> Loss:
+    """Return DAPO's loss: ratios of tokens, clipped higher above than below, the mean over all tokens.
+
+    Args:
+        log_probs: The log-prob of each token under the policy.
+        advantages: Such as from `advantages.group_normalized`, flat.
+        mask: True at the tokens that count; DAPO leaves out responses that were cut off.
+        old_log_probs: The log-probs when the tokens were drawn.
+        clip: How far below and above 1 the ratio counts.
+        normalize: As for `policy_gradient`; with micro-batches the number of tokens in all of them.
+        options: As for `policy_gradient`.
+
+    Source:
+        Yu et al., "DAPO" (2025).
+    """
+    return policy_gradient(log_probs, advantages, mask, old_log_probs, clip=clip, normalize=normalize, **options)
+
+
+def gspo(
+    log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    old_log_probs: Tensor | None = None,
+    *,
+    clip: tuple[float | Tensor, float | Tensor] | None = (3e-4, 4e-4),
+    **options: "Unpack[PolicyOptions]",
+) -> Loss:
+    """Return GSPO's loss: the geometric mean of each row's ratios, the mean over rows.
+
+    Args:
+        log_probs: The log-prob of each token under the policy.
+        advantages: Such as from `advantages.group_normalized`, flat.
+        mask: True at the tokens that count.
+        old_log_probs: The log-probs when the tokens were drawn.
+        clip: How far below and above 1 the ratio counts.
+        options: As for `policy_gradient`.
+
+    Source:
+        Zheng et al., "Group Sequence Policy Optimization" (2025).
+    """
+    return policy_gradient(
+        log_probs, advantages, mask, old_log_probs, ratio="geometric", clip=clip, normalize="sequence", **options
+    )
+
+
+def cispo(
+    log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    old_log_probs: Tensor | None = None,
+    *,
+    max_ratio: float | Tensor = 5.0,
+    normalize: Normalize = "token",
+    **options: "Unpack[PolicyOptions]",
+) -> Loss:
+    """Return CISPO's loss: REINFORCE with each token's ratio, up to a limit, as a constant weight.
+
+    Args:
+        log_probs: The log-prob of each token under the policy.
+        advantages: Such as from `advantages.group_normalized`, flat.
+        mask: True at the tokens that count.
+        old_log_probs: The log-probs when the tokens were drawn.
+        max_ratio: The greatest weight of a token (TRL's `epsilon_high` of this loss).
+        normalize: As for `policy_gradient`; with micro-batches the number of tokens in all of them.
+        options: As for `policy_gradient`.
+
+    Source:
+        MiniMax, "MiniMax-M1" (2025); Khatri et al., "The Art of Scaling Reinforcement Learning Compute for LLMs"
+        (2025).
+    """
+    return policy_gradient(
+        log_probs,
+        advantages,
+        mask,
+        old_log_probs,
+        clip=(1.0, max_ratio - 1),
+        surrogate="weighted",
+        normalize=normalize,
+        **options,
+    )
+
+
+def rloo(
+    log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    old_log_probs: Tensor | None = None,
+    *,
+    clip: tuple[float | Tensor, float | Tensor] | None = (0.2, 0.2),
+    **options: "Unpack[PolicyOptions]",
+) -> Loss:
+    """Return RLOO's loss: the ratio of each whole row, the mean over rows.
+
+    Args:
+        log_probs: The log-prob of each token under the policy.
+        advantages: Such as from `advantages.leave_one_out`, flat.
+        mask: True at the tokens that count.
+        old_log_probs: The log-probs when the tokens were drawn.
+        clip: How far below and above 1 the ratio counts.
+        options: As for `policy_gradient`.
+
+    Source:
+        Ahmadian et al., "Back to Basics: Revisiting REINFORCE Style Optimization" (2024).
+    """
+    return policy_gradient(
+        log_probs, advantages, mask, old_log_probs, ratio="sequence", clip=clip, normalize="sequence", **options
+    )
+
+
+def reinforce_pp(
+    log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    old_log_probs: Tensor | None = None,
+    *,
+    clip: tuple[float | Tensor, float | Tensor] | None = (0.2, 0.2),
+    normalize: Normalize = "token",
+    **options: "Unpack[PolicyOptions]",
+) -> Loss:
+    """Return REINFORCE++'s loss: ratios of tokens with an advantage for each, the mean over all tokens.
+
+    Args:
+        log_probs: The log-prob of each token under the policy.
+        advantages: `batch_normalized(mc_returns(penalized_rewards(...)))`, from `tdfunc.llm.advantages`.
+        mask: True at the tokens that count.
+        old_log_probs: The log-probs when the tokens were drawn.
+        clip: How far below and above 1 the ratio counts.
+        normalize: As for `policy_gradient`; with micro-batches the number of tokens in all of them.
+        options: As for `policy_gradient`.
+
+    Source:
+        Hu et al., "REINFORCE++" (2025).
+    """
+    return policy_gradient(log_probs, advantages, mask, old_log_probs, clip=clip, normalize=normalize, **options)
+
+
+def _describe(
+    share: Tensor,
+    gain: Tensor,
+    mask: Tensor,
+    clip: tuple[float | Tensor, float | Tensor] | None,
+    *,
+    either_sign: bool,
+) -> dict[str, Any]:
+    """Return the metrics of ratios; clipped are those whose surrogate the limit changes."""
+    share = torch.where(mask, share, 0)
+    found: dict[str, Any] = {"ess": effective_share(share, mask), "tokens": mask.sum()}
+    if clip is not None:
+        low = mask & (share < 1 - clip[0]) & (either_sign | (gain < 0))
+        high = mask & (share > 1 + clip[1]) & (either_sign | (gain > 0))
+        parts = {"low_mean": low, "high_mean": high, "region_mean": low | high}
+        found["clip_ratio"] = {name: mean(part.to(share.dtype), mask) for name, part in parts.items()}
+    return found
+
+
+def _idle(coefficient: float | Tensor, measured: Tensor | None) -> bool:
+    """Return True for a coefficient that would have no effect."""
+    return measured is None and (isinstance(coefficient, Tensor) or coefficient != 0)
+
+
+def _check(surrogate: str, kl: str, dual_clip: float | None, *, kl_missing: bool, entropy_missing: bool) -> None:
+    for name, value, known in (("surrogate", surrogate, ("clipped", "weighted")), ("kl", kl, tuple(ESTIMATORS))):
+        if value not in known:
+            what = f"policy_gradient: {name} must be one of its names."
+            raise error(ValueError, what, expected=" or ".join(map(repr, known)), got=repr(value))
+    if dual_clip is not None and (dual_clip <= 1 or surrogate != "clipped"):
+        what = "policy_gradient: dual_clip must be a ratio above 1, such as 3, for the clipped surrogate."
+        raise error(ValueError, what, got=f"dual_clip={dual_clip}, surrogate={surrogate!r}")
+    for missing, name, other in (
+        (kl_missing, "kl_coef", "ref_log_probs"),
+        (entropy_missing, "entropy_coef", "entropy"),
+    ):
+        if missing:
+            raise error(ValueError, f"policy_gradient: {name} must come with {other}.", got=f"{name} alone")

@@ -1,0 +1,82 @@
+"""Supervised fine-tuning on given responses.
+
+*B any batch dimensions, T positions.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from tdfunc.core.collection import TensorCollection
+from tdfunc.llm.losses.output import Loss
+from tdfunc.llm.streams import Normalize, clean, mean, row_mean, row_sums, spread
+
+
+def sft(log_probs: Tensor, mask: Tensor, *, weights: Tensor | None = None, normalize: Normalize = "token") -> Loss:
+    """Return the negative log-likelihood of tokens, in nats.
+
+    With `weights=log_probs.detach().exp()` it is the loss of dynamic fine-tuning (DFT).
+
+    Args:
+        log_probs: The log-prob of each token.
+        mask: True at the tokens to learn, such as `Masks.all_assistant_mask`.
+        weights: A factor of each token or row; constant.
+        normalize: The mean over the tokens of the batch, or over its rows of each row's mean; a number divides the sum,
+            such as the count of tokens in all micro-batches of a step.
+
+    Returns:
+        The loss and its metrics: `nll`, the mean over tokens without weights, and `tokens`.
+
+    Shapes:
+        (*B, T), with `weights` (*B) or (*B, T), give ().
+
+    Raises:
+        LeafMismatchError: Shapes differ.
+        ValueError: `normalize` is unknown.
+
+    Examples:
+        >>> sft(torch.tensor([[-1.0, -3.0, 0.0]]), torch.tensor([[True, True, False]])).loss
+        tensor(2.)
+    """
+    values = clean("sft: log_probs", log_probs, mask)
+    metrics = {"nll": -mean(values.detach(), mask), "tokens": mask.bool().sum()}
+    if weights is not None:
+        values = values * spread("sft: weights", weights, mask).detach()
+    return Loss(mean(-values, mask, normalize), TensorCollection._open(metrics))  # pyright: ignore[reportArgumentType]
+
+
+def minor_sft(
+    log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, *, beta: float | Tensor = 0.1, average: bool = True
+) -> Loss:
+    """Return -log sigmoid(beta (log_probs - ref_log_probs)) of rows: learning slows down far from the reference.
+
+    Args:
+        log_probs: The log-prob of each token.
+        ref_log_probs: The log-probs under the model before fine-tuning.
+        mask: True at the tokens to learn.
+        beta: How soon it slows down.
+        average: A row's log-prob is the mean over its tokens, or the sum.
+
+    Returns:
+        The loss, a mean over rows, of which those without tokens count as 0; and its metrics: `nll`, the mean over
+        tokens, and `tokens`.
+
+    Shapes:
+        (*B, T) gives ().
+
+    Raises:
+        LeafMismatchError: Shapes differ.
+
+    Source:
+        Xie et al., "Minor SFT Loss for LLM Fine-Tune" (2024), as in `torchrl.objectives.llm.SFTLoss`.
+
+    Examples:
+        >>> log_probs, mask = torch.tensor([[-1.0, -3.0]]), torch.ones(1, 2)
+        >>> minor_sft(log_probs, log_probs, mask).loss
+        tensor(0.6931)
+    """
+    new = clean("minor_sft: log_probs", log_probs, mask)
+    ref = clean("minor_sft: ref_log_probs", ref_log_probs, mask).detach()
+    rows = -F.logsigmoid(beta * row_sums(new - ref, mask, average=average))
+    metrics = {"nll": -mean(new.detach(), mask), "tokens": mask.bool().sum()}
+    loss = row_mean(rows * mask.bool().any(-1))
+    return Loss(loss, TensorCollection._open(metrics))  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,115 @@
+"""Streams: a value for each token, under a mask; the sums, means and ratios that losses and corrections are made of.
+
+Where the mask is False a value may be anything, NaN included. *B any batch dimensions, T positions.
+"""
+
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from tdfunc._mixture import widen
+from tdfunc.core.errors import LeafMismatchError, error
+
+Level: TypeAlias = Literal["token", "sequence", "geometric"]
+Normalize: TypeAlias = Literal["token", "sequence"] | float | Tensor
+
+# Ratios stay within exp(20), about 5e8: finite in float32, and so are their squares.
+MAX_LOG_RATIO = 20.0
+
+
+def clean(what: str, values: Tensor, mask: Tensor) -> Tensor:
+    """Return a stream (*B, T) in float32 at least, 0 where the mask is False.
+
+    Raises:
+        LeafMismatchError: The shape is not that of the mask.
+    """
+    if values.shape != mask.shape:
+        raise LeafMismatchError(
+            f"{what} must have the shape of the mask.", expected=list(mask.shape), got=list(values.shape)
+        )
+    return torch.where(mask.bool(), widen(values), 0)
+
+
+def spread(what: str, values: Tensor, mask: Tensor) -> Tensor:
+    """Return values of rows (*B) or of tokens (*B, T) as a stream.
+
+    Raises:
+        LeafMismatchError: The shape is neither.
+    """
+    if values.shape == mask.shape[:-1]:
+        values = values.unsqueeze(-1).expand(mask.shape)
+    elif values.shape != mask.shape:
+        raise LeafMismatchError(
+            f"{what} must have a value for each row, or for each token.",
+            expected=f"{list(mask.shape[:-1])} or {list(mask.shape)}",
+            got=list(values.shape),
+        )
+    return torch.where(mask.bool(), widen(values), 0)
+
+
+def row_sums(values: Tensor, mask: Tensor, *, average: bool) -> Tensor:
+    """Return the sum of each row of a clean stream, or its mean, (*B); 0 for rows without tokens."""
+    total = values.sum(-1)
+    return total / mask.bool().sum(-1).clamp(min=1) if average else total
+
+
+def mean(values: Tensor, mask: Tensor, normalize: Normalize = "token") -> Tensor:
+    """Return the mean of a clean stream: over tokens, of the rows' means, or the sum divided by a number.
+
+    Raises:
+        ValueError: `normalize` is another string.
+    """
+    if normalize == "token":
+        return values.sum() / mask.bool().sum().clamp(min=1)
+    if normalize == "sequence":
+        return row_mean(row_sums(values, mask, average=True))
+    if isinstance(normalize, str):
+        raise error(
+            ValueError,
+            "normalize must be one of its names, or a divisor of the sum.",
+            expected="'token', 'sequence' or a number",
+            got=repr(normalize),
+        )
+    return values.sum() / normalize
+
+
+def row_mean(rows: Tensor) -> Tensor:
+    """Return the mean over rows (*B); 0 if there are none."""
+    return rows.sum() / max(rows.numel(), 1)
+
+
+def log_ratio(new: Tensor, old: Tensor, mask: Tensor, level: Level) -> Tensor:
+    """Return log-ratios of two clean streams: of tokens (*B, T), or of rows (*B, 1).
+
+    Raises:
+        ValueError: `level` is unknown.
+    """
+    gap = new - old
+    if level == "token":
+        return gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if level not in ("sequence", "geometric"):
+        raise error(
+            ValueError,
+            "the level of a ratio must be one of its names.",
+            expected="'token', 'sequence' or 'geometric'",
+            got=repr(level),
+        )
+    rows = row_sums(gap, mask, average=level == "geometric").unsqueeze(-1)
+    return rows.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def effective_share(weights: Tensor, mask: Tensor) -> Tensor:
+    """Return Kish's effective sample size of a clean stream of weights, as a part of its tokens; 0 without tokens."""
+    squares = weights.square().sum() * mask.bool().sum()
+    return weights.sum().square() / squares.clamp(min=torch.finfo(weights.dtype).tiny)
+
+
+def log1mexp(x: Tensor) -> Tensor:
+    """Return log(1 - exp(x)) for x below 0, which is taken to be at least one unit in the last place of 1 below it.
+
+    Source:
+        Mächler, "Accurately Computing log(1 - exp(-|a|))" (2012).
+    """
+    x = x.clamp(max=-torch.finfo(x.dtype).eps)
+    return torch.where(x < -0.693147, (-x.exp()).log1p(), (-x.expm1()).log())

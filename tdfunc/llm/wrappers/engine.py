@@ -1,0 +1,269 @@
+"""`vLLMWrapper`: vLLM's engine as a backend, and pushes of trees into it."""
+
+from collections.abc import Iterator, Sequence
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tdfunc.core.errors import ConcurrencyError, UnsupportedError
+from tdfunc.llm.generation.options import GenerationOptions
+from tdfunc.llm.generation.response import Response
+from tdfunc.llm.model import CausalLM, causal_lm
+from tdfunc.llm.wrappers.base import LLMWrapperBase
+from tdfunc.llm.wrappers.push import AbstractEngine, Probe, Push, proven_label, push_weights
+from tdfunc.storage.api import save
+
+# How many candidates of the next token a proof compares.
+_CANDIDATES = 5
+
+
+class Engine(AbstractEngine):
+    """An `LLM` of vLLM, in this process or with workers."""
+
+    # Any: vLLM is optional.
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self._engine = llm.llm_engine
+
+    @property
+    def _in_process(self) -> bool:
+        return type(self._engine.engine_core).__name__ == "InprocClient"
+
+    def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Replace the weights: tensors are handed over in process, and in a folder to workers."""
+        if self._in_process:
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            return
+        with TemporaryDirectory() as folder:
+            save(dict(weights), f"{folder}/model.safetensors")
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+
+    def reset_cache(self) -> bool:
+        """Drop cached prefixes."""
+        return bool(self.llm.reset_prefix_cache())
+
+    def label(self) -> str:
+        """Return the engine's weight version."""
+        return self.llm.get_weight_version()
+
+    def set_label(self, label: str) -> None:
+        """Set the engine's weight version."""
+        self.llm.update_weight_version(label)
+
+    def probe(self, ids: Tensor) -> Probe:
+        """Score a prompt: its tokens past the cache, the next one by way of it."""
+        (scored,) = self.run([ids], [{"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}])
+        (cached,) = self.run([ids], [{"max_tokens": 1, "temperature": 0.0, "logprobs": _CANDIDATES}])
+        found = {token: each.logprob for token, each in cached.outputs[0].logprobs[0].items()}
+        return Probe(_prompt_log_probs(scored), torch.tensor(list(found)), torch.tensor(list(found.values())))
+
+    def probe_ids(self) -> Tensor:
+        """Return a prompt that fills a block of the cache where the engine's length allows it."""
+        config = self._engine.vllm_config
+        length = min(config.model_config.max_model_len - 1, config.cache_config.block_size + 8)
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(config.model_config.get_vocab_size(), (length,), generator=generator)
+
+    def run(self, prompts: Sequence[Tensor], params: list[dict[str, Any]]) -> list[Any]:
+        """Return the outputs of requests, in order."""
+        from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+
+        rows = [{"prompt_token_ids": row.tolist()} for row in prompts]
+        # Ids are decoded by the wrapper, and only where a stop sequence is given by the engine.
+        # Any: vLLM is optional.
+        made: list[Any] = [SamplingParams(detokenize=bool(each.get("stop")), **each) for each in params]
+        return self.llm.generate(rows, made, use_tqdm=False)
+
+
+# The name that users of torchrl know.
+class vLLMWrapper(LLMWrapperBase):  # noqa: N801
+    """vLLM's engine as a module of trees.
+
+    The engine draws with its own generator, one seed for each response, made from its key. Log-probs are vLLM's raw
+    ones; `behaviour` is theirs where temperature is 1 and nothing is cut, and None elsewhere. vLLM in process replaces
+    `torch.set_num_threads` and starts torch.distributed.
+
+    Args:
+        model: A `vllm.LLM` with `logprobs_mode="raw_logprobs"`, its default.
+        **options: Those of `LLMWrapperBase`; `pad_model_input` has no effect.
+
+    Raises:
+        UnsupportedError: The engine gives processed log-probs.
+        TypeError: An option is not known.
+        ValueError: An option has a value that is not allowed, or two contradict each other.
+
+    Source:
+        `torchrl.modules.llm.vLLMWrapper`.
+    """
+
+    # Any: a `vllm.LLM`, and the options of the base.
+    def __init__(self, model: Any, **options: Any) -> None:
+        engine = Engine(model)
+        mode = engine.llm.llm_engine.vllm_config.model_config.logprobs_mode
+        if mode != "raw_logprobs":
+            raise UnsupportedError(
+                "vLLMWrapper: the engine must give raw log-probs.", expected="logprobs_mode='raw_logprobs'", got=mode
+            )
+        super().__init__(model, **options)
+        self.engine = engine
+        # The model of transformers that the engine runs, made when a push first needs it.
+        self._own: tuple[CausalLM, Any, dict[str, torch.Size], list[str]] | None = None
+
+    @property
+    def version(self) -> str:
+        """The version of the engine's weights."""
+        return proven_label(self.engine)
+
+    # Any: a tree of parameters, and one of buffers.
+    def push(self, tree: Any, *, version: str | int, buffers: Any = None, tolerance: float = 1e-3) -> Push:
+        """Replace the engine's weights by those of a tree, and prove it: engine and tree score one prompt.
+
+        Args:
+            tree: The parameters of the same model in transformers, from `causal_lm` or `from_module`.
+            version: The label that responses carry from now on.
+            buffers: The buffers of the model, if they are not those that its configuration gives.
+            tolerance: The largest difference of a log-prob between engine and tree, in nats.
+
+        Raises:
+            TreeStructureError: Names or shapes differ; nothing was sent.
+            ValueError: The engine's log-probs are not those of the tree. It generates nothing until a push succeeds.
+            ConcurrencyError: The engine did not take all leaves, or kept its cache; likewise.
+        """
+        lm, own_buffers, shapes, tied = self._model()
+        flat, own = _named(tree), _named(own_buffers)
+        # A tree may have the buffers, too, of which checkpoints hold some.
+        held = all([name in flat for name in own])
+        extra = set(own) - set(shapes)
+        return push_weights(
+            self.engine,
+            lm,
+            {name: leaf for name, leaf in flat.items() if name not in extra},
+            shapes,
+            tied,
+            self.engine.probe_ids(),
+            tree=tree,
+            buffers=own_buffers if buffers is None and not held else buffers,
+            version=str(version),
+            tolerance=tolerance,
+        )
+
+    def _model(self) -> tuple[CausalLM, Any, dict[str, torch.Size], list[str]]:
+        """Return the engine's model as a specification, its buffers, the shapes of a checkpoint, and tied names."""
+        if self._own is None:
+            from transformers import AutoModelForCausalLM
+
+            config = self.engine.llm.llm_engine.vllm_config.model_config.hf_config
+            model = AutoModelForCausalLM.from_config(config)
+            shapes = {name: leaf.shape for name, leaf in model.state_dict().items()}
+            tied = list(getattr(model, "_tied_weights_keys", None) or []) if config.tie_word_embeddings else []
+            lm, _, buffers = causal_lm(model, copy=False)
+            self._own = lm, buffers, shapes, tied
+        return self._own
+
+    # -- the two calls of a backend -------------------------------------------------------------------------------
+
+    def generate_tokens(
+        self,
+        prompts: Sequence[Tensor],
+        options: GenerationOptions,
+        *,
+        keys: Tensor | None = None,
+        prompt_log_probs: bool = False,
+    ) -> list[Response]:
+        """Return the engine's responses, as `AbstractBackend` describes.
+
+        Raises:
+            ConcurrencyError: A push has not ended, or failed.
+            UnsupportedError: Beam search.
+        """
+        version = self.version
+        if options.num_beams > 1:
+            raise UnsupportedError("vLLMWrapper: beam search is not built.", got=f"num_beams={options.num_beams}")
+        rows = [prompt for prompt in prompts for _ in range(options.num_return_sequences)]
+        if options.max_new_tokens == 0:
+            scores = self.score_tokens(rows) if prompt_log_probs else [None] * len(rows)
+            return [
+                Response(row.new_zeros(0), "length", torch.zeros(0), prompt_log_probs=score, version=version)
+                for row, score in zip(rows, scores, strict=True)
+            ]
+        params = _sampling_params(options) | ({"prompt_logprobs": 0} if prompt_log_probs else {})
+        seeds = [None] * len(rows) if keys is None else _seeds(keys)
+        made = self.engine.run(rows, [{**params, "seed": seed} for seed in seeds])
+        return [_response(out, options, row.device) for row, out in zip(rows, made, strict=True)]
+
+    # Any: for backends that draw.
+    def score_tokens(self, rows: Sequence[Tensor], *, training: bool = False, rng: Any = None) -> list[Tensor]:
+        """Return the engine's log-probs, as `AbstractBackend` describes.
+
+        Raises:
+            ConcurrencyError: A push has not ended, or failed.
+            UnsupportedError: `training`: an engine has no dropout.
+        """
+        _ = self.version
+        if training:
+            raise UnsupportedError("vLLMWrapper: the engine has no dropout.", got="training=True")
+        filled = [i for i, row in enumerate(rows) if len(row)]
+        params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        made = self.engine.run([rows[i] for i in filled], [params] * len(filled)) if filled else []
+        found = [torch.zeros(0) for _ in rows]
+        for i, out in zip(filled, made, strict=True):
+            found[i] = _prompt_log_probs(out)
+        return [each.to(row.device) for each, row in zip(found, rows, strict=True)]
+
+
+# Any: a tree.
+def _named(tree: Any) -> dict[str, Tensor]:
+    """Return the leaves of a tree by the names of a state_dict."""
+    return {".".join(key) if isinstance(key, tuple) else key: leaf for key, leaf in tree.items(True, True)}
+
+
+def _sampling_params(options: GenerationOptions) -> dict[str, Any]:
+    """Return the options under vLLM's names; what is off is left out."""
+    given = {
+        "max_tokens": options.max_new_tokens,
+        "min_tokens": options.min_new_tokens,
+        "temperature": options.temperature,
+        "top_k": options.top_k,
+        "top_p": options.top_p,
+        "min_p": options.min_p,
+        "repetition_penalty": options.repetition_penalty,
+        "stop": list(options.stop_sequences),
+        "stop_token_ids": [*options.stop_token_ids, *(options.eos_token_ids or ())],
+        "logprobs": 0 if options.logprobs else None,
+    }
+    own_ends = {"ignore_eos": True} if options.eos_token_ids is not None else {}
+    return {name: value for name, value in given.items() if value is not None or name == "max_tokens"} | own_ends
+
+
+def _seeds(keys: Tensor) -> list[int]:
+    """Return a number of 63 bits for each random key (N, 2)."""
+    return [(high * 0x9E3779B97F4A7C15 + low) & ((1 << 63) - 1) for high, low in keys.tolist()]
+
+
+# Any: outputs of vLLM.
+def _response(out: Any, options: GenerationOptions, device: torch.device) -> Response:
+    (made,) = out.outputs
+    if made.finish_reason not in ("stop", "length"):
+        raise ConcurrencyError("vLLMWrapper: the engine must end a response.", got=made.finish_reason)
+    log_probs = None
+    if made.logprobs is not None:
+        pairs = zip(made.token_ids, made.logprobs, strict=True)
+        log_probs = torch.tensor([each[token].logprob for token, each in pairs], device=device)
+    raw = options.temperature == 1.0 and not options.cuts and options.repetition_penalty == 1.0
+    spans = made.weight_versions
+    return Response(
+        torch.tensor(made.token_ids, dtype=torch.int64, device=device),
+        made.finish_reason,
+        log_probs,
+        behaviour=log_probs if raw and not options.min_new_tokens else None,
+        prompt_log_probs=None if out.prompt_logprobs is None else _prompt_log_probs(out).to(device),
+        version=spans[-1].version if spans else None,
+    )
+
+
+def _prompt_log_probs(out: Any) -> Tensor:
+    """Return the log-probs of a prompt's tokens, 0 for the first."""
+    pairs = zip(out.prompt_token_ids[1:], out.prompt_logprobs[1:], strict=True)
+    return torch.tensor([0.0, *[each[token].logprob for token, each in pairs]])

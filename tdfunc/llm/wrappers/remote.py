@@ -1,0 +1,276 @@
+"""`RemoteWrapper`: a language model behind an OpenAI-compatible server.
+
+Token ids go to the server and come back: a text is never encoded there, so that control strings in it stay text. The
+endpoint is vLLM's `/inference/v1/generate` where the server has it, else `/v1/completions`.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tdfunc import random
+from tdfunc.core.errors import RemoteError, UnsupportedError, error
+from tdfunc.llm.generation.options import GenerationOptions
+from tdfunc.llm.generation.response import Response
+from tdfunc.llm.wrappers.base import LLMWrapperBase
+from tdfunc.llm.wrappers.server import Server, ServerOptions
+
+_IDS, _COMPLETIONS = "/inference/v1/generate", "/v1/completions"
+# The answers to the first by servers that do not have it; vLLM's is 403, without `--enable-scale-out`.
+_ABSENT = (403, 404, 405, 501)
+# The value of servers for a log-prob of minus infinity, which JSON does not have.
+_LOWEST = -9999.0
+
+
+class RemoteWrapper(LLMWrapperBase):
+    """A language model behind an OpenAI-compatible server as a module of trees.
+
+    Every response, and every row that is scored, is a request of its own. All options of sampling are sent, so that the
+    server's defaults have no effect. Response i is drawn with a seed that is made of its key.
+
+    Log-probs are those that the server gives, which are raw ones for vLLM in its default mode; `behaviour` is None. A
+    server without token ids gives texts alone: tokens, masks and log-probs are None, and it cannot score.
+
+    Args:
+        model: The name by which the server has the model.
+        base_url: The address of the server, with or without `/v1`.
+        api_key: The key, sent as a bearer token.
+        timeout_s: The longest time in which the server may send nothing, in seconds: the whole response without
+            `stream`, else its next token.
+        max_retries: How often a request is repeated after a connection that failed, or the status 408, 429 or 5xx
+            except 501.
+        backoff_s: The scale of the random time between attempts, which doubles with each, in seconds; a time that the
+            server gives comes first.
+        max_concurrency: How many requests are open at the same time, for all threads together.
+        stream: Take responses token by token. One that is cut raises.
+        **options: Those of `LLMWrapperBase`.
+
+    Raises:
+        ValueError: An option has a value that is not allowed, or two contradict each other.
+        TypeError: An option is not known.
+        UnsupportedError: httpx2 or tenacity is not installed.
+
+    Examples:
+        >>> from tdfunc.llm import RemoteWrapper
+        >>> wrapper = RemoteWrapper("qwen", base_url="http://localhost:8000", input_mode="tokens")
+        >>> wrapper.model
+        'qwen'
+    """
+
+    model: str
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        base_url: str,
+        api_key: str | None = None,
+        timeout_s: float = 600.0,
+        max_retries: int = 5,
+        backoff_s: float = 0.5,
+        max_concurrency: int = 64,
+        stream: bool = False,
+        # Any: the options of `LLMWrapperBase`.
+        **options: Any,
+    ) -> None:
+        super().__init__(model, **options)
+        self._server = Server(ServerOptions(base_url, api_key, timeout_s, max_retries, backoff_s, max_concurrency))
+        self._stream = stream
+        # Found by the first request.
+        self._endpoint: str | None = None
+
+    def generate_tokens(
+        self,
+        prompts: Sequence[Tensor],
+        options: GenerationOptions,
+        *,
+        keys: Tensor | None = None,
+        prompt_log_probs: bool = False,
+    ) -> list[Response]:
+        """Return the responses of the server, as `AbstractBackend` describes.
+
+        Raises:
+            RemoteError: The server could not be reached, refused a request, or gave no whole response.
+            UnsupportedError: Beams, or log-probs of prompts from a server without token ids.
+            ValueError: There is no `max_new_tokens`.
+        """
+        if options.num_beams > 1:
+            raise UnsupportedError(
+                "RemoteWrapper: servers have beams of other scores than the other backends.",
+                got=f"num_beams={options.num_beams}",
+                hint="TransformersWrapper.",
+            )
+        if options.max_new_tokens is None:
+            raise error(ValueError, "generate: max_new_tokens must be given.")
+        count = options.num_return_sequences
+        rows = [row.tolist() for row in prompts for _ in range(count)]
+        if options.max_new_tokens == 0:
+            log_probs = torch.zeros(0) if options.logprobs else None
+            found = [Response(torch.zeros(0, dtype=torch.int64), "length", log_probs, text="") for _ in rows]
+        else:
+            seeds = [None] * len(rows) if keys is None else _seeds(keys)
+            found = self._server.each(
+                lambda job: self._respond(*job, options), list(zip(range(len(rows)), rows, seeds, strict=True))
+            )
+        if prompt_log_probs and options.logprobs:
+            scores = [score for score in self.score_tokens(prompts) for _ in range(count)]
+            found = [each._replace(prompt_log_probs=score) for each, score in zip(found, scores, strict=True)]
+        return found
+
+    # Any: a random key or a seed, of which nothing is drawn.
+    def score_tokens(self, rows: Sequence[Tensor], *, training: bool = False, rng: Any = None) -> list[Tensor]:
+        """Return the log-probs of rows, as `AbstractBackend` describes.
+
+        Raises:
+            RemoteError: The server could not be reached, or refused a request.
+            UnsupportedError: The server gives no token ids, or `training` is set.
+        """
+        if training:
+            raise UnsupportedError("RemoteWrapper: a server has no dropout.", got="training=True")
+        return self._server.each(lambda job: self._score(*job), [(i, row.tolist()) for i, row in enumerate(rows)])
+
+    def _respond(self, index: int, ids: list[int], seed: int | None, options: GenerationOptions) -> Response:
+        """Return the response to one prompt, of whichever endpoint the server has."""
+        where, sampling = f"RemoteWrapper: response {index}", _sampling(options)
+        if seed is not None:
+            sampling["seed"] = seed
+
+        def read(chunks: list[Any]) -> Response:
+            return _read(chunks, ids, options, where)
+
+        if self._endpoint != _COMPLETIONS:
+            body = {"model": self.model, "token_ids": ids, "sampling_params": sampling}
+            try:
+                found = self._server.post(_IDS, body, read, where=where, stream=self._stream)
+            except RemoteError as err:
+                # A server that has the endpoint has it for every request.
+                if err.status not in _ABSENT or self._endpoint == _IDS:
+                    raise
+            else:
+                self._endpoint = _IDS
+                return found
+        body = {"model": self.model, "prompt": ids, "return_token_ids": True, **sampling}
+        found = self._server.post(_COMPLETIONS, body, read, where=where, stream=self._stream)
+        self._endpoint = _COMPLETIONS
+        return found
+
+    def _score(self, index: int, ids: list[int]) -> Tensor:
+        """Return the log-probs of one row."""
+        if len(ids) < 2:
+            return torch.zeros(len(ids))
+        where = f"RemoteWrapper: row {index}"
+        # The sampling options matter to servers that give log-probs after temperature and cuts.
+        body = {"model": self.model, "prompt": ids, "echo": True, "max_tokens": 0, "logprobs": 0}
+        body |= {"return_token_ids": True, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+
+        def read(chunks: list[Any]) -> Tensor | None:
+            choices = [choice for chunk in chunks for choice in chunk["choices"]]
+            if not _check_prompt(choices, ids):
+                return None
+            values = [value for choice in choices for value in choice["logprobs"]["token_logprobs"]]
+            # A server may generate although no token is requested.
+            return _log_probs([0.0, *values[1 : len(ids)]], len(ids))
+
+        found = self._server.post(_COMPLETIONS, body, read, where=where)
+        if found is None:
+            raise UnsupportedError(f"{where}: only a server that gives token ids can score.", hint="vLLM's can.")
+        return found
+
+
+def _seeds(keys: Tensor) -> list[int]:
+    """Return a seed, which servers take from 0 to 2**63 - 1, for each key."""
+    return (torch.vmap(random.bits)(keys) & (2**63 - 1)).tolist()
+
+
+def _sampling(options: GenerationOptions) -> dict[str, Any]:
+    """Return options under the names of servers, those that are off included: the server may have other defaults."""
+    ends = options.eos_token_ids
+    found: dict[str, Any] = {
+        "max_tokens": options.max_new_tokens,
+        "min_tokens": options.min_new_tokens,
+        "temperature": options.temperature,
+        "top_p": 1.0 if options.top_p is None else options.top_p,
+        "top_k": -1 if options.top_k is None else options.top_k,
+        "min_p": 0.0 if options.min_p is None else options.min_p,
+        "repetition_penalty": options.repetition_penalty,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "stop": list(options.stop_sequences),
+        "stop_token_ids": [*options.stop_token_ids, *(ends or ())],
+        "ignore_eos": ends is not None,
+        # Stop sequences are looked for in the whole text, and texts are whole where there are no ids.
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+    }
+    return {**found, "logprobs": 0} if options.logprobs else found
+
+
+# Any: JSON.
+def _read(chunks: list[Any], ids: list[int], options: GenerationOptions, where: str) -> Response:
+    """Return the response in an answer, of one object or of those of a stream.
+
+    Raises:
+        RemoteError: It has no end, or one that is not the response's own.
+    """
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    reason = next((choice["finish_reason"] for choice in choices if choice.get("finish_reason")), None)
+    if reason not in ("stop", "length"):
+        raise RemoteError(
+            f"{where}: the response must be whole.",
+            expected="finish_reason 'stop' or 'length'",
+            got="none: the stream was cut" if reason is None else repr(reason),
+        )
+    _check_prompt(choices, ids)
+    texts = [choice["text"] for choice in choices if choice.get("text") is not None]
+    text = "".join(texts) if texts else None
+    parts = [choice.get("token_ids") for choice in choices]
+    if None in parts:
+        return Response(None, reason, text=text)
+    tokens = [token for part in parts for token in part]
+    spans = [span["version"] for choice in choices for span in choice.get("weight_versions") or ()]
+    log_probs = _log_probs(_values(choices), len(tokens)) if options.logprobs else None
+    return Response(
+        torch.tensor(tokens, dtype=torch.int64),
+        reason,
+        log_probs,
+        text=text,
+        version="+".join(dict.fromkeys(map(str, spans))) or None,
+    )
+
+
+def _values(choices: list[Any]) -> list[float]:
+    """Return the log-probs of the tokens, in the form of either endpoint."""
+    found = [choice.get("logprobs") or {} for choice in choices]
+    return [
+        value
+        for part in found
+        for value in (part.get("token_logprobs") or [entry["logprob"] for entry in part.get("content") or ()])
+    ]
+
+
+def _log_probs(values: list[float], count: int) -> Tensor:
+    """Return log-probs as a tensor.
+
+    Raises:
+        ValueError: They are not as many as the tokens, or one is not a number.
+    """
+    found = torch.tensor(values, dtype=torch.float32)
+    if len(values) != count or bool(found.isnan().any()):
+        raise ValueError(f"{len(values)} log-probs of {count} tokens")
+    return found.masked_fill(found <= _LOWEST, -math.inf)
+
+
+def _check_prompt(choices: list[Any], ids: list[int]) -> bool:
+    """Return True where an answer repeats the prompt's ids.
+
+    Raises:
+        ValueError: They are others: the server cut the prompt, or added tokens.
+    """
+    found = next((choice["prompt_token_ids"] for choice in choices if choice.get("prompt_token_ids")), None)
+    if found is not None and found != ids:
+        raise ValueError(f"a prompt of {len(found)} tokens, which are not the {len(ids)} that were sent")
+    return found is not None

@@ -1,0 +1,229 @@
+"""`Server`: JSON requests to a server over HTTP, with retries, streams and a limit of concurrency.
+
+The connections are those of httpx2 and the retries those of tenacity. The meaning of requests and answers is left to
+the caller.
+"""
+
+import math
+import os
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tdfunc.core.errors import RemoteError, UnsupportedError, error
+
+if TYPE_CHECKING:
+    import httpx2
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+# The longest time between two attempts, where the server gives none, in seconds.
+_LONGEST_WAIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """How a server is reached; `RemoteWrapper` describes the options."""
+
+    base_url: str
+    api_key: str | None = None
+    timeout_s: float = 600.0
+    max_retries: int = 5
+    backoff_s: float = 0.5
+    max_concurrency: int = 64
+
+    def __post_init__(self) -> None:
+        """Check the ranges.
+
+        Raises:
+            ValueError: A number is out of range.
+        """
+        rules = {
+            "timeout_s": self.timeout_s > 0,
+            "max_retries": self.max_retries >= 0,
+            "backoff_s": 0 <= self.backoff_s < math.inf,
+            "max_concurrency": self.max_concurrency >= 1,
+        }
+        for name, holds in rules.items():
+            if not holds:
+                raise error(ValueError, f"RemoteWrapper: {name} is out of range.", got=getattr(self, name))
+
+    def __repr__(self) -> str:
+        return f"ServerOptions({self.base_url!r})"
+
+
+class Server:
+    """A server, and the connections to it, which are shared by threads; a copy or a fork opens its own."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        missing = [name for name in ("httpx2", "tenacity") if find_spec(name) is None]
+        if missing:
+            raise UnsupportedError(
+                f"RemoteWrapper: servers need {' and '.join(missing)}.", hint='pip install "tdfunc[remote]".'
+            )
+        self.options = options
+        self._client: httpx2.Client | None = None
+        self._connect()
+
+    def _connect(self) -> "httpx2.Client":
+        """Return the connections of this process."""
+        import httpx2
+
+        if self._client is None or self._pid != os.getpid():
+            options, count = self.options, self.options.max_concurrency
+            seconds = None if options.timeout_s == math.inf else options.timeout_s
+            self._client = httpx2.Client(
+                base_url=options.base_url.rstrip("/").removesuffix("/v1"),
+                headers={} if options.api_key is None else {"Authorization": f"Bearer {options.api_key}"},
+                # Requests beyond the limit wait for a connection for as long as it takes.
+                timeout=httpx2.Timeout(seconds, pool=None),
+                limits=httpx2.Limits(max_connections=count, max_keepalive_connections=count),
+            )
+            self._pid = os.getpid()
+            # At the end of a process its connections end anyway.
+            weakref.finalize(self, self._client.close).atexit = False
+        return self._client
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_client": None}
+
+    # Any: JSON.
+    def post(
+        self, path: str, body: dict[str, Any], read: Callable[[list[Any]], T], *, where: str, stream: bool = False
+    ) -> T:
+        """Return `read` of the answer to a request.
+
+        A connection that fails and the statuses 408, 429 and 5xx, except 501, are retried: after the time that the
+        server gives, else after random ones that grow. A stream is read whole.
+
+        Args:
+            path: The path of the endpoint.
+            body: The request.
+            read: The function of the answer, a list of one object, or of those of a stream. Its KeyError, IndexError,
+                TypeError and ValueError mean that the answer is not of the form that it should have.
+            where: What the request is for, in messages.
+            stream: Take the answer in parts.
+
+        Raises:
+            RemoteError: The server could not be reached, refused the request, or gave no answer that can be read.
+        """
+        import httpx2
+        import tenacity
+
+        backoff = tenacity.wait_random_exponential(self.options.backoff_s, max=_LONGEST_WAIT_S)
+
+        def pause(state: tenacity.RetryCallState) -> float:
+            err = state.outcome.exception() if state.outcome is not None else None
+            given = err.retry_after_s if isinstance(err, RemoteError) else None
+            return backoff(state) if given is None else given
+
+        retrying = tenacity.Retrying(
+            stop=tenacity.stop_after_attempt(self.options.max_retries + 1),
+            wait=pause,
+            retry=tenacity.retry_if_exception(_may_pass),
+            reraise=True,
+        )
+        try:
+            return read(retrying(self._send, path, body, where, stream))
+        except (httpx2.HTTPError, httpx2.InvalidURL) as err:
+            raise RemoteError(
+                f"{where}: {self.options.base_url}{path} must answer.", got=f"{type(err).__name__}: {err}"
+            ) from err
+        except (KeyError, IndexError, TypeError, ValueError) as err:
+            raise RemoteError(
+                f"{where}: the answer of {path} must have the form of its endpoint.", got=f"{type(err).__name__}: {err}"
+            ) from err
+
+    def _send(self, path: str, body: dict[str, Any], where: str, stream: bool) -> list[Any]:
+        """Return the objects of one attempt."""
+        import httpx2
+
+        body = {**body, "stream": True} if stream else body
+        with self._connect().stream("POST", path, json=body) as response:
+            if not response.is_success:
+                raise _refusal(response, where)
+            if not stream:
+                response.read()
+                return [response.json()]
+            events = [event.data for event in httpx2.EventSource(response, max_event_size=None)]
+        objects = [httpx2.Response(200, text=event).json() for event in events if event != "[DONE]"]
+        for each in objects:
+            # The status was sent before the failure.
+            if "error" in each:
+                raise _failure(each, where)
+        return objects
+
+    def each(self, call: Callable[[T], R], items: Sequence[T]) -> list[R]:
+        """Return the results of calls that run at the same time; the first error cancels those that have not begun."""
+        if not items:
+            return []
+        pool = ThreadPoolExecutor(min(len(items), self.options.max_concurrency), "tdfunc-remote")
+        try:
+            futures = [pool.submit(call, item) for item in items]
+            wait(futures, return_when=FIRST_EXCEPTION)
+            failed = [future for future in futures if future.done() and future.exception() is not None]
+            return [future.result() for future in failed or futures]
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _may_pass(err: BaseException) -> bool:
+    """Return True for errors that another attempt may not have."""
+    import httpx2
+
+    if isinstance(err, RemoteError):
+        # 501 is that of an endpoint that the server will not have a moment later.
+        return err.status in (408, 429) or (err.status or 0) >= 500 and err.status != 501
+    own = (httpx2.UnsupportedProtocol, httpx2.LocalProtocolError, httpx2.SSEError)
+    return isinstance(err, httpx2.TransportError) and not isinstance(err, own)
+
+
+def _refusal(response: "httpx2.Response", where: str) -> RemoteError:
+    """Return the error of a response that is not a success."""
+    response.read()
+    err = RemoteError(
+        f"{where}: {response.request.url} must accept the request.",
+        got=f"{response.status_code} {response.reason_phrase}: {_message(response)}",
+    )
+    err.status, err.retry_after_s = response.status_code, _seconds(response.headers.get("Retry-After"))
+    return err
+
+
+# Any: JSON.
+def _failure(event: dict[str, Any], where: str) -> RemoteError:
+    """Return the error of a stream that reports one."""
+    found = event["error"] if isinstance(event["error"], dict) else {"message": event["error"]}
+    err = RemoteError(f"{where}: the stream must end with a response.", got=found.get("message"))
+    code = found.get("code")
+    err.status = code if isinstance(code, int) else None
+    return err
+
+
+def _message(response: "httpx2.Response") -> str:
+    """Return the explanation in the body of a refusal."""
+    try:
+        found = response.json()
+        found = found.get("error", found.get("detail", found))
+        return str(found.get("message", found) if isinstance(found, dict) else found)
+    except (ValueError, AttributeError):
+        return response.text[:500]
+
+
+def _seconds(header: str | None) -> float | None:
+    """Return the seconds that a Retry-After header, a number or a date, is away; None without one that can be read."""
+    if header is None:
+        return None
+    try:
+        seconds = float(header)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(header).timestamp() - time.time()
+        except ValueError:
+            return None
+    return max(seconds, 0.0) if math.isfinite(seconds) else None

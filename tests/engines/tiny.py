@@ -1,0 +1,39 @@
+"""A tiny Llama and its tokenizer in a folder, as an engine reads them."""
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+TEXT = ["the quick brown fox jumps over the lazy dog", "hello world, this is some text"]
+
+
+def make_model(seed, **options):
+    """A Llama of two layers; an engine on a CPU wants heads of 32."""
+    torch.manual_seed(seed)
+    config = {
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.3,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+    }
+    return LlamaForCausalLM(LlamaConfig(**(config | options))).eval()
+
+
+def make_tokenizer():
+    """Bytes, and a few merges."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<pad>", "<eos>"], initial_alphabet=alphabet)
+    backend.train_from_iterator(TEXT * 10, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")

@@ -1,0 +1,144 @@
+"""Distillation against sums over candidates and torch's divergences."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributions import Categorical, kl_divergence
+
+from tdfunc.llm.losses import distill, distill_on_policy
+from tests.llm.losses.data import combine, make, tokens
+from tests.llm.losses.test_policy import SEEDS, close
+
+VOCAB = 7
+
+
+def distributions(seed, mask):
+    """Log-probs (*mask, V) of two models, with poison where the mask is False."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(2, *mask.shape, VOCAB, generator=generator, dtype=torch.float64)
+    return torch.where(mask.unsqueeze(-1), logits.log_softmax(-1), torch.nan).unbind(0)
+
+
+def divergence(p, q):
+    """KL(p || q) of lists of probabilities."""
+    return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0)
+
+
+def jensen_shannon(student, teacher, beta):
+    """The generalized divergence of lists of probabilities."""
+    if beta in (0, 1):
+        return divergence(student, teacher) if beta else divergence(teacher, student)
+    middle = [beta * t + (1 - beta) * s for s, t in zip(student, teacher, strict=True)]
+    return beta * divergence(teacher, middle) + (1 - beta) * divergence(student, middle)
+
+
+def over(probabilities, candidates, tail):
+    """The probabilities of candidates, with what becomes of the others."""
+    kept = [probabilities[k] for k in candidates]
+    if tail == "bucket":
+        return [*kept, 1 - sum(kept)]
+    return [p / sum(kept) for p in kept] if tail == "renormalize" else kept
+
+
+@settings(max_examples=12)
+@given(
+    seed=SEEDS,
+    beta=st.sampled_from([0, 0.0, 0.3, 0.5, 1.0]),
+    tail=st.sampled_from([None, "bucket", "renormalize"]),
+    normalize=st.sampled_from(["token", "sequence", 7.5]),
+)
+def test_distill_is_its_formula(seed, beta, tail, normalize):
+    """Of the teacher's likeliest tokens, or of all; with weights."""
+    s = make(seed, rows=3)
+    student, teacher = distributions(seed, s.mask)
+    top = VOCAB if tail is None else 3
+    ids = teacher.nan_to_num(0).topk(top, -1).indices
+    parts = []
+    for b, row in enumerate(tokens(s.mask)):
+        parts.append([])
+        for t in row:
+            kept = ids[b, t].tolist()
+            p, q = (over(x[b, t].exp().tolist(), kept, tail) for x in (student, teacher))
+            parts[-1].append(s.weights[b, t].item() * jensen_shannon(p, q, beta))
+
+    options = {"beta": beta, "tail": tail, "normalize": normalize, "weights": s.weights}
+    found = distill(student.gather(-1, ids), teacher.gather(-1, ids), s.mask, **options)
+    close(found.loss, float(combine(parts, normalize)))
+
+
+def test_over_all_tokens_it_is_torchs_divergence():
+    """Forward and reverse."""
+    mask = torch.ones(2, 3)
+    student, teacher = distributions(0, mask.bool())
+    p, q = Categorical(logits=student), Categorical(logits=teacher)
+
+    torch.testing.assert_close(distill(student, teacher, mask).loss, kl_divergence(q, p).mean())
+    torch.testing.assert_close(distill(student, teacher, mask, beta=1.0).loss, kl_divergence(p, q).mean())
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_a_bucket_gives_a_lower_bound_that_is_exact_at_last(beta):
+    """More candidates never give less, and all of them, with an empty bucket, the whole divergence."""
+    mask = torch.ones(2, 3)
+    student, teacher = distributions(1, mask.bool())
+    order = teacher.argsort(-1, descending=True)
+    student, teacher = student.gather(-1, order), teacher.gather(-1, order)
+    found = [
+        distill(student[..., :k], teacher[..., :k], mask, beta=beta, tail="bucket").loss for k in range(1, VOCAB + 1)
+    ]
+
+    assert all(less <= more + 1e-12 for less, more in zip(found, found[1:], strict=False))
+    torch.testing.assert_close(found[-1], distill(student, teacher, mask, beta=beta).loss)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("tail", [None, "renormalize"])
+def test_candidates_of_probability_zero_add_nothing(beta, tail):
+    """Padding of the candidates with -inf in both models changes neither the loss nor its gradient."""
+    mask = torch.ones(2, 3)
+    student, teacher = distributions(2, mask.bool())
+    none = torch.full((2, 3, 2), -torch.inf, dtype=torch.float64)
+    losses = []
+    for extra in (none[..., :0], none):
+        own = student.clone().requires_grad_()
+        loss = distill(torch.cat([own, extra], -1), torch.cat([teacher, extra], -1), mask, beta=beta, tail=tail).loss
+        losses.append((loss, torch.autograd.grad(loss, own)[0]))
+
+    torch.testing.assert_close(losses[0], losses[1])
+
+
+def test_a_teacher_that_cuts_tokens():
+    """Its forward divergence is finite, with its gradient; the reverse one infinite where the student does not cut."""
+    student = torch.tensor([[[0.5, 0.25, 0.25]]]).log().requires_grad_()
+    teacher = torch.tensor([[[0.5, 0.5, 0.0]]]).log()
+    for beta in (0.0, 0.5):
+        loss = distill(student, teacher, torch.ones(1, 1), beta=beta).loss
+        assert loss.isfinite()
+        assert torch.autograd.grad(loss, student)[0].isfinite().all()
+
+    torch.testing.assert_close(distill(student, teacher, torch.ones(1, 1)).loss, torch.tensor(0.5 * math.log(2)))
+    assert distill(student, teacher, torch.ones(1, 1), beta=1.0).loss == torch.inf
+
+
+def test_on_policy_the_gradient_is_that_of_the_reverse_divergence():
+    """Weighted by the probabilities of all tokens that may be drawn, now or from an older student."""
+    logits = torch.randn(VOCAB, dtype=torch.float64, requires_grad=True)
+    teacher, older = torch.randn(2, VOCAB, dtype=torch.float64).log_softmax(-1)
+    log_p = logits.log_softmax(-1)
+    exact = torch.autograd.grad((log_p.exp() * (log_p - teacher)).sum(), logits, retain_graph=True)[0]
+    for drawn_from, old in ((log_p.detach(), None), (older, older.unsqueeze(1))):
+        loss = distill_on_policy(
+            log_p.unsqueeze(1), teacher.unsqueeze(1), torch.ones(VOCAB, 1), old, weights=drawn_from.exp(), normalize=1.0
+        ).loss
+        torch.testing.assert_close(torch.autograd.grad(loss, logits, retain_graph=True)[0], exact)
+
+
+def test_on_policy_reports_the_divergence():
+    """The mean over tokens of student minus teacher."""
+    s = make(4)
+    found = distill_on_policy(s.log_probs, s.ref, s.mask, s.old)
+
+    close(found.metrics["divergence"], (s.log_probs - s.ref)[s.mask].mean().item())

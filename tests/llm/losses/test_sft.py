@@ -1,0 +1,64 @@
+"""Supervised losses against their formulas and torch's cross entropy."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tdfunc.llm.losses import minor_sft, sft
+from tests.llm.losses.data import average, combine, make, tokens
+from tests.llm.losses.test_policy import SEEDS, close
+from tests.llm.losses.test_preference import log_sigmoid
+
+
+@settings(max_examples=8)
+@given(seed=SEEDS, normalize=st.sampled_from(["token", "sequence", 7.5]), weighted=st.booleans())
+def test_sft_is_its_formula(seed, normalize, weighted):
+    """With and without weights; those of rows are those of their tokens."""
+    s = make(seed)
+    weights = s.weights if weighted else torch.ones_like(s.weights)
+    parts = [[-s.log_probs[b, t].item() * weights[b, t].item() for t in row] for b, row in enumerate(tokens(s.mask))]
+
+    found = sft(s.log_probs, s.mask, weights=s.weights if weighted else None, normalize=normalize)
+    close(found.loss, combine(parts, normalize))
+    close(
+        found.metrics["nll"], average([-s.log_probs[b, t].item() for b, row in enumerate(tokens(s.mask)) for t in row])
+    )
+    rows = s.advantages.abs()
+    spread = rows.unsqueeze(-1).expand(s.mask.shape)
+    assert torch.equal(sft(s.log_probs, s.mask, weights=rows).loss, sft(s.log_probs, s.mask, weights=spread).loss)
+
+
+def test_sft_is_torchs_cross_entropy():
+    """Of logits, with ignored labels."""
+    logits, labels = torch.randn(3, 5, 7, dtype=torch.float64), torch.randint(7, (3, 5))
+    mask = torch.rand(3, 5) < 0.7
+    log_probs = logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.masked_fill(~mask, -100).flatten())
+    torch.testing.assert_close(sft(log_probs, mask).loss, expected)
+
+
+@settings(max_examples=8)
+@given(seed=SEEDS, beta=st.floats(0.05, 2), mean=st.booleans())
+def test_minor_sft_is_its_formula(seed, beta, mean):
+    """Rows that are far above the reference hardly learn."""
+    s = make(seed)
+    losses = []
+    for b, row in enumerate(tokens(s.mask)):
+        gap = sum(s.log_probs[b, t].item() - s.ref[b, t].item() for t in row)
+        losses.append(-log_sigmoid(beta * (gap / len(row) if mean else gap)) if row else 0.0)
+
+    close(minor_sft(s.log_probs, s.ref, s.mask, beta=beta, average=mean).loss, average(losses))
+
+
+@pytest.mark.parametrize(("gap", "share"), [(0.0, 0.5), (30.0, 1 / (1 + math.exp(3.0)))])
+def test_minor_sft_slows_down(gap, share):
+    """Its gradient is that of the log-likelihood times beta sigmoid(-beta gap)."""
+    log_probs = torch.full((1, 1), -1.0, dtype=torch.float64, requires_grad=True)
+    loss = minor_sft(log_probs, log_probs.detach() - gap, torch.ones(1, 1), beta=0.1).loss
+
+    close(torch.autograd.grad(loss, log_probs)[0], [[-0.1 * share]])

@@ -1,0 +1,344 @@
+"""Responses in all input modes: texts, messages and ids of one response agree; keys, samples, batching."""
+
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tdfunc import TensorDict
+from tdfunc.llm import (
+    ChatHistory,
+    History,
+    Text,
+    Tokens,
+    TokenTemplate,
+    TransformersWrapper,
+    causal_lm,
+    chat_ids,
+    qwen,
+    score,
+)
+from tdfunc.llm.generation.response import Response
+from tests.helpers import assert_pure
+from tests.llm.models import make
+from tests.llm.tokens import make_tokenizer
+from tests.llm.wrappers.fake import FakeWrapper
+
+tokenizers = pytest.importorskip("tokenizers")
+TOKENIZER = make_tokenizer()
+CHATS = [
+    [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello there"}],
+    [{"role": "user", "content": "a much longer question than the other one"}],
+]
+PROMPTS = History.from_chats(CHATS)
+SAMPLING = {"max_new_tokens": 6, "temperature": 0.7}
+
+
+def wrapper_for(mode="history", **options):
+    """A wrapper of a tiny model that knows the tokenizer's tokens."""
+    options = {"generate_kwargs": SAMPLING, "pad_output": True} | options
+    return TransformersWrapper(
+        make("llama", vocab_size=len(TOKENIZER)), tokenizer=TOKENIZER, input_mode=mode, **options
+    )
+
+
+def inputs_of(mode):
+    """The two prompts as a tree of each mode."""
+    texts = PROMPTS.apply_chat_template(tokenizer=TOKENIZER)
+    if mode == "history":
+        return TensorDict({"history": ChatHistory(prompt=PROMPTS, batch_size=[2])}, [2])
+    if mode == "text":
+        return TensorDict({"text": Text(prompt=texts, batch_size=[2])}, [2])
+    batch = TOKENIZER(texts, padding=True, padding_side="left", return_tensors="pt")
+    tokens = Tokens(prompt=batch["input_ids"], batch_size=[2])
+    return TensorDict({"tokens": tokens, "attention_mask": batch["attention_mask"].bool()}, [2])
+
+
+class Speaker(FakeWrapper):
+    """A backend that replies with given texts, one for each prompt in turn."""
+
+    replies = ()
+    reasons = ()
+
+    def _speak(self, k, prompt, prompt_log_probs):
+        tokens = torch.tensor(TOKENIZER(self.replies[k])["input_ids"])
+        return Response(tokens, self.reasons[k], log_probs=-torch.ones(len(tokens)))
+
+
+class Server(FakeWrapper):
+    """A backend that gives texts alone."""
+
+    def _speak(self, k, prompt, prompt_log_probs):
+        return Response(None, "stop", text=f"reply {k}")
+
+
+def speak(replies, reasons, **options):
+    """A wrapper that replies with these texts."""
+    made = Speaker(tokenizer=TOKENIZER, input_mode="history", chat_template=qwen, **options)
+    made.replies, made.reasons = replies, reasons
+    return made
+
+
+@pytest.mark.parametrize("samples", [None, 3])
+def test_all_modes_draw_one_response(samples):
+    """History, text and tokens give the same ids and numbers for one key, padded and ragged; inputs stay."""
+    outs = {}
+    for mode in ("history", "text", "tokens"):
+        td = inputs_of(mode)
+        call = wrapper_for(mode, num_samples=samples)
+        outs[mode] = assert_pure(lambda td, call=call: call(td, key=7), td)
+        assert set(td.keys()) < set(outs[mode].keys())
+    size = torch.Size([2] if samples is None else [2, samples])
+    first = outs["history"]
+
+    for out in outs.values():
+        assert out.batch_size == size
+        assert torch.equal(out["tokens"].full, first["tokens"].full)
+        assert torch.equal(out["masks"].all_attention_mask, first["masks"].all_attention_mask)
+        torch.testing.assert_close(out["log_probs"].full, first["log_probs"].full)
+        torch.testing.assert_close(out["log_probs"].behaviour, first["log_probs"].behaviour)
+    assert first["text"].full == outs["text"]["text"].full
+    ragged = wrapper_for(pad_output=False, num_samples=samples)(inputs_of("history"), key=7)
+    flat = [row for part in ragged["log_probs"].response for row in ([part] if samples is None else part)]
+    padded = first["log_probs"].response.reshape(len(flat), -1)
+    for row, values in zip(flat, padded, strict=True):
+        torch.testing.assert_close(row, values[: len(row)])
+        assert (values[len(row) :] == 0).all()
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    cuts=st.fixed_dictionaries(
+        {}, optional={"top_k": st.integers(1, 9), "top_p": st.floats(0.3, 0.95), "min_p": st.floats(0.01, 0.2)}
+    ),
+    temperature=st.sampled_from([0.5, 1.0, 1.5]),
+)
+def test_scoring_a_response_gives_its_log_probs(seed, cuts, temperature):
+    """The scorer has the generator's raw and behaviour log-probs, so that the ratio is 1; `full` exists."""
+    kwargs = {"max_new_tokens": 5, "temperature": temperature, **cuts}
+    wrapper = wrapper_for("tokens", generate_kwargs=kwargs, prompt_log_probs=True)
+    out = wrapper(inputs_of("tokens"), key=seed)
+    lp, scorer = out["log_probs"], wrapper.get_new_version(generate=False)
+
+    again = scorer(out)["log_probs"]
+    assert torch.equal(lp.mask, again.mask)
+    torch.testing.assert_close(lp.full, again.full, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(lp.response, again.response, atol=1e-4, rtol=1e-5)
+    lm, params, buffers = causal_lm(wrapper.model)
+    under = score(lm, params, out, buffers=buffers, temperature=temperature, under="behaviour")["log_probs"]
+    torch.testing.assert_close(lp.behaviour, under.behaviour, atol=1e-4, rtol=1e-5)
+    less = wrapper.get_new_version(prompt_log_probs=False)(inputs_of("tokens"), key=seed)["log_probs"]
+    width = out["tokens"].prompt.shape[1]
+    assert not less.mask[:, :width].any()
+    assert torch.equal(less.full[:, width:], lp.full[:, width:])
+
+
+def test_a_response_depends_on_its_key_and_prompt_alone():
+    """A row alone draws as in a batch with its place's key; other keys draw others; without one sampling raises."""
+    wrapper, td = wrapper_for("history", num_samples=4), inputs_of("history")
+    both, again, other = wrapper(td, key=1), wrapper(td, key=1), wrapper(td, key=2)
+    one = wrapper(td[:1], key=1)
+
+    assert torch.equal(both["tokens"].full, again["tokens"].full)
+    assert not torch.equal(both["tokens"].response, other["tokens"].response)
+    lengths = both["masks"].all_attention_mask[:1, :, -both["tokens"].response.shape[-1] :].sum(-1)
+    for row, full, length in zip(one["tokens"].response[0], both["tokens"].response[0], lengths[0], strict=True):
+        assert torch.equal(row[:length], full[:length])
+    assert len({tuple(row.tolist()) for row in both["tokens"].response[0]}) > 1
+    with pytest.raises(ValueError, match="random key"):
+        wrapper(td)
+
+
+def test_replies_are_parsed_and_keep_their_ids():
+    """Messages have content, thinking and calls; the conversation's ids are those of the prompt and the response."""
+    call = '<tool_call>\n{"name": "now", "arguments": {"zone": "utc"}}\n</tool_call>'
+    replies = ["<think>\nhm\n</think>\n\nyes<|im_end|>", f"{call}<|im_end|>", "the fox ju", "one stop two"]
+    reasons = ["stop", "stop", "length", "stop"]
+    prompts = History.from_chats([CHATS[0], CHATS[1], CHATS[0], CHATS[1]])
+    wrapper = speak(
+        replies, reasons, generate_kwargs={"max_new_tokens": 99, "stop_sequences": ["stop"]}, pad_output=True
+    )
+    out = wrapper(TensorDict({"history": ChatHistory(prompt=prompts, batch_size=[4])}, [4]))
+
+    messages = [chat[0] for chat in out["history"].response.tolist()]
+    assert [each.get("content") for each in messages] == ["yes", "", "the fox ju", "one stop two"] or messages[1].get(
+        "content"
+    ) is None
+    assert messages[0]["reasoning_content"] == "hm"
+    assert messages[1]["tool_calls"][0]["function"] == {"name": "now", "arguments": {"zone": "utc"}}
+    assert [each["finish_reason"] for each in messages] == ["stop", "tool_calls", "length", "stop_string"]
+    assert [each.get("is_complete", True) for each in messages] == [True, True, False, True]
+    assert out["text"].response == replies
+    assert out["text"].full == [a + b for a, b in zip(out["text"].prompt, replies, strict=True)]
+    mask = out["masks"].all_attention_mask
+    full = [row[valid].tolist() for row, valid in zip(out["tokens"].full, mask, strict=True)]
+    template = TokenTemplate(TOKENIZER, qwen)
+    assert chat_ids(template, out["history"].full) == full
+    scored = wrapper.get_new_version(generate=False)(out)
+    assert [
+        row[valid].tolist()
+        for row, valid in zip(scored["tokens"].full, scored["masks"].all_attention_mask, strict=True)
+    ] == full
+    wrote = [int(row.sum()) for row in scored["masks"].all_assistant_mask]
+    assert wrote == [len(TOKENIZER(reply)["input_ids"]) for reply in replies]
+
+
+def test_the_ids_of_a_rollout_only_grow():
+    """Three turns: each prompt begins with the ids of the turn before."""
+    wrapper = wrapper_for("history", pad_output=False, chat_template_name="chatml")
+    td = inputs_of("history")
+    before = [[], []]
+    for turn in range(3):
+        out = wrapper(td, key=turn)
+        for old, prompt in zip(before, out["tokens"].prompt, strict=True):
+            assert prompt[: len(old)].tolist() == old
+        before = [row.tolist() for row in out["tokens"].full]
+        asked = out["history"].full.append(History(role="user", content=["and?", "why?"], batch_size=[2]))
+        assert [len(chat) for chat in asked.tolist()] == [2 * turn + 4, 2 * turn + 3]
+        td = TensorDict({"history": ChatHistory(prompt=asked, batch_size=[2])}, [2])
+
+
+def test_a_reply_that_only_ends_goes_on():
+    """A reply of another special token alone has no content, and keeps its ids in the next turn."""
+    wrapper = speak(["</s>"], ["stop"])
+    out = wrapper(TensorDict({"history": ChatHistory(prompt=History.from_chats(CHATS[0]), batch_size=[])}))
+
+    assert out["history"].response.tolist()[0]["content"] == ""
+    ids = chat_ids(TokenTemplate(TOKENIZER, qwen), out["history"].full)
+    assert ids == out["tokens"].full.tolist()
+
+
+def test_texts_of_responses_follow_their_prompts():
+    """A tokenizer that drops the space of a text's first word keeps that of a response's."""
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"▁the": 0, "▁fox": 1, "▁ran": 2}, unk_token="▁the"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.decoder = tokenizers.decoders.Metaspace(prepend_scheme="first")
+    transformers = pytest.importorskip("transformers")
+    wrapper = FakeWrapper(tokenizer=transformers.PreTrainedTokenizerFast(tokenizer_object=backend), input_mode="text")
+
+    out = wrapper(TensorDict({"text": Text(prompt="the fox", batch_size=[])}))
+    assert (out["text"].response, out["text"].full) == (" ran", "the fox ran")
+
+
+def test_special_tokens_are_left_out_on_request():
+    """`skip_special_tokens` concerns the texts of responses alone."""
+    wrapper = speak(["yes<|im_end|>"], ["stop"], generate_kwargs={"skip_special_tokens": True})
+    out = wrapper(TensorDict({"history": ChatHistory(prompt=PROMPTS[1], batch_size=[])}))
+
+    assert out["text"].response == "yes"
+    assert out["tokens"].response[-1] == TOKENIZER.eos_token_id
+
+
+def test_a_server_of_texts_gives_texts_alone():
+    """Without ids there are texts and messages, and no numbers, also not those of an earlier call."""
+    wrapper = Server(tokenizer=TOKENIZER, input_mode="history")
+    out = wrapper(wrapper_for()(inputs_of("history"), key=0))
+
+    assert out["text"].response == ["reply 0", "reply 1"]
+    assert [chat[0]["content"] for chat in out["history"].response.tolist()] == ["reply 0", "reply 1"]
+    assert set(out.keys()) == {"history", "text"}
+
+
+def test_log_probs_are_left_out_on_request():
+    """With `logprobs=False` there are none, also not those of an earlier call."""
+    wrapper = wrapper_for("text")
+    out = wrapper(inputs_of("text"), key=0)
+    less = wrapper.get_new_version(generate_kwargs={**SAMPLING, "logprobs": False})(out, key=0)
+
+    assert set(less.keys()) == {"text", "tokens", "masks"}
+    assert torch.equal(less["tokens"].full, out["tokens"].full)
+
+
+def test_no_new_tokens_are_empty_responses():
+    """`max_new_tokens=0` gives responses without tokens."""
+    for pad_output in (True, False):
+        out = wrapper_for(pad_output=pad_output, generate_kwargs={"max_new_tokens": 0})(inputs_of("history"))
+        assert [len(row) for row in out["tokens"].response] == [0, 0]
+        assert out["text"].response == ["", ""]
+        assert [len(row) for row in out["log_probs"].response] == [0, 0]
+
+
+# -- batching -----------------------------------------------------------------------------------------------------
+
+
+def ask(wrapper, count, results, **options):
+    """Call the wrapper in a thread for each of a number of prompts."""
+
+    def one(i):
+        td = TensorDict({"tokens": Tokens(prompt=torch.tensor([[i + 1] * (i % 3 + 1)]), batch_size=[1])}, [1])
+        try:
+            results[i] = wrapper(td, **options)
+        except BaseException as err:
+            results[i] = err
+
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def test_calls_of_threads_run_together():
+    """Rows of several threads are one call of the backend, and each caller gets its own."""
+    wrapper = FakeWrapper(input_mode="tokens", min_batch_size=4, max_batch_size=4, batching_timeout=60, pad_output=True)
+    results = {}
+    for thread in ask(wrapper, 8, results):
+        thread.join(30)
+
+    assert wrapper.batching
+    assert [len(prompts) for prompts, *_ in wrapper.calls] == [4, 4]
+    assert all(results[i]["tokens"].response[0, 0] == i + 2 for i in range(8))
+
+
+def test_batched_draws_are_those_of_the_calls_alone():
+    """Together with others' rows, rows draw what they draw alone; scores keep their gradients."""
+    alone = wrapper_for("tokens", num_samples=2)
+    together = alone.get_new_version(min_batch_size=3, batching_timeout=60)
+    results, own = {}, {}
+    for thread in [*ask(together, 3, results, key=5), *ask(alone, 3, own, key=5)]:
+        thread.join(60)
+    td = inputs_of("tokens")
+    full = TensorDict({"tokens": Tokens(full=td["tokens"].prompt, batch_size=[2])}, [2])
+
+    for i in range(3):
+        assert torch.equal(results[i]["tokens"].full, own[i]["tokens"].full)
+    scored = together.get_new_version(generate=False, min_batch_size=2)(full)["log_probs"].full
+    torch.testing.assert_close(scored, alone.get_new_version(generate=False)(full)["log_probs"].full)
+    assert scored.requires_grad
+    with torch.no_grad():
+        assert not together.get_new_version(generate=False, min_batch_size=2)(full)["log_probs"].full.requires_grad
+
+
+def test_the_queue_can_be_flushed_and_cancelled():
+    """`cleanup_batching(flush=True)` answers those who wait; without it their calls are cancelled."""
+    wrapper = FakeWrapper(input_mode="tokens", min_batch_size=99, batching_timeout=600)
+    for flush in (True, False):
+        results = {}
+        threads = ask(wrapper, 3, results)
+        deadline = time.monotonic() + 20
+        while wrapper.get_batching_state()["queue_size"] < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(wrapper.cleanup_batching(flush=flush)) == 3
+        for thread in threads:
+            thread.join(30)
+        assert [isinstance(results[i], TensorDict) for i in range(3)] == [flush] * 3
+    assert wrapper.get_new_version(min_batch_size=None).get_batching_state() == {"batching": False}
+
+
+def test_one_bad_request_fails_alone():
+    """A row that cannot be answered raises in its own call."""
+
+    class Picky(FakeWrapper):
+        def generate_tokens(self, prompts, options, **rest):
+            if any([int(prompt[0]) == 2 for prompt in prompts]):
+                raise ValueError("two")
+            return super().generate_tokens(prompts, options, **rest)
+
+    wrapper = Picky(input_mode="tokens", min_batch_size=3, batching_timeout=60)
+    results = {}
+    for thread in ask(wrapper, 3, results):
+        thread.join(30)
+    assert [type(results[i]) for i in range(3)] == [TensorDict, ValueError, TensorDict]

@@ -1,0 +1,459 @@
+"""A model behind a real HTTP server has the numbers of the model itself, whatever happens on the way."""
+
+import copy
+import functools
+import math
+import pickle
+import threading
+import time
+from email.utils import formatdate
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tdfunc as tdf
+from tdfunc import RemoteError, TensorDict, UnsupportedError
+from tdfunc.llm import ChatHistory, History, RemoteWrapper, Text, Tokens, TransformersWrapper
+from tdfunc.llm.generation.options import GenerationOptions
+from tdfunc.llm.wrappers.server import _seconds
+from tests.llm.models import VOCAB, make, row_log_probs
+from tests.llm.tokens import make_tokenizer
+from tests.llm.wrappers.serving import COMPLETIONS, EOS, IDS, Service, answer, cut, refuse, report, reset
+
+MODEL = make("llama")
+PROMPTS = [torch.tensor([5, 9, 11]), torch.tensor([7]), torch.tensor([3, 4, 90, 2, 8])]
+SENDS = pytest.mark.parametrize(
+    ("ids_endpoint", "stream"), [(True, False), (True, True), (False, False), (False, True)]
+)
+
+
+@pytest.fixture
+def serve():
+    """Start services that end with the test."""
+    made = []
+
+    def start(model=MODEL, **options):
+        made.append(Service(model, **options))
+        return made[-1]
+
+    yield start
+    for service in made:
+        service.close()
+
+
+def connect(service, **options):
+    """A wrapper of a service, which tries again at once."""
+    defaults = {"input_mode": "tokens", "backoff_s": 0.0, "timeout_s": 20.0, "max_retries": 2}
+    return RemoteWrapper("tiny", base_url=service.url, **{**defaults, **options})
+
+
+def parse(**options):
+    """Options of generation."""
+    return GenerationOptions.parse({"max_new_tokens": 6, **options})
+
+
+@functools.cache
+def greedy(prompt):
+    """The greedy response of transformers to a tuple of ids, with its log-probs."""
+    ids = torch.tensor([prompt])
+    full = MODEL.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=6,
+        eos_token_id=EOS,
+        pad_token_id=0,
+    )[0]
+    return full[len(prompt) :], row_log_probs(MODEL, full)[len(prompt) - 1 :]
+
+
+def check(found, prompts=PROMPTS):
+    """Assert that responses are those of the model."""
+    assert len(found) == len(prompts)
+    for response, prompt in zip(found, prompts, strict=True):
+        tokens, log_probs = greedy(tuple(prompt.tolist()))
+        assert response.tokens.tolist() == tokens.tolist()
+        assert torch.allclose(response.log_probs, log_probs, atol=1e-5)
+        assert response.finish_reason == ("stop" if tokens[-1] == EOS else "length")
+
+
+@SENDS
+def test_responses_are_the_models(serve, ids_endpoint, stream):
+    """Ids and log-probs are those of transformers, by both endpoints, whole or token by token."""
+    service = serve(ids_endpoint=ids_endpoint)
+    found = connect(service, stream=stream).generate_tokens(PROMPTS, parse())
+
+    check(found)
+    assert {each.version for each in found} == {"7+8" if ids_endpoint else None}
+    # One request for each row; without the first endpoint no more than one more for each.
+    paths = service.paths
+    assert paths.count(IDS if ids_endpoint else COMPLETIONS) == len(PROMPTS)
+    assert set(paths) <= ({IDS} if ids_endpoint else {IDS, COMPLETIONS})
+
+
+def test_the_endpoint_is_looked_for_once(serve):
+    """After the first response the missing endpoint is not asked for again."""
+    service = serve(ids_endpoint=False)
+    wrapper = connect(service)
+    for _ in range(3):
+        wrapper.generate_tokens(PROMPTS[:1], parse())
+
+    assert service.paths == [IDS, COMPLETIONS, COMPLETIONS, COMPLETIONS]
+
+
+@SENDS
+def test_scores_are_those_of_transformers(serve, ids_endpoint, stream):
+    """Rows of ids have the log-probs of `TransformersWrapper`, in its layout."""
+    ids = torch.tensor([[0, 5, 9, 11], [0, 0, 0, 7], [3, 4, 90, 2]])
+    td = TensorDict({"tokens": Tokens(full=ids, batch_size=[3]), "attention_mask": ids > 0}, [3])
+    options = {"input_mode": "tokens", "generate": False, "pad_output": True}
+    own = TransformersWrapper(MODEL, **options)(td)["log_probs"]
+    wrapper = connect(serve(ids_endpoint=ids_endpoint), stream=stream, **options)
+    found = wrapper(td)["log_probs"]
+
+    assert torch.allclose(found.full, own.full.detach(), atol=1e-5)
+    assert torch.equal(found.mask, own.mask)
+    rows = wrapper.score_tokens([torch.zeros(0, dtype=torch.int64), torch.tensor([4]), *PROMPTS])
+    assert [row.tolist() for row in rows[:2]] == [[], [0.0]]
+    assert torch.allclose(rows[2][1:], row_log_probs(MODEL, PROMPTS[0]), atol=1e-5)
+
+
+def test_a_response_depends_on_its_key_and_prompt_alone(serve):
+    """Alone or in a batch it is the same; other keys give others."""
+    service = serve()
+    wrapper, options = connect(service), parse(temperature=1.0, num_return_sequences=2, max_new_tokens=8)
+    keys = tdf.random.split(tdf.random.key(3), 4)
+    found = wrapper.generate_tokens(PROMPTS[:2], options, keys=keys)
+    alone = wrapper.generate_tokens(PROMPTS[1:2], options, keys=keys[2:])
+
+    assert [each.tokens.tolist() for each in found[2:]] == [each.tokens.tolist() for each in alone]
+    assert found[0].tokens.tolist() != found[1].tokens.tolist()
+    for response, prompt in zip(found, [PROMPTS[0]] * 2 + [PROMPTS[1]] * 2, strict=True):
+        full = torch.cat([prompt, response.tokens])
+        assert torch.allclose(response.log_probs, row_log_probs(MODEL, full)[len(prompt) - 1 :], atol=1e-5)
+    seeds = [body["sampling_params"]["seed"] for _, body, _ in service.requests]
+    assert len(set(seeds)) == 4
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+@pytest.mark.parametrize("ids_endpoint", [True, False])
+def test_every_option_is_sent(serve, ids_endpoint):
+    """Those that are off, too: a server has defaults of its own."""
+    service = serve(ids_endpoint=ids_endpoint)
+    wrapper = connect(service)
+    own = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.5}
+    given = parse(
+        **own, min_new_tokens=2, stop_sequences="x", stop_token_ids=[4], eos_token_ids=[5], max_tokens=3, logprobs=False
+    )
+    wrapper.generate_tokens(PROMPTS[:1], given, keys=tdf.random.key(0)[None])
+    wrapper.generate_tokens(PROMPTS[:1], parse(max_new_tokens=1))
+    first, second = [
+        body.get("sampling_params", body) for path, body, _ in service.requests if path == IDS or not ids_endpoint
+    ][-2:]
+
+    assert {name: first[name] for name in own} == own
+    assert (first["max_tokens"], first["min_tokens"], first["stop"]) == (3, 2, ["x"])
+    assert (first["stop_token_ids"], first["ignore_eos"]) == ([4, 5], True)
+    assert "logprobs" not in first
+    off = {"temperature": 0.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "logprobs": 0}
+    assert {name: second[name] for name in off} == off
+    assert not second["ignore_eos"]
+    assert "seed" not in second
+
+
+def test_a_server_without_token_ids_gives_texts_alone(serve):
+    """Tokens, masks and log-probs are None, the reply has the server's text, and scoring raises."""
+    model = make("llama", vocab_size=400)
+    service = serve(model, ids_endpoint=False, token_ids=False)
+    tokenizer = make_tokenizer()
+    options = {"tokenizer": tokenizer, "generate_kwargs": {"max_new_tokens": 2}, "input_mode": "text"}
+    wrapper = connect(service, **options)
+    out = wrapper(TensorDict({"text": Text(prompt=["the fox"], batch_size=[1])}, [1]))
+    (response,) = wrapper.generate_tokens([torch.tensor(tokenizer("the fox").input_ids)], parse(max_new_tokens=2))
+
+    assert (response.tokens, response.log_probs) == (None, None)
+    assert response.text.count("<") == 2
+    assert out["text"].response == [response.text]
+    assert not {"tokens", "masks", "log_probs"} & set(out.keys())
+    history = History.from_chats([{"role": "user", "content": "the fox"}])
+    td = TensorDict({"history": ChatHistory(prompt=history.unsqueeze(0), batch_size=[1])}, [1])
+    reply = wrapper.get_new_version(input_mode="history", chat_template_name="chatml")(td)["history"].response
+    assert reply[0, 0].role == "assistant"
+    assert reply[0, 0].token_ids is None
+    with pytest.raises(UnsupportedError, match="only a server that gives token ids can score"):
+        wrapper.score_tokens(PROMPTS)
+
+
+def test_control_strings_of_a_user_stay_text(serve):
+    """The ids that the server gets are those of safe encoding; the reply has the ids that it was sampled as."""
+    service, tokenizer = serve(make("llama", vocab_size=400)), make_tokenizer()
+    wrapper = connect(
+        service, tokenizer=tokenizer, input_mode="history", chat_template_name="chatml",
+        generate_kwargs={"max_new_tokens": 3},
+    )  # fmt: skip
+    history = History.from_chats([{"role": "user", "content": "<|im_end|>"}])
+    out = wrapper(TensorDict({"history": ChatHistory(prompt=history.unsqueeze(0), batch_size=[1])}, [1]))
+    ((path, body, _),) = service.requests
+
+    assert path == IDS
+    assert body["token_ids"].count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 1
+    assert out["tokens"].prompt[0].tolist() == body["token_ids"]
+    assert out["history"].response[0, 0].token_ids == out["tokens"].response[0].tolist()
+
+
+def test_a_status_that_may_pass_is_retried(serve):
+    """The response is that of the next attempt."""
+    service = serve()
+    wrapper = connect(service)
+    for status in (408, 429, 500, 503):
+        service.requests.clear()
+        service.faults = [refuse(status), refuse(status), None]
+        check(wrapper.generate_tokens(PROMPTS[:1], parse()), PROMPTS[:1])
+        assert len(service.requests) == 3
+
+        service.faults = [refuse(status)] * 3
+        with pytest.raises(RemoteError, match=f"got: +{status} .*refused {status}") as found:
+            wrapper.generate_tokens(PROMPTS[:1], parse())
+        assert found.value.status == status
+        assert len(service.requests) == 6
+
+
+def test_another_refusal_is_not_retried(serve):
+    """It raises with the server's explanation and names the response."""
+    service = serve()
+    wrapper = connect(service)
+    for status in (400, 401, 422):
+        service.requests.clear()
+        service.faults = [refuse(status)]
+        with pytest.raises(RemoteError, match=f"response 0: .*must accept(?s:.)*{status} .*refused") as found:
+            wrapper.generate_tokens(PROMPTS[:1], parse())
+        assert found.value.status == status
+        assert len(service.requests) == 1
+        assert pickle.loads(pickle.dumps(found.value)).status == status
+
+
+def test_a_missing_model_is_refused_by_both_endpoints(serve):
+    """404 and 403 may mean the endpoint, so that the other one is tried; its answer counts."""
+    service = serve()
+    wrapper = connect(service)
+    for status in (403, 404, 405, 501):
+        service.requests.clear()
+        service.faults = [refuse(status), refuse(status)]
+        with pytest.raises(RemoteError, match=f"completions must(?s:.)*refused {status}"):
+            wrapper.generate_tokens(PROMPTS[:1], parse())
+        assert service.paths == [IDS, COMPLETIONS]
+
+    service.requests.clear()
+    check(wrapper.generate_tokens(PROMPTS[:1], parse()), PROMPTS[:1])
+    service.faults = [refuse(404)]
+    with pytest.raises(RemoteError, match="refused 404"):
+        wrapper.generate_tokens(PROMPTS[:1], parse())
+    assert service.paths == [IDS, IDS]
+
+
+def test_the_time_that_a_server_gives_is_waited_for(serve):
+    """Seconds or a date."""
+    service = serve()
+    service.faults = [refuse(429, Retry_After="0.2"), refuse(503, Retry_After=formatdate(time.time() - 9, usegmt=True))]
+    check(connect(service, backoff_s=30.0).generate_tokens(PROMPTS[:1], parse()), PROMPTS[:1])
+
+    first, second, third = service.times
+    assert second - first >= 0.2
+    assert third - second < 10
+    assert 55 < _seconds(formatdate(time.time() + 60, usegmt=True)) <= 61
+    assert [_seconds(header) for header in (None, "soon", "inf", "-3")] == [None, None, None, 0.0]
+
+
+def test_a_connection_that_breaks_is_retried(serve):
+    """Reset before an answer, or broken in a stream; no part of a response is ever returned."""
+    service = serve()
+    service.faults = [reset, reset]
+    check(connect(service).generate_tokens(PROMPTS[:1], parse()), PROMPTS[:1])
+    service.faults = [cut(2, clean=False), None]
+    check(connect(service, stream=True).generate_tokens(PROMPTS[:1], parse()), PROMPTS[:1])
+    assert len(service.requests) == 5
+
+    service.faults = [cut(2, clean=False)] * 3
+    with pytest.raises(RemoteError, match="must answer(?s:.)*RemoteProtocolError"):
+        connect(service, stream=True).generate_tokens(PROMPTS[:1], parse())
+    service.close()
+    with pytest.raises(RemoteError, match="ConnectError"):
+        connect(service).generate_tokens(PROMPTS[:1], parse())
+
+
+@pytest.mark.parametrize("ids_endpoint", [True, False])
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_stream_that_is_cut_raises(serve, ids_endpoint, count):
+    """A stream that ends without a reason is not a response, and is not tried again."""
+    service = serve(ids_endpoint=ids_endpoint)
+    wrapper = connect(service, stream=True)
+    check(wrapper.generate_tokens(PROMPTS[:1], parse()), PROMPTS[:1])
+    before = len(service.requests)
+    service.faults = [cut(count, clean=True)]
+
+    with pytest.raises(RemoteError, match="must be whole(?s:.)*the stream was cut"):
+        wrapper.generate_tokens(PROMPTS[:1], parse())
+    assert len(service.requests) == before + 1
+
+
+def test_an_error_in_a_stream_is_that_of_its_code(serve):
+    """500 is retried, 400 is not."""
+    service = serve()
+    service.faults = [report(500)]
+    check(connect(service, stream=True).generate_tokens(PROMPTS[:1], parse()), PROMPTS[:1])
+    service.faults = [report(400)]
+    with pytest.raises(RemoteError, match="must end with a response(?s:.)*lost"):
+        connect(service, stream=True).generate_tokens(PROMPTS[:1], parse())
+
+    assert len(service.requests) == 3
+
+
+def test_a_silent_server_raises_and_a_slow_stream_does_not(serve):
+    """The timeout is that of silence: a stream may take longer."""
+    slow = serve(delay_s=0.6)
+    start = time.monotonic()
+    with pytest.raises(RemoteError, match="ReadTimeout"):
+        connect(slow, timeout_s=0.05, max_retries=1).generate_tokens(PROMPTS[:1], parse())
+    assert time.monotonic() - start < 0.6
+    assert len(slow.requests) == 2
+
+    service = serve()
+    service.faults = [lambda handler: answer(handler, pause_s=0.06)]
+    check(connect(service, stream=True, timeout_s=0.3).generate_tokens(PROMPTS[:1], parse()), PROMPTS[:1])
+
+
+def test_the_limit_of_concurrency_holds_for_all_threads(serve):
+    """Requests run at the same time, and no more than the limit."""
+    service = serve(delay_s=0.02)
+    wrapper = connect(service, max_concurrency=3)
+    found = [None] * 3
+
+    def act(index):
+        found[index] = wrapper.generate_tokens(PROMPTS, parse(max_new_tokens=6))
+
+    threads = [threading.Thread(target=act, args=(index,), daemon=True) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+
+    for responses in found:
+        check(responses)
+    assert service.most_active == 3
+
+
+ALTERED = [
+    # The prompt was cut.
+    ({"prompt_token_ids": [5, 9]}, "form of its endpoint(?s:.)*a prompt of 2 tokens"),
+    # A log-prob is missing, all are, or one is null.
+    ({"logprobs": {"token_logprobs": [-1.0]}}, "1 log-probs of 6 tokens"),
+    ({"logprobs": None}, "0 log-probs of 6 tokens"),
+    ({"logprobs": {"token_logprobs": [None] * 6}}, "form of its endpoint"),
+    ({"finish_reason": "abort"}, "must be whole(?s:.)*'abort'"),
+    ({"token_ids": ["a"]}, "form of its endpoint"),
+]
+
+
+def test_an_answer_that_does_not_fit_raises(serve):
+    """No tokens or log-probs are made up or mixed up; a page of a proxy is not an answer."""
+    service = serve(ids_endpoint=False)
+    wrapper = connect(service)
+    for change, pattern in ALTERED:
+        service.alter = lambda answer, change=change: {"choices": [{**answer["choices"][0], **change}]}
+        with pytest.raises(RemoteError, match=pattern):
+            wrapper.generate_tokens(PROMPTS[:1], parse())
+    for body in (b"<html>", b"{}", b'{"choices": 3}', b"[]"):
+        service.faults = [lambda handler, body=body: handler.reply(200, body)]
+        with pytest.raises(RemoteError, match="form of its endpoint"):
+            wrapper.generate_tokens(PROMPTS[:1], parse())
+
+
+def test_the_lowest_number_is_minus_infinity(serve):
+    """JSON has no infinities; servers send -9999."""
+    service = serve(ids_endpoint=False)
+    service.alter = lambda answer: {
+        "choices": [{**answer["choices"][0], "logprobs": {"token_logprobs": [None, -9999.0, -2.0]}}]
+    }
+
+    assert connect(service).score_tokens(PROMPTS[:1])[0].tolist() == [0.0, -math.inf, -2.0]
+
+
+def test_the_wrapper_gives_samples_and_scores_of_prompts(serve):
+    """[B, N] responses with log-probs of prompt and response, equal to a scoring of the whole."""
+    service = serve()
+    wrapper = connect(
+        service, num_samples=2, prompt_log_probs=True, pad_output=True,
+        generate_kwargs={"max_new_tokens": 3, "temperature": 1.0},
+    )  # fmt: skip
+    ids = torch.tensor([[0, 5, 9], [0, 0, 7]])
+    out = wrapper(TensorDict({"tokens": Tokens(prompt=ids, batch_size=[2]), "attention_mask": ids > 0}, [2]), rng=0)
+    log_probs, mask = out["log_probs"], out["masks"].all_attention_mask
+
+    assert log_probs.response.shape[:2] == (2, 2)
+    for index in [(0, 0), (0, 1), (1, 0), (1, 1)]:
+        row = out["tokens"].full[index][mask[index]]
+        assert torch.allclose(log_probs.full[index][log_probs.mask[index]], row_log_probs(MODEL, row), atol=1e-5)
+    assert len(service.requests) == 2 * 2 + 1
+
+
+def test_no_tokens_need_no_server(serve):
+    """Empty responses and empty batches make no requests."""
+    service = serve()
+    wrapper = connect(service)
+    found = wrapper.generate_tokens(PROMPTS, parse(max_new_tokens=0))
+
+    assert [(each.tokens.tolist(), each.log_probs.tolist(), each.finish_reason) for each in found] == [
+        ([], [], "length")
+    ] * 3
+    assert wrapper.generate_tokens([], parse()) == wrapper.score_tokens([]) == []
+    assert service.requests == []
+
+
+def test_a_copy_connects_by_itself(serve):
+    """The wrapper is copied and pickled with its key, which is sent and not shown."""
+    service = serve()
+    wrapper = connect(service, api_key="s3cret")
+    check(wrapper.generate_tokens(PROMPTS[:1], parse()), PROMPTS[:1])
+    for other in (
+        pickle.loads(pickle.dumps(wrapper)),
+        copy.deepcopy(wrapper),
+        wrapper.get_new_version(pad_output=True),
+    ):
+        check(other.generate_tokens(PROMPTS[:1], parse()), PROMPTS[:1])
+
+    assert {headers["Authorization"] for _, _, headers in service.requests} == {"Bearer s3cret"}
+    assert "s3cret" not in repr(wrapper) + repr(vars(wrapper)) + repr(vars(wrapper._server))
+
+
+FAULTS = st.lists(st.sampled_from(["answer", "reset", "busy", "cut"]), max_size=12)
+
+
+@given(FAULTS, st.booleans(), st.data())
+@settings(max_examples=3)
+def test_rows_keep_their_order_among_faults(faults, stream, data):
+    """Each prompt has its own response, whichever requests fail on the way."""
+    check_faults(faults, stream, data)
+
+
+@pytest.mark.slow
+@given(FAULTS, st.booleans(), st.data())
+@settings(max_examples=60)
+def test_rows_keep_their_order_among_many_faults(faults, stream, data):
+    """The same, for more rows and faults."""
+    check_faults(faults, stream, data)
+
+
+def check_faults(faults, stream, data):
+    """Assert it for faults of the next requests."""
+    kinds = {"answer": None, "reset": reset, "busy": refuse(503), "cut": cut(1, clean=False)}
+    lengths = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
+    generator = torch.Generator().manual_seed(len(faults))
+    prompts = [torch.randint(2, VOCAB, (length,), generator=generator) for length in lengths]
+    service = Service(MODEL)
+    try:
+        service.faults = [kinds[kind] if stream or kind != "cut" else reset for kind in faults]
+        check(connect(service, stream=stream, max_retries=13).generate_tokens(prompts, parse()), prompts)
+    finally:
+        service.close()
