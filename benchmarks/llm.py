@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 import tdfunc as tdf
 from benchmarks.rows import OURS, Case, Row, Suite
-from tdfunc.llm import History, Tokens, causal_lm, score
+from tdfunc.llm import GenerationOptions, History, Tokens, causal_lm, generate_tokens, score
 
-MODEL, PADDED, TOKENIZER = "model and log_softmax", "padded", "tokenizer"
+MODEL, PADDED, TOKENIZER, GENERATE = "model and log_softmax", "padded", "tokenizer", "model.generate and log_softmax"
+NEW_TOKENS = 32
 LENGTHS, UNEVEN = (256, 241, 250, 233), (400, 30, 40, 20, 60, 10, 80, 25)
 TURNS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -85,6 +86,51 @@ def score_cases() -> list[Case]:
     ]
 
 
+def generate_cases() -> list[Case]:
+    # Any: a model of transformers.
+    model: Any = make_model()
+    # No response ends before the last token.
+    model.generation_config.eos_token_id = None
+    lm, params, buffers = causal_lm(model)
+    ids, mask = make_rows(LENGTHS)
+    rows = [row[valid] for row, valid in zip(ids, mask, strict=True)]
+    width = max(LENGTHS)
+    left = torch.stack([nn.functional.pad(row, (width - len(row), 0)) for row in rows])
+    valid = torch.arange(width) >= width - torch.tensor(LENGTHS).unsqueeze(1)
+    keys = tdf.random.split(tdf.random.key(0), len(rows))
+    cases: list[Case] = []
+    for name, options in {
+        "greedy": {},
+        "sampled": {"temperature": 0.8},
+        "sampled with top_k 50": {"temperature": 0.8, "top_k": 50},
+        "sampled with top_p 0.9": {"temperature": 1.0, "top_p": 0.9},
+    }.items():
+        parsed = GenerationOptions.parse({"max_new_tokens": NEW_TOKENS, **options})
+
+        def ours(parsed: GenerationOptions = parsed) -> list[Tensor]:
+            found = generate_tokens(lm, params, rows, parsed, keys=keys, buffers=buffers)
+            return [torch.stack([getattr(row, name) for row in found]) for name in ("tokens", "log_probs")]
+
+        def theirs(options: dict[str, Any] = options) -> list[Tensor]:
+            sampling = {"do_sample": True, "top_k": 0, **options} if options else {"do_sample": False}
+            out: Any = model.generate(
+                left,
+                attention_mask=valid.long(),
+                max_new_tokens=NEW_TOKENS,
+                pad_token_id=0,
+                output_logits=True,
+                return_dict_in_generate=True,
+                **sampling,
+            )
+            new = out.sequences[:, width:]
+            return [new, torch.stack(out.logits, 1).log_softmax(-1).gather(-1, new.unsqueeze(-1)).squeeze(-1)]
+
+        if not options:
+            torch.testing.assert_close(ours(), theirs(), atol=1e-4, rtol=1e-4)
+        cases.append(Case(f"generate {NEW_TOKENS} tokens, {name}", {OURS: ours, GENERATE: theirs}))
+    return cases
+
+
 def make_chats() -> list[list[dict[str, str]]]:
     """Return 64 conversations of 8 messages of 5 to 40 words."""
     draw = random.Random(0)
@@ -138,7 +184,7 @@ def chat_cases() -> list[Case]:
 
 
 def llm_cases() -> list[Case]:
-    return score_cases() + chat_cases()
+    return score_cases() + generate_cases() + chat_cases()
 
 
 def _of(form: str) -> tuple[str, ...]:
@@ -149,15 +195,27 @@ SUITE = Suite(
     "llm",
     "Language models",
     "A Llama of 4 layers, 256 wide, with a vocabulary of 32,000, in float32 and without gradients; `packed` lets short "
-    "rows share one row of the batch. Chat templates: 64 conversations of 8 messages, against the tokenizer's own call "
+    "rows share one row of the batch. Generation: 4 prompts of about 256 tokens, responses with their log-probs, "
+    "against `model.generate` with the same options and `output_logits=True`. Chat templates: 64 conversations of 8 "
+    "messages, against the tokenizer's own call "
     "with the same arguments on lists of dicts. A template without `{% generation %}` gives no masks there.",
     llm_cases,
     (
         Row("log-probs of tokens", MODEL, 1.0, "at most", ("score 4 rows of about 256 tokens",)),
         Row("packed rows", PADDED, 1.5, "faster", ("score 8 rows of 10 to 400 tokens, packed",)),
+        Row(
+            "responses with log-probs",
+            GENERATE,
+            1.05,
+            "at most",
+            tuple(
+                f"generate {NEW_TOKENS} tokens, {name}"
+                for name in ("greedy", "sampled", "sampled with top_k 50", "sampled with top_p 0.9")
+            ),
+        ),
         Row("conversations as text", TOKENIZER, 1.2, "at most", _of("text")),
         Row("conversations as ids", TOKENIZER, 1.2, "at most", _of("ids")),
         Row("conversations as ids with masks", TOKENIZER, 2.0, "at most", _of("masks")),
     ),
-    (score_ways, score_cases, chat_cases),
+    (score_ways, score_cases, generate_cases, chat_cases),
 )
