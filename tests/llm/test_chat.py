@@ -11,7 +11,17 @@ from tdfunc import LazyStack, TensorDict
 from tdfunc.llm import History, JinjaTemplate, chatml, qwen
 from tdfunc.llm.templates.base import conversation_in
 from tests.llm.test_templates import FORGED, TOOLS
-from tests.llm.tokens import CHATML, FORGETFUL, GENERATION, SPECIAL, TEXT_ARGUMENTS, ZEPHYR, make_tokenizer, messages
+from tests.llm.tokens import (
+    CHATML,
+    FORGETFUL,
+    GENERATION,
+    SPECIAL,
+    TEXT_ARGUMENTS,
+    ZEPHYR,
+    make_tokenizer,
+    messages,
+    transformers,
+)
 
 CHATS = [
     [{"role": "user", "content": "yes"}, {"role": "assistant", "content": "yes"}],
@@ -289,3 +299,17 @@ def test_threads_share_a_tokenizer():
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(call, chats)) == alone
+
+
+def test_a_tokenizer_that_renders_itself_is_asked():
+    """Processors and tokenizers without Jinja have an `apply_chat_template` of their own, which gives the text."""
+
+    class Own(transformers.PreTrainedTokenizerFast):
+        def apply_chat_template(self, conversation, **options):
+            return [f"{len(chat)} messages" for chat in conversation]
+
+    made = make_tokenizer()
+    tokenizer = Own(tokenizer_object=made.backend_tokenizer)
+    history = History.from_chats([[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}] * 2])
+
+    assert history.apply_chat_template(tokenizer=tokenizer) == ["1 messages", "2 messages"]
