@@ -336,12 +336,14 @@ def tie_error(call: str, first: Path, path: Path) -> TieError:
 
 def shape_error(path: Path, leaf: Any, shape: Size) -> LeafMismatchError:
     """Return the error for a leaf that does not fit the module."""
-    is_stacked = isinstance(leaf, Tensor) and leaf.shape[1:] == shape
+    hint = "the tree belongs to another architecture."
+    if isinstance(leaf, Tensor) and leaf.shape[1:] == shape:
+        hint = "the tree is stacked: use tdfunc.Ensemble(apply)(tree, x), torch.vmap, or one member, tree[i]."
+    elif isinstance(leaf, Tensor) and leaf.shape == shape[1:]:
+        hint = "the tree has one member: an Ensemble of E members takes tree.expand(E), buffers as well."
     return LeafMismatchError(
         f"apply: leaf {dotted(path)!r} does not fit the module.",
         expected=f"shape {tuple(shape)}",
         got=f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__,
-        hint="the tree is stacked: use tdfunc.Ensemble(apply)(tree, x), torch.vmap, or one member, tree[i]."
-        if is_stacked
-        else "the tree belongs to another architecture.",
+        hint=hint,
     )

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from tdfunc._jit.tracing import recorder
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.context import has_values, in_functorch, is_compiling
-from tdfunc.core.errors import UnsupportedError
+from tdfunc.core.errors import CaptureError, UnsupportedError
 from tdfunc.core.memory import find_overlaps, repeats_itself, span_bytes
 from tdfunc.optim._base import How
 from tdfunc.optim._checks import check_scheduled
@@ -123,9 +123,18 @@ class Run:
         """Return whether autograd differentiates the step by a hyperparameter, or by a value of a schedule."""
         if not torch.is_grad_enabled():
             return False
-        scheduled = [value(self.count) for value in self.hyper.values() if callable(value)]
-        values = [*self.tensors.values(), *scheduled]
+        values = [*self.tensors.values(), *[self._scheduled(value) for value in self.hyper.values() if callable(value)]]
         return any([isinstance(value, Tensor) and value.requires_grad for value in values])
+
+    def _scheduled(self, schedule: Callable[[Tensor], Any]) -> Any:
+        """Return the value of a schedule, or None where it reads tensors of its own while a trace is recorded."""
+        try:
+            return schedule(self.count)
+        except CaptureError:
+            # Each replay calls the schedule itself, outside of the trace.
+            if recorder() is None:
+                raise
+            return None
 
     def _step_plain(
         self, params: Leaves, grads: Leaves, slots: Slots, scalars: dict[str, Tensor]

@@ -104,6 +104,7 @@ TREES = [
     (MLP, lambda p, b: (p.set(("0", "weight"), torch.zeros(7, 5)), b), LeafMismatchError,
      r"leaf '0.weight' does not fit the module.*shape \(4, 3\).*shape \(7, 5\).*architecture"),
     (MLP, lambda p, b: (stack([p, p]), b), LeafMismatchError, r"\(4, 3\).*\(2, 4, 3\).*tdfunc.Ensemble\(apply\)"),
+    (MLP, lambda p, b: (p.set(("0", "weight"), torch.zeros(3)), b), LeafMismatchError, r"\(4, 3\).*\(3,\).*expand"),
     (MLP, lambda p, b: (tree_map(lambda _: 1, p), b), LeafMismatchError, r"'0.weight'.*shape \(4, 3\).*int"),
     (MLP, lambda p, b: (p.delete(("0", "bias")), b), TreeStructureError, "Sequential: '0.bias' is missing.*3 of them"),
     (MLP, lambda p, b: (p.set(("0", "nope"), torch.zeros(1)), b), TreeStructureError,

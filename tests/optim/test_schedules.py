@@ -11,6 +11,8 @@ from torch.optim import lr_scheduler
 import tdfunc as tdf
 from tdfunc.optim import schedules
 
+PEAKS = torch.logspace(-3, -1, 3)
+
 SCHEDULES = {
     "constant": schedules.constant(0.3),
     "linear": schedules.linear(0.1, 1.0, 7, transition_begin=3),
@@ -95,17 +97,30 @@ def test_values_are_those_of_torch(scheduler, schedule):
 
 def test_each_member_has_its_own():
     """Peaks of shape (E,) with a state of E members train each as it would train alone."""
-    peaks = torch.logspace(-3, -1, 3)
     params = tdf.TensorDict({"w": torch.ones(3, 2)}, [3])
-    opt = tdf.optim.adam(lr=schedules.warmup_cosine_decay(0.0, peaks, 2, 6))
+    opt = tdf.optim.adam(lr=schedules.warmup_cosine_decay(0.0, PEAKS, 2, 6))
     state = opt.init(params)
-    alone = [tdf.optim.adam(lr=schedules.warmup_cosine_decay(0.0, float(peak), 2, 6)) for peak in peaks]
+    alone = [tdf.optim.adam(lr=schedules.warmup_cosine_decay(0.0, float(peak), 2, 6)) for peak in PEAKS]
     rows = [(params[i], one.init(params[i])) for i, one in enumerate(alone)]
     for _ in range(5):
         params, state = opt.update(params, params, state)
         rows = [one.update(row, row, own) for one, (row, own) in zip(alone, rows, strict=True)]
 
     torch.testing.assert_close(params["w"], torch.stack([row["w"] for row, _ in rows]))
+
+
+@pytest.mark.parametrize("schedule", [schedules.warmup_cosine_decay(0.0, PEAKS, 2, 6), lambda step: PEAKS * 0.5**step])
+def test_jit_takes_a_schedule_with_tensors_of_its_own(schedule):
+    """A replayed step has the rate of its own step for each member, as a step without a trace has."""
+    opt = tdf.optim.adam(lr=schedule)
+    step = tdf.jit(lambda params, grads, state: opt.update(params, grads, state))
+    params = tdf.TensorDict({"w": torch.randn(3, 2)}, [3])
+    found = expected = (params, opt.init(params))
+    for _ in range(5):
+        grads = torch.randn_like(params)
+        found, expected = step(found[0], grads, found[1]), opt.update(expected[0], grads, expected[1])
+
+    assert torch.equal(found[0]["w"], expected[0]["w"])
 
 
 @given(
