@@ -16,6 +16,7 @@ from tdfunc.llm.functions import MaskedCategorical as MaskedCategorical
 from tdfunc.llm.functions import distribution as distribution
 from tdfunc.llm.functions import logits as logits
 from tdfunc.llm.functions import score as score
+from tdfunc.llm.generation.functions import generate as generate
 from tdfunc.llm.generation.options import GenerationOptions as GenerationOptions
 from tdfunc.llm.generation.response import Response as Response
 from tdfunc.llm.generation.rows import generate_tokens as generate_tokens

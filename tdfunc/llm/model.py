@@ -55,6 +55,7 @@ class CausalLM:
         max_length: The length up to which positions were trained, or None.
         extendable: Longer rows run (rotary positions), with results that nobody trained.
         by_length: Rows of different lengths change each other's results, so that they are scored apart.
+        first_length: Where `by_length`, the length up to which positions do not depend on it.
         eos_ids: The tokens that end a response, of the model's `generation_config`.
     """
 
@@ -65,6 +66,7 @@ class CausalLM:
     max_length: int | None
     extendable: bool
     by_length: bool
+    first_length: int = 0
     eos_ids: tuple[int, ...] = ()
 
     def train(self, mode: bool = True) -> "CausalLM":
@@ -123,9 +125,18 @@ def causal_lm(model: nn.Module, *, copy: bool = True) -> "tuple[CausalLM, Tensor
         max_length=max_length,
         extendable=bool(rope),
         by_length=any([part.get("rope_type") in ("dynamic", "longrope") for part in scaled]),
+        first_length=_first_length(config, scaled),
         eos_ids=_eos_ids(model),
     )
     return replace(lm, head=_find_head(lm, params, buffers, config)), params, buffers
+
+
+# Any: transformers is optional.
+def _first_length(config: Any, scaled: list[dict[str, Any]]) -> int:
+    """Return the length for which scaled positions were trained first, 0 where it is not known."""
+    name = "original_max_position_embeddings"
+    found = [*[part.get(name) for part in scaled], getattr(config, name, None)]
+    return min([length for length in (*found, getattr(config, "max_position_embeddings", None)) if length], default=0)
 
 
 # Any: transformers is optional.
@@ -200,7 +211,7 @@ def next_logits(model: Any, ids_BT: Tensor, mask_BT: Tensor | None, positions_BT
     names = _parameters(forward)
     inputs: dict[str, Any] = {"input_ids": ids_BT, "use_cache": cache is not None}
     if cache is not None:
-        inputs["past_key_values"] = cache
+        inputs["cache_params" if "cache_params" in names else "past_key_values"] = cache
     if mask_BT is not None:
         inputs["attention_mask"] = mask_BT
         if "position_ids" in names:

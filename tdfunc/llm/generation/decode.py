@@ -44,6 +44,14 @@ class Stop(NamedTuple):
     texts: tuple[str, ...]
     decode: Callable[[list[int]], str] | None
 
+    def ended(self, tokens: Tensor) -> Tensor:
+        """Return for rows of tokens (*B, T) whether their text has an end."""
+        if self.decode is None:
+            return torch.zeros(tokens.shape[:-1], dtype=torch.bool, device=tokens.device)
+        texts = [self.decode(row) for row in tokens.flatten(0, -2).tolist()]
+        found = [any([end in text for end in self.texts]) for text in texts]
+        return torch.tensor(found, device=tokens.device).reshape(tokens.shape[:-1])
+
 
 class Context(NamedTuple):
     """The rows that a model has read, and its cache of them.
@@ -84,6 +92,14 @@ def read_tokens(context: Context, ids_B: Tensor) -> tuple[Tensor, Context]:
     return next_logits(model, ids, None, None, None), Context(model, None, ids, mask, last)
 
 
+def select(context: Context, index: Tensor) -> Context:
+    """Return the context of some rows, each of which may come several times."""
+    model, cache, *tensors = context
+    if cache is not None:
+        cache.reorder_cache(index)
+    return Context(model, cache, *[None if x is None else x[index] for x in tensors])
+
+
 def decode(
     model: Any,
     ids_BT: Tensor,
@@ -93,6 +109,7 @@ def decode(
     *,
     uniforms: Callable[[int], Tensor] | None,
     cached: bool,
+    repeats: int = 1,
 ) -> Decoded:
     """Return the responses to prompts, greedy or sampled.
 
@@ -102,18 +119,18 @@ def decode(
         mask_BT: True at tokens; None without pads.
         options: The options, of which `max_new_tokens` is above 0.
         stop: The ends of a response.
-        uniforms: Returns the uniform numbers (B, BLOCK) of a block of steps; None for greedy.
+        uniforms: Returns the uniform numbers (B * N, BLOCK) of a block of steps; None for greedy.
         cached: Whether the model's cache is used.
+        repeats: The number N of responses to each prompt.
     """
     logits, context = read_prompts(model, ids_BT, mask_BT, cached=cached)
     penalty = options.repetition_penalty
-    seen = None
-    if penalty != 1.0:
-        valid = torch.ones_like(ids_BT, dtype=torch.bool) if mask_BT is None else mask_BT.bool()
-        seen = torch.zeros_like(logits, dtype=torch.int64).scatter_add_(1, ids_BT, valid.to(torch.int64)) > 0
-    count, limit = ids_BT.shape[0], options.max_new_tokens or 0
+    seen = seen_in(logits, ids_BT, mask_BT) if penalty != 1.0 else None
+    if repeats > 1:
+        spread = torch.arange(len(ids_BT), device=ids_BT.device).repeat_interleave(repeats)
+        logits, context, seen = logits[spread], select(context, spread), None if seen is None else seen[spread]
+    count, limit = logits.shape[0], options.max_new_tokens or 0
     steps: list[Choice] = []
-    texts = _Texts(stop, count)
     done = torch.zeros(count, dtype=torch.bool, device=ids_BT.device)
     lengths = torch.full((count,), limit, device=ids_BT.device)
     block = None
@@ -128,7 +145,7 @@ def decode(
         steps.append(choice)
         ended = torch.isin(choice.ids, stop.ids)
         if stop.texts:
-            ended = ended | texts.ended(choice.ids, done)
+            ended = ended | stop.ended(torch.stack([each.ids for each in steps], 1))
         lengths = torch.where(ended & ~done, step + 1, lengths)
         done = done | ended
         if step + 1 == limit or bool(done.all()):
@@ -139,23 +156,10 @@ def decode(
     return Decoded(steps, lengths.tolist(), done.tolist())
 
 
-class _Texts:
-    """The tokens of each row so far, and the check of their text."""
-
-    def __init__(self, stop: Stop, count: int) -> None:
-        self._stop = stop
-        self._rows: list[list[int]] = [[] for _ in range(count)]
-
-    def ended(self, ids_B: Tensor, done_B: Tensor) -> Tensor:
-        """Return for each row whether its text has a stop sequence, with these tokens after the earlier ones."""
-        assert self._stop.decode is not None
-        found = [False] * len(self._rows)
-        for i, (token, over) in enumerate(zip(ids_B.tolist(), done_B.tolist(), strict=True)):
-            if not over:
-                self._rows[i].append(token)
-                text = self._stop.decode(self._rows[i])
-                found[i] = any([end in text for end in self._stop.texts])
-        return torch.tensor(found, device=ids_B.device)
+def seen_in(logits_BV: Tensor, ids_BT: Tensor, mask_BT: Tensor | None) -> Tensor:
+    """Return for each row which ids it has (B, V)."""
+    valid = torch.ones_like(ids_BT) if mask_BT is None else mask_BT
+    return torch.zeros_like(logits_BV, dtype=torch.int64).scatter_add_(1, ids_BT, valid) > 0
 
 
 def pad_left(prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:

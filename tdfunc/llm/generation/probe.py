@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from tdfunc.llm.generation.decode import pad_left, read_prompts, read_tokens
+from tdfunc.llm.generation.decode import pad_left, read_prompts, read_tokens, select
 from tdfunc.llm.model import CausalLM, own_logits
 from tdfunc.modules.extract import split
 from tdfunc.modules.functional import Apply
@@ -36,12 +36,15 @@ class Way(NamedTuple):
 _FOUND: WeakKeyDictionary[Apply, Way] = WeakKeyDictionary()
 
 
-def find_way(lm: CausalLM, params: Any, buffers: Any) -> Way:
-    """Return the fastest way that gives each row the results of the row alone."""
+def find_way(lm: CausalLM, params: Any, buffers: Any, length: int) -> Way:
+    """Return the fastest way that gives each row, up to a length, the results of the row alone."""
     found = _FOUND.get(lm.apply)
     if found is None:
         found = _FOUND[lm.apply] = _measure(lm, params, buffers)
-    return found
+    if not lm.by_length:
+        return found
+    # Beyond these positions the frequencies of all earlier ones change, those in the cache too.
+    return Way(padded=False, cached=found.cached and length <= lm.first_length)
 
 
 def _measure(lm: CausalLM, params: Any, buffers: Any) -> Way:
@@ -73,10 +76,13 @@ def _read(model: Any, rows: Sequence[Tensor]) -> list[Tensor]:
     """Return the logits of the last positions of each row, as generation computes them."""
     ids, mask = pad_left([row[:-_STEPS] for row in rows])
     logits, context = read_prompts(model, ids, mask, cached=True)
-    found = [logits]
+    # As several responses to one prompt, of which the last is compared.
+    spread = torch.arange(len(rows), device=ids.device).repeat_interleave(2)
+    found, context = [logits], select(context, spread)
     for step in range(_STEPS, 0, -1):
-        logits, context = read_tokens(context, torch.stack([row[-step] for row in rows]))
-        found.append(logits)
+        new = torch.stack([row[-step] for row in rows])
+        logits, context = read_tokens(context, torch.stack([new.flip(0), new], 1).flatten())
+        found.append(logits[1::2])
     return list(torch.stack(found, 1))
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tdfunc.core.context import has_values
 from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.llm.generation.beams import search
 from tdfunc.llm.generation.decode import BLOCK, Decoded, Stop, decode, pad_left
 from tdfunc.llm.generation.options import GenerationOptions
 from tdfunc.llm.generation.probe import find_way
@@ -68,25 +69,31 @@ def generate_tokens(
     _check(lm, prompts, options, keys, tokenizer, allow_long)
     if not prompts:
         return []
+    # Any: the leaves of a tree.
+    device: Any = next(iter(params.leaves())).device
+    rows = [row.to(device, torch.int64) for row in prompts]
+    count = options.num_return_sequences
+    stop = _stop(lm, options, tokenizer, device)
+    keys = keys.to(device) if keys is not None and options.samples else None
     with torch.no_grad():
-        device = prompts[0].device
-        prompts = [row.to(torch.int64) for row in prompts]
-        scores = _score_prompts(lm, params, prompts, buffers, allow_long) if prompt_log_probs else [None] * len(prompts)
-        count = options.num_return_sequences
-        rows = [row for row in prompts for _ in range(count)]
+        scores = _score_prompts(lm, params, rows, buffers, allow_long) if prompt_log_probs else [None] * len(rows)
         if not options.max_new_tokens:
-            none = prompts[0].new_zeros(0, dtype=torch.float32)
-            empty = Response(
-                prompts[0].new_zeros(0),
-                "length",
-                log_probs=none if options.logprobs else None,
-                behaviour=none if options.samples else None,
-            )
-            found = [empty] * len(rows)
+            found = [_empty(options, device)] * (count * len(rows))
         else:
-            stop = _stop(lm, options, tokenizer, device)
-            found = _generate(lm, params, rows, options, stop, keys if options.samples else None, buffers)
+            found = _generate(lm, params, rows, options, stop, keys, buffers)
+            found = found if options.num_beams == 1 else _scored(lm, params, rows, found, options, buffers)
         return [row._replace(prompt_log_probs=scores[i // count]) for i, row in enumerate(found)]
+
+
+def _empty(options: GenerationOptions, device: torch.device) -> Response:
+    """Return a response without tokens."""
+    none = torch.zeros(0, device=device)
+    return Response(
+        torch.zeros(0, dtype=torch.int64, device=device),
+        "length",
+        log_probs=none if options.logprobs else None,
+        behaviour=none if options.samples else None,
+    )
 
 
 def _generate(
@@ -98,27 +105,55 @@ def _generate(
     keys: Tensor | None,
     buffers: Any,
 ) -> list[Response]:
-    """Return a response to each row, in batches of rows that can be read together."""
-    lengths = [len(row) for row in rows]
-    way = find_way(lm, params, buffers)
-    groups = [list(range(len(rows)))] if way.padded and not lm.by_length else equal_lengths(lengths)
+    """Return the responses to each prompt, in batches of prompts that can be read together."""
+    count, lengths = options.num_return_sequences, [len(row) for row in rows]
+    way = find_way(lm, params, buffers, max(lengths) + (options.max_new_tokens or 0))
+    groups = [list(range(len(rows)))] if way.padded else equal_lengths(lengths)
     found: dict[int, Response] = {}
     for members in groups:
         ids, mask = pad_left([rows[i] for i in members])
-        own = None if keys is None else keys[members]
-        fn = functools.partial(decode, uniforms=_uniforms(own), cached=way.cached)
-        decoded = lm.run(params, fn, ids, mask, options, stop, buffers=buffers)
-        for i, response in zip(members, _responses(decoded), strict=True):
-            if response.log_probs is not None and bool(response.log_probs.isnan().any()):
-                raise error(ValueError, f"generate: the logits of row {i} must be numbers.", got="NaN")
-            found[i] = response
-    return [found[i] for i in range(len(rows))]
+        places = [i * count + n for i in members for n in range(count)]
+        if options.num_beams > 1:
+            fn = functools.partial(search, cached=way.cached)
+            beams = lm.run(params, fn, ids, mask, options, stop, buffers=buffers)
+            responses = [
+                Response(tokens, "stop" if stopped else "length")
+                for pair in zip(*beams, strict=True)
+                for tokens, stopped in list(zip(*pair, strict=True))[:count]
+            ]
+        else:
+            draw = None if keys is None else _uniforms(keys[places])
+            fn = functools.partial(decode, uniforms=draw, cached=way.cached, repeats=count)
+            responses = _responses(lm.run(params, fn, ids, mask, options, stop, buffers=buffers))
+        found |= zip(places, responses, strict=True)
+    for i, response in found.items():
+        if response.log_probs is not None and bool(response.log_probs.isnan().any()):
+            raise error(ValueError, f"generate: the logits of row {i // count} must be numbers.", got="NaN")
+    return [found[i] for i in range(len(found))]
 
 
-def _uniforms(keys_B2: Tensor | None) -> Callable[[int], Tensor] | None:
+def _scored(
+    lm: CausalLM,
+    params: Any,
+    rows: Sequence[Tensor],
+    responses: Sequence[Response],
+    options: GenerationOptions,
+    buffers: Any,
+) -> list[Response]:
+    """Return responses with their log-probs, by one pass over them."""
+    if not options.logprobs:
+        return list(responses)
+    count = options.num_return_sequences
+    whole = [torch.cat([rows[i // count], each.tokens]) for i, each in enumerate(responses) if each.tokens is not None]
+    found = _score_prompts(lm, params, whole, buffers, allow_long=True)
+    return [
+        each._replace(log_probs=values[len(rows[i // count]) :])
+        for i, (each, values) in enumerate(zip(responses, found, strict=True))
+    ]
+
+
+def _uniforms(keys_B2: Tensor) -> Callable[[int], Tensor]:
     """Return the function of uniform numbers of blocks of steps: a row's depend on its key and the step alone."""
-    if keys_B2 is None:
-        return None
 
     def block(number: int) -> Tensor:
         return torch.vmap(lambda key: uniform(fold_in(key, number), (BLOCK,), dtype=torch.float64))(keys_B2)

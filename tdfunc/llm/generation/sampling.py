@@ -75,7 +75,7 @@ def threshold(heated_BV: Tensor, options: GenerationOptions) -> Tensor:
         probs = ordered.softmax(-1)
         # A token stays if those before it hold less than top_p.
         count = (probs.cumsum(-1) - probs < options.top_p).sum(-1, keepdim=True)
-        least = torch.where(count < size, ordered.gather(-1, count - 1), least)
+        least = torch.where(count < size, ordered.gather(-1, (count - 1).clamp(min=0)), least)
     if options.min_p is not None:
         least = torch.maximum(least, heated_BV.amax(-1, keepdim=True) + math.log(options.min_p))
     return least
@@ -91,7 +91,11 @@ def penalize(scores_BV: Tensor, seen_BV: Tensor | None, penalty: float, banned: 
     if seen_BV is not None:
         lower = torch.where(scores_BV < 0, scores_BV * penalty, scores_BV / penalty)
         scores_BV = torch.where(seen_BV, lower, scores_BV)
-    return scores_BV if banned is None else scores_BV.index_fill(-1, banned, -math.inf)
+    if banned is None:
+        return scores_BV
+    # Ends may lie outside of the vocabulary.
+    ids = torch.arange(scores_BV.shape[-1], device=banned.device)
+    return scores_BV.masked_fill(torch.isin(ids, banned), -math.inf)
 
 
 def _chosen(raw_BV: Tensor, ids_B: Tensor) -> Tensor:

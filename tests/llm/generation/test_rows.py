@@ -1,12 +1,16 @@
 """Responses to rows: greedy ones against transformers, each row against itself alone, and what is refused."""
 
+import copy as copying
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
+import transformers as hf
 
-from tdfunc import random
-from tdfunc.llm import causal_lm
-from tdfunc.llm.generation.options import GenerationOptions
-from tdfunc.llm.generation.rows import generate_tokens
+from tdfunc import UnsupportedError, random
+from tdfunc.llm import GenerationOptions, causal_lm, generate_tokens, score_ids
+from tdfunc.llm.generation import probe
+from tdfunc.llm.generation.probe import Way, find_way
 from tests.llm.models import FAMILIES, VOCAB, make, row_log_probs
 
 pytestmark = [
@@ -76,3 +80,207 @@ def test_a_response_depends_on_its_key_and_its_prompt_alone():
     short = GenerationOptions.parse({"max_new_tokens": 3, "temperature": 0.9, "top_p": 0.8})
     for a, b in zip(generate_tokens(lm, params, rows, short, keys=keys, buffers=buffers), together, strict=True):
         assert torch.equal(a.tokens, b.tokens[:3])
+
+
+def test_threads_draw_the_same_tokens():
+    """Calls from threads give the rows of a call alone."""
+    lm, params, buffers = causal_lm(make("llama"))
+    rows, keys = prompts([4, 6]), random.split(random.key(1), 2)
+    options = parse(temperature=1.0, top_k=9)
+
+    def run(i):
+        return generate_tokens(lm, params, rows[i : i + 1], options, keys=keys[i : i + 1], buffers=buffers)[0].tokens
+
+    expected = [run(0), run(1)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(run, [0, 1] * 6, timeout=60))
+    assert all(torch.equal(tokens, expected[i % 2]) for i, tokens in enumerate(found))
+
+
+def test_the_default_generator_is_not_drawn_from():
+    """Neither sampling nor the proof of padding moves it."""
+    lm, params, buffers = causal_lm(make("gpt2"))
+    state = torch.get_rng_state()
+
+    generate_tokens(lm, params, prompts([2]), parse(temperature=1.0), keys=random.key(0)[None], buffers=buffers)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_samples_of_a_prompt_are_those_of_repeated_prompts():
+    """N responses to each prompt lie next to each other, and are drawn from their own keys."""
+    lm, params, buffers = causal_lm(make("llama"))
+    rows, keys = prompts([3, 8]), random.split(random.key(2), 6)
+    found = generate_tokens(lm, params, rows, parse(temperature=1.2, n=3), keys=keys, buffers=buffers)
+
+    repeated = [row for row in rows for _ in range(3)]
+    expected = generate_tokens(lm, params, repeated, parse(temperature=1.2), keys=keys, buffers=buffers)
+    assert [row.tokens.tolist() for row in found] == [row.tokens.tolist() for row in expected]
+    assert len({tuple(row.tokens.tolist()) for row in found}) > 2
+
+
+def test_families_that_read_pads_are_batched_by_length():
+    """The proof finds that Mamba reads left pads and attention does not, and rows of Mamba have their own tokens."""
+    torch.manual_seed(0)
+    config = hf.MambaConfig(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=8, initializer_range=0.3, eos_token_id=1
+    )
+    model = hf.MambaForCausalLM(config).eval()
+    lm, params, buffers = causal_lm(model)
+    assert find_way(lm, params, buffers, 20) == (False, True)
+    llama, *trees = causal_lm(make("llama"))
+    assert find_way(llama, *trees, 20) == (True, True)
+
+    rows = prompts([9, 3, 9, 1])
+    for row, response in zip(rows, generate_tokens(lm, params, rows, parse(), buffers=buffers), strict=True):
+        assert torch.equal(response.tokens, hf_greedy(model, row, max_new_tokens=8))
+
+
+def test_the_proof_finds_a_family_without_a_cache():
+    """Without a cache that the model takes, all tokens are read at each step, and the tokens are the same."""
+    lm, params, buffers = causal_lm(make("llama"))
+    rows = prompts([5, 2])
+    expected = generate_tokens(lm, params, rows, parse(), buffers=buffers)
+
+    copy = lm.train(False)
+    probe._FOUND[copy.apply] = Way(padded=False, cached=False)
+    for a, b in zip(generate_tokens(copy, params, rows, parse(), buffers=buffers), expected, strict=True):
+        assert torch.equal(a.tokens, b.tokens)
+        assert torch.allclose(a.log_probs, b.log_probs, atol=1e-5)
+
+
+def test_positions_that_depend_on_the_length_are_those_of_each_prefix():
+    """Dynamic rotary positions are computed anew beyond the trained length, without a cache of the old ones."""
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0}
+    torch.manual_seed(0)
+    config = hf.LlamaConfig(**FAMILIES["llama"][1], max_position_embeddings=16, rope_parameters=rope)
+    model = hf.LlamaForCausalLM(config).eval()
+    lm, params, buffers = causal_lm(model)
+    rows = prompts([12, 6])
+    assert lm.first_length == 16
+    assert find_way(lm, params, buffers, 16) == (False, True)
+    assert find_way(lm, params, buffers, 17) == (False, False)
+
+    found = generate_tokens(lm, params, rows, parse(), buffers=buffers, allow_long=True)
+    for row, response in zip(rows, found, strict=True):
+        whole = torch.cat([row, response.tokens])
+        for i in range(len(row), len(whole)):
+            with torch.no_grad():
+                logits = copying.deepcopy(model)(whole[None, :i], use_cache=False).logits[0, -1]
+            assert int(logits.argmax()) == int(whole[i])
+            assert torch.allclose(response.log_probs[i - len(row)], logits.log_softmax(-1).max(), atol=1e-4)
+
+
+class Letters:
+    """A tokenizer of one letter for each id."""
+
+    def decode(self, ids, **options):
+        """Return the text."""
+        assert options == {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        return "".join(chr(33 + i) for i in ids)
+
+
+def test_stops_end_a_response_with_the_token_that_completes_them():
+    """By ids, by texts over several tokens, and by none before the least length."""
+    lm, params, buffers = causal_lm(make("gpt2"))
+    rows, letters = prompts([4, 2, 7]), Letters()
+    plain = generate_tokens(lm, params, rows, parse(), buffers=buffers)
+    ids = [response.tokens.tolist() for response in plain]
+    text = letters.decode(ids[0][2:4], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    places = [
+        min([i for i in range(8) if text in "".join(chr(33 + x) for x in row[: i + 1])], default=None) for row in ids
+    ]
+
+    found = generate_tokens(lm, params, rows, parse(stop_sequences=["no", text]), buffers=buffers, tokenizer=letters)
+    for row, response, place in zip(ids, found, places, strict=True):
+        assert response.tokens.tolist() == (row if place is None else row[: place + 1])
+        assert response.finish_reason == ("length" if place is None else "stop")
+    stop = ids[1][3]
+    (one,) = generate_tokens(lm, params, rows[1:2], parse(stop_token_ids=stop), buffers=buffers)
+    assert one.tokens.tolist() == ids[1][: ids[1].index(stop) + 1]
+    (late,) = generate_tokens(lm, params, rows[1:2], parse(stop_token_ids=stop, min_new_tokens=6), buffers=buffers)
+    assert stop not in late.tokens[:6].tolist()
+
+
+def test_no_new_tokens_are_empty_responses():
+    """The model is not run; log-probs and behaviour are empty where there would be some."""
+    lm, params, buffers = causal_lm(make("llama"))
+    options = GenerationOptions.parse({"max_new_tokens": 0, "temperature": 1.0, "n": 2})
+    found = generate_tokens(lm, params, prompts([3]), options, keys=random.split(random.key(0), 2), buffers=buffers)
+
+    assert len(found) == 2
+    for response in found:
+        assert [len(x) for x in response[:1] + response[2:4]] == [0, 0, 0]
+        assert response.finish_reason == "length"
+    assert generate_tokens(lm, params, [], parse(), buffers=buffers) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_log_probs_have_the_dtype_of_the_scorer(dtype):
+    """In float32 or wider, with tokens and values of the scorer."""
+    lm, params, buffers = causal_lm(make("llama"))
+    params, row = params.to(dtype), prompts([6])
+    (found,) = generate_tokens(lm, params, row, parse(), buffers=buffers, prompt_log_probs=True)
+    scores = score_ids(lm, params, torch.cat([row[0], found.tokens])[None], buffers=buffers).log_probs[0]
+
+    assert found.log_probs.dtype == torch.promote_types(dtype, torch.float32)
+    assert torch.allclose(found.log_probs, scores[6:], atol=0.2 if dtype == torch.bfloat16 else 1e-6)
+    assert torch.allclose(found.prompt_log_probs, scores[:6], atol=0.2 if dtype == torch.bfloat16 else 1e-6)
+    assert not found.log_probs.requires_grad
+
+
+def test_the_model_is_left_alone():
+    """Its configurations, mode, hooks and weights are as they were, whatever other weights are drawn with."""
+    model = copying.deepcopy(make("llama")).train()
+    hook = model.register_forward_hook(lambda *_: None)
+    before = (str(model.config), str(model.generation_config), copying.deepcopy(model.state_dict()))
+    lm, params, buffers = causal_lm(model)
+    rows = prompts([4])
+    other = params.apply(lambda leaf: leaf * 1.5)
+    found = generate_tokens(lm, other, rows, parse(), buffers=buffers)[0].tokens
+
+    assert (str(model.config), str(model.generation_config)) == before[:2]
+    assert model.training
+    assert list(model._forward_hooks) == [hook.id]
+    assert all(torch.equal(a, b) for a, b in zip(before[2].values(), model.state_dict().values(), strict=True))
+    other.to_module(model.eval())
+    assert torch.equal(found, hf_greedy(model, rows[0], max_new_tokens=8))
+
+
+REFUSED = [
+    ({"max_new_tokens": None}, {}, ValueError, "max_new_tokens must be given"),
+    ({"temperature": 1.0}, {}, ValueError, "a random key for each response"),
+    ({"temperature": 1.0}, {"keys": random.key(0)}, ValueError, r"shape \(2, 2\)"),
+    ({"stop_sequences": "x"}, {}, ValueError, "stop sequences must come with a tokenizer"),
+    ({}, {"rows": [3, 0]}, ValueError, "row 1 must have tokens"),
+    ({"max_new_tokens": 4096}, {}, ValueError, "row 0 and its response must not be longer"),
+    ({}, {"training": True}, ValueError, "must be in evaluation mode"),
+]
+
+
+@pytest.mark.parametrize(("options", "call", "kind", "pattern"), REFUSED, ids=str)
+def test_wrong_calls_are_errors(options, call, kind, pattern):
+    """Each before any work, with the row or the option."""
+    lm, params, buffers = causal_lm(make("llama"))
+    lm = lm.train(call.get("training", False))
+    with pytest.raises(kind, match=pattern):
+        generate_tokens(
+            lm, params, prompts(call.get("rows", [3, 2])), parse(**options), keys=call.get("keys"), buffers=buffers
+        )
+
+
+def test_logits_that_are_not_numbers_are_errors():
+    """The message names the row, greedy and sampled."""
+    lm, params, buffers = causal_lm(make("llama"))
+    broken = params.apply(lambda leaf: leaf * torch.nan)
+    for options, keys in ((parse(), None), (parse(temperature=1.0, top_p=0.5), random.key(0)[None])):
+        with pytest.raises(ValueError, match="the logits of row 0 must be numbers"):
+            generate_tokens(lm, broken, prompts([3]), options, keys=keys, buffers=buffers)
+
+
+def test_tokens_cannot_be_drawn_inside_a_transform():
+    """The message has the loop over members."""
+    lm, params, buffers = causal_lm(make("llama"))
+    with pytest.raises(UnsupportedError, match="for each member"):
+        torch.vmap(lambda row: generate_tokens(lm, params, [row], parse(), buffers=buffers)[0].tokens)(
+            torch.ones(2, 3, dtype=torch.int64)
+        )

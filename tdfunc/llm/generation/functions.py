@@ -1,0 +1,128 @@
+"""`generate`: responses to the prompts of a tree, as a pure function from trees to trees."""
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Size, Tensor
+
+from tdfunc.core.errors import error
+from tdfunc.core.types import NestedKey
+from tdfunc.llm.generation.options import GenerationOptions
+from tdfunc.llm.generation.rows import generate_tokens
+from tdfunc.llm.model import CausalLM
+from tdfunc.llm.wrappers.inputs import TokenKeys, check_prompts, read_tokens
+from tdfunc.llm.wrappers.replies import row_of
+from tdfunc.llm.wrappers.rows import assembled, padded_records, ragged_records
+from tdfunc.ops.edit import EditMethods
+from tdfunc.random import fold_in
+from tdfunc.random import key as make_key
+
+T = TypeVar("T", bound=EditMethods)
+
+
+def generate(
+    lm: CausalLM,
+    params: Any,
+    td: T,
+    *,
+    key: Tensor | None = None,
+    seed: int | None = None,
+    buffers: Any = None,
+    options: GenerationOptions | None = None,
+    # Any: a tokenizer of transformers.
+    tokenizer: Any = None,
+    prompt_log_probs: bool = False,
+    pad_output: bool | None = None,
+    allow_long: bool = False,
+    tokens_key: NestedKey = "tokens",
+    mask_key: NestedKey = "attention_mask",
+    masks_key: NestedKey = "masks",
+    log_probs_key: NestedKey = "log_probs",
+    # Any: the options have types of their own.
+    **generate_kwargs: Any,
+) -> T:
+    """Return the tree with responses to its prompts, their masks and their log-probs.
+
+    Response i of the batch is drawn by `fold_in(key, i)`, and depends on this key and on its prompt alone. Log-probs
+    are those of the model; `behaviour` and `support` are of the distribution that was drawn from.
+
+    Args:
+        lm: The model, from `causal_lm`.
+        params: Its parameters, or the whole tree.
+        td: A tree with `Tokens`, of which `prompt` is read, padded on any side or ragged.
+        key: The random key of sampling.
+        seed: The seed of such a key.
+        buffers: The buffers of the model, unless `params` has them.
+        options: Checked options; otherwise those of `generate_kwargs` are.
+        tokenizer: Decodes the responses in which stop sequences are looked for.
+        prompt_log_probs: Score the prompts, too.
+        pad_output: Rows of one length, prompts padded at the left and responses at the right; otherwise a ragged stack.
+            By default as the prompts are.
+        allow_long: Generate beyond the positions that the model was trained for, if it can.
+        tokens_key: The place of the tokens, of the prompts and of the result.
+        mask_key: The place of the mask of the prompts, True at tokens; without it that of `masks_key`, else all are
+            tokens.
+        masks_key: The place of the masks of the result.
+        log_probs_key: The place of the log-probs.
+        **generate_kwargs: As for `GenerationOptions.parse`: `max_new_tokens=32, temperature=0.7`.
+
+    Shapes:
+        Prompts (*B, P) give tokens with `prompt` (*B, P), `response` (*B, R) and `full` (*B, P + R). Several responses
+        to a prompt give (*B, N, ...), to which the tree's own entries are expanded.
+
+    Raises:
+        MissingKeyError: The tree has no prompts.
+        LeafMismatchError: The mask has another shape than the prompts.
+        TypeError: An option is unknown.
+        ValueError: A prompt is empty or too long; options are out of range or contradict each other; or tokens are to
+            be sampled without a key.
+        UnsupportedError: Inside a transform.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from tdfunc.llm import Tokens, causal_lm
+        >>> config = GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=20)
+        >>> lm, params, buffers = causal_lm(GPT2LMHeadModel(config))
+        >>> td = TensorDict({"tokens": Tokens(prompt=torch.arange(6).view(2, 3), batch_size=[2])}, [2])
+        >>> out = generate(lm, params, td, seed=0, buffers=buffers, max_new_tokens=4, temperature=1.0)
+        >>> out["tokens"].full.shape, out["log_probs"].response.shape
+        (torch.Size([2, 7]), torch.Size([2, 4]))
+    """
+    if options is not None and generate_kwargs:
+        raise error(
+            TypeError, "generate: options must come alone.", got=", ".join(map(repr, ["options", *generate_kwargs]))
+        )
+    if key is not None and seed is not None:
+        raise error(TypeError, "generate: key and seed must not both be given.", got=f"seed={seed}")
+    options = GenerationOptions.parse(generate_kwargs) if options is None else options
+    lead, count = td._batch_size, options.num_return_sequences
+    inputs = read_tokens(td, TokenKeys(tokens_key, mask_key, masks_key), "prompt", "generate")
+    check_prompts(inputs.rows, lead)
+    total = len(inputs.rows) * count
+    key = make_key(seed) if seed is not None else key
+    responses = generate_tokens(
+        lm,
+        params,
+        [row.ids for row in inputs.rows],
+        options,
+        keys=None if key is None else fold_in(key, torch.arange(total)),
+        buffers=buffers,
+        tokenizer=tokenizer,
+        prompt_log_probs=prompt_log_probs,
+        allow_long=allow_long,
+    )
+    prompts = [row for row in inputs.rows for _ in range(count)]
+    rows = [row_of(*pair).to(pair[0].ids.device) for pair in zip(prompts, responses, strict=True)]
+    # Any: its methods are those of a class in a higher layer.
+    out: Any = td
+    if count > 1:
+        out, lead = out.unsqueeze(len(lead)).expand(*lead, count), Size((*lead, count))
+    if pad_output or (pad_output is None and inputs.layout is not None) or not rows:
+        # As wide as the given prompts, whose masks stay in the tree.
+        least = 0 if inputs.layout is None else inputs.layout.mask.shape[1]
+        records = padded_records(rows, assembled(rows, pad=0, least=least), lead)
+    else:
+        records = ragged_records(rows, lead, None)
+    for place, value in zip((tokens_key, masks_key, log_probs_key), records, strict=True):
+        out = out if value is None else out.set(place, value)
+    return out

@@ -1,0 +1,58 @@
+"""Beam search against transformers, one row at a time."""
+
+import pytest
+import torch
+
+from tdfunc.llm import GenerationOptions, causal_lm, generate_tokens
+from tests.llm.generation.test_rows import prompts
+from tests.llm.models import make, row_log_probs
+
+OPTIONS = [
+    {"num_beams": 4, "num_return_sequences": 3},
+    {"num_beams": 3, "early_stopping": True, "length_penalty": 0.5, "num_return_sequences": 2},
+    {"num_beams": 3, "early_stopping": "never", "length_penalty": 2.0},
+    {"num_beams": 3, "length_penalty": -1.0},
+    {"num_beams": 2, "repetition_penalty": 1.5, "min_new_tokens": 4},
+]
+EOS = [1, 5, 6, 20, 47]
+
+
+def check_beams(name, options):
+    """Assert that beams in a padded batch are those of transformers, and their log-probs those of a row alone."""
+    model = make(name)
+    lm, params, buffers = causal_lm(model)
+    # More ends, so that beams do end.
+    options = {"max_new_tokens": 7, "eos_token_ids": EOS, **options}
+    parsed, rows = GenerationOptions.parse(options), prompts([9, 3, 9, 1], seed=4)
+    found = generate_tokens(lm, params, rows, parsed, buffers=buffers)
+    count = parsed.num_return_sequences
+    reasons = set()
+    options = {("eos_token_id" if name == "eos_token_ids" else name): value for name, value in options.items()}
+    for i, row in enumerate(rows):
+        kwargs = {"attention_mask": torch.ones_like(row[None]), "do_sample": False, "pad_token_id": 96}
+        expected = model.generate(row[None], **kwargs, **options)[:, len(row) :]
+        for ids, response in zip(expected, found[i * count : (i + 1) * count], strict=True):
+            length = len(response.tokens)
+            assert torch.equal(response.tokens, ids[:length])
+            assert (ids[length:] == 96).all()
+            is_ended = int(ids[length - 1]) in EOS
+            assert response.finish_reason == ("stop" if is_ended else "length")
+            assert is_ended or length == 7
+            scores = row_log_probs(model, torch.cat([row, response.tokens]))[len(row) - 1 :]
+            assert torch.allclose(response.log_probs, scores, atol=1e-4)
+            assert response.behaviour is None
+            reasons.add(response.finish_reason)
+    return reasons
+
+
+def test_beams_are_those_of_transformers():
+    """Several responses, each with a score of its own."""
+    assert check_beams("llama", OPTIONS[0]) == {"stop", "length"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("name", ["llama", "gemma2, window", "qwen3_next", "bloom"])
+def test_beams_of_families(name, options):
+    """The same with penalties and all rules of stopping."""
+    check_beams(name, options)

@@ -1,0 +1,160 @@
+"""`generate` on trees: layouts, samples, the ratio of a policy with itself, and what is refused."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tdfunc import LeafMismatchError, MissingKeyError, TensorDict, lazy_stack, random
+from tdfunc.llm import GenerationOptions, LogProbs, Masks, Tokens, causal_lm, generate, generate_tokens, score
+from tests.llm.generation.test_rows import prompts
+from tests.llm.models import make
+
+
+def padded(lengths, side="left", seed=0):
+    """A tree of prompts with pads of any id, their mask, and the rows."""
+    rows, width = prompts(lengths, seed), max(lengths)
+    ids, mask = torch.full((len(rows), width), 7), torch.zeros(len(rows), width, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        part = slice(width - len(row), width) if side == "left" else slice(0, len(row))
+        ids[i, part], mask[i, part] = row, True
+    tokens = Tokens(prompt=ids, batch_size=[len(rows)])
+    return TensorDict({"tokens": tokens, "attention_mask": mask, "name": torch.arange(len(rows))}, [len(rows)]), rows
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_responses_are_those_of_the_rows(side):
+    """Tokens, masks and log-probs of a padded tree are those of `generate_tokens`, with keys folded with the row."""
+    lm, params, buffers = causal_lm(make("llama"))
+    td, rows = padded([5, 2, 9], side)
+    options = {"max_new_tokens": 6, "temperature": 0.9, "top_k": 30}
+    out = generate(lm, params, td, key=random.key(3), buffers=buffers, **options)
+
+    keys = random.fold_in(random.key(3), torch.arange(3))
+    expected = generate_tokens(lm, params, rows, GenerationOptions.parse(options), keys=keys, buffers=buffers)
+    tokens, masks, log_probs = out["tokens"], out["masks"], out["log_probs"]
+    assert isinstance(tokens, Tokens)
+    assert isinstance(masks, Masks)
+    assert isinstance(log_probs, LogProbs)
+    valid = masks.all_attention_mask[:, 9:]
+    for i, (row, response) in enumerate(zip(rows, expected, strict=True)):
+        assert torch.equal(tokens.full[i][masks.all_attention_mask[i]], torch.cat([row, response.tokens]))
+        assert torch.equal(tokens.response[i][valid[i]], response.tokens)
+        assert torch.equal(log_probs.full[i][log_probs.mask[i]], response.log_probs)
+        assert torch.equal(log_probs.behaviour[i][valid[i]], response.behaviour)
+        assert torch.equal(log_probs.support[i][valid[i]][:, : response.support.shape[1]], response.support)
+    assert (log_probs.full[~log_probs.mask] == 0).all()
+    assert not log_probs.mask[:, :9].any()
+    assert torch.equal(out["name"], td["name"])
+    assert "masks" not in td
+    same = generate(lm, params, td, seed=3, buffers=buffers, options=GenerationOptions.parse(options))
+    assert (same["tokens"] == tokens).all()
+
+
+@given(
+    st.sampled_from([0.5, 1.0, 1.6]),
+    st.none() | st.integers(1, 60),
+    st.none() | st.floats(0.1, 0.95),
+    st.none() | st.floats(0.02, 0.5),
+)
+@settings(max_examples=5, deadline=None)
+def test_the_ratio_of_a_policy_with_itself_is_one(temperature, top_k, top_p, min_p):
+    """Scores of the responses, raw and under the sampler, are those that generation gave."""
+    lm, params, buffers = causal_lm(make("llama"))
+    params = params.to(torch.float64)
+    td, _ = padded([6, 3, 1])
+    cuts = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    out = generate(lm, params, td, seed=1, buffers=buffers, max_new_tokens=5, temperature=temperature, **cuts)
+    again = out.set("attention_mask", out["masks"].all_attention_mask)
+    found = score(lm, params, again, buffers=buffers, temperature=temperature, under="behaviour")["log_probs"]
+    raw = score(lm, params, again, buffers=buffers)["log_probs"]
+
+    valid = out["masks"].all_attention_mask[:, 6:]
+    ratio = (found.behaviour - out["log_probs"].behaviour).exp()[valid]
+    assert (ratio - 1).abs().max() < 1e-5
+    torch.testing.assert_close(raw.response[valid], out["log_probs"].response[valid], atol=1e-5, rtol=0)
+
+
+def test_several_responses_are_a_dimension_of_their_own():
+    """Entries of the tree are expanded to it; the prompts' log-probs are scored if they are to be."""
+    lm, params, buffers = causal_lm(make("gpt2"))
+    td, rows = padded([4, 2])
+    options = {"max_new_tokens": 3, "temperature": 1.0, "num_return_sequences": 3}
+    out = generate(lm, params, td, seed=0, buffers=buffers, prompt_log_probs=True, **options)
+
+    assert out.batch_size == (2, 3)
+    assert out["tokens"].response.shape == (2, 3, 3)
+    assert out["name"].tolist() == [[0] * 3, [1] * 3]
+    expected = score(lm, params, td.set("tokens", Tokens(full=td["tokens"].prompt, batch_size=[2])), buffers=buffers)
+    for n in range(3):
+        assert torch.equal(out["log_probs"].mask[:, n, :4], expected["log_probs"].mask)
+        torch.testing.assert_close(out["log_probs"].prompt[:, n], expected["log_probs"].full, atol=1e-5, rtol=0)
+        assert torch.equal(out["tokens"].full[0, n, :4], rows[0])
+
+
+def test_ragged_prompts_give_ragged_responses():
+    """A lazy stack gives one, whose rows are those of the padded call; and each form the other, if it is to be."""
+    lm, params, buffers = causal_lm(make("llama"))
+    td, rows = padded([5, 2])
+    ragged = lazy_stack([TensorDict({"tokens": Tokens(prompt=row)}, []) for row in rows])
+    options = {"seed": 4, "buffers": buffers, "max_new_tokens": 4, "temperature": 1.0}
+    found, expected = generate(lm, params, ragged, **options), generate(lm, params, td, **options)
+
+    for i, row in enumerate(rows):
+        valid = expected["masks"].all_attention_mask[i]
+        assert torch.equal(found[i]["tokens"].full, expected["tokens"].full[i][valid])
+        assert torch.equal(found[i]["tokens"].prompt, row)
+        assert torch.equal(found[i]["log_probs"].full, expected["log_probs"].full[i][valid])
+    other = generate(lm, params, ragged, pad_output=True, **options)
+    assert torch.equal(torch.stack(list(other["tokens"].response)), expected["tokens"].response)
+    other = generate(lm, params, td, pad_output=False, **options)
+    assert torch.equal(other[1]["tokens"].full, found[1]["tokens"].full)
+
+
+def test_one_prompt_without_a_batch():
+    """A tree of batch size () gives a response of its own."""
+    lm, params, buffers = causal_lm(make("llama"))
+    td = TensorDict({"tokens": Tokens(prompt=torch.tensor([3, 4, 5]))}, [])
+
+    out = generate(lm, params, td, buffers=buffers, max_new_tokens=2)
+    assert out["tokens"].full.shape == (5,)
+    assert out["log_probs"].behaviour is None
+
+
+def test_members_have_their_own_responses():
+    """The members of a stack of parameters draw with their own weights: a loop over them."""
+    lm, params, buffers = causal_lm(make("llama"))
+    members = torch.stack([params, params.apply(lambda leaf: leaf * 1.3)])
+    td, _ = padded([4, 4])
+    found = [generate(lm, members[e], td, buffers=buffers, max_new_tokens=4)["tokens"].response for e in range(2)]
+
+    assert torch.equal(found[0], generate(lm, params, td, buffers=buffers, max_new_tokens=4)["tokens"].response)
+    assert not torch.equal(*found)
+
+
+TD = padded([3, 2])[0]
+REFUSED = [
+    (TD, {"temperature": 1.0}, ValueError, "a random key for each response"),
+    (TD, {"no_such": 1}, TypeError, "'no_such' must be one of the options"),
+    (TD, {"key": random.key(0), "seed": 0}, TypeError, "key and seed must not both be given"),
+    (TD, {"options": GenerationOptions(max_new_tokens=2)}, TypeError, "options must come alone"),
+    (TensorDict({}, [2]), {}, MissingKeyError, "prompt"),
+    (TD.set("attention_mask", torch.zeros(2, 3, dtype=torch.bool)), {}, ValueError, "row 0 must have tokens"),
+    (TD.set("attention_mask", torch.ones(2, 4, dtype=torch.bool)), {}, LeafMismatchError, "shape"),
+]
+
+
+@pytest.mark.parametrize(("td", "options", "kind", "pattern"), REFUSED)
+def test_wrong_calls_are_errors(td, options, kind, pattern):
+    """Each names the row, the option or the entry."""
+    lm, params, buffers = causal_lm(make("llama"))
+    with pytest.raises(kind, match=pattern):
+        generate(lm, params, td, buffers=buffers, max_new_tokens=2, **options)
+
+
+def test_an_empty_batch_gives_an_empty_batch():
+    """No rows, no model."""
+    lm, params, buffers = causal_lm(make("llama"))
+    td = TensorDict({"tokens": Tokens(prompt=torch.zeros(0, 3, dtype=torch.int64), batch_size=[0])}, [0])
+
+    assert generate(lm, params, td, buffers=buffers, max_new_tokens=2).batch_size == (0,)
