@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tdfunc as tdf
 from tdfunc import TensorDict
 from tdfunc.llm import (
     ChatHistory,
@@ -18,6 +19,7 @@ from tdfunc.llm import (
     TransformersWrapper,
     causal_lm,
     chat_ids,
+    generate,
     qwen,
     score,
 )
@@ -151,6 +153,18 @@ def test_a_response_depends_on_its_key_and_prompt_alone():
     assert len({tuple(row.tolist()) for row in both["tokens"].response[0]}) > 1
     with pytest.raises(ValueError, match="random key"):
         wrapper(td)
+
+
+def test_it_draws_what_generate_draws():
+    """For one key the wrapper and the pure function have the same responses and numbers."""
+    wrapper, td = wrapper_for("tokens", num_samples=2), inputs_of("tokens")
+    lm, params, buffers = causal_lm(wrapper.model)
+    expected = generate(lm, params, td, key=tdf.random.key(3), buffers=buffers, n=2, **SAMPLING)
+    out = wrapper(td, key=3)
+
+    assert torch.equal(out["tokens"].full, expected["tokens"].full)
+    for name in ("full", "mask", "behaviour"):
+        torch.testing.assert_close(out["log_probs"].get(name), expected["log_probs"].get(name))
 
 
 def test_replies_are_parsed_and_keep_their_ids():
