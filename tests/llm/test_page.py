@@ -1,0 +1,15 @@
+"""The table of faults in docs/llm.md names tests that exist."""
+
+import re
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def test_each_fault_has_a_test():
+    """Thirty rows, each with a function of a file of this folder."""
+    rows = re.findall(r"\| (D\d+) \|.*`([\w/]+\.py)::(\w+)` \|", (HERE.parents[1] / "docs/llm.md").read_text())
+
+    assert [number for number, _, _ in rows] == [f"D{i}" for i in range(1, 31)]
+    for _, file, name in rows:
+        assert f"\ndef {name}(" in (HERE / file).read_text()
