@@ -388,7 +388,7 @@ def test_the_wrapper_gives_samples_and_scores_of_prompts(serve):
         generate_kwargs={"max_new_tokens": 3, "temperature": 1.0},
     )  # fmt: skip
     ids = torch.tensor([[0, 5, 9], [0, 0, 7]])
-    out = wrapper(TensorDict({"tokens": Tokens(prompt=ids, batch_size=[2]), "attention_mask": ids > 0}, [2]), rng=0)
+    out = wrapper(TensorDict({"tokens": Tokens(prompt=ids, batch_size=[2]), "attention_mask": ids > 0}, [2]), key=0)
     log_probs, mask = out["log_probs"], out["masks"].all_attention_mask
 
     assert log_probs.response.shape[:2] == (2, 2)
