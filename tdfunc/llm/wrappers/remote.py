@@ -113,7 +113,7 @@ class RemoteWrapper(LLMWrapperBase):
         else:
             seeds = [None] * len(rows) if keys is None else _seeds(keys)
             found = self._server.each(
-                lambda job: self._respond(*job, options), list(zip(range(len(rows)), rows, seeds, strict=True))
+                lambda job: self._request_response(*job, options), list(zip(range(len(rows)), rows, seeds, strict=True))
             )
         if prompt_log_probs and options.logprobs:
             scores = [score for score in self.score_tokens(prompts) for _ in range(count)]
@@ -130,9 +130,11 @@ class RemoteWrapper(LLMWrapperBase):
         """
         if training:
             raise UnsupportedError("RemoteWrapper: a server has no dropout.", got="training=True")
-        return self._server.each(lambda job: self._score(*job), [(i, row.tolist()) for i, row in enumerate(rows)])
+        return self._server.each(
+            lambda job: self._request_scores(*job), [(i, row.tolist()) for i, row in enumerate(rows)]
+        )
 
-    def _respond(self, index: int, ids: list[int], seed: int | None, options: GenerationOptions) -> Response:
+    def _request_response(self, index: int, ids: list[int], seed: int | None, options: GenerationOptions) -> Response:
         """Return the response to one prompt, of whichever endpoint the server has."""
         where, sampling = f"RemoteWrapper: response {index}", _sampling(options)
         if seed is not None:
@@ -157,7 +159,7 @@ class RemoteWrapper(LLMWrapperBase):
         self._endpoint = _COMPLETIONS
         return found
 
-    def _score(self, index: int, ids: list[int]) -> Tensor:
+    def _request_scores(self, index: int, ids: list[int]) -> Tensor:
         """Return the log-probs of one row."""
         if len(ids) < 2:
             return torch.zeros(len(ids))
