@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
 from tdfunc._jit.memory import Memory, writes_of
+from tdfunc.core.context import is_random
 from tdfunc.core.memory import storage_id
 
 aten = torch.ops.aten
@@ -222,12 +223,4 @@ def _has_effect(node: fx.Node) -> bool:
 
 
 def _is_random(node: fx.Node) -> bool:
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    for i, argument in enumerate(target._schema.arguments):
-        # Attention is tagged as random whether it drops anything or not.
-        if argument.name == "dropout_p":
-            given = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
-            return not isinstance(given, float) or given != 0.0
-    return True
+    return isinstance(node.target, torch._ops.OpOverload) and is_random(node.target, node.args, node.kwargs)

@@ -1,9 +1,9 @@
 """Where the caller runs: eager, or inside a compiler, a transform of torch.func, or a mode that sees every operation.
 
-Every test of this kind in the package is one of these predicates; each says when to use it.
+Every test of this kind in the package is one of these predicates; each says when to use it. Modes use `is_random`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,3 +88,16 @@ def is_fake(device: torch.device | None) -> bool:
     Use it before reading bytes for a tensor, and before mapping a file under one.
     """
     return (device is not None and device.type == "meta") or type(torch.empty(0, device="cpu")) is not Tensor
+
+
+# Any: the arguments of an operation, or the nodes of a graph that stand for them.
+def is_random(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call of an operation draws random numbers."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    for i, argument in enumerate(func._schema.arguments):
+        # Attention is tagged as random whether it drops anything or not.
+        if argument.name == "dropout_p":
+            given = args[i] if i < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return not isinstance(given, float) or given != 0.0
+    return True

@@ -25,7 +25,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from tdfunc.core.context import in_functorch, is_compiling, is_fake, is_recording
+from tdfunc.core.context import in_functorch, is_compiling, is_fake, is_random, is_recording
 from tdfunc.core.errors import UnsupportedError
 from tdfunc.modules.random import seeded
 
@@ -151,7 +151,7 @@ class _NoDraws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+        if isinstance(func, torch._ops.OpOverload) and is_random(func, args, kwargs):
             raise UnsupportedError(
                 f"checkpoint: the function draws random numbers in a trace ({func}).",
                 expected="draws by a key, which are the same when the function runs again",

@@ -413,6 +413,17 @@ def inside(transform):
     return grad(lambda w: checkpoint(lambda x: transform(lambda r: (x @ r).sin().sum())(w).sum())(w * 1).sum())(w)
 
 
+def test_attention_without_dropout_is_traced():
+    """Its operation is tagged as random, and draws nothing."""
+    q = torch.randn(1, 2, 4, 8)
+
+    def total(q):
+        return F.scaled_dot_product_attention(q, q, q).sum()
+
+    found = tdf.jit(grad(checkpoint(total)))(q)
+    torch.testing.assert_close(found, grad(total)(q))
+
+
 MESSAGES = {
     "vmap over a tensor from outside": (lambda: inside(vmap), r"transform of its own.*shape \[3, 3\].*argument"),
     "grad at a tensor from outside": (lambda: inside(grad), "transform of its own"),
