@@ -168,11 +168,11 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
 
     # -- messages -----------------------------------------------------------------------------------------------
 
-    def append(self, history: "History", *, inplace: bool | None = None, dim: int = -1) -> "Self":
+    def append(self, history: "History | Mapping[str, Any]", *, inplace: bool | None = None, dim: int = -1) -> "Self":
         """Return the history with one more element along a dimension: a message, or along others conversations.
 
         Args:
-            history: The element; it has the other dimensions.
+            history: The element, which has the other dimensions; or a message as a dict, as OpenAI writes it.
             inplace: For code that was written for torchrl; True is refused.
             dim: The dimension; the last one counts messages.
 
@@ -185,6 +185,8 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
             >>> chat.append(History(role="assistant", content="hello")).role
             ['user', 'assistant']
         """
+        if isinstance(history, Mapping):
+            history = type(self).from_chats([history])[0]
         n = len(self._batch_size)
         if not n:
             raise BatchSizeError(

@@ -12,6 +12,7 @@ from tdfunc.llm.wrappers.engine import Engine
 from tests.engines.tiny import make_model, make_tokenizer
 
 LENGTHS = [1, 7, 20, 150]
+FOUR = GenerationOptions.parse({"max_new_tokens": 4})
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +77,7 @@ def test_greedy_is_that_of_transformers(wrapper, model):
         assert done.difference < 1e-4
         assert wrapper.version == str(seed)
         check_equal(wrapper, other)
-        assert {each.version for each in wrapper.generate_tokens(prompts(), GenerationOptions())} == {str(seed)}
+        assert {each.version for each in wrapper.generate_tokens(prompts(), FOUR)} == {str(seed)}
 
 
 def test_trees_of_modules_are_pushed(wrapper, model):
@@ -142,8 +143,8 @@ def test_ends_of_responses(wrapper, model):
     several = GenerationOptions.parse({"max_new_tokens": 8, "temperature": 1.0, "n": 3})
     made = wrapper.generate_tokens([row, row[:2]], several, keys=tdf.random.split(tdf.random.key(0), 6))
     assert len(made) == 6
-    with pytest.raises(UnsupportedError, match="beam search"):
-        wrapper.generate_tokens([row], GenerationOptions.parse({"num_beams": 2}))
+    with pytest.raises(UnsupportedError, match="engines have beams"):
+        wrapper.generate_tokens([row], GenerationOptions.parse({"max_new_tokens": 2, "num_beams": 2}))
 
 
 class Faulty(Engine):
@@ -183,7 +184,6 @@ def test_faulty_pushes_are_caught(wrapper, seed):
             leaf.copy_(torch.randn(leaf.shape, generator=generator) * 0.3 + (leaf.ndim == 1))
     params = causal_lm(good)[1]
     wrapper.engine = Faulty(wrapper.engine.llm)
-    options = GenerationOptions.parse({"max_new_tokens": 4})
     for i, fault in enumerate(faults):
         # Away from the weights that are pushed, or a dropped leaf would be there already.
         wrapper.engine.fault = None
@@ -192,7 +192,7 @@ def test_faulty_pushes_are_caught(wrapper, seed):
         wrapper.engine.chosen = 1 + 2 * i % 18
         with pytest.raises((ValueError, ConcurrencyError, ConnectionError)):
             wrapper.push(params, version=i)
-        for call in (lambda: wrapper.generate_tokens(prompts(), options), lambda: wrapper.score_tokens(prompts())):
+        for call in (lambda: wrapper.generate_tokens(prompts(), FOUR), lambda: wrapper.score_tokens(prompts())):
             with pytest.raises(ConcurrencyError, match="must be proven"):
                 call()
         with pytest.raises(ConcurrencyError, match="must be proven"):

@@ -65,6 +65,14 @@ def test_append_adds_a_message_to_each(chats):
     assert [chat[-1]["content"] for chat in same.tolist()] == ["r"] * len(chats)
 
 
+def test_append_of_a_dict():
+    """A message as OpenAI writes it."""
+    message = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]}
+    chat = History.from_chats([{"role": "user", "content": "hi"}])
+
+    assert chat.append(message).tolist()[1] == drop_empty([message])[0]
+
+
 def test_append_of_a_conversation():
     """Along the batch, the element is a conversation."""
     history = History.from_chats(RAGGED)

@@ -13,6 +13,7 @@ from tdfunc.llm.generation.response import Response
 from tdfunc.llm.model import CausalLM, causal_lm
 from tdfunc.llm.wrappers.base import LLMWrapperBase
 from tdfunc.llm.wrappers.push import AbstractEngine, Probe, Push, proven_label, push_weights
+from tdfunc.llm.wrappers.sampling import sampling_options, seeds_of
 from tdfunc.storage.api import save
 
 # How many candidates of the next token a proof compares.
@@ -176,11 +177,11 @@ class vLLMWrapper(LLMWrapperBase):  # noqa: N801
 
         Raises:
             ConcurrencyError: A push has not ended, or failed.
-            UnsupportedError: Beam search.
+            UnsupportedError: Beams, or `top_p` with `min_p`.
+            ValueError: There is no `max_new_tokens`.
         """
         version = self.version
-        if options.num_beams > 1:
-            raise UnsupportedError("vLLMWrapper: beam search is not built.", got=f"num_beams={options.num_beams}")
+        params = sampling_options("vLLMWrapper", options)
         rows = [prompt for prompt in prompts for _ in range(options.num_return_sequences)]
         if options.max_new_tokens == 0:
             scores = self.score_tokens(rows) if prompt_log_probs else [None] * len(rows)
@@ -188,8 +189,9 @@ class vLLMWrapper(LLMWrapperBase):  # noqa: N801
                 Response(row.new_zeros(0), "length", torch.zeros(0), prompt_log_probs=score, version=version)
                 for row, score in zip(rows, scores, strict=True)
             ]
-        params = _sampling_params(options) | ({"prompt_logprobs": 0} if prompt_log_probs else {})
-        seeds = [None] * len(rows) if keys is None else _seeds(keys)
+        if prompt_log_probs:
+            params["prompt_logprobs"] = 0
+        seeds = [None] * len(rows) if keys is None else seeds_of(keys)
         made = self.engine.run(rows, [{**params, "seed": seed} for seed in seeds])
         return [_response(out, options, row.device) for row, out in zip(rows, made, strict=True)]
 
@@ -217,29 +219,6 @@ class vLLMWrapper(LLMWrapperBase):  # noqa: N801
 def _named(tree: Any) -> dict[str, Tensor]:
     """Return the leaves of a tree by the names of a state_dict."""
     return {".".join(key) if isinstance(key, tuple) else key: leaf for key, leaf in tree.items(True, True)}
-
-
-def _sampling_params(options: GenerationOptions) -> dict[str, Any]:
-    """Return the options under vLLM's names; what is off is left out."""
-    given = {
-        "max_tokens": options.max_new_tokens,
-        "min_tokens": options.min_new_tokens,
-        "temperature": options.temperature,
-        "top_k": options.top_k,
-        "top_p": options.top_p,
-        "min_p": options.min_p,
-        "repetition_penalty": options.repetition_penalty,
-        "stop": list(options.stop_sequences),
-        "stop_token_ids": [*options.stop_token_ids, *(options.eos_token_ids or ())],
-        "logprobs": 0 if options.logprobs else None,
-    }
-    own_ends = {"ignore_eos": True} if options.eos_token_ids is not None else {}
-    return {name: value for name, value in given.items() if value is not None or name == "max_tokens"} | own_ends
-
-
-def _seeds(keys: Tensor) -> list[int]:
-    """Return a number of 63 bits for each random key (N, 2)."""
-    return [(high * 0x9E3779B97F4A7C15 + low) & ((1 << 63) - 1) for high, low in keys.tolist()]
 
 
 # Any: outputs of vLLM.

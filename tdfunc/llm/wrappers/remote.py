@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tdfunc import random
-from tdfunc.core.errors import RemoteError, UnsupportedError, error
+from tdfunc.core.errors import RemoteError, UnsupportedError
 from tdfunc.llm.generation.options import GenerationOptions
 from tdfunc.llm.generation.response import Response
 from tdfunc.llm.wrappers.base import LLMWrapperBase
+from tdfunc.llm.wrappers.sampling import sampling_options, seeds_of
 from tdfunc.llm.wrappers.server import Server, ServerOptions
 
 _IDS, _COMPLETIONS = "/inference/v1/generate", "/v1/completions"
@@ -94,24 +94,18 @@ class RemoteWrapper(LLMWrapperBase):
 
         Raises:
             RemoteError: The server could not be reached, refused a request, or gave no whole response.
-            UnsupportedError: Beams, or log-probs of prompts from a server without token ids.
+            UnsupportedError: Beams, `top_p` with `min_p`, or log-probs of prompts from a server without token ids.
             ValueError: There is no `max_new_tokens`.
         """
-        if options.num_beams > 1:
-            raise UnsupportedError(
-                "RemoteWrapper: servers have beams of other scores than the other backends.",
-                got=f"num_beams={options.num_beams}",
-                hint="TransformersWrapper.",
-            )
-        if options.max_new_tokens is None:
-            raise error(ValueError, "generate: max_new_tokens must be given.")
+        # Options that cannot be served raise before anything is sent.
+        sampling_options("RemoteWrapper", options)
         count = options.num_return_sequences
         rows = [row.tolist() for row in prompts for _ in range(count)]
         if options.max_new_tokens == 0:
             log_probs = torch.zeros(0) if options.logprobs else None
             found = [Response(torch.zeros(0, dtype=torch.int64), "length", log_probs, text="") for _ in rows]
         else:
-            seeds = [None] * len(rows) if keys is None else _seeds(keys)
+            seeds = [None] * len(rows) if keys is None else seeds_of(keys)
             found = self._server.each(
                 lambda job: self._request_response(*job, options), list(zip(range(len(rows)), rows, seeds, strict=True))
             )
@@ -136,7 +130,7 @@ class RemoteWrapper(LLMWrapperBase):
 
     def _request_response(self, index: int, ids: list[int], seed: int | None, options: GenerationOptions) -> Response:
         """Return the response to one prompt, of whichever endpoint the server has."""
-        where, sampling = f"RemoteWrapper: response {index}", _sampling(options)
+        where, sampling = f"RemoteWrapper: response {index}", sampling_options("RemoteWrapper", options)
         if seed is not None:
             sampling["seed"] = seed
 
@@ -180,35 +174,6 @@ class RemoteWrapper(LLMWrapperBase):
         if found is None:
             raise UnsupportedError(f"{where}: only a server that gives token ids can score.", hint="vLLM's can.")
         return found
-
-
-def _seeds(keys: Tensor) -> list[int]:
-    """Return a seed, which servers take from 0 to 2**63 - 1, for each key."""
-    return (torch.vmap(random.bits)(keys) & (2**63 - 1)).tolist()
-
-
-def _sampling(options: GenerationOptions) -> dict[str, Any]:
-    """Return options under the names of servers, those that are off included: the server may have other defaults."""
-    ends = options.eos_token_ids
-    found: dict[str, Any] = {
-        "max_tokens": options.max_new_tokens,
-        "min_tokens": options.min_new_tokens,
-        "temperature": options.temperature,
-        "top_p": 1.0 if options.top_p is None else options.top_p,
-        "top_k": -1 if options.top_k is None else options.top_k,
-        "min_p": 0.0 if options.min_p is None else options.min_p,
-        "repetition_penalty": options.repetition_penalty,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "stop": list(options.stop_sequences),
-        "stop_token_ids": [*options.stop_token_ids, *(ends or ())],
-        "ignore_eos": ends is not None,
-        # Stop sequences are looked for in the whole text, and texts are whole where there are no ids.
-        "include_stop_str_in_output": True,
-        "skip_special_tokens": False,
-        "spaces_between_special_tokens": False,
-    }
-    return {**found, "logprobs": 0} if options.logprobs else found
 
 
 # Any: JSON.

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tdfunc import ImmutableError, LeafMismatchError, MissingKeyError, TensorDict, UnsupportedError
-from tdfunc.llm import History, Text, Tokens, TransformersWrapper
+from tdfunc.llm import GenerationOptions, History, Text, Tokens, TransformersWrapper
+from tdfunc.llm.wrappers.sampling import sampling_options
 from tests.llm.models import make
 from tests.llm.tokens import make_tokenizer
 from tests.llm.wrappers.fake import FakeWrapper
@@ -20,6 +21,11 @@ CHAT = History.from_chats([{"role": "user", "content": "a"}])
 def made(mode="tokens", **options):
     """A wrapper that scores."""
     return FakeWrapper(tokenizer=TOKENIZER, input_mode=mode, **{"generate": False} | options)
+
+
+def sent(**options):
+    """What an engine outside of this package would be told."""
+    return sampling_options("x", GenerationOptions.parse({"max_new_tokens": 2} | options))
 
 
 CASES = [
@@ -53,6 +59,9 @@ CASES = [
         ValueError,
         "sampling takes a random key",
     ),
+    (lambda: sent(num_beams=2), UnsupportedError, "x: engines have beams of other scores"),
+    (lambda: sent(temperature=1.0, top_p=0.9, min_p=0.1), UnsupportedError, "x: top_p is taken of what min_p leaves"),
+    (lambda: sent(max_new_tokens=None), ValueError, "max_new_tokens must be given"),
     (lambda: made()(TOKENS, logits_only=True), UnsupportedError, "gives no logits"),
     (lambda: made().get_dist(TOKENS), UnsupportedError, "gives no logits"),
     (lambda: made().get_dist(TOKENS, TOKENS), ImmutableError, "left out"),

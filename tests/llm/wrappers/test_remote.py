@@ -143,7 +143,7 @@ def test_every_option_is_sent(serve, ids_endpoint):
     """Those that are off, too: a server has defaults of its own."""
     service = serve(ids_endpoint=ids_endpoint)
     wrapper = connect(service)
-    own = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.5}
+    own = {"temperature": 0.5, "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.5}
     given = parse(
         **own, min_new_tokens=2, stop_sequences="x", stop_token_ids=[4], eos_token_ids=[5], max_tokens=3, logprobs=False
     )

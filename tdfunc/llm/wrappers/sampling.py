@@ -1,0 +1,58 @@
+"""What engines outside of this package are told of a generation: options and seeds, in vLLM's terms."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tdfunc import random
+from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.llm.generation.options import GenerationOptions
+
+
+def sampling_options(call: str, options: GenerationOptions) -> dict[str, Any]:
+    """Return options under vLLM's names, those that are off included: an engine may have other defaults.
+
+    Raises:
+        UnsupportedError: Beams, or options whose order differs between engines.
+        ValueError: There is no `max_new_tokens`.
+    """
+    if options.num_beams > 1:
+        raise UnsupportedError(
+            f"{call}: engines have beams of other scores than transformers.",
+            got=f"num_beams={options.num_beams}",
+            hint="TransformersWrapper.",
+        )
+    if options.min_p is not None and options.top_p is not None:
+        raise UnsupportedError(
+            f"{call}: top_p is taken of what min_p leaves; elsewhere it is the other way round.",
+            got=f"top_p={options.top_p}, min_p={options.min_p}",
+            hint="give one of them, or use TransformersWrapper.",
+        )
+    if options.max_new_tokens is None:
+        raise error(ValueError, "generate: max_new_tokens must be given.")
+    ends = options.eos_token_ids
+    found: dict[str, Any] = {
+        "max_tokens": options.max_new_tokens,
+        "min_tokens": options.min_new_tokens,
+        "temperature": options.temperature,
+        "top_p": 1.0 if options.top_p is None else options.top_p,
+        "top_k": -1 if options.top_k is None else options.top_k,
+        "min_p": 0.0 if options.min_p is None else options.min_p,
+        "repetition_penalty": options.repetition_penalty,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "stop": list(options.stop_sequences),
+        "stop_token_ids": [*options.stop_token_ids, *(ends or ())],
+        "ignore_eos": ends is not None,
+        # Stop sequences are looked for in the whole text, and texts are whole where there are no ids.
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+    }
+    return {**found, "logprobs": 0} if options.logprobs else found
+
+
+def seeds_of(keys: Tensor) -> list[int]:
+    """Return a seed, which engines take from 0 to 2**63 - 1, for each key (N, 2)."""
+    return (torch.vmap(random.bits)(keys) & (2**63 - 1)).tolist()
