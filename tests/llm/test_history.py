@@ -67,7 +67,11 @@ def test_append_adds_a_message_to_each(chats):
 
 def test_append_of_a_dict():
     """A message as OpenAI writes it."""
-    message = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]}
+    message = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+    }
     chat = History.from_chats([{"role": "user", "content": "hi"}])
 
     assert chat.append(message).tolist()[1] == drop_empty([message])[0]
