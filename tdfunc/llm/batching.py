@@ -4,7 +4,6 @@ It owns the waiting, the order of answers and the isolation of failures. The req
 it; a wrapper submits one row of tokens at a time and runs its engine on a list of them.
 """
 
-import atexit
 import itertools
 import math
 import os
@@ -19,6 +18,9 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from tdfunc.core.errors import error
+
+# How long the end of a program waits for the batch that runs, in seconds.
+_LAST_BATCH_S = 10.0
 
 Q = TypeVar("Q")
 R = TypeVar("R")
@@ -72,7 +74,6 @@ class Batcher(Generic[Q, R]):
         self._options = (min_batch_size, max_batch_size, timeout_s)
         self._closed = False
         self._start_empty()
-        _LIVE.add(self)
 
     def submit(self, request: Q, *, group: Hashable = None) -> "Future[R]":
         """Return the future of a request's result.
@@ -89,9 +90,9 @@ class Batcher(Generic[Q, R]):
         with queue.changed:
             if self._closed:
                 raise RuntimeError("Batcher.submit: the batcher is closed.")
-            if self._thread is None:
-                self._thread = threading.Thread(target=_serve, args=(queue,), name="tdfunc-batcher", daemon=True)
-                self._thread.start()
+            if queue.thread is None:
+                queue.thread = threading.Thread(target=_serve, args=(queue,), name="tdfunc-batcher", daemon=True)
+                queue.thread.start()
             queue.put(_Entry(future, request, group, time.monotonic(), self))
         future.add_done_callback(queue.forget)
         return future
@@ -145,19 +146,18 @@ class Batcher(Generic[Q, R]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._start_empty()
-        _LIVE.add(self)
 
     def _start_empty(self) -> None:
         """Begin without requests and without a thread."""
-        self._queue: _Queue = _Queue(*self._options)
-        self._thread: threading.Thread | None = None
-        self._end = weakref.finalize(self, self._queue.close)
-        self._end.atexit = False
+        self._made = _Queue(*self._options)
+        weakref.finalize(self, _end, self._made)
 
-    def _after_fork(self) -> None:
-        """Begin anew in a child process, where the thread is missing and the lock may be held for ever."""
-        self._end.detach()
-        self._start_empty()
+    @property
+    def _queue(self) -> "_Queue":
+        """The queue of this process: in a child the thread is missing, and the lock may be held for ever."""
+        if self._made.process != os.getpid():
+            self._start_empty()
+        return self._made
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -183,6 +183,8 @@ class _Queue:
         self.running: list[Future[Any]] = []
         self.hurried_s = -math.inf
         self.closed = False
+        self.thread: threading.Thread | None = None
+        self.process = os.getpid()
 
     def put(self, entry: _Entry) -> None:
         """Add a request."""
@@ -305,25 +307,11 @@ def _attempt(run: Callable[[list[Any]], Iterable[Any]], requests: list[Any]) -> 
     return results
 
 
-# The batchers that a fork and the end of the program find.
-_LIVE: "weakref.WeakSet[Batcher[Any, Any]]" = weakref.WeakSet()
-
-
-def _start_all_empty() -> None:
-    for batcher in list(_LIVE):
-        batcher._after_fork()
-
-
-def _end_all() -> None:
-    """Close all batchers, and wait for the batches that run: torch aborts a program that ends inside its own code."""
-    threads = [batcher._thread for batcher in _LIVE if batcher._thread is not None]
-    for batcher in list(_LIVE):
-        batcher.close()
-    end_s = time.monotonic() + 10
-    for thread in threads:
-        thread.join(max(end_s - time.monotonic(), 0))
-
-
-atexit.register(_end_all)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_start_all_empty)
+def _end(queue: _Queue) -> None:
+    """Close the queue of a batcher that is gone, or whose program ends: torch aborts one that ends inside its code."""
+    if queue.process != os.getpid():
+        return
+    queue.close()
+    thread = queue.thread
+    if thread is not None and thread is not threading.current_thread():
+        thread.join(_LAST_BATCH_S)

@@ -310,8 +310,8 @@ def test_a_closed_batcher_refuses_requests_and_ends_its_thread():
     with Batcher(Engine(), min_batch_size=2, timeout_s=math.inf) as batcher:
         answered = batcher.submit(3)
     assert answered.result(0) == 9
-    batcher._thread.join(SOON)
-    assert not batcher._thread.is_alive()
+    batcher._made.thread.join(SOON)
+    assert not batcher._made.thread.is_alive()
 
     other = Batcher(Engine(), min_batch_size=2, timeout_s=math.inf)
     with contextlib.suppress(KeyError), other:
@@ -380,7 +380,7 @@ def test_requests_keep_a_batcher_alive_and_nothing_else_does():
             return requests
 
     owner = Owner()
-    future, thread, seen = owner.batcher.submit(7), owner.batcher._thread, weakref.ref(owner)
+    future, thread, seen = owner.batcher.submit(7), owner.batcher._made.thread, weakref.ref(owner)
     del owner
 
     assert future.result(SOON) == 7
