@@ -10,9 +10,9 @@ from tdfunc.core.types import NestedKey
 from tdfunc.llm.generation.options import GenerationOptions
 from tdfunc.llm.generation.rows import generate_tokens
 from tdfunc.llm.model import CausalLM
-from tdfunc.llm.wrappers.inputs import TokenKeys, check_prompts, read_tokens
-from tdfunc.llm.wrappers.replies import row_of
-from tdfunc.llm.wrappers.rows import assembled, padded_records, ragged_records
+from tdfunc.llm.trees.inputs import TokenKeys, check_prompts, read_tokens
+from tdfunc.llm.trees.replies import row_of
+from tdfunc.llm.trees.rows import assembled, padded_records, ragged_records
 from tdfunc.ops.edit import EditMethods
 from tdfunc.random import fold_in
 from tdfunc.random import key as make_key

@@ -26,8 +26,7 @@ from tdfunc.llm.history import History
 from tdfunc.llm.records import Text
 from tdfunc.llm.templates.find import find_template
 from tdfunc.llm.tokens import TokenTemplate
-from tdfunc.llm.wrappers.backend import AbstractBackend
-from tdfunc.llm.wrappers.inputs import (
+from tdfunc.llm.trees.inputs import (
     Inputs,
     TokenKeys,
     check_prompts,
@@ -38,10 +37,11 @@ from tdfunc.llm.wrappers.inputs import (
     read_texts,
     read_tokens,
 )
+from tdfunc.llm.trees.replies import decode_all, reply_of, reply_texts, row_of
+from tdfunc.llm.trees.rows import Layout, Row, assembled, nest, padded_records, ragged_records, shaped_list
+from tdfunc.llm.wrappers.backend import AbstractBackend
 from tdfunc.llm.wrappers.nested import NestedCategorical
 from tdfunc.llm.wrappers.options import WrapperOptions
-from tdfunc.llm.wrappers.replies import decode_all, reply_of, reply_texts, row_of
-from tdfunc.llm.wrappers.rows import Layout, Row, assembled, nest, padded_records, ragged_records, shaped_list
 from tdfunc.modules.random import key_of
 from tdfunc.nn.base import TensorDictModuleBase, as_key
 from tdfunc.ops.reading import has

@@ -21,7 +21,7 @@ from tdfunc.llm.history import History
 from tdfunc.llm.rows import messages_of
 from tdfunc.llm.templates.base import conversation_in
 from tdfunc.llm.tokens import TokenTemplate, grown_ids
-from tdfunc.llm.wrappers.rows import Layout, Row, flat_list
+from tdfunc.llm.trees.rows import Layout, Row, flat_list
 from tdfunc.ops.reading import get_value
 
 

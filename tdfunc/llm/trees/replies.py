@@ -10,7 +10,7 @@ from tdfunc.llm.encode import text_tokenizer
 from tdfunc.llm.generation.response import Response
 from tdfunc.llm.message import Message
 from tdfunc.llm.tokens import TokenTemplate, without_end
-from tdfunc.llm.wrappers.rows import Row
+from tdfunc.llm.trees.rows import Row
 
 # The tokens of the prompt that the text of a response is decoded with: some tokenizers drop the space in front of the
 # first token of a text.
