@@ -422,6 +422,7 @@ def process_data(data):
     return data.update({"images": images, "labels": labels})
 
 
+@pytest.mark.slow
 def test_map_over_processes(capfd):
     """Four workers map rows one at a time, in order, with a progress bar when it is asked for."""
     data = TensorDict({"images": torch.rand(12, 4, 3), "labels": torch.arange(12)}, [12])

@@ -52,8 +52,8 @@ class Rule:
         slots: The trees that it keeps in the state, of zeros shaped like the parameters.
         lists: Assigns the lists after the step to its `Work`.
         fused: Overwrites the tensors of its `Work`, or returns False where it does not apply. Called only when all
-            values but the learning rate are floats, all members have done as many steps, and the tensors are of float32
-            or float64, on one device and in one layout.
+            values are floats, all members have done as many steps, and the tensors are of float32 or float64, on one
+            device and in one layout.
         scalars: The numbers of each member that it keeps in the state; they begin as 1.
         fill: By slot the hyperparameter that it is filled with before the first step.
         shape: The shape of a slot for a parameter of some shape with so many batch dimensions, in rules whose elements
@@ -222,8 +222,7 @@ def _kernel(rule: Rule, hyper: Mapping[str, Any], names: tuple[str, ...], writes
         values = {name: _number(value) for name, value in values.items()}
         step = _number(merged.double()) + 1
         scalars: Values = {name: _number(_merge(value).double()) for name, value in stored.items()}
-        others = [value for name, value in values.items() if name != "lr"]
-        varies = (isinstance(step, Tensor) and step.dim()) or any([isinstance(x, Tensor) for x in others])
+        varies = (isinstance(step, Tensor) and step.dim()) or any([isinstance(x, Tensor) for x in values.values()])
         groups: dict[Any, list[int]] = {}
         for i, leaf in enumerate(writes[:n]):
             groups.setdefault((leaf.dtype, leaf.device), []).append(i)

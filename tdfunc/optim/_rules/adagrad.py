@@ -4,7 +4,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tdfunc.optim._lists import Lists
 from tdfunc.optim._optimizer import Hyper, Optimizer, make_optimizer
@@ -52,11 +51,11 @@ def _step(ops: Lists, work: Work, values: Values, *, maximize: bool) -> None:
     work.params = ops.addcdiv(params, grads, ops.run("add", ops.sqrt(work.slots["sum"]), values["eps"]), -rate)
 
 
-# Any: every value but the learning rate is a float here.
+# Any: every value is a float here.
 def _fused(work: Work, values: Any, *, maximize: bool) -> bool:
     # torch has this kernel for the CPU alone.
     kernel = getattr(torch, "_fused_adagrad_", None)
-    if kernel is None or isinstance(values["lr"], Tensor) or work.params[0].device.type != "cpu":
+    if kernel is None or work.params[0].device.type != "cpu":
         return False
     steps = [torch.as_tensor(work.step, dtype=torch.float32)] * len(work.params)
     options = {name: value for name, value in values.items() if name != "initial_accumulator_value"}

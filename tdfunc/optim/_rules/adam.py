@@ -4,7 +4,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tdfunc.optim._lists import Lists
 from tdfunc.optim._optimizer import Hyper, Optimizer, make_optimizer
@@ -106,7 +105,7 @@ def _step(ops: Lists, work: Work, values: Values, *, decoupled: bool, amsgrad: b
     work.params = ops.addcdiv(params, slots["exp_avg"], ops.run("add", root, values["eps"]), -lr / bias1)
 
 
-# Any: every value but the learning rate is a float here.
+# Any: every value is a float here.
 def _fused(work: Work, values: Any, *, decoupled: bool, amsgrad: bool, maximize: bool) -> bool:
     # The operator under torch.optim.adam.adam(fused=True), which would add 1 to a step tensor for each leaf.
     kernel = getattr(torch, "_fused_adamw_" if decoupled else "_fused_adam_", None)
@@ -114,16 +113,8 @@ def _fused(work: Work, values: Any, *, decoupled: bool, amsgrad: bool, maximize:
         return False
     largest = work.slots["max_exp_avg_sq"] if amsgrad else []
     steps = [torch.as_tensor(work.step, dtype=torch.float32, device=work.params[0].device)] * len(work.params)
-    averages = work.slots["exp_avg"], work.slots["exp_avg_sq"], largest
-    rates = values["lr"]
-    if not isinstance(rates, Tensor):
-        kernel(work.params, work.grads, *averages, steps, **values, amsgrad=amsgrad, maximize=maximize)
-        return True
-    # The kernel takes one rate: with a rate of 1 it moves zeros by as much as each member scales by its own.
-    ops = Lists(inplace=True)
-    params, grads = decay(ops, work, values, decoupled=decoupled, maximize=maximize)
-    moves = [torch.zeros_like(param) for param in params]
-    options = {**values, "lr": 1.0, "weight_decay": 0.0}
-    kernel(moves, grads, *averages, steps, **options, amsgrad=amsgrad, maximize=False)
-    ops.add(params, moves, rates)
+    kernel(
+        work.params, work.grads, work.slots["exp_avg"], work.slots["exp_avg_sq"], largest, steps,
+        **values, amsgrad=amsgrad, maximize=maximize,
+    )  # fmt: skip
     return True

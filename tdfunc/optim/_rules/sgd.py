@@ -82,11 +82,11 @@ def _step(ops: Lists, work: Work, values: Values, *, nesterov: bool, maximize: b
     work.params = ops.add(params, grads, -values["lr"])
 
 
-# Any: every value but the learning rate is a float here.
+# Any: every value is a float here.
 def _fused(work: Work, values: Any, *, nesterov: bool, maximize: bool) -> bool:
     kernel = getattr(torch, "_fused_sgd_", None)
     dampened = values["dampening"] != 0.0
-    if kernel is None or isinstance(values["lr"], Tensor) or (dampened and isinstance(work.step, Tensor)):
+    if kernel is None or (dampened and isinstance(work.step, Tensor)):
         return False
     # The buffers begin as zeros, so that the first step is special only if the others are dampened.
     kernel(
