@@ -33,7 +33,7 @@ from tdfunc.optim import Optimizer, adam
 from tdfunc.storage.manager.manager import CheckpointManager
 
 PACKAGES = ("transformers", "tokenizers", "jinja2", "matplotlib", "tqdm", "rich", "typer")
-RATES = (1e-4, 3e-4, 1e-3, 3e-3)
+RATES = (5e-5, 1e-4, 2e-4, 4e-4)
 DICE, ROLLS = (1, 2, 3), 100
 # Tokens of a window of text; windows and chats of a step; responses to a question, and their tokens.
 WINDOW, WINDOWS, CHATS, SAMPLES, LONGEST = 96, 12, 32, 16, 5

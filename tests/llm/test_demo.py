@@ -110,7 +110,7 @@ def test_the_program_writes_its_report(tmp_path):
 
     assert "9 of 9 steps" in first
     assert "0 of 9 steps" in again
-    assert "| GRPO, learning rate 0.003 |" in first
+    assert "| GRPO, learning rate 0.0004 |" in first
     assert (tmp_path / "training.svg").stat().st_size > 5000
     assert (tmp_path / "report.md").read_text() == again
     assert CheckpointManager(tmp_path / "checkpoints").latest() == PLAN.total
