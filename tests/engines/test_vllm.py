@@ -81,9 +81,13 @@ def test_greedy_is_that_of_transformers(wrapper, model):
 
 
 def test_trees_of_modules_are_pushed(wrapper, model):
-    """A tree with buffers, and the same numbers again."""
+    """A tree with buffers, and the same numbers again; torch's default generator is not drawn from."""
+    state = torch.get_rng_state()
     digests = wrapper.push(tdf.from_module(model), version="a").digests
     assert digests == wrapper.push(causal_lm(model)[1], version="b").digests
+    wrapper._own = None
+    wrapper.push(causal_lm(model)[1], version="c")
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_results_are_trees(wrapper, model):

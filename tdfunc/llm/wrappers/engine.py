@@ -156,7 +156,9 @@ class vLLMWrapper(LLMWrapperBase):  # noqa: N801
             from transformers import AutoModelForCausalLM
 
             config = self.engine.llm.llm_engine.vllm_config.model_config.hf_config
-            model = AutoModelForCausalLM.from_config(config)
+            # transformers draws the first weights, which nothing uses, from torch's default generator.
+            with torch.random.fork_rng(devices=[]):
+                model = AutoModelForCausalLM.from_config(config)
             shapes = {name: leaf.shape for name, leaf in model.state_dict().items()}
             tied = list(getattr(model, "_tied_weights_keys", None) or []) if config.tie_word_embeddings else []
             lm, _, buffers = causal_lm(model, copy=False)
@@ -185,8 +187,9 @@ class vLLMWrapper(LLMWrapperBase):  # noqa: N801
         rows = [prompt for prompt in prompts for _ in range(options.num_return_sequences)]
         if options.max_new_tokens == 0:
             scores = self.score_tokens(rows) if prompt_log_probs else [None] * len(rows)
+            none = torch.zeros(0) if options.logprobs else None
             return [
-                Response(row.new_zeros(0), "length", torch.zeros(0), prompt_log_probs=score, version=version)
+                Response(row.new_zeros(0), "length", none, prompt_log_probs=score, version=version)
                 for row, score in zip(rows, scores, strict=True)
             ]
         if prompt_log_probs:
