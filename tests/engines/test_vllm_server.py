@@ -1,4 +1,4 @@
-"""vLLM's server against the model of transformers that it serves: greedy ids and log-probs, also after a push."""
+"""Engines in processes of their own against the model of transformers that they run, also after a push."""
 
 import os
 import socket
@@ -70,6 +70,14 @@ def test_after_a_push(address, tmp_path):
     httpx2.post(f"{address}/collective_rpc", json=reload, timeout=60).raise_for_status()
     httpx2.post(f"{address}/reset_prefix_cache", timeout=60).raise_for_status()
     check_equal(RemoteWrapper("tiny", base_url=address, input_mode="tokens"), other)
+
+
+def test_a_push_into_an_engine_with_workers(tmp_path):
+    """The weights go through a folder."""
+    env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": os.getcwd()}
+    command = [sys.executable, "-m", "tests.engines.workers", str(tmp_path)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def check_equal(wrapper, model):
