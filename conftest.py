@@ -1,11 +1,22 @@
-"""Names that the doctests of tdfunc may use without importing them; and garbage collection of new objects alone."""
+"""Doctests: those of tdfunc alone, with names that need no import; and garbage collection of new objects alone."""
 
 import gc
+from pathlib import Path
 
 import pytest
+from _pytest.doctest import DoctestModule
+
+PACKAGE = Path(__file__).parent / "tdfunc"
 
 # The modules and tests of a run live until its end: a collection that walks over them all takes most of a second.
 gc.disable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(file_path):
+    """Look for doctests in the package: other files are read once, and programs among them are not imported."""
+    found = yield
+    return found if file_path.is_relative_to(PACKAGE) else [one for one in found if not isinstance(one, DoctestModule)]
 
 
 def pytest_collection_finish():
