@@ -82,6 +82,7 @@ def read_tokens(td: TensorCollection, keys: TokenKeys, field: str, call: str) ->
         parts = {name: get_value(record, name, None) for name in ("prompt", "response", "full")}
     full = parts.get("full")
     known = field == "full" and parts.get("prompt") is not None and parts.get("response") is not None
+    ends = get_value(record, "is_complete", None) if known else None  # pyright: ignore[reportArgumentType]
     if known and full is None:
         ids = _joined(parts["prompt"], parts["response"])
     else:
@@ -90,7 +91,7 @@ def read_tokens(td: TensorCollection, keys: TokenKeys, field: str, call: str) ->
     if not isinstance(ids, Tensor) or ids.is_nested:
         lengths = [len(row) for row in flat_list(parts["prompt"], len(lead))] if known else None
         found = [Row(row, None if lengths is None else lengths[i]) for i, row in enumerate(flat_list(ids, len(lead)))]
-        return Inputs(_with_assistants(found, td, keys, len(lead)))
+        return Inputs(_with_ends(_with_assistants(found, td, keys, len(lead)), ends, len(lead)))
     if ids.dim() != len(lead) + 1:
         raise LeafMismatchError(
             f"{call}: the tokens {dotted(unravel(keys.source))!r} must be rows of the batch.",
@@ -108,7 +109,7 @@ def read_tokens(td: TensorCollection, keys: TokenKeys, field: str, call: str) ->
         if isinstance(assistant, Tensor) and assistant.shape == ids.shape:
             wrote = assistant.reshape(ids_NT.shape)[i][valid]
         rows.append(Row(row[valid], n, assistant=wrote))
-    return Inputs(rows, Layout(mask_NT, prompt, ids_NT))
+    return Inputs(_with_ends(rows, ends, len(lead)), Layout(mask_NT, prompt, ids_NT))
 
 
 # Any: a tensor, or nested lists of tensors.
@@ -124,6 +125,13 @@ def _with_assistants(rows: list[Row], td: TensorCollection, keys: TokenKeys, dim
     if [len(mask) for mask in masks] != [len(row.ids) for row in rows]:
         return rows
     return [replace(row, assistant=mask) for row, mask in zip(rows, masks, strict=True)]
+
+
+# Any: a tensor, or nested tuples of tensors.
+def _with_ends(rows: list[Row], ends: Any, dims: int) -> list[Row]:
+    if ends is None:
+        return rows
+    return [replace(row, is_complete=end) for row, end in zip(rows, flat_list(ends, dims), strict=True)]
 
 
 def _read_mask(td: TensorCollection, keys: TokenKeys, ids: Tensor, full: Tensor | None, call: str) -> Tensor:

@@ -26,6 +26,8 @@ class Row:
         assistant: True where an assistant wrote the token (L,), or None.
         behaviour: Of the response, under the distribution that it was drawn from (R,), or None.
         support: Of the response, the ids that were left to draw from (R, K), or None.
+        is_complete: Whether the response has its end (), or None.
+        version: The version of the weights that drew it, or None.
     """
 
     ids: Tensor
@@ -35,8 +37,8 @@ class Row:
     assistant: Tensor | None = None
     behaviour: Tensor | None = None
     support: Tensor | None = None
-    # Any: the version of the weights.
-    version: Any = None
+    is_complete: Tensor | None = None
+    version: str | int | None = None
 
     def to(self, device: torch.device) -> "Row":
         """Return the row with its tensors on a device."""
@@ -116,7 +118,7 @@ def padded_records(rows: Sequence[Row], layout: Layout, lead: Size) -> Records:
     """Return records in which all rows have one length, with the batch size `lead`."""
 
     def shaped(value: Tensor | None) -> Tensor | None:
-        return None if value is None else value.reshape(*lead, *value.shape[1:])
+        return None if value is None else value.reshape((*lead, *value.shape[1:]))
 
     def cut(value: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         if value is None or layout.prompt is None:
@@ -130,7 +132,15 @@ def padded_records(rows: Sequence[Row], layout: Layout, lead: Size) -> Records:
     full = layout.place([row.ids for row in rows], layout.pad) if layout.ids is None else layout.ids
     prompt, response = cut(full)
     mask, assistant = layout.mask, placed("assistant", torch.bool) if rows else None
-    tokens = Tokens(prompt=shaped(prompt), response=shaped(response), full=shaped(full), padded=True, batch_size=lead)
+    ended = [row.is_complete for row in rows if row.is_complete is not None]
+    tokens = Tokens(
+        prompt=shaped(prompt),
+        response=shaped(response),
+        full=shaped(full),
+        padded=True,
+        is_complete=shaped(torch.stack(ended)) if len(ended) == len(rows) > 0 else None,
+        batch_size=lead,
+    )
     masks = Masks(all_attention_mask=shaped(mask), all_assistant_mask=shaped(assistant), padded=True, batch_size=lead)
     values, scored = placed("log_probs", torch.float32), placed("scored", torch.bool)
     before, after = cut(values)
@@ -182,7 +192,7 @@ def _record_of(row: Row) -> tuple[Tokens, Masks, LogProbs]:
             return {}
         return {"full": value, **({"prompt": value[:n], "response": value[n:]} if known else {})}
 
-    tokens = Tokens(**parts(row.ids), padded=False, batch_size=size)
+    tokens = Tokens(**parts(row.ids), padded=False, is_complete=row.is_complete, batch_size=size)
     ones = torch.ones_like(row.ids, dtype=torch.bool)
     masks = Masks(all_attention_mask=ones, all_assistant_mask=row.assistant, padded=False, batch_size=size)
     log_probs = LogProbs(

@@ -280,7 +280,12 @@ def test_parts_of_known_prompts_are_scored_apart():
     lp = wrapper(parts)["log_probs"]
     assert torch.equal(lp.full, expected)
     assert torch.equal(torch.cat([lp.prompt, lp.response], -1), expected)
-    ragged = wrapper.get_new_version(pad_output=False)(parts)["log_probs"]
+    ends = torch.tensor([True, False])
+    parts = parts.set(("tokens", "is_complete"), ends)
+    assert torch.equal(wrapper(parts)["tokens"].is_complete, ends)
+    scored = wrapper.get_new_version(pad_output=False)(parts)
+    assert torch.equal(torch.stack(scored["tokens"].is_complete), ends)
+    ragged = scored["log_probs"]
     assert [row.tolist() for row in ragged.prompt] == [
         row[:4][m[:4]].tolist() for row, m in zip(expected, mask, strict=True)
     ]
