@@ -227,7 +227,14 @@ def _read(td: TensorCollection, tokens_path: Path, mask_path: Path, call: str) -
         MissingKeyError: There are no tokens.
         LeafMismatchError: The mask has another shape.
     """
-    tokens = get_value(td, tokens_path)
+    tokens = get_value(td, tokens_path, None)
+    if tokens is None:
+        raise MissingKeyError(
+            f"{call}: the tree must have tokens at {dotted(tokens_path)!r}.",
+            got=f"a {type(td).__name__} without them",
+            hint="Tokens(full=ids, batch_size=ids.shape[:-1]) has ids; tokens_key= names another place, as input_ids; "
+            "history.apply_chat_template(tokenizer=tokenizer, return_dict=True) gives the ids of a history.",
+        )
     if isinstance(tokens, Tensor):
         prompt, response, full = None, None, tokens
     else:
