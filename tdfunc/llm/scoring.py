@@ -96,7 +96,7 @@ def score_ids(
         found = chosen_log_probs(lm.head, before, (weight, bias), wanted, temperature=heat, chunk_size=chunk_size)
     if places is not None:
         found = found.new_zeros((scored[:, 1:].numel(), found.shape[-1])).index_copy(0, places, found)
-    found = found.reshape(scored.shape[0], -1, found.shape[-1])
+    found = found.reshape(*scored[:, 1:].shape, found.shape[-1])
     found = torch.where(scored.unsqueeze(-1), F.pad(found, (0, 0, 1, 0)), 0)
     values, mask = rows.scatter(found), rows.scatter(scored.unsqueeze(-1)).squeeze(-1)
     return Scores(values.squeeze(-1) if at is None else values, mask)
@@ -157,6 +157,10 @@ def _states(lm: CausalLM, params: Any, rows: Rows, *, packed: bool, buffers: Any
     """Return the last hidden states, or the logits where the head is not known, of compacted rows, and the head."""
 
     def run(ids: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> tuple[Tensor, Any, Any]:
+        if not ids.numel():
+            # No family runs on no tokens: the sizes are those of one.
+            states, weight, bias = run(ids.new_zeros(1, 1))
+            return states.new_zeros(*ids.shape, states.shape[-1]), weight, bias
         if lm.head is None:
             return lm.run(params, own_logits, ids, positions, mask, buffers=buffers, rng=rng), None, None
         return lm.run(params, hidden_states, ids, positions, mask, buffers=buffers, rng=rng)

@@ -393,6 +393,47 @@ def test_score_keeps_the_layout_of_the_tree():
     assert score(lm, params, plain, buffers=buffers)["log_probs"].mask.sum() == 4 * 5
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_ragged_rows_have_their_masks_and_places(dim):
+    """Pads in ragged rows are pads, and stacks of stacks along any dimension keep the place of each row."""
+    model = make("llama")
+    lm, params, buffers = causal_lm(model)
+    ids, mask = rows([5, 3, 4, 1], 7, seed=13)
+    ends = [7, 6, 7, 5]
+    trees = [
+        TensorDict({"tokens": Tokens(full=i[:n]), "attention_mask": m[:n]})
+        for i, m, n in zip(ids, mask, ends, strict=True)
+    ]
+    td = tdf.lazy_stack([tdf.lazy_stack(trees[:2]), tdf.lazy_stack(trees[2:])], dim)
+
+    found = score(lm, params, td, buffers=buffers)["log_probs"]
+    dist = distribution(lm, params, td, buffers=buffers)
+    assert found.batch_size == dist.mask.shape[:2] == (2, 2)
+    for row in range(4):
+        at = divmod(row, 2) if dim == 0 else divmod(row, 2)[::-1]
+        alone = ids[row, : ends[row]][mask[row, : ends[row]]]
+        of_row = found[at]
+        assert torch.equal(of_row.mask, dist.mask[at][: ends[row]])
+        assert of_row.mask.sum() == max(len(alone) - 1, 0)
+        if len(alone) > 1:
+            torch.testing.assert_close(of_row.full[of_row.mask], row_log_probs(model, alone), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (2, 0, 3), (0,)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_no_rows_and_no_tokens(shape, packed):
+    """Batches of no rows and rows of no tokens have empty results."""
+    lm, params, buffers = causal_lm(make("llama"))
+    ids, lead = torch.zeros(shape, dtype=torch.int64), shape[:-1]
+    td = TensorDict({"tokens": Tokens(full=ids, batch_size=lead)}, lead)
+    options = {"buffers": buffers, "packed": packed}
+
+    assert score(lm, params, td, **options)["log_probs"].full.shape == shape
+    assert score(lm, params, td, at=ids[..., None], **options)["log_probs"].full.shape == (*shape, 1)
+    assert logits(lm, params, td, **options)["logits"].shape == (*shape, VOCAB)
+    assert distribution(lm, params, td, **options).log_prob(ids).shape == shape
+
+
 def test_distribution_and_logits():
     """Position i has the distribution of token i; pads and first tokens count nothing."""
     lm, params, buffers = causal_lm(make("llama"))
@@ -458,6 +499,9 @@ def test_messages():
     short = dataclasses.replace(lm, max_length=3)
     ids, mask = rows([6, 4], 6, seed=12)
     td = TensorDict({"tokens": Tokens(full=ids, batch_size=[2])}, [2])
+    each = [TensorDict({"tokens": Tokens(full=row)}) for row in (ids[0, :3], ids[1])]
+    uneven = tdf.lazy_stack([tdf.lazy_stack(each), tdf.lazy_stack(each[:1])])
+    masked = tdf.lazy_stack([tree.set("attention_mask", mask[0, :3]) for tree in each])
 
     for call, kind, pattern in (
         (lambda: causal_lm(torch.nn.Linear(2, 2)), TypeError, "must be a causal language model"),
@@ -480,6 +524,9 @@ def test_messages():
             "must have full",
         ),
         (lambda: score(lm, params, td.set("attention_mask", mask[:, :3])), LeafMismatchError, r"shape \(2, 6\)"),
+        (lambda: score(lm, params, masked), LeafMismatchError, r"lengths of the tokens.*\n.*\[3, 6\]\n.*\[3, 3\]"),
+        (lambda: score(lm, params, uneven), LeafMismatchError, r"only the length of the rows.*\n.*\n.*\[2, -1\]"),
+        (lambda: score(lm, params, td, buffers=buffers, under="behavior"), ValueError, "'raw' or 'behaviour'"),
         (lambda: score(lm, params, td, buffers=buffers, under="behaviour"), MissingKeyError, "prompt and response"),
         (
             lambda: torch.vmap(lambda i: score_ids(lm, params, i, buffers=buffers, packed=True).log_probs)(ids[None]),

@@ -11,7 +11,11 @@ import torch
 from torch import Size, Tensor
 
 from tdfunc._lazystack import lazy_stack
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import LeafMismatchError
+from tdfunc.core.types import Path
 from tdfunc.llm.records import LogProbs, Masks, Tokens
+from tdfunc.ops.reading import get_value
 
 
 @dataclass(frozen=True)
@@ -229,3 +233,38 @@ def flat_list(values: Any, dims: int) -> list[Any]:
         return [values]
     rows = values.unbind(0) if hasattr(values, "unbind") else values
     return [item for row in rows for item in flat_list(row, dims - 1)]
+
+
+def ragged_values(td: TensorCollection, path: Path) -> list[Any] | None:
+    """Return an entry of each element of the batch, None where it lacks it; None where the entry is not ragged."""
+    value = get_value(td, path, None)
+    if value is None or (isinstance(value, Tensor) and not value.is_nested):
+        return None
+    *parents, name = path
+    holder = get_value(td, tuple(parents)) if parents else td
+    if isinstance(value, Tensor):
+        return flat_list(value, len(holder._batch_size))
+    # By the trees: a tuple of values lies along the dimension of the stack, which need not be the first.
+    return [get_value(each, name, None) for each in flat_list(holder, len(holder._batch_size))]
+
+
+def ragged_mask(td: TensorCollection, rows: Sequence[Tensor], paths: Sequence[Path], call: str) -> list[Any] | None:
+    """Return the first ragged mask of a tree that has the lengths of rows; None if it has no ragged masks.
+
+    Raises:
+        LeafMismatchError: There are ragged masks, and none has the lengths.
+    """
+    lengths = [len(row) for row in rows]
+    found = [
+        [torch.ones_like(r, dtype=torch.bool) if m is None else m.bool() for r, m in zip(rows, each, strict=True)]
+        for each in (ragged_values(td, path) for path in paths)
+        if each is not None
+    ]
+    fits = [masks for masks in found if [len(mask) for mask in masks] == lengths]
+    if found and not fits:
+        raise LeafMismatchError(
+            f"{call}: the masks must have the lengths of the tokens.",
+            expected=str(lengths),
+            got=", ".join([str([len(mask) for mask in masks]) for masks in found]),
+        )
+    return fits[0] if fits else None
