@@ -94,19 +94,22 @@ def _place(mask: Tensor, rows: Sequence[Tensor], fill: Any) -> Tensor:
     return torch.where(valid, flat[index].reshape(shape), flat.new_full((), fill))
 
 
-def assembled(rows: Sequence[Row], *, pad: int, least: int = 0) -> Layout:
+def assembled(rows: Sequence[Row], *, pad: int, least: int | None = None) -> Layout:
     """Return the layout of prompts padded at the left and responses at the right; of whole rows at the left.
 
-    The prompts have at least `least` positions.
+    Args:
+        rows: The rows.
+        pad: The id of pads.
+        least: How many positions the prompts have at least; given where rows have prompts, also if there are no rows.
     """
     device = rows[0].ids.device if rows else None
     parts = [(len(row.ids) if row.prompt is None else row.prompt, len(row.ids)) for row in rows]
-    before = max([least, *[prompt for prompt, _ in parts]])
+    before = max([least or 0, *[prompt for prompt, _ in parts]])
     after = max([total - prompt for prompt, total in parts], default=0)
     prompt = torch.tensor([prompt for prompt, _ in parts], device=device).reshape(-1, 1)
     total = torch.tensor([total for _, total in parts], device=device).reshape(-1, 1)
     at = torch.arange(before + after, device=device)
-    is_known = bool(rows) and rows[0].prompt is not None
+    is_known = (rows[0].prompt if rows else least) is not None
     return Layout((at >= before - prompt) & (at < before - prompt + total), before if is_known else None, pad=pad)
 
 
