@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from tdfunc.core.context import is_recording
+from tdfunc.core.context import is_compiling, is_recording
 from tdfunc.core.errors import error
 from tdfunc.core.types import Path
 from tdfunc.llm.head import Head
@@ -239,11 +239,13 @@ def _inputs(
     model: Any, forward: Callable[..., Any], ids_BT: Tensor, positions_BT: Tensor | None, mask: Any
 ) -> dict[str, Any]:
     inputs = {"input_ids": ids_BT.to(torch.int64), "use_cache": False}
+    # Under torch.compile and torch.export families choose by themselves.
+    is_graph = not is_compiling() and is_recording()
     if positions_BT is not None:
         inputs["position_ids"] = positions_BT
     if mask is not None:
         inputs["attention_mask"] = mask
-    elif positions_BT is None and is_recording() and "past_key_values" in _parameters(forward):
+    elif positions_BT is None and is_graph and "past_key_values" in _parameters(forward):
         # Families choose kernels by the values of a mask, and without one look in the positions for packed rows, which
         # a graph cannot do. Beside a cache they do neither; this one stays empty.
         cache = new_cache(model)
