@@ -39,6 +39,7 @@ from tdfunc.storage.manager.manager import CheckpointManager
 PACKAGES = ("transformers", "tokenizers", "matplotlib", "tqdm", "rich", "typer")
 RATES = (5e-5, 1e-4, 2e-4, 4e-4)
 DICE, ROLLS = (1, 2, 3), 100
+QUESTIONS = [f"Roll {count} dice" for count in DICE]
 # Tokens of a window of text; windows and chats of a step; responses to a question.
 WINDOW, WINDOWS, CHATS, SAMPLES = 96, 12, 32, 16
 # Tokens of a response: its dice, and the end.
@@ -111,18 +112,13 @@ def train_tokenizer(texts: list[str]) -> Any:
 
 def make_chats(key: Tensor) -> History:
     """Return chats in which one, two or three dice are rolled, each as often as another."""
-    rolls = random.randint(key, (ROLLS, len(DICE), max(DICE)), 1, 7).tolist()
+    rolls = random.randint(key, (len(DICE), ROLLS, max(DICE)), 1, 7).tolist()
     chats: list[list[dict[str, str]]] = []
-    for count, question in enumerate(questions(), 1):
-        for roll in rolls:
-            reply = "".join(map(str, roll[count - 1][:count]))
+    for count, question, rows in zip(DICE, QUESTIONS, rolls, strict=True):
+        for row in rows:
+            reply = "".join(map(str, row[:count]))
             chats.append([{"role": "user", "content": question}, {"role": "assistant", "content": reply}])
     return History.from_chats(chats)
-
-
-def questions() -> list[str]:
-    """Return a question for each number of dice."""
-    return [f"Roll {count} dice" for count in DICE]
 
 
 def score_roll(text: str, count: int) -> float:
@@ -157,7 +153,7 @@ def make_setup(seed: int, plan: Plan) -> Setup:
     chats = make_chats(random.key(seed)).apply_chat_template(
         **options, padding_side="right", add_generation_prompt=False, return_assistant_tokens_mask=True
     )
-    asked = History.from_chats([[{"role": "user", "content": question}] for question in questions()])
+    asked = History.from_chats([[{"role": "user", "content": question}] for question in QUESTIONS])
     asked = asked.apply_chat_template(**options)
     tokens = Tokens(prompt=asked["input_ids"], batch_size=asked.batch_size)
     prompts = TensorDict({"tokens": tokens, "attention_mask": asked["attention_mask"]}, asked.batch_size)
