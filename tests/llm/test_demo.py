@@ -48,8 +48,14 @@ def test_setup_is_a_function_of_its_seed(setup):
 
 
 @pytest.mark.slow
-def test_responses_are_rewarded_as_they_are_decoded(setup):
-    """The reward is that of the tokens of the response alone, whatever its pads; the log-probs are those of scoring."""
+def test_responses_are_rewarded_as_they_are_decoded(setup, monkeypatch):
+    """The reward is that of the response's text and of its question; the log-probs are those of scoring."""
+
+    # A model without training rolls no dice.
+    def score_roll(text, count):
+        return 1000.0 * count + sum(map(ord, text.partition("<|im_end|>")[0]))
+
+    monkeypatch.setattr(demo, "score_roll", score_roll)
     drawn = demo.respond(setup, setup.params, random.key(1))
     old, ids = drawn["log_probs"], drawn["tokens"].full
     scores = tdf.llm.score_ids(setup.lm, setup.params, ids.flatten(0, 1), buffers=setup.buffers).log_probs
@@ -58,7 +64,7 @@ def test_responses_are_rewarded_as_they_are_decoded(setup):
     torch.testing.assert_close(old.full[old.mask], scores.view_as(ids)[old.mask], rtol=1e-4, atol=1e-4)
     for i, count in enumerate(demo.DICE):
         for row, mask, reward in zip(ids[i], old.mask[i], drawn["reward"][i], strict=True):
-            assert reward == demo.score_roll(setup.tokenizer.decode(row[mask]), count)
+            assert reward == score_roll(setup.tokenizer.decode(row[mask]), count)
 
 
 @pytest.mark.slow
