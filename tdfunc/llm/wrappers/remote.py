@@ -31,8 +31,9 @@ class RemoteWrapper(LLMWrapperBase):
     Every response, and every row that is scored, is a request of its own. All options of sampling are sent, so that the
     server's defaults have no effect. Response i is drawn with a seed that is made of its key.
 
-    Log-probs are those that the server gives, which are raw ones for vLLM in its default mode; `behaviour` is None. A
-    server without token ids gives texts alone: tokens, masks and log-probs are None, and it cannot score.
+    Log-probs are those that the server gives, which are raw ones for vLLM in its default mode; `behaviour` is theirs at
+    temperature 1 without cuts and penalties, and None elsewhere. A server without token ids gives texts alone: tokens,
+    masks and log-probs are None, and it cannot score.
 
     Args:
         model: The name by which the server has the model.
@@ -103,7 +104,8 @@ class RemoteWrapper(LLMWrapperBase):
         rows = [row.tolist() for row in prompts for _ in range(count)]
         if options.max_new_tokens == 0:
             log_probs = torch.zeros(0) if options.logprobs else None
-            found = [Response(torch.zeros(0, dtype=torch.int64), "length", log_probs, text="") for _ in rows]
+            drawn = log_probs if options.keeps_raw else None
+            found = [Response(torch.zeros(0, dtype=torch.int64), "length", log_probs, drawn, text="") for _ in rows]
         else:
             seeds = [None] * len(rows) if keys is None else seeds_of(keys)
             found = self._server.each(
@@ -163,7 +165,7 @@ class RemoteWrapper(LLMWrapperBase):
         body |= {"return_token_ids": True, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
 
         def read(chunks: list[Any]) -> Tensor | None:
-            choices = [choice for chunk in chunks for choice in chunk["choices"]]
+            choices = _choices(chunks)
             if not _check_prompt(choices, ids):
                 return None
             values = [value for choice in choices for value in choice["logprobs"]["token_logprobs"]]
@@ -183,7 +185,7 @@ def _read(chunks: list[Any], ids: list[int], options: GenerationOptions, where: 
     Raises:
         RemoteError: It has no end, or one that is not the response's own.
     """
-    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    choices = _choices(chunks)
     reason = next((choice["finish_reason"] for choice in choices if choice.get("finish_reason")), None)
     if reason not in ("stop", "length"):
         raise RemoteError(
@@ -196,6 +198,8 @@ def _read(chunks: list[Any], ids: list[int], options: GenerationOptions, where: 
     text = "".join(texts) if texts else None
     parts = [choice.get("token_ids") for choice in choices]
     if None in parts:
+        if text is None:
+            raise ValueError("neither token ids nor a text")
         return Response(None, reason, text=text)
     tokens = [token for part in parts for token in part]
     spans = [span["version"] for choice in choices for span in choice.get("weight_versions") or ()]
@@ -204,9 +208,22 @@ def _read(chunks: list[Any], ids: list[int], options: GenerationOptions, where: 
         torch.tensor(tokens, dtype=torch.int64),
         reason,
         log_probs,
+        behaviour=log_probs if options.keeps_raw else None,
         text=text,
         version="+".join(dict.fromkeys(map(str, spans))) or None,
     )
+
+
+def _choices(chunks: list[Any]) -> list[Any]:
+    """Return the choices of an answer, the parts of one response.
+
+    Raises:
+        ValueError: They belong to several responses.
+    """
+    found = [choice for chunk in chunks for choice in chunk["choices"]]
+    if any([choice.get("index", 0) for choice in found]) or any([len(chunk["choices"]) > 1 for chunk in chunks]):
+        raise ValueError("several responses in place of one")
+    return found
 
 
 def _values(choices: list[Any]) -> list[float]:
