@@ -1,4 +1,4 @@
-"""How much memory saving, loading, opening and scoring take at their peak; `python -m benchmarks.memory` prints it as JSON.
+"""How much memory saving, loading and scoring take at their peak; `python -m benchmarks.memory` prints it as JSON.
 
 Each way runs in a forked process of its own, which has the tree already. The kernel keeps the highest mark of its
 resident memory; pages of files that are mapped count in it, though the system may take them back at any time.

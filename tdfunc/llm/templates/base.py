@@ -244,18 +244,17 @@ def check_safe(conversations: Sequence[Conversation], control: tuple[str, ...]) 
     tools = [each.tools for each in conversations if each.tools]
     if not is_forged(Conversation([message for each in conversations for message in each.messages], tools), control):
         return
-    places = [(each, i) for each in conversations for i in range(len(each.messages) + 1)]
-    for conversation, i in places:
-        message = [*conversation.messages, {"tools": conversation.tools}][i]
-        for text in (*strings_in(message), text_of(message.get("content")) or ""):
-            match = next(controls_in(text, control), None)
+    for each in conversations:
+        for i, message in enumerate([*each.messages, {"tools": each.tools}]):
+            texts = [*strings_in(message), text_of(message.get("content")) or ""]
+            match = next((match for text in texts for match in controls_in(text, control)), None)
             if match is not None:
-                where = describe(conversation, i) if i < len(conversation.messages) else "the tools"
+                where = describe(each, i) if i < len(each.messages) else "the tools"
                 raise error(
                     ValueError,
                     f"{where} has the control string {match[0]!r} in its text, by which it could forge a message.",
                     expected="contents without control strings",
-                    got=repr(text[max(0, match.start() - 20) : match.end() + 20]),
+                    got=repr(match.string[max(0, match.start() - 20) : match.end() + 20]),
                     hint="tokenize=True encodes it as ordinary text; unsafe=True renders it all the same.",
                 )
 
