@@ -1,5 +1,6 @@
 """Language models: log-probs against the model's own call, and chat templates against the tokenizer's."""
 
+import json
 import os
 import random
 from collections.abc import Callable
@@ -12,9 +13,20 @@ from torch import Tensor, nn
 
 import tdfunc as tdf
 from benchmarks.rows import OURS, Case, Row, Suite
-from tdfunc.llm import GenerationOptions, History, Tokens, causal_lm, generate_tokens, score
+from tdfunc.llm import (
+    ChatHistory,
+    GenerationOptions,
+    History,
+    Text,
+    Tokens,
+    TransformersWrapper,
+    causal_lm,
+    generate_tokens,
+    score,
+)
 
 MODEL, PADDED, TOKENIZER, GENERATE = "model and log_softmax", "padded", "tokenizer", "model.generate and log_softmax"
+WHOLE = "tokenizer, model.generate, batch_decode"
 NEW_TOKENS = 32
 LENGTHS, UNEVEN = (256, 241, 250, 233), (400, 30, 40, 20, 60, 10, 80, 25)
 TURNS = (
@@ -86,11 +98,33 @@ def score_cases() -> list[Case]:
     ]
 
 
-def generate_cases() -> list[Case]:
+def make_generator() -> Any:
+    """Return the model, of which no response ends before the last token."""
     # Any: a model of transformers.
     model: Any = make_model()
-    # No response ends before the last token.
     model.generation_config.eos_token_id = None
+    return model
+
+
+# Any: a model of transformers, and options of generation.
+def generate_theirs(model: Any, ids: Tensor, mask: Tensor, options: dict[str, Any]) -> list[Tensor]:
+    """Return the responses of transformers and their log-probs."""
+    sampling = {"do_sample": True, "top_k": 0, **options} if options else {"do_sample": False}
+    out: Any = model.generate(
+        ids,
+        attention_mask=mask.long(),
+        max_new_tokens=NEW_TOKENS,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **sampling,
+    )
+    new = out.sequences[:, ids.shape[1] :]
+    return [new, torch.stack(out.logits, 1).log_softmax(-1).gather(-1, new.unsqueeze(-1)).squeeze(-1)]
+
+
+def generate_cases() -> list[Case]:
+    model = make_generator()
     lm, params, buffers = causal_lm(model)
     ids, mask = make_rows(LENGTHS)
     rows = [row[valid] for row, valid in zip(ids, mask, strict=True)]
@@ -112,18 +146,7 @@ def generate_cases() -> list[Case]:
             return [torch.stack([getattr(row, name) for row in found]) for name in ("tokens", "log_probs")]
 
         def theirs(options: dict[str, Any] = options) -> list[Tensor]:
-            sampling = {"do_sample": True, "top_k": 0, **options} if options else {"do_sample": False}
-            out: Any = model.generate(
-                left,
-                attention_mask=valid.long(),
-                max_new_tokens=NEW_TOKENS,
-                pad_token_id=0,
-                output_logits=True,
-                return_dict_in_generate=True,
-                **sampling,
-            )
-            new = out.sequences[:, width:]
-            return [new, torch.stack(out.logits, 1).log_softmax(-1).gather(-1, new.unsqueeze(-1)).squeeze(-1)]
+            return generate_theirs(model, left, valid, options)
 
         if not options:
             torch.testing.assert_close(ours(), theirs(), atol=1e-4, rtol=1e-4)
@@ -131,15 +154,15 @@ def generate_cases() -> list[Case]:
     return cases
 
 
-def make_chats() -> list[list[dict[str, str]]]:
-    """Return 64 conversations of 8 messages of 5 to 40 words."""
+def make_chats(count: int = 64) -> list[list[dict[str, str]]]:
+    """Return conversations of 8 messages of 5 to 40 words."""
     draw = random.Random(0)
     words = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "user", "assistant", "yes"]
 
     def text() -> str:
         return " ".join(draw.choices(words, k=draw.randint(5, 40)))
 
-    return [[{"role": ("user", "assistant")[i % 2], "content": text()} for i in range(8)] for _ in range(64)]
+    return [[{"role": ("user", "assistant")[i % 2], "content": text()} for i in range(8)] for _ in range(count)]
 
 
 def make_tokenizer(texts: list[str], template: str) -> Any:
@@ -154,6 +177,65 @@ def make_tokenizer(texts: list[str], template: str) -> Any:
     made = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=special[0], eos_token=special[2])
     made.chat_template = template
     return made
+
+
+def with_more_tokens(tokenizer: Any, count: int) -> Any:
+    """Return a tokenizer with so many tokens: those that are added are in no text, and decode to one of their own."""
+    data = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocabulary = data["model"]["vocab"]
+    vocabulary |= {f"w{number}": number for number in range(len(vocabulary), count)}
+    made = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(data)),
+        pad_token=tokenizer.pad_token,
+        eos_token=tokenizer.eos_token,
+    )
+    made.chat_template = tokenizer.chat_template
+    return made
+
+
+def wrapper_cases() -> list[Case]:
+    model, chats = make_generator(), [chat[:7] for chat in make_chats(4)]
+    texts = [" ".join([message["content"] for message in chat]) for chat in chats]
+    tokenizer = with_more_tokens(make_tokenizer(texts, TURNS), 32_000)
+    inputs = {
+        "text": tdf.TensorDict({"text": Text(prompt=texts, batch_size=[4])}, [4]),
+        "history": tdf.TensorDict({"history": ChatHistory(prompt=History.from_chats(chats), batch_size=[4])}, [4]),
+    }
+    tokenizer.padding_side = "left"
+    batched = {"padding": True, "return_tensors": "pt"}
+    # Any: a batch of a tokenizer.
+    encode: dict[str, Callable[[], Any]] = {
+        "text": lambda: tokenizer(texts, **batched),
+        "history": lambda: tokenizer.apply_chat_template(
+            chats, add_generation_prompt=True, return_dict=True, tokenize=True, **batched
+        ),
+    }
+    cases: list[Case] = []
+    for mode, td in inputs.items():
+        for name, options in {"greedy": {}, "sampled": {"temperature": 0.8}}.items():
+            wrapper = TransformersWrapper(
+                model,
+                tokenizer=tokenizer,
+                input_mode=mode,
+                pad_output=True,
+                generate_kwargs={"max_new_tokens": NEW_TOKENS, **options},
+            )
+
+            def ours(wrapper: Any = wrapper, td: Any = td) -> Any:
+                return wrapper(td, key=0)
+
+            def theirs(mode: str = mode, options: dict[str, Any] = options) -> Any:
+                batch = encode[mode]()
+                new, log_probs = generate_theirs(model, batch["input_ids"], batch["attention_mask"], options)
+                return new, log_probs, tokenizer.batch_decode(new)
+
+            if not options:
+                out, (new, log_probs, decoded) = ours(), theirs()
+                torch.testing.assert_close(out["tokens"].response, new)
+                torch.testing.assert_close(out["log_probs"].response, log_probs, atol=1e-4, rtol=1e-4)
+                assert out["text"].response == decoded
+            cases.append(Case(f"{mode} mode, {NEW_TOKENS} tokens, {name}", {OURS: ours, WHOLE: theirs}))
+    return cases
 
 
 def chat_cases() -> list[Case]:
@@ -184,7 +266,7 @@ def chat_cases() -> list[Case]:
 
 
 def llm_cases() -> list[Case]:
-    return score_cases() + generate_cases() + chat_cases()
+    return score_cases() + generate_cases() + wrapper_cases() + chat_cases()
 
 
 def _of(form: str) -> tuple[str, ...]:
@@ -196,9 +278,11 @@ SUITE = Suite(
     "Language models",
     "A Llama of 4 layers, 256 wide, with a vocabulary of 32,000, in float32 and without gradients; `packed` lets short "
     "rows share one row of the batch. Generation: 4 prompts of about 256 tokens, responses with their log-probs, "
-    "against `model.generate` with the same options and `output_logits=True`. Chat templates: 64 conversations of 8 "
-    "messages, against the tokenizer's own call "
-    "with the same arguments on lists of dicts. A template without `{% generation %}` gives no masks there.",
+    "against `model.generate` with the same options and `output_logits=True`; the modes of the wrapper, which "
+    "reads and gives texts or conversations, against the tokenizer's call, the same, and `batch_decode`. Chat "
+    "templates: 64 conversations of 8 messages, against the tokenizer's own call with the same arguments on lists of "
+    "dicts. A template without `{% generation %}` gives no masks there. The peak of scoring is "
+    "[below](#peak-memory).",
     llm_cases,
     (
         Row("log-probs of tokens", MODEL, 1.0, "at most", ("score 4 rows of about 256 tokens",)),
@@ -213,9 +297,20 @@ SUITE = Suite(
                 for name in ("greedy", "sampled", "sampled with top_k 50", "sampled with top_p 0.9")
             ),
         ),
+        Row(
+            "text and history modes",
+            WHOLE,
+            1.3,
+            "at most",
+            tuple(
+                f"{mode} mode, {NEW_TOKENS} tokens, {name}"
+                for mode in ("text", "history")
+                for name in ("greedy", "sampled")
+            ),
+        ),
         Row("conversations as text", TOKENIZER, 1.2, "at most", _of("text")),
         Row("conversations as ids", TOKENIZER, 1.2, "at most", _of("ids")),
         Row("conversations as ids with masks", TOKENIZER, 2.0, "at most", _of("masks")),
     ),
-    (score_ways, score_cases, generate_cases, chat_cases),
+    (score_ways, score_cases, generate_cases, wrapper_cases, chat_cases),
 )

@@ -1,4 +1,4 @@
-"""How much memory saving, loading and opening take at their peak; `python -m benchmarks.memory` prints it as JSON.
+"""How much memory saving, loading and scoring take at their peak; `python -m benchmarks.memory` prints it as JSON.
 
 Each way runs in a forked process of its own, which has the tree already. The kernel keeps the highest mark of its
 resident memory; pages of files that are mapped count in it, though the system may take them back at any time.
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import tdfunc as tdf
-from benchmarks import ENVIRON
+from benchmarks import ENVIRON, llm
 from benchmarks.rows import OURS
 from benchmarks.storage import FEW, MANY, Leaves, large_leaves, scratch, small_leaves, tree_of
 
@@ -107,7 +107,7 @@ WORK: dict[str, Callable[[Leaves, Path], dict[str, Callable[[], Any]]]] = {
     "load, verified,": load_ways,
     "open, read 1 %,": open_ways,
 }
-SOURCES = (save_ways, background_ways, load_ways, open_ways)
+SOURCES = (save_ways, background_ways, load_ways, open_ways, llm.score_ways)
 
 
 def measure_all(folder: Path) -> list[Peak]:
@@ -122,6 +122,9 @@ def measure_all(folder: Path) -> list[Peak]:
             warm = ways(tiny, places[1])
             for way, run in ways(leaves, places[0]).items():
                 found.append(Peak(f"{work} {size}", way, *peak_of(run, warm[way])))
+    warm = llm.score_ways((8, 7))
+    for way, run in llm.score_ways(llm.LENGTHS).items():
+        found.append(Peak("score 4 rows of about 256 tokens", way, *peak_of(run, warm[way])))
     return found
 
 

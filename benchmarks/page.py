@@ -258,9 +258,9 @@ def _memory(peaks: Sequence[Peak]) -> list[str]:
     if not peaks:
         return []
     text = _prose(f"""
-        Resident memory at its peak, minus that of the process with the tree before the work. Pages of mapped files
-        count, though they do not belong to the process: the system takes them back when it needs them, and several
-        processes share them. The last column has the bytes on such pages at the end of the work. Loading
+        Resident memory at its peak, minus that of the process with the tree or model before the work. Pages of mapped
+        files count, though they do not belong to the process: the system takes them back when it needs them, and
+        several processes share them. The last column has the bytes on such pages at the end of the work. Loading
         includes one use of every value, saving in the background ends when the file is there. Code:
         {_links(memory.SOURCES)}.
     """)

@@ -520,6 +520,7 @@ CONTRACT = [
     ("call a module on a tree", "tensordict", 1.6), ("call TensorDictModule(nn.Linear)", "tensordict", 1.6),
     ("log-probs of tokens", "model and log_softmax", 1), ("packed rows", "padded", 1.5),
     ("responses with log-probs", "model.generate and log_softmax", 1.05),
+    ("text and history modes", "tokenizer, model.generate, batch_decode", 1.3),
     ("conversations as text", "tokenizer", 1.2), ("conversations as ids", "tokenizer", 1.2),
     ("conversations as ids with masks", "tokenizer", 2),
     ("dropout by keys under vmap", "torch.vmap(randomness='different')", 1.5),

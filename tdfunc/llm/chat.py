@@ -41,8 +41,8 @@ def apply_template(history: Any, options: ChatOptions, tools: Sequence[Any] | No
     flat: list[Conversation] = []
 
     def number(chat: Any) -> int:
-        messages, own = conversation_in(chat)
-        flat.append(Conversation(messages, own or (list(tools) if tools else None)))
+        conversation = conversation_in(chat)
+        flat.append(conversation._replace(tools=list(tools)) if tools and not conversation.tools else conversation)
         return len(flat) - 1
 
     nested = per_conversation(number, history)
@@ -51,8 +51,7 @@ def apply_template(history: Any, options: ChatOptions, tools: Sequence[Any] | No
             control = options.template.control
             if options.tokenizer is not None:
                 control = control_strings(options.tokenizer, options.template)
-            for conversation in flat:
-                check_safe(conversation, control)
+            check_safe(flat, control)
         return _map(nested, _texts(options, flat).__getitem__)
     if options.tokenizer is None:
         raise error(TypeError, "apply_chat_template: ids need a tokenizer.", hint="tokenizer=...")

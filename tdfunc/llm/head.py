@@ -101,7 +101,11 @@ def _log_probs(
 ) -> Tensor:
     """Return the log-probs (N, K) of one chunk."""
     logits = _wide(head.logits(hidden_ND, weight, bias), heat)
-    return logits.gather(-1, ids_NK) - logits.logsumexp(-1, keepdim=True)
+    chosen = logits.gather(-1, ids_NK)
+    # As torch.logsumexp, which makes a second tensor of the size of the logits.
+    largest = logits.detach().amax(-1, keepdim=True)
+    largest = largest.masked_fill(largest.isinf(), 0)
+    return chosen - largest - logits.sub_(largest).exp_().sum(-1, keepdim=True).log()
 
 
 def _wide(logits: Tensor, heat: Tensor | None) -> Tensor:

@@ -24,22 +24,23 @@ def column(tree: Any, name: str) -> np.ndarray[Any, Any]:
     size = tree._batch_size
     if name not in tree._keys():
         return np.broadcast_to(np.array(None, dtype=object), size)
-    node = tree._get(name)
-    if isinstance(node, NonTensorData):
-        return node._array
-    if isinstance(node, NonTensorStack):
-        array = node._array
-        if name == "content" and not {str}.issuperset(map(type, array.flat)):
-            array = array.copy()
-            for at in np.ndindex(*size):
-                array[at] = as_content(array[at])
-        return array
+    array = np.empty(prod(size), dtype=object)
+    for i, value in enumerate(_values(tree._get(name), name, size)):
+        array[i] = value
+    return array.reshape(size)
+
+
+# Any: a node of a tree.
+def _values(node: Any, name: str, size: Size) -> list[Any]:
+    """Return the values of a field, those of all elements of the batch one after another."""
+    if isinstance(node, (NonTensorStack, NonTensorData)):
+        values: list[Any] = node._array.ravel().tolist()
+        if name == "content" and not {str}.issuperset(map(type, values)):
+            values = [as_content(value) for value in values]
+        return values
     # A tree of parts, which `set` can put there, or a tensor, such as one of bools.
-    values = np.empty(size, dtype=object)
-    for at in np.ndindex(*size):
-        part = node[at] if at else node
-        values[at] = as_content(part) if isinstance(part, TensorCollection) else part.tolist()
-    return values
+    parts = [node[at] if at else node for at in np.ndindex(*size)]
+    return [as_content(part) if isinstance(part, TensorCollection) else part.tolist() for part in parts]
 
 
 def rows_of(history: Any) -> list[Message]:
@@ -47,14 +48,12 @@ def rows_of(history: Any) -> list[Message]:
     if history._is_lazy:
         return [message for tree in history._trees for message in rows_of(tree)]
     data = history._data
-    names = [name for name in FIELDS if name in data]
-    complete = data.get("is_complete")
-    if isinstance(complete, NonTensorData) and complete.data is True:
-        # The default.
-        names.remove("is_complete")
     rows: list[Message] = [{} for _ in range(prod(history._batch_size))]
-    for name in names:
-        for row, value in zip(rows, column(history, name).ravel().tolist(), strict=True):
+    for name, node in data.items():
+        if name == "is_complete" and isinstance(node, NonTensorData) and node.data is True:
+            # The default.
+            continue
+        for row, value in zip(rows, _values(node, name, history._batch_size), strict=True):
             if value is not None:
                 row[name] = value
     return rows

@@ -1,6 +1,7 @@
 """Log-probs of tokens in any layout against each row alone, for each family; transforms, memory, options."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 import tdfunc as tdf
 from tdfunc import LeafMismatchError, MissingKeyError, TensorDict, UnsupportedError
 from tdfunc.llm import History, LogProbs, Masks, Tokens, causal_lm, distribution, logits, plan, score, score_ids
+from tdfunc.llm.head import Head, chosen_log_probs
 from tdfunc.llm.layout import bins, compact
 from tdfunc.llm.model import PACKING
 from tdfunc.llm.scoring import logits_of_ids
@@ -355,6 +357,19 @@ def test_no_tensor_of_all_logits():
         score_ids(lm, live, ids, mask, buffers=buffers, chunk_size=32).log_probs.sum().backward()
 
     assert max(sizes) < 8 * 40 * VOCAB
+
+
+def test_the_peak_is_one_chunk_of_logits():
+    """All that the log-probs of chosen tokens allocate at a time, temporary tensors of operations included."""
+    hidden, weight, size = torch.randn(256, 8), torch.randn(1000, 8), 32
+    ids = torch.randint(1000, (256, 1))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        chosen_log_probs(Head(), hidden, (weight, None), ids, chunk_size=size)
+    events = [each for each in profile.profiler.kineto_results.events() if each.name() == "[memory]"]
+    live = list(itertools.accumulate(each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())))
+
+    chunk = size * 1000 * 4
+    assert chunk <= max(live) < 1.2 * chunk
 
 
 # -- trees ------------------------------------------------------------------------------------------------------

@@ -164,7 +164,7 @@ class AbstractTemplate(ABC):
             options = {"generation_prompt": add_generation_prompt, "open_end": continue_final_message}
             text = self.texts([conversation], **options)[0]
             if not unsafe:
-                check_safe(conversation, self.control)
+                check_safe([conversation], self.control)
             if reversible:
                 self._check_reversible(text, conversation)
             return text
@@ -239,20 +239,22 @@ def controls_in(text: str, control: tuple[str, ...]) -> "Iterator[re.Match[str]]
     return _pattern(control).finditer(text) if control and text else iter(())
 
 
-def check_safe(conversation: Conversation, control: tuple[str, ...]) -> None:
+def check_safe(conversations: Sequence[Conversation], control: tuple[str, ...]) -> None:
     """Raise if a text of a message or tool has a control string."""
-    if not is_forged(conversation, control):
+    tools = [each.tools for each in conversations if each.tools]
+    if not is_forged(Conversation([message for each in conversations for message in each.messages], tools), control):
         return
-    for i, message in enumerate([*conversation.messages, {"tools": conversation.tools}]):
-        for text in (*strings_in(message), text_of(message.get("content")) or ""):
-            match = next(controls_in(text, control), None)
+    for each in conversations:
+        for i, message in enumerate([*each.messages, {"tools": each.tools}]):
+            texts = [*strings_in(message), text_of(message.get("content")) or ""]
+            match = next((match for text in texts for match in controls_in(text, control)), None)
             if match is not None:
-                where = describe(conversation, i) if i < len(conversation.messages) else "the tools"
+                where = describe(each, i) if i < len(each.messages) else "the tools"
                 raise error(
                     ValueError,
                     f"{where} has the control string {match[0]!r} in its text, by which it could forge a message.",
                     expected="contents without control strings",
-                    got=repr(text[max(0, match.start() - 20) : match.end() + 20]),
+                    got=repr(match.string[max(0, match.start() - 20) : match.end() + 20]),
                     hint="tokenize=True encodes it as ordinary text; unsafe=True renders it all the same.",
                 )
 
@@ -262,11 +264,18 @@ def is_forged(conversation: Conversation, control: tuple[str, ...]) -> bool:
     if not control:
         return False
     messages = conversation.messages
+    everything = [value for message in messages for value in message.values()]
+    if not conversation.tools and {str}.issuperset(map(type, everything)) and not _has_control(everything, control):
+        return False
     values = [value for message in messages for name, value in message.items() if name not in UNCOMPARED]
     texts = [value for value in values if isinstance(value, str)]
     if conversation.tools or len(texts) < len(values):
         texts += strings_in([conversation.tools, *[value for value in values if not isinstance(value, str)]])
         texts += [text_of(message["content"]) or "" for message in messages if isinstance(message.get("content"), list)]
+    return _has_control(texts, control)
+
+
+def _has_control(texts: Sequence[str], control: tuple[str, ...]) -> bool:
     # No control string spans the null between two texts.
     return _pattern(control).search("\0".join(texts)) is not None
 

@@ -143,15 +143,16 @@ class JinjaTemplate(AbstractTemplate):
             **{**tokenizer.special_tokens_map, **self.options, **options},
         )
 
-    def _as_dicts(self, conversation: Conversation) -> list[Message]:
-        messages = conversation.messages
-        names = set[str]().union(*messages)
+    def _as_dicts(self, conversations: Sequence[Conversation]) -> list[list[Message]]:
+        chats = [each.messages for each in conversations]
+        names = set[str]().union(*[message for chat in chats for message in chat])
         if not names <= _RENDERED:
-            messages = [{name: each[name] for name in each if name in _RENDERED} for each in messages]
-        if "tool_calls" not in names:
-            return messages
-        calls = [[self._as_call(call) for call in each.get("tool_calls", [])] for each in messages]
-        return [{**each, "tool_calls": own} if own else each for each, own in zip(messages, calls, strict=True)]
+            chats = [[{name: each[name] for name in each if name in _RENDERED} for each in chat] for chat in chats]
+        return [[self._as_dict(each) for each in chat] for chat in chats] if "tool_calls" in names else chats
+
+    def _as_dict(self, message: Message) -> Message:
+        calls = [self._as_call(call) for call in message.get("tool_calls", [])]
+        return {**message, "tool_calls": calls} if calls else message
 
     def _as_call(self, call: dict[str, Any]) -> dict[str, Any]:
         arguments = call["function"]["arguments"]
@@ -165,7 +166,7 @@ class JinjaTemplate(AbstractTemplate):
         self, conversations: Sequence[Conversation], *, generation_prompt: bool = False, open_end: bool = False
     ) -> list[str]:
         options = {"add_generation_prompt": generation_prompt, "continue_final_message": open_end}
-        chats = [self._as_dicts(each) for each in conversations]
+        chats = self._as_dicts(conversations)
         if all([not each.tools for each in conversations]):
             return self._render(chats, None, **options) if chats else []
         return [self._render([chat], each.tools, **options)[0] for chat, each in zip(chats, conversations, strict=True)]
@@ -210,7 +211,7 @@ class JinjaTemplate(AbstractTemplate):
     def _drawn(self, conversation: Conversation, text: str, prompt: bool, open_end: bool) -> list[Span]:
         """Return the spans that the author drew with `{% generation %}`, each with an end of turn."""
         texts, indices = self._render_jinja(
-            [self._as_dicts(conversation)],
+            self._as_dicts([conversation]),
             conversation.tools or None,
             return_assistant_tokens_mask=True,
             add_generation_prompt=prompt,

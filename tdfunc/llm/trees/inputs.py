@@ -79,10 +79,10 @@ def read_tokens(td: TensorCollection, keys: TokenKeys, field: str, call: str) ->
     record = get_value(td, keys.source, None)
     parts: dict[str, Any] = {}
     if isinstance(record, TensorCollection):
-        parts = {name: get_value(record, name, None) for name in ("prompt", "response", "full")}
+        parts = {name: get_value(record, name, None) for name in ("prompt", "response", "full", "is_complete")}
     full = parts.get("full")
     known = field == "full" and parts.get("prompt") is not None and parts.get("response") is not None
-    ends = get_value(record, "is_complete", None) if known else None  # pyright: ignore[reportArgumentType]
+    ends = parts.get("is_complete") if field == "full" else None
     if known and full is None:
         first = parts["prompt"]
         ids = torch.cat([first, parts["response"]], -1) if isinstance(first, Tensor) else first

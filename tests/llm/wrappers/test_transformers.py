@@ -289,6 +289,8 @@ def test_parts_of_known_prompts_are_scored_apart():
     ends = torch.tensor([True, False])
     parts = parts.set(("tokens", "is_complete"), ends)
     assert torch.equal(wrapper(parts)["tokens"].is_complete, ends)
+    whole = td.set(("tokens", "is_complete"), ends)
+    assert torch.equal(wrapper(whole)["tokens"].is_complete, ends)
     scored = wrapper.get_new_version(pad_output=False)(parts)
     assert torch.equal(torch.stack(scored["tokens"].is_complete), ends)
     ragged = scored["log_probs"]
