@@ -160,6 +160,11 @@ class TensorCollection(Slots):
 
     if TYPE_CHECKING:
 
+        @property
+        def _dim(self) -> int:
+            """Return the dimension of a lazy stack along which its trees lie."""
+            ...
+
         def _each(self, fn: Callable[..., Any], *values: Any) -> Any:
             """Return the stack of `fn(tree, *its part of each value)` for the trees of a lazy stack."""
 

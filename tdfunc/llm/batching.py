@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-from tdfunc.core.errors import error
+from tdfunc.core.errors import ConcurrencyError, error
 
 # How long the end of a program waits for the batch that runs, in seconds.
 _LAST_BATCH_S = 10.0
@@ -119,20 +119,41 @@ class Batcher(Generic[Q, R]):
         Args:
             flush: Run the requests now, and wait for them and for the batch that runs, whose futures are returned too;
                 else cancel them.
+
+        Raises:
+            ConcurrencyError: `run` or a callback of a future flushes: it would wait for itself.
         """
         if not flush:
             return self._queue.cancel()
+        self._check_flush("cleanup")
         futures = self._queue.hurry()
         wait(futures)
         return futures
 
     def close(self, *, flush: bool = False) -> "list[Future[R]]":
-        """Refuse further requests, and return those of `cleanup`."""
+        """Refuse further requests, and return those of `cleanup`.
+
+        Args:
+            flush: As for `cleanup`.
+
+        Raises:
+            ConcurrencyError: As for `cleanup`; the batcher stays open.
+        """
+        if flush:
+            self._check_flush("close")
         with self._queue.changed:
             self._closed = True
         futures = self.cleanup(flush=flush)
         self._queue.close()
         return futures
+
+    def _check_flush(self, call: str) -> None:
+        if threading.current_thread() is self._queue.thread:
+            raise ConcurrencyError(
+                f"Batcher.{call}: flush=True must not come from the batcher's own thread, which it would wait for.",
+                expected="a call from outside of `run` and of the callbacks of futures",
+                hint="flush=False cancels the requests that wait; or leave the call to another thread.",
+            )
 
     def __enter__(self) -> "Batcher[Q, R]":
         return self

@@ -16,6 +16,8 @@ class Text(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments
         prompt: The text that the model reads.
         response: The text that the model wrote.
         full: Both.
+        finish_reason: The end of each response: "stop" for an end-of-sequence token, a stop token or a stop sequence,
+            else "length".
 
     Examples:
         >>> Text(prompt=["Hello", "Hi"], batch_size=[2])[1].prompt
@@ -25,6 +27,7 @@ class Text(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments
     prompt: str | None = None
     response: str | None = None
     full: str | None = None
+    finish_reason: str | None = None
 
 
 class Tokens(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments, reportUntypedBaseClass]
@@ -35,12 +38,14 @@ class Tokens(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgumen
         response: (B, R), padded at the right.
         full: (B, P + R).
         padded: True for rows of one length, False for a ragged stack.
+        is_complete: (B,), False where the response was cut off at its greatest length.
     """
 
     prompt: Tensor | None = None
     response: Tensor | None = None
     full: Tensor | None = None
     padded: bool | None = None
+    is_complete: Tensor | None = None
 
 
 class Masks(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments, reportUntypedBaseClass]

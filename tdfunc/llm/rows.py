@@ -98,14 +98,10 @@ def tools_of(messages: Sequence[Message]) -> list[dict[str, Any]] | None:
 
 def per_conversation(fn: Callable[..., Any], history: Any, *others: Any) -> Any:
     """Return the results for each conversation, in lists nested as the dimensions before the messages."""
-    # The batch size of a lazy stack is made from all of its trees.
-    if history._is_lazy and not history._dim and history._trees[0]._batch_size:
-        parts = [each._trees if each._is_lazy and not each._dim else each.unbind(0) for each in (history, *others)]
-    elif len(history._batch_size) <= 1:
+    if len(history._batch_size) <= 1:
         return fn(history, *others)
-    else:
-        parts = [each.unbind(0) for each in (history, *others)]
-    return [per_conversation(fn, *row) for row in zip(*parts, strict=True)]
+    rows = zip(*[each.unbind(0) for each in (history, *others)], strict=True)
+    return [per_conversation(fn, *row) for row in rows]
 
 
 def stack_dense(parts: Sequence[Any]) -> Any:

@@ -21,6 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tdfunc as tdf
 from tdfunc.llm import Batcher
 
 SOON = 20
@@ -303,6 +304,32 @@ def test_flush_returns_the_results():
     assert all(future.done() for future in futures)
     assert [outcome(future) for future in futures] == [1, 4, 9, 16, Poison, 36]
     assert batcher.cleanup(flush=True) == []
+
+
+@pytest.mark.parametrize("name", ["cleanup", "close"])
+def test_a_flush_in_its_own_thread_is_an_error(name):
+    """`run` and callbacks would wait for themselves; the batcher goes on."""
+    engine, found = Gate(), []
+
+    def flush(_):
+        try:
+            getattr(batcher, name)(flush=True)
+        except tdf.ConcurrencyError as err:
+            found.append(str(err))
+
+    def run(requests):
+        flush(requests)
+        return engine(requests)
+
+    batcher = Batcher(run)
+    future = batcher.submit(2)
+    assert engine.entered.wait(SOON)
+    # Not done yet, so that the batcher's thread runs it.
+    future.add_done_callback(flush)
+    engine.open.set()
+    assert batcher.submit(3).result(SOON) == 9
+    assert len(found) == 3
+    assert all(f"Batcher.{name}: flush=True must not come from the batcher's own thread" in each for each in found)
 
 
 def test_a_closed_batcher_refuses_requests_and_ends_its_thread():

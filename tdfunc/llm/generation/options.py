@@ -74,6 +74,12 @@ class GenerationOptions:
         """Whether top-k, top-p or min-p may take tokens away."""
         return self.top_k is not None or self.top_p is not None or self.min_p is not None
 
+    @property
+    def keeps_raw(self) -> bool:
+        """Whether tokens are drawn from the model's own distribution: no option makes it another."""
+        alone = self.repetition_penalty == 1.0 and not self.min_new_tokens
+        return self.temperature == 1.0 and not self.cuts and alone
+
     @classmethod
     def parse(
         cls, kwargs: "Mapping[str, Any] | GenerationConfig | None" = None, *, num_samples: int | None = None

@@ -13,7 +13,7 @@ class Response(NamedTuple):
         finish_reason: "stop" after an end-of-sequence token, a stop token or a stop sequence, else "length".
         log_probs: The log-probs of the tokens (R,), in nats; None where they were not computed.
         behaviour: The log-probs under the distribution that the tokens were drawn from (R,); None for greedy and beam
-            search, and for engines that give raw log-probs alone.
+            search, and where an engine gives raw log-probs and drew from another distribution.
         support: For each token the ids that top-k, top-p or min-p had left, then -1 (R, K), all -1 where they had cut
             nothing; None where no token has any.
         prompt_log_probs: The log-probs of the prompt (P,), of which the first is 0; None where they were not computed.

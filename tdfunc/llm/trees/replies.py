@@ -22,8 +22,9 @@ def row_of(prompt: Row, response: Response) -> Row:
     assert response.tokens is not None
     device, n = response.tokens.device, len(prompt.ids)
     ids = torch.cat([prompt.ids.to(device), response.tokens])
+    is_complete = torch.tensor(response.finish_reason == "stop", device=device)
     if response.log_probs is None:
-        return Row(ids, n, version=response.version)
+        return Row(ids, n, is_complete=is_complete, version=response.version)
     before = response.prompt_log_probs
     scored = torch.arange(len(ids), device=device) > (n - 1 if before is None else 0)
     before = response.log_probs.new_zeros(n) if before is None else before
@@ -34,6 +35,7 @@ def row_of(prompt: Row, response: Response) -> Row:
         scored=scored,
         behaviour=response.behaviour,
         support=response.support,
+        is_complete=is_complete,
         version=response.version,
     )
 

@@ -11,7 +11,11 @@ import torch
 from torch import Size, Tensor
 
 from tdfunc._lazystack import lazy_stack
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import LeafMismatchError
+from tdfunc.core.types import Path
 from tdfunc.llm.records import LogProbs, Masks, Tokens
+from tdfunc.ops.reading import get_value
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,8 @@ class Row:
         assistant: True where an assistant wrote the token (L,), or None.
         behaviour: Of the response, under the distribution that it was drawn from (R,), or None.
         support: Of the response, the ids that were left to draw from (R, K), or None.
+        is_complete: Whether the response has its end (), or None.
+        version: The version of the weights that drew it, or None.
     """
 
     ids: Tensor
@@ -35,8 +41,8 @@ class Row:
     assistant: Tensor | None = None
     behaviour: Tensor | None = None
     support: Tensor | None = None
-    # Any: the version of the weights.
-    version: Any = None
+    is_complete: Tensor | None = None
+    version: str | int | None = None
 
     def to(self, device: torch.device) -> "Row":
         """Return the row with its tensors on a device."""
@@ -119,7 +125,7 @@ def padded_records(rows: Sequence[Row], layout: Layout, lead: Size) -> Records:
     """Return records in which all rows have one length, with the batch size `lead`."""
 
     def shaped(value: Tensor | None) -> Tensor | None:
-        return None if value is None else value.reshape(*lead, *value.shape[1:])
+        return None if value is None else value.reshape((*lead, *value.shape[1:]))
 
     def cut(value: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         if value is None or layout.prompt is None:
@@ -133,7 +139,15 @@ def padded_records(rows: Sequence[Row], layout: Layout, lead: Size) -> Records:
     full = layout.place([row.ids for row in rows], layout.pad) if layout.ids is None else layout.ids
     prompt, response = cut(full)
     mask, assistant = layout.mask, placed("assistant", torch.bool) if rows else None
-    tokens = Tokens(prompt=shaped(prompt), response=shaped(response), full=shaped(full), padded=True, batch_size=lead)
+    ended = [row.is_complete for row in rows if row.is_complete is not None]
+    tokens = Tokens(
+        prompt=shaped(prompt),
+        response=shaped(response),
+        full=shaped(full),
+        padded=True,
+        is_complete=shaped(torch.stack(ended)) if len(ended) == len(rows) > 0 else None,
+        batch_size=lead,
+    )
     masks = Masks(all_attention_mask=shaped(mask), all_assistant_mask=shaped(assistant), padded=True, batch_size=lead)
     values, scored = placed("log_probs", torch.float32), placed("scored", torch.bool)
     before, after = cut(values)
@@ -185,7 +199,7 @@ def _record_of(row: Row) -> tuple[Tokens, Masks, LogProbs]:
             return {}
         return {"full": value, **({"prompt": value[:n], "response": value[n:]} if known else {})}
 
-    tokens = Tokens(**parts(row.ids), padded=False, batch_size=size)
+    tokens = Tokens(**parts(row.ids), padded=False, is_complete=row.is_complete, batch_size=size)
     ones = torch.ones_like(row.ids, dtype=torch.bool)
     masks = Masks(all_attention_mask=ones, all_assistant_mask=row.assistant, padded=False, batch_size=size)
     log_probs = LogProbs(
@@ -222,3 +236,38 @@ def flat_list(values: Any, dims: int) -> list[Any]:
         return [values]
     rows = values.unbind(0) if hasattr(values, "unbind") else values
     return [item for row in rows for item in flat_list(row, dims - 1)]
+
+
+def ragged_values(td: TensorCollection, path: Path) -> list[Any] | None:
+    """Return an entry of each element of the batch, None where it lacks it; None where the entry is not ragged."""
+    value = get_value(td, path, None)
+    if value is None or (isinstance(value, Tensor) and not value.is_nested):
+        return None
+    *parents, name = path
+    holder = get_value(td, tuple(parents)) if parents else td
+    if isinstance(value, Tensor):
+        return flat_list(value, len(holder._batch_size))
+    # By the trees: a tuple of values lies along the dimension of the stack, which need not be the first.
+    return [get_value(each, name, None) for each in flat_list(holder, len(holder._batch_size))]
+
+
+def ragged_mask(td: TensorCollection, rows: Sequence[Tensor], paths: Sequence[Path], call: str) -> list[Any] | None:
+    """Return the first ragged mask of a tree that has the lengths of rows; None if it has no ragged masks.
+
+    Raises:
+        LeafMismatchError: There are ragged masks, and none has the lengths.
+    """
+    lengths = [len(row) for row in rows]
+    found = [
+        [torch.ones_like(r, dtype=torch.bool) if m is None else m.bool() for r, m in zip(rows, each, strict=True)]
+        for each in (ragged_values(td, path) for path in paths)
+        if each is not None
+    ]
+    fits = [masks for masks in found if [len(mask) for mask in masks] == lengths]
+    if found and not fits:
+        raise LeafMismatchError(
+            f"{call}: the masks must have the lengths of the tokens.",
+            expected=str(lengths),
+            got=", ".join([str([len(mask) for mask in masks]) for masks in found]),
+        )
+    return fits[0] if fits else None

@@ -452,6 +452,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
             prompt=shaped_list(before, lead),
             response=shaped_list(texts, lead),
             full=shaped_list([a + b for a, b in zip(before, texts, strict=True)], lead),
+            finish_reason=shaped_list([each.finish_reason for each in responses], lead),
             batch_size=lead,
         )
         return values

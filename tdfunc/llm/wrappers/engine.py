@@ -188,8 +188,9 @@ class vLLMWrapper(LLMWrapperBase):  # noqa: N801
         if options.max_new_tokens == 0:
             scores = self.score_tokens(rows) if prompt_log_probs else [None] * len(rows)
             none = torch.zeros(0) if options.logprobs else None
+            drawn = none if options.keeps_raw else None
             return [
-                Response(row.new_zeros(0), "length", none, prompt_log_probs=score, version=version)
+                Response(row.new_zeros(0), "length", none, drawn, prompt_log_probs=score, version=version)
                 for row, score in zip(rows, scores, strict=True)
             ]
         if prompt_log_probs:
@@ -233,13 +234,12 @@ def _response(out: Any, options: GenerationOptions, device: torch.device) -> Res
     if made.logprobs is not None:
         pairs = zip(made.token_ids, made.logprobs, strict=True)
         log_probs = torch.tensor([each[token].logprob for token, each in pairs], device=device)
-    raw = options.temperature == 1.0 and not options.cuts and options.repetition_penalty == 1.0
     spans = made.weight_versions
     return Response(
         torch.tensor(made.token_ids, dtype=torch.int64, device=device),
         made.finish_reason,
         log_probs,
-        behaviour=log_probs if raw and not options.min_new_tokens else None,
+        behaviour=log_probs if options.keeps_raw else None,
         prompt_log_probs=None if out.prompt_logprobs is None else _prompt_log_probs(out).to(device),
         version=spans[-1].version if spans else None,
     )

@@ -31,8 +31,9 @@ class RemoteWrapper(LLMWrapperBase):
     Every response, and every row that is scored, is a request of its own. All options of sampling are sent, so that the
     server's defaults have no effect. Response i is drawn with a seed that is made of its key.
 
-    Log-probs are those that the server gives, which are raw ones for vLLM in its default mode; `behaviour` is None. A
-    server without token ids gives texts alone: tokens, masks and log-probs are None, and it cannot score.
+    Log-probs are those that the server gives, which are raw ones for vLLM in its default mode; `behaviour` is theirs at
+    temperature 1 without cuts and penalties, and None elsewhere. A server without token ids gives texts alone: tokens,
+    masks and log-probs are None, and it cannot score.
 
     Args:
         model: The name by which the server has the model.
@@ -103,7 +104,8 @@ class RemoteWrapper(LLMWrapperBase):
         rows = [row.tolist() for row in prompts for _ in range(count)]
         if options.max_new_tokens == 0:
             log_probs = torch.zeros(0) if options.logprobs else None
-            found = [Response(torch.zeros(0, dtype=torch.int64), "length", log_probs, text="") for _ in rows]
+            drawn = log_probs if options.keeps_raw else None
+            found = [Response(torch.zeros(0, dtype=torch.int64), "length", log_probs, drawn, text="") for _ in rows]
         else:
             seeds = [None] * len(rows) if keys is None else seeds_of(keys)
             found = self._server.each(
@@ -206,6 +208,7 @@ def _read(chunks: list[Any], ids: list[int], options: GenerationOptions, where: 
         torch.tensor(tokens, dtype=torch.int64),
         reason,
         log_probs,
+        behaviour=log_probs if options.keeps_raw else None,
         text=text,
         version="+".join(dict.fromkeys(map(str, spans))) or None,
     )

@@ -1,14 +1,16 @@
 """`generate` on trees: layouts, samples, the ratio of a policy with itself, and what is refused."""
 
+import tempfile
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tdfunc import LeafMismatchError, MissingKeyError, TensorDict, lazy_stack, random
+from tdfunc import LeafMismatchError, MissingKeyError, TensorDict, lazy_stack, load, random, save
 from tdfunc.llm import GenerationOptions, LogProbs, Masks, Tokens, causal_lm, generate, generate_tokens, score
 from tests.llm.generation.test_rows import prompts
-from tests.llm.models import make
+from tests.llm.models import VOCAB, make
 
 
 def padded(lengths, side="left", seed=0):
@@ -111,6 +113,28 @@ def test_ragged_prompts_give_ragged_responses():
     assert torch.equal(other[1]["tokens"].full, found[1]["tokens"].full)
 
 
+@settings(max_examples=5, deadline=None)
+@given(seed=st.integers(0, 2**16), count=st.sampled_from([1, 3]), pad_output=st.booleans())
+def test_the_tree_has_the_end_of_each_response(seed, count, pad_output):
+    """`is_complete` is True where the last token is an end; it is an entry like others."""
+    lm, params, buffers = causal_lm(make("llama"))
+    td, _ = padded([3, 2, 4])
+    ends = tuple(range(0, VOCAB, 4))
+    options = {"max_new_tokens": 4, "temperature": 1.5, "num_return_sequences": count, "eos_token_ids": ends}
+    tokens = generate(lm, params, td, seed=seed, buffers=buffers, pad_output=pad_output, **options)["tokens"]
+
+    for row in [row for part in tokens for row in (part if count > 1 else [part])]:
+        # Of padded rows, the tokens up to the first end.
+        found = [int(token) in ends for token in row.response]
+        assert row.is_complete.tolist() is any(found)
+        assert row.is_complete.dtype == torch.bool
+    with tempfile.TemporaryDirectory() as folder:
+        save(tokens, f"{folder}/a.safetensors")
+        loaded = load(f"{folder}/a.safetensors")
+    assert str(loaded.is_complete) == str(tokens.is_complete)
+    assert str(torch.cat([tokens, tokens])[3].is_complete) == str(tokens[0].is_complete)
+
+
 def test_one_prompt_without_a_batch():
     """A tree of batch size () gives a response of its own."""
     lm, params, buffers = causal_lm(make("llama"))
@@ -118,6 +142,7 @@ def test_one_prompt_without_a_batch():
 
     out = generate(lm, params, td, buffers=buffers, max_new_tokens=2)
     assert out["tokens"].full.shape == (5,)
+    assert out["tokens"].is_complete.shape == ()
     assert out["log_probs"].behaviour is None
 
 

@@ -65,6 +65,7 @@ def test_padded_outputs_hold_each_row(data, samples, scored):
         assert values[known].tolist() == [-float(token) for token in full[known]]
         assert (values[~known] == 0).all()
         each = {name: lp.get(name).reshape(len(expected), -1) for name in ("behaviour", "response")}
+        assert tokens.is_complete.flatten()[k].tolist() is (k % 2 == 0)
         assert each["behaviour"][k].tolist() == [2 * value for value in each["response"][k].tolist()]
     versions = lp.version if size else [lp.version]
     assert torch.tensor(versions).flatten().tolist() == list(range(len(expected)))

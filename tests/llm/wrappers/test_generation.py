@@ -3,6 +3,7 @@
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -102,6 +103,9 @@ def test_all_modes_draw_one_response(samples):
         assert torch.equal(out["masks"].all_attention_mask, first["masks"].all_attention_mask)
         torch.testing.assert_close(out["log_probs"].full, first["log_probs"].full)
         torch.testing.assert_close(out["log_probs"].behaviour, first["log_probs"].behaviour)
+        assert torch.equal(out["tokens"].is_complete, first["tokens"].is_complete)
+    ends = [["length", "stop"][end] for end in first["tokens"].is_complete.flatten().tolist()]
+    assert np.array(first["text"].finish_reason).flatten().tolist() == ends
     assert first["text"].full == outs["text"]["text"].full
     ragged = wrapper_for(pad_output=False, num_samples=samples)(inputs_of("history"), key=7)
     flat = [row for part in ragged["log_probs"].response for row in ([part] if samples is None else part)]
@@ -251,6 +255,7 @@ def test_a_server_of_texts_gives_texts_alone():
     out = wrapper(wrapper_for()(inputs_of("history"), key=0))
 
     assert out["text"].response == ["reply 0", "reply 1"]
+    assert out["text"].finish_reason == ["stop", "stop"]
     assert [chat[0]["content"] for chat in out["history"].response.tolist()] == ["reply 0", "reply 1"]
     assert set(out.keys()) == {"history", "text"}
 

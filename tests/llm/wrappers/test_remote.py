@@ -138,6 +138,22 @@ def test_a_response_depends_on_its_key_and_prompt_alone(serve):
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
+@SENDS
+def test_draws_of_the_models_own_distribution_have_their_behaviour(serve, ids_endpoint, stream):
+    """At temperature 1 without cuts and penalties it is the raw log-prob; elsewhere it is None, as for greedy."""
+    wrapper = connect(serve(ids_endpoint=ids_endpoint), stream=stream)
+    options = {"temperature": 1.0, "max_new_tokens": 4}
+    keys = tdf.random.split(tdf.random.key(0), 1)
+
+    (found,) = wrapper.generate_tokens(PROMPTS[:1], parse(**options), keys=keys)
+    assert torch.equal(found.behaviour, found.log_probs)
+    others = {"temperature": 0.9}, {"top_p": 0.9}, {"top_k": 4}, {"min_p": 0.1}, {"min_new_tokens": 1}
+    for changes in (*others, {"repetition_penalty": 1.2}, {"logprobs": False}):
+        (other,) = wrapper.generate_tokens(PROMPTS[:1], parse(**{**options, **changes}), keys=keys)
+        assert other.behaviour is None
+    assert wrapper.generate_tokens(PROMPTS[:1], parse())[0].behaviour is None
+
+
 @pytest.mark.parametrize("ids_endpoint", [True, False])
 def test_every_option_is_sent(serve, ids_endpoint):
     """Those that are off, too: a server has defaults of its own."""
@@ -397,7 +413,7 @@ def test_the_wrapper_gives_samples_and_scores_of_prompts(serve):
     out = wrapper(TensorDict({"tokens": Tokens(prompt=ids, batch_size=[2]), "attention_mask": ids > 0}, [2]), key=0)
     log_probs, mask = out["log_probs"], out["masks"].all_attention_mask
 
-    assert log_probs.response.shape[:2] == (2, 2)
+    assert log_probs.response.shape[:2] == log_probs.behaviour.shape[:2] == out["tokens"].is_complete.shape == (2, 2)
     for index in [(0, 0), (0, 1), (1, 0), (1, 1)]:
         row = out["tokens"].full[index][mask[index]]
         assert torch.allclose(log_probs.full[index][log_probs.mask[index]], row_log_probs(MODEL, row), atol=1e-5)
