@@ -217,8 +217,9 @@ def next_logits(model: Any, ids_BT: Tensor, mask_BT: Tensor | None, positions_BT
         inputs["cache_params" if "cache_params" in names else "past_key_values"] = cache
     if mask_BT is not None:
         inputs["attention_mask"] = mask_BT
-        if "position_ids" in names:
-            inputs["position_ids"] = positions_BT
+    # Not every family adds the length of its cache to positions of its own (Bamba).
+    if positions_BT is not None and "position_ids" in names:
+        inputs["position_ids"] = positions_BT
     if "logits_to_keep" in names:
         inputs["logits_to_keep"] = 1
     return forward(model, **inputs).logits[:, -1]

@@ -1,6 +1,8 @@
 """Engines in processes of their own against the model of transformers that they run, also after a push."""
 
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -31,16 +33,17 @@ def address(tmp_path_factory):
     command += ["--kv-cache-memory-bytes", str(64 << 20)]
     env = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     with open(folder / "log", "w") as log:
-        server = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
+        # In a session of its own, so that its workers can be ended with it.
+        server = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         wait_for(f"http://127.0.0.1:{port}/health", server, folder / "log")
         yield f"http://127.0.0.1:{port}"
     finally:
         server.terminate()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(30)
-        except subprocess.TimeoutExpired:
-            server.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
 
 
 def wait_for(url, server, log, limit_s=240):

@@ -61,31 +61,31 @@ class Context(NamedTuple):
         cache: Its cache, or None to read all tokens at each step.
         ids: All tokens (B, T); with a cache None.
         mask: True at tokens, False at the pads of the prompts (B, T); None without pads.
-        last: The position of the last token of each row (B, 1); None without pads.
+        last: The position of the last token of each row (B, 1).
     """
 
     model: Any
     cache: Any
     ids: Tensor | None
     mask: Tensor | None
-    last: Tensor | None
+    last: Tensor
 
 
 def read_prompts(model: Any, ids_BT: Tensor, mask_BT: Tensor | None, *, cached: bool) -> tuple[Tensor, Context]:
     """Return the logits (B, V) that follow prompts, and the context for the next tokens."""
     cache = new_cache(model) if cached else None
-    positions = None if mask_BT is None else (mask_BT.to(torch.int64).cumsum(1) - 1).clamp(min=0)
+    valid = torch.ones_like(ids_BT) if mask_BT is None else mask_BT.to(torch.int64)
+    positions = (valid.cumsum(1) - 1).clamp(min=0)
     logits = next_logits(model, ids_BT, mask_BT, positions, cache)
-    last = None if positions is None else positions[:, -1:]
-    return logits, Context(model, cache, None if cached else ids_BT, mask_BT, last)
+    return logits, Context(model, cache, None if cached else ids_BT, mask_BT, positions[:, -1:])
 
 
 def read_tokens(context: Context, ids_B: Tensor) -> tuple[Tensor, Context]:
     """Return the logits (B, V) that follow one more token of each row, and the new context."""
     model, cache, ids, mask, last = context
-    new = ids_B.unsqueeze(1)
-    if mask is not None and last is not None:
-        mask, last = torch.cat([mask, mask.new_ones(new.shape)], 1), last + 1
+    new, last = ids_B.unsqueeze(1), last + 1
+    if mask is not None:
+        mask = torch.cat([mask, mask.new_ones(new.shape)], 1)
     if ids is None:
         return next_logits(model, new, mask, last, cache), Context(model, cache, None, mask, last)
     ids = torch.cat([ids, new], 1)
@@ -94,10 +94,11 @@ def read_tokens(context: Context, ids_B: Tensor) -> tuple[Tensor, Context]:
 
 def select(context: Context, index: Tensor) -> Context:
     """Return the context of some rows, each of which may come several times."""
-    model, cache, *tensors = context
+    model, cache, ids, mask, last = context
     if cache is not None:
         cache.reorder_cache(index)
-    return Context(model, cache, *[None if x is None else x[index] for x in tensors])
+    ids, mask = (None if x is None else x[index] for x in (ids, mask))
+    return Context(model, cache, ids, mask, last[index])
 
 
 def decode(

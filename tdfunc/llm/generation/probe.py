@@ -67,9 +67,8 @@ def _measure(lm: CausalLM, params: Any, buffers: Any) -> Way:
             return False
         return all([bool((a - b).abs().mean() <= tolerance * b.std()) for a, b in zip(found, expected, strict=True)])
 
-    if is_exact([rows]):
-        return Way(padded=True, cached=True)
-    return Way(padded=False, cached=is_exact([[row] for row in rows]))
+    cached = is_exact([[row] for row in rows])
+    return Way(padded=cached and is_exact([rows]), cached=cached)
 
 
 def _read(model: Any, rows: Sequence[Tensor]) -> list[Tensor]:

@@ -41,8 +41,13 @@ def check_greedy(name, seed):
     """Assert that greedy responses and their log-probs are those of transformers, one row at a time."""
     model = make(name)
     lm, params, buffers = causal_lm(model)
-    rows = prompts([9, 3, 9, 1, 6], seed)
-    found = generate_tokens(lm, params, rows, parse(), buffers=buffers)
+    # Rows of different lengths have pads, rows of one length have none.
+    rows = prompts([9, 3, 9, 1, 6, 5, 5], seed)
+    found = [
+        response
+        for part in (rows[:5], rows[5:])
+        for response in generate_tokens(lm, params, part, parse(), buffers=buffers)
+    ]
     for row, response in zip(rows, found, strict=True):
         expected = hf_greedy(model, row, max_new_tokens=8)
         assert torch.equal(response.tokens, expected)
@@ -54,7 +59,7 @@ def check_greedy(name, seed):
 
 @pytest.mark.parametrize("name", QUICK)
 def test_greedy_responses_are_those_of_transformers(name):
-    """In one batch with pads, tokens and log-probs are those of each row alone."""
+    """In one batch, with pads and without, tokens and log-probs are those of each row alone."""
     check_greedy(name, seed=1)
 
 
@@ -146,6 +151,23 @@ def test_the_proof_finds_a_family_without_a_cache():
     for a, b in zip(generate_tokens(copy, params, rows, parse(), buffers=buffers), expected, strict=True):
         assert torch.equal(a.tokens, b.tokens)
         assert torch.allclose(a.log_probs, b.log_probs, atol=1e-5)
+
+
+class Careless(hf.LlamaForCausalLM):
+    """A model that uses its cache rightly only where it is given a mask."""
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **options):
+        """Read tokens; without a mask at wrong positions."""
+        if attention_mask is None and past_key_values is not None:
+            position_ids = torch.zeros_like(input_ids)
+        return super().forward(input_ids, attention_mask, position_ids, past_key_values, **options)
+
+
+def test_the_proof_covers_rows_without_pads():
+    """A cache that is right for padded rows alone is not used."""
+    lm, params, buffers = causal_lm(Careless(hf.LlamaConfig(**FAMILIES["llama"][1])))
+
+    assert find_way(lm, params, buffers, 20) == (False, False)
 
 
 def test_positions_that_depend_on_the_length_are_those_of_each_prefix():
