@@ -49,14 +49,17 @@ def template_report(tokenizer: Any, *, chat_template: str | None = None) -> Temp
         chat_template: Another template in Jinja than its own.
 
     Returns:
-        A report with the findings `extends`, `extends with thinking`, `thinking`, `end of turn`, `assistant masks`,
-        `generation tag`, `tools`, `tool calls`, `arguments`, `system message`, `control strings`, `bos`, `parsing`.
+        A report with the findings `extends`, `extends with thinking`, `extends with tools`, `extends with system`,
+        `thinking`, `end of turn`, `assistant masks`, `generation tag`, `tools`, `tool calls`, `arguments`,
+        `system message`, `control strings`, `bos`, `parsing`.
     """
     template = JinjaTemplate(tokenizer, chat_template)
     tokens = TokenTemplate(tokenizer, template)
     checks: dict[str, Callable[[], tuple[bool | None, str]]] = {
-        "extends": lambda: _extends(template, {}),
-        "extends with thinking": lambda: _extends(template, {"reasoning_content": f"{_MARK}r"}),
+        "extends": lambda: _extends(template),
+        "extends with thinking": lambda: _extends(template, reasoning_content=f"{_MARK}r"),
+        "extends with tools": lambda: _extends(template, tools=[_TOOL]),
+        "extends with system": lambda: _extends(template, {"role": "system", "content": "s"}),
         "thinking": lambda: _thinking(template),
         "end of turn": lambda: _end(tokens),
         "assistant masks": lambda: _masks(tokens),
@@ -92,9 +95,11 @@ def _text(template: JinjaTemplate, *messages: Message, tools: list[Any] | None =
     return template.texts([Conversation(list(messages), tools)])[0]
 
 
-def _extends(template: JinjaTemplate, fields: dict[str, Any]) -> tuple[bool, str]:
-    turns = [_user(), _reply(**fields), _user("c"), _reply("d", **fields)]
-    if len(breaks(template, Conversation(turns))) > 1:
+def _extends(
+    template: JinjaTemplate, *first: Message, tools: list[Any] | None = None, **fields: Any
+) -> tuple[bool, str]:
+    turns = [*first, _user(), _reply(**fields), _user("c"), _reply("d", **fields)]
+    if len(breaks(template, Conversation(turns, tools))) > 1:
         return False, "earlier turns change when a conversation goes on: fork() trains each as it was"
     return True, "each turn is a prefix of the next"
 

@@ -107,7 +107,7 @@ class Records:
             yield {name: record[name] for name in (*self._entries, *self._optional) if name in record}
 
     def digest(self) -> str:
-        """Return a digest of the bytes of the file, or of all records."""
+        """Return a digest of the file's suffix and bytes, or of all records."""
         if self._digest is None:
             self._digest = self._current()
         return self._digest
@@ -116,8 +116,10 @@ class Records:
         state = xxhash.xxh3_128()
         if self._records is not None:
             for record in self._records:
-                state.update(json.dumps(record, sort_keys=True).encode() + b"\n")
+                # Not sorted: a template may write a dict, such as a tool, in its own order.
+                state.update(json.dumps(record).encode() + b"\n")
         else:
+            state.update(os.path.splitext(self._path)[1].encode())
             with open(self._path, "rb") as file:
                 while piece := file.read(_PIECE_BYTES):
                     state.update(piece)

@@ -52,7 +52,7 @@ def stack(trees: Iterable[T], dim: int = 0) -> T:
     size = first._batch_size
     dim = dim_index(dim, len(size) + 1, "stack")
     for tree in others:
-        if not _agree(tree._batch_size, size):
+        if not _agree(tree, first):
             raise LeafMismatchError(
                 "stack: the batch sizes differ.",
                 expected=str(list(size)),
@@ -81,12 +81,11 @@ def cat(trees: Iterable[T], dim: int = 0) -> T:
     size = first._batch_size
     dim = dim_index(dim, len(size), "cat")
     for tree in others:
-        mine = tree._batch_size
-        if mine != size and (len(mine) != len(size) or not _agree(_without(mine, dim), _without(size, dim))):
+        if not _agree(tree, first, dim):
             raise LeafMismatchError(
                 f"cat: the batch sizes differ in more than dimension {dim}.",
                 expected=str(list(size)),
-                got=str(list(mine)),
+                got=str(list(tree._batch_size)),
             )
     total = sum([tree._batch_size[dim] for tree in given])
     new = Size((*size[:dim], total, *size[dim + 1 :]))
@@ -101,15 +100,21 @@ def _join_op(name: str, join: Callable[..., Any], dim: int, new: Size, n: int) -
     return LeafOp(name, leaf, put_first(new, n), names, True, (dim,), False, True)
 
 
-def _agree(first: Size, second: Size) -> bool:
-    """Return True if two batch sizes are one; a ragged dimension agrees with any size."""
-    if first == second:
+def _agree(first: TensorCollection, second: TensorCollection, but: int | None = None) -> bool:
+    """Return True if two trees have one batch size, but for a dimension; a ragged one agrees with any size."""
+    if first._batch_size == second._batch_size:
         return True
-    return len(first) == len(second) and all(a == b or -1 in (a, b) for a, b in zip(first, second, strict=True))
+    pairs = list(zip(_sizes(first), _sizes(second), strict=False))
+    same_rank = len(first._batch_size) == len(second._batch_size)
+    return same_rank and all([a == b or -1 in (a, b) for dim, (a, b) in enumerate(pairs) if dim != but])
 
 
-def _without(size: Size, dim: int) -> Size:
-    return size[:dim] + size[dim + 1 :]
+# Any: a lazy stack has a dimension of its own.
+def _sizes(tree: Any) -> Sequence[int]:
+    """Return the batch size with -1 where a lazy stack may be ragged: also where the lengths of its trees agree."""
+    if not tree._is_lazy:
+        return tree._batch_size
+    return [size if dim == tree._dim else -1 for dim, size in enumerate(tree._batch_size)]
 
 
 def as_trees(trees: Iterable[T], call: str) -> list[T]:

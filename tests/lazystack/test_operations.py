@@ -115,6 +115,22 @@ def test_ragged_stacks_of_stacks():
     assert repr(both).count("LazyStack(") == 2
 
 
+@pytest.mark.parametrize(("first", "second"), [((3,), (4,)), ((3, 3), (4,)), ((3, 3), (4, 4)), ((3, 5), (4,))])
+def test_joins_do_not_depend_on_equal_lengths(first, second):
+    """Trees of a stack may have any lengths, also where those of one stack agree."""
+    a, b = lazy_stack(ragged(first)), lazy_stack(ragged(second))
+
+    joined = torch.cat([a, b])
+    assert [len(x) for x in joined["x"]] == [*first, *second]
+    assert joined.batch_size == Size([len(first) + len(second), -1])
+    if len(first) == len(second):
+        assert torch.stack([a, b]).batch_size == Size([2, len(first), -1])
+        assert [len(x) for x in torch.cat([a, b], 1)["x"]] == [n + m for n, m in zip(first, second, strict=True)]
+    else:
+        with pytest.raises(LeafMismatchError, match="more than dimension 1"):
+            torch.cat([a, b], 1)
+
+
 def test_samples_of_conversations():
     """A batch of [B, -1] becomes [B, N, -1] for N samples, and [B * N, -1] for a model."""
     lazy = lazy_stack(ragged((2, 4)))

@@ -192,6 +192,15 @@ def test_a_cache_is_made_once_for_each_tokenizer_option_and_data(tmp_path, made)
     assert read(source=["the fox"]) == read(source=iter(["the fox"])) == first
     assert made == [5]
     assert len(caches(folder)) == 5
+    for name in ("b.txt", "b.jsonl"):
+        (tmp_path / name).write_text('{"text": "the fox"}\n')
+    assert read(source=tmp_path / "b.txt") == [ids_of('{"text": "the fox"}')]
+    assert read(source=tmp_path / "b.jsonl") == first
+    for record in ({"a": 1, "b": 2}, {"b": 2, "a": 1}):
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+        records = [{"messages": chat, "tools": [{"type": "function", "function": {"name": "f", "parameters": record}}]}]
+        options = {"columns": "messages", "chat_template": chatml}
+        assert read(source=records, **options) == rows_of(load_tokens(TOKENIZER, records, **options).batch([0]))
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "other", "empty"])

@@ -13,6 +13,9 @@ DEFAULT = "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are nice
 OVERDRAWN = "{% generation %}" + CHATML + "{% endgeneration %}"
 NO_SYSTEM = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}")
 BOS = "{{ bos_token }}" + CHATML
+# The tools, or the system message, stand before the last message: they move.
+LAST_TOOLS = CHATML.replace("<|im_start|>{{", "{{ tools | tojson if tools and loop.last }}<|im_start|>{{", 1)
+LAST_SYSTEM = NO_SYSTEM.replace("<|im_start|>{{", "{{ messages[0].content if loop.last }}<|im_start|>{{", 1)
 
 
 def report(template, **options):
@@ -27,6 +30,11 @@ def report(template, **options):
         ("extends", DEFAULT, True, "prefix"),
         ("extends with thinking", FORGETFUL, False, "fork"),
         ("extends with thinking", HERMES, True, "prefix"),
+        ("extends", LAST_TOOLS, True, "prefix"),
+        ("extends with tools", LAST_TOOLS, False, "fork"),
+        ("extends with tools", CHATML, True, "prefix"),
+        ("extends with system", LAST_SYSTEM, False, "fork"),
+        ("extends with system", CHATML, True, "prefix"),
         ("thinking", CHATML, None, "not rendered"),
         ("thinking", FORGETFUL, False, "left out of earlier turns"),
         ("thinking", HERMES, True, "kept"),

@@ -175,7 +175,14 @@ def read_texts(td: TensorCollection, source: NestedKey, field: str, call: str) -
     """
     value = read_field(td, source, field, call)
     size = td._batch_size
-    texts = [value] * size.numel() if isinstance(value, str) else flat_list(value, len(size))
+    record, path = get_value(td, source), unravel(source)
+    if isinstance(value, str):
+        texts = [value] * size.numel()
+    elif isinstance(record, TensorCollection) and record._is_lazy:
+        # Its values lie along the dimension of the stack, which need not be the first.
+        texts = ragged_values(td, (*path, field)) or []
+    else:
+        texts = ragged_values(td, path) or [] if td._is_lazy else flat_list(value, len(size))
     wrong = [text for text in texts if not isinstance(text, str)]
     if wrong:
         raise LeafMismatchError(

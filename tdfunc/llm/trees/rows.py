@@ -245,7 +245,7 @@ def ragged_values(td: TensorCollection, path: Path) -> list[Any] | None:
         return None
     *parents, name = path
     holder = get_value(td, tuple(parents)) if parents else td
-    if isinstance(value, Tensor):
+    if not holder._is_lazy:
         return flat_list(value, len(holder._batch_size))
     # By the trees: a tuple of values lies along the dimension of the stack, which need not be the first.
     return [get_value(each, name, None) for each in flat_list(holder, len(holder._batch_size))]

@@ -263,6 +263,26 @@ def test_ragged_and_lazy_inputs():
     torch.testing.assert_close(one["log_probs"].full[1:], row_log_probs(wrapper.model, rows[0]), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+def test_rows_of_stacks_along_any_dimension_keep_their_places(mode):
+    """In a stack of stacks along the second dimension each element has the scores of its own input."""
+    answers = ("b", "cd", "e f", "g")
+    chats = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": text}] for text in answers]
+    records = {
+        "history": [ChatHistory(full=History.from_chats(chat)) for chat in chats],
+        "text": [Text(full=chat[1]["content"] + "!") for chat in chats],
+        "tokens": [Tokens(full=torch.arange(2, 4 + i)) for i in range(4)],
+    }[mode]
+    trees = [TensorDict({mode: record}) for record in records]
+    wrapper = TransformersWrapper(model_for(), tokenizer=TOKENIZER, input_mode=mode, generate=False)
+
+    out = wrapper(lazy_stack([lazy_stack(trees[:2]), lazy_stack(trees[2:])], 1))
+    for i, tree in enumerate(trees):
+        found, alone = out[i % 2, i // 2], wrapper(tree)
+        assert torch.equal(found["tokens"].full, alone["tokens"].full)
+        torch.testing.assert_close(found["log_probs"].full, alone["log_probs"].full, atol=1e-5, rtol=1e-5)
+
+
 def test_an_empty_batch_has_empty_results():
     """No rows give no rows, of the same types."""
     wrapper = TransformersWrapper(make("llama"), input_mode="tokens", generate=False, pad_output=True)
