@@ -39,7 +39,7 @@ class SWA:
     """The running average of the parameters along a run.
 
     The state has `mean`, a tree like the parameters, and `count`. Numbers of 16 bits are averaged in float32;
-    leaves that are not floating point, such as counters among buffers, are those of the last update.
+    integers and bools, such as counters among buffers, are those of the last update.
 
     Source:
         Izmailov et al., "Averaging weights leads to wider optima and better generalization" (2018);
@@ -410,7 +410,7 @@ def _pushed(rows: T, tree: TensorCollection) -> T:
 
 def _moved(mean: Tensor, x: Tensor, count: Tensor) -> Tensor:
     """Return the average of `count` values, given that of the others and the last."""
-    if not mean.is_floating_point():
+    if not (mean.is_floating_point() or mean.is_complex()):
         return x
     share = count.reshape((*count.shape, *[1] * (mean.dim() - count.dim()))).to(mean.dtype)
     return mean + (x.to(mean.dtype) - mean) / share

@@ -145,10 +145,10 @@ def conformal_threshold(scores: Tensor, alpha: float) -> Tensor:
 
 
 def conformal_sets(p: Tensor, threshold: Tensor | float, *, method: Method = "lac") -> Tensor:
-    """Return for each input the classes whose score is at most a threshold.
+    """Return for each input the classes whose score is at most a threshold; `p` and `method` as in `conformal_scores`.
 
     Shapes:
-        (*B, C), bool.
+        `p` and the result, of bools, are (*E, N, C); a threshold of shape (*E) is one for each member.
 
     Examples:
         >>> p = torch.tensor([[0.7, 0.2, 0.1], [0.4, 0.35, 0.25]])
@@ -156,6 +156,8 @@ def conformal_sets(p: Tensor, threshold: Tensor | float, *, method: Method = "la
         tensor([[ True, False, False],
                 [ True,  True, False]])
     """
+    if isinstance(threshold, Tensor):
+        threshold = threshold.reshape(*threshold.shape, *[1] * (p.dim() - threshold.dim()))
     return _class_scores(p, method) <= threshold
 
 

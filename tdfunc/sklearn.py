@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from tdfunc import optim, random, sweep
 from tdfunc._jit import jit
-from tdfunc.core.errors import error
+from tdfunc.core.errors import LeafMismatchError, error
 from tdfunc.ensemble.ensemble import Ensemble
 from tdfunc.ensemble.stack import init_ensemble
 from tdfunc.metrics import uncertainty
@@ -56,7 +56,7 @@ class _Ensemble(BaseEstimator):
 
     def __init__(
         self,
-        hidden_sizes: Sequence[int] = (64,),
+        hidden_layer_sizes: Sequence[int] = (64,),
         *,
         make: Make | None = None,
         n_estimators: int = 8,
@@ -72,7 +72,7 @@ class _Ensemble(BaseEstimator):
         device: str = "cpu",
         random_state: Any = None,
     ) -> None:
-        self.hidden_sizes = hidden_sizes
+        self.hidden_layer_sizes = hidden_layer_sizes
         self.make = make
         self.n_estimators = n_estimators
         self.learning_rate = learning_rate
@@ -98,9 +98,9 @@ class _Ensemble(BaseEstimator):
 
     def _train(self, data: Array, t: Tensor, weights: Array, outputs: int, losses: Losses) -> None:
         """Train all members on checked data, and keep them."""
-        for name, least in (("n_estimators", 1), ("max_iter", 1), ("batch_size", 1), ("n_iter_no_change", 1)):
-            if getattr(self, name) < least:
-                raise error(ValueError, f"{name} must be at least {least}.", got=getattr(self, name))
+        for name in ("n_estimators", "max_iter", "batch_size", "n_iter_no_change"):
+            if getattr(self, name) < 1:
+                raise error(ValueError, f"{name} must be at least 1.", got=getattr(self, name))
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         key = random.key(seed, device=self.device)
         rows = _Rows(torch.tensor(data, device=self.device), t, torch.tensor(weights, device=self.device))
@@ -109,7 +109,7 @@ class _Ensemble(BaseEstimator):
 
         def make() -> nn.Module:
             if self.make is None:
-                model = _perceptron(data.shape[1], self.hidden_sizes, outputs)
+                model = _perceptron(data.shape[1], self.hidden_layer_sizes, outputs)
             else:
                 model = self.make(data.shape[1], outputs)
             return model.to(device=self.device, dtype=rows.x.dtype)
@@ -118,11 +118,18 @@ class _Ensemble(BaseEstimator):
         with seeded(random.key(seed)):
             apply, _, _ = functional(make())
         self.params_, self.buffers_ = split(init_ensemble(make, self.n_estimators, seed=seed))
+        self.ensemble_ = Ensemble(apply.eval())
+        found = self.ensemble_(self.params_, rows.x[:1], buffers=self.buffers_).shape
+        if found != (self.n_estimators, 1, outputs):
+            raise LeafMismatchError(
+                "make: the network must have the outputs that it is made for.",
+                expected=f"[N, {outputs}]",
+                got=f"{list(found[1:])} for one example",
+            )
         held = None
         if self.early_stopping:
             rows, held = self._hold_out(rows, random.fold_in(key, 0))
         self._run(apply, rows, held, losses, random.fold_in(key, 1))
-        self.ensemble_ = Ensemble(apply.eval())
 
     def _hold_out(self, rows: _Rows, key: Tensor) -> tuple[_Rows, _Rows]:
         """Return the examples to train on, and those that tell when to stop."""
@@ -181,8 +188,7 @@ class _Ensemble(BaseEstimator):
                 break
         if held is None:
             self.params_, self.buffers_ = params, buffers
-        else:
-            self.validation_loss_: Array = stopping["best"].numpy(force=True)
+        self.validation_loss_ = None if held is None else stopping["best"].numpy(force=True)
 
     def _rate(self, name: str) -> float | Tensor:
         """Return an option that may have a value for each member."""
@@ -205,7 +211,7 @@ class EnsembleClassifier(ClassifierMixin, _Ensemble):
     The members train at once, each by its own AdamW. Inputs are standardised.
 
     Args:
-        hidden_sizes: The hidden layers of a perceptron with ReLU.
+        hidden_layer_sizes: The hidden layers of a perceptron with ReLU.
         make: Makes another network from the numbers of features and of outputs; dropout and BatchNorm are served.
         n_estimators: E.
         learning_rate: Of all members, or a list with one for each.
@@ -225,7 +231,7 @@ class EnsembleClassifier(ClassifierMixin, _Ensemble):
         classes_: The labels, sorted.
         n_features_in_: The number of features; `feature_names_in_` are their names, if they were strings.
         n_iter_: The epochs that were run.
-        validation_loss_: Each member's best loss on the held-out examples, with `early_stopping`.
+        validation_loss_: Each member's best loss on the held-out examples; None without `early_stopping`.
         params_: The members' parameters, a stacked tree, and `buffers_` their buffers.
         ensemble_: The `Ensemble` that runs them.
 
@@ -280,7 +286,7 @@ class EnsembleRegressor(RegressorMixin, _Ensemble):
     The members train at once, each by its own AdamW. Inputs and targets are standardised.
 
     Args:
-        hidden_sizes: As in `EnsembleClassifier`, and so are the arguments that are not listed here.
+        hidden_layer_sizes: As in `EnsembleClassifier`, and so are the arguments that are not listed here.
         loss: `squared_error`; or `gaussian`, where members also predict the variance of the noise.
         make: Makes another network from the numbers of features and of outputs, which are K, and 2 K for `gaussian`:
             a mean and a log-variance for each target.
@@ -300,7 +306,7 @@ class EnsembleRegressor(RegressorMixin, _Ensemble):
 
     def __init__(
         self,
-        hidden_sizes: Sequence[int] = (64,),
+        hidden_layer_sizes: Sequence[int] = (64,),
         *,
         loss: Literal["squared_error", "gaussian"] = "squared_error",
         make: Make | None = None,
@@ -318,7 +324,7 @@ class EnsembleRegressor(RegressorMixin, _Ensemble):
         random_state: Any = None,
     ) -> None:
         super().__init__(
-            hidden_sizes,
+            hidden_layer_sizes,
             make=make,
             n_estimators=n_estimators,
             learning_rate=learning_rate,
@@ -354,11 +360,14 @@ class EnsembleRegressor(RegressorMixin, _Ensemble):
         checked: Any = validate_data(self, X, y, dtype=_FLOATS, multi_output=True, y_numeric=True)
         data, values = checked
         weights = _check_sample_weight(sample_weight, data, dtype=data.dtype, ensure_non_negative=True)
-        t = torch.tensor(values, device=self.device).to(torch.float32 if data.dtype == np.float32 else torch.float64)
+        # Far from 0 targets may differ in their last digits only, which float32 lacks.
+        t = torch.tensor(values.astype(np.result_type(data, values)), device=self.device)
         self._is_flat = t.dim() == 1
         t = t.unsqueeze(1) if self._is_flat else t
-        self.target_center_, self.target_scale_ = _moments(t, torch.tensor(weights, device=self.device))
-        t = (t - self.target_center_) / self.target_scale_
+        self.target_center_, self.target_scale_ = _moments(t, torch.tensor(weights, device=self.device, dtype=t.dtype))
+        t = ((t - self.target_center_) / self.target_scale_).to(
+            torch.float32 if data.dtype == np.float32 else torch.float64
+        )
         outputs = t.shape[1] * (1 + (self.loss == "gaussian"))
         self._train(data, t, weights, outputs, losses)
         return self

@@ -32,12 +32,15 @@ def grid(**axes: Values) -> "TensorDict":
     Shapes:
         Axes of n, m, ... values give leaves (n * m * ...), the batch size of the tree.
 
+    Raises:
+        TypeError: The values of a name are not numbers.
+
     Examples:
         >>> hyper = grid(lr=[0.1, 0.01], weight_decay=[0.0, 1e-4, 1e-2])
         >>> hyper.batch_size, hyper["lr"].tolist()[:4]
         (torch.Size([6]), [0.10000000149011612, 0.10000000149011612, 0.10000000149011612, 0.009999999776482582])
     """
-    columns = [torch.atleast_1d(torch.as_tensor(values)) for values in axes.values()]
+    columns = [torch.atleast_1d(_numbers("grid", name, values)) for name, values in axes.items()]
     # Of indices, as the mesh of columns of unequal dtypes is refused.
     rows = torch.meshgrid(*(torch.arange(len(column)) for column in columns), indexing="ij") if columns else []
     return _tree({name: column[row.flatten()] for name, column, row in zip(axes, columns, rows, strict=True)})
@@ -52,6 +55,10 @@ def random_search(key: Tensor, members: int, **spaces: Space) -> "TensorDict":
         **spaces: For each name values to choose from, or a function of a key and a shape: `log_uniform(1e-4, 0.1)`,
             `uniform(0.0, 1.0)`, `tdf.random.normal`.
 
+    Raises:
+        TypeError: The values of a name are not numbers.
+        BatchSizeError: A function gives another number of values than there are members.
+
     Examples:
         >>> hyper = random_search(tdf.random.key(0), 64, lr=log_uniform(1e-4, 1e-1), dropout=[0.0, 0.1, 0.5])
         >>> hyper.batch_size
@@ -60,8 +67,11 @@ def random_search(key: Tensor, members: int, **spaces: Space) -> "TensorDict":
     drawn: dict[str, Tensor] = {}
     for name, space in spaces.items():
         own = random.fold_in(key, xxhash.xxh64_intdigest(name.encode()))
-        drawn[name] = space(own, members) if callable(space) else random.choice(own, torch.as_tensor(space), (members,))
-    return _tree(drawn)
+        if callable(space):
+            drawn[name] = space(own, members)
+        else:
+            drawn[name] = random.choice(own, _numbers("random_search", name, space), (members,))
+    return TensorCollection._open(drawn, [members])  # pyright: ignore[reportReturnType]
 
 
 def uniform(low: float, high: float) -> Callable[[Tensor, int], Tensor]:
@@ -235,7 +245,7 @@ def elites(tree: T, scores: Tensor, count: int, *, mode: Mode = "min") -> T:
     """
     if scores.dim() != 1 or tree._batch_size[:1] != scores.shape:
         raise BatchSizeError(
-            "elites: the tree must have a member for each score.",
+            "sweep: the tree must have a member for each score.",
             expected=f"batch size [{', '.join(map(str, [*scores.shape, '...']))}], for scores of one dimension",
             got=f"batch size {list(tree._batch_size)}, scores of shape {list(scores.shape)}",
             hint="tree.with_batch_size([E]), if its leaves are stacked.",
@@ -243,10 +253,10 @@ def elites(tree: T, scores: Tensor, count: int, *, mode: Mode = "min") -> T:
     members = scores.shape[0]
     if not 1 <= count <= members:
         raise error(
-            ValueError, "elites: count must be one of the numbers of members.", expected=f"1 to {members}", got=count
+            ValueError, "sweep: count must be one of the numbers of members.", expected=f"1 to {members}", got=count
         )
     if has_values() and not scores.is_meta and bool(scores.isnan().all()):
-        raise error(ValueError, "elites: one of the scores must be a number.", got=f"{members} times nan")
+        raise error(ValueError, "sweep: one of the scores must be a number.", got=f"{members} times nan")
     chosen: Any = rank(scores, mode=mode)[:count]
     return tree[chosen]  # pyright: ignore
 
@@ -313,6 +323,19 @@ def keep_best(kept: T, tree: T, improved: Tensor) -> T:
     """
     _check_members("keep_best", "improved", improved, kept._batch_size[:1])
     return torch.where(improved, tree, kept)  # pyright: ignore
+
+
+# Any: lists of anything.
+def _numbers(call: str, name: str, values: Any) -> Tensor:
+    try:
+        return torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as err:
+        raise error(
+            TypeError,
+            f"{call}: the values of {name!r} must be numbers, as members are rows of tensors.",
+            got=repr(values),
+            hint="run one sweep for each of the others.",
+        ) from err
 
 
 def _check_members(call: str, name: str, given: Tensor, shape: torch.Size) -> None:

@@ -48,6 +48,15 @@ def flat(tree):
     return torch.cat([tree["a", "w"].flatten(), tree["b"].flatten()]).numpy()
 
 
+def test_complex_weights_are_averaged():
+    """As those of Fourier layers are; counters are those of the last model."""
+    trees = [TensorDict({"w": torch.tensor([1 + 2j, 3j]) * i, "n": torch.tensor(i)}) for i in (1, 2, 6)]
+    mean = collect(averaging.SWA(), trees)["mean"]
+
+    torch.testing.assert_close(mean["w"], torch.tensor([3 + 6j, 9j]))
+    assert mean["n"] == 6
+
+
 @given(seed=st.integers(0, 2**32), steps=st.integers(1, 6))
 def test_swa_is_torchs_averaged_model(seed, steps):
     """The average of torch.optim.swa_utils, and the mean of the models."""

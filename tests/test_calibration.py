@@ -184,6 +184,21 @@ def test_members_have_intervals_of_their_own():
         assert covered.sum() == 46
 
 
+@pytest.mark.parametrize("method", ["lac", "aps"])
+def test_members_have_sets_of_their_own(method):
+    """A threshold for each member, as many as there are classes or not: the sets are those of each by itself."""
+    y = outputs(0, 3, 50, 3) * 2
+    p, t = y.softmax(-1), random.categorical(random.key(1), y)
+    thresholds = cal.conformal_threshold(cal.conformal_scores(p, t, method=method), 0.2)
+    sets = cal.conformal_sets(p, thresholds, method=method)
+
+    assert len(set(thresholds.tolist())) == 3
+    for member, threshold, found in zip(p, thresholds, sets, strict=True):
+        assert torch.equal(found, cal.conformal_sets(member, threshold, method=method))
+        assert torch.equal(found, cal.conformal_sets(member, threshold.item(), method=method))
+    assert sets.gather(-1, t[..., None]).sum(1).tolist() == [[41]] * 3
+
+
 @given(seed=st.integers(0, 2**32), size=st.integers(1, 50), bins=st.integers(1, 20))
 def test_adaptive_ece_is_its_definition(seed, size, bins):
     """Equal-mass bins of sorted confidences, weighted by their sizes."""

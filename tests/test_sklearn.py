@@ -20,7 +20,7 @@ from tdfunc.sklearn import EnsembleClassifier, EnsembleRegressor
 from tests.helpers import assert_trees_equal
 
 X, Y = load_iris(return_X_y=True)
-SMALL = {"hidden_sizes": (8,), "n_estimators": 3, "max_iter": 10, "random_state": 0}
+SMALL = {"hidden_layer_sizes": (8,), "n_estimators": 3, "max_iter": 10, "random_state": 0}
 
 
 def make_net(features, outputs):
@@ -57,7 +57,7 @@ def by_hand(seed, member, rate, steps, weights=None):
 @pytest.mark.parametrize("cls", [EnsembleClassifier, EnsembleRegressor])
 def test_estimator_checks(cls):
     """Every check of scikit-learn for estimators of this kind."""
-    check_estimator(cls(hidden_sizes=(16,), n_estimators=3, max_iter=40), on_skip=None)
+    check_estimator(cls(hidden_layer_sizes=(16,), n_estimators=3, max_iter=40), on_skip=None)
 
 
 def test_members_are_trained_as_they_would_alone():
@@ -211,7 +211,7 @@ def test_gaussian_finds_the_noise():
     rng = np.random.default_rng(0)
     x = rng.uniform(-1, 1, size=(400, 1))
     y = np.sin(2 * x[:, 0]) + rng.normal(size=400) * np.where(x[:, 0] > 0, 0.5, 0.05)
-    model = EnsembleRegressor(loss="gaussian", n_estimators=4, hidden_sizes=(32,), max_iter=150, random_state=0)
+    model = EnsembleRegressor(loss="gaussian", n_estimators=4, hidden_layer_sizes=(32,), max_iter=150, random_state=0)
     noise = model.fit(x, y).predict_uncertainty(np.array([[-0.5], [0.5]]))["aleatoric"] ** 0.5
 
     assert noise == pytest.approx([0.05, 0.5], rel=0.4)
@@ -245,6 +245,39 @@ def test_data_keep_their_dtype_and_names():
     assert (model.n_features_in_, model.feature_names_in_.tolist()) == (4, list("abcd"))
     assert {leaf.dtype for leaf in small.params_.leaves()} == {torch.float32}
     np.testing.assert_allclose(small.predict_proba(X), model.predict_proba(frame), atol=1e-3)
+
+
+@pytest.mark.slow
+def test_targets_far_from_0_keep_their_digits():
+    """With inputs of float32 too: an offset of the targets is one of the predictions."""
+    data = X[:, 1:].astype(np.float32)
+    near, far = (EnsembleRegressor(**SMALL).fit(data, X[:, 0] + offset).predict(data) for offset in (0, 1e9))
+
+    assert np.ptp(near) > 0.5
+    np.testing.assert_allclose(far - 1e9, near, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_the_attributes_are_those_of_the_last_fit():
+    """Losses on held-out examples do not outlive it."""
+    model = EnsembleClassifier(**SMALL, early_stopping=True).fit(X, Y)
+
+    assert model.validation_loss_.shape == (3,)
+    assert model.set_params(early_stopping=False).fit(X, Y).validation_loss_ is None
+
+
+@pytest.mark.parametrize("outputs", [1, 2, 5])
+def test_a_network_has_the_outputs_that_it_is_made_for(outputs):
+    """Another number of classes or targets is refused, also where torch would broadcast or index it."""
+    options = {**SMALL, "make": lambda features, _: nn.Linear(features, outputs)}
+    pattern = rf"(?s)make: the network must have the outputs.*\[N, {{}}\].*\[1, {outputs}\]"
+
+    with pytest.raises(tdf.LeafMismatchError, match=pattern.format(3)):
+        EnsembleClassifier(**options).fit(X, Y)
+    with pytest.raises(tdf.LeafMismatchError, match=pattern.format(4)):
+        EnsembleRegressor(**options).fit(X, X)
+    with pytest.raises(tdf.LeafMismatchError, match=pattern.format(8)):
+        EnsembleRegressor(**options, loss="gaussian").fit(X, X)
 
 
 MESSAGES = [

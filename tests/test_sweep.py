@@ -220,6 +220,16 @@ def test_a_member_of_a_sweep_is_its_own_run():
     assert winner["hyper", "lr"] in hyper["lr"]
 
 
+def test_halving_of_folds_goes_by_their_mean():
+    """Folds are a dimension after the configurations: they stay or go together."""
+    scores = torch.tensor([[1.0, 9.0], [4.0, 4.0], [0.0, 9.0], [6.0, 1.0]])
+    run = tdf.TensorDict(sweep.grid(lr=[0.1, 0.2, 0.3, 0.4], fold=range(2)).to_dict(), [8]).unflatten(0, (4, 2))
+    run = sweep.successive_halving(run, lambda run, _: (run, scores[(run["lr"][:, 0] * 10 - 1).long()].mean(1)), 2)
+
+    assert run["fold"].tolist() == [[0, 1]] * 2
+    torch.testing.assert_close(run["lr"], torch.tensor([[0.4, 0.4], [0.2, 0.2]]))
+
+
 def test_keep_best_takes_rows():
     """Improved members come from the new tree, under jit as well."""
     old = tdf.TensorDict({"w": torch.zeros(3, 2)}, [3])
@@ -231,12 +241,17 @@ def test_keep_best_takes_rows():
 
 
 TREE = tdf.TensorDict({"w": torch.zeros(3)}, [3])
+KEY = random.key(0)
 MESSAGES = [
+    (lambda: sweep.grid(lr=[0.1], act=["relu", "tanh"]), TypeError, "grid: the values of 'act' must be num.*'relu'"),
+    (lambda: sweep.grid(decay=[None, 0.1]), TypeError, "grid: the values of 'decay' must be numbers.*None"),
+    (lambda: sweep.random_search(KEY, 4, act=["relu"]), TypeError, "random_search: the values of 'act'.*'relu'"),
+    (lambda: sweep.random_search(KEY, 4, a=lambda key, n: torch.zeros(3)), tdf.BatchSizeError, r"'a'.*\[4\].*\[3\]"),
     (lambda: sweep.elites(TREE, torch.zeros(2), 1), tdf.BatchSizeError, r"a member for each score.*\[2, ...\].*\[3\]"),
     (lambda: sweep.elites(TREE, torch.zeros(3, 2), 1), tdf.BatchSizeError, r"for each score.*\[3, 2, ...\].*\[3, 2\]"),
     (lambda: sweep.elites(TREE, torch.tensor(0.0), 1), tdf.BatchSizeError, r"for each score.*\[3\].*shape \[\]"),
     (lambda: sweep.elites(TREE, torch.zeros(3), 4), ValueError, "count must be.*1 to 3.*4"),
-    (lambda: sweep.best(TREE, torch.full((3,), math.nan)), ValueError, "scores must be a number.*3 times nan"),
+    (lambda: sweep.best(TREE, torch.full((3,), math.nan)), ValueError, "^sweep: one of the scores.*3 times nan"),
     (lambda: sweep.EarlyStopping(0), ValueError, "patience must be at least 1.*0"),
     (lambda: sweep.successive_halving(TREE, lambda r, _: (r, torch.zeros(3)), 0), ValueError, "rungs must be at.*0"),
     (lambda: sweep.successive_halving(TREE, lambda r, _: (r, r["w"]), 2, factor=0), ValueError, "factor must be.*0"),

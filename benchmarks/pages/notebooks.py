@@ -1,5 +1,6 @@
-"""`python -m benchmarks.pages.notebooks`: execute the notebooks and keep their outputs, without times of execution."""
+"""`python -m benchmarks.pages.notebooks [NAME ...]`: execute notebooks and keep their outputs, without times."""
 
+import sys
 from pathlib import Path
 
 import nbformat
@@ -8,8 +9,8 @@ from nbclient import NotebookClient
 FOLDER = Path(__file__).parents[2] / "notebooks"
 
 
-def main() -> None:
-    for path in sorted(FOLDER.glob("*.ipynb")):
+def main(names: list[str]) -> None:
+    for path in [FOLDER / f"{name}.ipynb" for name in names] or sorted(FOLDER.glob("*.ipynb")):
         notebook = nbformat.read(path, as_version=4)
         NotebookClient(notebook, record_timing=False, resources={"metadata": {"path": FOLDER}}).execute()
         # The version of Python differs between machines, and nothing reads it.
@@ -19,4 +20,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -22,7 +22,8 @@ _PACKETS = """
     clone.default sum.default sum.dim_IntList mean.default mean.dim amax.default exp.default log.default sqrt.default
     rsqrt.default square.default reciprocal.default sign.default pow.Tensor_Scalar tanh.default sigmoid.default
     relu.default maximum.default minimum.default eq.Tensor eq.Scalar gt.Scalar ge.Scalar lt.Scalar le.Scalar
-    lerp.Scalar addcmul.default addcdiv.default native_layer_norm.default
+    lerp.Scalar addcmul.default addcdiv.default native_layer_norm.default arange.default arange.start
+    bitwise_and.Tensor bitwise_and.Scalar bitwise_or.Tensor bitwise_or.Scalar bitwise_xor.Tensor bitwise_xor.Scalar
 """
 # torch's own bindings of these take the same arguments and are called faster than an OpOverload.
 BINDINGS: dict[Any, str] = {
@@ -39,9 +40,17 @@ _IN_PLACE: dict[Any, str] = {
     **{getattr(aten, name).Tensor: f"{name}_" for name in ("add", "sub", "mul", "div")},
 }
 _COMMUTE = (aten.add.Tensor, aten.mul.Tensor)
-_ARITHMETIC = tuple(
-    getattr(getattr(aten, name), kind) for name in ("add", "sub", "mul", "div") for kind in ("Tensor", "Scalar")
-)
+_BINARY = ("add", "sub", "mul", "div", "bitwise_and", "bitwise_or", "bitwise_xor")
+_KINDS = ("Tensor", "Scalar")
+# Methods of torch's bindings that write in place, as the function did, or are operators.
+METHODS: dict[Any, str] = {
+    **{getattr(getattr(aten, f"{name}_"), kind): f"{name}_" for name in _BINARY for kind in _KINDS},
+    aten.__rshift__.Scalar: "__rshift__",
+}
+# Of these, a second operand that is a number is a tensor already.
+_ARITHMETIC = {
+    getattr(getattr(aten, spelling), kind) for name in _BINARY for spelling in (name, f"{name}_") for kind in _KINDS
+}
 # Their results are new memory, all of it in use.
 _MAKERS = {
     *_IN_PLACE, aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default, aten.where.self,
@@ -50,7 +59,7 @@ _MAKERS = {
     aten._softmax.default, aten._log_softmax.default, aten._softmax_backward_data.default,
     aten.max_pool2d_with_indices_backward.default,
 }  # fmt: skip
-_EXACT_DTYPES = (torch.float32, torch.float64)
+_EXACT_DTYPES = (torch.float32, torch.float64, torch.int64)
 
 
 def compile_graph(module: fx.GraphModule, memory: Memory) -> Callable[..., list[Any]]:
@@ -128,6 +137,8 @@ class _Writer:
             others = [arg for i, arg in enumerate(args) if i != overwritten]
             return f"{args[overwritten]}.{_IN_PLACE[target]}({', '.join(others)})"
         args += [f"{name}={self.spell(value)}" for name, value in node.kwargs.items()]
+        if target in METHODS:
+            return f"{args[0]}.{METHODS[target]}({', '.join(args[1:])})"
         if target in BINDINGS:
             call = self.bind(getattr(torch, BINDINGS[target]))
         else:

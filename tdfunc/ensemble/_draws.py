@@ -14,6 +14,8 @@ import torch
 from torch import Generator, Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tdfunc.core.context import is_random
+
 T = TypeVar("T")
 # Reentrant: an ensemble may run inside a member of another.
 _SEEDING = threading.RLock()
@@ -69,5 +71,5 @@ class _Witness(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = any(isinstance(x, Generator) for x in (*args, *kwargs.values()))
-        self.drew |= torch.Tag.nondeterministic_seeded in func.tags and not given
+        self.drew |= is_random(func, args, kwargs) and not given
         return func(*args, **kwargs)

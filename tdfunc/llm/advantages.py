@@ -58,13 +58,12 @@ def group_normalized(
             got=repr(scale),
         )
     rewards, mask = _read("group_normalized", rewards, mask)
-    centred = torch.where(mask, rewards - rewards.sum(-1, keepdim=True) / _count(mask, -1), 0)
+    centred = _centred(rewards, mask, -1)
     if scale is None:
         return centred
     if scale == "group":
         return centred / (_deviation(centred, mask, -1) + eps)
-    overall = torch.where(mask, rewards - rewards.sum() / _count(mask), 0)
-    return centred / (_deviation(overall, mask) + eps)
+    return centred / (_deviation(_centred(rewards, mask), mask) + eps)
 
 
 def leave_one_out(rewards: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -91,8 +90,9 @@ def leave_one_out(rewards: Tensor, mask: Tensor | None = None) -> Tensor:
     """
     rewards, mask = _read("leave_one_out", rewards, mask)
     others = mask.sum(-1, keepdim=True) - 1
-    baseline = (rewards.sum(-1, keepdim=True) - rewards) / others.clamp(min=1)
-    return torch.where(mask & (others > 0), rewards - baseline, 0)
+    centred = _centred(rewards, mask, -1)
+    baseline = (centred.sum(-1, keepdim=True) - centred) / others.clamp(min=1)
+    return torch.where(mask & (others > 0), centred - baseline, 0)
 
 
 def batch_normalized(values: Tensor, mask: Tensor | None = None, *, eps: float = 1e-4) -> Tensor:
@@ -120,7 +120,7 @@ def batch_normalized(values: Tensor, mask: Tensor | None = None, *, eps: float =
         tensor([-0.9999,  0.0000,  0.9999])
     """
     values, mask = _read("batch_normalized", values, mask)
-    centred = torch.where(mask, values - values.sum() / _count(mask), 0)
+    centred = _centred(values, mask)
     return centred / (_deviation(centred, mask) + eps)
 
 
@@ -201,6 +201,15 @@ def _count(mask: Tensor, dim: int | None = None, *, less: int = 0) -> Tensor:
     """Return the number of True, at least 1, after `less` are taken off."""
     number = mask.sum() if dim is None else mask.sum(dim, keepdim=True)
     return (number - less).clamp(min=1)
+
+
+def _centred(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Return values less their mean; 0 where the mask is False."""
+    # The second round takes away the rounding of the first mean, so that equal values give 0.
+    for _ in range(2):
+        total = values.sum() if dim is None else values.sum(dim, keepdim=True)
+        values = torch.where(mask, values - total / _count(mask, dim), 0)
+    return values
 
 
 def _deviation(centred: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:

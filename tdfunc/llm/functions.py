@@ -12,19 +12,20 @@ from torch import Size, Tensor
 from torch.distributions import Categorical
 from torch.nn.utils.rnn import pad_sequence
 
-from tdfunc._lazystack import lazy_stack
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import LeafMismatchError, MissingKeyError
+from tdfunc.core.errors import LeafMismatchError, MissingKeyError, error
 from tdfunc.core.keys import dotted, unravel
 from tdfunc.core.types import NestedKey, Path
 from tdfunc.llm.model import CausalLM
 from tdfunc.llm.records import LogProbs
 from tdfunc.llm.scoring import logits_of_ids, score_ids
+from tdfunc.llm.trees.rows import nest, ragged_mask, ragged_values
 from tdfunc.ops.edit import EditMethods
 from tdfunc.ops.reading import get_value
 
 T = TypeVar("T", bound=EditMethods)
 _MASKS = ("masks", "all_attention_mask")
+_PARTS = ("prompt", "response", "full")
 
 
 def score(
@@ -71,7 +72,7 @@ def score(
     Raises:
         MissingKeyError: The tree has no tokens.
         LeafMismatchError: The mask has another shape than the tokens.
-        ValueError: A row is longer than the model's positions.
+        ValueError: A row is longer than the model's positions; or `under` is another word.
 
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -82,6 +83,8 @@ def score(
         >>> score(lm, params, td, buffers=buffers)["log_probs"].full.shape
         torch.Size([2, 3])
     """
+    if under not in ("raw", "behaviour"):
+        raise error(ValueError, "score: under must be 'raw' or 'behaviour'.", got=repr(under))
     rows = _read(td, unravel(tokens_key), unravel(mask_key), "score")
     heat = temperature.reshape(-1) if isinstance(temperature, Tensor) and temperature.dim() else temperature
     options: Any = {
@@ -92,7 +95,7 @@ def score(
         "rng": rng,
     }
     support = _read_support(td, rows, unravel(log_probs_key)) if under == "behaviour" else None
-    wanted = rows.ids_BT.unsqueeze(-1) if at is None else at.reshape(-1, *at.shape[-2:])
+    wanted = rows.ids_BT.unsqueeze(-1) if at is None else at.reshape(len(rows.ids_BT), *at.shape[-2:])
     chosen = wanted if support is None else torch.cat([wanted, support.clamp(min=0)], -1)
     found, mask = score_ids(lm, params, rows.ids_BT, rows.mask_BT, at=chosen, temperature=heat, **options)
     full, of_support = found[..., : wanted.shape[-1]], found[..., wanted.shape[-1] :]
@@ -227,33 +230,59 @@ def _read(td: TensorCollection, tokens_path: Path, mask_path: Path, call: str) -
         MissingKeyError: There are no tokens.
         LeafMismatchError: The mask has another shape.
     """
-    tokens = get_value(td, tokens_path)
-    if isinstance(tokens, Tensor):
-        prompt, response, full = None, None, tokens
-    else:
-        prompt, response, full = (get_value(tokens, name, None) for name in ("prompt", "response", "full"))
-    if full is None and prompt is not None and response is not None:
-        full = (
-            torch.cat([prompt, response], -1)
-            if isinstance(prompt, Tensor)
-            else tuple(map(torch.cat, zip(prompt, response, strict=True)))
+    tokens = get_value(td, tokens_path, None)
+    if tokens is None:
+        raise MissingKeyError(
+            f"{call}: the tree must have tokens at {dotted(tokens_path)!r}.",
+            got=f"a {type(td).__name__} without them",
+            hint="Tokens(full=ids, batch_size=ids.shape[:-1]) has ids; tokens_key= names another place, as input_ids; "
+            "history.apply_chat_template(tokenizer=tokenizer, return_dict=True) gives the ids of a history.",
         )
-    if full is None:
+    is_record = isinstance(tokens, TensorCollection)
+    places = {name: (*tokens_path, name) for name in _PARTS} if is_record else {"full": tokens_path}
+    found = {name: get_value(td, place, None) for name, place in places.items()}
+    # Any: tensors, or nested tuples of them.
+    parts: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
+    known = "prompt" in parts and "response" in parts
+    if "full" not in parts and not known:
         raise MissingKeyError(
             f"{call}: the tokens {dotted(tokens_path)!r} must have full, or prompt and response.",
-            got="prompt alone" if prompt is not None else "none of them",
+            got="prompt alone" if "prompt" in parts else "none of them",
         )
-    if response is None:
-        prompt = None
-    if not isinstance(full, Tensor):
-        lengths = [len(row) for row in full]
-        ids = pad_sequence(list(full), batch_first=True)
-        mask = torch.arange(ids.shape[1], device=ids.device) < torch.tensor(lengths, device=ids.device).unsqueeze(-1)
-        return _Rows(ids, mask, Size((len(full),)), None if prompt is None else [len(row) for row in prompt], lengths)
-    lead, rows = full.shape[:-1], full.reshape(-1, full.shape[-1])
+    if not isinstance(parts["full" if "full" in parts else "prompt"], Tensor):
+        ragged = {name: ragged_values(td, place) or [] for name, place in places.items()}
+        lead = tokens._batch_size if is_record else td._batch_size
+        return _ragged_rows(td, ragged, ragged["prompt"] if known else None, mask_path, lead=lead, call=call)
+    full = parts["full"] if "full" in parts else torch.cat([parts["prompt"], parts["response"]], -1)
+    lead = full.shape[:-1]
+    rows = full.reshape(lead.numel(), full.shape[-1])
     mask = read_mask(td, full, (mask_path, _MASKS), call)
-    prompts = None if prompt is None else [prompt.shape[-1]] * rows.shape[0]
+    prompts = [parts["prompt"].shape[-1]] * rows.shape[0] if known else None
     return _Rows(rows, None if mask is None else mask.reshape(rows.shape), lead, prompts, None)
+
+
+def _ragged_rows(
+    td: TensorCollection,
+    parts: dict[str, list[Any]],
+    prompts: list[Any] | None,
+    mask_path: Path,
+    *,
+    lead: Size,
+    call: str,
+) -> _Rows:
+    if -1 in lead:
+        raise LeafMismatchError(
+            f"{call}: only the length of the rows may be ragged.",
+            expected="a batch size",
+            got=f"batch size {list(lead)}",
+            hint="td.reshape(-1)",
+        )
+    rows = parts["full"] or [torch.cat(pair) for pair in zip(parts["prompt"], parts["response"], strict=True)]
+    masks = ragged_mask(td, rows, (mask_path, _MASKS), call)
+    masks = [torch.ones_like(row, dtype=torch.bool) for row in rows] if masks is None else masks
+    ids, mask = pad_sequence(rows, batch_first=True), pad_sequence(masks, batch_first=True)
+    parts_of = None if prompts is None else [len(row) for row in prompts]
+    return _Rows(ids, mask, lead, parts_of, [len(row) for row in rows])
 
 
 def read_mask(td: TensorCollection, ids: Tensor, paths: Sequence[NestedKey], call: str) -> Tensor | None:
@@ -288,29 +317,32 @@ def _read_support(td: TensorCollection, rows: _Rows, path: Path) -> Tensor | Non
     support = get_value(td, (*path, "support"), None)
     if support is None:
         return None
-    parts = list(support.reshape(-1, *support.shape[-2:]) if isinstance(support, Tensor) else support)
-    found = rows.ids_BT.new_full((*rows.ids_BT.shape, max([part.shape[-1] for part in parts])), -1)
+    dense = support.reshape(len(rows.ids_BT), *support.shape[-2:]) if isinstance(support, Tensor) else None
+    parts: list[Any] = ragged_values(td, (*path, "support")) or [] if dense is None else list(dense)
+    width = max([part.shape[-1] for part in parts if part is not None])
+    found = rows.ids_BT.new_full((*rows.ids_BT.shape, width), -1)
     for row, (start, part) in enumerate(zip(rows.prompts, parts, strict=True)):
-        found[row, start : start + part.shape[0], : part.shape[1]] = part
+        # A row in which nothing was cut has none.
+        if part is not None:
+            found[row, start : start + part.shape[0], : part.shape[1]] = part
     return found
 
 
 def _write(rows: _Rows, full: Tensor, mask: Tensor, behaviour: Tensor | None) -> Any:
     """Return log-probs of rows in the layout of the tree."""
     if rows.lengths is not None:
-        return lazy_stack(
-            [
-                _log_probs(
-                    full[i, :length],
-                    mask[i, :length],
-                    None if behaviour is None else behaviour[i, :length],
-                    None if rows.prompts is None else rows.prompts[i],
-                    Size(()),
-                    padded=False,
-                )
-                for i, length in enumerate(rows.lengths)
-            ]
-        )
+        found = [
+            _log_probs(
+                full[i, :length],
+                mask[i, :length],
+                None if behaviour is None else behaviour[i, :length],
+                None if rows.prompts is None else rows.prompts[i],
+                Size(()),
+                padded=False,
+            )
+            for i, length in enumerate(rows.lengths)
+        ]
+        return nest(found, rows.lead)
     full, mask, behaviour = (
         rows.shaped(full),
         rows.shaped(mask),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from tdfunc.core.context import is_compiling, is_recording
 from tdfunc.core.errors import error
 from tdfunc.core.types import Path
 from tdfunc.llm.head import Head
@@ -185,13 +186,15 @@ def hidden_states(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the last hidden states (B, T, D), and the weight and the bias of the head."""
     head = model.get_output_embeddings()
-    out = model.base_model(**_inputs(ids_BT, positions_BT, mask))
+    base = model.base_model
+    out = base(**_inputs(model, type(base).forward, ids_BT, positions_BT, mask))
     return out.last_hidden_state, head.weight, getattr(head, "bias", None)
 
 
 def own_logits(model: Any, ids_BT: Tensor, positions_BT: Tensor | None, mask: Any) -> Tensor:
     """Return the logits (B, T, V) as the family's own forward computes them."""
-    return _forward(model)(model, **_inputs(ids_BT, positions_BT, mask)).logits
+    forward = _forward(model)
+    return forward(model, **_inputs(model, forward, ids_BT, positions_BT, mask)).logits
 
 
 def new_cache(model: Any) -> Any:
@@ -232,12 +235,24 @@ def _parameters(forward: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(forward).parameters)
 
 
-def _inputs(ids_BT: Tensor, positions_BT: Tensor | None, mask: Any) -> dict[str, Any]:
+def _inputs(
+    model: Any, forward: Callable[..., Any], ids_BT: Tensor, positions_BT: Tensor | None, mask: Any
+) -> dict[str, Any]:
     inputs = {"input_ids": ids_BT.to(torch.int64), "use_cache": False}
+    # Under torch.compile and torch.export families choose by themselves.
+    is_graph = not is_compiling() and is_recording()
     if positions_BT is not None:
         inputs["position_ids"] = positions_BT
-    if mask is not None or positions_BT is None:
+    if mask is not None:
+        inputs["attention_mask"] = mask
+    elif positions_BT is None and is_graph and "past_key_values" in _parameters(forward):
+        # Families choose kernels by the values of a mask, and without one look in the positions for packed rows, which
+        # a graph cannot do. Beside a cache they do neither; this one stays empty.
+        cache = new_cache(model)
+        cache.update = lambda keys, values, *args, **kwargs: (keys, values)
+        cache.update_conv_state = cache.update_recurrent_state = lambda states, *args, **kwargs: states
+        inputs["past_key_values"] = cache
+    elif positions_BT is None:
         # Without a mask families read values to look for packed rows, which vmap cannot.
-        ones = torch.ones(ids_BT.shape, device=ids_BT.device, dtype=torch.int64)
-        inputs["attention_mask"] = ones if mask is None else mask
+        inputs["attention_mask"] = torch.ones(ids_BT.shape, device=ids_BT.device, dtype=torch.int64)
     return inputs

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tdfunc.core.context import has_values
-from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.core.errors import LeafMismatchError, UnsupportedError, error
 from tdfunc.llm.head import chosen_log_probs, log_probs_of
 from tdfunc.llm.layout import Rows, compact, equal_lengths, pack
 from tdfunc.llm.model import CausalLM, hidden_states, own_logits
@@ -60,6 +60,7 @@ def score_ids(
         `at` (B, T, K) gives log-probs (B, T, K), without it (B, T).
 
     Raises:
+        LeafMismatchError: The tokens are not integers (B, T), or the mask or `at` does not fit them.
         ValueError: A row is longer than the model's positions; or the temperature is not above 0.
         UnsupportedError: Rows of different lengths, or packed ones, inside a transform, for a family that cannot.
 
@@ -75,8 +76,7 @@ def score_ids(
     """
     if not isinstance(temperature, Tensor) and not temperature > 0:
         raise error(ValueError, "score: temperature must be above 0.", got=temperature)
-    rows = compact(ids_BT, torch.ones_like(ids_BT, dtype=torch.bool) if mask_BT is None else mask_BT.bool())
-    _check_lengths(lm, rows, allow_long)
+    rows = _rows_of(lm, ids_BT, mask_BT, at, allow_long=allow_long)
     states, weight, bias = _states(lm, params, rows, packed=packed, buffers=buffers, rng=rng)
     # Pads may hold any number.
     chosen = torch.where(rows.mask.unsqueeze(-1), rows.gather(ids_BT.unsqueeze(-1) if at is None else at), 0)
@@ -96,7 +96,7 @@ def score_ids(
         found = chosen_log_probs(lm.head, before, (weight, bias), wanted, temperature=heat, chunk_size=chunk_size)
     if places is not None:
         found = found.new_zeros((scored[:, 1:].numel(), found.shape[-1])).index_copy(0, places, found)
-    found = found.reshape(scored.shape[0], -1, found.shape[-1])
+    found = found.reshape(*scored[:, 1:].shape, found.shape[-1])
     found = torch.where(scored.unsqueeze(-1), F.pad(found, (0, 0, 1, 0)), 0)
     values, mask = rows.scatter(found), rows.scatter(scored.unsqueeze(-1)).squeeze(-1)
     return Scores(values.squeeze(-1) if at is None else values, mask)
@@ -128,8 +128,7 @@ def logits_of_ids(
     Shapes:
         (B, T, V); the logits at position i are of token i. They are 0, which is uniform, where `mask` is False.
     """
-    rows = compact(ids_BT, torch.ones_like(ids_BT, dtype=torch.bool) if mask_BT is None else mask_BT.bool())
-    _check_lengths(lm, rows, allow_long)
+    rows = _rows_of(lm, ids_BT, mask_BT, None, allow_long=allow_long)
     states, weight, bias = _states(lm, params, rows, packed=packed, buffers=buffers, rng=rng)
     logits = states if lm.head is None else lm.head.logits(states, weight, bias)
     scored = rows.mask & (torch.arange(rows.mask.shape[1], device=rows.mask.device) > 0)
@@ -158,6 +157,10 @@ def _states(lm: CausalLM, params: Any, rows: Rows, *, packed: bool, buffers: Any
     """Return the last hidden states, or the logits where the head is not known, of compacted rows, and the head."""
 
     def run(ids: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> tuple[Tensor, Any, Any]:
+        if not ids.numel():
+            # No family runs on no tokens: the sizes are those of one.
+            states, weight, bias = run(ids.new_zeros(1, 1))
+            return states.new_zeros(*ids.shape, states.shape[-1]), weight, bias
         if lm.head is None:
             return lm.run(params, own_logits, ids, positions, mask, buffers=buffers, rng=rng), None, None
         return lm.run(params, hidden_states, ids, positions, mask, buffers=buffers, rng=rng)
@@ -188,13 +191,20 @@ def _states(lm: CausalLM, params: Any, rows: Rows, *, packed: bool, buffers: Any
     return whole.index_copy(0, places, joined), *results[0][1:]
 
 
-def _check_lengths(lm: CausalLM, rows: Rows, allow_long: bool) -> None:
-    """Raise for rows that have more tokens than the model has positions."""
+def _rows_of(lm: CausalLM, ids_BT: Tensor, mask_BT: Tensor | None, at: Tensor | None, *, allow_long: bool) -> Rows:
+    """Return tokens compacted to the left, no row of which is longer than the model's positions."""
+    others = [each for each in (mask_BT, at) if each is not None]
+    is_ids = isinstance(ids_BT, Tensor) and not ids_BT.is_floating_point() and ids_BT.dtype is not torch.bool
+    if not is_ids or any(not isinstance(each, Tensor) or each.shape[:2] != ids_BT.shape for each in others):
+        raise LeafMismatchError(
+            "score: tokens must be integers (B, T); the mask is (B, T), and at is (B, T, K).",
+            expected="score_ids(lm, params, ids, mask, buffers=buffers)",
+            got=", ".join([_describe(each) for each in (ids_BT, *others)]),
+        )
+    rows = compact(ids_BT, torch.ones_like(ids_BT, dtype=torch.bool) if mask_BT is None else mask_BT.bool())
     limit = lm.max_length
-    if limit is None or rows.ids.shape[1] <= limit or (allow_long and lm.extendable):
-        return
-    if not has_values():
-        return
+    if limit is None or rows.ids.shape[1] <= limit or (allow_long and lm.extendable) or not has_values():
+        return rows
     lengths = rows.mask.sum(1).tolist()
     row = max(range(len(lengths)), key=lengths.__getitem__)
     raise error(
@@ -204,3 +214,8 @@ def _check_lengths(lm: CausalLM, rows: Rows, allow_long: bool) -> None:
         got=f"{lengths[row]} tokens",
         hint="cut it" + ("; allow_long=True runs it all the same." if lm.extendable else "."),
     )
+
+
+# Any: an argument out of its place.
+def _describe(given: Any) -> str:
+    return f"{given.dtype} of shape {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__

@@ -24,6 +24,12 @@ def clean(what: str, values: Tensor, mask: Tensor) -> Tensor:
     Raises:
         LeafMismatchError: The shape is not that of the mask.
     """
+    if not isinstance(values, Tensor):
+        raise LeafMismatchError(
+            f"{what} must be a tensor.",
+            got=type(values).__name__,
+            hint="scores.log_probs of Scores; log_probs.full or .response of LogProbs.",
+        )
     if values.shape != mask.shape:
         raise LeafMismatchError(
             f"{what} must have the shape of the mask.", expected=list(mask.shape), got=list(values.shape)

@@ -194,11 +194,12 @@ def grown_ids(
     messages, tools = conversation
     replies = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
     begin = replies[0] if replies else len(messages)
-    ids = template.encode(template.marked(messages[:begin], tools, prompt=bool(replies) or prompt))
+    start = Conversation(messages[:begin], tools)
+    ids = template.encode(template.template.marked(start, generation_prompt=bool(replies) or prompt, replies=False))
     generated = [False] * len(ids)
     for place, i in enumerate(replies):
         own = messages[i].get("token_ids")
-        if own and not _fits(template, messages[i], own):
+        if own is not None and not _fits(template, messages[i], own):
             if not retokenize:
                 raise error(
                     ValueError,
@@ -208,7 +209,7 @@ def grown_ids(
                     hint="message.replace(token_ids=None) after an edit, or retokenize=True.",
                 )
             own = None
-        sampled = list(own) if own else _reply_ids(template, messages[: i + 1], tools)
+        sampled = _reply_ids(template, messages[: i + 1], tools) if own is None else list(own)
         ids, generated = ids + sampled, generated + [True] * len(sampled)
         after = replies[place + 1] if place + 1 < len(replies) else len(messages)
         new, wants_reply = messages[i + 1 : after], after < len(messages) or prompt
@@ -289,9 +290,13 @@ def breaks(template: AbstractTemplate, conversation: Conversation) -> list[int]:
         prompt = template.texts([Conversation(messages[:i], tools)], generation_prompt=True)[0] if i else ""
         if before is None or not prompt.startswith(before):
             found.append(i)
-        turn = template.marked(Conversation(messages[: i + 1], tools))
-        text = turn.text[: turn.replies[-1].stop] if turn.replies else turn.text
-        before = text if text.startswith(prompt) else None
+        turn = Conversation(messages[: i + 1], tools)
+        before = template.texts([turn])[0]
+        if not before.startswith(prompt):
+            # The reply's place is not looked for: a template may leave the thinking out of its content.
+            before = None
+        elif spans := template.marked(turn).replies:
+            before = before[: spans[-1].stop]
     if replies and replies[-1] < len(messages) - 1:
         whole = template.texts([conversation])[0]
         found += [len(messages)] if before is None or not whole.startswith(before) else []

@@ -18,7 +18,6 @@ from tdfunc import random
 from tdfunc.core.errors import LeafMismatchError, UnsupportedError, error
 from tdfunc.core.keys import Filter
 from tdfunc.core.types import Path
-from tdfunc.core.walk import replace
 from tdfunc.modules.functional import functional
 from tdfunc.nn.ensemble import EnsembleModule
 from tdfunc.ops import maps
@@ -149,8 +148,9 @@ class BatchEnsembleConv2d(nn.Module):
         """Return the members' outputs."""
         _check_members(self, x, 5)
         scaled = x * _spread(self.scale_in, x, 3)
-        out = F.conv2d(scaled.flatten(0, -4), self.weight, **self.options)
-        out = out.unflatten(0, scaled.shape[:-3])
+        lead = scaled.shape[:-3]
+        out = F.conv2d(scaled.reshape(lead.numel(), *scaled.shape[-3:]), self.weight, **self.options)
+        out = out.reshape(*lead, *out.shape[1:])
         out = out * _spread(self.scale_out, out, 3)
         return out if self.bias is None else out + _spread(self.bias, out, 3)
 
@@ -216,7 +216,7 @@ class TabM(nn.Module):
         in_features: The features of an example.
         out_features: The logits or values of a prediction.
         members: E.
-        hidden_sizes: The sizes of the hidden layers.
+        hidden_layer_sizes: The sizes of the hidden layers.
         dropout: The probability of dropout, in each member apart.
         device: Where the parameters lie.
         dtype: Their dtype.
@@ -228,7 +228,7 @@ class TabM(nn.Module):
         Gorishniy et al., "TabM" (2024): the scales of the first layer's inputs begin as random signs, all others as 1.
 
     Examples:
-        >>> model = TabM(10, 3, members=8, hidden_sizes=(64,))
+        >>> model = TabM(10, 3, members=8, hidden_layer_sizes=(64,))
         >>> logits = model(torch.zeros(5, 10))
         >>> logits.shape
         torch.Size([8, 5, 3])
@@ -242,13 +242,13 @@ class TabM(nn.Module):
         out_features: int,
         members: int = 32,
         *,
-        hidden_sizes: Sequence[int] = (512, 512, 512),
+        hidden_layer_sizes: Sequence[int] = (512, 512, 512),
         dropout: float = 0.1,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        sizes = [in_features, *hidden_sizes]
+        sizes = [in_features, *hidden_layer_sizes]
         layers: list[nn.Module] = []
         for i, (below, above) in enumerate(zip(sizes[:-1], sizes[1:], strict=True)):
             init: Any = "ones" if i else ("signs", "ones")
@@ -272,6 +272,7 @@ def batch_ensemble(
 
     Each `nn.Linear` and `nn.Conv2d` gets scales for each member, and a bias for each, which begins as that of the
     model. The other parameters are shared, and buffers, such as the statistics of BatchNorm, are each member's own.
+    All parameters train, those that the model had frozen too.
 
     Args:
         model: Any module, which stays as it is: new, or trained already.
@@ -314,12 +315,12 @@ def batch_ensemble(
     own = Filter(partial(_is_in, frozenset({*paths, *(path for path, _ in iter_items(buffers, True, True))})))
     mine, shared = partition(combine(params, buffers), own)
     mine = maps.apply(mine, lambda x: x.expand(members, *x.shape).clone(), (), batch_size=[members])
-    keys, drawn = random.split(random.key(key) if isinstance(key, int) else key, (len(layers), 2)), {}
+    keys = random.split(random.key(key) if isinstance(key, int) else key, (len(layers), 2))
     for layer, pair in zip(layers, keys, strict=True):
         for name, kind, own_key in zip(_SCALES, kinds, pair, strict=True):
             scale = get(mine, (*layer, name))
-            drawn[(*layer, name)] = _draw(own_key.to(scale.device), scale.shape, kind).to(scale.dtype)
-    return EnsembleModule(apply, combine(shared, replace(mine, drawn)), shared=~own)
+            mine = mine.set((*layer, name), _draw(own_key.to(scale.device), scale.shape, kind).to(scale.dtype))
+    return EnsembleModule(apply, combine(shared, mine), shared=~own)
 
 
 # -- layers -----------------------------------------------------------------------------------------------------
@@ -329,40 +330,28 @@ _SCALES = ("scale_in", "scale_out")
 
 def _with_scales(model: nn.Module) -> tuple[nn.Module, list[Path]]:
     """Return a copy of a model whose layers are those of one member, and the paths of these layers."""
-    # The container gives the model itself a place, too.
-    root = nn.ModuleDict({"model": copy.deepcopy(model)})
-    made: dict[nn.Module, nn.Module] = {}
-    for parent in list(root.modules()):
-        for name, child in parent._modules.items():
-            # Classes made of these may do anything with the weight.
-            if child is None or type(child) not in (nn.Linear, nn.Conv2d):
-                continue
-            if child not in made:
-                made[child] = _member_layer(child)
-            parent._modules[name] = made[child]
-    model = root["model"]
-    new = set(made.values())
-    return model, [tuple(name.split(".")) if name else () for name, part in model.named_modules() if part in new]
-
-
-def _member_layer(layer: nn.Module) -> nn.Module:
-    if isinstance(layer, nn.Conv2d):
-        if layer.padding_mode != "zeros":
-            raise UnsupportedError(
-                "batch_ensemble: convolutions must pad with zeros.", expected="zeros", got=layer.padding_mode
-            )
-        options: dict[str, Any] = {name: getattr(layer, name) for name in ("stride", "padding", "dilation", "groups")}
-        size = layer.kernel_size[0], layer.kernel_size[1]
-        new = BatchEnsembleConv2d(layer.in_channels, layer.out_channels, size, None, device="meta", **options)
-    else:
-        assert isinstance(layer, nn.Linear)
-        new = BatchEnsembleLinear(layer.in_features, layer.out_features, None, device="meta")
-    new.train(layer.training)
-    new.weight = layer.weight
-    new.bias = layer._parameters["bias"]
-    for name in _SCALES:
-        setattr(new, name, nn.Parameter(layer.weight.new_ones(getattr(new, name).shape)))
-    return new
+    model, paths = copy.deepcopy(model), list[Path]()
+    # Any: the class of a layer changes, and nothing else of it, such as its hooks.
+    named: Any = model.named_modules()
+    for name, layer in named:
+        kind = type(layer)
+        # Classes made of these may do anything with the weight.
+        if kind is nn.Linear:
+            sizes, layer.__class__ = (layer.in_features, layer.out_features), BatchEnsembleLinear
+        elif kind is nn.Conv2d:
+            if layer.padding_mode != "zeros":
+                raise UnsupportedError(
+                    "batch_ensemble: convolutions must pad with zeros.", expected="zeros", got=layer.padding_mode
+                )
+            layer.options = {name: getattr(layer, name) for name in ("stride", "padding", "dilation", "groups")}
+            sizes, layer.__class__ = (layer.in_channels, layer.out_channels), BatchEnsembleConv2d
+        else:
+            continue
+        layer.members = None
+        for scale, size in zip(_SCALES, sizes, strict=True):
+            setattr(layer, scale, nn.Parameter(layer.weight.detach().new_ones(size)))
+        paths.append(tuple(name.split(".")) if name else ())
+    return model, paths
 
 
 def _is_in(paths: frozenset[Path], path: Path, leaf: Any) -> bool:

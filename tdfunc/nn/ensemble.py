@@ -116,7 +116,7 @@ def _module_of(tree: TensorCollection) -> nn.Module:
     root = nn.Module()
     for entry in entries(tree):
         copied = entry.leaf.detach().clone()
-        learned = entry.kind in (None, Kind.PARAMETER) and copied.is_floating_point()
+        learned = entry.kind in (None, Kind.PARAMETER) and (copied.is_floating_point() or copied.is_complex())
         slot = nn.Parameter(copied) if learned else copied
         for path in entry.paths:
             at = root

@@ -4,8 +4,7 @@ import importlib.util
 import os
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
-# Doctests are looked for in every file; workers.py is a program that a test starts.
-collect_ignore = ["workers.py"] if HAS_VLLM else ["test_vllm.py", "test_vllm_server.py", "workers.py"]
+collect_ignore = [] if HAS_VLLM else ["test_vllm.py", "test_vllm_server.py"]
 
 if HAS_VLLM:
     # One process, no compiler, no network.

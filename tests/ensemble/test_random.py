@@ -218,11 +218,11 @@ def test_another_threads_draws_are_not_the_members():
 
 
 def draw_in_a_thread(y):
-    """Move the default generator from another thread."""
+    """Attention without dropout, while another thread moves the default generator."""
     thread = threading.Thread(target=torch.rand, args=(1,))
     thread.start()
     thread.join()
-    return y
+    return F.scaled_dot_product_attention(*[y[None, None]] * 3)[0, 0]
 
 
 def test_a_generator_of_forwards_own_is_the_modules_affair():

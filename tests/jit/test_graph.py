@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from tdfunc import CaptureError, ImmutableError, UnsupportedError
 from tdfunc._jit import jit
-from tdfunc._jit.code import BINDINGS
+from tdfunc._jit.code import BINDINGS, METHODS
 from tests.helpers import examples
 
 CAPTURED = torch.full((3,), 2.0)
@@ -187,6 +187,10 @@ def sample_calls():
         aten.addcmul.default: (x, y, y),
         aten.addcdiv.default: (x, y, y),
         aten.native_layer_norm.default: (x, [4], None, None, 1e-5),
+        aten.arange.default: (5,),
+        aten.arange.start: (2, 5),
+        **{getattr(aten, f"bitwise_{name}").Tensor: (i, i + 1) for name in ("and", "or", "xor")},
+        **{getattr(aten, f"bitwise_{name}").Scalar: (i, 6) for name in ("and", "or", "xor")},
     }
 
 
@@ -199,6 +203,19 @@ def test_fast_spellings_are_the_same():
         got, expected = getattr(torch, name)(*calls[overload]), overload(*calls[overload])
         pairs = zip(got, expected, strict=True) if isinstance(got, tuple) else [(got, expected)]
         assert all(torch.equal(a, b) for a, b in pairs), overload
+
+
+@pytest.mark.parametrize("overload", METHODS, ids=str)
+def test_methods_are_the_same(overload):
+    """A method reads its arguments, a number or a tensor of one, as the overload does that it stands for."""
+    name = METHODS[overload]
+    dtype = torch.float32 if "div" in name else torch.int64
+    x = torch.tensor([-7, 3, 1 << 62], dtype=dtype)
+    other = torch.tensor([5, 6, 7], dtype=dtype) if overload._overloadname == "Tensor" else 5
+    numbers = [other] if isinstance(other, torch.Tensor) else [other, torch.tensor(other, dtype=dtype)]
+
+    for number in numbers:
+        assert torch.equal(getattr(x.clone(), name)(number), overload(x.clone(), other))
 
 
 def test_graph_is_cleaned(generator):

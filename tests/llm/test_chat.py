@@ -151,6 +151,35 @@ def test_sentinels_find_replies_where_prefixes_do_not(chat):
         assert (message["content"] or "").strip() in reply
 
 
+def test_templates_may_test_for_an_empty_content():
+    """A call whose content is empty has no line break in front, and an empty thought has no tags."""
+    jinja = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.reasoning_content or (loop.last and m.role == 'assistant') %}<think>{{ m.reasoning_content }}</think>"
+        "{% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}{% if m.content or not loop.first %}{{ '\n' }}"
+        "{% endif %}<tool_call>{{ c.function.name }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    calls = [{"function": {"name": "f", "arguments": {}}}] * 2
+    chat = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "assistant", "content": "!", "reasoning_content": ""},
+        {"role": "assistant", "content": "yes", "reasoning_content": "hm"},
+    ]
+    tokenizer = make_tokenizer(jinja)
+    out = History.from_chats(chat).apply_chat_template(
+        tokenizer=tokenizer, add_generation_prompt=False, return_assistant_tokens_mask=True
+    )
+
+    expected = [
+        "<tool_call>f</tool_call>\n<tool_call>f</tool_call><|im_end|>",
+        "!<|im_end|>",
+        "<think>hm</think>yes<|im_end|>",
+    ]
+    assert masked_text(tokenizer, out["input_ids"], out["assistant_masks"]) == expected
+
+
 @pytest.mark.parametrize("template", [CHATML, ZEPHYR, chatml])
 @given(st.lists(st.sampled_from([*SPECIAL, "hi", "\n", " ", "user"]), min_size=1, max_size=5).map("".join))
 def test_control_strings_in_contents_are_text(template, content):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import tdfunc as tdf
 from tdfunc import LeafMismatchError, MissingKeyError, TensorDict, UnsupportedError
-from tdfunc.llm import LogProbs, Masks, Tokens, causal_lm, distribution, logits, plan, score, score_ids
+from tdfunc.llm import History, LogProbs, Masks, Tokens, causal_lm, distribution, logits, plan, score, score_ids
 from tdfunc.llm.head import Head, chosen_log_probs
 from tdfunc.llm.layout import bins, compact
 from tdfunc.llm.model import PACKING
@@ -297,6 +297,32 @@ def test_compiled():
     assert len(graphs) <= 2
 
 
+FUSED, UNFUSED = {"attn_implementation": "sdpa"}, {"attn_implementation": "eager"}
+TRAINED = [
+    ("gpt2", {**FUSED, "n_layer": 1}),
+    *[pytest.param(name, FUSED, marks=pytest.mark.slow) for name in ("llama", "mistral, window", "opt", "lfm2")],
+    *[pytest.param(name, UNFUSED, marks=pytest.mark.slow) for name in ("gemma2, window", "lfm2")],
+]
+
+
+@pytest.mark.parametrize(("name", "options"), TRAINED)
+def test_gradients_of_members_under_jit(name, options):
+    """They are those of each member alone, with fused attention too, and for a mask that comes later."""
+    lm, params, buffers = causal_lm(make(name, **options).double())
+    members = torch.stack([params, params.apply(lambda x: x * 1.1)])
+
+    def slopes(params, buffers, ids, mask):
+        return torch.func.grad(lambda p: score_ids(lm, p, ids, mask, buffers=buffers).log_probs.sum())(params)
+
+    step = tdf.jit(torch.vmap(slopes, in_dims=(0, None, None, None)))
+    for seed, lengths in enumerate(([7, 5], [3, 6])):
+        ids, mask = rows(lengths, 8, seed)
+        found = step(members, buffers, ids, mask)
+        expected = torch.stack([slopes(member, buffers, ids, mask) for member in members.unbind(0)])
+        tdf.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert max([float(leaf.abs().max()) for leaf in found.leaves() if leaf.numel()]) > 0.1
+
+
 def test_the_log_probs_equal_torch(generator):
     """In 16 bits the softmax is computed in float32, as `F.linear_cross_entropy` does."""
     lm, params, buffers = causal_lm(make("llama"))
@@ -382,6 +408,47 @@ def test_score_keeps_the_layout_of_the_tree():
     assert score(lm, params, plain, buffers=buffers)["log_probs"].mask.sum() == 4 * 5
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_ragged_rows_have_their_masks_and_places(dim):
+    """Pads in ragged rows are pads, and stacks of stacks along any dimension keep the place of each row."""
+    model = make("llama")
+    lm, params, buffers = causal_lm(model)
+    ids, mask = rows([5, 3, 4, 1], 7, seed=13)
+    ends = [7, 6, 7, 5]
+    trees = [
+        TensorDict({"tokens": Tokens(full=i[:n]), "attention_mask": m[:n]})
+        for i, m, n in zip(ids, mask, ends, strict=True)
+    ]
+    td = tdf.lazy_stack([tdf.lazy_stack(trees[:2]), tdf.lazy_stack(trees[2:])], dim)
+
+    found = score(lm, params, td, buffers=buffers)["log_probs"]
+    dist = distribution(lm, params, td, buffers=buffers)
+    assert found.batch_size == dist.mask.shape[:2] == (2, 2)
+    for row in range(4):
+        at = divmod(row, 2) if dim == 0 else divmod(row, 2)[::-1]
+        alone = ids[row, : ends[row]][mask[row, : ends[row]]]
+        of_row = found[at]
+        assert torch.equal(of_row.mask, dist.mask[at][: ends[row]])
+        assert of_row.mask.sum() == max(len(alone) - 1, 0)
+        if len(alone) > 1:
+            torch.testing.assert_close(of_row.full[of_row.mask], row_log_probs(model, alone), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (2, 0, 3), (0,)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_no_rows_and_no_tokens(shape, packed):
+    """Batches of no rows and rows of no tokens have empty results."""
+    lm, params, buffers = causal_lm(make("llama"))
+    ids, lead = torch.zeros(shape, dtype=torch.int64), shape[:-1]
+    td = TensorDict({"tokens": Tokens(full=ids, batch_size=lead)}, lead)
+    options = {"buffers": buffers, "packed": packed}
+
+    assert score(lm, params, td, **options)["log_probs"].full.shape == shape
+    assert score(lm, params, td, at=ids[..., None], **options)["log_probs"].full.shape == (*shape, 1)
+    assert logits(lm, params, td, **options)["logits"].shape == (*shape, VOCAB)
+    assert distribution(lm, params, td, **options).log_prob(ids).shape == shape
+
+
 def test_distribution_and_logits():
     """Position i has the distribution of token i; pads and first tokens count nothing."""
     lm, params, buffers = causal_lm(make("llama"))
@@ -447,18 +514,34 @@ def test_messages():
     short = dataclasses.replace(lm, max_length=3)
     ids, mask = rows([6, 4], 6, seed=12)
     td = TensorDict({"tokens": Tokens(full=ids, batch_size=[2])}, [2])
+    each = [TensorDict({"tokens": Tokens(full=row)}) for row in (ids[0, :3], ids[1])]
+    uneven = tdf.lazy_stack([tdf.lazy_stack(each), tdf.lazy_stack(each[:1])])
+    masked = tdf.lazy_stack([tree.set("attention_mask", mask[0, :3]) for tree in each])
 
     for call, kind, pattern in (
         (lambda: causal_lm(torch.nn.Linear(2, 2)), TypeError, "must be a causal language model"),
         (lambda: score_ids(short, params, ids, mask, buffers=buffers), ValueError, "row 0 must not be longer"),
         (lambda: score_ids(lm, params, ids, temperature=0.0), ValueError, "temperature must be above 0"),
-        (lambda: score(lm, params, TensorDict({}, [2])), KeyError, "tokens"),
+        (lambda: score_ids(lm, ids, params), LeafMismatchError, r"must be integers.*score_ids\(lm, params, ids"),
+        (lambda: score_ids(lm, params, mask, ids), LeafMismatchError, r"got: +torch.bool of shape \(2, 6\)"),
+        (lambda: score_ids(lm, params, ids, buffers), LeafMismatchError, "got: .*TensorDict"),
+        (lambda: score_ids(lm, params, ids, mask[:1], buffers=buffers), LeafMismatchError, r"bool of shape \(1, 6\)"),
+        (lambda: score_ids(lm, params, ids, at=ids.repeat(1, 2)[..., None]), LeafMismatchError, r"\(2, 12, 1\)"),
+        (lambda: score(lm, params, TensorDict({"input_ids": ids}, [2])), MissingKeyError, r"'tokens'.*Tokens\(full="),
+        (
+            lambda: score(lm, params, History(role="user", content="a")),
+            MissingKeyError,
+            r"History.*apply_chat_template\(tokenizer",
+        ),
         (
             lambda: score(lm, params, TensorDict({"tokens": Tokens(prompt=ids, batch_size=[2])}, [2])),
             MissingKeyError,
             "must have full",
         ),
         (lambda: score(lm, params, td.set("attention_mask", mask[:, :3])), LeafMismatchError, r"shape \(2, 6\)"),
+        (lambda: score(lm, params, masked), LeafMismatchError, r"lengths of the tokens.*\n.*\[3, 6\]\n.*\[3, 3\]"),
+        (lambda: score(lm, params, uneven), LeafMismatchError, r"only the length of the rows.*\n.*\n.*\[2, -1\]"),
+        (lambda: score(lm, params, td, buffers=buffers, under="behavior"), ValueError, "'raw' or 'behaviour'"),
         (lambda: score(lm, params, td, buffers=buffers, under="behaviour"), MissingKeyError, "prompt and response"),
         (
             lambda: torch.vmap(lambda i: score_ids(lm, params, i, buffers=buffers, packed=True).log_probs)(ids[None]),
@@ -466,7 +549,7 @@ def test_messages():
             "cannot be packed",
         ),
     ):
-        with pytest.raises(kind, match=pattern):
+        with pytest.raises(kind, match="(?s)" + pattern):
             call()
     assert "positions that begin anew" in plan(lm, packed=True)
     assert "rows of one length" in plan(causal_lm(make("bloom"))[0], packed=True)

@@ -249,6 +249,31 @@ def test_a_reply_that_was_cut_gets_its_end():
 
     assert template.tokenizer.decode(row.ids) == chatml.render(history)
     assert sum(row.generated) == len(ids)
+    nothing = History.from_chats([CHAT[0], {"role": "assistant", "content": "", "token_ids": []}, CHAT[2]])
+    (row,) = fork(template, nothing)
+    assert template.tokenizer.decode(row.ids) == chatml.render(nothing)
+    assert not any(row.generated)
+
+
+def test_thinking_inside_a_content_breaks_extension():
+    """A template that cuts it out, and ends its prompt with the tag, gives a row for each reply."""
+    jinja = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content.split('</think>')[-1] }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant:<think>{% endif %}"
+    )
+    template = TokenTemplate(make_tokenizer(jinja))
+    texts = ["hm</think>b", "so</think>d"]
+    ids = [[*template.tokenizer(text)["input_ids"], *template.end_ids] for text in texts]
+    replies = [{"role": "assistant", "content": text, "token_ids": own} for text, own in zip(texts, ids, strict=True)]
+    history = History.from_chats([CHAT[0], replies[0], CHAT[2], replies[1]])
+
+    rows = fork(template, history)
+
+    assert not extends(template, history)
+    assert [row.replies for row in rows] == [(1,), (3,)]
+    assert [row.ids[-len(own) :] for row, own in zip(rows, ids, strict=True)] == ids
+    assert template.tokenizer.decode(rows[1].ids).startswith("user:a<|im_end|>assistant:b<|im_end|>user:c<|im_end|>")
+    assert drift(template, history).position == len(template.tokenizer("user:a<|im_end|>assistant:")["input_ids"])
 
 
 def test_bridge_takes_one_message_and_nothing_else_changes():

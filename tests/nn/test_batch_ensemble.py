@@ -115,7 +115,7 @@ def test_initialisations_are_the_papers():
 
 def test_tabm_begins_as_the_papers():
     """Signs in the first layer's inputs, ones elsewhere, and heads that differ."""
-    model = TabM(7, 3, 5, hidden_sizes=(16, 8))
+    model = TabM(7, 3, 5, hidden_layer_sizes=(16, 8))
     first, second = model.body[0], model.body[3]
 
     assert set(first.scale_in.unique().tolist()) == {-1.0, 1.0}
@@ -130,7 +130,7 @@ def test_tabm_begins_as_the_papers():
 
 def test_tabm_is_the_loop():
     """Each member is a plain perceptron with its own scaled weights."""
-    model = TabM(4, 2, 3, hidden_sizes=(6, 5), dtype=torch.float64).eval()
+    model = TabM(4, 2, 3, hidden_layer_sizes=(6, 5), dtype=torch.float64).eval()
     for parameter in model.parameters():
         nn.init.normal_(parameter)
     x = torch.randn(7, 4, dtype=torch.float64)
@@ -143,7 +143,7 @@ def test_tabm_is_the_loop():
 
 def test_tabm_trains_jitted():
     """By the mean of the members' losses, as a pure function; the replay gives the eager numbers."""
-    apply, params, _ = tdf.functional(TabM(2, 1, 4, hidden_sizes=(16,), dropout=0.0))
+    apply, params, _ = tdf.functional(TabM(2, 1, 4, hidden_layer_sizes=(16,), dropout=0.0))
     x = torch.randn(64, 2)
     y, opt = x.prod(1, keepdim=True), tdf.optim.adam(lr=1e-2)
 
@@ -216,6 +216,30 @@ def test_tied_weights_stay_shared():
     assert many.members.out.weight is many.members.emb.weight
     assert many.members.out.weight.shape == (5, 4)
     assert many(torch.arange(5)).shape == (3, 5, 5)
+
+
+class Reader(nn.Module):
+    """A convolution of images without a batch, and one layer under two names that a hook changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 3)
+        self.first = self.second = nn.Linear(3, 3)
+        self.first.register_forward_hook(lambda layer, args, out: 2 * out.tanh())
+
+    def forward(self, x):
+        return self.second(self.first(self.conv(x).mean((-2, -1))))
+
+
+def test_a_layer_keeps_its_hooks_and_its_names():
+    """Members that begin as the model give its outputs; a layer under two names has one set of scales."""
+    model, x = Reader().double(), torch.randn(2, 5, 6, dtype=torch.float64)
+    same, signs = batch_ensemble(model, 3, 0, init="ones"), batch_ensemble(model, 3, 0)
+
+    torch.testing.assert_close(same(x), model(x).expand(3, 3))
+    assert signs.members.first.scale_in is signs.members.second.scale_in
+    assert signs.members.first.scale_in.shape == (3, 3)
+    assert not torch.equal(*signs(x)[:2])
 
 
 LINEAR = BatchEnsembleLinear(3, 2, 4)

@@ -100,6 +100,26 @@ def test_tied_weights_are_one_parameter():
     torch.testing.assert_close(model(tokens), torch.stack([m(tokens) for m in models]))
 
 
+class Spectral(nn.Module):
+    """A weight of complex numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+
+    def forward(self, x):
+        return torch.fft.irfft(torch.fft.rfft(x) * self.weight)
+
+
+def test_complex_weights_train():
+    """They are parameters, as in the members."""
+    model = EnsembleModule(tdf.functional(Spectral())[0], tdf.init_ensemble(Spectral, 2))
+    model(torch.randn(5, 4)).square().sum().backward()
+
+    assert [name for name, _ in model.named_parameters()] == ["members.weight"]
+    assert model.members.weight.grad.abs().min() > 0
+
+
 def test_modes_of_layers_are_those_of_apply():
     """A layer that was frozen in evaluation stays so, until train() or eval() sets all layers."""
     models = [make() for _ in range(2)]

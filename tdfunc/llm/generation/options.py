@@ -103,6 +103,7 @@ class GenerationOptions:
             True
         """
         given = dict(kwargs) if isinstance(kwargs, Mapping) else _of_config(kwargs)
+        given = {name: value for name, value in given.items() if value is not None}
         for old, new in _LEGACY.items():
             if old in given:
                 given[new] = given.pop(old)
@@ -115,7 +116,6 @@ class GenerationOptions:
                 expected=", ".join(sorted({*names, *_LEGACY})),
                 got=", ".join(map(repr, unknown)),
             )
-        given = {name: value for name, value in given.items() if value is not None}
         if num_samples is not None and given.setdefault("num_return_sequences", num_samples) != num_samples:
             raise error(
                 ValueError,

@@ -56,7 +56,7 @@ def policy_gradient(
 
     With r the ratio exp(log_probs - old_log_probs) and A the advantage, the surrogate of a token is
     min(r A, clip(r) A), or clip(r) A log_probs with a constant clip(r). The loss is minus its mean, plus `kl_coef`
-    times the mean divergence from the reference, minus `entropy_coef` times the mean entropy. Its gradient flows
+    times that of the divergence from the reference, minus `entropy_coef` times that of the entropy. Its gradient flows
     through `log_probs` and `entropy` alone. A row without tokens counts as 0.
 
     Args:
@@ -127,9 +127,9 @@ def policy_gradient(
         metrics["kl"] = mean(divergence.detach(), mask)
         loss = loss + kl_coef * mean(divergence * share if kl_weighted else divergence, mask, normalize)
     if entropy is not None:
-        disorder = mean(clean("policy_gradient: entropy", entropy, mask), mask)
-        metrics["entropy"] = disorder.detach()
-        loss = loss - entropy_coef * disorder
+        disorder = clean("policy_gradient: entropy", entropy, mask)
+        metrics["entropy"] = mean(disorder.detach(), mask)
+        loss = loss - entropy_coef * mean(disorder, mask, normalize)
     metrics |= _describe(share.detach(), gain, mask.bool(), clip, either_sign=surrogate == "weighted")
     metrics["kl_approx"] = mean(k3(old.detach(), new.detach()), mask)
     return Loss(loss, TensorCollection._open(metrics))  # pyright: ignore[reportArgumentType]

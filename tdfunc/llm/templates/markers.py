@@ -69,7 +69,9 @@ class Alignment:
                     for part in value
                 ]
             elif name in ("content", "reasoning_content"):
-                marked[name] = self._deep(value, i, is_reply)
+                # Templates test for blank texts, and a marker is none; without calls a content is needed for its place.
+                is_needed = name == "content" and not message.get("tool_calls")
+                marked[name] = self._deep(value, i, is_reply and (is_needed or bool(value and value.strip())))
             elif name in ("name", "tool_call_id", "tool_responses"):
                 marked[name] = self._deep(value, i, False)
         return marked

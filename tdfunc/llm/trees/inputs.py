@@ -21,7 +21,7 @@ from tdfunc.llm.history import History
 from tdfunc.llm.rows import messages_of
 from tdfunc.llm.templates.base import conversation_in
 from tdfunc.llm.tokens import TokenTemplate, grown_ids
-from tdfunc.llm.trees.rows import Layout, Row, flat_list
+from tdfunc.llm.trees.rows import Layout, Row, flat_list, ragged_mask, ragged_values
 from tdfunc.ops.reading import get_value
 
 
@@ -84,14 +84,13 @@ def read_tokens(td: TensorCollection, keys: TokenKeys, field: str, call: str) ->
     known = field == "full" and parts.get("prompt") is not None and parts.get("response") is not None
     ends = parts.get("is_complete") if field == "full" else None
     if known and full is None:
-        ids = _joined(parts["prompt"], parts["response"])
+        first = parts["prompt"]
+        ids = torch.cat([first, parts["response"]], -1) if isinstance(first, Tensor) else first
     else:
         ids = read_field(td, keys.source, field, call)
     lead = td._batch_size
     if not isinstance(ids, Tensor) or ids.is_nested:
-        lengths = [len(row) for row in flat_list(parts["prompt"], len(lead))] if known else None
-        found = [Row(row, None if lengths is None else lengths[i]) for i, row in enumerate(flat_list(ids, len(lead)))]
-        return Inputs(_with_ends(_with_assistants(found, td, keys, len(lead)), ends, len(lead)))
+        return Inputs(_with_ends(_ragged_rows(td, keys, field, known, call), ends, len(lead)))
     if ids.dim() != len(lead) + 1:
         raise LeafMismatchError(
             f"{call}: the tokens {dotted(unravel(keys.source))!r} must be rows of the batch.",
@@ -112,19 +111,36 @@ def read_tokens(td: TensorCollection, keys: TokenKeys, field: str, call: str) ->
     return Inputs(_with_ends(rows, ends, len(lead)), Layout(mask_NT, prompt, ids_NT))
 
 
-# Any: a tensor, or nested lists of tensors.
-def _joined(prompt: Any, response: Any) -> Any:
-    if isinstance(prompt, Tensor):
-        return torch.cat([prompt, response], -1)
-    return [_joined(*pair) for pair in zip(prompt, response, strict=True)]
+def _ragged_rows(td: TensorCollection, keys: TokenKeys, field: str, known: bool, call: str) -> list[Row]:
+    """Return the rows of ragged tokens, without the pads of their masks.
 
-
-def _with_assistants(rows: list[Row], td: TensorCollection, keys: TokenKeys, dims: int) -> list[Row]:
-    found = get_value(td, (*unravel(keys.masks), "all_assistant_mask"), None)
-    masks = [] if found is None or isinstance(found, Tensor) else flat_list(found, dims)
-    if [len(mask) for mask in masks] != [len(row.ids) for row in rows]:
-        return rows
-    return [replace(row, assistant=mask) for row, mask in zip(rows, masks, strict=True)]
+    Raises:
+        LeafMismatchError: There are ragged masks, and none has the lengths of the tokens.
+    """
+    source, masks = unravel(keys.source), unravel(keys.masks)
+    parts: dict[str, list[Any] | None] = {field: ragged_values(td, source)}
+    if isinstance(get_value(td, source), TensorCollection):
+        parts = {name: ragged_values(td, (*source, name)) for name in ("prompt", "response", "full")}
+    ids, full, prompts = parts[field], parts.get("full"), parts.get("prompt") if known else None
+    if ids is None:
+        ids = [torch.cat(pair) for pair in zip(prompts or [], parts["response"] or [], strict=True)]
+    of_mask, of_full = unravel(keys.mask), (*masks, "all_attention_mask")
+    wide = ragged_values(td, of_full)
+    if field == "prompt" and full and wide and ragged_values(td, of_mask) is None:
+        # The prompt comes first.
+        valid = [mask[: len(row)].bool() for mask, row in zip(wide, ids, strict=True)]
+    else:
+        valid = ragged_mask(td, ids, (of_mask, of_full), call)
+    assistant = ragged_values(td, (*masks, "all_assistant_mask"))
+    if assistant is None or [len(each) for each in assistant if each is not None] != [len(row) for row in ids]:
+        assistant = [None] * len(ids)
+    rows: list[Row] = []
+    for i, row in enumerate(ids):
+        mask = torch.ones_like(row, dtype=torch.bool) if valid is None else valid[i]
+        n = None if prompts is None else int(mask[: len(prompts[i])].sum())
+        wrote = assistant[i]
+        rows.append(Row(row[mask], n, assistant=None if wrote is None else wrote[mask]))
+    return rows
 
 
 # Any: a tensor, or nested tuples of tensors.

@@ -11,7 +11,11 @@ import torch
 from torch import Size, Tensor
 
 from tdfunc._lazystack import lazy_stack
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import LeafMismatchError
+from tdfunc.core.types import Path
 from tdfunc.llm.records import LogProbs, Masks, Tokens
+from tdfunc.ops.reading import get_value
 
 
 @dataclass(frozen=True)
@@ -90,19 +94,22 @@ def _place(mask: Tensor, rows: Sequence[Tensor], fill: Any) -> Tensor:
     return torch.where(valid, flat[index].reshape(shape), flat.new_full((), fill))
 
 
-def assembled(rows: Sequence[Row], *, pad: int, least: int = 0) -> Layout:
+def assembled(rows: Sequence[Row], *, pad: int, least: int | None = None) -> Layout:
     """Return the layout of prompts padded at the left and responses at the right; of whole rows at the left.
 
-    The prompts have at least `least` positions.
+    Args:
+        rows: The rows.
+        pad: The id of pads.
+        least: How many positions the prompts have at least; given where rows have prompts, also if there are no rows.
     """
     device = rows[0].ids.device if rows else None
     parts = [(len(row.ids) if row.prompt is None else row.prompt, len(row.ids)) for row in rows]
-    before = max([least, *[prompt for prompt, _ in parts]])
+    before = max([least or 0, *[prompt for prompt, _ in parts]])
     after = max([total - prompt for prompt, total in parts], default=0)
     prompt = torch.tensor([prompt for prompt, _ in parts], device=device).reshape(-1, 1)
     total = torch.tensor([total for _, total in parts], device=device).reshape(-1, 1)
     at = torch.arange(before + after, device=device)
-    is_known = bool(rows) and rows[0].prompt is not None
+    is_known = (rows[0].prompt if rows else least) is not None
     return Layout((at >= before - prompt) & (at < before - prompt + total), before if is_known else None, pad=pad)
 
 
@@ -229,3 +236,38 @@ def flat_list(values: Any, dims: int) -> list[Any]:
         return [values]
     rows = values.unbind(0) if hasattr(values, "unbind") else values
     return [item for row in rows for item in flat_list(row, dims - 1)]
+
+
+def ragged_values(td: TensorCollection, path: Path) -> list[Any] | None:
+    """Return an entry of each element of the batch, None where it lacks it; None where the entry is not ragged."""
+    value = get_value(td, path, None)
+    if value is None or (isinstance(value, Tensor) and not value.is_nested):
+        return None
+    *parents, name = path
+    holder = get_value(td, tuple(parents)) if parents else td
+    if isinstance(value, Tensor):
+        return flat_list(value, len(holder._batch_size))
+    # By the trees: a tuple of values lies along the dimension of the stack, which need not be the first.
+    return [get_value(each, name, None) for each in flat_list(holder, len(holder._batch_size))]
+
+
+def ragged_mask(td: TensorCollection, rows: Sequence[Tensor], paths: Sequence[Path], call: str) -> list[Any] | None:
+    """Return the first ragged mask of a tree that has the lengths of rows; None if it has no ragged masks.
+
+    Raises:
+        LeafMismatchError: There are ragged masks, and none has the lengths.
+    """
+    lengths = [len(row) for row in rows]
+    found = [
+        [torch.ones_like(r, dtype=torch.bool) if m is None else m.bool() for r, m in zip(rows, each, strict=True)]
+        for each in (ragged_values(td, path) for path in paths)
+        if each is not None
+    ]
+    fits = [masks for masks in found if [len(mask) for mask in masks] == lengths]
+    if found and not fits:
+        raise LeafMismatchError(
+            f"{call}: the masks must have the lengths of the tokens.",
+            expected=str(lengths),
+            got=", ".join([str([len(mask) for mask in masks]) for masks in found]),
+        )
+    return fits[0] if fits else None

@@ -165,7 +165,7 @@ class RemoteWrapper(LLMWrapperBase):
         body |= {"return_token_ids": True, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
 
         def read(chunks: list[Any]) -> Tensor | None:
-            choices = [choice for chunk in chunks for choice in chunk["choices"]]
+            choices = _choices(chunks)
             if not _check_prompt(choices, ids):
                 return None
             values = [value for choice in choices for value in choice["logprobs"]["token_logprobs"]]
@@ -185,7 +185,7 @@ def _read(chunks: list[Any], ids: list[int], options: GenerationOptions, where: 
     Raises:
         RemoteError: It has no end, or one that is not the response's own.
     """
-    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    choices = _choices(chunks)
     reason = next((choice["finish_reason"] for choice in choices if choice.get("finish_reason")), None)
     if reason not in ("stop", "length"):
         raise RemoteError(
@@ -198,6 +198,8 @@ def _read(chunks: list[Any], ids: list[int], options: GenerationOptions, where: 
     text = "".join(texts) if texts else None
     parts = [choice.get("token_ids") for choice in choices]
     if None in parts:
+        if text is None:
+            raise ValueError("neither token ids nor a text")
         return Response(None, reason, text=text)
     tokens = [token for part in parts for token in part]
     spans = [span["version"] for choice in choices for span in choice.get("weight_versions") or ()]
@@ -210,6 +212,18 @@ def _read(chunks: list[Any], ids: list[int], options: GenerationOptions, where: 
         text=text,
         version="+".join(dict.fromkeys(map(str, spans))) or None,
     )
+
+
+def _choices(chunks: list[Any]) -> list[Any]:
+    """Return the choices of an answer, the parts of one response.
+
+    Raises:
+        ValueError: They belong to several responses.
+    """
+    found = [choice for chunk in chunks for choice in chunk["choices"]]
+    if any([choice.get("index", 0) for choice in found]) or any([len(chunk["choices"]) > 1 for chunk in chunks]):
+        raise ValueError("several responses in place of one")
+    return found
 
 
 def _values(choices: list[Any]) -> list[float]:

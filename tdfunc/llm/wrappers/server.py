@@ -106,7 +106,7 @@ class Server:
             path: The path of the endpoint.
             body: The request.
             read: The function of the answer, a list of one object, or of those of a stream. Its KeyError, IndexError,
-                TypeError and ValueError mean that the answer is not of the form that it should have.
+                AttributeError, TypeError and ValueError mean that the answer has not the form that it should have.
             where: What the request is for, in messages.
             stream: Take the answer in parts.
 
@@ -135,7 +135,7 @@ class Server:
             raise RemoteError(
                 f"{where}: {self.options.base_url}{path} must answer.", got=f"{type(err).__name__}: {err}"
             ) from err
-        except (KeyError, IndexError, TypeError, ValueError) as err:
+        except (KeyError, IndexError, AttributeError, TypeError, ValueError) as err:
             raise RemoteError(
                 f"{where}: the answer of {path} must have the form of its endpoint.", got=f"{type(err).__name__}: {err}"
             ) from err

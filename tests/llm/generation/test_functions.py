@@ -178,8 +178,13 @@ def test_wrong_calls_are_errors(td, options, kind, pattern):
 
 
 def test_an_empty_batch_gives_an_empty_batch():
-    """No rows, no model."""
+    """No rows, with the parts that rows have."""
     lm, params, buffers = causal_lm(make("llama"))
     td = TensorDict({"tokens": Tokens(prompt=torch.zeros(0, 3, dtype=torch.int64), batch_size=[0])}, [0])
 
-    assert generate(lm, params, td, buffers=buffers, max_new_tokens=2).batch_size == (0,)
+    out = generate(lm, params, td, buffers=buffers, max_new_tokens=2)
+
+    assert out.batch_size == (0,)
+    for record in (out["tokens"], out["log_probs"]):
+        assert record.prompt.shape == record.full.shape == (0, 3)
+        assert record.response.shape == (0, 0)

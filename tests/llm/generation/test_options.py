@@ -23,6 +23,8 @@ ACCEPTED = [
     ({"max_new_tokens": 0}, {"max_new_tokens": 0}),
     ({"max_tokens": 3, "max_new_tokens": 5}, {"max_new_tokens": 3}),
     ({"n": 2, "num_return_sequences": 3, "do_sample": True}, {"num_return_sequences": 2, "temperature": 1.0}),
+    ({"max_tokens": None, "max_new_tokens": 5}, {"max_new_tokens": 5}),
+    ({"n": None, "num_return_sequences": 3, "do_sample": True}, {"num_return_sequences": 3, "temperature": 1.0}),
     ({"do_sample": True, "top_k": 1}, {"temperature": 1.0, "top_k": 1}),
     ({"do_sample": True, "top_p": 0.5}, {"temperature": 1.0, "top_p": 0.5}),
     ({"do_sample": True, "min_p": 1.0}, {"temperature": 1.0, "min_p": 1.0}),

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tdfunc import LeafMismatchError
+from tdfunc.llm import LogProbs
 from tdfunc.llm.losses import (
     cispo,
     distill,
@@ -17,6 +18,7 @@ from tdfunc.llm.losses import (
     policy_gradient,
     sft,
 )
+from tdfunc.llm.scoring import Scores
 
 X, ROWS, PAIRS = torch.zeros(2, 3), torch.zeros(2), torch.zeros(4, 2, 3)
 WIDE = torch.zeros(2, 3, 5)
@@ -25,6 +27,16 @@ MISTAKES = [
         lambda: grpo(X[:, :2], ROWS, X),
         LeafMismatchError,
         r"log_probs must have the shape of the mask.*\[2, 3\].*\[2, 2\]",
+    ),
+    (
+        lambda: grpo(Scores(X, X), ROWS, X),
+        LeafMismatchError,
+        "log_probs must be a tensor.*got: +Scores.*scores.log_probs",
+    ),
+    (
+        lambda: sft(LogProbs(full=X, batch_size=[2]), X),
+        LeafMismatchError,
+        r"must be a tensor.*got: +LogProbs.*log_probs\.full",
     ),
     (lambda: grpo(X, ROWS, X, X[:1]), LeafMismatchError, r"old_log_probs must have the shape of the mask"),
     (lambda: grpo(X, ROWS[:1], X), LeafMismatchError, r"advantages must have a value for each row.*\[2\] or \[2, 3\]"),

@@ -41,7 +41,7 @@ def by_hand(s, *, ratio="token", clip=(0.2, 0.2), surrogate="clipped", normalize
             if clip is not None:
                 low.append(float(r < 1 - clip[0] and (gain < 0 or surrogate == "weighted")))
                 high.append(float(r > 1 + clip[1] and (gain > 0 or surrogate == "weighted")))
-    disorder = average([entropy[b][t] for b, row in enumerate(places) for t in row])
+    disorder = combine([[entropy[b][t] for t in row] for b, row in enumerate(places)], normalize)
     loss = combine(parts, normalize) + options.get("kl_coef", 0) * combine(divergences, normalize)
     metrics = {
         "policy_loss": combine(parts, normalize),
@@ -118,6 +118,19 @@ def test_presets_are_their_formulas(preset, options, core, seed):
     )
 
     close(found.loss, expected)
+
+
+@pytest.mark.parametrize("preset", [dapo, cispo, reinforce_pp])
+def test_parts_of_a_step_add_up(preset):
+    """Micro-batches that divide by the tokens of all of them: surrogate, penalty and bonus."""
+    s = make(5, rows=6)
+
+    def loss(rows):
+        extra = {"ref_log_probs": s.ref[rows], "kl_coef": 0.2, "entropy": s.entropy[rows], "entropy_coef": 0.1}
+        given = (s.log_probs[rows], s.advantages[rows], s.mask[rows], s.old[rows])
+        return preset(*given, normalize=s.mask.sum(), **extra).loss
+
+    torch.testing.assert_close(loss(slice(0, 2)) + loss(slice(2, 6)), loss(slice(0, 6)))
 
 
 def test_without_older_log_probs_the_gradient_is_that_of_reinforce():

@@ -369,6 +369,9 @@ ALTERED = [
     ({"logprobs": {"token_logprobs": [None] * 6}}, "form of its endpoint"),
     ({"finish_reason": "abort"}, "must be whole(?s:.)*'abort'"),
     ({"token_ids": ["a"]}, "form of its endpoint"),
+    # It is of another response, or of none.
+    ({"index": 1}, "several responses"),
+    ({"token_ids": None, "text": None}, "neither token ids nor a text"),
 ]
 
 
@@ -380,7 +383,10 @@ def test_an_answer_that_does_not_fit_raises(serve):
         service.alter = lambda answer, change=change: {"choices": [{**answer["choices"][0], **change}]}
         with pytest.raises(RemoteError, match=pattern):
             wrapper.generate_tokens(PROMPTS[:1], parse())
-    for body in (b"<html>", b"{}", b'{"choices": 3}', b"[]"):
+    service.alter = lambda answer: {"choices": answer["choices"] * 2}
+    with pytest.raises(RemoteError, match="several responses"):
+        wrapper.generate_tokens(PROMPTS[:1], parse())
+    for body in (b"<html>", b"{}", b'{"choices": 3}', b'{"choices": [null]}', b"[]"):
         service.faults = [lambda handler, body=body: handler.reply(200, body)]
         with pytest.raises(RemoteError, match="form of its endpoint"):
             wrapper.generate_tokens(PROMPTS[:1], parse())

@@ -250,9 +250,15 @@ def test_ragged_and_lazy_inputs():
         TensorDict({"tokens": Tokens(full=nested, batch_size=[2])}, [2]),
         TensorDict({"tokens": nested}, [2]),
     ]
+    padded, kept = torch.tensor([7, 1, 7, 2, 3]), torch.tensor([0, 1, 0, 1, 1]).bool()
+    of_first = TensorDict({"tokens": Tokens(full=padded), "attention_mask": kept})
+    inputs.append(lazy_stack([of_first, TensorDict({"tokens": each[1], "attention_mask": torch.ones(2).bool()})]))
 
     for td in inputs:
         check_rows(wrapper.model, wrapper(td), [row.tolist() for row in rows])
+    asked = lazy_stack([TensorDict({"tokens": Tokens(prompt=padded), "attention_mask": kept})])
+    answered = wrapper.get_new_version(generate=True, generate_kwargs={"max_new_tokens": 2, "eos_token_ids": ()})(asked)
+    assert [row[:-2].tolist() for row in answered["tokens"].full] == [rows[0].tolist()]
     one = wrapper.get_new_version(input_key="ids")(TensorDict({"ids": rows[0]}))
     torch.testing.assert_close(one["log_probs"].full[1:], row_log_probs(wrapper.model, rows[0]), atol=1e-5, rtol=1e-5)
 
