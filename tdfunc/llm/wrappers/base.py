@@ -364,7 +364,8 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
     ) -> MaskedCategorical:
         """Return the distribution from which each token of the input's `full` is drawn.
 
-        Its log-probs and entropies are 0 at pads and at a row's first token. Padded tokens stay as they lie.
+        Its log-probs and entropies are 0 at pads and at a row's first token. Padded tokens stay as they lie. Logits are
+        normalized, so that one value for those of a pad, as `padding_value` in torchrl, would change nothing.
 
         Args:
             tensordict: A tree with the input.
