@@ -188,7 +188,7 @@ class TensorCollection(Slots):
         removed = [key for key, node in changes.items() if node is None]
         for key in removed:
             data.pop(key, None)
-        if self._static is None and kinds is None and not any(getattr(n, "_static", None) for n in changes.values()):
+        if self._static is None and kinds is None and not any([getattr(n, "_static", None) for n in changes.values()]):
             return self._make(data, self._batch_size, self._device, self._names, None)
         return self._replace(data, kinds=self._new_kinds(changes, kinds), ties=self._new_ties(changes))
 
