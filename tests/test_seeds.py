@@ -441,6 +441,7 @@ def preprocess(data):
     data.set_("labels", labels)
 
 
+@pytest.mark.slow
 def test_map_that_writes(tmp_path):
     """A function that writes in place and returns nothing changes the files of a tree that is on disk."""
     source = TensorDict({"images": torch.rand(6, 4, 3), "labels": torch.arange(6) * 10}, [6])

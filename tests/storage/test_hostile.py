@@ -123,6 +123,7 @@ def test_hostile_folders(tmp_path):
 PICKLES = [name for name in hostile.folder_cases() if "pickle" in name or "class" in name or "links" in name]
 
 
+@pytest.mark.slow
 def test_hostile_folders_are_watched(tmp_path):
     """A pickle, a class name or a link runs no code and leads nowhere."""
     cases = {name: hostile.folder_cases()[name] for name in PICKLES}
