@@ -71,7 +71,7 @@ def random_search(key: Tensor, members: int, **spaces: Space) -> "TensorDict":
             drawn[name] = space(own, members)
         else:
             drawn[name] = random.choice(own, _numbers("random_search", name, space), (members,))
-    return TensorCollection._open(drawn, [members])  # pyright: ignore[reportReturnType]
+    return TensorCollection._open(drawn, [members])
 
 
 def uniform(low: float, high: float) -> Callable[[Tensor, int], Tensor]:

@@ -19,8 +19,10 @@ def unravel(key: NestedKey) -> Path:
     """Flatten a key of nested tuples into one tuple of non-empty str."""
     if type(key) is str and key:
         return (key,)
-    if type(key) is tuple and key and all([type(part) is str and part for part in key]):
-        return key  # pyright: ignore[reportReturnType]
+    # Any: a flat key is its path.
+    flat: Any = key
+    if type(flat) is tuple and flat and all([type(part) is str and part for part in flat]):
+        return flat
     path: list[str] = []
     stack: list[Any] = [key]
     while stack:

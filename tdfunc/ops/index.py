@@ -121,7 +121,9 @@ def unbind(tree: T, dim: int) -> tuple[T, ...]:
     """Return the slices along a batch dimension."""
     dim = dim_index(dim, len(tree._batch_size), "unbind")
     if tree._is_lazy and tree._dim == dim:
-        return tuple(tree._data.values())  # pyright: ignore[reportReturnType]
+        # Any: the children of a lazy stack are trees.
+        trees: Any = tree._data.values()
+        return tuple(trees)
     size = tree._batch_size
     before, count = (slice(None),) * dim, dim_size(size, dim, "unbind")
     sizes = [size[:dim] + size[dim + 1 :]] * count
