@@ -42,9 +42,9 @@ from tdfunc.llm.trees.rows import Layout, Row, assembled, nest, padded_records, 
 from tdfunc.llm.wrappers.backend import AbstractBackend
 from tdfunc.llm.wrappers.nested import NestedCategorical
 from tdfunc.llm.wrappers.options import WrapperOptions
-from tdfunc.modules.random import key_of
 from tdfunc.nn.base import TensorDictModuleBase, as_key
 from tdfunc.ops.reading import has
+from tdfunc.random import key_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
