@@ -4,7 +4,7 @@ from typing import Any
 
 from tdfunc.cli.output import Table, print_json, print_table, safe
 from tdfunc.core.errors import error
-from tdfunc.llm.report import template_report
+from tdfunc.llm.conversations.report import template_report
 
 _MARKS = {True: "ok", False: "!!", None: "--"}
 

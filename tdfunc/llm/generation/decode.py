@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tdfunc.llm.generation.options import GenerationOptions
 from tdfunc.llm.generation.sampling import Choice, choose, penalize
-from tdfunc.llm.model import new_cache, next_logits
+from tdfunc.llm.scoring.model import new_cache, next_logits
 
 # How many uniform numbers of a row are drawn at a time.
 BLOCK = 256

@@ -8,11 +8,10 @@ from torch import Size, Tensor
 from tdfunc.core.errors import error
 from tdfunc.core.types import NestedKey
 from tdfunc.llm.generation.options import GenerationOptions
-from tdfunc.llm.generation.rows import generate_tokens
-from tdfunc.llm.model import CausalLM
-from tdfunc.llm.trees.inputs import TokenKeys, check_prompts, read_tokens
-from tdfunc.llm.trees.replies import row_of
-from tdfunc.llm.trees.rows import assembled, padded_records, ragged_records
+from tdfunc.llm.generation.rows import generate_tokens, row_of
+from tdfunc.llm.rows.batch import assembled, padded_records, ragged_records
+from tdfunc.llm.rows.read import TokenKeys, check_prompts, read_tokens
+from tdfunc.llm.scoring.model import CausalLM
 from tdfunc.ops.edit import EditMethods
 from tdfunc.random import fold_in
 from tdfunc.random import key as make_key

@@ -11,12 +11,12 @@ from tdfunc.core.context import has_values
 from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.llm.generation.beams import search
 from tdfunc.llm.generation.decode import BLOCK, Decoded, Stop, decode, pad_left
-from tdfunc.llm.generation.options import GenerationOptions
+from tdfunc.llm.generation.options import GenerationOptions, Response
 from tdfunc.llm.generation.probe import find_way
-from tdfunc.llm.generation.response import Response
-from tdfunc.llm.layout import equal_lengths
-from tdfunc.llm.model import CausalLM
-from tdfunc.llm.scoring import score_ids
+from tdfunc.llm.rows.batch import Row
+from tdfunc.llm.rows.packing import equal_lengths
+from tdfunc.llm.scoring.ids import score_ids
+from tdfunc.llm.scoring.model import CausalLM
 from tdfunc.random import fold_in, uniform
 
 
@@ -83,6 +83,29 @@ def generate_tokens(
             found = _generate(lm, params, rows, options, stop, keys, buffers)
             found = found if options.num_beams == 1 else _scored(lm, params, rows, found, options, buffers)
         return [row._replace(prompt_log_probs=scores[i // count]) for i, row in enumerate(found)]
+
+
+def row_of(prompt: Row, response: Response) -> Row:
+    """Return a prompt and its response as one row."""
+    assert response.tokens is not None
+    device, n = response.tokens.device, len(prompt.ids)
+    ids = torch.cat([prompt.ids.to(device), response.tokens])
+    is_complete = torch.tensor(response.finish_reason == "stop", device=device)
+    if response.log_probs is None:
+        return Row(ids, n, is_complete=is_complete, version=response.version)
+    before = response.prompt_log_probs
+    scored = torch.arange(len(ids), device=device) > (n - 1 if before is None else 0)
+    before = response.log_probs.new_zeros(n) if before is None else before
+    return Row(
+        ids,
+        n,
+        log_probs=torch.cat([before, response.log_probs]),
+        scored=scored,
+        behaviour=response.behaviour,
+        support=response.support,
+        is_complete=is_complete,
+        version=response.version,
+    )
 
 
 def _empty(options: GenerationOptions, device: torch.device) -> Response:

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from tdfunc.core.errors import UnsupportedError, error
-from tdfunc.llm.content import text_of
-from tdfunc.llm.message import UNCOMPARED, Message, as_compared
-from tdfunc.llm.rows import messages_of, per_conversation, tools_of
+from tdfunc.llm.messages.columns import messages_of, per_conversation, tools_of
+from tdfunc.llm.messages.content import text_of
+from tdfunc.llm.messages.message import UNCOMPARED, Message, as_compared
 
 
 class Conversation(NamedTuple):

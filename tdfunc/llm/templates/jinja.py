@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, final
 
 from tdfunc.core.errors import error
-from tdfunc.llm.message import Message, read_json, read_message
+from tdfunc.llm.messages.message import Message, read_json, read_message
 from tdfunc.llm.templates.base import AbstractTemplate, Conversation, Marked, Span, is_forged, to_json, unparsed
 from tdfunc.llm.templates.chatml import chatml, qwen
 from tdfunc.llm.templates.deepseek import deepseek

@@ -16,32 +16,22 @@ from tdfunc import random
 from tdfunc.core.context import has_values
 from tdfunc.core.errors import ImmutableError, LeafMismatchError, UnsupportedError, error
 from tdfunc.core.types import NestedKey
-from tdfunc.llm.batching import Batcher
-from tdfunc.llm.chat_history import ChatHistory
-from tdfunc.llm.encode import text_tokenizer
-from tdfunc.llm.functions import MaskedCategorical
-from tdfunc.llm.generation.options import GenerationOptions
-from tdfunc.llm.generation.response import Response
-from tdfunc.llm.history import History
-from tdfunc.llm.records import Text
+from tdfunc.llm.conversations.exact import TokenTemplate
+from tdfunc.llm.conversations.history import ChatHistory, History
+from tdfunc.llm.encoding.encode import text_tokenizer
+from tdfunc.llm.generation.options import GenerationOptions, Response
+from tdfunc.llm.generation.rows import row_of
+from tdfunc.llm.rows.batch import Layout, Row, assembled, nest, padded_records, ragged_records, shaped_list
+from tdfunc.llm.rows.read import Inputs, TokenKeys, check_prompts, read_tokens
+from tdfunc.llm.rows.records import Text
+from tdfunc.llm.scoring.trees import MaskedCategorical
 from tdfunc.llm.templates.find import find_template
-from tdfunc.llm.tokens import TokenTemplate
-from tdfunc.llm.trees.inputs import (
-    Inputs,
-    TokenKeys,
-    check_prompts,
-    cut,
-    encode_chats,
-    encode_plain,
-    read_chats,
-    read_texts,
-    read_tokens,
-)
-from tdfunc.llm.trees.replies import decode_all, reply_of, reply_texts, row_of
-from tdfunc.llm.trees.rows import Layout, Row, assembled, nest, padded_records, ragged_records, shaped_list
 from tdfunc.llm.wrappers.backend import AbstractBackend
+from tdfunc.llm.wrappers.batching import Batcher
+from tdfunc.llm.wrappers.inputs import cut, encode_chats, encode_plain, read_chats, read_texts
 from tdfunc.llm.wrappers.nested import NestedCategorical
 from tdfunc.llm.wrappers.options import WrapperOptions
+from tdfunc.llm.wrappers.replies import decode_all, reply_of, reply_texts
 from tdfunc.modules.random import key_of
 from tdfunc.nn.base import TensorDictModuleBase, as_key
 from tdfunc.ops.reading import has

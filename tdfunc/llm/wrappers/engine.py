@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from tdfunc.core.errors import ConcurrencyError, UnsupportedError
-from tdfunc.llm.generation.options import GenerationOptions
-from tdfunc.llm.generation.response import Response
-from tdfunc.llm.model import CausalLM, causal_lm
+from tdfunc.llm.generation.options import GenerationOptions, Response
+from tdfunc.llm.scoring.model import CausalLM, causal_lm
 from tdfunc.llm.wrappers.base import LLMWrapperBase
 from tdfunc.llm.wrappers.push import AbstractEngine, Probe, Push, proven_label, push_weights
 from tdfunc.llm.wrappers.sampling import sampling_options, seeds_of

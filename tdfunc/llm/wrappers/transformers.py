@@ -7,12 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from tdfunc.llm.encode import text_tokenizer
-from tdfunc.llm.generation.options import GenerationOptions
-from tdfunc.llm.generation.response import Response
+from tdfunc.llm.encoding.encode import text_tokenizer
+from tdfunc.llm.generation.options import GenerationOptions, Response
 from tdfunc.llm.generation.rows import generate_tokens
-from tdfunc.llm.model import CausalLM, causal_lm
-from tdfunc.llm.scoring import logits_of_ids, score_ids
+from tdfunc.llm.scoring.ids import logits_of_ids, score_ids
+from tdfunc.llm.scoring.model import CausalLM, causal_lm
 from tdfunc.llm.wrappers.base import LLMWrapperBase
 from tdfunc.modules.extract import from_module
 
