@@ -3,19 +3,19 @@
 from types import ModuleType as _ModuleType
 
 from tdfunc.llm import losses as losses
-from tdfunc.llm.conversations.exact import Drift as Drift
+from tdfunc.llm.conversations.exact import TokenMismatch as TokenMismatch
 from tdfunc.llm.conversations.exact import TokenRow as TokenRow
 from tdfunc.llm.conversations.exact import TokenTemplate as TokenTemplate
-from tdfunc.llm.conversations.exact import bridge as bridge
+from tdfunc.llm.conversations.exact import append_messages as append_messages
 from tdfunc.llm.conversations.exact import chat_ids as chat_ids
-from tdfunc.llm.conversations.exact import drift as drift
-from tdfunc.llm.conversations.exact import extends as extends
-from tdfunc.llm.conversations.exact import fork as fork
+from tdfunc.llm.conversations.exact import find_mismatch as find_mismatch
+from tdfunc.llm.conversations.exact import is_append_only as is_append_only
+from tdfunc.llm.conversations.exact import to_training_rows as to_training_rows
 from tdfunc.llm.conversations.history import ChatHistory as ChatHistory
 from tdfunc.llm.conversations.history import History as History
 from tdfunc.llm.conversations.jsonl import load_jsonl as load_jsonl
 from tdfunc.llm.conversations.jsonl import save_jsonl as save_jsonl
-from tdfunc.llm.conversations.report import Finding as Finding
+from tdfunc.llm.conversations.report import TemplateCheck as TemplateCheck
 from tdfunc.llm.conversations.report import TemplateReport as TemplateReport
 from tdfunc.llm.conversations.report import template_report as template_report
 from tdfunc.llm.datasets.pairwise import PairwiseDataset as PairwiseDataset
@@ -43,7 +43,7 @@ from tdfunc.llm.rows.records import Text as Text
 from tdfunc.llm.rows.records import Tokens as Tokens
 from tdfunc.llm.scoring.compare import compare as compare
 from tdfunc.llm.scoring.head import Head as Head
-from tdfunc.llm.scoring.ids import plan as plan
+from tdfunc.llm.scoring.ids import explain_scoring as explain_scoring
 from tdfunc.llm.scoring.ids import score_ids as score_ids
 from tdfunc.llm.scoring.model import CausalLM as CausalLM
 from tdfunc.llm.scoring.model import causal_lm as causal_lm
@@ -57,7 +57,6 @@ from tdfunc.llm.templates.chatml import chatml as chatml
 from tdfunc.llm.templates.chatml import qwen as qwen
 from tdfunc.llm.templates.deepseek import DeepSeek as DeepSeek
 from tdfunc.llm.templates.deepseek import deepseek as deepseek
-from tdfunc.llm.templates.find import TEMPLATES as TEMPLATES
 from tdfunc.llm.templates.gemma import Gemma as Gemma
 from tdfunc.llm.templates.gemma import gemma as gemma
 from tdfunc.llm.templates.jinja import JinjaTemplate as JinjaTemplate
@@ -65,6 +64,7 @@ from tdfunc.llm.templates.llama import Llama as Llama
 from tdfunc.llm.templates.llama import llama as llama
 from tdfunc.llm.templates.mistral import Mistral as Mistral
 from tdfunc.llm.templates.mistral import mistral as mistral
+from tdfunc.llm.templates.named import TEMPLATES as TEMPLATES
 from tdfunc.llm.wrappers.backend import AbstractBackend as AbstractBackend
 from tdfunc.llm.wrappers.base import LLMWrapperBase as LLMWrapperBase
 from tdfunc.llm.wrappers.batching import Batcher as Batcher

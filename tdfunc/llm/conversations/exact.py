@@ -1,8 +1,9 @@
 """Token-exact conversations: the ids of a rollout only grow, and what was sampled is never tokenised again.
 
-A reply keeps the ids it was sampled as (`token_ids`). `bridge` renders only what came after it. Some templates change
-earlier turns when a conversation goes on (they drop its thinking, or move its tools); then a rollout is not the text
-that the template renders: `extends` tells, `fork` makes a further row of ids where it happens, `drift` reports where.
+A reply keeps the ids that it was sampled as (`token_ids`), and `append_messages` renders only the messages after it.
+Some templates change earlier turns when a conversation continues (they drop its thinking, or move its tools), so that a
+rollout is not the text that the template renders. `is_append_only` reports such templates, `find_mismatch` the place,
+and `to_training_rows` begins a further row of ids there.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, final
 
 from tdfunc.core.errors import UnsupportedError, error
-from tdfunc.llm.encoding.encode import control_strings, decode, encode_marked, encode_texts, text_tokenizer
+from tdfunc.llm.encoding.encode import control_strings, decode, encode_marked, encode_texts
 from tdfunc.llm.messages.columns import conversation_of, per_conversation
 from tdfunc.llm.messages.message import Message, as_compared
 from tdfunc.llm.templates.base import (
@@ -22,6 +23,7 @@ from tdfunc.llm.templates.base import (
     conversation_in,
     describe,
     strings_in,
+    text_tokenizer,
 )
 from tdfunc.llm.templates.find import find_template
 
@@ -83,7 +85,7 @@ class TokenRow(NamedTuple):
     history: Any
 
 
-class Drift(NamedTuple):
+class TokenMismatch(NamedTuple):
     """The first token at which rendering a conversation again would give other ids than it has."""
 
     position: int
@@ -92,7 +94,7 @@ class Drift(NamedTuple):
     rendered: str
 
 
-def bridge(
+def append_messages(
     template: TokenTemplate, ids: Sequence[int], new_messages: Any, *, add_generation_prompt: bool = True
 ) -> list[int]:
     """Return ids with those of new messages behind them: the given ones never change.
@@ -131,7 +133,7 @@ def _following(template: TokenTemplate, new: Conversation, prompt: bool) -> list
                 raise
     assert marked is not None
     if not marked.replies:
-        raise error(ValueError, "bridge: the template must render a reply before the new messages.", got=marked.text)
+        raise error(ValueError, "append_messages: the template must render the reply before them.", got=marked.text)
     stop, end = marked.replies[0].stop, template.template.end
     # The end of turn stands in front, so that the tokenizer does not take the text for the start of one.
     lead = end if marked.text.endswith(end, 0, stop) else ""
@@ -256,7 +258,7 @@ def _fits(template: TokenTemplate, message: Message, ids: Sequence[int]) -> bool
     return any(parts) and all([part.strip() in text for part in strings_in(parts)])
 
 
-def extends(template: "TokenTemplate | AbstractTemplate", history: Any) -> Any:
+def is_append_only(template: "TokenTemplate | AbstractTemplate", history: Any) -> Any:
     """Return whether each turn's render starts with all of the turns before it, as the ids of a rollout do.
 
     Args:
@@ -267,20 +269,17 @@ def extends(template: "TokenTemplate | AbstractTemplate", history: Any) -> Any:
         A bool, in lists nested as the batch before the messages.
 
     Examples:
-        >>> from tdfunc.llm import History, chatml, extends, qwen
+        >>> from tdfunc.llm import History, chatml, is_append_only, qwen
         >>> chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!", "reasoning_content": "hm"}]
         >>> history = History.from_chats([*chat, *chat])
-        >>> extends(chatml, history), extends(qwen, history)
+        >>> is_append_only(chatml, history), is_append_only(qwen, history)
         (True, False)
     """
-    return per_conversation(lambda chat: len(breaks(_text_template(template), conversation_in(chat))) <= 1, history)
+    text = template.template if isinstance(template, TokenTemplate) else template
+    return per_conversation(lambda chat: len(find_breaks(text, conversation_in(chat))) <= 1, history)
 
 
-def _text_template(template: "TokenTemplate | AbstractTemplate") -> AbstractTemplate:
-    return template.template if isinstance(template, TokenTemplate) else template
-
-
-def breaks(template: AbstractTemplate, conversation: Conversation) -> list[int]:
+def find_breaks(template: AbstractTemplate, conversation: Conversation) -> list[int]:
     """Return the places of the first reply, and of each reply whose prompt does not start with the turns before."""
     messages, tools = conversation
     replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -303,11 +302,11 @@ def breaks(template: AbstractTemplate, conversation: Conversation) -> list[int]:
     return found
 
 
-def fork(template: TokenTemplate, history: Any) -> Any:
+def to_training_rows(template: TokenTemplate, history: Any) -> Any:
     """Return rows of ids for training, in which each reply stands once behind the prompt that the template renders.
 
-    A conversation that the template extends is one row. Where it changes earlier turns, a further row begins with the
-    prompt as it is rendered then, and with the replies from there on.
+    A conversation to which the template only appends is one row. Where it changes earlier turns, a further row begins
+    with the prompt as it is rendered then, and with the replies from there on.
 
     Args:
         template: The template and tokenizer.
@@ -324,7 +323,7 @@ def fork(template: TokenTemplate, history: Any) -> Any:
         conversation = conversation_in(chat)
         messages, tools = conversation
         count = len(messages)
-        starts = [i for i in breaks(template.template, conversation) if i < count] or [count]
+        starts = [i for i in find_breaks(template.template, conversation) if i < count] or [count]
         rows: list[TokenRow] = []
         for start, stop in zip(starts, [*starts[1:], count], strict=True):
             replies = [i for i in range(start, stop) if messages[i]["role"] == "assistant"]
@@ -340,7 +339,7 @@ def fork(template: TokenTemplate, history: Any) -> Any:
     return per_conversation(one, history)
 
 
-def drift(template: TokenTemplate, history: Any) -> Any:
+def find_mismatch(template: TokenTemplate, history: Any) -> Any:
     """Return where rendering and tokenising a conversation again would first give other ids; None if nowhere.
 
     Args:
@@ -348,10 +347,10 @@ def drift(template: TokenTemplate, history: Any) -> Any:
         history: A `History` whose replies have `token_ids`.
 
     Returns:
-        A `Drift` or None, in lists nested as the batch before the messages.
+        A `TokenMismatch` or None, in lists nested as the batch before the messages.
     """
 
-    def one(chat: Any) -> Drift | None:
+    def one(chat: Any) -> TokenMismatch | None:
         conversation = conversation_in(chat)
         kept = grown_ids(template, conversation, 0, False, False)[0]
         marked = template.template.marked(conversation, replies=False)
@@ -361,6 +360,6 @@ def drift(template: TokenTemplate, history: Any) -> Any:
         # The line break behind the last end of turn is not part of a rollout.
         is_whole = at == len(kept) and not decode(template.tokenizer, rendered[at:]).strip()
         texts = [decode(template.tokenizer, ids[at : at + 20]) for ids in (kept, rendered)]
-        return None if is_whole else Drift(at, *texts)
+        return None if is_whole else TokenMismatch(at, *texts)
 
     return per_conversation(one, history)

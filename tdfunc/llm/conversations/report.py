@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
-from tdfunc.llm.conversations.exact import TokenTemplate, breaks
-from tdfunc.llm.encoding.encode import encode_marked, mask_of, text_tokenizer
+from tdfunc.llm.conversations.exact import TokenTemplate, find_breaks
+from tdfunc.llm.encoding.encode import encode_marked, mask_of
 from tdfunc.llm.messages.message import Message
-from tdfunc.llm.templates.base import Conversation
+from tdfunc.llm.templates.base import Conversation, text_tokenizer
 from tdfunc.llm.templates.jinja import JinjaTemplate
 
 _MARK = "qzxwv"
@@ -15,7 +15,7 @@ _TOOL = {"type": "function", "function": {"name": f"{_MARK}t", "description": "d
 _CALL = {"id": "a" * 9, "type": "function", "function": {"name": f"{_MARK}c", "arguments": {"k": "v"}}}
 
 
-class Finding(NamedTuple):
+class TemplateCheck(NamedTuple):
     """A property of a template."""
 
     name: str
@@ -29,16 +29,16 @@ class Finding(NamedTuple):
 class TemplateReport:
     """The properties of a chat template; it prints as a table."""
 
-    findings: tuple[Finding, ...]
+    checks: tuple[TemplateCheck, ...]
 
-    def __getitem__(self, name: str) -> Finding:
-        """Return the finding of a name."""
-        return {each.name: each for each in self.findings}[name]
+    def __getitem__(self, name: str) -> TemplateCheck:
+        """Return the check of a name."""
+        return {each.name: each for each in self.checks}[name]
 
     def __str__(self) -> str:
-        width = max([len(each.name) for each in self.findings])
+        width = max([len(each.name) for each in self.checks])
         marks = {True: "ok", False: "!!", None: "--"}
-        return "\n".join([f"{marks[each.good]}  {each.name:{width}}  {each.detail}" for each in self.findings])
+        return "\n".join([f"{marks[each.good]}  {each.name:{width}}  {each.detail}" for each in self.checks])
 
 
 def template_report(tokenizer: Any, *, chat_template: str | None = None) -> TemplateReport:
@@ -49,17 +49,18 @@ def template_report(tokenizer: Any, *, chat_template: str | None = None) -> Temp
         chat_template: Another template in Jinja than its own.
 
     Returns:
-        A report with the findings `extends`, `extends with thinking`, `extends with tools`, `extends with system`,
+        A report with the checks `append-only`, `append-only with thinking`, `append-only with tools`,
+        `append-only with system`,
         `thinking`, `end of turn`, `assistant masks`, `generation tag`, `tools`, `tool calls`, `arguments`,
         `system message`, `control strings`, `bos`, `parsing`.
     """
     template = JinjaTemplate(tokenizer, chat_template)
     tokens = TokenTemplate(tokenizer, template)
-    checks: dict[str, Callable[[], tuple[bool | None, str]]] = {
-        "extends": lambda: _extends(template),
-        "extends with thinking": lambda: _extends(template, reasoning_content=f"{_MARK}r"),
-        "extends with tools": lambda: _extends(template, tools=[_TOOL]),
-        "extends with system": lambda: _extends(template, {"role": "system", "content": "s"}),
+    tests: dict[str, Callable[[], tuple[bool | None, str]]] = {
+        "append-only": lambda: _extends(template),
+        "append-only with thinking": lambda: _extends(template, reasoning_content=f"{_MARK}r"),
+        "append-only with tools": lambda: _extends(template, tools=[_TOOL]),
+        "append-only with system": lambda: _extends(template, {"role": "system", "content": "s"}),
         "thinking": lambda: _thinking(template),
         "end of turn": lambda: _end(tokens),
         "assistant masks": lambda: _masks(tokens),
@@ -72,15 +73,15 @@ def template_report(tokenizer: Any, *, chat_template: str | None = None) -> Temp
         "bos": lambda: _bos(template),
         "parsing": lambda: _parsing(template),
     }
-    findings: list[Finding] = []
-    for name, check in checks.items():
+    found: list[TemplateCheck] = []
+    for name, check in tests.items():
         try:
             good, detail = check()
         # A template in Jinja raises what it likes, and that is a finding.
         except Exception as err:
             good, detail = False, f"{type(err).__name__}: {err}".split("\n")[0]
-        findings.append(Finding(name, good, detail))
-    return TemplateReport(tuple(findings))
+        found.append(TemplateCheck(name, good, detail))
+    return TemplateReport(tuple(found))
 
 
 def _user(text: str = "a") -> Message:
@@ -99,8 +100,8 @@ def _extends(
     template: JinjaTemplate, *first: Message, tools: list[Any] | None = None, **fields: Any
 ) -> tuple[bool, str]:
     turns = [*first, _user(), _reply(**fields), _user("c"), _reply("d", **fields)]
-    if len(breaks(template, Conversation(turns, tools))) > 1:
-        return False, "earlier turns change when a conversation goes on: fork() trains each as it was"
+    if len(find_breaks(template, Conversation(turns, tools))) > 1:
+        return False, "earlier turns change when a conversation goes on: to_training_rows() trains each as it was"
     return True, "each turn is a prefix of the next"
 
 

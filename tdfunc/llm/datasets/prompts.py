@@ -12,9 +12,10 @@ from torch import Tensor
 from tdfunc._tensorclass import TensorClass
 from tdfunc._tensordict import TensorDict
 from tdfunc.core.errors import error
-from tdfunc.llm.encoding.encode import encode_texts, text_tokenizer
-from tdfunc.llm.encoding.padding import Layout, Row, pad_id_of
+from tdfunc.llm.encoding.encode import encode_texts
+from tdfunc.llm.encoding.padding import EncodedRow, Layout, pad_id_of
 from tdfunc.llm.encoding.text import added_around
+from tdfunc.llm.templates.base import text_tokenizer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -91,7 +92,7 @@ class PromptData(TensorClass):
 
 def prompt_rows(
     tokenizer: Any, prompts: Sequence[str], responses: Sequence[str], *, add_special_tokens: bool = True
-) -> list[Row]:
+) -> list[EncodedRow]:
     """Return the row of each prompt with its response, whole; `assistant_masks` is True on the response.
 
     The two are tokenized one by one, as a model samples: no token is of both. What the tokenizer adds behind a text
@@ -100,7 +101,7 @@ def prompt_rows(
     around = added_around(tokenizer) if add_special_tokens else (0, 0)
     before = encode_texts(tokenizer, prompts, special=add_special_tokens)
     after = encode_texts(tokenizer, responses)
-    rows: list[Row] = []
+    rows: list[EncodedRow] = []
     for prompt, response in zip(before, after, strict=True):
         first = len(prompt.ids) - around[1]
         ids = [*prompt.ids[:first], *response.ids, *prompt.ids[first:]]

@@ -23,12 +23,11 @@ from tdfunc._tensordict import TensorDict
 from tdfunc.core.errors import CorruptCheckpointError, error
 from tdfunc.llm.datasets.prompts import prompt_rows
 from tdfunc.llm.datasets.sources import Records
-from tdfunc.llm.encoding.chat import ChatOptions, chat_rows
-from tdfunc.llm.encoding.encode import text_tokenizer
-from tdfunc.llm.encoding.padding import Layout, Row, pad_id_of, row_tree
+from tdfunc.llm.encoding.chat import chat_rows, check_masks
+from tdfunc.llm.encoding.padding import EncodedRow, Layout, pad_id_of, row_tree
 from tdfunc.llm.encoding.text import text_rows, tokenizer_digest
 from tdfunc.llm.messages.message import read_message
-from tdfunc.llm.templates.base import Conversation
+from tdfunc.llm.templates.base import Conversation, text_tokenizer
 from tdfunc.llm.templates.find import find_template
 from tdfunc.llm.templates.jinja import JinjaTemplate
 from tdfunc.random import permutation
@@ -145,7 +144,7 @@ class TokenDataset:
         return TensorDict({name: fn(column) for name, column in self.columns.items()}, size)
 
 
-def _row_at(column: TensorDict, at: int) -> Row:
+def _row_at(column: TensorDict, at: int) -> EncodedRow:
     start, stop = column["offsets"][at : at + 2].tolist()
     row = {name: leaf[start:stop] for name, leaf in column.items() if name != "offsets"}
     return {**row, "input_ids": row["input_ids"].to(torch.int64)}
@@ -247,21 +246,7 @@ class _Plan:
         options = [_FORMAT, list(self.columns.items()), template, self.add_special_tokens]
         return tokenizer_digest(self.tokenizer) + json.dumps(options, default=repr)
 
-    def chat_options(self) -> ChatOptions:
-        return ChatOptions(
-            template=find_template(self.chat_template, self.tokenizer),
-            tokenizer=self.tokenizer,
-            generation_prompt=False,
-            open_end=False,
-            tokenize=True,
-            tensors=False,
-            as_tree=True,
-            masks=True,
-            layout=Layout(),
-            unsafe=False,
-        )
-
-    def rows(self, entries: Column, records: Sequence[dict[str, Any]], first: int, kind: type) -> list[Row]:
+    def rows(self, entries: Column, records: Sequence[dict[str, Any]], first: int, kind: type) -> list[EncodedRow]:
         """Return a row of each record; `kind` is the type of the entry, that of the first record."""
         names, special = (entries,) if isinstance(entries, str) else entries, self.add_special_tokens
         for i, record in enumerate(records, first):
@@ -282,7 +267,10 @@ class _Plan:
         for i, (messages, record) in enumerate(zip(values, records, strict=True), first):
             read = [read_message(message, f"Record {i}, message {j}") for j, message in enumerate(messages)]
             chats.append(Conversation(read, record.get("tools") or None))
-        return chat_rows(self.chat_options(), chats)
+        template = find_template(self.chat_template, self.tokenizer)
+        rows = chat_rows(self.tokenizer, template, chats, masks=True)
+        check_masks(rows, chats, first)
+        return rows
 
 
 class _Column:
@@ -297,7 +285,7 @@ class _Column:
         # Without a name: nothing is left of it when the process ends.
         return self._stack.enter_context(tempfile.TemporaryFile(dir=self._folder))
 
-    def add(self, rows: Sequence[Row]) -> None:
+    def add(self, rows: Sequence[EncodedRow]) -> None:
         """Put rows behind those so far."""
         for row in rows:
             self._offsets.append(self._offsets[-1] + len(row["input_ids"]))

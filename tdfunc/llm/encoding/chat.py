@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from tdfunc.core.errors import error
-from tdfunc.llm.encoding.encode import control_strings, encode_marked, encode_texts, mask_of, text_tokenizer
-from tdfunc.llm.encoding.padding import Layout, Row, arrange, pad_id_of
+from tdfunc.llm.encoding.encode import control_strings, encode_marked, encode_texts, mask_of
+from tdfunc.llm.encoding.padding import EncodedRow, Layout, arrange, pad_id_of
 from tdfunc.llm.messages.columns import per_conversation
 from tdfunc.llm.templates.base import (
     AbstractTemplate,
@@ -17,6 +17,7 @@ from tdfunc.llm.templates.base import (
     conversation_in,
     describe,
     is_forged,
+    text_tokenizer,
 )
 
 
@@ -46,19 +47,20 @@ def apply_template(history: Any, options: ChatOptions, tools: Sequence[Any] | No
         return len(flat) - 1
 
     nested = per_conversation(number, history)
+    ends = {"generation_prompt": options.generation_prompt, "open_end": options.open_end}
     if not options.tokenize:
         if not options.unsafe:
             control = options.template.control
             if options.tokenizer is not None:
                 control = control_strings(options.tokenizer, options.template)
             check_safe(flat, control)
-        return _map(nested, _texts(options, flat).__getitem__)
+        return _map(nested, options.template.texts(flat, **ends).__getitem__)
     if options.tokenizer is None:
         raise error(TypeError, "apply_chat_template: ids need a tokenizer.", hint="tokenizer=...")
-    rows = [options.layout.cut(row) for row in chat_rows(options, flat)]
+    rows = chat_rows(options.tokenizer, options.template, flat, **ends, masks=options.masks)
+    rows = [options.layout.cut(row) for row in rows]
     if options.masks:
-        for i, (row, conversation) in enumerate(zip(rows, flat, strict=True)):
-            _check_mask(row, conversation, i)
+        check_masks(rows, flat)
     pad_id = pad_id_of(text_tokenizer(options.tokenizer))
     if not options.tensors and not options.as_tree:
         padded = list(options.layout.pad(rows, pad_id)["input_ids"]) if options.layout.pads else None
@@ -68,46 +70,54 @@ def apply_template(history: Any, options: ChatOptions, tools: Sequence[Any] | No
     return tree if options.as_tree else tree["input_ids"]
 
 
-def _texts(options: ChatOptions, conversations: Sequence[Conversation]) -> list[str]:
-    return options.template.texts(conversations, generation_prompt=options.generation_prompt, open_end=options.open_end)
+def chat_rows(
+    tokenizer: Any,
+    template: AbstractTemplate,
+    conversations: Sequence[Conversation],
+    *,
+    generation_prompt: bool = False,
+    open_end: bool = False,
+    masks: bool = False,
+) -> list[EncodedRow]:
+    """Return the ids of each conversation, with assistant masks or without.
 
-
-def chat_rows(options: ChatOptions, conversations: Sequence[Conversation]) -> list[Row]:
-    """Return the ids of each conversation; those without control strings in contents are encoded in one call."""
-    tokenizer, template = options.tokenizer, options.template
+    Those without control strings in contents are encoded in one call.
+    """
     control = control_strings(tokenizer, template)
     forged = [is_forged(each, control) for each in conversations]
-    places = [i for i in range(len(conversations)) if forged[i] or options.masks]
-    found = template.marked_all(
-        [conversations[i] for i in places],
-        generation_prompt=options.generation_prompt,
-        open_end=options.open_end,
-        replies=options.masks,
-    )
+    places = [i for i in range(len(conversations)) if forged[i] or masks]
+    ends = {"generation_prompt": generation_prompt, "open_end": open_end}
+    found = template.marked_all([conversations[i] for i in places], **ends, replies=masks)
     marked = dict(zip(places, found, strict=True))
     plain = [i for i in range(len(conversations)) if not forged[i]]
-    rest = iter(_texts(options, [conversations[i] for i in plain if i not in marked]))
+    rest = iter(template.texts([conversations[i] for i in plain if i not in marked], **ends))
     texts = [marked[i].text if i in marked else next(rest) for i in plain]
-    encoded = dict(zip(plain, encode_texts(tokenizer, texts, offsets=options.masks), strict=True))
-    rows: list[Row] = []
+    encoded = dict(zip(plain, encode_texts(tokenizer, texts, offsets=masks), strict=True))
+    rows: list[EncodedRow] = []
     for i in range(len(conversations)):
         made = encoded[i] if i in encoded else encode_marked(tokenizer, marked[i], control)
         row = {"input_ids": torch.tensor(made.ids, dtype=torch.int64)}
-        if options.masks:
+        if masks:
             row["assistant_masks"] = torch.tensor(mask_of(made, marked[i].replies), dtype=torch.bool)
         rows.append(row)
     return rows
 
 
-def _check_mask(row: Row, conversation: Conversation, i: int) -> None:
-    replies = [n for n, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-    if replies and not bool(row["assistant_masks"].any()):
-        raise error(
-            ValueError,
-            f"apply_chat_template: the assistant mask of conversation {i} would be empty.",
-            expected=f"tokens of {describe(conversation, replies[0])}",
-            hint="a larger max_length; a template with {% generation %} must draw its spans around replies.",
-        )
+def check_masks(rows: Sequence[EncodedRow], conversations: Sequence[Conversation], first: int = 0) -> None:
+    """Raise if the assistant mask of a conversation that has a reply is empty; `first` is the number of the first.
+
+    Raises:
+        ValueError: The message names the reply.
+    """
+    for i, (row, conversation) in enumerate(zip(rows, conversations, strict=True)):
+        replies = [n for n, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+        if replies and not bool(row["assistant_masks"].any()):
+            raise error(
+                ValueError,
+                f"apply_chat_template: the assistant mask of conversation {first + i} would be empty.",
+                expected=f"tokens of {describe(conversation, replies[0])}",
+                hint="a larger max_length; a template with {% generation %} must draw its spans around replies.",
+            )
 
 
 # Any: nested lists of places, as deep as the batch.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tdfunc.core.errors import UnsupportedError, error
-from tdfunc.llm.templates.base import AbstractTemplate, Marked, Span, controls_in
+from tdfunc.llm.templates.base import AbstractTemplate, Marked, Span, controls_in, text_tokenizer
 
 # Characters around the new names of control tokens, of which one is in no text.
 _GUARDS = ("\ue0d1", "\uf0d3", "\U000f1c05")
@@ -23,11 +23,6 @@ class Encoded(NamedTuple):
 
     ids: list[int]
     offsets: list[tuple[int, int]]
-
-
-def text_tokenizer(tokenizer: Any) -> Any:
-    """Return the tokenizer of a processor, or the tokenizer."""
-    return getattr(tokenizer, "tokenizer", tokenizer)
 
 
 def control_strings(tokenizer: Any, template: AbstractTemplate) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from tdfunc._tensordict import TensorDict
 from tdfunc.core.errors import error
 
 # The `input_ids` of a row and its masks, each of shape (T,).
-Row = dict[str, Tensor]
+EncodedRow = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Layout:
         """Whether rows are cut."""
         return self.truncation not in (False, "do_not_truncate")
 
-    def cut(self, row: Row, *, first: int = 0, last: int = 0) -> Row:
+    def cut(self, row: EncodedRow, *, first: int = 0, last: int = 0) -> EncodedRow:
         """Return a row of at most `max_length` tokens, which keeps so many of its first and last ones."""
         length, limit = len(row["input_ids"]), self.max_length
         if not self.cuts or limit is None or length <= limit:
@@ -77,7 +77,7 @@ class Layout:
             return {name: torch.cat([x[:first], x[kept], x[end:]]) for name, x in row.items()}
         return {name: x[kept] for name, x in row.items()}
 
-    def pad(self, rows: Sequence[Row], pad_id: int) -> TensorDict:
+    def pad(self, rows: Sequence[EncodedRow], pad_id: int) -> TensorDict:
         """Return rows as tensors (N, T), with their `attention_mask`; the other masks are False at pads."""
         lengths = torch.tensor([len(row["input_ids"]) for row in rows], dtype=torch.int64)
         width = int(lengths.max()) if rows else 0
@@ -102,12 +102,12 @@ def pad_id_of(tokenizer: Any) -> int:
     return next((each for each in (tokenizer.pad_token_id, tokenizer.eos_token_id) if each is not None), 0)
 
 
-def row_tree(row: Row) -> TensorDict:
+def row_tree(row: EncodedRow) -> TensorDict:
     """Return one row as a tree without a batch."""
     return TensorDict({**row, "attention_mask": torch.ones(len(row["input_ids"]), dtype=torch.bool)})
 
 
-def arrange(nested: Any, rows: Sequence[Row], layout: Layout, pad_id: int, *, ragged: bool = False) -> Any:
+def arrange(nested: Any, rows: Sequence[EncodedRow], layout: Layout, pad_id: int, *, ragged: bool = False) -> Any:
     """Return rows, already cut, as a tree whose batch is nested as their numbers in `nested` are.
 
     Args:

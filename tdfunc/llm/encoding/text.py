@@ -12,8 +12,9 @@ from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import error
-from tdfunc.llm.encoding.encode import encode_texts, text_tokenizer
-from tdfunc.llm.encoding.padding import Layout, Row, arrange, pad_id_of
+from tdfunc.llm.encoding.encode import encode_texts
+from tdfunc.llm.encoding.padding import EncodedRow, Layout, arrange, pad_id_of
+from tdfunc.llm.templates.base import text_tokenizer
 
 
 # Any: a text, or lists of texts nested as the batch.
@@ -72,7 +73,7 @@ def _number(text: Any, flat: list[str]) -> Any:
     raise error(TypeError, "tokenize_text: there must be texts, or lists of texts.", got=repr(text)[:200])
 
 
-def text_rows(tokenizer: Any, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[Row]:
+def text_rows(tokenizer: Any, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[EncodedRow]:
     """Return the row of each text, whole."""
     made = encode_texts(tokenizer, texts, special=add_special_tokens)
     return [{"input_ids": torch.tensor(each.ids, dtype=torch.int64)} for each in made]

@@ -1,9 +1,9 @@
-"""Rows of a batch, and the typed trees that wrappers make of them: the one place where outputs are laid out.
+"""`TokenBatch`: the tokens of a tree as padded rows, and the trees of tokens, masks and log-probs made of rows.
 
 N rows, L tokens of a row, T positions of padded rows, P of their prompts and R of their responses.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -11,11 +11,7 @@ import torch
 from torch import Size, Tensor
 
 from tdfunc._lazystack import lazy_stack
-from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import LeafMismatchError
-from tdfunc.core.types import Path
 from tdfunc.llm.rows.records import LogProbs, Masks, Tokens
-from tdfunc.ops.reading import get_value
 
 
 @dataclass(frozen=True)
@@ -46,45 +42,158 @@ class Row:
 
     def to(self, device: torch.device) -> "Row":
         """Return the row with its tensors on a device."""
-        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: x.to(device) for name, x in tensors.items() if isinstance(x, Tensor)})
+        return _moved(self, device)
+
+    def parts(self, values: Tensor | None) -> dict[str, Any]:
+        """Return values of the tokens (L, *K) as `full`, and as `prompt` and `response` where these are known."""
+        if values is None:
+            return {}
+        n = self.prompt
+        return {"full": values} | ({} if n is None else {"prompt": values[:n], "response": values[n:]})
 
 
-class Layout(NamedTuple):
-    """The places of rows in a padded batch.
+class Records(NamedTuple):
+    """The outputs that are made of tokens."""
+
+    tokens: Any
+    masks: Any
+    log_probs: Any
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """The tokens of a tree as padded rows, one for each element of its batch.
 
     Attributes:
+        ids: The tokens and the pads (N, T).
         mask: True at tokens (N, T).
-        prompt: How many of the positions are the prompts'; None where the parts are not known.
-        ids: The tokens with their pads (N, T), where they were given; else pads are `pad`.
-        pad: The id of pads.
+        lead: The batch size of the tree.
+        prompt: How many positions of a row are the prompt's, for ragged rows those of each; None where parts are not
+            known.
+        lengths: The number of positions of each row in a ragged stack; None for rows that were padded.
+        assistant: True where an assistant wrote the token (N, T), or None.
+        is_complete: Whether each response has its end, as the tree has it; or None.
     """
 
+    ids: Tensor
     mask: Tensor
-    prompt: int | None
-    ids: Tensor | None = None
-    pad: int = 0
+    lead: Size
+    prompt: int | list[int] | None = None
+    lengths: list[int] | None = None
+    assistant: Tensor | None = None
+    # Any: a tensor, or nested tuples of tensors.
+    is_complete: Any = None
 
-    def to(self, device: torch.device) -> "Layout":
-        """Return the layout on a device."""
-        return self._replace(mask=self.mask.to(device), ids=None if self.ids is None else self.ids.to(device))
+    def to(self, device: torch.device) -> "TokenBatch":
+        """Return the batch with its tensors on a device."""
+        return _moved(self, device)
+
+    def rows(self) -> list[Row]:
+        """Return the tokens of each row, without pads."""
+        count = len(self.ids)
+        prompts = self.prompt if isinstance(self.prompt, list) else [self.prompt] * count
+        ends = [None] * count if self.is_complete is None else flat_list(self.is_complete, len(self.lead))
+        wrote = [None] * count if self.assistant is None else self.assistant
+        return [
+            Row(
+                ids[valid],
+                None if n is None else int(valid[:n].sum()),
+                assistant=None if own is None else own[valid],
+                is_complete=end,
+            )
+            for ids, valid, n, end, own in zip(self.ids, self.mask, prompts, ends, wrote, strict=True)
+        ]
+
+    def shaped(self, values: Tensor) -> Tensor:
+        """Return values of the rows (N, ...) with the batch size of the tree."""
+        return values.reshape((*self.lead, *values.shape[1:]))
+
+    def parts(self, values: Tensor) -> dict[str, Any]:
+        """Return values of the positions (N, T, *K) as `full`, and as `prompt` and `response` where these are known."""
+        full, at, n = self.shaped(values), len(self.lead), self.prompt
+        assert not isinstance(n, list)
+        if n is None:
+            return {"full": full}
+        return {"full": full, "prompt": full.narrow(at, 0, n), "response": full.narrow(at, n, full.shape[at] - n)}
+
+    def log_probs(self, values: Tensor, scored: Tensor, behaviour: Tensor | None = None) -> Any:
+        """Return log-probs of the positions, laid out as the tokens are.
+
+        Args:
+            values: The log-probs (N, T, *K).
+            scored: True where there is one (N, T).
+            behaviour: Those under the distribution that responses were drawn from (N, T, *K), or None.
+        """
+        if self.lengths is None:
+            drawn = None if behaviour is None else self.parts(behaviour)["response"]
+            parts = self.parts(values)
+            return LogProbs(**parts, mask=self.shaped(scored), behaviour=drawn, padded=True, batch_size=self.lead)
+        prompts = self.prompt if isinstance(self.prompt, list) else [None] * len(self.lengths)
+        rows = [
+            Row(
+                self.ids[i, :length],
+                n,
+                log_probs=values[i, :length],
+                scored=scored[i, :length],
+                behaviour=None if behaviour is None else behaviour[i, n:length],
+            )
+            for i, (length, n) in enumerate(zip(self.lengths, prompts, strict=True))
+        ]
+        return ragged_records(rows, self.lead, None).log_probs
 
     def place(self, rows: Sequence[Tensor], fill: Any = 0, *, dtype: torch.dtype = torch.int64) -> Tensor:
-        """Return values of the tokens (L,) at their places (N, T); of a type where there are no rows."""
-        return _place(self.mask, rows or [torch.zeros(0, dtype=dtype, device=self.mask.device)], fill)
+        """Return values of the tokens of each row (L, *K) at their places (N, T, *K); of a type without rows."""
+        return _place(self.mask, rows, fill, dtype)
 
-    def place_responses(self, rows: Sequence[Tensor], fill: Any = 0) -> Tensor:
-        """Return values of the responses (R, *K) at their places; K is that of the widest row."""
-        width = max([row.shape[1] for row in rows if row.dim() > 1], default=None)
-        mask = self.mask[:, self.prompt :]
-        if width is None:
-            return _place(mask, rows, fill)
-        wide = [torch.nn.functional.pad(row, (0, width - row.shape[1]), value=fill) for row in rows]
-        return _place(mask, wide, fill)
+    def records(self, rows: Sequence[Row]) -> Records:
+        """Return the trees of rows whose tokens are those of the batch, with everything that the rows know of them."""
+
+        def placed(name: str, dtype: torch.dtype) -> Tensor | None:
+            found = [getattr(row, name) for row in rows]
+            return None if any([each is None for each in found]) else self.place(found, dtype=dtype)
+
+        def of_responses(name: str, fill: Any = 0) -> Tensor | None:
+            found = [getattr(row, name) for row in rows]
+            if not rows or any([each is None for each in found]):
+                return None
+            assert not isinstance(self.prompt, list)
+            return self.shaped(_place(self.mask[:, self.prompt :], found, fill, torch.int64))
+
+        ends = [row.is_complete for row in rows if row.is_complete is not None]
+        ended = self.shaped(torch.stack(ends)) if len(ends) == len(rows) > 0 else None
+        wrote = placed("assistant", torch.bool) if rows else None
+        masks = Masks(
+            all_attention_mask=self.shaped(self.mask),
+            all_assistant_mask=None if wrote is None else self.shaped(wrote),
+            padded=True,
+            batch_size=self.lead,
+        )
+        tokens = Tokens(**self.parts(self.ids), padded=True, is_complete=ended, batch_size=self.lead)
+        values, scored = placed("log_probs", torch.float32), placed("scored", torch.bool)
+        if values is None or scored is None:
+            return Records(tokens, masks, None)
+        rows, versions = _with_supports(rows), [row.version for row in rows]
+        log_probs = self.log_probs(values, scored).replace(
+            behaviour=of_responses("behaviour"),
+            support=of_responses("support", -1),
+            version=shaped_list(versions, self.lead) if any([each is not None for each in versions]) else None,
+        )
+        return Records(tokens, masks, log_probs)
 
 
-def _place(mask: Tensor, rows: Sequence[Tensor], fill: Any) -> Tensor:
-    flat = torch.cat(list(rows))
+def _moved(holder: Any, device: torch.device) -> Any:
+    """Return a dataclass with its tensors on a device."""
+    given = {field.name: getattr(holder, field.name) for field in fields(holder)}
+    return replace(holder, **{name: x.to(device) for name, x in given.items() if isinstance(x, Tensor)})
+
+
+def _place(mask: Tensor, rows: Sequence[Tensor], fill: Any, dtype: torch.dtype) -> Tensor:
+    """Return values at the places of a mask; those of fewer numbers than the widest row's are filled up."""
+    if not rows:
+        return torch.full(mask.shape, fill, dtype=dtype, device=mask.device)
+    width = max([row.shape[-1] for row in rows]) if rows[0].dim() > 1 else 0
+    wide = [torch.nn.functional.pad(row, (0, width - row.shape[-1]), value=fill) for row in rows] if width else rows
+    flat = torch.cat(list(wide))
     shape = (*mask.shape, *flat.shape[1:])
     if not flat.shape[0]:
         return flat.new_full(shape, fill)
@@ -94,92 +203,40 @@ def _place(mask: Tensor, rows: Sequence[Tensor], fill: Any) -> Tensor:
     return torch.where(valid, flat[index].reshape(shape), flat.new_full((), fill))
 
 
-def assembled(rows: Sequence[Row], *, pad: int, least: int | None = None) -> Layout:
-    """Return the layout of prompts padded at the left and responses at the right; of whole rows at the left.
+def _with_supports(rows: Sequence[Row]) -> Sequence[Row]:
+    """Return rows that all have a support, an empty one where nothing was cut, if any row has one."""
+    if all([row.support is None for row in rows]):
+        return rows
+    empty = [row.ids.new_full((len(row.ids) - (row.prompt or 0), 1), -1) for row in rows]
+    return [
+        row if row.support is not None else replace(row, support=none) for row, none in zip(rows, empty, strict=True)
+    ]
+
+
+def padded_batch(
+    rows: Sequence[Row], lead: Size, *, pad: int, least: int | None = None, side: str = "left"
+) -> TokenBatch:
+    """Return the batch of rows, prompts padded at the left and responses at the right; whole rows at a side.
 
     Args:
-        rows: The rows.
+        rows: The rows, all with known parts or all without.
+        lead: The batch size of the tree.
         pad: The id of pads.
         least: How many positions the prompts have at least; given where rows have prompts, also if there are no rows.
+        side: Where whole rows are padded.
     """
     device = rows[0].ids.device if rows else None
-    parts = [(len(row.ids) if row.prompt is None else row.prompt, len(row.ids)) for row in rows]
-    before = max([least or 0, *[prompt for prompt, _ in parts]])
-    after = max([total - prompt for prompt, total in parts], default=0)
-    prompt = torch.tensor([prompt for prompt, _ in parts], device=device).reshape(-1, 1)
-    total = torch.tensor([total for _, total in parts], device=device).reshape(-1, 1)
+    known = (rows[0].prompt if rows else least) is not None
+    sizes = [(row.prompt or 0 if known else len(row.ids), len(row.ids)) for row in rows]
+    if not known and side == "right":
+        sizes = [(0, total) for _, total in sizes]
+    before = max([least or 0, *[prompt for prompt, _ in sizes]])
+    after = max([total - prompt for prompt, total in sizes], default=0)
+    prompt, total = torch.tensor(sizes, dtype=torch.int64, device=device).reshape(-1, 2, 1).unbind(1)
     at = torch.arange(before + after, device=device)
-    is_known = (rows[0].prompt if rows else least) is not None
-    return Layout((at >= before - prompt) & (at < before - prompt + total), before if is_known else None, pad=pad)
-
-
-class Records(NamedTuple):
-    """The outputs of a wrapper that are made of tokens."""
-
-    tokens: Any
-    masks: Any
-    log_probs: Any
-
-
-def padded_records(rows: Sequence[Row], layout: Layout, lead: Size) -> Records:
-    """Return records in which all rows have one length, with the batch size `lead`."""
-
-    def shaped(value: Tensor | None) -> Tensor | None:
-        return None if value is None else value.reshape((*lead, *value.shape[1:]))
-
-    def cut(value: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        if value is None or layout.prompt is None:
-            return None, None
-        return value[:, : layout.prompt], value[:, layout.prompt :]
-
-    def placed(name: str, dtype: torch.dtype) -> Tensor | None:
-        found = [getattr(row, name) for row in rows]
-        return None if any([each is None for each in found]) else layout.place(found, dtype=dtype)
-
-    full = layout.place([row.ids for row in rows], layout.pad) if layout.ids is None else layout.ids
-    prompt, response = cut(full)
-    mask, assistant = layout.mask, placed("assistant", torch.bool) if rows else None
-    ended = [row.is_complete for row in rows if row.is_complete is not None]
-    tokens = Tokens(
-        prompt=shaped(prompt),
-        response=shaped(response),
-        full=shaped(full),
-        padded=True,
-        is_complete=shaped(torch.stack(ended)) if len(ended) == len(rows) > 0 else None,
-        batch_size=lead,
-    )
-    masks = Masks(all_attention_mask=shaped(mask), all_assistant_mask=shaped(assistant), padded=True, batch_size=lead)
-    values, scored = placed("log_probs", torch.float32), placed("scored", torch.bool)
-    before, after = cut(values)
-    log_probs = None
-    if values is not None:
-        drawn = [row.behaviour for row in rows if row.behaviour is not None]
-        log_probs = LogProbs(
-            prompt=shaped(before),
-            response=shaped(after),
-            full=shaped(values),
-            mask=shaped(scored),
-            behaviour=shaped(layout.place_responses(drawn)) if len(drawn) == len(rows) > 0 else None,
-            support=shaped(_supports(rows, layout.place_responses)),
-            version=_versions(rows, lead),
-            padded=True,
-            batch_size=lead,
-        )
-    return Records(tokens, masks, log_probs)
-
-
-def _versions(rows: Sequence[Row], lead: Size) -> Any:
-    found = [row.version for row in rows]
-    return shaped_list(found, lead) if any([each is not None for each in found]) else None
-
-
-def _supports(rows: Sequence[Row], place: Callable[..., Any]) -> Any:
-    """Return the supports of the rows, without any where nothing was cut; None where nothing was cut in all."""
-    if all([row.support is None for row in rows]):
-        return None
-    sizes = [len(row.ids) - (row.prompt or 0) for row in rows]
-    empty = [row.ids.new_full((size, 1), -1) for row, size in zip(rows, sizes, strict=True)]
-    return place([each if row.support is None else row.support for row, each in zip(rows, empty, strict=True)], -1)
+    mask = (at >= before - prompt) & (at < before - prompt + total)
+    ids = _place(mask, [row.ids for row in rows], pad, torch.int64)
+    return TokenBatch(ids, mask, lead, before if known else None)
 
 
 def ragged_records(rows: Sequence[Row], lead: Size, layout: torch.layout | None) -> Records:
@@ -191,19 +248,11 @@ def ragged_records(rows: Sequence[Row], lead: Size, layout: torch.layout | None)
 
 def _record_of(row: Row) -> tuple[Tokens, Masks, LogProbs]:
     size = Size(())
-    n = row.prompt
-    known = n is not None
-
-    def parts(value: Tensor | None) -> dict[str, Any]:
-        if value is None:
-            return {}
-        return {"full": value, **({"prompt": value[:n], "response": value[n:]} if known else {})}
-
-    tokens = Tokens(**parts(row.ids), padded=False, is_complete=row.is_complete, batch_size=size)
+    tokens = Tokens(**row.parts(row.ids), padded=False, is_complete=row.is_complete, batch_size=size)
     ones = torch.ones_like(row.ids, dtype=torch.bool)
     masks = Masks(all_attention_mask=ones, all_assistant_mask=row.assistant, padded=False, batch_size=size)
     log_probs = LogProbs(
-        **parts(row.log_probs),
+        **row.parts(row.log_probs),
         mask=row.scored,
         behaviour=row.behaviour,
         support=row.support,
@@ -236,38 +285,3 @@ def flat_list(values: Any, dims: int) -> list[Any]:
         return [values]
     rows = values.unbind(0) if hasattr(values, "unbind") else values
     return [item for row in rows for item in flat_list(row, dims - 1)]
-
-
-def ragged_values(td: TensorCollection, path: Path) -> list[Any] | None:
-    """Return an entry of each element of the batch, None where it lacks it; None where the entry is not ragged."""
-    value = get_value(td, path, None)
-    if value is None or (isinstance(value, Tensor) and not value.is_nested):
-        return None
-    *parents, name = path
-    holder = get_value(td, tuple(parents)) if parents else td
-    if not holder._is_lazy:
-        return flat_list(value, len(holder._batch_size))
-    # By the trees: a tuple of values lies along the dimension of the stack, which need not be the first.
-    return [get_value(each, name, None) for each in flat_list(holder, len(holder._batch_size))]
-
-
-def ragged_mask(td: TensorCollection, rows: Sequence[Tensor], paths: Sequence[Path], call: str) -> list[Any] | None:
-    """Return the first ragged mask of a tree that has the lengths of rows; None if it has no ragged masks.
-
-    Raises:
-        LeafMismatchError: There are ragged masks, and none has the lengths.
-    """
-    lengths = [len(row) for row in rows]
-    found = [
-        [torch.ones_like(r, dtype=torch.bool) if m is None else m.bool() for r, m in zip(rows, each, strict=True)]
-        for each in (ragged_values(td, path) for path in paths)
-        if each is not None
-    ]
-    fits = [masks for masks in found if [len(mask) for mask in masks] == lengths]
-    if found and not fits:
-        raise LeafMismatchError(
-            f"{call}: the masks must have the lengths of the tokens.",
-            expected=str(lengths),
-            got=", ".join([str([len(mask) for mask in masks]) for masks in found]),
-        )
-    return fits[0] if fits else None

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from tdfunc.core.context import has_values
+from tdfunc.core.context import is_known
 
 
 class Rows(NamedTuple):
@@ -38,10 +39,20 @@ class Rows(NamedTuple):
         return base.scatter(1, index, values_BLK)
 
 
+def pad_rows(rows: Sequence[Tensor], *, side: str) -> tuple[Tensor, Tensor]:
+    """Return rows of any lengths with 0 at the pads (B, T), and the mask (B, T), True at tokens."""
+    if not rows:
+        return torch.zeros(0, 0, dtype=torch.int64), torch.zeros(0, 0, dtype=torch.bool)
+    ids = pad_sequence(list(rows), batch_first=True, padding_side=side)
+    lengths = torch.tensor([len(row) for row in rows], device=ids.device).unsqueeze(1)
+    at = torch.arange(ids.shape[1], device=ids.device)
+    return ids, at < lengths if side == "right" else at >= ids.shape[1] - lengths
+
+
 def compact(ids_BT: Tensor, mask_BT: Tensor) -> Rows:
     """Return the rows with their tokens moved to the left, in order, whatever sides the pads were on."""
     order = (~mask_BT).to(torch.uint8).sort(dim=1, stable=True).indices
-    if has_values():
+    if is_known(mask_BT):
         order = order[:, : max(int(mask_BT.sum(1).max()), 1) if mask_BT.numel() else 1]
     mask = mask_BT.gather(1, order)
     return Rows(torch.where(mask, ids_BT.gather(1, order), 0), mask, order, ids_BT.shape[1])

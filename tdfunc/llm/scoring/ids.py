@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tdfunc.core.context import has_values
+from tdfunc.core.context import has_values, is_known
 from tdfunc.core.errors import LeafMismatchError, UnsupportedError, error
 from tdfunc.llm.rows.packing import Rows, compact, equal_lengths, pack
 from tdfunc.llm.scoring.head import chosen_log_probs, log_probs_of
@@ -30,39 +30,34 @@ class Scores(NamedTuple):
 def score_ids(
     lm: CausalLM,
     params: Any,
-    ids_BT: Tensor,
-    mask_BT: Tensor | None = None,
+    ids: Tensor,
+    mask: Tensor | None = None,
     *,
     buffers: Any = None,
     at: Tensor | None = None,
     temperature: float | Tensor = 1.0,
-    packed: bool = False,
-    allow_long: bool = False,
-    chunk_size: int | None = None,
     rng: Any = None,
 ) -> Scores:
     """Return the log-prob of each token given those before it in its row.
 
     Args:
-        lm: The model, from `causal_lm`.
+        lm: The model, from `causal_lm`; `lm.with_options` chooses how it runs.
         params: Its parameters, or the whole tree.
-        ids_BT: Rows of tokens.
-        mask_BT: True at tokens, False at pads, which may lie on any side and in between; without it all are tokens.
+        ids: Rows of tokens.
+        mask: True at tokens, False at pads, which may be on any side and in between; without it all are tokens.
         buffers: The buffers of the model, unless `params` has them.
         at: Other tokens to score at each position, such as a teacher's candidates.
         temperature: A divisor of the logits, for all or (B,) for each row.
-        packed: Let several short rows share one row of the batch, where the family can.
-        allow_long: Score rows that are longer than the model was trained for, if it can.
-        chunk_size: How many positions have logits at the same time.
         rng: A key for the dropout of `lm.train()`.
 
     Shapes:
-        `at` (B, T, K) gives log-probs (B, T, K), without it (B, T).
+        `ids` and `mask` are (B, T), and so are the log-probs; with `at` (B, T, K) the log-probs are (B, T, K).
 
     Raises:
         LeafMismatchError: The tokens are not integers (B, T), or the mask or `at` does not fit them.
         ValueError: A row is longer than the model's positions; or the temperature is not above 0.
-        UnsupportedError: Rows of different lengths, or packed ones, inside a transform, for a family that cannot.
+        UnsupportedError: Inside a transform where the mask has no values: a family that runs rows of one length, or
+            packed rows.
 
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -76,10 +71,10 @@ def score_ids(
     """
     if not isinstance(temperature, Tensor) and not temperature > 0:
         raise error(ValueError, "score: temperature must be above 0.", got=temperature)
-    rows = _rows_of(lm, ids_BT, mask_BT, at, allow_long=allow_long)
-    states, weight, bias = _states(lm, params, rows, packed=packed, buffers=buffers, rng=rng)
+    rows = _rows_of(lm, ids, mask, at)
+    states, weight, bias = _states(lm, params, rows, buffers=buffers, rng=rng)
     # Pads may hold any number.
-    chosen = torch.where(rows.mask.unsqueeze(-1), rows.gather(ids_BT.unsqueeze(-1) if at is None else at), 0)
+    chosen = torch.where(rows.mask.unsqueeze(-1), rows.gather(ids.unsqueeze(-1) if at is None else at), 0)
     scored = rows.mask & (torch.arange(rows.mask.shape[1], device=rows.mask.device) > 0)
     # Where values can be read, the head runs for tokens alone; elsewhere for pads too, whose results are dropped.
     before, wanted, places = states[:, :-1].flatten(0, 1), chosen[:, 1:].flatten(0, 1), None
@@ -93,56 +88,42 @@ def score_ids(
     if lm.head is None:
         found = log_probs_of(before, wanted, heat)
     else:
-        found = chosen_log_probs(lm.head, before, (weight, bias), wanted, temperature=heat, chunk_size=chunk_size)
+        found = chosen_log_probs(lm.head, before, (weight, bias), wanted, temperature=heat, chunk_size=lm.chunk_size)
     if places is not None:
         found = found.new_zeros((scored[:, 1:].numel(), found.shape[-1])).index_copy(0, places, found)
     found = found.reshape(*scored[:, 1:].shape, found.shape[-1])
     found = torch.where(scored.unsqueeze(-1), F.pad(found, (0, 0, 1, 0)), 0)
-    values, mask = rows.scatter(found), rows.scatter(scored.unsqueeze(-1)).squeeze(-1)
-    return Scores(values.squeeze(-1) if at is None else values, mask)
+    values, valid = rows.scatter(found), rows.scatter(scored.unsqueeze(-1)).squeeze(-1)
+    return Scores(values.squeeze(-1) if at is None else values, valid)
 
 
 def logits_of_ids(
-    lm: CausalLM,
-    params: Any,
-    ids_BT: Tensor,
-    mask_BT: Tensor | None = None,
-    *,
-    buffers: Any = None,
-    packed: bool = False,
-    allow_long: bool = False,
-    rng: Any = None,
+    lm: CausalLM, params: Any, ids: Tensor, mask: Tensor | None = None, *, buffers: Any = None, rng: Any = None
 ) -> Scores:
-    """Return the logits from which each token is drawn, as one tensor.
-
-    Args:
-        lm: The model.
-        params: As for `score_ids`, like the other arguments.
-        ids_BT: Rows of tokens.
-        mask_BT: True at tokens.
-        buffers: The buffers.
-        packed: Let short rows share one row of the batch.
-        allow_long: Run rows that are longer than the model was trained for.
-        rng: A key for dropout.
+    """Return the logits from which each token is drawn, as one tensor; arguments as for `score_ids`.
 
     Shapes:
-        (B, T, V); the logits at position i are of token i. They are 0, which is uniform, where `mask` is False.
+        (B, T, V); the logits at position i are of token i. They are 0, which is uniform, where the mask is False.
     """
-    rows = _rows_of(lm, ids_BT, mask_BT, None, allow_long=allow_long)
-    states, weight, bias = _states(lm, params, rows, packed=packed, buffers=buffers, rng=rng)
+    rows = _rows_of(lm, ids, mask, None)
+    states, weight, bias = _states(lm, params, rows, buffers=buffers, rng=rng)
     logits = states if lm.head is None else lm.head.logits(states, weight, bias)
     scored = rows.mask & (torch.arange(rows.mask.shape[1], device=rows.mask.device) > 0)
     shifted = torch.where(scored.unsqueeze(-1), F.pad(logits[:, :-1], (0, 0, 1, 0)), 0)
     return Scores(rows.scatter(shifted), rows.scatter(scored.unsqueeze(-1)).squeeze(-1))
 
 
-def plan(lm: CausalLM, *, packed: bool = False) -> str:
-    """Return how rows of different lengths are scored, and why."""
+def explain_scoring(lm: CausalLM) -> str:
+    """Return how rows of different lengths are scored, and why.
+
+    Args:
+        lm: The model, with its options.
+    """
     if lm.by_length:
         way = "rows of one length at a time: the positions of this family depend on the longest row."
-    elif packed and lm.packing is None:
+    elif lm.packed and lm.packing is None:
         way = f"rows of one length at a time: packed rows of {lm.family} are not known to be exact."
-    elif packed:
+    elif lm.packed:
         way = f"rows packed into bins no longer than the longest row, apart by {_APART[lm.packing or '']}."
     else:
         way = "rows compacted to the left, with pads at the right, which no token sees."
@@ -153,7 +134,7 @@ def plan(lm: CausalLM, *, packed: bool = False) -> str:
 _APART = {"positions": "positions that begin anew", "mask": "a mask of pairs", "": ""}
 
 
-def _states(lm: CausalLM, params: Any, rows: Rows, *, packed: bool, buffers: Any, rng: Any) -> tuple[Tensor, Any, Any]:
+def _states(lm: CausalLM, params: Any, rows: Rows, *, buffers: Any, rng: Any) -> tuple[Tensor, Any, Any]:
     """Return the last hidden states, or the logits where the head is not known, of compacted rows, and the head."""
 
     def run(ids: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> tuple[Tensor, Any, Any]:
@@ -165,14 +146,14 @@ def _states(lm: CausalLM, params: Any, rows: Rows, *, packed: bool, buffers: Any
             return lm.run(params, own_logits, ids, positions, mask, buffers=buffers, rng=rng), None, None
         return lm.run(params, hidden_states, ids, positions, mask, buffers=buffers, rng=rng)
 
-    apart = lm.by_length or (packed and lm.packing is None)
-    if not (apart or packed) or rows.ids.shape[0] < 2:
+    apart = lm.by_length or (lm.packed and lm.packing is None)
+    if not (apart or lm.packed) or rows.ids.shape[0] < 2:
         return run(rows.ids)
-    if not has_values():
+    if not (is_known(rows.mask) and (apart or is_known(rows.ids))):
         raise UnsupportedError(
-            "score: rows cannot be packed or sorted by length inside a transform.",
-            expected="tokens with values" if packed else f"rows of one length for {lm.family}",
-            hint="packed=False" if packed else "map over rows of one length, each without a mask.",
+            "score: rows cannot be packed or sorted by length where a transform maps or traces the tokens.",
+            expected="tokens with values" if lm.packed else f"rows of one length for {lm.family}",
+            hint="lm.with_options(packed=False)" if lm.packed else "map over rows of one length, each without a mask.",
         )
     if not apart:
         bins = pack(rows)
@@ -191,28 +172,27 @@ def _states(lm: CausalLM, params: Any, rows: Rows, *, packed: bool, buffers: Any
     return whole.index_copy(0, places, joined), *results[0][1:]
 
 
-def _rows_of(lm: CausalLM, ids_BT: Tensor, mask_BT: Tensor | None, at: Tensor | None, *, allow_long: bool) -> Rows:
+def _rows_of(lm: CausalLM, ids: Tensor, mask: Tensor | None, at: Tensor | None) -> Rows:
     """Return tokens compacted to the left, no row of which is longer than the model's positions."""
-    others = [each for each in (mask_BT, at) if each is not None]
-    is_ids = isinstance(ids_BT, Tensor) and not ids_BT.is_floating_point() and ids_BT.dtype is not torch.bool
-    if not is_ids or any(not isinstance(each, Tensor) or each.shape[:2] != ids_BT.shape for each in others):
+    others = [each for each in (mask, at) if each is not None]
+    is_ids = isinstance(ids, Tensor) and not ids.is_floating_point() and ids.dtype is not torch.bool
+    if not is_ids or any(not isinstance(each, Tensor) or each.shape[:2] != ids.shape for each in others):
         raise LeafMismatchError(
             "score: tokens must be integers (B, T); the mask is (B, T), and at is (B, T, K).",
             expected="score_ids(lm, params, ids, mask, buffers=buffers)",
-            got=", ".join([_describe(each) for each in (ids_BT, *others)]),
+            got=", ".join([_describe(each) for each in (ids, *others)]),
         )
-    rows = compact(ids_BT, torch.ones_like(ids_BT, dtype=torch.bool) if mask_BT is None else mask_BT.bool())
-    limit = lm.max_length
-    if limit is None or rows.ids.shape[1] <= limit or (allow_long and lm.extendable) or not has_values():
+    rows = compact(ids, torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool())
+    limit, width = lm.max_length, rows.ids.shape[1]
+    if limit is None or width <= limit or (lm.allow_long and lm.extendable):
         return rows
-    lengths = rows.mask.sum(1).tolist()
-    row = max(range(len(lengths)), key=lengths.__getitem__)
+    lengths = rows.mask.sum(1).tolist() if is_known(rows.mask) else [width]
     raise error(
         ValueError,
-        f"score: row {row} must not be longer than the positions of {lm.family}.",
+        f"score: row {lengths.index(width)} must not be longer than the positions of {lm.family}.",
         expected=f"at most {limit} tokens",
-        got=f"{lengths[row]} tokens",
-        hint="cut it" + ("; allow_long=True runs it all the same." if lm.extendable else "."),
+        got=f"{width} tokens" if is_known(rows.mask) else f"{width} positions, with a mask that a transform hides",
+        hint="cut it" + ("; lm.with_options(allow_long=True) runs it all the same." if lm.extendable else "."),
     )
 
 

@@ -58,6 +58,9 @@ class CausalLM:
         by_length: Rows of different lengths change each other's results, so that they are scored apart.
         first_length: Where `by_length`, the length up to which positions do not depend on it.
         eos_ids: The tokens that end a response, of the model's `generation_config`.
+        packed: Several short rows share one row of the batch, where the family can; see `explain_scoring`.
+        allow_long: Rows that are longer than the model was trained for run, if it can.
+        chunk_size: How many positions have logits at the same time; None for a number by the vocabulary.
     """
 
     apply: Apply
@@ -69,6 +72,22 @@ class CausalLM:
     by_length: bool
     first_length: int = 0
     eos_ids: tuple[int, ...] = ()
+    packed: bool = False
+    allow_long: bool = False
+    chunk_size: int | None = None
+
+    def with_options(
+        self, *, packed: bool | None = None, allow_long: bool | None = None, chunk_size: int | None = None
+    ) -> "CausalLM":
+        """Return the specification with other ways to run it; an option that is None stays as it is.
+
+        Args:
+            packed: Let several short rows share one row of the batch, where the family can.
+            allow_long: Run rows that are longer than the model was trained for, if it can.
+            chunk_size: How many positions have logits at the same time.
+        """
+        given = {"packed": packed, "allow_long": allow_long, "chunk_size": chunk_size}
+        return replace(self, **{name: value for name, value in given.items() if value is not None})
 
     def train(self, mode: bool = True) -> "CausalLM":
         """Return the specification in training mode: dropout draws, by `rng=`."""
@@ -112,8 +131,7 @@ def causal_lm(model: nn.Module, *, copy: bool = True) -> "tuple[CausalLM, Tensor
     config = config.get_text_config()
     # The class alone differs, so that the paths of the tree are those of the model.
     host = copying.copy(model)
-    host.__dict__.pop("forward", None)
-    host.__class__ = type(type(model).__name__, (type(model),), {"forward": _run})
+    host.__class__ = type(type(model).__name__, (type(model),), {"__call__": _run})
     apply, params, buffers = functional(host, copy=copy)
     rope = getattr(config, "rope_parameters", None) or {}
     scaled = [rope, *(part for part in rope.values() if isinstance(part, dict))]
@@ -129,7 +147,9 @@ def causal_lm(model: nn.Module, *, copy: bool = True) -> "tuple[CausalLM, Tensor
         first_length=_first_length(config, scaled),
         eos_ids=_eos_ids(model),
     )
-    return replace(lm, head=_find_head(lm, params, buffers, config)), params, buffers
+    # The head alone would leave out hooks of the whole model.
+    has_hooks = bool(model._forward_hooks or model._forward_pre_hooks)
+    return replace(lm, head=None if has_hooks else _find_head(lm, params, buffers, config)), params, buffers
 
 
 # Any: transformers is optional.
@@ -150,6 +170,12 @@ def _eos_ids(model: Any) -> tuple[int, ...]:
 # Any: the arguments of a function of the model.
 def _run(self: nn.Module, fn: Callable[..., Any], *args: Any) -> Any:
     return fn(self, *args)
+
+
+# Any: the arguments and the output of a family.
+def _call(model: nn.Module, **inputs: Any) -> Any:
+    """Run the model's own forward, with its hooks."""
+    return nn.Module.__call__(model, **inputs)
 
 
 def _find_head(lm: CausalLM, params: Any, buffers: Any, config: Any) -> Head | None:
@@ -193,8 +219,7 @@ def hidden_states(
 
 def own_logits(model: Any, ids_BT: Tensor, positions_BT: Tensor | None, mask: Any) -> Tensor:
     """Return the logits (B, T, V) as the family's own forward computes them."""
-    forward = _forward(model)
-    return forward(model, **_inputs(model, forward, ids_BT, positions_BT, mask)).logits
+    return _call(model, **_inputs(model, type(model).forward, ids_BT, positions_BT, mask)).logits
 
 
 def new_cache(model: Any) -> Any:
@@ -210,8 +235,7 @@ def next_logits(model: Any, ids_BT: Tensor, mask_BT: Tensor | None, positions_BT
     The mask is of all positions, those in the cache included. Without a mask rows have no pads; without a cache the
     positions are all there are.
     """
-    forward = _forward(model)
-    names = _parameters(forward)
+    names = _parameters(type(model).forward)
     inputs: dict[str, Any] = {"input_ids": ids_BT, "use_cache": cache is not None}
     if cache is not None:
         inputs["cache_params" if "cache_params" in names else "past_key_values"] = cache
@@ -222,13 +246,7 @@ def next_logits(model: Any, ids_BT: Tensor, mask_BT: Tensor | None, positions_BT
         inputs["position_ids"] = positions_BT
     if "logits_to_keep" in names:
         inputs["logits_to_keep"] = 1
-    return forward(model, **inputs).logits[:, -1]
-
-
-def _forward(model: Any) -> Callable[..., Any]:
-    """Return the family's own forward: the class that `causal_lm` makes has another one."""
-    base: Any = type(model).__base__
-    return base.forward
+    return _call(model, **inputs).logits[:, -1]
 
 
 @functools.lru_cache(maxsize=64)

@@ -401,3 +401,9 @@ def not_rendered(text: str, at: int, expected: str) -> ValueError:
         expected=expected,
         got=repr(text[at : at + 40]),
     )
+
+
+# Any: transformers is optional.
+def text_tokenizer(tokenizer: Any) -> Any:
+    """Return the tokenizer of a processor, or the tokenizer."""
+    return getattr(tokenizer, "tokenizer", tokenizer)

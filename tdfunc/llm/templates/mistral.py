@@ -36,7 +36,7 @@ class Mistral(AbstractPieceTemplate):
     """Mistral: `[INST]`, the user's text, `[/INST]`, the reply, `</s>`.
 
     The tools stand before the last message of the user, so a conversation with tools and a further one does not extend
-    the earlier: see `extends`.
+    the earlier: see `is_append_only`.
 
     Source:
         `InstructTokenizerV7` of mistral-common.

@@ -98,15 +98,15 @@ class vLLMWrapper(LLMWrapperBase):  # noqa: N801
         `torchrl.modules.llm.vLLMWrapper`.
     """
 
-    # Any: a `vllm.LLM`, and the options of the base.
-    def __init__(self, model: Any, **options: Any) -> None:
+    # Any: a `vllm.LLM`.
+    def _set_model(self, model: Any) -> None:
         engine = Engine(model)
         mode = engine.llm.llm_engine.vllm_config.model_config.logprobs_mode
         if mode != "raw_logprobs":
             raise UnsupportedError(
                 "vLLMWrapper: the engine must give raw log-probs.", expected="logprobs_mode='raw_logprobs'", got=mode
             )
-        super().__init__(model, **options)
+        super()._set_model(model)
         self.engine = engine
         # The model of transformers that the engine runs, made when a push first needs it.
         self._own: tuple[CausalLM, Any, dict[str, torch.Size], list[str]] | None = None

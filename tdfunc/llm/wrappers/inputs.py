@@ -1,137 +1,156 @@
-"""Texts and conversations of a tree as rows of ids, for wrappers."""
+"""`Reader`: the tokens, texts or conversations of a tree as rows of ids, for wrappers."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from tdfunc._lazystack import lazy_stack
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import LeafMismatchError, error
+from tdfunc.core.errors import LeafMismatchError
 from tdfunc.core.keys import dotted, unravel
-from tdfunc.core.types import NestedKey
 from tdfunc.llm.conversations.exact import TokenTemplate, grown_ids
 from tdfunc.llm.conversations.history import History
-from tdfunc.llm.encoding.encode import text_tokenizer
-from tdfunc.llm.messages.columns import messages_of
-from tdfunc.llm.rows.batch import Row, flat_list, ragged_values
-from tdfunc.llm.rows.read import read_field
-from tdfunc.llm.templates.base import conversation_in
+from tdfunc.llm.encoding.chat import chat_rows, check_masks
+from tdfunc.llm.encoding.padding import EncodedRow, Layout
+from tdfunc.llm.encoding.text import added_around, text_rows
+from tdfunc.llm.rows.batch import Row, TokenBatch, flat_list
+from tdfunc.llm.rows.read import TokenKeys, check_batch, ragged_values, read_field, read_tokens
+from tdfunc.llm.templates.base import conversation_in, text_tokenizer
 from tdfunc.ops.reading import get_value
 
 
-def read_texts(td: TensorCollection, source: NestedKey, field: str, call: str) -> list[str]:
-    """Return the texts of the batch.
+class Inputs(NamedTuple):
+    """The inputs of a call.
 
-    Raises:
-        MissingKeyError: There are none.
-        LeafMismatchError: There is not a text for each element of the batch.
+    Attributes:
+        rows: The tokens of each element of the batch.
+        batch: The padded tokens, where tokens were read and were padded.
+        texts: The texts, in text mode.
+        chats: The conversations, in history mode.
     """
-    value = read_field(td, source, field, call)
-    size = td._batch_size
-    record, path = get_value(td, source), unravel(source)
-    if isinstance(value, str):
-        texts = [value] * size.numel()
-    elif isinstance(record, TensorCollection) and record._is_lazy:
-        # Its values lie along the dimension of the stack, which need not be the first.
-        texts = ragged_values(td, (*path, field)) or []
-    else:
-        texts = ragged_values(td, path) or [] if td._is_lazy else flat_list(value, len(size))
-    wrong = [text for text in texts if not isinstance(text, str)]
-    if wrong:
-        raise LeafMismatchError(
-            f"{call}: {dotted((*unravel(source), field))!r} must be a text for each element of the batch.",
-            expected=f"batch size {list(size)}",
-            got=repr(wrong[0])[:200],
-        )
-    return texts
+
+    rows: list[Row]
+    batch: TokenBatch | None = None
+    texts: list[str] | None = None
+    # Any: History.
+    chats: list[Any] | None = None
 
 
-def encode_plain(tokenizer: Any, texts: Sequence[str], options: Mapping[str, Any]) -> list[Row]:
-    """Return the ids of texts, with the special tokens that the tokenizer adds.
+@dataclass(frozen=True)
+class Reader:
+    """The way in which a wrapper reads its inputs.
 
-    A text that begins with the tokenizer's `bos_token` was rendered by a template: it gets no second one.
+    Attributes:
+        mode: "history", "text" or "tokens".
+        keys: The places of the input and of masks.
+        call: The name of the wrapper's class, for messages.
+        tokenizer: The tokenizer; None for tokens.
+        template: The template of histories.
+        layout: How rows of texts and histories are cut.
+        add_special_tokens: Whether texts get the tokens that the tokenizer puts around them.
     """
-    own = text_tokenizer(tokenizer)
-    adds = options.get("add_special_tokens", True)
-    bos = own.bos_token or ""
-    found: dict[int, list[int]] = {}
-    for special in (True, False):
-        places = [i for i, text in enumerate(texts) if (adds and not (bos and text.startswith(bos))) == special]
-        if places:
-            made = own([texts[i] for i in places], add_special_tokens=special, return_attention_mask=False)
-            found.update(zip(places, made["input_ids"], strict=True))
-    return [Row(torch.tensor(found[i], dtype=torch.int64)) for i in range(len(texts))]
+
+    mode: str
+    keys: TokenKeys
+    call: str
+    # Any: a tokenizer or processor of transformers.
+    tokenizer: Any
+    template: TokenTemplate | None
+    layout: Layout
+    add_special_tokens: bool
+
+    def read(self, td: TensorCollection, field: str) -> Inputs:
+        """Return the rows of a field of the input.
+
+        Raises:
+            MissingKeyError: The tree has no input.
+            LeafMismatchError: The input has another shape than the batch, or a mask another than the tokens.
+        """
+        if self.mode == "tokens":
+            batch = read_tokens(td, self.keys, field, self.call)
+            check_batch(batch, td, self.keys.source, self.call)
+            return Inputs(batch.rows(), batch if batch.lengths is None else None)
+        if self.mode == "text":
+            texts = self._texts(td, field)
+            return Inputs(self._encode_texts(texts), texts=texts)
+        chats = self._chats(td, field)
+        return Inputs(self._encode_chats(chats, prompts=field == "prompt"), chats=chats)
+
+    def _texts(self, td: TensorCollection, field: str) -> list[str]:
+        """Return the texts of the batch."""
+        path = unravel(self.keys.source)
+        value = read_field(td, path, field, self.call)
+        size, record = td._batch_size, get_value(td, path)
+        if isinstance(value, str):
+            texts = [value] * size.numel()
+        elif isinstance(record, TensorCollection) and record._is_lazy:
+            # Its values are along the dimension of the stack, which need not be the first.
+            texts = ragged_values(td, (*path, field)) or []
+        else:
+            texts = ragged_values(td, path) or [] if td._is_lazy else flat_list(value, len(size))
+        wrong = [text for text in texts if not isinstance(text, str)]
+        if wrong:
+            raise LeafMismatchError(
+                f"{self.call}: {dotted((*path, field))!r} must be a text for each element of the batch.",
+                expected=f"batch size {list(size)}",
+                got=repr(wrong[0])[:200],
+            )
+        return texts
+
+    def _encode_texts(self, texts: Sequence[str]) -> list[Row]:
+        """Return the ids of texts, with the special tokens that the tokenizer adds, which stay when a text is cut.
+
+        A text that begins with the tokenizer's `bos_token` was rendered by a template: it gets no second one.
+        """
+        bos = text_tokenizer(self.tokenizer).bos_token or ""
+        found: dict[int, Row] = {}
+        for special in (True, False):
+            whole = [self.add_special_tokens and not (bos and text.startswith(bos)) for text in texts]
+            places = [i for i, is_whole in enumerate(whole) if is_whole == special]
+            rows = text_rows(self.tokenizer, [texts[i] for i in places], add_special_tokens=special)
+            first, last = added_around(self.tokenizer) if special and places and self.layout.cuts else (0, 0)
+            for i, row in zip(places, rows, strict=True):
+                found[i] = _row(self.layout.cut(row, first=first, last=last))
+        return [found[i] for i in range(len(texts))]
+
+    # Any: histories.
+    def _chats(self, td: TensorCollection, field: str) -> list[Any]:
+        """Return the conversation of each element of the batch."""
+        path = unravel(self.keys.source)
+        value = read_field(td, path, field, self.call)
+        size = td._batch_size
+        if not isinstance(value, History) or len(value._batch_size) != len(size) + 1:
+            raise LeafMismatchError(
+                f"{self.call}: {dotted((*path, field))!r} must be a History with a dimension of messages.",
+                expected=f"batch size {[*size, -1]}",
+                got=f"batch size {list(value._batch_size)}" if isinstance(value, History) else type(value).__name__,
+            )
+        return flat_list(value, len(size))
+
+    def _encode_chats(self, chats: Sequence[Any], *, prompts: bool) -> list[Row]:
+        """Return the ids of conversations, with generation prompts or with assistant masks.
+
+        Conversations with replies that keep their ids are these ids; others are as the template renders them.
+        """
+        assert self.template is not None
+        conversations = [conversation_in(chat) for chat in chats]
+        kept = [any([message.get("token_ids") for message in each.messages]) for each in conversations]
+        plain = [each for each, is_kept in zip(conversations, kept, strict=True) if not is_kept]
+        made = chat_rows(self.tokenizer, self.template.template, plain, generation_prompt=prompts, masks=not prompts)
+        if not prompts:
+            check_masks(made, plain)
+        rest, rows = iter(made), list[EncodedRow]()
+        for conversation, is_kept in zip(conversations, kept, strict=True):
+            if not is_kept:
+                rows.append(next(rest))
+                continue
+            ids, wrote = grown_ids(self.template, conversation, 0, prompts, False)
+            rows.append({"input_ids": torch.tensor(ids, dtype=torch.int64)})
+            if not prompts:
+                rows[-1]["assistant_masks"] = torch.tensor(wrote, dtype=torch.bool)
+        return [_row(self.layout.cut(row)) for row in rows]
 
 
-# Any: histories.
-def read_chats(td: TensorCollection, source: NestedKey, field: str, call: str) -> list[Any]:
-    """Return the conversation of each element of the batch.
-
-    Raises:
-        MissingKeyError: There are none.
-        LeafMismatchError: They have no dimension of messages behind the batch.
-    """
-    value = read_field(td, source, field, call)
-    size = td._batch_size
-    if not isinstance(value, History) or len(value._batch_size) != len(size) + 1:
-        raise LeafMismatchError(
-            f"{call}: {dotted((*unravel(source), field))!r} must be a History with a dimension of messages.",
-            expected=f"batch size {[*size, -1]}",
-            got=f"batch size {list(value._batch_size)}" if isinstance(value, History) else type(value).__name__,
-        )
-    return flat_list(value, len(size))
-
-
-def encode_chats(template: TokenTemplate, chats: Sequence[Any], *, prompts: bool) -> list[Row]:
-    """Return the ids of conversations, with generation prompts or with assistant masks.
-
-    Conversations with replies that keep their ids are these ids; others are as the template renders them.
-    """
-    rows: dict[int, Row] = {}
-    plain: list[int] = []
-    for i, chat in enumerate(chats):
-        if not any([message.get("token_ids") for message in messages_of(chat)]):
-            plain.append(i)
-            continue
-        ids, wrote = grown_ids(template, conversation_in(chat), 0, prompts, False)
-        rows[i] = Row(_tensor(ids), assistant=None if prompts else torch.tensor(wrote, dtype=torch.bool))
-    if plain:
-        tree = lazy_stack([chats[i] for i in plain]).apply_chat_template(
-            tokenizer=template.tokenizer,
-            chat_template=template.template,
-            add_generation_prompt=prompts,
-            return_dict=True,
-            tokenize=True,
-            return_assistant_tokens_mask=not prompts,
-        )
-        for i, row in zip(plain, tree, strict=True):
-            rows[i] = Row(row["input_ids"], assistant=None if prompts else row["assistant_masks"])
-    return [rows[i] for i in range(len(chats))]
-
-
-def _tensor(ids: Sequence[int]) -> Tensor:
-    return torch.tensor(list(ids), dtype=torch.int64)
-
-
-def cut(rows: list[Row], options: Mapping[str, Any], side: str) -> list[Row]:
-    """Return rows of at most `max_length` tokens, if `truncation` is on.
-
-    Raises:
-        ValueError: The side is not left or right.
-    """
-    if not options.get("truncation"):
-        return rows
-    side = options.get("truncation_side", side)
-    if side not in ("left", "right"):
-        raise error(ValueError, "LLMWrapper: truncation_side must be 'left' or 'right'.", got=repr(side))
-    length = options["max_length"]
-
-    def short(values: Tensor | None) -> Tensor | None:
-        if values is None:
-            return None
-        return values[:length] if side == "right" else values[max(len(values) - length, 0) :]
-
-    return [replace(row, ids=short(row.ids), assistant=short(row.assistant)) for row in rows]
+def _row(row: EncodedRow) -> Row:
+    return Row(row["input_ids"], assistant=row.get("assistant_masks"))

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from tdfunc.llm.conversations.exact import TokenTemplate, without_end
-from tdfunc.llm.encoding.encode import text_tokenizer
 from tdfunc.llm.generation.options import Response
 from tdfunc.llm.messages.message import Message
 from tdfunc.llm.rows.batch import Row
+from tdfunc.llm.templates.base import text_tokenizer
 
 # The tokens of the prompt that the text of a response is decoded with: some tokenizers drop the space in front of the
 # first token of a text.

@@ -9,17 +9,17 @@ from tdfunc.llm import (
     ChatML,
     History,
     TokenTemplate,
-    bridge,
+    append_messages,
     chat_ids,
     chatml,
     deepseek,
-    drift,
-    extends,
-    fork,
+    find_mismatch,
     gemma,
+    is_append_only,
     llama,
     mistral,
     qwen,
+    to_training_rows,
 )
 from tdfunc.llm.templates.base import conversation_in
 from tests.llm.templates.test_templates import TOOLS
@@ -122,7 +122,7 @@ def roll_out(template, name, draws):
         else:
             news = [{"role": "user", "content": words(draws)}]
         new = History.from_chats(news)
-        longer = bridge(template, ids, new)
+        longer = append_messages(template, ids, new)
         assert longer[: len(ids)] == ids, "the ids so far never change"
         ids, history = longer, history.extend(new)
     return history, ids
@@ -137,7 +137,7 @@ def check_roll_outs(name, count):
         again = chat_ids(template, history, add_generation_prompt=True)
         drifted += sum(a != b for a, b in zip(ids, again, strict=False)) + abs(len(ids) - len(again))
         tokens += len(ids)
-        if name in EXTENDING and extends(template, history):
+        if name in EXTENDING and is_append_only(template, history):
             rendered = template.template.texts([conversation_in(history)], generation_prompt=True)[0]
             assert template.tokenizer.decode(ids) == rendered
             assert sum(i in control for i in ids) == sum(i in control for i in _rendered(template, history))
@@ -168,7 +168,7 @@ def test_rendering_again_would_drift():
     history, ids = roll_out(template, "chatml", draws)
 
     assert _rendered(template, history) != ids
-    found = drift(template, history)
+    found = find_mismatch(template, history)
     assert found is not None
     kept = chat_ids(template, history)
     assert kept[: found.position] == template.encode(template.marked(history.tolist()))[: found.position]
@@ -187,9 +187,9 @@ def test_fork_where_thinking_is_dropped():
     """Each reply stands once, behind the prompt that the template renders for it."""
     template, history = make_template("qwen"), History.from_chats(CHAT)
 
-    rows = fork(template, history)
+    rows = to_training_rows(template, history)
 
-    assert not extends(template, history)
+    assert not is_append_only(template, history)
     assert [row.replies for row in rows] == [(1,), (3,)]
     decode = template.tokenizer.decode
     texts = [decode([i for i, own in zip(row.ids, row.generated, strict=True) if own]) for row in rows]
@@ -203,22 +203,22 @@ def test_fork_of_an_extending_template_is_one_row():
     """All replies are trained in it, and its ids are those of the conversation."""
     template, history = make_template("chatml"), History.from_chats([CHAT, CHAT[:1]])
 
-    rows = fork(template, history)
+    rows = to_training_rows(template, history)
 
-    assert extends(template, history) == [True, True]
+    assert is_append_only(template, history) == [True, True]
     assert [[row.replies for row in each] for each in rows] == [[(1, 3)], [()]]
     assert rows[0][0].ids == chat_ids(template, history)[0]
-    assert drift(template, history) == [None, None]
+    assert find_mismatch(template, history) == [None, None]
 
 
 def test_tools_that_move_break_extension():
     """Mistral writes the tools before the last message of the user."""
     history = History.from_chats({"messages": [{k: m[k] for k in ("role", "content")} for m in CHAT], "tools": TOOLS})
 
-    assert not extends(mistral, history)
-    assert extends(mistral, history.set("tools", None))
-    assert extends(llama, history)
-    assert [row.replies for row in fork(make_template("mistral"), history)] == [(1,), (3,)]
+    assert not is_append_only(mistral, history)
+    assert is_append_only(mistral, history.set("tools", None))
+    assert is_append_only(llama, history)
+    assert [row.replies for row in to_training_rows(make_template("mistral"), history)] == [(1,), (3,)]
 
 
 def test_edited_messages_are_noticed():
@@ -245,12 +245,12 @@ def test_a_reply_that_was_cut_gets_its_end():
     ids = template.tokenizer("b")["input_ids"]
     history = History.from_chats([CHAT[0], {"role": "assistant", "content": "b", "token_ids": ids}, CHAT[2]])
 
-    (row,) = fork(template, history)
+    (row,) = to_training_rows(template, history)
 
     assert template.tokenizer.decode(row.ids) == chatml.render(history)
     assert sum(row.generated) == len(ids)
     nothing = History.from_chats([CHAT[0], {"role": "assistant", "content": "", "token_ids": []}, CHAT[2]])
-    (row,) = fork(template, nothing)
+    (row,) = to_training_rows(template, nothing)
     assert template.tokenizer.decode(row.ids) == chatml.render(nothing)
     assert not any(row.generated)
 
@@ -267,13 +267,15 @@ def test_thinking_inside_a_content_breaks_extension():
     replies = [{"role": "assistant", "content": text, "token_ids": own} for text, own in zip(texts, ids, strict=True)]
     history = History.from_chats([CHAT[0], replies[0], CHAT[2], replies[1]])
 
-    rows = fork(template, history)
+    rows = to_training_rows(template, history)
 
-    assert not extends(template, history)
+    assert not is_append_only(template, history)
     assert [row.replies for row in rows] == [(1,), (3,)]
     assert [row.ids[-len(own) :] for row, own in zip(rows, ids, strict=True)] == ids
     assert template.tokenizer.decode(rows[1].ids).startswith("user:a<|im_end|>assistant:b<|im_end|>user:c<|im_end|>")
-    assert drift(template, history).position == len(template.tokenizer("user:a<|im_end|>assistant:")["input_ids"])
+    assert find_mismatch(template, history).position == len(
+        template.tokenizer("user:a<|im_end|>assistant:")["input_ids"]
+    )
 
 
 def test_bridge_takes_one_message_and_nothing_else_changes():
@@ -282,9 +284,9 @@ def test_bridge_takes_one_message_and_nothing_else_changes():
     ids = chat_ids(template, History.from_chats(CHAT[:2]))
     text = template.tokenizer.decode(ids)
 
-    one = bridge(template, ids, History(role="user", content="c"))
-    none = bridge(template, ids, History.from_chats([]))
-    quiet = bridge(template, ids, History(role="user", content="c"), add_generation_prompt=False)
+    one = append_messages(template, ids, History(role="user", content="c"))
+    none = append_messages(template, ids, History.from_chats([]))
+    quiet = append_messages(template, ids, History(role="user", content="c"), add_generation_prompt=False)
 
     assert template.tokenizer.decode(one) == text + "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
     assert template.tokenizer.decode(none) == text + "\n<|im_start|>assistant\n"
@@ -295,5 +297,5 @@ def test_options_of_templates_decide_extension():
     """The same conversation, with thinking kept and dropped."""
     history = History.from_chats([CHAT, CHAT[:2]])
 
-    assert extends(ChatML(), history) == [True, True]
-    assert extends(ChatML(drop_thinking=True), history) == [False, True]
+    assert is_append_only(ChatML(), history) == [True, True]
+    assert is_append_only(ChatML(drop_thinking=True), history) == [False, True]

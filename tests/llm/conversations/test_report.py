@@ -26,15 +26,15 @@ def report(template, **options):
 @pytest.mark.parametrize(
     ("name", "template", "good", "detail"),
     [
-        ("extends", CHATML, True, "prefix"),
-        ("extends", DEFAULT, True, "prefix"),
-        ("extends with thinking", FORGETFUL, False, "fork"),
-        ("extends with thinking", HERMES, True, "prefix"),
-        ("extends", LAST_TOOLS, True, "prefix"),
-        ("extends with tools", LAST_TOOLS, False, "fork"),
-        ("extends with tools", CHATML, True, "prefix"),
-        ("extends with system", LAST_SYSTEM, False, "fork"),
-        ("extends with system", CHATML, True, "prefix"),
+        ("append-only", CHATML, True, "prefix"),
+        ("append-only", DEFAULT, True, "prefix"),
+        ("append-only with thinking", FORGETFUL, False, "to_training_rows"),
+        ("append-only with thinking", HERMES, True, "prefix"),
+        ("append-only", LAST_TOOLS, True, "prefix"),
+        ("append-only with tools", LAST_TOOLS, False, "to_training_rows"),
+        ("append-only with tools", CHATML, True, "prefix"),
+        ("append-only with system", LAST_SYSTEM, False, "to_training_rows"),
+        ("append-only with system", CHATML, True, "prefix"),
         ("thinking", CHATML, None, "not rendered"),
         ("thinking", FORGETFUL, False, "left out of earlier turns"),
         ("thinking", HERMES, True, "kept"),
@@ -90,9 +90,9 @@ def test_a_template_that_raises_is_reported():
     """Its error is the finding, of every property that needs a render."""
     made = report("{{ raise_exception('no') }}")
 
-    assert not any(each.good for each in made.findings if each.name != "arguments")
-    assert "no" in made["extends"].detail
-    assert str(made).count("\n") == len(made.findings) - 1
+    assert not any(each.good for each in made.checks if each.name != "arguments")
+    assert "no" in made["append-only"].detail
+    assert str(made).count("\n") == len(made.checks) - 1
     assert JinjaTemplate(make_tokenizer("{{ raise_exception('no') }}")).alike is None
 
 

@@ -12,7 +12,18 @@ from hypothesis import strategies as st
 
 import tdfunc as tdf
 from tdfunc import LeafMismatchError, MissingKeyError, TensorDict, UnsupportedError
-from tdfunc.llm import History, LogProbs, Masks, Tokens, causal_lm, distribution, logits, plan, score, score_ids
+from tdfunc.llm import (
+    History,
+    LogProbs,
+    Masks,
+    Tokens,
+    causal_lm,
+    distribution,
+    explain_scoring,
+    logits,
+    score,
+    score_ids,
+)
 from tdfunc.llm.rows.packing import bins, compact
 from tdfunc.llm.scoring.head import Head, chosen_log_probs
 from tdfunc.llm.scoring.ids import logits_of_ids
@@ -65,7 +76,9 @@ def check_family(name, seed):
 
     for layout in (mask, left):
         for packed in (False, True):
-            check_rows(model, score_ids(lm, params, ids, layout, buffers=buffers, packed=packed), ids, layout)
+            check_rows(
+                model, score_ids(lm.with_options(packed=packed), params, ids, layout, buffers=buffers), ids, layout
+            )
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -92,7 +105,11 @@ def test_the_table_of_packing_is_what_packing_does(name):
 
     def error(way):
         other = dataclasses.replace(lm, packing=way)
-        return float((score_ids(other, params, ids, mask, buffers=buffers, packed=True).log_probs - exact).abs().max())
+        return float(
+            (score_ids(other.with_options(packed=True), params, ids, mask, buffers=buffers).log_probs - exact)
+            .abs()
+            .max()
+        )
 
     if lm.packing is not None:
         assert error(lm.packing) < 2e-5
@@ -110,11 +127,14 @@ def test_random_rows(lengths, seed, data):
     lm, params, buffers = causal_lm(model)
     ids, mask = rows(lengths, 9, seed)
     temperature = data.draw(st.sampled_from([0.3, 1.0, 2.0]))
-    options = {"temperature": temperature, "chunk_size": data.draw(st.sampled_from([None, 1, 3]))}
+    lm = lm.with_options(chunk_size=data.draw(st.sampled_from([None, 1, 3])))
 
-    check_rows(model, score_ids(lm, params, ids, mask, buffers=buffers, **options), ids, mask, temperature)
+    check_rows(
+        model, score_ids(lm, params, ids, mask, buffers=buffers, temperature=temperature), ids, mask, temperature
+    )
     heat = torch.full((len(lengths),), temperature)
-    each = score_ids(lm, params, ids, mask, buffers=buffers, temperature=heat, packed=data.draw(st.booleans()))
+    lm = lm.with_options(packed=data.draw(st.booleans()))
+    each = score_ids(lm, params, ids, mask, buffers=buffers, temperature=heat)
     check_rows(model, each, ids, mask, temperature)
 
 
@@ -169,7 +189,7 @@ def test_the_head_is_that_of_the_family():
     lm, params, buffers = causal_lm(model)
     ids, mask = rows([6, 3], 7, seed=2)
     assert lm.head is None
-    assert "all positions at once" in plan(lm)
+    assert "all positions at once" in explain_scoring(lm)
     check_rows(model, score_ids(lm, params, ids, mask, buffers=buffers), ids, mask)
 
 
@@ -180,10 +200,10 @@ def test_gradients(name, tolerance):
     model = make(name, attn_implementation="eager").double()
     lm, params, buffers = causal_lm(model)
     ids, mask = rows([7, 5, 1], 8, seed=3)
-    options = {"buffers": buffers, "chunk_size": 4}
+    lm = lm.with_options(chunk_size=4)
 
     def total(params, ids, mask, temperature=1.0):
-        return score_ids(lm, params, ids, mask, temperature=temperature, **options).log_probs.sum()
+        return score_ids(lm, params, ids, mask, temperature=temperature, buffers=buffers).log_probs.sum()
 
     def whole(params, ids, mask, temperature=1.0):
         found = logits_of_ids(lm, params, ids, mask, buffers=buffers)
@@ -268,7 +288,7 @@ def test_second_derivatives():
         return torch.func.grad(slope)(params)
 
     def total(p):
-        return score_ids(lm, p, ids, mask, buffers=buffers, chunk_size=3).log_probs.sum()
+        return score_ids(lm.with_options(chunk_size=3), p, ids, mask, buffers=buffers).log_probs.sum()
 
     def whole(p):
         found = logits_of_ids(lm, p, ids, mask, buffers=buffers)
@@ -354,7 +374,7 @@ def test_no_tensor_of_all_logits():
     live = params.apply(lambda x: x.requires_grad_())
     score_ids(lm, live, ids, mask, buffers=buffers)
     with Sizes():
-        score_ids(lm, live, ids, mask, buffers=buffers, chunk_size=32).log_probs.sum().backward()
+        score_ids(lm.with_options(chunk_size=32), live, ids, mask, buffers=buffers).log_probs.sum().backward()
 
     assert max(sizes) < 8 * 40 * VOCAB
 
@@ -441,7 +461,7 @@ def test_no_rows_and_no_tokens(shape, packed):
     lm, params, buffers = causal_lm(make("llama"))
     ids, lead = torch.zeros(shape, dtype=torch.int64), shape[:-1]
     td = TensorDict({"tokens": Tokens(full=ids, batch_size=lead)}, lead)
-    options = {"buffers": buffers, "packed": packed}
+    lm, options = lm.with_options(packed=packed), {"buffers": buffers}
 
     assert score(lm, params, td, **options)["log_probs"].full.shape == shape
     assert score(lm, params, td, at=ids[..., None], **options)["log_probs"].full.shape == (*shape, 1)
@@ -527,7 +547,11 @@ def test_messages():
         (lambda: score_ids(lm, params, ids, buffers), LeafMismatchError, "got: .*TensorDict"),
         (lambda: score_ids(lm, params, ids, mask[:1], buffers=buffers), LeafMismatchError, r"bool of shape \(1, 6\)"),
         (lambda: score_ids(lm, params, ids, at=ids.repeat(1, 2)[..., None]), LeafMismatchError, r"\(2, 12, 1\)"),
-        (lambda: score(lm, params, TensorDict({"input_ids": ids}, [2])), MissingKeyError, r"'tokens'.*Tokens\(full="),
+        (
+            lambda: score(lm, params, TensorDict({"input_ids": ids}, [2])),
+            MissingKeyError,
+            r"'tokens.full'.*Tokens\(full=",
+        ),
         (
             lambda: score(lm, params, History(role="user", content="a")),
             MissingKeyError,
@@ -536,7 +560,7 @@ def test_messages():
         (
             lambda: score(lm, params, TensorDict({"tokens": Tokens(prompt=ids, batch_size=[2])}, [2])),
             MissingKeyError,
-            "must have full",
+            "'tokens.full'",
         ),
         (lambda: score(lm, params, td.set("attention_mask", mask[:, :3])), LeafMismatchError, r"shape \(2, 6\)"),
         (lambda: score(lm, params, masked), LeafMismatchError, r"lengths of the tokens.*\n.*\[3, 6\]\n.*\[3, 3\]"),
@@ -544,12 +568,14 @@ def test_messages():
         (lambda: score(lm, params, td, buffers=buffers, under="behavior"), ValueError, "'raw' or 'behaviour'"),
         (lambda: score(lm, params, td, buffers=buffers, under="behaviour"), MissingKeyError, "prompt and response"),
         (
-            lambda: torch.vmap(lambda i: score_ids(lm, params, i, buffers=buffers, packed=True).log_probs)(ids[None]),
+            lambda: torch.vmap(lambda i: score_ids(lm.with_options(packed=True), params, i, buffers=buffers).log_probs)(
+                ids[None]
+            ),
             UnsupportedError,
             "cannot be packed",
         ),
     ):
         with pytest.raises(kind, match="(?s)" + pattern):
             call()
-    assert "positions that begin anew" in plan(lm, packed=True)
-    assert "rows of one length" in plan(causal_lm(make("bloom"))[0], packed=True)
+    assert "positions that begin anew" in explain_scoring(lm.with_options(packed=True))
+    assert "rows of one length" in explain_scoring(causal_lm(make("bloom"))[0].with_options(packed=True))
